@@ -1,0 +1,41 @@
+# Finds an unpacked libtorch or Python torch, without the CUDA toolkit that TorchConfig.cmake demands.
+#
+# Input:   COHORT_LIBTORCH, a cache variable or environment variable: the folder that holds
+#          include/ and lib/libtorch_cpu.so. scripts/setup prints the one that it made.
+# Targets: libtorch::c10, libtorch::torch_cpu.
+set(COHORT_LIBTORCH "$ENV{COHORT_LIBTORCH}" CACHE PATH "Folder of libtorch (holds include/ and lib/)")
+if(NOT COHORT_LIBTORCH)
+  set(_cache "$ENV{COHORT_CACHE}")
+  if(NOT _cache)
+    set(_cache "$ENV{HOME}/.cache/cohort")
+  endif()
+  set(COHORT_LIBTORCH "${_cache}/libtorch-${Libtorch_FIND_VERSION}/torch" CACHE PATH "" FORCE)
+endif()
+set(_version_file "${COHORT_LIBTORCH}/include/torch/headeronly/version.h")
+if(NOT EXISTS "${_version_file}")
+  set(_version_file "${COHORT_LIBTORCH}/include/torch/csrc/api/include/torch/version.h")
+endif()
+if(EXISTS "${_version_file}")
+  file(STRINGS "${_version_file}" _line REGEX "define TORCH_VERSION \"")
+  string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" Libtorch_VERSION "${_line}")
+endif()
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(Libtorch REQUIRED_VARS COHORT_LIBTORCH Libtorch_VERSION
+  VERSION_VAR Libtorch_VERSION
+  REASON_FAILURE_MESSAGE "run scripts/setup, or set COHORT_LIBTORCH to a folder with libtorch ${Libtorch_FIND_VERSION}")
+if(Libtorch_FOUND AND NOT Libtorch_VERSION VERSION_EQUAL Libtorch_FIND_VERSION)
+  message(FATAL_ERROR "libtorch ${Libtorch_VERSION} at ${COHORT_LIBTORCH}: expected ${Libtorch_FIND_VERSION}")
+endif()
+if(Libtorch_FOUND AND NOT TARGET libtorch::c10)
+  add_library(libtorch::c10 INTERFACE IMPORTED)
+  set_target_properties(libtorch::c10 PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES "${COHORT_LIBTORCH}/include;${COHORT_LIBTORCH}/include/torch/csrc/api/include"
+    INTERFACE_LINK_LIBRARIES "${COHORT_LIBTORCH}/lib/libc10.so"
+    INTERFACE_LINK_OPTIONS "-Wl,-rpath,${COHORT_LIBTORCH}/lib")
+  add_library(libtorch::torch_cpu INTERFACE IMPORTED)
+  # --no-as-needed: kernels register themselves from static constructors, which nothing refers to.
+  set_target_properties(libtorch::torch_cpu PROPERTIES
+    INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED"
+    INTERFACE_LINK_LIBRARIES "-Wl,--no-as-needed,${COHORT_LIBTORCH}/lib/libtorch_cpu.so,--as-needed;libtorch::c10"
+    INTERFACE_LINK_OPTIONS "-Wl,--allow-shlib-undefined")
+endif()

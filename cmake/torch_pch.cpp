@@ -1,0 +1,1 @@
+// Exists so that the precompiled libtorch header has a target that owns it.

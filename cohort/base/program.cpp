@@ -1,0 +1,45 @@
+#include "cohort/base/program.h"
+
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+
+namespace cohort {
+namespace {
+
+int report(const std::string& program, int code, const std::string& text) {
+  const auto rank = env_string("RANK");
+  const auto world = env_string("WORLD_SIZE");
+  const std::string tag = rank && world ? "[rank " + *rank + "/" + *world + "] " : "";
+  std::fprintf(stderr, "%s%s: error: %s\n", tag.c_str(), program.c_str(), text.c_str());
+  if (const auto path = env_string("COHORT_ERROR_FILE")) {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    const nlohmann::json record = {{"rank", rank ? *rank : ""},
+                                   {"exit_code", code},
+                                   {"message", text},
+                                   {"time", std::chrono::duration<double>(now).count()}};
+    std::ofstream(*path)
+        << record.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
+  }
+  return code;
+}
+
+}  // namespace
+
+int run_program(const std::string& program, const std::function<int()>& body) {
+  try {
+    return body();
+  } catch (const c10::ValueError& error) {
+    return report(program, kExitUsage, one_line(error));
+  } catch (const c10::DistError& error) {
+    return report(program, kExitLostPeer, one_line(error));
+  } catch (const std::exception& error) {
+    return report(program, kExitFailure, one_line(error));
+  }
+}
+
+}  // namespace cohort

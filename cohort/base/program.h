@@ -1,0 +1,24 @@
+// The outermost frame of every program: exceptions become one line and a stable exit code.
+#pragma once
+#include <functional>
+#include <string>
+
+namespace cohort {
+
+/// Exit codes of all programs (a signal's death is 128 + n, as the shell counts it).
+enum ExitCode : int {
+  kExitOk = 0,
+  kExitFailure = 1,   ///< Run-time failure.
+  kExitUsage = 2,     ///< Bad flag, file or environment: ConfigError and c10::ValueError.
+  kExitLostPeer = 3,  ///< PeerError and other c10::DistError.
+  kExitStopped = 4,   ///< Stopped by request, with a checkpoint saved.
+};
+
+/// Runs `body` and returns its result, or the exit code of the exception that left it.
+///
+/// An exception is written to stderr as one line, "<program>: error: <text>" ("[rank r/W] " before it
+/// when RANK and WORLD_SIZE are set), and to the file named by COHORT_ERROR_FILE, where a
+/// launcher asked for one: JSON {"rank", "exit_code", "message", "time"}.
+int run_program(const std::string& program, const std::function<int()>& body);
+
+}  // namespace cohort
