@@ -32,10 +32,10 @@ std::string describe(const PeerError::Facts& facts) {
 }  // namespace
 
 ConfigError::ConfigError(const std::string& message)
-    : c10::ValueError(flatten(message), /*backtrace=*/"", /*caller=*/nullptr) {}
+    : c10::ValueError(flatten(message), c10::Backtrace()) {}
 
 PeerError::PeerError(Facts facts)
-    : c10::DistError(describe(facts), /*backtrace=*/"", /*caller=*/nullptr),
+    : c10::DistError(describe(facts), c10::Backtrace()),
       facts_(std::move(facts)) {}
 
 std::string one_line(const std::exception& error) {

@@ -1,0 +1,18 @@
+// The subcommands of `cohort nmt`: each registers itself and, if chosen, sets what is to run.
+#pragma once
+#include <functional>
+
+namespace CLI {
+class App;
+}
+
+namespace cohort::apps {
+
+using Action = std::function<int()>;
+
+void add_train_command(CLI::App& app, Action& action);
+void add_evaluate_command(CLI::App& app, Action& action);
+void add_translate_command(CLI::App& app, Action& action);
+void add_info_command(CLI::App& app, Action& action);
+
+}  // namespace cohort::apps

@@ -1,0 +1,75 @@
+// `cohort nmt evaluate`: loss and BLEU of a trained model, on one or many ranks.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <memory>
+
+#include "apps/nmt/commands.h"
+#include "apps/nmt/evaluation_flags.h"
+#include "apps/nmt/model_flags.h"
+#include "apps/nmt/trained_model.h"
+#include "cohort/base/atomic_file.h"
+#include "cohort/translate/evaluation.h"
+
+namespace cohort::apps {
+namespace {
+
+struct EvaluateFlags {
+  std::string model_dir;
+  std::vector<std::filesystem::path> vocabs;
+  std::vector<std::filesystem::path> test_sets;
+  std::string precision = "auto";
+  std::string output;
+  int64_t samples = 0;
+  EvaluationFlags evaluation;
+  GroupFlags group;
+};
+
+int run(EvaluateFlags& flags) {
+  const auto options = flags.evaluation.resolve();
+  const auto precision = nmt::parse_precision(flags.precision);
+  const auto group = flags.group.connect();
+  auto [model, tokenizers] = load_trained(flags.model_dir, flags.vocabs, precision);
+  const auto pairs = text::read_parallel_text(flags.test_sets);
+  const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target, /*max_length=*/0);
+  const auto result =
+      translate::evaluate(model, corpus, pairs.target, tokenizers.target, *group, options);
+  group->close();
+  if (group->rank() != 0) return 0;
+  if (!flags.output.empty()) {
+    write_atomically(flags.output, [&](FileWriter& file) {
+      for (const auto& line : result.translations) file.write(line + "\n");
+    });
+  }
+  const auto count = std::min<size_t>(static_cast<size_t>(flags.samples), pairs.source.size());
+  for (size_t k = 0; k < count; ++k) {
+    const size_t i = k * pairs.source.size() / count;
+    std::printf("  source     %s\n  translated %s\n  reference  %s\n\n", pairs.source[i].c_str(),
+                result.translations[i].c_str(), pairs.target[i].c_str());
+  }
+  std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n%s\n", result.loss,
+              static_cast<long long>(corpus.size()), group->size(), group->size() == 1 ? "" : "s",
+              nmt::to_string(precision).c_str(),
+              text::format(result.bleu, text::signature(options.bleu, 1)).c_str());
+  return 0;
+}
+
+}  // namespace
+
+void add_evaluate_command(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("evaluate", "Loss and BLEU of a trained model");
+  auto flags = std::make_shared<EvaluateFlags>();
+  command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
+  command->add_option("--vocabs", flags->vocabs, "Source and target .spm file (default: in --model-dir)")
+      ->expected(2);
+  command->add_option("--test-sets", flags->test_sets, "Source and target text, or one .tsv or .json file")
+      ->required()->expected(1, 2);
+  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")->capture_default_str();
+  command->add_option("--output", flags->output, "Write the translations to this file");
+  command->add_option("--samples", flags->samples, "Print so many translations with source and reference")
+      ->capture_default_str()->check(CLI::NonNegativeNumber);
+  flags->evaluation.add_to(*command, "Search and score");
+  flags->group.add_to(*command);
+  command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
+}
+
+}  // namespace cohort::apps

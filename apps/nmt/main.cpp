@@ -1,0 +1,36 @@
+// `cohort nmt`: the translator's commands.
+#include <CLI/CLI.hpp>
+
+#include "apps/nmt/bleu.h"
+#include "apps/nmt/commands.h"
+#include "cohort/base/error.h"
+#include "cohort/base/memory.h"
+#include "cohort/base/program.h"
+
+namespace {
+
+int run(int argc, char** argv) {
+  CLI::App app("Trains a Transformer translator, evaluates it and translates with it", "cohort nmt");
+  app.require_subcommand(1);
+  cohort::apps::Action action;
+  cohort::apps::add_train_command(app, action);
+  cohort::apps::add_evaluate_command(app, action);
+  cohort::apps::add_translate_command(app, action);
+  cohort::apps::add_bleu_command(app, action);
+  cohort::apps::add_info_command(app, action);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    throw cohort::ConfigError(std::string(error.what()) + " (cohort nmt --help lists commands and flags)");
+  }
+  cohort::keep_freed_memory();
+  return action();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cohort::run_program("cohort nmt", [&] { return run(argc, argv); });
+}

@@ -1,0 +1,30 @@
+// A run's best model with its tokenizers, as evaluate and translate load it.
+#pragma once
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "cohort/translate/run_folder.h"
+#include "cohort/nmt/transformer.h"
+
+namespace cohort::apps {
+
+struct TrainedModel {
+  nmt::Transformer model;
+  translate::Tokenizers tokenizers;
+};
+
+/// Loads best/ of `model_dir`. Errors: ConfigError that names the file.
+inline TrainedModel load_trained(const std::string& model_dir, const std::vector<std::filesystem::path>& vocabs,
+                                 nmt::Precision precision) {
+  const std::string folder = model_dir + "/best";
+  const auto files = translate::vocab_files(model_dir, vocabs);
+  const nmt::TransformerOptions sizes = translate::model_of(train::read_manifest(folder));
+  TrainedModel trained{nmt::Transformer(sizes, precision),
+                       {text::Tokenizer(files[0]), text::Tokenizer(files[1])}};
+  train::load_checkpoint(folder, *trained.model);
+  trained.model->eval();
+  return trained;
+}
+
+}  // namespace cohort::apps

@@ -1,0 +1,67 @@
+// `cohort nmt translate`: lines from stdin to stdout, in order.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <iostream>
+#include <memory>
+
+#include "apps/nmt/commands.h"
+#include "apps/nmt/evaluation_flags.h"
+#include "apps/nmt/trained_model.h"
+#include "cohort/base/error.h"
+#include "cohort/text/utf8.h"
+#include "cohort/translate/evaluation.h"
+
+namespace cohort::apps {
+namespace {
+
+struct TranslateFlags {
+  std::string model_dir;
+  std::vector<std::filesystem::path> vocabs;
+  std::string precision = "auto";
+  int64_t mini_batch = 64;
+  EvaluationFlags evaluation;
+};
+
+int run(TranslateFlags& flags) {
+  const auto options = flags.evaluation.resolve();
+  auto [model, tokenizers] =
+      load_trained(flags.model_dir, flags.vocabs, nmt::parse_precision(flags.precision));
+  // Bounded memory: a window of lines is translated, printed, forgotten.
+  const auto window = static_cast<size_t>(flags.mini_batch) * 16;
+  std::vector<std::vector<int32_t>> sources;
+  const auto flush = [&] {
+    for (const auto& line : translate::translate_all(model, sources, tokenizers.target, options)) {
+      std::printf("%s\n", line.c_str());
+    }
+    std::fflush(stdout);
+    sources.clear();
+  };
+  int64_t number = 0;
+  for (std::string line; std::getline(std::cin, line);) {
+    ++number;
+    if (text::find_invalid_utf8(line)) {
+      throw ConfigError("standard input, line " + std::to_string(number) + ": not valid UTF-8");
+    }
+    sources.push_back(tokenizers.source.encode(line));
+    if (sources.size() == window) flush();
+  }
+  flush();
+  return 0;
+}
+
+}  // namespace
+
+void add_translate_command(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("translate", "Translate lines from standard input to standard output");
+  auto flags = std::make_shared<TranslateFlags>();
+  command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
+  command->add_option("--vocabs", flags->vocabs, "Source and target .spm file (default: in --model-dir)")
+      ->expected(2);
+  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")->capture_default_str();
+  command->add_option("--mini-batch", flags->mini_batch, "Lines read ahead are 16 times this")
+      ->capture_default_str()->check(CLI::PositiveNumber);
+  flags->evaluation.add_to(*command, "Search");
+  command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
+}
+
+}  // namespace cohort::apps

@@ -1,0 +1,225 @@
+// Training speed of the base translator on synthetic sentences with a news corpus's lengths.
+//
+//   cohort run --nproc-per-node 2 -- build/release/bin/nmt_step --steps 5
+//
+// Rank 0 prints one JSON line: target tokens per second over all ranks (median of the steps), and the rate
+// of bfloat16 (or float32) matrix products that the same ranks reach together, as the yardstick.
+#include <sys/resource.h>
+#include <torch/types.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <numbers>
+
+#include "cohort/base/memory.h"
+#include "cohort/base/program.h"
+#include "cohort/comm/process_group.h"
+#include "cohort/nmt/transformer.h"
+#include "cohort/optim/adam.h"
+#include "cohort/optim/noam.h"
+#include "cohort/parallel/distributed_data_parallel.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Options {
+  int64_t steps = 5;
+  int64_t warmup = 2;
+  int64_t mini_batch_words = 4096;
+  uint64_t seed = 1;
+  std::string precision = "auto";
+  int64_t vocabulary = 32000;
+};
+
+// The same stream as in bench/peers/nmt_ddp.py, so that both sides see the same sentences.
+struct SplitMix64 {
+  uint64_t state;
+  uint64_t next() {
+    uint64_t z = state += 0x9e3779b97f4a7c15ULL;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+    return z ^ (z >> 31);
+  }
+  double uniform() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }
+};
+
+struct Lengths {
+  int64_t source, target;
+};
+
+std::vector<std::vector<Lengths>> plan(const Options& options) {
+  SplitMix64 random{options.seed};
+  std::vector<Lengths> sentences;
+  for (int i = 0; i < 20000; ++i) {
+    const double u1 = random.uniform();
+    const double u2 = random.uniform();
+    const double u3 = random.uniform();
+    const double z = std::sqrt(-2 * std::log(1 - u1)) * std::cos(2 * std::numbers::pi * u2);
+    const auto target = std::clamp<int64_t>(std::lround(std::exp(3.2 + 0.5 * z)), 4, 100);
+    const auto source = std::clamp<int64_t>(
+        std::lround(static_cast<double>(target) * (0.85 + 0.3 * u3)), 4, 100);
+    sentences.push_back({source, target});
+  }
+  std::stable_sort(sentences.begin(), sentences.end(), [](const Lengths& a, const Lengths& b) {
+    return std::pair(a.target, a.source) < std::pair(b.target, b.source);
+  });
+  std::vector<std::vector<Lengths>> batches(1);
+  for (const Lengths& s : sentences) {
+    const auto rows = static_cast<int64_t>(batches.back().size()) + 1;
+    if (rows > 1 && rows * (s.target + 1) > options.mini_batch_words) batches.emplace_back();
+    batches.back().push_back(s);
+  }
+  for (size_t i = batches.size() - 1; i >= 1; --i) std::swap(batches[i], batches[random.next() % (i + 1)]);
+  return batches;
+}
+
+cohort::nmt::Batch fill(const std::vector<Lengths>& rows, uint64_t seed, int64_t vocabulary) {
+  SplitMix64 random{seed};
+  Lengths longest{0, 0};
+  for (const Lengths& r : rows) {
+    longest = {std::max(longest.source, r.source), std::max(longest.target, r.target)};
+  }
+  const auto n = static_cast<int64_t>(rows.size());
+  cohort::nmt::Batch batch;
+  batch.source_BS = at::zeros({n, longest.source + 1}, at::kLong);
+  batch.input_BT = at::zeros({n, longest.target + 1}, at::kLong);
+  batch.labels_BT = at::zeros({n, longest.target + 1}, at::kLong);
+  batch.source_lengths_B = at::zeros({n}, at::kLong);
+  batch.target_lengths_B = at::zeros({n}, at::kLong);
+  for (int64_t b = 0; b < n; ++b) {
+    const Lengths r = rows[static_cast<size_t>(b)];
+    int64_t* source = batch.source_BS.data_ptr<int64_t>() + b * (longest.source + 1);
+    int64_t* input = batch.input_BT.data_ptr<int64_t>() + b * (longest.target + 1);
+    int64_t* labels = batch.labels_BT.data_ptr<int64_t>() + b * (longest.target + 1);
+    const auto token = [&] {
+      return static_cast<int64_t>(4 + random.next() % static_cast<uint64_t>(vocabulary - 4));
+    };
+    for (int64_t i = 0; i < r.source; ++i) source[i] = token();
+    source[r.source] = 3;
+    input[0] = 2;
+    for (int64_t i = 0; i < r.target; ++i) input[i + 1] = labels[i] = token();
+    labels[r.target] = 3;
+    batch.source_lengths_B.data_ptr<int64_t>()[b] = r.source + 1;
+    batch.target_lengths_B.data_ptr<int64_t>()[b] = r.target + 1;
+    batch.num_target_tokens += r.target + 1;
+  }
+  return batch;
+}
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// FLOP/s of the model's largest common product shape, all ranks at once.
+double gemm_rate(cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t rows) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor a = at::randn({rows, 512}, at::kFloat).to(type);
+  const at::Tensor b = at::randn({2048, 512}, at::kFloat).to(type);
+  at::Tensor c = at::mm(a, b.t());
+  std::vector<double> rates;
+  for (int trial = 0; trial < 7; ++trial) {
+    group.barrier("gemm");
+    const auto start = Clock::now();
+    for (int i = 0; i < 8; ++i) at::mm_out(c, a, b.t());
+    rates.push_back(8 * 2.0 * static_cast<double>(rows) * 512 * 2048 / seconds_since(start));
+  }
+  std::sort(rates.begin(), rates.end());
+  at::Tensor sum = at::tensor({rates[rates.size() / 2]}, at::kDouble);
+  group.all_reduce(sum);
+  return sum.item<double>();
+}
+
+int64_t peak_rss_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_maxrss * 1024;
+}
+
+int run(const Options& options) {
+  at::set_num_threads(1);
+  cohort::comm::ProcessGroup group(cohort::comm::discover_place());
+  const auto precision = cohort::nmt::parse_precision(options.precision);
+  const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
+  const double gemm = gemm_rate(group, type, options.mini_batch_words);
+  cohort::nmt::TransformerOptions sizes;
+  sizes.dim_vocab_source = sizes.dim_vocab_target = options.vocabulary;
+  cohort::nmt::Transformer model(sizes, precision);
+  model->initialise(options.seed);
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& item : model->named_parameters()) parameters.emplace_back(item.key(), item.value());
+  cohort::optim::Adam adam(parameters);
+  const cohort::optim::NoamSchedule schedule;
+  cohort::parallel::DistributedDataParallel<cohort::nmt::Transformer> ddp(model, group);
+  const auto batches = plan(options);
+
+  std::vector<double> times;
+  std::vector<double> rates;
+  double loss_per_token = 0;
+  for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
+    const auto index = static_cast<size_t>(step * group.size() + group.rank()) % batches.size();
+    const auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
+    group.barrier("step");
+    const auto start = Clock::now();
+    const int64_t tokens = group.all_reduce_sum(batch.num_target_tokens);
+    model->set_dropout_stream({.seed = options.seed + static_cast<uint64_t>(group.rank()),
+                               .call = static_cast<uint64_t>(step) << 20});
+    auto [loss, nll] = ddp(batch);
+    ddp.backward(loss, at::scalar_tensor(static_cast<double>(group.size()) / static_cast<double>(tokens)));
+    const double norm = std::sqrt(cohort::optim::gradient_norm_squared(adam.parameters()));
+    adam.step(schedule.at(step + 1), norm > 1 ? 1 / norm : 1);
+    adam.zero_grad();
+    at::Tensor sum = nll.clone();
+    group.all_reduce(sum);
+    loss_per_token = sum.item<double>() / static_cast<double>(tokens);
+    const double elapsed = seconds_since(start);
+    if (step < options.warmup) continue;
+    times.push_back(elapsed);
+    rates.push_back(static_cast<double>(tokens) / elapsed);
+  }
+  at::Tensor peak = at::tensor({peak_rss_bytes()}, at::kLong);
+  group.all_reduce(peak, cohort::comm::ReduceOp::kMax);
+  std::sort(rates.begin(), rates.end());
+  const double median = rates[rates.size() / 2];
+  if (group.rank() == 0) {
+    const nlohmann::ordered_json line = {
+        {"bench", "nmt_step"},
+        {"tgt_tokens_per_s", median},
+        {"tgt_tokens_per_s_min", rates.front()},
+        {"tgt_tokens_per_s_max", rates.back()},
+        {"steps", options.steps},
+        {"world_size", group.size()},
+        {"params", cohort::nmt::count_parameters(*model)},
+        {"precision", cohort::nmt::to_string(precision)},
+        {"mini_batch_words", options.mini_batch_words},
+        {"gemm_flop_per_s", gemm},
+        {"share_of_gemm_rate", median * 362e6 / gemm},
+        {"step_s", times},
+        {"final_loss", loss_per_token},
+        {"peak_rss_bytes", peak.item<int64_t>()}};
+    std::printf("%s\n", line.dump().c_str());
+  }
+  group.close();
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Training speed of the base translator");
+  app.add_option("--steps", options.steps, "Measured steps")->capture_default_str()->check(CLI::PositiveNumber);
+  app.add_option("--warmup", options.warmup, "Steps before, not measured")->capture_default_str();
+  app.add_option("--mini-batch-words", options.mini_batch_words, "Target tokens per rank and step, padded")
+      ->capture_default_str();
+  app.add_option("--seed", options.seed, "Of sentences, parameters and dropout")->capture_default_str();
+  app.add_option("--precision", options.precision, "auto, bfloat16 or float32")->capture_default_str();
+  app.add_option("--vocabulary", options.vocabulary, "Pieces on each side")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  cohort::keep_freed_memory();
+  return cohort::run_program("nmt_step", [&] { return run(options); });
+}

@@ -1,0 +1,104 @@
+#include "cohort/base/atomic_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <system_error>
+
+#include "cohort/base/error.h"
+
+namespace cohort {
+namespace {
+
+std::string reason(int error) {
+  return std::generic_category().message(error);
+}
+
+[[noreturn]] void fail(const std::string& path, const char* action, int error) {
+  TORCH_CHECK(false, path, ": cannot ", action, ": ", reason(error));
+}
+
+// Removes the temporary file unless it became the real one.
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(const std::filesystem::path& target) {
+    const std::string prefix = target.filename().string() + ".tmp-" + std::to_string(::getpid());
+    for (int attempt = 0;; ++attempt) {
+      name_ = target.parent_path() / (prefix + "-" + std::to_string(attempt));
+      descriptor_ = ::open(name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+      if (descriptor_ >= 0) return;
+      if (errno != EEXIST) {
+        throw ConfigError(target.string() +
+                          ": expected a path in a writable folder: " + reason(errno));
+      }
+    }
+  }
+  ~TemporaryFile() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+    if (!renamed_) ::unlink(name_.c_str());
+  }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+
+  int descriptor() const { return descriptor_; }
+
+  void become(const std::string& path) {
+    if (::fsync(descriptor_) != 0) fail(path, "sync", errno);
+    const int closed = ::close(descriptor_);
+    descriptor_ = -1;
+    if (closed != 0) fail(path, "close", errno);
+    if (::rename(name_.c_str(), path.c_str()) != 0) fail(path, "rename to it", errno);
+    renamed_ = true;
+  }
+
+ private:
+  std::filesystem::path name_;
+  int descriptor_ = -1;
+  bool renamed_ = false;
+};
+
+void sync_folder_of(const std::string& path) {
+  auto folder = std::filesystem::path(path).parent_path();
+  if (folder.empty()) folder = ".";
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) fail(path, "open its folder", errno);
+  const int error = ::fsync(descriptor) == 0 ? 0 : errno;
+  ::close(descriptor);
+  // EINVAL: the file system has no syncing of folders.
+  if (error != 0 && error != EINVAL) fail(path, "sync its folder", error);
+}
+
+}  // namespace
+
+void FileWriter::write(std::span<const std::byte> bytes) {
+  constexpr size_t kMaxChunk = size_t{1} << 30;  // One write() moves less than 2 GiB.
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kMaxChunk));
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      fail(path_, "write", errno);
+    }
+    bytes = bytes.subspan(static_cast<size_t>(written));
+  }
+}
+
+void write_atomically(const std::string& path, const std::function<void(FileWriter&)>& body) {
+  TemporaryFile temporary(path);
+  FileWriter writer(temporary.descriptor(), path);
+  body(writer);
+  temporary.become(path);
+  sync_folder_of(path);
+}
+
+void write_atomically(const std::string& path, std::string_view content) {
+  write_atomically(path, [&](FileWriter& writer) { writer.write(content); });
+}
+
+void write_atomically(const std::string& path, std::span<const std::byte> content) {
+  write_atomically(path, [&](FileWriter& writer) { writer.write(content); });
+}
+
+}  // namespace cohort

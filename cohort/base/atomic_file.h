@@ -1,0 +1,39 @@
+// Files that are either complete or absent, even when the power fails.
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace cohort {
+
+/// Where the content of a file that is being written goes. Valid during the callback only.
+class FileWriter {
+ public:
+  FileWriter(int descriptor, const std::string& path) : descriptor_(descriptor), path_(path) {}
+
+  /// Errors: c10::Error that names the file and gives the system's reason.
+  void write(std::span<const std::byte> bytes);
+  void write(std::string_view text) { write(std::as_bytes(std::span(text))); }
+
+ private:
+  int descriptor_;
+  const std::string& path_;
+};
+
+/// Replaces the file `path` by `content` in one step; a reader sees the old file or the new one.
+///
+/// A temporary file in the same folder is written, synced and renamed, then the folder is synced.
+/// On failure the temporary file is removed and the old file is untouched. A symbolic link at
+/// `path` is replaced, not followed. The mode is 0666 less the umask.
+/// Blocks:  until the disk has it.
+/// Errors:  ConfigError if the folder is missing or not writable; c10::Error if writing fails
+///          (disk full ...). Both name `path` and give the system's reason.
+void write_atomically(const std::string& path, std::string_view content);
+void write_atomically(const std::string& path, std::span<const std::byte> content);
+
+/// The same, with content that `body` writes piece by piece. What `body` throws passes through.
+void write_atomically(const std::string& path, const std::function<void(FileWriter&)>& body);
+
+}  // namespace cohort

@@ -1,0 +1,316 @@
+#include "cohort/base/safetensors.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <system_error>
+#include <tuple>
+#include <utility>
+
+#include "cohort/base/atomic_file.h"
+#include "cohort/base/error.h"
+
+namespace cohort {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the file holds little-endian elements");
+
+using Json = nlohmann::json;
+
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr const char* kMetadataKey = "__metadata__";
+
+struct DTypeFacts {
+  DType dtype;
+  const char* name;
+  size_t bytes;
+};
+constexpr std::array<DTypeFacts, 10> kDTypes = {{{DType::kF64, "F64", 8},
+                                                 {DType::kF32, "F32", 4},
+                                                 {DType::kF16, "F16", 2},
+                                                 {DType::kBF16, "BF16", 2},
+                                                 {DType::kI64, "I64", 8},
+                                                 {DType::kI32, "I32", 4},
+                                                 {DType::kI16, "I16", 2},
+                                                 {DType::kI8, "I8", 1},
+                                                 {DType::kU8, "U8", 1},
+                                                 {DType::kBool, "BOOL", 1}}};
+
+std::optional<DType> dtype_named(std::string_view name) {
+  for (const DTypeFacts& facts : kDTypes) {
+    if (name == facts.name) return facts.dtype;
+  }
+  return std::nullopt;
+}
+
+// Returns the size in bytes; nothing if a dimension is negative or the product overflows.
+std::optional<uint64_t> byte_count(const std::vector<int64_t>& shape, DType dtype) {
+  uint64_t bytes = item_size(dtype);
+  for (int64_t dimension : shape) {
+    if (dimension < 0 || __builtin_mul_overflow(bytes, static_cast<uint64_t>(dimension), &bytes)) {
+      return std::nullopt;
+    }
+  }
+  return bytes;
+}
+
+[[noreturn]] void fail(const std::string& path, const std::string& what) {
+  throw ConfigError(path + ": not a valid safetensors file: " + what);
+}
+
+// The JSON library keeps the last of two equal keys without a word, so keys are watched here.
+class KeyWatch {
+ public:
+  explicit KeyWatch(const std::string& path) : path_(path) {}
+
+  bool operator()(int depth, Json::parse_event_t event, Json& value) {
+    if (depth > 3) fail(path_, "the header is nested too deeply");
+    if (event == Json::parse_event_t::key) {
+      auto& seen = depth == 1 ? names_ : fields_;
+      const auto& key = value.get_ref<const std::string&>();
+      if (!seen.insert(key).second) fail(path_, "\"" + key + "\" occurs twice in the header");
+    } else if (event == Json::parse_event_t::object_start) {
+      fields_.clear();
+    }
+    return true;
+  }
+
+ private:
+  const std::string& path_;
+  std::set<std::string> names_;
+  std::set<std::string> fields_;
+};
+
+// A tensor's entry in the header, checked as far as it goes alone.
+struct Entry {
+  TensorView view;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+Entry read_entry(const std::string& path, const std::string& name, const Json& json) {
+  const std::string tensor = "tensor \"" + name + "\": ";
+  const auto require = [&](bool holds, const std::string& expected) {
+    if (!holds) fail(path, tensor + "expected " + expected);
+  };
+  const auto all_unsigned = [](const Json& array) {
+    return array.is_array() && std::all_of(array.begin(), array.end(), [](const Json& number) {
+             return number.is_number_unsigned() && number.get<uint64_t>() <= INT64_MAX;
+           });
+  };
+  require(json.is_object() && json.size() == 3 && json.contains("dtype") &&
+              json.contains("shape") && json.contains("data_offsets"),
+          "exactly dtype, shape and data_offsets");
+  require(json["dtype"].is_string(), "dtype to be a string");
+  const auto& dtype_name = json["dtype"].get_ref<const std::string&>();
+  const auto dtype = dtype_named(dtype_name);
+  require(dtype.has_value(), "a dtype that this reader knows, found " + dtype_name);
+  require(all_unsigned(json["shape"]), "shape to be a list of sizes");
+  const Json& offsets = json["data_offsets"];
+  require(all_unsigned(offsets) && offsets.size() == 2, "data_offsets to be two offsets");
+
+  Entry entry{.view = {name, *dtype, json["shape"].get<std::vector<int64_t>>(), {}},
+              .begin = offsets[0].get<uint64_t>(),
+              .end = offsets[1].get<uint64_t>()};
+  require(entry.begin <= entry.end, "data_offsets in ascending order");
+  const auto expected = byte_count(entry.view.shape, entry.view.dtype);
+  const uint64_t found = entry.end - entry.begin;
+  require(expected == found, (expected ? std::to_string(*expected) : "fewer than 2^64") +
+                                 " bytes by dtype and shape, found " + std::to_string(found));
+  return entry;
+}
+
+TensorMetadata read_metadata(const std::string& path, const Json& json) {
+  TensorMetadata metadata;
+  if (!json.is_object()) fail(path, "expected __metadata__ to be an object");
+  for (const auto& [key, value] : json.items()) {
+    if (!value.is_string()) fail(path, "expected __metadata__ \"" + key + "\" to be a string");
+    metadata.emplace(key, value.get<std::string>());
+  }
+  return metadata;
+}
+
+// Checks the input of the writer and returns it in the order of the file.
+std::vector<const TensorView*> file_order(const std::string& path,
+                                          std::span<const TensorView> tensors) {
+  std::vector<const TensorView*> order;
+  std::set<std::string_view> names;
+  for (const TensorView& tensor : tensors) {
+    const std::string prefix = path + ": cannot write tensor \"" + tensor.name + "\": ";
+    if (tensor.name == kMetadataKey) throw ConfigError(prefix + "the name is reserved");
+    if (!names.insert(tensor.name).second) throw ConfigError(prefix + "the name occurs twice");
+    const auto expected = byte_count(tensor.shape, tensor.dtype);
+    if (expected != tensor.bytes.size()) {
+      throw ConfigError(prefix + "expected " +
+                        (expected ? std::to_string(*expected) : "fewer than 2^64") +
+                        " bytes by dtype and shape, found " + std::to_string(tensor.bytes.size()));
+    }
+    order.push_back(&tensor);
+  }
+  std::sort(order.begin(), order.end(), [](const TensorView* a, const TensorView* b) {
+    const size_t size_a = item_size(a->dtype);
+    const size_t size_b = item_size(b->dtype);
+    return std::tie(size_b, a->name) < std::tie(size_a, b->name);
+  });
+  return order;
+}
+
+std::string make_header(const std::string& path, const std::vector<const TensorView*>& order,
+                        const TensorMetadata& metadata) {
+  Json json = Json::object();
+  if (!metadata.empty()) json[kMetadataKey] = metadata;
+  uint64_t offset = 0;
+  for (const TensorView* tensor : order) {
+    json[tensor->name] = {{"dtype", to_string(tensor->dtype)},
+                          {"shape", tensor->shape},
+                          {"data_offsets", {offset, offset + tensor->bytes.size()}}};
+    offset += tensor->bytes.size();
+  }
+  std::string header;
+  try {
+    header = json.dump();
+  } catch (const Json::exception&) {
+    throw ConfigError(path + ": cannot write: expected names and metadata in UTF-8");
+  }
+  header.resize((header.size() + 7) / 8 * 8, ' ');
+  if (header.size() > kMaxHeaderBytes) {
+    throw ConfigError(path +
+                      ": cannot write: expected a header of at most 100000000 bytes, found " +
+                      std::to_string(header.size()));
+  }
+  return header;
+}
+
+}  // namespace
+
+size_t item_size(DType dtype) {
+  return kDTypes[static_cast<size_t>(dtype)].bytes;
+}
+const char* to_string(DType dtype) {
+  return kDTypes[static_cast<size_t>(dtype)].name;
+}
+
+void write_safetensors(const std::string& path, std::span<const TensorView> tensors,
+                       const TensorMetadata& metadata) {
+  const auto order = file_order(path, tensors);
+  const std::string header = make_header(path, order, metadata);
+  write_atomically(path, [&](FileWriter& writer) {
+    const std::array<uint64_t, 1> length = {header.size()};
+    writer.write(std::as_bytes(std::span(length)));
+    writer.write(header);
+    for (const TensorView* tensor : order) writer.write(tensor->bytes);
+  });
+}
+
+SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
+  const auto reason = [] { return std::generic_category().message(errno); };
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) throw ConfigError(path + ": expected a readable safetensors file: " + reason());
+  struct stat facts {};
+  const bool regular = ::fstat(file, &facts) == 0 && S_ISREG(facts.st_mode);
+  const auto size = static_cast<size_t>(regular ? facts.st_size : 0);
+  void* address = nullptr;
+  std::string map_error;
+  if (size >= 8) {
+    address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0);
+    if (address == MAP_FAILED) map_error = reason();
+  }
+  ::close(file);
+  if (!regular) throw ConfigError(path + ": expected a regular file");
+  if (size < 8) fail(path, "expected 8 bytes of header length, found " + std::to_string(size));
+  if (!map_error.empty()) throw ConfigError(path + ": cannot map into memory: " + map_error);
+  mapping_ = {static_cast<const std::byte*>(address), size};
+  try {
+    parse();
+  } catch (...) {
+    ::munmap(address, size);
+    throw;
+  }
+}
+
+SafetensorsFile::~SafetensorsFile() {
+  if (!mapping_.empty()) ::munmap(const_cast<std::byte*>(mapping_.data()), mapping_.size());
+}
+
+SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
+    : path_(std::move(other.path_)),
+      mapping_(std::exchange(other.mapping_, {})),
+      tensors_(std::move(other.tensors_)),
+      index_(std::move(other.index_)),
+      metadata_(std::move(other.metadata_)) {}
+
+void SafetensorsFile::parse() {
+  uint64_t header_bytes = 0;
+  std::copy_n(mapping_.data(), 8, reinterpret_cast<std::byte*>(&header_bytes));
+  const auto rest = mapping_.subspan(8);
+  if (header_bytes > kMaxHeaderBytes || header_bytes > rest.size()) {
+    fail(path_, "the header length is " + std::to_string(header_bytes) + ", expected at most " +
+                    std::to_string(std::min<uint64_t>(kMaxHeaderBytes, rest.size())));
+  }
+  const auto header = rest.first(header_bytes);
+  parse_header({reinterpret_cast<const char*>(header.data()), header.size()},
+               rest.subspan(header_bytes));
+}
+
+void SafetensorsFile::parse_header(std::string_view header, std::span<const std::byte> data) {
+  Json json;
+  try {
+    json = Json::parse(header.begin(), header.end(), KeyWatch(path_));
+  } catch (const Json::exception& error) {
+    fail(path_, std::string("the header is not JSON: ") + error.what());
+  }
+  if (!json.is_object()) fail(path_, "expected the header to be a JSON object");
+  std::vector<Entry> entries;
+  for (const auto& [name, value] : json.items()) {
+    if (name == kMetadataKey) {
+      metadata_ = read_metadata(path_, value);
+    } else {
+      entries.push_back(read_entry(path_, name, value));
+    }
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::tie(a.begin, a.end, a.view.name) < std::tie(b.begin, b.end, b.view.name);
+  });
+  uint64_t offset = 0;
+  for (Entry& entry : entries) {
+    const std::string tensor = "tensor \"" + entry.view.name + "\"";
+    if (entry.begin != offset) {
+      fail(path_, tensor + " begins at " + std::to_string(entry.begin) + ", expected " +
+                      std::to_string(offset));
+    }
+    if (entry.end > data.size()) {
+      fail(path_, tensor + " ends at " + std::to_string(entry.end) + " of " +
+                      std::to_string(data.size()) + " bytes: the file is cut short");
+    }
+    entry.view.bytes = data.subspan(entry.begin, entry.end - entry.begin);
+    offset = entry.end;
+    index_.emplace(entry.view.name, tensors_.size());
+    tensors_.push_back(std::move(entry.view));
+  }
+  if (offset != data.size()) {
+    fail(path_, "expected " + std::to_string(offset) + " bytes of data, found " +
+                    std::to_string(data.size()));
+  }
+}
+
+const TensorView* SafetensorsFile::find(std::string_view name) const {
+  const auto found = index_.find(name);
+  return found == index_.end() ? nullptr : &tensors_[found->second];
+}
+
+const TensorView& SafetensorsFile::at(std::string_view name) const {
+  if (const TensorView* tensor = find(name)) return *tensor;
+  throw ConfigError(path_ + ": expected a tensor named \"" + std::string(name) + "\", found " +
+                    std::to_string(tensors_.size()) + " others");
+}
+
+}  // namespace cohort

@@ -1,0 +1,193 @@
+#include "cohort/comm/place.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <vector>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+
+namespace cohort::comm {
+namespace {
+
+constexpr int kMaxRanks = 1 << 20;
+
+std::optional<int> env_rank(const char* name) {
+  const auto value = env_int(name, 0, kMaxRanks);
+  return value ? std::optional<int>(static_cast<int>(*value)) : std::nullopt;
+}
+
+// Names of `required` that are unset, joined; empty if the contract is complete.
+std::string missing_of(std::initializer_list<const char*> required) {
+  std::string missing;
+  for (const char* name : required) {
+    if (!env_string(name)) missing += (missing.empty() ? "" : ", ") + std::string(name);
+  }
+  return missing;
+}
+
+[[noreturn]] void half_contract(const std::string& found, const std::string& missing) {
+  throw ConfigError(found + " is set but " + missing + " is not: set all of them, or none");
+}
+
+void check(const Place& place) {
+  if (place.world_size < 1 || place.rank >= place.world_size) {
+    throw ConfigError("rank " + std::to_string(place.rank) + " of world size " +
+                      std::to_string(place.world_size) + " (" + place.source +
+                      "): expected 0 <= rank < world size");
+  }
+  if (place.local_rank >= place.local_world_size) {
+    throw ConfigError("local rank " + std::to_string(place.local_rank) + " of " +
+                      std::to_string(place.local_world_size) + " (" + place.source +
+                      "): expected 0 <= local rank < local world size");
+  }
+}
+
+// The address of rank 0's store; every contract but Paddle's leaves it to MASTER_ADDR, MASTER_PORT.
+void take_master(Place& place, const PlaceOptions& options) {
+  if (options.master_addr) place.master_addr = *options.master_addr;
+  if (options.master_port) place.master_port = *options.master_port;
+  if (place.master_addr.empty()) place.master_addr = env_string("MASTER_ADDR").value_or("");
+  if (place.master_port == 0) {
+    place.master_port = static_cast<int>(env_int("MASTER_PORT", 1, 65535).value_or(0));
+  }
+  if (place.world_size == 1) return;
+  if (place.master_addr.empty()) half_contract(place.source, "MASTER_ADDR");
+  if (place.master_port == 0) half_contract(place.source, "MASTER_PORT");
+  if (place.rank == 0) place.store_fd = env_rank("COHORT_STORE_FD");
+}
+
+Place from_options(const PlaceOptions& options) {
+  if (!options.rank) half_contract("--world-size", "--rank");
+  if (!options.world_size) half_contract("--rank", "--world-size");
+  Place place;
+  place.source = "options";
+  place.rank = *options.rank;
+  place.world_size = *options.world_size;
+  place.local_world_size = options.nproc_per_node.value_or(1);
+  if (options.nproc_per_node) {
+    const auto local_rank = env_rank("LOCAL_RANK");
+    if (!local_rank) half_contract("--nproc-per-node", "LOCAL_RANK");
+    place.local_rank = *local_rank;
+    place.rank = *options.rank * *options.nproc_per_node + *local_rank;
+    place.world_size = *options.world_size * *options.nproc_per_node;
+  }
+  return place;
+}
+
+Place from_torchrun() {
+  const std::string missing = missing_of({"RANK", "WORLD_SIZE"});
+  if (!missing.empty()) half_contract(missing == "RANK" ? "WORLD_SIZE" : "RANK", missing);
+  Place place;
+  place.source = "torchrun's environment";
+  place.rank = *env_rank("RANK");
+  place.world_size = *env_rank("WORLD_SIZE");
+  place.local_world_size = env_rank("LOCAL_WORLD_SIZE").value_or(place.world_size);
+  place.local_rank = env_rank("LOCAL_RANK").value_or(place.rank % std::max(1, place.local_world_size));
+  return place;
+}
+
+Place from_open_mpi() {
+  const std::string missing =
+      missing_of({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                  "OMPI_COMM_WORLD_LOCAL_SIZE"});
+  if (!missing.empty()) half_contract("Open MPI's OMPI_COMM_WORLD_*", missing);
+  Place place;
+  place.source = "Open MPI's environment";
+  place.rank = *env_rank("OMPI_COMM_WORLD_RANK");
+  place.world_size = *env_rank("OMPI_COMM_WORLD_SIZE");
+  place.local_rank = *env_rank("OMPI_COMM_WORLD_LOCAL_RANK");
+  place.local_world_size = *env_rank("OMPI_COMM_WORLD_LOCAL_SIZE");
+  return place;
+}
+
+// First host of Slurm's compact list: "node[03-05,9],x" -> "node03".
+std::string first_slurm_host(const std::string& list) {
+  const size_t bracket = list.find('[');
+  const size_t comma = list.find(',');
+  if (bracket == std::string::npos || comma < bracket) return list.substr(0, comma);
+  const size_t end = list.find_first_of(",-]", bracket);
+  if (end == std::string::npos) throw ConfigError("SLURM_NODELIST=" + list + ": expected a closing ]");
+  return list.substr(0, bracket) + list.substr(bracket + 1, end - bracket - 1);
+}
+
+Place from_slurm() {
+  const std::string missing =
+      missing_of({"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODELIST"});
+  if (!missing.empty()) half_contract("SLURM_PROCID", missing);
+  Place place;
+  place.source = "Slurm's environment";
+  place.rank = *env_rank("SLURM_PROCID");
+  place.world_size = *env_rank("SLURM_NTASKS");
+  place.local_rank = *env_rank("SLURM_LOCALID");
+  const int num_nodes = std::max(1, env_rank("SLURM_NNODES").value_or(1));
+  place.local_world_size =
+      std::max(place.local_rank + 1, (place.world_size + num_nodes - 1) / num_nodes);
+  if (!env_string("MASTER_ADDR")) place.master_addr = first_slurm_host(*env_string("SLURM_NODELIST"));
+  return place;
+}
+
+Place from_paddle() {
+  const std::string missing =
+      missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS"});
+  if (!missing.empty()) half_contract("PADDLE_TRAINER_ID", missing);
+  Place place;
+  place.source = "Paddle's environment";
+  place.rank = *env_rank("PADDLE_TRAINER_ID");
+  place.world_size = *env_rank("PADDLE_TRAINERS_NUM");
+  const std::string endpoints = *env_string("PADDLE_TRAINER_ENDPOINTS");
+  std::vector<std::string> hosts;
+  for (size_t begin = 0; begin <= endpoints.size();) {
+    const size_t end = std::min(endpoints.find(',', begin), endpoints.size());
+    const std::string endpoint = endpoints.substr(begin, end - begin);
+    const size_t colon = endpoint.rfind(':');
+    if (colon == std::string::npos) {
+      throw ConfigError("PADDLE_TRAINER_ENDPOINTS=" + endpoints + ": expected host:port,host:port");
+    }
+    if (hosts.empty()) {
+      place.master_addr = endpoint.substr(0, colon);
+      place.master_port = std::atoi(endpoint.c_str() + colon + 1);
+    }
+    hosts.push_back(endpoint.substr(0, colon));
+    begin = end + 1;
+  }
+  if (static_cast<int>(hosts.size()) != place.world_size || place.rank >= place.world_size) {
+    throw ConfigError("PADDLE_TRAINER_ENDPOINTS names " + std::to_string(hosts.size()) +
+                      " trainers: expected PADDLE_TRAINERS_NUM=" + std::to_string(place.world_size) +
+                      " and PADDLE_TRAINER_ID below it");
+  }
+  const std::string& own = hosts[static_cast<size_t>(place.rank)];
+  place.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + place.rank, own));
+  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), own));
+  return place;
+}
+
+Place one_process() {
+  Place place;
+  place.source = "no launcher: one process";
+  return place;
+}
+
+}  // namespace
+
+Place discover_place(const PlaceOptions& options) {
+  Place place;
+  if (options.rank || options.world_size) {
+    place = from_options(options);
+  } else if (env_string("RANK") || env_string("WORLD_SIZE")) {
+    place = from_torchrun();
+  } else if (env_string("OMPI_COMM_WORLD_SIZE") || env_string("OMPI_COMM_WORLD_RANK")) {
+    place = from_open_mpi();
+  } else if (env_string("SLURM_PROCID")) {
+    place = from_slurm();
+  } else if (env_string("PADDLE_TRAINER_ID") || env_string("PADDLE_TRAINERS_NUM")) {
+    place = from_paddle();
+  } else {
+    place = one_process();
+  }
+  check(place);
+  take_master(place, options);
+  return place;
+}
+
+}  // namespace cohort::comm

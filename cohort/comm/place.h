@@ -1,0 +1,38 @@
+// Where this process stands among the ranks: read from options or from a launcher's environment.
+// Pure: reads variables, opens nothing.
+#pragma once
+#include <optional>
+#include <string>
+
+namespace cohort::comm {
+
+/// One process's place. rank = node_rank * processes per node + local_rank when nodes are counted.
+struct Place {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;        ///< Among the ranks of this host.
+  int local_world_size = 1;  ///< Ranks of this host.
+  std::string master_addr;   ///< Host of rank 0's store; empty for one process.
+  int master_port = 0;       ///< Its port; 0 for one process.
+  std::optional<int> store_fd;  ///< Rank 0: a listening socket on master_port, inherited.
+  std::string source;           ///< Which contract was found: "torchrun's environment", ...
+};
+
+/// Explicit numbers, from a program's flags; they go before any environment.
+struct PlaceOptions {
+  std::optional<int> rank;            ///< With nproc_per_node: the node's rank.
+  std::optional<int> world_size;      ///< With nproc_per_node: the number of nodes.
+  std::optional<int> nproc_per_node;  ///< Then LOCAL_RANK must be exported.
+  std::optional<std::string> master_addr;
+  std::optional<int> master_port;
+};
+
+/// Finds this process's place from the first complete contract: options, torchrun's variables,
+/// Open MPI's, Slurm's, Paddle's. None at all: one process (source says so).
+///
+/// Local. Errors: ConfigError that names what is missing from half a contract, or the variable that
+/// is no number or out of range. Never degrades half a contract to one process.
+/// Source: docs/launch.md lists the variables of each contract.
+Place discover_place(const PlaceOptions& options = {});
+
+}  // namespace cohort::comm

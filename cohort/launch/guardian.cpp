@@ -1,0 +1,74 @@
+#include "cohort/launch/guardian.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
+#include <cerrno>
+#include <system_error>
+#include <vector>
+
+namespace cohort::launch {
+namespace {
+
+constexpr pid_t kFarewell = 0;
+
+// Leaves the guardian with the pipe alone, so that it holds nobody's terminal or file open.
+void keep_only(int fd) {
+  const int null = ::open("/dev/null", O_RDWR);
+  for (int standard = 0; standard < 3; ++standard) ::dup2(null, standard);
+  if (fd > 3) ::close_range(3, static_cast<unsigned>(fd) - 1, 0);
+  ::close_range(static_cast<unsigned>(fd) + 1, ~0U, 0);
+}
+
+[[noreturn]] void guard(int pipe) {
+  ::setsid();
+  ::prctl(PR_SET_NAME, "cohort-guardian");
+  sigset_t all;
+  sigfillset(&all);
+  ::sigprocmask(SIG_SETMASK, &all, nullptr);
+  keep_only(pipe);
+  std::vector<pid_t> groups;
+  pid_t message = 0;
+  while (true) {
+    const ssize_t size = ::read(pipe, &message, sizeof(message));
+    if (size < 0 && errno == EINTR) continue;
+    if (size != sizeof(message)) break;
+    if (message == kFarewell) ::_exit(0);
+    groups.push_back(message);
+  }
+  for (const pid_t group : groups) ::kill(-group, SIGKILL);
+  ::_exit(0);
+}
+
+}  // namespace
+
+Guardian::Guardian() {
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) {
+    throw std::system_error(errno, std::generic_category(), "guardian: pipe");
+  }
+  Fd reader(ends[0]);
+  to_guardian_ = Fd(ends[1]);
+  pid_ = ::fork();
+  if (pid_ < 0) throw std::system_error(errno, std::generic_category(), "guardian: fork");
+  if (pid_ == 0) {
+    to_guardian_.reset();
+    guard(reader.get());
+  }
+}
+
+Guardian::~Guardian() {
+  announce(kFarewell);
+  to_guardian_.reset();
+  while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+void Guardian::announce(pid_t group) const noexcept {
+  while (::write(to_guardian_.get(), &group, sizeof(group)) < 0 && errno == EINTR) {
+  }
+}
+
+}  // namespace cohort::launch

@@ -1,0 +1,32 @@
+// The process that cleans up after a launcher that was killed.
+#pragma once
+#include <sys/types.h>
+
+#include "cohort/launch/fd.h"
+
+namespace cohort::launch {
+
+/// A small child process in a session of its own that outlives the launcher by an instant.
+///
+/// Every worker announces its process group through a pipe before it executes its program. If the
+/// pipe ends without a farewell, the launcher was killed, and the guardian sends SIGKILL to all
+/// announced groups (this reaches workers' children, which a parent-death signal does not).
+/// Life: the destructor says farewell and waits for the guardian to leave.
+/// Threads: none may exist when it is constructed (it forks).
+class Guardian {
+ public:
+  /// Errors: std::system_error if the pipe or the process cannot be made.
+  Guardian();
+  ~Guardian();
+  Guardian(const Guardian&) = delete;
+  Guardian& operator=(const Guardian&) = delete;
+
+  /// Puts `group` under guard. Async-signal-safe: a worker calls it between fork and exec.
+  void announce(pid_t group) const noexcept;
+
+ private:
+  Fd to_guardian_;
+  pid_t pid_ = -1;
+};
+
+}  // namespace cohort::launch

@@ -1,0 +1,28 @@
+// Starts the workers of one node, watches them to the end, and leaves nothing behind.
+#pragma once
+#include "cohort/launch/options.h"
+
+namespace cohort::launch {
+
+/// Runs options.command once per local rank and returns the exit code for the whole job.
+///
+/// Before any worker exists, node 0 binds and listens on the store's port; rank 0 inherits that
+/// socket (COHORT_STORE_FD). Each worker leads its own process group; its stdout and stderr go to
+/// one log file each, and to this process's own streams as options.tee says. Under Tee::kRank0,
+/// where this process has a terminal, so has rank 0.
+///
+/// SIGINT, SIGTERM, SIGHUP, SIGQUIT are passed on to every worker; a second SIGINT or SIGTERM, or
+/// 25 seconds after the grace, means SIGKILL. SIGUSR1 and SIGUSR2 are passed on and mean nothing
+/// here. SIGTSTP suspends the workers too.
+/// When a worker fails, the others have options.grace to leave, then SIGTERM, 3 seconds later
+/// SIGKILL. The rank that failed first is reported on stderr.
+///
+/// Returns:  0 all workers exited 0; 4 stopped with a checkpoint; the first failing rank's exit
+///           code; 128 + n if signal n ended it, or was passed on and ended a worker.
+/// Blocks:   until every worker is gone. No process of their groups survives, not even if this
+///           process is killed.
+/// Threads:  call from the main thread, while there is no other (it forks).
+/// Errors:   ConfigError: bad options, port in use, program missing; no worker is left running.
+int run(const RunOptions& options);
+
+}  // namespace cohort::launch

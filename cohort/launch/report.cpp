@@ -1,0 +1,95 @@
+#include "cohort/launch/report.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <deque>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "cohort/base/program.h"
+#include "cohort/launch/environment.h"
+
+namespace cohort::launch {
+namespace {
+
+constexpr std::streamoff kTailBytes = 64 * 1024;
+
+// A shell turns the signal that ended its child into an exit code.
+bool ended_by_passed_signal(const Outcome& outcome) {
+  if (outcome.passed_signal == 0) return false;
+  return outcome.stopped || outcome.status.exit_code == 128 + outcome.passed_signal;
+}
+
+// The first failure in `outcomes` that `counts`, one that is no lost peer before one that is.
+template <typename Counts>
+std::optional<Outcome> first_failure(std::span<const Outcome> outcomes, Counts counts) {
+  std::optional<Outcome> first;
+  for (const Outcome& outcome : outcomes) {
+    if (!outcome.failed() || outcome.stopped || !counts(outcome)) continue;
+    if (outcome.status.exit_code != kExitLostPeer) return outcome;
+    if (!first) first = outcome;
+  }
+  return first;
+}
+
+}  // namespace
+
+bool Outcome::failed() const {
+  return status.exit_code != kExitOk && status.exit_code != kExitStopped;
+}
+
+Verdict judge(std::span<const Outcome> outcomes) {
+  const auto before =
+      first_failure(outcomes, [](const Outcome& o) { return o.passed_signal == 0; });
+  if (before) return {before->status.exit_code, before};
+  for (const Outcome& outcome : outcomes) {
+    if (outcome.failed() && ended_by_passed_signal(outcome)) {
+      return {128 + outcome.passed_signal, std::nullopt};
+    }
+  }
+  const auto after = first_failure(outcomes, [](const Outcome&) { return true; });
+  if (after) return {after->status.exit_code, after};
+  const bool saved = std::any_of(outcomes.begin(), outcomes.end(), [](const Outcome& outcome) {
+    return outcome.status.exit_code == kExitStopped;
+  });
+  return {saved ? kExitStopped : kExitOk, std::nullopt};
+}
+
+std::string signal_name(int signal) {
+  const char* name = ::strsignal(signal);
+  return std::to_string(signal) + " (" + (name ? name : "unknown") + ")";
+}
+
+std::string describe(const Outcome& outcome, const std::string& log_dir) {
+  const std::string who =
+      "rank " + std::to_string(outcome.rank) + " (pid " + std::to_string(outcome.pid) + ") ";
+  if (outcome.status.signal != 0) {
+    return who + "was killed by signal " + signal_name(outcome.status.signal);
+  }
+  std::string text = who + "exited with code " + std::to_string(outcome.status.exit_code);
+  std::ifstream file(error_file(log_dir, outcome.rank));
+  const auto record = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (record.is_object() && record.contains("message") && record["message"].is_string()) {
+    text += ": " + record["message"].get<std::string>();
+  }
+  return text;
+}
+
+std::string indented_tail(const std::string& path, int num_lines) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (!file) return "";
+  const std::streamoff size = file.tellg();
+  file.seekg(std::max<std::streamoff>(0, size - kTailBytes));
+  std::deque<std::string> lines;
+  for (std::string line; std::getline(file, line);) {
+    while (!line.empty() && line.back() == '\r') line.pop_back();
+    lines.push_back("    " + line.substr(line.rfind('\r') + 1) + "\n");
+    if (lines.size() > static_cast<size_t>(num_lines)) lines.pop_front();
+  }
+  std::string text;
+  for (const std::string& line : lines) text += line;
+  return text;
+}
+
+}  // namespace cohort::launch

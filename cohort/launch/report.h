@@ -1,0 +1,47 @@
+// From the workers' ends to one exit code and one short text. Pure: starts and kills nothing.
+#pragma once
+#include <optional>
+#include <span>
+#include <string>
+
+#include "cohort/launch/worker.h"
+
+namespace cohort::launch {
+
+/// The end of one worker and what the launcher had done to it before.
+struct Outcome {
+  int rank = 0;
+  pid_t pid = 0;
+  ExitStatus status;
+  int passed_signal = 0;  ///< The last stopping signal passed on to it; 0: none.
+  bool stopped = false;  ///< It was sent SIGTERM or SIGKILL because another failed or time ran out.
+
+  /// Whether it ended neither well nor on request with a checkpoint.
+  bool failed() const;
+};
+
+/// What the launcher concludes.
+struct Verdict {
+  int exit_code = 0;
+  std::optional<Outcome> culprit;  ///< The rank that failed first; none if none did by itself.
+};
+
+/// Judges `outcomes`, in the order in which the ends were noticed.
+///
+/// A failure before any signal decides: the first whose code is not 3 (a lost peer is a
+/// consequence), else the first. Else, if a passed signal n ended a worker: 128 + n. Else a failure
+/// after the signal, chosen likewise. Else 4 if any worker exited with 4, else 0.
+Verdict judge(std::span<const Outcome> outcomes);
+
+/// Returns "rank 1 (pid 123) was killed by signal 9 (Killed)" or "rank 1 (pid 123) exited with
+/// code 1: <message>", the message from the rank's error file in `log_dir`, if it left one.
+std::string describe(const Outcome& outcome, const std::string& log_dir);
+
+/// Returns "2 (Interrupt)".
+std::string signal_name(int signal);
+
+/// Returns the last `num_lines` lines of the file, each indented and ended; empty if there are
+/// none. Of a line that was rewritten with carriage returns only the last state counts.
+std::string indented_tail(const std::string& path, int num_lines);
+
+}  // namespace cohort::launch

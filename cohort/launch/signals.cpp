@@ -1,0 +1,47 @@
+#include "cohort/launch/signals.h"
+
+#include <sys/signalfd.h>
+
+#include <cerrno>
+#include <system_error>
+
+namespace cohort::launch {
+
+Signals::Signals() {
+  sigset_t answered;
+  sigemptyset(&answered);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP}) {
+    struct sigaction current {};
+    ::sigaction(signal, nullptr, &current);
+    if (current.sa_handler != SIG_IGN) sigaddset(&answered, signal);
+  }
+  sigaddset(&answered, SIGWINCH);
+  sigaddset(&answered, SIGCHLD);
+  // An inherited "ignore" would have the kernel reap workers before their status is read.
+  struct sigaction plain {};
+  plain.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &plain, nullptr);
+  struct sigaction ignore {};
+  ignore.sa_handler = SIG_IGN;
+  ::sigaction(SIGPIPE, &ignore, &old_pipe_);
+  ::sigprocmask(SIG_BLOCK, &answered, &old_mask_);
+  fd_ = Fd(::signalfd(-1, &answered, SFD_NONBLOCK | SFD_CLOEXEC));
+  if (!fd_) {
+    const int error = errno;
+    restore();
+    throw std::system_error(error, std::generic_category(), "signalfd");
+  }
+}
+
+std::optional<int> Signals::next() const {
+  signalfd_siginfo info{};
+  if (::read(fd_.get(), &info, sizeof(info)) != sizeof(info)) return std::nullopt;
+  return static_cast<int>(info.ssi_signo);
+}
+
+void Signals::restore() const noexcept {
+  ::sigaction(SIGPIPE, &old_pipe_, nullptr);
+  ::sigprocmask(SIG_SETMASK, &old_mask_, nullptr);
+}
+
+}  // namespace cohort::launch

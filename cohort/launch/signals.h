@@ -1,0 +1,37 @@
+// Signals as data: what would interrupt the launcher becomes something to read.
+#pragma once
+#include <signal.h>
+
+#include <optional>
+
+#include "cohort/launch/fd.h"
+
+namespace cohort::launch {
+
+/// Blocks the signals that the launcher answers and gives them out one by one.
+///
+/// Answered: SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGWINCH, SIGCHLD. One
+/// that was ignored when the launcher began (nohup, a shell's background job) stays ignored.
+/// SIGPIPE is ignored meanwhile. The destructor puts the process back as it was.
+class Signals {
+ public:
+  /// Errors: std::system_error if the descriptor cannot be made.
+  Signals();
+  ~Signals() { restore(); }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  /// Readable while a signal waits.
+  int fd() const { return fd_.get(); }
+  /// Returns the next waiting signal, if any; never blocks.
+  std::optional<int> next() const;
+  /// Undoes the constructor. Async-signal-safe: a worker calls it between fork and exec.
+  void restore() const noexcept;
+
+ private:
+  Fd fd_;
+  sigset_t old_mask_{};
+  struct sigaction old_pipe_ {};
+};
+
+}  // namespace cohort::launch

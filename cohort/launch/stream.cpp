@@ -1,0 +1,131 @@
+#include "cohort/launch/stream.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
+#include <termios.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <system_error>
+
+#include "cohort/base/error.h"
+
+namespace cohort::launch {
+namespace {
+
+constexpr size_t kLongestLine = 1 << 20;
+
+void check(bool holds, const char* what) {
+  if (!holds) throw std::system_error(errno, std::generic_category(), what);
+}
+
+void make_non_blocking(const Fd& fd) {
+  check(::fcntl(fd.get(), F_SETFL, ::fcntl(fd.get(), F_GETFL) | O_NONBLOCK) == 0, "fcntl");
+}
+
+}  // namespace
+
+Channel make_pipe() {
+  int ends[2];
+  check(::pipe2(ends, O_CLOEXEC) == 0, "pipe");
+  Channel channel{Fd(ends[0]), Fd(ends[1])};
+  make_non_blocking(channel.launcher);
+  return channel;
+}
+
+Channel make_pseudo_terminal(int like) {
+  Channel channel;
+  channel.launcher = Fd(::posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC));
+  const int master = channel.launcher.get();
+  std::array<char, 128> name{};
+  check(master >= 0 && ::grantpt(master) == 0 && ::unlockpt(master) == 0 &&
+            ::ptsname_r(master, name.data(), name.size()) == 0,
+        "pseudo-terminal");
+  channel.worker = Fd(::open(name.data(), O_RDWR | O_NOCTTY | O_CLOEXEC));
+  check(static_cast<bool>(channel.worker), name.data());
+  termios settings{};
+  check(::tcgetattr(channel.worker.get(), &settings) == 0, "tcgetattr");
+  ::cfmakeraw(&settings);
+  check(::tcsetattr(channel.worker.get(), TCSANOW, &settings) == 0, "tcsetattr");
+  copy_window_size(like, master);
+  make_non_blocking(channel.launcher);
+  return channel;
+}
+
+void copy_window_size(int from, int to) {
+  winsize size{};
+  if (::ioctl(from, TIOCGWINSZ, &size) == 0) ::ioctl(to, TIOCSWINSZ, &size);
+}
+
+Stream::Stream(Fd source, Options options)
+    : source_(std::move(source)), options_(std::move(options)) {
+  log_ = Fd(::open(options_.log_path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (!log_) {
+    throw ConfigError(options_.log_path + ": expected a log file that can be written, got " +
+                      std::strerror(errno));
+  }
+}
+
+bool Stream::pump() {
+  if (!source_) return false;
+  std::array<char, 16 * 1024> buffer;
+  const ssize_t size = ::read(source_.get(), buffer.data(), buffer.size());
+  if (size > 0) {
+    const std::string_view bytes(buffer.data(), static_cast<size_t>(size));
+    log(bytes);
+    if (options_.terminal) show(bytes);
+    return true;
+  }
+  // A pseudo-terminal whose last writer has gone says EIO where a pipe says end of file.
+  const bool ended = size == 0 || (errno != EAGAIN && errno != EINTR);
+  if (ended) finish();
+  return false;
+}
+
+void Stream::finish() {
+  source_.reset();
+  if (line_.empty()) return;
+  line_ += '\n';
+  options_.terminal->write(options_.prefix + line_);
+  line_.clear();
+}
+
+void Stream::log(std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t size = ::write(log_.get(), bytes.data(), bytes.size());
+    if (size < 0 && errno == EINTR) continue;
+    if (size < 0) {
+      if (!std::exchange(log_failed_, true)) {
+        std::fprintf(stderr, "cohort run: warning: %s: %s; its log is incomplete\n",
+                     options_.log_path.c_str(), std::strerror(errno));
+      }
+      return;
+    }
+    bytes.remove_prefix(static_cast<size_t>(size));
+  }
+}
+
+void Stream::show(std::string_view bytes) {
+  if (options_.prefix.empty()) {
+    options_.terminal->write(bytes);
+    return;
+  }
+  line_.append(bytes);
+  std::string whole;
+  size_t begin = 0;
+  for (size_t end = line_.find('\n'); end != std::string::npos; end = line_.find('\n', begin)) {
+    whole.append(options_.prefix).append(line_, begin, end + 1 - begin);
+    begin = end + 1;
+  }
+  line_.erase(0, begin);
+  if (line_.size() > kLongestLine) {
+    whole.append(options_.prefix).append(line_).append("\n");
+    line_.clear();
+  }
+  options_.terminal->write(whole);
+}
+
+}  // namespace cohort::launch

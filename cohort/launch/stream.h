@@ -1,0 +1,60 @@
+// One stream (stdout or stderr) of one worker, from the worker to its log file and the terminal.
+#pragma once
+#include <string>
+#include <string_view>
+
+#include "cohort/launch/fd.h"
+#include "cohort/launch/terminal.h"
+
+namespace cohort::launch {
+
+/// The two ends of a connection: a worker writes to `worker`, the launcher reads `launcher`
+/// (non-blocking). Both are close-on-exec.
+struct Channel {
+  Fd launcher;
+  Fd worker;
+};
+
+/// Errors: std::system_error.
+Channel make_pipe();
+/// Makes a pseudo-terminal as wide and high as `like`. It passes bytes unchanged: line ends are
+/// left to the real terminal. It controls no session, so no signal comes from it.
+Channel make_pseudo_terminal(int like);
+/// Gives the pseudo-terminal `to` the size of the terminal `from`.
+void copy_window_size(int from, int to);
+
+/// Copies what one worker writes to a log file and, if asked, to the terminal.
+class Stream {
+ public:
+  struct Options {
+    std::string log_path;          ///< Created, or emptied.
+    Terminal* terminal = nullptr;  ///< Outlives the stream; null: log file only.
+    std::string prefix;  ///< Not empty: whole lines go to the terminal, each after this text.
+  };
+  /// Errors: ConfigError if the log file cannot be made.
+  Stream(Fd source, Options options);
+
+  /// -1 once the stream has ended.
+  int fd() const { return source_.get(); }
+  /// Whether to poll for more: not while the terminal is congested, so a worker that writes faster
+  /// than its reader reads is slowed down instead of filling the launcher's memory.
+  bool wants_more() const {
+    return source_ && !(options_.terminal && options_.terminal->congested());
+  }
+  /// Reads once and passes on; returns false if nothing was there or the stream has ended.
+  bool pump();
+  /// Ends the stream: an unfinished line is passed on as one.
+  void finish();
+
+ private:
+  void log(std::string_view bytes);
+  void show(std::string_view bytes);
+
+  Fd source_;
+  Fd log_;
+  Options options_;
+  std::string line_;  // The unfinished line, when prefixing.
+  bool log_failed_ = false;
+};
+
+}  // namespace cohort::launch

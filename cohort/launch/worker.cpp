@@ -1,0 +1,127 @@
+#include "cohort/launch/worker.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <sstream>
+#include <system_error>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+
+namespace cohort::launch {
+namespace {
+
+// Returns 0, or the errno that executing the file would meet.
+int executable_error(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return errno;
+  if (S_ISDIR(status.st_mode)) return EISDIR;
+  return ::access(path.c_str(), X_OK) == 0 ? 0 : errno;
+}
+
+std::vector<char*> pointers(const std::vector<std::string>& texts) {
+  std::vector<char*> result;
+  for (const std::string& text : texts) result.push_back(const_cast<char*>(text.c_str()));
+  result.push_back(nullptr);
+  return result;
+}
+
+struct ChildPlan {
+  const SpawnOptions& options;
+  const Guardian& guardian;
+  const Signals& signals;
+  char* const* argv;
+  char* const* envp;
+  pid_t launcher;
+  int failure_fd;
+};
+
+// Between fork and exec: nothing here allocates or locks.
+[[noreturn]] void become_worker(const ChildPlan& plan) {
+  ::setsid();
+  plan.guardian.announce(::getpid());
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != plan.launcher) ::_exit(128 + SIGKILL);
+  const int null = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+  ::dup2(null, STDIN_FILENO);
+  ::dup2(plan.options.stdout_fd, STDOUT_FILENO);
+  ::dup2(plan.options.stderr_fd, STDERR_FILENO);
+  if (plan.options.inherited_fd >= 0) ::fcntl(plan.options.inherited_fd, F_SETFD, 0);
+  plan.signals.restore();
+  ::execve(plan.options.program.c_str(), plan.argv, plan.envp);
+  const int error = errno;
+  while (::write(plan.failure_fd, &error, sizeof(error)) < 0 && errno == EINTR) {
+  }
+  ::_exit(127);
+}
+
+}  // namespace
+
+std::string find_program(const std::string& name) {
+  if (name.find('/') != std::string::npos) {
+    const int error = executable_error(name);
+    if (error == 0) return name;
+    throw ConfigError(name + ": expected a program that can be executed, got " +
+                      std::strerror(error));
+  }
+  std::istringstream folders(env_string("PATH").value_or("/usr/local/bin:/usr/bin:/bin"));
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const std::string path = (folder.empty() ? "." : folder) + "/" + name;
+    if (executable_error(path) == 0) return path;
+  }
+  throw ConfigError(name + ": expected a program in PATH (a file here is started as ./" + name +
+                    "), found none");
+}
+
+pid_t spawn(const SpawnOptions& options, const Guardian& guardian, const Signals& signals) {
+  const std::vector<char*> argv = pointers(options.command);
+  const std::vector<char*> envp = pointers(options.environment);
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) {
+    throw std::system_error(errno, std::generic_category(), "pipe");
+  }
+  Fd failure_reader(ends[0]);
+  Fd failure_writer(ends[1]);
+  const ChildPlan plan{
+      options, guardian, signals, argv.data(), envp.data(), ::getpid(), failure_writer.get()};
+  const pid_t pid = ::fork();
+  if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
+  if (pid == 0) become_worker(plan);
+  failure_writer.reset();
+  int error = 0;
+  ssize_t size = 0;
+  do {
+    size = ::read(failure_reader.get(), &error, sizeof(error));
+  } while (size < 0 && errno == EINTR);
+  if (size == sizeof(error)) {
+    kill_group_and_reap(pid);
+    throw ConfigError(options.program + ": expected a program that can be executed, got " +
+                      std::strerror(error));
+  }
+  return pid;
+}
+
+std::optional<ExitStatus> peek_exit(pid_t pid) {
+  siginfo_t info{};
+  if (::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0) {
+    throw std::system_error(errno, std::generic_category(), "waitid " + std::to_string(pid));
+  }
+  if (info.si_pid == 0) return std::nullopt;
+  if (info.si_code == CLD_EXITED) return ExitStatus{info.si_status, 0};
+  return ExitStatus{128 + info.si_status, info.si_status};
+}
+
+void kill_group_and_reap(pid_t pid) {
+  ::kill(-pid, SIGKILL);
+  while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
+  }
+}
+
+}  // namespace cohort::launch

@@ -1,0 +1,50 @@
+// Starting one worker process, and asking how it ended.
+#pragma once
+#include <sys/types.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cohort/launch/guardian.h"
+#include "cohort/launch/signals.h"
+
+namespace cohort::launch {
+
+/// What one worker process is started with. Its stdin is /dev/null.
+struct SpawnOptions {
+  std::string program;                   ///< As find_program returned it.
+  std::vector<std::string> command;      ///< argv, with the program's name first.
+  std::vector<std::string> environment;  ///< "NAME=value" each.
+  int stdout_fd = -1;
+  int stderr_fd = -1;
+  int inherited_fd = -1;  ///< Kept open in the worker under its number; -1: none.
+};
+
+/// How a worker ended: by exit code, or by signal (then exit_code is 128 + signal).
+struct ExitStatus {
+  int exit_code = 0;
+  int signal = 0;  ///< 0: it exited by itself.
+};
+
+/// Returns the path that executing `name` would take: `name` itself if it holds a slash, else the
+/// first match in PATH.
+/// Errors: ConfigError if it is not found, a folder, or not executable.
+std::string find_program(const std::string& name);
+
+/// Starts a process that leads its own session and process group (both numbered as the pid).
+///
+/// It is announced to `guardian` and dies with the launcher (parent-death signal) before its
+/// program begins. Returns once the program runs. Call from the main thread, with no other alive.
+/// Errors: ConfigError if the program cannot be executed; nothing is left running.
+pid_t spawn(const SpawnOptions& options, const Guardian& guardian, const Signals& signals);
+
+/// Returns how the child `pid` ended, or nothing while it runs. The child is not reaped: until
+/// reap() its number, and so its process group's, cannot be given to a stranger.
+std::optional<ExitStatus> peek_exit(pid_t pid);
+
+/// Sends SIGKILL to the process group of the child `pid`, then reaps the child. Blocks for as long
+/// as the kernel needs to end it.
+void kill_group_and_reap(pid_t pid);
+
+}  // namespace cohort::launch

@@ -1,0 +1,241 @@
+#include "cohort/nmt/fused.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/types.h>
+
+#include <cmath>
+#include <vector>
+
+#include "cohort/nmt/kernels/kernels.h"
+
+namespace cohort::nmt {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Calls body(table, typed pointer tag) for the tensor's dtype.
+template <class Body>
+void for_type(const at::Tensor& tensor, Body body) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return body(kernels().f32, static_cast<float*>(nullptr));
+    case at::kDouble: return body(kernels().f64, static_cast<double*>(nullptr));
+    case at::kBFloat16: return body(kernels().bf16, static_cast<BFloat16Bits*>(nullptr));
+    default: TORCH_CHECK_VALUE(false, "expected float32, float64 or bfloat16, got ", tensor.dtype());
+  }
+}
+
+template <class T>
+T* data(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+uint64_t mix(uint64_t z) {  // finalizer of splitmix64
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+  return z ^ (z >> 31);
+}
+
+DropoutRule next_rule(double p, DropoutStream& stream) {
+  TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout: expected a probability in [0, 1), got ", p);
+  DropoutRule rule;
+  rule.threshold = static_cast<uint16_t>(std::lround(p * 65536));
+  rule.scale = 65536.0F / static_cast<float>(65536 - rule.threshold);
+  rule.key = mix(mix(stream.seed + 0x9e3779b97f4a7c15ULL) + ++stream.call);
+  return rule;
+}
+
+// A rule crosses to backward as three numbers.
+void save(AutogradContext* context, const DropoutRule& rule) {
+  context->saved_data["key"] = static_cast<int64_t>(rule.key);
+  context->saved_data["threshold"] = static_cast<int64_t>(rule.threshold);
+  context->saved_data["scale"] = static_cast<double>(rule.scale);
+}
+
+DropoutRule saved_rule(AutogradContext* context) {
+  return {.key = static_cast<uint64_t>(context->saved_data["key"].toInt()),
+          .threshold = static_cast<uint16_t>(context->saved_data["threshold"].toInt()),
+          .scale = static_cast<float>(context->saved_data["scale"].toDouble())};
+}
+
+at::Tensor apply_dropout(const at::Tensor& x, const DropoutRule& rule) {
+  const at::Tensor in = x.contiguous();
+  at::Tensor out = at::empty_like(in);
+  for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
+    table.dropout(data<T>(in), data<T>(out), in.numel(), rule);
+  });
+  return out;
+}
+
+struct Dropout : torch::autograd::Function<Dropout> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const DropoutRule& rule) {
+    save(context, rule);
+    return apply_dropout(x, rule);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    return {apply_dropout(grads[0], saved_rule(context)), at::Tensor()};
+  }
+};
+
+struct ReluDropout : torch::autograd::Function<ReluDropout> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const DropoutRule& rule) {
+    const at::Tensor in = x.contiguous();
+    at::Tensor out = at::empty_like(in);
+    for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
+      table.relu_dropout(data<T>(in), data<T>(out), in.numel(), rule);
+    });
+    save(context, rule);
+    context->save_for_backward({out});
+    return out;
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const at::Tensor out = context->get_saved_variables()[0];
+    const at::Tensor grad = grads[0].contiguous();
+    at::Tensor grad_x = at::empty_like(grad);
+    const float scale = saved_rule(context).scale;
+    for_type(out, [&]<class T>(const KernelsOf<T>& table, T*) {
+      table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(), scale);
+    });
+    return {grad_x, at::Tensor()};
+  }
+};
+
+SoftmaxShape shape_of(const at::Tensor& scores, const at::Tensor& key_lengths, bool causal,
+                      double scale) {
+  TORCH_CHECK_VALUE(scores.dim() == 4 && scores.is_contiguous() && key_lengths.dtype() == at::kLong &&
+                        key_lengths.dim() == 1 && key_lengths.size(0) == scores.size(0) &&
+                        key_lengths.is_contiguous(),
+                    "masked_softmax: expected contiguous scores [B, H, Q, K] and int64 lengths [B], got ",
+                    scores.sizes(), " and ", key_lengths.sizes());
+  return {.batch = scores.size(0),
+          .heads = scores.size(1),
+          .queries = scores.size(2),
+          .keys = scores.size(3),
+          .key_lengths = key_lengths.data_ptr<int64_t>(),
+          .causal = causal,
+          .scale = static_cast<float>(scale)};
+}
+
+struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& scores,
+                            const at::Tensor& key_lengths, bool causal, double scale,
+                            const DropoutRule& rule) {
+    const SoftmaxShape shape = shape_of(scores, key_lengths, causal, scale);
+    at::Tensor probs = at::empty_like(scores);
+    at::Tensor dropped = rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
+    for_type(scores, [&]<class T>(const KernelsOf<T>& table, T*) {
+      table.softmax(data<T>(scores), data<T>(probs), dropped.defined() ? data<T>(dropped) : nullptr,
+                    shape, rule);
+    });
+    save(context, rule);
+    context->saved_data["causal"] = causal;
+    context->saved_data["softmax_scale"] = scale;
+    context->save_for_backward({probs, key_lengths});
+    return dropped.defined() ? dropped : probs;
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor& probs = saved[0];
+    const SoftmaxShape shape = shape_of(probs, saved[1], context->saved_data["causal"].toBool(),
+                                        context->saved_data["softmax_scale"].toDouble());
+    const at::Tensor grad = grads[0].contiguous();
+    at::Tensor grad_scores = at::empty_like(grad);
+    const DropoutRule rule = saved_rule(context);
+    for_type(probs, [&]<class T>(const KernelsOf<T>& table, T*) {
+      table.softmax_backward(data<T>(probs), data<T>(grad), data<T>(grad_scores), shape, rule);
+    });
+    return {grad_scores, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+constexpr int64_t kChunkRows = 1024;
+
+// Returns {loss, nll}; leaves gradients for a loss weight of 1 in the context.
+struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
+  static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
+                               const at::Tensor& weight, const at::Tensor& labels,
+                               double smoothing, bool with_gradient) {
+    const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::Tensor w = weight.to(hidden.scalar_type());
+    const int64_t rows = hidden.size(0);
+    const int64_t columns = w.size(0);
+    at::Tensor grad_hidden = with_gradient ? at::empty_like(hidden) : at::Tensor();
+    at::Tensor grad_weight;
+    at::Tensor scratch = at::empty({columns}, at::kFloat);
+    double sums[2] = {0, 0};
+    for (int64_t first = 0; first < rows; first += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, rows - first);
+      const at::Tensor h = hidden.narrow(0, first, count);
+      at::Tensor logits = at::mm(h, w.t());
+      for_type(logits, [&]<class T>(const KernelsOf<T>& table, T*) {
+        table.cross_entropy(data<T>(logits), labels.data_ptr<int64_t>() + first, count, columns,
+                            smoothing, with_gradient, scratch.data_ptr<float>(), sums);
+      });
+      if (!with_gradient) continue;
+      at::Tensor grad_h = grad_hidden.narrow(0, first, count);
+      at::mm_out(grad_h, logits, w);
+      const at::Tensor part = at::mm(logits.t(), h);
+      if (grad_weight.defined()) {
+        grad_weight.add_(part);
+      } else {
+        grad_weight = part.to(wide);
+      }
+    }
+    if (with_gradient) {
+      if (!grad_weight.defined()) grad_weight = at::zeros(w.sizes(), w.options().dtype(wide));
+      context->saved_data["grad_hidden"] = grad_hidden;
+      context->saved_data["grad_weight"] = grad_weight;
+      context->saved_data["weight_type"] = static_cast<int64_t>(weight.scalar_type());
+    }
+    at::Tensor loss = at::scalar_tensor(sums[0], at::TensorOptions().dtype(wide));
+    at::Tensor nll = at::scalar_tensor(sums[1], at::TensorOptions().dtype(at::kDouble));
+    context->mark_non_differentiable({nll});
+    return {loss, nll};
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    // Once: the gradients are scaled in place and given away.
+    at::Tensor grad_hidden = context->saved_data["grad_hidden"].toTensor();
+    at::Tensor grad_weight = context->saved_data["grad_weight"].toTensor();
+    context->saved_data.clear();
+    const double factor = grads[0].item<double>();
+    if (factor != 1) {
+      grad_hidden.mul_(factor);
+      grad_weight.mul_(factor);
+    }
+    return {grad_hidden, grad_weight, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
+  if (p == 0) return x;
+  return Dropout::apply(x, next_rule(p, stream));
+}
+
+at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream) {
+  return ReluDropout::apply(x, p == 0 ? DropoutRule{} : next_rule(p, stream));
+}
+
+at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B, bool causal,
+                          double scale, double p, DropoutStream& stream) {
+  return MaskedSoftmax::apply(scores_BHQK, key_lengths_B, causal, scale,
+                              p == 0 ? DropoutRule{} : next_rule(p, stream));
+}
+
+LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,
+                                const at::Tensor& labels_N, double smoothing) {
+  TORCH_CHECK_VALUE(hidden_ND.dim() == 2 && weight_VD.dim() == 2 &&
+                        hidden_ND.size(1) == weight_VD.size(1) && labels_N.dim() == 1 &&
+                        labels_N.size(0) == hidden_ND.size(0) && labels_N.dtype() == at::kLong &&
+                        labels_N.is_contiguous(),
+                    "smoothed_cross_entropy: expected hidden [N, D], weight [V, D], int64 labels [N], got ",
+                    hidden_ND.sizes(), ", ", weight_VD.sizes(), ", ", labels_N.sizes());
+  const bool with_gradient = at::GradMode::is_enabled() &&
+                             (hidden_ND.requires_grad() || weight_VD.requires_grad());
+  const variable_list sums = SmoothedCrossEntropy::apply(hidden_ND.contiguous(), weight_VD, labels_N,
+                                                         smoothing, with_gradient);
+  return {sums[0], sums[1]};
+}
+
+}  // namespace cohort::nmt

@@ -1,0 +1,60 @@
+// Loops over raw memory for which libtorch has no fused form. No torch, no threads, no allocation.
+//
+// kernels.cpp is compiled once per instruction set; `kernels()` picks the best for this machine.
+// Legend: R rows, C columns (last dimension, contiguous). bf16 values are 16-bit patterns.
+// Sums run in float (double for double), in an order that the instruction set fixes.
+#pragma once
+#include <cstdint>
+
+namespace cohort::nmt {
+
+struct BFloat16Bits {
+  uint16_t bits;
+};
+
+/// How a dropout decides: element i is dropped if the 16-bit hash of (key, i) is below `threshold`.
+/// Nothing is stored: backward hashes again. Kept elements are multiplied by `scale`.
+struct DropoutRule {
+  uint64_t key = 0;
+  uint16_t threshold = 0;  ///< round(p * 65536); 0 keeps everything.
+  float scale = 1;         ///< 65536 / (65536 - threshold).
+};
+
+/// Which keys a query row sees: key < length of its sequence and, if causal, key <= query.
+struct SoftmaxShape {
+  int64_t batch = 0, heads = 0, queries = 0, keys = 0;
+  const int64_t* key_lengths = nullptr;  ///< [batch], each in [1, keys].
+  bool causal = false;
+  float scale = 1;  ///< Multiplies the scores first.
+};
+
+template <class T>
+struct KernelsOf {
+  /// out[i] = rule(x[i]).
+  void (*dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
+  /// out[i] = rule(max(x[i], 0)).
+  void (*relu_dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
+  /// grad_x[i] = out[i] > 0 ? grad[i] * scale : 0.
+  void (*relu_dropout_backward)(const T* out, const T* grad, T* grad_x, int64_t n, float scale);
+  /// probs = softmax of visible scores (0 elsewhere); dropped = rule(probs), unless it is null.
+  void (*softmax)(const T* scores, T* probs, T* dropped, SoftmaxShape shape, DropoutRule rule);
+  /// grad_scores from the gradient of `dropped`, recomputing the rule.
+  void (*softmax_backward)(const T* probs, const T* grad, T* grad_scores, SoftmaxShape shape,
+                           DropoutRule rule);
+  /// For each row of logits [R, C]: adds the loss -(1-e) log p[label] - e/C sum log p to sums[0] and
+  /// -log p[label] to sums[1]; then, if `with_gradient`, overwrites the row by p - q. labels in [0, C).
+  void (*cross_entropy)(T* logits, const int64_t* labels, int64_t rows, int64_t columns,
+                        double smoothing, bool with_gradient, float* scratch, double* sums);
+};
+
+struct Kernels {
+  const char* name;  ///< Instruction set: "avx512", "avx2" or "sse2".
+  KernelsOf<float> f32;
+  KernelsOf<double> f64;
+  KernelsOf<BFloat16Bits> bf16;
+};
+
+/// Returns the loops for the best instruction set that this machine has.
+const Kernels& kernels();
+
+}  // namespace cohort::nmt

@@ -1,0 +1,40 @@
+// Sizes of a Transformer. A plain value: flags write it, checkpoints store it.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace cohort::nmt {
+
+struct TransformerOptions {
+  int64_t dim_vocab_source = 32000;  ///< Source vocabulary.
+  int64_t dim_vocab_target = 32000;  ///< Target vocabulary.
+  int64_t dim_emb = 512;             ///< Model width; a multiple of `heads`.
+  int64_t heads = 8;                 ///< Attention heads.
+  int64_t enc_depth = 6;             ///< Encoder layers.
+  int64_t dec_depth = 6;             ///< Decoder layers.
+  int64_t dim_ffn = 2048;            ///< Inner width of the feed-forward blocks.
+  int64_t max_positions = 5000;      ///< Longest sentence in tokens.
+  double dropout = 0.1;              ///< On embeddings, attention weights, inner and block outputs.
+  double label_smoothing = 0.1;      ///< Share of the target distribution spread over all words.
+
+  bool operator==(const TransformerOptions&) const = default;
+};
+
+/// Returns the sizes named "tiny", "small", "base" or "big"; vocabularies keep their defaults.
+/// Errors: ConfigError for another name.
+TransformerOptions preset(const std::string& name);
+
+/// Throws ConfigError that names the field if a size is out of range.
+void validate(const TransformerOptions& options);
+
+/// The type in which matrices are multiplied; parameters and their gradients are float32 always
+/// (float64 after module->to(kDouble), for tests).
+enum class Precision { kFloat32, kBFloat16 };
+
+/// Returns bfloat16 if this CPU multiplies it natively, else float32.
+Precision best_precision();
+/// Parses "float32", "bfloat16" or "auto". Errors: ConfigError, also for bfloat16 that this CPU cannot multiply.
+Precision parse_precision(const std::string& text);
+std::string to_string(Precision precision);
+
+}  // namespace cohort::nmt

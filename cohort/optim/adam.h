@@ -1,0 +1,55 @@
+// Adam through ATen's fused kernel: one pass over parameter, gradient and both moments.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cohort::optim {
+
+struct AdamOptions {
+  double beta1 = 0.9;
+  double beta2 = 0.98;
+  double eps = 1e-9;
+};
+
+/// Sum of squares of all gradients, undefined ones counting 0; float64 scalar. Local.
+double gradient_norm_squared(const std::vector<at::Tensor>& parameters);
+
+/// Adam without weight decay.
+///
+/// Owner: holds the parameters and, beside them, 8 bytes per float32 parameter of moments.
+/// Threads: one. Local. A parameter whose gradient is undefined keeps its value and moments.
+/// Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
+class Adam {
+ public:
+  /// `parameters`: name and tensor; contiguous, float32 or float64, and one type for all.
+  explicit Adam(std::vector<std::pair<std::string, at::Tensor>> parameters,
+                const AdamOptions& options = {});
+
+  /// Updates every parameter from its gradient times `gradient_factor` (the clipping, without a pass
+  /// of its own). Errors: c10::ValueError for a gradient that is not contiguous or of another shape.
+  void step(double learning_rate, double gradient_factor = 1);
+
+  /// Forgets the gradients: they become undefined. The next backward then writes each one once, into its
+  /// bucket, where zeros would have to be written, read and added to.
+  void zero_grad();
+
+  int64_t num_steps() const { return num_steps_; }
+  /// The state, to be saved or filled: "<parameter>.exp_avg", "<parameter>.exp_avg_sq".
+  std::vector<std::pair<std::string, at::Tensor>> state() const;
+  void set_num_steps(int64_t num_steps) { num_steps_ = num_steps; }
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+
+ private:
+  AdamOptions options_;
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> exp_avgs_;
+  std::vector<at::Tensor> exp_avg_sqs_;
+  int64_t num_steps_ = 0;
+};
+
+}  // namespace cohort::optim

@@ -1,0 +1,178 @@
+#include "cohort/text/bleu.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <iomanip>
+#include <locale>
+#include <map>
+#include <sstream>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "cohort/text/bleu_tokenizer.h"
+
+namespace cohort::text {
+namespace {
+
+// An n-gram as its tokens' numbers (from 1), zero behind the last.
+using Ngram = std::array<int32_t, kBleuOrder>;
+using NgramCounts = std::map<Ngram, int64_t>;
+using TokenNumbers = std::unordered_map<std::string, int32_t>;
+
+std::vector<int32_t> number_tokens(std::string_view segment, const BleuOptions& options,
+                                   TokenNumbers& numbers) {
+  std::vector<int32_t> result;
+  for (std::string& token : bleu_tokens(segment, options)) {
+    const auto next = static_cast<int32_t>(numbers.size() + 1);
+    result.push_back(numbers.try_emplace(std::move(token), next).first->second);
+  }
+  return result;
+}
+
+NgramCounts count_ngrams(const std::vector<int32_t>& tokens) {
+  NgramCounts counts;
+  for (size_t start = 0; start < tokens.size(); ++start) {
+    Ngram ngram = {};
+    const size_t longest = std::min<size_t>(kBleuOrder, tokens.size() - start);
+    for (size_t n = 0; n < longest; ++n) {
+      ngram[n] = tokens[start + n];
+      ++counts[ngram];
+    }
+  }
+  return counts;
+}
+
+// Order of an n-gram, minus one.
+size_t order_index(const Ngram& ngram) {
+  return static_cast<size_t>(std::find(ngram.begin(), ngram.end(), 0) - ngram.begin()) - 1;
+}
+
+double smoothing_value(const BleuOptions& options) {
+  return options.smoothing_value.value_or(options.smoothing == BleuSmoothing::kFloor ? 0.1 : 1.0);
+}
+
+std::string decimals(double value, int width) {
+  std::ostringstream text;
+  text.imbue(std::locale::classic());
+  text << std::fixed << std::setprecision(width) << value;
+  return text.str();
+}
+
+}  // namespace
+
+BleuStats& BleuStats::operator+=(const BleuStats& other) {
+  sys_len += other.sys_len;
+  ref_len += other.ref_len;
+  for (size_t n = 0; n < kBleuOrder; ++n) {
+    correct[n] += other.correct[n];
+    total[n] += other.total[n];
+  }
+  return *this;
+}
+
+BleuStats bleu_statistics(std::string_view hypothesis, std::span<const std::string> references,
+                          const BleuOptions& options) {
+  TORCH_CHECK_VALUE(!references.empty(), "BLEU expected at least one reference, found none");
+  TokenNumbers numbers;
+  const std::vector<int32_t> hypothesis_tokens = number_tokens(hypothesis, options, numbers);
+  BleuStats stats;
+  stats.sys_len = static_cast<int64_t>(hypothesis_tokens.size());
+  NgramCounts most;  // For each n-gram, its count in the reference that has most of it.
+  int64_t closest = INT64_MAX;
+  for (const std::string& reference : references) {
+    const std::vector<int32_t> tokens = number_tokens(reference, options, numbers);
+    for (const auto& [ngram, count] : count_ngrams(tokens)) {
+      int64_t& kept = most[ngram];
+      kept = std::max(kept, count);
+    }
+    const auto length = static_cast<int64_t>(tokens.size());
+    const int64_t distance = std::abs(stats.sys_len - length);
+    if (distance < closest || (distance == closest && length < stats.ref_len)) {
+      closest = distance;
+      stats.ref_len = length;
+    }
+  }
+  for (const auto& [ngram, count] : count_ngrams(hypothesis_tokens)) {
+    const size_t n = order_index(ngram);
+    stats.total[n] += count;
+    const auto found = most.find(ngram);
+    if (found != most.end()) stats.correct[n] += std::min(count, found->second);
+  }
+  return stats;
+}
+
+BleuScore bleu_score(const BleuStats& stats, const BleuOptions& options) {
+  BleuScore result;
+  result.sys_len = stats.sys_len;
+  result.ref_len = stats.ref_len;
+  const auto sys_len = static_cast<double>(stats.sys_len);
+  const auto ref_len = static_cast<double>(stats.ref_len);
+  result.ratio = stats.ref_len > 0 ? sys_len / ref_len : 0.0;
+  result.bp = 1.0;
+  if (stats.sys_len < stats.ref_len) {
+    result.bp = stats.sys_len > 0 ? std::exp(1 - ref_len / sys_len) : 0.0;
+  }
+  if (stats.correct == std::array<int64_t, kBleuOrder>{}) return result;
+
+  double zero_factor = 1;
+  size_t order = kBleuOrder;
+  for (size_t n = 0; n < kBleuOrder; ++n) {
+    auto correct = static_cast<double>(stats.correct[n]);
+    auto total = static_cast<double>(stats.total[n]);
+    if (options.smoothing == BleuSmoothing::kAddK && n > 0) {
+      correct += smoothing_value(options);
+      total += smoothing_value(options);
+    }
+    if (total == 0) break;
+    if (options.effective_order) order = n + 1;
+    if (correct != 0) {
+      result.precisions[n] = 100 * correct / total;
+    } else if (options.smoothing == BleuSmoothing::kExp) {
+      zero_factor *= 2;
+      result.precisions[n] = 100 / (zero_factor * total);
+    } else if (options.smoothing == BleuSmoothing::kFloor) {
+      result.precisions[n] = 100 * smoothing_value(options) / total;
+    }
+  }
+  double log_sum = 0;
+  for (size_t n = 0; n < order; ++n) {
+    const double p = result.precisions[n];
+    log_sum += p == 0 ? -9999999999.0 : std::log(p);
+  }
+  result.score = result.bp * std::exp(log_sum / static_cast<double>(order));
+  return result;
+}
+
+std::string signature(const BleuOptions& options, int num_references) {
+  constexpr const char* kTokenizers[] = {"13a", "zh", "char", "none"};
+  constexpr const char* kSmoothings[] = {"exp", "floor", "add-k", "none"};
+  std::string smoothing = kSmoothings[static_cast<int>(options.smoothing)];
+  if (options.smoothing == BleuSmoothing::kFloor || options.smoothing == BleuSmoothing::kAddK) {
+    smoothing += "[" + decimals(smoothing_value(options), 2) + "]";
+  }
+  return "nrefs:" + std::to_string(num_references) +
+         "|case:" + (options.lowercase ? "lc" : "mixed") +
+         "|eff:" + (options.effective_order ? "yes" : "no") +
+         "|tok:" + kTokenizers[static_cast<int>(options.tokenizer)] + "|smooth:" + smoothing +
+         "|version:2.6.0";
+}
+
+std::string format_score(const BleuScore& score, int width) {
+  return decimals(score.score, width);
+}
+
+std::string format(const BleuScore& score, const std::string& signature, int width) {
+  std::string line = "BLEU|" + signature + " = " + format_score(score, width) + " ";
+  for (size_t n = 0; n < kBleuOrder; ++n) {
+    line += (n == 0 ? "" : "/") + decimals(score.precisions[n], 1);
+  }
+  return line + " (BP = " + decimals(score.bp, 3) + " ratio = " + decimals(score.ratio, 3) +
+         " hyp_len = " + std::to_string(score.sys_len) +
+         " ref_len = " + std::to_string(score.ref_len) + ")";
+}
+
+}  // namespace cohort::text

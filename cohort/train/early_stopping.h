@@ -1,0 +1,39 @@
+// Decides when validation has stopped improving. Local: decide on one rank and broadcast.
+#pragma once
+#include <cstdint>
+#include <optional>
+
+namespace cohort::train {
+
+enum class Better { kLower, kHigher };
+
+struct EarlyStoppingOptions {
+  int64_t patience = 0;            ///< Stop after so many updates in a row without a new best;
+                                   ///< 0: never stop.
+  Better better = Better::kLower;  ///< kLower for losses, kHigher for BLEU or accuracy.
+  double min_delta = 0.0;          ///< A new best must be better by more than this, >= 0.
+};
+
+/// What a checkpoint keeps, so that a resumed run stops where the other would have.
+struct EarlyStoppingState {
+  std::optional<double> best{};
+  int64_t num_without_best = 0;  ///< Updates in a row since the best one.
+};
+
+/// Watches one metric.
+class EarlyStopping {
+ public:
+  /// Errors: ConfigError if patience or min_delta is negative.
+  explicit EarlyStopping(const EarlyStoppingOptions& options, const EarlyStoppingState& state = {});
+
+  /// Takes the metric's next value; returns whether it is the best so far. NaN never is.
+  bool update(double value);
+  bool should_stop() const;
+  const EarlyStoppingState& state() const { return state_; }
+
+ private:
+  EarlyStoppingOptions options_;
+  EarlyStoppingState state_;
+};
+
+}  // namespace cohort::train

@@ -1,0 +1,52 @@
+// The history of a run: a file with one JSON object a line, to be read by any tool.
+#pragma once
+#include <concepts>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+namespace cohort::train {
+
+/// A number, a truth value or a text.
+class HistoryValue {
+ public:
+  HistoryValue(bool value) : value_(value) {}  // NOLINT(google-explicit-constructor)
+  template <std::integral Number>
+  HistoryValue(Number value)  // NOLINT(google-explicit-constructor)
+      : value_(static_cast<int64_t>(value)) {}
+  HistoryValue(double value) : value_(value) {}  // NOLINT(google-explicit-constructor)
+  HistoryValue(std::string value) : value_(std::move(value)) {}    // NOLINT
+  HistoryValue(const char* value) : value_(std::string(value)) {}  // NOLINT
+
+  const std::variant<bool, int64_t, double, std::string>& get() const { return value_; }
+
+ private:
+  std::variant<bool, int64_t, double, std::string> value_;
+};
+
+/// Appends to a run's history; for rank 0 only, since the file has one writer.
+class History {
+ public:
+  using Field = std::pair<std::string_view, HistoryValue>;
+
+  /// Opens `path` for appending. A last line that a killed run left half written is cut off.
+  /// Errors: ConfigError that names the file if it cannot be opened.
+  explicit History(const std::string& path);
+  ~History();
+  History(const History&) = delete;
+  History& operator=(const History&) = delete;
+
+  /// Writes {"key": value, ...} in the order given as one line, and hands it to the system at
+  /// once. NaN and infinities become null, as JSON has none of them.
+  /// Errors: c10::Error that names the file and gives the system's reason.
+  void append(std::initializer_list<Field> fields);
+
+ private:
+  std::string path_;
+  int file_ = -1;
+};
+
+}  // namespace cohort::train

@@ -1,0 +1,40 @@
+// Distributed evaluation: every sentence once, on some rank; sums over ranks equal one process's.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/nmt/greedy.h"
+#include "cohort/nmt/transformer.h"
+#include "cohort/text/bleu.h"
+#include "cohort/text/tokenizer.h"
+#include "cohort/translate/corpus.h"
+
+namespace cohort::translate {
+
+struct EvaluationOptions {
+  int64_t mini_batch_words = 2048;  ///< Tokens of a batch, padding included.
+  nmt::GreedyOptions search;
+  text::BleuOptions bleu;
+  bool translate = true;  ///< false: only the loss.
+};
+
+struct Evaluation {
+  double loss = 0;  ///< Mean of -log p over target tokens, without smoothing, natural logarithm.
+  text::BleuScore bleu;
+  std::vector<std::string> translations;  ///< On rank 0, in the corpus's order; empty elsewhere.
+};
+
+/// Loss and BLEU of `model` on `corpus`, whose raw target text is `references`.
+///
+/// Collective; blocks. Every rank gets the same loss and score. Errors: PeerError.
+Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
+                    const std::vector<std::string>& references, const text::Tokenizer& target,
+                    comm::ProcessGroup& group, const EvaluationOptions& options);
+
+/// Greedy translations of `sources` (ids without end mark), in order. Local.
+std::vector<std::string> translate_all(nmt::Transformer& model,
+                                       const std::vector<std::vector<int32_t>>& sources,
+                                       const text::Tokenizer& target, const EvaluationOptions& options);
+
+}  // namespace cohort::translate

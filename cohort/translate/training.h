@@ -1,0 +1,62 @@
+// The main job: N ranks train one translator together.
+#pragma once
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/nmt/transformer.h"
+#include "cohort/translate/evaluation.h"
+
+namespace cohort::translate {
+
+/// Options of a run; the flags of `cohort nmt train` fill it, one field each.
+struct TrainingOptions {
+  std::vector<std::filesystem::path> train_sets;  ///< One or two files, see read_parallel_text.
+  std::vector<std::filesystem::path> valid_sets;  ///< Likewise.
+  std::vector<std::filesystem::path> vocabs;      ///< Two .spm files; made if absent; empty: in model_dir.
+  std::string model_dir;                          ///< The run's folder.
+  bool overwrite = false;                         ///< An earlier run in model_dir may be replaced.
+
+  nmt::TransformerOptions model;
+  nmt::Precision precision = nmt::Precision::kFloat32;
+
+  int64_t mini_batch = 64;       ///< Sentences per rank and batch; 0: only mini_batch_words counts.
+  int64_t mini_batch_words = 0;  ///< Tokens per rank and batch, padding included; 0: no limit.
+  int64_t maxi_batch = 100;      ///< Sort by length within windows of so many batches.
+  int64_t max_length = 100;      ///< Training pairs with more tokens on a side are dropped.
+  int64_t optimizer_delay = 1;   ///< Batches per update and rank.
+
+  double noam_factor = 1;     ///< Factor of the Noam schedule.
+  int64_t lr_warmup = 4000;   ///< Updates of linear rise.
+  double clip_norm = 1;       ///< Largest global gradient norm; 0: no clipping.
+  uint64_t seed = 1;          ///< Of parameters, data order and dropout.
+
+  int64_t after_epochs = 0;      ///< Stop after so many; 0: no limit.
+  int64_t after_batches = 0;     ///< Stop after so many updates; 0: no limit.
+  double time_limit_min = 0;     ///< Stop after so many minutes of training and validation; 0: no limit.
+  int64_t early_stopping = 10;   ///< Stop after so many validations without a better BLEU; 0: never.
+  int64_t valid_freq_epochs = 1;   ///< Validate every so many epochs (0: not) ...
+  int64_t valid_freq_updates = 0;  ///< ... and every so many updates (0: not).
+  EvaluationOptions evaluation;
+  bool quiet = false;  ///< No progress bar.
+};
+
+struct TrainingResult {
+  std::string stop_reason;  ///< Why the run ended, a sentence.
+  int64_t epochs = 0;
+  int64_t updates = 0;
+  double best_bleu = 0;
+  double best_loss = 0;
+};
+
+/// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm (unless `vocabs`
+/// names them), history.jsonl, best/ (the checkpoint with the best BLEU) and result-dev.txt.
+///
+/// Collective; blocks until the run ends; every rank stops at the same update for the same reason.
+/// The gradient of an update is that of the mean loss over all its target tokens on all ranks.
+/// Errors: ConfigError for bad input; PeerError; c10::Error if the loss is no finite number.
+TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group);
+
+}  // namespace cohort::translate

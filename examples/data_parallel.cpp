@@ -1,0 +1,32 @@
+// The whole of data parallelism in thirty lines:  cohort run --nproc-per-node 2 -- ./data_parallel
+#include <torch/torch.h>
+
+#include <cohort/base/program.h>
+#include <cohort/comm/process_group.h>
+#include <cohort/data/distributed_sampler.h>
+#include <cohort/parallel/distributed_data_parallel.h>
+
+int train() {
+  cohort::comm::ProcessGroup group(cohort::comm::discover_place());
+  const at::Tensor x = torch::linspace(-1, 1, 1000).unsqueeze(1), y = 3 * x + 1;  // what is to be learnt
+  torch::nn::Linear model(1, 1);
+  cohort::parallel::DistributedDataParallel<torch::nn::Linear> ddp(model, group);
+  torch::optim::SGD sgd(model->parameters(), 0.5);
+  cohort::data::DistributedSampler sampler(
+      {.num_examples = x.size(0), .rank = group.rank(), .world_size = group.size(), .seed = 1});
+  for (int epoch = 0; epoch < 40; ++epoch) {
+    sampler.set_epoch(epoch);
+    const at::Tensor mine = torch::tensor(sampler.indices());
+    sgd.zero_grad();
+    ddp.backward(torch::mse_loss(ddp(x.index_select(0, mine)), y.index_select(0, mine)));
+    sgd.step();
+  }
+  if (group.rank() == 0) {
+    std::printf("%d ranks learnt y = %.2f x + %.2f\n", group.size(), model->weight.item<double>(),
+                model->bias.item<double>());
+  }
+  group.close();
+  return 0;
+}
+
+int main() { return cohort::run_program("data_parallel", train); }

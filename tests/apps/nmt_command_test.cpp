@@ -1,0 +1,210 @@
+// The translator's commands as a user runs them: real processes, real files.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <thread>
+
+#include "cohort/base/checksum.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Ended {
+  int code = -1;
+  std::string output;  // stdout and stderr
+};
+
+std::string bin(const std::string& program) { return std::string(std::getenv("COHORT_BIN")) + "/" + program; }
+
+Ended shell(const std::string& command) {
+  Ended ended;
+  FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
+  char buffer[4096];
+  while (const size_t count = fread(buffer, 1, sizeof buffer, pipe)) ended.output.append(buffer, count);
+  const int status = pclose(pipe);
+  ended.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  return ended;
+}
+
+std::string contents(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class NmtCommandTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::temp_directory_path() / ("cohort-nmt-test-" + std::to_string(getpid()));
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    // A made-up language: words are spelt backwards, so there is something to learn.
+    const std::vector<std::string> words = {"red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon"};
+    for (const auto& [name, count] : {std::pair{"train", 300}, {"valid", 40}}) {
+      std::ofstream en(folder_ / (name + std::string(".en")));
+      std::ofstream xx(folder_ / (name + std::string(".xx")));
+      for (int i = 0; i < count; ++i) {
+        std::string source, target;
+        for (int k = 0; k <= i % 5; ++k) {
+          const std::string& word = words[static_cast<size_t>(i * 7 + k * (3 + i / 10)) % words.size()];
+          source += (k ? " " : "") + word;
+          target += (k ? " " : "") + std::string(word.rbegin(), word.rend());
+        }
+        en << source << "\n";
+        xx << target << "\n";
+      }
+    }
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+
+  std::string train_flags(const std::string& model_dir) const {
+    return "train --train-sets " + path("train.en") + " " + path("train.xx") + " --valid-sets " +
+           path("valid.en") + " " + path("valid.xx") + " --model-dir " + path(model_dir) +
+           " --preset tiny --dim-emb 32 --transformer-dim-ffn 64 --enc-depth 1 --dec-depth 1 --dim-vocabs 60 60" +
+           " --mini-batch 16 --lr-warmup 20 --learn-rate 5e-3 --tokenize 13a --quiet ";
+  }
+  std::string on_ranks(int count, const std::string& flags, const std::string& run_flags = "") const {
+    return bin("cohort") + " run --nproc-per-node " + std::to_string(count) + " " + run_flags + " -- " +
+           bin("cohort-nmt") + " " + flags;
+  }
+  // The command must end with code 2 and one line that contains `text`.
+  void expect_refused(const std::string& flags, const std::string& text, const std::string& environment = "") const {
+    const Ended ended = shell("env " + environment + " " + bin("cohort-nmt") + " " + flags);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output << "expected: " << text;
+    EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1) << ended.output;
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
+  for (const char* run : {"a", "b"}) {
+    const Ended ended = shell(on_ranks(2, train_flags(run) + "--after-epochs 4 --seed 3"));
+    ASSERT_EQ(ended.code, 0) << ended.output;
+    EXPECT_NE(ended.output.find("reached --after-epochs 4"), std::string::npos) << ended.output;
+  }
+  const auto manifest_a = nlohmann::json::parse(contents(path("a/best/manifest.json")));
+  const auto manifest_b = nlohmann::json::parse(contents(path("b/best/manifest.json")));
+  EXPECT_EQ(manifest_a["sha256"], manifest_b["sha256"]) << "equal seeds must give equal weights";
+  std::istringstream history(contents(path("a/history.jsonl")));
+  int lines = 0;
+  for (std::string line; std::getline(history, line); ++lines) {
+    const auto row = nlohmann::json::parse(line);
+    EXPECT_EQ(row["epoch"], lines + 1);
+    EXPECT_GT(row["valid_loss"].get<double>(), 0);
+    EXPECT_GE(row["valid_bleu"].get<double>(), 0);
+  }
+  EXPECT_EQ(lines, 4);
+
+  const std::string evaluate = "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") + " " +
+                               path("valid.xx") + " --tokenize 13a --precision float32";
+  const Ended one = shell(bin("cohort-nmt") + " " + evaluate + " --output " + path("one.txt"));
+  const Ended two = shell(on_ranks(2, evaluate));
+  ASSERT_EQ(one.code, 0) << one.output;
+  const auto bleu_line = [](const std::string& text) { return text.substr(text.find("BLEU|")); };
+  EXPECT_EQ(bleu_line(one.output), bleu_line(two.output));
+
+  const Ended translated = shell(bin("cohort-nmt") + " translate --precision float32 --model-dir " + path("a") +
+                                 " < " + path("valid.en"));
+  EXPECT_EQ(translated.code, 0);
+  EXPECT_EQ(translated.output, contents(path("one.txt"))) << "in order, the same as evaluate";
+}
+
+TEST_F(NmtCommandTest, ReadsTsvAndJson) {
+  std::ofstream(path("pairs.tsv")) << "red cat\tder tac\nblue dog\teulb god\n";
+  std::ofstream(path("pairs.json")) << R"([["red cat", "der tac"], ["", "x"], ["blue", "eulb"]])";
+  const std::string rest = train_flags("c").substr(train_flags("c").find(" --model-dir"));
+  const Ended ended = shell(bin("cohort-nmt") + " train --train-sets " + path("pairs.json") + " --valid-sets " +
+                            path("pairs.tsv") + rest + " --dim-vocabs 18 18 --after-epochs 1");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("train_pairs=2 dropped_empty=1"), std::string::npos) << ended.output;
+}
+
+TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
+  const std::string flags = train_flags("bad");
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string changed = flags;
+    changed.replace(changed.find(from), from.size(), to);
+    return changed;
+  };
+  std::ofstream(path("short.xx")) << "a\nb\n";
+  std::ofstream(path("broken.en")) << "fine\n\xff\xfe\n";
+  std::ofstream(path("broken.xx")) << "a\nb\n";
+  expect_refused(with(path("train.xx"), path("short.xx")), "300");
+  expect_refused(with(path("train.en") + " " + path("train.xx"), path("broken.en") + " " + path("broken.xx")),
+                 "broken.en");
+  expect_refused(with(path("train.en"), path("missing.en")), "missing.en");
+  expect_refused(with("--dim-vocabs 60 60", "--dim-vocabs 6000 6000"), "6000");
+  expect_refused(flags + "--no-such-flag", "--no-such-flag");
+  expect_refused(flags + "--precision float8", "--precision float8: expected auto, bfloat16 or float32");
+  expect_refused(flags + "--valid-freq 3", "--valid-freq 3");
+  expect_refused(flags, "RANK is set but WORLD_SIZE is not", "RANK=0");
+  expect_refused("evaluate --model-dir " + path("nowhere") + " --test-sets " + path("valid.en") + " " +
+                     path("valid.xx"), "nowhere/best/manifest.json: no checkpoint here");
+  EXPECT_FALSE(fs::exists(path("bad/source.spm"))) << "nothing half-written";
+  EXPECT_FALSE(fs::exists(path("bad/best")));
+}
+
+TEST_F(NmtCommandTest, AnEarlierRunIsNotOverwritten) {
+  ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1").code, 0);
+  expect_refused(train_flags("d") + "--after-epochs 1", "already holds a run");
+  EXPECT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1 --overwrite").code, 0);
+}
+
+TEST_F(NmtCommandTest, TheSizeOfTheBaseModelIsPrinted) {
+  const Ended ended = shell(bin("cohort") + " nmt info --preset base --dim-vocabs 32000 32000");
+  EXPECT_EQ(ended.code, 0);
+  EXPECT_NE(ended.output.find("93,255,680"), std::string::npos) << ended.output;
+}
+
+// Processes whose environment has this run's log folder.
+std::vector<std::pair<pid_t, std::string>> workers_of(const std::string& log_dir) {
+  std::vector<std::pair<pid_t, std::string>> found;
+  for (const auto& entry : fs::directory_iterator("/proc")) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    const std::string environment = contents(entry.path() / "environ");
+    if (environment.find("COHORT_LOG_DIR=" + log_dir) == std::string::npos) continue;
+    const size_t at = environment.find(std::string("\0RANK=", 6));
+    found.emplace_back(std::stoi(name), at == std::string::npos ? "" : environment.substr(at + 6, 1));
+  }
+  return found;
+}
+
+TEST_F(NmtCommandTest, AKilledRankEndsTheRunByName) {
+  Ended ended;
+  std::chrono::steady_clock::time_point killed;
+  std::thread run([&] {
+    ended = shell(on_ranks(3, train_flags("e") + "--after-epochs 100000 --early-stopping 0", "--log-dir " + path("logs")));
+  });
+  while (contents(path("e/history.jsonl")).empty()) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  pid_t victim = 0;
+  for (const auto& [pid, rank] : workers_of(path("logs"))) {
+    if (rank == "1") victim = pid;
+  }
+  ASSERT_GT(victim, 0);
+  killed = std::chrono::steady_clock::now();
+  kill(victim, SIGKILL);
+  run.join();
+  EXPECT_LT(std::chrono::steady_clock::now() - killed, std::chrono::seconds(10));
+  EXPECT_EQ(ended.code, 137) << ended.output;
+  EXPECT_NE(ended.output.find("rank 1"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("killed by signal 9"), std::string::npos) << ended.output;
+  for (const char* rank : {"0", "2"}) {
+    const std::string log = contents(path(std::string("logs/rank") + rank + ".stderr.log"));
+    EXPECT_NE(log.find("lost rank 1 in "), std::string::npos) << "rank " << rank << ": " << log;
+  }
+  EXPECT_TRUE(workers_of(path("logs")).empty());
+}
+
+}  // namespace

@@ -1,0 +1,110 @@
+#include "cohort/comm/process_group.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include "cohort/base/error.h"
+#include "cohort/comm/listen.h"
+#include "tests/support/ranks.h"
+
+namespace cohort::comm {
+namespace {
+
+TEST(ProcessGroupTest, CollectivesGiveEveryRankTheSame) {
+  test::ranks(3, [](ProcessGroup& group) {
+    at::Tensor sum = at::full({5}, group.rank() + 1.0, at::kDouble);
+    group.all_reduce(sum);
+    EXPECT_EQ(sum.sum().item<double>(), 30);
+    at::Tensor highest = at::full({1}, group.rank(), at::kLong);
+    group.all_reduce(highest, ReduceOp::kMax);
+    EXPECT_EQ(highest.item<int64_t>(), 2);
+    EXPECT_EQ(group.all_reduce_sum(group.rank()), 3);
+    EXPECT_EQ(group.broadcast_text(group.rank() == 1 ? "from one" : "other", 1), "from one");
+    EXPECT_EQ(group.all_gather_text(std::string(static_cast<size_t>(group.rank()), 'x')),
+              (std::vector<std::string>{"", "x", "xx"}));
+    group.barrier("end");
+  });
+}
+
+TEST(ProcessGroupTest, OneProcessIsAGroup) {
+  ProcessGroup group(Place{});
+  EXPECT_EQ(group.all_reduce_sum(4), 4);
+  group.close();
+}
+
+TEST(ProcessGroupTest, AnUnknownBackendIsNamed) {
+  try {
+    ProcessGroup group(Place{}, {.backend = "nonesuch"});
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(one_line(error), "backend \"nonesuch\" is unknown: expected gloo");
+  }
+}
+
+TEST(ProcessGroupTest, APortInUseIsNamed) {
+  const int fd = listen_on(0);
+  const int port = port_of(fd);
+  try {
+    ProcessGroup group({.rank = 0, .world_size = 2, .local_rank = 0, .local_world_size = 2,
+                        .master_addr = "127.0.0.1", .master_port = port, .store_fd = {}, .source = "test"});
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(one_line(error), "port " + std::to_string(port) + " cannot be listened on: Address already in use");
+  }
+  ::close(fd);
+}
+
+TEST(ProcessGroupTest, AnUnreachableMasterIsNamedWithinTheTimeout) {
+  const int fd = listen_on(0);
+  const int port = port_of(fd);
+  ::close(fd);  // nobody listens there now
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    ProcessGroup group({.rank = 1, .world_size = 2, .local_rank = 1, .local_world_size = 2,
+                        .master_addr = "127.0.0.1", .master_port = port, .store_fd = {}, .source = "test"},
+                       {.rendezvous_timeout = std::chrono::seconds(2)});
+    FAIL();
+  } catch (const PeerError& error) {
+    EXPECT_NE(one_line(error).find("rendezvous at 127.0.0.1:" + std::to_string(port)), std::string::npos)
+        << one_line(error);
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+}
+
+TEST(ProcessGroupTest, AHostNameThatDoesNotResolveIsNamed) {
+  try {
+    local_address_towards("no-such-host.invalid", 80);
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_NE(one_line(error).find("MASTER_ADDR=no-such-host.invalid does not resolve"), std::string::npos);
+  }
+}
+
+// One rank kills itself between collectives; the others must name it and leave within ten seconds.
+void expect_survivors_name(int victim) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = test::run_ranks(3, [victim](ProcessGroup& group) {
+    at::Tensor x = at::ones({1 << 16});
+    for (int i = 0; i < 1000000; ++i) {
+      if (i == 20 && group.rank() == victim) kill(getpid(), SIGKILL);
+      group.all_reduce(x);
+      x.fill_(1);
+    }
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(12));
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto& end = ends[static_cast<size_t>(rank)];
+    EXPECT_EQ(end.exit_code, rank == victim ? 137 : 3) << end.output;
+    if (rank == victim) continue;
+    EXPECT_NE(end.output.find("lost rank " + std::to_string(victim) + " in all_reduce #"), std::string::npos)
+        << "rank " << rank << " wrote: " << end.output;
+  }
+}
+
+TEST(ProcessGroupFaultTest, SurvivorsNameAKilledRank) { expect_survivors_name(1); }
+TEST(ProcessGroupFaultTest, SurvivorsNameAKilledStoreHost) { expect_survivors_name(0); }
+
+}  // namespace
+}  // namespace cohort::comm

@@ -1,0 +1,185 @@
+#include "cohort/data/token_batches.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "cohort/base/error.h"
+#include "cohort/data/random.h"
+
+namespace cohort::data {
+namespace {
+
+// Lengths like those of sentences: target 1 to 60, source near it.
+std::vector<PairLength> some_lengths(size_t n, uint64_t seed = 1) {
+  SplitMix64 random(seed);
+  std::vector<PairLength> lengths(n);
+  for (auto& [source, target] : lengths) {
+    target = static_cast<int32_t>(1 + random.below(30) + random.below(31));
+    source = std::max(1, target + static_cast<int32_t>(random.below(9)) - 4);
+  }
+  return lengths;
+}
+
+std::vector<BatchPlan> all_ranks(const std::vector<PairLength>& lengths, BatchOptions options,
+                                 int64_t epoch = 0) {
+  std::vector<BatchPlan> plans;
+  for (options.rank = 0; options.rank < options.world_size; ++options.rank) {
+    plans.push_back(plan_batches(lengths, options, epoch));
+  }
+  return plans;
+}
+
+std::vector<int64_t> sorted_sentences(const std::vector<BatchPlan>& plans) {
+  std::vector<int64_t> all;
+  for (const auto& plan : plans) {
+    for (const auto& batch : plan.batches) all.insert(all.end(), batch.begin(), batch.end());
+  }
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+int64_t width(const std::vector<PairLength>& lengths, const std::vector<int64_t>& batch) {
+  int64_t widest = 0;
+  for (int64_t i : batch) {
+    const auto [source, target] = lengths[static_cast<size_t>(i)];
+    widest = std::max<int64_t>({widest, source, target});
+  }
+  return widest;
+}
+
+std::vector<int64_t> range(size_t n) {
+  std::vector<int64_t> numbers(n);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  return numbers;
+}
+
+TEST(PlanBatchesTest, EverySentenceIsInOneBatchOfOneRankAndRanksTakeEqualSteps) {
+  for (int world_size = 1; world_size <= 4; ++world_size) {
+    for (size_t n = static_cast<size_t>(world_size); n <= 90; ++n) {
+      for (const auto& [rows, words] : {std::pair{4, 0}, {0, 150}, {5, 120}, {1, 0}}) {
+        SCOPED_TRACE(testing::Message()
+                     << "W " << world_size << " N " << n << " rows " << rows << " words " << words);
+        const auto lengths = some_lengths(n, n);
+        const auto plans = all_ranks(lengths, {.mini_batch = rows,
+                                               .mini_batch_words = words,
+                                               .maxi_batch = 3,
+                                               .world_size = world_size});
+        const auto sentences = sorted_sentences(plans);
+        ASSERT_EQ(std::adjacent_find(sentences.begin(), sentences.end()), sentences.end());
+        ASSERT_EQ(sentences.size() + static_cast<size_t>(plans[0].num_dropped), n);
+        ASSERT_LT(plans[0].num_dropped, world_size);
+        if (plans[0].num_dropped == 0) {
+          ASSERT_EQ(sentences, range(n));
+        }
+        for (const auto& plan : plans) {
+          ASSERT_EQ(plan.batches.size(), plans[0].batches.size());
+          ASSERT_EQ(plan.num_sentences, static_cast<int64_t>(sentences.size()));
+          for (const auto& batch : plan.batches) {
+            ASSERT_FALSE(batch.empty());
+            const auto size = static_cast<int64_t>(batch.size());
+            if (rows > 0) {
+              ASSERT_LE(size, rows);
+            }
+            if (words > 0 && size > 1) {
+              ASSERT_LE(size * width(lengths, batch), words);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(PlanBatchesTest, EqualArgumentsGiveEqualPlansAndEpochsDiffer) {
+  const auto lengths = some_lengths(500);
+  const BatchOptions options{.mini_batch_words = 300, .seed = 3, .world_size = 2};
+  EXPECT_EQ(plan_batches(lengths, options, 2).batches, plan_batches(lengths, options, 2).batches);
+  EXPECT_NE(plan_batches(lengths, options, 2).batches, plan_batches(lengths, options, 3).batches);
+}
+
+TEST(PlanBatchesTest, SortingKeepsPaddingToAFewPercent) {
+  const auto lengths = some_lengths(20'000);
+  const BatchOptions options{.mini_batch_words = 1000, .world_size = 2};
+  auto unsorted = options;
+  unsorted.maxi_batch = 1;
+  const BatchPlan plan = plan_batches(lengths, options, 0);
+  EXPECT_LT(plan.padding_share, 0.08);
+  EXPECT_GT(plan_batches(lengths, unsorted, 0).padding_share, 0.3);
+  // The share, counted again.
+  int64_t tokens = 0;
+  for (const auto& [source, target] : lengths) tokens += source + target;
+  EXPECT_EQ(plan.source_tokens + plan.target_tokens, tokens);
+}
+
+TEST(PlanBatchesTest, RanksOfAStepHaveSimilarWork) {
+  const auto lengths = some_lengths(20'000);
+  const auto plans = all_ranks(lengths, {.mini_batch_words = 1000, .world_size = 3});
+  // The last step is cut from what was left, and window borders may be uneven.
+  int64_t uneven = 0;
+  for (size_t step = 0; step < plans[0].batches.size(); ++step) {
+    int64_t least = INT64_MAX;
+    int64_t most = 0;
+    for (const auto& plan : plans) {
+      const auto& batch = plan.batches[step];
+      const auto work = static_cast<int64_t>(batch.size()) * width(lengths, batch);
+      least = std::min(least, work);
+      most = std::max(most, work);
+    }
+    if (least * 10 < most * 9) ++uneven;
+  }
+  EXPECT_LE(uneven * 50, static_cast<int64_t>(plans[0].batches.size()));  // 2 %.
+}
+
+TEST(PlanBatchesTest, StepsDoNotComeInTheOrderOfLength) {
+  const auto lengths = some_lengths(5'000);
+  const auto plan = plan_batches(lengths, {.mini_batch = 50, .maxi_batch = 1000}, 0);
+  int rising = 0;
+  for (size_t i = 1; i < plan.batches.size(); ++i) {
+    rising += width(lengths, plan.batches[i]) >= width(lengths, plan.batches[i - 1]);
+  }
+  EXPECT_GT(rising, 25);  // Of 99; a random order has about half.
+  EXPECT_LT(rising, 75);
+}
+
+TEST(PlanBatchesTest, ASentenceLongerThanTheBudgetIsABatchOfItsOwn) {
+  const std::vector<PairLength> lengths = {{5, 5}, {5, 5}, {5, 500}, {5, 5}, {0, 0}};
+  const auto plan = plan_batches(lengths, {.mini_batch_words = 20, .shuffle = false}, 0);
+  EXPECT_EQ(plan.batches, (std::vector<std::vector<int64_t>>{{4, 0, 1, 3}, {2}}));
+  EXPECT_EQ(plan.num_sentences, 5);
+}
+
+TEST(PlanBatchesTest, TheBudgetCountsTheLongerSide) {
+  const std::vector<PairLength> lengths(4, {10, 1});
+  const auto plan = plan_batches(lengths, {.mini_batch_words = 20, .shuffle = false}, 0);
+  EXPECT_EQ(plan.batches, (std::vector<std::vector<int64_t>>{{0, 1}, {2, 3}}));
+}
+
+TEST(PlanBatchesTest, RefusesBadOptions) {
+  const auto lengths = some_lengths(4);
+  EXPECT_THROW(plan_batches(lengths, {}, 0), ConfigError);
+  EXPECT_THROW(plan_batches(lengths, {.mini_batch = -1}, 0), ConfigError);
+  EXPECT_THROW(plan_batches(lengths, {.mini_batch = 1, .maxi_batch = 0}, 0), ConfigError);
+  EXPECT_THROW(plan_batches(lengths, {.mini_batch = 1}, -1), ConfigError);
+  EXPECT_THROW(plan_batches(lengths, {.mini_batch = 1, .world_size = 5}, 0), ConfigError);
+  EXPECT_THROW(plan_batches(lengths, {.mini_batch = 1, .rank = 1}, 0), ConfigError);
+  EXPECT_THROW(plan_batches(std::vector<PairLength>{{1, -1}}, {.mini_batch = 1}, 0), ConfigError);
+}
+
+TEST(PlanEvalBatchesTest, EachSentenceComesOnceAcrossRanks) {
+  for (int world_size = 1; world_size <= 4; ++world_size) {
+    for (size_t n = 0; n <= 30; ++n) {
+      const auto lengths = some_lengths(n);
+      std::vector<BatchPlan> plans;
+      for (int rank = 0; rank < world_size; ++rank) {
+        plans.push_back(plan_eval_batches(lengths, 100, rank, world_size));
+      }
+      EXPECT_EQ(sorted_sentences(plans), range(n));
+      EXPECT_LE(plans.front().batches.size() - plans.back().batches.size(), 1U);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cohort::data

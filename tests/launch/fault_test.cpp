@@ -1,0 +1,141 @@
+// `cohort run` when workers fail, signals come, or the launcher itself is killed.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <sstream>
+
+#include "tests/launch/launch_harness.h"
+
+namespace cohort::launch {
+namespace {
+
+bool holds(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Every rank prints "ready" under --tee all before the parent goes on.
+std::vector<std::string> ready_workers(int num_workers, const std::string& script) {
+  return cohort_run_sh({"--nproc-per-node", std::to_string(num_workers), "--tee", "all"}, script);
+}
+
+TEST(RunFaultTest, TheFailingRankIsReportedWithItsMessageAndLastLines) {
+  Launched run(cohort_run_sh({"--nproc-per-node", "3", "--grace", "0.1"},
+                             "if [ $RANK = 1 ]; then"
+                             "  i=0; while [ $i -lt 30 ]; do i=$((i+1)); echo line $i >&2; done;"
+                             "  echo '{\"message\": \"loss is not finite\"}' > $COHORT_ERROR_FILE;"
+                             "  exit 7;"
+                             "fi; exec sleep 1000"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 7);
+  EXPECT_EQ(ended.err.find("cohort run: rank 1 (pid "), 0U) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "exited with code 7: loss is not finite\n")) << ended.err;
+  EXPECT_FALSE(holds(ended.err, "    line 10\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "    line 11\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "    line 30\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "rank 0, rank 2\n") || holds(ended.err, "rank 2, rank 0\n"));
+  ASSERT_EQ(run.temporary().names().size(), 1U);
+  EXPECT_TRUE(holds(ended.err, "logs are in " + run.temporary().path() + "/cohort-"));
+}
+
+TEST(RunFaultTest, ARankKilledBySignalIsNamedAndTheOthersLeaveByThemselves) {
+  // Rank 0 stands for a survivor that notices its lost peer: it waits for the launcher's file.
+  Launched run(cohort_run_sh({"--nproc-per-node", "2"},
+                             "flag=$COHORT_LOG_DIR/gone;"
+                             "if [ $RANK = 1 ]; then echo > $flag; kill -9 $$; fi;"
+                             "until [ -e $flag ]; do :; done; echo lost rank 1 >&2; exit 3"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 137);
+  EXPECT_TRUE(holds(ended.err, "lost rank 1\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, ") was killed by signal 9 (Killed)\n")) << ended.err;
+  EXPECT_FALSE(holds(ended.err, "still running")) << ended.err;
+}
+
+TEST(RunFaultTest, AWorkerThatIgnoresSigtermIsKilled) {
+  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--grace", "0.1"},
+                             "trap '' TERM; flag=$COHORT_LOG_DIR/ready;"
+                             "if [ $RANK = 0 ]; then echo > $flag; exec sleep 1000; fi;"
+                             "until [ -e $flag ]; do :; done; exit 1"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(holds(ended.err, "after the grace: rank 0\n")) << ended.err;
+}
+
+TEST(RunFaultTest, SignalsReachEveryWorkerAndACheckpointMeansFour) {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
+    Launched run(ready_workers(2,
+                               "trap 'exit 4' INT TERM HUP QUIT; echo ready; "
+                               "while :; do sleep 1000 & wait; done"));
+    run.read_lines(2);
+    run.send(signal);
+    const Ended ended = run.wait();
+    EXPECT_EQ(ended.exit_code, 4) << signal;
+    EXPECT_EQ(ended.err, "");
+    EXPECT_TRUE(run.temporary().names().empty());
+  }
+}
+
+TEST(RunFaultTest, WorkersThatDieOfThePassedSignalGiveItsCode) {
+  Launched run(ready_workers(2, "echo ready; exec sleep 1000"));
+  run.read_lines(2);
+  run.send(SIGTERM);
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 143);
+  EXPECT_EQ(ended.err.find("cohort run: stopped by signal 15 (Terminated)\n"), 0U) << ended.err;
+}
+
+TEST(RunFaultTest, ASecondInterruptKills) {
+  Launched run(ready_workers(2,
+                             "trap 'echo noted' INT; echo ready; "
+                             "while :; do sleep 1000 & wait; done"));
+  run.read_lines(2);
+  run.send(SIGINT);
+  run.read_lines(4);
+  run.send(SIGINT);
+  EXPECT_EQ(run.wait().exit_code, 130);
+}
+
+TEST(RunFaultTest, GrandchildrenEndWithTheJob) {
+  Launched run(ready_workers(1, "trap 'exit 0' USR1; sleep 1000 & echo $!; wait"));
+  std::istringstream words(run.read_lines(1));
+  std::string skipped;
+  pid_t grandchild = 0;
+  words >> skipped >> skipped >> grandchild;
+  const Watched watched(grandchild);
+  run.send(SIGUSR1);  // Passed on, and nothing else: the worker leaves, its child does not.
+  EXPECT_EQ(run.wait().exit_code, 0);
+  EXPECT_TRUE(watched.wait_for_end());
+}
+
+TEST(RunFaultTest, AKilledLauncherLeavesNoProcess) {
+  Launched run(ready_workers(2, "sleep 1000 & echo $! $$; wait"));
+  std::istringstream words(run.read_lines(2));
+  std::vector<Watched> watched;
+  for (int i = 0; i < 2; ++i) {
+    std::string skipped;
+    pid_t grandchild = 0, worker = 0;
+    words >> skipped >> skipped >> grandchild >> worker;
+    watched.emplace_back(grandchild);
+    watched.emplace_back(worker);
+  }
+  // The launcher's children are the workers and the guardian.
+  const std::string launcher = std::to_string(run.pid());
+  std::istringstream children(read_file("/proc/" + launcher + "/task/" + launcher + "/children"));
+  int num_children = 0;
+  for (pid_t child = 0; children >> child; ++num_children) watched.emplace_back(child);
+  EXPECT_EQ(num_children, 3);
+  run.send(SIGKILL);
+  for (const Watched& process : watched) EXPECT_TRUE(process.wait_for_end());
+}
+
+TEST(RunFaultTest, AStalledReaderDoesNotHoldUpSignals) {
+  const TemporaryFolder logs;
+  Launched run(
+      cohort_run_sh({"--log-dir", logs.path()}, "echo $$ > $COHORT_LOG_DIR/pid; exec yes"));
+  const Watched worker(std::stoi(wait_for_file(logs.path() + "/pid")));
+  run.send(SIGTERM);  // Nobody reads the launcher's stdout.
+  EXPECT_TRUE(worker.wait_for_end());
+  EXPECT_EQ(run.wait().exit_code, 143);
+}
+
+}  // namespace
+}  // namespace cohort::launch

@@ -1,0 +1,220 @@
+#include "tests/launch/launch_harness.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+
+#include "cohort/launch/environment.h"
+
+namespace cohort::launch {
+namespace {
+
+constexpr std::chrono::seconds kPatience{20};
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::runtime_error("test harness: " + what);
+}
+
+// Prints "rank R listens P" for the inherited store socket, or "rank R has none"; then the number
+// of descriptors beyond stdin, stdout, stderr and that socket.
+int store_worker() {
+  const char* text = std::getenv("COHORT_STORE_FD");
+  const std::string rank = std::getenv("RANK");
+  int num_others = 0;
+  for (int fd = 3; fd < 1024; ++fd) {
+    const bool is_store = text && fd == std::atoi(text);
+    if (!is_store && ::fcntl(fd, F_GETFD) >= 0) ++num_others;
+  }
+  std::string state = "has none";
+  if (text) {
+    int listens = 0;
+    socklen_t size = sizeof(listens);
+    ::getsockopt(std::atoi(text), SOL_SOCKET, SO_ACCEPTCONN, &listens, &size);
+    sockaddr_in address{};
+    size = sizeof(address);
+    ::getsockname(std::atoi(text), reinterpret_cast<sockaddr*>(&address), &size);
+    state = listens && std::to_string(ntohs(address.sin_port)) == std::getenv("MASTER_PORT")
+                ? "listens on MASTER_PORT"
+                : "does not listen";
+  }
+  std::printf("rank %s %s, %d others\n", rank.c_str(), state.c_str(), num_others);
+  return 0;
+}
+
+}  // namespace
+
+TemporaryFolder::TemporaryFolder() {
+  std::string name = std::filesystem::temp_directory_path().string() + "/launch-test-XXXXXX";
+  require(::mkdtemp(name.data()) != nullptr, name);
+  path_ = name;
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+std::vector<std::string> TemporaryFolder::names() const {
+  std::vector<std::string> result;
+  for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+    result.push_back(entry.path().filename().string());
+  }
+  std::sort(result.begin(), result.end());
+  return result;
+}
+
+Launched::Launched(const std::vector<std::string>& command) {
+  int ends[2];
+  require(::pipe2(ends, O_CLOEXEC) == 0, "pipe");
+  out_ = Fd(ends[0]);
+  const Fd writer(ends[1]);
+  const std::string err_path = folder_.path() + "/.err";
+  posix_spawn_file_actions_t actions;
+  ::posix_spawn_file_actions_init(&actions);
+  ::posix_spawn_file_actions_adddup2(&actions, writer.get(), 1);
+  ::posix_spawn_file_actions_addopen(&actions, 2, err_path.c_str(), O_WRONLY | O_CREAT, 0600);
+  ::posix_spawn_file_actions_addclosefrom_np(&actions, 3);  // What the test itself inherited.
+  posix_spawnattr_t attributes;
+  ::posix_spawnattr_init(&attributes);
+  sigset_t all, none;
+  ::sigfillset(&all);
+  ::sigemptyset(&none);
+  ::posix_spawnattr_setsigdefault(&attributes, &all);
+  ::posix_spawnattr_setsigmask(&attributes, &none);
+  ::posix_spawnattr_setpgroup(&attributes, 0);
+  ::posix_spawnattr_setflags(
+      &attributes, POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETPGROUP);
+  std::vector<std::string> environment = own_environment();
+  std::erase_if(environment, [](const std::string& entry) { return entry.starts_with("TMPDIR="); });
+  environment.push_back("TMPDIR=" + folder_.path());
+  std::vector<char*> argv, envp;
+  for (const auto& word : command) argv.push_back(const_cast<char*>(word.c_str()));
+  for (const auto& entry : environment) envp.push_back(const_cast<char*>(entry.c_str()));
+  argv.push_back(nullptr);
+  envp.push_back(nullptr);
+  const int error = ::posix_spawnp(&pid_, argv[0], &actions, &attributes, argv.data(), envp.data());
+  ::posix_spawnattr_destroy(&attributes);
+  ::posix_spawn_file_actions_destroy(&actions);
+  require(error == 0, command.front() + ": " + std::strerror(error));
+}
+
+Launched::~Launched() {
+  if (pid_ > 0) {
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+  }
+}
+
+bool Launched::read_some() {
+  char buffer[4096];
+  const ssize_t size = ::read(out_.get(), buffer, sizeof(buffer));
+  if (size > 0) text_.append(buffer, static_cast<size_t>(size));
+  return size > 0;
+}
+
+std::string Launched::read_lines(int num_lines) {
+  while (std::count(text_.begin(), text_.end(), '\n') < num_lines) {
+    require(read_some(), "stdout ended after: " + text_);
+  }
+  return text_;
+}
+
+void Launched::send(int signal) const {
+  ::kill(pid_, signal);
+}
+
+Ended Launched::wait() {
+  while (read_some()) {
+  }
+  int status = 0;
+  require(::waitpid(pid_, &status, 0) == pid_, "waitpid");
+  pid_ = -1;
+  const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  Ended ended{code, text_, read_file(folder_.path() + "/.err")};
+  std::filesystem::remove(folder_.path() + "/.err");
+  return ended;
+}
+
+std::string cohort_program() {
+  const char* folder = std::getenv("COHORT_BIN");
+  require(folder != nullptr, "COHORT_BIN must name the folder of the cohort program");
+  return std::string(folder) + "/cohort";
+}
+
+std::vector<std::string> cohort_run(std::vector<std::string> flags,
+                                    const std::vector<std::string>& program) {
+  std::vector<std::string> command{cohort_program(), "run"};
+  command.insert(command.end(), flags.begin(), flags.end());
+  command.push_back("--");
+  command.insert(command.end(), program.begin(), program.end());
+  return command;
+}
+
+std::vector<std::string> cohort_run_sh(std::vector<std::string> flags, const std::string& script) {
+  return cohort_run(std::move(flags), {"/bin/sh", "-c", script});
+}
+
+std::string this_program() {
+  return std::filesystem::read_symlink("/proc/self/exe").string();
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+std::vector<std::string> sorted_lines(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  std::sort(lines.begin(), lines.end());
+  return lines;
+}
+
+std::string wait_for_file(const std::string& path) {
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  std::string text;
+  while ((text = read_file(path)).empty()) {
+    require(std::chrono::steady_clock::now() < end, path + " did not appear");
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return text;
+}
+
+Watched::Watched(pid_t pid) : pidfd_(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) {
+  require(static_cast<bool>(pidfd_), "no process " + std::to_string(pid));
+}
+
+bool Watched::wait_for_end() const {
+  pollfd wait{pidfd_.get(), POLLIN, 0};
+  return ::poll(&wait, 1, static_cast<int>(std::chrono::milliseconds(kPatience).count())) == 1;
+}
+
+}  // namespace cohort::launch
+
+int main(int argc, char** argv) {
+  if (argc == 3 && std::string(argv[1]) == "--worker") {
+    return std::string(argv[2]) == "store" ? cohort::launch::store_worker() : 2;
+  }
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

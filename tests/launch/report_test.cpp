@@ -1,0 +1,72 @@
+#include "cohort/launch/report.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <fstream>
+
+#include "cohort/launch/environment.h"
+#include "tests/launch/launch_harness.h"
+
+namespace cohort::launch {
+namespace {
+
+Outcome exited(int rank, int code, int passed_signal = 0, bool stopped = false) {
+  return {rank, 100 + rank, {code, 0}, passed_signal, stopped};
+}
+
+Outcome killed(int rank, int signal, int passed_signal = 0, bool stopped = false) {
+  return {rank, 100 + rank, {128 + signal, signal}, passed_signal, stopped};
+}
+
+// Exit code and the culprit's rank, -1 if none.
+std::pair<int, int> judged(const std::vector<Outcome>& outcomes) {
+  const Verdict verdict = judge(outcomes);
+  return {verdict.exit_code, verdict.culprit ? verdict.culprit->rank : -1};
+}
+
+TEST(JudgeTest, SuccessAndStopsAreNoFailures) {
+  EXPECT_EQ(judged({exited(0, 0), exited(1, 0)}), std::pair(0, -1));
+  EXPECT_EQ(judged({exited(0, 4), exited(1, 0)}), std::pair(4, -1));
+  EXPECT_EQ(judged({exited(0, 4, SIGTERM), exited(1, 4, SIGTERM)}), std::pair(4, -1));
+}
+
+TEST(JudgeTest, ALostPeerIsAConsequence) {
+  EXPECT_EQ(judged({exited(0, 3), killed(2, SIGKILL), exited(1, 1)}), std::pair(137, 2));
+  EXPECT_EQ(judged({exited(1, 3), exited(0, 3)}), std::pair(3, 1));
+}
+
+TEST(JudgeTest, WhoWasStoppedIsNotToBlame) {
+  EXPECT_EQ(judged({exited(1, 3), killed(0, SIGTERM, 0, true)}), std::pair(3, 1));
+}
+
+TEST(JudgeTest, APassedSignalDecidesUnlessARankFailedBefore) {
+  EXPECT_EQ(judged({exited(0, 3, SIGTERM), killed(1, SIGTERM, SIGTERM)}), std::pair(143, -1));
+  EXPECT_EQ(judged({exited(0, 130, SIGINT), exited(1, 4, SIGINT)}), std::pair(130, -1));
+  EXPECT_EQ(judged({killed(0, SIGKILL, SIGINT, true)}), std::pair(130, -1));
+  EXPECT_EQ(judged({exited(1, 7), killed(0, SIGINT, SIGINT)}), std::pair(7, 1));
+  EXPECT_EQ(judged({exited(1, 7, SIGINT), exited(0, 4, SIGINT)}), std::pair(7, 1));
+}
+
+TEST(DescribeTest, NamesSignalCodeAndMessage) {
+  const TemporaryFolder folder;
+  EXPECT_EQ(describe(killed(1, SIGKILL), folder.path()),
+            "rank 1 (pid 101) was killed by signal 9 (Killed)");
+  EXPECT_EQ(describe(exited(2, 1), folder.path()), "rank 2 (pid 102) exited with code 1");
+  std::ofstream(error_file(folder.path(), 2)) << R"({"message": "loss is not finite"})";
+  EXPECT_EQ(describe(exited(2, 1), folder.path()),
+            "rank 2 (pid 102) exited with code 1: loss is not finite");
+  std::ofstream(error_file(folder.path(), 2)) << R"({"mess)";
+  EXPECT_EQ(describe(exited(2, 1), folder.path()), "rank 2 (pid 102) exited with code 1");
+}
+
+TEST(IndentedTailTest, KeepsTheLastLinesAndTheLastStateOfAProgressBar) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path() + "/log";
+  EXPECT_EQ(indented_tail(path, 2), "");
+  std::ofstream(path) << "one\ntwo\r\n 10 %\r 20 %\nend";
+  EXPECT_EQ(indented_tail(path, 3), "    two\n     20 %\n    end\n");
+}
+
+}  // namespace
+}  // namespace cohort::launch

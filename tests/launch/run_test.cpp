@@ -1,0 +1,137 @@
+// `cohort run` from outside, where nothing goes wrong but the command line.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include "tests/launch/launch_harness.h"
+
+namespace cohort::launch {
+namespace {
+
+using Lines = std::vector<std::string>;
+
+TEST(RunTest, EveryRankFindsItsPlaceInTheEnvironment) {
+  Launched run(cohort_run_sh({"--nproc-per-node", "3", "--tee", "all"},
+                             "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK "
+                             "$GROUP_WORLD_SIZE $MASTER_ADDR"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(sorted_lines(ended.out),
+            (Lines{"[rank 0] 0 0 3 3 0 1 127.0.0.1", "[rank 1] 1 1 3 3 0 1 127.0.0.1",
+                   "[rank 2] 2 2 3 3 0 1 127.0.0.1"}));
+  EXPECT_EQ(ended.err, "");
+}
+
+TEST(RunTest, EachStreamOfEachRankHasItsLog) {
+  const TemporaryFolder logs;
+  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--log-dir", logs.path() + "/a/b"},
+                             "echo out $RANK; echo err $RANK >&2"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.out, "out 0\n");
+  EXPECT_EQ(ended.err, "err 0\n");
+  for (const std::string rank : {"0", "1"}) {
+    EXPECT_EQ(read_file(logs.path() + "/a/b/rank" + rank + ".stdout.log"), "out " + rank + "\n");
+    EXPECT_EQ(read_file(logs.path() + "/a/b/rank" + rank + ".stderr.log"), "err " + rank + "\n");
+  }
+}
+
+TEST(RunTest, TheFreshLogFolderGoesWhenAllSucceed) {
+  Launched run(cohort_run_sh({}, "test -d $COHORT_LOG_DIR && echo $COHORT_LOG_DIR"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.out.find(run.temporary().path() + "/cohort-"), 0U) << ended.out;
+  EXPECT_EQ(run.temporary().names(), Lines{});
+}
+
+TEST(RunTest, TeeNoneShowsNothing) {
+  Launched run(cohort_run_sh({"--tee", "none"}, "echo out; echo err >&2"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.out + ended.err, "");
+}
+
+TEST(RunTest, TeeAllWritesWholeLines) {
+  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--tee", "all"},
+                             "printf a; printf b; echo; printf 'no end'"));
+  EXPECT_EQ(sorted_lines(run.wait().out),
+            (Lines{"[rank 0] ab", "[rank 0] no end", "[rank 1] ab", "[rank 1] no end"}));
+}
+
+TEST(RunTest, Rank0AloneInheritsTheListeningSocketAndNobodyMore) {
+  Launched run(
+      cohort_run({"--nproc-per-node", "2", "--tee", "all"}, {this_program(), "--worker", "store"}));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(sorted_lines(ended.out), (Lines{"[rank 0] rank 0 listens on MASTER_PORT, 0 others",
+                                            "[rank 1] rank 1 has none, 0 others"}));
+}
+
+TEST(RunTest, FreePortsDifferAndAPortInUseIsRefused) {
+  Launched first(cohort_run_sh({}, "echo $MASTER_PORT; exec sleep 1000"));
+  std::string port = first.read_lines(1);
+  port.pop_back();
+  Launched second(cohort_run_sh({}, "echo $MASTER_PORT"));
+  EXPECT_NE(second.wait().out, port + "\n");
+  for (const Lines& more : {Lines{}, Lines{"--nnodes", "2", "--master-addr", "127.0.0.1"}}) {
+    Lines flags{"--master-port", port};
+    flags.insert(flags.end(), more.begin(), more.end());
+    Launched third(cohort_run_sh(flags, "echo started"));
+    const Ended refused = third.wait();
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_EQ(refused.out, "");
+    EXPECT_EQ(refused.err, "cohort run: error: --master-port " + port +
+                               ": expected a port that can be listened on, got Address already in "
+                               "use\n");
+  }
+  first.send(SIGTERM);
+  EXPECT_EQ(first.wait().exit_code, 143);
+}
+
+TEST(RunTest, AProgramThatCannotBeExecutedIsOneLine) {
+  for (const char* name : {"no-such-program-here", "/no/such/program", "/etc/passwd", "/etc"}) {
+    Launched run(cohort_run({"--nproc-per-node", "2"}, {name}));
+    const Ended ended = run.wait();
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_EQ(ended.err.find(std::string("cohort run: error: ") + name + ": expected a program"),
+              0U)
+        << ended.err;
+    EXPECT_EQ(sorted_lines(ended.err).size(), 1U);
+    EXPECT_EQ(run.temporary().names(), Lines{});
+  }
+}
+
+TEST(RunTest, TheProgramsOwnFlagsAreLeftAlone) {
+  Launched run({cohort_program(), "run", "--nproc-per-node", "1", "echo", "--nnodes", "--", "-x"});
+  EXPECT_EQ(run.wait().out, "--nnodes -- -x\n");
+}
+
+TEST(RunTest, Rank0HasATerminalWhereTheLauncherHas) {
+  const std::string script =
+      "if test -t 1; then echo terminal $RANK; stty size <&1; fi; if test -t 2; then echo also; fi";
+  const std::string inner = "stty rows 31 cols 77; " + cohort_program() +
+                            " run --nproc-per-node 2 -- /bin/sh -c '" + script + "'";
+  Launched run({"script", "-qec", inner, "/dev/null"});
+  EXPECT_EQ(run.wait().out, "terminal 0\r\n31 77\r\nalso\r\n");
+}
+
+TEST(DispatcherTest, AnUnknownCommandNamesTheKnownOnes) {
+  Launched run({cohort_program(), "bogus"});
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_EQ(ended.err.find("cohort: error: unknown command 'bogus': expected one of run"), 0U)
+      << ended.err;
+}
+
+TEST(DispatcherTest, HelpAndVersionSucceed) {
+  for (const Lines& words : {Lines{"--help"}, Lines{"--version"}, Lines{"run", "--help"}}) {
+    Lines command{cohort_program()};
+    command.insert(command.end(), words.begin(), words.end());
+    Launched run(command);
+    const Ended ended = run.wait();
+    EXPECT_EQ(ended.exit_code, 0);
+    EXPECT_NE(ended.out.find("cohort"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace cohort::launch

@@ -1,0 +1,108 @@
+#include "cohort/nmt/transformer.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "cohort/base/error.h"
+#include "cohort/nmt/greedy.h"
+#include "tests/support/sentences.h"
+
+namespace cohort::nmt {
+namespace {
+
+TEST(TransformerTest, BaseHasExactly93255680Parameters) {
+  EXPECT_EQ(count_parameters(*Transformer(preset("base"))), 93'255'680);
+}
+
+TEST(TransformerTest, TheSameSeedGivesTheSameModel) {
+  Transformer a(test::tiny_options());
+  Transformer b(test::tiny_options());
+  a->initialise(3);
+  b->initialise(3);
+  const auto batch = test::make_test_batch(test::make_sentences(4, 1));
+  EXPECT_TRUE(at::equal(std::get<0>(a->forward(batch)), std::get<0>(b->forward(batch))));
+  b->initialise(4);
+  EXPECT_FALSE(at::equal(std::get<0>(a->forward(batch)), std::get<0>(b->forward(batch))));
+}
+
+TEST(TransformerTest, PaddingChangesNothing) {
+  Transformer model(test::tiny_options());
+  model->to(at::kDouble);
+  const auto sentences = test::make_sentences(6, 2);
+  const double together = std::get<0>(model->forward(test::make_test_batch(sentences))).item<double>();
+  double apart = 0;
+  for (const auto& s : sentences) apart += std::get<0>(model->forward(test::make_test_batch({s}))).item<double>();
+  EXPECT_NEAR(together, apart, 1e-11);
+}
+
+// The scores of stepwise decoding with kept keys and values, against the whole sentence at once.
+TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
+  const at::NoGradGuard no_grad;
+  Transformer model(test::tiny_options());
+  model->to(at::kDouble);
+  model->eval();
+  const auto batch = test::make_test_batch(test::make_sentences(5, 3));
+  DecoderState state = model->begin_decoding(
+      model->encode(batch.source_BS, batch.source_lengths_B), batch.source_lengths_B);
+  double nll = 0;
+  for (int64_t t = 0; t < batch.labels_BT.size(1); ++t) {
+    const at::Tensor scores = at::log_softmax(model->decode_step(batch.input_BT.select(1, t), state), 1);
+    for (int64_t b = 0; b < batch.labels_BT.size(0); ++b) {
+      const int64_t label = batch.labels_BT[b][t].item<int64_t>();
+      if (label != 0) nll -= scores[b][label].item<double>();
+    }
+  }
+  EXPECT_NEAR(nll, std::get<1>(model->forward(batch)).item<double>(), 1e-10);
+}
+
+TEST(TransformerTest, GreedyDoesNotDependOnTheBatch) {
+  Transformer model(test::tiny_options());
+  model->to(at::kDouble);
+  const auto sentences = test::make_sentences(7, 4);
+  const auto batch = test::make_test_batch(sentences);
+  const auto together = greedy_search(model, batch.source_BS, batch.source_lengths_B);
+  for (size_t i = 0; i < sentences.size(); ++i) {
+    const auto one = test::make_test_batch({sentences[i]});
+    EXPECT_EQ(greedy_search(model, one.source_BS, one.source_lengths_B)[0], together[i]) << i;
+    EXPECT_LE(together[i].size(), 3 * (sentences[i].source.size() + 1) + 10) << "the length is bounded";
+  }
+}
+
+TEST(TransformerTest, ItLearnsToCopy) {
+  Transformer model(test::tiny_options());
+  torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(5e-3));
+  double last = 0;
+  for (int step = 0; step < 150; ++step) {
+    auto sentences = test::make_sentences(16, static_cast<uint32_t>(step % 4));
+    for (auto& s : sentences) s.target = s.source;
+    const auto batch = test::make_test_batch(sentences);
+    auto [loss, nll] = model->forward(batch);
+    adam.zero_grad();
+    (loss / static_cast<double>(batch.num_target_tokens)).backward();
+    adam.step();
+    last = nll.item<double>() / static_cast<double>(batch.num_target_tokens);
+  }
+  EXPECT_LT(last, 1.0) << "from log(40) = 3.7 nats a token";
+}
+
+TEST(TransformerTest, BadSizesAreNamed) {
+  try {
+    preset("huge");
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(one_line(error), "--preset huge: expected tiny, small, base or big");
+  }
+  TransformerOptions options;
+  options.heads = 7;
+  EXPECT_THROW(validate(options), ConfigError);
+}
+
+TEST(TransformerTest, ASentenceBeyondTheLastPositionIsRefused) {
+  auto options = test::tiny_options();
+  options.max_positions = 3;
+  Transformer model(options);
+  EXPECT_THROW(model->forward(test::make_test_batch(test::make_sentences(8, 1))), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace cohort::nmt

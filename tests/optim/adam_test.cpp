@@ -1,0 +1,60 @@
+#include "cohort/optim/adam.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+
+#include "cohort/optim/noam.h"
+
+namespace cohort::optim {
+namespace {
+
+TEST(AdamTest, FollowsLibtorchsAdam) {
+  torch::manual_seed(1);
+  at::Tensor ours = at::randn({33, 7}, at::kDouble).requires_grad_(true);
+  at::Tensor theirs = ours.detach().clone().requires_grad_(true);
+  Adam adam({{"w", ours}});
+  torch::optim::Adam reference({theirs}, torch::optim::AdamOptions(0.01).betas({0.9, 0.98}).eps(1e-9));
+  for (int step = 0; step < 20; ++step) {
+    const at::Tensor gradient = at::randn({33, 7}, at::kDouble);
+    ours.mutable_grad() = gradient * 4;
+    theirs.mutable_grad() = gradient.clone();
+    adam.step(0.01, /*gradient_factor=*/0.25);
+    reference.step();
+  }
+  // 20 steps of 1e-2, each with a few eps of relative error.
+  EXPECT_LE((ours - theirs).abs().max().item<double>(), 1e-13);
+  EXPECT_EQ(adam.num_steps(), 20);
+}
+
+TEST(AdamTest, AGradientInAnotherLayoutIsRefused) {
+  at::Tensor w = at::randn({4, 5}).requires_grad_(true);
+  Adam adam({{"layer.weight", w}});
+  w.mutable_grad() = at::randn({5, 4}).t();
+  try {
+    adam.step(0.1);
+    FAIL();
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("layer.weight"), std::string::npos);
+  }
+}
+
+TEST(AdamTest, TheNormCountsEveryGradient) {
+  at::Tensor a = at::zeros({2}).requires_grad_(true);
+  at::Tensor b = at::zeros({1}).requires_grad_(true);
+  const at::Tensor without = at::zeros({3}).requires_grad_(true);
+  a.mutable_grad() = at::tensor({3.0F, 0.0F});
+  b.mutable_grad() = at::tensor({4.0F});
+  EXPECT_DOUBLE_EQ(std::sqrt(gradient_norm_squared({a, b, without})), 5);
+}
+
+TEST(NoamTest, RisesLinearlyAndFallsWithTheInverseRoot) {
+  const NoamSchedule schedule{.factor = 2, .width = 512, .warmup = 4000};
+  EXPECT_DOUBLE_EQ(schedule.at(4000), 2 / std::sqrt(512.0) / std::sqrt(4000.0));
+  EXPECT_DOUBLE_EQ(schedule.at(2000), schedule.at(4000) / 2);
+  EXPECT_DOUBLE_EQ(schedule.at(16000), schedule.at(4000) / 2);
+}
+
+}  // namespace
+}  // namespace cohort::optim

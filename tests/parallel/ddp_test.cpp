@@ -1,0 +1,183 @@
+#include "cohort/parallel/distributed_data_parallel.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "cohort/optim/adam.h"
+#include "tests/support/ranks.h"
+#include "tests/support/sentences.h"
+
+namespace cohort {
+namespace {
+
+using comm::ProcessGroup;
+using nmt::Transformer;
+using parallel::DistributedDataParallel;
+
+constexpr int kSteps = 10;
+constexpr double kLearningRate = 1e-3;
+
+std::vector<std::pair<std::string, at::Tensor>> named(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> result;
+  for (const auto& item : module.named_parameters()) result.emplace_back(item.key(), item.value());
+  return result;
+}
+
+Transformer make_model(at::ScalarType type) {
+  Transformer model(test::tiny_options());
+  model->initialise(7);
+  model->to(type);
+  return model;
+}
+
+// Sentence i belongs to rank i % 5 % W: uneven numbers, uneven lengths, uneven padding.
+std::vector<test::Sentence> share(const std::vector<test::Sentence>& all, int rank, int world_size) {
+  std::vector<test::Sentence> mine;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (static_cast<int>(i % 5) % world_size == rank) mine.push_back(all[i]);
+  }
+  return mine;
+}
+
+double relative_difference(const at::Tensor& a, const at::Tensor& b) {
+  const double scale = b.abs().max().item<double>();
+  return (a - b).abs().max().item<double>() / std::max(scale, 1e-30);
+}
+
+// Trains `model` by DDP and, beside it, a copy on the union of the batches; compares after the first
+// backward and at the end.
+void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, double gradient_bound,
+                                    double parameter_bound, int accumulation) {
+  Transformer model = make_model(type);
+  Transformer reference = make_model(type);
+  if (group.rank() != 0) model->initialise(99);  // the constructor of DDP must repair that
+  DistributedDataParallel<Transformer> ddp(model, group, {.bucket_cap_mb = 0.01});
+  optim::Adam adam(named(*model));
+  optim::Adam reference_adam(named(*reference));
+  for (int step = 0; step < kSteps; ++step) {
+    const auto all = test::make_sentences(11 * accumulation, static_cast<uint32_t>(step));
+    const nmt::Batch whole = test::make_test_batch(all);
+    const auto tokens = static_cast<double>(whole.num_target_tokens);
+    std::get<0>(reference->forward(whole)).backward(at::scalar_tensor(1 / tokens, at::TensorOptions().dtype(type)));
+    const at::Tensor weight = at::scalar_tensor(group.size() / tokens, at::TensorOptions().dtype(type));
+    for (int part = 0; part < accumulation; ++part) {
+      const std::vector<test::Sentence> some(all.begin() + 11 * part, all.begin() + 11 * (part + 1));
+      const nmt::Batch batch = test::make_test_batch(share(some, group.rank(), group.size()));
+      std::optional<DistributedDataParallel<Transformer>::NoSync> guard;
+      if (part + 1 < accumulation) guard.emplace(ddp.no_sync());
+      ddp.backward(std::get<0>(ddp(batch)), weight);
+    }
+    const auto parameters = named(*model);
+    const auto expected = named(*reference);
+    for (size_t i = 0; step == 0 && i < parameters.size(); ++i) {
+      EXPECT_LE(relative_difference(parameters[i].second.grad(), expected[i].second.grad()), gradient_bound)
+          << parameters[i].first;
+    }
+    adam.step(kLearningRate);
+    adam.zero_grad();
+    reference_adam.step(kLearningRate);
+    reference_adam.zero_grad();
+  }
+  const auto parameters = named(*model);
+  const auto expected = named(*reference);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_LE((parameters[i].second - expected[i].second).abs().max().item<double>(), parameter_bound)
+        << parameters[i].first;
+  }
+  EXPECT_GT(ddp.num_buckets(), 1) << "the bound of 0.01 MiB should cut several buckets";
+}
+
+// float64: a gradient is a sum of some 100 token terms in another order: 100 eps = 2.2e-14 of the largest
+// element. Adam divides a gradient by its own size, so a parameter moves by the rate times the relative
+// error of single gradient elements, which may be 1e-16 / 1e-7 for small ones: 10 steps x 1e-3 x 1e-9 = 1e-11.
+constexpr double kGradientBound64 = 2.2e-14;
+constexpr double kParameterBound64 = 1e-11;
+// float32: the same 100 eps = 1.2e-5. An element whose gradient is only rounding noise may take another
+// sign, and then Adam moves it by up to twice the rate per step: 2 x 10 x 1e-3.
+constexpr double kGradientBound32 = 1.2e-5;
+constexpr double kParameterBound32 = 2e-2;
+
+TEST(DdpTest, TwoRanksEqualOneProcessInFloat64) {
+  test::ranks(2, [](ProcessGroup& group) {
+    expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 1);
+  });
+}
+
+TEST(DdpTest, ThreeRanksEqualOneProcessInFloat64) {
+  test::ranks(3, [](ProcessGroup& group) {
+    expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 1);
+  });
+}
+
+TEST(DdpTest, AccumulationEqualsOneProcessInFloat64) {
+  test::ranks(2, [](ProcessGroup& group) {
+    expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 3);
+  });
+}
+
+TEST(DdpTest, TwoRanksFollowOneProcessInFloat32) {
+  test::ranks(2, [](ProcessGroup& group) {
+    expect_ranks_equal_one_process(group, at::kFloat, kGradientBound32, kParameterBound32, 1);
+  });
+}
+
+TEST(DdpTest, ThreeRanksFollowOneProcessInFloat32) {
+  test::ranks(3, [](ProcessGroup& group) {
+    expect_ranks_equal_one_process(group, at::kFloat, kGradientBound32, kParameterBound32, 1);
+  });
+}
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(int64_t width) {
+    first = register_module("first", torch::nn::Linear(4, width));
+    second = register_module("second", torch::nn::Linear(width, 1));
+    calls = register_buffer("calls", at::zeros({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return second(at::relu(first(x))); }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  at::Tensor calls;
+};
+TORCH_MODULE(Net);
+
+TEST(DdpTest, BuffersFollowRankZeroAtEachForward) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Net net(8);
+    DistributedDataParallel<Net> ddp(net, group);
+    net->calls.fill_(group.rank() + 5);
+    ddp.backward(ddp(at::ones({2, 4})).sum());
+    EXPECT_EQ(net->calls.item<float>(), 5);
+  });
+}
+
+TEST(DdpTest, NoSyncSendsNothing) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Net net(8);
+    DistributedDataParallel<Net> ddp(net, group);
+    const at::Tensor x = at::full({2, 4}, group.rank() + 1.0);
+    {
+      const auto guard = ddp.no_sync();
+      ddp.backward(ddp(x).sum());
+    }
+    at::Tensor highest = net->second->bias.grad().clone() * (group.rank() + 1);
+    const float own = highest.item<float>();
+    group.all_reduce(highest, comm::ReduceOp::kMax);
+    EXPECT_EQ(own, group.rank() == 0 ? 2 : 4);  // local sums: 2 rows, scaled by rank + 1 here
+    EXPECT_EQ(highest.item<float>(), 4);
+  });
+}
+
+TEST(DdpTest, DifferentModelsAreNamedOnEveryRank) {
+  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+    Net net(group.rank() == 1 ? 9 : 8);
+    const DistributedDataParallel<Net> ddp(net, group);
+  });
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, 2);
+    EXPECT_NE(end.output.find("the models differ between ranks: rank 1 has parameter first.weight [9, 4]"),
+              std::string::npos)
+        << end.output;
+  }
+}
+
+}  // namespace
+}  // namespace cohort

@@ -1,0 +1,135 @@
+#include "cohort/text/parallel_text.h"
+
+#include <gtest/gtest.h>
+
+#include <sstream>
+
+#include "tests/text/text_test_files.h"
+
+namespace cohort::text {
+namespace {
+
+using Lines = std::vector<std::string>;
+
+class ParallelTextTest : public testing::Test {
+ protected:
+  // Writes files of these names and contents and reads them.
+  ParallelText read(const std::vector<std::pair<std::string, std::string>>& files) const {
+    std::vector<std::filesystem::path> paths;
+    for (const auto& [name, content] : files) paths.push_back(folder_.write(name, content));
+    return read_parallel_text(paths);
+  }
+
+  // Returns the error of reading them, with "@" for the folder's path.
+  std::string error(const std::vector<std::pair<std::string, std::string>>& files) const {
+    return shortened(config_error([&] { read(files); }));
+  }
+
+  std::string shortened(std::string text) const {
+    const std::string folder = folder_.path().string();
+    for (size_t at = 0; (at = text.find(folder)) != std::string::npos;) {
+      text.replace(at, folder.size(), "@");
+    }
+    return text;
+  }
+
+  TestFolder folder_;
+};
+
+TEST_F(ParallelTextTest, TwoFilesGivePairsInOrder) {
+  const ParallelText text = read({{"a.en", "one\ntwo\n"}, {"a.zh", "\u4E00\n\u4E8C"}});
+  EXPECT_EQ(text.source, (Lines{"one", "two"}));
+  EXPECT_EQ(text.target, (Lines{"\u4E00", "\u4E8C"}));
+  EXPECT_EQ(text.num_dropped_empty, 0);
+}
+
+TEST_F(ParallelTextTest, LineEndsAndByteOrderMarkAreTolerated) {
+  const ParallelText text = read({{"a.en", "\xEF\xBB\xBFone\r\ntwo\r\n"}, {"a.zh", " x\ny\rz"}});
+  EXPECT_EQ(text.source, (Lines{"one", "two"}));
+  EXPECT_EQ(text.target, (Lines{" x", "y\rz"}));
+}
+
+TEST_F(ParallelTextTest, PairsWithAnEmptySideAreDroppedAndCounted) {
+  const ParallelText text =
+      read({{"a.en", "one\n\n \xE3\x80\x80\nfour\n"}, {"a.zh", "1\n2\n3\n4\n"}});
+  EXPECT_EQ(text.source, (Lines{"one", "four"}));
+  EXPECT_EQ(text.target, (Lines{"1", "4"}));
+  EXPECT_EQ(text.num_dropped_empty, 2);
+}
+
+TEST_F(ParallelTextTest, TsvAndJsonGiveTheSamePairs) {
+  const ParallelText tsv = read({{"a.tsv", "one\t\u4E00\n\t2\nthree\t\u4E09\r\n"}});
+  const ParallelText json = read(
+      {{"a.json", "\xEF\xBB\xBF[[\"one\", \"\\u4e00\"], [\"\", \"2\"], [\"three\", \"\u4E09\"]]"}});
+  EXPECT_EQ(tsv.source, (Lines{"one", "three"}));
+  EXPECT_EQ(tsv.target, (Lines{"\u4E00", "\u4E09"}));
+  EXPECT_EQ(json.source, tsv.source);
+  EXPECT_EQ(json.target, tsv.target);
+  EXPECT_EQ(tsv.num_dropped_empty, 1);
+  EXPECT_EQ(json.num_dropped_empty, 1);
+}
+
+TEST_F(ParallelTextTest, UnreadableFilesAreNamed) {
+  const std::vector<std::filesystem::path> missing = {folder_.path() / "none.tsv"};
+  EXPECT_EQ(shortened(config_error([&] { read_parallel_text(missing); })),
+            "@/none.tsv: cannot be read: No such file or directory");
+  EXPECT_EQ(shortened(config_error([&] { read_lines(folder_.path()); })),
+            "@: cannot be read: Is a directory");
+}
+
+TEST_F(ParallelTextTest, UnequalLengthsNameBothCountsAndFiles) {
+  EXPECT_EQ(error({{"a.en", "1\n2\n3\n"}, {"a.zh", "1\n2\n"}}),
+            "@/a.en has 3 lines but @/a.zh has 2: expected as many");
+}
+
+TEST_F(ParallelTextTest, InvalidUtf8NamesFileAndLine) {
+  EXPECT_EQ(error({{"a.en", "1\n2\n"}, {"a.zh", "1\n\xC3(\n"}}),
+            "@/a.zh: line 2 is not valid UTF-8");
+  EXPECT_EQ(error({{"a.tsv", "a\tb\na\tb\n\xFF\tb\n"}}), "@/a.tsv: line 3 is not valid UTF-8");
+  EXPECT_EQ(error({{"a.json", "[\n[\"\xFF\", \"b\"]]"}}), "@/a.json: line 2 is not valid UTF-8");
+}
+
+TEST_F(ParallelTextTest, TsvLinesHaveOneTab) {
+  EXPECT_EQ(error({{"a.tsv", "a\tb\nc d\n"}}),
+            "@/a.tsv: line 2: expected source<TAB>target, found 0 tabs");
+  EXPECT_EQ(error({{"a.tsv", "a\tb\tc\n"}}),
+            "@/a.tsv: line 1: expected source<TAB>target, found 2 tabs");
+}
+
+TEST_F(ParallelTextTest, JsonOfAnotherFormIsNamed) {
+  EXPECT_EQ(error({{"a.json", "[[\"a\", \"b\"],\n[\"a\" \"b\"]]"}}),
+            "@/a.json: line 2: expected JSON [[\"source\", \"target\"], ...], found a syntax "
+            "error");
+  EXPECT_EQ(error({{"a.json", ""}}),
+            "@/a.json: line 1: expected JSON [[\"source\", \"target\"], ...], found a syntax "
+            "error");
+  EXPECT_EQ(error({{"a.json", "{\"a\": 1}"}}),
+            "@/a.json: expected JSON [[\"source\", \"target\"], ...], found object");
+  EXPECT_EQ(error({{"a.json", "[[\"a\", \"b\"], [\"a\"]]"}}),
+            "@/a.json: item 1: expected [\"source\", \"target\"]");
+  EXPECT_EQ(error({{"a.json", "[[\"a\", 1]]"}}),
+            "@/a.json: item 0: expected [\"source\", \"target\"]");
+}
+
+TEST_F(ParallelTextTest, OtherNumbersAndKindsOfFilesAreErrors) {
+  EXPECT_EQ(config_error([] { read_parallel_text({}); }),
+            "parallel text: expected one or two files, found 0");
+  EXPECT_EQ(error({{"a", "x"}, {"b", "x"}, {"c", "x"}}),
+            "parallel text: expected one or two files, found 3");
+  EXPECT_EQ(error({{"a.txt", "x"}}),
+            "@/a.txt: expected a .tsv or .json file, or two files (source, target)");
+}
+
+TEST_F(ParallelTextTest, NoPairIsAnError) {
+  EXPECT_EQ(error({{"a.tsv", "\tb\n"}}), "@/a.tsv: no sentence pair in it, 1 dropped as empty");
+  EXPECT_EQ(error({{"a.en", ""}, {"a.zh", ""}}),
+            "@/a.en: no sentence pair in it, 0 dropped as empty");
+}
+
+TEST_F(ParallelTextTest, StreamsReadAsFilesDo) {
+  std::istringstream stream("a\r\n\nb");
+  EXPECT_EQ(read_lines(stream, "standard input"), (Lines{"a", "", "b"}));
+}
+
+}  // namespace
+}  // namespace cohort::text

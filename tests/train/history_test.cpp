@@ -1,0 +1,53 @@
+#include "cohort/train/history.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "cohort/base/error.h"
+#include "tests/base/temporary_folder.h"
+
+namespace cohort::train {
+namespace {
+
+TEST(HistoryTest, WritesOneJsonObjectALineAtOnce) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "history.jsonl";
+  History history(path);
+  history.append({{"step", 12},
+                  {"loss", 3.25},
+                  {"bleu", std::nan("")},
+                  {"norm", INFINITY},
+                  {"best", true},
+                  {"name", "a \"b\"\n"}});
+  history.append({{"tokens", int64_t{1} << 40}, {"lr", 0.1}});
+  EXPECT_EQ(read_file(path),
+            "{\"step\":12,\"loss\":3.25,\"bleu\":null,\"norm\":null,\"best\":true,"
+            "\"name\":\"a \\\"b\\\"\\n\"}\n"
+            "{\"tokens\":1099511627776,\"lr\":0.1}\n");
+}
+
+TEST(HistoryTest, AResumedRunContinuesAfterTheLastWholeLine) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "history.jsonl";
+  for (const auto& [before, kept] : {std::pair{"{\"a\":1}\n{\"a\":", "{\"a\":1}\n"},
+                                     {"{\"a\":1}\n", "{\"a\":1}\n"},
+                                     {"{", ""}}) {
+    write_file(path, before);
+    History(path).append({{"b", 2}});
+    EXPECT_EQ(read_file(path), std::string(kept) + "{\"b\":2}\n");
+  }
+}
+
+TEST(HistoryTest, NamesAFileThatCannotBeOpened) {
+  const TemporaryFolder folder;
+  try {
+    History history(folder / "absent/h");
+    FAIL() << "no exception";
+  } catch (const ConfigError& error) {
+    EXPECT_NE(one_line(error).find(folder / "absent/h"), std::string::npos) << one_line(error);
+  }
+}
+
+}  // namespace
+}  // namespace cohort::train
