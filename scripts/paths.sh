@@ -1,9 +1,10 @@
+# shellcheck shell=bash disable=SC2034
 # Sourced by the other scripts: where scripts/setup keeps what it makes, and which versions those are.
 # COHORT_CACHE moves the folder; COHORT_LIBTORCH names a libtorch of your own.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 libtorch_version=2.11.0
 sentencepiece_version=0.2.1
-cache=${COHORT_CACHE:-${HOME:?set HOME or COHORT_CACHE}/.cache/cohort}
-libtorch=${COHORT_LIBTORCH:-$cache/libtorch-$libtorch_version/torch}
+cache=$(realpath -ms "${COHORT_CACHE:-${HOME:?set HOME or COHORT_CACHE}/.cache/cohort}")
+libtorch=$(realpath -ms "${COHORT_LIBTORCH:-$cache/libtorch-$libtorch_version/torch}")
 sentencepiece=$cache/sentencepiece-$sentencepiece_version
 test_python=$cache/venv/bin/python

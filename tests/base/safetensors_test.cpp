@@ -3,10 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <tuple>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
@@ -217,10 +219,10 @@ void run_python(const std::string& script) {
 }
 
 TEST_F(SafetensorsFileTest, PythonReadsWhatWeWrite) {
-  run_python(R"(
+  ASSERT_NO_FATAL_FAILURE(run_python(R"(
 from safetensors import deserialize, safe_open
 path = ")" + path_ +
-             R"("
+                                     R"("
 tensors = dict(deserialize(open(path, "rb").read()))
 assert len(tensors) == 13, len(tensors)
 for name, size in dict(F64=8, F32=4, F16=2, BF16=2, I64=8, I32=4, I16=2, I8=1, U8=1, BOOL=1).items():
@@ -231,18 +233,17 @@ assert tensors["scalar"]["shape"] == [] and tensors["empty"]["shape"] == [0, 5]
 with safe_open(path, "np") as file:
     assert file.metadata() == dict(format="pt", step="7")
     assert file.get_tensor("I64").tolist() == [[int.from_bytes(b"\x00\x01" * 4, "little")] * 3] * 2
-)");
+)"));
 }
 
 TEST_F(SafetensorsFileTest, WeReadWhatPythonWrites) {
-  run_python(R"(
+  ASSERT_NO_FATAL_FAILURE(run_python(R"(
 import numpy
 from safetensors.numpy import save_file
 save_file({"w": numpy.arange(6, dtype=numpy.float32).reshape(2, 3),
            "long": numpy.array([1 << 40, -1]), "flag": numpy.array([True, False, True])},
-          ")" +
-             path_ + R"(", metadata={"who": "python"})
-)");
+          ")" + path_ + R"(", metadata={"who": "python"})
+)"));
   const SafetensorsFile file(path_);
   EXPECT_EQ(file.metadata().at("who"), "python");
   EXPECT_EQ(file.at("w").shape, (std::vector<int64_t>{2, 3}));

@@ -85,7 +85,7 @@ TEST(PlaceTest, ReadsPaddleAndCountsTheHostsOwnTrainers) {
 }
 
 TEST(PlaceTest, NodeNumbersAndALocalRankGiveTheRank) {
-  const Environment environment({{"LOCAL_RANK", "2"}});
+  const Environment environment(std::map<std::string, std::string>{{"LOCAL_RANK", "2"}});
   const Place place = discover_place({.rank = 1, .world_size = 3, .nproc_per_node = 4,
                                       .master_addr = "h", .master_port = 5});
   EXPECT_EQ(place.rank, 6);
