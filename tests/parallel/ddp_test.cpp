@@ -63,9 +63,13 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
     for (int part = 0; part < accumulation; ++part) {
       const std::vector<test::Sentence> some(all.begin() + 11 * part, all.begin() + 11 * (part + 1));
       const nmt::Batch batch = test::make_test_batch(share(some, group.rank(), group.size()));
-      std::optional<DistributedDataParallel<Transformer>::NoSync> guard;
-      if (part + 1 < accumulation) guard.emplace(ddp.no_sync());
-      ddp.backward(std::get<0>(ddp(batch)), weight);
+      const auto run = [&] { ddp.backward(std::get<0>(ddp(batch)), weight); };
+      if (part + 1 < accumulation) {
+        const auto guard = ddp.no_sync();
+        run();
+      } else {
+        run();
+      }
     }
     const auto parameters = named(*model);
     const auto expected = named(*reference);

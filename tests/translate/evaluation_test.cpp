@@ -41,7 +41,7 @@ text::Tokenizer make_tokenizer(const fs::path& folder, const text::ParallelText&
 }
 
 nmt::Transformer make_model() {
-  nmt::Transformer model({.dim_vocab_source = 40, .dim_vocab_target = 40, .dim_emb = 16, .heads = 2,
+  nmt::Transformer model(nmt::TransformerOptions{.dim_vocab_source = 40, .dim_vocab_target = 40, .dim_emb = 16, .heads = 2,
                           .enc_depth = 1, .dec_depth = 1, .dim_ffn = 32, .max_positions = 200});
   model->to(at::kDouble);
   return model;
