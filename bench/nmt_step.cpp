@@ -154,7 +154,8 @@ int run(const Options& options) {
   for (const auto& item : model->named_parameters()) parameters.emplace_back(item.key(), item.value());
   cohort::optim::Adam adam(parameters);
   const cohort::optim::NoamSchedule schedule;
-  cohort::parallel::DistributedDataParallel<cohort::nmt::Transformer> ddp(model, group);
+  cohort::parallel::DistributedDataParallel<cohort::nmt::Transformer> ddp(
+      model, group, {.gradient_as_bucket_view = true});
   const auto batches = plan(options);
 
   std::vector<double> times;

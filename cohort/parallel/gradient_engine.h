@@ -17,7 +17,9 @@ struct DistributedDataParallelOptions {
   double bucket_cap_mb = 25;             ///< Largest gradient bucket, MiB, > 0.
   bool broadcast_buffers = true;         ///< Buffers follow rank 0's before each forward.
   bool find_unused_parameters = false;   ///< Some parameters take no part in some steps.
-  bool gradient_as_bucket_view = true;   ///< Gradients live in the buckets: no copy, less memory.
+  /// Gradients live in the buckets: less memory and no copy. Only with an optimizer whose zero_grad
+  /// lets them go, as optim::Adam's; libtorch's own calls detach_(), which views forbid.
+  bool gradient_as_bucket_view = false;
   bool static_graph = false;             ///< The same parameters take part in every step.
 };
 

@@ -103,8 +103,9 @@ void save_checkpoint(const std::string& folder, const torch::nn::Module& model, 
 }
 
 Facts read_manifest(const std::string& folder) {
+  const nlohmann::json manifest = read_json(folder);
   Facts facts;
-  for (const auto& [key, value] : read_json(folder)["facts"].items()) {
+  for (const auto& [key, value] : manifest["facts"].items()) {
     if (!value.is_string())
       throw ConfigError(folder + "/manifest.json: " + key + ": expected a text");
     facts[key] = value.get<std::string>();

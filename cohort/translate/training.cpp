@@ -120,7 +120,7 @@ Run::Run(const TrainingOptions& options, comm::ProcessGroup& group)
   valid_ = tokenize(valid_text_, tokenizers_->source, tokenizers_->target, /*max_length=*/0);
   model_ = nmt::Transformer(options.model, options.precision);
   model_->initialise(options.seed);
-  ddp_.emplace(model_, group);
+  ddp_.emplace(model_, group, parallel::DistributedDataParallelOptions{.gradient_as_bucket_view = true});
   adam_.emplace(named_parameters(*model_));
   if (group.rank() == 0) {
     write_config();

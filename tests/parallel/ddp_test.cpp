@@ -47,11 +47,11 @@ double relative_difference(const at::Tensor& a, const at::Tensor& b) {
 // Trains `model` by DDP and, beside it, a copy on the union of the batches; compares after the first
 // backward and at the end.
 void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, double gradient_bound,
-                                    double parameter_bound, int accumulation) {
+                                    double parameter_bound, int accumulation, bool bucket_views = true) {
   Transformer model = make_model(type);
   Transformer reference = make_model(type);
   if (group.rank() != 0) model->initialise(99);  // the constructor of DDP must repair that
-  DistributedDataParallel<Transformer> ddp(model, group, {.bucket_cap_mb = 0.01});
+  DistributedDataParallel<Transformer> ddp(model, group, {.bucket_cap_mb = 0.01, .gradient_as_bucket_view = bucket_views});
   optim::Adam adam(named(*model));
   optim::Adam reference_adam(named(*reference));
   for (int step = 0; step < kSteps; ++step) {
@@ -110,6 +110,12 @@ TEST(DdpTest, TwoRanksEqualOneProcessInFloat64) {
 TEST(DdpTest, ThreeRanksEqualOneProcessInFloat64) {
   test::ranks(3, [](ProcessGroup& group) {
     expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 1);
+  });
+}
+
+TEST(DdpTest, GradientsOutsideBucketsEqualOneProcessToo) {
+  test::ranks(2, [](ProcessGroup& group) {
+    expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 2, /*bucket_views=*/false);
   });
 }
 
