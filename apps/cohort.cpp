@@ -1,6 +1,4 @@
 // The dispatcher: `cohort run` is built in, `cohort NAME` executes `cohort-NAME` beside it.
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +8,7 @@
 #include <filesystem>
 #include <string>
 #include <system_error>
+#include <unistd.h>
 #include <vector>
 
 #include "cohort/base/error.h"

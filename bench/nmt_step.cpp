@@ -2,11 +2,9 @@
 //
 //   cohort run --nproc-per-node 2 -- build/release/bin/nmt_step --steps 5
 //
-// Rank 0 prints one JSON line: target tokens per second over all ranks (median of the steps), and the rate
-// of bfloat16 (or float32) matrix products that the same ranks reach together, as the yardstick.
-#include <sys/resource.h>
-#include <torch/types.h>
-
+// Rank 0 prints one JSON line: target tokens per second over all ranks (median of the steps), and
+// the rate of bfloat16 (or float32) matrix products that the same ranks reach together, as the
+// yardstick.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -14,8 +12,9 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <numbers>
+#include <sys/resource.h>
+#include <torch/types.h>
 
-#include "cohort/base/memory.h"
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
@@ -61,8 +60,8 @@ std::vector<std::vector<Lengths>> plan(const Options& options) {
     const double u3 = random.uniform();
     const double z = std::sqrt(-2 * std::log(1 - u1)) * std::cos(2 * std::numbers::pi * u2);
     const auto target = std::clamp<int64_t>(std::lround(std::exp(3.2 + 0.5 * z)), 4, 100);
-    const auto source = std::clamp<int64_t>(
-        std::lround(static_cast<double>(target) * (0.85 + 0.3 * u3)), 4, 100);
+    const auto source =
+        std::clamp<int64_t>(std::lround(static_cast<double>(target) * (0.85 + 0.3 * u3)), 4, 100);
     sentences.push_back({source, target});
   }
   std::stable_sort(sentences.begin(), sentences.end(), [](const Lengths& a, const Lengths& b) {
@@ -74,7 +73,8 @@ std::vector<std::vector<Lengths>> plan(const Options& options) {
     if (rows > 1 && rows * (s.target + 1) > options.mini_batch_words) batches.emplace_back();
     batches.back().push_back(s);
   }
-  for (size_t i = batches.size() - 1; i >= 1; --i) std::swap(batches[i], batches[random.next() % (i + 1)]);
+  for (size_t i = batches.size() - 1; i >= 1; --i)
+    std::swap(batches[i], batches[random.next() % (i + 1)]);
   return batches;
 }
 
@@ -151,7 +151,8 @@ int run(const Options& options) {
   cohort::nmt::Transformer model(sizes, precision);
   model->initialise(options.seed);
   std::vector<std::pair<std::string, at::Tensor>> parameters;
-  for (const auto& item : model->named_parameters()) parameters.emplace_back(item.key(), item.value());
+  for (const auto& item : model->named_parameters())
+    parameters.emplace_back(item.key(), item.value());
   cohort::optim::Adam adam(parameters);
   const cohort::optim::NoamSchedule schedule;
   cohort::parallel::DistributedDataParallel<cohort::nmt::Transformer> ddp(
@@ -170,7 +171,8 @@ int run(const Options& options) {
     model->set_dropout_stream({.seed = options.seed + static_cast<uint64_t>(group.rank()),
                                .call = static_cast<uint64_t>(step) << 20});
     auto [loss, nll] = ddp(batch);
-    ddp.backward(loss, at::scalar_tensor(static_cast<double>(group.size()) / static_cast<double>(tokens)));
+    ddp.backward(
+        loss, at::scalar_tensor(static_cast<double>(group.size()) / static_cast<double>(tokens)));
     const double norm = std::sqrt(cohort::optim::gradient_norm_squared(adam.parameters()));
     adam.step(schedule.at(step + 1), norm > 1 ? 1 / norm : 1);
     adam.zero_grad();
@@ -187,21 +189,20 @@ int run(const Options& options) {
   std::sort(rates.begin(), rates.end());
   const double median = rates[rates.size() / 2];
   if (group.rank() == 0) {
-    const nlohmann::ordered_json line = {
-        {"bench", "nmt_step"},
-        {"tgt_tokens_per_s", median},
-        {"tgt_tokens_per_s_min", rates.front()},
-        {"tgt_tokens_per_s_max", rates.back()},
-        {"steps", options.steps},
-        {"world_size", group.size()},
-        {"params", cohort::nmt::count_parameters(*model)},
-        {"precision", cohort::nmt::to_string(precision)},
-        {"mini_batch_words", options.mini_batch_words},
-        {"gemm_flop_per_s", gemm},
-        {"share_of_gemm_rate", median * 362e6 / gemm},
-        {"step_s", times},
-        {"final_loss", loss_per_token},
-        {"peak_rss_bytes", peak.item<int64_t>()}};
+    const nlohmann::ordered_json line = {{"bench", "nmt_step"},
+                                         {"tgt_tokens_per_s", median},
+                                         {"tgt_tokens_per_s_min", rates.front()},
+                                         {"tgt_tokens_per_s_max", rates.back()},
+                                         {"steps", options.steps},
+                                         {"world_size", group.size()},
+                                         {"params", cohort::nmt::count_parameters(*model)},
+                                         {"precision", cohort::nmt::to_string(precision)},
+                                         {"mini_batch_words", options.mini_batch_words},
+                                         {"gemm_flop_per_s", gemm},
+                                         {"share_of_gemm_rate", median * 362e6 / gemm},
+                                         {"step_s", times},
+                                         {"final_loss", loss_per_token},
+                                         {"peak_rss_bytes", peak.item<int64_t>()}};
     std::printf("%s\n", line.dump().c_str());
   }
   group.close();
@@ -213,14 +214,18 @@ int run(const Options& options) {
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("Training speed of the base translator");
-  app.add_option("--steps", options.steps, "Measured steps")->capture_default_str()->check(CLI::PositiveNumber);
+  app.add_option("--steps", options.steps, "Measured steps")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   app.add_option("--warmup", options.warmup, "Steps before, not measured")->capture_default_str();
-  app.add_option("--mini-batch-words", options.mini_batch_words, "Target tokens per rank and step, padded")
+  app.add_option("--mini-batch-words", options.mini_batch_words,
+                 "Target tokens per rank and step, padded")
       ->capture_default_str();
-  app.add_option("--seed", options.seed, "Of sentences, parameters and dropout")->capture_default_str();
-  app.add_option("--precision", options.precision, "auto, bfloat16 or float32")->capture_default_str();
+  app.add_option("--seed", options.seed, "Of sentences, parameters and dropout")
+      ->capture_default_str();
+  app.add_option("--precision", options.precision, "auto, bfloat16 or float32")
+      ->capture_default_str();
   app.add_option("--vocabulary", options.vocabulary, "Pieces on each side")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  cohort::keep_freed_memory();
   return cohort::run_program("nmt_step", [&] { return run(options); });
 }

@@ -35,6 +35,15 @@ function(cohort_use_torch_pch target)
   target_compile_options(${target} PRIVATE -fpch-preprocess)
 endfunction()
 
+# Gives a program that computes with tensors its warnings, the precompiled header, and an allocator that keeps
+# what is freed: every step asks for the same large blocks again.
+function(cohort_tensor_program target)
+  target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/allocator.cpp)
+  target_link_libraries(${target} PRIVATE -Wl,--no-as-needed ${JEMALLOC_LIBRARY} -Wl,--as-needed)
+  cohort_warnings(${target})
+  cohort_use_torch_pch(${target})
+endfunction()
+
 # cohort_add_test(NAME SOURCES ... DEPS ... LABEL unit|distributed|fault|numerics|slow|peers [RANKS n]
 #                 [TIMEOUT s] [TORCH] [SERIAL] [ENVIRONMENT ...])
 # One test binary, one CTest entry per GoogleTest case.

@@ -8,7 +8,8 @@
 
 int train() {
   cohort::comm::ProcessGroup group(cohort::comm::discover_place());
-  const at::Tensor x = torch::linspace(-1, 1, 1000).unsqueeze(1), y = 3 * x + 1;  // what is to be learnt
+  const at::Tensor x = torch::linspace(-1, 1, 1000).unsqueeze(1),
+                   y = 3 * x + 1;  // what is to be learnt
   torch::nn::Linear model(1, 1);
   cohort::parallel::DistributedDataParallel<torch::nn::Linear> ddp(model, group);
   torch::optim::SGD sgd(model->parameters(), 0.5);
@@ -29,4 +30,6 @@ int train() {
   return 0;
 }
 
-int main() { return cohort::run_program("data_parallel", train); }
+int main() {
+  return cohort::run_program("data_parallel", train);
+}

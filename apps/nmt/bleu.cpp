@@ -1,7 +1,6 @@
 #include "apps/nmt/bleu.h"
 
 #include <CLI/CLI.hpp>
-
 #include <iostream>
 #include <map>
 #include <memory>

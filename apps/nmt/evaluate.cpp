@@ -2,13 +2,15 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <memory>
+#include <span>
+
+#include "cohort/base/atomic_file.h"
+#include "cohort/translate/evaluation.h"
 
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
 #include "apps/nmt/trained_model.h"
-#include "cohort/base/atomic_file.h"
-#include "cohort/translate/evaluation.h"
 
 namespace cohort::apps {
 namespace {
@@ -30,7 +32,8 @@ int run(EvaluateFlags& flags) {
   const auto group = flags.group.connect();
   auto [model, tokenizers] = load_trained(flags.model_dir, flags.vocabs, precision);
   const auto pairs = text::read_parallel_text(flags.test_sets);
-  const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target, /*max_length=*/0);
+  const auto corpus =
+      translate::tokenize(pairs, tokenizers.source, tokenizers.target, /*max_length=*/0);
   const auto result =
       translate::evaluate(model, corpus, pairs.target, tokenizers.target, *group, options);
   group->close();
@@ -46,10 +49,16 @@ int run(EvaluateFlags& flags) {
     std::printf("  source     %s\n  translated %s\n  reference  %s\n\n", pairs.source[i].c_str(),
                 result.translations[i].c_str(), pairs.target[i].c_str());
   }
+  text::BleuStats copied;
+  for (size_t i = 0; i < pairs.source.size(); ++i) {
+    copied += text::bleu_statistics(pairs.source[i], std::span(&pairs.target[i], 1), options.bleu);
+  }
   std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n%s\n", result.loss,
               static_cast<long long>(corpus.size()), group->size(), group->size() == 1 ? "" : "s",
               nmt::to_string(precision).c_str(),
               text::format(result.bleu, text::signature(options.bleu, 1)).c_str());
+  std::printf("copying the source would score %.2f\n",
+              text::bleu_score(copied, options.bleu).score);
   return 0;
 }
 
@@ -59,14 +68,23 @@ void add_evaluate_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("evaluate", "Loss and BLEU of a trained model");
   auto flags = std::make_shared<EvaluateFlags>();
   command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
-  command->add_option("--vocabs", flags->vocabs, "Source and target .spm file (default: in --model-dir)")
+  command
+      ->add_option("--vocabs", flags->vocabs,
+                   "Source and target .spm file (default: in --model-dir)")
       ->expected(2);
-  command->add_option("--test-sets", flags->test_sets, "Source and target text, or one .tsv or .json file")
-      ->required()->expected(1, 2);
-  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")->capture_default_str();
+  command
+      ->add_option("--test-sets", flags->test_sets,
+                   "Source and target text, or one .tsv or .json file")
+      ->required()
+      ->expected(1, 2);
+  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")
+      ->capture_default_str();
   command->add_option("--output", flags->output, "Write the translations to this file");
-  command->add_option("--samples", flags->samples, "Print so many translations with source and reference")
-      ->capture_default_str()->check(CLI::NonNegativeNumber);
+  command
+      ->add_option("--samples", flags->samples,
+                   "Print so many translations with source and reference")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
   flags->evaluation.add_to(*command, "Search and score");
   flags->group.add_to(*command);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });

@@ -16,24 +16,38 @@ struct EvaluationFlags {
 
   void add_to(CLI::App& app, const std::string& group) {
     app.add_option("--tokenize", tokenize, "sacreBLEU's tokenizer: 13a, zh, char or none")
-        ->capture_default_str()->group(group);
-    app.add_option("--valid-mini-batch-words", options.mini_batch_words, "Tokens per batch, padding included")
-        ->capture_default_str()->check(CLI::PositiveNumber)->group(group);
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--valid-mini-batch-words", options.mini_batch_words,
+                   "Tokens per batch, padding included")
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber)
+        ->group(group);
     app.add_option("--max-length-factor", options.search.max_length_factor,
                    "Translations are at most this times the source's tokens, plus 10")
-        ->capture_default_str()->check(CLI::PositiveNumber)->group(group);
-    app.add_option("--max-output-length", options.search.max_length, "Translations have at most so many tokens")
-        ->capture_default_str()->check(CLI::PositiveNumber)->group(group);
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber)
+        ->group(group);
+    app.add_option("--max-output-length", options.search.max_length,
+                   "Translations have at most so many tokens")
+        ->capture_default_str()
+        ->check(CLI::PositiveNumber)
+        ->group(group);
   }
 
   translate::EvaluationOptions resolve() const {
     translate::EvaluationOptions result = options;
     using text::BleuTokenizer;
-    if (tokenize == "13a") result.bleu.tokenizer = BleuTokenizer::k13a;
-    else if (tokenize == "zh") result.bleu.tokenizer = BleuTokenizer::kZh;
-    else if (tokenize == "char") result.bleu.tokenizer = BleuTokenizer::kChar;
-    else if (tokenize == "none") result.bleu.tokenizer = BleuTokenizer::kNone;
-    else throw ConfigError("--tokenize " + tokenize + ": expected 13a, zh, char or none");
+    if (tokenize == "13a")
+      result.bleu.tokenizer = BleuTokenizer::k13a;
+    else if (tokenize == "zh")
+      result.bleu.tokenizer = BleuTokenizer::kZh;
+    else if (tokenize == "char")
+      result.bleu.tokenizer = BleuTokenizer::kChar;
+    else if (tokenize == "none")
+      result.bleu.tokenizer = BleuTokenizer::kNone;
+    else
+      throw ConfigError("--tokenize " + tokenize + ": expected 13a, zh, char or none");
     return result;
   }
 };

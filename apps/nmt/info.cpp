@@ -3,10 +3,11 @@
 #include <cstdio>
 #include <memory>
 
-#include "apps/nmt/commands.h"
-#include "apps/nmt/model_flags.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/run_folder.h"
+
+#include "apps/nmt/commands.h"
+#include "apps/nmt/model_flags.h"
 
 namespace cohort::apps {
 namespace {

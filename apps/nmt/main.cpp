@@ -1,16 +1,17 @@
 // `cohort nmt`: the translator's commands.
 #include <CLI/CLI.hpp>
 
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+
 #include "apps/nmt/bleu.h"
 #include "apps/nmt/commands.h"
-#include "cohort/base/error.h"
-#include "cohort/base/memory.h"
-#include "cohort/base/program.h"
 
 namespace {
 
 int run(int argc, char** argv) {
-  CLI::App app("Trains a Transformer translator, evaluates it and translates with it", "cohort nmt");
+  CLI::App app("Trains a Transformer translator, evaluates it and translates with it",
+               "cohort nmt");
   app.require_subcommand(1);
   cohort::apps::Action action;
   cohort::apps::add_train_command(app, action);
@@ -23,9 +24,9 @@ int run(int argc, char** argv) {
   } catch (const CLI::Success& help) {
     return app.exit(help);
   } catch (const CLI::ParseError& error) {
-    throw cohort::ConfigError(std::string(error.what()) + " (cohort nmt --help lists commands and flags)");
+    throw cohort::ConfigError(std::string(error.what()) +
+                              " (cohort nmt --help lists commands and flags)");
   }
-  cohort::keep_freed_memory();
   return action();
 }
 

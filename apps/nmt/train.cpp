@@ -3,11 +3,12 @@
 #include <cstdio>
 #include <memory>
 
+#include "cohort/base/error.h"
+#include "cohort/translate/training.h"
+
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
-#include "cohort/base/error.h"
-#include "cohort/translate/training.h"
 
 namespace cohort::apps {
 namespace {
@@ -27,7 +28,8 @@ void parse_valid_freq(const std::string& text, translate::TrainingOptions& optio
   const long long count = std::strtoll(text.c_str(), &end, 10);
   const std::string unit = end;
   if (count < 1 || (unit != "u" && unit != "e")) {
-    throw ConfigError("--valid-freq " + text + ": expected a number with its unit, 500u (updates) or 1e (epochs)");
+    throw ConfigError("--valid-freq " + text +
+                      ": expected a number with its unit, 500u (updates) or 1e (epochs)");
   }
   options.valid_freq_updates = unit == "u" ? count : 0;
   options.valid_freq_epochs = unit == "e" ? count : 0;
@@ -36,46 +38,84 @@ void parse_valid_freq(const std::string& text, translate::TrainingOptions& optio
 void add_flags(CLI::App& app, TrainFlags& flags) {
   auto& o = flags.options;
   app.add_option("--train-sets", o.train_sets, "Source and target text, or one .tsv or .json file")
-      ->required()->expected(1, 2)->group("Data");
+      ->required()
+      ->expected(1, 2)
+      ->group("Data");
   app.add_option("--valid-sets", o.valid_sets, "The same for validation")
-      ->required()->expected(1, 2)->group("Data");
-  app.add_option("--vocabs", o.vocabs, "Source and target .spm file; trained on --train-sets if absent "
-                                       "(default: in --model-dir)")->expected(2)->group("Data");
+      ->required()
+      ->expected(1, 2)
+      ->group("Data");
+  app.add_option("--vocabs", o.vocabs,
+                 "Source and target .spm file; trained on --train-sets if absent "
+                 "(default: in --model-dir)")
+      ->expected(2)
+      ->group("Data");
   app.add_option("--model-dir", o.model_dir, "The run's folder")->required()->group("Data");
   app.add_flag("--overwrite", o.overwrite, "Replace an earlier run in --model-dir")->group("Data");
   app.add_option("--max-length", o.max_length, "Drop training pairs with more tokens on a side")
-      ->capture_default_str()->check(CLI::PositiveNumber)->group("Data");
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber)
+      ->group("Data");
   flags.model.add_to(app);
   app.add_option("--precision", flags.precision, "Of matrix products: auto, bfloat16 or float32")
-      ->capture_default_str()->group("Training");
+      ->capture_default_str()
+      ->group("Training");
   app.add_option("--mini-batch", o.mini_batch, "Sentences per rank and batch (0: no limit)")
-      ->capture_default_str()->check(CLI::NonNegativeNumber)->group("Training");
-  app.add_option("--mini-batch-words", o.mini_batch_words, "Tokens per rank and batch, padding included (0: no limit)")
-      ->capture_default_str()->check(CLI::NonNegativeNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Training");
+  app.add_option("--mini-batch-words", o.mini_batch_words,
+                 "Tokens per rank and batch, padding included (0: no limit)")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Training");
   app.add_option("--maxi-batch", o.maxi_batch, "Sort by length within windows of so many batches")
-      ->capture_default_str()->check(CLI::PositiveNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber)
+      ->group("Training");
   app.add_option("--optimizer-delay", o.optimizer_delay, "Batches per update and rank")
-      ->capture_default_str()->check(CLI::PositiveNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber)
+      ->group("Training");
   app.add_option("--noam-factor", o.noam_factor, "Factor of the Noam schedule")
-      ->capture_default_str()->check(CLI::PositiveNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber)
+      ->group("Training");
   app.add_option("--lr-warmup", o.lr_warmup, "Updates of linear rise")
-      ->capture_default_str()->check(CLI::PositiveNumber)->group("Training");
-  app.add_option("--learn-rate", "Highest learning rate, at the end of --lr-warmup; sets --noam-factor")
-      ->check(CLI::PositiveNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber)
+      ->group("Training");
+  app.add_option("--learn-rate",
+                 "Highest learning rate, at the end of --lr-warmup; sets --noam-factor")
+      ->check(CLI::PositiveNumber)
+      ->group("Training");
   app.add_option("--clip-norm", o.clip_norm, "Largest gradient norm (0: no clipping)")
-      ->capture_default_str()->check(CLI::NonNegativeNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Training");
   app.add_option("--seed", o.seed, "Of parameters, data order and dropout")
-      ->capture_default_str()->group("Training");
+      ->capture_default_str()
+      ->group("Training");
   app.add_option("--after-epochs", o.after_epochs, "Stop after so many epochs (0: no limit)")
-      ->capture_default_str()->check(CLI::NonNegativeNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Training");
   app.add_option("--after-batches", o.after_batches, "Stop after so many updates (0: no limit)")
-      ->capture_default_str()->check(CLI::NonNegativeNumber)->group("Training");
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Training");
   app.add_option("--time-limit", o.time_limit_min, "Stop after so many minutes (0: no limit)")
-      ->capture_default_str()->check(CLI::NonNegativeNumber)->group("Training");
-  app.add_option("--early-stopping", o.early_stopping, "Stop after so many validations without a better BLEU (0: never)")
-      ->capture_default_str()->check(CLI::NonNegativeNumber)->group("Validation");
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Training");
+  app.add_option("--early-stopping", o.early_stopping,
+                 "Stop after so many validations without a better BLEU (0: never)")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Validation");
   app.add_option("--valid-freq", flags.valid_freq, "Validate every 1e (epoch), 500u (updates), ...")
-      ->capture_default_str()->group("Validation");
+      ->capture_default_str()
+      ->group("Validation");
   flags.evaluation.add_to(app, "Validation");
   flags.group.add_to(app);
   app.add_flag("--quiet", o.quiet, "No progress bar");
@@ -92,21 +132,24 @@ int run(TrainFlags& flags, const CLI::App& app) {
       throw ConfigError("--learn-rate and --noam-factor: give one of them");
     }
     // The peak of the schedule is factor * (width * warmup)^-0.5.
-    options.noam_factor = rate->as<double>() * std::sqrt(static_cast<double>(options.model.dim_emb) *
-                                                         static_cast<double>(options.lr_warmup));
+    options.noam_factor =
+        rate->as<double>() * std::sqrt(static_cast<double>(options.model.dim_emb) *
+                                       static_cast<double>(options.lr_warmup));
   }
   if (options.mini_batch == 0 && options.mini_batch_words == 0) {
     throw ConfigError("--mini-batch 0 and --mini-batch-words 0: expected one of them above 0");
   }
   // A token budget alone decides unless a number of sentences is asked for, too.
-  if (options.mini_batch_words > 0 && app.get_option("--mini-batch")->count() == 0) options.mini_batch = 0;
+  if (options.mini_batch_words > 0 && app.get_option("--mini-batch")->count() == 0)
+    options.mini_batch = 0;
   const auto group = flags.group.connect();
   const auto result = translate::train(options, *group);
   group->close();
   if (group->rank() == 0) {
-    std::printf("trained %lld epochs, %lld updates: %s\nbest BLEU %.2f, its loss %.4f, in %s/best\n",
-                static_cast<long long>(result.epochs), static_cast<long long>(result.updates),
-                result.stop_reason.c_str(), result.best_bleu, result.best_loss, options.model_dir.c_str());
+    std::printf(
+        "trained %lld epochs, %lld updates: %s\nbest BLEU %.2f, its loss %.4f, in %s/best\n",
+        static_cast<long long>(result.epochs), static_cast<long long>(result.updates),
+        result.stop_reason.c_str(), result.best_bleu, result.best_loss, options.model_dir.c_str());
   }
   return 0;
 }
@@ -117,7 +160,8 @@ void add_train_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("train", "Train a translator on one or many ranks");
   auto flags = std::make_shared<TrainFlags>();
   add_flags(*command, *flags);
-  command->callback([flags, command, &action] { action = [flags, command] { return run(*flags, *command); }; });
+  command->callback(
+      [flags, command, &action] { action = [flags, command] { return run(*flags, *command); }; });
 }
 
 }  // namespace cohort::apps

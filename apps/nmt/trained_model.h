@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "cohort/translate/run_folder.h"
 #include "cohort/nmt/transformer.h"
+#include "cohort/translate/run_folder.h"
 
 namespace cohort::apps {
 
@@ -15,7 +15,8 @@ struct TrainedModel {
 };
 
 /// Loads best/ of `model_dir`. Errors: ConfigError that names the file.
-inline TrainedModel load_trained(const std::string& model_dir, const std::vector<std::filesystem::path>& vocabs,
+inline TrainedModel load_trained(const std::string& model_dir,
+                                 const std::vector<std::filesystem::path>& vocabs,
                                  nmt::Precision precision) {
   const std::string folder = model_dir + "/best";
   const auto files = translate::vocab_files(model_dir, vocabs);

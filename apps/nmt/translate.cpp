@@ -4,12 +4,13 @@
 #include <iostream>
 #include <memory>
 
-#include "apps/nmt/commands.h"
-#include "apps/nmt/evaluation_flags.h"
-#include "apps/nmt/trained_model.h"
 #include "cohort/base/error.h"
 #include "cohort/text/utf8.h"
 #include "cohort/translate/evaluation.h"
+
+#include "apps/nmt/commands.h"
+#include "apps/nmt/evaluation_flags.h"
+#include "apps/nmt/trained_model.h"
 
 namespace cohort::apps {
 namespace {
@@ -52,14 +53,19 @@ int run(TranslateFlags& flags) {
 }  // namespace
 
 void add_translate_command(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("translate", "Translate lines from standard input to standard output");
+  auto* command =
+      app.add_subcommand("translate", "Translate lines from standard input to standard output");
   auto flags = std::make_shared<TranslateFlags>();
   command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
-  command->add_option("--vocabs", flags->vocabs, "Source and target .spm file (default: in --model-dir)")
+  command
+      ->add_option("--vocabs", flags->vocabs,
+                   "Source and target .spm file (default: in --model-dir)")
       ->expected(2);
-  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")->capture_default_str();
+  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")
+      ->capture_default_str();
   command->add_option("--mini-batch", flags->mini_batch, "Lines read ahead are 16 times this")
-      ->capture_default_str()->check(CLI::PositiveNumber);
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
   flags->evaluation.add_to(*command, "Search");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }

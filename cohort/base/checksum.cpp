@@ -1,13 +1,12 @@
 #include "cohort/base/checksum.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <fcntl.h>
 #include <system_error>
+#include <unistd.h>
 #include <vector>
 
 #include "cohort/base/error.h"

@@ -35,8 +35,7 @@ ConfigError::ConfigError(const std::string& message)
     : c10::ValueError(flatten(message), c10::Backtrace()) {}
 
 PeerError::PeerError(Facts facts)
-    : c10::DistError(describe(facts), c10::Backtrace()),
-      facts_(std::move(facts)) {}
+    : c10::DistError(describe(facts), c10::Backtrace()), facts_(std::move(facts)) {}
 
 std::string one_line(const std::exception& error) {
   if (const auto* c10_error = dynamic_cast<const c10::Error*>(&error)) {

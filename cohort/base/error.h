@@ -7,7 +7,6 @@
 //     PeerError         a rank was lost, or did not answer in time
 #pragma once
 #include <c10/util/Exception.h>
-
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -34,7 +33,7 @@ class PeerError : public c10::DistError {
     std::string operation;        ///< "all_reduce", "barrier", "rendezvous" ...
     int64_t sequence = -1;        ///< How many collectives this rank began before; -1 unknown.
     std::chrono::milliseconds elapsed{0};  ///< How long the operation ran.
-    std::string cause;            ///< What the engine said; newlines become spaces.
+    std::string cause;                     ///< What the engine said; newlines become spaces.
   };
   explicit PeerError(Facts facts);
   const Facts& facts() const { return facts_; }

@@ -2,13 +2,12 @@
 // compiled without libtorch's include folders and includes no header that needs them.
 #include "cohort/base/log.h"
 
+#include <array>
+#include <cstdio>
 #include <spdlog/logger.h>
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/basic_file_sink.h>
 #include <spdlog/sinks/stdout_sinks.h>
-
-#include <array>
-#include <cstdio>
 
 #include "cohort/base/log_file.h"
 

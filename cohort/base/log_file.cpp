@@ -1,11 +1,10 @@
 #include "cohort/base/log_file.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <cerrno>
+#include <fcntl.h>
 #include <filesystem>
 #include <system_error>
+#include <unistd.h>
 
 #include "cohort/base/error.h"
 

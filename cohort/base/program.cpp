@@ -22,8 +22,8 @@ int report(const std::string& program, int code, const std::string& text) {
                                    {"exit_code", code},
                                    {"message", text},
                                    {"time", std::chrono::duration<double>(now).count()}};
-    std::ofstream(*path)
-        << record.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
+    std::ofstream(*path) << record.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
+                         << '\n';
   }
   return code;
 }

@@ -16,8 +16,8 @@ enum ExitCode : int {
 
 /// Runs `body` and returns its result, or the exit code of the exception that left it.
 ///
-/// An exception is written to stderr as one line, "<program>: error: <text>" ("[rank r/W] " before it
-/// when RANK and WORLD_SIZE are set), and to the file named by COHORT_ERROR_FILE, where a
+/// An exception is written to stderr as one line, "<program>: error: <text>" ("[rank r/W] " before
+/// it when RANK and WORLD_SIZE are set), and to the file named by COHORT_ERROR_FILE, where a
 /// launcher asked for one: JSON {"rank", "exit_code", "message", "time"}.
 int run_program(const std::string& program, const std::function<int()>& body);
 

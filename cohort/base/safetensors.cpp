@@ -1,19 +1,18 @@
 #include "cohort/base/safetensors.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cerrno>
+#include <fcntl.h>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <system_error>
 #include <tuple>
+#include <unistd.h>
 #include <utility>
 
 #include "cohort/base/atomic_file.h"

@@ -1,8 +1,7 @@
 #include "cohort/comm/failure_watch.h"
 
-#include <pthread.h>
-
 #include <chrono>
+#include <pthread.h>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -18,7 +17,9 @@ constexpr milliseconds kVerdictLimit{5000};
 const char* const kDeclared = "declared";
 const char* const kVerdict = "verdict";
 
-std::string key(const char* what, int rank) { return std::string(what) + "/" + std::to_string(rank); }
+std::string key(const char* what, int rank) {
+  return std::string(what) + "/" + std::to_string(rank);
+}
 
 std::string join(const std::vector<int>& ranks) {
   std::ostringstream out;

@@ -1,7 +1,6 @@
 // Finds out who is gone after one rank's operation has failed.
 #pragma once
 #include <ATen/core/ivalue.h>
-
 #include <condition_variable>
 #include <mutex>
 #include <optional>
@@ -30,7 +29,8 @@ class FailureWatch {
   /// Local: stops the watching thread.
   ~FailureWatch();
 
-  /// Declares a failure, or joins the one declared, and returns the lost ranks; empty if every rank answers.
+  /// Declares a failure, or joins the one declared, and returns the lost ranks; empty if every rank
+  /// answers.
   std::vector<int> lost_ranks();
 
  private:

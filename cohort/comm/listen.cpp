@@ -1,20 +1,21 @@
 #include "cohort/comm/listen.h"
 
 #include <arpa/inet.h>
+#include <cerrno>
+#include <cstring>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
 
 #include "cohort/base/error.h"
 
 namespace cohort::comm {
 namespace {
 
-std::string errno_text() { return std::strerror(errno); }
+std::string errno_text() {
+  return std::strerror(errno);
+}
 
 }  // namespace
 
@@ -54,12 +55,11 @@ int port_of(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof address;
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
-    throw ConfigError("COHORT_STORE_FD=" + std::to_string(fd) + ": expected a bound socket: " +
-                      errno_text());
+    throw ConfigError("COHORT_STORE_FD=" + std::to_string(fd) +
+                      ": expected a bound socket: " + errno_text());
   }
-  return ntohs(address.ss_family == AF_INET6
-                   ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                   : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
+                                             : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
 std::string local_address_towards(const std::string& host, int port) {

@@ -1,4 +1,5 @@
-// The two socket questions of a rendezvous: the port that rank 0 listens on, and this machine's address.
+// The two socket questions of a rendezvous: the port that rank 0 listens on, and this machine's
+// address.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -83,7 +83,8 @@ Place from_torchrun() {
   place.rank = *env_rank("RANK");
   place.world_size = *env_rank("WORLD_SIZE");
   place.local_world_size = env_rank("LOCAL_WORLD_SIZE").value_or(place.world_size);
-  place.local_rank = env_rank("LOCAL_RANK").value_or(place.rank % std::max(1, place.local_world_size));
+  place.local_rank =
+      env_rank("LOCAL_RANK").value_or(place.rank % std::max(1, place.local_world_size));
   return place;
 }
 
@@ -107,7 +108,8 @@ std::string first_slurm_host(const std::string& list) {
   const size_t comma = list.find(',');
   if (bracket == std::string::npos || comma < bracket) return list.substr(0, comma);
   const size_t end = list.find_first_of(",-]", bracket);
-  if (end == std::string::npos) throw ConfigError("SLURM_NODELIST=" + list + ": expected a closing ]");
+  if (end == std::string::npos)
+    throw ConfigError("SLURM_NODELIST=" + list + ": expected a closing ]");
   return list.substr(0, bracket) + list.substr(bracket + 1, end - bracket - 1);
 }
 
@@ -123,7 +125,8 @@ Place from_slurm() {
   const int num_nodes = std::max(1, env_rank("SLURM_NNODES").value_or(1));
   place.local_world_size =
       std::max(place.local_rank + 1, (place.world_size + num_nodes - 1) / num_nodes);
-  if (!env_string("MASTER_ADDR")) place.master_addr = first_slurm_host(*env_string("SLURM_NODELIST"));
+  if (!env_string("MASTER_ADDR"))
+    place.master_addr = first_slurm_host(*env_string("SLURM_NODELIST"));
   return place;
 }
 
@@ -153,8 +156,8 @@ Place from_paddle() {
   }
   if (static_cast<int>(hosts.size()) != place.world_size || place.rank >= place.world_size) {
     throw ConfigError("PADDLE_TRAINER_ENDPOINTS names " + std::to_string(hosts.size()) +
-                      " trainers: expected PADDLE_TRAINERS_NUM=" + std::to_string(place.world_size) +
-                      " and PADDLE_TRAINER_ID below it");
+                      " trainers: expected PADDLE_TRAINERS_NUM=" +
+                      std::to_string(place.world_size) + " and PADDLE_TRAINER_ID below it");
   }
   const std::string& own = hosts[static_cast<size_t>(place.rank)];
   place.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + place.rank, own));

@@ -10,10 +10,10 @@ namespace cohort::comm {
 struct Place {
   int rank = 0;
   int world_size = 1;
-  int local_rank = 0;        ///< Among the ranks of this host.
-  int local_world_size = 1;  ///< Ranks of this host.
-  std::string master_addr;   ///< Host of rank 0's store; empty for one process.
-  int master_port = 0;       ///< Its port; 0 for one process.
+  int local_rank = 0;           ///< Among the ranks of this host.
+  int local_world_size = 1;     ///< Ranks of this host.
+  std::string master_addr;      ///< Host of rank 0's store; empty for one process.
+  int master_port = 0;          ///< Its port; 0 for one process.
   std::optional<int> store_fd;  ///< Rank 0: a listening socket on master_port, inherited.
   std::string source;           ///< Which contract was found: "torchrun's environment", ...
 };

@@ -2,13 +2,12 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <unistd.h>
 
 #include "cohort/base/error.h"
 #include "cohort/comm/backends/gloo/gloo.h"
@@ -35,7 +34,8 @@ c10d::TCPStoreOptions store_options(const Place& place, milliseconds timeout) {
   return options;
 }
 
-// Rank 0 hosts the store on a socket that is bound here or by the launcher: no port is ever raced for.
+// Rank 0 hosts the store on a socket that is bound here or by the launcher: no port is ever raced
+// for.
 StorePtr connect_store(const Place& place, milliseconds timeout) {
   auto options = store_options(place, timeout);
   if (place.rank == 0) {
@@ -53,9 +53,12 @@ StorePtr connect_store(const Place& place, milliseconds timeout) {
 
 c10d::ReduceOp::RedOpType engine_op(ReduceOp op) {
   switch (op) {
-    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
-    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
-    case ReduceOp::kSum: break;
+    case ReduceOp::kMax:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::kMin:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kSum:
+      break;
   }
   return c10d::ReduceOp::SUM;
 }
@@ -65,7 +68,7 @@ c10d::ReduceOp::RedOpType engine_op(ReduceOp op) {
 struct ProcessGroup::Impl {
   Place place;
   GroupOptions options;
-  StorePtr store;                     // this thread's connection
+  StorePtr store;                       // this thread's connection
   std::unique_ptr<FailureWatch> watch;  // none in a group of one
   c10::intrusive_ptr<c10d::ProcessGroup> engine;
   int64_t sequence = 0;
@@ -101,9 +104,9 @@ void ProcessGroup::Impl::meet() {
     store->setTimeout(options.rendezvous_timeout);
     const auto prefix = c10::make_intrusive<c10d::PrefixStore>("group", store);
     engine = c10::make_intrusive<c10d::ProcessGroup>(prefix, place.rank, place.world_size);
-    auto backend = make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("cpu", prefix),
-                                     place.rank, place.world_size, options.rendezvous_timeout,
-                                     address);
+    auto backend =
+        make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("cpu", prefix), place.rank,
+                          place.world_size, options.rendezvous_timeout, address);
     backend->setTimeout(options.timeout);
     engine->setDefaultBackend(c10d::ProcessGroup::GLOO);
     engine->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::GLOO, backend);
@@ -150,10 +153,18 @@ void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
 
 ProcessGroup::~ProcessGroup() = default;
 
-int ProcessGroup::rank() const { return impl_->place.rank; }
-int ProcessGroup::size() const { return impl_->place.world_size; }
-const Place& ProcessGroup::place() const { return impl_->place; }
-c10d::ProcessGroup& ProcessGroup::engine() { return *impl_->engine; }
+int ProcessGroup::rank() const {
+  return impl_->place.rank;
+}
+int ProcessGroup::size() const {
+  return impl_->place.world_size;
+}
+const Place& ProcessGroup::place() const {
+  return impl_->place;
+}
+c10d::ProcessGroup& ProcessGroup::engine() {
+  return *impl_->engine;
+}
 
 void ProcessGroup::guard(const std::string& operation, const std::function<void()>& call) {
   TORCH_CHECK(!impl_->dead, operation, ": the process group is dead after a lost peer");
@@ -214,7 +225,8 @@ std::string ProcessGroup::broadcast_text(const std::string& text, int root) {
   at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
   if (rank() == root) std::memcpy(bytes.data_ptr(), text.data(), text.size());
   if (bytes.numel() > 0) broadcast(bytes, root);
-  return std::string(static_cast<const char*>(bytes.data_ptr()), static_cast<size_t>(bytes.numel()));
+  return std::string(static_cast<const char*>(bytes.data_ptr()),
+                     static_cast<size_t>(bytes.numel()));
 }
 
 std::vector<std::string> ProcessGroup::all_gather_text(const std::string& text) {

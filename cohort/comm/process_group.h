@@ -1,7 +1,6 @@
 // The ranks of one job and their collectives on tensors, over c10d.
 #pragma once
 #include <ATen/core/Tensor.h>
-
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -18,7 +17,7 @@ class Store;
 namespace cohort::comm {
 
 struct GroupOptions {
-  std::string backend = "gloo";  ///< The engine: "gloo".
+  std::string backend = "gloo";                           ///< The engine: "gloo".
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
   std::chrono::milliseconds timeout{600'000};             ///< Of every later operation.
 };
@@ -28,11 +27,12 @@ enum class ReduceOp { kSum, kMax, kMin };
 /// A process group: this rank's connection to its peers.
 ///
 /// Owner: the program's outermost frame; everything below takes `ProcessGroup&`.
-/// Threads: one caller at a time. A watching thread of its own answers when a peer asks who is alive.
-/// Collective: the constructor, every operation and `close`; same order on every rank.
-/// Errors: PeerError from any of them when a rank is lost or late; it names the lost ranks as far as the
-///         survivors can tell. The group is dead after it. c10::ValueError for bad arguments, before
-///         anything is sent.
+/// Threads: one caller at a time. A watching thread of its own answers when a peer asks who is
+/// alive. Collective: the constructor, every operation and `close`; same order on every rank.
+/// Errors: PeerError from any of them when a rank is lost or late; it names the lost ranks as far
+/// as the
+///         survivors can tell. The group is dead after it. c10::ValueError for bad arguments,
+///         before anything is sent.
 class ProcessGroup {
  public:
   /// Meets the other ranks of `place`. Blocks, at most `rendezvous_timeout`.
@@ -63,7 +63,8 @@ class ProcessGroup {
   /// Returns once every rank has come here. `name` stands in the error of one that waits in vain.
   void barrier(const std::string& name);
 
-  /// Runs `call`, which drives the engine itself, and turns what it throws for a lost peer into PeerError.
+  /// Runs `call`, which drives the engine itself, and turns what it throws for a lost peer into
+  /// PeerError.
   void guard(const std::string& operation, const std::function<void()>& call);
 
   /// Says good-bye: a barrier that rank 0, the store's host, leaves last. No operation may follow.

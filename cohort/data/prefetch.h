@@ -1,7 +1,5 @@
 // Prepares items on a thread of its own while the caller works on the one before.
 #pragma once
-#include <pthread.h>
-
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -9,6 +7,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <pthread.h>
 #include <stop_token>
 #include <thread>
 #include <utility>

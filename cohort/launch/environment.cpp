@@ -1,10 +1,9 @@
 #include "cohort/launch/environment.h"
 
-#include <sched.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <map>
+#include <sched.h>
+#include <unistd.h>
 
 namespace cohort::launch {
 

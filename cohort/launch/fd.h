@@ -1,7 +1,6 @@
 // An owned file descriptor.
 #pragma once
 #include <unistd.h>
-
 #include <utility>
 
 namespace cohort::launch {

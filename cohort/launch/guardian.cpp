@@ -1,11 +1,10 @@
 #include "cohort/launch/guardian.h"
 
+#include <cerrno>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
-
-#include <cerrno>
 #include <system_error>
 #include <vector>
 

@@ -1,10 +1,9 @@
 #include "cohort/launch/log_directory.h"
 
-#include <stdlib.h>
-
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <stdlib.h>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"

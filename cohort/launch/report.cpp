@@ -1,11 +1,10 @@
 #include "cohort/launch/report.h"
 
-#include <string.h>
-
 #include <algorithm>
 #include <deque>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <string.h>
 
 #include "cohort/base/program.h"
 #include "cohort/launch/environment.h"

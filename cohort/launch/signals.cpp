@@ -1,8 +1,7 @@
 #include "cohort/launch/signals.h"
 
-#include <sys/signalfd.h>
-
 #include <cerrno>
+#include <sys/signalfd.h>
 #include <system_error>
 
 namespace cohort::launch {

@@ -1,8 +1,7 @@
 // Signals as data: what would interrupt the launcher becomes something to read.
 #pragma once
-#include <signal.h>
-
 #include <optional>
+#include <signal.h>
 
 #include "cohort/launch/fd.h"
 

@@ -1,11 +1,10 @@
 #include "cohort/launch/store_socket.h"
 
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 #include <cerrno>
 #include <cstring>
+#include <netinet/in.h>
 #include <string>
+#include <sys/socket.h>
 
 #include "cohort/base/error.h"
 

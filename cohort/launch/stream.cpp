@@ -1,15 +1,14 @@
 #include "cohort/launch/stream.h"
 
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/ioctl.h>
-#include <termios.h>
-
 #include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/ioctl.h>
 #include <system_error>
+#include <termios.h>
 
 #include "cohort/base/error.h"
 

@@ -1,10 +1,9 @@
 #include "cohort/launch/terminal.h"
 
-#include <poll.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
+#include <poll.h>
+#include <unistd.h>
 
 namespace cohort::launch {
 namespace {

@@ -1,16 +1,15 @@
 #include "cohort/launch/worker.h"
 
+#include <cerrno>
+#include <cstring>
 #include <fcntl.h>
 #include <signal.h>
+#include <sstream>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
-#include <sstream>
 #include <system_error>
+#include <unistd.h>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"

@@ -1,9 +1,8 @@
 // Starting one worker process, and asking how it ended.
 #pragma once
-#include <sys/types.h>
-
 #include <optional>
 #include <string>
+#include <sys/types.h>
 #include <vector>
 
 #include "cohort/launch/guardian.h"

@@ -1,9 +1,8 @@
 #include "cohort/nmt/fused.h"
 
+#include <cmath>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
-
-#include <cmath>
 #include <vector>
 
 #include "cohort/nmt/kernels/kernels.h"
@@ -18,10 +17,14 @@ using torch::autograd::variable_list;
 template <class Body>
 void for_type(const at::Tensor& tensor, Body body) {
   switch (tensor.scalar_type()) {
-    case at::kFloat: return body(kernels().f32, static_cast<float*>(nullptr));
-    case at::kDouble: return body(kernels().f64, static_cast<double*>(nullptr));
-    case at::kBFloat16: return body(kernels().bf16, static_cast<BFloat16Bits*>(nullptr));
-    default: TORCH_CHECK_VALUE(false, "expected float32, float64 or bfloat16, got ", tensor.dtype());
+    case at::kFloat:
+      return body(kernels().f32, static_cast<float*>(nullptr));
+    case at::kDouble:
+      return body(kernels().f64, static_cast<double*>(nullptr));
+    case at::kBFloat16:
+      return body(kernels().bf16, static_cast<BFloat16Bits*>(nullptr));
+    default:
+      TORCH_CHECK_VALUE(false, "expected float32, float64 or bfloat16, got ", tensor.dtype());
   }
 }
 
@@ -68,7 +71,8 @@ at::Tensor apply_dropout(const at::Tensor& x, const DropoutRule& rule) {
 }
 
 struct Dropout : torch::autograd::Function<Dropout> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const DropoutRule& rule) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const DropoutRule& rule) {
     save(context, rule);
     return apply_dropout(x, rule);
   }
@@ -78,7 +82,8 @@ struct Dropout : torch::autograd::Function<Dropout> {
 };
 
 struct ReluDropout : torch::autograd::Function<ReluDropout> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const DropoutRule& rule) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const DropoutRule& rule) {
     const at::Tensor in = x.contiguous();
     at::Tensor out = at::empty_like(in);
     for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
@@ -94,7 +99,8 @@ struct ReluDropout : torch::autograd::Function<ReluDropout> {
     at::Tensor grad_x = at::empty_like(grad);
     const float scale = saved_rule(context).scale;
     for_type(out, [&]<class T>(const KernelsOf<T>& table, T*) {
-      table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(), scale);
+      table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(),
+                                  scale);
     });
     return {grad_x, at::Tensor()};
   }
@@ -102,11 +108,12 @@ struct ReluDropout : torch::autograd::Function<ReluDropout> {
 
 SoftmaxShape shape_of(const at::Tensor& scores, const at::Tensor& key_lengths, bool causal,
                       double scale) {
-  TORCH_CHECK_VALUE(scores.dim() == 4 && scores.is_contiguous() && key_lengths.dtype() == at::kLong &&
-                        key_lengths.dim() == 1 && key_lengths.size(0) == scores.size(0) &&
-                        key_lengths.is_contiguous(),
-                    "masked_softmax: expected contiguous scores [B, H, Q, K] and int64 lengths [B], got ",
-                    scores.sizes(), " and ", key_lengths.sizes());
+  TORCH_CHECK_VALUE(
+      scores.dim() == 4 && scores.is_contiguous() && key_lengths.dtype() == at::kLong &&
+          key_lengths.dim() == 1 && key_lengths.size(0) == scores.size(0) &&
+          key_lengths.is_contiguous(),
+      "masked_softmax: expected contiguous scores [B, H, Q, K] and int64 lengths [B], got ",
+      scores.sizes(), " and ", key_lengths.sizes());
   return {.batch = scores.size(0),
           .heads = scores.size(1),
           .queries = scores.size(2),
@@ -153,8 +160,8 @@ constexpr int64_t kChunkRows = 1024;
 // Returns {loss, nll}; leaves gradients for a loss weight of 1 in the context.
 struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
-                               const at::Tensor& weight, const at::Tensor& labels,
-                               double smoothing, bool with_gradient) {
+                               const at::Tensor& weight, const at::Tensor& labels, double smoothing,
+                               bool with_gradient) {
     const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor w = weight.to(hidden.scalar_type());
     const int64_t rows = hidden.size(0);
@@ -217,24 +224,24 @@ at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream) {
   return ReluDropout::apply(x, p == 0 ? DropoutRule{} : next_rule(p, stream));
 }
 
-at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B, bool causal,
-                          double scale, double p, DropoutStream& stream) {
+at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B,
+                          bool causal, double scale, double p, DropoutStream& stream) {
   return MaskedSoftmax::apply(scores_BHQK, key_lengths_B, causal, scale,
                               p == 0 ? DropoutRule{} : next_rule(p, stream));
 }
 
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,
                                 const at::Tensor& labels_N, double smoothing) {
-  TORCH_CHECK_VALUE(hidden_ND.dim() == 2 && weight_VD.dim() == 2 &&
-                        hidden_ND.size(1) == weight_VD.size(1) && labels_N.dim() == 1 &&
-                        labels_N.size(0) == hidden_ND.size(0) && labels_N.dtype() == at::kLong &&
-                        labels_N.is_contiguous(),
-                    "smoothed_cross_entropy: expected hidden [N, D], weight [V, D], int64 labels [N], got ",
-                    hidden_ND.sizes(), ", ", weight_VD.sizes(), ", ", labels_N.sizes());
-  const bool with_gradient = at::GradMode::is_enabled() &&
-                             (hidden_ND.requires_grad() || weight_VD.requires_grad());
-  const variable_list sums = SmoothedCrossEntropy::apply(hidden_ND.contiguous(), weight_VD, labels_N,
-                                                         smoothing, with_gradient);
+  TORCH_CHECK_VALUE(
+      hidden_ND.dim() == 2 && weight_VD.dim() == 2 && hidden_ND.size(1) == weight_VD.size(1) &&
+          labels_N.dim() == 1 && labels_N.size(0) == hidden_ND.size(0) &&
+          labels_N.dtype() == at::kLong && labels_N.is_contiguous(),
+      "smoothed_cross_entropy: expected hidden [N, D], weight [V, D], int64 labels [N], got ",
+      hidden_ND.sizes(), ", ", weight_VD.sizes(), ", ", labels_N.sizes());
+  const bool with_gradient =
+      at::GradMode::is_enabled() && (hidden_ND.requires_grad() || weight_VD.requires_grad());
+  const variable_list sums = SmoothedCrossEntropy::apply(hidden_ND.contiguous(), weight_VD,
+                                                         labels_N, smoothing, with_gradient);
   return {sums[0], sums[1]};
 }
 

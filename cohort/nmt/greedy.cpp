@@ -1,8 +1,7 @@
 #include "cohort/nmt/greedy.h"
 
-#include <torch/types.h>
-
 #include <cmath>
+#include <torch/types.h>
 
 namespace cohort::nmt {
 namespace {
@@ -29,7 +28,8 @@ std::vector<std::vector<int32_t>> greedy_search(Transformer& model, const at::Te
         options.max_length_factor * static_cast<double>(source_lengths_B[b].item<int64_t>()) + 10;
     limits[i] = std::min(options.max_length, static_cast<int64_t>(allowed));
   }
-  DecoderState state = model->begin_decoding(model->encode(source_BS, source_lengths_B), source_lengths_B);
+  DecoderState state =
+      model->begin_decoding(model->encode(source_BS, source_lengths_B), source_lengths_B);
   at::Tensor last = at::full({batch}, kBegin, at::kLong);
   while (!sentences.empty()) {
     last = model->decode_step(last, state).argmax(1);

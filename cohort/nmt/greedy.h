@@ -12,7 +12,8 @@ struct GreedyOptions {
   int64_t max_length = 256;      ///< ... and at most this many target tokens.
 };
 
-/// Translates the batch's sentences; keys and values are kept between steps, and finished sentences leave.
+/// Translates the batch's sentences; keys and values are kept between steps, and finished sentences
+/// leave.
 ///
 /// Local. Puts the model in evaluation mode and back. No gradients.
 /// Returns: target ids without begin and end, by row of `source_BS`.

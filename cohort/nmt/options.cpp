@@ -13,7 +13,11 @@ TransformerOptions preset(const std::string& name) {
     return {.dim_emb = 256, .heads = 4, .enc_depth = 3, .dec_depth = 3, .dim_ffn = 1024};
   }
   if (name == "big") {
-    return {.dim_emb = 1024, .heads = 16, .enc_depth = 6, .dec_depth = 6, .dim_ffn = 4096,
+    return {.dim_emb = 1024,
+            .heads = 16,
+            .enc_depth = 6,
+            .dec_depth = 6,
+            .dim_ffn = 4096,
             .dropout = 0.3};
   }
   throw ConfigError("--preset " + name + ": expected tiny, small, base or big");
@@ -55,7 +59,8 @@ Precision parse_precision(const std::string& text) {
   if (text == "float32") return Precision::kFloat32;
   if (text == "bfloat16") {
     if (best_precision() != Precision::kBFloat16) {
-      throw ConfigError("--precision bfloat16: this CPU does not multiply it; expected float32 here");
+      throw ConfigError(
+          "--precision bfloat16: this CPU does not multiply it; expected float32 here");
     }
     return Precision::kBFloat16;
   }

@@ -33,7 +33,8 @@ enum class Precision { kFloat32, kBFloat16 };
 
 /// Returns bfloat16 if this CPU multiplies it natively, else float32.
 Precision best_precision();
-/// Parses "float32", "bfloat16" or "auto". Errors: ConfigError, also for bfloat16 that this CPU cannot multiply.
+/// Parses "float32", "bfloat16" or "auto". Errors: ConfigError, also for bfloat16 that this CPU
+/// cannot multiply.
 Precision parse_precision(const std::string& text);
 std::string to_string(Precision precision);
 

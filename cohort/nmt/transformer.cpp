@@ -1,9 +1,8 @@
 #include "cohort/nmt/transformer.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <torch/types.h>
-
 #include <cmath>
+#include <torch/types.h>
 
 namespace cohort::nmt {
 namespace {
@@ -17,18 +16,21 @@ at::ScalarType compute_type(const at::Tensor& parameter, Precision precision) {
 // [B, T, n*D] -> n views [B, H, T, D/H].
 std::vector<at::Tensor> split_heads(const at::Tensor& x, int64_t parts, int64_t heads) {
   const int64_t width = x.size(2) / parts;
-  return x.view({x.size(0), x.size(1), parts, heads, width / heads}).permute({2, 0, 3, 1, 4}).unbind(0);
+  return x.view({x.size(0), x.size(1), parts, heads, width / heads})
+      .permute({2, 0, 3, 1, 4})
+      .unbind(0);
 }
 
 at::Tensor sinusoids(int64_t positions, int64_t width) {
   const at::Tensor position = at::arange(positions, at::kDouble).unsqueeze(1);
-  const at::Tensor frequency =
-      at::exp(at::arange(0, width, 2, at::kDouble) * (-std::log(10000.0) / static_cast<double>(width)));
+  const at::Tensor frequency = at::exp(at::arange(0, width, 2, at::kDouble) *
+                                       (-std::log(10000.0) / static_cast<double>(width)));
   const at::Tensor angle = position * frequency;
   return at::stack({at::sin(angle), at::cos(angle)}, 2).view({positions, width}).to(at::kFloat);
 }
 
-at::Tensor residual(const at::Tensor& x, const at::Tensor& branch, LayerContext& context, bool training) {
+at::Tensor residual(const at::Tensor& x, const at::Tensor& branch, LayerContext& context,
+                    bool training) {
   return x + dropout(branch, training ? context.dropout : 0, context.stream);
 }
 
@@ -57,8 +59,9 @@ at::Tensor ProjectionImpl::computed_weight() {
 
 at::Tensor ProjectionImpl::forward(const at::Tensor& x) {
   const at::Tensor w = computed_weight();
-  return at::linear(x.to(w.scalar_type()), w,
-                    bias.defined() ? std::optional<at::Tensor>(bias.to(w.scalar_type())) : std::nullopt);
+  return at::linear(
+      x.to(w.scalar_type()), w,
+      bias.defined() ? std::optional<at::Tensor>(bias.to(w.scalar_type())) : std::nullopt);
 }
 
 LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> context)
@@ -68,7 +71,8 @@ LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> contex
 }
 
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
-  return at::layer_norm(x, {x.size(-1)}, weight, bias).to(compute_type(weight, context_->precision));
+  return at::layer_norm(x, {x.size(-1)}, weight, bias)
+      .to(compute_type(weight, context_->precision));
 }
 
 AttentionImpl::AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context)
@@ -84,9 +88,9 @@ at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const KeyValues& kv,
   const int64_t width = q_BHTD.size(3);
   const int64_t keys = kv.keys.size(2);
   const at::Tensor scores = at::matmul(q_BHTD, kv.keys.transpose(2, 3));
-  const at::Tensor probs =
-      masked_softmax(scores.contiguous(), lengths_B, causal, 1 / std::sqrt(static_cast<double>(width)),
-                     is_training() ? context_->dropout : 0, context_->stream);
+  const at::Tensor probs = masked_softmax(scores.contiguous(), lengths_B, causal,
+                                          1 / std::sqrt(static_cast<double>(width)),
+                                          is_training() ? context_->dropout : 0, context_->stream);
   TORCH_INTERNAL_ASSERT(probs.size(3) == keys);
   const at::Tensor mixed = at::matmul(probs, kv.values);
   return out_proj->forward(mixed.transpose(1, 2).reshape({batch, queries, heads_ * width}));
@@ -105,18 +109,21 @@ KeyValues AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
   const at::Tensor weight = in_proj->computed_weight();
   const int64_t width = weight.size(1);
   const auto kv = split_heads(
-      at::linear(memory_BSD.to(weight.scalar_type()), weight.narrow(0, width, 2 * width)), 2, heads_);
+      at::linear(memory_BSD.to(weight.scalar_type()), weight.narrow(0, width, 2 * width)), 2,
+      heads_);
   return {kv[0], kv[1]};
 }
 
 at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const KeyValues& memory,
                                 const at::Tensor& lengths_B) {
   const at::Tensor weight = in_proj->computed_weight();
-  const at::Tensor q = at::linear(x_BTD.to(weight.scalar_type()), weight.narrow(0, 0, weight.size(1)));
+  const at::Tensor q =
+      at::linear(x_BTD.to(weight.scalar_type()), weight.narrow(0, 0, weight.size(1)));
   return attend(split_heads(q, 1, heads_)[0], memory, lengths_B, /*causal=*/false);
 }
 
-EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o, std::shared_ptr<LayerContext> context)
+EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o,
+                                   std::shared_ptr<LayerContext> context)
     : context_(std::move(context)) {
   self_attn_ = register_module("self_attn", Attention(o.dim_emb, o.heads, context_));
   linear1_ = register_module("linear1", Projection(o.dim_emb, o.dim_ffn, true, context_));
@@ -127,14 +134,15 @@ EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o, std::shared_ptr<
 
 at::Tensor EncoderLayerImpl::forward(const at::Tensor& x_BSD, const at::Tensor& lengths_B) {
   const bool training = is_training();
-  at::Tensor x = residual(x_BSD, self_attn_->self(norm1_->forward(x_BSD), lengths_B, false), *context_,
-                          training);
+  at::Tensor x = residual(x_BSD, self_attn_->self(norm1_->forward(x_BSD), lengths_B, false),
+                          *context_, training);
   const at::Tensor inner = relu_dropout(linear1_->forward(norm2_->forward(x)),
                                         training ? context_->dropout : 0, context_->stream);
   return residual(x, linear2_->forward(inner), *context_, training);
 }
 
-DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o, std::shared_ptr<LayerContext> context)
+DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
+                                   std::shared_ptr<LayerContext> context)
     : context_(std::move(context)) {
   self_attn_ = register_module("self_attn", Attention(o.dim_emb, o.heads, context_));
   multihead_attn_ = register_module("multihead_attn", Attention(o.dim_emb, o.heads, context_));
@@ -153,8 +161,9 @@ at::Tensor DecoderLayerImpl::forward(const at::Tensor& x_BTD, const at::Tensor& 
                                      const KeyValues& memory, const at::Tensor& source_lengths_B,
                                      KeyValues* cache) {
   const bool training = is_training();
-  at::Tensor x = residual(
-      x_BTD, self_attn_->self(norm1_->forward(x_BTD), target_lengths_B, true, cache), *context_, training);
+  at::Tensor x =
+      residual(x_BTD, self_attn_->self(norm1_->forward(x_BTD), target_lengths_B, true, cache),
+               *context_, training);
   x = residual(x, multihead_attn_->cross(norm2_->forward(x), memory, source_lengths_B), *context_,
                training);
   const at::Tensor inner = relu_dropout(linear1_->forward(norm3_->forward(x)),
@@ -174,15 +183,17 @@ void DecoderState::select(const at::Tensor& rows) {
 }
 
 TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision precision)
-    : torch::nn::Module("Transformer"), options_(options), context_(std::make_shared<LayerContext>()) {
+    : torch::nn::Module("Transformer"),
+      options_(options),
+      context_(std::make_shared<LayerContext>()) {
   validate(options);
   context_->precision = precision;
   context_->dropout = options.dropout;
   positions_ = sinusoids(options.max_positions, options.dim_emb);
-  source_embedding_ = register_parameter(
-      "source_embedding", at::zeros({options.dim_vocab_source, options.dim_emb}));
-  target_embedding_ = register_parameter(
-      "target_embedding", at::zeros({options.dim_vocab_target, options.dim_emb}));
+  source_embedding_ = register_parameter("source_embedding",
+                                         at::zeros({options.dim_vocab_source, options.dim_emb}));
+  target_embedding_ = register_parameter("target_embedding",
+                                         at::zeros({options.dim_vocab_target, options.dim_emb}));
   const auto stack = [&](const std::string& name, int64_t depth, auto& layers, LayerNorm& norm) {
     auto holder = register_module(name, std::make_shared<torch::nn::Module>(name));
     auto list = holder->register_module("layers", std::make_shared<torch::nn::Module>("layers"));
@@ -194,8 +205,8 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
   };
   stack("encoder", options.enc_depth, encoder_, encoder_norm_);
   stack("decoder", options.dec_depth, decoder_, decoder_norm_);
-  generator_ =
-      register_module("generator", Projection(options.dim_emb, options.dim_vocab_target, false, context_));
+  generator_ = register_module(
+      "generator", Projection(options.dim_emb, options.dim_vocab_target, false, context_));
   initialise(0);
 }
 
@@ -208,16 +219,19 @@ void TransformerImpl::initialise(uint64_t seed) {
     if (item.key().find("embedding") != std::string::npos) {
       parameter.normal_(0, 1 / std::sqrt(width), generator);
     } else if (item.key().find("in_proj") != std::string::npos) {
-      const double bound = std::sqrt(6 / (2 * width));  // three square matrices, one above the other
+      const double bound =
+          std::sqrt(6 / (2 * width));  // three square matrices, one above the other
       parameter.uniform_(-bound, bound, generator);
     } else if (parameter.dim() == 2) {  // Glorot and Bengio 2010, equation 16
-      const double bound = std::sqrt(6.0 / static_cast<double>(parameter.size(0) + parameter.size(1)));
+      const double bound =
+          std::sqrt(6.0 / static_cast<double>(parameter.size(0) + parameter.size(1)));
       parameter.uniform_(-bound, bound, generator);
     }
   }
 }
 
-at::Tensor TransformerImpl::embed(const at::Tensor& table, const at::Tensor& ids, int64_t first_position) {
+at::Tensor TransformerImpl::embed(const at::Tensor& table, const at::Tensor& ids,
+                                  int64_t first_position) {
   const int64_t length = ids.size(1);
   TORCH_CHECK_VALUE(first_position + length <= options_.max_positions, "a sentence of ",
                     first_position + length, " tokens: expected at most ", options_.max_positions);
@@ -236,18 +250,22 @@ std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) 
   const at::Tensor memory = encode(batch.source_BS, batch.source_lengths_B);
   at::Tensor x = embed(target_embedding_, batch.input_BT, 0);
   for (auto& layer : decoder_) {
-    x = layer->forward(x, batch.target_lengths_B, layer->project_memory(memory), batch.source_lengths_B);
+    x = layer->forward(x, batch.target_lengths_B, layer->project_memory(memory),
+                       batch.source_lengths_B);
   }
   // Only rows that carry a label reach the projection to the vocabulary.
   const at::Tensor labels = batch.labels_BT.reshape({-1});
   const at::Tensor rows = at::nonzero(labels).squeeze(1);
-  const at::Tensor hidden = decoder_norm_->forward(x.reshape({-1, x.size(2)}).index_select(0, rows));
-  const LossSums sums = smoothed_cross_entropy(hidden, generator_->weight, labels.index_select(0, rows),
-                                               is_training() ? options_.label_smoothing : 0);
+  const at::Tensor hidden =
+      decoder_norm_->forward(x.reshape({-1, x.size(2)}).index_select(0, rows));
+  const LossSums sums =
+      smoothed_cross_entropy(hidden, generator_->weight, labels.index_select(0, rows),
+                             is_training() ? options_.label_smoothing : 0);
   return {sums.loss, sums.nll};
 }
 
-DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD, const at::Tensor& lengths_B) {
+DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
+                                             const at::Tensor& lengths_B) {
   DecoderState state;
   state.self.resize(decoder_.size());
   for (auto& layer : decoder_) {

@@ -3,10 +3,9 @@
 // Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <memory>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
-
-#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -50,7 +49,8 @@ class ProjectionImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Projection);
 
-/// Keys and values that decoding keeps per layer, [B, H, T, D/H] each; undefined before the first step.
+/// Keys and values that decoding keeps per layer, [B, H, T, D/H] each; undefined before the first
+/// step.
 struct KeyValues {
   at::Tensor keys;
   at::Tensor values;
@@ -59,15 +59,15 @@ struct KeyValues {
 class AttentionImpl : public torch::nn::Module {
  public:
   AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context);
-  /// Queries, keys and values from x itself. With `cache`, x holds the next tokens only, and their keys
-  /// and values are appended to it; then no query is masked causally.
+  /// Queries, keys and values from x itself. With `cache`, x holds the next tokens only, and their
+  /// keys and values are appended to it; then no query is masked causally.
   at::Tensor self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal,
                   KeyValues* cache = nullptr);
   /// Keys and values of `memory`, for `cross`.
   KeyValues project_memory(const at::Tensor& memory_BSD);
   at::Tensor cross(const at::Tensor& x_BTD, const KeyValues& memory, const at::Tensor& lengths_B);
 
-  Projection in_proj{nullptr};   ///< Rows: queries, keys, values.
+  Projection in_proj{nullptr};  ///< Rows: queries, keys, values.
   Projection out_proj{nullptr};
 
  private:
@@ -141,7 +141,8 @@ class TransformerImpl : public torch::nn::Module {
   explicit TransformerImpl(const TransformerOptions& options,
                            Precision precision = Precision::kFloat32);
 
-  /// Sums of the losses over the batch's target tokens: {smoothed, plain}. See smoothed_cross_entropy.
+  /// Sums of the losses over the batch's target tokens: {smoothed, plain}. See
+  /// smoothed_cross_entropy.
   std::tuple<at::Tensor, at::Tensor> forward(const Batch& batch);
 
   at::Tensor encode(const at::Tensor& source_BS, const at::Tensor& lengths_B);

@@ -1,8 +1,7 @@
 #include "cohort/optim/adam.h"
 
-#include <torch/types.h>
-
 #include <cmath>
+#include <torch/types.h>
 
 namespace cohort::optim {
 
@@ -22,7 +21,8 @@ double gradient_norm_squared(const std::vector<at::Tensor>& parameters) {
 Adam::Adam(std::vector<std::pair<std::string, at::Tensor>> parameters, const AdamOptions& options)
     : options_(options) {
   for (auto& [name, tensor] : parameters) {
-    TORCH_CHECK_VALUE(tensor.is_contiguous(), "Adam: expected contiguous parameters; ", name, " is not");
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "Adam: expected contiguous parameters; ", name,
+                      " is not");
     names_.push_back(name);
     exp_avgs_.push_back(at::zeros_like(tensor, at::TensorOptions().requires_grad(false)));
     exp_avg_sqs_.push_back(at::zeros_like(tensor, at::TensorOptions().requires_grad(false)));
@@ -41,9 +41,9 @@ void Adam::step(double learning_rate, double gradient_factor) {
     const at::Tensor& grad = parameters_[i].grad();
     if (!grad.defined()) continue;
     // The fused kernel walks raw memory: another layout would be updated wrongly without a word.
-    TORCH_CHECK_VALUE(grad.is_contiguous() && grad.sizes() == parameters_[i].sizes(), "Adam: the gradient of ",
-                      names_[i], " has shape ", grad.sizes(), " strides ", grad.strides(),
-                      ": expected contiguous ", parameters_[i].sizes());
+    TORCH_CHECK_VALUE(grad.is_contiguous() && grad.sizes() == parameters_[i].sizes(),
+                      "Adam: the gradient of ", names_[i], " has shape ", grad.sizes(), " strides ",
+                      grad.strides(), ": expected contiguous ", parameters_[i].sizes());
     parameters.push_back(parameters_[i]);
     grads.push_back(grad);
     exp_avgs.push_back(exp_avgs_[i]);
@@ -55,8 +55,9 @@ void Adam::step(double learning_rate, double gradient_factor) {
   // The kernel divides by grad_scale (and writes the scaled gradient back).
   std::optional<at::Tensor> scale;
   if (gradient_factor != 1) scale = at::full({}, 1 / gradient_factor, at::kFloat);
-  at::_fused_adam_(parameters, grads, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, steps, learning_rate,
-                   options_.beta1, options_.beta2, /*weight_decay=*/0, options_.eps, /*amsgrad=*/false,
+  at::_fused_adam_(parameters, grads, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, steps,
+                   learning_rate, options_.beta1, options_.beta2, /*weight_decay=*/0, options_.eps,
+                   /*amsgrad=*/false,
                    /*maximize=*/false, scale, /*found_inf=*/std::nullopt);
 }
 

@@ -1,7 +1,6 @@
 // Adam through ATen's fused kernel: one pass over parameter, gradient and both moments.
 #pragma once
 #include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -29,12 +28,13 @@ class Adam {
   explicit Adam(std::vector<std::pair<std::string, at::Tensor>> parameters,
                 const AdamOptions& options = {});
 
-  /// Updates every parameter from its gradient times `gradient_factor` (the clipping, without a pass
-  /// of its own). Errors: c10::ValueError for a gradient that is not contiguous or of another shape.
+  /// Updates every parameter from its gradient times `gradient_factor` (the clipping, without a
+  /// pass of its own). Errors: c10::ValueError for a gradient that is not contiguous or of another
+  /// shape.
   void step(double learning_rate, double gradient_factor = 1);
 
-  /// Forgets the gradients: they become undefined. The next backward then writes each one once, into its
-  /// bucket, where zeros would have to be written, read and added to.
+  /// Forgets the gradients: they become undefined. The next backward then writes each one once,
+  /// into its bucket, where zeros would have to be written, read and added to.
   void zero_grad();
 
   int64_t num_steps() const { return num_steps_; }

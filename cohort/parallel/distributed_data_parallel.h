@@ -12,21 +12,23 @@ namespace cohort::parallel {
 /// Wraps a module holder so that after backward every rank has the mean of all ranks' gradients.
 ///
 /// The module keeps its type, its parameter names and its place: `ddp->` and `*ddp` reach it, and
-/// what is saved carries no wrapper's prefix. Gradients travel bucket by bucket, in the order in which
-/// backward makes them, while backward goes on; the first step finds that order out.
+/// what is saved carries no wrapper's prefix. Gradients travel bucket by bucket, in the order in
+/// which backward makes them, while backward goes on; the first step finds that order out.
 ///
 /// Collective: constructor, every forward that a backward follows, and that backward.
 /// Numerics: gradients travel in their own dtype; the engine divides by the world size while it
 ///           copies into the bucket, then sums. For the gradient of a loss normalised by a global
 ///           count, scale the local loss sum by world_size / global_count.
 /// Threads:  one.
-/// Errors:   c10::ValueError if the ranks' models differ; PeerError from the constructor, operator() and
+/// Errors:   c10::ValueError if the ranks' models differ; PeerError from the constructor,
+/// operator() and
 ///           backward when a rank is lost.
 /// Source:   Li et al. 2020, arXiv:2006.15704, section 3.2.
 template <class Holder>
 class DistributedDataParallel {
  public:
-  /// `group` must outlive this. Checks that the ranks' models agree, then copies rank 0's state to all.
+  /// `group` must outlive this. Checks that the ranks' models agree, then copies rank 0's state to
+  /// all.
   DistributedDataParallel(Holder module, comm::ProcessGroup& group,
                           const DistributedDataParallelOptions& options = {})
       : module_(std::move(module)), engine_(*module_, group, options) {}
@@ -47,11 +49,13 @@ class DistributedDataParallel {
     engine_.backward(loss, gradient);
   }
 
-  /// Accumulate locally while the returned guard lives: forward and backward inside it send nothing,
-  /// and the first backward after it sends the accumulated sum. The forward must be inside, too.
+  /// Accumulate locally while the returned guard lives: forward and backward inside it send
+  /// nothing, and the first backward after it sends the accumulated sum. The forward must be
+  /// inside, too.
   class [[nodiscard]] NoSync {
    public:
-    explicit NoSync(GradientEngine& engine) : engine_(engine), before_(engine.set_synchronized(false)) {}
+    explicit NoSync(GradientEngine& engine)
+        : engine_(engine), before_(engine.set_synchronized(false)) {}
     ~NoSync() { engine_.set_synchronized(before_); }
     NoSync(const NoSync&) = delete;
     NoSync& operator=(const NoSync&) = delete;

@@ -23,8 +23,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> shared(comm::ProcessGroup& group) {
 std::string describe(const torch::nn::Module& model) {
   std::ostringstream out;
   for (const auto& item : model.named_parameters()) {
-    out << "parameter " << item.key() << ' ' << item.value().sizes() << ' '
-        << item.value().dtype() << (item.value().requires_grad() ? "" : " frozen") << '\n';
+    out << "parameter " << item.key() << ' ' << item.value().sizes() << ' ' << item.value().dtype()
+        << (item.value().requires_grad() ? "" : " frozen") << '\n';
   }
   for (const auto& item : model.named_buffers()) {
     out << "buffer " << item.key() << ' ' << item.value().sizes() << ' ' << item.value().dtype()
@@ -84,7 +84,8 @@ void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group
   const std::string difference = first_difference(mine, group.broadcast_text(mine));
   const std::vector<std::string> all = group.all_gather_text(difference);
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK_VALUE(all[rank].empty(), "the models differ between ranks: rank ", rank, " ", all[rank]);
+    TORCH_CHECK_VALUE(all[rank].empty(), "the models differ between ranks: rank ", rank, " ",
+                      all[rank]);
   }
 }
 
@@ -93,9 +94,8 @@ void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group) 
   for (const auto& tensor : model.parameters()) state.push_back(tensor.detach());
   for (const auto& tensor : model.buffers()) state.push_back(tensor.detach());
   if (state.empty() || group.size() == 1) return;
-  group.guard("broadcast of the model", [&] {
-    c10d::broadcast_coalesced(shared(group), state, kBroadcastBytes, 0);
-  });
+  group.guard("broadcast of the model",
+              [&] { c10d::broadcast_coalesced(shared(group), state, kBroadcastBytes, 0); });
 }
 
 struct GradientEngine::Impl {
@@ -124,10 +124,10 @@ GradientEngine::GradientEngine(torch::nn::Module& model, comm::ProcessGroup& gro
   const auto cap_bytes = static_cast<size_t>(options.bucket_cap_mb * 1024 * 1024);
   const bool rebuilds = options.static_graph || !options.find_unused_parameters;
   // One bucket until the order of gradients is known; then the Reducer cuts at cap_bytes.
-  const std::vector<size_t> limits = rebuilds ? std::vector<size_t>{SIZE_MAX}
-                                              : std::vector<size_t>{1 << 20, cap_bytes};
-  auto buckets = std::get<0>(
-      c10d::compute_bucket_assignment_by_size(owned.tensors, limits, owned.sparse));
+  const std::vector<size_t> limits =
+      rebuilds ? std::vector<size_t>{SIZE_MAX} : std::vector<size_t>{1 << 20, cap_bytes};
+  auto buckets =
+      std::get<0>(c10d::compute_bucket_assignment_by_size(owned.tensors, limits, owned.sparse));
   std::reverse(buckets.begin(), buckets.end());
   impl_->reducer = std::make_shared<c10d::Reducer>(
       owned.tensors, buckets, shared(group), owned.sparse, static_cast<int64_t>(cap_bytes),
@@ -175,10 +175,13 @@ void GradientEngine::backward(const at::Tensor& loss, const at::Tensor& gradient
   impl_->group.guard("all_reduce of gradients", [&] { loss.backward(gradient); });
 }
 
-bool GradientEngine::set_synchronized(bool on) { return std::exchange(impl_->synchronized, on); }
+bool GradientEngine::set_synchronized(bool on) {
+  return std::exchange(impl_->synchronized, on);
+}
 
 int64_t GradientEngine::num_buckets() const {
-  return static_cast<int64_t>(impl_->reducer->get_grad_buckets(/*return_zero_tensors=*/false).size());
+  return static_cast<int64_t>(
+      impl_->reducer->get_grad_buckets(/*return_zero_tensors=*/false).size());
 }
 
 }  // namespace cohort::parallel

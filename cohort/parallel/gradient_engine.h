@@ -1,10 +1,10 @@
-// What DistributedDataParallel does around forward and backward, over c10d's Reducer. Not a template.
+// What DistributedDataParallel does around forward and backward, over c10d's Reducer. Not a
+// template.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
-
 #include <memory>
 #include <string>
+#include <torch/nn/module.h>
 #include <utility>
 #include <vector>
 
@@ -14,18 +14,20 @@ namespace cohort::parallel {
 
 /// Options of DistributedDataParallel, with PyTorch's names and meanings.
 struct DistributedDataParallelOptions {
-  double bucket_cap_mb = 25;             ///< Largest gradient bucket, MiB, > 0.
-  bool broadcast_buffers = true;         ///< Buffers follow rank 0's before each forward.
-  bool find_unused_parameters = false;   ///< Some parameters take no part in some steps.
+  double bucket_cap_mb = 25;            ///< Largest gradient bucket, MiB, > 0.
+  bool broadcast_buffers = true;        ///< Buffers follow rank 0's before each forward.
+  bool find_unused_parameters = false;  ///< Some parameters take no part in some steps.
   /// Gradients live in the buckets: less memory and no copy. Only with an optimizer whose zero_grad
   /// lets them go, as optim::Adam's; libtorch's own calls detach_(), which views forbid.
   bool gradient_as_bucket_view = false;
-  bool static_graph = false;             ///< The same parameters take part in every step.
+  bool static_graph = false;  ///< The same parameters take part in every step.
 };
 
-/// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in the same order.
+/// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in
+/// the same order.
 ///
-/// Collective; blocks. Errors: c10::ValueError on every rank, naming the first difference and the rank.
+/// Collective; blocks. Errors: c10::ValueError on every rank, naming the first difference and the
+/// rank.
 void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group);
 
 /// Copies rank 0's parameters and buffers to every rank. Collective; blocks.
@@ -33,8 +35,9 @@ void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group);
 
 /// Averages gradients over ranks while backward runs.
 ///
-/// Owner: DistributedDataParallel; holds references to the model's parameters and to the group, which
-/// must both outlive it. Threads: one. Collective: constructor, before_forward, and the backward.
+/// Owner: DistributedDataParallel; holds references to the model's parameters and to the group,
+/// which must both outlive it. Threads: one. Collective: constructor, before_forward, and the
+/// backward.
 class GradientEngine {
  public:
   GradientEngine(torch::nn::Module& model, comm::ProcessGroup& group,

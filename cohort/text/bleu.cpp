@@ -1,8 +1,7 @@
 #include "cohort/text/bleu.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
+#include <c10/util/Exception.h>
 #include <cmath>
 #include <cstdlib>
 #include <iomanip>

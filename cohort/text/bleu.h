@@ -39,10 +39,10 @@ inline constexpr int kBleuOrder = 4;
 
 /// Counts of which a score is made. Counts of sentences, or of ranks' shares, add up.
 struct BleuStats {
-  int64_t sys_len = 0;                          ///< Tokens of the hypotheses.
-  int64_t ref_len = 0;                          ///< Tokens of the closest references.
-  std::array<int64_t, kBleuOrder> correct = {}; ///< Matched n-grams, n = 1..4.
-  std::array<int64_t, kBleuOrder> total = {};   ///< N-grams of the hypotheses, n = 1..4.
+  int64_t sys_len = 0;                           ///< Tokens of the hypotheses.
+  int64_t ref_len = 0;                           ///< Tokens of the closest references.
+  std::array<int64_t, kBleuOrder> correct = {};  ///< Matched n-grams, n = 1..4.
+  std::array<int64_t, kBleuOrder> total = {};    ///< N-grams of the hypotheses, n = 1..4.
 
   BleuStats& operator+=(const BleuStats& other);
   bool operator==(const BleuStats&) const = default;

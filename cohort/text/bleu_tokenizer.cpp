@@ -1,8 +1,7 @@
 #include "cohort/text/bleu_tokenizer.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
+#include <c10/util/Exception.h>
 #include <iterator>
 
 #include "cohort/text/lower_case.h"

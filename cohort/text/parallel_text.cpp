@@ -58,8 +58,8 @@ ParallelText read_json(const std::filesystem::path& path) {
   try {
     items = nlohmann::json::parse(content);
   } catch (const nlohmann::json::parse_error& error) {
-    const auto end = content.begin() + static_cast<std::ptrdiff_t>(
-                                           std::min(error.byte, content.size()));
+    const auto end =
+        content.begin() + static_cast<std::ptrdiff_t>(std::min(error.byte, content.size()));
     throw ConfigError(path.string() + ": line " +
                       std::to_string(1 + std::count(content.begin(), end, '\n')) +
                       ": expected JSON [[\"source\", \"target\"], ...], found a syntax error");
@@ -75,8 +75,8 @@ ParallelText read_json(const std::filesystem::path& path) {
       throw ConfigError(path.string() + ": item " + std::to_string(i) +
                         ": expected [\"source\", \"target\"]");
     }
-    add_pair(std::move(item[0].get_ref<std::string&>()),
-             std::move(item[1].get_ref<std::string&>()), text);
+    add_pair(std::move(item[0].get_ref<std::string&>()), std::move(item[1].get_ref<std::string&>()),
+             text);
   }
   return text;
 }

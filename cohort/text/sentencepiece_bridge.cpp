@@ -1,9 +1,8 @@
 #include "cohort/text/sentencepiece_bridge.h"
 
+#include <exception>
 #include <sentencepiece_processor.h>
 #include <sentencepiece_trainer.h>
-
-#include <exception>
 #include <unordered_map>
 #include <utility>
 
@@ -51,13 +50,25 @@ std::unique_ptr<PieceModel> PieceModel::load(std::string_view bytes, std::string
   return std::unique_ptr<PieceModel>(new PieceModel(std::move(processor)));
 }
 
-int32_t PieceModel::num_pieces() const { return processor_->model.GetPieceSize(); }
-int32_t PieceModel::pad_id() const { return processor_->model.pad_id(); }
-int32_t PieceModel::unk_id() const { return processor_->model.unk_id(); }
-int32_t PieceModel::bos_id() const { return processor_->model.bos_id(); }
-int32_t PieceModel::eos_id() const { return processor_->model.eos_id(); }
+int32_t PieceModel::num_pieces() const {
+  return processor_->model.GetPieceSize();
+}
+int32_t PieceModel::pad_id() const {
+  return processor_->model.pad_id();
+}
+int32_t PieceModel::unk_id() const {
+  return processor_->model.unk_id();
+}
+int32_t PieceModel::bos_id() const {
+  return processor_->model.bos_id();
+}
+int32_t PieceModel::eos_id() const {
+  return processor_->model.eos_id();
+}
 
-std::string PieceModel::piece(int32_t id) const { return processor_->model.IdToPiece(id); }
+std::string PieceModel::piece(int32_t id) const {
+  return processor_->model.IdToPiece(id);
+}
 
 std::vector<int32_t> PieceModel::encode(std::string_view text) const {
   return processor_->model.EncodeAsIds({text.data(), text.size()});
@@ -75,8 +86,7 @@ std::string train(std::span<const std::string> sentences, std::span<const Traine
   std::string bytes;
   try {
     SpanIterator iterator(sentences);
-    const auto status =
-        sentencepiece::SentencePieceTrainer::Train(arguments, &iterator, &bytes);
+    const auto status = sentencepiece::SentencePieceTrainer::Train(arguments, &iterator, &bytes);
     if (!status.ok()) {
       error = status.error_message();
       return {};

@@ -16,7 +16,7 @@ namespace cohort::text::bridge {
 class [[gnu::visibility("default")]] PieceModel {
  public:
   /// Returns the model in `bytes` (a model file's content), or null and the reason in `error`.
-  static std::unique_ptr<PieceModel> load(std::string_view bytes, std::string& error);
+  static std::unique_ptr<PieceModel> load(std::string_view bytes, std::string & error);
   ~PieceModel();
   PieceModel(const PieceModel&) = delete;
   PieceModel& operator=(const PieceModel&) = delete;

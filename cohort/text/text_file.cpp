@@ -19,8 +19,8 @@ constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
 
 std::string read_file(const std::filesystem::path& path) {
   const auto fail = [&path](int error_number) {
-    throw ConfigError(path.string() + ": cannot be read: " +
-                      std::generic_category().message(error_number));
+    throw ConfigError(path.string() +
+                      ": cannot be read: " + std::generic_category().message(error_number));
   };
   std::error_code ignored;
   if (std::filesystem::is_directory(path, ignored)) fail(EISDIR);

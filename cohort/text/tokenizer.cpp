@@ -96,9 +96,13 @@ Tokenizer::Tokenizer(const std::filesystem::path& model_file) {
   model_ = std::move(model);
 }
 
-int32_t Tokenizer::num_pieces() const { return model_->num_pieces(); }
+int32_t Tokenizer::num_pieces() const {
+  return model_->num_pieces();
+}
 
-std::vector<int32_t> Tokenizer::encode(std::string_view text) const { return model_->encode(text); }
+std::vector<int32_t> Tokenizer::encode(std::string_view text) const {
+  return model_->encode(text);
+}
 
 std::string Tokenizer::decode(std::span<const int32_t> ids) const {
   for (const int32_t id : ids) {

@@ -29,8 +29,8 @@ enum class Normalization {
 };
 
 struct TokenizerOptions {
-  int32_t vocab_size = 32000;         ///< Number of pieces, the four special ones included.
-  double character_coverage = 0.9995; ///< Share of the letters that get a piece, in [0.98, 1].
+  int32_t vocab_size = 32000;          ///< Number of pieces, the four special ones included.
+  double character_coverage = 0.9995;  ///< Share of the letters that get a piece, in [0.98, 1].
   TokenizerModel model = TokenizerModel::kBpe;
   Normalization normalization = Normalization::kIdentity;
   int num_threads = 4;  ///< In [1, 1024]; recorded in the file, so not taken from the machine.

@@ -1,7 +1,6 @@
 #include "cohort/text/utf8.h"
 
 #include <c10/util/Exception.h>
-
 #include <cstdint>
 
 namespace cohort::text {

@@ -1,12 +1,11 @@
 #include "cohort/train/checkpoint.h"
 
-#include <torch/types.h>
-
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <torch/types.h>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/checksum.h"

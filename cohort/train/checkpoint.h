@@ -4,11 +4,10 @@
 // that
 //          file's SHA-256, so that a save cut short leaves the previous checkpoint.
 #pragma once
-#include <torch/nn/module.h>
-
 #include <cstdint>
 #include <map>
 #include <string>
+#include <torch/nn/module.h>
 
 namespace cohort::train {
 

@@ -1,13 +1,12 @@
 #include "cohort/train/history.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <cerrno>
 #include <cmath>
+#include <fcntl.h>
 #include <nlohmann/json.hpp>
+#include <sys/stat.h>
 #include <system_error>
+#include <unistd.h>
 
 #include "cohort/base/error.h"
 

@@ -1,10 +1,9 @@
 #include "cohort/train/progress.h"
 
-#include <sys/ioctl.h>
-
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
+#include <sys/ioctl.h>
 
 #include "cohort/base/env.h"
 

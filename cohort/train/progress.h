@@ -3,13 +3,12 @@
 //   epoch 3 [===>       ] 120/400  loss 3.412  lr 2.1e-04  8,115 tok/s  01:12 left
 //   2 ranks: rank 0 [============] 4,060 | rank 1 [===========>] 4,055 tok/s
 #pragma once
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 namespace cohort::train {

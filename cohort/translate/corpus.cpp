@@ -1,15 +1,15 @@
 #include "cohort/translate/corpus.h"
 
-#include <torch/types.h>
-
 #include <algorithm>
+#include <torch/types.h>
 
 namespace cohort::translate {
 
 std::vector<data::PairLength> Corpus::lengths() const {
   std::vector<data::PairLength> lengths(source.size());
   for (size_t i = 0; i < lengths.size(); ++i) {
-    lengths[i] = {static_cast<int32_t>(source[i].size()) + 1, static_cast<int32_t>(target[i].size()) + 1};
+    lengths[i] = {static_cast<int32_t>(source[i].size()) + 1,
+                  static_cast<int32_t>(target[i].size()) + 1};
   }
   return lengths;
 }
@@ -35,8 +35,10 @@ nmt::Batch make_batch(const Corpus& corpus, std::span<const int64_t> indices) {
   int64_t source_width = 1;
   int64_t target_width = 1;
   for (int64_t i : indices) {
-    source_width = std::max(source_width, static_cast<int64_t>(corpus.source[static_cast<size_t>(i)].size()) + 1);
-    target_width = std::max(target_width, static_cast<int64_t>(corpus.target[static_cast<size_t>(i)].size()) + 1);
+    source_width = std::max(source_width,
+                            static_cast<int64_t>(corpus.source[static_cast<size_t>(i)].size()) + 1);
+    target_width = std::max(target_width,
+                            static_cast<int64_t>(corpus.target[static_cast<size_t>(i)].size()) + 1);
   }
   nmt::Batch batch;
   batch.source_BS = at::full({rows, source_width}, text::kPadId, at::kLong);

@@ -1,8 +1,7 @@
 #include "cohort/translate/evaluation.h"
 
-#include <torch/types.h>
-
 #include <nlohmann/json.hpp>
+#include <torch/types.h>
 
 #include "cohort/base/error.h"
 
@@ -17,8 +16,8 @@ std::vector<std::string> collect(const std::vector<int64_t>& numbers,
                                  comm::ProcessGroup& group) {
   nlohmann::json mine = nlohmann::json::array();
   for (size_t i = 0; i < numbers.size(); ++i) mine.push_back({numbers[i], translations[i]});
-  const auto all = group.all_gather_text(
-      mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  const auto all =
+      group.all_gather_text(mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
   std::vector<std::string> ordered;
   if (group.rank() != 0) return ordered;
   ordered.resize(total);
@@ -40,8 +39,8 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   const at::NoGradGuard no_grad;
   const bool was_training = model->is_training();
   model->eval();
-  const auto plan = data::plan_eval_batches(corpus.lengths(), options.mini_batch_words, group.rank(),
-                                            group.size());
+  const auto plan = data::plan_eval_batches(corpus.lengths(), options.mini_batch_words,
+                                            group.rank(), group.size());
   double nll_sum = 0;
   int64_t num_tokens = 0;
   text::BleuStats stats;
@@ -58,7 +57,8 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
       const auto index = static_cast<size_t>(indices[row]);
       translations.push_back(target.decode(results[row]));
       numbers.push_back(indices[row]);
-      stats += text::bleu_statistics(translations.back(), std::span(&references[index], 1), options.bleu);
+      stats += text::bleu_statistics(translations.back(), std::span(&references[index], 1),
+                                     options.bleu);
     }
   }
   model->train(was_training);
@@ -87,7 +87,8 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
 
 std::vector<std::string> translate_all(nmt::Transformer& model,
                                        const std::vector<std::vector<int32_t>>& sources,
-                                       const text::Tokenizer& target, const EvaluationOptions& options) {
+                                       const text::Tokenizer& target,
+                                       const EvaluationOptions& options) {
   Corpus corpus;
   corpus.source = sources;
   corpus.target.resize(sources.size());

@@ -35,6 +35,7 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
 /// Greedy translations of `sources` (ids without end mark), in order. Local.
 std::vector<std::string> translate_all(nmt::Transformer& model,
                                        const std::vector<std::vector<int32_t>>& sources,
-                                       const text::Tokenizer& target, const EvaluationOptions& options);
+                                       const text::Tokenizer& target,
+                                       const EvaluationOptions& options);
 
 }  // namespace cohort::translate

@@ -45,7 +45,8 @@ void visit_fields(Options& model, Visit visit) {
 
 }  // namespace
 
-std::vector<fs::path> vocab_files(const std::string& model_dir, const std::vector<fs::path>& vocabs) {
+std::vector<fs::path> vocab_files(const std::string& model_dir,
+                                  const std::vector<fs::path>& vocabs) {
   if (vocabs.size() == 2) return vocabs;
   if (!vocabs.empty()) {
     throw ConfigError("--vocabs: expected two files, source and target, got " +
@@ -56,7 +57,8 @@ std::vector<fs::path> vocab_files(const std::string& model_dir, const std::vecto
 
 Tokenizers make_tokenizers(const std::vector<fs::path>& files, const text::ParallelText& text,
                            const nmt::TransformerOptions& model, comm::ProcessGroup& group) {
-  const auto make = [](const fs::path& file, const std::vector<std::string>& sentences, int64_t pieces) {
+  const auto make = [](const fs::path& file, const std::vector<std::string>& sentences,
+                       int64_t pieces) {
     if (fs::exists(file)) return;
     text::train_tokenizer(sentences, file,
                           {.vocab_size = static_cast<int32_t>(pieces),
@@ -85,7 +87,8 @@ nmt::TransformerOptions model_of(const train::Facts& facts) {
   nmt::TransformerOptions model;
   visit_fields(model, [&]<class T>(const char* name, T& value) {
     const auto found = facts.find(std::string("model.") + name);
-    if (found == facts.end()) throw ConfigError(std::string("manifest.json has no fact model.") + name);
+    if (found == facts.end())
+      throw ConfigError(std::string("manifest.json has no fact model.") + name);
     try {
       if constexpr (std::is_same_v<T, double>) {
         value = std::stod(found->second);

@@ -22,10 +22,11 @@ struct Tokenizers {
 std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
                                                const std::vector<std::filesystem::path>& vocabs);
 
-/// Loads both tokenizers; rank 0 first trains one whose file is absent, on its side of `text`, with full
-/// character coverage for a source and 0.9995 for a target with Chinese characters.
+/// Loads both tokenizers; rank 0 first trains one whose file is absent, on its side of `text`, with
+/// full character coverage for a source and 0.9995 for a target with Chinese characters.
 /// Collective; blocks while rank 0 trains.
-/// Errors: ConfigError, also if a file that was there has another number of pieces than the model asks for.
+/// Errors: ConfigError, also if a file that was there has another number of pieces than the model
+/// asks for.
 Tokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
                            const text::ParallelText& text, const nmt::TransformerOptions& model,
                            comm::ProcessGroup& group);

@@ -1,12 +1,11 @@
 #include "cohort/translate/training.h"
 
-#include <torch/types.h>
-
 #include <chrono>
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <torch/types.h>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/error.h"
@@ -32,7 +31,8 @@ double seconds_since(Clock::time_point start) {
 
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model) {
   std::vector<std::pair<std::string, at::Tensor>> parameters;
-  for (const auto& item : model.named_parameters()) parameters.emplace_back(item.key(), item.value());
+  for (const auto& item : model.named_parameters())
+    parameters.emplace_back(item.key(), item.value());
   return parameters;
 }
 
@@ -50,14 +50,16 @@ void prepare_folder(const TrainingOptions& options) {
                         " already holds a run: name another folder, or pass --overwrite");
     }
     fs::remove(folder / "history.jsonl");
-    for (const char* made : {"best", "source.spm", "target.spm", "result-dev.txt"}) fs::remove_all(folder / made);
+    for (const char* made : {"best", "source.spm", "target.spm", "result-dev.txt"})
+      fs::remove_all(folder / made);
   }
 }
 
 // One run's state on one rank; `train` below is its outline.
 class Run {
  public:
-  Run(const TrainingOptions& options, comm::ProcessGroup& group);
+  Run(const TrainingOptions& options, const text::ParallelText& train_text,
+      text::ParallelText valid_text, comm::ProcessGroup& group);
   TrainingResult loop();
 
  private:
@@ -70,7 +72,7 @@ class Run {
     if (stop_reason_.empty()) stop_reason_ = reason;
   }
   Log make_log() const;
-  void report_start(const text::ParallelText& train_text, const text::ParallelText& valid_text) const;
+  void report_start(const text::ParallelText& train_text) const;
   void write_config() const;
   void write_translations(const std::vector<std::string>& translations) const;
 
@@ -105,31 +107,33 @@ Log Run::make_log() const {
               .file = options_.model_dir + "/logs/rank" + std::to_string(group_.rank()) + ".log"});
 }
 
-Run::Run(const TrainingOptions& options, comm::ProcessGroup& group)
+Run::Run(const TrainingOptions& options, const text::ParallelText& train_text,
+         text::ParallelText valid_text, comm::ProcessGroup& group)
     : options_(options),
       group_(group),
       log_(make_log()),
-      schedule_{.factor = options.noam_factor, .width = options.model.dim_emb, .warmup = options.lr_warmup},
+      valid_text_(std::move(valid_text)),
+      schedule_{.factor = options.noam_factor,
+                .width = options.model.dim_emb,
+                .warmup = options.lr_warmup},
       early_stopping_({.patience = options.early_stopping, .better = train::Better::kHigher}) {
-  if (group.rank() == 0) prepare_folder(options);
-  group.barrier("run folder");
-  const auto train_text = text::read_parallel_text(options.train_sets);
-  valid_text_ = text::read_parallel_text(options.valid_sets);
-  tokenizers_ = make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text, options.model, group);
+  tokenizers_ = make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text,
+                                options.model, group);
   train_ = tokenize(train_text, tokenizers_->source, tokenizers_->target, options.max_length);
   valid_ = tokenize(valid_text_, tokenizers_->source, tokenizers_->target, /*max_length=*/0);
   model_ = nmt::Transformer(options.model, options.precision);
   model_->initialise(options.seed);
-  ddp_.emplace(model_, group, parallel::DistributedDataParallelOptions{.gradient_as_bucket_view = true});
+  ddp_.emplace(model_, group,
+               parallel::DistributedDataParallelOptions{.gradient_as_bucket_view = true});
   adam_.emplace(named_parameters(*model_));
   if (group.rank() == 0) {
     write_config();
     history_.emplace(options.model_dir + "/history.jsonl");
   }
-  report_start(train_text, valid_text_);
+  report_start(train_text);
 }
 
-void Run::report_start(const text::ParallelText& train_text, const text::ParallelText& valid_text) const {
+void Run::report_start(const text::ParallelText& train_text) const {
   log_.info("start", {{"ranks", group_.size()},
                       {"found_by", group_.place().source},
                       {"threads_per_rank", at::get_num_threads()},
@@ -139,7 +143,7 @@ void Run::report_start(const text::ParallelText& train_text, const text::Paralle
                      {"dropped_empty", train_text.num_dropped_empty},
                      {"dropped_long", train_.num_dropped_long},
                      {"valid_pairs", valid_.size()},
-                     {"valid_dropped_empty", valid_text.num_dropped_empty}});
+                     {"valid_dropped_empty", valid_text_.num_dropped_empty}});
 }
 
 void Run::write_config() const {
@@ -195,7 +199,8 @@ void Run::train_epoch(int64_t epoch) {
                                        epoch);
   if (epoch == 0) {
     log_.info("batches", {{"updates_per_epoch", (static_cast<int64_t>(plan.batches.size()) +
-                                                 options_.optimizer_delay - 1) / options_.optimizer_delay},
+                                                 options_.optimizer_delay - 1) /
+                                                    options_.optimizer_delay},
                           {"padding_share", plan.padding_share},
                           {"dropped", plan.num_dropped}});
   }
@@ -226,9 +231,11 @@ void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
   for (const auto& batch : batches) own_tokens += batch.num_target_tokens;
   const int64_t tokens = group_.all_reduce_sum(own_tokens);
   // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
-  const at::Tensor weight = at::scalar_tensor(static_cast<double>(world) / static_cast<double>(tokens));
-  model_->set_dropout_stream({.seed = options_.seed * 1000003 + static_cast<uint64_t>(group_.rank()),
-                              .call = static_cast<uint64_t>(updates_) << 20});
+  const at::Tensor weight =
+      at::scalar_tensor(static_cast<double>(world) / static_cast<double>(tokens));
+  model_->set_dropout_stream(
+      {.seed = options_.seed * 1000003 + static_cast<uint64_t>(group_.rank()),
+       .call = static_cast<uint64_t>(updates_) << 20});
   double nll_sum = 0;
   for (size_t i = 0; i < batches.size(); ++i) {
     const auto run = [&] {
@@ -255,13 +262,15 @@ void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
   at::Tensor facts = at::zeros({2 + world}, at::kDouble);
   double* fact = facts.data_ptr<double>();
   fact[0] = nll_sum;
-  const bool time_is_up = options_.time_limit_min > 0 && seconds_since(start_) > 60 * options_.time_limit_min;
+  const bool time_is_up =
+      options_.time_limit_min > 0 && seconds_since(start_) > 60 * options_.time_limit_min;
   fact[1] = group_.rank() == 0 && time_is_up ? 1 : 0;
   fact[2 + group_.rank()] = static_cast<double>(own_tokens) / seconds;
   group_.all_reduce(facts);
   const double loss = fact[0] / static_cast<double>(tokens);
-  TORCH_CHECK(std::isfinite(loss) && std::isfinite(norm), "update ", updates_, ": the loss is ", loss,
-              " and the gradient norm ", norm, ": expected finite numbers (a lower learning rate may help)");
+  TORCH_CHECK(std::isfinite(loss) && std::isfinite(norm), "update ", updates_, ": the loss is ",
+              loss, " and the gradient norm ", norm,
+              ": expected finite numbers (a lower learning rate may help)");
   loss_sum_ += fact[0];
   token_sum_ += tokens;
   train_seconds_ += seconds_since(start);
@@ -287,12 +296,13 @@ void Run::validate() {
   loss_sum_ = 0;
   token_sum_ = 0;
   train_seconds_ = 0;
-  const Evaluation evaluation = evaluate(model_, valid_, valid_text_.target, tokenizers_->target, group_,
-                                         options_.evaluation);
+  const Evaluation evaluation = evaluate(model_, valid_, valid_text_.target, tokenizers_->target,
+                                         group_, options_.evaluation);
   const double bleu = evaluation.bleu.score;
   // Every rank holds the same score, but the decision is rank 0's alone.
   const bool improved = early_stopping_.update(bleu);
-  const bool stop = group_.broadcast_text(early_stopping_.should_stop() ? "stop" : "go on") == "stop";
+  const bool stop =
+      group_.broadcast_text(early_stopping_.should_stop() ? "stop" : "go on") == "stop";
   if (stop) {
     decide_to_stop("no better BLEU in " + std::to_string(options_.early_stopping) + " validations");
   }
@@ -333,7 +343,8 @@ void Run::validate() {
 void Run::write_translations(const std::vector<std::string>& translations) const {
   write_atomically(options_.model_dir + "/result-dev.txt", [&](FileWriter& file) {
     for (size_t i = 0; i < translations.size(); ++i) {
-      file.write("S " + valid_text_.source[i] + "\nH " + translations[i] + "\nR " + valid_text_.target[i] + "\n\n");
+      file.write("S " + valid_text_.source[i] + "\nH " + translations[i] + "\nR " +
+                 valid_text_.target[i] + "\n\n");
     }
   });
 }
@@ -341,7 +352,12 @@ void Run::write_translations(const std::vector<std::string>& translations) const
 }  // namespace
 
 TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) {
-  return Run(options, group).loop();
+  // Bad text is found before anything is written.
+  const auto train_text = text::read_parallel_text(options.train_sets);
+  auto valid_text = text::read_parallel_text(options.valid_sets);
+  if (group.rank() == 0) prepare_folder(options);
+  group.barrier("run folder");
+  return Run(options, train_text, std::move(valid_text), group).loop();
 }
 
 }  // namespace cohort::translate

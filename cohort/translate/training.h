@@ -15,9 +15,10 @@ namespace cohort::translate {
 struct TrainingOptions {
   std::vector<std::filesystem::path> train_sets;  ///< One or two files, see read_parallel_text.
   std::vector<std::filesystem::path> valid_sets;  ///< Likewise.
-  std::vector<std::filesystem::path> vocabs;      ///< Two .spm files; made if absent; empty: in model_dir.
-  std::string model_dir;                          ///< The run's folder.
-  bool overwrite = false;                         ///< An earlier run in model_dir may be replaced.
+  std::vector<std::filesystem::path>
+      vocabs;              ///< Two .spm files; made if absent; empty: in model_dir.
+  std::string model_dir;   ///< The run's folder.
+  bool overwrite = false;  ///< An earlier run in model_dir may be replaced.
 
   nmt::TransformerOptions model;
   nmt::Precision precision = nmt::Precision::kFloat32;
@@ -28,15 +29,16 @@ struct TrainingOptions {
   int64_t max_length = 100;      ///< Training pairs with more tokens on a side are dropped.
   int64_t optimizer_delay = 1;   ///< Batches per update and rank.
 
-  double noam_factor = 1;     ///< Factor of the Noam schedule.
-  int64_t lr_warmup = 4000;   ///< Updates of linear rise.
-  double clip_norm = 1;       ///< Largest global gradient norm; 0: no clipping.
-  uint64_t seed = 1;          ///< Of parameters, data order and dropout.
+  double noam_factor = 1;    ///< Factor of the Noam schedule.
+  int64_t lr_warmup = 4000;  ///< Updates of linear rise.
+  double clip_norm = 1;      ///< Largest global gradient norm; 0: no clipping.
+  uint64_t seed = 1;         ///< Of parameters, data order and dropout.
 
-  int64_t after_epochs = 0;      ///< Stop after so many; 0: no limit.
-  int64_t after_batches = 0;     ///< Stop after so many updates; 0: no limit.
-  double time_limit_min = 0;     ///< Stop after so many minutes of training and validation; 0: no limit.
-  int64_t early_stopping = 10;   ///< Stop after so many validations without a better BLEU; 0: never.
+  int64_t after_epochs = 0;   ///< Stop after so many; 0: no limit.
+  int64_t after_batches = 0;  ///< Stop after so many updates; 0: no limit.
+  double time_limit_min =
+      0;  ///< Stop after so many minutes of training and validation; 0: no limit.
+  int64_t early_stopping = 10;  ///< Stop after so many validations without a better BLEU; 0: never.
   int64_t valid_freq_epochs = 1;   ///< Validate every so many epochs (0: not) ...
   int64_t valid_freq_updates = 0;  ///< ... and every so many updates (0: not).
   EvaluationOptions evaluation;
@@ -51,8 +53,9 @@ struct TrainingResult {
   double best_loss = 0;
 };
 
-/// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm (unless `vocabs`
-/// names them), history.jsonl, best/ (the checkpoint with the best BLEU) and result-dev.txt.
+/// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm
+/// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint with the best BLEU) and
+/// result-dev.txt.
 ///
 /// Collective; blocks until the run ends; every rank stops at the same update for the same reason.
 /// The gradient of an update is that of the mean loss over all its target tokens on all ranks.

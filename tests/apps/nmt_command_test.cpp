@@ -1,15 +1,14 @@
 // The translator's commands as a user runs them: real processes, real files.
-#include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <signal.h>
 #include <sstream>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 #include "cohort/base/checksum.h"
 
@@ -22,13 +21,16 @@ struct Ended {
   std::string output;  // stdout and stderr
 };
 
-std::string bin(const std::string& program) { return std::string(std::getenv("COHORT_BIN")) + "/" + program; }
+std::string bin(const std::string& program) {
+  return std::string(std::getenv("COHORT_BIN")) + "/" + program;
+}
 
 Ended shell(const std::string& command) {
   Ended ended;
   FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
   char buffer[4096];
-  while (const size_t count = fread(buffer, 1, sizeof buffer, pipe)) ended.output.append(buffer, count);
+  while (const size_t count = fread(buffer, 1, sizeof buffer, pipe))
+    ended.output.append(buffer, count);
   const int status = pclose(pipe);
   ended.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
   return ended;
@@ -46,14 +48,16 @@ class NmtCommandTest : public testing::Test {
     fs::remove_all(folder_);
     fs::create_directories(folder_);
     // A made-up language: words are spelt backwards, so there is something to learn.
-    const std::vector<std::string> words = {"red", "green", "blue", "one", "two", "three", "cat", "dog", "sun", "moon"};
+    const std::vector<std::string> words = {"red",   "green", "blue", "one", "two",
+                                            "three", "cat",   "dog",  "sun", "moon"};
     for (const auto& [name, count] : {std::pair{"train", 300}, {"valid", 40}}) {
       std::ofstream en(folder_ / (name + std::string(".en")));
       std::ofstream xx(folder_ / (name + std::string(".xx")));
       for (int i = 0; i < count; ++i) {
         std::string source, target;
         for (int k = 0; k <= i % 5; ++k) {
-          const std::string& word = words[static_cast<size_t>(i * 7 + k * (3 + i / 10)) % words.size()];
+          const std::string& word =
+              words[static_cast<size_t>(i * 7 + k * (3 + i / 10)) % words.size()];
           source += (k ? " " : "") + word;
           target += (k ? " " : "") + std::string(word.rbegin(), word.rend());
         }
@@ -69,15 +73,18 @@ class NmtCommandTest : public testing::Test {
   std::string train_flags(const std::string& model_dir) const {
     return "train --train-sets " + path("train.en") + " " + path("train.xx") + " --valid-sets " +
            path("valid.en") + " " + path("valid.xx") + " --model-dir " + path(model_dir) +
-           " --preset tiny --dim-emb 32 --transformer-dim-ffn 64 --enc-depth 1 --dec-depth 1 --dim-vocabs 60 60" +
+           " --preset tiny --dim-emb 32 --transformer-dim-ffn 64 --enc-depth 1 --dec-depth 1 "
+           "--dim-vocabs 60 60" +
            " --mini-batch 16 --lr-warmup 20 --learn-rate 5e-3 --tokenize 13a --quiet ";
   }
-  std::string on_ranks(int count, const std::string& flags, const std::string& run_flags = "") const {
-    return bin("cohort") + " run --nproc-per-node " + std::to_string(count) + " " + run_flags + " -- " +
-           bin("cohort-nmt") + " " + flags;
+  std::string on_ranks(int count, const std::string& flags,
+                       const std::string& run_flags = "") const {
+    return bin("cohort") + " run --nproc-per-node " + std::to_string(count) + " " + run_flags +
+           " -- " + bin("cohort-nmt") + " " + flags;
   }
   // The command must end with code 2 and one line that contains `text`.
-  void expect_refused(const std::string& flags, const std::string& text, const std::string& environment = "") const {
+  void expect_refused(const std::string& flags, const std::string& text,
+                      const std::string& environment = "") const {
     const Ended ended = shell("env " + environment + " " + bin("cohort-nmt") + " " + flags);
     EXPECT_EQ(ended.code, 2) << ended.output;
     EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output << "expected: " << text;
@@ -106,16 +113,19 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
   }
   EXPECT_EQ(lines, 4);
 
-  const std::string evaluate = "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") + " " +
-                               path("valid.xx") + " --tokenize 13a --precision float32";
+  const std::string evaluate = "evaluate --model-dir " + path("a") + " --test-sets " +
+                               path("valid.en") + " " + path("valid.xx") +
+                               " --tokenize 13a --precision float32";
   const Ended one = shell(bin("cohort-nmt") + " " + evaluate + " --output " + path("one.txt"));
   const Ended two = shell(on_ranks(2, evaluate));
   ASSERT_EQ(one.code, 0) << one.output;
   const auto bleu_line = [](const std::string& text) { return text.substr(text.find("BLEU|")); };
   EXPECT_EQ(bleu_line(one.output), bleu_line(two.output));
 
-  const Ended translated = shell(bin("cohort-nmt") + " translate --precision float32 --model-dir " + path("a") +
-                                 " < " + path("valid.en"));
+  EXPECT_NE(one.output.find("copying the source would score "), std::string::npos);
+
+  const Ended translated = shell(bin("cohort-nmt") + " translate --precision float32 --model-dir " +
+                                 path("a") + " < " + path("valid.en"));
   EXPECT_EQ(translated.code, 0);
   EXPECT_EQ(translated.output, contents(path("one.txt"))) << "in order, the same as evaluate";
 }
@@ -125,8 +135,8 @@ TEST_F(NmtCommandTest, ReadsTsvAndJson) {
   std::ofstream(path("pairs.json")) << R"([["red cat", "der tac"], ["", "x"], ["blue", "eulb"]])";
   std::string rest = train_flags("c").substr(train_flags("c").find(" --model-dir"));
   rest.replace(rest.find("60 60"), 5, "18 18");
-  const Ended ended = shell(bin("cohort-nmt") + " train --train-sets " + path("pairs.json") + " --valid-sets " +
-                            path("pairs.tsv") + rest + "--after-epochs 1");
+  const Ended ended = shell(bin("cohort-nmt") + " train --train-sets " + path("pairs.json") +
+                            " --valid-sets " + path("pairs.tsv") + rest + "--after-epochs 1");
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("train_pairs=2 dropped_empty=1"), std::string::npos) << ended.output;
 }
@@ -142,24 +152,29 @@ TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
   std::ofstream(path("broken.en")) << "fine\n\xff\xfe\n";
   std::ofstream(path("broken.xx")) << "a\nb\n";
   expect_refused(with(path("train.xx"), path("short.xx")), "300");
-  expect_refused(with(path("train.en") + " " + path("train.xx"), path("broken.en") + " " + path("broken.xx")),
-                 "broken.en");
+  expect_refused(
+      with(path("train.en") + " " + path("train.xx"), path("broken.en") + " " + path("broken.xx")),
+      "broken.en");
   expect_refused(with(path("train.en"), path("missing.en")), "missing.en");
   expect_refused(with("--dim-vocabs 60 60", "--dim-vocabs 6000 6000"), "6000");
   expect_refused(flags + "--no-such-flag", "--no-such-flag");
-  expect_refused(flags + "--precision float8", "--precision float8: expected auto, bfloat16 or float32");
+  expect_refused(flags + "--precision float8",
+                 "--precision float8: expected auto, bfloat16 or float32");
   expect_refused(flags + "--valid-freq 3", "--valid-freq 3");
   expect_refused(flags, "RANK is set but WORLD_SIZE is not", "RANK=0");
-  expect_refused("evaluate --model-dir " + path("nowhere") + " --test-sets " + path("valid.en") + " " +
-                     path("valid.xx"), "nowhere/best/manifest.json: no checkpoint here");
-  EXPECT_FALSE(fs::exists(path("bad/source.spm"))) << "nothing half-written";
-  EXPECT_FALSE(fs::exists(path("bad/best")));
+  expect_refused("evaluate --model-dir " + path("nowhere") + " --test-sets " + path("valid.en") +
+                     " " + path("valid.xx"),
+                 "nowhere/best/manifest.json: no checkpoint here");
+  for (const char* made : {"bad/source.spm", "bad/best", "bad/history.jsonl", "bad/config.json"}) {
+    EXPECT_FALSE(fs::exists(path(made))) << "nothing half-written, but there is " << made;
+  }
 }
 
 TEST_F(NmtCommandTest, AnEarlierRunIsNotOverwritten) {
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1").code, 0);
   expect_refused(train_flags("d") + "--after-epochs 1", "already holds a run");
-  EXPECT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1 --overwrite").code, 0);
+  EXPECT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1 --overwrite").code,
+            0);
 }
 
 TEST_F(NmtCommandTest, TheSizeOfTheBaseModelIsPrinted) {
@@ -177,7 +192,8 @@ std::vector<std::pair<pid_t, std::string>> workers_of(const std::string& log_dir
     const std::string environment = contents(entry.path() / "environ");
     if (environment.find("COHORT_LOG_DIR=" + log_dir) == std::string::npos) continue;
     const size_t at = environment.find(std::string("\0RANK=", 6));
-    found.emplace_back(std::stoi(name), at == std::string::npos ? "" : environment.substr(at + 6, 1));
+    found.emplace_back(std::stoi(name),
+                       at == std::string::npos ? "" : environment.substr(at + 6, 1));
   }
   return found;
 }
@@ -186,9 +202,11 @@ TEST_F(NmtCommandTest, AKilledRankEndsTheRunByName) {
   Ended ended;
   std::chrono::steady_clock::time_point killed;
   std::thread run([&] {
-    ended = shell(on_ranks(3, train_flags("e") + "--after-epochs 100000 --early-stopping 0", "--log-dir " + path("logs")));
+    ended = shell(on_ranks(3, train_flags("e") + "--after-epochs 100000 --early-stopping 0",
+                           "--log-dir " + path("logs")));
   });
-  while (contents(path("e/history.jsonl")).empty()) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  while (contents(path("e/history.jsonl")).empty())
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
   pid_t victim = 0;
   for (const auto& [pid, rank] : workers_of(path("logs"))) {
     if (rank == "1") victim = pid;

@@ -1,12 +1,12 @@
 #include "cohort/base/atomic_file.h"
 
 #include <gtest/gtest.h>
-#include <sys/stat.h>
-
 #include <iterator>
 #include <stdexcept>
+#include <sys/stat.h>
 
 #include "cohort/base/error.h"
+
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "cohort/base/error.h"
+
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {

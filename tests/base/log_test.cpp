@@ -1,13 +1,13 @@
 #include "cohort/base/log.h"
 
 #include <gtest/gtest.h>
-
 #include <regex>
 #include <sstream>
 #include <thread>
 #include <vector>
 
 #include "cohort/base/error.h"
+
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {

@@ -1,17 +1,17 @@
 #include "cohort/base/safetensors.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
+#include <gtest/gtest.h>
 #include <numeric>
 #include <random>
 #include <tuple>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {

@@ -1,8 +1,7 @@
 #include "cohort/comm/place.h"
 
-#include <gtest/gtest.h>
-
 #include <cstdlib>
+#include <gtest/gtest.h>
 #include <map>
 
 #include "cohort/base/error.h"
@@ -22,14 +21,29 @@ class Environment {
   }
 
  private:
-  static constexpr const char* kNames[] = {
-      "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COHORT_STORE_FD",
-      "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-      "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODELIST", "SLURM_NNODES", "PADDLE_TRAINER_ID",
-      "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS"};
+  static constexpr const char* kNames[] = {"RANK",
+                                           "WORLD_SIZE",
+                                           "LOCAL_RANK",
+                                           "LOCAL_WORLD_SIZE",
+                                           "MASTER_ADDR",
+                                           "MASTER_PORT",
+                                           "COHORT_STORE_FD",
+                                           "OMPI_COMM_WORLD_RANK",
+                                           "OMPI_COMM_WORLD_SIZE",
+                                           "OMPI_COMM_WORLD_LOCAL_RANK",
+                                           "OMPI_COMM_WORLD_LOCAL_SIZE",
+                                           "SLURM_PROCID",
+                                           "SLURM_NTASKS",
+                                           "SLURM_LOCALID",
+                                           "SLURM_NODELIST",
+                                           "SLURM_NNODES",
+                                           "PADDLE_TRAINER_ID",
+                                           "PADDLE_TRAINERS_NUM",
+                                           "PADDLE_TRAINER_ENDPOINTS"};
 };
 
-std::string error_of(const std::map<std::string, std::string>& variables, const PlaceOptions& options = {}) {
+std::string error_of(const std::map<std::string, std::string>& variables,
+                     const PlaceOptions& options = {}) {
   const Environment environment(variables);
   try {
     discover_place(options);
@@ -47,8 +61,12 @@ TEST(PlaceTest, NothingSetIsOneProcessAndSaysSo) {
 }
 
 TEST(PlaceTest, ReadsTorchrun) {
-  const Environment environment({{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"},
-                                 {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}});
+  const Environment environment({{"RANK", "3"},
+                                 {"WORLD_SIZE", "4"},
+                                 {"LOCAL_RANK", "1"},
+                                 {"LOCAL_WORLD_SIZE", "2"},
+                                 {"MASTER_ADDR", "h"},
+                                 {"MASTER_PORT", "5"}});
   const Place place = discover_place();
   EXPECT_EQ(place.rank, 3);
   EXPECT_EQ(place.world_size, 4);
@@ -59,15 +77,21 @@ TEST(PlaceTest, ReadsTorchrun) {
 }
 
 TEST(PlaceTest, ReadsOpenMpi) {
-  const Environment environment({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"},
-                                 {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
-                                 {"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}});
+  const Environment environment({{"OMPI_COMM_WORLD_RANK", "1"},
+                                 {"OMPI_COMM_WORLD_SIZE", "2"},
+                                 {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                                 {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
+                                 {"MASTER_ADDR", "h"},
+                                 {"MASTER_PORT", "5"}});
   EXPECT_EQ(discover_place().rank, 1);
 }
 
 TEST(PlaceTest, ReadsSlurmAndItsNodeList) {
-  const Environment environment({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "1"},
-                                 {"SLURM_NNODES", "2"}, {"SLURM_NODELIST", "gpu[07-09,12],x"},
+  const Environment environment({{"SLURM_PROCID", "3"},
+                                 {"SLURM_NTASKS", "4"},
+                                 {"SLURM_LOCALID", "1"},
+                                 {"SLURM_NNODES", "2"},
+                                 {"SLURM_NODELIST", "gpu[07-09,12],x"},
                                  {"MASTER_PORT", "5"}});
   const Place place = discover_place();
   EXPECT_EQ(place.master_addr, "gpu07");
@@ -75,7 +99,8 @@ TEST(PlaceTest, ReadsSlurmAndItsNodeList) {
 }
 
 TEST(PlaceTest, ReadsPaddleAndCountsTheHostsOwnTrainers) {
-  const Environment environment({{"PADDLE_TRAINER_ID", "2"}, {"PADDLE_TRAINERS_NUM", "3"},
+  const Environment environment({{"PADDLE_TRAINER_ID", "2"},
+                                 {"PADDLE_TRAINERS_NUM", "3"},
                                  {"PADDLE_TRAINER_ENDPOINTS", "a:6170,b:6170,b:6171"}});
   const Place place = discover_place();
   EXPECT_EQ(place.master_addr, "a");
@@ -86,25 +111,29 @@ TEST(PlaceTest, ReadsPaddleAndCountsTheHostsOwnTrainers) {
 
 TEST(PlaceTest, NodeNumbersAndALocalRankGiveTheRank) {
   const Environment environment(std::map<std::string, std::string>{{"LOCAL_RANK", "2"}});
-  const Place place = discover_place({.rank = 1, .world_size = 3, .nproc_per_node = 4,
-                                      .master_addr = "h", .master_port = 5});
+  const Place place = discover_place(
+      {.rank = 1, .world_size = 3, .nproc_per_node = 4, .master_addr = "h", .master_port = 5});
   EXPECT_EQ(place.rank, 6);
   EXPECT_EQ(place.world_size, 12);
 }
 
 TEST(PlaceTest, HalfAContractNamesWhatIsMissing) {
-  EXPECT_EQ(error_of({{"RANK", "0"}}), "RANK is set but WORLD_SIZE is not: set all of them, or none");
-  EXPECT_EQ(error_of({{"WORLD_SIZE", "2"}}), "WORLD_SIZE is set but RANK is not: set all of them, or none");
+  EXPECT_EQ(error_of({{"RANK", "0"}}),
+            "RANK is set but WORLD_SIZE is not: set all of them, or none");
+  EXPECT_EQ(error_of({{"WORLD_SIZE", "2"}}),
+            "WORLD_SIZE is set but RANK is not: set all of them, or none");
   EXPECT_EQ(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "5"}}),
             "torchrun's environment is set but MASTER_ADDR is not: set all of them, or none");
-  EXPECT_NE(error_of({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}}).find("SLURM_LOCALID, SLURM_NODELIST"),
+  EXPECT_NE(error_of({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}})
+                .find("SLURM_LOCALID, SLURM_NODELIST"),
             std::string::npos);
 }
 
 TEST(PlaceTest, BadNumbersAreNamed) {
   EXPECT_EQ(error_of({{"RANK", "x"}, {"WORLD_SIZE", "2"}}),
             "RANK=x: expected an integer in [0, 1048576]");
-  EXPECT_NE(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of world size 2"), std::string::npos);
+  EXPECT_NE(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of world size 2"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/comm/listen.h"
+
 #include "tests/support/ranks.h"
 
 namespace cohort::comm {
@@ -47,11 +48,18 @@ TEST(ProcessGroupTest, APortInUseIsNamed) {
   const int fd = listen_on(0);
   const int port = port_of(fd);
   try {
-    ProcessGroup group({.rank = 0, .world_size = 2, .local_rank = 0, .local_world_size = 2,
-                        .master_addr = "127.0.0.1", .master_port = port, .store_fd = {}, .source = "test"});
+    ProcessGroup group({.rank = 0,
+                        .world_size = 2,
+                        .local_rank = 0,
+                        .local_world_size = 2,
+                        .master_addr = "127.0.0.1",
+                        .master_port = port,
+                        .store_fd = {},
+                        .source = "test"});
     FAIL();
   } catch (const ConfigError& error) {
-    EXPECT_EQ(one_line(error), "port " + std::to_string(port) + " cannot be listened on: Address already in use");
+    EXPECT_EQ(one_line(error),
+              "port " + std::to_string(port) + " cannot be listened on: Address already in use");
   }
   ::close(fd);
 }
@@ -62,12 +70,19 @@ TEST(ProcessGroupTest, AnUnreachableMasterIsNamedWithinTheTimeout) {
   ::close(fd);  // nobody listens there now
   const auto start = std::chrono::steady_clock::now();
   try {
-    ProcessGroup group({.rank = 1, .world_size = 2, .local_rank = 1, .local_world_size = 2,
-                        .master_addr = "127.0.0.1", .master_port = port, .store_fd = {}, .source = "test"},
+    ProcessGroup group({.rank = 1,
+                        .world_size = 2,
+                        .local_rank = 1,
+                        .local_world_size = 2,
+                        .master_addr = "127.0.0.1",
+                        .master_port = port,
+                        .store_fd = {},
+                        .source = "test"},
                        {.rendezvous_timeout = std::chrono::seconds(2)});
     FAIL();
   } catch (const PeerError& error) {
-    EXPECT_NE(one_line(error).find("rendezvous at 127.0.0.1:" + std::to_string(port)), std::string::npos)
+    EXPECT_NE(one_line(error).find("rendezvous at 127.0.0.1:" + std::to_string(port)),
+              std::string::npos)
         << one_line(error);
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
@@ -78,7 +93,8 @@ TEST(ProcessGroupTest, AHostNameThatDoesNotResolveIsNamed) {
     local_address_towards("no-such-host.invalid", 80);
     FAIL();
   } catch (const ConfigError& error) {
-    EXPECT_NE(one_line(error).find("MASTER_ADDR=no-such-host.invalid does not resolve"), std::string::npos);
+    EXPECT_NE(one_line(error).find("MASTER_ADDR=no-such-host.invalid does not resolve"),
+              std::string::npos);
   }
 }
 
@@ -98,13 +114,18 @@ void expect_survivors_name(int victim) {
     const auto& end = ends[static_cast<size_t>(rank)];
     EXPECT_EQ(end.exit_code, rank == victim ? 137 : 3) << end.output;
     if (rank == victim) continue;
-    EXPECT_NE(end.output.find("lost rank " + std::to_string(victim) + " in all_reduce #"), std::string::npos)
+    EXPECT_NE(end.output.find("lost rank " + std::to_string(victim) + " in all_reduce #"),
+              std::string::npos)
         << "rank " << rank << " wrote: " << end.output;
   }
 }
 
-TEST(ProcessGroupFaultTest, SurvivorsNameAKilledRank) { expect_survivors_name(1); }
-TEST(ProcessGroupFaultTest, SurvivorsNameAKilledStoreHost) { expect_survivors_name(0); }
+TEST(ProcessGroupFaultTest, SurvivorsNameAKilledRank) {
+  expect_survivors_name(1);
+}
+TEST(ProcessGroupFaultTest, SurvivorsNameAKilledStoreHost) {
+  expect_survivors_name(0);
+}
 
 }  // namespace
 }  // namespace cohort::comm

@@ -1,9 +1,8 @@
 #include "cohort/data/distributed_sampler.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <array>
+#include <gtest/gtest.h>
 #include <numeric>
 #include <set>
 

@@ -1,8 +1,7 @@
 #include "cohort/data/prefetch.h"
 
-#include <gtest/gtest.h>
-
 #include <atomic>
+#include <gtest/gtest.h>
 #include <latch>
 #include <memory>
 #include <stdexcept>

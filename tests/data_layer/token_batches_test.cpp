@@ -1,8 +1,7 @@
 #include "cohort/data/token_batches.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
+#include <gtest/gtest.h>
 #include <numeric>
 
 #include "cohort/base/error.h"

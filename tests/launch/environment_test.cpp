@@ -1,8 +1,7 @@
 #include "cohort/launch/environment.h"
 
-#include <gtest/gtest.h>
-
 #include <algorithm>
+#include <gtest/gtest.h>
 
 #include "cohort/base/error.h"
 

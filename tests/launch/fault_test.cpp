@@ -1,7 +1,6 @@
 // `cohort run` when workers fail, signals come, or the launcher itself is killed.
 #include <gtest/gtest.h>
 #include <signal.h>
-
 #include <sstream>
 
 #include "tests/launch/launch_harness.h"

@@ -1,8 +1,7 @@
 // Runs the real `cohort` program in tests: streams, signals, exit code.
 #pragma once
-#include <sys/types.h>
-
 #include <string>
+#include <sys/types.h>
 #include <vector>
 
 #include "cohort/launch/fd.h"

@@ -1,11 +1,11 @@
 #include "cohort/launch/report.h"
 
+#include <fstream>
 #include <gtest/gtest.h>
 #include <signal.h>
 
-#include <fstream>
-
 #include "cohort/launch/environment.h"
+
 #include "tests/launch/launch_harness.h"
 
 namespace cohort::launch {

@@ -50,7 +50,8 @@ TEST(FusedTest, SmoothedCrossEntropyEqualsAtens) {
   const at::Tensor logits = at::mm(plain_hidden, plain_weight.t());
   namespace F = torch::nn::functional;
   const auto options = F::CrossEntropyFuncOptions().reduction(torch::kSum);
-  const at::Tensor expected = F::cross_entropy(logits, labels, F::CrossEntropyFuncOptions(options).label_smoothing(0.1));
+  const at::Tensor expected =
+      F::cross_entropy(logits, labels, F::CrossEntropyFuncOptions(options).label_smoothing(0.1));
   (expected * 0.25).backward();
   // Sums of 1,500 losses near 5: 1500 terms x eps x 5.
   EXPECT_LE(difference(sums.loss, expected), 2e-12 * 1500 * 5);
@@ -110,7 +111,8 @@ TEST(FusedTest, SoftmaxWithDropoutPassesGradientsThroughTheSameMask) {
   DropoutStream none;
   const at::Tensor plain = scores.detach().clone().requires_grad_(true);
   const at::Tensor probs = masked_softmax(plain, lengths, false, 1, 0, none);
-  const at::Tensor mask = at::where(dropped != 0, dropped.detach() / probs.detach(), at::zeros_like(probs));
+  const at::Tensor mask =
+      at::where(dropped != 0, dropped.detach() / probs.detach(), at::zeros_like(probs));
   const at::Tensor weight = at::randn_like(dropped);
   (dropped * weight).sum().backward();
   (probs * mask * weight).sum().backward();

@@ -5,6 +5,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/nmt/greedy.h"
+
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
@@ -29,9 +30,11 @@ TEST(TransformerTest, PaddingChangesNothing) {
   Transformer model(test::tiny_options());
   model->to(at::kDouble);
   const auto sentences = test::make_sentences(6, 2);
-  const double together = std::get<0>(model->forward(test::make_test_batch(sentences))).item<double>();
+  const double together =
+      std::get<0>(model->forward(test::make_test_batch(sentences))).item<double>();
   double apart = 0;
-  for (const auto& s : sentences) apart += std::get<0>(model->forward(test::make_test_batch({s}))).item<double>();
+  for (const auto& s : sentences)
+    apart += std::get<0>(model->forward(test::make_test_batch({s}))).item<double>();
   EXPECT_NEAR(together, apart, 1e-11);
 }
 
@@ -42,11 +45,12 @@ TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
   model->to(at::kDouble);
   model->eval();
   const auto batch = test::make_test_batch(test::make_sentences(5, 3));
-  DecoderState state = model->begin_decoding(
-      model->encode(batch.source_BS, batch.source_lengths_B), batch.source_lengths_B);
+  DecoderState state = model->begin_decoding(model->encode(batch.source_BS, batch.source_lengths_B),
+                                             batch.source_lengths_B);
   double nll = 0;
   for (int64_t t = 0; t < batch.labels_BT.size(1); ++t) {
-    const at::Tensor scores = at::log_softmax(model->decode_step(batch.input_BT.select(1, t), state), 1);
+    const at::Tensor scores =
+        at::log_softmax(model->decode_step(batch.input_BT.select(1, t), state), 1);
     for (int64_t b = 0; b < batch.labels_BT.size(0); ++b) {
       const int64_t label = batch.labels_BT[b][t].item<int64_t>();
       if (label != 0) nll -= scores[b][label].item<double>();
@@ -64,7 +68,8 @@ TEST(TransformerTest, GreedyDoesNotDependOnTheBatch) {
   for (size_t i = 0; i < sentences.size(); ++i) {
     const auto one = test::make_test_batch({sentences[i]});
     EXPECT_EQ(greedy_search(model, one.source_BS, one.source_lengths_B)[0], together[i]) << i;
-    EXPECT_LE(together[i].size(), 3 * (sentences[i].source.size() + 1) + 10) << "the length is bounded";
+    EXPECT_LE(together[i].size(), 3 * (sentences[i].source.size() + 1) + 10)
+        << "the length is bounded";
   }
 }
 

@@ -1,9 +1,8 @@
 #include "cohort/optim/adam.h"
 
+#include <cmath>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-
-#include <cmath>
 
 #include "cohort/optim/noam.h"
 
@@ -15,7 +14,8 @@ TEST(AdamTest, FollowsLibtorchsAdam) {
   at::Tensor ours = at::randn({33, 7}, at::kDouble).requires_grad_(true);
   at::Tensor theirs = ours.detach().clone().requires_grad_(true);
   Adam adam({{"w", ours}});
-  torch::optim::Adam reference({theirs}, torch::optim::AdamOptions(0.01).betas({0.9, 0.98}).eps(1e-9));
+  torch::optim::Adam reference({theirs},
+                               torch::optim::AdamOptions(0.01).betas({0.9, 0.98}).eps(1e-9));
   for (int step = 0; step < 20; ++step) {
     const at::Tensor gradient = at::randn({33, 7}, at::kDouble);
     ours.mutable_grad() = gradient * 4;

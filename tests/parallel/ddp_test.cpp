@@ -1,9 +1,9 @@
-#include "cohort/parallel/distributed_data_parallel.h"
-
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include "cohort/optim/adam.h"
+#include "cohort/parallel/distributed_data_parallel.h"
+
 #include "tests/support/ranks.h"
 #include "tests/support/sentences.h"
 
@@ -31,7 +31,8 @@ Transformer make_model(at::ScalarType type) {
 }
 
 // Sentence i belongs to rank i % 5 % W: uneven numbers, uneven lengths, uneven padding.
-std::vector<test::Sentence> share(const std::vector<test::Sentence>& all, int rank, int world_size) {
+std::vector<test::Sentence> share(const std::vector<test::Sentence>& all, int rank,
+                                  int world_size) {
   std::vector<test::Sentence> mine;
   for (size_t i = 0; i < all.size(); ++i) {
     if (static_cast<int>(i % 5) % world_size == rank) mine.push_back(all[i]);
@@ -44,24 +45,29 @@ double relative_difference(const at::Tensor& a, const at::Tensor& b) {
   return (a - b).abs().max().item<double>() / std::max(scale, 1e-30);
 }
 
-// Trains `model` by DDP and, beside it, a copy on the union of the batches; compares after the first
-// backward and at the end.
+// Trains `model` by DDP and, beside it, a copy on the union of the batches; compares after the
+// first backward and at the end.
 void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, double gradient_bound,
-                                    double parameter_bound, int accumulation, bool bucket_views = true) {
+                                    double parameter_bound, int accumulation,
+                                    bool bucket_views = true) {
   Transformer model = make_model(type);
   Transformer reference = make_model(type);
   if (group.rank() != 0) model->initialise(99);  // the constructor of DDP must repair that
-  DistributedDataParallel<Transformer> ddp(model, group, {.bucket_cap_mb = 0.01, .gradient_as_bucket_view = bucket_views});
+  DistributedDataParallel<Transformer> ddp(
+      model, group, {.bucket_cap_mb = 0.01, .gradient_as_bucket_view = bucket_views});
   optim::Adam adam(named(*model));
   optim::Adam reference_adam(named(*reference));
   for (int step = 0; step < kSteps; ++step) {
     const auto all = test::make_sentences(11 * accumulation, static_cast<uint32_t>(step));
     const nmt::Batch whole = test::make_test_batch(all);
     const auto tokens = static_cast<double>(whole.num_target_tokens);
-    std::get<0>(reference->forward(whole)).backward(at::scalar_tensor(1 / tokens, at::TensorOptions().dtype(type)));
-    const at::Tensor weight = at::scalar_tensor(group.size() / tokens, at::TensorOptions().dtype(type));
+    std::get<0>(reference->forward(whole))
+        .backward(at::scalar_tensor(1 / tokens, at::TensorOptions().dtype(type)));
+    const at::Tensor weight =
+        at::scalar_tensor(group.size() / tokens, at::TensorOptions().dtype(type));
     for (int part = 0; part < accumulation; ++part) {
-      const std::vector<test::Sentence> some(all.begin() + 11 * part, all.begin() + 11 * (part + 1));
+      const std::vector<test::Sentence> some(all.begin() + 11 * part,
+                                             all.begin() + 11 * (part + 1));
       const nmt::Batch batch = test::make_test_batch(share(some, group.rank(), group.size()));
       const auto run = [&] { ddp.backward(std::get<0>(ddp(batch)), weight); };
       if (part + 1 < accumulation) {
@@ -74,7 +80,8 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
     const auto parameters = named(*model);
     const auto expected = named(*reference);
     for (size_t i = 0; step == 0 && i < parameters.size(); ++i) {
-      EXPECT_LE(relative_difference(parameters[i].second.grad(), expected[i].second.grad()), gradient_bound)
+      EXPECT_LE(relative_difference(parameters[i].second.grad(), expected[i].second.grad()),
+                gradient_bound)
           << parameters[i].first;
     }
     adam.step(kLearningRate);
@@ -85,19 +92,21 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
   const auto parameters = named(*model);
   const auto expected = named(*reference);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    EXPECT_LE((parameters[i].second - expected[i].second).abs().max().item<double>(), parameter_bound)
+    EXPECT_LE((parameters[i].second - expected[i].second).abs().max().item<double>(),
+              parameter_bound)
         << parameters[i].first;
   }
   EXPECT_GT(ddp.num_buckets(), 1) << "the bound of 0.01 MiB should cut several buckets";
 }
 
-// float64: a gradient is a sum of some 100 token terms in another order: 100 eps = 2.2e-14 of the largest
-// element. Adam divides a gradient by its own size, so a parameter moves by the rate times the relative
-// error of single gradient elements, which may be 1e-16 / 1e-7 for small ones: 10 steps x 1e-3 x 1e-9 = 1e-11.
+// float64: a gradient is a sum of some 100 token terms in another order: 100 eps = 2.2e-14 of the
+// largest element. Adam divides a gradient by its own size, so a parameter moves by the rate times
+// the relative error of single gradient elements, which may be 1e-16 / 1e-7 for small ones: 10
+// steps x 1e-3 x 1e-9 = 1e-11.
 constexpr double kGradientBound64 = 2.2e-14;
 constexpr double kParameterBound64 = 1e-11;
-// float32: the same 100 eps = 1.2e-5. An element whose gradient is only rounding noise may take another
-// sign, and then Adam moves it by up to twice the rate per step: 2 x 10 x 1e-3.
+// float32: the same 100 eps = 1.2e-5. An element whose gradient is only rounding noise may take
+// another sign, and then Adam moves it by up to twice the rate per step: 2 x 10 x 1e-3.
 constexpr double kGradientBound32 = 1.2e-5;
 constexpr double kParameterBound32 = 2e-2;
 
@@ -115,7 +124,8 @@ TEST(DdpTest, ThreeRanksEqualOneProcessInFloat64) {
 
 TEST(DdpTest, GradientsOutsideBucketsEqualOneProcessToo) {
   test::ranks(2, [](ProcessGroup& group) {
-    expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 2, /*bucket_views=*/false);
+    expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 2,
+                                   /*bucket_views=*/false);
   });
 }
 
@@ -183,7 +193,8 @@ TEST(DdpTest, DifferentModelsAreNamedOnEveryRank) {
   });
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 2);
-    EXPECT_NE(end.output.find("the models differ between ranks: rank 1 has parameter first.weight [9, 4]"),
+    EXPECT_NE(end.output.find(
+                  "the models differ between ranks: rank 1 has parameter first.weight [9, 4]"),
               std::string::npos)
         << end.output;
   }

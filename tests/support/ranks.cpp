@@ -1,14 +1,13 @@
 #include "tests/support/ranks.h"
 
+#include <array>
+#include <cstdlib>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <array>
-#include <cstdlib>
 
 #include "cohort/base/program.h"
 #include "cohort/comm/listen.h"
@@ -37,7 +36,8 @@ struct Child {
 
 Child start(int rank, int world_size, int port, int listen_fd) {
   const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-  const std::string filter = std::string("--gtest_filter=") + info->test_suite_name() + "." + info->name();
+  const std::string filter =
+      std::string("--gtest_filter=") + info->test_suite_name() + "." + info->name();
   std::vector<std::string> variables;
   for (char** v = environ; *v != nullptr; ++v) variables.emplace_back(*v);
   const auto set = [&](const std::string& name, int value) {
@@ -107,7 +107,8 @@ std::vector<RankEnd> run_ranks(int world_size, const std::function<void(comm::Pr
   const int listen_fd = comm::listen_on(0);
   const int port = comm::port_of(listen_fd);
   std::vector<Child> children;
-  for (int rank = 0; rank < world_size; ++rank) children.push_back(start(rank, world_size, port, listen_fd));
+  for (int rank = 0; rank < world_size; ++rank)
+    children.push_back(start(rank, world_size, port, listen_fd));
   ::close(listen_fd);
   std::vector<RankEnd> ends(children.size());
   drain(children, ends);

@@ -1,8 +1,7 @@
 // Made-up batches for tests of model and training: uneven lengths, the same on every rank.
 #pragma once
-#include <torch/types.h>
-
 #include <random>
+#include <torch/types.h>
 #include <vector>
 
 #include "cohort/nmt/transformer.h"
@@ -12,8 +11,15 @@ namespace cohort::test {
 inline constexpr int64_t kVocabulary = 40;
 
 inline nmt::TransformerOptions tiny_options() {
-  return {.dim_vocab_source = kVocabulary, .dim_vocab_target = kVocabulary, .dim_emb = 16, .heads = 2,
-          .enc_depth = 2, .dec_depth = 2, .dim_ffn = 32, .max_positions = 64, .dropout = 0};
+  return {.dim_vocab_source = kVocabulary,
+          .dim_vocab_target = kVocabulary,
+          .dim_emb = 16,
+          .heads = 2,
+          .enc_depth = 2,
+          .dec_depth = 2,
+          .dim_ffn = 32,
+          .max_positions = 64,
+          .dropout = 0};
 }
 
 struct Sentence {
@@ -49,7 +55,8 @@ inline nmt::Batch make_test_batch(const std::vector<Sentence>& sentences) {
   batch.target_lengths_B = at::zeros({rows}, at::kLong);
   for (int64_t b = 0; b < rows; ++b) {
     const auto& s = sentences[static_cast<size_t>(b)];
-    for (size_t i = 0; i < s.source.size(); ++i) batch.source_BS[b][static_cast<int64_t>(i)] = s.source[i];
+    for (size_t i = 0; i < s.source.size(); ++i)
+      batch.source_BS[b][static_cast<int64_t>(i)] = s.source[i];
     batch.source_BS[b][static_cast<int64_t>(s.source.size())] = 3;
     batch.input_BT[b][0] = 2;
     for (size_t i = 0; i < s.target.size(); ++i) {

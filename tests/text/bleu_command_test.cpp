@@ -1,11 +1,9 @@
-#include "apps/nmt/bleu.h"
-
-#include <gtest/gtest.h>
-
 #include <CLI/CLI.hpp>
+#include <gtest/gtest.h>
 #include <iostream>
 #include <sstream>
 
+#include "apps/nmt/bleu.h"
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
@@ -50,9 +48,9 @@ class BleuCommandTest : public testing::Test {
 
 TEST_F(BleuCommandTest, PrintsWhatSacrebleuPrints) {
   for (const std::string tokenizer : {"13a", "zh", "char", "none"}) {
-    EXPECT_EQ(run("bleu --ref " + reference_ + " --hyp " + hypotheses_ + " --tokenize " +
-                  tokenizer),
-              sacrebleu(reference_ + " -i " + hypotheses_ + " -tok " + tokenizer));
+    EXPECT_EQ(
+        run("bleu --ref " + reference_ + " --hyp " + hypotheses_ + " --tokenize " + tokenizer),
+        sacrebleu(reference_ + " -i " + hypotheses_ + " -tok " + tokenizer));
   }
   EXPECT_EQ(run("bleu --ref " + reference_ + " --ref " + second_ + " --hyp " + hypotheses_ +
                 " --lowercase --width 4"),
@@ -71,9 +69,9 @@ TEST_F(BleuCommandTest, ReadsStandardInputWithoutHyp) {
 
 TEST_F(BleuCommandTest, BadInputIsNamed) {
   const std::string longer = folder_.write("longer", "a\nb\n").string();
-  EXPECT_EQ(config_error([&] { run("bleu --ref " + longer + " --hyp " + hypotheses_); }),
-            longer + " has 2 references but " + hypotheses_ +
-                " has 4 hypotheses: expected as many");
+  EXPECT_EQ(
+      config_error([&] { run("bleu --ref " + longer + " --hyp " + hypotheses_); }),
+      longer + " has 2 references but " + hypotheses_ + " has 4 hypotheses: expected as many");
   const std::string empty = folder_.write("empty", "").string();
   EXPECT_EQ(config_error([&] { run("bleu --ref " + reference_ + " --hyp " + empty); }),
             empty + ": expected hypotheses, found no line");

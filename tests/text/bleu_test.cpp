@@ -1,12 +1,12 @@
 #include "cohort/text/bleu.h"
 
 #include <gtest/gtest.h>
-
 #include <nlohmann/json.hpp>
 #include <random>
 
 #include "cohort/text/text_file.h"
 #include "cohort/text/utf8.h"
+
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
@@ -64,8 +64,8 @@ void expect_equal(const nlohmann::json& scored) {
 }
 
 std::string random_segment(std::mt19937& random, int longest) {
-  static const char32_t kRare[] = {0x85,   0xA0,   0x1680, 0x2000, 0x2001, 0x200B, 0x2028, 0x202F,
-                                   0x205F, 0x2A6D, 0x2A6E, 0x3000, 0x3400, 0x4E00, 0x9FBB, 0x9FBC,
+  static const char32_t kRare[] = {0x85,   0xA0,   0x1680, 0x2000, 0x2001, 0x200B,  0x2028,  0x202F,
+                                   0x205F, 0x2A6D, 0x2A6E, 0x3000, 0x3400, 0x4E00,  0x9FBB,  0x9FBC,
                                    0xFF0C, 0xFEFF, 0x130,  0x3A3,  0x3A9,  0x20000, 0x1F600, 0x1C};
   static const std::string kCommon = "aAbB09.,-&'\";!?<>()/ \n  ";
   std::string text;
@@ -113,9 +113,8 @@ TEST(BleuTest, EqualsTheLiveOracleOnRandomSegments) {
   const std::string file = folder.write("cases.json", cases.dump(-1, ' ', true)).string();
   const std::string script =
       test_environment("COHORT_SOURCE") + "/tests/data/text/make_bleu_oracle.py";
-  const nlohmann::json results = nlohmann::json::parse(
-      run_command("'" + test_environment("COHORT_TEST_PYTHON") + "' '" + script + "' --score '" +
-                  file + "'"));
+  const nlohmann::json results = nlohmann::json::parse(run_command(
+      "'" + test_environment("COHORT_TEST_PYTHON") + "' '" + script + "' --score '" + file + "'"));
   ASSERT_EQ(results.size(), cases.size());
   for (const nlohmann::json& scored : results) expect_equal(scored);
 }

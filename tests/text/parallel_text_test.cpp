@@ -1,7 +1,6 @@
 #include "cohort/text/parallel_text.h"
 
 #include <gtest/gtest.h>
-
 #include <sstream>
 
 #include "tests/text/text_test_files.h"

@@ -1,10 +1,10 @@
 #include "cohort/text/tokenizer.h"
 
 #include <gtest/gtest.h>
-
 #include <thread>
 
 #include "cohort/text/text_file.h"
+
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
@@ -148,8 +148,9 @@ TEST_F(TokenizerTest, SizesThatTheTextDoesNotAllowNameTheBound) {
   EXPECT_EQ(error(most + 1), "vocab_size " + std::to_string(most + 1) +
                                  " is more than the text allows: expected at most " +
                                  std::to_string(most));
-  EXPECT_EQ(error(10), "vocab_size 10 is less than the text's letters need: expected at least 30, "
-                       "or a lower character_coverage");
+  EXPECT_EQ(error(10),
+            "vocab_size 10 is less than the text's letters need: expected at least 30, "
+            "or a lower character_coverage");
   EXPECT_EQ(error(4), "vocab_size is 4: expected at least 5 (four special pieces and one letter)");
 }
 
@@ -161,9 +162,9 @@ TEST_F(TokenizerTest, OptionsOutOfRangeAreErrors) {
   const std::vector<std::string> blank = {"", " "};
   EXPECT_EQ(config_error([&] { train_tokenizer(blank, "a.spm"); }),
             "a.spm: no text to train the tokenizer on");
-  EXPECT_NE(config_error([&] { train({.vocab_size = kVocabSize}, "none/a.spm"); })
-                .find("none/a.spm: "),
-            std::string::npos);
+  EXPECT_NE(
+      config_error([&] { train({.vocab_size = kVocabSize}, "none/a.spm"); }).find("none/a.spm: "),
+      std::string::npos);
 }
 
 TEST_F(TokenizerTest, FilesThatAreNoModelAreNamed) {

@@ -31,7 +31,9 @@ TEST(Utf8Test, IllFormedBytesAreFoundAtTheirOffset) {
       "ab\xF0\x80\x80\x80",  // Overlong.
       "ab\xED\xA0\x80",      // Surrogate.
       "ab\xF4\x90\x80\x80",  // Above U+10FFFF.
-      "ab\xF8\x88\x80\x80\x80", "ab\xFF", "ab\xE4\xBDx",
+      "ab\xF8\x88\x80\x80\x80",
+      "ab\xFF",
+      "ab\xE4\xBDx",
   };
   for (const std::string_view text : bad) EXPECT_EQ(find_invalid_utf8(text), 2u) << text;
   EXPECT_THROW(decode_utf8("ab\xFF"), c10::ValueError);

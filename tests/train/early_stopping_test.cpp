@@ -1,7 +1,6 @@
 #include "cohort/train/early_stopping.h"
 
 #include <gtest/gtest.h>
-
 #include <limits>
 
 #include "cohort/base/error.h"

@@ -1,10 +1,10 @@
 #include "cohort/train/history.h"
 
+#include <cmath>
 #include <gtest/gtest.h>
 
-#include <cmath>
-
 #include "cohort/base/error.h"
+
 #include "tests/base/temporary_folder.h"
 
 namespace cohort::train {

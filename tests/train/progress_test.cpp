@@ -1,13 +1,12 @@
 #include "cohort/train/progress.h"
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <pty.h>
 #include <sys/ioctl.h>
-
-#include <algorithm>
-#include <array>
-#include <cmath>
 
 namespace cohort::train {
 namespace {

@@ -1,14 +1,14 @@
 #include "cohort/translate/evaluation.h"
 
+#include <filesystem>
+#include <fstream>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <filesystem>
-#include <fstream>
-
 #include "cohort/base/error.h"
 #include "cohort/translate/run_folder.h"
+
 #include "tests/support/ranks.h"
 
 namespace cohort::translate {
@@ -18,10 +18,12 @@ namespace fs = std::filesystem;
 
 text::ParallelText make_text(int count) {
   text::ParallelText pairs;
-  const std::vector<std::string> words = {"red", "green", "blue", "one", "two", "three", "cat", "dog"};
+  const std::vector<std::string> words = {"red", "green", "blue", "one",
+                                          "two", "three", "cat",  "dog"};
   for (int i = 0; i < count; ++i) {
     std::string source;
-    for (int k = 0; k <= i % 6; ++k) source += (k ? " " : "") + words[static_cast<size_t>(i * 7 + k * 3) % 8];
+    for (int k = 0; k <= i % 6; ++k)
+      source += (k ? " " : "") + words[static_cast<size_t>(i * 7 + k * 3) % 8];
     pairs.source.push_back(source);
     pairs.target.push_back(source + " end");
   }
@@ -29,20 +31,28 @@ text::ParallelText make_text(int count) {
 }
 
 fs::path fresh_folder(const std::string& name) {
-  const fs::path folder = fs::temp_directory_path() / ("cohort-test-" + name + std::to_string(getpid()));
+  const fs::path folder =
+      fs::temp_directory_path() / ("cohort-test-" + name + std::to_string(getpid()));
   fs::remove_all(folder);
   fs::create_directories(folder);
   return folder;
 }
 
 text::Tokenizer make_tokenizer(const fs::path& folder, const text::ParallelText& pairs) {
-  text::train_tokenizer(pairs.target, folder / "t.spm", {.vocab_size = 40, .character_coverage = 1.0});
+  text::train_tokenizer(pairs.target, folder / "t.spm",
+                        {.vocab_size = 40, .character_coverage = 1.0});
   return text::Tokenizer(folder / "t.spm");
 }
 
 nmt::Transformer make_model() {
-  nmt::Transformer model(nmt::TransformerOptions{.dim_vocab_source = 40, .dim_vocab_target = 40, .dim_emb = 16, .heads = 2,
-                          .enc_depth = 1, .dec_depth = 1, .dim_ffn = 32, .max_positions = 200});
+  nmt::Transformer model(nmt::TransformerOptions{.dim_vocab_source = 40,
+                                                 .dim_vocab_target = 40,
+                                                 .dim_emb = 16,
+                                                 .heads = 2,
+                                                 .enc_depth = 1,
+                                                 .dec_depth = 1,
+                                                 .dim_ffn = 32,
+                                                 .max_positions = 200});
   model->to(at::kDouble);
   return model;
 }
@@ -93,8 +103,9 @@ TEST(CheckpointTest, RoundTripsAndRefusesWhatIsDamagedOrAnothers) {
     }
     return "no error";
   };
-  EXPECT_NE(error_of(*another).find("a checkpoint of another model: encoder.layers.0.linear1.weight"),
-            std::string::npos)
+  EXPECT_NE(
+      error_of(*another).find("a checkpoint of another model: encoder.layers.0.linear1.weight"),
+      std::string::npos)
       << error_of(*another);
 
   const fs::path weights = folder / "weights-7.safetensors";

@@ -7,14 +7,12 @@ extern const Kernels avx2;
 extern const Kernels sse2;
 
 const Kernels& kernels() {
-  static const Kernels& best = __builtin_cpu_supports("avx512f") &&
-                                       __builtin_cpu_supports("avx512bw") &&
-                                       __builtin_cpu_supports("avx512dq") &&
-                                       __builtin_cpu_supports("avx512vl")
-                                   ? avx512
-                               : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
-                                   ? avx2
-                                   : sse2;
+  static const Kernels& best =
+      __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
+          ? avx512
+      : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2
+                                                                        : sse2;
   return best;
 }
 

@@ -1,5 +1,6 @@
 // Compiled once per instruction set, with COHORT_KERNELS naming the table that it defines.
-// Includes nothing with inline functions that other files share: the linker might keep the wrong copy.
+// Includes nothing with inline functions that other files share: the linker might keep the wrong
+// copy.
 #include "cohort/nmt/kernels/kernels.h"
 
 namespace cohort::nmt {
@@ -18,15 +19,16 @@ struct Math<BFloat16Bits> {
   static float load(BFloat16Bits x) {
     return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
   }
-  // Round to nearest even. A NaN stays one: its payload's top bits survive the addition here because
-  // quiet NaNs of arithmetic are 0x7fc00000.
+  // Round to nearest even. A NaN stays one: its payload's top bits survive the addition here
+  // because quiet NaNs of arithmetic are 0x7fc00000.
   static BFloat16Bits store(float x) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, x);
     return {static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16)};
   }
 };
 
-// exp for x <= 0 with a relative error near 1e-7: 2^k * polynomial on [-ln2/2, ln2/2] (Cephes' split of ln 2).
+// exp for x <= 0 with a relative error near 1e-7: 2^k * polynomial on [-ln2/2, ln2/2] (Cephes'
+// split of ln 2).
 inline float exponential(float x) {
   x = x < -87.0F ? -87.0F : x;
   const float k = __builtin_floorf(x * 1.44269504F + 0.5F);
@@ -41,8 +43,12 @@ inline float exponential(float x) {
   const auto exponent = static_cast<uint32_t>(static_cast<int32_t>(k) + 127) << 23;
   return p * __builtin_bit_cast(float, exponent);
 }
-inline double exponential(double x) { return __builtin_exp(x); }
-inline double logarithm(double x) { return __builtin_log(x); }
+inline double exponential(double x) {
+  return __builtin_exp(x);
+}
+inline double logarithm(double x) {
+  return __builtin_log(x);
+}
 
 constexpr int64_t kBlock = 512;
 
@@ -222,8 +228,8 @@ void cross_entropy(T* logits, const int64_t* labels, int64_t rows, int64_t colum
 
 template <class T>
 constexpr KernelsOf<T> table() {
-  return {dropout<T>,           relu_dropout<T>,     relu_dropout_backward<T>,
-          softmax<T>,           softmax_backward<T>, cross_entropy<T>};
+  return {dropout<T>, relu_dropout<T>,     relu_dropout_backward<T>,
+          softmax<T>, softmax_backward<T>, cross_entropy<T>};
 }
 
 }  // namespace

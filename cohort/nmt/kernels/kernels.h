@@ -41,8 +41,9 @@ struct KernelsOf {
   /// grad_scores from the gradient of `dropped`, recomputing the rule.
   void (*softmax_backward)(const T* probs, const T* grad, T* grad_scores, SoftmaxShape shape,
                            DropoutRule rule);
-  /// For each row of logits [R, C]: adds the loss -(1-e) log p[label] - e/C sum log p to sums[0] and
-  /// -log p[label] to sums[1]; then, if `with_gradient`, overwrites the row by p - q. labels in [0, C).
+  /// For each row of logits [R, C]: adds the loss -(1-e) log p[label] - e/C sum log p to sums[0]
+  /// and -log p[label] to sums[1]; then, if `with_gradient`, overwrites the row by p - q. labels in
+  /// [0, C).
   void (*cross_entropy)(T* logits, const int64_t* labels, int64_t rows, int64_t columns,
                         double smoothing, bool with_gradient, float* scratch, double* sums);
 };

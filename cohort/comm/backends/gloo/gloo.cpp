@@ -14,10 +14,9 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10
                                                     const std::string& address) {
   auto options = c10d::ProcessGroupGloo::Options::create(timeout);
   const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  options->devices.push_back(
-      interface != nullptr && *interface != '\0'
-          ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
-          : c10d::ProcessGroupGloo::createDeviceForHostname(address));
+  options->devices.push_back(interface != nullptr && *interface != '\0'
+                                 ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
+                                 : c10d::ProcessGroupGloo::createDeviceForHostname(address));
   options->threads = 1;  // Buckets arrive one after another; a second thread only takes a core.
   auto backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, options);
   backend->setSequenceNumberForGroup();
