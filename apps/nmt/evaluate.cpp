@@ -49,6 +49,10 @@ int run(EvaluateFlags& flags) {
     std::printf("  source     %s\n  translated %s\n  reference  %s\n\n", pairs.source[i].c_str(),
                 result.translations[i].c_str(), pairs.target[i].c_str());
   }
+  if (pairs.num_dropped_empty > 0) {
+    std::printf("%lld pairs with an empty side were left out\n",
+                static_cast<long long>(pairs.num_dropped_empty));
+  }
   text::BleuStats copied;
   for (size_t i = 0; i < pairs.source.size(); ++i) {
     copied += text::bleu_statistics(pairs.source[i], std::span(&pairs.target[i], 1), options.bleu);

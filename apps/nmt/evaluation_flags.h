@@ -14,10 +14,16 @@ struct EvaluationFlags {
 
   EvaluationFlags() { options.search.max_length = 128; }
 
+  /// Flags of search and score.
   void add_to(CLI::App& app, const std::string& group) {
     app.add_option("--tokenize", tokenize, "sacreBLEU's tokenizer: 13a, zh, char or none")
         ->capture_default_str()
         ->group(group);
+    add_search_to(app, group);
+  }
+
+  /// Flags of search alone.
+  void add_search_to(CLI::App& app, const std::string& group) {
     app.add_option("--valid-mini-batch-words", options.mini_batch_words,
                    "Tokens per batch, padding included")
         ->capture_default_str()

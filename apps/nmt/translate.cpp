@@ -66,7 +66,7 @@ void add_translate_command(CLI::App& app, Action& action) {
   command->add_option("--mini-batch", flags->mini_batch, "Lines read ahead are 16 times this")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
-  flags->evaluation.add_to(*command, "Search");
+  flags->evaluation.add_search_to(*command, "Search");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

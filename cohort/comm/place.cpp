@@ -31,12 +31,12 @@ std::string missing_of(std::initializer_list<const char*> required) {
 }
 
 void check(const Place& place) {
-  if (place.world_size < 1 || place.rank >= place.world_size) {
+  if (place.rank < 0 || place.rank >= place.world_size) {
     throw ConfigError("rank " + std::to_string(place.rank) + " of world size " +
                       std::to_string(place.world_size) + " (" + place.source +
                       "): expected 0 <= rank < world size");
   }
-  if (place.local_rank >= place.local_world_size) {
+  if (place.local_rank < 0 || place.local_rank >= place.local_world_size) {
     throw ConfigError("local rank " + std::to_string(place.local_rank) + " of " +
                       std::to_string(place.local_world_size) + " (" + place.source +
                       "): expected 0 <= local rank < local world size");
@@ -54,11 +54,17 @@ void take_master(Place& place, const PlaceOptions& options) {
   if (place.world_size == 1) return;
   if (place.master_addr.empty()) half_contract(place.source, "MASTER_ADDR");
   if (place.master_port == 0) half_contract(place.source, "MASTER_PORT");
+  if (place.master_port < 1 || place.master_port > 65535) {
+    throw ConfigError("port " + std::to_string(place.master_port) + " (" + place.source +
+                      "): expected 1 to 65535");
+  }
   if (place.rank == 0) place.store_fd = env_rank("COHORT_STORE_FD");
 }
 
 Place from_options(const PlaceOptions& options) {
-  if (!options.rank) half_contract("--world-size", "--rank");
+  if (!options.rank) {
+    half_contract(options.world_size ? "--world-size" : "--nproc-per-node", "--rank");
+  }
   if (!options.world_size) half_contract("--rank", "--world-size");
   Place place;
   place.source = "options";
@@ -175,7 +181,7 @@ Place one_process() {
 
 Place discover_place(const PlaceOptions& options) {
   Place place;
-  if (options.rank || options.world_size) {
+  if (options.rank || options.world_size || options.nproc_per_node) {
     place = from_options(options);
   } else if (env_string("RANK") || env_string("WORLD_SIZE")) {
     place = from_torchrun();
@@ -186,6 +192,11 @@ Place discover_place(const PlaceOptions& options) {
   } else if (env_string("PADDLE_TRAINER_ID") || env_string("PADDLE_TRAINERS_NUM")) {
     place = from_paddle();
   } else {
+    // Half a contract must not become as many lonely processes as were started.
+    if (options.master_addr || options.master_port) half_contract("--addr or --port", "--rank");
+    for (const char* name : {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+      if (env_string(name)) half_contract(name, "RANK");
+    }
     place = one_process();
   }
   check(place);

@@ -1,5 +1,6 @@
 #include "cohort/nmt/fused.h"
 
+#include <algorithm>
 #include <cmath>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
@@ -42,7 +43,7 @@ uint64_t mix(uint64_t z) {  // finalizer of splitmix64
 DropoutRule next_rule(double p, DropoutStream& stream) {
   TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout: expected a probability in [0, 1), got ", p);
   DropoutRule rule;
-  rule.threshold = static_cast<uint16_t>(std::lround(p * 65536));
+  rule.threshold = static_cast<uint16_t>(std::min<long>(std::lround(p * 65536), 65535));
   rule.scale = 65536.0F / static_cast<float>(65536 - rule.threshold);
   rule.key = mix(mix(stream.seed + 0x9e3779b97f4a7c15ULL) + ++stream.call);
   return rule;

@@ -34,6 +34,13 @@ at::Tensor residual(const at::Tensor& x, const at::Tensor& branch, LayerContext&
   return x + dropout(branch, training ? context.dropout : 0, context.stream);
 }
 
+// The kernels walk raw memory by these numbers.
+void check_range(const char* what, const at::Tensor& numbers, int64_t low, int64_t high) {
+  const auto [least, most] = at::aminmax(numbers);
+  TORCH_CHECK_VALUE(least.item<int64_t>() >= low && most.item<int64_t>() <= high, what, ": expected ", low,
+                    " to ", high, ", got ", least.item<int64_t>(), " to ", most.item<int64_t>());
+}
+
 }  // namespace
 
 ProjectionImpl::ProjectionImpl(int64_t in, int64_t out, bool with_bias,
@@ -241,12 +248,17 @@ at::Tensor TransformerImpl::embed(const at::Tensor& table, const at::Tensor& ids
 }
 
 at::Tensor TransformerImpl::encode(const at::Tensor& source_BS, const at::Tensor& lengths_B) {
+  check_range("source lengths", lengths_B, 1, source_BS.size(1));
+  check_range("source ids", source_BS, 0, options_.dim_vocab_source - 1);
   at::Tensor x = embed(source_embedding_, source_BS, 0);
   for (auto& layer : encoder_) x = layer->forward(x, lengths_B);
   return encoder_norm_->forward(x);
 }
 
 std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {
+  check_range("target lengths", batch.target_lengths_B, 1, batch.input_BT.size(1));
+  check_range("labels", batch.labels_BT, 0, options_.dim_vocab_target - 1);
+  check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
   const at::Tensor memory = encode(batch.source_BS, batch.source_lengths_B);
   at::Tensor x = embed(target_embedding_, batch.input_BT, 0);
   for (auto& layer : decoder_) {

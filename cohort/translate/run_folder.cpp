@@ -24,7 +24,7 @@ bool has_chinese(const std::vector<std::string>& sentences) {
 void check_size(const text::Tokenizer& tokenizer, const fs::path& file, int64_t expected) {
   if (tokenizer.num_pieces() != expected) {
     throw ConfigError(file.string() + " has " + std::to_string(tokenizer.num_pieces()) +
-                      " pieces: expected --dim-vocabs " + std::to_string(expected));
+                      " pieces: the model has " + std::to_string(expected));
   }
 }
 
@@ -69,6 +69,10 @@ Tokenizers make_tokenizers(const std::vector<fs::path>& files, const text::Paral
     make(files[1], text.target, model.dim_vocab_target);
   }
   group.barrier("vocabularies");
+  return load_tokenizers(files, model);
+}
+
+Tokenizers load_tokenizers(const std::vector<fs::path>& files, const nmt::TransformerOptions& model) {
   Tokenizers tokenizers{text::Tokenizer(files[0]), text::Tokenizer(files[1])};
   check_size(tokenizers.source, files[0], model.dim_vocab_source);
   check_size(tokenizers.target, files[1], model.dim_vocab_target);

@@ -22,6 +22,11 @@ struct Tokenizers {
 std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
                                                const std::vector<std::filesystem::path>& vocabs);
 
+/// Loads both tokenizers.
+/// Errors: ConfigError that names a file that is damaged, or has another number of pieces than `model`.
+Tokenizers load_tokenizers(const std::vector<std::filesystem::path>& files,
+                           const nmt::TransformerOptions& model);
+
 /// Loads both tokenizers; rank 0 first trains one whose file is absent, on its side of `text`, with
 /// full character coverage for a source and 0.9995 for a target with Chinese characters.
 /// Collective; blocks while rank 0 trains.

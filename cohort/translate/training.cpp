@@ -44,14 +44,17 @@ void prepare_folder(const TrainingOptions& options) {
     throw ConfigError("--model-dir " + options.model_dir + " cannot be made: " + error.message());
   }
   const fs::path folder = options.model_dir;
-  if (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best")) {
-    if (!options.overwrite) {
-      throw ConfigError("--model-dir " + options.model_dir +
-                        " already holds a run: name another folder, or pass --overwrite");
+  if (options.overwrite) {
+    for (const char* made : {"best", "history.jsonl", "result-dev.txt"}) fs::remove_all(folder / made);
+    // Vocabularies that the user names are the user's.
+    if (options.vocabs.empty()) {
+      for (const char* made : {"source.spm", "target.spm"}) fs::remove(folder / made);
     }
-    fs::remove(folder / "history.jsonl");
-    for (const char* made : {"best", "source.spm", "target.spm", "result-dev.txt"})
-      fs::remove_all(folder / made);
+    return;
+  }
+  if (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best")) {
+    throw ConfigError("--model-dir " + options.model_dir +
+                      " already holds a run: name another folder, or pass --overwrite");
   }
 }
 
@@ -91,7 +94,7 @@ class Run {
   std::optional<train::History> history_;  // rank 0
   train::Progress progress_;
 
-  Clock::time_point start_ = Clock::now();
+  Clock::time_point start_;  // of training, after tokenisation and set-up
   int64_t epoch_ = 0;
   int64_t updates_ = 0;
   double loss_sum_ = 0;  // since the last validation, over all ranks
@@ -166,10 +169,11 @@ void Run::write_config() const {
 }
 
 TrainingResult Run::loop() {
+  start_ = Clock::now();
   model_->train();
   while (stop_reason_.empty()) {
     train_epoch(epoch_);
-    const int64_t done = epoch_ + 1;
+    const int64_t done = epoch_ + (stop_reason_.empty() ? 1 : 0);  // an epoch cut short does not count
     if (options_.after_epochs > 0 && done >= options_.after_epochs) {
       decide_to_stop("reached --after-epochs " + std::to_string(options_.after_epochs));
     }

@@ -112,6 +112,12 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
     EXPECT_GE(row["valid_bleu"].get<double>(), 0);
   }
   EXPECT_EQ(lines, 4);
+  // What training said of its best model is what evaluation finds.
+  const Ended again = shell(on_ranks(2, "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") +
+                                            " " + path("valid.xx") + " --tokenize 13a"));
+  const double evaluated = std::stod(again.output.substr(again.output.find(" = ") + 3));
+  EXPECT_NEAR(evaluated, std::stod(manifest_a["facts"]["valid_bleu"].get<std::string>()), 0.05)
+      << again.output;
 
   const std::string evaluate = "evaluate --model-dir " + path("a") + " --test-sets " +
                                path("valid.en") + " " + path("valid.xx") +
@@ -205,16 +211,24 @@ TEST_F(NmtCommandTest, AKilledRankEndsTheRunByName) {
     ended = shell(on_ranks(3, train_flags("e") + "--after-epochs 100000 --early-stopping 0",
                            "--log-dir " + path("logs")));
   });
-  while (contents(path("e/history.jsonl")).empty())
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   pid_t victim = 0;
-  for (const auto& [pid, rank] : workers_of(path("logs"))) {
-    if (rank == "1") victim = pid;
+  while (victim == 0 && std::chrono::steady_clock::now() < deadline) {
+    if (!contents(path("e/history.jsonl")).empty()) {
+      for (const auto& [pid, rank] : workers_of(path("logs"))) {
+        if (rank == "1") victim = pid;
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  ASSERT_GT(victim, 0);
   killed = std::chrono::steady_clock::now();
-  kill(victim, SIGKILL);
+  if (victim > 0) {
+    kill(victim, SIGKILL);
+  } else {
+    for (const auto& [pid, rank] : workers_of(path("logs"))) kill(pid, SIGKILL);
+  }
   run.join();
+  ASSERT_GT(victim, 0) << ended.output;
   EXPECT_LT(std::chrono::steady_clock::now() - killed, std::chrono::seconds(10));
   EXPECT_EQ(ended.code, 137) << ended.output;
   EXPECT_NE(ended.output.find("rank 1"), std::string::npos) << ended.output;

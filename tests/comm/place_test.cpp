@@ -129,7 +129,18 @@ TEST(PlaceTest, HalfAContractNamesWhatIsMissing) {
             std::string::npos);
 }
 
+TEST(PlaceTest, ALonelyPieceOfAContractIsNoSingleProcess) {
+  EXPECT_EQ(error_of({{"LOCAL_RANK", "0"}}), "LOCAL_RANK is set but RANK is not: set all of them, or none");
+  EXPECT_EQ(error_of({}, {.nproc_per_node = 4}),
+            "--nproc-per-node is set but --rank is not: set all of them, or none");
+  EXPECT_EQ(error_of({}, {.master_addr = "h"}),
+            "--addr or --port is set but --rank is not: set all of them, or none");
+}
+
 TEST(PlaceTest, BadNumbersAreNamed) {
+  EXPECT_NE(error_of({}, {.rank = -1, .world_size = 2}).find("rank -1 of world size 2"), std::string::npos);
+  EXPECT_EQ(error_of({}, {.rank = 1, .world_size = 2, .master_addr = "h", .master_port = 70000}),
+            "port 70000 (options): expected 1 to 65535");
   EXPECT_EQ(error_of({{"RANK", "x"}, {"WORLD_SIZE", "2"}}),
             "RANK=x: expected an integer in [0, 1048576]");
   EXPECT_NE(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of world size 2"),

@@ -120,6 +120,21 @@ void expect_survivors_name(int victim) {
   }
 }
 
+// The last collective has gone well, but one rank never says good-bye.
+TEST(ProcessGroupFaultTest, ClosingWithoutAPeerNamesIt) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+    group.all_reduce_sum(1);
+    if (group.rank() == 2) kill(getpid(), SIGKILL);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(12));
+  for (size_t rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(ends[rank].exit_code, 3) << ends[rank].output;
+    EXPECT_NE(ends[rank].output.find("lost rank 2 in barrier \"close\""), std::string::npos)
+        << ends[rank].output;
+  }
+}
+
 TEST(ProcessGroupFaultTest, SurvivorsNameAKilledRank) {
   expect_survivors_name(1);
 }

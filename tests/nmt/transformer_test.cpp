@@ -5,6 +5,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/nmt/greedy.h"
+#include "cohort/optim/adam.h"
 
 #include "tests/support/sentences.h"
 
@@ -71,6 +72,36 @@ TEST(TransformerTest, GreedyDoesNotDependOnTheBatch) {
     EXPECT_LE(together[i].size(), 3 * (sentences[i].source.size() + 1) + 10)
         << "the length is bounded";
   }
+}
+
+// What decoding keeps of the weights in bfloat16 must not outlive an update.
+TEST(TransformerTest, DecodingAfterAnUpdateUsesTheNewWeights) {
+  const auto batch = test::make_test_batch(test::make_sentences(8, 5));
+  Transformer model(test::tiny_options(), Precision::kBFloat16);
+  greedy_search(model, batch.source_BS, batch.source_lengths_B);
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& item : model->named_parameters()) parameters.emplace_back(item.key(), item.value());
+  optim::Adam adam(parameters);
+  for (int step = 0; step < 20; ++step) {
+    std::get<0>(model->forward(batch)).backward();
+    adam.step(0.01);
+    adam.zero_grad();
+  }
+  Transformer fresh(test::tiny_options(), Precision::kBFloat16);
+  const at::NoGradGuard no_grad;
+  for (auto& item : fresh->named_parameters()) item.value().copy_(model->named_parameters()[item.key()]);
+  EXPECT_EQ(greedy_search(model, batch.source_BS, batch.source_lengths_B),
+            greedy_search(fresh, batch.source_BS, batch.source_lengths_B));
+}
+
+TEST(TransformerTest, IdsAndLengthsOutOfRangeAreRefused) {
+  Transformer model(test::tiny_options());
+  auto batch = test::make_test_batch(test::make_sentences(3, 6));
+  batch.labels_BT[0][0] = test::kVocabulary;
+  EXPECT_THROW(model->forward(batch), c10::ValueError);
+  batch = test::make_test_batch(test::make_sentences(3, 6));
+  batch.source_lengths_B[0] = batch.source_BS.size(1) + 1;
+  EXPECT_THROW(model->forward(batch), c10::ValueError);
 }
 
 TEST(TransformerTest, ItLearnsToCopy) {

@@ -28,6 +28,15 @@ TEST(AdamTest, FollowsLibtorchsAdam) {
   EXPECT_EQ(adam.num_steps(), 20);
 }
 
+TEST(AdamTest, AStepCountsAsAChangeOfTheParameter) {
+  at::Tensor w = at::ones({3}).requires_grad_(true);
+  Adam adam({{"w", w}});
+  w.mutable_grad() = at::ones({3});
+  const auto before = w._version();
+  adam.step(0.1);
+  EXPECT_GT(w._version(), before) << "the fused kernel itself does not count";
+}
+
 TEST(AdamTest, AGradientInAnotherLayoutIsRefused) {
   at::Tensor w = at::randn({4, 5}).requires_grad_(true);
   Adam adam({{"layer.weight", w}});

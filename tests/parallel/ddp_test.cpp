@@ -17,6 +17,20 @@ using parallel::DistributedDataParallel;
 constexpr int kSteps = 10;
 constexpr double kLearningRate = 1e-3;
 
+// float64: a gradient is a sum of some 100 token terms in another order: 100 eps = 2.2e-14 of the
+// largest element. Adam divides a gradient by its own size, so a parameter moves by the rate times
+// the relative error of single gradient elements, which may be 1e-16 / 1e-7 for small ones: 10
+// steps x 1e-3 x 1e-9 = 1e-11.
+constexpr double kGradientBound64 = 2.2e-14;
+constexpr double kParameterBound64 = 1e-11;
+// float32: gradients as above, 100 eps = 1.2e-5. Parameters after Adam are compared by their share of elements
+// that moved apart: an element whose gradient is only rounding noise may take another sign and be moved by
+// the whole rate, but those are few. The others differ by the rate times the relative error of their
+// gradient: 10 steps x 1e-3 x 1e-2 for gradients down to 1e-3 of the largest.
+constexpr double kGradientBound32 = 1.2e-5;
+constexpr double kParameterBound32 = 1e-4;
+constexpr double kNoisyShare32 = 0.01;
+
 std::vector<std::pair<std::string, at::Tensor>> named(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (const auto& item : module.named_parameters()) result.emplace_back(item.key(), item.value());
@@ -79,7 +93,7 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
     }
     const auto parameters = named(*model);
     const auto expected = named(*reference);
-    for (size_t i = 0; step == 0 && i < parameters.size(); ++i) {
+    for (size_t i = 0; (step == 0 || type == at::kDouble) && i < parameters.size(); ++i) {
       EXPECT_LE(relative_difference(parameters[i].second.grad(), expected[i].second.grad()),
                 gradient_bound)
           << parameters[i].first;
@@ -92,23 +106,13 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
   const auto parameters = named(*model);
   const auto expected = named(*reference);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    EXPECT_LE((parameters[i].second - expected[i].second).abs().max().item<double>(),
-              parameter_bound)
+    const at::Tensor apart =
+        (parameters[i].second - expected[i].second).abs() > parameter_bound;
+    EXPECT_LE(apart.to(at::kDouble).mean().item<double>(), type == at::kFloat ? kNoisyShare32 : 0)
         << parameters[i].first;
   }
   EXPECT_GT(ddp.num_buckets(), 1) << "the bound of 0.01 MiB should cut several buckets";
 }
-
-// float64: a gradient is a sum of some 100 token terms in another order: 100 eps = 2.2e-14 of the
-// largest element. Adam divides a gradient by its own size, so a parameter moves by the rate times
-// the relative error of single gradient elements, which may be 1e-16 / 1e-7 for small ones: 10
-// steps x 1e-3 x 1e-9 = 1e-11.
-constexpr double kGradientBound64 = 2.2e-14;
-constexpr double kParameterBound64 = 1e-11;
-// float32: the same 100 eps = 1.2e-5. An element whose gradient is only rounding noise may take
-// another sign, and then Adam moves it by up to twice the rate per step: 2 x 10 x 1e-3.
-constexpr double kGradientBound32 = 1.2e-5;
-constexpr double kParameterBound32 = 2e-2;
 
 TEST(DdpTest, TwoRanksEqualOneProcessInFloat64) {
   test::ranks(2, [](ProcessGroup& group) {
@@ -173,16 +177,14 @@ TEST(DdpTest, NoSyncSendsNothing) {
   test::ranks(2, [](ProcessGroup& group) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
-    const at::Tensor x = at::full({2, 4}, group.rank() + 1.0);
     {
       const auto guard = ddp.no_sync();
-      ddp.backward(ddp(x).sum());
+      ddp.backward((ddp(at::ones({2, 4})) * (group.rank() + 1)).sum());
     }
-    at::Tensor highest = net->second->bias.grad().clone() * (group.rank() + 1);
-    const float own = highest.item<float>();
-    group.all_reduce(highest, comm::ReduceOp::kMax);
-    EXPECT_EQ(own, group.rank() == 0 ? 2 : 4);  // local sums: 2 rows, scaled by rank + 1 here
-    EXPECT_EQ(highest.item<float>(), 4);
+    // Two rows, weighted by rank + 1; the mean over ranks would be 3 on both.
+    EXPECT_EQ(net->second->bias.grad().item<float>(), 2 * (group.rank() + 1));
+    ddp.backward((ddp(at::ones({2, 4})) * 0).sum());
+    EXPECT_EQ(net->second->bias.grad().item<float>(), 3) << "the next backward sends the sum";
   });
 }
 
