@@ -76,6 +76,7 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
   app.add_option("--cpu-threads", cpu_threads,
                  "Threads of this rank (0: OMP_NUM_THREADS, else all cores)")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str()
       ->group(section);
 }

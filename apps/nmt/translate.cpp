@@ -4,8 +4,7 @@
 #include <iostream>
 #include <memory>
 
-#include "cohort/base/error.h"
-#include "cohort/text/utf8.h"
+#include "cohort/text/text_file.h"
 #include "cohort/translate/evaluation.h"
 
 #include "apps/nmt/commands.h"
@@ -37,12 +36,8 @@ int run(TranslateFlags& flags) {
     std::fflush(stdout);
     sources.clear();
   };
-  int64_t number = 0;
-  for (std::string line; std::getline(std::cin, line);) {
-    ++number;
-    if (text::find_invalid_utf8(line)) {
-      throw ConfigError("standard input, line " + std::to_string(number) + ": not valid UTF-8");
-    }
+  text::LineReader lines(std::cin, "standard input");
+  for (std::string line; lines.next(line);) {
     sources.push_back(tokenizers.source.encode(line));
     if (sources.size() == window) flush();
   }

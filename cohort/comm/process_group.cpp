@@ -168,8 +168,8 @@ c10d::ProcessGroup& ProcessGroup::engine() {
 }
 
 void ProcessGroup::guard(const std::string& operation, const std::function<void()>& call) {
-  TORCH_CHECK(!impl_->dead, operation, ": the process group is dead after a lost peer");
   const auto start = Clock::now();
+  if (impl_->dead) impl_->fail(operation, start, "the group is dead since it lost a peer");
   ++impl_->sequence;
   try {
     call();
@@ -236,11 +236,13 @@ std::vector<std::string> ProcessGroup::all_gather_text(const std::string& text) 
   return texts;
 }
 
-void ProcessGroup::barrier(const std::string& name) {
+void ProcessGroup::barrier(const std::string& name, std::optional<milliseconds> limit) {
   guard("barrier \"" + name + "\"", [&] {
     at::Tensor token = at::zeros({1}, at::kByte);
     std::vector<at::Tensor> tensors{token};
-    impl_->engine->allreduce(tensors)->wait();
+    c10d::AllreduceOptions options;
+    options.timeout = limit.value_or(impl_->options.timeout);
+    impl_->engine->allreduce(tensors, options)->wait();
   });
 }
 

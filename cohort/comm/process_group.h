@@ -4,6 +4,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -61,7 +62,9 @@ class ProcessGroup {
   /// Returns every rank's text, by rank, on every rank. Blocks.
   std::vector<std::string> all_gather_text(const std::string& text);
   /// Returns once every rank has come here. `name` stands in the error of one that waits in vain.
-  void barrier(const std::string& name);
+  /// `limit` replaces the group's timeout, for a wait while one rank does long work alone; it is not for groups
+  /// whose ranks may differ in it.
+  void barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit = {});
 
   /// Runs `call`, which drives the engine itself, and turns what it throws for a lost peer into
   /// PeerError.

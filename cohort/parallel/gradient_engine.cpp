@@ -64,6 +64,8 @@ OwnedParameters trainable_parameters(torch::nn::Module& model) {
     bool sparse = false;
     if (const auto* embedding = child.value()->as<torch::nn::Embedding>()) {
       sparse = embedding->options.sparse();
+    } else if (const auto* bag = child.value()->as<torch::nn::EmbeddingBag>()) {
+      sparse = bag->options.sparse();
     }
     for (const auto& item : child.value()->named_parameters(/*recurse=*/false)) {
       const at::Tensor& tensor = item.value();
@@ -107,7 +109,6 @@ struct GradientEngine::Impl {
   std::shared_ptr<c10d::Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
   bool synchronized = true;
-  bool forward_counts = false;  // the last forward prepared a reduction
 };
 
 GradientEngine::GradientEngine(torch::nn::Module& model, comm::ProcessGroup& group,
@@ -165,8 +166,7 @@ void GradientEngine::before_forward() {
 
 void GradientEngine::after_forward(const std::vector<at::Tensor>& outputs) {
   Impl& my = *impl_;
-  my.forward_counts = at::GradMode::is_enabled() && my.synchronized;
-  if (!my.forward_counts) return;
+  if (!at::GradMode::is_enabled() || !my.synchronized) return;
   const bool search = my.options.find_unused_parameters && !my.options.static_graph;
   my.reducer->prepare_for_backward(search ? outputs : std::vector<at::Tensor>{});
 }

@@ -3,7 +3,6 @@
 #include <cerrno>
 #include <fstream>
 #include <istream>
-#include <iterator>
 #include <sstream>
 #include <system_error>
 
@@ -33,33 +32,33 @@ std::string read_file(const std::filesystem::path& path) {
   return std::move(content).str();
 }
 
-std::vector<std::string> split_lines(std::string_view content, const std::string& name) {
-  if (content.substr(0, kByteOrderMark.size()) == kByteOrderMark) {
-    content.remove_prefix(kByteOrderMark.size());
+bool LineReader::next(std::string& line) {
+  if (!std::getline(stream_, line)) {
+    if (stream_.bad()) throw ConfigError(name_ + ": cannot be read");
+    return false;
   }
+  if (++number_ == 1 && line.starts_with(kByteOrderMark)) line.erase(0, kByteOrderMark.size());
+  if (line.ends_with('\r')) line.pop_back();
+  if (find_invalid_utf8(line)) {
+    throw ConfigError(name_ + ": line " + std::to_string(number_) + " is not valid UTF-8");
+  }
+  return true;
+}
+
+std::vector<std::string> read_lines(std::istream& stream, const std::string& name) {
+  LineReader reader(stream, name);
   std::vector<std::string> lines;
-  while (!content.empty()) {
-    const size_t end = content.find('\n');
-    std::string_view line = content.substr(0, end);
-    content.remove_prefix(end == std::string_view::npos ? content.size() : end + 1);
-    if (!line.empty() && line.back() == '\r') line.remove_suffix(1);
-    if (find_invalid_utf8(line)) {
-      throw ConfigError(name + ": line " + std::to_string(lines.size() + 1) +
-                        " is not valid UTF-8");
-    }
-    lines.emplace_back(line);
-  }
+  for (std::string line; reader.next(line);) lines.push_back(line);
   return lines;
+}
+
+std::vector<std::string> split_lines(const std::string& content, const std::string& name) {
+  std::istringstream stream(content);
+  return read_lines(stream, name);
 }
 
 std::vector<std::string> read_lines(const std::filesystem::path& path) {
   return split_lines(read_file(path), path.string());
-}
-
-std::vector<std::string> read_lines(std::istream& stream, const std::string& name) {
-  const std::string content{std::istreambuf_iterator<char>(stream), {}};
-  if (stream.bad()) throw ConfigError(name + ": cannot be read");
-  return split_lines(content, name);
 }
 
 }  // namespace cohort::text

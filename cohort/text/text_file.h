@@ -1,9 +1,10 @@
 // Reads text files whole; shared by the tokenizer and the readers of parallel text.
 #pragma once
+#include <cstdint>
 #include <filesystem>
 #include <iosfwd>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 namespace cohort::text {
@@ -12,19 +13,33 @@ namespace cohort::text {
 /// Errors: ConfigError that names the file and the reason if it cannot be read.
 std::string read_file(const std::filesystem::path& path);
 
-/// Returns the lines of `content`, without line ends.
+/// Gives the lines of a stream one by one, without line ends.
 ///
 /// Lines end at "\n" or "\r\n" only; the last line's end is optional. A byte order mark at the
-/// start is removed. `name` stands for the content in errors.
-/// Errors: ConfigError that names `name` and the line (from 1) if a line is not valid UTF-8.
-std::vector<std::string> split_lines(std::string_view content, const std::string& name);
+/// start is removed. `name` stands for the stream in errors.
+/// Errors: ConfigError that names `name` and the line (from 1) if a line is not valid UTF-8, or if reading fails.
+class LineReader {
+ public:
+  /// `stream` must outlive the reader.
+  LineReader(std::istream& stream, std::string name) : stream_(stream), name_(std::move(name)) {}
+  /// Puts the next line into `line`; returns whether there was one. May block on the stream.
+  bool next(std::string& line);
 
-/// Returns the lines of a file, as split_lines gives them.
-/// Errors: ConfigError as read_file and split_lines.
+ private:
+  std::istream& stream_;
+  std::string name_;
+  int64_t number_ = 0;
+};
+
+/// Returns the lines of `content`, as LineReader gives them.
+std::vector<std::string> split_lines(const std::string& content, const std::string& name);
+
+/// Returns the lines of a file, as LineReader gives them.
+/// Errors: ConfigError as read_file and LineReader.
 std::vector<std::string> read_lines(const std::filesystem::path& path);
 
-/// Returns the lines of a stream up to its end, as split_lines gives them.
-/// Errors: ConfigError as split_lines, or if reading fails.
+/// Returns the lines of a stream up to its end, as LineReader gives them.
+/// Errors: as LineReader.
 std::vector<std::string> read_lines(std::istream& stream, const std::string& name);
 
 }  // namespace cohort::text

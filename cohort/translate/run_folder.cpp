@@ -1,5 +1,6 @@
 #include "cohort/translate/run_folder.h"
 
+#include <chrono>
 #include <functional>
 #include <span>
 
@@ -9,6 +10,9 @@ namespace cohort::translate {
 namespace {
 
 namespace fs = std::filesystem;
+
+// Training SentencePiece on tens of millions of sentences takes hours, on rank 0 alone.
+constexpr std::chrono::hours kVocabularyLimit{12};
 
 bool has_chinese(const std::vector<std::string>& sentences) {
   // U+4E00 to U+9FFF are three bytes, the first of them E4 to E9.
@@ -68,7 +72,7 @@ Tokenizers make_tokenizers(const std::vector<fs::path>& files, const text::Paral
     make(files[0], text.source, model.dim_vocab_source);
     make(files[1], text.target, model.dim_vocab_target);
   }
-  group.barrier("vocabularies");
+  group.barrier("vocabularies", kVocabularyLimit);
   return load_tokenizers(files, model);
 }
 
