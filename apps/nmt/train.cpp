@@ -93,6 +93,11 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber)
       ->group("Training");
+  app.add_option("--exponential-smoothing", o.exponential_smoothing,
+                 "Validate and save a moving average of the parameters with this weight of the newest (0: do not)")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 0.5))
+      ->group("Training");
   app.add_option("--seed", o.seed, "Of parameters, data order and dropout")
       ->capture_default_str()
       ->group("Training");

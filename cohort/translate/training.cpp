@@ -12,6 +12,7 @@
 #include "cohort/base/log.h"
 #include "cohort/data/prefetch.h"
 #include "cohort/optim/adam.h"
+#include "cohort/optim/exponential_average.h"
 #include "cohort/optim/noam.h"
 #include "cohort/parallel/distributed_data_parallel.h"
 #include "cohort/train/early_stopping.h"
@@ -89,6 +90,7 @@ class Run {
   nmt::Transformer model_{nullptr};
   std::optional<parallel::DistributedDataParallel<nmt::Transformer>> ddp_;
   std::optional<optim::Adam> adam_;
+  std::unique_ptr<optim::ExponentialAverage> average_;  // none without --exponential-smoothing
   optim::NoamSchedule schedule_;
   train::EarlyStopping early_stopping_;
   std::optional<train::History> history_;  // rank 0
@@ -129,6 +131,9 @@ Run::Run(const TrainingOptions& options, const text::ParallelText& train_text,
   ddp_.emplace(model_, group,
                parallel::DistributedDataParallelOptions{.gradient_as_bucket_view = true});
   adam_.emplace(named_parameters(*model_));
+  if (options.exponential_smoothing > 0) {
+    average_ = std::make_unique<optim::ExponentialAverage>(adam_->parameters(), options.exponential_smoothing);
+  }
   if (group.rank() == 0) {
     write_config();
     history_.emplace(options.model_dir + "/history.jsonl");
@@ -160,6 +165,7 @@ void Run::write_config() const {
                                    {"noam_factor", options_.noam_factor},
                                    {"lr_warmup", options_.lr_warmup},
                                    {"clip_norm", options_.clip_norm},
+                                   {"exponential_smoothing", options_.exponential_smoothing},
                                    {"seed", options_.seed},
                                    {"early_stopping", options_.early_stopping}};
   for (const auto& [name, value] : facts_of(options_.model)) config[name] = value;
@@ -259,6 +265,7 @@ void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
   const double learning_rate = schedule_.at(updates_ + 1);
   adam_->step(learning_rate, clip ? options_.clip_norm / norm : 1);
   adam_->zero_grad();
+  if (average_) average_->update();
   ++updates_;
   const double seconds = seconds_since(start);
 
@@ -300,6 +307,7 @@ void Run::validate() {
   loss_sum_ = 0;
   token_sum_ = 0;
   train_seconds_ = 0;
+  const optim::AveragesInPlace smoothed(average_.get());  // scored and saved as they are used later
   const Evaluation evaluation = evaluate(model_, valid_, valid_text_.target, tokenizers_->target,
                                          group_, options_.evaluation);
   const double bleu = evaluation.bleu.score;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "cohort/optim/exponential_average.h"
 #include "cohort/optim/noam.h"
 
 namespace cohort::optim {
@@ -56,6 +57,25 @@ TEST(AdamTest, TheNormCountsEveryGradient) {
   a.mutable_grad() = at::tensor({3.0F, 0.0F});
   b.mutable_grad() = at::tensor({4.0F});
   EXPECT_DOUBLE_EQ(std::sqrt(gradient_norm_squared({a, b, without})), 5);
+}
+
+TEST(ExponentialAverageTest, FollowsItsFormulaAndGivesTheParametersBack) {
+  at::Tensor w = at::zeros({2}, at::kDouble).requires_grad_(true);
+  ExponentialAverage average({w}, 0.25);
+  double expected = 0;
+  for (int t = 1; t <= 60; ++t) {
+    const at::NoGradGuard no_grad;
+    w.fill_(t);
+    average.update();
+    expected += std::max(0.25, 9.0 / (t + 9)) * (t - expected);
+  }
+  {
+    const auto before = w._version();
+    const AveragesInPlace in_place(&average);
+    EXPECT_NEAR(w[1].item<double>(), expected, 1e-12);
+    EXPECT_GT(w._version(), before);
+  }
+  EXPECT_EQ(w[1].item<double>(), 60);
 }
 
 TEST(NoamTest, RisesLinearlyAndFallsWithTheInverseRoot) {

@@ -1,0 +1,50 @@
+// A smoothed copy of the parameters, which translates better than the last update's.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace cohort::optim {
+
+/// Exponential moving average of parameters.
+///
+/// After update t (from 1): average += rate * (parameter - average), with rate = max(alpha, 9 / (t + 9)), so that
+/// the first updates, which are far from any good value, are soon forgotten.
+/// Owner: the averages, one tensor of the same shape and type per parameter. Threads: one. Local: ranks with equal
+/// parameters have equal averages. Source of the idea: Polyak and Juditsky 1992; the warm start is TensorFlow's.
+class ExponentialAverage {
+ public:
+  /// `alpha` in (0, 1): the weight of the newest parameters.
+  ExponentialAverage(std::vector<at::Tensor> parameters, double alpha);
+
+  /// Takes the parameters of one more update into the average.
+  void update();
+
+  /// Exchanges parameters and averages; a second call restores. Call `update` only after an even number of calls.
+  void swap();
+
+ private:
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> averages_;
+  double alpha_;
+  int64_t num_updates_ = 0;
+};
+
+/// The parameters hold their averages as long as this lives. A null average does nothing.
+class AveragesInPlace {
+ public:
+  explicit AveragesInPlace(ExponentialAverage* average) : average_(average) {
+    if (average_ != nullptr) average_->swap();
+  }
+  ~AveragesInPlace() {
+    if (average_ != nullptr) average_->swap();
+  }
+  AveragesInPlace(const AveragesInPlace&) = delete;
+  AveragesInPlace& operator=(const AveragesInPlace&) = delete;
+
+ private:
+  ExponentialAverage* average_;
+};
+
+}  // namespace cohort::optim
