@@ -1,4 +1,4 @@
-# The two functions that every folder of the project uses.
+# The functions that every folder of the project uses.
 
 # cohort_add_library(NAME SOURCES ... HEADERS ... DEPS ... [TORCH])
 # One static library per folder: target cohort_NAME, alias cohort::NAME. Headers are found from the
@@ -16,6 +16,25 @@ function(cohort_add_library name)
     cohort_use_torch_pch(cohort_${name})
   endif()
   set_property(GLOBAL APPEND PROPERTY COHORT_LIBRARIES cohort_${name})
+endfunction()
+
+# cohort_add_backend(NAME SOURCES ... DEPS ... [TORCH] [FOLDER output folder])
+# A plug-in libcohort_NAME.so, target cohort_NAME: see cohort/comm/backend.h. Without FOLDER it goes to lib/ and is installed.
+function(cohort_add_backend name)
+  cmake_parse_arguments(ARG "TORCH" "FOLDER" "SOURCES;DEPS" ${ARGN})
+  add_library(cohort_${name} MODULE ${ARG_SOURCES})
+  target_include_directories(cohort_${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_link_libraries(cohort_${name} PRIVATE ${ARG_DEPS})
+  target_link_options(cohort_${name} PRIVATE -Wl,--exclude-libs,ALL)
+  cohort_warnings(cohort_${name})
+  if(ARG_TORCH)
+    cohort_use_torch_pch(cohort_${name})
+  endif()
+  if(ARG_FOLDER)
+    set_target_properties(cohort_${name} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${ARG_FOLDER})
+  else()
+    install(TARGETS cohort_${name} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+  endif()
 endfunction()
 
 function(cohort_warnings target)
@@ -38,7 +57,7 @@ endfunction()
 # Gives a program that computes with tensors its warnings, the precompiled header, and an allocator that keeps
 # what is freed: every step asks for the same large blocks again.
 function(cohort_tensor_program target)
-  target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/allocator.cpp)
+  target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/program_settings.cpp)
   target_link_libraries(${target} PRIVATE -Wl,--no-as-needed ${JEMALLOC_LIBRARY} -Wl,--as-needed)
   cohort_warnings(${target})
   cohort_use_torch_pch(${target})

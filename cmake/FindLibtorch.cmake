@@ -2,7 +2,7 @@
 #
 # Input:   COHORT_LIBTORCH, a cache variable or environment variable: the folder that holds
 #          include/ and lib/libtorch_cpu.so. scripts/setup prints the one that it made.
-# Targets: libtorch::c10, libtorch::torch_cpu.
+# Targets: libtorch::c10, libtorch::torch_cpu; libtorch::torch_cuda where that libtorch has its CUDA half.
 set(COHORT_LIBTORCH "$ENV{COHORT_LIBTORCH}" CACHE PATH "Folder of libtorch (holds include/ and lib/)")
 if(NOT COHORT_LIBTORCH)
   set(_cache "$ENV{COHORT_CACHE}")
@@ -40,4 +40,10 @@ if(Libtorch_FOUND AND NOT TARGET libtorch::c10)
     INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED"
     INTERFACE_LINK_LIBRARIES "-Wl,--no-as-needed,${COHORT_LIBTORCH}/lib/libtorch_cpu.so,--as-needed;libtorch::c10"
     INTERFACE_LINK_OPTIONS "-Wl,--allow-shlib-undefined")
+  if(EXISTS "${COHORT_LIBTORCH}/lib/libtorch_cuda.so")
+    add_library(libtorch::torch_cuda INTERFACE IMPORTED)
+    set_target_properties(libtorch::torch_cuda PROPERTIES
+      INTERFACE_LINK_LIBRARIES
+        "-Wl,--no-as-needed,${COHORT_LIBTORCH}/lib/libtorch_cuda.so,${COHORT_LIBTORCH}/lib/libc10_cuda.so,--as-needed;libtorch::torch_cpu")
+  endif()
 endif()

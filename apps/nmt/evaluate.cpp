@@ -2,11 +2,13 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <span>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/translate/evaluation.h"
 
+#include "apps/group_flags.h"
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
@@ -22,9 +24,28 @@ struct EvaluateFlags {
   std::string precision = "auto";
   std::string output;
   int64_t samples = 0;
+  bool json = false;
   EvaluationFlags evaluation;
   GroupFlags group;
 };
+
+double bleu_of_copying(const text::ParallelText& pairs, const text::BleuOptions& options) {
+  text::BleuStats copied;
+  for (size_t i = 0; i < pairs.source.size(); ++i) {
+    copied += text::bleu_statistics(pairs.source[i], std::span(&pairs.target[i], 1), options);
+  }
+  return text::bleu_score(copied, options).score;
+}
+
+void print_samples(const text::ParallelText& pairs, const std::vector<std::string>& translations,
+                   int64_t samples) {
+  const auto count = std::min<size_t>(static_cast<size_t>(samples), pairs.source.size());
+  for (size_t k = 0; k < count; ++k) {
+    const size_t i = k * pairs.source.size() / count;
+    std::printf("  source     %s\n  translated %s\n  reference  %s\n\n", pairs.source[i].c_str(),
+                translations[i].c_str(), pairs.target[i].c_str());
+  }
+}
 
 int run(EvaluateFlags& flags) {
   const auto options = flags.evaluation.resolve();
@@ -43,26 +64,29 @@ int run(EvaluateFlags& flags) {
       for (const auto& line : result.translations) file.write(line + "\n");
     });
   }
-  const auto count = std::min<size_t>(static_cast<size_t>(flags.samples), pairs.source.size());
-  for (size_t k = 0; k < count; ++k) {
-    const size_t i = k * pairs.source.size() / count;
-    std::printf("  source     %s\n  translated %s\n  reference  %s\n\n", pairs.source[i].c_str(),
-                result.translations[i].c_str(), pairs.target[i].c_str());
+  const double copied = bleu_of_copying(pairs, options.bleu);
+  const std::string signature = text::signature(options.bleu, 1);
+  if (flags.json) {
+    const nlohmann::ordered_json line = {{"sentences", corpus.size()},
+                                         {"dropped_empty", pairs.num_dropped_empty},
+                                         {"loss", result.loss},
+                                         {"bleu", result.bleu.score},
+                                         {"brevity_penalty", result.bleu.bp},
+                                         {"bleu_of_copying", copied},
+                                         {"signature", signature},
+                                         {"precision", nmt::to_string(precision)}};
+    std::printf("%s\n", line.dump().c_str());
+    return 0;
   }
+  print_samples(pairs, result.translations, flags.samples);
   if (pairs.num_dropped_empty > 0) {
     std::printf("%lld pairs with an empty side were left out\n",
                 static_cast<long long>(pairs.num_dropped_empty));
   }
-  text::BleuStats copied;
-  for (size_t i = 0; i < pairs.source.size(); ++i) {
-    copied += text::bleu_statistics(pairs.source[i], std::span(&pairs.target[i], 1), options.bleu);
-  }
   std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n%s\n", result.loss,
               static_cast<long long>(corpus.size()), group->size(), group->size() == 1 ? "" : "s",
-              nmt::to_string(precision).c_str(),
-              text::format(result.bleu, text::signature(options.bleu, 1)).c_str());
-  std::printf("copying the source would score %.2f\n",
-              text::bleu_score(copied, options.bleu).score);
+              nmt::to_string(precision).c_str(), text::format(result.bleu, signature).c_str());
+  std::printf("copying the source would score %.2f\n", copied);
   return 0;
 }
 
@@ -89,6 +113,7 @@ void add_evaluate_command(CLI::App& app, Action& action) {
                    "Print so many translations with source and reference")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
+  command->add_flag("--json", flags->json, "Print one JSON line instead");
   flags->evaluation.add_to(*command, "Search and score");
   flags->group.add_to(*command);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });

@@ -6,6 +6,7 @@
 #include "cohort/base/error.h"
 #include "cohort/translate/training.h"
 
+#include "apps/group_flags.h"
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
@@ -94,7 +95,8 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->check(CLI::NonNegativeNumber)
       ->group("Training");
   app.add_option("--exponential-smoothing", o.exponential_smoothing,
-                 "Validate and save a moving average of the parameters with this weight of the newest (0: do not)")
+                 "Validate and save a moving average of the parameters with this weight of the "
+                 "newest (0: do not)")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 0.5))
       ->group("Training");

@@ -21,7 +21,8 @@ inline TrainedModel load_trained(const std::string& model_dir,
   const std::string folder = model_dir + "/best";
   const auto files = translate::vocab_files(model_dir, vocabs);
   const nmt::TransformerOptions sizes = translate::model_of(train::read_manifest(folder));
-  TrainedModel trained{nmt::Transformer(sizes, precision), translate::load_tokenizers(files, sizes)};
+  TrainedModel trained{nmt::Transformer(sizes, precision),
+                       translate::load_tokenizers(files, sizes)};
   train::load_checkpoint(folder, *trained.model);
   trained.model->eval();
   return trained;

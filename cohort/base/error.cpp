@@ -16,7 +16,9 @@ std::string flatten(std::string text) {
 
 std::string describe(const PeerError::Facts& facts) {
   std::ostringstream out;
-  if (facts.lost_ranks.empty()) {
+  if (facts.disagreement) {
+    out << "the ranks disagree";
+  } else if (facts.lost_ranks.empty()) {
     out << "lost a peer";
   } else {
     out << (facts.lost_ranks.size() == 1 ? "lost rank" : "lost ranks");

@@ -34,6 +34,7 @@ class PeerError : public c10::DistError {
     int64_t sequence = -1;        ///< How many collectives this rank began before; -1 unknown.
     std::chrono::milliseconds elapsed{0};  ///< How long the operation ran.
     std::string cause;                     ///< What the engine said; newlines become spaces.
+    bool disagreement = false;             ///< Nobody is lost: the ranks called different things.
   };
   explicit PeerError(Facts facts);
   const Facts& facts() const { return facts_; }

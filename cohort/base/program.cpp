@@ -11,7 +11,14 @@
 namespace cohort {
 namespace {
 
-int report(const std::string& program, int code, const std::string& text) {
+// Where the error was raised, as far as it says: c10's errors carry their stack.
+std::string stack_of(const std::exception& error) {
+  const auto* raised = dynamic_cast<const c10::Error*>(&error);
+  return raised && raised->backtrace() ? raised->backtrace()->get() : "";
+}
+
+int report(const std::string& program, int code, const std::exception& error) {
+  const std::string text = one_line(error);
   const auto rank = env_string("RANK");
   const auto world = env_string("WORLD_SIZE");
   const std::string tag = rank && world ? "[rank " + *rank + "/" + *world + "] " : "";
@@ -21,6 +28,7 @@ int report(const std::string& program, int code, const std::string& text) {
     const nlohmann::json record = {{"rank", rank ? *rank : ""},
                                    {"exit_code", code},
                                    {"message", text},
+                                   {"stack", stack_of(error)},
                                    {"time", std::chrono::duration<double>(now).count()}};
     std::ofstream(*path) << record.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
                          << '\n';
@@ -34,11 +42,11 @@ int run_program(const std::string& program, const std::function<int()>& body) {
   try {
     return body();
   } catch (const c10::ValueError& error) {
-    return report(program, kExitUsage, one_line(error));
+    return report(program, kExitUsage, error);
   } catch (const c10::DistError& error) {
-    return report(program, kExitLostPeer, one_line(error));
+    return report(program, kExitLostPeer, error);
   } catch (const std::exception& error) {
-    return report(program, kExitFailure, one_line(error));
+    return report(program, kExitFailure, error);
   }
 }
 

@@ -1,9 +1,11 @@
 #include "cohort/comm/failure_watch.h"
 
-#include <chrono>
+#include <algorithm>
 #include <pthread.h>
 #include <sstream>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "cohort/comm/collective_log.h"
 
 namespace cohort::comm {
 namespace {
@@ -14,87 +16,150 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kPollInterval{250};
 constexpr milliseconds kAnswerLimit{2000};
 constexpr milliseconds kVerdictLimit{5000};
+constexpr int64_t kStuckNs = 2'000'000'000;
 const char* const kDeclared = "declared";
 const char* const kVerdict = "verdict";
+const char* const kNumStories = "num_stories";
 
 std::string key(const char* what, int rank) {
   return std::string(what) + "/" + std::to_string(rank);
 }
 
-std::string join(const std::vector<int>& ranks) {
+std::vector<uint8_t> bytes(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+
+// Three lines: lost ranks, mismatch, others.
+std::string to_text(const Verdict& verdict) {
   std::ostringstream out;
-  for (int rank : ranks) out << rank << ' ';
+  for (int rank : verdict.lost) out << rank << ' ';
+  out << '\n' << verdict.mismatch << '\n' << verdict.others << '\n';
   return out.str();
 }
 
-std::vector<int> split(const std::string& text) {
+Verdict from_text(const std::string& text) {
   std::istringstream in(text);
-  std::vector<int> ranks;
-  for (int rank = 0; in >> rank;) ranks.push_back(rank);
-  return ranks;
+  std::string ranks;
+  Verdict verdict;
+  std::getline(in, ranks);
+  std::getline(in, verdict.mismatch);
+  std::getline(in, verdict.others);
+  std::istringstream numbers(ranks);
+  for (int rank = 0; numbers >> rank;) verdict.lost.push_back(rank);
+  return verdict;
 }
 
 }  // namespace
 
-FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size)
-    : store_(std::move(store)), rank_(rank), world_size_(world_size) {
+FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+                           bool host_dies_with_rank_0, FailureWatchCalls calls)
+    : store_(std::move(store)),
+      rank_(rank),
+      world_size_(world_size),
+      host_dies_with_rank_0_(host_dies_with_rank_0),
+      calls_(std::move(calls)) {
   thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
   pthread_setname_np(thread_.native_handle(), "cohort-watch");
 }
 
 FailureWatch::~FailureWatch() = default;  // jthread asks its thread to stop, then joins it.
 
-std::vector<int> FailureWatch::lost_ranks() {
+Verdict FailureWatch::verdict() {
   std::unique_lock lock(mutex_);
   declare_ = true;
   changed_.notify_all();
-  changed_.wait_for(lock, kVerdictLimit + milliseconds(1000), [&] { return verdict_.has_value(); });
-  return verdict_.value_or(std::vector<int>{});
+  if (changed_.wait_for(lock, kVerdictLimit + milliseconds(1000),
+                        [&] { return verdict_.has_value(); })) {
+    return *verdict_;
+  }
+  // The watching thread hangs in the store, whose host does not answer but has not closed the
+  // connection either.
+  if (rank_ != 0 && host_dies_with_rank_0_) return {.lost = {0}, .mismatch = {}, .others = {}};
+  return {};
 }
 
 void FailureWatch::run(const std::stop_token& stop) {
   try {
-    while (!stop.stop_requested()) {
-      bool declare = false;
-      {
-        std::unique_lock lock(mutex_);
-        changed_.wait_for(lock, stop, kPollInterval, [&] { return declare_; });
-        declare = declare_;
-      }
-      if (stop.stop_requested()) return;
-      if (declare || store_->check({kDeclared})) return roll_call(stop);
-    }
+    watch_store(stop);
   } catch (const std::exception&) {
-    decide(rank_ == 0 ? std::vector<int>{} : std::vector<int>{0});  // The store's host is gone.
+    // The store's host is gone.
+    const bool named = rank_ != 0 && host_dies_with_rank_0_;
+    decide(
+        {.lost = named ? std::vector<int>{0} : std::vector<int>{}, .mismatch = {}, .others = {}});
   }
 }
 
-void FailureWatch::roll_call(const std::stop_token&) {
-  const std::string mine = std::to_string(rank_);
-  const std::vector<uint8_t> name(mine.begin(), mine.end());
-  store_->set(key("alive", rank_), name);
-  if (store_->compareSet(kDeclared, {}, name) == name) {
-    std::vector<int> lost;
-    const auto deadline = Clock::now() + kAnswerLimit;
-    for (int peer = 0; peer < world_size_; ++peer) {
-      const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-      if (!wait_for_key(key("alive", peer), left)) lost.push_back(peer);
+void FailureWatch::watch_store(const std::stop_token& stop) {
+  while (!stop.stop_requested()) {
+    bool declare = false;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, stop, kPollInterval, [&] { return declare_; });
+      declare = declare_;
     }
-    const std::string text = join(lost);
-    store_->set(kVerdict, std::vector<uint8_t>(text.begin(), text.end()));
+    if (stop.stop_requested()) return;
+    if (!declare) publish_if_stuck();
+    if (declare || store_->check({kDeclared}) || published_stories_part()) return roll_call();
   }
+}
+
+void FailureWatch::publish_if_stuck() {
+  if (calls_.waiting_ns().value_or(0) < kStuckNs) return;
+  std::string story = calls_.story();
+  const std::string past = story.substr(story.find('\n'));  // the first line holds a running time
+  if (past == published_) return;
+  published_ = past;
+  store_->set(key("story", rank_), bytes(story));
+  store_->add(kNumStories, 1);
+}
+
+// Rank 0 compares for all; each change of a story is read once.
+bool FailureWatch::published_stories_part() {
+  if (rank_ != 0 || !store_->check({kNumStories})) return false;
+  const int64_t num_published = store_->add(kNumStories, 0);
+  if (num_published == num_published_) return false;
+  num_published_ = num_published;
+  Stories stories;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (store_->check({key("story", peer)})) stories[peer] = store_->get_to_str(key("story", peer));
+  }
+  return find_mismatch(stories).has_value();
+}
+
+Verdict FailureWatch::call_everyone() {
+  Verdict verdict;
+  Stories stories;
+  const auto deadline = Clock::now() + kAnswerLimit;
+  for (int peer = 0; peer < world_size_; ++peer) {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+    if (wait_for_key(key("alive", peer), left)) {
+      stories[peer] = store_->get_to_str(key("alive", peer));
+    } else {
+      verdict.lost.push_back(peer);
+    }
+  }
+  verdict.mismatch = find_mismatch(stories).value_or("");
+  verdict.others = describe_others(stories);
+  return verdict;
+}
+
+void FailureWatch::roll_call() {
+  const auto mine = bytes(std::to_string(rank_));
+  store_->set(key("alive", rank_), bytes(calls_.story()));
+  if (store_->compareSet(kDeclared, {}, mine) == mine)
+    store_->set(kVerdict, bytes(to_text(call_everyone())));
   if (!wait_for_key(kVerdict, kVerdictLimit)) return decide({});
-  const auto bytes = store_->get(kVerdict);
-  std::vector<int> lost = split(std::string(bytes.begin(), bytes.end()));
-  store_->set(key("heard", rank_), name);
-  if (rank_ == 0) {  // The store dies with this process: let every survivor hear the verdict first.
+  const Verdict verdict = from_text(store_->get_to_str(kVerdict));
+  store_->set(key("heard", rank_), mine);
+  if (rank_ == 0 && host_dies_with_rank_0_) {
+    // The store dies with this process: let every survivor hear the verdict first.
     for (int peer = 1; peer < world_size_; ++peer) {
-      if (std::find(lost.begin(), lost.end(), peer) == lost.end()) {
+      if (std::find(verdict.lost.begin(), verdict.lost.end(), peer) == verdict.lost.end()) {
         wait_for_key(key("heard", peer), milliseconds(1000));
       }
     }
   }
-  decide(std::move(lost));
+  decide(verdict);
 }
 
 bool FailureWatch::wait_for_key(const std::string& key, milliseconds limit) {
@@ -106,10 +171,13 @@ bool FailureWatch::wait_for_key(const std::string& key, milliseconds limit) {
   return true;
 }
 
-void FailureWatch::decide(std::vector<int> lost) {
-  const std::lock_guard lock(mutex_);
-  verdict_ = std::move(lost);
-  changed_.notify_all();
+void FailureWatch::decide(Verdict verdict) {
+  {
+    const std::lock_guard lock(mutex_);
+    verdict_ = std::move(verdict);
+    changed_.notify_all();
+  }
+  calls_.abort();
 }
 
 }  // namespace cohort::comm

@@ -1,9 +1,12 @@
-// Finds out who is gone after one rank's operation has failed.
+// Finds out who is gone, and who called what, after one rank's operation has failed.
 #pragma once
 #include <ATen/core/ivalue.h>
+#include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -13,39 +16,68 @@ class Store;
 
 namespace cohort::comm {
 
+/// What all survivors of a failure agree on.
+struct Verdict {
+  std::vector<int> lost;  ///< Ranks of the job that did not answer.
+  std::string mismatch;   ///< Where the ranks' calls part; empty if they agree.
+  std::string
+      others;  ///< What ranks do that are not in the operation of the most; empty if all are in it.
+};
+
+/// What the watching thread asks of its rank, and does to it. Called from that thread.
+struct FailureWatchCalls {
+  std::function<std::string()> story;                  ///< CollectiveLog::story.
+  std::function<std::optional<int64_t>()> waiting_ns;  ///< CollectiveLog::waiting_ns.
+  std::function<void()> abort;  ///< Ends this rank's waiting: the group is dead.
+};
+
 /// A rank's part in the roll call after a failure.
 ///
 /// The first rank whose operation fails declares it in the store. Every rank's watching thread sees
-/// that within a quarter of a second and answers, even while its main thread is stuck in an
-/// operation. Who has not answered within two seconds is lost; the declarer writes the verdict, and
-/// every watcher keeps it, so that all survivors name the same ranks. A store that is gone
-/// means that rank 0, its host, is lost.
+/// that within a quarter of a second, answers with its rank's story, even while its main thread is
+/// stuck in an operation, and ends that operation. Who has not answered within two seconds is lost;
+/// the declarer writes the verdict, and every watcher keeps it, so that all survivors name the same
+/// ranks. A store that is gone, or silent, means that rank 0, its host, is lost.
 ///
-/// Owner: ProcessGroup. Threads: `lost_ranks` from one thread; blocks at most about six seconds.
+/// A rank that waits for more than two seconds publishes its story; rank 0's watcher compares them
+/// and declares a failure if two ranks called different collectives. Otherwise nothing but one look
+/// at the store every quarter of a second.
+///
+/// Owner: the group of all ranks. Threads: `verdict` from one thread; blocks at most about six
+/// seconds.
 class FailureWatch {
  public:
-  /// `store` belongs to the watch: a connection that nobody else uses.
-  FailureWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size);
+  /// `store` belongs to the watch: a connection that nobody else uses. `host_dies_with_rank_0`:
+  /// rank 0 holds the store.
+  FailureWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+               bool host_dies_with_rank_0, FailureWatchCalls calls);
   /// Local: stops the watching thread.
   ~FailureWatch();
 
-  /// Declares a failure, or joins the one declared, and returns the lost ranks; empty if every rank
-  /// answers.
-  std::vector<int> lost_ranks();
+  /// Declares a failure, or joins the one declared, and returns what came out.
+  Verdict verdict();
 
  private:
   void run(const std::stop_token& stop);
-  void roll_call(const std::stop_token& stop);
+  void watch_store(const std::stop_token& stop);
+  void publish_if_stuck();
+  bool published_stories_part();
+  void roll_call();
+  Verdict call_everyone();
   bool wait_for_key(const std::string& key, std::chrono::milliseconds limit);
-  void decide(std::vector<int> lost);
+  void decide(Verdict verdict);
 
   const c10::intrusive_ptr<c10d::Store> store_;  // used by the watching thread alone
   const int rank_;
   const int world_size_;
+  const bool host_dies_with_rank_0_;
+  const FailureWatchCalls calls_;
+  std::string published_;      // the watching thread's
+  int64_t num_published_ = 0;  // the watching thread's
   std::mutex mutex_;
   std::condition_variable_any changed_;
-  bool declare_ = false;                     // guarded by mutex_
-  std::optional<std::vector<int>> verdict_;  // guarded by mutex_
+  bool declare_ = false;            // guarded by mutex_
+  std::optional<Verdict> verdict_;  // guarded by mutex_
   std::jthread thread_;
 };
 

@@ -1,16 +1,21 @@
 #include "cohort/comm/place.h"
 
 #include <algorithm>
+#include <charconv>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/comm/slurm.h"
 
 namespace cohort::comm {
 namespace {
 
 constexpr int kMaxRanks = 1 << 20;
+const char* const kTorchrun = "torchrun's environment";
+const char* const kSlurm = "Slurm's environment";
 
 std::optional<int> env_rank(const char* name) {
   const auto value = env_int(name, 0, kMaxRanks);
@@ -43,13 +48,60 @@ void check(const Place& place) {
   }
 }
 
+// What --dist-url says.
+struct DistUrl {
+  std::string host;
+  int port = 0;
+  std::string file;
+};
+
+DistUrl parse_dist_url(const std::string& url) {
+  const auto fail = [&] {
+    throw ConfigError("--dist-url " + url + ": expected tcp://host:port, file:///path or env://");
+  };
+  if (url == "env://") return {};
+  if (url.starts_with("file:///") && url.size() > 8)
+    return {.host = {}, .port = 0, .file = url.substr(7)};
+  const size_t colon = url.rfind(':');
+  if (!url.starts_with("tcp://") || colon <= 6) fail();
+  DistUrl result;
+  result.host = url.substr(6, colon - 6);
+  if (result.host.starts_with("[") && result.host.ends_with("]")) {
+    result.host = result.host.substr(1, result.host.size() - 2);  // an IPv6 address
+  }
+  const char* end = url.data() + url.size();
+  const auto [stop, error] = std::from_chars(url.data() + colon + 1, end, result.port);
+  if (error != std::errc() || stop != end || result.port < 1 || result.port > 65535 ||
+      result.host.empty())
+    fail();
+  return result;
+}
+
+void take_dist_url(Place& place, const PlaceOptions& options) {
+  if (!options.dist_url) return;
+  if (options.master_addr || options.master_port) {
+    throw ConfigError("--dist-url and --addr or --port: give one of them");
+  }
+  const DistUrl url = parse_dist_url(*options.dist_url);
+  if (!url.host.empty()) {
+    place.master_addr = url.host;
+    place.master_port = url.port;
+  }
+  place.store_file = url.file;
+}
+
 // The address of rank 0's store; every contract but Paddle's leaves it to MASTER_ADDR, MASTER_PORT.
 void take_master(Place& place, const PlaceOptions& options) {
+  const bool by_url = options.dist_url && *options.dist_url != "env://";
+  take_dist_url(place, options);
+  if (!place.store_file.empty()) return;
   if (options.master_addr) place.master_addr = *options.master_addr;
   if (options.master_port) place.master_port = *options.master_port;
   if (place.master_addr.empty()) place.master_addr = env_string("MASTER_ADDR").value_or("");
-  if (place.master_port == 0) {
-    place.master_port = static_cast<int>(env_int("MASTER_PORT", 1, 65535).value_or(0));
+  if (place.master_port == 0 || (place.source == kSlurm && !by_url && !options.master_port)) {
+    // Slurm's port is a guess from the job's number: a variable goes before it.
+    place.master_port =
+        static_cast<int>(env_int("MASTER_PORT", 1, 65535).value_or(place.master_port));
   }
   if (place.world_size == 1) return;
   if (place.master_addr.empty()) half_contract(place.source, "MASTER_ADDR");
@@ -58,7 +110,10 @@ void take_master(Place& place, const PlaceOptions& options) {
     throw ConfigError("port " + std::to_string(place.master_port) + " (" + place.source +
                       "): expected 1 to 65535");
   }
+  if (by_url) return;  // what the launcher listens on is MASTER_PORT
   if (place.rank == 0) place.store_fd = env_rank("COHORT_STORE_FD");
+  place.agent_store =
+      env_string("TORCHELASTIC_USE_AGENT_STORE") == "True" && place.source == kTorchrun;
 }
 
 Place from_options(const PlaceOptions& options) {
@@ -85,7 +140,7 @@ Place from_torchrun() {
   const std::string missing = missing_of({"RANK", "WORLD_SIZE"});
   if (!missing.empty()) half_contract(missing == "RANK" ? "WORLD_SIZE" : "RANK", missing);
   Place place;
-  place.source = "torchrun's environment";
+  place.source = kTorchrun;
   place.rank = *env_rank("RANK");
   place.world_size = *env_rank("WORLD_SIZE");
   place.local_world_size = env_rank("LOCAL_WORLD_SIZE").value_or(place.world_size);
@@ -108,42 +163,63 @@ Place from_open_mpi() {
   return place;
 }
 
-// First host of Slurm's compact list: "node[03-05,9],x" -> "node03".
-std::string first_slurm_host(const std::string& list) {
-  const size_t bracket = list.find('[');
-  const size_t comma = list.find(',');
-  if (bracket == std::string::npos || comma < bracket) return list.substr(0, comma);
-  const size_t end = list.find_first_of(",-]", bracket);
-  if (end == std::string::npos)
-    throw ConfigError("SLURM_NODELIST=" + list + ": expected a closing ]");
-  return list.substr(0, bracket) + list.substr(bracket + 1, end - bracket - 1);
+// The first of `names` that is set, and its value.
+std::optional<std::pair<std::string, std::string>> first_set(
+    std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    if (const auto value = env_string(name))
+      return std::pair<std::string, std::string>(name, *value);
+  }
+  return std::nullopt;
+}
+
+// Below the range that systems give out for outgoing connections; the same for all tasks of a step.
+int slurm_port() {
+  const auto job = env_int("SLURM_JOB_ID", 0);
+  if (!job) return 0;
+  const int64_t step = env_int("SLURM_STEP_ID", 0).value_or(0);
+  return static_cast<int>(12'000 + (*job * 16 + step % 16) % 20'000);
+}
+
+int slurm_local_world_size(const Place& place) {
+  const auto counts = first_set({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
+  const auto node = env_rank("SLURM_NODEID");
+  if (counts && node) {
+    const auto tasks = expand_task_counts(counts->second, counts->first);
+    if (static_cast<size_t>(*node) < tasks.size()) return tasks[static_cast<size_t>(*node)];
+  }
+  const int num_nodes = std::max(1, env_rank("SLURM_NNODES").value_or(1));
+  return std::max(place.local_rank + 1, (place.world_size + num_nodes - 1) / num_nodes);
 }
 
 Place from_slurm() {
-  const std::string missing =
-      missing_of({"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODELIST"});
+  std::string missing = missing_of({"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"});
+  const auto nodes = first_set({"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"});
+  if (!nodes) missing += std::string(missing.empty() ? "" : ", ") + "SLURM_NODELIST";
   if (!missing.empty()) half_contract("SLURM_PROCID", missing);
   Place place;
-  place.source = "Slurm's environment";
+  place.source = kSlurm;
   place.rank = *env_rank("SLURM_PROCID");
   place.world_size = *env_rank("SLURM_NTASKS");
   place.local_rank = *env_rank("SLURM_LOCALID");
-  const int num_nodes = std::max(1, env_rank("SLURM_NNODES").value_or(1));
-  place.local_world_size =
-      std::max(place.local_rank + 1, (place.world_size + num_nodes - 1) / num_nodes);
-  if (!env_string("MASTER_ADDR"))
-    place.master_addr = first_slurm_host(*env_string("SLURM_NODELIST"));
+  place.local_world_size = slurm_local_world_size(place);
+  const auto hosts = expand_node_list(nodes->second, nodes->first);
+  if (!env_string("MASTER_ADDR")) place.master_addr = hosts.front();
+  place.master_port = slurm_port();
   return place;
 }
 
 Place from_paddle() {
-  const std::string missing =
-      missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS"});
-  if (!missing.empty()) half_contract("PADDLE_TRAINER_ID", missing);
+  const auto count = first_set({"PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS"});
+  std::string missing = missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"});
+  if (!count) missing += std::string(missing.empty() ? "" : ", ") + "PADDLE_TRAINERS_NUM";
+  if (!missing.empty()) {
+    half_contract(env_string("PADDLE_TRAINER_ID") ? "PADDLE_TRAINER_ID" : count->first, missing);
+  }
   Place place;
   place.source = "Paddle's environment";
   place.rank = *env_rank("PADDLE_TRAINER_ID");
-  place.world_size = *env_rank("PADDLE_TRAINERS_NUM");
+  place.world_size = *env_rank(count->first.c_str());
   const std::string endpoints = *env_string("PADDLE_TRAINER_ENDPOINTS");
   std::vector<std::string> hosts;
   for (size_t begin = 0; begin <= endpoints.size();) {
@@ -189,11 +265,12 @@ Place discover_place(const PlaceOptions& options) {
     place = from_open_mpi();
   } else if (env_string("SLURM_PROCID")) {
     place = from_slurm();
-  } else if (env_string("PADDLE_TRAINER_ID") || env_string("PADDLE_TRAINERS_NUM")) {
+  } else if (first_set({"PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS"})) {
     place = from_paddle();
   } else {
     // Half a contract must not become as many lonely processes as were started.
     if (options.master_addr || options.master_port) half_contract("--addr or --port", "--rank");
+    if (options.dist_url) half_contract("--dist-url " + *options.dist_url, "--rank, or RANK,");
     for (const char* name : {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
       if (env_string(name)) half_contract(name, "RANK");
     }
@@ -202,6 +279,16 @@ Place discover_place(const PlaceOptions& options) {
   check(place);
   take_master(place, options);
   return place;
+}
+
+int device_index(const Place& place, int num_devices) {
+  if (num_devices == 1) return 0;
+  if (place.local_rank >= num_devices) {
+    throw ConfigError("local rank " + std::to_string(place.local_rank) +
+                      " has no device: expected at most " + std::to_string(num_devices) +
+                      " ranks on this host, one for each of its devices");
+  }
+  return place.local_rank;
 }
 
 }  // namespace cohort::comm

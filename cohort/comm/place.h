@@ -10,12 +10,15 @@ namespace cohort::comm {
 struct Place {
   int rank = 0;
   int world_size = 1;
-  int local_rank = 0;           ///< Among the ranks of this host.
-  int local_world_size = 1;     ///< Ranks of this host.
-  std::string master_addr;      ///< Host of rank 0's store; empty for one process.
-  int master_port = 0;          ///< Its port; 0 for one process.
+  int local_rank = 0;        ///< Among the ranks of this host.
+  int local_world_size = 1;  ///< Ranks of this host.
+  std::string master_addr;  ///< Host of rank 0's store; empty for one process, and with store_file.
+  int master_port = 0;      ///< Its port; 0 for one process, and with store_file.
   std::optional<int> store_fd;  ///< Rank 0: a listening socket on master_port, inherited.
   std::string source;           ///< Which contract was found: "torchrun's environment", ...
+  std::string store_file;       ///< Path of a file to meet by, instead of master_addr; empty: none.
+  bool agent_store =
+      false;  ///< The launcher itself serves the store (torchrun does); rank 0 only connects.
 };
 
 /// Explicit numbers, from a program's flags; they go before any environment.
@@ -25,14 +28,24 @@ struct PlaceOptions {
   std::optional<int> nproc_per_node;  ///< Then LOCAL_RANK must be exported.
   std::optional<std::string> master_addr;
   std::optional<int> master_port;
+  /// Where to meet: "tcp://host:port", "file:///path" (seen by all ranks), or "env://" (MASTER_ADDR
+  /// and MASTER_PORT, the default). The numbers come from the fields above or from the environment,
+  /// whatever the way.
+  std::optional<std::string> dist_url;
 };
 
 /// Finds this process's place from the first complete contract: options, torchrun's variables,
 /// Open MPI's, Slurm's, Paddle's. None at all: one process (source says so).
 ///
 /// Local. Errors: ConfigError that names what is missing from half a contract, or the variable that
-/// is no number or out of range. Never degrades half a contract to one process.
-/// Source: docs/launch.md lists the variables of each contract.
+/// is no number or out of range, or a dist_url of another form, or one given beside master_addr or
+/// master_port. Never degrades half a contract to one process. Source: docs/comm.md lists the
+/// variables of each contract.
 Place discover_place(const PlaceOptions& options = {});
+
+/// Returns the device that this rank computes on: its local rank, or 0 where the rank sees one
+/// device only (as under Slurm's --gpus-per-task). Errors: ConfigError if this host runs more ranks
+/// than it has devices, or has none.
+int device_index(const Place& place, int num_devices);
 
 }  // namespace cohort::comm

@@ -1,262 +1,378 @@
 #include "cohort/comm/process_group.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
-#include <cstring>
+#include <algorithm>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
-#include "cohort/comm/backends/gloo/gloo.h"
-#include "cohort/comm/failure_watch.h"
-#include "cohort/comm/listen.h"
+#include "cohort/comm/backend.h"
+#include "cohort/comm/process_group_impl.h"
 
 namespace cohort::comm {
 namespace {
 
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-milliseconds since(Clock::time_point start) {
-  return std::chrono::duration_cast<milliseconds>(Clock::now() - start);
+c10d::ProcessGroup::BackendType engine_type(const std::string& backend) {
+  return c10d::ProcessGroup::strToBackendType(backend);
 }
 
-c10d::TCPStoreOptions store_options(const Place& place, milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(place.master_port);
-  options.timeout = timeout;
-  options.waitWorkers = false;
-  options.numWorkers = static_cast<size_t>(place.world_size);
+GroupOptions with_environment(GroupOptions options) {
+  if (env_int("COHORT_CHECK_COLLECTIVES", 0, 1).value_or(1) == 0) options.check_collectives = false;
   return options;
 }
 
-// Rank 0 hosts the store on a socket that is bound here or by the launcher: no port is ever raced
-// for.
-StorePtr connect_store(const Place& place, milliseconds timeout) {
-  auto options = store_options(place, timeout);
-  if (place.rank == 0) {
-    options.isServer = true;
-    options.masterListenFd = place.store_fd ? *place.store_fd : listen_on(place.master_port);
-    options.port = static_cast<uint16_t>(port_of(*options.masterListenFd));
-    if (options.port != place.master_port) {
-      throw ConfigError("COHORT_STORE_FD listens on port " + std::to_string(options.port) +
-                        ": expected MASTER_PORT=" + std::to_string(place.master_port));
-    }
-    return c10::make_intrusive<c10d::TCPStore>("localhost", options);
-  }
-  return c10::make_intrusive<c10d::TCPStore>(place.master_addr, options);
+Meeting meet_alone() {
+  return {.store = c10::make_intrusive<c10d::HashStore>(),
+          .watch_store = {},
+          .address = "127.0.0.1",
+          .interface = {}};
 }
 
-c10d::ReduceOp::RedOpType engine_op(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::kSum:
-      break;
+std::string terms(const Place& place, const GroupOptions& options) {
+  return "world size " + std::to_string(place.world_size) + ", backend " + options.backend +
+         ", check_collectives " + (options.check_collectives ? "on" : "off");
+}
+
+uint64_t mix(uint64_t hash, const void* data, size_t size) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  for (size_t i = 0; i < size; ++i) hash = (hash ^ bytes[i]) * 0x100000001b3ULL;  // FNV-1a
+  return hash;
+}
+
+// Of what must be equal on all ranks.
+uint64_t mix(uint64_t hash, const TraceRecord& record) {
+  hash = mix(hash, record.operation.data(), std::string_view(record.operation.data()).size() + 1);
+  hash = mix(hash, record.dtype.data(), std::string_view(record.dtype.data()).size() + 1);
+  hash = mix(hash, &record.num_dims, sizeof record.num_dims);
+  return mix(hash, record.dims.data(), sizeof record.dims);
+}
+
+milliseconds since(int64_t start_ns) {
+  return milliseconds((steady_now_ns() - start_ns) / 1'000'000);
+}
+
+// Whatever keeps an engine from connecting, but bad settings, is the network's or a peer's fault.
+c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPlugin& plugin,
+                                               const BackendRequest& request) {
+  try {
+    return plugin.make(request);
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const c10::DistError&) {
+    throw;
+  } catch (const std::exception& error) {
+    C10_THROW_ERROR(DistError, one_line(error));
   }
-  return c10d::ReduceOp::SUM;
 }
 
 }  // namespace
 
-struct ProcessGroup::Impl {
-  Place place;
-  GroupOptions options;
-  StorePtr store;                       // this thread's connection
-  std::unique_ptr<FailureWatch> watch;  // none in a group of one
-  c10::intrusive_ptr<c10d::ProcessGroup> engine;
-  int64_t sequence = 0;
-  bool dead = false;
+Job::Job(const Place& p, const GroupOptions& o, const std::string& trace_file)
+    : place(p),
+      options(o),
+      stack_report(trace_file.empty() ? nullptr
+                                      : std::make_unique<StackReport>(trace_file + ".stack")),
+      log(p.rank, p.world_size, trace_file) {}
 
-  void meet();
-  void wait_for_counter(const std::string& key);
-  [[noreturn]] void fail(const std::string& operation, Clock::time_point start,
-                         const std::string& cause);
-};
-
-ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options)
-    : impl_(std::make_unique<Impl>()) {
-  if (options.backend != "gloo") {
-    throw ConfigError("backend \"" + options.backend + "\" is unknown: expected gloo");
-  }
-  impl_->place = place;
-  impl_->options = options;
-  impl_->meet();
+void Job::add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine,
+                     Connections connections) {
+  const std::lock_guard lock(mutex_);
+  engines_.push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(engine), std::move(connections)});
 }
 
-void ProcessGroup::Impl::meet() {
-  const auto start = Clock::now();
-  std::string address = "127.0.0.1";
-  const std::string where = place.master_addr + ":" + std::to_string(place.master_port);
-  try {
-    if (place.world_size == 1) {
-      store = c10::make_intrusive<c10d::HashStore>();
-    } else {
-      address = local_address_towards(place.master_addr, place.master_port);
-      store = connect_store(place, options.rendezvous_timeout);
+void Job::abort() {
+  const std::lock_guard lock(mutex_);
+  for (const Engine& entry : engines_) {
+    const auto engine = entry.group.lock();
+    if (!engine) continue;
+    entry.connections.shut_down();
+    try {
+      engine->abort();
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group is dead, and its
+                                       // timeout remains
     }
-    store->setTimeout(options.rendezvous_timeout);
-    const auto prefix = c10::make_intrusive<c10d::PrefixStore>("group", store);
-    engine = c10::make_intrusive<c10d::ProcessGroup>(prefix, place.rank, place.world_size);
-    auto backend =
-        make_gloo_backend(c10::make_intrusive<c10d::PrefixStore>("cpu", prefix), place.rank,
-                          place.world_size, options.rendezvous_timeout, address);
+  }
+}
+
+ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_name,
+                         std::vector<int> global_ranks, int own_rank)
+    : job(std::move(j)),
+      name(std::move(group_name)),
+      ranks(std::move(global_ranks)),
+      rank(own_rank) {}
+
+void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store) {
+  const GroupOptions& options = job->options;
+  store = std::move(group_store);
+  const int size = static_cast<int>(ranks.size());
+  engine = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  Connections connections;
+  const auto add = [&](const std::string& backend_name, c10::DeviceType device,
+                       const BackendPlugin& plugin) {
+    BackendRequest request{
+        .store = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(device, true), store),
+        .rank = rank,
+        .world_size = size,
+        .timeout = options.rendezvous_timeout,
+        .address = job->meeting.address,
+        .interface = job->meeting.interface};
+    auto backend = make_backend(plugin, request);
     backend->setTimeout(options.timeout);
-    engine->setDefaultBackend(c10d::ProcessGroup::GLOO);
-    engine->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::GLOO, backend);
-    engine->setGroupName("cohort");
-    if (place.world_size > 1) {
-      auto client = store_options(place, options.rendezvous_timeout);
-      auto own = c10::make_intrusive<c10d::TCPStore>(
-          place.rank == 0 ? "localhost" : place.master_addr, client);
-      watch = std::make_unique<FailureWatch>(
-          c10::make_intrusive<c10d::PrefixStore>("watch", std::move(own)), place.rank,
-          place.world_size);
-    }
-  } catch (const c10::ValueError&) {
-    throw;
-  } catch (const std::exception& error) {
-    throw PeerError({.rank = place.rank,
-                     .lost_ranks = {},
-                     .operation = "rendezvous at " + where,
-                     .sequence = -1,
-                     .elapsed = since(start),
-                     .cause = one_line(error)});
-  }
+    engine->setBackend(device, engine_type(backend_name), backend);
+  };
+  const BackendPlugin& plugin = find_backend(options.backend);
+  engine->setDefaultBackend(engine_type(options.backend));
+  add(options.backend, plugin.device, plugin);
+  // Lengths, comparisons and barriers stay on the CPU.
+  if (plugin.device != c10::DeviceType::CPU)
+    add("gloo", c10::DeviceType::CPU, find_backend("gloo"));
+  engine->setGroupName(name == "world" ? "cohort" : "cohort/" + name);
+  connections.note_new();
+  job->add_engine(engine, std::move(connections));
 }
 
-void ProcessGroup::Impl::fail(const std::string& operation, Clock::time_point start,
-                              const std::string& cause) {
-  dead = true;
-  const auto elapsed = since(start);
-  throw PeerError({.rank = place.rank,
-                   .lost_ranks = watch ? watch->lost_ranks() : std::vector<int>{},
-                   .operation = operation,
-                   .sequence = sequence,
-                   .elapsed = elapsed,
-                   .cause = cause});
+ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
+  find_backend(options.backend);
+  std::vector<int> ranks(static_cast<size_t>(place.world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  auto job = std::make_shared<Job>(place, with_environment(options),
+                                   env_string(kTraceFileVariable).value_or(""));
+  impl_ = std::make_unique<Impl>(job, "world", std::move(ranks), place.rank);
+  impl_->run_unmatched({.operation = "rendezvous at " + meeting_point(place), .site = {}}, [&] {
+    job->meeting = place.world_size == 1 ? meet_alone()
+                                         : meet(place, {.timeout = options.rendezvous_timeout,
+                                                        .interface = options.interface,
+                                                        .terms = terms(place, job->options)});
+    impl_->connect(c10::make_intrusive<c10d::PrefixStore>("group", job->meeting.store));
+  });
+  if (place.world_size == 1) return;
+  const bool rank_0_hosts = place.store_file.empty() && !place.agent_store;
+  job->watch = std::make_unique<FailureWatch>(
+      c10::make_intrusive<c10d::PrefixStore>("watch", std::move(job->meeting.watch_store)),
+      place.rank, place.world_size, rank_0_hosts,
+      FailureWatchCalls{.story = [job = job.get()] { return job->log.story(); },
+                        .waiting_ns = [job = job.get()] { return job->log.waiting_ns(); },
+                        .abort = [job = job.get()] { job->abort(); }});
 }
 
-void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
-  // Everyone has just met in a barrier, so nobody is far away.
-  const auto deadline = Clock::now() + std::min<milliseconds>(options.timeout, milliseconds(30'000));
-  while (store->add(key, 0) < place.world_size) {
-    if (Clock::now() > deadline) C10_THROW_ERROR(DistError, "waited in vain for " + key);
-    usleep(500);
-  }
-}
+ProcessGroup::ProcessGroup(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 ProcessGroup::~ProcessGroup() = default;
 
 int ProcessGroup::rank() const {
-  return impl_->place.rank;
+  return impl_->rank;
 }
 int ProcessGroup::size() const {
-  return impl_->place.world_size;
+  return static_cast<int>(impl_->ranks.size());
+}
+int ProcessGroup::global_rank(int rank) const {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size(), "global_rank: expected a rank in [0, ", size(),
+                    "), got ", rank);
+  return impl_->ranks[static_cast<size_t>(rank)];
+}
+const std::string& ProcessGroup::name() const {
+  return impl_->name;
 }
 const Place& ProcessGroup::place() const {
-  return impl_->place;
+  return impl_->job->place;
 }
 c10d::ProcessGroup& ProcessGroup::engine() {
   return *impl_->engine;
 }
 
-void ProcessGroup::guard(const std::string& operation, const std::function<void()>& call) {
-  const auto start = Clock::now();
-  if (impl_->dead) impl_->fail(operation, start, "the group is dead since it lost a peer");
-  ++impl_->sequence;
+std::unique_ptr<ProcessGroup> ProcessGroup::subgroup(const std::vector<int>& ranks,
+                                                     const std::string& name, CallSite site) {
+  std::vector<int> members = ranks;
+  std::sort(members.begin(), members.end());
+  TORCH_CHECK_VALUE(!members.empty(), "subgroup \"", name, "\": expected at least one rank");
+  TORCH_CHECK_VALUE(members.front() >= 0 && members.back() < size(), "subgroup \"", name,
+                    "\": expected ranks in [0, ", size(), "), got ", ranks);
+  TORCH_CHECK_VALUE(std::adjacent_find(members.begin(), members.end()) == members.end(),
+                    "subgroup \"", name, "\": expected every rank once, got ", ranks);
+  std::string operation = "subgroup \"" + name + "\" of";
+  for (int& member : members) {
+    operation += " " + std::to_string(member);
+    member = global_rank(member);
+  }
+  impl_->run({.operation = operation, .site = site}, [] {});
+  const std::string unique = name + "#" + std::to_string(impl_->num_subgroups++);
+  const auto own = std::find(members.begin(), members.end(), impl_->job->place.rank);
+  if (own == members.end()) return nullptr;
+  const int own_rank = static_cast<int>(own - members.begin());
+  auto impl = std::make_unique<Impl>(impl_->job, name, std::move(members), own_rank);
+  auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->engine->getStore());
+  impl->run_unmatched({.operation = operation, .site = site}, [&] { impl->connect(store); });
+  return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(impl)));
+}
+
+void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
+                              const std::string& cause, bool disagreement) {
+  job->dead = true;
+  const auto elapsed = since(start_ns);
+  const Verdict verdict = job->watch ? job->watch->verdict() : Verdict{};
+  disagreement = (disagreement || !verdict.mismatch.empty()) && verdict.lost.empty();
+  std::string text = cause;
+  if (disagreement && !verdict.mismatch.empty()) {
+    text = verdict.mismatch;
+  } else if (verdict.lost.empty() && !verdict.others.empty()) {
+    text = verdict.others + " (" + cause + ")";
+  }
+  throw PeerError(
+      {.rank = job->place.rank,
+       .lost_ranks = verdict.lost,
+       .operation = name == "world" ? operation : operation + " of group \"" + name + "\"",
+       .sequence = sequence > 0 ? sequence : -1,
+       .elapsed = elapsed,
+       .cause = text,
+       .disagreement = disagreement});
+}
+
+// Does `body` under the log's eyes; what an engine throws for a lost peer becomes PeerError.
+template <class Body>
+void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& body) {
+  const int64_t start = steady_now_ns();
+  if (job->dead) fail(call.operation, start, "the group is dead since it lost a peer", false);
+  const TraceRecord entry = record(call);
+  if (matched) {
+    ++num_matched;
+    history = mix(history, entry);
+  }
+  job->log.begin(entry, matched ? std::optional(num_matched) : std::nullopt);
   try {
-    call();
+    body();
+    job->log.end();
+    return;
   } catch (const PeerError&) {
+    job->dead = true;
     throw;
   } catch (const c10::DistError& error) {
-    impl_->fail(operation, start, one_line(error));
-  } catch (const c10::Error& error) {
-    // c10d reports a failed collective of the Reducer as a plain c10::Error with Gloo's text in it.
-    const std::string text = one_line(error);
-    if (text.find("gloo/transport") == std::string::npos) throw;
-    impl_->fail(operation, start, text);
+    fail(call.operation, start, one_line(error), false);
   } catch (const std::bad_alloc&) {
+    job->log.end();
     throw;
   } catch (const std::exception& error) {
-    // Gloo's IoException is a std::runtime_error and its EnforceNotMet a std::exception.
+    // Gloo's IoException is a std::runtime_error and its EnforceNotMet a std::exception; c10d
+    // reports a failed collective of the Reducer as a plain c10::Error with Gloo's text in it.
     const std::string text = one_line(error);
-    if (text.find("gloo/") == std::string::npos) throw;
-    impl_->fail(operation, start, text);
+    if (text.find("gloo/") == std::string::npos) {
+      job->log.end();
+      throw;
+    }
+    fail(call.operation, start, text, false);
   }
 }
 
-void ProcessGroup::all_reduce(at::Tensor& tensor, ReduceOp op) {
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), "all_reduce: expected a contiguous tensor");
-  guard("all_reduce", [&] {
-    std::vector<at::Tensor> tensors{tensor};
-    c10d::AllreduceOptions options;
-    options.reduceOp = engine_op(op);
-    impl_->engine->allreduce(tensors, options)->wait();
+TraceRecord ProcessGroup::Impl::record(const Call& call) const {
+  TraceRecord result;
+  set_field(result.group, name);
+  set_field(result.operation, call.operation);
+  if (call.site.line > 0) set_call_site(result, call.site);
+  result.sequence = sequence;
+  if (call.tensor != nullptr) {
+    set_field(result.dtype, type_name(call.tensor->scalar_type()));
+    result.num_dims = static_cast<int32_t>(std::min<int64_t>(call.tensor->dim(), 8));
+    std::copy_n(call.tensor->sizes().begin(), result.num_dims, result.dims.begin());
+  }
+  return result;
+}
+
+// The greatest history and the greatest complement of one, which is the complement of the least:
+// equal if all are.
+void ProcessGroup::Impl::compare(const Call& call) {
+  if (!job->options.check_collectives || ranks.size() == 1) return;
+  const int64_t start = steady_now_ns();
+  const auto mine = static_cast<int64_t>(history);
+  at::Tensor extremes = at::tensor({mine, ~mine});
+  std::vector<at::Tensor> tensors{extremes};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  options.timeout = call.limit.value_or(job->options.timeout);
+  engine->allreduce(tensors, options)->wait();
+  const auto* values = extremes.const_data_ptr<int64_t>();
+  if (values[0] != ~values[1])
+    fail(call.operation, start, "their calls part more than 64 calls ago", true);
+}
+
+void ProcessGroup::Impl::run(const Call& call, const std::function<void()>& body) {
+  ++sequence;
+  guarded(call, /*matched=*/true, [&] {
+    compare(call);
+    body();
   });
 }
 
-int64_t ProcessGroup::all_reduce_sum(int64_t value) {
-  at::Tensor tensor = at::tensor({value});
-  all_reduce(tensor);
-  return tensor.item<int64_t>();
+void ProcessGroup::Impl::run_unmatched(const Call& call, const std::function<void()>& body) {
+  guarded(call, /*matched=*/false, body);
 }
 
-void ProcessGroup::broadcast(at::Tensor& tensor, int root) {
-  TORCH_CHECK_VALUE(tensor.is_contiguous(), "broadcast: expected a contiguous tensor");
-  TORCH_CHECK_VALUE(root >= 0 && root < size(), "broadcast: expected a root in [0, ", size(),
-                    "), got ", root);
-  guard("broadcast", [&] {
-    std::vector<at::Tensor> tensors{tensor};
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    impl_->engine->broadcast(tensors, options)->wait();
+Work ProcessGroup::Impl::start(const Call& call,
+                               const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
+                               std::function<void()> finish) {
+  ++sequence;
+  auto state = std::make_unique<Work::State>(Work::State{
+      .group = this, .operation = call.operation, .work = {}, .finish = std::move(finish)});
+  guarded(call, /*matched=*/true, [&] {
+    // Gloo ends the whole process when a message is longer than expected: better to ask before.
+    if (known.insert(mix(0, record(call))).second) compare(call);
+    state->work = begin();
+  });
+  return Work(std::move(state));
+}
+
+Work::Work(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Work::Work(Work&&) noexcept = default;
+Work& Work::operator=(Work&&) noexcept = default;
+Work::~Work() = default;
+
+void Work::wait(CallSite site) {
+  if (!state_ || !state_->work) return;
+  const auto work = std::move(state_->work);
+  state_->group->run_unmatched({.operation = state_->operation, .site = site}, [&] {
+    work->wait();
+    if (state_->finish) state_->finish();
   });
 }
 
-std::string ProcessGroup::broadcast_text(const std::string& text, int root) {
-  at::Tensor length = at::tensor({static_cast<int64_t>(text.size())});
-  broadcast(length, root);
-  at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
-  if (rank() == root) std::memcpy(bytes.data_ptr(), text.data(), text.size());
-  if (bytes.numel() > 0) broadcast(bytes, root);
-  return std::string(static_cast<const char*>(bytes.data_ptr()),
-                     static_cast<size_t>(bytes.numel()));
+void ProcessGroup::guard(const std::string& operation, const std::function<void()>& call,
+                         CallSite site) {
+  ++impl_->sequence;
+  impl_->run_unmatched({.operation = operation, .site = site}, call);
 }
 
-std::vector<std::string> ProcessGroup::all_gather_text(const std::string& text) {
-  std::vector<std::string> texts;
-  for (int root = 0; root < size(); ++root) texts.push_back(broadcast_text(text, root));
-  return texts;
+void ProcessGroup::Impl::count(const std::string& key) {
+  store->add(key, 1);
 }
 
-void ProcessGroup::barrier(const std::string& name, std::optional<milliseconds> limit) {
-  guard("barrier \"" + name + "\"", [&] {
-    at::Tensor token = at::zeros({1}, at::kByte);
-    std::vector<at::Tensor> tensors{token};
-    c10d::AllreduceOptions options;
-    options.timeout = limit.value_or(impl_->options.timeout);
-    impl_->engine->allreduce(tensors, options)->wait();
-  });
+void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
+  // Everyone has just met in a barrier, so nobody is far away.
+  const auto limit = std::min<milliseconds>(job->options.timeout, milliseconds(30'000));
+  const int64_t start = steady_now_ns();
+  while (store->add(key, 0) < static_cast<int64_t>(ranks.size())) {
+    if (since(start) > limit) C10_THROW_ERROR(DistError, "waited in vain for " + key);
+    usleep(500);
+  }
 }
 
-void ProcessGroup::close() {
+void ProcessGroup::close(CallSite site) {
   if (size() == 1) return;
-  barrier("close");  // a peer that is gone shows here, as in any collective
-  guard("close", [&] {
-    impl_->store->add("closing", 1);
-    impl_->wait_for_counter("closing");
-    impl_->watch.reset();
-    impl_->engine.reset();
-    impl_->store->add("closed", 1);
-    if (rank() == 0) impl_->wait_for_counter("closed");
-  });
+  barrier("close", {}, site);  // a peer that is gone shows here, as in any collective
+  guard(
+      "close",
+      [&] {
+        // A rank that leaves right after its last collective may leave another waiting in it.
+        impl_->count("closing");
+        impl_->wait_for_counter("closing");
+        if (impl_->name == "world") impl_->job->watch.reset();
+        impl_->engine.reset();
+        impl_->count("closed");
+        if (rank() == 0) impl_->wait_for_counter("closed");
+      },
+      site);
 }
 
 }  // namespace cohort::comm

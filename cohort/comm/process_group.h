@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/call_site.h"
 #include "cohort/comm/place.h"
 
 namespace c10d {
@@ -18,65 +19,170 @@ class Store;
 namespace cohort::comm {
 
 struct GroupOptions {
-  std::string backend = "gloo";                           ///< The engine: "gloo".
+  std::string backend = "gloo";  ///< The engine: "gloo" or another of backend.h.
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
   std::chrono::milliseconds timeout{600'000};             ///< Of every later operation.
+  /// Network interface of the engine, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
+  /// by route.
+  std::string interface;
+  /// Compare what the ranks call before data moves (docs/comm.md: what is found, what it costs).
+  /// The same on all ranks. COHORT_CHECK_COLLECTIVES=0 turns it off, too.
+  bool check_collectives = true;
 };
 
-enum class ReduceOp { kSum, kMax, kMin };
+/// How ranks' values become one. kAvg is the sum, then one division, for floating types. kBand,
+/// kBor, kBxor are bitwise, for integers and bool.
+enum class ReduceOp { kSum, kMax, kMin, kProduct, kAvg, kBand, kBor, kBxor };
+
+class ProcessGroup;
+
+/// A collective under way. The tensors belong to it until `wait` has returned; to drop it unwaited
+/// leaves them undefined.
+///
+/// Owner: the caller; must not outlive its group. Threads: one.
+class [[nodiscard]] Work {
+ public:
+  Work(Work&&) noexcept;
+  Work& operator=(Work&&) noexcept;
+  ~Work();
+
+  /// Blocks until the result is there. A second call returns at once. Errors: as ProcessGroup.
+  void wait(CallSite site = CallSite::here());
+
+ private:
+  friend class ProcessGroup;
+  struct State;
+  explicit Work(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
 
 /// A process group: this rank's connection to its peers.
 ///
 /// Owner: the program's outermost frame; everything below takes `ProcessGroup&`.
 /// Threads: one caller at a time. A watching thread of its own answers when a peer asks who is
 /// alive. Collective: the constructor, every operation and `close`; same order on every rank.
-/// Errors: PeerError from any of them when a rank is lost or late; it names the lost ranks as far
-/// as the
-///         survivors can tell. The group is dead after it. c10::ValueError for bad arguments,
-///         before anything is sent.
+/// Names and meanings of the collectives are torch.distributed's.
+/// Tensors: contiguous, on a device that the engine serves, of the same shape and dtype on every
+///          rank (all_to_all: its splits may differ). Collectives that move data take every dtype;
+///          those that reduce take bool (kMax, kMin, kBand, kBor), uint8, int8, int32, int64,
+///          float16, bfloat16, float32 and float64.
+/// Blocks:  every operation, until its result is there, except those called `_async`.
+/// Errors:  PeerError from any of them when a rank is lost or late, or when ranks call different
+///          things; it names the ranks as far as the survivors can tell. The group, its parent and
+///          its sub-groups are dead after it. c10::ValueError for bad arguments, before anything is
+///          sent.
+/// `site`, a last argument everywhere, is filled in by the compiler: where the call stands, for
+/// traces and errors.
 class ProcessGroup {
  public:
   /// Meets the other ranks of `place`. Blocks, at most `rendezvous_timeout`.
   /// One process is a group of size 1 and needs no network.
-  /// Errors: ConfigError if the backend is unknown, or rank 0 cannot listen on the port.
+  /// Errors: ConfigError if the backend is unknown, rank 0 cannot listen on the port, or the ranks'
+  ///         numbers and options clash; PeerError that names the ranks that have not come.
   explicit ProcessGroup(const Place& place, const GroupOptions& options = {});
   /// Local: closes connections without a word. Call `close` first on the good path.
   ~ProcessGroup();
   ProcessGroup(const ProcessGroup&) = delete;
   ProcessGroup& operator=(const ProcessGroup&) = delete;
 
-  int rank() const;
+  int rank() const;  ///< Within this group.
   int size() const;
-  const Place& place() const;
+  int global_rank(int rank) const;  ///< Number in the whole job of this group's `rank`.
+  const std::string& name() const;  ///< "world", or the sub-group's name.
+  const Place& place() const;       ///< Of this process in the whole job.
+
+  /// Returns the group of some of this group's ranks; nullptr on ranks outside of it.
+  /// Collective over this group: every rank calls it, with the same `ranks` and `name`. Ranks are
+  /// this group's numbers; they are sorted, as torch.distributed does. Several sub-groups may have
+  /// one name. Blocks until its members have met. The new group must not outlive this one, and
+  /// shares its fate: a lost rank is named by its number in the job.
+  std::unique_ptr<ProcessGroup> subgroup(const std::vector<int>& ranks, const std::string& name,
+                                         CallSite site = CallSite::here());
 
   /// Replaces `tensor` by the sum (or other `op`) over ranks, in place, on every rank.
-  /// Shapes: any, contiguous, same shape and dtype on every rank. Blocks until the result is there.
-  /// Numerics: in the tensor's dtype. Cost: 2 (W-1)/W of the bytes sent per rank (ring).
-  void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::kSum);
+  /// Shapes: any. Numerics: in the tensor's dtype. Cost: 2 (W-1)/W of the bytes sent per rank
+  /// (ring).
+  void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
+                  CallSite site = CallSite::here());
+  Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
+                        CallSite site = CallSite::here());
   /// Returns the sum of `value` over ranks.
-  int64_t all_reduce_sum(int64_t value);
-  /// Copies `tensor` from rank `root` to all, in place. Blocks.
-  void broadcast(at::Tensor& tensor, int root = 0);
-  /// Returns rank `root`'s text on every rank. Any length. Blocks.
-  std::string broadcast_text(const std::string& text, int root = 0);
-  /// Returns every rank's text, by rank, on every rank. Blocks.
-  std::vector<std::string> all_gather_text(const std::string& text);
-  /// Returns once every rank has come here. `name` stands in the error of one that waits in vain.
-  /// `limit` replaces the group's timeout, for a wait while one rank does long work alone; it is not for groups
-  /// whose ranks may differ in it.
-  void barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit = {});
+  int64_t all_reduce_sum(int64_t value, CallSite site = CallSite::here());
+  /// The same as all_reduce, but only rank `root` gets the result; the others' tensors keep no
+  /// meaning.
+  void reduce(at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum,
+              CallSite site = CallSite::here());
+  /// Copies `tensor` from rank `root` to all, in place.
+  void broadcast(at::Tensor& tensor, int root = 0, CallSite site = CallSite::here());
+
+  /// Returns every rank's tensor, by rank, on every rank.
+  std::vector<at::Tensor> all_gather(const at::Tensor& tensor, CallSite site = CallSite::here());
+  /// Fills `output` with every rank's `input`, by rank. Shapes: `output` has W times `input`'s
+  /// elements, same dtype. Cost: W-1 times `input`'s bytes received per rank.
+  void all_gather_into(at::Tensor& output, const at::Tensor& input,
+                       CallSite site = CallSite::here());
+  Work all_gather_into_async(at::Tensor& output, const at::Tensor& input,
+                             CallSite site = CallSite::here());
+  /// Returns every rank's tensor, by rank, on rank `root`; nothing elsewhere.
+  std::vector<at::Tensor> gather(const at::Tensor& tensor, int root = 0,
+                                 CallSite site = CallSite::here());
+  /// Fills `output` with rank `root`'s `inputs[rank]`. `inputs`: W tensors of output's shape on the
+  /// root, none elsewhere.
+  void scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int root = 0,
+               CallSite site = CallSite::here());
+  /// Reduces `input` over ranks and leaves the rank-th of its W equal parts in `output`.
+  /// Shapes: `input` has W times `output`'s elements, same dtype. `input` keeps its content.
+  /// Numerics: in the tensor's dtype; over Gloo in the order of ranks. Cost: (W-1)/W of the bytes
+  /// sent per rank; over Gloo as an all_to_all and a local sum (its own sends more, docs/comm.md),
+  /// which needs memory for a copy of `input`.
+  void reduce_scatter(at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
+                      CallSite site = CallSite::here());
+  Work reduce_scatter_async(at::Tensor& output, const at::Tensor& input,
+                            ReduceOp op = ReduceOp::kSum, CallSite site = CallSite::here());
+  /// Sends part r of `input` to rank r and fills part r of `output` with what rank r sent. Parts
+  /// are along dimension 0: equal, or as long as `input_splits` and `output_splits` say (W numbers
+  /// each; rank a's input_splits[b] must be rank b's output_splits[a]).
+  void all_to_all(at::Tensor& output, const at::Tensor& input,
+                  const std::vector<int64_t>& output_splits = {},
+                  const std::vector<int64_t>& input_splits = {}, CallSite site = CallSite::here());
+
+  /// Sends `tensor` to rank `to`, which calls `recv` with this rank, tag (>= 0), shape and dtype.
+  /// Only these two call.
+  void send(const at::Tensor& tensor, int to, int tag = 0, CallSite site = CallSite::here());
+  void recv(at::Tensor& tensor, int from, int tag = 0, CallSite site = CallSite::here());
+
+  /// Returns rank `root`'s text (any bytes, any length) on every rank.
+  std::string broadcast_text(const std::string& text, int root = 0,
+                             CallSite site = CallSite::here());
+  /// Returns every rank's text, by rank, on every rank. Memory: W times the longest text.
+  std::vector<std::string> all_gather_text(const std::string& text,
+                                           CallSite site = CallSite::here());
+  /// Returns every rank's text, by rank, on rank `root`; nothing elsewhere.
+  std::vector<std::string> gather_text(const std::string& text, int root = 0,
+                                       CallSite site = CallSite::here());
+
+  /// Returns once every rank has come here with the same `name`. The error of one that waits in
+  /// vain says which ranks have not come, and what they did last (as torch's monitored_barrier,
+  /// which it replaces). `limit` replaces the group's timeout, for a wait while one rank does long
+  /// work alone; it is not for groups whose ranks may differ in it.
+  void barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit = {},
+               CallSite site = CallSite::here());
 
   /// Runs `call`, which drives the engine itself, and turns what it throws for a lost peer into
-  /// PeerError.
-  void guard(const std::string& operation, const std::function<void()>& call);
+  /// PeerError. The trace shows `operation` meanwhile; what ranks call here is not compared.
+  void guard(const std::string& operation, const std::function<void()>& call,
+             CallSite site = CallSite::here());
 
   /// Says good-bye: a barrier that rank 0, the store's host, leaves last. No operation may follow.
-  void close();
+  /// A sub-group's is a barrier only; the group of all ranks goes last.
+  void close(CallSite site = CallSite::here());
 
   c10d::ProcessGroup& engine();  ///< For code that drives c10d, like DistributedDataParallel.
 
  private:
+  friend class Work;
   struct Impl;
+  explicit ProcessGroup(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 

@@ -1,65 +1,157 @@
 #include "cohort/data/distributed_sampler.h"
 
+#include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <string>
 
 #include "cohort/base/error.h"
 #include "cohort/data/random.h"
+#include "cohort/data/weighted_draw.h"
 
 namespace cohort::data {
+namespace {
+
+// Keeps the random padding apart from the stream that shuffles the same epoch.
+constexpr uint64_t kPaddingStream = 0x70616464696e6700;
+
+void require(bool holds, const std::string& message) {
+  if (!holds) throw ConfigError("DistributedSampler: " + message);
+}
+
+void check_weights(const DistributedSamplerOptions& options, int64_t epoch_size) {
+  const auto& weights = options.weights;
+  if (weights.empty()) return;
+  require(static_cast<int64_t>(weights.size()) == options.num_examples,
+          "expected one weight for each of " + std::to_string(options.num_examples) +
+              " examples, found " + std::to_string(weights.size()));
+  require(options.shuffle, "weights draw at random, expected shuffle = true");
+  for (size_t i = 0; i < weights.size(); ++i) {
+    require(weights[i] >= 0 && std::isfinite(weights[i]), "expected finite weights >= 0, found " +
+                                                              std::to_string(weights[i]) +
+                                                              " for example " + std::to_string(i));
+  }
+  const auto positive =
+      std::count_if(weights.begin(), weights.end(), [](double w) { return w > 0; });
+  const int64_t needed = options.draw == Draw::kWithoutReplacement ? epoch_size : 1;
+  require(positive >= needed, "expected at least " + std::to_string(needed) +
+                                  " weights above 0, found " + std::to_string(positive));
+}
+
+}  // namespace
 
 DistributedSampler::DistributedSampler(const DistributedSamplerOptions& options)
     : options_(options) {
-  const auto require = [](bool holds, const std::string& message) {
-    if (!holds) throw ConfigError("DistributedSampler: " + message);
-  };
-  const int64_t n = options.num_examples;
-  require(n > 0, "expected num_examples > 0, found " + std::to_string(n));
+  require(options.num_examples > 0,
+          "expected num_examples > 0, found " + std::to_string(options.num_examples));
   require(options.world_size > 0,
           "expected world_size > 0, found " + std::to_string(options.world_size));
   require(options.rank >= 0 && options.rank < options.world_size,
           "expected rank in [0, " + std::to_string(options.world_size) + "), found " +
               std::to_string(options.rank));
-  require(options.tail != Tail::kDropLast || n >= options.world_size,
+  require(options.epoch_size >= 0,
+          "expected epoch_size >= 0, found " + std::to_string(options.epoch_size));
+  require(options.tail != Tail::kDropLast || epoch_size() >= options.world_size,
           "expected num_examples >= world_size when the tail is dropped, found " +
-              std::to_string(n) + " examples for " + std::to_string(options.world_size) + " ranks");
+              std::to_string(epoch_size()) + " examples for " + std::to_string(options.world_size) +
+              " ranks");
+  check_weights(options, epoch_size());
 }
 
 void DistributedSampler::set_epoch(int64_t epoch) {
-  if (epoch < 0) {
-    throw ConfigError("DistributedSampler: expected epoch >= 0, found " + std::to_string(epoch));
-  }
+  require(epoch >= 0, "expected epoch >= 0, found " + std::to_string(epoch));
   epoch_ = epoch;
+  consumed_ = 0;
+}
+
+void DistributedSampler::resume(int64_t consumed) {
+  require(consumed >= 0, "expected consumed >= 0, found " + std::to_string(consumed));
+  consumed_ = std::min(consumed, epoch_size());
+}
+
+int64_t DistributedSampler::consumed_after(int64_t taken) const {
+  return std::min(consumed_ + taken * options_.world_size, epoch_size());
+}
+
+int64_t DistributedSampler::epoch_size() const {
+  return options_.epoch_size > 0 ? options_.epoch_size : options_.num_examples;
 }
 
 int64_t DistributedSampler::size() const {
-  const int64_t n = options_.num_examples;
+  const int64_t left = epoch_size() - consumed_;
   const int64_t w = options_.world_size;
   switch (options_.tail) {
     case Tail::kPad:
-      return n / w + (n % w != 0);
+    case Tail::kPadRandom:
+      return left / w + (left % w != 0);
     case Tail::kDropLast:
-      return n / w;
+      return left / w;
     case Tail::kUneven:
       break;
   }
-  return n / w + (options_.rank < n % w);
+  return left / w + (options_.rank < left % w);
+}
+
+// Place p of epoch e is place e E + p of an endless row of shuffles, each of all examples.
+std::vector<int64_t> DistributedSampler::epoch_order() const {
+  const int64_t n = options_.num_examples;
+  const int64_t e = epoch_size();
+  if (!options_.weights.empty()) {
+    SplitMix64 random(options_.seed, static_cast<uint64_t>(epoch_));
+    return options_.draw == Draw::kWithReplacement
+               ? draw_with_replacement(options_.weights, e, random)
+               : draw_without_replacement(options_.weights, e, random);
+  }
+  std::vector<int64_t> order;
+  order.reserve(static_cast<size_t>(e));
+  std::vector<int64_t> pass(static_cast<size_t>(n));
+  for (int64_t place = epoch_ * e; static_cast<int64_t>(order.size()) < e;) {
+    std::iota(pass.begin(), pass.end(), 0);
+    if (options_.shuffle) {
+      SplitMix64 random(options_.seed, static_cast<uint64_t>(place / n));
+      shuffle(std::span(pass), random);
+    }
+    const int64_t first = place % n;
+    const int64_t count = std::min(n - first, e - static_cast<int64_t>(order.size()));
+    order.insert(order.end(), pass.begin() + first, pass.begin() + first + count);
+    place += count;
+  }
+  return order;
 }
 
 std::vector<int64_t> DistributedSampler::indices() const {
-  std::vector<int64_t> order(static_cast<size_t>(options_.num_examples));
-  std::iota(order.begin(), order.end(), 0);
-  if (options_.shuffle) {
-    SplitMix64 random(options_.seed, static_cast<uint64_t>(epoch_));
-    shuffle(std::span(order), random);
-  }
+  const std::vector<int64_t> order = epoch_order();
+  SplitMix64 padding(options_.seed, static_cast<uint64_t>(epoch_) ^ kPaddingStream);
+  const auto e = static_cast<int64_t>(order.size());
+  const auto n = static_cast<uint64_t>(options_.num_examples);
   std::vector<int64_t> share(static_cast<size_t>(size()));
-  size_t place = static_cast<size_t>(options_.rank);
+  int64_t place = consumed_ + options_.rank;
   for (int64_t& index : share) {
-    index = order[place % order.size()];
-    place += static_cast<size_t>(options_.world_size);
+    if (place < e || options_.tail == Tail::kPad) {
+      index = order[static_cast<size_t>(place % e)];
+    } else {
+      // The k-th place past the end is the k-th draw, on whichever rank it falls.
+      for (int64_t skipped = e; skipped < place; ++skipped) padding.below(n);
+      index = static_cast<int64_t>(padding.below(n));
+    }
+    place += options_.world_size;
   }
   return share;
+}
+
+std::vector<std::vector<int64_t>> cut_batches(std::span<const int64_t> indices, int64_t batch_size,
+                                              LastBatch last) {
+  if (batch_size <= 0) {
+    throw ConfigError("cut_batches: expected batch_size > 0, found " + std::to_string(batch_size));
+  }
+  const auto step = static_cast<size_t>(batch_size);
+  std::vector<std::vector<int64_t>> batches;
+  for (size_t begin = 0; begin < indices.size(); begin += step) {
+    const auto batch = indices.subspan(begin, std::min(step, indices.size() - begin));
+    if (batch.size() < step && last == LastBatch::kDrop) break;
+    batches.emplace_back(batch.begin(), batch.end());
+  }
+  return batches;
 }
 
 }  // namespace cohort::data

@@ -36,6 +36,9 @@ class SplitMix64 {
     return draw % bound;
   }
 
+  /// Returns a number in [0, 1), a multiple of 2^-53.
+  constexpr double uniform() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }
+
  private:
   uint64_t state_;
 };

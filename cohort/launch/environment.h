@@ -7,31 +7,45 @@
 
 namespace cohort::launch {
 
-/// The facts of one worker that the options do not hold.
+/// Where one node stands in one round of a job. A round is the life of one set of workers, from
+/// their common start to their common end.
+struct NodePlace {
+  int node_rank = 0;
+  int num_nodes = 1;
+  int base_rank = 0;   ///< Rank of the node's first worker.
+  int world_size = 1;  ///< Workers on all nodes.
+  std::string master_addr = "127.0.0.1";
+  int master_port = 0;
+  int restart_count = 0;  ///< Rounds that ended because a worker failed.
+};
+
+/// The facts of one worker that neither the options nor the node's place hold.
 struct WorkerPlace {
   int local_rank = 0;
-  int master_port = 0;
   std::string log_dir;
-  int store_fd = -1;  ///< The inherited listening socket; rank 0 only.
-  int num_cores = 1;  ///< Cores that this node's workers share.
+  int store_fd = -1;    ///< The inherited listening socket; rank 0 only.
+  int num_threads = 1;  ///< This worker's share of the node's cores.
 };
 
 /// Returns `base` ("NAME=value" each) with the worker's variables in it.
 ///
 /// RANK and its companions replace what `base` holds; OMP_NUM_THREADS is set only where it is
-/// missing or empty, to the worker's share of the cores; COHORT_STORE_FD is removed for ranks
-/// without a socket.
+/// missing or empty; COHORT_STORE_FD is removed for ranks without a socket.
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,
-                                            const RunOptions& options, const WorkerPlace& place);
+                                            const RunOptions& options, const NodePlace& node,
+                                            const WorkerPlace& place);
 
 /// Returns the launcher's own environment.
 std::vector<std::string> own_environment();
 
-/// Returns the number of cores that this process may run on.
-int usable_cores();
-
 /// Returns the path where a worker of `rank` leaves the text of its fatal error.
 std::string error_file(const std::string& log_dir, int rank);
+
+/// Returns the path of the page where a worker of `rank` keeps its last collective.
+std::string trace_file(const std::string& log_dir, int rank);
+
+/// Returns the path where a worker of `rank` leaves its stack when asked.
+std::string stack_file(const std::string& log_dir, int rank);
 
 /// Returns the path of the log of `stream` ("stdout" or "stderr") of `rank`.
 std::string log_file(const std::string& log_dir, int rank, const std::string& stream);

@@ -1,17 +1,20 @@
 #include "cohort/launch/guardian.h"
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <system_error>
-#include <vector>
 
 namespace cohort::launch {
 namespace {
 
+// A message is a group to guard, minus a group to forget, or the farewell.
 constexpr pid_t kFarewell = 0;
+constexpr size_t kMostGroups = 8192;  // Twice the most workers of a node.
 
 // Leaves the guardian with the pipe alone, so that it holds nobody's terminal or file open.
 void keep_only(int fd) {
@@ -28,16 +31,20 @@ void keep_only(int fd) {
   sigfillset(&all);
   ::sigprocmask(SIG_SETMASK, &all, nullptr);
   keep_only(pipe);
-  std::vector<pid_t> groups;
+  std::array<pid_t, kMostGroups> groups{};  // 0: free.
   pid_t message = 0;
   while (true) {
     const ssize_t size = ::read(pipe, &message, sizeof(message));
     if (size < 0 && errno == EINTR) continue;
     if (size != sizeof(message)) break;
     if (message == kFarewell) ::_exit(0);
-    groups.push_back(message);
+    const pid_t old = message < 0 ? -message : 0;
+    const auto place = std::find(groups.begin(), groups.end(), old);
+    if (place != groups.end()) *place = std::max(message, 0);
   }
-  for (const pid_t group : groups) ::kill(-group, SIGKILL);
+  for (const pid_t group : groups) {
+    if (group > 0) ::kill(-group, SIGKILL);
+  }
   ::_exit(0);
 }
 
@@ -59,14 +66,22 @@ Guardian::Guardian() {
 }
 
 Guardian::~Guardian() {
-  announce(kFarewell);
+  tell(kFarewell);
   to_guardian_.reset();
   while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
 }
 
 void Guardian::announce(pid_t group) const noexcept {
-  while (::write(to_guardian_.get(), &group, sizeof(group)) < 0 && errno == EINTR) {
+  tell(group);
+}
+
+void Guardian::forget(pid_t group) const noexcept {
+  tell(-group);
+}
+
+void Guardian::tell(pid_t message) const noexcept {
+  while (::write(to_guardian_.get(), &message, sizeof(message)) < 0 && errno == EINTR) {
   }
 }
 

@@ -12,7 +12,7 @@ namespace cohort::launch {
 /// pipe ends without a farewell, the launcher was killed, and the guardian sends SIGKILL to all
 /// announced groups (this reaches workers' children, which a parent-death signal does not).
 /// Life: the destructor says farewell and waits for the guardian to leave.
-/// Threads: none may exist when it is constructed (it forks).
+/// Threads: none may exist when it is constructed (it forks; the child allocates nothing).
 class Guardian {
  public:
   /// Errors: std::system_error if the pipe or the process cannot be made.
@@ -23,8 +23,12 @@ class Guardian {
 
   /// Puts `group` under guard. Async-signal-safe: a worker calls it between fork and exec.
   void announce(pid_t group) const noexcept;
+  /// Takes `group`, which has ended, from under guard: its number may go to a stranger.
+  void forget(pid_t group) const noexcept;
 
  private:
+  void tell(pid_t message) const noexcept;
+
   Fd to_guardian_;
   pid_t pid_ = -1;
 };

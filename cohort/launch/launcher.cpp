@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <fcntl.h>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <poll.h>
@@ -11,15 +10,21 @@
 #include <unistd.h>
 #include <vector>
 
+#include "cohort/base/program.h"
+#include "cohort/launch/coordinator.h"
+#include "cohort/launch/cores.h"
+#include "cohort/launch/endpoint.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/guardian.h"
 #include "cohort/launch/log_directory.h"
+#include "cohort/launch/member.h"
 #include "cohort/launch/report.h"
 #include "cohort/launch/signals.h"
 #include "cohort/launch/store_socket.h"
-#include "cohort/launch/stream.h"
 #include "cohort/launch/terminal.h"
+#include "cohort/launch/watch.h"
 #include "cohort/launch/worker.h"
+#include "cohort/launch/worker_group.h"
 
 namespace cohort::launch {
 namespace {
@@ -27,10 +32,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kTermToKill{3000};
-constexpr milliseconds kSaveTime{25000};  // Beyond the grace, for a checkpoint on request.
-constexpr milliseconds kDrainTime{1000};  // For the last bytes of groups that were killed.
-constexpr int kLastReads = 64;            // More than a pipe holds.
+constexpr milliseconds kMeetingTurn{250};  // Well below a heartbeat.
 constexpr int kTailLines = 20;
 
 // A process without standard descriptors would give their numbers to its pipes.
@@ -40,310 +42,341 @@ void open_standard_descriptors() {
   }
 }
 
-StoreSocket make_store_socket(const RunOptions& options) {
-  if (options.node_rank != 0) return {Fd(), options.master_port};
-  const bool local =
-      options.nnodes == 1 && (options.master_addr.empty() || options.master_addr == "127.0.0.1");
-  return listen_for_store(local ? Reach::kLoopback : Reach::kAllInterfaces, options.master_port);
-}
-
-struct Worker {
-  int rank = 0;
-  pid_t pid = -1;
-  bool running = false;
-  std::vector<Stream> streams;  // stdout, stderr
-};
-
 class Launcher {
  public:
   explicit Launcher(const RunOptions& options)
       : options_(options),
         program_(find_program(options.command.front())),
-        store_(make_store_socket(options)),
         logs_(options.log_dir) {}
-  ~Launcher() { end_workers(); }
-  Launcher(const Launcher&) = delete;
-  Launcher& operator=(const Launcher&) = delete;
 
   int run() {
-    for (int local_rank = 0; local_rank < options_.nproc_per_node; ++local_rank) {
-      start(local_rank);
-      store_.fd.reset();  // Rank 0 has it now; the others must not.
-    }
-    while (any_running()) turn();
-    end_workers();
-    drain();
-    return conclude();
+    announce_cores();
+    return options_.elastic() ? run_with_others() : run_alone();
   }
 
  private:
-  void start(int local_rank);
-  Stream make_stream(int rank, const std::string& name, Channel& channel, Terminal& terminal) const;
-  Channel make_channel(int rank, const Terminal& terminal) const;
-  bool any_running() const;
+  int run_alone();
+  int run_with_others();
+  void meet();
+  void bind_store();
+  int finish_with_others();
+  std::optional<int> take_part();
+  void start_round(const NodePlace& node);
   void turn();
-  void poll_once(milliseconds timeout);
+  void poll_once();
+  milliseconds patience() const;
   void answer(int signal);
-  void notice_exits();
-  void keep_deadlines();
-  void send(int signal) const;
-  void kill_now();
-  void suspend() const;
-  void pass_window_size() const;
-  void end_workers();
-  void drain();
-  int conclude();
-  std::string report(const Outcome& culprit) const;
+  void suspend();
+  void look();
+  void obey();
+  void tell_failure();
+  bool leaving() const;
+  void announce_cores();
+  void say(const std::string& text);
+  int conclude(const Verdict& verdict);
+  int conclude(const Order& end);
+  int leave(const std::string& text, int code);
+  std::string report(const Outcome& culprit);
 
   const RunOptions& options_;
   const std::string program_;
-  StoreSocket store_;
   LogDirectory logs_;
   Signals signals_;
   Guardian guardian_;
   Terminal out_{STDOUT_FILENO};
   Terminal err_{STDERR_FILENO};
-  std::vector<Worker> workers_;
-  std::vector<Outcome> outcomes_;  // In order of exit.
+  const std::string& log_dir_ = logs_.path();
+  Watch watch_{options_, log_dir_};
+  StoreSocket store_;  // Bound and not yet inherited.
+  std::unique_ptr<WorkerGroup> group_;
+  bool first_round_ = true;
   int num_stop_requests_ = 0;
-  int passed_signal_ = 0;
-  bool failed_ = false;
-  bool stopping_ = false;  // SIGTERM or SIGKILL went out on our own account.
-  std::optional<Clock::time_point> term_at_;
-  std::optional<Clock::time_point> kill_at_;
+  int stop_signal_ = 0;  // The last one that asks the job to stop.
+  Clock::time_point look_at_ = Clock::now();
+
+  // With other nodes only.
+  std::optional<Coordinator> coordinator_;  // On the node that hosts it.
+  std::optional<Member> member_;
+  std::optional<NodePlace> place_;  // Ordered, not yet started.
+  std::optional<Order> end_;
+  bool stop_ordered_ = false;
+  bool failure_told_ = false;
 };
 
-Channel Launcher::make_channel(int rank, const Terminal& terminal) const {
-  const bool as_terminal = rank == 0 && options_.tee == Tee::kRank0 && terminal.is_tty();
-  return as_terminal ? make_pseudo_terminal(terminal.fd()) : make_pipe();
+void Launcher::announce_cores() {
+  if (options_.bind_cores == BindCores::kNone) return;
+  const auto shares = share_cores(usable_cores(), options_.nproc_per_node);
+  const char* set = std::getenv("OMP_NUM_THREADS");
+  const std::string threads = set && *set ? set : std::to_string(shares.front().size());
+  say(describe_cores(shares, threads));
 }
 
-Stream Launcher::make_stream(int rank, const std::string& name, Channel& channel,
-                             Terminal& terminal) const {
-  Stream::Options options;
-  options.log_path = log_file(logs_.path(), rank, name);
-  if (options_.tee == Tee::kAll) {
-    options.terminal = &terminal;
-    options.prefix = "[rank " + std::to_string(rank) + "] ";
-  } else if (options_.tee == Tee::kRank0 && rank == 0) {
-    options.terminal = &terminal;
+// One node, or several that know their places and never start again.
+int Launcher::run_alone() {
+  NodePlace node;
+  node.node_rank = options_.node_rank;
+  node.num_nodes = options_.nnodes.max;
+  node.base_rank = options_.node_rank * options_.nproc_per_node;
+  node.world_size = options_.nnodes.max * options_.nproc_per_node;
+  if (!options_.master_addr.empty()) node.master_addr = options_.master_addr;
+  while (true) {
+    node.master_port = options_.master_port;
+    if (node.node_rank == 0) bind_store();
+    if (node.node_rank == 0) node.master_port = store_.port;
+    start_round(node);
+    while (group_->running()) turn();
+    group_->end();
+    const Verdict verdict = judge(group_->outcomes());
+    const bool again = verdict.culprit && verdict.exit_code != kExitUsage && stop_signal_ == 0 &&
+                       node.restart_count < options_.max_restarts;
+    if (!again) return conclude(verdict);
+    ++node.restart_count;
+    logs_.keep();
+    say(describe(*verdict.culprit, log_dir_) + "; restart " + std::to_string(node.restart_count) +
+        " of " + std::to_string(options_.max_restarts));
   }
-  return Stream(std::move(channel.launcher), std::move(options));
 }
 
-void Launcher::start(int local_rank) {
-  const int rank = options_.rank_of(local_rank);
-  Channel out = make_channel(rank, out_);
-  Channel err = make_channel(rank, err_);
-  Worker worker;
-  worker.rank = rank;
-  worker.streams.push_back(make_stream(rank, "stdout", out, out_));
-  worker.streams.push_back(make_stream(rank, "stderr", err, err_));
-  std::filesystem::remove(error_file(logs_.path(), rank));
-  const WorkerPlace place{.local_rank = local_rank,
-                          .master_port = store_.port,
-                          .log_dir = logs_.path(),
-                          .store_fd = rank == 0 ? store_.fd.get() : -1,
-                          .num_cores = usable_cores()};
-  workers_.push_back(std::move(worker));
-  workers_.back().pid =
-      spawn({.program = program_,
-             .command = options_.command,
-             .environment = worker_environment(own_environment(), options_, place),
-             .stdout_fd = out.worker.get(),
-             .stderr_fd = err.worker.get(),
-             .inherited_fd = place.store_fd},
-            guardian_, signals_);
-  workers_.back().running = true;
+void Launcher::bind_store() {
+  const bool local = !options_.elastic() && options_.nnodes.max == 1 &&
+                     (options_.master_addr.empty() || options_.master_addr == "127.0.0.1");
+  const Reach reach = local ? Reach::kLoopback : Reach::kAllInterfaces;
+  store_.fd.reset();
+  store_ = store_.port == 0 ? listen_for_store(reach, options_.master_port)
+                            : listen_again(reach, store_.port, options_.master_port);
 }
 
-bool Launcher::any_running() const {
-  return std::any_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.running; });
-}
-
-// One round: wait for something, then look at everything.
-void Launcher::turn() {
-  milliseconds timeout{-1};
-  for (const auto& deadline : {term_at_, kill_at_}) {
-    if (!deadline) continue;
-    const auto left = std::chrono::ceil<milliseconds>(*deadline - Clock::now());
-    const auto wait = std::max(left, milliseconds(0));
-    timeout = timeout.count() < 0 ? wait : std::min(timeout, wait);
+void Launcher::meet() {
+  const Endpoint endpoint = parse_endpoint(options_.rdzv_endpoint);
+  if (auto listener = listen_if_local(endpoint)) {
+    coordinator_.emplace(std::move(*listener), endpoint.host, options_);
   }
-  poll_once(timeout);
-  while (const auto signal = signals_.next()) answer(*signal);
-  notice_exits();
-  keep_deadlines();
+  member_.emplace(endpoint, options_.rdzv_id, options_.rdzv_timeout);
 }
 
-void Launcher::poll_once(milliseconds timeout) {
-  std::vector<pollfd> waits{{signals_.fd(), POLLIN, 0}};
-  for (const Terminal* terminal : {&out_, &err_}) {
-    if (terminal->pending()) waits.push_back({terminal->fd(), POLLOUT, 0});
+int Launcher::run_with_others() {
+  meet();
+  while (true) {
+    stop_ordered_ = false;
+    failure_told_ = false;
+    if (coordinator_) bind_store();
+    member_->join(options_.nproc_per_node, coordinator_ ? store_.port : 0);
+    while (!place_ && !end_ && !leaving()) turn();
+    if (!place_) return finish_with_others();
+    start_round(*std::exchange(place_, std::nullopt));
+    if (const auto code = take_part()) return *code;
   }
-  std::vector<Stream*> sources;
-  const size_t first_source = waits.size();
-  for (Worker& worker : workers_) {
-    for (Stream& stream : worker.streams) {
-      if (!stream.wants_more()) continue;
-      sources.push_back(&stream);
-      waits.push_back({stream.fd(), POLLIN, 0});
+}
+
+// A round with others; returns the job's exit code, or nothing if another round is to come.
+std::optional<int> Launcher::take_part() {
+  while (group_->running()) {
+    turn();
+    if (stop_ordered_ || end_) group_->stop(options_.grace);
+    tell_failure();
+  }
+  group_->end();
+  const Verdict verdict = judge(group_->outcomes());
+  if (!stop_ordered_ && !end_) {
+    if (verdict.culprit && !failure_told_) {
+      member_->tell_failed(verdict.exit_code, describe(*verdict.culprit, log_dir_));
+    } else if (!verdict.culprit && verdict.exit_code <= kExitStopped) {
+      member_->tell_done(verdict.exit_code);
     }
   }
-  if (::poll(waits.data(), waits.size(), static_cast<int>(timeout.count())) <= 0) return;
-  for (size_t i = 0; i < sources.size(); ++i) {
-    if (waits[first_source + i].revents != 0) sources[i]->pump();
+  const bool killed_by_request = !verdict.culprit && verdict.exit_code > 128;
+  while (!stop_ordered_ && !end_ && !killed_by_request && num_stop_requests_ < 2) turn();
+  // The node whose worker ended the job shows more than the others know.
+  const bool own_failure = verdict.culprit && (!stop_ordered_ || leaving());
+  if (end_ && own_failure && end_->code == verdict.exit_code) {
+    if (coordinator_) coordinator_->finish(end_->code, end_->why);
+    return conclude(verdict);
   }
+  if (!end_ && !leaving()) return std::nullopt;
+  return finish_with_others();
+}
+
+// A failure that is no consequence is told while the other workers still end.
+void Launcher::tell_failure() {
+  if (failure_told_ || stop_ordered_ || end_) return;
+  const Verdict verdict = judge(group_->outcomes());
+  if (!verdict.culprit || verdict.exit_code == kExitLostPeer) return;
+  failure_told_ = true;
+  member_->tell_failed(verdict.exit_code, describe(*verdict.culprit, log_dir_));
+}
+
+bool Launcher::leaving() const {
+  return stop_signal_ != 0;
+}
+
+int Launcher::finish_with_others() {
+  const int code = end_ ? end_->code : 128 + stop_signal_;
+  const std::string why =
+      end_ ? end_->why
+           : "its coordinator's node was stopped by signal " + signal_name(stop_signal_);
+  member_->leave();
+  if (coordinator_) coordinator_->finish(code, why);
+  return conclude(
+      end_ ? *end_
+           : Order{Order::Kind::kEnd, {}, code, "stopped by signal " + signal_name(stop_signal_)});
+}
+
+void Launcher::start_round(const NodePlace& node) {
+  const RoundContext context{options_, program_, log_dir_, guardian_, signals_, out_, err_};
+  group_.reset();
+  group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd), first_round_);
+  first_round_ = false;
+  watch_.begin();
+}
+
+// One turn of the loop: wait for something, then look at everything.
+void Launcher::turn() {
+  poll_once();
+  while (const auto signal = signals_.next()) answer(*signal);
+  if (coordinator_) coordinator_->turn();
+  if (member_) member_->turn();
+  if (member_) obey();
+  if (group_) group_->turn();
+  look();
   out_.flush();
   err_.flush();
 }
 
+milliseconds Launcher::patience() const {
+  const auto now = Clock::now();
+  milliseconds timeout{-1};
+  const auto at_most = [&timeout](milliseconds wait) {
+    wait = std::max(wait, milliseconds(0));
+    timeout = timeout.count() < 0 ? wait : std::min(timeout, wait);
+  };
+  if (member_) at_most(kMeetingTurn);
+  if (!group_ || !group_->running()) return timeout;
+  at_most(std::chrono::ceil<milliseconds>(look_at_ - now));
+  if (const auto deadline = group_->deadline()) {
+    at_most(std::chrono::ceil<milliseconds>(*deadline - now));
+  }
+  return timeout;
+}
+
+void Launcher::poll_once() {
+  std::vector<pollfd> polls{{signals_.fd(), POLLIN, 0}};
+  for (const Terminal* terminal : {&out_, &err_}) {
+    if (terminal->pending()) polls.push_back({terminal->fd(), POLLOUT, 0});
+  }
+  if (coordinator_) coordinator_->add_polls(polls);
+  if (member_) member_->add_polls(polls);
+  if (group_) group_->add_polls(polls);
+  ::poll(polls.data(), polls.size(), static_cast<int>(patience().count()));
+}
+
 void Launcher::answer(int signal) {
+  const bool runs = group_ && group_->running();
+  if (signal == table_signal()) {
+    if (runs) err_.write(watch_.table(group_->workers()));
+    return;
+  }
   switch (signal) {
     case SIGCHLD:
       return;
     case SIGWINCH:
-      return pass_window_size();
+      return runs ? group_->pass_window_size() : void();
     case SIGTSTP:
       return suspend();
     case SIGUSR1:
     case SIGUSR2:
-      return send(signal);
+      return runs ? group_->send(signal) : void();
     default:
       break;
   }
+  stop_signal_ = signal;
   if (signal == SIGINT || signal == SIGTERM) ++num_stop_requests_;
-  if (num_stop_requests_ > 1) return kill_now();
-  notice_exits();  // What ended before the signal did not end because of it.
-  passed_signal_ = signal;
-  send(signal);
-  if (!kill_at_) kill_at_ = Clock::now() + options_.grace + kSaveTime;
+  if (!runs) return;
+  if (num_stop_requests_ > 1) return group_->kill_now();
+  group_->pass_stop(signal);
 }
 
-void Launcher::notice_exits() {
-  for (Worker& worker : workers_) {
-    if (!worker.running) continue;
-    const auto status = peek_exit(worker.pid);
-    if (!status) continue;
-    worker.running = false;
-    outcomes_.push_back({worker.rank, worker.pid, *status, passed_signal_, stopping_});
-    const bool first_failure = outcomes_.back().failed() && !std::exchange(failed_, true);
-    if (first_failure && passed_signal_ == 0) term_at_ = Clock::now() + options_.grace;
-  }
-}
-
-void Launcher::keep_deadlines() {
-  const auto now = Clock::now();
-  if (term_at_ && now >= *term_at_) {
-    term_at_.reset();
-    stopping_ = true;
-    send(SIGTERM);
-    kill_at_ = now + kTermToKill;
-  }
-  if (kill_at_ && now >= *kill_at_) kill_now();
-}
-
-// To the workers that run still; the groups of the others are ended with the job.
-void Launcher::send(int signal) const {
-  for (const Worker& worker : workers_) {
-    if (worker.running) ::kill(-worker.pid, signal);
-  }
-}
-
-void Launcher::kill_now() {
-  notice_exits();
-  stopping_ = true;
-  term_at_.reset();
-  kill_at_.reset();
-  send(SIGKILL);
-}
-
-void Launcher::suspend() const {
-  send(SIGSTOP);
+void Launcher::suspend() {
+  if (group_) group_->send(SIGSTOP);
   ::kill(::getpid(), SIGSTOP);
-  send(SIGCONT);
+  if (group_) group_->send(SIGCONT);
+  watch_.begin();
 }
 
-void Launcher::pass_window_size() const {
-  if (workers_.front().rank != 0 || options_.tee != Tee::kRank0) return;
-  const Worker& worker = workers_.front();
-  bool changed = false;
-  for (size_t i = 0; i < worker.streams.size(); ++i) {
-    const Terminal& terminal = i == 0 ? out_ : err_;
-    if (!terminal.is_tty() || worker.streams[i].fd() < 0) continue;
-    copy_window_size(terminal.fd(), worker.streams[i].fd());
-    changed = true;
-  }
-  if (changed && worker.running) ::kill(-worker.pid, SIGWINCH);
+void Launcher::look() {
+  if (!group_ || !group_->running() || Clock::now() < look_at_) return;
+  const Watch::Finding finding = watch_.look(group_->workers());
+  err_.write(finding.text);
+  if (finding.failed_rank) group_->fail(*finding.failed_rank, finding.why);
+  look_at_ = Clock::now() + watch_.interval();
 }
 
-void Launcher::end_workers() {
-  for (Worker& worker : workers_) {
-    if (worker.pid > 0) kill_group_and_reap(worker.pid);
-    worker.pid = -1;
-    worker.running = false;
-  }
-}
-
-// Only a process that left its worker's group can hold a stream open longer; it is not waited for.
-void Launcher::drain() {
-  const auto end = Clock::now() + kDrainTime;
-  const auto open = [](const Stream& stream) { return stream.fd() >= 0; };
-  for (Worker& worker : workers_) {
-    for (Stream& stream : worker.streams) {
-      while (open(stream) && Clock::now() < end) {
-        if (stream.pump() || !open(stream)) continue;
-        const auto left = std::chrono::ceil<milliseconds>(end - Clock::now()).count();
-        pollfd wait{stream.fd(), POLLIN, 0};
-        ::poll(&wait, 1, static_cast<int>(std::max<decltype(left)>(left, 0)));
-      }
-      for (int reads = 0; reads < kLastReads && stream.pump(); ++reads) {
-      }
-      stream.finish();
+void Launcher::obey() {
+  while (const auto order = member_->next()) {
+    if (order->kind == Order::Kind::kRound) {
+      place_ = order->place;
+      say("node " + std::to_string(place_->node_rank) + " of " + std::to_string(place_->num_nodes) +
+          ", " + std::to_string(place_->world_size) + " ranks");
+    } else if (order->kind == Order::Kind::kStop) {
+      place_.reset();
+      stop_ordered_ = true;
+      say("new round: " + order->why);
+    } else {
+      end_ = *order;
     }
   }
 }
 
-int Launcher::conclude() {
-  const Verdict verdict = judge(outcomes_);
-  std::string text;
-  if (verdict.culprit) {
-    text = report(*verdict.culprit);
-  } else if (verdict.exit_code > 128) {
-    text = "cohort run: stopped by signal " + signal_name(verdict.exit_code - 128) + "\n";
-    text += "cohort run: logs are in " + logs_.path() + "\n";
-  }
+// The launcher's own lines begin on a line of their own, also after a progress bar.
+void Launcher::say(const std::string& text) {
+  const bool mid_line = !err_.at_line_start() || (out_.is_tty() && !out_.at_line_start());
+  err_.write((mid_line ? "\n" : "") + options_.speaker + ": " + text + "\n");
+}
+
+int Launcher::conclude(const Verdict& verdict) {
+  if (verdict.culprit) return leave(report(*verdict.culprit), verdict.exit_code);
+  if (verdict.exit_code <= 128) return leave("", verdict.exit_code);
+  return leave("stopped by signal " + signal_name(verdict.exit_code - 128), verdict.exit_code);
+}
+
+int Launcher::conclude(const Order& end) {
+  return leave(end.why.empty() || !end_ ? end.why : "the job ended: " + end.why, end.code);
+}
+
+int Launcher::leave(const std::string& text, int code) {
   if (!text.empty()) {
     logs_.keep();
-    // The report begins on a line of its own, also after a progress bar.
-    const bool mid_line = !err_.at_line_start() || (out_.is_tty() && !out_.at_line_start());
-    err_.write((mid_line ? "\n" : "") + text);
+    say(text);
+    say("logs are in " + log_dir_);
   }
   // All workers are gone: from here on a signal may end this process in the plain way.
   signals_.restore();
   out_.flush_all();
   err_.flush_all();
-  return verdict.exit_code;
+  return code;
 }
 
-std::string Launcher::report(const Outcome& culprit) const {
-  std::string text = "cohort run: " + describe(culprit, logs_.path()) + "\n";
-  const bool shown =
-      options_.tee == Tee::kAll || (options_.tee == Tee::kRank0 && culprit.rank == 0);
+std::string Launcher::report(const Outcome& culprit) {
+  const std::string name = "\n" + options_.speaker + ": ";
+  std::string text = describe(culprit, log_dir_);
+  const int local_rank = culprit.rank - group_->node().base_rank;
+  const bool shown = options_.shown_streams(culprit.rank, local_rank) & kStderr;
   const std::string tail =
-      shown ? "" : indented_tail(log_file(logs_.path(), culprit.rank, "stderr"), kTailLines);
-  if (!tail.empty()) {
-    text += "cohort run: last lines of its stderr:\n" + tail;
-  }
+      shown ? "" : indented_tail(log_file(log_dir_, culprit.rank, "stderr"), kTailLines);
+  if (!tail.empty()) text += name + "last lines of its stderr:\n" + tail;
+  const std::string stack = indented_stack(culprit, log_dir_);
+  if (!stack.empty())
+    text += (text.ends_with('\n') ? name.substr(1) : name) + "raised at:\n" + stack;
   std::string stopped;
-  for (const Outcome& outcome : outcomes_) {
+  for (const Outcome& outcome : group_->outcomes()) {
     if (!outcome.stopped) continue;
     stopped += (stopped.empty() ? "rank " : ", rank ") + std::to_string(outcome.rank);
   }
   if (!stopped.empty()) {
-    text += "cohort run: stopped because still running after the grace: " + stopped + "\n";
+    text += (text.ends_with('\n') ? name.substr(1) : name) +
+            "stopped because still running after " + "the grace: " + stopped;
   }
-  return text + "cohort run: logs are in " + logs_.path() + "\n";
+  if (text.ends_with('\n')) text.pop_back();
+  return text;
 }
 
 }  // namespace

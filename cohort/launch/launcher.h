@@ -11,14 +11,18 @@ namespace cohort::launch {
 /// one log file each, and to this process's own streams as options.tee says. Under Tee::kRank0,
 /// where this process has a terminal, so has rank 0.
 ///
+/// When a worker fails, the others are stopped (worker_group.h says how). Up to max_restarts times
+/// all workers start afresh, except after exit code 2; then the rank that failed first is reported
+/// on stderr. With rdzv_endpoint, launchers of several nodes do this together (coordinator.h).
+/// A stall is reported and, where a rank is stopped, ended (watch.h).
+///
 /// SIGINT, SIGTERM, SIGHUP, SIGQUIT are passed on to every worker; a second SIGINT or SIGTERM, or
 /// 25 seconds after the grace, means SIGKILL. SIGUSR1 and SIGUSR2 are passed on and mean nothing
-/// here. SIGTSTP suspends the workers too.
-/// When a worker fails, the others have options.grace to leave, then SIGTERM, 3 seconds later
-/// SIGKILL. The rank that failed first is reported on stderr.
+/// here. SIGTSTP suspends the workers too. table_signal() prints where the ranks are.
 ///
 /// Returns:  0 all workers exited 0; 4 stopped with a checkpoint; the first failing rank's exit
-///           code; 128 + n if signal n ended it, or was passed on and ended a worker.
+///           code; 128 + n if signal n ended it, or was passed on and ended a worker; 3 if the
+///           coordinator was lost, or too few nodes came.
 /// Blocks:   until every worker is gone. No process of their groups survives, not even if this
 ///           process is killed.
 /// Threads:  call from the main thread, while there is no other (it forks).

@@ -1,5 +1,11 @@
 #include "cohort/launch/options.h"
 
+#include <charconv>
+#include <net/if.h>
+#include <optional>
+#include <sstream>
+#include <string_view>
+
 #include "cohort/base/error.h"
 
 namespace cohort::launch {
@@ -10,25 +16,115 @@ void require(bool holds, const std::string& flag, const std::string& expected,
   if (!holds) throw ConfigError(flag + ": expected " + expected + ", got " + got);
 }
 
+std::optional<int> to_int(std::string_view text) {
+  int value = 0;
+  const char* end = text.data() + text.size();
+  const auto [last, error] = std::from_chars(text.data(), end, value);
+  if (text.empty() || error != std::errc() || last != end) return std::nullopt;
+  return value;
+}
+
+std::string interfaces() {
+  std::string names;
+  struct if_nameindex* all = ::if_nameindex();
+  for (auto* entry = all; entry && entry->if_index != 0; ++entry) {
+    names += (names.empty() ? "" : ", ") + std::string(entry->if_name);
+  }
+  if (all) ::if_freenameindex(all);
+  return names;
+}
+
+void validate_nodes(const RunOptions& options) {
+  const NodeCount& nodes = options.nnodes;
+  require(nodes.min >= 1 && nodes.min <= nodes.max && nodes.max <= 65536, "--nnodes",
+          "N, or MIN:MAX, from 1 to 65536",
+          std::to_string(nodes.min) + ":" + std::to_string(nodes.max));
+  require(options.node_rank >= 0 && options.node_rank < nodes.max, "--node-rank",
+          "0 to nnodes - 1 = " + std::to_string(nodes.max - 1), std::to_string(options.node_rank));
+  require(options.master_port >= 0 && options.master_port <= 65535, "--master-port",
+          "0 (a free port) or 1 to 65535", std::to_string(options.master_port));
+  require(options.rdzv_timeout.count() > 0, "--rdzv-timeout", "seconds > 0",
+          std::to_string(options.rdzv_timeout.count()) + " ms");
+  if (options.elastic()) {
+    require(options.master_addr.empty(), "--master-addr",
+            "none with --rdzv-endpoint, whose host it is", options.master_addr);
+    return;
+  }
+  require(nodes.min == nodes.max, "--rdzv-endpoint", "host:port when --nnodes is MIN:MAX", "none");
+  if (nodes.max == 1) return;
+  require(options.max_restarts == 0, "--rdzv-endpoint",
+          "host:port when --nnodes > 1 and --max-restarts > 0: all nodes restart together", "none");
+  require(options.master_port != 0, "--master-port", "a port when --nnodes > 1", "none");
+  require(!options.master_addr.empty(), "--master-addr", "node 0's address when --nnodes > 1",
+          "none");
+}
+
 }  // namespace
+
+int StreamChoice::of(int local_rank) const {
+  const auto found = of_rank.find(local_rank);
+  return found == of_rank.end() ? every : found->second;
+}
+
+StreamChoice parse_stream_choice(const std::string& flag, const std::string& text) {
+  const std::string expected = "0 to 3 (1 stdout, 2 stderr), or LOCAL_RANK:0-3 with commas between";
+  const auto streams = [&](std::string_view word) {
+    const auto bits = to_int(word);
+    require(bits && *bits >= 0 && *bits <= (kStdout | kStderr), flag, expected, text);
+    return *bits;
+  };
+  StreamChoice choice;
+  if (text.find(':') == std::string::npos) {
+    choice.every = streams(text);
+    return choice;
+  }
+  std::istringstream words(text);
+  for (std::string word; std::getline(words, word, ',');) {
+    const size_t colon = word.find(':');
+    const auto rank = to_int(std::string_view(word).substr(0, colon));
+    require(colon != std::string::npos && rank && *rank >= 0, flag, expected, text);
+    choice.of_rank[*rank] = streams(std::string_view(word).substr(colon + 1));
+  }
+  return choice;
+}
+
+NodeCount parse_node_count(const std::string& text) {
+  const size_t colon = text.find(':');
+  const auto first = to_int(std::string_view(text).substr(0, colon));
+  const auto last =
+      colon == std::string::npos ? first : to_int(std::string_view(text).substr(colon + 1));
+  require(first && last, "--nnodes", "N or MIN:MAX", text);
+  return {*first, *last};
+}
+
+int RunOptions::shown_streams(int rank, int local_rank) const {
+  switch (tee) {
+    case Tee::kAll:
+      return kStdout | kStderr;
+    case Tee::kChosen:
+      return tee_streams.of(local_rank);
+    case Tee::kRank0:
+      return rank == 0 ? (kStdout | kStderr) & ~redirects.of(local_rank) : 0;
+    case Tee::kNone:
+      break;
+  }
+  return 0;
+}
 
 void validate(const RunOptions& options) {
   require(options.nproc_per_node >= 1 && options.nproc_per_node <= 4096, "--nproc-per-node",
           "1 to 4096", std::to_string(options.nproc_per_node));
-  require(options.nnodes >= 1 && options.nnodes <= 65536, "--nnodes", "1 to 65536",
-          std::to_string(options.nnodes));
-  require(options.node_rank >= 0 && options.node_rank < options.nnodes, "--node-rank",
-          "0 to nnodes - 1 = " + std::to_string(options.nnodes - 1),
-          std::to_string(options.node_rank));
-  require(options.master_port >= 0 && options.master_port <= 65535, "--master-port",
-          "0 (a free port) or 1 to 65535", std::to_string(options.master_port));
+  require(options.max_restarts >= 0, "--max-restarts", "0 or more",
+          std::to_string(options.max_restarts));
+  validate_nodes(options);
   require(options.grace.count() >= 0, "--grace", "seconds >= 0",
           std::to_string(options.grace.count()) + " ms");
-  if (options.nnodes > 1) {
-    require(options.master_port != 0, "--master-port", "a port when --nnodes > 1", "none");
-    require(!options.master_addr.empty(), "--master-addr", "node 0's address when --nnodes > 1",
-            "none");
-  }
+  require(options.watch_period.count() >= 0, "--watch", "seconds >= 0",
+          std::to_string(options.watch_period.count()) + " ms");
+  require(options.stall_timeout.count() >= 0, "--stall-timeout", "seconds >= 0",
+          std::to_string(options.stall_timeout.count()) + " ms");
+  require(options.interface.empty() || ::if_nametoindex(options.interface.c_str()) != 0,
+          "--interface", "one of " + interfaces(), options.interface);
   require(!options.command.empty(), "PROGRAM", "a program to start after --", "nothing");
 }
 

@@ -1,6 +1,7 @@
 // What `cohort run` is told: one field per flag.
 #pragma once
 #include <chrono>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -8,25 +9,74 @@ namespace cohort::launch {
 
 /// Which ranks' output goes to the launcher's own stdout and stderr, beside the log files.
 enum class Tee {
-  kRank0,  ///< Rank 0's bytes as they are; a terminal stays a terminal for it.
-  kAll,    ///< Every local rank, line by line, each line after "[rank r] ".
-  kNone,   ///< Log files only.
+  kRank0,   ///< Rank 0's bytes as they are; a terminal stays a terminal for it.
+  kAll,     ///< Every local rank, line by line, each line after "[rank r] ".
+  kNone,    ///< Log files only.
+  kChosen,  ///< What RunOptions::tee_streams names, line by line like kAll.
 };
 
-/// Flags of `cohort run`. Every node is given the same values but for node_rank.
+enum class BindCores {
+  kNone,   ///< Workers float over the cores that this process may use.
+  kCores,  ///< Each worker is pinned to its share of them: contiguous, as many for each.
+};
+
+/// Streams of a local rank, as torchrun counts them.
+inline constexpr int kStdout = 1;
+inline constexpr int kStderr = 2;
+
+/// A set of streams per local rank: the sum of kStdout and kStderr.
+struct StreamChoice {
+  int every = 0;               ///< For ranks that of_rank does not name.
+  std::map<int, int> of_rank;  ///< By local rank.
+
+  int of(int local_rank) const;
+};
+
+/// Reads torchrun's "3" (every local rank) or "0:1,1:2" (these local ranks, no other).
+/// Errors: ConfigError that names `flag`.
+StreamChoice parse_stream_choice(const std::string& flag, const std::string& text);
+
+/// How many nodes a job has: as many as `max`, at least `min`.
+struct NodeCount {
+  int min = 1;
+  int max = 1;
+};
+
+/// Reads "2" or "1:4". Errors: ConfigError that names --nnodes.
+NodeCount parse_node_count(const std::string& text);
+
+/// Flags of `cohort run`. Every node is given the same values but for node_rank, and nproc_per_node
+/// where nodes meet at rdzv_endpoint.
 struct RunOptions {
   std::vector<std::string> command;  ///< Program (a path, or a name found in PATH) and arguments.
-  int nproc_per_node = 1;            ///< Workers on this node, the same on every node; >= 1.
-  int nnodes = 1;                    ///< Nodes of the job, >= 1.
-  int node_rank = 0;                 ///< This node, in [0, nnodes).
+  int nproc_per_node = 1;            ///< Workers on this node; >= 1.
+  NodeCount nnodes;                  ///< Nodes of the job; min < max: they come and go.
+  int node_rank = 0;                 ///< This node, in [0, nnodes.max). Unused with rdzv_endpoint.
   std::string master_addr;           ///< Node 0's address; empty: 127.0.0.1, for one node only.
-  int master_port = 0;               ///< Store's port on node 0; 0: a free one, for one node only.
+  int master_port = 0;               ///< Store's port on node 0; 0: a free one.
+
+  /// "host:port" where the nodes' launchers meet (coordinator.h); empty: they do not.
+  std::string rdzv_endpoint;
+  std::string rdzv_id = "none";  ///< Name of the job: a launcher with another one is refused.
+  std::chrono::milliseconds rdzv_timeout{600'000};  ///< Limit of waiting for enough nodes.
+  int max_restarts = 0;  ///< Fresh starts of all workers after a worker failed.
+
   std::string log_dir;  ///< Empty: a fresh folder under TMPDIR, kept only after a failure.
   Tee tee = Tee::kRank0;
+  StreamChoice tee_streams;  ///< For Tee::kChosen.
+  StreamChoice redirects;    ///< Under Tee::kRank0: streams that go to their files only.
   std::chrono::milliseconds grace{5000};  ///< Time the others have to leave after a failure.
+  BindCores bind_cores = BindCores::kNone;
+  std::string interface;  ///< Network interface of the workers' collectives; empty: their choice.
+  std::chrono::milliseconds watch_period{0};  ///< Time between two tables of ranks; 0: none.
+  std::chrono::milliseconds stall_timeout{
+      60'000};  ///< Wait in a collective worth a report; 0: none.
 
-  int world_size() const { return nnodes * nproc_per_node; }
-  int rank_of(int local_rank) const { return node_rank * nproc_per_node + local_rank; }
+  std::string speaker = "cohort run";  ///< Whose name begins the launcher's own lines.
+
+  bool elastic() const { return !rdzv_endpoint.empty(); }
+  /// The streams of a worker that are shown on the launcher's own.
+  int shown_streams(int rank, int local_rank) const;
 };
 
 /// Checks ranges and combinations.

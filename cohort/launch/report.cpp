@@ -4,6 +4,7 @@
 #include <deque>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string.h>
 
 #include "cohort/base/program.h"
@@ -13,6 +14,15 @@ namespace cohort::launch {
 namespace {
 
 constexpr std::streamoff kTailBytes = 64 * 1024;
+constexpr int kStackFrames = 12;
+
+// The text field `name` of the rank's error file; empty if there is none.
+std::string error_field(const std::string& log_dir, int rank, const char* name) {
+  std::ifstream file(error_file(log_dir, rank));
+  const auto record = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (!record.is_object() || !record.contains(name) || !record[name].is_string()) return "";
+  return record[name].get<std::string>();
+}
 
 // A shell turns the signal that ended its child into an exit code.
 bool ended_by_passed_signal(const Outcome& outcome) {
@@ -63,14 +73,21 @@ std::string signal_name(int signal) {
 std::string describe(const Outcome& outcome, const std::string& log_dir) {
   const std::string who =
       "rank " + std::to_string(outcome.rank) + " (pid " + std::to_string(outcome.pid) + ") ";
+  if (!outcome.note.empty()) return who + outcome.note;
   if (outcome.status.signal != 0) {
     return who + "was killed by signal " + signal_name(outcome.status.signal);
   }
-  std::string text = who + "exited with code " + std::to_string(outcome.status.exit_code);
-  std::ifstream file(error_file(log_dir, outcome.rank));
-  const auto record = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (record.is_object() && record.contains("message") && record["message"].is_string()) {
-    text += ": " + record["message"].get<std::string>();
+  const std::string message = error_field(log_dir, outcome.rank, "message");
+  return who + "exited with code " + std::to_string(outcome.status.exit_code) +
+         (message.empty() ? "" : ": ") + message;
+}
+
+std::string indented_stack(const Outcome& outcome, const std::string& log_dir) {
+  if (outcome.status.exit_code != kExitFailure) return "";
+  std::istringstream frames(error_field(log_dir, outcome.rank, "stack"));
+  std::string text, frame;
+  for (int i = 0; i < kStackFrames && std::getline(frames, frame); ++i) {
+    text += "    " + frame + "\n";
   }
   return text;
 }

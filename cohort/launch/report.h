@@ -15,6 +15,7 @@ struct Outcome {
   ExitStatus status;
   int passed_signal = 0;  ///< The last stopping signal passed on to it; 0: none.
   bool stopped = false;  ///< It was sent SIGTERM or SIGKILL because another failed or time ran out.
+  std::string note;      ///< Not empty: why the launcher itself declared that this rank failed.
 
   /// Whether it ended neither well nor on request with a checkpoint.
   bool failed() const;
@@ -34,8 +35,13 @@ struct Verdict {
 Verdict judge(std::span<const Outcome> outcomes);
 
 /// Returns "rank 1 (pid 123) was killed by signal 9 (Killed)" or "rank 1 (pid 123) exited with
-/// code 1: <message>", the message from the rank's error file in `log_dir`, if it left one.
+/// code 1: <message>", the message from the rank's error file in `log_dir`, if it left one; the
+/// outcome's note instead, if it has one.
 std::string describe(const Outcome& outcome, const std::string& log_dir);
+
+/// Returns the first frames of the stack that the rank left in its error file, a line each,
+/// indented, if its error was neither its user's (exit code 2) nor a lost peer's (3); else nothing.
+std::string indented_stack(const Outcome& outcome, const std::string& log_dir);
 
 /// Returns "2 (Interrupt)".
 std::string signal_name(int signal);

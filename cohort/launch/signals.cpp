@@ -14,6 +14,7 @@ Signals::Signals() {
     ::sigaction(signal, nullptr, &current);
     if (current.sa_handler != SIG_IGN) sigaddset(&answered, signal);
   }
+  sigaddset(&answered, table_signal());
   sigaddset(&answered, SIGWINCH);
   sigaddset(&answered, SIGCHLD);
   // An inherited "ignore" would have the kernel reap workers before their status is read.

@@ -73,4 +73,12 @@ StoreSocket listen_for_store(Reach reach, int port) {
   return {std::move(fd), bound};
 }
 
+StoreSocket listen_again(Reach reach, int last_port, int wanted_port) {
+  try {
+    return listen_for_store(reach, last_port);
+  } catch (const ConfigError&) {
+    return listen_for_store(reach, wanted_port);
+  }
+}
+
 }  // namespace cohort::launch

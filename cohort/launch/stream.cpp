@@ -61,7 +61,8 @@ void copy_window_size(int from, int to) {
 
 Stream::Stream(Fd source, Options options)
     : source_(std::move(source)), options_(std::move(options)) {
-  log_ = Fd(::open(options_.log_path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  const int existing = options_.append ? O_APPEND : O_TRUNC;
+  log_ = Fd(::open(options_.log_path.c_str(), O_WRONLY | O_CREAT | existing | O_CLOEXEC, 0666));
   if (!log_) {
     throw ConfigError(options_.log_path + ": expected a log file that can be written, got " +
                       std::strerror(errno));

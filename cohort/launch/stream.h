@@ -28,6 +28,7 @@ class Stream {
  public:
   struct Options {
     std::string log_path;          ///< Created, or emptied.
+    bool append = false;           ///< Not emptied: what an earlier round wrote stays.
     Terminal* terminal = nullptr;  ///< Outlives the stream; null: log file only.
     std::string prefix;  ///< Not empty: whole lines go to the terminal, each after this text.
   };

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <sstream>
 #include <sys/prctl.h>
@@ -33,14 +34,22 @@ std::vector<char*> pointers(const std::vector<std::string>& texts) {
 }
 
 struct ChildPlan {
-  const SpawnOptions& options;
+  const ProcessOptions& options;
   const Guardian& guardian;
   const Signals& signals;
   char* const* argv;
   char* const* envp;
   pid_t launcher;
   int failure_fd;
+  cpu_set_t cores;
 };
+
+cpu_set_t core_set(const std::vector<int>& cores) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) CPU_SET(core, &set);
+  return set;
+}
 
 // Between fork and exec: nothing here allocates or locks.
 [[noreturn]] void become_worker(const ChildPlan& plan) {
@@ -52,6 +61,7 @@ struct ChildPlan {
   ::dup2(null, STDIN_FILENO);
   ::dup2(plan.options.stdout_fd, STDOUT_FILENO);
   ::dup2(plan.options.stderr_fd, STDERR_FILENO);
+  if (!plan.options.cores.empty()) ::sched_setaffinity(0, sizeof(plan.cores), &plan.cores);
   if (plan.options.inherited_fd >= 0) ::fcntl(plan.options.inherited_fd, F_SETFD, 0);
   plan.signals.restore();
   ::execve(plan.options.program.c_str(), plan.argv, plan.envp);
@@ -79,7 +89,8 @@ std::string find_program(const std::string& name) {
                     "), found none");
 }
 
-pid_t spawn(const SpawnOptions& options, const Guardian& guardian, const Signals& signals) {
+pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
+                    const Signals& signals) {
   const std::vector<char*> argv = pointers(options.command);
   const std::vector<char*> envp = pointers(options.environment);
   int ends[2];
@@ -88,8 +99,14 @@ pid_t spawn(const SpawnOptions& options, const Guardian& guardian, const Signals
   }
   Fd failure_reader(ends[0]);
   Fd failure_writer(ends[1]);
-  const ChildPlan plan{
-      options, guardian, signals, argv.data(), envp.data(), ::getpid(), failure_writer.get()};
+  const ChildPlan plan{options,
+                       guardian,
+                       signals,
+                       argv.data(),
+                       envp.data(),
+                       ::getpid(),
+                       failure_writer.get(),
+                       core_set(options.cores)};
   const pid_t pid = ::fork();
   if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
   if (pid == 0) become_worker(plan);

@@ -11,13 +11,14 @@
 namespace cohort::launch {
 
 /// What one worker process is started with. Its stdin is /dev/null.
-struct SpawnOptions {
+struct ProcessOptions {
   std::string program;                   ///< As find_program returned it.
   std::vector<std::string> command;      ///< argv, with the program's name first.
   std::vector<std::string> environment;  ///< "NAME=value" each.
   int stdout_fd = -1;
   int stderr_fd = -1;
-  int inherited_fd = -1;  ///< Kept open in the worker under its number; -1: none.
+  int inherited_fd = -1;   ///< Kept open in the worker under its number; -1: none.
+  std::vector<int> cores;  ///< Those it is pinned to; empty: those of this process.
 };
 
 /// How a worker ended: by exit code, or by signal (then exit_code is 128 + signal).
@@ -36,7 +37,8 @@ std::string find_program(const std::string& name);
 /// It is announced to `guardian` and dies with the launcher (parent-death signal) before its
 /// program begins. Returns once the program runs. Call from the main thread, with no other alive.
 /// Errors: ConfigError if the program cannot be executed; nothing is left running.
-pid_t spawn(const SpawnOptions& options, const Guardian& guardian, const Signals& signals);
+pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
+                    const Signals& signals);
 
 /// Returns how the child `pid` ended, or nothing while it runs. The child is not reaped: until
 /// reap() its number, and so its process group's, cannot be given to a stranger.

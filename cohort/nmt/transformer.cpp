@@ -37,8 +37,9 @@ at::Tensor residual(const at::Tensor& x, const at::Tensor& branch, LayerContext&
 // The kernels walk raw memory by these numbers.
 void check_range(const char* what, const at::Tensor& numbers, int64_t low, int64_t high) {
   const auto [least, most] = at::aminmax(numbers);
-  TORCH_CHECK_VALUE(least.item<int64_t>() >= low && most.item<int64_t>() <= high, what, ": expected ", low,
-                    " to ", high, ", got ", least.item<int64_t>(), " to ", most.item<int64_t>());
+  TORCH_CHECK_VALUE(least.item<int64_t>() >= low && most.item<int64_t>() <= high, what,
+                    ": expected ", low, " to ", high, ", got ", least.item<int64_t>(), " to ",
+                    most.item<int64_t>());
 }
 
 }  // namespace

@@ -59,8 +59,8 @@ void Adam::step(double learning_rate, double gradient_factor) {
                    learning_rate, options_.beta1, options_.beta2, /*weight_decay=*/0, options_.eps,
                    /*amsgrad=*/false,
                    /*maximize=*/false, scale, /*found_inf=*/std::nullopt);
-  // The fused call returns nothing, so autograd does not count it as a change. Who keeps something derived from
-  // a parameter asks its version.
+  // The fused call returns nothing, so autograd does not count it as a change. Who keeps something
+  // derived from a parameter asks its version.
   for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -9,7 +9,8 @@ namespace cohort::optim {
 
 ExponentialAverage::ExponentialAverage(std::vector<at::Tensor> parameters, double alpha)
     : parameters_(std::move(parameters)), alpha_(alpha) {
-  TORCH_CHECK_VALUE(alpha > 0 && alpha < 1, "exponential average: expected a weight in (0, 1), got ", alpha);
+  TORCH_CHECK_VALUE(alpha > 0 && alpha < 1,
+                    "exponential average: expected a weight in (0, 1), got ", alpha);
   for (const at::Tensor& parameter : parameters_) averages_.push_back(parameter.detach().clone());
 }
 

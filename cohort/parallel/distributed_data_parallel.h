@@ -1,28 +1,37 @@
 // Data parallelism: every rank holds the whole model and computes on its own share of the batch.
 #pragma once
-#include <tuple>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "cohort/parallel/gradient_engine.h"
+#include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
 
 /// Wraps a module holder so that after backward every rank has the mean of all ranks' gradients.
 ///
 /// The module keeps its type, its parameter names and its place: `ddp->` and `*ddp` reach it, and
-/// what is saved carries no wrapper's prefix. Gradients travel bucket by bucket, in the order in
-/// which backward makes them, while backward goes on; the first step finds that order out.
+/// what is saved carries no wrapper's prefix. Gradients travel bucket by bucket, while backward
+/// goes on.
 ///
-/// Collective: constructor, every forward that a backward follows, and that backward.
+/// Collective: constructor, every forward that a backward follows, and that backward. A forward
+/// without gradient
+///             mode sends nothing.
 /// Numerics: gradients travel in their own dtype; the engine divides by the world size while it
 ///           copies into the bucket, then sums. For the gradient of a loss normalised by a global
-///           count, scale the local loss sum by world_size / global_count.
+///           count, scale the local loss sum by world_size / global_count. The order of summation
+///           is fixed by the bucket layout, which is fixed by the options and the model
+///           (rebuild_buckets off).
 /// Threads:  one.
-/// Errors:   c10::ValueError if the ranks' models differ; PeerError from the constructor,
-/// operator() and
-///           backward when a rank is lost.
+/// Errors:   c10::ValueError if the ranks' models differ, if options contradict each other, or if a
+/// backward left out
+///           parameters: `backward` names them at once, after a plain loss.backward() the next
+///           forward does. A rank alone in leaving out a parameter throws this while the others
+///           wait for it: they get PeerError when it ends, or at the timeout.
+///           c10::NotImplementedError for create_graph: gradients of gradients are not averaged.
+///           PeerError from the constructor, operator() and backward when a rank is lost.
 /// Source:   Li et al. 2020, arXiv:2006.15704, section 3.2.
 template <class Holder>
 class DistributedDataParallel {
@@ -33,13 +42,13 @@ class DistributedDataParallel {
                           const DistributedDataParallelOptions& options = {})
       : module_(std::move(module)), engine_(*module_, group, options) {}
 
-  /// Runs the module's forward.
+  /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     engine_.before_forward();
-    auto output = module_->forward(std::forward<Arguments>(arguments)...);
-    std::vector<at::Tensor> tensors;
-    collect(output, tensors);
+    auto output = forward(std::forward<Arguments>(arguments)...);
+    std::vector<at::Tensor*> tensors;
+    for_each_tensor(output, [&](at::Tensor& tensor) { tensors.push_back(&tensor); });
     engine_.after_forward(tensors);
     return output;
   }
@@ -66,19 +75,39 @@ class DistributedDataParallel {
   };
   NoSync no_sync() { return NoSync(engine_); }
 
+  /// Lets `hook` carry the gradients (comm_hook.h). `name` stands in logging_data.
+  /// Errors: c10::ValueError the second time, after a backward, or beside
+  /// mixed_precision.reduce_dtype.
+  void register_comm_hook(CommHook hook, const std::string& name = "custom") {
+    engine_.register_comm_hook(std::move(hook), name);
+  }
+
   Holder& module() { return module_; }
   auto* operator->() { return module_.get(); }
+  GradientEngine& engine() { return engine_; }
   int64_t num_buckets() const { return engine_.num_buckets(); }
+  /// The present layout: given back as an option, it makes another run sum in the same order.
+  BucketLayout bucket_layout() const { return engine_.bucket_layout(); }
+  DdpLoggingData logging_data() const { return engine_.logging_data(); }
 
  private:
-  template <class T>
-  static void collect(const T& value, std::vector<at::Tensor>& tensors) {
-    if constexpr (std::is_same_v<T, at::Tensor>) {
-      tensors.push_back(value);
-    } else if constexpr (requires { std::tuple_size<T>::value; }) {
-      std::apply([&](const auto&... each) { (collect(each, tensors), ...); }, value);
-    } else if constexpr (requires { value.begin(); }) {
-      for (const auto& each : value) collect(each, tensors);
+  template <class... Arguments>
+  auto forward(Arguments&&... arguments) try {
+    return module_->forward(cast(std::forward<Arguments>(arguments))...);
+  } catch (...) {
+    engine_.abandon_forward();
+    throw;
+  }
+
+  // Mixed precision changes tensors, so those are copied handles; anything else passes through.
+  template <class Argument>
+  decltype(auto) cast(Argument&& argument) {
+    if constexpr (holds_tensors<Argument>()) {
+      std::remove_cvref_t<Argument> copy(std::forward<Argument>(argument));
+      for_each_tensor(copy, [&](at::Tensor& tensor) { tensor = engine_.cast_input(tensor); });
+      return copy;
+    } else {
+      return std::forward<Argument>(argument);
     }
   }
 

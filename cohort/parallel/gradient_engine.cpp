@@ -1,187 +1,512 @@
 #include "cohort/parallel/gradient_engine.h"
 
+#include <ATen/ops/zeros.h>
+#include <algorithm>
+#include <optional>
 #include <sstream>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/logger.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
-#include <torch/nn/modules/embedding.h>
-#include <unordered_set>
 
 #include "cohort/base/error.h"
+#include "cohort/parallel/delayed_parameters.h"
+#include "cohort/parallel/mixed_precision.h"
+#include "cohort/parallel/reducer.h"
 
 namespace cohort::parallel {
 namespace {
 
-constexpr size_t kBroadcastBytes = 250 << 20;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
 
-c10::intrusive_ptr<c10d::ProcessGroup> shared(comm::ProcessGroup& group) {
-  return c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.engine());
+// Passes gradients through and says when the backward of a forward's outputs begins. Outputs that
+// the loss does not use get undefined gradients, which still reach every parameter behind them.
+struct OutputSink : Node {
+  explicit OutputSink(std::function<void()> on_backward) : begin(std::move(on_backward)) {}
+  variable_list apply(variable_list&& gradients) override {
+    begin();
+    return std::move(gradients);
+  }
+  std::function<void()> begin;
+};
+
+void pass_through_sink(const std::vector<at::Tensor*>& outputs, std::function<void()> on_backward) {
+  std::vector<at::Tensor*> inner;
+  torch::autograd::edge_list edges;
+  for (at::Tensor* output : outputs) {
+    if (!output->defined() || !output->grad_fn()) continue;
+    inner.push_back(output);
+    edges.push_back(torch::autograd::impl::gradient_edge(*output));
+  }
+  if (inner.empty()) return;
+  const auto sink = std::make_shared<OutputSink>(std::move(on_backward));
+  sink->set_next_edges(std::move(edges));
+  for (at::Tensor* output : inner) {
+    at::Tensor same = output->detach();
+    torch::autograd::set_history(same, sink);
+    *output = same;
+  }
 }
 
-std::string describe(const torch::nn::Module& model) {
-  std::ostringstream out;
-  for (const auto& item : model.named_parameters()) {
-    out << "parameter " << item.key() << ' ' << item.value().sizes() << ' ' << item.value().dtype()
-        << (item.value().requires_grad() ? "" : " frozen") << '\n';
+struct Form {
+  at::Tensor tensor;
+  std::string name;
+  at::ScalarType type;
+  at::Device device;
+  std::vector<int64_t> sizes;
+};
+
+Form form_of(const NamedTensor& each) {
+  return {each.tensor, each.name, each.tensor.scalar_type(), each.tensor.device(),
+          each.tensor.sizes().vec()};
+}
+
+void check_options(const DistributedDataParallelOptions& options, const torch::nn::Module& model) {
+  const auto positive = [](const char* name, double value) {
+    TORCH_CHECK_VALUE(value > 0, name, ": expected more than 0, got ", value);
+  };
+  positive("bucket_cap_mb", options.bucket_cap_mb);
+  positive("first_bucket_mb", options.first_bucket_mb);
+  positive("logging_sample_rate", options.logging_sample_rate);
+  for (const double cap : options.bucket_cap_mb_list) positive("bucket_cap_mb_list", cap);
+  TORCH_CHECK_VALUE(!options.skip_all_reduce_unused_params || options.find_unused_parameters,
+                    "skip_all_reduce_unused_params: expected find_unused_parameters with it");
+  TORCH_CHECK_VALUE(
+      !options.rebuild_buckets || !options.find_unused_parameters || options.static_graph,
+      "rebuild_buckets: expected no find_unused_parameters with it, which varies the order of "
+      "gradients");
+  TORCH_CHECK_VALUE(!options.rebuild_buckets || options.bucket_layout.empty(),
+                    "rebuild_buckets: expected no bucket_layout with it, which is kept as it is");
+  TORCH_CHECK_VALUE(
+      options.delay_all_reduce_named_params.empty() == options.param_to_hook_all_reduce.empty(),
+      "delay_all_reduce_named_params and param_to_hook_all_reduce: expected both or neither");
+  const auto parameters = model.named_parameters();
+  const auto buffers = model.named_buffers();
+  for (const std::string& name : options.ignored) {
+    TORCH_CHECK_VALUE(parameters.contains(name) || buffers.contains(name),
+                      "ignored: expected names of parameters or buffers, got ", name);
   }
-  for (const auto& item : model.named_buffers()) {
-    out << "buffer " << item.key() << ' ' << item.value().sizes() << ' ' << item.value().dtype()
-        << '\n';
+}
+
+// What must agree between ranks beside the model.
+std::string describe(const DistributedDataParallelOptions& options, const BucketIndices& buckets) {
+  std::ostringstream out;
+  out << "find_unused_parameters " << options.find_unused_parameters << "\nstatic_graph "
+      << options.static_graph << "\nbroadcast_buffers " << options.broadcast_buffers
+      << "\nrebuild_buckets " << options.rebuild_buckets << "\nskip_all_reduce_unused_params "
+      << options.skip_all_reduce_unused_params << '\n';
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    out << "bucket " << i << " of parameters";
+    for (const size_t index : buckets[i]) out << ' ' << index;
+    out << '\n';
   }
   return out.str();
 }
 
-// The first line in which `mine` departs from `theirs`; empty if equal.
-std::string first_difference(const std::string& mine, const std::string& theirs) {
-  std::istringstream a(mine);
-  std::istringstream b(theirs);
-  while (true) {
-    std::string line_a;
-    std::string line_b;
-    const bool more_a = static_cast<bool>(std::getline(a, line_a));
-    const bool more_b = static_cast<bool>(std::getline(b, line_b));
-    if (!more_a && !more_b) return "";
-    if (line_a != line_b) {
-      return "has " + (more_a ? line_a : "no more entries") + " where rank 0 has " +
-             (more_b ? line_b : "no more entries");
-    }
-  }
+CommHook reduce_in(at::ScalarType type) {
+  return [type](comm::ProcessGroup& group, const Bucket& bucket) {
+    const at::ScalarType own = bucket.buffer.scalar_type();
+    const at::Tensor small = bucket.buffer.div(group.size()).to(type);
+    return then(start_all_reduce(group, small),
+                [own](const at::Tensor& sum) { return sum.to(own); });
+  };
 }
 
-struct OwnedParameters {
-  std::vector<at::Tensor> tensors;
-  std::vector<bool> sparse;
-  std::unordered_map<size_t, std::string> names;
+// Which ranks take part in one step under join.
+struct Round {
+  int num_active = 0;
+  int first_active = 0;
+  int64_t num_synchronizing = 0;
 };
-
-// Registration order, trainable ones, each shared tensor once.
-OwnedParameters trainable_parameters(torch::nn::Module& model) {
-  OwnedParameters found;
-  std::unordered_set<c10::TensorImpl*> seen;
-  for (const auto& child : model.named_modules("", true)) {
-    bool sparse = false;
-    if (const auto* embedding = child.value()->as<torch::nn::Embedding>()) {
-      sparse = embedding->options.sparse();
-    } else if (const auto* bag = child.value()->as<torch::nn::EmbeddingBag>()) {
-      sparse = bag->options.sparse();
-    }
-    for (const auto& item : child.value()->named_parameters(/*recurse=*/false)) {
-      const at::Tensor& tensor = item.value();
-      if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-      found.names[found.tensors.size()] =
-          child.key().empty() ? item.key() : child.key() + "." + item.key();
-      found.tensors.push_back(tensor);
-      found.sparse.push_back(sparse);
-    }
-  }
-  return found;
-}
 
 }  // namespace
 
-void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group) {
-  const std::string mine = describe(model);
-  const std::string difference = first_difference(mine, group.broadcast_text(mine));
-  const std::vector<std::string> all = group.all_gather_text(difference);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK_VALUE(all[rank].empty(), "the models differ between ranks: rank ", rank, " ",
-                      all[rank]);
+struct GradientEngine::Impl {
+  Impl(torch::nn::Module& m, comm::ProcessGroup& g, const DistributedDataParallelOptions& o)
+      : model(m), group(g), options(o) {}
+  ~Impl();
+
+  void share_state();
+  void select_parameters();
+  void cast_buffers();
+  void make_engine();
+  void watch_gradients();
+  void gradient_arrived(size_t index);
+
+  void check_forms() const;
+  void check_finished();
+  std::string left_out() const;
+  [[noreturn]] void report_left_out();
+  Round announce(bool active);
+  void copy_buffers(int root);
+  void stand_in(const Round& round);
+  bool searches_unused() const { return options.find_unused_parameters && !options.static_graph; }
+
+  torch::nn::Module& model;
+  comm::ProcessGroup& group;
+  DistributedDataParallelOptions options;
+  std::vector<NamedTensor> bucketed;
+  std::optional<DelayedParameters> delayed;
+  std::vector<NamedTensor> watched;  // bucketed, then delayed
+  std::vector<at::Tensor> buffers;
+  std::vector<Form> forms;
+  std::optional<LentParameters> lent;
+
+  std::shared_ptr<Reducer> reducer;
+  std::shared_ptr<c10d::Logger> logger;
+  std::vector<std::pair<std::shared_ptr<Node>, uintptr_t>> hooks;  // to be taken off again
+  std::string comm_hook;
+
+  bool synchronized = true;
+  bool awaiting = false;     // a synchronized forward ran, its backward has not ended
+  bool interrupted = false;  // that backward threw
+  std::vector<bool> ready;   // by `watched`: its gradient of this backward is there
+  int64_t num_prepared = 0;  // synchronized steps, those of stand_in included
+  bool first_backward_begun = false;
+
+  std::optional<JoinOptions> join;
+  std::optional<Round> last_round;
+};
+
+GradientEngine::Impl::~Impl() {
+  for (const auto& [accumulator, key] : hooks) accumulator->del_post_hook(key);
+}
+
+void GradientEngine::Impl::select_parameters() {
+  const auto& names = options.delay_all_reduce_named_params;
+  std::vector<NamedTensor> late;
+  for (NamedTensor& each : trainable_parameters(model, options.ignored)) {
+    const bool is_late = std::find(names.begin(), names.end(), each.name) != names.end();
+    (is_late ? late : bucketed).push_back(std::move(each));
+  }
+  TORCH_CHECK_VALUE(late.size() == names.size(),
+                    "delay_all_reduce_named_params: expected names of parameters that require a "
+                    "gradient, each once");
+  TORCH_CHECK_VALUE(!bucketed.empty() || !late.empty(),
+                    "the model has no parameter that requires a gradient");
+  TORCH_CHECK_VALUE(!bucketed.empty(),
+                    "delay_all_reduce_named_params: expected at least one other parameter");
+  watched = bucketed;
+  watched.insert(watched.end(), late.begin(), late.end());
+  if (late.empty()) return;
+  const std::string& trigger = options.param_to_hook_all_reduce;
+  const bool known = std::any_of(watched.begin(), watched.end(),
+                                 [&](const auto& each) { return each.name == trigger; });
+  TORCH_CHECK_VALUE(known,
+                    "param_to_hook_all_reduce: expected a parameter that requires a gradient, got ",
+                    trigger);
+  delayed.emplace(std::move(late), trigger, group);
+}
+
+void GradientEngine::Impl::share_state() {
+  if (!options.init_sync) return;
+  verify_same_model(model, group, options.ignored);
+  verify_same_text("options of DistributedDataParallel",
+                   describe(options, initial_buckets(bucketed, options)), group);
+  broadcast_model(model, group, 0, options.ignored);
+}
+
+void GradientEngine::Impl::cast_buffers() {
+  for (const auto& item : model.named_buffers()) {
+    const auto& ignored = options.ignored;
+    if (std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end()) continue;
+    at::Tensor buffer = item.value();
+    if (options.mixed_precision.buffer_dtype) {
+      buffer.set_data(cast_floating(buffer, *options.mixed_precision.buffer_dtype));
+    }
+  }
+  for (const NamedTensor& buffer : model_buffers(model, options.ignored)) {
+    buffers.push_back(buffer.tensor);
+    forms.push_back(form_of(buffer));
   }
 }
 
-void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group) {
-  std::vector<at::Tensor> state;
-  for (const auto& tensor : model.parameters()) state.push_back(tensor.detach());
-  for (const auto& tensor : model.buffers()) state.push_back(tensor.detach());
-  if (state.empty() || group.size() == 1) return;
-  group.guard("broadcast of the model",
-              [&] { c10d::broadcast_coalesced(shared(group), state, kBroadcastBytes, 0); });
+void GradientEngine::Impl::make_engine() {
+  reducer = make_reducer(bucketed, group, options);
+  reducer->set_ddp_runtime_logging_sample_rate(options.logging_sample_rate);
+  logger = std::make_shared<c10d::Logger>(reducer);
+  reducer->set_logger(logger);
+  logger->set_construction_data_and_log(model.name(), {}, -1, options.broadcast_buffers,
+                                        /*has_sync_bn=*/false, options.static_graph);
+  if (options.static_graph) {
+    reducer->set_static_graph();
+    logger->set_static_graph();
+  }
+  if (options.mixed_precision.reduce_dtype) {
+    reducer->register_comm_hook(
+        adapt_hook(reduce_in(*options.mixed_precision.reduce_dtype), group));
+  }
 }
 
-struct GradientEngine::Impl {
-  Impl(comm::ProcessGroup& g, const DistributedDataParallelOptions& o) : group(g), options(o) {}
+void GradientEngine::Impl::watch_gradients() {
+  ready.resize(watched.size());
+  for (size_t i = 0; i < watched.size(); ++i) {
+    const auto accumulator = torch::autograd::impl::grad_accumulator(watched[i].tensor);
+    const auto key =
+        accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+            [this, i](const variable_list& outputs, const variable_list&) {
+              gradient_arrived(i);
+              return outputs;
+            }));
+    hooks.emplace_back(accumulator, key);
+  }
+}
 
-  comm::ProcessGroup& group;
-  DistributedDataParallelOptions options;
-  std::vector<at::Tensor> buffers;
-  std::shared_ptr<c10d::Reducer> reducer;
-  std::shared_ptr<c10d::Logger> logger;
-  bool synchronized = true;
-};
+void GradientEngine::Impl::gradient_arrived(size_t index) {
+  if (!awaiting) return;
+  if (at::GradMode::is_enabled()) {
+    C10_THROW_ERROR(
+        NotImplementedError,
+        "backward with create_graph: gradients of gradients are not averaged over ranks");
+  }
+  ready[index] = true;
+  if (delayed) delayed->arrived(watched[index].name);
+}
+
+void GradientEngine::Impl::check_forms() const {
+  for (const Form& form : forms) {
+    const at::Tensor& now = form.tensor;
+    const bool same =
+        now.scalar_type() == form.type && now.device() == form.device && now.sizes() == form.sizes;
+    TORCH_CHECK_VALUE(same, form.name, ": expected ", form.type, " ", c10::IntArrayRef(form.sizes),
+                      " on ", form.device, " as when DistributedDataParallel was made, got ",
+                      now.scalar_type(), " ", now.sizes(), " on ", now.device());
+  }
+}
+
+std::string GradientEngine::Impl::left_out() const {
+  std::string names;
+  for (size_t i = 0; i < watched.size(); ++i) {
+    if (!ready[i]) names += (names.empty() ? "" : ", ") + watched[i].name;
+  }
+  return names;
+}
+
+void GradientEngine::Impl::report_left_out() {
+  const std::string names = left_out();
+  awaiting = false;
+  group.guard("all_reduce of gradients", [&] { reducer->abandon_backward(); });
+  TORCH_CHECK_VALUE(
+      false, "rank ", group.rank(), ": backward made no gradient for ", names,
+      "; this step's gradients are not averaged (find_unused_parameters allows for that)");
+}
+
+// After a backward that the caller ran past `backward`.
+void GradientEngine::Impl::check_finished() {
+  if (std::exchange(interrupted, false)) {
+    awaiting = false;
+    group.guard("all_reduce of gradients", [&] { reducer->abandon_backward(); });
+  }
+  if (!awaiting || searches_unused() || options.static_graph) return;
+  if (std::none_of(ready.begin(), ready.end(), [](bool is) { return is; }))
+    return;  // no backward followed
+  if (!left_out().empty()) report_left_out();
+}
+
+Round GradientEngine::Impl::announce(bool active) {
+  const auto width = static_cast<int64_t>(group.size());
+  at::Tensor news = at::zeros({width + 1}, at::kLong);
+  auto* values = news.data_ptr<int64_t>();
+  values[group.rank()] = active;
+  values[width] = active && synchronized;
+  group.all_reduce(news);
+  Round round{.num_synchronizing = values[width]};
+  for (int rank = group.size() - 1; rank >= 0; --rank) {
+    if (values[rank] == 0) continue;
+    ++round.num_active;
+    round.first_active = rank;
+  }
+  const bool complete = round.num_active == group.size();
+  // From here on every rank comes to the same verdict.
+  if (round.num_active > 0) {
+    last_round = round;
+    TORCH_CHECK(!join->throw_on_early_termination || complete,
+                "join: ", group.size() - round.num_active, " of ", group.size(),
+                " ranks have no batches left");
+    TORCH_CHECK_VALUE(round.num_synchronizing == 0 || round.num_synchronizing == round.num_active,
+                      "join: expected all ranks within no_sync or none, got ",
+                      round.num_synchronizing, " of ", round.num_active, " outside");
+    TORCH_CHECK_VALUE(complete || !options.static_graph || num_prepared > 0,
+                      "join: expected a batch on every rank in the first step of a static graph");
+  }
+  return round;
+}
+
+void GradientEngine::Impl::copy_buffers(int root) {
+  if (options.broadcast_buffers) broadcast_tensors(buffers, group, root);
+}
+
+void GradientEngine::Impl::stand_in(const Round& round) {
+  group.guard("join", [&] { reducer->rebuild_buckets(); });
+  copy_buffers(round.first_active);
+  group.guard("join", [&] { reducer->stand_in(options.static_graph && num_prepared == 0); });
+  ++num_prepared;
+}
 
 GradientEngine::GradientEngine(torch::nn::Module& model, comm::ProcessGroup& group,
                                const DistributedDataParallelOptions& options)
-    : impl_(std::make_unique<Impl>(group, options)) {
-  TORCH_CHECK_VALUE(options.bucket_cap_mb > 0, "bucket_cap_mb: expected more than 0, got ",
-                    options.bucket_cap_mb);
-  verify_same_model(model, group);
-  broadcast_model(model, group);
-  for (const auto& buffer : model.buffers()) impl_->buffers.push_back(buffer.detach());
-
-  OwnedParameters owned = trainable_parameters(model);
-  TORCH_CHECK_VALUE(!owned.tensors.empty(), "the model has no parameter that requires a gradient");
-  const auto cap_bytes = static_cast<size_t>(options.bucket_cap_mb * 1024 * 1024);
-  const bool rebuilds = options.static_graph || !options.find_unused_parameters;
-  // One bucket until the order of gradients is known; then the Reducer cuts at cap_bytes.
-  const std::vector<size_t> limits =
-      rebuilds ? std::vector<size_t>{SIZE_MAX} : std::vector<size_t>{1 << 20, cap_bytes};
-  auto buckets =
-      std::get<0>(c10d::compute_bucket_assignment_by_size(owned.tensors, limits, owned.sparse));
-  std::reverse(buckets.begin(), buckets.end());
-  impl_->reducer = std::make_shared<c10d::Reducer>(
-      owned.tensors, buckets, shared(group), owned.sparse, static_cast<int64_t>(cap_bytes),
-      options.find_unused_parameters, options.gradient_as_bucket_view, owned.names,
-      std::min<int64_t>(c10d::kDefaultFirstBucketBytes, static_cast<int64_t>(cap_bytes)),
-      /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
-      /*bucket_bytes_cap_list=*/std::vector<int64_t>{});
-  impl_->logger = std::make_shared<c10d::Logger>(impl_->reducer);
-  impl_->reducer->set_logger(impl_->logger);
-  impl_->logger->set_construction_data_and_log(model.name(), {}, -1, options.broadcast_buffers,
-                                               /*has_sync_bn=*/false, options.static_graph);
-  if (options.static_graph) {
-    impl_->reducer->set_static_graph();
-    impl_->logger->set_static_graph();
+    : impl_(std::make_unique<Impl>(model, group, options)) {
+  Impl& my = *impl_;
+  check_options(options, model);
+  my.select_parameters();
+  my.share_state();
+  my.cast_buffers();
+  my.make_engine();
+  my.watch_gradients();
+  for (const NamedTensor& each : my.watched) my.forms.push_back(form_of(each));
+  if (my.options.mixed_precision.param_dtype) {
+    std::vector<at::Tensor> all;
+    for (const auto& item : model.named_parameters()) {
+      const auto& ignored = options.ignored;
+      if (std::find(ignored.begin(), ignored.end(), item.key()) == ignored.end())
+        all.push_back(item.value());
+    }
+    my.lent.emplace(all, *my.options.mixed_precision.param_dtype);
   }
 }
 
 GradientEngine::~GradientEngine() = default;
 
 void GradientEngine::before_forward() {
-  if (!at::GradMode::is_enabled()) return;
   Impl& my = *impl_;
-  if (my.synchronized) {
-    my.logger->set_runtime_stats_and_log();
-    my.reducer->prepare_for_forward();
-  }
-  my.group.guard("forward", [&] {
-    if (my.synchronized) my.reducer->rebuild_buckets();
-    if (my.synchronized && my.options.broadcast_buffers && !my.buffers.empty()) {
-      const at::NoGradGuard no_grad;
-      c10d::broadcast_coalesced(shared(my.group), my.buffers, kBroadcastBytes, 0);
+  if (at::GradMode::is_enabled()) {
+    if (!my.lent || !my.lent->is_lent()) my.check_forms();
+    my.check_finished();
+    std::optional<Round> round;
+    if (my.join) round = my.announce(/*active=*/true);
+    if (my.synchronized) {
+      my.logger->set_runtime_stats_and_log();
+      my.reducer->prepare_for_forward();
+      my.group.guard("forward", [&] { my.reducer->rebuild_buckets(); });
+      my.copy_buffers(round ? round->first_active : 0);
+      const bool by_active = round && !my.join->divide_by_initial_world_size;
+      my.reducer->set_divisor(by_active ? round->num_active : my.group.size());
     }
-  });
+  }
+  if (my.lent) my.lent->lend();
 }
 
-void GradientEngine::after_forward(const std::vector<at::Tensor>& outputs) {
+void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
   Impl& my = *impl_;
-  if (!at::GradMode::is_enabled() || !my.synchronized) return;
-  const bool search = my.options.find_unused_parameters && !my.options.static_graph;
-  my.reducer->prepare_for_backward(search ? outputs : std::vector<at::Tensor>{});
+  if (!at::GradMode::is_enabled()) return abandon_forward();
+  if (!my.synchronized) return;
+  std::vector<at::Tensor> search;
+  for (const at::Tensor* output : outputs) {
+    if (my.searches_unused() && output->defined()) search.push_back(*output);
+  }
+  my.reducer->prepare_for_backward(search);
+  my.awaiting = true;
+  ++my.num_prepared;
+  std::fill(my.ready.begin(), my.ready.end(), false);
+  if (my.delayed) my.delayed->prepare();
+  if (my.searches_unused()) pass_through_sink(outputs, [] {});
+  if (my.options.static_graph && !my.first_backward_begun) {
+    pass_through_sink(outputs, [this, weak = std::weak_ptr<Reducer>(my.reducer)] {
+      const auto reducer = weak.lock();
+      if (!reducer || std::exchange(impl_->first_backward_begun, true)) return;
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [reducer] { reducer->delay_all_reduce(); });
+    });
+  }
+}
+
+void GradientEngine::abandon_forward() {
+  if (impl_->lent) impl_->lent->restore();
 }
 
 void GradientEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {
-  impl_->group.guard("all_reduce of gradients", [&] { loss.backward(gradient); });
+  Impl& my = *impl_;
+  my.interrupted = my.awaiting;
+  my.group.guard("all_reduce of gradients", [&] { loss.backward(gradient); });
+  my.interrupted = false;
+  if (my.lent) my.lent->restore();
+  if (!my.awaiting) return;
+  if (!my.searches_unused() && !my.options.static_graph && !my.left_out().empty())
+    my.report_left_out();
+  my.awaiting = false;
 }
 
 bool GradientEngine::set_synchronized(bool on) {
   return std::exchange(impl_->synchronized, on);
 }
 
+at::Tensor GradientEngine::cast_input(const at::Tensor& input) const {
+  const auto& type = impl_->options.mixed_precision.param_dtype;
+  return type ? cast_floating(input, *type) : input;
+}
+
+void GradientEngine::register_comm_hook(CommHook hook, const std::string& name) {
+  Impl& my = *impl_;
+  TORCH_CHECK_VALUE(my.comm_hook.empty(), "register_comm_hook: expected one hook, ", my.comm_hook,
+                    " is there");
+  TORCH_CHECK_VALUE(
+      !my.options.mixed_precision.reduce_dtype,
+      "register_comm_hook: expected no mixed_precision.reduce_dtype, which is a hook itself");
+  TORCH_CHECK_VALUE(my.num_prepared == 0,
+                    "register_comm_hook: expected before the first step, got after ",
+                    my.num_prepared);
+  TORCH_CHECK_VALUE(!name.empty(), "register_comm_hook: expected a name");
+  my.reducer->register_comm_hook(adapt_hook(std::move(hook), my.group));
+  my.logger->set_comm_hook(name);
+  my.comm_hook = name;
+}
+
+BucketLayout GradientEngine::bucket_layout() const {
+  BucketLayout layout;
+  for (const auto& bucket : impl_->reducer->layout()) {
+    layout.emplace_back();
+    for (const size_t index : bucket) layout.back().push_back(impl_->bucketed[index].name);
+  }
+  return layout;
+}
+
+DdpLoggingData GradientEngine::logging_data() const {
+  const c10::DDPLoggingData data = impl_->logger->get_ddp_logging_data();
+  const auto number = [&](const char* name) {
+    const auto found = data.ints_map.find(name);
+    return found == data.ints_map.end() ? int64_t{0} : found->second;
+  };
+  return {.iteration = number("iteration"),
+          .num_parameter_tensors = number("num_parameter_tensors"),
+          .total_parameter_size_bytes = number("total_parameter_size_bytes"),
+          .bucket_sizes_bytes = impl_->logger->get_bucket_sizes(),
+          .has_rebuilt_buckets = impl_->options.rebuild_buckets && impl_->reducer->has_rebuilt(),
+          .forward_compute_time = number("avg_forward_compute_time"),
+          .backward_compute_time = number("avg_backward_compute_time"),
+          .backward_comm_time = number("avg_backward_comm_time"),
+          .backward_compute_comm_overlap_time = number("avg_backward_compute_comm_overlap_time"),
+          .comm_hook = impl_->comm_hook};
+}
+
 int64_t GradientEngine::num_buckets() const {
-  return static_cast<int64_t>(
-      impl_->reducer->get_grad_buckets(/*return_zero_tensors=*/false).size());
+  return static_cast<int64_t>(impl_->reducer->layout().size());
+}
+
+void GradientEngine::begin_join(const JoinOptions& options) {
+  Impl& my = *impl_;
+  TORCH_CHECK_VALUE(!my.join, "join: expected no join within a join");
+  TORCH_CHECK_VALUE(
+      !my.delayed && !my.options.skip_all_reduce_unused_params,
+      "join: expected neither delay_all_reduce_named_params nor skip_all_reduce_unused_params");
+  my.logger->set_uneven_input_join();
+  my.join = options;
+  my.last_round.reset();
+}
+
+void GradientEngine::finish_join() {
+  Impl& my = *impl_;
+  for (Round round = my.announce(false); round.num_active > 0; round = my.announce(false)) {
+    if (round.num_synchronizing > 0) my.stand_in(round);
+  }
+  if (my.last_round)
+    broadcast_model(my.model, my.group, my.last_round->first_active, my.options.ignored);
+}
+
+void GradientEngine::end_join() noexcept {
+  impl_->join.reset();
 }
 
 }  // namespace cohort::parallel

@@ -5,50 +5,71 @@
 #include <memory>
 #include <string>
 #include <torch/nn/module.h>
-#include <utility>
 #include <vector>
 
 #include "cohort/comm/process_group.h"
+#include "cohort/parallel/comm_hook.h"
+#include "cohort/parallel/distributed_data_parallel_options.h"
+#include "cohort/parallel/model_state.h"
 
 namespace cohort::parallel {
 
-/// Options of DistributedDataParallel, with PyTorch's names and meanings.
-struct DistributedDataParallelOptions {
-  double bucket_cap_mb = 25;            ///< Largest gradient bucket, MiB, > 0.
-  bool broadcast_buffers = true;        ///< Buffers follow rank 0's before each forward.
-  bool find_unused_parameters = false;  ///< Some parameters take no part in some steps.
-  /// Gradients live in the buckets: less memory and no copy. Only with an optimizer whose zero_grad
-  /// lets them go, as optim::Adam's; libtorch's own calls detach_(), which views forbid.
-  bool gradient_as_bucket_view = false;
-  bool static_graph = false;  ///< The same parameters take part in every step.
+/// How ranks whose batches run out stay beside those that go on; see join.h.
+struct JoinOptions {
+  /// Gradients are divided by the number of ranks (true), or by that of the ranks which still have
+  /// batches. A communication hook divides as it pleases.
+  bool divide_by_initial_world_size = true;
+  /// All ranks throw as soon as one has run out.
+  bool throw_on_early_termination = false;
 };
 
-/// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in
-/// the same order.
-///
-/// Collective; blocks. Errors: c10::ValueError on every rank, naming the first difference and the
-/// rank.
-void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group);
-
-/// Copies rank 0's parameters and buffers to every rank. Collective; blocks.
-void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group);
+/// What the engine has measured; nanoseconds, averages over the sampled steps.
+struct DdpLoggingData {
+  int64_t iteration = 0;  ///< Of the last sample; 0 before the first.
+  int64_t num_parameter_tensors = 0;
+  int64_t total_parameter_size_bytes = 0;
+  std::vector<int64_t> bucket_sizes_bytes;  ///< Of the present layout, in the order of sending.
+  bool has_rebuilt_buckets = false;
+  int64_t forward_compute_time = 0;
+  int64_t backward_compute_time = 0;
+  int64_t backward_comm_time = 0;  ///< From the first bucket sent to the last one received.
+  int64_t backward_compute_comm_overlap_time = 0;  ///< The part of it that backward hid.
+  std::string comm_hook;  ///< The name given to register_comm_hook; empty: all-reduce.
+};
 
 /// Averages gradients over ranks while backward runs.
 ///
-/// Owner: DistributedDataParallel; holds references to the model's parameters and to the group,
-/// which must both outlive it. Threads: one. Collective: constructor, before_forward, and the
-/// backward.
+/// Owner: DistributedDataParallel; holds references to the model and to the group,
+/// which must both outlive it. Threads: one. Collective: constructor, before_forward, the
+/// backward, finish_join.
 class GradientEngine {
  public:
   GradientEngine(torch::nn::Module& model, comm::ProcessGroup& group,
                  const DistributedDataParallelOptions& options);
   ~GradientEngine();
 
+  /// Everything before the module's forward. Without gradient mode it sends nothing.
+  /// Errors: c10::ValueError if a parameter changed its type, shape or device, or if the last
+  /// backward left out parameters.
   void before_forward();
-  void after_forward(const std::vector<at::Tensor>& outputs);
+  /// Everything after it. Replaces tensors of `outputs` by others of equal value where the engine
+  /// must see their backward begin.
+  void after_forward(const std::vector<at::Tensor*>& outputs);
+  /// Call instead of after_forward when the module's forward threw. Local.
+  void abandon_forward();
+  /// As loss.backward(gradient). Errors: c10::ValueError if parameters were left out; PeerError.
   void backward(const at::Tensor& loss, const at::Tensor& gradient);
   bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.
-  int64_t num_buckets() const;     ///< Of the engine's present layout.
+  at::Tensor cast_input(const at::Tensor& input) const;
+
+  void register_comm_hook(CommHook hook, const std::string& name);
+  BucketLayout bucket_layout() const;
+  DdpLoggingData logging_data() const;
+  int64_t num_buckets() const;  ///< Of the engine's present layout.
+
+  void begin_join(const JoinOptions& options);  ///< Collective only in what follows.
+  void finish_join();        ///< Stands in for this rank until no rank has batches.
+  void end_join() noexcept;  ///< Local: forward announces no more.
 
  private:
   struct Impl;

@@ -17,7 +17,8 @@ std::string read_file(const std::filesystem::path& path);
 ///
 /// Lines end at "\n" or "\r\n" only; the last line's end is optional. A byte order mark at the
 /// start is removed. `name` stands for the stream in errors.
-/// Errors: ConfigError that names `name` and the line (from 1) if a line is not valid UTF-8, or if reading fails.
+/// Errors: ConfigError that names `name` and the line (from 1) if a line is not valid UTF-8, or if
+/// reading fails.
 class LineReader {
  public:
   /// `stream` must outlive the reader.

@@ -76,7 +76,8 @@ Tokenizers make_tokenizers(const std::vector<fs::path>& files, const text::Paral
   return load_tokenizers(files, model);
 }
 
-Tokenizers load_tokenizers(const std::vector<fs::path>& files, const nmt::TransformerOptions& model) {
+Tokenizers load_tokenizers(const std::vector<fs::path>& files,
+                           const nmt::TransformerOptions& model) {
   Tokenizers tokenizers{text::Tokenizer(files[0]), text::Tokenizer(files[1])};
   check_size(tokenizers.source, files[0], model.dim_vocab_source);
   check_size(tokenizers.target, files[1], model.dim_vocab_target);

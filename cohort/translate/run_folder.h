@@ -23,7 +23,8 @@ std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
                                                const std::vector<std::filesystem::path>& vocabs);
 
 /// Loads both tokenizers.
-/// Errors: ConfigError that names a file that is damaged, or has another number of pieces than `model`.
+/// Errors: ConfigError that names a file that is damaged, or has another number of pieces than
+/// `model`.
 Tokenizers load_tokenizers(const std::vector<std::filesystem::path>& files,
                            const nmt::TransformerOptions& model);
 

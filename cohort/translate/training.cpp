@@ -46,7 +46,8 @@ void prepare_folder(const TrainingOptions& options) {
   }
   const fs::path folder = options.model_dir;
   if (options.overwrite) {
-    for (const char* made : {"best", "history.jsonl", "result-dev.txt"}) fs::remove_all(folder / made);
+    for (const char* made : {"best", "history.jsonl", "result-dev.txt"})
+      fs::remove_all(folder / made);
     // Vocabularies that the user names are the user's.
     if (options.vocabs.empty()) {
       for (const char* made : {"source.spm", "target.spm"}) fs::remove(folder / made);
@@ -132,7 +133,8 @@ Run::Run(const TrainingOptions& options, const text::ParallelText& train_text,
                parallel::DistributedDataParallelOptions{.gradient_as_bucket_view = true});
   adam_.emplace(named_parameters(*model_));
   if (options.exponential_smoothing > 0) {
-    average_ = std::make_unique<optim::ExponentialAverage>(adam_->parameters(), options.exponential_smoothing);
+    average_ = std::make_unique<optim::ExponentialAverage>(adam_->parameters(),
+                                                           options.exponential_smoothing);
   }
   if (group.rank() == 0) {
     write_config();
@@ -179,7 +181,8 @@ TrainingResult Run::loop() {
   model_->train();
   while (stop_reason_.empty()) {
     train_epoch(epoch_);
-    const int64_t done = epoch_ + (stop_reason_.empty() ? 1 : 0);  // an epoch cut short does not count
+    const int64_t done =
+        epoch_ + (stop_reason_.empty() ? 1 : 0);  // an epoch cut short does not count
     if (options_.after_epochs > 0 && done >= options_.after_epochs) {
       decide_to_stop("reached --after-epochs " + std::to_string(options_.after_epochs));
     }

@@ -32,8 +32,9 @@ struct TrainingOptions {
   double noam_factor = 1;    ///< Factor of the Noam schedule.
   int64_t lr_warmup = 4000;  ///< Updates of linear rise.
   double clip_norm = 1;      ///< Largest global gradient norm; 0: no clipping.
-  double exponential_smoothing = 0;  ///< Weight of the newest parameters in the average that is validated; 0: none.
-  uint64_t seed = 1;         ///< Of parameters, data order and dropout.
+  double exponential_smoothing =
+      0;  ///< Weight of the newest parameters in the average that is validated; 0: none.
+  uint64_t seed = 1;  ///< Of parameters, data order and dropout.
 
   int64_t after_epochs = 0;   ///< Stop after so many; 0: no limit.
   int64_t after_batches = 0;  ///< Stop after so many updates; 0: no limit.

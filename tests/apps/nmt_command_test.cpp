@@ -113,8 +113,9 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
   }
   EXPECT_EQ(lines, 4);
   // What training said of its best model is what evaluation finds.
-  const Ended again = shell(on_ranks(2, "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") +
-                                            " " + path("valid.xx") + " --tokenize 13a"));
+  const Ended again =
+      shell(on_ranks(2, "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") +
+                            " " + path("valid.xx") + " --tokenize 13a"));
   const double evaluated = std::stod(again.output.substr(again.output.find(" = ") + 3));
   EXPECT_NEAR(evaluated, std::stod(manifest_a["facts"]["valid_bleu"].get<std::string>()), 0.05)
       << again.output;

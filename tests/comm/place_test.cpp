@@ -5,6 +5,7 @@
 #include <map>
 
 #include "cohort/base/error.h"
+#include "cohort/comm/slurm.h"
 
 namespace cohort::comm {
 namespace {
@@ -28,6 +29,7 @@ class Environment {
                                            "MASTER_ADDR",
                                            "MASTER_PORT",
                                            "COHORT_STORE_FD",
+                                           "TORCHELASTIC_USE_AGENT_STORE",
                                            "OMPI_COMM_WORLD_RANK",
                                            "OMPI_COMM_WORLD_SIZE",
                                            "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -36,9 +38,17 @@ class Environment {
                                            "SLURM_NTASKS",
                                            "SLURM_LOCALID",
                                            "SLURM_NODELIST",
+                                           "SLURM_STEP_NODELIST",
+                                           "SLURM_JOB_NODELIST",
                                            "SLURM_NNODES",
+                                           "SLURM_NODEID",
+                                           "SLURM_TASKS_PER_NODE",
+                                           "SLURM_STEP_TASKS_PER_NODE",
+                                           "SLURM_JOB_ID",
+                                           "SLURM_STEP_ID",
                                            "PADDLE_TRAINER_ID",
                                            "PADDLE_TRAINERS_NUM",
+                                           "PADDLE_NUM_TRAINERS",
                                            "PADDLE_TRAINER_ENDPOINTS"};
 };
 
@@ -130,7 +140,8 @@ TEST(PlaceTest, HalfAContractNamesWhatIsMissing) {
 }
 
 TEST(PlaceTest, ALonelyPieceOfAContractIsNoSingleProcess) {
-  EXPECT_EQ(error_of({{"LOCAL_RANK", "0"}}), "LOCAL_RANK is set but RANK is not: set all of them, or none");
+  EXPECT_EQ(error_of({{"LOCAL_RANK", "0"}}),
+            "LOCAL_RANK is set but RANK is not: set all of them, or none");
   EXPECT_EQ(error_of({}, {.nproc_per_node = 4}),
             "--nproc-per-node is set but --rank is not: set all of them, or none");
   EXPECT_EQ(error_of({}, {.master_addr = "h"}),
@@ -138,13 +149,130 @@ TEST(PlaceTest, ALonelyPieceOfAContractIsNoSingleProcess) {
 }
 
 TEST(PlaceTest, BadNumbersAreNamed) {
-  EXPECT_NE(error_of({}, {.rank = -1, .world_size = 2}).find("rank -1 of world size 2"), std::string::npos);
+  EXPECT_NE(error_of({}, {.rank = -1, .world_size = 2}).find("rank -1 of world size 2"),
+            std::string::npos);
   EXPECT_EQ(error_of({}, {.rank = 1, .world_size = 2, .master_addr = "h", .master_port = 70000}),
             "port 70000 (options): expected 1 to 65535");
   EXPECT_EQ(error_of({{"RANK", "x"}, {"WORLD_SIZE", "2"}}),
             "RANK=x: expected an integer in [0, 1048576]");
   EXPECT_NE(error_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}).find("rank 2 of world size 2"),
             std::string::npos);
+}
+
+const std::map<std::string, std::string> kTorchrun{{"RANK", "1"},        {"WORLD_SIZE", "2"},
+                                                   {"LOCAL_RANK", "1"},  {"LOCAL_WORLD_SIZE", "2"},
+                                                   {"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}};
+
+TEST(PlaceTest, DistUrlSaysWhereAndTheEnvironmentWho) {
+  const Environment environment(kTorchrun);
+  Place place = discover_place({.dist_url = "tcp://[fe00::1]:77"});
+  EXPECT_EQ(place.rank, 1);
+  EXPECT_EQ(place.master_addr, "fe00::1");
+  EXPECT_EQ(place.master_port, 77);
+  place = discover_place({.dist_url = "env://"});
+  EXPECT_EQ(place.master_addr, "h");
+  place = discover_place({.rank = 2, .world_size = 3, .dist_url = "file:///shared/meet"});
+  EXPECT_EQ(place.rank, 2);
+  EXPECT_EQ(place.store_file, "/shared/meet");
+  EXPECT_EQ(place.master_addr, "");
+}
+
+TEST(PlaceTest, BadDistUrlsAreNamed) {
+  for (const char* url :
+       {"tcp://h", "tcp://:5", "tcp://h:0", "tcp://h:x", "file://", "file:///", "http://h:5", ""}) {
+    EXPECT_EQ(
+        error_of(kTorchrun, {.dist_url = url}),
+        std::string("--dist-url ") + url + ": expected tcp://host:port, file:///path or env://");
+  }
+  EXPECT_EQ(error_of(kTorchrun, {.master_port = 5, .dist_url = "env://"}),
+            "--dist-url and --addr or --port: give one of them");
+  EXPECT_EQ(error_of({}, {.dist_url = "tcp://h:5"}),
+            "--dist-url tcp://h:5 is set but --rank, or RANK, is not: set all of them, or none");
+}
+
+TEST(PlaceTest, TheLaunchersSocketServesItsOwnPortOnly) {
+  auto variables = kTorchrun;
+  variables["RANK"] = "0";
+  variables["LOCAL_RANK"] = "0";
+  variables["COHORT_STORE_FD"] = "9";
+  const Environment environment(variables);
+  EXPECT_EQ(discover_place().store_fd, 9);
+  EXPECT_FALSE(discover_place({.dist_url = "tcp://h:6"}).store_fd.has_value());
+}
+
+TEST(PlaceTest, TorchrunsAgentsServeTheStore) {
+  auto variables = kTorchrun;
+  EXPECT_FALSE((Environment(variables), discover_place().agent_store));
+  variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+  const Environment environment(variables);
+  EXPECT_TRUE(discover_place().agent_store);
+}
+
+TEST(PlaceTest, SlurmsStepGoesBeforeItsJobAndThePortComesFromItsNumber) {
+  std::map<std::string, std::string> variables{{"SLURM_PROCID", "4"},
+                                               {"SLURM_NTASKS", "5"},
+                                               {"SLURM_LOCALID", "0"},
+                                               {"SLURM_NODEID", "2"},
+                                               {"SLURM_TASKS_PER_NODE", "2(x2),1"},
+                                               {"SLURM_NODELIST", "job[1-9]"},
+                                               {"SLURM_STEP_NODELIST", "step[2-4]"},
+                                               {"SLURM_JOB_ID", "123456"}};
+  {
+    const Environment environment(variables);
+    const Place place = discover_place();
+    EXPECT_EQ(place.master_addr, "step2");
+    EXPECT_EQ(place.local_world_size, 1);
+    EXPECT_EQ(place.master_port, 12'000 + (123456 * 16) % 20'000);
+  }
+  variables["MASTER_PORT"] = "77";
+  variables["SLURM_NODEID"] = "1";
+  const Environment environment(variables);
+  EXPECT_EQ(discover_place().master_port, 77);
+  EXPECT_EQ(discover_place().local_world_size, 2);
+}
+
+TEST(PlaceTest, PaddlesOtherNameForTheNumberOfTrainers) {
+  const Environment environment({{"PADDLE_TRAINER_ID", "1"},
+                                 {"PADDLE_NUM_TRAINERS", "2"},
+                                 {"PADDLE_TRAINER_ENDPOINTS", "a:1,b:2"}});
+  EXPECT_EQ(discover_place().world_size, 2);
+}
+
+TEST(SlurmTest, NodeListsExpandInOrder) {
+  const auto hosts = [](const std::string& list) {
+    return expand_node_list(list, "SLURM_NODELIST");
+  };
+  EXPECT_EQ(hosts("one"), (std::vector<std::string>{"one"}));
+  EXPECT_EQ(hosts("a[1-3,7]b,c[01-02]"),
+            (std::vector<std::string>{"a1b", "a2b", "a3b", "a7b", "c01", "c02"}));
+  EXPECT_EQ(hosts("r[0-1]n[08-10]"),
+            (std::vector<std::string>{"r0n08", "r0n09", "r0n10", "r1n08", "r1n09", "r1n10"}));
+  EXPECT_EQ(hosts("x[1,[3-4]]"), (std::vector<std::string>{"x1", "x3", "x4"}));
+  for (const char* bad : {"a[1-2", "a1]", "a[2-1]", "a[x]", "a,,b", "a[1-99999999]"}) {
+    try {
+      hosts(bad);
+      ADD_FAILURE() << bad;
+    } catch (const ConfigError& error) {
+      EXPECT_EQ(one_line(error).find(std::string("SLURM_NODELIST=") + bad + ": expected "), 0u)
+          << one_line(error);
+    }
+  }
+}
+
+TEST(SlurmTest, TaskCountsExpand) {
+  EXPECT_EQ(expand_task_counts("2(x3),1", "S"), (std::vector<int>{2, 2, 2, 1}));
+  EXPECT_THROW(expand_task_counts("2(x3", "S"), ConfigError);
+  EXPECT_THROW(expand_task_counts("two", "S"), ConfigError);
+}
+
+TEST(PlaceTest, DevicesGoByLocalRank) {
+  Place place;
+  place.local_rank = 2;
+  place.local_world_size = 3;
+  EXPECT_EQ(device_index(place, 4), 2);
+  EXPECT_EQ(device_index(place, 1), 0);
+  EXPECT_THROW(device_index(place, 2), ConfigError);
+  EXPECT_THROW(device_index(place, 0), ConfigError);
 }
 
 }  // namespace

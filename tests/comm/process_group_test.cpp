@@ -40,7 +40,8 @@ TEST(ProcessGroupTest, AnUnknownBackendIsNamed) {
     ProcessGroup group(Place{}, {.backend = "nonesuch"});
     FAIL();
   } catch (const ConfigError& error) {
-    EXPECT_EQ(one_line(error), "backend \"nonesuch\" is unknown: expected gloo");
+    EXPECT_EQ(one_line(error).find("backend \"nonesuch\" is unknown: there is "), 0u)
+        << one_line(error);
   }
 }
 
@@ -114,7 +115,7 @@ void expect_survivors_name(int victim) {
     const auto& end = ends[static_cast<size_t>(rank)];
     EXPECT_EQ(end.exit_code, rank == victim ? 137 : 3) << end.output;
     if (rank == victim) continue;
-    EXPECT_NE(end.output.find("lost rank " + std::to_string(victim) + " in all_reduce #"),
+    EXPECT_NE(end.output.find("lost rank " + std::to_string(victim) + " in all_reduce(sum) #"),
               std::string::npos)
         << "rank " << rank << " wrote: " << end.output;
   }

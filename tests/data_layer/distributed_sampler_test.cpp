@@ -115,6 +115,138 @@ TEST(DistributedSamplerTest, WorldSizesShareOneGlobalOrder) {
   }
 }
 
+TEST(DistributedSamplerTest, RandomPaddingDiffersByEpochAndIsTheSameOnEveryRun) {
+  const DistributedSamplerOptions options{
+      .num_examples = 9, .world_size = 4, .seed = 3, .tail = Tail::kPadRandom};
+  std::set<Indices> paddings;
+  for (int64_t epoch = 0; epoch < 8; ++epoch) {
+    const Indices all = all_ranks(options, epoch);
+    ASSERT_EQ(all.size(), 12U);
+    EXPECT_EQ(all, all_ranks(options, epoch));
+    EXPECT_EQ(std::set<int64_t>(all.begin(), all.end()).size(), 9U);
+    // Places 9, 10 and 11 are the third example of ranks 1, 2 and 3.
+    paddings.insert({all[5], all[8], all[11]});
+  }
+  EXPECT_GT(paddings.size(), 4U) << "8 epochs should not share their padding";
+}
+
+TEST(DistributedSamplerTest, FixedEpochSizeGoesOnWhereTheEpochBeforeEnded) {
+  // 4 epochs of 5 examples of 10: two whole passes.
+  for (int world_size : {1, 5}) {
+    const DistributedSamplerOptions options{
+        .num_examples = 10, .world_size = world_size, .seed = 2, .epoch_size = 5};
+    Indices all;
+    for (int64_t epoch = 0; epoch < 4; ++epoch) {
+      const Indices some = all_ranks(options, epoch);
+      ASSERT_EQ(some.size(), 5U);
+      all.insert(all.end(), some.begin(), some.end());
+    }
+    EXPECT_EQ(std::set<int64_t>(all.begin(), all.begin() + 10).size(), 10U);
+    EXPECT_EQ(std::set<int64_t>(all.begin() + 10, all.end()).size(), 10U);
+  }
+  // An epoch of more than a pass.
+  const Indices long_epoch = all_ranks({.num_examples = 4, .world_size = 2, .epoch_size = 10});
+  for (int64_t i = 0; i < 4; ++i) EXPECT_GE(std::count(long_epoch.begin(), long_epoch.end(), i), 2);
+}
+
+TEST(DistributedSamplerTest, EpochBegunByThreeRanksAndEndedByTwoHoldsEachExampleOnce) {
+  constexpr int64_t kNumExamples = 26;
+  constexpr int64_t kTaken = 4;  // By each of three ranks before the stop.
+  for (const Tail tail : {Tail::kPad, Tail::kUneven, Tail::kDropLast}) {
+    DistributedSamplerOptions options{
+        .num_examples = kNumExamples, .world_size = 3, .seed = 11, .tail = tail};
+    Indices seen;
+    int64_t consumed = 0;
+    for (options.rank = 0; options.rank < 3; ++options.rank) {
+      DistributedSampler sampler(options);
+      sampler.set_epoch(2);
+      const Indices share = sampler.indices();
+      seen.insert(seen.end(), share.begin(), share.begin() + kTaken);
+      consumed = sampler.consumed_after(kTaken);
+    }
+    EXPECT_EQ(consumed, 12);
+    options.world_size = 2;
+    for (options.rank = 0; options.rank < 2; ++options.rank) {
+      DistributedSampler sampler(options);
+      sampler.set_epoch(2);
+      sampler.resume(consumed);
+      const Indices share = sampler.indices();
+      EXPECT_EQ(static_cast<int64_t>(share.size()), 7);
+      EXPECT_EQ(sampler.consumed_after(7), kNumExamples);
+      seen.insert(seen.end(), share.begin(), share.end());
+    }
+    std::sort(seen.begin(), seen.end());
+    EXPECT_EQ(seen, range(kNumExamples));
+  }
+}
+
+TEST(DistributedSamplerTest, ResumeOnAsManyRanksGoesOnAsIfNeverStopped) {
+  for_small_cases([](int64_t n, int world_size) {
+    for (int rank = 0; rank < world_size; ++rank) {
+      DistributedSampler sampler({.num_examples = n, .rank = rank, .world_size = world_size});
+      const Indices whole = sampler.indices();
+      for (size_t taken = 0; taken < whole.size(); ++taken) {
+        sampler.resume(0);
+        sampler.resume(sampler.consumed_after(static_cast<int64_t>(taken)));
+        EXPECT_EQ(sampler.indices(),
+                  Indices(whole.begin() + static_cast<int64_t>(taken), whole.end()));
+      }
+    }
+  });
+}
+
+TEST(DistributedSamplerTest, ResumeAfterTheLastExampleLeavesNothing) {
+  DistributedSampler sampler({.num_examples = 7, .world_size = 3});
+  sampler.resume(sampler.consumed_after(sampler.size()));
+  EXPECT_EQ(sampler.size(), 0);
+  EXPECT_TRUE(sampler.indices().empty());
+  sampler.set_epoch(1);
+  EXPECT_EQ(sampler.size(), 3) << "a new epoch starts at its beginning";
+}
+
+TEST(DistributedSamplerTest, WeightsDecideHowOftenAnExampleComes) {
+  const DistributedSamplerOptions options{
+      .num_examples = 4, .world_size = 2, .seed = 4, .epoch_size = 40'000, .weights = {1, 0, 3, 4}};
+  const Indices all = all_ranks(options);
+  const auto count = [&](int64_t i) { return std::count(all.begin(), all.end(), i); };
+  // Binomial, 40,000 draws: deviation at most 100 (p = 1/2); five of them either way.
+  EXPECT_NEAR(static_cast<double>(count(0)), 5'000, 500);
+  EXPECT_EQ(count(1), 0);
+  EXPECT_NEAR(static_cast<double>(count(2)), 15'000, 500);
+  EXPECT_NEAR(static_cast<double>(count(3)), 20'000, 500);
+  EXPECT_NE(all, all_ranks(options, 1));
+}
+
+TEST(DistributedSamplerTest, WeightsWithoutReplacementDrawEachExampleOnce) {
+  DistributedSamplerOptions options{.num_examples = 4,
+                                    .epoch_size = 2,
+                                    .weights = {1, 0, 3, 4},
+                                    .draw = Draw::kWithoutReplacement};
+  std::array<int, 4> first{};
+  constexpr int kEpochs = 8'000;
+  for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
+    const Indices pair = all_ranks(options, epoch);
+    ASSERT_EQ(pair.size(), 2U);
+    EXPECT_NE(pair[0], pair[1]);
+    EXPECT_NE(pair[0], 1);
+    EXPECT_NE(pair[1], 1);
+    ++first[static_cast<size_t>(pair[0])];
+  }
+  // The first draw is in proportion to the weights: deviation at most 45, five of them.
+  EXPECT_NEAR(first[0], kEpochs / 8, 225);
+  EXPECT_NEAR(first[3], kEpochs / 2, 225);
+}
+
+TEST(CutBatchesTest, KeepsOrDropsTheLast) {
+  const Indices five = range(5);
+  using Batches = std::vector<Indices>;
+  EXPECT_EQ(cut_batches(five, 2), (Batches{{0, 1}, {2, 3}, {4}}));
+  EXPECT_EQ(cut_batches(five, 2, LastBatch::kDrop), (Batches{{0, 1}, {2, 3}}));
+  EXPECT_EQ(cut_batches(five, 5, LastBatch::kDrop), Batches{five});
+  EXPECT_TRUE(cut_batches({}, 3).empty());
+  EXPECT_THROW(cut_batches(five, 0), ConfigError);
+}
+
 // Recorded from this code. If it ever fails, data orders of old runs can no longer be repeated.
 TEST(DistributedSamplerTest, OrderIsTheRecordedOne) {
   DistributedSampler sampler({.num_examples = 10, .seed = 42});
@@ -157,6 +289,28 @@ TEST(DistributedSamplerTest, RefusesBadOptions) {
   EXPECT_THROW(DistributedSampler({.num_examples = 1, .rank = 2, .world_size = 2}), ConfigError);
   EXPECT_THROW(DistributedSampler({.num_examples = 1, .rank = -1}), ConfigError);
   EXPECT_THROW(DistributedSampler({.num_examples = 1}).set_epoch(-1), ConfigError);
+  EXPECT_THROW(DistributedSampler({.num_examples = 1}).resume(-1), ConfigError);
+  EXPECT_THROW(DistributedSampler({.num_examples = 1, .epoch_size = -1}), ConfigError);
+}
+
+TEST(DistributedSamplerTest, RefusesBadWeights) {
+  const auto message = [](DistributedSamplerOptions options) -> std::string {
+    try {
+      DistributedSampler sampler(options);
+    } catch (const ConfigError& error) {
+      return one_line(error);
+    }
+    return "accepted";
+  };
+  const auto expect = [&](const DistributedSamplerOptions& options, const std::string& text) {
+    EXPECT_NE(message(options).find(text), std::string::npos) << message(options);
+  };
+  expect({.num_examples = 3, .weights = {1, 2}}, "each of 3 examples, found 2");
+  expect({.num_examples = 2, .weights = {1, -2}}, "found -2.000000 for example 1");
+  expect({.num_examples = 2, .weights = {0, 0}}, "at least 1 weights above 0, found 0");
+  expect({.num_examples = 2, .weights = {1, 0}, .draw = Draw::kWithoutReplacement},
+         "at least 2 weights above 0, found 1");
+  expect({.num_examples = 2, .shuffle = false, .weights = {1, 1}}, "expected shuffle = true");
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include "cohort/base/error.h"
+#include "cohort/launch/cores.h"
+#include "cohort/launch/endpoint.h"
 
 namespace cohort::launch {
 namespace {
@@ -16,39 +18,57 @@ RunOptions two_nodes() {
   RunOptions options;
   options.command = {"program"};
   options.nproc_per_node = 4;
-  options.nnodes = 2;
+  options.nnodes = {2, 2};
   options.node_rank = 1;
   options.master_addr = "10.0.0.1";
   options.master_port = 29500;
   return options;
 }
 
+NodePlace second_node() {
+  return {.node_rank = 1,
+          .num_nodes = 2,
+          .base_rank = 3,
+          .world_size = 7,
+          .master_addr = "10.0.0.1",
+          .master_port = 29500,
+          .restart_count = 2};
+}
+
 TEST(WorkerEnvironmentTest, RanksOfTheSecondNodeFollowThoseOfTheFirst) {
-  const auto entries = worker_environment(
-      {}, two_nodes(), {.local_rank = 2, .master_port = 29500, .log_dir = "/l", .num_cores = 8});
+  RunOptions options = two_nodes();
+  options.max_restarts = 5;
+  options.rdzv_id = "job";
+  const auto entries = worker_environment({}, options, second_node(),
+                                          {.local_rank = 2, .log_dir = "/l", .num_threads = 2});
   for (const char* entry :
-       {"RANK=6", "LOCAL_RANK=2", "WORLD_SIZE=8", "LOCAL_WORLD_SIZE=4", "GROUP_RANK=1",
+       {"RANK=5", "LOCAL_RANK=2", "WORLD_SIZE=7", "LOCAL_WORLD_SIZE=4", "GROUP_RANK=1",
         "GROUP_WORLD_SIZE=2", "MASTER_ADDR=10.0.0.1", "MASTER_PORT=29500", "OMP_NUM_THREADS=2",
-        "COHORT_LOG_DIR=/l", "COHORT_ERROR_FILE=/l/rank6.error.json"}) {
+        "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=5", "TORCHELASTIC_RUN_ID=job",
+        "COHORT_RESTART_COUNT=2", "COHORT_LOG_DIR=/l", "COHORT_ERROR_FILE=/l/rank5.error.json",
+        "COHORT_TRACE_FILE=/l/rank5.trace"}) {
     EXPECT_TRUE(holds(entries, entry)) << entry;
   }
 }
 
 TEST(WorkerEnvironmentTest, InheritedValuesAreKeptOrReplacedAsPromised) {
-  const auto entries =
-      worker_environment({"RANK=9", "COHORT_STORE_FD=7", "OMP_NUM_THREADS=3", "OTHER=a=b"},
-                         two_nodes(), {.local_rank = 0, .log_dir = "/l", .num_cores = 8});
-  EXPECT_TRUE(holds(entries, "RANK=4"));
+  const auto entries = worker_environment(
+      {"RANK=9", "COHORT_STORE_FD=7", "OMP_NUM_THREADS=3", "OTHER=a=b", "GLOO_SOCKET_IFNAME=eth9"},
+      two_nodes(), second_node(), {.local_rank = 0, .log_dir = "/l", .num_threads = 2});
+  EXPECT_TRUE(holds(entries, "RANK=3"));
   EXPECT_TRUE(holds(entries, "OMP_NUM_THREADS=3"));
   EXPECT_TRUE(holds(entries, "OTHER=a=b"));
+  EXPECT_TRUE(holds(entries, "GLOO_SOCKET_IFNAME=eth9"));
   EXPECT_FALSE(holds(entries, "RANK=9"));
   EXPECT_FALSE(holds(entries, "COHORT_STORE_FD=7"));
 }
 
-TEST(WorkerEnvironmentTest, MoreWorkersThanCoresGetOneThreadEach) {
-  const auto entries =
-      worker_environment({}, two_nodes(), {.local_rank = 0, .log_dir = "/l", .num_cores = 2});
-  EXPECT_TRUE(holds(entries, "OMP_NUM_THREADS=1"));
+TEST(WorkerEnvironmentTest, TheInterfaceIsToldToBothEngines) {
+  RunOptions options = two_nodes();
+  options.interface = "eth1";
+  const auto entries = worker_environment({}, options, second_node(), {.log_dir = "/l"});
+  EXPECT_TRUE(holds(entries, "GLOO_SOCKET_IFNAME=eth1"));
+  EXPECT_TRUE(holds(entries, "NCCL_SOCKET_IFNAME=eth1"));
 }
 
 TEST(RunOptionsTest, EveryBadValueNamesItsFlag) {
@@ -68,13 +88,60 @@ TEST(RunOptionsTest, EveryBadValueNamesItsFlag) {
     EXPECT_TRUE(message.starts_with(flag)) << message;
   };
   starts([](RunOptions& o) { o.nproc_per_node = 0; }, "--nproc-per-node");
-  starts([](RunOptions& o) { o.nnodes = 0; }, "--nnodes");
+  starts([](RunOptions& o) { o.nnodes = {0, 0}; }, "--nnodes");
   starts([](RunOptions& o) { o.node_rank = 2; }, "--node-rank");
   starts([](RunOptions& o) { o.master_port = 65536; }, "--master-port");
   starts([](RunOptions& o) { o.master_port = 0; }, "--master-port");
   starts([](RunOptions& o) { o.master_addr = ""; }, "--master-addr");
   starts([](RunOptions& o) { o.grace = std::chrono::milliseconds(-1); }, "--grace");
   starts([](RunOptions& o) { o.command.clear(); }, "PROGRAM");
+  starts([](RunOptions& o) { o.nnodes = {3, 2}; }, "--nnodes");
+  starts([](RunOptions& o) { o.nnodes = {1, 2}; }, "--rdzv-endpoint");
+  starts([](RunOptions& o) { o.max_restarts = 1; }, "--rdzv-endpoint");
+  starts([](RunOptions& o) { o.max_restarts = -1; }, "--max-restarts");
+  starts([](RunOptions& o) { o.rdzv_endpoint = "10.0.0.1"; }, "--master-addr");
+  starts([](RunOptions& o) { o.interface = "no-such"; }, "--interface: expected one of lo");
+  starts([](RunOptions& o) { o.stall_timeout = std::chrono::milliseconds(-1); }, "--stall-timeout");
+}
+
+TEST(RunOptionsTest, TorchrunsChoiceOfStreamsIsRead) {
+  const StreamChoice all = parse_stream_choice("--tee", "3");
+  EXPECT_EQ(all.of(0), 3);
+  EXPECT_EQ(all.of(7), 3);
+  const StreamChoice some = parse_stream_choice("--tee", "0:1,2:3");
+  EXPECT_EQ(some.of(0), 1);
+  EXPECT_EQ(some.of(1), 0);
+  EXPECT_EQ(some.of(2), 3);
+  for (const char* bad : {"", "4", "-1", "0:4", "a", "0:1,2", "0:1;1:2"}) {
+    EXPECT_THROW(parse_stream_choice("--tee", bad), ConfigError) << bad;
+  }
+}
+
+TEST(RunOptionsTest, ANumberOfNodesOrARangeIsRead) {
+  EXPECT_EQ(parse_node_count("3").min, 3);
+  EXPECT_EQ(parse_node_count("3").max, 3);
+  EXPECT_EQ(parse_node_count("1:4").min, 1);
+  EXPECT_EQ(parse_node_count("1:4").max, 4);
+  for (const char* bad : {"", "1:", ":2", "a", "1:2:3", "2 "}) {
+    EXPECT_THROW(parse_node_count(bad), ConfigError) << bad;
+  }
+}
+
+TEST(EndpointTest, ThePortMayBeLeftOut) {
+  EXPECT_EQ(parse_endpoint("node0").text(), "node0:29400");
+  EXPECT_EQ(parse_endpoint("10.0.0.1:5000").text(), "10.0.0.1:5000");
+  EXPECT_EQ(parse_endpoint("[::1]:5000").host, "::1");
+  for (const char* bad : {"", ":1", "host:", "host:0", "host:65536", "host:1x", "[::1"}) {
+    EXPECT_THROW(parse_endpoint(bad), ConfigError) << bad;
+  }
+}
+
+TEST(CoresTest, SharesAreContiguousAndEqual) {
+  const auto shares = share_cores({0, 1, 2, 4, 6}, 2);
+  EXPECT_EQ(shares, (std::vector<std::vector<int>>{{0, 1}, {2, 4}}));
+  EXPECT_EQ(describe_cores(shares, "2"), "2 workers, 2 threads each, cores 0-1 | 2,4");
+  EXPECT_EQ(describe_cores({{3}}, "1"), "1 worker, 1 thread each, cores 3");
+  EXPECT_THROW(share_cores({0}, 2), ConfigError);
 }
 
 }  // namespace

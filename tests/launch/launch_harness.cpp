@@ -20,7 +20,12 @@
 #include <sys/wait.h>
 #include <thread>
 
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+#include "cohort/base/stack_report.h"
+#include "cohort/base/trace_page.h"
 #include "cohort/launch/environment.h"
+#include "cohort/launch/spawn.h"
 
 namespace cohort::launch {
 namespace {
@@ -57,6 +62,57 @@ int store_worker() {
   return 0;
 }
 
+// Starts itself as two workers; each says who it is.
+int spawning_program(const std::string& what) {
+  if (!is_spawned()) {
+    return run_program("spawner", [] { return spawn({.nproc_per_node = 2, .tee = Tee::kAll}); });
+  }
+  if (what == "fail" && std::string(std::getenv("RANK")) == "1") return 7;
+  std::printf("rank %s of %s\n", std::getenv("RANK"), std::getenv("WORLD_SIZE"));
+  return 0;
+}
+
+int threaded_spawner() {
+  std::jthread thread([](std::stop_token stop) {
+    while (!stop.stop_requested()) std::this_thread::yield();
+  });
+  return run_program("spawner", [] { return spawn({.nproc_per_node = 2}); });
+}
+
+// Keeps a trace page: rank 1 computes for ever (or stops itself), all others wait in all_reduce #5.
+int tracing_worker(const std::string& what) {
+  const std::string path = std::getenv(kTraceFileVariable);
+  const StackReport stacks(path + ".stack");
+  TracePage page(path);
+  TraceRecord record;
+  record.pid = ::getpid();
+  record.rank = std::atoi(std::getenv("RANK"));
+  record.world_size = std::atoi(std::getenv("WORLD_SIZE"));
+  record.since_ns = steady_now_ns();
+  const bool missing = record.rank == 1;
+  record.sequence = missing ? 4 : 5;
+  record.state = missing ? TraceState::kRunning : TraceState::kWaiting;
+  record.num_dims = 1;
+  record.dims[0] = 8;
+  set_field(record.operation, missing ? "broadcast" : "all_reduce(sum)");
+  set_field(record.dtype, "float32");
+  set_field(record.call_site, "train.cpp:12");
+  page.write(record);
+  if (missing && what == "stopped") ::raise(SIGSTOP);
+  while (true) ::pause();
+}
+
+int run_worker(const std::string& name) {
+  if (name == "store") return store_worker();
+  if (name.starts_with("spawn-")) return spawning_program(name.substr(6));
+  if (name == "threaded") return threaded_spawner();
+  if (name.starts_with("trace-")) return tracing_worker(name.substr(6));
+  if (name == "throw") {
+    return run_program("thrower", []() -> int { C10_THROW_ERROR(Error, "the sky fell"); });
+  }
+  return 2;
+}
+
 }  // namespace
 
 TemporaryFolder::TemporaryFolder() {
@@ -79,7 +135,8 @@ std::vector<std::string> TemporaryFolder::names() const {
   return result;
 }
 
-Launched::Launched(const std::vector<std::string>& command) {
+Launched::Launched(const std::vector<std::string>& command,
+                   const std::vector<std::string>& additions) {
   int ends[2];
   require(::pipe2(ends, O_CLOEXEC) == 0, "pipe");
   out_ = Fd(ends[0]);
@@ -103,6 +160,11 @@ Launched::Launched(const std::vector<std::string>& command) {
   std::vector<std::string> environment = own_environment();
   std::erase_if(environment, [](const std::string& entry) { return entry.starts_with("TMPDIR="); });
   environment.push_back("TMPDIR=" + folder_.path());
+  for (const std::string& addition : additions) {
+    const std::string name = addition.substr(0, addition.find('=') + 1);
+    std::erase_if(environment, [&](const std::string& entry) { return entry.starts_with(name); });
+    environment.push_back(addition);
+  }
   std::vector<char*> argv, envp;
   for (const auto& word : command) argv.push_back(const_cast<char*>(word.c_str()));
   for (const auto& entry : environment) envp.push_back(const_cast<char*>(entry.c_str()));
@@ -133,6 +195,16 @@ std::string Launched::read_lines(int num_lines) {
     require(read_some(), "stdout ended after: " + text_);
   }
   return text_;
+}
+
+std::string Launched::wait_for_err(const std::string& part) const {
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (true) {
+    const std::string text = read_file(folder_.path() + "/.err");
+    if (text.find(part) != std::string::npos) return text;
+    require(std::chrono::steady_clock::now() < end, "no \"" + part + "\" in: " + text);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
 }
 
 void Launched::send(int signal) const {
@@ -212,7 +284,7 @@ bool Watched::wait_for_end() const {
 
 int main(int argc, char** argv) {
   if (argc == 3 && std::string(argv[1]) == "--worker") {
-    return std::string(argv[2]) == "store" ? cohort::launch::store_worker() : 2;
+    return cohort::launch::run_worker(argv[2]);
   }
   ::testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();

@@ -33,7 +33,9 @@ struct Ended {
 class Launched {
  public:
   /// Starts `command`, with TMPDIR a folder of its own.
-  explicit Launched(const std::vector<std::string>& command);
+  /// `environment`: "NAME=value" each, beside what this process has.
+  explicit Launched(const std::vector<std::string>& command,
+                    const std::vector<std::string>& environment = {});
   ~Launched();
   Launched(const Launched&) = delete;
   Launched& operator=(const Launched&) = delete;
@@ -42,6 +44,8 @@ class Launched {
   const TemporaryFolder& temporary() const { return folder_; }
   /// Reads stdout until it holds `num_lines` lines in all; returns everything so far.
   std::string read_lines(int num_lines);
+  /// Waits until stderr holds `part`, then returns everything so far.
+  std::string wait_for_err(const std::string& part) const;
   void send(int signal) const;
   /// Reads both streams to their ends and waits.
   Ended wait();

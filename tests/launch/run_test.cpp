@@ -1,6 +1,9 @@
 // `cohort run` from outside, where nothing goes wrong but the command line.
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <signal.h>
+
+#include "cohort/launch/cores.h"
 
 #include "tests/launch/launch_harness.h"
 
@@ -55,6 +58,73 @@ TEST(RunTest, TeeAllWritesWholeLines) {
                              "printf a; printf b; echo; printf 'no end'"));
   EXPECT_EQ(sorted_lines(run.wait().out),
             (Lines{"[rank 0] ab", "[rank 0] no end", "[rank 1] ab", "[rank 1] no end"}));
+}
+
+TEST(RunTest, TorchrunsNumbersChooseStreams) {
+  const std::string script = "echo out; echo err >&2";
+  Launched some(cohort_run_sh({"--nproc-per-node", "2", "--tee", "0:1,1:2"}, script));
+  const Ended chosen = some.wait();
+  EXPECT_EQ(chosen.out, "[rank 0] out\n");
+  EXPECT_EQ(chosen.err, "[rank 1] err\n");
+  Launched less(cohort_run_sh({"--nproc-per-node", "2", "--redirects", "1"}, script));
+  const Ended redirected = less.wait();
+  EXPECT_EQ(redirected.out, "");
+  EXPECT_EQ(redirected.err, "err\n");
+}
+
+TEST(RunTest, WorkersCanBeCountedByCoresAndDevices) {
+  const auto world_of = [](const std::string& count, const Lines& environment) {
+    Launched run(cohort_run_sh({"--nproc-per-node", count}, "echo $WORLD_SIZE"), environment);
+    const Ended ended = run.wait();
+    return ended.out + ended.err;
+  };
+  const std::string cores = std::to_string(usable_cores().size()) + "\n";
+  EXPECT_EQ(world_of("cpu", {}), cores);
+  EXPECT_EQ(world_of("gpu", {"CUDA_VISIBLE_DEVICES=0,2,5"}), "3\n");
+  EXPECT_EQ(world_of("auto", {"CUDA_VISIBLE_DEVICES=0,1,2,3"}), "4\n");
+  EXPECT_EQ(world_of("auto", {"CUDA_VISIBLE_DEVICES="}), cores);
+  EXPECT_EQ(world_of("gpu", {"CUDA_VISIBLE_DEVICES=-1"})
+                .find("cohort run: error: --nproc-per-node gpu: expected a GPU, found none"),
+            0U);
+  EXPECT_EQ(world_of("many", {}),
+            "cohort run: error: --nproc-per-node: expected a number, auto, gpu or cpu, got many\n");
+}
+
+TEST(RunTest, EachWorkerHasCoresOfItsOwn) {
+  const int num_workers = static_cast<int>(usable_cores().size());
+  Launched run(cohort_run_sh({"--nproc-per-node", "cpu", "--bind-cores", "cores", "--tee", "all"},
+                             "taskset -cp $$ | sed 's/.*: //'; echo threads $OMP_NUM_THREADS"),
+               {"OMP_NUM_THREADS="});
+  const Ended ended = run.wait();
+  Lines expected;
+  for (int rank = 0; rank < num_workers; ++rank) {
+    const std::string prefix = "[rank " + std::to_string(rank) + "] ";
+    const int core = usable_cores()[static_cast<size_t>(rank)];
+    expected.push_back(prefix + std::to_string(core));
+    expected.push_back(prefix + "threads 1");
+  }
+  std::sort(expected.begin(), expected.end());
+  EXPECT_EQ(sorted_lines(ended.out), expected);
+  EXPECT_EQ(ended.err.find("cohort run: " + std::to_string(num_workers) + " worker"), 0U)
+      << ended.err;
+  EXPECT_NE(ended.err.find(" 1 thread each, cores "), std::string::npos) << ended.err;
+}
+
+TEST(RunTest, TooFewCoresToBindAreAnError) {
+  const std::string many = std::to_string(usable_cores().size() + 1);
+  Launched run(cohort_run_sh({"--nproc-per-node", many, "--bind-cores", "cores"}, "echo started"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_EQ(ended.out, "");
+  EXPECT_EQ(ended.err.find("cohort run: error: --bind-cores cores: expected a core for each"), 0U);
+}
+
+TEST(RunTest, TorchrunsOtherFlagsAreAccepted) {
+  Launched run(cohort_run_sh({"--standalone", "--nnodes=1", "--nproc-per-node=2", "--no-python",
+                              "--max-restarts=3", "--rdzv-id=job", "--interface=lo"},
+                             "echo $TORCHELASTIC_RUN_ID $TORCHELASTIC_MAX_RESTARTS "
+                             "$TORCHELASTIC_RESTART_COUNT $GLOO_SOCKET_IFNAME"));
+  EXPECT_EQ(run.wait().out, "job 3 0 lo\n");
 }
 
 TEST(RunTest, Rank0AloneInheritsTheListeningSocketAndNobodyMore) {

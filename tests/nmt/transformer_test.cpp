@@ -80,7 +80,8 @@ TEST(TransformerTest, DecodingAfterAnUpdateUsesTheNewWeights) {
   Transformer model(test::tiny_options(), Precision::kBFloat16);
   greedy_search(model, batch.source_BS, batch.source_lengths_B);
   std::vector<std::pair<std::string, at::Tensor>> parameters;
-  for (const auto& item : model->named_parameters()) parameters.emplace_back(item.key(), item.value());
+  for (const auto& item : model->named_parameters())
+    parameters.emplace_back(item.key(), item.value());
   optim::Adam adam(parameters);
   for (int step = 0; step < 20; ++step) {
     std::get<0>(model->forward(batch)).backward();
@@ -89,7 +90,8 @@ TEST(TransformerTest, DecodingAfterAnUpdateUsesTheNewWeights) {
   }
   Transformer fresh(test::tiny_options(), Precision::kBFloat16);
   const at::NoGradGuard no_grad;
-  for (auto& item : fresh->named_parameters()) item.value().copy_(model->named_parameters()[item.key()]);
+  for (auto& item : fresh->named_parameters())
+    item.value().copy_(model->named_parameters()[item.key()]);
   EXPECT_EQ(greedy_search(model, batch.source_BS, batch.source_lengths_B),
             greedy_search(fresh, batch.source_BS, batch.source_lengths_B));
 }

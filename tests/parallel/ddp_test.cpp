@@ -23,10 +23,11 @@ constexpr double kLearningRate = 1e-3;
 // steps x 1e-3 x 1e-9 = 1e-11.
 constexpr double kGradientBound64 = 2.2e-14;
 constexpr double kParameterBound64 = 1e-11;
-// float32: gradients as above, 100 eps = 1.2e-5. Parameters after Adam are compared by their share of elements
-// that moved apart: an element whose gradient is only rounding noise may take another sign and be moved by
-// the whole rate, but those are few. The others differ by the rate times the relative error of their
-// gradient: 10 steps x 1e-3 x 1e-2 for gradients down to 1e-3 of the largest.
+// float32: gradients as above, 100 eps = 1.2e-5. Parameters after Adam are compared by their share
+// of elements that moved apart: an element whose gradient is only rounding noise may take another
+// sign and be moved by the whole rate, but those are few. The others differ by the rate times the
+// relative error of their gradient: 10 steps x 1e-3 x 1e-2 for gradients down to 1e-3 of the
+// largest.
 constexpr double kGradientBound32 = 1.2e-5;
 constexpr double kParameterBound32 = 1e-4;
 constexpr double kNoisyShare32 = 0.01;
@@ -106,8 +107,7 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
   const auto parameters = named(*model);
   const auto expected = named(*reference);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor apart =
-        (parameters[i].second - expected[i].second).abs() > parameter_bound;
+    const at::Tensor apart = (parameters[i].second - expected[i].second).abs() > parameter_bound;
     EXPECT_LE(apart.to(at::kDouble).mean().item<double>(), type == at::kFloat ? kNoisyShare32 : 0)
         << parameters[i].first;
   }

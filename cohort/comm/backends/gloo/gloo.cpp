@@ -3,22 +3,19 @@
 #define USE_C10D_GLOO
 #include "cohort/comm/backends/gloo/gloo.h"
 
-#include <cstdlib>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 namespace cohort::comm {
 
-c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                                    int rank, int world_size,
-                                                    std::chrono::milliseconds timeout,
-                                                    const std::string& address) {
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  options->devices.push_back(interface != nullptr && *interface != '\0'
-                                 ? c10d::ProcessGroupGloo::createDeviceForInterface(interface)
-                                 : c10d::ProcessGroupGloo::createDeviceForHostname(address));
+c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
+  using Gloo = c10d::ProcessGroupGloo;
+  auto options = Gloo::Options::create(request.timeout);
+  options->devices.push_back(request.interface.empty()
+                                 ? Gloo::createDeviceForHostname(request.address)
+                                 : Gloo::createDeviceForInterface(request.interface));
   options->threads = 1;  // Buckets arrive one after another; a second thread only takes a core.
-  auto backend = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, world_size, options);
+  auto backend =
+      c10::make_intrusive<Gloo>(request.store, request.rank, request.world_size, options);
   backend->setSequenceNumberForGroup();
   return backend;
 }

@@ -1,0 +1,154 @@
+#include "apps/run_command.h"
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cmath>
+#include <string>
+
+#include "cohort/base/error.h"
+#include "cohort/launch/cores.h"
+#include "cohort/launch/launcher.h"
+
+namespace {
+
+using cohort::ConfigError;
+using cohort::launch::BindCores;
+using cohort::launch::RunOptions;
+using cohort::launch::Tee;
+using std::chrono::milliseconds;
+
+// Flags whose values are words or seconds, as they stand on the command line.
+struct Words {
+  std::string nproc_per_node = "1";
+  std::string nnodes = "1";
+  std::string tee = "rank0";
+  std::string redirects = "0";
+  std::string bind_cores = "none";
+  double grace = 5;
+  double rdzv_timeout = 600;
+  double watch = 0;
+  double stall_timeout = 60;
+  bool standalone = false;
+  bool no_python = false;
+};
+
+milliseconds to_milliseconds(const std::string& flag, double seconds) {
+  if (!(seconds >= 0 && seconds <= 1e6)) {
+    throw ConfigError(flag + ": expected seconds from 0 to 1000000, got " +
+                      std::to_string(seconds));
+  }
+  return milliseconds(std::llround(seconds * 1000));
+}
+
+void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
+  app.add_option("--nproc-per-node", words.nproc_per_node,
+                 "Workers on this node: a number, cpu (one per core), gpu (one per GPU), or auto "
+                 "(gpu where there is one, else cpu)")
+      ->capture_default_str();
+  app.add_flag("--standalone", words.standalone, "One node that meets no other: the default");
+  app.add_option("--nnodes", words.nnodes,
+                 "Nodes of the job: N, or MIN:MAX (they come and go; needs --rdzv-endpoint)")
+      ->capture_default_str();
+  app.add_option("--node-rank", options.node_rank,
+                 "This node's number, from 0 (with --rdzv-endpoint nodes are numbered)")
+      ->capture_default_str();
+  app.add_option("--master-addr", options.master_addr,
+                 "Node 0's address (one node: 127.0.0.1; several: required)");
+  app.add_option("--master-port", options.master_port,
+                 "Port of the store on node 0 (default: a free one; several nodes: required)");
+  app.add_option("--rdzv-endpoint", options.rdzv_endpoint,
+                 "HOST[:PORT] where the nodes' launchers meet; the one on HOST is node 0");
+  app.add_option("--rdzv-id", options.rdzv_id, "Name of the job")->capture_default_str();
+  app.add_option("--rdzv-timeout", words.rdzv_timeout, "Seconds to wait for enough nodes")
+      ->capture_default_str();
+  app.add_option("--max-restarts", options.max_restarts,
+                 "How often all workers start afresh after one failed")
+      ->capture_default_str();
+}
+
+void add_worker_flags(CLI::App& app, RunOptions& options, Words& words) {
+  app.add_option("--log-dir", options.log_dir,
+                 "Folder of the workers' logs (default: a fresh one, kept only after a failure)");
+  app.add_option("--tee", words.tee,
+                 "Whose output also goes to the terminal: rank0, all, none, or as torchrun has it: "
+                 "3, or 0:1,1:2 (local rank:1 stdout, 2 stderr, 3 both)")
+      ->capture_default_str();
+  app.add_option("--redirects", words.redirects,
+                 "Streams of rank 0 that go to their log files only, written like --tee's numbers")
+      ->capture_default_str();
+  app.add_option("--grace", words.grace,
+                 "Seconds that the other workers have to leave after one failed")
+      ->capture_default_str();
+  app.add_option("--interface", options.interface,
+                 "Network interface of collectives (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)");
+  app.add_option("--bind-cores", words.bind_cores,
+                 "none, or cores: each worker gets cores of its own, and as many threads")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"none", "cores"}).description(""));
+  app.add_option("--watch", words.watch, "Seconds between two tables of where ranks are (0: none)")
+      ->capture_default_str();
+  app.add_option("--stall-timeout", words.stall_timeout,
+                 "Seconds in one collective after which the ranks not there are named (0: never)")
+      ->capture_default_str();
+  app.add_flag("--no-python", words.no_python, "Accepted: no program is run by Python");
+}
+
+void read_tee(const std::string& word, RunOptions& options) {
+  if (word == "rank0") {
+    options.tee = Tee::kRank0;
+  } else if (word == "all") {
+    options.tee = Tee::kAll;
+  } else if (word == "none") {
+    options.tee = Tee::kNone;
+  } else {
+    options.tee = Tee::kChosen;
+    options.tee_streams = cohort::launch::parse_stream_choice("--tee", word);
+  }
+}
+
+void read_words(const Words& words, RunOptions& options) {
+  options.nproc_per_node = cohort::launch::parse_nproc_per_node(words.nproc_per_node);
+  options.nnodes = cohort::launch::parse_node_count(words.nnodes);
+  read_tee(words.tee, options);
+  options.redirects = cohort::launch::parse_stream_choice("--redirects", words.redirects);
+  options.bind_cores = words.bind_cores == "cores" ? BindCores::kCores : BindCores::kNone;
+  options.grace = to_milliseconds("--grace", words.grace);
+  options.rdzv_timeout = to_milliseconds("--rdzv-timeout", words.rdzv_timeout);
+  options.watch_period = to_milliseconds("--watch", words.watch);
+  options.stall_timeout = to_milliseconds("--stall-timeout", words.stall_timeout);
+  if (words.standalone && (options.elastic() || options.nnodes.max != 1)) {
+    throw ConfigError("--standalone: expected one node and no --rdzv-endpoint, got more");
+  }
+}
+
+}  // namespace
+
+// Flags end at the first word that is none, or at "--"; the rest is the program's.
+int run_command(int argc, char** argv) {
+  RunOptions options;
+  Words words;
+  CLI::App app("Starts one worker per rank, watches them, and leaves nothing behind.",
+               "cohort run");
+  app.footer("PROGRAM and its arguments follow: cohort run --nproc-per-node 4 -- ./train --lr 0.1");
+  app.prefix_command();
+  add_job_flags(app, options, words);
+  add_worker_flags(app, options, words);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    throw ConfigError(error.what());
+  }
+  options.command = app.remaining();
+  if (!options.command.empty() && options.command.front() == "--") {
+    options.command.erase(options.command.begin());
+  } else if (!options.command.empty() && options.command.front().starts_with("-")) {
+    throw ConfigError(options.command.front() + ": expected a flag of `cohort run --help`");
+  }
+  read_words(words, options);
+  if (options.elastic() && app.count("--node-rank") > 0) {
+    throw ConfigError("--node-rank: expected none with --rdzv-endpoint, which numbers the nodes");
+  }
+  return cohort::launch::run(options);
+}

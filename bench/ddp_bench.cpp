@@ -1,0 +1,140 @@
+// How much of the gradients' way DistributedDataParallel hides behind backward.
+//
+//   cohort run --nproc-per-node 2 -- build/release/bin/ddp_bench --layers 8 --width 1024 --hook
+//   bf16
+//
+// Rank 0 prints one JSON line: step time with and without communication (no_sync) and their
+// difference, the exposed communication; the share of the all-reduce that backward hid, as the
+// engine's own clock saw it; bucket sizes.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <torch/torch.h>
+
+#include "cohort/base/program.h"
+#include "cohort/comm/process_group.h"
+#include "cohort/parallel/comm_hooks/all_reduce.h"
+#include "cohort/parallel/comm_hooks/compress.h"
+#include "cohort/parallel/comm_hooks/power_sgd.h"
+#include "cohort/parallel/distributed_data_parallel.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using cohort::comm::ProcessGroup;
+using Ddp = cohort::parallel::DistributedDataParallel<torch::nn::Sequential>;
+
+struct Options {
+  int64_t layers = 8;
+  int64_t width = 1024;
+  int64_t batch = 64;
+  int steps = 20;
+  int warmup = 5;
+  std::string hook = "none";
+  cohort::parallel::DistributedDataParallelOptions ddp;
+};
+
+cohort::parallel::CommHook hook_named(const std::string& name) {
+  if (name == "all_reduce") return cohort::parallel::all_reduce_hook();
+  if (name == "noop") return cohort::parallel::noop_hook();
+  if (name == "fp16") return cohort::parallel::fp16_compress_hook();
+  if (name == "bf16") return cohort::parallel::bf16_compress_hook();
+  return cohort::parallel::power_sgd_hook(std::make_shared<cohort::parallel::PowerSgdState>(
+      cohort::parallel::PowerSgdOptions{.start_power_sgd_iter = 2}));
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// Seconds of one forward and backward, with the averaging or without.
+double step_time(ProcessGroup& group, Ddp& ddp, const at::Tensor& input, bool averaging) {
+  for (auto& parameter : ddp.module()->parameters()) parameter.mutable_grad().reset();
+  std::optional<Ddp::NoSync> local;
+  if (!averaging) local.emplace(ddp.engine());
+  group.barrier("step");
+  const auto start = Clock::now();
+  ddp.backward(ddp(input).pow(2).mean());
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+int run(const Options& options) {
+  at::set_num_threads(1);
+  ProcessGroup group(cohort::comm::discover_place());
+  torch::nn::Sequential model;
+  for (int64_t i = 0; i < options.layers; ++i) {
+    model->push_back(torch::nn::Linear(options.width, options.width));
+    model->push_back(torch::nn::Functional(at::relu));
+  }
+  Ddp ddp(model, group, options.ddp);
+  if (options.hook != "none") ddp.register_comm_hook(hook_named(options.hook), options.hook);
+  const at::Tensor input = at::randn({options.batch, options.width});
+  // Taken in turns: what disturbs the machine disturbs both.
+  std::vector<double> with;
+  std::vector<double> without;
+  for (int step = 0; step < options.warmup + options.steps; ++step) {
+    const double together = step_time(group, ddp, input, /*averaging=*/true);
+    const double alone = step_time(group, ddp, input, /*averaging=*/false);
+    if (step < options.warmup) continue;
+    with.push_back(together);
+    without.push_back(alone);
+  }
+  const cohort::parallel::DdpLoggingData data = ddp.logging_data();
+  if (group.rank() == 0) {
+    const auto seconds = [](int64_t nanoseconds) {
+      return static_cast<double>(nanoseconds) * 1e-9;
+    };
+    const double travel = seconds(data.backward_comm_time);
+    const nlohmann::ordered_json line = {
+        {"bench", "ddp"},
+        {"world_size", group.size()},
+        {"hook", options.hook},
+        {"parameter_bytes", data.total_parameter_size_bytes},
+        {"bucket_bytes", data.bucket_sizes_bytes},
+        {"has_rebuilt_buckets", data.has_rebuilt_buckets},
+        {"step_s", median(with)},
+        {"step_without_communication_s", median(without)},
+        {"exposed_communication_s", median(with) - median(without)},
+        {"forward_s", seconds(data.forward_compute_time)},
+        {"backward_s", seconds(data.backward_compute_time)},
+        {"communication_s", travel},
+        {"overlap_share",
+         travel > 0 ? seconds(data.backward_compute_comm_overlap_time) / travel : 0}};
+    std::printf("%s\n", line.dump().c_str());
+  }
+  group.close();
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  options.ddp.gradient_as_bucket_view = true;
+  options.ddp.logging_sample_rate = 1;
+  CLI::App app("Exposed communication of DistributedDataParallel");
+  const auto number = [&](const char* name, auto& value, const char* text) {
+    app.add_option(name, value, text)->capture_default_str()->check(CLI::PositiveNumber);
+  };
+  number("--layers", options.layers, "Square layers of the model");
+  number("--width", options.width, "Their width");
+  number("--batch", options.batch, "Rows per rank");
+  number("--steps", options.steps, "Measured steps");
+  number("--warmup", options.warmup, "Steps before, not measured");
+  number("--bucket-cap-mb", options.ddp.bucket_cap_mb, "Largest bucket, MiB");
+  number("--first-bucket-mb", options.ddp.first_bucket_mb, "First bucket, MiB");
+  app.add_option("--hook", options.hook, "What carries a bucket")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"none", "all_reduce", "fp16", "bf16", "power_sgd", "noop"}));
+  app.add_flag("--rebuild-buckets", options.ddp.rebuild_buckets,
+               "Cut buckets in the order of gradients");
+  app.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
+               "Search the graph in each step");
+  app.add_flag("--static-graph", options.ddp.static_graph, "The graph never changes");
+  CLI11_PARSE(app, argc, argv);
+  return cohort::run_program("ddp_bench", [&] { return run(options); });
+}

@@ -1,0 +1,18 @@
+// Where a function was called: a default argument fills it in at the caller's line.
+#pragma once
+
+namespace cohort {
+
+/// File and line of a call. Declare a last parameter `CallSite site = CallSite::here()`, and
+/// callers need do nothing. std::source_location would do, but not with every compiler that reads
+/// this project.
+struct CallSite {
+  const char* file = "";
+  int line = 0;
+
+  static constexpr CallSite here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return {file, line};
+  }
+};
+
+}  // namespace cohort

@@ -1,0 +1,69 @@
+// The engines that carry collectives, by name: built in, registered by the program, or in a shared
+// object beside it. Knows nothing of groups; cohort/comm/process_group.h asks here for the engine
+// that its options name.
+#pragma once
+#include <c10/core/DeviceType.h>
+#include <chrono>
+#include <functional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/headeronly/version.h>
+
+namespace cohort::comm {
+
+/// What an engine gets to connect the ranks of one group.
+struct BackendRequest {
+  c10::intrusive_ptr<c10d::Store>
+      store;           ///< Seen by this group's ranks only; its keys are all the engine's.
+  int rank = 0;        ///< In [0, world_size): the number within the group.
+  int world_size = 1;  ///< Number of ranks in the group.
+  std::chrono::milliseconds timeout{
+      0};                 ///< Of connecting, and of every operation until setTimeout; > 0.
+  std::string address;    ///< IP or host name of this machine to bind to; empty: any.
+  std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none named.
+};
+
+/// An engine: which tensors it serves, and how to connect one.
+struct BackendPlugin {
+  c10::DeviceType device = c10::DeviceType::CPU;  ///< Where its tensors live.
+  /// Connects this rank to its peers. Collective over the ranks of the request's store; blocks, at
+  /// most `timeout`. Errors: ConfigError or c10::ValueError for bad settings; what the engine
+  /// throws for the network's fault.
+  std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)> make;
+};
+
+/// Makes `plugin` known as `name` in this process; it goes before an engine of that name that is
+/// built in or in a file. Threads: any. Errors: c10::ValueError if the name is not [a-z0-9_]+, is
+/// registered or in use already, or `make` is empty.
+void register_backend(const std::string& name, BackendPlugin plugin);
+
+/// Returns the engine called `name`; the reference stays good until the process ends.
+///
+/// Looks at engines that the program registered, at those built in ("gloo"), then for the file
+/// `libcohort_<name>.so` in the folders of COHORT_BACKEND_PATH (a colon between two), the program's
+/// folder, its ../lib, and where the dynamic loader looks. A file is loaded once and never
+/// unloaded. Threads: any. Local; reads files. Errors: ConfigError if the name is not [a-z0-9_]+,
+/// if nothing is called so (lists the names that exist and the
+///         places that were searched), or if the file cannot be loaded, exports no
+///         `cohort_backend`, or was built for another version of Cohort's interface or of libtorch
+///         (names the file and both versions).
+const BackendPlugin& find_backend(const std::string& name);
+
+/// Version of BackendRequest and BackendAbi; a plug-in of another one is refused.
+inline constexpr int kBackendAbiVersion = 1;
+
+/// What a shared object says about its engine. The first two fields never change place.
+///
+/// The object exports one C function, and needs no symbol of the program (docs/backends.md has a
+/// whole example):
+///   extern "C" const cohort::comm::BackendAbi* cohort_backend();
+/// Owner: the shared object, for as long as the process lives.
+struct BackendAbi {
+  int abi_version = kBackendAbiVersion;
+  const char* libtorch_version = TORCH_VERSION;
+  c10::DeviceType device = c10::DeviceType::CPU;
+  c10::intrusive_ptr<c10d::Backend> (*make)(const BackendRequest&) = nullptr;
+};
+
+}  // namespace cohort::comm

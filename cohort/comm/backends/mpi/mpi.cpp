@@ -1,0 +1,49 @@
+// The plug-in libcohort_mpi.so: how a group finds its ranks within MPI.
+#include <string>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/comm/backend.h"
+#include "cohort/comm/backends/mpi/mpi_backend.h"
+
+namespace cohort::comm {
+namespace {
+
+std::string place(int rank, int world_size) {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(world_size);
+}
+
+// A group as large as MPI's world is that world, rank by rank. A smaller one may be any part of it.
+void check_place(const BackendRequest& request, const MpiThread& mpi) {
+  if (request.world_size < mpi.world_size()) return;
+  if (request.world_size == mpi.world_size() && request.rank == mpi.rank()) return;
+  throw ConfigError("backend mpi: this process is " + place(request.rank, request.world_size) +
+                    ", but MPI says " + place(mpi.rank(), mpi.world_size()) +
+                    ": start the program with mpirun -n " + std::to_string(request.world_size) +
+                    ", and let it find its rank there");
+}
+
+// Who this group's ranks are in MPI_COMM_WORLD, told through the store.
+std::vector<int> exchange_world_ranks(const BackendRequest& request, int own) {
+  const auto key = [](int rank) { return "mpi_world_rank/" + std::to_string(rank); };
+  request.store->set(key(request.rank), std::to_string(own));
+  std::vector<int> ranks;
+  for (int rank = 0; rank < request.world_size; ++rank)
+    ranks.push_back(std::stoi(request.store->get_to_str(key(rank))));
+  return ranks;
+}
+
+c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const BackendRequest& request) {
+  MpiThread& mpi = MpiThread::of_process();
+  check_place(request, mpi);
+  return c10::make_intrusive<MpiBackend>(
+      mpi, request.rank, exchange_world_ranks(request, mpi.rank()), request.timeout);
+}
+
+}  // namespace
+}  // namespace cohort::comm
+
+extern "C" const cohort::comm::BackendAbi* cohort_backend() {
+  static const cohort::comm::BackendAbi abi{.make = cohort::comm::make_mpi_backend};
+  return &abi;
+}

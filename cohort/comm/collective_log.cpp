@@ -1,0 +1,179 @@
+#include "cohort/comm/collective_log.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <sstream>
+#include <unistd.h>
+
+namespace cohort::comm {
+namespace {
+
+constexpr size_t kKept = 64;
+
+// Of a story: one line each, fields apart by tabs. The first line is the present, the others are
+// the past:
+//   <state>\t<milliseconds>\t<text>         state: 1 running, 2 waiting
+//   <group>\t<sequence>\t<what>\t<site>     what must be equal on all ranks, site need not be
+struct Present {
+  bool waiting = false;
+  int64_t ms = 0;
+  std::string text;
+};
+
+struct Past {
+  std::string what;
+  std::string site;
+};
+
+using PastByNumber = std::map<std::pair<std::string, int64_t>, Past>;
+
+std::vector<std::string> split(const std::string& line) {
+  std::vector<std::string> fields;
+  std::istringstream in(line);
+  for (std::string field; std::getline(in, field, '\t');) fields.push_back(field);
+  return fields;
+}
+
+std::string clean(std::string text) {
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return c == '\t' || c == '\n'; }, ' ');
+  return text;
+}
+
+std::string without_site(TraceRecord record) {
+  record.call_site[0] = '\0';
+  return describe(record);
+}
+
+std::optional<Present> present_of(const std::string& story) {
+  const auto fields = split(story.substr(0, story.find('\n')));
+  if (fields.size() != 3) return std::nullopt;
+  return Present{fields[0] == "2", std::atoll(fields[1].c_str()), fields[2]};
+}
+
+PastByNumber past_of(const std::string& story) {
+  PastByNumber result;
+  std::istringstream in(story);
+  std::string line;
+  std::getline(in, line);
+  while (std::getline(in, line)) {
+    const auto fields = split(line);
+    if (fields.size() == 4)
+      result[{fields[0], std::atoll(fields[1].c_str())}] = {fields[2], fields[3]};
+  }
+  return result;
+}
+
+std::string call(int rank, const Past& past) {
+  return "rank " + std::to_string(rank) + " calls " + past.what + " at " + past.site;
+}
+
+TraceRecord blank(int rank, int world_size) {
+  TraceRecord record;
+  record.pid = getpid();
+  record.rank = rank;
+  record.world_size = world_size;
+  record.since_ns = steady_now_ns();
+  return record;
+}
+
+}  // namespace
+
+CollectiveLog::CollectiveLog(int rank, int world_size, const std::string& trace_file)
+    : blank_(blank(rank, world_size)), page_(trace_file), last_(blank_) {
+  page_.write(last_);
+}
+
+void CollectiveLog::begin(TraceRecord record, std::optional<int64_t> matched) {
+  record.pid = blank_.pid;
+  record.rank = blank_.rank;
+  record.world_size = blank_.world_size;
+  record.state = TraceState::kWaiting;
+  record.since_ns = steady_now_ns();
+  page_.write(record);
+  const std::lock_guard lock(mutex_);
+  if (matched) {
+    if (matched_.size() == kKept) matched_.pop_front();
+    matched_.push_back(record);
+    matched_.back().sequence = *matched;
+  }
+  underway_.push_back(record);
+  last_ = record;
+}
+
+void CollectiveLog::end() {
+  const std::lock_guard lock(mutex_);
+  if (underway_.empty()) return;
+  underway_.pop_back();
+  if (underway_.empty()) {
+    last_.state = TraceState::kRunning;
+    last_.since_ns = steady_now_ns();
+  } else {
+    last_ = underway_.back();  // a collective inside of another guarded call
+  }
+  page_.write(last_);
+}
+
+std::optional<int64_t> CollectiveLog::waiting_ns() const {
+  const std::lock_guard lock(mutex_);
+  if (underway_.empty()) return std::nullopt;
+  return steady_now_ns() - underway_.back().since_ns;
+}
+
+std::string CollectiveLog::story() const {
+  const std::lock_guard lock(mutex_);
+  std::ostringstream out;
+  out << (underway_.empty() ? 1 : 2) << '\t' << (steady_now_ns() - last_.since_ns) / 1'000'000
+      << '\t' << clean(describe(last_)) << '\n';
+  for (const TraceRecord& record : matched_) {
+    out << clean(record.group.data()) << '\t' << record.sequence << '\t'
+        << clean(without_site(record)) << '\t' << clean(record.call_site.data()) << '\n';
+  }
+  return out.str();
+}
+
+std::optional<std::string> find_mismatch(const Stories& stories) {
+  // The lowest rank that knows a collective speaks for it; the first number at which another rank
+  // differs is the fault, all later ones are its consequence.
+  std::map<std::pair<std::string, int64_t>, std::pair<int, Past>> spoken;
+  std::optional<std::pair<int64_t, std::string>> first;
+  for (const auto& [rank, story] : stories) {
+    for (const auto& [number, past] : past_of(story)) {
+      const auto [known, is_new] = spoken.try_emplace(number, rank, past);
+      if (is_new || known->second.second.what == past.what) continue;
+      if (first && first->first <= number.second) continue;
+      first = {number.second,
+               call(rank, past) + " where " + call(known->second.first, known->second.second)};
+    }
+  }
+  if (!first) return std::nullopt;
+  return first->second;
+}
+
+std::string describe_others(const Stories& stories) {
+  std::map<std::string, int> votes;
+  std::map<int, Present> presents;
+  for (const auto& [rank, story] : stories) {
+    const auto present = present_of(story);
+    if (!present) continue;
+    presents[rank] = *present;
+    if (present->waiting) ++votes[present->text];
+  }
+  if (votes.empty()) return "";
+  const auto most = std::max_element(
+      votes.begin(), votes.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  std::string result;
+  for (const auto& [rank, present] : presents) {
+    if (present.waiting && present.text == most->first) continue;
+    std::array<char, 32> seconds{};
+    std::snprintf(seconds.data(), seconds.size(), "%.1f s", static_cast<double>(present.ms) / 1000);
+    result += (result.empty() ? "" : "; ") + std::string("rank ") + std::to_string(rank) +
+              (present.waiting ? " waits in " + present.text + " since " + seconds.data()
+                               : " has not come: outside of collectives since " +
+                                     std::string(seconds.data()) + ", last called " + present.text);
+  }
+  return result;
+}
+
+}  // namespace cohort::comm

@@ -1,0 +1,58 @@
+// What this rank has called, group by group: for the trace page, for the story that a rank tells
+// when a job has failed, and to find where two ranks' calls part. Knows nothing of the network.
+#pragma once
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cohort/base/trace_page.h"
+
+namespace cohort::comm {
+
+/// One rank's log, shared by the group of all ranks and its sub-groups.
+///
+/// Threads: the caller of collectives writes, the watching thread reads; any may.
+class CollectiveLog {
+ public:
+  /// `trace_file` empty: the page is in memory only.
+  CollectiveLog(int rank, int world_size, const std::string& trace_file);
+
+  /// Notes that a collective begins; sets pid, rank, state and time. `matched`: the ranks of its
+  /// group must all call the same, so that it takes part in comparisons, under this number of the
+  /// group's matched collectives.
+  void begin(TraceRecord record, std::optional<int64_t> matched);
+  /// Notes that the innermost collective begun is over.
+  void end();
+
+  /// How long this rank has been inside its collective; nothing if it is outside.
+  std::optional<int64_t> waiting_ns() const;
+
+  /// The last matched collectives (64 at most) and the present one, as text for `compare`.
+  std::string story() const;
+
+ private:
+  const TraceRecord blank_;  // pid, rank, world size
+  TracePage page_;
+  mutable std::mutex mutex_;
+  std::deque<TraceRecord> matched_;    // guarded by mutex_; oldest first
+  std::vector<TraceRecord> underway_;  // guarded by mutex_; innermost last
+  TraceRecord last_;                   // guarded by mutex_; what the page says
+};
+
+/// Ranks' stories, by rank. Ranks that tell none are absent.
+using Stories = std::map<int, std::string>;
+
+/// Finds the first collective that ranks of a group called differently, such as
+/// "rank 1 calls broadcast from 0 of float32[4] at x.cpp:12 where rank 0 calls all_reduce(sum) of
+/// float32[8] at y.cpp:9". Nothing if all that is known agrees.
+std::optional<std::string> find_mismatch(const Stories& stories);
+
+/// Says what each rank does whose present call is not the most frequent one: "rank 2 computes
+/// since 12.3 s, last called all_reduce(sum) of float32[8] at y.cpp:9". Empty if all do the same.
+std::string describe_others(const Stories& stories);
+
+}  // namespace cohort::comm

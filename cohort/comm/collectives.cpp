@@ -1,0 +1,489 @@
+// The operations of ProcessGroup: arguments are checked, then c10d does the work.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+
+#include "cohort/base/error.h"
+#include "cohort/comm/process_group_impl.h"
+
+namespace cohort::comm {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using EngineWork = c10::intrusive_ptr<c10d::Work>;
+
+const char* op_name(ReduceOp op) {
+  constexpr std::array<const char*, 8> kNames{"sum", "max",  "min", "product",
+                                              "avg", "band", "bor", "bxor"};
+  return kNames[static_cast<size_t>(op)];
+}
+
+// What the engine computes; the division of kAvg is ours.
+c10d::ReduceOp::RedOpType engine_op(ReduceOp op) {
+  using Engine = c10d::ReduceOp;
+  constexpr std::array<Engine::RedOpType, 8> kOps{Engine::SUM,     Engine::MAX, Engine::MIN,
+                                                  Engine::PRODUCT, Engine::SUM, Engine::BAND,
+                                                  Engine::BOR,     Engine::BXOR};
+  return kOps[static_cast<size_t>(op)];
+}
+
+std::string name_of(const char* operation, ReduceOp op) {
+  return std::string(operation) + "(" + op_name(op) + ")";
+}
+
+bool is_bitwise(ReduceOp op) {
+  return op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
+}
+
+bool is_reducible(at::ScalarType type) {
+  switch (type) {
+    case at::kBool:
+    case at::kByte:
+    case at::kChar:
+    case at::kInt:
+    case at::kLong:
+    case at::kHalf:
+    case at::kBFloat16:
+    case at::kFloat:
+    case at::kDouble:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void check_tensor(const at::Tensor& tensor, const char* operation,
+                  const c10d::ProcessGroup& engine) {
+  TORCH_CHECK_VALUE(tensor.defined(), operation, ": expected a tensor, got an undefined one");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.is_contiguous(), operation,
+                    ": expected a contiguous tensor, got strides ", tensor.strides(), " of shape ",
+                    tensor.sizes());
+  const auto devices = engine.getDeviceTypes();
+  const bool served = std::any_of(devices.begin(), devices.end(), [&](const c10::Device& device) {
+    return device.type() == tensor.device().type();
+  });
+  TORCH_CHECK_VALUE(served, operation, ": the engine serves no tensors on ", tensor.device());
+}
+
+void check_reducible(const at::Tensor& tensor, const char* operation, ReduceOp op) {
+  const at::ScalarType type = tensor.scalar_type();
+  TORCH_CHECK_VALUE(is_reducible(type), operation, ": ", type_name(type),
+                    " cannot be reduced; expected bool, uint8, int8, int32, int64, float16, "
+                    "bfloat16, float32 or float64");
+  const bool floating = at::isFloatingType(type);
+  TORCH_CHECK_VALUE(!is_bitwise(op) || !floating, operation, "(", op_name(op),
+                    "): expected integers or bool, got ", type_name(type));
+  TORCH_CHECK_VALUE(op != ReduceOp::kAvg || floating, operation,
+                    "(avg): expected a floating type, got ", type_name(type));
+  const bool orders =
+      op == ReduceOp::kMax || op == ReduceOp::kMin || op == ReduceOp::kBand || op == ReduceOp::kBor;
+  TORCH_CHECK_VALUE(type != at::kBool || orders, operation, "(", op_name(op),
+                    "): bool goes with max, min, band and bor only");
+}
+
+void check_rank(int rank, int size, const char* operation, const char* role) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, operation, ": expected a ", role, " in [0, ", size,
+                    "), got ", rank);
+}
+
+void check_parts(const at::Tensor& whole, const at::Tensor& part, int size, const char* operation) {
+  TORCH_CHECK_VALUE(whole.scalar_type() == part.scalar_type(), operation,
+                    ": expected one dtype, got ", type_name(whole.scalar_type()), " and ",
+                    type_name(part.scalar_type()));
+  TORCH_CHECK_VALUE(whole.numel() == part.numel() * size, operation, ": expected ", size, " times ",
+                    part.numel(), " elements, got ", whole.numel());
+}
+
+// The same memory as plain bytes: engines know few types, and to move data needs none.
+at::Tensor as_bytes(const at::Tensor& tensor) {
+  return tensor.detach().view({-1}).view(at::kByte);
+}
+
+// into = into op next, in this order; the engine's arithmetic for one pair.
+void accumulate(at::Tensor& into, const at::Tensor& next, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      into.add_(next);
+      break;
+    case ReduceOp::kProduct:
+      into.mul_(next);
+      break;
+    case ReduceOp::kMax:
+      at::maximum_out(into, into, next);
+      break;
+    case ReduceOp::kMin:
+      at::minimum_out(into, into, next);
+      break;
+    case ReduceOp::kBand:
+      into.bitwise_and_(next);
+      break;
+    case ReduceOp::kBor:
+      into.bitwise_or_(next);
+      break;
+    case ReduceOp::kBxor:
+      into.bitwise_xor_(next);
+      break;
+  }
+}
+
+EngineWork begin_all_reduce(c10d::ProcessGroup& engine, const at::Tensor& tensor, ReduceOp op) {
+  Tensors tensors{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = engine_op(op);
+  return engine.allreduce(tensors, options);
+}
+
+EngineWork begin_all_to_all(c10d::ProcessGroup& engine, at::Tensor output, at::Tensor input,
+                            std::vector<int64_t> output_splits, std::vector<int64_t> input_splits) {
+  return engine.alltoall_base(output, input, output_splits, input_splits);
+}
+
+EngineWork begin_all_gather(c10d::ProcessGroup& engine, const at::Tensor& output,
+                            const at::Tensor& input) {
+  at::Tensor output_bytes = as_bytes(output);
+  at::Tensor input_bytes = as_bytes(input);
+  return engine._allgather_base(output_bytes, input_bytes);
+}
+
+std::string text_of(const at::Tensor& bytes, int64_t offset, int64_t length) {
+  return {static_cast<const char*>(bytes.const_data_ptr()) + offset, static_cast<size_t>(length)};
+}
+
+at::Tensor padded_bytes(const std::string& text, int64_t length) {
+  at::Tensor bytes = at::zeros({length}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+std::vector<std::string> unpack(const at::Tensor& all, const std::vector<int64_t>& lengths) {
+  const int64_t stride = all.numel() / static_cast<int64_t>(lengths.size());
+  std::vector<std::string> texts;
+  for (size_t rank = 0; rank < lengths.size(); ++rank) {
+    texts.push_back(text_of(all, static_cast<int64_t>(rank) * stride, lengths[rank]));
+  }
+  return texts;
+}
+
+std::vector<int64_t> gather_lengths(ProcessGroup& group, const std::string& text, CallSite site) {
+  at::Tensor lengths = at::empty({group.size()}, at::kLong);
+  group.all_gather_into(lengths, at::tensor({static_cast<int64_t>(text.size())}), site);
+  const auto* values = lengths.const_data_ptr<int64_t>();
+  return {values, values + group.size()};
+}
+
+// A reduction that has a local division left.
+std::function<void()> division(ReduceOp op, at::Tensor tensor, int size) {
+  if (op != ReduceOp::kAvg) return {};
+  return [tensor = std::move(tensor), size]() mutable { tensor.div_(size); };
+}
+
+void check_splits(const std::vector<int64_t>& splits, const at::Tensor& tensor, int size,
+                  const char* side) {
+  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 0;
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(rows % size == 0, "all_to_all: expected ", size, " equal parts of ", side,
+                      ", got ", rows, " rows");
+    return;
+  }
+  TORCH_CHECK_VALUE(
+      splits.size() == static_cast<size_t>(size) &&
+          std::all_of(splits.begin(), splits.end(), [](int64_t n) { return n >= 0; }) &&
+          std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
+      "all_to_all: expected ", size, " ", side, " splits that sum to ", rows, ", got ", splits);
+}
+
+}  // namespace
+
+std::string type_name(at::ScalarType type) {
+  switch (type) {
+    case at::kByte:
+      return "uint8";
+    case at::kChar:
+      return "int8";
+    case at::kShort:
+      return "int16";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kHalf:
+      return "float16";
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kBool:
+      return "bool";
+    case at::kComplexFloat:
+      return "complex64";
+    case at::kComplexDouble:
+      return "complex128";
+    default:
+      return c10::toString(type);
+  }
+}
+
+void ProcessGroup::all_reduce(at::Tensor& tensor, ReduceOp op, CallSite site) {
+  check_tensor(tensor, "all_reduce", engine());
+  check_reducible(tensor, "all_reduce", op);
+  impl_->run({.operation = name_of("all_reduce", op), .tensor = &tensor, .site = site}, [&] {
+    begin_all_reduce(engine(), tensor, op)->wait();
+    if (op == ReduceOp::kAvg) tensor.div_(size());
+  });
+}
+
+Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op, CallSite site) {
+  check_tensor(tensor, "all_reduce", engine());
+  check_reducible(tensor, "all_reduce", op);
+  return impl_->start(
+      {.operation = name_of("all_reduce", op), .tensor = &tensor, .site = site},
+      [&] { return begin_all_reduce(engine(), tensor, op); }, division(op, tensor, size()));
+}
+
+int64_t ProcessGroup::all_reduce_sum(int64_t value, CallSite site) {
+  at::Tensor tensor = at::tensor({value});
+  all_reduce(tensor, ReduceOp::kSum, site);
+  return tensor.item<int64_t>();
+}
+
+void ProcessGroup::reduce(at::Tensor& tensor, int root, ReduceOp op, CallSite site) {
+  check_tensor(tensor, "reduce", engine());
+  check_reducible(tensor, "reduce", op);
+  check_rank(root, size(), "reduce", "root");
+  const std::string operation = name_of("reduce", op) + " to " + std::to_string(root);
+  impl_->run({.operation = operation, .tensor = &tensor, .site = site}, [&] {
+    Tensors tensors{tensor};
+    c10d::ReduceOptions options;
+    options.reduceOp = engine_op(op);
+    options.rootRank = root;
+    engine().reduce(tensors, options)->wait();
+    if (op == ReduceOp::kAvg && rank() == root) tensor.div_(size());
+  });
+}
+
+void ProcessGroup::broadcast(at::Tensor& tensor, int root, CallSite site) {
+  check_tensor(tensor, "broadcast", engine());
+  check_rank(root, size(), "broadcast", "root");
+  impl_->run(
+      {.operation = "broadcast from " + std::to_string(root), .tensor = &tensor, .site = site},
+      [&] {
+        Tensors tensors{as_bytes(tensor)};
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        engine().broadcast(tensors, options)->wait();
+      });
+}
+
+std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallSite site) {
+  check_tensor(tensor, "all_gather", engine());
+  std::vector<int64_t> shape = tensor.sizes().vec();
+  shape.insert(shape.begin(), size());
+  at::Tensor output = at::empty(shape, tensor.options());
+  all_gather_into(output, tensor, site);
+  return output.unbind(0);
+}
+
+void ProcessGroup::all_gather_into(at::Tensor& output, const at::Tensor& input, CallSite site) {
+  check_tensor(output, "all_gather_into", engine());
+  check_tensor(input, "all_gather_into", engine());
+  check_parts(output, input, size(), "all_gather_into");
+  impl_->run({.operation = "all_gather", .tensor = &input, .site = site},
+             [&] { begin_all_gather(engine(), output, input)->wait(); });
+}
+
+Work ProcessGroup::all_gather_into_async(at::Tensor& output, const at::Tensor& input,
+                                         CallSite site) {
+  check_tensor(output, "all_gather_into", engine());
+  check_tensor(input, "all_gather_into", engine());
+  check_parts(output, input, size(), "all_gather_into");
+  return impl_->start({.operation = "all_gather", .tensor = &input, .site = site},
+                      [&] { return begin_all_gather(engine(), output, input); }, {});
+}
+
+std::vector<at::Tensor> ProcessGroup::gather(const at::Tensor& tensor, int root, CallSite site) {
+  check_tensor(tensor, "gather", engine());
+  check_rank(root, size(), "gather", "root");
+  Tensors outputs;
+  if (rank() == root) {
+    for (int peer = 0; peer < size(); ++peer) outputs.push_back(at::empty_like(tensor));
+  }
+  impl_->run({.operation = "gather to " + std::to_string(root), .tensor = &tensor, .site = site},
+             [&] {
+               std::vector<Tensors> output_lists;
+               if (rank() == root) output_lists.emplace_back();
+               for (const at::Tensor& output : outputs) output_lists[0].push_back(as_bytes(output));
+               Tensors inputs{as_bytes(tensor)};
+               c10d::GatherOptions options;
+               options.rootRank = root;
+               engine().gather(output_lists, inputs, options)->wait();
+             });
+  return outputs;
+}
+
+void ProcessGroup::scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int root,
+                           CallSite site) {
+  check_tensor(output, "scatter", engine());
+  check_rank(root, size(), "scatter", "root");
+  TORCH_CHECK_VALUE(inputs.size() == (rank() == root ? static_cast<size_t>(size()) : 0),
+                    "scatter: expected ", size(), " inputs on the root and none elsewhere, got ",
+                    inputs.size());
+  for (const at::Tensor& input : inputs) {
+    check_tensor(input, "scatter", engine());
+    TORCH_CHECK_VALUE(
+        input.sizes() == output.sizes() && input.scalar_type() == output.scalar_type(),
+        "scatter: expected inputs like the output, ", type_name(output.scalar_type()), " ",
+        output.sizes(), ", got ", type_name(input.scalar_type()), " ", input.sizes());
+  }
+  impl_->run({.operation = "scatter from " + std::to_string(root), .tensor = &output, .site = site},
+             [&] {
+               std::vector<Tensors> input_lists;
+               if (rank() == root) input_lists.emplace_back();
+               for (const at::Tensor& input : inputs) input_lists[0].push_back(as_bytes(input));
+               Tensors outputs{as_bytes(output)};
+               c10d::ScatterOptions options;
+               options.rootRank = root;
+               engine().scatter(outputs, input_lists, options)->wait();
+             });
+}
+
+Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                                        CallSite site) {
+  check_tensor(output, "reduce_scatter", engine());
+  check_tensor(input, "reduce_scatter", engine());
+  check_parts(input, output, size(), "reduce_scatter");
+  check_reducible(input, "reduce_scatter", op);
+  const Call call{.operation = name_of("reduce_scatter", op), .tensor = &input, .site = site};
+  if (impl_->job->options.backend != "gloo") {
+    const auto begin = [&] {
+      at::Tensor whole = input;
+      c10d::ReduceScatterOptions options;
+      options.reduceOp = engine_op(op);
+      return engine()._reduce_scatter_base(output, whole, options);
+    };
+    return impl_->start(call, begin, division(op, output, size()));
+  }
+  at::Tensor parts = at::empty({size(), output.numel()}, input.options());
+  const auto begin = [&] {
+    return begin_all_to_all(engine(), as_bytes(parts), as_bytes(input), {}, {});
+  };
+  const auto finish = [parts, output, op, divide = division(op, output, size())] {
+    at::Tensor sum = output.detach().view({-1});
+    sum.copy_(parts[0]);
+    for (int64_t rank = 1; rank < parts.size(0); ++rank) accumulate(sum, parts[rank], op);
+    if (divide) divide();
+  };
+  return impl_->start(call, begin, finish);
+}
+
+void ProcessGroup::reduce_scatter(at::Tensor& output, const at::Tensor& input, ReduceOp op,
+                                  CallSite site) {
+  reduce_scatter_async(output, input, op, site).wait(site);
+}
+
+void ProcessGroup::all_to_all(at::Tensor& output, const at::Tensor& input,
+                              const std::vector<int64_t>& output_splits,
+                              const std::vector<int64_t>& input_splits, CallSite site) {
+  check_tensor(output, "all_to_all", engine());
+  check_tensor(input, "all_to_all", engine());
+  TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(),
+                    "all_to_all: expected one dtype, got ", type_name(output.scalar_type()),
+                    " and ", type_name(input.scalar_type()));
+  check_splits(output_splits, output, size(), "output");
+  check_splits(input_splits, input, size(), "input");
+  // Splits are in rows here and in bytes below.
+  const bool equal = output_splits.empty() && input_splits.empty();
+  const auto in_bytes = [&](const std::vector<int64_t>& splits, const at::Tensor& tensor) {
+    const int64_t rows = tensor.size(0);
+    const int64_t row_bytes = rows == 0 ? 0 : static_cast<int64_t>(tensor.nbytes()) / rows;
+    std::vector<int64_t> result(splits);
+    if (!equal && splits.empty()) result.assign(static_cast<size_t>(size()), rows / size());
+    for (int64_t& count : result) count *= row_bytes;
+    return result;
+  };
+  const std::string operation =
+      "all_to_all of " + std::string(equal ? "equal parts" : type_name(input.scalar_type()));
+  impl_->run({.operation = operation, .tensor = equal ? &input : nullptr, .site = site}, [&] {
+    begin_all_to_all(engine(), as_bytes(output), as_bytes(input), in_bytes(output_splits, output),
+                     in_bytes(input_splits, input))
+        ->wait();
+  });
+}
+
+void ProcessGroup::send(const at::Tensor& tensor, int to, int tag, CallSite site) {
+  check_tensor(tensor, "send", engine());
+  check_rank(to, size(), "send", "receiver");
+  TORCH_CHECK_VALUE(to != rank() && tag >= 0,
+                    "send: expected another rank and a tag >= 0, got rank ", to, ", tag ", tag);
+  impl_->run_unmatched(
+      {.operation = "send to " + std::to_string(to), .tensor = &tensor, .site = site}, [&] {
+        Tensors tensors{as_bytes(tensor)};
+        engine().send(tensors, to, tag)->wait();
+      });
+}
+
+void ProcessGroup::recv(at::Tensor& tensor, int from, int tag, CallSite site) {
+  check_tensor(tensor, "recv", engine());
+  check_rank(from, size(), "recv", "sender");
+  TORCH_CHECK_VALUE(from != rank() && tag >= 0,
+                    "recv: expected another rank and a tag >= 0, got rank ", from, ", tag ", tag);
+  impl_->run_unmatched(
+      {.operation = "recv from " + std::to_string(from), .tensor = &tensor, .site = site}, [&] {
+        Tensors tensors{as_bytes(tensor)};
+        engine().recv(tensors, from, tag)->wait();
+      });
+}
+
+std::string ProcessGroup::broadcast_text(const std::string& text, int root, CallSite site) {
+  at::Tensor length = at::tensor({static_cast<int64_t>(text.size())});
+  broadcast(length, root, site);
+  at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
+  if (rank() == root) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  if (bytes.numel() > 0) broadcast(bytes, root, site);
+  return text_of(bytes, 0, bytes.numel());
+}
+
+std::vector<std::string> ProcessGroup::all_gather_text(const std::string& text, CallSite site) {
+  const auto lengths = gather_lengths(*this, text, site);
+  const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  at::Tensor all = at::empty({size() * longest}, at::kByte);
+  if (longest > 0) all_gather_into(all, padded_bytes(text, longest), site);
+  return unpack(all, lengths);
+}
+
+std::vector<std::string> ProcessGroup::gather_text(const std::string& text, int root,
+                                                   CallSite site) {
+  const auto lengths = gather_lengths(*this, text, site);
+  const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  std::vector<std::string> texts;
+  if (longest == 0) return rank() == root ? std::vector<std::string>(lengths.size()) : texts;
+  const auto all = gather(padded_bytes(text, longest), root, site);
+  for (size_t peer = 0; peer < all.size(); ++peer)
+    texts.push_back(text_of(all[peer], 0, lengths[peer]));
+  return texts;
+}
+
+void ProcessGroup::barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit,
+                           CallSite site) {
+  impl_->run(
+      {.operation = "barrier \"" + name + "\"", .tensor = nullptr, .site = site, .limit = limit},
+      [&] {
+        // The comparison of calls is itself a barrier.
+        if (impl_->job->options.check_collectives) return;
+        Tensors tensors{at::zeros({1}, at::kByte)};
+        c10d::AllreduceOptions options;
+        options.timeout = limit.value_or(impl_->job->options.timeout);
+        engine().allreduce(tensors, options)->wait();
+      });
+}
+
+}  // namespace cohort::comm

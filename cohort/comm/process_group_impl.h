@@ -1,0 +1,107 @@
+// The inside of ProcessGroup, shared by process_group.cpp (its life) and collectives.cpp (its
+// operations). Not installed.
+#pragma once
+#include <c10/util/intrusive_ptr.h>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unordered_set>
+
+#include "cohort/base/stack_report.h"
+#include "cohort/base/trace_page.h"
+#include "cohort/comm/collective_log.h"
+#include "cohort/comm/connections.h"
+#include "cohort/comm/failure_watch.h"
+#include "cohort/comm/process_group.h"
+#include "cohort/comm/rendezvous.h"
+
+namespace cohort::comm {
+
+/// What this process has once, whatever the number of sub-groups.
+struct Job {
+  Job(const Place& p, const GroupOptions& o, const std::string& trace_file);
+
+  const Place place;
+  const GroupOptions options;
+  Meeting meeting;
+  std::unique_ptr<StackReport>
+      stack_report;  // before the page: a launcher that sees the page may send the signal
+  CollectiveLog log;
+  bool dead = false;
+
+  /// Ends all waiting in all groups' engines; any thread.
+  void abort();
+  /// Makes `abort` know an engine.
+  void add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine, Connections connections);
+
+ private:
+  struct Engine {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+    Connections connections;
+  };
+  std::mutex mutex_;
+  std::vector<Engine> engines_;  // guarded by mutex_
+
+ public:
+  std::unique_ptr<FailureWatch>
+      watch;  // none in a group of one; last: its thread uses all the others
+};
+
+/// One operation as it is traced, compared and named in errors.
+struct Call {
+  std::string operation;  // "all_reduce(sum)"
+  const at::Tensor* tensor =
+      nullptr;  // whose dtype and shape are compared; none: the operation's name only
+  CallSite site;
+  std::optional<std::chrono::milliseconds> limit{};  // instead of the group's timeout
+};
+
+struct ProcessGroup::Impl {
+  Impl(std::shared_ptr<Job> j, std::string group_name, std::vector<int> global_ranks, int own_rank);
+
+  /// Connects the engine through the group's own store: collective over the group's ranks; blocks,
+  /// at most `rendezvous_timeout`.
+  void connect(c10::intrusive_ptr<c10d::Store> group_store);
+
+  /// Runs a collective that all ranks of the group call alike: comparison first, then `body`.
+  void run(const Call& call, const std::function<void()>& body);
+  /// Starts one. It is compared before when it is the first of its kind (operation, dtype, shape)
+  /// here, otherwise by the next `run`: what every step repeats costs nothing.
+  Work start(const Call& call, const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
+             std::function<void()> finish);
+  /// Runs what only some ranks call, or what is not known here.
+  void run_unmatched(const Call& call, const std::function<void()>& body);
+  /// Adds one to a counter in the store, which every rank of the group does.
+  void count(const std::string& key);
+  void wait_for_counter(const std::string& key);
+
+  TraceRecord record(const Call& call) const;
+  template <class Body>
+  void guarded(const Call& call, bool matched, const Body& body);
+  void compare(const Call& call);
+  [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
+                         bool disagreement);
+
+  std::shared_ptr<Job> job;
+  std::string name;
+  std::vector<int> ranks;  // global numbers, by this group's rank
+  int rank;
+  c10::intrusive_ptr<c10d::Store> store;  // seen by this group only
+  c10::intrusive_ptr<c10d::ProcessGroup> engine;
+  int64_t sequence = 0;                // operations begun here, but send and recv
+  int64_t num_matched = 0;             // of them, those that are compared
+  uint64_t history = 0;                // a hash of all those
+  std::unordered_set<uint64_t> known;  // kinds that `start` has compared
+  int num_subgroups = 0;
+};
+
+struct Work::State {
+  ProcessGroup::Impl* group;
+  std::string operation;
+  c10::intrusive_ptr<c10d::Work> work;
+  std::function<void()> finish;  // what is left to do locally; may be empty
+};
+
+/// "float32"; torch's Python names.
+std::string type_name(at::ScalarType type);
+
+}  // namespace cohort::comm

@@ -1,0 +1,48 @@
+// How the ranks of a job find each other: one store, a roster in it, and this machine's address for
+// the engine.
+#pragma once
+#include <ATen/core/ivalue.h>
+#include <chrono>
+#include <string>
+
+#include "cohort/comm/place.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace cohort::comm {
+
+struct RendezvousOptions {
+  std::chrono::milliseconds timeout{300'000};  ///< Until every rank has come.
+  std::string
+      interface;  ///< Network interface for the engine; empty: the environment's, else by route.
+  std::string terms;  ///< What all ranks must agree on, in words: "world size 4, backend gloo".
+};
+
+/// What this rank knows once all have met.
+struct Meeting {
+  c10::intrusive_ptr<c10d::Store> store;        ///< For the caller's thread.
+  c10::intrusive_ptr<c10d::Store> watch_store;  ///< A second connection, for the watching thread.
+  std::string address;                          ///< Of this host, reachable by the other ranks.
+  std::string interface;                        ///< The interface asked for; empty: none.
+};
+
+/// Meets the other ranks of `place`, which has a world size above 1. Collective; blocks at most
+/// `timeout`.
+///
+/// Each rank signs a roster in the store: number, terms, host and process. So two processes with
+/// one number, ranks that bring other terms, a rank that does not come, and a file left by an
+/// earlier job are found and named, on every rank that reaches the store. Address: of the interface
+/// asked for; otherwise of the route to the store. Where that is the loopback although the ranks
+/// are on several hosts (a host name that stands for 127.0.1.1), the first address that is not.
+/// Errors: ConfigError for numbers or terms that clash, a stale file, an interface or host that
+/// does not exist, a port
+///         that is taken. PeerError for ranks that did not come, and for a store that does not
+///         answer.
+Meeting meet(const Place& place, const RendezvousOptions& options);
+
+/// "127.0.0.1:29500" or "/shared/meet": where the ranks of `place` meet.
+std::string meeting_point(const Place& place);
+
+}  // namespace cohort::comm

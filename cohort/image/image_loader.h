@@ -1,0 +1,70 @@
+// Decodes and transforms pictures on several threads while the network computes.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "cohort/image/image_folder.h"
+#include "cohort/image/transforms.h"
+
+namespace cohort::image {
+
+/// Pictures and their classes.
+struct ImageBatch {
+  at::Tensor images_BCHW{};  ///< float32, contiguous.
+  at::Tensor labels_B{};     ///< int64.
+};
+
+enum class Transform { kTraining, kEvaluation };
+
+/// What a picture that cannot be decoded does.
+enum class OnDamage {
+  kThrow,  ///< next() throws when it comes to the picture's batch.
+  kSkip,   ///< Its batch is one smaller, and num_skipped() one more.
+};
+
+struct ImageLoaderOptions {
+  Transform transform = Transform::kTraining;
+  TransformOptions transforms{};
+  int num_threads = 4;        ///< > 0.
+  int64_t batches_ahead = 2;  ///< Batches in memory that next() has not handed out, > 0.
+  uint64_t seed = 0;          ///< Same on all ranks.
+  int64_t epoch = 0;
+  OnDamage on_damage = OnDamage::kThrow;
+};
+
+/// Delivers the given batches in their order.
+///
+/// The random choices for a picture depend on (seed, epoch, its number in the folder) alone: not on
+/// the number of threads, of ranks, or its place in a batch.
+/// Owner:   refers to `folder`, which must outlive it.
+/// Memory:  batches_ahead batches, and one picture a thread.
+/// Threads: one caller. The destructor waits for the pictures that are being decoded.
+class ImageLoader {
+ public:
+  /// `batches` are numbers of pictures in `folder`: of DistributedSampler and cut_batches().
+  ImageLoader(const ImageFolder& folder, std::vector<std::vector<int64_t>> batches,
+              const ImageLoaderOptions& options);
+  ~ImageLoader();
+  ImageLoader(const ImageLoader&) = delete;
+  ImageLoader& operator=(const ImageLoader&) = delete;
+
+  /// Returns the next batch, or nothing after the last. Blocks until it is complete.
+  /// Errors: ConfigError that names the file: of the batch's damaged pictures, the first in its
+  ///         order.
+  std::optional<ImageBatch> next();
+
+  /// Returns how many pictures were left out of the batches handed out so far.
+  int64_t num_skipped() const;
+  /// Returns how long next() has blocked so far, in all.
+  std::chrono::nanoseconds waited() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace cohort::image

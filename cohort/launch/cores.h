@@ -1,0 +1,28 @@
+// The cores and devices of this node, and how its workers share them.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace cohort::launch {
+
+/// Returns the numbers of the cores that this process may run on, ascending; never empty.
+std::vector<int> usable_cores();
+
+/// Returns how many GPUs this node's workers may use: the entries of CUDA_VISIBLE_DEVICES where it
+/// is set, else what the NVIDIA driver lists.
+int num_gpus();
+
+/// Reads --nproc-per-node: a number, "cpu" (usable cores), "gpu" (GPUs), or "auto" (GPUs if there
+/// are any, else cores).
+/// Errors: ConfigError for other texts, and for "gpu" where there is none.
+int parse_nproc_per_node(const std::string& text);
+
+/// Returns the cores of each of `num_workers` workers: contiguous parts of `cores`, equally many
+/// for each; what does not divide is left over at the end.
+/// Errors: ConfigError that names --bind-cores if there are fewer cores than workers.
+std::vector<std::vector<int>> share_cores(const std::vector<int>& cores, int num_workers);
+
+/// Returns "2 workers, 2 threads each, cores 0-1 | 2,5".
+std::string describe_cores(const std::vector<std::vector<int>>& shares, const std::string& threads);
+
+}  // namespace cohort::launch

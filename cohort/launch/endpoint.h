@@ -1,0 +1,34 @@
+// Where launchers of several nodes meet: reading "host:port", listening there, reaching it.
+#pragma once
+#include <optional>
+#include <string>
+
+#include "cohort/launch/fd.h"
+
+namespace cohort::launch {
+
+inline constexpr int kDefaultMeetingPort = 29400;
+
+struct Endpoint {
+  std::string host;
+  int port = kDefaultMeetingPort;
+
+  std::string text() const { return host + ":" + std::to_string(port); }
+};
+
+/// Reads "host", "host:port" or "[ipv6]:port".
+/// Errors: ConfigError that names --rdzv-endpoint.
+Endpoint parse_endpoint(const std::string& text);
+
+/// Listens at `endpoint` if its host is this machine and nobody listens there yet; else nothing.
+///
+/// A host name that resolves to a loopback address, as a machine's own name often does, is
+/// listened for on all interfaces; "localhost" and 127.x stay on the loopback.
+/// Errors: ConfigError that names --rdzv-endpoint if the host does not resolve, or the port is not
+/// permitted.
+std::optional<Fd> listen_if_local(const Endpoint& endpoint);
+
+/// Returns a connection, or nothing if there is none within a fifth of a second.
+Fd try_to_connect(const Endpoint& endpoint);
+
+}  // namespace cohort::launch

@@ -1,0 +1,44 @@
+// Lines of text over a TCP connection, without ever waiting.
+#pragma once
+#include <chrono>
+#include <optional>
+#include <poll.h>
+#include <string>
+#include <vector>
+
+#include "cohort/launch/fd.h"
+
+namespace cohort::launch {
+
+/// One end of a connection that carries lines. It ends when the other side closes it, sends a line
+/// of more than 64 KiB, or lets 64 KiB wait unread; lines received before that can still be read.
+class LineSocket {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// Takes a connected, non-blocking socket; one that is none makes an ended LineSocket.
+  explicit LineSocket(Fd fd = Fd()) : fd_(std::move(fd)), heard_(Clock::now()) {}
+
+  bool open() const { return static_cast<bool>(fd_); }
+  void close() { fd_.reset(); }
+  /// When the last byte came.
+  Clock::time_point heard() const { return heard_; }
+  /// Queues `line`, which holds no line end, and sends what the network takes.
+  void send(const std::string& line);
+  /// Adds what turn() waits for.
+  void add_polls(std::vector<pollfd>& polls) const;
+  /// Sends and receives what it can.
+  void turn();
+  /// Returns the next line received, without its end.
+  std::optional<std::string> next();
+
+ private:
+  void flush();
+
+  Fd fd_;
+  std::string incoming_;
+  std::string outgoing_;
+  Clock::time_point heard_;
+};
+
+}  // namespace cohort::launch

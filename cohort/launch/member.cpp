@@ -1,0 +1,111 @@
+#include "cohort/launch/member.h"
+
+#include <nlohmann/json.hpp>
+
+#include "cohort/base/program.h"
+#include "cohort/launch/coordinator.h"
+
+namespace cohort::launch {
+namespace {
+
+using nlohmann::json;
+
+std::string text_of(const json& message) {
+  return message.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+NodePlace place_of(const json& message) {
+  NodePlace place;
+  place.node_rank = message.at("node_rank");
+  place.num_nodes = message.at("nodes");
+  place.base_rank = message.at("base_rank");
+  place.world_size = message.at("world_size");
+  place.master_addr = message.at("master_addr");
+  place.master_port = message.at("master_port");
+  place.restart_count = message.at("restart");
+  return place;
+}
+
+}  // namespace
+
+Member::Member(const Endpoint& endpoint, std::string id, std::chrono::milliseconds limit)
+    : endpoint_(endpoint),
+      id_(std::move(id)),
+      limit_(limit),
+      began_(Clock::now()),
+      beat_at_(began_) {}
+
+void Member::join(int num_workers, int store_port) {
+  const json message = {{"say", "join"},
+                        {"version", kProtocolVersion},
+                        {"id", id_},
+                        {"nproc", num_workers},
+                        {"port", store_port}};
+  if (connected_) {
+    line_.send(text_of(message));
+  } else {
+    to_join_ = text_of(message);
+  }
+}
+
+void Member::tell_done(int code) {
+  line_.send(text_of({{"say", "done"}, {"round", round_}, {"code", code}}));
+}
+
+void Member::tell_failed(int code, const std::string& why) {
+  line_.send(text_of({{"say", "failed"}, {"round", round_}, {"code", code}, {"why", why}}));
+}
+
+void Member::connect() {
+  line_ = LineSocket(try_to_connect(endpoint_));
+  connected_ = line_.open();
+  if (connected_ && !to_join_.empty()) line_.send(to_join_);
+}
+
+void Member::turn() {
+  if (over_) return;
+  if (!connected_) connect();
+  line_.turn();
+  if (Clock::now() < beat_at_) return;
+  beat_at_ = Clock::now() + kHeartbeat;
+  line_.send(text_of({{"say", "alive"}}));
+}
+
+Order Member::lost(const std::string& how) const {
+  return {
+      Order::Kind::kEnd, {}, kExitLostPeer, "the coordinator at " + endpoint_.text() + " " + how};
+}
+
+std::optional<Order> Member::next() {
+  if (over_) return std::nullopt;
+  while (const auto line = line_.next()) {
+    const json message = json::parse(*line, nullptr, /*allow_exceptions=*/false);
+    try {
+      const std::string kind = message.at("say");
+      if (kind == "round") {
+        round_ = message.at("round");
+        return Order{Order::Kind::kRound, place_of(message), 0, ""};
+      }
+      if (kind == "stop") return Order{Order::Kind::kStop, {}, 0, message.at("why")};
+      if (kind == "end") {
+        over_ = true;
+        line_.close();
+        return Order{Order::Kind::kEnd, {}, message.at("code"), message.at("why")};
+      }
+    } catch (const json::exception&) {
+      over_ = true;
+      return lost("does not speak as a launcher does");
+    }
+  }
+  const auto now = Clock::now();
+  std::string how;
+  if (!connected_ && now - began_ >= limit_) how = "did not answer in time";
+  if (connected_ && !line_.open()) how = "closed the connection";
+  if (connected_ && now - line_.heard() > kSilence) how = "fell silent";
+  if (how.empty()) return std::nullopt;
+  over_ = true;
+  line_.close();
+  return lost(how);
+}
+
+}  // namespace cohort::launch

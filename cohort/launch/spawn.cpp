@@ -1,0 +1,57 @@
+#include "cohort/launch/spawn.h"
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+#include "cohort/launch/launcher.h"
+
+namespace cohort::launch {
+namespace {
+
+// Holds the pid of the launching process, so that it means nothing to grandchildren.
+constexpr const char* kSpawnedVariable = "COHORT_SPAWNED_BY";
+
+std::vector<std::string> own_command() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  std::vector<std::string> words;
+  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+  if (words.empty()) throw ConfigError("spawn: expected /proc/self/cmdline to hold this program");
+  words.front() = std::filesystem::read_symlink("/proc/self/exe").string();
+  return words;
+}
+
+void require_single_thread() {
+  const std::filesystem::directory_iterator threads("/proc/self/task");
+  const auto count = std::distance(begin(threads), end(threads));
+  if (count != 1) {
+    throw ConfigError("spawn: expected to be called before the program starts threads, got " +
+                      std::to_string(count) + " threads");
+  }
+}
+
+}  // namespace
+
+bool is_spawned() {
+  return env_string(kSpawnedVariable) == std::to_string(::getppid());
+}
+
+int spawn(RunOptions options) {
+  if (is_spawned()) {
+    throw ConfigError("spawn: expected a process that is no worker, ask is_spawned() first");
+  }
+  if (!options.command.empty()) throw ConfigError("spawn: expected no command, got one");
+  require_single_thread();
+  options.command = own_command();
+  options.speaker = std::filesystem::path(options.command.front()).filename().string();
+  ::setenv(kSpawnedVariable, std::to_string(::getpid()).c_str(), 1);
+  const int code = run(options);
+  ::unsetenv(kSpawnedVariable);
+  return code;
+}
+
+}  // namespace cohort::launch

@@ -1,0 +1,241 @@
+#include "cohort/launch/worker_group.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <utility>
+
+#include "cohort/base/program.h"
+#include "cohort/launch/cores.h"
+#include "cohort/launch/worker.h"
+
+namespace cohort::launch {
+namespace {
+
+constexpr std::chrono::milliseconds kTermToKill{3000};
+constexpr std::chrono::milliseconds kSaveTime{25000};  // Beyond the grace, for a checkpoint.
+constexpr std::chrono::milliseconds kDrainTime{1000};  // For the last bytes of killed groups.
+constexpr int kLastReads = 64;                         // More than a pipe holds.
+
+}  // namespace
+
+WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node)
+    : context_(context), node_(node) {}
+
+// The delegation makes the object whole, so that its destructor runs if a later worker cannot
+// start.
+WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store,
+                         bool first_round)
+    : WorkerGroup(context, node) {
+  const int num_workers = context_.options.nproc_per_node;
+  const std::vector<int> cores = usable_cores();
+  num_threads_ = std::max(1, static_cast<int>(cores.size()) / num_workers);
+  if (context_.options.bind_cores == BindCores::kCores) cores_ = share_cores(cores, num_workers);
+  for (int local_rank = 0; local_rank < num_workers; ++local_rank) {
+    start(local_rank, store, !first_round);
+    store.reset();  // Rank 0 has it now; the others must not.
+  }
+}
+
+WorkerGroup::~WorkerGroup() {
+  kill_groups();
+}
+
+Terminal& WorkerGroup::terminal(int which) const {
+  return which == kStdout ? context_.out : context_.err;
+}
+
+Channel WorkerGroup::make_channel(int rank, int local_rank, int which) const {
+  const bool shown = context_.options.shown_streams(rank, local_rank) & which;
+  const bool as_terminal = shown && context_.options.tee == Tee::kRank0 && terminal(which).is_tty();
+  return as_terminal ? make_pseudo_terminal(terminal(which).fd()) : make_pipe();
+}
+
+Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channel,
+                                bool append) const {
+  Stream::Options options;
+  options.log_path =
+      log_file(context_.log_dir, worker.rank, which == kStdout ? "stdout" : "stderr");
+  options.append = append;
+  if (context_.options.shown_streams(worker.rank, worker.local_rank) & which) {
+    options.terminal = &terminal(which);
+    if (context_.options.tee != Tee::kRank0) {
+      options.prefix = "[rank " + std::to_string(worker.rank) + "] ";
+    }
+  }
+  return Stream(std::move(channel.launcher), std::move(options));
+}
+
+void WorkerGroup::start(int local_rank, Fd& store, bool append) {
+  Worker worker;
+  worker.rank = node_.base_rank + local_rank;
+  worker.local_rank = local_rank;
+  Channel out = make_channel(worker.rank, local_rank, kStdout);
+  Channel err = make_channel(worker.rank, local_rank, kStderr);
+  worker.streams.push_back(make_stream(worker, kStdout, out, append));
+  worker.streams.push_back(make_stream(worker, kStderr, err, append));
+  for (const auto& left_over :
+       {error_file(context_.log_dir, worker.rank), trace_file(context_.log_dir, worker.rank),
+        stack_file(context_.log_dir, worker.rank)}) {
+    std::filesystem::remove(left_over);
+  }
+  const WorkerPlace place{.local_rank = local_rank,
+                          .log_dir = context_.log_dir,
+                          .store_fd = worker.rank == 0 ? store.get() : -1,
+                          .num_threads = num_threads_};
+  workers_.push_back(std::move(worker));
+  workers_.back().pid = start_process(
+      {.program = context_.program,
+       .command = context_.options.command,
+       .environment = worker_environment(own_environment(), context_.options, node_, place),
+       .stdout_fd = out.worker.get(),
+       .stderr_fd = err.worker.get(),
+       .inherited_fd = place.store_fd,
+       .cores = cores_.empty() ? std::vector<int>{} : cores_[static_cast<size_t>(local_rank)]},
+      context_.guardian, context_.signals);
+  workers_.back().running = true;
+}
+
+bool WorkerGroup::running() const {
+  return std::any_of(workers_.begin(), workers_.end(), [](const Worker& w) { return w.running; });
+}
+
+bool WorkerGroup::may_start_again() const {
+  return context_.options.max_restarts > node_.restart_count;
+}
+
+void WorkerGroup::add_polls(std::vector<pollfd>& polls) const {
+  for (const Worker& worker : workers_) {
+    for (const Stream& stream : worker.streams) {
+      if (stream.wants_more()) polls.push_back({stream.fd(), POLLIN, 0});
+    }
+  }
+}
+
+std::optional<WorkerGroup::Clock::time_point> WorkerGroup::deadline() const {
+  if (term_at_ && kill_at_) return std::min(*term_at_, *kill_at_);
+  return term_at_ ? term_at_ : kill_at_;
+}
+
+void WorkerGroup::turn() {
+  for (Worker& worker : workers_) {
+    for (Stream& stream : worker.streams) {
+      if (stream.wants_more()) stream.pump();
+    }
+  }
+  notice_exits();
+  keep_deadlines();
+}
+
+void WorkerGroup::notice_exits() {
+  for (Worker& worker : workers_) {
+    if (!worker.running) continue;
+    const auto status = peek_exit(worker.pid);
+    if (!status) continue;
+    worker.running = false;
+    const bool stopped = stopping_ && worker.note.empty();
+    outcomes_.push_back({worker.rank, worker.pid, *status, passed_signal_, stopped, worker.note});
+    const bool first_failure = outcomes_.back().failed() && !std::exchange(failed_, true);
+    if (!first_failure || passed_signal_ != 0 || stopping_) continue;
+    if (may_start_again() && status->exit_code != kExitLostPeer &&
+        status->exit_code != kExitUsage) {
+      stop(context_.options.grace);
+    } else {
+      term_at_ = Clock::now() + context_.options.grace;
+    }
+  }
+}
+
+void WorkerGroup::keep_deadlines() {
+  const auto now = Clock::now();
+  if (term_at_ && now >= *term_at_) stop(kTermToKill);
+  if (kill_at_ && now >= *kill_at_) kill_now();
+}
+
+// To the workers that run still; the groups of the others are ended with the round.
+void WorkerGroup::send(int signal) const {
+  for (const Worker& worker : workers_) {
+    if (worker.running) ::kill(-worker.pid, signal);
+  }
+}
+
+void WorkerGroup::pass_stop(int signal) {
+  notice_exits();  // What ended before the signal did not end because of it.
+  passed_signal_ = signal;
+  send(signal);
+  if (!kill_at_) kill_at_ = Clock::now() + context_.options.grace + kSaveTime;
+}
+
+void WorkerGroup::stop(milliseconds patience) {
+  term_at_.reset();
+  if (std::exchange(stopping_, true)) return;
+  send(SIGTERM);
+  const auto kill_at = Clock::now() + patience;
+  kill_at_ = kill_at_ ? std::min(*kill_at_, kill_at) : kill_at;
+}
+
+void WorkerGroup::kill_now() {
+  notice_exits();
+  stopping_ = true;
+  term_at_.reset();
+  kill_at_.reset();
+  send(SIGKILL);
+}
+
+void WorkerGroup::fail(int rank, const std::string& note) {
+  for (Worker& worker : workers_) {
+    if (worker.rank != rank || !worker.running) continue;
+    worker.note = note;
+    ::kill(-worker.pid, SIGKILL);
+  }
+}
+
+void WorkerGroup::pass_window_size() const {
+  const Worker& worker = workers_.front();
+  if (worker.rank != 0 || context_.options.tee != Tee::kRank0) return;
+  bool changed = false;
+  for (size_t i = 0; i < worker.streams.size(); ++i) {
+    const int which = i == 0 ? kStdout : kStderr;
+    const bool shown = context_.options.shown_streams(0, worker.local_rank) & which;
+    if (!shown || !terminal(which).is_tty() || worker.streams[i].fd() < 0) continue;
+    copy_window_size(terminal(which).fd(), worker.streams[i].fd());
+    changed = true;
+  }
+  if (changed && worker.running) ::kill(-worker.pid, SIGWINCH);
+}
+
+void WorkerGroup::end() {
+  kill_groups();
+  drain();
+}
+
+void WorkerGroup::kill_groups() {
+  for (Worker& worker : workers_) {
+    if (worker.pid > 0) {
+      kill_group_and_reap(worker.pid);
+      context_.guardian.forget(worker.pid);
+    }
+    worker.pid = -1;
+    worker.running = false;
+  }
+}
+
+// Only a process that left its worker's group can hold a stream open longer; it is not waited for.
+void WorkerGroup::drain() {
+  const auto end = Clock::now() + kDrainTime;
+  const auto open = [](const Stream& stream) { return stream.fd() >= 0; };
+  for (Worker& worker : workers_) {
+    for (Stream& stream : worker.streams) {
+      while (open(stream) && Clock::now() < end) {
+        if (stream.pump() || !open(stream)) continue;
+        const auto left = std::chrono::ceil<milliseconds>(end - Clock::now()).count();
+        pollfd wait{stream.fd(), POLLIN, 0};
+        ::poll(&wait, 1, static_cast<int>(std::max<decltype(left)>(left, 0)));
+      }
+      for (int reads = 0; reads < kLastReads && stream.pump(); ++reads) {
+      }
+      stream.finish();
+    }
+  }
+}
+
+}  // namespace cohort::launch

@@ -1,0 +1,113 @@
+// The workers of one round on this node, from their start to their last byte.
+#pragma once
+#include <chrono>
+#include <optional>
+#include <poll.h>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cohort/launch/environment.h"
+#include "cohort/launch/fd.h"
+#include "cohort/launch/guardian.h"
+#include "cohort/launch/report.h"
+#include "cohort/launch/signals.h"
+#include "cohort/launch/stream.h"
+#include "cohort/launch/terminal.h"
+
+namespace cohort::launch {
+
+/// What outlives a round. All references outlive the group.
+struct RoundContext {
+  const RunOptions& options;
+  const std::string& program;  ///< As find_program returned it.
+  const std::string& log_dir;
+  const Guardian& guardian;
+  const Signals& signals;
+  Terminal& out;
+  Terminal& err;
+};
+
+/// One worker, and what the launcher keeps of it.
+struct Worker {
+  int rank = 0;
+  int local_rank = 0;
+  pid_t pid = -1;  ///< -1 once its process group was ended.
+  bool running = false;
+  std::string note;             ///< See Outcome::note.
+  std::vector<Stream> streams;  ///< stdout, stderr.
+};
+
+/// Starts one worker per local rank, copies what they write, notices how they end, and stops them.
+///
+/// When a worker fails, the others have options.grace to leave, then SIGTERM, 3 seconds later
+/// SIGKILL. Where the job may start again nothing is gained by waiting: then SIGTERM goes out at
+/// once and SIGKILL after the grace, unless all that is known is a lost peer (exit code 3).
+/// Threads: from the main thread, while there is no other (it forks).
+class WorkerGroup {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using milliseconds = std::chrono::milliseconds;
+
+  /// Starts the workers. `store`: rank 0's listening socket, on node 0 only. `first_round`: the
+  /// logs are emptied, else appended to.
+  /// Errors: ConfigError if the program cannot be executed; no worker is left running.
+  WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store, bool first_round);
+  ~WorkerGroup();
+  WorkerGroup(const WorkerGroup&) = delete;
+  WorkerGroup& operator=(const WorkerGroup&) = delete;
+
+  bool running() const;
+  const NodePlace& node() const { return node_; }
+  std::span<const Worker> workers() const { return workers_; }
+  /// The ends noticed so far, in their order.
+  std::span<const Outcome> outcomes() const { return outcomes_; }
+
+  /// Adds what turn() waits for.
+  void add_polls(std::vector<pollfd>& polls) const;
+  /// When turn() is due at the latest.
+  std::optional<Clock::time_point> deadline() const;
+  /// Reads what there is, notices ends, keeps deadlines; does not block.
+  void turn();
+
+  /// Passes on a signal that asks the job to stop; SIGKILL follows 25 seconds after the grace.
+  void pass_stop(int signal);
+  /// Passes on any other signal.
+  void send(int signal) const;
+  /// Stops the round: SIGTERM, and SIGKILL after `patience`. May be called again.
+  void stop(milliseconds patience);
+  void kill_now();
+  /// Declares that the running worker of `rank` failed, and kills it; `note` says why.
+  void fail(int rank, const std::string& note);
+  /// Gives rank 0's pseudo-terminal, if it has one, the launcher's window size.
+  void pass_window_size() const;
+
+  /// Kills what is left of the workers' process groups and reads the last bytes.
+  void end();
+
+ private:
+  WorkerGroup(const RoundContext& context, const NodePlace& node);
+  void start(int local_rank, Fd& store, bool append);
+  Stream make_stream(const Worker& worker, int which, Channel& channel, bool append) const;
+  Channel make_channel(int rank, int local_rank, int which) const;
+  Terminal& terminal(int which) const;
+  bool may_start_again() const;
+  void notice_exits();
+  void keep_deadlines();
+  void kill_groups();
+  void drain();
+
+  const RoundContext context_;
+  const NodePlace node_;
+  std::vector<std::vector<int>> cores_;  // By local rank; empty: not bound.
+  int num_threads_ = 1;
+  std::vector<Worker> workers_;
+  std::vector<Outcome> outcomes_;
+  int passed_signal_ = 0;
+  bool failed_ = false;
+  bool stopping_ = false;  // SIGTERM or SIGKILL went out on our own account.
+  std::optional<Clock::time_point> term_at_;
+  std::optional<Clock::time_point> kill_at_;
+};
+
+}  // namespace cohort::launch

@@ -1,0 +1,27 @@
+// Communication hooks that send gradients in 16 bits.
+#pragma once
+#include "cohort/parallel/comm_hook.h"
+
+namespace cohort::parallel {
+
+/// Returns the hook that sends float16: half the bytes of float32.
+///
+/// Collective: one all-reduce per bucket. Sparse buckets are refused.
+/// Numerics: each rank multiplies by 1 / world size in the gradient's dtype and rounds to float16;
+/// ranks sum in
+///           float16, W - 1 roundings on the way. With u = 2^-11 an element's error is at most
+///           ((1 + u)^W - 1) * (|g_1| + ... + |g_W|) / W, and W * 2^-25 more where float16 is
+///           subnormal (below 6e-5). A mean above 65504 becomes infinite, on every rank alike.
+CommHook fp16_compress_hook();
+
+/// Returns the hook that sends bfloat16: half the bytes of float32 with float32's range.
+/// As fp16_compress_hook with u = 2^-8, without the subnormal term and without overflow.
+CommHook bf16_compress_hook();
+
+/// Return the hook that rounds the bucket to 16 bits, lets `inner` reduce that, and widens its
+/// result. `inner` sees a bucket of the low type, gradients included, and divides; otherwise as the
+/// hooks above.
+CommHook fp16_compress_wrapper(CommHook inner);
+CommHook bf16_compress_wrapper(CommHook inner);
+
+}  // namespace cohort::parallel

@@ -1,0 +1,60 @@
+// Options of DistributedDataParallel, with PyTorch's names and meanings; docs/ddp.md has the table.
+#pragma once
+#include <c10/core/ScalarType.h>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace cohort::parallel {
+
+/// Names of parameters, bucket by bucket, in the order in which buckets are sent.
+using BucketLayout = std::vector<std::vector<std::string>>;
+
+/// Types of a forward and backward whose parameters stay in float32 for the optimizer; unset ones
+/// stay as they are.
+struct MixedPrecision {
+  std::optional<c10::ScalarType>
+      param_dtype;  ///< Parameters and floating-point inputs during forward and backward.
+  std::optional<c10::ScalarType>
+      reduce_dtype;  ///< Gradients while they travel; they are divided before.
+  std::optional<c10::ScalarType>
+      buffer_dtype;  ///< Floating-point buffers, for good, from construction on.
+};
+
+struct DistributedDataParallelOptions {
+  double bucket_cap_mb =
+      25;  ///< Largest gradient bucket, MiB, > 0; a larger parameter has one of its own.
+  double first_bucket_mb =
+      1;  ///< The first bucket to be sent, MiB, > 0, at most bucket_cap_mb counts.
+  /// Caps of the first, second ... bucket in MiB; the last one holds for all further ones. Replaces
+  /// both caps above.
+  std::vector<double> bucket_cap_mb_list;
+  bool broadcast_buffers = true;        ///< Buffers follow rank 0's before each forward.
+  bool find_unused_parameters = false;  ///< Some parameters take no part in some steps.
+  /// Gradients live in the buckets: less memory and no copy. Only with an optimizer whose zero_grad
+  /// lets them go, as optim::Adam's; libtorch's own calls detach_(), which views forbid.
+  bool gradient_as_bucket_view = false;
+  bool static_graph = false;  ///< The same parameters take part, as often, in every step.
+  bool init_sync = true;  ///< Verify that the models agree and copy rank 0's state; else that is
+                          ///< the caller's care.
+  /// With find_unused_parameters: buckets that this step does not touch are not sent. Every rank
+  /// must leave out the same parameters.
+  bool skip_all_reduce_unused_params = false;
+  /// Cut the buckets anew after the first step, in the order in which its gradients came, as
+  /// PyTorch does. Off: they are cut once, in reverse order of registration, and the order of
+  /// summation never changes (bucket_layout).
+  bool rebuild_buckets = false;
+  BucketLayout bucket_layout;  ///< The layout to use, from DistributedDataParallel::bucket_layout;
+                               ///< empty: cut one.
+  /// Parameters and buffers that are left alone: not verified, copied, cast or averaged.
+  std::vector<std::string> ignored;
+  /// Parameters outside the buckets, averaged in one piece once the gradient of
+  /// `param_to_hook_all_reduce` and theirs are there.
+  std::vector<std::string> delay_all_reduce_named_params;
+  std::string param_to_hook_all_reduce;  ///< Set together with delay_all_reduce_named_params.
+  MixedPrecision mixed_precision;
+  int logging_sample_rate =
+      100;  ///< Times are taken in the first 10 steps, then in every so many, > 0.
+};
+
+}  // namespace cohort::parallel

@@ -1,0 +1,121 @@
+#include "cohort/parallel/model_state.h"
+
+#include <algorithm>
+#include <sstream>
+#include <torch/csrc/autograd/grad_mode.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/nn/modules/embedding.h>
+#include <unordered_set>
+
+namespace cohort::parallel {
+namespace {
+
+constexpr size_t kBroadcastBytes = 250 << 20;
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+std::string describe(const torch::nn::Module& model, const std::vector<std::string>& ignored) {
+  std::ostringstream out;
+  for (const auto& item : model.named_parameters()) {
+    if (contains(ignored, item.key())) continue;
+    out << "parameter " << item.key() << ' ' << item.value().sizes() << ' ' << item.value().dtype()
+        << (item.value().requires_grad() ? "" : " frozen") << '\n';
+  }
+  for (const auto& item : model.named_buffers()) {
+    if (contains(ignored, item.key())) continue;
+    out << "buffer " << item.key() << ' ' << item.value().sizes() << ' ' << item.value().dtype()
+        << '\n';
+  }
+  return out.str();
+}
+
+// The first line in which `mine` departs from `theirs`; empty if equal.
+std::string first_difference(const std::string& mine, const std::string& theirs) {
+  std::istringstream a(mine);
+  std::istringstream b(theirs);
+  while (true) {
+    std::string line_a;
+    std::string line_b;
+    const bool more_a = static_cast<bool>(std::getline(a, line_a));
+    const bool more_b = static_cast<bool>(std::getline(b, line_b));
+    if (!more_a && !more_b) return "";
+    if (line_a != line_b) {
+      return "has " + (more_a ? line_a : "no more entries") + " where rank 0 has " +
+             (more_b ? line_b : "no more entries");
+    }
+  }
+}
+
+bool has_sparse_gradient(const torch::nn::Module& module) {
+  if (const auto* embedding = module.as<torch::nn::Embedding>()) return embedding->options.sparse();
+  if (const auto* bag = module.as<torch::nn::EmbeddingBag>()) return bag->options.sparse();
+  return false;
+}
+
+}  // namespace
+
+void verify_same_text(const std::string& what, const std::string& text, comm::ProcessGroup& group) {
+  const std::string difference = first_difference(text, group.broadcast_text(text));
+  const std::vector<std::string> all = group.all_gather_text(difference);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    TORCH_CHECK_VALUE(all[rank].empty(), "the ", what, " differ between ranks: rank ", rank, " ",
+                      all[rank]);
+  }
+}
+
+void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group,
+                       const std::vector<std::string>& ignored) {
+  verify_same_text("models", describe(model, ignored), group);
+}
+
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, comm::ProcessGroup& group,
+                       int root) {
+  if (tensors.empty() || group.size() == 1) return;
+  const at::NoGradGuard no_grad;
+  const auto engine = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.engine());
+  group.guard("broadcast of the model",
+              [&] { c10d::broadcast_coalesced(engine, tensors, kBroadcastBytes, root); });
+}
+
+void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group, int root,
+                     const std::vector<std::string>& ignored) {
+  std::vector<at::Tensor> state;
+  for (const auto& item : model.named_parameters()) {
+    if (!contains(ignored, item.key())) state.push_back(item.value().detach());
+  }
+  for (const NamedTensor& buffer : model_buffers(model, ignored)) state.push_back(buffer.tensor);
+  broadcast_tensors(state, group, root);
+}
+
+std::vector<NamedTensor> trainable_parameters(const torch::nn::Module& model,
+                                              const std::vector<std::string>& ignored) {
+  std::vector<NamedTensor> found;
+  std::unordered_set<c10::TensorImpl*> seen;
+  const auto add = [&](const torch::nn::Module& module, const std::string& prefix) {
+    const bool sparse = has_sparse_gradient(module);
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      const std::string name = prefix.empty() ? item.key() : prefix + "." + item.key();
+      const at::Tensor& tensor = item.value();
+      if (!tensor.requires_grad() || contains(ignored, name)) continue;
+      if (seen.insert(tensor.unsafeGetTensorImpl()).second) found.push_back({name, tensor, sparse});
+    }
+  };
+  add(model, "");
+  for (const auto& child : model.named_modules("", /*include_self=*/false))
+    add(*child.value(), child.key());
+  return found;
+}
+
+std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,
+                                       const std::vector<std::string>& ignored) {
+  std::vector<NamedTensor> found;
+  for (const auto& item : model.named_buffers()) {
+    if (!contains(ignored, item.key())) found.push_back({item.key(), item.value().detach()});
+  }
+  return found;
+}
+
+}  // namespace cohort::parallel

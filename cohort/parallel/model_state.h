@@ -1,0 +1,51 @@
+// What the ranks' replicas of a model have in common: names, shapes and, once copied, values.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <string>
+#include <torch/nn/module.h>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+
+namespace cohort::parallel {
+
+/// Throws unless every rank passes the same `text`, lines that describe `what` ("models").
+///
+/// Collective; blocks. Errors: c10::ValueError on every rank, naming the first line that differs
+/// and its rank.
+void verify_same_text(const std::string& what, const std::string& text, comm::ProcessGroup& group);
+
+/// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in
+/// the same order; names in `ignored` do not count.
+///
+/// Collective; blocks. Errors: c10::ValueError on every rank, naming the first difference and the
+/// rank.
+void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group,
+                       const std::vector<std::string>& ignored = {});
+
+/// Copies rank `root`'s parameters and buffers to every rank, but for those in `ignored`.
+/// Collective; blocks.
+void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group, int root = 0,
+                     const std::vector<std::string>& ignored = {});
+
+/// Copies `tensors` from rank `root` to all, in place, few messages for many tensors. Collective;
+/// blocks.
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, comm::ProcessGroup& group, int root);
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+  bool sparse_gradient =
+      false;  ///< The weight of an Embedding or EmbeddingBag made with sparse(true).
+};
+
+/// Returns the parameters that require a gradient in registration order, each shared tensor once,
+/// under its first name.
+std::vector<NamedTensor> trainable_parameters(const torch::nn::Module& model,
+                                              const std::vector<std::string>& ignored = {});
+
+/// Returns the model's buffers, detached, in registration order.
+std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,
+                                       const std::vector<std::string>& ignored = {});
+
+}  // namespace cohort::parallel

@@ -1,0 +1,164 @@
+#include "cohort/parallel/reducer.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <utility>
+
+namespace cohort::parallel {
+namespace {
+
+constexpr double kMiB = 1024 * 1024;
+
+int64_t bytes(double mib) {
+  return static_cast<int64_t>(mib * kMiB);
+}
+
+// The caps in bytes, in the order of sending.
+std::vector<int64_t> caps(const DistributedDataParallelOptions& options) {
+  std::vector<int64_t> result;
+  for (const double cap : options.bucket_cap_mb_list) result.push_back(bytes(cap));
+  if (result.empty()) {
+    result = {bytes(std::min(options.first_bucket_mb, options.bucket_cap_mb)),
+              bytes(options.bucket_cap_mb)};
+  }
+  return result;
+}
+
+// Backward mostly makes gradients from the last registered parameter to the first.
+BucketIndices cut_in_reverse(const std::vector<NamedTensor>& parameters,
+                             const std::vector<size_t>& limits) {
+  std::vector<at::Tensor> tensors;
+  std::vector<int64_t> indices;
+  std::vector<bool> sparse;
+  for (const NamedTensor& parameter : parameters) sparse.push_back(parameter.sparse_gradient);
+  for (size_t i = parameters.size(); i-- > 0;) {
+    tensors.push_back(parameters[i].tensor);
+    indices.push_back(static_cast<int64_t>(i));
+  }
+  return std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, limits, sparse, indices));
+}
+
+BucketIndices indices_of(const BucketLayout& layout, const std::vector<NamedTensor>& parameters) {
+  std::map<std::string, size_t> left;
+  for (size_t i = 0; i < parameters.size(); ++i) left[parameters[i].name] = i;
+  BucketIndices buckets;
+  for (const auto& names : layout) {
+    TORCH_CHECK_VALUE(!names.empty(), "bucket_layout: expected no empty bucket, bucket ",
+                      buckets.size(), " is");
+    buckets.emplace_back();
+    for (const auto& name : names) {
+      const auto found = left.find(name);
+      TORCH_CHECK_VALUE(found != left.end(),
+                        "bucket_layout: expected each parameter of the model once, got ", name,
+                        " twice or not of the model");
+      buckets.back().push_back(found->second);
+      left.erase(found);
+    }
+  }
+  TORCH_CHECK_VALUE(left.empty(),
+                    "bucket_layout: expected each parameter of the model once, it lacks ",
+                    left.begin()->first);
+  return buckets;
+}
+
+class HookAdapter : public c10d::CommHookInterface {
+ public:
+  HookAdapter(CommHook hook, comm::ProcessGroup& group) : hook_(std::move(hook)), group_(group) {}
+
+  TensorFuture runHook(c10d::GradBucket& bucket) override {
+    const at::Tensor& buffer = bucket.getBufferRef();
+    return hook_(group_, {.index = static_cast<int64_t>(bucket.getIndex()),
+                          .is_last = bucket.isLast(),
+                          .buffer = buffer,
+                          .gradients = buffer.is_sparse() ? std::vector<at::Tensor>{buffer}
+                                                          : bucket.getGradients(),
+                          .parameters = bucket.getParameters()});
+  }
+  at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
+
+ private:
+  CommHook hook_;
+  comm::ProcessGroup& group_;
+};
+
+}  // namespace
+
+BucketIndices Reducer::layout() const {
+  BucketIndices result;
+  for (const Bucket& bucket : buckets_) result.push_back(bucket.variable_indices);
+  return result;
+}
+
+void Reducer::abandon_backward() {
+  for (size_t i = 0; i < next_bucket_; ++i) {
+    if (buckets_[i].future_work) buckets_[i].future_work->waitAndThrow();
+  }
+  const bool rebuilt = has_rebuilt_bucket_;
+  reset_state();
+  has_rebuilt_bucket_ = rebuilt;
+}
+
+void Reducer::stand_in_for_used_map() {
+  std::vector<at::Tensor> map{get_local_used_map_on_device()};
+  process_group_->allreduce(map)->wait();
+}
+
+void Reducer::stand_in(bool used_map_first) {
+  for (Bucket& bucket : buckets_) {
+    if (!bucket.expect_sparse_gradient || bucket.gradients.defined()) continue;
+    // A rank that never had a gradient does not know its form: rows of an embedding, none of them.
+    const at::Tensor& weight = bucket.variables.front();
+    bucket.gradients = at::sparse_coo_tensor(
+        at::empty({1, 0}, at::kLong),
+        at::empty({0, weight.size(1)}, weight.options().requires_grad(false)), weight.sizes());
+  }
+  if (used_map_first) stand_in_for_used_map();
+  std::vector<TensorFuture> futures;
+  auto zeros = get_grad_buckets(/*return_zero_tensors=*/true);
+  for (c10d::GradBucket& bucket : zeros) futures.push_back(run_comm_hook(bucket));
+  for (const TensorFuture& future : futures) future->waitAndThrow();
+  if (find_unused_parameters_ && !static_graph_) stand_in_for_used_map();
+  push_rebuilt_params_for_all_indices();
+}
+
+BucketIndices initial_buckets(const std::vector<NamedTensor>& parameters,
+                              const DistributedDataParallelOptions& options) {
+  if (!options.bucket_layout.empty()) return indices_of(options.bucket_layout, parameters);
+  // Before the order of gradients is known one bucket is as good as any cut.
+  if (options.rebuild_buckets) return cut_in_reverse(parameters, {SIZE_MAX});
+  const std::vector<int64_t> limits = caps(options);
+  return cut_in_reverse(parameters, std::vector<size_t>(limits.begin(), limits.end()));
+}
+
+std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters,
+                                      comm::ProcessGroup& group,
+                                      const DistributedDataParallelOptions& options) {
+  std::vector<at::Tensor> tensors;
+  std::vector<bool> sparse;
+  std::unordered_map<size_t, std::string> names;
+  for (const NamedTensor& parameter : parameters) {
+    names[tensors.size()] = parameter.name;
+    tensors.push_back(parameter.tensor);
+    sparse.push_back(parameter.sparse_gradient);
+  }
+  const std::vector<int64_t> limits = caps(options);
+  auto reducer = std::make_shared<Reducer>(
+      tensors, initial_buckets(parameters, options),
+      c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.engine()), sparse, limits.back(),
+      options.find_unused_parameters, options.gradient_as_bucket_view, names, limits.front(),
+      options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
+      options.bucket_cap_mb_list.empty() ? std::vector<int64_t>{} : limits);
+  if (!options.rebuild_buckets || !options.bucket_layout.empty()) reducer->keep_layout();
+  return reducer;
+}
+
+std::unique_ptr<c10d::CommHookInterface> adapt_hook(CommHook hook, comm::ProcessGroup& group) {
+  return std::make_unique<HookAdapter>(std::move(hook), group);
+}
+
+}  // namespace cohort::parallel

@@ -1,0 +1,52 @@
+// c10d's Reducer with what PyTorch's Python side reaches by other ways, or lacks. For the gradient
+// engine alone.
+#pragma once
+#include <memory>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <vector>
+
+#include "cohort/parallel/comm_hook.h"
+#include "cohort/parallel/distributed_data_parallel_options.h"
+#include "cohort/parallel/model_state.h"
+
+namespace cohort::parallel {
+
+/// Bucket by bucket, indices into the list of parameters.
+using BucketIndices = std::vector<std::vector<size_t>>;
+
+/// Owner: GradientEngine. Threads: as c10d::Reducer: the one that runs backward.
+class Reducer : public c10d::Reducer {
+ public:
+  using c10d::Reducer::Reducer;
+
+  void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut anew.
+  BucketIndices layout() const;
+  bool has_rebuilt() const { return has_rebuilt_bucket_; }
+  /// What the next backward divides gradients by; after it the world size holds again.
+  void set_divisor(int divisor) { div_factor_ = divisor; }
+  /// Waits for the buckets that an unfinished backward has sent, then forgets that backward.
+  void abandon_backward();
+  /// Joins the peers' reductions of one backward with zeros. Collective; blocks.
+  /// `used_map_first`: the first backward of a static graph sends its map of used parameters before
+  /// the buckets.
+  void stand_in(bool used_map_first);
+
+ private:
+  void stand_in_for_used_map();
+};
+
+/// Returns the buckets that `options` ask for: its layout, or cuts by size.
+/// Errors: c10::ValueError naming the parameters that options.bucket_layout lacks, repeats or does
+/// not know.
+BucketIndices initial_buckets(const std::vector<NamedTensor>& parameters,
+                              const DistributedDataParallelOptions& options);
+
+/// Makes the Reducer for `parameters`, as PyTorch's Python side does. Local.
+std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters,
+                                      comm::ProcessGroup& group,
+                                      const DistributedDataParallelOptions& options);
+
+/// Lets c10d call `hook`. `group` must outlive the result.
+std::unique_ptr<c10d::CommHookInterface> adapt_hook(CommHook hook, comm::ProcessGroup& group);
+
+}  // namespace cohort::parallel

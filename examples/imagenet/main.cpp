@@ -1,0 +1,123 @@
+// Trains a ResNet on pictures:  cohort run --nproc-per-node 2 -- imagenet --arch resnet18 DATA
+//
+// The flags are those of PyTorch's examples/imagenet; docs/imagenet.md tells what differs.
+#include <CLI/CLI.hpp>
+
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+#include "cohort/launch/spawn.h"
+
+#include "apps/group_flags.h"
+#include "examples/imagenet/trainer.h"
+
+namespace {
+
+using imagenet::Options;
+
+void add_model_flags(CLI::App& app, Options& o) {
+  app.add_option("-a,--arch", o.arch, "resnet18, resnet34, resnet50, resnet101 or resnet152")
+      ->capture_default_str();
+  app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
+  app.add_option("--precision", o.precision, "float32 or float64")->capture_default_str();
+  app.add_option("--strategy", o.strategy, "How ranks share the work: ddp")->capture_default_str();
+}
+
+void add_data_flags(CLI::App& app, Options& o) {
+  app.add_option("data", o.data, "Folder with train/<class>/ and val/<class>/")->required();
+  app.add_option("-j,--workers", o.workers, "Decoding threads of each rank")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--image-size", o.image_size, "Pixels on each side of the network's input")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_flag("--skip-damaged", o.skip_damaged, "Leave damaged pictures out, and count them");
+  app.add_option("-b,--batch-size", o.batch_size, "Pictures of a step, of all ranks together")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--batch-size-per-rank", o.batch_size_per_rank, "The same, of each rank")
+      ->check(CLI::PositiveNumber)
+      ->excludes("--batch-size");
+}
+
+void add_training_flags(CLI::App& app, Options& o) {
+  app.add_option("--epochs", o.epochs, "Epochs in all")->capture_default_str();
+  app.add_option("--start-epoch", o.start_epoch, "First epoch (default: as --resume says, or 0)")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; then a tenth, and so on")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--lr-rule", o.lr_rule, "Scale --lr by batch / 256: none, linear or sqrt")
+      ->capture_default_str();
+  app.add_option("--momentum", o.momentum, "Of SGD")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--wd,--weight-decay", o.weight_decay, "Of SGD")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--seed", o.seed, "Of parameters, data order and augmentation")
+      ->capture_default_str();
+  app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--resume", o.resume, "Checkpoint's folder to go on from");
+  app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");
+  app.add_option("--output", o.output, "Folder for checkpoint/, model_best/ and history.jsonl")
+      ->capture_default_str();
+}
+
+// --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
+// nodes. It starts the node's ranks, which find their places in their environment.
+int spawn_ranks(cohort::comm::PlaceOptions node) {
+  if (!node.nproc_per_node) {
+    throw cohort::ConfigError(
+        "--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");
+  }
+  cohort::launch::RunOptions ranks{.nproc_per_node = *node.nproc_per_node};
+  node.nproc_per_node.reset();
+  if (node.rank || node.world_size) {
+    const cohort::comm::Place place = cohort::comm::discover_place(node);
+    ranks.node_rank = place.rank;
+    ranks.nnodes = {.min = place.world_size, .max = place.world_size};
+    ranks.master_addr = place.master_addr;
+    ranks.master_port = place.master_port;
+  }
+  return cohort::launch::spawn(ranks);
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Trains a ResNet on folders of pictures, on one or many ranks", "imagenet");
+  Options options;
+  cohort::apps::GroupFlags group_flags;
+  add_data_flags(app, options);
+  add_model_flags(app, options);
+  add_training_flags(app, options);
+  group_flags.add_to(app);
+  bool spawns = false;
+  app.add_flag("--multiprocessing-distributed", spawns,
+               "Start --nproc-per-node ranks here; --rank and --world-size count nodes")
+      ->group("Ranks");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    throw cohort::ConfigError(std::string(error.what()) + " (imagenet --help lists the flags)");
+  }
+  if (spawns && !cohort::launch::is_spawned()) return spawn_ranks(group_flags.place);
+  if (spawns) group_flags.place = {};
+  const auto group = group_flags.connect();
+  imagenet::Trainer trainer(options, *group);
+  if (options.evaluate) {
+    trainer.evaluate();
+  } else {
+    trainer.train();
+  }
+  group->close();
+  return cohort::kExitOk;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cohort::run_program("imagenet", [&] { return run(argc, argv); });
+}

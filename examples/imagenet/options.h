@@ -1,0 +1,33 @@
+// What `imagenet` is asked to do.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace imagenet {
+
+struct Options {
+  std::string data;  ///< Folder with train/<class>/ and val/<class>/.
+  std::string arch = "resnet18";
+  std::string output = ".";            ///< Gets checkpoint/, model_best/ and history.jsonl.
+  std::string resume;                  ///< A checkpoint's folder to go on from; empty: none.
+  bool evaluate = false;               ///< Only evaluate on val/, and leave.
+  int64_t epochs = 90;                 ///< Epochs in all, those before --resume included.
+  std::optional<int64_t> start_epoch;  ///< First epoch; default: where the checkpoint ended, or 0.
+  int64_t batch_size = 256;            ///< Of all ranks together ...
+  std::optional<int64_t> batch_size_per_rank;  ///< ... or of each.
+  double lr = 0.1;                             ///< For a global batch of 256, if lr_rule scales it.
+  std::string lr_rule = "none";
+  double momentum = 0.9;
+  double weight_decay = 1e-4;
+  int64_t print_freq = 10;  ///< Steps between progress lines.
+  uint64_t seed = 0;        ///< Of parameters, data order and augmentation.
+  int workers = 4;          ///< Decoding threads of each rank.
+  std::string strategy = "ddp";
+  bool sync_bn = false;  ///< Normalise over the batches of all ranks.
+  int64_t image_size = 224;
+  std::string precision = "float32";  ///< Or float64.
+  bool skip_damaged = false;          ///< Leave damaged pictures out, and count them.
+};
+
+}  // namespace imagenet

@@ -1,0 +1,39 @@
+// What is counted about a network's answers.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <cstdint>
+
+#include "cohort/comm/process_group.h"
+
+namespace imagenet {
+
+/// Figures over pictures; NaN without any.
+struct Scores {
+  int64_t count = 0;
+  double loss = 0;  ///< Mean cross-entropy.
+  double top1 = 0;  ///< Percent.
+  double top5 = 0;  ///< Percent.
+};
+
+/// Returns the cross-entropy of each picture.
+at::Tensor losses_of(const at::Tensor& scores_BC, const at::Tensor& labels_B);
+
+/// Sums over pictures, in float64.
+class ScoreSums {
+ public:
+  /// `losses_B` are losses_of(scores_BC, labels_B), in any floating type.
+  void add(const at::Tensor& losses_B, const at::Tensor& scores_BC, const at::Tensor& labels_B);
+
+  /// Returns the scores over what was added here ...
+  Scores scores() const;
+  /// ... and over what was added on all ranks. Collective; blocks.
+  Scores scores(cohort::comm::ProcessGroup& group) const;
+
+ private:
+  double loss_ = 0;
+  double top1_ = 0;
+  double top5_ = 0;
+  double count_ = 0;
+};
+
+}  // namespace imagenet

@@ -1,0 +1,239 @@
+#include "examples/imagenet/trainer.h"
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <torch/utils.h>
+
+#include "cohort/base/error.h"
+#include "cohort/data/distributed_sampler.h"
+#include "cohort/parallel/model_state.h"
+#include "cohort/parallel/sync_batch_norm.h"
+#include "cohort/train/batch_rules.h"
+#include "cohort/train/history.h"
+
+namespace imagenet {
+namespace {
+
+using cohort::ConfigError;
+using cohort::image::ImageBatch;
+using cohort::image::ImageFolder;
+using cohort::image::ImageLoader;
+using cohort::image::Transform;
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kBaseBatch = 256;     // What --lr is meant for.
+constexpr int64_t kEpochsPerRate = 30;  // Then a tenth of the learning rate.
+
+at::ScalarType scalar_type(const Options& options) {
+  if (options.precision == "float32") return at::kFloat;
+  if (options.precision == "float64") return at::kDouble;
+  throw ConfigError("--precision " + options.precision + ": expected float32 or float64");
+}
+
+ResNet make_model(const Options& options, int64_t num_classes, cohort::comm::ProcessGroup& group) {
+  torch::manual_seed(options.seed);
+  NormFactory norm = batch_norm;
+  if (options.sync_bn) {
+    norm = [&group](int64_t channels) {
+      return torch::nn::AnyModule(cohort::parallel::SyncBatchNorm(channels, group).ptr());
+    };
+  }
+  ResNet model(
+      ResNetOptions{.arch = options.arch, .num_classes = num_classes, .norm = std::move(norm)});
+  model->to(scalar_type(options));
+  return model;
+}
+
+double seconds(Clock::duration time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+}  // namespace
+
+Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
+    : options_(options),
+      group_(group),
+      validation_set_(options.data + "/val"),
+      local_batch_(options.batch_size_per_rank.value_or(0)),
+      learning_rate_(options.lr),
+      model_(make_model(options, std::ssize(validation_set_.classes()), group)),
+      sgd_(model_->parameters(), torch::optim::SGDOptions(options.lr)
+                                     .momentum(options.momentum)
+                                     .weight_decay(options.weight_decay)) {
+  if (options.strategy != "ddp") {
+    throw ConfigError("--strategy " + options.strategy + ": expected ddp");
+  }
+  if (!options.batch_size_per_rank) {
+    local_batch_ = cohort::train::local_batch(options.batch_size, group.size());
+  }
+  state_.arch = options.arch;
+  if (!options.resume.empty()) {
+    state_ = read_run(options.resume);
+    if (state_.arch != options.arch) {
+      throw ConfigError(options.resume + ": a checkpoint of " + state_.arch + ", not of --arch " +
+                        options.arch);
+    }
+    load_run(options.resume, *model_, sgd_);
+  }
+  if (options.evaluate) return;
+  training_set_.emplace(options.data + "/train");
+  if (training_set_->classes() != validation_set_.classes()) {
+    throw ConfigError(options.data + ": train and val have different classes");
+  }
+  const auto rule = cohort::train::parse_learning_rate_rule(options.lr_rule);
+  learning_rate_ =
+      cohort::train::scaled_learning_rate(options.lr, kBaseBatch, global_batch(), rule);
+  ddp_.emplace(model_, group);
+  if (speaks()) {
+    std::printf("%s, %lld classes, %lld pictures; batch %lld on %d ranks; learning rate %s\n",
+                options.arch.c_str(), static_cast<long long>(std::ssize(training_set_->classes())),
+                static_cast<long long>(training_set_->size()),
+                static_cast<long long>(global_batch()), group.size(),
+                cohort::train::describe_learning_rate(options.lr, kBaseBatch, global_batch(), rule)
+                    .c_str());
+  }
+}
+
+cohort::image::ImageLoaderOptions Trainer::loader_options(Transform transform,
+                                                          int64_t epoch) const {
+  cohort::image::ImageLoaderOptions result{.transform = transform,
+                                           .num_threads = options_.workers,
+                                           .seed = options_.seed,
+                                           .epoch = epoch};
+  result.transforms.size = options_.image_size;
+  result.transforms.resize = options_.image_size * 8 / 7;  // 256 for 224.
+  if (options_.skip_damaged) result.on_damage = cohort::image::OnDamage::kSkip;
+  return result;
+}
+
+Scores Trainer::evaluate() {
+  const cohort::data::DistributedSampler sampler({.num_examples = validation_set_.size(),
+                                                  .rank = group_.rank(),
+                                                  .world_size = group_.size(),
+                                                  .shuffle = false,
+                                                  .tail = cohort::data::Tail::kUneven});
+  ImageLoader loader(validation_set_, cohort::data::cut_batches(sampler.indices(), local_batch_),
+                     loader_options(Transform::kEvaluation, 0));
+  const at::NoGradGuard no_grad;
+  model_->eval();
+  ScoreSums sums;
+  // Ranks have different numbers of batches: nothing in this loop communicates.
+  while (const auto batch = loader.next()) {
+    if (batch->labels_B.numel() == 0) continue;
+    const at::Tensor scores_BC = model_->forward(batch->images_BCHW.to(scalar_type(options_)));
+    sums.add(losses_of(scores_BC.to(at::kDouble), batch->labels_B), scores_BC, batch->labels_B);
+  }
+  model_->train();
+  const Scores scores = sums.scores(group_);
+  if (speaks()) {
+    std::printf("evaluated %lld pictures: loss %.8f top1 %.3f top5 %.3f\n",
+                static_cast<long long>(scores.count), scores.loss, scores.top1, scores.top5);
+    std::fflush(stdout);
+  }
+  return scores;
+}
+
+std::vector<std::vector<int64_t>> Trainer::training_batches(int64_t epoch) const {
+  // Whole global batches only: the ranks' batches of a step are then alike in size.
+  cohort::data::DistributedSampler sampler({.num_examples = training_set_->size(),
+                                            .rank = group_.rank(),
+                                            .world_size = group_.size(),
+                                            .seed = options_.seed,
+                                            .tail = cohort::data::Tail::kDropLast});
+  sampler.set_epoch(epoch);
+  return cohort::data::cut_batches(sampler.indices(), local_batch_, cohort::data::LastBatch::kDrop);
+}
+
+void Trainer::set_learning_rate(int64_t epoch) {
+  const double rate = learning_rate_ * std::pow(0.1, static_cast<double>(epoch / kEpochsPerRate));
+  for (auto& group : sgd_.param_groups()) group.options().set_lr(rate);
+}
+
+EpochReport Trainer::train_epoch(int64_t epoch) {
+  auto batches = training_batches(epoch);
+  const auto num_steps = std::ssize(batches);
+  set_learning_rate(epoch);
+  ImageLoader loader(*training_set_, std::move(batches),
+                     loader_options(Transform::kTraining, epoch));
+  ScoreSums sums;
+  const auto start = Clock::now();
+  const auto report = [&](const Scores& scores) {
+    const double time = seconds(Clock::now() - start);
+    return EpochReport{.scores = scores,
+                       .images_per_s = static_cast<double>(scores.count) / time,
+                       .wait_share = seconds(loader.waited()) / time};
+  };
+  int64_t step = 0;
+  while (const auto batch = loader.next()) {
+    TORCH_CHECK_VALUE(batch->labels_B.numel() > 0, "epoch ", epoch, ", step ", step,
+                      ": every picture of the batch is damaged");
+    const at::Tensor scores_BC = (*ddp_)(batch->images_BCHW.to(scalar_type(options_)));
+    const at::Tensor losses_B = losses_of(scores_BC, batch->labels_B);
+    sgd_.zero_grad();
+    // Not the mean: a batch with pictures left out counts for what it has.
+    ddp_->backward(losses_B.sum() / local_batch_);
+    sgd_.step();
+    sums.add(losses_B, scores_BC, batch->labels_B);
+    if (++step % options_.print_freq == 0 && speaks()) {
+      print_step(epoch, step, num_steps, report(sums.scores()));
+    }
+  }
+  const int64_t skipped = group_.all_reduce_sum(loader.num_skipped());
+  if (skipped > 0 && speaks()) {
+    std::printf("epoch %lld: %lld damaged pictures left out\n", static_cast<long long>(epoch),
+                static_cast<long long>(skipped));
+  }
+  return report(sums.scores(group_));
+}
+
+void Trainer::print_step(int64_t epoch, int64_t step, int64_t num_steps,
+                         const EpochReport& so_far) const {
+  const Scores& scores = so_far.scores;
+  std::printf("epoch %lld [%lld/%lld] loss %.4f top1 %.2f top5 %.2f, %.1f images/s, data %.1f %%\n",
+              static_cast<long long>(epoch), static_cast<long long>(step),
+              static_cast<long long>(num_steps), scores.loss, scores.top1, scores.top5,
+              so_far.images_per_s * group_.size(), 100 * so_far.wait_share);
+  std::fflush(stdout);
+}
+
+void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
+  // Plain batch normalisation keeps running statistics of each rank's own pictures: rank 0's are
+  // the ones that are saved, so they are what all ranks evaluate.
+  cohort::parallel::broadcast_model(*model_, group_);
+  const Scores valid = evaluate();
+  const bool best = valid.top1 > state_.best_top1;
+  if (best) state_.best_top1 = valid.top1;
+  state_.epochs_done = epoch + 1;
+  if (!speaks()) return;
+  save_run(options_.output + "/checkpoint", *model_, sgd_, state_);
+  if (best) save_run(options_.output + "/model_best", *model_, sgd_, state_);
+  cohort::train::History(options_.output + "/history.jsonl")
+      .append({{"epoch", epoch},
+               {"train_loss", report.scores.loss},
+               {"train_top1", report.scores.top1},
+               {"train_top5", report.scores.top5},
+               {"valid_loss", valid.loss},
+               {"valid_top1", valid.top1},
+               {"valid_top5", valid.top5},
+               {"images_per_s", report.images_per_s},
+               {"wait_share", report.wait_share}});
+}
+
+void Trainer::train() {
+  if (speaks()) {  // The others meet rank 0 in the first step, or learn that it is gone.
+    std::error_code error;
+    std::filesystem::create_directories(options_.output, error);
+    if (error) throw ConfigError("--output " + options_.output + ": " + error.message());
+  }
+  TORCH_CHECK_VALUE(training_set_->size() >= global_batch(), options_.data,
+                    "/train: ", training_set_->size(), " pictures, expected one batch of ",
+                    global_batch(), " at least");
+  for (int64_t epoch = options_.start_epoch.value_or(state_.epochs_done); epoch < options_.epochs;
+       ++epoch) {
+    finish_epoch(epoch, train_epoch(epoch));
+  }
+}
+
+}  // namespace imagenet

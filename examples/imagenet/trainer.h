@@ -1,0 +1,65 @@
+// Trains a ResNet on a folder of pictures, on all ranks of a group.
+#pragma once
+#include <memory>
+#include <optional>
+#include <torch/optim/sgd.h>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/image/image_folder.h"
+#include "cohort/image/image_loader.h"
+#include "cohort/parallel/distributed_data_parallel.h"
+
+#include "examples/imagenet/checkpoint.h"
+#include "examples/imagenet/options.h"
+#include "examples/imagenet/resnet.h"
+#include "examples/imagenet/scores.h"
+
+namespace imagenet {
+
+/// How an epoch of training went.
+struct EpochReport {
+  Scores scores;  ///< Of the pictures as they were met, before each step.
+  double images_per_s = 0;
+  double wait_share = 0;  ///< Of the epoch's time, spent waiting for pictures; in [0, 1].
+};
+
+/// One run: model, optimizer and data.
+///
+/// Every rank draws the same parameters from the seed and takes its share of each global batch; the
+/// gradient is that of the mean over the global batch.
+/// Owner:   `group` and `options` must outlive it. Threads: one.
+/// Collective: constructor, evaluate() and train(). Rank 0 alone prints and writes.
+/// Errors:  ConfigError for flags, files and pictures; PeerError when a rank is lost.
+class Trainer {
+ public:
+  Trainer(const Options& options, cohort::comm::ProcessGroup& group);
+
+  /// Returns the scores over val/, each picture counted once, whatever the number of ranks.
+  Scores evaluate();
+  /// Trains to options.epochs; evaluates and saves after each epoch.
+  void train();
+
+ private:
+  EpochReport train_epoch(int64_t epoch);
+  std::vector<std::vector<int64_t>> training_batches(int64_t epoch) const;
+  void finish_epoch(int64_t epoch, const EpochReport& report);
+  void print_step(int64_t epoch, int64_t step, int64_t num_steps, const EpochReport& so_far) const;
+  cohort::image::ImageLoaderOptions loader_options(cohort::image::Transform transform,
+                                                   int64_t epoch) const;
+  void set_learning_rate(int64_t epoch);
+  int64_t global_batch() const { return local_batch_ * group_.size(); }
+  bool speaks() const { return group_.rank() == 0; }
+
+  const Options& options_;
+  cohort::comm::ProcessGroup& group_;
+  std::optional<cohort::image::ImageFolder> training_set_;  // None with --evaluate.
+  cohort::image::ImageFolder validation_set_;
+  int64_t local_batch_;
+  double learning_rate_;  // Of epoch 0.
+  ResNet model_;
+  torch::optim::SGD sgd_;
+  std::optional<cohort::parallel::DistributedDataParallel<ResNet>> ddp_;
+  RunState state_;
+};
+
+}  // namespace imagenet

@@ -1,0 +1,4 @@
+// A library that libcohort_bad_dependency.so needs and the dynamic loader cannot find.
+int cohort_test_absent() {
+  return 1;
+}

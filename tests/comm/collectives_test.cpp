@@ -1,0 +1,254 @@
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include "cohort/base/error.h"
+#include "cohort/comm/process_group.h"
+
+#include "tests/support/ranks.h"
+
+namespace cohort::comm {
+namespace {
+
+const std::vector<at::ScalarType> kReducible{at::kByte, at::kChar,     at::kInt,   at::kLong,
+                                             at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+
+at::Tensor filled(int64_t value, at::ScalarType type, at::IntArrayRef shape = {2, 3}) {
+  return at::full(shape, value, at::TensorOptions().dtype(type));
+}
+
+void expect_all(const at::Tensor& tensor, double value, const std::string& what) {
+  EXPECT_TRUE(tensor.to(at::kDouble).eq(value).all().item<bool>()) << what << " gave " << tensor;
+}
+
+std::string error_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::ValueError& error) {
+    return one_line(error);
+  }
+  return "no error";
+}
+
+TEST(CollectivesTest, AllReduceKnowsEveryOperationAndType) {
+  test::ranks(3, [](ProcessGroup& group) {
+    for (const at::ScalarType type : kReducible) {
+      const std::map<ReduceOp, double> expected{{ReduceOp::kSum, 9}, {ReduceOp::kMax, 4},
+                                                {ReduceOp::kMin, 2}, {ReduceOp::kProduct, 24},
+                                                {ReduceOp::kAvg, 3}, {ReduceOp::kBand, 2 & 3 & 4},
+                                                {ReduceOp::kBor, 7}, {ReduceOp::kBxor, 2 ^ 3 ^ 4}};
+      for (const auto& [op, value] : expected) {
+        const bool bitwise = op >= ReduceOp::kBand;
+        if (bitwise == at::isFloatingType(type) && (bitwise || op == ReduceOp::kAvg)) continue;
+        if (op == ReduceOp::kAvg && !at::isFloatingType(type)) continue;
+        at::Tensor x = filled(group.rank() + 2, type);
+        group.all_reduce(x, op);
+        expect_all(x, value, "all_reduce");
+        at::Tensor y = filled(group.rank() + 2, type);
+        group.all_reduce_async(y, op).wait();
+        expect_all(y, value, "all_reduce_async");
+        at::Tensor z = filled(group.rank() + 2, type);
+        group.reduce(z, 1, op);
+        if (group.rank() == 1) expect_all(z, value, "reduce");
+        const at::Tensor parts = filled(group.rank() + 2, type, {3, 4});
+        at::Tensor part = filled(0, type, {4});
+        group.reduce_scatter(part, parts, op);
+        expect_all(part, value, "reduce_scatter");
+        expect_all(parts, group.rank() + 2, "reduce_scatter's input");
+      }
+    }
+    at::Tensor flag = filled(group.rank() == 1 ? 1 : 0, at::kBool);
+    group.all_reduce(flag, ReduceOp::kMax);
+    expect_all(flag, 1, "max of bool");
+    group.all_reduce(flag = filled(group.rank() == 1 ? 1 : 0, at::kBool), ReduceOp::kBand);
+    expect_all(flag, 0, "band of bool");
+  });
+}
+
+TEST(CollectivesTest, DataMovesWhateverItsType) {
+  test::ranks(3, [](ProcessGroup& group) {
+    const int rank = group.rank();
+    auto types = kReducible;
+    types.insert(types.end(), {at::kBool, at::kShort, at::kComplexFloat});
+    for (const at::ScalarType type : types) {
+      const auto value = [&](int of) { return filled(type == at::kBool ? of % 2 : of + 5, type); };
+      at::Tensor x = value(rank);
+      group.broadcast(x, 2);
+      EXPECT_TRUE(x.equal(value(2)));
+      const auto all = group.all_gather(value(rank));
+      ASSERT_EQ(all.size(), 3u);
+      for (int peer = 0; peer < 3; ++peer)
+        EXPECT_TRUE(all[static_cast<size_t>(peer)].equal(value(peer)));
+      const auto some = group.gather(value(rank), 1);
+      ASSERT_EQ(some.size(), rank == 1 ? 3u : 0u);
+      for (size_t peer = 0; peer < some.size(); ++peer)
+        EXPECT_TRUE(some[peer].equal(value(static_cast<int>(peer))));
+      std::vector<at::Tensor> parts;
+      if (rank == 0) parts = {value(0), value(1), value(2)};
+      at::Tensor mine = value(9);
+      group.scatter(mine, parts, 0);
+      EXPECT_TRUE(mine.equal(value(rank)));
+      if (rank == 0) group.send(value(7), 2, 4);
+      if (rank == 2) {
+        group.recv(mine, 0, 4);
+        EXPECT_TRUE(mine.equal(value(7)));
+      }
+    }
+  });
+}
+
+TEST(CollectivesTest, AllGatherIntoKeepsTheOrderOfRanks) {
+  test::ranks(3, [](ProcessGroup& group) {
+    at::Tensor output = at::empty({6}, at::kLong);
+    group.all_gather_into(output, at::tensor({int64_t{group.rank()}, int64_t{10 + group.rank()}}));
+    EXPECT_TRUE(output.equal(
+        at::tensor({int64_t{0}, int64_t{10}, int64_t{1}, int64_t{11}, int64_t{2}, int64_t{12}})));
+    output.zero_();
+    Work work = group.all_gather_into_async(
+        output, at::tensor({int64_t{group.rank()}, int64_t{10 + group.rank()}}));
+    work.wait();
+    work.wait();
+    EXPECT_EQ(output[5].item<int64_t>(), 12);
+  });
+}
+
+// Each rank's part is another sum, and sums in the order of ranks: bit-equal to the local one.
+TEST(CollectivesTest, ReduceScatterAddsInTheOrderOfRanks) {
+  test::ranks(3, [](ProcessGroup& group) {
+    std::vector<at::Tensor> inputs;
+    for (int peer = 0; peer < 3; ++peer) {
+      at::manual_seed(static_cast<uint64_t>(peer));
+      inputs.push_back(at::rand({3, 1000}));
+    }
+    const at::Tensor expected = ((inputs[0] + inputs[1]) + inputs[2])[group.rank()];
+    at::Tensor part = at::empty({1000});
+    group.reduce_scatter(part, inputs[static_cast<size_t>(group.rank())]);
+    EXPECT_TRUE(part.equal(expected));
+    group.reduce_scatter(part, inputs[static_cast<size_t>(group.rank())], ReduceOp::kAvg);
+    EXPECT_TRUE(part.equal(expected / 3));
+  });
+}
+
+TEST(CollectivesTest, AllToAllWithEqualAndUnequalParts) {
+  test::ranks(3, [](ProcessGroup& group) {
+    const int64_t rank = group.rank();
+    at::Tensor output = at::empty({3}, at::kInt);
+    group.all_to_all(output, at::tensor({10 * rank, 10 * rank + 1, 10 * rank + 2}).to(at::kInt));
+    EXPECT_TRUE(output.equal(at::tensor({rank, 10 + rank, 20 + rank}).to(at::kInt)));
+    // Rank a sends a + b rows to rank b.
+    const std::vector<int64_t> splits{rank, rank + 1, rank + 2};
+    const int64_t rows = 3 * rank + 3;
+    at::Tensor uneven = at::empty({rows, 2}, at::kDouble);
+    group.all_to_all(uneven, at::full({rows, 2}, static_cast<double>(rank), at::kDouble), splits,
+                     splits);
+    int64_t row = 0;
+    for (int64_t peer = 0; peer < 3; ++peer) {
+      for (int64_t i = 0; i < peer + rank; ++i)
+        EXPECT_EQ(uneven[row++][0].item<double>(), static_cast<double>(peer));
+    }
+    EXPECT_EQ(row, rows);
+  });
+}
+
+TEST(CollectivesTest, TextsOfAnyLengthAndAnyBytes) {
+  test::ranks(3, [](ProcessGroup& group) {
+    const std::string bytes("a\0b\xff", 4);
+    EXPECT_EQ(group.broadcast_text(group.rank() == 1 ? bytes : "other", 1), bytes);
+    EXPECT_EQ(group.broadcast_text(""), "");
+    EXPECT_EQ(group.all_gather_text(std::string(static_cast<size_t>(group.rank()), 'x')),
+              (std::vector<std::string>{"", "x", "xx"}));
+    EXPECT_EQ(group.all_gather_text(""), (std::vector<std::string>{"", "", ""}));
+    const auto gathered = group.gather_text("r" + std::to_string(group.rank()), 2);
+    EXPECT_EQ(gathered, group.rank() == 2 ? (std::vector<std::string>{"r0", "r1", "r2"})
+                                          : (std::vector<std::string>{}));
+    EXPECT_EQ(group.gather_text("", 0).size(), group.rank() == 0 ? 3u : 0u);
+  });
+}
+
+TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
+  ProcessGroup group(Place{});
+  at::Tensor x = at::zeros({4, 4});
+  at::Tensor columns = x.t();
+  at::Tensor shorts = at::zeros({4}, at::kShort);
+  at::Tensor ints = at::zeros({4}, at::kInt);
+  at::Tensor bools = at::zeros({4}, at::kBool);
+  at::Tensor small = at::zeros({3});
+  EXPECT_NE(error_of([&] {
+              group.all_reduce(columns);
+            }).find("all_reduce: expected a contiguous tensor, got strides"),
+            std::string::npos);
+  EXPECT_EQ(error_of([&] { group.all_reduce(shorts); }),
+            "all_reduce: int16 cannot be reduced; expected bool, uint8, int8, int32, int64, "
+            "float16, bfloat16, float32 or "
+            "float64");
+  EXPECT_EQ(error_of([&] { group.all_reduce(ints, ReduceOp::kAvg); }),
+            "all_reduce(avg): expected a floating type, got int32");
+  EXPECT_EQ(error_of([&] { group.all_reduce(x, ReduceOp::kBor); }),
+            "all_reduce(bor): expected integers or bool, got float32");
+  EXPECT_EQ(error_of([&] { group.all_reduce(bools); }),
+            "all_reduce(sum): bool goes with max, min, band and bor only");
+  EXPECT_EQ(error_of([&] { group.broadcast(x, 1); }),
+            "broadcast: expected a root in [0, 1), got 1");
+  EXPECT_EQ(error_of([&] { group.all_gather_into(x, small); }),
+            "all_gather_into: expected 1 times 3 elements, got 16");
+  EXPECT_EQ(error_of([&] { group.scatter(x, {}); }),
+            "scatter: expected 1 inputs on the root and none elsewhere, got 0");
+  EXPECT_EQ(error_of([&] { group.all_to_all(x, x, {3}, {4}); }),
+            "all_to_all: expected 1 output splits that sum to 4, got 3");
+  EXPECT_EQ(error_of([&] { group.send(x, 0); }),
+            "send: expected another rank and a tag >= 0, got rank 0, tag 0");
+  EXPECT_EQ(error_of([&] {
+              group.subgroup({0, 0}, "twice");
+            }),
+            "subgroup \"twice\": expected every rank once, got 0 0");
+  EXPECT_EQ(group.all_reduce_sum(4), 4);  // the group lives on
+}
+
+TEST(SubgroupTest, MembersReduceAmongThemselvesAndOthersGetNothing) {
+  test::ranks(4, [](ProcessGroup& group) {
+    const auto even = group.subgroup({2, 0}, "even");
+    const auto odd = group.subgroup({1, 3}, "odd");
+    const bool is_even = group.rank() % 2 == 0;
+    ASSERT_EQ(even != nullptr, is_even);
+    ASSERT_EQ(odd != nullptr, !is_even);
+    ProcessGroup& mine = is_even ? *even : *odd;
+    EXPECT_EQ(mine.name(), is_even ? "even" : "odd");
+    EXPECT_EQ(mine.size(), 2);
+    EXPECT_EQ(mine.rank(), group.rank() / 2);
+    EXPECT_EQ(mine.global_rank(1), is_even ? 2 : 3);
+    EXPECT_EQ(mine.all_reduce_sum(group.rank()), is_even ? 2 : 4);
+    // The numbers of a sub-group's sub-group are its parent's.
+    const auto last = mine.subgroup({1}, "last");
+    ASSERT_EQ(last != nullptr, mine.rank() == 1);
+    if (last) {
+      EXPECT_EQ(last->global_rank(0), group.rank());
+      EXPECT_EQ(last->all_reduce_sum(7), 7);
+    }
+    EXPECT_EQ(group.all_reduce_sum(1), 4);
+    mine.close();
+  });
+}
+
+TEST(SubgroupFaultTest, ALostRankIsNamedByItsNumberInTheJob) {
+  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+    const auto pair = group.subgroup({1, 2}, "pair");
+    if (!pair) {
+      group.barrier("end");
+      return;
+    }
+    pair->all_reduce_sum(1);
+    if (group.rank() == 2) kill(getpid(), SIGKILL);
+    pair->all_reduce_sum(1);
+  });
+  EXPECT_EQ(ends[1].exit_code, 3);
+  EXPECT_NE(ends[1].output.find("lost rank 2 in all_reduce(sum) of group \"pair\""),
+            std::string::npos)
+      << ends[1].output;
+  EXPECT_EQ(ends[0].exit_code, 3);
+  EXPECT_NE(ends[0].output.find("lost rank 2 in barrier \"end\""), std::string::npos)
+      << ends[0].output;
+}
+
+}  // namespace
+}  // namespace cohort::comm

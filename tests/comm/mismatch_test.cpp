@@ -1,0 +1,238 @@
+// Ranks that call different collectives: what each gets to read, and how soon.
+#include <ATen/ATen.h>
+#include <cstdlib>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <thread>
+#include <unistd.h>
+
+#include "cohort/base/error.h"
+#include "cohort/comm/process_group.h"
+
+#include "tests/support/ranks.h"
+
+namespace cohort::comm {
+namespace {
+
+using std::chrono::seconds;
+
+// Every rank must end with a PeerError that holds all of `texts`, long before the group's timeout
+// of 60 s.
+void expect_named(int world_size, const std::vector<std::string>& texts,
+                  const std::function<void(ProcessGroup&)>& body, seconds limit = seconds(6)) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = test::run_ranks(world_size, body, {.timeout = seconds(60)});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, limit);
+  for (size_t rank = 0; rank < ends.size(); ++rank) {
+    EXPECT_EQ(ends[rank].exit_code, 3) << "rank " << rank << " wrote: " << ends[rank].output;
+    for (const std::string& text : texts) {
+      EXPECT_NE(ends[rank].output.find(text), std::string::npos)
+          << "rank " << rank << " wrote: " << ends[rank].output << "expected: " << text;
+    }
+  }
+}
+
+// Each case on two ranks, where rank 1 differs, and on three, where rank 2 does.
+class MismatchTest : public testing::TestWithParam<int> {
+ protected:
+  int world_size() const { return GetParam(); }
+  static bool is_odd_one(const ProcessGroup& group) { return group.rank() == group.size() - 1; }
+  std::string odd_one() const { return "rank " + std::to_string(world_size() - 1) + " calls "; }
+};
+
+TEST_P(MismatchTest, Shapes) {
+  expect_named(world_size(),
+               {"the ranks disagree in all_reduce(sum) #2",
+                odd_one() + "all_reduce(sum) of float32[8] at mismatch_test.cpp:",
+                " where rank 0 calls all_reduce(sum) of float32[4] at mismatch_test.cpp:"},
+               [](ProcessGroup& group) {
+                 group.all_reduce_sum(1);
+                 at::Tensor x = at::ones({is_odd_one(group) ? 8 : 4});
+                 group.all_reduce(x);
+               });
+}
+
+TEST_P(MismatchTest, ShapesWithEqualNumbersOfElements) {
+  expect_named(world_size(),
+               {odd_one() + "broadcast from 0 of float32[4, 2]",
+                "where rank 0 calls broadcast from 0 of float32[2, 4]"},
+               [](ProcessGroup& group) {
+                 at::Tensor x = is_odd_one(group) ? at::ones({4, 2}) : at::ones({2, 4});
+                 group.broadcast(x);
+               });
+}
+
+// Gloo itself adds the bits of one type to those of the other, and says nothing.
+TEST_P(MismatchTest, Types) {
+  expect_named(world_size(),
+               {odd_one() + "all_reduce(sum) of int32[4]",
+                "where rank 0 calls all_reduce(sum) of float32[4]"},
+               [](ProcessGroup& group) {
+                 at::Tensor x = at::ones({4}, is_odd_one(group) ? at::kInt : at::kFloat);
+                 group.all_reduce(x);
+               });
+}
+
+TEST_P(MismatchTest, Reductions) {
+  expect_named(world_size(),
+               {odd_one() + "all_reduce(max) of float32[4]",
+                "where rank 0 calls all_reduce(sum) of float32[4]"},
+               [](ProcessGroup& group) {
+                 at::Tensor x = at::ones({4});
+                 group.all_reduce(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum);
+               });
+}
+
+TEST_P(MismatchTest, Roots) {
+  expect_named(world_size(),
+               {odd_one() + "broadcast from 1 of float32[4]",
+                "where rank 0 calls broadcast from 0 of float32[4]"},
+               [](ProcessGroup& group) {
+                 at::Tensor x = at::ones({4});
+                 group.broadcast(x, is_odd_one(group) ? 1 : 0);
+               });
+}
+
+TEST_P(MismatchTest, Order) {
+  expect_named(
+      world_size(),
+      {odd_one() + "barrier \"end\" at", "where rank 0 calls all_reduce(sum) of float32[4] at"},
+      [](ProcessGroup& group) {
+        at::Tensor x = at::ones({4});
+        if (!is_odd_one(group)) group.all_reduce(x);
+        group.barrier("end");
+      });
+}
+
+// The second time round, the call is known and goes out unasked: the next one that is compared
+// tells.
+TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
+  expect_named(
+      world_size(),
+      {odd_one() + "all_reduce(max) of float32[4]",
+       "where rank 0 calls all_reduce(sum) of float32[4]"},
+      [](ProcessGroup& group) {
+        at::Tensor x = at::ones({4});
+        group.all_reduce_async(x).wait();
+        group.all_reduce_async(x, ReduceOp::kMax).wait();
+        group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
+        group.barrier("end");
+      });
+}
+
+TEST_P(MismatchTest, AsynchronousShapes) {
+  expect_named(
+      world_size(),
+      {odd_one() + "all_gather of float32[8]", "where rank 0 calls all_gather of float32[4]"},
+      [](ProcessGroup& group) {
+        const at::Tensor x = at::ones({is_odd_one(group) ? 8 : 4});
+        at::Tensor all = at::empty({x.numel() * group.size()});
+        group.all_gather_into_async(all, x).wait();
+      });
+}
+
+TEST_P(MismatchTest, NamesOfBarriers) {
+  expect_named(world_size(), {odd_one() + "barrier \"b\"", "where rank 0 calls barrier \"a\""},
+               [](ProcessGroup& group) { group.barrier(is_odd_one(group) ? "b" : "a"); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Worlds, MismatchTest, testing::Values(2, 3));
+
+// Without comparison both wait in the engine; after two seconds the watching threads compare notes.
+TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = test::run_ranks(3,
+                                    [](ProcessGroup& group) {
+                                      at::Tensor x = at::ones({4});
+                                      if (group.rank() == 1) {
+                                        group.broadcast(x, 1);
+                                        group.barrier("end");
+                                      } else {
+                                        group.all_reduce(x);
+                                      }
+                                    },
+                                    {.timeout = seconds(60), .check_collectives = false});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(9));
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, 3);
+    EXPECT_NE(end.output.find("rank 1 calls broadcast from 1 of float32[4] at mismatch_test.cpp:"),
+              std::string::npos)
+        << end.output;
+    EXPECT_NE(
+        end.output.find("where rank 0 calls all_reduce(sum) of float32[4] at mismatch_test.cpp:"),
+        std::string::npos)
+        << end.output;
+  }
+}
+
+TEST(MismatchWatchTest, TermsOfTheRanksMustAgree) {
+  const auto ends = test::run_ranks(
+      2, [](ProcessGroup&) {},
+      {.rendezvous_timeout = seconds(20),
+       .check_collectives = std::string(std::getenv("RANK") ? std::getenv("RANK") : "0") == "0"});
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, 2) << end.output;
+    EXPECT_NE(end.output.find("check_collectives off"), std::string::npos) << end.output;
+    EXPECT_NE(end.output.find("check_collectives on"), std::string::npos) << end.output;
+  }
+}
+
+// A rank that computes on is named with what it did last, when the others' patience is over.
+TEST(MonitoredBarrierTest, NamesWhoHasNotCome) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+    group.all_reduce_sum(1);
+    if (group.rank() == 2) std::this_thread::sleep_for(seconds(4));
+    group.barrier("epoch", std::chrono::milliseconds(1500));
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(12));
+  for (size_t rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(ends[rank].exit_code, 3);
+    EXPECT_NE(ends[rank].output.find("in barrier \"epoch\" #2"), std::string::npos)
+        << ends[rank].output;
+    EXPECT_NE(ends[rank].output.find("rank 2 has not come: outside of collectives since "),
+              std::string::npos)
+        << ends[rank].output;
+    EXPECT_NE(
+        ends[rank].output.find(", last called all_reduce(sum) of int64[1] at mismatch_test.cpp:"),
+        std::string::npos)
+        << ends[rank].output;
+  }
+}
+
+// A slow rank is no mismatch.
+TEST(MismatchWatchTest, WaitingLongForASlowRankIsNoFault) {
+  test::ranks(2, [](ProcessGroup& group) {
+    at::Tensor x = at::ones({4});
+    if (group.rank() == 1) std::this_thread::sleep_for(seconds(3));
+    group.all_reduce(x);
+    if (group.rank() == 0) std::this_thread::sleep_for(seconds(3));
+    group.broadcast(x, 0);
+    EXPECT_EQ(x[0].item<float>(), 2);
+  });
+}
+
+TEST(MismatchFaultTest, AStoppedStoreHostIsNamedWithinSeconds) {
+  const auto ends = test::run_ranks(3,
+                                    [](ProcessGroup& group) {
+                                      if (group.rank() == 0) {
+                                        // Stands still until the others have left; a stopped
+                                        // process gets no signal but this last one.
+                                        const std::string killer = "(sleep 12; kill -KILL " +
+                                                                   std::to_string(getpid()) +
+                                                                   ") >/dev/null 2>&1 &";
+                                        ASSERT_EQ(std::system(killer.c_str()), 0);
+                                        kill(getpid(), SIGSTOP);
+                                      }
+                                      group.all_reduce_sum(1);
+                                    },
+                                    {.timeout = seconds(2)});
+  for (size_t rank = 1; rank < 3; ++rank) {
+    EXPECT_EQ(ends[rank].exit_code, 3);
+    EXPECT_NE(ends[rank].output.find("lost rank 0 in all_reduce(sum) #1"), std::string::npos)
+        << ends[rank].output;
+  }
+}
+
+}  // namespace
+}  // namespace cohort::comm

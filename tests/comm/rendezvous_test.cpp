@@ -1,0 +1,184 @@
+// How ranks meet, and what they say when they do not.
+#include "cohort/comm/rendezvous.h"
+
+#include <ATen/ATen.h>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <thread>
+#include <unistd.h>
+
+#include "cohort/base/error.h"
+#include "cohort/comm/listen.h"
+#include "cohort/comm/process_group.h"
+
+#include "tests/base/temporary_folder.h"
+
+namespace cohort::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+int free_port() {
+  const int fd = listen_on(0);
+  const int port = port_of(fd);
+  ::close(fd);
+  return port;
+}
+
+Place place_of(int rank, int world_size, int port) {
+  Place place;
+  place.rank = rank;
+  place.world_size = world_size;
+  place.local_rank = rank;
+  place.local_world_size = world_size;
+  place.master_addr = "127.0.0.1";
+  place.master_port = port;
+  place.source = "test";
+  return place;
+}
+
+Place at_file(int rank, int world_size, const std::string& path) {
+  Place place = place_of(rank, world_size, 0);
+  place.master_addr.clear();
+  place.store_file = path;
+  return place;
+}
+
+// Lets each place try to meet the others, one thread each; returns what each got: "met" or its
+// error.
+std::vector<std::string> meet_all(const std::vector<Place>& places,
+                                  milliseconds timeout = seconds(10)) {
+  std::vector<std::string> results(places.size());
+  std::vector<std::jthread> threads;
+  for (size_t i = 0; i < places.size(); ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        ProcessGroup group(places[i], {.rendezvous_timeout = timeout, .timeout = seconds(10)});
+        EXPECT_EQ(group.all_reduce_sum(1), places[i].world_size);
+        group.close();
+        results[i] = "met";
+      } catch (const std::exception& error) {
+        results[i] = one_line(error);
+      }
+    });
+  }
+  threads.clear();
+  return results;
+}
+
+void expect_each_says(const std::vector<std::string>& results, const std::string& text) {
+  for (const std::string& result : results)
+    EXPECT_NE(result.find(text), std::string::npos) << result;
+}
+
+TEST(RendezvousTest, RanksMeetByTcp) {
+  const int port = free_port();
+  expect_each_says(meet_all({place_of(0, 3, port), place_of(1, 3, port), place_of(2, 3, port)}),
+                   "met");
+}
+
+TEST(RendezvousTest, RanksMeetByFileAndRemoveIt) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path() / "meet";
+  expect_each_says(meet_all({at_file(0, 3, path), at_file(1, 3, path), at_file(2, 3, path)}),
+                   "met");
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST(RendezvousTest, AMissingRankIsNamedOnEveryRank) {
+  const int port = free_port();
+  const auto start = std::chrono::steady_clock::now();
+  const auto results =
+      meet_all({place_of(0, 4, port), place_of(1, 4, port), place_of(3, 4, port)}, seconds(2));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(6));
+  expect_each_says(results, "lost rank 2 in rendezvous at 127.0.0.1:" + std::to_string(port));
+  expect_each_says(results, "3 of 4 ranks have come");
+}
+
+TEST(RendezvousTest, TwoProcessesWithOneNumberAreNamedOnEveryRank) {
+  const int port = free_port();
+  const auto results = meet_all({place_of(0, 3, port), place_of(1, 3, port), place_of(1, 3, port)});
+  expect_each_says(results, "two processes are rank 1: pid ");
+}
+
+TEST(RendezvousTest, DifferentWorldSizesAreNamedOnEveryRank) {
+  const int port = free_port();
+  const auto results = meet_all({place_of(0, 3, port), place_of(1, 4, port)});
+  expect_each_says(results, "world size 3, backend gloo");
+  expect_each_says(results, "world size 4, backend gloo");
+}
+
+TEST(RendezvousTest, AHostThatDoesNotResolveIsNamed) {
+  Place lost = place_of(1, 2, 80);
+  lost.master_addr = "no-such-host.invalid";
+  expect_each_says(meet_all({lost}), "MASTER_ADDR=no-such-host.invalid does not resolve");
+}
+
+// An earlier job of which rank 1 never came: its process is gone, its file is not.
+TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
+  if (const char* stale = std::getenv("COHORT_TEST_STALE_FILE")) {
+    meet_all({at_file(0, 2, stale)}, milliseconds(300));
+    _exit(0);
+  }
+  const TemporaryFolder folder;
+  const std::string path = folder.path() / "meet";
+  setenv("COHORT_TEST_STALE_FILE", path.c_str(), 1);
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+  ASSERT_EQ(
+      std::system(
+          (self + " --gtest_filter=RendezvousTest.AStaleFileIsNamedOnEveryRank >/dev/null 2>&1")
+              .c_str()),
+      0);
+  unsetenv("COHORT_TEST_STALE_FILE");
+  if (!std::filesystem::exists(path)) GTEST_FAIL() << "the earlier job left no file";
+  const auto start = std::chrono::steady_clock::now();
+  const auto results = meet_all({at_file(0, 2, path), at_file(1, 2, path)});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(5));
+  expect_each_says(results, path + " was left by an earlier job (pid ");
+  expect_each_says(results, "remove it, then start again");
+}
+
+TEST(RendezvousTest, AFileOfAnotherKindIsRefused) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path() / "notes.txt";
+  std::ofstream(path) << "these are my notes, not a store";
+  expect_each_says(meet_all({at_file(0, 2, path)}), "the file holds something else");
+  expect_each_says(meet_all({at_file(0, 2, folder.path() / "none" / "meet")}),
+                   "cannot be opened: No such file or directory");
+}
+
+TEST(RendezvousTest, AnUnknownInterfaceListsThoseThatExist) {
+  try {
+    ProcessGroup group(place_of(0, 2, free_port()), {.interface = "nonesuch0"});
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(
+        one_line(error).find(
+            "--interface nonesuch0: there is no such interface; interfaces with an address are "),
+        0u)
+        << one_line(error);
+    EXPECT_NE(one_line(error).find("lo (127.0.0.1)"), std::string::npos) << one_line(error);
+  }
+}
+
+TEST(InterfaceTest, TheEnvironmentsRulesAreGloosAndNccls) {
+  setenv("GLOO_SOCKET_IFNAME", "lo", 1);
+  EXPECT_EQ(interface_of_environment().address, "127.0.0.1");
+  unsetenv("GLOO_SOCKET_IFNAME");
+  EXPECT_EQ(interface_of_environment().name, "");
+  for (const char* rule : {"lo", "l", "=lo", "nonesuch,lo"}) {
+    setenv("NCCL_SOCKET_IFNAME", rule, 1);
+    EXPECT_EQ(interface_of_environment().name, "lo") << rule;
+  }
+  for (const char* rule : {"=l", "^l,e,d,v,w,b,t,s,c,o,n", "^"}) {
+    setenv("NCCL_SOCKET_IFNAME", rule, 1);
+    EXPECT_THROW(interface_of_environment(), ConfigError) << rule;
+  }
+  unsetenv("NCCL_SOCKET_IFNAME");
+}
+
+}  // namespace
+}  // namespace cohort::comm

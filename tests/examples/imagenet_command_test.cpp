@@ -1,0 +1,190 @@
+// The imagenet program as a user runs it, on pictures that the test draws.
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <stdexcept>
+#include <sys/wait.h>
+
+#include "tests/base/temporary_folder.h"
+#include "tests/image/drawn_images.h"
+
+namespace {
+
+using cohort::TemporaryFolder;
+
+struct Ended {
+  int code = -1;
+  std::string output;  // stdout and stderr
+};
+
+std::string bin(const std::string& program) {
+  return std::string(std::getenv("COHORT_BIN")) + "/" + program;
+}
+
+Ended shell(const std::string& command) {
+  Ended ended;
+  FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
+  std::array<char, 4096> buffer{};
+  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe))
+    ended.output.append(buffer.data(), count);
+  const int status = pclose(pipe);
+  ended.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  return ended;
+}
+
+class ImagenetCommandTest : public testing::Test {
+ protected:
+  // 36 pictures to train on, 15 to evaluate on: uneven on 2 ranks, even on 3.
+  void SetUp() override { cohort::test::draw_image_folders(folder_ / "data", 12, 5, 40, 48); }
+
+  std::string flags(const std::string& output, const std::string& more) const {
+    return folder_ / "data" + " --output " + folder_ / output +
+           " --image-size 32 --batch-size 12 --workers 2 --lr 0.02 --seed 5 " + more;
+  }
+  Ended on_ranks(int count, const std::string& output, const std::string& more) const {
+    const std::string program = bin("imagenet") + " " + flags(output, more);
+    if (count == 1) return shell(program);
+    return shell(bin("cohort") + " run --nproc-per-node " + std::to_string(count) + " -- " +
+                 program);
+  }
+  void expect_trained(int count, const std::string& output, const std::string& more) const {
+    const Ended ended = on_ranks(count, output, more);
+    ASSERT_EQ(ended.code, 0) << ended.output;
+  }
+  void expect_refused(int code, const Ended& ended, const std::string& text) const {
+    EXPECT_EQ(ended.code, code) << ended.output;
+    EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output << "expected: " << text;
+  }
+
+  std::vector<nlohmann::json> history(const std::string& output) const {
+    std::istringstream file(cohort::read_file(folder_ / output + "/history.jsonl"));
+    std::vector<nlohmann::json> rows;
+    for (std::string line; std::getline(file, line);) rows.push_back(nlohmann::json::parse(line));
+    if (rows.empty()) throw std::runtime_error(output + ": no history");
+    return rows;
+  }
+  nlohmann::json manifest(const std::string& checkpoint) const {
+    return nlohmann::json::parse(cohort::read_file(folder_ / checkpoint + "/manifest.json"));
+  }
+
+  const TemporaryFolder folder_;
+};
+
+TEST_F(ImagenetCommandTest, LearnsShapes) {
+  expect_trained(1, "run", "--epochs 6 --print-freq 1");
+  const auto rows = history("run");
+  ASSERT_EQ(rows.size(), 6U);
+  // Guessing gives log 3 = 1.1 and a third; 18 steps from fresh parameters get clear of both.
+  EXPECT_LT(rows.back()["train_loss"].get<double>(), 0.75);
+  EXPECT_GT(rows.back()["train_top1"].get<double>(), 70);
+  EXPECT_EQ(rows.back()["valid_top5"].get<double>(), 100) << "three classes are always among five";
+}
+
+TEST_F(ImagenetCommandTest, ResumedRunIsBitEqualToOneNeverStopped) {
+  for (const int count : {1, 2}) {
+    const std::string name = "ranks" + std::to_string(count);
+    expect_trained(count, name + "-whole", "--epochs 3");
+    expect_trained(count, name + "-parts", "--epochs 1");
+    expect_trained(count, name + "-parts",
+                   "--epochs 3 --resume " + folder_ / name + "-parts/checkpoint");
+    const auto whole = manifest(name + "-whole/checkpoint");
+    const auto parts = manifest(name + "-parts/checkpoint");
+    EXPECT_EQ(whole["sha256"], parts["sha256"]) << name << ": weights";
+    EXPECT_EQ(whole["facts"], parts["facts"]) << name << ": momentum and best result";
+    EXPECT_EQ(history(name + "-whole").size(), history(name + "-parts").size());
+    const auto early = manifest(name + "-parts/model_best");
+    EXPECT_NE(early["facts"]["epochs_done"], "0");
+  }
+}
+
+TEST_F(ImagenetCommandTest, RanksWithSyncBatchNormFollowOneProcess) {
+  const std::string flags = "--epochs 2 --precision float64 --sync-bn";
+  expect_trained(1, "one", "--epochs 2 --precision float64");
+  for (const int count : {2, 3}) {
+    const std::string name = "ranks" + std::to_string(count);
+    expect_trained(count, name, flags);
+    const auto expected = history("one");
+    const auto found = history(name);
+    ASSERT_EQ(found.size(), expected.size());
+    for (size_t epoch = 0; epoch < found.size(); ++epoch) {
+      for (const char* key : {"train_loss", "valid_loss"}) {
+        // float64: each of 20 layers sums some 1e4 terms in another order, 1e4 eps = 2e-12; six
+        // steps of a network whose normalised layers amplify a difference some tenfold each.
+        EXPECT_NEAR(found[epoch][key].get<double>(), expected[epoch][key].get<double>(), 1e-6)
+            << name << ", epoch " << epoch << ", " << key;
+      }
+    }
+    EXPECT_EQ(found.back()["valid_top1"], expected.back()["valid_top1"]) << name;
+  }
+  // Without it each rank normalises over its own pictures, and the losses part at once.
+  expect_trained(2, "local", "--epochs 1 --precision float64");
+  EXPECT_GT(std::abs(history("local")[0]["train_loss"].get<double>() -
+                     history("one")[0]["train_loss"].get<double>()),
+            1e-3);
+}
+
+TEST_F(ImagenetCommandTest, SpawnsItsOwnRanks) {
+  const Ended ended = on_ranks(
+      1, "run", "--epochs 1 --multiprocessing-distributed --nproc-per-node 2 --print-freq 1");
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("batch 12 on 2 ranks"), std::string::npos) << ended.output;
+  EXPECT_EQ(history("run").size(), 1U);
+  expect_refused(2, on_ranks(1, "run", "--multiprocessing-distributed"),
+                 "expected --nproc-per-node");
+}
+
+TEST_F(ImagenetCommandTest, EvaluationIsTheSameOnEveryNumberOfRanks) {
+  expect_trained(1, "run", "--epochs 2");
+  const double loss = history("run").back()["valid_loss"].get<double>();
+  for (const int count : {1, 2, 3}) {
+    const Ended ended = on_ranks(count, "run", "--evaluate --resume " + folder_ / "run/checkpoint");
+    ASSERT_EQ(ended.code, 0) << ended.output;
+    const auto place = ended.output.find("evaluated 15 pictures: loss ");
+    ASSERT_NE(place, std::string::npos) << ended.output;
+    std::istringstream line(ended.output.substr(place));
+    std::string word;
+    double found = 0, top1 = 0;
+    line >> word >> word >> word >> word >> found >> word >> top1;
+    // float32 kernels may sum in another order for another batch size: 20 layers of some eps.
+    EXPECT_NEAR(found, loss, 1e-4) << count << " ranks";
+    EXPECT_NEAR(top1, history("run").back()["valid_top1"].get<double>(), 0.001) << count;
+  }
+}
+
+TEST_F(ImagenetCommandTest, MistakesAreNamed) {
+  expect_refused(2, shell(bin("imagenet") + " " + folder_ / "absent"), "absent/val");
+  expect_refused(2, on_ranks(1, "run", "--arch vgg"), "--arch vgg: expected one of resnet18");
+  expect_refused(2, on_ranks(1, "run", "--strategy tensor"), "--strategy tensor: expected ddp");
+  expect_refused(2, on_ranks(1, "run", "--lr-rule cubic"), "expected none, linear or sqrt");
+  expect_refused(2, on_ranks(1, "run", "--batch-size-per-rank 4"), "--batch-size");
+  expect_refused(2, on_ranks(1, "run", "--resume " + folder_ / "nothing"), "no checkpoint here");
+  const Ended ended = shell(bin("cohort") + " run --nproc-per-node 2 -- " + bin("imagenet") + " " +
+                            folder_ / "data" + " --batch-size 13");
+  expect_refused(2, ended, "batch of 13 examples on 2 ranks: expected a multiple of 2");
+}
+
+TEST_F(ImagenetCommandTest, DamagedPictureIsNamedOrSkipped) {
+  const std::string path = folder_ / "data/train/square/4.jpg";
+  cohort::write_file(path, cohort::read_file(path).substr(0, 100));
+  expect_refused(2, on_ranks(1, "run", "--epochs 1"), path);
+  const Ended skipping = on_ranks(1, "run", "--epochs 1 --skip-damaged");
+  EXPECT_EQ(skipping.code, 0) << skipping.output;
+  EXPECT_NE(skipping.output.find("epoch 0: 1 damaged pictures left out"), std::string::npos)
+      << skipping.output;
+}
+
+TEST_F(ImagenetCommandTest, BatchSizePerRankIsTheGlobalOneDivided) {
+  const std::string data = folder_ / "data" + " --image-size 32 --seed 5 --epochs 1 --output ";
+  const std::string run = bin("cohort") + " run --nproc-per-node 2 -- " + bin("imagenet") + " ";
+  const Ended ended =
+      shell(run + data + folder_ / "a" + " --batch-size-per-rank 6 --lr-rule linear");
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("batch 12 on 2 ranks; learning rate 0.1 x 12 / 256 = 0.0046875"),
+            std::string::npos)
+      << ended.output;
+}
+
+}  // namespace

@@ -1,0 +1,239 @@
+// Launchers of several nodes that meet: nodes come, leave, die and fail.
+#include <algorithm>
+#include <gtest/gtest.h>
+#include <memory>
+#include <signal.h>
+#include <sstream>
+#include <unistd.h>
+
+#include "tests/launch/launch_harness.h"
+#include "tests/support/namespaces.h"
+
+namespace cohort::launch {
+namespace {
+
+using Lines = std::vector<std::string>;
+using test::Namespaces;
+
+bool holds(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Hosts, a folder that they share, and a launcher on each.
+class ElasticTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<Launched> start(int host, Lines flags, const std::string& script) const {
+    Lines all{
+        "--rdzv-endpoint", Namespaces::address(0) + ":29400", "--grace", "0.5", "--tee", "all"};
+    all.insert(all.end(), flags.begin(), flags.end());
+    return std::make_unique<Launched>(
+        hosts_.on(host, cohort_run_sh(all, "cd " + folder_.path() + ";" + script)));
+  }
+
+  // Rank 0 counts steps in a file and writes "WORLD_SIZE first_step restarts" of each round to
+  // another; all steps until there are 1000 or the file `stop` appears.
+  static std::string counting() {
+    return "step=$(cat step 2>/dev/null || echo 0);"
+           "if [ $RANK = 0 ]; then echo $WORLD_SIZE $step $COHORT_RESTART_COUNT >> rounds; fi;"
+           "until [ -e stop ]; do"
+           "  if [ $RANK = 0 ]; then step=$((step+1)); echo $step > next; mv next step; fi;"
+           "  sleep 0.05; done";
+  }
+
+  std::string wait_for_rounds(int count) const {
+    std::string text;
+    for (int i = 0; i < 2000; ++i) {
+      text = read_file(folder_.path() + "/rounds");
+      if (std::count(text.begin(), text.end(), '\n') >= count) return text;
+      ::usleep(10000);
+    }
+    ADD_FAILURE() << "expected " << count << " rounds, got: " << text;
+    return text;
+  }
+
+  // Until the round has made steps of its own.
+  void wait_for_step_after(int step) const {
+    for (int i = 0; i < 2000; ++i) {
+      const std::string text = read_file(folder_.path() + "/step");
+      if (!text.empty() && std::stoi(text) > step) return;
+      ::usleep(10000);
+    }
+    ADD_FAILURE() << "no step after " << step;
+  }
+
+  int steps() const { return std::stoi(wait_for_file(folder_.path() + "/step")); }
+
+  const Namespaces hosts_{3};
+  const TemporaryFolder folder_;
+};
+
+TEST_F(ElasticTest, NodesComeAndGoAndTheStepsGoOn) {
+  const Lines flags{"--nnodes", "1:3"};
+  const auto first = start(0, flags, counting());
+  wait_for_rounds(1);
+  wait_for_step_after(2);
+  const auto second = start(1, flags, counting());
+  wait_for_rounds(2);
+  wait_for_step_after(steps() + 1);
+  second->send(SIGKILL);
+  wait_for_rounds(3);
+  wait_for_step_after(steps() + 1);
+  const auto third = start(2, flags, counting());
+  const std::string rounds = wait_for_rounds(4);
+  wait_for_step_after(steps() + 1);
+  ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
+  const Ended ended = first->wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(third->wait().exit_code, 0);
+  EXPECT_TRUE(holds(ended.err, "cohort run: new round: a node joined\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "cohort run: new round: node 1 left\n")) << ended.err;
+  // World sizes 1, 2, 1, 2; no restart is counted; each round begins where the last one stood.
+  std::istringstream lines(rounds);
+  int last_step = -1;
+  for (const int expected : {1, 2, 1, 2}) {
+    int world_size = 0, step = 0, restarts = -1;
+    lines >> world_size >> step >> restarts;
+    EXPECT_EQ(world_size, expected) << rounds;
+    EXPECT_GT(step, last_step) << rounds;
+    EXPECT_EQ(restarts, 0) << rounds;
+    last_step = step;
+  }
+}
+
+TEST_F(ElasticTest, AFailedWorkerRestartsEveryNode) {
+  const Lines flags{"--nnodes", "2", "--max-restarts", "1"};
+  const std::string script =
+      "echo rank $RANK of $WORLD_SIZE round $COHORT_RESTART_COUNT at $MASTER_ADDR;"
+      "touch here$RANK$COHORT_RESTART_COUNT;"
+      "if [ $RANK$COHORT_RESTART_COUNT = 20 ]; then"
+      "  until [ -e here00 -a -e here10 ]; do sleep 0.02; done; exit 5; fi;"
+      "if [ $COHORT_RESTART_COUNT = 0 ]; then exec sleep 1000; fi";
+  Lines small(flags), large(flags);
+  small.insert(small.end(), {"--nproc-per-node", "1"});
+  large.insert(large.end(), {"--nproc-per-node", "2"});
+  const auto first = start(0, large, script);
+  const auto second = start(1, small, script);
+  const Ended one = first->wait();
+  const Ended two = second->wait();
+  EXPECT_EQ(one.exit_code, 0) << one.err;
+  EXPECT_EQ(two.exit_code, 0) << two.err;
+  EXPECT_TRUE(holds(one.err, "exited with code 5; restart 1 of 1\n")) << one.err;
+  EXPECT_EQ(sorted_lines(one.out), (Lines{"[rank 0] rank 0 of 3 round 0 at 10.77.0.1",
+                                          "[rank 0] rank 0 of 3 round 1 at 10.77.0.1",
+                                          "[rank 1] rank 1 of 3 round 0 at 10.77.0.1",
+                                          "[rank 1] rank 1 of 3 round 1 at 10.77.0.1"}));
+  EXPECT_EQ(sorted_lines(two.out), (Lines{"[rank 2] rank 2 of 3 round 0 at 10.77.0.1",
+                                          "[rank 2] rank 2 of 3 round 1 at 10.77.0.1"}));
+}
+
+TEST_F(ElasticTest, TheLastFailureEndsTheJobOnEveryNode) {
+  const Lines flags{"--nnodes", "2"};
+  const std::string script =
+      "if [ $RANK = 1 ]; then echo the last words >&2; exit 6; fi; exec sleep 1000";
+  const auto first = start(0, flags, script);
+  const auto second = start(1, flags, script);
+  const Ended one = first->wait();
+  const Ended two = second->wait();
+  EXPECT_EQ(one.exit_code, 6);
+  EXPECT_EQ(two.exit_code, 6);
+  EXPECT_TRUE(holds(one.err, "cohort run: the job ended: node 1: rank 1 (pid ")) << one.err;
+  EXPECT_TRUE(holds(two.err, "cohort run: rank 1 (pid ")) << two.err;
+}
+
+TEST_F(ElasticTest, TheCoordinatorsDeathEndsTheJob) {
+  const Lines flags{"--nnodes", "1:2"};
+  const auto first = start(0, flags, "echo up; exec sleep 1000");
+  first->read_lines(1);
+  const auto second = start(1, flags, "echo up; exec sleep 1000");
+  second->read_lines(1);
+  first->send(SIGKILL);
+  const Ended ended = second->wait();
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_TRUE(holds(ended.err,
+                    "the job ended: the coordinator at 10.77.0.1:29400 closed the "
+                    "connection\n"))
+      << ended.err;
+}
+
+TEST_F(ElasticTest, ASilentNodeIsGivenUp) {
+  const Lines flags{"--nnodes", "1:2"};
+  const auto first = start(0, flags, counting());
+  wait_for_rounds(1);
+  const auto second = start(1, flags, counting());
+  wait_for_rounds(2);
+  hosts_.unplug(1);
+  const std::string rounds = wait_for_rounds(3);
+  EXPECT_TRUE(holds(first->wait_for_err("fell silent"), "node 1 fell silent"));
+  EXPECT_TRUE(holds(second->wait_for_err("fell silent"), "the coordinator at 10.77.0.1:29400"));
+  EXPECT_EQ(second->wait().exit_code, 3);
+  ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
+  EXPECT_EQ(first->wait().exit_code, 0);
+}
+
+TEST_F(ElasticTest, ALostPeerIsTheConsequenceOfANodesLoss) {
+  // The survivor's worker exits with 3 before the coordinator can know that its peer's node is
+  // gone.
+  const Lines flags{"--nnodes", "1:2"};
+  const std::string script =
+      "echo $WORLD_SIZE $$ $COHORT_RESTART_COUNT; if [ $WORLD_SIZE = 2 ]; then"
+      "  if [ $RANK = 0 ]; then until [ -e gone ]; do sleep 0.02; done; exit 3; fi;"
+      "  exec sleep 1000; fi;";
+  const auto second = start(1, flags, script);  // Waits for the coordinator.
+  const auto first = start(0, flags, script);
+  std::istringstream words(first->read_lines(1));
+  std::string prefix, rank;
+  int world_size = 0, pid = 0;
+  words >> prefix >> rank >> world_size >> pid;
+  ASSERT_EQ(world_size, 2);
+  const Watched worker(pid);
+  ASSERT_EQ(std::system(("touch " + folder_.path() + "/gone").c_str()), 0);
+  EXPECT_TRUE(worker.wait_for_end());
+  second->send(SIGKILL);
+  const Ended ended = first->wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "new round: node 1 left\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.out, "[rank 0] 1 ")) << ended.out;
+}
+
+TEST_F(ElasticTest, TooFewNodesAreAnErrorInTime) {
+  const auto first = start(0, {"--nnodes", "2:3", "--rdzv-timeout", "1"}, "echo started");
+  const Ended ended = first->wait();
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_EQ(ended.out, "");
+  EXPECT_TRUE(holds(ended.err, "--nnodes: expected at least 2 nodes within 1 s, got 1\n"))
+      << ended.err;
+  const auto lonely = start(1, {"--nnodes", "2", "--rdzv-timeout", "1"}, "echo started");
+  const Ended alone = lonely->wait();
+  EXPECT_EQ(alone.exit_code, 3);
+  EXPECT_TRUE(holds(alone.err, "the coordinator at 10.77.0.1:29400 did not answer in time\n"))
+      << alone.err;
+}
+
+TEST_F(ElasticTest, ANodeOfAnotherJobIsRefused) {
+  const auto first = start(0, {"--nnodes", "1:2", "--rdzv-id", "a"}, "echo up; exec sleep 1000");
+  first->read_lines(1);
+  const auto other = start(1, {"--nnodes", "1:2", "--rdzv-id", "b"}, "echo up");
+  const Ended ended = other->wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(holds(ended.err, "--rdzv-id: expected a, got b\n")) << ended.err;
+  first->send(SIGTERM);
+  EXPECT_EQ(first->wait().exit_code, 143);
+}
+
+TEST_F(ElasticTest, AStopReachesNodesThroughTheirWorkers) {
+  // Workers agree to stop by a file, as a training job does by a collective, and exit with 4.
+  const Lines flags{"--nnodes", "2"};
+  const std::string script =
+      "trap 'touch stop' TERM; echo up; until [ -e stop ]; do sleep 0.02; done; exit 4";
+  const auto first = start(0, flags, script);
+  const auto second = start(1, flags, script);
+  first->read_lines(1);
+  second->read_lines(1);
+  second->send(SIGTERM);
+  const Ended one = first->wait();
+  EXPECT_EQ(one.exit_code, 4) << one.err;
+  EXPECT_EQ(second->wait().exit_code, 4);
+}
+
+}  // namespace
+}  // namespace cohort::launch

@@ -1,0 +1,80 @@
+// `cohort run` and ranks that stand still.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include "cohort/launch/signals.h"
+
+#include "tests/launch/launch_harness.h"
+
+namespace cohort::launch {
+namespace {
+
+bool holds(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+std::vector<std::string> tracing(std::vector<std::string> flags, const std::string& what) {
+  flags.insert(flags.end(), {"--nproc-per-node", "2"});
+  return cohort_run(flags, {this_program(), "--worker", "trace-" + what});
+}
+
+TEST(WatchTest, AStallNamesWhoIsMissingAndWhereItIs) {
+  Launched run(tracing({"--stall-timeout", "0.5"}, "running"));
+  const std::string text = run.wait_for_err("rank 1 is at\n");
+  EXPECT_EQ(text.find("cohort run: stalled: rank 0 in all_reduce(sum) #5, not there: rank 1\n"), 0U)
+      << text;
+  EXPECT_TRUE(holds(text, "all_reduce(sum)")) << text;
+  EXPECT_TRUE(holds(text, "float32[8]")) << text;
+  EXPECT_TRUE(holds(text, "train.cpp:12")) << text;
+  EXPECT_TRUE(holds(run.wait_for_err("pause"), "pause")) << text;  // Where rank 1 is.
+  run.send(SIGTERM);
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 143);  // The job went on, and a stall is told once.
+  EXPECT_EQ(ended.err.find("stalled:"), ended.err.rfind("stalled:")) << ended.err;
+}
+
+TEST(WatchTest, AStoppedRankIsNamedAndEndsTheJob) {
+  Launched run(tracing({"--stall-timeout", "0.5", "--grace", "0.1"}, "stopped"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 137);
+  EXPECT_TRUE(holds(ended.err, "stopped (T)")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "rank 1 is stopped (state T) and cannot say where it is\n"));
+  EXPECT_TRUE(holds(ended.err, ") was stopped (state T) for ")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "while others waited in all_reduce(sum) #5\n")) << ended.err;
+}
+
+TEST(WatchTest, AScriptAroundTheProgramHidesNothing) {
+  const std::string program = this_program() + " --worker trace-stopped";
+  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--stall-timeout", "0.5", "--grace", "0.1"},
+                             program + "; exit 9"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 137);
+  EXPECT_TRUE(holds(ended.err, "rank 1 is stopped (state T)")) << ended.err;
+}
+
+TEST(WatchTest, TheTableComesRegularlyAndOnASignal) {
+  Launched regular(tracing({"--watch", "0.2", "--stall-timeout", "0"}, "running"));
+  const std::string first = regular.wait_for_err("where the ranks are\n");
+  EXPECT_TRUE(holds(first, "rank")) << first;
+  regular.send(SIGTERM);
+  regular.wait();
+
+  const TemporaryFolder logs;
+  Launched asked(tracing({"--log-dir", logs.path(), "--stall-timeout", "0"}, "running"));
+  for (const char* name : {"/rank0.trace", "/rank1.trace"}) wait_for_file(logs.path() + name);
+  asked.send(table_signal());
+  const std::string text = asked.wait_for_err("where the ranks are\n");
+  EXPECT_TRUE(holds(text, "waiting")) << text;
+  asked.send(SIGTERM);
+  EXPECT_EQ(asked.wait().exit_code, 143);
+}
+
+TEST(WatchTest, ProgramsWithoutATraceAreLeftAlone) {
+  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--stall-timeout", "0.1"}, "sleep 0.5"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.err, "");
+}
+
+}  // namespace
+}  // namespace cohort::launch

@@ -1,0 +1,577 @@
+#include <map>
+#include <optional>
+
+#include "tests/parallel/ddp_support.h"
+#include "tests/support/ranks.h"
+
+namespace cohort {
+namespace {
+
+using comm::ProcessGroup;
+using parallel::BucketLayout;
+using parallel::DistributedDataParallelOptions;
+using test::batch_of;
+using test::Branches;
+using test::Ddp;
+using test::loss_of;
+
+std::vector<at::Tensor> mean_gradients(int world_size, bool use_extra = true, int step = 0) {
+  Branches reference;
+  return test::expected_gradients(reference, world_size, [&](Branches& model, int rank) {
+    return loss_of(model->forward(batch_of(rank, step), use_extra));
+  });
+}
+
+TEST(DdpOptionsTest, UnusedParametersAreNamedAtOnceAndTheGroupGoesOn) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}});
+    test::expect_error<c10::ValueError>(
+        [&] { ddp.backward(loss_of(ddp(batch_of(0), false))); },
+        "rank " + std::to_string(group.rank()) +
+            ": backward made no gradient for extra.weight, extra.bias;");
+    model->zero_grad();
+    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    test::expect_gradients(model, mean_gradients(2));
+  });
+}
+
+TEST(DdpOptionsTest, AfterAPlainBackwardTheNextForwardNamesThem) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    loss_of(ddp(batch_of(0), false)).backward();
+    test::expect_error<c10::ValueError>([&] { ddp(batch_of(0)); },
+                                        "no gradient for extra.weight, extra.bias;");
+    model->zero_grad();
+    loss_of(ddp(batch_of(group.rank()))).backward();
+    test::expect_gradients(model, mean_gradients(2));
+  });
+}
+
+TEST(DdpOptionsTest, ARankAloneInLeavingOutParametersNamesThemAndTheOthersLoseIt) {
+  const auto ends = test::run_ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    ddp.backward(loss_of(ddp(batch_of(0), group.rank() == 0)));
+  });
+  EXPECT_EQ(ends[0].exit_code, 3) << ends[0].output;
+  EXPECT_EQ(ends[1].exit_code, 2) << ends[1].output;
+  EXPECT_NE(ends[1].output.find("rank 1: backward made no gradient for extra.weight, extra.bias"),
+            std::string::npos);
+}
+
+TEST(DdpOptionsTest, AForwardWithoutBackwardIsNoError) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    ddp(batch_of(0));
+    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    test::expect_gradients(model, mean_gradients(2));
+  });
+}
+
+TEST(DdpOptionsTest, FindUnusedLetsOneRankLeaveOutParameters) {
+  test::ranks(3, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group, {.find_unused_parameters = true});
+    Branches reference;
+    const auto expected = test::expected_gradients(reference, 3, [](Branches& each, int rank) {
+      return loss_of(each->forward(batch_of(rank), rank == 1));
+    });
+    ddp.backward(loss_of(ddp(batch_of(group.rank()), group.rank() == 1)));
+    test::expect_gradients(model, expected);
+  });
+}
+
+TEST(DdpOptionsTest, FindUnusedLeavesTheGradientOfWhatNobodyUsesUndefined) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group, {.find_unused_parameters = true});
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), step), false)));
+      EXPECT_FALSE(model->extra->weight.grad().defined());
+      test::expect_gradients(model, mean_gradients(2, false, step));
+    }
+  });
+}
+
+// A module whose outputs sit in every kind of container; the loss uses one of them.
+struct Nested {
+  at::Tensor scores;
+  std::vector<std::optional<at::Tensor>> states;
+  std::map<std::string, std::tuple<at::Tensor, int>> named;
+};
+template <class Visit>
+void visit_tensors(Nested& value, Visit&& visit) {
+  visit(value.scores);
+  visit(value.states);
+  visit(value.named);
+}
+struct NestedNetImpl : torch::nn::Module {
+  NestedNetImpl() {
+    for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(4, 4));
+    register_module("layers", layers);
+    to(at::kDouble);
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : parameters()) parameter.fill_(0.25);
+  }
+  at::Tensor layer(size_t i, const at::Tensor& x) {
+    return layers[i]->as<torch::nn::Linear>()->forward(x);
+  }
+  Nested forward(const at::Tensor& x) {
+    return {layer(0, x),
+            {layer(1, x), std::nullopt},
+            {{"a", {layer(2, x), 1}}, {"b", {layer(3, x), 2}}}};
+  }
+  torch::nn::ModuleList layers;
+};
+TORCH_MODULE(NestedNet);
+
+TEST(DdpOptionsTest, OutputsThatTheLossLeavesOutAreFoundInsideAnyContainer) {
+  test::ranks(2, [](ProcessGroup& group) {
+    NestedNet net;
+    parallel::DistributedDataParallel<NestedNet> ddp(net, group, {.find_unused_parameters = true});
+    for (int used = 0; used < 3; ++used) {
+      net->zero_grad();
+      Nested out = ddp(batch_of(group.rank()));
+      ddp.backward(used == 0   ? out.scores.sum()
+                   : used == 1 ? out.states[0]->sum()
+                               : std::get<0>(out.named.at("b")).sum());
+      for (int i = 0; i < 4; ++i) {
+        const at::Tensor& weight =
+            net->layers[static_cast<size_t>(i)]->as<torch::nn::Linear>()->weight;
+        EXPECT_EQ(weight.grad().defined(), i == (used == 2 ? 3 : used)) << "output " << i;
+      }
+    }
+  });
+}
+
+TEST(DdpOptionsTest, StaticGraphAveragesUnusedAndReusedParameters) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-4}, .static_graph = true});
+    for (int step = 0; step < 3; ++step) {
+      model->zero_grad();
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), step), false)));
+      test::expect_gradients(model, mean_gradients(2, false, step));
+    }
+  });
+}
+
+TEST(DdpOptionsTest, SkippedBucketsAreNotSent) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const bool skip : {false, true}) {
+      Branches model;
+      Ddp ddp(model, group,
+              {.bucket_cap_mb_list = {1e-6},
+               .find_unused_parameters = true,
+               .skip_all_reduce_unused_params = skip});
+      int sent = 0;
+      ddp.register_comm_hook([&sent](ProcessGroup& peers, parallel::Bucket bucket) {
+        ++sent;
+        return parallel::start_all_reduce(peers, bucket.buffer.div_(peers.size()));
+      });
+      ddp.backward(loss_of(ddp(batch_of(group.rank()), false)));
+      EXPECT_EQ(ddp.num_buckets(), 8) << "one parameter each";
+      EXPECT_EQ(sent, skip ? 6 : 8) << "extra's weight and bias are unused";
+      test::expect_gradients(model, mean_gradients(2, false));
+    }
+  });
+}
+
+TEST(DdpOptionsTest, SeveralForwardsBeforeOneBackward) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    Branches reference;
+    const auto expected = test::expected_gradients(reference, 2, [](Branches& each, int rank) {
+      return loss_of(each->forward(batch_of(rank))) + loss_of(each->forward(batch_of(rank, 1)));
+    });
+    const auto one = ddp(batch_of(group.rank()));
+    const auto two = ddp(batch_of(group.rank(), 1));
+    ddp.backward(loss_of(one) + loss_of(two));
+    test::expect_gradients(model, expected);
+  });
+}
+
+TEST(DdpOptionsTest, FrozenParametersStayOut) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    model->first->weight.set_requires_grad(false);
+    Ddp ddp(model, group);
+    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    auto expected = mean_gradients(2);
+    expected[0] = at::Tensor();
+    test::expect_gradients(model, expected);
+    for (const auto& bucket : ddp.bucket_layout()) {
+      for (const auto& name : bucket) EXPECT_NE(name, "first.weight");
+    }
+  });
+}
+
+TEST(DdpOptionsTest, GradientsOfGradientsAreRefused) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    test::expect_error<c10::NotImplementedError>(
+        [&] { loss_of(ddp(batch_of(0))).backward({}, true, /*create_graph=*/true); },
+        "create_graph");
+  });
+}
+
+TEST(DdpOptionsTest, SparseGradientsOfEmbeddings) {
+  test::ranks(3, [](ProcessGroup& group) {
+    torch::nn::Sequential net(torch::nn::Embedding(torch::nn::EmbeddingOptions(9, 4).sparse(true)),
+                              torch::nn::Linear(4, 2));
+    torch::nn::Embedding reference(torch::nn::EmbeddingOptions(9, 4));
+    net->to(at::kDouble);
+    reference->to(at::kDouble);
+    const auto ids = [](int rank) { return at::arange(3 + rank).mul(2 + rank).remainder(9); };
+    parallel::DistributedDataParallel<torch::nn::Sequential> ddp(net, group);
+    reference->weight.set_data(net->at<torch::nn::EmbeddingImpl>(0).weight.detach().clone());
+    auto& linear = net->at<torch::nn::LinearImpl>(1);
+    for (int step = 0; step < 2; ++step) {
+      net->zero_grad();
+      reference->zero_grad();
+      ddp.backward(ddp(ids(group.rank())).pow(2).sum());
+      for (int rank = 0; rank < 3; ++rank) {
+        const at::Tensor out =
+            at::linear(reference(ids(rank)), linear.weight.detach(), linear.bias.detach());
+        (out.pow(2).sum() / 3).backward();
+      }
+      const at::Tensor gradient = net->at<torch::nn::EmbeddingImpl>(0).weight.grad();
+      ASSERT_TRUE(gradient.is_sparse());
+      test::expect_near(gradient.to_dense(), reference->weight.grad(), "embedding");
+    }
+  });
+}
+
+TEST(DdpOptionsTest, SparseGradientsOfEmbeddingBags) {
+  test::ranks(2, [](ProcessGroup& group) {
+    torch::nn::EmbeddingBag bag(
+        torch::nn::EmbeddingBagOptions(5, 3).sparse(true).mode(torch::kSum));
+    parallel::DistributedDataParallel<torch::nn::EmbeddingBag> ddp(bag, group);
+    ddp.backward(ddp(at::tensor({int64_t{group.rank()}, int64_t{4}}).view({1, 2})).sum());
+    const at::Tensor expected = at::zeros({5, 3});
+    expected[0].fill_(0.5);
+    expected[1].fill_(0.5);
+    expected[4].fill_(1);
+    EXPECT_TRUE(bag->weight.grad().to_dense().equal(expected));
+  });
+}
+
+TEST(DdpOptionsTest, CapsCutBucketsInTheOrderOfSending) {
+  test::ranks(2, [](ProcessGroup& group) {
+    constexpr double kByte = 1.0 / (1 << 20);
+    // Bytes: first 4*6*8 + 48, shared and extra 6*6*8 + 48, last 2*6*8 + 16.
+    Branches model;
+    Ddp two(model, group, {.bucket_cap_mb = 600 * kByte, .first_bucket_mb = 16 * kByte});
+    // A bucket is closed once it has reached its cap.
+    const BucketLayout expected{
+        {"last.bias"},
+        {"last.weight", "extra.bias", "extra.weight", "shared.bias", "shared.weight"},
+        {"first.bias", "first.weight"}};
+    EXPECT_EQ(two.bucket_layout(), expected);
+    Branches other;
+    Ddp listed(other, group, {.bucket_cap_mb_list = {16 * kByte, 16 * kByte, 1}});
+    EXPECT_EQ(listed.bucket_layout()[0], std::vector<std::string>{"last.bias"});
+    EXPECT_EQ(listed.bucket_layout()[1], std::vector<std::string>{"last.weight"});
+    EXPECT_EQ(listed.num_buckets(), 3);
+    EXPECT_EQ(listed.logging_data().bucket_sizes_bytes[1], 2 * 6 * 8);
+  });
+}
+
+TEST(DdpOptionsTest, GradientsAreViewsOfBucketsOnlyOnRequest) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const bool views : {false, true}) {
+      Branches model;
+      Ddp ddp(model, group, {.gradient_as_bucket_view = views});
+      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+      EXPECT_EQ(model->first->weight.grad().is_alias_of(model->first->bias.grad()), views);
+      test::expect_gradients(model, mean_gradients(2));
+    }
+  });
+}
+
+TEST(DdpOptionsTest, WithoutInitSyncRanksKeepTheirState) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const bool sync : {false, true}) {
+      Branches model;
+      torch::NoGradGuard no_grad;
+      model->first->bias.fill_(group.rank());
+      const Ddp ddp(model, group, {.init_sync = sync});
+      EXPECT_EQ(model->first->bias[0].item<double>(), sync ? 0 : group.rank());
+    }
+  });
+}
+
+TEST(DdpOptionsTest, BuffersStayWithTheirRankOnRequest) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const bool follow : {false, true}) {
+      Branches model;
+      Ddp ddp(model, group, {.broadcast_buffers = follow});
+      model->calls.fill_(group.rank() + 5);
+      ddp.backward(loss_of(ddp(batch_of(0))));
+      EXPECT_EQ(model->calls.item<double>(), follow ? 5 : group.rank() + 5);
+    }
+  });
+}
+
+TEST(DdpOptionsTest, IgnoredTensorsAreLeftAlone) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    {
+      torch::NoGradGuard no_grad;
+      model->calls.fill_(group.rank());
+      model->last->bias.fill_(group.rank());
+    }
+    Ddp ddp(model, group, {.ignored = {"last.bias", "calls"}});
+    EXPECT_EQ(model->last->bias[0].item<double>(), group.rank());
+    ddp.backward(ddp(batch_of(0)).sum() * (group.rank() + 1));
+    EXPECT_EQ(model->calls.item<double>(), group.rank());
+    EXPECT_EQ(model->last->bias.grad()[0].item<double>(), 3 * (group.rank() + 1)) << "not averaged";
+    test::expect_error<c10::ValueError>([&] { Ddp(model, group, {.ignored = {"nobody"}}); },
+                                        "got nobody");
+  });
+}
+
+TEST(DdpOptionsTest, DelayedParametersAreAveragedInOnePiece) {
+  test::ranks(3, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group,
+            {.delay_all_reduce_named_params = {"last.weight", "extra.bias"},
+             .param_to_hook_all_reduce = "first.weight"});
+    for (const auto& bucket : ddp.bucket_layout()) {
+      for (const auto& name : bucket) EXPECT_TRUE(name != "last.weight" && name != "extra.bias");
+    }
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+      test::expect_gradients(model, mean_gradients(3, true, step));
+    }
+    model->zero_grad();
+    {
+      const auto guard = ddp.no_sync();
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), 0))));
+    }
+    ddp.backward(loss_of(ddp(batch_of(group.rank(), 1))));
+    auto expected = mean_gradients(3, true, 0);
+    const auto more = mean_gradients(3, true, 1);
+    for (size_t i = 0; i < expected.size(); ++i) expected[i] = expected[i] + more[i];
+    test::expect_gradients(model, expected);
+    test::expect_error<c10::ValueError>(
+        [&] { Ddp(model, group, {.delay_all_reduce_named_params = {"last.weight"}}); },
+        "expected both or neither");
+  });
+}
+
+TEST(DdpOptionsTest, AChangedParameterIsNamed) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    model->extra->to(at::kFloat);
+    test::expect_error<c10::ValueError>([&] { ddp(batch_of(0)); },
+                                        "extra.weight: expected Double [6, 6] on cpu");
+  });
+}
+
+TEST(DdpOptionsTest, DifferentOptionsAreNamedOnEveryRank) {
+  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+    Branches model;
+    const Ddp ddp(model, group, {.static_graph = group.rank() == 2});
+  });
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, 2);
+    EXPECT_NE(end.output.find("rank 2 has static_graph 1 where rank 0 has static_graph 0"),
+              std::string::npos)
+        << end.output;
+  }
+}
+
+TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
+  test::ranks(1, [](ProcessGroup& group) {
+    Branches model;
+    const auto refused = [&](const DistributedDataParallelOptions& options,
+                             const std::string& part) {
+      test::expect_error<c10::ValueError>([&] { Ddp(model, group, options); }, part);
+    };
+    refused({.bucket_cap_mb = 0}, "bucket_cap_mb: expected more than 0");
+    refused({.skip_all_reduce_unused_params = true}, "expected find_unused_parameters with it");
+    refused({.find_unused_parameters = true, .rebuild_buckets = true},
+            "rebuild_buckets: expected no");
+    refused({.bucket_layout = {{"first.weight"}}}, "it lacks extra.bias");
+    refused({.bucket_layout = {{"nobody"}}}, "got nobody twice or not of the model");
+  });
+}
+
+// A communication hook: halves what travels. Gradients stay exact where they fit into float32.
+parallel::TensorFuture send_float32(ProcessGroup& group, const parallel::Bucket& bucket) {
+  const at::Tensor small = bucket.buffer.div(group.size()).to(at::kFloat);
+  return parallel::then(parallel::start_all_reduce(group, small),
+                        [](const at::Tensor& sum) { return sum.to(at::kDouble); });
+}
+
+TEST(DdpOptionsTest, AHookCarriesTheGradients) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const bool views : {false, true}) {
+      Branches model;
+      Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}, .gradient_as_bucket_view = views});
+      std::vector<int64_t> order;
+      ddp.register_comm_hook(
+          [&](ProcessGroup& peers, const parallel::Bucket& bucket) {
+            order.push_back(bucket.index);
+            EXPECT_EQ(bucket.is_last, bucket.index == 7);
+            EXPECT_TRUE(bucket.gradients[0].sizes() == bucket.parameters[0].sizes());
+            return send_float32(peers, bucket);
+          },
+          "float32");
+      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+      EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
+      const auto expected = mean_gradients(2);
+      size_t i = 0;
+      for (const auto& item : model->named_parameters()) {
+        // Two roundings to float32 and one sum: 3 x 6e-8 of the largest; not float64's digits.
+        test::expect_near(item.value().grad(), expected[i], item.key(), 2e-7);
+        EXPECT_FALSE(item.value().grad().equal(expected[i]))
+            << item.key() << " did not pass the hook";
+        ++i;
+      }
+      EXPECT_EQ(ddp.logging_data().comm_hook, "float32");
+      test::expect_error<c10::ValueError>([&] { ddp.register_comm_hook(send_float32); },
+                                          "float32 is there");
+    }
+  });
+}
+
+TEST(DdpOptionsTest, WhatAHookThrowsArrivesAndTheGroupGoesOn) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    bool broken = true;
+    ddp.register_comm_hook([&](ProcessGroup& peers, const parallel::Bucket& bucket) {
+      TORCH_CHECK_VALUE(!broken, "hook is broken");
+      return send_float32(peers, bucket);
+    });
+    test::expect_error<c10::ValueError>([&] { ddp.backward(loss_of(ddp(batch_of(0)))); },
+                                        "hook is broken");
+    broken = false;
+    model->zero_grad();
+    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    test::expect_near(model->first->weight.grad(), mean_gradients(2)[0], "first.weight", 2e-7);
+  });
+}
+
+TEST(DdpOptionsTest, TimesAreMeasured) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-4}, .logging_sample_rate = 1});
+    for (int step = 0; step < 13; ++step) ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+    const parallel::DdpLoggingData data = ddp.logging_data();
+    EXPECT_GT(data.iteration, 10) << "the first 10 are sampled at any rate";
+    EXPECT_EQ(data.num_parameter_tensors, 8);
+    EXPECT_EQ(data.total_parameter_size_bytes, (30 + 42 + 42 + 14) * 8);
+    EXPECT_EQ(data.bucket_sizes_bytes.size(), static_cast<size_t>(ddp.num_buckets()));
+    EXPECT_FALSE(data.has_rebuilt_buckets);
+    EXPECT_GT(data.forward_compute_time, 0);
+    EXPECT_GT(data.backward_compute_time, 0);
+    EXPECT_GT(data.backward_comm_time, 0);
+    EXPECT_GT(data.backward_compute_comm_overlap_time, 0);
+  });
+}
+
+// Layers used in another order than that of registration, float32, with enough terms that another
+// cut of the buckets gives other bits on three ranks.
+struct ShuffledImpl : torch::nn::Module {
+  ShuffledImpl() {
+    torch::manual_seed(3);
+    for (int i = 0; i < 6; ++i) layers->push_back(torch::nn::Linear(40, 40));
+    register_module("layers", layers);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (const size_t i : {4, 1, 5, 0, 3, 2})
+      x = at::tanh(layers[i]->as<torch::nn::Linear>()->forward(x));
+    return x;
+  }
+  torch::nn::ModuleList layers;
+};
+TORCH_MODULE(Shuffled);
+using ShuffledDdp = parallel::DistributedDataParallel<Shuffled>;
+
+void train(ShuffledDdp& ddp, int rank, int from, int to) {
+  for (int step = from; step < to; ++step) {
+    const at::Tensor x = at::arange(400).mul(1 + rank + 0.1 * step).sin().view({10, 40});
+    ddp.backward(ddp(x).pow(2).sum());
+    test::descend(*ddp.module(), 0.1);
+  }
+}
+
+bool same_parameters(const Shuffled& a, const Shuffled& b) {
+  const auto x = a->parameters();
+  const auto y = b->parameters();
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (!x[i].equal(y[i])) return false;
+  }
+  return true;
+}
+
+// Trains 4 steps at once, and 2 + 2 with a new DDP in between that is given `layout_kept`; are they
+// bit-equal?
+bool resumed_equals_uninterrupted(ProcessGroup& group, bool rebuild, bool layout_kept) {
+  const DistributedDataParallelOptions options{.bucket_cap_mb_list = {0.01},
+                                               .rebuild_buckets = rebuild};
+  Shuffled whole;
+  ShuffledDdp uninterrupted(whole, group, options);
+  train(uninterrupted, group.rank(), 0, 4);
+  Shuffled model;
+  BucketLayout layout;
+  {
+    ShuffledDdp before(model, group, options);
+    train(before, group.rank(), 0, 2);
+    layout = before.bucket_layout();
+    EXPECT_EQ(before.logging_data().has_rebuilt_buckets, rebuild);
+  }
+  DistributedDataParallelOptions resumed = options;
+  if (layout_kept) {
+    resumed.rebuild_buckets = false;
+    resumed.bucket_layout = layout;
+  }
+  ShuffledDdp after(model, group, resumed);
+  train(after, group.rank(), 2, 4);
+  EXPECT_EQ(after.bucket_layout() == uninterrupted.bucket_layout(), true);
+  return same_parameters(whole, model);
+}
+
+TEST(DdpOptionsTest, ResumedIsBitEqualWithTheFixedLayout) {
+  test::ranks(3, [](ProcessGroup& group) {
+    EXPECT_TRUE(resumed_equals_uninterrupted(group, false, false));
+  });
+}
+
+TEST(DdpOptionsTest, ResumedIsBitEqualWithTheSavedLayoutOfRebuiltBuckets) {
+  test::ranks(
+      3, [](ProcessGroup& group) { EXPECT_TRUE(resumed_equals_uninterrupted(group, true, true)); });
+}
+
+// Shows that the two tests above can fail.
+TEST(DdpOptionsTest, ResumedDiffersWhenRebuiltBucketsAreForgotten) {
+  test::ranks(3, [](ProcessGroup& group) {
+    EXPECT_FALSE(resumed_equals_uninterrupted(group, true, false));
+  });
+}
+
+TEST(DdpOptionsTest, RebuiltBucketsFollowTheOrderOfGradients) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Shuffled model;
+    ShuffledDdp ddp(model, group, {.bucket_cap_mb_list = {0.005}, .rebuild_buckets = true});
+    EXPECT_EQ(ddp.num_buckets(), 1);
+    train(ddp, group.rank(), 0, 2);
+    EXPECT_EQ(ddp.num_buckets(), 6);
+    EXPECT_EQ(ddp.bucket_layout().front().front().substr(0, 9), "layers.2.");
+    EXPECT_EQ(ddp.bucket_layout().back().front().substr(0, 9), "layers.4.");
+  });
+}
+
+}  // namespace
+}  // namespace cohort

@@ -1,0 +1,345 @@
+#include "cohort/parallel/sync_batch_norm.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "tests/support/ranks.h"
+
+namespace cohort::parallel {
+namespace {
+
+using comm::ProcessGroup;
+using torch::nn::BatchNormOptions;
+
+// float64 sums of at most some 1,000 terms of size 1 in another order: 1,000 eps = 2e-13.
+constexpr double kBound64 = 2e-13;
+
+struct Case {
+  std::vector<int64_t> rows;  // by rank
+  std::vector<int64_t> rest;  // dimensions after [B, C]
+  BatchNormOptions options{4};
+  at::MemoryFormat format = at::MemoryFormat::Contiguous;
+};
+
+double difference(const at::Tensor& a, const at::Tensor& b) {
+  EXPECT_EQ(a.sizes(), b.sizes());
+  return a.numel() == 0 ? 0 : (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+}
+
+at::Tensor summed(ProcessGroup& group, const at::Tensor& tensor) {
+  at::Tensor sum = tensor.detach().clone();
+  group.all_reduce(sum);
+  return sum;
+}
+
+// The same on every rank: whole batch, upstream gradient, and where this rank's rows are.
+struct Batch {
+  at::Tensor x, dy;
+  int64_t start = 0;
+  int64_t rows = 0;
+};
+
+Batch make_batch(const Case& c, int rank, int step) {
+  torch::manual_seed(17 + step);
+  int64_t all = 0;
+  Batch batch;
+  for (size_t i = 0; i < c.rows.size(); ++i) {
+    if (static_cast<int>(i) == rank) batch.start = all;
+    all += c.rows[i];
+  }
+  batch.rows = c.rows[static_cast<size_t>(rank)];
+  std::vector<int64_t> shape{all, c.options.num_features()};
+  shape.insert(shape.end(), c.rest.begin(), c.rest.end());
+  batch.x = at::randn(shape, at::kDouble).mul_(2).add_(3).contiguous(c.format);
+  batch.dy = at::randn(shape, at::kDouble).contiguous(c.format);
+  return batch;
+}
+
+// torch::nn::BatchNorm's own mathematics for any number of dimensions.
+struct Reference {
+  explicit Reference(const BatchNormOptions& options) : one(options), two(options), three(options) {
+    one->to(at::kDouble);
+    two->to(at::kDouble);
+    three->to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (x.dim() <= 3) return one(x);
+    return x.dim() == 4 ? two(x) : three(x);
+  }
+  torch::nn::Module& module(int64_t dim) {
+    if (dim <= 3) return *one;
+    if (dim == 4) return *two;
+    return *three;
+  }
+  torch::nn::BatchNorm1d one;
+  torch::nn::BatchNorm2d two;
+  torch::nn::BatchNorm3d three;
+};
+
+void randomise(torch::nn::Module& module) {
+  torch::manual_seed(5);
+  for (auto& parameter : module.parameters()) parameter.set_data(at::randn_like(parameter));
+}
+
+void expect_equals_whole_batch(ProcessGroup& group, const Case& c) {
+  SyncBatchNorm norm(c.options, group);
+  norm->to(at::kDouble);
+  Reference reference(c.options);
+  const int64_t dim = static_cast<int64_t>(c.rest.size()) + 2;
+  torch::nn::Module& whole = reference.module(dim);
+  randomise(*norm);
+  randomise(whole);
+  for (int step = 0; step < 3; ++step) {
+    const Batch batch = make_batch(c, group.rank(), step);
+    at::Tensor x =
+        batch.x.narrow(0, batch.start, batch.rows).clone().contiguous(c.format).requires_grad_();
+    at::Tensor whole_x = batch.x.clone().requires_grad_();
+    const at::Tensor y = norm(x);
+    const at::Tensor whole_y = reference.forward(whole_x);
+    EXPECT_EQ(y.suggest_memory_format(), x.suggest_memory_format());
+    EXPECT_LE(difference(y, whole_y.narrow(0, batch.start, batch.rows)), kBound64);
+    (y * batch.dy.narrow(0, batch.start, batch.rows)).sum().backward();
+    (whole_y * batch.dy).sum().backward();
+    EXPECT_LE(difference(x.grad(), whole_x.grad().narrow(0, batch.start, batch.rows)), kBound64);
+    const auto parameters = norm->parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      EXPECT_LE(difference(summed(group, parameters[i].grad()), whole.parameters()[i].grad()),
+                kBound64);
+    }
+    const auto buffers = norm->named_buffers();
+    ASSERT_EQ(buffers.size(), whole.named_buffers().size());
+    for (const auto& buffer : buffers) {
+      EXPECT_LE(difference(buffer.value(), whole.named_buffers()[buffer.key()]), kBound64)
+          << buffer.key();
+    }
+    norm->zero_grad();
+    whole.zero_grad();
+  }
+  norm->eval();
+  whole.eval();
+  const Batch batch = make_batch(c, group.rank(), 9);
+  EXPECT_LE(difference(norm(batch.x), reference.forward(batch.x)), kBound64)
+      << "evaluation is local";
+}
+
+TEST(SyncBatchNormTest, TwoUnevenRanksEqualTheWholeBatch) {
+  test::ranks(2, [](ProcessGroup& group) {
+    expect_equals_whole_batch(group, {.rows = {3, 1}, .rest = {}});
+    expect_equals_whole_batch(group, {.rows = {2, 5}, .rest = {3}});
+    expect_equals_whole_batch(group, {.rows = {1, 3}, .rest = {3, 5}});
+    expect_equals_whole_batch(group, {.rows = {2, 1}, .rest = {2, 3, 2}});
+  });
+}
+
+TEST(SyncBatchNormTest, ThreeRanksWithAnEmptyOneEqualTheWholeBatch) {
+  test::ranks(3, [](ProcessGroup& group) {
+    expect_equals_whole_batch(group, {.rows = {2, 0, 3}, .rest = {3, 2}});
+    expect_equals_whole_batch(group, {.rows = {0, 2, 0}, .rest = {}});
+    expect_equals_whole_batch(group, {.rows = {1, 1, 1}, .rest = {4}});
+  });
+}
+
+TEST(SyncBatchNormTest, OptionsMeanWhatTheyMeanInBatchNorm) {
+  test::ranks(2, [](ProcessGroup& group) {
+    expect_equals_whole_batch(
+        group,
+        {.rows = {2, 3}, .rest = {2, 2}, .options = BatchNormOptions(4).momentum(std::nullopt)});
+    expect_equals_whole_batch(
+        group,
+        {.rows = {2, 3}, .rest = {2, 2}, .options = BatchNormOptions(4).momentum(0.7).eps(0.5)});
+    expect_equals_whole_batch(
+        group, {.rows = {2, 3}, .rest = {2, 2}, .options = BatchNormOptions(4).affine(false)});
+    expect_equals_whole_batch(group, {.rows = {2, 3},
+                                      .rest = {2, 2},
+                                      .options = BatchNormOptions(4).track_running_stats(false)});
+  });
+}
+
+TEST(SyncBatchNormTest, ChannelsLastEqualsTheWholeBatchAndStaysChannelsLast) {
+  test::ranks(2, [](ProcessGroup& group) {
+    expect_equals_whole_batch(
+        group, {.rows = {2, 3}, .rest = {3, 5}, .format = at::MemoryFormat::ChannelsLast});
+    expect_equals_whole_batch(
+        group, {.rows = {2, 3}, .rest = {3, 2, 2}, .format = at::MemoryFormat::ChannelsLast3d});
+  });
+}
+
+TEST(SyncBatchNormTest, GradientsAreThoseOfTheMeanWhenTheLossIsWeighedForDdp) {
+  test::ranks(2, [](ProcessGroup& group) {
+    SyncBatchNorm norm(BatchNormOptions(2), group);
+    torch::nn::Linear before(3, 2);
+    torch::nn::BatchNorm1d whole_norm(2);
+    torch::nn::Linear whole_before(3, 2);
+    for (torch::nn::Module* module : std::initializer_list<torch::nn::Module*>{
+             norm.get(), before.get(), whole_norm.get(), whole_before.get()}) {
+      module->to(at::kDouble);
+      randomise(*module);
+    }
+    torch::manual_seed(1);
+    const at::Tensor x = at::randn({5, 3}, at::kDouble);
+    const int64_t mine = group.rank() == 0 ? 2 : 3;
+    // DDP: weight W / N_global, then the mean over ranks.
+    const at::Tensor part = x.narrow(0, group.rank() == 0 ? 0 : 2, mine);
+    (norm(before(part)).pow(3).sum() * (group.size() / 5.0)).backward();
+    (whole_norm(whole_before(x)).pow(3).sum() / 5.0).backward();
+    EXPECT_LE(difference(summed(group, before->weight.grad()) / group.size(),
+                         whole_before->weight.grad()),
+              kBound64);
+    EXPECT_LE(
+        difference(summed(group, norm->weight.grad()) / group.size(), whole_norm->weight.grad()),
+        kBound64);
+  });
+}
+
+// Mean 10,000, deviation 1: sums of squares in float32 would leave nothing of the variance. Squared
+// differences keep it to float32's error in x itself, 1e4 * 2^-24 = 6e-4 per value.
+TEST(SyncBatchNormTest, LargeMeansDoNotCancelTheVariance) {
+  test::ranks(2, [](ProcessGroup& group) {
+    SyncBatchNorm norm(BatchNormOptions(3).momentum(1.0), group);
+    torch::manual_seed(2);
+    const at::Tensor x = at::randn({8, 3, 50}).add_(1e4);
+    norm(x.narrow(0, 4 * group.rank(), 4));
+    const at::Tensor expected = x.to(at::kDouble).permute({1, 0, 2}).reshape({3, -1}).var(1);
+    EXPECT_LE(difference(norm->running_var, expected), 1e-3);
+  });
+}
+
+// y is rounded to bfloat16: 2^-8 of values up to 4, and statistics are float32.
+TEST(SyncBatchNormTest, BFloat16InputTakesFloatParameters) {
+  test::ranks(2, [](ProcessGroup& group) {
+    SyncBatchNorm norm(BatchNormOptions(3), group);
+    torch::manual_seed(2);
+    const at::Tensor x = at::randn({6, 3, 5}).to(at::kBFloat16);
+    at::Tensor mine = x.narrow(0, 3 * group.rank(), 3).clone().requires_grad_();
+    at::Tensor whole = x.to(at::kDouble).requires_grad_();
+    const at::Tensor y = norm(mine);
+    torch::nn::BatchNorm1d reference(3);
+    reference->to(at::kDouble);
+    const at::Tensor whole_y = reference(whole);
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    EXPECT_LE(difference(y, whole_y.narrow(0, 3 * group.rank(), 3)), 4.0 / 256);
+    y.to(at::kFloat).square().sum().backward();
+    EXPECT_EQ(norm->weight.grad().scalar_type(), at::kFloat);
+    EXPECT_EQ(mine.grad().scalar_type(), at::kBFloat16);
+  });
+}
+
+TEST(SyncBatchNormTest, CheckpointsAreBatchNorms) {
+  test::ranks(2, [](ProcessGroup& group) {
+    torch::nn::BatchNorm2d source(4);
+    randomise(*source);
+    source->running_mean.fill_(3);
+    std::stringstream file;
+    torch::save(source, file);
+    SyncBatchNorm norm(BatchNormOptions(4), group);
+    torch::load(norm, file);
+    const auto state = norm->named_parameters();
+    EXPECT_TRUE(at::equal(state["weight"], source->weight));
+    EXPECT_TRUE(at::equal(norm->running_mean, source->running_mean));
+  });
+}
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const c10::ValueError& error) {
+    return error.what_without_backtrace();
+  }
+  return "no c10::ValueError";
+}
+
+TEST(SyncBatchNormTest, BadInputIsExplainedOnEveryRank) {
+  test::ranks(2, [](ProcessGroup& group) {
+    SyncBatchNorm norm(BatchNormOptions(4), group);
+    EXPECT_NE(message_of([&] {
+                norm(at::ones({2, 3}));
+              }).find("expected an input [B, 4, ...], got [2, 3]"),
+              std::string::npos);
+    EXPECT_NE(message_of([&] {
+                norm(at::ones({group.rank(), 4}));
+              }).find("more than one value per channel on all ranks together, got 1"),
+              std::string::npos);
+    norm(at::ones({1, 4}));  // two in all are enough
+    at::Tensor x = at::randn({3, 4}).requires_grad_();
+    EXPECT_NE(message_of([&] {
+                torch::autograd::grad({norm(x).square().sum()}, {x}, {}, {}, /*create_graph=*/true);
+              }).find("no second derivative"),
+              std::string::npos);
+  });
+}
+
+struct TypedImpl : torch::nn::Module {
+  TypedImpl() {
+    norm = register_module("norm", torch::nn::BatchNorm2d(3));
+    other = register_module("other", torch::nn::BatchNorm1d(3));
+    stack = register_module(
+        "stack", torch::nn::Sequential(torch::nn::Linear(3, 3), torch::nn::BatchNorm1d(3)));
+  }
+  torch::nn::BatchNorm2d norm{nullptr};
+  torch::nn::BatchNorm1d other{nullptr};
+  torch::nn::Sequential stack{nullptr};
+};
+
+struct OwnImpl : torch::nn::Module {
+  OwnImpl() {
+    norm = register_module("norm", BatchNorm(BatchNormOptions(3)));
+    stack = register_module("stack", torch::nn::Sequential({{"linear", torch::nn::Linear(3, 3)},
+                                                            {"norm", torch::nn::BatchNorm1d(3)}}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return stack->forward(norm(x)); }
+  BatchNorm norm{nullptr};
+  torch::nn::Sequential stack{nullptr};
+};
+
+TEST(ConvertSyncBatchNormTest, EveryConvertibleOneSpansTheGroupAndKeepsItsTensors) {
+  test::ranks(2, [](ProcessGroup& group) {
+    OwnImpl model;
+    OwnImpl whole;
+    const auto before = model.named_parameters();
+    convert_sync_batchnorm(model, group);
+    const auto after = model.named_parameters();
+    ASSERT_EQ(before.keys(), after.keys());
+    for (const auto& item : before)
+      EXPECT_TRUE(item.value().is_same(after[item.key()])) << item.key();
+    for (OwnImpl* each : {&model, &whole}) {
+      each->to(at::kDouble);
+      randomise(*each);
+    }
+    const at::Tensor x = at::randn({6, 3}, at::kDouble);
+    const int64_t start = group.rank() == 0 ? 0 : 2;
+    const int64_t rows = group.rank() == 0 ? 2 : 4;
+    torch::manual_seed(4);
+    EXPECT_LE(difference(model.forward(x.narrow(0, start, rows)),
+                         whole.forward(x).narrow(0, start, rows)),
+              kBound64);
+    EXPECT_LE(difference(model.named_buffers()["stack.norm.running_var"],
+                         whole.named_buffers()["stack.norm.running_var"]),
+              kBound64);
+  });
+}
+
+TEST(ConvertSyncBatchNormTest, ThoseThatCannotBeReplacedAreNamedAndNothingChanges) {
+  ProcessGroup group(comm::Place{});
+  TypedImpl model;
+  const std::string text = message_of([&] { convert_sync_batchnorm(model, group); });
+  EXPECT_NE(text.find("for norm, other"), std::string::npos) << text;
+  EXPECT_EQ(text.find("stack"), std::string::npos) << text;
+  EXPECT_NE(model.stack[1]->as<torch::nn::BatchNorm1d>(), nullptr);
+  torch::nn::BatchNorm1d alone(3);
+  EXPECT_NE(message_of([&] { convert_sync_batchnorm(*alone, group); }).find("the module itself"),
+            std::string::npos);
+}
+
+TEST(BatchNormTest, WithoutAGroupItIsLibtorchsBatchNorm) {
+  BatchNorm ours(BatchNormOptions(3));
+  torch::nn::BatchNorm1d theirs(3);
+  const at::Tensor x = at::randn({4, 3});
+  EXPECT_TRUE(at::equal(ours(x), theirs(x)));
+  EXPECT_TRUE(at::equal(ours->running_var, theirs->running_var));
+  EXPECT_FALSE(ours->is_synchronized());
+  const auto copy = std::dynamic_pointer_cast<BatchNormImpl>(ours->clone());
+  EXPECT_TRUE(at::equal(copy->forward(x), theirs(x)));
+}
+
+}  // namespace
+}  // namespace cohort::parallel
