@@ -1,6 +1,7 @@
 #include "apps/run_command.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <string>
@@ -24,6 +25,7 @@ struct Words {
   std::string tee = "rank0";
   std::string redirects = "0";
   std::string bind_cores = "none";
+  std::string rdzv_backend;
   double grace = 5;
   double rdzv_timeout = 600;
   double watch = 0;
@@ -40,8 +42,15 @@ milliseconds to_milliseconds(const std::string& flag, double seconds) {
   return milliseconds(std::llround(seconds * 1000));
 }
 
+// torchrun takes its flags with underscores as well.
+std::string both_spellings(std::string name) {
+  std::string underscores = name.substr(2);
+  std::replace(underscores.begin(), underscores.end(), '-', '_');
+  return name + ",--" + underscores;
+}
+
 void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
-  app.add_option("--nproc-per-node", words.nproc_per_node,
+  app.add_option(both_spellings("--nproc-per-node"), words.nproc_per_node,
                  "Workers on this node: a number, cpu (one per core), gpu (one per GPU), or auto "
                  "(gpu where there is one, else cpu)")
       ->capture_default_str();
@@ -49,25 +58,29 @@ void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
   app.add_option("--nnodes", words.nnodes,
                  "Nodes of the job: N, or MIN:MAX (they come and go; needs --rdzv-endpoint)")
       ->capture_default_str();
-  app.add_option("--node-rank", options.node_rank,
+  app.add_option(both_spellings("--node-rank"), options.node_rank,
                  "This node's number, from 0 (with --rdzv-endpoint nodes are numbered)")
       ->capture_default_str();
-  app.add_option("--master-addr", options.master_addr,
+  app.add_option(both_spellings("--master-addr"), options.master_addr,
                  "Node 0's address (one node: 127.0.0.1; several: required)");
-  app.add_option("--master-port", options.master_port,
+  app.add_option(both_spellings("--master-port"), options.master_port,
                  "Port of the store on node 0 (default: a free one; several nodes: required)");
-  app.add_option("--rdzv-endpoint", options.rdzv_endpoint,
+  app.add_option(both_spellings("--rdzv-endpoint"), options.rdzv_endpoint,
                  "HOST[:PORT] where the nodes' launchers meet; the one on HOST is node 0");
-  app.add_option("--rdzv-id", options.rdzv_id, "Name of the job")->capture_default_str();
+  app.add_option(both_spellings("--rdzv-id"), options.rdzv_id, "Name of the job")
+      ->capture_default_str();
+  app.add_option(both_spellings("--rdzv-backend"), words.rdzv_backend,
+                 "Accepted: launchers that meet do so at --rdzv-endpoint")
+      ->check(CLI::IsMember({"static", "c10d"}).description(""));
   app.add_option("--rdzv-timeout", words.rdzv_timeout, "Seconds to wait for enough nodes")
       ->capture_default_str();
-  app.add_option("--max-restarts", options.max_restarts,
+  app.add_option(both_spellings("--max-restarts"), options.max_restarts,
                  "How often all workers start afresh after one failed")
       ->capture_default_str();
 }
 
 void add_worker_flags(CLI::App& app, RunOptions& options, Words& words) {
-  app.add_option("--log-dir", options.log_dir,
+  app.add_option(both_spellings("--log-dir"), options.log_dir,
                  "Folder of the workers' logs (default: a fresh one, kept only after a failure)");
   app.add_option("--tee", words.tee,
                  "Whose output also goes to the terminal: rank0, all, none, or as torchrun has it: "
@@ -90,7 +103,8 @@ void add_worker_flags(CLI::App& app, RunOptions& options, Words& words) {
   app.add_option("--stall-timeout", words.stall_timeout,
                  "Seconds in one collective after which the ranks not there are named (0: never)")
       ->capture_default_str();
-  app.add_flag("--no-python", words.no_python, "Accepted: no program is run by Python");
+  app.add_flag(both_spellings("--no-python"), words.no_python,
+               "Accepted: no program is run by Python");
 }
 
 void read_tee(const std::string& word, RunOptions& options) {

@@ -4,7 +4,10 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 libtorch_version=2.11.0
 sentencepiece_version=0.2.1
+# Both are made absolute, also for what the scripts start: scripts change their folder.
 cache=$(realpath -ms "${COHORT_CACHE:-${HOME:?set HOME or COHORT_CACHE}/.cache/cohort}")
 libtorch=$(realpath -ms "${COHORT_LIBTORCH:-$cache/libtorch-$libtorch_version/torch}")
+[[ -z ${COHORT_CACHE:-} ]] || export COHORT_CACHE=$cache
+[[ -z ${COHORT_LIBTORCH:-} ]] || export COHORT_LIBTORCH=$libtorch
 sentencepiece=$cache/sentencepiece-$sentencepiece_version
 test_python=$cache/venv/bin/python

@@ -20,6 +20,9 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option("--transformer-dropout", dropout, "Dropout probability, in [0, 1)")->group(group);
   app.add_option("--label-smoothing", label_smoothing, "Share spread over all words, in [0, 1)")
       ->group(group);
+  app.add_flag("--tied-embeddings", tied_embeddings,
+               "The output projection is the target embedding's table")
+      ->group(group);
 }
 
 nmt::TransformerOptions ModelFlags::resolve() const {
@@ -35,6 +38,7 @@ nmt::TransformerOptions ModelFlags::resolve() const {
   model.dim_ffn = dim_ffn.value_or(model.dim_ffn);
   model.dropout = dropout.value_or(model.dropout);
   model.label_smoothing = label_smoothing.value_or(model.label_smoothing);
+  model.tied_embeddings = tied_embeddings;
   nmt::validate(model);
   return model;
 }

@@ -15,6 +15,7 @@ struct ModelFlags {
   std::vector<int64_t> dim_vocabs;
   std::optional<int64_t> dim_emb, heads, enc_depth, dec_depth, dim_ffn;
   std::optional<double> dropout, label_smoothing;
+  bool tied_embeddings = false;
 
   void add_to(CLI::App& app);
   /// Errors: ConfigError that names the flag.

@@ -1,8 +1,8 @@
 // `cohort nmt train`: flags, wiring and the last lines.
 #include <CLI/CLI.hpp>
-#include <cstdio>
 #include <memory>
 
+#include "cohort/base/console.h"
 #include "cohort/base/error.h"
 #include "cohort/translate/training.h"
 
@@ -152,12 +152,11 @@ int run(TrainFlags& flags, const CLI::App& app) {
   const auto group = flags.group.connect();
   const auto result = translate::train(options, *group);
   group->close();
-  if (group->rank() == 0) {
-    std::printf(
-        "trained %lld epochs, %lld updates: %s\nbest BLEU %.2f, its loss %.4f, in %s/best\n",
-        static_cast<long long>(result.epochs), static_cast<long long>(result.updates),
-        result.stop_reason.c_str(), result.best_bleu, result.best_loss, options.model_dir.c_str());
-  }
+  Console(group->rank())
+      .print("trained %lld epochs, %lld updates: %s\nbest BLEU %.2f, its loss %.4f, in %s/best\n",
+             static_cast<long long>(result.epochs), static_cast<long long>(result.updates),
+             result.stop_reason.c_str(), result.best_bleu, result.best_loss,
+             options.model_dir.c_str());
   return 0;
 }
 

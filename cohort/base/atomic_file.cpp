@@ -20,6 +20,12 @@ std::string reason(int error) {
   TORCH_CHECK(false, path, ": cannot ", action, ": ", reason(error));
 }
 
+// Whether another path would have helped; a full disk is no fault of the path.
+bool is_of_the_path(int error) {
+  return error == ENOENT || error == ENOTDIR || error == EISDIR || error == EACCES ||
+         error == EPERM || error == EROFS || error == ELOOP || error == ENAMETOOLONG;
+}
+
 // Removes the temporary file unless it became the real one.
 class TemporaryFile {
  public:
@@ -29,10 +35,11 @@ class TemporaryFile {
       name_ = target.parent_path() / (prefix + "-" + std::to_string(attempt));
       descriptor_ = ::open(name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
       if (descriptor_ >= 0) return;
-      if (errno != EEXIST) {
+      if (is_of_the_path(errno)) {
         throw ConfigError(target.string() +
                           ": expected a path in a writable folder: " + reason(errno));
       }
+      if (errno != EEXIST) fail(target.string(), "make a temporary file beside it", errno);
     }
   }
   ~TemporaryFile() {

@@ -25,11 +25,12 @@ class FileWriter {
 /// Replaces the file `path` by `content` in one step; a reader sees the old file or the new one.
 ///
 /// A temporary file in the same folder is written, synced and renamed, then the folder is synced.
-/// On failure the temporary file is removed and the old file is untouched. A symbolic link at
-/// `path` is replaced, not followed. The mode is 0666 less the umask.
+/// On failure the temporary file is removed and the old file is untouched, unless only the syncing
+/// of the folder failed: then the new file is there but may not outlive a power cut. A symbolic
+/// link at `path` is replaced, not followed. The mode is 0666 less the umask.
 /// Blocks:  until the disk has it.
-/// Errors:  ConfigError if the folder is missing or not writable; c10::Error if writing fails
-///          (disk full ...). Both name `path` and give the system's reason.
+/// Errors:  ConfigError if the folder is missing or not writable; c10::Error for what another path
+///          would not mend (disk full ...). Both name `path` and give the system's reason.
 void write_atomically(const std::string& path, std::string_view content);
 void write_atomically(const std::string& path, std::span<const std::byte> content);
 

@@ -87,15 +87,19 @@ TracePage::TracePage(const std::string& path) : mapped_(!path.empty()) {
     layout_ = new Layout{};
   } else {
     const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    int error = fd < 0 ? errno : 0;
+    if (error == 0 && ftruncate(fd, sizeof(Layout)) != 0) error = errno;
+    // A hole would be filled by the first write, which a full disk answers by SIGBUS.
+    if (error == 0) error = posix_fallocate(fd, 0, sizeof(Layout));
     void* memory = MAP_FAILED;
-    if (fd >= 0 && ftruncate(fd, sizeof(Layout)) == 0) {
+    if (error == 0) {
       memory = mmap(nullptr, sizeof(Layout), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+      if (memory == MAP_FAILED) error = errno;
     }
-    const std::string reason = std::strerror(errno);
     if (fd >= 0) ::close(fd);
-    if (memory == MAP_FAILED) {
+    if (error != 0) {
       throw ConfigError(std::string(kTraceFileVariable) + "=" + path +
-                        " cannot be made: " + reason);
+                        " cannot be made: " + std::strerror(error));
     }
     layout_ = new (memory) Layout{};
   }

@@ -33,8 +33,8 @@ struct BackendPlugin {
   std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)> make;
 };
 
-/// Makes `plugin` known as `name` in this process; it goes before an engine of that name that is
-/// built in or in a file. Threads: any. Errors: c10::ValueError if the name is not [a-z0-9_]+, is
+/// Makes `plugin` known as `name` in this process; it goes before an engine of that name in a
+/// file. Threads: any. Errors: c10::ValueError if the name is not [a-z0-9_]+, is
 /// registered or in use already, or `make` is empty.
 void register_backend(const std::string& name, BackendPlugin plugin);
 

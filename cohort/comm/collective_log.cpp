@@ -41,11 +41,6 @@ std::string clean(std::string text) {
   return text;
 }
 
-std::string without_site(TraceRecord record) {
-  record.call_site[0] = '\0';
-  return describe(record);
-}
-
 std::optional<Present> present_of(const std::string& story) {
   const auto fields = split(story.substr(0, story.find('\n')));
   if (fields.size() != 3) return std::nullopt;
@@ -85,7 +80,7 @@ CollectiveLog::CollectiveLog(int rank, int world_size, const std::string& trace_
   page_.write(last_);
 }
 
-void CollectiveLog::begin(TraceRecord record, std::optional<int64_t> matched) {
+void CollectiveLog::begin(TraceRecord record, std::optional<MatchedCall> matched) {
   record.pid = blank_.pid;
   record.rank = blank_.rank;
   record.world_size = blank_.world_size;
@@ -95,8 +90,7 @@ void CollectiveLog::begin(TraceRecord record, std::optional<int64_t> matched) {
   const std::lock_guard lock(mutex_);
   if (matched) {
     if (matched_.size() == kKept) matched_.pop_front();
-    matched_.push_back(record);
-    matched_.back().sequence = *matched;
+    matched_.push_back(std::move(*matched));
   }
   underway_.push_back(record);
   last_ = record;
@@ -126,9 +120,9 @@ std::string CollectiveLog::story() const {
   std::ostringstream out;
   out << (underway_.empty() ? 1 : 2) << '\t' << (steady_now_ns() - last_.since_ns) / 1'000'000
       << '\t' << clean(describe(last_)) << '\n';
-  for (const TraceRecord& record : matched_) {
-    out << clean(record.group.data()) << '\t' << record.sequence << '\t'
-        << clean(without_site(record)) << '\t' << clean(record.call_site.data()) << '\n';
+  for (const MatchedCall& call : matched_) {
+    out << clean(call.group) << '\t' << call.number << '\t' << clean(call.what) << '\t'
+        << (call.site.empty() ? "an unknown place" : clean(call.site)) << '\n';
   }
   return out.str();
 }

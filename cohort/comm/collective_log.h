@@ -13,6 +13,14 @@
 
 namespace cohort::comm {
 
+/// A collective that all ranks of its group must call alike.
+struct MatchedCall {
+  std::string group;   ///< Equal on the group's ranks, different for each group of the job.
+  int64_t number = 0;  ///< Among the group's matched collectives, from 1.
+  std::string what;    ///< What must be equal: operation, dtype, shape.
+  std::string site;    ///< Where it was called.
+};
+
 /// One rank's log, shared by the group of all ranks and its sub-groups.
 ///
 /// Threads: the caller of collectives writes, the watching thread reads; any may.
@@ -21,10 +29,9 @@ class CollectiveLog {
   /// `trace_file` empty: the page is in memory only.
   CollectiveLog(int rank, int world_size, const std::string& trace_file);
 
-  /// Notes that a collective begins; sets pid, rank, state and time. `matched`: the ranks of its
-  /// group must all call the same, so that it takes part in comparisons, under this number of the
-  /// group's matched collectives.
-  void begin(TraceRecord record, std::optional<int64_t> matched);
+  /// Notes that a collective begins; sets pid, rank, state and time. `matched`: what takes part in
+  /// comparisons, if it does.
+  void begin(TraceRecord record, std::optional<MatchedCall> matched);
   /// Notes that the innermost collective begun is over.
   void end();
 
@@ -38,7 +45,7 @@ class CollectiveLog {
   const TraceRecord blank_;  // pid, rank, world size
   TracePage page_;
   mutable std::mutex mutex_;
-  std::deque<TraceRecord> matched_;    // guarded by mutex_; oldest first
+  std::deque<MatchedCall> matched_;    // guarded by mutex_; oldest first
   std::vector<TraceRecord> underway_;  // guarded by mutex_; innermost last
   TraceRecord last_;                   // guarded by mutex_; what the page says
 };

@@ -363,7 +363,8 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const at::Tensor& in
   check_parts(input, output, size(), "reduce_scatter");
   check_reducible(input, "reduce_scatter", op);
   const Call call{.operation = name_of("reduce_scatter", op), .tensor = &input, .site = site};
-  if (impl_->job->options.backend != "gloo") {
+  const auto device_engine = engine().getBackend(input.device().type());
+  if (device_engine->getBackendName() != "gloo") {
     const auto begin = [&] {
       at::Tensor whole = input;
       c10d::ReduceScatterOptions options;
@@ -410,12 +411,18 @@ void ProcessGroup::all_to_all(at::Tensor& output, const at::Tensor& input,
     for (int64_t& count : result) count *= row_bytes;
     return result;
   };
+  const std::vector<int64_t> out_counts = in_bytes(output_splits, output);
+  const std::vector<int64_t> in_counts = in_bytes(input_splits, input);
+  const auto own = static_cast<size_t>(rank());
+  TORCH_CHECK_VALUE(!equal || output.numel() == input.numel(),
+                    "all_to_all: expected as many elements in the output as in the input, ",
+                    input.numel(), ", got ", output.numel());
+  TORCH_CHECK_VALUE(equal || out_counts[own] == in_counts[own], "all_to_all: rank ", rank(),
+                    " sends itself ", in_counts[own], " bytes and expects ", out_counts[own]);
   const std::string operation =
       "all_to_all of " + std::string(equal ? "equal parts" : type_name(input.scalar_type()));
   impl_->run({.operation = operation, .tensor = equal ? &input : nullptr, .site = site}, [&] {
-    begin_all_to_all(engine(), as_bytes(output), as_bytes(input), in_bytes(output_splits, output),
-                     in_bytes(input_splits, input))
-        ->wait();
+    begin_all_to_all(engine(), as_bytes(output), as_bytes(input), out_counts, in_counts)->wait();
   });
 }
 

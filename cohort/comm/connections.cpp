@@ -58,4 +58,11 @@ void Connections::shut_down() const {
   }
 }
 
+void Connections::limit_waiting(std::chrono::milliseconds limit) const {
+  const timeval value{.tv_sec = limit.count() / 1000, .tv_usec = limit.count() % 1000 * 1000};
+  for (const auto& [fd, inode] : sockets_) {
+    if (inode_of(fd) == inode) setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &value, sizeof value);
+  }
+}
+
 }  // namespace cohort::comm

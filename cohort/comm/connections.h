@@ -1,6 +1,7 @@
-// The TCP connections that an engine has opened, so that a stuck operation can be ended from
-// outside.
+// The TCP connections that an engine or a store has opened, so that a stuck operation can be ended
+// from outside.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <map>
 
@@ -19,6 +20,9 @@ class Connections {
   /// Ends all that is said over these sockets, in both directions. Descriptors stay open, and stay
   /// the engine's.
   void shut_down() const;
+  /// Bounds each wait for data over these sockets: the c10d store's client has no limit of its own
+  /// where its host is silent but has not closed the connection.
+  void limit_waiting(std::chrono::milliseconds limit) const;
 
  private:
   std::map<int, uint64_t>

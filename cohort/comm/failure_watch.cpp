@@ -51,9 +51,10 @@ Verdict from_text(const std::string& text) {
 
 }  // namespace
 
-FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
-                           bool host_dies_with_rank_0, FailureWatchCalls calls)
+FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, Connections sockets, int rank,
+                           int world_size, bool host_dies_with_rank_0, FailureWatchCalls calls)
     : store_(std::move(store)),
+      sockets_(std::move(sockets)),
       rank_(rank),
       world_size_(world_size),
       host_dies_with_rank_0_(host_dies_with_rank_0),
@@ -62,7 +63,11 @@ FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int 
   pthread_setname_np(thread_.native_handle(), "cohort-watch");
 }
 
-FailureWatch::~FailureWatch() = default;  // jthread asks its thread to stop, then joins it.
+FailureWatch::~FailureWatch() {
+  thread_.request_stop();
+  sockets_.shut_down();
+  thread_.join();
+}
 
 Verdict FailureWatch::verdict() {
   std::unique_lock lock(mutex_);
@@ -73,7 +78,8 @@ Verdict FailureWatch::verdict() {
     return *verdict_;
   }
   // The watching thread hangs in the store, whose host does not answer but has not closed the
-  // connection either.
+  // connection either. It will find it closed, and end what else waits.
+  sockets_.shut_down();
   if (rank_ != 0 && host_dies_with_rank_0_) return {.lost = {0}, .mismatch = {}, .others = {}};
   return {};
 }
@@ -82,6 +88,7 @@ void FailureWatch::run(const std::stop_token& stop) {
   try {
     watch_store(stop);
   } catch (const std::exception&) {
+    if (stop.stop_requested()) return;
     // The store's host is gone.
     const bool named = rank_ != 0 && host_dies_with_rank_0_;
     decide(

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "cohort/comm/connections.h"
+
 namespace c10d {
 class Store;
 }
@@ -47,11 +49,11 @@ struct FailureWatchCalls {
 /// seconds.
 class FailureWatch {
  public:
-  /// `store` belongs to the watch: a connection that nobody else uses. `host_dies_with_rank_0`:
-  /// rank 0 holds the store.
-  FailureWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int world_size,
+  /// `store` belongs to the watch, a connection through `sockets` that nobody else uses.
+  /// `host_dies_with_rank_0`: rank 0 holds the store.
+  FailureWatch(c10::intrusive_ptr<c10d::Store> store, Connections sockets, int rank, int world_size,
                bool host_dies_with_rank_0, FailureWatchCalls calls);
-  /// Local: stops the watching thread.
+  /// Local: stops the watching thread, even where it waits for a silent store.
   ~FailureWatch();
 
   /// Declares a failure, or joins the one declared, and returns what came out.
@@ -68,6 +70,7 @@ class FailureWatch {
   void decide(Verdict verdict);
 
   const c10::intrusive_ptr<c10d::Store> store_;  // used by the watching thread alone
+  const Connections sockets_;                    // what store_ talks through
   const int rank_;
   const int world_size_;
   const bool host_dies_with_rank_0_;

@@ -209,6 +209,17 @@ Place from_slurm() {
   return place;
 }
 
+int paddle_port(const std::string& endpoints, const std::string& text) {
+  int port = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, port);
+  if (error != std::errc() || stop != end || port < 1 || port > 65535) {
+    throw ConfigError("PADDLE_TRAINER_ENDPOINTS=" + endpoints + ": expected a port, got '" + text +
+                      "'");
+  }
+  return port;
+}
+
 Place from_paddle() {
   const auto count = first_set({"PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS"});
   std::string missing = missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"});
@@ -231,7 +242,7 @@ Place from_paddle() {
     }
     if (hosts.empty()) {
       place.master_addr = endpoint.substr(0, colon);
-      place.master_port = std::atoi(endpoint.c_str() + colon + 1);
+      place.master_port = paddle_port(endpoints, endpoint.substr(colon + 1));
     }
     hosts.push_back(endpoint.substr(0, colon));
     begin = end + 1;

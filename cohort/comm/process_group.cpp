@@ -29,6 +29,7 @@ GroupOptions with_environment(GroupOptions options) {
 Meeting meet_alone() {
   return {.store = c10::make_intrusive<c10d::HashStore>(),
           .watch_store = {},
+          .watch_sockets = {},
           .address = "127.0.0.1",
           .interface = {}};
 }
@@ -44,12 +45,22 @@ uint64_t mix(uint64_t hash, const void* data, size_t size) {
   return hash;
 }
 
-// Of what must be equal on all ranks.
-uint64_t mix(uint64_t hash, const TraceRecord& record) {
-  hash = mix(hash, record.operation.data(), std::string_view(record.operation.data()).size() + 1);
-  hash = mix(hash, record.dtype.data(), std::string_view(record.dtype.data()).size() + 1);
-  hash = mix(hash, &record.num_dims, sizeof record.num_dims);
-  return mix(hash, record.dims.data(), sizeof record.dims);
+uint64_t mix(uint64_t hash, const std::string& text) {
+  return mix(hash, text.c_str(), text.size() + 1);
+}
+
+// What must be equal on all ranks, in full: a trace record cuts it.
+std::string text_of(const Call& call) {
+  if (call.tensor == nullptr) return call.operation;
+  std::string text = call.operation + " of " + type_name(call.tensor->scalar_type()) + '[';
+  for (int64_t d = 0; d < call.tensor->dim(); ++d) {
+    text += (d == 0 ? "" : ", ") + std::to_string(call.tensor->size(d));
+  }
+  return text + ']';
+}
+
+milliseconds left_of(milliseconds limit, int64_t start_ns) {
+  return std::max(limit - milliseconds((steady_now_ns() - start_ns) / 1'000'000), milliseconds(1));
 }
 
 milliseconds since(int64_t start_ns) {
@@ -82,11 +93,13 @@ Job::Job(const Place& p, const GroupOptions& o, const std::string& trace_file)
 void Job::add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine,
                      Connections connections) {
   const std::lock_guard lock(mutex_);
+  if (aborted_) connections.shut_down();
   engines_.push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(engine), std::move(connections)});
 }
 
 void Job::abort() {
   const std::lock_guard lock(mutex_);
+  aborted_ = true;
   for (const Engine& entry : engines_) {
     const auto engine = entry.group.lock();
     if (!engine) continue;
@@ -99,26 +112,27 @@ void Job::abort() {
   }
 }
 
-ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_name,
+ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
                          std::vector<int> global_ranks, int own_rank)
     : job(std::move(j)),
+      id(std::move(group_id)),
       name(std::move(group_name)),
       ranks(std::move(global_ranks)),
       rank(own_rank) {}
 
-void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store) {
+void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, milliseconds limit) {
   const GroupOptions& options = job->options;
   store = std::move(group_store);
   const int size = static_cast<int>(ranks.size());
   engine = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  Connections connections;
+  Connections connections;  // Gloo's: other engines abort by themselves
   const auto add = [&](const std::string& backend_name, c10::DeviceType device,
                        const BackendPlugin& plugin) {
     BackendRequest request{
         .store = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(device, true), store),
         .rank = rank,
         .world_size = size,
-        .timeout = options.rendezvous_timeout,
+        .timeout = limit,
         .address = job->meeting.address,
         .interface = job->meeting.interface};
     auto backend = make_backend(plugin, request);
@@ -126,13 +140,15 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store) {
     engine->setBackend(device, engine_type(backend_name), backend);
   };
   const BackendPlugin& plugin = find_backend(options.backend);
+  const bool is_gloo = options.backend == "gloo";
   engine->setDefaultBackend(engine_type(options.backend));
-  add(options.backend, plugin.device, plugin);
+  if (!is_gloo) add(options.backend, plugin.device, plugin);
+  connections = {};
   // Lengths, comparisons and barriers stay on the CPU.
-  if (plugin.device != c10::DeviceType::CPU)
+  if (is_gloo || plugin.device != c10::DeviceType::CPU)
     add("gloo", c10::DeviceType::CPU, find_backend("gloo"));
-  engine->setGroupName(name == "world" ? "cohort" : "cohort/" + name);
   connections.note_new();
+  engine->setGroupName(is_world() ? "cohort" : "cohort/" + name);
   job->add_engine(engine, std::move(connections));
 }
 
@@ -142,19 +158,21 @@ ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
   std::iota(ranks.begin(), ranks.end(), 0);
   auto job = std::make_shared<Job>(place, with_environment(options),
                                    env_string(kTraceFileVariable).value_or(""));
-  impl_ = std::make_unique<Impl>(job, "world", std::move(ranks), place.rank);
+  impl_ = std::make_unique<Impl>(job, "", "world", std::move(ranks), place.rank);
+  const int64_t start = steady_now_ns();
   impl_->run_unmatched({.operation = "rendezvous at " + meeting_point(place), .site = {}}, [&] {
     job->meeting = place.world_size == 1 ? meet_alone()
                                          : meet(place, {.timeout = options.rendezvous_timeout,
                                                         .interface = options.interface,
                                                         .terms = terms(place, job->options)});
-    impl_->connect(c10::make_intrusive<c10d::PrefixStore>("group", job->meeting.store));
+    impl_->connect(c10::make_intrusive<c10d::PrefixStore>("group", job->meeting.store),
+                   left_of(options.rendezvous_timeout, start));
   });
   if (place.world_size == 1) return;
   const bool rank_0_hosts = place.store_file.empty() && !place.agent_store;
   job->watch = std::make_unique<FailureWatch>(
       c10::make_intrusive<c10d::PrefixStore>("watch", std::move(job->meeting.watch_store)),
-      place.rank, place.world_size, rank_0_hosts,
+      std::move(job->meeting.watch_sockets), place.rank, place.world_size, rank_0_hosts,
       FailureWatchCalls{.story = [job = job.get()] { return job->log.story(); },
                         .waiting_ns = [job = job.get()] { return job->log.waiting_ns(); },
                         .abort = [job = job.get()] { job->abort(); }});
@@ -204,9 +222,11 @@ std::unique_ptr<ProcessGroup> ProcessGroup::subgroup(const std::vector<int>& ran
   const auto own = std::find(members.begin(), members.end(), impl_->job->place.rank);
   if (own == members.end()) return nullptr;
   const int own_rank = static_cast<int>(own - members.begin());
-  auto impl = std::make_unique<Impl>(impl_->job, name, std::move(members), own_rank);
+  auto impl = std::make_unique<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
+                                     own_rank);
   auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->engine->getStore());
-  impl->run_unmatched({.operation = operation, .site = site}, [&] { impl->connect(store); });
+  impl->run_unmatched({.operation = operation, .site = site},
+                      [&] { impl->connect(store, impl_->job->options.rendezvous_timeout); });
   return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(impl)));
 }
 
@@ -222,14 +242,13 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
   } else if (verdict.lost.empty() && !verdict.others.empty()) {
     text = verdict.others + " (" + cause + ")";
   }
-  throw PeerError(
-      {.rank = job->place.rank,
-       .lost_ranks = verdict.lost,
-       .operation = name == "world" ? operation : operation + " of group \"" + name + "\"",
-       .sequence = sequence > 0 ? sequence : -1,
-       .elapsed = elapsed,
-       .cause = text,
-       .disagreement = disagreement});
+  throw PeerError({.rank = job->place.rank,
+                   .lost_ranks = verdict.lost,
+                   .operation = is_world() ? operation : operation + " of group \"" + name + "\"",
+                   .sequence = sequence > 0 ? sequence : -1,
+                   .elapsed = elapsed,
+                   .cause = text,
+                   .disagreement = disagreement});
 }
 
 // Does `body` under the log's eyes; what an engine throws for a lost peer becomes PeerError.
@@ -238,11 +257,15 @@ void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& bod
   const int64_t start = steady_now_ns();
   if (job->dead) fail(call.operation, start, "the group is dead since it lost a peer", false);
   const TraceRecord entry = record(call);
+  std::optional<MatchedCall> matched_call;
   if (matched) {
-    ++num_matched;
-    history = mix(history, entry);
+    matched_call = {.group = id,
+                    .number = ++num_matched,
+                    .what = text_of(call),
+                    .site = entry.call_site.data()};
+    history = mix(history, matched_call->what);
   }
-  job->log.begin(entry, matched ? std::optional(num_matched) : std::nullopt);
+  job->log.begin(entry, std::move(matched_call));
   try {
     body();
     job->log.end();
@@ -318,7 +341,7 @@ Work ProcessGroup::Impl::start(const Call& call,
       .group = this, .operation = call.operation, .work = {}, .finish = std::move(finish)});
   guarded(call, /*matched=*/true, [&] {
     // Gloo ends the whole process when a message is longer than expected: better to ask before.
-    if (known.insert(mix(0, record(call))).second) compare(call);
+    if (known.insert(mix(0, text_of(call))).second) compare(call);
     state->work = begin();
   });
   return Work(std::move(state));
@@ -367,7 +390,7 @@ void ProcessGroup::close(CallSite site) {
         // A rank that leaves right after its last collective may leave another waiting in it.
         impl_->count("closing");
         impl_->wait_for_counter("closing");
-        if (impl_->name == "world") impl_->job->watch.reset();
+        if (impl_->is_world()) impl_->job->watch.reset();
         impl_->engine.reset();
         impl_->count("closed");
         if (rank() == 0) impl_->wait_for_counter("closed");

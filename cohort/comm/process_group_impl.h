@@ -40,6 +40,7 @@ struct Job {
   };
   std::mutex mutex_;
   std::vector<Engine> engines_;  // guarded by mutex_
+  bool aborted_ = false;         // guarded by mutex_
 
  public:
   std::unique_ptr<FailureWatch>
@@ -56,11 +57,12 @@ struct Call {
 };
 
 struct ProcessGroup::Impl {
-  Impl(std::shared_ptr<Job> j, std::string group_name, std::vector<int> global_ranks, int own_rank);
+  Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
+       std::vector<int> global_ranks, int own_rank);
 
   /// Connects the engine through the group's own store: collective over the group's ranks; blocks,
-  /// at most `rendezvous_timeout`.
-  void connect(c10::intrusive_ptr<c10d::Store> group_store);
+  /// at most `limit`.
+  void connect(c10::intrusive_ptr<c10d::Store> group_store, std::chrono::milliseconds limit);
 
   /// Runs a collective that all ranks of the group call alike: comparison first, then `body`.
   void run(const Call& call, const std::function<void()>& body);
@@ -74,6 +76,7 @@ struct ProcessGroup::Impl {
   void count(const std::string& key);
   void wait_for_counter(const std::string& key);
 
+  bool is_world() const { return id.empty(); }
   TraceRecord record(const Call& call) const;
   template <class Body>
   void guarded(const Call& call, bool matched, const Body& body);
@@ -82,7 +85,8 @@ struct ProcessGroup::Impl {
                          bool disagreement);
 
   std::shared_ptr<Job> job;
-  std::string name;
+  std::string id;          // different for each group of the job; empty: all ranks
+  std::string name;        // for people; several groups may have one
   std::vector<int> ranks;  // global numbers, by this group's rank
   int rank;
   c10::intrusive_ptr<c10d::Store> store;  // seen by this group only

@@ -88,11 +88,8 @@ std::string member_key(int rank) {
 // The roster of one rendezvous: a view of the store, and this rank's place in it.
 class Roster {
  public:
-  Roster(StorePtr store, const Place& place, milliseconds timeout)
-      : store_(std::move(store)),
-        place_(place),
-        deadline_(Clock::now() + timeout),
-        start_(Clock::now()) {}
+  Roster(StorePtr store, const Place& place, Clock::time_point start, milliseconds timeout)
+      : store_(std::move(store)), place_(place), deadline_(start + timeout), start_(start) {}
 
   void sign(const std::string& terms) {
     store_->add(kNumCome, 1);
@@ -278,9 +275,12 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                       : place.store_file.empty()
                           ? local_address_towards(place.master_addr, place.master_port)
                           : "127.0.0.1";
+    Connections sockets;
     meeting.store = connect_store(place, options.timeout, /*may_host=*/true);
     meeting.store->setTimeout(options.timeout);
-    Roster roster(c10::make_intrusive<c10d::PrefixStore>("roster", meeting.store), place,
+    sockets.note_new();
+    sockets.limit_waiting(options.timeout);
+    Roster roster(c10::make_intrusive<c10d::PrefixStore>("roster", meeting.store), place, start,
                   options.timeout);
     roster.sign(options.terms);
     const auto members = roster.wait_for_all();
@@ -289,7 +289,9 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
     });
     if (several_hosts && asked.name.empty() && is_loopback(meeting.address))
       meeting.address = first_outside_address();
+    meeting.watch_sockets = {};
     meeting.watch_store = connect_store(place, options.timeout, /*may_host=*/false);
+    meeting.watch_sockets.note_new();
     return meeting;
   } catch (const c10::ValueError&) {
     throw;

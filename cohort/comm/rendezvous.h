@@ -5,6 +5,7 @@
 #include <chrono>
 #include <string>
 
+#include "cohort/comm/connections.h"
 #include "cohort/comm/place.h"
 
 namespace c10d {
@@ -24,6 +25,7 @@ struct RendezvousOptions {
 struct Meeting {
   c10::intrusive_ptr<c10d::Store> store;        ///< For the caller's thread.
   c10::intrusive_ptr<c10d::Store> watch_store;  ///< A second connection, for the watching thread.
+  Connections watch_sockets;                    ///< What `watch_store` talks through.
   std::string address;                          ///< Of this host, reachable by the other ranks.
   std::string interface;                        ///< The interface asked for; empty: none.
 };

@@ -29,7 +29,8 @@ struct DistributedSamplerOptions {
   Tail tail = Tail::kPad;
   /// E, examples of an epoch over all ranks; 0: num_examples. For a fixed number of batches, give
   /// batches x global batch. Without weights, epochs then go on where the one before ended, and
-  /// every example comes once before any comes again.
+  /// every example comes once before any comes again: if W divides E, or with kUneven. Otherwise
+  /// padding repeats places, and kDropLast leaves some out of every epoch.
   int64_t epoch_size = 0;
   /// One weight an example, >= 0 and finite; empty: all alike. Same on all ranks.
   std::vector<double> weights{};

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <fcntl.h>
-#include <nlohmann/json.hpp>
 #include <sys/socket.h>
 
 #include "cohort/base/program.h"
+#include "cohort/launch/message.h"
 
 namespace cohort::launch {
 namespace {
@@ -15,10 +15,6 @@ using nlohmann::json;
 constexpr std::chrono::milliseconds kLastCall{1000};  // For more nodes, once there are enough.
 constexpr std::chrono::milliseconds kSettle{6000};    // Longer than a silent node is believed.
 constexpr std::chrono::milliseconds kFarewell{2000};
-
-std::string text_of(const json& message) {
-  return message.dump(-1, ' ', false, json::error_handler_t::replace);
-}
 
 std::string seconds(std::chrono::milliseconds duration) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";

@@ -1,13 +1,13 @@
 #include "cohort/launch/cores.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <sched.h>
 #include <sstream>
 
 #include "cohort/base/error.h"
+#include "cohort/launch/to_int.h"
 
 namespace cohort::launch {
 namespace {
@@ -86,10 +86,7 @@ int parse_nproc_per_node(const std::string& text) {
         "--nproc-per-node gpu: expected a GPU, found none (CUDA_VISIBLE_DEVICES, "
         "/proc/driver/nvidia/gpus, /dev/nvidia[0-9]*)");
   }
-  int number = 0;
-  const char* end = text.data() + text.size();
-  const auto [last, error] = std::from_chars(text.data(), end, number);
-  if (!text.empty() && error == std::errc() && last == end) return number;
+  if (const auto number = to_int(text)) return *number;
   throw ConfigError("--nproc-per-node: expected a number, auto, gpu or cpu, got " + text);
 }
 

@@ -2,7 +2,6 @@
 
 #include <arpa/inet.h>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <memory>
 #include <netdb.h>
@@ -12,6 +11,7 @@
 #include <sys/socket.h>
 
 #include "cohort/base/error.h"
+#include "cohort/launch/to_int.h"
 
 namespace cohort::launch {
 namespace {
@@ -67,10 +67,8 @@ Endpoint parse_endpoint(const std::string& text) {
     endpoint.host = text.substr(first, host_end - first);
     const size_t colon = bracketed ? host_end + 1 : host_end;
     if (colon < text.size()) {
-      const char* end = text.data() + text.size();
-      const auto [last, error] = std::from_chars(text.data() + colon + 1, end, endpoint.port);
-      good = text[colon] == ':' && error == std::errc() && last == end && endpoint.port > 0 &&
-             endpoint.port <= 65535;
+      endpoint.port = to_int(std::string_view(text).substr(colon + 1)).value_or(0);
+      good = text[colon] == ':' && endpoint.port > 0 && endpoint.port <= 65535;
     }
   }
   if (!good) throw ConfigError("--rdzv-endpoint: expected host:port, got " + text);

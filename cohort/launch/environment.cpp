@@ -42,6 +42,7 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
   variables["COHORT_ERROR_FILE"] = error_file(place.log_dir, rank);
   variables[kTraceFileVariable] = trace_file(place.log_dir, rank);
   variables.erase("COHORT_STORE_FD");
+  variables.erase("TORCHELASTIC_USE_AGENT_STORE");
   if (place.store_fd >= 0) variables["COHORT_STORE_FD"] = std::to_string(place.store_fd);
   std::string& threads = variables["OMP_NUM_THREADS"];
   if (threads.empty()) threads = std::to_string(place.num_threads);

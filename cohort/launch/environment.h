@@ -17,6 +17,7 @@ struct NodePlace {
   std::string master_addr = "127.0.0.1";
   int master_port = 0;
   int restart_count = 0;  ///< Rounds that ended because a worker failed.
+  int round = 1;          ///< Number of the round in the whole job.
 };
 
 /// The facts of one worker that neither the options nor the node's place hold.
@@ -30,7 +31,8 @@ struct WorkerPlace {
 /// Returns `base` ("NAME=value" each) with the worker's variables in it.
 ///
 /// RANK and its companions replace what `base` holds; OMP_NUM_THREADS is set only where it is
-/// missing or empty; COHORT_STORE_FD is removed for ranks without a socket.
+/// missing or empty; COHORT_STORE_FD is removed for ranks without a socket, and
+/// TORCHELASTIC_USE_AGENT_STORE for all: here rank 0 serves the store.
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,
                                             const RunOptions& options, const NodePlace& node,
                                             const WorkerPlace& place);

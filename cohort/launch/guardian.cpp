@@ -9,12 +9,14 @@
 #include <sys/wait.h>
 #include <system_error>
 
+#include "cohort/launch/session.h"
+
 namespace cohort::launch {
 namespace {
 
-// A message is a group to guard, minus a group to forget, or the farewell.
+// A message is a session to guard, minus a session to forget, or the farewell.
 constexpr pid_t kFarewell = 0;
-constexpr size_t kMostGroups = 8192;  // Twice the most workers of a node.
+constexpr size_t kMostSessions = 8192;  // Twice the most workers of a node.
 
 // Leaves the guardian with the pipe alone, so that it holds nobody's terminal or file open.
 void keep_only(int fd) {
@@ -31,7 +33,7 @@ void keep_only(int fd) {
   sigfillset(&all);
   ::sigprocmask(SIG_SETMASK, &all, nullptr);
   keep_only(pipe);
-  std::array<pid_t, kMostGroups> groups{};  // 0: free.
+  std::array<pid_t, kMostSessions> sessions{};  // 0: free.
   pid_t message = 0;
   while (true) {
     const ssize_t size = ::read(pipe, &message, sizeof(message));
@@ -39,12 +41,10 @@ void keep_only(int fd) {
     if (size != sizeof(message)) break;
     if (message == kFarewell) ::_exit(0);
     const pid_t old = message < 0 ? -message : 0;
-    const auto place = std::find(groups.begin(), groups.end(), old);
-    if (place != groups.end()) *place = std::max(message, 0);
+    const auto place = std::find(sessions.begin(), sessions.end(), old);
+    if (place != sessions.end()) *place = std::max(message, 0);
   }
-  for (const pid_t group : groups) {
-    if (group > 0) ::kill(-group, SIGKILL);
-  }
+  kill_sessions(sessions);
   ::_exit(0);
 }
 
@@ -72,12 +72,12 @@ Guardian::~Guardian() {
   }
 }
 
-void Guardian::announce(pid_t group) const noexcept {
-  tell(group);
+void Guardian::announce(pid_t session) const noexcept {
+  tell(session);
 }
 
-void Guardian::forget(pid_t group) const noexcept {
-  tell(-group);
+void Guardian::forget(pid_t session) const noexcept {
+  tell(-session);
 }
 
 void Guardian::tell(pid_t message) const noexcept {

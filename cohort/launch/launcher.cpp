@@ -89,7 +89,6 @@ class Launcher {
   Watch watch_{options_, log_dir_};
   StoreSocket store_;  // Bound and not yet inherited.
   std::unique_ptr<WorkerGroup> group_;
-  bool first_round_ = true;
   int num_stop_requests_ = 0;
   int stop_signal_ = 0;  // The last one that asks the job to stop.
   Clock::time_point look_at_ = Clock::now();
@@ -131,6 +130,7 @@ int Launcher::run_alone() {
                        node.restart_count < options_.max_restarts;
     if (!again) return conclude(verdict);
     ++node.restart_count;
+    ++node.round;
     logs_.keep();
     say(describe(*verdict.culprit, log_dir_) + "; restart " + std::to_string(node.restart_count) +
         " of " + std::to_string(options_.max_restarts));
@@ -157,12 +157,14 @@ void Launcher::meet() {
 int Launcher::run_with_others() {
   meet();
   while (true) {
+    place_.reset();
     stop_ordered_ = false;
     failure_told_ = false;
     if (coordinator_) bind_store();
     member_->join(options_.nproc_per_node, coordinator_ ? store_.port : 0);
-    while (!place_ && !end_ && !leaving()) turn();
-    if (!place_) return finish_with_others();
+    while (!place_ && !end_ && !stop_ordered_ && !leaving()) turn();
+    if (end_ || leaving()) return finish_with_others();
+    if (!place_) continue;  // The round was called off in the turn in which it was ordered.
     start_round(*std::exchange(place_, std::nullopt));
     if (const auto code = take_part()) return *code;
   }
@@ -224,8 +226,7 @@ int Launcher::finish_with_others() {
 void Launcher::start_round(const NodePlace& node) {
   const RoundContext context{options_, program_, log_dir_, guardian_, signals_, out_, err_};
   group_.reset();
-  group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd), first_round_);
-  first_round_ = false;
+  group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd));
   watch_.begin();
 }
 
@@ -348,8 +349,11 @@ int Launcher::leave(const std::string& text, int code) {
     say(text);
     say("logs are in " + log_dir_);
   }
-  // All workers are gone: from here on a signal may end this process in the plain way.
-  signals_.restore();
+  // All workers are gone. Signals that came until now are answered by that; from here on one may
+  // end this process in the plain way, should a reader have stalled.
+  while (signals_.next()) {
+  }
+  signals_.unblock();
   out_.flush_all();
   err_.flush_all();
   return code;

@@ -1,18 +1,13 @@
 #include "cohort/launch/member.h"
 
-#include <nlohmann/json.hpp>
-
 #include "cohort/base/program.h"
 #include "cohort/launch/coordinator.h"
+#include "cohort/launch/message.h"
 
 namespace cohort::launch {
 namespace {
 
 using nlohmann::json;
-
-std::string text_of(const json& message) {
-  return message.dump(-1, ' ', false, json::error_handler_t::replace);
-}
 
 NodePlace place_of(const json& message) {
   NodePlace place;
@@ -23,6 +18,7 @@ NodePlace place_of(const json& message) {
   place.master_addr = message.at("master_addr");
   place.master_port = message.at("master_port");
   place.restart_count = message.at("restart");
+  place.round = message.at("round");
   return place;
 }
 

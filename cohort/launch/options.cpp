@@ -1,12 +1,11 @@
 #include "cohort/launch/options.h"
 
-#include <charconv>
 #include <net/if.h>
-#include <optional>
 #include <sstream>
 #include <string_view>
 
 #include "cohort/base/error.h"
+#include "cohort/launch/to_int.h"
 
 namespace cohort::launch {
 namespace {
@@ -14,14 +13,6 @@ namespace {
 void require(bool holds, const std::string& flag, const std::string& expected,
              const std::string& got) {
   if (!holds) throw ConfigError(flag + ": expected " + expected + ", got " + got);
-}
-
-std::optional<int> to_int(std::string_view text) {
-  int value = 0;
-  const char* end = text.data() + text.size();
-  const auto [last, error] = std::from_chars(text.data(), end, value);
-  if (text.empty() || error != std::errc() || last != end) return std::nullopt;
-  return value;
 }
 
 std::string interfaces() {

@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::streamoff kTailBytes = 64 * 1024;
 constexpr int kStackFrames = 12;
+constexpr size_t kMessageBytes = 4096;
 
 // The text field `name` of the rank's error file; empty if there is none.
 std::string error_field(const std::string& log_dir, int rank, const char* name) {
@@ -22,6 +23,13 @@ std::string error_field(const std::string& log_dir, int rank, const char* name) 
   const auto record = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
   if (!record.is_object() || !record.contains(name) || !record[name].is_string()) return "";
   return record[name].get<std::string>();
+}
+
+// Not in the middle of a character of UTF-8.
+std::string cut(std::string text, size_t most_bytes) {
+  if (text.size() <= most_bytes) return text;
+  while (most_bytes > 0 && (text[most_bytes] & 0xC0) == 0x80) --most_bytes;
+  return text.substr(0, most_bytes) + " ...";
 }
 
 // A shell turns the signal that ended its child into an exit code.
@@ -77,7 +85,7 @@ std::string describe(const Outcome& outcome, const std::string& log_dir) {
   if (outcome.status.signal != 0) {
     return who + "was killed by signal " + signal_name(outcome.status.signal);
   }
-  const std::string message = error_field(log_dir, outcome.rank, "message");
+  const std::string message = cut(error_field(log_dir, outcome.rank, "message"), kMessageBytes);
   return who + "exited with code " + std::to_string(outcome.status.exit_code) +
          (message.empty() ? "" : ": ") + message;
 }

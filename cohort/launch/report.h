@@ -35,8 +35,8 @@ struct Verdict {
 Verdict judge(std::span<const Outcome> outcomes);
 
 /// Returns "rank 1 (pid 123) was killed by signal 9 (Killed)" or "rank 1 (pid 123) exited with
-/// code 1: <message>", the message from the rank's error file in `log_dir`, if it left one; the
-/// outcome's note instead, if it has one.
+/// code 1: <message>", the message from the rank's error file in `log_dir`, if it left one, cut
+/// after 4096 bytes; the outcome's note instead, if it has one.
 std::string describe(const Outcome& outcome, const std::string& log_dir);
 
 /// Returns the first frames of the stack that the rank left in its error file, a line each,

@@ -39,9 +39,13 @@ std::optional<int> Signals::next() const {
   return static_cast<int>(info.ssi_signo);
 }
 
+void Signals::unblock() const noexcept {
+  ::sigprocmask(SIG_SETMASK, &old_mask_, nullptr);
+}
+
 void Signals::restore() const noexcept {
   ::sigaction(SIGPIPE, &old_pipe_, nullptr);
-  ::sigprocmask(SIG_SETMASK, &old_mask_, nullptr);
+  unblock();
 }
 
 }  // namespace cohort::launch

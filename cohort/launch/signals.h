@@ -29,6 +29,8 @@ class Signals {
   int fd() const { return fd_.get(); }
   /// Returns the next waiting signal, if any; never blocks.
   std::optional<int> next() const;
+  /// Lets signals act as they did before the constructor; SIGPIPE stays ignored.
+  void unblock() const noexcept;
   /// Undoes the constructor. Async-signal-safe: a worker calls it between fork and exec.
   void restore() const noexcept;
 

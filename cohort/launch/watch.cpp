@@ -30,15 +30,20 @@ char process_state(pid_t pid) {
 // page from elsewhere (another pid namespace) must not lead to a stranger.
 pid_t traced_process(const Worker& worker, const std::optional<TraceRecord>& record) {
   const pid_t pid = record ? static_cast<pid_t>(record->pid) : 0;
-  return pid > 0 && ::getpgid(pid) == worker.pid ? pid : worker.pid;
+  return pid > 0 && ::getsid(pid) == worker.pid ? pid : worker.pid;
 }
 
+// Such a process runs no handler: SIGSTOP or its like stopped it (T), or a debugger holds it (t).
 bool is_stopped(char state) {
   return state == 'T' || state == 't';
 }
 
 bool same_collective(const TraceRecord& a, const TraceRecord& b) {
   return a.sequence == b.sequence && a.group == b.group && a.operation == b.operation;
+}
+
+bool contains(const std::vector<int>& numbers, int number) {
+  return std::find(numbers.begin(), numbers.end(), number) != numbers.end();
 }
 
 std::string seconds(nanoseconds duration) {
@@ -118,6 +123,10 @@ std::vector<Watch::Sight> Watch::see(std::span<const Worker> workers) const {
   return sights;
 }
 
+bool Watch::Sight::waits_in(const TraceRecord& collective) const {
+  return record && record->state == TraceState::kWaiting && same_collective(*record, collective);
+}
+
 // Time in which the whole job was suspended does not count.
 nanoseconds Watch::waited(const Sight& sight) const {
   const bool waits =
@@ -127,7 +136,7 @@ nanoseconds Watch::waited(const Sight& sight) const {
 
 void Watch::note_stopped(const std::vector<Sight>& sights) {
   for (const Sight& sight : sights) {
-    if (is_stopped(sight.state)) {
+    if (sight.state == 'T') {
       stopped_since_.emplace(sight.worker->rank, Clock::now());
     } else {
       stopped_since_.erase(sight.worker->rank);
@@ -142,8 +151,7 @@ std::optional<Watch::Stall> Watch::find_stall(const std::vector<Sight>& sights) 
   if (longest == sights.end() || waited(*longest) < options_.stall_timeout) return std::nullopt;
   Stall stall{*longest->record, {}, Clock::now() + kAnswerTime};
   for (const Sight& sight : sights) {
-    const bool there = sight.record && sight.record->state == TraceState::kWaiting &&
-                       same_collective(*sight.record, stall.where) && sight.worker->running;
+    const bool there = sight.waits_in(stall.where) && sight.worker->running;
     if (!there && sight.record) stall.missing.push_back(sight.worker->rank);
   }
   return stall;
@@ -152,12 +160,8 @@ std::optional<Watch::Stall> Watch::find_stall(const std::vector<Sight>& sights) 
 // Only to workers with a page: others may die of the signal.
 void Watch::ask_for_stacks(const std::vector<Sight>& sights) const {
   for (const Sight& sight : sights) {
-    const auto& missing = stall_->missing;
     const int rank = sight.worker->rank;
-    if (!sight.worker->running ||
-        std::find(missing.begin(), missing.end(), rank) == missing.end()) {
-      continue;
-    }
+    if (!sight.worker->running || !contains(stall_->missing, rank)) continue;
     std::error_code ignored;
     std::filesystem::remove(stack_file(log_dir_, rank), ignored);
     if (sight.pid == sight.record->pid) ::kill(sight.pid, stack_signal());
@@ -166,10 +170,8 @@ void Watch::ask_for_stacks(const std::vector<Sight>& sights) const {
 
 bool Watch::stacks_are_there(const std::vector<Sight>& sights) const {
   return std::all_of(sights.begin(), sights.end(), [this](const Sight& sight) {
-    const auto& missing = stall_->missing;
     const int rank = sight.worker->rank;
-    const bool asked = std::find(missing.begin(), missing.end(), rank) != missing.end();
-    return !asked || sight.state == 'X' || is_stopped(sight.state) ||
+    return !contains(stall_->missing, rank) || sight.state == 'X' || is_stopped(sight.state) ||
            std::filesystem::exists(stack_file(log_dir_, rank));
   });
 }
@@ -189,7 +191,7 @@ Watch::Finding Watch::look(std::span<const Worker> workers) {
       stall_ = found;
       ask_for_stacks(sights);
     } else if (found) {
-      const Finding stopped = judge_stopped();
+      const Finding stopped = judge_stopped(found->missing);
       finding.failed_rank = stopped.failed_rank;
       finding.why = stopped.why;
     }
@@ -202,10 +204,10 @@ Watch::Finding Watch::look(std::span<const Worker> workers) {
   return finding;
 }
 
-Watch::Finding Watch::judge_stopped() const {
+Watch::Finding Watch::judge_stopped(const std::vector<int>& missing) const {
   for (const auto& [rank, since] : stopped_since_) {
     const auto duration = Clock::now() - since;
-    if (duration < options_.stall_timeout) continue;
+    if (duration < options_.stall_timeout || !contains(missing, rank)) continue;
     return {"", rank,
             "was stopped (state T) for " + seconds(duration) + " while others waited in " +
                 where(*reported_)};
@@ -216,9 +218,7 @@ Watch::Finding Watch::judge_stopped() const {
 std::string Watch::report(const std::vector<Sight>& sights) const {
   std::vector<int> waiting;
   for (const Sight& sight : sights) {
-    const bool there = sight.record && sight.record->state == TraceState::kWaiting &&
-                       same_collective(*sight.record, stall_->where);
-    if (there) waiting.push_back(sight.worker->rank);
+    if (sight.waits_in(stall_->where)) waiting.push_back(sight.worker->rank);
   }
   std::string text =
       options_.speaker + ": stalled: " + ranks(waiting) + " in " + where(stall_->where);
@@ -232,14 +232,15 @@ std::string Watch::report(const std::vector<Sight>& sights) const {
   text += "\n" + table(sights);
   for (const Sight& sight : sights) {
     const int rank = sight.worker->rank;
-    const auto& missing = stall_->missing;
-    if (std::find(missing.begin(), missing.end(), rank) == missing.end()) continue;
+    if (!contains(stall_->missing, rank)) continue;
     const std::string stack = sight.worker->running ? indented(stack_file(log_dir_, rank)) : "";
     const std::string name = options_.speaker + ": rank " + std::to_string(rank);
     if (!stack.empty()) {
       text += name + " is at\n" + stack;
-    } else if (is_stopped(sight.state)) {
+    } else if (sight.state == 'T') {
       text += name + " is stopped (state T) and cannot say where it is\n";
+    } else if (sight.state == 't') {
+      text += name + " is held by a debugger (state t) and cannot say where it is\n";
     } else if (sight.state == 'D') {
       text += name + " is blocked in the kernel (state D) and cannot say where it is\n";
     } else if (sight.worker->running) {
@@ -266,7 +267,8 @@ std::string Watch::table(const std::vector<Sight>& sights) const {
       row[5] = record.call_site.data();
       row[6] = seconds(nanoseconds(steady_now_ns() - record.since_ns));
     }
-    if (is_stopped(sight.state)) row[1] = "stopped (T)";
+    if (sight.state == 'T') row[1] = "stopped (T)";
+    if (sight.state == 't') row[1] = "traced (t)";
     if (sight.state == 'D') row[1] = "blocked (D)";
     if (!sight.worker->running) row[1] = "ended";
     rows.push_back(row);

@@ -17,8 +17,8 @@ namespace cohort::launch {
 /// A stall: a rank waits in one collective for stall_timeout. It is reported once, as a table of
 /// all ranks, with the stacks of those that have not come: they are asked for by signal and have
 /// one second to answer. A rank that has not come and was stopped (state T) all that time is
-/// returned as failed. Workers that keep no trace page are never blamed. Threads: none; nothing
-/// blocks.
+/// returned as failed; one that a debugger holds is not. Workers that keep no trace page are never
+/// blamed. Threads: none; nothing blocks.
 class Watch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -46,6 +46,8 @@ class Watch {
     std::optional<TraceRecord> record;
     pid_t pid = -1;    // Of the process that keeps the page, else the worker's.
     char state = '?';  // As /proc/PID/stat says; 'X': ended.
+
+    bool waits_in(const TraceRecord& collective) const;
   };
   struct Stall {
     TraceRecord where;  // The collective that is waited in.
@@ -61,13 +63,13 @@ class Watch {
   bool stacks_are_there(const std::vector<Sight>& sights) const;
   std::string report(const std::vector<Sight>& sights) const;
   std::string table(const std::vector<Sight>& sights) const;
-  Finding judge_stopped() const;
+  Finding judge_stopped(const std::vector<int>& missing) const;
 
   const RunOptions& options_;
   const std::string& log_dir_;
   int64_t begun_ns_ = 0;
   Clock::time_point table_at_;
-  std::map<int, Clock::time_point> stopped_since_;  // By rank.
+  std::map<int, Clock::time_point> stopped_since_;  // By rank; a debugger's hold does not count.
   std::optional<Stall> stall_;                      // Found, not yet reported.
   std::optional<TraceRecord> reported_;             // The last one reported.
 };

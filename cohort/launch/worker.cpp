@@ -14,6 +14,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/launch/session.h"
 
 namespace cohort::launch {
 namespace {
@@ -117,7 +118,8 @@ pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
     size = ::read(failure_reader.get(), &error, sizeof(error));
   } while (size < 0 && errno == EINTR);
   if (size == sizeof(error)) {
-    kill_group_and_reap(pid);
+    kill_sessions({&pid, 1});
+    reap(pid);
     throw ConfigError(options.program + ": expected a program that can be executed, got " +
                       std::strerror(error));
   }
@@ -134,8 +136,7 @@ std::optional<ExitStatus> peek_exit(pid_t pid) {
   return ExitStatus{128 + info.si_status, info.si_status};
 }
 
-void kill_group_and_reap(pid_t pid) {
-  ::kill(-pid, SIGKILL);
+void reap(pid_t pid) {
   while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
   }
 }

@@ -41,11 +41,10 @@ pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
                     const Signals& signals);
 
 /// Returns how the child `pid` ended, or nothing while it runs. The child is not reaped: until
-/// reap() its number, and so its process group's, cannot be given to a stranger.
+/// reap() its number, and so its session's, cannot be given to a stranger.
 std::optional<ExitStatus> peek_exit(pid_t pid);
 
-/// Sends SIGKILL to the process group of the child `pid`, then reaps the child. Blocks for as long
-/// as the kernel needs to end it.
-void kill_group_and_reap(pid_t pid);
+/// Waits until the child `pid`, which was sent SIGKILL or has ended, is gone.
+void reap(pid_t pid);
 
 }  // namespace cohort::launch

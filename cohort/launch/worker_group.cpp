@@ -6,6 +6,7 @@
 
 #include "cohort/base/program.h"
 #include "cohort/launch/cores.h"
+#include "cohort/launch/session.h"
 #include "cohort/launch/worker.h"
 
 namespace cohort::launch {
@@ -13,7 +14,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kTermToKill{3000};
 constexpr std::chrono::milliseconds kSaveTime{25000};  // Beyond the grace, for a checkpoint.
-constexpr std::chrono::milliseconds kDrainTime{1000};  // For the last bytes of killed groups.
+constexpr std::chrono::milliseconds kDrainTime{1000};  // For the last bytes of killed workers.
 constexpr int kLastReads = 64;                         // More than a pipe holds.
 
 }  // namespace
@@ -23,21 +24,20 @@ WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node)
 
 // The delegation makes the object whole, so that its destructor runs if a later worker cannot
 // start.
-WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store,
-                         bool first_round)
+WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store)
     : WorkerGroup(context, node) {
   const int num_workers = context_.options.nproc_per_node;
   const std::vector<int> cores = usable_cores();
   num_threads_ = std::max(1, static_cast<int>(cores.size()) / num_workers);
   if (context_.options.bind_cores == BindCores::kCores) cores_ = share_cores(cores, num_workers);
   for (int local_rank = 0; local_rank < num_workers; ++local_rank) {
-    start(local_rank, store, !first_round);
+    start(local_rank, store);
     store.reset();  // Rank 0 has it now; the others must not.
   }
 }
 
 WorkerGroup::~WorkerGroup() {
-  kill_groups();
+  kill_workers();
 }
 
 Terminal& WorkerGroup::terminal(int which) const {
@@ -50,12 +50,11 @@ Channel WorkerGroup::make_channel(int rank, int local_rank, int which) const {
   return as_terminal ? make_pseudo_terminal(terminal(which).fd()) : make_pipe();
 }
 
-Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channel,
-                                bool append) const {
+Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channel) const {
   Stream::Options options;
   options.log_path =
       log_file(context_.log_dir, worker.rank, which == kStdout ? "stdout" : "stderr");
-  options.append = append;
+  options.append = node_.round > 1;
   if (context_.options.shown_streams(worker.rank, worker.local_rank) & which) {
     options.terminal = &terminal(which);
     if (context_.options.tee != Tee::kRank0) {
@@ -65,14 +64,14 @@ Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channe
   return Stream(std::move(channel.launcher), std::move(options));
 }
 
-void WorkerGroup::start(int local_rank, Fd& store, bool append) {
+void WorkerGroup::start(int local_rank, Fd& store) {
   Worker worker;
   worker.rank = node_.base_rank + local_rank;
   worker.local_rank = local_rank;
   Channel out = make_channel(worker.rank, local_rank, kStdout);
   Channel err = make_channel(worker.rank, local_rank, kStderr);
-  worker.streams.push_back(make_stream(worker, kStdout, out, append));
-  worker.streams.push_back(make_stream(worker, kStderr, err, append));
+  worker.streams.push_back(make_stream(worker, kStdout, out));
+  worker.streams.push_back(make_stream(worker, kStderr, err));
   for (const auto& left_over :
        {error_file(context_.log_dir, worker.rank), trace_file(context_.log_dir, worker.rank),
         stack_file(context_.log_dir, worker.rank)}) {
@@ -151,11 +150,13 @@ void WorkerGroup::keep_deadlines() {
   if (kill_at_ && now >= *kill_at_) kill_now();
 }
 
-// To the workers that run still; the groups of the others are ended with the round.
+// To the workers that run still; the sessions of the others are ended with the round.
 void WorkerGroup::send(int signal) const {
+  std::vector<pid_t> leaders;
   for (const Worker& worker : workers_) {
-    if (worker.running) ::kill(-worker.pid, signal);
+    if (worker.running) leaders.push_back(worker.pid);
   }
+  signal_sessions(leaders, signal);
 }
 
 void WorkerGroup::pass_stop(int signal) {
@@ -185,7 +186,7 @@ void WorkerGroup::fail(int rank, const std::string& note) {
   for (Worker& worker : workers_) {
     if (worker.rank != rank || !worker.running) continue;
     worker.note = note;
-    ::kill(-worker.pid, SIGKILL);
+    kill_sessions({&worker.pid, 1});
   }
 }
 
@@ -204,14 +205,17 @@ void WorkerGroup::pass_window_size() const {
 }
 
 void WorkerGroup::end() {
-  kill_groups();
+  kill_workers();
   drain();
 }
 
-void WorkerGroup::kill_groups() {
+void WorkerGroup::kill_workers() {
+  std::vector<pid_t> leaders;
+  for (const Worker& worker : workers_) leaders.push_back(worker.pid);
+  kill_sessions(leaders);
   for (Worker& worker : workers_) {
     if (worker.pid > 0) {
-      kill_group_and_reap(worker.pid);
+      reap(worker.pid);
       context_.guardian.forget(worker.pid);
     }
     worker.pid = -1;
@@ -219,7 +223,8 @@ void WorkerGroup::kill_groups() {
   }
 }
 
-// Only a process that left its worker's group can hold a stream open longer; it is not waited for.
+// Only a process that left its worker's session can hold a stream open longer; it is not waited
+// for.
 void WorkerGroup::drain() {
   const auto end = Clock::now() + kDrainTime;
   const auto open = [](const Stream& stream) { return stream.fd() >= 0; };

@@ -32,7 +32,7 @@ struct RoundContext {
 struct Worker {
   int rank = 0;
   int local_rank = 0;
-  pid_t pid = -1;  ///< -1 once its process group was ended.
+  pid_t pid = -1;  ///< -1 once its session was ended.
   bool running = false;
   std::string note;             ///< See Outcome::note.
   std::vector<Stream> streams;  ///< stdout, stderr.
@@ -49,10 +49,10 @@ class WorkerGroup {
   using Clock = std::chrono::steady_clock;
   using milliseconds = std::chrono::milliseconds;
 
-  /// Starts the workers. `store`: rank 0's listening socket, on node 0 only. `first_round`: the
-  /// logs are emptied, else appended to.
+  /// Starts the workers. `store`: rank 0's listening socket, on node 0 only. The job's first round
+  /// empties the logs, a later one appends: in a shared folder they may be another node's.
   /// Errors: ConfigError if the program cannot be executed; no worker is left running.
-  WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store, bool first_round);
+  WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store);
   ~WorkerGroup();
   WorkerGroup(const WorkerGroup&) = delete;
   WorkerGroup& operator=(const WorkerGroup&) = delete;
@@ -72,7 +72,7 @@ class WorkerGroup {
 
   /// Passes on a signal that asks the job to stop; SIGKILL follows 25 seconds after the grace.
   void pass_stop(int signal);
-  /// Passes on any other signal.
+  /// Passes on any other signal, as all signals to every process group of the workers' sessions.
   void send(int signal) const;
   /// Stops the round: SIGTERM, and SIGKILL after `patience`. May be called again.
   void stop(milliseconds patience);
@@ -82,19 +82,19 @@ class WorkerGroup {
   /// Gives rank 0's pseudo-terminal, if it has one, the launcher's window size.
   void pass_window_size() const;
 
-  /// Kills what is left of the workers' process groups and reads the last bytes.
+  /// Kills what is left of the workers' sessions and reads the last bytes.
   void end();
 
  private:
   WorkerGroup(const RoundContext& context, const NodePlace& node);
-  void start(int local_rank, Fd& store, bool append);
-  Stream make_stream(const Worker& worker, int which, Channel& channel, bool append) const;
+  void start(int local_rank, Fd& store);
+  Stream make_stream(const Worker& worker, int which, Channel& channel) const;
   Channel make_channel(int rank, int local_rank, int which) const;
   Terminal& terminal(int which) const;
   bool may_start_again() const;
   void notice_exits();
   void keep_deadlines();
-  void kill_groups();
+  void kill_workers();
   void drain();
 
   const RoundContext context_;

@@ -16,6 +16,7 @@ struct TransformerOptions {
   int64_t max_positions = 5000;      ///< Longest sentence in tokens.
   double dropout = 0.1;              ///< On embeddings, attention weights, inner and block outputs.
   double label_smoothing = 0.1;      ///< Share of the target distribution spread over all words.
+  bool tied_embeddings = false;      ///< The output projection is the target embedding's table.
 
   bool operator==(const TransformerOptions&) const = default;
 };

@@ -213,8 +213,12 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
   };
   stack("encoder", options.enc_depth, encoder_, encoder_norm_);
   stack("decoder", options.dec_depth, decoder_, decoder_norm_);
-  generator_ = register_module(
-      "generator", Projection(options.dim_emb, options.dim_vocab_target, false, context_));
+  generator_ = Projection(options.dim_emb, options.dim_vocab_target, false, context_);
+  if (options.tied_embeddings) {
+    generator_->weight = target_embedding_;  // Not registered: one parameter, used twice.
+  } else {
+    register_module("generator", generator_);
+  }
   initialise(0);
 }
 

@@ -132,7 +132,8 @@ struct DecoderState {
 };
 
 /// Pre-norm encoder and decoder, sinusoidal positions, embeddings scaled by sqrt(D), no bias in
-/// attention and output projection, nothing tied: 93,255,680 parameters at the default sizes.
+/// attention and output projection; nothing tied unless asked for: 93,255,680 parameters at the
+/// default sizes. With tied embeddings there is no parameter "generator.weight".
 ///
 /// Parameters carry the names of torch.nn.Transformer's where it has them.
 /// Threads: one. Local. Errors: c10::ValueError for ids or lengths out of range.

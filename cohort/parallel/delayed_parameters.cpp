@@ -1,16 +1,15 @@
 #include "cohort/parallel/delayed_parameters.h"
 
 #include <ATen/ops/cat.h>
-#include <algorithm>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <utility>
 
 namespace cohort::parallel {
 
-DelayedParameters::DelayedParameters(std::vector<NamedTensor> parameters, std::string trigger,
+DelayedParameters::DelayedParameters(std::vector<NamedTensor> parameters, size_t num_gradients,
                                      comm::ProcessGroup& group)
-    : parameters_(std::move(parameters)), trigger_(std::move(trigger)), group_(group) {
+    : parameters_(std::move(parameters)), num_gradients_(num_gradients), group_(group) {
   const at::Tensor& first = parameters_.front().tensor;
   for (const NamedTensor& each : parameters_) {
     TORCH_CHECK_VALUE(
@@ -23,16 +22,13 @@ DelayedParameters::DelayedParameters(std::vector<NamedTensor> parameters, std::s
   }
 }
 
-void DelayedParameters::prepare() {
-  const bool own = std::any_of(parameters_.begin(), parameters_.end(),
-                               [&](const NamedTensor& each) { return each.name == trigger_; });
-  awaited_ = parameters_.size() + (own ? 0 : 1);
+void DelayedParameters::arrived() {
+  if (--awaited_ == 0) start();
 }
 
-void DelayedParameters::arrived(const std::string& name) {
-  const bool mine = std::any_of(parameters_.begin(), parameters_.end(),
-                                [&](const NamedTensor& each) { return each.name == name; });
-  if ((mine || name == trigger_) && awaited_ > 0 && --awaited_ == 0) start();
+void DelayedParameters::abandon() {
+  awaited_ = 0;
+  if (average_) wait_tensor(std::exchange(average_, {}));
 }
 
 void DelayedParameters::start() {

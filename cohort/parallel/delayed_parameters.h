@@ -1,6 +1,5 @@
 // The parameters that travel outside the buckets, in one piece.
 #pragma once
-#include <string>
 #include <vector>
 
 #include "cohort/parallel/comm_hook.h"
@@ -10,31 +9,33 @@ namespace cohort::parallel {
 
 /// Averages the gradients of its parameters in one all-reduce per backward.
 ///
-/// Owner: GradientEngine, which reports each gradient. Threads: the one that runs backward.
+/// Owner: GradientEngine, which reports each gradient once. Threads: the one that runs backward.
 /// Collective: the report after which every gradient is there; all ranks must come to it at the
 /// same place between the buckets, as ranks with the same graph do.
 class DelayedParameters {
  public:
-  /// `parameters`: of one type and device.
-  DelayedParameters(std::vector<NamedTensor> parameters, std::string trigger,
+  /// `parameters`: of one type and device. `num_gradients`: theirs and, if it is none of them, the
+  /// trigger's.
+  DelayedParameters(std::vector<NamedTensor> parameters, size_t num_gradients,
                     comm::ProcessGroup& group);
 
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
-  const std::string& trigger() const { return trigger_; }
 
-  void prepare();  ///< Before each backward that is to be averaged.
-  /// The gradient of `name` is complete. Starts the all-reduce once all and the trigger's are, and
-  /// has the averages copied back when the backward ends.
-  void arrived(const std::string& name);
+  void prepare() { awaited_ = num_gradients_; }  ///< Before each backward that is to be averaged.
+  /// One more of the gradients is complete. Starts the all-reduce once all are, and has the
+  /// averages copied back when the backward ends.
+  void arrived();
+  bool unfinished() const { return awaited_ > 0; }  ///< Prepared, but not all have arrived.
+  void abandon();  ///< Waits for what an unfinished backward has sent, then forgets it.
 
  private:
   void start();
   void finish();
 
   std::vector<NamedTensor> parameters_;
-  std::string trigger_;
+  size_t num_gradients_;
   comm::ProcessGroup& group_;
-  size_t awaited_ = 0;  // gradients still to come, the trigger's included
+  size_t awaited_ = 0;  // gradients still to come
   TensorFuture average_;
 };
 

@@ -16,7 +16,7 @@ struct MixedPrecision {
   std::optional<c10::ScalarType>
       param_dtype;  ///< Parameters and floating-point inputs during forward and backward.
   std::optional<c10::ScalarType>
-      reduce_dtype;  ///< Gradients while they travel; they are divided before.
+      reduce_dtype;  ///< Gradients while they travel, dense ones only; they are divided before.
   std::optional<c10::ScalarType>
       buffer_dtype;  ///< Floating-point buffers, for good, from construction on.
 };
@@ -49,7 +49,8 @@ struct DistributedDataParallelOptions {
   /// Parameters and buffers that are left alone: not verified, copied, cast or averaged.
   std::vector<std::string> ignored;
   /// Parameters outside the buckets, averaged in one piece once the gradient of
-  /// `param_to_hook_all_reduce` and theirs are there.
+  /// `param_to_hook_all_reduce` and theirs are there. Without find_unused_parameters and
+  /// static_graph: each gradient comes once in every backward.
   std::vector<std::string> delay_all_reduce_named_params;
   std::string param_to_hook_all_reduce;  ///< Set together with delay_all_reduce_named_params.
   MixedPrecision mixed_precision;

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/logger.hpp>
 
 #include "cohort/base/error.h"
+#include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/delayed_parameters.h"
 #include "cohort/parallel/mixed_precision.h"
 #include "cohort/parallel/reducer.h"
@@ -83,6 +84,11 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
   TORCH_CHECK_VALUE(
       options.delay_all_reduce_named_params.empty() == options.param_to_hook_all_reduce.empty(),
       "delay_all_reduce_named_params and param_to_hook_all_reduce: expected both or neither");
+  TORCH_CHECK_VALUE(
+      options.delay_all_reduce_named_params.empty() ||
+          (!options.find_unused_parameters && !options.static_graph),
+      "delay_all_reduce_named_params: expected neither find_unused_parameters nor static_graph "
+      "with it, which vary when and how often gradients come");
   const auto parameters = model.named_parameters();
   const auto buffers = model.named_buffers();
   for (const std::string& name : options.ignored) {
@@ -91,28 +97,8 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
   }
 }
 
-// What must agree between ranks beside the model.
-std::string describe(const DistributedDataParallelOptions& options, const BucketIndices& buckets) {
-  std::ostringstream out;
-  out << "find_unused_parameters " << options.find_unused_parameters << "\nstatic_graph "
-      << options.static_graph << "\nbroadcast_buffers " << options.broadcast_buffers
-      << "\nrebuild_buckets " << options.rebuild_buckets << "\nskip_all_reduce_unused_params "
-      << options.skip_all_reduce_unused_params << '\n';
-  for (size_t i = 0; i < buckets.size(); ++i) {
-    out << "bucket " << i << " of parameters";
-    for (const size_t index : buckets[i]) out << ' ' << index;
-    out << '\n';
-  }
-  return out.str();
-}
-
-CommHook reduce_in(at::ScalarType type) {
-  return [type](comm::ProcessGroup& group, const Bucket& bucket) {
-    const at::ScalarType own = bucket.buffer.scalar_type();
-    const at::Tensor small = bucket.buffer.div(group.size()).to(type);
-    return then(start_all_reduce(group, small),
-                [own](const at::Tensor& sum) { return sum.to(own); });
-  };
+std::string text_of(const std::optional<at::ScalarType>& type) {
+  return type ? c10::toString(*type) : "unset";
 }
 
 // Which ranks take part in one step under join.
@@ -129,8 +115,9 @@ struct GradientEngine::Impl {
       : model(m), group(g), options(o) {}
   ~Impl();
 
-  void share_state();
   void select_parameters();
+  std::string describe() const;
+  void share_state();
   void cast_buffers();
   void make_engine();
   void watch_gradients();
@@ -138,12 +125,16 @@ struct GradientEngine::Impl {
 
   void check_forms() const;
   void check_finished();
+  void abandon();
+  void restore_after_error() noexcept;
   std::string left_out() const;
   [[noreturn]] void report_left_out();
   Round announce(bool active);
   void copy_buffers(int root);
   void stand_in(const Round& round);
   bool searches_unused() const { return options.find_unused_parameters && !options.static_graph; }
+  // A synchronized forward ran, and no backward after it has averaged all gradients.
+  bool unfinished() const { return reducer->unfinished() || (delayed && delayed->unfinished()); }
 
   torch::nn::Module& model;
   comm::ProcessGroup& group;
@@ -151,9 +142,11 @@ struct GradientEngine::Impl {
   std::vector<NamedTensor> bucketed;
   std::optional<DelayedParameters> delayed;
   std::vector<NamedTensor> watched;  // bucketed, then delayed
+  size_t trigger = 0;                // of the delayed ones, in `watched`
   std::vector<at::Tensor> buffers;
   std::vector<Form> forms;
   std::optional<LentParameters> lent;
+  bool lent_by_forward = false;  // by the present one, not by one whose backward is still to come
 
   std::shared_ptr<Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
@@ -161,11 +154,14 @@ struct GradientEngine::Impl {
   std::string comm_hook;
 
   bool synchronized = true;
-  bool awaiting = false;     // a synchronized forward ran, its backward has not ended
-  bool interrupted = false;  // that backward threw
+  bool begun = false;        // some gradient of the last synchronized forward is there
+  bool ended = false;        // and the backward that brought it has ended without an error
+  bool interrupted = false;  // `backward` threw
   std::vector<bool> ready;   // by `watched`: its gradient of this backward is there
-  int64_t num_prepared = 0;  // synchronized steps, those of stand_in included
-  bool first_backward_begun = false;
+  int divisor = group.size();
+  int64_t num_prepared = 0;        // synchronized steps, those of stand_in included
+  bool all_reduce_queued = false;  // for the end of a static graph's first backward
+  bool graph_known = false;        // that backward has been averaged
 
   std::optional<JoinOptions> join;
   std::optional<Round> last_round;
@@ -179,8 +175,7 @@ void GradientEngine::Impl::select_parameters() {
   const auto& names = options.delay_all_reduce_named_params;
   std::vector<NamedTensor> late;
   for (NamedTensor& each : trainable_parameters(model, options.ignored)) {
-    const bool is_late = std::find(names.begin(), names.end(), each.name) != names.end();
-    (is_late ? late : bucketed).push_back(std::move(each));
+    (contains(names, each.name) ? late : bucketed).push_back(std::move(each));
   }
   TORCH_CHECK_VALUE(late.size() == names.size(),
                     "delay_all_reduce_named_params: expected names of parameters that require a "
@@ -192,33 +187,50 @@ void GradientEngine::Impl::select_parameters() {
   watched = bucketed;
   watched.insert(watched.end(), late.begin(), late.end());
   if (late.empty()) return;
-  const std::string& trigger = options.param_to_hook_all_reduce;
-  const bool known = std::any_of(watched.begin(), watched.end(),
-                                 [&](const auto& each) { return each.name == trigger; });
-  TORCH_CHECK_VALUE(known,
+  const std::string& name = options.param_to_hook_all_reduce;
+  const auto found = std::find_if(watched.begin(), watched.end(),
+                                  [&](const auto& each) { return each.name == name; });
+  TORCH_CHECK_VALUE(found != watched.end(),
                     "param_to_hook_all_reduce: expected a parameter that requires a gradient, got ",
-                    trigger);
-  delayed.emplace(std::move(late), trigger, group);
+                    name);
+  trigger = static_cast<size_t>(found - watched.begin());
+  const size_t num_gradients = late.size() + (trigger < bucketed.size() ? 1 : 0);
+  delayed.emplace(std::move(late), num_gradients, group);
+}
+
+// What must agree between ranks beside the model.
+std::string GradientEngine::Impl::describe() const {
+  std::ostringstream out;
+  out << "find_unused_parameters " << options.find_unused_parameters << "\nstatic_graph "
+      << options.static_graph << "\nbroadcast_buffers " << options.broadcast_buffers
+      << "\nrebuild_buckets " << options.rebuild_buckets << "\nskip_all_reduce_unused_params "
+      << options.skip_all_reduce_unused_params << "\nmixed_precision.reduce_dtype "
+      << text_of(options.mixed_precision.reduce_dtype) << "\nmixed_precision.buffer_dtype "
+      << text_of(options.mixed_precision.buffer_dtype) << "\ndelay_all_reduce_named_params";
+  if (delayed) {
+    for (const NamedTensor& each : delayed->parameters()) out << ' ' << each.name;
+  }
+  out << "\nparam_to_hook_all_reduce " << options.param_to_hook_all_reduce << '\n';
+  const BucketIndices buckets = initial_buckets(bucketed, options);
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    out << "bucket " << i << " of";
+    for (const size_t index : buckets[i]) out << ' ' << bucketed[index].name;
+    out << '\n';
+  }
+  return out.str();
 }
 
 void GradientEngine::Impl::share_state() {
   if (!options.init_sync) return;
   verify_same_model(model, group, options.ignored);
-  verify_same_text("options of DistributedDataParallel",
-                   describe(options, initial_buckets(bucketed, options)), group);
+  verify_same_text("options of DistributedDataParallel", describe(), group);
   broadcast_model(model, group, 0, options.ignored);
 }
 
 void GradientEngine::Impl::cast_buffers() {
-  for (const auto& item : model.named_buffers()) {
-    const auto& ignored = options.ignored;
-    if (std::find(ignored.begin(), ignored.end(), item.key()) != ignored.end()) continue;
-    at::Tensor buffer = item.value();
-    if (options.mixed_precision.buffer_dtype) {
-      buffer.set_data(cast_floating(buffer, *options.mixed_precision.buffer_dtype));
-    }
-  }
+  const auto& type = options.mixed_precision.buffer_dtype;
   for (const NamedTensor& buffer : model_buffers(model, options.ignored)) {
+    if (type) buffer.tensor.set_data(cast_floating(buffer.tensor, *type));
     buffers.push_back(buffer.tensor);
     forms.push_back(form_of(buffer));
   }
@@ -235,9 +247,14 @@ void GradientEngine::Impl::make_engine() {
     reducer->set_static_graph();
     logger->set_static_graph();
   }
-  if (options.mixed_precision.reduce_dtype) {
-    reducer->register_comm_hook(
-        adapt_hook(reduce_in(*options.mixed_precision.reduce_dtype), group));
+  if (const auto& type = options.mixed_precision.reduce_dtype) {
+    for (const NamedTensor& each : bucketed) {
+      TORCH_CHECK_VALUE(!each.sparse_gradient,
+                        "mixed_precision.reduce_dtype: expected dense gradients, got the sparse "
+                        "one of ",
+                        each.name);
+    }
+    reducer->carry_by(compress_hook(*type, [this] { return divisor; }), group);
   }
 }
 
@@ -256,14 +273,22 @@ void GradientEngine::Impl::watch_gradients() {
 }
 
 void GradientEngine::Impl::gradient_arrived(size_t index) {
-  if (!awaiting) return;
+  if (!unfinished()) return;
+  if (!std::exchange(begun, true)) {
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { ended = true; });
+  }
   if (at::GradMode::is_enabled()) {
     C10_THROW_ERROR(
         NotImplementedError,
         "backward with create_graph: gradients of gradients are not averaged over ranks");
   }
+  if (delayed && (index >= bucketed.size() || index == trigger)) {
+    TORCH_CHECK_VALUE(!ready[index], watched[index].name,
+                      ": expected one gradient per backward, as delay_all_reduce_named_params "
+                      "needs it, got another");
+    delayed->arrived();
+  }
   ready[index] = true;
-  if (delayed) delayed->arrived(watched[index].name);
 }
 
 void GradientEngine::Impl::check_forms() const {
@@ -280,30 +305,52 @@ void GradientEngine::Impl::check_forms() const {
 std::string GradientEngine::Impl::left_out() const {
   std::string names;
   for (size_t i = 0; i < watched.size(); ++i) {
-    if (!ready[i]) names += (names.empty() ? "" : ", ") + watched[i].name;
+    const bool missing = graph_known ? reducer->awaits(i) : !ready[i] && !reducer->is_unused(i);
+    if (missing) names += (names.empty() ? "" : ", ") + watched[i].name;
   }
-  return names;
+  // All are there, but past the outputs, and so unseen.
+  return names.empty() ? "the outputs of forward" : names;
+}
+
+// Makes the next forward independent of a backward that is not to be averaged any more.
+void GradientEngine::Impl::abandon() {
+  begun = false;
+  group.guard("all_reduce of gradients", [&] {
+    if (delayed) delayed->abandon();
+    reducer->abandon_backward();
+  });
+}
+
+// A second error must not take the place of the first.
+void GradientEngine::Impl::restore_after_error() noexcept {
+  try {
+    if (lent) lent->restore();
+  } catch (const std::exception& error) {
+    TORCH_WARN("parameters stay in low precision: ", error.what());
+  }
 }
 
 void GradientEngine::Impl::report_left_out() {
   const std::string names = left_out();
-  awaiting = false;
-  group.guard("all_reduce of gradients", [&] { reducer->abandon_backward(); });
-  TORCH_CHECK_VALUE(
-      false, "rank ", group.rank(), ": backward made no gradient for ", names,
-      "; this step's gradients are not averaged (find_unused_parameters allows for that)");
+  abandon();
+  const char* hint = options.static_graph ? "static_graph expects the same in every step"
+                     : searches_unused()  ? "the loss is to be made from the outputs of forward"
+                                          : "find_unused_parameters allows for that";
+  TORCH_CHECK_VALUE(false, "rank ", group.rank(), ": backward made no gradient for ", names,
+                    "; this step's gradients are not averaged (", hint, ")");
 }
 
-// After a backward that the caller ran past `backward`.
+// After a backward that threw, or that the caller ran past `backward`.
 void GradientEngine::Impl::check_finished() {
-  if (std::exchange(interrupted, false)) {
-    awaiting = false;
-    group.guard("all_reduce of gradients", [&] { reducer->abandon_backward(); });
+  bool threw = std::exchange(interrupted, false);
+  if (!threw && unfinished()) {
+    if (begun && ended) report_left_out();
+    // Else no backward followed, or one whose error the caller has seen.
+    threw = begun || reducer->begun();
   }
-  if (!awaiting || searches_unused() || options.static_graph) return;
-  if (std::none_of(ready.begin(), ready.end(), [](bool is) { return is; }))
-    return;  // no backward followed
-  if (!left_out().empty()) report_left_out();
+  if (!threw) return;
+  if (lent) lent->restore();
+  abandon();
 }
 
 Round GradientEngine::Impl::announce(bool active) {
@@ -342,7 +389,7 @@ void GradientEngine::Impl::copy_buffers(int root) {
 void GradientEngine::Impl::stand_in(const Round& round) {
   group.guard("join", [&] { reducer->rebuild_buckets(); });
   copy_buffers(round.first_active);
-  group.guard("join", [&] { reducer->stand_in(options.static_graph && num_prepared == 0); });
+  group.guard("join", [&] { reducer->stand_in(); });
   ++num_prepared;
 }
 
@@ -360,9 +407,7 @@ GradientEngine::GradientEngine(torch::nn::Module& model, comm::ProcessGroup& gro
   if (my.options.mixed_precision.param_dtype) {
     std::vector<at::Tensor> all;
     for (const auto& item : model.named_parameters()) {
-      const auto& ignored = options.ignored;
-      if (std::find(ignored.begin(), ignored.end(), item.key()) == ignored.end())
-        all.push_back(item.value());
+      if (!contains(options.ignored, item.key())) all.push_back(item.value());
     }
     my.lent.emplace(all, *my.options.mixed_precision.param_dtype);
   }
@@ -383,10 +428,13 @@ void GradientEngine::before_forward() {
       my.group.guard("forward", [&] { my.reducer->rebuild_buckets(); });
       my.copy_buffers(round ? round->first_active : 0);
       const bool by_active = round && !my.join->divide_by_initial_world_size;
-      my.reducer->set_divisor(by_active ? round->num_active : my.group.size());
+      my.divisor = by_active ? round->num_active : my.group.size();
+      my.reducer->set_divisor(my.divisor);
     }
   }
-  if (my.lent) my.lent->lend();
+  if (!my.lent) return;
+  my.lent_by_forward = !my.lent->is_lent();
+  my.lent->lend();
 }
 
 void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
@@ -397,36 +445,42 @@ void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
   for (const at::Tensor* output : outputs) {
     if (my.searches_unused() && output->defined()) search.push_back(*output);
   }
+  if (my.options.static_graph && !my.graph_known) my.reducer->forget_unsynchronized();
   my.reducer->prepare_for_backward(search);
-  my.awaiting = true;
+  my.begun = my.ended = my.all_reduce_queued = false;
   ++my.num_prepared;
   std::fill(my.ready.begin(), my.ready.end(), false);
   if (my.delayed) my.delayed->prepare();
-  if (my.searches_unused()) pass_through_sink(outputs, [] {});
-  if (my.options.static_graph && !my.first_backward_begun) {
-    pass_through_sink(outputs, [this, weak = std::weak_ptr<Reducer>(my.reducer)] {
-      const auto reducer = weak.lock();
-      if (!reducer || std::exchange(impl_->first_backward_begun, true)) return;
-      torch::autograd::Engine::get_default_engine().queue_callback(
-          [reducer] { reducer->delay_all_reduce(); });
+  if (!my.searches_unused() && !my.options.static_graph) return;
+  // In every step of a static graph, or outputs that the loss leaves out would bring gradients in
+  // the first one alone.
+  pass_through_sink(outputs, [&my, weak = std::weak_ptr<Reducer>(my.reducer)] {
+    const auto reducer = weak.lock();
+    if (!reducer || !my.options.static_graph || my.graph_known) return;
+    if (std::exchange(my.all_reduce_queued, true)) return;
+    torch::autograd::Engine::get_default_engine().queue_callback([&my, reducer] {
+      reducer->delay_all_reduce();
+      my.graph_known = true;
     });
-  }
+  });
 }
 
 void GradientEngine::abandon_forward() {
-  if (impl_->lent) impl_->lent->restore();
+  if (impl_->lent && impl_->lent_by_forward) impl_->lent->restore();
 }
 
 void GradientEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {
   Impl& my = *impl_;
-  my.interrupted = my.awaiting;
-  my.group.guard("all_reduce of gradients", [&] { loss.backward(gradient); });
-  my.interrupted = false;
+  const bool awaited = my.unfinished();
+  try {
+    my.group.guard("all_reduce of gradients", [&] { loss.backward(gradient); });
+  } catch (...) {
+    my.interrupted = awaited;
+    my.restore_after_error();
+    throw;
+  }
   if (my.lent) my.lent->restore();
-  if (!my.awaiting) return;
-  if (!my.searches_unused() && !my.options.static_graph && !my.left_out().empty())
-    my.report_left_out();
-  my.awaiting = false;
+  if (my.unfinished()) my.report_left_out();
 }
 
 bool GradientEngine::set_synchronized(bool on) {
@@ -449,7 +503,7 @@ void GradientEngine::register_comm_hook(CommHook hook, const std::string& name) 
                     "register_comm_hook: expected before the first step, got after ",
                     my.num_prepared);
   TORCH_CHECK_VALUE(!name.empty(), "register_comm_hook: expected a name");
-  my.reducer->register_comm_hook(adapt_hook(std::move(hook), my.group));
+  my.reducer->carry_by(std::move(hook), my.group);
   my.logger->set_comm_hook(name);
   my.comm_hook = name;
 }

@@ -17,7 +17,7 @@ namespace cohort::parallel {
 /// How ranks whose batches run out stay beside those that go on; see join.h.
 struct JoinOptions {
   /// Gradients are divided by the number of ranks (true), or by that of the ranks which still have
-  /// batches. A communication hook divides as it pleases.
+  /// batches. A communication hook divides as it pleases; mixed_precision.reduce_dtype follows.
   bool divide_by_initial_world_size = true;
   /// All ranks throw as soon as one has run out.
   bool throw_on_early_termination = false;
@@ -49,8 +49,8 @@ class GradientEngine {
   ~GradientEngine();
 
   /// Everything before the module's forward. Without gradient mode it sends nothing.
-  /// Errors: c10::ValueError if a parameter changed its type, shape or device, or if the last
-  /// backward left out parameters.
+  /// Errors: c10::ValueError if a parameter or buffer changed its type, shape or device, or if the
+  /// last backward left out parameters; not if it threw: it is forgotten.
   void before_forward();
   /// Everything after it. Replaces tensors of `outputs` by others of equal value where the engine
   /// must see their backward begin.

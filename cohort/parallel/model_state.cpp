@@ -13,10 +13,6 @@ namespace {
 
 constexpr size_t kBroadcastBytes = 250 << 20;
 
-bool contains(const std::vector<std::string>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
-
 std::string describe(const torch::nn::Module& model, const std::vector<std::string>& ignored) {
   std::ostringstream out;
   for (const auto& item : model.named_parameters()) {
@@ -56,6 +52,10 @@ bool has_sparse_gradient(const torch::nn::Module& module) {
 }
 
 }  // namespace
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
 
 void verify_same_text(const std::string& what, const std::string& text, comm::ProcessGroup& group) {
   const std::string difference = first_difference(text, group.broadcast_text(text));
@@ -113,7 +113,7 @@ std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,
                                        const std::vector<std::string>& ignored) {
   std::vector<NamedTensor> found;
   for (const auto& item : model.named_buffers()) {
-    if (!contains(ignored, item.key())) found.push_back({item.key(), item.value().detach()});
+    if (!contains(ignored, item.key())) found.push_back({item.key(), item.value()});
   }
   return found;
 }

@@ -9,6 +9,9 @@
 
 namespace cohort::parallel {
 
+/// Whether `name` is one of `names`.
+bool contains(const std::vector<std::string>& names, const std::string& name);
+
 /// Throws unless every rank passes the same `text`, lines that describe `what` ("models").
 ///
 /// Collective; blocks. Errors: c10::ValueError on every rank, naming the first line that differs
@@ -44,7 +47,8 @@ struct NamedTensor {
 std::vector<NamedTensor> trainable_parameters(const torch::nn::Module& model,
                                               const std::vector<std::string>& ignored = {});
 
-/// Returns the model's buffers, detached, in registration order.
+/// Returns the model's buffers in registration order: the tensors themselves, which follow when
+/// their storage is replaced.
 std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,
                                        const std::vector<std::string>& ignored = {});
 

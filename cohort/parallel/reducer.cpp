@@ -66,26 +66,6 @@ BucketIndices indices_of(const BucketLayout& layout, const std::vector<NamedTens
   return buckets;
 }
 
-class HookAdapter : public c10d::CommHookInterface {
- public:
-  HookAdapter(CommHook hook, comm::ProcessGroup& group) : hook_(std::move(hook)), group_(group) {}
-
-  TensorFuture runHook(c10d::GradBucket& bucket) override {
-    const at::Tensor& buffer = bucket.getBufferRef();
-    return hook_(group_, {.index = static_cast<int64_t>(bucket.getIndex()),
-                          .is_last = bucket.isLast(),
-                          .buffer = buffer,
-                          .gradients = buffer.is_sparse() ? std::vector<at::Tensor>{buffer}
-                                                          : bucket.getGradients(),
-                          .parameters = bucket.getParameters()});
-  }
-  at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
-
- private:
-  CommHook hook_;
-  comm::ProcessGroup& group_;
-};
-
 }  // namespace
 
 BucketIndices Reducer::layout() const {
@@ -94,21 +74,71 @@ BucketIndices Reducer::layout() const {
   return result;
 }
 
-void Reducer::abandon_backward() {
-  for (size_t i = 0; i < next_bucket_; ++i) {
-    if (buckets_[i].future_work) buckets_[i].future_work->waitAndThrow();
+class Reducer::HookAdapter : public c10d::CommHookInterface {
+ public:
+  HookAdapter(CommHook hook, comm::ProcessGroup& group, const Reducer& reducer)
+      : hook_(std::move(hook)), group_(group), reducer_(reducer) {}
+
+  TensorFuture runHook(c10d::GradBucket& bucket) override {
+    const at::Tensor& buffer = bucket.getBufferRef();
+    const auto& all = reducer_.buckets_;
+    const size_t index = position_of(bucket);
+    return hook_(group_, {.index = static_cast<int64_t>(index),
+                          .is_last = index + 1 == all.size(),
+                          .buffer = buffer,
+                          .gradients = buffer.is_sparse() ? std::vector<at::Tensor>{buffer}
+                                                          : bucket.getGradients(),
+                          .parameters = all[index].variables});
   }
+  at::Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
+
+ private:
+  // In the first backward of a static graph c10d calls every bucket the first one, so the tensor
+  // decides. The zeros of a rank that stands in are none of them, but have their right number.
+  size_t position_of(c10d::GradBucket& bucket) const {
+    const auto& all = reducer_.buckets_;
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (all[i].gradients.is_same(bucket.getBufferRef())) return i;
+    }
+    return bucket.getIndex();
+  }
+
+  CommHook hook_;
+  comm::ProcessGroup& group_;
+  const Reducer& reducer_;
+};
+
+void Reducer::carry_by(CommHook hook, comm::ProcessGroup& group) {
+  register_comm_hook(std::make_unique<HookAdapter>(std::move(hook), group, *this));
+}
+
+bool Reducer::is_unused(size_t index) const {
+  return std::find(unused_parameters_.begin(), unused_parameters_.end(), index) !=
+         unused_parameters_.end();
+}
+
+bool Reducer::awaits(size_t index) const {
+  const auto found = numGradHooksTriggeredMapPerIteration_.find(index);
+  return found != numGradHooksTriggeredMapPerIteration_.end() && found->second > 0;
+}
+
+void Reducer::forget_unsynchronized() {
+  num_bwd_calls_ = 0;
+  first_autograd_hook_called_ = false;
+  numGradHooksTriggeredMap_.clear();
+}
+
+void Reducer::abandon_backward() {
   const bool rebuilt = has_rebuilt_bucket_;
   reset_state();
   has_rebuilt_bucket_ = rebuilt;
+  // All of them: the first backward of a static graph does not count those that it has sent.
+  for (Bucket& bucket : buckets_) {
+    if (const auto sent = std::exchange(bucket.future_work, nullptr)) sent->waitAndThrow();
+  }
 }
 
-void Reducer::stand_in_for_used_map() {
-  std::vector<at::Tensor> map{get_local_used_map_on_device()};
-  process_group_->allreduce(map)->wait();
-}
-
-void Reducer::stand_in(bool used_map_first) {
+void Reducer::stand_in() {
   for (Bucket& bucket : buckets_) {
     if (!bucket.expect_sparse_gradient || bucket.gradients.defined()) continue;
     // A rank that never had a gradient does not know its form: rows of an embedding, none of them.
@@ -117,12 +147,14 @@ void Reducer::stand_in(bool used_map_first) {
         at::empty({1, 0}, at::kLong),
         at::empty({0, weight.size(1)}, weight.options().requires_grad(false)), weight.sizes());
   }
-  if (used_map_first) stand_in_for_used_map();
   std::vector<TensorFuture> futures;
   auto zeros = get_grad_buckets(/*return_zero_tensors=*/true);
   for (c10d::GradBucket& bucket : zeros) futures.push_back(run_comm_hook(bucket));
   for (const TensorFuture& future : futures) future->waitAndThrow();
-  if (find_unused_parameters_ && !static_graph_) stand_in_for_used_map();
+  if (find_unused_parameters_ && !static_graph_) {
+    std::vector<at::Tensor> used{get_local_used_map_on_device()};
+    process_group_->allreduce(used)->wait();
+  }
   push_rebuilt_params_for_all_indices();
 }
 
@@ -155,10 +187,6 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters
       options.bucket_cap_mb_list.empty() ? std::vector<int64_t>{} : limits);
   if (!options.rebuild_buckets || !options.bucket_layout.empty()) reducer->keep_layout();
   return reducer;
-}
-
-std::unique_ptr<c10d::CommHookInterface> adapt_hook(CommHook hook, comm::ProcessGroup& group) {
-  return std::make_unique<HookAdapter>(std::move(hook), group);
 }
 
 }  // namespace cohort::parallel

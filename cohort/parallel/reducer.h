@@ -22,17 +22,29 @@ class Reducer : public c10d::Reducer {
   void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut anew.
   BucketIndices layout() const;
   bool has_rebuilt() const { return has_rebuilt_bucket_; }
+  /// Lets `hook` carry the buckets. `group` must outlive this.
+  void carry_by(CommHook hook, comm::ProcessGroup& group);
+  /// A forward has announced a backward which has not averaged its gradients yet.
+  bool unfinished() const { return expect_autograd_hooks_; }
+  /// That backward has made some bucket's gradient.
+  bool begun() const { return require_finalize_; }
+  /// The search of the graph has left parameter `index` out of the announced backward.
+  bool is_unused(size_t index) const;
+  /// By the first step of a static graph, parameter `index` still gets a gradient in this backward.
+  bool awaits(size_t index) const;
+  /// Before a static graph's first synchronized step: the gradients counted so far were made
+  /// without synchronization, and later steps would wait for as many again.
+  void forget_unsynchronized();
   /// What the next backward divides gradients by; after it the world size holds again.
   void set_divisor(int divisor) { div_factor_ = divisor; }
   /// Waits for the buckets that an unfinished backward has sent, then forgets that backward.
   void abandon_backward();
-  /// Joins the peers' reductions of one backward with zeros. Collective; blocks.
-  /// `used_map_first`: the first backward of a static graph sends its map of used parameters before
-  /// the buckets.
-  void stand_in(bool used_map_first);
+  /// Joins the peers' reductions of one backward with zeros; not of a static graph's first.
+  /// Collective; blocks.
+  void stand_in();
 
  private:
-  void stand_in_for_used_map();
+  class HookAdapter;
 };
 
 /// Returns the buckets that `options` ask for: its layout, or cuts by size.
@@ -45,8 +57,5 @@ BucketIndices initial_buckets(const std::vector<NamedTensor>& parameters,
 std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters,
                                       comm::ProcessGroup& group,
                                       const DistributedDataParallelOptions& options);
-
-/// Lets c10d call `hook`. `group` must outlive the result.
-std::unique_ptr<c10d::CommHookInterface> adapt_hook(CommHook hook, comm::ProcessGroup& group);
 
 }  // namespace cohort::parallel

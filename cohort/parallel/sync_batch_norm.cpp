@@ -36,10 +36,13 @@ struct Statistics {
   at::Tensor m2;     // [C], sum of squared differences from the mean
 };
 
-// Of statistics and coefficients beside `input`, as ATen's batch normalisation asks for.
-at::ScalarType parameter_type(const at::Tensor& input, const at::Tensor& weight) {
-  if (weight.defined()) return weight.scalar_type();
+// Of statistics and coefficients beside `input`: never of 16 bits, whatever the weight is.
+at::ScalarType parameter_type(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::Tensor cast(const at::Tensor& maybe, at::ScalarType type) {
+  return maybe.defined() ? maybe.to(type) : maybe;
 }
 
 // [mean | m2 | count] of this rank's batch, float64 [2 C + 1]; zeros if it is empty.
@@ -111,7 +114,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
   using MaybeTensor = std::optional<at::Tensor>;
 
   static at::Tensor forward(AutogradContext* context, const at::Tensor& any_input,
-                            const MaybeTensor& maybe_weight, const MaybeTensor& bias,
+                            const MaybeTensor& maybe_weight, const MaybeTensor& maybe_bias,
                             const MaybeTensor& running_mean, const MaybeTensor& running_var,
                             double momentum, double eps, comm::ProcessGroup* group) {
     const at::Tensor weight = maybe_weight.value_or(at::Tensor());
@@ -119,15 +122,16 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const Statistics statistics = combined_statistics(local_statistics(input), *group);
     check_count(input, statistics);
     if (running_mean) update_running(*running_mean, *running_var, statistics, momentum);
-    const at::ScalarType type = parameter_type(input, weight);
+    const at::ScalarType type = parameter_type(input);
     const at::Tensor mean = statistics.mean.to(type);
     const at::Tensor variance = (statistics.m2 / statistics.count).to(type);
     context->save_for_backward({input, weight, mean, variance, statistics.count});
     context->saved_data["eps"] = eps;
     context->saved_data["group"] = reinterpret_cast<int64_t>(group);
     if (input.numel() == 0) return at::empty_like(input);
-    return std::get<0>(at::native_batch_norm(input, weight, bias, mean, variance,
-                                             /*training=*/false, /*momentum=*/0, eps));
+    const at::Tensor bias = maybe_bias.value_or(at::Tensor());
+    return std::get<0>(at::native_batch_norm(input, cast(weight, type), cast(bias, type), mean,
+                                             variance, /*training=*/false, /*momentum=*/0, eps));
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
@@ -138,8 +142,8 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const at::Tensor& weight = saved[1];
     const at::Tensor grad = grad_outputs[0].contiguous(input.suggest_memory_format());
     const double eps = context->saved_data["eps"].toDouble();
-    const auto [grad_weight, grad_bias] =
-        parameter_gradients(grad, input, weight, saved[2], saved[3], eps);
+    const auto [grad_weight, grad_bias] = parameter_gradients(
+        grad, input, cast(weight, saved[2].scalar_type()), saved[2], saved[3], eps);
     at::Tensor grad_input;
     if (context->needs_input_grad(0)) {
       auto* group = reinterpret_cast<comm::ProcessGroup*>(context->saved_data["group"].toInt());
@@ -149,8 +153,8 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     }
     const at::Tensor none;
     return {grad_input,
-            weight.defined() ? grad_weight : none,
-            weight.defined() ? grad_bias : none,
+            weight.defined() ? grad_weight.to(weight.scalar_type()) : none,
+            weight.defined() ? grad_bias.to(weight.scalar_type()) : none,
             none,
             none,
             none,
@@ -171,6 +175,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
 
   // `means_2C`: means over the N values of dy, and of dy * normalised x.
   //   dx = weight * invstd * (dy - mean(dy) - (x - mean) * invstd * mean(dy * normalised x))
+  // The terms are summed in at least float32 and rounded to the input's type once.
   static at::Tensor input_gradient(const at::Tensor& grad, const variable_list& saved,
                                    const at::Tensor& means_2C, double eps) {
     const at::Tensor& input = saved[0];
@@ -184,8 +189,9 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const at::ScalarType type = saved[2].scalar_type();
     std::vector<int64_t> per_channel(static_cast<size_t>(input.dim()), 1);
     per_channel[1] = channels;
-    at::Tensor result = affine(input, input_scale.to(type), shift.to(type));
-    return result.addcmul_(grad, grad_scale.to(grad.scalar_type()).view(per_channel));
+    at::Tensor result = affine(input.to(type), input_scale.to(type), shift.to(type));
+    result.addcmul_(grad.to(type), grad_scale.to(type).view(per_channel));
+    return result.to(input.scalar_type());
   }
 };
 

@@ -27,7 +27,8 @@ namespace cohort::parallel {
 ///           block. Evaluation sends nothing.
 /// Numerics: counts, means and sums of squared differences are combined in float64, in a form that
 /// does not
-///           cancel. Running variance is unbiased over N. momentum none: cumulative averages.
+///           cancel. Running variance is unbiased over N. momentum none: cumulative averages. With
+///           16-bit inputs or weights all else is float32, and results are rounded once.
 /// Gradients: the input's gradient is that of the sum of all ranks' losses, as if one process had
 /// computed them
 ///           all. Those of weight and bias are this rank's part of it, for DistributedDataParallel

@@ -45,6 +45,7 @@ void visit_fields(Options& model, Visit visit) {
   visit("max_positions", model.max_positions);
   visit("dropout", model.dropout);
   visit("label_smoothing", model.label_smoothing);
+  visit("tied_embeddings", model.tied_embeddings);
 }
 
 }  // namespace

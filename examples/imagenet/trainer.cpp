@@ -86,14 +86,12 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
   learning_rate_ =
       cohort::train::scaled_learning_rate(options.lr, kBaseBatch, global_batch(), rule);
   ddp_.emplace(model_, group);
-  if (speaks()) {
-    std::printf("%s, %lld classes, %lld pictures; batch %lld on %d ranks; learning rate %s\n",
-                options.arch.c_str(), static_cast<long long>(std::ssize(training_set_->classes())),
-                static_cast<long long>(training_set_->size()),
-                static_cast<long long>(global_batch()), group.size(),
-                cohort::train::describe_learning_rate(options.lr, kBaseBatch, global_batch(), rule)
-                    .c_str());
-  }
+  console_.print(
+      "%s, %lld classes, %lld pictures; batch %lld on %d ranks; learning rate %s\n",
+      options.arch.c_str(), static_cast<long long>(std::ssize(training_set_->classes())),
+      static_cast<long long>(training_set_->size()), static_cast<long long>(global_batch()),
+      group.size(),
+      cohort::train::describe_learning_rate(options.lr, kBaseBatch, global_batch(), rule).c_str());
 }
 
 cohort::image::ImageLoaderOptions Trainer::loader_options(Transform transform,
@@ -127,11 +125,8 @@ Scores Trainer::evaluate() {
   }
   model_->train();
   const Scores scores = sums.scores(group_);
-  if (speaks()) {
-    std::printf("evaluated %lld pictures: loss %.8f top1 %.3f top5 %.3f\n",
-                static_cast<long long>(scores.count), scores.loss, scores.top1, scores.top5);
-    std::fflush(stdout);
-  }
+  console_.print("evaluated %lld pictures: loss %.8f top1 %.3f top5 %.3f\n",
+                 static_cast<long long>(scores.count), scores.loss, scores.top1, scores.top5);
   return scores;
 }
 
@@ -176,14 +171,14 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
     ddp_->backward(losses_B.sum() / local_batch_);
     sgd_.step();
     sums.add(losses_B, scores_BC, batch->labels_B);
-    if (++step % options_.print_freq == 0 && speaks()) {
+    if (++step % options_.print_freq == 0) {
       print_step(epoch, step, num_steps, report(sums.scores()));
     }
   }
   const int64_t skipped = group_.all_reduce_sum(loader.num_skipped());
-  if (skipped > 0 && speaks()) {
-    std::printf("epoch %lld: %lld damaged pictures left out\n", static_cast<long long>(epoch),
-                static_cast<long long>(skipped));
+  if (skipped > 0) {
+    console_.print("epoch %lld: %lld damaged pictures left out\n", static_cast<long long>(epoch),
+                   static_cast<long long>(skipped));
   }
   return report(sums.scores(group_));
 }
@@ -191,11 +186,11 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
 void Trainer::print_step(int64_t epoch, int64_t step, int64_t num_steps,
                          const EpochReport& so_far) const {
   const Scores& scores = so_far.scores;
-  std::printf("epoch %lld [%lld/%lld] loss %.4f top1 %.2f top5 %.2f, %.1f images/s, data %.1f %%\n",
-              static_cast<long long>(epoch), static_cast<long long>(step),
-              static_cast<long long>(num_steps), scores.loss, scores.top1, scores.top5,
-              so_far.images_per_s * group_.size(), 100 * so_far.wait_share);
-  std::fflush(stdout);
+  console_.print(
+      "epoch %lld [%lld/%lld] loss %.4f top1 %.2f top5 %.2f, %.1f images/s, data %.1f %%\n",
+      static_cast<long long>(epoch), static_cast<long long>(step),
+      static_cast<long long>(num_steps), scores.loss, scores.top1, scores.top5,
+      so_far.images_per_s * group_.size(), 100 * so_far.wait_share);
 }
 
 void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
@@ -206,7 +201,7 @@ void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
   const bool best = valid.top1 > state_.best_top1;
   if (best) state_.best_top1 = valid.top1;
   state_.epochs_done = epoch + 1;
-  if (!speaks()) return;
+  if (group_.rank() != 0) return;
   save_run(options_.output + "/checkpoint", *model_, sgd_, state_);
   if (best) save_run(options_.output + "/model_best", *model_, sgd_, state_);
   cohort::train::History(options_.output + "/history.jsonl")
@@ -222,7 +217,7 @@ void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
 }
 
 void Trainer::train() {
-  if (speaks()) {  // The others meet rank 0 in the first step, or learn that it is gone.
+  if (group_.rank() == 0) {  // The others meet rank 0 in the first step, or learn that it is gone.
     std::error_code error;
     std::filesystem::create_directories(options_.output, error);
     if (error) throw ConfigError("--output " + options_.output + ": " + error.message());

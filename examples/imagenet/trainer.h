@@ -4,6 +4,7 @@
 #include <optional>
 #include <torch/optim/sgd.h>
 
+#include "cohort/base/console.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/image/image_folder.h"
 #include "cohort/image/image_loader.h"
@@ -48,10 +49,10 @@ class Trainer {
                                                    int64_t epoch) const;
   void set_learning_rate(int64_t epoch);
   int64_t global_batch() const { return local_batch_ * group_.size(); }
-  bool speaks() const { return group_.rank() == 0; }
 
   const Options& options_;
   cohort::comm::ProcessGroup& group_;
+  cohort::Console console_{group_.rank()};
   std::optional<cohort::image::ImageFolder> training_set_;  // None with --evaluate.
   cohort::image::ImageFolder validation_set_;
   int64_t local_batch_;

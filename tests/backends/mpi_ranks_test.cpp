@@ -403,6 +403,26 @@ TEST(MpiFault, APeerThatDoesNotComeIsATimeout) {
   FAIL() << "mpirun has not ended this rank";
 }
 
+// The dead job's way out: what waits ends at once, not at its timeout.
+TEST(MpiAbort, WhatWaitsEndsAtOnce) {
+  const auto backend = connect("abort", own_rank, world, std::chrono::seconds(30));
+  if (own_rank == 0) {
+    Tensors tensors{at::ones({1 << 20})};
+    const auto start = std::chrono::steady_clock::now();
+    const auto work = backend->allreduce(tensors, {});
+    backend->abort();
+    try {
+      work->wait();
+    } catch (const c10::DistBackendError& error) {
+      if (std::chrono::steady_clock::now() - start < std::chrono::seconds(5))
+        std::fprintf(stderr, "rank 0: %s\n", one_line(error).c_str());
+    }
+    std::exit(3);
+  }
+  sleep(20);
+  FAIL() << "mpirun has not ended this rank";
+}
+
 // More than a piece of 1 GiB: what MPI could not count in one call of its.
 TEST(MpiLarge, MessagesAboveOnePiece) {
   const auto backend = connect("large", own_rank, world, std::chrono::minutes(5));

@@ -198,13 +198,16 @@ TEST_F(BackendTest, CollectivesOfAPluginAndOfGlooAgree) {
 
 // The group asks the plug-in, not Gloo: the plug-in's own count moves with every sum.
 TEST_F(BackendTest, AGroupRunsOnThePluginThatItsOptionsName) {
-  const auto ends = test::run_ranks(2,
-                                    [](ProcessGroup& group) {
-                                      const int before = calls_of_hccl();
-                                      EXPECT_EQ(group.all_reduce_sum(group.rank() + 1), 3);
-                                      EXPECT_GT(calls_of_hccl(), before);
-                                    },
-                                    {.backend = "hccl"});
+  const auto ends = test::run_ranks(
+      2,
+      [](ProcessGroup& group) {
+        const int before = calls_of_hccl();
+        EXPECT_EQ(group.all_reduce_sum(group.rank() + 1), 3);
+        EXPECT_GT(calls_of_hccl(), before);
+        const std::vector<std::string> both{"a", "bc"};
+        EXPECT_EQ(group.all_gather_text(both[static_cast<size_t>(group.rank())]), both);
+      },
+      {.backend = "hccl"});
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
 }
 

@@ -196,6 +196,10 @@ TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
             "scatter: expected 1 inputs on the root and none elsewhere, got 0");
   EXPECT_EQ(error_of([&] { group.all_to_all(x, x, {3}, {4}); }),
             "all_to_all: expected 1 output splits that sum to 4, got 3");
+  EXPECT_EQ(error_of([&] { group.all_to_all(x, small); }),
+            "all_to_all: expected as many elements in the output as in the input, 3, got 16");
+  EXPECT_EQ(error_of([&] { group.all_to_all(x, small, {4}, {3}); }),
+            "all_to_all: rank 0 sends itself 12 bytes and expects 64");
   EXPECT_EQ(error_of([&] { group.send(x, 0); }),
             "send: expected another rank and a tag >= 0, got rank 0, tag 0");
   EXPECT_EQ(error_of([&] {

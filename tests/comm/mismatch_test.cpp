@@ -212,24 +212,50 @@ TEST(MismatchWatchTest, WaitingLongForASlowRankIsNoFault) {
   });
 }
 
+// Two groups of one name wait in calls of their own, long enough to tell their stories.
+TEST(MismatchFaultTest, GroupsOfOneNameAreToldApart) {
+  test::ranks(4, [](ProcessGroup& group) {
+    const auto first = group.subgroup({0, 1}, "row");
+    const auto second = group.subgroup({2, 3}, "row");
+    ProcessGroup& row = first ? *first : *second;
+    at::Tensor x = at::ones({first ? 4 : 8});
+    if (row.rank() == 1) std::this_thread::sleep_for(seconds(4));
+    row.all_reduce(x);
+    EXPECT_EQ(x[0].item<float>(), 2);
+    group.barrier("end");
+  });
+}
+
+TEST(MismatchFaultTest, WhatAnErrorCutsIsComparedInFull) {
+  expect_named(3, {"the ranks disagree in subgroup"}, [](ProcessGroup& group) {
+    group.subgroup({0, group.rank() == 2 ? 2 : 1}, std::string(80, 'x'));
+  });
+}
+
 TEST(MismatchFaultTest, AStoppedStoreHostIsNamedWithinSeconds) {
-  const auto ends = test::run_ranks(3,
-                                    [](ProcessGroup& group) {
-                                      if (group.rank() == 0) {
-                                        // Stands still until the others have left; a stopped
-                                        // process gets no signal but this last one.
-                                        const std::string killer = "(sleep 12; kill -KILL " +
-                                                                   std::to_string(getpid()) +
-                                                                   ") >/dev/null 2>&1 &";
-                                        ASSERT_EQ(std::system(killer.c_str()), 0);
-                                        kill(getpid(), SIGSTOP);
-                                      }
-                                      group.all_reduce_sum(1);
-                                    },
-                                    {.timeout = seconds(2)});
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends =
+      test::run_ranks(3,
+                      [](ProcessGroup& group) {
+                        const auto pids = group.all_gather_text(std::to_string(getpid()));
+                        if (group.rank() == 0) {
+                          // Stands still until the others have left; a stopped process gets no
+                          // signal but this.
+                          const std::string there =
+                              "[ -e /proc/" + pids[1] + "/exe -o -e /proc/" + pids[2] + "/exe ]";
+                          const std::string killer = "(for i in $(seq 300); do " + there +
+                                                     " || break; sleep 0.2; done; kill -KILL " +
+                                                     pids[0] + ") >/dev/null 2>&1 &";
+                          ASSERT_EQ(std::system(killer.c_str()), 0);
+                          kill(getpid(), SIGSTOP);
+                        }
+                        group.all_reduce_sum(1);
+                      },
+                      {.timeout = seconds(2)});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20)) << "60 s when they hang";
   for (size_t rank = 1; rank < 3; ++rank) {
     EXPECT_EQ(ends[rank].exit_code, 3);
-    EXPECT_NE(ends[rank].output.find("lost rank 0 in all_reduce(sum) #1"), std::string::npos)
+    EXPECT_NE(ends[rank].output.find("lost rank 0 in all_reduce(sum) #"), std::string::npos)
         << ends[rank].output;
   }
 }

@@ -144,6 +144,16 @@ TEST(DistributedSamplerTest, FixedEpochSizeGoesOnWhereTheEpochBeforeEnded) {
     EXPECT_EQ(std::set<int64_t>(all.begin(), all.begin() + 10).size(), 10U);
     EXPECT_EQ(std::set<int64_t>(all.begin() + 10, all.end()).size(), 10U);
   }
+  // 3 ranks do not divide 5: of two epochs kUneven still makes one whole pass, padding repeats.
+  for (const Tail tail : {Tail::kUneven, Tail::kPad}) {
+    const DistributedSamplerOptions options{
+        .num_examples = 10, .world_size = 3, .seed = 2, .tail = tail, .epoch_size = 5};
+    Indices pass = all_ranks(options, 0);
+    const Indices second = all_ranks(options, 1);
+    pass.insert(pass.end(), second.begin(), second.end());
+    EXPECT_EQ(pass.size(), tail == Tail::kUneven ? 10U : 12U);
+    EXPECT_EQ(std::set<int64_t>(pass.begin(), pass.end()).size(), 10U);
+  }
   // An epoch of more than a pass.
   const Indices long_epoch = all_ranks({.num_examples = 4, .world_size = 2, .epoch_size = 10});
   for (int64_t i = 0; i < 4; ++i) EXPECT_GE(std::count(long_epoch.begin(), long_epoch.end(), i), 2);

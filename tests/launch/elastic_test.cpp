@@ -2,9 +2,14 @@
 #include <algorithm>
 #include <gtest/gtest.h>
 #include <memory>
+#include <poll.h>
 #include <signal.h>
 #include <sstream>
+#include <stdexcept>
+#include <sys/socket.h>
 #include <unistd.h>
+
+#include "cohort/launch/store_socket.h"
 
 #include "tests/launch/launch_harness.h"
 #include "tests/support/namespaces.h"
@@ -17,6 +22,79 @@ using test::Namespaces;
 
 bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
+}
+
+// A coordinator that sends what a test wants, when it wants.
+class FakeCoordinator {
+ public:
+  std::string address() const { return "127.0.0.1:" + std::to_string(listener_.port); }
+
+  // Waits for `count` lines of this kind in all.
+  void wait_for(const std::string& kind, int count = 1) {
+    const std::string part = "\"say\":\"" + kind + "\"";
+    while (true) {
+      int found = 0;
+      for (size_t at = 0; (at = heard_.find(part, at)) != std::string::npos; ++at) ++found;
+      if (found >= count) return;
+      char buffer[4096];
+      pollfd wait{launcher_ ? launcher_.get() : listener_.fd.get(), POLLIN, 0};
+      if (::poll(&wait, 1, 20'000) != 1) throw std::runtime_error("silence after " + heard_);
+      if (!launcher_) launcher_ = Fd(::accept(listener_.fd.get(), nullptr, nullptr));
+      const ssize_t size = ::read(launcher_.get(), buffer, sizeof(buffer));
+      if (size <= 0) throw std::runtime_error("the launcher left after " + heard_);
+      heard_.append(buffer, static_cast<size_t>(size));
+    }
+  }
+
+  // One write, so that all lines arrive together.
+  void send(const Lines& lines) {
+    std::string text;
+    for (const std::string& line : lines) text += line + "\n";
+    ASSERT_EQ(::write(launcher_.get(), text.data(), text.size()),
+              static_cast<ssize_t>(text.size()));
+  }
+
+  static std::string round(int number) {
+    return R"({"say": "round", "node_rank": 0, "nodes": 1, "base_rank": 0, "world_size": 1,)"
+           R"( "master_addr": "127.0.0.1", "master_port": 1, "restart": 0, "round": )" +
+           std::to_string(number) + "}";
+  }
+
+ private:
+  const StoreSocket listener_ = listen_for_store(Reach::kLoopback, 0);
+  Fd launcher_;
+  std::string heard_;
+};
+
+TEST(RendezvousTest, ARoundCalledOffAtOnceIsJoinedAgain) {
+  FakeCoordinator coordinator;
+  Launched run(
+      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()}, "echo started"));
+  coordinator.wait_for("join");
+  coordinator.send({FakeCoordinator::round(1), R"({"say": "stop", "why": "a node joined"})"});
+  coordinator.wait_for("join", 2);
+  coordinator.send({FakeCoordinator::round(2)});
+  coordinator.wait_for("done");
+  coordinator.send({R"({"say": "end", "code": 0, "why": ""})"});
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(ended.out, "started\n");
+}
+
+TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
+  FakeCoordinator coordinator;
+  Launched run(cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()},
+                             "echo started; exec sleep 1000"));
+  coordinator.wait_for("alive");  // Sent at the end of a turn: it reads no more in this one.
+  run.send(SIGSTOP);
+  const std::string state = "/proc/" + std::to_string(run.pid()) + "/stat";
+  while (!holds(read_file(state), ") T ")) ::usleep(1000);
+  coordinator.send({FakeCoordinator::round(1)});
+  run.send(SIGTERM);
+  run.send(SIGCONT);  // Both wait for it in the same turn.
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 143) << ended.err;
+  EXPECT_EQ(ended.out, "");
 }
 
 // Hosts, a folder that they share, and a launcher on each.
@@ -68,17 +146,19 @@ class ElasticTest : public ::testing::Test {
 };
 
 TEST_F(ElasticTest, NodesComeAndGoAndTheStepsGoOn) {
-  const Lines flags{"--nnodes", "1:3"};
-  const auto first = start(0, flags, counting());
+  const std::string logs = folder_.path() + "/logs";
+  const Lines flags{"--nnodes", "1:3", "--log-dir", logs};
+  const std::string script = "echo up;" + counting();
+  const auto first = start(0, flags, script);
   wait_for_rounds(1);
   wait_for_step_after(2);
-  const auto second = start(1, flags, counting());
+  const auto second = start(1, flags, script);
   wait_for_rounds(2);
   wait_for_step_after(steps() + 1);
   second->send(SIGKILL);
   wait_for_rounds(3);
   wait_for_step_after(steps() + 1);
-  const auto third = start(2, flags, counting());
+  const auto third = start(2, flags, script);
   const std::string rounds = wait_for_rounds(4);
   wait_for_step_after(steps() + 1);
   ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
@@ -98,6 +178,9 @@ TEST_F(ElasticTest, NodesComeAndGoAndTheStepsGoOn) {
     EXPECT_EQ(restarts, 0) << rounds;
     last_step = step;
   }
+  // The third node had the second's rank, and kept what that had written.
+  EXPECT_EQ(read_file(logs + "/rank0.stdout.log"), "up\nup\nup\nup\n");
+  EXPECT_EQ(read_file(logs + "/rank1.stdout.log"), "up\nup\n");
 }
 
 TEST_F(ElasticTest, AFailedWorkerRestartsEveryNode) {

@@ -53,7 +53,8 @@ TEST(WorkerEnvironmentTest, RanksOfTheSecondNodeFollowThoseOfTheFirst) {
 
 TEST(WorkerEnvironmentTest, InheritedValuesAreKeptOrReplacedAsPromised) {
   const auto entries = worker_environment(
-      {"RANK=9", "COHORT_STORE_FD=7", "OMP_NUM_THREADS=3", "OTHER=a=b", "GLOO_SOCKET_IFNAME=eth9"},
+      {"RANK=9", "COHORT_STORE_FD=7", "OMP_NUM_THREADS=3", "OTHER=a=b", "GLOO_SOCKET_IFNAME=eth9",
+       "TORCHELASTIC_USE_AGENT_STORE=True"},
       two_nodes(), second_node(), {.local_rank = 0, .log_dir = "/l", .num_threads = 2});
   EXPECT_TRUE(holds(entries, "RANK=3"));
   EXPECT_TRUE(holds(entries, "OMP_NUM_THREADS=3"));
@@ -61,6 +62,7 @@ TEST(WorkerEnvironmentTest, InheritedValuesAreKeptOrReplacedAsPromised) {
   EXPECT_TRUE(holds(entries, "GLOO_SOCKET_IFNAME=eth9"));
   EXPECT_FALSE(holds(entries, "RANK=9"));
   EXPECT_FALSE(holds(entries, "COHORT_STORE_FD=7"));
+  EXPECT_FALSE(holds(entries, "TORCHELASTIC_USE_AGENT_STORE=True"));
 }
 
 TEST(WorkerEnvironmentTest, TheInterfaceIsToldToBothEngines) {

@@ -1,7 +1,11 @@
 // `cohort run` when workers fail, signals come, or the launcher itself is killed.
+#include <cerrno>
+#include <chrono>
+#include <fstream>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sstream>
+#include <thread>
 
 #include "tests/launch/launch_harness.h"
 
@@ -89,24 +93,45 @@ TEST(RunFaultTest, ASecondInterruptKills) {
   run.read_lines(2);
   run.send(SIGINT);
   run.read_lines(4);
+  const auto start = std::chrono::steady_clock::now();
   run.send(SIGINT);
   EXPECT_EQ(run.wait().exit_code, 130);
+  // One alone kills 25 seconds after the grace of 5.
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
 }
 
 TEST(RunFaultTest, GrandchildrenEndWithTheJob) {
-  Launched run(ready_workers(1, "trap 'exit 0' USR1; sleep 1000 & echo $!; wait"));
-  std::istringstream words(run.read_lines(1));
-  std::string skipped;
-  pid_t grandchild = 0;
-  words >> skipped >> skipped >> grandchild;
-  const Watched watched(grandchild);
-  run.send(SIGUSR1);  // Passed on, and nothing else: the worker leaves, its child does not.
-  EXPECT_EQ(run.wait().exit_code, 0);
-  EXPECT_TRUE(watched.wait_for_end());
+  // timeout puts itself and what it starts into a process group of their own.
+  for (const std::string starter : {"", "timeout 1000 "}) {
+    const TemporaryFolder folder;
+    const std::string flag = folder.path() + "/leave";
+    Launched run(ready_workers(1, starter + "sh -c 'echo $$; exec sleep 1000' & until [ -e " +
+                                      flag + " ]; do sleep 0.02; done"));
+    std::istringstream words(run.read_lines(1));
+    std::string skipped;
+    pid_t grandchild = 0;
+    words >> skipped >> skipped >> grandchild;
+    const Watched watched(grandchild);
+    std::ofstream(flag).flush();
+    EXPECT_EQ(run.wait().exit_code, 0);
+    EXPECT_TRUE(watched.wait_for_end()) << starter;
+  }
+}
+
+TEST(RunFaultTest, SignalsReachAllProcessGroupsOfAWorker) {
+  Launched run(ready_workers(
+      1,
+      "trap : TERM; timeout 1000 sh -c 'trap \"echo noted; exit\" TERM; echo ready;"
+      "                                 while :; do sleep 0.02; done' & wait; wait; exit 4"));
+  run.read_lines(1);
+  run.send(SIGTERM);
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 4);
+  EXPECT_TRUE(holds(ended.out, "[rank 0] noted\n")) << ended.out;
 }
 
 TEST(RunFaultTest, AKilledLauncherLeavesNoProcess) {
-  Launched run(ready_workers(2, "sleep 1000 & echo $! $$; wait"));
+  Launched run(ready_workers(2, "timeout 1000 sh -c \"echo \\$\\$ $$; exec sleep 1000\" & wait"));
   std::istringstream words(run.read_lines(2));
   std::vector<Watched> watched;
   for (int i = 0; i < 2; ++i) {
@@ -134,6 +159,52 @@ TEST(RunFaultTest, AStalledReaderDoesNotHoldUpSignals) {
   run.send(SIGTERM);  // Nobody reads the launcher's stdout.
   EXPECT_TRUE(worker.wait_for_end());
   EXPECT_EQ(run.wait().exit_code, 143);
+}
+
+// The folder of a run that was given none.
+std::string fresh_logs(const Launched& run) {
+  for (const std::string& name : run.temporary().names()) {
+    if (name.starts_with("cohort-")) return run.temporary().path() + "/" + name;
+  }
+  return "";
+}
+
+template <typename Holds>
+void wait_until(Holds condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!condition()) {
+    ASSERT_LT(std::chrono::steady_clock::now(), end);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+TEST(RunFaultTest, AReaderThatLeavesAtTheEndIsForgotten) {
+  // More than the pipe to the reader holds, less than the launcher takes before it pauses.
+  Launched run(cohort_run_sh({}, "yes | head -c 140000"));
+  wait_until([&] { return read_file(fresh_logs(run) + "/rank0.stdout.log").size() == 140000; });
+  // The launcher has blocked signals while workers may run; then it waits for the reader alone.
+  wait_until([&] {
+    const std::string status = read_file("/proc/" + std::to_string(run.pid()) + "/status");
+    return holds(status, "SigBlk:\t0000000000000000\n");
+  });
+  run.close_out();
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(run.temporary().names().empty());
+}
+
+TEST(RunFaultTest, ASignalAfterTheLastWorkerChangesNothing) {
+  // A daemon holds the worker's streams, so the launcher waits a second for their last bytes.
+  Launched run(
+      cohort_run_sh({},
+                    "flag=$COHORT_LOG_DIR/there; setsid sh -c 'echo > $0; exec sleep 3' $flag &"
+                    "until [ -e $flag ]; do :; done; echo $$"));
+  const pid_t worker = std::stoi(run.read_lines(1));
+  wait_until([&] { return ::kill(worker, 0) != 0 && errno == ESRCH; });
+  run.send(SIGTERM);
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_TRUE(run.temporary().names().empty());
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include <spawn.h>
 #include <sstream>
 #include <stdexcept>
+#include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -79,8 +80,16 @@ int threaded_spawner() {
   return run_program("spawner", [] { return spawn({.nproc_per_node = 2}); });
 }
 
-// Keeps a trace page: rank 1 computes for ever (or stops itself), all others wait in all_reduce #5.
+// Keeps a trace page: rank 1 computes for ever, all others wait in all_reduce #5. `what` may have
+// rank 1 stop itself ("stopped"), do so in all_reduce #5, too ("came-stopped"), or be held by its
+// parent as by a debugger ("traced").
 int tracing_worker(const std::string& what) {
+  const bool second = std::string(std::getenv("RANK")) == "1";
+  const bool traced = second && what == "traced";
+  if (traced && ::fork() != 0) {
+    while (true) ::pause();
+  }
+  if (traced) ::ptrace(PTRACE_TRACEME, 0, nullptr, nullptr);
   const std::string path = std::getenv(kTraceFileVariable);
   const StackReport stacks(path + ".stack");
   TracePage page(path);
@@ -89,7 +98,7 @@ int tracing_worker(const std::string& what) {
   record.rank = std::atoi(std::getenv("RANK"));
   record.world_size = std::atoi(std::getenv("WORLD_SIZE"));
   record.since_ns = steady_now_ns();
-  const bool missing = record.rank == 1;
+  const bool missing = second && what != "came-stopped";
   record.sequence = missing ? 4 : 5;
   record.state = missing ? TraceState::kRunning : TraceState::kWaiting;
   record.num_dims = 1;
@@ -98,7 +107,7 @@ int tracing_worker(const std::string& what) {
   set_field(record.dtype, "float32");
   set_field(record.call_site, "train.cpp:12");
   page.write(record);
-  if (missing && what == "stopped") ::raise(SIGSTOP);
+  if (second && what != "running") ::raise(SIGSTOP);
   while (true) ::pause();
 }
 
@@ -197,11 +206,14 @@ std::string Launched::read_lines(int num_lines) {
   return text_;
 }
 
-std::string Launched::wait_for_err(const std::string& part) const {
+std::string Launched::wait_for_err(const std::string& part, int count) const {
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (true) {
     const std::string text = read_file(folder_.path() + "/.err");
-    if (text.find(part) != std::string::npos) return text;
+    int found = 0;
+    for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1))
+      ++found;
+    if (found >= count) return text;
     require(std::chrono::steady_clock::now() < end, "no \"" + part + "\" in: " + text);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }

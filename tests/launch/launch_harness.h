@@ -44,8 +44,10 @@ class Launched {
   const TemporaryFolder& temporary() const { return folder_; }
   /// Reads stdout until it holds `num_lines` lines in all; returns everything so far.
   std::string read_lines(int num_lines);
-  /// Waits until stderr holds `part`, then returns everything so far.
-  std::string wait_for_err(const std::string& part) const;
+  /// Stops reading stdout, as a reader that goes away.
+  void close_out() { out_.reset(); }
+  /// Waits until stderr holds `part` `count` times, then returns everything so far.
+  std::string wait_for_err(const std::string& part, int count = 1) const;
   void send(int signal) const;
   /// Reads both streams to their ends and waits.
   Ended wait();

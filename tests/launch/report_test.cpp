@@ -56,6 +56,12 @@ TEST(DescribeTest, NamesSignalCodeAndMessage) {
   std::ofstream(error_file(folder.path(), 2)) << R"({"message": "loss is not finite"})";
   EXPECT_EQ(describe(exited(2, 1), folder.path()),
             "rank 2 (pid 102) exited with code 1: loss is not finite");
+  // A message of any length fits into a line to the coordinator; no character is cut in two.
+  std::string umlauts;
+  while (umlauts.size() < 100'000) umlauts += "\u00fc";
+  std::ofstream(error_file(folder.path(), 2)) << R"({"message": "x)" << umlauts << R"("})";
+  EXPECT_EQ(describe(exited(2, 1), folder.path()),
+            "rank 2 (pid 102) exited with code 1: x" + umlauts.substr(0, 4094) + " ...");
   std::ofstream(error_file(folder.path(), 2)) << R"({"mess)";
   EXPECT_EQ(describe(exited(2, 1), folder.path()), "rank 2 (pid 102) exited with code 1");
 }

@@ -120,10 +120,11 @@ TEST(RunTest, TooFewCoresToBindAreAnError) {
 }
 
 TEST(RunTest, TorchrunsOtherFlagsAreAccepted) {
-  Launched run(cohort_run_sh({"--standalone", "--nnodes=1", "--nproc-per-node=2", "--no-python",
-                              "--max-restarts=3", "--rdzv-id=job", "--interface=lo"},
-                             "echo $TORCHELASTIC_RUN_ID $TORCHELASTIC_MAX_RESTARTS "
-                             "$TORCHELASTIC_RESTART_COUNT $GLOO_SOCKET_IFNAME"));
+  Launched run(cohort_run_sh(
+      {"--standalone", "--nnodes=1", "--nproc-per-node=2", "--no-python", "--max_restarts=3",
+       "--rdzv_id", "job", "--rdzv-backend=c10d", "--interface=lo"},
+      "echo $TORCHELASTIC_RUN_ID $TORCHELASTIC_MAX_RESTARTS "
+      "$TORCHELASTIC_RESTART_COUNT $GLOO_SOCKET_IFNAME"));
   EXPECT_EQ(run.wait().out, "job 3 0 lo\n");
 }
 

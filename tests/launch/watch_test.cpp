@@ -43,6 +43,21 @@ TEST(WatchTest, AStoppedRankIsNamedAndEndsTheJob) {
   EXPECT_TRUE(holds(ended.err, "while others waited in all_reduce(sum) #5\n")) << ended.err;
 }
 
+TEST(WatchTest, WhoCameOrIsHeldByADebuggerIsNotKilled) {
+  for (const auto& [what, state] :
+       {std::pair("came-stopped", "stopped (T)"), std::pair("traced", "traced (t)")}) {
+    Launched run(tracing({"--stall-timeout", "0.3", "--watch", "0.2", "--grace", "0.1"}, what));
+    run.wait_for_err("stalled: ");
+    const std::string text = run.wait_for_err(" 2 s\n");  // The job goes on.
+    EXPECT_TRUE(holds(text, state)) << text;
+    run.send(SIGTERM);
+    run.send(SIGINT);
+    const Ended ended = run.wait();
+    EXPECT_NE(ended.exit_code, 137) << what;
+    EXPECT_FALSE(holds(ended.err, ") was stopped")) << ended.err;
+  }
+}
+
 TEST(WatchTest, AScriptAroundTheProgramHidesNothing) {
   const std::string program = this_program() + " --worker trace-stopped";
   Launched run(cohort_run_sh({"--nproc-per-node", "2", "--stall-timeout", "0.5", "--grace", "0.1"},
@@ -54,8 +69,10 @@ TEST(WatchTest, AScriptAroundTheProgramHidesNothing) {
 
 TEST(WatchTest, TheTableComesRegularlyAndOnASignal) {
   Launched regular(tracing({"--watch", "0.2", "--stall-timeout", "0"}, "running"));
-  const std::string first = regular.wait_for_err("where the ranks are\n");
-  EXPECT_TRUE(holds(first, "rank")) << first;
+  const std::string header = "cohort run: where the ranks are\n";
+  const std::string first = regular.wait_for_err(header);
+  EXPECT_EQ(first.find(header), 0U) << first;
+  regular.wait_for_err(header, 2);
   regular.send(SIGTERM);
   regular.wait();
 

@@ -96,6 +96,34 @@ TEST(TransformerTest, DecodingAfterAnUpdateUsesTheNewWeights) {
             greedy_search(fresh, batch.source_BS, batch.source_lengths_B));
 }
 
+TEST(TransformerTest, TiedEmbeddingsAreOneTableWithBothGradients) {
+  auto options = test::tiny_options();
+  Transformer untied(options);
+  options.tied_embeddings = true;
+  Transformer tied(options);
+  EXPECT_EQ(count_parameters(*untied) - count_parameters(*tied),
+            options.dim_vocab_target * options.dim_emb);
+  for (auto* model : {&untied, &tied}) (*model)->to(at::kDouble);
+  {
+    const at::NoGradGuard no_grad;
+    for (auto& item : tied->named_parameters())
+      untied->named_parameters()[item.key()].copy_(item.value());
+    untied->named_parameters()["generator.weight"].copy_(
+        tied->named_parameters()["target_embedding"]);
+  }
+  const auto batch = test::make_test_batch(test::make_sentences(5, 7));
+  for (auto* model : {&untied, &tied}) {
+    (*model)->train();
+    std::get<0>((*model)->forward(batch)).backward();
+  }
+  const auto gradient = [](Transformer& model, const char* name) {
+    return model->named_parameters()[name].grad();
+  };
+  EXPECT_TRUE(at::allclose(
+      gradient(tied, "target_embedding"),
+      gradient(untied, "target_embedding") + gradient(untied, "generator.weight"), 1e-12, 1e-14));
+}
+
 TEST(TransformerTest, IdsAndLengthsOutOfRangeAreRefused) {
   Transformer model(test::tiny_options());
   auto batch = test::make_test_batch(test::make_sentences(3, 6));

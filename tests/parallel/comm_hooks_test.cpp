@@ -320,6 +320,27 @@ TEST(PowerSgdTest, AStepThatIsNotFiniteShowsOnAllRanksAndIsForgotten) {
   });
 }
 
+TEST(PowerSgdTest, AnOverflowOfTheSecondMessageAloneIsForgotten) {
+  test::ranks(2, [](ProcessGroup& group) {
+    const auto state = make_state({.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate});
+    const CommHook hook = fp16_compress_wrapper(power_sgd_hook(state));
+    const auto step = [&](int i, bool large) {
+      const at::Tensor gradient = make_gradients({{8, 2}}, group.rank(), i, at::kFloat)[0];
+      // Rows of 4e4 x (1, 0.1): the first message is at most 4e4, but the second one is longer by
+      // the root of 8 and past float16's 65504 once it is summed.
+      const at::Tensor rows = at::tensor({4e4F, 4e3F}).expand({8, 2}).contiguous();
+      return reduce(group, hook, {large ? rows : gradient})[0];
+    };
+    for (int i = 0; i < 4; ++i) step(i, false);
+    const auto before = state->state_dict();
+    EXPECT_FALSE(step(4, true).isfinite().all().item<bool>());
+    const auto after = state->state_dict();
+    for (const std::string name : {"error.0", "factor.0"})
+      EXPECT_TRUE(at::equal(before.at(name), after.at(name))) << name;
+    EXPECT_TRUE(step(5, false).isfinite().all().item<bool>());
+  });
+}
+
 TEST(PowerSgdTest, AZeroGradientDoesNotStopLaterOnes) {
   test::ranks(2, [](ProcessGroup& group) {
     const auto state = make_state(

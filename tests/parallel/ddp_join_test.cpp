@@ -86,6 +86,15 @@ TEST(DdpJoinTest, WithManyBucketsAndViews) {
       {.batches = {1, 3}, .ddp = {.bucket_cap_mb_list = {1e-6}, .gradient_as_bucket_view = true}});
 }
 
+// float64 in the hook of reduce_dtype: its divisor alone is of interest.
+TEST(DdpJoinTest, WithAReduceTypeByWhatDivides) {
+  for (const bool initial : {true, false}) {
+    expect_join_equals_one_process({.batches = {1, 3},
+                                    .ddp = {.mixed_precision = {.reduce_dtype = at::kDouble}},
+                                    .join = {.divide_by_initial_world_size = initial}});
+  }
+}
+
 TEST(DdpJoinTest, WithRebuiltBuckets) {
   expect_join_equals_one_process(
       {.batches = {1, 3}, .ddp = {.bucket_cap_mb_list = {1e-4}, .rebuild_buckets = true}});

@@ -22,10 +22,12 @@ struct WatchedImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     seen = {x.scalar_type(), first->weight.scalar_type(), scale.scalar_type()};
-    return last(at::tanh(first(x))) * scale.to(x.scalar_type());
+    hidden = at::tanh(first(x));
+    return last(hidden) * scale.to(x.scalar_type());
   }
   torch::nn::Linear first{nullptr}, last{nullptr};
   at::Tensor scale, count;
+  at::Tensor hidden;  // the last forward's
   std::vector<at::ScalarType> seen;
 };
 TORCH_MODULE(Watched);
@@ -124,6 +126,48 @@ TEST(DdpMixedPrecisionTest, MastersAreBackAfterAForwardWithoutGradientOrOneThatT
     EXPECT_THROW(ddp(at::ones({3, 3})), c10::Error);
     EXPECT_EQ(model->first->weight.scalar_type(), at::kFloat);
     ddp.backward(loss_of(ddp(batch_of(0))));
+    expect_equal(model->parameters(), low_gradients(model, batch_of(0)));
+  });
+}
+
+TEST(DdpMixedPrecisionTest, MastersAreBackAfterABackwardThatThrows) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Watched model;
+    Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
+    for (const bool early : {false, true}) {
+      model->zero_grad();
+      const at::Tensor output = ddp(batch_of(group.rank()));
+      // Before any gradient, or when those of the last layer are there.
+      const at::Tensor place = early ? output : model->hidden;
+      place.register_hook([](const at::Tensor& gradient) {
+        TORCH_CHECK_VALUE(false, "the gradient is broken");
+        return gradient;
+      });
+      test::expect_error<c10::ValueError>([&] { ddp.backward(loss_of(output)); },
+                                          "the gradient is broken");
+      for (const auto& parameter : model->parameters())
+        EXPECT_EQ(parameter.scalar_type(), at::kFloat);
+      model->zero_grad();
+      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+      expect_equal(model->parameters(),
+                   mean(low_gradients(model, batch_of(0)), low_gradients(model, batch_of(1))));
+    }
+  });
+}
+
+TEST(DdpMixedPrecisionTest, AForwardWithoutGradientLeavesThoseOfAnotherLent) {
+  test::ranks(1, [](ProcessGroup& group) {
+    Watched model;
+    Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
+    const at::Tensor loss = loss_of(ddp(batch_of(0)));
+    {
+      const at::NoGradGuard no_grad;
+      ddp(batch_of(0, 1));
+    }
+    EXPECT_THROW(ddp(at::ones({3, 3})), c10::Error);
+    EXPECT_EQ(model->first->weight.scalar_type(), kLow) << "its backward is still to come";
+    ddp.backward(loss);
+    EXPECT_EQ(model->first->weight.scalar_type(), at::kFloat);
     expect_equal(model->parameters(), low_gradients(model, batch_of(0)));
   });
 }

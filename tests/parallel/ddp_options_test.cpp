@@ -1,3 +1,4 @@
+#include <ATen/record_function.h>
 #include <map>
 #include <optional>
 
@@ -148,14 +149,159 @@ TEST(DdpOptionsTest, OutputsThatTheLossLeavesOutAreFoundInsideAnyContainer) {
   });
 }
 
+// Computes a layer anew in its backward, in a backward within, which brings the layer's parameters
+// a gradient each time.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  using Context = torch::autograd::AutogradContext;
+  static at::Tensor forward(Context* context, const at::Tensor& x, torch::nn::LinearImpl* layer) {
+    context->save_for_backward({x});
+    context->saved_data["layer"] = reinterpret_cast<int64_t>(layer);
+    return layer->forward(x);
+  }
+  static torch::autograd::variable_list backward(Context* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    auto* layer = reinterpret_cast<torch::nn::LinearImpl*>(context->saved_data["layer"].toInt());
+    const at::AutoGradMode grad(true);
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    layer->forward(x).backward(gradients[0]);
+    return {x.grad(), at::Tensor()};
+  }
+};
+
+// Branches without its extra branch.
+struct RecomputingImpl : test::BranchesImpl {
+  at::Tensor forward(const at::Tensor& x) {
+    const auto h = at::tanh(Recomputed::apply(at::tanh(first(x)), shared.get()));
+    return last(Recomputed::apply(h, shared.get()));
+  }
+};
+TORCH_MODULE(Recomputing);
+
 TEST(DdpOptionsTest, StaticGraphAveragesUnusedAndReusedParameters) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Recomputing model;
+    Branches same(std::static_pointer_cast<test::BranchesImpl>(model.ptr()));
+    parallel::DistributedDataParallel<Recomputing> ddp(
+        model, group, {.bucket_cap_mb_list = {1e-4}, .static_graph = true});
+    for (int step = 0; step < 3; ++step) {
+      model->zero_grad();
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+      test::expect_gradients(same, mean_gradients(2, false, step));
+    }
+  });
+}
+
+TEST(DdpOptionsTest, StaticGraphAveragesWhatWasAccumulatedFromTheFirstStepOn) {
   test::ranks(2, [](ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-4}, .static_graph = true});
     for (int step = 0; step < 3; ++step) {
       model->zero_grad();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), step), false)));
-      test::expect_gradients(model, mean_gradients(2, false, step));
+      {
+        const auto guard = ddp.no_sync();
+        ddp.backward(loss_of(ddp(batch_of(group.rank(), 2 * step))));
+      }
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), 2 * step + 1))));
+      auto expected = mean_gradients(2, true, 2 * step);
+      const auto more = mean_gradients(2, true, 2 * step + 1);
+      for (size_t i = 0; i < expected.size(); ++i) expected[i] = expected[i] + more[i];
+      test::expect_gradients(model, expected);
+    }
+  });
+}
+
+TEST(DdpOptionsTest, StaticGraphAveragesWhenTheLossLeavesOutAnOutput) {
+  test::ranks(2, [](ProcessGroup& group) {
+    NestedNet net;
+    parallel::DistributedDataParallel<NestedNet> ddp(net, group, {.static_graph = true});
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      ddp.backward(ddp(batch_of(group.rank(), step)).scores.sum());
+      // Each row of the weight has the sum of the inputs.
+      const at::Tensor mean = (batch_of(0, step) + batch_of(1, step)).sum(0) / 2;
+      test::expect_near(net->layers[0]->as<torch::nn::Linear>()->weight.grad(), mean.expand({4, 4}),
+                        "step " + std::to_string(step));
+      EXPECT_FALSE(net->layers[1]->as<torch::nn::Linear>()->weight.grad().defined());
+    }
+  });
+}
+
+TEST(DdpOptionsTest, StaticGraphNamesWhatALaterStepLeavesOutAndTheGroupGoesOn) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const bool plain : {false, true}) {
+      Branches model;
+      Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}, .static_graph = true});
+      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+      const at::Tensor loss = loss_of(ddp(batch_of(group.rank()), false));
+      if (plain) loss.backward();
+      test::expect_error<c10::ValueError>(
+          [&] { plain ? void(ddp(batch_of(0))) : ddp.backward(loss); },
+          "backward made no gradient for extra.weight, extra.bias;");
+      model->zero_grad();
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), 1))));
+      test::expect_gradients(model, mean_gradients(2, true, 1));
+    }
+    Branches model;
+    Ddp ddp(model, group, {.static_graph = true});
+    ddp.backward(loss_of(ddp(batch_of(0), false)));
+    ddp(batch_of(0), false);
+    test::expect_error<c10::ValueError>(
+        [&] { ddp.backward(model->first(batch_of(0)).sum()); },
+        "no gradient for shared.weight, shared.bias, last.weight, last.bias;");
+  });
+}
+
+TEST(DdpOptionsTest, StaticGraphTellsHooksWhichBucketTheyGet) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}, .static_graph = true});
+    std::vector<int64_t> order;
+    ddp.register_comm_hook([&](ProcessGroup& peers, const parallel::Bucket& bucket) {
+      const std::string name = ddp.bucket_layout().at(static_cast<size_t>(bucket.index)).at(0);
+      EXPECT_TRUE(bucket.parameters.at(0).is_same(model->named_parameters()[name])) << name;
+      EXPECT_EQ(bucket.gradients.at(0).sizes(), bucket.parameters[0].sizes()) << name;
+      EXPECT_EQ(bucket.is_last, bucket.index == 7);
+      order.push_back(bucket.index);
+      return parallel::start_all_reduce(peers, bucket.buffer.div_(peers.size()));
+    });
+    for (int step = 0; step < 2; ++step) {
+      order.clear();
+      model->zero_grad();
+      ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+      EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
+      test::expect_gradients(model, mean_gradients(2, true, step));
+    }
+  });
+}
+
+TEST(DdpOptionsTest, AfterABackwardThatThrewTheGroupGoesOn) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const bool plain : {false, true}) {
+      for (const DistributedDataParallelOptions& options :
+           {DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6}},
+            DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6},
+            .find_unused_parameters = true},
+            DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6}, .static_graph = true}}) {
+        Branches model;
+        Ddp ddp(model, group, options);
+        bool broken = false;
+        model->first->weight.register_hook([&](const at::Tensor& gradient) {
+          TORCH_CHECK_VALUE(!broken, "the gradient is broken");
+          return gradient;
+        });
+        for (int step = 0; step < 4; ++step) {
+          model->zero_grad();
+          broken = step % 2 == 0;
+          const at::Tensor loss = loss_of(ddp(batch_of(group.rank(), step)));
+          const auto run = [&] { plain ? loss.backward() : ddp.backward(loss); };
+          if (broken) {
+            test::expect_error<c10::ValueError>(run, "the gradient is broken");
+          } else {
+            run();
+            test::expect_gradients(model, mean_gradients(2, true, step));
+          }
+        }
+      }
     }
   });
 }
@@ -218,6 +364,12 @@ TEST(DdpOptionsTest, GradientsOfGradientsAreRefused) {
     test::expect_error<c10::NotImplementedError>(
         [&] { loss_of(ddp(batch_of(0))).backward({}, true, /*create_graph=*/true); },
         "create_graph");
+    model->zero_grad();
+    loss_of(ddp(batch_of(group.rank()))).backward();
+    test::expect_gradients(model, mean_gradients(2));
+    const auto guard = ddp.no_sync();
+    loss_of(ddp(batch_of(0))).backward({}, true, /*create_graph=*/true);  // nothing would be sent
+    model->zero_grad();
   });
 }
 
@@ -323,17 +475,64 @@ TEST(DdpOptionsTest, IgnoredTensorsAreLeftAlone) {
   test::ranks(2, [](ProcessGroup& group) {
     Branches model;
     {
+      // Of another shape on each rank: neither verified nor sent.
       torch::NoGradGuard no_grad;
-      model->calls.fill_(group.rank());
-      model->last->bias.fill_(group.rank());
+      model->calls.set_data(at::full({1 + group.rank()}, group.rank(), at::kDouble));
+      model->last->bias.set_data(at::full({2 - group.rank()}, group.rank(), at::kDouble));
     }
     Ddp ddp(model, group, {.ignored = {"last.bias", "calls"}});
     EXPECT_EQ(model->last->bias[0].item<double>(), group.rank());
     ddp.backward(ddp(batch_of(0)).sum() * (group.rank() + 1));
-    EXPECT_EQ(model->calls.item<double>(), group.rank());
-    EXPECT_EQ(model->last->bias.grad()[0].item<double>(), 3 * (group.rank() + 1)) << "not averaged";
+    EXPECT_EQ(model->calls[0].item<double>(), group.rank());
+    EXPECT_EQ(model->last->bias.grad().sum().item<double>(), 6 * (group.rank() + 1))
+        << "not averaged";
     test::expect_error<c10::ValueError>([&] { Ddp(model, group, {.ignored = {"nobody"}}); },
                                         "got nobody");
+  });
+}
+
+// While it lives, notes each all-reduce that starts, and what is pushed.
+class Starts {
+ public:
+  static constexpr char kAllReduce = 'r';
+  Starts() {
+    seen.clear();
+    handle_ = at::addGlobalCallback(at::RecordFunctionCallback(
+        [](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+          if (std::string(call.name()) == "c10d::allreduce_") seen.push_back(kAllReduce);
+          return nullptr;
+        }));
+  }
+  ~Starts() { at::removeCallback(handle_); }
+  Starts(const Starts&) = delete;
+  Starts& operator=(const Starts&) = delete;
+
+  static inline std::string seen;
+
+ private:
+  at::CallbackHandle handle_ = 0;
+};
+
+TEST(DdpOptionsTest, DelayedParametersStartTogetherAfterTheTrigger) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Branches model;
+    model->first->bias.set_requires_grad(false);
+    Ddp ddp(model, group,
+            {.bucket_cap_mb_list = {1e-6},
+             .delay_all_reduce_named_params = {"last.weight", "extra.bias"},
+             .param_to_hook_all_reduce = "first.weight"});
+    model->first->weight.register_hook([](const at::Tensor& gradient) {
+      Starts::seen.push_back('t');
+      return gradient;
+    });
+    const at::Tensor loss = loss_of(ddp(batch_of(group.rank())));
+    const Starts starts;
+    ddp.backward(loss);
+    EXPECT_EQ(Starts::seen, "rrrrtrr")
+        << "four buckets of one, the trigger, its bucket and the delayed ones";
+    auto expected = mean_gradients(2);
+    expected[1] = at::Tensor();
+    test::expect_gradients(model, expected);
   });
 }
 
@@ -390,6 +589,32 @@ TEST(DdpOptionsTest, DifferentOptionsAreNamedOnEveryRank) {
   }
 }
 
+TEST(DdpOptionsTest, OptionsThatDecideWhatTravelsMustAgree) {
+  test::ranks(2, [](ProcessGroup& group) {
+    const bool other = group.rank() == 1;
+    const auto refused = [&](const DistributedDataParallelOptions& options,
+                             const std::string& part) {
+      Branches model;
+      test::expect_error<c10::ValueError>([&] { Ddp(model, group, options); }, part);
+    };
+    refused({.delay_all_reduce_named_params = {other ? "last.bias" : "last.weight"},
+             .param_to_hook_all_reduce = "first.weight"},
+            "rank 1 has delay_all_reduce_named_params last.bias where rank 0 has "
+            "delay_all_reduce_named_params last.weight");
+    refused({.delay_all_reduce_named_params = {"last.bias"},
+             .param_to_hook_all_reduce = other ? "first.bias" : "first.weight"},
+            "rank 1 has param_to_hook_all_reduce first.bias where");
+    parallel::MixedPrecision reduced;
+    if (other) reduced.reduce_dtype = at::kFloat;
+    refused({.mixed_precision = reduced}, "rank 1 has mixed_precision.reduce_dtype Float where");
+    parallel::MixedPrecision cast;
+    if (other) cast.buffer_dtype = at::kFloat;
+    refused({.mixed_precision = cast}, "rank 1 has mixed_precision.buffer_dtype Float where");
+    refused({.bucket_cap_mb_list = {other ? 1e-6 : 1}},
+            "rank 1 has bucket 0 of last.bias where rank 0 has bucket 0 of last.bias last.weight");
+  });
+}
+
 TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
   test::ranks(1, [](ProcessGroup& group) {
     Branches model;
@@ -401,6 +626,14 @@ TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
     refused({.skip_all_reduce_unused_params = true}, "expected find_unused_parameters with it");
     refused({.find_unused_parameters = true, .rebuild_buckets = true},
             "rebuild_buckets: expected no");
+    refused({.find_unused_parameters = true,
+             .delay_all_reduce_named_params = {"last.bias"},
+             .param_to_hook_all_reduce = "first.weight"},
+            "expected neither find_unused_parameters nor static_graph");
+    refused({.static_graph = true,
+             .delay_all_reduce_named_params = {"last.bias"},
+             .param_to_hook_all_reduce = "first.weight"},
+            "expected neither find_unused_parameters nor static_graph");
     refused({.bucket_layout = {{"first.weight"}}}, "it lacks extra.bias");
     refused({.bucket_layout = {{"nobody"}}}, "got nobody twice or not of the model");
   });

@@ -173,6 +173,19 @@ TEST(DdpTest, BuffersFollowRankZeroAtEachForward) {
   });
 }
 
+TEST(DdpTest, BuffersFollowRankZeroWhenTheirStorageIsReplaced) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Net net(8);
+    DistributedDataParallel<Net> ddp(net, group);
+    net->calls.set_(at::full({1}, group.rank() + 5.0F));
+    ddp.backward(ddp(at::ones({2, 4})).sum());
+    EXPECT_EQ(net->calls.item<float>(), 5);
+    net->calls.set_data(at::full({1}, group.rank() + 7.0F));
+    ddp.backward(ddp(at::ones({2, 4})).sum());
+    EXPECT_EQ(net->calls.item<float>(), 7);
+  });
+}
+
 TEST(DdpTest, NoSyncSendsNothing) {
   test::ranks(2, [](ProcessGroup& group) {
     Net net(8);

@@ -204,24 +204,57 @@ TEST(SyncBatchNormTest, LargeMeansDoNotCancelTheVariance) {
   });
 }
 
-// y is rounded to bfloat16: 2^-8 of values up to 4, and statistics are float32.
+// All inside is float32, so what comes out is rounded to bfloat16 once: 2^-8 of each value. 2e-5:
+// some 100 roundings of float32 of values of size 1.
+void expect_rounded_once(const at::Tensor& got, const at::Tensor& exact, const char* what) {
+  EXPECT_EQ(got.scalar_type(), at::kBFloat16) << what;
+  const at::Tensor error = (got.to(at::kDouble) - exact).abs();
+  EXPECT_TRUE((error <= exact.abs() / 256 + 2e-5).all().item<bool>()) << what << ' ' << error;
+}
+
+// `type` of weight and bias.
+void expect_bfloat16_equals_whole_batch(ProcessGroup& group, at::ScalarType type) {
+  SyncBatchNorm norm(BatchNormOptions(3), group);
+  torch::nn::BatchNorm1d reference(3);
+  reference->to(at::kDouble);
+  torch::manual_seed(2);
+  for (const char* name : {"weight", "bias"}) {
+    const at::Tensor value = at::randn({3}).to(at::kBFloat16);
+    norm->named_parameters()[name].set_data(value.to(type));
+    reference->named_parameters()[name].set_data(value.to(at::kDouble));
+  }
+  const at::Tensor x = at::randn({6, 3, 5}).add_(3).to(at::kBFloat16);
+  const at::Tensor dy = at::randn({6, 3, 5}).to(at::kBFloat16);
+  const auto mine = [&](const at::Tensor& whole) { return whole.narrow(0, 3 * group.rank(), 3); };
+  const at::Tensor part = mine(x).clone().requires_grad_();
+  const at::Tensor whole = x.to(at::kDouble).requires_grad_();
+  const at::Tensor y = norm(part);
+  const at::Tensor whole_y = reference(whole);
+  expect_rounded_once(y, mine(whole_y), "output");
+  y.backward(mine(dy));
+  whole_y.backward(dy.to(at::kDouble));
+  expect_rounded_once(part.grad(), mine(whole.grad()), "input's gradient");
+  for (const char* name : {"weight", "bias"}) {
+    const at::Tensor gradient = norm->named_parameters()[name].grad();
+    EXPECT_EQ(gradient.scalar_type(), type);
+    // Each rank's part is rounded to its type.
+    const at::Tensor parts = summed(group, gradient.abs().to(at::kDouble));
+    const at::Tensor error =
+        (summed(group, gradient.to(at::kDouble)) - reference->named_parameters()[name].grad())
+            .abs();
+    const double rounding = type == at::kBFloat16 ? 1.0 / 255 : 0;
+    EXPECT_TRUE((error <= parts * rounding + 1e-4).all().item<bool>()) << name << ' ' << error;
+  }
+}
+
 TEST(SyncBatchNormTest, BFloat16InputTakesFloatParameters) {
-  test::ranks(2, [](ProcessGroup& group) {
-    SyncBatchNorm norm(BatchNormOptions(3), group);
-    torch::manual_seed(2);
-    const at::Tensor x = at::randn({6, 3, 5}).to(at::kBFloat16);
-    at::Tensor mine = x.narrow(0, 3 * group.rank(), 3).clone().requires_grad_();
-    at::Tensor whole = x.to(at::kDouble).requires_grad_();
-    const at::Tensor y = norm(mine);
-    torch::nn::BatchNorm1d reference(3);
-    reference->to(at::kDouble);
-    const at::Tensor whole_y = reference(whole);
-    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
-    EXPECT_LE(difference(y, whole_y.narrow(0, 3 * group.rank(), 3)), 4.0 / 256);
-    y.to(at::kFloat).square().sum().backward();
-    EXPECT_EQ(norm->weight.grad().scalar_type(), at::kFloat);
-    EXPECT_EQ(mine.grad().scalar_type(), at::kBFloat16);
-  });
+  test::ranks(2,
+              [](ProcessGroup& group) { expect_bfloat16_equals_whole_batch(group, at::kFloat); });
+}
+
+TEST(SyncBatchNormTest, BFloat16ParametersLeaveStatisticsInFloat) {
+  test::ranks(
+      2, [](ProcessGroup& group) { expect_bfloat16_equals_whole_batch(group, at::kBFloat16); });
 }
 
 TEST(SyncBatchNormTest, CheckpointsAreBatchNorms) {

@@ -15,13 +15,24 @@ void ip(const std::string& arguments) {
 
 }  // namespace
 
-Namespaces::Namespaces(int count) : count_(count) {
-  ip("netns add " + hub());
+Namespaces::Namespaces() = default;
+
+// The delegation makes the object whole, so that its destructor removes what was made if a later
+// step fails.
+Namespaces::Namespaces(int count) : Namespaces() {
+  const std::string first = "ip netns add " + hub();
+  if (std::system(first.c_str()) != 0) {
+    throw std::runtime_error(
+        "expected root with CAP_SYS_ADMIN and CAP_NET_ADMIN, and iproute2: \"" + first +
+        "\" did not succeed");
+  }
+  has_hub_ = true;
   ip("-n " + hub() + " link add bridge type bridge");
   ip("-n " + hub() + " link set bridge up");
   for (int i = 0; i < count; ++i) {
     const std::string cable = "cable" + std::to_string(i);
     ip("netns add " + name(i));
+    ++count_;
     ip("-n " + hub() + " link add " + cable + " type veth peer name eth0 netns " + name(i));
     ip("-n " + hub() + " link set " + cable + " master bridge up");
     ip("-n " + name(i) + " addr add " + address(i) + "/24 dev eth0");
@@ -34,7 +45,7 @@ Namespaces::~Namespaces() {
   for (int i = 0; i < count_; ++i) {
     static_cast<void>(std::system(("ip netns del " + name(i)).c_str()) == 0);
   }
-  static_cast<void>(std::system(("ip netns del " + hub()).c_str()) == 0);
+  if (has_hub_) static_cast<void>(std::system(("ip netns del " + hub()).c_str()) == 0);
 }
 
 std::string Namespaces::hub() const {

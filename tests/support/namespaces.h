@@ -6,7 +6,8 @@
 namespace cohort::test {
 
 /// `count` hosts with addresses 10.77.0.1, 10.77.0.2 and so on, in namespaces of this process.
-/// Needs root and `ip`; throws std::runtime_error that says what is missing. Removed at the end.
+/// Needs `ip`, and root with CAP_SYS_ADMIN and CAP_NET_ADMIN; throws std::runtime_error that says
+/// so. Removed at the end, also when the constructor throws.
 class Namespaces {
  public:
   explicit Namespaces(int count);
@@ -21,10 +22,12 @@ class Namespaces {
   void unplug(int index) const;
 
  private:
+  Namespaces();
   std::string name(int index) const;
   std::string hub() const;
 
-  int count_;
+  bool has_hub_ = false;
+  int count_ = 0;  // Of hosts made.
 };
 
 }  // namespace cohort::test

@@ -18,16 +18,6 @@ TensorFuture widen_into(const at::Tensor& buffer, const TensorFuture& low) {
   });
 }
 
-CommHook compress_hook(at::ScalarType type) {
-  return [type](comm::ProcessGroup& group, const Bucket& bucket) {
-    check_dense(bucket);
-    at::Tensor gradient = bucket.buffer;
-    // Divided before it is rounded: the sum then stays in float16's range.
-    gradient.mul_(1.0 / group.size());
-    return widen_into(gradient, start_all_reduce(group, gradient.to(type)));
-  };
-}
-
 CommHook compress_wrapper(at::ScalarType type, CommHook inner) {
   return [type, inner = std::move(inner)](comm::ProcessGroup& group, const Bucket& bucket) {
     check_dense(bucket);
@@ -43,6 +33,16 @@ CommHook compress_wrapper(at::ScalarType type, CommHook inner) {
 }
 
 }  // namespace
+
+CommHook compress_hook(at::ScalarType type, std::function<int()> divisor) {
+  return [type, divisor = std::move(divisor)](comm::ProcessGroup& group, const Bucket& bucket) {
+    check_dense(bucket);
+    at::Tensor gradient = bucket.buffer;
+    // Divided before it is rounded: the sum then stays in float16's range.
+    gradient.mul_(1.0 / (divisor ? divisor() : group.size()));
+    return widen_into(gradient, start_all_reduce(group, gradient.to(type)));
+  };
+}
 
 CommHook fp16_compress_hook() {
   return compress_hook(at::kHalf);

@@ -1,5 +1,8 @@
-// Communication hooks that send gradients in 16 bits.
+// Communication hooks that send gradients in 16 bits, or in another type.
 #pragma once
+#include <c10/core/ScalarType.h>
+#include <functional>
+
 #include "cohort/parallel/comm_hook.h"
 
 namespace cohort::parallel {
@@ -17,6 +20,10 @@ CommHook fp16_compress_hook();
 /// Returns the hook that sends bfloat16: half the bytes of float32 with float32's range.
 /// As fp16_compress_hook with u = 2^-8, without the subnormal term and without overflow.
 CommHook bf16_compress_hook();
+
+/// Returns the hook that sends `type`, as the two above. `divisor` is asked at each bucket what to
+/// divide by; empty: the world size.
+CommHook compress_hook(at::ScalarType type, std::function<int()> divisor = {});
 
 /// Return the hook that rounds the bucket to 16 bits, lets `inner` reduce that, and widens its
 /// result. `inner` sees a bucket of the low type, gradients included, and divides; otherwise as the

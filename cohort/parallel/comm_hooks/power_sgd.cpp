@@ -287,15 +287,16 @@ TensorFuture PowerSgdState::compress(comm::ProcessGroup& group, const Bucket& bu
     factors.push_back(at::matmul(matrices[i].t(), bases[i]));
   impl_->elements_before += buffer.numel();
   impl_->elements_after += cut.numel_bases + cut.numel_factors + cut.numel_whole;
-  const bool finite = !bases[0].isnan().any().item<bool>();
-  if (finite && impl_->options.use_error_feedback) memory.error = lost(matrices, bases, factors);
+  at::Tensor error;
+  if (impl_->options.use_error_feedback) error = lost(matrices, bases, factors);
   const at::Tensor message = second_message(std::move(factors), buffer, cut, group.size());
-  return then(start_all_reduce(group, message), [buffer, cut, bases, finite, &memory,
+  return then(start_all_reduce(group, message), [buffer, cut, bases, error, &memory,
                                                  self = shared_from_this()](const at::Tensor& sum) {
     decode(buffer, cut, bases, sum);
-    if (finite)
-      memory.factor =
-          sum.narrow(0, 0, cut.numel_factors).to(bases[0].dtype(), false, /*copy=*/true);
+    // Bases that are not finite make sums that are not; and these are the same on every rank.
+    if (!sum.isfinite().all().item<bool>()) return buffer;
+    memory.factor = sum.narrow(0, 0, cut.numel_factors).to(bases[0].dtype(), false, /*copy=*/true);
+    memory.error = error;
     return buffer;
   });
 }

@@ -73,7 +73,8 @@ class PowerSgdState : public std::enable_shared_from_this<PowerSgdState> {
 ///           QR, which needs no epsilon and survives a zero gradient. The error is M - P
 ///           transpose(own Q): what this rank's part lost. Its mean over ranks is that of the
 ///           paper's, but the difference between ranks does not pile up in it.
-///           A step with a NaN or infinity yields NaN on all ranks and leaves the memory as it was.
+///           A step with a NaN or infinity, or whose messages overflow, yields some on all ranks
+///           and leaves the memory as it was.
 ///           Ranks on unlike processors may differ in the last bits of P, hence of the parameters.
 /// Memory: the error, as large as the compressed gradients; the factors, (n + m) r.
 /// Errors: PeerError from the backward; c10::ValueError for a sparse bucket, or one of another size

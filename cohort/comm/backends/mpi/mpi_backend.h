@@ -35,6 +35,7 @@ class MpiBackend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "mpi"; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void abort() override { mpi_.abort(); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 

@@ -87,10 +87,9 @@ void MpiThread::initialise() {
 }
 
 void MpiThread::submit(MpiOperation operation) {
-  const auto deadline = Clock::now() + operation.timeout;
   {
     const std::lock_guard lock(mutex_);
-    queue_.push_back({std::move(operation), deadline, {}});
+    queue_.push_back({std::move(operation), Clock::now(), {}});
   }
   changed_.notify_one();
 }
@@ -114,6 +113,16 @@ void MpiThread::run(const std::string& name, std::chrono::milliseconds timeout,
   ended.get();
 }
 
+void MpiThread::abort() {
+  const std::lock_guard lock(mutex_);
+  aborted_ = Clock::now();
+}
+
+bool MpiThread::is_aborted(const Running& running) {
+  const std::lock_guard lock(mutex_);
+  return aborted_ && running.submitted <= *aborted_;
+}
+
 void MpiThread::loop() {
   const at::NoGradGuard no_grad;
   while (take_new()) {
@@ -131,7 +140,7 @@ void MpiThread::loop() {
     }
     if (!progress && !active_.empty()) std::this_thread::yield();
   }
-  if (owns_mpi_) MPI_Finalize();
+  if (owns_mpi_ && !is_broken()) MPI_Finalize();
 }
 
 // Starts what was submitted, in order; with nothing to do it waits. Returns false when it is time
@@ -169,7 +178,9 @@ MpiThread::Progress MpiThread::advance(Running& running) {
                             &ended, requests.statuses.data()),
                 ("MPI " + running.operation.name).c_str());
     }
-    if (ended == 0 && Clock::now() < running.deadline) return Progress::kPending;
+    if (ended == 0 && is_aborted(running))
+      C10_THROW_ERROR(DistBackendError, "MPI " + running.operation.name + " was aborted");
+    if (ended == 0 && Clock::now() < running.deadline()) return Progress::kPending;
     if (ended == 0)
       std::rethrow_exception(timed_out(running.operation.name, running.operation.timeout));
   } catch (...) {
@@ -185,6 +196,11 @@ MpiThread::Progress MpiThread::advance(Running& running) {
   }
   running.operation.done(nullptr);
   return Progress::kEnded;
+}
+
+bool MpiThread::is_broken() {
+  const std::lock_guard lock(mutex_);
+  return broken_;
 }
 
 void MpiThread::mark_broken() {

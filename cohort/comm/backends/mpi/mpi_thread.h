@@ -9,6 +9,7 @@
 #include <list>
 #include <mpi.h>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -61,12 +62,16 @@ class MpiThread {
   /// Runs `call` on the MPI thread and returns when it has ended, or throws c10::DistBackendError
   /// after `timeout`. `call` must own what it touches: late, it still runs.
   void run(const std::string& name, std::chrono::milliseconds timeout, std::function<void()> call);
+  /// Ends all that has been submitted so far with an error, of all groups: for a job that is dead.
+  /// Returns at once.
+  void abort();
 
  private:
   struct Running {
     MpiOperation operation;
-    std::chrono::steady_clock::time_point deadline;
+    std::chrono::steady_clock::time_point submitted;
     MpiRequests requests;
+    std::chrono::steady_clock::time_point deadline() const { return submitted + operation.timeout; }
   };
   enum class Progress { kPending, kEnded, kAbandoned };
 
@@ -76,6 +81,8 @@ class MpiThread {
   void loop();
   bool take_new();
   Progress advance(Running& running);
+  bool is_aborted(const Running& running);
+  bool is_broken();
   void mark_broken();
   static void at_exit(int status, void* self);
 
@@ -90,6 +97,7 @@ class MpiThread {
   std::deque<Running> queue_;
   bool stop_ = false;
   bool broken_ = false;  // an operation was given up: MPI cannot be finalised
+  std::optional<std::chrono::steady_clock::time_point> aborted_;  // what came before is to end
   std::thread thread_;
 };
 

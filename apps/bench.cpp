@@ -1,7 +1,6 @@
-// How much of the gradients' way DistributedDataParallel hides behind backward.
+// `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
 //
-//   cohort run --nproc-per-node 2 -- build/release/bin/ddp_bench --layers 8 --width 1024 --hook
-//   bf16
+//   cohort run --nproc-per-node 2 -- cohort bench ddp --layers 8 --width 1024 --hook bf16
 //
 // Rank 0 prints one JSON line: step time with and without communication (no_sync) and their
 // difference, the exposed communication; the share of the all-reduce that backward hid, as the
@@ -9,17 +8,19 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <torch/torch.h>
 
+#include "cohort/base/console.h"
+#include "cohort/base/error.h"
 #include "cohort/base/program.h"
-#include "cohort/comm/process_group.h"
 #include "cohort/parallel/comm_hooks/all_reduce.h"
 #include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/comm_hooks/power_sgd.h"
 #include "cohort/parallel/distributed_data_parallel.h"
+
+#include "apps/group_flags.h"
 
 namespace {
 
@@ -62,9 +63,7 @@ double step_time(ProcessGroup& group, Ddp& ddp, const at::Tensor& input, bool av
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-int run(const Options& options) {
-  at::set_num_threads(1);
-  ProcessGroup group(cohort::comm::discover_place());
+nlohmann::ordered_json bench_ddp(const Options& options, ProcessGroup& group) {
   torch::nn::Sequential model;
   for (int64_t i = 0; i < options.layers; ++i) {
     model->push_back(torch::nn::Linear(options.width, options.width));
@@ -84,41 +83,33 @@ int run(const Options& options) {
     without.push_back(alone);
   }
   const cohort::parallel::DdpLoggingData data = ddp.logging_data();
-  if (group.rank() == 0) {
-    const auto seconds = [](int64_t nanoseconds) {
-      return static_cast<double>(nanoseconds) * 1e-9;
-    };
-    const double travel = seconds(data.backward_comm_time);
-    const nlohmann::ordered_json line = {
-        {"bench", "ddp"},
-        {"world_size", group.size()},
-        {"hook", options.hook},
-        {"parameter_bytes", data.total_parameter_size_bytes},
-        {"bucket_bytes", data.bucket_sizes_bytes},
-        {"has_rebuilt_buckets", data.has_rebuilt_buckets},
-        {"step_s", median(with)},
-        {"step_without_communication_s", median(without)},
-        {"exposed_communication_s", median(with) - median(without)},
-        {"forward_s", seconds(data.forward_compute_time)},
-        {"backward_s", seconds(data.backward_compute_time)},
-        {"communication_s", travel},
-        {"overlap_share",
-         travel > 0 ? seconds(data.backward_compute_comm_overlap_time) / travel : 0}};
-    std::printf("%s\n", line.dump().c_str());
-  }
-  group.close();
-  return 0;
+  const auto seconds = [](int64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; };
+  const double travel = seconds(data.backward_comm_time);
+  const double hidden = seconds(data.backward_compute_comm_overlap_time);
+  return {{"bench", "ddp"},
+          {"world_size", group.size()},
+          {"hook", options.hook},
+          {"parameter_bytes", data.total_parameter_size_bytes},
+          {"bucket_bytes", data.bucket_sizes_bytes},
+          {"has_rebuilt_buckets", data.has_rebuilt_buckets},
+          {"step_s", median(with)},
+          {"step_without_communication_s", median(without)},
+          {"exposed_communication_s", median(with) - median(without)},
+          {"forward_s", seconds(data.forward_compute_time)},
+          {"backward_s", seconds(data.backward_compute_time)},
+          {"communication_s", travel},
+          {"overlap_share", travel > 0 ? hidden / travel : 0}};
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run(int argc, char** argv) {
   Options options;
   options.ddp.gradient_as_bucket_view = true;
   options.ddp.logging_sample_rate = 1;
-  CLI::App app("Exposed communication of DistributedDataParallel");
+  CLI::App app("Measures this machine and network", "cohort bench");
+  app.require_subcommand(1);
+  CLI::App& ddp = *app.add_subcommand("ddp", "Exposed communication of DistributedDataParallel");
   const auto number = [&](const char* name, auto& value, const char* text) {
-    app.add_option(name, value, text)->capture_default_str()->check(CLI::PositiveNumber);
+    ddp.add_option(name, value, text)->capture_default_str()->check(CLI::PositiveNumber);
   };
   number("--layers", options.layers, "Square layers of the model");
   number("--width", options.width, "Their width");
@@ -127,14 +118,34 @@ int main(int argc, char** argv) {
   number("--warmup", options.warmup, "Steps before, not measured");
   number("--bucket-cap-mb", options.ddp.bucket_cap_mb, "Largest bucket, MiB");
   number("--first-bucket-mb", options.ddp.first_bucket_mb, "First bucket, MiB");
-  app.add_option("--hook", options.hook, "What carries a bucket")
+  ddp.add_option("--hook", options.hook, "What carries a bucket")
       ->capture_default_str()
       ->check(CLI::IsMember({"none", "all_reduce", "fp16", "bf16", "power_sgd", "noop"}));
-  app.add_flag("--rebuild-buckets", options.ddp.rebuild_buckets,
+  ddp.add_flag("--rebuild-buckets", options.ddp.rebuild_buckets,
                "Cut buckets in the order of gradients");
-  app.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
+  ddp.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
                "Search the graph in each step");
-  app.add_flag("--static-graph", options.ddp.static_graph, "The graph never changes");
-  CLI11_PARSE(app, argc, argv);
-  return cohort::run_program("ddp_bench", [&] { return run(options); });
+  ddp.add_flag("--static-graph", options.ddp.static_graph, "The graph never changes");
+  cohort::apps::GroupFlags flags;
+  flags.add_to(ddp);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    throw cohort::ConfigError(std::string(error.what()) +
+                              " (cohort bench --help lists what there is)");
+  }
+  if (flags.cpu_threads == 0) flags.cpu_threads = 1;
+  const auto group = flags.connect();
+  const nlohmann::ordered_json result = bench_ddp(options, *group);
+  group->close();
+  cohort::Console(group->rank()).print("%s\n", result.dump().c_str());
+  return cohort::kExitOk;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cohort::run_program("cohort bench", [&] { return run(argc, argv); });
 }

@@ -1,0 +1,32 @@
+// Printing from a program of many ranks.
+#pragma once
+#include <cstdio>
+#include <string>
+
+namespace cohort {
+
+/// Rank 0 speaks for all ranks; any rank may insist. A call's text leaves in one piece and at once,
+/// so that the lines of several ranks on one terminal or in one pipe do not mix.
+///
+/// Local:   no communication.
+/// Threads: any may call.
+class Console {
+ public:
+  /// Prints to `out`, not owned.
+  explicit Console(int rank, std::FILE* out = stdout) : rank_(rank), out_(out) {}
+
+  /// Prints on rank 0, nothing on the others. Format and arguments are printf's; the line's end is
+  /// the caller's.
+  [[gnu::format(printf, 2, 3)]] void print(const char* format, ...) const;
+
+  /// Prints on the rank that calls it, whichever it is, with "[rank r] " before each line.
+  [[gnu::format(printf, 2, 3)]] void insist(const char* format, ...) const;
+
+ private:
+  void write(const std::string& text) const;
+
+  int rank_;
+  std::FILE* out_;
+};
+
+}  // namespace cohort
