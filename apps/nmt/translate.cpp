@@ -4,6 +4,7 @@
 #include <iostream>
 #include <memory>
 
+#include "cohort/base/error.h"
 #include "cohort/text/text_file.h"
 #include "cohort/translate/evaluation.h"
 
@@ -39,6 +40,11 @@ int run(TranslateFlags& flags) {
   text::LineReader lines(std::cin, "standard input");
   for (std::string line; lines.next(line);) {
     sources.push_back(tokenizers.source.encode(line));
+    if (std::ssize(sources.back()) + 1 > model->options().max_positions) {
+      throw ConfigError("standard input: line " + std::to_string(lines.number()) + " has " +
+                        std::to_string(sources.back().size()) + " tokens: expected at most " +
+                        std::to_string(model->options().max_positions - 1));
+    }
     if (sources.size() == window) flush();
   }
   flush();

@@ -1,9 +1,12 @@
 #include "cohort/base/program.h"
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
+#include <iostream>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
@@ -40,7 +43,11 @@ int report(const std::string& program, int code, const std::exception& error) {
 
 int run_program(const std::string& program, const std::function<int()>& body) {
   try {
-    return body();
+    const int code = body();
+    std::cout.flush();
+    if (code == kExitOk && (std::fflush(stdout) != 0 || std::ferror(stdout) != 0))
+      throw std::system_error(errno, std::generic_category(), "standard output cannot be written");
+    return code;
   } catch (const c10::ValueError& error) {
     return report(program, kExitUsage, error);
   } catch (const c10::DistError& error) {

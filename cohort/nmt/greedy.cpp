@@ -26,7 +26,8 @@ std::vector<std::vector<int32_t>> greedy_search(Transformer& model, const at::Te
     sentences[i] = b;
     const double allowed =
         options.max_length_factor * static_cast<double>(source_lengths_B[b].item<int64_t>()) + 10;
-    limits[i] = std::min(options.max_length, static_cast<int64_t>(allowed));
+    limits[i] = std::min(
+        {options.max_length, static_cast<int64_t>(allowed), model->options().max_positions});
   }
   DecoderState state =
       model->begin_decoding(model->encode(source_BS, source_lengths_B), source_lengths_B);

@@ -75,6 +75,12 @@ ParallelText read_json(const std::filesystem::path& path) {
       throw ConfigError(path.string() + ": item " + std::to_string(i) +
                         ": expected [\"source\", \"target\"]");
     }
+    for (const auto& side : item) {
+      if (side.get_ref<const std::string&>().find('\n') != std::string::npos) {
+        throw ConfigError(path.string() + ": item " + std::to_string(i) +
+                          ": expected sentences of one line each");
+      }
+    }
     add_pair(std::move(item[0].get_ref<std::string&>()), std::move(item[1].get_ref<std::string&>()),
              text);
   }

@@ -1,5 +1,6 @@
 #include "cohort/text/text_file.h"
 
+#include <array>
 #include <cerrno>
 #include <fstream>
 #include <istream>
@@ -26,10 +27,13 @@ std::string read_file(const std::filesystem::path& path) {
   errno = 0;
   std::ifstream file(path, std::ios::binary);
   if (!file) fail(errno != 0 ? errno : EIO);
-  std::ostringstream content;
-  content << file.rdbuf();
+  std::string content;
+  std::array<char, 1 << 16> buffer{};
+  while (file.read(buffer.data(), buffer.size()) || file.gcount() > 0) {
+    content.append(buffer.data(), static_cast<size_t>(file.gcount()));
+  }
   if (file.bad()) fail(EIO);
-  return std::move(content).str();
+  return content;
 }
 
 bool LineReader::next(std::string& line) {

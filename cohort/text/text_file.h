@@ -25,6 +25,7 @@ class LineReader {
   LineReader(std::istream& stream, std::string name) : stream_(stream), name_(std::move(name)) {}
   /// Puts the next line into `line`; returns whether there was one. May block on the stream.
   bool next(std::string& line);
+  int64_t number() const { return number_; }  ///< Of the last line, from 1; 0 before the first.
 
  private:
   std::istream& stream_;

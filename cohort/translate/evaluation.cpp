@@ -99,7 +99,8 @@ std::vector<std::string> translate_all(nmt::Transformer& model,
     const auto results =
         nmt::greedy_search(model, batch.source_BS, batch.source_lengths_B, options.search);
     for (size_t row = 0; row < indices.size(); ++row) {
-      translations[static_cast<size_t>(indices[row])] = target.decode(results[row]);
+      const auto i = static_cast<size_t>(indices[row]);
+      if (!sources[i].empty()) translations[i] = target.decode(results[row]);
     }
   }
   return translations;

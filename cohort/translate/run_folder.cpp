@@ -61,17 +61,36 @@ std::vector<fs::path> vocab_files(const std::string& model_dir,
 }
 
 Tokenizers make_tokenizers(const std::vector<fs::path>& files, const text::ParallelText& text,
-                           const nmt::TransformerOptions& model, comm::ProcessGroup& group) {
-  const auto make = [](const fs::path& file, const std::vector<std::string>& sentences,
-                       int64_t pieces) {
-    if (fs::exists(file)) return;
-    text::train_tokenizer(sentences, file,
+                           const nmt::TransformerOptions& model, bool anew,
+                           comm::ProcessGroup& group) {
+  if (files[0] == files[1] && !fs::exists(files[0])) {
+    throw ConfigError("--vocabs: " + files[0].string() +
+                      " stands for both sides and does not exist: expected two files, or one that "
+                      "was trained on both languages");
+  }
+  // Both or none: a file that is left alone would be taken for the next run's.
+  std::vector<fs::path> fresh;
+  const auto make = [&](const fs::path& file, const std::vector<std::string>& sentences,
+                        int64_t pieces) {
+    if (fs::exists(file) && !anew) return;
+    const fs::path beside = file.string() + ".new";
+    text::train_tokenizer(sentences, beside,
                           {.vocab_size = static_cast<int32_t>(pieces),
                            .character_coverage = has_chinese(sentences) ? 0.9995 : 1.0});
+    fresh.push_back(file);
+  };
+  const auto name = [&](const char* side, const auto& body) {
+    try {
+      body();
+    } catch (const ConfigError& error) {
+      for (const fs::path& file : fresh) fs::remove(file.string() + ".new");
+      throw ConfigError(std::string(side) + " vocabulary: " + one_line(error));
+    }
   };
   if (group.rank() == 0) {
-    make(files[0], text.source, model.dim_vocab_source);
-    make(files[1], text.target, model.dim_vocab_target);
+    name("source", [&] { make(files[0], text.source, model.dim_vocab_source); });
+    name("target", [&] { make(files[1], text.target, model.dim_vocab_target); });
+    for (const fs::path& file : fresh) fs::rename(file.string() + ".new", file);
   }
   group.barrier("vocabularies", kVocabularyLimit);
   return load_tokenizers(files, model);

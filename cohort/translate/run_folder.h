@@ -28,14 +28,15 @@ std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
 Tokenizers load_tokenizers(const std::vector<std::filesystem::path>& files,
                            const nmt::TransformerOptions& model);
 
-/// Loads both tokenizers; rank 0 first trains one whose file is absent, on its side of `text`, with
-/// full character coverage for a source and 0.9995 for a target with Chinese characters.
+/// Loads both tokenizers; rank 0 first trains one whose file is absent (`anew`: both), on its side
+/// of `text`, with character coverage 0.9995 for Chinese and full for the rest. If one cannot be
+/// trained, no file changes.
 /// Collective; blocks while rank 0 trains.
-/// Errors: ConfigError, also if a file that was there has another number of pieces than the model
-/// asks for.
+/// Errors: ConfigError that names the side; if a file that was there has another number of pieces
+/// than the model asks for; if one file that does not exist stands for both sides.
 Tokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
                            const text::ParallelText& text, const nmt::TransformerOptions& model,
-                           comm::ProcessGroup& group);
+                           bool anew, comm::ProcessGroup& group);
 
 /// What best/manifest.json says of the model, and back.
 train::Facts facts_of(const nmt::TransformerOptions& model);

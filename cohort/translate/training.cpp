@@ -37,7 +37,7 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn
   return parameters;
 }
 
-// Refuses a folder with a run in it, or removes that run's files.
+// Makes the folder; refuses one with a run in it, unless that is to be overwritten.
 void prepare_folder(const TrainingOptions& options) {
   std::error_code error;
   fs::create_directories(options.model_dir, error);
@@ -45,32 +45,41 @@ void prepare_folder(const TrainingOptions& options) {
     throw ConfigError("--model-dir " + options.model_dir + " cannot be made: " + error.message());
   }
   const fs::path folder = options.model_dir;
-  if (options.overwrite) {
-    for (const char* made : {"best", "history.jsonl", "result-dev.txt"})
-      fs::remove_all(folder / made);
-    // Vocabularies that the user names are the user's.
-    if (options.vocabs.empty()) {
-      for (const char* made : {"source.spm", "target.spm"}) fs::remove(folder / made);
-    }
-    return;
-  }
-  if (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best")) {
+  if (!options.overwrite && (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best"))) {
     throw ConfigError("--model-dir " + options.model_dir +
                       " already holds a run: name another folder, or pass --overwrite");
+  }
+}
+
+void remove_earlier_run(const fs::path& folder) {
+  for (const char* made : {"best", "history.jsonl", "result-dev.txt"})
+    fs::remove_all(folder / made);
+}
+
+// Validation keeps every sentence, so one that the model cannot hold is refused before training.
+void check_lengths(const Corpus& corpus, int64_t max_positions) {
+  for (size_t i = 0; i < corpus.source.size(); ++i) {
+    const auto tokens =
+        static_cast<int64_t>(std::max(corpus.source[i].size(), corpus.target[i].size())) + 1;
+    if (tokens > max_positions) {
+      throw ConfigError("--valid-sets: pair " + std::to_string(i + 1) + " has " +
+                        std::to_string(tokens) + " tokens: expected at most " +
+                        std::to_string(max_positions));
+    }
   }
 }
 
 // One run's state on one rank; `train` below is its outline.
 class Run {
  public:
-  Run(const TrainingOptions& options, const text::ParallelText& train_text,
-      text::ParallelText valid_text, comm::ProcessGroup& group);
+  Run(const TrainingOptions& options, text::ParallelText train_text, text::ParallelText valid_text,
+      comm::ProcessGroup& group);
   TrainingResult loop();
 
  private:
   using Update = std::vector<nmt::Batch>;
 
-  void train_epoch(int64_t epoch);
+  bool train_epoch(int64_t epoch);  // whether it came to the end
   void update(const Update& batches, int64_t step, int64_t num_steps);
   void validate();
   void decide_to_stop(const std::string& reason) {
@@ -113,7 +122,7 @@ Log Run::make_log() const {
               .file = options_.model_dir + "/logs/rank" + std::to_string(group_.rank()) + ".log"});
 }
 
-Run::Run(const TrainingOptions& options, const text::ParallelText& train_text,
+Run::Run(const TrainingOptions& options, text::ParallelText train_text,
          text::ParallelText valid_text, comm::ProcessGroup& group)
     : options_(options),
       group_(group),
@@ -124,9 +133,14 @@ Run::Run(const TrainingOptions& options, const text::ParallelText& train_text,
                 .warmup = options.lr_warmup},
       early_stopping_({.patience = options.early_stopping, .better = train::Better::kHigher}) {
   tokenizers_ = make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text,
-                                options.model, group);
+                                options.model, options.overwrite && options.vocabs.empty(), group);
   train_ = tokenize(train_text, tokenizers_->source, tokenizers_->target, options.max_length);
   valid_ = tokenize(valid_text_, tokenizers_->source, tokenizers_->target, /*max_length=*/0);
+  if (train_.size() == 0) {
+    throw ConfigError("--max-length " + std::to_string(options.max_length) +
+                      ": every training pair is longer");
+  }
+  check_lengths(valid_, options.model.max_positions);
   model_ = nmt::Transformer(options.model, options.precision);
   model_->initialise(options.seed);
   ddp_.emplace(model_, group,
@@ -137,10 +151,12 @@ Run::Run(const TrainingOptions& options, const text::ParallelText& train_text,
                                                            options.exponential_smoothing);
   }
   if (group.rank() == 0) {
+    remove_earlier_run(options.model_dir);
     write_config();
     history_.emplace(options.model_dir + "/history.jsonl");
   }
   report_start(train_text);
+  train_text = {};  // The parameter would live as long as the run.
 }
 
 void Run::report_start(const text::ParallelText& train_text) const {
@@ -180,9 +196,7 @@ TrainingResult Run::loop() {
   start_ = Clock::now();
   model_->train();
   while (stop_reason_.empty()) {
-    train_epoch(epoch_);
-    const int64_t done =
-        epoch_ + (stop_reason_.empty() ? 1 : 0);  // an epoch cut short does not count
+    const int64_t done = epoch_ + (train_epoch(epoch_) ? 1 : 0);  // not one that was cut short
     if (options_.after_epochs > 0 && done >= options_.after_epochs) {
       decide_to_stop("reached --after-epochs " + std::to_string(options_.after_epochs));
     }
@@ -201,7 +215,7 @@ TrainingResult Run::loop() {
   return result_;
 }
 
-void Run::train_epoch(int64_t epoch) {
+bool Run::train_epoch(int64_t epoch) {
   const auto plan = data::plan_batches(train_.lengths(),
                                        {.mini_batch = options_.mini_batch,
                                         .mini_batch_words = options_.mini_batch_words,
@@ -232,9 +246,10 @@ void Run::train_epoch(int64_t epoch) {
   while (auto batches = loader.next()) {
     update(*batches, ++step, num_steps);
     if (options_.valid_freq_updates > 0 && updates_ % options_.valid_freq_updates == 0) validate();
-    if (!stop_reason_.empty()) return;
+    if (!stop_reason_.empty()) return step == num_steps;
   }
   progress_.finish();
+  return true;
 }
 
 void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
@@ -368,11 +383,11 @@ void Run::write_translations(const std::vector<std::string>& translations) const
 
 TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) {
   // Bad text is found before anything is written.
-  const auto train_text = text::read_parallel_text(options.train_sets);
+  auto train_text = text::read_parallel_text(options.train_sets);
   auto valid_text = text::read_parallel_text(options.valid_sets);
   if (group.rank() == 0) prepare_folder(options);
   group.barrier("run folder");
-  return Run(options, train_text, std::move(valid_text), group).loop();
+  return Run(options, std::move(train_text), std::move(valid_text), group).loop();
 }
 
 }  // namespace cohort::translate

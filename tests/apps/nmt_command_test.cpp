@@ -105,11 +105,13 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
   EXPECT_EQ(manifest_a["sha256"], manifest_b["sha256"]) << "equal seeds must give equal weights";
   std::istringstream history(contents(path("a/history.jsonl")));
   int lines = 0;
+  double loss = 1e9;
   for (std::string line; std::getline(history, line); ++lines) {
     const auto row = nlohmann::json::parse(line);
     EXPECT_EQ(row["epoch"], lines + 1);
     EXPECT_GT(row["valid_loss"].get<double>(), 0);
-    EXPECT_GE(row["valid_bleu"].get<double>(), 0);
+    EXPECT_LT(row["train_loss"].get<double>(), loss) << "training lowers its loss";
+    loss = row["train_loss"].get<double>();
   }
   EXPECT_EQ(lines, 4);
   // What training said of its best model is what evaluation finds.
@@ -135,6 +137,10 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
                                  path("a") + " < " + path("valid.en"));
   EXPECT_EQ(translated.code, 0);
   EXPECT_EQ(translated.output, contents(path("one.txt"))) << "in order, the same as evaluate";
+  const Ended blank = shell("printf 'red cat\\n\\nblue dog\\n' | " + bin("cohort-nmt") +
+                            " translate --model-dir " + path("a"));
+  EXPECT_EQ(std::count(blank.output.begin(), blank.output.end(), '\n'), 3) << blank.output;
+  EXPECT_NE(blank.output.find("\n\n"), std::string::npos) << "a blank line stays blank";
 }
 
 TEST_F(NmtCommandTest, ReadsTsvAndJson) {
@@ -164,6 +170,8 @@ TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
       "broken.en");
   expect_refused(with(path("train.en"), path("missing.en")), "missing.en");
   expect_refused(with("--dim-vocabs 60 60", "--dim-vocabs 6000 6000"), "6000");
+  expect_refused(with("--dim-vocabs 60 60", "--dim-vocabs 60 6000"), "target vocabulary: ");
+  expect_refused(flags + "--vocabs " + path("joint.spm") + " " + path("joint.spm"), "joint.spm");
   expect_refused(flags + "--no-such-flag", "--no-such-flag");
   expect_refused(flags + "--precision float8",
                  "--precision float8: expected auto, bfloat16 or float32");
@@ -180,8 +188,22 @@ TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
 TEST_F(NmtCommandTest, AnEarlierRunIsNotOverwritten) {
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1").code, 0);
   expect_refused(train_flags("d") + "--after-epochs 1", "already holds a run");
+  // What cannot be trained does not cost the earlier run.
+  std::string too_many = train_flags("d");
+  too_many.replace(too_many.find("60 60"), 5, "60 6000");
+  expect_refused(too_many + "--overwrite", "target vocabulary: ");
+  for (const char* kept : {"d/source.spm", "d/target.spm", "d/best", "d/history.jsonl"}) {
+    EXPECT_TRUE(fs::exists(path(kept))) << kept;
+  }
   EXPECT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1 --overwrite").code,
             0);
+}
+
+TEST_F(NmtCommandTest, OutputThatCannotBeWrittenIsAFailure) {
+  const Ended ended = shell(bin("cohort") + " nmt info --preset tiny > /dev/full");
+  EXPECT_EQ(ended.code, 1);
+  EXPECT_NE(ended.output.find("standard output cannot be written"), std::string::npos)
+      << ended.output;
 }
 
 TEST_F(NmtCommandTest, TheSizeOfTheBaseModelIsPrinted) {

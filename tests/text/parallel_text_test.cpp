@@ -74,6 +74,9 @@ TEST_F(ParallelTextTest, UnreadableFilesAreNamed) {
             "@/none.tsv: cannot be read: No such file or directory");
   EXPECT_EQ(shortened(config_error([&] { read_lines(folder_.path()); })),
             "@: cannot be read: Is a directory");
+  // A file that opens, and whose first byte cannot be read.
+  EXPECT_EQ(config_error([] { read_file("/proc/self/mem"); }),
+            "/proc/self/mem: cannot be read: Input/output error");
 }
 
 TEST_F(ParallelTextTest, UnequalLengthsNameBothCountsAndFiles) {
@@ -108,6 +111,8 @@ TEST_F(ParallelTextTest, JsonOfAnotherFormIsNamed) {
             "@/a.json: item 1: expected [\"source\", \"target\"]");
   EXPECT_EQ(error({{"a.json", "[[\"a\", 1]]"}}),
             "@/a.json: item 0: expected [\"source\", \"target\"]");
+  EXPECT_EQ(error({{"a.json", "[[\"a\", \"b\"], [\"a\\nb\", \"c\"]]"}}),
+            "@/a.json: item 1: expected sentences of one line each");
 }
 
 TEST_F(ParallelTextTest, OtherNumbersAndKindsOfFilesAreErrors) {
