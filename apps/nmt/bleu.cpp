@@ -2,7 +2,6 @@
 
 #include <CLI/CLI.hpp>
 #include <iostream>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -57,19 +56,18 @@ int run(const BleuCommand& command) {
 }  // namespace
 
 void add_bleu_command(CLI::App& app, std::function<int()>& action) {
-  const std::map<std::string, text::BleuTokenizer> tokenizers = {
-      {"13a", text::BleuTokenizer::k13a},
-      {"zh", text::BleuTokenizer::kZh},
-      {"char", text::BleuTokenizer::kChar},
-      {"none", text::BleuTokenizer::kNone}};
   auto command = std::make_shared<BleuCommand>();
   CLI::App* bleu = app.add_subcommand(
       "bleu", "Score translations, one a line on standard input, with sacreBLEU 2.6.0's BLEU");
   bleu->add_option("--ref", command->references, "Reference translations, one a line; repeatable")
       ->required();
   bleu->add_option("--hyp", command->hypotheses, "Translations to score [standard input]");
-  bleu->add_option("--tokenize", command->options.tokenizer, "13a, zh, char or none [13a]")
-      ->transform(CLI::CheckedTransformer(tokenizers).description(""));
+  bleu->add_option_function<std::string>(
+      "--tokenize",
+      [command](const std::string& name) {
+        command->options.tokenizer = text::parse_bleu_tokenizer(name);
+      },
+      "13a, zh, char or none [13a]");
   bleu->add_flag("--lowercase", command->options.lowercase, "Compare in lower case");
   bleu->add_option("--width", command->width, "Decimals of the score [1]")
       ->check(CLI::Range(0, 17));

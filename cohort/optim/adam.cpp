@@ -1,6 +1,7 @@
 #include "cohort/optim/adam.h"
 
 #include <cmath>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 namespace cohort::optim {
@@ -16,6 +17,13 @@ double gradient_norm_squared(const std::vector<at::Tensor>& parameters) {
     sum += norm * norm;
   }
   return sum;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model) {
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& item : model.named_parameters())
+    parameters.emplace_back(item.key(), item.value());
+  return parameters;
 }
 
 Adam::Adam(std::vector<std::pair<std::string, at::Tensor>> parameters, const AdamOptions& options)

@@ -6,6 +6,10 @@
 #include <utility>
 #include <vector>
 
+namespace torch::nn {
+class Module;
+}
+
 namespace cohort::optim {
 
 struct AdamOptions {
@@ -16,6 +20,9 @@ struct AdamOptions {
 
 /// Sum of squares of all gradients, undefined ones counting 0; float64 scalar. Local.
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters);
+
+/// Name and tensor of every parameter, in the order of registration: what Adam is made of.
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model);
 
 /// Adam without weight decay.
 ///

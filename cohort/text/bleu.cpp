@@ -12,10 +12,14 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/base/error.h"
 #include "cohort/text/bleu_tokenizer.h"
 
 namespace cohort::text {
 namespace {
+
+// By BleuTokenizer.
+constexpr std::array<const char*, 4> kTokenizers{"13a", "zh", "char", "none"};
 
 // An n-gram as its tokens' numbers (from 1), zero behind the last.
 using Ngram = std::array<int32_t, kBleuOrder>;
@@ -62,6 +66,17 @@ std::string decimals(double value, int width) {
 }
 
 }  // namespace
+
+BleuTokenizer parse_bleu_tokenizer(const std::string& text) {
+  const auto found = std::find(kTokenizers.begin(), kTokenizers.end(), text);
+  if (found == kTokenizers.end())
+    throw ConfigError("--tokenize " + text + ": expected 13a, zh, char or none");
+  return static_cast<BleuTokenizer>(found - kTokenizers.begin());
+}
+
+std::string to_string(BleuTokenizer tokenizer) {
+  return kTokenizers[static_cast<size_t>(tokenizer)];
+}
 
 BleuStats& BleuStats::operator+=(const BleuStats& other) {
   sys_len += other.sys_len;
@@ -147,7 +162,6 @@ BleuScore bleu_score(const BleuStats& stats, const BleuOptions& options) {
 }
 
 std::string signature(const BleuOptions& options, int num_references) {
-  constexpr const char* kTokenizers[] = {"13a", "zh", "char", "none"};
   constexpr const char* kSmoothings[] = {"exp", "floor", "add-k", "none"};
   std::string smoothing = kSmoothings[static_cast<int>(options.smoothing)];
   if (options.smoothing == BleuSmoothing::kFloor || options.smoothing == BleuSmoothing::kAddK) {
@@ -156,8 +170,7 @@ std::string signature(const BleuOptions& options, int num_references) {
   return "nrefs:" + std::to_string(num_references) +
          "|case:" + (options.lowercase ? "lc" : "mixed") +
          "|eff:" + (options.effective_order ? "yes" : "no") +
-         "|tok:" + kTokenizers[static_cast<int>(options.tokenizer)] + "|smooth:" + smoothing +
-         "|version:2.6.0";
+         "|tok:" + to_string(options.tokenizer) + "|smooth:" + smoothing + "|version:2.6.0";
 }
 
 std::string format_score(const BleuScore& score, int width) {

@@ -18,6 +18,10 @@ enum class BleuTokenizer {
   kNone,  ///< Text that is tokenized already: split at white space.
 };
 
+/// Parses sacreBLEU's name of a tokenizer, "13a", "zh", "char" or "none". Errors: ConfigError.
+BleuTokenizer parse_bleu_tokenizer(const std::string& text);
+std::string to_string(BleuTokenizer tokenizer);
+
 enum class BleuSmoothing {
   kExp,    ///< The k-th precision without a match becomes 1 / (2^k total).
   kFloor,  ///< Zero matches count as smoothing_value (default 0.1).

@@ -6,35 +6,19 @@
 #include <nlohmann/json.hpp>
 #include <signal.h>
 #include <sstream>
-#include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 
 #include "cohort/base/checksum.h"
 
+#include "tests/support/shell.h"
+
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Ended {
-  int code = -1;
-  std::string output;  // stdout and stderr
-};
-
-std::string bin(const std::string& program) {
-  return std::string(std::getenv("COHORT_BIN")) + "/" + program;
-}
-
-Ended shell(const std::string& command) {
-  Ended ended;
-  FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
-  char buffer[4096];
-  while (const size_t count = fread(buffer, 1, sizeof buffer, pipe))
-    ended.output.append(buffer, count);
-  const int status = pclose(pipe);
-  ended.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-  return ended;
-}
+using cohort::test::bin;
+using cohort::test::Ended;
+using cohort::test::shell;
 
 std::string contents(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -117,7 +101,8 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
   // What training said of its best model is what evaluation finds.
   const Ended again =
       shell(on_ranks(2, "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") +
-                            " " + path("valid.xx") + " --tokenize 13a"));
+                            " " + path("valid.xx") +
+                            " --tokenize 13a --beam-size 1 --max-output-length 60"));
   const double evaluated = std::stod(again.output.substr(again.output.find(" = ") + 3));
   EXPECT_NEAR(evaluated, std::stod(manifest_a["facts"]["valid_bleu"].get<std::string>()), 0.05)
       << again.output;

@@ -14,6 +14,8 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/distributed_data_parallel.h"
 
+#include "tests/support/message_of.h"
+
 namespace cohort::comm {
 namespace {
 
@@ -288,33 +290,27 @@ TEST_F(MpiBackendTest, AGroupMayBePartOfTheWorldInAnyOrder) {
 }
 
 TEST_F(MpiBackendTest, BadTensorsAreRefusedBeforeAnythingIsSent) {
-  const auto text = [](const std::function<void()>& call) {
-    try {
-      call();
-    } catch (const c10::ValueError& error) {
-      return one_line(error);
-    }
-    return std::string("no error");
-  };
   const auto has = [](const std::string& whole, const std::string& part) {
     return whole.find(part) != std::string::npos;
   };
   Tensors across{at::zeros({3, 4}).t()};
-  EXPECT_TRUE(has(text([&] { backend->broadcast(across, {}); }),
+  EXPECT_TRUE(has(test::message_of<c10::ValueError>([&] { backend->broadcast(across, {}); }),
                   "mpi broadcast: expected a dense contiguous CPU tensor"));
   Tensors complex{at::zeros({2}, at::kComplexFloat)};
-  EXPECT_TRUE(has(text([&] { backend->allreduce(complex, {}); }),
+  EXPECT_TRUE(has(test::message_of<c10::ValueError>([&] { backend->allreduce(complex, {}); }),
                   "backend mpi reduces float, double, half"));
   Tensors whole{at::zeros({2}, at::kInt)};
   c10d::AllreduceOptions mean;
   mean.reduceOp = ReduceOp::AVG;
-  EXPECT_TRUE(has(text([&] { backend->allreduce(whole, mean); }),
+  EXPECT_TRUE(has(test::message_of<c10::ValueError>([&] { backend->allreduce(whole, mean); }),
                   "backend mpi has no reduction avg of Int"));
-  EXPECT_TRUE(has(text([&] { backend->broadcast(whole, {.rootRank = world}); }),
-                  "mpi broadcast: expected a rank in [0, "));
+  EXPECT_TRUE(has(
+      test::message_of<c10::ValueError>([&] { backend->broadcast(whole, {.rootRank = world}); }),
+      "mpi broadcast: expected a rank in [0, "));
   std::vector<Tensors> short_list{{whole[0]}};
   EXPECT_TRUE(
-      has(text([&] { backend->allgather(short_list, whole, {}); }), "mpi allgather: expected "));
+      has(test::message_of<c10::ValueError>([&] { backend->allgather(short_list, whole, {}); }),
+          "mpi allgather: expected "));
   backend->barrier(c10d::BarrierOptions{})->wait();
 }
 

@@ -9,6 +9,8 @@
 #include "cohort/base/error.h"
 #include "cohort/data/random.h"
 
+#include "tests/support/message_of.h"
+
 namespace cohort::data {
 namespace {
 
@@ -304,16 +306,10 @@ TEST(DistributedSamplerTest, RefusesBadOptions) {
 }
 
 TEST(DistributedSamplerTest, RefusesBadWeights) {
-  const auto message = [](DistributedSamplerOptions options) -> std::string {
-    try {
-      DistributedSampler sampler(options);
-    } catch (const ConfigError& error) {
-      return one_line(error);
-    }
-    return "accepted";
-  };
-  const auto expect = [&](const DistributedSamplerOptions& options, const std::string& text) {
-    EXPECT_NE(message(options).find(text), std::string::npos) << message(options);
+  const auto expect = [](const DistributedSamplerOptions& options, const std::string& text) {
+    const std::string message =
+        test::message_of<ConfigError>([&] { DistributedSampler sampler(options); });
+    EXPECT_NE(message.find(text), std::string::npos) << message;
   };
   expect({.num_examples = 3, .weights = {1, 2}}, "each of 3 examples, found 2");
   expect({.num_examples = 2, .weights = {1, -2}}, "found -2.000000 for example 1");

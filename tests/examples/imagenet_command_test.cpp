@@ -1,39 +1,20 @@
 // The imagenet program as a user runs it, on pictures that the test draws.
-#include <array>
 #include <cmath>
-#include <cstdlib>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
-#include <sys/wait.h>
 
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
+#include "tests/support/shell.h"
 
 namespace {
 
 using cohort::TemporaryFolder;
-
-struct Ended {
-  int code = -1;
-  std::string output;  // stdout and stderr
-};
-
-std::string bin(const std::string& program) {
-  return std::string(std::getenv("COHORT_BIN")) + "/" + program;
-}
-
-Ended shell(const std::string& command) {
-  Ended ended;
-  FILE* pipe = popen(("{ " + command + "; } 2>&1").c_str(), "r");
-  std::array<char, 4096> buffer{};
-  while (const size_t count = fread(buffer.data(), 1, buffer.size(), pipe))
-    ended.output.append(buffer.data(), count);
-  const int status = pclose(pipe);
-  ended.code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-  return ended;
-}
+using cohort::test::bin;
+using cohort::test::Ended;
+using cohort::test::shell;
 
 class ImagenetCommandTest : public testing::Test {
  protected:

@@ -8,6 +8,7 @@
 
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
+#include "tests/support/message_of.h"
 
 namespace cohort::image {
 namespace {
@@ -35,19 +36,8 @@ Image green_as_gray(Image picture) {
   return picture;
 }
 
-// The message of the error, or "no error".
-template <class Body>
-std::string message_of(const Body& body) {
-  try {
-    body();
-  } catch (const ConfigError& error) {
-    return one_line(error);
-  }
-  return "no error";
-}
-
 void expect_unreadable(const std::string& path, const std::string& text) {
-  const std::string message = message_of([&] { decoded(path); });
+  const std::string message = test::message_of<ConfigError>([&] { decoded(path); });
   EXPECT_TRUE(message.starts_with(path)) << message;
   EXPECT_NE(message.find(text), std::string::npos) << message;
 }

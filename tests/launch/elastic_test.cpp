@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <sys/socket.h>
 #include <unistd.h>
+#include <utility>
 
 #include "cohort/launch/store_socket.h"
 
@@ -106,6 +107,12 @@ class ElasticTest : public ::testing::Test {
     all.insert(all.end(), flags.begin(), flags.end());
     return std::make_unique<Launched>(
         hosts_.on(host, cohort_run_sh(all, "cd " + folder_.path() + ";" + script)));
+  }
+
+  // A job of two nodes.
+  auto start_two(const std::string& script) const {
+    const Lines flags{"--nnodes", "2"};
+    return std::pair{start(0, flags, script), start(1, flags, script)};
   }
 
   // Rank 0 counts steps in a file and writes "WORLD_SIZE first_step restarts" of each round to
@@ -210,11 +217,9 @@ TEST_F(ElasticTest, AFailedWorkerRestartsEveryNode) {
 }
 
 TEST_F(ElasticTest, TheLastFailureEndsTheJobOnEveryNode) {
-  const Lines flags{"--nnodes", "2"};
   const std::string script =
       "if [ $RANK = 1 ]; then echo the last words >&2; exit 6; fi; exec sleep 1000";
-  const auto first = start(0, flags, script);
-  const auto second = start(1, flags, script);
+  const auto [first, second] = start_two(script);
   const Ended one = first->wait();
   const Ended two = second->wait();
   EXPECT_EQ(one.exit_code, 6);
@@ -305,11 +310,9 @@ TEST_F(ElasticTest, ANodeOfAnotherJobIsRefused) {
 
 TEST_F(ElasticTest, AStopReachesNodesThroughTheirWorkers) {
   // Workers agree to stop by a file, as a training job does by a collective, and exit with 4.
-  const Lines flags{"--nnodes", "2"};
   const std::string script =
       "trap 'touch stop' TERM; echo up; until [ -e stop ]; do sleep 0.02; done; exit 4";
-  const auto first = start(0, flags, script);
-  const auto second = start(1, flags, script);
+  const auto [first, second] = start_two(script);
   first->read_lines(1);
   second->read_lines(1);
   second->send(SIGTERM);

@@ -10,6 +10,7 @@
 #include "cohort/parallel/comm_hooks/power_sgd.h"
 #include "cohort/parallel/distributed_data_parallel.h"
 
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
@@ -444,21 +445,12 @@ TEST(PowerSgdTest, RunsUnderDistributedDataParallelWithSeveralBuckets) {
   });
 }
 
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no c10::ValueError";
-}
-
 TEST(PowerSgdTest, BadInputIsExplained) {
-  EXPECT_NE(message_of([] {
+  EXPECT_NE(test::message_of<c10::ValueError>([] {
               PowerSgdState({.start_power_sgd_iter = 1});
             }).find("start_power_sgd_iter: expected 2 or more, got 1"),
             std::string::npos);
-  EXPECT_NE(message_of([] {
+  EXPECT_NE(test::message_of<c10::ValueError>([] {
               PowerSgdState({.matrix_approximation_rank = 0});
             }).find("matrix_approximation_rank: expected 1 or more, got 0"),
             std::string::npos);
@@ -466,7 +458,7 @@ TEST(PowerSgdTest, BadInputIsExplained) {
   const CommHook hook =
       power_sgd_hook(make_state({.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate}));
   for (int step = 0; step < 3; ++step) reduce(group, hook, {at::ones({4, 4})});
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(test::message_of<c10::ValueError>([&] {
               reduce(group, hook, {at::ones({4, 5})});
             }).find("expected bucket 0 to keep its 16 elements, got 20"),
             std::string::npos);
@@ -522,15 +514,15 @@ TEST(PostLocalSgdTest, ASubgroupGoesOnTogether) {
 
 TEST(PostLocalSgdTest, BadOptionsAreExplained) {
   ProcessGroup group(comm::Place{});
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(test::message_of<c10::ValueError>([&] {
               PeriodicModelAverager(group, {.period = 0});
             }).find("period: expected 1 or more, got 0"),
             std::string::npos);
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(test::message_of<c10::ValueError>([&] {
               PeriodicModelAverager(group, {.warmup_steps = -1});
             }).find("warmup_steps: expected 0 or more, got -1"),
             std::string::npos);
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(test::message_of<c10::ValueError>([&] {
               PostLocalSgdState({.start_local_sgd_iter = -1});
             }).find("start_local_sgd_iter: expected 0 or more, got -1"),
             std::string::npos);

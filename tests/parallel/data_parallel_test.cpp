@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "tests/support/message_of.h"
+
 namespace cohort::parallel {
 namespace {
 
@@ -169,27 +171,21 @@ TEST(DataParallelTest, TheFirstFailingReplicaIsNamed) {
 }
 
 TEST(DataParallelTest, BadInputIsExplained) {
-  const auto message = [](const auto& call) -> std::string {
-    try {
-      call();
-    } catch (const c10::ValueError& error) {
-      return error.what_without_backtrace();
-    }
-    return "no c10::ValueError";
-  };
-  EXPECT_NE(message([] { DataParallel<Net>(make_net(), {}); }).find("expected one device or more"),
+  EXPECT_NE(test::message_of<c10::ValueError>([] {
+              DataParallel<Net>(make_net(), {});
+            }).find("expected one device or more"),
             std::string::npos);
-  EXPECT_NE(message([] {
+  EXPECT_NE(test::message_of<c10::ValueError>([] {
               DataParallel<Net>(make_net(), {c10::Device(c10::kMeta)});
             }).find("expected the module on the first device, meta, got a tensor on cpu"),
             std::string::npos);
   DataParallel<Nested> nested(Nested(), cpus(2));
   const torch::Tensor x = torch::ones({4}, torch::kDouble);
-  EXPECT_NE(message([&] {
+  EXPECT_NE(test::message_of<c10::ValueError>([&] {
               nested(std::vector<torch::Tensor>{x, x.narrow(0, 0, 3)}, 1.0);
             }).find("expected tensors of 4 rows like the first one, got [3]"),
             std::string::npos);
-  EXPECT_NE(message([&] {
+  EXPECT_NE(test::message_of<c10::ValueError>([&] {
               nested(std::vector<torch::Tensor>{}, 1.0);
             }).find("expected a tensor of one row or more"),
             std::string::npos);

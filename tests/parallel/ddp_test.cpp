@@ -12,6 +12,7 @@ namespace {
 
 using comm::ProcessGroup;
 using nmt::Transformer;
+using optim::named_parameters;
 using parallel::DistributedDataParallel;
 
 constexpr int kSteps = 10;
@@ -31,12 +32,6 @@ constexpr double kParameterBound64 = 1e-11;
 constexpr double kGradientBound32 = 1.2e-5;
 constexpr double kParameterBound32 = 1e-4;
 constexpr double kNoisyShare32 = 0.01;
-
-std::vector<std::pair<std::string, at::Tensor>> named(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, at::Tensor>> result;
-  for (const auto& item : module.named_parameters()) result.emplace_back(item.key(), item.value());
-  return result;
-}
 
 Transformer make_model(at::ScalarType type) {
   Transformer model(test::tiny_options());
@@ -70,8 +65,8 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
   if (group.rank() != 0) model->initialise(99);  // the constructor of DDP must repair that
   DistributedDataParallel<Transformer> ddp(
       model, group, {.bucket_cap_mb = 0.01, .gradient_as_bucket_view = bucket_views});
-  optim::Adam adam(named(*model));
-  optim::Adam reference_adam(named(*reference));
+  optim::Adam adam(named_parameters(*model));
+  optim::Adam reference_adam(named_parameters(*reference));
   for (int step = 0; step < kSteps; ++step) {
     const auto all = test::make_sentences(11 * accumulation, static_cast<uint32_t>(step));
     const nmt::Batch whole = test::make_test_batch(all);
@@ -92,8 +87,8 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
         run();
       }
     }
-    const auto parameters = named(*model);
-    const auto expected = named(*reference);
+    const auto parameters = named_parameters(*model);
+    const auto expected = named_parameters(*reference);
     for (size_t i = 0; (step == 0 || type == at::kDouble) && i < parameters.size(); ++i) {
       EXPECT_LE(relative_difference(parameters[i].second.grad(), expected[i].second.grad()),
                 gradient_bound)
@@ -104,8 +99,8 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
     reference_adam.step(kLearningRate);
     reference_adam.zero_grad();
   }
-  const auto parameters = named(*model);
-  const auto expected = named(*reference);
+  const auto parameters = named_parameters(*model);
+  const auto expected = named_parameters(*reference);
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor apart = (parameters[i].second - expected[i].second).abs() > parameter_bound;
     EXPECT_LE(apart.to(at::kDouble).mean().item<double>(), type == at::kFloat ? kNoisyShare32 : 0)

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
@@ -272,29 +273,20 @@ TEST(SyncBatchNormTest, CheckpointsAreBatchNorms) {
   });
 }
 
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::ValueError& error) {
-    return error.what_without_backtrace();
-  }
-  return "no c10::ValueError";
-}
-
 TEST(SyncBatchNormTest, BadInputIsExplainedOnEveryRank) {
   test::ranks(2, [](ProcessGroup& group) {
     SyncBatchNorm norm(BatchNormOptions(4), group);
-    EXPECT_NE(message_of([&] {
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
                 norm(at::ones({2, 3}));
               }).find("expected an input [B, 4, ...], got [2, 3]"),
               std::string::npos);
-    EXPECT_NE(message_of([&] {
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
                 norm(at::ones({group.rank(), 4}));
               }).find("more than one value per channel on all ranks together, got 1"),
               std::string::npos);
     norm(at::ones({1, 4}));  // two in all are enough
     at::Tensor x = at::randn({3, 4}).requires_grad_();
-    EXPECT_NE(message_of([&] {
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
                 torch::autograd::grad({norm(x).square().sum()}, {x}, {}, {}, /*create_graph=*/true);
               }).find("no second derivative"),
               std::string::npos);
@@ -354,12 +346,15 @@ TEST(ConvertSyncBatchNormTest, EveryConvertibleOneSpansTheGroupAndKeepsItsTensor
 TEST(ConvertSyncBatchNormTest, ThoseThatCannotBeReplacedAreNamedAndNothingChanges) {
   ProcessGroup group(comm::Place{});
   TypedImpl model;
-  const std::string text = message_of([&] { convert_sync_batchnorm(model, group); });
+  const std::string text =
+      test::message_of<c10::ValueError>([&] { convert_sync_batchnorm(model, group); });
   EXPECT_NE(text.find("for norm, other"), std::string::npos) << text;
   EXPECT_EQ(text.find("stack"), std::string::npos) << text;
   EXPECT_NE(model.stack[1]->as<torch::nn::BatchNorm1d>(), nullptr);
   torch::nn::BatchNorm1d alone(3);
-  EXPECT_NE(message_of([&] { convert_sync_batchnorm(*alone, group); }).find("the module itself"),
+  EXPECT_NE(test::message_of<c10::ValueError>([&] {
+              convert_sync_batchnorm(*alone, group);
+            }).find("the module itself"),
             std::string::npos);
 }
 

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "cohort/base/error.h"
 #include "cohort/text/text_file.h"
 #include "cohort/text/utf8.h"
 
@@ -17,10 +18,7 @@ constexpr double kTolerance = 1e-9;
 
 BleuOptions options_of(const nlohmann::json& json) {
   BleuOptions options;
-  const std::string tokenizer = json.value("tokenize", "13a");
-  if (tokenizer == "zh") options.tokenizer = BleuTokenizer::kZh;
-  if (tokenizer == "char") options.tokenizer = BleuTokenizer::kChar;
-  if (tokenizer == "none") options.tokenizer = BleuTokenizer::kNone;
+  options.tokenizer = parse_bleu_tokenizer(json.value("tokenize", "13a"));
   const std::string smoothing = json.value("smooth_method", "exp");
   if (smoothing == "floor") options.smoothing = BleuSmoothing::kFloor;
   if (smoothing == "add-k") options.smoothing = BleuSmoothing::kAddK;

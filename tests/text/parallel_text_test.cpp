@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sstream>
 
+#include "tests/support/message_of.h"
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
@@ -21,7 +22,7 @@ class ParallelTextTest : public testing::Test {
 
   // Returns the error of reading them, with "@" for the folder's path.
   std::string error(const std::vector<std::pair<std::string, std::string>>& files) const {
-    return shortened(config_error([&] { read(files); }));
+    return shortened(test::message_of<ConfigError>([&] { read(files); }));
   }
 
   std::string shortened(std::string text) const {
@@ -70,12 +71,12 @@ TEST_F(ParallelTextTest, TsvAndJsonGiveTheSamePairs) {
 
 TEST_F(ParallelTextTest, UnreadableFilesAreNamed) {
   const std::vector<std::filesystem::path> missing = {folder_.path() / "none.tsv"};
-  EXPECT_EQ(shortened(config_error([&] { read_parallel_text(missing); })),
+  EXPECT_EQ(shortened(test::message_of<ConfigError>([&] { read_parallel_text(missing); })),
             "@/none.tsv: cannot be read: No such file or directory");
-  EXPECT_EQ(shortened(config_error([&] { read_lines(folder_.path()); })),
+  EXPECT_EQ(shortened(test::message_of<ConfigError>([&] { read_lines(folder_.path()); })),
             "@: cannot be read: Is a directory");
   // A file that opens, and whose first byte cannot be read.
-  EXPECT_EQ(config_error([] { read_file("/proc/self/mem"); }),
+  EXPECT_EQ(test::message_of<ConfigError>([] { read_file("/proc/self/mem"); }),
             "/proc/self/mem: cannot be read: Input/output error");
 }
 
@@ -116,7 +117,7 @@ TEST_F(ParallelTextTest, JsonOfAnotherFormIsNamed) {
 }
 
 TEST_F(ParallelTextTest, OtherNumbersAndKindsOfFilesAreErrors) {
-  EXPECT_EQ(config_error([] { read_parallel_text({}); }),
+  EXPECT_EQ(test::message_of<ConfigError>([] { read_parallel_text({}); }),
             "parallel text: expected one or two files, found 0");
   EXPECT_EQ(error({{"a", "x"}, {"b", "x"}, {"c", "x"}}),
             "parallel text: expected one or two files, found 3");

@@ -9,8 +9,6 @@
 #include <string_view>
 #include <system_error>
 
-#include "cohort/base/error.h"
-
 namespace cohort::text {
 
 /// A new, empty folder, removed with all that is in it.
@@ -45,17 +43,6 @@ inline std::string test_environment(const char* name) {
   const char* value = std::getenv(name);
   if (!value || !*value) throw std::runtime_error(std::string(name) + " is not set");
   return value;
-}
-
-/// Returns the one-line message of the ConfigError that `body` throws; says so if it throws none.
-template <typename Body>
-std::string config_error(Body body) {
-  try {
-    body();
-  } catch (const ConfigError& error) {
-    return one_line(error);
-  }
-  return "(no ConfigError)";
 }
 
 /// Runs a shell command; returns what it wrote to standard output, throws if it did not succeed.

@@ -5,6 +5,7 @@
 
 #include "cohort/text/text_file.h"
 
+#include "tests/support/message_of.h"
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
@@ -47,7 +48,7 @@ class TokenizerTest : public testing::Test {
   std::filesystem::path train() const { return train({.vocab_size = kVocabSize}, "a.spm"); }
 
   std::string load_error(const std::filesystem::path& file) const {
-    const std::string text = config_error([&] { Tokenizer tokenizer(file); });
+    const std::string text = test::message_of<ConfigError>([&] { Tokenizer tokenizer(file); });
     const std::string folder = folder_.path().string();
     return text.rfind(folder, 0) == 0 ? "@" + text.substr(folder.size()) : text;
   }
@@ -138,7 +139,7 @@ TEST_F(TokenizerTest, ThreadsShareOneTokenizer) {
 
 TEST_F(TokenizerTest, SizesThatTheTextDoesNotAllowNameTheBound) {
   const auto error = [this](int32_t size) {
-    return config_error([&] { train({.vocab_size = size}, "a.spm"); });
+    return test::message_of<ConfigError>([&] { train({.vocab_size = size}, "a.spm"); });
   };
   const std::string too_large = error(32000);
   const std::string start = "vocab_size 32000 is more than the text allows: expected at most ";
@@ -155,16 +156,17 @@ TEST_F(TokenizerTest, SizesThatTheTextDoesNotAllowNameTheBound) {
 }
 
 TEST_F(TokenizerTest, OptionsOutOfRangeAreErrors) {
-  EXPECT_EQ(config_error([&] { train({.character_coverage = 0.5}, "a.spm"); }),
+  EXPECT_EQ(test::message_of<ConfigError>([&] { train({.character_coverage = 0.5}, "a.spm"); }),
             "character_coverage is 0.500000: expected a number in [0.98, 1]");
-  EXPECT_EQ(config_error([&] { train({.num_threads = 0}, "a.spm"); }),
+  EXPECT_EQ(test::message_of<ConfigError>([&] { train({.num_threads = 0}, "a.spm"); }),
             "num_threads is 0: expected a number in [1, 1024]");
   const std::vector<std::string> blank = {"", " "};
-  EXPECT_EQ(config_error([&] { train_tokenizer(blank, "a.spm"); }),
+  EXPECT_EQ(test::message_of<ConfigError>([&] { train_tokenizer(blank, "a.spm"); }),
             "a.spm: no text to train the tokenizer on");
-  EXPECT_NE(
-      config_error([&] { train({.vocab_size = kVocabSize}, "none/a.spm"); }).find("none/a.spm: "),
-      std::string::npos);
+  EXPECT_NE(test::message_of<ConfigError>([&] {
+              train({.vocab_size = kVocabSize}, "none/a.spm");
+            }).find("none/a.spm: "),
+            std::string::npos);
 }
 
 TEST_F(TokenizerTest, FilesThatAreNoModelAreNamed) {
