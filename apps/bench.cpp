@@ -13,7 +13,6 @@
 #include <torch/torch.h>
 
 #include "cohort/base/console.h"
-#include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/parallel/comm_hooks/all_reduce.h"
 #include "cohort/parallel/comm_hooks/compress.h"
@@ -21,6 +20,7 @@
 #include "cohort/parallel/distributed_data_parallel.h"
 
 #include "apps/group_flags.h"
+#include "apps/parse.h"
 
 namespace {
 
@@ -128,14 +128,9 @@ int run(int argc, char** argv) {
   ddp.add_flag("--static-graph", options.ddp.static_graph, "The graph never changes");
   cohort::apps::GroupFlags flags;
   flags.add_to(ddp);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const CLI::ParseError& error) {
-    throw cohort::ConfigError(std::string(error.what()) +
-                              " (cohort bench --help lists what there is)");
-  }
+  if (const auto ended =
+          cohort::apps::parse(app, argc, argv, "cohort bench --help lists what there is"))
+    return *ended;
   if (flags.cpu_threads == 0) flags.cpu_threads = 1;
   const auto group = flags.connect();
   const nlohmann::ordered_json result = bench_ddp(options, *group);

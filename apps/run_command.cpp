@@ -10,6 +10,8 @@
 #include "cohort/launch/cores.h"
 #include "cohort/launch/launcher.h"
 
+#include "apps/parse.h"
+
 namespace {
 
 using cohort::ConfigError;
@@ -147,13 +149,7 @@ int run_command(int argc, char** argv) {
   app.prefix_command();
   add_job_flags(app, options, words);
   add_worker_flags(app, options, words);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const CLI::ParseError& error) {
-    throw ConfigError(error.what());
-  }
+  if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
   options.command = app.remaining();
   if (!options.command.empty() && options.command.front() == "--") {
     options.command.erase(options.command.begin());

@@ -1,11 +1,11 @@
 // `cohort nmt`: the translator's commands.
 #include <CLI/CLI.hpp>
 
-#include "cohort/base/error.h"
 #include "cohort/base/program.h"
 
 #include "apps/nmt/bleu.h"
 #include "apps/nmt/commands.h"
+#include "apps/parse.h"
 
 namespace {
 
@@ -19,14 +19,9 @@ int run(int argc, char** argv) {
   cohort::apps::add_translate_command(app, action);
   cohort::apps::add_bleu_command(app, action);
   cohort::apps::add_info_command(app, action);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const CLI::ParseError& error) {
-    throw cohort::ConfigError(std::string(error.what()) +
-                              " (cohort nmt --help lists commands and flags)");
-  }
+  if (const auto ended =
+          cohort::apps::parse(app, argc, argv, "cohort nmt --help lists commands and flags"))
+    return *ended;
   return action();
 }
 

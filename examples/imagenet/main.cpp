@@ -8,6 +8,7 @@
 #include "cohort/launch/spawn.h"
 
 #include "apps/group_flags.h"
+#include "apps/parse.h"
 #include "examples/imagenet/trainer.h"
 
 namespace {
@@ -96,13 +97,8 @@ int run(int argc, char** argv) {
   app.add_flag("--multiprocessing-distributed", spawns,
                "Start --nproc-per-node ranks here; --rank and --world-size count nodes")
       ->group("Ranks");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const CLI::ParseError& error) {
-    throw cohort::ConfigError(std::string(error.what()) + " (imagenet --help lists the flags)");
-  }
+  if (const auto ended = cohort::apps::parse(app, argc, argv, "imagenet --help lists the flags"))
+    return *ended;
   if (spawns && !cohort::launch::is_spawned()) return spawn_ranks(group_flags.place);
   if (spawns) group_flags.place = {};
   const auto group = group_flags.connect();
