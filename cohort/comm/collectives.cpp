@@ -141,6 +141,23 @@ EngineWork begin_all_reduce(c10d::ProcessGroup& engine, const at::Tensor& tensor
   return engine.allreduce(tensors, options);
 }
 
+// The checks of an all_reduce, and the call that is traced.
+Call all_reduce_call(const c10d::ProcessGroup& engine, const at::Tensor& tensor, ReduceOp op,
+                     CallSite site) {
+  check_tensor(tensor, "all_reduce", engine);
+  check_reducible(tensor, "all_reduce", op);
+  return {.operation = name_of("all_reduce", op), .tensor = &tensor, .site = site};
+}
+
+// The same of an all_gather_into.
+Call all_gather_call(const c10d::ProcessGroup& engine, const at::Tensor& output,
+                     const at::Tensor& input, CallSite site) {
+  check_tensor(output, "all_gather_into", engine);
+  check_tensor(input, "all_gather_into", engine);
+  check_parts(output, input, engine.getSize(), "all_gather_into");
+  return {.operation = "all_gather", .tensor = &input, .site = site};
+}
+
 EngineWork begin_all_to_all(c10d::ProcessGroup& engine, at::Tensor output, at::Tensor input,
                             std::vector<int64_t> output_splits, std::vector<int64_t> input_splits) {
   return engine.alltoall_base(output, input, output_splits, input_splits);
@@ -234,19 +251,15 @@ std::string type_name(at::ScalarType type) {
 }
 
 void ProcessGroup::all_reduce(at::Tensor& tensor, ReduceOp op, CallSite site) {
-  check_tensor(tensor, "all_reduce", engine());
-  check_reducible(tensor, "all_reduce", op);
-  impl_->run({.operation = name_of("all_reduce", op), .tensor = &tensor, .site = site}, [&] {
+  impl_->run(all_reduce_call(engine(), tensor, op, site), [&] {
     begin_all_reduce(engine(), tensor, op)->wait();
     if (op == ReduceOp::kAvg) tensor.div_(size());
   });
 }
 
 Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op, CallSite site) {
-  check_tensor(tensor, "all_reduce", engine());
-  check_reducible(tensor, "all_reduce", op);
   return impl_->start(
-      {.operation = name_of("all_reduce", op), .tensor = &tensor, .site = site},
+      all_reduce_call(engine(), tensor, op, site),
       [&] { return begin_all_reduce(engine(), tensor, op); }, division(op, tensor, size()));
 }
 
@@ -294,19 +307,13 @@ std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallS
 }
 
 void ProcessGroup::all_gather_into(at::Tensor& output, const at::Tensor& input, CallSite site) {
-  check_tensor(output, "all_gather_into", engine());
-  check_tensor(input, "all_gather_into", engine());
-  check_parts(output, input, size(), "all_gather_into");
-  impl_->run({.operation = "all_gather", .tensor = &input, .site = site},
+  impl_->run(all_gather_call(engine(), output, input, site),
              [&] { begin_all_gather(engine(), output, input)->wait(); });
 }
 
 Work ProcessGroup::all_gather_into_async(at::Tensor& output, const at::Tensor& input,
                                          CallSite site) {
-  check_tensor(output, "all_gather_into", engine());
-  check_tensor(input, "all_gather_into", engine());
-  check_parts(output, input, size(), "all_gather_into");
-  return impl_->start({.operation = "all_gather", .tensor = &input, .site = site},
+  return impl_->start(all_gather_call(engine(), output, input, site),
                       [&] { return begin_all_gather(engine(), output, input); }, {});
 }
 
@@ -484,8 +491,8 @@ void ProcessGroup::barrier(const std::string& name, std::optional<std::chrono::m
   impl_->run(
       {.operation = "barrier \"" + name + "\"", .tensor = nullptr, .site = site, .limit = limit},
       [&] {
-        // The comparison of calls is itself a barrier.
-        if (impl_->job->options.check_collectives) return;
+        // The comparison of calls is itself a barrier, and one rank waits for nobody.
+        if (impl_->compares() || size() == 1) return;
         Tensors tensors{at::zeros({1}, at::kByte)};
         c10d::AllreduceOptions options;
         options.timeout = limit.value_or(impl_->job->options.timeout);

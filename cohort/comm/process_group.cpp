@@ -307,7 +307,7 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
 // The greatest history and the greatest complement of one, which is the complement of the least:
 // equal if all are.
 void ProcessGroup::Impl::compare(const Call& call) {
-  if (!job->options.check_collectives || ranks.size() == 1) return;
+  if (!compares()) return;
   const int64_t start = steady_now_ns();
   const auto mine = static_cast<int64_t>(history);
   at::Tensor extremes = at::tensor({mine, ~mine});

@@ -80,6 +80,8 @@ struct ProcessGroup::Impl {
   TraceRecord record(const Call& call) const;
   template <class Body>
   void guarded(const Call& call, bool matched, const Body& body);
+  /// Calls are compared before they run.
+  bool compares() const { return job->options.check_collectives && ranks.size() > 1; }
   void compare(const Call& call);
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
                          bool disagreement);

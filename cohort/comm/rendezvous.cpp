@@ -248,8 +248,9 @@ void check_file(const std::string& path) {
 StorePtr connect_store(const Place& place, milliseconds timeout, bool may_host) {
   if (place.store_file.empty()) return connect_tcp(place, timeout, may_host);
   check_file(place.store_file);
-  // Two connections per rank; the last one to close removes the file.
-  return c10::make_intrusive<c10d::FileStore>(place.store_file, 2 * place.world_size);
+  // With no number of connections to expect, the last one to close removes the file; with a number
+  // two that close at once may each take the other for the last.
+  return c10::make_intrusive<c10d::FileStore>(place.store_file, 0);
 }
 
 bool is_loopback(const std::string& address) {
