@@ -25,7 +25,7 @@ struct EvaluateFlags {
   std::string output;
   int64_t samples = 0;
   bool json = false;
-  EvaluationFlags evaluation;
+  EvaluationFlags evaluation{full_search()};
   GroupFlags group;
 };
 

@@ -3,16 +3,26 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
-#include "cohort/base/error.h"
 #include "cohort/translate/evaluation.h"
 
 namespace cohort::apps {
+
+/// During training translations are many, and only compared with each other: greedy, and short, so
+/// that a model that never ends a sentence costs little.
+inline nmt::SearchOptions validation_search() {
+  return {.beam_size = 1, .max_length = 60};
+}
+
+/// For translations that are read.
+inline nmt::SearchOptions full_search() {
+  return {.beam_size = 6, .normalize = 1};
+}
 
 struct EvaluationFlags {
   std::string tokenize = "zh";
   translate::EvaluationOptions options;
 
-  EvaluationFlags() { options.search.max_length = 128; }
+  explicit EvaluationFlags(const nmt::SearchOptions& search) { options.search = search; }
 
   /// Flags of search and score.
   void add_to(CLI::App& app, const std::string& group) {
@@ -24,6 +34,22 @@ struct EvaluationFlags {
 
   /// Flags of search alone.
   void add_search_to(CLI::App& app, const std::string& group) {
+    app.add_option("--beam-size", options.search.beam_size,
+                   "Translations followed at a time; 1 is greedy search")
+        ->capture_default_str()
+        ->check(CLI::Range(1, 1000))
+        ->group(group);
+    app.add_option("--normalize", options.search.normalize,
+                   "Compare translations by log p / length^this")
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--word-penalty", options.search.word_penalty,
+                   "Subtract this times the length; below 0 it favours long ones")
+        ->capture_default_str()
+        ->group(group);
+    app.add_flag("--allow-unk", options.search.allow_unk,
+                 "Let the unknown piece appear in translations")
+        ->group(group);
     app.add_option("--valid-mini-batch-words", options.mini_batch_words,
                    "Tokens per batch, padding included")
         ->capture_default_str()
@@ -43,17 +69,7 @@ struct EvaluationFlags {
 
   translate::EvaluationOptions resolve() const {
     translate::EvaluationOptions result = options;
-    using text::BleuTokenizer;
-    if (tokenize == "13a")
-      result.bleu.tokenizer = BleuTokenizer::k13a;
-    else if (tokenize == "zh")
-      result.bleu.tokenizer = BleuTokenizer::kZh;
-    else if (tokenize == "char")
-      result.bleu.tokenizer = BleuTokenizer::kChar;
-    else if (tokenize == "none")
-      result.bleu.tokenizer = BleuTokenizer::kNone;
-    else
-      throw ConfigError("--tokenize " + tokenize + ": expected 13a, zh, char or none");
+    result.bleu.tokenizer = text::parse_bleu_tokenizer(tokenize);
     return result;
   }
 };

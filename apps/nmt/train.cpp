@@ -18,7 +18,7 @@ struct TrainFlags {
   translate::TrainingOptions options;
   ModelFlags model;
   GroupFlags group;
-  EvaluationFlags evaluation;
+  EvaluationFlags evaluation{validation_search()};
   std::string precision = "auto";
   std::string valid_freq = "1e";
 };

@@ -20,8 +20,21 @@ struct TranslateFlags {
   std::vector<std::filesystem::path> vocabs;
   std::string precision = "auto";
   int64_t mini_batch = 64;
-  EvaluationFlags evaluation;
+  bool n_best = false;
+  EvaluationFlags evaluation{full_search()};
 };
+
+// Of a sentence's translations the best, or all as "number ||| text ||| log p ||| score".
+void print(int64_t number, const std::vector<translate::Translation>& translations, bool n_best) {
+  if (!n_best) {
+    std::printf("%s\n", translations.front().text.c_str());
+    return;
+  }
+  for (const auto& t : translations) {
+    std::printf("%lld ||| %s ||| Logprob= %.6f ||| %.6f\n", static_cast<long long>(number),
+                t.text.c_str(), t.log_prob, t.score);
+  }
+}
 
 int run(TranslateFlags& flags) {
   const auto options = flags.evaluation.resolve();
@@ -30,9 +43,11 @@ int run(TranslateFlags& flags) {
   // Bounded memory: a window of lines is translated, printed, forgotten.
   const auto window = static_cast<size_t>(flags.mini_batch) * 16;
   std::vector<std::vector<int32_t>> sources;
+  int64_t number = 0;
   const auto flush = [&] {
-    for (const auto& line : translate::translate_all(model, sources, tokenizers.target, options)) {
-      std::printf("%s\n", line.c_str());
+    for (const auto& translations :
+         translate::translate_all(model, sources, tokenizers.target, options)) {
+      print(number++, translations, flags.n_best);
     }
     std::fflush(stdout);
     sources.clear();
@@ -67,6 +82,8 @@ void add_translate_command(CLI::App& app, Action& action) {
   command->add_option("--mini-batch", flags->mini_batch, "Lines read ahead are 16 times this")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
+  command->add_flag("--n-best", flags->n_best,
+                    "Print all translations of the beam with their scores, best first");
   flags->evaluation.add_search_to(*command, "Search");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }

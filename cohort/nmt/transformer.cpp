@@ -104,13 +104,17 @@ at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const KeyValues& kv,
   return out_proj->forward(mixed.transpose(1, 2).reshape({batch, queries, heads_ * width}));
 }
 
-at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal,
-                               KeyValues* cache) {
+at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal) {
   const auto qkv = split_heads(in_proj->forward(x_BTD), 3, heads_);
-  if (cache == nullptr) return attend(qkv[0], {qkv[1], qkv[2]}, lengths_B, causal);
-  cache->keys = cache->keys.defined() ? at::cat({cache->keys, qkv[1]}, 2) : qkv[1];
-  cache->values = cache->values.defined() ? at::cat({cache->values, qkv[2]}, 2) : qkv[2];
-  return attend(qkv[0], *cache, lengths_B, /*causal=*/false);
+  return attend(qkv[0], {qkv[1], qkv[2]}, lengths_B, causal);
+}
+
+at::Tensor AttentionImpl::self_step(const at::Tensor& x_N1D, KeyValues& cache) {
+  const auto qkv = split_heads(in_proj->forward(x_N1D), 3, heads_);
+  cache.keys = cache.keys.defined() ? at::cat({cache.keys, qkv[1]}, 2) : qkv[1];
+  cache.values = cache.values.defined() ? at::cat({cache.values, qkv[2]}, 2) : qkv[2];
+  const at::Tensor lengths = at::full({x_N1D.size(0)}, cache.keys.size(2), at::kLong);
+  return attend(qkv[0], cache, lengths, /*causal=*/false);
 }
 
 KeyValues AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
@@ -166,28 +170,49 @@ KeyValues DecoderLayerImpl::project_memory(const at::Tensor& memory_BSD) {
 }
 
 at::Tensor DecoderLayerImpl::forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
-                                     const KeyValues& memory, const at::Tensor& source_lengths_B,
-                                     KeyValues* cache) {
-  const bool training = is_training();
-  at::Tensor x =
-      residual(x_BTD, self_attn_->self(norm1_->forward(x_BTD), target_lengths_B, true, cache),
-               *context_, training);
-  x = residual(x, multihead_attn_->cross(norm2_->forward(x), memory, source_lengths_B), *context_,
-               training);
-  const at::Tensor inner = relu_dropout(linear1_->forward(norm3_->forward(x)),
-                                        training ? context_->dropout : 0, context_->stream);
-  return residual(x, linear2_->forward(inner), *context_, training);
+                                     const KeyValues& memory, const at::Tensor& source_lengths_B) {
+  return after_self(
+      residual(x_BTD, self_attn_->self(norm1_->forward(x_BTD), target_lengths_B, true), *context_,
+               is_training()),
+      memory, source_lengths_B);
 }
 
-void DecoderState::select(const at::Tensor& rows) {
-  for (auto* caches : {&self, &memory}) {
-    for (KeyValues& kv : *caches) {
-      if (!kv.keys.defined()) continue;
-      kv.keys = kv.keys.index_select(0, rows);
-      kv.values = kv.values.index_select(0, rows);
-    }
+at::Tensor DecoderLayerImpl::step(const at::Tensor& x_BKD, const KeyValues& memory,
+                                  const at::Tensor& source_lengths_B, KeyValues& cache) {
+  // Each translation has its own past; the K of a sentence share its memory, as K queries.
+  const at::Tensor x_N1D = norm1_->forward(x_BKD).view({-1, 1, x_BKD.size(2)});
+  return after_self(x_BKD + self_attn_->self_step(x_N1D, cache).view(x_BKD.sizes()), memory,
+                    source_lengths_B);
+}
+
+at::Tensor DecoderLayerImpl::after_self(const at::Tensor& x, const KeyValues& memory,
+                                        const at::Tensor& source_lengths_B) {
+  const bool training = is_training();
+  const at::Tensor crossed = residual(
+      x, multihead_attn_->cross(norm2_->forward(x), memory, source_lengths_B), *context_, training);
+  const at::Tensor inner = relu_dropout(linear1_->forward(norm3_->forward(crossed)),
+                                        training ? context_->dropout : 0, context_->stream);
+  return residual(crossed, linear2_->forward(inner), *context_, training);
+}
+
+namespace {
+
+void keep_rows(std::vector<KeyValues>& layers, const at::Tensor& rows) {
+  for (KeyValues& kv : layers) {
+    kv.keys = kv.keys.index_select(0, rows);
+    kv.values = kv.values.index_select(0, rows);
   }
+}
+
+}  // namespace
+
+void DecoderState::keep_sentences(const at::Tensor& rows) {
+  keep_rows(memory, rows);
   source_lengths_B = source_lengths_B.index_select(0, rows);
+}
+
+void DecoderState::keep_hypotheses(const at::Tensor& rows) {
+  keep_rows(self, rows);
 }
 
 TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision precision)
@@ -293,14 +318,15 @@ DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
   return state;
 }
 
-at::Tensor TransformerImpl::decode_step(const at::Tensor& last_B, DecoderState& state) {
-  at::Tensor x = embed(target_embedding_, last_B.unsqueeze(1), state.position);
+at::Tensor TransformerImpl::decode_step(const at::Tensor& last_BK, DecoderState& state) {
+  const at::Tensor last_N1 = last_BK.reshape({-1, 1});
+  at::Tensor x = embed(target_embedding_, last_N1, state.position)
+                     .view({last_BK.size(0), last_BK.size(1), options_.dim_emb});
   ++state.position;
-  const at::Tensor lengths = at::full({last_B.size(0)}, state.position, at::kLong);
   for (size_t i = 0; i < decoder_.size(); ++i) {
-    x = decoder_[i]->forward(x, lengths, state.memory[i], state.source_lengths_B, &state.self[i]);
+    x = decoder_[i]->step(x, state.memory[i], state.source_lengths_B, state.self[i]);
   }
-  return generator_->forward(decoder_norm_->forward(x)).squeeze(1);
+  return generator_->forward(decoder_norm_->forward(x));
 }
 
 int64_t count_parameters(const torch::nn::Module& module) {

@@ -49,7 +49,7 @@ class ProjectionImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Projection);
 
-/// Keys and values that decoding keeps per layer, [B, H, T, D/H] each; undefined before the first
+/// Keys and values that decoding keeps per layer, [N, H, T, D/H] each; undefined before the first
 /// step.
 struct KeyValues {
   at::Tensor keys;
@@ -59,10 +59,10 @@ struct KeyValues {
 class AttentionImpl : public torch::nn::Module {
  public:
   AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context);
-  /// Queries, keys and values from x itself. With `cache`, x holds the next tokens only, and their
-  /// keys and values are appended to it; then no query is masked causally.
-  at::Tensor self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal,
-                  KeyValues* cache = nullptr);
+  /// Queries, keys and values from x itself.
+  at::Tensor self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal);
+  /// The same for one next token of each of N sentences: its key and value are appended to `cache`.
+  at::Tensor self_step(const at::Tensor& x_N1D, KeyValues& cache);
   /// Keys and values of `memory`, for `cross`.
   KeyValues project_memory(const at::Tensor& memory_BSD);
   at::Tensor cross(const at::Tensor& x_BTD, const KeyValues& memory, const at::Tensor& lengths_B);
@@ -108,11 +108,16 @@ class DecoderLayerImpl : public torch::nn::Module {
  public:
   DecoderLayerImpl(const TransformerOptions& options, std::shared_ptr<LayerContext> context);
   at::Tensor forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
-                     const KeyValues& memory, const at::Tensor& source_lengths_B,
-                     KeyValues* cache = nullptr);
+                     const KeyValues& memory, const at::Tensor& source_lengths_B);
+  /// One next token of each of K translations of each of B sentences; `cache` has B * K rows.
+  at::Tensor step(const at::Tensor& x_BKD, const KeyValues& memory,
+                  const at::Tensor& source_lengths_B, KeyValues& cache);
   KeyValues project_memory(const at::Tensor& memory_BSD);
 
  private:
+  at::Tensor after_self(const at::Tensor& x, const KeyValues& memory,
+                        const at::Tensor& source_lengths_B);
+
   std::shared_ptr<LayerContext> context_;
   LayerNorm norm1_{nullptr}, norm2_{nullptr}, norm3_{nullptr};
   Attention self_attn_{nullptr}, multihead_attn_{nullptr};
@@ -120,15 +125,17 @@ class DecoderLayerImpl : public torch::nn::Module {
 };
 TORCH_MODULE(DecoderLayer);
 
-/// What decoding keeps between steps.
+/// What decoding B sentences with K translations each keeps between steps.
 struct DecoderState {
-  std::vector<KeyValues> self;    ///< By layer.
-  std::vector<KeyValues> memory;  ///< By layer.
+  std::vector<KeyValues> self;    ///< By layer; translation k of sentence b is row b * K + k.
+  std::vector<KeyValues> memory;  ///< By layer; by sentence.
   at::Tensor source_lengths_B;
   int64_t position = 0;  ///< Tokens decoded so far.
 
   /// Keeps the sentences `rows` (int64 indices into B), in that order.
-  void select(const at::Tensor& rows);
+  void keep_sentences(const at::Tensor& rows);
+  /// Keeps the translations `rows` (int64 indices into B * K, may repeat), in that order.
+  void keep_hypotheses(const at::Tensor& rows);
 };
 
 /// Pre-norm encoder and decoder, sinusoidal positions, embeddings scaled by sqrt(D), no bias in
@@ -148,8 +155,9 @@ class TransformerImpl : public torch::nn::Module {
 
   at::Tensor encode(const at::Tensor& source_BS, const at::Tensor& lengths_B);
   DecoderState begin_decoding(const at::Tensor& memory_BSD, const at::Tensor& lengths_B);
-  /// Scores [B, V] (before softmax) of the token after `last_B`; advances `state`.
-  at::Tensor decode_step(const at::Tensor& last_B, DecoderState& state);
+  /// Scores [B, K, V] (before softmax) of the token after `last_BK`; advances `state`. Every call
+  /// for the same state has the same K.
+  at::Tensor decode_step(const at::Tensor& last_BK, DecoderState& state);
 
   /// Draws all parameters anew from `seed`; the same seed gives the same model.
   void initialise(uint64_t seed);

@@ -52,10 +52,10 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
     num_tokens += batch.num_target_tokens;
     if (!options.translate) continue;
     const auto results =
-        nmt::greedy_search(model, batch.source_BS, batch.source_lengths_B, options.search);
+        nmt::search(model, batch.source_BS, batch.source_lengths_B, options.search);
     for (size_t row = 0; row < indices.size(); ++row) {
       const auto index = static_cast<size_t>(indices[row]);
-      translations.push_back(target.decode(results[row]));
+      translations.push_back(target.decode(results[row].front().tokens));
       numbers.push_back(indices[row]);
       stats += text::bleu_statistics(translations.back(), std::span(&references[index], 1),
                                      options.bleu);
@@ -85,22 +85,23 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   return result;
 }
 
-std::vector<std::string> translate_all(nmt::Transformer& model,
-                                       const std::vector<std::vector<int32_t>>& sources,
-                                       const text::Tokenizer& target,
-                                       const EvaluationOptions& options) {
+std::vector<std::vector<Translation>> translate_all(
+    nmt::Transformer& model, const std::vector<std::vector<int32_t>>& sources,
+    const text::Tokenizer& target, const EvaluationOptions& options) {
   Corpus corpus;
   corpus.source = sources;
   corpus.target.resize(sources.size());
   const auto plan = data::plan_eval_batches(corpus.lengths(), options.mini_batch_words, 0, 1);
-  std::vector<std::string> translations(sources.size());
+  std::vector<std::vector<Translation>> translations(sources.size());
   for (const auto& indices : plan.batches) {
     const nmt::Batch batch = make_batch(corpus, indices);
     const auto results =
-        nmt::greedy_search(model, batch.source_BS, batch.source_lengths_B, options.search);
+        nmt::search(model, batch.source_BS, batch.source_lengths_B, options.search);
     for (size_t row = 0; row < indices.size(); ++row) {
       const auto i = static_cast<size_t>(indices[row]);
-      if (!sources[i].empty()) translations[i] = target.decode(results[row]);
+      for (const nmt::Hypothesis& h : results[row])
+        translations[i].push_back({target.decode(h.tokens), h.log_prob, h.score});
+      if (sources[i].empty()) translations[i] = {{}};
     }
   }
   return translations;

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cohort/comm/process_group.h"
-#include "cohort/nmt/greedy.h"
+#include "cohort/nmt/search.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/text/bleu.h"
 #include "cohort/text/tokenizer.h"
@@ -14,7 +14,7 @@ namespace cohort::translate {
 
 struct EvaluationOptions {
   int64_t mini_batch_words = 2048;  ///< Tokens of a batch, padding included.
-  nmt::GreedyOptions search;
+  nmt::SearchOptions search;
   text::BleuOptions bleu;
   bool translate = true;  ///< false: only the loss.
 };
@@ -32,10 +32,17 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,
                     comm::ProcessGroup& group, const EvaluationOptions& options);
 
-/// Greedy translations of `sources` (ids without end mark), in order. Local.
-std::vector<std::string> translate_all(nmt::Transformer& model,
-                                       const std::vector<std::vector<int32_t>>& sources,
-                                       const text::Tokenizer& target,
-                                       const EvaluationOptions& options);
+/// One of a sentence's translations.
+struct Translation {
+  std::string text;
+  double log_prob = 0;  ///< Natural logarithm.
+  double score = 0;     ///< By which they are ordered; see nmt::SearchOptions.
+};
+
+/// Translations of `sources` (ids without end mark), in order, each sentence's best first; an empty
+/// source has one, the empty line. Local.
+std::vector<std::vector<Translation>> translate_all(
+    nmt::Transformer& model, const std::vector<std::vector<int32_t>>& sources,
+    const text::Tokenizer& target, const EvaluationOptions& options);
 
 }  // namespace cohort::translate

@@ -99,10 +99,9 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
   }
   EXPECT_EQ(lines, 4);
   // What training said of its best model is what evaluation finds.
-  const Ended again =
-      shell(on_ranks(2, "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") +
-                            " " + path("valid.xx") +
-                            " --tokenize 13a --beam-size 1 --max-output-length 60"));
+  const Ended again = shell(
+      on_ranks(2, "evaluate --model-dir " + path("a") + " --test-sets " + path("valid.en") + " " +
+                      path("valid.xx") + " --tokenize 13a --beam-size 1 --max-output-length 60"));
   const double evaluated = std::stod(again.output.substr(again.output.find(" = ") + 3));
   EXPECT_NEAR(evaluated, std::stod(manifest_a["facts"]["valid_bleu"].get<std::string>()), 0.05)
       << again.output;
@@ -122,6 +121,11 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
                                  path("a") + " < " + path("valid.en"));
   EXPECT_EQ(translated.code, 0);
   EXPECT_EQ(translated.output, contents(path("one.txt"))) << "in order, the same as evaluate";
+  const Ended n_best =
+      shell("echo red cat | " + bin("cohort-nmt") +
+            " translate --n-best --beam-size 3 --precision float32 --model-dir " + path("a"));
+  EXPECT_EQ(std::count(n_best.output.begin(), n_best.output.end(), '\n'), 3) << n_best.output;
+  EXPECT_EQ(n_best.output.find("0 ||| "), 0) << n_best.output;
   const Ended blank = shell("printf 'red cat\\n\\nblue dog\\n' | " + bin("cohort-nmt") +
                             " translate --model-dir " + path("a"));
   EXPECT_EQ(std::count(blank.output.begin(), blank.output.end(), '\n'), 3) << blank.output;

@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include "cohort/base/error.h"
-#include "cohort/nmt/greedy.h"
+#include "cohort/nmt/search.h"
 #include "cohort/optim/adam.h"
 
 #include "tests/support/sentences.h"
@@ -51,7 +51,7 @@ TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
   double nll = 0;
   for (int64_t t = 0; t < batch.labels_BT.size(1); ++t) {
     const at::Tensor scores =
-        at::log_softmax(model->decode_step(batch.input_BT.select(1, t), state), 1);
+        at::log_softmax(model->decode_step(batch.input_BT.narrow(1, t, 1), state).squeeze(1), 1);
     for (int64_t b = 0; b < batch.labels_BT.size(0); ++b) {
       const int64_t label = batch.labels_BT[b][t].item<int64_t>();
       if (label != 0) nll -= scores[b][label].item<double>();
@@ -60,25 +60,11 @@ TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
   EXPECT_NEAR(nll, std::get<1>(model->forward(batch)).item<double>(), 1e-10);
 }
 
-TEST(TransformerTest, GreedyDoesNotDependOnTheBatch) {
-  Transformer model(test::tiny_options());
-  model->to(at::kDouble);
-  const auto sentences = test::make_sentences(7, 4);
-  const auto batch = test::make_test_batch(sentences);
-  const auto together = greedy_search(model, batch.source_BS, batch.source_lengths_B);
-  for (size_t i = 0; i < sentences.size(); ++i) {
-    const auto one = test::make_test_batch({sentences[i]});
-    EXPECT_EQ(greedy_search(model, one.source_BS, one.source_lengths_B)[0], together[i]) << i;
-    EXPECT_LE(together[i].size(), 3 * (sentences[i].source.size() + 1) + 10)
-        << "the length is bounded";
-  }
-}
-
 // What decoding keeps of the weights in bfloat16 must not outlive an update.
 TEST(TransformerTest, DecodingAfterAnUpdateUsesTheNewWeights) {
   const auto batch = test::make_test_batch(test::make_sentences(8, 5));
   Transformer model(test::tiny_options(), Precision::kBFloat16);
-  greedy_search(model, batch.source_BS, batch.source_lengths_B);
+  search(model, batch.source_BS, batch.source_lengths_B);
   std::vector<std::pair<std::string, at::Tensor>> parameters;
   for (const auto& item : model->named_parameters())
     parameters.emplace_back(item.key(), item.value());
@@ -92,8 +78,12 @@ TEST(TransformerTest, DecodingAfterAnUpdateUsesTheNewWeights) {
   const at::NoGradGuard no_grad;
   for (auto& item : fresh->named_parameters())
     item.value().copy_(model->named_parameters()[item.key()]);
-  EXPECT_EQ(greedy_search(model, batch.source_BS, batch.source_lengths_B),
-            greedy_search(fresh, batch.source_BS, batch.source_lengths_B));
+  const auto expected = search(fresh, batch.source_BS, batch.source_lengths_B);
+  const auto found = search(model, batch.source_BS, batch.source_lengths_B);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(found[i][0].tokens, expected[i][0].tokens);
+    EXPECT_EQ(found[i][0].log_prob, expected[i][0].log_prob);
+  }
 }
 
 TEST(TransformerTest, TiedEmbeddingsAreOneTableWithBothGradients) {

@@ -1,0 +1,42 @@
+// Search for the likeliest translations: beam search, of which greedy search is the beam of one.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "cohort/nmt/transformer.h"
+
+namespace cohort::nmt {
+
+/// A translation's score is  log p / length^normalize - word_penalty * length,  where the length
+/// counts the end id: without them short translations win, for every token costs probability.
+struct SearchOptions {
+  int64_t beam_size = 1;         ///< Unfinished translations kept per sentence, at least 1.
+  double normalize = 0;          ///< Exponent of the length; 0 compares log p itself.
+  double word_penalty = 0;       ///< Per token; below 0 it lengthens.
+  bool allow_unk = false;        ///< true: the id for unknown pieces may be chosen.
+  double max_length_factor = 3;  ///< At most this times the source's tokens, plus 10 ...
+  int64_t max_length = 256;      ///< ... and at most so many tokens, the end id not counted.
+};
+
+/// Throws ConfigError that names the field if a value is out of range.
+void validate(const SearchOptions& options);
+
+struct Hypothesis {
+  std::vector<int32_t> tokens;  ///< Without begin and end.
+  double log_prob = 0;          ///< Natural logarithm, the end id's included.
+  double score = 0;             ///< What hypotheses are ordered by.
+};
+
+/// The best translations of the batch's sentences. Each step extends every sentence's `beam_size`
+/// likeliest beginnings by one token, with keys and values of the earlier ones kept; a sentence
+/// leaves the batch once `beam_size` of its translations have ended. At the longest allowed length
+/// the end id follows, whatever its probability.
+///
+/// Local. Puts the model in evaluation mode and back. No gradients.
+/// Returns: by row of `source_BS`, `beam_size` hypotheses (fewer only if the vocabulary is
+/// smaller), best first.
+std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor& source_BS,
+                                            const at::Tensor& source_lengths_B,
+                                            const SearchOptions& options = {});
+
+}  // namespace cohort::nmt
