@@ -7,6 +7,7 @@
 // yardstick.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -18,9 +19,8 @@
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
-#include "cohort/optim/adam.h"
-#include "cohort/optim/noam.h"
-#include "cohort/parallel/distributed_data_parallel.h"
+#include "cohort/train/metrics.h"
+#include "cohort/translate/updater.h"
 
 namespace {
 
@@ -150,13 +150,7 @@ int run(const Options& options) {
   sizes.dim_vocab_source = sizes.dim_vocab_target = options.vocabulary;
   cohort::nmt::Transformer model(sizes, precision);
   model->initialise(options.seed);
-  std::vector<std::pair<std::string, at::Tensor>> parameters;
-  for (const auto& item : model->named_parameters())
-    parameters.emplace_back(item.key(), item.value());
-  cohort::optim::Adam adam(parameters);
-  const cohort::optim::NoamSchedule schedule;
-  cohort::parallel::DistributedDataParallel<cohort::nmt::Transformer> ddp(
-      model, group, {.gradient_as_bucket_view = true});
+  cohort::translate::Updater updater(model, group, {.seed = options.seed});
   const auto batches = plan(options);
 
   std::vector<double> times;
@@ -167,22 +161,13 @@ int run(const Options& options) {
     const auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
     group.barrier("step");
     const auto start = Clock::now();
-    const int64_t tokens = group.all_reduce_sum(batch.num_target_tokens);
-    model->set_dropout_stream({.seed = options.seed + static_cast<uint64_t>(group.rank()),
-                               .call = static_cast<uint64_t>(step) << 20});
-    auto [loss, nll] = ddp(batch);
-    ddp.backward(
-        loss, at::scalar_tensor(static_cast<double>(group.size()) / static_cast<double>(tokens)));
-    const double norm = std::sqrt(cohort::optim::gradient_norm_squared(adam.parameters()));
-    adam.step(schedule.at(step + 1), norm > 1 ? 1 / norm : 1);
-    adam.zero_grad();
-    at::Tensor sum = nll.clone();
-    group.all_reduce(sum);
-    loss_per_token = sum.item<double>() / static_cast<double>(tokens);
+    const auto report = updater.update({batch});
+    const auto tokens = static_cast<double>(report.num_tokens);
+    loss_per_token = cohort::train::reduce_sums(group, std::array{report.nll_sum}).front() / tokens;
     const double elapsed = seconds_since(start);
     if (step < options.warmup) continue;
     times.push_back(elapsed);
-    rates.push_back(static_cast<double>(tokens) / elapsed);
+    rates.push_back(tokens / elapsed);
   }
   at::Tensor peak = at::tensor({peak_rss_bytes()}, at::kLong);
   group.all_reduce(peak, cohort::comm::ReduceOp::kMax);

@@ -193,7 +193,6 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
       if (!grad_weight.defined()) grad_weight = at::zeros(w.sizes(), w.options().dtype(wide));
       context->saved_data["grad_hidden"] = grad_hidden;
       context->saved_data["grad_weight"] = grad_weight;
-      context->saved_data["weight_type"] = static_cast<int64_t>(weight.scalar_type());
     }
     at::Tensor loss = at::scalar_tensor(sums[0], at::TensorOptions().dtype(wide));
     at::Tensor nll = at::scalar_tensor(sums[1], at::TensorOptions().dtype(at::kDouble));

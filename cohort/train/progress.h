@@ -20,7 +20,10 @@ struct ProgressState {
   int64_t num_steps = 0;  ///< Steps of the epoch; 0: not known, and no bar is drawn.
   double loss = 0.0;
   double learning_rate = 0.0;
-  std::vector<double> rank_tokens_per_s{};  ///< One figure a rank; their sum is the total.
+  std::vector<double> rank_tokens_per_s{};  ///< One figure a rank.
+  /// All ranks' together; unset: the sum of the above, which is too much if that leaves out
+  /// waiting.
+  std::optional<double> tokens_per_s{};
 };
 
 /// Times within the epoch.

@@ -97,7 +97,8 @@ std::string epoch_line(const ProgressState& state, const ProgressTimes& times, i
   std::vector<Figure> figures = {{print("loss %.3f", state.loss), 4},
                                  {print("lr %.1e", state.learning_rate), 1}};
   if (!state.rank_tokens_per_s.empty()) {
-    figures.push_back({grouped(total(state.rank_tokens_per_s)) + " tok/s", 2});
+    const double all = state.tokens_per_s.value_or(total(state.rank_tokens_per_s));
+    figures.push_back({grouped(all) + " tok/s", 2});
   }
   if (counted && state.step >= state.num_steps) {
     figures.push_back({"in " + clock_text(times.elapsed), 3});

@@ -11,14 +11,11 @@
 #include "cohort/base/error.h"
 #include "cohort/base/log.h"
 #include "cohort/data/prefetch.h"
-#include "cohort/optim/adam.h"
-#include "cohort/optim/exponential_average.h"
-#include "cohort/optim/noam.h"
-#include "cohort/parallel/distributed_data_parallel.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/history.h"
 #include "cohort/train/progress.h"
 #include "cohort/translate/run_folder.h"
+#include "cohort/translate/updater.h"
 
 namespace cohort::translate {
 namespace {
@@ -28,13 +25,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model) {
-  std::vector<std::pair<std::string, at::Tensor>> parameters;
-  for (const auto& item : model.named_parameters())
-    parameters.emplace_back(item.key(), item.value());
-  return parameters;
 }
 
 // Makes the folder; refuses one with a run in it, unless that is to be overwritten.
@@ -98,10 +88,7 @@ class Run {
   text::ParallelText valid_text_;
   std::optional<Tokenizers> tokenizers_;
   nmt::Transformer model_{nullptr};
-  std::optional<parallel::DistributedDataParallel<nmt::Transformer>> ddp_;
-  std::optional<optim::Adam> adam_;
-  std::unique_ptr<optim::ExponentialAverage> average_;  // none without --exponential-smoothing
-  optim::NoamSchedule schedule_;
+  std::optional<Updater> updater_;
   train::EarlyStopping early_stopping_;
   std::optional<train::History> history_;  // rank 0
   train::Progress progress_;
@@ -128,9 +115,6 @@ Run::Run(const TrainingOptions& options, text::ParallelText train_text,
       group_(group),
       log_(make_log()),
       valid_text_(std::move(valid_text)),
-      schedule_{.factor = options.noam_factor,
-                .width = options.model.dim_emb,
-                .warmup = options.lr_warmup},
       early_stopping_({.patience = options.early_stopping, .better = train::Better::kHigher}) {
   tokenizers_ = make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text,
                                 options.model, options.overwrite && options.vocabs.empty(), group);
@@ -143,13 +127,13 @@ Run::Run(const TrainingOptions& options, text::ParallelText train_text,
   check_lengths(valid_, options.model.max_positions);
   model_ = nmt::Transformer(options.model, options.precision);
   model_->initialise(options.seed);
-  ddp_.emplace(model_, group,
-               parallel::DistributedDataParallelOptions{.gradient_as_bucket_view = true});
-  adam_.emplace(named_parameters(*model_));
-  if (options.exponential_smoothing > 0) {
-    average_ = std::make_unique<optim::ExponentialAverage>(adam_->parameters(),
-                                                           options.exponential_smoothing);
-  }
+  updater_.emplace(model_, group,
+                   UpdaterOptions{.schedule = {.factor = options.noam_factor,
+                                               .width = options.model.dim_emb,
+                                               .warmup = options.lr_warmup},
+                                  .clip_norm = options.clip_norm,
+                                  .exponential_smoothing = options.exponential_smoothing,
+                                  .seed = options.seed});
   if (group.rank() == 0) {
     remove_earlier_run(options.model_dir);
     write_config();
@@ -255,54 +239,27 @@ bool Run::train_epoch(int64_t epoch) {
 void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
   const auto start = Clock::now();
   const int world = group_.size();
-  int64_t own_tokens = 0;
-  for (const auto& batch : batches) own_tokens += batch.num_target_tokens;
-  const int64_t tokens = group_.all_reduce_sum(own_tokens);
-  // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
-  const at::Tensor weight =
-      at::scalar_tensor(static_cast<double>(world) / static_cast<double>(tokens));
-  model_->set_dropout_stream(
-      {.seed = options_.seed * 1000003 + static_cast<uint64_t>(group_.rank()),
-       .call = static_cast<uint64_t>(updates_) << 20});
-  double nll_sum = 0;
-  for (size_t i = 0; i < batches.size(); ++i) {
-    const auto run = [&] {
-      auto [loss, nll] = (*ddp_)(batches[i]);
-      ddp_->backward(loss, weight);
-      nll_sum += nll.item<double>();
-    };
-    if (i + 1 < batches.size()) {
-      const auto guard = ddp_->no_sync();
-      run();
-    } else {
-      run();
-    }
-  }
-  const double norm = std::sqrt(optim::gradient_norm_squared(adam_->parameters()));
-  const bool clip = options_.clip_norm > 0 && norm > options_.clip_norm;
-  const double learning_rate = schedule_.at(updates_ + 1);
-  adam_->step(learning_rate, clip ? options_.clip_norm / norm : 1);
-  adam_->zero_grad();
-  if (average_) average_->update();
-  ++updates_;
-  const double seconds = seconds_since(start);
+  const UpdateReport own = updater_->update(batches);
+  updates_ = updater_->num_updates();
 
   // One exchange of small numbers: loss, rank 0's decision on time, each rank's speed.
   at::Tensor facts = at::zeros({2 + world}, at::kDouble);
   double* fact = facts.data_ptr<double>();
-  fact[0] = nll_sum;
+  fact[0] = own.nll_sum;
   const bool time_is_up =
       options_.time_limit_min > 0 && seconds_since(start_) > 60 * options_.time_limit_min;
   fact[1] = group_.rank() == 0 && time_is_up ? 1 : 0;
-  fact[2 + group_.rank()] = static_cast<double>(own_tokens) / seconds;
+  fact[2 + group_.rank()] = static_cast<double>(own.own_tokens) / own.compute_seconds;
   group_.all_reduce(facts);
-  const double loss = fact[0] / static_cast<double>(tokens);
-  TORCH_CHECK(std::isfinite(loss) && std::isfinite(norm), "update ", updates_, ": the loss is ",
-              loss, " and the gradient norm ", norm,
+  const auto tokens = static_cast<double>(own.num_tokens);
+  const double loss = fact[0] / tokens;
+  TORCH_CHECK(std::isfinite(loss) && std::isfinite(own.gradient_norm), "update ", updates_,
+              ": the loss is ", loss, " and the gradient norm ", own.gradient_norm,
               ": expected finite numbers (a lower learning rate may help)");
+  const double seconds = seconds_since(start);
   loss_sum_ += fact[0];
-  token_sum_ += tokens;
-  train_seconds_ += seconds_since(start);
+  token_sum_ += own.num_tokens;
+  train_seconds_ += seconds;
   if (fact[1] > 0) decide_to_stop("reached the time limit");
   if (options_.after_batches > 0 && updates_ >= options_.after_batches) {
     decide_to_stop("reached --after-batches " + std::to_string(options_.after_batches));
@@ -312,8 +269,9 @@ void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
                       .step = step,
                       .num_steps = num_steps,
                       .loss = loss,
-                      .learning_rate = learning_rate,
-                      .rank_tokens_per_s = std::vector<double>(fact + 2, fact + 2 + world)});
+                      .learning_rate = updater_->learning_rate(),
+                      .rank_tokens_per_s = std::vector<double>(fact + 2, fact + 2 + world),
+                      .tokens_per_s = tokens / seconds});
   }
 }
 
@@ -325,7 +283,8 @@ void Run::validate() {
   loss_sum_ = 0;
   token_sum_ = 0;
   train_seconds_ = 0;
-  const optim::AveragesInPlace smoothed(average_.get());  // scored and saved as they are used later
+  const optim::AveragesInPlace smoothed(
+      updater_->average());  // scored and saved as they are used later
   const Evaluation evaluation = evaluate(model_, valid_, valid_text_.target, tokenizers_->target,
                                          group_, options_.evaluation);
   const double bleu = evaluation.bleu.score;
@@ -355,7 +314,7 @@ void Run::validate() {
                       {"valid_loss", evaluation.loss},
                       {"valid_bleu", bleu},
                       {"best", improved},
-                      {"learning_rate", schedule_.at(updates_)},
+                      {"learning_rate", updater_->learning_rate()},
                       {"tgt_tokens_per_s", tokens_per_s},
                       {"valid_s", seconds_since(start)}});
     write_translations(evaluation.translations);

@@ -1,6 +1,9 @@
-// The fused operations against their plain forms in ATen, in float64, with gradients.
+// The fused operations and their gradients against plain forms in ATen. In float64 they agree to
+// its rounding; in float32 and bfloat16 they stay within what rounding allows, in every instruction
+// set.
 #include "cohort/nmt/fused.h"
 
+#include <cmath>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -70,6 +73,199 @@ TEST(FusedTest, SmoothedCrossEntropyInBfloat16StaysWithinItsRounding) {
       smoothed_cross_entropy(hidden.to(at::kBFloat16), weight, labels, 0.1).loss.item<double>();
   // Logits near 3 carry 8 bits: an error of 2^-8 x 3 each, of either sign, over 64 rows.
   EXPECT_NEAR(rounded, exact, 64 * 3.0 / 256);
+}
+
+// The operations again, in every table that this machine has and in the types that training
+// computes in. Expected values are ATen's in float64, from the same rounded inputs. Bounds are of
+// first order in u (half the distance of 1 to its neighbour): a value stored in type T is off by
+// u_T of itself, each operation of the loops in float32 by kU, exponential() by 4 kU (its 1e-7 and
+// some). Sums of n terms are off by n kU of the sum of magnitudes, in whatever order.
+constexpr double kU = 0x1p-24;
+
+double unit_of(at::ScalarType type) {
+  return type == at::kFloat ? kU : 0x1p-8;
+}
+
+template <class Body>
+void in_every_table(const Body& body) {
+  for (const Kernels* const* table = supported_kernels(); *table != nullptr; ++table) {
+    use_kernels(**table);
+    for (const auto type : {at::kFloat, at::kBFloat16}) {
+      SCOPED_TRACE(std::string((*table)->name) + " " + c10::toString(type));
+      torch::manual_seed(6);
+      body(type);
+    }
+  }
+  use_kernels(*supported_kernels()[0]);
+}
+
+// `bound` has an element per element; higher orders take the last percent. A NaN is out of bounds.
+void expect_within(const at::Tensor& values, const at::Tensor& expected, const at::Tensor& bound) {
+  const at::Tensor error = (values.to(at::kDouble) - expected).abs();
+  const at::Tensor within = error <= 1.01 * bound.detach();
+  EXPECT_TRUE(within.all().item<bool>())
+      << (~within).sum().item<int64_t>() << " of " << within.numel() << " elements, by "
+      << error.max().item<double>();
+}
+
+at::Tensor exact_leaf(const at::Tensor& x) {
+  return x.detach().to(at::kDouble).clone().requires_grad_(true);
+}
+
+// What the next call on `stream` multiplies elements by.
+at::Tensor mask_of(at::IntArrayRef shape, double p, DropoutStream stream) {
+  return dropout(at::ones(shape, at::kFloat), p, stream).to(at::kDouble);
+}
+
+void check_dropouts(int64_t size, at::ScalarType type) {
+  SCOPED_TRACE(size);
+  for (const bool relu : {false, true}) {
+    const at::Tensor x = leaf({size}, type);
+    const at::Tensor plain = exact_leaf(x);
+    DropoutStream stream{.seed = 11, .call = 3};
+    const at::Tensor mask = mask_of({size}, 0.3, stream);
+    const at::Tensor expected = (relu ? at::relu(plain) : plain) * mask;
+    const at::Tensor y = relu ? relu_dropout(x, 0.3, stream) : dropout(x, 0.3, stream);
+    const double unit = unit_of(type) + kU;  // the product, then what is stored
+    expect_within(y, expected, unit * expected.abs());
+    const at::Tensor grad = at::randn({size}).to(type);
+    y.backward(grad);
+    expected.backward(grad.to(at::kDouble));
+    expect_within(x.grad(), plain.grad(), unit * plain.grad().abs());
+  }
+}
+
+TEST(FusedTest, DropoutsInEveryTableEqualAtensWithTheSameMask) {
+  in_every_table([](at::ScalarType type) {
+    for (const int64_t size : {1, 7, 31, 511, 513, 1100}) check_dropouts(size, type);
+  });
+}
+
+TEST(FusedTest, TheSameElementsFallInEveryTableAndType) {
+  const at::Tensor mask = mask_of({1100}, 0.3, {.seed = 11});
+  in_every_table([&](at::ScalarType type) {
+    EXPECT_TRUE(at::equal(mask_of({1100}, 0.3, {.seed = 11}), mask));
+    DropoutStream stream{.seed = 11};
+    EXPECT_TRUE(at::equal(dropout(at::ones({1100}, type), 0.3, stream) != 0, mask != 0));
+  });
+}
+
+struct SoftmaxCase {
+  std::vector<int64_t> lengths;
+  int64_t queries, keys;
+  bool causal;
+  double p;
+};
+
+void check_softmax(const SoftmaxCase& c, at::ScalarType type) {
+  SCOPED_TRACE("keys " + std::to_string(c.keys) + " causal " + std::to_string(c.causal) +
+               " first length " + std::to_string(c.lengths[0]) + " p " + std::to_string(c.p));
+  const double scale = 0.3;
+  const double unit = unit_of(type);
+  const auto batch = static_cast<int64_t>(c.lengths.size());
+  const at::Tensor lengths = at::tensor(c.lengths, at::kLong);
+  at::Tensor hidden = at::arange(c.keys).view({1, 1, 1, -1}) >= lengths.view({-1, 1, 1, 1});
+  if (c.causal) hidden = hidden | at::ones({c.queries, c.keys}, at::kBool).triu(1);
+  hidden = hidden.expand({batch, 2, c.queries, c.keys});
+  // What no query may see is no number: it must not be touched.
+  const at::Tensor scores = (4 * at::randn(hidden.sizes())).to(type).masked_fill(hidden, NAN);
+  scores.requires_grad_(true);
+  const at::Tensor plain = exact_leaf(scores);
+  DropoutStream stream{.seed = 5};
+  const at::Tensor mask = mask_of(hidden.sizes(), c.p, stream);
+  const at::Tensor scaled = (plain * scale).masked_fill(hidden, -INFINITY);
+  const at::Tensor probs = at::softmax(scaled, -1);
+  const at::Tensor expected = probs * mask;
+  const at::Tensor y = masked_softmax(scores, lengths, c.causal, scale, c.p, stream);
+
+  // exp(-a) is off by 3 kU a from its argument (a difference, a product, the factor itself) and by
+  // its own error, the sum by its worst term's and K; then a reciprocal and a product.
+  const auto keys = static_cast<double>(c.keys);
+  const at::Tensor a = (scaled.amax(-1, true) - scaled).masked_fill(hidden, 0);
+  const at::Tensor prob_error = (3 * a + 3 * a.amax(-1, true) + 8 + keys + 2) * kU + unit;
+  const double drop_error = c.p > 0 ? kU + unit : 0;
+  expect_within(y, expected, expected * (prob_error + drop_error));
+
+  const at::Tensor grad = at::randn(hidden.sizes()).to(type);
+  y.backward(grad);
+  expected.backward(grad.to(at::kDouble));
+  // p (g - sum p g) scale, with p as stored, g dropped and stored again, K + 1 roundings in the sum
+  // and four in the rest.
+  const at::Tensor g = (grad.to(at::kDouble) * mask).abs();
+  const at::Tensor dot = (probs * g).sum(-1, true);
+  const at::Tensor error =
+      prob_error + prob_error.amax(-1, true) + drop_error + (keys + 5) * kU + unit;
+  expect_within(scores.grad(), plain.grad(), scale * probs * (g + dot) * error);
+}
+
+TEST(FusedTest, MaskedSoftmaxInEveryTableEqualsAtens) {
+  in_every_table([](at::ScalarType type) {
+    for (const int64_t keys : {1, 3, 15, 16, 17, 33, 67}) {
+      for (const auto& lengths : {std::vector<int64_t>{keys, keys, keys},
+                                  std::vector<int64_t>{1, keys, (keys + 1) / 2}}) {
+        for (const double p : {0.0, 0.3}) {
+          check_softmax({lengths, keys, keys, /*causal=*/true, p}, type);
+          check_softmax({lengths, 5, keys, /*causal=*/false, p}, type);
+        }
+      }
+    }
+  });
+}
+
+void check_cross_entropy(int64_t vocabulary, at::ScalarType type) {
+  SCOPED_TRACE(vocabulary);
+  constexpr int64_t kRows = 1030;  // two chunks
+  constexpr int64_t kWidth = 12;
+  const double unit = unit_of(type);
+  // Around 0.5, so that scores have a mean that the smoothed loss depends on.
+  const at::Tensor hidden = (at::randn({kRows, kWidth}) + 0.5).to(type).requires_grad_(true);
+  // In float32 as parameters are.
+  const at::Tensor weight = (at::randn({vocabulary, kWidth}) + 0.5).requires_grad_(true);
+  const at::Tensor labels = at::randint(vocabulary, {kRows}, at::kLong);
+  const LossSums sums = smoothed_cross_entropy(hidden, weight, labels, 0.1);
+  (sums.loss * 0.25).backward();  // A power of two adds no rounding.
+
+  const at::Tensor h = exact_leaf(hidden);
+  const at::Tensor w = exact_leaf(weight.to(type));
+  const at::Tensor x = at::mm(h, w.t());
+  namespace F = torch::nn::functional;
+  const auto options = F::CrossEntropyFuncOptions().reduction(torch::kSum);
+  const at::Tensor loss =
+      F::cross_entropy(x, labels, F::CrossEntropyFuncOptions(options).label_smoothing(0.1));
+  (loss * 0.25).backward();
+
+  const at::NoGradGuard no_grad;
+  const auto columns = static_cast<double>(vocabulary);
+  // Scores: summed in float32, then stored.
+  const at::Tensor score_error = unit * x.abs() + kWidth * kU * at::mm(h.abs(), w.abs().t());
+  const at::Tensor row_error = score_error.amax(1, true);
+  const at::Tensor range = x.amax(1, true) - x.amin(1, true);
+  // A loss has derivatives in the scores whose magnitudes add up to 2 at most. Then exponentials
+  // and their sum, and the sum of scores with its share of 0.1.
+  const at::Tensor loss_error =
+      2 * row_error + (range + 4 + columns) * kU + 0.1 * kU * x.abs().sum(1, true);
+  expect_within(sums.loss, loss, loss_error.sum() + kU * loss.abs());
+  expect_within(sums.nll, F::cross_entropy(x, labels, options), loss_error.sum());
+
+  // p - q: p by the scores and as in softmax, then differences with q, then stored.
+  const at::Tensor p = at::softmax(x, 1);
+  const at::Tensor q = 0.9 * at::one_hot(labels, vocabulary).to(at::kDouble) + 0.1 / columns;
+  const at::Tensor slope = (p - q).abs();
+  const at::Tensor slope_error =
+      p * (2 * row_error + (2 * range + 10 + columns) * kU) + 4 * kU * (p + q) + unit * slope;
+  const at::Tensor hidden_bound = at::mm(slope_error, w.abs()) +
+                                  columns * kU * at::mm(slope, w.abs()) +
+                                  unit * at::mm(slope, w.abs());
+  expect_within(hidden.grad(), h.grad(), 0.25 * hidden_bound);
+  const at::Tensor weight_bound =
+      at::mm(slope_error.t(), h.abs()) + (kRows * kU + unit) * at::mm(slope.t(), h.abs());
+  expect_within(weight.grad(), w.grad(), 0.25 * weight_bound);
+}
+
+TEST(FusedTest, SmoothedCrossEntropyInEveryTableEqualsAtens) {
+  in_every_table([](at::ScalarType type) {
+    for (const int64_t vocabulary : {1, 7, 16, 33, 101}) check_cross_entropy(vocabulary, type);
+  });
 }
 
 TEST(FusedTest, DropoutKeepsItsShareAndItsScaleAndRepeats) {

@@ -46,6 +46,14 @@ TEST(RenderProgressTest, GivesEachRankItsBar) {
             "64 ranks: slowest rank 0 1,000 | fastest rank 0 1,000 tok/s");
 }
 
+TEST(RenderProgressTest, TheTotalMayBeLessThanTheRanksSpeedsWithoutWaiting) {
+  auto waited = state({4060, 3045});
+  waited.tokens_per_s = 6090;
+  const auto lines = render_progress(waited, kTimes, 100, ProgressGlyphs::kAscii);
+  EXPECT_NE(lines[0].find(" 6,090 tok/s"), std::string::npos) << lines[0];
+  EXPECT_NE(lines[1].find("3,045 tok/s"), std::string::npos) << lines[1];
+}
+
 TEST(RenderProgressTest, NeverExceedsTheWidth) {
   for (auto glyphs : {ProgressGlyphs::kNone, ProgressGlyphs::kAscii, ProgressGlyphs::kBlocks}) {
     for (size_t ranks : {0, 1, 2, 3, 8, 100}) {

@@ -66,11 +66,20 @@ TEST(EvaluationTest, ThreeRanksGiveTheLossAndScoreOfOne) {
     auto model = make_model();
     const EvaluationOptions options{.mini_batch_words = 30};
     comm::ProcessGroup alone(comm::Place{});
-    const Evaluation one = evaluate(model, corpus, pairs.target, tokenizer, alone, options);
-    const Evaluation all = evaluate(model, corpus, pairs.target, tokenizer, group, options);
+    // An untrained model shares hardly a word with its references, and a score near 0 would hide
+    // lost sentences: every other reference is its own translation.
+    auto references = pairs.target;
+    const auto translations =
+        evaluate(model, corpus, references, tokenizer, alone, options).translations;
+    for (size_t i = 0; i < references.size(); i += 2) references[i] = translations[i];
+    const Evaluation one = evaluate(model, corpus, references, tokenizer, alone, options);
+    const Evaluation all = evaluate(model, corpus, references, tokenizer, group, options);
     EXPECT_NEAR(all.loss, one.loss, 1e-12);  // sums of some 200 terms near 4 in another order
+    EXPECT_GT(one.bleu.score, 10);
+    EXPECT_LT(one.bleu.score, 90);
     EXPECT_DOUBLE_EQ(all.bleu.score, one.bleu.score);
     EXPECT_EQ(all.bleu.sys_len, one.bleu.sys_len);
+    EXPECT_EQ(all.bleu.ref_len, one.bleu.ref_len);
     if (group.rank() == 0) {
       EXPECT_EQ(all.translations, one.translations);
     }

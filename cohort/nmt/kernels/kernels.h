@@ -55,7 +55,13 @@ struct Kernels {
   KernelsOf<BFloat16Bits> bf16;
 };
 
-/// Returns the loops for the best instruction set that this machine has.
+/// Returns the tables of the instruction sets that this machine has, the best first, then null.
+const Kernels* const* supported_kernels();
+
+/// Returns the table in use: the best, unless `use_kernels` has named another.
 const Kernels& kernels();
+
+/// For tests of every table on one machine. Threads: while none is in a kernel.
+void use_kernels(const Kernels& table);
 
 }  // namespace cohort::nmt

@@ -1,0 +1,87 @@
+#include "cohort/translate/updater.h"
+
+#include <cmath>
+#include <torch/types.h>
+
+namespace cohort::translate {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_between(Clock::time_point start, Clock::time_point end) {
+  return std::chrono::duration<double>(end - start).count();
+}
+
+}  // namespace
+
+Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const UpdaterOptions& options)
+    : options_(options),
+      group_(group),
+      model_(std::move(model)),
+      ddp_(model_, group, {.gradient_as_bucket_view = true}),
+      adam_(optim::named_parameters(*model_)) {
+  if (options.exponential_smoothing > 0) {
+    average_ = std::make_unique<optim::ExponentialAverage>(adam_.parameters(),
+                                                           options.exponential_smoothing);
+  }
+  watch_gradients();
+}
+
+// backward returns when all ranks' gradients are there, so it cannot say when this rank's were.
+void Updater::watch_gradients() {
+  for (const at::Tensor& parameter : adam_.parameters()) {
+    hooks_.push_back(
+        parameter.register_hook([this](const at::Tensor&) { last_gradient_ = Clock::now(); }));
+  }
+}
+
+Updater::~Updater() {
+  for (size_t i = 0; i < hooks_.size(); ++i) adam_.parameters()[i].remove_hook(hooks_[i]);
+}
+
+double Updater::learning_rate() const {
+  return options_.schedule.at(num_updates());
+}
+
+// Leaves the mean over ranks of sum(loss) * weight as gradients; returns this rank's sum of losses
+// without smoothing.
+double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight) {
+  double nll_sum = 0;
+  const auto run = [&](const nmt::Batch& batch) {
+    const auto [loss, nll] = ddp_(batch);
+    ddp_.backward(loss, at::full_like(loss, weight));
+    nll_sum += nll.item<double>();
+  };
+  for (size_t i = 0; i + 1 < batches.size(); ++i) {
+    const auto guard = ddp_.no_sync();
+    run(batches[i]);
+  }
+  run(batches.back());
+  return nll_sum;
+}
+
+UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
+  TORCH_CHECK_VALUE(!batches.empty(), "update: expected one batch or more");
+  UpdateReport report;
+  for (const auto& batch : batches) report.own_tokens += batch.num_target_tokens;
+  report.num_tokens = group_.all_reduce_sum(report.own_tokens);
+  const auto start = Clock::now();
+  model_->set_dropout_stream(
+      {.seed = options_.seed * 1000003 + static_cast<uint64_t>(group_.rank()),
+       .call = static_cast<uint64_t>(num_updates()) << 20});
+  // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
+  report.nll_sum = accumulate_gradients(
+      batches, static_cast<double>(group_.size()) / static_cast<double>(report.num_tokens));
+  const auto all_gradients = Clock::now();
+  const double waiting = seconds_between(last_gradient_, all_gradients);
+  report.gradient_norm = std::sqrt(optim::gradient_norm_squared(adam_.parameters()));
+  const bool clip = options_.clip_norm > 0 && report.gradient_norm > options_.clip_norm;
+  adam_.step(options_.schedule.at(num_updates() + 1),
+             clip ? options_.clip_norm / report.gradient_norm : 1);
+  adam_.zero_grad();
+  if (average_) average_->update();
+  report.compute_seconds = seconds_between(start, Clock::now()) - waiting;
+  return report;
+}
+
+}  // namespace cohort::translate

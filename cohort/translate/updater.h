@@ -1,0 +1,76 @@
+// One update of a translator's parameters, which all ranks of a run make together.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/nmt/transformer.h"
+#include "cohort/optim/adam.h"
+#include "cohort/optim/exponential_average.h"
+#include "cohort/optim/noam.h"
+#include "cohort/parallel/distributed_data_parallel.h"
+
+namespace cohort::translate {
+
+struct UpdaterOptions {
+  optim::NoamSchedule schedule;
+  double clip_norm = 1;              ///< Largest global gradient norm; 0: no clipping.
+  double exponential_smoothing = 0;  ///< Weight of the newest parameters in the average; 0: none.
+  uint64_t seed = 1;                 ///< Of dropout.
+};
+
+/// What one rank knows of an update.
+struct UpdateReport {
+  double nll_sum = 0;      ///< Of this rank's target tokens, without smoothing; natural logarithm.
+  int64_t own_tokens = 0;  ///< This rank's target tokens.
+  int64_t num_tokens = 0;  ///< All ranks' target tokens.
+  double gradient_norm = 0;    ///< Global, before clipping; the same on all ranks.
+  double compute_seconds = 0;  ///< Of this rank's own work: without waiting for other ranks.
+};
+
+/// Updates a translator by Adam under the Noam schedule.
+///
+/// The gradient of an update is that of the mean loss over all its target tokens, on all ranks and
+/// in all batches: how the sentences are spread over ranks and batches changes nothing but the
+/// order of summation. Its global norm is clipped, and the average takes the new parameters in.
+///
+/// Owner: holds the model; `group` must outlive this. Threads: one.
+/// Errors: PeerError from constructor and `update` when a rank is lost.
+class Updater {
+ public:
+  /// Collective; blocks: verifies that the ranks' models agree, then copies rank 0's to all.
+  Updater(nmt::Transformer model, comm::ProcessGroup& group, const UpdaterOptions& options);
+  ~Updater();
+  Updater(const Updater&) = delete;
+  Updater& operator=(const Updater&) = delete;
+
+  /// Makes one update from this rank's `batches`: one or more; ranks may have different numbers.
+  ///
+  /// Collective; blocks until every rank has computed. A loss that is no finite number spoils the
+  /// parameters: see `nll_sum` (over ranks) and `gradient_norm`.
+  /// Cost: one all-reduce of a number, one of the gradients, however many batches there are.
+  UpdateReport update(const std::vector<nmt::Batch>& batches);
+
+  int64_t num_updates() const { return adam_.num_steps(); }
+  double learning_rate() const;  ///< Of the last update.
+  /// The smoothed parameters; null without exponential_smoothing.
+  optim::ExponentialAverage* average() { return average_.get(); }
+
+ private:
+  double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
+  void watch_gradients();
+
+  UpdaterOptions options_;
+  comm::ProcessGroup& group_;
+  nmt::Transformer model_;
+  parallel::DistributedDataParallel<nmt::Transformer> ddp_;
+  optim::Adam adam_;
+  std::unique_ptr<optim::ExponentialAverage> average_;
+  std::vector<unsigned> hooks_;                          // by parameter, to be taken off again
+  std::chrono::steady_clock::time_point last_gradient_;  // when backward had computed it
+};
+
+}  // namespace cohort::translate

@@ -1,0 +1,221 @@
+// Updates of a job of ranks against those of plain autograd and Adam on the union of the batches.
+#include "cohort/translate/updater.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <numeric>
+#include <thread>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include "cohort/train/metrics.h"
+
+#include "tests/support/ranks.h"
+#include "tests/support/sentences.h"
+
+namespace cohort::translate {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kNumUpdates = 6;
+constexpr int kNumSentences = 16;
+
+// Only the order of summation differs, and moves a gradient by some 1e-15: 100 terms below 0.1,
+// rounded to 2^-53. Adam divides that by the root of the mean square, here 6e-8 at least where
+// there is a gradient at all, and multiplies it by a rate below 0.0075: 1.3e-10 an update. A wrong
+// gradient moves parameters by the rate itself.
+constexpr double kRounding = 1e-9;
+
+// The rate rises and falls, some updates are clipped and some not, and the average's rate comes to
+// its lower end.
+const UpdaterOptions kOptions{.schedule = {.factor = 0.05, .width = 16, .warmup = 3},
+                              .clip_norm = 0.8,
+                              .exponential_smoothing = 0.75};
+
+nmt::Transformer make_model() {
+  nmt::Transformer model(test::tiny_options());
+  model->initialise(7);
+  model->to(at::kDouble);
+  return model;
+}
+
+// The sentences of one update, short ones first, so that ranks hold different numbers of tokens.
+std::vector<test::Sentence> sentences_of(int update) {
+  auto sentences = test::make_sentences(kNumSentences, static_cast<uint32_t>(update));
+  std::stable_sort(sentences.begin(), sentences.end(),
+                   [](const auto& a, const auto& b) { return a.target.size() < b.target.size(); });
+  return sentences;
+}
+
+// Cuts `sentences` into parts of 1 : 3 : 5 ... and returns the rank's: rank r has counts[r].
+std::vector<nmt::Batch> batches_of(const std::vector<test::Sentence>& sentences,
+                                   const std::vector<int>& counts, int rank) {
+  const int parts = std::reduce(counts.begin(), counts.end());
+  const int first = std::reduce(counts.begin(), counts.begin() + rank);
+  const auto cut = [&](int part) {
+    return sentences.begin() + kNumSentences * part * part / (parts * parts);
+  };
+  std::vector<nmt::Batch> batches;
+  for (int part = first; part < first + counts[static_cast<size_t>(rank)]; ++part)
+    batches.push_back(test::make_test_batch({cut(part), cut(part + 1)}));
+  return batches;
+}
+
+// One process, one batch, every formula written out.
+class PlainUpdater {
+ public:
+  struct Report {
+    double nll_sum, gradient_norm;
+  };
+
+  PlainUpdater() {
+    for (const at::Tensor& p : model->parameters()) {
+      moments_.push_back(at::zeros_like(p));
+      squares_.push_back(at::zeros_like(p));
+      averages.push_back(p.detach().clone());
+    }
+  }
+
+  Report update(const nmt::Batch& batch) {
+    const auto t = static_cast<double>(++num_updates_);
+    const auto [loss, nll] = model->forward(batch);
+    const auto parameters = model->parameters();
+    const auto gradients =
+        torch::autograd::grad({loss / static_cast<double>(batch.num_target_tokens)}, parameters);
+    double sum = 0;
+    for (const at::Tensor& g : gradients) sum += g.square().sum().item<double>();
+    const double norm = std::sqrt(sum);
+    // ATen's Adam takes the divisor in float32.
+    const double divisor = norm > 0.8 ? static_cast<float>(norm / 0.8) : 1;
+    clipped += divisor > 1 ? 1 : 0;
+    const double rate = 0.05 / std::sqrt(16.0) * std::min(1 / std::sqrt(t), t / std::pow(3, 1.5));
+    const double share = std::max(0.75, 9 / (t + 9));
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor g = gradients[i] / divisor;
+      moments_[i] = 0.9 * moments_[i] + 0.1 * g;
+      squares_[i] = 0.98 * squares_[i] + (1 - 0.98) * g * g;
+      const at::Tensor root = (squares_[i] / (1 - std::pow(0.98, t))).sqrt() + 1e-9;
+      parameters[i].sub_(rate * moments_[i] / (1 - std::pow(0.9, t)) / root);
+      averages[i] = averages[i] + share * (parameters[i] - averages[i]);
+    }
+    return {nll.item<double>(), norm};
+  }
+
+  nmt::Transformer model = make_model();
+  std::vector<at::Tensor> averages;
+  int clipped = 0;
+
+ private:
+  std::vector<at::Tensor> moments_, squares_;
+  int num_updates_ = 0;
+};
+
+double difference(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  double largest = 0;
+  for (size_t i = 0; i < a.size(); ++i)
+    largest = std::max(largest, (a[i] - b[i]).abs().max().item<double>());
+  return largest;
+}
+
+void expect_plain_updates(comm::ProcessGroup& group, const std::vector<int>& num_batches) {
+  SCOPED_TRACE("batches by rank: " + testing::PrintToString(num_batches));
+  auto model = make_model();
+  Updater updater(model, group, kOptions);
+  PlainUpdater plain;
+  for (int update = 1; update <= kNumUpdates; ++update) {
+    const auto sentences = sentences_of(update);
+    const nmt::Batch whole = test::make_test_batch(sentences);
+    const UpdateReport report = updater.update(batches_of(sentences, num_batches, group.rank()));
+    const auto expected = plain.update(whole);
+    EXPECT_EQ(report.num_tokens, whole.num_target_tokens);
+    if (group.size() > 1) {
+      EXPECT_NE(report.own_tokens * group.size(), report.num_tokens) << "equal shares";
+    }
+    const double nll_sum = train::reduce_sums(group, std::array{report.nll_sum})[0];
+    EXPECT_NEAR(nll_sum, expected.nll_sum, kRounding);
+    EXPECT_NEAR(report.gradient_norm, expected.gradient_norm, kRounding);
+  }
+  EXPECT_GT(plain.clipped, 0);
+  EXPECT_LT(plain.clipped, kNumUpdates);
+  EXPECT_EQ(updater.num_updates(), kNumUpdates);
+  EXPECT_LE(difference(model->parameters(), plain.model->parameters()), kRounding);
+  const optim::AveragesInPlace smoothed(updater.average());
+  EXPECT_LE(difference(model->parameters(), plain.averages), kRounding);
+}
+
+TEST(UpdaterTest, OneRankMakesPlainUpdatesWithAnyDelay) {
+  comm::ProcessGroup alone(comm::Place{});
+  for (const int delay : {1, 2, 4}) expect_plain_updates(alone, {delay});
+}
+
+TEST(UpdaterTest, TwoRanksMakePlainUpdatesWithAnyDelay) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    for (const int delay : {1, 2}) expect_plain_updates(group, {delay, delay});
+  });
+}
+
+// 3 over the number of tokens has another mantissa than 1 or 2 over it.
+TEST(UpdaterTest, ThreeRanksMakePlainUpdates) {
+  test::ranks(3, [](comm::ProcessGroup& group) { expect_plain_updates(group, {1, 1, 1}); });
+}
+
+// Only if each rank sends its gradients once, after its last batch, do their calls match.
+TEST(UpdaterTest, RanksMayHaveDifferentNumbersOfBatches) {
+  const auto ends = test::run_ranks(2,
+                                    [](comm::ProcessGroup& group) {
+                                      expect_plain_updates(group, {1, 3});
+                                    },
+                                    {.timeout = std::chrono::seconds(10)});
+  for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+// Rank 1 comes late; then one of its gradients takes until rank 0 has all of its own, and longer.
+// Nothing of that is rank 0's own time, and the latter is rank 1's.
+TEST(UpdaterTest, ARanksTimeIsItsOwnWithoutWaitingForOthers) {
+  namespace fs = std::filesystem;
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    constexpr std::chrono::milliseconds kDelay(200);
+    const fs::path rank_0_is_done = group.broadcast_text(
+        (fs::temp_directory_path() / ("cohort-updater-" + std::to_string(getpid()))).string());
+    auto model = make_model();
+    Updater updater(model, group, kOptions);
+    const auto parameters = model->parameters();
+    size_t num_gradients = 0;
+    if (group.rank() == 0) {
+      for (const at::Tensor& p : parameters) {
+        p.register_hook([&](const at::Tensor&) {
+          if (++num_gradients == parameters.size()) std::ofstream(rank_0_is_done) << '.';
+        });
+      }
+    } else {
+      // The first gradient of a backward.
+      model->named_parameters()["generator.weight"].register_hook([&](const at::Tensor&) {
+        while (!fs::exists(rank_0_is_done)) std::this_thread::yield();
+        std::this_thread::sleep_for(kDelay);
+      });
+    }
+    const auto start = Clock::now();
+    group.barrier("start");
+    if (group.rank() == 1) std::this_thread::sleep_for(kDelay);
+    const double own =
+        updater.update(batches_of(sentences_of(1), {1, 1}, group.rank())).compute_seconds;
+    const std::chrono::duration<double> whole = Clock::now() - start;
+    if (group.rank() == 0) {
+      EXPECT_GE(whole.count() - own, 0.4);
+      EXPECT_GT(own, 0);
+    } else {
+      EXPECT_GE(own, 0.2);
+    }
+    group.barrier("end");
+    fs::remove(rank_0_is_done);
+  });
+}
+
+}  // namespace
+}  // namespace cohort::translate
