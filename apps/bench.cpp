@@ -10,7 +10,10 @@
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <torch/torch.h>
+#include <torch/nn/modules/container/functional.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include "cohort/base/console.h"
 #include "cohort/base/program.h"

@@ -5,6 +5,7 @@
 // Rank 0 prints one JSON line: target tokens per second over all ranks (median of the steps), and
 // the rate of bfloat16 (or float32) matrix products that the same ranks reach together, as the
 // yardstick.
+#include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>

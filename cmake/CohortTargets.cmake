@@ -41,12 +41,14 @@ function(cohort_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers -Werror)
 endfunction()
 
-# One precompiled header (libtorch takes 20 seconds to read) reused by every target that asks.
+# Precompiled headers (libtorch takes 20 seconds to read) reused by every target that asks. What more of libtorch they
+# held, every source would pay for: GCC instantiates the templates of a precompiled header anew in each.
 function(cohort_use_torch_pch target)
   if(NOT TARGET cohort_torch_pch)
     add_library(cohort_torch_pch OBJECT ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cpp)
     target_link_libraries(cohort_torch_pch PRIVATE libtorch::torch_cpu)
-    target_precompile_headers(cohort_torch_pch PRIVATE <torch/torch.h>)
+    target_precompile_headers(cohort_torch_pch PRIVATE
+      <torch/types.h> <torch/nn/module.h> <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
     cohort_warnings(cohort_torch_pch)
     target_compile_options(cohort_torch_pch PRIVATE -fpch-preprocess)
   endif()
@@ -54,10 +56,18 @@ function(cohort_use_torch_pch target)
   target_compile_options(${target} PRIVATE -fpch-preprocess)
 endfunction()
 
+# Sources of this folder that see no tensor do without.
+function(cohort_without_torch_pch)
+  set_source_files_properties(${ARGN} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+endfunction()
+
 # Gives a program that computes with tensors its warnings, the precompiled header, and an allocator that keeps
 # what is freed: every step asks for the same large blocks again.
 function(cohort_tensor_program target)
-  target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/program_settings.cpp)
+  if(NOT TARGET cohort_program_settings)
+    add_library(cohort_program_settings OBJECT ${PROJECT_SOURCE_DIR}/cmake/program_settings.cpp)
+  endif()
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:cohort_program_settings>)
   target_link_libraries(${target} PRIVATE -Wl,--no-as-needed ${JEMALLOC_LIBRARY} -Wl,--as-needed)
   cohort_warnings(${target})
   cohort_use_torch_pch(${target})

@@ -104,20 +104,28 @@ Tokenizers load_tokenizers(const std::vector<fs::path>& files,
   return tokenizers;
 }
 
+namespace {
+
+std::string fact_name(const char* field) {
+  std::string name = "model.";
+  return name.append(field);
+}
+
+}  // namespace
+
 train::Facts facts_of(const nmt::TransformerOptions& model) {
   train::Facts facts;
-  visit_fields(model, [&](const char* name, auto value) {
-    facts[std::string("model.") + name] = std::to_string(value);
-  });
+  visit_fields(
+      model, [&](const char* name, auto value) { facts[fact_name(name)] = std::to_string(value); });
   return facts;
 }
 
 nmt::TransformerOptions model_of(const train::Facts& facts) {
   nmt::TransformerOptions model;
   visit_fields(model, [&]<class T>(const char* name, T& value) {
-    const auto found = facts.find(std::string("model.") + name);
+    const auto found = facts.find(fact_name(name));
     if (found == facts.end())
-      throw ConfigError(std::string("manifest.json has no fact model.") + name);
+      throw ConfigError(std::string("manifest.json has no fact ") + fact_name(name));
     try {
       if constexpr (std::is_same_v<T, double>) {
         value = std::stod(found->second);

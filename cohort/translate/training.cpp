@@ -1,5 +1,6 @@
 #include "cohort/translate/training.h"
 
+#include <ATen/Parallel.h>
 #include <chrono>
 #include <cmath>
 #include <fstream>

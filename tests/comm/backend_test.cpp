@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "cohort/base/error.h"
 

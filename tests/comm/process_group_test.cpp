@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 #include <unistd.h>
 
 #include "cohort/base/error.h"

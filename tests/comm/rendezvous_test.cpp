@@ -2,6 +2,7 @@
 #include "cohort/comm/rendezvous.h"
 
 #include <ATen/ATen.h>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -120,18 +121,22 @@ TEST(RendezvousTest, AHostThatDoesNotResolveIsNamed) {
 // An earlier job of which rank 1 never came: its process is gone, its file is not.
 TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
   if (const char* stale = std::getenv("COHORT_TEST_STALE_FILE")) {
-    meet_all({at_file(0, 2, stale)}, milliseconds(300));
-    _exit(0);
+    // A rank that is killed once it has signed: one that gives up would take the file away.
+    std::thread([stale] { meet_all({at_file(0, 2, stale)}, seconds(20)); }).detach();
+    const std::string signature = std::to_string(getpid());
+    for (std::string text; text.find(signature) == std::string::npos;) {
+      std::ifstream file(stale);
+      text.assign(std::istreambuf_iterator<char>(file), {});
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    kill(getpid(), SIGKILL);
   }
   const TemporaryFolder folder;
   const std::string path = folder.path() / "meet";
   setenv("COHORT_TEST_STALE_FILE", path.c_str(), 1);
   const std::string self = std::filesystem::read_symlink("/proc/self/exe");
-  ASSERT_EQ(
-      std::system(
-          (self + " --gtest_filter=RendezvousTest.AStaleFileIsNamedOnEveryRank >/dev/null 2>&1")
-              .c_str()),
-      0);
+  std::system((self + " --gtest_filter=RendezvousTest.AStaleFileIsNamedOnEveryRank >/dev/null 2>&1")
+                  .c_str());
   unsetenv("COHORT_TEST_STALE_FILE");
   if (!std::filesystem::exists(path)) GTEST_FAIL() << "the earlier job left no file";
   const auto start = std::chrono::steady_clock::now();
@@ -139,6 +144,13 @@ TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(5));
   expect_each_says(results, path + " was left by an earlier job (pid ");
   expect_each_says(results, "remove it, then start again");
+}
+
+TEST(RendezvousTest, ARankThatGivesUpLeavesNoFile) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path() / "meet";
+  expect_each_says(meet_all({at_file(0, 2, path)}, milliseconds(300)), "1 of 2 ranks have come");
+  EXPECT_FALSE(std::filesystem::exists(path));
 }
 
 TEST(RendezvousTest, AFileOfAnotherKindIsRefused) {

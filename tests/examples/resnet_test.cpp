@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <set>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "cohort/base/error.h"
 

@@ -1,7 +1,7 @@
 #include "cohort/image/image_loader.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "cohort/base/error.h"
 

@@ -2,7 +2,7 @@
 
 #include <cmath>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"

@@ -5,7 +5,10 @@
 
 #include <cmath>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/functional/activation.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "cohort/nmt/kernels/kernels.h"
 

@@ -1,7 +1,8 @@
 #include "cohort/nmt/transformer.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim/adam.h>
+#include <torch/types.h>
 
 #include "cohort/base/error.h"
 #include "cohort/nmt/search.h"

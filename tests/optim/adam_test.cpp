@@ -2,7 +2,9 @@
 
 #include <cmath>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim/adam.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "cohort/optim/exponential_average.h"
 #include "cohort/optim/noam.h"

@@ -2,7 +2,11 @@
 #include <gtest/gtest.h>
 #include <random>
 #include <thread>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "cohort/parallel/comm_hooks/all_reduce.h"
 #include "cohort/parallel/comm_hooks/compress.h"

@@ -1,3 +1,5 @@
+#include <torch/nn/modules/embedding.h>
+
 #include "cohort/parallel/join.h"
 
 #include "tests/parallel/ddp_support.h"

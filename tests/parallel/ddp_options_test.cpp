@@ -1,6 +1,10 @@
 #include <ATen/record_function.h>
 #include <map>
 #include <optional>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "tests/parallel/ddp_support.h"
 #include "tests/support/ranks.h"

@@ -2,7 +2,10 @@
 // compare with.
 #pragma once
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "cohort/parallel/distributed_data_parallel.h"
 

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include "cohort/optim/adam.h"
 #include "cohort/parallel/distributed_data_parallel.h"

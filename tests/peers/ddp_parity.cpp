@@ -2,7 +2,9 @@
 // and writes the weights. Usage: ddp_parity convolution|transformer START.safetensors
 // RESULT.safetensors, on two ranks.
 #include <cmath>
-#include <torch/torch.h>
+#include <torch/nn.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"

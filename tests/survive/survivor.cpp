@@ -4,7 +4,12 @@
 // later attempt continues from there. At the end rank 0 prints the SHA-256 of the weights.
 #include <csignal>
 #include <filesystem>
-#include <torch/torch.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "cohort/base/checksum.h"
 #include "cohort/base/env.h"

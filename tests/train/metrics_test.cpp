@@ -2,7 +2,8 @@
 
 #include <cmath>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include "tests/support/ranks.h"
 

@@ -3,7 +3,8 @@
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/types.h>
 #include <unistd.h>
 
 #include "cohort/base/error.h"

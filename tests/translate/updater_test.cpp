@@ -9,7 +9,8 @@
 #include <gtest/gtest.h>
 #include <numeric>
 #include <thread>
-#include <torch/torch.h>
+#include <torch/autograd.h>
+#include <torch/types.h>
 #include <unistd.h>
 
 #include "cohort/train/metrics.h"
