@@ -4,6 +4,7 @@
 
 #include "cohort/base/console.h"
 #include "cohort/base/error.h"
+#include "cohort/base/program.h"
 #include "cohort/translate/training.h"
 
 #include "apps/group_flags.h"
@@ -52,7 +53,9 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->expected(2)
       ->group("Data");
   app.add_option("--model-dir", o.model_dir, "The run's folder")->required()->group("Data");
-  app.add_flag("--overwrite", o.overwrite, "Replace an earlier run in --model-dir")->group("Data");
+  app.add_flag("--overwrite", o.overwrite,
+               "Replace an earlier run in --model-dir; without it, that run goes on")
+      ->group("Data");
   app.add_option("--max-length", o.max_length, "Drop training pairs with more tokens on a side")
       ->capture_default_str()
       ->check(CLI::PositiveNumber)
@@ -124,6 +127,11 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->capture_default_str()
       ->group("Validation");
   flags.evaluation.add_to(app, "Validation");
+  app.add_option("--save-freq", o.save_freq_min,
+                 "Save what is needed to go on every so many minutes (0: only at the end)")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->group("Training");
   flags.group.add_to(app);
   app.add_flag("--quiet", o.quiet, "No progress bar");
 }
@@ -157,7 +165,7 @@ int run(TrainFlags& flags, const CLI::App& app) {
              static_cast<long long>(result.epochs), static_cast<long long>(result.updates),
              result.stop_reason.c_str(), result.best_bleu, result.best_loss,
              options.model_dir.c_str());
-  return 0;
+  return result.was_asked_to ? kExitStopped : kExitOk;
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "cohort/base/atomic_file.h"
+#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 
 namespace cohort {
@@ -198,16 +199,22 @@ const char* to_string(DType dtype) {
   return kDTypes[static_cast<size_t>(dtype)].name;
 }
 
-void write_safetensors(const std::string& path, std::span<const TensorView> tensors,
-                       const TensorMetadata& metadata) {
+std::string write_safetensors(const std::string& path, std::span<const TensorView> tensors,
+                              const TensorMetadata& metadata) {
   const auto order = file_order(path, tensors);
   const std::string header = make_header(path, order, metadata);
+  Sha256 sum;
   write_atomically(path, [&](FileWriter& writer) {
+    const auto write = [&](std::span<const std::byte> bytes) {
+      sum.update(bytes);
+      writer.write(bytes);
+    };
     const std::array<uint64_t, 1> length = {header.size()};
-    writer.write(std::as_bytes(std::span(length)));
-    writer.write(header);
-    for (const TensorView* tensor : order) writer.write(tensor->bytes);
+    write(std::as_bytes(std::span(length)));
+    write(std::as_bytes(std::span(header)));
+    for (const TensorView* tensor : order) write(tensor->bytes);
   });
+  return sum.hex();
 }
 
 SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {

@@ -34,11 +34,12 @@ using TensorMetadata = std::map<std::string, std::string>;
 ///
 /// Order in the file: larger element types first, then by name, so every tensor is aligned to its
 /// element and equal input gives an equal file.
+/// Returns: the file's SHA-256 (checksum.h).
 /// Errors: ConfigError: a shape does not match its bytes, a name occurs twice, is "__metadata__" or
 ///         not UTF-8, the header would exceed 100 MB, or the folder is not writable.
 ///         c10::Error: writing failed.
-void write_safetensors(const std::string& path, std::span<const TensorView> tensors,
-                       const TensorMetadata& metadata = {});
+std::string write_safetensors(const std::string& path, std::span<const TensorView> tensors,
+                              const TensorMetadata& metadata = {});
 
 /// A safetensors file mapped into memory, checked whole on opening. Nothing in it is executed.
 ///

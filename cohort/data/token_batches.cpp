@@ -144,9 +144,7 @@ void count(Lengths lengths, const std::vector<Batch>& batches, BatchPlan& plan) 
   }
 }
 
-}  // namespace
-
-BatchPlan plan_batches(Lengths lengths, const BatchOptions& options, int64_t epoch) {
+void check(Lengths lengths, const BatchOptions& options, int64_t epoch) {
   check_ranks(options.rank, options.world_size);
   require(options.mini_batch >= 0, "mini_batch >= 0", options.mini_batch);
   require(options.mini_batch_words >= 0, "mini_batch_words >= 0", options.mini_batch_words);
@@ -158,27 +156,81 @@ BatchPlan plan_batches(Lengths lengths, const BatchOptions& options, int64_t epo
           "at least " + std::to_string(options.world_size) + " sentences, one for each rank",
           static_cast<int64_t>(lengths.size()));
   check_lengths(lengths);
+}
 
-  SplitMix64 random(options.seed, static_cast<uint64_t>(epoch));
-  Batch order(lengths.size());
-  std::iota(order.begin(), order.end(), 0);
-  if (options.shuffle) shuffle(std::span(order), random);
-  sort_windows(lengths, order, options);
-  auto batches = cut(lengths, order, options.mini_batch, options.mini_batch_words);
+// The batches of all ranks for `sentences`: those of step s at s * world_size, by rank.
+struct AllBatches {
+  std::vector<Batch> batches;
+  int64_t num_dropped = 0;
+};
 
+AllBatches plan_all(Lengths lengths, Batch sentences, const BatchOptions& options, int64_t epoch) {
   const auto world_size = static_cast<size_t>(options.world_size);
-  BatchPlan plan;
-  plan.num_dropped = complete_last_group(batches, world_size);
-  count(lengths, batches, plan);
-  std::vector<size_t> steps(batches.size() / world_size);
+  if (sentences.size() < world_size) return {{}, std::ssize(sentences)};
+  SplitMix64 random(options.seed, static_cast<uint64_t>(epoch));
+  if (options.shuffle) shuffle(std::span(sentences), random);
+  sort_windows(lengths, sentences, options);
+  auto sorted = cut(lengths, sentences, options.mini_batch, options.mini_batch_words);
+  AllBatches plan;
+  plan.num_dropped = complete_last_group(sorted, world_size);
+  std::vector<size_t> steps(sorted.size() / world_size);
   std::iota(steps.begin(), steps.end(), size_t{0});
   if (options.shuffle) shuffle(std::span(steps), random);
-  plan.batches.reserve(steps.size());
-  for (size_t step : steps) {
-    const size_t place = step * world_size + static_cast<size_t>(options.rank);
-    plan.batches.push_back(std::move(batches[place]));
+  for (const size_t step : steps) {
+    for (size_t rank = 0; rank < world_size; ++rank)
+      plan.batches.push_back(std::move(sorted[step * world_size + rank]));
   }
   return plan;
+}
+
+BatchPlan of_rank(Lengths lengths, AllBatches all, const BatchOptions& options) {
+  BatchPlan plan;
+  plan.num_dropped = all.num_dropped;
+  count(lengths, all.batches, plan);
+  for (size_t i = static_cast<size_t>(options.rank); i < all.batches.size();
+       i += static_cast<size_t>(options.world_size)) {
+    plan.batches.push_back(std::move(all.batches[i]));
+  }
+  return plan;
+}
+
+bool same_but_for_rank(BatchOptions a, const BatchOptions& b) {
+  a.rank = b.rank;
+  return a == b;
+}
+
+}  // namespace
+
+BatchPlan plan_batches(Lengths lengths, const BatchOptions& options, int64_t epoch) {
+  return plan_rest(lengths, options, epoch, {});
+}
+
+BatchPlan plan_rest(Lengths lengths, const BatchOptions& options, int64_t epoch,
+                    std::span<const EpochPart> done) {
+  check(lengths, options, epoch);
+  Batch sentences(lengths.size());
+  std::iota(sentences.begin(), sentences.end(), 0);
+  for (const EpochPart& part : done) {
+    check(lengths, part.options, epoch);
+    AllBatches all = plan_all(lengths, sentences, part.options, epoch);
+    const auto taken = part.num_batches * part.options.world_size;
+    require(part.num_batches >= 0 && taken <= std::ssize(all.batches),
+            "at most " + std::to_string(std::ssize(all.batches) / part.options.world_size) +
+                " batches of epoch " + std::to_string(epoch) + " done",
+            part.num_batches);
+    const auto rest = all.batches.begin() + taken;
+    if (&part == &done.back() && same_but_for_rank(part.options, options)) {
+      all.batches.erase(all.batches.begin(), rest);
+      return of_rank(lengths, std::move(all), options);
+    }
+    std::vector<bool> trained(lengths.size());
+    for (auto batch = all.batches.begin(); batch != rest; ++batch) {
+      for (const int64_t sentence : *batch) trained[static_cast<size_t>(sentence)] = true;
+    }
+    std::erase_if(sentences,
+                  [&](int64_t sentence) { return trained[static_cast<size_t>(sentence)]; });
+  }
+  return of_rank(lengths, plan_all(lengths, std::move(sentences), options, epoch), options);
 }
 
 BatchPlan plan_eval_batches(Lengths lengths, int64_t mini_batch_words, int rank, int world_size) {

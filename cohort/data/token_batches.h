@@ -23,6 +23,8 @@ struct BatchOptions {
   int rank = 0;                  ///< In [0, world_size).
   int world_size = 1;
   bool shuffle = true;  ///< false: windows follow the order of the corpus, batches that of length.
+
+  bool operator==(const BatchOptions&) const = default;
 };
 
 /// One rank's batches of one epoch. The counts are those of all ranks together.
@@ -53,6 +55,24 @@ struct BatchPlan {
 ///          ranks, a negative length.
 BatchPlan plan_batches(std::span<const PairLength> lengths, const BatchOptions& options,
                        int64_t epoch);
+
+/// A part of an epoch that has been trained: each of `options.world_size` ranks took its first
+/// `num_batches` batches.
+struct EpochPart {
+  BatchOptions options;
+  int64_t num_batches = 0;
+};
+
+/// Plans what is left of `epoch` after the parts `done`, each planned on what the one before left.
+///
+/// With the options of the last part (but for the rank) the plan is the rest of that part's plan,
+/// in its order: a run that was stopped goes on as if it had not been. With others, on another
+/// number of ranks say, the sentences that nobody has trained on are planned anew; fewer than
+/// world_size of them are left out, and counted in `num_dropped`.
+///
+/// Local. Errors: as plan_batches(), and ConfigError if a part has more batches than its plan.
+BatchPlan plan_rest(std::span<const PairLength> lengths, const BatchOptions& options, int64_t epoch,
+                    std::span<const EpochPart> done);
 
 /// Plans batches for evaluation: each sentence in exactly one batch of one rank, longest first.
 /// The limit is that of BatchOptions::mini_batch_words, > 0. The number of batches differs by one

@@ -26,6 +26,11 @@ class ExponentialAverage {
   /// number of calls.
   void swap();
 
+  /// To be saved or filled, with `num_updates`: one tensor per parameter, in their order.
+  const std::vector<at::Tensor>& averages() const { return averages_; }
+  int64_t num_updates() const { return num_updates_; }
+  void set_num_updates(int64_t num_updates) { num_updates_ = num_updates; }
+
  private:
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> averages_;

@@ -1,10 +1,13 @@
 #include "cohort/train/checkpoint.h"
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <pthread.h>
 #include <sstream>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include "cohort/base/atomic_file.h"
@@ -44,17 +47,6 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-std::vector<std::pair<std::string, at::Tensor>> named_state(const torch::nn::Module& model) {
-  std::vector<std::pair<std::string, at::Tensor>> state;
-  for (const auto& item : model.named_parameters()) {
-    state.emplace_back(item.key(), item.value().detach().contiguous());
-  }
-  for (const auto& item : model.named_buffers()) {
-    state.emplace_back(item.key(), item.value().detach().contiguous());
-  }
-  return state;
-}
-
 TensorView view_of(const std::string& name, const at::Tensor& tensor) {
   return {.name = name,
           .dtype = dtype_of(tensor),
@@ -73,32 +65,114 @@ nlohmann::json read_json(const std::string& folder) {
   std::ifstream file(path);
   if (!file) throw ConfigError(path + ": no checkpoint here");
   const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || !json.contains("weights") || !json["weights"].is_string() ||
-      !json.contains("sha256") || !json["sha256"].is_string() || !json.contains("facts") ||
-      !json["facts"].is_object()) {
-    throw ConfigError(path + ": expected a manifest with weights, sha256 and facts");
+  const auto has_object = [&](const nlohmann::json& parent, const char* key) {
+    return parent.is_object() && parent.contains(key) && parent[key].is_object();
+  };
+  bool good = has_object(json, "files") && has_object(json, "facts");
+  if (good) {
+    for (const auto& entry : json["files"])
+      good = good && entry.is_object() && entry.contains("name") && entry["name"].is_string() &&
+             entry.contains("sha256") && entry["sha256"].is_string();
   }
+  if (!good) throw ConfigError(path + ": expected a manifest with files and facts");
   return json;
 }
 
+// A part's file, checked against its tensors.
+class PartFile {
+ public:
+  PartFile(const std::string& folder, const nlohmann::json& manifest, const std::string& part,
+           const NamedTensors& tensors)
+      : tensors_(tensors),
+        path_(folder + "/" + entry(folder, manifest, part)["name"].get<std::string>()),
+        file_(path_) {
+    if (sha256_of_file(path_) != manifest["files"][part]["sha256"].get<std::string>()) {
+      throw ConfigError(path_ +
+                        ": its SHA-256 is not the one in manifest.json: the file was changed");
+    }
+    for (const auto& [name, tensor] : tensors) check(name, tensor);
+    for (const TensorView& stored : file_.tensors()) {
+      const auto known = [&](const auto& item) { return item.first == stored.name; };
+      if (std::none_of(tensors.begin(), tensors.end(), known)) {
+        throw ConfigError(path_ + ": a checkpoint of another model: " + stored.name +
+                          " is not in this one");
+      }
+    }
+  }
+
+  void fill() const {
+    const at::NoGradGuard no_grad;
+    for (const auto& [name, tensor] : tensors_) {
+      const TensorView& stored = file_.at(name);
+      tensor.copy_(at::from_blob(const_cast<std::byte*>(stored.bytes.data()), tensor.sizes(),
+                                 at::TensorOptions().dtype(tensor.dtype())));
+    }
+  }
+
+ private:
+  static const nlohmann::json& entry(const std::string& folder, const nlohmann::json& manifest,
+                                     const std::string& part) {
+    const auto& files = manifest["files"];
+    if (!files.contains(part)) {
+      throw ConfigError(folder + "/manifest.json: the checkpoint has no " + part +
+                        ": expected one of a training run");
+    }
+    return files[part];
+  }
+
+  void check(const std::string& name, const at::Tensor& tensor) const {
+    const TensorView* stored = file_.find(name);
+    if (stored == nullptr)
+      throw ConfigError(path_ + ": a checkpoint of another model: it has no " + name);
+    if (stored->shape == tensor.sizes().vec() && stored->dtype == dtype_of(tensor)) return;
+    throw ConfigError(path_ + ": a checkpoint of another model: " + name + " is " +
+                      to_string(stored->dtype) + " " + shape_text(stored->shape) + ", expected " +
+                      to_string(dtype_of(tensor)) + " " + shape_text(tensor.sizes().vec()));
+  }
+
+  const NamedTensors& tensors_;
+  std::string path_;
+  SafetensorsFile file_;
+};
+
 }  // namespace
 
-void save_checkpoint(const std::string& folder, const torch::nn::Module& model, int64_t update,
+NamedTensors state_of(const torch::nn::Module& model) {
+  NamedTensors state;
+  for (const auto& item : model.named_parameters())
+    state.emplace_back(item.key(), item.value().detach());
+  for (const auto& item : model.named_buffers())
+    state.emplace_back(item.key(), item.value().detach());
+  return state;
+}
+
+void save_checkpoint(const std::string& folder, const Parts& parts, int64_t update,
                      const Facts& facts) {
   std::error_code error;
   fs::create_directories(folder, error);
-  const auto state = named_state(model);
-  std::vector<TensorView> views;
-  for (const auto& [name, tensor] : state) views.push_back(view_of(name, tensor));
-  const std::string name = "weights-" + std::to_string(update) + ".safetensors";
-  write_safetensors(folder + "/" + name, views, {{"format", "pt"}});
-  const nlohmann::ordered_json manifest = {
-      {"weights", name}, {"sha256", sha256_of_file(folder + "/" + name)}, {"facts", facts}};
+  const std::string ending = "-" + std::to_string(update) + ".safetensors";
+  nlohmann::ordered_json manifest = {{"files", nlohmann::ordered_json::object()}, {"facts", facts}};
+  for (const auto& [part, tensors] : parts) {
+    NamedTensors contiguous;
+    for (const auto& [name, tensor] : tensors)
+      contiguous.emplace_back(name, tensor.detach().contiguous());
+    std::vector<TensorView> views;
+    for (const auto& [name, tensor] : contiguous) views.push_back(view_of(name, tensor));
+    manifest["files"][part] = {
+        {"name", part + ending},
+        {"sha256", write_safetensors(folder + "/" + part + ending, views, {{"format", "pt"}})}};
+  }
   write_atomically(folder + "/manifest.json", manifest.dump(2) + "\n");
   for (const auto& entry : fs::directory_iterator(folder, error)) {
     const std::string other = entry.path().filename().string();
-    if (other.starts_with("weights-") && other != name) fs::remove(entry.path(), error);
+    if (other.ends_with(".safetensors") && !other.ends_with(ending))
+      fs::remove(entry.path(), error);
   }
+}
+
+void save_checkpoint(const std::string& folder, const torch::nn::Module& model, int64_t update,
+                     const Facts& facts) {
+  save_checkpoint(folder, Parts{{"weights", state_of(model)}}, update, facts);
 }
 
 Facts read_manifest(const std::string& folder) {
@@ -112,39 +186,73 @@ Facts read_manifest(const std::string& folder) {
   return facts;
 }
 
-void load_checkpoint(const std::string& folder, torch::nn::Module& model) {
+void load_checkpoint(const std::string& folder, const Parts& parts) {
   const nlohmann::json manifest = read_json(folder);
-  const std::string path = folder + "/" + manifest["weights"].get<std::string>();
-  const SafetensorsFile file(path);
-  if (sha256_of_file(path) != manifest["sha256"].get<std::string>()) {
-    throw ConfigError(path + ": its SHA-256 is not the one in manifest.json: the file was changed");
+  std::vector<PartFile> files;
+  files.reserve(parts.size());
+  for (const auto& [part, tensors] : parts) files.emplace_back(folder, manifest, part, tensors);
+  for (const PartFile& file : files) file.fill();
+}
+
+void load_checkpoint(const std::string& folder, torch::nn::Module& model) {
+  load_checkpoint(folder, Parts{{"weights", state_of(model)}});
+}
+
+CheckpointWriter::CheckpointWriter() : thread_([this] { run(); }) {
+  pthread_setname_np(thread_.native_handle(), "checkpoint");
+}
+
+CheckpointWriter::~CheckpointWriter() {
+  {
+    std::scoped_lock lock(mutex_);
+    stop_ = true;
   }
-  std::vector<std::pair<std::string, at::Tensor>> state;
-  for (auto& item : model.named_parameters()) state.emplace_back(item.key(), item.value());
-  for (auto& item : model.named_buffers()) state.emplace_back(item.key(), item.value());
-  for (const auto& [name, tensor] : state) {
-    const TensorView* stored = file.find(name);
-    if (stored == nullptr)
-      throw ConfigError(path + ": a checkpoint of another model: it has no " + name);
-    if (stored->shape != tensor.sizes().vec() || stored->dtype != dtype_of(tensor)) {
-      throw ConfigError(path + ": a checkpoint of another model: " + name + " is " +
-                        to_string(stored->dtype) + " " + shape_text(stored->shape) + ", expected " +
-                        to_string(dtype_of(tensor)) + " " + shape_text(tensor.sizes().vec()));
+  changed_.notify_all();
+  thread_.join();
+}
+
+void CheckpointWriter::save(const std::string& folder, const Parts& parts, int64_t update,
+                            const Facts& facts) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !job_; });
+  Job job{folder, {}, update, facts};
+  for (const auto& [part, tensors] : parts) {
+    for (const auto& [name, tensor] : tensors)
+      job.parts[part].emplace_back(name, tensor.detach().clone());
+  }
+  job_ = std::move(job);
+  lock.unlock();
+  changed_.notify_all();
+}
+
+void CheckpointWriter::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !job_; });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+bool CheckpointWriter::busy() const {
+  std::scoped_lock lock(mutex_);
+  return job_.has_value();
+}
+
+void CheckpointWriter::run() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return job_ || stop_; });
+    if (!job_) return;
+    const Job& job = *job_;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      save_checkpoint(job.folder, job.parts, job.update, job.facts);
+    } catch (...) {
+      error = std::current_exception();
     }
-  }
-  for (const TensorView& stored : file.tensors()) {
-    const auto known = [&](const auto& item) { return item.first == stored.name; };
-    if (std::none_of(state.begin(), state.end(), known)) {
-      throw ConfigError(path + ": a checkpoint of another model: " + stored.name +
-                        " is not in this one");
-    }
-  }
-  const at::NoGradGuard no_grad;
-  for (auto& [name, tensor] : state) {
-    const TensorView& stored = file.at(name);
-    at::Tensor source = at::from_blob(const_cast<std::byte*>(stored.bytes.data()), tensor.sizes(),
-                                      at::TensorOptions().dtype(tensor.dtype()));
-    tensor.copy_(source);
+    lock.lock();
+    if (error && !error_) error_ = error;
+    job_.reset();
+    changed_.notify_all();
   }
 }
 

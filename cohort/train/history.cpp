@@ -3,8 +3,8 @@
 #include <cerrno>
 #include <cmath>
 #include <fcntl.h>
+#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sys/stat.h>
 #include <system_error>
 #include <unistd.h>
 
@@ -19,21 +19,26 @@ std::string reason() {
   return std::generic_category().message(errno);
 }
 
-// Returns the length of the file up to and with its last newline.
-off_t whole_lines(int file) {
-  struct stat facts {};
-  if (::fstat(file, &facts) != 0) return 0;
-  off_t end = facts.st_size;
-  char last = '\n';
-  while (end > 0 && ::pread(file, &last, 1, end - 1) == 1 && last != '\n') --end;
-  return end;
+// Returns the length of the whole lines up to `last_update`.
+off_t kept_length(const std::string& path, int64_t last_update) {
+  std::ifstream file(path, std::ios::binary);
+  off_t length = 0;
+  for (std::string line; std::getline(file, line) && !file.eof();
+       length += static_cast<off_t>(line.size()) + 1) {
+    const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (json.is_object() && json.contains("update") && json["update"].is_number_integer() &&
+        json["update"].get<int64_t>() > last_update) {
+      break;
+    }
+  }
+  return length;
 }
 
 }  // namespace
 
-History::History(const std::string& path)
+History::History(const std::string& path, int64_t last_update)
     : path_(path), file_(::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666)) {
-  if (file_ < 0 || ::ftruncate(file_, whole_lines(file_)) != 0) {
+  if (file_ < 0 || ::ftruncate(file_, kept_length(path, last_update)) != 0) {
     const std::string why = reason();
     if (file_ >= 0) ::close(file_);
     throw ConfigError("history " + path + ": expected a writable file: " + why);

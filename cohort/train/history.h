@@ -3,6 +3,7 @@
 #include <concepts>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -32,9 +33,12 @@ class History {
  public:
   using Field = std::pair<std::string_view, HistoryValue>;
 
-  /// Opens `path` for appending. A last line that a killed run left half written is cut off.
+  /// Opens `path` for appending. A last line that a killed run left half written is cut off, and so
+  /// are the lines at whose end the run went on longer than its last checkpoint: from the first
+  /// whose "update" is above `last_update`.
   /// Errors: ConfigError that names the file if it cannot be opened.
-  explicit History(const std::string& path);
+  explicit History(const std::string& path,
+                   int64_t last_update = std::numeric_limits<int64_t>::max());
   ~History();
   History(const History&) = delete;
   History& operator=(const History&) = delete;

@@ -1,6 +1,7 @@
 #include "cohort/translate/training.h"
 
 #include <ATen/Parallel.h>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <fstream>
@@ -9,13 +10,17 @@
 #include <torch/types.h>
 
 #include "cohort/base/atomic_file.h"
+#include "cohort/base/checksum.h"
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/log.h"
+#include "cohort/base/stop_request.h"
 #include "cohort/data/prefetch.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/history.h"
 #include "cohort/train/progress.h"
 #include "cohort/translate/run_folder.h"
+#include "cohort/translate/run_state.h"
 #include "cohort/translate/updater.h"
 
 namespace cohort::translate {
@@ -28,23 +33,55 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Makes the folder; refuses one with a run in it, unless that is to be overwritten.
-void prepare_folder(const TrainingOptions& options) {
+enum class Start { kFresh, kResume };
+
+std::string run_id() {
+  return env_string("TORCHELASTIC_RUN_ID").value_or("");
+}
+
+// Whether this process is the launcher's second attempt at the run that wrote these facts.
+bool is_restart_of(const train::Facts& facts) {
+  const auto found = facts.find("run_id");
+  return env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) > 0 && found != facts.end() &&
+         found->second == run_id();
+}
+
+// Makes the folder; refuses one with a run in it that can be neither continued nor replaced.
+Start prepare_folder(const TrainingOptions& options) {
   std::error_code error;
   fs::create_directories(options.model_dir, error);
   if (!fs::is_directory(options.model_dir)) {
     throw ConfigError("--model-dir " + options.model_dir + " cannot be made: " + error.message());
   }
   const fs::path folder = options.model_dir;
+  if (fs::exists(folder / "last" / "manifest.json") &&
+      (!options.overwrite || is_restart_of(train::read_manifest(folder / "last")))) {
+    return Start::kResume;
+  }
   if (!options.overwrite && (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best"))) {
     throw ConfigError("--model-dir " + options.model_dir +
-                      " already holds a run: name another folder, or pass --overwrite");
+                      " holds a run without last/, so it cannot go on: name another folder, or "
+                      "pass --overwrite");
   }
+  return Start::kFresh;
 }
 
 void remove_earlier_run(const fs::path& folder) {
-  for (const char* made : {"best", "history.jsonl", "result-dev.txt"})
+  for (const char* made : {"last", "best", "history.jsonl", "result-dev.txt"})
     fs::remove_all(folder / made);
+}
+
+// What the order of the data rests on.
+std::string fingerprint(const Corpus& corpus) {
+  Sha256 sum;
+  for (const auto* side : {&corpus.source, &corpus.target}) {
+    for (const auto& ids : *side) {
+      const std::array<uint64_t, 1> length{ids.size()};
+      sum.update(std::as_bytes(std::span(length)));
+      sum.update(std::as_bytes(std::span(ids)));
+    }
+  }
+  return sum.hex();
 }
 
 // Validation keeps every sentence, so one that the model cannot hold is refused before training.
@@ -60,19 +97,36 @@ void check_lengths(const Corpus& corpus, int64_t max_positions) {
   }
 }
 
-// One run's state on one rank; `train` below is its outline.
+train::EarlyStoppingOptions stopping_options(const TrainingOptions& options) {
+  return {.patience = options.early_stopping, .better = train::Better::kHigher};
+}
+
+bool same_but_for_rank(data::BatchOptions a, const data::BatchOptions& b) {
+  a.rank = b.rank;
+  return a == b;
+}
+
+// A rank waits for rank 0 to have written some gigabytes.
+constexpr std::chrono::minutes kSaveLimit{30};
+
+// One run on one rank; `loop` below is its outline.
 class Run {
  public:
-  Run(const TrainingOptions& options, text::ParallelText train_text, text::ParallelText valid_text,
-      comm::ProcessGroup& group);
+  Run(const TrainingOptions& options, Start start, text::ParallelText train_text,
+      text::ParallelText valid_text, comm::ProcessGroup& group);
   TrainingResult loop();
 
  private:
   using Update = std::vector<nmt::Batch>;
 
-  bool train_epoch(int64_t epoch);  // whether it came to the end
+  bool train_epoch();  // whether it came to the end
   void update(const Update& batches, int64_t step, int64_t num_steps);
   void validate();
+  void check_goals();
+  void resume();
+  void save();
+  train::Facts facts() const;
+  double seconds() const { return state_.seconds + seconds_since(start_); }
   void decide_to_stop(const std::string& reason) {
     if (stop_reason_.empty()) stop_reason_ = reason;
   }
@@ -94,14 +148,15 @@ class Run {
   std::optional<train::History> history_;  // rank 0
   train::Progress progress_;
 
-  Clock::time_point start_;  // of training, after tokenisation and set-up
-  int64_t epoch_ = 0;
-  int64_t updates_ = 0;
-  double loss_sum_ = 0;  // since the last validation, over all ranks
-  int64_t token_sum_ = 0;
-  double train_seconds_ = 0;
+  train::CheckpointWriter writer_;  // rank 0 uses it
+  std::string fingerprint_;         // rank 0
+  StopRequest stop_request_;
+
+  RunState state_;
+  Clock::time_point start_;  // of this process's training, after tokenisation and set-up
+  Clock::time_point saved_;
   std::string stop_reason_;
-  TrainingResult result_;
+  bool was_asked_to_stop_ = false;
 };
 
 Log Run::make_log() const {
@@ -110,15 +165,16 @@ Log Run::make_log() const {
               .file = options_.model_dir + "/logs/rank" + std::to_string(group_.rank()) + ".log"});
 }
 
-Run::Run(const TrainingOptions& options, text::ParallelText train_text,
+Run::Run(const TrainingOptions& options, Start start, text::ParallelText train_text,
          text::ParallelText valid_text, comm::ProcessGroup& group)
     : options_(options),
       group_(group),
       log_(make_log()),
       valid_text_(std::move(valid_text)),
-      early_stopping_({.patience = options.early_stopping, .better = train::Better::kHigher}) {
-  tokenizers_ = make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text,
-                                options.model, options.overwrite && options.vocabs.empty(), group);
+      early_stopping_(stopping_options(options)) {
+  tokenizers_ =
+      make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text, options.model,
+                      start == Start::kFresh && options.overwrite && options.vocabs.empty(), group);
   train_ = tokenize(train_text, tokenizers_->source, tokenizers_->target, options.max_length);
   valid_ = tokenize(valid_text_, tokenizers_->source, tokenizers_->target, /*max_length=*/0);
   if (train_.size() == 0) {
@@ -135,10 +191,12 @@ Run::Run(const TrainingOptions& options, text::ParallelText train_text,
                                   .clip_norm = options.clip_norm,
                                   .exponential_smoothing = options.exponential_smoothing,
                                   .seed = options.seed});
+  if (group.rank() == 0) fingerprint_ = fingerprint(train_);
+  if (start == Start::kResume) resume();
   if (group.rank() == 0) {
-    remove_earlier_run(options.model_dir);
+    if (start == Start::kFresh) remove_earlier_run(options.model_dir);
     write_config();
-    history_.emplace(options.model_dir + "/history.jsonl");
+    history_.emplace(options.model_dir + "/history.jsonl", state_.updates);
   }
   report_start(train_text);
   train_text = {};  // The parameter would live as long as the run.
@@ -177,61 +235,142 @@ void Run::write_config() const {
   write_atomically(options_.model_dir + "/config.json", config.dump(2) + "\n");
 }
 
-TrainingResult Run::loop() {
-  start_ = Clock::now();
-  model_->train();
-  while (stop_reason_.empty()) {
-    const int64_t done = epoch_ + (train_epoch(epoch_) ? 1 : 0);  // not one that was cut short
-    if (options_.after_epochs > 0 && done >= options_.after_epochs) {
-      decide_to_stop("reached --after-epochs " + std::to_string(options_.after_epochs));
-    }
-    const bool due = options_.valid_freq_epochs > 0 && done % options_.valid_freq_epochs == 0;
-    if ((due || !stop_reason_.empty()) && token_sum_ > 0) validate();
-    epoch_ = done;
-  }
-  result_.stop_reason = stop_reason_;
-  result_.epochs = epoch_;
-  result_.updates = updates_;
-  log_.info("end", {{"reason", stop_reason_},
-                    {"epochs", epoch_},
-                    {"updates", updates_},
-                    {"best_bleu", result_.best_bleu},
-                    {"minutes", seconds_since(start_) / 60}});
-  return result_;
+train::Facts Run::facts() const {
+  train::Facts facts = facts_of(options_.model);
+  facts["precision"] = nmt::to_string(options_.precision);
+  facts["train_sets_sha256"] = fingerprint_;
+  facts["run_id"] = run_id();
+  RunState now = state_;
+  now.seconds = seconds();
+  now.early_stopping = early_stopping_.state();
+  write_facts(now, facts);
+  return facts;
 }
 
-bool Run::train_epoch(int64_t epoch) {
-  const auto plan = data::plan_batches(train_.lengths(),
-                                       {.mini_batch = options_.mini_batch,
-                                        .mini_batch_words = options_.mini_batch_words,
-                                        .maxi_batch = options_.maxi_batch,
-                                        .seed = options_.seed,
-                                        .rank = group_.rank(),
-                                        .world_size = group_.size()},
-                                       epoch);
-  if (epoch == 0) {
-    log_.info("batches", {{"updates_per_epoch", (static_cast<int64_t>(plan.batches.size()) +
-                                                 options_.optimizer_delay - 1) /
-                                                    options_.optimizer_delay},
+// Rank 0 copies the tensors and trains on while they are written. A save that fails is tried again
+// at the next occasion: the one before is still there.
+void Run::save() {
+  if (group_.rank() != 0) return;
+  try {
+    writer_.wait();
+  } catch (const std::exception& error) {
+    log_.error("the checkpoint was not written", {{"why", one_line(error)}});
+  }
+  writer_.save(options_.model_dir + "/last", updater_->parts(), state_.updates, facts());
+  saved_ = Clock::now();
+}
+
+// Rank 0 reads; the others need not see its folder.
+void Run::resume() {
+  const std::string folder = options_.model_dir + "/last";
+  train::Parts parts = updater_->parts();
+  nlohmann::json told;
+  if (group_.rank() == 0) {
+    const train::Facts found = train::read_manifest(folder);
+    train::Facts expected = facts_of(options_.model);
+    expected["train_sets_sha256"] = fingerprint_;
+    for (const auto& [name, value] : expected) {
+      const auto there = found.find(name);
+      if (there == found.end() || there->second != value) {
+        throw ConfigError("--model-dir " + options_.model_dir + " holds a run with " + name + " " +
+                          (there == found.end() ? "missing" : there->second) + ", now it is " +
+                          value + ": name another folder, or pass --overwrite");
+      }
+    }
+    train::load_checkpoint(folder, parts);
+    told = found;
+  }
+  const train::Facts facts =
+      nlohmann::json::parse(group_.broadcast_text(told.dump())).get<train::Facts>();
+  for (auto& [part, tensors] : parts) {
+    for (auto& [name, tensor] : tensors) group_.broadcast(tensor, 0);
+  }
+  state_ = read_state(facts);
+  updater_->set_num_updates(state_.updates);
+  early_stopping_ = train::EarlyStopping(stopping_options(options_), state_.early_stopping);
+  log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
+}
+
+// Every rank comes to the same conclusion, for they hold the same state.
+void Run::check_goals() {
+  if (options_.after_epochs > 0 && state_.epoch >= options_.after_epochs)
+    decide_to_stop("reached --after-epochs " + std::to_string(options_.after_epochs));
+  if (options_.after_batches > 0 && state_.updates >= options_.after_batches)
+    decide_to_stop("reached --after-batches " + std::to_string(options_.after_batches));
+  if (early_stopping_.should_stop()) {
+    decide_to_stop("no better BLEU in " + std::to_string(options_.early_stopping) + " validations");
+  }
+}
+
+TrainingResult Run::loop() {
+  start_ = saved_ = Clock::now();
+  model_->train();
+  if (state_.updates == 0) save();
+  for (check_goals(); stop_reason_.empty(); check_goals()) {
+    const int64_t done = state_.epoch + (train_epoch() ? 1 : 0);  // not one that was cut short
+    const bool last =
+        !stop_reason_.empty() || (options_.after_epochs > 0 && done >= options_.after_epochs);
+    const bool due = options_.valid_freq_epochs > 0 && done % options_.valid_freq_epochs == 0;
+    if ((due || last) && !was_asked_to_stop_ && state_.token_sum > 0) validate();
+    if (done > state_.epoch) state_.trained.clear();
+    state_.epoch = done;
+  }
+  save();
+  if (group_.rank() == 0) writer_.wait();
+  group_.barrier("last checkpoint", kSaveLimit);
+  log_.info("end", {{"reason", stop_reason_},
+                    {"epochs", state_.epoch},
+                    {"updates", state_.updates},
+                    {"best_bleu", state_.best_bleu},
+                    {"minutes", seconds() / 60}});
+  return {.stop_reason = stop_reason_,
+          .was_asked_to = was_asked_to_stop_,
+          .epochs = state_.epoch,
+          .updates = state_.updates,
+          .best_bleu = state_.best_bleu,
+          .best_loss = state_.best_loss};
+}
+
+bool Run::train_epoch() {
+  const data::BatchOptions batch_options{.mini_batch = options_.mini_batch,
+                                         .mini_batch_words = options_.mini_batch_words,
+                                         .maxi_batch = options_.maxi_batch,
+                                         .seed = options_.seed,
+                                         .rank = group_.rank(),
+                                         .world_size = group_.size()};
+  const auto plan = data::plan_rest(train_.lengths(), batch_options, state_.epoch, state_.trained);
+  if (state_.trained.empty() || !same_but_for_rank(state_.trained.back().options, batch_options))
+    state_.trained.push_back({.options = batch_options});
+  auto& num_trained = state_.trained.back().num_batches;
+  const int64_t delay = options_.optimizer_delay;
+  const auto steps_of = [&](int64_t batches) { return (batches + delay - 1) / delay; };
+  int64_t step = steps_of(num_trained);
+  const int64_t num_steps = step + steps_of(std::ssize(plan.batches));
+  if (state_.updates == 0) {
+    log_.info("batches", {{"updates_per_epoch", num_steps},
                           {"padding_share", plan.padding_share},
                           {"dropped", plan.num_dropped}});
   }
-  const auto delay = static_cast<size_t>(options_.optimizer_delay);
-  const auto num_steps = static_cast<int64_t>((plan.batches.size() + delay - 1) / delay);
   size_t next = 0;
   data::Prefetcher<Update> loader([&]() -> std::optional<Update> {
     if (next >= plan.batches.size()) return std::nullopt;
     Update batches;
-    for (size_t i = 0; i < delay && next < plan.batches.size(); ++i, ++next) {
+    for (int64_t i = 0; i < delay && next < plan.batches.size(); ++i, ++next) {
       batches.push_back(make_batch(train_, plan.batches[next]));
     }
     return batches;
   });
-  int64_t step = 0;
   while (auto batches = loader.next()) {
+    num_trained += std::ssize(*batches);
     update(*batches, ++step, num_steps);
-    if (options_.valid_freq_updates > 0 && updates_ % options_.valid_freq_updates == 0) validate();
+    const bool due =
+        options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0;
+    if (due && !was_asked_to_stop_) validate();
     if (!stop_reason_.empty()) return step == num_steps;
+    if (options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min &&
+        !writer_.busy()) {
+      save();
+    }
   }
   progress_.finish();
   return true;
@@ -241,78 +380,80 @@ void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
   const auto start = Clock::now();
   const int world = group_.size();
   const UpdateReport own = updater_->update(batches);
-  updates_ = updater_->num_updates();
+  state_.updates = updater_->num_updates();
 
-  // One exchange of small numbers: loss, rank 0's decision on time, each rank's speed.
-  at::Tensor facts = at::zeros({2 + world}, at::kDouble);
+  // One exchange of small numbers: the loss, who wants to stop, each rank's speed.
+  enum Fact { kLoss, kTimeIsUp, kAsked, kSpeeds };
+  at::Tensor facts = at::zeros({kSpeeds + world}, at::kDouble);
   double* fact = facts.data_ptr<double>();
-  fact[0] = own.nll_sum;
-  const bool time_is_up =
-      options_.time_limit_min > 0 && seconds_since(start_) > 60 * options_.time_limit_min;
-  fact[1] = group_.rank() == 0 && time_is_up ? 1 : 0;
-  fact[2 + group_.rank()] = static_cast<double>(own.own_tokens) / own.compute_seconds;
+  fact[kLoss] = own.nll_sum;
+  const bool time_is_up = options_.time_limit_min > 0 && seconds() > 60 * options_.time_limit_min;
+  fact[kTimeIsUp] = group_.rank() == 0 && time_is_up ? 1 : 0;
+  fact[kAsked] = stop_request_.signal() != 0 ? 1 : 0;
+  fact[kSpeeds + group_.rank()] = static_cast<double>(own.own_tokens) / own.compute_seconds;
   group_.all_reduce(facts);
   const auto tokens = static_cast<double>(own.num_tokens);
-  const double loss = fact[0] / tokens;
-  TORCH_CHECK(std::isfinite(loss) && std::isfinite(own.gradient_norm), "update ", updates_,
+  const double loss = fact[kLoss] / tokens;
+  TORCH_CHECK(std::isfinite(loss) && std::isfinite(own.gradient_norm), "update ", state_.updates,
               ": the loss is ", loss, " and the gradient norm ", own.gradient_norm,
               ": expected finite numbers (a lower learning rate may help)");
-  const double seconds = seconds_since(start);
-  loss_sum_ += fact[0];
-  token_sum_ += own.num_tokens;
-  train_seconds_ += seconds;
-  if (fact[1] > 0) decide_to_stop("reached the time limit");
-  if (options_.after_batches > 0 && updates_ >= options_.after_batches) {
-    decide_to_stop("reached --after-batches " + std::to_string(options_.after_batches));
+  const double update_seconds = seconds_since(start);
+  state_.loss_sum += fact[kLoss];
+  state_.token_sum += own.num_tokens;
+  state_.train_seconds += update_seconds;
+  if (fact[kTimeIsUp] > 0) decide_to_stop("reached the time limit");
+  check_goals();
+  if (fact[kAsked] > 0 && stop_reason_.empty()) {
+    decide_to_stop("asked to stop by a signal; the same command goes on");
+    was_asked_to_stop_ = true;
   }
   if (group_.rank() == 0 && !options_.quiet) {
-    progress_.update({.epoch = epoch_ + 1,
-                      .step = step,
-                      .num_steps = num_steps,
-                      .loss = loss,
-                      .learning_rate = updater_->learning_rate(),
-                      .rank_tokens_per_s = std::vector<double>(fact + 2, fact + 2 + world),
-                      .tokens_per_s = tokens / seconds});
+    progress_.update(
+        {.epoch = state_.epoch + 1,
+         .step = step,
+         .num_steps = num_steps,
+         .loss = loss,
+         .learning_rate = updater_->learning_rate(),
+         .rank_tokens_per_s = std::vector<double>(fact + kSpeeds, fact + kSpeeds + world),
+         .tokens_per_s = tokens / update_seconds});
   }
 }
 
 void Run::validate() {
   const auto start = Clock::now();
   progress_.clear();
-  const double train_loss = loss_sum_ / static_cast<double>(token_sum_);
-  const double tokens_per_s = static_cast<double>(token_sum_) / train_seconds_;
-  loss_sum_ = 0;
-  token_sum_ = 0;
-  train_seconds_ = 0;
+  const double train_loss = state_.loss_sum / static_cast<double>(state_.token_sum);
+  const double tokens_per_s = static_cast<double>(state_.token_sum) / state_.train_seconds;
+  state_.loss_sum = 0;
+  state_.token_sum = 0;
+  state_.train_seconds = 0;
   const optim::AveragesInPlace smoothed(
       updater_->average());  // scored and saved as they are used later
   const Evaluation evaluation = evaluate(model_, valid_, valid_text_.target, tokenizers_->target,
                                          group_, options_.evaluation);
-  const double bleu = evaluation.bleu.score;
-  // Every rank holds the same score, but the decision is rank 0's alone.
+  // Rank 0's numbers decide: another CPU's logarithm might differ in the last bit.
+  at::Tensor scores = at::tensor({evaluation.bleu.score, evaluation.loss}, at::kDouble);
+  group_.broadcast(scores);
+  const double bleu = scores[0].item<double>();
+  const double valid_loss = scores[1].item<double>();
   const bool improved = early_stopping_.update(bleu);
-  const bool stop =
-      group_.broadcast_text(early_stopping_.should_stop() ? "stop" : "go on") == "stop";
-  if (stop) {
-    decide_to_stop("no better BLEU in " + std::to_string(options_.early_stopping) + " validations");
-  }
   if (improved) {
-    result_.best_bleu = bleu;
-    result_.best_loss = evaluation.loss;
+    state_.best_bleu = bleu;
+    state_.best_loss = valid_loss;
   }
-  log_.info("valid", {{"epoch", epoch_ + 1},
-                      {"update", updates_},
+  log_.info("valid", {{"epoch", state_.epoch + 1},
+                      {"update", state_.updates},
                       {"train_loss", train_loss},
-                      {"valid_loss", evaluation.loss},
+                      {"valid_loss", valid_loss},
                       {"valid_bleu", bleu},
-                      {"best_bleu", result_.best_bleu},
+                      {"best_bleu", state_.best_bleu},
                       {"tgt_tokens_per_s", tokens_per_s}});
   if (group_.rank() == 0) {
-    history_->append({{"epoch", epoch_ + 1},
-                      {"update", updates_},
-                      {"wall_s", seconds_since(start_)},
+    history_->append({{"epoch", state_.epoch + 1},
+                      {"update", state_.updates},
+                      {"wall_s", seconds()},
                       {"train_loss", train_loss},
-                      {"valid_loss", evaluation.loss},
+                      {"valid_loss", valid_loss},
                       {"valid_bleu", bleu},
                       {"best", improved},
                       {"learning_rate", updater_->learning_rate()},
@@ -321,10 +462,10 @@ void Run::validate() {
     write_translations(evaluation.translations);
     if (improved) {
       train::Facts facts = facts_of(options_.model);
-      facts["update"] = std::to_string(updates_);
+      facts["update"] = std::to_string(state_.updates);
       facts["valid_bleu"] = std::to_string(bleu);
       facts["precision"] = nmt::to_string(options_.precision);
-      train::save_checkpoint(options_.model_dir + "/best", *model_, updates_, facts);
+      train::save_checkpoint(options_.model_dir + "/best", *model_, state_.updates, facts);
     }
   }
   group_.barrier("validation");
@@ -345,9 +486,13 @@ TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) 
   // Bad text is found before anything is written.
   auto train_text = text::read_parallel_text(options.train_sets);
   auto valid_text = text::read_parallel_text(options.valid_sets);
-  if (group.rank() == 0) prepare_folder(options);
-  group.barrier("run folder");
-  return Run(options, std::move(train_text), std::move(valid_text), group).loop();
+  const auto decide = [&] {
+    return prepare_folder(options) == Start::kResume ? "resume" : "fresh";
+  };
+  const std::string start = group.broadcast_text(group.rank() == 0 ? decide() : "");
+  return Run(options, start == "resume" ? Start::kResume : Start::kFresh, std::move(train_text),
+             std::move(valid_text), group)
+      .loop();
 }
 
 }  // namespace cohort::translate

@@ -18,7 +18,7 @@ struct TrainingOptions {
   std::vector<std::filesystem::path>
       vocabs;              ///< Two .spm files; made if absent; empty: in model_dir.
   std::string model_dir;   ///< The run's folder.
-  bool overwrite = false;  ///< An earlier run in model_dir may be replaced.
+  bool overwrite = false;  ///< An earlier run in model_dir is replaced, not continued.
 
   nmt::TransformerOptions model;
   nmt::Precision precision = nmt::Precision::kFloat32;
@@ -43,12 +43,14 @@ struct TrainingOptions {
   int64_t early_stopping = 10;  ///< Stop after so many validations without a better BLEU; 0: never.
   int64_t valid_freq_epochs = 1;   ///< Validate every so many epochs (0: not) ...
   int64_t valid_freq_updates = 0;  ///< ... and every so many updates (0: not).
+  double save_freq_min = 1;        ///< Save last/ every so many minutes (0: only at the end).
   EvaluationOptions evaluation;
   bool quiet = false;  ///< No progress bar.
 };
 
 struct TrainingResult {
-  std::string stop_reason;  ///< Why the run ended, a sentence.
+  std::string stop_reason;    ///< Why the run ended, a sentence.
+  bool was_asked_to = false;  ///< By SIGTERM or SIGINT, before any goal of its own was reached.
   int64_t epochs = 0;
   int64_t updates = 0;
   double best_bleu = 0;
@@ -56,12 +58,19 @@ struct TrainingResult {
 };
 
 /// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm
-/// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint with the best BLEU) and
-/// result-dev.txt.
+/// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint with the best BLEU), last/
+/// (where training stands) and result-dev.txt.
+///
+/// A folder with last/ in it is gone on with: on the same number of ranks the result is bit-equal
+/// to a run that was never stopped; on another, the epoch goes on with the sentences that it has
+/// not seen. SIGTERM and SIGINT, to any rank, end the run after the update at hand with last/
+/// written.
 ///
 /// Collective; blocks until the run ends; every rank stops at the same update for the same reason.
 /// The gradient of an update is that of the mean loss over all its target tokens on all ranks.
-/// Errors: ConfigError for bad input; PeerError; c10::Error if the loss is no finite number.
+/// Errors: ConfigError for bad input, and for a folder whose run has another model or other
+/// training
+///         text; PeerError; c10::Error if the loss is no finite number, or the last save fails.
 TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group);
 
 }  // namespace cohort::translate

@@ -39,6 +39,21 @@ Updater::~Updater() {
   for (size_t i = 0; i < hooks_.size(); ++i) adam_.parameters()[i].remove_hook(hooks_[i]);
 }
 
+train::Parts Updater::parts() {
+  train::Parts parts{{"weights", train::state_of(*model_)}, {"optimizer", adam_.state()}};
+  if (average_) {
+    const auto named = optim::named_parameters(*model_);
+    for (size_t i = 0; i < named.size(); ++i)
+      parts["average"].emplace_back(named[i].first, average_->averages()[i]);
+  }
+  return parts;
+}
+
+void Updater::set_num_updates(int64_t num_updates) {
+  adam_.set_num_steps(num_updates);
+  if (average_) average_->set_num_updates(num_updates);
+}
+
 double Updater::learning_rate() const {
   return options_.schedule.at(num_updates());
 }

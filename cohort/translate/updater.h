@@ -12,6 +12,7 @@
 #include "cohort/optim/exponential_average.h"
 #include "cohort/optim/noam.h"
 #include "cohort/parallel/distributed_data_parallel.h"
+#include "cohort/train/checkpoint.h"
 
 namespace cohort::translate {
 
@@ -53,6 +54,11 @@ class Updater {
   /// parameters: see `nll_sum` (over ranks) and `gradient_norm`.
   /// Cost: one all-reduce of a number, one of the gradients, however many batches there are.
   UpdateReport update(const std::vector<nmt::Batch>& batches);
+
+  /// The parts of a checkpoint: "weights", "optimizer", and "average" if there is one. They share
+  /// memory with this; after filling them, call `set_num_updates`.
+  train::Parts parts();
+  void set_num_updates(int64_t num_updates);
 
   int64_t num_updates() const { return adam_.num_steps(); }
   double learning_rate() const;  ///< Of the last update.

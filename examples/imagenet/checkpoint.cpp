@@ -1,61 +1,32 @@
 #include "examples/imagenet/checkpoint.h"
 
+#include <array>
 #include <charconv>
-#include <filesystem>
+#include <memory>
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
-#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
-#include "cohort/base/safetensors.h"
 #include "cohort/train/checkpoint.h"
 
 namespace imagenet {
 namespace {
 
-namespace fs = std::filesystem;
 using cohort::ConfigError;
 
-constexpr const char* kOptimizerStart = "optimizer-";
-
-at::Tensor momentum_of(torch::optim::SGD& sgd, const at::Tensor& parameter) {
-  const auto& state = sgd.state();
-  const auto found = state.find(parameter.unsafeGetTensorImpl());
-  if (found == state.end()) return {};
-  return static_cast<const torch::optim::SGDParamState&>(*found->second).momentum_buffer();
-}
-
-void write_momentum(const std::string& path, const torch::nn::Module& model,
-                    torch::optim::SGD& sgd) {
-  std::vector<cohort::TensorView> views;
+// One tensor per parameter; a parameter that has taken no step yet has zeros, which come to the
+// same.
+cohort::train::NamedTensors momentum_of(const torch::nn::Module& model, torch::optim::SGD& sgd) {
+  cohort::train::NamedTensors momentum;
   for (const auto& item : model.named_parameters()) {
-    const at::Tensor momentum = momentum_of(sgd, item.value());
-    if (!momentum.defined()) continue;
-    views.push_back(
-        {.name = item.key(),
-         .dtype = momentum.scalar_type() == at::kDouble ? cohort::DType::kF64 : cohort::DType::kF32,
-         .shape = momentum.sizes().vec(),
-         .bytes = {static_cast<const std::byte*>(momentum.const_data_ptr()), momentum.nbytes()}});
+    auto& state = sgd.state()[item.value().unsafeGetTensorImpl()];
+    if (!state) state = std::make_unique<torch::optim::SGDParamState>();
+    auto& own = static_cast<torch::optim::SGDParamState&>(*state);
+    if (!own.momentum_buffer().defined())
+      own.momentum_buffer(at::zeros_like(item.value().detach()));
+    momentum.emplace_back(item.key(), own.momentum_buffer());
   }
-  cohort::write_safetensors(path, views);
-}
-
-// A file of its own, read by the name in the manifest.
-void read_momentum(const std::string& path, const torch::nn::Module& model,
-                   torch::optim::SGD& sgd) {
-  const cohort::SafetensorsFile file(path);
-  for (const auto& item : model.named_parameters()) {
-    const cohort::TensorView* stored = file.find(item.key());
-    if (stored == nullptr) continue;  // Saved before its first step.
-    const at::Tensor& parameter = item.value();
-    if (stored->shape != parameter.sizes().vec() || stored->bytes.size() != parameter.nbytes()) {
-      throw ConfigError(path + ": momentum of another model: " + item.key());
-    }
-    auto state = std::make_unique<torch::optim::SGDParamState>();
-    state->momentum_buffer(at::from_blob(const_cast<std::byte*>(stored->bytes.data()),
-                                         parameter.sizes(), parameter.detach().options())
-                               .clone());
-    sgd.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
-  }
+  return momentum;
 }
 
 std::string fact(const cohort::train::Facts& facts, const std::string& folder,
@@ -76,21 +47,12 @@ std::string exact(double number) {
 
 void save_run(const std::string& folder, const torch::nn::Module& model, torch::optim::SGD& sgd,
               const RunState& state) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  const std::string name = kOptimizerStart + std::to_string(state.epochs_done) + ".safetensors";
-  write_momentum(folder + "/" + name, model, sgd);
   cohort::train::save_checkpoint(
-      folder, model, state.epochs_done,
+      folder, {{"weights", cohort::train::state_of(model)}, {"optimizer", momentum_of(model, sgd)}},
+      state.epochs_done,
       {{"arch", state.arch},
        {"epochs_done", std::to_string(state.epochs_done)},
-       {"best_top1", exact(state.best_top1)},
-       {"optimizer", name},
-       {"optimizer_sha256", cohort::sha256_of_file(folder + "/" + name)}});
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    const std::string other = entry.path().filename().string();
-    if (other.starts_with(kOptimizerStart) && other != name) fs::remove(entry.path(), error);
-  }
+       {"best_top1", exact(state.best_top1)}});
 }
 
 RunState read_run(const std::string& folder) {
@@ -109,14 +71,8 @@ RunState read_run(const std::string& folder) {
 }
 
 void load_run(const std::string& folder, torch::nn::Module& model, torch::optim::SGD& sgd) {
-  cohort::train::load_checkpoint(folder, model);
-  const auto facts = cohort::train::read_manifest(folder);
-  const std::string path = folder + "/" + fact(facts, folder, "optimizer");
-  if (!fs::exists(path)) throw ConfigError(path + ": missing, though manifest.json names it");
-  if (cohort::sha256_of_file(path) != fact(facts, folder, "optimizer_sha256")) {
-    throw ConfigError(path + ": its SHA-256 is not the one in manifest.json: the file was changed");
-  }
-  read_momentum(path, model, sgd);
+  cohort::train::load_checkpoint(folder, {{"weights", cohort::train::state_of(model)},
+                                          {"optimizer", momentum_of(model, sgd)}});
 }
 
 }  // namespace imagenet

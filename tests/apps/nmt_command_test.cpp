@@ -4,6 +4,7 @@
 #include <fstream>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <signal.h>
 #include <sstream>
 #include <thread>
@@ -86,7 +87,7 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
   }
   const auto manifest_a = nlohmann::json::parse(contents(path("a/best/manifest.json")));
   const auto manifest_b = nlohmann::json::parse(contents(path("b/best/manifest.json")));
-  EXPECT_EQ(manifest_a["sha256"], manifest_b["sha256"]) << "equal seeds must give equal weights";
+  EXPECT_EQ(manifest_a["files"], manifest_b["files"]) << "equal seeds must give equal weights";
   std::istringstream history(contents(path("a/history.jsonl")));
   int lines = 0;
   double loss = 1e9;
@@ -174,9 +175,8 @@ TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
   }
 }
 
-TEST_F(NmtCommandTest, AnEarlierRunIsNotOverwritten) {
+TEST_F(NmtCommandTest, AnEarlierRunOutlivesARefusedOne) {
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1").code, 0);
-  expect_refused(train_flags("d") + "--after-epochs 1", "already holds a run");
   // What cannot be trained does not cost the earlier run.
   std::string too_many = train_flags("d");
   too_many.replace(too_many.find("60 60"), 5, "60 6000");
@@ -214,6 +214,116 @@ std::vector<std::pair<pid_t, std::string>> workers_of(const std::string& log_dir
                        at == std::string::npos ? "" : environment.substr(at + 6, 1));
   }
   return found;
+}
+
+// Waits until the run in `model_dir` has saved update `update` or a later one.
+bool has_saved(const std::string& model_dir, int64_t update) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (std::chrono::steady_clock::now() < deadline) {
+    const auto manifest =
+        nlohmann::json::parse(contents(model_dir + "/last/manifest.json"), nullptr, false);
+    if (manifest.is_object() &&
+        std::stoll(manifest["facts"]["update"].get<std::string>()) >= update)
+      return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return false;
+}
+
+TEST_F(NmtCommandTest, AStoppedRunGoesOnAsIfItHadNotBeen) {
+  // 5 updates an epoch.
+  const std::string flags =
+      "--after-epochs 12 --early-stopping 100 --optimizer-delay 2 --exponential-smoothing 0.1 "
+      "--save-freq 0.0001 ";
+  const Ended whole = shell(on_ranks(2, train_flags("whole") + flags));
+  ASSERT_EQ(whole.code, 0) << whole.output;
+
+  const std::string command =
+      on_ranks(2, train_flags("parts") + flags, "--log-dir " + path("logs"));
+  const Ended first = shell(command + " --after-batches 7");
+  ASSERT_EQ(first.code, 0) << first.output;
+  const auto stop_by = [&](int signal, int64_t update) {
+    Ended ended;
+    std::thread run([&] { ended = shell(command); });
+    const bool saved = has_saved(path("parts"), update);
+    for (const auto& [pid, rank] : workers_of(path("logs"))) {
+      if (signal == SIGKILL || rank == "1") kill(pid, signal);
+    }
+    run.join();
+    EXPECT_TRUE(saved) << ended.output;
+    return ended;
+  };
+  const Ended killed = stop_by(SIGKILL, 16);
+  EXPECT_EQ(killed.code, 137) << killed.output;
+  const Ended asked = stop_by(SIGTERM, 31);  // One rank is told; all agree.
+  EXPECT_EQ(asked.code, 4) << asked.output;
+  EXPECT_NE(asked.output.find("asked to stop by a signal"), std::string::npos) << asked.output;
+  const Ended interrupted = stop_by(SIGINT, 44);
+  EXPECT_EQ(interrupted.code, 4) << interrupted.output;
+  const Ended last = shell(command);
+  EXPECT_EQ(last.code, 0) << last.output;
+
+  const auto manifest = [&](const std::string& run, const char* kind) {
+    return nlohmann::json::parse(contents(path(run + "/" + kind + "/manifest.json")));
+  };
+  EXPECT_EQ(manifest("parts", "last")["files"], manifest("whole", "last")["files"])
+      << "weights, moments and averages";
+  EXPECT_EQ(manifest("parts", "best")["files"], manifest("whole", "best")["files"]);
+  EXPECT_EQ(manifest("parts", "last")["files"].size(), 3);
+  for (const char* fact : {"epoch", "update", "best_metric", "validations_without_best"}) {
+    EXPECT_EQ(manifest("parts", "last")["facts"][fact], manifest("whole", "last")["facts"][fact])
+        << fact;
+  }
+  // One line a validation, none twice (the stop after 7 updates validated, too).
+  std::set<int64_t> updates;
+  std::istringstream history(contents(path("parts/history.jsonl")));
+  for (std::string line; std::getline(history, line);) {
+    const auto update = nlohmann::json::parse(line)["update"].get<int64_t>();
+    EXPECT_TRUE(updates.empty() || update > *updates.rbegin()) << update;
+    updates.insert(update);
+  }
+  EXPECT_TRUE(updates.contains(5) && updates.contains(40)) << contents(path("parts/history.jsonl"));
+
+  const Ended again = shell(command);
+  EXPECT_EQ(again.code, 0) << "a run that is done is done: " << again.output;
+  EXPECT_EQ(manifest("parts", "last")["files"], manifest("whole", "last")["files"]);
+}
+
+TEST_F(NmtCommandTest, ARunGoesOnWithAnotherNumberOfRanks) {
+  const auto trained_sentences = [&] {
+    return nlohmann::json::parse(contents(path("r/last/manifest.json")))["facts"];
+  };
+  const auto run = [&](int ranks, const std::string& flags) {
+    const Ended ended = shell(on_ranks(ranks, train_flags("r") + flags));
+    EXPECT_EQ(ended.code, 0) << ended.output;
+  };
+  run(2, "--after-batches 4");
+  run(3, "--after-batches 6");
+  EXPECT_EQ(nlohmann::json::parse(trained_sentences()["trained"].get<std::string>()).size(), 2);
+  run(1, "--after-epochs 1");
+  // 300 sentences: 4 updates of 2 x 16, 2 of 3 x 16, the other 76 on one rank in 5 more.
+  EXPECT_EQ(trained_sentences()["update"], "11");
+  EXPECT_EQ(trained_sentences()["epoch"], "1");
+}
+
+TEST_F(NmtCommandTest, WhatCannotGoOnIsNamed) {
+  const std::string train = train_flags("n");
+  ASSERT_EQ(shell(bin("cohort-nmt") + " " + train + " --after-batches 2").code, 0);
+  expect_refused(train + " --after-batches 4 --tied-embeddings",
+                 "model.tied_embeddings 0, now it is 1");
+  std::ofstream(path("train.en"), std::ios::app) << "one more\n";
+  std::ofstream(path("train.xx"), std::ios::app) << "eno erom\n";
+  expect_refused(train + " --after-batches 4", "holds a run with train_sets_sha256 ");
+  ASSERT_EQ(shell(bin("cohort-nmt") + " " + train + " --overwrite --after-batches 2").code, 0);
+  for (const auto& entry : fs::directory_iterator(path("n/last"))) {
+    if (!entry.path().filename().string().starts_with("optimizer")) continue;
+    std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-3, std::ios::end);
+    file.put('!');
+  }
+  expect_refused(train + " --after-batches 4", "optimizer-2.safetensors: its SHA-256 is not");
+  fs::remove_all(path("n/last"));
+  expect_refused(train + " --after-batches 4", "holds a run without last/");
 }
 
 TEST_F(NmtCommandTest, AKilledRankEndsTheRunByName) {

@@ -166,6 +166,64 @@ TEST(PlanBatchesTest, RefusesBadOptions) {
   EXPECT_THROW(plan_batches(std::vector<PairLength>{{1, -1}}, {.mini_batch = 1}, 0), ConfigError);
 }
 
+// Trains parts of an epoch, each of some batches on some ranks; returns how often each sentence
+// came and what the last plan left out.
+std::pair<std::vector<int>, int64_t> train_parts(
+    const std::vector<PairLength>& lengths, const std::vector<std::pair<int, int64_t>>& parts) {
+  std::vector<int> times(lengths.size());
+  std::vector<EpochPart> done;
+  int64_t num_dropped = 0;
+  for (const auto& [world_size, wanted] : parts) {
+    BatchOptions options{.mini_batch_words = 90, .maxi_batch = 3, .world_size = world_size};
+    int64_t taken = 0;
+    for (options.rank = 0; options.rank < world_size; ++options.rank) {
+      const BatchPlan plan = plan_rest(lengths, options, 2, done);
+      taken = std::min(wanted, std::ssize(plan.batches));
+      num_dropped = plan.num_dropped;
+      for (int64_t k = 0; k < taken; ++k) {
+        for (const int64_t i : plan.batches[static_cast<size_t>(k)])
+          ++times[static_cast<size_t>(i)];
+      }
+    }
+    options.rank = 0;  // The rank that saved need not be the one that asks.
+    done.push_back({options, taken});
+  }
+  return {times, num_dropped};
+}
+
+TEST(PlanRestTest, TheSameRanksGoOnWithTheSamePlan) {
+  const auto lengths = some_lengths(200);
+  for (int rank = 0; rank < 3; ++rank) {
+    const BatchOptions options{.mini_batch = 5, .seed = 7, .rank = rank, .world_size = 3};
+    auto expected = plan_batches(lengths, options, 4).batches;
+    BatchOptions saved = options;
+    saved.rank = 0;
+    const std::vector<EpochPart> done{{saved, 6}};
+    expected.erase(expected.begin(), expected.begin() + 6);
+    EXPECT_EQ(plan_rest(lengths, options, 4, done).batches, expected);
+  }
+}
+
+TEST(PlanRestTest, OtherRanksGoOnWithTheSentencesThatAreLeft) {
+  constexpr int64_t kAll = 1'000'000;
+  const auto lengths = some_lengths(300);
+  for (const auto& parts : {std::vector<std::pair<int, int64_t>>{{2, 7}, {3, kAll}},
+                            {{3, 5}, {1, 4}, {2, kAll}},
+                            {{2, 0}, {4, kAll}},
+                            {{1, 3}, {4, kAll}, {2, kAll}}}) {
+    const auto [times, num_dropped] = train_parts(lengths, parts);
+    EXPECT_EQ(std::ranges::count(times, 1), std::ssize(lengths) - num_dropped);
+    EXPECT_EQ(std::ranges::count(times, 0), num_dropped);
+    EXPECT_LT(num_dropped, 4) << "fewer than there are ranks";
+  }
+}
+
+TEST(PlanRestTest, RefusesMoreThanAnEpochHas) {
+  const BatchOptions options{.mini_batch = 5, .world_size = 2};
+  const std::vector<EpochPart> done{{options, 11}};
+  EXPECT_THROW(plan_rest(some_lengths(100), options, 0, done), ConfigError);
+}
+
 TEST(PlanEvalBatchesTest, EachSentenceComesOnceAcrossRanks) {
   for (int world_size = 1; world_size <= 4; ++world_size) {
     for (size_t n = 0; n <= 30; ++n) {

@@ -39,6 +39,15 @@ TEST(HistoryTest, AResumedRunContinuesAfterTheLastWholeLine) {
   }
 }
 
+TEST(HistoryTest, LinesBeyondTheCheckpointAreCut) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "history.jsonl";
+  const std::string early = "{\"update\":5}\n{\"note\":\"no update\"}\n{\"update\":7}\n";
+  write_file(path, early + "{\"update\":8}\n{\"update\":9}\n");
+  History(path, 7).append({{"update", 8}});
+  EXPECT_EQ(read_file(path), early + "{\"update\":8}\n");
+}
+
 TEST(HistoryTest, NamesAFileThatCannotBeOpened) {
   const TemporaryFolder folder;
   try {

@@ -1,0 +1,38 @@
+#include "cohort/base/stop_request.h"
+
+#include <array>
+#include <atomic>
+#include <csignal>
+
+namespace cohort {
+namespace {
+
+constexpr std::array kSignals = {SIGTERM, SIGINT};
+std::atomic<int> received{0};
+std::array<struct sigaction, kSignals.size()> earlier{};
+static_assert(std::atomic<int>::is_always_lock_free, "it is written by a signal handler");
+
+void note(int signal) {
+  received = signal;
+}
+
+}  // namespace
+
+StopRequest::StopRequest() {
+  received = 0;
+  struct sigaction action {};
+  action.sa_handler = note;
+  action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);
+  sigemptyset(&action.sa_mask);
+  for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &earlier[i]);
+}
+
+StopRequest::~StopRequest() {
+  for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &earlier[i], nullptr);
+}
+
+int StopRequest::signal() const {
+  return received;
+}
+
+}  // namespace cohort

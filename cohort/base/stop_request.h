@@ -1,0 +1,19 @@
+// A request to stop, made by SIGTERM or SIGINT, that a program follows at the next good moment.
+#pragma once
+
+namespace cohort {
+
+/// While it lives, the first SIGTERM or SIGINT only sets a flag; a second one ends the program as
+/// if there were no handler. One at a time in a program.
+class StopRequest {
+ public:
+  StopRequest();
+  ~StopRequest();  ///< The signals do again what they did before.
+  StopRequest(const StopRequest&) = delete;
+  StopRequest& operator=(const StopRequest&) = delete;
+
+  /// The signal that came; 0: none yet.
+  int signal() const;
+};
+
+}  // namespace cohort

@@ -1,0 +1,35 @@
+// Where a training run stands, as its checkpoint says it.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "cohort/data/token_batches.h"
+#include "cohort/train/checkpoint.h"
+#include "cohort/train/early_stopping.h"
+
+namespace cohort::translate {
+
+/// All that a run must know to go on as if it had not been stopped, beside its tensors. Parameters,
+/// order of the data and dropout are functions of the seed and of these numbers, so no random
+/// generator's state is among them.
+struct RunState {
+  int64_t epoch = 0;                     ///< Whole epochs trained.
+  std::vector<data::EpochPart> trained;  ///< Of the epoch after those.
+  int64_t updates = 0;
+
+  double loss_sum = 0;  ///< Since the last validation, over all ranks.
+  int64_t token_sum = 0;
+  double train_seconds = 0;  ///< Likewise.
+
+  double seconds = 0;  ///< Of training and validation, all starts together.
+  train::EarlyStoppingState early_stopping;
+  double best_bleu = 0;
+  double best_loss = 0;
+};
+
+/// Adds the state to `facts`, exact to the last bit.
+void write_facts(const RunState& state, train::Facts& facts);
+/// Errors: ConfigError that names the fact that is missing or has another form.
+RunState read_state(const train::Facts& facts);
+
+}  // namespace cohort::translate

@@ -1,0 +1,38 @@
+#include "cohort/base/stop_request.h"
+
+#include <csignal>
+#include <gtest/gtest.h>
+
+namespace cohort {
+namespace {
+
+TEST(StopRequestTest, TheFirstSignalIsNoted) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    const StopRequest request;
+    EXPECT_EQ(request.signal(), 0);
+    std::raise(signal);
+    EXPECT_EQ(request.signal(), signal);
+  }
+}
+
+TEST(StopRequestTest, TheSecondEndsTheProgram) {
+  EXPECT_EXIT(
+      {
+        const StopRequest request;
+        std::raise(SIGTERM);
+        std::raise(SIGTERM);
+      },
+      testing::KilledBySignal(SIGTERM), "");
+}
+
+TEST(StopRequestTest, AfterItsLifeSignalsDoWhatTheyDidBefore) {
+  EXPECT_EXIT(
+      {
+        { const StopRequest request; }
+        std::raise(SIGINT);
+      },
+      testing::KilledBySignal(SIGINT), "");
+}
+
+}  // namespace
+}  // namespace cohort

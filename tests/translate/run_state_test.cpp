@@ -1,0 +1,49 @@
+#include "cohort/translate/run_state.h"
+
+#include <gtest/gtest.h>
+
+#include "cohort/base/error.h"
+
+namespace cohort::translate {
+namespace {
+
+TEST(RunStateTest, RoundTripsToTheLastBit) {
+  RunState state{.epoch = 3,
+                 .trained = {{{.mini_batch = 7, .seed = ~uint64_t{0}, .world_size = 2}, 11},
+                             {{.mini_batch_words = 900, .maxi_batch = 3, .world_size = 3}, 0}},
+                 .updates = int64_t{1} << 53,
+                 .loss_sum = 1.0 / 3,
+                 .token_sum = 12,
+                 .train_seconds = 0.1,
+                 .seconds = 1e9 / 7,
+                 .early_stopping = {.best = 2.0 / 3, .num_without_best = 4},
+                 .best_bleu = 22.5,
+                 .best_loss = 1e-300};
+  train::Facts facts{{"other", "kept"}};
+  write_facts(state, facts);
+  const RunState found = read_state(facts);
+  EXPECT_EQ(found.epoch, state.epoch);
+  ASSERT_EQ(found.trained.size(), 2);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(found.trained[i].options, state.trained[i].options);
+    EXPECT_EQ(found.trained[i].num_batches, state.trained[i].num_batches);
+  }
+  EXPECT_EQ(found.updates, state.updates);
+  EXPECT_EQ(found.loss_sum, state.loss_sum);
+  EXPECT_EQ(found.token_sum, state.token_sum);
+  EXPECT_EQ(found.train_seconds, state.train_seconds);
+  EXPECT_EQ(found.seconds, state.seconds);
+  EXPECT_EQ(found.early_stopping.best, state.early_stopping.best);
+  EXPECT_EQ(found.early_stopping.num_without_best, 4);
+  EXPECT_EQ(found.best_bleu, state.best_bleu);
+  EXPECT_EQ(found.best_loss, state.best_loss);
+  EXPECT_EQ(facts["other"], "kept");
+
+  facts.erase("seconds");
+  EXPECT_THROW(read_state(facts), ConfigError);
+  facts["seconds"] = "soon";
+  EXPECT_THROW(read_state(facts), ConfigError);
+}
+
+}  // namespace
+}  // namespace cohort::translate
