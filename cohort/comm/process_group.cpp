@@ -2,6 +2,7 @@
 
 #include <ATen/ops/tensor.h>
 #include <algorithm>
+#include <csignal>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -24,6 +25,20 @@ c10d::ProcessGroup::BackendType engine_type(const std::string& backend) {
 GroupOptions with_environment(GroupOptions options) {
   if (env_int("COHORT_CHECK_COLLECTIVES", 0, 1).value_or(1) == 0) options.check_collectives = false;
   return options;
+}
+
+void do_nothing(int) {}
+
+// Engines and stores write to sockets whose other end may be gone: the error they get then names
+// the lost rank, and a signal would end this one before. A handler, unlike SIG_IGN, is not
+// inherited by programs that this one starts.
+void outlive_broken_pipes() {
+  struct sigaction action {};
+  sigaction(SIGPIPE, nullptr, &action);
+  if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = do_nothing;
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGPIPE, &action, nullptr);
 }
 
 Meeting meet_alone() {
@@ -154,6 +169,7 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
 
 ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
   find_backend(options.backend);
+  if (place.world_size > 1) outlive_broken_pipes();
   std::vector<int> ranks(static_cast<size_t>(place.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
   auto job = std::make_shared<Job>(place, with_environment(options),

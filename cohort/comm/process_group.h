@@ -76,7 +76,8 @@ class [[nodiscard]] Work {
 class ProcessGroup {
  public:
   /// Meets the other ranks of `place`. Blocks, at most `rendezvous_timeout`.
-  /// One process is a group of size 1 and needs no network.
+  /// One process is a group of size 1 and needs no network; with more, SIGPIPE no longer ends the
+  /// process (a write to a lost rank is an error instead), unless the program handles it itself.
   /// Errors: ConfigError if the backend is unknown, rank 0 cannot listen on the port, or the ranks'
   ///         numbers and options clash; PeerError that names the ranks that have not come.
   explicit ProcessGroup(const Place& place, const GroupOptions& options = {});

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <torch/types.h>
 #include <unistd.h>
 
@@ -25,6 +26,19 @@ TEST(ProcessGroupTest, CollectivesGiveEveryRankTheSame) {
     EXPECT_EQ(group.broadcast_text(group.rank() == 1 ? "from one" : "other", 1), "from one");
     EXPECT_EQ(group.all_gather_text(std::string(static_cast<size_t>(group.rank()), 'x')),
               (std::vector<std::string>{"", "x", "xx"}));
+    group.barrier("end");
+  });
+}
+
+// Gloo writes to the sockets of ranks that may have just ended.
+TEST(ProcessGroupTest, AWriteToAVanishedPeerIsAnErrorAndNoDeath) {
+  test::ranks(2, [](ProcessGroup& group) {
+    int sockets[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets), 0);
+    ::close(sockets[1]);
+    EXPECT_EQ(::write(sockets[0], "x", 1), -1);
+    EXPECT_EQ(errno, EPIPE);
+    ::close(sockets[0]);
     group.barrier("end");
   });
 }
