@@ -44,8 +44,9 @@ struct Extension {
 NextTokens likeliest(const at::Tensor& logits, const SearchOptions& options) {
   at::Tensor scores = logits.flatten(0, 1).to(at::kFloat);
   const at::Tensor sums = at::logsumexp(scores, 1, /*keepdim=*/true);
-  TORCH_CHECK_VALUE(at::isfinite(sums).all().item<bool>(),
-                    "search: the model's scores are not finite");
+  TORCH_CHECK(
+      at::isfinite(sums).all().item<bool>(),
+      "search: the model's scores are not finite: it has diverged, or its parameters are damaged");
   // No label ever has these ids: training says nothing of them.
   for (const int64_t id : {kPad, kBegin}) scores.select(1, id).fill_(kNever);
   if (!options.allow_unk) scores.select(1, kUnk).fill_(kNever);

@@ -33,6 +33,7 @@ struct Hypothesis {
 /// the end id follows, whatever its probability.
 ///
 /// Local. Puts the model in evaluation mode and back. No gradients.
+/// Errors: ConfigError for bad options; c10::Error if the model's scores are not finite.
 /// Returns: by row of `source_BS`, `beam_size` hypotheses (fewer only if the vocabulary is
 /// smaller), best first.
 std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor& source_BS,

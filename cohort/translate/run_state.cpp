@@ -14,6 +14,7 @@ template <class State, class Visit>
 void visit_fields(State& state, Visit visit) {
   visit("epoch", state.epoch);
   visit("update", state.updates);
+  visit("skipped_in_a_row", state.skipped_in_a_row);
   visit("loss_sum", state.loss_sum);
   visit("token_sum", state.token_sum);
   visit("train_seconds", state.train_seconds);

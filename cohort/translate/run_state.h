@@ -16,6 +16,7 @@ struct RunState {
   int64_t epoch = 0;                     ///< Whole epochs trained.
   std::vector<data::EpochPart> trained;  ///< Of the epoch after those.
   int64_t updates = 0;
+  int64_t skipped_in_a_row = 0;  ///< Updates that were none, for a number was not finite.
 
   double loss_sum = 0;  ///< Since the last validation, over all ranks.
   int64_t token_sum = 0;

@@ -117,10 +117,14 @@ class Run {
   TrainingResult loop();
 
  private:
-  using Update = std::vector<nmt::Batch>;
+  struct Update {
+    std::vector<nmt::Batch> batches;
+    std::vector<int64_t> sentences;  // of all batches, by number in train_
+  };
 
   bool train_epoch();  // whether it came to the end
-  void update(const Update& batches, int64_t step, int64_t num_steps);
+  void update(const Update& update, int64_t step, int64_t num_steps);
+  void report_skipped(const Update& update, const UpdateReport& own);
   void validate();
   void check_goals();
   void resume();
@@ -354,15 +358,17 @@ bool Run::train_epoch() {
   size_t next = 0;
   data::Prefetcher<Update> loader([&]() -> std::optional<Update> {
     if (next >= plan.batches.size()) return std::nullopt;
-    Update batches;
+    Update update;
     for (int64_t i = 0; i < delay && next < plan.batches.size(); ++i, ++next) {
-      batches.push_back(make_batch(train_, plan.batches[next]));
+      const auto& sentences = plan.batches[next];
+      update.batches.push_back(make_batch(train_, sentences));
+      update.sentences.insert(update.sentences.end(), sentences.begin(), sentences.end());
     }
-    return batches;
+    return update;
   });
-  while (auto batches = loader.next()) {
-    num_trained += std::ssize(*batches);
-    update(*batches, ++step, num_steps);
+  while (const auto next_update = loader.next()) {
+    num_trained += std::ssize(next_update->batches);
+    update(*next_update, ++step, num_steps);
     const bool due =
         options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0;
     if (due && !was_asked_to_stop_) validate();
@@ -376,10 +382,33 @@ bool Run::train_epoch() {
   return true;
 }
 
-void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
+// Each rank says of itself what it knows; after too many in a row the run ends, and last/ is what
+// it was before the first of them or between two.
+void Run::report_skipped(const Update& update, const UpdateReport& own) {
+  constexpr int64_t kMostInARow = 10;
+  std::string sentences;
+  if (!std::isfinite(own.nll_sum)) {
+    for (const int64_t i : update.sentences) {
+      if (sentences.size() > 200) break;
+      sentences += (sentences.empty() ? "" : " | ") +
+                   tokenizers_->source.decode(train_.source[static_cast<size_t>(i)]);
+    }
+  }
+  const std::string what = std::isfinite(own.nll_sum) ? "another rank's" : "this rank's";
+  log_.warn("skipped an update: a number is not finite", {{"after_update", state_.updates},
+                                                          {"loss", what},
+                                                          {"gradient", own.bad_gradient},
+                                                          {"sentences", sentences}});
+  TORCH_CHECK(++state_.skipped_in_a_row < kMostInARow, "diverged: the loss or the gradient of ",
+              own.bad_gradient, " was no finite number ", kMostInARow,
+              " times in a row after update ", state_.updates,
+              "; last/ holds finite parameters (a lower --learn-rate may help)");
+}
+
+void Run::update(const Update& update, int64_t step, int64_t num_steps) {
   const auto start = Clock::now();
   const int world = group_.size();
-  const UpdateReport own = updater_->update(batches);
+  const UpdateReport own = updater_->update(update.batches);
   state_.updates = updater_->num_updates();
 
   // One exchange of small numbers: the loss, who wants to stop, each rank's speed.
@@ -394,13 +423,15 @@ void Run::update(const Update& batches, int64_t step, int64_t num_steps) {
   group_.all_reduce(facts);
   const auto tokens = static_cast<double>(own.num_tokens);
   const double loss = fact[kLoss] / tokens;
-  TORCH_CHECK(std::isfinite(loss) && std::isfinite(own.gradient_norm), "update ", state_.updates,
-              ": the loss is ", loss, " and the gradient norm ", own.gradient_norm,
-              ": expected finite numbers (a lower learning rate may help)");
   const double update_seconds = seconds_since(start);
-  state_.loss_sum += fact[kLoss];
-  state_.token_sum += own.num_tokens;
   state_.train_seconds += update_seconds;
+  if (own.skipped) {
+    report_skipped(update, own);
+  } else {
+    state_.skipped_in_a_row = 0;
+    state_.loss_sum += fact[kLoss];
+    state_.token_sum += own.num_tokens;
+  }
   if (fact[kTimeIsUp] > 0) decide_to_stop("reached the time limit");
   check_goals();
   if (fact[kAsked] > 0 && stop_reason_.empty()) {

@@ -75,6 +75,14 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
   return nll_sum;
 }
 
+std::string Updater::first_bad_gradient() const {
+  for (const auto& item : model_->named_parameters()) {
+    const at::Tensor& gradient = item.value().grad();
+    if (gradient.defined() && !at::isfinite(gradient).all().item<bool>()) return item.key();
+  }
+  return "";
+}
+
 UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   TORCH_CHECK_VALUE(!batches.empty(), "update: expected one batch or more");
   UpdateReport report;
@@ -90,6 +98,13 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   const auto all_gradients = Clock::now();
   const double waiting = seconds_between(last_gradient_, all_gradients);
   report.gradient_norm = std::sqrt(optim::gradient_norm_squared(adam_.parameters()));
+  // The gradients are means over ranks by now: one rank's bad number is in everybody's.
+  report.skipped = !std::isfinite(report.gradient_norm);
+  if (report.skipped) {
+    report.bad_gradient = first_bad_gradient();
+    adam_.zero_grad();
+    return report;
+  }
   const bool clip = options_.clip_norm > 0 && report.gradient_norm > options_.clip_norm;
   adam_.step(options_.schedule.at(num_updates() + 1),
              clip ? options_.clip_norm / report.gradient_norm : 1);

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "cohort/comm/process_group.h"
@@ -29,6 +30,8 @@ struct UpdateReport {
   int64_t own_tokens = 0;  ///< This rank's target tokens.
   int64_t num_tokens = 0;  ///< All ranks' target tokens.
   double gradient_norm = 0;    ///< Global, before clipping; the same on all ranks.
+  bool skipped = false;        ///< The norm is no finite number: nothing was updated, on any rank.
+  std::string bad_gradient;    ///< If skipped: the first parameter with such a gradient.
   double compute_seconds = 0;  ///< Of this rank's own work: without waiting for other ranks.
 };
 
@@ -50,8 +53,8 @@ class Updater {
 
   /// Makes one update from this rank's `batches`: one or more; ranks may have different numbers.
   ///
-  /// Collective; blocks until every rank has computed. A loss that is no finite number spoils the
-  /// parameters: see `nll_sum` (over ranks) and `gradient_norm`.
+  /// Collective; blocks until every rank has computed. Where one rank's loss or gradient is no
+  /// finite number, no rank updates anything, and `num_updates` stays.
   /// Cost: one all-reduce of a number, one of the gradients, however many batches there are.
   UpdateReport update(const std::vector<nmt::Batch>& batches);
 
@@ -68,6 +71,7 @@ class Updater {
  private:
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
   void watch_gradients();
+  std::string first_bad_gradient() const;
 
   UpdaterOptions options_;
   comm::ProcessGroup& group_;

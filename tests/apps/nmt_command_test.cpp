@@ -306,6 +306,20 @@ TEST_F(NmtCommandTest, ARunGoesOnWithAnotherNumberOfRanks) {
   EXPECT_EQ(trained_sentences()["epoch"], "1");
 }
 
+TEST_F(NmtCommandTest, DivergenceEndsTheRunWithAGoodCheckpoint) {
+  std::string flags = train_flags("v");
+  flags.replace(flags.find("5e-3"), 4, "1e30");
+  flags.replace(flags.find("--mini-batch 16"), 15,
+                "--mini-batch 8");  // so that no epoch ends before
+  const Ended ended = shell(on_ranks(2, flags + "--after-epochs 5 --precision float32"));
+  EXPECT_EQ(ended.code, 1) << ended.output;
+  EXPECT_NE(ended.output.find("diverged: the loss or the gradient of "), std::string::npos)
+      << ended.output;
+  EXPECT_NE(ended.output.find("skipped an update: a number is not finite"), std::string::npos)
+      << ended.output;
+  EXPECT_TRUE(fs::exists(path("v/last/manifest.json")));
+}
+
 TEST_F(NmtCommandTest, WhatCannotGoOnIsNamed) {
   const std::string train = train_flags("n");
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train + " --after-batches 2").code, 0);

@@ -176,6 +176,37 @@ TEST(UpdaterTest, RanksMayHaveDifferentNumbersOfBatches) {
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
 }
 
+TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    auto model = make_model();
+    Updater updater(model, group, kOptions);
+    const auto batches = [&](int update) {
+      return batches_of(sentences_of(update), {1, 1}, group.rank());
+    };
+    bool spoil = false;
+    model->named_parameters()["encoder.layers.1.linear1.weight"].register_hook(
+        [&](const at::Tensor& gradient) { return spoil ? gradient * NAN : gradient; });
+    updater.update(batches(1));
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& p : model->parameters()) before.push_back(p.detach().clone());
+    spoil = group.rank() == 1;
+    const UpdateReport bad = updater.update(batches(2));
+    EXPECT_TRUE(bad.skipped);
+    EXPECT_EQ(bad.bad_gradient, "encoder.layers.1.linear1.weight");
+    EXPECT_TRUE(std::isfinite(bad.nll_sum));
+    EXPECT_EQ(updater.num_updates(), 1);
+    EXPECT_EQ(difference(model->parameters(), before), 0);
+    // What follows is as if it had never been.
+    spoil = false;
+    EXPECT_FALSE(updater.update(batches(3)).skipped);
+    auto other = make_model();
+    Updater undisturbed(other, group, kOptions);
+    undisturbed.update(batches(1));
+    undisturbed.update(batches(3));
+    EXPECT_EQ(difference(model->parameters(), other->parameters()), 0);
+  });
+}
+
 // Rank 1 comes late; then one of its gradients takes until rank 0 has all of its own, and longer.
 // Nothing of that is rank 0's own time, and the latter is rank 1's.
 TEST(UpdaterTest, ARanksTimeIsItsOwnWithoutWaitingForOthers) {
