@@ -112,7 +112,7 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   CLI::App& ddp = *app.add_subcommand("ddp", "Exposed communication of DistributedDataParallel");
   const auto number = [&](const char* name, auto& value, const char* text) {
-    ddp.add_option(name, value, text)->capture_default_str()->check(CLI::PositiveNumber);
+    ddp.add_option(name, value, text)->capture_default_str()->check(cohort::apps::above_zero());
   };
   number("--layers", options.layers, "Square layers of the model");
   number("--width", options.width, "Their width");

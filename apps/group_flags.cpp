@@ -4,6 +4,8 @@
 
 #include "cohort/base/error.h"
 
+#include "apps/parse.h"
+
 namespace cohort::apps {
 namespace {
 
@@ -45,7 +47,7 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
   app.add_option("--cpu-threads", cpu_threads,
                  "Threads of this rank (0: OMP_NUM_THREADS, else all cores)")
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->capture_default_str()
       ->group(section);
 }

@@ -18,6 +18,7 @@
 #include "cohort/base/program.h"
 #include "cohort/image/image_loader.h"
 
+#include "apps/parse.h"
 #include "examples/imagenet/resnet.h"
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
@@ -122,6 +123,8 @@ int main(int argc, char** argv) {
   app.add_option("--warmup", options.warmup, "Steps before")->capture_default_str();
   app.add_option("--batch", options.batch, "Pictures of a step")->capture_default_str();
   app.add_option("--workers", options.workers, "Decoding threads")->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
-  return cohort::run_program("image_loading", [&] { return run(options); });
+  return cohort::run_program("image_loading", [&] {
+    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+    return run(options);
+  });
 }

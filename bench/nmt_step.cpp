@@ -23,6 +23,8 @@
 #include "cohort/train/metrics.h"
 #include "cohort/translate/updater.h"
 
+#include "apps/parse.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -202,7 +204,7 @@ int main(int argc, char** argv) {
   CLI::App app("Training speed of the base translator");
   app.add_option("--steps", options.steps, "Measured steps")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(cohort::apps::above_zero());
   app.add_option("--warmup", options.warmup, "Steps before, not measured")->capture_default_str();
   app.add_option("--mini-batch-words", options.mini_batch_words,
                  "Target tokens per rank and step, padded")
@@ -212,6 +214,8 @@ int main(int argc, char** argv) {
   app.add_option("--precision", options.precision, "auto, bfloat16 or float32")
       ->capture_default_str();
   app.add_option("--vocabulary", options.vocabulary, "Pieces on each side")->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
-  return cohort::run_program("nmt_step", [&] { return run(options); });
+  return cohort::run_program("nmt_step", [&] {
+    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+    return run(options);
+  });
 }

@@ -21,6 +21,8 @@
 #include "cohort/base/trace_page.h"
 #include "cohort/comm/process_group.h"
 
+#include "apps/parse.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -107,7 +109,7 @@ int main(int argc, char** argv) {
         ->capture_default_str();
     app.add_option("--calls", options.calls, "Calls of a small all_reduce in a round")
         ->capture_default_str();
-    CLI11_PARSE(app, argc, argv);
+    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
     return run(options);
   });
 }

@@ -13,6 +13,7 @@ using Action = std::function<int()>;
 void add_train_command(CLI::App& app, Action& action);
 void add_evaluate_command(CLI::App& app, Action& action);
 void add_translate_command(CLI::App& app, Action& action);
+void add_average_command(CLI::App& app, Action& action);
 void add_info_command(CLI::App& app, Action& action);
 
 }  // namespace cohort::apps

@@ -13,6 +13,7 @@
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
 #include "apps/nmt/trained_model.h"
+#include "apps/parse.h"
 
 namespace cohort::apps {
 namespace {
@@ -112,8 +113,8 @@ void add_evaluate_command(CLI::App& app, Action& action) {
       ->add_option("--samples", flags->samples,
                    "Print so many translations with source and reference")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
-  command->add_flag("--json", flags->json, "Print one JSON line instead");
+      ->check(zero_or_more());
+  command->add_flag("--json", flags->json, "Print one JSON line instead")->excludes("--samples");
   flags->evaluation.add_to(*command, "Search and score");
   flags->group.add_to(*command);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });

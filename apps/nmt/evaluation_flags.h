@@ -5,6 +5,8 @@
 
 #include "cohort/translate/evaluation.h"
 
+#include "apps/parse.h"
+
 namespace cohort::apps {
 
 /// During training translations are many, and only compared with each other: greedy, and short, so
@@ -41,10 +43,12 @@ struct EvaluationFlags {
         ->group(group);
     app.add_option("--normalize", options.search.normalize,
                    "Compare translations by log p / length^this")
+        ->check(finite())
         ->capture_default_str()
         ->group(group);
     app.add_option("--word-penalty", options.search.word_penalty,
                    "Subtract this times the length; below 0 it favours long ones")
+        ->check(finite())
         ->capture_default_str()
         ->group(group);
     app.add_flag("--allow-unk", options.search.allow_unk,
@@ -53,17 +57,17 @@ struct EvaluationFlags {
     app.add_option("--valid-mini-batch-words", options.mini_batch_words,
                    "Tokens per batch, padding included")
         ->capture_default_str()
-        ->check(CLI::PositiveNumber)
+        ->check(above_zero())
         ->group(group);
     app.add_option("--max-length-factor", options.search.max_length_factor,
                    "Translations are at most this times the source's tokens, plus 10")
         ->capture_default_str()
-        ->check(CLI::PositiveNumber)
+        ->check(above_zero())
         ->group(group);
     app.add_option("--max-output-length", options.search.max_length,
                    "Translations have at most so many tokens")
         ->capture_default_str()
-        ->check(CLI::PositiveNumber)
+        ->check(above_zero())
         ->group(group);
   }
 

@@ -18,6 +18,7 @@ int run(int argc, char** argv) {
   cohort::apps::add_evaluate_command(app, action);
   cohort::apps::add_translate_command(app, action);
   cohort::apps::add_bleu_command(app, action);
+  cohort::apps::add_average_command(app, action);
   cohort::apps::add_info_command(app, action);
   if (const auto ended =
           cohort::apps::parse(app, argc, argv, "cohort nmt --help lists commands and flags"))

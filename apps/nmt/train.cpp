@@ -11,6 +11,7 @@
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
+#include "apps/parse.h"
 
 namespace cohort::apps {
 namespace {
@@ -58,7 +59,7 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->group("Data");
   app.add_option("--max-length", o.max_length, "Drop training pairs with more tokens on a side")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
+      ->check(above_zero())
       ->group("Data");
   flags.model.add_to(app);
   app.add_option("--precision", flags.precision, "Of matrix products: auto, bfloat16 or float32")
@@ -66,36 +67,36 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->group("Training");
   app.add_option("--mini-batch", o.mini_batch, "Sentences per rank and batch (0: no limit)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->group("Training");
   app.add_option("--mini-batch-words", o.mini_batch_words,
                  "Tokens per rank and batch, padding included (0: no limit)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->group("Training");
   app.add_option("--maxi-batch", o.maxi_batch, "Sort by length within windows of so many batches")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
+      ->check(above_zero())
       ->group("Training");
   app.add_option("--optimizer-delay", o.optimizer_delay, "Batches per update and rank")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
+      ->check(above_zero())
       ->group("Training");
   app.add_option("--noam-factor", o.noam_factor, "Factor of the Noam schedule")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
+      ->check(above_zero())
       ->group("Training");
   app.add_option("--lr-warmup", o.lr_warmup, "Updates of linear rise")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
+      ->check(above_zero())
       ->group("Training");
   app.add_option("--learn-rate",
                  "Highest learning rate, at the end of --lr-warmup; sets --noam-factor")
-      ->check(CLI::PositiveNumber)
+      ->check(above_zero())
       ->group("Training");
   app.add_option("--clip-norm", o.clip_norm, "Largest gradient norm (0: no clipping)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->group("Training");
   app.add_option("--exponential-smoothing", o.exponential_smoothing,
                  "Validate and save a moving average of the parameters with this weight of the "
@@ -104,24 +105,25 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->check(CLI::Range(0.0, 0.5))
       ->group("Training");
   app.add_option("--seed", o.seed, "Of parameters, data order and dropout")
+      ->check(whole_number())
       ->capture_default_str()
       ->group("Training");
   app.add_option("--after-epochs", o.after_epochs, "Stop after so many epochs (0: no limit)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->group("Training");
   app.add_option("--after-batches", o.after_batches, "Stop after so many updates (0: no limit)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->group("Training");
   app.add_option("--time-limit", o.time_limit_min, "Stop after so many minutes (0: no limit)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->group("Training");
   app.add_option("--early-stopping", o.early_stopping,
                  "Stop after so many validations without a better BLEU (0: never)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
       ->group("Validation");
   app.add_option("--valid-freq", flags.valid_freq, "Validate every 1e (epoch), 500u (updates), ...")
       ->capture_default_str()
@@ -130,7 +132,18 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
   app.add_option("--save-freq", o.save_freq_min,
                  "Save what is needed to go on every so many minutes (0: only at the end)")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
+      ->check(zero_or_more())
+      ->group("Training");
+  app.add_option(
+         "--save-interval-updates", o.save_interval_updates,
+         "Keep the weights of every so many updates in checkpoints/, to be averaged (0: none)")
+      ->capture_default_str()
+      ->check(zero_or_more())
+      ->group("Training");
+  app.add_option("--keep-interval-updates", o.keep_interval_updates,
+                 "Of those, keep the newest so many (0: all)")
+      ->capture_default_str()
+      ->check(zero_or_more())
       ->group("Training");
   flags.group.add_to(app);
   app.add_flag("--quiet", o.quiet, "No progress bar");

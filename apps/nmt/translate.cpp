@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <iostream>
 #include <memory>
+#include <system_error>
 
 #include "cohort/base/error.h"
 #include "cohort/text/text_file.h"
@@ -11,6 +12,7 @@
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/trained_model.h"
+#include "apps/parse.h"
 
 namespace cohort::apps {
 namespace {
@@ -49,7 +51,8 @@ int run(TranslateFlags& flags) {
          translate::translate_all(model, sources, tokenizers.target, options)) {
       print(number++, translations, flags.n_best);
     }
-    std::fflush(stdout);
+    if (std::fflush(stdout) != 0)
+      throw std::system_error(errno, std::generic_category(), "standard output cannot be written");
     sources.clear();
   };
   text::LineReader lines(std::cin, "standard input");
@@ -81,7 +84,7 @@ void add_translate_command(CLI::App& app, Action& action) {
       ->capture_default_str();
   command->add_option("--mini-batch", flags->mini_batch, "Lines read ahead are 16 times this")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(above_zero());
   command->add_flag("--n-best", flags->n_best,
                     "Print all translations of the beam with their scores, best first");
   flags->evaluation.add_search_to(*command, "Search");

@@ -2,7 +2,9 @@
 
 #include <array>
 #include <cerrno>
+#include <cstdio>
 #include <fstream>
+#include <iostream>
 #include <istream>
 #include <sstream>
 #include <system_error>
@@ -38,7 +40,9 @@ std::string read_file(const std::filesystem::path& path) {
 
 bool LineReader::next(std::string& line) {
   if (!std::getline(stream_, line)) {
-    if (stream_.bad()) throw ConfigError(name_ + ": cannot be read");
+    // Standard input's own buffer takes an error for the end.
+    const bool failed = stream_.bad() || (&stream_ == &std::cin && std::ferror(stdin) != 0);
+    if (failed) throw ConfigError(name_ + ": cannot be read");
     return false;
   }
   if (++number_ == 1 && line.starts_with(kByteOrderMark)) line.erase(0, kByteOrderMark.size());

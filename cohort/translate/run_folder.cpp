@@ -1,9 +1,12 @@
 #include "cohort/translate/run_folder.h"
 
+#include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <functional>
 #include <span>
 
+#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 
 namespace cohort::translate {
@@ -48,6 +51,11 @@ void visit_fields(Options& model, Visit visit) {
   visit("tied_embeddings", model.tied_embeddings);
 }
 
+std::string fact_name(const char* field) {
+  std::string name = "model.";
+  return name.append(field);
+}
+
 }  // namespace
 
 std::vector<fs::path> vocab_files(const std::string& model_dir,
@@ -60,40 +68,68 @@ std::vector<fs::path> vocab_files(const std::string& model_dir,
   return {fs::path(model_dir) / "source.spm", fs::path(model_dir) / "target.spm"};
 }
 
-Tokenizers make_tokenizers(const std::vector<fs::path>& files, const text::ParallelText& text,
-                           const nmt::TransformerOptions& model, bool anew,
-                           comm::ProcessGroup& group) {
+FreshFiles::~FreshFiles() {
+  std::error_code ignored;
+  for (const fs::path& file : files_) fs::remove(beside(file), ignored);
+}
+
+fs::path FreshFiles::beside(const fs::path& file) {
+  return file.string() + ".new";
+}
+
+void FreshFiles::keep() {
+  for (const fs::path& file : files_) fs::rename(beside(file), file);
+  files_.clear();
+}
+
+MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::ParallelText& text,
+                               const nmt::TransformerOptions& model, bool anew,
+                               comm::ProcessGroup& group) {
   if (files[0] == files[1] && !fs::exists(files[0])) {
     throw ConfigError("--vocabs: " + files[0].string() +
                       " stands for both sides and does not exist: expected two files, or one that "
                       "was trained on both languages");
   }
-  // Both or none: a file that is left alone would be taken for the next run's.
-  std::vector<fs::path> fresh;
-  const auto make = [&](const fs::path& file, const std::vector<std::string>& sentences,
+  const auto is_made = [&](size_t side) { return anew || !fs::exists(files[side]); };
+  const std::vector<bool> made{is_made(0), is_made(1)};
+  group.barrier("which vocabularies are there");
+  FreshFiles fresh;
+  const auto make = [&](size_t side, const char* name, const std::vector<std::string>& sentences,
                         int64_t pieces) {
-    if (fs::exists(file) && !anew) return;
-    const fs::path beside = file.string() + ".new";
-    text::train_tokenizer(sentences, beside,
-                          {.vocab_size = static_cast<int32_t>(pieces),
-                           .character_coverage = has_chinese(sentences) ? 0.9995 : 1.0});
-    fresh.push_back(file);
-  };
-  const auto name = [&](const char* side, const auto& body) {
+    if (!made[side]) return;
+    fresh.add(files[side]);
     try {
-      body();
+      text::train_tokenizer(sentences, FreshFiles::beside(files[side]),
+                            {.vocab_size = static_cast<int32_t>(pieces),
+                             .character_coverage = has_chinese(sentences) ? 0.9995 : 1.0});
     } catch (const ConfigError& error) {
-      for (const fs::path& file : fresh) fs::remove(file.string() + ".new");
-      throw ConfigError(std::string(side) + " vocabulary: " + one_line(error));
+      throw ConfigError(std::string(name) + " vocabulary: " + one_line(error));
     }
   };
   if (group.rank() == 0) {
-    name("source", [&] { make(files[0], text.source, model.dim_vocab_source); });
-    name("target", [&] { make(files[1], text.target, model.dim_vocab_target); });
-    for (const fs::path& file : fresh) fs::rename(file.string() + ".new", file);
+    make(0, "source", text.source, model.dim_vocab_source);
+    make(1, "target", text.target, model.dim_vocab_target);
   }
   group.barrier("vocabularies", kVocabularyLimit);
-  return load_tokenizers(files, model);
+  std::vector<fs::path> now;
+  for (size_t side = 0; side < 2; ++side)
+    now.push_back(made[side] ? FreshFiles::beside(files[side]) : files[side]);
+  return {load_tokenizers(now, model), std::move(fresh)};
+}
+
+train::Facts vocabulary_facts(const std::string& model_dir) {
+  return {{"vocabulary.source_sha256", sha256_of_file(model_dir + "/source.spm")},
+          {"vocabulary.target_sha256", sha256_of_file(model_dir + "/target.spm")}};
+}
+
+void check_vocabularies(const train::Facts& facts, const std::vector<fs::path>& files) {
+  for (const auto& [side, name] :
+       {std::pair{size_t{0}, "vocabulary.source_sha256"}, {1, "vocabulary.target_sha256"}}) {
+    const auto found = facts.find(name);
+    if (found == facts.end() || found->second == sha256_of_file(files[side])) continue;
+    throw ConfigError(files[side].string() + " is not the " + (side == 0 ? "source" : "target") +
+                      " vocabulary that the model was trained with");
+  }
 }
 
 Tokenizers load_tokenizers(const std::vector<fs::path>& files,
@@ -104,14 +140,23 @@ Tokenizers load_tokenizers(const std::vector<fs::path>& files,
   return tokenizers;
 }
 
-namespace {
-
-std::string fact_name(const char* field) {
-  std::string name = "model.";
-  return name.append(field);
+std::string kept_folder(const std::string& model_dir, int64_t update) {
+  return model_dir + "/checkpoints/" + std::to_string(update);
 }
 
-}  // namespace
+std::vector<int64_t> kept_updates(const std::string& model_dir) {
+  std::vector<int64_t> updates;
+  std::error_code none;
+  for (const auto& entry : fs::directory_iterator(model_dir + "/checkpoints", none)) {
+    const std::string name = entry.path().filename().string();
+    int64_t update = 0;
+    const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), update);
+    const bool number = error == std::errc() && end == name.data() + name.size();
+    if (number && fs::exists(entry.path() / "manifest.json")) updates.push_back(update);
+  }
+  std::ranges::sort(updates);
+  return updates;
+}
 
 train::Facts facts_of(const nmt::TransformerOptions& model) {
   train::Facts facts;

@@ -28,15 +28,46 @@ std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
 Tokenizers load_tokenizers(const std::vector<std::filesystem::path>& files,
                            const nmt::TransformerOptions& model);
 
+/// Vocabularies that were made for a run which may still be refused: "<file>.new" until `keep`.
+class FreshFiles {
+ public:
+  FreshFiles() = default;
+  FreshFiles(FreshFiles&&) = default;
+  FreshFiles& operator=(FreshFiles&&) = delete;
+  ~FreshFiles();  ///< Removes those that were not kept.
+
+  static std::filesystem::path beside(const std::filesystem::path& file);
+  void add(const std::filesystem::path& file) { files_.push_back(file); }
+  void keep();  ///< Puts them into their places.
+
+ private:
+  std::vector<std::filesystem::path> files_;
+};
+
+struct MadeTokenizers {
+  Tokenizers tokenizers;
+  FreshFiles fresh;  ///< On rank 0.
+};
+
 /// Loads both tokenizers; rank 0 first trains one whose file is absent (`anew`: both), on its side
-/// of `text`, with character coverage 0.9995 for Chinese and full for the rest. If one cannot be
-/// trained, no file changes.
+/// of `text`, with character coverage 0.9995 for Chinese and full for the rest.
 /// Collective; blocks while rank 0 trains.
 /// Errors: ConfigError that names the side; if a file that was there has another number of pieces
 /// than the model asks for; if one file that does not exist stands for both sides.
-Tokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
-                           const text::ParallelText& text, const nmt::TransformerOptions& model,
-                           bool anew, comm::ProcessGroup& group);
+MadeTokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
+                               const text::ParallelText& text, const nmt::TransformerOptions& model,
+                               bool anew, comm::ProcessGroup& group);
+
+/// What a manifest says of the vocabularies in `model_dir`, so that a model is never used with
+/// others.
+train::Facts vocabulary_facts(const std::string& model_dir);
+/// Errors: ConfigError that names a file of `files` with which `facts`' model was not trained.
+void check_vocabularies(const train::Facts& facts, const std::vector<std::filesystem::path>& files);
+
+/// Where the weights of one update are kept: checkpoints/<update>.
+std::string kept_folder(const std::string& model_dir, int64_t update);
+/// The updates whose weights are kept, ascending; folders that were cut short are left out.
+std::vector<int64_t> kept_updates(const std::string& model_dir);
 
 /// What best/manifest.json says of the model, and back.
 train::Facts facts_of(const nmt::TransformerOptions& model);

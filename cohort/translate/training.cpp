@@ -67,7 +67,7 @@ Start prepare_folder(const TrainingOptions& options) {
 }
 
 void remove_earlier_run(const fs::path& folder) {
-  for (const char* made : {"last", "best", "history.jsonl", "result-dev.txt"})
+  for (const char* made : {"last", "best", "checkpoints", "history.jsonl", "result-dev.txt"})
     fs::remove_all(folder / made);
 }
 
@@ -97,6 +97,45 @@ void check_lengths(const Corpus& corpus, int64_t max_positions) {
   }
 }
 
+// Text as the run uses it.
+struct RunData {
+  Tokenizers tokenizers;
+  FreshFiles fresh;
+  Corpus train;
+  Corpus valid;
+  text::ParallelText valid_text;
+  int64_t num_dropped_empty = 0;  // of the training pairs
+};
+
+// Reads and tokenises; everything that is wrong with the text is found here. Collective.
+RunData prepare_data(const TrainingOptions& options, text::ParallelText train_text,
+                     text::ParallelText valid_text, Start start, comm::ProcessGroup& group) {
+  const bool anew = start == Start::kFresh && options.overwrite && options.vocabs.empty();
+  MadeTokenizers made = make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text,
+                                        options.model, anew, group);
+  const auto& [source, target] = made.tokenizers;
+  Corpus train = tokenize(train_text, source, target, options.max_length);
+  Corpus valid = tokenize(valid_text, source, target, /*max_length=*/0);
+  if (train.size() == 0) {
+    throw ConfigError("--max-length " + std::to_string(options.max_length) +
+                      ": every training pair is longer");
+  }
+  check_lengths(valid, options.model.max_positions);
+  return {std::move(made.tokenizers), std::move(made.fresh), std::move(train),
+          std::move(valid),           std::move(valid_text), train_text.num_dropped_empty};
+}
+
+// From here on the run has its vocabularies: a folder can be moved, and later runs find them.
+void keep_vocabularies(const TrainingOptions& options, FreshFiles& fresh) {
+  fresh.keep();
+  const auto files = vocab_files(options.model_dir, options.vocabs);
+  const auto own = vocab_files(options.model_dir, {});
+  for (size_t side = 0; side < 2; ++side) {
+    if (fs::exists(own[side]) && fs::equivalent(files[side], own[side])) continue;
+    fs::copy_file(files[side], own[side], fs::copy_options::overwrite_existing);
+  }
+}
+
 train::EarlyStoppingOptions stopping_options(const TrainingOptions& options) {
   return {.patience = options.early_stopping, .better = train::Better::kHigher};
 }
@@ -112,14 +151,13 @@ constexpr std::chrono::minutes kSaveLimit{30};
 // One run on one rank; `loop` below is its outline.
 class Run {
  public:
-  Run(const TrainingOptions& options, Start start, text::ParallelText train_text,
-      text::ParallelText valid_text, comm::ProcessGroup& group);
+  Run(const TrainingOptions& options, Start start, RunData data, comm::ProcessGroup& group);
   TrainingResult loop();
 
  private:
   struct Update {
     std::vector<nmt::Batch> batches;
-    std::vector<int64_t> sentences;  // of all batches, by number in train_
+    std::vector<int64_t> sentences;  // of all batches, by number in data_.train
   };
 
   bool train_epoch();  // whether it came to the end
@@ -129,23 +167,22 @@ class Run {
   void check_goals();
   void resume();
   void save();
+  void save_and_keep();
+  train::Facts model_facts() const;
   train::Facts facts() const;
   double seconds() const { return state_.seconds + seconds_since(start_); }
   void decide_to_stop(const std::string& reason) {
     if (stop_reason_.empty()) stop_reason_ = reason;
   }
   Log make_log() const;
-  void report_start(const text::ParallelText& train_text) const;
+  void report_start() const;
   void write_config() const;
   void write_translations(const std::vector<std::string>& translations) const;
 
   const TrainingOptions& options_;
   comm::ProcessGroup& group_;
   Log log_;
-  Corpus train_;
-  Corpus valid_;
-  text::ParallelText valid_text_;
-  std::optional<Tokenizers> tokenizers_;
+  RunData data_;
   nmt::Transformer model_{nullptr};
   std::optional<Updater> updater_;
   train::EarlyStopping early_stopping_;
@@ -153,7 +190,7 @@ class Run {
   train::Progress progress_;
 
   train::CheckpointWriter writer_;  // rank 0 uses it
-  std::string fingerprint_;         // rank 0
+  train::Facts data_facts_;         // rank 0: what text and vocabularies the run rests on
   StopRequest stop_request_;
 
   RunState state_;
@@ -169,23 +206,12 @@ Log Run::make_log() const {
               .file = options_.model_dir + "/logs/rank" + std::to_string(group_.rank()) + ".log"});
 }
 
-Run::Run(const TrainingOptions& options, Start start, text::ParallelText train_text,
-         text::ParallelText valid_text, comm::ProcessGroup& group)
+Run::Run(const TrainingOptions& options, Start start, RunData data, comm::ProcessGroup& group)
     : options_(options),
       group_(group),
       log_(make_log()),
-      valid_text_(std::move(valid_text)),
+      data_(std::move(data)),
       early_stopping_(stopping_options(options)) {
-  tokenizers_ =
-      make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text, options.model,
-                      start == Start::kFresh && options.overwrite && options.vocabs.empty(), group);
-  train_ = tokenize(train_text, tokenizers_->source, tokenizers_->target, options.max_length);
-  valid_ = tokenize(valid_text_, tokenizers_->source, tokenizers_->target, /*max_length=*/0);
-  if (train_.size() == 0) {
-    throw ConfigError("--max-length " + std::to_string(options.max_length) +
-                      ": every training pair is longer");
-  }
-  check_lengths(valid_, options.model.max_positions);
   model_ = nmt::Transformer(options.model, options.precision);
   model_->initialise(options.seed);
   updater_.emplace(model_, group,
@@ -195,54 +221,83 @@ Run::Run(const TrainingOptions& options, Start start, text::ParallelText train_t
                                   .clip_norm = options.clip_norm,
                                   .exponential_smoothing = options.exponential_smoothing,
                                   .seed = options.seed});
-  if (group.rank() == 0) fingerprint_ = fingerprint(train_);
+  if (group.rank() == 0) {
+    data_facts_["train_sets_sha256"] = fingerprint(data_.train);
+    if (start == Start::kFresh) {
+      remove_earlier_run(options.model_dir);
+      keep_vocabularies(options, data_.fresh);
+    }
+    data_facts_.merge(vocabulary_facts(options.model_dir));
+  }
   if (start == Start::kResume) resume();
   if (group.rank() == 0) {
-    if (start == Start::kFresh) remove_earlier_run(options.model_dir);
     write_config();
     history_.emplace(options.model_dir + "/history.jsonl", state_.updates);
   }
-  report_start(train_text);
-  train_text = {};  // The parameter would live as long as the run.
+  report_start();
 }
 
-void Run::report_start(const text::ParallelText& train_text) const {
+void Run::report_start() const {
   log_.info("start", {{"ranks", group_.size()},
                       {"found_by", group_.place().source},
                       {"threads_per_rank", at::get_num_threads()},
                       {"precision", nmt::to_string(options_.precision)},
                       {"parameters", nmt::count_parameters(*model_)}});
-  log_.info("data", {{"train_pairs", train_.size()},
-                     {"dropped_empty", train_text.num_dropped_empty},
-                     {"dropped_long", train_.num_dropped_long},
-                     {"valid_pairs", valid_.size()},
-                     {"valid_dropped_empty", valid_text_.num_dropped_empty}});
+  log_.info("data", {{"train_pairs", data_.train.size()},
+                     {"dropped_empty", data_.num_dropped_empty},
+                     {"dropped_long", data_.train.num_dropped_long},
+                     {"valid_pairs", data_.valid.size()},
+                     {"valid_dropped_empty", data_.valid_text.num_dropped_empty}});
 }
 
 void Run::write_config() const {
-  nlohmann::ordered_json config = {{"world_size", group_.size()},
-                                   {"precision", nmt::to_string(options_.precision)},
-                                   {"mini_batch", options_.mini_batch},
-                                   {"mini_batch_words", options_.mini_batch_words},
-                                   {"maxi_batch", options_.maxi_batch},
-                                   {"max_length", options_.max_length},
-                                   {"optimizer_delay", options_.optimizer_delay},
-                                   {"noam_factor", options_.noam_factor},
-                                   {"lr_warmup", options_.lr_warmup},
-                                   {"clip_norm", options_.clip_norm},
-                                   {"exponential_smoothing", options_.exponential_smoothing},
-                                   {"seed", options_.seed},
-                                   {"early_stopping", options_.early_stopping}};
+  nlohmann::ordered_json config = {
+      {"world_size", group_.size()},
+      {"precision", nmt::to_string(options_.precision)},
+      {"mini_batch", options_.mini_batch},
+      {"mini_batch_words", options_.mini_batch_words},
+      {"maxi_batch", options_.maxi_batch},
+      {"max_length", options_.max_length},
+      {"optimizer_delay", options_.optimizer_delay},
+      {"noam_factor", options_.noam_factor},
+      {"lr_warmup", options_.lr_warmup},
+      {"clip_norm", options_.clip_norm},
+      {"exponential_smoothing", options_.exponential_smoothing},
+      {"seed", options_.seed},
+      {"after_epochs", options_.after_epochs},
+      {"after_batches", options_.after_batches},
+      {"time_limit_min", options_.time_limit_min},
+      {"early_stopping", options_.early_stopping},
+      {"valid_freq_epochs", options_.valid_freq_epochs},
+      {"valid_freq_updates", options_.valid_freq_updates},
+      {"save_freq_min", options_.save_freq_min},
+      {"save_interval_updates", options_.save_interval_updates},
+      {"keep_interval_updates", options_.keep_interval_updates},
+      {"tokenize", text::to_string(options_.evaluation.bleu.tokenizer)},
+      {"beam_size", options_.evaluation.search.beam_size},
+      {"normalize", options_.evaluation.search.normalize},
+      {"word_penalty", options_.evaluation.search.word_penalty},
+      {"max_output_length", options_.evaluation.search.max_length}};
   for (const auto& [name, value] : facts_of(options_.model)) config[name] = value;
   for (const auto& path : options_.train_sets) config["train_sets"].push_back(path.string());
   for (const auto& path : options_.valid_sets) config["valid_sets"].push_back(path.string());
+  for (const auto& path : options_.vocabs) config["vocabs"].push_back(path.string());
   write_atomically(options_.model_dir + "/config.json", config.dump(2) + "\n");
 }
 
-train::Facts Run::facts() const {
+train::Facts Run::model_facts() const {
   train::Facts facts = facts_of(options_.model);
   facts["precision"] = nmt::to_string(options_.precision);
-  facts["train_sets_sha256"] = fingerprint_;
+  facts["update"] = std::to_string(state_.updates);
+  for (const auto& [name, value] : data_facts_) {
+    if (name.starts_with("vocabulary.")) facts[name] = value;
+  }
+  return facts;
+}
+
+train::Facts Run::facts() const {
+  train::Facts facts = model_facts();
+  facts.insert(data_facts_.begin(), data_facts_.end());
   facts["run_id"] = run_id();
   RunState now = state_;
   now.seconds = seconds();
@@ -264,6 +319,24 @@ void Run::save() {
   saved_ = Clock::now();
 }
 
+// The weights alone, smoothed if there is an average, beside those of earlier updates.
+void Run::save_and_keep() {
+  if (group_.rank() != 0) return;
+  const train::Parts parts = updater_->parts();
+  const auto average = parts.find("average");
+  writer_.save(kept_folder(options_.model_dir, state_.updates),
+               {{"weights", average == parts.end() ? parts.at("weights") : average->second}},
+               state_.updates, model_facts());
+  if (options_.keep_interval_updates == 0) return;
+  auto kept = kept_updates(options_.model_dir);
+  std::erase(kept, state_.updates);  // it may be there already
+  const auto earlier = static_cast<size_t>(options_.keep_interval_updates - 1);
+  while (kept.size() > earlier) {
+    fs::remove_all(kept_folder(options_.model_dir, kept.front()));
+    kept.erase(kept.begin());
+  }
+}
+
 // Rank 0 reads; the others need not see its folder.
 void Run::resume() {
   const std::string folder = options_.model_dir + "/last";
@@ -272,7 +345,7 @@ void Run::resume() {
   if (group_.rank() == 0) {
     const train::Facts found = train::read_manifest(folder);
     train::Facts expected = facts_of(options_.model);
-    expected["train_sets_sha256"] = fingerprint_;
+    expected.insert(data_facts_.begin(), data_facts_.end());
     for (const auto& [name, value] : expected) {
       const auto there = found.find(name);
       if (there == found.end() || there->second != value) {
@@ -342,7 +415,8 @@ bool Run::train_epoch() {
                                          .seed = options_.seed,
                                          .rank = group_.rank(),
                                          .world_size = group_.size()};
-  const auto plan = data::plan_rest(train_.lengths(), batch_options, state_.epoch, state_.trained);
+  const auto plan =
+      data::plan_rest(data_.train.lengths(), batch_options, state_.epoch, state_.trained);
   if (state_.trained.empty() || !same_but_for_rank(state_.trained.back().options, batch_options))
     state_.trained.push_back({.options = batch_options});
   auto& num_trained = state_.trained.back().num_batches;
@@ -361,7 +435,7 @@ bool Run::train_epoch() {
     Update update;
     for (int64_t i = 0; i < delay && next < plan.batches.size(); ++i, ++next) {
       const auto& sentences = plan.batches[next];
-      update.batches.push_back(make_batch(train_, sentences));
+      update.batches.push_back(make_batch(data_.train, sentences));
       update.sentences.insert(update.sentences.end(), sentences.begin(), sentences.end());
     }
     return update;
@@ -372,6 +446,10 @@ bool Run::train_epoch() {
     const bool due =
         options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0;
     if (due && !was_asked_to_stop_) validate();
+    if (options_.save_interval_updates > 0 && !state_.skipped_in_a_row &&
+        state_.updates % options_.save_interval_updates == 0) {
+      save_and_keep();
+    }
     if (!stop_reason_.empty()) return step == num_steps;
     if (options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min &&
         !writer_.busy()) {
@@ -391,7 +469,7 @@ void Run::report_skipped(const Update& update, const UpdateReport& own) {
     for (const int64_t i : update.sentences) {
       if (sentences.size() > 200) break;
       sentences += (sentences.empty() ? "" : " | ") +
-                   tokenizers_->source.decode(train_.source[static_cast<size_t>(i)]);
+                   data_.tokenizers.source.decode(data_.train.source[static_cast<size_t>(i)]);
     }
   }
   const std::string what = std::isfinite(own.nll_sum) ? "another rank's" : "this rank's";
@@ -460,8 +538,8 @@ void Run::validate() {
   state_.train_seconds = 0;
   const optim::AveragesInPlace smoothed(
       updater_->average());  // scored and saved as they are used later
-  const Evaluation evaluation = evaluate(model_, valid_, valid_text_.target, tokenizers_->target,
-                                         group_, options_.evaluation);
+  const Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
+                                         data_.tokenizers.target, group_, options_.evaluation);
   // Rank 0's numbers decide: another CPU's logarithm might differ in the last bit.
   at::Tensor scores = at::tensor({evaluation.bleu.score, evaluation.loss}, at::kDouble);
   group_.broadcast(scores);
@@ -480,6 +558,12 @@ void Run::validate() {
                       {"best_bleu", state_.best_bleu},
                       {"tgt_tokens_per_s", tokens_per_s}});
   if (group_.rank() == 0) {
+    write_translations(evaluation.translations);
+    if (improved) {
+      train::Facts facts = model_facts();
+      facts["valid_bleu"] = std::to_string(bleu);
+      train::save_checkpoint(options_.model_dir + "/best", *model_, state_.updates, facts);
+    }
     history_->append({{"epoch", state_.epoch + 1},
                       {"update", state_.updates},
                       {"wall_s", seconds()},
@@ -490,14 +574,6 @@ void Run::validate() {
                       {"learning_rate", updater_->learning_rate()},
                       {"tgt_tokens_per_s", tokens_per_s},
                       {"valid_s", seconds_since(start)}});
-    write_translations(evaluation.translations);
-    if (improved) {
-      train::Facts facts = facts_of(options_.model);
-      facts["update"] = std::to_string(state_.updates);
-      facts["valid_bleu"] = std::to_string(bleu);
-      facts["precision"] = nmt::to_string(options_.precision);
-      train::save_checkpoint(options_.model_dir + "/best", *model_, state_.updates, facts);
-    }
   }
   group_.barrier("validation");
 }
@@ -505,8 +581,8 @@ void Run::validate() {
 void Run::write_translations(const std::vector<std::string>& translations) const {
   write_atomically(options_.model_dir + "/result-dev.txt", [&](FileWriter& file) {
     for (size_t i = 0; i < translations.size(); ++i) {
-      file.write("S " + valid_text_.source[i] + "\nH " + translations[i] + "\nR " +
-                 valid_text_.target[i] + "\n\n");
+      file.write("S " + data_.valid_text.source[i] + "\nH " + translations[i] + "\nR " +
+                 data_.valid_text.target[i] + "\n\n");
     }
   });
 }
@@ -520,10 +596,10 @@ TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) 
   const auto decide = [&] {
     return prepare_folder(options) == Start::kResume ? "resume" : "fresh";
   };
-  const std::string start = group.broadcast_text(group.rank() == 0 ? decide() : "");
-  return Run(options, start == "resume" ? Start::kResume : Start::kFresh, std::move(train_text),
-             std::move(valid_text), group)
-      .loop();
+  const std::string decision = group.broadcast_text(group.rank() == 0 ? decide() : "");
+  const Start start = decision == "resume" ? Start::kResume : Start::kFresh;
+  RunData data = prepare_data(options, std::move(train_text), std::move(valid_text), start, group);
+  return Run(options, start, std::move(data), group).loop();
 }
 
 }  // namespace cohort::translate

@@ -41,9 +41,11 @@ struct TrainingOptions {
   double time_limit_min =
       0;  ///< Stop after so many minutes of training and validation; 0: no limit.
   int64_t early_stopping = 10;  ///< Stop after so many validations without a better BLEU; 0: never.
-  int64_t valid_freq_epochs = 1;   ///< Validate every so many epochs (0: not) ...
-  int64_t valid_freq_updates = 0;  ///< ... and every so many updates (0: not).
-  double save_freq_min = 1;        ///< Save last/ every so many minutes (0: only at the end).
+  int64_t valid_freq_epochs = 1;      ///< Validate every so many epochs (0: not) ...
+  int64_t valid_freq_updates = 0;     ///< ... and every so many updates (0: not).
+  double save_freq_min = 1;           ///< Save last/ every so many minutes (0: only at the end).
+  int64_t save_interval_updates = 0;  ///< Keep the weights of every so many updates (0: none) ...
+  int64_t keep_interval_updates = 0;  ///< ... of which the newest so many stay (0: all).
   EvaluationOptions evaluation;
   bool quiet = false;  ///< No progress bar.
 };
@@ -59,7 +61,7 @@ struct TrainingResult {
 
 /// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm
 /// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint with the best BLEU), last/
-/// (where training stands) and result-dev.txt.
+/// (where training stands), checkpoints/<update>/ (if asked for) and result-dev.txt.
 ///
 /// A folder with last/ in it is gone on with: on the same number of ranks the result is bit-equal
 /// to a run that was never stopped; on another, the epoch goes on with the sentences that it has

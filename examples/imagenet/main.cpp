@@ -26,39 +26,39 @@ void add_model_flags(CLI::App& app, Options& o) {
 void add_data_flags(CLI::App& app, Options& o) {
   app.add_option("data", o.data, "Folder with train/<class>/ and val/<class>/")->required();
   app.add_option("-j,--workers", o.workers, "Decoding threads of each rank")
-      ->check(CLI::PositiveNumber)
+      ->check(cohort::apps::above_zero())
       ->capture_default_str();
   app.add_option("--image-size", o.image_size, "Pixels on each side of the network's input")
-      ->check(CLI::PositiveNumber)
+      ->check(cohort::apps::above_zero())
       ->capture_default_str();
   app.add_flag("--skip-damaged", o.skip_damaged, "Leave damaged pictures out, and count them");
   app.add_option("-b,--batch-size", o.batch_size, "Pictures of a step, of all ranks together")
-      ->check(CLI::PositiveNumber)
+      ->check(cohort::apps::above_zero())
       ->capture_default_str();
   app.add_option("--batch-size-per-rank", o.batch_size_per_rank, "The same, of each rank")
-      ->check(CLI::PositiveNumber)
+      ->check(cohort::apps::above_zero())
       ->excludes("--batch-size");
 }
 
 void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--epochs", o.epochs, "Epochs in all")->capture_default_str();
   app.add_option("--start-epoch", o.start_epoch, "First epoch (default: as --resume says, or 0)")
-      ->check(CLI::NonNegativeNumber);
+      ->check(cohort::apps::zero_or_more());
   app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; then a tenth, and so on")
-      ->check(CLI::NonNegativeNumber)
+      ->check(cohort::apps::zero_or_more())
       ->capture_default_str();
   app.add_option("--lr-rule", o.lr_rule, "Scale --lr by batch / 256: none, linear or sqrt")
       ->capture_default_str();
   app.add_option("--momentum", o.momentum, "Of SGD")
-      ->check(CLI::NonNegativeNumber)
+      ->check(cohort::apps::zero_or_more())
       ->capture_default_str();
   app.add_option("--wd,--weight-decay", o.weight_decay, "Of SGD")
-      ->check(CLI::NonNegativeNumber)
+      ->check(cohort::apps::zero_or_more())
       ->capture_default_str();
   app.add_option("--seed", o.seed, "Of parameters, data order and augmentation")
       ->capture_default_str();
   app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
-      ->check(CLI::PositiveNumber)
+      ->check(cohort::apps::above_zero())
       ->capture_default_str();
   app.add_option("--resume", o.resume, "Checkpoint's folder to go on from");
   app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");

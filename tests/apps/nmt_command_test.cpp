@@ -1,5 +1,6 @@
 // The translator's commands as a user runs them: real processes, real files.
 #include <chrono>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
@@ -11,6 +12,7 @@
 #include <unistd.h>
 
 #include "cohort/base/checksum.h"
+#include "cohort/base/safetensors.h"
 
 #include "tests/support/shell.h"
 
@@ -170,9 +172,38 @@ TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
   expect_refused("evaluate --model-dir " + path("nowhere") + " --test-sets " + path("valid.en") +
                      " " + path("valid.xx"),
                  "nowhere/best/manifest.json: no checkpoint here");
-  for (const char* made : {"bad/source.spm", "bad/best", "bad/history.jsonl", "bad/config.json"}) {
-    EXPECT_FALSE(fs::exists(path(made))) << "nothing half-written, but there is " << made;
+  std::string words;  // more tokens than the model has positions
+  for (int i = 0; i < 6000; ++i) words += "red ";
+  std::ofstream(path("long.en")) << words << "\n";
+  std::ofstream(path("long.xx")) << "der\n";
+  expect_refused(
+      with(path("valid.en") + " " + path("valid.xx"), path("long.en") + " " + path("long.xx")),
+      "--valid-sets: pair 1 has ");
+  for (const char* number :
+       {"--clip-norm nan", "--clip-norm -1", "--time-limit inf", "--seed -1",
+        "--seed 99999999999999999999", "--learn-rate nan", "--normalize nan"}) {
+    expect_refused(flags + number,
+                   std::string(number).substr(0, std::string(number).find(' ')) + ": ");
   }
+  EXPECT_TRUE(fs::is_empty(path("bad"))) << "nothing half-written";
+  expect_refused("bogus", "bogus: there is no such flag or command");
+}
+
+TEST_F(NmtCommandTest, AModelIsUsedWithItsOwnVocabulariesOnly) {
+  ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("first") + "--after-batches 2").code, 0);
+  const std::string vocabs = path("first/source.spm") + " " + path("first/target.spm");
+  const std::string swapped = path("first/target.spm") + " " + path("first/source.spm");
+  ASSERT_EQ(
+      shell(bin("cohort-nmt") + " " + train_flags("own") + "--after-batches 2 --vocabs " + vocabs)
+          .code,
+      0);
+  EXPECT_EQ(contents(path("own/source.spm")), contents(path("first/source.spm")))
+      << "a run's folder holds all that its model needs";
+  const std::string translate = "translate --model-dir " + path("own");
+  EXPECT_EQ(shell("echo red | " + bin("cohort-nmt") + " " + translate).code, 0);
+  expect_refused(translate + " --vocabs " + swapped,
+                 "target.spm is not the source vocabulary that the model was trained with");
+  expect_refused(translate + " < " + path("own"), "standard input: cannot be read");
 }
 
 TEST_F(NmtCommandTest, AnEarlierRunOutlivesARefusedOne) {
@@ -304,6 +335,40 @@ TEST_F(NmtCommandTest, ARunGoesOnWithAnotherNumberOfRanks) {
   // 300 sentences: 4 updates of 2 x 16, 2 of 3 x 16, the other 76 on one rank in 5 more.
   EXPECT_EQ(trained_sentences()["update"], "11");
   EXPECT_EQ(trained_sentences()["epoch"], "1");
+}
+
+TEST_F(NmtCommandTest, KeptCheckpointsAreAveraged) {
+  const Ended trained =
+      shell(bin("cohort-nmt") + " " + train_flags("k") +
+            "--after-batches 25 --save-interval-updates 5 --keep-interval-updates 3");
+  ASSERT_EQ(trained.code, 0) << trained.output;
+  std::set<std::string> kept;
+  for (const auto& entry : fs::directory_iterator(path("k/checkpoints")))
+    kept.insert(entry.path().filename());
+  EXPECT_EQ(kept, (std::set<std::string>{"15", "20", "25"}));
+  const std::string average = "average --model-dir " + path("k") + " --output ";
+  const Ended averaged = shell(bin("cohort-nmt") + " " + average + path("mean") + " --last 2");
+  EXPECT_EQ(averaged.code, 0) << averaged.output;
+  const auto weights = [&](const std::string& folder, int64_t update) {
+    const cohort::SafetensorsFile file(path(folder) + "/weights-" + std::to_string(update) +
+                                       ".safetensors");
+    const auto bytes = file.at("source_embedding").bytes;
+    std::vector<float> values(bytes.size() / sizeof(float));
+    std::memcpy(values.data(), bytes.data(), bytes.size());
+    return values;
+  };
+  const auto a = weights("k/checkpoints/20", 20), b = weights("k/checkpoints/25", 25),
+             mean = weights("mean/best", 25);
+  ASSERT_EQ(mean.size(), a.size());
+  EXPECT_NE(a, b);
+  for (size_t i = 0; i < a.size(); ++i)
+    EXPECT_EQ(mean[i], static_cast<float>((static_cast<double>(a[i]) + b[i]) / 2));
+  EXPECT_EQ(
+      shell("echo red cat | " + bin("cohort-nmt") + " translate --model-dir " + path("mean")).code,
+      0);
+  expect_refused(average + path("mean"), "mean already holds a model");
+  expect_refused(average + path("new") + " --last 4", "3 updates: expected at least 4");
+  EXPECT_FALSE(fs::exists(path("new")));
 }
 
 TEST_F(NmtCommandTest, DivergenceEndsTheRunWithAGoodCheckpoint) {

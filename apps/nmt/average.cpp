@@ -1,0 +1,89 @@
+// `cohort nmt average`: one model whose weights are the mean of several checkpoints of a run.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <torch/types.h>
+
+#include "cohort/base/error.h"
+#include "cohort/nmt/transformer.h"
+#include "cohort/translate/run_folder.h"
+
+#include "apps/nmt/commands.h"
+#include "apps/parse.h"
+
+namespace cohort::apps {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct AverageFlags {
+  std::string model_dir;
+  std::string output;
+  int64_t last = 0;
+};
+
+train::NamedTensors empty_like(const train::NamedTensors& tensors, at::ScalarType type) {
+  train::NamedTensors result;
+  for (const auto& [name, tensor] : tensors)
+    result.emplace_back(name, at::zeros_like(tensor, at::TensorOptions().dtype(type)));
+  return result;
+}
+
+int run(const AverageFlags& flags) {
+  auto updates = translate::kept_updates(flags.model_dir);
+  if (std::ssize(updates) < std::max<int64_t>(flags.last, 1)) {
+    throw ConfigError(flags.model_dir + "/checkpoints holds the weights of " +
+                      std::to_string(updates.size()) + " updates: expected at least " +
+                      std::to_string(std::max<int64_t>(flags.last, 1)) +
+                      " (cohort nmt train --save-interval-updates keeps them)");
+  }
+  if (flags.last > 0) updates.erase(updates.begin(), updates.end() - flags.last);
+  if (fs::exists(fs::path(flags.output) / "best"))
+    throw ConfigError("--output " + flags.output + " already holds a model: name another folder");
+
+  const std::string newest = translate::kept_folder(flags.model_dir, updates.back());
+  train::Facts facts = train::read_manifest(newest);
+  const nmt::Transformer model(translate::model_of(facts));
+  const auto read = train::state_of(*model);
+  const auto sums = empty_like(read, at::kDouble);
+  facts["averaged"] = "";
+  for (const int64_t update : updates) {
+    train::load_checkpoint(translate::kept_folder(flags.model_dir, update),
+                           train::Parts{{"weights", read}});
+    for (size_t i = 0; i < sums.size(); ++i) sums[i].second.add_(read[i].second);
+    facts["averaged"] += (facts["averaged"].empty() ? "" : " ") + std::to_string(update);
+  }
+  for (size_t i = 0; i < sums.size(); ++i)
+    read[i].second.copy_(sums[i].second.div_(static_cast<double>(updates.size())));
+
+  std::error_code error;
+  fs::create_directories(flags.output, error);
+  train::save_checkpoint(flags.output + "/best", *model, updates.back(), facts);
+  for (const char* vocabulary : {"source.spm", "target.spm"}) {  // unless --vocabs named them
+    const fs::path from = fs::path(flags.model_dir) / vocabulary;
+    if (fs::exists(from))
+      fs::copy_file(from, fs::path(flags.output) / vocabulary,
+                    fs::copy_options::overwrite_existing);
+  }
+  std::printf("the mean of %zu checkpoints, updates %s, is in %s/best\n", updates.size(),
+              facts["averaged"].c_str(), flags.output.c_str());
+  return 0;
+}
+
+}  // namespace
+
+void add_average_command(CLI::App& app, Action& action) {
+  auto* command =
+      app.add_subcommand("average", "Average the weights that train --save-interval-updates kept");
+  auto flags = std::make_shared<AverageFlags>();
+  command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
+  command->add_option("--output", flags->output, "A new folder, used as --model-dir afterwards")
+      ->required();
+  command->add_option("--last", flags->last, "Only the newest so many checkpoints (0: all)")
+      ->capture_default_str()
+      ->check(zero_or_more());
+  command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
+}
+
+}  // namespace cohort::apps
