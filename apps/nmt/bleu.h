@@ -1,4 +1,5 @@
-// `cohort nmt bleu`: sacreBLEU's score of translated text.
+// `cohort nmt bleu`: sacreBLEU's scores of translated text, with the arguments and the output of
+// the program sacrebleu.
 #pragma once
 #include <functional>
 
@@ -9,10 +10,16 @@ class App;
 namespace cohort::apps {
 
 /// Registers subcommand `bleu` on `app`; where it is the one chosen, parsing sets `action` to what
-/// runs it and returns the exit code.
+/// runs it and returns the exit code. It reads its arguments itself, as CLI11 has no short names of
+/// several letters; where help is asked for, parsing prints it and the action does nothing.
 ///
+/// White space at the ends of lines does not count. Unlike sacrebleu, only "\n" and "\r\n" end a
+/// line and a byte order mark at the start of a file is no text.
+/// Errors of parsing: ConfigError.
 /// Errors of the action: ConfigError for a file that cannot be read or is not UTF-8, no hypotheses,
-/// or a reference with another number of lines than the hypotheses (both numbers named).
+/// several files of hypotheses, a tab in hypotheses of standard input (several systems to
+/// sacrebleu), or a reference with another number of lines than the hypotheses (both numbers
+/// named).
 void add_bleu_command(CLI::App& app, std::function<int()>& action);
 
 }  // namespace cohort::apps

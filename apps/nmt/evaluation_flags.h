@@ -28,7 +28,7 @@ struct EvaluationFlags {
 
   /// Flags of search and score.
   void add_to(CLI::App& app, const std::string& group) {
-    app.add_option("--tokenize", tokenize, "sacreBLEU's tokenizer: 13a, zh, char or none")
+    app.add_option("--tokenize", tokenize, "sacreBLEU's tokenizer: 13a, intl, zh, char or none")
         ->capture_default_str()
         ->group(group);
     add_search_to(app, group);

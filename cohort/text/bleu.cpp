@@ -4,22 +4,22 @@
 #include <c10/util/Exception.h>
 #include <cmath>
 #include <cstdlib>
-#include <iomanip>
-#include <locale>
 #include <map>
-#include <sstream>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "cohort/base/error.h"
 #include "cohort/text/bleu_tokenizer.h"
+#include "cohort/text/score_text.h"
 
 namespace cohort::text {
 namespace {
 
 // By BleuTokenizer.
-constexpr std::array<const char*, 4> kTokenizers{"13a", "zh", "char", "none"};
+constexpr std::array<const char*, 5> kTokenizers{"13a", "intl", "zh", "char", "none"};
+// By BleuSmoothing.
+constexpr std::array<const char*, 4> kSmoothings{"exp", "floor", "add-k", "none"};
 
 // An n-gram as its tokens' numbers (from 1), zero behind the last.
 using Ngram = std::array<int32_t, kBleuOrder>;
@@ -58,11 +58,15 @@ double smoothing_value(const BleuOptions& options) {
   return options.smoothing_value.value_or(options.smoothing == BleuSmoothing::kFloor ? 0.1 : 1.0);
 }
 
-std::string decimals(double value, int width) {
-  std::ostringstream text;
-  text.imbue(std::locale::classic());
-  text << std::fixed << std::setprecision(width) << value;
-  return text.str();
+// What follows the score in sacreBLEU's line.
+std::string details(const BleuScore& score) {
+  std::string text;
+  for (size_t n = 0; n < kBleuOrder; ++n) {
+    text += (n == 0 ? "" : "/") + decimals(score.precisions[n], 1);
+  }
+  return text + " (BP = " + decimals(score.bp, 3) + " ratio = " + decimals(score.ratio, 3) +
+         " hyp_len = " + std::to_string(score.sys_len) +
+         " ref_len = " + std::to_string(score.ref_len) + ")";
 }
 
 }  // namespace
@@ -70,12 +74,23 @@ std::string decimals(double value, int width) {
 BleuTokenizer parse_bleu_tokenizer(const std::string& text) {
   const auto found = std::find(kTokenizers.begin(), kTokenizers.end(), text);
   if (found == kTokenizers.end())
-    throw ConfigError("--tokenize " + text + ": expected 13a, zh, char or none");
+    throw ConfigError("--tokenize " + text + ": expected 13a, intl, zh, char or none");
   return static_cast<BleuTokenizer>(found - kTokenizers.begin());
 }
 
 std::string to_string(BleuTokenizer tokenizer) {
   return kTokenizers[static_cast<size_t>(tokenizer)];
+}
+
+BleuSmoothing parse_bleu_smoothing(const std::string& text) {
+  const auto found = std::find(kSmoothings.begin(), kSmoothings.end(), text);
+  if (found == kSmoothings.end())
+    throw ConfigError("--smooth-method " + text + ": expected exp, floor, add-k or none");
+  return static_cast<BleuSmoothing>(found - kSmoothings.begin());
+}
+
+std::string to_string(BleuSmoothing smoothing) {
+  return kSmoothings[static_cast<size_t>(smoothing)];
 }
 
 BleuStats& BleuStats::operator+=(const BleuStats& other) {
@@ -162,8 +177,7 @@ BleuScore bleu_score(const BleuStats& stats, const BleuOptions& options) {
 }
 
 std::string signature(const BleuOptions& options, int num_references) {
-  constexpr const char* kSmoothings[] = {"exp", "floor", "add-k", "none"};
-  std::string smoothing = kSmoothings[static_cast<int>(options.smoothing)];
+  std::string smoothing = to_string(options.smoothing);
   if (options.smoothing == BleuSmoothing::kFloor || options.smoothing == BleuSmoothing::kAddK) {
     smoothing += "[" + decimals(smoothing_value(options), 2) + "]";
   }
@@ -178,13 +192,14 @@ std::string format_score(const BleuScore& score, int width) {
 }
 
 std::string format(const BleuScore& score, const std::string& signature, int width) {
-  std::string line = "BLEU|" + signature + " = " + format_score(score, width) + " ";
-  for (size_t n = 0; n < kBleuOrder; ++n) {
-    line += (n == 0 ? "" : "/") + decimals(score.precisions[n], 1);
-  }
-  return line + " (BP = " + decimals(score.bp, 3) + " ratio = " + decimals(score.ratio, 3) +
-         " hyp_len = " + std::to_string(score.sys_len) +
-         " ref_len = " + std::to_string(score.ref_len) + ")";
+  return "BLEU|" + signature + " = " + format_score(score, width) + " " + details(score);
+}
+
+std::string format_json(const BleuScore& score, const std::string& signature, int width) {
+  return score_json({.name = "BLEU",
+                     .score = format_score(score, width),
+                     .signature = signature,
+                     .details = details(score)});
 }
 
 }  // namespace cohort::text

@@ -13,12 +13,14 @@ namespace cohort::text {
 
 enum class BleuTokenizer {
   k13a,   ///< mteval-v13a's rules, for languages with spaces.
+  kIntl,  ///< mteval-v14's rules: punctuation and symbols as Unicode knows them.
   kZh,    ///< One token a Chinese character, the rest as 13a.
   kChar,  ///< One token a character.
   kNone,  ///< Text that is tokenized already: split at white space.
 };
 
-/// Parses sacreBLEU's name of a tokenizer, "13a", "zh", "char" or "none". Errors: ConfigError.
+/// Parses sacreBLEU's name of a tokenizer, "13a", "intl", "zh", "char" or "none".
+/// Errors: ConfigError.
 BleuTokenizer parse_bleu_tokenizer(const std::string& text);
 std::string to_string(BleuTokenizer tokenizer);
 
@@ -28,6 +30,10 @@ enum class BleuSmoothing {
   kAddK,   ///< smoothing_value (default 1) is added to matches and totals above single words.
   kNone,   ///< A precision of zero makes the score zero.
 };
+
+/// Parses sacreBLEU's name of a smoothing, "exp", "floor", "add-k" or "none". Errors: ConfigError.
+BleuSmoothing parse_bleu_smoothing(const std::string& text);
+std::string to_string(BleuSmoothing smoothing);
 
 struct BleuOptions {
   BleuTokenizer tokenizer = BleuTokenizer::k13a;
@@ -79,6 +85,9 @@ std::string signature(const BleuOptions& options, int num_references);
 /// Returns sacreBLEU's line, "BLEU|<signature> = 29.8 61.8/35.8/23.2/15.6 (BP = 0.996 ratio = 0.996
 /// hyp_len = 54454 ref_len = 54688)", with `width` decimals in the score.
 std::string format(const BleuScore& score, const std::string& signature, int width = 1);
+
+/// Returns sacreBLEU's JSON object, one entry a line, with the score rounded to `width` decimals.
+std::string format_json(const BleuScore& score, const std::string& signature, int width = 1);
 
 /// Returns the score alone, with `width` decimals.
 std::string format_score(const BleuScore& score, int width = 1);

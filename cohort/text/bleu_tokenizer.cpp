@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <c10/util/Exception.h>
 #include <iterator>
+#include <type_traits>
 
+#include "cohort/text/category_table.h"
+#include "cohort/text/code_point_table.h"
 #include "cohort/text/lower_case.h"
 #include "cohort/text/utf8.h"
 
@@ -51,12 +54,14 @@ void replace_all(std::string& text, std::string_view from, std::string_view to) 
 }
 
 // Rewrites every place, from the left and without overlap, where `first` and `second` hold for two
-// neighbouring bytes. Bytes do for code points: only ASCII is matched or changed.
-template <typename First, typename Second>
-std::string rewrite_pairs(const std::string& text, First first, Second second,
-                          std::string_view before, std::string_view between,
-                          std::string_view after) {
-  std::string result;
+// neighbouring letters. Bytes do for letters where only ASCII is matched or changed.
+template <typename Letter, typename First, typename Second>
+std::basic_string<Letter> rewrite_pairs(
+    const std::basic_string<Letter>& text, First first, Second second,
+    std::type_identity_t<std::basic_string_view<Letter>> before,
+    std::type_identity_t<std::basic_string_view<Letter>> between,
+    std::type_identity_t<std::basic_string_view<Letter>> after) {
+  std::basic_string<Letter> result;
   result.reserve(text.size() + text.size() / 4);
   for (size_t i = 0; i < text.size(); ++i) {
     if (i + 1 < text.size() && first(text[i]) && second(text[i + 1])) {
@@ -109,6 +114,27 @@ std::string rewrite_zh(std::string_view segment) {
   return separate_signs(line);
 }
 
+// The rules of mteval-v14: signs of all of Unicode stand alone, punctuation between digits stays.
+std::string rewrite_intl(std::string_view segment) {
+  const auto is_punctuation = [](char32_t c) {
+    return find_entry(category_table::kPunctuation, c) != nullptr;
+  };
+  const auto no_number = [](char32_t c) {
+    return find_entry(category_table::kNumber, c) == nullptr;
+  };
+  std::u32string letters = decode_utf8(segment);
+  letters = rewrite_pairs(letters, no_number, is_punctuation, U"", U" ", U" ");
+  letters = rewrite_pairs(letters, is_punctuation, no_number, U" ", U" ", U"");
+  std::string line;
+  for (const char32_t c : letters) {
+    const bool alone = find_entry(category_table::kSymbol, c) != nullptr;
+    if (alone) line.push_back(' ');
+    append_utf8(c, line);
+    if (alone) line.push_back(' ');
+  }
+  return line;
+}
+
 // Splits at white space; with `each_letter` also between any two code points.
 std::vector<std::string> split(std::string_view line, bool each_letter) {
   std::vector<std::string> tokens;
@@ -141,6 +167,8 @@ std::vector<std::string> bleu_tokens(std::string_view segment, const BleuOptions
   switch (options.tokenizer) {
     case BleuTokenizer::k13a:
       return split(rewrite_13a(segment), false);
+    case BleuTokenizer::kIntl:
+      return split(rewrite_intl(segment), false);
     case BleuTokenizer::kZh:
       return split(rewrite_zh(segment), false);
     case BleuTokenizer::kChar:

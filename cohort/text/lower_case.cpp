@@ -1,8 +1,9 @@
 #include "cohort/text/lower_case.h"
 
 #include <algorithm>
-#include <iterator>
+#include <cstddef>
 
+#include "cohort/text/code_point_table.h"
 #include "cohort/text/lower_case_table.h"
 #include "cohort/text/utf8.h"
 
@@ -15,28 +16,18 @@ constexpr char32_t kFinalSigma = 0x3C2;
 constexpr char32_t kCapitalIWithDot = 0x130;
 constexpr char32_t kCombiningDotAbove = 0x307;
 
-// Finds the table's entry that may hold `c`: the last whose `first` is not behind it.
-template <typename Entry, size_t size>
-const Entry* find(const Entry (&table)[size], char32_t c) {
-  const Entry* next = std::upper_bound(std::begin(table), std::end(table), c,
-                                       [](char32_t v, const Entry& e) { return v < e.first; });
-  if (next == std::begin(table)) return nullptr;
-  const Entry* entry = next - 1;
-  return c <= entry->last ? entry : nullptr;
-}
-
 char32_t lower(char32_t c) {
-  const case_table::Mapping* mapping = find(case_table::kLower, c);
+  const case_table::Mapping* mapping = find_entry(case_table::kLower, c);
   if (!mapping || (c - mapping->first) % mapping->stride != 0) return c;
   return static_cast<char32_t>(static_cast<int32_t>(c) + mapping->distance);
 }
 
 bool is_cased(char32_t c) {
-  return find(case_table::kCased, c) != nullptr;
+  return find_entry(case_table::kCased, c) != nullptr;
 }
 
 bool is_ignorable(char32_t c) {
-  return find(case_table::kIgnorable, c) != nullptr;
+  return find_entry(case_table::kIgnorable, c) != nullptr;
 }
 
 // Final: a cased letter stands before it and none behind it, signs in between not counted.

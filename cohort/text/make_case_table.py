@@ -52,19 +52,25 @@ def print_rows(declaration, entries):
     print("};")
 
 
-cased = [c for c in LETTERS if ends_in_final_sigma(chr(c))]
-ignorable = [c for c in LETTERS
-             if ends_in_final_sigma("a" + chr(c)) and not ends_in_final_sigma(chr(c))]
-print(f"// Written by make_case_table.py from Unicode {unicodedata.unidata_version}, not by hand.")
-print("#pragma once\n#include <cstdint>\n\nnamespace cohort::text::case_table {\n")
-print("struct Mapping {\n  char32_t first, last;\n  uint32_t stride;\n  int32_t distance;\n};")
-print("struct Range {\n  char32_t first, last;\n};")
-print("\n// Letters whose lower case is one letter, `distance` away.", end="")
-print_rows("inline constexpr Mapping kLower[]",
-           [f"{{{a:#x}, {b:#x}, {s}, {d}}}," for a, b, s, d in mapping_runs()])
-print("\n// Letters with case that end the search for a final sigma.", end="")
-print_rows("inline constexpr Range kCased[]", [f"{{{a:#x}, {b:#x}}}," for a, b in runs(cased)])
-print("\n// Signs that the search for a final sigma passes over.", end="")
-print_rows("inline constexpr Range kIgnorable[]",
-           [f"{{{a:#x}, {b:#x}}}," for a, b in runs(ignorable)])
-print("\n}  // namespace cohort::text::case_table")
+def main():
+    cased = [c for c in LETTERS if ends_in_final_sigma(chr(c))]
+    ignorable = [c for c in LETTERS
+                 if ends_in_final_sigma("a" + chr(c)) and not ends_in_final_sigma(chr(c))]
+    version = unicodedata.unidata_version
+    print(f"// Written by make_case_table.py from Unicode {version}, not by hand.")
+    print("#pragma once\n#include <cstdint>\n\nnamespace cohort::text::case_table {\n")
+    print("struct Mapping {\n  char32_t first, last;\n  uint32_t stride;\n  int32_t distance;\n};")
+    print("struct Range {\n  char32_t first, last;\n};")
+    print("\n// Letters whose lower case is one letter, `distance` away.", end="")
+    print_rows("inline constexpr Mapping kLower[]",
+               [f"{{{a:#x}, {b:#x}, {s}, {d}}}," for a, b, s, d in mapping_runs()])
+    print("\n// Letters with case that end the search for a final sigma.", end="")
+    print_rows("inline constexpr Range kCased[]", [f"{{{a:#x}, {b:#x}}}," for a, b in runs(cased)])
+    print("\n// Signs that the search for a final sigma passes over.", end="")
+    print_rows("inline constexpr Range kIgnorable[]",
+               [f"{{{a:#x}, {b:#x}}}," for a, b in runs(ignorable)])
+    print("\n}  // namespace cohort::text::case_table")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,7 @@ class BleuCommandTest : public testing::Test {
   // Parses and runs `arguments`; returns what was printed.
   std::string run(const std::string& arguments) const {
     CLI::App app;
+    app.require_subcommand(1);
     std::function<int()> action;
     apps::add_bleu_command(app, action);
     app.parse(arguments);
@@ -37,8 +38,13 @@ class BleuCommandTest : public testing::Test {
   }
 
   std::string sacrebleu(const std::string& arguments) const {
-    return run_command("'" + test_environment("COHORT_TEST_PYTHON") +
-                       "' -m sacrebleu --format text " + arguments);
+    return run_command("'" + test_environment("COHORT_TEST_PYTHON") + "' -m sacrebleu --quiet " +
+                       arguments);
+  }
+
+  // Expects that both print the same for the same arguments.
+  void expect_equal(const std::string& arguments) const {
+    EXPECT_EQ(run("bleu " + arguments), sacrebleu(arguments)) << arguments;
   }
 
   const TestFolder folder_;
@@ -48,16 +54,71 @@ class BleuCommandTest : public testing::Test {
 };
 
 TEST_F(BleuCommandTest, PrintsWhatSacrebleuPrints) {
-  for (const std::string tokenizer : {"13a", "zh", "char", "none"}) {
-    EXPECT_EQ(
-        run("bleu --ref " + reference_ + " --hyp " + hypotheses_ + " --tokenize " + tokenizer),
-        sacrebleu(reference_ + " -i " + hypotheses_ + " -tok " + tokenizer));
+  const std::string one = reference_ + " -i " + hypotheses_;
+  const std::string two = reference_ + " " + second_ + " --input " + hypotheses_;
+  for (const std::string tokenizer : {"13a", "intl", "zh", "char", "none"}) {
+    expect_equal(one + " -f text --tokenize " + tokenizer);
   }
-  EXPECT_EQ(run("bleu --ref " + reference_ + " --ref " + second_ + " --hyp " + hypotheses_ +
-                " --lowercase --width 4"),
-            sacrebleu(reference_ + " " + second_ + " -i " + hypotheses_ + " -lc -w 4"));
-  EXPECT_EQ(run("bleu --score-only --width 3 --ref " + reference_ + " --hyp " + hypotheses_),
-            sacrebleu(reference_ + " -i " + hypotheses_ + " -b -w 3"));
+  expect_equal(two + " -f text -lc -tok zh -w 4");
+  expect_equal(two + " --format text --lowercase -tok=intl --width 0");
+  expect_equal(one + " -b -w 3 -f text");
+  expect_equal("-f text -s floor " + one);
+  expect_equal("-f text --smooth-method add-k -sv 0.25 " + two);
+  expect_equal("-f text --smooth-method none --smooth-value 3 " + one);
+}
+
+TEST_F(BleuCommandTest, PrintsChrfAndSeveralMetricsAsSacrebleu) {
+  const std::string one = reference_ + " -i " + hypotheses_ + " -f text";
+  const std::string two = reference_ + " " + second_ + " -i " + hypotheses_ + " -f text";
+  expect_equal(one + " -m chrf");
+  expect_equal(two + " --metrics chrf -cw 2 -w 5");
+  expect_equal(one + " -m bleu chrf");
+  expect_equal(two + " -m chrf bleu chrf --chrf-word-order 2 --chrf-lowercase");
+  expect_equal(one + " -m bleu chrf -b");
+  expect_equal(one + " -m chrf -cc 3 --chrf-beta 1 --chrf-whitespace --chrf-eps-smoothing -w 3");
+  expect_equal(one + " -m chrf --chrf-char-order 12 -cw 4 --chrf-beta 0 --score-only");
+}
+
+TEST_F(BleuCommandTest, PrintsSentencesAsSacrebleu) {
+  const std::string two = reference_ + " " + second_ + " -i " + hypotheses_;
+  expect_equal(two + " -sl -f text");
+  expect_equal(two + " --sentence-level -w 4 -b -f text");
+  expect_equal(two + " -sl -f json -tok zh -lc");
+  expect_equal(two + " -m chrf -sl -w 3 -cw 2 -f text");
+}
+
+TEST_F(BleuCommandTest, PrintsSacrebleusJson) {
+  const std::string one = reference_ + " -f json -i " + hypotheses_;
+  expect_equal(one);
+  expect_equal(one + " -w 0");
+  expect_equal(one + " -m bleu chrf -w 12");
+  expect_equal(one + " -m chrf bleu -b");
+  expect_equal(one + " -b");
+  const std::string same = reference_ + " --format json -i " + reference_;
+  expect_equal(same + " -m bleu chrf");
+}
+
+TEST_F(BleuCommandTest, NamesOfFilesMayStandInAnyOrder) {
+  const std::string expected = run("bleu " + reference_ + " " + second_ + " -i " + hypotheses_);
+  EXPECT_EQ(expected,
+            run("bleu --ref " + reference_ + " --ref " + second_ + " --hyp " + hypotheses_));
+  EXPECT_EQ(expected, run("bleu --hyp " + hypotheses_ + " --ref " + reference_ + " " + second_));
+  EXPECT_EQ(expected, run("bleu " + reference_ + " --input " + hypotheses_ + " --ref " + second_));
+  EXPECT_EQ(expected.rfind("BLEU|nrefs:2|", 0), 0u) << "text without --format";
+}
+
+TEST_F(BleuCommandTest, HelpSaysWhereItDiffersFromSacrebleu) {
+  CLI::App app;
+  app.require_subcommand(1);
+  std::function<int()> action;
+  apps::add_bleu_command(app, action);
+  testing::internal::CaptureStdout();
+  app.parse("bleu --help");
+  const std::string help = testing::internal::GetCapturedStdout();
+  for (const char* part : {"cohort nmt bleu", "-tok:", "--chrf-word-order", "text unless json"}) {
+    EXPECT_NE(help.find(part), std::string::npos) << part << " in:\n" << help;
+  }
+  EXPECT_EQ(action(), 0);
 }
 
 TEST_F(BleuCommandTest, ReadsStandardInputWithoutHyp) {
@@ -66,6 +127,7 @@ TEST_F(BleuCommandTest, ReadsStandardInputWithoutHyp) {
   const std::string printed = run("bleu --ref " + reference_);
   std::cin.rdbuf(saved);
   EXPECT_EQ(printed, run("bleu --ref " + reference_ + " --hyp " + hypotheses_));
+  EXPECT_EQ(printed, sacrebleu(reference_ + " -f text < " + hypotheses_));
 }
 
 TEST_F(BleuCommandTest, BadInputIsNamed) {
@@ -77,9 +139,33 @@ TEST_F(BleuCommandTest, BadInputIsNamed) {
   EXPECT_EQ(
       test::message_of<ConfigError>([&] { run("bleu --ref " + reference_ + " --hyp " + empty); }),
       empty + ": expected hypotheses, found no line");
-  EXPECT_THROW(run("bleu"), CLI::RequiredError);
-  EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu --ref x --tokenize intl"); }),
-            "--tokenize intl: expected 13a, zh, char or none");
+  EXPECT_EQ(test::message_of<ConfigError>(
+                [&] { run("bleu " + reference_ + " -i " + hypotheses_ + " " + second_); }),
+            "--input: expected one file, found 2 (references stand before it, or behind --ref)");
+  EXPECT_EQ(test::message_of<ConfigError>(
+                [&] { run("bleu " + reference_ + " -m bleu chrf -sl -i " + hypotheses_); }),
+            "--sentence-level: expected one of --metrics, found bleu and chrf");
+  EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu x --tokenize spm"); }),
+            "--tokenize spm: expected 13a, intl, zh, char or none");
+  EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu x -s more"); }),
+            "--smooth-method more: expected exp, floor, add-k or none");
+  EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu -i " + hypotheses_ + " -tok zh"); }),
+            "--ref is required (cohort nmt bleu --help lists arguments)");
+  for (const std::string arguments :
+       {"-m ter", "-f latex", "-cc 13", "-sv -1", "-w 18", "-tk 13a", "--confidence"}) {
+    EXPECT_THROW(run("bleu x " + arguments), ConfigError) << arguments;
+  }
+}
+
+TEST_F(BleuCommandTest, ATabInStandardInputIsNoSecondSystem) {
+  std::istringstream input("a\nb\tc\nd\ne\n");
+  std::streambuf* saved = std::cin.rdbuf(input.rdbuf());
+  const std::string message = test::message_of<ConfigError>([&] { run("bleu " + reference_); });
+  std::cin.rdbuf(saved);
+  EXPECT_EQ(message,
+            "standard input: line 2 has a tab, behind which sacreBLEU reads another system: "
+            "give the file by --input");
+  expect_equal(reference_ + " -f text -i " + folder_.write("tabs", "a\nb\tc\nd\t\ne\n").string());
 }
 
 }  // namespace

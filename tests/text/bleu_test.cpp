@@ -3,12 +3,12 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <sstream>
 
 #include "cohort/base/error.h"
-#include "cohort/text/text_file.h"
-#include "cohort/text/utf8.h"
+#include "cohort/text/category_table.h"
 
-#include "tests/text/text_test_files.h"
+#include "tests/text/oracle.h"
 
 namespace cohort::text {
 namespace {
@@ -19,10 +19,7 @@ constexpr double kTolerance = 1e-9;
 BleuOptions options_of(const nlohmann::json& json) {
   BleuOptions options;
   options.tokenizer = parse_bleu_tokenizer(json.value("tokenize", "13a"));
-  const std::string smoothing = json.value("smooth_method", "exp");
-  if (smoothing == "floor") options.smoothing = BleuSmoothing::kFloor;
-  if (smoothing == "add-k") options.smoothing = BleuSmoothing::kAddK;
-  if (smoothing == "none") options.smoothing = BleuSmoothing::kNone;
+  options.smoothing = parse_bleu_smoothing(json.value("smooth_method", "exp"));
   if (json.contains("smooth_value")) options.smoothing_value = json.at("smooth_value");
   options.lowercase = json.value("lowercase", false);
   options.effective_order = json.value("effective_order", false);
@@ -33,9 +30,8 @@ BleuStats corpus_statistics(const nlohmann::json& scored, const BleuOptions& opt
   BleuStats stats;
   const nlohmann::json& hypotheses = scored.at("hypotheses");
   for (size_t i = 0; i < hypotheses.size(); ++i) {
-    std::vector<std::string> references;
-    for (const nlohmann::json& lines : scored.at("references")) references.push_back(lines.at(i));
-    stats += bleu_statistics(hypotheses.at(i).get<std::string>(), references, options);
+    stats +=
+        bleu_statistics(hypotheses.at(i).get<std::string>(), references_of(scored, i), options);
   }
   return stats;
 }
@@ -59,62 +55,52 @@ void expect_equal(const nlohmann::json& scored) {
   const std::string found = signature(options, static_cast<int>(scored.at("references").size()));
   EXPECT_EQ(found, scored.at("signature"));
   EXPECT_EQ(format(score, found), scored.at("line"));
-}
-
-std::string random_segment(std::mt19937& random, int longest) {
-  static const char32_t kRare[] = {0x85,   0xA0,   0x1680, 0x2000, 0x2001, 0x200B,  0x2028,  0x202F,
-                                   0x205F, 0x2A6D, 0x2A6E, 0x3000, 0x3400, 0x4E00,  0x9FBB,  0x9FBC,
-                                   0xFF0C, 0xFEFF, 0x130,  0x3A3,  0x3A9,  0x20000, 0x1F600, 0x1C};
-  static const std::string kCommon = "aAbB09.,-&'\";!?<>()/ \n  ";
-  std::string text;
-  const auto length = static_cast<int>(random() % static_cast<uint32_t>(longest + 1));
-  for (int i = 0; i < length; ++i) {
-    const auto kind = random() % 8;
-    if (kind < 5) {
-      text.push_back(kCommon[random() % kCommon.size()]);
-    } else if (kind == 5) {
-      text += "&amp;";
-    } else if (kind == 6) {
-      append_utf8(kRare[random() % std::size(kRare)], text);
-    } else {
-      append_utf8(static_cast<char32_t>(0x4E00 + random() % 4), text);
-    }
-  }
-  return text;
+  EXPECT_EQ(format_json(score, found, 7), scored.at("json"));
 }
 
 TEST(BleuTest, EqualsTheRecordedOracle) {
-  const nlohmann::json cases = nlohmann::json::parse(
-      read_file(test_environment("COHORT_SOURCE") + "/tests/data/text/bleu_oracle.json"));
-  ASSERT_GT(cases.size(), 150u);
+  const nlohmann::json cases = recorded_oracle("bleu_oracle.json");
+  ASSERT_GT(cases.size(), 200u);
   for (const nlohmann::json& scored : cases) expect_equal(scored);
 }
 
 TEST(BleuTest, EqualsTheLiveOracleOnRandomSegments) {
-  constexpr const char* kTokenizers[] = {"13a", "zh", "char", "none"};
+  constexpr const char* kTokenizers[] = {"13a", "intl", "zh", "char", "none"};
   std::mt19937 random(7);
   nlohmann::json cases = nlohmann::json::array();
-  for (int i = 0; i < 400; ++i) {
-    nlohmann::json one;
-    one["options"] = {{"tokenize", kTokenizers[random() % 4]},
-                      {"lowercase", random() % 2 == 0},
-                      {"effective_order", random() % 2 == 0}};
-    const auto num_references = 1 + random() % 3;
-    one["references"] = nlohmann::json::array();
-    for (uint32_t r = 0; r < num_references; ++r) {
-      one["references"].push_back({random_segment(random, 40), random_segment(random, 12)});
-    }
-    one["hypotheses"] = {random_segment(random, 40), random_segment(random, 12)};
-    cases.push_back(one);
+  for (int i = 0; i < 500; ++i) {
+    cases.push_back(random_case(random, {{"tokenize", kTokenizers[random() % 5]},
+                                         {"lowercase", random() % 2 == 0},
+                                         {"effective_order", random() % 2 == 0}}));
   }
-  const TestFolder folder;
-  const std::string file = folder.write("cases.json", cases.dump(-1, ' ', true)).string();
-  const std::string script =
-      test_environment("COHORT_SOURCE") + "/tests/data/text/make_bleu_oracle.py";
-  const nlohmann::json results = nlohmann::json::parse(run_command(
-      "'" + test_environment("COHORT_TEST_PYTHON") + "' '" + script + "' --score '" + file + "'"));
+  const nlohmann::json results = live_oracle("make_bleu_oracle.py", cases);
   ASSERT_EQ(results.size(), cases.size());
   for (const nlohmann::json& scored : results) expect_equal(scored);
+}
+
+// Writes a table as the script below prints its category.
+template <size_t size>
+void print(const category_table::Range (&table)[size], std::ostream& out) {
+  for (const auto& range : table)
+    out << uint32_t{range.first} << '-' << uint32_t{range.last} << ' ';
+  out << '\n';
+}
+
+TEST(BleuTest, CategoriesAreThoseOfTheLiveOracle) {
+  std::ostringstream found;
+  print(category_table::kPunctuation, found);
+  print(category_table::kSymbol, found);
+  print(category_table::kNumber, found);
+  const TestFolder folder;
+  const auto script = folder.write("categories.py", R"(
+import regex
+letters = "".join(chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000)
+for category in "PSN":
+    runs = regex.findall(rf"\p{{{category}}}+", letters)
+    print("".join(f"{ord(r[0])}-{ord(r[-1])} " for r in runs))
+)");
+  EXPECT_EQ(found.str(),
+            run_command("'" + test_environment("COHORT_TEST_PYTHON") + "' " + script.string()));
 }
 
 TEST(BleuTest, CountsOfRanksAddUpToTheCorpus) {
@@ -148,6 +134,17 @@ TEST(BleuTest, LineIsSacrebleusLine) {
   EXPECT_EQ(format_score(score, 3), "29.840");
   EXPECT_EQ(signature({.lowercase = true, .smoothing = BleuSmoothing::kFloor}, 2),
             "nrefs:2|case:lc|eff:no|tok:13a|smooth:floor[0.10]|version:2.6.0");
+}
+
+TEST(BleuTest, NamesOfOptionsAreSacrebleus) {
+  for (const std::string name : {"13a", "intl", "zh", "char", "none"}) {
+    EXPECT_EQ(to_string(parse_bleu_tokenizer(name)), name);
+  }
+  for (const std::string name : {"exp", "floor", "add-k", "none"}) {
+    EXPECT_EQ(to_string(parse_bleu_smoothing(name)), name);
+  }
+  EXPECT_THROW(parse_bleu_tokenizer("spm"), ConfigError);
+  EXPECT_THROW(parse_bleu_smoothing("add"), ConfigError);
 }
 
 TEST(BleuTest, BadArgumentsAreErrors) {

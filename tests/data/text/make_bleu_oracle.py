@@ -5,7 +5,7 @@
 
 A case: {"hypotheses": [...], "references": [[...], ...] (one list a reference), "options": {...}}.
 A scored case has "score", "precisions", "bp", "ratio", "sys_len", "ref_len", "correct", "total",
-"signature" and "line" besides; correct and total are the raw counts.
+"signature", "line" and "json" (7 decimals) besides; correct and total are the raw counts.
 """
 import json
 import random
@@ -14,7 +14,7 @@ import sys
 import sacrebleu
 from sacrebleu.metrics import BLEU
 
-TOKENIZERS = ["13a", "zh", "char", "none"]
+TOKENIZERS = ["13a", "zh", "char", "none", "intl"]
 WORDS = (
     "the The dog DOG bit a man of in is was not it's U.S. e.g. 3.14 1,000 10-20 pre-war x-2 "
     "well-known ... , . ; : ! ? ( ) [x] {y} \"quoted\" 'single' $5 50% a/b c&d user@host "
@@ -126,19 +126,22 @@ def score(case):
     signature = metric.get_signature().format()
     return {**case, "score": result.score, "precisions": result.precisions, "bp": result.bp,
             "ratio": result.ratio, "sys_len": sums[0], "ref_len": sums[1], "correct": sums[2:6],
-            "total": sums[6:], "signature": signature, "line": result.format(1, False, signature)}
+            "total": sums[6:], "signature": signature, "line": result.format(1, False, signature),
+            "json": result.format(7, False, signature, True)}
 
 
-def main():
+def main(make, score_one):
+    """Prints the scored cases that `make` gives, or those of the file after --score."""
     if sacrebleu.__version__ != "2.6.0":
         sys.exit(f"expected sacrebleu 2.6.0, found {sacrebleu.__version__}")
     if sys.argv[1:2] == ["--score"]:
         with open(sys.argv[2], encoding="utf-8") as file:
             cases = json.load(file)
     else:
-        cases = make_cases()
-    rows = [json.dumps(score(case), ensure_ascii=True, sort_keys=True) for case in cases]
+        cases = make()
+    rows = [json.dumps(score_one(case), ensure_ascii=True, sort_keys=True) for case in cases]
     print("[\n" + ",\n".join(rows) + "\n]")
 
 
-main()
+if __name__ == "__main__":
+    main(make_cases, score)
