@@ -7,13 +7,19 @@
 #include <cstring>
 #include <fcntl.h>
 #include <fstream>
+#include <memory>
+#include <netdb.h>
+#include <poll.h>
 #include <random>
 #include <sstream>
+#include <sys/socket.h>
 #include <thread>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/env.h"
@@ -26,6 +32,9 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// A store that has answered once has this long to answer again, however late it is.
+constexpr milliseconds kAnswerTime{1000};
 
 const char* const kError = "error";
 const char* const kTerms = "terms";
@@ -85,11 +94,119 @@ std::string member_key(int rank) {
   return "member/" + std::to_string(rank);
 }
 
+// A socket of our own, closed at the end; -1: none.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd = -1) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+// Waits for `event`, at most until `deadline`.
+bool is_ready(const Descriptor& socket, short event, Clock::time_point deadline) {
+  pollfd wait{socket.get(), event, 0};
+  int count = 0;
+  do {
+    const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now()).count();
+    count = poll(&wait, 1, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000'000)));
+  } while (count < 0 && errno == EINTR);
+  return count > 0;
+}
+
+// What c10d's client sends first, and what its store answers with the number.
+struct [[gnu::packed]] Validation {
+  c10d::detail::QueryType query = c10d::detail::QueryType::VALIDATE;
+  uint32_t magic = c10d::detail::validationMagicNumber;
+};
+struct [[gnu::packed]] Ping {
+  c10d::detail::QueryType query = c10d::detail::QueryType::PING;
+  uint32_t number = std::random_device()();
+};
+
+std::string text_of(int error) {
+  return std::strerror(error);
+}
+
+// Asks the store of `place`, at the other end of `connection`, for a sign of life. Returns why none
+// came; nothing if one did.
+std::string ping(const Descriptor& connection, const Place& place, Clock::time_point deadline) {
+  const Ping question;
+  uint32_t answer = 0;
+  if (send(connection.get(), &question, sizeof question, MSG_NOSIGNAL) < 0) return text_of(errno);
+  if (!is_ready(connection, POLLIN, deadline)) return "the port is open, but silent";
+  const ssize_t count = recv(connection.get(), &answer, sizeof answer, 0);
+  if (count < 0) return text_of(errno);
+  if (count == 0) return "the connection was closed";
+  if (count == sizeof answer && answer == question.number) return "";
+  throw ConfigError("MASTER_ADDR and MASTER_PORT: what answers at " + meeting_point(place) +
+                    " is no store");
+}
+
+// Connects to the store of `place` at one of its addresses. Returns why none answers there; nothing
+// if one does.
+std::string try_address(const addrinfo& address, const Place& place, Clock::time_point deadline,
+                        Descriptor& connection) {
+  connection = Descriptor(socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const int fd = connection.get();
+  if (fd < 0) return text_of(errno);
+  if (connect(fd, address.ai_addr, address.ai_addrlen) != 0 && errno != EINPROGRESS)
+    return text_of(errno);
+  // Another address, or another try, may do better than a host that drops what it gets.
+  if (!is_ready(connection, POLLOUT, std::min(deadline, Clock::now() + std::chrono::seconds(3))))
+    return text_of(ETIMEDOUT);
+  int error = 0;
+  socklen_t length = sizeof error;
+  getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
+  if (error != 0) return text_of(error);
+  const Validation validation;
+  if (send(fd, &validation, sizeof validation, MSG_NOSIGNAL | MSG_MORE) < 0) return text_of(errno);
+  // A launcher listens long before rank 0 does: silence is no reason to leave.
+  return ping(connection, place, deadline);
+}
+
+// Waits until the store of `place` answers; returns a connection to it. c10d's client would wait,
+// too, but up to three times as long as it is told, with a page on stderr for every try.
+Descriptor await_store(const Place& place, Clock::time_point deadline) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const std::string port = std::to_string(place.master_port);
+  const int error = getaddrinfo(place.master_addr.c_str(), port.c_str(), &hints, &found);
+  if (error != 0) {
+    throw ConfigError("MASTER_ADDR=" + place.master_addr +
+                      " does not resolve: " + gai_strerror(error));
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, freeaddrinfo);
+  Descriptor connection;
+  std::string reason;
+  for (milliseconds pause{10};; pause = std::min(pause * 2, milliseconds(500))) {
+    for (const addrinfo* address = found; address != nullptr; address = address->ai_next) {
+      reason = try_address(*address, place, deadline, connection);
+      if (reason.empty()) return connection;
+    }
+    if (Clock::now() >= deadline)
+      C10_THROW_ERROR(DistNetworkError, "nobody answers there: " + reason);
+    std::this_thread::sleep_until(std::min(deadline, Clock::now() + pause));
+  }
+}
+
 // The roster of one rendezvous: a view of the store, and this rank's place in it.
 class Roster {
  public:
-  Roster(StorePtr store, const Place& place, Clock::time_point start, milliseconds timeout)
-      : store_(std::move(store)), place_(place), deadline_(start + timeout), start_(start) {}
+  // `host`: a connection to the store's host; none on the host itself and for a file.
+  Roster(StorePtr store, const Descriptor& host, const Place& place, Clock::time_point start,
+         Clock::time_point deadline)
+      : store_(std::move(store)), host_(host), place_(place), deadline_(deadline), start_(start) {}
 
   void sign(const std::string& terms) {
     store_->add(kNumCome, 1);
@@ -109,8 +226,7 @@ class Roster {
   std::vector<Member> wait_for_all() {
     std::vector<std::string> keys;
     for (int rank = 0; rank < place_.world_size; ++rank) keys.push_back(member_key(rank));
-    for (milliseconds pause{2}; !store_->check(keys);
-         pause = std::min(pause * 2, milliseconds(100))) {
+    for (milliseconds pause{2}; !have_come(keys); pause = std::min(pause * 2, milliseconds(100))) {
       hear_error();
       if (Clock::now() > deadline_) miss(keys);
       std::this_thread::sleep_for(pause);
@@ -128,6 +244,17 @@ class Roster {
   const Member& self() const { return self_; }
 
  private:
+  // Of a store that has gone the client would tell on stderr, too; so it is not asked.
+  bool have_come(const std::vector<std::string>& keys) {
+    if (host_.get() >= 0) {
+      const std::string reason =
+          ping(host_, place_, std::max(deadline_, Clock::now() + kAnswerTime));
+      if (!reason.empty())
+        C10_THROW_ERROR(DistNetworkError, "the host of the store is lost: " + reason);
+    }
+    return store_->check(keys);
+  }
+
   [[noreturn]] void clash(const Member& other) {
     if (!place_.store_file.empty() && other.is_gone(self_)) declare(stale(other));
     std::string text = "two processes are rank " + std::to_string(place_.rank) + ": " +
@@ -194,6 +321,7 @@ class Roster {
   }
 
   const StorePtr store_;
+  const Descriptor& host_;
   const Place& place_;
   const Member self_ = Member::self();
   const Clock::time_point deadline_;
@@ -211,19 +339,22 @@ int listening_socket(const Place& place) {
   return fd;
 }
 
-StorePtr connect_tcp(const Place& place, milliseconds timeout, bool may_host) {
+bool is_host(const Place& place) {
+  return place.rank == 0 && !place.agent_store;
+}
+
+StorePtr connect_tcp(const Place& place, Clock::time_point deadline, bool may_host) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(place.master_port);
-  options.timeout = timeout;
+  options.timeout = std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), kAnswerTime);
   options.waitWorkers = false;
   options.numWorkers = static_cast<size_t>(place.world_size);
-  const bool is_host = place.rank == 0 && !place.agent_store;
-  if (is_host && may_host) {
+  if (is_host(place) && may_host) {
     options.isServer = true;
     options.masterListenFd = listening_socket(place);
   }
-  StorePtr store =
-      c10::make_intrusive<c10d::TCPStore>(is_host ? "localhost" : place.master_addr, options);
+  StorePtr store = c10::make_intrusive<c10d::TCPStore>(
+      is_host(place) ? "localhost" : place.master_addr, options);
   if (!place.agent_store) return store;
   // torchrun's agents keep one store over all restarts.
   const auto attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0);
@@ -245,8 +376,8 @@ void check_file(const std::string& path) {
   }
 }
 
-StorePtr connect_store(const Place& place, milliseconds timeout, bool may_host) {
-  if (place.store_file.empty()) return connect_tcp(place, timeout, may_host);
+StorePtr connect_store(const Place& place, Clock::time_point deadline, bool may_host) {
+  if (place.store_file.empty()) return connect_tcp(place, deadline, may_host);
   check_file(place.store_file);
   // With no number of connections to expect, the last one to close removes the file; with a number
   // two that close at once may each take the other for the last.
@@ -266,6 +397,7 @@ std::string meeting_point(const Place& place) {
 
 Meeting meet(const Place& place, const RendezvousOptions& options) {
   const auto start = Clock::now();
+  const auto deadline = start + options.timeout;
   try {
     const Interface asked = options.interface.empty()
                                 ? interface_of_environment()
@@ -276,13 +408,15 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                       : place.store_file.empty()
                           ? local_address_towards(place.master_addr, place.master_port)
                           : "127.0.0.1";
+    const Descriptor host =
+        is_host(place) || !place.store_file.empty() ? Descriptor() : await_store(place, deadline);
     Connections sockets;
-    meeting.store = connect_store(place, options.timeout, /*may_host=*/true);
+    meeting.store = connect_store(place, deadline, /*may_host=*/true);
     meeting.store->setTimeout(options.timeout);
     sockets.note_new();
     sockets.limit_waiting(options.timeout);
-    Roster roster(c10::make_intrusive<c10d::PrefixStore>("roster", meeting.store), place, start,
-                  options.timeout);
+    Roster roster(c10::make_intrusive<c10d::PrefixStore>("roster", meeting.store), host, place,
+                  start, deadline);
     roster.sign(options.terms);
     const auto members = roster.wait_for_all();
     const bool several_hosts = std::any_of(members.begin(), members.end(), [&](const Member& m) {
@@ -291,7 +425,8 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
     if (several_hosts && asked.name.empty() && is_loopback(meeting.address))
       meeting.address = first_outside_address();
     meeting.watch_sockets = {};
-    meeting.watch_store = connect_store(place, options.timeout, /*may_host=*/false);
+    meeting.watch_store = connect_store(place, deadline, /*may_host=*/false);
+    meeting.watch_store->setTimeout(options.timeout);
     meeting.watch_sockets.note_new();
     return meeting;
   } catch (const c10::ValueError&) {

@@ -38,10 +38,11 @@ struct Meeting {
 /// earlier job are found and named, on every rank that reaches the store. Address: of the interface
 /// asked for; otherwise of the route to the store. Where that is the loopback although the ranks
 /// are on several hosts (a host name that stands for 127.0.1.1), the first address that is not.
+/// A rank waits for a store that starts later; nothing is written to stderr meanwhile.
 /// Errors: ConfigError for numbers or terms that clash, a stale file, an interface or host that
-/// does not exist, a port
-///         that is taken. PeerError for ranks that did not come, and for a store that does not
-///         answer.
+///         does not exist, a port that is taken, or where something else than a store answers.
+///         PeerError for ranks that did not come, and for a store that does not answer, at most a
+///         second after `timeout`.
 Meeting meet(const Place& place, const RendezvousOptions& options);
 
 /// "127.0.0.1:29500" or "/shared/meet": where the ranks of `place` meet.

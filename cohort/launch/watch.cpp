@@ -123,15 +123,19 @@ std::vector<Watch::Sight> Watch::see(std::span<const Worker> workers) const {
   return sights;
 }
 
+// A stopped process waits for nobody, whatever its page says: the others wait for it.
+bool Watch::Sight::waits() const {
+  return worker->running && state != 'T' && record && record->state == TraceState::kWaiting;
+}
+
 bool Watch::Sight::waits_in(const TraceRecord& collective) const {
-  return record && record->state == TraceState::kWaiting && same_collective(*record, collective);
+  return waits() && same_collective(*record, collective);
 }
 
 // Time in which the whole job was suspended does not count.
 nanoseconds Watch::waited(const Sight& sight) const {
-  const bool waits =
-      sight.worker->running && sight.record && sight.record->state == TraceState::kWaiting;
-  return nanoseconds(waits ? steady_now_ns() - std::max(sight.record->since_ns, begun_ns_) : 0);
+  return nanoseconds(sight.waits() ? steady_now_ns() - std::max(sight.record->since_ns, begun_ns_)
+                                   : 0);
 }
 
 void Watch::note_stopped(const std::vector<Sight>& sights) {
@@ -151,8 +155,7 @@ std::optional<Watch::Stall> Watch::find_stall(const std::vector<Sight>& sights) 
   if (longest == sights.end() || waited(*longest) < options_.stall_timeout) return std::nullopt;
   Stall stall{*longest->record, {}, Clock::now() + kAnswerTime};
   for (const Sight& sight : sights) {
-    const bool there = sight.waits_in(stall.where) && sight.worker->running;
-    if (!there && sight.record) stall.missing.push_back(sight.worker->rank);
+    if (!sight.waits_in(stall.where) && sight.record) stall.missing.push_back(sight.worker->rank);
   }
   return stall;
 }

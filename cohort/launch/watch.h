@@ -16,9 +16,9 @@ namespace cohort::launch {
 ///
 /// A stall: a rank waits in one collective for stall_timeout. It is reported once, as a table of
 /// all ranks, with the stacks of those that have not come: they are asked for by signal and have
-/// one second to answer. A rank that has not come and was stopped (state T) all that time is
-/// returned as failed; one that a debugger holds is not. Workers that keep no trace page are never
-/// blamed. Threads: none; nothing blocks.
+/// one second to answer. A stopped rank (state T) counts as not there wherever it stands; one that
+/// was stopped all that time is returned as failed, one that a debugger holds is not. Workers that
+/// keep no trace page are never blamed. Threads: none; nothing blocks.
 class Watch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -47,6 +47,7 @@ class Watch {
     pid_t pid = -1;    // Of the process that keeps the page, else the worker's.
     char state = '?';  // As /proc/PID/stat says; 'X': ended.
 
+    bool waits() const;
     bool waits_in(const TraceRecord& collective) const;
   };
   struct Stall {

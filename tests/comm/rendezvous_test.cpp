@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <thread>
 #include <unistd.h>
 
@@ -116,6 +117,44 @@ TEST(RendezvousTest, AHostThatDoesNotResolveIsNamed) {
   Place lost = place_of(1, 2, 80);
   lost.master_addr = "no-such-host.invalid";
   expect_each_says(meet_all({lost}), "MASTER_ADDR=no-such-host.invalid does not resolve");
+  try {
+    ProcessGroup group(lost, {.interface = "lo"});
+    FAIL();
+  } catch (const ConfigError& error) {
+    expect_each_says({one_line(error)}, "MASTER_ADDR=no-such-host.invalid does not resolve");
+  }
+}
+
+TEST(RendezvousTest, AHostThatComesLaterIsWaitedFor) {
+  const int fd = listen_on(0);
+  const int port = port_of(fd);
+  std::vector<std::string> first, second;
+  std::jthread early([&] { first = meet_all({place_of(1, 2, port)}); });
+  ::close(accept(fd, nullptr, nullptr));  // Rank 1 has tried, in vain.
+  ::close(fd);
+  second = meet_all({place_of(0, 2, port)});
+  early.join();
+  expect_each_says(first, "met");
+  expect_each_says(second, "met");
+}
+
+TEST(RendezvousTest, WhatIsNoStoreIsNamed) {
+  const int fd = listen_on(0);
+  const int port = port_of(fd);
+  const std::string where = "127.0.0.1:" + std::to_string(port);
+  const auto silent = meet_all({place_of(1, 2, port)}, milliseconds(300));
+  expect_each_says(silent, "lost a peer in rendezvous at " + where);
+  expect_each_says(silent, "nobody answers there: the port is open, but silent");
+  ::close(accept(fd, nullptr, nullptr));
+  std::jthread server([fd] {
+    const int connection = accept(fd, nullptr, nullptr);
+    char greeting[16];
+    EXPECT_GT(read(connection, greeting, sizeof greeting), 0);
+    EXPECT_EQ(write(connection, "HTTP/1.0 400 Bad Request", 24), 24);
+    ::close(connection);
+  });
+  expect_each_says(meet_all({place_of(1, 2, port)}), "what answers at " + where + " is no store");
+  ::close(fd);
 }
 
 // An earlier job of which rank 1 never came: its process is gone, its file is not.

@@ -81,8 +81,9 @@ int threaded_spawner() {
 }
 
 // Keeps a trace page: rank 1 computes for ever, all others wait in all_reduce #5. `what` may have
-// rank 1 stop itself ("stopped"), do so in all_reduce #5, too ("came-stopped"), or be held by its
-// parent as by a debugger ("traced").
+// rank 1 stop itself ("stopped"), do so in all_reduce #5, too ("came-stopped"), or in #4
+// ("behind-stopped"), or be held by its parent as by a debugger ("traced"); or have all stop
+// themselves in all_reduce #5 ("all-stopped").
 int tracing_worker(const std::string& what) {
   const bool second = std::string(std::getenv("RANK")) == "1";
   const bool traced = second && what == "traced";
@@ -98,8 +99,10 @@ int tracing_worker(const std::string& what) {
   record.rank = std::atoi(std::getenv("RANK"));
   record.world_size = std::atoi(std::getenv("WORLD_SIZE"));
   record.since_ns = steady_now_ns();
-  const bool missing = second && what != "came-stopped";
-  record.sequence = missing ? 4 : 5;
+  const bool behind = second && what == "behind-stopped";
+  if (behind) record.since_ns = 0;  // It waits longest.
+  const bool missing = second && (what == "running" || what == "stopped" || what == "traced");
+  record.sequence = missing || behind ? 4 : 5;
   record.state = missing ? TraceState::kRunning : TraceState::kWaiting;
   record.num_dims = 1;
   record.dims[0] = 8;
@@ -107,7 +110,7 @@ int tracing_worker(const std::string& what) {
   set_field(record.dtype, "float32");
   set_field(record.call_site, "train.cpp:12");
   page.write(record);
-  if (second && what != "running") ::raise(SIGSTOP);
+  if (what == "all-stopped" || (second && what != "running")) ::raise(SIGSTOP);
   while (true) ::pause();
 }
 

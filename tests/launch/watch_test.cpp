@@ -33,23 +33,33 @@ TEST(WatchTest, AStallNamesWhoIsMissingAndWhereItIs) {
   EXPECT_EQ(ended.err.find("stalled:"), ended.err.rfind("stalled:")) << ended.err;
 }
 
+// Wherever it stands: outside of collectives, in that of the others, or still in an earlier one.
 TEST(WatchTest, AStoppedRankIsNamedAndEndsTheJob) {
-  Launched run(tracing({"--stall-timeout", "0.5", "--grace", "0.1"}, "stopped"));
-  const Ended ended = run.wait();
-  EXPECT_EQ(ended.exit_code, 137);
-  EXPECT_TRUE(holds(ended.err, "stopped (T)")) << ended.err;
-  EXPECT_TRUE(holds(ended.err, "rank 1 is stopped (state T) and cannot say where it is\n"));
-  EXPECT_TRUE(holds(ended.err, ") was stopped (state T) for ")) << ended.err;
-  EXPECT_TRUE(holds(ended.err, "while others waited in all_reduce(sum) #5\n")) << ended.err;
+  for (const std::string what : {"stopped", "came-stopped", "behind-stopped"}) {
+    Launched run(tracing({"--stall-timeout", "0.5", "--grace", "0.1"}, what));
+    run.wait_for_err(") was stopped (state T) for ");
+    const Ended ended = run.wait();
+    EXPECT_EQ(ended.exit_code, 137) << what;
+    EXPECT_EQ(
+        ended.err.find("cohort run: stalled: rank 0 in all_reduce(sum) #5, not there: rank 1\n"),
+        0U)
+        << ended.err;
+    EXPECT_TRUE(holds(ended.err, "stopped (T)")) << ended.err;
+    EXPECT_TRUE(holds(ended.err, "rank 1 is stopped (state T) and cannot say where it is\n"));
+    EXPECT_TRUE(holds(ended.err, "cohort run: rank 1 (pid ")) << ended.err;
+    EXPECT_TRUE(holds(ended.err, ") was stopped (state T) for ")) << ended.err;
+    EXPECT_TRUE(holds(ended.err, "while others waited in all_reduce(sum) #5\n")) << ended.err;
+  }
 }
 
-TEST(WatchTest, WhoCameOrIsHeldByADebuggerIsNotKilled) {
+// Nobody waits for anybody where all were stopped.
+TEST(WatchTest, WhoIsHeldByADebuggerOrStoppedWithAllOthersIsNotKilled) {
   for (const auto& [what, state] :
-       {std::pair("came-stopped", "stopped (T)"), std::pair("traced", "traced (t)")}) {
+       {std::pair("all-stopped", "stopped (T)"), std::pair("traced", "traced (t)")}) {
     Launched run(tracing({"--stall-timeout", "0.3", "--watch", "0.2", "--grace", "0.1"}, what));
-    run.wait_for_err("stalled: ");
     const std::string text = run.wait_for_err(" 2 s\n");  // The job goes on.
     EXPECT_TRUE(holds(text, state)) << text;
+    EXPECT_EQ(holds(text, "stalled: "), what == std::string("traced")) << text;
     run.send(SIGTERM);
     run.send(SIGINT);
     const Ended ended = run.wait();
