@@ -47,7 +47,7 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
   app.add_option("--cpu-threads", cpu_threads,
                  "Threads of this rank (0: OMP_NUM_THREADS, else all cores)")
-      ->check(zero_or_more())
+      ->check(CLI::Range(0, 1024))
       ->capture_default_str()
       ->group(section);
 }

@@ -1,12 +1,19 @@
 #include "cohort/base/program.h"
 
+#include <array>
 #include <cerrno>
 #include <chrono>
+#include <csignal>
+#include <cstddef>
 #include <cstdio>
+#include <cstring>
+#include <execinfo.h>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <system_error>
+#include <unistd.h>
+#include <utility>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
@@ -18,6 +25,55 @@ namespace {
 std::string stack_of(const std::exception& error) {
   const auto* raised = dynamic_cast<const c10::Error*>(&error);
   return raised && raised->backtrace() ? raised->backtrace()->get() : "";
+}
+
+constexpr std::pair<int, const char*> kCrashes[] = {{SIGSEGV, "segmentation fault"},
+                                                    {SIGBUS, "bus error"},
+                                                    {SIGFPE, "arithmetic error"},
+                                                    {SIGILL, "illegal instruction"},
+                                                    {SIGABRT, "abort"}};
+constexpr size_t kCrashFrames = 12;   // innermost first; a launcher shows the last lines of stderr
+constexpr size_t kHandlerFrames = 2;  // the handler's own and the kernel's
+
+void write_text(const char* text) {
+  if (::write(STDERR_FILENO, text, std::strlen(text)) < 0) return;
+}
+
+// Reaches nothing that allocates or locks; then the signal does what it would have done.
+void on_crash(int signal) {
+  const char* name = "";
+  for (const auto& [number, text] : kCrashes) {
+    if (number == signal) name = text;
+  }
+  write_text("error: ");
+  write_text(name);
+  write_text(", in\n");
+  std::array<void*, kHandlerFrames + kCrashFrames> frames{};
+  const int count = ::backtrace(frames.data(), static_cast<int>(frames.size()));
+  if (count > static_cast<int>(kHandlerFrames)) {
+    ::backtrace_symbols_fd(frames.data() + kHandlerFrames, count - static_cast<int>(kHandlerFrames),
+                           STDERR_FILENO);
+  }
+  ::raise(signal);
+}
+
+// A crash tells where it was. What a program or a tool has set up for a signal stays.
+void report_crashes() {
+  std::array<void*, 1> frame{};
+  ::backtrace(frame.data(), 1);  // The first call loads a library: not in the handler.
+  static std::array<std::byte, 64 * 1024> stack;  // The usual one may be what has overflowed.
+  stack_t other{};
+  other.ss_sp = stack.data();
+  other.ss_size = stack.size();
+  ::sigaltstack(&other, nullptr);
+  for (const auto& [number, name] : kCrashes) {
+    struct sigaction action {};
+    ::sigaction(number, nullptr, &action);
+    if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler != SIG_DFL) continue;
+    action.sa_handler = on_crash;
+    action.sa_flags = SA_ONSTACK | SA_NODEFER | static_cast<int>(SA_RESETHAND);
+    ::sigaction(number, &action, nullptr);
+  }
 }
 
 int report(const std::string& program, int code, const std::exception& error) {
@@ -42,6 +98,7 @@ int report(const std::string& program, int code, const std::exception& error) {
 }  // namespace
 
 int run_program(const std::string& program, const std::function<int()>& body) {
+  report_crashes();
   try {
     const int code = body();
     std::cout.flush();

@@ -19,7 +19,10 @@ enum ExitCode : int {
 /// An exception is written to stderr as one line, "<program>: error: <text>" ("[rank r/W] " before
 /// it when RANK and WORLD_SIZE are set), and to the file named by COHORT_ERROR_FILE, where a
 /// launcher asked for one: JSON {"rank", "exit_code", "message", "stack", "time"}, the stack one
-/// frame a line, innermost first; empty where the exception carries none.
+/// frame a line, innermost first; empty where the exception carries none (c10's carry one).
+///
+/// A crash (SIGSEGV, SIGABRT and the like) writes its innermost frames to stderr before it ends the
+/// program.
 int run_program(const std::string& program, const std::function<int()>& body);
 
 }  // namespace cohort

@@ -169,6 +169,12 @@ TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
                  "--precision float8: expected auto, bfloat16 or float32");
   expect_refused(flags + "--valid-freq 3", "--valid-freq 3");
   expect_refused(flags, "RANK is set but WORLD_SIZE is not", "RANK=0");
+  const Ended lost = shell("env RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=9 " +
+                           bin("cohort-nmt") + " " + flags + "--rendezvous-timeout 1");
+  EXPECT_EQ(lost.code, 3) << lost.output;
+  EXPECT_NE(lost.output.find("nobody answers there: Connection refused"), std::string::npos)
+      << lost.output;
+  EXPECT_EQ(std::count(lost.output.begin(), lost.output.end(), '\n'), 1) << lost.output;
   expect_refused("evaluate --model-dir " + path("nowhere") + " --test-sets " + path("valid.en") +
                      " " + path("valid.xx"),
                  "nowhere/best/manifest.json: no checkpoint here");
