@@ -1,10 +1,12 @@
 #include "cohort/comm/backend.h"
 
 #include <algorithm>
+#include <cstring>
 #include <dlfcn.h>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <link.h>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -63,6 +65,37 @@ std::string loader_error() {
   return text == nullptr ? "unknown error" : text;
 }
 
+[[noreturn]] void cannot_load(const std::string& file, const std::string& why) {
+  throw ConfigError("backend in " + file + " cannot be loaded: " + why);
+}
+
+// Refuses what is no shared object, or not all of one. The loader maps a file that was cut short (a
+// full disk, a copy under way), and the process dies by SIGBUS when the loader reads what is
+// missing.
+void check_object(const std::string& file) {
+  std::error_code error;
+  const uint64_t size = fs::file_size(file, error);
+  if (error) cannot_load(file, error.message());
+  std::ifstream in(file, std::ios::binary);
+  if (!in) return;  // The loader says why.
+  const auto read = [&in](auto& result) {
+    in.read(reinterpret_cast<char*>(&result), sizeof(result));
+    return in.good();
+  };
+  ElfW(Ehdr) header{};
+  if (!read(header) || std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 ||
+      header.e_type != ET_DYN || header.e_phentsize != sizeof(ElfW(Phdr)))
+    cannot_load(file, "expected an ELF shared object");
+  in.seekg(static_cast<std::streamoff>(header.e_phoff));
+  for (int i = 0; i < header.e_phnum; ++i) {
+    ElfW(Phdr) segment{};
+    if (!read(segment) || segment.p_offset > size || segment.p_filesz > size - segment.p_offset) {
+      cannot_load(
+          file, "it is cut short: its segments end behind its " + std::to_string(size) + " bytes");
+    }
+  }
+}
+
 // Returns the handle of `file`, or nothing if the dynamic loader finds no such file.
 void* open_object(const std::string& file) {
   void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -70,7 +103,7 @@ void* open_object(const std::string& file) {
   const std::string error = loader_error();
   // A missing dependency of the file gives the same words after the dependency's name.
   if (error.starts_with(file + ": cannot open shared object file: No such file")) return nullptr;
-  throw ConfigError("backend in " + file + " cannot be loaded: " + error);
+  cannot_load(file, error);
 }
 
 BackendPlugin read_plugin(void* handle, const std::string& file) {
@@ -104,6 +137,7 @@ std::optional<BackendPlugin> load_plugin(const std::string& name,
     const std::string path = (folder.is_absolute() ? folder / file : "." / folder / file).string();
     std::error_code error;
     if (!fs::exists(path, error)) continue;
+    check_object(path);
     void* handle = open_object(path);
     if (handle == nullptr)
       throw ConfigError("backend file " + path + " vanished while it was loaded");
@@ -132,7 +166,8 @@ std::string known_names(const std::map<std::string, BackendPlugin>& plugins,
       std::string name = entry.path().filename().string();
       if (!name.starts_with("libcohort_") || !name.ends_with(".so")) continue;
       name = name.substr(10, name.size() - 13);
-      if (is_name(name) && mentions_entry(entry.path())) names.push_back(name);
+      if (!is_name(name) || !entry.is_regular_file(error)) continue;
+      if (mentions_entry(entry.path())) names.push_back(name);
     }
   }
   std::sort(names.begin(), names.end());

@@ -14,6 +14,7 @@ namespace cohort::comm {
 namespace {
 
 constexpr int kMaxRanks = 1 << 20;
+const char* const kOptions = "options";
 const char* const kTorchrun = "torchrun's environment";
 const char* const kSlurm = "Slurm's environment";
 
@@ -90,6 +91,13 @@ void take_dist_url(Place& place, const PlaceOptions& options) {
   place.store_file = url.file;
 }
 
+// The place has no `variable`, which `flag` sets as well.
+[[noreturn]] void no_master(const Place& place, const std::string& flag,
+                            const std::string& variable) {
+  if (place.source != kOptions) half_contract(place.source, variable);
+  half_contract("--rank", flag + " (or --dist-url, or " + variable + ")");
+}
+
 // The address of rank 0's store; every contract but Paddle's leaves it to MASTER_ADDR, MASTER_PORT.
 void take_master(Place& place, const PlaceOptions& options) {
   const bool by_url = options.dist_url && *options.dist_url != "env://";
@@ -104,8 +112,8 @@ void take_master(Place& place, const PlaceOptions& options) {
         static_cast<int>(env_int("MASTER_PORT", 1, 65535).value_or(place.master_port));
   }
   if (place.world_size == 1) return;
-  if (place.master_addr.empty()) half_contract(place.source, "MASTER_ADDR");
-  if (place.master_port == 0) half_contract(place.source, "MASTER_PORT");
+  if (place.master_addr.empty()) no_master(place, "--addr", "MASTER_ADDR");
+  if (place.master_port == 0) no_master(place, "--port", "MASTER_PORT");
   if (place.master_port < 1 || place.master_port > 65535) {
     throw ConfigError("port " + std::to_string(place.master_port) + " (" + place.source +
                       "): expected 1 to 65535");
@@ -122,7 +130,7 @@ Place from_options(const PlaceOptions& options) {
   }
   if (!options.world_size) half_contract("--rank", "--world-size");
   Place place;
-  place.source = "options";
+  place.source = kOptions;
   place.rank = *options.rank;
   place.world_size = *options.world_size;
   place.local_world_size = options.nproc_per_node.value_or(1);

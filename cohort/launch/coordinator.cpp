@@ -63,8 +63,13 @@ void Coordinator::listen_to(Node& node) {
       const std::string kind = message.at("say");
       const bool of_this_round = message.value("round", int64_t{-1}) == round_;
       if (kind == "join") {
-        on_join(node, message.at("id"), message.at("version"), message.at("nproc"),
-                message.at("port"));
+        on_join(node,
+                {.version = message.at("version"),
+                 .id = message.at("id"),
+                 .nnodes = message.value("nnodes", std::string()),  // Version 1 had no settings.
+                 .max_restarts = message.value("max_restarts", 0),
+                 .num_workers = message.at("nproc"),
+                 .store_port = message.at("port")});
       } else if (kind == "failed" && of_this_round) {
         on_failed(node, message.at("code"), message.at("why"));
       } else if (kind == "done" && of_this_round && node.state == State::kInRound) {
@@ -78,21 +83,38 @@ void Coordinator::listen_to(Node& node) {
   }
 }
 
-void Coordinator::on_join(Node& node, const std::string& id, int version, int num_workers,
-                          int port) {
+// Returns why a node may not take part; empty if it may.
+std::string Coordinator::refusal_of(const Joining& joining) const {
+  if (joining.version != kProtocolVersion)
+    return "another version of the launcher coordinates this job";
+  if (joining.num_workers < 1) return "a node needs a worker";
+  const auto differs = [](const std::string& flag, const std::string& ours,
+                          const std::string& theirs) {
+    return flag + ": expected " + ours + ", got " + theirs;
+  };
+  if (joining.id != options_.rdzv_id) return differs("--rdzv-id", options_.rdzv_id, joining.id);
   std::string refusal;
-  if (id != options_.rdzv_id) refusal = "--rdzv-id: expected " + options_.rdzv_id + ", got " + id;
-  if (version != kProtocolVersion) refusal = "another version of the launcher coordinates this job";
-  if (num_workers < 1) refusal = "a node needs a worker";
-  if (!refusal.empty()) {
+  if (joining.nnodes != options_.nnodes.text()) {
+    refusal = differs("--nnodes", options_.nnodes.text(), joining.nnodes);
+  }
+  if (joining.max_restarts != options_.max_restarts) {
+    refusal += (refusal.empty() ? "" : "; ") + differs("--max-restarts",
+                                                       std::to_string(options_.max_restarts),
+                                                       std::to_string(joining.max_restarts));
+  }
+  return refusal.empty() ? "" : refusal + ": every node of the job is started with the same";
+}
+
+void Coordinator::on_join(Node& node, const Joining& joining) {
+  if (const std::string refusal = refusal_of(joining); !refusal.empty()) {
     node.line.send(text_of({{"say", "end"}, {"code", kExitUsage}, {"why", refusal}}));
     node.state = State::kNew;
     return;
   }
   const bool is_new = node.state == State::kNew;
   node.state = State::kReady;
-  node.num_workers = num_workers;
-  node.store_port = port;
+  node.num_workers = joining.num_workers;
+  node.store_port = joining.store_port;
   const auto in_round = std::count_if(nodes_.begin(), nodes_.end(), [](const Node& n) {
     return n.state == State::kInRound || n.state == State::kDone;
   });

@@ -4,8 +4,9 @@
 // too, connects to it (member.h). The protocol is one JSON object a line, "say" names the kind:
 //
 // From a node
-//   {"say": "join", "version": 1, "id": "job", "nproc": 4, "port": 0}   ready for the next round,
-//         no worker runs; "port" is where node 0's socket for the store listens, 0 on others
+//   {"say": "join", "version": 2, "id": "job", "nnodes": "1:3", "max_restarts": 0, "nproc": 4,
+//    "port": 0}   ready for the next round, no worker runs; "port" is where node 0's socket for the
+//         store listens, 0 on others. Settings of the job that are not the coordinator's: "end"
 //   {"say": "done", "round": 3, "code": 0}            all workers ended well, with 0 or 4
 //   {"say": "failed", "round": 3, "code": 1, "why": "rank 2 (pid 17) exited with code 1"}
 //   {"say": "alive"}                                  every second
@@ -30,7 +31,7 @@
 
 namespace cohort::launch {
 
-inline constexpr int kProtocolVersion = 1;
+inline constexpr int kProtocolVersion = 2;
 inline constexpr std::chrono::milliseconds kHeartbeat{1000};
 inline constexpr std::chrono::milliseconds kSilence{5000};
 
@@ -67,6 +68,14 @@ class Coordinator {
     int number = -1;     // In the running round.
     int code = 0;        // When done.
   };
+  struct Joining {  // What a node says of itself.
+    int version = 0;
+    std::string id;
+    std::string nnodes;
+    int max_restarts = 0;
+    int num_workers = 0;
+    int store_port = 0;
+  };
   struct Failure {
     int code = 0;
     std::string why;
@@ -75,7 +84,8 @@ class Coordinator {
 
   void accept_nodes();
   void listen_to(Node& node);
-  void on_join(Node& node, const std::string& id, int version, int num_workers, int port);
+  void on_join(Node& node, const Joining& joining);
+  std::string refusal_of(const Joining& joining) const;
   void on_failed(const Node& node, int code, const std::string& why);
   void drop_lost_nodes();
   void heartbeat();

@@ -151,7 +151,7 @@ void Launcher::meet() {
   if (auto listener = listen_if_local(endpoint)) {
     coordinator_.emplace(std::move(*listener), endpoint.host, options_);
   }
-  member_.emplace(endpoint, options_.rdzv_id, options_.rdzv_timeout);
+  member_.emplace(endpoint, options_);
 }
 
 int Launcher::run_with_others() {
@@ -161,7 +161,7 @@ int Launcher::run_with_others() {
     stop_ordered_ = false;
     failure_told_ = false;
     if (coordinator_) bind_store();
-    member_->join(options_.nproc_per_node, coordinator_ ? store_.port : 0);
+    member_->join(coordinator_ ? store_.port : 0);
     while (!place_ && !end_ && !stop_ordered_ && !leaving()) turn();
     if (end_ || leaving()) return finish_with_others();
     if (!place_) continue;  // The round was called off in the turn in which it was ordered.

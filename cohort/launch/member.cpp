@@ -24,18 +24,16 @@ NodePlace place_of(const json& message) {
 
 }  // namespace
 
-Member::Member(const Endpoint& endpoint, std::string id, std::chrono::milliseconds limit)
-    : endpoint_(endpoint),
-      id_(std::move(id)),
-      limit_(limit),
-      began_(Clock::now()),
-      beat_at_(began_) {}
+Member::Member(const Endpoint& endpoint, const RunOptions& options)
+    : endpoint_(endpoint), options_(options), began_(Clock::now()), beat_at_(began_) {}
 
-void Member::join(int num_workers, int store_port) {
+void Member::join(int store_port) {
   const json message = {{"say", "join"},
                         {"version", kProtocolVersion},
-                        {"id", id_},
-                        {"nproc", num_workers},
+                        {"id", options_.rdzv_id},
+                        {"nnodes", options_.nnodes.text()},
+                        {"max_restarts", options_.max_restarts},
+                        {"nproc", options_.nproc_per_node},
                         {"port", store_port}};
   if (connected_) {
     line_.send(text_of(message));
@@ -95,7 +93,7 @@ std::optional<Order> Member::next() {
   }
   const auto now = Clock::now();
   std::string how;
-  if (!connected_ && now - began_ >= limit_) how = "did not answer in time";
+  if (!connected_ && now - began_ >= options_.rdzv_timeout) how = "did not answer in time";
   if (connected_ && !line_.open()) how = "closed the connection";
   if (connected_ && now - line_.heard() > kSilence) how = "fell silent";
   if (how.empty()) return std::nullopt;

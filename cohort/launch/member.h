@@ -9,6 +9,7 @@
 #include "cohort/launch/endpoint.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/line_socket.h"
+#include "cohort/launch/options.h"
 
 namespace cohort::launch {
 
@@ -29,13 +30,14 @@ struct Order {
 /// at most, and only while there is no connection yet.
 class Member {
  public:
-  /// `limit`: how long to try to connect; then, and when the connection is lost, the order is kEnd
-  /// with exit code 3.
-  Member(const Endpoint& endpoint, std::string id, std::chrono::milliseconds limit);
+  /// Tries to connect for options.rdzv_timeout; then, and when the connection is lost, the order is
+  /// kEnd with exit code 3. The coordinator refuses settings of the job that are not its own: kEnd
+  /// with exit code 2.
+  Member(const Endpoint& endpoint, const RunOptions& options);
 
   /// Asks to take part in the next round; sent as soon as there is a connection.
   /// `store_port`: of this node's store socket, on the coordinator's node; else 0.
-  void join(int num_workers, int store_port);
+  void join(int store_port);
   void tell_done(int code);
   void tell_failed(int code, const std::string& why);
   void leave() { line_.close(); }
@@ -52,8 +54,7 @@ class Member {
   Order lost(const std::string& how) const;
 
   const Endpoint endpoint_;
-  const std::string id_;
-  const std::chrono::milliseconds limit_;
+  const RunOptions options_;
   const Clock::time_point began_;
   LineSocket line_;
   bool connected_ = false;

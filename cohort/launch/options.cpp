@@ -50,6 +50,15 @@ void validate_nodes(const RunOptions& options) {
           "none");
 }
 
+void validate_streams(const RunOptions& options, const std::string& flag,
+                      const StreamChoice& choice) {
+  for (const auto& [rank, streams] : choice.of_rank) {
+    require(rank < options.nproc_per_node, flag,
+            "local ranks 0 to nproc-per-node - 1 = " + std::to_string(options.nproc_per_node - 1),
+            std::to_string(rank));
+  }
+}
+
 }  // namespace
 
 int StreamChoice::of(int local_rank) const {
@@ -77,6 +86,10 @@ StreamChoice parse_stream_choice(const std::string& flag, const std::string& tex
     choice.of_rank[*rank] = streams(std::string_view(word).substr(colon + 1));
   }
   return choice;
+}
+
+std::string NodeCount::text() const {
+  return min == max ? std::to_string(min) : std::to_string(min) + ":" + std::to_string(max);
 }
 
 NodeCount parse_node_count(const std::string& text) {
@@ -108,6 +121,8 @@ void validate(const RunOptions& options) {
   require(options.max_restarts >= 0, "--max-restarts", "0 or more",
           std::to_string(options.max_restarts));
   validate_nodes(options);
+  validate_streams(options, "--tee", options.tee_streams);
+  validate_streams(options, "--redirects", options.redirects);
   require(options.grace.count() >= 0, "--grace", "seconds >= 0",
           std::to_string(options.grace.count()) + " ms");
   require(options.watch_period.count() >= 0, "--watch", "seconds >= 0",

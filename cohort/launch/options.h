@@ -40,6 +40,8 @@ StreamChoice parse_stream_choice(const std::string& flag, const std::string& tex
 struct NodeCount {
   int min = 1;
   int max = 1;
+
+  std::string text() const;  ///< "2" or "1:4".
 };
 
 /// Reads "2" or "1:4". Errors: ConfigError that names --nnodes.
@@ -63,8 +65,8 @@ struct RunOptions {
 
   std::string log_dir;  ///< Empty: a fresh folder under TMPDIR, kept only after a failure.
   Tee tee = Tee::kRank0;
-  StreamChoice tee_streams;  ///< For Tee::kChosen.
-  StreamChoice redirects;    ///< Under Tee::kRank0: streams that go to their files only.
+  StreamChoice tee_streams;  ///< For Tee::kChosen; names local ranks below nproc_per_node only.
+  StreamChoice redirects;    ///< Under Tee::kRank0: streams that go to their files only; likewise.
   std::chrono::milliseconds grace{5000};  ///< Time the others have to leave after a failure.
   BindCores bind_cores = BindCores::kNone;
   std::string interface;  ///< Network interface of the workers' collectives; empty: their choice.

@@ -3,6 +3,7 @@
 // The flags are those of PyTorch's examples/imagenet; docs/imagenet.md tells what differs.
 #include <CLI/CLI.hpp>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/launch/spawn.h"
@@ -41,7 +42,9 @@ void add_data_flags(CLI::App& app, Options& o) {
 }
 
 void add_training_flags(CLI::App& app, Options& o) {
-  app.add_option("--epochs", o.epochs, "Epochs in all")->capture_default_str();
+  app.add_option("--epochs", o.epochs, "Epochs in all")
+      ->check(cohort::apps::above_zero())
+      ->capture_default_str();
   app.add_option("--start-epoch", o.start_epoch, "First epoch (default: as --resume says, or 0)")
       ->check(cohort::apps::zero_or_more());
   app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; then a tenth, and so on")
@@ -66,9 +69,22 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
 }
 
+// Under a launcher every process would start a whole job, and all of them would write one folder.
+void refuse_launchers() {
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PADDLE_TRAINER_ID"}) {
+    const auto rank = cohort::env_string(name);
+    if (!rank) continue;
+    throw cohort::ConfigError(
+        "--multiprocessing-distributed: a launcher started this process (" + std::string(name) +
+        "=" + *rank +
+        "): leave the flag out, or give --rank and --world-size, which then count nodes");
+  }
+}
+
 // --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
 // nodes. It starts the node's ranks, which find their places in their environment.
 int spawn_ranks(cohort::comm::PlaceOptions node) {
+  if (!node.rank || !node.world_size) refuse_launchers();
   if (!node.nproc_per_node) {
     throw cohort::ConfigError(
         "--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");

@@ -384,6 +384,19 @@ TEST(MpiPlace, AProgramThatMpirunDidNotStartIsToldSo) {
   }
 }
 
+TEST(MpiPlace, OneProcessAloneIsToldSoToo) {
+  const std::string error = test::message_of<ConfigError>([] {
+    find_backend("mpi").make({.store = c10::make_intrusive<c10d::HashStore>(),
+                              .rank = 0,
+                              .world_size = 1,
+                              .timeout = std::chrono::seconds(5),
+                              .address = "",
+                              .interface = ""});
+  });
+  EXPECT_EQ(error,
+            "backend mpi: no mpirun started this process: start the program with mpirun -n 1");
+}
+
 // Rank 1 stays away from the sum. Both end with a failure, so that MPI is not finalised and mpirun
 // ends the job.
 TEST(MpiFault, APeerThatDoesNotComeIsATimeout) {

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <filesystem>
 #include <gtest/gtest.h>
+#include <link.h>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/types.h>
@@ -155,6 +156,33 @@ TEST_F(BackendTest, AFileThatDoesNotLoadSaysWhy) {
   search({folder.path()});
   const std::string broken = error_of("broken");
   EXPECT_TRUE(contains(broken, "libcohort_broken.so cannot be loaded: ")) << broken;
+}
+
+TEST_F(BackendTest, AFileCutShortIsRefusedBeforeTheLoaderMapsIt) {
+  const TemporaryFolder folder;
+  const std::string whole = read_file(plugin_folder() / "libcohort_hccl.so");
+  search({folder.path()});
+  for (const size_t size : {size_t{5000}, size_t{100}, size_t{10}, size_t{0}}) {
+    const std::string name = "cut" + std::to_string(size);
+    const std::string file = folder / ("libcohort_" + name + ".so");
+    write_file(file, whole.substr(0, size));
+    const std::string why =
+        size < sizeof(ElfW(Ehdr))
+            ? "expected an ELF shared object"
+            : "it is cut short: its segments end behind its " + std::to_string(size) + " bytes";
+    EXPECT_EQ(error_of(name), "backend in " + file + " cannot be loaded: " + why);
+  }
+}
+
+TEST_F(BackendTest, AFolderCalledLikeABackendIsNone) {
+  const TemporaryFolder folder;
+  fs::create_directory(folder / "libcohort_folder.so");
+  search({folder.path()});
+  EXPECT_EQ(error_of("folder"),
+            "backend in " + (folder / "libcohort_folder.so") + " cannot be loaded: Is a directory");
+  const std::string error = error_of("nonesuch");
+  EXPECT_TRUE(contains(error, "backend \"nonesuch\" is unknown: there is ")) << error;
+  EXPECT_FALSE(contains(error, "there is folder, ") || contains(error, ", folder")) << error;
 }
 
 // Runs `body` on ranks that are threads of this process with a backend each.

@@ -1,5 +1,6 @@
 // The imagenet program as a user runs it, on pictures that the test draws.
 #include <cmath>
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -117,6 +118,21 @@ TEST_F(ImagenetCommandTest, SpawnsItsOwnRanks) {
                  "expected --nproc-per-node");
 }
 
+TEST_F(ImagenetCommandTest, DoesNotSpawnUnderALauncher) {
+  const std::string spawning = "--epochs 1 --multiprocessing-distributed --nproc-per-node 2";
+  const std::string refusal = "--multiprocessing-distributed: a launcher started this process (";
+  expect_refused(2, on_ranks(2, "run", spawning), refusal + "RANK=");
+  for (const std::string variable : {"OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PADDLE_TRAINER_ID"}) {
+    const std::string program = variable + "=1 " + bin("imagenet") + " ";
+    expect_refused(2, shell(program + flags("run", spawning)), refusal + variable + "=1)");
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "run")) << "a refused job leaves no folder";
+  // Explicit numbers go before a launcher's: one of its processes may stand for a node.
+  const std::string node = " --multiprocessing-distributed --rank 0 --world-size 1";
+  expect_refused(2, shell("SLURM_PROCID=0 " + bin("imagenet") + " " + flags("run", node)),
+                 "expected --nproc-per-node");
+}
+
 TEST_F(ImagenetCommandTest, EvaluationIsTheSameOnEveryNumberOfRanks) {
   expect_trained(1, "run", "--epochs 2");
   const double loss = history("run").back()["valid_loss"].get<double>();
@@ -141,6 +157,13 @@ TEST_F(ImagenetCommandTest, MistakesAreNamed) {
   expect_refused(2, on_ranks(1, "run", "--strategy tensor"), "--strategy tensor: expected ddp");
   expect_refused(2, on_ranks(1, "run", "--lr-rule cubic"), "expected none, linear or sqrt");
   expect_refused(2, on_ranks(1, "run", "--batch-size-per-rank 4"), "--batch-size");
+  expect_refused(2, on_ranks(1, "run", "--epochs -3"), "--epochs: -3: expected a number above 0");
+  expect_refused(2, shell(bin("imagenet") + " " + folder_ / "data" + " --lr nan"),
+                 "--lr: nan: expected 0 or more");
+  expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2"),
+                 "--rank is set but --addr (or --dist-url, or MASTER_ADDR) is not");
+  expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2 --addr 127.0.0.1"),
+                 "--rank is set but --port (or --dist-url, or MASTER_PORT) is not");
   expect_refused(2, on_ranks(1, "run", "--resume " + folder_ / "nothing"), "no checkpoint here");
   const Ended ended = shell(bin("cohort") + " run --nproc-per-node 2 -- " + bin("imagenet") + " " +
                             folder_ / "data" + " --batch-size 13");

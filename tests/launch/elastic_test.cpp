@@ -308,6 +308,26 @@ TEST_F(ElasticTest, ANodeOfAnotherJobIsRefused) {
   EXPECT_EQ(first->wait().exit_code, 143);
 }
 
+TEST_F(ElasticTest, ANodeWithOtherSettingsOfTheJobIsRefused) {
+  const auto first =
+      start(0, {"--nnodes", "1:3", "--max-restarts", "1"}, "echo up; exec sleep 1000");
+  first->read_lines(1);
+  const auto refused = [this](const Lines& flags, const std::string& why) {
+    const Ended ended = start(1, flags, "echo up")->wait();
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_EQ(ended.out, "");
+    EXPECT_TRUE(holds(ended.err, why)) << ended.err << "expected: " << why;
+  };
+  refused({"--nnodes", "1:5", "--max-restarts", "4"},
+          "--nnodes: expected 1:3, got 1:5; --max-restarts: expected 1, got 4: ");
+  refused({"--nnodes", "3", "--max-restarts", "1"}, ": --nnodes: expected 1:3, got 3: ");
+  refused({"--nnodes", "1:3"}, ": --max-restarts: expected 1, got 0: ");
+  first->send(SIGTERM);
+  const Ended ended = first->wait();
+  EXPECT_EQ(ended.exit_code, 143);
+  EXPECT_FALSE(holds(ended.err, "new round")) << ended.err;
+}
+
 TEST_F(ElasticTest, AStopReachesNodesThroughTheirWorkers) {
   // Workers agree to stop by a file, as a training job does by a collective, and exit with 4.
   const std::string script =

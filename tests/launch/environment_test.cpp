@@ -97,6 +97,10 @@ TEST(RunOptionsTest, EveryBadValueNamesItsFlag) {
   starts([](RunOptions& o) { o.max_restarts = -1; }, "--max-restarts");
   starts([](RunOptions& o) { o.rdzv_endpoint = "10.0.0.1"; }, "--master-addr");
   starts([](RunOptions& o) { o.interface = "no-such"; }, "--interface: expected one of lo");
+  starts([](RunOptions& o) { o.tee_streams.of_rank[4] = kStdout; },
+         "--tee: expected local ranks 0 to nproc-per-node - 1 = 3, got 4");
+  starts([](RunOptions& o) { o.redirects.of_rank[7] = kStderr; },
+         "--redirects: expected local ranks 0 to nproc-per-node - 1 = 3, got 7");
   starts([](RunOptions& o) { o.stall_timeout = std::chrono::milliseconds(-1); }, "--stall-timeout");
 }
 
@@ -118,6 +122,7 @@ TEST(RunOptionsTest, ANumberOfNodesOrARangeIsRead) {
   EXPECT_EQ(parse_node_count("3").max, 3);
   EXPECT_EQ(parse_node_count("1:4").min, 1);
   EXPECT_EQ(parse_node_count("1:4").max, 4);
+  for (const char* text : {"3", "1:4"}) EXPECT_EQ(parse_node_count(text).text(), text);
   for (const char* bad : {"", "1:", ":2", "a", "1:2:3", "2 "}) {
     EXPECT_THROW(parse_node_count(bad), ConfigError) << bad;
   }

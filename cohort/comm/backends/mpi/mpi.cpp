@@ -2,6 +2,7 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/comm/backend.h"
 #include "cohort/comm/backends/mpi/mpi_backend.h"
@@ -11,6 +12,14 @@ namespace {
 
 std::string place(int rank, int world_size) {
   return "rank " + std::to_string(rank) + " of " + std::to_string(world_size);
+}
+
+// Whether a launcher of MPI started this process: mpirun, or one that speaks PMIx or PMI, as
+// Slurm's does. To be asked before MPI begins, which may set such variables itself.
+bool is_launched() {
+  static const bool result =
+      env_string("OMPI_COMM_WORLD_SIZE") || env_string("PMIX_RANK") || env_string("PMI_RANK");
+  return result;
 }
 
 // A group as large as MPI's world is that world, rank by rank. A smaller one may be any part of it.
@@ -34,8 +43,14 @@ std::vector<int> exchange_world_ranks(const BackendRequest& request, int own) {
 }
 
 c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const BackendRequest& request) {
+  const bool launched = is_launched();
   MpiThread& mpi = MpiThread::of_process();
   check_place(request, mpi);
+  if (!launched) {
+    throw ConfigError(
+        "backend mpi: no mpirun started this process: start the program with mpirun -n " +
+        std::to_string(request.world_size));
+  }
   return c10::make_intrusive<MpiBackend>(
       mpi, request.rank, exchange_world_ranks(request, mpi.rank()), request.timeout);
 }
