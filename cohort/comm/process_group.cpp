@@ -11,6 +11,7 @@
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/comm/backend.h"
+#include "cohort/comm/backends/gloo/gloo.h"
 #include "cohort/comm/process_group_impl.h"
 
 namespace cohort::comm {
@@ -26,6 +27,9 @@ GroupOptions with_environment(GroupOptions options) {
   if (env_int("COHORT_CHECK_COLLECTIVES", 0, 1).value_or(1) == 0) options.check_collectives = false;
   return options;
 }
+
+// Numbers of collectives that carry data; comparisons have those below.
+constexpr uint32_t kDataNumbers = 1U << 31;
 
 void do_nothing(int) {}
 
@@ -216,6 +220,7 @@ const Place& ProcessGroup::place() const {
   return impl_->job->place;
 }
 c10d::ProcessGroup& ProcessGroup::engine() {
+  impl_->check_open();
   return *impl_->engine;
 }
 
@@ -270,6 +275,7 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
 // Does `body` under the log's eyes; what an engine throws for a lost peer becomes PeerError.
 template <class Body>
 void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& body) {
+  check_open();
   const int64_t start = steady_now_ns();
   if (job->dead) fail(call.operation, start, "the group is dead since it lost a peer", false);
   const TraceRecord entry = record(call);
@@ -325,6 +331,7 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
 void ProcessGroup::Impl::compare(const Call& call) {
   if (!compares()) return;
   const int64_t start = steady_now_ns();
+  number_next_collective(*engine->getBackend(c10::DeviceType::CPU), num_compared++ % kDataNumbers);
   const auto mine = static_cast<int64_t>(history);
   at::Tensor extremes = at::tensor({mine, ~mine});
   std::vector<at::Tensor> tensors{extremes};
@@ -337,10 +344,24 @@ void ProcessGroup::Impl::compare(const Call& call) {
     fail(call.operation, start, "their calls part more than 64 calls ago", true);
 }
 
+// Ranks whose calls differ then wait for each other until the watching threads compare their logs.
+// Gloo would take one's data for the other's, and end the process from its own thread, where nobody
+// can catch, if they are longer than expected.
+void ProcessGroup::Impl::number_data() {
+  if (!compares()) return;
+  const auto hash = static_cast<uint32_t>(history ^ (history >> 32));
+  number_next_collective(*engine->getBackend(c10::DeviceType::CPU), kDataNumbers | hash);
+}
+
+void ProcessGroup::Impl::check_open() const {
+  TORCH_CHECK_VALUE(!closed, "expected an open group, but \"", name, "\" was closed");
+}
+
 void ProcessGroup::Impl::run(const Call& call, const std::function<void()>& body) {
   ++sequence;
   guarded(call, /*matched=*/true, [&] {
     compare(call);
+    number_data();
     body();
   });
 }
@@ -356,8 +377,8 @@ Work ProcessGroup::Impl::start(const Call& call,
   auto state = std::make_unique<Work::State>(Work::State{
       .group = this, .operation = call.operation, .work = {}, .finish = std::move(finish)});
   guarded(call, /*matched=*/true, [&] {
-    // Gloo ends the whole process when a message is longer than expected: better to ask before.
     if (known.insert(mix(0, text_of(call))).second) compare(call);
+    number_data();
     state->work = begin();
   });
   return Work(std::move(state));
@@ -398,7 +419,11 @@ void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
 }
 
 void ProcessGroup::close(CallSite site) {
-  if (size() == 1) return;
+  impl_->check_open();
+  if (size() == 1) {
+    impl_->closed = true;
+    return;
+  }
   barrier("close", {}, site);  // a peer that is gone shows here, as in any collective
   guard(
       "close",
@@ -407,6 +432,7 @@ void ProcessGroup::close(CallSite site) {
         impl_->count("closing");
         impl_->wait_for_counter("closing");
         if (impl_->is_world()) impl_->job->watch.reset();
+        impl_->closed = true;
         impl_->engine.reset();
         impl_->count("closed");
         if (rank() == 0) impl_->wait_for_counter("closed");

@@ -69,8 +69,8 @@ class [[nodiscard]] Work {
 /// Blocks:  every operation, until its result is there, except those called `_async`.
 /// Errors:  PeerError from any of them when a rank is lost or late, or when ranks call different
 ///          things; it names the ranks as far as the survivors can tell. The group, its parent and
-///          its sub-groups are dead after it. c10::ValueError for bad arguments, before anything is
-///          sent.
+///          its sub-groups are dead after it. c10::ValueError for bad arguments and after
+///          `close`, before anything is sent.
 /// `site`, a last argument everywhere, is filled in by the compiler: where the call stands, for
 /// traces and errors.
 class ProcessGroup {

@@ -67,7 +67,8 @@ struct ProcessGroup::Impl {
   /// Runs a collective that all ranks of the group call alike: comparison first, then `body`.
   void run(const Call& call, const std::function<void()>& body);
   /// Starts one. It is compared before when it is the first of its kind (operation, dtype, shape)
-  /// here, otherwise by the next `run`: what every step repeats costs nothing.
+  /// here, otherwise by the next `run`: what every step repeats costs nothing. Until then its data
+  /// meet none of another history.
   Work start(const Call& call, const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
              std::function<void()> finish);
   /// Runs what only some ranks call, or what is not known here.
@@ -83,6 +84,9 @@ struct ProcessGroup::Impl {
   /// Calls are compared before they run.
   bool compares() const { return job->options.check_collectives && ranks.size() > 1; }
   void compare(const Call& call);
+  /// Gives the next data a number made of `history`, where calls are compared at all.
+  void number_data();
+  void check_open() const;  // c10::ValueError once `close` has run
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
                          bool disagreement);
 
@@ -93,9 +97,11 @@ struct ProcessGroup::Impl {
   int rank;
   c10::intrusive_ptr<c10d::Store> store;  // seen by this group only
   c10::intrusive_ptr<c10d::ProcessGroup> engine;
-  int64_t sequence = 0;                // operations begun here, but send and recv
-  int64_t num_matched = 0;             // of them, those that are compared
-  uint64_t history = 0;                // a hash of all those
+  int64_t sequence = 0;       // operations begun here, but send and recv
+  int64_t num_matched = 0;    // of them, those that are compared
+  uint64_t history = 0;       // a hash of all those
+  uint32_t num_compared = 0;  // comparisons begun here
+  bool closed = false;
   std::unordered_set<uint64_t> known;  // kinds that `start` has compared
   int num_subgroups = 0;
 };

@@ -10,8 +10,8 @@ namespace cohort::parallel {
 /// Names of parameters, bucket by bucket, in the order in which buckets are sent.
 using BucketLayout = std::vector<std::vector<std::string>>;
 
-/// Types of a forward and backward whose parameters stay in float32 for the optimizer; unset ones
-/// stay as they are.
+/// Floating-point types, the same on all ranks, of a forward and backward whose parameters stay in
+/// float32 for the optimizer; unset ones stay as they are.
 struct MixedPrecision {
   std::optional<c10::ScalarType>
       param_dtype;  ///< Parameters and floating-point inputs during forward and backward.

@@ -89,6 +89,13 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
           (!options.find_unused_parameters && !options.static_graph),
       "delay_all_reduce_named_params: expected neither find_unused_parameters nor static_graph "
       "with it, which vary when and how often gradients come");
+  const auto floating = [](const char* name, const std::optional<at::ScalarType>& type) {
+    TORCH_CHECK_VALUE(!type || at::isFloatingType(*type), name,
+                      ": expected a floating-point type, got ", c10::toString(*type));
+  };
+  floating("mixed_precision.param_dtype", options.mixed_precision.param_dtype);
+  floating("mixed_precision.reduce_dtype", options.mixed_precision.reduce_dtype);
+  floating("mixed_precision.buffer_dtype", options.mixed_precision.buffer_dtype);
   const auto parameters = model.named_parameters();
   const auto buffers = model.named_buffers();
   for (const std::string& name : options.ignored) {
@@ -204,7 +211,8 @@ std::string GradientEngine::Impl::describe() const {
   out << "find_unused_parameters " << options.find_unused_parameters << "\nstatic_graph "
       << options.static_graph << "\nbroadcast_buffers " << options.broadcast_buffers
       << "\nrebuild_buckets " << options.rebuild_buckets << "\nskip_all_reduce_unused_params "
-      << options.skip_all_reduce_unused_params << "\nmixed_precision.reduce_dtype "
+      << options.skip_all_reduce_unused_params << "\nmixed_precision.param_dtype "
+      << text_of(options.mixed_precision.param_dtype) << "\nmixed_precision.reduce_dtype "
       << text_of(options.mixed_precision.reduce_dtype) << "\nmixed_precision.buffer_dtype "
       << text_of(options.mixed_precision.buffer_dtype) << "\ndelay_all_reduce_named_params";
   if (delayed) {

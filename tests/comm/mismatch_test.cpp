@@ -104,8 +104,8 @@ TEST_P(MismatchTest, Order) {
       });
 }
 
-// The second time round, the call is known and goes out unasked: the next one that is compared
-// tells.
+// The second time round, the call is known and goes out unasked: the data never meet, and after two
+// seconds the watching threads tell.
 TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
   expect_named(
       world_size(),
@@ -116,8 +116,55 @@ TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
         group.all_reduce_async(x).wait();
         group.all_reduce_async(x, ReduceOp::kMax).wait();
         group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
-        group.barrier("end");
-      });
+        TORCH_CHECK_VALUE(false, "went on with ", x);
+      },
+      seconds(9));
+}
+
+// Gloo itself ends the process of the rank that gets more than it expects.
+TEST_P(MismatchTest, ShapesOfAsynchronousCallsThatAreKnown) {
+  expect_named(
+      world_size(),
+      {"the ranks disagree in all_reduce(sum) #3", odd_one() + "all_reduce(sum) of float32[8]",
+       "where rank 0 calls all_reduce(sum) of float32[4]"},
+      [](ProcessGroup& group) {
+        at::Tensor small = at::ones({4});
+        at::Tensor large = at::ones({8});
+        group.all_reduce_async(small).wait();
+        group.all_reduce_async(large).wait();
+        group.all_reduce_async(is_odd_one(group) ? large : small).wait();
+      },
+      seconds(9));
+}
+
+// Only the odd one has it compared, and the comparison must not meet the others' data.
+TEST_P(MismatchTest, AnAsynchronousCallThatIsNewWhereTheOthersKnowTheirs) {
+  expect_named(
+      world_size(),
+      {odd_one() + "all_reduce(max) of float32[4]",
+       "where rank 0 calls all_reduce(sum) of float32[4]"},
+      [](ProcessGroup& group) {
+        at::Tensor x = at::ones({4});
+        group.all_reduce_async(x).wait();
+        group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
+      },
+      seconds(9));
+}
+
+TEST_P(MismatchTest, RepeatedAsynchronousCallsBetweenOthersAgree) {
+  test::ranks(world_size(), [](ProcessGroup& group) {
+    for (int round = 0; round < 3; ++round) {
+      at::Tensor x = at::ones({4});
+      at::Tensor y = at::ones({100000});
+      Work first = group.all_reduce_async(x);
+      Work second = group.all_reduce_async(y, ReduceOp::kMax);
+      group.barrier("between");
+      first.wait();
+      second.wait();
+      EXPECT_EQ(x[0].item<float>(), group.size());
+      EXPECT_EQ(y.sum().item<float>(), 100000);
+    }
+  });
 }
 
 TEST_P(MismatchTest, AsynchronousShapes) {

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <gtest/gtest.h>
 #include <regex>
 #include <signal.h>
@@ -52,6 +53,52 @@ TEST(ProcessGroupTest, OneProcessIsAGroup) {
   ProcessGroup group(Place{});
   EXPECT_EQ(group.all_reduce_sum(4), 4);
   group.close();
+  EXPECT_THROW(group.all_reduce_sum(4), c10::ValueError);
+}
+
+TEST(ProcessGroupTest, AfterCloseEveryOperationIsRefused) {
+  const auto ends = test::run_ranks(2, [](ProcessGroup& group) {
+    group.close();
+    at::Tensor one = at::ones({2});
+    at::Tensor two = at::ones({4});
+    const std::vector<std::function<void()>> operations{
+        [&] { group.all_reduce(one); },
+        [&] { group.all_reduce_async(one).wait(); },
+        [&] { group.all_reduce_sum(1); },
+        [&] { group.reduce(one); },
+        [&] { group.broadcast(one); },
+        [&] { group.all_gather(one); },
+        [&] { group.all_gather_into(two, one); },
+        [&] { group.all_gather_into_async(two, one).wait(); },
+        [&] { group.gather(one); },
+        [&] { group.scatter(one, {}); },
+        [&] { group.reduce_scatter(one, two); },
+        [&] { group.reduce_scatter_async(one, two).wait(); },
+        [&] { group.all_to_all(one, two); },
+        [&] { group.send(one, 1); },
+        [&] { group.recv(one, 1); },
+        [&] { group.broadcast_text("x"); },
+        [&] { group.all_gather_text("x"); },
+        [&] { group.gather_text("x"); },
+        [&] { group.barrier("x"); },
+        [&] { group.subgroup({0}, "x"); },
+        [&] { group.guard("x", [] {}); },
+        [&] { group.engine(); },
+    };
+    for (size_t i = 0; i < operations.size(); ++i) {
+      try {
+        operations[i]();
+        ADD_FAILURE() << "operation " << i << " threw nothing";
+      } catch (const c10::ValueError& error) {
+        EXPECT_NE(std::string(error.what()).find("\"world\" was closed"), std::string::npos)
+            << error.what();
+      }
+    }
+  });
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, 2) << end.output << "a second close, by the harness";
+    EXPECT_EQ(end.output.find("Failure"), std::string::npos) << end.output;
+  }
 }
 
 TEST(ProcessGroupTest, AnUnknownBackendIsNamed) {

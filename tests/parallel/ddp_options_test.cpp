@@ -608,6 +608,9 @@ TEST(DdpOptionsTest, OptionsThatDecideWhatTravelsMustAgree) {
     refused({.delay_all_reduce_named_params = {"last.bias"},
              .param_to_hook_all_reduce = other ? "first.bias" : "first.weight"},
             "rank 1 has param_to_hook_all_reduce first.bias where");
+    parallel::MixedPrecision lent;
+    if (other) lent.param_dtype = at::kFloat;
+    refused({.mixed_precision = lent}, "rank 1 has mixed_precision.param_dtype Float where");
     parallel::MixedPrecision reduced;
     if (other) reduced.reduce_dtype = at::kFloat;
     refused({.mixed_precision = reduced}, "rank 1 has mixed_precision.reduce_dtype Float where");
@@ -638,6 +641,12 @@ TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
              .delay_all_reduce_named_params = {"last.bias"},
              .param_to_hook_all_reduce = "first.weight"},
             "expected neither find_unused_parameters nor static_graph");
+    refused({.mixed_precision = {.param_dtype = at::kInt}},
+            "mixed_precision.param_dtype: expected a floating-point type, got Int");
+    refused({.mixed_precision = {.reduce_dtype = at::kInt}},
+            "mixed_precision.reduce_dtype: expected a floating-point type, got Int");
+    refused({.mixed_precision = {.buffer_dtype = at::kLong}},
+            "mixed_precision.buffer_dtype: expected a floating-point type, got Long");
     refused({.bucket_layout = {{"first.weight"}}}, "it lacks extra.bias");
     refused({.bucket_layout = {{"nobody"}}}, "got nobody twice or not of the model");
   });

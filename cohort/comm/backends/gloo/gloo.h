@@ -1,6 +1,7 @@
 // The Gloo engine inside libtorch, behind one function: no other file sees Gloo's headers.
 #pragma once
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 #include "cohort/comm/backend.h"
@@ -14,5 +15,12 @@ namespace cohort::comm {
 /// then bounds every operation of the backend too. Errors: what c10d and Gloo throw; the caller
 /// maps it.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
+
+/// Gives the next collective of `backend` that number, and those after it the following ones.
+///
+/// Gloo only lets messages of one number and kind meet; others wait until the timeout. Without this
+/// it counts from 0. Nothing happens to an engine that make_gloo_backend has not made. Local.
+/// Threads: the one that calls the collectives.
+void number_next_collective(c10d::Backend& backend, uint32_t number);
 
 }  // namespace cohort::comm
