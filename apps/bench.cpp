@@ -134,7 +134,6 @@ int run(int argc, char** argv) {
   if (const auto ended =
           cohort::apps::parse(app, argc, argv, "cohort bench --help lists what there is"))
     return *ended;
-  if (flags.cpu_threads == 0) flags.cpu_threads = 1;
   const auto group = flags.connect();
   const nlohmann::ordered_json result = bench_ddp(options, *group);
   group->close();
