@@ -14,6 +14,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
 
 namespace cohort::comm {
 namespace {
@@ -99,30 +100,31 @@ int port_of(int fd) {
                                              : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
 }
 
-std::string local_address_towards(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+Addresses resolve_master(const std::string& host, int port, int type) {
+  int error = 0;
+  Addresses addresses = resolve(host, port, type, error);
   if (error != 0) {
     throw ConfigError("MASTER_ADDR=" + host + " does not resolve: " + gai_strerror(error));
   }
+  return addresses;
+}
+
+std::string local_address_towards(const std::string& host, int port) {
+  const Addresses addresses = resolve_master(host, port, SOCK_DGRAM);
   std::string result;
-  for (const addrinfo* a = found; a != nullptr && result.empty(); a = a->ai_next) {
-    const int fd = socket(a->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) continue;
+  for (const addrinfo* a = addresses.get(); a != nullptr && result.empty(); a = a->ai_next) {
+    const Fd fd(socket(a->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (!fd) continue;
     sockaddr_storage own{};
     socklen_t length = sizeof own;
     char text[NI_MAXHOST];
-    if (connect(fd, a->ai_addr, a->ai_addrlen) == 0 &&
-        getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
+    if (connect(fd.get(), a->ai_addr, a->ai_addrlen) == 0 &&
+        getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
         getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0,
                     NI_NUMERICHOST) == 0) {
       result = text;
     }
-    ::close(fd);
   }
-  freeaddrinfo(found);
   if (result.empty()) throw ConfigError("MASTER_ADDR=" + host + ": no route leads there");
   return result;
 }

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/tcp.h"
+
 namespace cohort::comm {
 
 /// Returns a listening TCP socket on `port` (0: a free one) of all interfaces; the caller owns it.
@@ -14,6 +16,10 @@ int listen_on(int port);
 /// Returns the port that the listening socket `fd` is bound to.
 /// Errors: ConfigError if `fd` is not a bound socket.
 int port_of(int fd);
+
+/// Returns the addresses of rank 0's host for sockets of `type`; at least one.
+/// Errors: ConfigError that names MASTER_ADDR if it does not resolve.
+Addresses resolve_master(const std::string& host, int port, int type);
 
 /// Returns the IP address of the interface through which packets to `host`:`port` leave.
 /// Nothing is sent. Errors: ConfigError if `host` does not resolve or no route leads to it.

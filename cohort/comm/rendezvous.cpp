@@ -7,8 +7,6 @@
 #include <cstring>
 #include <fcntl.h>
 #include <fstream>
-#include <memory>
-#include <netdb.h>
 #include <poll.h>
 #include <random>
 #include <sstream>
@@ -19,11 +17,11 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 #include <unistd.h>
-#include <utility>
 #include <vector>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/tcp.h"
 #include "cohort/comm/listen.h"
 
 namespace cohort::comm {
@@ -94,35 +92,6 @@ std::string member_key(int rank) {
   return "member/" + std::to_string(rank);
 }
 
-// A socket of our own, closed at the end; -1: none.
-class Descriptor {
- public:
-  explicit Descriptor(int fd = -1) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_;
-};
-
-// Waits for `event`, at most until `deadline`.
-bool is_ready(const Descriptor& socket, short event, Clock::time_point deadline) {
-  pollfd wait{socket.get(), event, 0};
-  int count = 0;
-  do {
-    const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now()).count();
-    count = poll(&wait, 1, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000'000)));
-  } while (count < 0 && errno == EINTR);
-  return count > 0;
-}
-
 // What c10d's client sends first, and what its store answers with the number.
 struct [[gnu::packed]] Validation {
   c10d::detail::QueryType query = c10d::detail::QueryType::VALIDATE;
@@ -139,7 +108,7 @@ std::string text_of(int error) {
 
 // Asks the store of `place`, at the other end of `connection`, for a sign of life. Returns why none
 // came; nothing if one did.
-std::string ping(const Descriptor& connection, const Place& place, Clock::time_point deadline) {
+std::string ping(const Fd& connection, const Place& place, Clock::time_point deadline) {
   const Ping question;
   uint32_t answer = 0;
   if (send(connection.get(), &question, sizeof question, MSG_NOSIGNAL) < 0) return text_of(errno);
@@ -155,42 +124,27 @@ std::string ping(const Descriptor& connection, const Place& place, Clock::time_p
 // Connects to the store of `place` at one of its addresses. Returns why none answers there; nothing
 // if one does.
 std::string try_address(const addrinfo& address, const Place& place, Clock::time_point deadline,
-                        Descriptor& connection) {
-  connection = Descriptor(socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  const int fd = connection.get();
-  if (fd < 0) return text_of(errno);
-  if (connect(fd, address.ai_addr, address.ai_addrlen) != 0 && errno != EINPROGRESS)
-    return text_of(errno);
+                        Fd& connection) {
   // Another address, or another try, may do better than a host that drops what it gets.
-  if (!is_ready(connection, POLLOUT, std::min(deadline, Clock::now() + std::chrono::seconds(3))))
-    return text_of(ETIMEDOUT);
-  int error = 0;
-  socklen_t length = sizeof error;
-  getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
+  const int error =
+      connect_to(address, std::min(deadline, Clock::now() + std::chrono::seconds(3)), connection);
   if (error != 0) return text_of(error);
   const Validation validation;
-  if (send(fd, &validation, sizeof validation, MSG_NOSIGNAL | MSG_MORE) < 0) return text_of(errno);
+  if (send(connection.get(), &validation, sizeof validation, MSG_NOSIGNAL | MSG_MORE) < 0)
+    return text_of(errno);
   // A launcher listens long before rank 0 does: silence is no reason to leave.
   return ping(connection, place, deadline);
 }
 
 // Waits until the store of `place` answers; returns a connection to it. c10d's client would wait,
 // too, but up to three times as long as it is told, with a page on stderr for every try.
-Descriptor await_store(const Place& place, Clock::time_point deadline) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  const std::string port = std::to_string(place.master_port);
-  const int error = getaddrinfo(place.master_addr.c_str(), port.c_str(), &hints, &found);
-  if (error != 0) {
-    throw ConfigError("MASTER_ADDR=" + place.master_addr +
-                      " does not resolve: " + gai_strerror(error));
-  }
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, freeaddrinfo);
-  Descriptor connection;
+Fd await_store(const Place& place, Clock::time_point deadline) {
+  const Addresses addresses = resolve_master(place.master_addr, place.master_port, SOCK_STREAM);
+  Fd connection;
   std::string reason;
   for (milliseconds pause{10};; pause = std::min(pause * 2, milliseconds(500))) {
-    for (const addrinfo* address = found; address != nullptr; address = address->ai_next) {
+    for (const addrinfo* address = addresses.get(); address != nullptr;
+         address = address->ai_next) {
       reason = try_address(*address, place, deadline, connection);
       if (reason.empty()) return connection;
     }
@@ -204,7 +158,7 @@ Descriptor await_store(const Place& place, Clock::time_point deadline) {
 class Roster {
  public:
   // `host`: a connection to the store's host; none on the host itself and for a file.
-  Roster(StorePtr store, const Descriptor& host, const Place& place, Clock::time_point start,
+  Roster(StorePtr store, const Fd& host, const Place& place, Clock::time_point start,
          Clock::time_point deadline)
       : store_(std::move(store)), host_(host), place_(place), deadline_(deadline), start_(start) {}
 
@@ -321,7 +275,7 @@ class Roster {
   }
 
   const StorePtr store_;
-  const Descriptor& host_;
+  const Fd& host_;
   const Place& place_;
   const Member self_ = Member::self();
   const Clock::time_point deadline_;
@@ -408,8 +362,8 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                       : place.store_file.empty()
                           ? local_address_towards(place.master_addr, place.master_port)
                           : "127.0.0.1";
-    const Descriptor host =
-        is_host(place) || !place.store_file.empty() ? Descriptor() : await_store(place, deadline);
+    const Fd host =
+        is_host(place) || !place.store_file.empty() ? Fd() : await_store(place, deadline);
     Connections sockets;
     meeting.store = connect_store(place, deadline, /*may_host=*/true);
     meeting.store->setTimeout(options.timeout);

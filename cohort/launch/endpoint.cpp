@@ -2,33 +2,20 @@
 
 #include <arpa/inet.h>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
-#include <memory>
-#include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <sys/socket.h>
 
 #include "cohort/base/error.h"
+#include "cohort/base/tcp.h"
 #include "cohort/launch/to_int.h"
 
 namespace cohort::launch {
 namespace {
 
-constexpr int kConnectMs = 200;
-
-using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
-
-// `error` receives getaddrinfo's code.
-Addresses resolve(const Endpoint& endpoint, int& error) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  error =
-      ::getaddrinfo(endpoint.host.c_str(), std::to_string(endpoint.port).c_str(), &hints, &found);
-  return {found, &::freeaddrinfo};
-}
+constexpr std::chrono::milliseconds kConnectTime{200};
 
 void set_option(int fd, int level, int name, int value) {
   ::setsockopt(fd, level, name, &value, sizeof(value));
@@ -77,7 +64,7 @@ Endpoint parse_endpoint(const std::string& text) {
 
 std::optional<Fd> listen_if_local(const Endpoint& endpoint) {
   int error = 0;
-  const Addresses addresses = resolve(endpoint, error);
+  const Addresses addresses = resolve(endpoint.host, endpoint.port, SOCK_STREAM, error);
   if (error != 0) {
     throw ConfigError("--rdzv-endpoint " + endpoint.text() +
                       ": expected a host that resolves, got " + ::gai_strerror(error));
@@ -101,19 +88,10 @@ std::optional<Fd> listen_if_local(const Endpoint& endpoint) {
 
 Fd try_to_connect(const Endpoint& endpoint) {
   int error = 0;
-  const Addresses addresses = resolve(endpoint, error);
+  const Addresses addresses = resolve(endpoint.host, endpoint.port, SOCK_STREAM, error);
   for (const addrinfo* address = addresses.get(); address; address = address->ai_next) {
-    Fd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (!fd) continue;
-    if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) != 0 && errno != EINPROGRESS) {
-      continue;
-    }
-    pollfd writable{fd.get(), POLLOUT, 0};
-    if (::poll(&writable, 1, kConnectMs) != 1) continue;
-    int state = 0;
-    socklen_t size = sizeof(state);
-    ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &state, &size);
-    if (state != 0) continue;
+    Fd fd;
+    if (connect_to(*address, std::chrono::steady_clock::now() + kConnectTime, fd) != 0) continue;
     set_option(fd.get(), IPPROTO_TCP, TCP_NODELAY, 1);
     return fd;
   }

@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "cohort/launch/fd.h"
+#include "cohort/base/fd.h"
 
 namespace cohort::launch {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <sys/types.h>
 
-#include "cohort/launch/fd.h"
+#include "cohort/base/fd.h"
 
 namespace cohort::launch {
 

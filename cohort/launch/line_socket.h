@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cohort/launch/fd.h"
+#include "cohort/base/fd.h"
 
 namespace cohort::launch {
 

@@ -1,6 +1,6 @@
 // The listening socket of the rendezvous store, bound by the launcher before any worker exists.
 #pragma once
-#include "cohort/launch/fd.h"
+#include "cohort/base/fd.h"
 
 namespace cohort::launch {
 

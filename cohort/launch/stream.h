@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include "cohort/launch/fd.h"
+#include "cohort/base/fd.h"
 #include "cohort/launch/terminal.h"
 
 namespace cohort::launch {

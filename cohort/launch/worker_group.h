@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/fd.h"
 #include "cohort/launch/environment.h"
-#include "cohort/launch/fd.h"
 #include "cohort/launch/guardian.h"
 #include "cohort/launch/report.h"
 #include "cohort/launch/signals.h"

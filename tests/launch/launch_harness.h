@@ -4,7 +4,7 @@
 #include <sys/types.h>
 #include <vector>
 
-#include "cohort/launch/fd.h"
+#include "cohort/base/fd.h"
 
 namespace cohort::launch {
 

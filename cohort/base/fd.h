@@ -3,7 +3,7 @@
 #include <unistd.h>
 #include <utility>
 
-namespace cohort::launch {
+namespace cohort {
 
 /// Closes its descriptor when it goes; -1 is "none". Move only.
 class Fd {
@@ -31,4 +31,4 @@ class Fd {
   int fd_ = -1;
 };
 
-}  // namespace cohort::launch
+}  // namespace cohort
