@@ -194,12 +194,13 @@ BatchPlan of_rank(Lengths lengths, AllBatches all, const BatchOptions& options) 
   return plan;
 }
 
-bool same_but_for_rank(BatchOptions a, const BatchOptions& b) {
-  a.rank = b.rank;
-  return a == b;
-}
-
 }  // namespace
+
+bool same_plan(const BatchOptions& a, const BatchOptions& b) {
+  BatchOptions of_same_rank = a;
+  of_same_rank.rank = b.rank;
+  return of_same_rank == b;
+}
 
 BatchPlan plan_batches(Lengths lengths, const BatchOptions& options, int64_t epoch) {
   return plan_rest(lengths, options, epoch, {});
@@ -219,7 +220,7 @@ BatchPlan plan_rest(Lengths lengths, const BatchOptions& options, int64_t epoch,
                 " batches of epoch " + std::to_string(epoch) + " done",
             part.num_batches);
     const auto rest = all.batches.begin() + taken;
-    if (&part == &done.back() && same_but_for_rank(part.options, options)) {
+    if (&part == &done.back() && same_plan(part.options, options)) {
       all.batches.erase(all.batches.begin(), rest);
       return of_rank(lengths, std::move(all), options);
     }

@@ -27,6 +27,9 @@ struct BatchOptions {
   bool operator==(const BatchOptions&) const = default;
 };
 
+/// Whether both plan the same batches; the ranks that ask may differ.
+bool same_plan(const BatchOptions& a, const BatchOptions& b);
+
 /// One rank's batches of one epoch. The counts are those of all ranks together.
 struct BatchPlan {
   std::vector<std::vector<int64_t>> batches{};  ///< Sentence numbers of this rank, step by step.

@@ -140,11 +140,6 @@ train::EarlyStoppingOptions stopping_options(const TrainingOptions& options) {
   return {.patience = options.early_stopping, .better = train::Better::kHigher};
 }
 
-bool same_but_for_rank(data::BatchOptions a, const data::BatchOptions& b) {
-  a.rank = b.rank;
-  return a == b;
-}
-
 // A rank waits for rank 0 to have written some gigabytes.
 constexpr std::chrono::minutes kSaveLimit{30};
 
@@ -417,7 +412,7 @@ bool Run::train_epoch() {
                                          .world_size = group_.size()};
   const auto plan =
       data::plan_rest(data_.train.lengths(), batch_options, state_.epoch, state_.trained);
-  if (state_.trained.empty() || !same_but_for_rank(state_.trained.back().options, batch_options))
+  if (state_.trained.empty() || !data::same_plan(state_.trained.back().options, batch_options))
     state_.trained.push_back({.options = batch_options});
   auto& num_trained = state_.trained.back().num_batches;
   const int64_t delay = options_.optimizer_delay;
