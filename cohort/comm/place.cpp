@@ -300,6 +300,10 @@ Place discover_place(const PlaceOptions& options) {
   return place;
 }
 
+std::optional<std::pair<std::string, std::string>> launched_as() {
+  return first_set({"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PADDLE_TRAINER_ID"});
+}
+
 int device_index(const Place& place, int num_devices) {
   if (num_devices == 1) return 0;
   if (place.local_rank >= num_devices) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <optional>
 #include <string>
+#include <utility>
 
 namespace cohort::comm {
 
@@ -42,6 +43,10 @@ struct PlaceOptions {
 /// master_port. Never degrades half a contract to one process. Source: docs/comm.md lists the
 /// variables of each contract.
 Place discover_place(const PlaceOptions& options = {});
+
+/// Returns name and value of the variable by which a launcher numbered this process, whatever is
+/// missing beside it; nothing if none did.
+std::optional<std::pair<std::string, std::string>> launched_as();
 
 /// Returns the device that this rank computes on: its local rank, or 0 where the rank sees one
 /// device only (as under Slurm's --gpus-per-task). Errors: ConfigError if this host runs more ranks

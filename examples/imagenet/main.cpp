@@ -3,7 +3,6 @@
 // The flags are those of PyTorch's examples/imagenet; docs/imagenet.md tells what differs.
 #include <CLI/CLI.hpp>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/launch/spawn.h"
@@ -71,14 +70,12 @@ void add_training_flags(CLI::App& app, Options& o) {
 
 // Under a launcher every process would start a whole job, and all of them would write one folder.
 void refuse_launchers() {
-  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PADDLE_TRAINER_ID"}) {
-    const auto rank = cohort::env_string(name);
-    if (!rank) continue;
-    throw cohort::ConfigError(
-        "--multiprocessing-distributed: a launcher started this process (" + std::string(name) +
-        "=" + *rank +
-        "): leave the flag out, or give --rank and --world-size, which then count nodes");
-  }
+  const auto launched = cohort::comm::launched_as();
+  if (!launched) return;
+  throw cohort::ConfigError("--multiprocessing-distributed: a launcher started this process (" +
+                            launched->first + "=" + launched->second +
+                            "): leave the flag out, or give --rank and --world-size, which then "
+                            "count nodes");
 }
 
 // --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
