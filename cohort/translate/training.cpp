@@ -467,9 +467,8 @@ void Run::report_skipped(const Update& update, const UpdateReport& own) {
                    data_.tokenizers.source.decode(data_.train.source[static_cast<size_t>(i)]);
     }
   }
-  const std::string what = std::isfinite(own.nll_sum) ? "another rank's" : "this rank's";
   log_.warn("skipped an update: a number is not finite", {{"after_update", state_.updates},
-                                                          {"loss", what},
+                                                          {"own_loss", own.nll_sum},
                                                           {"gradient", own.bad_gradient},
                                                           {"sentences", sentences}});
   TORCH_CHECK(++state_.skipped_in_a_row < kMostInARow, "diverged: the loss or the gradient of ",

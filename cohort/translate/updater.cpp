@@ -102,14 +102,13 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   report.skipped = !std::isfinite(report.gradient_norm);
   if (report.skipped) {
     report.bad_gradient = first_bad_gradient();
-    adam_.zero_grad();
-    return report;
+  } else {
+    const bool clip = options_.clip_norm > 0 && report.gradient_norm > options_.clip_norm;
+    adam_.step(options_.schedule.at(num_updates() + 1),
+               clip ? options_.clip_norm / report.gradient_norm : 1);
+    if (average_) average_->update();
   }
-  const bool clip = options_.clip_norm > 0 && report.gradient_norm > options_.clip_norm;
-  adam_.step(options_.schedule.at(num_updates() + 1),
-             clip ? options_.clip_norm / report.gradient_norm : 1);
   adam_.zero_grad();
-  if (average_) average_->update();
   report.compute_seconds = seconds_between(start, Clock::now()) - waiting;
   return report;
 }

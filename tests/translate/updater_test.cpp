@@ -194,6 +194,7 @@ TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
     EXPECT_TRUE(bad.skipped);
     EXPECT_EQ(bad.bad_gradient, "encoder.layers.1.linear1.weight");
     EXPECT_TRUE(std::isfinite(bad.nll_sum));
+    EXPECT_GT(bad.compute_seconds, 0) << "a speed is made of it";
     EXPECT_EQ(updater.num_updates(), 1);
     EXPECT_EQ(difference(model->parameters(), before), 0);
     // What follows is as if it had never been.
