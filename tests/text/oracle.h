@@ -1,5 +1,6 @@
 // sacreBLEU's own scores, recorded and live, and random text to score.
 #pragma once
+#include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
@@ -73,6 +74,15 @@ inline std::vector<std::string> references_of(const nlohmann::json& scored, size
   std::vector<std::string> references;
   for (const nlohmann::json& lines : scored.at("references")) references.push_back(lines.at(i));
   return references;
+}
+
+/// Compares signature, line and JSON of `score` with what `scored` says.
+template <class Score, class Options>
+void expect_same_texts(const Score& score, const Options& options, const nlohmann::json& scored) {
+  const std::string found = signature(options, static_cast<int>(scored.at("references").size()));
+  EXPECT_EQ(found, scored.at("signature"));
+  EXPECT_EQ(format(score, found), scored.at("line"));
+  EXPECT_EQ(format_json(score, found, 7), scored.at("json"));
 }
 
 }  // namespace cohort::text
