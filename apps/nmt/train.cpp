@@ -1,5 +1,6 @@
 // `cohort nmt train`: flags, wiring and the last lines.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <memory>
 
 #include "cohort/base/console.h"
@@ -23,6 +24,7 @@ struct TrainFlags {
   EvaluationFlags evaluation{validation_search()};
   std::string precision = "auto";
   std::string valid_freq = "1e";
+  std::vector<std::string> valid_metrics = {"bleu", "chrf", "ce-mean-words"};
 };
 
 // "500u" is every 500 updates, "2e" every 2 epochs.
@@ -121,12 +123,20 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->check(zero_or_more())
       ->group("Training");
   app.add_option("--early-stopping", o.early_stopping,
-                 "Stop after so many validations without a better BLEU (0: never)")
+                 "Stop after so many validations in a row without a new best (0: never)")
       ->capture_default_str()
       ->check(zero_or_more())
       ->group("Validation");
   app.add_option("--valid-freq", flags.valid_freq, "Validate every 1e (epoch), 500u (updates), ...")
       ->capture_default_str()
+      ->group("Validation");
+  app.add_option("--valid-metrics", flags.valid_metrics,
+                 "The first decides what is best, and --early-stopping: bleu, chrf, ce-mean-words; "
+                 "without the first two nothing is translated")
+      ->capture_default_str()
+      ->expected(1, 3)
+      ->group("Validation");
+  app.add_flag("--valid-on-start", o.valid_on_start, "Validate before the first update, too")
       ->group("Validation");
   flags.evaluation.add_to(app, "Validation");
   app.add_option("--save-freq", o.save_freq_min,
@@ -149,12 +159,27 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
   app.add_flag("--quiet", o.quiet, "No progress bar");
 }
 
+void print_result(const translate::TrainingResult& result, const translate::TrainingOptions& options,
+                  const Console& console) {
+  console.print("trained %lld epochs, %lld updates: %s\n", static_cast<long long>(result.epochs),
+                static_cast<long long>(result.updates), result.stop_reason.c_str());
+  console.print("best by %s: ", translate::to_string(options.valid_metrics.front()).c_str());
+  if (options.evaluation.translate)
+    console.print("BLEU %.2f, chrF2 %.2f, ", result.best.bleu, result.best.chrf);
+  console.print("loss %.4f, in %s/best\n", result.best.loss, options.model_dir.c_str());
+}
+
 int run(TrainFlags& flags, const CLI::App& app) {
   auto& options = flags.options;
   options.model = flags.model.resolve();
   options.precision = nmt::parse_precision(flags.precision);
   options.evaluation = flags.evaluation.resolve();
   parse_valid_freq(flags.valid_freq, options);
+  options.valid_metrics.clear();
+  for (const auto& name : flags.valid_metrics)
+    options.valid_metrics.push_back(translate::parse_valid_metric(name));
+  options.evaluation.translate =
+      std::ranges::any_of(options.valid_metrics, translate::needs_translations);
   if (const auto* rate = app.get_option("--learn-rate"); rate->count() > 0) {
     if (app.get_option("--noam-factor")->count() > 0) {
       throw ConfigError("--learn-rate and --noam-factor: give one of them");
@@ -173,11 +198,7 @@ int run(TrainFlags& flags, const CLI::App& app) {
   const auto group = flags.group.connect();
   const auto result = translate::train(options, *group);
   group->close();
-  Console(group->rank())
-      .print("trained %lld epochs, %lld updates: %s\nbest BLEU %.2f, its loss %.4f, in %s/best\n",
-             static_cast<long long>(result.epochs), static_cast<long long>(result.updates),
-             result.stop_reason.c_str(), result.best_bleu, result.best_loss,
-             options.model_dir.c_str());
+  print_result(result, options, Console(group->rank()));
   return result.was_asked_to ? kExitStopped : kExitOk;
 }
 

@@ -1,5 +1,7 @@
 #include "cohort/translate/evaluation.h"
 
+#include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 #include <torch/types.h>
 
@@ -8,7 +10,13 @@
 namespace cohort::translate {
 namespace {
 
-constexpr size_t kSumCount = 2 + 2 * text::kBleuOrder;
+// Adds up the counts of all ranks.
+template <class Counts>
+void sum_over_ranks(Counts& counts, comm::ProcessGroup& group) {
+  at::Tensor sums = at::tensor(at::ArrayRef<int64_t>(counts.data(), counts.size()), at::kLong);
+  group.all_reduce(sums);
+  std::copy_n(sums.const_data_ptr<int64_t>(), counts.size(), counts.begin());
+}
 
 // Rank 0 collects {sentence number: translation} of all ranks into corpus order.
 std::vector<std::string> collect(const std::vector<int64_t>& numbers,
@@ -43,7 +51,8 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                                             group.rank(), group.size());
   double nll_sum = 0;
   int64_t num_tokens = 0;
-  text::BleuStats stats;
+  text::BleuStats bleu;
+  text::ChrfStats chrf;
   std::vector<int64_t> numbers;
   std::vector<std::string> translations;
   for (const auto& indices : plan.batches) {
@@ -57,29 +66,28 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
       const auto index = static_cast<size_t>(indices[row]);
       translations.push_back(target.decode(results[row].front().tokens));
       numbers.push_back(indices[row]);
-      stats += text::bleu_statistics(translations.back(), std::span(&references[index], 1),
-                                     options.bleu);
+      const std::span reference(&references[index], 1);
+      bleu += text::bleu_statistics(translations.back(), reference, options.bleu);
+      chrf += text::chrf_statistics(translations.back(), reference, options.chrf);
     }
   }
   model->train(was_training);
 
   at::Tensor loss = at::tensor({nll_sum}, at::kDouble);
   group.all_reduce(loss);
-  std::vector<int64_t> counts{num_tokens, stats.sys_len, stats.ref_len};
-  counts.insert(counts.end(), stats.correct.begin(), stats.correct.end());
-  counts.insert(counts.end(), stats.total.begin(), stats.total.end());
-  TORCH_INTERNAL_ASSERT(counts.size() == kSumCount + 1);
-  at::Tensor sums = at::tensor(counts, at::kLong);
-  group.all_reduce(sums);
-  const int64_t* sum = sums.data_ptr<int64_t>();
-  text::BleuStats global{.sys_len = sum[1], .ref_len = sum[2]};
-  std::copy_n(sum + 3, text::kBleuOrder, global.correct.begin());
-  std::copy_n(sum + 3 + text::kBleuOrder, text::kBleuOrder, global.total.begin());
+  std::array<int64_t, 3> totals{num_tokens, bleu.sys_len, bleu.ref_len};
+  sum_over_ranks(totals, group);
+  sum_over_ranks(bleu.correct, group);
+  sum_over_ranks(bleu.total, group);
+  sum_over_ranks(chrf.counts, group);
+  bleu.sys_len = totals[1];
+  bleu.ref_len = totals[2];
 
   Evaluation result;
-  result.loss = loss.item<double>() / static_cast<double>(std::max<int64_t>(sum[0], 1));
+  result.loss = loss.item<double>() / static_cast<double>(std::max<int64_t>(totals[0], 1));
   if (options.translate) {
-    result.bleu = text::bleu_score(global, options.bleu);
+    result.bleu = text::bleu_score(bleu, options.bleu);
+    result.chrf = text::chrf_score(chrf, options.chrf);
     result.translations = collect(numbers, translations, corpus.source.size(), group);
   }
   return result;

@@ -7,6 +7,7 @@
 #include "cohort/nmt/search.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/text/bleu.h"
+#include "cohort/text/chrf.h"
 #include "cohort/text/tokenizer.h"
 #include "cohort/translate/corpus.h"
 
@@ -16,18 +17,20 @@ struct EvaluationOptions {
   int64_t mini_batch_words = 2048;  ///< Tokens of a batch, padding included.
   nmt::SearchOptions search;
   text::BleuOptions bleu;
+  text::ChrfOptions chrf;
   bool translate = true;  ///< false: only the loss.
 };
 
 struct Evaluation {
   double loss = 0;  ///< Mean of -log p over target tokens, without smoothing, natural logarithm.
   text::BleuScore bleu;
+  text::ChrfScore chrf;
   std::vector<std::string> translations;  ///< On rank 0, in the corpus's order; empty elsewhere.
 };
 
-/// Loss and BLEU of `model` on `corpus`, whose raw target text is `references`.
+/// Loss, BLEU and chrF of `model` on `corpus`, whose raw target text is `references`.
 ///
-/// Collective; blocks. Every rank gets the same loss and score. Errors: PeerError.
+/// Collective; blocks. Every rank gets the same loss and scores. Errors: PeerError.
 Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,
                     comm::ProcessGroup& group, const EvaluationOptions& options);

@@ -19,8 +19,9 @@ void visit_fields(State& state, Visit visit) {
   visit("token_sum", state.token_sum);
   visit("train_seconds", state.train_seconds);
   visit("seconds", state.seconds);
-  visit("best_bleu", state.best_bleu);
-  visit("best_loss", state.best_loss);
+  visit("best_loss", state.best.loss);
+  visit("best_bleu", state.best.bleu);
+  visit("best_chrf", state.best.chrf);
   visit("validations_without_best", state.early_stopping.num_without_best);
 }
 

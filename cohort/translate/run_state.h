@@ -6,6 +6,7 @@
 #include "cohort/data/token_batches.h"
 #include "cohort/train/checkpoint.h"
 #include "cohort/train/early_stopping.h"
+#include "cohort/translate/valid_metric.h"
 
 namespace cohort::translate {
 
@@ -24,8 +25,7 @@ struct RunState {
 
   double seconds = 0;  ///< Of training and validation, all starts together.
   train::EarlyStoppingState early_stopping;
-  double best_bleu = 0;
-  double best_loss = 0;
+  ValidScores best;  ///< Of the validation whose weights are in best/.
 };
 
 /// Adds the state to `facts`, exact to the last bit.

@@ -9,7 +9,6 @@
 #include <optional>
 #include <torch/types.h>
 
-#include "cohort/base/atomic_file.h"
 #include "cohort/base/checksum.h"
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
@@ -17,9 +16,9 @@
 #include "cohort/base/stop_request.h"
 #include "cohort/data/prefetch.h"
 #include "cohort/train/early_stopping.h"
-#include "cohort/train/history.h"
 #include "cohort/train/progress.h"
 #include "cohort/translate/run_folder.h"
+#include "cohort/translate/run_record.h"
 #include "cohort/translate/run_state.h"
 #include "cohort/translate/updater.h"
 
@@ -137,7 +136,7 @@ void keep_vocabularies(const TrainingOptions& options, FreshFiles& fresh) {
 }
 
 train::EarlyStoppingOptions stopping_options(const TrainingOptions& options) {
-  return {.patience = options.early_stopping, .better = train::Better::kHigher};
+  return {.patience = options.early_stopping, .better = better_of(options.valid_metrics.front())};
 }
 
 // A rank waits for rank 0 to have written some gigabytes.
@@ -161,6 +160,7 @@ class Run {
   void validate();
   void check_goals();
   void resume();
+  void write(const std::string& folder, const train::Parts& parts, const train::Facts& facts);
   void save();
   void save_and_keep();
   train::Facts model_facts() const;
@@ -171,8 +171,6 @@ class Run {
   }
   Log make_log() const;
   void report_start() const;
-  void write_config() const;
-  void write_translations(const std::vector<std::string>& translations) const;
 
   const TrainingOptions& options_;
   comm::ProcessGroup& group_;
@@ -181,7 +179,7 @@ class Run {
   nmt::Transformer model_{nullptr};
   std::optional<Updater> updater_;
   train::EarlyStopping early_stopping_;
-  std::optional<train::History> history_;  // rank 0
+  std::optional<RunRecord> record_;  // rank 0
   train::Progress progress_;
 
   train::CheckpointWriter writer_;  // rank 0 uses it
@@ -226,8 +224,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, comm::Proces
   }
   if (start == Start::kResume) resume();
   if (group.rank() == 0) {
-    write_config();
-    history_.emplace(options.model_dir + "/history.jsonl", state_.updates);
+    record_.emplace(options, group.size(), data_.valid_text, state_.updates);
   }
   report_start();
 }
@@ -245,41 +242,6 @@ void Run::report_start() const {
                      {"valid_dropped_empty", data_.valid_text.num_dropped_empty}});
 }
 
-void Run::write_config() const {
-  nlohmann::ordered_json config = {
-      {"world_size", group_.size()},
-      {"precision", nmt::to_string(options_.precision)},
-      {"mini_batch", options_.mini_batch},
-      {"mini_batch_words", options_.mini_batch_words},
-      {"maxi_batch", options_.maxi_batch},
-      {"max_length", options_.max_length},
-      {"optimizer_delay", options_.optimizer_delay},
-      {"noam_factor", options_.noam_factor},
-      {"lr_warmup", options_.lr_warmup},
-      {"clip_norm", options_.clip_norm},
-      {"exponential_smoothing", options_.exponential_smoothing},
-      {"seed", options_.seed},
-      {"after_epochs", options_.after_epochs},
-      {"after_batches", options_.after_batches},
-      {"time_limit_min", options_.time_limit_min},
-      {"early_stopping", options_.early_stopping},
-      {"valid_freq_epochs", options_.valid_freq_epochs},
-      {"valid_freq_updates", options_.valid_freq_updates},
-      {"save_freq_min", options_.save_freq_min},
-      {"save_interval_updates", options_.save_interval_updates},
-      {"keep_interval_updates", options_.keep_interval_updates},
-      {"tokenize", text::to_string(options_.evaluation.bleu.tokenizer)},
-      {"beam_size", options_.evaluation.search.beam_size},
-      {"normalize", options_.evaluation.search.normalize},
-      {"word_penalty", options_.evaluation.search.word_penalty},
-      {"max_output_length", options_.evaluation.search.max_length}};
-  for (const auto& [name, value] : facts_of(options_.model)) config[name] = value;
-  for (const auto& path : options_.train_sets) config["train_sets"].push_back(path.string());
-  for (const auto& path : options_.valid_sets) config["valid_sets"].push_back(path.string());
-  for (const auto& path : options_.vocabs) config["vocabs"].push_back(path.string());
-  write_atomically(options_.model_dir + "/config.json", config.dump(2) + "\n");
-}
-
 train::Facts Run::model_facts() const {
   train::Facts facts = facts_of(options_.model);
   facts["precision"] = nmt::to_string(options_.precision);
@@ -294,6 +256,7 @@ train::Facts Run::facts() const {
   train::Facts facts = model_facts();
   facts.insert(data_facts_.begin(), data_facts_.end());
   facts["run_id"] = run_id();
+  facts["valid_metric"] = to_string(options_.valid_metrics.front());
   RunState now = state_;
   now.seconds = seconds();
   now.early_stopping = early_stopping_.state();
@@ -301,16 +264,20 @@ train::Facts Run::facts() const {
   return facts;
 }
 
-// Rank 0 copies the tensors and trains on while they are written. A save that fails is tried again
-// at the next occasion: the one before is still there.
-void Run::save() {
-  if (group_.rank() != 0) return;
+// Rank 0 copies the tensors and trains on while they are written. A save that fails is said to have
+// failed, and its occasion comes again: the checkpoint before is still there.
+void Run::write(const std::string& folder, const train::Parts& parts, const train::Facts& facts) {
   try {
     writer_.wait();
   } catch (const std::exception& error) {
-    log_.error("the checkpoint was not written", {{"why", one_line(error)}});
+    log_.error("a checkpoint was not written", {{"why", one_line(error)}});
   }
-  writer_.save(options_.model_dir + "/last", updater_->parts(), state_.updates, facts());
+  writer_.save(folder, parts, state_.updates, facts);
+}
+
+void Run::save() {
+  if (group_.rank() != 0) return;
+  write(options_.model_dir + "/last", updater_->parts(), facts());
   saved_ = Clock::now();
 }
 
@@ -319,9 +286,9 @@ void Run::save_and_keep() {
   if (group_.rank() != 0) return;
   const train::Parts parts = updater_->parts();
   const auto average = parts.find("average");
-  writer_.save(kept_folder(options_.model_dir, state_.updates),
-               {{"weights", average == parts.end() ? parts.at("weights") : average->second}},
-               state_.updates, model_facts());
+  write(kept_folder(options_.model_dir, state_.updates),
+        {{"weights", average == parts.end() ? parts.at("weights") : average->second}},
+        model_facts());
   if (options_.keep_interval_updates == 0) return;
   auto kept = kept_updates(options_.model_dir);
   std::erase(kept, state_.updates);  // it may be there already
@@ -341,6 +308,7 @@ void Run::resume() {
     const train::Facts found = train::read_manifest(folder);
     train::Facts expected = facts_of(options_.model);
     expected.insert(data_facts_.begin(), data_facts_.end());
+    expected["valid_metric"] = to_string(options_.valid_metrics.front());
     for (const auto& [name, value] : expected) {
       const auto there = found.find(name);
       if (there == found.end() || there->second != value) {
@@ -370,14 +338,18 @@ void Run::check_goals() {
   if (options_.after_batches > 0 && state_.updates >= options_.after_batches)
     decide_to_stop("reached --after-batches " + std::to_string(options_.after_batches));
   if (early_stopping_.should_stop()) {
-    decide_to_stop("no better BLEU in " + std::to_string(options_.early_stopping) + " validations");
+    decide_to_stop("no better " + to_string(options_.valid_metrics.front()) + " in " +
+                   std::to_string(options_.early_stopping) + " validations");
   }
 }
 
 TrainingResult Run::loop() {
   start_ = saved_ = Clock::now();
   model_->train();
-  if (state_.updates == 0) save();
+  if (state_.updates == 0) {
+    if (options_.valid_on_start) validate();
+    save();
+  }
   for (check_goals(); stop_reason_.empty(); check_goals()) {
     const int64_t done = state_.epoch + (train_epoch() ? 1 : 0);  // not one that was cut short
     const bool last =
@@ -393,14 +365,13 @@ TrainingResult Run::loop() {
   log_.info("end", {{"reason", stop_reason_},
                     {"epochs", state_.epoch},
                     {"updates", state_.updates},
-                    {"best_bleu", state_.best_bleu},
+                    {"best_bleu", state_.best.bleu},
                     {"minutes", seconds() / 60}});
   return {.stop_reason = stop_reason_,
           .was_asked_to = was_asked_to_stop_,
           .epochs = state_.epoch,
           .updates = state_.updates,
-          .best_bleu = state_.best_bleu,
-          .best_loss = state_.best_loss};
+          .best = state_.best};
 }
 
 bool Run::train_epoch() {
@@ -525,6 +496,7 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
 void Run::validate() {
   const auto start = Clock::now();
   progress_.clear();
+  // Not a number before the first update: 0 / 0.
   const double train_loss = state_.loss_sum / static_cast<double>(state_.token_sum);
   const double tokens_per_s = static_cast<double>(state_.token_sum) / state_.train_seconds;
   state_.loss_sum = 0;
@@ -534,51 +506,41 @@ void Run::validate() {
       updater_->average());  // scored and saved as they are used later
   const Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
                                          data_.tokenizers.target, group_, options_.evaluation);
-  // Rank 0's numbers decide: another CPU's logarithm might differ in the last bit.
-  at::Tensor scores = at::tensor({evaluation.bleu.score, evaluation.loss}, at::kDouble);
-  group_.broadcast(scores);
-  const double bleu = scores[0].item<double>();
-  const double valid_loss = scores[1].item<double>();
-  const bool improved = early_stopping_.update(bleu);
-  if (improved) {
-    state_.best_bleu = bleu;
-    state_.best_loss = valid_loss;
-  }
+  const ValidScores scores{
+      .loss = evaluation.loss, .bleu = evaluation.bleu.score, .chrf = evaluation.chrf.score};
+  // Rank 0's number decides: another CPU's logarithm might differ in the last bit.
+  at::Tensor decisive = at::tensor({value_of(scores, options_.valid_metrics.front())}, at::kDouble);
+  group_.broadcast(decisive);
+  const bool improved = early_stopping_.update(decisive.item<double>());
+  if (improved) state_.best = scores;
   log_.info("valid", {{"epoch", state_.epoch + 1},
                       {"update", state_.updates},
                       {"train_loss", train_loss},
-                      {"valid_loss", valid_loss},
-                      {"valid_bleu", bleu},
-                      {"best_bleu", state_.best_bleu},
+                      {"valid_loss", scores.loss},
+                      {"valid_bleu", scores.bleu},
+                      {"valid_chrf", scores.chrf},
+                      {"best_bleu", state_.best.bleu},
                       {"tgt_tokens_per_s", tokens_per_s}});
   if (group_.rank() == 0) {
-    write_translations(evaluation.translations);
     if (improved) {
       train::Facts facts = model_facts();
-      facts["valid_bleu"] = std::to_string(bleu);
-      train::save_checkpoint(options_.model_dir + "/best", *model_, state_.updates, facts);
+      facts["valid_loss"] = std::to_string(scores.loss);
+      facts["valid_bleu"] = std::to_string(scores.bleu);
+      facts["valid_chrf"] = std::to_string(scores.chrf);
+      write(options_.model_dir + "/best", {{"weights", train::state_of(*model_)}}, facts);
     }
-    history_->append({{"epoch", state_.epoch + 1},
-                      {"update", state_.updates},
-                      {"wall_s", seconds()},
-                      {"train_loss", train_loss},
-                      {"valid_loss", valid_loss},
-                      {"valid_bleu", bleu},
-                      {"best", improved},
-                      {"learning_rate", updater_->learning_rate()},
-                      {"tgt_tokens_per_s", tokens_per_s},
-                      {"valid_s", seconds_since(start)}});
+    record_->validated({.epoch = state_.epoch + 1,
+                        .update = state_.updates,
+                        .seconds = seconds(),
+                        .train_loss = train_loss,
+                        .scores = scores,
+                        .best = improved,
+                        .learning_rate = updater_->learning_rate(),
+                        .tgt_tokens_per_s = tokens_per_s,
+                        .own_seconds = seconds_since(start)},
+                       evaluation.translations);
   }
   group_.barrier("validation");
-}
-
-void Run::write_translations(const std::vector<std::string>& translations) const {
-  write_atomically(options_.model_dir + "/result-dev.txt", [&](FileWriter& file) {
-    for (size_t i = 0; i < translations.size(); ++i) {
-      file.write("S " + data_.valid_text.source[i] + "\nH " + translations[i] + "\nR " +
-                 data_.valid_text.target[i] + "\n\n");
-    }
-  });
 }
 
 }  // namespace

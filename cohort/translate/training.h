@@ -8,6 +8,7 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/evaluation.h"
+#include "cohort/translate/valid_metric.h"
 
 namespace cohort::translate {
 
@@ -40,7 +41,10 @@ struct TrainingOptions {
   int64_t after_batches = 0;  ///< Stop after so many updates; 0: no limit.
   double time_limit_min =
       0;  ///< Stop after so many minutes of training and validation; 0: no limit.
-  int64_t early_stopping = 10;  ///< Stop after so many validations without a better BLEU; 0: never.
+  std::vector<ValidMetric> valid_metrics = {ValidMetric::kBleu, ValidMetric::kChrf,
+                                            ValidMetric::kLoss};  ///< The first decides best/.
+  int64_t early_stopping = 10;   ///< Stop after so many validations without a new best; 0: never.
+  bool valid_on_start = false;  ///< Validate before the first update, too.
   int64_t valid_freq_epochs = 1;      ///< Validate every so many epochs (0: not) ...
   int64_t valid_freq_updates = 0;     ///< ... and every so many updates (0: not).
   double save_freq_min = 1;           ///< Save last/ every so many minutes (0: only at the end).
@@ -55,12 +59,11 @@ struct TrainingResult {
   bool was_asked_to = false;  ///< By SIGTERM or SIGINT, before any goal of its own was reached.
   int64_t epochs = 0;
   int64_t updates = 0;
-  double best_bleu = 0;
-  double best_loss = 0;
+  ValidScores best;  ///< Of the weights in best/.
 };
 
 /// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm
-/// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint with the best BLEU), last/
+/// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint that the first metric calls best), last/
 /// (where training stands), checkpoints/<update>/ (if asked for) and result-dev.txt.
 ///
 /// A folder with last/ in it is gone on with: on the same number of ranks the result is bit-equal

@@ -326,6 +326,53 @@ TEST_F(NmtCommandTest, AStoppedRunGoesOnAsIfItHadNotBeen) {
   EXPECT_EQ(manifest("parts", "last")["files"], manifest("whole", "last")["files"]);
 }
 
+TEST_F(NmtCommandTest, TheFirstMetricDecides) {
+  const auto lines_of = [&](const std::string& run) {
+    std::vector<nlohmann::json> lines;
+    std::istringstream history(contents(path(run + "/history.jsonl")));
+    for (std::string line; std::getline(history, line);) {
+      lines.push_back(nlohmann::json::parse(line));
+      if (!lines.back().contains("valid_loss")) lines.pop_back();
+    }
+    return lines;
+  };
+  // A rate so high that the loss soon rises: patience runs out.
+  std::string high_rate = train_flags("loss");
+  high_rate.replace(high_rate.find("5e-3"), 4, "3e-1");
+  const Ended by_loss = shell(bin("cohort-nmt") + " " + high_rate +
+                              "--clip-norm 0 --valid-freq 2u --valid-on-start --after-epochs 40 "
+                              "--valid-metrics ce-mean-words --early-stopping 3");
+  ASSERT_EQ(by_loss.code, 0) << by_loss.output;
+  EXPECT_NE(by_loss.output.find("no better ce-mean-words in 3 validations"), std::string::npos)
+      << by_loss.output;
+  EXPECT_FALSE(fs::exists(path("loss/result-dev.txt"))) << "nothing was to be translated";
+  const auto lines = lines_of("loss");
+  ASSERT_GE(lines.size(), 4);
+  EXPECT_EQ(lines.front()["update"], 0) << "before the first update";
+  EXPECT_TRUE(lines.front()["train_loss"].is_null());
+  double least = 1e9;
+  for (const auto& line : lines) {
+    const auto loss = line["valid_loss"].get<double>();
+    EXPECT_EQ(line["best"].get<bool>(), loss < least) << line;
+    least = std::min(least, loss);
+  }
+
+  const Ended by_chrf =
+      shell(bin("cohort-nmt") + " " + train_flags("chrf") +
+            "--valid-metrics chrf --early-stopping 100 --valid-freq 5u --after-epochs 3");
+  ASSERT_EQ(by_chrf.code, 0) << by_chrf.output;
+  double most = -1;
+  for (const auto& line : lines_of("chrf")) {
+    const auto chrf = line["valid_chrf"].get<double>();
+    EXPECT_EQ(line["best"].get<bool>(), chrf > most) << line;
+    most = std::max(most, chrf);
+  }
+  EXPECT_GT(most, 0);
+  expect_refused(train_flags("chrf") + "--valid-metrics bleu",
+                 "holds a run with valid_metric chrf, now it is bleu");
+  expect_refused(train_flags("x") + "--valid-metrics ter", "--valid-metrics ter: expected");
+}
+
 TEST_F(NmtCommandTest, ARunGoesOnWithAnotherNumberOfRanks) {
   const auto trained_sentences = [&] {
     return nlohmann::json::parse(contents(path("r/last/manifest.json")))["facts"];

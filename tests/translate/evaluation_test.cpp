@@ -79,6 +79,8 @@ TEST(EvaluationTest, ThreeRanksGiveTheLossAndScoreOfOne) {
     EXPECT_GT(one.bleu.score, 10);
     EXPECT_LT(one.bleu.score, 90);
     EXPECT_DOUBLE_EQ(all.bleu.score, one.bleu.score);
+    EXPECT_EQ(all.chrf.score, one.chrf.score);
+    EXPECT_GT(one.chrf.score, 10);
     EXPECT_EQ(all.bleu.sys_len, one.bleu.sys_len);
     EXPECT_EQ(all.bleu.ref_len, one.bleu.ref_len);
     if (group.rank() == 0) {

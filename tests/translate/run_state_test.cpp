@@ -17,8 +17,7 @@ TEST(RunStateTest, RoundTripsToTheLastBit) {
                  .train_seconds = 0.1,
                  .seconds = 1e9 / 7,
                  .early_stopping = {.best = 2.0 / 3, .num_without_best = 4},
-                 .best_bleu = 22.5,
-                 .best_loss = 1e-300};
+                 .best = {.loss = 1e-300, .bleu = 22.5, .chrf = 1.0 / 3}};
   train::Facts facts{{"other", "kept"}};
   write_facts(state, facts);
   const RunState found = read_state(facts);
@@ -35,8 +34,7 @@ TEST(RunStateTest, RoundTripsToTheLastBit) {
   EXPECT_EQ(found.seconds, state.seconds);
   EXPECT_EQ(found.early_stopping.best, state.early_stopping.best);
   EXPECT_EQ(found.early_stopping.num_without_best, 4);
-  EXPECT_EQ(found.best_bleu, state.best_bleu);
-  EXPECT_EQ(found.best_loss, state.best_loss);
+  EXPECT_EQ(found.best, state.best);
   EXPECT_EQ(facts["other"], "kept");
 
   facts.erase("seconds");
