@@ -62,16 +62,21 @@ double Updater::learning_rate() const {
 // without smoothing.
 double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight) {
   double nll_sum = 0;
-  const auto run = [&](const nmt::Batch& batch) {
-    const auto [loss, nll] = ddp_(batch);
+  const auto run = [&](size_t index) {
+    // Named by the batch's number in the whole update, so it matters not which rank computes it.
+    const auto number = static_cast<uint64_t>(index) * static_cast<uint64_t>(group_.size()) +
+                        static_cast<uint64_t>(group_.rank());
+    model_->set_dropout_stream({.seed = options_.seed * 1000003 + number,
+                                .call = static_cast<uint64_t>(num_updates()) << 20});
+    const auto [loss, nll] = ddp_(batches[index]);
     ddp_.backward(loss, at::full_like(loss, weight));
     nll_sum += nll.item<double>();
   };
   for (size_t i = 0; i + 1 < batches.size(); ++i) {
     const auto guard = ddp_.no_sync();
-    run(batches[i]);
+    run(i);
   }
-  run(batches.back());
+  run(batches.size() - 1);
   return nll_sum;
 }
 
@@ -89,9 +94,6 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   for (const auto& batch : batches) report.own_tokens += batch.num_target_tokens;
   report.num_tokens = group_.all_reduce_sum(report.own_tokens);
   const auto start = Clock::now();
-  model_->set_dropout_stream(
-      {.seed = options_.seed * 1000003 + static_cast<uint64_t>(group_.rank()),
-       .call = static_cast<uint64_t>(num_updates()) << 20});
   // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
   report.nll_sum = accumulate_gradients(
       batches, static_cast<double>(group_.size()) / static_cast<double>(report.num_tokens));

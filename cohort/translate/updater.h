@@ -39,7 +39,10 @@ struct UpdateReport {
 ///
 /// The gradient of an update is that of the mean loss over all its target tokens, on all ranks and
 /// in all batches: how the sentences are spread over ranks and batches changes nothing but the
-/// order of summation. Its global norm is clipped, and the average takes the new parameters in.
+/// order of summation and the elements that dropout takes. Those hang on the batch's number in the
+/// update, i * (number of ranks) + rank for a rank's batch i: two ranks with a batch each compute
+/// what one rank does with two. The gradient's global norm is clipped, and the average takes the
+/// new parameters in.
 ///
 /// Owner: holds the model; `group` must outlive this. Threads: one.
 /// Errors: PeerError from constructor and `update` when a rank is lost.

@@ -166,6 +166,35 @@ TEST(UpdaterTest, ThreeRanksMakePlainUpdates) {
   test::ranks(3, [](comm::ProcessGroup& group) { expect_plain_updates(group, {1, 1, 1}); });
 }
 
+TEST(UpdaterTest, DropoutHangsOnTheBatchAndNotOnItsRank) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    comm::ProcessGroup alone(comm::Place{});
+    const auto make = [](double dropout) {
+      auto options = test::tiny_options();
+      options.dropout = dropout;
+      nmt::Transformer model(options);
+      model->initialise(7);
+      model->to(at::kDouble);
+      return model;
+    };
+    auto shared = make(0.3);
+    auto single = make(0.3);
+    auto without = make(0);
+    Updater together(shared, group, kOptions);
+    Updater by_itself(single, alone, kOptions);
+    Updater undropped(without, alone, kOptions);
+    for (int update = 1; update <= kNumUpdates; ++update) {
+      const auto all = batches_of(sentences_of(update), {4}, 0);
+      const auto rank = static_cast<size_t>(group.rank());
+      together.update({all[rank], all[rank + 2]});
+      by_itself.update(all);
+      undropped.update(all);
+    }
+    EXPECT_LE(difference(shared->parameters(), single->parameters()), kRounding);
+    EXPECT_GT(difference(single->parameters(), without->parameters()), 1e-3) << "was dropped";
+  });
+}
+
 // Only if each rank sends its gradients once, after its last batch, do their calls match.
 TEST(UpdaterTest, RanksMayHaveDifferentNumbersOfBatches) {
   const auto ends = test::run_ranks(2,
