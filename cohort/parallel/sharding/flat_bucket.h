@@ -1,0 +1,77 @@
+// Parameters of one unit in one flat buffer, of which this rank holds a part. For the sharding
+// engine alone.
+#pragma once
+#include <optional>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/parallel/model_state.h"
+#include "cohort/parallel/sharding/flat_layout.h"
+#include "cohort/parallel/sharding/sharding_engine.h"
+
+namespace cohort::parallel {
+
+/// The module's parameters become views of the flat buffer. Where parameters are sharded, its
+/// memory comes and goes under them: autograd's saved tensors see it come back.
+///
+/// Owner: the engine. Threads: one. Collective: begin_gather, begin_reduce.
+class FlatBucket {
+ public:
+  /// Takes the parameters' present values. All have one type and device, and are either trained or
+  /// all frozen.
+  FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& group,
+             const ShardingOptions& options);
+
+  const std::vector<NamedTensor>& parameters() const { return parameters_; }
+  bool frozen() const { return frozen_; }
+
+  /// Starts to bring the whole of the parameters here, unless they are; `gather` waits for it.
+  void begin_gather();
+  void gather();
+  /// Whether this rank's part was written to since it was gathered. The ranks may differ in it.
+  bool changed() const { return static_cast<int64_t>(shard_._version()) != gathered_version_; }
+  void expire() { whole_ = false; }  ///< The next begin_gather gathers again.
+  /// Gives the memory of sharded parameters back.
+  void free();
+  /// Keeps what was written into the gathered parameters as this rank's part.
+  void keep_written();
+
+  /// Starts to sum the parameters' gradients over ranks, absent ones counting 0, and takes them
+  /// from the parameters; `finish_reduce` waits, and adds this rank's part to its slices'
+  /// gradients.
+  void begin_reduce();
+  void finish_reduce();
+  bool reducing() const { return static_cast<bool>(reduction_); }
+  bool has_gradients() const;
+
+  /// This rank's part by parameter.
+  const std::vector<ParameterSlice>& slices() const { return slices_; }
+
+ private:
+  struct Reduction {
+    at::Tensor whole, part;
+    comm::Work work;
+  };
+  at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
+  void allocate();
+  bool sharded() const { return options_.shard == Shard::kParameters; }
+
+  comm::ProcessGroup& group_;
+  const ShardingOptions options_;
+  std::vector<NamedTensor> parameters_;
+  bool frozen_ = false;
+  FlatLayout layout_;
+  at::Tensor full_;               // [padded], in the type of computing; its memory may be away
+  at::Tensor shard_;              // [shard], in the parameters' type; a view of full_ if it can be
+  at::Tensor gradients_;          // [padded], kept from step to step where gradients are whole
+  at::Tensor shard_gradients_;    // [shard]
+  int64_t gathered_version_ = 0;  // of shard_, when it was last gathered
+  bool present_ = true;           // full_ has memory ...
+  bool whole_ = true;             // ... and all ranks' parts in it, or soon
+  std::optional<comm::Work> gathering_;
+  at::Tensor sent_;  // what `gathering_` sends
+  std::optional<Reduction> reduction_;
+  std::vector<ParameterSlice> slices_;
+};
+
+}  // namespace cohort::parallel

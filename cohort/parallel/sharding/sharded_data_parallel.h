@@ -1,0 +1,102 @@
+// Data parallelism in which the ranks share out what each of them would hold again: optimizer
+// state, gradients, parameters.
+#pragma once
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "cohort/parallel/sharding/sharding_engine.h"
+#include "cohort/parallel/tensor_tree.h"
+
+namespace cohort::parallel {
+
+/// Wraps a module holder so that every rank keeps the W-th part of what `options.shard` names.
+///
+/// Parameters lie in flat buffers, one for each unit: the blocks given to the constructor, and what
+/// is in none of them. The ranks hold equal pieces of each buffer. `slices` are what this rank
+/// holds: make any optimizer from them, it needs to know nothing of ranks.
+///
+///   parallel::ShardedDataParallel<Model> sharded(model, group, {}, blocks);
+///   optim::Adam adam(sharded.named_slices());
+///   sharded.backward(loss(sharded(batch)));  adam.step(rate);  adam.zero_grad();
+///
+/// A block is called through parallel::unit in the model's forward, so that its parameters can be
+/// gathered before and freed after; one that is called plainly must not be given as a unit.
+///
+/// Collective: constructor, every forward, backward, gradient_norm, Summon. Every rank runs the
+///             same units in the same order.
+/// Numerics: gradients are divided by the world size, travel in their own type (or in
+///           mixed_precision.reduce_dtype), and are summed in the order of ranks.
+/// Threads:  one.
+/// Errors:   c10::ValueError if the ranks' models differ or options contradict; PeerError when a
+///           rank is lost.
+/// Source:   Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
+template <class Holder>
+class ShardedDataParallel {
+ public:
+  /// `group` must outlive this. Copies rank 0's state to all, then keeps this rank's part. `units`
+  /// are modules below `module`, as nested as they come; not owned.
+  ShardedDataParallel(Holder module, comm::ProcessGroup& group, const ShardingOptions& options = {},
+                      const std::vector<torch::nn::Module*>& units = {})
+      : module_(std::move(module)), engine_(*module_, group, options, units) {}
+
+  /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    const ShardingEngine::Forward forward(engine_);
+    return engine_.run(*module_,
+                       [&] { return module_->forward(std::forward<Arguments>(arguments)...); });
+  }
+
+  /// As loss.backward(gradient); then the slices have this step's gradients, added to those they
+  /// have.
+  void backward(const at::Tensor& loss, const at::Tensor& gradient = {}) {
+    engine_.backward(loss, gradient);
+  }
+
+  /// Accumulate locally while the returned guard lives; costs a whole gradient's memory.
+  class [[nodiscard]] NoSync {
+   public:
+    explicit NoSync(ShardingEngine& engine)
+        : engine_(engine), before_(engine.set_synchronized(false)) {}
+    ~NoSync() { engine_.set_synchronized(before_); }
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    ShardingEngine& engine_;
+    bool before_;
+  };
+  NoSync no_sync() { return NoSync(engine_); }
+
+  const std::vector<ParameterSlice>& slices() const { return engine_.slices(); }
+  /// Name and tensor of every slice: what optim::Adam is made of.
+  std::vector<std::pair<std::string, at::Tensor>> named_slices() const;
+
+  Holder& module() { return module_; }
+  auto* operator->() { return module_.get(); }
+  ShardingEngine& engine() { return engine_; }
+
+ private:
+  Holder module_;
+  ShardingEngine engine_;
+};
+
+template <class Holder>
+std::vector<std::pair<std::string, at::Tensor>> ShardedDataParallel<Holder>::named_slices() const {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const ParameterSlice& slice : slices()) named.emplace_back(slice.name, slice.tensor);
+  return named;
+}
+
+/// Calls `block` as block->forward(arguments...), inside a sharded model's forward as one of its
+/// units if it is one. Outside of one, or for another module, this is a plain call: a model written
+/// with it runs anywhere.
+template <class Holder, class... Arguments>
+auto unit(Holder& block, Arguments&&... arguments) {
+  const auto forward = [&] { return block->forward(std::forward<Arguments>(arguments)...); };
+  ShardingEngine* engine = ShardingEngine::current();
+  return engine ? engine->run(*block, forward) : forward();
+}
+
+}  // namespace cohort::parallel

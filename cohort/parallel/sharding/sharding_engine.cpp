@@ -1,0 +1,353 @@
+#include "cohort/parallel/sharding/sharding_engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/types.h>
+#include <tuple>
+
+#include "cohort/parallel/model_state.h"
+#include "cohort/parallel/sharding/flat_bucket.h"
+
+namespace cohort::parallel {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+thread_local ShardingEngine* current_engine = nullptr;
+
+constexpr int64_t kBucketBytes = 25 << 20;
+
+using Tensors = std::set<const at::TensorImpl*>;
+
+Tensors parameters_of(const torch::nn::Module& module) {
+  Tensors tensors;
+  for (const at::Tensor& parameter : module.parameters())
+    tensors.insert(parameter.unsafeGetTensorImpl());
+  return tensors;
+}
+
+bool holds(const torch::nn::Module& module, const torch::nn::Module* inner) {
+  const auto modules = const_cast<torch::nn::Module&>(module).modules();
+  return std::ranges::any_of(modules, [&](const auto& each) { return each.get() == inner; });
+}
+
+// Parameters in registration order, each shared one once under its first name.
+std::vector<NamedTensor> all_parameters(const torch::nn::Module& model) {
+  std::vector<NamedTensor> parameters;
+  Tensors seen;
+  for (const auto& item : model.named_parameters()) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second)
+      parameters.push_back({.name = item.key(), .tensor = item.value()});
+  }
+  return parameters;
+}
+
+// Parameters that can lie in one bucket, last ones first, as backward reaches them.
+std::vector<std::vector<NamedTensor>> cut(std::vector<NamedTensor> parameters) {
+  std::reverse(parameters.begin(), parameters.end());
+  std::vector<std::vector<NamedTensor>> buckets;
+  const auto kind = [](const NamedTensor& each) {
+    return std::tuple(each.tensor.requires_grad(), each.tensor.scalar_type(),
+                      each.tensor.device().str());
+  };
+  std::map<decltype(kind(parameters.front())), std::pair<size_t, int64_t>> open;
+  for (NamedTensor& each : parameters) {
+    const auto bytes = static_cast<int64_t>(each.tensor.nbytes());
+    auto [found, fresh] = open.try_emplace(kind(each), buckets.size(), 0);
+    auto& [bucket, filled] = found->second;
+    if (fresh || filled + bytes > kBucketBytes) {
+      bucket = buckets.size();
+      filled = 0;
+      buckets.emplace_back();
+    }
+    filled += bytes;
+    buckets[bucket].push_back(std::move(each));
+  }
+  for (auto& bucket : buckets) std::reverse(bucket.begin(), bucket.end());
+  return buckets;
+}
+
+}  // namespace
+
+struct ShardingEngine::Impl {
+  // A block and what of its parameters is in no block within it.
+  struct Unit {
+    const torch::nn::Module* module = nullptr;
+    std::vector<FlatBucket*> buckets;
+  };
+
+  Impl(torch::nn::Module& m, comm::ProcessGroup& g, const ShardingOptions& o)
+      : model(m), group(g), options(o) {}
+  ~Impl();
+
+  void make_units(const std::vector<torch::nn::Module*>& modules);
+  void watch_gradients();
+  void gradient_arrived(FlatBucket& bucket);
+  void reduce(FlatBucket& bucket);
+  void begin_backward();
+  void before_backward(size_t unit);
+  void finish_backward();
+  void abandon_backward();
+  void gather(size_t unit, int direction);
+  void free(size_t unit);
+  void share_changes();
+
+  torch::nn::Module& model;
+  comm::ProcessGroup& group;
+  ShardingOptions options;
+  std::vector<Unit> units;  // the first is the whole model's own
+  std::vector<std::unique_ptr<FlatBucket>> buckets;
+  std::vector<std::pair<std::shared_ptr<Node>, uintptr_t>> hooks;  // to be taken off again
+  std::vector<ParameterSlice> slices;
+
+  std::vector<size_t> order;   // of the units' first forwards
+  std::vector<size_t> places;  // by unit, in `order`; its size if the unit has not run
+  bool synchronized = true;
+  bool in_backward = false;
+  std::vector<size_t> missing;          // by bucket, gradients that this backward still owes
+  std::vector<FlatBucket*> reductions;  // begun in this backward, not finished
+};
+
+ShardingEngine::Impl::~Impl() {
+  for (const auto& [accumulator, key] : hooks) accumulator->del_post_hook(key);
+}
+
+// A parameter belongs to the innermost unit around it; one that lies in two units side by side, to
+// the whole model, which has it gathered all the time.
+void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& modules) {
+  units.push_back({.module = &model});
+  std::vector<Tensors> inside{parameters_of(model)};
+  for (const torch::nn::Module* module : modules) {
+    TORCH_CHECK_VALUE(module != &model && holds(model, module),
+                      "sharding: a unit is expected to be a module below the model");
+    units.push_back({.module = module});
+    inside.push_back(parameters_of(*module));
+  }
+  std::vector<std::vector<NamedTensor>> own(units.size());
+  for (NamedTensor& each : all_parameters(model)) {
+    size_t owner = 0;
+    for (size_t i = 1; i < units.size(); ++i) {
+      if (!inside[i].contains(each.tensor.unsafeGetTensorImpl())) continue;
+      if (owner == 0 || holds(*units[owner].module, units[i].module)) {
+        owner = i;
+      } else if (!holds(*units[i].module, units[owner].module)) {
+        owner = 0;
+        break;
+      }
+    }
+    own[owner].push_back(std::move(each));
+  }
+  for (size_t i = 0; i < units.size(); ++i) {
+    if (own[i].empty()) continue;
+    for (auto& parameters : cut(std::move(own[i]))) {
+      buckets.push_back(std::make_unique<FlatBucket>(std::move(parameters), group, options));
+      units[i].buckets.push_back(buckets.back().get());
+    }
+  }
+  for (const auto& bucket : buckets)
+    slices.insert(slices.end(), bucket->slices().begin(), bucket->slices().end());
+  places.assign(units.size(), units.size());
+}
+
+void ShardingEngine::Impl::watch_gradients() {
+  missing.resize(buckets.size());
+  for (const auto& bucket : buckets) {
+    if (bucket->frozen()) continue;
+    for (const NamedTensor& each : bucket->parameters()) {
+      const auto accumulator = torch::autograd::impl::grad_accumulator(each.tensor);
+      const auto key =
+          accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+              [this, at = bucket.get()](const variable_list& outputs, const variable_list&) {
+                gradient_arrived(*at);
+                return outputs;
+              }));
+      hooks.emplace_back(accumulator, key);
+    }
+  }
+}
+
+void ShardingEngine::Impl::begin_backward() {
+  if (std::exchange(in_backward, true)) return;
+  for (size_t i = 0; i < buckets.size(); ++i) missing[i] = buckets[i]->parameters().size();
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
+}
+
+void ShardingEngine::Impl::before_backward(size_t unit) {
+  begin_backward();
+  gather(unit, -1);
+}
+
+// A parameter's gradient is there once, after all of the graph that uses the parameter.
+void ShardingEngine::Impl::gradient_arrived(FlatBucket& bucket) {
+  begin_backward();
+  const auto index = static_cast<size_t>(
+      std::ranges::find_if(buckets, [&](const auto& each) { return each.get() == &bucket; }) -
+      buckets.begin());
+  if (--missing[index] > 0) return;
+  if (synchronized) reduce(bucket);
+  bucket.free();
+}
+
+void ShardingEngine::Impl::reduce(FlatBucket& bucket) {
+  // Where gradients are to be freed soon, one reduction at a time holds memory.
+  if (options.shard != Shard::kOptimizer) {
+    for (FlatBucket* earlier : reductions) earlier->finish_reduce();
+    reductions.clear();
+  }
+  bucket.begin_reduce();
+  reductions.push_back(&bucket);
+}
+
+void ShardingEngine::Impl::finish_backward() {
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    if (synchronized && missing[i] > 0 && buckets[i]->has_gradients()) reduce(*buckets[i]);
+  }
+  for (FlatBucket* bucket : reductions) bucket->finish_reduce();
+  reductions.clear();
+  for (const auto& bucket : buckets) bucket->free();
+  in_backward = false;
+}
+
+// What a backward that threw has left.
+void ShardingEngine::Impl::abandon_backward() {
+  in_backward = false;
+  reductions.clear();
+}
+
+// `direction`: which neighbour in the order of running comes next.
+void ShardingEngine::Impl::gather(size_t unit, int direction) {
+  for (FlatBucket* bucket : units[unit].buckets) bucket->begin_gather();
+  // Backward comes from the whole model's end to the unit that ran last.
+  const size_t place = unit == 0 && direction < 0 ? order.size() : places[unit];
+  const size_t next = place + static_cast<size_t>(direction);  // beyond both ends: no unit
+  if (options.prefetch && places[unit] < units.size() && next < order.size()) {
+    for (FlatBucket* bucket : units[order[next]].buckets) bucket->begin_gather();
+  }
+  for (FlatBucket* bucket : units[unit].buckets) bucket->gather();
+}
+
+// Where parameters are whole, what an optimizer has changed of them travels while the first units
+// run.
+void ShardingEngine::Impl::share_changes() {
+  const bool changed = std::ranges::any_of(buckets, [](const auto& b) { return b->changed(); });
+  if (group.all_reduce_sum(changed ? 1 : 0) == 0) return;
+  for (const auto& bucket : buckets)
+    if (!bucket->frozen()) bucket->expire();
+  for (const size_t unit : order)
+    for (FlatBucket* bucket : units[unit].buckets) bucket->begin_gather();
+}
+
+void ShardingEngine::Impl::free(size_t unit) {
+  for (FlatBucket* bucket : units[unit].buckets) bucket->free();
+}
+
+ShardingEngine::ShardingEngine(torch::nn::Module& model, comm::ProcessGroup& group,
+                               const ShardingOptions& options,
+                               const std::vector<torch::nn::Module*>& units)
+    : impl_(std::make_unique<Impl>(model, group, options)) {
+  verify_same_model(model, group);
+  broadcast_model(model, group);
+  impl_->make_units(units);
+  impl_->watch_gradients();
+}
+
+ShardingEngine::~ShardingEngine() = default;
+
+ShardingEngine* ShardingEngine::current() {
+  return current_engine;
+}
+
+ShardingEngine::Forward::Forward(ShardingEngine& engine)
+    : outer_(std::exchange(current_engine, &engine)) {
+  engine.impl_->abandon_backward();
+}
+
+ShardingEngine::Forward::~Forward() {
+  current_engine = outer_;
+}
+
+std::optional<size_t> ShardingEngine::find_unit(const torch::nn::Module& block) const {
+  for (size_t i = 0; i < impl_->units.size(); ++i)
+    if (impl_->units[i].module == &block) return i;
+  return std::nullopt;
+}
+
+void ShardingEngine::before_forward(size_t unit) {
+  Impl& my = *impl_;
+  if (my.places[unit] == my.units.size()) {
+    my.places[unit] = my.order.size();
+    my.order.push_back(unit);
+  }
+  if (unit == 0 && my.options.shard != Shard::kParameters) my.share_changes();
+  my.gather(unit, +1);
+}
+
+void ShardingEngine::after_forward(size_t unit, const std::vector<at::Tensor>& outputs) {
+  Impl& my = *impl_;
+  bool has_backward = false;
+  for (const at::Tensor& output : outputs) {
+    if (!output.defined() || !output.grad_fn()) continue;
+    has_backward = true;
+    output.register_hook([&my, unit](const at::Tensor&) { my.before_backward(unit); });
+  }
+  // The whole model's backward follows at once.
+  if (!has_backward || (unit != 0 && my.options.reshard_after_forward)) my.free(unit);
+}
+
+void ShardingEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  try {
+    loss.backward(gradient);
+  } catch (...) {
+    impl_->abandon_backward();
+    throw;
+  }
+}
+
+bool ShardingEngine::set_synchronized(bool on) {
+  return std::exchange(impl_->synchronized, on);
+}
+
+const std::vector<ParameterSlice>& ShardingEngine::slices() const {
+  return impl_->slices;
+}
+
+double ShardingEngine::gradient_norm() {
+  const at::NoGradGuard no_grad;
+  double sum = 0;
+  for (const ParameterSlice& slice : impl_->slices) {
+    const at::Tensor& gradient = slice.tensor.grad();
+    if (!gradient.defined()) continue;
+    const double norm =
+        at::linalg_vector_norm(gradient, 2, at::OptionalIntArrayRef{}, false, at::kDouble)
+            .item<double>();
+    sum += norm * norm;
+  }
+  at::Tensor total = at::tensor({sum}, at::kDouble);
+  impl_->group.all_reduce(total);
+  return std::sqrt(total.item<double>());
+}
+
+void ShardingEngine::summon() {
+  if (impl_->options.shard != Shard::kParameters) impl_->share_changes();
+  for (const auto& bucket : impl_->buckets) bucket->begin_gather();
+  for (const auto& bucket : impl_->buckets) bucket->gather();
+}
+
+void ShardingEngine::release(bool keep) {
+  for (const auto& bucket : impl_->buckets) {
+    if (keep) bucket->keep_written();
+    bucket->free();
+  }
+}
+
+int64_t ShardingEngine::num_units() const {
+  return std::ssize(impl_->units);
+}
+
+}  // namespace cohort::parallel
