@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""PyTorch DDP training step of the base translator: the peer of `bench/nmt_step`.
+"""PyTorch training step of the base translator under a strategy: the peer of `bench/nmt_step`.
 
     torchrun --nproc-per-node 2 bench/peers/nmt_ddp.py --steps 5 --warmup 2
 
@@ -32,6 +32,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 PAD, BOS, EOS, FIRST_TOKEN = 0, 2, 3, 4
@@ -247,6 +249,9 @@ def parse():
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones")
     parser.add_argument("--mini-batch-words", type=int, default=4096,
                         help="rows x (longest target + 1) of a rank's batch, at most")
+    parser.add_argument("--rows", type=int, default=0, help="sentences of a batch, all alike ...")
+    parser.add_argument("--length", type=int, default=12, help="... and so long on both sides")
+    parser.add_argument("--strategy", choices=("ddp", "zero1", "fsdp2"), default="ddp")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--attention", choices=("sdpa", "bmm", "auto"), default="auto")
     parser.add_argument("--seed", type=int, default=1, help="of the data and of the weights")
@@ -267,10 +272,23 @@ def main():
     model = Translator(attention, dtype)
     parameters = list(model.parameters())
     assert sum(p.numel() for p in parameters) == PARAMETERS
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    optimizer = torch.optim.Adam(parameters, lr=0.0, betas=(0.9, 0.98), eps=1e-9, fused=True)
+    adam = {"lr": 0.0, "betas": (0.9, 0.98), "eps": 1e-9, "fused": True}
+    if options.strategy == "fsdp2":
+        for layer in (*model.encoder, *model.decoder):
+            fully_shard(layer)
+        sharded = fully_shard(model)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.Adam(parameters, **adam)
+    else:
+        sharded = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+        optimizer = (ZeroRedundancyOptimizer(parameters, torch.optim.Adam, **adam)
+                     if options.strategy == "zero1" else torch.optim.Adam(parameters, **adam))
+    inner = optimizer.optim if options.strategy == "zero1" else optimizer
     torch.manual_seed(options.seed * 1000 + rank)
-    batches = plan_batches(options.seed, options.mini_batch_words)
+    if options.rows > 0:
+        batches = [[(options.length, options.length)] * options.rows]
+    else:
+        batches = plan_batches(options.seed, options.mini_batch_words)
 
     def step(number, batch):
         source, inputs, labels, tokens = batch
@@ -279,11 +297,13 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         # DDP averages over the ranks: world / total makes it the sum over the global tokens.
         with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
-            loss = ddp(source, inputs, labels, world / total.item())
+            loss = sharded(source, inputs, labels, world / total.item())
         loss.backward()
         # The fused kernel divides by grad_scale as it reads: clipping costs no pass of its own.
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        optimizer.grad_scale = (norm / CLIP).clamp(min=1.0)
+        if options.strategy == "fsdp2":
+            norm = norm.full_tensor()
+        inner.grad_scale = (norm / CLIP).clamp(min=1.0)
         optimizer.param_groups[0]["lr"] = D_MODEL ** -0.5 * min(
             number ** -0.5, number * NOAM_WARMUP ** -1.5)
         optimizer.step()
@@ -305,7 +325,7 @@ def main():
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank == 0:
         print(json.dumps({
-            "bench": "nmt_ddp_pytorch",
+            "bench": f"nmt_{options.strategy}_pytorch",
             "tgt_tokens_per_s": round(statistics.median(speeds), 1),
             "tgt_tokens_per_s_min": round(min(speeds), 1),
             "tgt_tokens_per_s_max": round(max(speeds), 1),
@@ -315,6 +335,7 @@ def main():
             "precision": options.precision,
             "attention": attention,
             "mini_batch_words": options.mini_batch_words,
+            "median_step_s": round(statistics.median(seconds), 4),
             "step_s": [round(s, 4) for s in seconds],
             "final_loss": round(loss.item() / world, 5),
             "peak_rss_bytes": peak.item(),
