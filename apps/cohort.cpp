@@ -1,4 +1,6 @@
-// The dispatcher: `cohort run` is built in, `cohort NAME` executes `cohort-NAME` beside it.
+// The dispatcher: `cohort run` and `cohort completion` are built in, `cohort NAME` executes
+// `cohort-NAME` beside it.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -12,6 +14,8 @@
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 
+#include "apps/completion.h"
+#include "apps/parse.h"
 #include "apps/run_command.h"
 
 namespace {
@@ -22,8 +26,8 @@ fs::path own_folder() {
   return fs::read_symlink("/proc/self/exe").parent_path();
 }
 
-// The commands that exist: "run" and every cohort-NAME beside this program.
-std::vector<std::string> known_commands() {
+// Every cohort-NAME beside this program.
+std::vector<std::string> commands_beside() {
   const std::string prefix = "cohort-";
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(own_folder())) {
@@ -33,7 +37,14 @@ std::vector<std::string> known_commands() {
     }
   }
   std::sort(names.begin(), names.end());
+  return names;
+}
+
+// The commands that exist.
+std::vector<std::string> known_commands() {
+  std::vector<std::string> names = commands_beside();
   names.insert(names.begin(), "run");
+  names.push_back("completion");
   return names;
 }
 
@@ -56,11 +67,45 @@ int execute_beside(const std::string& command, char** argv) {
 
 int print_help() {
   std::printf(
-      "Usage: cohort COMMAND [ARGUMENTS]\n\n"
-      "  cohort run --nproc-per-node N -- PROGRAM ...   starts a program on N ranks\n"
-      "  cohort COMMAND --help                          says more\n\n"
-      "Commands: %s\n",
-      joined(known_commands()).c_str());
+      "Distributed training for libtorch.\n\n"
+      "Usage: cohort COMMAND [FLAGS]\n\n"
+      "Commands:\n"
+      "  cohort run --nproc-per-node N -- PROGRAM ...   starts a program on N ranks\n");
+  for (const auto& [name, text] : {std::pair{"nmt", "trains a translator and translates with it"},
+                                   {"bench", "measures this machine and network"}}) {
+    const auto known = commands_beside();
+    if (std::find(known.begin(), known.end(), name) == known.end()) continue;
+    std::printf("  %-45s  %s\n", ("cohort " + std::string(name) + " COMMAND ...").c_str(), text);
+  }
+  std::printf(
+      "  cohort completion bash                         lets a shell complete all this\n\n"
+      "  cohort COMMAND --help                          says more\n"
+      "  cohort --version                               says which Cohort this is\n");
+  return cohort::kExitOk;
+}
+
+int print_completion(int argc, char** argv) {
+  std::string shell;
+  CLI::App app("Prints a script that completes cohort's commands, flags and their values",
+               "cohort completion");
+  app.add_option("shell", shell, "For this shell")
+      ->required()
+      ->check(cohort::apps::one_of({"bash", "zsh", "fish"}));
+  app.footer(
+      "bash: add `source <(cohort completion bash)` to ~/.bashrc; zsh: the same with zsh to "
+      "~/.zshrc, behind compinit; fish: cohort completion fish > "
+      "~/.config/fish/completions/cohort.fish");
+  if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+  std::vector<cohort::apps::FlagLine> lines{{.kind = "command"}};
+  const auto add = [&lines](const std::vector<cohort::apps::FlagLine>& more) {
+    lines.insert(lines.end(), more.begin(), more.end());
+  };
+  add(flags_of_run());
+  lines.push_back({.kind = "positional", .command = "run", .value = cohort::apps::kFile});
+  for (const std::string& name : commands_beside())
+    add(cohort::apps::flags_of_program(own_folder() / ("cohort-" + name)));
+  add(cohort::apps::list_flags(app));
+  std::printf("%s", cohort::apps::completion_script(shell, lines).c_str());
   return cohort::kExitOk;
 }
 
@@ -72,6 +117,7 @@ int dispatch(int argc, char** argv) {
     return cohort::kExitOk;
   }
   if (command == "run") return run_command(argc - 1, argv + 1);
+  if (command == "completion") return print_completion(argc - 1, argv + 1);
   return execute_beside(command, argv + 1);
 }
 

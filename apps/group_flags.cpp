@@ -30,19 +30,27 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
   app.add_option("--dist-url", place.dist_url,
                  "Where the ranks meet: tcp://host:port, file:///path or env://")
+      ->type_name("URL")
       ->group(section);
-  app.add_option("--addr", place.master_addr, "Host of rank 0")->group(section);
-  app.add_option("--port", place.master_port, "Port of rank 0's store")->group(section);
+  app.add_option("--addr", place.master_addr, "Host of rank 0")->type_name("HOST")->group(section);
+  app.add_option("--port", place.master_port, "Port of rank 0's store")
+      ->type_name("PORT")
+      ->group(section);
   app.add_option("--interface", group.interface,
                  "Network interface of the engine (default: GLOO_SOCKET_IFNAME, else by route)")
+      ->type_name("NAME")
       ->group(section);
   app.add_option("--dist-backend", group.backend, "Engine of the collectives")
+      ->type_name("NAME")
       ->capture_default_str()
       ->group(section);
-  app.add_option("--rendezvous-timeout", rendezvous_timeout_s, "Seconds until every rank has come")
+  app.add_option("--rendezvous-timeout", rendezvous_timeout_s,
+                 "Wait so long until every rank has come")
+      ->type_name(kSeconds)
       ->capture_default_str()
       ->group(section);
-  app.add_option("--timeout", timeout_s, "Seconds that one collective may take")
+  app.add_option("--timeout", timeout_s, "One collective may take so long")
+      ->type_name(kSeconds)
       ->capture_default_str()
       ->group(section);
   app.add_option("--cpu-threads", cpu_threads,

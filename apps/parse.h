@@ -4,6 +4,7 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cohort/base/error.h"
 
@@ -13,13 +14,24 @@ inline std::string in_brackets(const std::string& hint) {
   return hint.empty() ? "" : " (" + hint + ")";
 }
 
+// What the value of an option is, for CLI::Option::type_name: help shows it, and shells complete
+// FILE and FOLDER. The other names are units.
+inline constexpr const char* kFile = "FILE";
+inline constexpr const char* kFolder = "FOLDER";
+inline constexpr const char* kTokens = "TOKENS";
+inline constexpr const char* kUpdates = "UPDATES";
+inline constexpr const char* kEpochs = "EPOCHS";
+inline constexpr const char* kSeconds = "SECONDS";
+inline constexpr const char* kMinutes = "MINUTES";
+inline constexpr const char* kMebibytes = "MIB";
+
 /// Accepts finite numbers for which `holds`, and else says what was `expected`.
 inline CLI::Validator number_that(bool (*holds)(double), const std::string& expected) {
   return CLI::Validator(
       [=](const std::string& text) -> std::string {
         double number = 0;
         const bool good =
-            CLI::detail::lexical_cast(text, number) && std::isfinite(number) && holds(number);
+            CLI::detail::lexical_cast(text, number) && std::abs(number) < 9e18 && holds(number);
         return good ? "" : text + ": expected " + expected;
       },
       "");
@@ -38,23 +50,17 @@ inline CLI::Validator whole_number() {
                      "a whole number of 0 or more");
 }
 
-/// Reads the flags. Returns nothing, or the exit code to end with when help was asked for and has
-/// been printed. Errors: ConfigError with CLI11's text and, in brackets, `hint`.
-inline std::optional<int> parse(CLI::App& app, int argc, char** argv,
-                                const std::string& hint = "") {
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const CLI::RequiredError& error) {
-    // What was written wrongly explains more than what is therefore missing.
-    if (const auto unknown = app.remaining(/*recurse=*/true); !unknown.empty())
-      throw ConfigError(unknown.front() + ": there is no such flag or command" + in_brackets(hint));
-    throw ConfigError(error.what() + in_brackets(hint));
-  } catch (const CLI::ParseError& error) {
-    throw ConfigError(error.what() + in_brackets(hint));
-  }
-  return {};
-}
+/// Accepts one of `words`, and else names them; help lists and shells complete them.
+CLI::Validator one_of(const std::vector<std::string>& words);
+
+/// Reads the flags, after those of configuration files for commands that have --config
+/// (config_file.h). Returns nothing, or the exit code to end with when what was asked for has been
+/// printed: help, --dump-config, or the flags themselves (flag_list.h).
+/// Errors: ConfigError with CLI11's text and, in brackets, `hint`; for a value from a configuration
+/// file it begins with file and line.
+std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
+                         const std::string& hint = "");
+/// The same of main's arguments.
+std::optional<int> parse(CLI::App& app, int argc, char** argv, const std::string& hint = "");
 
 }  // namespace cohort::apps

@@ -15,6 +15,9 @@
 namespace {
 
 using cohort::ConfigError;
+using cohort::apps::kFolder;
+using cohort::apps::kSeconds;
+using cohort::apps::one_of;
 using cohort::launch::BindCores;
 using cohort::launch::RunOptions;
 using cohort::launch::Tee;
@@ -52,61 +55,111 @@ std::string both_spellings(std::string name) {
 }
 
 void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
+  const char* group = "Job";
   app.add_option(both_spellings("--nproc-per-node"), words.nproc_per_node,
                  "Workers on this node: a number, cpu (one per core), gpu (one per GPU), or auto "
                  "(gpu where there is one, else cpu)")
-      ->capture_default_str();
-  app.add_flag("--standalone", words.standalone, "One node that meets no other: the default");
+      ->type_name("N")
+      ->capture_default_str()
+      ->group(group);
+  app.add_flag("--standalone", words.standalone, "One node that meets no other: the default")
+      ->group(group);
   app.add_option("--nnodes", words.nnodes,
                  "Nodes of the job: N, or MIN:MAX (they come and go; needs --rdzv-endpoint)")
-      ->capture_default_str();
+      ->type_name("N")
+      ->capture_default_str()
+      ->group(group);
   app.add_option(both_spellings("--node-rank"), options.node_rank,
                  "This node's number, from 0 (with --rdzv-endpoint nodes are numbered)")
-      ->capture_default_str();
-  app.add_option(both_spellings("--master-addr"), options.master_addr,
-                 "Node 0's address (one node: 127.0.0.1; several: required)");
-  app.add_option(both_spellings("--master-port"), options.master_port,
-                 "Port of the store on node 0 (default: a free one; several nodes: required)");
-  app.add_option(both_spellings("--rdzv-endpoint"), options.rdzv_endpoint,
-                 "HOST[:PORT] where the nodes' launchers meet; the one on HOST is node 0");
-  app.add_option(both_spellings("--rdzv-id"), options.rdzv_id, "Name of the job")
-      ->capture_default_str();
-  app.add_option(both_spellings("--rdzv-backend"), words.rdzv_backend,
-                 "Accepted: launchers that meet do so at --rdzv-endpoint")
-      ->check(CLI::IsMember({"static", "c10d"}).description(""));
-  app.add_option("--rdzv-timeout", words.rdzv_timeout, "Seconds to wait for enough nodes")
-      ->capture_default_str();
+      ->capture_default_str()
+      ->group(group);
   app.add_option(both_spellings("--max-restarts"), options.max_restarts,
                  "How often all workers start afresh after one failed")
-      ->capture_default_str();
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--bind-cores", words.bind_cores,
+                 "Bind each worker to cores of its own, with as many threads")
+      ->capture_default_str()
+      ->check(one_of({"none", "cores"}))
+      ->group(group);
 }
 
-void add_worker_flags(CLI::App& app, RunOptions& options, Words& words) {
+void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
+  const char* group = "Where nodes meet";
+  app.add_option(both_spellings("--master-addr"), options.master_addr,
+                 "Node 0's address (one node: 127.0.0.1; several: required)")
+      ->type_name("HOST")
+      ->group(group);
+  app.add_option(both_spellings("--master-port"), options.master_port,
+                 "Port of the store on node 0 (default: a free one; several nodes: required)")
+      ->type_name("PORT")
+      ->group(group);
+  app.add_option(both_spellings("--rdzv-endpoint"), options.rdzv_endpoint,
+                 "HOST[:PORT] where the nodes' launchers meet; the one on HOST is node 0")
+      ->type_name("HOST")
+      ->group(group);
+  app.add_option(both_spellings("--rdzv-id"), options.rdzv_id, "Name of the job")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option(both_spellings("--rdzv-backend"), words.rdzv_backend,
+                 "Accepted, launchers that meet do so at --rdzv-endpoint")
+      ->check(one_of({"static", "c10d"}))
+      ->group(group);
+  app.add_option("--rdzv-timeout", words.rdzv_timeout, "Wait so long for enough nodes")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--interface", options.interface,
+                 "Network interface of collectives (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)")
+      ->type_name("NAME")
+      ->group(group);
+}
+
+void add_output_flags(CLI::App& app, RunOptions& options, Words& words) {
+  const char* group = "Output";
   app.add_option(both_spellings("--log-dir"), options.log_dir,
-                 "Folder of the workers' logs (default: a fresh one, kept only after a failure)");
+                 "Folder of the workers' logs (default: a fresh one, kept only after a failure)")
+      ->type_name(kFolder)
+      ->group(group);
   app.add_option("--tee", words.tee,
                  "Whose output also goes to the terminal: rank0, all, none, or as torchrun has it: "
                  "3, or 0:1,1:2 (local rank:1 stdout, 2 stderr, 3 both)")
-      ->capture_default_str();
+      ->capture_default_str()
+      ->group(group);
   app.add_option("--redirects", words.redirects,
                  "Streams of rank 0 that go to their log files only, written like --tee's numbers")
-      ->capture_default_str();
-  app.add_option("--grace", words.grace,
-                 "Seconds that the other workers have to leave after one failed")
-      ->capture_default_str();
-  app.add_option("--interface", options.interface,
-                 "Network interface of collectives (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)");
-  app.add_option("--bind-cores", words.bind_cores,
-                 "none, or cores: each worker gets cores of its own, and as many threads")
       ->capture_default_str()
-      ->check(CLI::IsMember({"none", "cores"}).description(""));
-  app.add_option("--watch", words.watch, "Seconds between two tables of where ranks are (0: none)")
-      ->capture_default_str();
+      ->group(group);
+  app.add_option("--watch", words.watch, "Print a table of where ranks are, so often (0: never)")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_failure_flags(CLI::App& app, Words& words) {
+  const char* group = "Failures";
+  app.add_option("--grace", words.grace, "The other workers have so long to leave after one failed")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->group(group);
   app.add_option("--stall-timeout", words.stall_timeout,
-                 "Seconds in one collective after which the ranks not there are named (0: never)")
-      ->capture_default_str();
+                 "After so long in one collective the ranks not there are named (0: never)")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->group(group);
   app.add_flag(both_spellings("--no-python"), words.no_python,
                "Accepted: no program is run by Python");
+}
+
+void describe(CLI::App& app, RunOptions& options, Words& words) {
+  app.name("cohort run");
+  app.description("Starts one worker per rank, watches them, and leaves nothing behind.");
+  app.footer("PROGRAM and its arguments follow: cohort run --nproc-per-node 4 -- ./train --lr 0.1");
+  app.prefix_command();
+  add_job_flags(app, options, words);
+  add_meeting_flags(app, options, words);
+  add_output_flags(app, options, words);
+  add_failure_flags(app, words);
 }
 
 void read_tee(const std::string& word, RunOptions& options) {
@@ -143,12 +196,8 @@ void read_words(const Words& words, RunOptions& options) {
 int run_command(int argc, char** argv) {
   RunOptions options;
   Words words;
-  CLI::App app("Starts one worker per rank, watches them, and leaves nothing behind.",
-               "cohort run");
-  app.footer("PROGRAM and its arguments follow: cohort run --nproc-per-node 4 -- ./train --lr 0.1");
-  app.prefix_command();
-  add_job_flags(app, options, words);
-  add_worker_flags(app, options, words);
+  CLI::App app;
+  describe(app, options, words);
   if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
   options.command = app.remaining();
   if (!options.command.empty() && options.command.front() == "--") {
@@ -161,4 +210,12 @@ int run_command(int argc, char** argv) {
     throw ConfigError("--node-rank: expected none with --rdzv-endpoint, which numbers the nodes");
   }
   return cohort::launch::run(options);
+}
+
+std::vector<cohort::apps::FlagLine> flags_of_run() {
+  RunOptions options;
+  Words words;
+  CLI::App app;
+  describe(app, options, words);
+  return cohort::apps::list_flags(app);
 }

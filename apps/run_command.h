@@ -1,6 +1,12 @@
 // `cohort run`: flags to options.
 #pragma once
+#include <vector>
+
+#include "apps/flag_list.h"
 
 /// Reads the flags in argv[1..], runs the workers, and returns the job's exit code.
 /// Errors: ConfigError.
 int run_command(int argc, char** argv);
+
+/// The flags of `cohort run`, for shell completion.
+std::vector<cohort::apps::FlagLine> flags_of_run();

@@ -4,7 +4,8 @@
 //
 // Rank 0 prints one JSON line: target tokens per second over all ranks (median of the steps), and
 // the rate of bfloat16 (or float32) matrix products that the same ranks reach together, as the
-// yardstick.
+// yardstick. With --save-every it prints instead what a checkpoint in the background costs: the
+// time by which the steps from one save to the next are longer than steps in which none is written.
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -14,12 +15,14 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <numbers>
+#include <optional>
 #include <sys/resource.h>
 #include <torch/types.h>
 
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
+#include "cohort/train/checkpoint.h"
 #include "cohort/train/metrics.h"
 #include "cohort/translate/updater.h"
 
@@ -36,6 +39,9 @@ struct Options {
   uint64_t seed = 1;
   std::string precision = "auto";
   int64_t vocabulary = 32000;
+  bool gradient_checkpointing = false;
+  int64_t save_every = 0;
+  std::string save_to;
 };
 
 // The same stream as in bench/peers/nmt_ddp.py, so that both sides see the same sentences.
@@ -143,6 +149,33 @@ int64_t peak_rss_bytes() {
   return usage.ru_maxrss * 1024;
 }
 
+double median_of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// Every `cycle`-th step, the first among them, began with a save. The writer is done before half of
+// a cycle is over.
+nlohmann::ordered_json save_cost(const std::vector<double>& times, const std::vector<double>& rates,
+                                 size_t cycle) {
+  std::vector<double> undisturbed;
+  for (size_t i = 0; i < times.size(); ++i)
+    if (i % cycle >= cycle / 2) undisturbed.push_back(rates[i]);
+  const double usual = median_of(undisturbed);
+  std::vector<double> costs;
+  for (size_t i = 0; i + cycle <= times.size(); i += cycle) {
+    double cost = 0;  // beyond the time that as many tokens take otherwise
+    for (size_t k = i; k < i + cycle / 2; ++k) cost += times[k] * (1 - rates[k] / usual);
+    costs.push_back(cost);
+  }
+  return {{"bench", "save_cost"},
+          {"share_at_one_a_minute", median_of(costs) / 60},
+          {"cost_s", median_of(costs)},
+          {"cost_s_each", costs},
+          {"step_s", times},
+          {"tgt_tokens_per_s", usual}};
+}
+
 int run(const Options& options) {
   at::set_num_threads(1);
   cohort::comm::ProcessGroup group(cohort::comm::discover_place());
@@ -151,11 +184,14 @@ int run(const Options& options) {
   const double gemm = gemm_rate(group, type, options.mini_batch_words);
   cohort::nmt::TransformerOptions sizes;
   sizes.dim_vocab_source = sizes.dim_vocab_target = options.vocabulary;
+  sizes.gradient_checkpointing = options.gradient_checkpointing;
   cohort::nmt::Transformer model(sizes, precision);
   model->initialise(options.seed);
   cohort::translate::Updater updater(model, group, {.seed = options.seed});
   const auto batches = plan(options);
 
+  std::optional<cohort::train::CheckpointWriter> writer;
+  if (options.save_every > 0 && group.rank() == 0) writer.emplace();
   std::vector<double> times;
   std::vector<double> rates;
   double loss_per_token = 0;
@@ -164,6 +200,10 @@ int run(const Options& options) {
     const auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
     group.barrier("step");
     const auto start = Clock::now();
+    if (writer && step >= options.warmup && (step - options.warmup) % options.save_every == 0) {
+      writer->wait();
+      writer->save(options.save_to, updater.parts(), step, {});
+    }
     const auto report = updater.update({batch});
     const auto tokens = static_cast<double>(report.num_tokens);
     loss_per_token = cohort::train::reduce_sums(group, std::array{report.nll_sum}).front() / tokens;
@@ -174,18 +214,21 @@ int run(const Options& options) {
   }
   at::Tensor peak = at::tensor({peak_rss_bytes()}, at::kLong);
   group.all_reduce(peak, cohort::comm::ReduceOp::kMax);
-  std::sort(rates.begin(), rates.end());
-  const double median = rates[rates.size() / 2];
-  if (group.rank() == 0) {
+  if (writer) {
+    std::printf("%s\n",
+                save_cost(times, rates, static_cast<size_t>(options.save_every)).dump().c_str());
+  } else if (group.rank() == 0) {
+    const double median = median_of(rates);
     const nlohmann::ordered_json line = {{"bench", "nmt_step"},
                                          {"tgt_tokens_per_s", median},
-                                         {"tgt_tokens_per_s_min", rates.front()},
-                                         {"tgt_tokens_per_s_max", rates.back()},
+                                         {"tgt_tokens_per_s_min", *std::ranges::min_element(rates)},
+                                         {"tgt_tokens_per_s_max", *std::ranges::max_element(rates)},
                                          {"steps", options.steps},
                                          {"world_size", group.size()},
                                          {"params", cohort::nmt::count_parameters(*model)},
                                          {"precision", cohort::nmt::to_string(precision)},
                                          {"mini_batch_words", options.mini_batch_words},
+                                         {"gradient_checkpointing", options.gradient_checkpointing},
                                          {"gemm_flop_per_s", gemm},
                                          {"share_of_gemm_rate", median * 362e6 / gemm},
                                          {"step_s", times},
@@ -213,7 +256,14 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--precision", options.precision, "auto, bfloat16 or float32")
       ->capture_default_str();
+  auto* save_to =
+      app.add_option("--save-to", options.save_to, "Folder of the checkpoints of --save-every");
+  app.add_option("--save-every", options.save_every, "Save at every so many steps, at least 4")
+      ->check(CLI::Range(4, 1000))
+      ->needs(save_to);
   app.add_option("--vocabulary", options.vocabulary, "Pieces on each side")->capture_default_str();
+  app.add_flag("--gradient-checkpointing", options.gradient_checkpointing,
+               "Compute the layers again in backward");
   return cohort::run_program("nmt_step", [&] {
     if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
     return run(options);

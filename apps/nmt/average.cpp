@@ -77,8 +77,11 @@ void add_average_command(CLI::App& app, Action& action) {
   auto* command =
       app.add_subcommand("average", "Average the weights that train --save-interval-updates kept");
   auto flags = std::make_shared<AverageFlags>();
-  command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
+  command->add_option("--model-dir", flags->model_dir, "The run's folder")
+      ->type_name(kFolder)
+      ->required();
   command->add_option("--output", flags->output, "A new folder, used as --model-dir afterwards")
+      ->type_name(kFolder)
       ->required();
   command->add_option("--last", flags->last, "Only the newest so many checkpoints (0: all)")
       ->capture_default_str()

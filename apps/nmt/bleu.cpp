@@ -5,7 +5,6 @@
 #include <array>
 #include <iostream>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,6 +26,8 @@ struct BleuCommand {
   std::vector<std::string> references;
   std::vector<std::string> hypotheses;
   std::vector<std::string> metrics{"bleu"};
+  std::string tokenize = "13a";
+  std::string smooth_method = "exp";
   text::BleuOptions bleu;
   text::ChrfOptions chrf;
   bool sentence_level = false;
@@ -159,7 +160,9 @@ void print(std::vector<std::string> lines, const BleuCommand& command) {
   std::cout << std::flush;
 }
 
-int run(const BleuCommand& command) {
+int run(BleuCommand& command) {
+  command.bleu.tokenizer = text::parse_bleu_tokenizer(command.tokenize);
+  command.bleu.smoothing = text::parse_bleu_smoothing(command.smooth_method);
   if (command.hypotheses.size() > 1) {
     throw ConfigError("--input: expected one file, found " +
                       std::to_string(command.hypotheses.size()) +
@@ -182,39 +185,38 @@ int run(const BleuCommand& command) {
   return kExitOk;
 }
 
-void add_bleu_options(CLI::App& app, text::BleuOptions& options) {
+void add_bleu_options(CLI::App& app, BleuCommand& command) {
   const auto group = "BLEU";
-  app.add_option_function<std::string>(
-         "--tokenize",
-         [&options](const std::string& name) {
-           options.tokenizer = text::parse_bleu_tokenizer(name);
-         },
-         "-tok: 13a, intl, zh, char or none [13a]")
+  app.add_option("--tokenize", command.tokenize, "-tok: How words are told apart")
+      ->check(one_of({"13a", "intl", "zh", "char", "none"}))
+      ->capture_default_str()
       ->group(group);
-  app.add_flag("--lowercase", options.lowercase, "-lc: Compare in lower case")->group(group);
-  app.add_option_function<std::string>(
-         "-s,--smooth-method",
-         [&options](const std::string& name) {
-           options.smoothing = text::parse_bleu_smoothing(name);
-         },
-         "exp, floor, add-k or none [exp]")
+  app.add_flag("--lowercase", command.bleu.lowercase, "-lc: Compare in lower case")->group(group);
+  app.add_option("-s,--smooth-method", command.smooth_method,
+                 "What becomes of orders without a common n-gram")
+      ->check(one_of({"exp", "floor", "add-k", "none"}))
+      ->capture_default_str()
       ->group(group);
-  app.add_option("--smooth-value", options.smoothing_value, "-sv: Of floor [0.1] and add-k [1]")
+  app.add_option("--smooth-value", command.bleu.smoothing_value,
+                 "-sv: Of floor (0.1 unless given) and add-k (1)")
       ->check(zero_or_more())
       ->group(group);
 }
 
 void add_chrf_options(CLI::App& app, text::ChrfOptions& options) {
   const auto group = "chrF";
-  app.add_option("--chrf-char-order", options.char_order, "-cc: Longest n-gram of characters [6]")
+  app.add_option("--chrf-char-order", options.char_order, "-cc: Longest n-gram of characters")
       ->check(CLI::Range(1, text::kMaxChrfCharOrder))
+      ->capture_default_str()
       ->group(group);
   app.add_option("--chrf-word-order", options.word_order,
-                 "-cw: Longest n-gram of words [0]; 2 makes it chrF++")
+                 "-cw: Longest n-gram of words; 2 makes it chrF++")
       ->check(CLI::Range(0, text::kMaxChrfWordOrder))
+      ->capture_default_str()
       ->group(group);
-  app.add_option("--chrf-beta", options.beta, "Recall weighs so many times as precision [2]")
+  app.add_option("--chrf-beta", options.beta, "Recall weighs so many times as precision")
       ->check(CLI::Range(0, 1000))
+      ->capture_default_str()
       ->group(group);
   app.add_flag("--chrf-lowercase", options.lowercase, "Compare in lower case")->group(group);
   app.add_flag("--chrf-whitespace", options.whitespace, "White space counts as characters")
@@ -226,49 +228,50 @@ void add_chrf_options(CLI::App& app, text::ChrfOptions& options) {
 
 void add_options(CLI::App& app, BleuCommand& command) {
   app.add_option("references,--ref", command.references, "Files of references, one a line")
-      ->required();
+      ->type_name(kFile)
+      ->required()
+      ->group("Texts");
   app.add_option("-i,--input,--hyp", command.hypotheses,
-                 "File of translations, one a line [standard input]");
-  app.add_option("-m,--metrics", command.metrics, "bleu, chrf or both [bleu]")
-      ->check(CLI::IsMember({"bleu", "chrf"}));
+                 "File of translations, one a line; standard input if absent")
+      ->type_name(kFile)
+      ->group("Texts");
+  app.add_option("-m,--metrics", command.metrics, "One or both")
+      ->check(one_of({"bleu", "chrf"}))
+      ->capture_default_str()
+      ->group("Output");
   app.add_flag("--sentence-level", command.sentence_level,
-               "-sl: A line for each sentence, of one metric");
-  app.add_option("-f,--format", command.format, "text or json [text]")
-      ->check(CLI::IsMember({"text", "json"}));
-  app.add_option("-w,--width", command.width, "Decimals of the score [1]")
-      ->check(CLI::Range(0, 17));
-  app.add_flag("-b,--score-only", command.score_only, "Print the score alone");
-  add_bleu_options(app, command.bleu);
+               "-sl: A line for each sentence, of one metric")
+      ->group("Output");
+  app.add_option("-f,--format", command.format, "Of a score")
+      ->check(one_of({"text", "json"}))
+      ->capture_default_str()
+      ->group("Output");
+  app.add_option("-w,--width", command.width, "Decimals of the score")
+      ->check(CLI::Range(0, 17))
+      ->capture_default_str()
+      ->group("Output");
+  app.add_flag("-b,--score-only", command.score_only, "Print the score alone")->group("Output");
+  add_bleu_options(app, command);
   add_chrf_options(app, command.chrf);
 }
 
 }  // namespace
 
 void add_bleu_command(CLI::App& app, std::function<int()>& action) {
-  constexpr const char* kDescription =
-      "Score translations as the program sacrebleu 2.6.0 does, with BLEU and chrF";
   auto command = std::make_shared<BleuCommand>();
-  auto parser = std::make_shared<CLI::App>(kDescription, "cohort nmt bleu");
-  parser->footer(
-      "Arguments and output are sacrebleu's, but for this: the format is text unless json is "
-      "asked\n"
-      "for (sacrebleu's is json), --input takes one file, and there are no test sets, no TER, no\n"
+  CLI::App* bleu = app.add_subcommand(
+      "bleu", "Score translations as the program sacrebleu 2.6.0 does, with BLEU and chrF");
+  bleu->footer(
+      "Arguments and output are sacrebleu's, but for this: the format is text unless json is asked "
+      "for (sacrebleu's is json), --input takes one file, and there are no test sets, no TER, no "
       "confidence intervals and no other tokenizers.");
-  add_options(*parser, *command);
+  add_options(*bleu, *command);
+  bleu->callback([command, &action] { action = [command] { return run(*command); }; });
+}
 
-  // The subcommand takes every argument as it is; `parser` reads them with short names spelled out.
-  CLI::App* bleu = app.add_subcommand("bleu", kDescription);
-  bleu->prefix_command();
-  bleu->set_help_flag();
-  bleu->callback([bleu, parser, command, &action] {
-    std::vector<std::string> arguments{bleu->get_name()};
-    for (const std::string& argument : bleu->remaining()) arguments.push_back(spell_out(argument));
-    std::vector<char*> argv;
-    for (std::string& argument : arguments) argv.push_back(argument.data());
-    const std::optional<int> ended = parse(*parser, static_cast<int>(argv.size()), argv.data(),
-                                           "cohort nmt bleu --help lists arguments");
-    action = [ended, command] { return ended ? *ended : run(*command); };
-  });
+void spell_out_bleu_names(std::vector<std::string>& arguments) {
+  if (arguments.empty() || arguments.front() != "bleu") return;
+  for (std::string& argument : arguments) argument = spell_out(argument);
 }
 
 }  // namespace cohort::apps

@@ -2,6 +2,8 @@
 // the program sacrebleu.
 #pragma once
 #include <functional>
+#include <string>
+#include <vector>
 
 namespace CLI {
 class App;
@@ -10,16 +12,18 @@ class App;
 namespace cohort::apps {
 
 /// Registers subcommand `bleu` on `app`; where it is the one chosen, parsing sets `action` to what
-/// runs it and returns the exit code. It reads its arguments itself, as CLI11 has no short names of
-/// several letters; where help is asked for, parsing prints it and the action does nothing.
+/// runs it. Arguments need spell_out_bleu_names before they are parsed.
 ///
 /// White space at the ends of lines does not count. Unlike sacrebleu, only "\n" and "\r\n" end a
 /// line and a byte order mark at the start of a file is no text.
-/// Errors of parsing: ConfigError.
 /// Errors of the action: ConfigError for a file that cannot be read or is not UTF-8, no hypotheses,
 /// several files of hypotheses, a tab in hypotheses of standard input (several systems to
 /// sacrebleu), or a reference with another number of lines than the hypotheses (both numbers
 /// named).
 void add_bleu_command(CLI::App& app, std::function<int()>& action);
+
+/// sacrebleu has short names of several letters, CLI11 has none: if `arguments` begin with "bleu",
+/// "-tok" among them becomes "--tokenize", and so on.
+void spell_out_bleu_names(std::vector<std::string>& arguments);
 
 }  // namespace cohort::apps

@@ -11,9 +11,13 @@ namespace cohort::apps {
 using Action = std::function<int()>;
 
 void add_train_command(CLI::App& app, Action& action);
+void add_prepare_command(CLI::App& app, Action& action);
 void add_evaluate_command(CLI::App& app, Action& action);
 void add_translate_command(CLI::App& app, Action& action);
+void add_score_command(CLI::App& app, Action& action);
 void add_average_command(CLI::App& app, Action& action);
+void add_export_command(CLI::App& app, Action& action);
 void add_info_command(CLI::App& app, Action& action);
+void add_report_command(CLI::App& app, Action& action);
 
 }  // namespace cohort::apps

@@ -19,10 +19,8 @@ namespace cohort::apps {
 namespace {
 
 struct EvaluateFlags {
-  std::string model_dir;
-  std::vector<std::filesystem::path> vocabs;
+  ModelPlace model;
   std::vector<std::filesystem::path> test_sets;
-  std::string precision = "auto";
   std::string output;
   int64_t samples = 0;
   bool json = false;
@@ -50,12 +48,11 @@ void print_samples(const text::ParallelText& pairs, const std::vector<std::strin
 
 int run(EvaluateFlags& flags) {
   const auto options = flags.evaluation.resolve();
-  const auto precision = nmt::parse_precision(flags.precision);
+  const auto precision = nmt::parse_precision(flags.model.precision);
   const auto group = flags.group.connect();
-  auto [model, tokenizers] = load_trained(flags.model_dir, flags.vocabs, precision);
+  auto [model, tokenizers] = load_trained(flags.model);
   const auto pairs = text::read_parallel_text(flags.test_sets);
-  const auto corpus =
-      translate::tokenize(pairs, tokenizers.source, tokenizers.target, /*max_length=*/0);
+  const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   const auto result =
       translate::evaluate(model, corpus, pairs.target, tokenizers.target, *group, options);
   group->close();
@@ -94,27 +91,28 @@ int run(EvaluateFlags& flags) {
 }  // namespace
 
 void add_evaluate_command(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("evaluate", "Loss and BLEU of a trained model");
+  auto* command = app.add_subcommand("evaluate", "Loss, BLEU and chrF of a trained model");
   auto flags = std::make_shared<EvaluateFlags>();
-  command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
-  command
-      ->add_option("--vocabs", flags->vocabs,
-                   "Source and target .spm file (default: in --model-dir)")
-      ->expected(2);
+  flags->model.add_to(*command);
   command
       ->add_option("--test-sets", flags->test_sets,
                    "Source and target text, or one .tsv or .json file")
       ->required()
-      ->expected(1, 2);
-  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")
-      ->capture_default_str();
-  command->add_option("--output", flags->output, "Write the translations to this file");
+      ->expected(1, 2)
+      ->type_name(kFile)
+      ->group("Texts");
+  command->add_option("--output", flags->output, "Write the translations to this file")
+      ->type_name(kFile)
+      ->group("Output");
   command
       ->add_option("--samples", flags->samples,
                    "Print so many translations with source and reference")
       ->capture_default_str()
-      ->check(zero_or_more());
-  command->add_flag("--json", flags->json, "Print one JSON line instead")->excludes("--samples");
+      ->check(zero_or_more())
+      ->group("Output");
+  command->add_flag("--json", flags->json, "Print one JSON line instead")
+      ->excludes("--samples")
+      ->group("Output");
   flags->evaluation.add_to(*command, "Search and score");
   flags->group.add_to(*command);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });

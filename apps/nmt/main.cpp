@@ -1,8 +1,12 @@
 // `cohort nmt`: the translator's commands.
 #include <CLI/CLI.hpp>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "cohort/base/program.h"
 
+#include "apps/config_file.h"
 #include "apps/nmt/bleu.h"
 #include "apps/nmt/commands.h"
 #include "apps/parse.h"
@@ -14,14 +18,22 @@ int run(int argc, char** argv) {
                "cohort nmt");
   app.require_subcommand(1);
   cohort::apps::Action action;
+  cohort::apps::add_prepare_command(app, action);
   cohort::apps::add_train_command(app, action);
   cohort::apps::add_evaluate_command(app, action);
   cohort::apps::add_translate_command(app, action);
+  cohort::apps::add_score_command(app, action);
   cohort::apps::add_bleu_command(app, action);
   cohort::apps::add_average_command(app, action);
+  cohort::apps::add_export_command(app, action);
   cohort::apps::add_info_command(app, action);
-  if (const auto ended =
-          cohort::apps::parse(app, argc, argv, "cohort nmt --help lists commands and flags"))
+  cohort::apps::add_report_command(app, action);
+  for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; }))
+    cohort::apps::add_config_flags(*command);
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  cohort::apps::spell_out_bleu_names(arguments);
+  if (const auto ended = cohort::apps::parse(app, std::move(arguments),
+                                             "cohort nmt --help lists commands and flags"))
     return *ended;
   return action();
 }

@@ -1,10 +1,13 @@
 #include "apps/nmt/model_flags.h"
 
+#include "apps/parse.h"
+
 namespace cohort::apps {
 
 void ModelFlags::add_to(CLI::App& app) {
   const std::string group = "Model";
-  app.add_option("--preset", preset, "Sizes to start from: tiny, small, base or big")
+  app.add_option("--preset", preset, "Sizes to start from")
+      ->check(one_of({"tiny", "small", "base", "big"}))
       ->capture_default_str()
       ->group(group);
   app.add_option("--dim-vocabs", dim_vocabs, "Pieces of source and target vocabulary")
@@ -23,6 +26,19 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_flag("--tied-embeddings", tied_embeddings,
                "The output projection is the target embedding's table")
       ->group(group);
+  app.add_flag("--tied-embeddings-all", tied_embeddings_all,
+               "... and the source embedding's, with one vocabulary for both sides")
+      ->group(group);
+  app.add_option("--transformer-postprocess", postprocess,
+                 "da: pre-norm, a block's input is normalised; dan: post-norm, its output with "
+                 "the input added")
+      ->check(one_of({"da", "dan"}))
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--transformer-ffn-activation", ffn_activation, "Of the feed-forward blocks")
+      ->check(one_of({"relu", "gelu", "swish"}))
+      ->capture_default_str()
+      ->group(group);
 }
 
 nmt::TransformerOptions ModelFlags::resolve() const {
@@ -38,7 +54,10 @@ nmt::TransformerOptions ModelFlags::resolve() const {
   model.dim_ffn = dim_ffn.value_or(model.dim_ffn);
   model.dropout = dropout.value_or(model.dropout);
   model.label_smoothing = label_smoothing.value_or(model.label_smoothing);
-  model.tied_embeddings = tied_embeddings;
+  model.tied_embeddings = tied_embeddings || tied_embeddings_all;
+  model.tied_embeddings_all = tied_embeddings_all;
+  model.norm = nmt::parse_norm(postprocess);
+  model.ffn_activation = nmt::parse_activation(ffn_activation);
   nmt::validate(model);
   return model;
 }

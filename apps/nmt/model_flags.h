@@ -16,6 +16,9 @@ struct ModelFlags {
   std::optional<int64_t> dim_emb, heads, enc_depth, dec_depth, dim_ffn;
   std::optional<double> dropout, label_smoothing;
   bool tied_embeddings = false;
+  bool tied_embeddings_all = false;
+  std::string postprocess = nmt::to_string(nmt::Norm::kPre);
+  std::string ffn_activation = nmt::to_string(nmt::Activation::kRelu);
 
   void add_to(CLI::App& app);
   /// Errors: ConfigError that names the flag.

@@ -1,17 +1,22 @@
 // `cohort nmt train`: flags, wiring and the last lines.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <memory>
 
 #include "cohort/base/console.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/train/progress.h"
+#include "cohort/translate/report.h"
 #include "cohort/translate/training.h"
 
 #include "apps/group_flags.h"
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
+#include "apps/nmt/text_flags.h"
 #include "apps/parse.h"
 
 namespace cohort::apps {
@@ -22,8 +27,11 @@ struct TrainFlags {
   ModelFlags model;
   GroupFlags group;
   EvaluationFlags evaluation{validation_search()};
+  bool gradient_checkpointing = false;
   std::string precision = "auto";
   std::string valid_freq = "1e";
+  std::string disp_freq = "5s";
+  std::string log_level = "info";
   std::vector<std::string> valid_metrics = {"bleu", "chrf", "ce-mean-words"};
 };
 
@@ -40,31 +48,59 @@ void parse_valid_freq(const std::string& text, translate::TrainingOptions& optio
   options.valid_freq_epochs = unit == "e" ? count : 0;
 }
 
+// "500u" is every 500 updates, "5s" every 5 seconds.
+void parse_disp_freq(const std::string& text, translate::TrainingOptions& options) {
+  char* end = nullptr;
+  const double count = std::strtod(text.c_str(), &end);
+  const std::string unit = end;
+  const bool whole = count == std::floor(count);
+  if (!(count > 0 && count < 1e9) || (unit != "s" && (unit != "u" || !whole))) {
+    throw ConfigError("--disp-freq " + text +
+                      ": expected a number with its unit, 5s (seconds) or 500u (updates)");
+  }
+  options.disp_freq_updates = unit == "u" ? static_cast<int64_t>(count) : 0;
+  options.disp_freq_s = count;
+}
+
+LogLevel parse_log_level(const std::string& text) {
+  constexpr std::array kNames = {"debug", "info", "warn", "error"};
+  const auto found = std::find(kNames.begin(), kNames.end(), text);
+  if (found == kNames.end())
+    throw ConfigError("--log-level " + text + ": expected debug, info, warn or error");
+  return static_cast<LogLevel>(found - kNames.begin());
+}
+
+// Curves on a terminal; in files and pipes the numbers alone.
+void print_summary(const translate::TrainingOptions& options, const Console& console) {
+  const bool terminal = train::is_terminal(STDOUT_FILENO);
+  const bool utf8 = train::glyphs_of_locale() == train::ProgressGlyphs::kBlocks;
+  try {
+    const std::string summary = translate::run_summary(
+        options.model_dir, {.width = 80, .sparklines = terminal, .utf8 = utf8});
+    console.print("%sreport: %s/report.html\n", summary.c_str(), options.model_dir.c_str());
+  } catch (const std::exception& error) {  // The run itself has succeeded.
+    console.print("no summary: %s\n", one_line(error).c_str());
+  }
+}
+
 void add_flags(CLI::App& app, TrainFlags& flags) {
   auto& o = flags.options;
-  app.add_option("--train-sets", o.train_sets, "Source and target text, or one .tsv or .json file")
-      ->required()
-      ->expected(1, 2)
-      ->group("Data");
+  add_text_flags(app, o);
   app.add_option("--valid-sets", o.valid_sets, "The same for validation")
+      ->type_name(kFile)
       ->required()
       ->expected(1, 2)
       ->group("Data");
-  app.add_option("--vocabs", o.vocabs,
-                 "Source and target .spm file; trained on --train-sets if absent "
-                 "(default: in --model-dir)")
-      ->expected(2)
-      ->group("Data");
-  app.add_option("--model-dir", o.model_dir, "The run's folder")->required()->group("Data");
   app.add_flag("--overwrite", o.overwrite,
                "Replace an earlier run in --model-dir; without it, that run goes on")
       ->group("Data");
-  app.add_option("--max-length", o.max_length, "Drop training pairs with more tokens on a side")
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group("Data");
   flags.model.add_to(app);
-  app.add_option("--precision", flags.precision, "Of matrix products: auto, bfloat16 or float32")
+  app.add_flag("--gradient-checkpointing", flags.gradient_checkpointing,
+               "Keep only the inputs of layers and compute the rest again in backward: less "
+               "memory, more time, the same numbers")
+      ->group("Training");
+  app.add_option("--precision", flags.precision, "Of matrix products")
+      ->check(one_of({"auto", "bfloat16", "float32"}))
       ->capture_default_str()
       ->group("Training");
   app.add_option("--mini-batch", o.mini_batch, "Sentences per rank and batch (0: no limit)")
@@ -72,9 +108,20 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->check(zero_or_more())
       ->group("Training");
   app.add_option("--mini-batch-words", o.mini_batch_words,
-                 "Tokens per rank and batch, padding included (0: no limit)")
+                 "Target tokens per rank and batch, padding included (0: no limit)")
+      ->type_name(kTokens)
       ->capture_default_str()
       ->check(zero_or_more())
+      ->group("Training");
+  app.add_flag("--mini-batch-fit", o.mini_batch_fit,
+               "Batches as large as --workspace lets them be, found by trial at the start")
+      ->group("Training");
+  app.add_option("--workspace", o.workspace_mib,
+                 "For the tensors of a rank's batch, with --mini-batch-fit: beside parameters, "
+                 "gradients and Adam's moments")
+      ->type_name(kMebibytes)
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 24))
       ->group("Training");
   app.add_option("--maxi-batch", o.maxi_batch, "Sort by length within windows of so many batches")
       ->capture_default_str()
@@ -89,12 +136,15 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->check(above_zero())
       ->group("Training");
   app.add_option("--lr-warmup", o.lr_warmup, "Updates of linear rise")
+      ->type_name(kUpdates)
       ->capture_default_str()
       ->check(above_zero())
       ->group("Training");
   app.add_option("--learn-rate",
                  "Highest learning rate, at the end of --lr-warmup; sets --noam-factor")
+      ->type_name("X")
       ->check(above_zero())
+      ->excludes("--noam-factor")
       ->group("Training");
   app.add_option("--clip-norm", o.clip_norm, "Largest gradient norm (0: no clipping)")
       ->capture_default_str()
@@ -111,14 +161,17 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->capture_default_str()
       ->group("Training");
   app.add_option("--after-epochs", o.after_epochs, "Stop after so many epochs (0: no limit)")
+      ->type_name(kEpochs)
       ->capture_default_str()
       ->check(zero_or_more())
       ->group("Training");
   app.add_option("--after-batches", o.after_batches, "Stop after so many updates (0: no limit)")
+      ->type_name(kUpdates)
       ->capture_default_str()
       ->check(zero_or_more())
       ->group("Training");
   app.add_option("--time-limit", o.time_limit_min, "Stop after so many minutes (0: no limit)")
+      ->type_name(kMinutes)
       ->capture_default_str()
       ->check(zero_or_more())
       ->group("Training");
@@ -128,11 +181,14 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->check(zero_or_more())
       ->group("Validation");
   app.add_option("--valid-freq", flags.valid_freq, "Validate every 1e (epoch), 500u (updates), ...")
+      ->type_name("FREQ")
       ->capture_default_str()
       ->group("Validation");
-  app.add_option("--valid-metrics", flags.valid_metrics,
-                 "The first decides what is best, and --early-stopping: bleu, chrf, ce-mean-words; "
-                 "without the first two nothing is translated")
+  app.add_option(
+         "--valid-metrics", flags.valid_metrics,
+         "The first decides what is best, and --early-stopping; without bleu and chrf nothing is "
+         "translated")
+      ->check(one_of({"bleu", "chrf", "ce-mean-words"}))
       ->capture_default_str()
       ->expected(1, 3)
       ->group("Validation");
@@ -141,12 +197,14 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
   flags.evaluation.add_to(app, "Validation");
   app.add_option("--save-freq", o.save_freq_min,
                  "Save what is needed to go on every so many minutes (0: only at the end)")
+      ->type_name(kMinutes)
       ->capture_default_str()
       ->check(zero_or_more())
       ->group("Training");
   app.add_option(
          "--save-interval-updates", o.save_interval_updates,
          "Keep the weights of every so many updates in checkpoints/, to be averaged (0: none)")
+      ->type_name(kUpdates)
       ->capture_default_str()
       ->check(zero_or_more())
       ->group("Training");
@@ -156,11 +214,22 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
       ->check(zero_or_more())
       ->group("Training");
   flags.group.add_to(app);
-  app.add_flag("--quiet", o.quiet, "No progress bar");
+  app.add_option(
+         "--disp-freq", flags.disp_freq,
+         "A line about training in the run's record every 5s (seconds), 500u (updates), ...")
+      ->type_name("FREQ")
+      ->capture_default_str()
+      ->group("Output");
+  app.add_flag("--quiet", o.quiet, "No progress bars or lines, and no summary at the end")
+      ->group("Output");
+  app.add_option("--log-level", flags.log_level, "Least level that is logged")
+      ->check(one_of({"debug", "info", "warn", "error"}))
+      ->capture_default_str()
+      ->group("Output");
 }
 
-void print_result(const translate::TrainingResult& result, const translate::TrainingOptions& options,
-                  const Console& console) {
+void print_result(const translate::TrainingResult& result,
+                  const translate::TrainingOptions& options, const Console& console) {
   console.print("trained %lld epochs, %lld updates: %s\n", static_cast<long long>(result.epochs),
                 static_cast<long long>(result.updates), result.stop_reason.c_str());
   console.print("best by %s: ", translate::to_string(options.valid_metrics.front()).c_str());
@@ -172,33 +241,33 @@ void print_result(const translate::TrainingResult& result, const translate::Trai
 int run(TrainFlags& flags, const CLI::App& app) {
   auto& options = flags.options;
   options.model = flags.model.resolve();
+  options.model.gradient_checkpointing = flags.gradient_checkpointing;
   options.precision = nmt::parse_precision(flags.precision);
   options.evaluation = flags.evaluation.resolve();
   parse_valid_freq(flags.valid_freq, options);
+  parse_disp_freq(flags.disp_freq, options);
+  options.log_level = parse_log_level(flags.log_level);
   options.valid_metrics.clear();
   for (const auto& name : flags.valid_metrics)
     options.valid_metrics.push_back(translate::parse_valid_metric(name));
   options.evaluation.translate =
       std::ranges::any_of(options.valid_metrics, translate::needs_translations);
   if (const auto* rate = app.get_option("--learn-rate"); rate->count() > 0) {
-    if (app.get_option("--noam-factor")->count() > 0) {
-      throw ConfigError("--learn-rate and --noam-factor: give one of them");
-    }
     // The peak of the schedule is factor * (width * warmup)^-0.5.
     options.noam_factor =
         rate->as<double>() * std::sqrt(static_cast<double>(options.model.dim_emb) *
                                        static_cast<double>(options.lr_warmup));
   }
-  if (options.mini_batch == 0 && options.mini_batch_words == 0) {
-    throw ConfigError("--mini-batch 0 and --mini-batch-words 0: expected one of them above 0");
+  if (options.mini_batch == 0 && options.mini_batch_words == 0 && !options.mini_batch_fit) {
+    throw ConfigError(
+        "--mini-batch 0 and --mini-batch-words 0: expected one of them above 0, or "
+        "--mini-batch-fit");
   }
-  // A token budget alone decides unless a number of sentences is asked for, too.
-  if (options.mini_batch_words > 0 && app.get_option("--mini-batch")->count() == 0)
-    options.mini_batch = 0;
   const auto group = flags.group.connect();
   const auto result = translate::train(options, *group);
   group->close();
   print_result(result, options, Console(group->rank()));
+  if (group->rank() == 0 && !options.quiet) print_summary(options, Console(0));
   return result.was_asked_to ? kExitStopped : kExitOk;
 }
 
@@ -208,8 +277,16 @@ void add_train_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("train", "Train a translator on one or many ranks");
   auto flags = std::make_shared<TrainFlags>();
   add_flags(*command, *flags);
-  command->callback(
-      [flags, command, &action] { action = [flags, command] { return run(*flags, *command); }; });
+  command->callback([flags, command, &action] {
+    // A budget of tokens or memory alone decides unless a number of sentences is asked for, too.
+    CLI::Option* mini_batch = command->get_option("--mini-batch");
+    if ((flags->options.mini_batch_words > 0 || flags->options.mini_batch_fit) &&
+        mini_batch->count() == 0) {
+      flags->options.mini_batch = 0;
+      mini_batch->default_str("0");  // for --dump-config
+    }
+    action = [flags, command] { return run(*flags, *command); };
+  });
 }
 
 }  // namespace cohort::apps

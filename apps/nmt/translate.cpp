@@ -4,6 +4,9 @@
 #include <iostream>
 #include <memory>
 #include <system_error>
+#include <unistd.h>
+#include <utility>
+#include <vector>
 
 #include "cohort/base/error.h"
 #include "cohort/text/text_file.h"
@@ -18,10 +21,11 @@ namespace cohort::apps {
 namespace {
 
 struct TranslateFlags {
-  std::string model_dir;
-  std::vector<std::filesystem::path> vocabs;
-  std::string precision = "auto";
+  ModelPlace model;
   int64_t mini_batch = 64;
+  int64_t maxi_batch = 16;
+  int64_t mini_batch_words = 2048;
+  bool max_length_crop = false;
   bool n_best = false;
   EvaluationFlags evaluation{full_search()};
 };
@@ -38,34 +42,74 @@ void print(int64_t number, const std::vector<translate::Translation>& translatio
   }
 }
 
-int run(TranslateFlags& flags) {
-  const auto options = flags.evaluation.resolve();
-  auto [model, tokenizers] =
-      load_trained(flags.model_dir, flags.vocabs, nmt::parse_precision(flags.precision));
-  // Bounded memory: a window of lines is translated, printed, forgotten.
-  const auto window = static_cast<size_t>(flags.mini_batch) * 16;
-  std::vector<std::vector<int32_t>> sources;
-  int64_t number = 0;
-  const auto flush = [&] {
-    for (const auto& translations :
-         translate::translate_all(model, sources, tokenizers.target, options)) {
-      print(number++, translations, flags.n_best);
+// Translates lines as they come: a window of them is read, translated in batches of like length,
+// printed in order and forgotten.
+class Stream {
+ public:
+  Stream(const TranslateFlags& flags, TrainedModel& trained)
+      : trained_(trained), n_best_(flags.n_best), options_(flags.evaluation.resolve()) {
+    options_.mini_batch = flags.mini_batch;
+    options_.mini_batch_words = flags.mini_batch_words;
+    // Who types a line wants its translation before the next. Elsewhere the window does not depend
+    // on when lines come, so that equal input gives equal batches.
+    window_ =
+        ::isatty(STDIN_FILENO) == 1 ? 1 : static_cast<size_t>(flags.mini_batch * flags.maxi_batch);
+    max_tokens_ = trained.model->options().max_positions - 1;
+    crop_ = flags.max_length_crop;
+    // A sample does not depend on how many others are drawn: none is drawn that is not printed.
+    if (options_.search.sampling.enabled && !n_best_) options_.search.beam_size = 1;
+  }
+
+  void run() {
+    try {
+      for (std::string line; lines_.next(line);) {
+        add(line);
+        if (sources_.size() == window_) flush();
+      }
+    } catch (const ConfigError&) {
+      flush();  // What came before the bad line has its translation.
+      throw;
     }
+    flush();
+  }
+
+ private:
+  void add(const std::string& line) {
+    std::vector<int32_t> source = trained_.tokenizers.source.encode(line);
+    if (std::ssize(source) > max_tokens_ && !crop_) {
+      throw ConfigError("standard input: line " + std::to_string(lines_.number()) + " has " +
+                        std::to_string(source.size()) + " tokens: expected at most " +
+                        std::to_string(max_tokens_) + " (--max-length-crop cuts longer ones)");
+    }
+    if (std::ssize(source) > max_tokens_) source.resize(static_cast<size_t>(max_tokens_));
+    sources_.push_back(std::move(source));
+  }
+
+  void flush() {
+    options_.first_number = number_;
+    for (const auto& translations :
+         translate::translate_all(trained_.model, sources_, trained_.tokenizers.target, options_)) {
+      print(number_++, translations, n_best_);
+    }
+    sources_.clear();
     if (std::fflush(stdout) != 0)
       throw std::system_error(errno, std::generic_category(), "standard output cannot be written");
-    sources.clear();
-  };
-  text::LineReader lines(std::cin, "standard input");
-  for (std::string line; lines.next(line);) {
-    sources.push_back(tokenizers.source.encode(line));
-    if (std::ssize(sources.back()) + 1 > model->options().max_positions) {
-      throw ConfigError("standard input: line " + std::to_string(lines.number()) + " has " +
-                        std::to_string(sources.back().size()) + " tokens: expected at most " +
-                        std::to_string(model->options().max_positions - 1));
-    }
-    if (sources.size() == window) flush();
   }
-  flush();
+
+  TrainedModel& trained_;
+  bool n_best_;
+  bool crop_ = false;
+  translate::EvaluationOptions options_;
+  size_t window_ = 1;
+  int64_t max_tokens_ = 0;
+  text::LineReader lines_{std::cin, "standard input"};
+  std::vector<std::vector<int32_t>> sources_;
+  int64_t number_ = 0;
+};
+
+int run(const TranslateFlags& flags) {
+  TrainedModel trained = load_trained(flags.model);
+  Stream(flags, trained).run();
   return 0;
 }
 
@@ -75,19 +119,37 @@ void add_translate_command(CLI::App& app, Action& action) {
   auto* command =
       app.add_subcommand("translate", "Translate lines from standard input to standard output");
   auto flags = std::make_shared<TranslateFlags>();
-  command->add_option("--model-dir", flags->model_dir, "The run's folder")->required();
-  command
-      ->add_option("--vocabs", flags->vocabs,
-                   "Source and target .spm file (default: in --model-dir)")
-      ->expected(2);
-  command->add_option("--precision", flags->precision, "auto, bfloat16 or float32")
-      ->capture_default_str();
-  command->add_option("--mini-batch", flags->mini_batch, "Lines read ahead are 16 times this")
+  flags->model.add_to(*command);
+  command->add_option("--mini-batch", flags->mini_batch, "Most sentences of a batch")
       ->capture_default_str()
-      ->check(above_zero());
-  command->add_flag("--n-best", flags->n_best,
-                    "Print all translations of the beam with their scores, best first");
+      ->check(CLI::Range(1, 1 << 20))
+      ->group("Batches");
+  command
+      ->add_option("--mini-batch-words", flags->mini_batch_words,
+                   "Most tokens of a batch, padding included")
+      ->type_name(kTokens)
+      ->capture_default_str()
+      ->check(above_zero())
+      ->group("Batches");
+  command
+      ->add_option("--maxi-batch", flags->maxi_batch,
+                   "Read the lines of so many batches ahead and sort them by length; with "
+                   "--mini-batch 1 --maxi-batch 1, and on a terminal, each line is answered at "
+                   "once")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20))
+      ->group("Batches");
+  command
+      ->add_flag("--max-length-crop", flags->max_length_crop,
+                 "Cut lines with more tokens than the model has positions instead of refusing them")
+      ->group("Batches");
+  command
+      ->add_flag("--n-best", flags->n_best,
+                 "Print all translations of the beam with their scores, best first: number ||| "
+                 "text ||| Logprob= log p ||| score")
+      ->group("Output");
   flags->evaluation.add_search_to(*command, "Search");
+  flags->evaluation.add_sampling_to(*command, "Sampling");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

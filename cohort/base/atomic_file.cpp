@@ -56,7 +56,12 @@ class TemporaryFile {
     const int closed = ::close(descriptor_);
     descriptor_ = -1;
     if (closed != 0) fail(path, "close", errno);
-    if (::rename(name_.c_str(), path.c_str()) != 0) fail(path, "rename to it", errno);
+    if (::rename(name_.c_str(), path.c_str()) != 0) {
+      const int error = errno;
+      if (std::error_code ignored; std::filesystem::is_directory(path, ignored))
+        throw ConfigError(path + ": expected the path of a file: " + reason(EISDIR));
+      fail(path, "rename to it", error);
+    }
     renamed_ = true;
   }
 

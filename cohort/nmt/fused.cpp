@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <limits>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 #include <vector>
@@ -32,12 +34,6 @@ void for_type(const at::Tensor& tensor, Body body) {
 template <class T>
 T* data(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
-}
-
-uint64_t mix(uint64_t z) {  // finalizer of splitmix64
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-  return z ^ (z >> 31);
 }
 
 DropoutRule next_rule(double p, DropoutStream& stream) {
@@ -215,6 +211,12 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
 
 }  // namespace
 
+uint64_t mix(uint64_t bits) {
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
+  return bits ^ (bits >> 31);
+}
+
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
   if (p == 0) return x;
   return Dropout::apply(x, next_rule(p, stream));
@@ -243,6 +245,126 @@ LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& w
   const variable_list sums = SmoothedCrossEntropy::apply(hidden_ND.contiguous(), weight_VD,
                                                          labels_N, smoothing, with_gradient);
   return {sums[0], sums[1]};
+}
+
+at::Tensor attend(const at::Tensor& queries_ND, const SeenRows& seen, int64_t heads) {
+  const int64_t width = queries_ND.size(1);
+  TORCH_CHECK_VALUE(queries_ND.dim() == 2 && queries_ND.stride(1) == 1 && width % heads == 0 &&
+                        std::ssize(seen.of_query) == queries_ND.size(0),
+                    "attend: expected a query for each range of rows and a multiple of ", heads,
+                    " columns, got ", queries_ND.sizes(), " for ", seen.of_query.size());
+  const int64_t head_width = width / heads;
+  const HeadShape shape{
+      .heads = heads,
+      .width = head_width,
+      .scale = static_cast<float>(1 / std::sqrt(static_cast<double>(head_width)))};
+  size_t most = 0;
+  for (const SeenRows::Range& range : seen.of_query) most = std::max(most, range.count);
+  at::Tensor out = at::empty(queries_ND.sizes(), queries_ND.options());
+  for_type(queries_ND, [&]<class T>(const KernelsOf<T>& table, T*) {
+    const int64_t unit = kScoresUnit;
+    const int64_t scores = (static_cast<int64_t>(most) + unit - 1) / unit * unit;
+    std::vector<typename KernelsOf<T>::Sum> scratch(static_cast<size_t>(width + heads * scores));
+    std::vector<const T*> rows(most);
+    for (int64_t n = 0; n < queries_ND.size(0); ++n) {
+      const auto [first, count] = seen.of_query[static_cast<size_t>(n)];
+      for (size_t i = 0; i < count; ++i) rows[i] = static_cast<const T*>(seen.rows[first + i]);
+      table.attend(data<T>(queries_ND) + n * queries_ND.stride(0), rows.data(),
+                   static_cast<int64_t>(count), shape, scratch.data(), data<T>(out) + n * width);
+    }
+  });
+  return out;
+}
+
+LogProbs::LogProbs(const at::Tensor& scores_NV) : scores_NV_(scores_NV.contiguous()) {
+  const int64_t rows = scores_NV_.size(0);
+  const int64_t columns = scores_NV_.size(1);
+  const int64_t blocks = (columns + kTopColumns - 1) / kTopColumns;
+  const bool wide = scores_NV_.scalar_type() == at::kDouble;
+  tops_ = at::empty({rows, blocks}, wide ? at::kDouble : at::kFloat);
+  log_sums_.resize(static_cast<size_t>(rows));
+  for_type(scores_NV_, [&]<class T>(const KernelsOf<T>& table, T*) {
+    using Sum = typename KernelsOf<T>::Sum;
+    for (int64_t n = 0; n < rows; ++n) {
+      log_sums_[static_cast<size_t>(n)] = table.log_sum_exp(data<T>(scores_NV_) + n * columns,
+                                                            columns, data<Sum>(tops_) + n * blocks);
+    }
+  });
+  TORCH_CHECK(std::ranges::all_of(log_sums_, [](double sum) { return std::isfinite(sum); }),
+              "the model's scores are not finite: it has diverged, or its parameters are damaged");
+}
+
+namespace {
+
+// Calls body(scores of the row, their blocks' greatest, both as typed pointers).
+template <class Body>
+auto with_row(const at::Tensor& scores, const at::Tensor& tops, int64_t row, Body body) {
+  const int64_t columns = scores.size(1);
+  const int64_t blocks = tops.size(1);
+  if (scores.scalar_type() == at::kDouble) {
+    return body(scores.const_data_ptr<double>() + row * columns,
+                tops.const_data_ptr<double>() + row * blocks);
+  }
+  const float* top = tops.const_data_ptr<float>() + row * blocks;
+  if (scores.scalar_type() == at::kBFloat16)
+    return body(scores.const_data_ptr<at::BFloat16>() + row * columns, top);
+  return body(scores.const_data_ptr<float>() + row * columns, top);
+}
+
+}  // namespace
+
+double LogProbs::at(int64_t row, int64_t column) const {
+  return with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto*) {
+    return static_cast<double>(scores[column]) - log_sums_[static_cast<size_t>(row)];
+  });
+}
+
+std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banned) const {
+  std::vector<Candidate> found;
+  found.reserve(static_cast<size_t>(num_columns()));
+  with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto*) {
+    for (int64_t c = 0; c < num_columns(); ++c) {
+      if (std::ranges::find(banned, c) == banned.end())
+        found.push_back({c, static_cast<double>(scores[c]) - log_sums_[static_cast<size_t>(row)]});
+    }
+  });
+  return found;
+}
+
+std::vector<Candidate> LogProbs::greatest(int64_t row, int64_t count,
+                                          std::span<const int64_t> banned) const {
+  const int64_t columns = num_columns();
+  const auto wanted = static_cast<size_t>(count) + banned.size();
+  std::vector<Candidate> found;
+  with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto* tops) {
+    // As many blocks as are wanted hold a value of at least `bound` each, so whatever is below it
+    // is not among the greatest: few blocks are left to look into.
+    using Top = std::decay_t<decltype(*tops)>;
+    std::vector<Top> order(tops, tops + tops_.size(1));
+    Top bound = -std::numeric_limits<Top>::infinity();
+    if (wanted <= order.size()) {
+      const auto last = order.begin() + static_cast<std::ptrdiff_t>(wanted) - 1;
+      std::ranges::nth_element(order, last, std::greater{});
+      bound = *last;
+    }
+    for (int64_t block = 0; block < tops_.size(1); ++block) {
+      if (tops[block] < bound) continue;
+      const int64_t end = std::min(columns, (block + 1) * kTopColumns);
+      for (int64_t c = block * kTopColumns; c < end; ++c) {
+        const auto score = static_cast<Top>(scores[c]);
+        if (score >= bound && std::ranges::find(banned, c) == banned.end())
+          found.push_back({c, static_cast<double>(score)});
+      }
+    }
+  });
+  const auto kept = std::min(found.size(), static_cast<size_t>(count));
+  std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(kept), found.end(),
+                    [](const Candidate& a, const Candidate& b) {
+                      return std::pair(-a.log_prob, a.column) < std::pair(-b.log_prob, b.column);
+                    });
+  found.resize(kept);
+  for (Candidate& candidate : found) candidate.log_prob -= log_sums_[static_cast<size_t>(row)];
+  return found;
 }
 
 }  // namespace cohort::nmt

@@ -1,10 +1,16 @@
-// Differentiable operations of the Transformer for which ATen has no fused form; values in
-// kernels/. Legend: B sentences, H heads, Q queries, K keys, N rows, D model width, V vocabulary.
+// Operations of the Transformer for which ATen has no fused form: differentiable ones, then those
+// of inference alone. Values in kernels/. Legend: B sentences, H heads, Q queries, K keys, N rows,
+// D model width, V vocabulary.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
+#include <span>
+#include <vector>
 
 namespace cohort::nmt {
+
+/// Scatters 64 bits over 64 bits, one to one: the finalizer of splitmix64.
+uint64_t mix(uint64_t bits);
 
 /// The dropout of one model on one rank: which elements fall is a function of (seed, number of the
 /// call).
@@ -46,5 +52,49 @@ struct LossSums {
 /// Szegedy et al. 2016, arXiv:1512.00567, section 7, with the uniform share over all V.
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,
                                 const at::Tensor& labels_N, double smoothing);
+
+/// The rows of keys and values that each query of an attention sees. A row is 2 D elements long,
+/// the key before the value, in the queries' type; whoever lists it keeps its tensor alive.
+struct SeenRows {
+  struct Range {
+    size_t first, count;  ///< Of `rows`; count > 0.
+  };
+  std::vector<const void*> rows;
+  std::vector<Range> of_query;
+};
+
+/// Attention by heads without dropout and gradients: each query's mean of the values it sees,
+/// weighted by softmax(query . key / sqrt(D / H)). queries_ND may have gaps between rows.
+///
+/// A query's result does not depend on the other queries, nor on where its rows lie.
+at::Tensor attend(const at::Tensor& queries_ND, const SeenRows& seen, int64_t heads);
+
+/// One of a row's columns and its log softmax.
+struct Candidate {
+  int64_t column = 0;
+  double log_prob = 0;
+};
+
+/// Log softmax of rows of scores, computed where it is asked for; a row's answers depend on that
+/// row alone. Keeps the scores' tensor. Threads: one.
+class LogProbs {
+ public:
+  /// scores_NV in the compute type. Errors: c10::Error if a row holds what is not finite.
+  explicit LogProbs(const at::Tensor& scores_NV);
+
+  double at(int64_t row, int64_t column) const;
+  /// The `count` columns with the greatest values, the greatest first and equal ones in order;
+  /// fewer if there are not so many beside the `banned`, which are no candidates.
+  std::vector<Candidate> greatest(int64_t row, int64_t count,
+                                  std::span<const int64_t> banned) const;
+  /// All columns but the `banned`, in order.
+  std::vector<Candidate> all(int64_t row, std::span<const int64_t> banned) const;
+  int64_t num_columns() const { return scores_NV_.size(1); }
+
+ private:
+  at::Tensor scores_NV_;
+  at::Tensor tops_;  // [N, blocks of columns]: the greatest score of each block
+  std::vector<double> log_sums_;
+};
 
 }  // namespace cohort::nmt

@@ -1,8 +1,16 @@
 #include "cohort/nmt/options.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "cohort/base/error.h"
 
 namespace cohort::nmt {
+namespace {
+
+constexpr const char* kActivationNames[] = {"relu", "gelu", "swish"};  // in the enum's order
+
+}  // namespace
 
 TransformerOptions preset(const std::string& name) {
   if (name == "base") return {};
@@ -24,18 +32,21 @@ TransformerOptions preset(const std::string& name) {
 }
 
 void validate(const TransformerOptions& options) {
-  const auto positive = [](const char* name, int64_t value) {
-    if (value < 1) {
-      throw ConfigError(std::string(name) + " " + std::to_string(value) + ": expected at least 1");
+  // The limits are far above what is trained: a wrong number ends here, not in want of memory.
+  const auto in_range = [](const char* name, int64_t value, int64_t most) {
+    if (value < 1 || value > most) {
+      throw ConfigError(std::string(name) + " " + std::to_string(value) + ": expected 1 to " +
+                        std::to_string(most));
     }
   };
-  positive("--dim-vocabs (source)", options.dim_vocab_source);
-  positive("--dim-vocabs (target)", options.dim_vocab_target);
-  positive("--dim-emb", options.dim_emb);
-  positive("--transformer-heads", options.heads);
-  positive("--enc-depth", options.enc_depth);
-  positive("--dec-depth", options.dec_depth);
-  positive("--transformer-dim-ffn", options.dim_ffn);
+  in_range("--dim-vocabs (source)", options.dim_vocab_source, 10'000'000);
+  in_range("--dim-vocabs (target)", options.dim_vocab_target, 10'000'000);
+  in_range("--dim-emb", options.dim_emb, 65'536);
+  in_range("--transformer-heads", options.heads, 65'536);
+  in_range("--enc-depth", options.enc_depth, 1000);
+  in_range("--dec-depth", options.dec_depth, 1000);
+  in_range("--transformer-dim-ffn", options.dim_ffn, 1'000'000);
+  in_range("model.max_positions", options.max_positions, 100'000);
   if (options.dim_emb % options.heads != 0 || options.dim_emb % 2 != 0) {
     throw ConfigError("--dim-emb " + std::to_string(options.dim_emb) +
                       ": expected an even multiple of --transformer-heads " +
@@ -48,6 +59,34 @@ void validate(const TransformerOptions& options) {
   };
   share("--transformer-dropout", options.dropout);
   share("--label-smoothing", options.label_smoothing);
+  if (options.tied_embeddings_all && options.dim_vocab_source != options.dim_vocab_target) {
+    throw ConfigError("--tied-embeddings-all with --dim-vocabs " +
+                      std::to_string(options.dim_vocab_source) + " " +
+                      std::to_string(options.dim_vocab_target) +
+                      ": expected the same number twice, for one shared vocabulary");
+  }
+}
+
+Norm parse_norm(const std::string& text) {
+  if (text == "da") return Norm::kPre;
+  if (text == "dan") return Norm::kPost;
+  throw ConfigError("--transformer-postprocess " + text +
+                    ": expected da (pre-norm) or dan (post-norm)");
+}
+
+std::string to_string(Norm norm) {
+  return norm == Norm::kPre ? "da" : "dan";
+}
+
+Activation parse_activation(const std::string& text) {
+  const auto found = std::ranges::find(kActivationNames, text);
+  if (found != std::end(kActivationNames))
+    return static_cast<Activation>(found - std::begin(kActivationNames));
+  throw ConfigError("--transformer-ffn-activation " + text + ": expected relu, gelu or swish");
+}
+
+std::string to_string(Activation activation) {
+  return kActivationNames[static_cast<size_t>(activation)];
 }
 
 Precision best_precision() {

@@ -5,6 +5,19 @@
 
 namespace cohort::nmt {
 
+/// Where a block of a layer normalises; x is the block's input.
+enum class Norm {
+  kPre,   ///< x + block(norm(x)), and once more after the last layer.
+  kPost,  ///< norm(x + block(x)), and nothing after the last layer.
+};
+
+/// Between the two products of a feed-forward block.
+enum class Activation {
+  kRelu,   ///< max(x, 0)
+  kGelu,   ///< x times the normal distribution's share below x, exactly (PyTorch's gelu).
+  kSwish,  ///< x times the logistic function of x (PyTorch's silu).
+};
+
 struct TransformerOptions {
   int64_t dim_vocab_source = 32000;  ///< Source vocabulary.
   int64_t dim_vocab_target = 32000;  ///< Target vocabulary.
@@ -17,6 +30,12 @@ struct TransformerOptions {
   double dropout = 0.1;              ///< On embeddings, attention weights, inner and block outputs.
   double label_smoothing = 0.1;      ///< Share of the target distribution spread over all words.
   bool tied_embeddings = false;      ///< The output projection is the target embedding's table.
+  bool tied_embeddings_all = false;  ///< ... and the source embedding's: one shared vocabulary.
+  Norm norm = Norm::kPre;
+  Activation ffn_activation = Activation::kRelu;
+  /// Training keeps the layers' inputs only and computes the rest again in backward; the numbers
+  /// are the same. Of the training at hand: checkpoints do not store it.
+  bool gradient_checkpointing = false;
 
   bool operator==(const TransformerOptions&) const = default;
 };
@@ -24,6 +43,13 @@ struct TransformerOptions {
 /// Returns the sizes named "tiny", "small", "base" or "big"; vocabularies keep their defaults.
 /// Errors: ConfigError for another name.
 TransformerOptions preset(const std::string& name);
+
+/// Parses Marian's --transformer-postprocess: "da" is kPre, "dan" kPost. Errors: ConfigError.
+Norm parse_norm(const std::string& text);
+std::string to_string(Norm norm);  ///< As parse_norm reads it.
+/// Parses "relu", "gelu" or "swish". Errors: ConfigError.
+Activation parse_activation(const std::string& text);
+std::string to_string(Activation activation);
 
 /// Throws ConfigError that names the field if a size is out of range.
 void validate(const TransformerOptions& options);

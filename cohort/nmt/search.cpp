@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
@@ -14,25 +13,19 @@ constexpr int64_t kPad = 0;
 constexpr int64_t kUnk = 1;
 constexpr int64_t kBegin = 2;
 constexpr int64_t kEnd = 3;
-constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// The beginning of a translation. Places of the beam that hold none are never extended.
+// The beginning of a translation.
 struct Beginning {
   std::vector<int32_t> tokens;
-  double log_prob = kNever;
+  double log_prob = 0;
+  int64_t sample = 0;  // which of the sentence's samples it is; without meaning in a beam
 };
 
 struct Sentence {
   size_t row = 0;               // in the source batch
+  int64_t number = 0;           // of which its random numbers are a function
   int64_t limit = 0;            // most tokens before the end id
-  std::vector<Beginning> beam;  // `beam_size` places
-};
-
-// The likeliest next tokens of every place of every beam, and the end id's own probability.
-struct NextTokens {
-  at::Tensor log_probs;      // float [B*K, C]
-  at::Tensor tokens;         // int64 [B*K, C]
-  at::Tensor end_log_probs;  // float [B*K]
+  std::vector<Beginning> beam;  // at most `beam_size`
 };
 
 struct Extension {
@@ -41,65 +34,36 @@ struct Extension {
   double log_prob = 0;
 };
 
-NextTokens likeliest(const at::Tensor& logits, const SearchOptions& options) {
-  at::Tensor scores = logits.flatten(0, 1).to(at::kFloat);
-  const at::Tensor sums = at::logsumexp(scores, 1, /*keepdim=*/true);
-  TORCH_CHECK(
-      at::isfinite(sums).all().item<bool>(),
-      "search: the model's scores are not finite: it has diverged, or its parameters are damaged");
-  // No label ever has these ids: training says nothing of them.
-  for (const int64_t id : {kPad, kBegin}) scores.select(1, id).fill_(kNever);
-  if (!options.allow_unk) scores.select(1, kUnk).fill_(kNever);
-  // Twice the beam: if half of the best extensions end, enough are left to go on.
-  const auto [best, tokens] = at::topk(scores, std::min(2 * options.beam_size, scores.size(1)), 1);
-  return {best - sums, tokens, scores.select(1, kEnd) - sums.squeeze(1)};
-}
-
-// All extensions of the beam at `index` in the batch, best first.
-std::vector<Extension> extend(const std::vector<Beginning>& beam, size_t index, bool must_end,
-                              const NextTokens& next) {
-  const auto count = static_cast<size_t>(next.tokens.size(1));
-  std::vector<Extension> result;
-  for (size_t place = 0; place < beam.size(); ++place) {
-    const double so_far = beam[place].log_prob;
-    if (so_far == kNever) continue;
-    const size_t row = index * beam.size() + place;
-    if (must_end) {
-      result.push_back({place, kEnd, so_far + next.end_log_probs.const_data_ptr<float>()[row]});
-      continue;
-    }
-    const float* log_probs = next.log_probs.const_data_ptr<float>() + row * count;
-    const int64_t* tokens = next.tokens.const_data_ptr<int64_t>() + row * count;
-    for (size_t c = 0; c < count && log_probs[c] != kNever; ++c)
-      result.push_back({place, tokens[c], so_far + log_probs[c]});
-  }
-  std::ranges::stable_sort(result, std::greater{}, &Extension::log_prob);
-  return result;
-}
-
 Hypothesis finish(Beginning beginning, double log_prob, const SearchOptions& options) {
   const auto length = static_cast<double>(beginning.tokens.size() + 1);
   return {std::move(beginning.tokens), log_prob,
           log_prob / std::pow(length, options.normalize) - options.word_penalty * length};
 }
 
-class BeamSearch {
+class Search {
  public:
-  BeamSearch(Transformer& model, const at::Tensor& source_BS, const at::Tensor& lengths_B,
-             const SearchOptions& options)
+  Search(Transformer& model, const at::Tensor& source_BS, const at::Tensor& lengths_B,
+         const SearchOptions& options, std::span<const int64_t> numbers)
       : model_(model),
         options_(options),
         state_(model->begin_decoding(model->encode(source_BS, lengths_B), lengths_B)),
         results_(static_cast<size_t>(source_BS.size(0))) {
+    // All places of a beam begin alike: one of them is followed until they differ.
+    const int64_t places = options.sampling.enabled ? options.beam_size : 1;
+    std::vector<int64_t> kept;
     for (size_t row = 0; row < results_.size(); ++row) {
-      const auto source_tokens = lengths_B[static_cast<int64_t>(row)].item<int64_t>();
+      const auto index = static_cast<int64_t>(row);
       Sentence sentence{.row = row,
-                        .limit = longest(source_tokens),
-                        .beam = std::vector<Beginning>(static_cast<size_t>(options.beam_size))};
-      sentence.beam[0].log_prob = 0;
+                        .number = numbers.empty() ? index : numbers[row],
+                        .limit = longest(lengths_B[index].item<int64_t>())};
+      for (int64_t sample = 0; sample < places; ++sample) {
+        sentence.beam.push_back({.sample = sample});
+        kept.push_back(index);
+      }
       sentences_.push_back(std::move(sentence));
     }
-    last_BK_ = at::full({source_BS.size(0), options.beam_size}, kBegin, at::kLong);
+    state_.keep(kept);
+    last_N_ = at::full({std::ssize(kept)}, kBegin, at::kLong);
   }
 
   std::vector<std::vector<Hypothesis>> run() {
@@ -118,57 +82,101 @@ class BeamSearch {
   }
 
   void step() {
-    const NextTokens next = likeliest(model_->decode_step(last_BK_, state_), options_);
+    const int64_t length = state_.position;  // of all beginnings
+    const LogProbs log_probs(model_->decode_step(last_N_, state_));
+    const std::vector<int64_t> banned = banned_at(length);
     std::vector<Sentence> going;
-    std::vector<int64_t> kept, origins, last;
-    for (size_t index = 0; index < sentences_.size(); ++index) {
-      Sentence& sentence = sentences_[index];
-      const auto places = advance(sentence, index, next);
-      if (places.empty()) continue;
-      kept.push_back(static_cast<int64_t>(index));
-      for (size_t k = 0; k < sentence.beam.size(); ++k) {
-        origins.push_back(static_cast<int64_t>(index * sentence.beam.size() + places[k]));
-        last.push_back(sentence.beam[k].tokens.empty() ? kPad : sentence.beam[k].tokens.back());
+    std::vector<int64_t> kept, last;
+    int64_t first_row = 0;  // of the sentence's beam in log_probs
+    for (Sentence& sentence : sentences_) {
+      const int64_t next_row = first_row + std::ssize(sentence.beam);
+      const auto extensions = length >= sentence.limit
+                                  ? endings(sentence, log_probs, first_row)
+                                  : extend(sentence, log_probs, first_row, banned, length);
+      for (const Extension& taken : advance(sentence, extensions)) {
+        kept.push_back(first_row + static_cast<int64_t>(taken.place));
+        last.push_back(taken.token);
       }
-      going.push_back(std::move(sentence));
+      if (!sentence.beam.empty()) going.push_back(std::move(sentence));
+      first_row = next_row;
     }
-    const bool all_go_on = going.size() == sentences_.size();
     sentences_ = std::move(going);
-    if (!all_go_on) state_.keep_sentences(at::tensor(kept, at::kLong));
-    if (!all_go_on || options_.beam_size > 1)
-      state_.keep_hypotheses(at::tensor(origins, at::kLong));
-    last_BK_ = at::tensor(last, at::kLong).view({-1, options_.beam_size});
+    state_.keep(kept);
+    last_N_ = at::tensor(last, at::kLong);
   }
 
-  // Moves the sentence's beam on by one token, and what ended to the results. Returns the place
-  // that each place of the new beam extends; nothing if the sentence is done.
-  std::vector<size_t> advance(Sentence& sentence, size_t index, const NextTokens& next) {
+  std::vector<int64_t> banned_at(int64_t length) const {
+    std::vector<int64_t> banned{kPad,
+                                kBegin};  // No label has these: training says nothing of them.
+    if (!options_.allow_unk) banned.push_back(kUnk);
+    if (length < options_.min_length) banned.push_back(kEnd);
+    return banned;
+  }
+
+  // What the sentence's beginnings may become, the likeliest first.
+  std::vector<Extension> extend(const Sentence& sentence, const LogProbs& log_probs,
+                                int64_t first_row, std::span<const int64_t> banned,
+                                int64_t length) const {
+    const SamplingOptions& sampling = options_.sampling;
+    std::vector<Extension> result;
+    for (size_t place = 0; place < sentence.beam.size(); ++place) {
+      const int64_t row = first_row + static_cast<int64_t>(place);
+      const Beginning& beginning = sentence.beam[place];
+      const auto add = [&](const Candidate& next) {
+        result.push_back({place, next.column, beginning.log_prob + next.log_prob});
+      };
+      if (sampling.enabled) {
+        add(draw(log_probs, row, sampling, banned,
+                 sampling_number(sampling.seed, sentence.number, beginning.sample, length)));
+        continue;
+      }
+      // Twice the beam: if half of the best extensions end, enough are left to go on.
+      for (const Candidate& next : log_probs.greatest(row, 2 * options_.beam_size, banned))
+        add(next);
+    }
+    std::ranges::stable_sort(result, std::greater{}, &Extension::log_prob);
+    return result;
+  }
+
+  static std::vector<Extension> endings(const Sentence& sentence, const LogProbs& log_probs,
+                                        int64_t first_row) {
+    std::vector<Extension> result;
+    for (size_t place = 0; place < sentence.beam.size(); ++place) {
+      const int64_t row = first_row + static_cast<int64_t>(place);
+      result.push_back({place, kEnd, sentence.beam[place].log_prob + log_probs.at(row, kEnd)});
+    }
+    std::ranges::stable_sort(result, std::greater{}, &Extension::log_prob);
+    return result;
+  }
+
+  // Moves the sentence's beam on by one token, and what ended to the results. Returns what each
+  // place of the new beam has come from; the beam is empty if the sentence is done.
+  std::vector<Extension> advance(Sentence& sentence, const std::vector<Extension>& extensions) {
     auto& ended = results_[sentence.row];
-    const auto beam_size = sentence.beam.size();
-    const bool must_end = state_.position > sentence.limit;
+    const auto beam_size = static_cast<size_t>(options_.beam_size);
     std::vector<Beginning> beam;
-    std::vector<size_t> places;
-    size_t rank = 0;
-    for (const Extension& extension : extend(sentence.beam, index, must_end, next)) {
+    std::vector<Extension> taken;
+    for (size_t rank = 0; rank < extensions.size(); ++rank) {
+      const Extension& extension = extensions[rank];
       if (beam.size() == beam_size && rank >= beam_size) break;
-      Beginning beginning = sentence.beam[extension.place];
+      const Beginning& beginning = sentence.beam[extension.place];
       if (extension.token == kEnd) {
         // One that ends counts only where it would have had a place.
         if (rank < beam_size && ended.size() < beam_size)
-          ended.push_back(finish(std::move(beginning), extension.log_prob, options_));
+          ended.push_back(finish(beginning, extension.log_prob, options_));
       } else if (beam.size() < beam_size) {
-        beginning.tokens.push_back(static_cast<int32_t>(extension.token));
-        beginning.log_prob = extension.log_prob;
-        beam.push_back(std::move(beginning));
-        places.push_back(extension.place);
+        beam.push_back(beginning);
+        beam.back().tokens.push_back(static_cast<int32_t>(extension.token));
+        beam.back().log_prob = extension.log_prob;
+        taken.push_back(extension);
       }
-      ++rank;
     }
-    if (ended.size() == beam_size || beam.empty()) return {};
-    beam.resize(beam_size);
-    places.resize(beam_size);
+    if (ended.size() == beam_size) {
+      beam.clear();
+      taken.clear();
+    }
     sentence.beam = std::move(beam);
-    return places;
+    return taken;
   }
 
   Transformer& model_;
@@ -176,7 +184,7 @@ class BeamSearch {
   DecoderState state_;
   std::vector<Sentence> sentences_;  // those not done, in the batch's order
   std::vector<std::vector<Hypothesis>> results_;
-  at::Tensor last_BK_;  // the newest token of every place
+  at::Tensor last_N_;  // the newest token of every beginning, sentence by sentence
 };
 
 }  // namespace
@@ -191,16 +199,23 @@ void validate(const SearchOptions& options) {
   check(options.max_length_factor >= 0, "length factor", options.max_length_factor, "at least 0");
   check(std::isfinite(options.normalize) && std::isfinite(options.word_penalty), "length penalty",
         options.normalize, "a finite number");
+  check(options.min_length >= 0, "shortest output", static_cast<double>(options.min_length),
+        "at least 0");
+  validate(options.sampling);
 }
 
 std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor& source_BS,
                                             const at::Tensor& source_lengths_B,
-                                            const SearchOptions& options) {
+                                            const SearchOptions& options,
+                                            std::span<const int64_t> numbers) {
   validate(options);
+  TORCH_CHECK_VALUE(numbers.empty() || std::ssize(numbers) == source_BS.size(0),
+                    "search: ", numbers.size(), " sentence numbers for ", source_BS.size(0),
+                    " sentences");
   const at::NoGradGuard no_grad;
   const bool was_training = model->is_training();
   model->eval();
-  auto results = BeamSearch(model, source_BS, source_lengths_B, options).run();
+  auto results = Search(model, source_BS, source_lengths_B, options, numbers).run();
   model->train(was_training);
   return results;
 }

@@ -1,8 +1,11 @@
-// Search for the likeliest translations: beam search, of which greedy search is the beam of one.
+// Search for the likeliest translations: beam search, of which greedy search is the beam of one; or
+// sampling, which draws them at random.
 #pragma once
 #include <cstdint>
+#include <span>
 #include <vector>
 
+#include "cohort/nmt/sampling.h"
 #include "cohort/nmt/transformer.h"
 
 namespace cohort::nmt {
@@ -10,12 +13,15 @@ namespace cohort::nmt {
 /// A translation's score is  log p / length^normalize - word_penalty * length,  where the length
 /// counts the end id: without them short translations win, for every token costs probability.
 struct SearchOptions {
-  int64_t beam_size = 1;         ///< Unfinished translations kept per sentence, at least 1.
-  double normalize = 0;          ///< Exponent of the length; 0 compares log p itself.
-  double word_penalty = 0;       ///< Per token; below 0 it lengthens.
-  bool allow_unk = false;        ///< true: the id for unknown pieces may be chosen.
+  int64_t beam_size = 1;    ///< Unfinished translations kept per sentence, at least 1; in sampling:
+                            ///< translations drawn.
+  double normalize = 0;     ///< Exponent of the length; 0 compares log p itself.
+  double word_penalty = 0;  ///< Per token; below 0 it lengthens.
+  bool allow_unk = false;   ///< true: the id for unknown pieces may be chosen.
   double max_length_factor = 3;  ///< At most this times the source's tokens, plus 10 ...
   int64_t max_length = 256;      ///< ... and at most so many tokens, the end id not counted.
+  int64_t min_length = 0;        ///< At least so many, as far as that allows.
+  SamplingOptions sampling;
 };
 
 /// Throws ConfigError that names the field if a value is out of range.
@@ -30,14 +36,19 @@ struct Hypothesis {
 /// The best translations of the batch's sentences. Each step extends every sentence's `beam_size`
 /// likeliest beginnings by one token, with keys and values of the earlier ones kept; a sentence
 /// leaves the batch once `beam_size` of its translations have ended. At the longest allowed length
-/// the end id follows, whatever its probability.
+/// the end id follows, whatever its probability. In sampling each translation draws its own tokens.
+///
+/// A sentence's translations do not depend on the batch it is in: not on the other sentences, their
+/// order or their number. In sampling, `numbers` names the sentences: a sentence's random numbers
+/// depend on the seed and on its own number, which is its row unless given.
 ///
 /// Local. Puts the model in evaluation mode and back. No gradients.
 /// Errors: ConfigError for bad options; c10::Error if the model's scores are not finite.
 /// Returns: by row of `source_BS`, `beam_size` hypotheses (fewer only if the vocabulary is
-/// smaller), best first.
+/// smaller), the greatest score first.
 std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor& source_BS,
                                             const at::Tensor& source_lengths_B,
-                                            const SearchOptions& options = {});
+                                            const SearchOptions& options = {},
+                                            std::span<const int64_t> numbers = {});
 
 }  // namespace cohort::nmt

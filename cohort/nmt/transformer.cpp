@@ -1,6 +1,7 @@
 #include "cohort/nmt/transformer.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <algorithm>
 #include <cmath>
 #include <torch/types.h>
 
@@ -21,17 +22,55 @@ std::vector<at::Tensor> split_heads(const at::Tensor& x, int64_t parts, int64_t 
       .unbind(0);
 }
 
-at::Tensor sinusoids(int64_t positions, int64_t width) {
-  const at::Tensor position = at::arange(positions, at::kDouble).unsqueeze(1);
-  const at::Tensor frequency = at::exp(at::arange(0, width, 2, at::kDouble) *
-                                       (-std::log(10000.0) / static_cast<double>(width)));
-  const at::Tensor angle = position * frequency;
-  return at::stack({at::sin(angle), at::cos(angle)}, 2).view({positions, width}).to(at::kFloat);
+// A block of a layer with dropout, the residual connection and its norm. The sum stays in x's type,
+// which is wider than what the block computes in.
+template <class Block>
+at::Tensor residual(const at::Tensor& x, LayerNorm& norm, LayerContext& context, bool training,
+                    Block block) {
+  const bool pre = context.norm == Norm::kPre;
+  const at::Tensor sum = x + dropout(block(pre ? norm->forward(x) : x),
+                                     training ? context.dropout : 0, context.stream);
+  return pre ? sum : norm->keep_type(sum);
 }
 
-at::Tensor residual(const at::Tensor& x, const at::Tensor& branch, LayerContext& context,
-                    bool training) {
-  return x + dropout(branch, training ? context.dropout : 0, context.stream);
+at::Tensor feed_forward(const at::Tensor& x, Projection& linear1, Projection& linear2,
+                        LayerContext& context, bool training) {
+  const double p = training ? context.dropout : 0;
+  const at::Tensor inner = linear1->forward(x);
+  switch (context.ffn_activation) {
+    case Activation::kRelu:
+      return linear2->forward(relu_dropout(inner, p, context.stream));
+    case Activation::kGelu:
+      return linear2->forward(dropout(at::gelu(inner), p, context.stream));
+    case Activation::kSwish:
+      return linear2->forward(dropout(at::silu(inner), p, context.stream));
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+bool infers(const torch::nn::Module& module) {
+  return !module.is_training() && !at::GradMode::is_enabled();
+}
+
+const void* row_of(const at::Tensor& rows, int64_t index) {
+  return static_cast<const char*>(rows.const_data_ptr()) +
+         static_cast<size_t>(index * rows.stride(-2)) * rows.element_size();
+}
+
+// Each of a sentence's `queries` sees the sentence's rows of kv_BSE and, if causal, none after it.
+SeenRows see_sentences(const at::Tensor& kv_BSE, const at::Tensor& lengths_B, int64_t queries,
+                       bool causal) {
+  const int64_t rows = kv_BSE.size(1);
+  SeenRows seen;
+  for (int64_t i = 0; i < kv_BSE.size(0) * rows; ++i) seen.rows.push_back(row_of(kv_BSE, i));
+  for (int64_t b = 0; b < kv_BSE.size(0); ++b) {
+    const int64_t length = lengths_B.const_data_ptr<int64_t>()[b];
+    for (int64_t q = 0; q < queries; ++q) {
+      seen.of_query.push_back({static_cast<size_t>(b * rows),
+                               static_cast<size_t>(causal ? std::min(length, q + 1) : length)});
+    }
+  }
+  return seen;
 }
 
 // The kernels walk raw memory by these numbers.
@@ -44,6 +83,14 @@ void check_range(const char* what, const at::Tensor& numbers, int64_t low, int64
 
 }  // namespace
 
+at::Tensor sinusoids(int64_t positions, int64_t width) {
+  const at::Tensor position = at::arange(positions, at::kDouble).unsqueeze(1);
+  const at::Tensor frequency = at::exp(at::arange(0, width, 2, at::kDouble) *
+                                       (-std::log(10000.0) / static_cast<double>(width)));
+  const at::Tensor angle = position * frequency;
+  return at::stack({at::sin(angle), at::cos(angle)}, 2).view({positions, width}).to(at::kFloat);
+}
+
 ProjectionImpl::ProjectionImpl(int64_t in, int64_t out, bool with_bias,
                                std::shared_ptr<LayerContext> context)
     : context_(std::move(context)) {
@@ -51,25 +98,34 @@ ProjectionImpl::ProjectionImpl(int64_t in, int64_t out, bool with_bias,
   if (with_bias) bias = register_parameter("bias", at::zeros({out}));
 }
 
-at::Tensor ProjectionImpl::computed_weight() {
+const Prepacked& ProjectionImpl::prepacked(int64_t first, int64_t count) {
+  const auto same = [&](const Part& part) { return part.first == first && part.count == count; };
+  const auto found = std::ranges::find_if(parts_, same);
+  if (found != parts_.end() && found->data == weight.const_data_ptr() &&
+      found->version == weight._version())
+    return found->rows;
+  std::erase_if(parts_, same);
   const auto type = compute_type(weight, context_->precision);
-  if (type == weight.scalar_type()) return weight;
-  if (at::GradMode::is_enabled()) {
-    cast_weight_.reset();
-    return weight.to(type);
-  }
-  if (!cast_weight_.defined() || cast_version_ != static_cast<int64_t>(weight._version())) {
-    cast_weight_ = weight.to(type);
-    cast_version_ = static_cast<int64_t>(weight._version());
-  }
-  return cast_weight_;
+  parts_.push_back({first, count, weight.const_data_ptr(), weight._version(),
+                    Prepacked(weight.narrow(0, first, count).to(type))});
+  return parts_.back().rows;
+}
+
+void ProjectionImpl::train(bool on) {
+  Module::train(on);
+  if (on) parts_.clear();
 }
 
 at::Tensor ProjectionImpl::forward(const at::Tensor& x) {
-  const at::Tensor w = computed_weight();
-  return at::linear(
-      x.to(w.scalar_type()), w,
-      bias.defined() ? std::optional<at::Tensor>(bias.to(w.scalar_type())) : std::nullopt);
+  return part(x, 0, weight.size(0));
+}
+
+at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t count) {
+  const auto type = compute_type(weight, context_->precision);
+  const at::Tensor b = bias.defined() ? bias.narrow(0, first, count).to(type) : at::Tensor();
+  if (infers(*this)) return prepacked(first, count).multiply(x.to(type), b);
+  return at::linear(x.to(type), weight.narrow(0, first, count).to(type),
+                    b.defined() ? std::optional(b) : std::nullopt);
 }
 
 LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> context)
@@ -78,9 +134,12 @@ LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> contex
   bias = register_parameter("bias", at::zeros({width}));
 }
 
+at::Tensor LayerNormImpl::keep_type(const at::Tensor& x) {
+  return at::layer_norm(x, {x.size(-1)}, weight, bias);
+}
+
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
-  return at::layer_norm(x, {x.size(-1)}, weight, bias)
-      .to(compute_type(weight, context_->precision));
+  return keep_type(x).to(compute_type(weight, context_->precision));
 }
 
 AttentionImpl::AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context)
@@ -89,49 +148,71 @@ AttentionImpl::AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<Layer
   out_proj = register_module("out_proj", Projection(width, width, false, context_));
 }
 
-at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const KeyValues& kv,
-                                 const at::Tensor& lengths_B, bool causal) {
+at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD,
+                                 const at::Tensor& v_BHSD, const at::Tensor& lengths_B,
+                                 bool causal) {
   const int64_t batch = q_BHTD.size(0);
   const int64_t queries = q_BHTD.size(2);
   const int64_t width = q_BHTD.size(3);
-  const int64_t keys = kv.keys.size(2);
-  const at::Tensor scores = at::matmul(q_BHTD, kv.keys.transpose(2, 3));
+  const at::Tensor scores = at::matmul(q_BHTD, k_BHSD.transpose(2, 3));
   const at::Tensor probs = masked_softmax(scores.contiguous(), lengths_B, causal,
                                           1 / std::sqrt(static_cast<double>(width)),
                                           is_training() ? context_->dropout : 0, context_->stream);
-  TORCH_INTERNAL_ASSERT(probs.size(3) == keys);
-  const at::Tensor mixed = at::matmul(probs, kv.values);
+  const at::Tensor mixed = at::matmul(probs, v_BHSD);
   return out_proj->forward(mixed.transpose(1, 2).reshape({batch, queries, heads_ * width}));
 }
 
+at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen) {
+  const at::Tensor mixed = nmt::attend(queries.reshape({-1, queries.size(-1)}), seen, heads_);
+  return out_proj->forward(mixed.view(queries.sizes()));
+}
+
 at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal) {
-  const auto qkv = split_heads(in_proj->forward(x_BTD), 3, heads_);
-  return attend(qkv[0], {qkv[1], qkv[2]}, lengths_B, causal);
+  const at::Tensor qkv = in_proj->forward(x_BTD);
+  const int64_t width = x_BTD.size(2);
+  if (infers(*this)) {
+    return attend(qkv.narrow(2, 0, width),
+                  see_sentences(qkv.narrow(2, width, 2 * width), lengths_B, x_BTD.size(1), causal));
+  }
+  const auto heads = split_heads(qkv, 3, heads_);
+  return attend(heads[0], heads[1], heads[2], lengths_B, causal);
 }
 
-at::Tensor AttentionImpl::self_step(const at::Tensor& x_N1D, KeyValues& cache) {
-  const auto qkv = split_heads(in_proj->forward(x_N1D), 3, heads_);
-  cache.keys = cache.keys.defined() ? at::cat({cache.keys, qkv[1]}, 2) : qkv[1];
-  cache.values = cache.values.defined() ? at::cat({cache.values, qkv[2]}, 2) : qkv[2];
-  const at::Tensor lengths = at::full({x_N1D.size(0)}, cache.keys.size(2), at::kLong);
-  return attend(qkv[0], cache, lengths, /*causal=*/false);
+at::Tensor AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
+  const int64_t width = memory_BSD.size(2);
+  return in_proj->part(memory_BSD, width, 2 * width);
 }
 
-KeyValues AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
-  const at::Tensor weight = in_proj->computed_weight();
-  const int64_t width = weight.size(1);
-  const auto kv = split_heads(
-      at::linear(memory_BSD.to(weight.scalar_type()), weight.narrow(0, width, 2 * width)), 2,
-      heads_);
-  return {kv[0], kv[1]};
-}
-
-at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const KeyValues& memory,
+at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
                                 const at::Tensor& lengths_B) {
-  const at::Tensor weight = in_proj->computed_weight();
-  const at::Tensor q =
-      at::linear(x_BTD.to(weight.scalar_type()), weight.narrow(0, 0, weight.size(1)));
-  return attend(split_heads(q, 1, heads_)[0], memory, lengths_B, /*causal=*/false);
+  const at::Tensor q = in_proj->part(x_BTD, 0, x_BTD.size(2));
+  if (infers(*this))
+    return attend(q, see_sentences(memory_BSE, lengths_B, x_BTD.size(1), /*causal=*/false));
+  const auto kv = split_heads(memory_BSE, 2, heads_);
+  return attend(split_heads(q, 1, heads_)[0], kv[0], kv[1], lengths_B, /*causal=*/false);
+}
+
+at::Tensor AttentionImpl::self_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
+                                    std::vector<at::Tensor>& past) {
+  const at::Tensor qkv = in_proj->forward(x_ND);
+  const int64_t width = x_ND.size(1);
+  past.push_back(qkv.narrow(1, width, 2 * width).contiguous());
+  SeenRows seen;
+  for (const Path& path : paths) {
+    seen.of_query.push_back({seen.rows.size(), path.rows.size()});
+    for (size_t t = 0; t < path.rows.size(); ++t)
+      seen.rows.push_back(row_of(past[t], path.rows[t]));
+  }
+  return attend(qkv.narrow(1, 0, width), seen);
+}
+
+at::Tensor AttentionImpl::cross_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
+                                     const at::Tensor& memory_BSE, const at::Tensor& lengths_B) {
+  const SeenRows of_sentences = see_sentences(memory_BSE, lengths_B, 1, /*causal=*/false);
+  SeenRows seen{.rows = of_sentences.rows};
+  for (const Path& path : paths)
+    seen.of_query.push_back(of_sentences.of_query[static_cast<size_t>(path.sentence)]);
+  return attend(in_proj->part(x_ND, 0, x_ND.size(1)), seen);
 }
 
 EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o,
@@ -146,11 +227,12 @@ EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o,
 
 at::Tensor EncoderLayerImpl::forward(const at::Tensor& x_BSD, const at::Tensor& lengths_B) {
   const bool training = is_training();
-  at::Tensor x = residual(x_BSD, self_attn_->self(norm1_->forward(x_BSD), lengths_B, false),
-                          *context_, training);
-  const at::Tensor inner = relu_dropout(linear1_->forward(norm2_->forward(x)),
-                                        training ? context_->dropout : 0, context_->stream);
-  return residual(x, linear2_->forward(inner), *context_, training);
+  const at::Tensor x = residual(x_BSD, norm1_, *context_, training, [&](const at::Tensor& y) {
+    return self_attn_->self(y, lengths_B, /*causal=*/false);
+  });
+  return residual(x, norm2_, *context_, training, [&](const at::Tensor& y) {
+    return feed_forward(y, linear1_, linear2_, *context_, training);
+  });
 }
 
 DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
@@ -165,54 +247,45 @@ DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
   norm3_ = register_module("norm3", LayerNorm(o.dim_emb, context_));
 }
 
-KeyValues DecoderLayerImpl::project_memory(const at::Tensor& memory_BSD) {
+at::Tensor DecoderLayerImpl::project_memory(const at::Tensor& memory_BSD) {
   return multihead_attn_->project_memory(memory_BSD);
 }
 
 at::Tensor DecoderLayerImpl::forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
-                                     const KeyValues& memory, const at::Tensor& source_lengths_B) {
-  return after_self(
-      residual(x_BTD, self_attn_->self(norm1_->forward(x_BTD), target_lengths_B, true), *context_,
-               is_training()),
-      memory, source_lengths_B);
+                                     const at::Tensor& memory_BSE,
+                                     const at::Tensor& source_lengths_B) {
+  const at::Tensor x = residual(x_BTD, norm1_, *context_, is_training(), [&](const at::Tensor& y) {
+    return self_attn_->self(y, target_lengths_B, /*causal=*/true);
+  });
+  return after_self(x, [&](const at::Tensor& y) {
+    return multihead_attn_->cross(y, memory_BSE, source_lengths_B);
+  });
 }
 
-at::Tensor DecoderLayerImpl::step(const at::Tensor& x_BKD, const KeyValues& memory,
-                                  const at::Tensor& source_lengths_B, KeyValues& cache) {
-  // Each translation has its own past; the K of a sentence share its memory, as K queries.
-  const at::Tensor x_N1D = norm1_->forward(x_BKD).view({-1, 1, x_BKD.size(2)});
-  return after_self(x_BKD + self_attn_->self_step(x_N1D, cache).view(x_BKD.sizes()), memory,
-                    source_lengths_B);
+at::Tensor DecoderLayerImpl::step(const at::Tensor& x_ND, const std::vector<Path>& paths,
+                                  std::vector<at::Tensor>& past, const at::Tensor& memory_BSE,
+                                  const at::Tensor& source_lengths_B) {
+  const at::Tensor x = residual(x_ND, norm1_, *context_, is_training(), [&](const at::Tensor& y) {
+    return self_attn_->self_step(y, paths, past);
+  });
+  return after_self(x, [&](const at::Tensor& y) {
+    return multihead_attn_->cross_step(y, paths, memory_BSE, source_lengths_B);
+  });
 }
 
-at::Tensor DecoderLayerImpl::after_self(const at::Tensor& x, const KeyValues& memory,
-                                        const at::Tensor& source_lengths_B) {
+template <class Cross>
+at::Tensor DecoderLayerImpl::after_self(const at::Tensor& x, Cross cross) {
   const bool training = is_training();
-  const at::Tensor crossed = residual(
-      x, multihead_attn_->cross(norm2_->forward(x), memory, source_lengths_B), *context_, training);
-  const at::Tensor inner = relu_dropout(linear1_->forward(norm3_->forward(crossed)),
-                                        training ? context_->dropout : 0, context_->stream);
-  return residual(crossed, linear2_->forward(inner), *context_, training);
+  const at::Tensor crossed = residual(x, norm2_, *context_, training, cross);
+  return residual(crossed, norm3_, *context_, training, [&](const at::Tensor& y) {
+    return feed_forward(y, linear1_, linear2_, *context_, training);
+  });
 }
 
-namespace {
-
-void keep_rows(std::vector<KeyValues>& layers, const at::Tensor& rows) {
-  for (KeyValues& kv : layers) {
-    kv.keys = kv.keys.index_select(0, rows);
-    kv.values = kv.values.index_select(0, rows);
-  }
-}
-
-}  // namespace
-
-void DecoderState::keep_sentences(const at::Tensor& rows) {
-  keep_rows(memory, rows);
-  source_lengths_B = source_lengths_B.index_select(0, rows);
-}
-
-void DecoderState::keep_hypotheses(const at::Tensor& rows) {
-  keep_rows(self, rows);
+void DecoderState::keep(std::span<const int64_t> kept) {
+  std::vector<Path> going;
+  for (const int64_t index : kept) going.push_back(paths.at(static_cast<size_t>(index)));
+  paths = std::move(going);
 }
 
 TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision precision)
@@ -221,12 +294,19 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
       context_(std::make_shared<LayerContext>()) {
   validate(options);
   context_->precision = precision;
+  context_->norm = options.norm;
+  context_->ffn_activation = options.ffn_activation;
   context_->dropout = options.dropout;
   positions_ = sinusoids(options.max_positions, options.dim_emb);
-  source_embedding_ = register_parameter("source_embedding",
-                                         at::zeros({options.dim_vocab_source, options.dim_emb}));
-  target_embedding_ = register_parameter("target_embedding",
-                                         at::zeros({options.dim_vocab_target, options.dim_emb}));
+  const auto table = [&](const char* name, int64_t pieces) {
+    return register_parameter(name, at::zeros({pieces, options.dim_emb}));
+  };
+  if (options.tied_embeddings_all) {
+    source_embedding_ = target_embedding_ = table("embedding", options.dim_vocab_target);
+  } else {
+    source_embedding_ = table("source_embedding", options.dim_vocab_source);
+    target_embedding_ = table("target_embedding", options.dim_vocab_target);
+  }
   const auto stack = [&](const std::string& name, int64_t depth, auto& layers, LayerNorm& norm) {
     auto holder = register_module(name, std::make_shared<torch::nn::Module>(name));
     auto list = holder->register_module("layers", std::make_shared<torch::nn::Module>("layers"));
@@ -234,17 +314,23 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
       layers.emplace_back(options_, context_);
       list->register_module(std::to_string(i), layers.back());
     }
-    norm = holder->register_module("norm", LayerNorm(options_.dim_emb, context_));
+    if (options_.norm == Norm::kPre)
+      norm = holder->register_module("norm", LayerNorm(options_.dim_emb, context_));
   };
   stack("encoder", options.enc_depth, encoder_, encoder_norm_);
   stack("decoder", options.dec_depth, decoder_, decoder_norm_);
   generator_ = Projection(options.dim_emb, options.dim_vocab_target, false, context_);
-  if (options.tied_embeddings) {
+  if (options.tied_embeddings || options.tied_embeddings_all) {
     generator_->weight = target_embedding_;  // Not registered: one parameter, used twice.
   } else {
     register_module("generator", generator_);
   }
   initialise(0);
+}
+
+void TransformerImpl::train(bool on) {
+  Module::train(on);
+  generator_->train(on);  // With tied embeddings it is no registered child.
 }
 
 void TransformerImpl::initialise(uint64_t seed) {
@@ -277,56 +363,98 @@ at::Tensor TransformerImpl::embed(const at::Tensor& table, const at::Tensor& ids
   return dropout(summed, is_training() ? options_.dropout : 0, context_->stream);
 }
 
+at::Tensor TransformerImpl::run_layer(const torch::nn::Module& layer,
+                                      const std::vector<at::Tensor>& inputs, RecomputedBody body) {
+  if (!options_.gradient_checkpointing) return body(inputs);
+  return recomputed(std::move(body), inputs, layer.parameters(), context_->stream);
+}
+
 at::Tensor TransformerImpl::encode(const at::Tensor& source_BS, const at::Tensor& lengths_B) {
   check_range("source lengths", lengths_B, 1, source_BS.size(1));
   check_range("source ids", source_BS, 0, options_.dim_vocab_source - 1);
   at::Tensor x = embed(source_embedding_, source_BS, 0);
-  for (auto& layer : encoder_) x = layer->forward(x, lengths_B);
-  return encoder_norm_->forward(x);
+  for (EncoderLayer& layer : encoder_) {
+    x = run_layer(*layer, {x}, [layer, lengths_B](const auto& inputs) mutable {
+      return layer->forward(inputs[0], lengths_B);
+    });
+  }
+  return encoder_norm_ ? encoder_norm_->forward(x) : x;
 }
 
-std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {
+std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& batch) {
   check_range("target lengths", batch.target_lengths_B, 1, batch.input_BT.size(1));
   check_range("labels", batch.labels_BT, 0, options_.dim_vocab_target - 1);
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
   const at::Tensor memory = encode(batch.source_BS, batch.source_lengths_B);
   at::Tensor x = embed(target_embedding_, batch.input_BT, 0);
-  for (auto& layer : decoder_) {
-    x = layer->forward(x, batch.target_lengths_B, layer->project_memory(memory),
-                       batch.source_lengths_B);
+  for (DecoderLayer& layer : decoder_) {
+    x = run_layer(*layer, {x, memory},
+                  [layer, source_lengths_B = batch.source_lengths_B,
+                   target_lengths_B = batch.target_lengths_B](const auto& inputs) mutable {
+                    return layer->forward(inputs[0], target_lengths_B,
+                                          layer->project_memory(inputs[1]), source_lengths_B);
+                  });
   }
   // Only rows that carry a label reach the projection to the vocabulary.
   const at::Tensor labels = batch.labels_BT.reshape({-1});
   const at::Tensor rows = at::nonzero(labels).squeeze(1);
-  const at::Tensor hidden =
-      decoder_norm_->forward(x.reshape({-1, x.size(2)}).index_select(0, rows));
-  const LossSums sums =
-      smoothed_cross_entropy(hidden, generator_->weight, labels.index_select(0, rows),
-                             is_training() ? options_.label_smoothing : 0);
+  return {decoder_output(x.reshape({-1, x.size(2)}).index_select(0, rows)),
+          labels.index_select(0, rows)};
+}
+
+std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {
+  const auto [hidden, labels] = labelled_states(batch);
+  const LossSums sums = smoothed_cross_entropy(hidden, generator_->weight, labels,
+                                               is_training() ? options_.label_smoothing : 0);
   return {sums.loss, sums.nll};
+}
+
+at::Tensor TransformerImpl::log_probabilities(const Batch& batch) {
+  constexpr int64_t kRows = 256;  // at a time: their scores over the vocabulary are float32
+  const at::NoGradGuard no_grad;
+  const auto [hidden, labels] = labelled_states(batch);
+  const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  at::Tensor result = at::empty({labels.size(0)}, at::kDouble);
+  for (int64_t first = 0; first < labels.size(0); first += kRows) {
+    const int64_t rows = std::min(kRows, labels.size(0) - first);
+    const at::Tensor scores = generator_->forward(hidden.narrow(0, first, rows));
+    const at::Tensor chosen = labels.narrow(0, first, rows).unsqueeze(1);
+    result.narrow(0, first, rows)
+        .copy_(at::log_softmax(scores, 1, wide).gather(1, chosen).squeeze(1));
+  }
+  return result;
+}
+
+// What the projection to the vocabulary takes, in the compute type.
+at::Tensor TransformerImpl::decoder_output(const at::Tensor& x) {
+  return decoder_norm_ ? decoder_norm_->forward(x)
+                       : x.to(compute_type(generator_->weight, context_->precision));
 }
 
 DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
                                              const at::Tensor& lengths_B) {
+  TORCH_INTERNAL_ASSERT(infers(*this));
   DecoderState state;
-  state.self.resize(decoder_.size());
-  for (auto& layer : decoder_) {
-    KeyValues kv = layer->project_memory(memory_BSD);
-    state.memory.push_back({kv.keys.contiguous(), kv.values.contiguous()});
-  }
-  state.source_lengths_B = lengths_B;
+  for (auto& layer : decoder_) state.memory.push_back(layer->project_memory(memory_BSD));
+  state.past.resize(decoder_.size());
+  state.source_lengths_B = lengths_B.contiguous();
+  for (int64_t b = 0; b < memory_BSD.size(0); ++b) state.paths.push_back({.sentence = b});
   return state;
 }
 
-at::Tensor TransformerImpl::decode_step(const at::Tensor& last_BK, DecoderState& state) {
-  const at::Tensor last_N1 = last_BK.reshape({-1, 1});
-  at::Tensor x = embed(target_embedding_, last_N1, state.position)
-                     .view({last_BK.size(0), last_BK.size(1), options_.dim_emb});
+at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state) {
+  TORCH_INTERNAL_ASSERT(infers(*this));
+  TORCH_CHECK_VALUE(last_N.dim() == 1 && last_N.size(0) == std::ssize(state.paths),
+                    "decode_step: expected a token for each of ", state.paths.size(),
+                    " translations, got ", last_N.sizes());
+  at::Tensor x = embed(target_embedding_, last_N.unsqueeze(1), state.position).squeeze(1);
   ++state.position;
+  for (size_t n = 0; n < state.paths.size(); ++n)
+    state.paths[n].rows.push_back(static_cast<int64_t>(n));
   for (size_t i = 0; i < decoder_.size(); ++i) {
-    x = decoder_[i]->step(x, state.memory[i], state.source_lengths_B, state.self[i]);
+    x = decoder_[i]->step(x, state.paths, state.past[i], state.memory[i], state.source_lengths_B);
   }
-  return generator_->forward(decoder_norm_->forward(x));
+  return generator_->forward(decoder_output(x));
 }
 
 int64_t count_parameters(const torch::nn::Module& module) {

@@ -4,13 +4,17 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <memory>
+#include <span>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cohort/nmt/fused.h"
 #include "cohort/nmt/options.h"
+#include "cohort/nmt/prepacked.h"
+#include "cohort/nmt/recompute.h"
 
 namespace cohort::nmt {
 
@@ -24,36 +28,51 @@ struct Batch {
   int64_t num_target_tokens = 0;  ///< Labels that are no padding.
 };
 
+/// Returns the encodings of positions that embeddings are added to, [positions, width] float32:
+/// sines in even columns, cosines of the same angles beside them.
+at::Tensor sinusoids(int64_t positions, int64_t width);
+
 /// What all layers of one model share: how to compute, and which elements dropout takes.
 struct LayerContext {
   Precision precision = Precision::kFloat32;
+  Norm norm = Norm::kPre;
+  Activation ffn_activation = Activation::kRelu;
   double dropout = 0;
   DropoutStream stream;
 };
 
-/// y = x W^T (+ b) in the context's compute type; W and b stay in their own.
+/// y = x W^T (+ b) in the context's compute type; W and b stay in their own. Inference (evaluation
+/// mode without gradients) keeps W prepacked until it changes or the module is trained.
 class ProjectionImpl : public torch::nn::Module {
  public:
   ProjectionImpl(int64_t in, int64_t out, bool bias, std::shared_ptr<LayerContext> context);
   at::Tensor forward(const at::Tensor& x);
-  /// The weight in the compute type; kept between calls without gradients while it does not change.
-  at::Tensor computed_weight();
+  /// The outputs [first, first + count) alone.
+  at::Tensor part(const at::Tensor& x, int64_t first, int64_t count);
+  void train(bool on = true) override;
 
   at::Tensor weight;
   at::Tensor bias;  ///< Undefined without bias.
 
  private:
+  // Rows of the weight as inference multiplies by them, and which weight they are of.
+  struct Part {
+    int64_t first, count;
+    const void* data;
+    int64_t version;
+    Prepacked rows;
+  };
+  const Prepacked& prepacked(int64_t first, int64_t count);
+
   std::shared_ptr<LayerContext> context_;
-  at::Tensor cast_weight_;
-  int64_t cast_version_ = -1;
+  std::vector<Part> parts_;
 };
 TORCH_MODULE(Projection);
 
-/// Keys and values that decoding keeps per layer, [N, H, T, D/H] each; undefined before the first
-/// step.
-struct KeyValues {
-  at::Tensor keys;
-  at::Tensor values;
+/// Where the past of one translation lies that is being decoded.
+struct Path {
+  int64_t sentence = 0;       ///< Row of the source batch.
+  std::vector<int64_t> rows;  ///< By position: the row of that step's keys and values.
 };
 
 class AttentionImpl : public torch::nn::Module {
@@ -61,18 +80,27 @@ class AttentionImpl : public torch::nn::Module {
   AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context);
   /// Queries, keys and values from x itself.
   at::Tensor self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal);
-  /// The same for one next token of each of N sentences: its key and value are appended to `cache`.
-  at::Tensor self_step(const at::Tensor& x_N1D, KeyValues& cache);
-  /// Keys and values of `memory`, for `cross`.
-  KeyValues project_memory(const at::Tensor& memory_BSD);
-  at::Tensor cross(const at::Tensor& x_BTD, const KeyValues& memory, const at::Tensor& lengths_B);
+  /// Keys beside values of `memory`, [B, S, 2 D], for `cross`.
+  at::Tensor project_memory(const at::Tensor& memory_BSD);
+  at::Tensor cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
+                   const at::Tensor& lengths_B);
+
+  /// `self` for the next token of each of N translations, in inference: keys beside values of the
+  /// tokens are appended to `past`, by position.
+  at::Tensor self_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
+                       std::vector<at::Tensor>& past);
+  /// `cross` for the same.
+  at::Tensor cross_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
+                        const at::Tensor& memory_BSE, const at::Tensor& lengths_B);
 
   Projection in_proj{nullptr};  ///< Rows: queries, keys, values.
   Projection out_proj{nullptr};
 
  private:
-  at::Tensor attend(const at::Tensor& q_BHTD, const KeyValues& kv, const at::Tensor& lengths_B,
-                    bool causal);
+  at::Tensor attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD, const at::Tensor& v_BHSD,
+                    const at::Tensor& lengths_B, bool causal);
+  // The same in inference, for queries [..., D].
+  at::Tensor attend(const at::Tensor& queries, const SeenRows& seen);
   int64_t heads_;
   std::shared_ptr<LayerContext> context_;
 };
@@ -81,7 +109,8 @@ TORCH_MODULE(Attention);
 class LayerNormImpl : public torch::nn::Module {
  public:
   LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> context);
-  at::Tensor forward(const at::Tensor& x);  ///< Result in the compute type.
+  at::Tensor forward(const at::Tensor& x);    ///< Result in the compute type.
+  at::Tensor keep_type(const at::Tensor& x);  ///< Result in x's type.
 
   at::Tensor weight;
   at::Tensor bias;
@@ -108,15 +137,16 @@ class DecoderLayerImpl : public torch::nn::Module {
  public:
   DecoderLayerImpl(const TransformerOptions& options, std::shared_ptr<LayerContext> context);
   at::Tensor forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
-                     const KeyValues& memory, const at::Tensor& source_lengths_B);
-  /// One next token of each of K translations of each of B sentences; `cache` has B * K rows.
-  at::Tensor step(const at::Tensor& x_BKD, const KeyValues& memory,
-                  const at::Tensor& source_lengths_B, KeyValues& cache);
-  KeyValues project_memory(const at::Tensor& memory_BSD);
+                     const at::Tensor& memory_BSE, const at::Tensor& source_lengths_B);
+  /// The next token of each of N translations, whose keys and values `past` keeps by position.
+  at::Tensor step(const at::Tensor& x_ND, const std::vector<Path>& paths,
+                  std::vector<at::Tensor>& past, const at::Tensor& memory_BSE,
+                  const at::Tensor& source_lengths_B);
+  at::Tensor project_memory(const at::Tensor& memory_BSD);
 
  private:
-  at::Tensor after_self(const at::Tensor& x, const KeyValues& memory,
-                        const at::Tensor& source_lengths_B);
+  template <class Cross>
+  at::Tensor after_self(const at::Tensor& x, Cross cross);
 
   std::shared_ptr<LayerContext> context_;
   LayerNorm norm1_{nullptr}, norm2_{nullptr}, norm3_{nullptr};
@@ -125,25 +155,28 @@ class DecoderLayerImpl : public torch::nn::Module {
 };
 TORCH_MODULE(DecoderLayer);
 
-/// What decoding B sentences with K translations each keeps between steps.
+/// What decoding B sentences keeps between steps. Keys and values stay where the step that made
+/// them has put them, and translations with a common beginning share them: when translations end,
+/// multiply or change places, nothing but their paths is copied.
 struct DecoderState {
-  std::vector<KeyValues> self;    ///< By layer; translation k of sentence b is row b * K + k.
-  std::vector<KeyValues> memory;  ///< By layer; by sentence.
+  std::vector<Path> paths;  ///< One per translation; of each sentence one at first.
+  std::vector<std::vector<at::Tensor>> past;  ///< By layer and position: [N of that step, 2 D].
+  std::vector<at::Tensor> memory;             ///< By layer: [B, S, 2 D].
   at::Tensor source_lengths_B;
   int64_t position = 0;  ///< Tokens decoded so far.
 
-  /// Keeps the sentences `rows` (int64 indices into B), in that order.
-  void keep_sentences(const at::Tensor& rows);
-  /// Keeps the translations `rows` (int64 indices into B * K, may repeat), in that order.
-  void keep_hypotheses(const at::Tensor& rows);
+  /// Goes on with the translations `kept` (indices into `paths`, may repeat), in that order.
+  void keep(std::span<const int64_t> kept);
 };
 
-/// Pre-norm encoder and decoder, sinusoidal positions, embeddings scaled by sqrt(D), no bias in
-/// attention and output projection; nothing tied unless asked for: 93,255,680 parameters at the
-/// default sizes. With tied embeddings there is no parameter "generator.weight".
+/// Encoder and decoder, sinusoidal positions, embeddings scaled by sqrt(D), no bias in attention
+/// and output projection; pre-norm, ReLU and nothing tied unless asked for: 93,255,680 parameters
+/// at the default sizes.
 ///
-/// Parameters carry the names of torch.nn.Transformer's where it has them.
-/// Threads: one. Local. Errors: c10::ValueError for ids or lengths out of range.
+/// Parameters carry the names of torch.nn.Transformer's where it has them. With tied embeddings
+/// there is no "generator.weight"; with tied_embeddings_all the one table is "embedding". A
+/// post-norm model has no "encoder.norm" and "decoder.norm". Threads: one. Local. Errors:
+/// c10::ValueError for ids or lengths out of range.
 class TransformerImpl : public torch::nn::Module {
  public:
   explicit TransformerImpl(const TransformerOptions& options,
@@ -152,12 +185,18 @@ class TransformerImpl : public torch::nn::Module {
   /// Sums of the losses over the batch's target tokens: {smoothed, plain}. See
   /// smoothed_cross_entropy.
   std::tuple<at::Tensor, at::Tensor> forward(const Batch& batch);
+  /// Log p (natural) of each of the batch's labels that is no padding, row by row: float64, without
+  /// gradients; their sum is the negative of forward's plain loss.
+  at::Tensor log_probabilities(const Batch& batch);
 
   at::Tensor encode(const at::Tensor& source_BS, const at::Tensor& lengths_B);
+  /// Decoding is inference: evaluation mode, no gradients.
   DecoderState begin_decoding(const at::Tensor& memory_BSD, const at::Tensor& lengths_B);
-  /// Scores [B, K, V] (before softmax) of the token after `last_BK`; advances `state`. Every call
-  /// for the same state has the same K.
-  at::Tensor decode_step(const at::Tensor& last_BK, DecoderState& state);
+  /// Scores [N, V] (before softmax) of the token after `last_N` of each of the state's N
+  /// translations; advances `state`. A translation's scores do not depend on the others.
+  at::Tensor decode_step(const at::Tensor& last_N, DecoderState& state);
+
+  void train(bool on = true) override;
 
   /// Draws all parameters anew from `seed`; the same seed gives the same model.
   void initialise(uint64_t seed);
@@ -168,7 +207,12 @@ class TransformerImpl : public torch::nn::Module {
   Precision precision() const { return context_->precision; }
 
  private:
+  // The decoder's last states at the batch's labels, and those labels, padding left out.
+  std::pair<at::Tensor, at::Tensor> labelled_states(const Batch& batch);
   at::Tensor embed(const at::Tensor& table, const at::Tensor& ids, int64_t first_position);
+  at::Tensor run_layer(const torch::nn::Module& layer, const std::vector<at::Tensor>& inputs,
+                       RecomputedBody body);
+  at::Tensor decoder_output(const at::Tensor& x);
 
   TransformerOptions options_;
   std::shared_ptr<LayerContext> context_;
@@ -177,7 +221,7 @@ class TransformerImpl : public torch::nn::Module {
   at::Tensor target_embedding_;
   std::vector<EncoderLayer> encoder_;
   std::vector<DecoderLayer> decoder_;
-  LayerNorm encoder_norm_{nullptr}, decoder_norm_{nullptr};
+  LayerNorm encoder_norm_{nullptr}, decoder_norm_{nullptr};  // null in a post-norm model
   Projection generator_{nullptr};
 };
 TORCH_MODULE(Transformer);

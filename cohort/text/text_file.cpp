@@ -17,29 +17,56 @@ namespace {
 
 constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
 
+[[noreturn]] void fail(const std::filesystem::path& path, int error_number) {
+  throw ConfigError(path.string() +
+                    ": cannot be read: " + std::generic_category().message(error_number));
+}
+
 }  // namespace
 
-std::string read_file(const std::filesystem::path& path) {
-  const auto fail = [&path](int error_number) {
-    throw ConfigError(path.string() +
-                      ": cannot be read: " + std::generic_category().message(error_number));
-  };
+std::ifstream open_text(const std::filesystem::path& path) {
   std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored)) fail(EISDIR);
+  if (std::filesystem::is_directory(path, ignored)) fail(path, EISDIR);
   errno = 0;
   std::ifstream file(path, std::ios::binary);
-  if (!file) fail(errno != 0 ? errno : EIO);
+  if (!file) fail(path, errno != 0 ? errno : EIO);
+  return file;
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream file = open_text(path);
   std::string content;
   std::array<char, 1 << 16> buffer{};
   while (file.read(buffer.data(), buffer.size()) || file.gcount() > 0) {
     content.append(buffer.data(), static_cast<size_t>(file.gcount()));
   }
-  if (file.bad()) fail(EIO);
+  if (file.bad()) fail(path, EIO);
   return content;
 }
 
+bool LineReader::read(std::string& line) {
+  std::array<char, 1 << 14> part{};
+  line.clear();
+  while (true) {
+    stream_.getline(part.data(), part.size());
+    const auto count = static_cast<size_t>(stream_.gcount());
+    if (stream_.bad()) return false;
+    const bool ended = stream_.eof();
+    const bool whole = !stream_.fail() && !ended;  // The line's end has been read, and counted.
+    if (!whole && !ended && count == 0) return false;
+    line.append(part.data(), whole ? count - 1 : count);
+    if (line.size() > kMaxLineBytes) {
+      throw ConfigError(name_ + ": line " + std::to_string(number_ + 1) + " has more than " +
+                        std::to_string(kMaxLineBytes >> 20) + " MiB: expected sentences");
+    }
+    if (whole) return true;
+    if (ended) return !line.empty();
+    stream_.clear();
+  }
+}
+
 bool LineReader::next(std::string& line) {
-  if (!std::getline(stream_, line)) {
+  if (!read(line)) {
     // Standard input's own buffer takes an error for the end.
     const bool failed = stream_.bad() || (&stream_ == &std::cin && std::ferror(stdin) != 0);
     if (failed) throw ConfigError(name_ + ": cannot be read");

@@ -1,4 +1,5 @@
-// Reads text files whole; shared by the tokenizer and the readers of parallel text.
+// Reads text files, whole or line by line; shared by the tokenizer and the readers of parallel
+// text.
 #pragma once
 #include <cstdint>
 #include <filesystem>
@@ -9,6 +10,10 @@
 
 namespace cohort::text {
 
+/// Opens `path` to be read from its start.
+/// Errors: ConfigError that names the file and the reason if it cannot be opened.
+std::ifstream open_text(const std::filesystem::path& path);
+
 /// Returns the bytes of `path`.
 /// Errors: ConfigError that names the file and the reason if it cannot be read.
 std::string read_file(const std::filesystem::path& path);
@@ -16,11 +21,13 @@ std::string read_file(const std::filesystem::path& path);
 /// Gives the lines of a stream one by one, without line ends.
 ///
 /// Lines end at "\n" or "\r\n" only; the last line's end is optional. A byte order mark at the
-/// start is removed. `name` stands for the stream in errors.
-/// Errors: ConfigError that names `name` and the line (from 1) if a line is not valid UTF-8, or if
-/// reading fails.
+/// start is removed. `name` stands for the stream in errors. Memory is bounded whatever comes.
+/// Errors: ConfigError that names `name` and the line (from 1) if a line is not valid UTF-8 or has
+/// more than kMaxLineBytes, or if reading fails.
 class LineReader {
  public:
+  static constexpr size_t kMaxLineBytes = size_t{16} << 20;
+
   /// `stream` must outlive the reader.
   LineReader(std::istream& stream, std::string name) : stream_(stream), name_(std::move(name)) {}
   /// Puts the next line into `line`; returns whether there was one. May block on the stream.
@@ -28,6 +35,8 @@ class LineReader {
   int64_t number() const { return number_; }  ///< Of the last line, from 1; 0 before the first.
 
  private:
+  bool read(std::string& line);
+
   std::istream& stream_;
   std::string name_;
   int64_t number_ = 0;

@@ -63,7 +63,7 @@ std::string shape_text(const std::vector<int64_t>& shape) {
 nlohmann::json read_json(const std::string& folder) {
   const std::string path = folder + "/manifest.json";
   std::ifstream file(path);
-  if (!file) throw ConfigError(path + ": no checkpoint here");
+  if (!file || fs::is_directory(path)) throw ConfigError(path + ": no checkpoint here");
   const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
   const auto has_object = [&](const nlohmann::json& parent, const char* key) {
     return parent.is_object() && parent.contains(key) && parent[key].is_object();

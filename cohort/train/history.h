@@ -8,10 +8,13 @@
 #include <string_view>
 #include <utility>
 #include <variant>
+#include <vector>
+
+#include "cohort/base/append_file.h"
 
 namespace cohort::train {
 
-/// A number, a truth value or a text.
+/// A number, a truth value or a text, or several numbers or texts.
 class HistoryValue {
  public:
   HistoryValue(bool value) : value_(value) {}  // NOLINT(google-explicit-constructor)
@@ -22,10 +25,15 @@ class HistoryValue {
   HistoryValue(std::string value) : value_(std::move(value)) {}    // NOLINT
   HistoryValue(const char* value) : value_(std::string(value)) {}  // NOLINT
 
-  const std::variant<bool, int64_t, double, std::string>& get() const { return value_; }
+  HistoryValue(std::vector<double> value) : value_(std::move(value)) {}       // NOLINT
+  HistoryValue(std::vector<std::string> value) : value_(std::move(value)) {}  // NOLINT
+
+  using Variant = std::variant<bool, int64_t, double, std::string, std::vector<double>,
+                               std::vector<std::string>>;
+  const Variant& get() const { return value_; }
 
  private:
-  std::variant<bool, int64_t, double, std::string> value_;
+  Variant value_;
 };
 
 /// Appends to a run's history; for rank 0 only, since the file has one writer.
@@ -39,18 +47,16 @@ class History {
   /// Errors: ConfigError that names the file if it cannot be opened.
   explicit History(const std::string& path,
                    int64_t last_update = std::numeric_limits<int64_t>::max());
-  ~History();
-  History(const History&) = delete;
-  History& operator=(const History&) = delete;
 
   /// Writes {"key": value, ...} in the order given as one line, and hands it to the system at
   /// once. NaN and infinities become null, as JSON has none of them.
-  /// Errors: c10::Error that names the file and gives the system's reason.
-  void append(std::initializer_list<Field> fields);
+  /// Errors: c10::Error that names the file and gives the system's reason; the file ends with the
+  /// line before, and a later call may succeed.
+  void append(std::initializer_list<Field> fields) { append(std::vector<Field>(fields)); }
+  void append(const std::vector<Field>& fields);
 
  private:
-  std::string path_;
-  int file_ = -1;
+  AppendFile file_;
 };
 
 }  // namespace cohort::train

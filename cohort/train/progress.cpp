@@ -10,6 +10,17 @@
 namespace cohort::train {
 namespace {
 
+int terminal_width(int descriptor) {
+  winsize size{};
+  // A terminal that does not know its size says 0.
+  if (::ioctl(descriptor, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
+
+constexpr int kPlainWidth = 200;  // Of lines in files and pipes.
+
+}  // namespace
+
 bool is_terminal(int descriptor) {
   return ::isatty(descriptor) != 0 && env_string("TERM") != "dumb";
 }
@@ -26,17 +37,6 @@ ProgressGlyphs glyphs_of_locale() {
   }
   return ProgressGlyphs::kAscii;
 }
-
-int terminal_width(int descriptor) {
-  winsize size{};
-  // A terminal that does not know its size says 0.
-  if (::ioctl(descriptor, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
-  return size.ws_col;
-}
-
-constexpr int kPlainWidth = 200;  // Of lines in files and pipes.
-
-}  // namespace
 
 Progress::Progress(const ProgressOptions& options)
     : options_(options), terminal_(is_terminal(options.descriptor)), glyphs_(glyphs_of_locale()) {}

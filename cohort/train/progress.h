@@ -47,6 +47,12 @@ enum class ProgressGlyphs {
 std::vector<std::string> render_progress(const ProgressState& state, const ProgressTimes& times,
                                          int width, ProgressGlyphs glyphs);
 
+/// Whether figures can be redrawn in place there: a terminal whose TERM is not "dumb".
+bool is_terminal(int descriptor);
+
+/// Returns kBlocks if LC_ALL, LC_CTYPE or LANG (the first that is set) names UTF-8, else kAscii.
+ProgressGlyphs glyphs_of_locale();
+
 struct ProgressOptions {
   int descriptor = STDERR_FILENO;  ///< Not owned. A terminal is recognised by itself.
   std::chrono::milliseconds redraw_interval{100};   ///< On a terminal.

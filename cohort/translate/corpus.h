@@ -1,10 +1,12 @@
 // Parallel text as token ids, and its batches as tensors.
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
+#include "cohort/base/safetensors.h"
 #include "cohort/data/token_batches.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/text/parallel_text.h"
@@ -12,22 +14,43 @@
 
 namespace cohort::translate {
 
-/// Source and target sentences as ids, without begin and end marks; equal counts.
-struct Corpus {
-  std::vector<std::vector<int32_t>> source;
-  std::vector<std::vector<int32_t>> target;
-  int64_t num_dropped_long = 0;  ///< Pairs left out because a side had more than max_length tokens.
+/// Sentence pairs as ids, without begin and end marks: a view of a mapped file, or of memory of its
+/// own.
+///
+/// Copies share what is viewed. Threads: const calls from any thread.
+class Corpus {
+ public:
+  Corpus() = default;
+  /// Equal counts.
+  Corpus(const std::vector<std::vector<int32_t>>& source,
+         const std::vector<std::vector<int32_t>>& target);
+  /// A token cache's file (token_cache.h): "lengths" int32 [N, 2], with end marks; "offsets" int64
+  /// [N], where a pair's ids begin; "ids" int16 or int32, each pair's source and target.
+  /// Errors: ConfigError if a tensor is missing, or they do not fit together.
+  explicit Corpus(std::shared_ptr<const SafetensorsFile> file);
 
-  int64_t size() const { return static_cast<int64_t>(source.size()); }
+  int64_t size() const { return std::ssize(lengths_); }
   /// Lengths as the model sees them: with the end mark, on both sides.
-  std::vector<data::PairLength> lengths() const;
+  std::span<const data::PairLength> lengths() const { return lengths_; }
+  /// Precondition: 0 <= pair < size().
+  std::vector<int32_t> source(int64_t pair) const;
+  std::vector<int32_t> target(int64_t pair) const;
+
+ private:
+  std::vector<int32_t> ids(int64_t begin, int64_t count) const;
+
+  std::shared_ptr<const void> owner_;
+  std::span<const data::PairLength> lengths_;
+  std::span<const int64_t> offsets_;
+  std::span<const std::byte> ids_;
+  size_t id_size_ = sizeof(int32_t);
 };
 
-/// Tokenises all pairs; drops those with a side longer than `max_length` tokens (0: none).
+/// Tokenises all pairs.
 Corpus tokenize(const text::ParallelText& pairs, const text::Tokenizer& source,
-                const text::Tokenizer& target, int64_t max_length);
+                const text::Tokenizer& target);
 
-/// Puts the sentences `indices` of `corpus` into one padded batch, in that order.
-nmt::Batch make_batch(const Corpus& corpus, std::span<const int64_t> indices);
+/// Puts the pairs `indices` of `corpus` into one padded batch, in that order.
+nmt::Batch make_batch(const Corpus& corpus, std::span<const int32_t> indices);
 
 }  // namespace cohort::translate

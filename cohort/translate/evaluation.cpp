@@ -42,8 +42,8 @@ std::vector<std::string> collect(const std::vector<int64_t>& numbers,
 Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,
                     comm::ProcessGroup& group, const EvaluationOptions& options) {
-  TORCH_CHECK_VALUE(references.size() == corpus.source.size(), "evaluate: ", references.size(),
-                    " references for ", corpus.source.size(), " sentences");
+  TORCH_CHECK_VALUE(std::ssize(references) == corpus.size(), "evaluate: ", references.size(),
+                    " references for ", corpus.size(), " sentences");
   const at::NoGradGuard no_grad;
   const bool was_training = model->is_training();
   model->eval();
@@ -57,11 +57,12 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   std::vector<std::string> translations;
   for (const auto& indices : plan.batches) {
     const nmt::Batch batch = make_batch(corpus, indices);
+    const std::vector<int64_t> batch_numbers(indices.begin(), indices.end());
     nll_sum += std::get<1>(model->forward(batch)).item<double>();
     num_tokens += batch.num_target_tokens;
     if (!options.translate) continue;
     const auto results =
-        nmt::search(model, batch.source_BS, batch.source_lengths_B, options.search);
+        nmt::search(model, batch.source_BS, batch.source_lengths_B, options.search, batch_numbers);
     for (size_t row = 0; row < indices.size(); ++row) {
       const auto index = static_cast<size_t>(indices[row]);
       translations.push_back(target.decode(results[row].front().tokens));
@@ -88,7 +89,7 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   if (options.translate) {
     result.bleu = text::bleu_score(bleu, options.bleu);
     result.chrf = text::chrf_score(chrf, options.chrf);
-    result.translations = collect(numbers, translations, corpus.source.size(), group);
+    result.translations = collect(numbers, translations, references.size(), group);
   }
   return result;
 }
@@ -96,21 +97,27 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
 std::vector<std::vector<Translation>> translate_all(
     nmt::Transformer& model, const std::vector<std::vector<int32_t>>& sources,
     const text::Tokenizer& target, const EvaluationOptions& options) {
-  Corpus corpus;
-  corpus.source = sources;
-  corpus.target.resize(sources.size());
+  const Corpus corpus(sources, std::vector<std::vector<int32_t>>(sources.size()));
   const auto plan = data::plan_eval_batches(corpus.lengths(), options.mini_batch_words, 0, 1);
   std::vector<std::vector<Translation>> translations(sources.size());
-  for (const auto& indices : plan.batches) {
+  const auto translate = [&](std::span<const int32_t> indices) {
     const nmt::Batch batch = make_batch(corpus, indices);
+    std::vector<int64_t> numbers(indices.begin(), indices.end());
+    for (int64_t& number : numbers) number += options.first_number;
     const auto results =
-        nmt::search(model, batch.source_BS, batch.source_lengths_B, options.search);
+        nmt::search(model, batch.source_BS, batch.source_lengths_B, options.search, numbers);
     for (size_t row = 0; row < indices.size(); ++row) {
       const auto i = static_cast<size_t>(indices[row]);
       for (const nmt::Hypothesis& h : results[row])
         translations[i].push_back({target.decode(h.tokens), h.log_prob, h.score});
       if (sources[i].empty()) translations[i] = {{}};
     }
+  };
+  for (const auto& indices : plan.batches) {
+    const size_t most =
+        options.mini_batch > 0 ? static_cast<size_t>(options.mini_batch) : indices.size();
+    for (size_t first = 0; first < indices.size(); first += most)
+      translate(std::span(indices).subspan(first, std::min(most, indices.size() - first)));
   }
   return translations;
 }

@@ -14,8 +14,10 @@
 namespace cohort::translate {
 
 struct EvaluationOptions {
+  int64_t mini_batch = 0;           ///< translate_all: most sentences of a batch; 0: no limit.
   int64_t mini_batch_words = 2048;  ///< Tokens of a batch, padding included.
   nmt::SearchOptions search;
+  int64_t first_number = 0;  ///< translate_all: number of the first source, for its random numbers.
   text::BleuOptions bleu;
   text::ChrfOptions chrf;
   bool translate = true;  ///< false: only the loss.

@@ -35,6 +35,10 @@ void check_size(const text::Tokenizer& tokenizer, const fs::path& file, int64_t 
   }
 }
 
+bool same_content(const fs::path& a, const fs::path& b) {
+  return fs::exists(a) && fs::exists(b) && sha256_of_file(a) == sha256_of_file(b);
+}
+
 // One list of fields, for both directions.
 template <class Options, class Visit>
 void visit_fields(Options& model, Visit visit) {
@@ -49,6 +53,28 @@ void visit_fields(Options& model, Visit visit) {
   visit("dropout", model.dropout);
   visit("label_smoothing", model.label_smoothing);
   visit("tied_embeddings", model.tied_embeddings);
+  visit("tied_embeddings_all", model.tied_embeddings_all);
+  visit("norm", model.norm);
+  visit("ffn_activation", model.ffn_activation);
+}
+
+// Manifests of before a field was thought of describe models with its default.
+bool is_later_field(std::string_view name) {
+  return name == "tied_embeddings_all" || name == "norm" || name == "ffn_activation";
+}
+
+void read_fact(const std::string& fact, nmt::Norm& value) {
+  value = nmt::parse_norm(fact);
+}
+void read_fact(const std::string& fact, nmt::Activation& value) {
+  value = nmt::parse_activation(fact);
+}
+void read_fact(const std::string& fact, double& value) {
+  value = std::stod(fact);
+}
+template <class Integer>
+void read_fact(const std::string& fact, Integer& value) {
+  value = static_cast<Integer>(std::stoll(fact));
 }
 
 std::string fact_name(const char* field) {
@@ -58,14 +84,21 @@ std::string fact_name(const char* field) {
 
 }  // namespace
 
-std::vector<fs::path> vocab_files(const std::string& model_dir,
-                                  const std::vector<fs::path>& vocabs) {
-  if (vocabs.size() == 2) return vocabs;
-  if (!vocabs.empty()) {
+std::vector<fs::path> vocab_files(const std::string& model_dir, const std::vector<fs::path>& vocabs,
+                                  Dictionary dictionary) {
+  if (!vocabs.empty() && vocabs.size() != 2) {
     throw ConfigError("--vocabs: expected two files, source and target, got " +
                       std::to_string(vocabs.size()));
   }
-  return {fs::path(model_dir) / "source.spm", fs::path(model_dir) / "target.spm"};
+  const fs::path folder = model_dir;
+  const bool joined = dictionary == Dictionary::kJoined;
+  if (vocabs.empty())
+    return {folder / "source.spm", folder / (joined ? "source.spm" : "target.spm")};
+  if (joined && vocabs[0] != vocabs[1]) {
+    throw ConfigError("--joined-dictionary with --vocabs " + vocabs[0].string() + " " +
+                      vocabs[1].string() + ": expected the same file twice");
+  }
+  return vocabs;
 }
 
 FreshFiles::~FreshFiles() {
@@ -85,10 +118,16 @@ void FreshFiles::keep() {
 MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::ParallelText& text,
                                const nmt::TransformerOptions& model, bool anew,
                                comm::ProcessGroup& group) {
-  if (files[0] == files[1] && !fs::exists(files[0])) {
-    throw ConfigError("--vocabs: " + files[0].string() +
-                      " stands for both sides and does not exist: expected two files, or one that "
-                      "was trained on both languages");
+  const bool joined = files[0] == files[1];
+  if (joined && model.dim_vocab_source != model.dim_vocab_target) {
+    throw ConfigError("--dim-vocabs " + std::to_string(model.dim_vocab_source) + " " +
+                      std::to_string(model.dim_vocab_target) +
+                      ": expected the same number twice, for one vocabulary serves both sides");
+  }
+  if (model.tied_embeddings_all && !joined && (anew || !same_content(files[0], files[1]))) {
+    throw ConfigError(
+        "--tied-embeddings-all: expected one vocabulary for both sides (--joined-dictionary, or "
+        "the same file twice in --vocabs)");
   }
   const auto is_made = [&](size_t side) { return anew || !fs::exists(files[side]); };
   const std::vector<bool> made{is_made(0), is_made(1)};
@@ -106,7 +145,11 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
       throw ConfigError(std::string(name) + " vocabulary: " + one_line(error));
     }
   };
-  if (group.rank() == 0) {
+  if (group.rank() == 0 && joined) {
+    auto both = text.source;
+    both.insert(both.end(), text.target.begin(), text.target.end());
+    make(0, "joined", both, model.dim_vocab_source);
+  } else if (group.rank() == 0) {
     make(0, "source", text.source, model.dim_vocab_source);
     make(1, "target", text.target, model.dim_vocab_target);
   }
@@ -114,7 +157,7 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
   std::vector<fs::path> now;
   for (size_t side = 0; side < 2; ++side)
     now.push_back(made[side] ? FreshFiles::beside(files[side]) : files[side]);
-  return {load_tokenizers(now, model), std::move(fresh)};
+  return {load_tokenizers(now, model), std::move(fresh), now};
 }
 
 train::Facts vocabulary_facts(const std::string& model_dir) {
@@ -160,23 +203,22 @@ std::vector<int64_t> kept_updates(const std::string& model_dir) {
 
 train::Facts facts_of(const nmt::TransformerOptions& model) {
   train::Facts facts;
-  visit_fields(
-      model, [&](const char* name, auto value) { facts[fact_name(name)] = std::to_string(value); });
+  visit_fields(model, [&](const char* name, auto value) {
+    using std::to_string;
+    facts[fact_name(name)] = to_string(value);
+  });
   return facts;
 }
 
 nmt::TransformerOptions model_of(const train::Facts& facts) {
   nmt::TransformerOptions model;
-  visit_fields(model, [&]<class T>(const char* name, T& value) {
+  visit_fields(model, [&](const char* name, auto& value) {
     const auto found = facts.find(fact_name(name));
+    if (found == facts.end() && is_later_field(name)) return;
     if (found == facts.end())
       throw ConfigError(std::string("manifest.json has no fact ") + fact_name(name));
     try {
-      if constexpr (std::is_same_v<T, double>) {
-        value = std::stod(found->second);
-      } else {
-        value = std::stoll(found->second);
-      }
+      read_fact(found->second, value);
     } catch (const std::logic_error&) {
       throw ConfigError(std::string("manifest.json: model.") + name + " = " + found->second +
                         ": expected a number");

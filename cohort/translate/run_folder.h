@@ -17,10 +17,15 @@ struct Tokenizers {
   text::Tokenizer target;
 };
 
-/// Returns the two model files of a run: `vocabs`, or source.spm and target.spm in `model_dir`.
-/// Errors: ConfigError if `vocabs` has neither no nor two entries.
+/// Whether each side has a vocabulary of its own, or one serves both.
+enum class Dictionary { kTwo, kJoined };
+
+/// Returns the two model files of a run: `vocabs`, or source.spm and target.spm in `model_dir`. Of
+/// a joined vocabulary both are the same path (and a run's target.spm is a copy). Errors:
+/// ConfigError if `vocabs` has neither no nor two entries, or two that differ for kJoined.
 std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
-                                               const std::vector<std::filesystem::path>& vocabs);
+                                               const std::vector<std::filesystem::path>& vocabs,
+                                               Dictionary dictionary = Dictionary::kTwo);
 
 /// Loads both tokenizers.
 /// Errors: ConfigError that names a file that is damaged, or has another number of pieces than
@@ -46,14 +51,15 @@ class FreshFiles {
 
 struct MadeTokenizers {
   Tokenizers tokenizers;
-  FreshFiles fresh;  ///< On rank 0.
+  FreshFiles fresh;                          ///< On rank 0.
+  std::vector<std::filesystem::path> files;  ///< Where they are until `fresh` is kept.
 };
 
 /// Loads both tokenizers; rank 0 first trains one whose file is absent (`anew`: both), on its side
-/// of `text`, with character coverage 0.9995 for Chinese and full for the rest.
-/// Collective; blocks while rank 0 trains.
-/// Errors: ConfigError that names the side; if a file that was there has another number of pieces
-/// than the model asks for; if one file that does not exist stands for both sides.
+/// of `text`, with character coverage 0.9995 for Chinese and full for the rest. One file that
+/// stands for both sides is trained on both. Collective; blocks while rank 0 trains. Errors:
+/// ConfigError that names the side; if a file that was there has another number of pieces than the
+/// model asks for; if the model needs one vocabulary for both sides and there are two.
 MadeTokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
                                const text::ParallelText& text, const nmt::TransformerOptions& model,
                                bool anew, comm::ProcessGroup& group);
@@ -69,9 +75,10 @@ std::string kept_folder(const std::string& model_dir, int64_t update);
 /// The updates whose weights are kept, ascending; folders that were cut short are left out.
 std::vector<int64_t> kept_updates(const std::string& model_dir);
 
-/// What best/manifest.json says of the model, and back.
+/// What best/manifest.json says of the model, and back. Facts that older manifests lack (norm,
+/// ffn_activation, tied_embeddings_all) have their defaults.
 train::Facts facts_of(const nmt::TransformerOptions& model);
-/// Errors: ConfigError that names the fact that is missing or no number.
+/// Errors: ConfigError that names the fact that is missing or cannot be.
 nmt::TransformerOptions model_of(const train::Facts& facts);
 
 }  // namespace cohort::translate

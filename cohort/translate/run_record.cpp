@@ -1,20 +1,36 @@
 #include "cohort/translate/run_record.h"
 
+#include <ATen/Parallel.h>
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <ctime>
 #include <nlohmann/json.hpp>
+#include <torch/version.h>
 
 #include "cohort/base/atomic_file.h"
+#include "cohort/base/error.h"
+#include "cohort/base/machine.h"
+#include "cohort/translate/report.h"
 #include "cohort/translate/run_folder.h"
 
 namespace cohort::translate {
 namespace {
 
-void write_config(const TrainingOptions& options, int world_size) {
+void write_config(const TrainingOptions& options, int world_size, const PairCounts& pairs) {
   nlohmann::ordered_json config = {{"world_size", world_size},
                                    {"precision", nmt::to_string(options.precision)},
+                                   {"joined_dictionary", options.joined_dictionary},
+                                   {"gradient_checkpointing", options.model.gradient_checkpointing},
                                    {"mini_batch", options.mini_batch},
                                    {"mini_batch_words", options.mini_batch_words},
+                                   {"mini_batch_fit", options.mini_batch_fit},
+                                   {"workspace_mib", options.workspace_mib},
                                    {"maxi_batch", options.maxi_batch},
                                    {"max_length", options.max_length},
+                                   {"max_length_crop", options.max_length_crop},
+                                   {"sentencepiece_max_lines", options.sentencepiece_max_lines},
+                                   {"cache_dir", options.cache_dir},
                                    {"optimizer_delay", options.optimizer_delay},
                                    {"noam_factor", options.noam_factor},
                                    {"lr_warmup", options.lr_warmup},
@@ -36,6 +52,11 @@ void write_config(const TrainingOptions& options, int world_size) {
                                    {"word_penalty", options.evaluation.search.word_penalty},
                                    {"max_output_length", options.evaluation.search.max_length}};
   for (const auto& [name, value] : facts_of(options.model)) config[name] = value;
+  config["train_pairs"] = {{"read", pairs.read},
+                           {"kept", pairs.kept},
+                           {"cropped", pairs.cropped},
+                           {"dropped_long", pairs.dropped_long},
+                           {"dropped_empty", pairs.dropped_empty}};
   for (const auto& path : options.train_sets) config["train_sets"].push_back(path.string());
   for (const auto& path : options.valid_sets) config["valid_sets"].push_back(path.string());
   for (const auto& path : options.vocabs) config["vocabs"].push_back(path.string());
@@ -52,31 +73,234 @@ void write_translations(const std::string& path, const text::ParallelText& text,
   });
 }
 
+constexpr size_t kNumSamples = 5;
+constexpr std::chrono::seconds kReportInterval{2};
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text.data();
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string all;
+  for (const auto& word : words) all += (all.empty() ? "" : " ") + word;
+  return all;
+}
+
+double gib(double bytes) {
+  return bytes / (1 << 30);
+}
+
 }  // namespace
 
-RunRecord::RunRecord(const TrainingOptions& options, int world_size,
-                     const text::ParallelText& valid_text, int64_t last_update)
+std::string describe_machine() {
+  const Machine machine = this_machine();
+  return nlohmann::json{{"host", machine.host},
+                        {"cpu", machine.cpu},
+                        {"cores", machine.cores},
+                        {"threads", at::get_num_threads()},
+                        {"memory_gib", gib(static_cast<double>(machine.memory_bytes))},
+                        {"instructions", joined(machine.instructions)}}
+      .dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+}
+
+RunRecord::RunRecord(const TrainingOptions& options, const RunStart& start,
+                     const text::ParallelText& valid_text, const Log& log)
     : options_(options),
       valid_text_(valid_text),
-      history_(options.model_dir + "/history.jsonl", last_update) {
-  write_config(options, world_size);
+      log_(log),
+      history_(options.model_dir + "/history.jsonl", start.update),
+      events_(options.model_dir + "/tensorboard", start.update + 1) {
+  write_config(options, static_cast<int>(start.machines.size()), start.pairs);
+  write_start(start);
+}
+
+void RunRecord::attempt(const std::string& file, const std::function<void()>& write) {
+  try {
+    write();
+    failing_.erase(file);
+  } catch (const std::exception& error) {
+    if (failing_.insert(file).second) {
+      log_.error("a file of the record was not written; training goes on",
+                 {{"file", file}, {"why", one_line(error)}});
+    }
+  }
+}
+
+// Evenly spread over the validation text, and the same ones every time.
+std::vector<std::string> RunRecord::samples_of(const std::vector<std::string>& lines) const {
+  std::vector<std::string> samples;
+  const size_t count = std::min(kNumSamples, lines.size());
+  for (size_t i = 0; i < count; ++i) samples.push_back(lines[i * lines.size() / count]);
+  return samples;
+}
+
+void RunRecord::write_start(const RunStart& start) {
+  std::vector<double> cores, threads, memory;
+  std::vector<std::string> hosts, cpus, instructions, gpus;
+  for (const std::string& text : start.machines) {
+    const auto machine = nlohmann::json::parse(text);
+    hosts.push_back(machine.at("host"));
+    cpus.push_back(machine.at("cpu"));
+    cores.push_back(machine.at("cores"));
+    threads.push_back(machine.at("threads"));
+    memory.push_back(machine.at("memory_gib"));
+    instructions.push_back(machine.at("instructions"));
+  }
+  for (const GpuUse& gpu : gpus_.sample()) gpus.push_back(gpu.name);
+  history_.append({{"type", "start"},
+                   {"update", start.update},
+                   {"time", utc_now()},
+                   {"ranks", start.machines.size()},
+                   {"precision", nmt::to_string(options_.precision)},
+                   {"parameters", start.num_parameters},
+                   {"libtorch", TORCH_VERSION},
+                   {"train_pairs", start.train_pairs},
+                   {"pairs_read", start.pairs.read},
+                   {"pairs_cropped", start.pairs.cropped},
+                   {"pairs_dropped_long", start.pairs.dropped_long},
+                   {"pairs_dropped_empty", start.pairs.dropped_empty},
+                   {"valid_pairs", valid_text_.source.size()},
+                   {"hosts", hosts},
+                   {"cpus", cpus},
+                   {"cores", cores},
+                   {"threads", threads},
+                   {"memory_gib", memory},
+                   {"instructions", instructions},
+                   {"gpus", gpus},
+                   {"sample_sources", samples_of(valid_text_.source)},
+                   {"sample_references", samples_of(valid_text_.target)}});
+}
+
+void RunRecord::trained(const TrainedUpdate& update) {
+  window_.last = update;
+  window_.seconds += update.own_seconds;
+  if (update.skipped) {
+    ++window_.num_skipped;
+  } else {
+    ++window_.num_updates;
+    window_.loss_sum += update.loss_sum;
+    window_.tokens += update.tokens;
+    window_.gradient_norm += update.gradient_norm;
+  }
+  window_.rank_tokens_per_s.resize(update.rank_tokens_per_s.size());
+  for (size_t rank = 0; rank < update.rank_tokens_per_s.size(); ++rank)
+    window_.rank_tokens_per_s[rank] += update.rank_tokens_per_s[rank];
+  const bool due =
+      options_.disp_freq_updates > 0
+          ? !update.skipped && update.update % options_.disp_freq_updates == 0
+          : Clock::now() - line_time_ >= std::chrono::duration<double>(options_.disp_freq_s);
+  if (due) write_train_line();
+}
+
+void RunRecord::write_train_line() {
+  line_time_ = Clock::now();
+  if (window_.num_updates + window_.num_skipped == 0) return;
+  Window window;
+  std::swap(window, window_);
+  const auto updates = static_cast<double>(window.num_updates);
+  const auto tokens = static_cast<double>(window.tokens);
+  for (double& speed : window.rank_tokens_per_s)
+    speed /= updates + static_cast<double>(window.num_skipped);
+  const double loss = window.loss_sum / tokens;  // Not a number if all were skipped: 0 / 0.
+  const double norm = window.gradient_norm / updates;
+  const double speed = tokens / window.seconds;
+  std::vector<train::History::Field> line = {{"type", "train"},
+                                             {"epoch", window.last.epoch},
+                                             {"update", window.last.update},
+                                             {"wall_s", window.last.run_seconds},
+                                             {"updates", window.num_updates},
+                                             {"skipped", window.num_skipped},
+                                             {"loss", loss},
+                                             {"gradient_norm", norm},
+                                             {"learning_rate", window.last.learning_rate},
+                                             {"tgt_tokens_per_s", speed},
+                                             {"rank_tokens_per_s", window.rank_tokens_per_s}};
+  train::EventFile::Scalars scalars = {{"train/loss", loss},
+                                       {"train/gradient_norm", norm},
+                                       {"train/learning_rate", window.last.learning_rate},
+                                       {"speed/tgt_tokens_per_s", speed}};
+  for (size_t rank = 0; rank < window.rank_tokens_per_s.size(); ++rank) {
+    scalars.emplace_back("speed/rank" + std::to_string(rank) + "_tokens_per_s",
+                         window.rank_tokens_per_s[rank]);
+  }
+  if (const auto gpus = gpus_.sample(); !gpus.empty()) {
+    std::vector<double> busy, memory;
+    for (const GpuUse& gpu : gpus) {
+      const std::string name = "gpu/" + std::to_string(busy.size());
+      busy.push_back(gpu.busy_percent);
+      memory.push_back(gib(gpu.memory_used_bytes));
+      scalars.emplace_back(name + "_percent", busy.back());
+      scalars.emplace_back(name + "_memory_gib", memory.back());
+    }
+    line.emplace_back("gpu_percent", busy);
+    line.emplace_back("gpu_memory_gib", memory);
+  }
+  attempt("history.jsonl", [&] { history_.append(line); });
+  attempt("tensorboard", [&] { events_.add_scalars(window.last.update, scalars); });
 }
 
 void RunRecord::validated(const Validation& validation,
                           const std::vector<std::string>& translations) {
-  if (!translations.empty())
-    write_translations(options_.model_dir + "/result-dev.txt", valid_text_, translations);
-  history_.append({{"epoch", validation.epoch},
-                   {"update", validation.update},
-                   {"wall_s", validation.seconds},
-                   {"train_loss", validation.train_loss},
-                   {"valid_loss", validation.scores.loss},
-                   {"valid_bleu", validation.scores.bleu},
-                   {"valid_chrf", validation.scores.chrf},
-                   {"best", validation.best},
-                   {"learning_rate", validation.learning_rate},
-                   {"tgt_tokens_per_s", validation.tgt_tokens_per_s},
-                   {"valid_s", validation.own_seconds}});
+  write_train_line();
+  const bool translated = !translations.empty();
+  const double bleu = translated ? validation.scores.bleu : std::nan("");
+  const double chrf = translated ? validation.scores.chrf : std::nan("");
+  const auto samples = samples_of(translations);
+  attempt("history.jsonl", [&] {
+    history_.append({{"type", "valid"},
+                     {"epoch", validation.epoch},
+                     {"update", validation.update},
+                     {"wall_s", validation.seconds},
+                     {"train_loss", validation.train_loss},
+                     {"valid_loss", validation.scores.loss},
+                     {"valid_bleu", bleu},
+                     {"valid_chrf", chrf},
+                     {"best", validation.best},
+                     {"learning_rate", validation.learning_rate},
+                     {"tgt_tokens_per_s", validation.tgt_tokens_per_s},
+                     {"valid_s", validation.own_seconds},
+                     {"samples", samples}});
+  });
+  attempt("tensorboard", [&] {
+    events_.add_scalars(
+        validation.update,
+        {{"valid/loss", validation.scores.loss}, {"valid/bleu", bleu}, {"valid/chrf", chrf}});
+    const auto sources = samples_of(valid_text_.source);
+    const auto references = samples_of(valid_text_.target);
+    for (size_t i = 0; i < samples.size(); ++i) {
+      events_.add_text(validation.update, "samples/" + std::to_string(i + 1),
+                       "source: " + sources[i] + "\n\nreference: " + references[i] + "\n\n**" +
+                           samples[i] + "**");
+    }
+  });
+  if (translated) {
+    attempt("result-dev.txt", [&] {
+      write_translations(options_.model_dir + "/result-dev.txt", valid_text_, translations);
+    });
+  }
+  if (!report_time_ || Clock::now() - *report_time_ >= kReportInterval) refresh_report();
+}
+
+void RunRecord::refresh_report() {
+  attempt("report.html", [&] { write_report(options_.model_dir); });
+  report_time_ = Clock::now();
+}
+
+void RunRecord::ended(const TrainingResult& result, double run_seconds) {
+  write_train_line();
+  attempt("history.jsonl", [&] {
+    history_.append({{"type", "end"},
+                     {"epoch", result.epochs},
+                     {"update", result.updates},
+                     {"wall_s", run_seconds},
+                     {"reason", result.stop_reason}});
+  });
+  refresh_report();
 }
 
 }  // namespace cohort::translate

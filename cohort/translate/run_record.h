@@ -1,14 +1,48 @@
 // What rank 0 writes about a run for those who watch it.
 #pragma once
+#include <chrono>
 #include <cstdint>
+#include <functional>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "cohort/base/gpu_monitor.h"
+#include "cohort/base/log.h"
 #include "cohort/text/parallel_text.h"
+#include "cohort/train/event_file.h"
 #include "cohort/train/history.h"
+#include "cohort/translate/token_cache.h"
 #include "cohort/translate/training.h"
 
 namespace cohort::translate {
+
+/// Returns a description of this rank's machine and threads, for RunStart::machines.
+std::string describe_machine();
+
+/// What a start of a run is told with.
+struct RunStart {
+  int64_t update = 0;  ///< Where the run goes on; 0 for a new one.
+  int64_t num_parameters = 0;
+  int64_t train_pairs = 0;
+  PairCounts pairs;                   ///< What became of the training text.
+  std::vector<std::string> machines;  ///< By rank, from describe_machine.
+};
+
+/// One update, as rank 0 knows it.
+struct TrainedUpdate {
+  int64_t epoch = 0;  ///< Counted from 1.
+  int64_t update = 0;
+  double run_seconds = 0;  ///< Of training and validation, all starts together.
+  bool skipped = false;    ///< There was no update, for a number was not finite.
+  double loss_sum = 0;     ///< Over all target tokens of all ranks.
+  int64_t tokens = 0;
+  double gradient_norm = 0;
+  double learning_rate = 0;
+  double own_seconds = 0;  ///< What this update took.
+  std::vector<double> rank_tokens_per_s;
+};
 
 /// One validation.
 struct Validation {
@@ -23,21 +57,58 @@ struct Validation {
   double own_seconds = 0;       ///< What this validation took.
 };
 
-/// Writes config.json, history.jsonl and result-dev.txt of a run's folder. For rank 0.
+/// Writes config.json, history.jsonl, tensorboard/, result-dev.txt and report.html of a run's
+/// folder. For rank 0. docs/run-record.md describes the files.
+///
+/// What cannot be written when the run starts is an error: another folder is needed. Later on a
+/// record is not worth a run: the log says so, once for each file until it can be written again,
+/// and training goes on.
+/// Threads: one.
 class RunRecord {
  public:
-  /// Writes config.json and opens the history, which goes on after `last_update`. `options` and
-  /// `valid_text` must outlive this.
-  RunRecord(const TrainingOptions& options, int world_size, const text::ParallelText& valid_text,
-            int64_t last_update);
+  /// Writes config.json, and opens the history and a new file of events, which go on after
+  /// `start.update`. `options`, `valid_text` and `log` must outlive this.
+  /// Errors: ConfigError, or c10::Error if the disk is full.
+  RunRecord(const TrainingOptions& options, const RunStart& start,
+            const text::ParallelText& valid_text, const Log& log);
 
+  /// Cheap, but for the update after which options.disp_freq_... asks for a line.
+  void trained(const TrainedUpdate& update);
   /// `translations` are those of the validation text, or none.
   void validated(const Validation& validation, const std::vector<std::string>& translations);
+  void ended(const TrainingResult& result, double run_seconds);
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  // Sums and means since the last line about training.
+  struct Window {
+    int64_t num_updates = 0;
+    int64_t num_skipped = 0;
+    double loss_sum = 0;
+    int64_t tokens = 0;
+    double gradient_norm = 0;
+    double seconds = 0;
+    std::vector<double> rank_tokens_per_s;
+    TrainedUpdate last;
+  };
+
+  void attempt(const std::string& file, const std::function<void()>& write);
+  void write_start(const RunStart& start);
+  void write_train_line();
+  void refresh_report();
+  std::vector<std::string> samples_of(const std::vector<std::string>& lines) const;
+
   const TrainingOptions& options_;
   const text::ParallelText& valid_text_;
+  const Log& log_;
   train::History history_;
+  train::EventFile events_;
+  GpuMonitor gpus_;
+  Window window_;
+  Clock::time_point line_time_ = Clock::now();    // Of the last line about training.
+  std::optional<Clock::time_point> report_time_;  // Of the last report.
+  std::set<std::string> failing_;                 // Files that could not be written last time.
 };
 
 }  // namespace cohort::translate

@@ -31,7 +31,9 @@ void visit_part(Part& part, Visit visit) {
   visit("world_size", part.options.world_size);
   visit("mini_batch", part.options.mini_batch);
   visit("mini_batch_words", part.options.mini_batch_words);
+  visit("fit_rows", part.options.fit_rows);
   visit("maxi_batch", part.options.maxi_batch);
+  visit("optimizer_delay", part.options.optimizer_delay);
   visit("seed", part.options.seed);
 }
 

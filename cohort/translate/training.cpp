@@ -1,7 +1,6 @@
 #include "cohort/translate/training.h"
 
 #include <ATen/Parallel.h>
-#include <array>
 #include <chrono>
 #include <cmath>
 #include <fstream>
@@ -9,7 +8,6 @@
 #include <optional>
 #include <torch/types.h>
 
-#include "cohort/base/checksum.h"
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/log.h"
@@ -17,6 +15,8 @@
 #include "cohort/data/prefetch.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/progress.h"
+#include "cohort/translate/batch_fit.h"
+#include "cohort/translate/prepare.h"
 #include "cohort/translate/run_folder.h"
 #include "cohort/translate/run_record.h"
 #include "cohort/translate/run_state.h"
@@ -66,28 +66,16 @@ Start prepare_folder(const TrainingOptions& options) {
 }
 
 void remove_earlier_run(const fs::path& folder) {
-  for (const char* made : {"last", "best", "checkpoints", "history.jsonl", "result-dev.txt"})
+  for (const char* made : {"last", "best", "checkpoints", "history.jsonl", "tensorboard",
+                           "result-dev.txt", "report.html"})
     fs::remove_all(folder / made);
-}
-
-// What the order of the data rests on.
-std::string fingerprint(const Corpus& corpus) {
-  Sha256 sum;
-  for (const auto* side : {&corpus.source, &corpus.target}) {
-    for (const auto& ids : *side) {
-      const std::array<uint64_t, 1> length{ids.size()};
-      sum.update(std::as_bytes(std::span(length)));
-      sum.update(std::as_bytes(std::span(ids)));
-    }
-  }
-  return sum.hex();
 }
 
 // Validation keeps every sentence, so one that the model cannot hold is refused before training.
 void check_lengths(const Corpus& corpus, int64_t max_positions) {
-  for (size_t i = 0; i < corpus.source.size(); ++i) {
-    const auto tokens =
-        static_cast<int64_t>(std::max(corpus.source[i].size(), corpus.target[i].size())) + 1;
+  for (int64_t i = 0; i < corpus.size(); ++i) {
+    const auto [source, target] = corpus.lengths()[static_cast<size_t>(i)];
+    const int64_t tokens = std::max(source, target);
     if (tokens > max_positions) {
       throw ConfigError("--valid-sets: pair " + std::to_string(i + 1) + " has " +
                         std::to_string(tokens) + " tokens: expected at most " +
@@ -100,34 +88,33 @@ void check_lengths(const Corpus& corpus, int64_t max_positions) {
 struct RunData {
   Tokenizers tokenizers;
   FreshFiles fresh;
-  Corpus train;
+  TrainingText train;
   Corpus valid;
   text::ParallelText valid_text;
-  int64_t num_dropped_empty = 0;  // of the training pairs
+  double seconds = 0;  // that it took to get here
 };
 
-// Reads and tokenises; everything that is wrong with the text is found here. Collective.
-RunData prepare_data(const TrainingOptions& options, text::ParallelText train_text,
-                     text::ParallelText valid_text, Start start, comm::ProcessGroup& group) {
+// Everything that is wrong with the text is found here. Collective.
+RunData prepare_data(const TrainingOptions& options, text::ParallelText valid_text, Start start,
+                     comm::ProcessGroup& group) {
+  const auto begin = Clock::now();
   const bool anew = start == Start::kFresh && options.overwrite && options.vocabs.empty();
-  MadeTokenizers made = make_tokenizers(vocab_files(options.model_dir, options.vocabs), train_text,
-                                        options.model, anew, group);
-  const auto& [source, target] = made.tokenizers;
-  Corpus train = tokenize(train_text, source, target, options.max_length);
-  Corpus valid = tokenize(valid_text, source, target, /*max_length=*/0);
-  if (train.size() == 0) {
-    throw ConfigError("--max-length " + std::to_string(options.max_length) +
-                      ": every training pair is longer");
-  }
+  MadeTokenizers made = prepare_vocabularies(options, anew, group);
+  Corpus valid = tokenize(valid_text, made.tokenizers.source, made.tokenizers.target);
   check_lengths(valid, options.model.max_positions);
-  return {std::move(made.tokenizers), std::move(made.fresh), std::move(train),
-          std::move(valid),           std::move(valid_text), train_text.num_dropped_empty};
+  TrainingText train = prepare_tokens(options, made, group);
+  return {std::move(made.tokenizers),
+          std::move(made.fresh),
+          std::move(train),
+          std::move(valid),
+          std::move(valid_text),
+          seconds_since(begin)};
 }
 
 // From here on the run has its vocabularies: a folder can be moved, and later runs find them.
 void keep_vocabularies(const TrainingOptions& options, FreshFiles& fresh) {
   fresh.keep();
-  const auto files = vocab_files(options.model_dir, options.vocabs);
+  const auto files = vocab_files_of(options);
   const auto own = vocab_files(options.model_dir, {});
   for (size_t side = 0; side < 2; ++side) {
     if (fs::exists(own[side]) && fs::equivalent(files[side], own[side])) continue;
@@ -158,6 +145,7 @@ class Run {
   void update(const Update& update, int64_t step, int64_t num_steps);
   void report_skipped(const Update& update, const UpdateReport& own);
   void validate();
+  bool is_valid_update() const;
   void check_goals();
   void resume();
   void write(const std::string& folder, const train::Parts& parts, const train::Facts& facts);
@@ -171,11 +159,13 @@ class Run {
   }
   Log make_log() const;
   void report_start() const;
+  std::vector<int64_t> find_batch_fit();
 
   const TrainingOptions& options_;
   comm::ProcessGroup& group_;
   Log log_;
   RunData data_;
+  std::vector<int64_t> fit_rows_;  // of data::BatchOptions
   nmt::Transformer model_{nullptr};
   std::optional<Updater> updater_;
   train::EarlyStopping early_stopping_;
@@ -196,7 +186,8 @@ class Run {
 Log Run::make_log() const {
   return Log({.rank = group_.rank(),
               .world_size = group_.size(),
-              .file = options_.model_dir + "/logs/rank" + std::to_string(group_.rank()) + ".log"});
+              .file = options_.model_dir + "/logs/rank" + std::to_string(group_.rank()) + ".log",
+              .level = options_.log_level});
 }
 
 Run::Run(const TrainingOptions& options, Start start, RunData data, comm::ProcessGroup& group)
@@ -207,6 +198,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, comm::Proces
       early_stopping_(stopping_options(options)) {
   model_ = nmt::Transformer(options.model, options.precision);
   model_->initialise(options.seed);
+  if (options.mini_batch_fit) fit_rows_ = find_batch_fit();
   updater_.emplace(model_, group,
                    UpdaterOptions{.schedule = {.factor = options.noam_factor,
                                                .width = options.model.dim_emb,
@@ -215,7 +207,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, comm::Proces
                                   .exponential_smoothing = options.exponential_smoothing,
                                   .seed = options.seed});
   if (group.rank() == 0) {
-    data_facts_["train_sets_sha256"] = fingerprint(data_.train);
+    data_facts_["train_sets_sha256"] = data_.train.sha256;
     if (start == Start::kFresh) {
       remove_earlier_run(options.model_dir);
       keep_vocabularies(options, data_.fresh);
@@ -223,10 +215,39 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, comm::Proces
     data_facts_.merge(vocabulary_facts(options.model_dir));
   }
   if (start == Start::kResume) resume();
+  const auto machines = group.gather_text(describe_machine());
   if (group.rank() == 0) {
-    record_.emplace(options, group.size(), data_.valid_text, state_.updates);
+    record_.emplace(options,
+                    RunStart{.update = state_.updates,
+                             .num_parameters = nmt::count_parameters(*model_),
+                             .train_pairs = data_.train.corpus.size(),
+                             .pairs = data_.train.counts,
+                             .machines = machines},
+                    data_.valid_text, log_);
   }
   report_start();
+}
+
+// Before there is an Updater: the trials' gradients are nobody's.
+std::vector<int64_t> Run::find_batch_fit() {
+  const auto begin = Clock::now();
+  int64_t longest = 1;
+  for (const auto& [source, target] : data_.train.corpus.lengths())
+    longest = std::max<int64_t>({longest, source, target});
+  model_->train();
+  BatchFit fit = fit_batches(model_,
+                             {.workspace_bytes = options_.workspace_mib << 20,
+                              .longest = longest,
+                              .most_rows = data_.train.corpus.size()},
+                             group_);
+  for (const BatchFit::Trial& trial : fit.trials) {
+    log_.info("batch fits", {{"tokens_per_sentence", trial.width},
+                             {"sentences", trial.rows},
+                             {"mib", static_cast<double>(trial.peak_bytes) / (1 << 20)},
+                             {"workspace_mib", options_.workspace_mib}});
+  }
+  log_.info("batches were fitted", {{"seconds", seconds_since(begin)}});
+  return std::move(fit.rows);
 }
 
 void Run::report_start() const {
@@ -235,11 +256,19 @@ void Run::report_start() const {
                       {"threads_per_rank", at::get_num_threads()},
                       {"precision", nmt::to_string(options_.precision)},
                       {"parameters", nmt::count_parameters(*model_)}});
-  log_.info("data", {{"train_pairs", data_.train.size()},
-                     {"dropped_empty", data_.num_dropped_empty},
-                     {"dropped_long", data_.train.num_dropped_long},
+  const PairCounts& pairs = data_.train.counts;
+  log_.info("data", {{"train_pairs", data_.train.corpus.size()},
+                     {"dropped_empty", pairs.dropped_empty},
+                     {"dropped_long", pairs.dropped_long},
+                     {"cropped", pairs.cropped},
+                     {"kept_whole", pairs.kept},
+                     {"read", pairs.read},
                      {"valid_pairs", data_.valid.size()},
                      {"valid_dropped_empty", data_.valid_text.num_dropped_empty}});
+  log_.write(data_.train.was_bad ? LogLevel::kWarn : LogLevel::kInfo, "token cache",
+             {{"state", data_.train.origin},
+              {"file", data_.train.file.string()},
+              {"seconds", data_.seconds}});
 }
 
 train::Facts Run::model_facts() const {
@@ -305,7 +334,8 @@ void Run::resume() {
   train::Parts parts = updater_->parts();
   nlohmann::json told;
   if (group_.rank() == 0) {
-    const train::Facts found = train::read_manifest(folder);
+    train::Facts found = train::read_manifest(folder);
+    found.merge(facts_of(model_of(found)));  // what manifests of earlier versions take for granted
     train::Facts expected = facts_of(options_.model);
     expected.insert(data_facts_.begin(), data_facts_.end());
     expected["valid_metric"] = to_string(options_.valid_metrics.front());
@@ -331,6 +361,12 @@ void Run::resume() {
   log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
 }
 
+// Whether --valid-freq wants a validation after the update that was made last, and it has not been.
+bool Run::is_valid_update() const {
+  return options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0 &&
+      state_.token_sum > 0;
+}
+
 // Every rank comes to the same conclusion, for they hold the same state.
 void Run::check_goals() {
   if (options_.after_epochs > 0 && state_.epoch >= options_.after_epochs)
@@ -349,6 +385,8 @@ TrainingResult Run::loop() {
   if (state_.updates == 0) {
     if (options_.valid_on_start) validate();
     save();
+  } else if (is_valid_update()) {
+    validate();  // the run was asked to stop before it could
   }
   for (check_goals(); stop_reason_.empty(); check_goals()) {
     const int64_t done = state_.epoch + (train_epoch() ? 1 : 0);  // not one that was cut short
@@ -367,29 +405,32 @@ TrainingResult Run::loop() {
                     {"updates", state_.updates},
                     {"best_bleu", state_.best.bleu},
                     {"minutes", seconds() / 60}});
-  return {.stop_reason = stop_reason_,
-          .was_asked_to = was_asked_to_stop_,
-          .epochs = state_.epoch,
-          .updates = state_.updates,
-          .best = state_.best};
+  const TrainingResult result{.stop_reason = stop_reason_,
+                              .was_asked_to = was_asked_to_stop_,
+                              .epochs = state_.epoch,
+                              .updates = state_.updates,
+                              .best = state_.best};
+  if (group_.rank() == 0) record_->ended(result, seconds());
+  return result;
 }
 
 bool Run::train_epoch() {
   const data::BatchOptions batch_options{.mini_batch = options_.mini_batch,
                                          .mini_batch_words = options_.mini_batch_words,
+                                         .fit_rows = fit_rows_,
                                          .maxi_batch = options_.maxi_batch,
+                                         .optimizer_delay = options_.optimizer_delay,
                                          .seed = options_.seed,
                                          .rank = group_.rank(),
                                          .world_size = group_.size()};
   const auto plan =
-      data::plan_rest(data_.train.lengths(), batch_options, state_.epoch, state_.trained);
+      data::plan_rest(data_.train.corpus.lengths(), batch_options, state_.epoch, state_.trained);
   if (state_.trained.empty() || !data::same_plan(state_.trained.back().options, batch_options))
     state_.trained.push_back({.options = batch_options});
   auto& num_trained = state_.trained.back().num_batches;
   const int64_t delay = options_.optimizer_delay;
-  const auto steps_of = [&](int64_t batches) { return (batches + delay - 1) / delay; };
-  int64_t step = steps_of(num_trained);
-  const int64_t num_steps = step + steps_of(std::ssize(plan.batches));
+  int64_t step = num_trained / delay;
+  const int64_t num_steps = step + std::ssize(plan.batches) / delay;
   if (state_.updates == 0) {
     log_.info("batches", {{"updates_per_epoch", num_steps},
                           {"padding_share", plan.padding_share},
@@ -399,9 +440,9 @@ bool Run::train_epoch() {
   data::Prefetcher<Update> loader([&]() -> std::optional<Update> {
     if (next >= plan.batches.size()) return std::nullopt;
     Update update;
-    for (int64_t i = 0; i < delay && next < plan.batches.size(); ++i, ++next) {
+    for (int64_t i = 0; i < delay; ++i, ++next) {
       const auto& sentences = plan.batches[next];
-      update.batches.push_back(make_batch(data_.train, sentences));
+      update.batches.push_back(make_batch(data_.train.corpus, sentences));
       update.sentences.insert(update.sentences.end(), sentences.begin(), sentences.end());
     }
     return update;
@@ -409,14 +450,16 @@ bool Run::train_epoch() {
   while (const auto next_update = loader.next()) {
     num_trained += std::ssize(next_update->batches);
     update(*next_update, ++step, num_steps);
-    const bool due =
-        options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0;
-    if (due && !was_asked_to_stop_) validate();
+    if (is_valid_update() && !was_asked_to_stop_) validate();
     if (options_.save_interval_updates > 0 && !state_.skipped_in_a_row &&
         state_.updates % options_.save_interval_updates == 0) {
       save_and_keep();
     }
-    if (!stop_reason_.empty()) return step == num_steps;
+    if (!stop_reason_.empty()) {
+      progress_.finish();  // before anything else is said
+      // One that was asked to stop ends the epoch when it goes on: with its validation.
+      return step == num_steps && !was_asked_to_stop_;
+    }
     if (options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min &&
         !writer_.busy()) {
       save();
@@ -435,9 +478,10 @@ void Run::report_skipped(const Update& update, const UpdateReport& own) {
     for (const int64_t i : update.sentences) {
       if (sentences.size() > 200) break;
       sentences += (sentences.empty() ? "" : " | ") +
-                   data_.tokenizers.source.decode(data_.train.source[static_cast<size_t>(i)]);
+                   data_.tokenizers.source.decode(data_.train.corpus.source(i));
     }
   }
+  progress_.clear();
   log_.warn("skipped an update: a number is not finite", {{"after_update", state_.updates},
                                                           {"own_loss", own.nll_sum},
                                                           {"gradient", own.bad_gradient},
@@ -481,16 +525,26 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
     decide_to_stop("asked to stop by a signal; the same command goes on");
     was_asked_to_stop_ = true;
   }
-  if (group_.rank() == 0 && !options_.quiet) {
-    progress_.update(
-        {.epoch = state_.epoch + 1,
-         .step = step,
-         .num_steps = num_steps,
-         .loss = loss,
-         .learning_rate = updater_->learning_rate(),
-         .rank_tokens_per_s = std::vector<double>(fact + kSpeeds, fact + kSpeeds + world),
-         .tokens_per_s = tokens / update_seconds});
-  }
+  if (group_.rank() != 0) return;
+  const std::vector<double> rank_speeds(fact + kSpeeds, fact + kSpeeds + world);
+  record_->trained({.epoch = state_.epoch + 1,
+                    .update = state_.updates,
+                    .run_seconds = seconds(),
+                    .skipped = own.skipped,
+                    .loss_sum = fact[kLoss],
+                    .tokens = own.num_tokens,
+                    .gradient_norm = own.gradient_norm,
+                    .learning_rate = updater_->learning_rate(),
+                    .own_seconds = update_seconds,
+                    .rank_tokens_per_s = rank_speeds});
+  if (options_.quiet) return;
+  progress_.update({.epoch = state_.epoch + 1,
+                    .step = step,
+                    .num_steps = num_steps,
+                    .loss = loss,
+                    .learning_rate = updater_->learning_rate(),
+                    .rank_tokens_per_s = rank_speeds,
+                    .tokens_per_s = tokens / update_seconds});
 }
 
 void Run::validate() {
@@ -547,14 +601,13 @@ void Run::validate() {
 
 TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) {
   // Bad text is found before anything is written.
-  auto train_text = text::read_parallel_text(options.train_sets);
   auto valid_text = text::read_parallel_text(options.valid_sets);
   const auto decide = [&] {
     return prepare_folder(options) == Start::kResume ? "resume" : "fresh";
   };
   const std::string decision = group.broadcast_text(group.rank() == 0 ? decide() : "");
   const Start start = decision == "resume" ? Start::kResume : Start::kFresh;
-  RunData data = prepare_data(options, std::move(train_text), std::move(valid_text), start, group);
+  RunData data = prepare_data(options, std::move(valid_text), start, group);
   return Run(options, start, std::move(data), group).loop();
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/log.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/evaluation.h"
@@ -14,20 +15,26 @@ namespace cohort::translate {
 
 /// Options of a run; the flags of `cohort nmt train` fill it, one field each.
 struct TrainingOptions {
-  std::vector<std::filesystem::path> train_sets;  ///< One or two files, see read_parallel_text.
+  std::vector<std::filesystem::path> train_sets;  ///< One or two files, see for_each_pair.
   std::vector<std::filesystem::path> valid_sets;  ///< Likewise.
   std::vector<std::filesystem::path>
-      vocabs;              ///< Two .spm files; made if absent; empty: in model_dir.
-  std::string model_dir;   ///< The run's folder.
-  bool overwrite = false;  ///< An earlier run in model_dir is replaced, not continued.
+      vocabs;                      ///< Two .spm files; made if absent; empty: in model_dir.
+  bool joined_dictionary = false;  ///< One vocabulary, trained on both sides' text.
+  int64_t sentencepiece_max_lines = 2'000'000;  ///< A vocabulary is made from so many pairs at most.
+  std::string model_dir;           ///< The run's folder.
+  std::string cache_dir;           ///< Where token caches are, for several runs; empty: model_dir.
+  bool overwrite = false;          ///< An earlier run in model_dir is replaced, not continued.
 
   nmt::TransformerOptions model;
   nmt::Precision precision = nmt::Precision::kFloat32;
 
   int64_t mini_batch = 64;       ///< Sentences per rank and batch; 0: only mini_batch_words counts.
-  int64_t mini_batch_words = 0;  ///< Tokens per rank and batch, padding included; 0: no limit.
-  int64_t maxi_batch = 100;      ///< Sort by length within windows of so many batches.
-  int64_t max_length = 100;      ///< Training pairs with more tokens on a side are dropped.
+  int64_t mini_batch_words = 0;  ///< Target tokens per rank and batch, padding included; 0: no limit.
+  bool mini_batch_fit = false;   ///< Batches as large as `workspace_mib` lets them be.
+  int64_t workspace_mib = 2048;  ///< For a batch's tensors on one rank, with mini_batch_fit.
+  int64_t maxi_batch = 1000;     ///< Sort by length within windows of so many batches.
+  int64_t max_length = 100;      ///< Training pairs with more tokens on a side are dropped, ...
+  bool max_length_crop = false;  ///< ... or the side is cut to it.
   int64_t optimizer_delay = 1;   ///< Batches per update and rank.
 
   double noam_factor = 1;    ///< Factor of the Noam schedule.
@@ -51,7 +58,10 @@ struct TrainingOptions {
   int64_t save_interval_updates = 0;  ///< Keep the weights of every so many updates (0: none) ...
   int64_t keep_interval_updates = 0;  ///< ... of which the newest so many stay (0: all).
   EvaluationOptions evaluation;
-  bool quiet = false;  ///< No progress bar.
+  double disp_freq_s = 5;  ///< A line about training in the record every so many seconds ...
+  int64_t disp_freq_updates = 0;  ///< ... or, if above 0, every so many updates.
+  bool quiet = false;             ///< No progress bar.
+  LogLevel log_level = LogLevel::kInfo;  ///< Lines below it are left out.
 };
 
 struct TrainingResult {

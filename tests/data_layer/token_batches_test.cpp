@@ -30,21 +30,33 @@ std::vector<BatchPlan> all_ranks(const std::vector<PairLength>& lengths, BatchOp
   return plans;
 }
 
+// Batches as lists, to be compared.
+std::vector<std::vector<int64_t>> lists(const Batches& batches) {
+  std::vector<std::vector<int64_t>> result;
+  for (const auto batch : batches) result.emplace_back(batch.begin(), batch.end());
+  return result;
+}
+
 std::vector<int64_t> sorted_sentences(const std::vector<BatchPlan>& plans) {
   std::vector<int64_t> all;
   for (const auto& plan : plans) {
-    for (const auto& batch : plan.batches) all.insert(all.end(), batch.begin(), batch.end());
+    for (const auto batch : plan.batches) all.insert(all.end(), batch.begin(), batch.end());
   }
   std::sort(all.begin(), all.end());
   return all;
 }
 
-int64_t width(const std::vector<PairLength>& lengths, const std::vector<int64_t>& batch) {
-  int64_t widest = 0;
-  for (int64_t i : batch) {
-    const auto [source, target] = lengths[static_cast<size_t>(i)];
-    widest = std::max<int64_t>({widest, source, target});
-  }
+int64_t longest_target(const std::vector<PairLength>& lengths, std::span<const int32_t> batch) {
+  int64_t longest = 0;
+  for (const int32_t i : batch)
+    longest = std::max<int64_t>(longest, lengths[static_cast<size_t>(i)].target);
+  return longest;
+}
+
+int64_t width(const std::vector<PairLength>& lengths, std::span<const int32_t> batch) {
+  int64_t widest = longest_target(lengths, batch);
+  for (const int32_t i : batch)
+    widest = std::max<int64_t>(widest, lengths[static_cast<size_t>(i)].source);
   return widest;
 }
 
@@ -75,14 +87,14 @@ TEST(PlanBatchesTest, EverySentenceIsInOneBatchOfOneRankAndRanksTakeEqualSteps) 
         for (const auto& plan : plans) {
           ASSERT_EQ(plan.batches.size(), plans[0].batches.size());
           ASSERT_EQ(plan.num_sentences, static_cast<int64_t>(sentences.size()));
-          for (const auto& batch : plan.batches) {
+          for (const auto batch : plan.batches) {
             ASSERT_FALSE(batch.empty());
             const auto size = static_cast<int64_t>(batch.size());
             if (rows > 0) {
               ASSERT_LE(size, rows);
             }
             if (words > 0 && size > 1) {
-              ASSERT_LE(size * width(lengths, batch), words);
+              ASSERT_LE(size * longest_target(lengths, batch), words);
             }
           }
         }
@@ -91,11 +103,36 @@ TEST(PlanBatchesTest, EverySentenceIsInOneBatchOfOneRankAndRanksTakeEqualSteps) 
   }
 }
 
+TEST(PlanBatchesTest, AnUpdateDependsOnRanksTimesDelayAlone) {
+  const auto lengths = some_lengths(700);
+  // Updates as lists of batches: batch i of an update is that of rank i % W.
+  const auto updates = [&](int world_size, int64_t delay) {
+    const auto plans = all_ranks(
+        lengths,
+        {.mini_batch_words = 90, .optimizer_delay = delay, .seed = 5, .world_size = world_size});
+    std::vector<std::vector<int32_t>> batches;
+    for (size_t i = 0; i < plans[0].batches.size(); ++i) {
+      for (const auto& plan : plans)
+        batches.emplace_back(plan.batches[i].begin(), plan.batches[i].end());
+    }
+    EXPECT_EQ(plans[0].batches.size() % static_cast<size_t>(delay), 0);
+    return batches;
+  };
+  const auto expected = updates(1, 6);
+  EXPECT_EQ(updates(2, 3), expected);
+  EXPECT_EQ(updates(3, 2), expected);
+  EXPECT_EQ(updates(6, 1), expected);
+  EXPECT_NE(updates(5, 1), expected);
+}
+
 TEST(PlanBatchesTest, EqualArgumentsGiveEqualPlansAndEpochsDiffer) {
   const auto lengths = some_lengths(500);
   const BatchOptions options{.mini_batch_words = 300, .seed = 3, .world_size = 2};
-  EXPECT_EQ(plan_batches(lengths, options, 2).batches, plan_batches(lengths, options, 2).batches);
-  EXPECT_NE(plan_batches(lengths, options, 2).batches, plan_batches(lengths, options, 3).batches);
+  const auto plan = [&](int64_t epoch) {
+    return lists(plan_batches(lengths, options, epoch).batches);
+  };
+  EXPECT_EQ(plan(2), plan(2));
+  EXPECT_NE(plan(2), plan(3));
 }
 
 TEST(PlanBatchesTest, SortingKeepsPaddingToAFewPercent) {
@@ -121,7 +158,7 @@ TEST(PlanBatchesTest, RanksOfAStepHaveSimilarWork) {
     int64_t least = INT64_MAX;
     int64_t most = 0;
     for (const auto& plan : plans) {
-      const auto& batch = plan.batches[step];
+      const auto batch = plan.batches[step];
       const auto work = static_cast<int64_t>(batch.size()) * width(lengths, batch);
       least = std::min(least, work);
       most = std::max(most, work);
@@ -129,6 +166,66 @@ TEST(PlanBatchesTest, RanksOfAStepHaveSimilarWork) {
     if (least * 10 < most * 9) ++uneven;
   }
   EXPECT_LE(uneven * 50, static_cast<int64_t>(plans[0].batches.size()));  // 2 %.
+}
+
+TEST(PlanBatchesTest, RanksOfAnEpochHaveEqualWork) {
+  const auto lengths = some_lengths(20'000);
+  for (const auto& [rows, words] : {std::pair{64, 0}, {0, 1000}}) {
+    int64_t least = INT64_MAX;
+    int64_t most = 0;
+    for (const auto& plan :
+         all_ranks(lengths, {.mini_batch = rows, .mini_batch_words = words, .world_size = 4})) {
+      int64_t work = 0;
+      for (const auto batch : plan.batches) work += std::ssize(batch) * width(lengths, batch);
+      least = std::min(least, work);
+      most = std::max(most, work);
+    }
+    EXPECT_LT(most * 100, least * 101) << rows << " rows, " << words << " words";
+  }
+}
+
+TEST(PlanBatchesTest, TheFirstEpochBeginsWithTheLongestSentence) {
+  const auto lengths = some_lengths(5'000);
+  const auto longest =
+      width(lengths, std::vector<int32_t>(
+                         1, static_cast<int32_t>(std::ranges::max_element(lengths, {},
+                                                                          [](const PairLength& l) {
+                                                                            return std::max(
+                                                                                l.source, l.target);
+                                                                          }) -
+                                                 lengths.begin())));
+  for (int64_t epoch = 0; epoch < 2; ++epoch) {
+    int64_t first = 0;
+    for (const auto& plan : all_ranks(lengths, {.mini_batch = 20, .world_size = 2}, epoch))
+      first = std::max(first, width(lengths, plan.batches[0]));
+    EXPECT_EQ(first == longest, epoch == 0) << epoch;
+  }
+}
+
+TEST(PlanBatchesTest, RowsThatFitAreALimitByLength) {
+  const auto lengths = some_lengths(3'000);
+  // Up to 10 tokens 40 rows, up to 20 tokens 20, ... up to 70 tokens 2.
+  const BatchOptions options{.fit_rows = {40, 20, 13, 8, 5, 3, 2}, .world_size = 2};
+  const auto plans = all_ranks(lengths, options);
+  EXPECT_EQ(sorted_sentences(plans), range(lengths.size()));
+  int64_t full = 0;
+  for (const auto& plan : plans) {
+    for (const auto batch : plan.batches) {
+      const auto most = options.fit_rows[static_cast<size_t>((width(lengths, batch) - 1) / 10)];
+      ASSERT_LE(std::ssize(batch), most);
+      full += std::ssize(batch) == most;
+    }
+  }
+  EXPECT_GT(full * 10, std::ssize(plans[0].batches) * 2 * 8) << "most batches are full";
+  EXPECT_THROW(plan_batches(lengths, {.fit_rows = {40, 20}}, 0), ConfigError) << "too short";
+  EXPECT_THROW(plan_batches(lengths, {.fit_rows = {4, 5, 5, 5, 5, 5, 5}}, 0), ConfigError);
+}
+
+// 5 million pairs: the plan's own memory is what its header says.
+TEST(PlanBatchesTest, APlanHasFourBytesASentenceAndSixteenABatch) {
+  const auto lengths = some_lengths(1'000);
+  const auto plan = plan_batches(lengths, {.mini_batch = 10}, 0);
+  EXPECT_LE(plan.batches.size_bytes(), 1'000 * 4 + (100 + 1) * 16);
 }
 
 TEST(PlanBatchesTest, StepsDoNotComeInTheOrderOfLength) {
@@ -145,14 +242,17 @@ TEST(PlanBatchesTest, StepsDoNotComeInTheOrderOfLength) {
 TEST(PlanBatchesTest, ASentenceLongerThanTheBudgetIsABatchOfItsOwn) {
   const std::vector<PairLength> lengths = {{5, 5}, {5, 5}, {5, 500}, {5, 5}, {0, 0}};
   const auto plan = plan_batches(lengths, {.mini_batch_words = 20, .shuffle = false}, 0);
-  EXPECT_EQ(plan.batches, (std::vector<std::vector<int64_t>>{{4, 0, 1, 3}, {2}}));
+  EXPECT_EQ(lists(plan.batches), (std::vector<std::vector<int64_t>>{{4, 0, 1, 3}, {2}}));
   EXPECT_EQ(plan.num_sentences, 5);
 }
 
-TEST(PlanBatchesTest, TheBudgetCountsTheLongerSide) {
-  const std::vector<PairLength> lengths(4, {10, 1});
+TEST(PlanBatchesTest, TheBudgetCountsTheTargetSide) {
+  const std::vector<PairLength> lengths(4, {1, 10});
   const auto plan = plan_batches(lengths, {.mini_batch_words = 20, .shuffle = false}, 0);
-  EXPECT_EQ(plan.batches, (std::vector<std::vector<int64_t>>{{0, 1}, {2, 3}}));
+  EXPECT_EQ(lists(plan.batches), (std::vector<std::vector<int64_t>>{{0, 1}, {2, 3}}));
+  const std::vector<PairLength> swapped(4, {10, 1});
+  EXPECT_EQ(plan_batches(swapped, {.mini_batch_words = 20, .shuffle = false}, 0).batches.size(),
+            1U);
 }
 
 TEST(PlanBatchesTest, RefusesBadOptions) {
@@ -181,7 +281,7 @@ std::pair<std::vector<int>, int64_t> train_parts(
       taken = std::min(wanted, std::ssize(plan.batches));
       num_dropped = plan.num_dropped;
       for (int64_t k = 0; k < taken; ++k) {
-        for (const int64_t i : plan.batches[static_cast<size_t>(k)])
+        for (const int32_t i : plan.batches[static_cast<size_t>(k)])
           ++times[static_cast<size_t>(i)];
       }
     }
@@ -195,12 +295,12 @@ TEST(PlanRestTest, TheSameRanksGoOnWithTheSamePlan) {
   const auto lengths = some_lengths(200);
   for (int rank = 0; rank < 3; ++rank) {
     const BatchOptions options{.mini_batch = 5, .seed = 7, .rank = rank, .world_size = 3};
-    auto expected = plan_batches(lengths, options, 4).batches;
+    auto expected = lists(plan_batches(lengths, options, 4).batches);
     BatchOptions saved = options;
     saved.rank = 0;
     const std::vector<EpochPart> done{{saved, 6}};
     expected.erase(expected.begin(), expected.begin() + 6);
-    EXPECT_EQ(plan_rest(lengths, options, 4, done).batches, expected);
+    EXPECT_EQ(lists(plan_rest(lengths, options, 4, done).batches), expected);
   }
 }
 

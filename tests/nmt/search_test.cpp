@@ -169,6 +169,35 @@ TEST(SearchTest, TheResultDoesNotDependOnTheBatch) {
   }
 }
 
+// ... to the bit, in the types that are searched in, whatever the batch's size and order.
+TEST(SearchTest, NoBitDependsOnTheBatch) {
+  for (const auto precision : {Precision::kFloat32, Precision::kBFloat16}) {
+    Transformer model(test::tiny_options(), precision);
+    const auto sentences = test::make_sentences(21, 4);
+    auto backwards = sentences;
+    std::ranges::reverse(backwards);
+    const auto found_in = [&](const std::vector<test::Sentence>& batch_of, int64_t beam_size) {
+      const auto batch = test::make_test_batch(batch_of);
+      return search(model, batch.source_BS, batch.source_lengths_B,
+                    {.beam_size = beam_size, .max_length = 15});
+    };
+    for (const int64_t beam_size : {1, 4}) {
+      const auto together = found_in(sentences, beam_size);
+      const auto reversed = found_in(backwards, beam_size);
+      for (size_t i = 0; i < sentences.size(); ++i) {
+        const auto alone = found_in({sentences[i]}, beam_size).front();
+        for (const auto& other : {alone, reversed[sentences.size() - 1 - i]}) {
+          ASSERT_EQ(other.size(), together[i].size());
+          for (size_t k = 0; k < other.size(); ++k) {
+            EXPECT_EQ(other[k].tokens, together[i][k].tokens);
+            EXPECT_EQ(other[k].log_prob, together[i][k].log_prob);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(SearchTest, LengthsAreBounded) {
   Transformer model = make_model(4);
   const auto sentences = make_sources();
@@ -189,6 +218,12 @@ TEST(SearchTest, LengthsAreBounded) {
     most = std::max(most, longest({.max_length = 2}, i));
   }
   EXPECT_EQ(most, 2);
+  // By this score the shortest is the best.
+  for (const auto& hypotheses :
+       search(model, batch.source_BS, batch.source_lengths_B,
+              {.beam_size = 3, .word_penalty = 100, .max_length = 7, .min_length = 7})) {
+    EXPECT_EQ(hypotheses.front().tokens.size(), 7);
+  }
 }
 
 TEST(SearchTest, TheUnknownPieceOnlyWhenAllowed) {
@@ -222,6 +257,100 @@ TEST(SearchTest, ADamagedModelIsNamed) {
   EXPECT_THROW(search(model, batch.source_BS, batch.source_lengths_B), c10::Error);
   EXPECT_THROW(search(model, batch.source_BS, batch.source_lengths_B, {.beam_size = 0}),
                ConfigError);
+}
+
+std::vector<Hypothesis> samples_of(Transformer& model, const std::vector<test::Sentence>& sentences,
+                                   const std::vector<int64_t>& numbers, size_t row,
+                                   const SamplingOptions& sampling) {
+  const auto batch = test::make_test_batch(sentences);
+  return search(model, batch.source_BS, batch.source_lengths_B,
+                {.beam_size = 3, .max_length = 12, .sampling = sampling}, numbers)[row];
+}
+
+TEST(SamplingTest, ASeedDrawsTheSameTranslationsWhateverTheBatch) {
+  Transformer model(test::tiny_options(), Precision::kBFloat16);
+  const auto sentences = test::make_sentences(9, 4);
+  const std::vector<int64_t> numbers{10, 11, 12, 13, 14, 15, 16, 17, 18};
+  const SamplingOptions sampling{.enabled = true, .seed = 7};
+  for (size_t i = 0; i < sentences.size(); ++i) {
+    const auto together = samples_of(model, sentences, numbers, i, sampling);
+    const auto alone = samples_of(model, {sentences[i]}, {numbers[i]}, 0, sampling);
+    ASSERT_EQ(together.size(), 3);
+    EXPECT_NE(together[0].tokens, together[1].tokens) << "samples of a sentence differ";
+    for (size_t k = 0; k < 3; ++k) {
+      EXPECT_EQ(alone[k].tokens, together[k].tokens);
+      EXPECT_EQ(alone[k].log_prob, together[k].log_prob);
+    }
+    const SamplingOptions other{.enabled = true, .seed = 8};
+    EXPECT_NE(samples_of(model, sentences, numbers, i, other)[0].tokens, together[0].tokens);
+    EXPECT_NE(samples_of(model, {sentences[i]}, {3}, 0, sampling)[0].tokens, together[0].tokens);
+  }
+}
+
+// 40,000 draws from a row of 9 columns, one of them banned, beside the shares they should have.
+TEST(SamplingTest, ShareOfEachTokenIsItsProbability) {
+  torch::manual_seed(5);
+  const LogProbs log_probs(2 * at::randn({1, 9}));
+  const std::vector<int64_t> banned{4};
+  const double draws = 40000;
+  for (const SamplingOptions& options :
+       {SamplingOptions{}, SamplingOptions{.temperature = 2}, SamplingOptions{.topk = 4},
+        SamplingOptions{.topp = 0.8},
+        SamplingOptions{.topk = 5, .topp = 0.9, .temperature = 0.7}}) {
+    SCOPED_TRACE("topk " + std::to_string(options.topk) + " topp " + std::to_string(options.topp));
+    // By the definition: all tokens sorted, cut after topk, cut where topp is reached.
+    auto allowed = log_probs.all(0, banned);
+    std::ranges::sort(allowed, std::greater{}, &Candidate::log_prob);
+    if (options.topk > 0) allowed.resize(static_cast<size_t>(options.topk));
+    const auto share = [&](const Candidate& c) {
+      double sum = 0;
+      for (const Candidate& other : allowed)
+        sum += std::exp((other.log_prob - c.log_prob) / options.temperature);
+      return 1 / sum;
+    };
+    double reached = 0;
+    size_t kept = 0;
+    while (kept < allowed.size() && reached < options.topp) reached += share(allowed[kept++]);
+    if (options.topp < 1) allowed.resize(kept);
+
+    std::vector<double> counts(9);
+    for (int64_t i = 0; i < static_cast<int64_t>(draws); ++i) {
+      const double number = sampling_number(11, i / 100, i % 4, i % 100 / 4);
+      ++counts[static_cast<size_t>(draw(log_probs, 0, options, banned, number).column)];
+    }
+    double chi_square = 0;
+    double counted = 0;
+    for (const Candidate& c : allowed) {
+      const double expected = draws * share(c);
+      const double found = counts[static_cast<size_t>(c.column)];
+      chi_square += (found - expected) * (found - expected) / expected;
+      counted += found;
+    }
+    EXPECT_EQ(counted, draws) << "a token was drawn that is not allowed";
+    // At most 7 degrees of freedom: beyond 29.9 in one of 10,000 seeds.
+    EXPECT_LT(chi_square, 29.9);
+  }
+}
+
+TEST(SamplingTest, TheLikeliestOfOneIsGreedySearch) {
+  Transformer model = make_model(7);
+  const auto batch = test::make_test_batch(make_sources());
+  const SearchOptions greedy{.max_length = 9};
+  SearchOptions sampling = greedy;
+  sampling.sampling = {.enabled = true, .topk = 1};
+  const auto expected = search(model, batch.source_BS, batch.source_lengths_B, greedy);
+  const auto found = search(model, batch.source_BS, batch.source_lengths_B, sampling);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_EQ(found[i][0].tokens, expected[i][0].tokens);
+    EXPECT_EQ(found[i][0].log_prob, expected[i][0].log_prob);
+  }
+}
+
+TEST(SamplingTest, BadOptionsAreNamed) {
+  EXPECT_THROW(validate(SamplingOptions{.topk = -1}), ConfigError);
+  EXPECT_THROW(validate(SamplingOptions{.topp = 0}), ConfigError);
+  EXPECT_THROW(validate(SamplingOptions{.topp = 1.5}), ConfigError);
+  EXPECT_THROW(validate(SamplingOptions{.temperature = 0}), ConfigError);
 }
 
 }  // namespace

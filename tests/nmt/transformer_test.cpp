@@ -1,5 +1,6 @@
 #include "cohort/nmt/transformer.h"
 
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <torch/optim/adam.h>
 #include <torch/types.h>
@@ -7,11 +8,32 @@
 #include "cohort/base/error.h"
 #include "cohort/nmt/search.h"
 #include "cohort/optim/adam.h"
+#include "cohort/translate/tensor_memory.h"
 
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
 namespace {
+
+// Every norm with every activation, untied, tied and tied with the source.
+std::vector<TransformerOptions> variants() {
+  std::vector<TransformerOptions> result;
+  for (const Norm norm : {Norm::kPre, Norm::kPost}) {
+    for (const auto activation : {Activation::kRelu, Activation::kGelu, Activation::kSwish}) {
+      auto options = test::tiny_options();
+      options.norm = norm;
+      options.ffn_activation = activation;
+      options.tied_embeddings = activation == Activation::kGelu;
+      options.tied_embeddings_all = activation == Activation::kSwish;
+      result.push_back(options);
+    }
+  }
+  return result;
+}
+
+std::string name_of(const TransformerOptions& options) {
+  return to_string(options.norm) + " " + to_string(options.ffn_activation);
+}
 
 TEST(TransformerTest, BaseHasExactly93255680Parameters) {
   EXPECT_EQ(count_parameters(*Transformer(preset("base"))), 93'255'680);
@@ -29,21 +51,23 @@ TEST(TransformerTest, TheSameSeedGivesTheSameModel) {
 }
 
 TEST(TransformerTest, PaddingChangesNothing) {
-  Transformer model(test::tiny_options());
-  model->to(at::kDouble);
-  const auto sentences = test::make_sentences(6, 2);
-  const double together =
-      std::get<0>(model->forward(test::make_test_batch(sentences))).item<double>();
-  double apart = 0;
-  for (const auto& s : sentences)
-    apart += std::get<0>(model->forward(test::make_test_batch({s}))).item<double>();
-  EXPECT_NEAR(together, apart, 1e-11);
+  for (const auto& options : variants()) {
+    Transformer model(options);
+    model->to(at::kDouble);
+    const auto sentences = test::make_sentences(6, 2);
+    const double together =
+        std::get<0>(model->forward(test::make_test_batch(sentences))).item<double>();
+    double apart = 0;
+    for (const auto& s : sentences)
+      apart += std::get<0>(model->forward(test::make_test_batch({s}))).item<double>();
+    EXPECT_NEAR(together, apart, 1e-11) << name_of(options);
+  }
 }
 
 // The scores of stepwise decoding with kept keys and values, against the whole sentence at once.
-TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
+void expect_cached_decoding_equals_the_whole_sentence(const TransformerOptions& options) {
   const at::NoGradGuard no_grad;
-  Transformer model(test::tiny_options());
+  Transformer model(options);
   model->to(at::kDouble);
   model->eval();
   const auto batch = test::make_test_batch(test::make_sentences(5, 3));
@@ -52,13 +76,17 @@ TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
   double nll = 0;
   for (int64_t t = 0; t < batch.labels_BT.size(1); ++t) {
     const at::Tensor scores =
-        at::log_softmax(model->decode_step(batch.input_BT.narrow(1, t, 1), state).squeeze(1), 1);
+        at::log_softmax(model->decode_step(batch.input_BT.select(1, t), state), 1);
     for (int64_t b = 0; b < batch.labels_BT.size(0); ++b) {
       const int64_t label = batch.labels_BT[b][t].item<int64_t>();
       if (label != 0) nll -= scores[b][label].item<double>();
     }
   }
-  EXPECT_NEAR(nll, std::get<1>(model->forward(batch)).item<double>(), 1e-10);
+  EXPECT_NEAR(nll, std::get<1>(model->forward(batch)).item<double>(), 1e-10) << name_of(options);
+}
+
+TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
+  for (const auto& options : variants()) expect_cached_decoding_equals_the_whole_sentence(options);
 }
 
 // What decoding keeps of the weights in bfloat16 must not outlive an update.
@@ -115,6 +143,92 @@ TEST(TransformerTest, TiedEmbeddingsAreOneTableWithBothGradients) {
       gradient(untied, "target_embedding") + gradient(untied, "generator.weight"), 1e-12, 1e-14));
 }
 
+TEST(TransformerTest, TiedEmbeddingsAllAreOneTableWithAllThreeGradients) {
+  auto options = test::tiny_options();
+  Transformer untied(options);
+  options.tied_embeddings_all = true;
+  Transformer tied(options);
+  EXPECT_EQ(count_parameters(*untied) - count_parameters(*tied),
+            2 * options.dim_vocab_target * options.dim_emb);
+  for (auto* model : {&untied, &tied}) (*model)->to(at::kDouble);
+  const auto of_untied = untied->named_parameters();
+  const auto of_tied = tied->named_parameters();
+  const std::vector<std::string> tables = {"source_embedding", "target_embedding",
+                                           "generator.weight"};
+  {
+    const at::NoGradGuard no_grad;
+    for (const auto& item : of_untied) {
+      const bool table = std::ranges::find(tables, item.key()) != tables.end();
+      untied->named_parameters()[item.key()].copy_(of_tied[table ? "embedding" : item.key()]);
+    }
+  }
+  const auto batch = test::make_test_batch(test::make_sentences(5, 7));
+  for (auto* model : {&untied, &tied}) std::get<0>((*model)->forward(batch)).backward();
+  at::Tensor sum = at::zeros_like(of_tied["embedding"]);
+  for (const auto& name : tables) sum += of_untied[name].grad();
+  EXPECT_TRUE(at::allclose(of_tied["embedding"].grad(), sum, 1e-12, 1e-14));
+  options.dim_vocab_source += 1;
+  EXPECT_THROW(Transformer{options}, ConfigError);
+}
+
+TEST(TransformerTest, APostNormModelHasNoFinalNorms) {
+  auto options = test::tiny_options();
+  const int64_t pre = count_parameters(*Transformer(options));
+  options.norm = Norm::kPost;
+  EXPECT_EQ(pre - count_parameters(*Transformer(options)), 2 * 2 * options.dim_emb);
+}
+
+// Loss, then every parameter's gradient, of two steps whose dropout goes on from the first to the
+// second.
+std::vector<at::Tensor> losses_and_gradients(const TransformerOptions& options,
+                                             Precision precision) {
+  Transformer model(options, precision);
+  model->initialise(11);
+  model->set_dropout_stream({.seed = 5, .call = 100});
+  std::vector<at::Tensor> result;
+  for (const uint32_t seed : {1U, 2U}) {
+    const auto loss =
+        std::get<0>(model->forward(test::make_test_batch(test::make_sentences(6, seed))));
+    loss.backward();
+    result.push_back(loss.detach());
+  }
+  for (const auto& parameter : model->parameters()) result.push_back(parameter.grad());
+  return result;
+}
+
+TEST(TransformerTest, GradientCheckpointingChangesNoBit) {
+  for (auto options : variants()) {
+    options.dropout = 0.3;
+    for (const Precision precision : {Precision::kFloat32, best_precision()}) {
+      options.gradient_checkpointing = false;
+      const auto expected = losses_and_gradients(options, precision);
+      options.gradient_checkpointing = true;
+      const auto found = losses_and_gradients(options, precision);
+      ASSERT_EQ(found.size(), expected.size());
+      for (size_t i = 0; i < expected.size(); ++i)
+        EXPECT_TRUE(at::equal(found[i], expected[i])) << name_of(options) << ", tensor " << i;
+    }
+  }
+}
+
+TEST(TransformerTest, GradientCheckpointingHoldsOneLayerAtATime) {
+  const auto peak = [](int64_t depth, bool gradient_checkpointing) {
+    auto options = test::tiny_options();
+    options.enc_depth = options.dec_depth = depth;
+    options.dropout = 0.1;
+    options.gradient_checkpointing = gradient_checkpointing;
+    Transformer model(options);
+    const auto batch = test::make_test_batch(test::make_sentences(64, 3));
+    const auto step = [&] { std::get<0>(model->forward(batch)).backward(); };
+    step();  // Gradients are there from now on.
+    return static_cast<double>(translate::peak_tensor_bytes(step));
+  };
+  // A layer more on each side costs without it all that the layers compute, with it their inputs.
+  const double whole = (peak(6, false) - peak(2, false)) / 4;
+  const double inputs = (peak(6, true) - peak(2, true)) / 4;
+  EXPECT_LT(inputs, 0.15 * whole) << inputs << " bytes a layer against " << whole;
+}
+
 TEST(TransformerTest, IdsAndLengthsOutOfRangeAreRefused) {
   Transformer model(test::tiny_options());
   auto batch = test::make_test_batch(test::make_sentences(3, 6));
@@ -152,6 +266,8 @@ TEST(TransformerTest, BadSizesAreNamed) {
   TransformerOptions options;
   options.heads = 7;
   EXPECT_THROW(validate(options), ConfigError);
+  EXPECT_THROW(parse_norm("nad"), ConfigError);
+  EXPECT_THROW(parse_activation("tanh"), ConfigError);
 }
 
 TEST(TransformerTest, ASentenceBeyondTheLastPositionIsRefused) {

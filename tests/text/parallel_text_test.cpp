@@ -131,9 +131,53 @@ TEST_F(ParallelTextTest, NoPairIsAnError) {
             "@/a.en: no sentence pair in it, 0 dropped as empty");
 }
 
+TEST_F(ParallelTextTest, PairsBeforeABadLineAreTakenInOrder) {
+  const std::vector<std::filesystem::path> paths = {folder_.write("a.tsv", "1\ta\n\tb\n3\tc\nd\n")};
+  Lines sources;
+  EXPECT_EQ(shortened(test::message_of<ConfigError>([&] {
+              for_each_pair(paths,
+                            [&](std::string& source, std::string&) { sources.push_back(source); });
+            })),
+            "@/a.tsv: line 4: expected source<TAB>target, found 0 tabs");
+  EXPECT_EQ(sources, (Lines{"1", "3"}));
+}
+
+TEST_F(ParallelTextTest, ASampleIsEvenAndTheSameEveryTime) {
+  std::string pairs;
+  for (int i = 0; i < 3000; ++i) pairs += std::to_string(i) + "\t" + std::to_string(-i) + "\n";
+  const std::vector<std::filesystem::path> paths = {folder_.write("a.tsv", pairs)};
+  EXPECT_EQ(sample_parallel_text(paths, 3000).source, read_parallel_text(paths).source);
+  const ParallelText sample = sample_parallel_text(paths, 600);
+  ASSERT_EQ(sample.source.size(), 600);
+  EXPECT_EQ(sample.source, sample_parallel_text(paths, 600).source);
+  int late = 0;
+  for (size_t i = 0; i < 600; ++i) {
+    const int number = std::stoi(sample.source[i]);
+    EXPECT_EQ(std::stoi(sample.target[i]), -number) << "pairs stay together";
+    late += number >= 1500;
+  }
+  EXPECT_NEAR(late, 300, 45);  // 4 standard deviations of a fair draw
+}
+
 TEST_F(ParallelTextTest, StreamsReadAsFilesDo) {
   std::istringstream stream("a\r\n\nb");
   EXPECT_EQ(read_lines(stream, "standard input"), (Lines{"a", "", "b"}));
+}
+
+TEST_F(ParallelTextTest, LinesAreWholeWhateverTheirLengthUpTo16MiB) {
+  Lines lines;
+  std::string content;
+  for (const size_t length : {16382, 16383, 16384, 32766, 32767, 100000}) {  // about the buffer's
+    lines.push_back(std::string(length, 'x'));
+    content += lines.back() + "\n";
+    EXPECT_EQ(split_lines(lines.back(), "no line end"), Lines{lines.back()});
+  }
+  EXPECT_EQ(split_lines(content, "lines"), lines);
+  EXPECT_EQ(split_lines("a\n" + std::string(LineReader::kMaxLineBytes, 'x'), "lines").size(), 2U);
+  EXPECT_EQ(test::message_of<ConfigError>([] {
+              split_lines("a\n" + std::string(LineReader::kMaxLineBytes + 1, 'x') + "\n", "lines");
+            }),
+            "lines: line 2 has more than 16 MiB: expected sentences");
 }
 
 }  // namespace

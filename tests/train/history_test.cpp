@@ -1,7 +1,9 @@
 #include "cohort/train/history.h"
 
 #include <cmath>
+#include <csignal>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include "cohort/base/error.h"
 
@@ -46,6 +48,38 @@ TEST(HistoryTest, LinesBeyondTheCheckpointAreCut) {
   write_file(path, early + "{\"update\":8}\n{\"update\":9}\n");
   History(path, 7).append({{"update", 8}});
   EXPECT_EQ(read_file(path), early + "{\"update\":8}\n");
+}
+
+TEST(HistoryTest, HoldsSeveralNumbersOrTextsInOneField) {
+  const TemporaryFolder folder;
+  History history(folder / "h");
+  history.append({{"speeds", std::vector<double>{1.5, std::nan("")}},
+                  {"hosts", std::vector<std::string>{"a", "b"}}});
+  EXPECT_EQ(read_file(folder / "h"), "{\"speeds\":[1.5,null],\"hosts\":[\"a\",\"b\"]}\n");
+}
+
+// A limit on the size of files stands for a full disk: both take the first half of a line.
+TEST(HistoryTest, AFullDiskCostsTheLineAndNotTheFile) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "h";
+  History history(path);
+  history.append({{"update", 1}});
+  rlimit unlimited{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &unlimited), 0);
+  std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit full{.rlim_cur = 20, .rlim_max = unlimited.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &full), 0);
+  std::string message;
+  try {
+    history.append({{"update", 2}});
+  } catch (const c10::Error& error) {
+    message = one_line(error);
+  }
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &unlimited), 0);
+  EXPECT_EQ(message, path + ": cannot write: File too large");
+  EXPECT_EQ(read_file(path), "{\"update\":1}\n");
+  history.append({{"update", 3}});
+  EXPECT_EQ(read_file(path), "{\"update\":1}\n{\"update\":3}\n");
 }
 
 TEST(HistoryTest, NamesAFileThatCannotBeOpened) {

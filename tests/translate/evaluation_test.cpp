@@ -63,7 +63,7 @@ TEST(EvaluationTest, ThreeRanksGiveTheLossAndScoreOfOne) {
     const auto folder = fresh_folder("evaluation");
     const auto pairs = make_text(23);
     const auto tokenizer = make_tokenizer(folder, pairs);
-    const auto corpus = tokenize(pairs, tokenizer, tokenizer, 0);
+    const auto corpus = tokenize(pairs, tokenizer, tokenizer);
     auto model = make_model();
     const EvaluationOptions options{.mini_batch_words = 30};
     comm::ProcessGroup alone(comm::Place{});

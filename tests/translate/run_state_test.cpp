@@ -10,7 +10,8 @@ namespace {
 TEST(RunStateTest, RoundTripsToTheLastBit) {
   RunState state{.epoch = 3,
                  .trained = {{{.mini_batch = 7, .seed = ~uint64_t{0}, .world_size = 2}, 11},
-                             {{.mini_batch_words = 900, .maxi_batch = 3, .world_size = 3}, 0}},
+                             {{.mini_batch_words = 900, .fit_rows = {9, 4}, .maxi_batch = 3, .world_size = 3},
+                              0}},
                  .updates = int64_t{1} << 53,
                  .loss_sum = 1.0 / 3,
                  .token_sum = 12,

@@ -8,14 +8,14 @@ namespace {
 
 template <class T>
 struct Math {  // float and double compute in themselves
-  using Acc = T;
+  using Acc = typename SumOf<T>::Type;
   static Acc load(T x) { return x; }
   static T store(Acc x) { return x; }
 };
 
 template <>
 struct Math<BFloat16Bits> {
-  using Acc = float;
+  using Acc = SumOf<BFloat16Bits>::Type;
   static float load(BFloat16Bits x) {
     return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
   }
@@ -226,10 +226,212 @@ void cross_entropy(T* logits, const int64_t* labels, int64_t rows, int64_t colum
   }
 }
 
+// Registers of this instruction set, for what the compiler does not find by itself. Passed by
+// reference only: how such values are passed differs between instruction sets.
+#if defined(__AVX512F__)
+constexpr int64_t kRegisterBytes = 64;
+#elif defined(__AVX__)
+constexpr int64_t kRegisterBytes = 32;
+#else
+constexpr int64_t kRegisterBytes = 16;
+#endif
+
+template <class Element, int64_t kBytes = kRegisterBytes>
+struct Register {
+  static constexpr int64_t kLanes = kBytes / static_cast<int64_t>(sizeof(Element));
+  typedef Element Type __attribute__((vector_size(kBytes)));
+};
+template <class Element>
+using RegisterOf = typename Register<Element>::Type;
+
+// Two registers of neighbouring elements, in an order that load and store agree on.
+template <class Acc>
+struct Pair {
+  static constexpr int64_t kLanes = 2 * Register<Acc>::kLanes;
+  RegisterOf<Acc> a, b;
+};
+
+template <class Acc>
+inline void load(const Acc* from, Pair<Acc>& to) {
+  __builtin_memcpy(&to.a, from, sizeof to.a);
+  __builtin_memcpy(&to.b, from + Register<Acc>::kLanes, sizeof to.b);
+}
+template <class Acc>
+inline void store(const Pair<Acc>& from, Acc* to) {
+  __builtin_memcpy(to, &from.a, sizeof from.a);
+  __builtin_memcpy(to + Register<Acc>::kLanes, &from.b, sizeof from.b);
+}
+
+// Of bfloat16 the elements with even numbers come first: so widening is one operation.
+inline void load(const BFloat16Bits* from, Pair<float>& to) {
+  RegisterOf<uint32_t> bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  const RegisterOf<uint32_t> even = bits << 16;
+  const RegisterOf<uint32_t> odd = bits & 0xffff0000U;
+  __builtin_memcpy(&to.a, &even, sizeof even);
+  __builtin_memcpy(&to.b, &odd, sizeof odd);
+}
+inline void store(const Pair<float>& from, BFloat16Bits* to) {
+  RegisterOf<uint32_t> even, odd;
+  __builtin_memcpy(&even, &from.a, sizeof even);
+  __builtin_memcpy(&odd, &from.b, sizeof odd);
+  even = (even + 0x7fffU + ((even >> 16) & 1U)) >> 16;  // as Math's store rounds
+  odd = (odd + 0x7fffU + ((odd >> 16) & 1U)) & 0xffff0000U;
+  const RegisterOf<uint32_t> bits = even | odd;
+  __builtin_memcpy(to, &bits, sizeof bits);
+}
+
+// A register's lanes combined: its halves, until one lane is left.
+template <class Acc, int64_t kBytes = kRegisterBytes, class Combine>
+inline Acc combine(const typename Register<Acc, kBytes>::Type& lanes, Combine operation) {
+  if constexpr (kBytes == 2 * sizeof(Acc)) {
+    return operation(lanes[0], lanes[1]);
+  } else {
+    typename Register<Acc, kBytes / 2>::Type halves[2];
+    __builtin_memcpy(halves, &lanes, sizeof halves);
+    return combine<Acc, kBytes / 2>(operation(halves[0], halves[1]), operation);
+  }
+}
+template <class Acc>
+inline Acc sum_of(const RegisterOf<Acc>& lanes) {
+  return combine<Acc>(lanes, [](const auto& x, const auto& y) { return x + y; });
+}
+template <class Acc>
+inline Acc greatest_of(const RegisterOf<Acc>& lanes) {
+  return combine<Acc>(lanes, [](const auto& x, const auto& y) { return x > y ? x : y; });
+}
+
+// A query of `width` elements in the order of `load`, what fills no pair behind it.
+template <class T>
+inline void widen(const T* query, int64_t width, typename Math<T>::Acc* wide) {
+  using P = Pair<typename Math<T>::Acc>;
+  int64_t j = 0;
+  for (; j + P::kLanes <= width; j += P::kLanes) {
+    P pair;
+    load(query + j, pair);
+    store(pair, wide + j);
+  }
+  for (; j < width; ++j) wide[j] = Math<T>::load(query[j]);
+}
+
+template <class T>
+inline typename Math<T>::Acc dot(const typename Math<T>::Acc* wide_query, const T* key,
+                                 int64_t width) {
+  using Acc = typename Math<T>::Acc;
+  Pair<Acc> sums = {};
+  int64_t j = 0;
+  for (; j + Pair<Acc>::kLanes <= width; j += Pair<Acc>::kLanes) {
+    Pair<Acc> q, k;
+    load(wide_query + j, q);
+    load(key + j, k);
+    sums.a += q.a * k.a;
+    sums.b += q.b * k.b;
+  }
+  Acc sum = sum_of<Acc>(sums.a + sums.b);
+  for (; j < width; ++j) sum += wide_query[j] * Math<T>::load(key[j]);
+  return sum;
+}
+
+// scores = softmax(scale * scores), of whole registers.
+template <class Acc>
+inline void softmax_of_registers(Acc* scores, int64_t size, float scale) {
+  RegisterOf<Acc> lanes, tops, sums = {};
+  __builtin_memcpy(&tops, scores, sizeof tops);
+  for (int64_t i = Register<Acc>::kLanes; i < size; i += Register<Acc>::kLanes) {
+    __builtin_memcpy(&lanes, scores + i, sizeof lanes);
+    tops = lanes > tops ? lanes : tops;
+  }
+  const Acc top = greatest_of<Acc>(tops);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) scores[i] = exponential((scores[i] - top) * scale);
+  for (int64_t i = 0; i < size; i += Register<Acc>::kLanes) {
+    __builtin_memcpy(&lanes, scores + i, sizeof lanes);
+    sums += lanes;
+  }
+  const Acc inverse = 1 / sum_of<Acc>(sums);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) scores[i] *= inverse;
+}
+
+// The rows' mean by `weights`, for kPairs pairs of registers from element `first` on.
+template <int kPairs, class T>
+inline void weighted_mean(const typename Math<T>::Acc* weights, const T* const* rows, int64_t first,
+                          int64_t count, T* out) {
+  using P = Pair<typename Math<T>::Acc>;
+  P sums[kPairs] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    for (int p = 0; p < kPairs; ++p) {
+      P value;
+      load(rows[i] + first + p * P::kLanes, value);
+      sums[p].a += weights[i] * value.a;
+      sums[p].b += weights[i] * value.b;
+    }
+  }
+  for (int p = 0; p < kPairs; ++p) store(sums[p], out + p * P::kLanes);
+}
+
+template <class T>
+void attend(const T* query, const T* const* rows, int64_t count, HeadShape shape,
+            typename Math<T>::Acc* scratch, T* out) {
+  using M = Math<T>;
+  using Acc = typename M::Acc;
+  constexpr int64_t kLanes = Pair<Acc>::kLanes;
+  const int64_t width = shape.heads * shape.width;
+  const int64_t size = (count + kScoresUnit - 1) / kScoresUnit * kScoresUnit;
+  Acc* scores = scratch + width;  // [heads, size]; those behind `count` come to nothing
+  for (int64_t h = 0; h < shape.heads; ++h) {
+    widen(query + h * shape.width, shape.width, scratch + h * shape.width);
+    for (int64_t i = count; i < size; ++i) scores[h * size + i] = -__builtin_inff();
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t h = 0; h < shape.heads; ++h) {
+      scores[h * size + i] = dot(scratch + h * shape.width, rows[i] + h * shape.width, shape.width);
+    }
+  }
+  for (int64_t h = 0; h < shape.heads; ++h) {
+    Acc* weights = scores + h * size;
+    softmax_of_registers(weights, size, shape.scale);
+    int64_t j = h * shape.width;
+    const int64_t end = j + shape.width;
+    for (; j + 2 * kLanes <= end; j += 2 * kLanes)
+      weighted_mean<2>(weights, rows, width + j, count, out + j);
+    for (; j + kLanes <= end; j += kLanes)
+      weighted_mean<1>(weights, rows, width + j, count, out + j);
+    for (; j < end; ++j) {
+      Acc sum = 0;
+      for (int64_t i = 0; i < count; ++i) sum += weights[i] * M::load(rows[i][width + j]);
+      out[j] = M::store(sum);
+    }
+  }
+}
+
+template <class T>
+double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
+  using M = Math<T>;
+  using Acc = typename M::Acc;
+  Acc top = M::load(row[0]);
+  for (int64_t first = 0; first < columns; first += kTopColumns) {
+    const int64_t end = first + kTopColumns < columns ? first + kTopColumns : columns;
+    Acc highest = M::load(row[first]);
+#pragma omp simd reduction(max : highest)
+    for (int64_t c = first; c < end; ++c) {
+      const Acc value = M::load(row[c]);
+      highest = value > highest ? value : highest;
+    }
+    tops[first / kTopColumns] = highest;
+    top = highest > top ? highest : top;
+  }
+  Acc sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < columns; ++c) sum += exponential(M::load(row[c]) - top);
+  return logarithm(static_cast<double>(sum)) + static_cast<double>(top);
+}
+
 template <class T>
 constexpr KernelsOf<T> table() {
   return {dropout<T>, relu_dropout<T>,     relu_dropout_backward<T>,
-          softmax<T>, softmax_backward<T>, cross_entropy<T>};
+          softmax<T>, softmax_backward<T>, cross_entropy<T>,
+          attend<T>,  log_sum_exp<T>};
 }
 
 }  // namespace

@@ -12,6 +12,16 @@ struct BFloat16Bits {
   uint16_t bits;
 };
 
+/// What sums of T run in.
+template <class T>
+struct SumOf {
+  using Type = T;
+};
+template <>
+struct SumOf<BFloat16Bits> {
+  using Type = float;
+};
+
 /// How a dropout decides: element i is dropped if the 16-bit hash of (key, i) is below `threshold`.
 /// Nothing is stored: backward hashes again. Kept elements are multiplied by `scale`.
 struct DropoutRule {
@@ -28,8 +38,21 @@ struct SoftmaxShape {
   float scale = 1;  ///< Multiplies the scores first.
 };
 
+/// Sizes of attention by heads; a row of D elements holds one head after the other.
+struct HeadShape {
+  int64_t heads = 0, width = 0;  ///< D = heads * width.
+  float scale = 1;               ///< Multiplies the scores.
+};
+
+/// A multiple of every instruction set's registers.
+inline constexpr int64_t kScoresUnit = 16;
+
+/// Columns whose greatest value `log_sum_exp` reports together.
+inline constexpr int64_t kTopColumns = 256;
+
 template <class T>
 struct KernelsOf {
+  using Sum = typename SumOf<T>::Type;
   /// out[i] = rule(x[i]).
   void (*dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
   /// out[i] = rule(max(x[i], 0)).
@@ -46,6 +69,15 @@ struct KernelsOf {
   /// [0, C).
   void (*cross_entropy)(T* logits, const int64_t* labels, int64_t rows, int64_t columns,
                         double smoothing, bool with_gradient, float* scratch, double* sums);
+  /// Attention of one query over `count` > 0 rows of 2 D elements, the key before the value:
+  /// out[D] = for each head the mean of the values, weighted by softmax(scale * query . key).
+  /// scratch [D + heads * (count, rounded up to kScoresUnit)]. The result is a function of these
+  /// operands alone: not of how many queries there are, nor of where their rows lie.
+  void (*attend)(const T* query, const T* const* rows, int64_t count, HeadShape shape, Sum* scratch,
+                 T* out);
+  /// Returns log(sum of exp(row)) over C columns, not finite if any is NaN or infinite upwards;
+  /// tops[i] becomes the greatest of columns [i, i + 1) * kTopColumns.
+  double (*log_sum_exp)(const T* row, int64_t columns, Sum* tops);
 };
 
 struct Kernels {

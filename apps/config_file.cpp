@@ -1,0 +1,212 @@
+#include "apps/config_file.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <system_error>
+#include <yaml-cpp/yaml.h>
+
+#include "cohort/base/error.h"
+
+#include "apps/flag_list.h"
+#include "apps/parse.h"
+
+namespace cohort::apps {
+namespace {
+
+constexpr const char* kConfig = "--config";
+constexpr const char* kDumpConfig = "--dump-config";
+
+struct Value {
+  std::vector<std::string> texts;
+  std::string place;
+};
+using Values = std::map<const CLI::Option*, Value>;
+
+// The files that the command line names, in order, as CLI11 reads it.
+std::vector<std::string> config_files(const std::vector<std::string>& arguments) {
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
+  std::vector<std::string> files;
+  app.add_option("-c,--config", files)->allow_extra_args(false);
+  std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());
+  try {
+    app.parse(std::move(reversed));
+  } catch (const CLI::ParseError& error) {
+    throw ConfigError(error.what());
+  }
+  return files;
+}
+
+bool is_given(const CLI::Option& option, const std::vector<std::string>& arguments) {
+  return std::ranges::any_of(arguments, [&option](const std::string& argument) {
+    if (argument.starts_with("--"))
+      return option.check_name(argument.substr(0, argument.find('=')));
+    return argument.size() > 1 && argument.front() == '-' &&
+           option.check_name(argument.substr(0, 2));
+  });
+}
+
+std::string read(const std::string& path) {
+  std::error_code error;
+  errno = std::filesystem::is_directory(path, error) ? EISDIR : 0;
+  std::ifstream file(path);
+  if (!file || errno == EISDIR) {
+    throw ConfigError("--config " + path + ": cannot be read: " +
+                      std::generic_category().message(errno != 0 ? errno : EIO));
+  }
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// A value's texts: one, or those of a list; of a flag without value "true" or "false".
+std::vector<std::string> texts_of(const YAML::Node& node, const CLI::Option& option,
+                                  const std::string& where) {
+  const bool is_flag = option.get_items_expected_max() == 0;
+  const char* expected = is_flag                                ? "true or false"
+                         : option.get_items_expected_max() == 1 ? "one value"
+                                                                : "a value or a list of values";
+  std::vector<std::string> texts;
+  if (node.IsScalar()) {
+    texts.push_back(node.Scalar());
+  } else if (node.IsSequence() && option.get_items_expected_max() > 1) {
+    for (const YAML::Node& item : node) texts.push_back(item.IsScalar() ? item.Scalar() : "");
+  }
+  const auto is_empty = [](const std::string& text) { return text.empty(); };
+  const bool good = !texts.empty() && std::ranges::none_of(texts, is_empty) &&
+                    (!is_flag || texts[0] == "true" || texts[0] == "false");
+  if (!good) throw ConfigError(where + ": expected " + expected);
+  return texts;
+}
+
+void read_values(const std::string& path, CLI::App& command, Values& values) {
+  const auto line_of = [&path](const YAML::Mark& mark) {
+    return path + ": line " + std::to_string(mark.line + 1);
+  };
+  YAML::Node root;
+  try {
+    root = YAML::Load(read(path));
+  } catch (const YAML::ParserException& error) {
+    throw ConfigError(line_of(error.mark) + ": no YAML: " + error.msg);
+  }
+  if (root.IsNull()) return;
+  if (!root.IsMap()) throw ConfigError(path + ": expected lines such as mini-batch: 64");
+  Values mine;
+  for (const auto& entry : root) {
+    const std::string place = line_of(entry.first.Mark());
+    const std::string key = entry.first.IsScalar() ? entry.first.Scalar() : "";
+    const CLI::Option* option = command.get_option_no_throw("--" + key);
+    if (option == nullptr || !option->get_configurable()) {
+      throw ConfigError(place + ": '" + key + "' is no flag of `" + command.get_name() +
+                        " --help` that a file may set");
+    }
+    const Value value{texts_of(entry.second, *option, place + ": " + key), place};
+    if (!mine.emplace(option, value).second)
+      throw ConfigError(place + ": '" + key + "' is there twice");
+  }
+  for (auto& [option, value] : mine) values[option] = std::move(value);
+}
+
+std::string long_name(const CLI::Option& option) {
+  return option.get_lnames().empty() ? option.get_name() : "--" + option.get_lnames().front();
+}
+
+// Values of an option: those given, else its defaults.
+std::vector<std::string> values_of(const FlagInfo& flag) {
+  if (flag.option->count() > 0) return flag.option->reduced_results();
+  return flag.max_values == 0 ? std::vector<std::string>{"false"} : flag.default_values;
+}
+
+// Whether the option is not given and, beside those that are, must not be.
+bool is_idle(const CLI::Option& option) {
+  const auto given = [](const CLI::Option* other) { return other->count() > 0; };
+  const auto excluded = option.get_excludes();
+  const auto needed = option.get_needs();
+  return option.count() == 0 &&
+         (std::ranges::any_of(excluded, given) || !std::ranges::all_of(needed, given));
+}
+
+// The value of the option's file entry.
+void emit(const FlagInfo& flag, const std::vector<std::string>& values, YAML::Emitter& out) {
+  if (flag.max_values <= 1) {
+    out << values.front();
+    return;
+  }
+  out << YAML::Flow << YAML::BeginSeq;
+  for (const std::string& value : values) out << value;
+  out << YAML::EndSeq;
+}
+
+}  // namespace
+
+void add_config_flags(CLI::App& command) {
+  command
+      .add_option("-c,--config",
+                  "Take flags from this file of YAML; those on the command line, and in later "
+                  "files, win")
+      ->type_name(kFile)
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)
+      ->configurable(false)
+      ->group(kOtherFlags);
+  command.add_flag(kDumpConfig)
+      ->description("Print all flags and their values in the form of --config, then end")
+      ->configurable(false)
+      ->group(kOtherFlags);
+}
+
+std::vector<FlagOrigin> add_config_values(CLI::App& command, std::vector<std::string>& arguments) {
+  if (command.get_option_no_throw(kConfig) == nullptr) return {};
+  Values values;
+  for (const std::string& path : config_files(arguments)) read_values(path, command, values);
+  std::vector<FlagOrigin> origins;
+  std::vector<std::string> words;
+  // In the order in which the command knows its flags: independent of addresses.
+  for (const CLI::Option* option : command.get_options()) {
+    const auto found = values.find(option);
+    if (found == values.end() || is_given(*option, arguments)) continue;
+    const std::string name = long_name(*option);
+    const auto& [texts, place] = found->second;
+    origins.push_back({name, place});
+    const bool is_flag = option->get_items_expected_max() == 0;
+    if (is_flag && texts[0] == "false") continue;
+    if (texts.size() == 1) {
+      words.push_back(is_flag ? name : name + "=" + texts[0]);
+    } else {
+      words.push_back(name);
+      words.insert(words.end(), texts.begin(), texts.end());
+    }
+  }
+  // Behind the command line's own: a flag of any number of values would swallow positionals.
+  arguments.insert(std::ranges::find(arguments, "--"), words.begin(), words.end());
+  return origins;
+}
+
+std::string dump_config(const CLI::App& command) {
+  std::string text;
+  std::string group;
+  for (const FlagInfo& flag : flags_of(command)) {
+    if (!flag.option->get_configurable() || flag.names.empty()) continue;
+    if (flag.option->get_group() != group) {
+      group = flag.option->get_group();
+      text += (text.empty() ? "# " : "\n# ") + (group == "Options" ? "Flags" : group) + "\n";
+    }
+    const std::string key = long_name(*flag.option).substr(2);
+    const auto values = is_idle(*flag.option) ? std::vector<std::string>() : values_of(flag);
+    if (values.empty()) {
+      text += "# " + key + ":\n";
+      continue;
+    }
+    YAML::Emitter line;
+    line << YAML::BeginMap << YAML::Key << key << YAML::Value;
+    emit(flag, values, line);
+    line << YAML::EndMap;
+    text += std::string(line.c_str()) + "\n";
+  }
+  return text;
+}
+
+}  // namespace cohort::apps

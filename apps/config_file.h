@@ -1,0 +1,36 @@
+// Flags from files: --config and --dump-config. The files are YAML, as Marian's: a flag's name
+// without its dashes, and its value; lists for flags of several values, true or false for those of
+// none.
+//
+//   train-sets: [corpus.en, corpus.zh]
+//   mini-batch-words: 4096
+//   overwrite: true
+#pragma once
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+namespace cohort::apps {
+
+/// Adds --config (repeatable; the later file wins) and --dump-config. parse() acts on them.
+void add_config_flags(CLI::App& command);
+
+/// Where a flag's value comes from.
+struct FlagOrigin {
+  std::string name;   ///< "--clip-norm".
+  std::string place;  ///< "run.yaml: line 3".
+};
+
+/// Puts the values of the files that `arguments` (without program and commands) name into
+/// `arguments`, but for flags that are there already: the command line wins. Does nothing for a
+/// command without --config.
+/// Errors: ConfigError, one line that names file, line and key: cannot be read; no YAML map; a key
+/// that is no flag of `command`, or twice there; a value of another form.
+std::vector<FlagOrigin> add_config_values(CLI::App& command, std::vector<std::string>& arguments);
+
+/// The flags of `command`, which has been parsed, with their values: by topic, as a file that
+/// --config reads. Without value, as comments: flags that have no default, and those that must not
+/// be given beside the others (--noam-factor with --learn-rate).
+std::string dump_config(const CLI::App& command);
+
+}  // namespace cohort::apps

@@ -1,0 +1,28 @@
+// `cohort nmt report`: the page about a run, made anew from the run's record.
+#include "cohort/translate/report.h"
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <memory>
+
+#include "apps/nmt/commands.h"
+#include "apps/parse.h"
+
+namespace cohort::apps {
+
+void add_report_command(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("report", "Write a run's report.html anew from its record");
+  auto model_dir = std::make_shared<std::string>();
+  command->add_option("--model-dir", *model_dir, "The run's folder")
+      ->type_name(kFolder)
+      ->required();
+  command->callback([model_dir, &action] {
+    action = [model_dir] {
+      translate::write_report(*model_dir);
+      std::printf("%s/report.html\n", model_dir->c_str());
+      return 0;
+    };
+  });
+}
+
+}  // namespace cohort::apps

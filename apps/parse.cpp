@@ -1,0 +1,143 @@
+#include "apps/parse.h"
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstdio>
+#include <memory>
+
+#include "apps/config_file.h"
+#include "apps/flag_list.h"
+#include "apps/help.h"
+
+namespace cohort::apps {
+namespace {
+
+void set_formatter(CLI::App& app, const std::shared_ptr<CLI::FormatterBase>& formatter) {
+  app.formatter(formatter);
+  if (CLI::Option* help = app.get_help_ptr())
+    help->description("Print this help, then end")->group(kOtherFlags);
+  for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; }))
+    set_formatter(*command, formatter);
+}
+
+// The command that the first of `arguments` name, and the number of words that it takes.
+std::pair<CLI::App*, size_t> named_command(CLI::App& app,
+                                           const std::vector<std::string>& arguments) {
+  CLI::App* command = &app;
+  size_t used = 0;
+  for (; used < arguments.size(); ++used) {
+    const auto named = command->get_subcommands(
+        [&](const CLI::App* sub) { return sub->check_name(arguments[used]); });
+    if (named.empty()) break;
+    command = named.front();
+  }
+  return {command, used};
+}
+
+// Whether `text` speaks of the flag `name`.
+bool names(const std::string& text, const std::string& name) {
+  for (size_t at = text.find(name); at != std::string::npos; at = text.find(name, at + 1)) {
+    const size_t end = at + name.size();
+    const char next = end < text.size() ? text[end] : ' ';
+    if (std::isalnum(static_cast<unsigned char>(next)) == 0 && next != '-') return true;
+  }
+  return false;
+}
+
+std::string with_origin(const std::string& text, const std::vector<FlagOrigin>& origins) {
+  for (const FlagOrigin& origin : origins) {
+    if (names(text, origin.name)) return origin.place + ": " + text;
+  }
+  return text;
+}
+
+// CLI11's text of an error in the form "--flag value: expected ...".
+std::string text_of(const CLI::ParseError& error, const CLI::App& command) {
+  std::string text = error.what();
+  if (const size_t colon = text.find(": "); text.starts_with("-") && colon != std::string::npos &&
+                                            text.find(": expected ", colon + 2) != text.npos)
+    return text.erase(colon, 1);
+  const std::string value = ": Value ";
+  const std::string range = " not in range ";
+  if (const size_t at = text.find(value), limits = text.find(range);
+      at != text.npos && limits != text.npos) {
+    text.replace(limits, range.size(), ": expected ");
+    return text.replace(at, value.size(), " ");
+  }
+  const std::string conversion = "Could not convert: ";
+  const size_t equals = text.find(" = ");
+  if (!text.starts_with(conversion) || equals == std::string::npos) return text;
+  const std::string name = text.substr(conversion.size(), equals - conversion.size());
+  const CLI::Option* option = command.get_option_no_throw(name);
+  const std::string type = option == nullptr ? "" : option->get_type_name();
+  const std::array<std::string, 5> counts = {"INT", "UINT", kTokens, kUpdates, kEpochs};
+  const bool whole = std::ranges::find(counts, type.substr(0, type.find(':'))) != counts.end();
+  return name + " " + text.substr(equals + 3) + ": expected " +
+         (whole ? "a whole number" : "a number");
+}
+
+// CLI11 takes the next word for a value, whatever it is.
+void check_values(const CLI::App& command) {
+  for (const CLI::Option* option : command.get_options()) {
+    if (option->get_items_expected_max() == 0) continue;
+    for (const std::string& value : option->results()) {
+      if (!value.starts_with("--")) continue;
+      const std::string known = value.substr(0, value.find('='));
+      if (command.get_option_no_throw(known) != nullptr)
+        throw ConfigError(option->get_name() + ": expected a value, got the flag " + value);
+    }
+  }
+}
+
+}  // namespace
+
+CLI::Validator one_of(const std::vector<std::string>& words) {
+  std::string list;
+  for (const std::string& word : words) list += (list.empty() ? "" : ",") + word;
+  return CLI::Validator(
+      [words](const std::string& text) -> std::string {
+        const bool good = std::find(words.begin(), words.end(), text) != words.end();
+        return good ? "" : text + ": expected " + any_of(words);
+      },
+      "{" + list + "}");
+}
+
+std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
+                         const std::string& hint) {
+  set_formatter(app, std::make_shared<HelpFormatter>());
+  if (arguments == std::vector<std::string>{kListFlags}) {
+    for (const FlagLine& line : list_flags(app)) std::printf("%s\n", to_text(line).c_str());
+    return 0;
+  }
+  const auto [command, used] = named_command(app, arguments);
+  std::vector<std::string> values(arguments.begin() + static_cast<std::ptrdiff_t>(used),
+                                  arguments.end());
+  const std::vector<FlagOrigin> origins = add_config_values(*command, values);
+  arguments.resize(used);
+  arguments.insert(arguments.end(), values.begin(), values.end());
+  try {
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
+    check_values(*command);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::RequiredError& error) {
+    // What was written wrongly explains more than what is therefore missing.
+    if (const auto unknown = app.remaining(/*recurse=*/true); !unknown.empty())
+      throw ConfigError(unknown.front() + ": there is no such flag or command" + in_brackets(hint));
+    throw ConfigError(error.what() + in_brackets(hint));
+  } catch (const CLI::ParseError& error) {
+    throw ConfigError(with_origin(text_of(error, *command), origins) + in_brackets(hint));
+  }
+  const CLI::Option* dump = command->get_option_no_throw("--dump-config");
+  if (dump == nullptr || dump->count() == 0) return {};
+  std::printf("%s", dump_config(*command).c_str());
+  return 0;
+}
+
+std::optional<int> parse(CLI::App& app, int argc, char** argv, const std::string& hint) {
+  if (app.get_name().empty()) app.name(argv[0]);
+  return parse(app, std::vector<std::string>(argv + 1, argv + argc), hint);
+}
+
+}  // namespace cohort::apps

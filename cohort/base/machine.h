@@ -1,0 +1,20 @@
+// What the machine is that a process runs on.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace cohort {
+
+struct Machine {
+  std::string host;          ///< The kernel's name for it.
+  std::string cpu;           ///< As the vendor names it; "" if the system does not say.
+  int cores = 0;             ///< Logical ones that this process may run on.
+  int64_t memory_bytes = 0;  ///< Of the machine, or of this process's control group.
+  std::vector<std::string> instructions;  ///< Of those that matter for products of matrices.
+};
+
+/// Asks the system (Linux). Local.
+Machine this_machine();
+
+}  // namespace cohort

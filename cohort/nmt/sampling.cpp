@@ -1,0 +1,81 @@
+#include "cohort/nmt/sampling.h"
+
+#include <algorithm>
+#include <c10/util/Exception.h>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "cohort/base/error.h"
+
+namespace cohort::nmt {
+namespace {
+
+// The likeliest tokens first, as many as together reach `share` of `total`, which counts them by
+// weight. How many these are is not known before: twice as many are asked for until it is enough.
+template <class Weight>
+std::vector<Candidate> nucleus(const LogProbs& log_probs, int64_t row, double total, double share,
+                               std::span<const int64_t> banned, Weight weight) {
+  for (int64_t count = 128;; count *= 2) {
+    auto candidates = log_probs.greatest(row, count, banned);
+    double reached = 0;
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      reached += weight(candidates[i]);
+      if (reached < share * total) continue;
+      candidates.resize(i + 1);
+      return candidates;
+    }
+    if (std::ssize(candidates) < count) return candidates;  // all there are
+  }
+}
+
+}  // namespace
+
+void validate(const SamplingOptions& options) {
+  const auto check = [](bool good, const char* what, double value, const char* expected) {
+    if (!good)
+      throw ConfigError(std::string(what) + " " + std::to_string(value) + ": expected " + expected);
+  };
+  check(options.topk >= 0, "--sampling-topk", static_cast<double>(options.topk), "at least 0");
+  check(options.topp > 0 && options.topp <= 1, "--sampling-topp", options.topp,
+        "a share above 0, at most 1");
+  check(std::isfinite(options.temperature) && options.temperature > 0, "--temperature",
+        options.temperature, "a number above 0");
+}
+
+double sampling_number(uint64_t seed, int64_t sentence, int64_t sample, int64_t position) {
+  uint64_t bits = seed;
+  for (const int64_t part : {sentence, sample, position})
+    bits = mix(bits + 0x9e3779b97f4a7c15ULL * (static_cast<uint64_t>(part) + 1));
+  return static_cast<double>(bits >> 11) * 0x1.0p-53;
+}
+
+Candidate draw(const LogProbs& log_probs, int64_t row, const SamplingOptions& options,
+               std::span<const int64_t> banned, double number) {
+  const auto likeliest = log_probs.greatest(row, 1, banned);
+  TORCH_CHECK(!likeliest.empty(), "sampling: no token is left to draw from");
+  // Relative to the likeliest one's, so that a low temperature leaves it in float64's range.
+  const auto weight = [&](const Candidate& c) {
+    return std::exp((c.log_prob - likeliest.front().log_prob) / options.temperature);
+  };
+  const auto total = [&](const std::vector<Candidate>& candidates) {
+    double sum = 0;
+    for (const Candidate& c : candidates) sum += weight(c);
+    return sum;
+  };
+  auto candidates =
+      options.topk > 0 ? log_probs.greatest(row, options.topk, banned) : log_probs.all(row, banned);
+  double sum = total(candidates);
+  if (options.topp < 1) {
+    candidates = nucleus(log_probs, row, sum, options.topp, banned, weight);
+    sum = total(candidates);
+  }
+  double left = number * sum;
+  for (const Candidate& c : candidates) {
+    left -= weight(c);
+    if (left < 0) return c;
+  }
+  return candidates.back();  // Rounding has left a last trace.
+}
+
+}  // namespace cohort::nmt

@@ -1,0 +1,137 @@
+#include "cohort/translate/batch_fit.h"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <torch/types.h>
+
+#include "cohort/base/error.h"
+#include "cohort/data/token_batches.h"
+#include "cohort/text/tokenizer.h"
+#include "cohort/translate/tensor_memory.h"
+
+namespace cohort::translate {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+nmt::Batch full_batch(int64_t rows, int64_t width) {
+  const at::Tensor ids = at::full({rows, width}, text::kEosId, at::kLong);
+  const at::Tensor lengths = at::full({rows}, width, at::kLong);
+  return {.source_BS = ids,
+          .source_lengths_B = lengths,
+          .input_BT = ids,
+          .labels_BT = ids,
+          .target_lengths_B = lengths,
+          .num_target_tokens = rows * width};
+}
+
+// Gives the model gradients, as an update finds them, for as long as this lives.
+class WithGradients {
+ public:
+  explicit WithGradients(nmt::Transformer& model) : model_(model) {
+    for (at::Tensor& parameter : model_->parameters())
+      parameter.mutable_grad() = at::zeros_like(parameter);
+  }
+  ~WithGradients() {
+    for (at::Tensor& parameter : model_->parameters()) parameter.mutable_grad().reset();
+  }
+  WithGradients(const WithGradients&) = delete;
+  WithGradients& operator=(const WithGradients&) = delete;
+
+ private:
+  nmt::Transformer& model_;
+};
+
+int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width) {
+  const nmt::Batch batch = full_batch(rows, width);
+  return peak_tensor_bytes([&] { std::get<0>(model->forward(batch)).backward(); });
+}
+
+// The largest batch within the workspace: {rows, bytes}, {0, bytes of one row} if none is.
+//
+// The peak is the largest of several moments', each a straight line over rows; so the line through
+// two points ends below the true peak, and every guess is tried before it is believed.
+std::pair<int64_t, int64_t> most_rows(nmt::Transformer& model, int64_t width,
+                                      const BatchFitOptions& options) {
+  int64_t rows = 1;
+  int64_t bytes = run_batch(model, rows, width);
+  if (bytes > options.workspace_bytes) return {0, bytes};
+  int64_t too_many = options.most_rows + 1;
+  // Four times as many at once at most: a guess from few rows must not take all memory there is.
+  for (int trial = 0; trial < 12 && rows + 1 < too_many; ++trial) {
+    const int64_t by_share = options.workspace_bytes * rows / std::max<int64_t>(bytes, 1);
+    const int64_t next = std::clamp(std::min(by_share, 4 * rows), rows + 1, too_many - 1);
+    const int64_t next_bytes = run_batch(model, next, width);
+    if (next_bytes > options.workspace_bytes) {
+      too_many = next;
+      continue;
+    }
+    const bool was_close = 10 * next_bytes > 9 * options.workspace_bytes;
+    rows = next;
+    bytes = next_bytes;
+    if (was_close) break;
+  }
+  return {rows, bytes};
+}
+
+}  // namespace
+
+int64_t batch_bytes(nmt::Transformer& model, int64_t rows, int64_t width) {
+  const WithGradients gradients(model);
+  return run_batch(model, rows, width);
+}
+
+BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
+                     comm::ProcessGroup& group) {
+  const int64_t buckets = (options.longest + data::kFitStep - 1) / data::kFitStep;
+  const auto width_of = [&](int64_t bucket) {
+    return std::min((bucket + 1) * data::kFitStep, model->options().max_positions);
+  };
+  BatchFit fit;
+  std::vector<int64_t> needed;
+  {
+    const WithGradients gradients(model);
+    for (const int64_t bucket : std::set<int64_t>{0, (buckets - 1) / 2, buckets - 1}) {
+      const auto [rows, bytes] = most_rows(model, width_of(bucket), options);
+      fit.trials.push_back({width_of(bucket), rows, bytes});
+      needed.push_back(rows == 0 ? bytes : 0);
+    }
+  }
+  at::Tensor least = at::empty({std::ssize(fit.trials)}, at::kLong);
+  for (size_t i = 0; i < fit.trials.size(); ++i) least.data_ptr<int64_t>()[i] = fit.trials[i].rows;
+  group.all_reduce(least, comm::ReduceOp::kMin);
+  at::Tensor most = at::tensor(needed, at::kLong);
+  group.all_reduce(most, comm::ReduceOp::kMax);
+  for (size_t i = 0; i < fit.trials.size(); ++i) {
+    fit.trials[i].rows = least.data_ptr<int64_t>()[i];
+    if (fit.trials[i].rows > 0) continue;
+    const int64_t bytes = most.data_ptr<int64_t>()[i];
+    throw ConfigError(
+        "--workspace " + std::to_string(options.workspace_bytes / kMiB) + ": one pair of " +
+        std::to_string(fit.trials[i].width) + " tokens needs more: expected at least " +
+        std::to_string((bytes + kMiB - 1) / kMiB) + " (MiB), or a lower --max-length");
+  }
+  // A row's bytes at a width between two trials'.
+  const auto row_bytes = [&](int64_t width) {
+    const auto bytes_of = [&](const BatchFit::Trial& trial) {
+      return static_cast<double>(options.workspace_bytes) / static_cast<double>(trial.rows);
+    };
+    const auto above = std::ranges::find_if(
+        fit.trials, [&](const BatchFit::Trial& trial) { return trial.width >= width; });
+    if (above->width == width || above == fit.trials.begin()) return bytes_of(*above);
+    const auto below = above - 1;
+    const double share = static_cast<double>(width - below->width) /
+                         static_cast<double>(above->width - below->width);
+    return bytes_of(*below) + share * (bytes_of(*above) - bytes_of(*below));
+  };
+  for (int64_t bucket = 0; bucket < buckets; ++bucket) {
+    const auto rows = static_cast<int64_t>(static_cast<double>(options.workspace_bytes) /
+                                           row_bytes(width_of(bucket)));
+    fit.rows.push_back(
+        std::max<int64_t>(1, fit.rows.empty() ? rows : std::min(rows, fit.rows.back())));
+  }
+  return fit;
+}
+
+}  // namespace cohort::translate

@@ -1,0 +1,53 @@
+#include "cohort/translate/prepare.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "cohort/base/error.h"
+#include "cohort/text/parallel_text.h"
+#include "cohort/translate/work_alone.h"
+
+namespace cohort::translate {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Reading a hundred million lines takes minutes.
+constexpr std::chrono::hours kSampleLimit{2};
+
+}  // namespace
+
+std::vector<fs::path> vocab_files_of(const TrainingOptions& options) {
+  return vocab_files(options.model_dir, options.vocabs,
+                     options.joined_dictionary ? Dictionary::kJoined : Dictionary::kTwo);
+}
+
+MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
+                                    comm::ProcessGroup& group) {
+  if (options.max_length >= options.model.max_positions) {
+    throw ConfigError("--max-length " + std::to_string(options.max_length) + ": expected at most " +
+                      std::to_string(options.model.max_positions - 1));
+  }
+  const auto files = vocab_files_of(options);
+  const bool makes_one =
+      anew || !std::ranges::all_of(files, [](const fs::path& file) { return fs::exists(file); });
+  text::ParallelText sample;
+  work_alone(
+      group, "a sample of the training text", group.rank() == 0 && makes_one, kSampleLimit, [&] {
+        sample = text::sample_parallel_text(options.train_sets, options.sentencepiece_max_lines);
+      });
+  return make_tokenizers(files, sample, options.model, anew, group);
+}
+
+TrainingText prepare_tokens(const TrainingOptions& options, const MadeTokenizers& vocabularies,
+                            comm::ProcessGroup& group) {
+  const TokenCacheInputs inputs{
+      .text = options.train_sets,
+      .vocabularies = vocabularies.files,
+      .lengths = {.max_length = options.max_length, .max_length_crop = options.max_length_crop}};
+  return cached_text(token_cache_file(inputs, options.cache_dir, options.model_dir), inputs,
+                     vocabularies.tokenizers.source, vocabularies.tokenizers.target, group);
+}
+
+}  // namespace cohort::translate

@@ -1,0 +1,30 @@
+// What a run makes of its text before it trains: vocabularies and the token cache.
+#pragma once
+#include <filesystem>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/translate/run_folder.h"
+#include "cohort/translate/token_cache.h"
+#include "cohort/translate/training.h"
+
+namespace cohort::translate {
+
+/// Returns the vocabularies' files that `options` ask for, see vocab_files in run_folder.h.
+std::vector<std::filesystem::path> vocab_files_of(const TrainingOptions& options);
+
+/// Makes the vocabularies that are missing (`anew`: all) on a sample of the text of
+/// options.sentencepiece_max_lines pairs at most, or uses those that are there.
+///
+/// Collective; blocks while rank 0 works. Errors: as for_each_pair and make_tokenizers.
+MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
+                                    comm::ProcessGroup& group);
+
+/// Makes the token cache of the training text, or uses the one that is there.
+///
+/// Collective; blocks while one rank of each host works. The text is read twice at most (checksum,
+/// tokens), and never held in memory. Errors: as cached_text.
+TrainingText prepare_tokens(const TrainingOptions& options, const MadeTokenizers& vocabularies,
+                            comm::ProcessGroup& group);
+
+}  // namespace cohort::translate

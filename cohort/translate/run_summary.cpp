@@ -1,0 +1,45 @@
+#include <algorithm>
+
+#include "cohort/translate/report.h"
+#include "cohort/translate/run_history.h"
+
+namespace cohort::translate {
+
+std::string run_summary(const std::string& model_dir, const SummaryOptions& options) {
+  const RunHistory history = read_history(model_dir);
+  std::string summary;
+  // "loss, training   ____ 6.213 -> 2.140  (lowest 2.101)"
+  const auto add = [&](const std::string& name, const train::Points& from, bool low_is_best,
+                       int decimals) {
+    const auto all = values_of(from);
+    if (all.empty()) return;
+    const double best = low_is_best ? *std::min_element(all.begin(), all.end())
+                                    : *std::max_element(all.begin(), all.end());
+    std::string label = name;
+    label.resize(18, ' ');
+    std::string figures = fixed(all.front(), decimals) + " -> " + fixed(all.back(), decimals);
+    if (best != all.back())
+      figures += std::string(low_is_best ? ", lowest " : ", highest ") + fixed(best, decimals);
+    std::string line;
+    const size_t used = label.size() + figures.size() + 1;
+    if (options.sparklines && used + 8 <= options.width) {
+      const size_t room = std::min<size_t>(options.width - used, 36);
+      const size_t cells = std::min(all.size(), room);
+      line = train::sparkline(all, cells, options.utf8) + std::string(room - cells + 1, ' ');
+    }
+    summary +=
+        (label + line + figures).substr(0, label.size() + line.size() + figures.size()) + "\n";
+  };
+  const bool lines = !history.trains.empty();
+  add("loss, training",
+      lines ? points_of(history.trains, "loss") : points_of(history.validations, "train_loss"),
+      true, 3);
+  add("loss, validation", points_of(history.validations, "valid_loss"), true, 3);
+  add("BLEU", points_of(history.validations, "valid_bleu"), false, 2);
+  add("chrF", points_of(history.validations, "valid_chrf"), false, 2);
+  add("tokens/s", points_of(lines ? history.trains : history.validations, "tgt_tokens_per_s"),
+      false, 0);
+  return summary;
+}
+
+}  // namespace cohort::translate

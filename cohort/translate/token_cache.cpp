@@ -1,0 +1,410 @@
+#include "cohort/translate/token_cache.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+
+#include "cohort/base/atomic_file.h"
+#include "cohort/base/checksum.h"
+#include "cohort/base/error.h"
+#include "cohort/base/fd.h"
+#include "cohort/text/parallel_text.h"
+#include "cohort/translate/work_alone.h"
+
+namespace cohort::translate {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kFormat = "cohort token cache 1";
+constexpr const char* kFactsSum = "sha256.facts";
+constexpr std::array kTensors = {"ids", "lengths", "offsets"};
+// Tens of millions of pairs take an hour on one core.
+constexpr std::chrono::hours kBuildLimit{12};
+
+std::string reason(int error) {
+  return std::generic_category().message(error);
+}
+
+std::string sha256_of(std::span<const std::byte> bytes) {
+  Sha256 sum;
+  sum.update(bytes);
+  return sum.hex();
+}
+
+// Over all facts but itself.
+std::string sum_of_facts(const TensorMetadata& facts) {
+  Sha256 sum;
+  for (const auto& [name, value] : facts) {
+    if (name != kFactsSum) sum.update(name + "=" + value + "\n");
+  }
+  return sum.hex();
+}
+
+// What the system says of a file: equal text means an unchanged file (see the header).
+struct FileState {
+  std::string text;
+  int64_t last_change_ns = 0;
+};
+
+FileState state_of(const fs::path& path) {
+  struct stat facts {};
+  if (::stat(path.c_str(), &facts) != 0)
+    throw ConfigError(path.string() + ": cannot be read: " + reason(errno));
+  const auto ns = [](const timespec& time) { return time.tv_sec * 1'000'000'000 + time.tv_nsec; };
+  const int64_t content = ns(facts.st_mtim);
+  const int64_t status = ns(facts.st_ctim);
+  std::string text;
+  for (const int64_t number :
+       {static_cast<int64_t>(facts.st_dev), static_cast<int64_t>(facts.st_ino),
+        static_cast<int64_t>(facts.st_size), content, status})
+    text += (text.empty() ? "" : " ") + std::to_string(number);
+  return {text, std::max(content, status)};
+}
+
+// Facts of `number`th text file.
+std::string text_fact(size_t number, const char* what) {
+  return "text." + std::to_string(number) + "." + what;
+}
+
+// All that decides about the content but the text itself.
+TensorMetadata facts_of(const TokenCacheInputs& inputs) {
+  TensorMetadata facts{{"format", kFormat},
+                       {"text.count", std::to_string(inputs.text.size())},
+                       {"max_length", std::to_string(inputs.lengths.max_length)},
+                       {"max_length_crop", inputs.lengths.max_length_crop ? "1" : "0"}};
+  const std::array names = {"vocabulary.source_sha256", "vocabulary.target_sha256"};
+  for (size_t side = 0; side < names.size(); ++side)
+    facts[names[side]] = sha256_of_file(inputs.vocabularies.at(side).string());
+  // The form of a single file goes by it.
+  if (inputs.text.size() == 1) facts["text.form"] = inputs.text[0].extension().string();
+  return facts;
+}
+
+std::string fact_of(const TensorMetadata& facts, const std::string& name) {
+  const auto found = facts.find(name);
+  return found == facts.end() ? "" : found->second;
+}
+
+// One list of fields, for both directions.
+template <class Counts, class Visit>
+void visit_counts(Counts& counts, Visit visit) {
+  visit("pairs.read", counts.read);
+  visit("pairs.kept", counts.kept);
+  visit("pairs.cropped", counts.cropped);
+  visit("pairs.dropped_long", counts.dropped_long);
+  visit("pairs.dropped_empty", counts.dropped_empty);
+}
+
+// What of the file is damaged; nothing if it is whole.
+std::string damage_of(const SafetensorsFile& file) {
+  const TensorMetadata& facts = file.metadata();
+  if (fact_of(facts, "format") != kFormat)
+    return "its format is \"" + fact_of(facts, "format") + "\", expected \"" + kFormat + "\"";
+  if (sum_of_facts(facts) != fact_of(facts, kFactsSum)) return "the checksum of its facts is wrong";
+  for (const char* name : kTensors) {
+    if (sha256_of(file.at(name).bytes) != fact_of(facts, std::string("sha256.") + name))
+      return std::string("the checksum of ") + name + " is wrong";
+  }
+  return "";
+}
+
+// Why a whole cache is not of `inputs`; nothing if it is.
+std::string difference_of(const TensorMetadata& facts, const TokenCacheInputs& inputs) {
+  for (const auto& [name, value] : facts_of(inputs)) {
+    if (fact_of(facts, name) == value) continue;
+    return name + " was " + fact_of(facts, name) + ", now it is " + value;
+  }
+  for (size_t i = 0; i < inputs.text.size(); ++i) {
+    if (fact_of(facts, text_fact(i, "state")) == state_of(inputs.text[i]).text) continue;
+    if (fact_of(facts, text_fact(i, "sha256")) != sha256_of_file(inputs.text[i].string()))
+      return inputs.text[i].string() + " has changed";
+  }
+  return "";
+}
+
+TrainingText text_of(std::shared_ptr<const SafetensorsFile> file, const std::string& origin) {
+  const TensorMetadata& facts = file->metadata();
+  TrainingText text;
+  visit_counts(text.counts, [&](const char* name, int64_t& count) {
+    count = std::strtoll(fact_of(facts, name).c_str(), nullptr, 10);
+  });
+  Sha256 sum;
+  sum.update(fact_of(facts, "sha256.lengths") + fact_of(facts, "sha256.ids"));
+  text.sha256 = sum.hex();
+  text.origin = origin;
+  text.corpus = Corpus(std::move(file));
+  return text;
+}
+
+// A growing array of numbers on the disk beside `target`, without a name: it vanishes with this.
+class Column {
+ public:
+  explicit Column(const fs::path& target) : target_(target.string()) {
+    std::string name = target_ + ".part-XXXXXX";
+    file_ = Fd(::mkostemp(name.data(), O_CLOEXEC));
+    if (!file_) fail("make a temporary file beside it");
+    ::unlink(name.c_str());
+  }
+  ~Column() {
+    if (mapped_ != nullptr) ::munmap(mapped_, size_);
+  }
+  Column(const Column&) = delete;
+  Column& operator=(const Column&) = delete;
+
+  template <class T>
+  void append(T number) {
+    const auto bytes = std::as_bytes(std::span(&number, 1));
+    buffer_.insert(buffer_.end(), bytes.begin(), bytes.end());
+    size_ += sizeof(T);
+    if (buffer_.size() >= size_t{1} << 20) flush();
+  }
+  size_t size_bytes() const { return size_; }
+
+  // All that was appended; valid as long as this. Nothing may be appended after it.
+  std::span<const std::byte> bytes() {
+    flush();
+    if (size_ == 0) return {};
+    void* mapped = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file_.get(), 0);
+    if (mapped == MAP_FAILED) fail("map its parts");
+    mapped_ = mapped;
+    return {static_cast<const std::byte*>(mapped_), size_};
+  }
+
+ private:
+  void flush() {
+    FileWriter(file_.get(), target_).write(std::span<const std::byte>(buffer_));
+    buffer_.clear();
+  }
+  [[noreturn]] void fail(const char* action) const {
+    const int error = errno;
+    TORCH_CHECK(false, target_, ": cannot ", action, ": ", reason(error));
+  }
+
+  std::string target_;
+  Fd file_;
+  std::vector<std::byte> buffer_;
+  size_t size_ = 0;
+  void* mapped_ = nullptr;
+};
+
+// Pairs on their way from text into columns.
+class Builder {
+ public:
+  Builder(const fs::path& file, const LengthOptions& options, const text::Tokenizer& source,
+          const text::Tokenizer& target)
+      : options_(options),
+        source_(source),
+        target_(target),
+        ids_(file),
+        lengths_(file),
+        offsets_(file),
+        is_small_(std::max(source.num_pieces(), target.num_pieces()) <= 1 << 15) {}
+
+  void add(std::string& source, std::string& target) {
+    sources_.push_back(std::move(source));
+    targets_.push_back(std::move(target));
+    if (sources_.size() == kBlock) flush();
+  }
+
+  // Writes what was added, with `facts` and what is known here.
+  void write(const fs::path& file, TensorMetadata facts, int64_t num_dropped_empty) {
+    flush();
+    counts_.dropped_empty = num_dropped_empty;
+    counts_.read += num_dropped_empty;
+    if (num_pairs_ == 0) {
+      throw ConfigError("--max-length " + std::to_string(options_.max_length) +
+                        ": every training pair is longer");
+    }
+    const int64_t id_size = is_small_ ? sizeof(int16_t) : sizeof(int32_t);
+    const std::array tensors = {
+        TensorView{.name = "ids",
+                   .dtype = is_small_ ? DType::kI16 : DType::kI32,
+                   .shape = {static_cast<int64_t>(ids_.size_bytes()) / id_size},
+                   .bytes = ids_.bytes()},
+        TensorView{.name = "lengths",
+                   .dtype = DType::kI32,
+                   .shape = {num_pairs_, 2},
+                   .bytes = lengths_.bytes()},
+        TensorView{.name = "offsets",
+                   .dtype = DType::kI64,
+                   .shape = {num_pairs_},
+                   .bytes = offsets_.bytes()}};
+    for (const TensorView& tensor : tensors)
+      facts["sha256." + tensor.name] = sha256_of(tensor.bytes);
+    visit_counts(counts_,
+                 [&](const char* name, int64_t count) { facts[name] = std::to_string(count); });
+    facts[kFactsSum] = sum_of_facts(facts);
+    write_safetensors(file.string(), tensors, facts);
+  }
+
+ private:
+  using Ids = std::vector<int32_t>;
+  static constexpr size_t kBlock = 8192;
+
+  void flush() {
+    std::vector<Ids> sources(sources_.size());
+    std::vector<Ids> targets(sources_.size());
+    // Whoever is free takes the next few: a thread on a busy core holds up nobody.
+    constexpr size_t kTaken = 64;
+    std::atomic<size_t> next = 0;
+    const auto encode = [&] {
+      for (size_t begin = 0; (begin = next.fetch_add(kTaken)) < sources.size();) {
+        for (size_t i = begin; i < std::min(begin + kTaken, sources.size()); ++i) {
+          sources[i] = source_.encode(sources_[i]);
+          targets[i] = target_.encode(targets_[i]);
+        }
+      }
+    };
+    {
+      std::vector<std::jthread> threads;
+      for (unsigned i = 1; i < std::thread::hardware_concurrency(); ++i) {
+        threads.emplace_back(encode);
+        pthread_setname_np(threads.back().native_handle(), "tokenise");
+      }
+      encode();
+    }
+    for (size_t i = 0; i < sources.size(); ++i) append(sources[i], targets[i]);
+    sources_.clear();
+    targets_.clear();
+  }
+
+  void append(Ids& source, Ids& target) {
+    ++counts_.read;
+    const auto most = static_cast<size_t>(options_.max_length);
+    const bool is_long = most > 0 && std::max(source.size(), target.size()) > most;
+    if (is_long && !options_.max_length_crop) {
+      ++counts_.dropped_long;
+      return;
+    }
+    if (is_long) {
+      ++counts_.cropped;
+      source.resize(std::min(source.size(), most));
+      target.resize(std::min(target.size(), most));
+    } else {
+      ++counts_.kept;
+    }
+    ++num_pairs_;
+    lengths_.append(static_cast<int32_t>(source.size()) + 1);
+    lengths_.append(static_cast<int32_t>(target.size()) + 1);
+    offsets_.append(num_ids_);
+    for (const Ids* side : {&source, &target}) {
+      num_ids_ += std::ssize(*side);
+      for (const int32_t id : *side) {
+        if (is_small_) {
+          ids_.append(static_cast<int16_t>(id));
+        } else {
+          ids_.append(id);
+        }
+      }
+    }
+  }
+
+  const LengthOptions& options_;
+  const text::Tokenizer& source_;
+  const text::Tokenizer& target_;
+  Column ids_, lengths_, offsets_;
+  const bool is_small_;
+  std::vector<std::string> sources_, targets_;  // to be tokenised
+  PairCounts counts_;
+  int64_t num_pairs_ = 0;
+  int64_t num_ids_ = 0;
+};
+
+void make_folder_of(const fs::path& file) {
+  if (file.parent_path().empty()) return;
+  std::error_code error;
+  fs::create_directories(file.parent_path(), error);
+  if (!fs::is_directory(file.parent_path()))
+    throw ConfigError("--cache-dir " + file.parent_path().string() +
+                      " cannot be made: " + error.message());
+}
+
+}  // namespace
+
+fs::path token_cache_file(const TokenCacheInputs& inputs, const std::string& cache_dir,
+                          const std::string& model_dir) {
+  if (cache_dir.empty()) return fs::path(model_dir) / "train-tokens.safetensors";
+  TensorMetadata facts = facts_of(inputs);
+  for (size_t i = 0; i < inputs.text.size(); ++i)
+    facts[text_fact(i, "path")] = fs::absolute(inputs.text[i]).lexically_normal().string();
+  return fs::path(cache_dir) / (sum_of_facts(facts).substr(0, 16) + "-tokens.safetensors");
+}
+
+OpenedCache open_token_cache(const fs::path& file, const TokenCacheInputs& inputs) {
+  if (!fs::exists(file)) return {};
+  try {
+    auto opened = std::make_shared<const SafetensorsFile>(file.string());
+    if (const auto damage = damage_of(*opened); !damage.empty())
+      return {.text = {}, .why = "damaged: " + damage};
+    if (const auto difference = difference_of(opened->metadata(), inputs); !difference.empty())
+      return {.text = {}, .why = "stale: " + difference};
+    return {.text = text_of(std::move(opened), "used"), .why = {}};
+  } catch (const ConfigError& error) {
+    // Inputs that cannot be read fail again, and by name, where the text is tokenised.
+    return {.text = {}, .why = "damaged: " + one_line(error)};
+  }
+}
+
+void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
+                       const text::Tokenizer& source, const text::Tokenizer& target) {
+  constexpr int64_t kTrustedAge = 2'000'000'000;
+  TensorMetadata facts = facts_of(inputs);
+  const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                          std::chrono::system_clock::now().time_since_epoch())
+                          .count();
+  std::vector<FileState> states;
+  for (size_t i = 0; i < inputs.text.size(); ++i) {
+    states.push_back(state_of(inputs.text[i]));
+    const bool is_trusted = now - states.back().last_change_ns > kTrustedAge;
+    facts[text_fact(i, "state")] = is_trusted ? states.back().text : "young";
+    facts[text_fact(i, "sha256")] = sha256_of_file(inputs.text[i].string());
+  }
+  make_folder_of(file);
+  Builder builder(file, inputs.lengths, source, target);
+  const int64_t num_dropped_empty =
+      text::for_each_pair(inputs.text, [&](std::string& s, std::string& t) { builder.add(s, t); });
+  for (size_t i = 0; i < inputs.text.size(); ++i) {
+    if (state_of(inputs.text[i]).text != states[i].text)
+      throw ConfigError(inputs.text[i].string() + ": changed while it was read");
+  }
+  builder.write(file, std::move(facts), num_dropped_empty);
+}
+
+TrainingText cached_text(const fs::path& file, const TokenCacheInputs& inputs,
+                         const text::Tokenizer& source, const text::Tokenizer& target,
+                         comm::ProcessGroup& group) {
+  const bool is_mine = group.place().local_rank == 0;
+  OpenedCache opened;
+  work_alone(group, "the training text as tokens", is_mine, kBuildLimit, [&] {
+    opened = open_token_cache(file, inputs);
+    if (opened.text) return;
+    build_token_cache(file, inputs, source, target);
+    const bool was_there = !opened.why.empty();
+    opened.text = text_of(std::make_shared<const SafetensorsFile>(file.string()),
+                          was_there ? "built: the one there was " + opened.why : "built");
+    opened.text->was_bad = was_there;
+  });
+  work_alone(group, "the token cache", !is_mine, kBuildLimit, [&] {
+    opened.text = text_of(std::make_shared<const SafetensorsFile>(file.string()), "used");
+  });
+  const auto sums = group.all_gather_text(opened.text->sha256);
+  for (size_t rank = 0; rank < sums.size(); ++rank) {
+    if (sums[rank] != sums[0])
+      throw ConfigError("--train-sets: rank " + std::to_string(rank) +
+                        " has another text than rank 0: expected the same on every host");
+  }
+  opened.text->file = file;
+  return std::move(*opened.text);
+}
+
+}  // namespace cohort::translate

@@ -1,0 +1,35 @@
+#include "cohort/translate/work_alone.h"
+
+#include <exception>
+
+#include "cohort/base/error.h"
+
+namespace cohort::translate {
+
+void work_alone(comm::ProcessGroup& group, const std::string& name, bool is_mine,
+                std::chrono::milliseconds limit, const std::function<void()>& work) {
+  std::exception_ptr error;
+  std::string told;  // its kind and its text; nothing if there is none
+  if (is_mine) {
+    try {
+      work();
+    } catch (const ConfigError& caught) {
+      error = std::current_exception();
+      told = "C" + one_line(caught);
+    } catch (const std::exception& caught) {
+      error = std::current_exception();
+      told = "E" + one_line(caught);
+    }
+  }
+  group.barrier(name, limit);
+  const auto all = group.all_gather_text(told);
+  if (error) std::rethrow_exception(error);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty()) continue;
+    const std::string text = "rank " + std::to_string(rank) + ": " + all[rank].substr(1);
+    if (all[rank].front() == 'C') throw ConfigError(text);
+    TORCH_CHECK(false, text);
+  }
+}
+
+}  // namespace cohort::translate

@@ -1,0 +1,260 @@
+// The form of the command line: help, configuration files and shell completion.
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tests/apps/nmt_command.h"
+#include "tests/support/shell.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using cohort::test::bin;
+using cohort::test::contents;
+using cohort::test::Ended;
+using cohort::test::NmtCommand;
+using cohort::test::shell;
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+std::vector<std::string> fields_of(const std::string& line) {
+  std::vector<std::string> fields;
+  std::istringstream stream(line);
+  for (std::string field; std::getline(stream, field, '\t');) fields.push_back(field);
+  return fields;
+}
+
+// Commands of cohort-nmt and cohort-bench, as "nmt train".
+std::vector<std::string> commands() {
+  std::vector<std::string> found;
+  for (const char* program : {"cohort-nmt", "cohort-bench"}) {
+    for (const std::string& line : lines_of(shell(bin(program) + " __flags").output)) {
+      if (line.starts_with("command\t")) found.push_back(fields_of(line).at(1));
+    }
+  }
+  return found;
+}
+
+TEST(HelpTest, EveryCommandsHelpFitsIn100ColumnsAndSaysWhatEachFlagIs) {
+  std::vector<std::string> all = commands();
+  EXPECT_GE(all.size(), 9U);
+  all.insert(all.end(), {"run", "completion", ""});
+  for (const std::string& command : all) {
+    const Ended help = shell(bin("cohort") + " " + command + " --help");
+    EXPECT_EQ(help.code, 0) << command << help.output;
+    EXPECT_NE(help.output.find("Usage: cohort " + command), std::string::npos) << help.output;
+    for (const std::string& line : lines_of(help.output)) {
+      EXPECT_LE(line.size(), 100U) << command << ": " << line;
+      // CLI11's names of types are no units.
+      for (const char* raw : {" INT", " FLOAT", " UINT", "=", ":{"})
+        EXPECT_EQ(line.substr(0, 36).find(raw), std::string::npos) << command << ": " << line;
+    }
+  }
+  for (const char* program : {"cohort-nmt", "cohort-bench"}) {
+    for (const std::string& line : lines_of(shell(bin(program) + " __flags").output))
+      EXPECT_EQ(fields_of(line).size(), 7U) << "no description: " << line;
+  }
+}
+
+TEST(HelpTest, FlagsStandByTopicWithUnitAndDefault) {
+  const std::string help = shell(bin("cohort") + " nmt train --help").output;
+  for (const char* part :
+       {"\nData:\n", "\nModel:\n", "\nTraining:\n", "\nValidation:\n", "\nRanks:\n", "\nOther:\n",
+        "--save-freq MINUTES ", "--timeout SECONDS ", "--max-length TOKENS ",
+        "--train-sets FILE [FILE] ", "auto, bfloat16 or float32 [auto]", "(required)"}) {
+    EXPECT_NE(help.find(part), std::string::npos) << part << " in:\n" << help;
+  }
+  EXPECT_LT(help.find("\nData:\n"), help.find("\nRanks:\n"));
+  EXPECT_LT(help.find("\nRanks:\n"), help.find("\nOther:\n"));
+}
+
+class ConfigFileTest : public NmtCommand {
+ protected:
+  std::string nmt(const std::string& flags) const { return bin("cohort-nmt") + " " + flags; }
+  std::string write(const std::string& name, const std::string& text) const {
+    std::ofstream(path(name)) << text;
+    return path(name);
+  }
+};
+
+TEST_F(ConfigFileTest, ADumpedRunIsTheSameRun) {
+  std::string flags = train_flags("a") + "--after-batches 12 --word-penalty -0.25 ";
+  // Flags whose defaults depend on others: --mini-batch, --noam-factor.
+  flags.replace(flags.find("--mini-batch 16"), 15, "--mini-batch-words 120");
+  const Ended dump = shell(nmt(flags + "--dump-config"));
+  ASSERT_EQ(dump.code, 0) << dump.output;
+  EXPECT_FALSE(fs::exists(path("a"))) << "nothing is trained";
+  const std::string file = write("run.yaml", dump.output);
+  EXPECT_EQ(shell(nmt("train --config " + file + " --dump-config")).output, dump.output);
+  EXPECT_NE(dump.output.find("\nmini-batch: 0\n"), std::string::npos) << dump.output;
+  EXPECT_NE(dump.output.find("\n# noam-factor:\n"), std::string::npos) << dump.output;
+  EXPECT_NE(dump.output.find("\nword-penalty: -0.25\n"), std::string::npos) << dump.output;
+
+  ASSERT_EQ(shell(nmt(flags)).code, 0);
+  const Ended again = shell(nmt("train -c " + file + " --model-dir " + path("b")));
+  ASSERT_EQ(again.code, 0) << again.output;
+  const auto json = [&](const std::string& name) {
+    return nlohmann::json::parse(contents(path(name)));
+  };
+  EXPECT_EQ(json("a/last/manifest.json")["files"], json("b/last/manifest.json")["files"]);
+  auto config_a = json("a/config.json");
+  auto config_b = json("b/config.json");
+  for (auto* config : {&config_a, &config_b}) {
+    config->erase("model_dir");
+    config->erase("vocabs");
+    config->erase("time");
+  }
+  EXPECT_EQ(config_a, config_b);
+}
+
+TEST_F(ConfigFileTest, EveryCommandsDumpIsWhatItReads) {
+  const std::string model = " --model-dir '" + path("a b") + "'";
+  const std::string sets = " --test-sets " + path("valid.en") + " " + path("valid.xx");
+  for (const std::string& flags : std::vector<std::string>{
+           "translate" + model + " --n-best --beam-size 3", "evaluate" + sets + model + " --json",
+           "score" + sets + model + " --normalize 0.6", "bleu -tok zh -m chrf bleu --ref x y",
+           "average" + model + " --output x", "info --preset tiny --dim-vocabs 60 70"}) {
+    const Ended dump = shell(nmt(flags + " --dump-config"));
+    ASSERT_EQ(dump.code, 0) << flags << dump.output;
+    const std::string command = flags.substr(0, flags.find(' '));
+    const Ended again =
+        shell(nmt(command + " --dump-config --config " + write("dump.yaml", dump.output)));
+    EXPECT_EQ(again.output, dump.output) << flags;
+  }
+}
+
+TEST_F(ConfigFileTest, TheCommandLineWinsThenTheLaterFile) {
+  const std::string first =
+      write("first.yaml", "beam-size: 2\nnormalize: 0.5\nn-best: true\nmodel-dir: x\n");
+  const std::string second = write("second.yaml", "normalize: 0.75\n");
+  const auto dump = [&](const std::string& flags) {
+    return shell(nmt("translate -c " + first + " --config " + second + " --dump-config " + flags))
+        .output;
+  };
+  const std::string merged = dump("");
+  for (const char* line : {"\nbeam-size: 2\n", "\nnormalize: 0.75\n", "\nn-best: true\n"})
+    EXPECT_NE(merged.find(line), std::string::npos) << line << merged;
+  const std::string changed = dump("--beam-size=5 --normalize 0 --n-best=false");
+  for (const char* line : {"\nbeam-size: 5\n", "\nnormalize: 0\n", "\nn-best: false\n"})
+    EXPECT_NE(changed.find(line), std::string::npos) << line << changed;
+}
+
+TEST_F(ConfigFileTest, ABadFileIsOneLineWithItsNameAndLine) {
+  const auto refused = [&](const std::string& text, const std::string& expected) {
+    const std::string file = write("bad.yaml", text);
+    expect_refused("translate --model-dir x --config " + file,
+                   expected.empty() ? file : file + expected);
+  };
+  refused("beam-size: 2\nbeam-szie: 3\n", ": line 2: 'beam-szie' is no flag of ");
+  refused("config: other.yaml\n", ": line 1: 'config' is no flag of ");
+  refused("beam-size: 2\n\nbeam-size: 3\n", ": line 3: 'beam-size' is there twice");
+  refused("beam-size: [2, 3]\n", ": line 1: beam-size: expected one value");
+  refused("beam-size:\n", ": line 1: beam-size: expected one value");
+  refused("n-best: 2\n", ": line 1: n-best: expected true or false");
+  refused("vocabs: {source: x}\n", ": line 1: vocabs: expected a value or a list of values");
+  refused("- beam-size\n", ": expected lines such as mini-batch: 64");
+  refused("a: [1\nb: 2\n", ": line 2: no YAML: ");
+  refused("precision: auto\nbeam-size: many\n", ": line 2: --beam-size many: expected 1 to 1000");
+  refused("precision: float8\n", ": line 1: --precision float8: expected auto, bfloat16 or");
+  expect_refused("translate --config " + path("none.yaml"), "none.yaml: cannot be read: No such");
+  expect_refused("translate --config " + folder_.string(), "cannot be read: Is a directory");
+  expect_refused("translate --config", "--config");
+}
+
+// What bash offers for the last of `words`.
+std::vector<std::string> completed(const std::string& words) {
+  const size_t count = static_cast<size_t>(std::count(words.begin(), words.end(), ' '));
+  return lines_of(shell("bash -c 'source <(" + bin("cohort") + " completion bash); COMP_WORDS=(" +
+                        words + "); COMP_CWORD=" + std::to_string(count) +
+                        "; _cohort; printf \"%s\\n\" \"${COMPREPLY[@]}\"'")
+                      .output);
+}
+
+using Words = std::vector<std::string>;
+
+class CompletionTest : public NmtCommand {};
+
+TEST_F(CompletionTest, BashCompletesCommandsFlagsAndValues) {
+  EXPECT_EQ(completed("cohort com"), Words{"completion"});
+  EXPECT_EQ(completed("cohort completion z"), Words{"zsh"});
+  EXPECT_EQ(completed("cohort nmt tra"), (Words{"train", "translate"}));
+  EXPECT_EQ(completed("cohort nmt translate --beam"), Words{"--beam-size"});
+  EXPECT_EQ(completed("cohort nmt train --precision b"), Words{"bfloat16"});
+  EXPECT_EQ(completed("cohort nmt bleu -m bleu ch"), Words{"chrf"}) << "a second value";
+  EXPECT_EQ(completed("cohort run --bind-cores c"), Words{"cores"});
+  EXPECT_EQ(completed("cohort run --nproc-per-node 2 -- cohort nmt eval"), Words{"evaluate"});
+  EXPECT_EQ(completed("cohort nmt train --preset = t"), Words{"tiny"}) << "bash cuts words at =";
+}
+
+TEST_F(CompletionTest, BashCompletesFilesAndFolders) {
+  fs::create_directory(path("runs"));
+  const std::string valid = path("valid");
+  EXPECT_EQ(completed("cohort nmt evaluate --test-sets " + valid + ".e"), Words{valid + ".en"});
+  EXPECT_EQ(completed("cohort nmt evaluate --test-sets " + valid + ".en " + valid + ".x"),
+            Words{valid + ".xx"});
+  EXPECT_EQ(completed("cohort nmt train --model-dir " + path("ru")), Words{path("runs")});
+  EXPECT_EQ(completed("cohort nmt train --model-dir " + path("val")), Words{""}) << "no folder";
+  EXPECT_EQ(completed("cohort nmt bleu " + valid + ".e"), Words{valid + ".en"});
+  EXPECT_EQ(completed("cohort run -- " + valid + ".e"), Words{valid + ".en"});
+}
+
+TEST_F(CompletionTest, EveryFlagOfEveryCommandIsThere) {
+  const std::string script = shell(bin("cohort") + " completion bash").output;
+  int flags = 0;
+  for (const char* program : {"cohort-nmt", "cohort-bench"}) {
+    for (const std::string& line : lines_of(shell(bin(program) + " __flags").output)) {
+      const auto fields = fields_of(line);
+      if (fields.at(0) != "flag") continue;
+      ++flags;
+      const size_t table = script.find("'" + fields.at(1) + "') words=");
+      ASSERT_NE(table, std::string::npos) << line;
+      const std::string words = script.substr(table, script.find(";;", table) - table);
+      std::istringstream names(fields.at(2));
+      for (std::string name; std::getline(names, name, ',');)
+        EXPECT_NE(words.find(name), std::string::npos) << line;
+    }
+  }
+  EXPECT_GT(flags, 100);
+}
+
+TEST_F(CompletionTest, ZshAndFishTakeTheirScriptsAndComplete) {
+  const std::string zsh = path("zsh");
+  ASSERT_EQ(shell(bin("cohort") + " completion zsh > " + zsh + "; zsh -n " + zsh).output, "");
+  // Completion proper needs a terminal; what the function offers does not.
+  const std::string stubs =
+      "compdef() { : }; _describe() { print -l -- ${(P)2} }; _files() { print files $@ }; "
+      "compadd() { shift; print -l -- $@ }; source " +
+      zsh + "; ";
+  const auto offered = [&](const std::string& words, int current) {
+    return shell("zsh -fc '" + stubs + "words=(" + words + "); CURRENT=" + std::to_string(current) +
+                 "; _cohort'")
+        .output;
+  };
+  EXPECT_NE(offered("cohort nmt tra", 3).find("train:Train a translator"), std::string::npos);
+  EXPECT_NE(offered("cohort nmt train --pre", 4).find("--preset:Sizes"), std::string::npos);
+  EXPECT_EQ(offered("cohort nmt train --preset ti", 5), "tiny\nsmall\nbase\nbig\n");
+  EXPECT_EQ(offered("cohort nmt train --model-dir x", 5), "files -/\n");
+
+  const std::string fish = path("fish");
+  ASSERT_EQ(shell(bin("cohort") + " completion fish > " + fish + "; fish -n " + fish).output, "");
+  const auto fished = [&](const std::string& line) {
+    return shell("HOME=" + folder_.string() + " fish -c 'source " + fish + "; complete -C \"" +
+                 line + "\"'")
+        .output;
+  };
+  EXPECT_NE(fished("cohort nmt tra").find("translate\tTranslate lines"), std::string::npos);
+  EXPECT_NE(fished("cohort nmt train --pres").find("--preset\tSizes"), std::string::npos);
+  EXPECT_EQ(fished("cohort nmt train --preset ti"), "tiny\tSizes to start from\n");
+  expect_refused("completion", "completion");  // of cohort, not of cohort-nmt
+  const Ended other = shell(bin("cohort") + " completion csh");
+  EXPECT_EQ(other.code, 2);
+  EXPECT_NE(other.output.find("csh: expected bash, zsh or fish"), std::string::npos)
+      << other.output;
+}
+
+}  // namespace

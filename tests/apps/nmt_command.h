@@ -1,0 +1,77 @@
+// A toy corpus, the flags that train on it in a second, and the translator's commands as a user
+// runs them.
+#pragma once
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <string>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include "tests/support/shell.h"
+
+namespace cohort::test {
+
+namespace fs = std::filesystem;
+
+inline std::string contents(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class NmtCommand : public testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::temp_directory_path() / ("cohort-nmt-test-" + std::to_string(getpid()));
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    // A made-up language: words are spelt backwards, so there is something to learn.
+    const std::vector<std::string> words = {"red",   "green", "blue", "one", "two",
+                                            "three", "cat",   "dog",  "sun", "moon"};
+    for (const auto& [name, count] : {std::pair{"train", 300}, {"valid", 40}}) {
+      std::ofstream en(folder_ / (name + std::string(".en")));
+      std::ofstream xx(folder_ / (name + std::string(".xx")));
+      for (int i = 0; i < count; ++i) {
+        std::string source, target;
+        for (int k = 0; k <= i % 5; ++k) {
+          const std::string& word =
+              words[static_cast<size_t>(i * 7 + k * (3 + i / 10)) % words.size()];
+          source += (k ? " " : "") + word;
+          target += (k ? " " : "") + std::string(word.rbegin(), word.rend());
+        }
+        en << source << "\n";
+        xx << target << "\n";
+      }
+    }
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+
+  std::string train_flags(const std::string& model_dir) const {
+    return "train --train-sets " + path("train.en") + " " + path("train.xx") + " --valid-sets " +
+           path("valid.en") + " " + path("valid.xx") + " --model-dir " + path(model_dir) +
+           " --preset tiny --dim-emb 32 --transformer-dim-ffn 64 --enc-depth 1 --dec-depth 1 "
+           "--dim-vocabs 60 60" +
+           " --mini-batch 16 --lr-warmup 20 --learn-rate 5e-3 --tokenize 13a --quiet ";
+  }
+  std::string on_ranks(int count, const std::string& flags,
+                       const std::string& run_flags = "") const {
+    return bin("cohort") + " run --nproc-per-node " + std::to_string(count) + " " + run_flags +
+           " -- " + bin("cohort-nmt") + " " + flags;
+  }
+  // The command must end with code 2 and one line that contains `text`.
+  void expect_refused(const std::string& flags, const std::string& text,
+                      const std::string& environment = "") const {
+    const Ended ended = shell("env " + environment + " " + bin("cohort-nmt") + " " + flags);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output << "expected: " << text;
+    EXPECT_EQ(std::count(ended.output.begin(), ended.output.end(), '\n'), 1) << ended.output;
+  }
+
+  fs::path folder_;
+};
+
+}  // namespace cohort::test

@@ -1,0 +1,140 @@
+// What the translator's commands do with training text, as a user runs them.
+#include <filesystem>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tests/apps/nmt_command.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using cohort::test::bin;
+using cohort::test::contents;
+using cohort::test::Ended;
+using cohort::test::shell;
+
+class NmtDataTest : public cohort::test::NmtCommand {
+ protected:
+  std::string nmt(const std::string& flags) const { return bin("cohort-nmt") + " " + flags; }
+
+  std::string prepare_flags(const std::string& model_dir) const {
+    return "prepare --train-sets " + path("train.en") + " " + path("train.xx") + " --model-dir " +
+           path(model_dir) + " --dim-vocabs 60 60 ";
+  }
+
+  void add_pair(const std::string& source, const std::string& target) const {
+    std::ofstream(path("train.en"), std::ios::app) << source << "\n";
+    std::ofstream(path("train.xx"), std::ios::app) << target << "\n";
+  }
+
+  // The files of last/ of a run, with their checksums: weights, moments, averages.
+  nlohmann::json saved(const std::string& run) const {
+    return nlohmann::json::parse(contents(path(run + "/last/manifest.json")))["files"];
+  }
+};
+
+void expect_in(const std::string& text, const Ended& ended) {
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find(text), std::string::npos) << "expected: " << text << "\n"
+                                                        << ended.output;
+}
+
+TEST_F(NmtDataTest, WhatWasPreparedIsUsedAndTrainsTheSameModel) {
+  ASSERT_EQ(shell(nmt(train_flags("plain") + "--after-epochs 2")).code, 0);
+  const Ended prepared = shell(nmt(prepare_flags("p")));
+  expect_in("300 pairs read: 300 kept, 0 cropped, 0 dropped as too long, 0 as empty\n", prepared);
+  expect_in("train-tokens.safetensors: built, after ", prepared);
+  expect_in("train-tokens.safetensors: used, after ", shell(nmt(prepare_flags("p"))));
+  const std::string vocabulary = contents(path("p/source.spm"));
+  expect_in("token cache state=used ", shell(on_ranks(1, train_flags("p") + "--after-epochs 2")));
+  EXPECT_EQ(contents(path("p/source.spm")), vocabulary);
+  EXPECT_EQ(saved("p"), saved("plain"));
+}
+
+TEST_F(NmtDataTest, EveryPairIsAccountedFor) {
+  add_pair("", "red");
+  add_pair("sun moon sun moon sun moon sun moon sun moon", "nus");
+  const std::string flags = train_flags("c") + "--max-length 8 --after-batches 1 ";
+  expect_in("dropped_empty=1 dropped_long=", shell(nmt(flags)));
+  const auto counts = [&](const char* run) {
+    return nlohmann::json::parse(contents(path(std::string(run) + "/config.json")))["train_pairs"];
+  };
+  const auto sum = [](const nlohmann::json& c) {
+    return c["kept"].get<int>() + c["cropped"].get<int>() + c["dropped_long"].get<int>() +
+           c["dropped_empty"].get<int>();
+  };
+  const auto dropped = counts("c");
+  EXPECT_EQ(dropped["read"], 302);
+  EXPECT_EQ(sum(dropped), 302) << dropped;
+  EXPECT_GT(dropped["dropped_long"], 0);
+  EXPECT_EQ(dropped["cropped"], 0);
+  ASSERT_EQ(shell(nmt(flags + "--overwrite --max-length-crop")).code, 0);
+  const auto cropped = counts("c");
+  EXPECT_EQ(sum(cropped), 302) << cropped;
+  EXPECT_EQ(cropped["cropped"], dropped["dropped_long"]);
+  EXPECT_EQ(cropped["dropped_long"], 0);
+  const auto start = nlohmann::json::parse(
+      contents(path("c/history.jsonl")).substr(0, contents(path("c/history.jsonl")).find('\n')));
+  EXPECT_EQ(start["pairs_read"], 302) << start;
+}
+
+TEST_F(NmtDataTest, ABadCacheIsSaidToBeSoAndMadeAnew) {
+  const std::string flags = train_flags("b") + "--after-batches ";
+  ASSERT_EQ(shell(nmt(flags + "2")).code, 0);
+  const fs::path cache = path("b/train-tokens.safetensors");
+  {
+    std::fstream file(cache, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(-3, std::ios::end);
+    file.put('!');
+  }
+  const Ended flipped = shell(on_ranks(2, flags + "3"));
+  expect_in(
+      "warn token cache state=\"built: the one there was damaged: the checksum of ids is wrong\"",
+      flipped);
+  fs::resize_file(cache, fs::file_size(cache) / 2);
+  expect_in("built: the one there was damaged: ", shell(nmt(flags + "4")));
+  expect_in("token cache state=used ", shell(nmt(flags + "5")));
+  // Text that changed belongs to another run.
+  add_pair("red", "der");
+  expect_refused(flags + "6", "holds a run with train_sets_sha256 ");
+  expect_in("state=\"built: the one there was stale: ",
+            shell(nmt(flags + "2 --overwrite --max-length 7")));
+}
+
+TEST_F(NmtDataTest, RunsShareACacheFolder) {
+  const std::string flags = "--after-batches 1 --cache-dir " + path("cache") + " --vocabs ";
+  ASSERT_EQ(shell(nmt(prepare_flags("v"))).code, 0);
+  const std::string vocabs = path("v/source.spm") + " " + path("v/target.spm");
+  expect_in("token cache state=built ", shell(nmt(train_flags("one") + flags + vocabs)));
+  expect_in("token cache state=used ", shell(nmt(train_flags("two") + flags + vocabs)));
+  EXPECT_FALSE(fs::exists(path("two/train-tokens.safetensors")));
+  expect_refused(train_flags("three") + "--cache-dir " + path("train.en/x"),
+                 "--cache-dir " + path("train.en/x") + " cannot be made: Not a directory");
+}
+
+TEST_F(NmtDataTest, AFittedRunStaysWithinTheWorkspaceAndGoesOnExactly) {
+  const std::string flags = "--mini-batch-fit --workspace 2 --after-epochs 3 ";
+  std::string fit_flags = train_flags("whole");
+  fit_flags.replace(fit_flags.find("--mini-batch 16"), 15, flags);
+  const Ended fitted = shell(on_ranks(2, fit_flags));
+  expect_in("batch fits tokens_per_sentence=", fitted);
+  expect_in("batches updates_per_epoch=", fitted);
+  const auto replaced = [&](const std::string& to) {
+    std::string changed = fit_flags;
+    changed.replace(changed.find(path("whole")), path("whole").size(), path(to));
+    return changed;
+  };
+  expect_in("", shell(on_ranks(2, replaced("parts") + "--after-batches 4")));
+  expect_in("resumed", shell(on_ranks(2, replaced("parts"))));
+  EXPECT_EQ(saved("parts"), saved("whole"));
+
+  std::string small = fit_flags;
+  small.replace(small.find("--workspace 2"), 13, "--workspace 1 --preset base --dim-emb 512");
+  small.replace(small.find("--preset tiny --dim-emb 32"), 26, "");
+  small.replace(small.find(path("whole")), path("whole").size(), path("small"));
+  expect_refused(small, "--workspace 1: one pair of ");
+}
+
+}  // namespace

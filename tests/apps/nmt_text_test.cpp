@@ -1,0 +1,235 @@
+// `cohort nmt translate` as a stream, and `cohort nmt score`.
+#include <array>
+#include <cmath>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <pty.h>
+#include <sstream>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include "tests/apps/nmt_command.h"
+#include "tests/support/shell.h"
+
+namespace {
+
+using cohort::test::bin;
+using cohort::test::contents;
+using cohort::test::Ended;
+using cohort::test::shell;
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+class NmtTextTest : public cohort::test::NmtCommand {
+ protected:
+  void SetUp() override {
+    NmtCommand::SetUp();
+    const Ended trained =
+        shell(bin("cohort-nmt") + " " + train_flags("run") + "--after-epochs 4 --max-length 20");
+    ASSERT_EQ(trained.code, 0) << trained.output;
+  }
+  std::string nmt(const std::string& command) const {
+    const size_t space = command.find(' ');
+    return bin("cohort-nmt") + " " + command.substr(0, space) +
+           " --precision float32 --model-dir " + path("run") +
+           (space == std::string::npos ? "" : command.substr(space));
+  }
+  std::string valid() const { return path("valid.en") + " " + path("valid.xx"); }
+  // Most memory of a process that translates `lines` lines, in KiB.
+  long peak_memory(int lines) const {
+    std::ofstream file(path("input"));
+    for (int i = 0; i < lines; ++i) file << "red cat\n";
+    file.close();
+    const pid_t child = fork();
+    if (child == 0) {
+      execl("/bin/sh", "sh", "-c",
+            ("exec " + nmt("translate --beam-size 1 --max-output-length 4") + " < " +
+             path("input") + " > /dev/null")
+                .c_str(),
+            nullptr);
+      _exit(127);
+    }
+    int status = 0;
+    rusage usage{};
+    EXPECT_EQ(wait4(child, &status, 0, &usage), child);
+    EXPECT_EQ(status, 0);
+    return usage.ru_maxrss;
+  }
+};
+
+TEST_F(NmtTextTest, ScoresSumToEvaluatesLoss) {
+  const Ended evaluated = shell(nmt("evaluate --json --test-sets " + valid()));
+  ASSERT_EQ(evaluated.code, 0) << evaluated.output;
+  const double loss = nlohmann::json::parse(evaluated.output)["loss"];
+  const Ended scored =
+      shell(nmt("score --json --word-scores --mini-batch-words 64 --test-sets " + valid()));
+  ASSERT_EQ(scored.code, 0) << scored.output;
+  double sum = 0;
+  int64_t tokens = 0;
+  const auto lines = lines_of(scored.output);
+  EXPECT_EQ(lines.size(), 40U);
+  for (const std::string& line : lines) {
+    const auto row = nlohmann::json::parse(line);
+    const auto words = row["word_scores"].get<std::vector<double>>();
+    EXPECT_EQ(std::ssize(words), row["tokens"].get<int64_t>());
+    EXPECT_NEAR(std::accumulate(words.begin(), words.end(), 0.0), row["log_prob"].get<double>(),
+                1e-9);
+    sum += row["log_prob"].get<double>();
+    tokens += row["tokens"].get<int64_t>();
+  }
+  // float32 logits of order 10, 60 to sum over: about 1e-5 a token, and errors of both signs.
+  EXPECT_NEAR(-sum / static_cast<double>(tokens), loss, 1e-5);
+}
+
+TEST_F(NmtTextTest, ScoresOfTranslationsAreThoseOfTheSearch) {
+  const Ended found =
+      shell(nmt("translate --n-best --beam-size 3 --normalize 0.6 < ") + path("valid.en"));
+  ASSERT_EQ(found.code, 0) << found.output;
+  const auto sources = lines_of(contents(path("valid.en")));
+  std::ofstream table(path("found.tsv"));
+  std::vector<std::array<double, 2>> expected;
+  for (const std::string& line : lines_of(found.output)) {
+    const size_t text = line.find(" ||| ") + 5;
+    const size_t log_prob = line.find(" ||| Logprob= ", text);
+    const size_t score = line.find(" ||| ", log_prob + 5);
+    table << sources.at(std::stoul(line)) << "\t" << line.substr(text, log_prob - text) << "\n";
+    expected.push_back({std::stod(line.substr(log_prob + 14)), std::stod(line.substr(score + 5))});
+  }
+  table.close();
+  const Ended scored = shell(nmt("score --json --normalize 0.6 --test-sets " + path("found.tsv")));
+  ASSERT_EQ(scored.code, 0) << scored.output;
+  const auto lines = lines_of(scored.output);
+  ASSERT_EQ(lines.size(), expected.size());
+  int equal = 0;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    const auto row = nlohmann::json::parse(lines[i]);
+    // Other pieces may spell the same text: then, and only then, the search's is another.
+    const bool same = std::abs(row["log_prob"].get<double>() - expected[i][0]) < 1e-4;
+    equal += same ? 1 : 0;
+    if (same) {
+      EXPECT_NEAR(row["score"].get<double>(), expected[i][1], 1e-4) << lines[i];
+    }
+  }
+  EXPECT_GE(equal, static_cast<int>(lines.size()) * 3 / 4);
+  // The best of each sentence are words the model has learnt to spell.
+  for (size_t i = 0; i < lines.size(); i += 3)
+    EXPECT_NEAR(nlohmann::json::parse(lines[i])["log_prob"].get<double>(), expected[i][0], 1e-4);
+}
+
+TEST_F(NmtTextTest, EveryLineHasItsScoreInOrder) {
+  std::ofstream(path("pairs.tsv")) << "red cat\tder tac\n\t\nred\t\nblue dog\teulb god\n";
+  const Ended ended = shell(nmt("score --word-scores --test-sets " + path("pairs.tsv")));
+  const auto lines = lines_of(ended.output);
+  ASSERT_EQ(lines.size(), 4U) << ended.output;
+  const Ended alone = shell("printf 'blue dog\\teulb god\\n' > " + path("one.tsv") + "; " +
+                            nmt("score --test-sets " + path("one.tsv")));
+  EXPECT_NEAR(std::stod(lines[3]), std::stod(alone.output), 1e-4);
+  EXPECT_NE(lines[1].find(" ||| WordScores= -"), std::string::npos) << "the end mark alone";
+  EXPECT_EQ(std::count(lines[1].begin(), lines[1].end(), '-'), 2) << lines[1];
+
+  const std::string model = " --model-dir " + path("run");
+  std::ofstream(path("short.xx")) << "a\nb\n";
+  expect_refused("score --test-sets " + path("valid.en") + " " + path("short.xx") + model,
+                 "short.xx ends after 2 lines but " + path("valid.en") + " has more");
+  expect_refused("score --test-sets " + path("valid.en") + model, "expected a .tsv file, or two");
+  expect_refused("score --test-sets " + path("none.tsv") + model, "none.tsv: cannot be read");
+  std::ofstream(path("three.tsv")) << "a\tb\na\tb\tc\n";
+  expect_refused("score --test-sets " + path("three.tsv") + model, "line 2: expected source<TAB>");
+  std::ofstream(path("broken.tsv")) << "a\tb\n\xff\tb\n";
+  expect_refused("score --test-sets " + path("broken.tsv") + model, "line 2 is not valid UTF-8");
+}
+
+TEST_F(NmtTextTest, AnswersEachLineAtOnceWhenAskedTo) {
+  const std::string translate = nmt("translate --mini-batch 1 --maxi-batch 1");
+  std::ofstream(path("talk.sh")) << "coproc T { " << translate << "; }\n"
+                                 << "for word in red cat; do\n"
+                                 << "  echo $word >&${T[1]}\n"
+                                 << "  IFS= read -r -t 30 answer <&${T[0]} || exit 9\n"
+                                 << "  echo \"$word $answer\"\n"
+                                 << "done\n";
+  const Ended talk = shell("bash " + path("talk.sh"));
+  EXPECT_EQ(talk.code, 0) << talk.output;
+  EXPECT_EQ(lines_of(talk.output).size(), 2U) << talk.output;
+}
+
+TEST_F(NmtTextTest, ATerminalsLinesAreAnsweredAtOnce) {
+  int terminal = -1;
+  std::array<int, 2> out{};
+  ASSERT_EQ(pipe(out.data()), 0);
+  const pid_t child = forkpty(&terminal, nullptr, nullptr, nullptr);
+  if (child == 0) {
+    dup2(out[1], STDOUT_FILENO);
+    execl("/bin/sh", "sh", "-c", ("exec " + nmt("translate")).c_str(), nullptr);
+    _exit(127);
+  }
+  close(out[1]);
+  const std::string typed = "red\n";
+  ASSERT_EQ(write(terminal, typed.data(), typed.size()), std::ssize(typed));
+  std::array<char, 100> answer{};
+  EXPECT_GT(read(out[0], answer.data(), answer.size()), 0) << "before the end of input";
+  close(terminal);
+  close(out[0]);
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+}
+
+TEST_F(NmtTextTest, MemoryDoesNotGrowWithTheInput) {
+  const long some = peak_memory(4000);
+  const long many = peak_memory(24000);
+  // Were the 20,000 lines kept, as text, ids and translations, they would take over 4 MiB; what a
+  // window leaves to the allocator varies by less.
+  EXPECT_LT(many - some, 3000) << some << " and " << many << " KiB";
+}
+
+TEST_F(NmtTextTest, BatchesDoNotChangeTranslations) {
+  const Ended whole = shell(nmt("translate < ") + path("valid.en"));
+  EXPECT_EQ(lines_of(whole.output).size(), 40U);
+  for (const char* flags : {"--mini-batch 1 --maxi-batch 1", "--mini-batch 3 --maxi-batch 2",
+                            "--mini-batch-words 20"}) {
+    EXPECT_EQ(shell(nmt(std::string("translate ") + flags + " < ") + path("valid.en")).output,
+              whole.output)
+        << flags;
+  }
+}
+
+TEST_F(NmtTextTest, AReaderThatLeavesEndsTheStreamQuietly) {
+  const Ended ended =
+      shell("bash -c 'yes red cat | " + nmt("translate --mini-batch 8 --maxi-batch 1") +
+            " | head -1 > /dev/null; echo ${PIPESTATUS[1]}'");
+  EXPECT_EQ(ended.output, "141\n") << "ended by SIGPIPE, without a word";
+}
+
+TEST_F(NmtTextTest, ABadLineIsNamedAfterTheTranslationsBeforeIt) {
+  const auto expect_two_then = [&](const std::string& line, const std::string& flags,
+                                   const std::string& error) {
+    std::ofstream(path("lines")) << "red cat\nblue dog\n" << line << "\nred\n";
+    const Ended ended =
+        shell(nmt("translate " + flags + " 2> " + path("errors") + " < ") + path("lines"));
+    const std::string errors = contents(path("errors"));
+    EXPECT_EQ(ended.code, 2) << errors;
+    EXPECT_EQ(lines_of(ended.output).size(), 2U) << ended.output;
+    EXPECT_EQ(lines_of(errors).size(), 1U) << errors;
+    EXPECT_NE(errors.find(error), std::string::npos) << errors;
+  };
+  expect_two_then("\xff\xfe", "", "standard input: line 3 is not valid UTF-8");
+  std::string words;
+  for (int i = 0; i < 6000; ++i) words += "red ";
+  expect_two_then(words, "", "tokens: expected at most 4999 (--max-length-crop cuts longer ones)");
+  std::ofstream(path("lines")) << words << "\nred\n";
+  const Ended cropped = shell(
+      nmt("translate --max-length-crop --beam-size 1 --max-output-length 5 < ") + path("lines"));
+  EXPECT_EQ(cropped.code, 0) << cropped.output;
+  EXPECT_EQ(lines_of(cropped.output).size(), 2U) << cropped.output;
+  const Ended endless = shell("head -c 40000000 /dev/zero | tr '\\0' x | " + nmt("translate"));
+  EXPECT_EQ(endless.code, 2);
+  EXPECT_NE(endless.output.find("line 1 has more than 16 MiB"), std::string::npos)
+      << endless.output;
+}
+
+}  // namespace

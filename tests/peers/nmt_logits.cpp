@@ -1,0 +1,47 @@
+// The scores that a trained model gives to every next token of a batch, for nmt_parity.py to
+// compare. Usage: nmt_logits MODEL_DIR RESULT.safetensors: "source" [B, S] and "input" [B, T] are
+// ids, "logits" is [B, T, V].
+#include <torch/types.h>
+
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+#include "cohort/base/safetensors.h"
+
+#include "apps/nmt/trained_model.h"
+#include "tests/support/sentences.h"
+
+namespace {
+
+using namespace cohort;
+
+at::Tensor logits_of(nmt::Transformer& model, const nmt::Batch& batch) {
+  const at::NoGradGuard no_grad;
+  auto state = model->begin_decoding(model->encode(batch.source_BS, batch.source_lengths_B),
+                                     batch.source_lengths_B);
+  std::vector<at::Tensor> steps;
+  for (int64_t t = 0; t < batch.input_BT.size(1); ++t)
+    steps.push_back(model->decode_step(batch.input_BT.select(1, t), state));
+  return at::stack(steps, 1);
+}
+
+TensorView view_of(const char* name, DType type, const at::Tensor& tensor) {
+  return {name,
+          type,
+          tensor.sizes().vec(),
+          {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()}};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_program("nmt_logits", [&] {
+    if (argc != 3) throw ConfigError("usage: nmt_logits MODEL_DIR RESULT");
+    auto [model, tokenizers] = apps::load_trained(argv[1], {}, nmt::Precision::kFloat32);
+    const auto batch = test::make_test_batch(test::make_sentences(12, 1));
+    const at::Tensor logits = logits_of(model, batch);
+    write_safetensors(argv[2], std::vector{view_of("source", DType::kI64, batch.source_BS),
+                                           view_of("input", DType::kI64, batch.input_BT),
+                                           view_of("logits", DType::kF32, logits)});
+    return 0;
+  });
+}

@@ -1,0 +1,196 @@
+// The page about a run, as a browser (Debian's chromium, which scripts/setup installs) reads it.
+#include "cohort/translate/report.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "cohort/base/error.h"
+#include "cohort/train/history.h"
+
+#include "tests/base/temporary_folder.h"
+#include "tests/support/shell.h"
+
+namespace cohort::translate {
+namespace {
+
+using Texts = std::vector<std::string>;
+
+size_t count(const std::string& text, const std::string& part) {
+  size_t found = 0;
+  for (size_t at = 0; (at = text.find(part, at)) != std::string::npos; at += part.size()) ++found;
+  return found;
+}
+
+void write_start(train::History& history, int64_t update, int ranks) {
+  const auto all = static_cast<size_t>(ranks);
+  history.append({{"type", "start"},
+                  {"update", update},
+                  {"time", "2025-01-31T12:00:05Z"},
+                  {"ranks", ranks},
+                  {"precision", "float32"},
+                  {"parameters", 93'255'680},
+                  {"libtorch", "2.11.0"},
+                  {"hosts", Texts(all, "node-a")},
+                  {"cpus", Texts(all, "Some CPU @ 3 GHz")},
+                  {"cores", std::vector<double>(all, 8)},
+                  {"threads", std::vector<double>(all, 4)},
+                  {"memory_gib", std::vector<double>(all, 31.25)},
+                  {"instructions", Texts(all, "avx2 fma")},
+                  {"gpus", Texts{"NVIDIA Fake 80GB"}},
+                  {"sample_sources", Texts{"a red <cat>", "two dogs"}},
+                  {"sample_references", Texts{"eine rote Katze", "zwei Hunde"}}});
+}
+
+// Two starts of three epochs, on two ranks, with one GPU.
+void write_run(const std::string& folder) {
+  std::filesystem::create_directories(folder);
+  train::History history(folder + "/history.jsonl");
+  write_start(history, 0, 2);
+  for (int64_t update = 10; update <= 300; update += 10) {
+    const auto at = static_cast<double>(update);
+    if (update == 110) write_start(history, 100, 2);
+    history.append({{"type", "train"},
+                    {"epoch", 1 + (update - 1) / 100},
+                    {"update", update},
+                    {"wall_s", at},
+                    {"loss", 9 - at / 50},
+                    {"gradient_norm", 1.5},
+                    {"learning_rate", at * 1e-5},
+                    {"tgt_tokens_per_s", 8000},
+                    {"rank_tokens_per_s", std::vector<double>{4060, 4055}},
+                    {"gpu_percent", std::vector<double>{87}},
+                    {"gpu_memory_gib", std::vector<double>{12}}});
+    if (update % 100 != 0) continue;
+    history.append({{"type", "valid"},
+                    {"epoch", update / 100},
+                    {"update", update},
+                    {"wall_s", at},
+                    {"train_loss", 9 - at / 50},
+                    {"valid_loss", 9.5 - at / 50},
+                    {"valid_bleu", at / 20},
+                    {"valid_chrf", at / 10},
+                    {"best", true},
+                    {"tgt_tokens_per_s", 8000},
+                    {"samples", Texts{update < 300 ? "eine eine" : "eine rote Katze", "zwei"}}});
+  }
+  write_file(folder + "/config.json",
+             R"({"mini_batch_words": 4096, "train_sets": ["a.en", "a.de"]})");
+}
+
+struct Page {
+  std::string dom;      // After scripts ran.
+  std::string console;  // What the page complained of.
+};
+
+Page open_page(const std::string& html_file, const std::string& folder,
+               const std::string& flags = "--dump-dom") {
+  const test::Ended ended = test::shell(
+      "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run "
+      "--enable-logging=stderr --user-data-dir=" +
+      folder + "/profile " + flags + " file://" + html_file + " 2> " + folder + "/stderr");
+  EXPECT_EQ(ended.code, 0) << ended.output << read_file(folder + "/stderr");
+  Page page{.dom = ended.output, .console = ""};
+  std::istringstream lines(read_file(folder + "/stderr"));
+  for (std::string line; std::getline(lines, line);)
+    if (line.find("CONSOLE") != std::string::npos) page.console += line + "\n";
+  return page;
+}
+
+TEST(ReportTest, ABrowserShowsCurvesTranslationsAndMachines) {
+  const TemporaryFolder folder;
+  write_run(folder / "run");
+  write_report(folder / "run");
+  const Page page = open_page(folder / "run/report.html", folder.path());
+  EXPECT_EQ(page.console, "");
+  // Loss and scores two each, rate, norm, speed, ranks two, GPU two; one mark in each of 8 charts.
+  EXPECT_EQ(count(page.dom, "<path class=\"line "), 11);
+  EXPECT_EQ(count(page.dom, "<figure"), 8);
+  EXPECT_EQ(count(page.dom, "<path class=\"mark\""), 8);
+  EXPECT_EQ(count(page.dom, "class=\"tip\""), 8) << "the script has run";
+  for (const char* shown :
+       {"<title>run \xC2\xB7 Cohort</title>", "<b>15.00</b>", "<b>30.00</b>", "<b>3.500</b>",
+        "<b>8,000</b>", "a red &lt;cat&gt;", "<span class=\"same\">eine rote Katze</span>",
+        "0\xE2\x80\x93"
+        "1",
+        "Some CPU @ 3 GHz", "31.2 GiB", "avx2 fma", "NVIDIA Fake 80GB", "93,255,680 parameters",
+        "mini_batch_words", "a.en, a.de", "2025-01-31 12:00 UTC", "no end recorded yet"}) {
+    EXPECT_NE(page.dom.find(shown), std::string::npos) << shown;
+  }
+  // One word of two is the reference's, and it is there once.
+  EXPECT_NE(page.dom.find("<span class=\"same\">eine</span> eine"), std::string::npos);
+  EXPECT_EQ(count(page.dom, "http://") + count(page.dom, "https://"), 0) << "nothing from outside";
+
+  const auto picture = [&](const std::string& html_file) {
+    const std::string file = folder / "picture.png";
+    std::filesystem::remove(file);
+    open_page(html_file, folder.path(), "--screenshot=" + file);
+    return read_file(file);
+  };
+  std::string html = read_file(folder / "run/report.html");
+  const size_t script = html.rfind("<script>"), end = html.rfind("</script>");
+  write_file(folder / "run/plain.html", html.erase(script, end + 9 - script));
+  const std::string whole = picture(folder / "run/report.html");
+  EXPECT_GT(whole.size(), 20'000);
+  EXPECT_TRUE(whole == picture(folder / "run/plain.html"))
+      << "the page is the same without its script";
+}
+
+TEST(ReportTest, ThePointerIsShownTheValuesBelowIt) {
+  const TemporaryFolder folder;
+  write_run(folder / "run");
+  std::string html = report_html(folder / "run");
+  html.replace(html.find("</body>"), 7, R"(<script>
+    const area = document.querySelector(".area"), box = area.getBoundingClientRect();
+    area.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width * 0.67}));
+    </script></body>)");
+  write_file(folder / "probe.html", html);
+  const Page page = open_page(folder / "probe.html", folder.path());
+  EXPECT_EQ(page.console, "");
+  const size_t tip = page.dom.find("class=\"tip\"");
+  const std::string shown = page.dom.substr(tip, page.dom.find("<div class=\"x\"", tip) - tip);
+  EXPECT_NE(shown.find("update</span><b>200</b>"), std::string::npos) << shown;
+  EXPECT_NE(shown.find("training</span><b>5</b>"), std::string::npos) << shown;
+  EXPECT_NE(shown.find("validation</span><b>5.5</b>"), std::string::npos) << shown;
+}
+
+TEST(ReportTest, AHistoryOfAnEarlierVersionHasItsCurves) {
+  const TemporaryFolder folder;
+  write_file(folder / "history.jsonl",
+             "{\"epoch\":1,\"update\":5,\"train_loss\":4.0,\"valid_loss\":3.5,\"valid_bleu\":1.5,"
+             "\"best\":true}\n{\"epoch\":2,\"update\":10,\"train_loss\":3.0,\"valid_loss\":2.5,"
+             "\"valid_bleu\":2.5,\"best\":true}\n{\"epoch\":3,\"upd");
+  const std::string html = report_html(folder.path());
+  EXPECT_EQ(count(html, "<path class=\"line "), 3);
+  EXPECT_EQ(run_summary(folder.path(), {.sparklines = false}),
+            "loss, training    4.000 -> 3.000\nloss, validation  3.500 -> 2.500\n"
+            "BLEU              1.50 -> 2.50\n");
+}
+
+TEST(ReportTest, TheSummaryFitsTheWidth) {
+  const TemporaryFolder folder;
+  write_run(folder / "run");
+  for (const size_t width : {40U, 60U, 80U}) {
+    std::istringstream lines(run_summary(folder / "run", {.width = width, .utf8 = false}));
+    for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), width) << line;
+  }
+  const std::string summary = run_summary(folder / "run", {});
+  EXPECT_NE(summary.find("█"), std::string::npos) << summary;
+  EXPECT_NE(summary.find("BLEU              ▁▅█"), std::string::npos) << summary;
+}
+
+TEST(ReportTest, AFolderWithoutARunIsNamed) {
+  const TemporaryFolder folder;
+  try {
+    write_report(folder.path());
+    FAIL() << "no exception";
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(one_line(error),
+              folder / "history.jsonl" + ": cannot be read: expected the history of a run");
+  }
+}
+
+}  // namespace
+}  // namespace cohort::translate

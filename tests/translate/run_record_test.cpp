@@ -1,0 +1,162 @@
+#include "cohort/translate/run_record.h"
+
+#include <filesystem>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "cohort/base/error.h"
+
+#include "tests/base/temporary_folder.h"
+
+namespace cohort::translate {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+class RunRecordTest : public testing::Test {
+ protected:
+  RunRecordTest() {
+    options_.model_dir = folder_.path();
+    options_.disp_freq_updates = 10;
+    for (int i = 0; i < 10; ++i) {
+      valid_.source.push_back("source " + std::to_string(i));
+      valid_.target.push_back("target " + std::to_string(i));
+    }
+  }
+  RunRecord make(int64_t update = 0) {
+    return {options_,
+            {.update = update,
+             .num_parameters = 12,
+             .train_pairs = 100,
+             .machines = {describe_machine(), describe_machine()}},
+            valid_,
+            log_};
+  }
+  static TrainedUpdate trained(int64_t update, bool skipped = false) {
+    return {.epoch = 1,
+            .update = update,
+            .run_seconds = 0.5 * static_cast<double>(update),
+            .skipped = skipped,
+            .loss_sum = skipped ? NAN : 100.0 * static_cast<double>(update),
+            .tokens = 50,
+            .gradient_norm = skipped ? NAN : 2,
+            .learning_rate = 1e-3,
+            .own_seconds = 0.5,
+            .rank_tokens_per_s = {60, 40}};
+  }
+  static Validation validation(int64_t update) {
+    return {
+        .epoch = 1, .update = update, .scores = {.loss = 2, .bleu = 20, .chrf = 40}, .best = true};
+  }
+  std::vector<json> lines(const std::string& type) const {
+    std::vector<json> found;
+    std::istringstream file(read_file(folder_ / "history.jsonl"));
+    for (std::string line; std::getline(file, line);) {
+      json parsed = json::parse(line);
+      if (parsed["type"] == type) found.push_back(std::move(parsed));
+    }
+    return found;
+  }
+  std::vector<std::string> translations() const { return {10, "said"}; }
+
+  TemporaryFolder folder_;
+  TrainingOptions options_;
+  text::ParallelText valid_;
+  Log log_{{.file = folder_ / "log", .console = LogConsole::kNever}};
+};
+
+TEST_F(RunRecordTest, ALineAboutTrainingHoldsTheMeansSinceTheLast) {
+  RunRecord record = make();
+  for (int64_t update = 1; update <= 20; ++update) record.trained(trained(update));
+  record.trained(trained(20, /*skipped=*/true));
+  record.trained(trained(21));
+  record.ended({.stop_reason = "enough", .epochs = 1, .updates = 21}, 11);
+  const auto found = lines("train");
+  ASSERT_EQ(found.size(), 3);
+  EXPECT_EQ(found[1]["update"], 20);
+  EXPECT_EQ(found[1]["updates"], 10);
+  EXPECT_DOUBLE_EQ(found[1]["loss"], 100 * 15.5 / 50);  // Updates 11 to 20.
+  EXPECT_DOUBLE_EQ(found[1]["gradient_norm"], 2);
+  EXPECT_DOUBLE_EQ(found[1]["tgt_tokens_per_s"], 100);
+  EXPECT_EQ(found[1]["rank_tokens_per_s"], json::parse("[60.0,40.0]"));
+  EXPECT_EQ(found[2]["updates"], 1);
+  EXPECT_EQ(found[2]["skipped"], 1);
+  EXPECT_DOUBLE_EQ(found[2]["loss"], 42) << "what was skipped is in no mean";
+  EXPECT_DOUBLE_EQ(found[2]["tgt_tokens_per_s"], 50) << "but its time counts";
+  EXPECT_EQ(lines("end")[0]["reason"], "enough");
+  EXPECT_EQ(lines("start")[0]["hosts"].size(), 2);
+}
+
+TEST_F(RunRecordTest, ByDefaultALineComesAfterSomeTimeAndAtAValidation) {
+  options_.disp_freq_updates = 0;
+  options_.disp_freq_s = 3600;
+  RunRecord record = make();
+  for (int64_t update = 1; update <= 1000; ++update) record.trained(trained(update));
+  EXPECT_EQ(lines("train").size(), 0);
+  record.validated(validation(1000), translations());
+  ASSERT_EQ(lines("train").size(), 1);
+  EXPECT_EQ(lines("train")[0]["updates"], 1000);
+  const json valid = lines("valid").at(0);
+  EXPECT_EQ(valid["valid_bleu"], 20);
+  EXPECT_EQ(valid["samples"].size(), 5);
+  EXPECT_EQ(lines("start")[0]["sample_sources"][1], "source 2");
+  EXPECT_TRUE(fs::exists(folder_ / "report.html"));
+  EXPECT_EQ(read_file(folder_ / "result-dev.txt").find("S source 0\nH said\nR target 0\n\n"), 0);
+}
+
+TEST_F(RunRecordTest, WithoutTranslationsThereAreNoScores) {
+  RunRecord record = make();
+  record.validated(validation(0), {});
+  EXPECT_TRUE(lines("valid")[0]["valid_bleu"].is_null());
+  EXPECT_FALSE(fs::exists(folder_ / "result-dev.txt"));
+}
+
+TEST_F(RunRecordTest, AResumedRunDropsWhatItDoesAgain) {
+  {
+    RunRecord killed = make();
+    for (int64_t update = 1; update <= 50; ++update) killed.trained(trained(update));
+  }
+  RunRecord resumed = make(30);
+  for (int64_t update = 31; update <= 40; ++update) resumed.trained(trained(update));
+  std::vector<int64_t> updates;
+  for (const json& line : lines("train")) updates.push_back(line["update"]);
+  EXPECT_EQ(updates, (std::vector<int64_t>{10, 20, 30, 40}));
+  EXPECT_EQ(lines("start").size(), 2);
+  int event_files = 0;
+  for ([[maybe_unused]] const auto& entry : fs::directory_iterator(folder_ / "tensorboard"))
+    ++event_files;
+  EXPECT_EQ(event_files, 2);
+}
+
+// Folders stand where files should be written: no right is needed to be refused there.
+TEST_F(RunRecordTest, WhatCannotBeWrittenIsSaidOnceAndTrainingGoesOn) {
+  RunRecord record = make();
+  fs::create_directories(folder_ / "report.html/x");
+  fs::create_directories(folder_ / "result-dev.txt/x");
+  record.validated(validation(1), translations());
+  record.validated(validation(2), translations());
+  record.ended({.stop_reason = "enough"}, 1);
+  EXPECT_EQ(lines("valid").size(), 2) << "the other files are written";
+  const std::string log = read_file(folder_ / "log");
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 2) << log;
+  EXPECT_NE(log.find("error a file of the record was not written; training goes on "
+                     "file=report.html why="),
+            std::string::npos)
+      << log;
+  EXPECT_NE(log.find("Is a directory"), std::string::npos) << log;
+}
+
+TEST_F(RunRecordTest, WhatCannotBeWrittenAtTheStartEndsTheRun) {
+  write_file(folder_ / "tensorboard", "");
+  try {
+    make();
+    FAIL() << "no exception";
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(one_line(error), folder_ / "tensorboard" + " cannot be made: Not a directory");
+  }
+}
+
+}  // namespace
+}  // namespace cohort::translate
