@@ -31,9 +31,9 @@ struct BatchFit {
 /// bytes a row takes, which is above the true curve. The largest batches are run once, so memory
 /// that is not there is missed now and not in the third epoch.
 ///
-/// Collective; blocks for the time of about ten large updates. All ranks get the same `rows`: the least of what fits on
-/// any. `model` is in training mode and without gradients, before and after; its parameters stay.
-/// Not counted: what lies outside of libtorch's allocators (tensor_memory.h).
+/// Collective; blocks for the time of about ten large updates. All ranks get the same `rows`: the
+/// least of what fits on any. `model` is in training mode and without gradients, before and after;
+/// its parameters stay. Not counted: what lies outside of libtorch's allocators (tensor_memory.h).
 /// Errors: ConfigError that names --workspace and what it must be, if one pair does not fit.
 BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
                      comm::ProcessGroup& group);

@@ -103,12 +103,8 @@ RunData prepare_data(const TrainingOptions& options, text::ParallelText valid_te
   Corpus valid = tokenize(valid_text, made.tokenizers.source, made.tokenizers.target);
   check_lengths(valid, options.model.max_positions);
   TrainingText train = prepare_tokens(options, made, group);
-  return {std::move(made.tokenizers),
-          std::move(made.fresh),
-          std::move(train),
-          std::move(valid),
-          std::move(valid_text),
-          seconds_since(begin)};
+  return {std::move(made.tokenizers), std::move(made.fresh), std::move(train),
+          std::move(valid),           std::move(valid_text), seconds_since(begin)};
 }
 
 // From here on the run has its vocabularies: a folder can be moved, and later runs find them.
@@ -364,7 +360,7 @@ void Run::resume() {
 // Whether --valid-freq wants a validation after the update that was made last, and it has not been.
 bool Run::is_valid_update() const {
   return options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0 &&
-      state_.token_sum > 0;
+         state_.token_sum > 0;
 }
 
 // Every rank comes to the same conclusion, for they hold the same state.

@@ -20,16 +20,18 @@ struct TrainingOptions {
   std::vector<std::filesystem::path>
       vocabs;                      ///< Two .spm files; made if absent; empty: in model_dir.
   bool joined_dictionary = false;  ///< One vocabulary, trained on both sides' text.
-  int64_t sentencepiece_max_lines = 2'000'000;  ///< A vocabulary is made from so many pairs at most.
-  std::string model_dir;           ///< The run's folder.
-  std::string cache_dir;           ///< Where token caches are, for several runs; empty: model_dir.
-  bool overwrite = false;          ///< An earlier run in model_dir is replaced, not continued.
+  int64_t sentencepiece_max_lines =
+      2'000'000;           ///< A vocabulary is made from so many pairs at most.
+  std::string model_dir;   ///< The run's folder.
+  std::string cache_dir;   ///< Where token caches are, for several runs; empty: model_dir.
+  bool overwrite = false;  ///< An earlier run in model_dir is replaced, not continued.
 
   nmt::TransformerOptions model;
   nmt::Precision precision = nmt::Precision::kFloat32;
 
-  int64_t mini_batch = 64;       ///< Sentences per rank and batch; 0: only mini_batch_words counts.
-  int64_t mini_batch_words = 0;  ///< Target tokens per rank and batch, padding included; 0: no limit.
+  int64_t mini_batch = 64;  ///< Sentences per rank and batch; 0: only mini_batch_words counts.
+  int64_t mini_batch_words =
+      0;  ///< Target tokens per rank and batch, padding included; 0: no limit.
   bool mini_batch_fit = false;   ///< Batches as large as `workspace_mib` lets them be.
   int64_t workspace_mib = 2048;  ///< For a batch's tensors on one rank, with mini_batch_fit.
   int64_t maxi_batch = 1000;     ///< Sort by length within windows of so many batches.
@@ -50,15 +52,15 @@ struct TrainingOptions {
       0;  ///< Stop after so many minutes of training and validation; 0: no limit.
   std::vector<ValidMetric> valid_metrics = {ValidMetric::kBleu, ValidMetric::kChrf,
                                             ValidMetric::kLoss};  ///< The first decides best/.
-  int64_t early_stopping = 10;   ///< Stop after so many validations without a new best; 0: never.
-  bool valid_on_start = false;  ///< Validate before the first update, too.
-  int64_t valid_freq_epochs = 1;      ///< Validate every so many epochs (0: not) ...
-  int64_t valid_freq_updates = 0;     ///< ... and every so many updates (0: not).
-  double save_freq_min = 1;           ///< Save last/ every so many minutes (0: only at the end).
+  int64_t early_stopping = 10;     ///< Stop after so many validations without a new best; 0: never.
+  bool valid_on_start = false;     ///< Validate before the first update, too.
+  int64_t valid_freq_epochs = 1;   ///< Validate every so many epochs (0: not) ...
+  int64_t valid_freq_updates = 0;  ///< ... and every so many updates (0: not).
+  double save_freq_min = 1;        ///< Save last/ every so many minutes (0: only at the end).
   int64_t save_interval_updates = 0;  ///< Keep the weights of every so many updates (0: none) ...
   int64_t keep_interval_updates = 0;  ///< ... of which the newest so many stay (0: all).
   EvaluationOptions evaluation;
-  double disp_freq_s = 5;  ///< A line about training in the record every so many seconds ...
+  double disp_freq_s = 5;         ///< A line about training in the record every so many seconds ...
   int64_t disp_freq_updates = 0;  ///< ... or, if above 0, every so many updates.
   bool quiet = false;             ///< No progress bar.
   LogLevel log_level = LogLevel::kInfo;  ///< Lines below it are left out.
@@ -73,8 +75,8 @@ struct TrainingResult {
 };
 
 /// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm
-/// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint that the first metric calls best), last/
-/// (where training stands), checkpoints/<update>/ (if asked for) and result-dev.txt.
+/// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint that the first metric calls
+/// best), last/ (where training stands), checkpoints/<update>/ (if asked for) and result-dev.txt.
 ///
 /// A folder with last/ in it is gone on with: on the same number of ranks the result is bit-equal
 /// to a run that was never stopped; on another, the epoch goes on with the sentences that it has

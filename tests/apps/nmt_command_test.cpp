@@ -370,8 +370,9 @@ TEST_F(NmtCommandTest, AStopCostsNoValidation) {
   // One update an epoch, so whichever update the signal comes in wants a validation.
   for (const std::string freq : {"1e", "1u"}) {
     const std::string command =
-        on_ranks(1, train_flags(freq) + "--mini-batch 300 --after-epochs 60 --early-stopping 100 " +
-                        "--save-freq 0.0001 --valid-freq " + freq,
+        on_ranks(1,
+                 train_flags(freq) + "--mini-batch 300 --after-epochs 60 --early-stopping 100 " +
+                     "--save-freq 0.0001 --valid-freq " + freq,
                  "--log-dir " + path("logs" + freq));
     Ended stopped;
     std::thread run([&] { stopped = shell(command); });

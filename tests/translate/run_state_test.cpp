@@ -8,17 +8,18 @@ namespace cohort::translate {
 namespace {
 
 TEST(RunStateTest, RoundTripsToTheLastBit) {
-  RunState state{.epoch = 3,
-                 .trained = {{{.mini_batch = 7, .seed = ~uint64_t{0}, .world_size = 2}, 11},
-                             {{.mini_batch_words = 900, .fit_rows = {9, 4}, .maxi_batch = 3, .world_size = 3},
-                              0}},
-                 .updates = int64_t{1} << 53,
-                 .loss_sum = 1.0 / 3,
-                 .token_sum = 12,
-                 .train_seconds = 0.1,
-                 .seconds = 1e9 / 7,
-                 .early_stopping = {.best = 2.0 / 3, .num_without_best = 4},
-                 .best = {.loss = 1e-300, .bleu = 22.5, .chrf = 1.0 / 3}};
+  RunState state{
+      .epoch = 3,
+      .trained = {{{.mini_batch = 7, .seed = ~uint64_t{0}, .world_size = 2}, 11},
+                  {{.mini_batch_words = 900, .fit_rows = {9, 4}, .maxi_batch = 3, .world_size = 3},
+                   0}},
+      .updates = int64_t{1} << 53,
+      .loss_sum = 1.0 / 3,
+      .token_sum = 12,
+      .train_seconds = 0.1,
+      .seconds = 1e9 / 7,
+      .early_stopping = {.best = 2.0 / 3, .num_without_best = 4},
+      .best = {.loss = 1e-300, .bleu = 22.5, .chrf = 1.0 / 3}};
   train::Facts facts{{"other", "kept"}};
   write_facts(state, facts);
   const RunState found = read_state(facts);
