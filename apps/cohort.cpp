@@ -72,6 +72,7 @@ int print_help() {
       "Commands:\n"
       "  cohort run --nproc-per-node N -- PROGRAM ...   starts a program on N ranks\n");
   for (const auto& [name, text] : {std::pair{"nmt", "trains a translator and translates with it"},
+                                   {"checkpoint", "looks at checkpoints, verifies and joins them"},
                                    {"bench", "measures this machine and network"}}) {
     const auto known = commands_beside();
     if (std::find(known.begin(), known.end(), name) == known.end()) continue;

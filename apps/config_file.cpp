@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <set>
 #include <sstream>
 #include <system_error>
 #include <yaml-cpp/yaml.h>
@@ -42,13 +43,44 @@ std::vector<std::string> config_files(const std::vector<std::string>& arguments)
   return files;
 }
 
-bool is_given(const CLI::Option& option, const std::vector<std::string>& arguments) {
-  return std::ranges::any_of(arguments, [&option](const std::string& argument) {
-    if (argument.starts_with("--"))
-      return option.check_name(argument.substr(0, argument.find('=')));
-    return argument.size() > 1 && argument.front() == '-' &&
-           option.check_name(argument.substr(0, 2));
-  });
+bool is_flag(const CLI::Option& option) {
+  return option.get_items_expected_max() == 0;
+}
+
+bool names(const std::string& argument, const CLI::Option& option) {
+  if (argument.starts_with("--")) return option.check_name(argument.substr(0, argument.find('=')));
+  return argument.size() > 1 && argument.front() == '-' && option.check_name(argument.substr(0, 2));
+}
+
+// The flags on the command line; of values only whether a flag without value is false.
+Values given_values(const CLI::App& command, const std::vector<std::string>& arguments) {
+  Values given;
+  for (const CLI::Option* option : command.get_options()) {
+    for (const std::string& argument : arguments) {
+      if (!names(argument, *option)) continue;
+      const size_t equals = argument.find('=');
+      bool on = true;
+      if (is_flag(*option) && equals != std::string::npos)
+        CLI::detail::lexical_cast(argument.substr(equals + 1), on);
+      given[option] = {.texts = {on ? "true" : "false"}, .place = ""};
+    }
+  }
+  return given;
+}
+
+bool has(const std::set<CLI::Option*>& options, const CLI::Option* option) {
+  return std::ranges::find(options, option) != options.end();
+}
+
+// Removes from `earlier` what `later` leaves no place for.
+void give_way(Values& earlier, const Values& later) {
+  for (const auto& [option, value] : later) {
+    const bool off = is_flag(*option) && value.texts[0] == "false";
+    earlier.erase(option);
+    std::erase_if(earlier, [&](const auto& entry) {
+      return has(off ? entry.first->get_needs() : entry.first->get_excludes(), option);
+    });
+  }
 }
 
 std::string read(const std::string& path) {
@@ -65,8 +97,7 @@ std::string read(const std::string& path) {
 // A value's texts: one, or those of a list; of a flag without value "true" or "false".
 std::vector<std::string> texts_of(const YAML::Node& node, const CLI::Option& option,
                                   const std::string& where) {
-  const bool is_flag = option.get_items_expected_max() == 0;
-  const char* expected = is_flag                                ? "true or false"
+  const char* expected = is_flag(option)                        ? "true or false"
                          : option.get_items_expected_max() == 1 ? "one value"
                                                                 : "a value or a list of values";
   std::vector<std::string> texts;
@@ -77,7 +108,7 @@ std::vector<std::string> texts_of(const YAML::Node& node, const CLI::Option& opt
   }
   const auto is_empty = [](const std::string& text) { return text.empty(); };
   const bool good = !texts.empty() && std::ranges::none_of(texts, is_empty) &&
-                    (!is_flag || texts[0] == "true" || texts[0] == "false");
+                    (!is_flag(option) || texts[0] == "true" || texts[0] == "false");
   if (!good) throw ConfigError(where + ": expected " + expected);
   return texts;
 }
@@ -86,13 +117,16 @@ void read_values(const std::string& path, CLI::App& command, Values& values) {
   const auto line_of = [&path](const YAML::Mark& mark) {
     return path + ": line " + std::to_string(mark.line + 1);
   };
-  YAML::Node root;
+  std::vector<YAML::Node> documents;
   try {
-    root = YAML::Load(read(path));
+    documents = YAML::LoadAll(read(path));
   } catch (const YAML::ParserException& error) {
     throw ConfigError(line_of(error.mark) + ": no YAML: " + error.msg);
   }
-  if (root.IsNull()) return;
+  if (documents.size() > 1)
+    throw ConfigError(line_of(documents[1].Mark()) + ": expected one document, here is a second");
+  if (documents.empty() || documents[0].IsNull()) return;
+  const YAML::Node& root = documents[0];
   if (!root.IsMap()) throw ConfigError(path + ": expected lines such as mini-batch: 64");
   Values mine;
   for (const auto& entry : root) {
@@ -107,7 +141,8 @@ void read_values(const std::string& path, CLI::App& command, Values& values) {
     if (!mine.emplace(option, value).second)
       throw ConfigError(place + ": '" + key + "' is there twice");
   }
-  for (auto& [option, value] : mine) values[option] = std::move(value);
+  give_way(values, mine);
+  values.merge(mine);
 }
 
 std::string long_name(const CLI::Option& option) {
@@ -116,17 +151,16 @@ std::string long_name(const CLI::Option& option) {
 
 // Values of an option: those given, else its defaults.
 std::vector<std::string> values_of(const FlagInfo& flag) {
-  if (flag.option->count() > 0) return flag.option->reduced_results();
-  return flag.max_values == 0 ? std::vector<std::string>{"false"} : flag.default_values;
+  const bool given = flag.option->count() > 0;
+  if (is_flag(*flag.option)) return {given && !is_off(*flag.option) ? "true" : "false"};
+  return given ? flag.option->reduced_results() : flag.default_values;
 }
 
-// Whether the option is not given and, beside those that are, must not be.
-bool is_idle(const CLI::Option& option) {
-  const auto given = [](const CLI::Option* other) { return other->count() > 0; };
-  const auto excluded = option.get_excludes();
-  const auto needed = option.get_needs();
-  return option.count() == 0 &&
-         (std::ranges::any_of(excluded, given) || !std::ranges::all_of(needed, given));
+// Whether a flag that is given leaves no place for this one.
+bool is_excluded(const CLI::Option& option) {
+  const auto others = option.get_excludes();
+  return std::ranges::any_of(
+      others, [](const CLI::Option* other) { return other->count() > 0 && !is_off(*other); });
 }
 
 // The value of the option's file entry.
@@ -153,7 +187,9 @@ void add_config_flags(CLI::App& command) {
       ->configurable(false)
       ->group(kOtherFlags);
   command.add_flag(kDumpConfig)
-      ->description("Print all flags and their values in the form of --config, then end")
+      ->description(
+          "Print what is given in the form of --config, with the defaults of the rest as comments, "
+          "then end")
       ->configurable(false)
       ->group(kOtherFlags);
 }
@@ -162,19 +198,20 @@ std::vector<FlagOrigin> add_config_values(CLI::App& command, std::vector<std::st
   if (command.get_option_no_throw(kConfig) == nullptr) return {};
   Values values;
   for (const std::string& path : config_files(arguments)) read_values(path, command, values);
+  give_way(values, given_values(command, arguments));
   std::vector<FlagOrigin> origins;
   std::vector<std::string> words;
   // In the order in which the command knows its flags: independent of addresses.
   for (const CLI::Option* option : command.get_options()) {
     const auto found = values.find(option);
-    if (found == values.end() || is_given(*option, arguments)) continue;
+    if (found == values.end()) continue;
     const std::string name = long_name(*option);
     const auto& [texts, place] = found->second;
     origins.push_back({name, place});
-    const bool is_flag = option->get_items_expected_max() == 0;
-    if (is_flag && texts[0] == "false") continue;
+    // To CLI11 a flag excludes others also when it is false.
+    if (is_flag(*option) && texts[0] == "false" && !option->get_excludes().empty()) continue;
     if (texts.size() == 1) {
-      words.push_back(is_flag ? name : name + "=" + texts[0]);
+      words.push_back(name + "=" + texts[0]);
     } else {
       words.push_back(name);
       words.insert(words.end(), texts.begin(), texts.end());
@@ -195,11 +232,12 @@ std::string dump_config(const CLI::App& command) {
       text += (text.empty() ? "# " : "\n# ") + (group == "Options" ? "Flags" : group) + "\n";
     }
     const std::string key = long_name(*flag.option).substr(2);
-    const auto values = is_idle(*flag.option) ? std::vector<std::string>() : values_of(flag);
+    const auto values = is_excluded(*flag.option) ? std::vector<std::string>() : values_of(flag);
     if (values.empty()) {
       text += "# " + key + ":\n";
       continue;
     }
+    if (flag.option->count() == 0) text += "# ";
     YAML::Emitter line;
     line << YAML::BeginMap << YAML::Key << key << YAML::Value;
     emit(flag, values, line);

@@ -9,14 +9,6 @@ namespace {
 
 constexpr size_t kNumFields = 7;
 
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
-  if (text.ends_with(separator)) parts.emplace_back();
-  return parts;
-}
-
 std::string join(const std::vector<std::string>& parts, char separator) {
   std::string text;
   for (size_t i = 0; i < parts.size(); ++i)
@@ -119,6 +111,18 @@ std::vector<FlagInfo> flags_of(const CLI::App& command) {
   };
   std::ranges::stable_sort(flags, {}, place);
   return flags;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  if (text.ends_with(separator)) parts.emplace_back();
+  return parts;
+}
+
+bool is_off(const CLI::Option& option) {
+  return option.get_items_expected_max() == 0 && option.count() > 0 && !option.as<bool>();
 }
 
 std::string any_of(const std::vector<std::string>& words) {

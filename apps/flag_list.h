@@ -30,8 +30,14 @@ inline constexpr const char* kOtherFlags = "Other";
 /// The options of `command` that help shows, by group.
 std::vector<FlagInfo> flags_of(const CLI::App& command);
 
+/// The parts of `text` between separators, a last empty one included; none of an empty text.
+std::vector<std::string> split(const std::string& text, char separator);
+
 /// "a, b or c".
 std::string any_of(const std::vector<std::string>& words);
+
+/// Whether `option`, one without value, was given as --FLAG=false. To CLI11 it is given then.
+bool is_off(const CLI::Option& option);
 
 /// One command or option of a program, as fields of a line with tabs between them.
 struct FlagLine {

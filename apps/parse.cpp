@@ -90,6 +90,15 @@ void check_values(const CLI::App& command) {
   }
 }
 
+// CLI11 takes a flag that is false for given.
+void check_needs(const CLI::App& command) {
+  for (const CLI::Option* option : command.get_options()) {
+    if (option->count() == 0 || is_off(*option)) continue;
+    for (const CLI::Option* needed : option->get_needs())
+      if (is_off(*needed)) throw CLI::RequiresError(option->get_name(), needed->get_name());
+  }
+}
+
 }  // namespace
 
 CLI::Validator one_of(const std::vector<std::string>& words) {
@@ -119,6 +128,7 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
   try {
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));
     check_values(*command);
+    check_needs(*command);
   } catch (const CLI::Success& help) {
     return app.exit(help);
   } catch (const CLI::RequiredError& error) {

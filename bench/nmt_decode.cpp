@@ -6,7 +6,6 @@
 // weights. Prints one JSON line: generated tokens per second, the end marks not counted.
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
@@ -17,8 +16,11 @@
 #include "cohort/nmt/search.h"
 
 #include "apps/parse.h"
+#include "bench/median.h"
 
 namespace {
+
+using cohort::bench::median_of;
 
 struct Options {
   std::string precision = "auto";
@@ -29,11 +31,6 @@ struct Options {
   int64_t runs = 5;
   uint64_t seed = 1;
 };
-
-double median_of(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 int run(const Options& options) {
   using Clock = std::chrono::steady_clock;

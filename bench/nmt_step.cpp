@@ -13,23 +13,28 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <numbers>
 #include <optional>
 #include <sys/resource.h>
 #include <torch/types.h>
 
+#include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/train/checkpoint.h"
 #include "cohort/train/metrics.h"
+#include "cohort/translate/tensor_memory.h"
 #include "cohort/translate/updater.h"
 
 #include "apps/parse.h"
+#include "bench/median.h"
 
 namespace {
 
+using cohort::bench::median_of;
 using Clock = std::chrono::steady_clock;
 
 struct Options {
@@ -39,6 +44,9 @@ struct Options {
   uint64_t seed = 1;
   std::string precision = "auto";
   int64_t vocabulary = 32000;
+  std::string strategy = "ddp";
+  int64_t rows = 0;
+  int64_t length = 12;
   bool gradient_checkpointing = false;
   int64_t save_every = 0;
   std::string save_to;
@@ -61,6 +69,10 @@ struct Lengths {
 };
 
 std::vector<std::vector<Lengths>> plan(const Options& options) {
+  if (options.rows > 0) {
+    const Lengths alike{options.length, options.length};
+    return {std::vector<Lengths>(static_cast<size_t>(options.rows), alike)};
+  }
   SplitMix64 random{options.seed};
   std::vector<Lengths> sentences;
   for (int i = 0; i < 20000; ++i) {
@@ -137,21 +149,23 @@ double gemm_rate(cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t
     for (int i = 0; i < 8; ++i) at::mm_out(c, a, b.t());
     rates.push_back(8 * 2.0 * static_cast<double>(rows) * 512 * 2048 / seconds_since(start));
   }
-  std::sort(rates.begin(), rates.end());
-  at::Tensor sum = at::tensor({rates[rates.size() / 2]}, at::kDouble);
+  at::Tensor sum = at::tensor({median_of(rates)}, at::kDouble);
   group.all_reduce(sum);
   return sum.item<double>();
+}
+
+// Bytes that have left over the loopback interface, of all processes of this host.
+int64_t loopback_bytes() {
+  std::ifstream file("/sys/class/net/lo/statistics/tx_bytes");
+  int64_t bytes = 0;
+  file >> bytes;
+  return bytes;
 }
 
 int64_t peak_rss_bytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return usage.ru_maxrss * 1024;
-}
-
-double median_of(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 // Every `cycle`-th step, the first among them, began with a save. The writer is done before half of
@@ -177,17 +191,23 @@ nlohmann::ordered_json save_cost(const std::vector<double>& times, const std::ve
 }
 
 int run(const Options& options) {
+  if (options.save_every > options.steps) {
+    throw cohort::ConfigError("--save-every " + std::to_string(options.save_every) +
+                              ": expected at most --steps " + std::to_string(options.steps));
+  }
   at::set_num_threads(1);
   cohort::comm::ProcessGroup group(cohort::comm::discover_place());
   const auto precision = cohort::nmt::parse_precision(options.precision);
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const double gemm = gemm_rate(group, type, options.mini_batch_words);
+  cohort::translate::TensorMemory memory;
   cohort::nmt::TransformerOptions sizes;
   sizes.dim_vocab_source = sizes.dim_vocab_target = options.vocabulary;
   sizes.gradient_checkpointing = options.gradient_checkpointing;
   cohort::nmt::Transformer model(sizes, precision);
   model->initialise(options.seed);
-  cohort::translate::Updater updater(model, group, {.seed = options.seed});
+  const auto strategy = cohort::translate::parse_strategy(options.strategy);
+  cohort::translate::Updater updater(model, group, {.strategy = strategy, .seed = options.seed});
   const auto batches = plan(options);
 
   std::optional<cohort::train::CheckpointWriter> writer;
@@ -195,10 +215,15 @@ int run(const Options& options) {
   std::vector<double> times;
   std::vector<double> rates;
   double loss_per_token = 0;
+  int64_t sent_before = 0;
   for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
     const auto index = static_cast<size_t>(step * group.size() + group.rank()) % batches.size();
     const auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
     group.barrier("step");
+    if (step == options.warmup) {
+      memory.reset_peak();
+      sent_before = loopback_bytes();
+    }
     const auto start = Clock::now();
     if (writer && step >= options.warmup && (step - options.warmup) % options.save_every == 0) {
       writer->wait();
@@ -212,6 +237,8 @@ int run(const Options& options) {
     times.push_back(elapsed);
     rates.push_back(tokens / elapsed);
   }
+  group.barrier("end");
+  const int64_t sent = loopback_bytes() - sent_before;
   at::Tensor peak = at::tensor({peak_rss_bytes()}, at::kLong);
   group.all_reduce(peak, cohort::comm::ReduceOp::kMax);
   if (writer) {
@@ -219,21 +246,27 @@ int run(const Options& options) {
                 save_cost(times, rates, static_cast<size_t>(options.save_every)).dump().c_str());
   } else if (group.rank() == 0) {
     const double median = median_of(rates);
-    const nlohmann::ordered_json line = {{"bench", "nmt_step"},
-                                         {"tgt_tokens_per_s", median},
-                                         {"tgt_tokens_per_s_min", *std::ranges::min_element(rates)},
-                                         {"tgt_tokens_per_s_max", *std::ranges::max_element(rates)},
-                                         {"steps", options.steps},
-                                         {"world_size", group.size()},
-                                         {"params", cohort::nmt::count_parameters(*model)},
-                                         {"precision", cohort::nmt::to_string(precision)},
-                                         {"mini_batch_words", options.mini_batch_words},
-                                         {"gradient_checkpointing", options.gradient_checkpointing},
-                                         {"gemm_flop_per_s", gemm},
-                                         {"share_of_gemm_rate", median * 362e6 / gemm},
-                                         {"step_s", times},
-                                         {"final_loss", loss_per_token},
-                                         {"peak_rss_bytes", peak.item<int64_t>()}};
+    const nlohmann::ordered_json line = {
+        {"bench", "nmt_step"},
+        {"strategy", to_string(strategy)},
+        {"tgt_tokens_per_s", median},
+        {"tgt_tokens_per_s_min", *std::ranges::min_element(rates)},
+        {"tgt_tokens_per_s_max", *std::ranges::max_element(rates)},
+        {"steps", options.steps},
+        {"world_size", group.size()},
+        {"params", cohort::nmt::count_parameters(*model)},
+        {"precision", cohort::nmt::to_string(precision)},
+        {"mini_batch_words", options.mini_batch_words},
+        {"gradient_checkpointing", options.gradient_checkpointing},
+        {"gemm_flop_per_s", gemm},
+        {"share_of_gemm_rate", median * 362e6 / gemm},
+        {"median_step_s", median_of(times)},
+        {"step_s", times},
+        {"tensor_bytes_at_rest", memory.now()},
+        {"tensor_bytes_at_peak", memory.peak()},
+        {"bytes_sent_per_step_and_rank", sent / options.steps / group.size()},
+        {"final_loss", loss_per_token},
+        {"peak_rss_bytes", peak.item<int64_t>()}};
     std::printf("%s\n", line.dump().c_str());
   }
   group.close();
@@ -249,6 +282,12 @@ int main(int argc, char** argv) {
       ->capture_default_str()
       ->check(cohort::apps::above_zero());
   app.add_option("--warmup", options.warmup, "Steps before, not measured")->capture_default_str();
+  app.add_option("--strategy", options.strategy, "ddp, zero1, zero2, zero3 or fsdp")
+      ->capture_default_str();
+  app.add_option("--rows", options.rows, "Sentences of a batch, all alike (0: of many lengths) ...")
+      ->capture_default_str();
+  app.add_option("--length", options.length, "... and so long on both sides, end marks apart")
+      ->capture_default_str();
   app.add_option("--mini-batch-words", options.mini_batch_words,
                  "Target tokens per rank and step, padded")
       ->capture_default_str();

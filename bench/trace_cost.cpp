@@ -22,9 +22,11 @@
 #include "cohort/comm/process_group.h"
 
 #include "apps/parse.h"
+#include "bench/median.h"
 
 namespace {
 
+using cohort::bench::median_of;
 using Clock = std::chrono::steady_clock;
 
 struct Options {
@@ -40,15 +42,10 @@ double once(int64_t calls, const std::function<void()>& call) {
          static_cast<double>(calls);
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-double median_of(const Options& options, int64_t calls, const std::function<void()>& call) {
+double time_of(const Options& options, int64_t calls, const std::function<void()>& call) {
   std::vector<double> rounds;
   for (int64_t i = 0; i < options.repeats; ++i) rounds.push_back(once(calls, call));
-  return median(rounds);
+  return median_of(rounds);
 }
 
 double page_write_ns(const Options& options, const std::string& file) {
@@ -57,7 +54,7 @@ double page_write_ns(const Options& options, const std::string& file) {
   record.num_dims = 2;
   cohort::set_field(record.operation, "all_reduce(sum)");
   cohort::set_field(record.dtype, "float32");
-  return median_of(options, 200'000, [&] {
+  return time_of(options, 200'000, [&] {
     ++record.sequence;
     page.write(record);
   });
@@ -77,9 +74,9 @@ nlohmann::json all_reduce_us(const Options& options, cohort::comm::ProcessGroup&
     compared.push_back(once(calls, [&] { group.all_reduce(x, cohort::comm::ReduceOp::kMax); }));
   }
   return {{"bytes", num_elements * 4},
-          {"plain_us", median(plain) / 1000},
-          {"compared_us", median(compared) / 1000},
-          {"ratio", median(compared) / median(plain)}};
+          {"plain_us", median_of(plain) / 1000},
+          {"compared_us", median_of(compared) / 1000},
+          {"ratio", median_of(compared) / median_of(plain)}};
 }
 
 int run(const Options& options) {
@@ -90,7 +87,7 @@ int run(const Options& options) {
   result["page_write_ns"] = page_write_ns(options, "");
   result["page_write_mapped_ns"] = page_write_ns(options, file);
   std::filesystem::remove(file);
-  result["empty_guard_ns"] = median_of(options, 20'000, [&] { group.guard("nothing", [] {}); });
+  result["empty_guard_ns"] = time_of(options, 20'000, [&] { group.guard("nothing", [] {}); });
   for (const int64_t num_elements : {1, 1 << 14, 1 << 20, 1 << 23}) {
     result["all_reduce"].push_back(all_reduce_us(options, group, num_elements));
   }

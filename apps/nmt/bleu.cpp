@@ -49,13 +49,17 @@ struct ShortName {
   std::string_view name;
   std::string_view option;
 };
-constexpr std::array<ShortName, 6> kShortNames{{
+constexpr std::array<ShortName, 9> kShortNames{{
     {"-sl", "--sentence-level"},
     {"-sv", "--smooth-value"},
     {"-tok", "--tokenize"},
     {"-lc", "--lowercase"},
     {"-cc", "--chrf-char-order"},
     {"-cw", "--chrf-word-order"},
+    // Not supported: spelled out they are refused by name, else read as -c i, -c in and -s h.
+    {"-ci", "--confidence"},
+    {"-cin", "--confidence-n"},
+    {"-sh", "--short"},
 }};
 
 // Spells out a short name, alone or before "=value"; any other argument stays as it is.

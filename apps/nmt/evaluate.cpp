@@ -1,4 +1,4 @@
-// `cohort nmt evaluate`: loss and BLEU of a trained model, on one or many ranks.
+// `cohort nmt evaluate`: loss, BLEU and chrF of a trained model, on one or many ranks.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <memory>
@@ -64,6 +64,7 @@ int run(EvaluateFlags& flags) {
   }
   const double copied = bleu_of_copying(pairs, options.bleu);
   const std::string signature = text::signature(options.bleu, 1);
+  const std::string chrf_signature = text::signature(options.chrf, 1);
   if (flags.json) {
     const nlohmann::ordered_json line = {{"sentences", corpus.size()},
                                          {"dropped_empty", pairs.num_dropped_empty},
@@ -72,6 +73,8 @@ int run(EvaluateFlags& flags) {
                                          {"brevity_penalty", result.bleu.bp},
                                          {"bleu_of_copying", copied},
                                          {"signature", signature},
+                                         {"chrf", result.chrf.score},
+                                         {"chrf_signature", chrf_signature},
                                          {"precision", nmt::to_string(precision)}};
     std::printf("%s\n", line.dump().c_str());
     return 0;
@@ -81,9 +84,11 @@ int run(EvaluateFlags& flags) {
     std::printf("%lld pairs with an empty side were left out\n",
                 static_cast<long long>(pairs.num_dropped_empty));
   }
-  std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n%s\n", result.loss,
+  std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n", result.loss,
               static_cast<long long>(corpus.size()), group->size(), group->size() == 1 ? "" : "s",
-              nmt::to_string(precision).c_str(), text::format(result.bleu, signature).c_str());
+              nmt::to_string(precision).c_str());
+  std::printf("%s\n%s\n", text::format(result.bleu, signature).c_str(),
+              text::format(result.chrf, chrf_signature).c_str());
   std::printf("copying the source would score %.2f\n", copied);
   return 0;
 }

@@ -12,7 +12,7 @@ void ModelFlags::add_to(CLI::App& app) {
       ->group(group);
   app.add_option("--dim-vocabs", dim_vocabs, "Pieces of source and target vocabulary")
       ->expected(2)
-      ->default_str("32000 32000")
+      ->default_str("[32000,32000]")
       ->group(group);
   app.add_option("--dim-emb", dim_emb, "Model width")->group(group);
   app.add_option("--transformer-heads", heads, "Attention heads")->group(group);

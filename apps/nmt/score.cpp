@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/error.h"
@@ -70,15 +71,20 @@ class Pairs {
                       std::to_string(files_[shorter]->number()) + " lines but " +
                       paths_[1 - shorter].string() + " has more: expected as many");
   }
-  int64_t number() const { return files_[0]->number(); }
+  // "FILE: line N" of the pair that was read last.
+  std::string source_place() const { return place(0); }
+  std::string target_place() const { return place(files_.size() - 1); }
 
  private:
+  std::string place(size_t file) const {
+    return paths_[file].string() + ": line " + std::to_string(files_[file]->number());
+  }
   bool next_of_table(std::string& source, std::string& target) {
     if (!files_[0]->next(source)) return false;
     const auto tabs = std::count(source.begin(), source.end(), '\t');
     if (tabs != 1) {
-      throw ConfigError(paths_[0].string() + ": line " + std::to_string(number()) +
-                        ": expected source<TAB>target, found " + std::to_string(tabs) + " tabs");
+      throw ConfigError(place(0) + ": expected source<TAB>target, found " + std::to_string(tabs) +
+                        " tabs");
     }
     const size_t tab = source.find('\t');
     target = source.substr(tab + 1);
@@ -131,17 +137,26 @@ int run(const ScoreFlags& flags) {
     sources.clear();
     targets.clear();
   };
-  for (std::string source, target; pairs.next(source, target);) {
-    sources.push_back(tokenizers.source.encode(source));
-    targets.push_back(tokenizers.target.encode(target));
-    const auto longest = std::max(sources.back().size(), targets.back().size());
-    const int64_t limit = model->options().max_positions - 1;
-    if (static_cast<int64_t>(longest) > limit) {
-      throw ConfigError("--test-sets: line " + std::to_string(pairs.number()) + " has " +
-                        std::to_string(longest) + " tokens on a side: expected at most " +
-                        std::to_string(limit));
+  const int64_t limit = model->options().max_positions - 1;
+  const auto expect_within_limit = [limit](const std::vector<int32_t>& tokens, const char* side,
+                                           const std::string& place) {
+    if (std::ssize(tokens) <= limit) return;
+    throw ConfigError(place + " has " + std::to_string(tokens.size()) + " " + side +
+                      " tokens: expected at most " + std::to_string(limit));
+  };
+  try {
+    for (std::string source, target; pairs.next(source, target);) {
+      auto source_tokens = tokenizers.source.encode(source);
+      auto target_tokens = tokenizers.target.encode(target);
+      expect_within_limit(source_tokens, "source", pairs.source_place());
+      expect_within_limit(target_tokens, "target", pairs.target_place());
+      sources.push_back(std::move(source_tokens));
+      targets.push_back(std::move(target_tokens));
+      if (std::ssize(sources) == kPairsAhead) flush();
     }
-    if (std::ssize(sources) == kPairsAhead) flush();
+  } catch (const ConfigError&) {
+    flush();  // What came before the bad line has its score.
+    throw;
   }
   flush();
   return 0;

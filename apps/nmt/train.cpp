@@ -4,6 +4,9 @@
 #include <array>
 #include <cmath>
 #include <memory>
+#include <set>
+#include <string>
+#include <vector>
 
 #include "cohort/base/console.h"
 #include "cohort/base/error.h"
@@ -62,6 +65,18 @@ void parse_disp_freq(const std::string& text, translate::TrainingOptions& option
   options.disp_freq_s = count;
 }
 
+std::vector<translate::ValidMetric> parse_valid_metrics(const std::vector<std::string>& names) {
+  std::vector<translate::ValidMetric> metrics;
+  std::string text;
+  for (const std::string& name : names) {
+    metrics.push_back(translate::parse_valid_metric(name));
+    text += " " + name;
+  }
+  if (std::set(names.begin(), names.end()).size() < names.size())
+    throw ConfigError("--valid-metrics" + text + ": expected each of them once");
+  return metrics;
+}
+
 LogLevel parse_log_level(const std::string& text) {
   constexpr std::array kNames = {"debug", "info", "warn", "error"};
   const auto found = std::find(kNames.begin(), kNames.end(), text);
@@ -83,149 +98,146 @@ void print_summary(const translate::TrainingOptions& options, const Console& con
   }
 }
 
-void add_flags(CLI::App& app, TrainFlags& flags) {
-  auto& o = flags.options;
+constexpr const char* kData = "Data";
+constexpr const char* kTraining = "Training";
+constexpr const char* kValidation = "Validation";
+constexpr const char* kOutput = "Output";
+
+// Adds options whose defaults help shows, all to one of its groups.
+auto options_of(CLI::App& app, const char* group) {
+  return [&app, group](const char* name, auto& value, const char* help) {
+    return app.add_option(name, value, help)->capture_default_str()->group(group);
+  };
+}
+
+void add_run_flags(CLI::App& app, translate::TrainingOptions& o) {
   add_text_flags(app, o);
   app.add_option("--valid-sets", o.valid_sets, "The same for validation")
       ->type_name(kFile)
       ->required()
       ->expected(1, 2)
-      ->group("Data");
+      ->group(kData);
   app.add_flag("--overwrite", o.overwrite,
                "Replace an earlier run in --model-dir; without it, that run goes on")
-      ->group("Data");
-  flags.model.add_to(app);
+      ->group(kData);
+}
+
+void add_batch_flags(CLI::App& app, TrainFlags& flags) {
+  auto& o = flags.options;
+  const auto add = options_of(app, kTraining);
   app.add_flag("--gradient-checkpointing", flags.gradient_checkpointing,
                "Keep only the inputs of layers and compute the rest again in backward: less "
                "memory, more time, the same numbers")
-      ->group("Training");
-  app.add_option("--precision", flags.precision, "Of matrix products")
-      ->check(one_of({"auto", "bfloat16", "float32"}))
-      ->capture_default_str()
-      ->group("Training");
-  app.add_option("--mini-batch", o.mini_batch, "Sentences per rank and batch (0: no limit)")
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
-  app.add_option("--mini-batch-words", o.mini_batch_words,
-                 "Target tokens per rank and batch, padding included (0: no limit)")
+      ->group(kTraining);
+  add("--precision", flags.precision, "Of matrix products")
+      ->check(one_of({"auto", "bfloat16", "float32"}));
+  add("--mini-batch", o.mini_batch, "Sentences per rank and batch (0: no limit)")
+      ->check(zero_or_more());
+  add("--mini-batch-words", o.mini_batch_words,
+      "Target tokens per rank and batch, padding included (0: no limit)")
       ->type_name(kTokens)
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
+      ->check(zero_or_more());
   app.add_flag("--mini-batch-fit", o.mini_batch_fit,
                "Batches as large as --workspace lets them be, found by trial at the start")
-      ->group("Training");
-  app.add_option("--workspace", o.workspace_mib,
-                 "For the tensors of a rank's batch, with --mini-batch-fit: beside parameters, "
-                 "gradients and Adam's moments")
+      ->group(kTraining);
+  add("--workspace", o.workspace_mib,
+      "For the tensors of a rank's batch, with --mini-batch-fit: beside parameters, gradients and "
+      "Adam's moments")
       ->type_name(kMebibytes)
-      ->capture_default_str()
-      ->check(CLI::Range(1, 1 << 24))
-      ->group("Training");
-  app.add_option("--maxi-batch", o.maxi_batch, "Sort by length within windows of so many batches")
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group("Training");
-  app.add_option("--optimizer-delay", o.optimizer_delay, "Batches per update and rank")
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group("Training");
-  app.add_option("--noam-factor", o.noam_factor, "Factor of the Noam schedule")
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group("Training");
-  app.add_option("--lr-warmup", o.lr_warmup, "Updates of linear rise")
+      ->check(CLI::Range(1, 1 << 24));
+  add("--maxi-batch", o.maxi_batch, "Sort by length within windows of so many batches")
+      ->check(above_zero());
+  add("--optimizer-delay", o.optimizer_delay, "Batches per update and rank")->check(above_zero());
+}
+
+void add_schedule_flags(CLI::App& app, translate::TrainingOptions& o) {
+  const auto add = options_of(app, kTraining);
+  add("--noam-factor", o.noam_factor, "Factor of the Noam schedule")->check(above_zero());
+  add("--lr-warmup", o.lr_warmup, "Updates of linear rise")
       ->type_name(kUpdates)
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group("Training");
+      ->check(above_zero());
   app.add_option("--learn-rate",
                  "Highest learning rate, at the end of --lr-warmup; sets --noam-factor")
       ->type_name("X")
       ->check(above_zero())
       ->excludes("--noam-factor")
-      ->group("Training");
-  app.add_option("--clip-norm", o.clip_norm, "Largest gradient norm (0: no clipping)")
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
-  app.add_option("--exponential-smoothing", o.exponential_smoothing,
-                 "Validate and save a moving average of the parameters with this weight of the "
-                 "newest (0: do not)")
-      ->capture_default_str()
-      ->check(CLI::Range(0.0, 0.5))
-      ->group("Training");
-  app.add_option("--seed", o.seed, "Of parameters, data order and dropout")
-      ->check(whole_number())
-      ->capture_default_str()
-      ->group("Training");
-  app.add_option("--after-epochs", o.after_epochs, "Stop after so many epochs (0: no limit)")
+      ->group(kTraining);
+  add("--clip-norm", o.clip_norm, "Largest gradient norm (0: no clipping)")->check(zero_or_more());
+  add("--exponential-smoothing", o.exponential_smoothing,
+      "Validate and save a moving average of the parameters with this weight of the newest (0: do "
+      "not)")
+      ->check(CLI::Range(0.0, 0.5));
+  add("--seed", o.seed, "Of parameters, data order and dropout")->check(whole_number());
+}
+
+void add_stopping_flags(CLI::App& app, translate::TrainingOptions& o) {
+  const auto add = options_of(app, kTraining);
+  add("--after-epochs", o.after_epochs, "Stop after so many epochs (0: no limit)")
       ->type_name(kEpochs)
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
-  app.add_option("--after-batches", o.after_batches, "Stop after so many updates (0: no limit)")
+      ->check(zero_or_more());
+  add("--after-batches", o.after_batches, "Stop after so many updates (0: no limit)")
       ->type_name(kUpdates)
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
-  app.add_option("--time-limit", o.time_limit_min, "Stop after so many minutes (0: no limit)")
+      ->check(zero_or_more());
+  add("--time-limit", o.time_limit_min, "Stop after so many minutes (0: no limit)")
       ->type_name(kMinutes)
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
-  app.add_option("--early-stopping", o.early_stopping,
-                 "Stop after so many validations in a row without a new best (0: never)")
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Validation");
-  app.add_option("--valid-freq", flags.valid_freq, "Validate every 1e (epoch), 500u (updates), ...")
-      ->type_name("FREQ")
-      ->capture_default_str()
-      ->group("Validation");
-  app.add_option(
-         "--valid-metrics", flags.valid_metrics,
-         "The first decides what is best, and --early-stopping; without bleu and chrf nothing is "
-         "translated")
+      ->check(zero_or_more());
+}
+
+void add_validation_flags(CLI::App& app, TrainFlags& flags) {
+  const auto add = options_of(app, kValidation);
+  add("--early-stopping", flags.options.early_stopping,
+      "Stop after so many validations in a row without a new best (0: never)")
+      ->check(zero_or_more());
+  add("--valid-freq", flags.valid_freq, "Validate every 1e (epoch), 500u (updates), ...")
+      ->type_name("FREQ");
+  add("--valid-metrics", flags.valid_metrics,
+      "The first decides what is best, and --early-stopping; without bleu and chrf nothing is "
+      "translated")
       ->check(one_of({"bleu", "chrf", "ce-mean-words"}))
-      ->capture_default_str()
-      ->expected(1, 3)
-      ->group("Validation");
-  app.add_flag("--valid-on-start", o.valid_on_start, "Validate before the first update, too")
-      ->group("Validation");
-  flags.evaluation.add_to(app, "Validation");
-  app.add_option("--save-freq", o.save_freq_min,
-                 "Save what is needed to go on every so many minutes (0: only at the end)")
+      ->expected(1, 3);
+  app.add_flag("--valid-on-start", flags.options.valid_on_start,
+               "Validate before the first update, too")
+      ->group(kValidation);
+  flags.evaluation.add_to(app, kValidation);
+}
+
+void add_checkpoint_flags(CLI::App& app, translate::TrainingOptions& o) {
+  const auto add = options_of(app, kTraining);
+  add("--save-freq", o.save_freq_min,
+      "Save what is needed to go on every so many minutes (0: only at the end)")
       ->type_name(kMinutes)
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
-  app.add_option(
-         "--save-interval-updates", o.save_interval_updates,
-         "Keep the weights of every so many updates in checkpoints/, to be averaged (0: none)")
+      ->check(zero_or_more());
+  add("--save-interval-updates", o.save_interval_updates,
+      "Keep the weights of every so many updates in checkpoints/, to be averaged (0: none)")
       ->type_name(kUpdates)
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
-  app.add_option("--keep-interval-updates", o.keep_interval_updates,
-                 "Of those, keep the newest so many (0: all)")
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Training");
+      ->check(zero_or_more());
+  add("--keep-interval-updates", o.keep_interval_updates,
+      "Of those, keep the newest so many (0: all)")
+      ->check(zero_or_more());
+}
+
+void add_output_flags(CLI::App& app, TrainFlags& flags) {
+  const auto add = options_of(app, kOutput);
+  add("--disp-freq", flags.disp_freq,
+      "A line about training in the run's record every 5s (seconds), 500u (updates), ...")
+      ->type_name("FREQ");
+  app.add_flag("--quiet", flags.options.quiet,
+               "No progress bars or lines, and no summary at the end")
+      ->group(kOutput);
+  add("--log-level", flags.log_level, "Least level that is logged")
+      ->check(one_of({"debug", "info", "warn", "error"}));
+}
+
+void add_flags(CLI::App& app, TrainFlags& flags) {
+  add_run_flags(app, flags.options);
+  flags.model.add_to(app);
+  add_batch_flags(app, flags);
+  add_schedule_flags(app, flags.options);
+  add_stopping_flags(app, flags.options);
+  add_validation_flags(app, flags);
+  add_checkpoint_flags(app, flags.options);
   flags.group.add_to(app);
-  app.add_option(
-         "--disp-freq", flags.disp_freq,
-         "A line about training in the run's record every 5s (seconds), 500u (updates), ...")
-      ->type_name("FREQ")
-      ->capture_default_str()
-      ->group("Output");
-  app.add_flag("--quiet", o.quiet, "No progress bars or lines, and no summary at the end")
-      ->group("Output");
-  app.add_option("--log-level", flags.log_level, "Least level that is logged")
-      ->check(one_of({"debug", "info", "warn", "error"}))
-      ->capture_default_str()
-      ->group("Output");
+  add_output_flags(app, flags);
 }
 
 void print_result(const translate::TrainingResult& result,
@@ -233,9 +245,13 @@ void print_result(const translate::TrainingResult& result,
   console.print("trained %lld epochs, %lld updates: %s\n", static_cast<long long>(result.epochs),
                 static_cast<long long>(result.updates), result.stop_reason.c_str());
   console.print("best by %s: ", translate::to_string(options.valid_metrics.front()).c_str());
-  if (options.evaluation.translate)
-    console.print("BLEU %.2f, chrF2 %.2f, ", result.best.bleu, result.best.chrf);
-  console.print("loss %.4f, in %s/best\n", result.best.loss, options.model_dir.c_str());
+  if (!result.best) {
+    console.print("not validated yet\n");
+    return;
+  }
+  if (result.best->bleu && result.best->chrf)
+    console.print("BLEU %.2f, chrF2 %.2f, ", *result.best->bleu, *result.best->chrf);
+  console.print("loss %.4f, in %s/best\n", result.best->loss, options.model_dir.c_str());
 }
 
 int run(TrainFlags& flags, const CLI::App& app) {
@@ -247,9 +263,7 @@ int run(TrainFlags& flags, const CLI::App& app) {
   parse_valid_freq(flags.valid_freq, options);
   parse_disp_freq(flags.disp_freq, options);
   options.log_level = parse_log_level(flags.log_level);
-  options.valid_metrics.clear();
-  for (const auto& name : flags.valid_metrics)
-    options.valid_metrics.push_back(translate::parse_valid_metric(name));
+  options.valid_metrics = parse_valid_metrics(flags.valid_metrics);
   options.evaluation.translate =
       std::ranges::any_of(options.valid_metrics, translate::needs_translations);
   if (const auto* rate = app.get_option("--learn-rate"); rate->count() > 0) {

@@ -1,10 +1,10 @@
 // A file that only grows, record by record.
 #pragma once
-#include <cstddef>
-#include <span>
 #include <string>
 #include <string_view>
 #include <sys/types.h>
+
+#include "cohort/base/fd.h"
 
 namespace cohort {
 
@@ -18,9 +18,6 @@ class AppendFile {
   /// Opens `path`, made if absent.
   /// Errors: ConfigError that names the file if it cannot be opened for writing.
   explicit AppendFile(const std::string& path, Open open = Open::kAny);
-  ~AppendFile();
-  AppendFile(const AppendFile&) = delete;
-  AppendFile& operator=(const AppendFile&) = delete;
 
   const std::string& path() const { return path_; }
 
@@ -35,7 +32,7 @@ class AppendFile {
 
  private:
   std::string path_;
-  int file_ = -1;
+  Fd file_;
 };
 
 }  // namespace cohort

@@ -8,22 +8,13 @@
 #include <unistd.h>
 
 #include "cohort/base/error.h"
+#include "cohort/base/system_error.h"
 
 namespace cohort {
 namespace {
 
-std::string reason(int error) {
-  return std::generic_category().message(error);
-}
-
 [[noreturn]] void fail(const std::string& path, const char* action, int error) {
-  TORCH_CHECK(false, path, ": cannot ", action, ": ", reason(error));
-}
-
-// Whether another path would have helped; a full disk is no fault of the path.
-bool is_of_the_path(int error) {
-  return error == ENOENT || error == ENOTDIR || error == EISDIR || error == EACCES ||
-         error == EPERM || error == EROFS || error == ELOOP || error == ENAMETOOLONG;
+  TORCH_CHECK(false, path, ": cannot ", action, ": ", system_reason(error));
 }
 
 // Removes the temporary file unless it became the real one.
@@ -37,7 +28,7 @@ class TemporaryFile {
       if (descriptor_ >= 0) return;
       if (is_of_the_path(errno)) {
         throw ConfigError(target.string() +
-                          ": expected a path in a writable folder: " + reason(errno));
+                          ": expected a path in a writable folder: " + system_reason(errno));
       }
       if (errno != EEXIST) fail(target.string(), "make a temporary file beside it", errno);
     }
@@ -59,7 +50,7 @@ class TemporaryFile {
     if (::rename(name_.c_str(), path.c_str()) != 0) {
       const int error = errno;
       if (std::error_code ignored; std::filesystem::is_directory(path, ignored))
-        throw ConfigError(path + ": expected the path of a file: " + reason(EISDIR));
+        throw ConfigError(path + ": expected the path of a file: " + system_reason(EISDIR));
       fail(path, "rename to it", error);
     }
     renamed_ = true;
@@ -97,10 +88,17 @@ void FileWriter::write(std::span<const std::byte> bytes) {
 }
 
 void write_atomically(const std::string& path, const std::function<void(FileWriter&)>& body) {
+  write_atomically_renamed(path, [&](FileWriter& writer) {
+    body(writer);
+    return path;
+  });
+}
+
+void write_atomically_renamed(const std::string& path,
+                              const std::function<std::string(FileWriter&)>& body) {
   TemporaryFile temporary(path);
   FileWriter writer(temporary.descriptor(), path);
-  body(writer);
-  temporary.become(path);
+  temporary.become(body(writer));
   sync_folder_of(path);
 }
 

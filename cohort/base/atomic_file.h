@@ -37,4 +37,9 @@ void write_atomically(const std::string& path, std::span<const std::byte> conten
 /// The same, with content that `body` writes piece by piece. What `body` throws passes through.
 void write_atomically(const std::string& path, const std::function<void(FileWriter&)>& body);
 
+/// The same for a name that hangs on the content: when all is written, `body` returns the path to
+/// be used instead of `path`, in the same folder. Errors name `path`.
+void write_atomically_renamed(const std::string& path,
+                              const std::function<std::string(FileWriter&)>& body);
+
 }  // namespace cohort

@@ -64,6 +64,7 @@ Machine this_machine() {
     if (std::find(kInstructions.begin(), kInstructions.end(), flag) != kInstructions.end())
       machine.instructions.push_back(flag);
   }
+  machine.gpus = GpuMonitor().sample();
   return machine;
 }
 

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/gpu_monitor.h"
+
 namespace cohort {
 
 struct Machine {
@@ -12,6 +14,7 @@ struct Machine {
   int cores = 0;             ///< Logical ones that this process may run on.
   int64_t memory_bytes = 0;  ///< Of the machine, or of this process's control group.
   std::vector<std::string> instructions;  ///< Of those that matter for products of matrices.
+  std::vector<GpuUse> gpus;               ///< As GpuMonitor finds them now.
 };
 
 /// Asks the system (Linux). Local.

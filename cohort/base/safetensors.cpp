@@ -5,6 +5,7 @@
 #include <bit>
 #include <cerrno>
 #include <fcntl.h>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -44,13 +45,6 @@ constexpr std::array<DTypeFacts, 10> kDTypes = {{{DType::kF64, "F64", 8},
                                                  {DType::kI8, "I8", 1},
                                                  {DType::kU8, "U8", 1},
                                                  {DType::kBool, "BOOL", 1}}};
-
-std::optional<DType> dtype_named(std::string_view name) {
-  for (const DTypeFacts& facts : kDTypes) {
-    if (name == facts.name) return facts.dtype;
-  }
-  return std::nullopt;
-}
 
 // Returns the size in bytes; nothing if a dimension is negative or the product overflows.
 std::optional<uint64_t> byte_count(const std::vector<int64_t>& shape, DType dtype) {
@@ -139,24 +133,30 @@ TensorMetadata read_metadata(const std::string& path, const Json& json) {
   return metadata;
 }
 
+size_t size_of(const TensorPieces& tensor) {
+  size_t bytes = 0;
+  for (const auto& piece : tensor.pieces) bytes += piece.size();
+  return bytes;
+}
+
 // Checks the input of the writer and returns it in the order of the file.
-std::vector<const TensorView*> file_order(const std::string& path,
-                                          std::span<const TensorView> tensors) {
-  std::vector<const TensorView*> order;
+std::vector<const TensorPieces*> file_order(const std::string& path,
+                                            std::span<const TensorPieces> tensors) {
+  std::vector<const TensorPieces*> order;
   std::set<std::string_view> names;
-  for (const TensorView& tensor : tensors) {
+  for (const TensorPieces& tensor : tensors) {
     const std::string prefix = path + ": cannot write tensor \"" + tensor.name + "\": ";
     if (tensor.name == kMetadataKey) throw ConfigError(prefix + "the name is reserved");
     if (!names.insert(tensor.name).second) throw ConfigError(prefix + "the name occurs twice");
     const auto expected = byte_count(tensor.shape, tensor.dtype);
-    if (expected != tensor.bytes.size()) {
+    if (expected != size_of(tensor)) {
       throw ConfigError(prefix + "expected " +
                         (expected ? std::to_string(*expected) : "fewer than 2^64") +
-                        " bytes by dtype and shape, found " + std::to_string(tensor.bytes.size()));
+                        " bytes by dtype and shape, found " + std::to_string(size_of(tensor)));
     }
     order.push_back(&tensor);
   }
-  std::sort(order.begin(), order.end(), [](const TensorView* a, const TensorView* b) {
+  std::sort(order.begin(), order.end(), [](const TensorPieces* a, const TensorPieces* b) {
     const size_t size_a = item_size(a->dtype);
     const size_t size_b = item_size(b->dtype);
     return std::tie(size_b, a->name) < std::tie(size_a, b->name);
@@ -164,16 +164,17 @@ std::vector<const TensorView*> file_order(const std::string& path,
   return order;
 }
 
-std::string make_header(const std::string& path, const std::vector<const TensorView*>& order,
+std::string make_header(const std::string& path, const std::vector<const TensorPieces*>& order,
                         const TensorMetadata& metadata) {
   Json json = Json::object();
   if (!metadata.empty()) json[kMetadataKey] = metadata;
   uint64_t offset = 0;
-  for (const TensorView* tensor : order) {
+  for (const TensorPieces* tensor : order) {
+    const uint64_t end = offset + size_of(*tensor);
     json[tensor->name] = {{"dtype", to_string(tensor->dtype)},
                           {"shape", tensor->shape},
-                          {"data_offsets", {offset, offset + tensor->bytes.size()}}};
-    offset += tensor->bytes.size();
+                          {"data_offsets", {offset, end}}};
+    offset = end;
   }
   std::string header;
   try {
@@ -190,6 +191,37 @@ std::string make_header(const std::string& path, const std::vector<const TensorV
   return header;
 }
 
+// What a file will hold.
+class Content {
+ public:
+  Content(const std::string& path, std::span<const TensorPieces> tensors,
+          const TensorMetadata& metadata)
+      : order_(file_order(path, tensors)), header_(make_header(path, order_, metadata)) {}
+
+  // The name stays empty.
+  WrittenFile write(FileWriter& writer) const {
+    Sha256 sum;
+    WrittenFile written;
+    const auto write = [&](std::span<const std::byte> bytes) {
+      sum.update(bytes);
+      writer.write(bytes);
+      written.bytes += bytes.size();
+    };
+    const std::array<uint64_t, 1> length = {header_.size()};
+    write(std::as_bytes(std::span(length)));
+    write(std::as_bytes(std::span(header_)));
+    for (const TensorPieces* tensor : order_) {
+      for (const auto& piece : tensor->pieces) write(piece);
+    }
+    written.sha256 = sum.hex();
+    return written;
+  }
+
+ private:
+  std::vector<const TensorPieces*> order_;
+  std::string header_;
+};
+
 }  // namespace
 
 size_t item_size(DType dtype) {
@@ -198,23 +230,42 @@ size_t item_size(DType dtype) {
 const char* to_string(DType dtype) {
   return kDTypes[static_cast<size_t>(dtype)].name;
 }
+std::optional<DType> dtype_named(std::string_view name) {
+  for (const DTypeFacts& facts : kDTypes) {
+    if (name == facts.name) return facts.dtype;
+  }
+  return std::nullopt;
+}
+std::optional<int64_t> num_elements(std::span<const int64_t> shape) {
+  int64_t count = 1;
+  for (const int64_t size : shape) {
+    if (size < 0 || __builtin_mul_overflow(count, size, &count)) return std::nullopt;
+  }
+  return count;
+}
 
 std::string write_safetensors(const std::string& path, std::span<const TensorView> tensors,
                               const TensorMetadata& metadata) {
-  const auto order = file_order(path, tensors);
-  const std::string header = make_header(path, order, metadata);
-  Sha256 sum;
-  write_atomically(path, [&](FileWriter& writer) {
-    const auto write = [&](std::span<const std::byte> bytes) {
-      sum.update(bytes);
-      writer.write(bytes);
-    };
-    const std::array<uint64_t, 1> length = {header.size()};
-    write(std::as_bytes(std::span(length)));
-    write(std::as_bytes(std::span(header)));
-    for (const TensorView* tensor : order) write(tensor->bytes);
+  std::vector<TensorPieces> whole;
+  for (const TensorView& tensor : tensors)
+    whole.push_back({tensor.name, tensor.dtype, tensor.shape, {tensor.bytes}});
+  const Content content(path, whole, metadata);
+  std::string sha256;
+  write_atomically(path, [&](FileWriter& writer) { sha256 = content.write(writer).sha256; });
+  return sha256;
+}
+
+WrittenFile write_safetensors(
+    const std::string& path, std::span<const TensorPieces> tensors, const TensorMetadata& metadata,
+    const std::function<std::string(const std::string& sha256)>& name_of) {
+  const Content content(path, tensors, metadata);
+  WrittenFile written;
+  write_atomically_renamed(path, [&](FileWriter& writer) {
+    written = content.write(writer);
+    written.name = name_of(written.sha256);
+    return (std::filesystem::path(path).parent_path() / written.name).string();
   });
-  return sum.hex();
+  return written;
 }
 
 SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {

@@ -5,7 +5,9 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -19,6 +21,10 @@ enum class DType { kF64, kF32, kF16, kBF16, kI64, kI32, kI16, kI8, kU8, kBool };
 size_t item_size(DType dtype);
 /// Returns the name in the file: "F32", "BF16", "BOOL" ...
 const char* to_string(DType dtype);
+/// Returns the type of that name.
+std::optional<DType> dtype_named(std::string_view name);
+/// Returns the number of elements; nothing if a size is negative or the product exceeds 2^63.
+std::optional<int64_t> num_elements(std::span<const int64_t> shape);
 
 /// A tensor's description and a borrowed view of its elements.
 struct TensorView {
@@ -40,6 +46,26 @@ using TensorMetadata = std::map<std::string, std::string>;
 ///         c10::Error: writing failed.
 std::string write_safetensors(const std::string& path, std::span<const TensorView> tensors,
                               const TensorMetadata& metadata = {});
+
+/// A tensor to be written whose elements lie in several places: the pieces follow one another.
+struct TensorPieces {
+  std::string name{};
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape{};
+  std::vector<std::span<const std::byte>> pieces{};  ///< Together what TensorView::bytes would be.
+};
+
+struct WrittenFile {
+  std::string name;  ///< Without its folder.
+  std::string sha256;
+  uint64_t bytes = 0;
+};
+
+/// The same, to a file beside `path` that `name_of` names when its SHA-256 is known. Errors name
+/// `path`.
+WrittenFile write_safetensors(const std::string& path, std::span<const TensorPieces> tensors,
+                              const TensorMetadata& metadata,
+                              const std::function<std::string(const std::string& sha256)>& name_of);
 
 /// A safetensors file mapped into memory, checked whole on opening. Nothing in it is executed.
 ///

@@ -254,14 +254,14 @@ struct AllBatches {
   int64_t num_dropped = 0;
 };
 
-// Which group of `size` batches has the longest sentence; the first of several.
+// Which group of `size` batches has the longest sentence; the last of several, the dearest.
 size_t longest_group(Lengths lengths, const AllBatches& all, size_t size) {
   size_t longest = 0;
   int64_t width = 0;
   for (size_t i = 0; i < all.batches.size(); ++i) {
     for (int64_t k = all.batches[i].first; k < all.batches[i].second; ++k) {
       const int64_t own = width_of(length_of(lengths, all.order[static_cast<size_t>(k)]));
-      if (own <= width) continue;
+      if (own < width) continue;
       width = own;
       longest = i / size;
     }
@@ -286,8 +286,12 @@ AllBatches plan_all(Lengths lengths, Order sentences, const BatchOptions& option
   std::vector<size_t> updates(sorted.batches.size() / group);
   std::iota(updates.begin(), updates.end(), size_t{0});
   shuffle(std::span(updates), random);
-  if (epoch == 0 && !updates.empty())
-    std::swap(updates.front(), *std::ranges::find(updates, longest_group(lengths, sorted, group)));
+  if (epoch == 0 && !updates.empty()) {
+    const size_t dearest = updates.size() - 1;
+    const size_t longest = longest_group(lengths, sorted, group);
+    std::swap(updates[0], *std::ranges::find(updates, dearest));
+    if (longest != dearest) std::swap(updates[1], *std::ranges::find(updates, longest));
+  }
   std::vector<Range> batches;
   batches.reserve(sorted.batches.size());
   for (const size_t update : updates) {

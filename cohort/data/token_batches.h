@@ -95,9 +95,9 @@ struct BatchPlan {
 /// target)), and share out each run of world_size * optimizer_delay neighbours, an update: its
 /// ranks have equal work, and what it trains on depends on that product alone: two ranks, or one
 /// with twice the delay, make the same updates. Then the order of the updates is shuffled; in epoch
-/// 0 the one with the longest sentence changes places with the first, so that what is too long for
-/// the memory shows at once. Windows are sorted upwards and downwards by turns, so that neighbours
-/// across a border are alike.
+/// 0 the dearest changes places with the first and the one with the longest sentence, if that is
+/// another, with the second: what is too much for the memory shows at once. Windows are sorted
+/// upwards and downwards by turns, so that neighbours across a border are alike.
 ///
 /// All ranks get the same number of batches, a multiple of optimizer_delay, and every sentence is
 /// in exactly one batch of one rank. The last update's batches are halved until there are enough;

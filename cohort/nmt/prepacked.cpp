@@ -1,6 +1,7 @@
 #include "cohort/nmt/prepacked.h"
 
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <algorithm>
 #include <optional>
@@ -28,13 +29,20 @@ const c10::TypedOperatorHandle<Signature>& onednn(const char* name) {
 }
 
 // With AVX-512 oneDNN's products of at least so many rows sum every row in one order; those of
-// fewer may have other kernels. Without it the order changes with the number of rows: there all
+// fewer may have other kernels. Otherwise the order changes with the number of rows: there all
 // products are of kBlockRows rows, which costs time where rows are many.
 constexpr int64_t kFewestRows = 16;
 constexpr int64_t kBlockRows = 32;
 
 bool has_avx512(const Kernels& table) {
   return std::string_view(table.name) == "avx512";
+}
+
+// In float32 oneDNN lets several threads share the sums of wide rows where there are few rows.
+bool sums_in_one_order(at::ScalarType type, int64_t width) {
+  constexpr int64_t kWidestWhole = 1024;
+  return has_avx512(kernels()) &&
+         (type != at::kFloat || width <= kWidestWhole || at::get_num_threads() == 1);
 }
 
 std::optional<at::Tensor> optional(const at::Tensor& tensor) {
@@ -63,7 +71,7 @@ at::Tensor Prepacked::product(const at::Tensor& x, const at::Tensor& bias) const
 }
 
 at::Tensor Prepacked::multiply(const at::Tensor& x, const at::Tensor& bias) const {
-  const bool alike = packed_ && has_avx512(kernels());
+  const bool alike = packed_ && sums_in_one_order(x.scalar_type(), x.size(-1));
   const at::Tensor rows = x.reshape({-1, x.size(-1)});
   auto shape = x.sizes().vec();
   shape.back() = -1;

@@ -8,8 +8,8 @@ namespace cohort::nmt {
 /// W of y = x W^T (+ b), rearranged once, by oneDNN for float32 and bfloat16 on a CPU; others stay
 /// as they are. For inference: no gradients.
 ///
-/// Numerics: in float32 and bfloat16 a row of y is the same whatever other rows x has, which
-/// `at::linear` does not promise.
+/// Numerics: in float32 and bfloat16 a row of y is the same whatever other rows x has, on any one
+/// number of threads, which `at::linear` does not promise.
 /// Threads: any number may multiply.
 class Prepacked {
  public:

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <cmath>
-#include <string>
 #include <vector>
 
 #include "cohort/base/error.h"
@@ -32,11 +32,10 @@ std::vector<Candidate> nucleus(const LogProbs& log_probs, int64_t row, double to
 }  // namespace
 
 void validate(const SamplingOptions& options) {
-  const auto check = [](bool good, const char* what, double value, const char* expected) {
-    if (!good)
-      throw ConfigError(std::string(what) + " " + std::to_string(value) + ": expected " + expected);
+  const auto check = [](bool good, const char* flag, auto value, const char* expected) {
+    if (!good) throw ConfigError(c10::str(flag, " ", value, ": expected ", expected));
   };
-  check(options.topk >= 0, "--sampling-topk", static_cast<double>(options.topk), "at least 0");
+  check(options.topk >= 0, "--sampling-topk", options.topk, "at least 0");
   check(options.topp > 0 && options.topp <= 1, "--sampling-topp", options.topp,
         "a share above 0, at most 1");
   check(std::isfinite(options.temperature) && options.temperature > 0, "--temperature",

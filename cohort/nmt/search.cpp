@@ -1,6 +1,7 @@
 #include "cohort/nmt/search.h"
 
 #include <algorithm>
+#include <c10/util/StringUtil.h>
 #include <cmath>
 #include <torch/types.h>
 
@@ -190,17 +191,17 @@ class Search {
 }  // namespace
 
 void validate(const SearchOptions& options) {
-  const auto check = [](bool good, const std::string& what, double value, const char* expected) {
-    if (!good) throw ConfigError(what + " " + std::to_string(value) + ": expected " + expected);
+  const auto check = [](bool good, const char* flag, auto value, const char* expected) {
+    if (!good) throw ConfigError(c10::str(flag, " ", value, ": expected ", expected));
   };
-  check(options.beam_size >= 1, "beam size", static_cast<double>(options.beam_size), "at least 1");
-  check(options.max_length >= 1, "longest output", static_cast<double>(options.max_length),
-        "at least 1");
-  check(options.max_length_factor >= 0, "length factor", options.max_length_factor, "at least 0");
-  check(std::isfinite(options.normalize) && std::isfinite(options.word_penalty), "length penalty",
-        options.normalize, "a finite number");
-  check(options.min_length >= 0, "shortest output", static_cast<double>(options.min_length),
+  check(options.beam_size >= 1, "--beam-size", options.beam_size, "at least 1");
+  check(options.max_length >= 1, "--max-output-length", options.max_length, "at least 1");
+  check(options.max_length_factor >= 0, "--max-length-factor", options.max_length_factor,
         "at least 0");
+  check(std::isfinite(options.normalize), "--normalize", options.normalize, "a finite number");
+  check(std::isfinite(options.word_penalty), "--word-penalty", options.word_penalty,
+        "a finite number");
+  check(options.min_length >= 0, "--min-output-length", options.min_length, "at least 0");
   validate(options.sampling);
 }
 
@@ -213,11 +214,8 @@ std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor
                     "search: ", numbers.size(), " sentence numbers for ", source_BS.size(0),
                     " sentences");
   const at::NoGradGuard no_grad;
-  const bool was_training = model->is_training();
-  model->eval();
-  auto results = Search(model, source_BS, source_lengths_B, options, numbers).run();
-  model->train(was_training);
-  return results;
+  const InEvaluation evaluating(*model);
+  return Search(model, source_BS, source_lengths_B, options, numbers).run();
 }
 
 }  // namespace cohort::nmt

@@ -24,7 +24,7 @@ struct SearchOptions {
   SamplingOptions sampling;
 };
 
-/// Throws ConfigError that names the field if a value is out of range.
+/// Throws ConfigError that names the flag if a value is out of range.
 void validate(const SearchOptions& options);
 
 struct Hypothesis {

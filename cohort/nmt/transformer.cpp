@@ -91,11 +91,31 @@ at::Tensor sinusoids(int64_t positions, int64_t width) {
   return at::stack({at::sin(angle), at::cos(angle)}, 2).view({positions, width}).to(at::kFloat);
 }
 
+Initialiser::Initialiser(const TransformerOptions& options, uint64_t seed)
+    : width_(static_cast<double>(options.dim_emb)),
+      generator_(at::detail::createCPUGenerator(seed)) {}
+
+void Initialiser::operator()(const std::string& name, at::Tensor& parameter) {
+  const at::NoGradGuard no_grad;
+  if (name.find("embedding") != std::string::npos) {
+    parameter.normal_(0, 1 / std::sqrt(width_), generator_);
+  } else if (name.find("in_proj") != std::string::npos) {
+    const double bound = std::sqrt(6 / (2 * width_));  // three square matrices, one above the other
+    parameter.uniform_(-bound, bound, generator_);
+  } else if (parameter.dim() == 2) {  // Glorot and Bengio 2010, equation 16
+    const double bound =
+        std::sqrt(6.0 / static_cast<double>(parameter.size(0) + parameter.size(1)));
+    parameter.uniform_(-bound, bound, generator_);
+  } else {  // biases, and the norms' factors
+    parameter.fill_(name.find("norm") != std::string::npos && name.ends_with("weight") ? 1 : 0);
+  }
+}
+
 ProjectionImpl::ProjectionImpl(int64_t in, int64_t out, bool with_bias,
                                std::shared_ptr<LayerContext> context)
     : context_(std::move(context)) {
-  weight = register_parameter("weight", at::zeros({out, in}));
-  if (with_bias) bias = register_parameter("bias", at::zeros({out}));
+  weight = register_parameter("weight", at::zeros({out, in}, context_->device));
+  if (with_bias) bias = register_parameter("bias", at::zeros({out}, context_->device));
 }
 
 const Prepacked& ProjectionImpl::prepacked(int64_t first, int64_t count) {
@@ -130,8 +150,8 @@ at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t coun
 
 LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> context)
     : context_(std::move(context)) {
-  weight = register_parameter("weight", at::ones({width}));
-  bias = register_parameter("bias", at::zeros({width}));
+  weight = register_parameter("weight", at::ones({width}, context_->device));
+  bias = register_parameter("bias", at::zeros({width}, context_->device));
 }
 
 at::Tensor LayerNormImpl::keep_type(const at::Tensor& x) {
@@ -288,7 +308,8 @@ void DecoderState::keep(std::span<const int64_t> kept) {
   paths = std::move(going);
 }
 
-TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision precision)
+TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision precision,
+                                 c10::Device device)
     : torch::nn::Module("Transformer"),
       options_(options),
       context_(std::make_shared<LayerContext>()) {
@@ -297,9 +318,10 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
   context_->norm = options.norm;
   context_->ffn_activation = options.ffn_activation;
   context_->dropout = options.dropout;
+  context_->device = device;
   positions_ = sinusoids(options.max_positions, options.dim_emb);
   const auto table = [&](const char* name, int64_t pieces) {
-    return register_parameter(name, at::zeros({pieces, options.dim_emb}));
+    return register_parameter(name, at::zeros({pieces, options.dim_emb}, device));
   };
   if (options.tied_embeddings_all) {
     source_embedding_ = target_embedding_ = table("embedding", options.dim_vocab_target);
@@ -325,7 +347,7 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
   } else {
     register_module("generator", generator_);
   }
-  initialise(0);
+  if (!device.is_meta()) initialise(0);
 }
 
 void TransformerImpl::train(bool on) {
@@ -334,23 +356,8 @@ void TransformerImpl::train(bool on) {
 }
 
 void TransformerImpl::initialise(uint64_t seed) {
-  const at::NoGradGuard no_grad;
-  auto generator = at::detail::createCPUGenerator(seed);
-  const double width = static_cast<double>(options_.dim_emb);
-  for (auto& item : named_parameters()) {
-    at::Tensor& parameter = item.value();
-    if (item.key().find("embedding") != std::string::npos) {
-      parameter.normal_(0, 1 / std::sqrt(width), generator);
-    } else if (item.key().find("in_proj") != std::string::npos) {
-      const double bound =
-          std::sqrt(6 / (2 * width));  // three square matrices, one above the other
-      parameter.uniform_(-bound, bound, generator);
-    } else if (parameter.dim() == 2) {  // Glorot and Bengio 2010, equation 16
-      const double bound =
-          std::sqrt(6.0 / static_cast<double>(parameter.size(0) + parameter.size(1)));
-      parameter.uniform_(-bound, bound, generator);
-    }
-  }
+  Initialiser draw(options_, seed);
+  for (auto& item : named_parameters()) draw(item.key(), item.value());
 }
 
 at::Tensor TransformerImpl::embed(const at::Tensor& table, const at::Tensor& ids,
@@ -365,8 +372,18 @@ at::Tensor TransformerImpl::embed(const at::Tensor& table, const at::Tensor& ids
 
 at::Tensor TransformerImpl::run_layer(const torch::nn::Module& layer,
                                       const std::vector<at::Tensor>& inputs, RecomputedBody body) {
-  if (!options_.gradient_checkpointing) return body(inputs);
-  return recomputed(std::move(body), inputs, layer.parameters(), context_->stream);
+  const auto forward = [&] {
+    if (!options_.gradient_checkpointing) return body(inputs);
+    return recomputed(std::move(body), inputs, layer.parameters(), context_->stream);
+  };
+  return layer_runner_ ? layer_runner_(layer, forward) : forward();
+}
+
+std::vector<torch::nn::Module*> TransformerImpl::layers() {
+  std::vector<torch::nn::Module*> layers;
+  for (EncoderLayer& layer : encoder_) layers.push_back(layer.get());
+  for (DecoderLayer& layer : decoder_) layers.push_back(layer.get());
+  return layers;
 }
 
 at::Tensor TransformerImpl::encode(const at::Tensor& source_BS, const at::Tensor& lengths_B) {
@@ -422,6 +439,8 @@ at::Tensor TransformerImpl::log_probabilities(const Batch& batch) {
     result.narrow(0, first, rows)
         .copy_(at::log_softmax(scores, 1, wide).gather(1, chosen).squeeze(1));
   }
+  TORCH_CHECK(at::isfinite(result).all().item<bool>(),
+              "the model's scores are not finite: it has diverged, or its parameters are damaged");
   return result;
 }
 

@@ -2,9 +2,12 @@
 // Legend: B sentences, S source tokens, T target tokens, D width, H heads, V vocabulary, N rows.
 // Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745.
 #pragma once
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <tuple>
@@ -39,6 +42,23 @@ struct LayerContext {
   Activation ffn_activation = Activation::kRelu;
   double dropout = 0;
   DropoutStream stream;
+  c10::Device device = c10::kCPU;  ///< Where parameters are made.
+};
+
+/// Draws a Transformer's parameters one after the other: all of them, in the order of registration,
+/// are what `initialise` draws from the same seed. So a model made on the meta device can be filled
+/// in parts.
+///
+/// Threads: one. Copies draw on from one generator.
+class Initialiser {
+ public:
+  Initialiser(const TransformerOptions& options, uint64_t seed);
+  /// Fills `parameter`, the whole of the one called `name`, in place.
+  void operator()(const std::string& name, at::Tensor& parameter);
+
+ private:
+  double width_;
+  at::Generator generator_;
 };
 
 /// y = x W^T (+ b) in the context's compute type; W and b stay in their own. Inference (evaluation
@@ -179,14 +199,17 @@ struct DecoderState {
 /// c10::ValueError for ids or lengths out of range.
 class TransformerImpl : public torch::nn::Module {
  public:
+  /// On the meta device parameters have no memory and no values: see Initialiser.
   explicit TransformerImpl(const TransformerOptions& options,
-                           Precision precision = Precision::kFloat32);
+                           Precision precision = Precision::kFloat32,
+                           c10::Device device = c10::kCPU);
 
   /// Sums of the losses over the batch's target tokens: {smoothed, plain}. See
   /// smoothed_cross_entropy.
   std::tuple<at::Tensor, at::Tensor> forward(const Batch& batch);
   /// Log p (natural) of each of the batch's labels that is no padding, row by row: float64, without
-  /// gradients; their sum is the negative of forward's plain loss.
+  /// gradients; their sum is the negative of forward's plain loss. Errors: c10::Error if one is not
+  /// finite.
   at::Tensor log_probabilities(const Batch& batch);
 
   at::Tensor encode(const at::Tensor& source_BS, const at::Tensor& lengths_B);
@@ -203,6 +226,14 @@ class TransformerImpl : public torch::nn::Module {
   /// The dropout's position: set it per step and rank, and the step can be repeated.
   void set_dropout_stream(DropoutStream stream) { context_->stream = stream; }
 
+  /// What is around each layer's forward in `forward` and `encode`; it calls `forward()` once and
+  /// returns its result. Whoever shards a model gathers the layer's parameters there.
+  using LayerRunner = std::function<at::Tensor(const torch::nn::Module& layer,
+                                               const std::function<at::Tensor()>& forward)>;
+  void set_layer_runner(LayerRunner runner) { layer_runner_ = std::move(runner); }
+  /// Encoder layers, then decoder layers; not owned.
+  std::vector<torch::nn::Module*> layers();
+
   const TransformerOptions& options() const { return options_; }
   Precision precision() const { return context_->precision; }
 
@@ -215,6 +246,7 @@ class TransformerImpl : public torch::nn::Module {
   at::Tensor decoder_output(const at::Tensor& x);
 
   TransformerOptions options_;
+  LayerRunner layer_runner_;
   std::shared_ptr<LayerContext> context_;
   at::Tensor positions_;  // [max_positions, D], a constant: neither parameter nor buffer
   at::Tensor source_embedding_;
@@ -225,6 +257,22 @@ class TransformerImpl : public torch::nn::Module {
   Projection generator_{nullptr};
 };
 TORCH_MODULE(Transformer);
+
+/// A model is in evaluation mode as long as this lives, and then as it was.
+class InEvaluation {
+ public:
+  explicit InEvaluation(torch::nn::Module& model)
+      : model_(model), was_training_(model.is_training()) {
+    model_.eval();
+  }
+  ~InEvaluation() { model_.train(was_training_); }
+  InEvaluation(const InEvaluation&) = delete;
+  InEvaluation& operator=(const InEvaluation&) = delete;
+
+ private:
+  torch::nn::Module& model_;
+  bool was_training_;
+};
 
 /// Returns the number of elements of all parameters.
 int64_t count_parameters(const torch::nn::Module& module);

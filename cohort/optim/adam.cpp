@@ -1,8 +1,11 @@
 #include "cohort/optim/adam.h"
 
 #include <cmath>
+#include <optional>
 #include <torch/nn/module.h>
 #include <torch/types.h>
+
+#include "cohort/optim/mapped_memory.h"
 
 namespace cohort::optim {
 
@@ -28,12 +31,24 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn
 
 Adam::Adam(std::vector<std::pair<std::string, at::Tensor>> parameters, const AdamOptions& options)
     : options_(options) {
+  std::optional<MappedMemory> disk;
+  if (!options.state_folder.empty()) {
+    int64_t bytes = 0;
+    for (const auto& [name, tensor] : parameters) {
+      TORCH_CHECK_VALUE(tensor.is_cpu(), "Adam: a state_folder expects parameters on the CPU; ",
+                        name, " is on ", tensor.device());
+      bytes += 2 * MappedMemory::bytes_of(tensor);
+    }
+    if (bytes > 0) disk.emplace(options.state_folder, bytes);
+  }
   for (auto& [name, tensor] : parameters) {
     TORCH_CHECK_VALUE(tensor.is_contiguous(), "Adam: expected contiguous parameters; ", name,
                       " is not");
     names_.push_back(name);
-    exp_avgs_.push_back(at::zeros_like(tensor, at::TensorOptions().requires_grad(false)));
-    exp_avg_sqs_.push_back(at::zeros_like(tensor, at::TensorOptions().requires_grad(false)));
+    for (auto* moments : {&exp_avgs_, &exp_avg_sqs_}) {
+      moments->push_back(disk ? disk->zeros_like(tensor)
+                              : at::zeros_like(tensor, at::TensorOptions().requires_grad(false)));
+    }
     parameters_.push_back(std::move(tensor));
   }
 }

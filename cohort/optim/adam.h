@@ -16,6 +16,9 @@ struct AdamOptions {
   double beta1 = 0.9;
   double beta2 = 0.98;
   double eps = 1e-9;
+  /// Moments lie in a file of this folder, mapped into memory, which has no name and goes with the
+  /// optimizer: the kernel keeps of it what fits. Empty: in memory.
+  std::string state_folder;
 };
 
 /// Sum of squares of all gradients, undefined ones counting 0; float64 scalar. Local.
@@ -32,6 +35,8 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn
 class Adam {
  public:
   /// `parameters`: name and tensor; contiguous, float32 or float64, and one type for all.
+  /// With a state_folder: on the CPU. Errors: ConfigError if the folder has no room for the
+  /// moments.
   explicit Adam(std::vector<std::pair<std::string, at::Tensor>> parameters,
                 const AdamOptions& options = {});
 

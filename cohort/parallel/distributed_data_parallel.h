@@ -48,7 +48,10 @@ class DistributedDataParallel {
     engine_.before_forward();
     auto output = forward(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor*> tensors;
-    for_each_tensor(output, [&](at::Tensor& tensor) { tensors.push_back(&tensor); });
+    for_each_tensor(output, [&](at::Tensor& tensor) {
+      tensor = engine_.cast_output(tensor);
+      tensors.push_back(&tensor);
+    });
     engine_.after_forward(tensors);
     return output;
   }
@@ -93,22 +96,11 @@ class DistributedDataParallel {
  private:
   template <class... Arguments>
   auto forward(Arguments&&... arguments) try {
-    return module_->forward(cast(std::forward<Arguments>(arguments))...);
+    const auto cast = [&](const at::Tensor& tensor) { return engine_.cast_input(tensor); };
+    return module_->forward(with_tensors(std::forward<Arguments>(arguments), cast)...);
   } catch (...) {
     engine_.abandon_forward();
     throw;
-  }
-
-  // Mixed precision changes tensors, so those are copied handles; anything else passes through.
-  template <class Argument>
-  decltype(auto) cast(Argument&& argument) {
-    if constexpr (holds_tensors<Argument>()) {
-      std::remove_cvref_t<Argument> copy(std::forward<Argument>(argument));
-      for_each_tensor(copy, [&](at::Tensor& tensor) { tensor = engine_.cast_input(tensor); });
-      return copy;
-    } else {
-      return std::forward<Argument>(argument);
-    }
   }
 
   Holder module_;

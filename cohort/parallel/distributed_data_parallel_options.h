@@ -1,25 +1,14 @@
 // Options of DistributedDataParallel, with PyTorch's names and meanings; docs/ddp.md has the table.
 #pragma once
-#include <c10/core/ScalarType.h>
-#include <optional>
 #include <string>
 #include <vector>
+
+#include "cohort/parallel/mixed_precision_options.h"
 
 namespace cohort::parallel {
 
 /// Names of parameters, bucket by bucket, in the order in which buckets are sent.
 using BucketLayout = std::vector<std::vector<std::string>>;
-
-/// Floating-point types, the same on all ranks, of a forward and backward whose parameters stay in
-/// float32 for the optimizer; unset ones stay as they are.
-struct MixedPrecision {
-  std::optional<c10::ScalarType>
-      param_dtype;  ///< Parameters and floating-point inputs during forward and backward.
-  std::optional<c10::ScalarType>
-      reduce_dtype;  ///< Gradients while they travel, dense ones only; they are divided before.
-  std::optional<c10::ScalarType>
-      buffer_dtype;  ///< Floating-point buffers, for good, from construction on.
-};
 
 struct DistributedDataParallelOptions {
   double bucket_cap_mb =

@@ -77,18 +77,21 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
                     "skip_all_reduce_unused_params: expected find_unused_parameters with it");
   TORCH_CHECK_VALUE(
       !options.rebuild_buckets || !options.find_unused_parameters || options.static_graph,
-      "rebuild_buckets: expected no find_unused_parameters with it, which varies the order of "
+      "rebuild_buckets: expected no find_unused_parameters with "
+      "it, which varies the order of "
       "gradients");
   TORCH_CHECK_VALUE(!options.rebuild_buckets || options.bucket_layout.empty(),
-                    "rebuild_buckets: expected no bucket_layout with it, which is kept as it is");
+                    "rebuild_buckets: expected no bucket_layout with it, which "
+                    "is kept as it is");
   TORCH_CHECK_VALUE(
       options.delay_all_reduce_named_params.empty() == options.param_to_hook_all_reduce.empty(),
-      "delay_all_reduce_named_params and param_to_hook_all_reduce: expected both or neither");
-  TORCH_CHECK_VALUE(
-      options.delay_all_reduce_named_params.empty() ||
-          (!options.find_unused_parameters && !options.static_graph),
-      "delay_all_reduce_named_params: expected neither find_unused_parameters nor static_graph "
-      "with it, which vary when and how often gradients come");
+      "delay_all_reduce_named_params and "
+      "param_to_hook_all_reduce: expected both or neither");
+  TORCH_CHECK_VALUE(options.delay_all_reduce_named_params.empty() ||
+                        (!options.find_unused_parameters && !options.static_graph),
+                    "delay_all_reduce_named_params: expected neither find_unused_parameters "
+                    "nor static_graph "
+                    "with it, which vary when and how often gradients come");
   const auto floating = [](const char* name, const std::optional<at::ScalarType>& type) {
     TORCH_CHECK_VALUE(!type || at::isFloatingType(*type), name,
                       ": expected a floating-point type, got ", c10::toString(*type));
@@ -96,6 +99,7 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
   floating("mixed_precision.param_dtype", options.mixed_precision.param_dtype);
   floating("mixed_precision.reduce_dtype", options.mixed_precision.reduce_dtype);
   floating("mixed_precision.buffer_dtype", options.mixed_precision.buffer_dtype);
+  floating("mixed_precision.output_dtype", options.mixed_precision.output_dtype);
   const auto parameters = model.named_parameters();
   const auto buffers = model.named_buffers();
   for (const std::string& name : options.ignored) {
@@ -185,7 +189,8 @@ void GradientEngine::Impl::select_parameters() {
     (contains(names, each.name) ? late : bucketed).push_back(std::move(each));
   }
   TORCH_CHECK_VALUE(late.size() == names.size(),
-                    "delay_all_reduce_named_params: expected names of parameters that require a "
+                    "delay_all_reduce_named_params: expected names of "
+                    "parameters that require a "
                     "gradient, each once");
   TORCH_CHECK_VALUE(!bucketed.empty() || !late.empty(),
                     "the model has no parameter that requires a gradient");
@@ -198,7 +203,8 @@ void GradientEngine::Impl::select_parameters() {
   const auto found = std::find_if(watched.begin(), watched.end(),
                                   [&](const auto& each) { return each.name == name; });
   TORCH_CHECK_VALUE(found != watched.end(),
-                    "param_to_hook_all_reduce: expected a parameter that requires a gradient, got ",
+                    "param_to_hook_all_reduce: expected a parameter that "
+                    "requires a gradient, got ",
                     name);
   trigger = static_cast<size_t>(found - watched.begin());
   const size_t num_gradients = late.size() + (trigger < bucketed.size() ? 1 : 0);
@@ -214,7 +220,9 @@ std::string GradientEngine::Impl::describe() const {
       << options.skip_all_reduce_unused_params << "\nmixed_precision.param_dtype "
       << text_of(options.mixed_precision.param_dtype) << "\nmixed_precision.reduce_dtype "
       << text_of(options.mixed_precision.reduce_dtype) << "\nmixed_precision.buffer_dtype "
-      << text_of(options.mixed_precision.buffer_dtype) << "\ndelay_all_reduce_named_params";
+      << text_of(options.mixed_precision.buffer_dtype) << "\nmixed_precision.output_dtype "
+      << text_of(options.mixed_precision.output_dtype) << "\nmixed_precision.cast_forward_inputs "
+      << options.mixed_precision.cast_forward_inputs << "\ndelay_all_reduce_named_params";
   if (delayed) {
     for (const NamedTensor& each : delayed->parameters()) out << ' ' << each.name;
   }
@@ -258,7 +266,8 @@ void GradientEngine::Impl::make_engine() {
   if (const auto& type = options.mixed_precision.reduce_dtype) {
     for (const NamedTensor& each : bucketed) {
       TORCH_CHECK_VALUE(!each.sparse_gradient,
-                        "mixed_precision.reduce_dtype: expected dense gradients, got the sparse "
+                        "mixed_precision.reduce_dtype: expected dense "
+                        "gradients, got the sparse "
                         "one of ",
                         each.name);
     }
@@ -286,13 +295,14 @@ void GradientEngine::Impl::gradient_arrived(size_t index) {
     torch::autograd::Engine::get_default_engine().queue_callback([this] { ended = true; });
   }
   if (at::GradMode::is_enabled()) {
-    C10_THROW_ERROR(
-        NotImplementedError,
-        "backward with create_graph: gradients of gradients are not averaged over ranks");
+    C10_THROW_ERROR(NotImplementedError,
+                    "backward with create_graph: gradients of gradients are "
+                    "not averaged over ranks");
   }
   if (delayed && (index >= bucketed.size() || index == trigger)) {
     TORCH_CHECK_VALUE(!ready[index], watched[index].name,
-                      ": expected one gradient per backward, as delay_all_reduce_named_params "
+                      ": expected one gradient per backward, as "
+                      "delay_all_reduce_named_params "
                       "needs it, got another");
     delayed->arrived();
   }
@@ -385,7 +395,8 @@ Round GradientEngine::Impl::announce(bool active) {
                       "join: expected all ranks within no_sync or none, got ",
                       round.num_synchronizing, " of ", round.num_active, " outside");
     TORCH_CHECK_VALUE(complete || !options.static_graph || num_prepared > 0,
-                      "join: expected a batch on every rank in the first step of a static graph");
+                      "join: expected a batch on every rank in the first step "
+                      "of a static graph");
   }
   return round;
 }
@@ -496,17 +507,23 @@ bool GradientEngine::set_synchronized(bool on) {
 }
 
 at::Tensor GradientEngine::cast_input(const at::Tensor& input) const {
-  const auto& type = impl_->options.mixed_precision.param_dtype;
-  return type ? cast_floating(input, *type) : input;
+  const MixedPrecision& types = impl_->options.mixed_precision;
+  return types.param_dtype && types.cast_forward_inputs ? cast_floating(input, *types.param_dtype)
+                                                        : input;
+}
+
+at::Tensor GradientEngine::cast_output(const at::Tensor& output) const {
+  const auto& type = impl_->options.mixed_precision.output_dtype;
+  return type ? cast_floating(output, *type) : output;
 }
 
 void GradientEngine::register_comm_hook(CommHook hook, const std::string& name) {
   Impl& my = *impl_;
   TORCH_CHECK_VALUE(my.comm_hook.empty(), "register_comm_hook: expected one hook, ", my.comm_hook,
                     " is there");
-  TORCH_CHECK_VALUE(
-      !my.options.mixed_precision.reduce_dtype,
-      "register_comm_hook: expected no mixed_precision.reduce_dtype, which is a hook itself");
+  TORCH_CHECK_VALUE(!my.options.mixed_precision.reduce_dtype,
+                    "register_comm_hook: expected no "
+                    "mixed_precision.reduce_dtype, which is a hook itself");
   TORCH_CHECK_VALUE(my.num_prepared == 0,
                     "register_comm_hook: expected before the first step, got after ",
                     my.num_prepared);
@@ -550,9 +567,9 @@ int64_t GradientEngine::num_buckets() const {
 void GradientEngine::begin_join(const JoinOptions& options) {
   Impl& my = *impl_;
   TORCH_CHECK_VALUE(!my.join, "join: expected no join within a join");
-  TORCH_CHECK_VALUE(
-      !my.delayed && !my.options.skip_all_reduce_unused_params,
-      "join: expected neither delay_all_reduce_named_params nor skip_all_reduce_unused_params");
+  TORCH_CHECK_VALUE(!my.delayed && !my.options.skip_all_reduce_unused_params,
+                    "join: expected neither delay_all_reduce_named_params nor "
+                    "skip_all_reduce_unused_params");
   my.logger->set_uneven_input_join();
   my.join = options;
   my.last_round.reset();

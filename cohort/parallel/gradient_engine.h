@@ -61,6 +61,7 @@ class GradientEngine {
   void backward(const at::Tensor& loss, const at::Tensor& gradient);
   bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.
   at::Tensor cast_input(const at::Tensor& input) const;
+  at::Tensor cast_output(const at::Tensor& output) const;
 
   void register_comm_hook(CommHook hook, const std::string& name);
   BucketLayout bucket_layout() const;

@@ -85,4 +85,17 @@ void for_each_tensor(T& value, Visit&& visit) {
   }
 }
 
+/// Returns a copy of `value` whose tensors are `replace(tensor)`; what can hold none passes through
+/// as it is.
+template <class T, class Replace>
+decltype(auto) with_tensors(T&& value, Replace&& replace) {
+  if constexpr (holds_tensors<T>()) {
+    std::remove_cvref_t<T> copy(std::forward<T>(value));
+    for_each_tensor(copy, [&](at::Tensor& tensor) { tensor = replace(tensor); });
+    return copy;
+  } else {
+    return std::forward<T>(value);
+  }
+}
+
 }  // namespace cohort::parallel

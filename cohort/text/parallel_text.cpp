@@ -5,6 +5,8 @@
 #include <istream>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "cohort/base/error.h"
@@ -79,15 +81,8 @@ void read_tsv(const fs::path& path, Filter& filter) {
   }
 }
 
-// The line, from 1, of the byte at `offset`.
-int64_t line_at(const fs::path& path, size_t offset) {
-  std::ifstream file = open_text(path);
-  int64_t line = 1;
-  for (char c = 0; offset > 0 && file.get(c); --offset) line += c == '\n';
-  return line;
-}
-
-// Checks the form of the JSON text as its parts come, and hands each pair on when it is there.
+// Checks the form of the JSON text as its parts come, and hands each pair on when it is there. The
+// parser itself takes strings only if they are well-formed UTF-8.
 class PairHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
   PairHandler(const fs::path& path, Filter& filter) : path_(path), filter_(filter) {}
@@ -104,6 +99,10 @@ class PairHandler : public nlohmann::json_sax<nlohmann::json> {
   bool string(string_t& text) override {
     if (depth_ != 2 || num_sides_ == 2) return refuse("string");
     if (text.find('\n') != std::string::npos) fail_item("expected sentences of one line each");
+    if (text.size() > LineReader::kMaxLineBytes) {
+      fail_item("expected sentences of at most " + std::to_string(LineReader::kMaxLineBytes >> 20) +
+                " MiB");
+    }
     sides_[num_sides_++] = std::move(text);
     return true;
   }
@@ -120,9 +119,14 @@ class PairHandler : public nlohmann::json_sax<nlohmann::json> {
     ++item_;
     return true;
   }
-  bool parse_error(size_t position, const std::string&,
-                   const nlohmann::detail::exception&) override {
-    throw ConfigError(path_.string() + ": line " + std::to_string(line_at(path_, position)) +
+  // "[json.exception.parse_error.101] parse error at line 2, column 3: ...; last read: ..."
+  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception& error) override {
+    const std::string_view what = error.what();
+    const std::string_view why = what.substr(0, what.find("; last read"));
+    if (why.find("UTF-8") != std::string_view::npos)
+      throw ConfigError(path_.string() + ": item " + std::to_string(item_) + " is not valid UTF-8");
+    const size_t line = why.find(" at line ") + 3;
+    throw ConfigError(path_.string() + ":" + std::string(why.substr(line, why.find(',') - line)) +
                       kJsonForm + "a syntax error");
   }
 
@@ -144,15 +148,13 @@ class PairHandler : public nlohmann::json_sax<nlohmann::json> {
 };
 
 void read_json(const fs::path& path, Filter& filter) {
-  {
-    std::ifstream file = open_text(path);  // For the line number of bytes that are not UTF-8.
-    LineReader lines(file, path.string());
-    for (std::string line; lines.next(line);) {
-    }
-  }
   std::ifstream file = open_text(path);
   PairHandler handler(path, filter);
-  nlohmann::json::sax_parse(file, &handler);
+  try {
+    nlohmann::json::sax_parse(file, &handler);
+  } catch (const std::ios_base::failure&) {  // The parser reads the stream's buffer itself.
+    throw ConfigError(path.string() + ": cannot be read");
+  }
 }
 
 void read_any(std::span<const fs::path> paths, Filter& filter) {
@@ -169,6 +171,18 @@ void read_any(std::span<const fs::path> paths, Filter& filter) {
 }
 
 }  // namespace
+
+void check_regular_files(std::span<const fs::path> paths) {
+  for (const fs::path& path : paths) {
+    std::error_code error;
+    const fs::file_status status = fs::status(path, error);
+    if (status.type() == fs::file_type::directory)
+      error = std::make_error_code(std::errc::is_a_directory);
+    if (error) throw ConfigError(path.string() + ": cannot be read: " + error.message());
+    if (!fs::is_regular_file(status))
+      throw ConfigError(path.string() + ": expected a regular file, for it is read more than once");
+  }
+}
 
 int64_t for_each_pair(std::span<const fs::path> paths, const TakePair& take) {
   Filter filter(take);

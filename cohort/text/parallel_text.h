@@ -27,12 +27,17 @@ using TakePair = std::function<void(std::string& source, std::string& target)>;
 /// Two files: source lines and target lines. One file: by its extension, ".tsv" with
 /// source<TAB>target lines, or ".json" with [["source", "target"], ...]. Lines as LineReader gives
 /// them: CRLF, a byte order mark and a missing last line end are fine.
-/// Memory: one pair's, however long the files are.
+/// Each file is read once, from its start to its end.
+/// Memory: one pair's, however long the files, or the lines of JSON, are.
 /// Errors: ConfigError, one line that names the file, and the line (from 1) or item (from 0), found
 ///         while or after pairs before it were taken: cannot be read; not valid UTF-8; line counts
 ///         differ (both counts, both files); not exactly one tab; not JSON of this form; not one or
 ///         two files; no pair left.
 int64_t for_each_pair(std::span<const std::filesystem::path> paths, const TakePair& take);
+
+/// Refuses what cannot be read twice, a pipe say, before anything is read of it.
+/// Errors: ConfigError that names the first of `paths` that is missing or no regular file.
+void check_regular_files(std::span<const std::filesystem::path> paths);
 
 /// Returns all pairs of for_each_pair. Errors: as that.
 ParallelText read_parallel_text(std::span<const std::filesystem::path> paths);

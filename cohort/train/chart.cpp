@@ -31,6 +31,16 @@ std::string percent(double share) {
   return print("%.2f%%", 100 * share);
 }
 
+// What an axis can hold: sums and differences of such numbers are finite.
+bool is_drawable(double number) {
+  return std::fabs(number) < 1e300;  // Not a number is neither below nor above.
+}
+
+// Whether round numbers tell the ends of a range apart.
+bool is_range(double low, double high) {
+  return high - low >= std::max(1e-9 * std::max(std::fabs(low), std::fabs(high)), 1e-300);
+}
+
 struct Axis {
   std::vector<double> ticks;
   double low = 0;
@@ -42,12 +52,14 @@ struct Axis {
 Axis x_axis(const std::vector<Series>& series) {
   Axis axis{.ticks = {}, .low = INFINITY, .high = -INFINITY};
   for (const Series& one : series) {
-    axis.low = std::min(axis.low, one.points.front().first);
-    axis.high = std::max(axis.high, one.points.back().first);
+    for (const auto& [x, y] : one.points) {
+      axis.low = std::min(axis.low, x);
+      axis.high = std::max(axis.high, x);
+    }
   }
   // Runs begin at 0; one that is shown from far on may begin there.
   if (axis.low < 0.5 * axis.high) axis.low = std::min(axis.low, 0.0);
-  if (axis.low == axis.high) axis.high = axis.low + 1;
+  if (!is_range(axis.low, axis.high)) axis.high = axis.low + std::max(1.0, std::fabs(axis.low) / 2);
   for (const double tick : round_ticks(axis.low, axis.high, 6))
     if (tick >= axis.low && tick <= axis.high) axis.ticks.push_back(tick);
   return axis;
@@ -189,8 +201,8 @@ std::string readable(double number) {
 }
 
 std::vector<double> round_ticks(double low, double high, int count) {
-  if (!(high > low)) {  // One value: a range around it.
-    const double room = low == 0 ? 1 : std::fabs(low) * 0.1;
+  if (!is_range(low, high)) {  // As good as one value: a range around it.
+    const double room = std::fabs(low) < 1e-290 ? 1 : std::fabs(low) * 0.1;
     low -= room;
     high += room;
   }
@@ -204,11 +216,8 @@ std::vector<double> round_ticks(double low, double high, int count) {
     }
   }
   std::vector<double> ticks;
-  const double first = std::floor(low / step + 1e-9);
-  for (double i = first;; ++i) {
-    ticks.push_back(i * step);
-    if (i * step >= high - 1e-9 * step) break;
-  }
+  const double last = std::ceil(high / step - 1e-9);
+  for (double i = std::floor(low / step + 1e-9); i <= last; ++i) ticks.push_back(i * step);
   return ticks;
 }
 
@@ -231,7 +240,9 @@ Points thinned(const Points& points, size_t count) {
 std::string chart_html(const Chart& chart) {
   Chart drawn = chart;
   for (Series& one : drawn.series) {
-    std::erase_if(one.points, [](const auto& point) { return !std::isfinite(point.second); });
+    std::erase_if(one.points, [](const auto& point) {
+      return !is_drawable(point.first) || !is_drawable(point.second);
+    });
     one.points = thinned(one.points, kMaxPoints);
   }
   std::erase_if(drawn.series, [](const Series& one) { return one.points.empty(); });

@@ -11,7 +11,8 @@ using Points = std::vector<std::pair<double, double>>;
 /// One curve.
 struct Series {
   std::string name;   ///< May be "" if it is the chart's only one: the title says what it is.
-  Points points;      ///< x ascending; those whose y is not finite are left out.
+  Points points;      ///< x ascending; left out are those of which x or y is no finite number
+                      ///< below 1e300.
   bool dots = false;  ///< Each point has a dot, for curves with few.
 };
 
@@ -37,7 +38,8 @@ std::string escape_html(const std::string& text);
 std::string readable(double number);
 
 /// Returns round numbers, ascending, about `count` of them, of which the first is at or below `low`
-/// and the last at or above `high`.
+/// and the last at or above `high`. A range narrower than a billionth of its ends is widened first.
+/// Precondition: both are below 1e300 in size.
 std::vector<double> round_ticks(double low, double high, int count);
 
 /// Returns at most `count` points: the mean of x and of y over neighbours.

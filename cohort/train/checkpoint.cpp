@@ -1,139 +1,76 @@
 #include "cohort/train/checkpoint.h"
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
-#include <pthread.h>
-#include <sstream>
+#include <set>
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
-#include "cohort/base/atomic_file.h"
-#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
-#include "cohort/base/safetensors.h"
+#include "cohort/base/stored_checkpoint.h"
+#include "cohort/train/stored_tensor.h"
 
 namespace cohort::train {
 namespace {
 
 namespace fs = std::filesystem;
 
-DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return DType::kF64;
-    case at::kFloat:
-      return DType::kF32;
-    case at::kHalf:
-      return DType::kF16;
-    case at::kBFloat16:
-      return DType::kBF16;
-    case at::kLong:
-      return DType::kI64;
-    case at::kInt:
-      return DType::kI32;
-    case at::kShort:
-      return DType::kI16;
-    case at::kChar:
-      return DType::kI8;
-    case at::kByte:
-      return DType::kU8;
-    case at::kBool:
-      return DType::kBool;
-    default:
-      TORCH_CHECK_VALUE(false, "checkpoint: tensors of type ", tensor.dtype(), " are not written");
-  }
+[[noreturn]] void fail_other_model(const std::string& path, const std::string& what) {
+  throw ConfigError(path + ": a checkpoint of another model: " + what);
 }
 
-TensorView view_of(const std::string& name, const at::Tensor& tensor) {
-  return {.name = name,
-          .dtype = dtype_of(tensor),
-          .shape = tensor.sizes().vec(),
-          .bytes = {static_cast<const std::byte*>(tensor.data_ptr()), tensor.nbytes()}};
+// The file that holds the tensor, or the manifest if there are several: what errors speak of.
+std::string place_of(const StoredCheckpoint& checkpoint, const StoredTensor& tensor) {
+  const bool one = tensor.ranges.size() == 1;
+  return checkpoint.folder() + "/" +
+         (one ? checkpoint.manifest().files.at(tensor.ranges.begin()->first).name
+              : "manifest.json");
 }
 
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::ostringstream out;
-  out << at::IntArrayRef(shape);
-  return out.str();
+// The file of a part that is one file, else the manifest.
+std::string place_of(const StoredCheckpoint& checkpoint, const std::string& part) {
+  const auto& files = checkpoint.manifest().files;
+  const auto found = files.find(part);
+  return checkpoint.folder() + "/" + (found == files.end() ? "manifest.json" : found->second.name);
 }
 
-nlohmann::json read_json(const std::string& folder) {
-  const std::string path = folder + "/manifest.json";
-  std::ifstream file(path);
-  if (!file || fs::is_directory(path)) throw ConfigError(path + ": no checkpoint here");
-  const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-  const auto has_object = [&](const nlohmann::json& parent, const char* key) {
-    return parent.is_object() && parent.contains(key) && parent[key].is_object();
-  };
-  bool good = has_object(json, "files") && has_object(json, "facts");
-  if (good) {
-    for (const auto& entry : json["files"])
-      good = good && entry.is_object() && entry.contains("name") && entry["name"].is_string() &&
-             entry.contains("sha256") && entry["sha256"].is_string();
-  }
-  if (!good) throw ConfigError(path + ": expected a manifest with files and facts");
-  return json;
-}
-
-// A part's file, checked against its tensors.
-class PartFile {
- public:
-  PartFile(const std::string& folder, const nlohmann::json& manifest, const std::string& part,
-           const NamedTensors& tensors)
-      : tensors_(tensors),
-        path_(folder + "/" + entry(folder, manifest, part)["name"].get<std::string>()),
-        file_(path_) {
-    if (sha256_of_file(path_) != manifest["files"][part]["sha256"].get<std::string>()) {
-      throw ConfigError(path_ +
-                        ": its SHA-256 is not the one in manifest.json: the file was changed");
-    }
-    for (const auto& [name, tensor] : tensors) check(name, tensor);
-    for (const TensorView& stored : file_.tensors()) {
-      const auto known = [&](const auto& item) { return item.first == stored.name; };
-      if (std::none_of(tensors.begin(), tensors.end(), known)) {
-        throw ConfigError(path_ + ": a checkpoint of another model: " + stored.name +
-                          " is not in this one");
-      }
-    }
-  }
+// A slice, and where its elements lie in mapped files.
+struct Filling {
+  TensorSlice slice;
+  std::vector<std::span<const std::byte>> sources;
 
   void fill() const {
     const at::NoGradGuard no_grad;
-    for (const auto& [name, tensor] : tensors_) {
-      const TensorView& stored = file_.at(name);
-      tensor.copy_(at::from_blob(const_cast<std::byte*>(stored.bytes.data()), tensor.sizes(),
-                                 at::TensorOptions().dtype(tensor.dtype())));
+    const at::Tensor target = slice.tensor.detach();
+    const at::Tensor flat =
+        target.is_contiguous() ? target.view(-1) : at::empty({target.numel()}, target.options());
+    int64_t offset = 0;
+    for (const auto bytes : sources) {
+      const int64_t count = static_cast<int64_t>(bytes.size()) / target.element_size();
+      flat.narrow(0, offset, count)
+          .copy_(at::from_blob(const_cast<std::byte*>(bytes.data()), {count},
+                               at::TensorOptions().dtype(target.dtype())));
+      offset += count;
     }
+    if (!target.is_contiguous()) target.copy_(flat.view(target.sizes()));
   }
-
- private:
-  static const nlohmann::json& entry(const std::string& folder, const nlohmann::json& manifest,
-                                     const std::string& part) {
-    const auto& files = manifest["files"];
-    if (!files.contains(part)) {
-      throw ConfigError(folder + "/manifest.json: the checkpoint has no " + part +
-                        ": expected one of a training run");
-    }
-    return files[part];
-  }
-
-  void check(const std::string& name, const at::Tensor& tensor) const {
-    const TensorView* stored = file_.find(name);
-    if (stored == nullptr)
-      throw ConfigError(path_ + ": a checkpoint of another model: it has no " + name);
-    if (stored->shape == tensor.sizes().vec() && stored->dtype == dtype_of(tensor)) return;
-    throw ConfigError(path_ + ": a checkpoint of another model: " + name + " is " +
-                      to_string(stored->dtype) + " " + shape_text(stored->shape) + ", expected " +
-                      to_string(dtype_of(tensor)) + " " + shape_text(tensor.sizes().vec()));
-  }
-
-  const NamedTensors& tensors_;
-  std::string path_;
-  SafetensorsFile file_;
 };
+
+Filling prepare(StoredCheckpoint& checkpoint, const std::string& part, const TensorSlice& slice) {
+  const auto& tensors = checkpoint.part(part);
+  const auto found = tensors.find(slice.name);
+  if (found == tensors.end())
+    fail_other_model(place_of(checkpoint, part), "it has no " + slice.name);
+  const StoredTensor& stored = found->second;
+  const DType dtype = dtype_of(slice.tensor);
+  if (stored.dtype != dtype || stored.shape != slice.shape) {
+    fail_other_model(place_of(checkpoint, stored),
+                     slice.name + " is " + to_string(stored.dtype) + " " + to_string(stored.shape) +
+                         ", expected " + to_string(dtype) + " " + to_string(slice.shape));
+  }
+  check_slice(slice);
+  return {slice, checkpoint.elements(part, slice.name, {slice.begin, slice.end})};
+}
 
 }  // namespace
 
@@ -146,28 +83,56 @@ NamedTensors state_of(const torch::nn::Module& model) {
   return state;
 }
 
+std::vector<TensorSlice> whole_slices(const NamedTensors& tensors) {
+  std::vector<TensorSlice> slices;
+  for (const auto& [name, tensor] : tensors)
+    slices.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
+  return slices;
+}
+
+std::vector<TensorSlice> share_of(const NamedTensors& tensors, int rank, int world_size) {
+  TORCH_CHECK_VALUE(0 <= rank && rank < world_size, "share_of: expected a rank below ", world_size,
+                    ", got ", rank);
+  std::vector<TensorSlice> slices;
+  for (const auto& [name, tensor] : tensors) {
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), "share_of: expected contiguous tensors: ", name);
+    const int64_t length = (tensor.numel() + world_size - 1) / world_size;
+    const int64_t begin = std::min(rank * length, tensor.numel());
+    const int64_t end = std::min(begin + length, tensor.numel());
+    slices.push_back({name, tensor.sizes().vec(), begin, end,
+                      tensor.detach().view(-1).narrow(0, begin, end - begin)});
+  }
+  return slices;
+}
+
+std::vector<TensorSlice> slices_like(const std::vector<TensorSlice>& parameters,
+                                     const NamedTensors& state) {
+  std::vector<TensorSlice> slices;
+  for (const auto& [name, tensor] : state) {
+    const TensorSlice* owner = nullptr;  // the longest name that fits: "a.b" before "a"
+    for (const TensorSlice& parameter : parameters) {
+      if (name.starts_with(parameter.name + ".") &&
+          (owner == nullptr || owner->name.size() < parameter.name.size()))
+        owner = &parameter;
+    }
+    TORCH_CHECK_VALUE(owner != nullptr, "slices_like: expected state of a parameter, got ", name);
+    TORCH_CHECK_VALUE(tensor.numel() == owner->end - owner->begin, "slices_like: expected ",
+                      owner->end - owner->begin, " elements of ", name, ", got ", tensor.numel());
+    slices.push_back({name, owner->shape, owner->begin, owner->end, tensor});
+  }
+  return slices;
+}
+
 void save_checkpoint(const std::string& folder, const Parts& parts, int64_t update,
                      const Facts& facts) {
   std::error_code error;
   fs::create_directories(folder, error);
-  const std::string ending = "-" + std::to_string(update) + ".safetensors";
-  nlohmann::ordered_json manifest = {{"files", nlohmann::ordered_json::object()}, {"facts", facts}};
+  Manifest manifest{.update = update, .facts = facts};
   for (const auto& [part, tensors] : parts) {
-    NamedTensors contiguous;
-    for (const auto& [name, tensor] : tensors)
-      contiguous.emplace_back(name, tensor.detach().contiguous());
-    std::vector<TensorView> views;
-    for (const auto& [name, tensor] : contiguous) views.push_back(view_of(name, tensor));
-    manifest["files"][part] = {
-        {"name", part + ending},
-        {"sha256", write_safetensors(folder + "/" + part + ending, views, {{"format", "pt"}})}};
+    const std::vector<TensorSlice> slices = on_host(whole_slices(tensors));
+    manifest.add(write_share(folder, part, stored_slices(slices), {.update = update}), folder);
   }
-  write_atomically(folder + "/manifest.json", manifest.dump(2) + "\n");
-  for (const auto& entry : fs::directory_iterator(folder, error)) {
-    const std::string other = entry.path().filename().string();
-    if (other.ends_with(".safetensors") && !other.ends_with(ending))
-      fs::remove(entry.path(), error);
-  }
+  commit_manifest(folder, manifest);
 }
 
 void save_checkpoint(const std::string& folder, const torch::nn::Module& model, int64_t update,
@@ -176,84 +141,67 @@ void save_checkpoint(const std::string& folder, const torch::nn::Module& model, 
 }
 
 Facts read_manifest(const std::string& folder) {
-  const nlohmann::json manifest = read_json(folder);
-  Facts facts;
-  for (const auto& [key, value] : manifest["facts"].items()) {
-    if (!value.is_string())
-      throw ConfigError(folder + "/manifest.json: " + key + ": expected a text");
-    facts[key] = value.get<std::string>();
+  return Manifest::read(folder).facts;
+}
+
+struct CheckpointLoad::Impl {
+  explicit Impl(const std::string& folder) : checkpoint(folder) {}
+  StoredCheckpoint checkpoint;
+  std::vector<Filling> fillings;
+  std::vector<std::pair<std::string, std::string>> missed;
+};
+
+CheckpointLoad::CheckpointLoad(const std::string& folder, const SlicedParts& parts)
+    : impl_(std::make_unique<Impl>(folder)) {
+  StoredCheckpoint& checkpoint = impl_->checkpoint;
+  for (const auto& [part, slices] : parts) {
+    checkpoint.part(part);
+    std::set<std::string> names;
+    for (const TensorSlice& slice : slices) {
+      impl_->fillings.push_back(prepare(checkpoint, part, slice));
+      names.insert(slice.name);
+    }
+    for (const auto& [name, stored] : checkpoint.part(part)) {
+      if (!names.contains(name)) impl_->missed.emplace_back(place_of(checkpoint, stored), name);
+    }
   }
-  return facts;
+}
+
+CheckpointLoad::~CheckpointLoad() = default;
+
+std::vector<std::pair<std::string, std::string>> CheckpointLoad::missed() const {
+  return impl_->missed;
+}
+
+void CheckpointLoad::fill() const {
+  for (const Filling& filling : impl_->fillings) filling.fill();
+}
+
+void load_slices(const std::string& folder, const SlicedParts& parts) {
+  CheckpointLoad(folder, parts).fill();
 }
 
 void load_checkpoint(const std::string& folder, const Parts& parts) {
-  const nlohmann::json manifest = read_json(folder);
-  std::vector<PartFile> files;
-  files.reserve(parts.size());
-  for (const auto& [part, tensors] : parts) files.emplace_back(folder, manifest, part, tensors);
-  for (const PartFile& file : files) file.fill();
+  SlicedParts slices;
+  for (const auto& [part, tensors] : parts) slices[part] = whole_slices(tensors);
+  const CheckpointLoad load(folder, slices);
+  for (const auto& [place, name] : load.missed())
+    fail_other_model(place, name + " is not in this one");
+  load.fill();
 }
 
 void load_checkpoint(const std::string& folder, torch::nn::Module& model) {
   load_checkpoint(folder, Parts{{"weights", state_of(model)}});
 }
 
-CheckpointWriter::CheckpointWriter() : thread_([this] { run(); }) {
-  pthread_setname_np(thread_.native_handle(), "checkpoint");
-}
-
-CheckpointWriter::~CheckpointWriter() {
-  {
-    std::scoped_lock lock(mutex_);
-    stop_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
-}
-
 void CheckpointWriter::save(const std::string& folder, const Parts& parts, int64_t update,
                             const Facts& facts) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return !job_; });
-  Job job{folder, {}, update, facts};
+  task_.wait_idle();  // Before copying: two copies at once are one too many.
+  Parts copies;
   for (const auto& [part, tensors] : parts) {
-    for (const auto& [name, tensor] : tensors)
-      job.parts[part].emplace_back(name, tensor.detach().clone());
+    for (const auto& [name, tensor] : tensors) copies[part].emplace_back(name, host_copy(tensor));
   }
-  job_ = std::move(job);
-  lock.unlock();
-  changed_.notify_all();
-}
-
-void CheckpointWriter::wait() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return !job_; });
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
-}
-
-bool CheckpointWriter::busy() const {
-  std::scoped_lock lock(mutex_);
-  return job_.has_value();
-}
-
-void CheckpointWriter::run() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return job_ || stop_; });
-    if (!job_) return;
-    const Job& job = *job_;
-    lock.unlock();
-    std::exception_ptr error;
-    try {
-      save_checkpoint(job.folder, job.parts, job.update, job.facts);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    lock.lock();
-    if (error && !error_) error_ = error;
-    job_.reset();
-    changed_.notify_all();
-  }
+  task_.start([=] { save_checkpoint(folder, copies, update, facts); });
 }
 
 }  // namespace cohort::train

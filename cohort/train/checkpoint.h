@@ -1,20 +1,18 @@
 // A training run on disk: tensors as safetensors under plain names, and a manifest written last.
 //
-// Folder:  weights-<update>.safetensors (and other parts, optimizer-<update>.safetensors),
-//          manifest.json. The manifest names each part's file and that file's SHA-256, so that a
-//          save cut short leaves the previous checkpoint.
+// What one process writes whole is here, and reading of every checkpoint, into whole tensors or
+// slices of them, whatever ranks wrote it. Several ranks write by sharded_checkpoint.h. The files
+// are described in base/stored_checkpoint.h.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <condition_variable>
 #include <cstdint>
-#include <exception>
 #include <map>
-#include <mutex>
-#include <optional>
+#include <memory>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
+
+#include "cohort/train/background_task.h"
 
 namespace torch::nn {
 class Module;
@@ -30,10 +28,34 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 /// The tensors of a checkpoint by part: "weights", "optimizer" ...
 using Parts = std::map<std::string, NamedTensors>;
 
+/// Elements [begin, end) of a tensor, counted row by row.
+struct TensorSlice {
+  std::string name;            ///< The whole tensor's.
+  std::vector<int64_t> shape;  ///< The whole tensor's.
+  int64_t begin = 0;
+  int64_t end = 0;
+  at::Tensor tensor;  ///< end - begin elements, of any shape, on any device.
+};
+
+/// Slices by part. A tensor may be in several slices, or be absent.
+using SlicedParts = std::map<std::string, std::vector<TensorSlice>>;
+
+/// Each tensor as one slice that is all of it.
+std::vector<TensorSlice> whole_slices(const NamedTensors& tensors);
+/// Rank's part of tensors that every rank holds: the rank-th of `world_size` cuts of each, so that
+/// all ranks write a whole together. Shares their memory.
+/// Errors: c10::ValueError if a tensor is not contiguous.
+std::vector<TensorSlice> share_of(const NamedTensors& tensors, int rank, int world_size);
+/// Optimizer state of sliced parameters as slices: "<parameter>.exp_avg" has the shape and elements
+/// of the slice of <parameter>.
+/// Errors: c10::ValueError if a tensor is of no parameter, or has another number of elements.
+std::vector<TensorSlice> slices_like(const std::vector<TensorSlice>& parameters,
+                                     const NamedTensors& state);
+
 /// A module's parameters, then its buffers; they share its memory.
 NamedTensors state_of(const torch::nn::Module& model);
 
-/// Writes every part, then the manifest; then the files of older updates are removed.
+/// Writes every part as a file, then the manifest; then the files of older saves are removed.
 ///
 /// Local: for rank 0. `update` numbers the files. Blocks until the disk has them.
 /// Errors: ConfigError if the folder is not writable; c10::Error if writing fails: the previous
@@ -56,41 +78,47 @@ void load_checkpoint(const std::string& folder, const Parts& parts);
 /// The same of a model alone: the part "weights".
 void load_checkpoint(const std::string& folder, torch::nn::Module& model);
 
+/// Fills slices, from those files alone that hold their elements. Local. Memory: no copy of a
+/// tensor. Errors: as load_checkpoint; but tensors that no slice is of are not missed: where ranks
+/// hold slices each, sharded_checkpoint.h's load_slices sees to that.
+void load_slices(const std::string& folder, const SlicedParts& parts);
+
+/// A load in two halves: all that can be wrong is found before a tensor changes. Local.
+class CheckpointLoad {
+ public:
+  /// Opens and checks the files that hold elements of these slices. Errors: as load_slices.
+  CheckpointLoad(const std::string& folder, const SlicedParts& parts);
+  ~CheckpointLoad();
+  CheckpointLoad(const CheckpointLoad&) = delete;
+  CheckpointLoad& operator=(const CheckpointLoad&) = delete;
+
+  /// The checkpoint's tensors that no slice is of, in the parts that were asked for: where they
+  /// lie, then their name.
+  std::vector<std::pair<std::string, std::string>> missed() const;
+  void fill() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
 /// Writes checkpoints on a thread of its own, so that training goes on meanwhile.
 ///
 /// Threads: one caller. The destructor waits for what is being written.
 class CheckpointWriter {
  public:
-  CheckpointWriter();
-  ~CheckpointWriter();
-  CheckpointWriter(const CheckpointWriter&) = delete;
-  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
-
   /// Copies the tensors; save_checkpoint follows in the background.
   /// Blocks for the copying, and first until the save before it has ended.
   void save(const std::string& folder, const Parts& parts, int64_t update, const Facts& facts);
 
   /// Blocks until nothing is being written.
   /// Errors: of the saves since the last call, the first that failed (save_checkpoint's errors).
-  void wait();
+  void wait() { task_.wait(); }
 
-  bool busy() const;
+  bool busy() const { return task_.busy(); }
 
  private:
-  struct Job {
-    std::string folder;
-    Parts parts;  // copies
-    int64_t update = 0;
-    Facts facts;
-  };
-  void run();
-
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::optional<Job> job_;  // Guarded by mutex_, as the two below; stays until it is written.
-  std::exception_ptr error_;
-  bool stop_ = false;
-  std::thread thread_;
+  BackgroundTask task_{"checkpoint"};
 };
 
 }  // namespace cohort::train

@@ -8,25 +8,30 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Returns the length of the whole lines up to `last_update`.
-off_t kept_length(const std::string& path, int64_t last_update) {
+// Returns the length of the whole lines up to where the run goes on.
+off_t kept_length(const std::string& path, int64_t last_update,
+                  const std::optional<std::string>& later_type) {
   std::ifstream file(path, std::ios::binary);
   off_t length = 0;
   for (std::string line; std::getline(file, line) && !file.eof();
        length += static_cast<off_t>(line.size()) + 1) {
     const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (json.is_object() && json.contains("update") && json["update"].is_number_integer() &&
-        json["update"].get<int64_t>() > last_update) {
+    if (!json.is_object() || !json.contains("update") || !json["update"].is_number_integer())
+      continue;
+    const auto update = json["update"].get<int64_t>();
+    if (update > last_update) break;
+    if (update == last_update && later_type && json.contains("type") && json["type"] == *later_type)
       break;
-    }
   }
   return length;
 }
 
 }  // namespace
 
-History::History(const std::string& path, int64_t last_update) : file_(path) {
-  file_.truncate(kept_length(path, last_update));
+History::History(const std::string& path, int64_t last_update,
+                 const std::optional<std::string>& later_type)
+    : file_(path) {
+  file_.truncate(kept_length(path, last_update, later_type));
 }
 
 void History::append(const std::vector<Field>& fields) {

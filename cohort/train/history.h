@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -43,10 +44,11 @@ class History {
 
   /// Opens `path` for appending. A last line that a killed run left half written is cut off, and so
   /// are the lines at whose end the run went on longer than its last checkpoint: from the first
-  /// whose "update" is above `last_update`.
+  /// whose "update" is above `last_update`, or is it and whose "type" is `later_type`.
   /// Errors: ConfigError that names the file if it cannot be opened.
   explicit History(const std::string& path,
-                   int64_t last_update = std::numeric_limits<int64_t>::max());
+                   int64_t last_update = std::numeric_limits<int64_t>::max(),
+                   const std::optional<std::string>& later_type = {});
 
   /// Writes {"key": value, ...} in the order given as one line, and hands it to the system at
   /// once. NaN and infinities become null, as JSON has none of them.

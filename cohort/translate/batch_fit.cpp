@@ -48,31 +48,49 @@ int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width) {
   return peak_tensor_bytes([&] { std::get<0>(model->forward(batch)).backward(); });
 }
 
-// The largest batch within the workspace: {rows, bytes}, {0, bytes of one row} if none is.
+// The largest batch within the workspace, but for a tenth; of no rows if not even one fits.
 //
-// The peak is the largest of several moments', each a straight line over rows; so the line through
-// two points ends below the true peak, and every guess is tried before it is believed.
-std::pair<int64_t, int64_t> most_rows(nmt::Transformer& model, int64_t width,
-                                      const BatchFitOptions& options) {
+// The peak is the largest of several moments', each of which holds something and so much a row: a
+// line over rows. Hence a row's share of the peak never rises with rows, and what fits by the share
+// of a smaller batch is sure to fit; and the line through two batches ends below the true peak, so
+// no more than it allows can fit. Trials grow until both say nearly the same.
+BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFitOptions& options) {
+  const int64_t workspace = options.workspace_bytes;
   int64_t rows = 1;
   int64_t bytes = run_batch(model, rows, width);
-  if (bytes > options.workspace_bytes) return {0, bytes};
-  int64_t too_many = options.most_rows + 1;
-  // Four times as many at once at most: a guess from few rows must not take all memory there is.
-  for (int trial = 0; trial < 12 && rows + 1 < too_many; ++trial) {
-    const int64_t by_share = options.workspace_bytes * rows / std::max<int64_t>(bytes, 1);
-    const int64_t next = std::clamp(std::min(by_share, 4 * rows), rows + 1, too_many - 1);
+  BatchFit::Trial found{.width = width, .rows = 0, .peak_bytes = bytes, .rows_run = 1};
+  if (bytes > workspace) return found;
+  int64_t possible = options.most_rows;
+  while (true) {
+    found.rows =
+        std::clamp(workspace * rows / std::max<int64_t>(bytes, 1), rows, options.most_rows);
+    found.peak_bytes = bytes * found.rows / rows;
+    if (found.rows == rows || 10 * found.rows >= 9 * possible) return found;
+    // Four times as many at once at most, and half of what is possible if that may be enough.
+    const int64_t half = 2 * rows < possible ? (possible + 1) / 2 : possible;
+    const int64_t next = std::max(rows + 1, std::min({found.rows, 4 * rows, half}));
     const int64_t next_bytes = run_batch(model, next, width);
-    if (next_bytes > options.workspace_bytes) {
-      too_many = next;
-      continue;
+    found.rows_run += next;
+    const int64_t more = next_bytes - bytes;
+    if (more > 0 && next_bytes <= workspace) {
+      const double room = static_cast<double>(workspace - next_bytes) / static_cast<double>(more);
+      possible =
+          std::min(possible, next + static_cast<int64_t>(room * static_cast<double>(next - rows)));
     }
-    const bool was_close = 10 * next_bytes > 9 * options.workspace_bytes;
+    if (next_bytes > workspace) return found;  // A step in the line: what was sure before stays.
     rows = next;
     bytes = next_bytes;
-    if (was_close) break;
   }
-  return {rows, bytes};
+}
+
+// Runs what was found, so that memory that is not there is missed now.
+void confirm(nmt::Transformer& model, BatchFit::Trial& found, const BatchFitOptions& options) {
+  while (found.rows > 0) {
+    found.rows_run += found.rows;
+    found.peak_bytes = run_batch(model, found.rows, found.width);
+    if (found.peak_bytes <= options.workspace_bytes) return;
+    found.rows = std::min(found.rows - 1, found.rows * 9 / 10);
+  }
 }
 
 }  // namespace
@@ -93,9 +111,10 @@ BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
   {
     const WithGradients gradients(model);
     for (const int64_t bucket : std::set<int64_t>{0, (buckets - 1) / 2, buckets - 1}) {
-      const auto [rows, bytes] = most_rows(model, width_of(bucket), options);
-      fit.trials.push_back({width_of(bucket), rows, bytes});
-      needed.push_back(rows == 0 ? bytes : 0);
+      BatchFit::Trial trial = most_rows(model, width_of(bucket), options);
+      if (bucket == buckets - 1) confirm(model, trial, options);
+      needed.push_back(trial.rows == 0 ? trial.peak_bytes : 0);
+      fit.trials.push_back(trial);
     }
   }
   at::Tensor least = at::empty({std::ssize(fit.trials)}, at::kLong);

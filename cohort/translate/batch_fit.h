@@ -15,11 +15,12 @@ struct BatchFitOptions {
 };
 
 struct BatchFit {
-  /// One trial's largest batch that fitted, on every rank.
+  /// A width that was tried, and the most rows of it that fit, but for a tenth, on every rank.
   struct Trial {
     int64_t width = 0;
     int64_t rows = 0;
-    int64_t peak_bytes = 0;  ///< On this rank.
+    int64_t peak_bytes = 0;  ///< Of this rank's most rows, at most; of the longest: measured.
+    int64_t rows_run = 0;    ///< Of all batches that were run for it on this rank.
   };
   std::vector<int64_t> rows;  ///< data::BatchOptions::fit_rows.
   std::vector<Trial> trials;  ///< By width, the longest last.
@@ -27,11 +28,12 @@ struct BatchFit {
 
 /// Measures the tensors that forward and backward of `model` hold at most beyond parameters and
 /// gradients, and finds the largest batches within the workspace: for the longest sentences, for
-/// half as long ones and for the shortest by trial, between them by the straight line through the
-/// bytes a row takes, which is above the true curve. The largest batches are run once, so memory
-/// that is not there is missed now and not in the third epoch.
+/// half as long ones and for the shortest by trial with batches that grow until what is sure to fit
+/// is nine tenths of what may fit, between them by the straight line through the bytes a row takes,
+/// which is above the true curve. The largest batch of the longest sentences is run, so memory that
+/// is not there is missed now and not in the third epoch.
 ///
-/// Collective; blocks for the time of about ten large updates. All ranks get the same `rows`: the
+/// Collective; blocks for the time of about three large updates. All ranks get the same `rows`: the
 /// least of what fits on any. `model` is in training mode and without gradients, before and after;
 /// its parameters stay. Not counted: what lies outside of libtorch's allocators (tensor_memory.h).
 /// Errors: ConfigError that names --workspace and what it must be, if one pair does not fit.

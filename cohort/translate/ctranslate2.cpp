@@ -1,9 +1,12 @@
 #include "cohort/translate/ctranslate2.h"
 
+#include <cerrno>
+#include <cstdlib>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <span>
+#include <system_error>
 #include <torch/types.h>
 
 #include "cohort/base/atomic_file.h"
@@ -208,15 +211,17 @@ std::string config(const Tokenizers& tokenizers) {
 class NewFolder {
  public:
   explicit NewFolder(const fs::path& path)
-      : path_(path.has_filename() ? path : path.parent_path()), beside_(path_.string() + ".new") {
+      : path_(path.has_filename() ? path : path.parent_path()) {
     if (fs::exists(path_)) {
       throw ConfigError(path_.string() + " exists: expected the name of a new folder");
     }
     std::error_code error;
-    fs::remove_all(beside_, error);  // what an earlier attempt left when it was killed
-    if (!fs::create_directories(beside_, error)) {
-      throw ConfigError(path_.string() + " cannot be made: " + error.message());
-    }
+    if (path_.has_parent_path()) fs::create_directories(path_.parent_path(), error);
+    std::string name = path_.string() + ".XXXXXX";
+    if (!error && ::mkdtemp(name.data()) == nullptr) error.assign(errno, std::generic_category());
+    if (error) throw ConfigError(path_.string() + " cannot be made: " + error.message());
+    beside_ = name;
+    fs::create_directory(made());
   }
   ~NewFolder() {
     std::error_code ignored;
@@ -225,10 +230,13 @@ class NewFolder {
   NewFolder(const NewFolder&) = delete;
   NewFolder& operator=(const NewFolder&) = delete;
 
-  std::string file(const std::string& name) const { return (beside_ / name).string(); }
-  void keep() { fs::rename(beside_, path_); }
+  std::string file(const std::string& name) const { return (made() / name).string(); }
+  void keep() { fs::rename(made(), path_); }
 
  private:
+  // mkdtemp's own folder is for its owner alone; one in it is as any other.
+  fs::path made() const { return beside_ / "made"; }
+
   fs::path path_;
   fs::path beside_;
 };

@@ -13,7 +13,7 @@ namespace cohort::translate {
 /// two `vocabs` as source.spm and target.spm, which cut text into the pieces of those vocabularies.
 ///
 /// The weights are float32; CTranslate2 turns them into what its user asks for when it loads them.
-/// The folder appears whole or not at all: it is written as "<folder>.new" and renamed.
+/// The folder appears whole or not at all: it is written under a new name beside it and renamed.
 /// Errors:  ConfigError that names the folder if it exists or cannot be written, and for
 ///          vocabularies that name the end mark or the unknown piece differently.
 /// Source:  CTranslate2 4, python/ctranslate2/specs/model_spec.py and transformer_spec.py: binary

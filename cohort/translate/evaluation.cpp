@@ -45,8 +45,7 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   TORCH_CHECK_VALUE(std::ssize(references) == corpus.size(), "evaluate: ", references.size(),
                     " references for ", corpus.size(), " sentences");
   const at::NoGradGuard no_grad;
-  const bool was_training = model->is_training();
-  model->eval();
+  const nmt::InEvaluation evaluating(*model);
   const auto plan = data::plan_eval_batches(corpus.lengths(), options.mini_batch_words,
                                             group.rank(), group.size());
   double nll_sum = 0;
@@ -72,8 +71,6 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
       chrf += text::chrf_statistics(translations.back(), reference, options.chrf);
     }
   }
-  model->train(was_training);
-
   at::Tensor loss = at::tensor({nll_sum}, at::kDouble);
   group.all_reduce(loss);
   std::array<int64_t, 3> totals{num_tokens, bleu.sys_len, bleu.ref_len};

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cohort/base/error.h"
+#include "cohort/base/log.h"
 #include "cohort/text/parallel_text.h"
 #include "cohort/translate/work_alone.h"
 
@@ -35,6 +36,7 @@ MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
   text::ParallelText sample;
   work_alone(
       group, "a sample of the training text", group.rank() == 0 && makes_one, kSampleLimit, [&] {
+        text::check_regular_files(options.train_sets);
         sample = text::sample_parallel_text(options.train_sets, options.sentencepiece_max_lines);
       });
   return make_tokenizers(files, sample, options.model, anew, group);
@@ -46,8 +48,15 @@ TrainingText prepare_tokens(const TrainingOptions& options, const MadeTokenizers
       .text = options.train_sets,
       .vocabularies = vocabularies.files,
       .lengths = {.max_length = options.max_length, .max_length_crop = options.max_length_crop}};
+  const Log log({.rank = group.rank(), .world_size = group.size(), .level = options.log_level});
+  BuildNews news;
+  if (!options.quiet) {
+    news.tell = [&log](int64_t num_pairs) {
+      log.info("tokenising the training text", {{"pairs_done", num_pairs}});
+    };
+  }
   return cached_text(token_cache_file(inputs, options.cache_dir, options.model_dir), inputs,
-                     vocabularies.tokenizers.source, vocabularies.tokenizers.target, group);
+                     vocabularies.tokenizers.source, vocabularies.tokenizers.target, group, news);
 }
 
 }  // namespace cohort::translate

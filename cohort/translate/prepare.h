@@ -16,14 +16,18 @@ std::vector<std::filesystem::path> vocab_files_of(const TrainingOptions& options
 /// Makes the vocabularies that are missing (`anew`: all) on a sample of the text of
 /// options.sentencepiece_max_lines pairs at most, or uses those that are there.
 ///
-/// Collective; blocks while rank 0 works. Errors: as for_each_pair and make_tokenizers.
+/// Collective; blocks while rank 0 works. The text is read once if a vocabulary is made, else not
+/// at all. Errors: as check_regular_files, for_each_pair and make_tokenizers.
 MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
                                     comm::ProcessGroup& group);
 
 /// Makes the token cache of the training text, or uses the one that is there.
 ///
-/// Collective; blocks while one rank of each host works. The text is read twice at most (checksum,
-/// tokens), and never held in memory. Errors: as cached_text.
+/// Collective; blocks while one rank of each host works. The text is never held in memory. It is
+/// read twice if the cache is made (checksum, tokens), and once more before that if there is one
+/// that text may have changed since; not at all if the cache is used and the text's state is what
+/// it was (see token_cache.h). Rank 0 logs how far it is every 30 s, unless options.quiet.
+/// Errors: as cached_text.
 TrainingText prepare_tokens(const TrainingOptions& options, const MadeTokenizers& vocabularies,
                             comm::ProcessGroup& group);
 

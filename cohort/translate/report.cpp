@@ -30,7 +30,7 @@ size_t widest(const std::vector<Json>& lines, const char* key) {
 }
 
 std::string duration(double seconds) {
-  if (!std::isfinite(seconds)) return readable(seconds);
+  if (!(std::fabs(seconds) < 1e12)) return readable(seconds);
   const auto whole = static_cast<int64_t>(std::llround(seconds));
   const auto two = [](int64_t a, const char* unit_a, int64_t b, const char* unit_b) {
     return std::to_string(a) + unit_a + (b > 0 ? " " + std::to_string(b) + unit_b : "");
@@ -48,9 +48,9 @@ std::string counted(double count, const std::string& thing) {
 // "2025-01-31T12:00:05Z" -> "2025-01-31 12:00 UTC"
 std::string shown_time(const Json& start) {
   std::string time = text_of(start, "time");
-  if (time.size() != 20) return escape_html(time);
+  if (time.size() != 20) return time;
   time[10] = ' ';
-  return escape_html(time.substr(0, 16)) + " UTC";
+  return time.substr(0, 16) + " UTC";
 }
 
 double mean_speed(const RunHistory& history) {
@@ -79,7 +79,7 @@ std::string header(const std::string& name, const RunHistory& history) {
     add(counted(number_of(start, "ranks"), "rank"));
     add(readable(number_of(start, "parameters")) + " parameters");
     add(escape_html(text_of(start, "precision")));
-    add("started " + shown_time(start));
+    add("started " + escape_html(shown_time(start)));
   }
   return "<header><h1>" + escape_html(name) + "</h1><p>" + state + "</p><p>" + facts +
          "</p></header>";
@@ -288,6 +288,39 @@ std::string row(const char* cell, const std::vector<std::string>& cells) {
   return html + "</tr>";
 }
 
+std::string table(const std::vector<std::string>& names, const std::string& rows) {
+  return "<div class=\"table\"><table><thead>" + row("th", names) + "</thead><tbody>" + rows +
+         "</tbody></table></div>";
+}
+
+// "40.5 / 71": mean and highest of a curve.
+std::string mean_and_peak(const train::Points& points) {
+  const auto all = values_of(points);
+  if (all.empty()) return readable(std::nan(""));
+  double sum = 0;
+  for (const double one : all) sum += one;
+  return readable(sum / static_cast<double>(all.size())) + " / " +
+         readable(*std::max_element(all.begin(), all.end()));
+}
+
+// All hosts' GPUs; figures over time are those of rank 0's host, whose GPUs come first.
+std::string gpus(const RunHistory& history) {
+  const Json& start = history.starts.back();
+  const auto names = texts_of(start, "gpus"), hosts = texts_of(start, "gpu_hosts");
+  if (names.empty()) return "";
+  std::string rows;
+  for (size_t i = 0; i < names.size(); ++i) {
+    rows += row("td", {i < hosts.size() ? hosts[i] : "", std::to_string(i), names[i],
+                       readable(element_of(start, "gpu_total_gib", i)),
+                       mean_and_peak(points_of(history.trains, "gpu_memory_gib", i)),
+                       mean_and_peak(points_of(history.trains, "gpu_percent", i))});
+  }
+  return "<p class=\"note\">GPUs; what is used, and by whomever, as mean / peak of the lines about "
+         "training.</p>" +
+         table({"host", "GPU", "name", "memory, GiB", "GiB used", "percent of the time busy"},
+               rows);
+}
+
 // Ranks on like machines share a row.
 std::string machines(const RunHistory& history) {
   if (history.starts.empty()) return "";
@@ -316,13 +349,11 @@ std::string machines(const RunHistory& history) {
     rows += row("td", cells);
     first = end;
   }
-  std::string gpus;
-  for (const std::string& gpu : texts_of(start, "gpus")) gpus += (gpus.empty() ? "" : ", ") + gpu;
+  const std::string gpu_table = gpus(history);
   return "<h2>Machines</h2><p class=\"note\">libtorch " + escape_html(text_of(start, "libtorch")) +
-         (gpus.empty() ? ", no GPU" : ", GPUs of rank 0's machine: " + escape_html(gpus)) +
-         "</p><div class=\"table\"><table><thead>" +
-         row("th", {"rank", "host", "processor", "cores", "threads", "memory", "instructions"}) +
-         "</thead><tbody>" + rows + "</tbody></table></div>";
+         (gpu_table.empty() ? ", no GPU" : "") + "</p>" +
+         table({"rank", "host", "processor", "cores", "threads", "memory", "instructions"}, rows) +
+         gpu_table;
 }
 
 std::string starts(const RunHistory& history) {
@@ -332,9 +363,7 @@ std::string starts(const RunHistory& history) {
     rows += row("td", {shown_time(start), readable(number_of(start, "update")),
                        readable(number_of(start, "ranks")), text_of(start, "precision")});
   }
-  return "<h2>Starts</h2><div class=\"table\"><table><thead>" +
-         row("th", {"time", "from update", "ranks", "precision"}) + "</thead><tbody>" + rows +
-         "</tbody></table></div>";
+  return "<h2>Starts</h2>" + table({"time", "from update", "ranks", "precision"}, rows);
 }
 
 std::string shown(const Json& value) {

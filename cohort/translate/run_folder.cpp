@@ -8,6 +8,7 @@
 
 #include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
+#include "cohort/translate/work_alone.h"
 
 namespace cohort::translate {
 namespace {
@@ -145,15 +146,16 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
       throw ConfigError(std::string(name) + " vocabulary: " + one_line(error));
     }
   };
-  if (group.rank() == 0 && joined) {
-    auto both = text.source;
-    both.insert(both.end(), text.target.begin(), text.target.end());
-    make(0, "joined", both, model.dim_vocab_source);
-  } else if (group.rank() == 0) {
-    make(0, "source", text.source, model.dim_vocab_source);
-    make(1, "target", text.target, model.dim_vocab_target);
-  }
-  group.barrier("vocabularies", kVocabularyLimit);
+  work_alone(group, "vocabularies", group.rank() == 0, kVocabularyLimit, [&] {
+    if (joined) {
+      auto both = text.source;
+      both.insert(both.end(), text.target.begin(), text.target.end());
+      make(0, "joined", both, model.dim_vocab_source);
+    } else {
+      make(0, "source", text.source, model.dim_vocab_source);
+      make(1, "target", text.target, model.dim_vocab_target);
+    }
+  });
   std::vector<fs::path> now;
   for (size_t side = 0; side < 2; ++side)
     now.push_back(made[side] ? FreshFiles::beside(files[side]) : files[side]);

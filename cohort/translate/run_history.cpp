@@ -12,7 +12,7 @@ namespace cohort::translate {
 const Json* RunHistory::best() const {
   const Json* found = nullptr;
   for (const Json& line : validations)
-    if (line.value("best", false)) found = &line;
+    if (const auto best = line.find("best"); best != line.end() && *best == true) found = &line;
   return found;
 }
 
@@ -35,7 +35,7 @@ RunHistory read_history(const std::string& model_dir) {
   for (std::string line; std::getline(file, line);) {
     Json json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
     if (!json.is_object()) continue;  // The line that is being written.
-    const std::string type = json.value("type", "valid");
+    const std::string type = json.contains("type") ? text_of(json, "type") : "valid";
     if (type == "start") {
       history.starts.push_back(std::move(json));
       history.end = nullptr;

@@ -11,7 +11,8 @@ namespace cohort::translate {
 using Json = nlohmann::ordered_json;
 
 /// The lines of history.jsonl by their "type"; those of earlier versions have none and are
-/// validations. A field may be missing in any of them.
+/// validations. Lines that are no JSON objects, or of an unknown type, are left out. A field of any
+/// line may be missing, or of another kind than it should be.
 struct RunHistory {
   std::vector<Json> starts, trains, validations;
   Json end;     ///< The last line of the run; null if it has not ended, or went on after it.

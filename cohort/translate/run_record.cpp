@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <ctime>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <torch/version.h>
 
@@ -17,49 +18,78 @@
 namespace cohort::translate {
 namespace {
 
-void write_config(const TrainingOptions& options, int world_size, const PairCounts& pairs) {
-  nlohmann::ordered_json config = {{"world_size", world_size},
-                                   {"precision", nmt::to_string(options.precision)},
-                                   {"joined_dictionary", options.joined_dictionary},
-                                   {"gradient_checkpointing", options.model.gradient_checkpointing},
-                                   {"mini_batch", options.mini_batch},
-                                   {"mini_batch_words", options.mini_batch_words},
-                                   {"mini_batch_fit", options.mini_batch_fit},
-                                   {"workspace_mib", options.workspace_mib},
-                                   {"maxi_batch", options.maxi_batch},
-                                   {"max_length", options.max_length},
-                                   {"max_length_crop", options.max_length_crop},
-                                   {"sentencepiece_max_lines", options.sentencepiece_max_lines},
-                                   {"cache_dir", options.cache_dir},
-                                   {"optimizer_delay", options.optimizer_delay},
-                                   {"noam_factor", options.noam_factor},
-                                   {"lr_warmup", options.lr_warmup},
-                                   {"clip_norm", options.clip_norm},
-                                   {"exponential_smoothing", options.exponential_smoothing},
-                                   {"seed", options.seed},
-                                   {"after_epochs", options.after_epochs},
-                                   {"after_batches", options.after_batches},
-                                   {"time_limit_min", options.time_limit_min},
-                                   {"early_stopping", options.early_stopping},
-                                   {"valid_freq_epochs", options.valid_freq_epochs},
-                                   {"valid_freq_updates", options.valid_freq_updates},
-                                   {"save_freq_min", options.save_freq_min},
-                                   {"save_interval_updates", options.save_interval_updates},
-                                   {"keep_interval_updates", options.keep_interval_updates},
-                                   {"tokenize", text::to_string(options.evaluation.bleu.tokenizer)},
-                                   {"beam_size", options.evaluation.search.beam_size},
-                                   {"normalize", options.evaluation.search.normalize},
-                                   {"word_penalty", options.evaluation.search.word_penalty},
-                                   {"max_output_length", options.evaluation.search.max_length}};
+const char* name_of(LogLevel level) {
+  constexpr std::array kNames = {"debug", "info", "warn", "error"};
+  return kNames.at(static_cast<size_t>(level));
+}
+
+// One list of all options but the model's (facts_of), in the order of their flags.
+template <class Visit>
+void visit_options(const TrainingOptions& options, Visit visit) {
+  const auto texts = [](const std::vector<std::filesystem::path>& paths) {
+    return std::vector<std::string>(paths.begin(), paths.end());
+  };
+  visit("train_sets", texts(options.train_sets));
+  visit("valid_sets", texts(options.valid_sets));
+  visit("vocabs", texts(options.vocabs));
+  visit("joined_dictionary", options.joined_dictionary);
+  visit("sentencepiece_max_lines", options.sentencepiece_max_lines);
+  visit("model_dir", options.model_dir);
+  visit("cache_dir", options.cache_dir);
+  visit("overwrite", options.overwrite);
+  visit("precision", nmt::to_string(options.precision));
+  visit("gradient_checkpointing", options.model.gradient_checkpointing);
+  visit("mini_batch", options.mini_batch);
+  visit("mini_batch_words", options.mini_batch_words);
+  visit("mini_batch_fit", options.mini_batch_fit);
+  visit("workspace_mib", options.workspace_mib);
+  visit("maxi_batch", options.maxi_batch);
+  visit("max_length", options.max_length);
+  visit("max_length_crop", options.max_length_crop);
+  visit("optimizer_delay", options.optimizer_delay);
+  visit("noam_factor", options.noam_factor);
+  visit("lr_warmup", options.lr_warmup);
+  visit("clip_norm", options.clip_norm);
+  visit("exponential_smoothing", options.exponential_smoothing);
+  visit("seed", options.seed);
+  visit("after_epochs", options.after_epochs);
+  visit("after_batches", options.after_batches);
+  visit("time_limit_min", options.time_limit_min);
+  std::vector<std::string> metrics;
+  for (const ValidMetric metric : options.valid_metrics) metrics.push_back(to_string(metric));
+  visit("valid_metrics", metrics);
+  visit("early_stopping", options.early_stopping);
+  visit("valid_on_start", options.valid_on_start);
+  visit("valid_freq_epochs", options.valid_freq_epochs);
+  visit("valid_freq_updates", options.valid_freq_updates);
+  visit("valid_mini_batch_words", options.evaluation.mini_batch_words);
+  visit("tokenize", text::to_string(options.evaluation.bleu.tokenizer));
+  const nmt::SearchOptions& search = options.evaluation.search;
+  visit("beam_size", search.beam_size);
+  visit("normalize", search.normalize);
+  visit("word_penalty", search.word_penalty);
+  visit("allow_unk", search.allow_unk);
+  visit("max_length_factor", search.max_length_factor);
+  visit("min_output_length", search.min_length);
+  visit("max_output_length", search.max_length);
+  visit("save_freq_min", options.save_freq_min);
+  visit("save_interval_updates", options.save_interval_updates);
+  visit("keep_interval_updates", options.keep_interval_updates);
+  visit("disp_freq_s", options.disp_freq_s);
+  visit("disp_freq_updates", options.disp_freq_updates);
+  visit("quiet", options.quiet);
+  visit("log_level", name_of(options.log_level));
+}
+
+void write_config(const TrainingOptions& options, const RunStart& start) {
+  nlohmann::ordered_json config = {{"world_size", start.machines.size()}};
+  visit_options(options, [&](const char* name, const auto& value) { config[name] = value; });
   for (const auto& [name, value] : facts_of(options.model)) config[name] = value;
-  config["train_pairs"] = {{"read", pairs.read},
-                           {"kept", pairs.kept},
-                           {"cropped", pairs.cropped},
-                           {"dropped_long", pairs.dropped_long},
-                           {"dropped_empty", pairs.dropped_empty}};
-  for (const auto& path : options.train_sets) config["train_sets"].push_back(path.string());
-  for (const auto& path : options.valid_sets) config["valid_sets"].push_back(path.string());
-  for (const auto& path : options.vocabs) config["vocabs"].push_back(path.string());
+  config["train_pairs"] = {{"read", start.pairs.read},
+                           {"kept", start.pairs.kept},
+                           {"cropped", start.pairs.cropped},
+                           {"dropped_long", start.pairs.dropped_long},
+                           {"dropped_empty", start.pairs.dropped_empty}};
   write_atomically(options.model_dir + "/config.json", config.dump(2) + "\n");
 }
 
@@ -99,12 +129,16 @@ double gib(double bytes) {
 
 std::string describe_machine() {
   const Machine machine = this_machine();
+  auto gpus = nlohmann::json::array();
+  for (const GpuUse& gpu : machine.gpus)
+    gpus.push_back({{"name", gpu.name}, {"memory_gib", gib(gpu.memory_bytes)}});
   return nlohmann::json{{"host", machine.host},
                         {"cpu", machine.cpu},
                         {"cores", machine.cores},
                         {"threads", at::get_num_threads()},
                         {"memory_gib", gib(static_cast<double>(machine.memory_bytes))},
-                        {"instructions", joined(machine.instructions)}}
+                        {"instructions", joined(machine.instructions)},
+                        {"gpus", gpus}}
       .dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
 }
 
@@ -113,9 +147,10 @@ RunRecord::RunRecord(const TrainingOptions& options, const RunStart& start,
     : options_(options),
       valid_text_(valid_text),
       log_(log),
-      history_(options.model_dir + "/history.jsonl", start.update),
+      history_(options.model_dir + "/history.jsonl", start.update,
+               start.is_validated ? std::nullopt : std::optional<std::string>("valid")),
       events_(options.model_dir + "/tensorboard", start.update + 1) {
-  write_config(options, static_cast<int>(start.machines.size()), start.pairs);
+  write_config(options, start);
   write_start(start);
 }
 
@@ -140,18 +175,26 @@ std::vector<std::string> RunRecord::samples_of(const std::vector<std::string>& l
 }
 
 void RunRecord::write_start(const RunStart& start) {
-  std::vector<double> cores, threads, memory;
-  std::vector<std::string> hosts, cpus, instructions, gpus;
+  std::vector<double> cores, threads, memory, gpu_memory;
+  std::vector<std::string> hosts, cpus, instructions, gpus, gpu_hosts;
   for (const std::string& text : start.machines) {
     const auto machine = nlohmann::json::parse(text);
-    hosts.push_back(machine.at("host"));
+    const std::string host = machine.at("host");
+    if (std::ranges::find(hosts, host) == hosts.end()) {  // Its ranks all see the same GPUs.
+      for (const auto& gpu : machine.at("gpus")) {
+        const auto& total = gpu.at("memory_gib");  // null: the driver does not say
+        gpu_hosts.push_back(host);
+        gpus.push_back(gpu.at("name"));
+        gpu_memory.push_back(total.is_number() ? total.get<double>() : std::nan(""));
+      }
+    }
+    hosts.push_back(host);
     cpus.push_back(machine.at("cpu"));
     cores.push_back(machine.at("cores"));
     threads.push_back(machine.at("threads"));
     memory.push_back(machine.at("memory_gib"));
     instructions.push_back(machine.at("instructions"));
   }
-  for (const GpuUse& gpu : gpus_.sample()) gpus.push_back(gpu.name);
   history_.append({{"type", "start"},
                    {"update", start.update},
                    {"time", utc_now()},
@@ -161,6 +204,7 @@ void RunRecord::write_start(const RunStart& start) {
                    {"libtorch", TORCH_VERSION},
                    {"train_pairs", start.train_pairs},
                    {"pairs_read", start.pairs.read},
+                   {"pairs_kept", start.pairs.kept},
                    {"pairs_cropped", start.pairs.cropped},
                    {"pairs_dropped_long", start.pairs.dropped_long},
                    {"pairs_dropped_empty", start.pairs.dropped_empty},
@@ -172,6 +216,8 @@ void RunRecord::write_start(const RunStart& start) {
                    {"memory_gib", memory},
                    {"instructions", instructions},
                    {"gpus", gpus},
+                   {"gpu_hosts", gpu_hosts},
+                   {"gpu_total_gib", gpu_memory},
                    {"sample_sources", samples_of(valid_text_.source)},
                    {"sample_references", samples_of(valid_text_.target)}});
 }
@@ -247,9 +293,8 @@ void RunRecord::write_train_line() {
 void RunRecord::validated(const Validation& validation,
                           const std::vector<std::string>& translations) {
   write_train_line();
-  const bool translated = !translations.empty();
-  const double bleu = translated ? validation.scores.bleu : std::nan("");
-  const double chrf = translated ? validation.scores.chrf : std::nan("");
+  const double bleu = validation.scores.bleu.value_or(std::nan(""));
+  const double chrf = validation.scores.chrf.value_or(std::nan(""));
   const auto samples = samples_of(translations);
   attempt("history.jsonl", [&] {
     history_.append({{"type", "valid"},
@@ -278,7 +323,7 @@ void RunRecord::validated(const Validation& validation,
                            samples[i] + "**");
     }
   });
-  if (translated) {
+  if (!translations.empty()) {
     attempt("result-dev.txt", [&] {
       write_translations(options_.model_dir + "/result-dev.txt", valid_text_, translations);
     });

@@ -23,7 +23,8 @@ std::string describe_machine();
 
 /// What a start of a run is told with.
 struct RunStart {
-  int64_t update = 0;  ///< Where the run goes on; 0 for a new one.
+  int64_t update = 0;         ///< Where the run goes on; 0 for a new one.
+  bool is_validated = false;  ///< ... with the weights of then already validated.
   int64_t num_parameters = 0;
   int64_t train_pairs = 0;
   PairCounts pairs;                   ///< What became of the training text.
@@ -67,8 +68,8 @@ struct Validation {
 class RunRecord {
  public:
   /// Writes config.json, and opens the history and a new file of events, which go on after
-  /// `start.update`. `options`, `valid_text` and `log` must outlive this.
-  /// Errors: ConfigError, or c10::Error if the disk is full.
+  /// `start.update`: what the run will do again is cut off. `options`, `valid_text` and `log` must
+  /// outlive this. Errors: ConfigError, or c10::Error if the disk is full.
   RunRecord(const TrainingOptions& options, const RunStart& start,
             const text::ParallelText& valid_text, const Log& log);
 
@@ -76,6 +77,7 @@ class RunRecord {
   void trained(const TrainedUpdate& update);
   /// `translations` are those of the validation text, or none.
   void validated(const Validation& validation, const std::vector<std::string>& translations);
+  /// Also of a run that an error ends: that is the reason then.
   void ended(const TrainingResult& result, double run_seconds);
 
  private:

@@ -1,5 +1,6 @@
 #include "cohort/translate/run_state.h"
 
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "cohort/base/error.h"
@@ -19,10 +20,10 @@ void visit_fields(State& state, Visit visit) {
   visit("token_sum", state.token_sum);
   visit("train_seconds", state.train_seconds);
   visit("seconds", state.seconds);
-  visit("best_loss", state.best.loss);
-  visit("best_bleu", state.best.bleu);
-  visit("best_chrf", state.best.chrf);
+  visit("best_update", state.best_update);
   visit("validations_without_best", state.early_stopping.num_without_best);
+  visit("fit_rows", state.fit_rows);
+  visit("fitted_for", state.fitted_for);
 }
 
 template <class Part, class Visit>
@@ -37,11 +38,40 @@ void visit_part(Part& part, Visit visit) {
   visit("seed", part.options.seed);
 }
 
+[[noreturn]] void fail_form(const Json::exception& error) {
+  throw ConfigError(std::string("manifest.json: a fact has another form than expected: ") +
+                    error.what());
+}
+
 }  // namespace
 
-void write_facts(const RunState& state, train::Facts& facts) {
+void write_scores(const ValidScores& scores, const std::string& prefix, train::Facts& facts) {
   // JSON's numbers are the shortest that read back as the same bits.
-  visit_fields(state, [&](const char* name, auto value) { facts[name] = Json(value).dump(); });
+  facts[prefix + "loss"] = Json(scores.loss).dump();
+  if (scores.bleu) facts[prefix + "bleu"] = Json(*scores.bleu).dump();
+  if (scores.chrf) facts[prefix + "chrf"] = Json(*scores.chrf).dump();
+}
+
+std::optional<ValidScores> read_scores(const std::string& prefix, const train::Facts& facts) {
+  const auto read = [&](const char* name) -> std::optional<double> {
+    const auto found = facts.find(prefix + name);
+    if (found == facts.end()) return std::nullopt;
+    const Json value = Json::parse(found->second);
+    return value.is_null() ? std::nan("") : value.get<double>();
+  };
+  try {
+    const auto loss = read("loss");
+    if (!loss) return std::nullopt;
+    return ValidScores{.loss = *loss, .bleu = read("bleu"), .chrf = read("chrf")};
+  } catch (const Json::exception& error) {
+    fail_form(error);
+  }
+}
+
+void write_facts(const RunState& state, train::Facts& facts) {
+  visit_fields(state,
+               [&](const char* name, const auto& value) { facts[name] = Json(value).dump(); });
+  if (state.best) write_scores(*state.best, "best_", facts);
   if (state.early_stopping.best) facts["best_metric"] = Json(*state.early_stopping.best).dump();
   Json parts = Json::array();
   for (const data::EpochPart& part : state.trained) {
@@ -71,9 +101,9 @@ RunState read_state(const train::Facts& facts) {
                  [&]<class T>(const char* name, T& value) { value = entry.at(name).get<T>(); });
     }
   } catch (const Json::exception& error) {
-    throw ConfigError(std::string("manifest.json: a fact has another form than expected: ") +
-                      error.what());
+    fail_form(error);
   }
+  state.best = read_scores("best_", facts);
   return state;
 }
 

@@ -1,6 +1,8 @@
 // Where a training run stands, as its checkpoint says it.
 #pragma once
 #include <cstdint>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "cohort/data/token_batches.h"
@@ -25,8 +27,23 @@ struct RunState {
 
   double seconds = 0;  ///< Of training and validation, all starts together.
   train::EarlyStoppingState early_stopping;
-  ValidScores best;  ///< Of the validation whose weights are in best/.
+  std::optional<ValidScores> best;  ///< Of the validation whose weights are in best/.
+  int64_t best_update = 0;          ///< When that was.
+
+  std::vector<int64_t> fit_rows;  ///< Of --mini-batch-fit's trial, which is not made twice ...
+  std::string fitted_for;         ///< ... for the same memory, ranks and ways to compute.
+
+  /// Whether the weights of now have been validated.
+  bool is_validated() const {
+    return token_sum == 0 && (early_stopping.best || early_stopping.num_without_best > 0);
+  }
 };
+
+/// Adds the scores that there are to `facts`, as <prefix>loss, <prefix>bleu and <prefix>chrf, exact
+/// to the last bit.
+void write_scores(const ValidScores& scores, const std::string& prefix, train::Facts& facts);
+/// Nothing if there is no <prefix>loss. Errors: ConfigError for what is no number.
+std::optional<ValidScores> read_scores(const std::string& prefix, const train::Facts& facts);
 
 /// Adds the state to `facts`, exact to the last bit.
 void write_facts(const RunState& state, train::Facts& facts);

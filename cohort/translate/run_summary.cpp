@@ -17,9 +17,17 @@ std::string run_summary(const std::string& model_dir, const SummaryOptions& opti
                                     : *std::max_element(all.begin(), all.end());
     std::string label = name;
     label.resize(18, ' ');
-    std::string figures = fixed(all.front(), decimals) + " -> " + fixed(all.back(), decimals);
-    if (best != all.back())
-      figures += std::string(low_is_best ? ", lowest " : ", highest ") + fixed(best, decimals);
+    // Where there is not the room for all figures: the last one is worth most, then the first.
+    std::string figures = fixed(all.back(), decimals);
+    const auto add_if_it_fits = [&](const std::string& longer) {
+      if (label.size() + longer.size() <= options.width) figures = longer;
+    };
+    add_if_it_fits(fixed(all.front(), decimals) + " -> " + figures);
+    if (best != all.back()) {
+      add_if_it_fits(figures + (low_is_best ? ", lowest " : ", highest ") + fixed(best, decimals));
+    }
+    if (label.size() + figures.size() > options.width)
+      label.resize(options.width - std::min(options.width, figures.size()));
     std::string line;
     const size_t used = label.size() + figures.size() + 1;
     if (options.sparklines && used + 8 <= options.width) {
@@ -27,8 +35,7 @@ std::string run_summary(const std::string& model_dir, const SummaryOptions& opti
       const size_t cells = std::min(all.size(), room);
       line = train::sparkline(all, cells, options.utf8) + std::string(room - cells + 1, ' ');
     }
-    summary +=
-        (label + line + figures).substr(0, label.size() + line.size() + figures.size()) + "\n";
+    summary += label + line + figures.substr(0, options.width) + "\n";
   };
   const bool lines = !history.trains.empty();
   add("loss, training",

@@ -4,8 +4,7 @@ namespace cohort::translate {
 
 std::vector<std::vector<double>> token_log_probs(nmt::Transformer& model, const Corpus& corpus,
                                                  int64_t mini_batch_words) {
-  const bool was_training = model->is_training();
-  model->eval();
+  const nmt::InEvaluation evaluating(*model);
   const auto plan = data::plan_eval_batches(corpus.lengths(), mini_batch_words, 0, 1);
   std::vector<std::vector<double>> result(static_cast<size_t>(corpus.size()));
   for (const auto& indices : plan.batches) {
@@ -16,7 +15,6 @@ std::vector<std::vector<double>> token_log_probs(nmt::Transformer& model, const 
     for (size_t row = 0; row < indices.size(); next += lengths[row], ++row)
       result[static_cast<size_t>(indices[row])].assign(next, next + lengths[row]);
   }
-  model->train(was_training);
   return result;
 }
 

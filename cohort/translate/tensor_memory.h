@@ -8,29 +8,36 @@
 
 namespace cohort::translate {
 
-/// Returns the most bytes that `body` held beyond those that were there before it, as libtorch's
-/// allocators report them on this thread and on those of its backward pass. What libraries under it
-/// take for themselves (oneDNN's scratch memory, say) is not seen.
-template <class Body>
-int64_t peak_tensor_bytes(Body body) {
-  class Peak : public c10::MemoryReportingInfoBase {
-   public:
+/// Counts the bytes of tensors, while it lives, as libtorch's allocators report them on this thread
+/// and on those of its backward pass. What libraries under them take for themselves (oneDNN's
+/// scratch memory, say) is not seen.
+class TensorMemory {
+ public:
+  int64_t now() const { return counter_->now; }    ///< Bytes more than at the beginning.
+  int64_t peak() const { return counter_->peak; }  ///< Most of them.
+  void reset_peak() { counter_->peak = counter_->now; }
+
+ private:
+  struct Counter : c10::MemoryReportingInfoBase {
     void reportMemoryUsage(void* /*pointer*/, int64_t bytes, size_t /*allocated*/,
                            size_t /*reserved*/, c10::Device /*device*/) override {
-      now_ += bytes;
-      peak_ = std::max(peak_, now_);
+      now += bytes;
+      peak = std::max(peak, now);
     }
     bool memoryProfilingEnabled() const override { return true; }
-    int64_t bytes() const { return peak_; }
-
-   private:
-    int64_t now_ = 0;
-    int64_t peak_ = 0;
+    int64_t now = 0;
+    int64_t peak = 0;
   };
-  const auto peak = std::make_shared<Peak>();
-  const c10::DebugInfoGuard counting(c10::DebugInfoKind::PROFILER_STATE, peak);
+  std::shared_ptr<Counter> counter_ = std::make_shared<Counter>();
+  c10::DebugInfoGuard counting_{c10::DebugInfoKind::PROFILER_STATE, counter_};
+};
+
+/// Returns the most bytes of tensors that `body` held beyond those that were there before it.
+template <class Body>
+int64_t peak_tensor_bytes(Body body) {
+  const TensorMemory memory;
   body();
-  return peak->bytes();
+  return memory.peak();
 }
 
 }  // namespace cohort::translate

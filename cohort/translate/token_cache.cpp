@@ -2,22 +2,21 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <system_error>
-#include <thread>
 #include <unistd.h>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 #include "cohort/base/fd.h"
+#include "cohort/base/system_error.h"
 #include "cohort/text/parallel_text.h"
+#include "cohort/translate/all_cores.h"
 #include "cohort/translate/work_alone.h"
 
 namespace cohort::translate {
@@ -30,10 +29,6 @@ constexpr const char* kFactsSum = "sha256.facts";
 constexpr std::array kTensors = {"ids", "lengths", "offsets"};
 // Tens of millions of pairs take an hour on one core.
 constexpr std::chrono::hours kBuildLimit{12};
-
-std::string reason(int error) {
-  return std::generic_category().message(error);
-}
 
 std::string sha256_of(std::span<const std::byte> bytes) {
   Sha256 sum;
@@ -59,7 +54,7 @@ struct FileState {
 FileState state_of(const fs::path& path) {
   struct stat facts {};
   if (::stat(path.c_str(), &facts) != 0)
-    throw ConfigError(path.string() + ": cannot be read: " + reason(errno));
+    throw ConfigError(path.string() + ": cannot be read: " + system_reason(errno));
   const auto ns = [](const timespec& time) { return time.tv_sec * 1'000'000'000 + time.tv_nsec; };
   const int64_t content = ns(facts.st_mtim);
   const int64_t status = ns(facts.st_ctim);
@@ -95,14 +90,8 @@ std::string fact_of(const TensorMetadata& facts, const std::string& name) {
   return found == facts.end() ? "" : found->second;
 }
 
-// One list of fields, for both directions.
-template <class Counts, class Visit>
-void visit_counts(Counts& counts, Visit visit) {
-  visit("pairs.read", counts.read);
-  visit("pairs.kept", counts.kept);
-  visit("pairs.cropped", counts.cropped);
-  visit("pairs.dropped_long", counts.dropped_long);
-  visit("pairs.dropped_empty", counts.dropped_empty);
+std::string count_fact(const char* name) {
+  return std::string("pairs.") + name;
 }
 
 // What of the file is damaged; nothing if it is whole.
@@ -118,7 +107,7 @@ std::string damage_of(const SafetensorsFile& file) {
   return "";
 }
 
-// Why a whole cache is not of `inputs`; nothing if it is.
+// Why a whole cache with these facts is not of `inputs`; nothing if it is.
 std::string difference_of(const TensorMetadata& facts, const TokenCacheInputs& inputs) {
   for (const auto& [name, value] : facts_of(inputs)) {
     if (fact_of(facts, name) == value) continue;
@@ -136,7 +125,7 @@ TrainingText text_of(std::shared_ptr<const SafetensorsFile> file, const std::str
   const TensorMetadata& facts = file->metadata();
   TrainingText text;
   visit_counts(text.counts, [&](const char* name, int64_t& count) {
-    count = std::strtoll(fact_of(facts, name).c_str(), nullptr, 10);
+    count = std::strtoll(fact_of(facts, count_fact(name)).c_str(), nullptr, 10);
   });
   Sha256 sum;
   sum.update(fact_of(facts, "sha256.lengths") + fact_of(facts, "sha256.ids"));
@@ -146,12 +135,27 @@ TrainingText text_of(std::shared_ptr<const SafetensorsFile> file, const std::str
   return text;
 }
 
+[[noreturn]] void refuse_folder_of(const fs::path& file, int error) {
+  throw ConfigError(
+      fs::absolute(file).parent_path().string() +
+      ": expected a folder in which the token cache can be written: " + system_reason(error));
+}
+
+void make_folder_of(const fs::path& file) {
+  if (file.parent_path().empty()) return;
+  std::error_code error;
+  fs::create_directories(file.parent_path(), error);
+  std::error_code ignored;
+  if (!fs::is_directory(file.parent_path(), ignored)) refuse_folder_of(file, error.value());
+}
+
 // A growing array of numbers on the disk beside `target`, without a name: it vanishes with this.
 class Column {
  public:
   explicit Column(const fs::path& target) : target_(target.string()) {
     std::string name = target_ + ".part-XXXXXX";
     file_ = Fd(::mkostemp(name.data(), O_CLOEXEC));
+    if (!file_ && is_of_the_path(errno)) refuse_folder_of(target, errno);
     if (!file_) fail("make a temporary file beside it");
     ::unlink(name.c_str());
   }
@@ -187,7 +191,7 @@ class Column {
   }
   [[noreturn]] void fail(const char* action) const {
     const int error = errno;
-    TORCH_CHECK(false, target_, ": cannot ", action, ": ", reason(error));
+    TORCH_CHECK(false, target_, ": cannot ", action, ": ", system_reason(error));
   }
 
   std::string target_;
@@ -201,10 +205,11 @@ class Column {
 class Builder {
  public:
   Builder(const fs::path& file, const LengthOptions& options, const text::Tokenizer& source,
-          const text::Tokenizer& target)
+          const text::Tokenizer& target, const BuildNews& news)
       : options_(options),
         source_(source),
         target_(target),
+        news_(news),
         ids_(file),
         lengths_(file),
         offsets_(file),
@@ -241,8 +246,9 @@ class Builder {
                    .bytes = offsets_.bytes()}};
     for (const TensorView& tensor : tensors)
       facts["sha256." + tensor.name] = sha256_of(tensor.bytes);
-    visit_counts(counts_,
-                 [&](const char* name, int64_t count) { facts[name] = std::to_string(count); });
+    visit_counts(counts_, [&](const char* name, int64_t count) {
+      facts[count_fact(name)] = std::to_string(count);
+    });
     facts[kFactsSum] = sum_of_facts(facts);
     write_safetensors(file.string(), tensors, facts);
   }
@@ -251,31 +257,23 @@ class Builder {
   using Ids = std::vector<int32_t>;
   static constexpr size_t kBlock = 8192;
 
+  using Clock = std::chrono::steady_clock;
+
   void flush() {
     std::vector<Ids> sources(sources_.size());
     std::vector<Ids> targets(sources_.size());
-    // Whoever is free takes the next few: a thread on a busy core holds up nobody.
-    constexpr size_t kTaken = 64;
-    std::atomic<size_t> next = 0;
-    const auto encode = [&] {
-      for (size_t begin = 0; (begin = next.fetch_add(kTaken)) < sources.size();) {
-        for (size_t i = begin; i < std::min(begin + kTaken, sources.size()); ++i) {
-          sources[i] = source_.encode(sources_[i]);
-          targets[i] = target_.encode(targets_[i]);
-        }
+    on_all_cores(sources.size(), [&](size_t begin, size_t end) {
+      for (size_t i = begin; i < end; ++i) {
+        sources[i] = source_.encode(sources_[i]);
+        targets[i] = target_.encode(targets_[i]);
       }
-    };
-    {
-      std::vector<std::jthread> threads;
-      for (unsigned i = 1; i < std::thread::hardware_concurrency(); ++i) {
-        threads.emplace_back(encode);
-        pthread_setname_np(threads.back().native_handle(), "tokenise");
-      }
-      encode();
-    }
+    });
     for (size_t i = 0; i < sources.size(); ++i) append(sources[i], targets[i]);
     sources_.clear();
     targets_.clear();
+    if (!news_.tell || Clock::now() - told_ < news_.interval) return;
+    news_.tell(counts_.read);
+    told_ = Clock::now();
   }
 
   void append(Ids& source, Ids& target) {
@@ -312,22 +310,15 @@ class Builder {
   const LengthOptions& options_;
   const text::Tokenizer& source_;
   const text::Tokenizer& target_;
+  const BuildNews& news_;
   Column ids_, lengths_, offsets_;
   const bool is_small_;
   std::vector<std::string> sources_, targets_;  // to be tokenised
   PairCounts counts_;
   int64_t num_pairs_ = 0;
   int64_t num_ids_ = 0;
+  Clock::time_point told_ = Clock::now();
 };
-
-void make_folder_of(const fs::path& file) {
-  if (file.parent_path().empty()) return;
-  std::error_code error;
-  fs::create_directories(file.parent_path(), error);
-  if (!fs::is_directory(file.parent_path()))
-    throw ConfigError("--cache-dir " + file.parent_path().string() +
-                      " cannot be made: " + error.message());
-}
 
 }  // namespace
 
@@ -341,23 +332,30 @@ fs::path token_cache_file(const TokenCacheInputs& inputs, const std::string& cac
 }
 
 OpenedCache open_token_cache(const fs::path& file, const TokenCacheInputs& inputs) {
-  if (!fs::exists(file)) return {};
+  text::check_regular_files(inputs.text);
+  if (std::error_code ignored; !fs::exists(file, ignored)) return {};
+  TensorMetadata facts;
+  std::optional<TrainingText> text;
   try {
     auto opened = std::make_shared<const SafetensorsFile>(file.string());
     if (const auto damage = damage_of(*opened); !damage.empty())
       return {.text = {}, .why = "damaged: " + damage};
-    if (const auto difference = difference_of(opened->metadata(), inputs); !difference.empty())
-      return {.text = {}, .why = "stale: " + difference};
-    return {.text = text_of(std::move(opened), "used"), .why = {}};
+    facts = opened->metadata();
+    text = text_of(std::move(opened), "used");
   } catch (const ConfigError& error) {
-    // Inputs that cannot be read fail again, and by name, where the text is tokenised.
     return {.text = {}, .why = "damaged: " + one_line(error)};
   }
+  if (const auto difference = difference_of(facts, inputs); !difference.empty())
+    return {.text = {}, .why = "stale: " + difference};
+  return {.text = std::move(text), .why = {}};
 }
 
 void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
-                       const text::Tokenizer& source, const text::Tokenizer& target) {
+                       const text::Tokenizer& source, const text::Tokenizer& target,
+                       const BuildNews& news) {
   constexpr int64_t kTrustedAge = 2'000'000'000;
+  text::check_regular_files(inputs.text);
+  make_folder_of(file);
   TensorMetadata facts = facts_of(inputs);
   const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::system_clock::now().time_since_epoch())
@@ -369,8 +367,7 @@ void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
     facts[text_fact(i, "state")] = is_trusted ? states.back().text : "young";
     facts[text_fact(i, "sha256")] = sha256_of_file(inputs.text[i].string());
   }
-  make_folder_of(file);
-  Builder builder(file, inputs.lengths, source, target);
+  Builder builder(file, inputs.lengths, source, target, news);
   const int64_t num_dropped_empty =
       text::for_each_pair(inputs.text, [&](std::string& s, std::string& t) { builder.add(s, t); });
   for (size_t i = 0; i < inputs.text.size(); ++i) {
@@ -382,13 +379,13 @@ void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
 
 TrainingText cached_text(const fs::path& file, const TokenCacheInputs& inputs,
                          const text::Tokenizer& source, const text::Tokenizer& target,
-                         comm::ProcessGroup& group) {
+                         comm::ProcessGroup& group, const BuildNews& news) {
   const bool is_mine = group.place().local_rank == 0;
   OpenedCache opened;
   work_alone(group, "the training text as tokens", is_mine, kBuildLimit, [&] {
     opened = open_token_cache(file, inputs);
     if (opened.text) return;
-    build_token_cache(file, inputs, source, target);
+    build_token_cache(file, inputs, source, target, news);
     const bool was_there = !opened.why.empty();
     opened.text = text_of(std::make_shared<const SafetensorsFile>(file.string()),
                           was_there ? "built: the one there was " + opened.why : "built");

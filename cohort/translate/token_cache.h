@@ -17,8 +17,10 @@
 //   again by every start. Where one of the five differs, the text's SHA-256 decides, so copied or
 //   touched text costs a pass of reading, not of tokenising.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -44,6 +46,16 @@ struct PairCounts {
   int64_t dropped_long = 0;
   int64_t dropped_empty = 0;  ///< A side was empty or only white space.
 };
+
+/// Calls `visit(name, count)` with each of `counts`' fields: the one list of them.
+template <class Counts, class Visit>
+void visit_counts(Counts& counts, Visit visit) {
+  visit("read", counts.read);
+  visit("kept", counts.kept);
+  visit("cropped", counts.cropped);
+  visit("dropped_long", counts.dropped_long);
+  visit("dropped_empty", counts.dropped_empty);
+}
 
 /// What a cache is made of.
 struct TokenCacheInputs {
@@ -73,27 +85,37 @@ struct OpenedCache {
   std::string why;  ///< Empty: there is no file.
 };
 
-/// Opens `file`, if it is whole and made of `inputs`. Local. Errors: ConfigError if an input cannot
-/// be read.
+/// Who hears how a tokenisation gets on.
+struct BuildNews {
+  /// Called on the thread that builds with the pairs that are done; may be empty.
+  std::function<void(int64_t num_pairs)> tell;
+  std::chrono::milliseconds interval{30'000};  ///< Between two calls, and before the first.
+};
+
+/// Opens `file`, if it is whole and made of `inputs`. Text whose state has changed (see the top of
+/// this file) is read once, for its checksum. Local.
+/// Errors: ConfigError that names an input that cannot be read, or a text that is no regular file.
 OpenedCache open_token_cache(const std::filesystem::path& file, const TokenCacheInputs& inputs);
 
-/// Tokenises the text and writes `file`, atomically.
+/// Tokenises the text, which is read twice (checksum, tokens), and writes `file`, atomically.
 ///
 /// Local; runs on all cores that the process may use. Memory: that of a few thousand pairs. Disk:
-/// while it is written, twice the file's size. Errors: ConfigError: as for_each_pair; every pair is
-/// too long; text that changes meanwhile.
+/// while it is written, twice the file's size.
+/// Errors: ConfigError: as for_each_pair; a text is no regular file; every pair is too long; text
+///         that changes meanwhile; the folder cannot be made, or not be written in.
 ///         c10::Error that names the file if it cannot be written (disk full ...); then neither it
 ///         nor a temporary file is left, and an earlier file stays as it was.
 void build_token_cache(const std::filesystem::path& file, const TokenCacheInputs& inputs,
-                       const text::Tokenizer& source, const text::Tokenizer& target);
+                       const text::Tokenizer& source, const text::Tokenizer& target,
+                       const BuildNews& news = {});
 
 /// Returns the text of the cache `file`, which the first rank of each host checks, and builds if
-/// need be, while the others wait.
+/// need be, while the others wait. `news` are told by that rank.
 ///
 /// Collective; blocks. Errors: on every rank, those of opening and building on any (work_alone);
 ///         ConfigError if hosts have different text.
 TrainingText cached_text(const std::filesystem::path& file, const TokenCacheInputs& inputs,
                          const text::Tokenizer& source, const text::Tokenizer& target,
-                         comm::ProcessGroup& group);
+                         comm::ProcessGroup& group, const BuildNews& news = {});
 
 }  // namespace cohort::translate

@@ -3,119 +3,31 @@
 #include <ATen/Parallel.h>
 #include <chrono>
 #include <cmath>
-#include <fstream>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <torch/types.h>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/free_memory.h"
 #include "cohort/base/log.h"
 #include "cohort/base/stop_request.h"
 #include "cohort/data/prefetch.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/progress.h"
 #include "cohort/translate/batch_fit.h"
-#include "cohort/translate/prepare.h"
-#include "cohort/translate/run_folder.h"
+#include "cohort/translate/run_checkpoints.h"
+#include "cohort/translate/run_data.h"
 #include "cohort/translate/run_record.h"
 #include "cohort/translate/run_state.h"
 #include "cohort/translate/updater.h"
+#include "cohort/translate/work_alone.h"
 
 namespace cohort::translate {
 namespace {
 
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-enum class Start { kFresh, kResume };
-
-std::string run_id() {
-  return env_string("TORCHELASTIC_RUN_ID").value_or("");
-}
-
-// Whether this process is the launcher's second attempt at the run that wrote these facts.
-bool is_restart_of(const train::Facts& facts) {
-  const auto found = facts.find("run_id");
-  return env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) > 0 && found != facts.end() &&
-         found->second == run_id();
-}
-
-// Makes the folder; refuses one with a run in it that can be neither continued nor replaced.
-Start prepare_folder(const TrainingOptions& options) {
-  std::error_code error;
-  fs::create_directories(options.model_dir, error);
-  if (!fs::is_directory(options.model_dir)) {
-    throw ConfigError("--model-dir " + options.model_dir + " cannot be made: " + error.message());
-  }
-  const fs::path folder = options.model_dir;
-  if (fs::exists(folder / "last" / "manifest.json") &&
-      (!options.overwrite || is_restart_of(train::read_manifest(folder / "last")))) {
-    return Start::kResume;
-  }
-  if (!options.overwrite && (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best"))) {
-    throw ConfigError("--model-dir " + options.model_dir +
-                      " holds a run without last/, so it cannot go on: name another folder, or "
-                      "pass --overwrite");
-  }
-  return Start::kFresh;
-}
-
-void remove_earlier_run(const fs::path& folder) {
-  for (const char* made : {"last", "best", "checkpoints", "history.jsonl", "tensorboard",
-                           "result-dev.txt", "report.html"})
-    fs::remove_all(folder / made);
-}
-
-// Validation keeps every sentence, so one that the model cannot hold is refused before training.
-void check_lengths(const Corpus& corpus, int64_t max_positions) {
-  for (int64_t i = 0; i < corpus.size(); ++i) {
-    const auto [source, target] = corpus.lengths()[static_cast<size_t>(i)];
-    const int64_t tokens = std::max(source, target);
-    if (tokens > max_positions) {
-      throw ConfigError("--valid-sets: pair " + std::to_string(i + 1) + " has " +
-                        std::to_string(tokens) + " tokens: expected at most " +
-                        std::to_string(max_positions));
-    }
-  }
-}
-
-// Text as the run uses it.
-struct RunData {
-  Tokenizers tokenizers;
-  FreshFiles fresh;
-  TrainingText train;
-  Corpus valid;
-  text::ParallelText valid_text;
-  double seconds = 0;  // that it took to get here
-};
-
-// Everything that is wrong with the text is found here. Collective.
-RunData prepare_data(const TrainingOptions& options, text::ParallelText valid_text, Start start,
-                     comm::ProcessGroup& group) {
-  const auto begin = Clock::now();
-  const bool anew = start == Start::kFresh && options.overwrite && options.vocabs.empty();
-  MadeTokenizers made = prepare_vocabularies(options, anew, group);
-  Corpus valid = tokenize(valid_text, made.tokenizers.source, made.tokenizers.target);
-  check_lengths(valid, options.model.max_positions);
-  TrainingText train = prepare_tokens(options, made, group);
-  return {std::move(made.tokenizers), std::move(made.fresh), std::move(train),
-          std::move(valid),           std::move(valid_text), seconds_since(begin)};
-}
-
-// From here on the run has its vocabularies: a folder can be moved, and later runs find them.
-void keep_vocabularies(const TrainingOptions& options, FreshFiles& fresh) {
-  fresh.keep();
-  const auto files = vocab_files_of(options);
-  const auto own = vocab_files(options.model_dir, {});
-  for (size_t side = 0; side < 2; ++side) {
-    if (fs::exists(own[side]) && fs::equivalent(files[side], own[side])) continue;
-    fs::copy_file(files[side], own[side], fs::copy_options::overwrite_existing);
-  }
 }
 
 train::EarlyStoppingOptions stopping_options(const TrainingOptions& options) {
@@ -124,8 +36,10 @@ train::EarlyStoppingOptions stopping_options(const TrainingOptions& options) {
 
 // A rank waits for rank 0 to have written some gigabytes.
 constexpr std::chrono::minutes kSaveLimit{30};
+// Moving and removing files.
+constexpr std::chrono::minutes kFolderLimit{10};
 
-// One run on one rank; `loop` below is its outline.
+// One run on one rank; `run` below is its outline.
 class Run {
  public:
   Run(const TrainingOptions& options, Start start, RunData data, comm::ProcessGroup& group);
@@ -138,38 +52,39 @@ class Run {
   };
 
   bool train_epoch();  // whether it came to the end
+  void run();
   void update(const Update& update, int64_t step, int64_t num_steps);
-  void report_skipped(const Update& update, const UpdateReport& own);
+  void report_skipped(const Update& update, const BadNumber& bad, double loss);
   void validate();
+  void report_validation(const ValidScores& scores, double train_loss, double tokens_per_s) const;
   bool is_valid_update() const;
   void check_goals();
-  void resume();
-  void write(const std::string& folder, const train::Parts& parts, const train::Facts& facts);
   void save();
-  void save_and_keep();
-  train::Facts model_facts() const;
-  train::Facts facts() const;
+  void save_if_due();
+  RunState state_now() const;
+  TrainingResult result() const;
+  void make_folder_ours(Start start);
+  void open_record();
   double seconds() const { return state_.seconds + seconds_since(start_); }
   void decide_to_stop(const std::string& reason) {
     if (stop_reason_.empty()) stop_reason_ = reason;
   }
   Log make_log() const;
   void report_start() const;
-  std::vector<int64_t> find_batch_fit();
+  void fit_batch_sizes();
+  data::BatchOptions batch_options() const;
 
   const TrainingOptions& options_;
   comm::ProcessGroup& group_;
   Log log_;
   RunData data_;
-  std::vector<int64_t> fit_rows_;  // of data::BatchOptions
   nmt::Transformer model_{nullptr};
   std::optional<Updater> updater_;
   train::EarlyStopping early_stopping_;
   std::optional<RunRecord> record_;  // rank 0
   train::Progress progress_;
 
-  train::CheckpointWriter writer_;  // rank 0 uses it
-  train::Facts data_facts_;         // rank 0: what text and vocabularies the run rests on
+  RunCheckpoints checkpoints_;
   StopRequest stop_request_;
 
   RunState state_;
@@ -191,10 +106,15 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, comm::Proces
       group_(group),
       log_(make_log()),
       data_(std::move(data)),
-      early_stopping_(stopping_options(options)) {
+      early_stopping_(stopping_options(options)),
+      checkpoints_(options, data_.train.sha256, log_) {
+  if (start == Start::kResume) {
+    state_ = checkpoints_.read_last(group);
+    early_stopping_ = train::EarlyStopping(stopping_options(options), state_.early_stopping);
+  }
   model_ = nmt::Transformer(options.model, options.precision);
   model_->initialise(options.seed);
-  if (options.mini_batch_fit) fit_rows_ = find_batch_fit();
+  if (options.mini_batch_fit) fit_batch_sizes();
   updater_.emplace(model_, group,
                    UpdaterOptions{.schedule = {.factor = options.noam_factor,
                                                .width = options.model.dim_emb,
@@ -202,30 +122,51 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, comm::Proces
                                   .clip_norm = options.clip_norm,
                                   .exponential_smoothing = options.exponential_smoothing,
                                   .seed = options.seed});
-  if (group.rank() == 0) {
-    data_facts_["train_sets_sha256"] = data_.train.sha256;
-    if (start == Start::kFresh) {
-      remove_earlier_run(options.model_dir);
-      keep_vocabularies(options, data_.fresh);
-    }
-    data_facts_.merge(vocabulary_facts(options.model_dir));
+  make_folder_ours(start);
+  if (start == Start::kResume) {
+    checkpoints_.load_last(updater_->parts(), group);
+    updater_->set_num_updates(state_.updates);
+    log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
   }
-  if (start == Start::kResume) resume();
-  const auto machines = group.gather_text(describe_machine());
-  if (group.rank() == 0) {
-    record_.emplace(options,
+  open_record();
+  report_start();
+}
+
+// Everything that can be refused has been: an earlier run outlives a refused one.
+void Run::make_folder_ours(Start start) {
+  if (start == Start::kResume) return;
+  work_alone(group_, "the run's folder", group_.rank() == 0, kFolderLimit, [&] {
+    remove_earlier_run(options_.model_dir);
+    keep_vocabularies(options_, data_.fresh);
+  });
+}
+
+void Run::open_record() {
+  const auto machines = group_.gather_text(describe_machine());
+  work_alone(group_, "the run's record", group_.rank() == 0, kFolderLimit, [&] {
+    record_.emplace(options_,
                     RunStart{.update = state_.updates,
+                             .is_validated = state_.is_validated(),
                              .num_parameters = nmt::count_parameters(*model_),
                              .train_pairs = data_.train.corpus.size(),
                              .pairs = data_.train.counts,
                              .machines = machines},
                     data_.valid_text, log_);
-  }
-  report_start();
+  });
 }
 
-// Before there is an Updater: the trials' gradients are nobody's.
-std::vector<int64_t> Run::find_batch_fit() {
+// Before there is an Updater: the trials' gradients are nobody's. What a trial finds depends on the
+// memory's state, too, so a run that goes on as it was uses what it found.
+void Run::fit_batch_sizes() {
+  const std::string wanted =
+      "workspace_mib=" + std::to_string(options_.workspace_mib) +
+      " ranks=" + std::to_string(group_.size()) +
+      " precision=" + nmt::to_string(options_.precision) +
+      " gradient_checkpointing=" + std::to_string(options_.model.gradient_checkpointing);
+  if (state_.fitted_for == wanted) {
+    log_.info("batches are those that were fitted before", {{"for", wanted}});
+    return;
+  }
   const auto begin = Clock::now();
   int64_t longest = 1;
   for (const auto& [source, target] : data_.train.corpus.lengths())
@@ -243,7 +184,8 @@ std::vector<int64_t> Run::find_batch_fit() {
                              {"workspace_mib", options_.workspace_mib}});
   }
   log_.info("batches were fitted", {{"seconds", seconds_since(begin)}});
-  return std::move(fit.rows);
+  state_.fit_rows = std::move(fit.rows);
+  state_.fitted_for = wanted;
 }
 
 void Run::report_start() const {
@@ -257,7 +199,7 @@ void Run::report_start() const {
                      {"dropped_empty", pairs.dropped_empty},
                      {"dropped_long", pairs.dropped_long},
                      {"cropped", pairs.cropped},
-                     {"kept_whole", pairs.kept},
+                     {"kept", pairs.kept},
                      {"read", pairs.read},
                      {"valid_pairs", data_.valid.size()},
                      {"valid_dropped_empty", data_.valid_text.num_dropped_empty}});
@@ -267,94 +209,23 @@ void Run::report_start() const {
               {"seconds", data_.seconds}});
 }
 
-train::Facts Run::model_facts() const {
-  train::Facts facts = facts_of(options_.model);
-  facts["precision"] = nmt::to_string(options_.precision);
-  facts["update"] = std::to_string(state_.updates);
-  for (const auto& [name, value] : data_facts_) {
-    if (name.starts_with("vocabulary.")) facts[name] = value;
-  }
-  return facts;
-}
-
-train::Facts Run::facts() const {
-  train::Facts facts = model_facts();
-  facts.insert(data_facts_.begin(), data_facts_.end());
-  facts["run_id"] = run_id();
-  facts["valid_metric"] = to_string(options_.valid_metrics.front());
+RunState Run::state_now() const {
   RunState now = state_;
   now.seconds = seconds();
   now.early_stopping = early_stopping_.state();
-  write_facts(now, facts);
-  return facts;
-}
-
-// Rank 0 copies the tensors and trains on while they are written. A save that fails is said to have
-// failed, and its occasion comes again: the checkpoint before is still there.
-void Run::write(const std::string& folder, const train::Parts& parts, const train::Facts& facts) {
-  try {
-    writer_.wait();
-  } catch (const std::exception& error) {
-    log_.error("a checkpoint was not written", {{"why", one_line(error)}});
-  }
-  writer_.save(folder, parts, state_.updates, facts);
+  return now;
 }
 
 void Run::save() {
-  if (group_.rank() != 0) return;
-  write(options_.model_dir + "/last", updater_->parts(), facts());
+  if (group_.rank() == 0) checkpoints_.save_last(state_now(), updater_->parts());
   saved_ = Clock::now();
 }
 
-// The weights alone, smoothed if there is an average, beside those of earlier updates.
-void Run::save_and_keep() {
-  if (group_.rank() != 0) return;
-  const train::Parts parts = updater_->parts();
-  const auto average = parts.find("average");
-  write(kept_folder(options_.model_dir, state_.updates),
-        {{"weights", average == parts.end() ? parts.at("weights") : average->second}},
-        model_facts());
-  if (options_.keep_interval_updates == 0) return;
-  auto kept = kept_updates(options_.model_dir);
-  std::erase(kept, state_.updates);  // it may be there already
-  const auto earlier = static_cast<size_t>(options_.keep_interval_updates - 1);
-  while (kept.size() > earlier) {
-    fs::remove_all(kept_folder(options_.model_dir, kept.front()));
-    kept.erase(kept.begin());
+void Run::save_if_due() {
+  if (options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min &&
+      !checkpoints_.busy()) {
+    save();
   }
-}
-
-// Rank 0 reads; the others need not see its folder.
-void Run::resume() {
-  const std::string folder = options_.model_dir + "/last";
-  train::Parts parts = updater_->parts();
-  nlohmann::json told;
-  if (group_.rank() == 0) {
-    train::Facts found = train::read_manifest(folder);
-    found.merge(facts_of(model_of(found)));  // what manifests of earlier versions take for granted
-    train::Facts expected = facts_of(options_.model);
-    expected.insert(data_facts_.begin(), data_facts_.end());
-    expected["valid_metric"] = to_string(options_.valid_metrics.front());
-    for (const auto& [name, value] : expected) {
-      const auto there = found.find(name);
-      if (there == found.end() || there->second != value) {
-        throw ConfigError("--model-dir " + options_.model_dir + " holds a run with " + name + " " +
-                          (there == found.end() ? "missing" : there->second) + ", now it is " +
-                          value + ": name another folder, or pass --overwrite");
-      }
-    }
-    train::load_checkpoint(folder, parts);
-    told = found;
-  }
-  const train::Facts facts =
-      nlohmann::json::parse(group_.broadcast_text(told.dump())).get<train::Facts>();
-  for (auto& [part, tensors] : parts) {
-    for (auto& [name, tensor] : tensors) group_.broadcast(tensor, 0);
-  }
-  state_ = read_state(facts);
-  updater_->set_num_updates(state_.updates);
-  early_stopping_ = train::EarlyStopping(stopping_options(options_), state_.early_stopping);
-  log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
 }
 
 // Whether --valid-freq wants a validation after the update that was made last, and it has not been.
@@ -377,10 +248,33 @@ void Run::check_goals() {
 
 TrainingResult Run::loop() {
   start_ = saved_ = Clock::now();
+  try {
+    run();
+  } catch (const std::exception& error) {
+    stop_reason_ = one_line(error);
+    if (record_) record_->ended(result(), seconds());
+    throw;
+  }
+  if (record_) record_->ended(result(), seconds());
+  return result();
+}
+
+TrainingResult Run::result() const {
+  return {.stop_reason = stop_reason_,
+          .was_asked_to = was_asked_to_stop_,
+          .epochs = state_.epoch,
+          .updates = state_.updates,
+          .best = state_.best};
+}
+
+void Run::run() {
   model_->train();
   if (state_.updates == 0) {
-    if (options_.valid_on_start) validate();
-    save();
+    save();  // a run that is killed in its first validation goes on, too
+    if (options_.valid_on_start && !state_now().is_validated()) {
+      validate();
+      save();
+    }
   } else if (is_valid_update()) {
     validate();  // the run was asked to stop before it could
   }
@@ -392,37 +286,40 @@ TrainingResult Run::loop() {
     if ((due || last) && !was_asked_to_stop_ && state_.token_sum > 0) validate();
     if (done > state_.epoch) state_.trained.clear();
     state_.epoch = done;
+    save_if_due();
   }
   save();
-  if (group_.rank() == 0) writer_.wait();
-  group_.barrier("last checkpoint", kSaveLimit);
+  work_alone(group_, "last checkpoint", group_.rank() == 0, kSaveLimit,
+             [&] { checkpoints_.finish(); });
+  const std::string best = "best_" + to_string(options_.valid_metrics.front());
   log_.info("end", {{"reason", stop_reason_},
                     {"epochs", state_.epoch},
                     {"updates", state_.updates},
-                    {"best_bleu", state_.best.bleu},
+                    {best, early_stopping_.state().best.value_or(std::nan(""))},
                     {"minutes", seconds() / 60}});
-  const TrainingResult result{.stop_reason = stop_reason_,
-                              .was_asked_to = was_asked_to_stop_,
-                              .epochs = state_.epoch,
-                              .updates = state_.updates,
-                              .best = state_.best};
-  if (group_.rank() == 0) record_->ended(result, seconds());
-  return result;
+}
+
+data::BatchOptions Run::batch_options() const {
+  return {.mini_batch = options_.mini_batch,
+          .mini_batch_words = options_.mini_batch_words,
+          .fit_rows = options_.mini_batch_fit ? state_.fit_rows : std::vector<int64_t>{},
+          .maxi_batch = options_.maxi_batch,
+          .optimizer_delay = options_.optimizer_delay,
+          .seed = options_.seed,
+          .rank = group_.rank(),
+          .world_size = group_.size()};
 }
 
 bool Run::train_epoch() {
-  const data::BatchOptions batch_options{.mini_batch = options_.mini_batch,
-                                         .mini_batch_words = options_.mini_batch_words,
-                                         .fit_rows = fit_rows_,
-                                         .maxi_batch = options_.maxi_batch,
-                                         .optimizer_delay = options_.optimizer_delay,
-                                         .seed = options_.seed,
-                                         .rank = group_.rank(),
-                                         .world_size = group_.size()};
+  const data::BatchOptions options = batch_options();
   const auto plan =
-      data::plan_rest(data_.train.corpus.lengths(), batch_options, state_.epoch, state_.trained);
-  if (state_.trained.empty() || !data::same_plan(state_.trained.back().options, batch_options))
-    state_.trained.push_back({.options = batch_options});
+      data::plan_rest(data_.train.corpus.lengths(), options, state_.epoch, state_.trained);
+  if (state_.trained.empty() || !data::same_plan(state_.trained.back().options, options)) {
+    if (!state_.trained.empty())
+      log_.info("the rest of the epoch is planned anew: ranks, batch sizes or seed are others",
+                {{"epoch", state_.epoch + 1}, {"sentences", plan.num_sentences}});
+    state_.trained.push_back({.options = options});
+  }
   auto& num_trained = state_.trained.back().num_batches;
   const int64_t delay = options_.optimizer_delay;
   int64_t step = num_trained / delay;
@@ -446,46 +343,53 @@ bool Run::train_epoch() {
   while (const auto next_update = loader.next()) {
     num_trained += std::ssize(next_update->batches);
     update(*next_update, ++step, num_steps);
-    if (is_valid_update() && !was_asked_to_stop_) validate();
-    if (options_.save_interval_updates > 0 && !state_.skipped_in_a_row &&
+    if (is_valid_update() && !was_asked_to_stop_) {
+      validate();
+      check_goals();
+    }
+    if (group_.rank() == 0 && options_.save_interval_updates > 0 && !state_.skipped_in_a_row &&
         state_.updates % options_.save_interval_updates == 0) {
-      save_and_keep();
+      checkpoints_.save_kept(state_now(), updater_->parts());
     }
     if (!stop_reason_.empty()) {
       progress_.finish();  // before anything else is said
       // One that was asked to stop ends the epoch when it goes on: with its validation.
       return step == num_steps && !was_asked_to_stop_;
     }
-    if (options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min &&
-        !writer_.busy()) {
-      save();
-    }
+    if (step < num_steps) save_if_due();  // the epoch's end validates first
   }
   progress_.finish();
   return true;
 }
 
-// Each rank says of itself what it knows; after too many in a row the run ends, and last/ is what
-// it was before the first of them or between two.
-void Run::report_skipped(const Update& update, const UpdateReport& own) {
+// All ranks know whose number it was, so all say the same, rank 0 on the terminal. After too many
+// in a row the run ends, and last/ is what it was before the first of them or between two.
+void Run::report_skipped(const Update& update, const BadNumber& bad, double loss) {
   constexpr int64_t kMostInARow = 10;
   std::string sentences;
-  if (!std::isfinite(own.nll_sum)) {
-    for (const int64_t i : update.sentences) {
-      if (sentences.size() > 200) break;
+  if (bad.rank == group_.rank()) {
+    const auto of_batch = [&](int64_t i) {
+      return update.batches[static_cast<size_t>(i)].source_lengths_B.size(0);
+    };
+    int64_t first = 0;
+    for (int64_t i = 0; i < bad.batch; ++i) first += of_batch(i);
+    for (int64_t i = first; i < first + of_batch(bad.batch) && sentences.size() <= 200; ++i) {
       sentences += (sentences.empty() ? "" : " | ") +
-                   data_.tokenizers.source.decode(data_.train.corpus.source(i));
+                   data_.tokenizers.source.decode(
+                       data_.train.corpus.source(update.sentences[static_cast<size_t>(i)]));
     }
   }
+  if (bad.rank >= 0) sentences = group_.broadcast_text(sentences, bad.rank);
   progress_.clear();
+  const std::string rank = bad.rank < 0 ? "none: the sum over ranks" : std::to_string(bad.rank);
   log_.warn("skipped an update: a number is not finite", {{"after_update", state_.updates},
-                                                          {"own_loss", own.nll_sum},
-                                                          {"gradient", own.bad_gradient},
+                                                          {"rank", rank},
+                                                          {"loss", loss},
+                                                          {"gradient", bad.parameter},
                                                           {"sentences", sentences}});
   TORCH_CHECK(++state_.skipped_in_a_row < kMostInARow, "diverged: the loss or the gradient of ",
-              own.bad_gradient, " was no finite number ", kMostInARow,
-              " times in a row after update ", state_.updates,
-              "; last/ holds finite parameters (a lower --learn-rate may help)");
+              bad.parameter, " was no finite number ", kMostInARow, " times in a row after update ",
+              state_.updates, "; last/ holds finite parameters (a lower --learn-rate may help)");
 }
 
 void Run::update(const Update& update, int64_t step, int64_t num_steps) {
@@ -509,7 +413,7 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
   const double update_seconds = seconds_since(start);
   state_.train_seconds += update_seconds;
   if (own.skipped) {
-    report_skipped(update, own);
+    report_skipped(update, own.bad, loss);
   } else {
     state_.skipped_in_a_row = 0;
     state_.loss_sum += fact[kLoss];
@@ -543,6 +447,27 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
                     .tokens_per_s = tokens / update_seconds});
 }
 
+void Run::report_validation(const ValidScores& scores, double train_loss,
+                            double tokens_per_s) const {
+  const std::string best_name = "best_" + to_string(options_.valid_metrics.front());
+  const LogField epoch("epoch", state_.epoch + 1), update("update", state_.updates),
+      train("train_loss", train_loss), loss("valid_loss", scores.loss),
+      best(best_name, early_stopping_.state().best.value_or(std::nan(""))),
+      speed("tgt_tokens_per_s", tokens_per_s);
+  if (scores.bleu && scores.chrf) {
+    log_.info("valid", {epoch,
+                        update,
+                        train,
+                        loss,
+                        {"valid_bleu", *scores.bleu},
+                        {"valid_chrf", *scores.chrf},
+                        best,
+                        speed});
+  } else {
+    log_.info("valid", {epoch, update, train, loss, best, speed});
+  }
+}
+
 void Run::validate() {
   const auto start = Clock::now();
   progress_.clear();
@@ -556,29 +481,22 @@ void Run::validate() {
       updater_->average());  // scored and saved as they are used later
   const Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
                                          data_.tokenizers.target, group_, options_.evaluation);
-  const ValidScores scores{
-      .loss = evaluation.loss, .bleu = evaluation.bleu.score, .chrf = evaluation.chrf.score};
+  ValidScores scores{.loss = evaluation.loss};
+  if (options_.evaluation.translate) {
+    scores.bleu = evaluation.bleu.score;
+    scores.chrf = evaluation.chrf.score;
+  }
   // Rank 0's number decides: another CPU's logarithm might differ in the last bit.
   at::Tensor decisive = at::tensor({value_of(scores, options_.valid_metrics.front())}, at::kDouble);
   group_.broadcast(decisive);
   const bool improved = early_stopping_.update(decisive.item<double>());
-  if (improved) state_.best = scores;
-  log_.info("valid", {{"epoch", state_.epoch + 1},
-                      {"update", state_.updates},
-                      {"train_loss", train_loss},
-                      {"valid_loss", scores.loss},
-                      {"valid_bleu", scores.bleu},
-                      {"valid_chrf", scores.chrf},
-                      {"best_bleu", state_.best.bleu},
-                      {"tgt_tokens_per_s", tokens_per_s}});
+  if (improved) {
+    state_.best = scores;
+    state_.best_update = state_.updates;
+  }
+  report_validation(scores, train_loss, tokens_per_s);
   if (group_.rank() == 0) {
-    if (improved) {
-      train::Facts facts = model_facts();
-      facts["valid_loss"] = std::to_string(scores.loss);
-      facts["valid_bleu"] = std::to_string(scores.bleu);
-      facts["valid_chrf"] = std::to_string(scores.chrf);
-      write(options_.model_dir + "/best", {{"weights", train::state_of(*model_)}}, facts);
-    }
+    if (improved) checkpoints_.save_best(state_now(), train::state_of(*model_));
     record_->validated({.epoch = state_.epoch + 1,
                         .update = state_.updates,
                         .seconds = seconds(),
@@ -590,19 +508,18 @@ void Run::validate() {
                         .own_seconds = seconds_since(start)},
                        evaluation.translations);
   }
+  give_back_free_memory();  // translations of all lengths have left holes in it
   group_.barrier("validation");
 }
 
 }  // namespace
 
 TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) {
-  // Bad text is found before anything is written.
-  auto valid_text = text::read_parallel_text(options.valid_sets);
-  const auto decide = [&] {
-    return prepare_folder(options) == Start::kResume ? "resume" : "fresh";
-  };
-  const std::string decision = group.broadcast_text(group.rank() == 0 ? decide() : "");
-  const Start start = decision == "resume" ? Start::kResume : Start::kFresh;
+  auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
+  std::string decision;
+  work_alone(group, "the run's folder", group.rank() == 0, kFolderLimit,
+             [&] { decision = find_start(options) == Start::kResume ? "resume" : "fresh"; });
+  const Start start = group.broadcast_text(decision) == "resume" ? Start::kResume : Start::kFresh;
   RunData data = prepare_data(options, std::move(valid_text), start, group);
   return Run(options, start, std::move(data), group).loop();
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,7 +72,7 @@ struct TrainingResult {
   bool was_asked_to = false;  ///< By SIGTERM or SIGINT, before any goal of its own was reached.
   int64_t epochs = 0;
   int64_t updates = 0;
-  ValidScores best;  ///< Of the weights in best/.
+  std::optional<ValidScores> best;  ///< Of the weights in best/, once there are any.
 };
 
 /// Trains and validates; rank 0 writes the run's folder: config.json, source.spm, target.spm

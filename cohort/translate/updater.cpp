@@ -12,14 +12,18 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
 }
 
+bool is_finite(const at::Tensor& tensor) {
+  return at::isfinite(tensor).all().item<bool>();
+}
+
 }  // namespace
 
 Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const UpdaterOptions& options)
     : options_(options),
       group_(group),
       model_(std::move(model)),
-      ddp_(model_, group, {.gradient_as_bucket_view = true}),
-      adam_(optim::named_parameters(*model_)) {
+      parallel_(make_parallel_model(model_, group, options.strategy)),
+      adam_(parallel_->parameters()) {
   if (options.exponential_smoothing > 0) {
     average_ = std::make_unique<optim::ExponentialAverage>(adam_.parameters(),
                                                            options.exponential_smoothing);
@@ -29,14 +33,15 @@ Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const Update
 
 // backward returns when all ranks' gradients are there, so it cannot say when this rank's were.
 void Updater::watch_gradients() {
-  for (const at::Tensor& parameter : adam_.parameters()) {
-    hooks_.push_back(
-        parameter.register_hook([this](const at::Tensor&) { last_gradient_ = Clock::now(); }));
+  for (const at::Tensor& parameter : model_->parameters()) {
+    hooks_.emplace_back(parameter, parameter.register_hook([this](const at::Tensor&) {
+      last_gradient_ = Clock::now();
+    }));
   }
 }
 
 Updater::~Updater() {
-  for (size_t i = 0; i < hooks_.size(); ++i) adam_.parameters()[i].remove_hook(hooks_[i]);
+  for (auto& [parameter, hook] : hooks_) parameter.remove_hook(hook);
 }
 
 train::Parts Updater::parts() {
@@ -63,29 +68,61 @@ double Updater::learning_rate() const {
 double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight) {
   double nll_sum = 0;
   const auto run = [&](size_t index) {
+    batch_ = static_cast<int64_t>(index);
     // Named by the batch's number in the whole update, so it matters not which rank computes it.
     const auto number = static_cast<uint64_t>(index) * static_cast<uint64_t>(group_.size()) +
                         static_cast<uint64_t>(group_.rank());
     model_->set_dropout_stream({.seed = options_.seed * 1000003 + number,
                                 .call = static_cast<uint64_t>(num_updates()) << 20});
-    const auto [loss, nll] = ddp_(batches[index]);
-    ddp_.backward(loss, at::full_like(loss, weight));
+    const auto [loss, nll] = parallel_->forward(batches[index]);
+    // 0 times a loss that is not finite is NaN: it makes the gradients so, and all ranks see it in
+    // them, without an exchange of its own.
+    parallel_->backward(loss, at::full_like(loss, weight) + (nll.detach() * 0).to(loss));
     nll_sum += nll.item<double>();
   };
-  for (size_t i = 0; i + 1 < batches.size(); ++i) {
-    const auto guard = ddp_.no_sync();
+  for (size_t i = 0; i < batches.size(); ++i) {
+    parallel_->set_synchronized(i + 1 == batches.size());
     run(i);
   }
-  run(batches.size() - 1);
   return nll_sum;
 }
 
-std::string Updater::first_bad_gradient() const {
-  for (const auto& item : model_->named_parameters()) {
-    const at::Tensor& gradient = item.value().grad();
-    if (gradient.defined() && !at::isfinite(gradient).all().item<bool>()) return item.key();
+// Where gradients are sharded, only the ranks that hold a part of the bad one see it.
+std::string Updater::first_bad_sum() {
+  std::string own;
+  for (const auto& [name, tensor] : parallel_->parameters()) {
+    const at::Tensor& gradient = tensor.grad();
+    if (!own.empty() || !gradient.defined() || is_finite(gradient)) continue;
+    own = name;
   }
+  for (const std::string& found : group_.all_gather_text(own))
+    if (!found.empty()) return found;
   return "";
+}
+
+// The gradients that are there are all ranks' sum. The same computation once more, with hooks that
+// see this rank's share of it, says whose the bad number is; all strategies can do that.
+BadNumber Updater::find_bad_number(const std::vector<nmt::Batch>& batches, double weight) {
+  const std::string in_sum = first_bad_sum();
+  adam_.zero_grad();
+  BadNumber own;
+  std::vector<std::pair<at::Tensor, unsigned>> hooks;
+  for (const auto& item : model_->named_parameters()) {
+    const auto look = [&own, this, name = item.key()](const at::Tensor& gradient) {
+      if (own.batch < 0 && !is_finite(gradient)) own = {group_.rank(), batch_, name};
+    };
+    hooks.emplace_back(item.value(), item.value().register_hook(look));
+  }
+  accumulate_gradients(batches, weight);
+  for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
+  const auto found =
+      group_.all_gather_text(own.batch < 0 ? "" : std::to_string(own.batch) + " " + own.parameter);
+  for (size_t rank = 0; rank < found.size(); ++rank) {
+    if (found[rank].empty()) continue;
+    return {static_cast<int>(rank), std::stoll(found[rank]),
+            found[rank].substr(found[rank].find(' ') + 1)};
+  }
+  return {.parameter = in_sum};
 }
 
 UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
@@ -95,15 +132,15 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   report.num_tokens = group_.all_reduce_sum(report.own_tokens);
   const auto start = Clock::now();
   // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
-  report.nll_sum = accumulate_gradients(
-      batches, static_cast<double>(group_.size()) / static_cast<double>(report.num_tokens));
+  const double weight = static_cast<double>(group_.size()) / static_cast<double>(report.num_tokens);
+  report.nll_sum = accumulate_gradients(batches, weight);
   const auto all_gradients = Clock::now();
   const double waiting = seconds_between(last_gradient_, all_gradients);
-  report.gradient_norm = std::sqrt(optim::gradient_norm_squared(adam_.parameters()));
+  report.gradient_norm = parallel_->gradient_norm();
   // The gradients are means over ranks by now: one rank's bad number is in everybody's.
   report.skipped = !std::isfinite(report.gradient_norm);
   if (report.skipped) {
-    report.bad_gradient = first_bad_gradient();
+    report.bad = find_bad_number(batches, weight);
   } else {
     const bool clip = options_.clip_norm > 0 && report.gradient_norm > options_.clip_norm;
     adam_.step(options_.schedule.at(num_updates() + 1),

@@ -12,16 +12,24 @@
 #include "cohort/optim/adam.h"
 #include "cohort/optim/exponential_average.h"
 #include "cohort/optim/noam.h"
-#include "cohort/parallel/distributed_data_parallel.h"
 #include "cohort/train/checkpoint.h"
+#include "cohort/translate/strategy.h"
 
 namespace cohort::translate {
 
 struct UpdaterOptions {
+  Strategy strategy = Strategy::kDdp;
   optim::NoamSchedule schedule;
   double clip_norm = 1;              ///< Largest global gradient norm; 0: no clipping.
   double exponential_smoothing = 0;  ///< Weight of the newest parameters in the average; 0: none.
   uint64_t seed = 1;                 ///< Of dropout.
+};
+
+/// Where a number that is not finite came from.
+struct BadNumber {
+  int rank = -1;       ///< The first whose own loss or gradient it was; -1: nobody's but the sum's.
+  int64_t batch = -1;  ///< Of that rank's batches, the first.
+  std::string parameter;  ///< The first that backward came to with such a gradient.
 };
 
 /// What one rank knows of an update.
@@ -30,8 +38,8 @@ struct UpdateReport {
   int64_t own_tokens = 0;  ///< This rank's target tokens.
   int64_t num_tokens = 0;  ///< All ranks' target tokens.
   double gradient_norm = 0;    ///< Global, before clipping; the same on all ranks.
-  bool skipped = false;        ///< The norm is no finite number: nothing was updated, on any rank.
-  std::string bad_gradient;    ///< If skipped: the first parameter with such a gradient.
+  bool skipped = false;        ///< A loss or the norm is not finite: nothing was updated, anywhere.
+  BadNumber bad;               ///< If skipped: where that came from; the same on all ranks.
   double compute_seconds = 0;  ///< Of this rank's own work: without waiting for other ranks.
 };
 
@@ -57,8 +65,9 @@ class Updater {
   /// Makes one update from this rank's `batches`: one or more; ranks may have different numbers.
   ///
   /// Collective; blocks until every rank has computed. Where one rank's loss or gradient is no
-  /// finite number, no rank updates anything, and `num_updates` stays.
-  /// Cost: one all-reduce of a number, one of the gradients, however many batches there are.
+  /// finite number, no rank updates anything, `num_updates` stays, and all compute once more to
+  /// find out whose it was. Cost: one all-reduce of a number, one of the gradients, however many
+  /// batches there are.
   UpdateReport update(const std::vector<nmt::Batch>& batches);
 
   /// The parts of a checkpoint: "weights", "optimizer", and "average" if there is one. They share
@@ -74,16 +83,18 @@ class Updater {
  private:
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
   void watch_gradients();
-  std::string first_bad_gradient() const;
+  BadNumber find_bad_number(const std::vector<nmt::Batch>& batches, double weight);
+  std::string first_bad_sum();
 
   UpdaterOptions options_;
   comm::ProcessGroup& group_;
   nmt::Transformer model_;
-  parallel::DistributedDataParallel<nmt::Transformer> ddp_;
+  std::unique_ptr<ParallelModel> parallel_;
   optim::Adam adam_;
   std::unique_ptr<optim::ExponentialAverage> average_;
-  std::vector<unsigned> hooks_;                          // by parameter, to be taken off again
+  std::vector<std::pair<at::Tensor, unsigned>> hooks_;   // to be taken off again
   std::chrono::steady_clock::time_point last_gradient_;  // when backward had computed it
+  int64_t batch_ = 0;                                    // that is being computed
 };
 
 }  // namespace cohort::translate

@@ -1,5 +1,7 @@
 #include "cohort/translate/valid_metric.h"
 
+#include <cmath>
+
 #include "cohort/base/error.h"
 
 namespace cohort::translate {
@@ -25,9 +27,9 @@ std::string to_string(ValidMetric metric) {
 double value_of(const ValidScores& scores, ValidMetric metric) {
   switch (metric) {
     case ValidMetric::kBleu:
-      return scores.bleu;
+      return scores.bleu.value_or(std::nan(""));
     case ValidMetric::kChrf:
-      return scores.chrf;
+      return scores.chrf.value_or(std::nan(""));
     case ValidMetric::kLoss:
       break;
   }

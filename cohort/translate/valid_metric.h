@@ -1,16 +1,17 @@
 // The numbers by which a run is judged while it trains.
 #pragma once
+#include <optional>
 #include <string>
 
 #include "cohort/train/early_stopping.h"
 
 namespace cohort::translate {
 
-/// One validation's numbers; those of translations are 0 where nothing was translated.
+/// One validation's numbers; those of translations only if something was translated.
 struct ValidScores {
-  double loss = 0;  ///< Mean of -log p over target tokens.
-  double bleu = 0;  ///< 0 to 100.
-  double chrf = 0;  ///< chrF2, 0 to 100.
+  double loss = 0;               ///< Mean of -log p over target tokens.
+  std::optional<double> bleu{};  ///< 0 to 100.
+  std::optional<double> chrf{};  ///< chrF2, 0 to 100.
 
   bool operator==(const ValidScores&) const = default;
 };
@@ -22,6 +23,7 @@ enum class ValidMetric { kLoss, kBleu, kChrf };
 ValidMetric parse_valid_metric(const std::string& name);
 std::string to_string(ValidMetric metric);
 
+/// NaN if it was not computed.
 double value_of(const ValidScores& scores, ValidMetric metric);
 train::Better better_of(ValidMetric metric);
 /// Whether the metric is one of translations.

@@ -12,22 +12,10 @@ namespace fs = std::filesystem;
 using cohort::test::bin;
 using cohort::test::contents;
 using cohort::test::Ended;
+using cohort::test::fields_of;
+using cohort::test::lines_of;
 using cohort::test::NmtCommand;
 using cohort::test::shell;
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
-
-std::vector<std::string> fields_of(const std::string& line) {
-  std::vector<std::string> fields;
-  std::istringstream stream(line);
-  for (std::string field; std::getline(stream, field, '\t');) fields.push_back(field);
-  return fields;
-}
 
 // Commands of cohort-nmt and cohort-bench, as "nmt train".
 std::vector<std::string> commands() {
@@ -80,20 +68,24 @@ class ConfigFileTest : public NmtCommand {
     std::ofstream(path(name)) << text;
     return path(name);
   }
+  static void expect_lines(const Ended& ended, const std::vector<std::string>& expected) {
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    const auto lines = lines_of(ended.output);
+    for (const std::string& line : expected)
+      EXPECT_NE(std::ranges::find(lines, line), lines.end()) << line << "\nin " << ended.output;
+  }
 };
 
 TEST_F(ConfigFileTest, ADumpedRunIsTheSameRun) {
   std::string flags = train_flags("a") + "--after-batches 12 --word-penalty -0.25 ";
-  // Flags whose defaults depend on others: --mini-batch, --noam-factor.
+  // Flags that depend on others: --mini-batch, --noam-factor.
   flags.replace(flags.find("--mini-batch 16"), 15, "--mini-batch-words 120");
   const Ended dump = shell(nmt(flags + "--dump-config"));
   ASSERT_EQ(dump.code, 0) << dump.output;
   EXPECT_FALSE(fs::exists(path("a"))) << "nothing is trained";
   const std::string file = write("run.yaml", dump.output);
   EXPECT_EQ(shell(nmt("train --config " + file + " --dump-config")).output, dump.output);
-  EXPECT_NE(dump.output.find("\nmini-batch: 0\n"), std::string::npos) << dump.output;
-  EXPECT_NE(dump.output.find("\n# noam-factor:\n"), std::string::npos) << dump.output;
-  EXPECT_NE(dump.output.find("\nword-penalty: -0.25\n"), std::string::npos) << dump.output;
+  expect_lines(dump, {"# mini-batch: 0", "# noam-factor:", "word-penalty: -0.25", "quiet: true"});
 
   ASSERT_EQ(shell(nmt(flags)).code, 0);
   const Ended again = shell(nmt("train -c " + file + " --model-dir " + path("b")));
@@ -115,7 +107,9 @@ TEST_F(ConfigFileTest, ADumpedRunIsTheSameRun) {
 TEST_F(ConfigFileTest, EveryCommandsDumpIsWhatItReads) {
   const std::string model = " --model-dir '" + path("a b") + "'";
   const std::string sets = " --test-sets " + path("valid.en") + " " + path("valid.xx");
+  const std::string train = "train --train-sets x --valid-sets y" + model;
   for (const std::string& flags : std::vector<std::string>{
+           "info", train, train + " --noam-factor 2 --mini-batch 8 --save-freq 3 --quiet=false",
            "translate" + model + " --n-best --beam-size 3", "evaluate" + sets + model + " --json",
            "score" + sets + model + " --normalize 0.6", "bleu -tok zh -m chrf bleu --ref x y",
            "average" + model + " --output x", "info --preset tiny --dim-vocabs 60 70"}) {
@@ -126,6 +120,63 @@ TEST_F(ConfigFileTest, EveryCommandsDumpIsWhatItReads) {
         shell(nmt(command + " --dump-config --config " + write("dump.yaml", dump.output)));
     EXPECT_EQ(again.output, dump.output) << flags;
   }
+}
+
+TEST_F(ConfigFileTest, ADumpedDefaultIsACommentThatMayBecomeAnEntry) {
+  const std::string info = shell(nmt("info --dump-config")).output;
+  for (const char* line : {"# preset: base", "# dim-vocabs: [32000, 32000]", "# dim-emb:"})
+    EXPECT_NE(info.find(std::string("\n") + line + "\n"), std::string::npos) << line << info;
+  std::string entries;
+  for (const std::string& line : lines_of(info))
+    if (line.find(": ") != std::string::npos) entries += line.substr(2) + "\n";
+  const Ended read = shell(nmt("info --dump-config -c " + write("entries.yaml", entries)));
+  expect_lines(read, {"preset: base", "dim-vocabs: [32000, 32000]", "# dim-emb:"});
+}
+
+TEST_F(ConfigFileTest, WhatNobodyGaveDoesNotActAsGiven) {
+  const auto dumped = [&](const std::string& command, const std::string& more) {
+    const std::string file = write("dump.yaml", shell(nmt(command + " --dump-config")).output);
+    return shell(nmt(command.substr(0, command.find(' ')) + " --dump-config -c " + file + more));
+  };
+  const std::string train = "train --train-sets x --valid-sets y --model-dir z";
+  expect_lines(dumped(train, " --learn-rate 0.001"), {"learn-rate: 0.001", "# noam-factor:"});
+  // Were 64 sentences asked for, batches would be cut there.
+  expect_lines(dumped(train, " --mini-batch-words 900"),
+               {"mini-batch-words: 900", "# mini-batch: 0"});
+  expect_lines(dumped(train + " --mini-batch 64", " --mini-batch-words 900"),
+               {"mini-batch-words: 900", "mini-batch: 64"});
+  const std::string evaluate = "evaluate --test-sets x --model-dir z";
+  expect_lines(dumped(evaluate, " --json"), {"json: true", "# samples:"});
+  expect_lines(dumped(evaluate, " --samples 3"), {"samples: 3", "# json:"});
+}
+
+TEST_F(ConfigFileTest, AFlagBeatsWhatItExcludesFurtherDown) {
+  const std::string factor = write("factor.yaml", "noam-factor: 2\n");
+  const std::string rate = write("rate.yaml", "learn-rate: 0.5\n");
+  const std::string train = "train --train-sets x --valid-sets y --model-dir z --dump-config -c ";
+  expect_lines(shell(nmt(train + factor + " --learn-rate 0.25")),
+               {"learn-rate: 0.25", "# noam-factor:"});
+  expect_lines(shell(nmt(train + factor + " -c " + rate)), {"learn-rate: 0.5", "# noam-factor:"});
+  expect_lines(shell(nmt(train + rate + " -c " + factor)), {"noam-factor: 2", "# learn-rate:"});
+  const std::string both = write("both.yaml", "noam-factor: 2\nlearn-rate: 0.5\n");
+  expect_refused(train + both, "both.yaml: line ");
+
+  const std::string samples = write("samples.yaml", "samples: 3\njson: false\n");
+  const std::string evaluate = "evaluate --test-sets x --model-dir z --dump-config -c " + samples;
+  expect_lines(shell(nmt(evaluate)), {"samples: 3", "# json:"});
+  expect_lines(shell(nmt(evaluate + " --json")), {"json: true", "# samples:"});
+
+  // What needs a flag goes with it.
+  const std::string sampling = write("sampling.yaml", "sampling: true\nsampling-topk: 5\n");
+  const std::string search = write("search.yaml", "sampling: false\n");
+  const std::string translate = "translate --model-dir z --dump-config -c " + sampling;
+  expect_lines(shell(nmt(translate)), {"sampling: true", "sampling-topk: 5"});
+  for (const std::string& off : {std::string(" --sampling=false"), " -c " + search})
+    expect_lines(shell(nmt(translate + off)), {"sampling: false", "# sampling-topk: 0"});
+  const std::string topk = " --sampling-topk 5";
+  expect_refused("translate --model-dir z --sampling=false" + topk,
+                 "--sampling-topk requires --sampling");
+  expect_refused("translate --model-dir z" + topk + " -c " + search, "requires --sampling");
 }
 
 TEST_F(ConfigFileTest, TheCommandLineWinsThenTheLaterFile) {
@@ -157,6 +208,7 @@ TEST_F(ConfigFileTest, ABadFileIsOneLineWithItsNameAndLine) {
   refused("beam-size:\n", ": line 1: beam-size: expected one value");
   refused("n-best: 2\n", ": line 1: n-best: expected true or false");
   refused("vocabs: {source: x}\n", ": line 1: vocabs: expected a value or a list of values");
+  refused("beam-size: 2\n---\nbeam-size: 3\n", ": line 3: expected one document, here is a second");
   refused("- beam-size\n", ": expected lines such as mini-batch: 64");
   refused("a: [1\nb: 2\n", ": line 2: no YAML: ");
   refused("precision: auto\nbeam-size: many\n", ": line 2: --beam-size many: expected 1 to 1000");
@@ -220,6 +272,13 @@ TEST_F(CompletionTest, EveryFlagOfEveryCommandIsThere) {
     }
   }
   EXPECT_GT(flags, 100);
+}
+
+TEST(BenchTest, MoreStepsBetweenSavesThanStepsAreRefused) {
+  const Ended ended = shell(bin("nmt_step") + " --steps 5 --save-every 6 --save-to x");
+  EXPECT_EQ(ended.code, 2) << ended.output;
+  EXPECT_NE(ended.output.find("--save-every 6: expected at most --steps 5"), std::string::npos)
+      << ended.output;
 }
 
 TEST_F(CompletionTest, ZshAndFishTakeTheirScriptsAndComplete) {

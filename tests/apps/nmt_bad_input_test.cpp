@@ -14,6 +14,7 @@ namespace fs = std::filesystem;
 using cohort::test::bin;
 using cohort::test::contents;
 using cohort::test::Ended;
+using cohort::test::fields_of;
 using cohort::test::shell;
 
 class NmtBadInputTest : public cohort::test::NmtCommand {
@@ -54,9 +55,7 @@ TEST_F(NmtBadInputTest, EveryFlagRefusesWhatIsNoneOfItsValues) {
   std::istringstream list(shell(bin("cohort-nmt") + " __flags").output);
   int tried = 0;
   for (std::string line; std::getline(list, line);) {
-    std::vector<std::string> fields;
-    std::istringstream stream(line);
-    for (std::string field; std::getline(stream, field, '\t');) fields.push_back(field);
+    const auto fields = fields_of(line);
     ASSERT_EQ(fields.size(), 7U) << line;
     if (fields[0] != "flag" || fields[3] == "0" || any_text.contains(fields[4])) continue;
     // Flags that several commands share are the same code.
@@ -85,6 +84,7 @@ TEST_F(NmtBadInputTest, NumbersOutOfRangeAndFlagsAtOddsAreNamed) {
   expect_refused("translate --model-dir --n-best", "--model-dir");
   expect_refused("translate --model-dir a b", "b");
   expect_refused("", "--help lists commands and flags");
+  expect_refused("bleu " + path("valid.xx") + " -ci", "--confidence");
 }
 
 TEST_F(NmtBadInputTest, FilesThatAreNotWhatIsExpectedAreNamed) {
@@ -181,7 +181,11 @@ TEST_F(NmtBadInputTest, AFullDiskCostsNoCheckpoint) {
           train + "--after-batches 40 --save-freq 0.0001; echo second $?; " + update +
           "; echo red | " + bin("cohort-nmt") + " translate --model-dir " + path("disk/run") +
           " > /dev/null; echo translated $?; rm " + path("disk/fill") + "; " + train +
-          "--after-batches 8 > /dev/null 2>&1; echo third $?; " + update);
+          "--after-batches 8 > /dev/null 2>&1; echo third $?; " + update + "; " +
+          // best/ is of the validation that last/ takes for the best
+          "digits() { grep -o \"$1\\\": \\\"[0-9]*\" " + path("disk/run") +
+          "/$2/manifest.json | grep -o \"[0-9]*$\"; }; test $(digits best_update last) = "
+          "$(digits update best | tail -1); echo best $?");
   const auto has = [&](const std::string& text) {
     EXPECT_NE(ended.output.find(text), std::string::npos) << text << "\nin " << ended.output;
   };
@@ -191,6 +195,7 @@ TEST_F(NmtBadInputTest, AFullDiskCostsNoCheckpoint) {
   has("cannot write: No space left on device\n");
   has("translated 0\n");
   has("third 0\n\"update\": \"8\n");
+  has("best 0\n");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
+#include <sstream>
 #include <string>
 #include <unistd.h>
 #include <utility>
@@ -19,6 +20,20 @@ namespace fs = std::filesystem;
 inline std::string contents(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
+}
+
+inline std::vector<std::string> parts_of(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+inline std::vector<std::string> lines_of(const std::string& text) {
+  return parts_of(text, '\n');
+}
+/// Of a line of `cohort-nmt __flags`.
+inline std::vector<std::string> fields_of(const std::string& line) {
+  return parts_of(line, '\t');
 }
 
 class NmtCommand : public testing::Test {

@@ -56,21 +56,27 @@ TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
   EXPECT_NEAR(evaluated, std::stod(manifest_a["facts"]["valid_bleu"].get<std::string>()), 0.05)
       << again.output;
 
-  const std::string evaluate = "evaluate --model-dir " + path("a") + " --test-sets " +
-                               path("valid.en") + " " + path("valid.xx") +
-                               " --tokenize 13a --precision float32";
-  const Ended one = shell(bin("cohort-nmt") + " " + evaluate + " --output " + path("one.txt"));
-  const Ended two = shell(on_ranks(2, evaluate));
-  ASSERT_EQ(one.code, 0) << one.output;
-  const auto bleu_line = [](const std::string& text) { return text.substr(text.find("BLEU|")); };
-  EXPECT_EQ(bleu_line(one.output), bleu_line(two.output));
-
-  EXPECT_NE(one.output.find("copying the source would score "), std::string::npos);
+  const auto scores = [](const std::string& text) { return text.substr(text.find("BLEU|")); };
+  for (const std::string precision : {"float32", "auto"}) {
+    const auto output = [&](int ranks) { return path(std::to_string(ranks) + "-" + precision); };
+    const std::string evaluate = "evaluate --model-dir " + path("a") + " --test-sets " +
+                                 path("valid.en") + " " + path("valid.xx") +
+                                 " --tokenize 13a --precision " + precision + " --output ";
+    const Ended one = shell(bin("cohort-nmt") + " " + evaluate + output(1));
+    ASSERT_EQ(one.code, 0) << one.output;
+    EXPECT_NE(one.output.find("copying the source would score "), std::string::npos);
+    for (const int ranks : {2, 3}) {
+      const Ended many = shell(on_ranks(ranks, evaluate + output(ranks)));
+      EXPECT_EQ(many.code, 0) << many.output;
+      EXPECT_EQ(scores(many.output), scores(one.output)) << ranks << precision;
+      EXPECT_EQ(contents(output(ranks)), contents(output(1))) << ranks << precision;
+    }
+  }
 
   const Ended translated = shell(bin("cohort-nmt") + " translate --precision float32 --model-dir " +
                                  path("a") + " < " + path("valid.en"));
   EXPECT_EQ(translated.code, 0);
-  EXPECT_EQ(translated.output, contents(path("one.txt"))) << "in order, the same as evaluate";
+  EXPECT_EQ(translated.output, contents(path("1-float32"))) << "in order, the same as evaluate";
   const Ended n_best =
       shell("echo red cat | " + bin("cohort-nmt") +
             " translate --n-best --beam-size 3 --precision float32 --model-dir " + path("a"));
@@ -189,19 +195,15 @@ TEST_F(NmtCommandTest, GradientCheckpointingChangesNoWeight) {
 TEST_F(NmtCommandTest, AManifestOfBeforeANewOptionMeansTheDefault) {
   const std::string train = train_flags("old");
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train + "--after-batches 2").code, 0);
-  for (const char* folder : {"old/last", "old/best"}) {
-    auto manifest = nlohmann::json::parse(contents(path(folder) + "/manifest.json"));
-    for (const char* fact : {"model.norm", "model.ffn_activation", "model.tied_embeddings_all"})
-      EXPECT_EQ(manifest["facts"].erase(fact), 1U) << fact;
-    std::ofstream(path(folder) + "/manifest.json") << manifest.dump(2);
-  }
+  auto manifest = nlohmann::json::parse(contents(path("old/best/manifest.json")));
+  for (const char* fact : {"model.norm", "model.ffn_activation", "model.tied_embeddings_all"})
+    EXPECT_EQ(manifest["facts"].erase(fact), 1U) << fact;
+  std::ofstream(path("old/best/manifest.json")) << manifest.dump(2);
   EXPECT_EQ(
       shell("echo red cat | " + bin("cohort-nmt") + " translate --model-dir " + path("old")).code,
       0);
   expect_refused(train + "--after-batches 4 --transformer-postprocess dan",
                  "holds a run with model.norm da, now it is dan");
-  const Ended on = shell(bin("cohort-nmt") + " " + train + "--after-batches 4");
-  EXPECT_EQ(on.code, 0) << on.output;
 }
 
 // What is in the folder is compared with CTranslate2 itself by tests/peers/nmt_parity.py.
@@ -210,6 +212,15 @@ TEST_F(NmtCommandTest, ExportWritesAWholeFolderOrNothing) {
     return "export --to ctranslate2 --model-dir " + path(run) + " --output-dir " + path(folder);
   };
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("run") + "--after-batches 2").code, 0);
+  const auto listing = [&] {
+    std::set<std::string> names;
+    for (const auto& entry : fs::directory_iterator(folder_)) names.insert(entry.path().filename());
+    return names;
+  };
+  // What is beside it is nobody's leftover.
+  fs::create_directory(path("folder.new"));
+  std::ofstream(path("folder.new/mine")) << "kept";
+  auto before = listing();
   const Ended ended = shell(bin("cohort-nmt") + " " + to("run", "folder/"));
   ASSERT_EQ(ended.code, 0) << ended.output;
   std::set<std::string> names;
@@ -219,6 +230,10 @@ TEST_F(NmtCommandTest, ExportWritesAWholeFolderOrNothing) {
                                           "source_vocabulary.json", "target.spm",
                                           "target_vocabulary.json"}));
   EXPECT_EQ(contents(path("folder/target.spm")), contents(path("run/target.spm")));
+  EXPECT_EQ(contents(path("folder.new/mine")), "kept");
+  EXPECT_EQ(fs::status(path("folder")).permissions(), fs::status(path("folder.new")).permissions());
+  before.insert("folder");
+  EXPECT_EQ(listing(), before);
   const std::string start("\x06\0\0\0\x10\0TransformerSpec\0\x07\0\0\0", 26);
   EXPECT_EQ(contents(path("folder/model.bin")).substr(0, start.size()), start);
   EXPECT_EQ(nlohmann::json::parse(contents(path("folder/source_vocabulary.json"))).size(), 60U);
@@ -229,8 +244,7 @@ TEST_F(NmtCommandTest, ExportWritesAWholeFolderOrNothing) {
                  "--to onnx: expected ctranslate2");
   fs::remove_all(path("run/best"));
   expect_refused(to("run", "x"), "run/best/manifest.json: no checkpoint here");
-  for (const auto& entry : fs::directory_iterator(folder_))
-    EXPECT_NE(entry.path().extension(), ".new") << entry.path();
+  EXPECT_EQ(listing(), before);
 }
 
 TEST_F(NmtCommandTest, AModelIsUsedWithItsOwnVocabulariesOnly) {
@@ -369,11 +383,11 @@ TEST_F(NmtCommandTest, AStoppedRunGoesOnAsIfItHadNotBeen) {
 TEST_F(NmtCommandTest, AStopCostsNoValidation) {
   // One update an epoch, so whichever update the signal comes in wants a validation.
   for (const std::string freq : {"1e", "1u"}) {
-    const std::string command =
-        on_ranks(1,
-                 train_flags(freq) + "--mini-batch 300 --after-epochs 60 --early-stopping 100 " +
-                     "--save-freq 0.0001 --valid-freq " + freq,
-                 "--log-dir " + path("logs" + freq));
+    std::string flags = train_flags(freq) +
+                        "--after-epochs 60 --early-stopping 100 --save-freq 0.0001 --valid-freq " +
+                        freq;
+    flags.replace(flags.find("--mini-batch 16"), 15, "--mini-batch 300");
+    const std::string command = on_ranks(1, flags, "--log-dir " + path("logs" + freq));
     Ended stopped;
     std::thread run([&] { stopped = shell(command); });
     const bool saved = has_saved(path(freq), 5);
@@ -416,6 +430,15 @@ TEST_F(NmtCommandTest, TheFirstMetricDecides) {
   EXPECT_FALSE(fs::exists(path("loss/result-dev.txt"))) << "nothing was to be translated";
   const auto lines = lines_of("loss");
   ASSERT_GE(lines.size(), 4);
+  const auto best = std::find_if(lines.rbegin(), lines.rend(), [](const auto& line) {
+    return line["best"].template get<bool>();
+  });
+  EXPECT_EQ(best - lines.rbegin(), 3) << "not one validation too many";
+  const auto loss_facts = nlohmann::json::parse(contents(path("loss/best/manifest.json")))["facts"];
+  EXPECT_TRUE(loss_facts.contains("valid_loss"));
+  EXPECT_FALSE(loss_facts.contains("valid_bleu")) << "nothing was translated";
+  EXPECT_EQ(by_loss.output.find("valid_bleu"), std::string::npos) << by_loss.output;
+  EXPECT_NE(by_loss.output.find(" best_ce-mean-words="), std::string::npos) << by_loss.output;
   EXPECT_EQ(lines.front()["update"], 0) << "before the first update";
   EXPECT_TRUE(lines.front()["train_loss"].is_null());
   double least = 1e9;
@@ -439,6 +462,8 @@ TEST_F(NmtCommandTest, TheFirstMetricDecides) {
   expect_refused(train_flags("chrf") + "--valid-metrics bleu",
                  "holds a run with valid_metric chrf, now it is bleu");
   expect_refused(train_flags("x") + "--valid-metrics ter", "--valid-metrics ter: expected");
+  expect_refused(train_flags("x") + "--valid-metrics bleu bleu",
+                 "--valid-metrics bleu bleu: expected each of them once");
 }
 
 TEST_F(NmtCommandTest, ARunGoesOnWithAnotherNumberOfRanks) {
@@ -497,7 +522,7 @@ TEST_F(NmtCommandTest, KeptCheckpointsAreAveraged) {
 
 TEST_F(NmtCommandTest, DivergenceEndsTheRunWithAGoodCheckpoint) {
   std::string flags = train_flags("v");
-  flags.replace(flags.find("5e-3"), 4, "1e30");
+  flags.replace(flags.find("5e-3"), 4, "1e18");
   flags.replace(flags.find("--mini-batch 16"), 15,
                 "--mini-batch 8");  // so that no epoch ends before
   const Ended ended = shell(on_ranks(2, flags + "--after-epochs 5 --precision float32"));
@@ -507,6 +532,123 @@ TEST_F(NmtCommandTest, DivergenceEndsTheRunWithAGoodCheckpoint) {
   EXPECT_NE(ended.output.find("skipped an update: a number is not finite"), std::string::npos)
       << ended.output;
   EXPECT_TRUE(fs::exists(path("v/last/manifest.json")));
+  for (const char* field : {" rank=0 ", " loss=", " gradient=", " sentences=\""})
+    EXPECT_NE(ended.output.find(field), std::string::npos) << field << " in " << ended.output;
+  const std::string history = contents(path("v/history.jsonl"));
+  const auto end = nlohmann::json::parse(history.substr(history.rfind("{\"type\"")));
+  EXPECT_EQ(end["type"], "end");
+  EXPECT_EQ(end["reason"].get<std::string>().find("diverged: the loss or the gradient of "), 0U)
+      << end;
+  EXPECT_NE(contents(path("v/report.html")).find("diverged: the loss"), std::string::npos);
+}
+
+TEST_F(NmtCommandTest, ARunThatWasNeverValidatedSaysSo) {
+  std::string flags =
+      train_flags("s") + "--after-epochs 1000 --valid-freq 1000e --save-freq 0.0001";
+  flags.replace(flags.find("--mini-batch 16"), 15, "--mini-batch 1");
+  const std::string command = on_ranks(1, flags, "--log-dir " + path("logs"));
+  Ended stopped;
+  std::thread run([&] { stopped = shell(command); });
+  const bool saved = has_saved(path("s"), 2);
+  for (const auto& [pid, rank] : workers_of(path("logs"))) kill(pid, SIGTERM);
+  run.join();
+  ASSERT_TRUE(saved) << stopped.output;
+  EXPECT_EQ(stopped.code, 4) << stopped.output;
+  EXPECT_NE(stopped.output.find("best by bleu: not validated yet\n"), std::string::npos)
+      << stopped.output;
+  EXPECT_FALSE(fs::exists(path("s/best")));
+}
+
+TEST_F(NmtCommandTest, AValidationAtTheStartIsMadeOnce) {
+  const std::string command =
+      bin("cohort-nmt") + " " + train_flags("z") + "--valid-on-start --after-batches ";
+  ASSERT_EQ(shell(command + "1 --time-limit 1e-9").code, 0);
+  const auto count_valid = [&] {
+    int64_t count = 0;
+    std::istringstream history(contents(path("z/history.jsonl")));
+    for (std::string line; std::getline(history, line);)
+      count += nlohmann::json::parse(line)["type"] == "valid" ? 1 : 0;
+    return count;
+  };
+  const int64_t before = count_valid();
+  EXPECT_GE(before, 1);
+  // As a run stands that was stopped before its first update.
+  const std::string manifest = path("z/last/manifest.json");
+  auto json = nlohmann::json::parse(contents(manifest));
+  json["facts"]["update"] = "0";
+  json["facts"]["trained"] = "[]";
+  json["facts"]["epoch"] = "0";
+  json["facts"]["token_sum"] = "0";
+  std::ofstream(manifest) << json.dump(2);
+  const Ended again = shell(command + "1");
+  ASSERT_EQ(again.code, 0) << again.output;
+  EXPECT_EQ(count_valid(), 2) << "one at the start, one at the end:\n"
+                              << contents(path("z/history.jsonl"));
+}
+
+TEST_F(NmtCommandTest, FittedBatchesAreNotFittedAgain) {
+  std::string flags = train_flags("f");
+  flags.replace(flags.find("--mini-batch 16"), 15, "--mini-batch-fit --workspace 2");
+  const auto run = [&](const std::string& more) {
+    const Ended ended = shell(bin("cohort-nmt") + " " + flags + more);
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return ended.output;
+  };
+  const auto has = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+  const std::string first = run("--after-batches 2");
+  EXPECT_TRUE(has(first, "batch fits ")) << first;
+  const std::string same = run("--after-batches 3");
+  EXPECT_FALSE(has(same, "batch fits ")) << same;
+  EXPECT_TRUE(has(same, "batches are those that were fitted before")) << same;
+  EXPECT_FALSE(has(same, "planned anew")) << same;
+  flags.replace(flags.find("--workspace 2"), 13, "--workspace 1");
+  const std::string other = run("--after-batches 4");
+  EXPECT_TRUE(has(other, "batch fits ")) << other;
+  EXPECT_TRUE(has(other, "the rest of the epoch is planned anew")) << other;
+}
+
+// The other ranks say what rank 0 found, not that they lost it.
+TEST_F(NmtCommandTest, AllRanksHearWhyRankZeroCannotGoOn) {
+  const auto expect_told = [&](const std::string& flags, const std::string& text) {
+    const Ended ended = shell(on_ranks(2, flags, "--log-dir " + path("logs")));
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    const std::string other = contents(path("logs/rank1.stderr.log"));
+    EXPECT_NE(other.find("rank 0: "), std::string::npos) << other;
+    EXPECT_NE(other.find(text), std::string::npos) << other;
+  };
+  std::string too_many = train_flags("t");
+  too_many.replace(too_many.find("60 60"), 5, "60 6000");
+  expect_told(too_many, "target vocabulary: ");
+  ASSERT_EQ(shell(on_ranks(2, train_flags("t") + "--after-batches 2")).code, 0);
+  expect_told(train_flags("t") + "--tied-embeddings", "model.tied_embeddings 0, now it is 1");
+  fs::resize_file(path("t/last/weights-2.safetensors"), 100);
+  expect_told(train_flags("t") + "--after-batches 4", "weights-2.safetensors");
+  fs::remove_all(path("t/last"));
+  expect_told(train_flags("t"), "holds a run without last/");
+}
+
+// A file in the way of checkpoints/5, and a folder among those to be removed that cannot be: a
+// mount point.
+TEST_F(NmtCommandTest, KeptCheckpointsGoOnlyForOnesThatAreThere) {
+  fs::create_directories(path("k/checkpoints"));
+  const std::string flags =
+      train_flags("k") + "--save-interval-updates 5 --keep-interval-updates 1 ";
+  ASSERT_EQ(shell(bin("cohort-nmt") + " " + flags + "--after-batches 5").code, 0);
+  std::ofstream(path("k/checkpoints/10")) << "in the way";
+  const Ended failed = shell(bin("cohort-nmt") + " " + flags + "--after-batches 10");
+  EXPECT_NE(failed.output.find("a checkpoint was not written"), std::string::npos) << failed.output;
+  EXPECT_TRUE(fs::exists(path("k/checkpoints/5/manifest.json"))) << "the last good one stays";
+  const std::string mounted = path("k/checkpoints/5/mount");
+  fs::create_directory(mounted);
+  const Ended kept = shell("unshare -m sh -c 'mount -t tmpfs none " + mounted + " && " +
+                           bin("cohort-nmt") + " " + flags + "--after-batches 15'");
+  EXPECT_EQ(kept.code, 0) << kept.output;
+  EXPECT_NE(kept.output.find("an earlier checkpoint cannot be removed; training goes on"),
+            std::string::npos)
+      << kept.output;
+  EXPECT_TRUE(fs::exists(path("k/checkpoints/15/manifest.json")));
 }
 
 TEST_F(NmtCommandTest, WhatCannotGoOnIsNamed) {
@@ -553,6 +695,8 @@ TEST_F(NmtCommandTest, AKilledRankEndsTheRunByName) {
     for (const auto& [pid, rank] : workers_of(path("logs"))) kill(pid, SIGKILL);
   }
   run.join();
+  EXPECT_NE(contents(path("e/history.jsonl")).find("\"reason\":\"lost rank 1"), std::string::npos)
+      << "the record says why it ended";
   ASSERT_GT(victim, 0) << ended.output;
   EXPECT_LT(std::chrono::steady_clock::now() - killed, std::chrono::seconds(10));
   EXPECT_EQ(ended.code, 137) << ended.output;

@@ -3,7 +3,9 @@
 #include <fstream>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <string>
+#include <sys/stat.h>
 
 #include "tests/apps/nmt_command.h"
 
@@ -110,16 +112,52 @@ TEST_F(NmtDataTest, RunsShareACacheFolder) {
   expect_in("token cache state=built ", shell(nmt(train_flags("one") + flags + vocabs)));
   expect_in("token cache state=used ", shell(nmt(train_flags("two") + flags + vocabs)));
   EXPECT_FALSE(fs::exists(path("two/train-tokens.safetensors")));
-  expect_refused(train_flags("three") + "--cache-dir " + path("train.en/x"),
-                 "--cache-dir " + path("train.en/x") + " cannot be made: Not a directory");
+  expect_refused(
+      train_flags("three") + "--cache-dir " + path("train.en/x"),
+      path("train.en/x") +
+          ": expected a folder in which the token cache can be written: Not a directory");
+  // A folder that is there, and takes no files.
+  for (const std::string& prefix : {train_flags("four"), prepare_flags("five")}) {
+    expect_refused(prefix + "--cache-dir /proc/self",
+                   "/proc/self: expected a folder in which the token cache can be written: ");
+  }
+}
+
+TEST_F(NmtDataTest, TextFromAPipeIsRefusedByName) {
+  ASSERT_EQ(::mkfifo(path("pipe.tsv").c_str(), 0600), 0);
+  const std::string refused = path("pipe.tsv") + ": expected a regular file";
+  // Nobody writes to it: who opened it would wait.
+  const std::string text = "prepare --train-sets " + path("pipe.tsv") + " --dim-vocabs 60 60 ";
+  expect_refused(text + "--model-dir " + path("p"), refused);
+  ASSERT_EQ(shell(nmt(prepare_flags("v"))).code, 0);
+  expect_refused(text + "--model-dir " + path("v"), refused);
+  std::string flags = train_flags("t");
+  flags.replace(flags.find(path("train.en")), path("train.en " + path("train.xx")).size(),
+                path("pipe.tsv"));
+  expect_refused(flags, refused);
 }
 
 TEST_F(NmtDataTest, AFittedRunStaysWithinTheWorkspaceAndGoesOnExactly) {
+  std::string words, drows;  // More than one width is tried.
+  for (int i = 0; i < 8; ++i) {
+    words += "sun moon ";
+    drows += "nus noom ";
+  }
+  add_pair(words, drows);
   const std::string flags = "--mini-batch-fit --workspace 2 --after-epochs 3 ";
   std::string fit_flags = train_flags("whole");
   fit_flags.replace(fit_flags.find("--mini-batch 16"), 15, flags);
   const Ended fitted = shell(on_ranks(2, fit_flags));
-  expect_in("batch fits tokens_per_sentence=", fitted);
+  std::istringstream lines(fitted.output);
+  int num_fits = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find("batch fits tokens_per_sentence=") == std::string::npos) continue;
+    ++num_fits;
+    const double mib = std::stod(line.substr(line.find(" mib=") + 5));
+    EXPECT_GT(mib, 1.6) << line;
+    EXPECT_LE(mib, 2) << line;
+  }
+  EXPECT_GE(num_fits, 2) << fitted.output;
   expect_in("batches updates_per_epoch=", fitted);
   const auto replaced = [&](const std::string& to) {
     std::string changed = fit_flags;

@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <pty.h>
-#include <sstream>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -17,14 +16,8 @@ namespace {
 using cohort::test::bin;
 using cohort::test::contents;
 using cohort::test::Ended;
+using cohort::test::lines_of;
 using cohort::test::shell;
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
 
 class NmtTextTest : public cohort::test::NmtCommand {
  protected:
@@ -87,6 +80,24 @@ TEST_F(NmtTextTest, ScoresSumToEvaluatesLoss) {
   EXPECT_NEAR(-sum / static_cast<double>(tokens), loss, 1e-5);
 }
 
+TEST_F(NmtTextTest, EvaluatePrintsWhatSacrebleuWould) {
+  const std::string evaluate = nmt("evaluate --tokenize 13a --test-sets " + valid());
+  const Ended evaluated = shell(evaluate + " --output " + path("out"));
+  const Ended as_json = shell(evaluate + " --json");
+  ASSERT_EQ(evaluated.code, 0) << evaluated.output;
+  const auto json = nlohmann::json::parse(as_json.output);
+  for (const char* metric : {"bleu", "chrf"}) {
+    const Ended line = shell(bin("cohort-nmt") + " bleu -m " + metric + " --ref " +
+                             path("valid.xx") + " -i " + path("out"));
+    ASSERT_EQ(line.code, 0) << line.output;
+    EXPECT_NE(evaluated.output.find("\n" + line.output), std::string::npos)
+        << line.output << evaluated.output;
+    const std::string score = line.output.substr(line.output.find(" = ") + 3);
+    EXPECT_NEAR(json[metric].get<double>(), std::stod(score), 0.05);  // printed to one decimal
+  }
+  EXPECT_EQ(json["chrf_signature"], "nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.6.0");
+}
+
 TEST_F(NmtTextTest, ScoresOfTranslationsAreThoseOfTheSearch) {
   const Ended found =
       shell(nmt("translate --n-best --beam-size 3 --normalize 0.6 < ") + path("valid.en"));
@@ -145,6 +156,26 @@ TEST_F(NmtTextTest, EveryLineHasItsScoreInOrder) {
   expect_refused("score --test-sets " + path("broken.tsv") + model, "line 2 is not valid UTF-8");
 }
 
+TEST_F(NmtTextTest, ALineThatIsTooLongIsNamedAfterTheScoresBeforeIt) {
+  std::string words;
+  for (int i = 0; i < 6000; ++i) words += "red ";
+  std::ofstream(path("long.tsv")) << "red\tder\nblue\teulb\n" << words << "\tder\none\teno\n";
+  std::ofstream(path("two.en")) << "red\nblue\n";
+  std::ofstream(path("two.xx")) << "der\n" << words << "\n";
+  const auto expect_scores_then = [&](const std::string& sets, size_t scores,
+                                      const std::string& error) {
+    const Ended ended = shell(nmt("score --test-sets " + sets) + " 2> " + path("errors"));
+    const std::string errors = contents(path("errors"));
+    EXPECT_EQ(ended.code, 2) << errors;
+    EXPECT_EQ(lines_of(ended.output).size(), scores) << ended.output;
+    EXPECT_EQ(lines_of(errors).size(), 1U) << errors;
+    EXPECT_NE(errors.find(error), std::string::npos) << errors;
+    EXPECT_NE(errors.find(" tokens: expected at most 4999"), std::string::npos) << errors;
+  };
+  expect_scores_then(path("long.tsv"), 2, path("long.tsv") + ": line 3 has 6");
+  expect_scores_then(path("two.en") + " " + path("two.xx"), 1, path("two.xx") + ": line 2 has ");
+}
+
 TEST_F(NmtTextTest, AnswersEachLineAtOnceWhenAskedTo) {
   const std::string translate = nmt("translate --mini-batch 1 --maxi-batch 1");
   std::ofstream(path("talk.sh")) << "coproc T { " << translate << "; }\n"
@@ -196,6 +227,26 @@ TEST_F(NmtTextTest, BatchesDoNotChangeTranslations) {
               whole.output)
         << flags;
   }
+}
+
+TEST_F(NmtTextTest, SamplesDependOnTheSeedAndTheLineAlone) {
+  const auto sampled = [&](const std::string& flags) {
+    const Ended ended = shell(nmt("translate --sampling " + flags + " < ") + path("valid.en"));
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return ended.output;
+  };
+  const std::string one = sampled("--seed 3");
+  EXPECT_EQ(lines_of(one).size(), 40U);
+  EXPECT_EQ(sampled("--seed 3 --mini-batch 1 --maxi-batch 1"), one);
+  EXPECT_NE(sampled("--seed 4"), one);
+  EXPECT_NE(shell(nmt("translate < ") + path("valid.en")).output, one);
+
+  const std::string three = sampled("--seed 3 --n-best --beam-size 3");
+  const auto lines = lines_of(three);
+  ASSERT_EQ(lines.size(), 120U);
+  for (size_t i = 0; i < lines.size(); ++i)
+    EXPECT_TRUE(lines[i].starts_with(std::to_string(i / 3) + " ||| ")) << lines[i];
+  EXPECT_EQ(sampled("--seed 3 --n-best --beam-size 3 --mini-batch 1 --maxi-batch 1"), three);
 }
 
 TEST_F(NmtTextTest, AReaderThatLeavesEndsTheStreamQuietly) {

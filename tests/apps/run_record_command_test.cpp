@@ -76,7 +76,10 @@ TEST_F(RunRecordCommandTest, ARunOnTwoRanksLeavesItsRecordAndItsPage) {
     }
     if (line["type"] == "start") {
       EXPECT_EQ(line["hosts"].size(), 2);
-      EXPECT_EQ(line["gpus"][0], "NVIDIA Fake 80GB");
+      EXPECT_EQ(line["gpus"], json::parse(R"(["NVIDIA Fake 80GB", "NVIDIA Mute"])"))
+          << "once a host";
+      EXPECT_EQ(line["gpu_hosts"][0], line["hosts"][0]);
+      EXPECT_EQ(line["gpu_total_gib"], json::parse("[80.0,null]"));
     }
   }
   // 10 updates an epoch: lines after 4, 8 and at the end of the first one, and so on.
@@ -85,8 +88,9 @@ TEST_F(RunRecordCommandTest, ARunOnTwoRanksLeavesItsRecordAndItsPage) {
       << read_file(folder_ / "run/history.jsonl");
   const std::string page = read_file(folder_ / "run/report.html");
   for (const char* shown :
-       {"GPUs busy", "Speed by rank", "NVIDIA Fake 80GB", "Translations over time",
-        "reached --after-epochs 3", "started again"}) {
+       {"GPUs busy", "Speed by rank",
+        "<td>NVIDIA Fake 80GB</td><td>80</td><td>12 / 12</td><td>87 / 87</td>",
+        "Translations over time", "reached --after-epochs 3", "started again"}) {
     EXPECT_NE(page.find(shown), std::string::npos) << shown;
   }
   fs::remove(folder_ / "run/report.html");

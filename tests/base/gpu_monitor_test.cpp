@@ -38,6 +38,8 @@ TEST(MachineTest, KnowsHostCoresAndMemory) {
 #ifdef __x86_64__
   EXPECT_FALSE(machine.cpu.empty());
 #endif
+  ASSERT_EQ(machine.gpus.size(), 2);
+  EXPECT_EQ(machine.gpus[0].name, "NVIDIA Fake 80GB");
 }
 
 }  // namespace

@@ -184,22 +184,43 @@ TEST(PlanBatchesTest, RanksOfAnEpochHaveEqualWork) {
   }
 }
 
-TEST(PlanBatchesTest, TheFirstEpochBeginsWithTheLongestSentence) {
-  const auto lengths = some_lengths(5'000);
-  const auto longest =
-      width(lengths, std::vector<int32_t>(
-                         1, static_cast<int32_t>(std::ranges::max_element(lengths, {},
-                                                                          [](const PairLength& l) {
-                                                                            return std::max(
-                                                                                l.source, l.target);
-                                                                          }) -
-                                                 lengths.begin())));
-  for (int64_t epoch = 0; epoch < 2; ++epoch) {
-    int64_t first = 0;
-    for (const auto& plan : all_ranks(lengths, {.mini_batch = 20, .world_size = 2}, epoch))
-      first = std::max(first, width(lengths, plan.batches[0]));
-    EXPECT_EQ(first == longest, epoch == 0) << epoch;
+// Rows x (longest source + longest target).
+int64_t cost(const std::vector<PairLength>& lengths, std::span<const int32_t> batch) {
+  int64_t longest_source = 0;
+  for (const int32_t i : batch)
+    longest_source = std::max<int64_t>(longest_source, lengths[static_cast<size_t>(i)].source);
+  return std::ssize(batch) * (longest_source + longest_target(lengths, batch));
+}
+
+TEST(PlanBatchesTest, TheFirstEpochBeginsWithTheDearestUpdateThenTheLongestSentence) {
+  auto lengths = some_lengths(5'000);
+  // With a budget of target tokens the dearest batch has many short targets of long sources; the
+  // longest sentence is alone in a batch, or nearly so.
+  for (size_t i = 0; i < 200; ++i) lengths[i * 7] = {50, 3};
+  lengths[4'321] = {5, 90};
+  for (const auto& [rows, words] : {std::pair{20, 0}, {0, 300}}) {
+    for (int64_t epoch = 0; epoch < 2; ++epoch) {
+      const auto plans = all_ranks(
+          lengths, {.mini_batch = rows, .mini_batch_words = words, .world_size = 2}, epoch);
+      int64_t dearest = 0;
+      for (const auto& plan : plans) {
+        for (const auto batch : plan.batches) dearest = std::max(dearest, cost(lengths, batch));
+      }
+      int64_t first = 0;
+      int64_t longest = 0;
+      for (const auto& plan : plans) {
+        first = std::max(first, cost(lengths, plan.batches[0]));
+        for (size_t update = 0; update < 2; ++update)
+          longest = std::max(longest, width(lengths, plan.batches[update]));
+      }
+      EXPECT_EQ(first == dearest, epoch == 0) << rows << " " << words << " epoch " << epoch;
+      EXPECT_EQ(longest == 90, epoch == 0) << rows << " " << words << " epoch " << epoch;
+    }
   }
+  // One update alone is both.
+  EXPECT_EQ(
+      plan_batches(std::vector<PairLength>{{1, 1}, {2, 9}}, {.mini_batch = 5}, 0).batches.size(),
+      1U);
 }
 
 TEST(PlanBatchesTest, RowsThatFitAreALimitByLength) {

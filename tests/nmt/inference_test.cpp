@@ -1,5 +1,6 @@
 // What inference computes by its own operations, against ATen's; and that a row's result is a
 // function of that row: bit for bit the same whatever other rows there are.
+#include <ATen/Parallel.h>
 #include <algorithm>
 #include <cmath>
 #include <gtest/gtest.h>
@@ -188,6 +189,28 @@ TEST(PrepackedTest, ARowsProductDoesNotDependOnTheOthers) {
       }
     }
   });
+}
+
+// The largest products of the base model, and several threads, which may share a row's sum.
+TEST(PrepackedTest, NorDoesARowOfTheBaseModelsProductsOnAnyNumberOfThreads) {
+  const int threads = at::get_num_threads();
+  for (const int used : {1, 4}) {
+    at::set_num_threads(used);
+    for (const auto type : {at::kFloat, at::kBFloat16}) {
+      for (const auto& [in, out] :
+           std::vector<std::pair<int64_t, int64_t>>{{2048, 512}, {512, 2048}, {512, 8000}}) {
+        const Prepacked weight(at::randn({out, in}).to(type));
+        const at::Tensor x = at::randn({600, in}).to(type);
+        const at::Tensor all = weight.multiply(x, at::Tensor());
+        for (const int64_t rows : {1, 16, 40, 64, 65, 192}) {
+          EXPECT_TRUE(at::equal(weight.multiply(x.narrow(0, 600 - rows, rows), at::Tensor()),
+                                all.narrow(0, 600 - rows, rows)))
+              << in << " to " << out << ", " << rows << " rows, " << used << " threads";
+        }
+      }
+    }
+  }
+  at::set_num_threads(threads);
 }
 
 TEST(PrepackedTest, EqualsAtensLinear) {

@@ -1,10 +1,12 @@
 #include "cohort/nmt/search.h"
 
 #include <gtest/gtest.h>
+#include <limits>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
 
+#include "tests/support/message_of.h"
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
@@ -173,7 +175,7 @@ TEST(SearchTest, TheResultDoesNotDependOnTheBatch) {
 TEST(SearchTest, NoBitDependsOnTheBatch) {
   for (const auto precision : {Precision::kFloat32, Precision::kBFloat16}) {
     Transformer model(test::tiny_options(), precision);
-    const auto sentences = test::make_sentences(21, 4);
+    const auto sentences = test::make_sentences(18, 4);  // more rows than a block has
     auto backwards = sentences;
     std::ranges::reverse(backwards);
     const auto found_in = [&](const std::vector<test::Sentence>& batch_of, int64_t beam_size) {
@@ -344,6 +346,21 @@ TEST(SamplingTest, TheLikeliestOfOneIsGreedySearch) {
     EXPECT_EQ(found[i][0].tokens, expected[i][0].tokens);
     EXPECT_EQ(found[i][0].log_prob, expected[i][0].log_prob);
   }
+}
+
+TEST(SearchTest, BadOptionsAreNamedByTheirFlags) {
+  const double inf = std::numeric_limits<double>::infinity();
+  const auto message = [](const SearchOptions& options) {
+    return test::message_of<ConfigError>([&] { validate(options); });
+  };
+  EXPECT_EQ(message({.beam_size = 0}), "--beam-size 0: expected at least 1");
+  EXPECT_EQ(message({.max_length = 0}), "--max-output-length 0: expected at least 1");
+  EXPECT_EQ(message({.min_length = -2}), "--min-output-length -2: expected at least 0");
+  EXPECT_EQ(message({.max_length_factor = -0.5}), "--max-length-factor -0.5: expected at least 0");
+  EXPECT_EQ(message({.normalize = inf}), "--normalize inf: expected a finite number");
+  EXPECT_EQ(message({.word_penalty = -inf}), "--word-penalty -inf: expected a finite number");
+  EXPECT_EQ(message({.sampling = {.topp = 1.5}}),
+            "--sampling-topp 1.5: expected a share above 0, at most 1");
 }
 
 TEST(SamplingTest, BadOptionsAreNamed) {

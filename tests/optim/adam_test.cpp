@@ -1,13 +1,18 @@
 #include "cohort/optim/adam.h"
 
 #include <cmath>
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <torch/optim/adam.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
 #include "cohort/optim/exponential_average.h"
+#include "cohort/optim/mapped_memory.h"
 #include "cohort/optim/noam.h"
+
+#include "tests/base/temporary_folder.h"
+#include "tests/support/message_of.h"
 
 namespace cohort::optim {
 namespace {
@@ -38,6 +43,44 @@ TEST(AdamTest, AStepCountsAsAChangeOfTheParameter) {
   const auto before = w._version();
   adam.step(0.1);
   EXPECT_GT(w._version(), before) << "the fused kernel itself does not count";
+}
+
+TEST(AdamTest, MomentsOnDiskChangeNoBit) {
+  const TemporaryFolder folder;
+  const std::string place = folder.path().string();
+  const auto train = [](const AdamOptions& options) {
+    torch::manual_seed(4);
+    std::vector<std::pair<std::string, at::Tensor>> parameters;
+    for (const int64_t size : {33, 1, 0, 1000})
+      parameters.emplace_back(std::to_string(size), at::randn({size}).requires_grad_(true));
+    Adam adam(parameters, options);
+    for (int step = 0; step < 5; ++step) {
+      for (const auto& [name, tensor] : parameters)
+        tensor.mutable_grad() = at::randn(tensor.sizes());
+      adam.step(0.01, 0.5);
+    }
+    std::vector<at::Tensor> found;
+    for (const auto& [name, tensor] : parameters) found.push_back(tensor.detach().clone());
+    for (const auto& [name, tensor] : adam.state()) found.push_back(tensor.clone());
+    return found;
+  };
+  const auto expected = train({});
+  const auto found = train({.state_folder = place});
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(found[i].equal(expected[i])) << i;
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path())) << "the file has no name";
+}
+
+TEST(AdamTest, AFolderWithoutRoomForTheMomentsIsNamed) {
+  const TemporaryFolder folder;
+  const std::string place = folder.path().string();
+  const auto message = [](const std::string& path, int64_t bytes) {
+    return test::message_of<ConfigError>([&] { const MappedMemory memory(path, bytes); });
+  };
+  const std::string full = message(place, int64_t{1} << 60);
+  EXPECT_EQ(full.find(place + ": expected room for 1099511627776 MiB, got "), 0U) << full;
+  const std::string missing = message(place + "/missing", 1);
+  EXPECT_EQ(missing, place + "/missing: expected a writable folder: No such file or directory");
+  EXPECT_EQ(message(place, 4096), "nothing was thrown");
 }
 
 TEST(AdamTest, AGradientInAnotherLayoutIsRefused) {

@@ -100,6 +100,25 @@ TEST(DdpMixedPrecisionTest, ComputesInLowPrecisionAndKeepsMasters) {
   });
 }
 
+TEST(DdpMixedPrecisionTest, OutputsComeInTheirOwnTypeAndInputsAreCastUnlessAskedNotTo) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Watched model;
+    Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow, .output_dtype = at::kDouble}});
+    const auto expected =
+        mean(low_gradients(model, batch_of(0)), low_gradients(model, batch_of(1)));
+    const at::Tensor output = ddp(batch_of(group.rank()));
+    EXPECT_EQ(output.scalar_type(), at::kDouble);
+    ddp.backward(loss_of(output));
+    expect_equal(model->parameters(), expected);
+
+    Watched strict;
+    Ddp uncast(strict, group,
+               {.mixed_precision = {.param_dtype = kLow, .cast_forward_inputs = false}});
+    EXPECT_THROW(uncast(batch_of(group.rank())), c10::Error) << "float32 times bfloat16";
+    EXPECT_EQ(uncast(batch_of(group.rank()).to(kLow)).scalar_type(), kLow);
+  });
+}
+
 TEST(DdpMixedPrecisionTest, MastersAreBackAfterAPlainBackward) {
   test::ranks(2, [](ProcessGroup& group) {
     Watched model;

@@ -155,6 +155,12 @@ TEST_F(BleuCommandTest, BadInputIsNamed) {
             "--smooth-method more: expected exp, floor, add-k or none");
   EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu -i " + hypotheses_ + " -tok zh"); }),
             "--ref is required");
+  for (const auto& [argument, name] :
+       {std::pair{"-ci", "--confidence"}, {"-cin 5", "--confidence-n"}, {"-sh", "--short"}}) {
+    const std::string message =
+        test::message_of<ConfigError>([&] { run("bleu x " + std::string(argument)); });
+    EXPECT_NE(message.find(name), std::string::npos) << message;
+  }
   for (const std::string arguments :
        {"-m ter", "-f latex", "-cc 13", "-sv -1", "-w 18", "-tk 13a", "--confidence"}) {
     EXPECT_THROW(run("bleu x " + arguments), ConfigError) << arguments;

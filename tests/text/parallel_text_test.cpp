@@ -1,7 +1,10 @@
 #include "cohort/text/parallel_text.h"
 
+#include <fstream>
 #include <gtest/gtest.h>
 #include <sstream>
+#include <sys/stat.h>
+#include <thread>
 
 #include "tests/support/message_of.h"
 #include "tests/text/text_test_files.h"
@@ -76,6 +79,11 @@ TEST_F(ParallelTextTest, UnreadableFilesAreNamed) {
   EXPECT_EQ(shortened(test::message_of<ConfigError>([&] { read_lines(folder_.path()); })),
             "@: cannot be read: Is a directory");
   // A file that opens, and whose first byte cannot be read.
+  const auto link = folder_.path() / "m.json";
+  std::filesystem::create_symlink("/proc/self/mem", link);
+  EXPECT_EQ(
+      shortened(test::message_of<ConfigError>([&] { read_parallel_text(std::vector{link}); })),
+      "@/m.json: cannot be read");
   EXPECT_EQ(test::message_of<ConfigError>([] { read_file("/proc/self/mem"); }),
             "/proc/self/mem: cannot be read: Input/output error");
 }
@@ -89,7 +97,11 @@ TEST_F(ParallelTextTest, InvalidUtf8NamesFileAndLine) {
   EXPECT_EQ(error({{"a.en", "1\n2\n"}, {"a.zh", "1\n\xC3(\n"}}),
             "@/a.zh: line 2 is not valid UTF-8");
   EXPECT_EQ(error({{"a.tsv", "a\tb\na\tb\n\xFF\tb\n"}}), "@/a.tsv: line 3 is not valid UTF-8");
-  EXPECT_EQ(error({{"a.json", "[\n[\"\xFF\", \"b\"]]"}}), "@/a.json: line 2 is not valid UTF-8");
+  for (const char* bad :
+       {"\xFF", "a\xC3(", "\xC0\x80", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\xE4\xB8"}) {
+    EXPECT_EQ(error({{"a.json", "[[\"a\", \"b\"],\n[\"" + std::string(bad) + "\", \"b\"]]"}}),
+              "@/a.json: item 1 is not valid UTF-8");
+  }
 }
 
 TEST_F(ParallelTextTest, TsvLinesHaveOneTab) {
@@ -114,6 +126,54 @@ TEST_F(ParallelTextTest, JsonOfAnotherFormIsNamed) {
             "@/a.json: item 0: expected [\"source\", \"target\"]");
   EXPECT_EQ(error({{"a.json", "[[\"a\", \"b\"], [\"a\\nb\", \"c\"]]"}}),
             "@/a.json: item 1: expected sentences of one line each");
+}
+
+TEST_F(ParallelTextTest, JsonOnOneLongLineIsRead) {
+  // Python's json.dump writes it so.
+  const size_t many = LineReader::kMaxLineBytes / 40;
+  std::string json = "[";
+  for (size_t i = 0; i < many; ++i)
+    json += std::string(i > 0 ? ", " : "") + "[\"a sentence of some length\", \"another\"]";
+  ASSERT_GT(json.size(), LineReader::kMaxLineBytes);
+  const ParallelText text = read({{"a.json", json + "]"}});
+  EXPECT_EQ(text.source.size(), many);
+  EXPECT_EQ(text.target.back(), "another");
+  EXPECT_EQ(
+      error({{"a.json", "[[\"a\", \"b\"], [\"" + std::string(LineReader::kMaxLineBytes + 1, 'x') +
+                            "\", \"b\"]]"}}),
+      "@/a.json: item 1: expected sentences of at most 16 MiB");
+}
+
+TEST_F(ParallelTextTest, AFileIsReadOnce) {
+  // A pipe gives its text once; what is wrong with it is said all the same.
+  const auto read_pipe = [&](const std::string& text) {
+    const auto path = folder_.path() / "pipe.json";
+    std::filesystem::remove(path);
+    EXPECT_EQ(::mkfifo(path.c_str(), 0600), 0);
+    const std::jthread writer([&] { std::ofstream(path) << text; });
+    return read_parallel_text(std::vector{path});
+  };
+  EXPECT_EQ(read_pipe("[[\"one\", \"1\"],\n[\"two\", \"2\"]]").source, (Lines{"one", "two"}));
+  EXPECT_EQ(shortened(test::message_of<ConfigError>([&] { read_pipe("[[\"one\",\n\n1 2]]"); })),
+            "@/pipe.json: item 0: expected [\"source\", \"target\"]");
+  EXPECT_EQ(shortened(test::message_of<ConfigError>([&] { read_pipe("[[\"one\",\n\n}"); })),
+            "@/pipe.json: line 3: expected JSON [[\"source\", \"target\"], ...], found a syntax "
+            "error");
+}
+
+TEST_F(ParallelTextTest, WhatIsNoRegularFileIsRefusedUnread) {
+  const auto refused = [&](const std::filesystem::path& path) {
+    const std::vector<std::filesystem::path> paths = {folder_.write("a.en", "x\n"), path};
+    return shortened(test::message_of<ConfigError>([&] { check_regular_files(paths); }));
+  };
+  const auto pipe = folder_.path() / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_EQ(refused(pipe), "@/pipe: expected a regular file, for it is read more than once");
+  EXPECT_EQ(refused("/dev/null"),
+            "/dev/null: expected a regular file, for it is read more than once");
+  EXPECT_EQ(refused(folder_.path() / "none"), "@/none: cannot be read: No such file or directory");
+  EXPECT_EQ(refused(folder_.path()), "@: cannot be read: Is a directory");
+  EXPECT_EQ(refused(folder_.write("b", "x\n")), "nothing was thrown");
 }
 
 TEST_F(ParallelTextTest, OtherNumbersAndKindsOfFilesAreErrors) {

@@ -39,6 +39,42 @@ TEST(ChartTest, TicksAreRoundAndEncloseTheValues) {
   }
 }
 
+TEST(ChartTest, TicksOfValuesThatAreAlmostEqualAreFew) {
+  for (const double low : {0.0, 1.0, -1.0, 3.7, 1e6, 1e15, -1e15, 1e299, 1e-299, 5e-324}) {
+    for (const double high : {low, std::nextafter(low, INFINITY), low * (1 + 1e-15),
+                              low * (1 + 1e-10), low * (1 + 1e-8)}) {
+      const auto ticks = round_ticks(std::min(low, high), std::max(low, high), 5);
+      ASSERT_GE(ticks.size(), 2) << low << " to " << high;
+      ASSERT_LE(ticks.size(), 12) << low << " to " << high;
+      for (size_t i = 1; i < ticks.size(); ++i) ASSERT_LT(ticks[i - 1], ticks[i]);
+      const double rounding = 1e-12 * std::fabs(low);
+      EXPECT_LE(ticks.front(), std::min(low, high) + rounding);
+      EXPECT_GE(ticks.back(), std::max(low, high) - rounding);
+    }
+  }
+}
+
+TEST(ChartTest, PointsWithoutAPlaceAreLeftOut) {
+  const Points good = {{1, 2}, {2, 3}};
+  Points all = {{NAN, 1}, {1, 2}, {INFINITY, 1}, {-INFINITY, 1}, {1.5, INFINITY}, {2, 3}};
+  const std::string html = chart_html({.title = "t", .series = {{.name = "a", .points = good}}});
+  EXPECT_EQ(chart_html({.title = "t", .series = {{.name = "a", .points = all}}}), html);
+  EXPECT_EQ(chart_html({.title = "t", .series = {{.name = "a", .points = {{NAN, 1}, {NAN, 2}}}}}),
+            "");
+  const double next = std::nextafter(1e9, INFINITY);
+  for (const Points& points : {Points{{1e9, 1}, {next, 1}},
+                               {{1, 1e9}, {2, next}},
+                               {{5e-324, 1}, {1e-323, 2}},
+                               {{-9e299, -9e299}, {9e299, 9e299}},
+                               {{3, 1}, {1, 2}}}) {
+    const std::string drawn =
+        chart_html({.title = "t", .series = {{.name = "a", .points = points}}});
+    EXPECT_EQ(count(drawn, "<path class=\"line "), 1);
+    EXPECT_EQ(count(drawn, "nan"), 0) << drawn;
+    EXPECT_EQ(count(drawn, "inf"), 0) << drawn;
+  }
+}
+
 TEST(ChartTest, LongCurvesAreThinnedToMeans) {
   Points points;
   for (int i = 0; i < 1000; ++i) points.emplace_back(i, 2 * i);

@@ -6,6 +6,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/base/manifest.h"
 
 #include "tests/base/temporary_folder.h"
 #include "tests/support/message_of.h"
@@ -65,6 +66,76 @@ TEST(PartsTest, NoneIsFilledIfOneIsDamaged) {
               load_checkpoint(path, more);
             }).find("the checkpoint has no average"),
             std::string::npos);
+}
+
+TEST(PartsTest, AFileOfTheCheckpointIsNotWrittenToBySavingTheSameUpdateAgain) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  save_checkpoint(path, make_parts(1), 5, {});
+  const std::string manifest = read_file(path + "/manifest.json");
+  save_checkpoint(path, make_parts(1), 5, {});
+  EXPECT_EQ(read_file(path + "/manifest.json"), manifest) << "equal content has equal names";
+  save_checkpoint(path, make_parts(2), 5, {});
+  EXPECT_FALSE(fs::exists(path + "/weights-5.safetensors"));
+  Parts found = make_parts(0);
+  load_checkpoint(path, found);
+  EXPECT_EQ(first(found, "weights"), 2);
+}
+
+// What earlier versions wrote: parts, and no word of tensors.
+TEST(PartsTest, AManifestOfVersionOneIsRead) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  save_checkpoint(path, make_parts(3), 5, {{"a", "b"}});
+  const Manifest manifest = Manifest::read(path);
+  Manifest old{.version = 1, .facts = manifest.facts, .files = manifest.files};
+  for (auto& [key, file] : old.files) file.bytes.reset();
+  std::string text = old.to_json();
+  const std::string version = "  \"version\": 1,\n";
+  text.erase(text.find(version), version.size());
+  write_file(path + "/manifest.json", text);
+  Parts found = make_parts(0);
+  load_checkpoint(path, found);
+  EXPECT_EQ(first(found, "weights"), 3);
+  EXPECT_EQ(first(found, "optimizer"), -3);
+  EXPECT_EQ(read_manifest(path).at("a"), "b");
+  at::Tensor some = at::zeros(2);
+  load_slices(path, {{"weights", {{"w", {3, 2}, 2, 4, some}}}});
+  EXPECT_TRUE(some.equal(at::full(2, 3.)));
+  found["weights"].emplace_back("more", at::zeros(1));
+  EXPECT_NE(test::message_of<ConfigError>([&] {
+              load_checkpoint(path, found);
+            }).find("weights-5.safetensors: a checkpoint of another model: it has no more"),
+            std::string::npos);
+}
+
+TEST(PartsTest, TensorsOfEveryFormComeBack) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  NamedTensors saved{{"scalar", at::tensor(3.5)},
+                     {"empty", at::empty({0, 4})},
+                     {"turned", at::arange(6).view({2, 3}).t()},
+                     {"a \"name\" \xC3\xA9", at::arange(2).gt(0)},
+                     {"half", at::arange(5, at::kBFloat16)}};
+  save_checkpoint(path, {{"weights", saved}}, 1, {});
+  NamedTensors found;
+  for (const auto& [name, tensor] : saved) found.emplace_back(name, at::zeros_like(tensor));
+  load_checkpoint(path, {{"weights", found}});
+  for (size_t i = 0; i < saved.size(); ++i)
+    EXPECT_TRUE(found[i].second.equal(saved[i].second)) << saved[i].first;
+}
+
+TEST(PartsTest, AModelWithATensorLessIsAnother) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  save_checkpoint(path, {{"weights", {{"v", at::ones(1)}, {"w", at::ones({3, 2})}}}}, 5, {});
+  const auto text = [&](const Parts& parts) {
+    return test::message_of<ConfigError>([&] { load_checkpoint(path, parts); });
+  };
+  const std::string prefix = path + "/weights-5.safetensors: a checkpoint of another model: ";
+  EXPECT_EQ(text({{"weights", {{"w", at::ones({3, 2})}}}}), prefix + "v is not in this one");
+  EXPECT_EQ(text({{"weights", {{"v", at::ones(1)}, {"w", at::ones({2, 3})}}}}),
+            prefix + "w is F32 [3, 2], expected F32 [2, 3]");
 }
 
 TEST(CheckpointWriterTest, WritesWhatTheTensorsHeldWhenItWasAsked) {

@@ -50,6 +50,16 @@ TEST(HistoryTest, LinesBeyondTheCheckpointAreCut) {
   EXPECT_EQ(read_file(path), early + "{\"update\":8}\n");
 }
 
+TEST(HistoryTest, SoAreThoseOfAKindThatTheCheckpointDoesNotKnow) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "history.jsonl";
+  const std::string early =
+      "{\"type\":\"valid\",\"update\":5}\n{\"update\":7}\n{\"type\":\"train\",\"update\":7}\n";
+  write_file(path, early + "{\"type\":\"valid\",\"update\":7}\n{\"type\":\"end\",\"update\":7}\n");
+  History(path, 7, "valid").append({{"update", 8}});
+  EXPECT_EQ(read_file(path), early + "{\"update\":8}\n");
+}
+
 TEST(HistoryTest, HoldsSeveralNumbersOrTextsInOneField) {
   const TemporaryFolder folder;
   History history(folder / "h");

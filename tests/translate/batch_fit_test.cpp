@@ -40,8 +40,15 @@ TEST(BatchFitTest, EveryLengthsBatchFitsAndTriedOnesFillTheWorkspace) {
     EXPECT_TRUE(i == 0 || fit.rows[i] <= fit.rows[i - 1]);
   }
   ASSERT_EQ(fit.trials.size(), 3);
-  for (const auto& trial : fit.trials)
-    EXPECT_GT(trial.peak_bytes * 10, options.workspace_bytes * 8) << trial.width;
+  for (const auto& trial : fit.trials) {
+    const int64_t bytes = batch_bytes(model, trial.rows, trial.width);
+    EXPECT_LE(bytes, trial.peak_bytes) << trial.width;
+    EXPECT_LE(trial.peak_bytes, options.workspace_bytes) << trial.width;
+    EXPECT_GT(bytes * 10, options.workspace_bytes * 8) << trial.width;
+    // Small batches tell enough; the one that is run as it will be is that of the longest.
+    const bool is_longest = trial.width == fit.trials.back().width;
+    EXPECT_LE(trial.rows_run, trial.rows * (is_longest ? 2 : 1)) << trial.width;
+  }
   EXPECT_EQ(fit.trials.back().width, 80);
   for (const auto& parameter : model->parameters())
     EXPECT_FALSE(parameter.grad().defined()) << "nothing is left behind";

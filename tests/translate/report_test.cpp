@@ -39,7 +39,9 @@ void write_start(train::History& history, int64_t update, int ranks) {
                   {"threads", std::vector<double>(all, 4)},
                   {"memory_gib", std::vector<double>(all, 31.25)},
                   {"instructions", Texts(all, "avx2 fma")},
-                  {"gpus", Texts{"NVIDIA Fake 80GB"}},
+                  {"gpus", Texts{"NVIDIA Fake 80GB", "NVIDIA Far"}},
+                  {"gpu_hosts", Texts{"node-a", "node-b"}},
+                  {"gpu_total_gib", std::vector<double>{80, NAN}},
                   {"sample_sources", Texts{"a red <cat>", "two dogs"}},
                   {"sample_references", Texts{"eine rote Katze", "zwei Hunde"}}});
 }
@@ -61,7 +63,7 @@ void write_run(const std::string& folder) {
                     {"learning_rate", at * 1e-5},
                     {"tgt_tokens_per_s", 8000},
                     {"rank_tokens_per_s", std::vector<double>{4060, 4055}},
-                    {"gpu_percent", std::vector<double>{87}},
+                    {"gpu_percent", std::vector<double>{update == 50 ? 99.0 : 87.0}},
                     {"gpu_memory_gib", std::vector<double>{12}}});
     if (update % 100 != 0) continue;
     history.append({{"type", "valid"},
@@ -115,8 +117,11 @@ TEST(ReportTest, ABrowserShowsCurvesTranslationsAndMachines) {
         "<b>8,000</b>", "a red &lt;cat&gt;", "<span class=\"same\">eine rote Katze</span>",
         "0\xE2\x80\x93"
         "1",
-        "Some CPU @ 3 GHz", "31.2 GiB", "avx2 fma", "NVIDIA Fake 80GB", "93,255,680 parameters",
-        "mini_batch_words", "a.en, a.de", "2025-01-31 12:00 UTC", "no end recorded yet"}) {
+        "Some CPU @ 3 GHz", "31.2 GiB", "avx2 fma", "93,255,680 parameters",
+        "<td>node-a</td><td>0</td><td>NVIDIA Fake 80GB</td><td>80</td><td>12 / 12</td>"
+        "<td>87.4 / 99</td>",
+        "<td>node-b</td><td>1</td><td>NVIDIA Far</td><td>\xE2\x80\x93</td>", "mini_batch_words",
+        "a.en, a.de", "2025-01-31 12:00 UTC", "no end recorded yet"}) {
     EXPECT_NE(page.dom.find(shown), std::string::npos) << shown;
   }
   // One word of two is the reference's, and it is there once.
@@ -169,10 +174,53 @@ TEST(ReportTest, AHistoryOfAnEarlierVersionHasItsCurves) {
             "BLEU              1.50 -> 2.50\n");
 }
 
+// Another program's lines, or a disk's fault: what can be shown is.
+TEST(ReportTest, AFieldOfAnotherKindIsAsGoodAsMissing) {
+  const TemporaryFolder folder;
+  const std::string good =
+      "{\"type\":\"valid\",\"epoch\":1,\"update\":5,\"valid_loss\":3.5,\"best\":true}\n";
+  write_file(folder / "history.jsonl", good);
+  const std::string summary = run_summary(folder.path(), {.sparklines = false});
+  const char* kinds[] = {"null", "[]", "{}", "\"x\"", "7", "true", "[null,\"x\",{}]", "1e308"};
+  for (const char* type : {"\"start\"", "\"train\"", "\"valid\"", "\"end\"", "null", "3", "[1]"}) {
+    for (const char* field : {"type", "epoch", "update", "best", "samples", "wall_s", "loss",
+                              "time", "valid_loss", "rank_tokens_per_s", "hosts", "gpus", "ranks",
+                              "reason", "sample_sources", "sample_references", "gpu_percent"}) {
+      for (const char* kind : kinds) {
+        const std::string bad =
+            std::string("{\"type\":") + type + ",\"" + field + "\":" + kind + "}\n";
+        write_file(folder / "history.jsonl", bad + good + bad);
+        write_file(folder / "config.json", bad);
+        EXPECT_NE(report_html(folder.path()).find("</html>"), std::string::npos) << bad;
+        EXPECT_NO_THROW(run_summary(folder.path(), {})) << bad;
+      }
+    }
+  }
+  write_file(folder / "history.jsonl",
+             "{\"type\":7}\n{\"type\":null,\"valid_loss\":1}\n[]\n\n\xFF\n" + good);
+  EXPECT_EQ(run_summary(folder.path(), {.sparklines = false}), summary);
+}
+
+TEST(ReportTest, TextsAreEscapedOnce) {
+  const TemporaryFolder folder;
+  write_file(
+      folder / "history.jsonl",
+      "{\"type\":\"start\",\"time\":\"<noon>\"}\n{\"type\":\"start\",\"time\":\"<noon>\"}\n");
+  const std::string html = report_html(folder.path());
+  EXPECT_EQ(count(html, "&lt;noon&gt;"), 3) << "header and two rows";
+  EXPECT_EQ(count(html, "&amp;"), 0);
+}
+
 TEST(ReportTest, TheSummaryFitsTheWidth) {
   const TemporaryFolder folder;
   write_run(folder / "run");
-  for (const size_t width : {40U, 60U, 80U}) {
+  EXPECT_EQ(run_summary(folder / "run", {.width = 32, .sparklines = false}),
+            "loss, training    8.800 -> 3.000\nloss, validation  7.500 -> 3.500\n"
+            "BLEU              5.00 -> 15.00\nchrF              10.00 -> 30.00\n"
+            "tokens/s          8000 -> 8000\n");
+  EXPECT_EQ(run_summary(folder / "run", {.width = 10, .sparklines = false}),
+            "loss,3.000\nloss,3.500\nBLEU 15.00\nchrF 30.00\ntokens8000\n");
+  for (const size_t width : {1U, 5U, 10U, 20U, 30U, 40U, 60U, 80U}) {
     std::istringstream lines(run_summary(folder / "run", {.width = width, .utf8 = false}));
     for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), width) << line;
   }

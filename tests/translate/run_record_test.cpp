@@ -108,7 +108,7 @@ TEST_F(RunRecordTest, ByDefaultALineComesAfterSomeTimeAndAtAValidation) {
 
 TEST_F(RunRecordTest, WithoutTranslationsThereAreNoScores) {
   RunRecord record = make();
-  record.validated(validation(0), {});
+  record.validated({.epoch = 1, .scores = {.loss = 2}}, {});
   EXPECT_TRUE(lines("valid")[0]["valid_bleu"].is_null());
   EXPECT_FALSE(fs::exists(folder_ / "result-dev.txt"));
 }
@@ -128,6 +128,40 @@ TEST_F(RunRecordTest, AResumedRunDropsWhatItDoesAgain) {
   for ([[maybe_unused]] const auto& entry : fs::directory_iterator(folder_ / "tensorboard"))
     ++event_files;
   EXPECT_EQ(event_files, 2);
+}
+
+TEST_F(RunRecordTest, AValidationThatIsMadeAgainIsThereOnce) {
+  const auto start = [&](bool is_validated) {
+    return RunRecord(options_,
+                     {.update = 30, .is_validated = is_validated, .machines = {describe_machine()}},
+                     valid_, log_);
+  };
+  start(false).validated(validation(30), translations());
+  start(false).validated(validation(30), translations());
+  EXPECT_EQ(lines("valid").size(), 1) << "the checkpoint did not know of it";
+  start(true);
+  EXPECT_EQ(lines("valid").size(), 1) << "it does";
+  EXPECT_EQ(lines("start").size(), 3);
+}
+
+TEST_F(RunRecordTest, TheConfigurationHoldsEveryOption) {
+  options_.valid_metrics = {ValidMetric::kChrf, ValidMetric::kLoss};
+  options_.evaluation.search.min_length = 3;
+  options_.log_level = LogLevel::kWarn;
+  make();
+  const json config = json::parse(read_file(folder_ / "config.json"));
+  EXPECT_EQ(config["valid_metrics"], json::parse(R"(["chrf", "ce-mean-words"])"));
+  EXPECT_EQ(config["log_level"], "warn");
+  EXPECT_EQ(config["disp_freq_updates"], 10);
+  EXPECT_EQ(config["min_output_length"], 3);
+  for (const char* name :
+       {"train_sets", "vocabs", "overwrite", "quiet", "valid_on_start", "disp_freq_s",
+        "valid_mini_batch_words", "max_length_factor", "allow_unk", "model.dim_emb"}) {
+    EXPECT_TRUE(config.contains(name)) << name;
+  }
+  const json start = lines("start")[0];
+  for (const auto& [name, count] : config["train_pairs"].items())
+    EXPECT_EQ(start["pairs_" + name], count) << name;
 }
 
 // Folders stand where files should be written: no right is needed to be refused there.

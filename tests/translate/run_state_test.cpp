@@ -19,7 +19,10 @@ TEST(RunStateTest, RoundTripsToTheLastBit) {
       .train_seconds = 0.1,
       .seconds = 1e9 / 7,
       .early_stopping = {.best = 2.0 / 3, .num_without_best = 4},
-      .best = {.loss = 1e-300, .bleu = 22.5, .chrf = 1.0 / 3}};
+      .best = ValidScores{.loss = 1e-300, .bleu = 22.5, .chrf = 1.0 / 3},
+      .best_update = 77,
+      .fit_rows = {30, 20, 20},
+      .fitted_for = "workspace \"2\""};
   train::Facts facts{{"other", "kept"}};
   write_facts(state, facts);
   const RunState found = read_state(facts);
@@ -37,12 +40,29 @@ TEST(RunStateTest, RoundTripsToTheLastBit) {
   EXPECT_EQ(found.early_stopping.best, state.early_stopping.best);
   EXPECT_EQ(found.early_stopping.num_without_best, 4);
   EXPECT_EQ(found.best, state.best);
+  EXPECT_EQ(found.best_update, 77);
+  EXPECT_EQ(found.fit_rows, state.fit_rows);
+  EXPECT_EQ(found.fitted_for, state.fitted_for);
   EXPECT_EQ(facts["other"], "kept");
 
   facts.erase("seconds");
   EXPECT_THROW(read_state(facts), ConfigError);
   facts["seconds"] = "soon";
   EXPECT_THROW(read_state(facts), ConfigError);
+}
+
+TEST(RunStateTest, WhatWasNotScoredIsNotThere) {
+  train::Facts facts;
+  write_facts({}, facts);
+  EXPECT_FALSE(read_state(facts).best);
+  EXPECT_FALSE(read_state(facts).is_validated());
+  write_facts({.early_stopping = {.best = 3.0}, .best = ValidScores{.loss = 3}}, facts);
+  const RunState found = read_state(facts);
+  EXPECT_EQ(found.best, (ValidScores{.loss = 3}));
+  EXPECT_FALSE(facts.contains("best_bleu"));
+  EXPECT_TRUE(found.is_validated());
+  write_facts({.token_sum = 1, .early_stopping = {.best = 3.0}}, facts);
+  EXPECT_FALSE(read_state(facts).is_validated()) << "something was trained since";
 }
 
 }  // namespace

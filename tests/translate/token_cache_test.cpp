@@ -227,6 +227,49 @@ TEST_F(TokenCacheTest, AFullDiskIsOneLineAndLeavesNothing) {
   EXPECT_EQ(cached().corpus.size(), 39);
 }
 
+TEST_F(TokenCacheTest, AnInputThatCannotBeReadIsNoDamageOfTheCache) {
+  cached();
+  const auto error = [&] {
+    return test::message_of<ConfigError>([&] { open_token_cache(file_, inputs_); });
+  };
+  EXPECT_EQ(error(), "nothing was thrown");
+  fs::rename(folder_ / "a.en", folder_ / "gone");
+  EXPECT_EQ(error(), folder_ / "a.en" + ": cannot be read: No such file or directory");
+  fs::create_symlink("/dev/null", folder_ / "a.en");
+  EXPECT_EQ(error(), folder_ / "a.en" + ": expected a regular file, for it is read more than once");
+  fs::remove(folder_ / "a.en");
+  fs::rename(folder_ / "gone", folder_ / "a.en");
+  fs::remove(folder_ / "v.spm");
+  EXPECT_EQ(error(), folder_ / "v.spm" + ": expected a readable file: No such file or directory");
+}
+
+TEST_F(TokenCacheTest, AFolderThatTakesNoFilesIsTheCallersFault) {
+  const auto error = [&](const fs::path& file) {
+    return test::message_of<ConfigError>(
+        [&] { build_token_cache(file, inputs_, tokenizer(), tokenizer()); });
+  };
+  const std::string expected = ": expected a folder in which the token cache can be written: ";
+  EXPECT_EQ(error(folder_ / "a.en/c"), folder_ / "a.en" + expected + "Not a directory");
+  EXPECT_EQ(error("/proc/self/c").find("/proc/self" + expected), 0) << error("/proc/self/c");
+}
+
+TEST_F(TokenCacheTest, ALongTokenisationTellsHowFarItIs) {
+  std::string many;
+  for (int i = 0; i < 20'000; ++i) many += "red cat\n";
+  write_text(many);
+  std::vector<int64_t> told;
+  const auto tell = [&](int64_t num_pairs) { told.push_back(num_pairs); };
+  build_token_cache(file_, inputs_, tokenizer(), tokenizer(), {.tell = tell, .interval = {}});
+  ASSERT_GE(told.size(), 3);
+  EXPECT_TRUE(std::ranges::is_sorted(told));
+  EXPECT_GT(told.front(), 0);
+  EXPECT_LE(told.front(), 10'000);
+  EXPECT_EQ(told.back(), 20'038);
+  told.clear();
+  build_token_cache(file_, inputs_, tokenizer(), tokenizer(), {.tell = tell});
+  EXPECT_TRUE(told.empty()) << "it took less than 30 s";
+}
+
 TEST_F(TokenCacheTest, RunsCanShareAFolder) {
   const auto name = [&] { return token_cache_file(inputs_, "/cache", "/run").string(); };
   const std::string first = name();

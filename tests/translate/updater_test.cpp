@@ -166,6 +166,38 @@ TEST(UpdaterTest, ThreeRanksMakePlainUpdates) {
   test::ranks(3, [](comm::ProcessGroup& group) { expect_plain_updates(group, {1, 1, 1}); });
 }
 
+// Of the sharding strategies, too: what they leave of the model is gathered by a forward.
+TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    comm::ProcessGroup alone(comm::Place{});
+    for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+      SCOPED_TRACE(to_string(strategy));
+      auto options = test::tiny_options();
+      options.dropout = 0.3;
+      const auto make = [&] {
+        nmt::Transformer model(options);
+        model->initialise(7);
+        model->to(at::kDouble);
+        return model;
+      };
+      UpdaterOptions shared = kOptions;
+      shared.strategy = strategy;
+      auto plain = make();
+      Updater together(make(), group, shared);
+      Updater by_itself(plain, alone, kOptions);
+      for (int update = 1; update <= kNumUpdates; ++update) {
+        const auto all = batches_of(sentences_of(update), {4}, 0);
+        const auto rank = static_cast<size_t>(group.rank());
+        const auto one = together.update({all[rank], all[rank + 2]});
+        const auto expected = by_itself.update(all);
+        EXPECT_NEAR(one.gradient_norm, expected.gradient_norm, kRounding);
+        const double nll_sum = train::reduce_sums(group, std::array{one.nll_sum})[0];
+        EXPECT_NEAR(nll_sum, expected.nll_sum, 1e-6) << "of the parameters so far";
+      }
+    }
+  });
+}
+
 TEST(UpdaterTest, DropoutHangsOnTheBatchAndNotOnItsRank) {
   test::ranks(2, [](comm::ProcessGroup& group) {
     comm::ProcessGroup alone(comm::Place{});
@@ -221,7 +253,9 @@ TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
     spoil = group.rank() == 1;
     const UpdateReport bad = updater.update(batches(2));
     EXPECT_TRUE(bad.skipped);
-    EXPECT_EQ(bad.bad_gradient, "encoder.layers.1.linear1.weight");
+    EXPECT_EQ(bad.bad.parameter, "encoder.layers.1.linear1.weight");
+    EXPECT_EQ(bad.bad.rank, 1) << "known to all";
+    EXPECT_EQ(bad.bad.batch, 0);
     EXPECT_TRUE(std::isfinite(bad.nll_sum));
     EXPECT_GT(bad.compute_seconds, 0) << "a speed is made of it";
     EXPECT_EQ(updater.num_updates(), 1);
@@ -235,6 +269,59 @@ TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
     undisturbed.update(batches(3));
     EXPECT_EQ(difference(model->parameters(), other->parameters()), 0);
   });
+}
+
+TEST(UpdaterTest, TheBadBatchOfARankIsFound) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero2}) {
+      auto model = make_model();
+      UpdaterOptions options = kOptions;
+      options.strategy = strategy;
+      Updater updater(model, group, options);
+      int calls = 0;  // of the hook, once a batch
+      model->named_parameters()["decoder.layers.0.linear1.weight"].register_hook(
+          [&](const at::Tensor& gradient) {
+            return calls++ % 2 == 1 && group.rank() == 1 ? gradient * INFINITY : gradient;
+          });
+      const auto bad = updater.update(batches_of(sentences_of(1), {2, 2}, group.rank()));
+      EXPECT_TRUE(bad.skipped);
+      EXPECT_EQ(bad.bad.parameter, "decoder.layers.0.linear1.weight");
+      EXPECT_EQ(bad.bad.rank, 1);
+      EXPECT_EQ(bad.bad.batch, 1);
+    }
+  });
+}
+
+// What comes out of the decoder is its last bias alone, which makes piece 5 impossible (log p is
+// -1e39, in float32 -inf), and what goes back through it are numbers of no more than 1e19.
+TEST(UpdaterTest, ALossThatIsNotFiniteIsNotTrainedOnThoughGradientsAre) {
+  comm::ProcessGroup alone(comm::Place{});
+  auto options = test::tiny_options();
+  options.label_smoothing = 0;
+  nmt::Transformer model(options);
+  model->initialise(7);
+  {
+    const at::NoGradGuard no_grad;
+    model->named_parameters()["decoder.norm.weight"].zero_();
+    model->named_parameters()["decoder.norm.bias"].fill_(8e18);
+    model->named_parameters()["generator.weight"].zero_().select(0, 5).fill_(-8e18);
+  }
+  auto sentences = test::make_sentences(16, 1);
+  sentences[1].target[0] = 5;
+  const nmt::Batch batch = test::make_test_batch(sentences);
+  const auto [loss, nll] = model->forward(batch);
+  ASSERT_FALSE(std::isfinite(nll.item<double>()));
+  loss.backward(at::full_like(loss, 1.0 / static_cast<double>(batch.num_target_tokens)));
+  ASSERT_TRUE(std::isfinite(optim::gradient_norm_squared(model->parameters())));
+  for (at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
+
+  Updater updater(model, alone, kOptions);
+  const UpdateReport report = updater.update({batch});
+  EXPECT_TRUE(report.skipped);
+  EXPECT_EQ(report.bad.rank, 0);
+  EXPECT_EQ(report.bad.batch, 0);
+  EXPECT_FALSE(report.bad.parameter.empty());
+  EXPECT_EQ(updater.num_updates(), 0);
 }
 
 // Rank 1 comes late; then one of its gradients takes until rank 0 has all of its own, and longer.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <c10/core/Allocator.h>
 #include <torch/types.h>
+#include <utility>
 
 namespace cohort::parallel {
 namespace {
@@ -22,7 +23,22 @@ void set_memory(at::Tensor& tensor, size_t bytes) {
   storage->set_nbytes(bytes);
 }
 
+// A tensor of `numel` elements for which memory is to come; views of it can be made.
+at::Tensor without_memory(int64_t numel, const at::TensorOptions& options) {
+  at::Tensor tensor = at::empty({0}, options);
+  tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(numel) *
+                                                      tensor.element_size());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  return tensor;
+}
+
 }  // namespace
+
+void set_data(const at::Tensor& tensor, const at::Tensor& data) {
+  if (!tensor.is_meta()) return tensor.set_data(data);
+  // Tensor::set_data does not lead away from the meta device.
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
+}
 
 FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& group,
                        const ShardingOptions& options)
@@ -30,21 +46,30 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
       options_(options),
       parameters_(std::move(parameters)),
       frozen_(!parameters_.front().tensor.requires_grad()),
+      deferred_(parameters_.front().tensor.is_meta()),
       layout_(places_of(parameters_), group.size()) {
   const at::NoGradGuard no_grad;
-  const auto kept = parameters_.front().tensor.options().requires_grad(false);
-  const auto computed = kept.dtype(options_.param_dtype.value_or(kept.dtype().toScalarType()));
-  const int64_t first = group_.rank() * layout_.shard_numel();
-  at::Tensor master = at::zeros({layout_.padded_numel()}, kept);
-  for (size_t i = 0; i < parameters_.size(); ++i)
-    view_of(master, layout_.tensors()[i]).copy_(parameters_[i].tensor);
-  const bool own_memory = sharded() || computed.dtype() != kept.dtype();
-  full_ = own_memory && computed.dtype() != kept.dtype() ? master.to(computed) : master;
-  shard_ = master.narrow(0, first, layout_.shard_numel());
-  if (own_memory) shard_ = shard_.clone();
-  gathered_version_ = static_cast<int64_t>(shard_._version());
-  for (size_t i = 0; i < parameters_.size(); ++i)
-    parameters_[i].tensor.set_data(view_of(full_, layout_.tensors()[i]));
+  auto kept = parameters_.front().tensor.options().requires_grad(false);
+  if (deferred_) kept = kept.device(options_.fill_device);
+  auto computed = kept;
+  if (options_.mixed_precision.param_dtype && at::isFloatingType(kept.dtype().toScalarType()))
+    computed = kept.dtype(*options_.mixed_precision.param_dtype);
+  own_memory_ = sharded() || options_.cpu_offload || computed.dtype() != kept.dtype();
+  present_ = whole_ = !sharded();
+  full_ = present_ ? at::zeros({layout_.padded_numel()}, computed)
+                   : without_memory(layout_.padded_numel(), computed);
+  if (own_memory_) {
+    const bool pinned = options_.cpu_offload && !kept.device().is_cpu();
+    if (options_.cpu_offload) kept = kept.device(at::kCPU).pinned_memory(pinned);
+    shard_ = at::zeros({layout_.shard_numel()}, kept);
+  } else {
+    shard_ = full_.narrow(0, group_.rank() * layout_.shard_numel(), layout_.shard_numel());
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!deferred_) place(i, parameters_[i].tensor);
+    set_data(parameters_[i].tensor, view_of(full_, layout_.tensors()[i]));
+  }
+  if (!present_) set_memory(full_, 0);
 
   for (const FlatSlice& slice : layout_.slices(group_.rank())) {
     const FlatTensor& place = layout_.tensors()[slice.tensor];
@@ -52,7 +77,17 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
     tensor.set_requires_grad(!frozen_);
     slices_.push_back({place.name, place.shape, slice.begin, slice.end, tensor});
   }
-  free();
+}
+
+void FlatBucket::place(size_t index, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  if (present_) view_of(full_, layout_.tensors()[index]).copy_(value);
+  for (const FlatSlice& slice : layout_.slices(group_.rank())) {
+    if (!own_memory_ || slice.tensor != index) continue;
+    const int64_t count = slice.end - slice.begin;
+    shard_.narrow(0, slice.offset, count).copy_(value.reshape({-1}).narrow(0, slice.begin, count));
+  }
+  gathered_version_ = static_cast<int64_t>(shard_._version());
 }
 
 at::Tensor FlatBucket::view_of(const at::Tensor& flat, const FlatTensor& place) const {
@@ -69,7 +104,7 @@ void FlatBucket::begin_gather() {
   if (whole_) return;
   const at::NoGradGuard no_grad;
   allocate();
-  sent_ = shard_.to(full_.scalar_type());
+  sent_ = shard_.to(full_.device(), full_.scalar_type(), /*non_blocking=*/true);
   gathering_.emplace(group_.all_gather_into_async(full_, sent_));
   gathered_version_ = static_cast<int64_t>(shard_._version());
   whole_ = true;
@@ -99,34 +134,62 @@ void FlatBucket::keep_written() {
 }
 
 bool FlatBucket::has_gradients() const {
-  return std::ranges::any_of(parameters_,
-                             [](const auto& each) { return each.tensor.grad().defined(); });
+  return held_.defined() || std::ranges::any_of(parameters_, [](const auto& each) {
+           return each.tensor.grad().defined();
+         });
+}
+
+at::Tensor FlatBucket::dense_gradient(size_t index) const {
+  const at::Tensor& gradient = parameters_[index].tensor.grad();
+  TORCH_CHECK_VALUE(!gradient.defined() || !gradient.is_sparse(),
+                    "sharding: ", parameters_[index].name,
+                    " has a sparse gradient: expected dense ones");
+  return gradient;
+}
+
+void FlatBucket::hold_gradients() {
+  if (full_.scalar_type() == travel_type()) return;
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor gradient = dense_gradient(i);
+    if (!gradient.defined()) continue;
+    if (!held_.defined())
+      held_ = at::zeros({layout_.padded_numel()}, full_.options().dtype(travel_type()));
+    view_of(held_, layout_.tensors()[i]).add_(gradient);
+    parameters_[i].tensor.mutable_grad().reset();
+  }
 }
 
 void FlatBucket::begin_reduce() {
   const at::NoGradGuard no_grad;
-  const auto type = options_.reduce_dtype.value_or(shard_.scalar_type());
-  at::Tensor whole = gradients_;
-  if (!whole.defined()) whole = at::empty({layout_.padded_numel()}, shard_.options().dtype(type));
-  if (options_.shard == Shard::kOptimizer) gradients_ = whole;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    at::Tensor place = view_of(whole, layout_.tensors()[i]);
-    at::Tensor& gradient = parameters_[i].tensor.mutable_grad();
-    if (!gradient.defined()) {
-      place.zero_();
-      continue;
+  const auto type = travel_type();
+  const int replicas = options_.replicate_group ? options_.replicate_group->size() : 1;
+  const double share = 1.0 / (group_.size() * replicas);
+  at::Tensor whole;
+  if (held_.defined()) {
+    hold_gradients();
+    whole = std::exchange(held_, at::Tensor()).mul_(share);
+  } else {
+    whole = gradients_;
+    if (!whole.defined()) whole = at::empty({layout_.padded_numel()}, full_.options().dtype(type));
+    if (options_.shard == Shard::kOptimizer) gradients_ = whole;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      at::Tensor place = view_of(whole, layout_.tensors()[i]);
+      const at::Tensor gradient = dense_gradient(i);
+      if (!gradient.defined()) {
+        place.zero_();
+      } else if (gradient.scalar_type() == type) {
+        at::mul_out(place, gradient, at::scalar_tensor(share, gradient.options()));
+      } else if (gradient.element_size() > place.element_size()) {
+        place.copy_(gradient * share);  // in the wider type, whose range is the larger one
+      } else {
+        place.copy_(gradient);
+        place.mul_(share);
+      }
+      parameters_[i].tensor.mutable_grad().reset();
     }
-    TORCH_CHECK_VALUE(!gradient.is_sparse(), "sharding: ", parameters_[i].name,
-                      " has a sparse gradient: expected dense ones");
-    if (gradient.scalar_type() == type) {
-      at::mul_out(place, gradient, at::scalar_tensor(1.0 / group_.size(), gradient.options()));
-    } else {
-      place.copy_(gradient);
-      place.mul_(1.0 / group_.size());
-    }
-    gradient.reset();
+    whole.narrow(0, layout_.numel(), layout_.padded_numel() - layout_.numel()).zero_();
   }
-  whole.narrow(0, layout_.numel(), layout_.padded_numel() - layout_.numel()).zero_();
   at::Tensor part = at::empty({layout_.shard_numel()}, whole.options());
   comm::Work work = group_.reduce_scatter_async(part, whole);
   reduction_.emplace(Reduction{whole, part, std::move(work)});
@@ -134,10 +197,25 @@ void FlatBucket::begin_reduce() {
 
 void FlatBucket::finish_reduce() {
   if (!reduction_) return;
-  const at::NoGradGuard no_grad;
   reduction_->work.wait();
-  const at::Tensor part = reduction_->part.to(shard_.scalar_type());
+  at::Tensor part = reduction_->part;
   reduction_.reset();
+  if (!options_.replicate_group) return keep_gradients(part);
+  comm::Work work = options_.replicate_group->all_reduce_async(part);
+  replication_.emplace(Replication{part, std::move(work)});
+}
+
+void FlatBucket::settle() {
+  if (!replication_) return;
+  replication_->work.wait();
+  const at::Tensor part = replication_->part;
+  replication_.reset();
+  keep_gradients(part);
+}
+
+void FlatBucket::keep_gradients(const at::Tensor& reduced) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor part = reduced.to(shard_.device(), shard_.scalar_type());
   const bool adds = std::ranges::any_of(
       slices_, [](const ParameterSlice& slice) { return slice.tensor.grad().defined(); });
   if (adds) {

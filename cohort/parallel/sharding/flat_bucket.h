@@ -11,6 +11,9 @@
 
 namespace cohort::parallel {
 
+/// Gives `tensor` the memory and type of `data`, as set_data; a tensor on the meta device, too.
+void set_data(const at::Tensor& tensor, const at::Tensor& data);
+
 /// The module's parameters become views of the flat buffer. Where parameters are sharded, its
 /// memory comes and goes under them: autograd's saved tensors see it come back.
 ///
@@ -24,6 +27,10 @@ class FlatBucket {
 
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
   bool frozen() const { return frozen_; }
+  bool deferred() const { return deferred_; }  ///< They were on the meta device: `place` each.
+  at::ScalarType kept_type() const { return shard_.scalar_type(); }
+  /// Makes `value` the whole value of the parameter `index`, of which this rank keeps its part.
+  void place(size_t index, const at::Tensor& value);
 
   /// Starts to bring the whole of the parameters here, unless they are; `gather` waits for it.
   void begin_gather();
@@ -38,9 +45,13 @@ class FlatBucket {
 
   /// Starts to sum the parameters' gradients over ranks, absent ones counting 0, and takes them
   /// from the parameters; `finish_reduce` waits, and adds this rank's part to its slices'
-  /// gradients.
+  /// gradients, or, with a replicate_group, starts the sum across, for which `settle` waits.
   void begin_reduce();
   void finish_reduce();
+  void settle();
+  /// Adds gradients that do not travel yet to a sum in the type in which they will, if that is not
+  /// theirs.
+  void hold_gradients();
   bool reducing() const { return static_cast<bool>(reduction_); }
   bool has_gradients() const;
 
@@ -52,17 +63,29 @@ class FlatBucket {
     at::Tensor whole, part;
     comm::Work work;
   };
+  struct Replication {
+    at::Tensor part;
+    comm::Work work;
+  };
+  at::Tensor dense_gradient(size_t index) const;
+  void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
   void allocate();
   bool sharded() const { return options_.shard == Shard::kParameters; }
+  at::ScalarType travel_type() const {
+    return options_.mixed_precision.reduce_dtype.value_or(shard_.scalar_type());
+  }
 
   comm::ProcessGroup& group_;
   const ShardingOptions options_;
   std::vector<NamedTensor> parameters_;
   bool frozen_ = false;
+  bool deferred_ = false;
+  bool own_memory_ = true;  // shard_ is no part of full_
   FlatLayout layout_;
   at::Tensor full_;               // [padded], in the type of computing; its memory may be away
   at::Tensor shard_;              // [shard], in the parameters' type; a view of full_ if it can be
+  at::Tensor held_;               // [padded], in the type of travelling: gradients that wait
   at::Tensor gradients_;          // [padded], kept from step to step where gradients are whole
   at::Tensor shard_gradients_;    // [shard]
   int64_t gathered_version_ = 0;  // of shard_, when it was last gathered
@@ -71,6 +94,7 @@ class FlatBucket {
   std::optional<comm::Work> gathering_;
   at::Tensor sent_;  // what `gathering_` sends
   std::optional<Reduction> reduction_;
+  std::optional<Replication> replication_;
   std::vector<ParameterSlice> slices_;
 };
 

@@ -25,8 +25,9 @@ namespace cohort::parallel {
 ///
 /// Collective: constructor, every forward, backward, gradient_norm, Summon. Every rank runs the
 ///             same units in the same order.
-/// Numerics: gradients are divided by the world size, travel in their own type (or in
-///           mixed_precision.reduce_dtype), and are summed in the order of ranks.
+/// Numerics: gradients are divided by the number of ranks, travel in the parameters' own type (or
+///           in mixed_precision.reduce_dtype), and are summed in the order of ranks; with
+///           replicate_group, the sums of its ranks after that.
 /// Threads:  one.
 /// Errors:   c10::ValueError if the ranks' models differ or options contradict; PeerError when a
 ///           rank is lost.
@@ -44,8 +45,12 @@ class ShardedDataParallel {
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     const ShardingEngine::Forward forward(engine_);
-    return engine_.run(*module_,
-                       [&] { return module_->forward(std::forward<Arguments>(arguments)...); });
+    const auto cast = [&](const at::Tensor& tensor) { return engine_.cast_input(tensor); };
+    return engine_.run(*module_, [&] {
+      auto output = module_->forward(with_tensors(std::forward<Arguments>(arguments), cast)...);
+      for_each_tensor(output, [&](at::Tensor& tensor) { tensor = engine_.cast_output(tensor); });
+      return output;
+    });
   }
 
   /// As loss.backward(gradient); then the slices have this step's gradients, added to those they
@@ -89,14 +94,26 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedDataParallel<Holder>::nam
   return named;
 }
 
-/// Calls `block` as block->forward(arguments...), inside a sharded model's forward as one of its
-/// units if it is one. Outside of one, or for another module, this is a plain call: a model written
-/// with it runs anywhere.
+/// Calls `forward()`, the forward of `block`, inside a sharded model's forward with the block's
+/// parameters there if it is one of the model's units. Outside of one, or for another module, this
+/// is a plain call: a model written with it runs anywhere.
+template <class Call>
+auto run_unit(const torch::nn::Module& block, Call forward) {
+  ShardingEngine* engine = ShardingEngine::current();
+  return engine ? engine->run(block, forward) : forward();
+}
+
+/// The same of block->forward(arguments...); a unit gets the arguments in the type it computes in.
 template <class Holder, class... Arguments>
 auto unit(Holder& block, Arguments&&... arguments) {
-  const auto forward = [&] { return block->forward(std::forward<Arguments>(arguments)...); };
-  ShardingEngine* engine = ShardingEngine::current();
-  return engine ? engine->run(*block, forward) : forward();
+  const ShardingEngine* engine = ShardingEngine::current();
+  const bool casts = engine && engine->is_unit(*block);
+  const auto cast = [&](const at::Tensor& tensor) {
+    return casts ? engine->cast_input(tensor) : tensor;
+  };
+  return run_unit(*block, [&] {
+    return block->forward(with_tensors(std::forward<Arguments>(arguments), cast)...);
+  });
 }
 
 }  // namespace cohort::parallel

@@ -4,12 +4,15 @@
 #include <cmath>
 #include <map>
 #include <set>
+#include <sstream>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/types.h>
 #include <tuple>
 
+#include "cohort/parallel/checkpoint.h"
+#include "cohort/parallel/mixed_precision.h"
 #include "cohort/parallel/model_state.h"
 #include "cohort/parallel/sharding/flat_bucket.h"
 
@@ -73,6 +76,46 @@ std::vector<std::vector<NamedTensor>> cut(std::vector<NamedTensor> parameters) {
   return buckets;
 }
 
+std::string text_of(const std::optional<at::ScalarType>& type) {
+  return type ? c10::toString(*type) : "unset";
+}
+
+// What must agree between ranks beside the model.
+std::string describe(const ShardingOptions& options) {
+  const MixedPrecision& types = options.mixed_precision;
+  std::ostringstream out;
+  out << "shard " << static_cast<int>(options.shard) << "\nreshard_after_forward "
+      << options.reshard_after_forward << "\nprefetch " << options.prefetch
+      << "\nmixed_precision.param_dtype " << text_of(types.param_dtype)
+      << "\nmixed_precision.reduce_dtype " << text_of(types.reduce_dtype)
+      << "\nmixed_precision.buffer_dtype " << text_of(types.buffer_dtype)
+      << "\nmixed_precision.output_dtype " << text_of(types.output_dtype)
+      << "\nmixed_precision.cast_forward_inputs " << types.cast_forward_inputs
+      << "\nreplicate_group " << (options.replicate_group ? "set" : "unset") << "\ncpu_offload "
+      << options.cpu_offload << '\n';
+  return out.str();
+}
+
+void check_types(const MixedPrecision& types) {
+  const auto floating = [](const char* name, const std::optional<at::ScalarType>& type) {
+    TORCH_CHECK_VALUE(!type || at::isFloatingType(*type), "mixed_precision.", name,
+                      ": expected a floating-point type, got ", c10::toString(*type));
+  };
+  floating("param_dtype", types.param_dtype);
+  floating("reduce_dtype", types.reduce_dtype);
+  floating("buffer_dtype", types.buffer_dtype);
+  floating("output_dtype", types.output_dtype);
+}
+
+// Rows of the mesh share a model out, its columns hold the same slices.
+void check_mesh(comm::ProcessGroup& row, comm::ProcessGroup& column) {
+  const auto place = [](comm::ProcessGroup& group) {
+    return "rank " + std::to_string(group.rank()) + " of " + std::to_string(group.size()) + "\n";
+  };
+  verify_same_text("places in the sharding groups of one replicate_group", place(row), column);
+  verify_same_text("places in the replicate groups of one sharding group", place(column), row);
+}
+
 }  // namespace
 
 struct ShardingEngine::Impl {
@@ -86,7 +129,12 @@ struct ShardingEngine::Impl {
       : model(m), group(g), options(o) {}
   ~Impl();
 
+  std::vector<std::string> deferred() const;
+  void share_state();
+
   void make_units(const std::vector<torch::nn::Module*>& modules);
+  void fill_deferred();
+  void cast_buffers();
   void watch_gradients();
   void gradient_arrived(FlatBucket& bucket);
   void reduce(FlatBucket& bucket);
@@ -116,6 +164,69 @@ struct ShardingEngine::Impl {
 
 ShardingEngine::Impl::~Impl() {
   for (const auto& [accumulator, key] : hooks) accumulator->del_post_hook(key);
+}
+
+// Names of what lies on the meta device.
+std::vector<std::string> ShardingEngine::Impl::deferred() const {
+  std::vector<std::string> names;
+  for (const auto& item : model.named_parameters())
+    if (item.value().is_meta()) names.push_back(item.key());
+  for (const auto& item : model.named_buffers())
+    if (item.value().is_meta()) names.push_back(item.key());
+  return names;
+}
+
+void ShardingEngine::Impl::share_state() {
+  check_types(options.mixed_precision);
+  const std::vector<std::string> later = deferred();
+  TORCH_CHECK_VALUE(later.empty() || options.fill, "sharding: ", later.empty() ? "" : later.front(),
+                    " is on the meta device: expected ShardingOptions::fill");
+  verify_same_text("options of ShardedDataParallel", describe(options), group);
+  verify_same_model(model, group);
+  if (options.replicate_group) {
+    check_mesh(group, *options.replicate_group);
+    verify_same_text("options of ShardedDataParallel", describe(options), *options.replicate_group);
+    verify_same_model(model, *options.replicate_group);
+    broadcast_model(model, *options.replicate_group, 0, later);
+  }
+  broadcast_model(model, group, 0, later);
+}
+
+void ShardingEngine::Impl::fill_deferred() {
+  const at::NoGradGuard no_grad;
+  std::map<const at::TensorImpl*, std::pair<FlatBucket*, size_t>> waiting;
+  for (const auto& bucket : buckets) {
+    for (size_t i = 0; bucket->deferred() && i < bucket->parameters().size(); ++i)
+      waiting[bucket->parameters()[i].tensor.unsafeGetTensorImpl()] = {bucket.get(), i};
+  }
+  const auto filled = [this](const std::string& name, c10::IntArrayRef sizes,
+                             const at::TensorOptions& kind) {
+    at::Tensor value = at::zeros(sizes, kind.device(options.fill_device).requires_grad(false));
+    const at::Tensor before = value;
+    options.fill(name, value);
+    TORCH_CHECK_VALUE(value.is_same(before) && value.sizes() == sizes,
+                      "sharding: expected fill to write into the tensor of ", name);
+    return value;
+  };
+  for (const NamedTensor& each : all_parameters(model)) {
+    const auto found = waiting.find(each.tensor.unsafeGetTensorImpl());
+    if (found == waiting.end()) continue;
+    const auto [bucket, index] = found->second;
+    bucket->place(index, filled(each.name, each.tensor.sizes(),
+                                each.tensor.options().dtype(bucket->kept_type())));
+  }
+  for (const NamedTensor& each : model_buffers(model)) {
+    if (!each.tensor.is_meta()) continue;
+    const at::Tensor value = filled(each.name, each.tensor.sizes(), each.tensor.options());
+    parallel::set_data(each.tensor, value);
+  }
+}
+
+void ShardingEngine::Impl::cast_buffers() {
+  const auto& type = options.mixed_precision.buffer_dtype;
+  if (!type) return;
+  for (const NamedTensor& buffer : model_buffers(model))
+    buffer.tensor.set_data(cast_floating(buffer.tensor, *type));
 }
 
 // A parameter belongs to the innermost unit around it; one that lies in two units side by side, to
@@ -190,7 +301,11 @@ void ShardingEngine::Impl::gradient_arrived(FlatBucket& bucket) {
       std::ranges::find_if(buckets, [&](const auto& each) { return each.get() == &bucket; }) -
       buckets.begin());
   if (--missing[index] > 0) return;
-  if (synchronized) reduce(bucket);
+  if (synchronized) {
+    reduce(bucket);
+  } else {
+    bucket.hold_gradients();
+  }
   bucket.free();
 }
 
@@ -210,7 +325,11 @@ void ShardingEngine::Impl::finish_backward() {
   }
   for (FlatBucket* bucket : reductions) bucket->finish_reduce();
   reductions.clear();
-  for (const auto& bucket : buckets) bucket->free();
+  for (const auto& bucket : buckets) {
+    bucket->settle();
+    if (!synchronized) bucket->hold_gradients();
+    bucket->free();
+  }
   in_backward = false;
 }
 
@@ -251,9 +370,10 @@ ShardingEngine::ShardingEngine(torch::nn::Module& model, comm::ProcessGroup& gro
                                const ShardingOptions& options,
                                const std::vector<torch::nn::Module*>& units)
     : impl_(std::make_unique<Impl>(model, group, options)) {
-  verify_same_model(model, group);
-  broadcast_model(model, group);
+  impl_->share_state();
   impl_->make_units(units);
+  impl_->fill_deferred();
+  impl_->cast_buffers();
   impl_->watch_gradients();
 }
 
@@ -280,6 +400,11 @@ std::optional<size_t> ShardingEngine::find_unit(const torch::nn::Module& block) 
 
 void ShardingEngine::before_forward(size_t unit) {
   Impl& my = *impl_;
+  // Its parameters would not be there when the body runs again.
+  TORCH_CHECK_VALUE(!inside_checkpoint(),
+                    "sharding: a unit runs inside a checkpoint's body: "
+                    "expected the checkpoint "
+                    "inside the unit");
   if (my.places[unit] == my.units.size()) {
     my.places[unit] = my.order.size();
     my.order.push_back(unit);
@@ -298,6 +423,17 @@ void ShardingEngine::after_forward(size_t unit, const std::vector<at::Tensor>& o
   }
   // The whole model's backward follows at once.
   if (!has_backward || (unit != 0 && my.options.reshard_after_forward)) my.free(unit);
+}
+
+at::Tensor ShardingEngine::cast_input(const at::Tensor& input) const {
+  const MixedPrecision& types = impl_->options.mixed_precision;
+  return types.param_dtype && types.cast_forward_inputs ? cast_floating(input, *types.param_dtype)
+                                                        : input;
+}
+
+at::Tensor ShardingEngine::cast_output(const at::Tensor& output) const {
+  const auto& type = impl_->options.mixed_precision.output_dtype;
+  return type ? cast_floating(output, *type) : output;
 }
 
 void ShardingEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {

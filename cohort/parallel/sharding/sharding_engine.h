@@ -1,6 +1,8 @@
 // What ShardedDataParallel does around the forward and backward of its units. Not a template.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -8,6 +10,7 @@
 #include <vector>
 
 #include "cohort/comm/process_group.h"
+#include "cohort/parallel/mixed_precision_options.h"
 #include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
@@ -25,10 +28,24 @@ struct ShardingOptions {
   /// their second gathering and keeps the memory.
   bool reshard_after_forward = true;
   bool prefetch = true;  ///< The next unit's parameters travel while this one computes.
-  /// The type that parameters are gathered and computed in, if it is another than theirs, in which
-  /// slices and optimizer stay.
-  std::optional<at::ScalarType> param_dtype;
-  std::optional<at::ScalarType> reduce_dtype;  ///< That gradients travel in.
+  /// Slices and optimizer stay in the parameters' own type. Inputs are cast for the whole model and
+  /// for every unit, outputs for the whole model.
+  MixedPrecision mixed_precision;
+  /// The ranks that hold the same slices as this one, across the groups that share a model out
+  /// (HSDP): gradients are summed within `group`, then the sums across. With hosts of H ranks and
+  /// `group` a host's, what crosses the network is the H-th part. Must outlive the model; null:
+  /// nobody has the same slices.
+  comm::ProcessGroup* replicate_group = nullptr;
+  /// Slices, their gradients and so the optimizer live in host memory (pinned, under a model on a
+  /// GPU); parameters are gathered on the model's device. A model on the CPU has them there anyway,
+  /// and pays for a copy where parameters are whole.
+  bool cpu_offload = false;
+  /// Fills one parameter or buffer of a model that was made on the meta device, on `fill_device`;
+  /// called once for each that lies on meta, parameters first, in the order of registration. Every
+  /// rank calls it, and must fill in the same values. No rank then holds more than its slices and
+  /// one whole parameter.
+  std::function<void(const std::string& name, at::Tensor& tensor)> fill;
+  c10::Device fill_device = c10::kCPU;  ///< Where the model comes to lie.
 };
 
 /// The elements [begin, end) of a parameter, counted row by row, that this rank holds.
@@ -75,6 +92,10 @@ class ShardingEngine {
     after_forward(*index, tensors);
     return output;
   }
+
+  bool is_unit(const torch::nn::Module& block) const { return find_unit(block).has_value(); }
+  at::Tensor cast_input(const at::Tensor& input) const;
+  at::Tensor cast_output(const at::Tensor& output) const;
 
   void backward(const at::Tensor& loss, const at::Tensor& gradient);
   bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.

@@ -1,0 +1,12 @@
+// Memory that was freed, and that the allocator keeps.
+#pragma once
+
+namespace cohort {
+
+/// Gives what the allocator keeps of freed memory back to the system, under jemalloc and glibc.
+///
+/// A program that keeps all of it (cmake/program_settings.cpp) fills it with holes as sizes change:
+/// call this now and then, where a pause is. Costs the page faults of one training step.
+void give_back_free_memory();
+
+}  // namespace cohort

@@ -1,0 +1,222 @@
+#include "cohort/base/manifest.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+
+#include "cohort/base/error.h"
+
+namespace cohort {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+constexpr int kVersion = 2;
+
+// Reads JSON's values; every complaint begins with the place.
+class Reader {
+ public:
+  explicit Reader(const std::string& where) : where_(where) {}
+
+  void require(bool holds, const std::string& expected) const {
+    if (!holds) throw ConfigError(where_ + ": " + expected);
+  }
+
+  StoredFile file(const std::string& key, const Json& json) const {
+    const bool good = json.is_object() && json.contains("name") && json["name"].is_string() &&
+                      json.contains("sha256") && json["sha256"].is_string();
+    require(good, "expected a manifest with files and facts: file " + key);
+    StoredFile file{json["name"].get<std::string>(), json["sha256"].get<std::string>(), {}};
+    require(fs::path(file.name).filename() == file.name && !file.name.empty(),
+            "file " + key + ": expected a name without a folder, found " + file.name);
+    if (json.contains("bytes")) {
+      require(json["bytes"].is_number_unsigned(), "file " + key + ": expected a number of bytes");
+      file.bytes = json["bytes"].get<uint64_t>();
+    }
+    return file;
+  }
+
+  StoredTensor tensor(const std::string& name, const Json& json, const Manifest& manifest) const {
+    const std::string prefix = "tensor " + name + ": expected ";
+    require(json.is_object() && json.contains("dtype") && json["dtype"].is_string() &&
+                json.contains("shape") && json.contains("ranges") && json["ranges"].is_object(),
+            prefix + "dtype, shape and ranges");
+    const auto dtype = dtype_named(json["dtype"].get_ref<const std::string&>());
+    require(dtype.has_value(),
+            prefix + "a dtype that is known, found " + json["dtype"].get<std::string>());
+    StoredTensor tensor{*dtype, numbers(prefix + "sizes as shape", json["shape"]), {}};
+    const auto count = num_elements(tensor.shape);
+    require(count.has_value(), prefix + "fewer than 2^63 elements");
+    for (const auto& [key, value] : json["ranges"].items()) {
+      require(manifest.files.contains(key), prefix + "a file of this manifest, found " + key);
+      const auto bounds = numbers(prefix + "numbers as ranges", value);
+      // begin < end <= next begin < next end ... <= count
+      bool good = bounds.size() % 2 == 0 && (bounds.empty() || bounds.back() <= *count);
+      for (size_t i = 1; i < bounds.size(); ++i)
+        good = good && bounds[i - 1] + static_cast<int64_t>(i % 2) <= bounds[i];
+      require(good, prefix + "ascending ranges within " + std::to_string(*count) + " elements");
+      auto& ranges = tensor.ranges[key];
+      for (size_t i = 0; i < bounds.size(); i += 2) ranges.push_back({bounds[i], bounds[i + 1]});
+    }
+    return tensor;
+  }
+
+ private:
+  std::vector<int64_t> numbers(const std::string& expected, const Json& json) const {
+    require(json.is_array(), expected);
+    for (const Json& number : json)
+      require(number.is_number_unsigned() && number.get<uint64_t>() <= INT64_MAX, expected);
+    return json.get<std::vector<int64_t>>();
+  }
+
+  const std::string& where_;
+};
+
+Json to_json(const StoredTensor& tensor) {
+  Json ranges = Json::object();
+  for (const auto& [key, stored] : tensor.ranges) {
+    Json& bounds = ranges[key] = Json::array();
+    for (const ElementRange& range : stored) {
+      bounds.push_back(range.begin);
+      bounds.push_back(range.end);
+    }
+  }
+  return {{"dtype", to_string(tensor.dtype)}, {"shape", tensor.shape}, {"ranges", ranges}};
+}
+
+Json to_json(const StoredFile& file) {
+  Json json = {{"name", file.name}, {"sha256", file.sha256}};
+  if (file.bytes) json["bytes"] = *file.bytes;
+  return json;
+}
+
+// An object with an entry a line: `write` gives each value's text.
+template <class Map, class Write>
+std::string block(const Map& map, const std::string& indent, const Write& write) {
+  std::string text = "{";
+  for (const auto& [key, value] : map) {
+    text += (text.size() > 1 ? ",\n" : "\n") + indent + "  " + Json(key).dump() + ": ";
+    text += write(value);
+  }
+  return text + (map.empty() ? "}" : "\n" + indent + "}");
+}
+
+}  // namespace
+
+std::string to_string(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+Manifest Manifest::read(const std::string& folder) {
+  const std::string path = folder + "/manifest.json";
+  std::ifstream file(path);
+  if (!file || fs::is_directory(path)) throw ConfigError(path + ": no checkpoint here");
+  Manifest manifest = parse({std::istreambuf_iterator<char>(file), {}}, path);
+  manifest.check_coverage(path);
+  return manifest;
+}
+
+Manifest Manifest::parse(const std::string& text, const std::string& where) {
+  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const Reader reader(where);
+  const auto has_object = [&](const char* key) {
+    return json.is_object() && json.contains(key) && json[key].is_object();
+  };
+  reader.require(has_object("files") && has_object("facts"),
+                 "expected a manifest with files and facts");
+  Manifest manifest{.version = 1};
+  if (json.contains("version")) {
+    reader.require(json["version"].is_number_unsigned(), "expected a number as version");
+    const auto version = json["version"].get<uint64_t>();
+    reader.require(version >= 1 && version <= kVersion,
+                   "its version is " + std::to_string(version) + ", this program reads up to " +
+                       std::to_string(kVersion));
+    manifest.version = static_cast<int>(version);
+  }
+  if (json.contains("update")) {
+    reader.require(json["update"].is_number_integer(), "expected a number as update");
+    manifest.update = json["update"].get<int64_t>();
+  }
+  for (const auto& [key, value] : json["facts"].items()) {
+    reader.require(value.is_string(), key + ": expected a text");
+    manifest.facts[key] = value.get<std::string>();
+  }
+  for (const auto& [key, value] : json["files"].items())
+    manifest.files[key] = reader.file(key, value);
+  if (manifest.version == 1) return manifest;
+  reader.require(has_object("tensors"), "expected tensors by part");
+  for (const auto& [part, tensors] : json["tensors"].items()) {
+    reader.require(tensors.is_object(), "part " + part + ": expected tensors by name");
+    auto& stored = manifest.parts[part];
+    for (const auto& [name, value] : tensors.items())
+      stored[name] = reader.tensor(name, value, manifest);
+  }
+  return manifest;
+}
+
+std::string Manifest::to_json() const {
+  std::string text = "{\n  \"version\": " + std::to_string(version) + ",\n";
+  if (update) text += "  \"update\": " + std::to_string(*update) + ",\n";
+  const auto dump = [](const std::string& value) { return Json(value).dump(); };
+  text += "  \"files\": " +
+          block(files, "  ", [](const StoredFile& file) { return cohort::to_json(file).dump(); });
+  text += ",\n  \"facts\": " + block(facts, "  ", dump);
+  if (version > 1) {
+    text += ",\n  \"tensors\": " + block(parts, "  ", [](const auto& tensors) {
+              return block(tensors, "    ", [](const StoredTensor& tensor) {
+                return cohort::to_json(tensor).dump();
+              });
+            });
+  }
+  return text + "\n}\n";
+}
+
+void Manifest::add(const Manifest& other, const std::string& where) {
+  files.insert(other.files.begin(), other.files.end());
+  for (const auto& [part, tensors] : other.parts) {
+    for (const auto& [name, tensor] : tensors) {
+      StoredTensor& known =
+          parts[part].try_emplace(name, StoredTensor{tensor.dtype, tensor.shape, {}}).first->second;
+      if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
+        throw ConfigError(where + ": ranks do not agree on " + name + " of " + part + ": " +
+                          cohort::to_string(known.dtype) + " " + cohort::to_string(known.shape) +
+                          " and " + cohort::to_string(tensor.dtype) + " " +
+                          cohort::to_string(tensor.shape));
+      }
+      known.ranges.insert(tensor.ranges.begin(), tensor.ranges.end());
+    }
+  }
+}
+
+void Manifest::check_coverage(const std::string& where) const {
+  for (const auto& [part, tensors] : parts) {
+    for (const auto& [name, tensor] : tensors) {
+      std::vector<ElementRange> all;
+      for (const auto& [key, ranges] : tensor.ranges)
+        all.insert(all.end(), ranges.begin(), ranges.end());
+      std::sort(all.begin(), all.end(), [](const ElementRange& a, const ElementRange& b) {
+        return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+      });
+      const int64_t count = num_elements(tensor.shape).value();
+      all.push_back({count, count});
+      int64_t covered = 0;
+      for (const ElementRange& range : all) {
+        if (range.begin != covered) {
+          const bool doubled = range.begin < covered;
+          throw ConfigError(
+              where + ": elements " + std::to_string(doubled ? range.begin : covered) + " to " +
+              std::to_string(doubled ? std::min(covered, range.end) : range.begin) + " of " + name +
+              " of " + part + " are in " + (doubled ? "two files" : "no file"));
+        }
+        covered = range.end;
+      }
+    }
+  }
+}
+
+}  // namespace cohort

@@ -1,0 +1,305 @@
+#include "cohort/base/stored_checkpoint.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "cohort/base/atomic_file.h"
+#include "cohort/base/checksum.h"
+#include "cohort/base/error.h"
+
+namespace cohort {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kEnding = ".safetensors";
+constexpr size_t kNameDigits = 8;  // of the SHA-256
+
+// Key and stem of a share's file: "weights.0-of-2", "weights-500.0-of-2".
+struct Names {
+  Names(const std::string& part, const SharePlace& place) {
+    const std::string share = place.world_size == 1 ? ""
+                                                    : "." + std::to_string(place.rank) + "-of-" +
+                                                          std::to_string(place.world_size);
+    key = part + share;
+    stem = part + "-" + std::to_string(place.update) + share;
+  }
+  std::string key, stem;
+};
+
+// Whether the folder's checkpoint has the file `name` with other content than `sha256`.
+bool is_taken(const std::string& folder, const std::string& name, const std::string& sha256) {
+  std::error_code ignored;
+  if (!fs::exists(folder + "/manifest.json", ignored)) return false;
+  Manifest manifest;
+  try {
+    manifest = Manifest::read(folder);
+  } catch (const ConfigError&) {
+    return false;  // A damaged manifest loads nothing, so there is nothing to keep.
+  }
+  return std::any_of(manifest.files.begin(), manifest.files.end(), [&](const auto& item) {
+    return item.second.name == name && item.second.sha256 != sha256;
+  });
+}
+
+// One rank's file has a plain name where it may. Several ranks' carry their content in it: that
+// needs no word among the ranks of which names are free.
+WrittenFile write_file(const std::string& folder, const std::vector<TensorPieces>& tensors,
+                       const TensorMetadata& metadata, const std::string& stem, bool plain) {
+  return write_safetensors(folder + "/" + stem + kEnding, tensors, metadata,
+                           [&](const std::string& sha256) {
+                             if (plain && !is_taken(folder, stem + kEnding, sha256))
+                               return stem + kEnding;
+                             return stem + "." + sha256.substr(0, kNameDigits) + kEnding;
+                           });
+}
+
+void remove_others(const std::string& folder, const Manifest& manifest) {
+  std::set<std::string> names;
+  for (const auto& [key, file] : manifest.files) names.insert(file.name);
+  std::error_code error;
+  std::vector<fs::path> others;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    const std::string name = entry.path().filename().string();
+    const bool left_over = name.find(std::string(kEnding) + ".tmp-") != std::string::npos ||
+                           name.starts_with("manifest.json.tmp-");
+    if (left_over || (name.ends_with(kEnding) && !names.contains(name)))
+      others.push_back(entry.path());
+  }
+  for (const fs::path& other : others) fs::remove(other, error);
+}
+
+int64_t count_of(const std::vector<ElementRange>& ranges) {
+  int64_t count = 0;
+  for (const ElementRange& range : ranges) count += range.end - range.begin;
+  return count;
+}
+
+// The shape under which a file holds these ranges of a tensor.
+std::vector<int64_t> shape_in_file(const StoredTensor& tensor,
+                                   const std::vector<ElementRange>& ranges) {
+  const int64_t count = count_of(ranges);
+  if (count == num_elements(tensor.shape)) return tensor.shape;
+  return {count};
+}
+
+void append(std::vector<ElementRange>& ranges, ElementRange range) {
+  if (range.begin == range.end) return;
+  if (!ranges.empty() && ranges.back().end == range.begin) {
+    ranges.back().end = range.end;
+  } else {
+    ranges.push_back(range);
+  }
+}
+
+void check(const std::string& where, const StoredSlice& slice) {
+  const auto count = num_elements(slice.shape);
+  const auto [begin, end] = slice.range;
+  const bool good = count && 0 <= begin && begin <= end && end <= *count &&
+                    slice.bytes.size() == static_cast<size_t>(end - begin) * item_size(slice.dtype);
+  if (good) return;
+  throw ConfigError(where + ": " + slice.name + ": expected elements within shape " +
+                    to_string(slice.shape) + " and their bytes, found " + std::to_string(begin) +
+                    " to " + std::to_string(end) + " and " + std::to_string(slice.bytes.size()) +
+                    " bytes");
+}
+
+}  // namespace
+
+Manifest write_share(const std::string& folder, const std::string& part,
+                     const std::vector<StoredSlice>& slices, const SharePlace& place) {
+  const Names names(part, place);
+  const std::string where = folder + "/" + names.stem;
+  Manifest share{.update = place.update};
+  auto& tensors = share.parts[part];
+  std::vector<const StoredSlice*> order;
+  for (const StoredSlice& slice : slices) {
+    check(where, slice);
+    order.push_back(&slice);
+  }
+  std::stable_sort(order.begin(), order.end(), [](const StoredSlice* a, const StoredSlice* b) {
+    return std::pair(a->name, a->range.begin) < std::pair(b->name, b->range.begin);
+  });
+  std::map<std::string, TensorPieces> pieces;
+  for (const StoredSlice* slice : order) {
+    // An empty slice says only that the tensor exists, unless that is all of it.
+    if (slice->bytes.empty() && num_elements(slice->shape) != 0) continue;
+    const auto [found, is_new] =
+        tensors.try_emplace(slice->name, StoredTensor{slice->dtype, slice->shape, {}});
+    StoredTensor& tensor = found->second;
+    auto& ranges = tensor.ranges[names.key];
+    if (tensor.dtype != slice->dtype || tensor.shape != slice->shape ||
+        (!ranges.empty() && slice->range.begin < ranges.back().end)) {
+      throw ConfigError(where + ": slices of " + slice->name +
+                        " overlap or differ in type or shape of the whole");
+    }
+    append(ranges, slice->range);
+    pieces[slice->name].pieces.push_back(slice->bytes);
+  }
+  if (tensors.empty() && place.world_size > 1) return share;
+  std::vector<TensorPieces> content;
+  for (auto& [name, tensor] : tensors) {
+    content.push_back({name, tensor.dtype, shape_in_file(tensor, tensor.ranges[names.key]),
+                       std::move(pieces[name].pieces)});
+  }
+  TensorMetadata metadata{{"format", "pt"}};
+  if (place.world_size > 1) {
+    metadata["share"] = names.key;
+    metadata["update"] = std::to_string(place.update);
+  }
+  const WrittenFile written =
+      write_file(folder, content, metadata, names.stem, place.world_size == 1);
+  share.files[names.key] = {written.name, written.sha256, written.bytes};
+  return share;
+}
+
+void commit_manifest(const std::string& folder, const Manifest& manifest) {
+  const std::string path = folder + "/manifest.json";
+  manifest.check_coverage(path);
+  write_atomically(path, manifest.to_json());
+  remove_others(folder, manifest);
+}
+
+StoredCheckpoint::StoredCheckpoint(const std::string& folder)
+    : folder_(folder), manifest_(Manifest::read(folder)) {}
+
+std::vector<std::string> StoredCheckpoint::parts() const {
+  std::vector<std::string> names;
+  if (manifest_.version == 1) {
+    for (const auto& [part, file] : manifest_.files) names.push_back(part);
+  } else {
+    for (const auto& [part, tensors] : manifest_.parts) names.push_back(part);
+  }
+  return names;
+}
+
+const std::map<std::string, StoredTensor>& StoredCheckpoint::part(const std::string& name) {
+  if (manifest_.version == 1 && manifest_.files.contains(name) && !manifest_.parts.contains(name)) {
+    auto& tensors = manifest_.parts[name];
+    for (const TensorView& stored : file(name).tensors()) {
+      auto& ranges = tensors.try_emplace(stored.name, StoredTensor{stored.dtype, stored.shape, {}})
+                         .first->second.ranges[name];
+      append(ranges, {0, num_elements(stored.shape).value()});
+    }
+  }
+  const auto found = manifest_.parts.find(name);
+  if (found == manifest_.parts.end()) {
+    throw ConfigError(folder_ + "/manifest.json: the checkpoint has no " + name +
+                      ": expected one of a training run");
+  }
+  return found->second;
+}
+
+std::vector<std::span<const std::byte>> StoredCheckpoint::elements(const std::string& part_name,
+                                                                   const std::string& name,
+                                                                   ElementRange range) {
+  const StoredTensor& tensor = part(part_name).at(name);
+  const auto item = static_cast<int64_t>(item_size(tensor.dtype));
+  std::vector<std::pair<int64_t, std::span<const std::byte>>> found;  // by first element
+  for (const auto& [key, ranges] : tensor.ranges) {
+    int64_t offset = 0;  // of the range in the file, in elements
+    for (const ElementRange& held : ranges) {
+      const int64_t begin = std::max(range.begin, held.begin);
+      const int64_t end = std::min(range.end, held.end);
+      if (begin < end) {
+        found.emplace_back(begin, file(key).at(name).bytes.subspan(
+                                      static_cast<size_t>((offset + begin - held.begin) * item),
+                                      static_cast<size_t>((end - begin) * item)));
+      }
+      offset += held.end - held.begin;
+    }
+  }
+  std::sort(found.begin(), found.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<std::span<const std::byte>> spans;
+  for (const auto& [begin, bytes] : found) spans.push_back(bytes);
+  return spans;
+}
+
+std::string StoredCheckpoint::path_of(const std::string& key) const {
+  return folder_ + "/" + manifest_.files.at(key).name;
+}
+
+const SafetensorsFile& StoredCheckpoint::file(const std::string& key) {
+  const auto open = files_.find(key);
+  if (open != files_.end()) return open->second;
+  const StoredFile& expected = manifest_.files.at(key);
+  const std::string path = path_of(key);
+  std::error_code error;
+  if (!fs::exists(path, error))
+    throw ConfigError(path + ": is missing, but manifest.json names it");
+  const auto size = fs::file_size(path, error);
+  if (!error && expected.bytes && size != *expected.bytes) {
+    throw ConfigError(path + ": expected " + std::to_string(*expected.bytes) +
+                      " bytes by manifest.json, found " + std::to_string(size));
+  }
+  if (sha256_of_file(path) != expected.sha256) {
+    std::string found;
+    try {
+      const SafetensorsFile other(path);
+      const auto& facts = other.metadata();
+      if (facts.contains("share") && facts.contains("update"))
+        found = ": it says it is " + facts.at("share") + " of update " + facts.at("update");
+    } catch (const ConfigError&) {
+      found = ": " + std::string("no valid safetensors file");
+    }
+    throw ConfigError(path +
+                      ": its SHA-256 is not the one in manifest.json: the file was changed, "
+                      "or is another save's" +
+                      found);
+  }
+  SafetensorsFile opened(path);
+  if (manifest_.version > 1) check_tensors(key, opened);
+  return files_.emplace(key, std::move(opened)).first->second;
+}
+
+// The manifest and the file's header must say the same.
+void StoredCheckpoint::check_tensors(const std::string& key, const SafetensorsFile& file) const {
+  size_t num_expected = 0;
+  for (const auto& [part, tensors] : manifest_.parts) {
+    for (const auto& [name, tensor] : tensors) {
+      const auto held = tensor.ranges.find(key);
+      if (held == tensor.ranges.end()) continue;
+      ++num_expected;
+      const TensorView* stored = file.find(name);
+      if (stored == nullptr || stored->dtype != tensor.dtype ||
+          stored->shape != shape_in_file(tensor, held->second)) {
+        throw ConfigError(path_of(key) + ": does not hold " + name + " as manifest.json says");
+      }
+    }
+  }
+  if (num_expected != file.tensors().size()) {
+    throw ConfigError(path_of(key) + ": holds " + std::to_string(file.tensors().size()) +
+                      " tensors, manifest.json names " + std::to_string(num_expected));
+  }
+}
+
+void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
+                            const std::string& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (fs::equivalent(folder, checkpoint.folder(), error))
+    throw ConfigError(folder + ": expected another folder than the checkpoint's own");
+  const Manifest& from = checkpoint.manifest();
+  Manifest manifest{.update = from.update, .facts = from.facts};
+  for (const std::string& part : parts) {
+    std::vector<TensorPieces> content;
+    auto& tensors = manifest.parts[part];
+    for (const auto& [name, stored] : checkpoint.part(part)) {
+      const ElementRange all{0, num_elements(stored.shape).value()};
+      StoredTensor& tensor = tensors[name] = {stored.dtype, stored.shape, {}};
+      append(tensor.ranges[part], all);
+      content.push_back({name, stored.dtype, stored.shape, checkpoint.elements(part, name, all)});
+    }
+    const WrittenFile written = write_file(folder, content, {{"format", "pt"}},
+                                           Names(part, {.update = from.update.value_or(0)}).stem,
+                                           /*plain=*/true);
+    manifest.files[part] = {written.name, written.sha256, written.bytes};
+  }
+  commit_manifest(folder, manifest);
+}
+
+}  // namespace cohort

@@ -1,0 +1,91 @@
+// Checkpoints on disk, as files and bytes: writing a rank's share, making the shares one
+// checkpoint, reading elements of whatever shares there are. Knows nothing of torch or ranks.
+//
+// Folder:  manifest.json (manifest.h), written last, and the safetensors files that it names:
+//          weights-<update>.safetensors holds a whole part, and
+//          weights-<update>.<rank>-of-<world size>.<digits of its SHA-256>.safetensors a share.
+// A file that the manifest names is never written to. So whenever a save is killed, the folder
+// holds the checkpoint before or the new one.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cohort/base/manifest.h"
+#include "cohort/base/safetensors.h"
+
+namespace cohort {
+
+/// Elements [begin, end) of a tensor, to be written.
+struct StoredSlice {
+  std::string name;
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape;  ///< The whole tensor's.
+  ElementRange range;
+  std::span<const std::byte> bytes;  ///< Of these elements.
+};
+
+/// Which share of a checkpoint a file is. One rank alone writes plain whole parts.
+struct SharePlace {
+  int64_t update = 0;
+  int rank = 0;
+  int world_size = 1;
+};
+
+/// Writes a rank's slices of `part` as one file into `folder`, which must exist, and syncs it.
+/// Several slices may be of one tensor; no slices, no file. The checkpoint in the folder stays.
+///
+/// Returns: what the manifest must say of it.
+/// Errors:  ConfigError: slices overlap, do not fit their bytes or shapes, or the folder is not
+///          writable. c10::Error if writing fails.
+Manifest write_share(const std::string& folder, const std::string& part,
+                     const std::vector<StoredSlice>& slices, const SharePlace& place);
+
+/// Makes the files that `manifest` names the folder's checkpoint, in one step; then removes the
+/// safetensors files that it does not name, and what killed saves left.
+/// Errors: ConfigError if it is not whole; c10::Error if writing fails: the checkpoint before
+///         stays.
+void commit_manifest(const std::string& folder, const Manifest& manifest);
+
+/// A checkpoint opened for reading. A file is mapped into memory, and checked whole against the
+/// manifest, when its first element is asked for.
+///
+/// Owner: of the mappings; spans die with it. Threads: one.
+/// Errors: ConfigError that names the file: missing, of another size, another SHA-256, of another
+///         save, or with other tensors than the manifest says.
+class StoredCheckpoint {
+ public:
+  /// Errors: as Manifest::read.
+  explicit StoredCheckpoint(const std::string& folder);
+
+  const Manifest& manifest() const { return manifest_; }
+  const std::string& folder() const { return folder_; }
+  std::vector<std::string> parts() const;
+  /// The part's tensors. Version 1 opens its file for that. Errors: ConfigError if there is none.
+  const std::map<std::string, StoredTensor>& part(const std::string& name);
+  /// Where elements [begin, end) of a tensor that exists lie, in order.
+  std::vector<std::span<const std::byte>> elements(const std::string& part,
+                                                   const std::string& tensor, ElementRange range);
+  /// Opens and checks a file by its key in the manifest.
+  const SafetensorsFile& file(const std::string& key);
+
+ private:
+  void check_tensors(const std::string& key, const SafetensorsFile& file) const;
+  std::string path_of(const std::string& key) const;
+
+  std::string folder_;
+  Manifest manifest_;
+  std::map<std::string, SafetensorsFile> files_;
+};
+
+/// Writes `parts` of a checkpoint into another folder as one rank would: a plain file for each,
+/// with whole tensors. Update and facts go along. Cost: memory for no more than the disk's cache.
+/// Errors: as StoredCheckpoint, write_share and commit_manifest; ConfigError if `folder` is the
+///         checkpoint's own.
+void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
+                            const std::string& folder);
+
+}  // namespace cohort

@@ -1,0 +1,105 @@
+#include "cohort/parallel/zero_redundancy_optimizer.h"
+
+#include <map>
+#include <sstream>
+#include <torch/types.h>
+#include <tuple>
+
+#include "cohort/parallel/model_state.h"
+#include "cohort/parallel/sharding/flat_bucket.h"
+
+namespace cohort::parallel {
+namespace {
+
+using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+// Those to be trained, each shared one once, by what can lie in one buffer.
+std::vector<std::vector<NamedTensor>> by_kind(const Named& parameters) {
+  std::vector<std::vector<NamedTensor>> kinds;
+  std::map<std::tuple<at::ScalarType, std::string>, size_t> places;
+  std::map<const at::TensorImpl*, std::string> seen;
+  for (const auto& [name, tensor] : parameters) {
+    if (!tensor.requires_grad()) continue;
+    if (!seen.emplace(tensor.unsafeGetTensorImpl(), name).second) continue;
+    const auto [place, fresh] =
+        places.try_emplace({tensor.scalar_type(), tensor.device().str()}, kinds.size());
+    if (fresh) kinds.emplace_back();
+    kinds[place->second].push_back({.name = name, .tensor = tensor});
+  }
+  return kinds;
+}
+
+std::string describe(const std::vector<std::vector<NamedTensor>>& kinds) {
+  std::ostringstream out;
+  for (const auto& kind : kinds) {
+    for (const NamedTensor& each : kind)
+      out << each.name << ' ' << each.tensor.sizes() << ' ' << each.tensor.dtype() << '\n';
+  }
+  return out.str();
+}
+
+}  // namespace
+
+struct OptimizerShards::Impl {
+  std::vector<std::unique_ptr<FlatBucket>> buckets;
+  std::vector<ParameterSlice> slices;
+  std::map<std::string, at::Tensor> parameters;
+};
+
+OptimizerShards::OptimizerShards(const Named& parameters, comm::ProcessGroup& group)
+    : impl_(std::make_unique<Impl>()) {
+  auto kinds = by_kind(parameters);
+  TORCH_CHECK_VALUE(!kinds.empty(),
+                    "ZeroRedundancyOptimizer: expected a parameter that requires a gradient");
+  for (const auto& kind : kinds) {
+    for (const NamedTensor& each : kind) {
+      TORCH_CHECK_VALUE(each.tensor.is_floating_point() && each.tensor.layout() == at::kStrided,
+                        "ZeroRedundancyOptimizer: expected dense floating-point parameters; ",
+                        each.name, " is not");
+      TORCH_CHECK_VALUE(impl_->parameters.emplace(each.name, each.tensor).second,
+                        "ZeroRedundancyOptimizer: two parameters have the name ", each.name);
+    }
+  }
+  verify_same_text("parameters of ZeroRedundancyOptimizer", describe(kinds), group);
+  for (auto& kind : kinds) {
+    impl_->buckets.push_back(std::make_unique<FlatBucket>(
+        std::move(kind), group, ShardingOptions{.shard = Shard::kOptimizer}));
+    const auto& slices = impl_->buckets.back()->slices();
+    impl_->slices.insert(impl_->slices.end(), slices.begin(), slices.end());
+  }
+}
+
+OptimizerShards::~OptimizerShards() = default;
+
+const std::vector<ParameterSlice>& OptimizerShards::slices() const {
+  return impl_->slices;
+}
+
+void OptimizerShards::take_gradients() {
+  const at::NoGradGuard no_grad;
+  for (ParameterSlice& slice : impl_->slices) {
+    const at::Tensor& gradient = impl_->parameters.at(slice.name).grad();
+    if (!gradient.defined()) continue;
+    TORCH_CHECK_VALUE(!gradient.is_sparse(), "ZeroRedundancyOptimizer: ", slice.name,
+                      " has a sparse gradient: expected dense ones");
+    slice.tensor.mutable_grad() =
+        gradient.contiguous().view({-1}).narrow(0, slice.begin, slice.end - slice.begin);
+  }
+}
+
+void OptimizerShards::share() {
+  for (ParameterSlice& slice : impl_->slices) slice.tensor.mutable_grad().reset();
+  for (const auto& bucket : impl_->buckets) {
+    bucket->expire();
+    bucket->begin_gather();
+  }
+  for (const auto& bucket : impl_->buckets) bucket->gather();
+  // What arrives in the buffer is no change that a parameter would know of.
+  for (const auto& [name, tensor] : impl_->parameters) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+void OptimizerShards::zero_grad() {
+  for (const auto& [name, tensor] : impl_->parameters) tensor.mutable_grad().reset();
+}
+
+}  // namespace cohort::parallel

@@ -1,0 +1,39 @@
+// One thing at a time on a thread of its own.
+#pragma once
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace cohort::train {
+
+/// Threads: one caller. The destructor waits for what runs.
+class BackgroundTask {
+ public:
+  explicit BackgroundTask(const std::string& thread_name);
+  ~BackgroundTask();
+  BackgroundTask(const BackgroundTask&) = delete;
+  BackgroundTask& operator=(const BackgroundTask&) = delete;
+
+  /// Runs `work`. Blocks until the one before has ended.
+  void start(std::function<void()> work);
+  /// Blocks until nothing runs, whether it succeeded or not.
+  void wait_idle();
+  /// The same. Errors: of the works since the last call, the first that was thrown.
+  void wait();
+  bool busy() const;
+
+ private:
+  void run();
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::function<void()> work_;  // Guarded by mutex_, as the two below; stays until it is done.
+  std::exception_ptr error_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace cohort::train

@@ -1,0 +1,170 @@
+#include "cohort/train/sharded_checkpoint.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "cohort/base/error.h"
+#include "cohort/base/stored_checkpoint.h"
+#include "cohort/train/stored_tensor.h"
+
+namespace cohort::train {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+// What went wrong, to be told to other ranks: {"error": text, "config": whether the user's fault}.
+Json to_json(const std::exception& error) {
+  const bool config = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
+  return {{"error", one_line(error)}, {"config", config}};
+}
+
+// A path in an error need not be UTF-8.
+std::string text_of(const Json& json) {
+  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+template <class Call>
+Json errors_of(const Call& call) {
+  try {
+    call();
+    return Json::object();
+  } catch (const std::exception& error) {
+    return to_json(error);
+  }
+}
+
+void throw_if_error(const Json& json) {
+  if (!json.contains("error")) return;
+  const auto text = json["error"].get<std::string>();
+  if (json["config"].get<bool>()) throw ConfigError(text);
+  TORCH_CHECK(false, text);
+}
+
+// Throws the first rank's error that there is.
+void throw_first_error(const std::vector<Json>& reports) {
+  for (size_t rank = 0; rank < reports.size(); ++rank) {
+    Json report = reports[rank];
+    if (!report.contains("error")) continue;
+    report["error"] = "rank " + std::to_string(rank) + ": " + report["error"].get<std::string>();
+    throw_if_error(report);
+  }
+}
+
+// Rank 0 judges all ranks' reports; what it throws, every rank throws.
+template <class Judge>
+void judge(comm::ProcessGroup& group, const Json& report, const Judge& on_root) {
+  const std::vector<std::string> texts = group.gather_text(text_of(report));
+  Json verdict = Json::object();
+  if (group.rank() == 0) {
+    verdict = errors_of([&] {
+      std::vector<Json> reports;
+      for (const std::string& text : texts) reports.push_back(Json::parse(text));
+      throw_first_error(reports);
+      on_root(reports);
+    });
+  }
+  throw_if_error(Json::parse(group.broadcast_text(text_of(verdict))));
+}
+
+// A file may take a moment to be seen on another computer.
+void wait_until_seen(const std::string& path, uint64_t bytes,
+                     std::chrono::steady_clock::time_point deadline) {
+  std::error_code error;
+  while (true) {
+    const auto size = fs::file_size(path, error);
+    if (!error && size == bytes) return;
+    if (std::chrono::steady_clock::now() >= deadline) {
+      throw ConfigError(path + ": rank 0 does not see this file of " + std::to_string(bytes) +
+                        " bytes that another rank wrote: expected a folder that all ranks share" +
+                        (error ? "" : ", found " + std::to_string(size) + " bytes"));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+}
+
+}  // namespace
+
+std::vector<TensorSlice> slices_of(const std::vector<parallel::ParameterSlice>& parameters) {
+  std::vector<TensorSlice> slices;
+  for (const auto& slice : parameters)
+    slices.push_back({slice.name, slice.shape, slice.begin, slice.end, slice.tensor.detach()});
+  return slices;
+}
+
+void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
+                                    int64_t update, const Facts& facts) {
+  TORCH_CHECK_VALUE(!pending_, "checkpoint: expected commit of the save before, into ", folder_);
+  SlicedParts copies;
+  for (const auto& [part, slices] : parts) copies[part] = host_copies(slices);
+  folder_ = folder;
+  facts_ = facts;
+  pending_ = true;
+  const SharePlace place{update, group_.rank(), group_.size()};
+  task_.start([this, folder, place, copies = std::move(copies)] {
+    std::error_code error;
+    fs::create_directories(folder, error);
+    Manifest share{.update = place.update};
+    for (const auto& [part, slices] : copies)
+      share.add(write_share(folder, part, stored_slices(slices), place), folder);
+    share_ = share.to_json();
+  });
+}
+
+std::string ShardedCheckpointWriter::report() {
+  TORCH_CHECK_VALUE(pending_, "checkpoint: expected begin before commit");
+  task_.wait();
+  return share_;
+}
+
+void ShardedCheckpointWriter::commit() {
+  Json report;
+  const Json error = errors_of([&] { report = {{"share", this->report()}, {"folder", folder_}}; });
+  pending_ = false;
+  judge(group_, error.empty() ? report : error, [&](const std::vector<Json>& reports) {
+    Manifest manifest;
+    for (size_t rank = 0; rank < reports.size(); ++rank) {
+      const auto folder = reports[rank]["folder"].get<std::string>();
+      const Manifest share = Manifest::parse(reports[rank]["share"].get<std::string>(),
+                                             folder_ + ": rank " + std::to_string(rank));
+      if (rank == 0) manifest.update = share.update;
+      TORCH_CHECK_VALUE(folder == folder_ && share.update == manifest.update,
+                        "checkpoint: expected one folder and update on all ranks: rank 0 saves "
+                        "update ",
+                        *manifest.update, " to ", folder_, ", rank ", rank, " update ",
+                        *share.update, " to ", folder);
+      manifest.add(share, folder_);
+    }
+    manifest.facts = facts_;
+    const auto deadline = std::chrono::steady_clock::now() + visible_timeout_;
+    for (const auto& [key, file] : manifest.files)
+      wait_until_seen(folder_ + "/" + file.name, file.bytes.value(), deadline);
+    commit_manifest(folder_, manifest);
+  });
+}
+
+void load_slices(const std::string& folder, const SlicedParts& parts, comm::ProcessGroup& group) {
+  std::optional<CheckpointLoad> load;
+  Json report = errors_of([&] { load.emplace(folder, parts); });
+  if (load) report["missed"] = load->missed();
+  judge(group, report, [&](const std::vector<Json>& reports) {
+    using Missed = std::set<std::pair<std::string, std::string>>;
+    auto everywhere = reports.front()["missed"].get<Missed>();
+    for (const Json& other : reports) {
+      const auto missed = other["missed"].get<Missed>();
+      std::erase_if(everywhere, [&](const auto& tensor) { return !missed.contains(tensor); });
+    }
+    for (const auto& [place, name] : everywhere) {
+      throw ConfigError(place + ": a checkpoint of another model: " + name +
+                        " is in no rank's slices");
+    }
+  });
+  load->fill();
+}
+
+}  // namespace cohort::train

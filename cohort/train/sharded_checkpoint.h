@@ -1,0 +1,79 @@
+// Checkpoints that all ranks write together, each its own slices, and read together.
+#pragma once
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/parallel/sharding/sharding_engine.h"
+#include "cohort/train/background_task.h"
+#include "cohort/train/checkpoint.h"
+
+namespace cohort::train {
+
+/// What a rank of a sharded model holds.
+std::vector<TensorSlice> slices_of(const std::vector<parallel::ParameterSlice>& parameters);
+
+/// Saves in the background: every rank copies its slices and writes them, then a short collective
+/// makes the files one checkpoint.
+///
+///   writer.begin(folder, slices, update, facts);     // when all ranks decide to save
+///   ... training goes on ...
+///   if (all_ranks(writer.done())) writer.commit();   // the manifest; only now it is the
+///   checkpoint
+///
+/// The folder is one that all ranks see. Every element must be in one rank's slices: of tensors
+/// that all ranks hold, one rank gives all or each rank its share_of. Killed at any moment, the
+/// folder holds the checkpoint before or the new one (base/stored_checkpoint.h). One rank's is what
+/// save_checkpoint writes.
+///
+/// Owner: `group` must outlive this. Threads: one caller. The destructor waits for the writing of
+/// this rank; what was not committed is lost, and the next commit there removes its files.
+class ShardedCheckpointWriter {
+ public:
+  /// `visible_timeout`: how long rank 0 waits for a shared file system to show it the files that
+  /// others have written.
+  explicit ShardedCheckpointWriter(
+      comm::ProcessGroup& group,
+      std::chrono::milliseconds visible_timeout = std::chrono::seconds(10))
+      : group_(group), visible_timeout_(visible_timeout) {}
+
+  /// Copies this rank's slices and writes them in the background. `folder`, `update` and the names
+  /// of parts are the same on all ranks; `facts` are rank 0's.
+  /// Local; blocks for the copying. Errors: c10::ValueError if the save before is not committed.
+  void begin(const std::string& folder, const SlicedParts& parts, int64_t update,
+             const Facts& facts);
+
+  /// Whether a save has begun and is not committed.
+  bool pending() const { return pending_; }
+  /// Whether this rank has nothing to write any more: commit waits for those that have. Local.
+  bool done() const { return !task_.busy(); }
+
+  /// Waits until every rank has written, then rank 0 checks that it sees all files, writes the
+  /// manifest, and removes the files of older saves.
+  /// Collective; blocks. Cost: two small messages a rank.
+  /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
+  ///         write and why, or the elements that are in no rank's slices or in two's. The
+  ///         checkpoint before stays, and the next save may begin.
+  void commit();
+
+ private:
+  std::string report();
+
+  comm::ProcessGroup& group_;
+  std::chrono::milliseconds visible_timeout_;
+  bool pending_ = false;
+  std::string folder_;
+  Facts facts_;
+  std::string share_;  // Manifest of what this rank has written, once done.
+  BackgroundTask task_{"checkpoint"};
+};
+
+/// Fills every rank's slices from a checkpoint of any ranks. `parts` has the same parts on all
+/// ranks, and every tensor of these is in some rank's slices.
+/// Collective; blocks.
+/// Errors: the same on every rank: ConfigError as load_checkpoint's, with the first rank that found
+///         it; no rank's tensors have changed then.
+void load_slices(const std::string& folder, const SlicedParts& parts, comm::ProcessGroup& group);
+
+}  // namespace cohort::train

@@ -1,0 +1,17 @@
+// Work shared out to all cores of a process.
+#pragma once
+#include <cstddef>
+#include <functional>
+
+namespace cohort::translate {
+
+/// Calls `work` with ranges [begin, end) that make up [0, count), on all cores that the process may
+/// use, the caller's thread among them; returns when all is done. Whoever is free takes the next
+/// few: a thread on a busy core holds up nobody.
+///
+/// Threads: `work` is called on several at once.
+/// Errors:  the first that `work` threw, when all threads have ended; what is left then is not
+/// done.
+void on_all_cores(size_t count, const std::function<void(size_t begin, size_t end)>& work);
+
+}  // namespace cohort::translate

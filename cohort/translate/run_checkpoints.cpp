@@ -1,0 +1,236 @@
+#include "cohort/translate/run_checkpoints.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <exception>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <torch/types.h>
+#include <utility>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+#include "cohort/translate/run_folder.h"
+#include "cohort/translate/work_alone.h"
+
+namespace cohort::translate {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Reading some gigabytes and their checksums.
+constexpr std::chrono::minutes kLoadLimit{30};
+
+std::string run_id() {
+  return env_string("TORCHELASTIC_RUN_ID").value_or("");
+}
+
+// Whether this process is the launcher's second attempt at the run that wrote these facts.
+bool is_restart_of(const train::Facts& facts) {
+  const auto found = facts.find("run_id");
+  return env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) > 0 && found != facts.end() &&
+         found->second == run_id();
+}
+
+// Nothing if there is no whole checkpoint.
+std::optional<train::Facts> facts_in(const std::string& folder) {
+  try {
+    return train::read_manifest(folder);
+  } catch (const ConfigError&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+Start find_start(const TrainingOptions& options) {
+  std::error_code error;
+  fs::create_directories(options.model_dir, error);
+  if (!fs::is_directory(options.model_dir)) {
+    throw ConfigError("--model-dir " + options.model_dir + " cannot be made: " + error.message());
+  }
+  const fs::path folder = options.model_dir;
+  if (fs::exists(folder / "last" / "manifest.json") &&
+      (!options.overwrite || is_restart_of(train::read_manifest(folder / "last")))) {
+    return Start::kResume;
+  }
+  if (!options.overwrite && (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best"))) {
+    throw ConfigError("--model-dir " + options.model_dir +
+                      " holds a run without last/, so it cannot go on: name another folder, or "
+                      "pass --overwrite");
+  }
+  return Start::kFresh;
+}
+
+void remove_earlier_run(const std::string& model_dir) {
+  for (const char* made : {"last", "best", "checkpoints", "history.jsonl", "tensorboard",
+                           "result-dev.txt", "report.html"})
+    fs::remove_all(fs::path(model_dir) / made);
+}
+
+RunCheckpoints::RunCheckpoints(const TrainingOptions& options, std::string text_sha256,
+                               const Log& log)
+    : options_(options),
+      log_(log),
+      last_(options.model_dir + "/last"),
+      best_(options.model_dir + "/best"),
+      text_sha256_(std::move(text_sha256)) {}
+
+// Computed when it is first asked for: a new run's vocabularies come into the folder late.
+const train::Facts& RunCheckpoints::data_facts() const {
+  if (!data_facts_) {
+    data_facts_ = vocabulary_facts(options_.model_dir);
+    data_facts_->emplace("train_sets_sha256", text_sha256_);
+  }
+  return *data_facts_;
+}
+
+train::Facts RunCheckpoints::model_facts(int64_t update) const {
+  train::Facts facts = facts_of(options_.model);
+  facts["precision"] = nmt::to_string(options_.precision);
+  facts["update"] = std::to_string(update);
+  for (const auto& [name, value] : data_facts()) {
+    if (name.starts_with("vocabulary.")) facts[name] = value;
+  }
+  return facts;
+}
+
+void RunCheckpoints::check_same_run(const train::Facts& found) const {
+  train::Facts expected = facts_of(options_.model);
+  expected.insert(data_facts().begin(), data_facts().end());
+  expected["valid_metric"] = to_string(options_.valid_metrics.front());
+  for (const auto& [name, value] : expected) {
+    const auto there = found.find(name);
+    if (there == found.end() || there->second != value) {
+      throw ConfigError("--model-dir " + options_.model_dir + " holds a run with " + name + " " +
+                        (there == found.end() ? "missing" : there->second) + ", now it is " +
+                        value + ": name another folder, or pass --overwrite");
+    }
+  }
+}
+
+// A best/ of a later update is of what the run does again.
+void RunCheckpoints::take_best_that_is_there(RunState& state) const {
+  if (!state.best) return;
+  const auto there = facts_in(best_);
+  const int64_t update = there ? std::stoll(there->at("update")) : -1;
+  if (update >= state.best_update) return;
+  log_.warn("best/ does not hold the best weights: their save failed",
+            {{"best_update", state.best_update}, {"there", update}});
+  state.best = there ? read_scores("valid_", *there) : std::nullopt;
+  state.best_update = std::max<int64_t>(update, 0);
+  state.early_stopping.best.reset();
+  if (!state.best) return;
+  const double value = value_of(*state.best, options_.valid_metrics.front());
+  if (!std::isnan(value)) state.early_stopping.best = value;
+}
+
+RunState RunCheckpoints::read_last(comm::ProcessGroup& group) const {
+  train::Facts facts;
+  work_alone(group, "state of the run", group.rank() == 0, kLoadLimit, [&] {
+    facts = train::read_manifest(last_);
+    check_same_run(facts);
+    RunState state = read_state(facts);
+    take_best_that_is_there(state);
+    facts.clear();
+    write_facts(state, facts);
+  });
+  const std::string told = group.broadcast_text(nlohmann::json(facts).dump());
+  return read_state(nlohmann::json::parse(told).get<train::Facts>());
+}
+
+void RunCheckpoints::load_last(const train::Parts& parts, comm::ProcessGroup& group) const {
+  work_alone(group, "last checkpoint", group.rank() == 0, kLoadLimit,
+             [&] { train::load_checkpoint(last_, parts); });
+  for (const auto& [part, tensors] : parts) {
+    for (const auto& [name, tensor] : tensors) {
+      at::Tensor shared = tensor;
+      group.broadcast(shared, 0);
+    }
+  }
+}
+
+void RunCheckpoints::save_last(const RunState& state, const train::Parts& parts) {
+  write_best();
+  train::Facts facts = model_facts(state.updates);
+  facts.insert(data_facts().begin(), data_facts().end());
+  facts["run_id"] = run_id();
+  facts["valid_metric"] = to_string(options_.valid_metrics.front());
+  write_facts(state, facts);
+  write(last_, parts, state.updates, facts);
+}
+
+void RunCheckpoints::save_best(const RunState& state, const train::NamedTensors& weights) {
+  settle();  // First: best/ may hold the like of what follows, of before the run was killed.
+  train::Facts facts = model_facts(state.best_update);
+  if (state.best) write_scores(*state.best, "valid_", facts);
+  unwritten_best_ = {.update = state.best_update, .facts = std::move(facts)};
+  for (const auto& [name, tensor] : weights)
+    unwritten_best_->parts["weights"].emplace_back(name, tensor.detach().to(at::kCPU, false, true));
+  writer_.save(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
+}
+
+void RunCheckpoints::save_kept(const RunState& state, const train::Parts& parts) {
+  write_best();
+  const auto average = parts.find("average");
+  write(kept_folder(options_.model_dir, state.updates),
+        {{"weights", average == parts.end() ? parts.at("weights") : average->second}},
+        state.updates, model_facts(state.updates));
+  kept_one_ = true;
+}
+
+void RunCheckpoints::finish() {
+  std::exception_ptr failed;
+  try {
+    writer_.wait();
+  } catch (const std::exception&) {
+    failed = std::current_exception();
+  }
+  write_best();
+  writer_.wait();
+  settle();
+  if (failed) std::rethrow_exception(failed);
+}
+
+void RunCheckpoints::write(const std::string& folder, const train::Parts& parts, int64_t update,
+                           const train::Facts& facts) {
+  settle();
+  writer_.save(folder, parts, update, facts);
+}
+
+// Once more, if it could not be written.
+void RunCheckpoints::write_best() {
+  settle();
+  if (!unwritten_best_) return;
+  log_.info("best/ is written once more", {{"update", unwritten_best_->update}});
+  writer_.save(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
+}
+
+// Waits for the save before, and sees what came of it.
+void RunCheckpoints::settle() {
+  try {
+    writer_.wait();
+  } catch (const std::exception& error) {
+    log_.error("a checkpoint was not written", {{"why", one_line(error)}});
+  }
+  if (unwritten_best_ && facts_in(best_) == unwritten_best_->facts) unwritten_best_.reset();
+  if (std::exchange(kept_one_, false) && options_.keep_interval_updates > 0) prune();
+}
+
+// kept_updates lists whole checkpoints, so what could not be written pushes nothing out.
+void RunCheckpoints::prune() {
+  const auto kept = kept_updates(options_.model_dir);
+  const auto most = static_cast<size_t>(options_.keep_interval_updates);
+  for (size_t i = 0; i + most < kept.size(); ++i) {
+    const fs::path folder = kept_folder(options_.model_dir, kept[i]);
+    std::error_code error;
+    fs::remove(folder / "manifest.json", error);  // First: half a checkpoint is none.
+    if (!error) fs::remove_all(folder, error);
+    if (error)
+      log_.warn("an earlier checkpoint cannot be removed; training goes on",
+                {{"folder", folder.string()}, {"why", error.message()}});
+  }
+}
+
+}  // namespace cohort::translate

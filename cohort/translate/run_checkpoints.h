@@ -1,0 +1,85 @@
+// The checkpoints of a run: last/, best/ and checkpoints/<update>/ in its folder.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "cohort/base/log.h"
+#include "cohort/comm/process_group.h"
+#include "cohort/train/checkpoint.h"
+#include "cohort/translate/run_state.h"
+#include "cohort/translate/training.h"
+
+namespace cohort::translate {
+
+enum class Start { kFresh, kResume };
+
+/// Makes the run's folder and says whether the run in it goes on. Local, for rank 0.
+/// Errors: ConfigError if it cannot be made, or holds a run that can be neither continued nor
+///         replaced.
+Start find_start(const TrainingOptions& options);
+/// Removes what an earlier run left there, but for its vocabularies and tokens.
+void remove_earlier_run(const std::string& model_dir);
+
+/// Reads and writes a run's checkpoints.
+///
+/// What is saved is copied and written in the background. A save that fails is said to have failed,
+/// the checkpoint before it is still there, and training goes on: the occasion comes again, for
+/// best/ too, whose weights are kept until they are there.
+/// Threads: one.
+class RunCheckpoints {
+ public:
+  /// `text_sha256` is the training text's. `options` and `log` must outlive this.
+  RunCheckpoints(const TrainingOptions& options, std::string text_sha256, const Log& log);
+
+  /// Where the run in last/ stands. Rank 0 reads; the others need not see its folder.
+  ///
+  /// Should best/ not hold the state's best, for it could not be saved and the run was killed, the
+  /// state's best is the one that is there.
+  /// Collective; blocks. Errors, on all ranks: ConfigError if last/ is damaged, or of a run with
+  /// other text, vocabularies, model or first metric: it names what differs.
+  RunState read_last(comm::ProcessGroup& group) const;
+  /// Fills the tensors of `parts` from last/, likewise.
+  void load_last(const train::Parts& parts, comm::ProcessGroup& group) const;
+
+  // What follows is for rank 0. `state` is the run's of now.
+
+  void save_last(const RunState& state, const train::Parts& parts);
+  /// `weights` are the best ones, of `state.best`.
+  void save_best(const RunState& state, const train::NamedTensors& weights);
+  /// Keeps the weights of this update, smoothed if there is an average, in checkpoints/. Those that
+  /// are too many by --keep-interval-updates go once they are there.
+  void save_kept(const RunState& state, const train::Parts& parts);
+  bool busy() const { return writer_.busy(); }
+  /// Blocks until everything is written. Errors: c10::Error or ConfigError if the last save failed,
+  /// or best/ could not be written once more.
+  void finish();
+
+ private:
+  struct Best {
+    train::Parts parts;
+    int64_t update = 0;
+    train::Facts facts;
+  };
+
+  const train::Facts& data_facts() const;
+  train::Facts model_facts(int64_t update) const;
+  void check_same_run(const train::Facts& found) const;
+  void take_best_that_is_there(RunState& state) const;
+  void write(const std::string& folder, const train::Parts& parts, int64_t update,
+             const train::Facts& facts);
+  void write_best();
+  void settle();
+  void prune();
+
+  const TrainingOptions& options_;
+  const Log& log_;
+  const std::string last_, best_;
+  const std::string text_sha256_;
+  mutable std::optional<train::Facts> data_facts_;  // what text and vocabularies the run rests on
+  std::optional<Best> unwritten_best_;              // until best/ is known to hold it
+  bool kept_one_ = false;                           // since the last look at what is too much
+  train::CheckpointWriter writer_;
+};
+
+}  // namespace cohort::translate

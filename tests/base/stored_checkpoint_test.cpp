@@ -1,0 +1,151 @@
+#include "cohort/base/stored_checkpoint.h"
+
+#include <filesystem>
+#include <gtest/gtest.h>
+
+#include "cohort/base/error.h"
+
+#include "tests/base/saving.h"
+#include "tests/base/temporary_folder.h"
+#include "tests/support/message_of.h"
+
+namespace cohort {
+namespace {
+
+namespace fs = std::filesystem;
+
+TEST(StoredCheckpointTest, AnyElementsAreReadFromAnyShares) {
+  const TemporaryFolder folder;
+  for (const int world_size : {1, 2, 3, 4}) {
+    const std::string path = folder / std::to_string(world_size);
+    Saving(9, world_size, 100).save(path);
+    StoredCheckpoint checkpoint(path);
+    EXPECT_EQ(checkpoint.parts(), (std::vector<std::string>{"a", "b"}));
+    const auto all = numbers(100);
+    for (int64_t begin = 0; begin <= 24; ++begin) {
+      for (int64_t end = begin; end <= 24; ++end) {
+        EXPECT_EQ(read(checkpoint, "b", {begin, end}),
+                  std::vector<int32_t>(all.begin() + begin, all.begin() + end));
+      }
+    }
+  }
+}
+
+TEST(StoredCheckpointTest, FilesOfAnEarlierSaveAndOfAKilledOneGo) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  Saving(1, 3, 0).save(path);
+  write_file(path + "/a-2.1-of-3.safetensors.tmp-77-0", "cut");
+  write_file(path + "/manifest.json.tmp-77-0", "cut");
+  write_file(path + "/a-2.1-of-3.00000000.safetensors", "never committed");
+  write_file(path + "/notes.txt", "the user's");
+  Saving(2, 2, 1).save(path);
+  size_t num_files = 0;
+  for (const auto& entry : fs::directory_iterator(path)) {
+    ++num_files;
+    const std::string name = entry.path().filename();
+    EXPECT_TRUE(name == "manifest.json" || name == "notes.txt" || name.find("-2.") == 1) << name;
+  }
+  EXPECT_EQ(num_files, 6U);
+}
+
+// What may befall a file, and how the complaint goes on after its path.
+TEST(StoredCheckpointTest, ADamagedMissingOrForeignFileIsNamed) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  Saving(1, 2, 0).save(folder / "other");
+  Saving(2, 2, 50).save(path);
+  const std::string name = Manifest::read(path).files.at("a.1-of-2").name;
+  const std::string file = path + "/" + name;
+  const std::string good = read_file(file);
+  const std::string other = read_file(folder / "other" + "/" +
+                                      Manifest::read(folder / "other").files.at("a.1-of-2").name);
+  ASSERT_EQ(other.size(), good.size());
+  std::string flipped = good;
+  flipped.back() = static_cast<char>(flipped.back() ^ 1);
+  const auto text = [&] {
+    StoredCheckpoint checkpoint(path);
+    EXPECT_EQ(read(checkpoint, "b", {0, 24}), numbers(50)) << "the other files are good";
+    const std::string of_range = test::message_of<ConfigError>([&] {
+      StoredCheckpoint(path).elements("a", "w", {20, 24});
+    });
+    EXPECT_EQ(of_range,
+              test::message_of<ConfigError>([&] { StoredCheckpoint(path).file("a.1-of-2"); }));
+    EXPECT_EQ(StoredCheckpoint(path).elements("a", "w", {0, 3}).size(), 1U) << "rank 0's";
+    return of_range;
+  };
+  write_file(file, flipped);
+  EXPECT_TRUE(text().starts_with(file + ": its SHA-256 is not the one in manifest.json")) << text();
+  write_file(file, good.substr(0, good.size() - 1));
+  EXPECT_TRUE(text().starts_with(file + ": expected " + std::to_string(good.size()) + " bytes"))
+      << text();
+  write_file(file, other);
+  EXPECT_NE(text().find("another save's: it says it is a.1-of-2 of update 1"), std::string::npos)
+      << text();
+  fs::remove(file);
+  EXPECT_EQ(text(), file + ": is missing, but manifest.json names it");
+  write_file(file, good);
+  EXPECT_EQ(text(), "nothing was thrown");
+
+  // A manifest that was tampered with: files are good, but hold other ranges.
+  Manifest manifest = Manifest::read(path);
+  auto& ranges = manifest.parts["a"]["w"].ranges;
+  std::swap(ranges["a.0-of-2"], ranges["a.1-of-2"]);
+  ranges["a.1-of-2"].front().end += 1;
+  ranges["a.0-of-2"].front().begin += 1;
+  write_file(path + "/manifest.json", manifest.to_json());
+  EXPECT_TRUE(test::message_of<ConfigError>([&] {
+                StoredCheckpoint(path).file("a.1-of-2");
+              }).starts_with(file + ": does not hold w as manifest.json says"));
+}
+
+TEST(StoredCheckpointTest, ConsolidationGivesTheFilesOfOneRank) {
+  const TemporaryFolder folder;
+  Saving(9, 1, 100).save(folder / "one");
+  Saving(9, 4, 100).save(folder / "four");
+  StoredCheckpoint four(folder / "four");
+  consolidate_checkpoint(four, four.parts(), folder / "whole");
+  for (const char* name : {"manifest.json", "a-9.safetensors", "b-9.safetensors"}) {
+    EXPECT_EQ(read_file(folder / "whole" + "/" + name), read_file(folder / "one" + "/" + name))
+        << name;
+  }
+  EXPECT_THROW(consolidate_checkpoint(four, four.parts(), folder / "four"), ConfigError);
+  consolidate_checkpoint(four, {"b"}, folder / "part");
+  EXPECT_FALSE(fs::exists(folder / "part" + "/a-9.safetensors"));
+  EXPECT_THROW(consolidate_checkpoint(four, {"c"}, folder / "none"), ConfigError);
+}
+
+TEST(StoredCheckpointTest, AShareMissingFromACommitLeavesTheCheckpointBefore) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  Saving(1, 2, 0).save(path);
+  const Manifest share = Saving(2, 2, 50).share(path, 0);
+  EXPECT_NE(test::message_of<ConfigError>([&] {
+              commit_manifest(path, share);
+            }).find("elements 3 to 6 of w of a are in no file"),
+            std::string::npos);
+  StoredCheckpoint checkpoint(path);
+  EXPECT_EQ(read(checkpoint, "a", {0, 24}), numbers(0));
+}
+
+TEST(StoredCheckpointTest, SlicesThatOverlapOrDoNotFitAreRefused) {
+  const TemporaryFolder folder;
+  const auto values = numbers(0);
+  const auto slice = [&](int64_t begin, int64_t end, size_t count) {
+    return StoredSlice{
+        "w", DType::kI32, {4, 6}, {begin, end}, std::as_bytes(std::span(values).first(count))};
+  };
+  const auto refused = [&](const std::vector<StoredSlice>& slices) {
+    return test::message_of<ConfigError>([&] {
+      write_share(folder.path().string(), "a", slices, {1, 0, 2});
+    });
+  };
+  EXPECT_NE(refused({slice(0, 4, 4), slice(3, 5, 2)}).find("overlap"), std::string::npos);
+  EXPECT_NE(refused({slice(0, 4, 3)}).find("12 bytes"), std::string::npos);
+  EXPECT_NE(refused({slice(22, 26, 4)}).find("22 to 26"), std::string::npos);
+  EXPECT_NE(refused({slice(4, 2, 0)}).find("4 to 2"), std::string::npos);
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+}  // namespace
+}  // namespace cohort

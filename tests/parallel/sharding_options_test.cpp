@@ -1,0 +1,338 @@
+// Mixed precision, two groups of ranks, offload and models that come into being in parts.
+#include <gtest/gtest.h>
+
+#include "cohort/nmt/transformer.h"
+#include "cohort/translate/tensor_memory.h"
+
+#include "tests/parallel/ddp_support.h"
+#include "tests/parallel/sharding_support.h"
+#include "tests/support/ranks.h"
+#include "tests/support/sentences.h"
+
+namespace cohort {
+namespace {
+
+using comm::ProcessGroup;
+using parallel::MixedPrecision;
+using parallel::ParameterSlice;
+using test::sharding::batch_of;
+using test::sharding::expect_plain_training;
+using test::sharding::loss_of;
+using test::sharding::Shard;
+using test::sharding::ShardedDataParallel;
+using test::sharding::ShardingOptions;
+using test::sharding::Tower;
+constexpr auto kLow = at::kBFloat16;
+constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
+
+at::Tensor low_loss(const at::Tensor& output) {
+  return loss_of(output.to(at::kFloat));
+}
+
+// The float32 gradients of a bfloat16 copy of `master`, summed over a rank's batches.
+std::vector<at::Tensor> low_gradients(Tower& master, int rank, int step, int delay) {
+  std::vector<at::Tensor> sums;
+  Tower low(at::kFloat);
+  {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < low->parameters().size(); ++i)
+      low->parameters()[i].copy_(master->parameters()[i]);
+    low->to(kLow);
+  }
+  for (int i = 0; i < delay; ++i) {
+    low->zero_grad();
+    low_loss(low->forward(batch_of(rank, step * delay + i).to(at::kFloat).to(kLow))).backward();
+    for (size_t k = 0; k < low->parameters().size(); ++k) {
+      const at::Tensor& gradient = low->parameters()[k].grad();
+      if (sums.size() <= k) sums.emplace_back();
+      if (!gradient.defined()) continue;
+      sums[k] = sums[k].defined() ? sums[k] + gradient.to(at::kFloat) : gradient.to(at::kFloat);
+    }
+  }
+  return sums;
+}
+
+// Descent in steps whose factor is a power of two: sums round once, whatever the instruction.
+void descend(const at::Tensor& parameter, const at::Tensor& gradient) {
+  const at::NoGradGuard no_grad;
+  parameter.add_(gradient, -1.0 / 4096);
+}
+
+// Two ranks against one process: halves are exact, and a sum of two has one order.
+void expect_emulated_training(ProcessGroup& group, const ShardingOptions& options, int delay) {
+  SCOPED_TRACE("shard " + std::to_string(static_cast<int>(options.shard)) + " delay " +
+               std::to_string(delay));
+  Tower master(at::kFloat);
+  Tower model(at::kFloat);
+  ShardedDataParallel<Tower> sharded(model, group, options, model->units());
+  for (int step = 0; step < 4; ++step) {
+    const auto own = low_gradients(master, 0, step, delay);
+    const auto other = low_gradients(master, 1, step, delay);
+    const auto travel = options.mixed_precision.reduce_dtype.value_or(at::kFloat);
+    for (size_t k = 0; k < own.size(); ++k) {
+      if (!own[k].defined()) continue;
+      descend(master->parameters()[k],
+              (own[k].mul(0.5).to(travel) + other[k].mul(0.5).to(travel)).to(at::kFloat));
+    }
+    for (int i = 0; i < delay; ++i) {
+      const bool was = sharded.engine().set_synchronized(i + 1 == delay);
+      const at::Tensor output = sharded(batch_of(group.rank(), step * delay + i).to(at::kFloat));
+      EXPECT_EQ(output.scalar_type(), options.mixed_precision.output_dtype.value_or(kLow));
+      sharded.backward(low_loss(output));
+      sharded.engine().set_synchronized(was);
+    }
+    const auto whole = master->named_parameters();
+    for (const ParameterSlice& slice : sharded.slices()) {
+      EXPECT_EQ(slice.tensor.scalar_type(), at::kFloat);
+      if (slice.tensor.grad().defined()) descend(slice.tensor, slice.tensor.grad());
+      slice.tensor.mutable_grad().reset();
+      EXPECT_TRUE(slice.tensor.equal(
+          whole[slice.name].reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin)))
+          << slice.name << ", step " << step;
+    }
+  }
+}
+
+TEST(ShardingOptionsTest, LowPrecisionComputesOnFloat32MastersBitByBit) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      for (const int delay : {1, 3}) {
+        const MixedPrecision types{.param_dtype = kLow};
+        expect_emulated_training(group, {.shard = shard, .mixed_precision = types}, delay);
+      }
+      const MixedPrecision types{
+          .param_dtype = kLow, .reduce_dtype = kLow, .output_dtype = at::kFloat};
+      expect_emulated_training(group, {.shard = shard, .mixed_precision = types}, 1);
+    }
+  });
+}
+
+// Notes the types that come to it.
+struct WatchImpl : torch::nn::Module {
+  WatchImpl() {
+    weight = register_parameter("weight", at::ones({3, 3}));
+    scale = register_buffer("scale", at::ones({3}));
+    count = register_buffer("count", at::zeros({1}, at::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    seen = {x.scalar_type(), weight.scalar_type(), scale.scalar_type(), count.scalar_type()};
+    return at::matmul(x.to(weight.scalar_type()), weight) * scale.to(weight.scalar_type());
+  }
+  at::Tensor weight, scale, count;
+  std::vector<at::ScalarType> seen;
+};
+TORCH_MODULE(Watch);
+
+struct WatchesImpl : torch::nn::Module {
+  WatchesImpl() {
+    first = register_module("first", Watch());
+    second = register_module("second", Watch());
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    seen = x.scalar_type();
+    return parallel::unit(second, parallel::unit(first, x).to(at::kDouble));
+  }
+  at::ScalarType seen = at::kDouble;
+  Watch first{nullptr}, second{nullptr};
+};
+TORCH_MODULE(Watches);
+
+TEST(ShardingOptionsTest, InputsOutputsAndBuffersComeInTheTypesAskedFor) {
+  ProcessGroup alone(comm::Place{});
+  const at::Tensor x = at::ones({2, 3});
+  Watches cast;
+  ShardedDataParallel<Watches> casting(cast, alone,
+                                       {.mixed_precision = {.param_dtype = kLow,
+                                                            .buffer_dtype = at::kHalf,
+                                                            .output_dtype = at::kDouble}},
+                                       {cast->first.get(), cast->second.get()});
+  EXPECT_EQ(casting(x).scalar_type(), at::kDouble);
+  EXPECT_EQ(cast->seen, kLow);
+  EXPECT_EQ(cast->second->seen, (std::vector{kLow, kLow, at::kHalf, at::kLong}))
+      << "a unit's inputs are cast, too";
+
+  Watches kept;
+  ShardedDataParallel<Watches> keeping(
+      kept, alone, {.mixed_precision = {.param_dtype = kLow, .cast_forward_inputs = false}},
+      {kept->first.get(), kept->second.get()});
+  EXPECT_EQ(keeping(x).scalar_type(), kLow);
+  EXPECT_EQ(kept->seen, at::kFloat);
+  EXPECT_EQ(kept->second->seen, (std::vector{at::kDouble, kLow, at::kFloat, at::kLong}));
+
+  Watches bad;
+  test::expect_error<c10::ValueError>(
+      [&] {
+        ShardedDataParallel<Watches>(bad, alone, {.mixed_precision = {.output_dtype = at::kInt}});
+      },
+      "mixed_precision.output_dtype: expected a floating-point type, got Int");
+}
+
+TEST(ShardingOptionsTest, RanksWhoseOptionsDifferAreNamed) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Tower model;
+    ShardingOptions options;
+    if (group.rank() == 1) options.shard = Shard::kGradients;
+    test::expect_error<c10::ValueError>([&] { ShardedDataParallel<Tower>(model, group, options); },
+                                        "rank 1 has shard 1 where");
+  });
+}
+
+// 2 x 2 ranks: neighbours share the model out, ranks of equal parity hold the same slices.
+struct Mesh {
+  explicit Mesh(ProcessGroup& world) {
+    for (const int first : {0, 2}) keep(row, world.subgroup({first, first + 1}, "shard"));
+    for (const int first : {0, 1}) keep(column, world.subgroup({first, first + 2}, "replicate"));
+  }
+  static void keep(std::unique_ptr<ProcessGroup>& place, std::unique_ptr<ProcessGroup> group) {
+    if (group) place = std::move(group);
+  }
+  std::unique_ptr<ProcessGroup> row, column;
+};
+
+TEST(ShardingOptionsTest, TwoGroupsOfTwoRanksTrainAsOneProcess) {
+  test::ranks(4, [](ProcessGroup& world) {
+    const Mesh mesh(world);
+    for (const Shard shard : kShards) {
+      expect_plain_training(world,
+                            {.options = {.shard = shard, .replicate_group = mesh.column.get()},
+                             .delay = 2,
+                             .clip = 0.5,
+                             .shard_group = mesh.row.get()});
+    }
+  });
+}
+
+TEST(ShardingOptionsTest, GroupsThatAreNoMeshAreRefused) {
+  test::ranks(2, [](ProcessGroup& world) {
+    Tower model;
+    test::expect_error<c10::ValueError>(
+        [&] { ShardedDataParallel<Tower>(model, world, {.replicate_group = &world}); },
+        "places in the sharding groups of one replicate_group");
+  });
+}
+
+TEST(ShardingOptionsTest, ReplicasStartFromTheFirstOnesValues) {
+  test::ranks(4, [](ProcessGroup& world) {
+    const Mesh mesh(world);
+    Tower model;
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : model->parameters()) parameter.add_(world.rank());
+    }
+    ShardedDataParallel<Tower> sharded(model, *mesh.row, {.replicate_group = mesh.column.get()});
+    sharded.engine().summon();
+    Tower expected;
+    EXPECT_EQ(test::sharding::difference(model, expected), 0);
+    sharded.engine().release(false);
+  });
+}
+
+TEST(ShardingOptionsTest, SlicesOfTheirOwnInHostMemoryTrainAsOneProcess) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      expect_plain_training(
+          group, {.options = {.shard = shard, .cpu_offload = true}, .delay = 2, .clip = 0.5});
+    }
+  });
+}
+
+constexpr uint64_t kSeed = 11;
+
+TEST(ShardingOptionsTest, ATransformerMadeOnMetaIsFilledPartByPart) {
+  test::ranks(2, [](ProcessGroup& group) {
+    auto options = test::tiny_options();
+    options.dim_emb = 64;
+    options.dim_ffn = 256;
+    nmt::Transformer plain(options);
+    plain->initialise(kSeed);
+    int64_t bytes = 0;
+    int64_t largest = 0;
+    for (const auto& parameter : plain->parameters()) {
+      bytes += static_cast<int64_t>(parameter.nbytes());
+      largest = std::max(largest, static_cast<int64_t>(parameter.nbytes()));
+    }
+    for (const Shard shard : kShards) {
+      nmt::Transformer model(options, nmt::Precision::kFloat32, at::kMeta);
+      std::vector<torch::nn::Module*> layers = model->layers();
+      model->set_layer_runner([](const auto& layer, const auto& forward) {
+        return parallel::run_unit(layer, forward);
+      });
+      std::optional<ShardedDataParallel<nmt::Transformer>> sharded;
+      const int64_t peak = translate::peak_tensor_bytes([&] {
+        sharded.emplace(model, group,
+                        ShardingOptions{.shard = shard, .fill = nmt::Initialiser(options, kSeed)},
+                        layers);
+      });
+      // And what the ranks compare: names and shapes.
+      if (shard == Shard::kParameters) {
+        EXPECT_LT(peak, bytes / 2 + largest + 65536);
+      }
+      const auto batch = test::make_test_batch(test::make_sentences(4, 3));
+      model->eval();
+      plain->eval();
+      const at::NoGradGuard no_grad;
+      const at::Tensor loss = std::get<0>((*sharded)(batch));
+      EXPECT_TRUE(loss.equal(std::get<0>(plain->forward(batch))));
+      sharded->engine().summon();
+      const auto expected = plain->named_parameters();
+      for (const auto& item : model->named_parameters())
+        EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key();
+      sharded->engine().release(false);
+    }
+  });
+}
+
+// Half of it on the meta device, a buffer too.
+struct DeferredImpl : torch::nn::Module {
+  explicit DeferredImpl(c10::Device device) {
+    const auto options = at::TensorOptions(at::kDouble).device(device);
+    a = register_parameter("a", at::zeros({5, 3}, options));
+    here = register_parameter("here", at::full({3}, 0.25, at::kDouble));
+    b = register_parameter("b", at::zeros({3, 5}, options));
+    scale = register_buffer("scale", at::zeros({5}, options));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::matmul(at::tanh(at::matmul(x, a) + here), b) * scale;
+  }
+  at::Tensor a, here, b, scale;
+};
+TORCH_MODULE(Deferred);
+
+TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
+  test::ranks(2, [](ProcessGroup& group) {
+    const auto train = [&](c10::Device device) {
+      Deferred model(device);
+      std::vector<std::string> names;
+      const auto fill = [&](const std::string& name, at::Tensor& tensor) {
+        names.push_back(name);
+        tensor.copy_(at::arange(tensor.numel(), at::kDouble).sin().view(tensor.sizes()));
+      };
+      ShardedDataParallel<Deferred> sharded(model, group, {.fill = fill});
+      if (device.is_meta()) {
+        EXPECT_EQ(names, (std::vector<std::string>{"a", "b", "scale"}));
+      } else {
+        EXPECT_TRUE(names.empty());
+        sharded.engine().summon();
+        const at::NoGradGuard no_grad;
+        for (at::Tensor tensor : {model->a, model->b, model->scale})
+          tensor.copy_(at::arange(tensor.numel(), at::kDouble).sin().view(tensor.sizes()));
+        sharded.engine().release(/*keep=*/true);
+      }
+      optim::Adam adam(sharded.named_slices());
+      for (int step = 0; step < 3; ++step) {
+        sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+        adam.step(1e-2);
+        adam.zero_grad();
+      }
+      const at::NoGradGuard no_grad;
+      return sharded(batch_of(0, 9));
+    };
+    EXPECT_TRUE(train(at::kMeta).equal(train(at::kCPU)));
+    Deferred model(at::kMeta);
+    test::expect_error<c10::ValueError>([&] { ShardedDataParallel<Deferred>(model, group); },
+                                        "a is on the meta device");
+  });
+}
+
+}  // namespace
+}  // namespace cohort

@@ -1,0 +1,401 @@
+// Saving and loading by ranks whose parts of the state differ.
+#include "cohort/train/sharded_checkpoint.h"
+
+#include <filesystem>
+#include <gtest/gtest.h>
+#include <memory>
+#include <thread>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+#include "cohort/base/stored_checkpoint.h"
+#include "cohort/optim/adam.h"
+#include "cohort/parallel/sharding/flat_layout.h"
+#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/train/stored_tensor.h"
+
+#include "tests/base/temporary_folder.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+
+namespace cohort::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A state with every form: odd sizes, a scalar, an empty tensor, other types.
+Parts make_state(double first) {
+  const auto counted = [&](const std::vector<int64_t>& shape, at::ScalarType type) {
+    int64_t count = 1;
+    for (const int64_t size : shape) count *= size;
+    return at::arange(count, at::kDouble).add(first).sin().mul(100).to(type).view(shape);
+  };
+  NamedTensors weights{{"a", counted({3, 5}, at::kFloat)},
+                       {"a.b", counted({7}, at::kFloat)},
+                       {"empty", at::empty({0, 3})},
+                       {"scalar", counted({}, at::kFloat)},
+                       {"table", counted({8, 6}, at::kFloat)}};
+  NamedTensors optimizer;
+  for (const auto& [name, tensor] : weights) {
+    optimizer.emplace_back(name + ".exp_avg", tensor.to(at::kDouble).add(1));
+    optimizer.emplace_back(name + ".steps", tensor.to(at::kLong));
+  }
+  return {{"weights", weights}, {"optimizer", optimizer}};
+}
+
+Parts zeros_like(const Parts& parts) {
+  Parts zeros;
+  for (const auto& [part, tensors] : parts) {
+    for (const auto& [name, tensor] : tensors)
+      zeros[part].emplace_back(name, at::zeros_like(tensor));
+  }
+  return zeros;
+}
+
+void expect_equal(const Parts& found, const Parts& expected, const std::string& what) {
+  for (const auto& [part, tensors] : expected) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      EXPECT_TRUE(found.at(part)[i].second.equal(tensors[i].second))
+          << what << ": " << tensors[i].first << " of " << part;
+    }
+  }
+}
+
+// How ranks share a state out. Slices share its memory.
+enum class Cut {
+  kFlat,     // as ZeRO and FSDP: one flat buffer for all, cut by elements
+  kEach,     // each tensor by itself
+  kColumns,  // as tensor parallelism: of matrices with enough columns each row in pieces
+};
+
+std::vector<TensorSlice> cut(const NamedTensors& tensors, Cut how, int rank, int world_size) {
+  if (how == Cut::kEach) return share_of(tensors, rank, world_size);
+  std::vector<TensorSlice> slices;
+  const auto add = [&](const auto& named, int64_t begin, int64_t end) {
+    const at::Tensor& tensor = named.second;
+    slices.push_back({named.first, tensor.sizes().vec(), begin, end,
+                      tensor.view(-1).narrow(0, begin, end - begin)});
+  };
+  if (how == Cut::kFlat) {
+    std::vector<parallel::FlatTensor> flat;
+    for (const auto& [name, tensor] : tensors)
+      flat.push_back({.name = name, .numel = tensor.numel()});
+    for (const auto& slice : parallel::FlatLayout(flat, world_size).slices(rank))
+      add(tensors[slice.tensor], slice.begin, slice.end);
+    // Nobody's piece of the buffer: rank 0 says that it exists.
+    for (const auto& named : tensors) {
+      if (named.second.numel() == 0 && rank == 0) add(named, 0, 0);
+    }
+    return slices;
+  }
+  for (const auto& named : tensors) {
+    const at::Tensor& tensor = named.second;
+    const int64_t columns = tensor.dim() == 2 ? tensor.size(1) : 0;
+    if (columns < world_size || tensor.numel() == 0) {
+      if (rank == 0) add(named, 0, tensor.numel());
+      continue;
+    }
+    for (int64_t row = 0; row < tensor.size(0); ++row) {
+      add(named, row * columns + columns * rank / world_size,
+          row * columns + columns * (rank + 1) / world_size);
+    }
+  }
+  return slices;
+}
+
+SlicedParts cut(const Parts& parts, Cut how, int rank, int world_size) {
+  SlicedParts sliced;
+  for (const auto& [part, tensors] : parts) sliced[part] = cut(tensors, how, rank, world_size);
+  return sliced;
+}
+
+// What `world_size` ranks do one after another here, without a group.
+void save(const std::string& folder, const Parts& parts, Cut how, int world_size) {
+  fs::create_directories(folder);
+  Manifest manifest{.update = 5};
+  for (int rank = 0; rank < world_size; ++rank) {
+    for (const auto& [part, slices] : cut(parts, how, rank, world_size)) {
+      manifest.add(write_share(folder, part, stored_slices(on_host(slices)), {5, rank, world_size}),
+                   folder);
+    }
+  }
+  commit_manifest(folder, manifest);
+}
+
+// 12 ways to save times 13 to load.
+TEST(ReshardTest, WhatAnyRanksSavedAnyOthersLoadBitForBit) {
+  const TemporaryFolder folder;
+  const Parts state = make_state(0.5);
+  int num_cases = 0;
+  for (const Cut saved_as : {Cut::kFlat, Cut::kEach, Cut::kColumns}) {
+    for (const int savers : {1, 2, 3, 4}) {
+      const std::string path =
+          folder / (std::to_string(static_cast<int>(saved_as)) + "-" + std::to_string(savers));
+      save(path, state, saved_as, savers);
+      Parts whole = zeros_like(state);
+      load_checkpoint(path, whole);
+      expect_equal(whole, state, path);
+      ++num_cases;
+      for (const Cut loaded_as : {Cut::kFlat, Cut::kEach, Cut::kColumns}) {
+        for (const int loaders : {1, 2, 3, 4}) {
+          Parts found = zeros_like(state);
+          for (int rank = 0; rank < loaders; ++rank)
+            load_slices(path, cut(found, loaded_as, rank, loaders));
+          expect_equal(found, state, path + " by " + std::to_string(loaders));
+          ++num_cases;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(num_cases, 156);
+}
+
+TEST(ReshardTest, OfOneRankAreThePlainFiles) {
+  const TemporaryFolder folder;
+  save(folder / "slices", make_state(1), Cut::kColumns, 1);
+  save_checkpoint(folder / "plain", make_state(1), 5, {});
+  for (const char* name : {"weights-5.safetensors", "optimizer-5.safetensors", "manifest.json"})
+    EXPECT_EQ(read_file(folder / "slices" + "/" + name), read_file(folder / "plain" + "/" + name));
+}
+
+TEST(ReshardTest, OnlyTheFilesWithTheSlicesElementsAreRead) {
+  const TemporaryFolder folder;
+  const Parts state = make_state(2);
+  save(folder / "last", state, Cut::kFlat, 3);
+  for (const auto& [key, file] : Manifest::read(folder / "last").files) {
+    if (!key.ends_with("1-of-3")) write_file(folder / "last" + "/" + file.name, "damaged");
+  }
+  Parts found = zeros_like(state);
+  load_slices(folder / "last", cut(found, Cut::kFlat, 1, 3));
+  EXPECT_NE(found["weights"][4].second.abs().sum().item<double>(), 0);
+  EXPECT_THROW(load_slices(folder / "last", cut(found, Cut::kFlat, 1, 2)), ConfigError);
+}
+
+TEST(ReshardTest, SlicesOfAnotherModelAreNamed) {
+  const TemporaryFolder folder;
+  save(folder / "last", make_state(2), Cut::kFlat, 2);
+  const auto text = [&](const TensorSlice& slice) {
+    return test::message_of<c10::ValueError>([&] {
+      load_slices(folder / "last", {{"weights", {slice}}});
+    });
+  };
+  const std::string prefix = folder / "last" + "/manifest.json: a checkpoint of another model: ";
+  EXPECT_EQ(text({"table", {6, 8}, 0, 48, at::zeros({6, 8})}),
+            prefix + "table is F32 [8, 6], expected F32 [6, 8]");
+  EXPECT_EQ(text({"chair", {6, 8}, 0, 48, at::zeros({6, 8})}), prefix + "it has no chair");
+  EXPECT_NE(text({"table", {8, 6}, 0, 48, at::zeros({6, 7})}).find("a tensor of 42"),
+            std::string::npos);
+}
+
+TEST(SlicesLikeTest, OptimizerStateHasThePlaceOfItsParameter) {
+  const std::vector<TensorSlice> parameters{{"a", {4, 4}, 3, 9, at::zeros(6)},
+                                            {"a.b", {5}, 0, 2, at::zeros(2)}};
+  const auto slices =
+      slices_like(parameters, {{"a.exp_avg", at::ones(6)}, {"a.b.exp_avg", at::ones(2)}});
+  EXPECT_EQ(slices[0].shape, (std::vector<int64_t>{4, 4}));
+  EXPECT_EQ(slices[0].begin, 3);
+  EXPECT_EQ(slices[0].end, 9);
+  EXPECT_EQ(slices[1].shape, std::vector<int64_t>{5});
+  EXPECT_THROW(slices_like(parameters, {{"c.exp_avg", at::ones(6)}}), c10::ValueError);
+  EXPECT_THROW(slices_like(parameters, {{"a.b.exp_avg", at::ones(6)}}), c10::ValueError);
+}
+
+// A folder that all ranks of a test know: their parent made it.
+class SharedFolder {
+ public:
+  SharedFolder() {
+    if (const auto known = env_string(kName)) {
+      path_ = *known;
+    } else {
+      own_ = std::make_unique<TemporaryFolder>();
+      path_ = own_->path().string();
+      ::setenv(kName, path_.c_str(), 1);
+    }
+  }
+  ~SharedFolder() {
+    if (own_) ::unsetenv(kName);
+  }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+  /// Whether this process is no rank: what the ranks find is prepared there.
+  bool is_parent() const { return own_ != nullptr; }
+
+ private:
+  static constexpr const char* kName = "COHORT_TEST_FOLDER";
+  std::unique_ptr<TemporaryFolder> own_;
+  std::string path_;
+};
+
+TEST(ShardedCheckpointWriterTest, RanksSaveTogetherInTheBackgroundAndLoadTogether) {
+  const SharedFolder folder;
+  const std::string path = folder / "last";
+  test::ranks(3, [&](comm::ProcessGroup& group) {
+    ShardedCheckpointWriter writer(group);
+    EXPECT_TRUE(writer.done());
+    for (const int64_t update : {10, 20}) {
+      Parts state = make_state(static_cast<double>(update));
+      writer.begin(path, cut(state, Cut::kFlat, group.rank(), group.size()), update,
+                   {{"of", std::to_string(update + group.rank())}});
+      for (auto& [part, tensors] : state) {
+        for (auto& [name, tensor] : tensors) tensor.fill_(-7);
+      }
+      EXPECT_TRUE(writer.pending());
+      EXPECT_THROW(writer.begin(path, {}, update, {}), c10::ValueError);
+      writer.commit();
+      EXPECT_FALSE(writer.pending());
+      EXPECT_EQ(read_manifest(path), (Facts{{"of", std::to_string(update)}})) << "rank 0's";
+      group.barrier("looked");
+    }
+    const Parts state = make_state(20);
+    Parts found = zeros_like(state);
+    load_slices(path, cut(found, Cut::kColumns, group.rank(), group.size()), group);
+    for (auto& [part, tensors] : found) {
+      for (auto& [name, tensor] : tensors) {
+        if (tensor.numel() > 0) group.all_reduce(tensor);
+      }
+    }
+    expect_equal(found, state, "sum over ranks of what each loaded");
+  });
+}
+
+TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointStays) {
+  const SharedFolder folder;
+  const std::string path = folder / "last";
+  if (folder.is_parent()) write_file(folder / "file", "no folder");
+  test::ranks(2, [&](comm::ProcessGroup& group) {
+    ShardedCheckpointWriter writer(group, std::chrono::milliseconds(300));
+    const Parts state = make_state(1);
+    const auto mine = cut(state, Cut::kFlat, group.rank(), 2);
+    const auto commit = [&](const std::string& into, const SlicedParts& slices, int64_t update) {
+      writer.begin(into, slices, update, {});
+      return test::message_of<ConfigError>([&] { writer.commit(); });
+    };
+    EXPECT_EQ(commit(path, mine, 1), "nothing was thrown");
+    const auto expect_word = [&](const std::string& text, const std::string& word) {
+      EXPECT_NE(text.find(word), std::string::npos) << text;
+      EXPECT_EQ(Manifest::read(path).update, 1);
+    };
+    const bool second = group.rank() == 1;
+    expect_word(commit(second ? folder / "file" + "/x" : path, mine, 2), "rank 1: ");
+    expect_word(commit(second ? folder / "elsewhere" : path, mine, 2), "expected one folder");
+    expect_word(commit(path, mine, second ? 3 : 2), "rank 1 update 3");
+    expect_word(commit(path, second ? SlicedParts{} : mine, 2), "are in no file");
+    expect_word(commit(path, cut(state, Cut::kEach, 0, 1), 2), "are in two files");
+    // Written by rank 1 to a folder that rank 0 does not see.
+    writer.begin(path, mine, 4, {});
+    while (!writer.done()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    group.barrier("written");
+    if (second) {
+      for (const auto& entry : fs::directory_iterator(path)) {
+        if (entry.path().filename().string().starts_with("weights-4.1-of-2"))
+          fs::remove(entry.path());
+      }
+    }
+    group.barrier("removed");
+    expect_word(test::message_of<ConfigError>([&] { writer.commit(); }), "does not see this file");
+    expect_word(test::message_of<ConfigError>([&] { writer.commit(); }), "expected begin");
+
+    Parts found = zeros_like(state);
+    load_slices(path, cut(found, Cut::kFlat, group.rank(), 2), group);
+    EXPECT_EQ(commit(path, mine, 5), "nothing was thrown");
+    EXPECT_EQ(Manifest::read(path).update, 5);
+  });
+}
+
+TEST(ShardedCheckpointWriterTest, ADamagedFileChangesNoRanksTensors) {
+  const SharedFolder folder;
+  const std::string path = folder / "last";
+  if (folder.is_parent()) save(path, make_state(3), Cut::kFlat, 2);
+  const std::string file = path + "/" + Manifest::read(path).files.at("weights.1-of-2").name;
+  test::ranks(2, [&](comm::ProcessGroup& group) {
+    const auto text = [&](const SlicedParts& parts) {
+      return test::message_of<ConfigError>([&] { load_slices(path, parts, group); });
+    };
+    Parts found = zeros_like(make_state(3));
+    auto mine = cut(found, Cut::kFlat, group.rank(), 2);
+    std::erase_if(mine["weights"], [](const auto& slice) { return slice.name == "scalar"; });
+    const std::string missing = text(mine);
+    EXPECT_NE(missing.find("scalar is in no rank's slices"), std::string::npos) << missing;
+    group.barrier("tried");
+    if (group.rank() == 0) write_file(file, "damaged");
+    group.barrier("damaged");
+    const std::string damaged = text(cut(found, Cut::kFlat, group.rank(), 2));
+    EXPECT_NE(damaged.find("rank 1: " + file), std::string::npos) << damaged;
+    expect_equal(found, zeros_like(found), "after an error");
+  });
+}
+
+// The models of a training whose state is shared out, by world size.
+struct Training {
+  explicit Training(comm::ProcessGroup& group)
+      : sharded(make_model(), group), adam(sharded.named_slices()) {}
+
+  static torch::nn::Linear make_model() {
+    torch::nn::Linear model(5, 3);
+    model->to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters())
+      parameter.copy_(at::arange(parameter.numel(), at::kDouble).sin().view(parameter.sizes()));
+    return model;
+  }
+
+  // Every rank has the same batch, so the world size changes nothing but roundings.
+  void step() {
+    const at::Tensor x = at::arange(20, at::kDouble).cos().view({4, 5});
+    sharded.backward(sharded(x).square().sum());
+    adam.step(1e-2);
+    adam.zero_grad();
+  }
+
+  SlicedParts slices() {
+    const std::vector<TensorSlice> weights = slices_of(sharded.slices());
+    return {{"weights", weights}, {"optimizer", slices_like(weights, adam.state())}};
+  }
+
+  parallel::ShardedDataParallel<torch::nn::Linear> sharded;
+  optim::Adam adam;
+};
+
+TEST(ShardedCheckpointWriterTest, AShardedTrainingGoesOnWithOtherRanks) {
+  const SharedFolder folder;
+  const std::string path = folder / "last";
+  const std::string end = folder / "end";
+  const auto begin = [&](comm::ProcessGroup& group) {
+    Training training(group);
+    ShardedCheckpointWriter writer(group);
+    for (int step = 1; step <= 4; ++step) {
+      training.step();
+      if (step == 2) writer.begin(path, training.slices(), step, {});
+    }
+    writer.commit();
+    writer.begin(end, training.slices(), 4, {});
+    writer.commit();
+  };
+  const auto go_on = [&](comm::ProcessGroup& group) {
+    Training training(group);
+    load_slices(path, training.slices(), group);
+    training.adam.set_num_steps(2);
+    for (int step = 3; step <= 4; ++step) training.step();
+    Training expected(group);
+    const SlicedParts wanted = expected.slices();
+    load_slices(end, wanted, group);
+    const SlicedParts found = training.slices();
+    for (const auto& [part, slices] : wanted) {
+      for (size_t i = 0; i < slices.size(); ++i) {
+        // float64: the mean over 3 ranks of equal gradients is rounded otherwise than over 2.
+        EXPECT_TRUE(found.at(part)[i].tensor.allclose(slices[i].tensor, 1e-12, 1e-12))
+            << slices[i].name;
+      }
+    }
+  };
+  // A rank comes to the first call in either case.
+  const auto body = [&](comm::ProcessGroup& group) {
+    group.size() == 3 ? begin(group) : go_on(group);
+  };
+  test::ranks(3, body);
+  test::ranks(2, body);
+}
+
+}  // namespace
+}  // namespace cohort::train

@@ -1,0 +1,123 @@
+// What becomes of checkpoints that cannot be written. A file in the way of a folder stands for a
+// disk that is full: no right is needed to be refused there.
+#include "cohort/translate/run_checkpoints.h"
+
+#include <filesystem>
+#include <gtest/gtest.h>
+#include <torch/types.h>
+
+#include "cohort/base/error.h"
+#include "cohort/translate/run_folder.h"
+
+#include "tests/base/temporary_folder.h"
+
+namespace cohort::translate {
+namespace {
+
+namespace fs = std::filesystem;
+
+class RunCheckpointsTest : public testing::Test {
+ protected:
+  RunCheckpointsTest() {
+    options_.model_dir = folder_.path();
+    for (const char* side : {"source", "target"})
+      write_file(folder_ / (std::string(side) + ".spm"), side);
+  }
+  // After `updates`, with a best validation of `best_update`.
+  static RunState state(int64_t updates, int64_t best_update) {
+    const double bleu = 20 + static_cast<double>(best_update) / 3;
+    return {.updates = updates,
+            .early_stopping = {.best = bleu},
+            .best = ValidScores{.loss = 2, .bleu = bleu, .chrf = 40},
+            .best_update = best_update};
+  }
+  static train::Parts parts(double value) { return {{"weights", {{"w", at::full({3}, value)}}}}; }
+  std::string update_in(const std::string& name) const {
+    return train::read_manifest(folder_ / name).at("update");
+  }
+  double weight_in(const std::string& name) const {
+    const train::Parts found = parts(0);
+    train::load_checkpoint(folder_ / name, found);
+    return found.at("weights")[0].second[0].item<double>();
+  }
+
+  TemporaryFolder folder_;
+  TrainingOptions options_;
+  Log log_{{.file = folder_ / "log", .console = LogConsole::kNever}};
+  comm::ProcessGroup alone_{comm::Place{}};
+};
+
+TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
+  RunCheckpoints checkpoints(options_, "text", log_);
+  write_file(folder_ / "best", "in the way");
+  train::Parts now = parts(7);
+  checkpoints.save_best(state(7, 7), now.at("weights"));
+  now.at("weights")[0].second.fill_(8);  // trained on
+  checkpoints.save_last(state(8, 7), now);
+  fs::remove(folder_ / "best");
+  checkpoints.save_last(state(9, 7), now);
+  checkpoints.finish();
+  EXPECT_EQ(update_in("best"), "7");
+  EXPECT_EQ(weight_in("best"), 7) << "of then, not of now";
+  EXPECT_EQ(update_in("last"), "9");
+  EXPECT_NE(read_file(folder_ / "log").find("a checkpoint was not written"), std::string::npos);
+}
+
+TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
+  for (const double weight : {7.0, 8.0}) {
+    RunCheckpoints checkpoints(options_, "text", log_);
+    checkpoints.save_best(state(7, 7), parts(weight).at("weights"));
+    checkpoints.save_last(state(7, 7), parts(weight));
+    checkpoints.finish();
+    EXPECT_EQ(weight_in("best"), weight);
+  }
+}
+
+TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
+  RunCheckpoints checkpoints(options_, "text", log_);
+  write_file(folder_ / "best", "in the way");
+  checkpoints.save_best(state(7, 7), parts(7).at("weights"));
+  checkpoints.save_last(state(8, 7), parts(8));
+  EXPECT_ANY_THROW(checkpoints.finish());
+  EXPECT_EQ(update_in("last"), "8");
+  // Such a run goes on with the best that there is: none.
+  fs::remove(folder_ / "best");
+  const RunState none = RunCheckpoints(options_, "text", log_).read_last(alone_);
+  EXPECT_FALSE(none.best);
+  EXPECT_FALSE(none.early_stopping.best);
+}
+
+TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
+  RunCheckpoints checkpoints(options_, "text", log_);
+  checkpoints.save_best(state(3, 3), parts(3).at("weights"));
+  checkpoints.save_last(state(5, 3), parts(5));
+  checkpoints.finish();
+  EXPECT_EQ(checkpoints.read_last(alone_).best, state(5, 3).best);
+  checkpoints.save_last(state(8, 7), parts(8));  // best/ of 7 was lost
+  checkpoints.finish();
+  const RunState found = checkpoints.read_last(alone_);
+  EXPECT_EQ(found.updates, 8);
+  EXPECT_EQ(found.best_update, 3);
+  EXPECT_EQ(found.best, state(3, 3).best) << "to the last bit";
+  EXPECT_EQ(found.early_stopping.best, state(3, 3).early_stopping.best);
+}
+
+TEST_F(RunCheckpointsTest, EarlierOnesGoOnlyForOnesThatAreThere) {
+  options_.keep_interval_updates = 2;
+  RunCheckpoints checkpoints(options_, "text", log_);
+  const auto kept = [&] { return kept_updates(options_.model_dir); };
+  for (const int64_t update : {10, 20}) checkpoints.save_kept(state(update, 10), parts(1));
+  checkpoints.finish();
+  write_file(folder_ / "checkpoints/30", "in the way");
+  checkpoints.save_kept(state(30, 10), parts(1));
+  checkpoints.save_last(state(30, 10), parts(1));
+  checkpoints.finish();
+  EXPECT_EQ(kept(), (std::vector<int64_t>{10, 20}));
+  checkpoints.save_kept(state(40, 10), parts(1));
+  checkpoints.finish();
+  EXPECT_EQ(kept(), (std::vector<int64_t>{20, 40}));
+  EXPECT_FALSE(fs::exists(folder_ / "checkpoints/10"));
+}
+
+}  // namespace
+}  // namespace cohort::translate
