@@ -157,9 +157,9 @@ TEST_F(ImagenetCommandTest, MistakesAreNamed) {
   expect_refused(2, on_ranks(1, "run", "--strategy tensor"), "--strategy tensor: expected ddp");
   expect_refused(2, on_ranks(1, "run", "--lr-rule cubic"), "expected none, linear or sqrt");
   expect_refused(2, on_ranks(1, "run", "--batch-size-per-rank 4"), "--batch-size");
-  expect_refused(2, on_ranks(1, "run", "--epochs -3"), "--epochs: -3: expected a number above 0");
+  expect_refused(2, on_ranks(1, "run", "--epochs -3"), "--epochs -3: expected a number above 0");
   expect_refused(2, shell(bin("imagenet") + " " + folder_ / "data" + " --lr nan"),
-                 "--lr: nan: expected 0 or more");
+                 "--lr nan: expected 0 or more");
   expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2"),
                  "--rank is set but --addr (or --dist-url, or MASTER_ADDR) is not");
   expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2 --addr 127.0.0.1"),
