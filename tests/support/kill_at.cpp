@@ -1,6 +1,7 @@
 #include "tests/support/kill_at.h"
 
 #include <array>
+#include <cerrno>
 #include <csignal>
 #include <cstdarg>
 #include <cstddef>
@@ -119,7 +120,8 @@ int unlink(const char* path) noexcept {
 
 int remove(const char* path) noexcept {
   if (is_watched(path)) count("unlink", path);
-  return static_cast<int>(syscall(SYS_unlink, path));
+  const auto result = static_cast<int>(syscall(SYS_unlink, path));
+  return result != 0 && errno == EISDIR ? static_cast<int>(syscall(SYS_rmdir, path)) : result;
 }
 
 int mkdir(const char* path, mode_t mode) noexcept {
