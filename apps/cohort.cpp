@@ -71,12 +71,18 @@ int print_help() {
       "Usage: cohort COMMAND [FLAGS]\n\n"
       "Commands:\n"
       "  cohort run --nproc-per-node N -- PROGRAM ...   starts a program on N ranks\n");
-  for (const auto& [name, text] : {std::pair{"nmt", "trains a translator and translates with it"},
-                                   {"checkpoint", "looks at checkpoints, verifies and joins them"},
-                                   {"bench", "measures this machine and network"}}) {
+  struct Line {
+    std::string name, arguments;
+    const char* text;
+  };
+  for (const Line& line :
+       {Line{"nmt", " COMMAND ...", "trains a translator and translates with it"},
+        {"checkpoint", " COMMAND ...", "looks at checkpoints, verifies and joins them"},
+        {"doctor", "", "says what this machine is and what a model needs"},
+        {"bench", " COMMAND ...", "measures this machine and network"}}) {
     const auto known = commands_beside();
-    if (std::find(known.begin(), known.end(), name) == known.end()) continue;
-    std::printf("  %-45s  %s\n", ("cohort " + std::string(name) + " COMMAND ...").c_str(), text);
+    if (std::find(known.begin(), known.end(), line.name) == known.end()) continue;
+    std::printf("  %-45s  %s\n", ("cohort " + line.name + line.arguments).c_str(), line.text);
   }
   std::printf(
       "  cohort completion bash                         lets a shell complete all this\n\n"

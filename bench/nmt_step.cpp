@@ -5,7 +5,7 @@
 // Rank 0 prints one JSON line: target tokens per second over all ranks (median of the steps), and
 // the rate of bfloat16 (or float32) matrix products that the same ranks reach together, as the
 // yardstick. With --save-every it prints instead what a checkpoint in the background costs: the
-// time by which the steps from one save to the next are longer than steps in which none is written.
+// time by which steps with one are longer than the same steps without.
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -13,9 +13,9 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <numbers>
+#include <numeric>
 #include <optional>
 #include <sys/resource.h>
 #include <torch/types.h>
@@ -24,13 +24,14 @@
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
-#include "cohort/train/checkpoint.h"
 #include "cohort/train/metrics.h"
+#include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/tensor_memory.h"
 #include "cohort/translate/updater.h"
 
 #include "apps/parse.h"
 #include "bench/median.h"
+#include "bench/sent_bytes.h"
 
 namespace {
 
@@ -44,12 +45,14 @@ struct Options {
   uint64_t seed = 1;
   std::string precision = "auto";
   int64_t vocabulary = 32000;
+  int64_t depth = 6;
   std::string strategy = "ddp";
   int64_t rows = 0;
   int64_t length = 12;
   bool gradient_checkpointing = false;
   int64_t save_every = 0;
   std::string save_to;
+  std::string save_by = "all";
 };
 
 // The same stream as in bench/peers/nmt_ddp.py, so that both sides see the same sentences.
@@ -154,46 +157,91 @@ double gemm_rate(cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t
   return sum.item<double>();
 }
 
-// Bytes that have left over the loopback interface, of all processes of this host.
-int64_t loopback_bytes() {
-  std::ifstream file("/sys/class/net/lo/statistics/tx_bytes");
-  int64_t bytes = 0;
-  file >> bytes;
-  return bytes;
-}
-
 int64_t peak_rss_bytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return usage.ru_maxrss * 1024;
 }
 
-// Every `cycle`-th step, the first among them, began with a save. The writer is done before half of
-// a cycle is over.
-nlohmann::ordered_json save_cost(const std::vector<double>& times, const std::vector<double>& rates,
-                                 size_t cycle) {
-  std::vector<double> undisturbed;
-  for (size_t i = 0; i < times.size(); ++i)
-    if (i % cycle >= cycle / 2) undisturbed.push_back(rates[i]);
-  const double usual = median_of(undisturbed);
-  std::vector<double> costs;
-  for (size_t i = 0; i + cycle <= times.size(); i += cycle) {
-    double cost = 0;  // beyond the time that as many tokens take otherwise
-    for (size_t k = i; k < i + cycle / 2; ++k) cost += times[k] * (1 - rates[k] / usual);
-    costs.push_back(cost);
+// Saves in the background, as training does, at the first of every 2 * `cycle` steps: in every
+// other cycle. All cycles have the same sentences, so what a cycle takes longer than its neighbours
+// is what the save cost. A save is a checkpoint before its cycle ends.
+class Saves {
+ public:
+  Saves(const Options& options, cohort::comm::ProcessGroup& group,
+        cohort::translate::Updater& updater)
+      : folder_(options.save_to),
+        cycle_(options.save_every),
+        shared_(options.save_by == "all"),
+        group_(group),
+        updater_(updater),
+        writer_(group) {}
+
+  // Steps count from 0, the first that is measured.
+  void before(int64_t step) {
+    if (step < 0 || step % (2 * cycle_) != 0) return;
+    begun_ = Clock::now();
+    const auto parts = updater_.parts();
+    if (updater_.model().is_sharded()) {
+      writer_.begin(folder_, parts, step, {});
+    } else if (shared_) {
+      writer_.begin(folder_, cohort::train::share_of(parts, group_.rank(), group_.size()), step,
+                    {});
+    } else {
+      writer_.begin_whole(folder_, parts, step, {});
+    }
+    begin_s_.push_back(seconds_since(begun_));
   }
-  return {{"bench", "save_cost"},
-          {"share_at_one_a_minute", median_of(costs) / 60},
-          {"cost_s", median_of(costs)},
-          {"cost_s_each", costs},
-          {"step_s", times},
-          {"tgt_tokens_per_s", usual}};
-}
+  bool writing() const { return !writer_.done(); }
+  // `written`: no rank is writing.
+  void after(int64_t step, bool written) {
+    if (!writer_.pending() || (!written && (step + 1) % cycle_ != 0)) return;
+    const auto start = Clock::now();
+    writer_.commit();
+    commit_s_.push_back(seconds_since(start));
+    until_checkpoint_s_.push_back(seconds_since(begun_));
+  }
+
+  nlohmann::ordered_json cost(const std::vector<double>& times) const {
+    std::vector<double> cycles;
+    const auto cycle = static_cast<size_t>(cycle_);
+    for (size_t i = 0; i + cycle <= times.size(); i += cycle)
+      cycles.push_back(std::accumulate(times.begin() + i, times.begin() + i + cycle, 0.));
+    std::vector<double> costs;
+    for (size_t i = 0; i + 1 < cycles.size(); i += 2) {
+      const double before = cycles[i == 0 ? 1 : i - 1];
+      costs.push_back(cycles[i] - (before + cycles[i + 1]) / 2);
+    }
+    uint64_t bytes = 0;
+    for (const auto& [key, file] : cohort::Manifest::read(folder_).files) bytes += *file.bytes;
+    return {{"share_at_one_a_minute", median_of(costs) / 60},
+            {"cost_s", median_of(costs)},
+            {"cost_s_min", *std::ranges::min_element(costs)},
+            {"cost_s_max", *std::ranges::max_element(costs)},
+            {"cost_s_each", costs},
+            {"begin_s", median_of(begin_s_)},
+            {"commit_s", median_of(commit_s_)},
+            {"until_checkpoint_s", median_of(until_checkpoint_s_)},
+            {"bytes", bytes},
+            {"cycle_s", cycles}};
+  }
+
+ private:
+  const std::string folder_;
+  const int64_t cycle_;
+  const bool shared_;
+  cohort::comm::ProcessGroup& group_;
+  cohort::translate::Updater& updater_;
+  cohort::train::ShardedCheckpointWriter writer_;
+  Clock::time_point begun_;
+  std::vector<double> begin_s_, commit_s_, until_checkpoint_s_;
+};
 
 int run(const Options& options) {
-  if (options.save_every > options.steps) {
+  if (2 * options.save_every > options.steps) {
     throw cohort::ConfigError("--save-every " + std::to_string(options.save_every) +
-                              ": expected at most --steps " + std::to_string(options.steps));
+                              ": expected at most half of --steps " +
+                              std::to_string(options.steps));
   }
   at::set_num_threads(1);
   cohort::comm::ProcessGroup group(cohort::comm::discover_place());
@@ -203,47 +251,62 @@ int run(const Options& options) {
   cohort::translate::TensorMemory memory;
   cohort::nmt::TransformerOptions sizes;
   sizes.dim_vocab_source = sizes.dim_vocab_target = options.vocabulary;
-  sizes.gradient_checkpointing = options.gradient_checkpointing;
-  cohort::nmt::Transformer model(sizes, precision);
-  model->initialise(options.seed);
-  const auto strategy = cohort::translate::parse_strategy(options.strategy);
-  cohort::translate::Updater updater(model, group, {.strategy = strategy, .seed = options.seed});
+  sizes.enc_depth = sizes.dec_depth = options.depth;
+  const auto strategy = cohort::parallel::parse_strategy(options.strategy);
+  // As training does: where parameters are sharded, no rank ever has the whole model.
+  const bool sharded = shards_parameters(strategy);
+  cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU);
+  if (!sharded) model->initialise(options.seed);
+  cohort::translate::Updater updater(model, group,
+                                     {.strategy = strategy,
+                                      .fill = cohort::nmt::Initialiser(sizes, options.seed),
+                                      .gradient_checkpointing = options.gradient_checkpointing,
+                                      .seed = options.seed});
   const auto batches = plan(options);
 
-  std::optional<cohort::train::CheckpointWriter> writer;
-  if (options.save_every > 0 && group.rank() == 0) writer.emplace();
+  std::optional<Saves> saves;
+  if (options.save_every > 0) saves.emplace(options, group, updater);
   std::vector<double> times;
   std::vector<double> rates;
   double loss_per_token = 0;
   int64_t sent_before = 0;
   for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
-    const auto index = static_cast<size_t>(step * group.size() + group.rank()) % batches.size();
+    const int64_t turn = saves ? step % options.save_every : step;
+    const auto index = static_cast<size_t>(turn * group.size() + group.rank()) % batches.size();
     const auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
     group.barrier("step");
     if (step == options.warmup) {
       memory.reset_peak();
-      sent_before = loopback_bytes();
+      sent_before = cohort::bench::tcp_bytes_sent();
     }
     const auto start = Clock::now();
-    if (writer && step >= options.warmup && (step - options.warmup) % options.save_every == 0) {
-      writer->wait();
-      writer->save(options.save_to, updater.parts(), step, {});
-    }
+    if (saves) saves->before(step - options.warmup);
     const auto report = updater.update({batch});
     const auto tokens = static_cast<double>(report.num_tokens);
-    loss_per_token = cohort::train::reduce_sums(group, std::array{report.nll_sum}).front() / tokens;
+    const double writing = saves && saves->writing() ? 1 : 0;
+    const auto sums = cohort::train::reduce_sums(group, std::array{report.nll_sum, writing});
+    loss_per_token = sums[0] / tokens;
+    if (saves) saves->after(step - options.warmup, sums[1] == 0);
     const double elapsed = seconds_since(start);
     if (step < options.warmup) continue;
     times.push_back(elapsed);
     rates.push_back(tokens / elapsed);
   }
   group.barrier("end");
-  const int64_t sent = loopback_bytes() - sent_before;
-  at::Tensor peak = at::tensor({peak_rss_bytes()}, at::kLong);
-  group.all_reduce(peak, cohort::comm::ReduceOp::kMax);
-  if (writer) {
-    std::printf("%s\n",
-                save_cost(times, rates, static_cast<size_t>(options.save_every)).dump().c_str());
+  // The largest of all ranks.
+  at::Tensor bytes = at::tensor({memory.now(), memory.peak(), peak_rss_bytes(),
+                                 cohort::bench::tcp_bytes_sent() - sent_before});
+  group.all_reduce(bytes, cohort::comm::ReduceOp::kMax);
+  const auto* largest = bytes.const_data_ptr<int64_t>();
+  if (saves && group.rank() == 0) {
+    nlohmann::ordered_json line = {{"bench", "save_cost"},
+                                   {"strategy", to_string(strategy)},
+                                   {"world_size", group.size()},
+                                   {"save_by", options.save_by},
+                                   {"mini_batch_words", options.mini_batch_words},
+                                   {"median_step_s", median_of(times)}};
+    line.update(saves->cost(times));
+    std::printf("%s\n", line.dump().c_str());
   } else if (group.rank() == 0) {
     const double median = median_of(rates);
     const nlohmann::ordered_json line = {
@@ -262,11 +325,11 @@ int run(const Options& options) {
         {"share_of_gemm_rate", median * 362e6 / gemm},
         {"median_step_s", median_of(times)},
         {"step_s", times},
-        {"tensor_bytes_at_rest", memory.now()},
-        {"tensor_bytes_at_peak", memory.peak()},
-        {"bytes_sent_per_step_and_rank", sent / options.steps / group.size()},
+        {"tensor_bytes_at_rest", largest[0]},
+        {"tensor_bytes_at_peak", largest[1]},
+        {"bytes_sent_per_step_and_rank", largest[3] / options.steps},
         {"final_loss", loss_per_token},
-        {"peak_rss_bytes", peak.item<int64_t>()}};
+        {"peak_rss_bytes", largest[2]}};
     std::printf("%s\n", line.dump().c_str());
   }
   group.close();
@@ -297,10 +360,18 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   auto* save_to =
       app.add_option("--save-to", options.save_to, "Folder of the checkpoints of --save-every");
-  app.add_option("--save-every", options.save_every, "Save at every so many steps, at least 4")
-      ->check(CLI::Range(4, 1000))
+  app.add_option("--save-every", options.save_every,
+                 "Save in the first of so many steps, not in the next so many, and so on")
+      ->check(CLI::Range(2, 1000))
       ->needs(save_to);
+  app.add_option("--save-by", options.save_by,
+                 "Who writes what all ranks hold: all their shares, or one everything")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"all", "one"}));
   app.add_option("--vocabulary", options.vocabulary, "Pieces on each side")->capture_default_str();
+  app.add_option("--depth", options.depth, "Layers of the encoder, and of the decoder")
+      ->capture_default_str()
+      ->check(cohort::apps::above_zero());
   app.add_flag("--gradient-checkpointing", options.gradient_checkpointing,
                "Compute the layers again in backward");
   return cohort::run_program("nmt_step", [&] {

@@ -30,7 +30,7 @@ struct TrainFlags {
   ModelFlags model;
   GroupFlags group;
   EvaluationFlags evaluation{validation_search()};
-  bool gradient_checkpointing = false;
+  std::string strategy = "ddp";
   std::string precision = "auto";
   std::string valid_freq = "1e";
   std::string disp_freq = "5s";
@@ -125,9 +125,23 @@ void add_run_flags(CLI::App& app, translate::TrainingOptions& o) {
 void add_batch_flags(CLI::App& app, TrainFlags& flags) {
   auto& o = flags.options;
   const auto add = options_of(app, kTraining);
-  app.add_flag("--gradient-checkpointing", flags.gradient_checkpointing,
+  app.add_flag("--gradient-checkpointing", o.gradient_checkpointing,
                "Keep only the inputs of layers and compute the rest again in backward: less "
                "memory, more time, the same numbers")
+      ->group(kTraining);
+  add("--strategy", flags.strategy,
+      "What of the model each rank holds: all (ddp), a share of the optimizer's state (zero1), of "
+      "gradients too (zero2), of parameters too (zero3 or fsdp), the last within each host "
+      "(hybrid)")
+      ->check(one_of({"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}));
+  add("--tensor-parallel", o.tensor_parallel,
+      "Ranks that compute one model together, each with a part of every matrix; a divisor of the "
+      "number of ranks, of --transformer-heads and of --transformer-dim-ffn")
+      ->check(above_zero());
+  app.add_option("--optimizer-state-dir", o.optimizer_state_dir,
+                 "Folder on a disk where Adam's moments lie, mapped into memory: for a model whose "
+                 "moments do not fit there")
+      ->type_name(kFolder)
       ->group(kTraining);
   add("--precision", flags.precision, "Of matrix products")
       ->check(one_of({"auto", "bfloat16", "float32"}));
@@ -257,8 +271,20 @@ void print_result(const translate::TrainingResult& result,
 int run(TrainFlags& flags, const CLI::App& app) {
   auto& options = flags.options;
   options.model = flags.model.resolve();
-  options.model.gradient_checkpointing = flags.gradient_checkpointing;
   options.precision = nmt::parse_precision(flags.precision);
+  options.strategy = parallel::parse_strategy(flags.strategy);
+  if (options.mini_batch_fit && parallel::shards_parameters(options.strategy)) {
+    throw ConfigError(
+        "--mini-batch-fit: its trials need the whole model on each rank, expected "
+        "--mini-batch-words with --strategy " +
+        flags.strategy);
+  }
+  if (options.mini_batch_fit && options.tensor_parallel > 1) {
+    throw ConfigError(
+        "--mini-batch-fit: ranks that compute one model together cannot try batches, expected "
+        "--mini-batch-words with --tensor-parallel " +
+        std::to_string(options.tensor_parallel));
+  }
   options.evaluation = flags.evaluation.resolve();
   parse_valid_freq(flags.valid_freq, options);
   parse_disp_freq(flags.disp_freq, options);

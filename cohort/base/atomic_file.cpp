@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <fcntl.h>
 #include <filesystem>
+#include <sys/stat.h>
 #include <system_error>
 #include <unistd.h>
 
@@ -12,6 +13,8 @@
 
 namespace cohort {
 namespace {
+
+constexpr size_t kMaxChunk = size_t{1} << 30;  // One write() moves less than 2 GiB.
 
 [[noreturn]] void fail(const std::string& path, const char* action, int error) {
   TORCH_CHECK(false, path, ": cannot ", action, ": ", system_reason(error));
@@ -75,8 +78,23 @@ void sync_folder_of(const std::string& path) {
 
 }  // namespace
 
+void make_folder(const std::string& path) {
+  std::error_code ignored;
+  if (path.empty() || std::filesystem::is_directory(path, ignored)) return;
+  make_folder(std::filesystem::path(path).parent_path().string());
+  if (::mkdir(path.c_str(), 0777) != 0) {
+    const int error = errno;
+    if (std::filesystem::is_directory(path, ignored)) return;  // Another rank was faster.
+    if (error == EEXIST || is_of_the_path(error)) {
+      throw ConfigError(
+          path + ": expected a folder, or a place where one can be made: " + system_reason(error));
+    }
+    fail(path, "make this folder", error);
+  }
+  sync_folder_of(path);
+}
+
 void FileWriter::write(std::span<const std::byte> bytes) {
-  constexpr size_t kMaxChunk = size_t{1} << 30;  // One write() moves less than 2 GiB.
   while (!bytes.empty()) {
     const ssize_t written = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kMaxChunk));
     if (written < 0) {
@@ -85,6 +103,28 @@ void FileWriter::write(std::span<const std::byte> bytes) {
     }
     bytes = bytes.subspan(static_cast<size_t>(written));
   }
+}
+
+// A file system may refuse the flag, or want larger units.
+void FileWriter::write_direct(std::span<const std::byte> bytes) {
+  if (set_direct(true)) {
+    while (!bytes.empty()) {
+      const ssize_t written = ::write(descriptor_, bytes.data(), std::min(bytes.size(), kMaxChunk));
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0 && errno != EINVAL) fail(path_, "write", errno);
+      if (written <= 0) break;
+      bytes = bytes.subspan(static_cast<size_t>(written));
+      if (written % kDirectUnit != 0) break;
+    }
+    set_direct(false);
+  }
+  write(bytes);
+}
+
+bool FileWriter::set_direct(bool on) {
+  const int flags = ::fcntl(descriptor_, F_GETFL);
+  return flags >= 0 &&
+         ::fcntl(descriptor_, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
 }
 
 void write_atomically(const std::string& path, const std::function<void(FileWriter&)>& body) {

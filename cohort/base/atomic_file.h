@@ -8,6 +8,11 @@
 
 namespace cohort {
 
+/// Makes the folder `path` and those it lies in, as far as they are not there, and syncs what each
+/// of them lies in: a file that is synced in it later outlives a power cut, and the folder with it.
+/// Errors: ConfigError or c10::Error that names the folder and gives the system's reason.
+void make_folder(const std::string& path);
+
 /// Where the content of a file that is being written goes. Valid during the callback only.
 class FileWriter {
  public:
@@ -17,7 +22,15 @@ class FileWriter {
   void write(std::span<const std::byte> bytes);
   void write(std::string_view text) { write(std::as_bytes(std::span(text))); }
 
+  /// The same without the page cache, where the file system can do that: the bytes go from where
+  /// they are to the disk. Their address, their number, and what was written before them must be
+  /// multiples of kDirectUnit.
+  void write_direct(std::span<const std::byte> bytes);
+  static constexpr size_t kDirectUnit = 4096;
+
  private:
+  bool set_direct(bool on);
+
   int descriptor_;
   const std::string& path_;
 };

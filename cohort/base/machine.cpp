@@ -9,6 +9,8 @@
 #include <sstream>
 #include <unistd.h>
 
+#include "cohort/base/control_group.h"
+
 namespace cohort {
 namespace {
 
@@ -38,14 +40,9 @@ int usable_cores() {
   return static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
 }
 
-int64_t usable_memory() {
+int64_t usable_memory(const ControlGroupLimits& limits) {
   const int64_t all = int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGE_SIZE);
-  for (const char* limit_file :
-       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    int64_t limit = 0;
-    if (std::ifstream(limit_file) >> limit && limit > 0) return std::min(all, limit);
-  }
-  return all;
+  return std::min(all, limits.memory_bytes.value_or(all));
 }
 
 }  // namespace
@@ -57,8 +54,10 @@ Machine this_machine() {
   machine.host = host.data();
   auto processor = first_processor();
   machine.cpu = processor["model name"];
+  const ControlGroupLimits limits = control_group_limits();
   machine.cores = usable_cores();
-  machine.memory_bytes = usable_memory();
+  machine.core_limit = limits.cores.value_or(machine.cores);
+  machine.memory_bytes = usable_memory(limits);
   std::istringstream flags(processor["flags"] + processor["Features"]);
   for (std::string flag; flags >> flag;) {
     if (std::find(kInstructions.begin(), kInstructions.end(), flag) != kInstructions.end())

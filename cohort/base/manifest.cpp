@@ -6,6 +6,7 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 
 namespace cohort {
@@ -15,6 +16,24 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
 constexpr int kVersion = 2;
+constexpr const char* kSumKey = ",\n  \"sha256\": \"";  // after the text that it is of
+constexpr const char* kEnd = "\n}\n";
+
+std::string sha256_of(std::string_view text) {
+  Sha256 sum;
+  sum.update(text);
+  return sum.hex();
+}
+
+// A text as JSON writes it.
+std::string quoted(const std::string& text) {
+  try {
+    return Json(text).dump();
+  } catch (const Json::exception&) {
+    throw ConfigError("manifest.json: expected names and facts in UTF-8, got " +
+                      Json(text).dump(-1, ' ', false, Json::error_handler_t::replace));
+  }
+}
 
 // Reads JSON's values; every complaint begins with the place.
 class Reader {
@@ -64,6 +83,25 @@ class Reader {
     return tensor;
   }
 
+  // A key that was changed must not pass for one that is not there.
+  void check_keys(const Json& json, int version) const {
+    for (const auto& [key, value] : json.items()) {
+      const bool known = key == "version" || key == "update" || key == "files" || key == "facts" ||
+                         (version > 1 && (key == "tensors" || key == "sha256"));
+      require(known, "found \"" + key + "\", which a manifest of version " +
+                         std::to_string(version) + " does not have");
+    }
+  }
+
+  void check_sum(const Json& json, const std::string& text) const {
+    if (!json.contains("sha256")) return;
+    const std::string_view all(text);
+    const size_t end = all.rfind(kSumKey);
+    require(
+        end != all.npos && all.substr(end) == kSumKey + sha256_of(all.substr(0, end)) + "\"" + kEnd,
+        "its SHA-256 is not the one in its last line: it was changed");
+  }
+
  private:
   std::vector<int64_t> numbers(const std::string& expected, const Json& json) const {
     require(json.is_array(), expected);
@@ -98,7 +136,7 @@ template <class Map, class Write>
 std::string block(const Map& map, const std::string& indent, const Write& write) {
   std::string text = "{";
   for (const auto& [key, value] : map) {
-    text += (text.size() > 1 ? ",\n" : "\n") + indent + "  " + Json(key).dump() + ": ";
+    text += (text.size() > 1 ? ",\n" : "\n") + indent + "  " + quoted(key) + ": ";
     text += write(value);
   }
   return text + (map.empty() ? "}" : "\n" + indent + "}");
@@ -138,6 +176,7 @@ Manifest Manifest::parse(const std::string& text, const std::string& where) {
                        std::to_string(kVersion));
     manifest.version = static_cast<int>(version);
   }
+  reader.check_keys(json, manifest.version);
   if (json.contains("update")) {
     reader.require(json["update"].is_number_integer(), "expected a number as update");
     manifest.update = json["update"].get<int64_t>();
@@ -156,24 +195,22 @@ Manifest Manifest::parse(const std::string& text, const std::string& where) {
     for (const auto& [name, value] : tensors.items())
       stored[name] = reader.tensor(name, value, manifest);
   }
+  reader.check_sum(json, text);
   return manifest;
 }
 
 std::string Manifest::to_json() const {
   std::string text = "{\n  \"version\": " + std::to_string(version) + ",\n";
   if (update) text += "  \"update\": " + std::to_string(*update) + ",\n";
-  const auto dump = [](const std::string& value) { return Json(value).dump(); };
   text += "  \"files\": " +
           block(files, "  ", [](const StoredFile& file) { return cohort::to_json(file).dump(); });
-  text += ",\n  \"facts\": " + block(facts, "  ", dump);
-  if (version > 1) {
-    text += ",\n  \"tensors\": " + block(parts, "  ", [](const auto& tensors) {
-              return block(tensors, "    ", [](const StoredTensor& tensor) {
-                return cohort::to_json(tensor).dump();
-              });
-            });
-  }
-  return text + "\n}\n";
+  text += ",\n  \"facts\": " + block(facts, "  ", quoted);
+  if (version == 1) return text + kEnd;
+  text += ",\n  \"tensors\": " + block(parts, "  ", [](const auto& tensors) {
+            return block(tensors, "    ",
+                         [](const StoredTensor& tensor) { return cohort::to_json(tensor).dump(); });
+          });
+  return text + kSumKey + sha256_of(text) + "\"" + kEnd;
 }
 
 void Manifest::add(const Manifest& other, const std::string& where) {

@@ -6,11 +6,13 @@
 //                                 "sha256": "5c0e1f7a...", "bytes": 4242}, ...},
 //    "facts": {"model.dim_emb": "512", ...},
 //    "tensors": {"weights": {"embedding": {"dtype": "F32", "shape": [8, 4],
-//        "ranges": {"weights.0-of-2": [0, 16], "weights.1-of-2": [16, 32]}}, ...}}}
+//        "ranges": {"weights.0-of-2": [0, 16], "weights.1-of-2": [16, 32]}}, ...}},
+//    "sha256": "77af778b..."}
 //
 // Ranges are begin and end of elements counted row by row, pair after pair. A file holds its ranges
 // of a tensor end to end under the tensor's name: in the tensor's shape if that is all of it, else
-// in one dimension. Manifests of version 1 have no "tensors": each file is a part, and its header
+// in one dimension. The last line is the SHA-256 of the text before it; a manifest without that
+// line is read, too. Manifests of version 1 have no "tensors": each file is a part, and its header
 // says the rest.
 #pragma once
 #include <cstdint>
@@ -34,6 +36,7 @@ struct StoredFile {
   std::string name;  ///< In the checkpoint's folder.
   std::string sha256;
   std::optional<uint64_t> bytes;  ///< Version 1 does not say.
+  bool operator==(const StoredFile&) const = default;
 };
 
 struct StoredTensor {
@@ -51,11 +54,12 @@ struct Manifest {
   std::map<std::string, std::map<std::string, StoredTensor>> parts;  ///< Then by tensor.
 
   /// Reads a folder's manifest.
-  /// Errors: ConfigError that names the file: there is none, it is no manifest, was written by a
-  ///         later version, or its ranges are not every element of every tensor once.
+  /// Errors: ConfigError that names the file: there is none, it is no manifest, was changed, was
+  ///         written by a later version, or its ranges are not every element of every tensor once.
   static Manifest read(const std::string& folder);
   /// Reads JSON, whole or a share. Errors: ConfigError that begins with `where`.
   static Manifest parse(const std::string& json, const std::string& where);
+  /// Errors: ConfigError if a name or a fact is not UTF-8.
   std::string to_json() const;
 
   /// Adds another share's files and tensors.

@@ -36,7 +36,7 @@ struct TensorView {
 
 using TensorMetadata = std::map<std::string, std::string>;
 
-/// Writes `tensors` to `path` atomically, straight from their views (no copy in memory).
+/// Writes `tensors` to `path` atomically, block by block (block_writer.h): memory for no tensor.
 ///
 /// Order in the file: larger element types first, then by name, so every tensor is aligned to its
 /// element and equal input gives an equal file.

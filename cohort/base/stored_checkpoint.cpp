@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <set>
 #include <system_error>
 #include <utility>
@@ -30,17 +31,22 @@ struct Names {
   std::string key, stem;
 };
 
+// The manifest that is in the folder. A damaged one is as none: it loads nothing.
+std::optional<Manifest> manifest_in(const std::string& folder) {
+  std::error_code ignored;
+  if (!fs::exists(folder + "/manifest.json", ignored)) return std::nullopt;
+  try {
+    return Manifest::read(folder);
+  } catch (const ConfigError&) {
+    return std::nullopt;
+  }
+}
+
 // Whether the folder's checkpoint has the file `name` with other content than `sha256`.
 bool is_taken(const std::string& folder, const std::string& name, const std::string& sha256) {
-  std::error_code ignored;
-  if (!fs::exists(folder + "/manifest.json", ignored)) return false;
-  Manifest manifest;
-  try {
-    manifest = Manifest::read(folder);
-  } catch (const ConfigError&) {
-    return false;  // A damaged manifest loads nothing, so there is nothing to keep.
-  }
-  return std::any_of(manifest.files.begin(), manifest.files.end(), [&](const auto& item) {
+  const auto manifest = manifest_in(folder);
+  if (!manifest) return false;
+  return std::any_of(manifest->files.begin(), manifest->files.end(), [&](const auto& item) {
     return item.second.name == name && item.second.sha256 != sha256;
   });
 }
@@ -49,6 +55,7 @@ bool is_taken(const std::string& folder, const std::string& name, const std::str
 // needs no word among the ranks of which names are free.
 WrittenFile write_file(const std::string& folder, const std::vector<TensorPieces>& tensors,
                        const TensorMetadata& metadata, const std::string& stem, bool plain) {
+  make_folder(folder);
   return write_safetensors(folder + "/" + stem + kEnding, tensors, metadata,
                            [&](const std::string& sha256) {
                              if (plain && !is_taken(folder, stem + kEnding, sha256))
@@ -57,9 +64,14 @@ WrittenFile write_file(const std::string& folder, const std::vector<TensorPieces
                            });
 }
 
-void remove_others(const std::string& folder, const Manifest& manifest) {
+std::set<std::string> names_of(const Manifest& manifest) {
   std::set<std::string> names;
   for (const auto& [key, file] : manifest.files) names.insert(file.name);
+  return names;
+}
+
+void remove_others(const std::string& folder, const Manifest& manifest) {
+  const std::set<std::string> names = names_of(manifest);
   std::error_code error;
   std::vector<fs::path> others;
   for (const auto& entry : fs::directory_iterator(folder, error)) {
@@ -159,12 +171,27 @@ Manifest write_share(const std::string& folder, const std::string& part,
 void commit_manifest(const std::string& folder, const Manifest& manifest) {
   const std::string path = folder + "/manifest.json";
   manifest.check_coverage(path);
-  write_atomically(path, manifest.to_json());
+  const std::string json = manifest.to_json();
+  make_folder(folder);
+  write_atomically(path, json);
   remove_others(folder, manifest);
+}
+
+void discard_share(const std::string& folder, const Manifest& share) {
+  std::set<std::string> names = names_of(share);
+  if (const auto manifest = manifest_in(folder))
+    for (const std::string& kept : names_of(*manifest)) names.erase(kept);
+  std::error_code ignored;
+  for (const std::string& name : names) fs::remove(folder + "/" + name, ignored);
 }
 
 StoredCheckpoint::StoredCheckpoint(const std::string& folder)
     : folder_(folder), manifest_(Manifest::read(folder)) {}
+
+bool StoredCheckpoint::is_replaced() const {
+  const auto now = manifest_in(folder_);
+  return now && now->files != manifest_.files;
+}
 
 std::vector<std::string> StoredCheckpoint::parts() const {
   std::vector<std::string> names;
@@ -229,8 +256,10 @@ const SafetensorsFile& StoredCheckpoint::file(const std::string& key) {
   const StoredFile& expected = manifest_.files.at(key);
   const std::string path = path_of(key);
   std::error_code error;
-  if (!fs::exists(path, error))
-    throw ConfigError(path + ": is missing, but manifest.json names it");
+  if (!fs::exists(path, error)) {
+    throw ConfigError(path + (is_replaced() ? ": is gone, for a later save took its place meanwhile"
+                                            : ": is missing, but manifest.json names it"));
+  }
   const auto size = fs::file_size(path, error);
   if (!error && expected.bytes && size != *expected.bytes) {
     throw ConfigError(path + ": expected " + std::to_string(*expected.bytes) +
@@ -277,12 +306,9 @@ void StoredCheckpoint::check_tensors(const std::string& key, const SafetensorsFi
   }
 }
 
-void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
-                            const std::string& folder) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  if (fs::equivalent(folder, checkpoint.folder(), error))
-    throw ConfigError(folder + ": expected another folder than the checkpoint's own");
+// `parts`, whole, as the checkpoint of `folder`.
+static void write_whole(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
+                        const std::string& folder) {
   const Manifest& from = checkpoint.manifest();
   Manifest manifest{.update = from.update, .facts = from.facts};
   for (const std::string& part : parts) {
@@ -300,6 +326,27 @@ void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std:
     manifest.files[part] = {written.name, written.sha256, written.bytes};
   }
   commit_manifest(folder, manifest);
+}
+
+void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
+                            const std::string& folder) {
+  std::error_code error;
+  if (fs::equivalent(folder, checkpoint.folder(), error))
+    throw ConfigError(folder + ": expected another folder than the checkpoint's own");
+  // What is beside a checkpoint's files is removed, so it must not be somebody's.
+  if (fs::exists(folder, error) && !fs::is_empty(folder, error) &&
+      !fs::exists(folder + "/manifest.json", error))
+    throw ConfigError(folder + ": expected no folder yet, an empty one, or that of a checkpoint");
+  write_whole(checkpoint, parts, folder);
+}
+
+void make_checkpoint_whole(const std::string& folder) {
+  StoredCheckpoint checkpoint(folder);
+  const auto& files = checkpoint.manifest().files;
+  const std::vector<std::string> parts = checkpoint.parts();
+  const bool is_whole = std::ranges::all_of(
+      files, [&](const auto& file) { return std::ranges::count(parts, file.first) > 0; });
+  if (!is_whole) write_whole(checkpoint, parts, folder);
 }
 
 }  // namespace cohort

@@ -35,8 +35,8 @@ struct SharePlace {
   int world_size = 1;
 };
 
-/// Writes a rank's slices of `part` as one file into `folder`, which must exist, and syncs it.
-/// Several slices may be of one tensor; no slices, no file. The checkpoint in the folder stays.
+/// Writes a rank's slices of `part` as one file into `folder`, which is made if need be, and syncs
+/// it. Several slices may be of one tensor; no slices, no file. The checkpoint in the folder stays.
 ///
 /// Returns: what the manifest must say of it.
 /// Errors:  ConfigError: slices overlap, do not fit their bytes or shapes, or the folder is not
@@ -45,10 +45,15 @@ Manifest write_share(const std::string& folder, const std::string& part,
                      const std::vector<StoredSlice>& slices, const SharePlace& place);
 
 /// Makes the files that `manifest` names the folder's checkpoint, in one step; then removes the
-/// safetensors files that it does not name, and what killed saves left.
-/// Errors: ConfigError if it is not whole; c10::Error if writing fails: the checkpoint before
-///         stays.
+/// safetensors files that it does not name, and what killed saves left. So a checkpoint's folder is
+/// its own.
+/// Errors: ConfigError if it is not whole, or its facts are not UTF-8; c10::Error if writing fails:
+///         the checkpoint before stays.
 void commit_manifest(const std::string& folder, const Manifest& manifest);
+
+/// Removes the files of a share that was not committed, but none that the folder's checkpoint has.
+/// Without that, saves that fail would fill a disk. Never throws: what cannot be removed stays.
+void discard_share(const std::string& folder, const Manifest& share);
 
 /// A checkpoint opened for reading. A file is mapped into memory, and checked whole against the
 /// manifest, when its first element is asked for.
@@ -63,6 +68,8 @@ class StoredCheckpoint {
 
   const Manifest& manifest() const { return manifest_; }
   const std::string& folder() const { return folder_; }
+  /// Whether a later save has taken its place: files that are not open may be gone.
+  bool is_replaced() const;
   std::vector<std::string> parts() const;
   /// The part's tensors. Version 1 opens its file for that. Errors: ConfigError if there is none.
   const std::map<std::string, StoredTensor>& part(const std::string& name);
@@ -84,8 +91,11 @@ class StoredCheckpoint {
 /// Writes `parts` of a checkpoint into another folder as one rank would: a plain file for each,
 /// with whole tensors. Update and facts go along. Cost: memory for no more than the disk's cache.
 /// Errors: as StoredCheckpoint, write_share and commit_manifest; ConfigError if `folder` is the
-///         checkpoint's own.
+///         checkpoint's own, or holds other things than a checkpoint.
 void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
                             const std::string& folder);
+/// The same of all parts in the checkpoint's own folder, in place of its shares, in one step. Does
+/// nothing if every part is one plain file.
+void make_checkpoint_whole(const std::string& folder);
 
 }  // namespace cohort

@@ -1,8 +1,13 @@
 // The operations of ProcessGroup: arguments are checked, then c10d does the work.
+#include <ATen/ops/add.h>
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_or.h>
+#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <algorithm>
@@ -106,32 +111,91 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
   return tensor.detach().view({-1}).view(at::kByte);
 }
 
-// into = into op next, in this order; the engine's arithmetic for one pair.
-void accumulate(at::Tensor& into, const at::Tensor& next, ReduceOp op) {
+// into = a op b, the engine's arithmetic for one pair.
+void combine(at::Tensor into, const at::Tensor& a, const at::Tensor& b, ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAvg:
-      into.add_(next);
+      at::add_out(into, a, b);
       break;
     case ReduceOp::kProduct:
-      into.mul_(next);
+      at::mul_out(into, a, b);
       break;
     case ReduceOp::kMax:
-      at::maximum_out(into, into, next);
+      at::maximum_out(into, a, b);
       break;
     case ReduceOp::kMin:
-      at::minimum_out(into, into, next);
+      at::minimum_out(into, a, b);
       break;
     case ReduceOp::kBand:
-      into.bitwise_and_(next);
+      at::bitwise_and_out(into, a, b);
       break;
     case ReduceOp::kBor:
-      into.bitwise_or_(next);
+      at::bitwise_or_out(into, a, b);
       break;
     case ReduceOp::kBxor:
-      into.bitwise_xor_(next);
+      at::bitwise_xor_out(into, a, b);
       break;
   }
+}
+
+// output = parts[0] op parts[1] op ..., in this order. Intermediate results lie in parts, but never
+// in the `own`-th. `output` may be that one, or the last of the others.
+void combine_all(const at::Tensor& output, const Tensors& parts, size_t own, ReduceOp op) {
+  if (parts.size() == 1 && !output.is_same(parts[0])) at::Tensor(output).copy_(parts[0]);
+  at::Tensor sum = parts[0];
+  for (size_t i = 1; i < parts.size(); ++i) {
+    const at::Tensor& into = i + 1 == parts.size() ? output : i == own ? sum : parts[i];
+    combine(into, sum, parts[i], op);
+    sum = into;
+  }
+}
+
+// Several works as one. Engines see memory, not tensors: those lie here until it is at rest.
+class JoinedWork : public c10d::Work {
+ public:
+  void add(EngineWork work, at::Tensor tensor) {
+    tensors_.push_back(std::move(tensor));
+    works_.push_back(std::move(work));
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const EngineWork& work : works_) work->wait(timeout);
+    return true;
+  }
+
+ private:
+  Tensors tensors_;  // outlive works_
+  std::vector<EngineWork> works_;
+};
+
+// Sends outgoing[r] to every other rank r and fills incoming[r] with what r sends, in place.
+EngineWork begin_exchange(c10d::ProcessGroup& engine, const Tensors& outgoing,
+                          const Tensors& incoming, int tag) {
+  auto joined = c10::make_intrusive<JoinedWork>();
+  const int size = outgoing.front().numel() > 0 ? engine.getSize() : 1;
+  for (int step = 1; step < size; ++step) {
+    const int from = (engine.getRank() + size - step) % size;
+    Tensors tensors{as_bytes(incoming[static_cast<size_t>(from)])};
+    joined->add(engine.recv(tensors, from, tag), tensors[0]);
+  }
+  for (int step = 1; step < size; ++step) {
+    const int to = (engine.getRank() + step) % size;
+    Tensors tensors{as_bytes(outgoing[static_cast<size_t>(to)])};
+    joined->add(engine.send(tensors, to, tag), tensors[0]);
+  }
+  return joined;
+}
+
+bool is_gloo(c10d::ProcessGroup& engine, const at::Tensor& tensor) {
+  return engine.getBackend(tensor.device().type())->getBackendName() == "gloo";
+}
+
+// What an engine may read while `written` is written to. MPI forbids them to overlap.
+at::Tensor read_beside(const at::Tensor& read, const at::Tensor& written,
+                       c10d::ProcessGroup& engine) {
+  const bool overlaps = read.is_alias_of(written);
+  const auto backend = engine.getBackend(read.device().type())->getBackendName();
+  return overlaps && backend != "nccl" && backend != "gloo" ? read.clone() : read;
 }
 
 EngineWork begin_all_reduce(c10d::ProcessGroup& engine, const at::Tensor& tensor, ReduceOp op) {
@@ -166,8 +230,19 @@ EngineWork begin_all_to_all(c10d::ProcessGroup& engine, at::Tensor output, at::T
 EngineWork begin_all_gather(c10d::ProcessGroup& engine, const at::Tensor& output,
                             const at::Tensor& input) {
   at::Tensor output_bytes = as_bytes(output);
-  at::Tensor input_bytes = as_bytes(input);
+  at::Tensor input_bytes = as_bytes(read_beside(input, output, engine));
   return engine._allgather_base(output_bytes, input_bytes);
+}
+
+// The same without the copies that Gloo makes of everything: straight from rank to rank.
+EngineWork begin_direct_all_gather(c10d::ProcessGroup& engine, const at::Tensor& output,
+                                   const at::Tensor& input, int tag) {
+  const auto size = static_cast<size_t>(engine.getSize());
+  const Tensors parts = output.detach().view({engine.getSize(), input.numel()}).unbind(0);
+  at::Tensor own = parts[static_cast<size_t>(engine.getRank())];
+  const at::Tensor flat = input.detach().view({-1});
+  if (own.const_data_ptr() != flat.const_data_ptr()) own.copy_(flat);
+  return begin_exchange(engine, Tensors(size, flat), parts, tag);
 }
 
 std::string text_of(const at::Tensor& bytes, int64_t offset, int64_t length) {
@@ -306,15 +381,23 @@ std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallS
   return output.unbind(0);
 }
 
+// Over one host all paths are alike; between hosts Gloo's ring crosses the network less often.
+EngineWork ProcessGroup::Impl::begin_all_gather(const at::Tensor& output, const at::Tensor& input) {
+  const bool one_host = job->place.local_world_size == job->place.world_size;
+  return one_host && is_gloo(*engine, input)
+             ? begin_direct_all_gather(*engine, output, input, data_tag())
+             : comm::begin_all_gather(*engine, output, input);
+}
+
 void ProcessGroup::all_gather_into(at::Tensor& output, const at::Tensor& input, CallSite site) {
   impl_->run(all_gather_call(engine(), output, input, site),
-             [&] { begin_all_gather(engine(), output, input)->wait(); });
+             [&] { impl_->begin_all_gather(output, input)->wait(); });
 }
 
 Work ProcessGroup::all_gather_into_async(at::Tensor& output, const at::Tensor& input,
                                          CallSite site) {
   return impl_->start(all_gather_call(engine(), output, input, site),
-                      [&] { return begin_all_gather(engine(), output, input); }, {});
+                      [&] { return impl_->begin_all_gather(output, input); }, {});
 }
 
 std::vector<at::Tensor> ProcessGroup::gather(const at::Tensor& tensor, int root, CallSite site) {
@@ -370,24 +453,29 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const at::Tensor& in
   check_parts(input, output, size(), "reduce_scatter");
   check_reducible(input, "reduce_scatter", op);
   const Call call{.operation = name_of("reduce_scatter", op), .tensor = &input, .site = site};
-  const auto device_engine = engine().getBackend(input.device().type());
-  if (device_engine->getBackendName() != "gloo") {
+  if (!is_gloo(engine(), input)) {
     const auto begin = [&] {
-      at::Tensor whole = input;
+      at::Tensor whole = read_beside(input, output, engine());
       c10d::ReduceScatterOptions options;
       options.reduceOp = engine_op(op);
       return engine()._reduce_scatter_base(output, whole, options);
     };
     return impl_->start(call, begin, division(op, output, size()));
   }
-  at::Tensor parts = at::empty({size(), output.numel()}, input.options());
-  const auto begin = [&] {
-    return begin_all_to_all(engine(), as_bytes(parts), as_bytes(input), {}, {});
-  };
-  const auto finish = [parts, output, op, divide = division(op, output, size())] {
-    at::Tensor sum = output.detach().view({-1});
-    sum.copy_(parts[0]);
-    for (int64_t rank = 1; rank < parts.size(0); ++rank) accumulate(sum, parts[rank], op);
+  const auto own = static_cast<size_t>(rank());
+  const Tensors outgoing = input.detach().view({size(), output.numel()}).unbind(0);
+  const at::Tensor result = output.detach().view({-1});
+  // The last part that comes may lie where the result will, unless this rank's own lies there.
+  const size_t last = own + 1 == outgoing.size() ? own - 1 : outgoing.size() - 1;
+  Tensors parts;
+  for (size_t peer = 0; peer < outgoing.size(); ++peer) {
+    const bool there = peer == last && !output.is_alias_of(input);
+    parts.push_back(peer == own ? outgoing[own] : there ? result : at::empty_like(outgoing[peer]));
+  }
+  const auto begin = [&] { return begin_exchange(engine(), outgoing, parts, impl_->data_tag()); };
+  const auto finish = [parts, own, result, op, divide = division(op, output, size())] {
+    const at::NoGradGuard no_grad;
+    combine_all(result, parts, own, op);
     if (divide) divide();
   };
   return impl_->start(call, begin, finish);

@@ -119,7 +119,9 @@ class ProcessGroup {
   /// Returns every rank's tensor, by rank, on every rank.
   std::vector<at::Tensor> all_gather(const at::Tensor& tensor, CallSite site = CallSite::here());
   /// Fills `output` with every rank's `input`, by rank. Shapes: `output` has W times `input`'s
-  /// elements, same dtype. Cost: W-1 times `input`'s bytes received per rank.
+  /// elements, same dtype; `input` may be this rank's part of it, which saves a copy. Cost: W-1
+  /// times `input`'s bytes sent and received per rank, over Gloo on one host straight from rank to
+  /// rank, in place.
   void all_gather_into(at::Tensor& output, const at::Tensor& input,
                        CallSite site = CallSite::here());
   Work all_gather_into_async(at::Tensor& output, const at::Tensor& input,
@@ -132,10 +134,11 @@ class ProcessGroup {
   void scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int root = 0,
                CallSite site = CallSite::here());
   /// Reduces `input` over ranks and leaves the rank-th of its W equal parts in `output`.
-  /// Shapes: `input` has W times `output`'s elements, same dtype. `input` keeps its content.
+  /// Shapes: `input` has W times `output`'s elements, same dtype. `output` may be this rank's part
+  /// of `input`; otherwise `input` keeps its content.
   /// Numerics: in the tensor's dtype; over Gloo in the order of ranks. Cost: (W-1)/W of the bytes
-  /// sent per rank; over Gloo as an all_to_all and a local sum (its own sends more, docs/comm.md),
-  /// which needs memory for a copy of `input`.
+  /// sent per rank; over Gloo straight from rank to rank, then a local sum (its own sends more,
+  /// docs/comm.md), which needs memory for W-2 parts, and for one more where `output` is `input`'s.
   void reduce_scatter(at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
                       CallSite site = CallSite::here());
   Work reduce_scatter_async(at::Tensor& output, const at::Tensor& input,

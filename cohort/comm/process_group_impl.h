@@ -86,6 +86,10 @@ struct ProcessGroup::Impl {
   void compare(const Call& call);
   /// Gives the next data a number made of `history`, where calls are compared at all.
   void number_data();
+  /// The same for messages between two ranks.
+  int data_tag() const { return static_cast<int>((history ^ (history >> 32)) & 0x7fffffff); }
+  c10::intrusive_ptr<c10d::Work> begin_all_gather(const at::Tensor& output,
+                                                  const at::Tensor& input);
   void check_open() const;  // c10::ValueError once `close` has run
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
                          bool disagreement);

@@ -36,57 +36,86 @@ T* data(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
-DropoutRule next_rule(double p, DropoutStream& stream) {
+// What one call drops. Crosses to backward as numbers.
+struct Dropping {
+  DropoutRule rule;
+  DropoutPart part;
+};
+
+Dropping next_dropping(double p, DropoutStream& stream, const DropoutPart& part) {
+  if (p == 0) return {};
   TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout: expected a probability in [0, 1), got ", p);
   DropoutRule rule;
   rule.threshold = static_cast<uint16_t>(std::min<long>(std::lround(p * 65536), 65535));
   rule.scale = 65536.0F / static_cast<float>(65536 - rule.threshold);
   rule.key = mix(mix(stream.seed + 0x9e3779b97f4a7c15ULL) + ++stream.call);
-  return rule;
+  return {rule, part};
 }
 
-// A rule crosses to backward as three numbers.
-void save(AutogradContext* context, const DropoutRule& rule) {
+void save(AutogradContext* context, const Dropping& dropping) {
+  const auto& [rule, part] = dropping;
   context->saved_data["key"] = static_cast<int64_t>(rule.key);
   context->saved_data["threshold"] = static_cast<int64_t>(rule.threshold);
   context->saved_data["scale"] = static_cast<double>(rule.scale);
+  context->saved_data["part"] = std::vector<int64_t>{part.size, part.whole, part.first};
 }
 
-DropoutRule saved_rule(AutogradContext* context) {
-  return {.key = static_cast<uint64_t>(context->saved_data["key"].toInt()),
-          .threshold = static_cast<uint16_t>(context->saved_data["threshold"].toInt()),
-          .scale = static_cast<float>(context->saved_data["scale"].toDouble())};
+Dropping saved_dropping(AutogradContext* context) {
+  const std::vector<int64_t> part = context->saved_data["part"].toIntVector();
+  return {.rule = {.key = static_cast<uint64_t>(context->saved_data["key"].toInt()),
+                   .threshold = static_cast<uint16_t>(context->saved_data["threshold"].toInt()),
+                   .scale = static_cast<float>(context->saved_data["scale"].toDouble())},
+          .part = {.size = part[0], .whole = part[1], .first = part[2]}};
 }
 
-at::Tensor apply_dropout(const at::Tensor& x, const DropoutRule& rule) {
+// Calls body(first element here, how many, rule) for elements that are neighbours in the whole,
+// too.
+template <class Body>
+void for_runs(int64_t num_elements, const Dropping& dropping, Body body) {
+  auto [rule, part] = dropping;
+  if (rule.threshold == 0 || part.size == part.whole) return body(int64_t{0}, num_elements, rule);
+  TORCH_CHECK_VALUE(part.size > 0 && num_elements % part.size == 0 && part.first >= 0 &&
+                        part.first + part.size <= part.whole,
+                    "dropout: ", num_elements, " elements are no parts of ", part.size, " from ",
+                    part.first, " on of ", part.whole);
+  rule.first = part.first;
+  for (int64_t first = 0; first < num_elements; first += part.size, rule.first += part.whole)
+    body(first, part.size, rule);
+}
+
+at::Tensor apply_dropout(const at::Tensor& x, const Dropping& dropping) {
   const at::Tensor in = x.contiguous();
   at::Tensor out = at::empty_like(in);
   for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
-    table.dropout(data<T>(in), data<T>(out), in.numel(), rule);
+    for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+      table.dropout(data<T>(in) + first, data<T>(out) + first, count, rule);
+    });
   });
   return out;
 }
 
 struct Dropout : torch::autograd::Function<Dropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const DropoutRule& rule) {
-    save(context, rule);
-    return apply_dropout(x, rule);
+                            const Dropping& dropping) {
+    save(context, dropping);
+    return apply_dropout(x, dropping);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    return {apply_dropout(grads[0], saved_rule(context)), at::Tensor()};
+    return {apply_dropout(grads[0], saved_dropping(context)), at::Tensor()};
   }
 };
 
 struct ReluDropout : torch::autograd::Function<ReluDropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const DropoutRule& rule) {
+                            const Dropping& dropping) {
     const at::Tensor in = x.contiguous();
     at::Tensor out = at::empty_like(in);
     for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
-      table.relu_dropout(data<T>(in), data<T>(out), in.numel(), rule);
+      for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+        table.relu_dropout(data<T>(in) + first, data<T>(out) + first, count, rule);
+      });
     });
-    save(context, rule);
+    save(context, dropping);
     context->save_for_backward({out});
     return out;
   }
@@ -94,10 +123,54 @@ struct ReluDropout : torch::autograd::Function<ReluDropout> {
     const at::Tensor out = context->get_saved_variables()[0];
     const at::Tensor grad = grads[0].contiguous();
     at::Tensor grad_x = at::empty_like(grad);
-    const float scale = saved_rule(context).scale;
+    const float scale = saved_dropping(context).rule.scale;
     for_type(out, [&]<class T>(const KernelsOf<T>& table, T*) {
       table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(),
                                   scale);
+    });
+    return {grad_x, at::Tensor()};
+  }
+};
+
+struct Gelu {
+  template <class T>
+  static const ActivationOf<T>& of(const KernelsOf<T>& table) {
+    return table.gelu;
+  }
+};
+
+struct Swish {
+  template <class T>
+  static const ActivationOf<T>& of(const KernelsOf<T>& table) {
+    return table.swish;
+  }
+};
+
+template <class Activation>
+struct ActivationDropout : torch::autograd::Function<ActivationDropout<Activation>> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const Dropping& dropping) {
+    const at::Tensor in = x.contiguous();
+    at::Tensor out = at::empty_like(in);
+    for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
+      for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+        Activation::of(table).forward(data<T>(in) + first, data<T>(out) + first, count, rule);
+      });
+    });
+    save(context, dropping);
+    context->save_for_backward({in});
+    return out;
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const at::Tensor in = context->get_saved_variables()[0];
+    const at::Tensor grad = grads[0].contiguous();
+    at::Tensor grad_x = at::empty_like(grad);
+    const Dropping dropping = saved_dropping(context);
+    for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
+      for_runs(grad.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+        Activation::of(table).backward(data<T>(in) + first, data<T>(grad) + first,
+                                       data<T>(grad_x) + first, count, rule);
+      });
     });
     return {grad_x, at::Tensor()};
   }
@@ -120,18 +193,30 @@ SoftmaxShape shape_of(const at::Tensor& scores, const at::Tensor& key_lengths, b
           .scale = static_cast<float>(scale)};
 }
 
+// The shape of `count` elements of it, from `first` on: of whole sentences.
+SoftmaxShape sentences_of(SoftmaxShape shape, int64_t first, int64_t count) {
+  const int64_t sentence = shape.heads * shape.queries * shape.keys;
+  shape.batch = count / sentence;
+  shape.key_lengths += first / sentence;
+  return shape;
+}
+
 struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& scores,
                             const at::Tensor& key_lengths, bool causal, double scale,
-                            const DropoutRule& rule) {
+                            const Dropping& dropping) {
     const SoftmaxShape shape = shape_of(scores, key_lengths, causal, scale);
     at::Tensor probs = at::empty_like(scores);
-    at::Tensor dropped = rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
+    at::Tensor dropped = dropping.rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
     for_type(scores, [&]<class T>(const KernelsOf<T>& table, T*) {
-      table.softmax(data<T>(scores), data<T>(probs), dropped.defined() ? data<T>(dropped) : nullptr,
-                    shape, rule);
+      for_runs(scores.numel(), dropping,
+               [&](int64_t first, int64_t count, const DropoutRule& rule) {
+                 table.softmax(data<T>(scores) + first, data<T>(probs) + first,
+                               dropped.defined() ? data<T>(dropped) + first : nullptr,
+                               sentences_of(shape, first, count), rule);
+               });
     });
-    save(context, rule);
+    save(context, dropping);
     context->saved_data["causal"] = causal;
     context->saved_data["softmax_scale"] = scale;
     context->save_for_backward({probs, key_lengths});
@@ -144,9 +229,13 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
                                         context->saved_data["softmax_scale"].toDouble());
     const at::Tensor grad = grads[0].contiguous();
     at::Tensor grad_scores = at::empty_like(grad);
-    const DropoutRule rule = saved_rule(context);
+    const Dropping dropping = saved_dropping(context);
     for_type(probs, [&]<class T>(const KernelsOf<T>& table, T*) {
-      table.softmax_backward(data<T>(probs), data<T>(grad), data<T>(grad_scores), shape, rule);
+      for_runs(probs.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+        table.softmax_backward(data<T>(probs) + first, data<T>(grad) + first,
+                               data<T>(grad_scores) + first, sentences_of(shape, first, count),
+                               rule);
+      });
     });
     return {grad_scores, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
@@ -219,17 +308,29 @@ uint64_t mix(uint64_t bits) {
 
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
   if (p == 0) return x;
-  return Dropout::apply(x, next_rule(p, stream));
+  return Dropout::apply(x, next_dropping(p, stream, {}));
 }
 
-at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream) {
-  return ReluDropout::apply(x, p == 0 ? DropoutRule{} : next_rule(p, stream));
+at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
+                        const DropoutPart& part) {
+  return ReluDropout::apply(x, next_dropping(p, stream, part));
+}
+
+at::Tensor gelu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
+                        const DropoutPart& part) {
+  return ActivationDropout<Gelu>::apply(x, next_dropping(p, stream, part));
+}
+
+at::Tensor swish_dropout(const at::Tensor& x, double p, DropoutStream& stream,
+                         const DropoutPart& part) {
+  return ActivationDropout<Swish>::apply(x, next_dropping(p, stream, part));
 }
 
 at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B,
-                          bool causal, double scale, double p, DropoutStream& stream) {
+                          bool causal, double scale, double p, DropoutStream& stream,
+                          const DropoutPart& part) {
   return MaskedSoftmax::apply(scores_BHQK, key_lengths_B, causal, scale,
-                              p == 0 ? DropoutRule{} : next_rule(p, stream));
+                              next_dropping(p, stream, part));
 }
 
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,

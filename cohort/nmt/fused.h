@@ -22,19 +22,38 @@ struct DropoutStream {
   uint64_t call = 0;
 };
 
+/// Which elements of a whole tensor are here, where a model is computed in parts: of every `whole`
+/// neighbours the `size` from `first` on. The same ones of them fall as in the whole. As it is,
+/// all.
+struct DropoutPart {
+  int64_t size = 1;
+  int64_t whole = 1;
+  int64_t first = 0;
+};
+
 /// Returns x with each element zeroed with probability `p` and the others divided by 1 - p.
 /// p is rounded to 1/65536. Types: float32, float64, bfloat16. p = 0 returns x itself.
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream);
 
 /// Returns dropout(relu(x)) in one pass.
-at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream);
+at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
+                        const DropoutPart& part = {});
+/// Returns dropout(gelu(x)), the exact gelu, and dropout(x * logistic(x)) in one pass. An element's
+/// result is the same bits wherever it stands and whatever stands beside it. Numerics: float32
+/// inside (float64 for float64); the error of gelu is below 1e-7 |x|, and what rounding adds.
+at::Tensor gelu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
+                        const DropoutPart& part = {});
+at::Tensor swish_dropout(const at::Tensor& x, double p, DropoutStream& stream,
+                         const DropoutPart& part = {});
 
 /// Returns dropout(softmax(scale * scores)) over the keys that a query may see: those before its
 /// sequence's length and, if `causal`, not after the query. Others get 0.
 ///
-/// Shapes: scores_BHQK, contiguous; key_lengths_B int64 in [1, K].
+/// Shapes: scores_BHQK, contiguous; key_lengths_B int64 in [1, K]. part.size is that of whole
+/// sentences, H Q K.
 at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B,
-                          bool causal, double scale, double p, DropoutStream& stream);
+                          bool causal, double scale, double p, DropoutStream& stream,
+                          const DropoutPart& part = {});
 
 /// Sums of a batch's losses, both scalars: `loss` with label smoothing (differentiable), `nll`
 /// without.

@@ -33,9 +33,6 @@ struct TransformerOptions {
   bool tied_embeddings_all = false;  ///< ... and the source embedding's: one shared vocabulary.
   Norm norm = Norm::kPre;
   Activation ffn_activation = Activation::kRelu;
-  /// Training keeps the layers' inputs only and computes the rest again in backward; the numbers
-  /// are the same. Of the training at hand: checkpoints do not store it.
-  bool gradient_checkpointing = false;
 
   bool operator==(const TransformerOptions&) const = default;
 };

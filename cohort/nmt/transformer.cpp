@@ -1,9 +1,11 @@
 #include "cohort/nmt/transformer.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <algorithm>
+#include <c10/util/accumulate.h>
 #include <cmath>
 #include <torch/types.h>
+
+#include "cohort/base/error.h"
 
 namespace cohort::nmt {
 namespace {
@@ -22,14 +24,16 @@ std::vector<at::Tensor> split_heads(const at::Tensor& x, int64_t parts, int64_t 
       .unbind(0);
 }
 
-// A block of a layer with dropout, the residual connection and its norm. The sum stays in x's type,
+// A block of a layer with dropout, the residual connection and its norm. Parts of a divided model
+// part in front of the block and meet in its last projection. The sum stays in x's type,
 // which is wider than what the block computes in.
 template <class Block>
 at::Tensor residual(const at::Tensor& x, LayerNorm& norm, LayerContext& context, bool training,
                     Block block) {
   const bool pre = context.norm == Norm::kPre;
-  const at::Tensor sum = x + dropout(block(pre ? norm->forward(x) : x),
-                                     training ? context.dropout : 0, context.stream);
+  const at::Tensor entered = context.division->enter(pre ? norm->forward(x) : x);
+  const at::Tensor sum =
+      x + dropout(block(entered), training ? context.dropout : 0, context.stream);
   return pre ? sum : norm->keep_type(sum);
 }
 
@@ -37,13 +41,14 @@ at::Tensor feed_forward(const at::Tensor& x, Projection& linear1, Projection& li
                         LayerContext& context, bool training) {
   const double p = training ? context.dropout : 0;
   const at::Tensor inner = linear1->forward(x);
+  const DropoutPart part = context.division->dropout_part(inner.size(-1));
   switch (context.ffn_activation) {
     case Activation::kRelu:
-      return linear2->forward(relu_dropout(inner, p, context.stream));
+      return linear2->forward(relu_dropout(inner, p, context.stream, part));
     case Activation::kGelu:
-      return linear2->forward(dropout(at::gelu(inner), p, context.stream));
+      return linear2->forward(gelu_dropout(inner, p, context.stream, part));
     case Activation::kSwish:
-      return linear2->forward(dropout(at::silu(inner), p, context.stream));
+      return linear2->forward(swish_dropout(inner, p, context.stream, part));
   }
   TORCH_INTERNAL_ASSERT(false);
 }
@@ -91,31 +96,10 @@ at::Tensor sinusoids(int64_t positions, int64_t width) {
   return at::stack({at::sin(angle), at::cos(angle)}, 2).view({positions, width}).to(at::kFloat);
 }
 
-Initialiser::Initialiser(const TransformerOptions& options, uint64_t seed)
-    : width_(static_cast<double>(options.dim_emb)),
-      generator_(at::detail::createCPUGenerator(seed)) {}
-
-void Initialiser::operator()(const std::string& name, at::Tensor& parameter) {
-  const at::NoGradGuard no_grad;
-  if (name.find("embedding") != std::string::npos) {
-    parameter.normal_(0, 1 / std::sqrt(width_), generator_);
-  } else if (name.find("in_proj") != std::string::npos) {
-    const double bound = std::sqrt(6 / (2 * width_));  // three square matrices, one above the other
-    parameter.uniform_(-bound, bound, generator_);
-  } else if (parameter.dim() == 2) {  // Glorot and Bengio 2010, equation 16
-    const double bound =
-        std::sqrt(6.0 / static_cast<double>(parameter.size(0) + parameter.size(1)));
-    parameter.uniform_(-bound, bound, generator_);
-  } else {  // biases, and the norms' factors
-    parameter.fill_(name.find("norm") != std::string::npos && name.ends_with("weight") ? 1 : 0);
-  }
-}
-
-ProjectionImpl::ProjectionImpl(int64_t in, int64_t out, bool with_bias,
-                               std::shared_ptr<LayerContext> context)
-    : context_(std::move(context)) {
-  weight = register_parameter("weight", at::zeros({out, in}, context_->device));
-  if (with_bias) bias = register_parameter("bias", at::zeros({out}, context_->device));
+ProjectionImpl::ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<LayerContext> context)
+    : sums_parts_(shape.sums_parts), context_(std::move(context)) {
+  weight = register_parameter("weight", at::zeros({shape.out, shape.in}, context_->device));
+  if (shape.bias) bias = register_parameter("bias", at::zeros({shape.out}, context_->device));
 }
 
 const Prepacked& ProjectionImpl::prepacked(int64_t first, int64_t count) {
@@ -137,12 +121,20 @@ void ProjectionImpl::train(bool on) {
 }
 
 at::Tensor ProjectionImpl::forward(const at::Tensor& x) {
-  return part(x, 0, weight.size(0));
+  const bool sums = sums_parts_ && context_->division->count() > 1;
+  if (!sums) return part(x, 0, weight.size(0));
+  const at::Tensor y = context_->division->leave(product(x, 0, weight.size(0), {}));
+  return bias.defined() ? y + bias.to(y.scalar_type()) : y;
 }
 
 at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t count) {
+  return product(x, first, count, bias.defined() ? bias.narrow(0, first, count) : bias);
+}
+
+at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t count,
+                                   const at::Tensor& added) {
   const auto type = compute_type(weight, context_->precision);
-  const at::Tensor b = bias.defined() ? bias.narrow(0, first, count).to(type) : at::Tensor();
+  const at::Tensor b = added.defined() ? added.to(type) : added;
   if (infers(*this)) return prepacked(first, count).multiply(x.to(type), b);
   return at::linear(x.to(type), weight.narrow(0, first, count).to(type),
                     b.defined() ? std::optional(b) : std::nullopt);
@@ -163,9 +155,14 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
 }
 
 AttentionImpl::AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context)
-    : heads_(heads), context_(std::move(context)) {
-  in_proj = register_module("in_proj", Projection(width, 3 * width, false, context_));
-  out_proj = register_module("out_proj", Projection(width, width, false, context_));
+    : heads_(heads / context->division->count()),
+      width_(width / context->division->count()),
+      context_(std::move(context)) {
+  in_proj = register_module("in_proj",
+                            Projection(ProjectionShape{.in = width, .out = 3 * width_}, context_));
+  out_proj = register_module(
+      "out_proj",
+      Projection(ProjectionShape{.in = width_, .out = width, .sums_parts = true}, context_));
 }
 
 at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD,
@@ -175,11 +172,13 @@ at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_B
   const int64_t queries = q_BHTD.size(2);
   const int64_t width = q_BHTD.size(3);
   const at::Tensor scores = at::matmul(q_BHTD, k_BHSD.transpose(2, 3));
-  const at::Tensor probs = masked_softmax(scores.contiguous(), lengths_B, causal,
-                                          1 / std::sqrt(static_cast<double>(width)),
-                                          is_training() ? context_->dropout : 0, context_->stream);
+  const DropoutPart part =
+      context_->division->dropout_part(heads_ * queries * scores.size(3));  // of a sentence
+  const at::Tensor probs = masked_softmax(
+      scores.contiguous(), lengths_B, causal, 1 / std::sqrt(static_cast<double>(width)),
+      is_training() ? context_->dropout : 0, context_->stream, part);
   const at::Tensor mixed = at::matmul(probs, v_BHSD);
-  return out_proj->forward(mixed.transpose(1, 2).reshape({batch, queries, heads_ * width}));
+  return out_proj->forward(mixed.transpose(1, 2).reshape({batch, queries, width_}));
 }
 
 at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen) {
@@ -189,23 +188,21 @@ at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen
 
 at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal) {
   const at::Tensor qkv = in_proj->forward(x_BTD);
-  const int64_t width = x_BTD.size(2);
   if (infers(*this)) {
-    return attend(qkv.narrow(2, 0, width),
-                  see_sentences(qkv.narrow(2, width, 2 * width), lengths_B, x_BTD.size(1), causal));
+    return attend(qkv.narrow(2, 0, width_), see_sentences(qkv.narrow(2, width_, 2 * width_),
+                                                          lengths_B, x_BTD.size(1), causal));
   }
   const auto heads = split_heads(qkv, 3, heads_);
   return attend(heads[0], heads[1], heads[2], lengths_B, causal);
 }
 
 at::Tensor AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
-  const int64_t width = memory_BSD.size(2);
-  return in_proj->part(memory_BSD, width, 2 * width);
+  return in_proj->part(memory_BSD, width_, 2 * width_);
 }
 
 at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
                                 const at::Tensor& lengths_B) {
-  const at::Tensor q = in_proj->part(x_BTD, 0, x_BTD.size(2));
+  const at::Tensor q = in_proj->part(x_BTD, 0, width_);
   if (infers(*this))
     return attend(q, see_sentences(memory_BSE, lengths_B, x_BTD.size(1), /*causal=*/false));
   const auto kv = split_heads(memory_BSE, 2, heads_);
@@ -215,15 +212,14 @@ at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const at::Tensor& memor
 at::Tensor AttentionImpl::self_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
                                     std::vector<at::Tensor>& past) {
   const at::Tensor qkv = in_proj->forward(x_ND);
-  const int64_t width = x_ND.size(1);
-  past.push_back(qkv.narrow(1, width, 2 * width).contiguous());
+  past.push_back(qkv.narrow(1, width_, 2 * width_).contiguous());
   SeenRows seen;
   for (const Path& path : paths) {
     seen.of_query.push_back({seen.rows.size(), path.rows.size()});
     for (size_t t = 0; t < path.rows.size(); ++t)
       seen.rows.push_back(row_of(past[t], path.rows[t]));
   }
-  return attend(qkv.narrow(1, 0, width), seen);
+  return attend(qkv.narrow(1, 0, width_), seen);
 }
 
 at::Tensor AttentionImpl::cross_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
@@ -232,15 +228,44 @@ at::Tensor AttentionImpl::cross_step(const at::Tensor& x_ND, const std::vector<P
   SeenRows seen{.rows = of_sentences.rows};
   for (const Path& path : paths)
     seen.of_query.push_back(of_sentences.of_query[static_cast<size_t>(path.sentence)]);
-  return attend(in_proj->part(x_ND, 0, x_ND.size(1)), seen);
+  return attend(in_proj->part(x_ND, 0, width_), seen);
 }
+
+namespace {
+
+std::pair<Projection, Projection> register_feed_forward(
+    torch::nn::Module& layer, const TransformerOptions& o,
+    const std::shared_ptr<LayerContext>& context) {
+  const int64_t inner = o.dim_ffn / context->division->count();
+  return {layer.register_module(
+              "linear1",
+              Projection(ProjectionShape{.in = o.dim_emb, .out = inner, .bias = true}, context)),
+          layer.register_module(
+              "linear2",
+              Projection(
+                  ProjectionShape{.in = inner, .out = o.dim_emb, .bias = true, .sums_parts = true},
+                  context))};
+}
+
+// A division must come out even, or a part would be without.
+void check_parts(const TransformerOptions& o, int64_t parts) {
+  const auto refuse = [&](const std::string& what, int64_t size) {
+    throw ConfigError("a model in " + std::to_string(parts) + " parts: expected " + what +
+                      ", got " + std::to_string(size));
+  };
+  if (o.heads % parts != 0) refuse("a multiple of that as heads", o.heads);
+  if (o.dim_ffn % parts != 0) refuse("a multiple of that as dim_ffn", o.dim_ffn);
+  for (const int64_t words : {o.dim_vocab_source, o.dim_vocab_target})
+    if (words < parts) refuse("at least so many words", words);
+}
+
+}  // namespace
 
 EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o,
                                    std::shared_ptr<LayerContext> context)
     : context_(std::move(context)) {
   self_attn_ = register_module("self_attn", Attention(o.dim_emb, o.heads, context_));
-  linear1_ = register_module("linear1", Projection(o.dim_emb, o.dim_ffn, true, context_));
-  linear2_ = register_module("linear2", Projection(o.dim_ffn, o.dim_emb, true, context_));
+  std::tie(linear1_, linear2_) = register_feed_forward(*this, o, context_);
   norm1_ = register_module("norm1", LayerNorm(o.dim_emb, context_));
   norm2_ = register_module("norm2", LayerNorm(o.dim_emb, context_));
 }
@@ -260,8 +285,7 @@ DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
     : context_(std::move(context)) {
   self_attn_ = register_module("self_attn", Attention(o.dim_emb, o.heads, context_));
   multihead_attn_ = register_module("multihead_attn", Attention(o.dim_emb, o.heads, context_));
-  linear1_ = register_module("linear1", Projection(o.dim_emb, o.dim_ffn, true, context_));
-  linear2_ = register_module("linear2", Projection(o.dim_ffn, o.dim_emb, true, context_));
+  std::tie(linear1_, linear2_) = register_feed_forward(*this, o, context_);
   norm1_ = register_module("norm1", LayerNorm(o.dim_emb, context_));
   norm2_ = register_module("norm2", LayerNorm(o.dim_emb, context_));
   norm3_ = register_module("norm3", LayerNorm(o.dim_emb, context_));
@@ -309,19 +333,25 @@ void DecoderState::keep(std::span<const int64_t> kept) {
 }
 
 TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision precision,
-                                 c10::Device device)
+                                 c10::Device device, std::shared_ptr<const Division> division)
     : torch::nn::Module("Transformer"),
       options_(options),
       context_(std::make_shared<LayerContext>()) {
   validate(options);
+  check_parts(options, division->count());
+  context_->division = std::move(division);
   context_->precision = precision;
   context_->norm = options.norm;
   context_->ffn_activation = options.ffn_activation;
   context_->dropout = options.dropout;
   context_->device = device;
   positions_ = sinusoids(options.max_positions, options.dim_emb);
-  const auto table = [&](const char* name, int64_t pieces) {
-    return register_parameter(name, at::zeros({pieces, options.dim_emb}, device));
+  const auto own_words = [&](int64_t vocabulary) {
+    const auto [begin, end] = context_->division->cut(vocabulary);
+    return end - begin;
+  };
+  const auto table = [&](const char* name, int64_t vocabulary) {
+    return register_parameter(name, at::zeros({own_words(vocabulary), options.dim_emb}, device));
   };
   if (options.tied_embeddings_all) {
     source_embedding_ = target_embedding_ = table("embedding", options.dim_vocab_target);
@@ -341,7 +371,8 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
   };
   stack("encoder", options.enc_depth, encoder_, encoder_norm_);
   stack("decoder", options.dec_depth, decoder_, decoder_norm_);
-  generator_ = Projection(options.dim_emb, options.dim_vocab_target, false, context_);
+  generator_ = Projection(
+      ProjectionShape{.in = options.dim_emb, .out = own_words(options.dim_vocab_target)}, context_);
   if (options.tied_embeddings || options.tied_embeddings_all) {
     generator_->weight = target_embedding_;  // Not registered: one parameter, used twice.
   } else {
@@ -356,27 +387,37 @@ void TransformerImpl::train(bool on) {
 }
 
 void TransformerImpl::initialise(uint64_t seed) {
-  Initialiser draw(options_, seed);
+  Initialiser draw(options_, seed, context_->division);
   for (auto& item : named_parameters()) draw(item.key(), item.value());
 }
 
-at::Tensor TransformerImpl::embed(const at::Tensor& table, const at::Tensor& ids,
-                                  int64_t first_position) {
+at::Tensor TransformerImpl::embed(Side side, const at::Tensor& ids, int64_t first_position) {
+  const bool source = side == Side::kSource;
   const int64_t length = ids.size(1);
   TORCH_CHECK_VALUE(first_position + length <= options_.max_positions, "a sentence of ",
                     first_position + length, " tokens: expected at most ", options_.max_positions);
-  const at::Tensor x = at::embedding(table, ids) * std::sqrt(static_cast<double>(options_.dim_emb));
+  const at::Tensor rows =
+      context_->division->embed(source ? source_embedding_ : target_embedding_, ids,
+                                source ? options_.dim_vocab_source : options_.dim_vocab_target);
+  const at::Tensor x = rows * std::sqrt(static_cast<double>(options_.dim_emb));
   const at::Tensor summed = x + positions_.narrow(0, first_position, length).to(x.scalar_type());
   return dropout(summed, is_training() ? options_.dropout : 0, context_->stream);
 }
 
 at::Tensor TransformerImpl::run_layer(const torch::nn::Module& layer,
-                                      const std::vector<at::Tensor>& inputs, RecomputedBody body) {
-  const auto forward = [&] {
-    if (!options_.gradient_checkpointing) return body(inputs);
-    return recomputed(std::move(body), inputs, layer.parameters(), context_->stream);
-  };
-  return layer_runner_ ? layer_runner_(layer, forward) : forward();
+                                      const std::vector<at::Tensor>& inputs,
+                                      const LayerBody& body) {
+  return layer_runner_ ? layer_runner_(layer, inputs, body) : body(inputs);
+}
+
+int64_t TransformerImpl::num_parameters() const {
+  int64_t count = 0;
+  for (const auto& item : named_parameters()) {
+    const TensorPart part =
+        part_of(item.key(), item.value().sizes().vec(), options_, *context_->division);
+    count += c10::multiply_integers(part.shape);
+  }
+  return count;
 }
 
 std::vector<torch::nn::Module*> TransformerImpl::layers() {
@@ -389,7 +430,7 @@ std::vector<torch::nn::Module*> TransformerImpl::layers() {
 at::Tensor TransformerImpl::encode(const at::Tensor& source_BS, const at::Tensor& lengths_B) {
   check_range("source lengths", lengths_B, 1, source_BS.size(1));
   check_range("source ids", source_BS, 0, options_.dim_vocab_source - 1);
-  at::Tensor x = embed(source_embedding_, source_BS, 0);
+  at::Tensor x = embed(Side::kSource, source_BS, 0);
   for (EncoderLayer& layer : encoder_) {
     x = run_layer(*layer, {x}, [layer, lengths_B](const auto& inputs) mutable {
       return layer->forward(inputs[0], lengths_B);
@@ -402,8 +443,10 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
   check_range("target lengths", batch.target_lengths_B, 1, batch.input_BT.size(1));
   check_range("labels", batch.labels_BT, 0, options_.dim_vocab_target - 1);
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
-  const at::Tensor memory = encode(batch.source_BS, batch.source_lengths_B);
-  at::Tensor x = embed(target_embedding_, batch.input_BT, 0);
+  // Once for all layers: so their gradients are summed over parts once.
+  const at::Tensor memory =
+      context_->division->enter(encode(batch.source_BS, batch.source_lengths_B));
+  at::Tensor x = embed(Side::kTarget, batch.input_BT, 0);
   for (DecoderLayer& layer : decoder_) {
     x = run_layer(*layer, {x, memory},
                   [layer, source_lengths_B = batch.source_lengths_B,
@@ -421,8 +464,9 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
 
 std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {
   const auto [hidden, labels] = labelled_states(batch);
-  const LossSums sums = smoothed_cross_entropy(hidden, generator_->weight, labels,
-                                               is_training() ? options_.label_smoothing : 0);
+  const LossSums sums = context_->division->cross_entropy(
+      hidden, generator_->weight, labels, is_training() ? options_.label_smoothing : 0,
+      options_.dim_vocab_target);
   return {sums.loss, sums.nll};
 }
 
@@ -434,7 +478,7 @@ at::Tensor TransformerImpl::log_probabilities(const Batch& batch) {
   at::Tensor result = at::empty({labels.size(0)}, at::kDouble);
   for (int64_t first = 0; first < labels.size(0); first += kRows) {
     const int64_t rows = std::min(kRows, labels.size(0) - first);
-    const at::Tensor scores = generator_->forward(hidden.narrow(0, first, rows));
+    const at::Tensor scores = all_scores(hidden.narrow(0, first, rows));
     const at::Tensor chosen = labels.narrow(0, first, rows).unsqueeze(1);
     result.narrow(0, first, rows)
         .copy_(at::log_softmax(scores, 1, wide).gather(1, chosen).squeeze(1));
@@ -448,6 +492,10 @@ at::Tensor TransformerImpl::log_probabilities(const Batch& batch) {
 at::Tensor TransformerImpl::decoder_output(const at::Tensor& x) {
   return decoder_norm_ ? decoder_norm_->forward(x)
                        : x.to(compute_type(generator_->weight, context_->precision));
+}
+
+at::Tensor TransformerImpl::all_scores(const at::Tensor& hidden) {
+  return context_->division->join(generator_->forward(hidden), options_.dim_vocab_target);
 }
 
 DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
@@ -466,14 +514,14 @@ at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& 
   TORCH_CHECK_VALUE(last_N.dim() == 1 && last_N.size(0) == std::ssize(state.paths),
                     "decode_step: expected a token for each of ", state.paths.size(),
                     " translations, got ", last_N.sizes());
-  at::Tensor x = embed(target_embedding_, last_N.unsqueeze(1), state.position).squeeze(1);
+  at::Tensor x = embed(Side::kTarget, last_N.unsqueeze(1), state.position).squeeze(1);
   ++state.position;
   for (size_t n = 0; n < state.paths.size(); ++n)
     state.paths[n].rows.push_back(static_cast<int64_t>(n));
   for (size_t i = 0; i < decoder_.size(); ++i) {
     x = decoder_[i]->step(x, state.paths, state.past[i], state.memory[i], state.source_lengths_B);
   }
-  return generator_->forward(decoder_output(x));
+  return all_scores(decoder_output(x));
 }
 
 int64_t count_parameters(const torch::nn::Module& module) {

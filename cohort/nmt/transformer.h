@@ -2,7 +2,6 @@
 // Legend: B sentences, S source tokens, T target tokens, D width, H heads, V vocabulary, N rows.
 // Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745.
 #pragma once
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <functional>
 #include <memory>
@@ -14,10 +13,11 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/nmt/division.h"
 #include "cohort/nmt/fused.h"
 #include "cohort/nmt/options.h"
+#include "cohort/nmt/parameters.h"
 #include "cohort/nmt/prepacked.h"
-#include "cohort/nmt/recompute.h"
 
 namespace cohort::nmt {
 
@@ -43,29 +43,22 @@ struct LayerContext {
   double dropout = 0;
   DropoutStream stream;
   c10::Device device = c10::kCPU;  ///< Where parameters are made.
+  std::shared_ptr<const Division> division = std::make_shared<Division>();
 };
 
-/// Draws a Transformer's parameters one after the other: all of them, in the order of registration,
-/// are what `initialise` draws from the same seed. So a model made on the meta device can be filled
-/// in parts.
-///
-/// Threads: one. Copies draw on from one generator.
-class Initialiser {
- public:
-  Initialiser(const TransformerOptions& options, uint64_t seed);
-  /// Fills `parameter`, the whole of the one called `name`, in place.
-  void operator()(const std::string& name, at::Tensor& parameter);
-
- private:
-  double width_;
-  at::Generator generator_;
+/// Sizes of a projection, those of the part where the model is divided.
+struct ProjectionShape {
+  int64_t in = 0;
+  int64_t out = 0;
+  bool bias = false;
+  bool sums_parts = false;  ///< `in` is a part of the inputs: results are sums over parts.
 };
 
 /// y = x W^T (+ b) in the context's compute type; W and b stay in their own. Inference (evaluation
 /// mode without gradients) keeps W prepacked until it changes or the module is trained.
 class ProjectionImpl : public torch::nn::Module {
  public:
-  ProjectionImpl(int64_t in, int64_t out, bool bias, std::shared_ptr<LayerContext> context);
+  ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<LayerContext> context);
   at::Tensor forward(const at::Tensor& x);
   /// The outputs [first, first + count) alone.
   at::Tensor part(const at::Tensor& x, int64_t first, int64_t count);
@@ -83,7 +76,9 @@ class ProjectionImpl : public torch::nn::Module {
     Prepacked rows;
   };
   const Prepacked& prepacked(int64_t first, int64_t count);
+  at::Tensor product(const at::Tensor& x, int64_t first, int64_t count, const at::Tensor& bias);
 
+  bool sums_parts_;
   std::shared_ptr<LayerContext> context_;
   std::vector<Part> parts_;
 };
@@ -121,7 +116,8 @@ class AttentionImpl : public torch::nn::Module {
                     const at::Tensor& lengths_B, bool causal);
   // The same in inference, for queries [..., D].
   at::Tensor attend(const at::Tensor& queries, const SeenRows& seen);
-  int64_t heads_;
+  int64_t heads_;  // of this part
+  int64_t width_;  // of these heads together
   std::shared_ptr<LayerContext> context_;
 };
 TORCH_MODULE(Attention);
@@ -200,9 +196,14 @@ struct DecoderState {
 class TransformerImpl : public torch::nn::Module {
  public:
   /// On the meta device parameters have no memory and no values: see Initialiser.
+  /// With a `division` this is the part of the model that it says, whose results are the whole's;
+  /// `part_of` tells which elements of the whole's parameters it has.
+  /// Errors: ConfigError if heads or dim_ffn are no multiples of the parts, or the vocabulary has
+  ///         fewer words.
   explicit TransformerImpl(const TransformerOptions& options,
                            Precision precision = Precision::kFloat32,
-                           c10::Device device = c10::kCPU);
+                           c10::Device device = c10::kCPU,
+                           std::shared_ptr<const Division> division = std::make_shared<Division>());
 
   /// Sums of the losses over the batch's target tokens: {smoothed, plain}. See
   /// smoothed_cross_entropy.
@@ -221,29 +222,38 @@ class TransformerImpl : public torch::nn::Module {
 
   void train(bool on = true) override;
 
-  /// Draws all parameters anew from `seed`; the same seed gives the same model.
+  /// Draws all parameters anew from `seed`; the same seed gives the same model, however divided.
   void initialise(uint64_t seed);
   /// The dropout's position: set it per step and rank, and the step can be repeated.
   void set_dropout_stream(DropoutStream stream) { context_->stream = stream; }
+  DropoutStream& dropout_stream() { return context_->stream; }
 
-  /// What is around each layer's forward in `forward` and `encode`; it calls `forward()` once and
-  /// returns its result. Whoever shards a model gathers the layer's parameters there.
-  using LayerRunner = std::function<at::Tensor(const torch::nn::Module& layer,
-                                               const std::function<at::Tensor()>& forward)>;
+  /// A layer's forward: of `inputs`, its parameters and dropout from `dropout_stream`. May be kept.
+  using LayerBody = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
+  /// What is around each layer's forward in `forward` and `encode`; it returns `body(inputs)`.
+  /// Whoever shards a model gathers the layer's parameters there, whoever is short of memory
+  /// computes the body once more in backward.
+  using LayerRunner =
+      std::function<at::Tensor(const torch::nn::Module& layer,
+                               const std::vector<at::Tensor>& inputs, const LayerBody& body)>;
   void set_layer_runner(LayerRunner runner) { layer_runner_ = std::move(runner); }
   /// Encoder layers, then decoder layers; not owned.
   std::vector<torch::nn::Module*> layers();
 
+  int64_t num_parameters() const;  ///< Elements of the whole model's, however divided.
   const TransformerOptions& options() const { return options_; }
+  const std::shared_ptr<const Division>& division() const { return context_->division; }
   Precision precision() const { return context_->precision; }
 
  private:
   // The decoder's last states at the batch's labels, and those labels, padding left out.
   std::pair<at::Tensor, at::Tensor> labelled_states(const Batch& batch);
-  at::Tensor embed(const at::Tensor& table, const at::Tensor& ids, int64_t first_position);
+  enum class Side { kSource, kTarget };
+  at::Tensor embed(Side side, const at::Tensor& ids, int64_t first_position);
   at::Tensor run_layer(const torch::nn::Module& layer, const std::vector<at::Tensor>& inputs,
-                       RecomputedBody body);
+                       const LayerBody& body);
   at::Tensor decoder_output(const at::Tensor& x);
+  at::Tensor all_scores(const at::Tensor& hidden);  // over the whole vocabulary
 
   TransformerOptions options_;
   LayerRunner layer_runner_;

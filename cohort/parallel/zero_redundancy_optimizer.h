@@ -34,9 +34,9 @@ class OptimizerShards {
 /// the updated parts to all.
 ///
 /// The parameters move into one flat buffer for each type and device, of which the ranks hold equal
-/// pieces: of P elements nobody updates more than P / W, rounded up, however large single
-/// parameters are. `make` gets this rank's slices, flat leaves with the names of their parameters,
-/// and returns any optimizer of them, with parameter groups by name if it likes:
+/// pieces: of P blocks of 16 elements nobody updates more than P / W, rounded up, however large
+/// single parameters are. `make` gets this rank's slices, flat leaves with the names of their
+/// parameters, and returns any optimizer of them, with parameter groups by name if it likes:
 ///
 ///   parallel::DistributedDataParallel<Model> ddp(model, group);
 ///   parallel::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(
@@ -52,10 +52,9 @@ class OptimizerShards {
 /// Collective: constructor and step. Threads: one.
 /// Memory:   4 + 4 + 8/W bytes a parameter in float32 under Adam.
 /// Cost:     step sends (W-1)/W of the parameters' bytes.
-/// Numerics: the same arithmetic by element. libtorch's fused Adam computes the last size % 8
-/// (AVX2)
-///           or 16 (AVX-512) elements of a tensor in double precision: in float32, a few elements
-///           beside a cut may differ from one process's in the last bit.
+/// Numerics: the same arithmetic by element, bit for bit. libtorch's fused Adam computes the last
+///           size % 8 (AVX2) or 16 (AVX-512) elements of a tensor in double precision; cuts lie at
+///           multiples of 16 elements, so that those are the same ones.
 /// Errors:   c10::ValueError if ranks' parameters differ, a name comes twice, or a gradient is
 ///           sparse; PeerError when a rank is lost.
 /// Source:   Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1.

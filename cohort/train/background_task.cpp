@@ -1,9 +1,24 @@
 #include "cohort/train/background_task.h"
 
 #include <pthread.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
 #include <utility>
 
 namespace cohort::train {
+namespace {
+
+// Of the calling thread. A process with real-time priority hands that to its threads, too. Going
+// lower is always allowed.
+void lower_priority() {
+  const sched_param none{};
+  ::sched_setscheduler(0, SCHED_BATCH, &none);
+  const auto thread = static_cast<id_t>(::gettid());
+  ::setpriority(PRIO_PROCESS, thread, ::getpriority(PRIO_PROCESS, thread) + 10);
+}
+
+}  // namespace
 
 BackgroundTask::BackgroundTask(const std::string& thread_name) : thread_([this] { run(); }) {
   pthread_setname_np(thread_.native_handle(), thread_name.c_str());
@@ -44,6 +59,7 @@ bool BackgroundTask::busy() const {
 }
 
 void BackgroundTask::run() {
+  lower_priority();
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return work_ || stop_; });
@@ -57,7 +73,7 @@ void BackgroundTask::run() {
     }
     lock.lock();
     if (error && !error_) error_ = error;
-    work_ = nullptr;  // with the copies that it holds
+    work_ = nullptr;
     changed_.notify_all();
   }
 }

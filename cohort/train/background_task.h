@@ -9,6 +9,8 @@
 
 namespace cohort::train {
 
+/// Training comes first: the thread's niceness is its process's and 10. Where all cores are busy,
+/// it gets what training leaves over, when it waits for other ranks say, and a tenth of a core.
 /// Threads: one caller. The destructor waits for what runs.
 class BackgroundTask {
  public:

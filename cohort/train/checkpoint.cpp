@@ -1,11 +1,10 @@
 #include "cohort/train/checkpoint.h"
 
-#include <algorithm>
-#include <filesystem>
 #include <set>
 #include <torch/nn/module.h>
 #include <torch/types.h>
 
+#include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 #include "cohort/base/stored_checkpoint.h"
 #include "cohort/train/stored_tensor.h"
@@ -13,7 +12,9 @@
 namespace cohort::train {
 namespace {
 
-namespace fs = std::filesystem;
+// A load beside a run that saves: each attempt but the first meets a later save than the one
+// before.
+constexpr int kMaxAttempts = 10;
 
 [[noreturn]] void fail_other_model(const std::string& path, const std::string& what) {
   throw ConfigError(path + ": a checkpoint of another model: " + what);
@@ -72,6 +73,25 @@ Filling prepare(StoredCheckpoint& checkpoint, const std::string& part, const Ten
   return {slice, checkpoint.elements(part, slice.name, {slice.begin, slice.end})};
 }
 
+SlicedParts whole(const Parts& parts) {
+  SlicedParts slices;
+  for (const auto& [part, tensors] : parts) slices[part] = whole_slices(tensors);
+  return slices;
+}
+
+// Of slices that are everything.
+void save_whole(const std::string& folder, const SlicedParts& parts, int64_t update,
+                const Facts& facts) {
+  Manifest manifest = write_parts(folder, parts, {.update = update});
+  manifest.facts = facts;
+  try {
+    commit_manifest(folder, manifest);
+  } catch (...) {
+    discard_share(folder, manifest);
+    throw;
+  }
+}
+
 }  // namespace
 
 NamedTensors state_of(const torch::nn::Module& model) {
@@ -83,56 +103,9 @@ NamedTensors state_of(const torch::nn::Module& model) {
   return state;
 }
 
-std::vector<TensorSlice> whole_slices(const NamedTensors& tensors) {
-  std::vector<TensorSlice> slices;
-  for (const auto& [name, tensor] : tensors)
-    slices.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
-  return slices;
-}
-
-std::vector<TensorSlice> share_of(const NamedTensors& tensors, int rank, int world_size) {
-  TORCH_CHECK_VALUE(0 <= rank && rank < world_size, "share_of: expected a rank below ", world_size,
-                    ", got ", rank);
-  std::vector<TensorSlice> slices;
-  for (const auto& [name, tensor] : tensors) {
-    TORCH_CHECK_VALUE(tensor.is_contiguous(), "share_of: expected contiguous tensors: ", name);
-    const int64_t length = (tensor.numel() + world_size - 1) / world_size;
-    const int64_t begin = std::min(rank * length, tensor.numel());
-    const int64_t end = std::min(begin + length, tensor.numel());
-    slices.push_back({name, tensor.sizes().vec(), begin, end,
-                      tensor.detach().view(-1).narrow(0, begin, end - begin)});
-  }
-  return slices;
-}
-
-std::vector<TensorSlice> slices_like(const std::vector<TensorSlice>& parameters,
-                                     const NamedTensors& state) {
-  std::vector<TensorSlice> slices;
-  for (const auto& [name, tensor] : state) {
-    const TensorSlice* owner = nullptr;  // the longest name that fits: "a.b" before "a"
-    for (const TensorSlice& parameter : parameters) {
-      if (name.starts_with(parameter.name + ".") &&
-          (owner == nullptr || owner->name.size() < parameter.name.size()))
-        owner = &parameter;
-    }
-    TORCH_CHECK_VALUE(owner != nullptr, "slices_like: expected state of a parameter, got ", name);
-    TORCH_CHECK_VALUE(tensor.numel() == owner->end - owner->begin, "slices_like: expected ",
-                      owner->end - owner->begin, " elements of ", name, ", got ", tensor.numel());
-    slices.push_back({name, owner->shape, owner->begin, owner->end, tensor});
-  }
-  return slices;
-}
-
 void save_checkpoint(const std::string& folder, const Parts& parts, int64_t update,
                      const Facts& facts) {
-  std::error_code error;
-  fs::create_directories(folder, error);
-  Manifest manifest{.update = update, .facts = facts};
-  for (const auto& [part, tensors] : parts) {
-    const std::vector<TensorSlice> slices = on_host(whole_slices(tensors));
-    manifest.add(write_share(folder, part, stored_slices(slices), {.update = update}), folder);
-  }
-  commit_manifest(folder, manifest);
+  save_whole(folder, whole(parts), update, facts);
 }
 
 void save_checkpoint(const std::string& folder, const torch::nn::Module& model, int64_t update,
@@ -146,28 +119,45 @@ Facts read_manifest(const std::string& folder) {
 
 struct CheckpointLoad::Impl {
   explicit Impl(const std::string& folder) : checkpoint(folder) {}
+
+  void prepare_all(const SlicedParts& parts) {
+    for (const auto& [part, slices] : parts) {
+      checkpoint.part(part);
+      std::set<std::string> names;
+      for (const TensorSlice& slice : slices) {
+        fillings.push_back(prepare(checkpoint, part, slice));
+        names.insert(slice.name);
+      }
+      for (const auto& [name, stored] : checkpoint.part(part)) {
+        if (!names.contains(name)) missed.emplace_back(place_of(checkpoint, stored), name);
+      }
+    }
+  }
+
   StoredCheckpoint checkpoint;
   std::vector<Filling> fillings;
   std::vector<std::pair<std::string, std::string>> missed;
 };
 
-CheckpointLoad::CheckpointLoad(const std::string& folder, const SlicedParts& parts)
-    : impl_(std::make_unique<Impl>(folder)) {
-  StoredCheckpoint& checkpoint = impl_->checkpoint;
-  for (const auto& [part, slices] : parts) {
-    checkpoint.part(part);
-    std::set<std::string> names;
-    for (const TensorSlice& slice : slices) {
-      impl_->fillings.push_back(prepare(checkpoint, part, slice));
-      names.insert(slice.name);
-    }
-    for (const auto& [name, stored] : checkpoint.part(part)) {
-      if (!names.contains(name)) impl_->missed.emplace_back(place_of(checkpoint, stored), name);
+CheckpointLoad::CheckpointLoad(const std::string& folder, const SlicedParts& parts) {
+  for (int attempt = 1; attempt <= kMaxAttempts; ++attempt) {
+    impl_ = std::make_unique<Impl>(folder);
+    try {
+      impl_->prepare_all(parts);
+      return;
+    } catch (const ConfigError&) {
+      if (attempt == kMaxAttempts || !impl_->checkpoint.is_replaced()) throw;
     }
   }
 }
 
 CheckpointLoad::~CheckpointLoad() = default;
+
+std::string CheckpointLoad::identity() const {
+  Sha256 sum;
+  sum.update(impl_->checkpoint.manifest().to_json());
+  return sum.hex();
+}
 
 std::vector<std::pair<std::string, std::string>> CheckpointLoad::missed() const {
   return impl_->missed;
@@ -182,9 +172,7 @@ void load_slices(const std::string& folder, const SlicedParts& parts) {
 }
 
 void load_checkpoint(const std::string& folder, const Parts& parts) {
-  SlicedParts slices;
-  for (const auto& [part, tensors] : parts) slices[part] = whole_slices(tensors);
-  const CheckpointLoad load(folder, slices);
+  const CheckpointLoad load(folder, whole(parts));
   for (const auto& [place, name] : load.missed())
     fail_other_model(place, name + " is not in this one");
   load.fill();
@@ -196,12 +184,10 @@ void load_checkpoint(const std::string& folder, torch::nn::Module& model) {
 
 void CheckpointWriter::save(const std::string& folder, const Parts& parts, int64_t update,
                             const Facts& facts) {
-  task_.wait_idle();  // Before copying: two copies at once are one too many.
-  Parts copies;
-  for (const auto& [part, tensors] : parts) {
-    for (const auto& [name, tensor] : tensors) copies[part].emplace_back(name, host_copy(tensor));
-  }
-  task_.start([=] { save_checkpoint(folder, copies, update, facts); });
+  task_.wait_idle();  // It reads the snapshot.
+  task_.start([folder, copies = snapshot_.take(whole(parts)), update, facts] {
+    save_whole(folder, copies, update, facts);
+  });
 }
 
 }  // namespace cohort::train

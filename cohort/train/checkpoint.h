@@ -4,7 +4,6 @@
 // slices of them, whatever ranks wrote it. Several ranks write by sharded_checkpoint.h. The files
 // are described in base/stored_checkpoint.h.
 #pragma once
-#include <ATen/core/Tensor.h>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -13,6 +12,8 @@
 #include <vector>
 
 #include "cohort/train/background_task.h"
+#include "cohort/train/snapshot.h"
+#include "cohort/train/tensor_slice.h"
 
 namespace torch::nn {
 class Module;
@@ -23,43 +24,15 @@ namespace cohort::train {
 /// What a manifest says beside the tensors: flat names and values, "model.dim_emb" = "512".
 using Facts = std::map<std::string, std::string>;
 
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
-
-/// The tensors of a checkpoint by part: "weights", "optimizer" ...
-using Parts = std::map<std::string, NamedTensors>;
-
-/// Elements [begin, end) of a tensor, counted row by row.
-struct TensorSlice {
-  std::string name;            ///< The whole tensor's.
-  std::vector<int64_t> shape;  ///< The whole tensor's.
-  int64_t begin = 0;
-  int64_t end = 0;
-  at::Tensor tensor;  ///< end - begin elements, of any shape, on any device.
-};
-
-/// Slices by part. A tensor may be in several slices, or be absent.
-using SlicedParts = std::map<std::string, std::vector<TensorSlice>>;
-
-/// Each tensor as one slice that is all of it.
-std::vector<TensorSlice> whole_slices(const NamedTensors& tensors);
-/// Rank's part of tensors that every rank holds: the rank-th of `world_size` cuts of each, so that
-/// all ranks write a whole together. Shares their memory.
-/// Errors: c10::ValueError if a tensor is not contiguous.
-std::vector<TensorSlice> share_of(const NamedTensors& tensors, int rank, int world_size);
-/// Optimizer state of sliced parameters as slices: "<parameter>.exp_avg" has the shape and elements
-/// of the slice of <parameter>.
-/// Errors: c10::ValueError if a tensor is of no parameter, or has another number of elements.
-std::vector<TensorSlice> slices_like(const std::vector<TensorSlice>& parameters,
-                                     const NamedTensors& state);
-
 /// A module's parameters, then its buffers; they share its memory.
 NamedTensors state_of(const torch::nn::Module& model);
 
-/// Writes every part as a file, then the manifest; then the files of older saves are removed.
+/// Writes every part as a file, then the manifest; then the files of older saves are removed, as is
+/// every other safetensors file: the folder is the checkpoint's own, and made if need be.
 ///
 /// Local: for rank 0. `update` numbers the files. Blocks until the disk has them.
 /// Errors: ConfigError if the folder is not writable; c10::Error if writing fails: the previous
-///         checkpoint stays.
+///         checkpoint stays, and what was written goes.
 void save_checkpoint(const std::string& folder, const Parts& parts, int64_t update,
                      const Facts& facts);
 /// The same of a model alone: the part "weights".
@@ -86,7 +59,8 @@ void load_slices(const std::string& folder, const SlicedParts& parts);
 /// A load in two halves: all that can be wrong is found before a tensor changes. Local.
 class CheckpointLoad {
  public:
-  /// Opens and checks the files that hold elements of these slices. Errors: as load_slices.
+  /// Opens and checks the files that hold elements of these slices. A save by others meanwhile may
+  /// take files away: then the checkpoint that it left is the one. Errors: as load_slices.
   CheckpointLoad(const std::string& folder, const SlicedParts& parts);
   ~CheckpointLoad();
   CheckpointLoad(const CheckpointLoad&) = delete;
@@ -95,6 +69,8 @@ class CheckpointLoad {
   /// The checkpoint's tensors that no slice is of, in the parts that were asked for: where they
   /// lie, then their name.
   std::vector<std::pair<std::string, std::string>> missed() const;
+  /// The same for loads of the same save.
+  std::string identity() const;
   void fill() const;
 
  private:
@@ -102,9 +78,11 @@ class CheckpointLoad {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Writes checkpoints on a thread of its own, so that training goes on meanwhile.
+/// Writes checkpoints on a thread of its own, of low priority, so that training goes on
+/// meanwhile.
 ///
-/// Threads: one caller. The destructor waits for what is being written.
+/// Memory: keeps that of the largest copy until it ends. Threads: one caller. The destructor waits
+/// for what is being written.
 class CheckpointWriter {
  public:
   /// Copies the tensors; save_checkpoint follows in the background.
@@ -118,7 +96,8 @@ class CheckpointWriter {
   bool busy() const { return task_.busy(); }
 
  private:
-  BackgroundTask task_{"checkpoint"};
+  Snapshot snapshot_;
+  BackgroundTask task_{"checkpoint"};  // Last: it reads the snapshot.
 };
 
 }  // namespace cohort::train

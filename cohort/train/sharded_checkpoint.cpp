@@ -58,8 +58,8 @@ void throw_first_error(const std::vector<Json>& reports) {
 
 // Rank 0 judges all ranks' reports; what it throws, every rank throws.
 template <class Judge>
-void judge(comm::ProcessGroup& group, const Json& report, const Judge& on_root) {
-  const std::vector<std::string> texts = group.gather_text(text_of(report));
+void judge(comm::ProcessGroup& group, const std::string& report, const Judge& on_root) {
+  const std::vector<std::string> texts = group.gather_text(report);
   Json verdict = Json::object();
   if (group.rank() == 0) {
     verdict = errors_of([&] {
@@ -99,45 +99,56 @@ std::vector<TensorSlice> slices_of(const std::vector<parallel::ParameterSlice>& 
 
 void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
                                     int64_t update, const Facts& facts) {
-  TORCH_CHECK_VALUE(!pending_, "checkpoint: expected commit of the save before, into ", folder_);
-  SlicedParts copies;
-  for (const auto& [part, slices] : parts) copies[part] = host_copies(slices);
-  folder_ = folder;
-  facts_ = facts;
-  pending_ = true;
-  const SharePlace place{update, group_.rank(), group_.size()};
-  task_.start([this, folder, place, copies = std::move(copies)] {
-    std::error_code error;
-    fs::create_directories(folder, error);
-    Manifest share{.update = place.update};
-    for (const auto& [part, slices] : copies)
-      share.add(write_share(folder, part, stored_slices(slices), place), folder);
-    share_ = share.to_json();
-  });
+  begin(folder, parts, {update, group_.rank(), group_.size()}, facts);
 }
 
-std::string ShardedCheckpointWriter::report() {
-  TORCH_CHECK_VALUE(pending_, "checkpoint: expected begin before commit");
-  task_.wait();
-  return share_;
+void ShardedCheckpointWriter::begin_whole(const std::string& folder, const SlicedParts& parts,
+                                          int64_t update, const Facts& facts) {
+  begin(folder, group_.rank() == 0 ? parts : SlicedParts{}, {.update = update}, facts);
+}
+
+void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
+                                    const SharePlace& place, const Facts& facts) {
+  TORCH_CHECK_VALUE(!pending_, "checkpoint: expected commit of the save before, into ", folder_);
+  const SlicedParts copies = snapshot_.take(parts);
+  folder_ = folder;
+  facts_ = facts;
+  share_.reset();
+  pending_ = true;
+  task_.start([this, folder, place, copies] { share_ = write_parts(folder, copies, place); });
 }
 
 void ShardedCheckpointWriter::commit() {
+  const bool was_pending = std::exchange(pending_, false);
   Json report;
-  const Json error = errors_of([&] { report = {{"share", this->report()}, {"folder", folder_}}; });
-  pending_ = false;
-  judge(group_, error.empty() ? report : error, [&](const std::vector<Json>& reports) {
+  const Json error = errors_of([&] {
+    TORCH_CHECK_VALUE(was_pending, "checkpoint: expected begin before commit");
+    task_.wait();
+    report = {{"share", share_.value().to_json()}, {"folder", folder_}};
+  });
+  try {
+    commit_shares(text_of(error.empty() ? report : error));
+  } catch (const PeerError&) {
+    throw;  // Whether the others have committed is not known.
+  } catch (const std::exception&) {
+    if (was_pending && share_) discard_share(folder_, *share_);
+    throw;
+  }
+}
+
+void ShardedCheckpointWriter::commit_shares(const std::string& report) {
+  judge(group_, report, [&](const std::vector<Json>& reports) {
     Manifest manifest;
     for (size_t rank = 0; rank < reports.size(); ++rank) {
-      const auto folder = reports[rank]["folder"].get<std::string>();
       const Manifest share = Manifest::parse(reports[rank]["share"].get<std::string>(),
                                              folder_ + ": rank " + std::to_string(rank));
       if (rank == 0) manifest.update = share.update;
-      TORCH_CHECK_VALUE(folder == folder_ && share.update == manifest.update,
+      const Json& folder = reports[rank]["folder"];
+      TORCH_CHECK_VALUE(folder == reports[0]["folder"] && share.update == manifest.update,
                         "checkpoint: expected one folder and update on all ranks: rank 0 saves "
                         "update ",
                         *manifest.update, " to ", folder_, ", rank ", rank, " update ",
-                        *share.update, " to ", folder);
+                        *share.update, " to ", folder.get<std::string>());
       manifest.add(share, folder_);
     }
     manifest.facts = facts_;
@@ -151,8 +162,14 @@ void ShardedCheckpointWriter::commit() {
 void load_slices(const std::string& folder, const SlicedParts& parts, comm::ProcessGroup& group) {
   std::optional<CheckpointLoad> load;
   Json report = errors_of([&] { load.emplace(folder, parts); });
-  if (load) report["missed"] = load->missed();
-  judge(group, report, [&](const std::vector<Json>& reports) {
+  if (load) report = {{"missed", load->missed()}, {"identity", load->identity()}};
+  judge(group, text_of(report), [&](const std::vector<Json>& reports) {
+    for (size_t rank = 1; rank < reports.size(); ++rank) {
+      if (reports[rank]["identity"] != reports[0]["identity"])
+        throw ConfigError(folder + ": ranks 0 and " + std::to_string(rank) +
+                          " read different saves: expected that nobody saves there meanwhile, and "
+                          "a folder that all ranks share");
+    }
     using Missed = std::set<std::pair<std::string, std::string>>;
     auto everywhere = reports.front()["missed"].get<Missed>();
     for (const Json& other : reports) {

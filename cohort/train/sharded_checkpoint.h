@@ -1,9 +1,11 @@
 // Checkpoints that all ranks write together, each its own slices, and read together.
 #pragma once
 #include <chrono>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "cohort/base/stored_checkpoint.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/sharding/sharding_engine.h"
 #include "cohort/train/background_task.h"
@@ -19,14 +21,16 @@ std::vector<TensorSlice> slices_of(const std::vector<parallel::ParameterSlice>& 
 ///
 ///   writer.begin(folder, slices, update, facts);     // when all ranks decide to save
 ///   ... training goes on ...
-///   if (all_ranks(writer.done())) writer.commit();   // the manifest; only now it is the
-///   checkpoint
+///   if (all_ranks(writer.done())) writer.commit();   // the manifest: now it is the checkpoint
 ///
-/// The folder is one that all ranks see. Every element must be in one rank's slices: of tensors
-/// that all ranks hold, one rank gives all or each rank its share_of. Killed at any moment, the
+/// The folder is one that all ranks see, and the checkpoint's own: other safetensors files in it
+/// are removed. Every element must be in one rank's slices: of tensors that all ranks hold, one
+/// rank gives all or, at less cost to training, each rank its share_of. Killed at any moment, the
 /// folder holds the checkpoint before or the new one (base/stored_checkpoint.h). One rank's is what
 /// save_checkpoint writes.
 ///
+/// Memory: keeps that of the rank's largest copy until it ends. Writing has a low priority
+/// (BackgroundTask), so on a busy computer it may take a while.
 /// Owner: `group` must outlive this. Threads: one caller. The destructor waits for the writing of
 /// this rank; what was not committed is lost, and the next commit there removes its files.
 class ShardedCheckpointWriter {
@@ -44,36 +48,47 @@ class ShardedCheckpointWriter {
   void begin(const std::string& folder, const SlicedParts& parts, int64_t update,
              const Facts& facts);
 
+  /// The same where rank 0 gives everything: the files are plain, as save_checkpoint's. The other
+  /// ranks' `parts` are not looked at.
+  void begin_whole(const std::string& folder, const SlicedParts& parts, int64_t update,
+                   const Facts& facts);
+
   /// Whether a save has begun and is not committed.
   bool pending() const { return pending_; }
   /// Whether this rank has nothing to write any more: commit waits for those that have. Local.
   bool done() const { return !task_.busy(); }
+  /// Blocks until then. Local.
+  void wait_written() { task_.wait_idle(); }
 
   /// Waits until every rank has written, then rank 0 checks that it sees all files, writes the
   /// manifest, and removes the files of older saves.
   /// Collective; blocks. Cost: two small messages a rank.
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
   ///         write and why, or the elements that are in no rank's slices or in two's. The
-  ///         checkpoint before stays, and the next save may begin.
+  ///         checkpoint before stays, what was written goes, and the next save may begin.
   void commit();
 
  private:
-  std::string report();
+  void begin(const std::string& folder, const SlicedParts& parts, const SharePlace& place,
+             const Facts& facts);
+  void commit_shares(const std::string& report);
 
   comm::ProcessGroup& group_;
   std::chrono::milliseconds visible_timeout_;
   bool pending_ = false;
   std::string folder_;
   Facts facts_;
-  std::string share_;  // Manifest of what this rank has written, once done.
-  BackgroundTask task_{"checkpoint"};
+  std::optional<Manifest> share_;  // What this rank has written, once done.
+  Snapshot snapshot_;
+  BackgroundTask task_{"checkpoint"};  // Last: it reads the snapshot and writes the share.
 };
 
 /// Fills every rank's slices from a checkpoint of any ranks. `parts` has the same parts on all
 /// ranks, and every tensor of these is in some rank's slices.
 /// Collective; blocks.
 /// Errors: the same on every rank: ConfigError as load_checkpoint's, with the first rank that found
-///         it; no rank's tensors have changed then.
+///         it, or if a save by others meanwhile gave ranks different ones; no rank's tensors have
+///         changed then.
 void load_slices(const std::string& folder, const SlicedParts& parts, comm::ProcessGroup& group);
 
 }  // namespace cohort::train

@@ -31,12 +31,6 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-at::Tensor host_copy(const at::Tensor& tensor) {
-  const at::NoGradGuard no_grad;
-  return at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.dtype()))
-      .copy_(tensor.detach());
-}
-
 void check_slice(const TensorSlice& slice) {
   const auto count = num_elements(slice.shape);
   TORCH_CHECK_VALUE(count && 0 <= slice.begin && slice.begin <= slice.end && slice.end <= *count &&
@@ -48,11 +42,6 @@ void check_slice(const TensorSlice& slice) {
 
 std::vector<TensorSlice> on_host(std::vector<TensorSlice> slices) {
   for (TensorSlice& slice : slices) slice.tensor = slice.tensor.detach().cpu().contiguous();
-  return slices;
-}
-
-std::vector<TensorSlice> host_copies(std::vector<TensorSlice> slices) {
-  for (TensorSlice& slice : slices) slice.tensor = host_copy(slice.tensor);
   return slices;
 }
 
@@ -68,6 +57,20 @@ std::vector<StoredSlice> stored_slices(const std::vector<TensorSlice>& slices) {
          .bytes = {static_cast<const std::byte*>(slice.tensor.data_ptr()), slice.tensor.nbytes()}});
   }
   return stored;
+}
+
+Manifest write_parts(const std::string& folder, const SlicedParts& parts, const SharePlace& place) {
+  Manifest share{.update = place.update};
+  try {
+    for (const auto& [part, slices] : parts) {
+      const std::vector<TensorSlice> host = on_host(slices);
+      share.add(write_share(folder, part, stored_slices(host), place), folder);
+    }
+  } catch (...) {
+    discard_share(folder, share);
+    throw;
+  }
+  return share;
 }
 
 }  // namespace cohort::train

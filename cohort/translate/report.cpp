@@ -293,17 +293,28 @@ std::string table(const std::vector<std::string>& names, const std::string& rows
          "</tbody></table></div>";
 }
 
-// "40.5 / 71": mean and highest of a curve.
-std::string mean_and_peak(const train::Points& points) {
-  const auto all = values_of(points);
-  if (all.empty()) return readable(std::nan(""));
+// "40.5 / 71": mean of the curve of means, and the highest of the curve of peaks.
+std::string mean_and_peak(const train::Points& means, const train::Points& peaks) {
+  const auto all = values_of(means), highest = values_of(peaks);
+  if (all.empty() || highest.empty()) return readable(std::nan(""));
   double sum = 0;
   for (const double one : all) sum += one;
   return readable(sum / static_cast<double>(all.size())) + " / " +
-         readable(*std::max_element(all.begin(), all.end()));
+         readable(*std::max_element(highest.begin(), highest.end()));
 }
 
-// All hosts' GPUs; figures over time are those of rank 0's host, whose GPUs come first.
+// A GPU's use, by the lines about validation; before there is one, rank 0's host, whose GPUs come
+// first, has it in the lines about training.
+std::string gpu_use(const RunHistory& history, const std::string& key, size_t gpu) {
+  const auto means = points_of(history.validations, key.c_str(), gpu);
+  if (values_of(means).empty()) {
+    const auto points = points_of(history.trains, key.c_str(), gpu);
+    return mean_and_peak(points, points);
+  }
+  return mean_and_peak(means, points_of(history.validations, (key + "_peak").c_str(), gpu));
+}
+
+// All hosts' GPUs.
 std::string gpus(const RunHistory& history) {
   const Json& start = history.starts.back();
   const auto names = texts_of(start, "gpus"), hosts = texts_of(start, "gpu_hosts");
@@ -312,11 +323,9 @@ std::string gpus(const RunHistory& history) {
   for (size_t i = 0; i < names.size(); ++i) {
     rows += row("td", {i < hosts.size() ? hosts[i] : "", std::to_string(i), names[i],
                        readable(element_of(start, "gpu_total_gib", i)),
-                       mean_and_peak(points_of(history.trains, "gpu_memory_gib", i)),
-                       mean_and_peak(points_of(history.trains, "gpu_percent", i))});
+                       gpu_use(history, "gpu_memory_gib", i), gpu_use(history, "gpu_percent", i)});
   }
-  return "<p class=\"note\">GPUs; what is used, and by whomever, as mean / peak of the lines about "
-         "training.</p>" +
+  return "<p class=\"note\">GPUs; what is used, and by whomever, as mean / peak.</p>" +
          table({"host", "GPU", "name", "memory, GiB", "GiB used", "percent of the time busy"},
                rows);
 }

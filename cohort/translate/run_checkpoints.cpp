@@ -11,6 +11,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/stored_checkpoint.h"
 #include "cohort/translate/run_folder.h"
 #include "cohort/translate/work_alone.h"
 
@@ -140,63 +141,79 @@ RunState RunCheckpoints::read_last(comm::ProcessGroup& group) const {
   return read_state(nlohmann::json::parse(told).get<train::Facts>());
 }
 
-void RunCheckpoints::load_last(const train::Parts& parts, comm::ProcessGroup& group) const {
+void RunCheckpoints::load_last(const train::SlicedParts& parts, bool sharded,
+                               comm::ProcessGroup& group) const {
+  if (sharded) return train::load_slices(last_, parts, group);
+  comm::ProcessGroup alone{comm::Place{}};
   work_alone(group, "last checkpoint", group.rank() == 0, kLoadLimit,
-             [&] { train::load_checkpoint(last_, parts); });
-  for (const auto& [part, tensors] : parts) {
-    for (const auto& [name, tensor] : tensors) {
-      at::Tensor shared = tensor;
+             [&] { train::load_slices(last_, parts, alone); });
+  for (const auto& [part, slices] : parts) {
+    for (const train::TensorSlice& slice : slices) {
+      at::Tensor shared = slice.tensor.detach();
       group.broadcast(shared, 0);
     }
   }
 }
 
-void RunCheckpoints::save_last(const RunState& state, const train::Parts& parts) {
+void RunCheckpoints::save_with(comm::ProcessGroup* savers) {
+  if (savers == nullptr) return;
+  writer_.emplace(*savers);
+  is_first_saver_ = savers->rank() == 0;
+}
+
+void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& parts) {
+  if (!saves()) return;
   write_best();
   train::Facts facts = model_facts(state.updates);
   facts.insert(data_facts().begin(), data_facts().end());
   facts["run_id"] = run_id();
   facts["valid_metric"] = to_string(options_.valid_metrics.front());
   write_facts(state, facts);
-  write(last_, parts, state.updates, facts);
+  begin(last_, parts, state.updates, facts);
 }
 
-void RunCheckpoints::save_best(const RunState& state, const train::NamedTensors& weights) {
-  settle();  // First: best/ may hold the like of what follows, of before the run was killed.
+void RunCheckpoints::save_best(const RunState& state,
+                               const std::vector<train::TensorSlice>& weights) {
+  if (!saves()) return;
+  settle();
   train::Facts facts = model_facts(state.best_update);
   if (state.best) write_scores(*state.best, "valid_", facts);
   unwritten_best_ = {.update = state.best_update, .facts = std::move(facts)};
-  for (const auto& [name, tensor] : weights)
-    unwritten_best_->parts["weights"].emplace_back(name, tensor.detach().to(at::kCPU, false, true));
-  writer_.save(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
+  for (train::TensorSlice slice : weights) {
+    slice.tensor = slice.tensor.detach().to(at::kCPU, false, true);
+    unwritten_best_->parts["weights"].push_back(std::move(slice));
+  }
+  begin(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
 }
 
-void RunCheckpoints::save_kept(const RunState& state, const train::Parts& parts) {
+void RunCheckpoints::save_kept(const RunState& state, const train::SlicedParts& parts) {
+  if (!saves()) return;
   write_best();
   const auto average = parts.find("average");
-  write(kept_folder(options_.model_dir, state.updates),
+  begin(kept_folder(options_.model_dir, state.updates),
         {{"weights", average == parts.end() ? parts.at("weights") : average->second}},
         state.updates, model_facts(state.updates));
-  kept_one_ = true;
+}
+
+void RunCheckpoints::wait_written() {
+  if (writer_) writer_->wait_written();
 }
 
 void RunCheckpoints::finish() {
-  std::exception_ptr failed;
-  try {
-    writer_.wait();
-  } catch (const std::exception&) {
-    failed = std::current_exception();
-  }
+  const std::exception_ptr last_failed = commit();
   write_best();
-  writer_.wait();
-  settle();
-  if (failed) std::rethrow_exception(failed);
+  const std::exception_ptr best_failed = commit();
+  // A finished model is one plain file, whoever wrote it.
+  if (is_first_saver_ && fs::exists(best_ + "/manifest.json")) make_checkpoint_whole(best_);
+  for (const auto& failed : {best_failed, last_failed})
+    if (failed) std::rethrow_exception(failed);
 }
 
-void RunCheckpoints::write(const std::string& folder, const train::Parts& parts, int64_t update,
-                           const train::Facts& facts) {
+void RunCheckpoints::begin(const std::string& folder, const train::SlicedParts& parts,
+                           int64_t update, const train::Facts& facts) {
   settle();
-  writer_.save(folder, parts, update, facts);
+  begun_ = folder;
+  writer_->begin(folder, parts, update, facts);
 }
 
 // Once more, if it could not be written.
@@ -204,22 +221,37 @@ void RunCheckpoints::write_best() {
   settle();
   if (!unwritten_best_) return;
   log_.info("best/ is written once more", {{"update", unwritten_best_->update}});
-  writer_.save(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
+  begin(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
 }
 
-// Waits for the save before, and sees what came of it.
-void RunCheckpoints::settle() {
+// What went wrong, the same on all savers.
+std::exception_ptr RunCheckpoints::commit() {
+  if (!pending()) return nullptr;
   try {
-    writer_.wait();
+    writer_->commit();
+  } catch (const PeerError&) {
+    throw;
+  } catch (const std::exception&) {
+    return std::current_exception();
+  }
+  if (begun_ == best_) unwritten_best_.reset();
+  if (begun_ != best_ && begun_ != last_ && options_.keep_interval_updates > 0) prune();
+  return nullptr;
+}
+
+void RunCheckpoints::settle() {
+  const std::exception_ptr failed = commit();
+  if (!failed) return;
+  try {
+    std::rethrow_exception(failed);
   } catch (const std::exception& error) {
     log_.error("a checkpoint was not written", {{"why", one_line(error)}});
   }
-  if (unwritten_best_ && facts_in(best_) == unwritten_best_->facts) unwritten_best_.reset();
-  if (std::exchange(kept_one_, false) && options_.keep_interval_updates > 0) prune();
 }
 
 // kept_updates lists whole checkpoints, so what could not be written pushes nothing out.
 void RunCheckpoints::prune() {
+  if (!is_first_saver_) return;
   const auto kept = kept_updates(options_.model_dir);
   const auto most = static_cast<size_t>(options_.keep_interval_updates);
   for (size_t i = 0; i + most < kept.size(); ++i) {

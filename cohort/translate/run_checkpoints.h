@@ -1,12 +1,15 @@
 // The checkpoints of a run: last/, best/ and checkpoints/<update>/ in its folder.
 #pragma once
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cohort/base/log.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/train/checkpoint.h"
+#include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/run_state.h"
 #include "cohort/translate/training.h"
 
@@ -23,9 +26,10 @@ void remove_earlier_run(const std::string& model_dir);
 
 /// Reads and writes a run's checkpoints.
 ///
-/// What is saved is copied and written in the background. A save that fails is said to have failed,
-/// the checkpoint before it is still there, and training goes on: the occasion comes again, for
-/// best/ too, whose weights are kept until they are there.
+/// What is saved is copied and written in the background, by the ranks that hold it: call every
+/// `save_` on all ranks, with each one's slices. A save that fails is said to have failed, the
+/// checkpoint before it is still there, and training goes on: the occasion comes again, for best/
+/// too, whose weights are kept until they are there.
 /// Threads: one.
 class RunCheckpoints {
  public:
@@ -39,25 +43,41 @@ class RunCheckpoints {
   /// Collective; blocks. Errors, on all ranks: ConfigError if last/ is damaged, or of a run with
   /// other text, vocabularies, model or first metric: it names what differs.
   RunState read_last(comm::ProcessGroup& group) const;
-  /// Fills the tensors of `parts` from last/, likewise.
-  void load_last(const train::Parts& parts, comm::ProcessGroup& group) const;
+  /// Fills the slices of `parts` from last/, whichever ranks wrote it. Where every rank holds all,
+  /// rank 0 reads and the others need not see its folder; where slices are `sharded`, every rank
+  /// reads its own. Collective; blocks. Errors: as read_last.
+  void load_last(const train::SlicedParts& parts, bool sharded, comm::ProcessGroup& group) const;
 
-  // What follows is for rank 0. `state` is the run's of now.
+  /// Who saves: `savers`, if this rank is one of them, each its slices; null: others do. Call it
+  /// before the first save. `savers` must outlive this.
+  void save_with(comm::ProcessGroup* savers);
+  bool saves() const { return writer_.has_value(); }
 
-  void save_last(const RunState& state, const train::Parts& parts);
+  // What follows is collective over the savers and does nothing elsewhere. `state` is the run's of
+  // now.
+
+  void save_last(const RunState& state, const train::SlicedParts& parts);
   /// `weights` are the best ones, of `state.best`.
-  void save_best(const RunState& state, const train::NamedTensors& weights);
+  void save_best(const RunState& state, const std::vector<train::TensorSlice>& weights);
   /// Keeps the weights of this update, smoothed if there is an average, in checkpoints/. Those that
   /// are too many by --keep-interval-updates go once they are there.
-  void save_kept(const RunState& state, const train::Parts& parts);
-  bool busy() const { return writer_.busy(); }
-  /// Blocks until everything is written. Errors: c10::Error or ConfigError if the last save failed,
-  /// or best/ could not be written once more.
+  void save_kept(const RunState& state, const train::SlicedParts& parts);
+
+  /// Whether a save has begun that is no checkpoint yet: the same on all savers.
+  bool pending() const { return writer_ && writer_->pending(); }
+  /// Whether this rank still writes its slices. Local.
+  bool writing() const { return pending() && !writer_->done(); }
+  /// Blocks until this rank has written them. Local.
+  void wait_written();
+  /// Makes what was begun a checkpoint. Blocks until all savers have written.
+  void settle();
+  /// The same of everything. Errors: c10::Error or ConfigError if the last save failed, or best/
+  /// could not be written once more.
   void finish();
 
  private:
   struct Best {
-    train::Parts parts;
+    train::SlicedParts parts;
     int64_t update = 0;
     train::Facts facts;
   };
@@ -66,10 +86,10 @@ class RunCheckpoints {
   train::Facts model_facts(int64_t update) const;
   void check_same_run(const train::Facts& found) const;
   void take_best_that_is_there(RunState& state) const;
-  void write(const std::string& folder, const train::Parts& parts, int64_t update,
+  void begin(const std::string& folder, const train::SlicedParts& parts, int64_t update,
              const train::Facts& facts);
   void write_best();
-  void settle();
+  std::exception_ptr commit();
   void prune();
 
   const TrainingOptions& options_;
@@ -78,8 +98,9 @@ class RunCheckpoints {
   const std::string text_sha256_;
   mutable std::optional<train::Facts> data_facts_;  // what text and vocabularies the run rests on
   std::optional<Best> unwritten_best_;              // until best/ is known to hold it
-  bool kept_one_ = false;                           // since the last look at what is too much
-  train::CheckpointWriter writer_;
+  std::optional<train::ShardedCheckpointWriter> writer_;  // on savers
+  bool is_first_saver_ = false;
+  std::string begun_;  // the folder of the save that is pending
 };
 
 }  // namespace cohort::translate

@@ -12,6 +12,7 @@
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/error.h"
 #include "cohort/base/machine.h"
+#include "cohort/translate/gpu_watch.h"
 #include "cohort/translate/report.h"
 #include "cohort/translate/run_folder.h"
 
@@ -37,8 +38,10 @@ void visit_options(const TrainingOptions& options, Visit visit) {
   visit("model_dir", options.model_dir);
   visit("cache_dir", options.cache_dir);
   visit("overwrite", options.overwrite);
+  visit("strategy", parallel::to_string(options.strategy));
   visit("precision", nmt::to_string(options.precision));
-  visit("gradient_checkpointing", options.model.gradient_checkpointing);
+  visit("gradient_checkpointing", options.gradient_checkpointing);
+  visit("optimizer_state_dir", options.optimizer_state_dir);
   visit("mini_batch", options.mini_batch);
   visit("mini_batch_words", options.mini_batch_words);
   visit("mini_batch_fit", options.mini_batch_fit);
@@ -181,6 +184,7 @@ void RunRecord::write_start(const RunStart& start) {
     const auto machine = nlohmann::json::parse(text);
     const std::string host = machine.at("host");
     if (std::ranges::find(hosts, host) == hosts.end()) {  // Its ranks all see the same GPUs.
+      gpus_of_hosts_.emplace_back(hosts.size(), machine.at("gpus").size());
       for (const auto& gpu : machine.at("gpus")) {
         const auto& total = gpu.at("memory_gib");  // null: the driver does not say
         gpu_hosts.push_back(host);
@@ -290,27 +294,50 @@ void RunRecord::write_train_line() {
   attempt("tensorboard", [&] { events_.add_scalars(window.last.update, scalars); });
 }
 
+// In the order of the start's "gpus".
+void RunRecord::add_gpu_use(const std::vector<std::string>& gpu_use,
+                            std::vector<train::History::Field>& line) const {
+  std::vector<double> percent, percent_peak, memory, memory_peak;
+  for (const auto& [rank, count] : gpus_of_hosts_) {
+    std::vector<GpuUseSummary> host;
+    if (rank < gpu_use.size()) host = parse_gpu_use(gpu_use[rank]);
+    const MeanAndPeak unknown{std::nan(""), std::nan("")};
+    host.resize(count, {unknown, unknown});
+    for (const GpuUseSummary& gpu : host) {
+      percent.push_back(gpu.percent.mean);
+      percent_peak.push_back(gpu.percent.peak);
+      memory.push_back(gpu.memory_gib.mean);
+      memory_peak.push_back(gpu.memory_gib.peak);
+    }
+  }
+  if (percent.empty()) return;
+  line.insert(line.end(), {{"gpu_percent", percent},
+                           {"gpu_percent_peak", percent_peak},
+                           {"gpu_memory_gib", memory},
+                           {"gpu_memory_gib_peak", memory_peak}});
+}
+
 void RunRecord::validated(const Validation& validation,
                           const std::vector<std::string>& translations) {
   write_train_line();
   const double bleu = validation.scores.bleu.value_or(std::nan(""));
   const double chrf = validation.scores.chrf.value_or(std::nan(""));
   const auto samples = samples_of(translations);
-  attempt("history.jsonl", [&] {
-    history_.append({{"type", "valid"},
-                     {"epoch", validation.epoch},
-                     {"update", validation.update},
-                     {"wall_s", validation.seconds},
-                     {"train_loss", validation.train_loss},
-                     {"valid_loss", validation.scores.loss},
-                     {"valid_bleu", bleu},
-                     {"valid_chrf", chrf},
-                     {"best", validation.best},
-                     {"learning_rate", validation.learning_rate},
-                     {"tgt_tokens_per_s", validation.tgt_tokens_per_s},
-                     {"valid_s", validation.own_seconds},
-                     {"samples", samples}});
-  });
+  std::vector<train::History::Field> line = {{"type", "valid"},
+                                             {"epoch", validation.epoch},
+                                             {"update", validation.update},
+                                             {"wall_s", validation.seconds},
+                                             {"train_loss", validation.train_loss},
+                                             {"valid_loss", validation.scores.loss},
+                                             {"valid_bleu", bleu},
+                                             {"valid_chrf", chrf},
+                                             {"best", validation.best},
+                                             {"learning_rate", validation.learning_rate},
+                                             {"tgt_tokens_per_s", validation.tgt_tokens_per_s},
+                                             {"valid_s", validation.own_seconds},
+                                             {"samples", samples}};
+  add_gpu_use(validation.gpu_use, line);
+  attempt("history.jsonl", [&] { history_.append(line); });
   attempt("tensorboard", [&] {
     events_.add_scalars(
         validation.update,

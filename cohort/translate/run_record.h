@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/gpu_monitor.h"
@@ -54,8 +55,9 @@ struct Validation {
   ValidScores scores;
   bool best = false;  ///< The best so far.
   double learning_rate = 0;
-  double tgt_tokens_per_s = 0;  ///< In training, since the last validation.
-  double own_seconds = 0;       ///< What this validation took.
+  double tgt_tokens_per_s = 0;       ///< In training, since the last validation.
+  double own_seconds = 0;            ///< What this validation took.
+  std::vector<std::string> gpu_use;  ///< By rank, from GpuWatch; may be empty.
 };
 
 /// Writes config.json, history.jsonl, tensorboard/, result-dev.txt and report.html of a run's
@@ -97,6 +99,8 @@ class RunRecord {
 
   void attempt(const std::string& file, const std::function<void()>& write);
   void write_start(const RunStart& start);
+  void add_gpu_use(const std::vector<std::string>& gpu_use,
+                   std::vector<train::History::Field>& line) const;
   void write_train_line();
   void refresh_report();
   std::vector<std::string> samples_of(const std::vector<std::string>& lines) const;
@@ -107,6 +111,7 @@ class RunRecord {
   train::History history_;
   train::EventFile events_;
   GpuMonitor gpus_;
+  std::vector<std::pair<size_t, size_t>> gpus_of_hosts_;  // Each host's first rank, and its GPUs.
   Window window_;
   Clock::time_point line_time_ = Clock::now();    // Of the last line about training.
   std::optional<Clock::time_point> report_time_;  // Of the last report.

@@ -11,9 +11,13 @@
 #include "cohort/base/log.h"
 #include "cohort/base/stop_request.h"
 #include "cohort/data/prefetch.h"
+#include "cohort/parallel/mesh.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/progress.h"
 #include "cohort/translate/batch_fit.h"
+#include "cohort/translate/gpu_watch.h"
+#include "cohort/translate/layer_runner.h"
+#include "cohort/translate/model_division.h"
 #include "cohort/translate/run_checkpoints.h"
 #include "cohort/translate/run_data.h"
 #include "cohort/translate/run_record.h"
@@ -42,7 +46,7 @@ constexpr std::chrono::minutes kFolderLimit{10};
 // One run on one rank; `run` below is its outline.
 class Run {
  public:
-  Run(const TrainingOptions& options, Start start, RunData data, comm::ProcessGroup& group);
+  Run(const TrainingOptions& options, Start start, RunData data, parallel::Mesh& mesh);
   TrainingResult loop();
 
  private:
@@ -57,6 +61,7 @@ class Run {
   void report_skipped(const Update& update, const BadNumber& bad, double loss);
   void validate();
   void report_validation(const ValidScores& scores, double train_loss, double tokens_per_s) const;
+  void give_back_free_memory_sometimes();
   bool is_valid_update() const;
   void check_goals();
   void save();
@@ -71,17 +76,22 @@ class Run {
   }
   Log make_log() const;
   void report_start() const;
+  void make_model();
   void fit_batch_sizes();
   data::BatchOptions batch_options() const;
 
   const TrainingOptions& options_;
   comm::ProcessGroup& group_;
+  parallel::Mesh& mesh_;
+  comm::ProcessGroup& data_group_;  // mesh_.data(): each has batches of its own
   Log log_;
   RunData data_;
   nmt::Transformer model_{nullptr};
   std::optional<Updater> updater_;
   train::EarlyStopping early_stopping_;
   std::optional<RunRecord> record_;  // rank 0
+  GpuWatch gpu_watch_{group_.place().local_rank == 0 ? GpuWatch::Role::kSamples
+                                                     : GpuWatch::Role::kRests};
   train::Progress progress_;
 
   RunCheckpoints checkpoints_;
@@ -90,6 +100,8 @@ class Run {
   RunState state_;
   Clock::time_point start_;  // of this process's training, after tokenisation and set-up
   Clock::time_point saved_;
+  bool save_is_due_ = false;  // the same on all ranks
+  Clock::time_point gave_back_;
   std::string stop_reason_;
   bool was_asked_to_stop_ = false;
 };
@@ -101,35 +113,53 @@ Log Run::make_log() const {
               .level = options_.log_level});
 }
 
-Run::Run(const TrainingOptions& options, Start start, RunData data, comm::ProcessGroup& group)
+Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Mesh& mesh)
     : options_(options),
-      group_(group),
+      group_(mesh.world()),
+      mesh_(mesh),
+      data_group_(mesh.data()),
       log_(make_log()),
       data_(std::move(data)),
       early_stopping_(stopping_options(options)),
       checkpoints_(options, data_.train.sha256, log_) {
   if (start == Start::kResume) {
-    state_ = checkpoints_.read_last(group);
+    state_ = checkpoints_.read_last(group_);
     early_stopping_ = train::EarlyStopping(stopping_options(options), state_.early_stopping);
   }
-  model_ = nmt::Transformer(options.model, options.precision);
-  model_->initialise(options.seed);
+  make_model();
   if (options.mini_batch_fit) fit_batch_sizes();
-  updater_.emplace(model_, group,
-                   UpdaterOptions{.schedule = {.factor = options.noam_factor,
-                                               .width = options.model.dim_emb,
-                                               .warmup = options.lr_warmup},
-                                  .clip_norm = options.clip_norm,
-                                  .exponential_smoothing = options.exponential_smoothing,
-                                  .seed = options.seed});
+  updater_.emplace(
+      model_, data_group_,
+      UpdaterOptions{.mesh = &mesh,
+                     .strategy = options.strategy,
+                     .fill = nmt::Initialiser(options.model, options.seed, model_->division()),
+                     .gradient_checkpointing = options.gradient_checkpointing,
+                     .adam = {.state_folder = options.optimizer_state_dir},
+                     .schedule = {.factor = options.noam_factor,
+                                  .width = options.model.dim_emb,
+                                  .warmup = options.lr_warmup},
+                     .clip_norm = options.clip_norm,
+                     .exponential_smoothing = options.exponential_smoothing,
+                     .seed = options.seed});
+  checkpoints_.save_with(updater_->savers());
   make_folder_ours(start);
   if (start == Start::kResume) {
-    checkpoints_.load_last(updater_->parts(), group);
+    checkpoints_.load_last(updater_->parts(), updater_->is_sharded(), group_);
     updater_->set_num_updates(state_.updates);
     log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
   }
   open_record();
   report_start();
+}
+
+// Where parameters are sharded, no rank ever has the whole model: the updater fills in its slices.
+void Run::make_model() {
+  const auto division =
+      mesh_.tensor() != nullptr ? divide_among(*mesh_.tensor()) : std::make_shared<nmt::Division>();
+  const bool sharded = parallel::shards_parameters(options_.strategy);
+  model_ = nmt::Transformer(options_.model, options_.precision, sharded ? at::kMeta : at::kCPU,
+                            division);
+  if (!sharded) model_->initialise(options_.seed);
 }
 
 // Everything that can be refused has been: an earlier run outlives a refused one.
@@ -147,7 +177,7 @@ void Run::open_record() {
     record_.emplace(options_,
                     RunStart{.update = state_.updates,
                              .is_validated = state_.is_validated(),
-                             .num_parameters = nmt::count_parameters(*model_),
+                             .num_parameters = model_->num_parameters(),
                              .train_pairs = data_.train.corpus.size(),
                              .pairs = data_.train.counts,
                              .machines = machines},
@@ -162,7 +192,7 @@ void Run::fit_batch_sizes() {
       "workspace_mib=" + std::to_string(options_.workspace_mib) +
       " ranks=" + std::to_string(group_.size()) +
       " precision=" + nmt::to_string(options_.precision) +
-      " gradient_checkpointing=" + std::to_string(options_.model.gradient_checkpointing);
+      " gradient_checkpointing=" + std::to_string(options_.gradient_checkpointing);
   if (state_.fitted_for == wanted) {
     log_.info("batches are those that were fitted before", {{"for", wanted}});
     return;
@@ -172,6 +202,7 @@ void Run::fit_batch_sizes() {
   for (const auto& [source, target] : data_.train.corpus.lengths())
     longest = std::max<int64_t>({longest, source, target});
   model_->train();
+  set_up_layers(model_, options_.gradient_checkpointing);
   BatchFit fit = fit_batches(model_,
                              {.workspace_bytes = options_.workspace_mib << 20,
                               .longest = longest,
@@ -192,8 +223,10 @@ void Run::report_start() const {
   log_.info("start", {{"ranks", group_.size()},
                       {"found_by", group_.place().source},
                       {"threads_per_rank", at::get_num_threads()},
+                      {"strategy", parallel::to_string(options_.strategy)},
                       {"precision", nmt::to_string(options_.precision)},
-                      {"parameters", nmt::count_parameters(*model_)}});
+                      {"tensor_parallel", options_.tensor_parallel},
+                      {"parameters", model_->num_parameters()}});
   const PairCounts& pairs = data_.train.counts;
   log_.info("data", {{"train_pairs", data_.train.corpus.size()},
                      {"dropped_empty", pairs.dropped_empty},
@@ -217,15 +250,13 @@ RunState Run::state_now() const {
 }
 
 void Run::save() {
-  if (group_.rank() == 0) checkpoints_.save_last(state_now(), updater_->parts());
+  checkpoints_.save_last(state_now(), updater_->parts(Replicated::kOnce));
   saved_ = Clock::now();
+  save_is_due_ = false;
 }
 
 void Run::save_if_due() {
-  if (options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min &&
-      !checkpoints_.busy()) {
-    save();
-  }
+  if (save_is_due_ && !checkpoints_.pending()) save();
 }
 
 // Whether --valid-freq wants a validation after the update that was made last, and it has not been.
@@ -247,7 +278,7 @@ void Run::check_goals() {
 }
 
 TrainingResult Run::loop() {
-  start_ = saved_ = Clock::now();
+  start_ = saved_ = gave_back_ = Clock::now();
   try {
     run();
   } catch (const std::exception& error) {
@@ -289,8 +320,9 @@ void Run::run() {
     save_if_due();
   }
   save();
-  work_alone(group_, "last checkpoint", group_.rank() == 0, kSaveLimit,
-             [&] { checkpoints_.finish(); });
+  for (const auto& step : {&RunCheckpoints::wait_written, &RunCheckpoints::finish})
+    work_alone(group_, "last checkpoint", checkpoints_.saves(), kSaveLimit,
+               [&] { (checkpoints_.*step)(); });
   const std::string best = "best_" + to_string(options_.valid_metrics.front());
   log_.info("end", {{"reason", stop_reason_},
                     {"epochs", state_.epoch},
@@ -306,8 +338,8 @@ data::BatchOptions Run::batch_options() const {
           .maxi_batch = options_.maxi_batch,
           .optimizer_delay = options_.optimizer_delay,
           .seed = options_.seed,
-          .rank = group_.rank(),
-          .world_size = group_.size()};
+          .rank = data_group_.rank(),
+          .world_size = data_group_.size()};
 }
 
 bool Run::train_epoch() {
@@ -347,9 +379,9 @@ bool Run::train_epoch() {
       validate();
       check_goals();
     }
-    if (group_.rank() == 0 && options_.save_interval_updates > 0 && !state_.skipped_in_a_row &&
+    if (options_.save_interval_updates > 0 && !state_.skipped_in_a_row &&
         state_.updates % options_.save_interval_updates == 0) {
-      checkpoints_.save_kept(state_now(), updater_->parts());
+      checkpoints_.save_kept(state_now(), updater_->parts(Replicated::kOnce));
     }
     if (!stop_reason_.empty()) {
       progress_.finish();  // before anything else is said
@@ -394,19 +426,27 @@ void Run::report_skipped(const Update& update, const BadNumber& bad, double loss
 
 void Run::update(const Update& update, int64_t step, int64_t num_steps) {
   const auto start = Clock::now();
-  const int world = group_.size();
+  const int models = data_group_.size();
+  // Of the ranks that compute a model together, one speaks.
+  const bool speaks = mesh_.tensor() == nullptr || mesh_.tensor()->rank() == 0;
   const UpdateReport own = updater_->update(update.batches);
   state_.updates = updater_->num_updates();
+  gpu_watch_.sample_if_due();
 
-  // One exchange of small numbers: the loss, who wants to stop, each rank's speed.
-  enum Fact { kLoss, kTimeIsUp, kAsked, kSpeeds };
-  at::Tensor facts = at::zeros({kSpeeds + world}, at::kDouble);
+  // One exchange of small numbers: the loss, who wants to stop, saves, each rank's speed.
+  enum Fact { kLoss, kTimeIsUp, kAsked, kSaveIsDue, kWriting, kSpeeds };
+  at::Tensor facts = at::zeros({kSpeeds + models}, at::kDouble);
   double* fact = facts.data_ptr<double>();
-  fact[kLoss] = own.nll_sum;
+  fact[kLoss] = speaks ? own.nll_sum : 0;
   const bool time_is_up = options_.time_limit_min > 0 && seconds() > 60 * options_.time_limit_min;
   fact[kTimeIsUp] = group_.rank() == 0 && time_is_up ? 1 : 0;
   fact[kAsked] = stop_request_.signal() != 0 ? 1 : 0;
-  fact[kSpeeds + group_.rank()] = static_cast<double>(own.own_tokens) / own.compute_seconds;
+  const bool save_is_due =
+      options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min;
+  fact[kSaveIsDue] = group_.rank() == 0 && save_is_due ? 1 : 0;
+  fact[kWriting] = checkpoints_.writing() ? 1 : 0;
+  fact[kSpeeds + data_group_.rank()] =
+      speaks ? static_cast<double>(own.own_tokens) / own.compute_seconds : 0;
   group_.all_reduce(facts);
   const auto tokens = static_cast<double>(own.num_tokens);
   const double loss = fact[kLoss] / tokens;
@@ -419,6 +459,9 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
     state_.loss_sum += fact[kLoss];
     state_.token_sum += own.num_tokens;
   }
+  save_is_due_ = fact[kSaveIsDue] > 0;
+  if (fact[kWriting] == 0) checkpoints_.settle();
+  give_back_free_memory_sometimes();
   if (fact[kTimeIsUp] > 0) decide_to_stop("reached the time limit");
   check_goals();
   if (fact[kAsked] > 0 && stop_reason_.empty()) {
@@ -426,7 +469,7 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
     was_asked_to_stop_ = true;
   }
   if (group_.rank() != 0) return;
-  const std::vector<double> rank_speeds(fact + kSpeeds, fact + kSpeeds + world);
+  const std::vector<double> rank_speeds(fact + kSpeeds, fact + kSpeeds + models);
   record_->trained({.epoch = state_.epoch + 1,
                     .update = state_.updates,
                     .run_seconds = seconds(),
@@ -445,6 +488,14 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
                     .learning_rate = updater_->learning_rate(),
                     .rank_tokens_per_s = rank_speeds,
                     .tokens_per_s = tokens / update_seconds});
+}
+
+// Batches of all lengths leave holes of all lengths.
+void Run::give_back_free_memory_sometimes() {
+  constexpr double kSeconds = 30;
+  if (seconds_since(gave_back_) < kSeconds) return;
+  give_back_free_memory();
+  gave_back_ = Clock::now();
 }
 
 void Run::report_validation(const ValidScores& scores, double train_loss,
@@ -471,6 +522,7 @@ void Run::report_validation(const ValidScores& scores, double train_loss,
 void Run::validate() {
   const auto start = Clock::now();
   progress_.clear();
+  const auto gpu_use = group_.gather_text(gpu_watch_.take());
   // Not a number before the first update: 0 / 0.
   const double train_loss = state_.loss_sum / static_cast<double>(state_.token_sum);
   const double tokens_per_s = static_cast<double>(state_.token_sum) / state_.train_seconds;
@@ -479,8 +531,9 @@ void Run::validate() {
   state_.train_seconds = 0;
   const optim::AveragesInPlace smoothed(
       updater_->average());  // scored and saved as they are used later
+  const parallel::WholeModel whole(updater_->model());
   const Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
-                                         data_.tokenizers.target, group_, options_.evaluation);
+                                         data_.tokenizers.target, data_group_, options_.evaluation);
   ValidScores scores{.loss = evaluation.loss};
   if (options_.evaluation.translate) {
     scores.bleu = evaluation.bleu.score;
@@ -495,8 +548,9 @@ void Run::validate() {
     state_.best_update = state_.updates;
   }
   report_validation(scores, train_loss, tokens_per_s);
+  if (improved)
+    checkpoints_.save_best(state_now(), updater_->parts(Replicated::kOnce).at("weights"));
   if (group_.rank() == 0) {
-    if (improved) checkpoints_.save_best(state_now(), train::state_of(*model_));
     record_->validated({.epoch = state_.epoch + 1,
                         .update = state_.updates,
                         .seconds = seconds(),
@@ -505,7 +559,8 @@ void Run::validate() {
                         .best = improved,
                         .learning_rate = updater_->learning_rate(),
                         .tgt_tokens_per_s = tokens_per_s,
-                        .own_seconds = seconds_since(start)},
+                        .own_seconds = seconds_since(start),
+                        .gpu_use = gpu_use},
                        evaluation.translations);
   }
   give_back_free_memory();  // translations of all lengths have left holes in it
@@ -515,13 +570,16 @@ void Run::validate() {
 }  // namespace
 
 TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) {
+  if (options.tensor_parallel > 1 && options.strategy == parallel::Strategy::kHybrid)
+    throw ConfigError("--tensor-parallel: expected ddp, zero1, zero2 or zero3 as --strategy");
+  parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
   auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
   std::string decision;
   work_alone(group, "the run's folder", group.rank() == 0, kFolderLimit,
              [&] { decision = find_start(options) == Start::kResume ? "resume" : "fresh"; });
   const Start start = group.broadcast_text(decision) == "resume" ? Start::kResume : Start::kFresh;
   RunData data = prepare_data(options, std::move(valid_text), start, group);
-  return Run(options, start, std::move(data), group).loop();
+  return Run(options, start, std::move(data), mesh).loop();
 }
 
 }  // namespace cohort::translate

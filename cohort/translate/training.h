@@ -9,6 +9,7 @@
 #include "cohort/base/log.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
+#include "cohort/parallel/strategy.h"
 #include "cohort/translate/evaluation.h"
 #include "cohort/translate/valid_metric.h"
 
@@ -29,6 +30,10 @@ struct TrainingOptions {
 
   nmt::TransformerOptions model;
   nmt::Precision precision = nmt::Precision::kFloat32;
+  parallel::Strategy strategy = parallel::Strategy::kDdp;  ///< What of the model each rank holds.
+  int64_t tensor_parallel = 1;          ///< Ranks that compute one model together: parallel/mesh.h.
+  bool gradient_checkpointing = false;  ///< Memory for time: see layer_runner.h.
+  std::string optimizer_state_dir;      ///< optim::AdamOptions::state_folder.
 
   int64_t mini_batch = 64;  ///< Sentences per rank and batch; 0: only mini_batch_words counts.
   int64_t mini_batch_words =

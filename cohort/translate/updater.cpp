@@ -3,6 +3,10 @@
 #include <cmath>
 #include <torch/types.h>
 
+#include "cohort/parallel/tensor_parallel.h"
+#include "cohort/train/sharded_checkpoint.h"
+#include "cohort/translate/layer_runner.h"
+
 namespace cohort::translate {
 namespace {
 
@@ -10,6 +14,12 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
+}
+
+parallel::StrategyOptions strategy_options(const UpdaterOptions& options) {
+  return {.strategy = options.strategy,
+          .ddp = {.gradient_as_bucket_view = true},
+          .sharding = {.fill = options.fill}};
 }
 
 bool is_finite(const at::Tensor& tensor) {
@@ -21,9 +31,14 @@ bool is_finite(const at::Tensor& tensor) {
 Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const UpdaterOptions& options)
     : options_(options),
       group_(group),
+      tensor_(options.mesh != nullptr ? options.mesh->tensor() : nullptr),
       model_(std::move(model)),
-      parallel_(make_parallel_model(model_, group, options.strategy)),
-      adam_(parallel_->parameters()) {
+      parallel_(model_, group, strategy_options(options), model_->layers()),
+      adam_(parallel_.named_slices(), options.adam) {
+  TORCH_CHECK_VALUE(model_->division()->count() == (tensor_ != nullptr ? tensor_->size() : 1),
+                    "updater: a model in ", model_->division()->count(),
+                    " parts: expected a mesh with as many ranks to a model");
+  set_up_layers(model_, options.gradient_checkpointing);
   if (options.exponential_smoothing > 0) {
     average_ = std::make_unique<optim::ExponentialAverage>(adam_.parameters(),
                                                            options.exponential_smoothing);
@@ -44,14 +59,38 @@ Updater::~Updater() {
   for (auto& [parameter, hook] : hooks_) parameter.remove_hook(hook);
 }
 
-train::Parts Updater::parts() {
-  train::Parts parts{{"weights", train::state_of(*model_)}, {"optimizer", adam_.state()}};
+train::SlicedParts Updater::parts(Replicated replicated) {
+  const std::vector<train::TensorSlice> weights = train::slices_of(parallel_.slices());
+  train::SlicedParts parts{{"weights", weights},
+                           {"optimizer", train::slices_like(weights, adam_.state())}};
   if (average_) {
-    const auto named = optim::named_parameters(*model_);
-    for (size_t i = 0; i < named.size(); ++i)
-      parts["average"].emplace_back(named[i].first, average_->averages()[i]);
+    parts["average"] = weights;
+    for (size_t i = 0; i < weights.size(); ++i)
+      parts["average"][i].tensor = average_->averages()[i];
   }
+  for (auto& [part, slices] : parts) slices = whole_model_slices(*model_, slices, replicated);
   return parts;
+}
+
+comm::ProcessGroup* Updater::savers() {
+  if (tensor_ == nullptr) return parallel_.savers();
+  if (parallel_.is_sharded()) return &options_.mesh->world();
+  return group_.rank() == 0 ? tensor_ : nullptr;
+}
+
+bool Updater::is_sharded() const {
+  return tensor_ != nullptr || parallel_.is_sharded();
+}
+
+double Updater::gradient_norm() {
+  if (tensor_ == nullptr) return parallel_.gradient_norm();
+  std::vector<at::Tensor> cut, replicated;
+  for (const parallel::ParameterSlice& slice : parallel_.slices()) {
+    const bool divided = is_divided(*model_, slice.name, slice.shape);
+    (divided ? cut : replicated).push_back(slice.tensor);
+  }
+  return parallel::tensor_parallel_gradient_norm(
+      cut, replicated, tensor_->size(), parallel_.is_sharded() ? options_.mesh->world() : *tensor_);
 }
 
 void Updater::set_num_updates(int64_t num_updates) {
@@ -74,14 +113,14 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
                         static_cast<uint64_t>(group_.rank());
     model_->set_dropout_stream({.seed = options_.seed * 1000003 + number,
                                 .call = static_cast<uint64_t>(num_updates()) << 20});
-    const auto [loss, nll] = parallel_->forward(batches[index]);
+    const auto [loss, nll] = parallel_(batches[index]);
     // 0 times a loss that is not finite is NaN: it makes the gradients so, and all ranks see it in
     // them, without an exchange of its own.
-    parallel_->backward(loss, at::full_like(loss, weight) + (nll.detach() * 0).to(loss));
+    parallel_.backward(loss, at::full_like(loss, weight) + (nll.detach() * 0).to(loss));
     nll_sum += nll.item<double>();
   };
   for (size_t i = 0; i < batches.size(); ++i) {
-    parallel_->set_synchronized(i + 1 == batches.size());
+    parallel_.set_synchronized(i + 1 == batches.size());
     run(i);
   }
   return nll_sum;
@@ -90,12 +129,12 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
 // Where gradients are sharded, only the ranks that hold a part of the bad one see it.
 std::string Updater::first_bad_sum() {
   std::string own;
-  for (const auto& [name, tensor] : parallel_->parameters()) {
-    const at::Tensor& gradient = tensor.grad();
+  for (const auto& slice : parallel_.slices()) {
+    const at::Tensor& gradient = slice.tensor.grad();
     if (!own.empty() || !gradient.defined() || is_finite(gradient)) continue;
-    own = name;
+    own = slice.name;
   }
-  for (const std::string& found : group_.all_gather_text(own))
+  for (const std::string& found : everyone().all_gather_text(own))
     if (!found.empty()) return found;
   return "";
 }
@@ -109,14 +148,14 @@ BadNumber Updater::find_bad_number(const std::vector<nmt::Batch>& batches, doubl
   std::vector<std::pair<at::Tensor, unsigned>> hooks;
   for (const auto& item : model_->named_parameters()) {
     const auto look = [&own, this, name = item.key()](const at::Tensor& gradient) {
-      if (own.batch < 0 && !is_finite(gradient)) own = {group_.rank(), batch_, name};
+      if (own.batch < 0 && !is_finite(gradient)) own = {everyone().rank(), batch_, name};
     };
     hooks.emplace_back(item.value(), item.value().register_hook(look));
   }
   accumulate_gradients(batches, weight);
   for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
-  const auto found =
-      group_.all_gather_text(own.batch < 0 ? "" : std::to_string(own.batch) + " " + own.parameter);
+  const auto found = everyone().all_gather_text(
+      own.batch < 0 ? "" : std::to_string(own.batch) + " " + own.parameter);
   for (size_t rank = 0; rank < found.size(); ++rank) {
     if (found[rank].empty()) continue;
     return {static_cast<int>(rank), std::stoll(found[rank]),
@@ -136,7 +175,7 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   report.nll_sum = accumulate_gradients(batches, weight);
   const auto all_gradients = Clock::now();
   const double waiting = seconds_between(last_gradient_, all_gradients);
-  report.gradient_norm = parallel_->gradient_norm();
+  report.gradient_norm = gradient_norm();
   // The gradients are means over ranks by now: one rank's bad number is in everybody's.
   report.skipped = !std::isfinite(report.gradient_norm);
   if (report.skipped) {

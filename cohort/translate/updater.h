@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,13 +13,22 @@
 #include "cohort/optim/adam.h"
 #include "cohort/optim/exponential_average.h"
 #include "cohort/optim/noam.h"
+#include "cohort/parallel/mesh.h"
+#include "cohort/parallel/strategy.h"
 #include "cohort/train/checkpoint.h"
-#include "cohort/translate/strategy.h"
+#include "cohort/translate/model_division.h"
 
 namespace cohort::translate {
 
 struct UpdaterOptions {
-  Strategy strategy = Strategy::kDdp;
+  /// Of a model that is divided among its tensor() ranks (model_division.h), of which `group` is
+  /// the data() then. Must outlive the updater; null: the model is whole.
+  parallel::Mesh* mesh = nullptr;
+  parallel::Strategy strategy = parallel::Strategy::kDdp;
+  /// First values of a model on the meta device, which the strategy shards: ShardingOptions::fill.
+  std::function<void(const std::string& name, at::Tensor& parameter)> fill;
+  bool gradient_checkpointing = false;  ///< See set_up_layers.
+  optim::AdamOptions adam;
   optim::NoamSchedule schedule;
   double clip_norm = 1;              ///< Largest global gradient norm; 0: no clipping.
   double exponential_smoothing = 0;  ///< Weight of the newest parameters in the average; 0: none.
@@ -70,26 +80,35 @@ class Updater {
   /// batches there are.
   UpdateReport update(const std::vector<nmt::Batch>& batches);
 
-  /// The parts of a checkpoint: "weights", "optimizer", and "average" if there is one. They share
-  /// memory with this; after filling them, call `set_num_updates`.
-  train::Parts parts();
+  /// This rank's slices of a checkpoint's parts: "weights", "optimizer", and "average" if there is
+  /// one. They share memory with this; after filling them, call `set_num_updates`. To save them,
+  /// kOnce: those of all savers are then everything once.
+  train::SlicedParts parts(Replicated replicated = Replicated::kEverywhere);
+  /// The ranks that save, if this is one of them; else null. Rank 0 of all is their first.
+  comm::ProcessGroup* savers();
+  /// Whether ranks hold different slices: then every rank reads a checkpoint, else any one.
+  bool is_sharded() const;
   void set_num_updates(int64_t num_updates);
 
   int64_t num_updates() const { return adam_.num_steps(); }
   double learning_rate() const;  ///< Of the last update.
   /// The smoothed parameters; null without exponential_smoothing.
   optim::ExponentialAverage* average() { return average_.get(); }
+  parallel::ParallelModel<nmt::Transformer>& model() { return parallel_; }
 
  private:
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
+  comm::ProcessGroup& everyone() { return tensor_ ? options_.mesh->world() : group_; }
+  double gradient_norm();
   void watch_gradients();
   BadNumber find_bad_number(const std::vector<nmt::Batch>& batches, double weight);
   std::string first_bad_sum();
 
   UpdaterOptions options_;
   comm::ProcessGroup& group_;
+  comm::ProcessGroup* tensor_;  // null: the model is whole
   nmt::Transformer model_;
-  std::unique_ptr<ParallelModel> parallel_;
+  parallel::ParallelModel<nmt::Transformer> parallel_;
   optim::Adam adam_;
   std::unique_ptr<optim::ExponentialAverage> average_;
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;   // to be taken off again

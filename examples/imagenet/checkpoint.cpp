@@ -3,30 +3,39 @@
 #include <array>
 #include <charconv>
 #include <memory>
-#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
-#include "cohort/train/checkpoint.h"
+#include "cohort/train/sharded_checkpoint.h"
 
 namespace imagenet {
 namespace {
 
 using cohort::ConfigError;
 
-// One tensor per parameter; a parameter that has taken no step yet has zeros, which come to the
-// same.
-cohort::train::NamedTensors momentum_of(const torch::nn::Module& model, torch::optim::SGD& sgd) {
-  cohort::train::NamedTensors momentum;
-  for (const auto& item : model.named_parameters()) {
-    auto& state = sgd.state()[item.value().unsafeGetTensorImpl()];
+// One slice per parameter's; one that has taken no step yet has zeros, which come to the same.
+std::vector<cohort::train::TensorSlice> momentum_of(const Model& model, torch::optim::SGD& sgd) {
+  std::vector<cohort::train::TensorSlice> momentum;
+  for (const auto& [name, shape, begin, end, tensor] : model.slices()) {
+    auto& state = sgd.state()[tensor.unsafeGetTensorImpl()];
     if (!state) state = std::make_unique<torch::optim::SGDParamState>();
     auto& own = static_cast<torch::optim::SGDParamState&>(*state);
-    if (!own.momentum_buffer().defined())
-      own.momentum_buffer(at::zeros_like(item.value().detach()));
-    momentum.emplace_back(item.key(), own.momentum_buffer());
+    if (!own.momentum_buffer().defined()) own.momentum_buffer(at::zeros_like(tensor.detach()));
+    momentum.push_back({name, shape, begin, end, own.momentum_buffer()});
   }
   return momentum;
+}
+
+// Buffers are whole on every rank.
+cohort::train::SlicedParts parts_of(Model& model, torch::optim::SGD& sgd, bool with_buffers) {
+  auto weights = cohort::train::slices_of(model.slices());
+  if (with_buffers) {
+    cohort::train::NamedTensors buffers;
+    for (const auto& item : model->named_buffers()) buffers.emplace_back(item.key(), item.value());
+    const auto whole = cohort::train::whole_slices(buffers);
+    weights.insert(weights.end(), whole.begin(), whole.end());
+  }
+  return {{"weights", weights}, {"optimizer", momentum_of(model, sgd)}};
 }
 
 std::string fact(const cohort::train::Facts& facts, const std::string& folder,
@@ -45,14 +54,17 @@ std::string exact(double number) {
 
 }  // namespace
 
-void save_run(const std::string& folder, const torch::nn::Module& model, torch::optim::SGD& sgd,
+void save_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
               const RunState& state) {
-  cohort::train::save_checkpoint(
-      folder, {{"weights", cohort::train::state_of(model)}, {"optimizer", momentum_of(model, sgd)}},
-      state.epochs_done,
-      {{"arch", state.arch},
-       {"epochs_done", std::to_string(state.epochs_done)},
-       {"best_top1", exact(state.best_top1)}});
+  cohort::comm::ProcessGroup* savers = model.savers();
+  if (savers == nullptr) return;
+  cohort::train::ShardedCheckpointWriter writer(*savers);
+  writer.begin(folder, parts_of(model, sgd, /*with_buffers=*/savers->rank() == 0),
+               state.epochs_done,
+               {{"arch", state.arch},
+                {"epochs_done", std::to_string(state.epochs_done)},
+                {"best_top1", exact(state.best_top1)}});
+  writer.commit();
 }
 
 RunState read_run(const std::string& folder) {
@@ -70,9 +82,13 @@ RunState read_run(const std::string& folder) {
   return state;
 }
 
-void load_run(const std::string& folder, torch::nn::Module& model, torch::optim::SGD& sgd) {
-  cohort::train::load_checkpoint(folder, {{"weights", cohort::train::state_of(model)},
-                                          {"optimizer", momentum_of(model, sgd)}});
+void load_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
+              cohort::comm::ProcessGroup& group) {
+  cohort::train::load_slices(folder, parts_of(model, sgd, /*with_buffers=*/true), group);
+}
+
+void load_weights(const std::string& folder, ResNet& model) {
+  cohort::train::load_checkpoint(folder, *model);
 }
 
 }  // namespace imagenet

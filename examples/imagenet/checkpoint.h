@@ -2,10 +2,16 @@
 #pragma once
 #include <cstdint>
 #include <string>
-#include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 
+#include "cohort/comm/process_group.h"
+#include "cohort/parallel/strategy.h"
+
+#include "examples/imagenet/resnet.h"
+
 namespace imagenet {
+
+using Model = cohort::parallel::ParallelModel<ResNet>;
 
 /// Where a run stands.
 struct RunState {
@@ -14,16 +20,22 @@ struct RunState {
   double best_top1 = -1;  ///< Percent; below 0: not evaluated yet.
 };
 
-/// Writes weights, momentum and state to `folder`; the manifest comes last, so that a save cut
-/// short leaves the checkpoint before it. Local: for rank 0. Blocks until the disk has it. Errors:
-/// ConfigError if the folder is not writable, c10::Error if writing fails.
-void save_run(const std::string& folder, const torch::nn::Module& model, torch::optim::SGD& sgd,
+/// Writes weights, momentum and state to `folder`, each rank what it holds; the manifest comes
+/// last, so that a save cut short leaves the checkpoint before it. Collective; blocks until the
+/// disk has it. Errors: ConfigError if the folder is not writable, c10::Error if writing fails.
+void save_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
               const RunState& state);
 
 /// Reads the state alone. Errors: ConfigError if `folder` holds no checkpoint of this program.
 RunState read_run(const std::string& folder);
 
-/// Fills model and optimizer. Errors: ConfigError that names the file: damaged, or another model's.
-void load_run(const std::string& folder, torch::nn::Module& model, torch::optim::SGD& sgd);
+/// Fills what this rank holds, from a checkpoint of any strategy and number of ranks; every rank
+/// reads the folder. Collective; blocks. Errors: ConfigError that names the file: damaged, or
+/// another model's.
+void load_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
+              cohort::comm::ProcessGroup& group);
+
+/// Fills a plain model. Local. Errors: as load_run.
+void load_weights(const std::string& folder, ResNet& model);
 
 }  // namespace imagenet

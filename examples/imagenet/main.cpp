@@ -20,7 +20,9 @@ void add_model_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
   app.add_option("--precision", o.precision, "float32 or float64")->capture_default_str();
-  app.add_option("--strategy", o.strategy, "How ranks share the work: ddp")->capture_default_str();
+  app.add_option("--strategy", o.strategy,
+                 "What of the model each rank holds: ddp, zero1, zero2, zero3 (or fsdp), hybrid")
+      ->capture_default_str();
 }
 
 void add_data_flags(CLI::App& app, Options& o) {

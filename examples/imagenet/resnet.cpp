@@ -7,6 +7,7 @@
 #include <torch/nn/modules/batchnorm.h>
 
 #include "cohort/base/error.h"
+#include "cohort/parallel/sharding/sharded_data_parallel.h"
 
 namespace imagenet {
 namespace {
@@ -124,10 +125,16 @@ ResNetImpl::ResNetImpl(const ResNetOptions& options) {
   }
 }
 
+std::vector<nn::Module*> ResNetImpl::blocks() {
+  std::vector<nn::Module*> blocks;
+  for (auto& layer : layers_) blocks.push_back(layer.get());
+  return blocks;
+}
+
 at::Tensor ResNetImpl::forward(const at::Tensor& pictures_BCHW) {
   at::Tensor x = bn1_.forward(conv1_->forward(pictures_BCHW)).relu_();
   x = nn::functional::max_pool2d(x, nn::functional::MaxPool2dFuncOptions(3).stride(2).padding(1));
-  for (auto& layer : layers_) x = layer->forward(x);
+  for (auto& layer : layers_) x = cohort::parallel::unit(layer, x);
   return fc_->forward(x.mean({2, 3}));
 }
 

@@ -38,6 +38,9 @@ class ResNetImpl : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& pictures_BCHW);
 
+  /// The four layers, which run through parallel::unit; not owned.
+  std::vector<torch::nn::Module*> blocks();
+
  private:
   torch::nn::Conv2d conv1_{nullptr};
   torch::nn::AnyModule bn1_;

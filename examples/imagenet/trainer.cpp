@@ -58,13 +58,8 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
       validation_set_(options.data + "/val"),
       local_batch_(options.batch_size_per_rank.value_or(0)),
       learning_rate_(options.lr),
-      model_(make_model(options, std::ssize(validation_set_.classes()), group)),
-      sgd_(model_->parameters(), torch::optim::SGDOptions(options.lr)
-                                     .momentum(options.momentum)
-                                     .weight_decay(options.weight_decay)) {
-  if (options.strategy != "ddp") {
-    throw ConfigError("--strategy " + options.strategy + ": expected ddp");
-  }
+      model_(make_model(options, std::ssize(validation_set_.classes()), group)) {
+  const auto strategy = cohort::parallel::parse_strategy(options.strategy);
   if (!options.batch_size_per_rank) {
     local_batch_ = cohort::train::local_batch(options.batch_size, group.size());
   }
@@ -75,9 +70,11 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
       throw ConfigError(options.resume + ": a checkpoint of " + state_.arch + ", not of --arch " +
                         options.arch);
     }
-    load_run(options.resume, *model_, sgd_);
   }
-  if (options.evaluate) return;
+  if (options.evaluate) {
+    if (!options.resume.empty()) load_weights(options.resume, model_);
+    return;
+  }
   training_set_.emplace(options.data + "/train");
   if (training_set_->classes() != validation_set_.classes()) {
     throw ConfigError(options.data + ": train and val have different classes");
@@ -85,7 +82,14 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
   const auto rule = cohort::train::parse_learning_rate_rule(options.lr_rule);
   learning_rate_ =
       cohort::train::scaled_learning_rate(options.lr, kBaseBatch, global_batch(), rule);
-  ddp_.emplace(model_, group);
+  parallel_.emplace(model_, group, cohort::parallel::StrategyOptions{.strategy = strategy},
+                    model_->blocks());
+  std::vector<at::Tensor> trained;
+  for (const auto& [name, tensor] : parallel_->named_slices()) trained.push_back(tensor);
+  sgd_.emplace(trained, torch::optim::SGDOptions(options.lr)
+                            .momentum(options.momentum)
+                            .weight_decay(options.weight_decay));
+  if (!options.resume.empty()) load_run(options.resume, *parallel_, *sgd_, group);
   console_.print(
       "%s, %lld classes, %lld pictures; batch %lld on %d ranks; learning rate %s\n",
       options.arch.c_str(), static_cast<long long>(std::ssize(training_set_->classes())),
@@ -115,6 +119,8 @@ Scores Trainer::evaluate() {
   ImageLoader loader(validation_set_, cohort::data::cut_batches(sampler.indices(), local_batch_),
                      loader_options(Transform::kEvaluation, 0));
   const at::NoGradGuard no_grad;
+  std::optional<cohort::parallel::WholeModel<ResNet>> whole;
+  if (parallel_) whole.emplace(*parallel_);
   model_->eval();
   ScoreSums sums;
   // Ranks have different numbers of batches: nothing in this loop communicates.
@@ -143,7 +149,7 @@ std::vector<std::vector<int64_t>> Trainer::training_batches(int64_t epoch) const
 
 void Trainer::set_learning_rate(int64_t epoch) {
   const double rate = learning_rate_ * std::pow(0.1, static_cast<double>(epoch / kEpochsPerRate));
-  for (auto& group : sgd_.param_groups()) group.options().set_lr(rate);
+  for (auto& group : sgd_->param_groups()) group.options().set_lr(rate);
 }
 
 EpochReport Trainer::train_epoch(int64_t epoch) {
@@ -164,12 +170,12 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
   while (const auto batch = loader.next()) {
     TORCH_CHECK_VALUE(batch->labels_B.numel() > 0, "epoch ", epoch, ", step ", step,
                       ": every picture of the batch is damaged");
-    const at::Tensor scores_BC = (*ddp_)(batch->images_BCHW.to(scalar_type(options_)));
+    const at::Tensor scores_BC = (*parallel_)(batch->images_BCHW.to(scalar_type(options_)));
     const at::Tensor losses_B = losses_of(scores_BC, batch->labels_B);
-    sgd_.zero_grad();
+    sgd_->zero_grad();
     // Not the mean: a batch with pictures left out counts for what it has.
-    ddp_->backward(losses_B.sum() / local_batch_);
-    sgd_.step();
+    parallel_->backward(losses_B.sum() / local_batch_);
+    sgd_->step();
     sums.add(losses_B, scores_BC, batch->labels_B);
     if (++step % options_.print_freq == 0) {
       print_step(epoch, step, num_steps, report(sums.scores()));
@@ -196,14 +202,14 @@ void Trainer::print_step(int64_t epoch, int64_t step, int64_t num_steps,
 void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
   // Plain batch normalisation keeps running statistics of each rank's own pictures: rank 0's are
   // the ones that are saved, so they are what all ranks evaluate.
-  cohort::parallel::broadcast_model(*model_, group_);
+  cohort::parallel::broadcast_tensors(model_->buffers(), group_, 0);
   const Scores valid = evaluate();
   const bool best = valid.top1 > state_.best_top1;
   if (best) state_.best_top1 = valid.top1;
   state_.epochs_done = epoch + 1;
+  save_run(options_.output + "/checkpoint", *parallel_, *sgd_, state_);
+  if (best) save_run(options_.output + "/model_best", *parallel_, *sgd_, state_);
   if (group_.rank() != 0) return;
-  save_run(options_.output + "/checkpoint", *model_, sgd_, state_);
-  if (best) save_run(options_.output + "/model_best", *model_, sgd_, state_);
   cohort::train::History(options_.output + "/history.jsonl")
       .append({{"epoch", epoch},
                {"train_loss", report.scores.loss},

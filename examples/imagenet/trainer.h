@@ -8,7 +8,6 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/image/image_folder.h"
 #include "cohort/image/image_loader.h"
-#include "cohort/parallel/distributed_data_parallel.h"
 
 #include "examples/imagenet/checkpoint.h"
 #include "examples/imagenet/options.h"
@@ -58,8 +57,8 @@ class Trainer {
   int64_t local_batch_;
   double learning_rate_;  // Of epoch 0.
   ResNet model_;
-  torch::optim::SGD sgd_;
-  std::optional<cohort::parallel::DistributedDataParallel<ResNet>> ddp_;
+  std::optional<Model> parallel_;         // None with --evaluate, ...
+  std::optional<torch::optim::SGD> sgd_;  // ... this neither.
   RunState state_;
 };
 

@@ -192,12 +192,69 @@ TEST_F(NmtCommandTest, GradientCheckpointingChangesNoWeight) {
   EXPECT_EQ(files("run"), files("run--gradient-checkpointing"));
 }
 
+TEST_F(NmtCommandTest, MomentsOnDiskChangeNoWeight) {
+  for (const std::string& flag : {std::string(), "--optimizer-state-dir " + path("")}) {
+    const Ended ended =
+        shell(bin("cohort-nmt") + " " + train_flags(flag.empty() ? "memory" : "disk") +
+              "--after-batches 6 " + flag);
+    ASSERT_EQ(ended.code, 0) << ended.output;
+  }
+  const auto files = [&](const std::string& run) {
+    return nlohmann::json::parse(contents(path(run + "/last/manifest.json")))["files"];
+  };
+  EXPECT_EQ(files("memory"), files("disk"));
+  expect_refused(train_flags("x") + "--optimizer-state-dir " + path("absent"), path("absent"));
+}
+
+// One run that goes on under another strategy again and again, beside one under plain DDP.
+TEST_F(NmtCommandTest, ARunGoesOnWithAnotherStrategy) {
+  const std::string flags =
+      "--precision float32 --exponential-smoothing 0.1 --save-interval-updates 4 --after-batches ";
+  const auto run = [&](const std::string& name, int updates, const std::string& strategy) {
+    const Ended ended = shell(on_ranks(
+        2, train_flags(name) + flags + std::to_string(updates) + " --strategy " + strategy));
+    ASSERT_EQ(ended.code, 0) << ended.output;
+  };
+  run("plain", 8, "ddp");
+  run("r", 2, "zero3");
+  run("r", 4, "zero1");
+  run("r", 6, "fsdp");
+  run("r", 8, "zero2");
+  const auto loss = [&](const std::string& name) {  // of the last validation
+    double last = 0;
+    for (const std::string& line :
+         cohort::test::lines_of(contents(path(name + "/history.jsonl")))) {
+      const auto row = nlohmann::json::parse(line);
+      if (row["type"] == "valid") last = row["valid_loss"].get<double>();
+    }
+    return last;
+  };
+  EXPECT_NEAR(loss("r"), loss("plain"), 1e-4) << "float32, summed in another order";
+  for (const std::string checkpoint : {"r/last", "r/best", "r/checkpoints/4"}) {
+    const Ended verified = shell(bin("cohort") + " checkpoint verify " + path(checkpoint));
+    EXPECT_EQ(verified.code, 0) << checkpoint << ": " << verified.output;
+  }
+  const auto best = nlohmann::json::parse(contents(path("r/best/manifest.json")));
+  ASSERT_EQ(best["files"].size(), 1) << "whole, though ranks wrote shares of it";
+  EXPECT_TRUE(best["files"].contains("weights"));
+  const Ended translated =
+      shell(bin("cohort-nmt") + " translate --model-dir " + path("r") + " < " + path("valid.en"));
+  EXPECT_EQ(translated.code, 0) << translated.output;
+  const Ended exported = shell(bin("cohort-nmt") + " export --to ctranslate2 --model-dir " +
+                               path("r") + " --output-dir " + path("exported"));
+  EXPECT_EQ(exported.code, 0) << exported.output;
+  expect_refused(train_flags("x") + "--strategy hybrid", "expected several hosts, got one");
+  expect_refused(train_flags("x") + "--strategy zero3 --mini-batch-fit",
+                 "--mini-batch-fit: its trials need the whole model");
+}
+
 TEST_F(NmtCommandTest, AManifestOfBeforeANewOptionMeansTheDefault) {
   const std::string train = train_flags("old");
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train + "--after-batches 2").code, 0);
   auto manifest = nlohmann::json::parse(contents(path("old/best/manifest.json")));
   for (const char* fact : {"model.norm", "model.ffn_activation", "model.tied_embeddings_all"})
     EXPECT_EQ(manifest["facts"].erase(fact), 1U) << fact;
+  manifest.erase("sha256");
   std::ofstream(path("old/best/manifest.json")) << manifest.dump(2);
   EXPECT_EQ(
       shell("echo red cat | " + bin("cohort-nmt") + " translate --model-dir " + path("old")).code,
@@ -579,6 +636,7 @@ TEST_F(NmtCommandTest, AValidationAtTheStartIsMadeOnce) {
   json["facts"]["trained"] = "[]";
   json["facts"]["epoch"] = "0";
   json["facts"]["token_sum"] = "0";
+  json.erase("sha256");
   std::ofstream(manifest) << json.dump(2);
   const Ended again = shell(command + "1");
   ASSERT_EQ(again.code, 0) << again.output;

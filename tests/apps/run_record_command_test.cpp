@@ -74,6 +74,10 @@ TEST_F(RunRecordCommandTest, ARunOnTwoRanksLeavesItsRecordAndItsPage) {
       EXPECT_EQ(line["rank_tokens_per_s"].size(), 2);
       EXPECT_EQ(line["gpu_percent"], json::parse("[87.0,null]"));
     }
+    if (line["type"] == "valid") {
+      EXPECT_EQ(line["gpu_percent_peak"], json::parse("[87.0,null]"));
+      EXPECT_EQ(line["gpu_memory_gib"], json::parse("[12.0,null]"));
+    }
     if (line["type"] == "start") {
       EXPECT_EQ(line["hosts"].size(), 2);
       EXPECT_EQ(line["gpus"], json::parse(R"(["NVIDIA Fake 80GB", "NVIDIA Mute"])"))

@@ -68,5 +68,25 @@ TEST(AtomicFileTest, NamesThePathAndTheReason) {
   EXPECT_EQ(num_files(folder), 1);
 }
 
+TEST(MakeFolderTest, MakesWhatIsNotThere) {
+  const TemporaryFolder folder;
+  make_folder(folder / "a/b/c");
+  make_folder(folder / "a/b/c");
+  make_folder(folder / "a/d/");
+  make_folder("");
+  EXPECT_TRUE(std::filesystem::is_directory(folder / "a/b/c"));
+  EXPECT_TRUE(std::filesystem::is_directory(folder / "a/d"));
+  write_file(folder / "f", "x");
+  for (const char* path : {"f", "f/g"}) {
+    try {
+      make_folder(folder / path);
+      FAIL() << "no exception";
+    } catch (const ConfigError& error) {
+      EXPECT_TRUE(one_line(error).starts_with(folder / "f" + ": expected a folder"))
+          << one_line(error);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace cohort

@@ -29,7 +29,8 @@ int nvmlDeviceGetName(void* device, char* name, unsigned size) {
 }
 int nvmlDeviceGetUtilizationRates(void* device, unsigned* gpu_and_memory) {
   if (device != &devices[0]) return kNotSupported;
-  gpu_and_memory[0] = 87;
+  const char* busy = std::getenv("FAKE_NVML_BUSY");
+  gpu_and_memory[0] = busy != nullptr ? static_cast<unsigned>(std::atoi(busy)) : 87;
   gpu_and_memory[1] = 40;
   return 0;
 }

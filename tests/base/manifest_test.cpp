@@ -92,6 +92,43 @@ TEST(ManifestTest, BadContentIsNamed) {
   }
 }
 
+TEST(ManifestTest, NoFlippedBitIsOverlooked) {
+  const std::string good = two_files().to_json();
+  for (size_t i = 0; i < good.size(); ++i) {
+    for (int bit = 0; bit < 8; ++bit) {
+      std::string bad = good;
+      bad[i] = static_cast<char>(bad[i] ^ (1 << bit));
+      try {
+        Manifest::parse(bad, "here");
+        // The last line's own end: white space for white space.
+        EXPECT_GE(i, good.size() - 3) << "bit " << bit << " of byte " << i;
+      } catch (const ConfigError&) {
+      }
+    }
+  }
+}
+
+TEST(ManifestTest, AChangedFactIsNotBelieved) {
+  std::string text = two_files().to_json();
+  text.replace(text.find("\\n"), 2, "no");
+  EXPECT_EQ(test::message_of<ConfigError>([&] { Manifest::parse(text, "here"); }),
+            "here: its SHA-256 is not the one in its last line: it was changed");
+}
+
+// What was written for a while: the same without the last line.
+TEST(ManifestTest, OneWithoutItsOwnSumIsRead) {
+  std::string text = two_files().to_json();
+  text = text.substr(0, text.rfind(",\n  \"sha256\"")) + "\n}\n";
+  EXPECT_EQ(Manifest::parse(text, "here").to_json(), two_files().to_json());
+}
+
+TEST(ManifestTest, FactsThatAreNoTextAreRefused) {
+  Manifest manifest = two_files();
+  manifest.facts["path"] = "a\xFF";
+  EXPECT_NE(test::message_of<ConfigError>([&] { manifest.to_json(); }).find("UTF-8"),
+            std::string::npos);
+}
+
 TEST(ManifestTest, AFolderWithoutOneSaysSo) {
   const TemporaryFolder folder;
   EXPECT_EQ(test::message_of<ConfigError>([&] { Manifest::read(folder.path().string()); }),

@@ -40,7 +40,6 @@ class Saving {
   }
 
   void save(const std::string& folder) const {
-    std::filesystem::create_directories(folder);
     Manifest manifest{.update = update_};
     for (int rank = 0; rank < world_size_; ++rank) manifest.add(share(folder, rank), folder);
     commit_manifest(folder, manifest);

@@ -60,7 +60,12 @@ TEST(StoredCheckpointTest, ADamagedMissingOrForeignFileIsNamed) {
   const std::string good = read_file(file);
   const std::string other = read_file(folder / "other" + "/" +
                                       Manifest::read(folder / "other").files.at("a.1-of-2").name);
+  Saving(2, 2, 0).save(folder / "another run's");
+  const std::string namesake =
+      read_file(folder / "another run's" + "/" +
+                Manifest::read(folder / "another run's").files.at("a.1-of-2").name);
   ASSERT_EQ(other.size(), good.size());
+  ASSERT_EQ(namesake.size(), good.size());
   std::string flipped = good;
   flipped.back() = static_cast<char>(flipped.back() ^ 1);
   const auto text = [&] {
@@ -82,6 +87,17 @@ TEST(StoredCheckpointTest, ADamagedMissingOrForeignFileIsNamed) {
   write_file(file, other);
   EXPECT_NE(text().find("another save's: it says it is a.1-of-2 of update 1"), std::string::npos)
       << text();
+  write_file(file, namesake);
+  EXPECT_TRUE(text().starts_with(file + ": its SHA-256 is not the one in manifest.json")) << text();
+  for (size_t i = 0; i < good.size(); ++i) {
+    flipped = good;
+    flipped[i] = static_cast<char>(flipped[i] ^ (1 << i % 8));
+    write_file(file, flipped);
+    EXPECT_TRUE(test::message_of<ConfigError>([&] {
+                  StoredCheckpoint(path).file("a.1-of-2");
+                }).starts_with(file + ": its SHA-256"))
+        << "byte " << i;
+  }
   fs::remove(file);
   EXPECT_EQ(text(), file + ": is missing, but manifest.json names it");
   write_file(file, good);
@@ -113,6 +129,68 @@ TEST(StoredCheckpointTest, ConsolidationGivesTheFilesOfOneRank) {
   consolidate_checkpoint(four, {"b"}, folder / "part");
   EXPECT_FALSE(fs::exists(folder / "part" + "/a-9.safetensors"));
   EXPECT_THROW(consolidate_checkpoint(four, {"c"}, folder / "none"), ConfigError);
+}
+
+TEST(StoredCheckpointTest, ACheckpointIsMadeWholeInItsOwnFolder) {
+  const TemporaryFolder folder;
+  Saving(9, 1, 100).save(folder / "one");
+  Saving(9, 4, 100).save(folder / "four");
+  for (int time = 0; time < 2; ++time) {
+    make_checkpoint_whole(folder / "four");
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder / "four"), fs::directory_iterator()), 3);
+    for (const char* name : {"manifest.json", "a-9.safetensors", "b-9.safetensors"}) {
+      EXPECT_EQ(read_file(folder / "four" + "/" + name), read_file(folder / "one" + "/" + name))
+          << name;
+    }
+  }
+}
+
+TEST(StoredCheckpointTest, ConsolidationLeavesFilesOfOthersAlone) {
+  const TemporaryFolder folder;
+  Saving(9, 2, 100).save(folder / "two");
+  StoredCheckpoint two(folder / "two");
+  fs::create_directory(folder / "models");
+  write_file(folder / "models/mine.safetensors", "the user's");
+  EXPECT_EQ(test::message_of<ConfigError>(
+                [&] { consolidate_checkpoint(two, two.parts(), folder / "models"); }),
+            folder / "models" + ": expected no folder yet, an empty one, or that of a checkpoint");
+  EXPECT_EQ(read_file(folder / "models/mine.safetensors"), "the user's");
+  consolidate_checkpoint(two, two.parts(), folder / "new/and/deep");
+  consolidate_checkpoint(two, two.parts(), folder / "new/and/deep");
+  EXPECT_EQ(StoredCheckpoint(folder / "new/and/deep").manifest().files.size(), 2U);
+}
+
+TEST(StoredCheckpointTest, WhoReadsBesideASaveHearsOfIt) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  Saving(1, 2, 0).save(path);
+  StoredCheckpoint checkpoint(path);
+  EXPECT_FALSE(checkpoint.is_replaced());
+  Saving(2, 2, 50).save(path);
+  EXPECT_TRUE(checkpoint.is_replaced());
+  EXPECT_NE(test::message_of<ConfigError>([&] {
+              checkpoint.elements("a", "w", {0, 24});
+            }).find("is gone, for a later save took its place"),
+            std::string::npos);
+}
+
+TEST(StoredCheckpointTest, ADiscardedShareGoesButNotTheCheckpointsFiles) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  const auto num_files = [&] {
+    return std::distance(fs::directory_iterator(path), fs::directory_iterator());
+  };
+  discard_share(path, Saving(1, 2, 0).share(path, 0));
+  EXPECT_EQ(num_files(), 0);
+  Saving(1, 2, 0).save(path);
+  const Manifest same = Saving(1, 2, 0).share(path, 1);
+  const Manifest other = Saving(1, 2, 50).share(path, 1);
+  EXPECT_EQ(num_files(), 5 + 2);
+  discard_share(path, same);
+  discard_share(path, other);
+  EXPECT_EQ(num_files(), 5);
+  StoredCheckpoint checkpoint(path);
+  EXPECT_EQ(read(checkpoint, "a", {0, 24}), numbers(0));
 }
 
 TEST(StoredCheckpointTest, AShareMissingFromACommitLeavesTheCheckpointBefore) {

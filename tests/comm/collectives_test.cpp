@@ -130,6 +130,61 @@ TEST(CollectivesTest, ReduceScatterAddsInTheOrderOfRanks) {
   });
 }
 
+void expect_exchange_in_place(ProcessGroup& group) {
+  const int64_t size = group.size();
+  at::Tensor expected;
+  at::Tensor own;
+  for (int peer = 0; peer < size; ++peer) {
+    at::manual_seed(static_cast<uint64_t>(peer));
+    const at::Tensor input = at::rand({size, 1000});
+    if (peer == group.rank()) own = input.clone();
+    expected = peer == 0 ? input : expected + input;
+  }
+  at::Tensor part = own[group.rank()];
+  group.reduce_scatter(part, own);
+  EXPECT_TRUE(part.equal(expected[group.rank()]));
+  group.all_gather_into(own, part);
+  EXPECT_TRUE(own.equal(expected));
+}
+
+TEST(CollectivesTest, OnePartOfABufferMayBeTheOtherEndAmongTwo) {
+  test::ranks(2, expect_exchange_in_place);
+}
+
+TEST(CollectivesTest, OnePartOfABufferMayBeTheOtherEndAmongFour) {
+  test::ranks(4, expect_exchange_in_place);
+}
+
+TEST(CollectivesTest, OnePartOfABufferMayBeTheOtherEndAlone) {
+  ProcessGroup alone(Place{});
+  expect_exchange_in_place(alone);
+}
+
+TEST(CollectivesTest, ManyExchangesMayBeUnderWayAtOnce) {
+  test::ranks(3, [](ProcessGroup& group) {
+    std::vector<at::Tensor> wholes;
+    std::vector<at::Tensor> parts;
+    std::vector<Work> works;
+    for (int64_t i = 0; i < 8; ++i) {
+      wholes.push_back(at::full({3, 1000 * (1 + i % 2)}, static_cast<double>(i + group.rank())));
+      parts.push_back(at::empty({wholes.back().size(1)}));
+      works.push_back(i % 3 == 0
+                          ? group.reduce_scatter_async(parts.back(), wholes.back())
+                          : group.all_gather_into_async(wholes.back(), parts.back().fill_(i)));
+    }
+    group.barrier("between");
+    for (size_t i = works.size(); i-- > 0;) works[i].wait();
+    for (int64_t i = 0; i < 8; ++i) {
+      const auto at = static_cast<size_t>(i);
+      if (i % 3 == 0) {
+        expect_all(parts[at], static_cast<double>(3 * i + 3), "reduce_scatter");
+      } else {
+        expect_all(wholes[at], static_cast<double>(i), "all_gather");
+      }
+    }
+  });
+}
+
 TEST(CollectivesTest, AllToAllWithEqualAndUnequalParts) {
   test::ranks(3, [](ProcessGroup& group) {
     const int64_t rank = group.rank();

@@ -82,6 +82,23 @@ TEST_F(ImagenetCommandTest, ResumedRunIsBitEqualToOneNeverStopped) {
   }
 }
 
+TEST_F(ImagenetCommandTest, GoesOnWithAnotherStrategy) {
+  const std::string flags = "--precision float64 --sync-bn ";
+  expect_trained(2, "whole", flags + "--epochs 3");
+  expect_trained(2, "parts", flags + "--epochs 1 --strategy zero3");
+  const std::string resume = " --resume " + folder_ / "parts/checkpoint";
+  expect_trained(1, "parts", flags + "--epochs 2" + resume);
+  expect_trained(2, "parts", flags + "--epochs 3 --strategy zero1" + resume);
+  const Ended evaluated = on_ranks(2, "parts", "--evaluate --precision float64" + resume);
+  EXPECT_EQ(evaluated.code, 0) << evaluated.output;
+  const auto expected = history("whole"), found = history("parts");
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t epoch = 0; epoch < found.size(); ++epoch)
+    EXPECT_NEAR(found[epoch]["valid_loss"].get<double>(),
+                expected[epoch]["valid_loss"].get<double>(), 1e-6)
+        << epoch;
+}
+
 TEST_F(ImagenetCommandTest, RanksWithSyncBatchNormFollowOneProcess) {
   const std::string flags = "--epochs 2 --precision float64 --sync-bn";
   expect_trained(1, "one", "--epochs 2 --precision float64");
@@ -100,6 +117,13 @@ TEST_F(ImagenetCommandTest, RanksWithSyncBatchNormFollowOneProcess) {
       }
     }
     EXPECT_EQ(found.back()["valid_top1"], expected.back()["valid_top1"]) << name;
+  }
+  // Whatever the ranks hold of the model.
+  for (const std::string strategy : {"zero1", "zero3"}) {
+    expect_trained(2, strategy, flags + " --strategy " + strategy);
+    EXPECT_NEAR(history(strategy).back()["valid_loss"].get<double>(),
+                history("one").back()["valid_loss"].get<double>(), 1e-6)
+        << strategy;
   }
   // Without it each rank normalises over its own pictures, and the losses part at once.
   expect_trained(2, "local", "--epochs 1 --precision float64");
@@ -154,7 +178,8 @@ TEST_F(ImagenetCommandTest, EvaluationIsTheSameOnEveryNumberOfRanks) {
 TEST_F(ImagenetCommandTest, MistakesAreNamed) {
   expect_refused(2, shell(bin("imagenet") + " " + folder_ / "absent"), "absent/val");
   expect_refused(2, on_ranks(1, "run", "--arch vgg"), "--arch vgg: expected one of resnet18");
-  expect_refused(2, on_ranks(1, "run", "--strategy tensor"), "--strategy tensor: expected ddp");
+  expect_refused(2, on_ranks(1, "run", "--strategy tensor"),
+                 "--strategy tensor: expected ddp, zero1");
   expect_refused(2, on_ranks(1, "run", "--lr-rule cubic"), "expected none, linear or sqrt");
   expect_refused(2, on_ranks(1, "run", "--batch-size-per-rank 4"), "--batch-size");
   expect_refused(2, on_ranks(1, "run", "--epochs -3"), "--epochs -3: expected a number above 0");

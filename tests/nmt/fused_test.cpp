@@ -144,6 +144,74 @@ TEST(FusedTest, DropoutsInEveryTableEqualAtensWithTheSameMask) {
   });
 }
 
+at::Tensor normal_share(const at::Tensor& x) {
+  return 0.5 * at::erfc(-x / std::sqrt(2.0));
+}
+at::Tensor normal_density(const at::Tensor& x) {
+  return at::exp(-0.5 * x * x) / std::sqrt(2 * M_PI);
+}
+
+void check_activations(int64_t size, at::ScalarType type) {
+  SCOPED_TRACE(size);
+  for (const bool gelu : {true, false}) {
+    SCOPED_TRACE(gelu ? "gelu" : "swish");
+    const at::Tensor x = (4 * at::randn({size})).to(type).requires_grad_(true);
+    const at::Tensor plain = exact_leaf(x);
+    DropoutStream stream{.seed = 11, .call = 3};
+    const at::Tensor mask = mask_of({size}, 0.3, stream);
+    const at::Tensor expected = (gelu ? at::gelu(plain) : at::silu(plain)) * mask;
+    const at::Tensor y = gelu ? gelu_dropout(x, 0.3, stream) : swish_dropout(x, 0.3, stream);
+    // Of the share of x that comes through: gelu's formula is off by 1e-7, its sums and products,
+    // and the exponential of -x^2 / 2 (half an ulp of its argument) by some kU. The slope has x
+    // times the density as well, and the products with mask and gradient.
+    const at::Tensor bell = (2 + 0.5 * plain * plain) * normal_density(plain);
+    const at::Tensor share = gelu ? (2 + 8 * normal_share(plain) + bell) * kU
+                                  : (10 + plain.abs()) * kU * at::sigmoid(plain);
+    const double unit = unit_of(type);
+    expect_within(y, expected, mask * plain.abs() * share + (unit + kU) * expected.detach().abs());
+    const at::Tensor grad = at::randn({size}).to(type);
+    y.backward(grad);
+    expected.backward(grad.to(at::kDouble));
+    const at::Tensor slope_error =
+        gelu ? share + plain.abs() * (8 + plain * plain) * kU * normal_density(plain)
+             : share * (2 + 2 * plain.abs());
+    expect_within(
+        x.grad(), plain.grad(),
+        mask * grad.to(at::kDouble).abs() * slope_error + (unit + 2 * kU) * plain.grad().abs());
+  }
+}
+
+TEST(FusedTest, ActivationsInEveryTableEqualAtensWithTheSameMask) {
+  in_every_table([](at::ScalarType type) {
+    for (const int64_t size : {1, 7, 31, 511, 513, 1100}) check_activations(size, type);
+  });
+}
+
+TEST(FusedTest, ActivationsInFloat64EqualAtens) {
+  torch::manual_seed(7);
+  DropoutStream stream;
+  for (const bool gelu : {true, false}) {
+    const at::Tensor x = leaf({1100}), plain = exact_leaf(x);
+    const at::Tensor y = gelu ? gelu_dropout(x, 0, stream) : swish_dropout(x, 0, stream);
+    const at::Tensor expected = gelu ? at::gelu(plain) : at::silu(plain);
+    EXPECT_LE(difference(y, expected), 1e-15);
+    y.sum().backward();
+    expected.sum().backward();
+    EXPECT_LE(difference(x.grad(), plain.grad()), 1e-15);
+  }
+}
+
+TEST(FusedTest, ActivationsOfExtremesAreAtens) {
+  in_every_table([](at::ScalarType type) {
+    const at::Tensor x = at::tensor({-3e4, -90.0, -20.0, 0.0, 20.0, 90.0, 3e4, NAN}).to(type);
+    DropoutStream stream;
+    for (const auto& [ours, atens] : {std::pair{gelu_dropout(x, 0, stream), at::gelu(x)},
+                                      {swish_dropout(x, 0, stream), at::silu(x)}}) {
+      EXPECT_TRUE(at::allclose(ours, atens, 1e-6, 1e-7, /*equal_nan=*/true)) << ours << atens;
+    }
+  });
+}
+
 TEST(FusedTest, TheSameElementsFallInEveryTableAndType) {
   const at::Tensor mask = mask_of({1100}, 0.3, {.seed = 11});
   in_every_table([&](at::ScalarType type) {

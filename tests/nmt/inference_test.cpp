@@ -228,6 +228,66 @@ TEST(PrepackedTest, EqualsAtensLinear) {
   }
 }
 
+// Widths that fill no whole registers, and more elements than one thread takes.
+TEST(ActivationTest, ARowsResultDependsOnNothingElse) {
+  const int threads = at::get_num_threads();
+  for (const int used : {1, 2, 3}) {
+    at::set_num_threads(used);
+    in_every_table([](at::ScalarType type) {
+      DropoutStream stream;
+      for (const int64_t width : {1, 37, 100, 2048}) {
+        const at::Tensor x = (2 * at::randn({1200, width})).to(type);
+        const auto activated = [&](const at::Tensor& rows, Activation activation) {
+          return activation == Activation::kRelu   ? relu_dropout(rows, 0, stream)
+                 : activation == Activation::kGelu ? gelu_dropout(rows, 0, stream)
+                                                   : swish_dropout(rows, 0, stream);
+        };
+        for (const auto activation : {Activation::kRelu, Activation::kGelu, Activation::kSwish}) {
+          const at::Tensor all = activated(x, activation);
+          for (const int64_t rows : {1, 2, 3, 5, 16, 33, 501, 1199}) {
+            EXPECT_TRUE(at::equal(activated(x.narrow(0, 1200 - rows, rows), activation),
+                                  all.narrow(0, 1200 - rows, rows)))
+                << to_string(activation) << ", " << width << " wide, " << rows << " rows";
+          }
+        }
+      }
+    });
+  }
+  at::set_num_threads(threads);
+}
+
+// The model's, in both precisions: the states of sentences of one length, alone and together.
+TEST(InferenceTest, ASentencesStatesDoNotDependOnTheBatch) {
+  const int threads = at::get_num_threads();
+  const at::NoGradGuard no_grad;
+  torch::manual_seed(5);
+  const int64_t batch = 100, length = 11;
+  const at::Tensor source = at::randint(4, test::kVocabulary, {batch, length}, at::kLong);
+  const at::Tensor lengths = at::full({batch}, length, at::kLong);
+  for (const auto activation : {Activation::kRelu, Activation::kGelu, Activation::kSwish}) {
+    for (const auto precision : {Precision::kFloat32, Precision::kBFloat16}) {
+      auto options = test::tiny_options();
+      options.ffn_activation = activation;
+      options.dim_ffn = 37;
+      Transformer model(options, precision);
+      model->initialise(3);
+      model->eval();
+      for (const int used : {1, 2, 3}) {
+        at::set_num_threads(used);
+        const at::Tensor all = model->encode(source, lengths);
+        for (const int64_t rows : {1, 2, 3, 7, 16, 50, 99}) {
+          const at::Tensor part =
+              model->encode(source.narrow(0, batch - rows, rows), lengths.narrow(0, 0, rows));
+          EXPECT_TRUE(at::equal(part, all.narrow(0, batch - rows, rows)))
+              << to_string(activation) << " in " << to_string(precision) << ", " << rows
+              << " sentences, " << used << " threads";
+        }
+      }
+    }
+  }
+  at::set_num_threads(threads);
+}
+
 // Training's operations and inference's are different ones; in float64 they agree to rounding.
 TEST(InferenceTest, TheLossEqualsTrainings) {
   Transformer model(test::tiny_options());

@@ -8,6 +8,7 @@
 #include "cohort/base/error.h"
 #include "cohort/nmt/search.h"
 #include "cohort/optim/adam.h"
+#include "cohort/translate/layer_runner.h"
 #include "cohort/translate/tensor_memory.h"
 
 #include "tests/support/sentences.h"
@@ -180,9 +181,10 @@ TEST(TransformerTest, APostNormModelHasNoFinalNorms) {
 
 // Loss, then every parameter's gradient, of two steps whose dropout goes on from the first to the
 // second.
-std::vector<at::Tensor> losses_and_gradients(const TransformerOptions& options,
-                                             Precision precision) {
+std::vector<at::Tensor> losses_and_gradients(const TransformerOptions& options, Precision precision,
+                                             bool gradient_checkpointing = false) {
   Transformer model(options, precision);
+  translate::set_up_layers(model, gradient_checkpointing);
   model->initialise(11);
   model->set_dropout_stream({.seed = 5, .call = 100});
   std::vector<at::Tensor> result;
@@ -200,10 +202,8 @@ TEST(TransformerTest, GradientCheckpointingChangesNoBit) {
   for (auto options : variants()) {
     options.dropout = 0.3;
     for (const Precision precision : {Precision::kFloat32, best_precision()}) {
-      options.gradient_checkpointing = false;
       const auto expected = losses_and_gradients(options, precision);
-      options.gradient_checkpointing = true;
-      const auto found = losses_and_gradients(options, precision);
+      const auto found = losses_and_gradients(options, precision, /*gradient_checkpointing=*/true);
       ASSERT_EQ(found.size(), expected.size());
       for (size_t i = 0; i < expected.size(); ++i)
         EXPECT_TRUE(at::equal(found[i], expected[i])) << name_of(options) << ", tensor " << i;
@@ -216,8 +216,8 @@ TEST(TransformerTest, GradientCheckpointingHoldsOneLayerAtATime) {
     auto options = test::tiny_options();
     options.enc_depth = options.dec_depth = depth;
     options.dropout = 0.1;
-    options.gradient_checkpointing = gradient_checkpointing;
     Transformer model(options);
+    translate::set_up_layers(model, gradient_checkpointing);
     const auto batch = test::make_test_batch(test::make_sentences(64, 3));
     const auto step = [&] { std::get<0>(model->forward(batch)).backward(); };
     step();  // Gradients are there from now on.

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "cohort/nmt/transformer.h"
+#include "cohort/translate/layer_runner.h"
 #include "cohort/translate/tensor_memory.h"
 
 #include "tests/parallel/ddp_support.h"
@@ -254,9 +255,7 @@ TEST(ShardingOptionsTest, ATransformerMadeOnMetaIsFilledPartByPart) {
     for (const Shard shard : kShards) {
       nmt::Transformer model(options, nmt::Precision::kFloat32, at::kMeta);
       std::vector<torch::nn::Module*> layers = model->layers();
-      model->set_layer_runner([](const auto& layer, const auto& forward) {
-        return parallel::run_unit(layer, forward);
-      });
+      translate::set_up_layers(model, /*gradient_checkpointing=*/false);
       std::optional<ShardedDataParallel<nmt::Transformer>> sharded;
       const int64_t peak = translate::peak_tensor_bytes([&] {
         sharded.emplace(model, group,

@@ -1,8 +1,12 @@
 // Training with shared-out state against one process that holds everything.
 #include <gtest/gtest.h>
+#include <torch/optim/sgd.h>
 
+#include "cohort/parallel/distributed_data_parallel.h"
 #include "cohort/parallel/sharding/flat_layout.h"
+#include "cohort/translate/tensor_memory.h"
 
+#include "bench/sent_bytes.h"
 #include "tests/parallel/sharding_support.h"
 #include "tests/support/ranks.h"
 
@@ -10,9 +14,10 @@ namespace cohort::parallel {
 namespace {
 
 using test::sharding::expect_plain_training;
+constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
 
 void expect_plain_training_in_all_cases(comm::ProcessGroup& group) {
-  for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
+  for (const Shard shard : kShards) {
     for (const bool with_units : {true, false}) {
       expect_plain_training(group, {.options = {.shard = shard}, .with_units = with_units});
       expect_plain_training(
@@ -31,7 +36,7 @@ TEST(ShardingTest, TwoRanksTrainAsOneProcess) {
 
 TEST(ShardingTest, FourRanksTrainAsOneProcess) {
   test::ranks(4, [](comm::ProcessGroup& group) {
-    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters})
+    for (const Shard shard : kShards)
       expect_plain_training(group, {.options = {.shard = shard}, .delay = 2, .clip = 0.5});
   });
 }
@@ -41,30 +46,264 @@ TEST(ShardingTest, OneRankTrainsAsOneProcess) {
   expect_plain_training_in_all_cases(alone);
 }
 
-TEST(FlatLayoutTest, ShardsHoldEveryElementOnceAndDifferByPaddingAlone) {
-  for (int shards = 1; shards <= 9; ++shards) {
-    const FlatLayout layout({{.name = "a", .shape = {3, 2}, .numel = 6},
-                             {.name = "b", .shape = {}, .numel = 1},
-                             {.name = "c", .shape = {0}, .numel = 0},
-                             {.name = "d", .shape = {11}, .numel = 11}},
-                            shards);
-    EXPECT_EQ(layout.numel(), 18);
-    EXPECT_LT(layout.padded_numel() - layout.numel(), shards);
-    std::vector<std::vector<int>> times(4);
-    for (size_t i = 0; i < times.size(); ++i)
-      times[i].resize(static_cast<size_t>(layout.tensors()[i].numel));
-    for (int rank = 0; rank < shards; ++rank) {
-      int64_t filled = 0;
-      for (const FlatSlice& slice : layout.slices(rank)) {
-        EXPECT_EQ(slice.offset, filled);
-        filled += slice.end - slice.begin;
-        for (int64_t k = slice.begin; k < slice.end; ++k)
-          ++times[slice.tensor][static_cast<size_t>(k)];
-      }
-      EXPECT_LE(filled, layout.shard_numel());
+void fill_layer(const std::string& name, at::Tensor& parameter) {
+  const double phase = std::stod(name) + (name.ends_with("bias") ? 0.5 : 0);
+  const at::Tensor values = at::arange(parameter.numel(), at::kFloat).add(phase).sin();
+  parameter.copy_(values.view(parameter.sizes()) / 4);
+}
+
+struct LayerImpl : torch::nn::Module {
+  LayerImpl(int64_t width, const at::TensorOptions& options) {
+    weight = register_parameter("weight", at::zeros({width, width}, options));
+    bias = register_parameter("bias", at::zeros({width}, options));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(at::addmm(bias, x, weight)); }
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Layer);
+
+// Wide enough for the vectors of every kernel, of sizes that no vector's length divides.
+struct OddImpl : torch::nn::Module {
+  explicit OddImpl(int64_t width, c10::Device device = c10::kCPU) {
+    for (int i = 0; i < 8; ++i) {
+      const at::TensorOptions options(device);
+      layers.push_back(register_module(std::to_string(i), Layer(width, options)));
     }
-    for (const auto& of_tensor : times)
-      for (const int count : of_tensor) EXPECT_EQ(count, 1);
+    const at::NoGradGuard no_grad;
+    for (auto& item : named_parameters())
+      if (!device.is_meta()) fill_layer(item.key(), item.value());
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (Layer& layer : layers) x = x + unit(layer, x);
+    return x;
+  }
+  std::vector<torch::nn::Module*> units() {
+    std::vector<torch::nn::Module*> all;
+    for (Layer& layer : layers) all.push_back(layer.get());
+    return all;
+  }
+  std::vector<Layer> layers;
+};
+TORCH_MODULE(Odd);
+
+at::Tensor odd_batch(int rank, int step, int64_t width) {
+  return at::arange(6 * width, at::kFloat).mul(1 + rank + 0.37 * step).cos().view({6, width});
+}
+
+// A sum of two has one order, and parts of a tensor are updated as the whole.
+TEST(ShardingTest, OnTwoRanksEveryFloat32BitIsPlainDdps) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    for (const int64_t width : {31, 64}) {
+      Odd plain(width);
+      DistributedDataParallel<Odd> ddp(plain, group);
+      optim::Adam plain_adam(optim::named_parameters(*plain));
+      std::vector<Odd> models;
+      std::vector<std::unique_ptr<ShardedDataParallel<Odd>>> sharded;
+      std::vector<optim::Adam> adams;
+      for (const Shard shard : kShards) {
+        models.emplace_back(width);
+        sharded.push_back(std::make_unique<ShardedDataParallel<Odd>>(
+            models.back(), group, ShardingOptions{.shard = shard}, models.back()->units()));
+        adams.emplace_back(sharded.back()->named_slices());
+      }
+      for (int step = 0; step < 10; ++step) {
+        const at::Tensor x = odd_batch(group.rank(), step, width);
+        ddp.backward(ddp(x).pow(2).sum());
+        plain_adam.step(1e-2);
+        plain_adam.zero_grad();
+        for (size_t i = 0; i < sharded.size(); ++i) {
+          sharded[i]->backward((*sharded[i])(x).pow(2).sum());
+          adams[i].step(1e-2);
+          adams[i].zero_grad();
+        }
+      }
+      const auto expected = plain->named_parameters();
+      for (size_t i = 0; i < sharded.size(); ++i) {
+        sharded[i]->engine().summon();
+        for (const auto& item : models[i]->named_parameters())
+          EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key() << ", ZeRO " << i + 1;
+        sharded[i]->engine().release(false);
+      }
+    }
+  });
+}
+
+TEST(ShardingTest, AForwardSeesWhatWasWrittenIntoSlicesAfterOneWithoutABackward) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      Odd model(31);
+      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      const at::Tensor x = odd_batch(0, 0, 31);
+      for (int i = 0; i < 2; ++i) sharded(x);
+      {
+        const at::NoGradGuard no_grad;
+        for (const ParameterSlice& slice : sharded.slices()) at::Tensor(slice.tensor).zero_();
+      }
+      EXPECT_TRUE(sharded(x).equal(x)) << static_cast<int>(shard);
+    }
+  });
+}
+
+TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      Odd model(31);
+      Odd calm(31);
+      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      ShardedDataParallel<Odd> expected(calm, group, {.shard = shard}, calm->units());
+      const at::Tensor x = odd_batch(group.rank(), 0, 31);
+      // Other layers' gradients have been sent, the second's are under way.
+      bool throws = true;
+      model->layers[0]->weight.register_hook([&](const at::Tensor&) {
+        if (throws) throw std::runtime_error("once");
+      });
+      EXPECT_THROW(sharded.backward(sharded(x).pow(2).sum()), std::runtime_error);
+      throws = false;
+      for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
+      for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+      sharded.backward(sharded(x).pow(2).sum());
+      expected.backward(expected(x).pow(2).sum());
+      for (size_t i = 0; i < sharded.slices().size(); ++i) {
+        const at::Tensor& gradient = sharded.slices()[i].tensor.grad();
+        EXPECT_TRUE(gradient.equal(expected.slices()[i].tensor.grad())) << sharded.slices()[i].name;
+      }
+    }
+  });
+}
+
+// Bytes a parameter, in float32 under Adam, beside sharding_engine.h's; a unit is the 8th part.
+void expect_bytes(comm::ProcessGroup& group) {
+  constexpr int64_t kWidth = 512;
+  constexpr double kUnit = 4.0 / 8;
+  constexpr double kActivations = 0.3;  // 6 rows, of 512
+  const double ranks = group.size();
+  struct Expected {
+    Shard shard;
+    double rest, peak;
+  };
+  // Of the bucket whose gradients travel: themselves, autograd's and what the others send.
+  const double travelling = 2 * kUnit + kUnit * (ranks - 1) / ranks;
+  for (const auto& [shard, rest, peak] :
+       {Expected{Shard::kOptimizer, 4 + 8 / ranks, 8 + 8 / ranks + travelling - kUnit},
+        Expected{Shard::kGradients, 4 + 8 / ranks, 4 + 12 / ranks + travelling},
+        Expected{Shard::kParameters, 12 / ranks, 16 / ranks + 2 * kUnit + travelling}}) {
+    SCOPED_TRACE("shard " + std::to_string(static_cast<int>(shard)));
+    translate::TensorMemory memory;
+    Odd model(kWidth, at::kMeta);  // so that nothing is copied from rank to rank before
+    double parameters = 0;
+    for (const at::Tensor& each : model->parameters())
+      parameters += static_cast<double>(each.numel());
+    ShardedDataParallel<Odd> sharded(model, group, {.shard = shard, .fill = fill_layer},
+                                     model->units());
+    optim::Adam adam(sharded.named_slices());
+    memory.reset_peak();
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor x = odd_batch(group.rank(), step, kWidth);
+      sharded.backward(sharded(x).pow(2).sum());
+      adam.step(1e-3);
+      adam.zero_grad();
+    }
+    EXPECT_NEAR(static_cast<double>(memory.now()) / parameters, rest, 0.05 * rest);
+    EXPECT_LE(static_cast<double>(memory.peak()) / parameters, 1.02 * peak + kActivations);
+  }
+}
+
+TEST(ShardingTest, TwoRanksHoldWhatTheFormulasSay) {
+  test::ranks(2, expect_bytes);
+}
+
+TEST(ShardingTest, FourRanksHoldWhatTheFormulasSay) {
+  test::ranks(4, expect_bytes);
+}
+
+// Units of parameters that a rank sends in a step.
+TEST(ShardingTest, RanksSendWhatTheFormulasSay) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    constexpr int64_t kWidth = 256;
+    constexpr int kSteps = 5;
+    const double each_way = 0.5;  // (N - 1) / N
+    // Parameters are gathered twice but for those that run last.
+    for (const auto& [shard, times] : {std::pair{Shard::kOptimizer, 2.0},
+                                       {Shard::kGradients, 2.0},
+                                       {Shard::kParameters, 3.0 - 1.0 / 8}}) {
+      Odd model(kWidth);
+      double bytes = 0;
+      for (const at::Tensor& each : model->parameters())
+        bytes += static_cast<double>(each.nbytes());
+      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      optim::Adam adam(sharded.named_slices());
+      int64_t before = 0;
+      for (int step = 0; step < 2 + kSteps; ++step) {
+        if (step == 2) before = bench::tcp_bytes_sent();
+        const at::Tensor x = odd_batch(group.rank(), step, kWidth);
+        sharded.backward(sharded(x).pow(2).sum());
+        adam.step(1e-3);
+        adam.zero_grad();
+      }
+      const auto sent = static_cast<double>(bench::tcp_bytes_sent() - before);
+      EXPECT_NEAR(sent / kSteps / bytes, each_way * times, 0.02) << static_cast<int>(shard);
+    }
+  });
+}
+
+// Its zero_grad detaches gradients in place.
+TEST(ShardingTest, LibtorchsOptimizersTrainSlices) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const auto loss_of = [](const at::Tensor& y) { return y.square().mean(); };
+    const at::Tensor x = at::linspace(-1, 1, 4 * 12).view({4, 12});
+    Odd plain(12);
+    torch::optim::SGD plain_sgd(plain->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (const Shard shard : kShards) {
+      Odd model(12);
+      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      std::vector<at::Tensor> slices;
+      for (const ParameterSlice& slice : sharded.slices()) slices.push_back(slice.tensor);
+      torch::optim::SGD sgd(slices, torch::optim::SGDOptions(0.1).momentum(0.9));
+      at::Tensor loss;
+      for (int step = 0; step < 3; ++step) {
+        loss = loss_of(sharded(x));
+        if (shard == Shard::kOptimizer) {
+          plain_sgd.zero_grad();
+          loss_of(plain->forward(x)).backward();
+          plain_sgd.step();
+        }
+        sgd.zero_grad();
+        sharded.backward(loss);
+        sgd.step();
+      }
+      const at::NoGradGuard no_grad;
+      EXPECT_NEAR(loss_of(sharded(x)).item<double>(), loss_of(plain->forward(x)).item<double>(),
+                  1e-6);
+    }
+  });
+}
+
+TEST(FlatLayoutTest, ShardsHoldEveryElementOnceAndDifferByPaddingAlone) {
+  for (const int64_t alignment : {1, 4}) {
+    for (int shards = 1; shards <= 9; ++shards) {
+      const FlatLayout layout({{.name = "a", .shape = {3, 2}, .numel = 6},
+                               {.name = "b", .shape = {}, .numel = 1},
+                               {.name = "c", .shape = {0}, .numel = 0},
+                               {.name = "d", .shape = {11}, .numel = 11}},
+                              shards, alignment);
+      EXPECT_EQ(layout.numel(), 18);
+      EXPECT_EQ(layout.shard_numel() % alignment, 0);
+      EXPECT_LT(layout.padded_numel() - layout.numel(), alignment * shards + 3 * alignment);
+      std::vector<int> places(static_cast<size_t>(layout.padded_numel()), 0);
+      for (const auto& [begin, end] : layout.gaps())
+        for (int64_t k = begin; k < end; ++k) ++places[static_cast<size_t>(k)];
+      for (int rank = 0; rank < shards; ++rank) {
+        for (const FlatSlice& slice : layout.slices(rank)) {
+          const FlatTensor& tensor = layout.tensors()[slice.tensor];
+          EXPECT_EQ(tensor.begin % alignment, 0);
+          EXPECT_LE(slice.offset + slice.end - slice.begin, layout.shard_numel());
+          EXPECT_EQ(rank * layout.shard_numel() + slice.offset, tensor.begin + slice.begin);
+          for (int64_t k = slice.begin; k < slice.end; ++k)
+            ++places[static_cast<size_t>(tensor.begin + k)];
+        }
+      }
+      for (const int count : places) EXPECT_EQ(count, 1);
+    }
   }
 }
 

@@ -8,21 +8,12 @@
 #include "cohort/base/safetensors.h"
 
 #include "apps/nmt/trained_model.h"
+#include "tests/support/logits.h"
 #include "tests/support/sentences.h"
 
 namespace {
 
 using namespace cohort;
-
-at::Tensor logits_of(nmt::Transformer& model, const nmt::Batch& batch) {
-  const at::NoGradGuard no_grad;
-  auto state = model->begin_decoding(model->encode(batch.source_BS, batch.source_lengths_B),
-                                     batch.source_lengths_B);
-  std::vector<at::Tensor> steps;
-  for (int64_t t = 0; t < batch.input_BT.size(1); ++t)
-    steps.push_back(model->decode_step(batch.input_BT.select(1, t), state));
-  return at::stack(steps, 1);
-}
 
 TensorView view_of(const char* name, DType type, const at::Tensor& tensor) {
   return {name,
@@ -38,7 +29,8 @@ int main(int argc, char** argv) {
     if (argc != 3) throw ConfigError("usage: nmt_logits MODEL_DIR RESULT");
     auto [model, tokenizers] = apps::load_trained(argv[1], {}, nmt::Precision::kFloat32);
     const auto batch = test::make_test_batch(test::make_sentences(12, 1));
-    const at::Tensor logits = logits_of(model, batch);
+    const at::Tensor logits =
+        test::logits_of(model, batch.source_BS, batch.source_lengths_B, batch.input_BT);
     write_safetensors(argv[2], std::vector{view_of("source", DType::kI64, batch.source_BS),
                                            view_of("input", DType::kI64, batch.input_BT),
                                            view_of("logits", DType::kF32, logits)});

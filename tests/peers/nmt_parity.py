@@ -2,14 +2,20 @@
 """Trained translators elsewhere: PyTorch's modules compute the same scores from best/, CTranslate2 the same
 translations from `cohort nmt export`.
 
-Usage: nmt_parity.py BUILD_FOLDER. Run by the Python that COHORT_PEER_PYTHON names; prints one JSON line, exits 1 on a
-difference. Everything is float32 on one thread, but PyTorch's side: float64, from the float32 weights.
+Usage: nmt_parity.py BUILD_FOLDER [--record FOLDER]. Run by the Python that COHORT_PEER_PYTHON names; prints one JSON
+line, exits 1 on a difference. Everything is float32 on one thread, but PyTorch's side: float64, from the float32 weights.
+
+--record trains models of 16 columns and keeps in FOLDER, by variant, a copy of best/ and, as logits.safetensors, ids and
+PyTorch's scores: what RecordedLogitsTest reads without any PyTorch for Python. The files in the repository were made by
+    $COHORT_PEER_PYTHON tests/peers/nmt_parity.py build/release --record tests/translate/recorded_logits
 """
+import argparse
 import json
 import math
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +27,9 @@ import torch
 from torch import nn
 
 HEADS, LONGEST = 4, 60
+SIZES = ["--dim-emb", "48", "--transformer-dim-ffn", "96", "--dim-vocabs", "60", "60", "--after-epochs", "12"]
+RECORDED_SIZES = ["--dim-emb", "16", "--transformer-dim-ffn", "24", "--dim-vocabs", "40", "40", "--after-epochs", "3",
+                  "--enc-depth", "1", "--dec-depth", "1"]
 VARIANTS = {
     "pre-norm relu": [],
     "pre-norm swish tied": ["--transformer-ffn-activation", "swish", "--tied-embeddings"],
@@ -48,12 +57,12 @@ def run(build, *arguments, **keywords):
                           stderr=subprocess.DEVNULL, **keywords).stdout
 
 
-def train(build, folder, model_dir, flags):
+def train(build, folder, model_dir, flags, sizes):
     texts = {name: [folder / f"{name}.en", folder / f"{name}.xx"] for name in ("train", "valid")}
     run(build, "bin/cohort-nmt", "train", "--train-sets", *texts["train"], "--valid-sets", *texts["valid"],
-        "--model-dir", model_dir, "--preset", "tiny", "--dim-emb", "48", "--transformer-heads", str(HEADS),
-        "--transformer-dim-ffn", "96", "--dim-vocabs", "60", "60", "--mini-batch", "32", "--lr-warmup", "50",
-        "--learn-rate", "5e-3", "--tokenize", "13a", "--quiet", "--after-epochs", "12", "--precision", "float32", *flags)
+        "--model-dir", model_dir, "--preset", "tiny", "--transformer-heads", str(HEADS), "--mini-batch", "32",
+        "--lr-warmup", "50", "--learn-rate", "5e-3", "--tokenize", "13a", "--quiet", "--precision", "float32", *sizes,
+        *flags)
 
 
 class Positions(nn.Module):
@@ -126,13 +135,25 @@ def compare_translations(build, folder, model_dir):
     return sum(mine == other for mine, other in zip(ours.splitlines(), theirs, strict=True)), len(set(theirs))
 
 
-def main(build, folder):
-    torch.set_num_threads(1)
-    write_corpus(folder)
+def record(build, folder, recorded):
+    """Writes a trained model of each variant, small as it comes, with PyTorch's scores."""
+    for number, (name, flags) in enumerate(VARIANTS.items()):
+        model_dir, kept = folder / str(number), recorded / name.replace(" ", "-")
+        train(build, folder, model_dir, flags, RECORDED_SIZES)
+        run(build, "tests/nmt_logits", model_dir, folder / "logits")
+        ids = safetensors.torch.load_file(folder / "logits")
+        ids = {side: ids[side][:4].contiguous() for side in ("source", "input")}
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(model_dir / "best", kept)
+        logits = pytorch_logits(kept, ids["source"], ids["input"]).float().contiguous()
+        safetensors.torch.save_file({**ids, "logits": logits}, kept / "logits.safetensors", {"torch": torch.__version__})
+
+
+def compare(build, folder):
     result = {"torch": torch.__version__, "ctranslate2": ctranslate2.__version__, "models": {}}
     for number, (name, flags) in enumerate(VARIANTS.items()):
         model_dir = folder / str(number)
-        train(build, folder, model_dir, flags)
+        train(build, folder, model_dir, flags, SIZES)
         same, distinct = compare_translations(build, folder, model_dir)
         result["models"][name] = {"score_difference": compare_scores(build, folder, model_dir),
                                   "same_translations": same, "distinct_translations": distinct}
@@ -142,6 +163,16 @@ def main(build, folder):
     return 0 if all(good) else 1
 
 
+def main(folder):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("build", type=lambda text: pathlib.Path(text).resolve())
+    parser.add_argument("--record", type=pathlib.Path, metavar="FOLDER")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    write_corpus(folder)
+    return record(flags.build, folder, flags.record) if flags.record else compare(flags.build, folder)
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="cohort-nmt-parity-") as scratch:
-        sys.exit(main(pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(scratch)))
+        sys.exit(main(pathlib.Path(scratch)))

@@ -1,8 +1,10 @@
 #include "cohort/train/checkpoint.h"
 
+#include <atomic>
 #include <filesystem>
 #include <gtest/gtest.h>
 #include <set>
+#include <thread>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
@@ -136,6 +138,41 @@ TEST(PartsTest, AModelWithATensorLessIsAnother) {
   EXPECT_EQ(text({{"weights", {{"w", at::ones({3, 2})}}}}), prefix + "v is not in this one");
   EXPECT_EQ(text({{"weights", {{"v", at::ones(1)}, {"w", at::ones({2, 3})}}}}),
             prefix + "w is F32 [3, 2], expected F32 [2, 3]");
+}
+
+TEST(PartsTest, OfASaveThatFailsNothingStays) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  save_checkpoint(path, make_parts(1), 5, {});
+  Parts parts = make_parts(2);  // "optimizer" is written before "weights"
+  parts["weights"].emplace_back("z", at::zeros(2, at::kComplexFloat));
+  EXPECT_THROW(save_checkpoint(path, parts, 6, {}), c10::ValueError);
+  EXPECT_THROW(save_checkpoint(path, make_parts(2), 7, {{"a", "\xFF"}}), ConfigError);
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(path)) names.insert(entry.path().filename());
+  EXPECT_EQ(names, (std::set<std::string>{"manifest.json", "optimizer-5.safetensors",
+                                          "weights-5.safetensors"}));
+}
+
+// A translator may read best/ while its training saves there.
+TEST(PartsTest, WhoLoadsBesideASaveFindsAWholeCheckpoint) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "last";
+  save_checkpoint(path, make_parts(1), 1, {});
+  std::atomic<bool> stop = false;
+  std::thread writer([&] {
+    for (int update = 2; !stop; ++update) save_checkpoint(path, make_parts(update), update, {});
+  });
+  double last = 1;
+  for (int i = 0; i < 200; ++i) {
+    Parts found = make_parts(0);
+    EXPECT_NO_THROW(load_checkpoint(path, found));
+    EXPECT_EQ(first(found, "weights"), -first(found, "optimizer")) << "parts of two saves";
+    EXPECT_GE(first(found, "weights"), last);
+    last = first(found, "weights");
+  }
+  stop = true;
+  writer.join();
 }
 
 TEST(CheckpointWriterTest, WritesWhatTheTensorsHeldWhenItWasAsked) {

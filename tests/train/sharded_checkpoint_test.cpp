@@ -71,7 +71,8 @@ enum class Cut {
 };
 
 std::vector<TensorSlice> cut(const NamedTensors& tensors, Cut how, int rank, int world_size) {
-  if (how == Cut::kEach) return share_of(tensors, rank, world_size);
+  if (how == Cut::kEach)
+    return share_of({{"all", whole_slices(tensors)}}, rank, world_size).at("all");
   std::vector<TensorSlice> slices;
   const auto add = [&](const auto& named, int64_t begin, int64_t end) {
     const at::Tensor& tensor = named.second;
@@ -259,6 +260,26 @@ TEST(ShardedCheckpointWriterTest, RanksSaveTogetherInTheBackgroundAndLoadTogethe
   });
 }
 
+TEST(ShardedCheckpointWriterTest, WhatRankZeroGivesAloneIsPlain) {
+  const SharedFolder folder;
+  if (folder.is_parent()) save_checkpoint(folder / "plain", make_state(1), 7, {{"a", "b"}});
+  test::ranks(2, [&](comm::ProcessGroup& group) {
+    SlicedParts whole;
+    for (const auto& [part, tensors] : make_state(1)) whole[part] = whole_slices(tensors);
+    ShardedCheckpointWriter writer(group);
+    writer.begin_whole(folder / "last", whole, 7, {{"a", "b"}});
+    writer.commit();
+    for (const char* name : {"weights-7.safetensors", "optimizer-7.safetensors", "manifest.json"})
+      EXPECT_EQ(read_file(folder / "last" + "/" + name), read_file(folder / "plain" + "/" + name));
+    group.barrier("compared");
+    writer.begin(folder / "last", share_of(whole, group.rank(), 2), 8, {});
+    writer.commit();
+    writer.begin_whole(folder / "last", whole, 9, {});
+    writer.commit();
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder / "last"), fs::directory_iterator()), 3);
+  });
+}
+
 TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointStays) {
   const SharedFolder folder;
   const std::string path = folder / "last";
@@ -275,6 +296,10 @@ TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointSt
     const auto expect_word = [&](const std::string& text, const std::string& word) {
       EXPECT_NE(text.find(word), std::string::npos) << text;
       EXPECT_EQ(Manifest::read(path).update, 1);
+      group.barrier("both have tidied up");
+      EXPECT_EQ(std::distance(fs::directory_iterator(path), fs::directory_iterator()), 5)
+          << "2 parts of 2 ranks and the manifest, but found more after: " << text;
+      group.barrier("both have counted");
     };
     const bool second = group.rank() == 1;
     expect_word(commit(second ? folder / "file" + "/x" : path, mine, 2), "rank 1: ");

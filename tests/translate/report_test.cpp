@@ -76,6 +76,10 @@ void write_run(const std::string& folder) {
                     {"valid_chrf", at / 10},
                     {"best", true},
                     {"tgt_tokens_per_s", 8000},
+                    {"gpu_percent", std::vector<double>{update == 100 ? 90.0 : 87.0, 50}},
+                    {"gpu_percent_peak", std::vector<double>{update == 100 ? 99.0 : 87.0, 70}},
+                    {"gpu_memory_gib", std::vector<double>{12, NAN}},
+                    {"gpu_memory_gib_peak", std::vector<double>{12, NAN}},
                     {"samples", Texts{update < 300 ? "eine eine" : "eine rote Katze", "zwei"}}});
   }
   write_file(folder + "/config.json",
@@ -119,9 +123,10 @@ TEST(ReportTest, ABrowserShowsCurvesTranslationsAndMachines) {
         "1",
         "Some CPU @ 3 GHz", "31.2 GiB", "avx2 fma", "93,255,680 parameters",
         "<td>node-a</td><td>0</td><td>NVIDIA Fake 80GB</td><td>80</td><td>12 / 12</td>"
-        "<td>87.4 / 99</td>",
-        "<td>node-b</td><td>1</td><td>NVIDIA Far</td><td>\xE2\x80\x93</td>", "mini_batch_words",
-        "a.en, a.de", "2025-01-31 12:00 UTC", "no end recorded yet"}) {
+        "<td>88 / 99</td>",
+        "<td>node-b</td><td>1</td><td>NVIDIA Far</td><td>\xE2\x80\x93</td><td>\xE2\x80\x93</td>"
+        "<td>50 / 70</td>",
+        "mini_batch_words", "a.en, a.de", "2025-01-31 12:00 UTC", "no end recorded yet"}) {
     EXPECT_NE(page.dom.find(shown), std::string::npos) << shown;
   }
   // One word of two is the reference's, and it is there once.

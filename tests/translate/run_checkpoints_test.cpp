@@ -31,14 +31,16 @@ class RunCheckpointsTest : public testing::Test {
             .best = ValidScores{.loss = 2, .bleu = bleu, .chrf = 40},
             .best_update = best_update};
   }
-  static train::Parts parts(double value) { return {{"weights", {{"w", at::full({3}, value)}}}}; }
+  static train::SlicedParts parts(double value) {
+    return {{"weights", {{"w", {3}, 0, 3, at::full({3}, value)}}}};
+  }
   std::string update_in(const std::string& name) const {
     return train::read_manifest(folder_ / name).at("update");
   }
   double weight_in(const std::string& name) const {
-    const train::Parts found = parts(0);
-    train::load_checkpoint(folder_ / name, found);
-    return found.at("weights")[0].second[0].item<double>();
+    const at::Tensor found = at::zeros({3});
+    train::load_checkpoint(folder_ / name, train::Parts{{"weights", {{"w", found}}}});
+    return found[0].item<double>();
   }
 
   TemporaryFolder folder_;
@@ -49,10 +51,11 @@ class RunCheckpointsTest : public testing::Test {
 
 TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
   RunCheckpoints checkpoints(options_, "text", log_);
+  checkpoints.save_with(&alone_);
   write_file(folder_ / "best", "in the way");
-  train::Parts now = parts(7);
+  train::SlicedParts now = parts(7);
   checkpoints.save_best(state(7, 7), now.at("weights"));
-  now.at("weights")[0].second.fill_(8);  // trained on
+  now.at("weights")[0].tensor.fill_(8);  // trained on
   checkpoints.save_last(state(8, 7), now);
   fs::remove(folder_ / "best");
   checkpoints.save_last(state(9, 7), now);
@@ -66,6 +69,7 @@ TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
 TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
   for (const double weight : {7.0, 8.0}) {
     RunCheckpoints checkpoints(options_, "text", log_);
+    checkpoints.save_with(&alone_);
     checkpoints.save_best(state(7, 7), parts(weight).at("weights"));
     checkpoints.save_last(state(7, 7), parts(weight));
     checkpoints.finish();
@@ -75,6 +79,7 @@ TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
 
 TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
   RunCheckpoints checkpoints(options_, "text", log_);
+  checkpoints.save_with(&alone_);
   write_file(folder_ / "best", "in the way");
   checkpoints.save_best(state(7, 7), parts(7).at("weights"));
   checkpoints.save_last(state(8, 7), parts(8));
@@ -89,6 +94,7 @@ TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
 
 TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
   RunCheckpoints checkpoints(options_, "text", log_);
+  checkpoints.save_with(&alone_);
   checkpoints.save_best(state(3, 3), parts(3).at("weights"));
   checkpoints.save_last(state(5, 3), parts(5));
   checkpoints.finish();
@@ -105,6 +111,7 @@ TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
 TEST_F(RunCheckpointsTest, EarlierOnesGoOnlyForOnesThatAreThere) {
   options_.keep_interval_updates = 2;
   RunCheckpoints checkpoints(options_, "text", log_);
+  checkpoints.save_with(&alone_);
   const auto kept = [&] { return kept_updates(options_.model_dir); };
   for (const int64_t update : {10, 20}) checkpoints.save_kept(state(update, 10), parts(1));
   checkpoints.finish();

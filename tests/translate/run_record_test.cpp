@@ -106,6 +106,39 @@ TEST_F(RunRecordTest, ByDefaultALineComesAfterSomeTimeAndAtAValidation) {
   EXPECT_EQ(read_file(folder_ / "result-dev.txt").find("S source 0\nH said\nR target 0\n\n"), 0);
 }
 
+// Three ranks on two hosts with two GPUs each: the hosts' first ranks have looked.
+TEST_F(RunRecordTest, AValidationHoldsTheGpusOfAllHosts) {
+  const auto machine = [](const char* host) {
+    json described = json::parse(describe_machine());
+    described["host"] = host;
+    described["gpus"] = json::parse(
+        R"([{"name": "NVIDIA One", "memory_gib": 80.0}, {"name": "NVIDIA Two", "memory_gib": null}])");
+    return described.dump();
+  };
+  RunRecord record(options_,
+                   {.machines = {machine("node-a"), machine("node-a"), machine("node-b")}}, valid_,
+                   log_);
+  Validation now = validation(10);
+  now.gpu_use = {"[[87.5, 99.0, 12.0, 13.0], [null, null, null, null]]", "",
+                 "[[50.0, 70.0, 20.0, 24.0], [60.0, 61.0, 1.0, 2.0]]"};
+  record.validated(now, translations());
+  record.validated(validation(20), translations());  // Nobody has said anything.
+  const json first = lines("valid").at(0), second = lines("valid").at(1);
+  EXPECT_EQ(first["gpu_percent"], json::parse("[87.5, null, 50.0, 60.0]"));
+  EXPECT_EQ(first["gpu_percent_peak"], json::parse("[99.0, null, 70.0, 61.0]"));
+  EXPECT_EQ(first["gpu_memory_gib"], json::parse("[12.0, null, 20.0, 1.0]"));
+  EXPECT_EQ(first["gpu_memory_gib_peak"], json::parse("[13.0, null, 24.0, 2.0]"));
+  EXPECT_EQ(second["gpu_percent"], json::parse("[null, null, null, null]"));
+  record.ended({}, 1);
+  const std::string page = read_file(folder_ / "report.html");
+  for (const char* row :
+       {"<td>node-a</td><td>0</td><td>NVIDIA One</td><td>80</td><td>12 / 13</td><td>87.5 / 99</td>",
+        "<td>node-b</td><td>3</td><td>NVIDIA Two</td><td>\xE2\x80\x93</td><td>1 / 2</td>"
+        "<td>60 / 61</td>"}) {
+    EXPECT_NE(page.find(row), std::string::npos) << row;
+  }
+}
+
 TEST_F(RunRecordTest, WithoutTranslationsThereAreNoScores) {
   RunRecord record = make();
   record.validated({.epoch = 1, .scores = {.loss = 2}}, {});

@@ -21,6 +21,7 @@
 namespace cohort::translate {
 namespace {
 
+using parallel::Strategy;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kNumUpdates = 6;

@@ -46,23 +46,50 @@ inline float exponential(float x) {
 inline double exponential(double x) {
   return __builtin_exp(x);
 }
+
+// The standard normal distribution at x: its share below x, and its density. The share's error in
+// float is below 1e-7: Abramowitz and Stegun 1964, equation 7.1.26, at |x| / sqrt(2).
+inline void normal(float x, float& below, float& density) {
+  const float bell = exponential(-0.5F * x * x);
+  const float t = 1 / (1 + 0.231641888F * (x < 0 ? -x : x));
+  float p = 1.061405429F;
+  p = p * t - 1.453152027F;
+  p = p * t + 1.421413741F;
+  p = p * t - 0.284496736F;
+  p = p * t + 0.254829592F;
+  const float tail = 0.5F * p * t * bell;
+  below = x < 0 ? tail : 1 - tail;
+  density = 0.398942280F * bell;
+}
+inline void normal(double x, double& below, double& density) {
+  below = 0.5 * __builtin_erfc(-0.70710678118654752 * x);
+  density = 0.39894228040143268 * exponential(-0.5 * x * x);
+}
 inline double logarithm(double x) {
   return __builtin_log(x);
 }
 
 constexpr int64_t kBlock = 512;
 
-// Four 16-bit random numbers from each hashed counter (finalizer of splitmix64).
-inline void random_block(uint64_t key, int64_t first, uint16_t* out) {
-  uint64_t words[kBlock / 4];
+inline uint64_t random_word(uint64_t key, int64_t number) {
+  uint64_t z = key + static_cast<uint64_t>(number) * 0x9e3779b97f4a7c15ULL;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+  return z ^ (z >> 31);
+}
+
+// Four 16-bit random numbers from each hashed counter (finalizer of splitmix64): those of the
+// elements from rule.first + first on.
+inline void random_block(const DropoutRule& rule, int64_t first, uint16_t* out) {
+  constexpr int64_t kWords = kBlock / 4;
+  const int64_t begin = rule.first + first;
+  const int64_t skipped = begin % 4;
+  uint64_t words[kWords + 1];
 #pragma omp simd
-  for (int64_t w = 0; w < kBlock / 4; ++w) {
-    uint64_t z = key + static_cast<uint64_t>(first / 4 + w) * 0x9e3779b97f4a7c15ULL;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-    words[w] = z ^ (z >> 31);
-  }
-  __builtin_memcpy(out, words, sizeof words);
+  for (int64_t w = 0; w < kWords; ++w) words[w] = random_word(rule.key, begin / 4 + w);
+  if (skipped != 0) words[kWords] = random_word(rule.key, begin / 4 + kWords);
+  __builtin_memcpy(out, reinterpret_cast<const uint16_t*>(words) + skipped,
+                   kBlock * sizeof(uint16_t));
 }
 
 template <class T>
@@ -70,7 +97,7 @@ void dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
   using M = Math<T>;
   uint16_t random[kBlock];
   for (int64_t first = 0; first < n; first += kBlock) {
-    random_block(rule.key, first, random);
+    random_block(rule, first, random);
     const int64_t count = n - first < kBlock ? n - first : kBlock;
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
@@ -85,7 +112,7 @@ void relu_dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
   using M = Math<T>;
   uint16_t random[kBlock];
   for (int64_t first = 0; first < n; first += kBlock) {
-    random_block(rule.key, first, random);
+    random_block(rule, first, random);
     const int64_t count = n - first < kBlock ? n - first : kBlock;
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
@@ -103,6 +130,79 @@ void relu_dropout_backward(const T* out, const T* grad, T* grad_x, int64_t n, fl
   for (int64_t i = 0; i < n; ++i) {
     const typename M::Acc passed = M::load(grad[i]) * scale;
     grad_x[i] = M::store(M::load(out[i]) > 0 ? passed : 0);
+  }
+}
+
+struct Gelu {
+  template <class Acc>
+  static Acc value(Acc x) {
+    Acc below, density;
+    normal(x, below, density);
+    return x * below;
+  }
+  template <class Acc>
+  static Acc slope(Acc x) {
+    Acc below, density;
+    normal(x, below, density);
+    return below + x * density;
+  }
+};
+
+struct Swish {
+  template <class Acc>
+  static Acc logistic(Acc x) {
+    const Acc e = exponential(x < 0 ? x : -x);
+    return (x < 0 ? e : 1) / (1 + e);
+  }
+  template <class Acc>
+  static Acc value(Acc x) {
+    return x * logistic(x);
+  }
+  template <class Acc>
+  static Acc slope(Acc x) {
+    const Acc share = logistic(x);
+    return share * (1 + x * (1 - share));
+  }
+};
+
+// Of an activation whole blocks are computed, whatever lies behind the last element: what is left
+// over when registers are full, the compiler may compute by other instructions, with another
+// rounding.
+template <class T, class Function>
+void activate(const T* x, T* out, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  typename M::Acc values[kBlock] = {};
+  uint16_t random[kBlock];
+  for (int64_t first = 0; first < n; first += kBlock) {
+    random_block(rule, first, random);
+    const int64_t count = n - first < kBlock ? n - first : kBlock;
+    for (int64_t i = 0; i < count; ++i) values[i] = M::load(x[first + i]);
+#pragma omp simd
+    for (int64_t i = 0; i < kBlock; ++i) values[i] = Function::value(values[i]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const typename M::Acc kept = values[i] * rule.scale;
+      out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
+    }
+  }
+}
+
+template <class T, class Function>
+void activate_backward(const T* x, const T* grad, T* grad_x, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  typename M::Acc slopes[kBlock] = {};
+  uint16_t random[kBlock];
+  for (int64_t first = 0; first < n; first += kBlock) {
+    random_block(rule, first, random);
+    const int64_t count = n - first < kBlock ? n - first : kBlock;
+    for (int64_t i = 0; i < count; ++i) slopes[i] = M::load(x[first + i]);
+#pragma omp simd
+    for (int64_t i = 0; i < kBlock; ++i) slopes[i] = Function::slope(slopes[i]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const typename M::Acc passed = slopes[i] * rule.scale * M::load(grad[first + i]);
+      grad_x[first + i] = M::store(random[i] < rule.threshold ? 0 : passed);
+    }
   }
 }
 
@@ -429,9 +529,16 @@ double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
 
 template <class T>
 constexpr KernelsOf<T> table() {
-  return {dropout<T>, relu_dropout<T>,     relu_dropout_backward<T>,
-          softmax<T>, softmax_backward<T>, cross_entropy<T>,
-          attend<T>,  log_sum_exp<T>};
+  return {dropout<T>,
+          relu_dropout<T>,
+          relu_dropout_backward<T>,
+          {activate<T, Gelu>, activate_backward<T, Gelu>},
+          {activate<T, Swish>, activate_backward<T, Swish>},
+          softmax<T>,
+          softmax_backward<T>,
+          cross_entropy<T>,
+          attend<T>,
+          log_sum_exp<T>};
 }
 
 }  // namespace

@@ -22,12 +22,13 @@ struct SumOf<BFloat16Bits> {
   using Type = float;
 };
 
-/// How a dropout decides: element i is dropped if the 16-bit hash of (key, i) is below `threshold`.
-/// Nothing is stored: backward hashes again. Kept elements are multiplied by `scale`.
+/// How a dropout decides: element i is dropped if the 16-bit hash of (key, first + i) is below
+/// `threshold`. Nothing is stored: backward hashes again. Kept elements are multiplied by `scale`.
 struct DropoutRule {
   uint64_t key = 0;
   uint16_t threshold = 0;  ///< round(p * 65536); 0 keeps everything.
   float scale = 1;         ///< 65536 / (65536 - threshold).
+  int64_t first = 0;       ///< Number of the first element, where these are some of many.
 };
 
 /// Which keys a query row sees: key < length of its sequence and, if causal, key <= query.
@@ -50,6 +51,16 @@ inline constexpr int64_t kScoresUnit = 16;
 /// Columns whose greatest value `log_sum_exp` reports together.
 inline constexpr int64_t kTopColumns = 256;
 
+/// An activation and the dropout behind it. What an element comes to is a function of that element:
+/// not of how many there are, nor of where it stands among them.
+template <class T>
+struct ActivationOf {
+  /// out[i] = rule(f(x[i])).
+  void (*forward)(const T* x, T* out, int64_t n, DropoutRule rule);
+  /// grad_x[i] = rule(f'(x[i]) * grad[i]).
+  void (*backward)(const T* x, const T* grad, T* grad_x, int64_t n, DropoutRule rule);
+};
+
 template <class T>
 struct KernelsOf {
   using Sum = typename SumOf<T>::Type;
@@ -59,6 +70,8 @@ struct KernelsOf {
   void (*relu_dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
   /// grad_x[i] = out[i] > 0 ? grad[i] * scale : 0.
   void (*relu_dropout_backward)(const T* out, const T* grad, T* grad_x, int64_t n, float scale);
+  ActivationOf<T> gelu;   ///< f(x) = x times the normal distribution's share below x.
+  ActivationOf<T> swish;  ///< f(x) = x / (1 + exp(-x)).
   /// probs = softmax of visible scores (0 elsewhere); dropped = rule(probs), unless it is null.
   void (*softmax)(const T* scores, T* probs, T* dropped, SoftmaxShape shape, DropoutRule rule);
   /// grad_scores from the gradient of `dropped`, recomputing the rule.

@@ -8,6 +8,10 @@
 namespace cohort::parallel {
 namespace {
 
+// Elements. A multiple of every vector's length: where kernels treat the last few elements of a
+// tensor in another way than the rest, as libtorch's fused Adam does, its parts end as the whole.
+constexpr int64_t kAlignment = 16;
+
 std::vector<FlatTensor> places_of(const std::vector<NamedTensor>& parameters) {
   std::vector<FlatTensor> places;
   for (const NamedTensor& each : parameters)
@@ -21,6 +25,13 @@ void set_memory(at::Tensor& tensor, size_t bytes) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::GetAllocator(tensor.device().type())->allocate(bytes));
   storage->set_nbytes(bytes);
+}
+
+// Elements of `flat`, in its memory, as a tensor that autograd does not know for a view: libtorch's
+// optimizers detach gradients in place.
+at::Tensor part_of(const at::Tensor& flat, int64_t offset, int64_t count) {
+  return at::empty({0}, flat.options())
+      .set_(flat.storage(), flat.storage_offset() + offset, {count}, {1});
 }
 
 // A tensor of `numel` elements for which memory is to come; views of it can be made.
@@ -47,7 +58,7 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
       parameters_(std::move(parameters)),
       frozen_(!parameters_.front().tensor.requires_grad()),
       deferred_(parameters_.front().tensor.is_meta()),
-      layout_(places_of(parameters_), group.size()) {
+      layout_(places_of(parameters_), group.size(), kAlignment) {
   const at::NoGradGuard no_grad;
   auto kept = parameters_.front().tensor.options().requires_grad(false);
   if (deferred_) kept = kept.device(options_.fill_device);
@@ -63,7 +74,7 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
     if (options_.cpu_offload) kept = kept.device(at::kCPU).pinned_memory(pinned);
     shard_ = at::zeros({layout_.shard_numel()}, kept);
   } else {
-    shard_ = full_.narrow(0, group_.rank() * layout_.shard_numel(), layout_.shard_numel());
+    shard_ = own_part(full_);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (!deferred_) place(i, parameters_[i].tensor);
@@ -94,6 +105,10 @@ at::Tensor FlatBucket::view_of(const at::Tensor& flat, const FlatTensor& place) 
   return flat.narrow(0, place.begin, place.numel).view(place.shape);
 }
 
+at::Tensor FlatBucket::own_part(const at::Tensor& flat) const {
+  return flat.narrow(0, group_.rank() * layout_.shard_numel(), layout_.shard_numel());
+}
+
 void FlatBucket::allocate() {
   if (present_) return;
   set_memory(full_, static_cast<size_t>(layout_.padded_numel()) * full_.element_size());
@@ -103,15 +118,22 @@ void FlatBucket::allocate() {
 void FlatBucket::begin_gather() {
   if (whole_) return;
   const at::NoGradGuard no_grad;
+  finish_gather();  // of a unit that did not run
   allocate();
   sent_ = shard_.to(full_.device(), full_.scalar_type(), /*non_blocking=*/true);
   gathering_.emplace(group_.all_gather_into_async(full_, sent_));
   gathered_version_ = static_cast<int64_t>(shard_._version());
+  may_have_stepped_ = std::ranges::any_of(
+      slices_, [](const ParameterSlice& slice) { return slice.tensor.grad().defined(); });
   whole_ = true;
 }
 
 void FlatBucket::gather() {
   begin_gather();
+  finish_gather();
+}
+
+void FlatBucket::finish_gather() {
   if (!gathering_) return;
   gathering_->wait();
   gathering_.reset();
@@ -120,15 +142,14 @@ void FlatBucket::gather() {
 
 void FlatBucket::free() {
   if (!sharded() || !present_) return;
-  if (gathering_) gather();
+  finish_gather();
   set_memory(full_, 0);
   present_ = whole_ = false;
 }
 
 void FlatBucket::keep_written() {
   const at::NoGradGuard no_grad;
-  const int64_t first = group_.rank() * layout_.shard_numel();
-  const at::Tensor own = full_.narrow(0, first, layout_.shard_numel());
+  const at::Tensor own = own_part(full_);
   if (own.data_ptr() != shard_.data_ptr()) shard_.copy_(own);
   gathered_version_ = static_cast<int64_t>(shard_._version());
 }
@@ -160,37 +181,55 @@ void FlatBucket::hold_gradients() {
   }
 }
 
-void FlatBucket::begin_reduce() {
-  const at::NoGradGuard no_grad;
-  const auto type = travel_type();
-  const int replicas = options_.replicate_group ? options_.replicate_group->size() : 1;
-  const double share = 1.0 / (group_.size() * replicas);
-  at::Tensor whole;
+// Autograd's tensor of the only parameter, which nobody else holds beside the engine that calls the
+// hook we are in, will do as the buffer.
+bool FlatBucket::can_become_whole(const at::Tensor& gradient) const {
+  return parameters_.size() == 1 && gradient.defined() && gradient.layout() == at::kStrided &&
+         gradient.numel() == layout_.padded_numel() && gradient.scalar_type() == travel_type() &&
+         gradient.device() == full_.device() && gradient.is_contiguous() &&
+         gradient.use_count() == 1 && gradient.storage().use_count() <= 2;
+}
+
+// The gradients times `factor` in one buffer; the parameters have none any more.
+at::Tensor FlatBucket::take_gradients(double factor) {
+  const auto scaled = [&](at::Tensor tensor) { return factor == 1 ? tensor : tensor.mul_(factor); };
   if (held_.defined()) {
     hold_gradients();
-    whole = std::exchange(held_, at::Tensor()).mul_(share);
-  } else {
-    whole = gradients_;
-    if (!whole.defined()) whole = at::empty({layout_.padded_numel()}, full_.options().dtype(type));
-    if (options_.shard == Shard::kOptimizer) gradients_ = whole;
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      at::Tensor place = view_of(whole, layout_.tensors()[i]);
-      const at::Tensor gradient = dense_gradient(i);
-      if (!gradient.defined()) {
-        place.zero_();
-      } else if (gradient.scalar_type() == type) {
-        at::mul_out(place, gradient, at::scalar_tensor(share, gradient.options()));
-      } else if (gradient.element_size() > place.element_size()) {
-        place.copy_(gradient * share);  // in the wider type, whose range is the larger one
-      } else {
-        place.copy_(gradient);
-        place.mul_(share);
-      }
-      parameters_[i].tensor.mutable_grad().reset();
-    }
-    whole.narrow(0, layout_.numel(), layout_.padded_numel() - layout_.numel()).zero_();
+    return scaled(std::exchange(held_, at::Tensor()));
   }
-  at::Tensor part = at::empty({layout_.shard_numel()}, whole.options());
+  const auto type = travel_type();
+  if (can_become_whole(parameters_.front().tensor.grad())) {
+    at::Tensor whole = dense_gradient(0).view({-1});
+    parameters_.front().tensor.mutable_grad().reset();
+    return scaled(whole);
+  }
+  at::Tensor whole = at::empty({layout_.padded_numel()}, full_.options().dtype(type));
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor place = view_of(whole, layout_.tensors()[i]);
+    const at::Tensor gradient = dense_gradient(i);
+    if (!gradient.defined()) {
+      place.zero_();
+    } else if (factor != 1 && gradient.scalar_type() == type) {
+      at::mul_out(place, gradient, at::scalar_tensor(factor, gradient.options()));
+    } else if (factor != 1 && gradient.element_size() > place.element_size()) {
+      place.copy_(gradient * factor);  // in the wider type, whose range is the larger one
+    } else {
+      scaled(place.copy_(gradient));
+    }
+    parameters_[i].tensor.mutable_grad().reset();
+  }
+  for (const auto& [begin, end] : layout_.gaps()) whole.narrow(0, begin, end - begin).zero_();
+  return whole;
+}
+
+void FlatBucket::begin_reduce(double factor) {
+  const at::NoGradGuard no_grad;
+  if (reduction_) reduction_->work.wait();  // of a backward that threw
+  const at::Tensor whole = take_gradients(factor);
+  // Where gradients are whole, this rank's part of the sum comes to lie in its place. Elsewhere the
+  // rest is given back.
+  at::Tensor part = own_part(whole);
+  if (options_.shard != Shard::kOptimizer) part = at::empty_like(part);
   comm::Work work = group_.reduce_scatter_async(part, whole);
   reduction_.emplace(Reduction{whole, part, std::move(work)});
 }
@@ -215,18 +254,17 @@ void FlatBucket::settle() {
 
 void FlatBucket::keep_gradients(const at::Tensor& reduced) {
   const at::NoGradGuard no_grad;
+  may_have_stepped_ = true;
   const at::Tensor part = reduced.to(shard_.device(), shard_.scalar_type());
-  const bool adds = std::ranges::any_of(
-      slices_, [](const ParameterSlice& slice) { return slice.tensor.grad().defined(); });
-  if (adds) {
-    shard_gradients_.add_(part);
-  } else {
-    shard_gradients_ = part;
-  }
   const auto places = layout_.slices(group_.rank());
   for (size_t i = 0; i < slices_.size(); ++i) {
-    slices_[i].tensor.mutable_grad() =
-        shard_gradients_.narrow(0, places[i].offset, places[i].end - places[i].begin);
+    const at::Tensor piece = part_of(part, places[i].offset, places[i].end - places[i].begin);
+    at::Tensor& gradient = slices_[i].tensor.mutable_grad();
+    if (gradient.defined()) {
+      gradient.add_(piece);
+    } else {
+      gradient = piece;
+    }
   }
 }
 

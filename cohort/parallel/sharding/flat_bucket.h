@@ -36,17 +36,20 @@ class FlatBucket {
   void begin_gather();
   void gather();
   /// Whether this rank's part was written to since it was gathered. The ranks may differ in it.
-  bool changed() const { return static_cast<int64_t>(shard_._version()) != gathered_version_; }
+  bool changed() const {
+    return static_cast<int64_t>(shard_._version()) != gathered_version_ || may_have_stepped_;
+  }
   void expire() { whole_ = false; }  ///< The next begin_gather gathers again.
   /// Gives the memory of sharded parameters back.
   void free();
   /// Keeps what was written into the gathered parameters as this rank's part.
   void keep_written();
 
-  /// Starts to sum the parameters' gradients over ranks, absent ones counting 0, and takes them
-  /// from the parameters; `finish_reduce` waits, and adds this rank's part to its slices'
-  /// gradients, or, with a replicate_group, starts the sum across, for which `settle` waits.
-  void begin_reduce();
+  /// Starts to sum the parameters' gradients, times `factor`, over ranks, absent ones counting 0,
+  /// and takes them from the parameters; `finish_reduce` waits, and adds this rank's part to its
+  /// slices' gradients, or, with a replicate_group, starts the sum across, for which `settle`
+  /// waits.
+  void begin_reduce(double factor);
   void finish_reduce();
   void settle();
   /// Adds gradients that do not travel yet to a sum in the type in which they will, if that is not
@@ -68,9 +71,13 @@ class FlatBucket {
     comm::Work work;
   };
   at::Tensor dense_gradient(size_t index) const;
+  at::Tensor take_gradients(double factor);
+  bool can_become_whole(const at::Tensor& gradient) const;
+  at::Tensor own_part(const at::Tensor& flat) const;
   void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
   void allocate();
+  void finish_gather();
   bool sharded() const { return options_.shard == Shard::kParameters; }
   at::ScalarType travel_type() const {
     return options_.mixed_precision.reduce_dtype.value_or(shard_.scalar_type());
@@ -86,11 +93,11 @@ class FlatBucket {
   at::Tensor full_;               // [padded], in the type of computing; its memory may be away
   at::Tensor shard_;              // [shard], in the parameters' type; a view of full_ if it can be
   at::Tensor held_;               // [padded], in the type of travelling: gradients that wait
-  at::Tensor gradients_;          // [padded], kept from step to step where gradients are whole
-  at::Tensor shard_gradients_;    // [shard]
   int64_t gathered_version_ = 0;  // of shard_, when it was last gathered
-  bool present_ = true;           // full_ has memory ...
-  bool whole_ = true;             // ... and all ranks' parts in it, or soon
+  // There were gradients since: libtorch's optimizers write behind the version's back.
+  bool may_have_stepped_ = false;
+  bool present_ = true;  // full_ has memory ...
+  bool whole_ = true;    // ... and all ranks' parts in it, or soon
   std::optional<comm::Work> gathering_;
   at::Tensor sent_;  // what `gathering_` sends
   std::optional<Reduction> reduction_;

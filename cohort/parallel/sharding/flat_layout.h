@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace cohort::parallel {
@@ -25,20 +26,23 @@ struct FlatSlice {
   bool operator==(const FlatSlice&) const = default;
 };
 
-/// Cuts the buffer by elements, whatever tensors lie there: shards differ by padding alone, which
-/// is less than the number of shards and stands at the end of the buffer.
+/// Cuts the buffer by elements, whatever tensors lie there. Every tensor and every shard begins at
+/// a multiple of `alignment`: shards differ by what that leaves between tensors and at the end,
+/// less than `alignment` for each tensor and for each shard.
 class FlatLayout {
  public:
-  /// Errors: c10::ValueError if num_shards < 1.
-  FlatLayout(std::vector<FlatTensor> tensors, int num_shards);
+  /// Errors: c10::ValueError if num_shards or alignment < 1.
+  FlatLayout(std::vector<FlatTensor> tensors, int num_shards, int64_t alignment = 1);
 
   const std::vector<FlatTensor>& tensors() const { return tensors_; }
-  int64_t numel() const { return numel_; }              ///< Of all tensors.
+  int64_t numel() const { return numel_; }              ///< Of all tensors, without padding.
   int64_t shard_numel() const { return shard_numel_; }  ///< Of each shard, padding included.
   int64_t padded_numel() const { return shard_numel_ * num_shards_; }
   /// What shard `rank` holds, in order; a tensor may be in several shards or none of its elements
   /// in this one.
   std::vector<FlatSlice> slices(int rank) const;
+  /// The places in the buffer that belong to no tensor, in order: {begin, end}.
+  std::vector<std::pair<int64_t, int64_t>> gaps() const;
 
  private:
   std::vector<FlatTensor> tensors_;  // begin is filled in

@@ -27,7 +27,9 @@ namespace cohort::parallel {
 ///             same units in the same order.
 /// Numerics: gradients are divided by the number of ranks, travel in the parameters' own type (or
 ///           in mixed_precision.reduce_dtype), and are summed in the order of ranks; with
-///           replicate_group, the sums of its ranks after that.
+///           replicate_group, the sums of its ranks after that. Where the division rounds nothing
+///           (a power of two, float32 and float64 alone) the loss is divided instead, with the same
+///           result: hooks of parameters then see gradients that are divided already.
 /// Threads:  one.
 /// Errors:   c10::ValueError if the ranks' models differ or options contradict; PeerError when a
 ///           rank is lost.
@@ -53,8 +55,8 @@ class ShardedDataParallel {
     });
   }
 
-  /// As loss.backward(gradient); then the slices have this step's gradients, added to those they
-  /// have.
+  /// As loss.backward(gradient), which is refused; then the slices have this step's gradients,
+  /// added to those they have.
   void backward(const at::Tensor& loss, const at::Tensor& gradient = {}) {
     engine_.backward(loss, gradient);
   }

@@ -1,5 +1,6 @@
 #include "cohort/parallel/sharding/sharding_engine.h"
 
+#include <ATen/OpMathType.h>
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -144,7 +145,12 @@ struct ShardingEngine::Impl {
   void abandon_backward();
   void gather(size_t unit, int direction);
   void free(size_t unit);
+  size_t place_of(const FlatBucket& bucket) const;
+  bool done_in_backward(const FlatBucket& bucket) const;
+  void refresh();
   void share_changes();
+  double share() const;
+  bool divides_loss() const;
 
   torch::nn::Module& model;
   comm::ProcessGroup& group;
@@ -155,11 +161,13 @@ struct ShardingEngine::Impl {
   std::vector<ParameterSlice> slices;
 
   std::vector<size_t> order;   // of the units' first forwards
+  bool order_known = false;    // a whole forward has run
   std::vector<size_t> places;  // by unit, in `order`; its size if the unit has not run
   bool synchronized = true;
+  bool may_backward = false;  // inside ShardingEngine::backward
   bool in_backward = false;
-  std::vector<size_t> missing;          // by bucket, gradients that this backward still owes
-  std::vector<FlatBucket*> reductions;  // begun in this backward, not finished
+  std::vector<size_t> missing;      // by bucket, gradients that this backward still owes
+  FlatBucket* reduction = nullptr;  // under way in this backward
 };
 
 ShardingEngine::Impl::~Impl() {
@@ -294,13 +302,22 @@ void ShardingEngine::Impl::before_backward(size_t unit) {
   gather(unit, -1);
 }
 
+size_t ShardingEngine::Impl::place_of(const FlatBucket& bucket) const {
+  const auto is_it = [&](const auto& each) { return each.get() == &bucket; };
+  return static_cast<size_t>(std::ranges::find_if(buckets, is_it) - buckets.begin());
+}
+
+// Nothing that is still to run needs its parameters.
+bool ShardingEngine::Impl::done_in_backward(const FlatBucket& bucket) const {
+  return in_backward && !bucket.frozen() && missing[place_of(bucket)] == 0;
+}
+
 // A parameter's gradient is there once, after all of the graph that uses the parameter.
 void ShardingEngine::Impl::gradient_arrived(FlatBucket& bucket) {
+  TORCH_CHECK_VALUE(may_backward,
+                    "sharding: expected ShardedDataParallel::backward(loss), got loss.backward()");
   begin_backward();
-  const auto index = static_cast<size_t>(
-      std::ranges::find_if(buckets, [&](const auto& each) { return each.get() == &bucket; }) -
-      buckets.begin());
-  if (--missing[index] > 0) return;
+  if (--missing[place_of(bucket)] > 0) return;
   if (synchronized) {
     reduce(bucket);
   } else {
@@ -309,22 +326,34 @@ void ShardingEngine::Impl::gradient_arrived(FlatBucket& bucket) {
   bucket.free();
 }
 
+// One bucket's gradients travel while the next one's are computed; more would hold memory.
 void ShardingEngine::Impl::reduce(FlatBucket& bucket) {
-  // Where gradients are to be freed soon, one reduction at a time holds memory.
-  if (options.shard != Shard::kOptimizer) {
-    for (FlatBucket* earlier : reductions) earlier->finish_reduce();
-    reductions.clear();
-  }
-  bucket.begin_reduce();
-  reductions.push_back(&bucket);
+  if (reduction) reduction->finish_reduce();
+  bucket.begin_reduce(divides_loss() ? 1 : share());
+  reduction = &bucket;
+}
+
+// Of one rank in the mean.
+double ShardingEngine::Impl::share() const {
+  return 1.0 / (group.size() * (options.replicate_group ? options.replicate_group->size() : 1));
+}
+
+// Where the division rounds nothing, that of the loss saves a pass over all gradients.
+bool ShardingEngine::Impl::divides_loss() const {
+  const auto wide = [](at::ScalarType type) { return type == at::kFloat || type == at::kDouble; };
+  const MixedPrecision& types = options.mixed_precision;
+  int exponent = 0;
+  return std::frexp(share(), &exponent) == 0.5 && wide(types.param_dtype.value_or(at::kFloat)) &&
+         wide(types.reduce_dtype.value_or(at::kFloat)) &&
+         std::ranges::all_of(buckets, [&](const auto& each) { return wide(each->kept_type()); });
 }
 
 void ShardingEngine::Impl::finish_backward() {
   for (size_t i = 0; i < buckets.size(); ++i) {
     if (synchronized && missing[i] > 0 && buckets[i]->has_gradients()) reduce(*buckets[i]);
   }
-  for (FlatBucket* bucket : reductions) bucket->finish_reduce();
-  reductions.clear();
+  if (reduction) reduction->finish_reduce();
+  reduction = nullptr;
   for (const auto& bucket : buckets) {
     bucket->settle();
     if (!synchronized) bucket->hold_gradients();
@@ -336,7 +365,7 @@ void ShardingEngine::Impl::finish_backward() {
 // What a backward that threw has left.
 void ShardingEngine::Impl::abandon_backward() {
   in_backward = false;
-  reductions.clear();
+  reduction = nullptr;
 }
 
 // `direction`: which neighbour in the order of running comes next.
@@ -346,13 +375,20 @@ void ShardingEngine::Impl::gather(size_t unit, int direction) {
   const size_t place = unit == 0 && direction < 0 ? order.size() : places[unit];
   const size_t next = place + static_cast<size_t>(direction);  // beyond both ends: no unit
   if (options.prefetch && places[unit] < units.size() && next < order.size()) {
-    for (FlatBucket* bucket : units[order[next]].buckets) bucket->begin_gather();
+    for (FlatBucket* bucket : units[order[next]].buckets)
+      if (!done_in_backward(*bucket)) bucket->begin_gather();
   }
   for (FlatBucket* bucket : units[unit].buckets) bucket->gather();
 }
 
-// Where parameters are whole, what an optimizer has changed of them travels while the first units
-// run.
+// What an optimizer, or who loads a checkpoint, has written into slices since the last forward.
+void ShardingEngine::Impl::refresh() {
+  if (options.shard != Shard::kParameters) return share_changes();
+  // A forward without a backward has left some parameters gathered.
+  for (const auto& bucket : buckets) bucket->free();
+}
+
+// Where parameters are whole, what has changed of them travels while the first units run.
 void ShardingEngine::Impl::share_changes() {
   const bool changed = std::ranges::any_of(buckets, [](const auto& b) { return b->changed(); });
   if (group.all_reduce_sum(changed ? 1 : 0) == 0) return;
@@ -409,7 +445,7 @@ void ShardingEngine::before_forward(size_t unit) {
     my.places[unit] = my.order.size();
     my.order.push_back(unit);
   }
-  if (unit == 0 && my.options.shard != Shard::kParameters) my.share_changes();
+  if (unit == 0) my.refresh();
   my.gather(unit, +1);
 }
 
@@ -421,8 +457,10 @@ void ShardingEngine::after_forward(size_t unit, const std::vector<at::Tensor>& o
     has_backward = true;
     output.register_hook([&my, unit](const at::Tensor&) { my.before_backward(unit); });
   }
-  // The whole model's backward follows at once.
-  if (!has_backward || (unit != 0 && my.options.reshard_after_forward)) my.free(unit);
+  if (unit == 0) my.order_known = true;
+  // Backward begins with the whole model and what ran last in it.
+  const bool returns = unit == 0 || (my.order_known && unit == my.order.back());
+  if (!has_backward || (!returns && my.options.reshard_after_forward)) my.free(unit);
 }
 
 at::Tensor ShardingEngine::cast_input(const at::Tensor& input) const {
@@ -437,12 +475,19 @@ at::Tensor ShardingEngine::cast_output(const at::Tensor& output) const {
 }
 
 void ShardingEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {
+  Impl& my = *impl_;
+  at::Tensor seed = gradient;
+  if (my.divides_loss())
+    seed = gradient.defined() ? gradient * my.share() : at::full_like(loss, my.share());
+  my.may_backward = true;
   try {
-    loss.backward(gradient);
+    loss.backward(seed);
   } catch (...) {
-    impl_->abandon_backward();
+    my.may_backward = false;
+    my.abandon_backward();
     throw;
   }
+  my.may_backward = false;
 }
 
 bool ShardingEngine::set_synchronized(bool on) {
@@ -459,9 +504,11 @@ double ShardingEngine::gradient_norm() {
   for (const ParameterSlice& slice : impl_->slices) {
     const at::Tensor& gradient = slice.tensor.grad();
     if (!gradient.defined()) continue;
-    const double norm =
-        at::linalg_vector_norm(gradient, 2, at::OptionalIntArrayRef{}, false, at::kDouble)
-            .item<double>();
+    // In the gradient's own type unless that is a low one: another would cost a copy. Squares add
+    // up in double, so that small tensors are not lost.
+    const double norm = at::linalg_vector_norm(gradient, 2, at::OptionalIntArrayRef{}, false,
+                                               at::toOpMathType(gradient.scalar_type()))
+                            .item<double>();
     sum += norm * norm;
   }
   at::Tensor total = at::tensor({sum}, at::kDouble);

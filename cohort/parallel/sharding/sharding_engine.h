@@ -15,11 +15,15 @@
 
 namespace cohort::parallel {
 
-/// What the ranks share out. Bytes a parameter in float32 under Adam, N ranks, at rest:
+/// What the ranks share out. Bytes a parameter in float32 under Adam, N ranks, after a backward;
+/// without those of the gradient once the optimizer has forgotten it. On the way a rank holds more
+/// for a moment: what the other ranks send of one bucket's gradients (a bucket is 25 MiB of
+/// parameters, or one larger parameter), and from kGradients on that bucket's gradients themselves.
 enum class Shard {
   kOptimizer,   ///< ZeRO-1: 8 + 8/N. Parameters and gradients are whole on every rank.
   kGradients,   ///< ZeRO-2: 4 + 12/N. Gradients are freed as backward goes.
-  kParameters,  ///< ZeRO-3, FSDP: 16/N, and a unit's parameters while it computes.
+  kParameters,  ///< ZeRO-3, FSDP: 16/N, and the parameters of what is in no unit, of the unit that
+                ///< computes and of its neighbour.
 };
 
 struct ShardingOptions {

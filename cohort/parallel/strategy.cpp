@@ -1,0 +1,75 @@
+#include "cohort/parallel/strategy.h"
+
+#include <array>
+#include <set>
+
+#include "cohort/base/error.h"
+#include "cohort/optim/adam.h"
+
+namespace cohort::parallel {
+namespace {
+
+std::vector<int> every(int step, int first, int count) {
+  std::vector<int> ranks;
+  for (int i = 0; i < count; ++i) ranks.push_back(first + i * step);
+  return ranks;
+}
+
+}  // namespace
+
+Strategy parse_strategy(const std::string& name) {
+  for (const Strategy each :
+       {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3, Strategy::kHybrid})
+    if (name == to_string(each)) return each;
+  if (name == "fsdp") return Strategy::kZero3;
+  throw ConfigError("--strategy " + name + ": expected ddp, zero1, zero2, zero3, fsdp or hybrid");
+}
+
+std::string to_string(Strategy strategy) {
+  constexpr std::array kNames{"ddp", "zero1", "zero2", "zero3", "hybrid"};
+  return kNames.at(static_cast<size_t>(strategy));
+}
+
+bool shards_parameters(Strategy strategy) {
+  return strategy == Strategy::kZero3 || strategy == Strategy::kHybrid;
+}
+
+StrategyGroups::StrategyGroups(comm::ProcessGroup& group, Strategy strategy) : group_(group) {
+  if (strategy == Strategy::kDdp) {
+    if (group.rank() == 0) alone_ = std::make_unique<comm::ProcessGroup>(comm::Place{});
+    savers_ = alone_.get();
+    return;
+  }
+  if (strategy != Strategy::kHybrid) {
+    savers_ = &group;
+    return;
+  }
+  const int per_host = group.place().local_world_size;
+  const auto all = group.all_gather_text(std::to_string(per_host));
+  const int num_hosts = group.size() / per_host;
+  if (std::set(all.begin(), all.end()).size() != 1 || per_host * num_hosts != group.size())
+    throw ConfigError("--strategy hybrid: expected as many ranks on each host");
+  if (num_hosts == 1)
+    throw ConfigError("--strategy hybrid: expected several hosts, got one: give --strategy zero3");
+  // Ranks of one host are neighbours. Every rank makes every group, and is in one of each kind.
+  for (int host = 0; host < num_hosts; ++host)
+    if (auto mine = group.subgroup(every(1, host * per_host, per_host), "host"))
+      host_ = std::move(mine);
+  for (int local = 0; local < per_host; ++local)
+    if (auto mine = group.subgroup(every(per_host, local, num_hosts), "across hosts"))
+      across_ = std::move(mine);
+  if (group.rank() < per_host) savers_ = host_.get();
+}
+
+std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module) {
+  std::vector<ParameterSlice> slices;
+  for (const auto& [name, tensor] : optim::named_parameters(module))
+    slices.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
+  return slices;
+}
+
+double gradient_norm_of(const torch::nn::Module& module) {
+  return std::sqrt(optim::gradient_norm_squared(module.parameters()));
+}
+
+}  // namespace cohort::parallel

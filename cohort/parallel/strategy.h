@@ -1,0 +1,157 @@
+// One interface to the strategies of data parallelism: what of a model each rank holds.
+#pragma once
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/parallel/distributed_data_parallel.h"
+#include "cohort/parallel/sharding/sharded_data_parallel.h"
+
+namespace cohort::parallel {
+
+/// The ladder; docs/strategies.md tells when to take which.
+enum class Strategy {
+  kDdp,     ///< Everything.
+  kZero1,   ///< A share of the optimizer's state: Shard::kOptimizer.
+  kZero2,   ///< Of gradients, too: Shard::kGradients.
+  kZero3,   ///< Of parameters, too: Shard::kParameters, FSDP.
+  kHybrid,  ///< As kZero3 within each host; the hosts hold the same (HSDP).
+};
+
+/// Parses "ddp", "zero1", "zero2", "zero3", "hybrid" or "fsdp", which is zero3 by its other name.
+/// Errors: ConfigError for another name.
+Strategy parse_strategy(const std::string& name);
+std::string to_string(Strategy strategy);
+/// Whether a rank holds parameters in part only.
+bool shards_parameters(Strategy strategy);
+
+struct StrategyOptions {
+  Strategy strategy = Strategy::kDdp;
+  DistributedDataParallelOptions ddp;  ///< Of kDdp.
+  ShardingOptions sharding;            ///< Of the others, which set `shard` and `replicate_group`.
+};
+
+/// Which ranks share a model out, and which write it. Not a template.
+class StrategyGroups {
+ public:
+  /// Collective; blocks. Errors: ConfigError for kHybrid if there is one host, or hosts have
+  /// different numbers of ranks.
+  StrategyGroups(comm::ProcessGroup& group, Strategy strategy);
+
+  comm::ProcessGroup& shards() const { return host_ ? *host_ : group_; }
+  comm::ProcessGroup* replicas() const { return across_.get(); }
+  comm::ProcessGroup* savers() { return savers_; }
+
+ private:
+  comm::ProcessGroup& group_;
+  std::unique_ptr<comm::ProcessGroup> host_, across_, alone_;
+  comm::ProcessGroup* savers_ = nullptr;
+};
+
+/// Every parameter as one slice that is all of it.
+std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module);
+/// Norm of the gradients that the module's parameters have. Local.
+double gradient_norm_of(const torch::nn::Module& module);
+
+/// Wraps a module holder in DistributedDataParallel or ShardedDataParallel, as the strategy says.
+///
+///   parallel::ParallelModel<Model> model(module, group, {.strategy = parse_strategy(name)},
+///   blocks); optim::Adam adam(model.named_slices()); model.backward(loss(model(batch)));
+///   adam.step(rate);  adam.zero_grad();
+///
+/// Collective: constructor, forward, backward, gradient_norm, summon: what the strategy exchanges.
+/// Errors, numerics, threads: as those two.
+template <class Holder>
+class ParallelModel {
+ public:
+  /// `group` must outlive this. `units` are the blocks that ShardedDataParallel gathers one by one.
+  ParallelModel(Holder module, comm::ProcessGroup& group, const StrategyOptions& options = {},
+                const std::vector<torch::nn::Module*>& units = {})
+      : module_(module), groups_(group, options.strategy) {
+    if (options.strategy == Strategy::kDdp) {
+      ddp_ = std::make_unique<DistributedDataParallel<Holder>>(module, group, options.ddp);
+      return;
+    }
+    ShardingOptions sharding = options.sharding;
+    sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
+                     : options.strategy == Strategy::kZero2 ? Shard::kGradients
+                                                            : Shard::kParameters;
+    sharding.replicate_group = groups_.replicas();
+    sharded_ =
+        std::make_unique<ShardedDataParallel<Holder>>(module, groups_.shards(), sharding, units);
+  }
+
+  /// Runs the module's forward.
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return ddp_ ? (*ddp_)(std::forward<Arguments>(arguments)...)
+                : (*sharded_)(std::forward<Arguments>(arguments)...);
+  }
+
+  /// As loss.backward(gradient): leaves the mean over ranks as the slices' gradients.
+  void backward(const at::Tensor& loss, const at::Tensor& gradient = {}) {
+    ddp_ ? ddp_->backward(loss, gradient) : sharded_->backward(loss, gradient);
+  }
+  /// While false, gradients add up on this rank, without communication. Returns what it was.
+  bool set_synchronized(bool on) {
+    return ddp_ ? ddp_->engine().set_synchronized(on) : sharded_->engine().set_synchronized(on);
+  }
+
+  /// What this rank's optimizer updates, leaves with gradients: parameters, or slices of them.
+  std::vector<ParameterSlice> slices() const {
+    return ddp_ ? whole_slices_of(*module_) : sharded_->slices();
+  }
+  /// Their names and tensors: what an optimizer is made of.
+  std::vector<std::pair<std::string, at::Tensor>> named_slices() const {
+    std::vector<std::pair<std::string, at::Tensor>> named;
+    for (const ParameterSlice& slice : slices()) named.emplace_back(slice.name, slice.tensor);
+    return named;
+  }
+  /// Of the whole gradient, the same on every rank.
+  double gradient_norm() {
+    return ddp_ ? gradient_norm_of(*module_) : sharded_->engine().gradient_norm();
+  }
+
+  /// Makes the module's own tensors whole, and those of all slices, until `release`: so it can be
+  /// used without the other ranks. What is written into them meanwhile is lost. Blocks.
+  void summon() {
+    if (sharded_) sharded_->engine().summon();
+  }
+  void release() {
+    if (sharded_) sharded_->engine().release(/*keep=*/false);
+  }
+
+  /// Whether ranks hold different slices: then every rank reads a checkpoint, else any one.
+  bool is_sharded() const { return sharded_ != nullptr; }
+  /// The ranks that write checkpoints, each its slices, if this is one of them; else null. Together
+  /// they hold everything once; rank 0 of the whole group is their first.
+  comm::ProcessGroup* savers() { return groups_.savers(); }
+
+  Holder& module() { return module_; }
+  auto* operator->() { return module_.get(); }
+
+ private:
+  Holder module_;
+  StrategyGroups groups_;
+  std::unique_ptr<DistributedDataParallel<Holder>> ddp_;  // one of the two
+  std::unique_ptr<ShardedDataParallel<Holder>> sharded_;
+};
+
+/// A ParallelModel's module is whole as long as this lives. Collective, the constructor.
+template <class Holder>
+class WholeModel {
+ public:
+  explicit WholeModel(ParallelModel<Holder>& model) : model_(model) { model_.summon(); }
+  ~WholeModel() { model_.release(); }
+  WholeModel(const WholeModel&) = delete;
+  WholeModel& operator=(const WholeModel&) = delete;
+
+ private:
+  ParallelModel<Holder>& model_;
+};
+
+}  // namespace cohort::parallel

@@ -1,0 +1,146 @@
+#include "cohort/parallel/strategy_advice.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+#include "cohort/base/error.h"
+
+namespace cohort::parallel {
+namespace {
+
+// Bytes a parameter: a part that every rank has, and a part that `among` ranks share out.
+struct Formula {
+  const char* strategy;
+  double whole;
+  double shared;
+  int among;
+  double sent;  // In units of the parameters' bytes.
+  bool gathers_units;
+};
+
+std::string number(double value) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.4g", value);
+  return text.data();
+}
+
+void check(const AdviceRequest& request) {
+  const auto require = [](bool holds, const std::string& expected) {
+    if (!holds) throw ConfigError("advice on strategies: expected " + expected);
+  };
+  require(request.parameters > 0, "parameters, got " + std::to_string(request.parameters));
+  require(request.largest_unit >= 0 && request.largest_unit <= request.parameters,
+          "a unit of the model, got " + std::to_string(request.largest_unit) + " parameters");
+  require(request.local_world_size > 0 && request.world_size > 0 &&
+              request.world_size % request.local_world_size == 0,
+          "as many ranks on each host, got " + std::to_string(request.world_size) +
+              " ranks, a host's " + std::to_string(request.local_world_size));
+  require(request.host_memory_bytes > 0,
+          "memory, got " + std::to_string(request.host_memory_bytes));
+}
+
+// The share of a buffer that is another rank's.
+double others(int ranks) {
+  return static_cast<double>(ranks - 1) / ranks;
+}
+
+double rank_memory(const AdviceRequest& request) {
+  return static_cast<double>(request.host_memory_bytes) / request.local_world_size;
+}
+
+StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
+  const auto parameters = static_cast<double>(request.parameters);
+  const double each = formula.whole + formula.shared / formula.among;
+  const double unit = formula.gathers_units ? 8.0 * static_cast<double>(request.largest_unit) : 0;
+  StrategyFit result{
+      .strategy = formula.strategy, .bytes = each * parameters + unit, .sent = formula.sent};
+  result.fits = result.bytes <= kShareAtRest * rank_memory(request);
+  result.reason = number(each) + " bytes a parameter" +
+                  (unit > 0 ? " and " + readable_bytes(unit) + " for the largest unit" : "") +
+                  ": " + readable_bytes(result.bytes) + (result.fits ? " of " : ", more than ") +
+                  readable_bytes(kShareAtRest * rank_memory(request)) + "; sends " +
+                  number(result.sent) + " times the parameters a step";
+  return result;
+}
+
+// Ranks, as many on each host, with which zero3 fits; nothing if no number does.
+std::optional<int64_t> ranks_for_zero3(const AdviceRequest& request) {
+  const double left =
+      kShareAtRest * rank_memory(request) - 8.0 * static_cast<double>(request.largest_unit);
+  if (left <= 0) return {};
+  const double ranks = std::ceil(16.0 * static_cast<double>(request.parameters) / left);
+  const auto local = static_cast<double>(request.local_world_size);
+  return static_cast<int64_t>(std::ceil(ranks / local) * local);
+}
+
+std::string why(const std::string& strategy) {
+  if (strategy == "ddp") return "the whole training state fits on every rank: nothing is simpler";
+  if (strategy == "zero1") return "the optimizer's state must be shared out; that costs no traffic";
+  if (strategy == "zero2") return "gradients must be shared out, too; that costs no traffic";
+  if (strategy == "hybrid")
+    return "parameters must be shared out; within each host they need not cross the network";
+  return "parameters must be shared out, too, for half as much traffic again";
+}
+
+}  // namespace
+
+StrategyAdvice advise(const AdviceRequest& request) {
+  check(request);
+  const int ranks = request.world_size, local = request.local_world_size;
+  std::vector<Formula> formulas = {{"ddp", 16, 0, 1, 2 * others(ranks), false},
+                                   {"zero1", 8, 8, ranks, 2 * others(ranks), false},
+                                   {"zero2", 4, 12, ranks, 2 * others(ranks), false},
+                                   {"zero3", 0, 16, ranks, 3 * others(ranks), true}};
+  if (ranks > local && local > 1) {
+    const double across = 2 * others(ranks / local) / local;
+    formulas.push_back({"hybrid", 0, 16, local, 3 * others(local) + across, true});
+  }
+  StrategyAdvice advice;
+  for (const Formula& formula : formulas) advice.strategies.push_back(fit(formula, request));
+  for (const char* strategy : {"ddp", "zero1", "zero2", "hybrid", "zero3"}) {
+    const auto found = std::ranges::find(advice.strategies, strategy, &StrategyFit::strategy);
+    if (found == advice.strategies.end() || !found->fits) continue;
+    advice.chosen = strategy;
+    advice.reason = why(strategy);
+    return advice;
+  }
+  const auto enough = ranks_for_zero3(request);
+  advice.reason = "none fits on " + std::to_string(ranks) + (ranks == 1 ? " rank: " : " ranks: ") +
+                  (enough ? "zero3 does on " + std::to_string(*enough) + ", " +
+                                std::to_string(local) + " a host"
+                          : "the largest unit alone is too large, cut it into smaller ones");
+  return advice;
+}
+
+std::optional<int64_t> parse_parameter_count(const std::string& text) {
+  char* end = nullptr;
+  if (text.empty() || text.find_first_not_of("0123456789.kKmMbB") != std::string::npos) return {};
+  double count = std::strtod(text.c_str(), &end);
+  const std::string suffix = end;
+  if (suffix == "k" || suffix == "K") {
+    count *= 1e3;
+  } else if (suffix == "m" || suffix == "M") {
+    count *= 1e6;
+  } else if (suffix == "b" || suffix == "B") {
+    count *= 1e9;
+  } else if (!suffix.empty()) {
+    return {};
+  }
+  if (!(count >= 1 && count < 1e15)) return {};
+  return std::llround(count);
+}
+
+std::string readable_bytes(double bytes) {
+  std::array<char, 32> text{};
+  if (bytes >= 1 << 30) {
+    std::snprintf(text.data(), text.size(), "%.2f GiB", bytes / (1 << 30));
+  } else {
+    std::snprintf(text.data(), text.size(), "%.1f MiB", bytes / (1 << 20));
+  }
+  return text.data();
+}
+
+}  // namespace cohort::parallel

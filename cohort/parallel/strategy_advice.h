@@ -1,0 +1,56 @@
+// Which way of sharing out a model's training fits into the ranks' memory, by the strategies'
+// formulas. Pure numbers: opens nothing, measures nothing.
+//
+// Bytes that a rank holds after backward in float32 under Adam (parameter, gradient, two moments:
+// 16), of P parameters on N ranks, H of them on each host:
+//   ddp 16 P    zero1 (8 + 8/N) P    zero2 (4 + 12/N) P    zero3 16/N P    hybrid 16/H P
+// and, for the last two, 8 bytes a parameter of the largest unit: its parameters and gradients
+// while it computes. Activations come on top. What a rank sends in a step, in units of 4 P bytes:
+// 2 (N-1)/N, with zero3 3 (N-1)/N; with hybrid 3 (H-1)/H within its host, and 2/H (M-1)/M across M
+// hosts.
+// Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 3 and 7, for float32.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace cohort::parallel {
+
+struct AdviceRequest {
+  int64_t parameters = 0;         ///< > 0.
+  int64_t largest_unit = 0;       ///< Parameters of it; 0: not known, and left out.
+  int world_size = 1;             ///< N > 0.
+  int local_world_size = 1;       ///< H > 0, which divides N.
+  int64_t host_memory_bytes = 0;  ///< Of each host, shared by its ranks; > 0.
+};
+
+/// The share of a rank's memory that state at rest may take: the rest is for activations, buffers
+/// on their way, libraries and data.
+inline constexpr double kShareAtRest = 0.7;
+
+struct StrategyFit {
+  std::string strategy;  ///< As --strategy takes it.
+  double bytes = 0;      ///< Of a rank, at rest.
+  double sent = 0;       ///< By a rank and step, in units of the parameters' bytes.
+  bool fits = false;     ///< `bytes` are at most kShareAtRest of the rank's memory.
+  std::string reason;    ///< One line, with the numbers.
+};
+
+struct StrategyAdvice {
+  std::vector<StrategyFit> strategies;  ///< ddp, zero1, zero2, zero3; hybrid if N > H > 1.
+  /// The first that fits, in the order of what they cost: ddp, zero1, zero2, hybrid, zero3.
+  std::optional<std::string> chosen;
+  std::string reason;  ///< Why that one; where none fits, what would.
+};
+
+/// Errors: ConfigError for numbers out of range.
+StrategyAdvice advise(const AdviceRequest& request);
+
+/// Reads "93M", "1.5B", "350k" or "93255680": a number of parameters; nothing of another text.
+std::optional<int64_t> parse_parameter_count(const std::string& text);
+
+/// Returns "1.39 GiB" or "355.7 MiB".
+std::string readable_bytes(double bytes);
+
+}  // namespace cohort::parallel

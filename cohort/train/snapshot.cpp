@@ -1,0 +1,50 @@
+#include "cohort/train/snapshot.h"
+
+#include <sys/mman.h>
+#include <torch/types.h>
+
+namespace cohort::train {
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+size_t round_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+}  // namespace
+
+Snapshot::~Snapshot() {
+  if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());
+}
+
+SlicedParts Snapshot::take(const SlicedParts& parts) {
+  size_t bytes = 0;
+  for (const auto& [part, slices] : parts) {
+    for (const TensorSlice& slice : slices) bytes += round_up(slice.tensor.nbytes(), kAlignment);
+  }
+  if (bytes > kept_bytes()) grow(bytes);
+  const at::NoGradGuard no_grad;
+  SlicedParts copies = parts;
+  std::byte* place = memory_.data();
+  for (auto& [part, slices] : copies) {
+    for (TensorSlice& slice : slices) {
+      const at::Tensor source = slice.tensor.detach();
+      slice.tensor = at::from_blob(place, source.sizes(), at::TensorOptions(source.scalar_type()));
+      slice.tensor.copy_(source);
+      place += round_up(source.nbytes(), kAlignment);
+    }
+  }
+  return copies;
+}
+
+void Snapshot::grow(size_t bytes) {
+  if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());  // First: two would be too much.
+  memory_ = {};
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK_WITH(OutOfMemoryError, memory != MAP_FAILED, "checkpoint: no memory for a copy of ",
+                   bytes, " bytes");
+  memory_ = {static_cast<std::byte*>(memory), bytes};
+}
+
+}  // namespace cohort::train

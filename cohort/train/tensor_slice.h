@@ -1,0 +1,41 @@
+// Named tensors, and parts of them that ranks hold.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cohort::train {
+
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// The tensors of a checkpoint by part: "weights", "optimizer" ...
+using Parts = std::map<std::string, NamedTensors>;
+
+/// Elements [begin, end) of a tensor, counted row by row.
+struct TensorSlice {
+  std::string name;            ///< The whole tensor's.
+  std::vector<int64_t> shape;  ///< The whole tensor's.
+  int64_t begin = 0;
+  int64_t end = 0;
+  at::Tensor tensor;  ///< end - begin elements, of any shape, on any device.
+};
+
+/// Slices by part. A tensor may be in several slices, or be absent.
+using SlicedParts = std::map<std::string, std::vector<TensorSlice>>;
+
+/// Each tensor as one slice that is all of it.
+std::vector<TensorSlice> whole_slices(const NamedTensors& tensors);
+/// Rank's share of slices that `world_size` ranks hold alike: the rank-th of `world_size` cuts of
+/// each, so that they write together what each of them has. Shares their memory. Errors:
+/// c10::ValueError if a tensor is not contiguous.
+SlicedParts share_of(const SlicedParts& parts, int rank, int world_size);
+/// Optimizer state of sliced parameters as slices: "<parameter>.exp_avg" has the shape and elements
+/// of the slice of <parameter>.
+/// Errors: c10::ValueError if a tensor is of no parameter, or has another number of elements.
+std::vector<TensorSlice> slices_like(const std::vector<TensorSlice>& parameters,
+                                     const NamedTensors& state);
+
+}  // namespace cohort::train

@@ -1,0 +1,149 @@
+// Parts of a model: their dropouts take the whole's elements, their parameters are the whole's.
+#include "cohort/nmt/division.h"
+
+#include <functional>
+#include <gtest/gtest.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "cohort/nmt/transformer.h"
+
+namespace cohort::nmt {
+namespace {
+
+constexpr double kDropout = 0.4;
+constexpr DropoutStream kStream{.seed = 5, .call = 2};
+
+// Runs `apply` on x and on its parts along `dim`; expects results and gradients of parts to be
+// those of the whole, bit by bit. `size_of`: neighbours of the part that are neighbours in the
+// whole.
+void expect_parts_of_whole(
+    const at::Tensor& values, int64_t dim, int64_t count,
+    const std::function<at::Tensor(const at::Tensor&, DropoutStream&, const DropoutPart&)>& apply) {
+  const at::Tensor whole = values.clone().requires_grad_(true);
+  const at::Tensor grad = at::randn_like(values);
+  DropoutStream stream = kStream;
+  const at::Tensor expected = apply(whole, stream, {});
+  expected.backward(grad);
+  EXPECT_GT((expected == 0).sum().item<int64_t>(), 0);
+  for (int64_t index = 0; index < count; ++index) {
+    SCOPED_TRACE("part " + std::to_string(index) + " of " + std::to_string(count));
+    const Division division(index, count);
+    const auto [begin, end] = division.cut(values.size(dim));
+    const at::Tensor own =
+        values.narrow(dim, begin, end - begin).clone().contiguous().requires_grad_(true);
+    int64_t neighbours = 1;
+    for (int64_t d = dim; d < own.dim(); ++d) neighbours *= own.size(d);
+    DropoutStream own_stream = kStream;
+    const at::Tensor result = apply(own, own_stream, division.dropout_part(neighbours));
+    EXPECT_TRUE(at::equal(result, expected.narrow(dim, begin, end - begin)));
+    result.backward(grad.narrow(dim, begin, end - begin).contiguous());
+    EXPECT_TRUE(at::equal(own.grad(), whole.grad().narrow(dim, begin, end - begin)));
+    EXPECT_EQ(own_stream.call, stream.call);
+  }
+}
+
+// 9 columns of 27: parts that begin between the four numbers of a hash; 1,200 of 2,400: more than a
+// block of the kernels.
+TEST(DivisionTest, DropoutsOfPartsTakeTheElementsOfTheWhole) {
+  torch::manual_seed(3);
+  for (const auto& [columns, count] : {std::pair{27, 3}, std::pair{2400, 2}, std::pair{8, 4}}) {
+    for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+      const at::Tensor x = at::randn({5, 2, columns}).to(type);
+      for (const auto operation : {&relu_dropout, &gelu_dropout, &swish_dropout}) {
+        expect_parts_of_whole(x, 2, count, [&](const auto& own, auto& stream, const auto& part) {
+          return operation(own, kDropout, stream, part);
+        });
+      }
+    }
+  }
+}
+
+TEST(DivisionTest, AttentionsDropoutTakesTheElementsOfTheWhole) {
+  torch::manual_seed(4);
+  const at::Tensor lengths = at::tensor({3, 7, 1}, at::kLong);
+  for (const int64_t count : {2, 4}) {
+    const at::Tensor scores = at::randn({3, 4, 5, 7}, at::kDouble);
+    expect_parts_of_whole(scores, 1, count, [&](const auto& own, auto& stream, const auto& part) {
+      return masked_softmax(own, lengths, /*causal=*/false, 0.5, kDropout, stream, part);
+    });
+  }
+}
+
+TEST(DivisionTest, PartsThatDoNotFitAreRefused) {
+  DropoutStream stream;
+  EXPECT_THROW(relu_dropout(at::ones({3, 5}), 0.5, stream, {.size = 4, .whole = 8}),
+               c10::ValueError);
+  EXPECT_THROW(relu_dropout(at::ones({2, 4}), 0.5, stream, {.size = 4, .whole = 8, .first = 6}),
+               c10::ValueError);
+}
+
+TransformerOptions options(bool tied) {
+  return {.dim_vocab_source = tied ? 41 : 37,
+          .dim_vocab_target = 41,
+          .dim_emb = 16,
+          .heads = 4,
+          .enc_depth = 1,
+          .dec_depth = 1,
+          .dim_ffn = 24,
+          .tied_embeddings_all = tied};
+}
+
+TEST(DivisionTest, PartsAreDrawnAsTheWholeModelIs) {
+  for (const bool tied : {false, true}) {
+    Transformer whole(options(tied));
+    whole->initialise(9);
+    for (const int64_t count : {2, 4}) {
+      std::map<std::string, at::Tensor> joined;
+      for (int64_t index = 0; index < count; ++index) {
+        Transformer own(options(tied), Precision::kFloat32, at::kCPU,
+                        std::make_shared<Division>(index, count));
+        own->initialise(9);
+        for (const auto& item : own->named_parameters()) {
+          const at::Tensor expected = whole->named_parameters()[item.key()];
+          const TensorPart part =
+              part_of(item.key(), item.value().sizes().vec(), options(tied), *own->division());
+          EXPECT_EQ(part.shape, expected.sizes().vec()) << item.key();
+          EXPECT_EQ(part.part_shape(), item.value().sizes().vec()) << item.key();
+          const at::Tensor elements = item.value().detach().view(-1);
+          at::Tensor& all = joined.try_emplace(item.key(), at::full(part.shape, NAN)).first->second;
+          for (const PartRun& run : part.runs({0, elements.numel()})) {
+            const int64_t length = run.whole.end - run.whole.begin;
+            all.view(-1)
+                .narrow(0, run.whole.begin, length)
+                .copy_(elements.narrow(0, run.part_begin, length));
+          }
+        }
+      }
+      for (const auto& item : whole->named_parameters())
+        EXPECT_TRUE(at::equal(joined.at(item.key()), item.value())) << item.key();
+    }
+  }
+}
+
+// The base model's 93,255,680 parameters: all are cut but 38,912 of norms and biases of outputs.
+TEST(DivisionTest, PartsHoldTheirShareOfTheBaseModel) {
+  const auto parameters_of = [](int64_t index, int64_t count) {
+    Transformer part(preset("base"), Precision::kFloat32, at::kMeta,
+                     std::make_shared<Division>(index, count));
+    EXPECT_EQ(part->num_parameters(), 93'255'680);
+    return count_parameters(*part);
+  };
+  EXPECT_EQ(parameters_of(0, 1), 93'255'680);
+  EXPECT_EQ(parameters_of(0, 2), 46'647'296);
+  EXPECT_EQ(parameters_of(1, 2), 46'647'296);
+  EXPECT_EQ(parameters_of(3, 4), 23'343'104);
+}
+
+TEST(DivisionTest, ModelsThatComeOutUnevenAreRefused) {
+  const auto make = [](int64_t count) {
+    return Transformer(options(false), Precision::kFloat32, at::kCPU,
+                       std::make_shared<Division>(0, count));
+  };
+  EXPECT_NO_THROW(make(4));
+  EXPECT_THROW(make(3), c10::ValueError);   // heads
+  EXPECT_THROW(make(16), c10::ValueError);  // inner columns, and heads
+}
+
+}  // namespace
+}  // namespace cohort::nmt

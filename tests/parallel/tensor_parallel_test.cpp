@@ -1,0 +1,208 @@
+// The pieces of tensor parallelism against the same formulas on whole matrices, in float64.
+#include "cohort/parallel/tensor_parallel.h"
+
+#include <cmath>
+#include <gtest/gtest.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "cohort/base/tensor_part.h"
+#include "cohort/parallel/mesh.h"
+
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+
+namespace cohort::parallel {
+namespace {
+
+// Sums of at most some hundred terms near 1, in another order: 100 x 2^-53, and a few of them in a
+// row.
+constexpr double kRounding = 1e-13;
+
+double difference(const at::Tensor& a, const at::Tensor& b) {
+  return (a - b).abs().max().item<double>();
+}
+
+at::Tensor leaf(at::Tensor values) {
+  return values.detach().clone().requires_grad_(true);
+}
+
+at::Tensor rows_of(const at::Tensor& whole, comm::ProcessGroup& group, int64_t dim = 0) {
+  const auto [begin, end] = cut_of(whole.size(dim), group.rank(), group.size());
+  return whole.narrow(dim, begin, end - begin);
+}
+
+// Whether all ranks have the same bits.
+bool is_replicated(const at::Tensor& tensor, comm::ProcessGroup& group) {
+  for (const at::Tensor& other : group.all_gather(tensor.detach().contiguous()))
+    if (!at::equal(other, tensor)) return false;
+  return true;
+}
+
+void expect_two_products(comm::ProcessGroup& group) {
+  torch::manual_seed(1);
+  const auto random = [](at::IntArrayRef shape) { return at::randn(shape, at::kDouble); };
+  const at::Tensor x = leaf(random({3, 5, 6})), first = leaf(random({9, 6})),
+                   first_bias = leaf(random({9})), second = leaf(random({4, 9})),
+                   second_bias = leaf(random({4})), grad = random({3, 5, 4});
+  const at::Tensor plain =
+      at::linear(at::tanh(at::linear(x, first, first_bias)), second, second_bias);
+  plain.backward(grad);
+
+  const at::Tensor own_x = leaf(x), own_first = leaf(rows_of(first, group)),
+                   own_first_bias = leaf(rows_of(first_bias, group)),
+                   own_second = leaf(rows_of(second, group, 1)),
+                   own_second_bias = leaf(second_bias);
+  const at::Tensor h = at::tanh(column_parallel_linear(own_x, own_first, own_first_bias, group));
+  const at::Tensor y = row_parallel_linear(h, own_second, own_second_bias, group);
+  EXPECT_LE(difference(y, plain), kRounding);
+  EXPECT_TRUE(is_replicated(y, group));
+  y.backward(grad);
+  EXPECT_LE(difference(own_x.grad(), x.grad()), kRounding);
+  EXPECT_TRUE(is_replicated(own_x.grad(), group));
+  EXPECT_LE(difference(own_first.grad(), rows_of(first.grad(), group)), kRounding);
+  EXPECT_LE(difference(own_first_bias.grad(), rows_of(first_bias.grad(), group)), kRounding);
+  EXPECT_LE(difference(own_second.grad(), rows_of(second.grad(), group, 1)), kRounding);
+  EXPECT_TRUE(at::equal(own_second_bias.grad(), second_bias.grad()));
+
+  std::vector<at::Tensor> all{first, first_bias, second, second_bias};
+  double squares = 0;
+  for (const at::Tensor& parameter : all) squares += parameter.grad().square().sum().item<double>();
+  EXPECT_NEAR(tensor_parallel_gradient_norm({own_first, own_first_bias, own_second},
+                                            {own_second_bias}, group.size(), group),
+              std::sqrt(squares), 1e-12);
+}
+
+TEST(TensorParallelTest, TwoProductsOnTwoRanksEqualTheWholeOnes) {
+  test::ranks(2, expect_two_products);
+}
+
+TEST(TensorParallelTest, TwoProductsOnFourRanksEqualTheWholeOnes) {
+  test::ranks(4, expect_two_products);
+}
+
+TEST(TensorParallelTest, ColumnsOfAllRanksComeTogether) {
+  test::ranks(3, [](comm::ProcessGroup& group) {
+    const at::Tensor whole = at::arange(2 * 7, at::kDouble).view({2, 7});
+    const at::Tensor own = leaf(rows_of(whole, group, 1));
+    const at::Tensor all = gather_from_group(own, 7, group);
+    EXPECT_TRUE(at::equal(all, whole));
+    all.backward(whole + 1);
+    EXPECT_TRUE(at::equal(own.grad(), rows_of(whole + 1, group, 1)));
+  });
+}
+
+// 11 rows: the ranks have different numbers of them.
+TEST(TensorParallelTest, AnEmbeddingCutByVocabularyIsTheWholeTables) {
+  test::ranks(3, [](comm::ProcessGroup& group) {
+    torch::manual_seed(2);
+    const at::Tensor table = leaf(at::randn({11, 4}, at::kDouble));
+    const at::Tensor ids = at::randint(11, {3, 8}, at::kLong);
+    const at::Tensor grad = at::randn({3, 8, 4}, at::kDouble);
+    const at::Tensor plain = at::embedding(table, ids);
+    plain.backward(grad);
+    const at::Tensor own = leaf(rows_of(table, group));
+    const at::Tensor rows = vocabulary_parallel_embedding(own, ids, 11, group);
+    EXPECT_TRUE(at::equal(rows, plain));
+    rows.backward(grad);
+    EXPECT_LE(difference(own.grad(), rows_of(table.grad(), group)), kRounding);
+  });
+}
+
+// 1,100 rows are two chunks; 30 is no multiple of 4 ranks.
+void expect_cross_entropy(comm::ProcessGroup& group) {
+  torch::manual_seed(3);
+  constexpr int64_t kVocabulary = 30;
+  const at::Tensor hidden = leaf(at::randn({1100, 6}, at::kDouble)),
+                   weight = leaf(at::randn({kVocabulary, 6}, at::kDouble) * 3);
+  const at::Tensor labels = at::randint(kVocabulary, {1100}, at::kLong);
+  namespace F = torch::nn::functional;
+  const auto options = F::CrossEntropyFuncOptions().reduction(torch::kSum);
+  const at::Tensor logits = at::mm(hidden, weight.t());
+  const at::Tensor plain =
+      F::cross_entropy(logits, labels, F::CrossEntropyFuncOptions(options).label_smoothing(0.1));
+  (plain * 0.25).backward();
+
+  const at::Tensor own_hidden = leaf(hidden), own_weight = leaf(rows_of(weight, group));
+  const auto sums =
+      vocabulary_parallel_cross_entropy(own_hidden, own_weight, labels, 0.1, kVocabulary, group);
+  // 1,100 losses near 10, each off by some 1e-15.
+  EXPECT_LE(difference(sums.loss, plain), 2e-11);
+  EXPECT_LE(difference(sums.nll, F::cross_entropy(logits, labels, options)), 2e-11);
+  EXPECT_TRUE(is_replicated(sums.loss, group));
+  (sums.loss * 0.25).backward();
+  EXPECT_LE(difference(own_hidden.grad(), hidden.grad()), kRounding);
+  EXPECT_TRUE(is_replicated(own_hidden.grad(), group));
+  EXPECT_LE(difference(own_weight.grad(), rows_of(weight.grad(), group)), 1e-12);
+
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(at::equal(vocabulary_parallel_cross_entropy(hidden, rows_of(weight, group), labels,
+                                                          0.1, kVocabulary, group)
+                            .loss,
+                        sums.loss));
+}
+
+TEST(TensorParallelTest, CrossEntropyCutByVocabularyOnTwoRanksEqualsAtens) {
+  test::ranks(2, expect_cross_entropy);
+}
+
+TEST(TensorParallelTest, CrossEntropyCutByVocabularyOnFourRanksEqualsAtens) {
+  test::ranks(4, expect_cross_entropy);
+}
+
+// Scores of which one rank's are all far below the others': its share of the sum must vanish, not
+// become NaN.
+TEST(TensorParallelTest, CrossEntropyHoldsGreatScores) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const at::Tensor hidden = at::ones({2, 1}, at::kDouble);
+    const at::Tensor weight =
+        at::tensor({-4000.0, -4001.0, 5000.0, 4999.0}, at::kDouble).view({4, 1});
+    const at::Tensor labels = at::tensor({2, 3}, at::kLong);
+    const auto sums =
+        vocabulary_parallel_cross_entropy(hidden, rows_of(weight, group), labels, 0, 4, group);
+    const double log_sum = std::log1p(std::exp(-1.0));
+    EXPECT_NEAR(sums.nll.item<double>(), log_sum + log_sum + 1, 1e-12);
+  });
+}
+
+TEST(TensorParallelTest, ShapesThatDoNotFitAreRefused) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    EXPECT_THROW(
+        vocabulary_parallel_embedding(at::ones({3, 2}), at::zeros({1}, at::kLong), 8, group),
+        c10::ValueError);
+    EXPECT_THROW(gather_from_group(at::ones({1, 3}), 9, group), c10::ValueError);
+    EXPECT_THROW(vocabulary_parallel_cross_entropy(at::ones({2, 3}), at::ones({4, 2}),
+                                                   at::zeros({2}, at::kLong), 0, 8, group),
+                 c10::ValueError);
+  });
+}
+
+TEST(MeshTest, RanksOfOneModelAreNeighbours) {
+  test::ranks(4, [](comm::ProcessGroup& world) {
+    Mesh mesh(world, 2);
+    ASSERT_NE(mesh.tensor(), nullptr);
+    EXPECT_EQ(mesh.tensor()->size(), 2);
+    EXPECT_EQ(mesh.tensor()->rank(), world.rank() % 2);
+    EXPECT_EQ(mesh.data().size(), 2);
+    EXPECT_EQ(mesh.data().rank(), world.rank() / 2);
+    EXPECT_EQ(mesh.tensor()->all_reduce_sum(world.rank()), world.rank() < 2 ? 1 : 5);
+    EXPECT_EQ(mesh.data().all_reduce_sum(world.rank()), world.rank() % 2 == 0 ? 2 : 4);
+    Mesh plain(world, 1);
+    EXPECT_EQ(plain.tensor(), nullptr);
+    EXPECT_EQ(&plain.data(), &world);
+    const std::string message = test::message_of<c10::ValueError>([&] { Mesh(world, 3); });
+    EXPECT_EQ(message, "--tensor-parallel 3: expected a divisor of the number of ranks, 4");
+  });
+}
+
+TEST(MeshTest, AllRanksMayComputeOneModel) {
+  test::ranks(2, [](comm::ProcessGroup& world) {
+    Mesh mesh(world, 2);
+    EXPECT_EQ(mesh.data().size(), 1);
+    EXPECT_EQ(mesh.tensor()->size(), 2);
+  });
+}
+
+}  // namespace
+}  // namespace cohort::parallel
