@@ -237,6 +237,18 @@ class Saves {
   std::vector<double> begin_s_, commit_s_, until_checkpoint_s_;
 };
 
+// Bytes of tensors when gradients are there and activations are gone: what a rank's state takes.
+int64_t bytes_after_backward(cohort::translate::Updater& updater, const std::vector<Lengths>& rows,
+                             const Options& options,
+                             const cohort::translate::TensorMemory& memory) {
+  {
+    const auto batch = fill(rows, options.seed, options.vocabulary);
+    auto& model = updater.model();
+    model.backward(std::get<0>(model(batch)));
+  }
+  return memory.now();
+}
+
 int run(const Options& options) {
   if (2 * options.save_every > options.steps) {
     throw cohort::ConfigError("--save-every " + std::to_string(options.save_every) +
@@ -293,9 +305,12 @@ int run(const Options& options) {
     rates.push_back(tokens / elapsed);
   }
   group.barrier("end");
+  const int64_t sent = cohort::bench::tcp_bytes_sent() - sent_before;
+  const int64_t at_rest = memory.now();
+  const int64_t at_peak = memory.peak();
   // The largest of all ranks.
-  at::Tensor bytes = at::tensor({memory.now(), memory.peak(), peak_rss_bytes(),
-                                 cohort::bench::tcp_bytes_sent() - sent_before});
+  at::Tensor bytes = at::tensor({at_rest, at_peak, peak_rss_bytes(), sent,
+                                 bytes_after_backward(updater, batches.front(), options, memory)});
   group.all_reduce(bytes, cohort::comm::ReduceOp::kMax);
   const auto* largest = bytes.const_data_ptr<int64_t>();
   if (saves && group.rank() == 0) {
@@ -326,6 +341,7 @@ int run(const Options& options) {
         {"median_step_s", median_of(times)},
         {"step_s", times},
         {"tensor_bytes_at_rest", largest[0]},
+        {"tensor_bytes_after_backward", largest[4]},
         {"tensor_bytes_at_peak", largest[1]},
         {"bytes_sent_per_step_and_rank", largest[3] / options.steps},
         {"final_loss", loss_per_token},

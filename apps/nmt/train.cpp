@@ -137,7 +137,7 @@ void add_batch_flags(CLI::App& app, TrainFlags& flags) {
   add("--tensor-parallel", o.tensor_parallel,
       "Ranks that compute one model together, each with a part of every matrix; a divisor of the "
       "number of ranks, of --transformer-heads and of --transformer-dim-ffn")
-      ->check(above_zero());
+      ->check(CLI::Range(1, 1 << 16));
   app.add_option("--optimizer-state-dir", o.optimizer_state_dir,
                  "Folder on a disk where Adam's moments lie, mapped into memory: for a model whose "
                  "moments do not fit there")

@@ -117,7 +117,8 @@ class ParallelModel {
   }
 
   /// Makes the module's own tensors whole, and those of all slices, until `release`: so it can be
-  /// used without the other ranks. What is written into them meanwhile is lost. Blocks.
+  /// used without the other ranks. Do not write into them meanwhile: it would be lost, or not reach
+  /// the other ranks. Not one in another. Blocks.
   void summon() {
     if (sharded_) sharded_->engine().summon();
   }

@@ -1,6 +1,7 @@
 #include "cohort/translate/run_checkpoints.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <exception>
@@ -22,6 +23,9 @@ namespace fs = std::filesystem;
 
 // Reading some gigabytes and their checksums.
 constexpr std::chrono::minutes kLoadLimit{30};
+
+constexpr std::array kMadeByARun{"last",        "best",           "checkpoints", "history.jsonl",
+                                 "tensorboard", "result-dev.txt", "report.html"};
 
 std::string run_id() {
   return env_string("TORCHELASTIC_RUN_ID").value_or("");
@@ -56,18 +60,23 @@ Start find_start(const TrainingOptions& options) {
       (!options.overwrite || is_restart_of(train::read_manifest(folder / "last")))) {
     return Start::kResume;
   }
-  if (!options.overwrite && (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best"))) {
+  if (options.overwrite) return Start::kFresh;
+  if (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best")) {
     throw ConfigError("--model-dir " + options.model_dir +
                       " holds a run without last/, so it cannot go on: name another folder, or "
                       "pass --overwrite");
+  }
+  for (const char* made : kMadeByARun) {
+    const auto kind = fs::symlink_status(folder / made);
+    if (!fs::exists(kind) || (fs::is_directory(kind) && fs::is_empty(folder / made))) continue;
+    throw ConfigError("--model-dir " + options.model_dir + " holds " + made +
+                      ", which a run would replace: name another folder, or pass --overwrite");
   }
   return Start::kFresh;
 }
 
 void remove_earlier_run(const std::string& model_dir) {
-  for (const char* made : {"last", "best", "checkpoints", "history.jsonl", "tensorboard",
-                           "result-dev.txt", "report.html"})
-    fs::remove_all(fs::path(model_dir) / made);
+  for (const char* made : kMadeByARun) fs::remove_all(fs::path(model_dir) / made);
 }
 
 RunCheckpoints::RunCheckpoints(const TrainingOptions& options, std::string text_sha256,

@@ -10,7 +10,7 @@ namespace cohort::translate {
 
 /// Runs `work` on the ranks where `is_mine`; returns on all when all of them are done.
 ///
-/// Collective; blocks, for `limit` at most. `work` must not communicate.
+/// Collective; blocks, for `limit` at most. `work` must not communicate but with others that do it.
 /// Errors: on the rank that failed what `work` threw; on the others an error of the same kind
 ///         (ConfigError or c10::Error) with its text and the rank's number. PeerError if a rank is
 ///         lost, or `limit` is over: it names `name`.

@@ -321,6 +321,18 @@ TEST_F(NmtCommandTest, AModelIsUsedWithItsOwnVocabulariesOnly) {
   expect_refused(translate + " < " + path("own"), "standard input: cannot be read");
 }
 
+TEST_F(NmtCommandTest, WhatIsNoRunsIsNotRemoved) {
+  for (const std::string name :
+       {"tensorboard/mine", "checkpoints/7/mine", "report.html/mine", "result-dev.txt"}) {
+    const fs::path file = path("mine/" + name);
+    fs::create_directories(file.parent_path());
+    std::ofstream(file) << "mine";
+    expect_refused(train_flags("mine") + "--after-batches 1", "which a run would replace");
+    EXPECT_EQ(contents(file), "mine");
+    fs::remove_all(path("mine"));
+  }
+}
+
 TEST_F(NmtCommandTest, AnEarlierRunOutlivesARefusedOne) {
   ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("d") + "--after-epochs 1").code, 0);
   // What cannot be trained does not cost the earlier run.

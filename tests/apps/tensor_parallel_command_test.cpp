@@ -80,7 +80,7 @@ TEST_F(TensorParallelCommandTest, DivisionsThatDoNotComeOutEvenAreRefused) {
   expect_refused(train_flags("x") + "--tensor-parallel 2 --mini-batch-fit", "--mini-batch-fit: ");
   expect_refused(train_flags("x") + "--tensor-parallel 2 --strategy hybrid",
                  "--tensor-parallel: expected ddp, zero1, zero2 or zero3 as --strategy");
-  expect_refused(train_flags("x") + "--tensor-parallel 0", "expected a number above 0");
+  expect_refused(train_flags("x") + "--tensor-parallel 0", "expected 1 to 65536");
   std::string flags = train_flags("x");
   flags.replace(flags.find("--transformer-dim-ffn 64"), 24, "--transformer-dim-ffn 33");
   const Ended odd = shell(on_ranks(2, flags + "--tensor-parallel 2"));

@@ -159,7 +159,6 @@ TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
       });
       EXPECT_THROW(sharded.backward(sharded(x).pow(2).sum()), std::runtime_error);
       throws = false;
-      for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
       for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
       sharded.backward(sharded(x).pow(2).sum());
       expected.backward(expected(x).pow(2).sum());
@@ -167,6 +166,28 @@ TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
         const at::Tensor& gradient = sharded.slices()[i].tensor.grad();
         EXPECT_TRUE(gradient.equal(expected.slices()[i].tensor.grad())) << sharded.slices()[i].name;
       }
+    }
+  });
+}
+
+// As a checkpoint fills them: every rank its own slices.
+TEST(ShardingTest, FrozenParametersThatWereFilledReachAllRanks) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      Odd model(31);
+      for (size_t i = 0; i < 4; ++i)
+        for (const at::Tensor& each : model->layers[i]->parameters()) each.set_requires_grad(false);
+      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      const at::NoGradGuard no_grad;
+      const at::Tensor x = odd_batch(0, 0, 31);
+      sharded(x);
+      for (const ParameterSlice& slice : sharded.slices()) slice.tensor.fill_(0.01);
+      Odd expected(31);
+      for (const at::Tensor& each : expected->parameters()) each.fill_(0.01);
+      EXPECT_TRUE(sharded(x).equal(expected->forward(x)));
+      const at::AutoGradMode grad(true);
+      model->layers[0]->weight.set_requires_grad(true);
+      EXPECT_THROW(sharded(x), c10::ValueError) << "one that was frozen";
     }
   });
 }

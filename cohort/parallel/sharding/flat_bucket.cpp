@@ -160,6 +160,18 @@ bool FlatBucket::has_gradients() const {
          });
 }
 
+void FlatBucket::drop_gradients() {
+  for (const NamedTensor& each : parameters_) each.tensor.mutable_grad().reset();
+  held_.reset();
+}
+
+void FlatBucket::check_frozen() const {
+  for (const NamedTensor& each : parameters_)
+    TORCH_CHECK_VALUE(!frozen_ || !each.tensor.requires_grad(), "sharding: ", each.name,
+                      " requires a gradient, but was frozen when the model was sharded: expected "
+                      "it to be thawed before");
+}
+
 at::Tensor FlatBucket::dense_gradient(size_t index) const {
   const at::Tensor& gradient = parameters_[index].tensor.grad();
   TORCH_CHECK_VALUE(!gradient.defined() || !gradient.is_sparse(),

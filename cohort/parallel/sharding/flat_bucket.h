@@ -57,6 +57,10 @@ class FlatBucket {
   void hold_gradients();
   bool reducing() const { return static_cast<bool>(reduction_); }
   bool has_gradients() const;
+  /// Forgets what the parameters have of gradients, and sums that wait; slices keep theirs.
+  void drop_gradients();
+  /// Errors: c10::ValueError if a frozen parameter requires a gradient by now.
+  void check_frozen() const;
 
   /// This rank's part by parameter.
   const std::vector<ParameterSlice>& slices() const { return slices_; }

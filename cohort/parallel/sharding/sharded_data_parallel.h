@@ -23,7 +23,7 @@ namespace cohort::parallel {
 /// A block is called through parallel::unit in the model's forward, so that its parameters can be
 /// gathered before and freed after; one that is called plainly must not be given as a unit.
 ///
-/// Collective: constructor, every forward, backward, gradient_norm, Summon. Every rank runs the
+/// Collective: constructor, every forward, backward, gradient_norm, summon. Every rank runs the
 ///             same units in the same order.
 /// Numerics: gradients are divided by the number of ranks, travel in the parameters' own type (or
 ///           in mixed_precision.reduce_dtype), and are summed in the order of ranks; with

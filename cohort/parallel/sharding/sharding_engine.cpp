@@ -383,6 +383,7 @@ void ShardingEngine::Impl::gather(size_t unit, int direction) {
 
 // What an optimizer, or who loads a checkpoint, has written into slices since the last forward.
 void ShardingEngine::Impl::refresh() {
+  for (const auto& bucket : buckets) bucket->check_frozen();
   if (options.shard != Shard::kParameters) return share_changes();
   // A forward without a backward has left some parameters gathered.
   for (const auto& bucket : buckets) bucket->free();
@@ -390,10 +391,17 @@ void ShardingEngine::Impl::refresh() {
 
 // Where parameters are whole, what has changed of them travels while the first units run.
 void ShardingEngine::Impl::share_changes() {
-  const bool changed = std::ranges::any_of(buckets, [](const auto& b) { return b->changed(); });
-  if (group.all_reduce_sum(changed ? 1 : 0) == 0) return;
+  // Frozen ones change rarely: when a checkpoint is loaded, say.
+  constexpr int64_t kFrozenVote = int64_t{1} << 32;
+  const auto changed = [&](bool frozen) {
+    return std::ranges::any_of(
+        buckets, [&](const auto& each) { return each->frozen() == frozen && each->changed(); });
+  };
+  const int64_t votes =
+      group.all_reduce_sum((changed(false) ? 1 : 0) + (changed(true) ? kFrozenVote : 0));
+  if (votes == 0) return;
   for (const auto& bucket : buckets)
-    if (!bucket->frozen()) bucket->expire();
+    if (bucket->frozen() ? votes >= kFrozenVote : votes % kFrozenVote > 0) bucket->expire();
   for (const size_t unit : order)
     for (FlatBucket* bucket : units[unit].buckets) bucket->begin_gather();
 }
@@ -485,6 +493,7 @@ void ShardingEngine::backward(const at::Tensor& loss, const at::Tensor& gradient
   } catch (...) {
     my.may_backward = false;
     my.abandon_backward();
+    for (const auto& bucket : my.buckets) bucket->drop_gradients();
     throw;
   }
   my.may_backward = false;
