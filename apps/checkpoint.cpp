@@ -143,12 +143,15 @@ struct ConsolidateFlags {
   std::string folder;
   std::string output;
   std::vector<std::string> parts;
+  bool overwrite = false;
 };
 
 int consolidate(const ConsolidateFlags& flags) {
   StoredCheckpoint checkpoint(flags.folder);
   const auto parts = flags.parts.empty() ? checkpoint.parts() : flags.parts;
-  cohort::consolidate_checkpoint(checkpoint, parts, flags.output);
+  const auto there =
+      flags.overwrite ? cohort::CheckpointThere::kIsReplaced : cohort::CheckpointThere::kStays;
+  cohort::consolidate_checkpoint(checkpoint, parts, flags.output, there);
   std::printf("%s: %zu parts\n", flags.output.c_str(), parts.size());
   return cohort::kExitOk;
 }
@@ -187,6 +190,8 @@ void add_consolidate(CLI::App& app, Action& action) {
       ->type_name(cohort::apps::kFolder);
   command->add_option("--parts", flags->parts, "Only these: weights, optimizer ... [all]")
       ->type_name("PART");
+  command->add_flag("--overwrite", flags->overwrite,
+                    "Replace a checkpoint in --output, with all of its parts");
   command->callback([flags, &action] { action = [flags] { return consolidate(*flags); }; });
 }
 

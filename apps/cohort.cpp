@@ -77,6 +77,7 @@ int print_help() {
   };
   for (const Line& line :
        {Line{"nmt", " COMMAND ...", "trains a translator and translates with it"},
+        {"ps", " COMMAND ...", "serves parameters, and asks servers how they are"},
         {"checkpoint", " COMMAND ...", "looks at checkpoints, verifies and joins them"},
         {"doctor", "", "says what this machine is and what a model needs"},
         {"bench", " COMMAND ...", "measures this machine and network"}}) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <string>
 
 #include "cohort/base/error.h"
@@ -15,6 +16,7 @@
 namespace {
 
 using cohort::ConfigError;
+using cohort::apps::kFile;
 using cohort::apps::kFolder;
 using cohort::apps::kSeconds;
 using cohort::apps::one_of;
@@ -31,6 +33,7 @@ struct Words {
   std::string redirects = "0";
   std::string bind_cores = "none";
   std::string rdzv_backend;
+  int trainers = 1;
   double grace = 5;
   double rdzv_timeout = 600;
   double watch = 0;
@@ -115,6 +118,41 @@ void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->group(group);
 }
 
+void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
+  const char* group = "Parameter servers";
+  app.add_option(
+         "--servers", options.servers.count,
+         "Servers (cohort ps server) beside the program's processes, which are its trainers")
+      ->type_name("N")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--trainers", words.trainers,
+                 "Trainers: --nproc-per-node by the name that it has beside servers")
+      ->type_name("N")
+      ->capture_default_str()
+      ->excludes("--nproc-per-node")
+      ->needs("--servers")
+      ->group(group);
+  app.add_option("--server-dir", options.servers.folder,
+                 "Gets server.N/ with each server's state (default: servers/ in --log-dir)")
+      ->type_name(kFolder)
+      ->group(group);
+  app.add_option("--max-server-restarts", options.servers.max_restarts,
+                 "How often a server that died is started again, with its port and folder")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--server-arg", options.servers.arguments,
+                 "A further argument of the servers; may be given again")
+      ->type_name("TEXT")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->group(group);
+  app.add_option("--server-program", options.servers.program,
+                 "Program of the servers (default: cohort-ps beside cohort)")
+      ->type_name(kFile)
+      ->group(group);
+}
+
 void add_output_flags(CLI::App& app, RunOptions& options, Words& words) {
   const char* group = "Output";
   app.add_option(both_spellings("--log-dir"), options.log_dir,
@@ -158,6 +196,7 @@ void describe(CLI::App& app, RunOptions& options, Words& words) {
   app.prefix_command();
   add_job_flags(app, options, words);
   add_meeting_flags(app, options, words);
+  add_server_flags(app, options, words);
   add_output_flags(app, options, words);
   add_failure_flags(app, words);
 }
@@ -190,6 +229,10 @@ void read_words(const Words& words, RunOptions& options) {
   }
 }
 
+std::string program_beside(const std::string& name) {
+  return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / name).string();
+}
+
 }  // namespace
 
 // Flags end at the first word that is none, or at "--"; the rest is the program's.
@@ -206,6 +249,8 @@ int run_command(int argc, char** argv) {
     throw ConfigError(options.command.front() + ": expected a flag of `cohort run --help`");
   }
   read_words(words, options);
+  if (app.count("--trainers") > 0) options.nproc_per_node = words.trainers;
+  if (options.servers.program.empty()) options.servers.program = program_beside("cohort-ps");
   if (options.elastic() && app.count("--node-rank") > 0) {
     throw ConfigError("--node-rank: expected none with --rdzv-endpoint, which numbers the nodes");
   }

@@ -174,30 +174,31 @@ class Saves {
         cycle_(options.save_every),
         shared_(options.save_by == "all"),
         group_(group),
-        updater_(updater),
-        writer_(group) {}
+        updater_(updater) {
+    if (shared_ || updater.model().is_sharded()) {
+      writer_.emplace(group);
+    } else if (group.rank() == 0) {
+      writer_.emplace(alone_.emplace(cohort::comm::Place{}));
+    }
+  }
 
   // Steps count from 0, the first that is measured.
   void before(int64_t step) {
-    if (step < 0 || step % (2 * cycle_) != 0) return;
+    if (!writer_ || step < 0 || step % (2 * cycle_) != 0) return;
     begun_ = Clock::now();
     const auto parts = updater_.parts();
-    if (updater_.model().is_sharded()) {
-      writer_.begin(folder_, parts, step, {});
-    } else if (shared_) {
-      writer_.begin(folder_, cohort::train::share_of(parts, group_.rank(), group_.size()), step,
-                    {});
-    } else {
-      writer_.begin_whole(folder_, parts, step, {});
-    }
+    const bool cuts = shared_ && !updater_.model().is_sharded();
+    writer_->begin(folder_,
+                   cuts ? cohort::train::share_of(parts, group_.rank(), group_.size()) : parts,
+                   step, {});
     begin_s_.push_back(seconds_since(begun_));
   }
-  bool writing() const { return !writer_.done(); }
+  bool writing() const { return writer_ && !writer_->done(); }
   // `written`: no rank is writing.
   void after(int64_t step, bool written) {
-    if (!writer_.pending() || (!written && (step + 1) % cycle_ != 0)) return;
+    if (!writer_ || !writer_->pending() || (!written && (step + 1) % cycle_ != 0)) return;
     const auto start = Clock::now();
-    writer_.commit();
+    writer_->commit();
     commit_s_.push_back(seconds_since(start));
     until_checkpoint_s_.push_back(seconds_since(begun_));
   }
@@ -232,7 +233,8 @@ class Saves {
   const bool shared_;
   cohort::comm::ProcessGroup& group_;
   cohort::translate::Updater& updater_;
-  cohort::train::ShardedCheckpointWriter writer_;
+  std::optional<cohort::comm::ProcessGroup> alone_;  // where rank 0 saves everything
+  std::optional<cohort::train::ShardedCheckpointWriter> writer_;
   Clock::time_point begun_;
   std::vector<double> begin_s_, commit_s_, until_checkpoint_s_;
 };

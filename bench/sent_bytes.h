@@ -10,7 +10,9 @@
 
 namespace cohort::bench {
 
-/// Bytes of data, without headers, that have left over the TCP connections which are open now.
+/// Bytes of data, without headers, that were handed to the TCP connections which are open now: each
+/// once, whether it has left yet, still waits for the peer's window, or had to be sent again. What
+/// went over a connection that has been closed since, by either side, is not in it.
 inline int64_t tcp_bytes_sent() {
   int64_t bytes = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
@@ -18,8 +20,9 @@ inline int64_t tcp_bytes_sent() {
     tcp_info info{};
     socklen_t length = sizeof info;
     if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) continue;
-    if (length < offsetof(tcp_info, tcpi_bytes_sent) + sizeof info.tcpi_bytes_sent) continue;
-    bytes += static_cast<int64_t>(info.tcpi_bytes_sent);
+    if (length < offsetof(tcp_info, tcpi_bytes_retrans) + sizeof info.tcpi_bytes_retrans) continue;
+    bytes += static_cast<int64_t>(info.tcpi_bytes_sent - info.tcpi_bytes_retrans) +
+             info.tcpi_notsent_bytes;
   }
   return bytes;
 }

@@ -10,9 +10,9 @@ foreach(library ${libraries})
 endforeach()
 install(EXPORT cohortTargets NAMESPACE cohort:: DESTINATION ${destination})
 # The programs find the shared library beside them after installation.
-set_target_properties(cohort cohort-checkpoint cohort-doctor cohort-nmt PROPERTIES
+set_target_properties(cohort cohort-checkpoint cohort-doctor cohort-nmt cohort-ps cohort_ps_tensors PROPERTIES
   INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${COHORT_LIBTORCH}/lib")
-install(TARGETS cohort cohort-bench cohort-checkpoint cohort-doctor cohort-nmt RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS cohort cohort-bench cohort-checkpoint cohort-doctor cohort-nmt cohort-ps cohort_ps_tensors RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/cohortConfig.cmake.in
   ${PROJECT_BINARY_DIR}/cohortConfig.cmake INSTALL_DESTINATION ${destination})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/cohortConfigVersion.cmake

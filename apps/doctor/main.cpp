@@ -33,6 +33,11 @@ using cohort::parallel::readable_bytes;
 using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
 
+// What `cohort nmt train` keeps to save, bytes a parameter: the copy that it writes while training
+// goes on, of the weights and both moments, and the best weights until they are in best/. It also
+// gathers the whole model to validate.
+constexpr double kSavedBytes = 12 + 4;
+
 struct DoctorFlags {
   bool json = false;
   bool no_measure = false;
@@ -99,7 +104,9 @@ Json advice(const DoctorFlags& flags, const ModelSize& model, const Machine& mac
                                                  .largest_unit = model.largest_unit,
                                                  .world_size = flags.ranks,
                                                  .local_world_size = local,
-                                                 .host_memory_bytes = machine.memory_bytes});
+                                                 .host_memory_bytes = machine.memory_bytes,
+                                                 .saved_bytes = kSavedBytes,
+                                                 .gathers_whole = true});
   Json strategies = Json::array();
   for (const auto& each : advised.strategies) {
     strategies.push_back({{"strategy", each.strategy},
@@ -111,11 +118,13 @@ Json advice(const DoctorFlags& flags, const ModelSize& model, const Machine& mac
   return {{"model", model.found_in},
           {"parameters", model.parameters},
           {"largest_unit", model.largest_unit},
+          {"largest_unit_is_assumed", model.unit_is_assumed},
           {"ranks", flags.ranks},
           {"ranks_per_host", local},
           {"memory_bytes_per_rank", machine.memory_bytes / local},
           {"strategies", strategies},
           {"chosen", advised.chosen ? Json(*advised.chosen) : Json(nullptr)},
+          {"tensor_parallel", advised.tensor_parallel},
           {"reason", advised.reason}};
 }
 
@@ -187,19 +196,27 @@ void print_measured(const Json& facts) {
 
 void print_advice(const Json& advice) {
   const std::string model = advice["model"];
-  std::printf(
-      "\n%lld parameters%s on %d ranks, %d a host, each with %s, %.0f %% of it for state\n\n",
-      advice["parameters"].get<long long>(), model.empty() ? "" : (" (" + model + ")").c_str(),
-      advice["ranks"].get<int>(), advice["ranks_per_host"].get<int>(),
-      readable_bytes(advice["memory_bytes_per_rank"].get<double>()).c_str(),
-      100 * cohort::parallel::kShareAtRest);
+  std::printf("\n%lld parameters%s on %d ranks, %d a host, each with %s, %.0f %% of it for state\n",
+              advice["parameters"].get<long long>(),
+              model.empty() ? "" : (" (" + model + ")").c_str(), advice["ranks"].get<int>(),
+              advice["ranks_per_host"].get<int>(),
+              readable_bytes(advice["memory_bytes_per_rank"].get<double>()).c_str(),
+              100 * cohort::parallel::kShareAtRest);
+  std::printf("the largest unit has %lld of them%s\n\n", advice["largest_unit"].get<long long>(),
+              advice["largest_unit_is_assumed"].get<bool>()
+                  ? ", assuming a translator of 6 + 6 layers and vocabularies of 32,000 pieces"
+                  : "");
   for (const Json& each : advice["strategies"]) {
     std::printf("%-7s  %-8s  %s\n", each["strategy"].get<std::string>().c_str(),
                 each["fits"].get<bool>() ? "fits" : "too much",
                 each["reason"].get<std::string>().c_str());
   }
-  const std::string chosen =
-      advice["chosen"].is_null() ? "" : "--strategy " + advice["chosen"].get<std::string>() + ": ";
+  std::string chosen;
+  if (!advice["chosen"].is_null()) {
+    const int together = advice["tensor_parallel"];
+    chosen = (together > 1 ? "--tensor-parallel " + std::to_string(together) + " " : "") +
+             "--strategy " + advice["chosen"].get<std::string>() + ": ";
+  }
   std::printf("\n%s%s\n", chosen.c_str(), advice["reason"].get<std::string>().c_str());
 }
 
@@ -248,8 +265,8 @@ int run(int argc, char** argv) {
   app.add_flag("--no-measure", flags.no_measure, "Leave out what takes seconds: the speeds");
   auto* model_flag =
       app.add_option("--model", flags.model,
-                     "Suggest a strategy for this model: a run's or a checkpoint's folder, or a "
-                     "number of parameters such as 93M")
+                     "Suggest a strategy to train this model with `cohort nmt train`: a run's or a "
+                     "checkpoint's folder, or a number of parameters such as 93M")
           ->type_name(cohort::apps::kFolder);
   auto* ranks = app.add_option("--ranks", flags.ranks, "On so many ranks (default: one a core)")
                     ->needs(model_flag)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 #include <filesystem>
 #include <map>
 
@@ -50,6 +51,14 @@ ModelSize size_of_checkpoint(const std::string& folder) {
 
 }  // namespace
 
+int64_t assumed_largest_unit(int64_t parameters) {
+  constexpr double kTables = 3 * 32'000, kLayers = 6 * 12 + 6 * 16, kLargestLayer = 16;
+  const auto all = static_cast<double>(parameters);
+  const double width = (std::sqrt(kTables * kTables + 4 * kLayers * all) - kTables) / (2 * kLayers);
+  const double unit = std::max(kTables * width, kLargestLayer * width * width);
+  return std::clamp<int64_t>(std::llround(unit), 1, parameters);
+}
+
 ModelSize size_of_model(const std::string& folder_or_count) {
   try {
     for (const char* place : {"", "last", "best"}) {
@@ -61,7 +70,9 @@ ModelSize size_of_model(const std::string& folder_or_count) {
     throw ConfigError("--model " + one_line(error));
   }
   if (const auto count = parallel::parse_parameter_count(folder_or_count))
-    return {.parameters = *count};
+    return {.parameters = *count,
+            .largest_unit = assumed_largest_unit(*count),
+            .unit_is_assumed = true};
   throw ConfigError("--model " + folder_or_count +
                     ": expected a run's or a checkpoint's folder, or a number of parameters such "
                     "as 93M");

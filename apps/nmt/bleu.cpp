@@ -5,6 +5,7 @@
 #include <array>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,6 +28,7 @@ struct BleuCommand {
   std::vector<std::string> hypotheses;
   std::vector<std::string> metrics{"bleu"};
   std::string tokenize = "13a";
+  std::string language_pair;
   std::string smooth_method = "exp";
   text::BleuOptions bleu;
   text::ChrfOptions chrf;
@@ -34,9 +36,17 @@ struct BleuCommand {
   std::string format = "text";
   int width = 1;
   bool score_only = false;
+  bool short_signature = false;
+  bool quiet = false;
+  bool confidence = false;
+  int confidence_n = 1000;
 
   // As sacrebleu: sentences are always text.
   bool json() const { return format == "json" && !sentence_level; }
+  std::optional<text::BootstrapOptions> bootstrap() const {
+    if (!confidence) return std::nullopt;
+    return text::BootstrapOptions{.num_samples = confidence_n};
+  }
 };
 
 struct Segments {
@@ -56,7 +66,6 @@ constexpr std::array<ShortName, 9> kShortNames{{
     {"-lc", "--lowercase"},
     {"-cc", "--chrf-char-order"},
     {"-cw", "--chrf-word-order"},
-    // Not supported: spelled out they are refused by name, else read as -c i, -c in and -s h.
     {"-ci", "--confidence"},
     {"-cin", "--confidence-n"},
     {"-sh", "--short"},
@@ -75,7 +84,10 @@ Segments read(const BleuCommand& command) {
   const bool from_file = !command.hypotheses.empty();
   const std::string name = from_file ? command.hypotheses.front() : "standard input";
   Segments result;
-  result.hypotheses = from_file ? text::read_lines(name) : text::read_lines(std::cin, name);
+  // To sacreBLEU a byte order mark is a character like others.
+  constexpr auto kMark = text::ByteOrderMark::kIsText;
+  result.hypotheses =
+      from_file ? text::read_lines(name, kMark) : text::read_lines(std::cin, name, kMark);
   if (result.hypotheses.empty()) throw ConfigError(name + ": expected hypotheses, found no line");
   for (size_t i = 0; i < result.hypotheses.size(); ++i) {
     std::string& line = result.hypotheses[i];
@@ -88,7 +100,7 @@ Segments read(const BleuCommand& command) {
   }
   result.references.resize(result.hypotheses.size());
   for (const std::string& path : command.references) {
-    const std::vector<std::string> lines = text::read_lines(path);
+    const std::vector<std::string> lines = text::read_lines(path, kMark);
     if (lines.size() != result.hypotheses.size()) {
       throw ConfigError(path + " has " + std::to_string(lines.size()) + " references but " + name +
                         " has " + std::to_string(result.hypotheses.size()) +
@@ -102,9 +114,10 @@ Segments read(const BleuCommand& command) {
 }
 
 // Returns what is printed of a metric: one text for all segments, or one for each.
-template <typename Count, typename Score>
+template <typename Count, typename Score, typename Confidence>
 std::vector<std::string> results(const Segments& segments, const BleuCommand& command,
-                                 const std::string& signature, Count count, Score score) {
+                                 const std::string& signature, Count count, Score score,
+                                 Confidence confidence) {
   std::vector<std::string> result;
   const auto add = [&](const auto& found) {
     if (command.score_only) {
@@ -112,16 +125,22 @@ std::vector<std::string> results(const Segments& segments, const BleuCommand& co
     } else if (command.json()) {
       result.push_back(text::format_json(found, signature, command.width));
     } else {
-      result.push_back(text::format(found, signature, command.width));
+      result.push_back(text::format(
+          found, command.short_signature ? text::short_signature(signature) : signature,
+          command.width));
     }
   };
   decltype(count(segments.hypotheses[0], segments.references[0])) all;
+  std::vector<decltype(all)> each;
   for (size_t i = 0; i < segments.hypotheses.size(); ++i) {
-    const auto one = count(segments.hypotheses[i], segments.references[i]);
-    all += one;
-    if (command.sentence_level) add(score(one));
+    each.push_back(count(segments.hypotheses[i], segments.references[i]));
+    all += each.back();
+    if (command.sentence_level) add(score(each.back()));
   }
-  if (!command.sentence_level) add(score(all));
+  if (command.sentence_level) return result;
+  auto found = score(all);
+  if (const auto bootstrap = command.bootstrap()) found.confidence = confidence(each, *bootstrap);
+  add(found);
   return result;
 }
 
@@ -129,21 +148,29 @@ std::vector<std::string> bleu_results(const Segments& segments, const BleuComman
   text::BleuOptions options = command.bleu;
   options.effective_order = command.sentence_level;
   return results(
-      segments, command, text::signature(options, static_cast<int>(command.references.size())),
+      segments, command,
+      text::signature(options, static_cast<int>(command.references.size()), command.bootstrap()),
       [&](const std::string& hypothesis, const std::vector<std::string>& references) {
         return text::bleu_statistics(hypothesis, references, options);
       },
-      [&](const text::BleuStats& stats) { return text::bleu_score(stats, options); });
+      [&](const text::BleuStats& stats) { return text::bleu_score(stats, options); },
+      [&](const std::vector<text::BleuStats>& each, const text::BootstrapOptions& bootstrap) {
+        return text::bleu_confidence(each, options, bootstrap);
+      });
 }
 
 std::vector<std::string> chrf_results(const Segments& segments, const BleuCommand& command) {
   const text::ChrfOptions& options = command.chrf;
   return results(
-      segments, command, text::signature(options, static_cast<int>(command.references.size())),
+      segments, command,
+      text::signature(options, static_cast<int>(command.references.size()), command.bootstrap()),
       [&](const std::string& hypothesis, const std::vector<std::string>& references) {
         return text::chrf_statistics(hypothesis, references, options);
       },
-      [&](const text::ChrfStats& stats) { return text::chrf_score(stats, options); });
+      [&](const text::ChrfStats& stats) { return text::chrf_score(stats, options); },
+      [&](const std::vector<text::ChrfStats>& each, const text::BootstrapOptions& bootstrap) {
+        return text::chrf_confidence(each, options, bootstrap);
+      });
 }
 
 // Moves the lines to the right until their first "=" stand below each other.
@@ -164,7 +191,22 @@ void print(std::vector<std::string> lines, const BleuCommand& command) {
   std::cout << std::flush;
 }
 
-int run(BleuCommand& command) {
+// sacreBLEU's choice for a target language, "zh" of "en-zh".
+std::string tokenizer_for(const std::string& language_pair) {
+  const size_t dash = language_pair.find('-');
+  const std::string target = dash == std::string::npos ? "" : language_pair.substr(dash + 1);
+  const std::string prefix = "--language-pair " + language_pair + ": expected ";
+  if (dash == 0 || target.empty()) throw ConfigError(prefix + "source-target, en-zh say");
+  if (target == "ja" || target == "ko") {
+    throw ConfigError(prefix + "--tokenize with it, for sacreBLEU's " + target +
+                      "-mecab is not here");
+  }
+  return target == "zh" ? "zh" : "13a";
+}
+
+int run(BleuCommand& command, const CLI::App& app) {
+  if (!command.language_pair.empty() && app.get_option("--tokenize")->count() == 0)
+    command.tokenize = tokenizer_for(command.language_pair);
   command.bleu.tokenizer = text::parse_bleu_tokenizer(command.tokenize);
   command.bleu.smoothing = text::parse_bleu_smoothing(command.smooth_method);
   if (command.hypotheses.size() > 1) {
@@ -179,6 +221,8 @@ int run(BleuCommand& command) {
   if (command.sentence_level && wanted("bleu") && wanted("chrf")) {
     throw ConfigError("--sentence-level: expected one of --metrics, found bleu and chrf");
   }
+  if (command.sentence_level && command.confidence)
+    throw ConfigError("--confidence: expected a corpus's score, not --sentence-level");
   const Segments segments = read(command);
   std::vector<std::string> lines;
   if (wanted("bleu")) lines = bleu_results(segments, command);
@@ -194,6 +238,11 @@ void add_bleu_options(CLI::App& app, BleuCommand& command) {
   app.add_option("--tokenize", command.tokenize, "-tok: How words are told apart")
       ->check(one_of({"13a", "intl", "zh", "char", "none"}))
       ->capture_default_str()
+      ->group(group);
+  app.add_option("-l,--language-pair", command.language_pair,
+                 "Source and target language, en-zh say; chooses --tokenize: zh for Chinese, else "
+                 "13a")
+      ->type_name("TEXT")
       ->group(group);
   app.add_flag("--lowercase", command.bleu.lowercase, "-lc: Compare in lower case")->group(group);
   app.add_option("-s,--smooth-method", command.smooth_method,
@@ -255,6 +304,20 @@ void add_options(CLI::App& app, BleuCommand& command) {
       ->capture_default_str()
       ->group("Output");
   app.add_flag("-b,--score-only", command.score_only, "Print the score alone")->group("Output");
+  app.add_flag("--short", command.short_signature, "-sh: Short names in the signature")
+      ->group("Output");
+  app.add_flag("-q,--quiet", command.quiet, "As sacrebleu takes it; there are no messages anyway")
+      ->group("Output");
+  auto* confidence =
+      app.add_flag("--confidence", command.confidence,
+                   "-ci: Say how sure the score is: mean and 95 % range over corpora "
+                   "drawn from the sentences, with sacrebleu's seed 12345")
+          ->group("Output");
+  app.add_option("--confidence-n", command.confidence_n, "-cin: So many drawn corpora")
+      ->check(CLI::Range(2, 1'000'000))
+      ->needs(confidence)
+      ->capture_default_str()
+      ->group("Output");
   add_bleu_options(app, command);
   add_chrf_options(app, command.chrf);
 }
@@ -268,9 +331,10 @@ void add_bleu_command(CLI::App& app, std::function<int()>& action) {
   bleu->footer(
       "Arguments and output are sacrebleu's, but for this: the format is text unless json is asked "
       "for (sacrebleu's is json), --input takes one file, and there are no test sets, no TER, no "
-      "confidence intervals and no other tokenizers.");
+      "comparison of systems and no other tokenizers. Files whose names end in .gz are unpacked.");
   add_options(*bleu, *command);
-  bleu->callback([command, &action] { action = [command] { return run(*command); }; });
+  bleu->callback(
+      [command, bleu, &action] { action = [command, bleu] { return run(*command, *bleu); }; });
 }
 
 void spell_out_bleu_names(std::vector<std::string>& arguments) {

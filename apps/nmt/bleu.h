@@ -15,11 +15,11 @@ namespace cohort::apps {
 /// runs it. Arguments need spell_out_bleu_names before they are parsed.
 ///
 /// White space at the ends of lines does not count. Unlike sacrebleu, only "\n" and "\r\n" end a
-/// line and a byte order mark at the start of a file is no text.
+/// line.
 /// Errors of the action: ConfigError for a file that cannot be read or is not UTF-8, no hypotheses,
-/// several files of hypotheses, a tab in hypotheses of standard input (several systems to
-/// sacrebleu), or a reference with another number of lines than the hypotheses (both numbers
-/// named).
+/// several files of hypotheses, a damaged .gz, a language that needs another tokenizer, a tab in
+/// hypotheses of standard input (several systems to sacrebleu), or a reference with another number
+/// of lines than the hypotheses (both numbers named).
 void add_bleu_command(CLI::App& app, std::function<int()>& action);
 
 /// sacrebleu has short names of several letters, CLI11 has none: if `arguments` begin with "bleu",

@@ -20,7 +20,10 @@
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
 #include "apps/nmt/text_flags.h"
+#include "apps/offload_flag.h"
 #include "apps/parse.h"
+#include "apps/security_flags.h"
+#include "apps/server_training.h"
 
 namespace cohort::apps {
 namespace {
@@ -29,6 +32,7 @@ struct TrainFlags {
   translate::TrainingOptions options;
   ModelFlags model;
   GroupFlags group;
+  ps::SecurityOptions security;
   EvaluationFlags evaluation{validation_search()};
   std::string strategy = "ddp";
   std::string precision = "auto";
@@ -98,6 +102,16 @@ void print_summary(const translate::TrainingOptions& options, const Console& con
   }
 }
 
+// Beyond these no schedule is meant: parameters are of the order of 1.
+CLI::Validator learning_rate() {
+  return number_that([](double n) { return n > 0 && n <= 100; },
+                     "a number above 0 and at most 100");
+}
+CLI::Validator rate_factor() {
+  return number_that([](double n) { return n > 0 && n <= 1e6; },
+                     "a number above 0 and at most 1000000");
+}
+
 constexpr const char* kData = "Data";
 constexpr const char* kTraining = "Training";
 constexpr const char* kValidation = "Validation";
@@ -132,12 +146,13 @@ void add_batch_flags(CLI::App& app, TrainFlags& flags) {
   add("--strategy", flags.strategy,
       "What of the model each rank holds: all (ddp), a share of the optimizer's state (zero1), of "
       "gradients too (zero2), of parameters too (zero3 or fsdp), the last within each host "
-      "(hybrid)")
-      ->check(one_of({"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}));
+      "(hybrid); or through parameter servers, in step or each at once (ps-sync, ps-async)")
+      ->check(one_of({"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "ps-sync", "ps-async"}));
   add("--tensor-parallel", o.tensor_parallel,
       "Ranks that compute one model together, each with a part of every matrix; a divisor of the "
       "number of ranks, of --transformer-heads and of --transformer-dim-ffn")
       ->check(CLI::Range(1, 1 << 16));
+  add_offload_flag(app, o.cpu_offload)->group(kTraining);
   app.add_option("--optimizer-state-dir", o.optimizer_state_dir,
                  "Folder on a disk where Adam's moments lie, mapped into memory: for a model whose "
                  "moments do not fit there")
@@ -158,6 +173,7 @@ void add_batch_flags(CLI::App& app, TrainFlags& flags) {
       "For the tensors of a rank's batch, with --mini-batch-fit: beside parameters, gradients and "
       "Adam's moments")
       ->type_name(kMebibytes)
+      ->needs("--mini-batch-fit")
       ->check(CLI::Range(1, 1 << 24));
   add("--maxi-batch", o.maxi_batch, "Sort by length within windows of so many batches")
       ->check(above_zero());
@@ -166,14 +182,14 @@ void add_batch_flags(CLI::App& app, TrainFlags& flags) {
 
 void add_schedule_flags(CLI::App& app, translate::TrainingOptions& o) {
   const auto add = options_of(app, kTraining);
-  add("--noam-factor", o.noam_factor, "Factor of the Noam schedule")->check(above_zero());
+  add("--noam-factor", o.noam_factor, "Factor of the Noam schedule")->check(rate_factor());
   add("--lr-warmup", o.lr_warmup, "Updates of linear rise")
       ->type_name(kUpdates)
       ->check(above_zero());
   app.add_option("--learn-rate",
                  "Highest learning rate, at the end of --lr-warmup; sets --noam-factor")
       ->type_name("X")
-      ->check(above_zero())
+      ->check(learning_rate())
       ->excludes("--noam-factor")
       ->group(kTraining);
   add("--clip-norm", o.clip_norm, "Largest gradient norm (0: no clipping)")->check(zero_or_more());
@@ -251,6 +267,7 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
   add_validation_flags(app, flags);
   add_checkpoint_flags(app, flags.options);
   flags.group.add_to(app);
+  add_client_security_flags(app, flags.security);
   add_output_flags(app, flags);
 }
 
@@ -268,23 +285,36 @@ void print_result(const translate::TrainingResult& result,
   console.print("loss %.4f, in %s/best\n", result.best->loss, options.model_dir.c_str());
 }
 
-int run(TrainFlags& flags, const CLI::App& app) {
-  auto& options = flags.options;
-  options.model = flags.model.resolve();
-  options.precision = nmt::parse_precision(flags.precision);
-  options.strategy = parallel::parse_strategy(flags.strategy);
+// Flags that are good each by itself.
+void check_together(const TrainFlags& flags) {
+  const auto& options = flags.options;
   if (options.mini_batch_fit && parallel::shards_parameters(options.strategy)) {
     throw ConfigError(
         "--mini-batch-fit: its trials need the whole model on each rank, expected "
         "--mini-batch-words with --strategy " +
         flags.strategy);
   }
-  if (options.mini_batch_fit && options.tensor_parallel > 1) {
+  if (options.mini_batch == 0 && options.mini_batch_words == 0 && !options.mini_batch_fit) {
     throw ConfigError(
-        "--mini-batch-fit: ranks that compute one model together cannot try batches, expected "
-        "--mini-batch-words with --tensor-parallel " +
-        std::to_string(options.tensor_parallel));
+        "--mini-batch 0 and --mini-batch-words 0: expected one of them above 0, or "
+        "--mini-batch-fit");
   }
+  if (options.keep_interval_updates > 0 && options.save_interval_updates == 0) {
+    throw ConfigError("--keep-interval-updates " + std::to_string(options.keep_interval_updates) +
+                      ": expected --save-interval-updates with it, which keeps weights");
+  }
+  check_offload(options.cpu_offload, options.strategy, c10::kCPU);
+  if (!server_training(flags.strategy))
+    refuse_security(flags.security, "--strategy ps-sync or ps-async");
+}
+
+int run(TrainFlags& flags, const CLI::App& app) {
+  auto& options = flags.options;
+  options.model = flags.model.resolve();
+  options.precision = nmt::parse_precision(flags.precision);
+  const auto servers = server_training(flags.strategy);
+  options.strategy = parallel::parse_strategy(servers ? "ddp" : flags.strategy);
+  check_together(flags);
   options.evaluation = flags.evaluation.resolve();
   parse_valid_freq(flags.valid_freq, options);
   parse_disp_freq(flags.disp_freq, options);
@@ -298,12 +328,8 @@ int run(TrainFlags& flags, const CLI::App& app) {
         rate->as<double>() * std::sqrt(static_cast<double>(options.model.dim_emb) *
                                        static_cast<double>(options.lr_warmup));
   }
-  if (options.mini_batch == 0 && options.mini_batch_words == 0 && !options.mini_batch_fit) {
-    throw ConfigError(
-        "--mini-batch 0 and --mini-batch-words 0: expected one of them above 0, or "
-        "--mini-batch-fit");
-  }
   const auto group = flags.group.connect();
+  if (servers) options.servers = place_among_servers(*group, *servers, flags.security).session;
   const auto result = translate::train(options, *group);
   group->close();
   print_result(result, options, Console(group->rank()));

@@ -30,8 +30,8 @@ void AppendFile::append(std::string_view record) {
     if (written < 0) {
       const int error = errno;
       const bool cut = whole >= 0 && ::ftruncate(file_.get(), whole) == 0;
-      TORCH_CHECK(false, path_, ": cannot write: ", system_reason(error),
-                  cut ? "" : "; its last record may be half there");
+      throw_without_stack(path_ + ": cannot write: " + system_reason(error) +
+                          (cut ? "" : "; its last record may be half there"));
     }
     record.remove_prefix(static_cast<size_t>(written));
   }

@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMaxChunk = size_t{1} << 30;  // One write() moves less than 2 GiB.
 
 [[noreturn]] void fail(const std::string& path, const char* action, int error) {
-  TORCH_CHECK(false, path, ": cannot ", action, ": ", system_reason(error));
+  throw_without_stack(path + ": cannot " + action + ": " + system_reason(error));
 }
 
 // Removes the temporary file unless it became the real one.

@@ -39,6 +39,10 @@ ConfigError::ConfigError(const std::string& message)
 PeerError::PeerError(Facts facts)
     : c10::DistError(describe(facts), c10::Backtrace()), facts_(std::move(facts)) {}
 
+void throw_without_stack(const std::string& message) {
+  throw c10::Error(message, c10::Backtrace());
+}
+
 std::string one_line(const std::exception& error) {
   if (const auto* c10_error = dynamic_cast<const c10::Error*>(&error)) {
     return flatten(c10_error->what_without_backtrace());

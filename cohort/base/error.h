@@ -43,6 +43,11 @@ class PeerError : public c10::DistError {
   Facts facts_;
 };
 
+/// Throws a c10::Error that carries no stack, so that none is shown: what the system refused (a
+/// full disk), or what another rank reports. The message says all; the place in the program
+/// explains nothing.
+[[noreturn]] void throw_without_stack(const std::string& message);
+
 /// Returns the text of `error` on one line, without c10's back trace.
 std::string one_line(const std::exception& error);
 

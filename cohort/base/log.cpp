@@ -3,6 +3,7 @@
 #include "cohort/base/log.h"
 
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <spdlog/logger.h>
 #include <spdlog/pattern_formatter.h>
@@ -46,7 +47,7 @@ void append_value(std::string& line, const std::string& value) {
 
 LogField::LogField(std::string_view field_key, double number) : key(field_key) {
   std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.6g", number);
+  std::snprintf(text.data(), text.size(), "%.6g", std::isnan(number) ? NAN : number);
   value = text.data();
 }
 

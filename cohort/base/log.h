@@ -6,6 +6,7 @@
 #include <concepts>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -35,8 +36,12 @@ struct LogField {
   template <std::integral Number>
   LogField(std::string_view field_key, Number number)
       : key(field_key), value(std::to_string(number)) {}
-  /// Six significant digits.
+  /// Six significant digits; "nan" whatever its sign.
   LogField(std::string_view field_key, double number);
+  /// "none" where there is no number.
+  LogField(std::string_view field_key, std::optional<double> number)
+      : LogField(number ? LogField(field_key, *number) : LogField(field_key, std::string("none"))) {
+  }
 
   std::string_view key;
   std::string value;

@@ -99,6 +99,9 @@ int report(const std::string& program, int code, const std::exception& error) {
 
 int run_program(const std::string& program, const std::function<int()>& body) {
   report_crashes();
+  // A limit on the size of files is an error of `write`, as a full disk is. A handler rather than
+  // SIG_IGN: programs that this one starts do not inherit it.
+  std::signal(SIGXFSZ, [](int) {});
   try {
     const int code = body();
     std::cout.flush();

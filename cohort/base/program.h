@@ -22,7 +22,8 @@ enum ExitCode : int {
 /// frame a line, innermost first; empty where the exception carries none (c10's carry one).
 ///
 /// A crash (SIGSEGV, SIGABRT and the like) writes its innermost frames to stderr before it ends the
-/// program.
+/// program. A file that grows beyond the process's limit (RLIMIT_FSIZE) is an error of the write,
+/// not the end of the program.
 int run_program(const std::string& program, const std::function<int()>& body);
 
 }  // namespace cohort

@@ -134,30 +134,52 @@ TensorMetadata read_metadata(const std::string& path, const Json& json) {
   return metadata;
 }
 
-size_t size_of(const TensorPieces& tensor) {
-  size_t bytes = 0;
-  for (const auto& piece : tensor.pieces) bytes += piece.size();
-  return bytes;
+std::string cannot_write(const std::string& path, const std::string& tensor) {
+  return path + ": cannot write tensor \"" + tensor + "\": ";
+}
+
+[[noreturn]] void fail_size(const std::string& path, const std::string& tensor,
+                            std::optional<uint64_t> expected, uint64_t found) {
+  throw ConfigError(cannot_write(path, tensor) + "expected " +
+                    (expected ? std::to_string(*expected) : "fewer than 2^64") +
+                    " bytes by dtype and shape, found " + std::to_string(found));
+}
+
+// The pieces must outlive the streams.
+std::vector<TensorStream> streams_of(const std::string& path,
+                                     std::span<const TensorPieces> tensors) {
+  std::vector<TensorStream> streams;
+  for (const TensorPieces& tensor : tensors) {
+    uint64_t bytes = 0;
+    for (const auto& piece : tensor.pieces) bytes += piece.size();
+    const auto expected = byte_count(tensor.shape, tensor.dtype);
+    if (expected != bytes) fail_size(path, tensor.name, expected, bytes);
+    streams.push_back({tensor.name, tensor.dtype, tensor.shape, [&tensor](const ByteSink& write) {
+                         for (const auto& piece : tensor.pieces) write(piece);
+                       }});
+  }
+  return streams;
+}
+
+uint64_t size_of(const TensorStream& tensor) {
+  return byte_count(tensor.shape, tensor.dtype).value();
 }
 
 // Checks the input of the writer and returns it in the order of the file.
-std::vector<const TensorPieces*> file_order(const std::string& path,
-                                            std::span<const TensorPieces> tensors) {
-  std::vector<const TensorPieces*> order;
+std::vector<const TensorStream*> file_order(const std::string& path,
+                                            std::span<const TensorStream> tensors) {
+  std::vector<const TensorStream*> order;
   std::set<std::string_view> names;
-  for (const TensorPieces& tensor : tensors) {
-    const std::string prefix = path + ": cannot write tensor \"" + tensor.name + "\": ";
+  for (const TensorStream& tensor : tensors) {
+    const std::string prefix = cannot_write(path, tensor.name);
     if (tensor.name == kMetadataKey) throw ConfigError(prefix + "the name is reserved");
     if (!names.insert(tensor.name).second) throw ConfigError(prefix + "the name occurs twice");
-    const auto expected = byte_count(tensor.shape, tensor.dtype);
-    if (expected != size_of(tensor)) {
-      throw ConfigError(prefix + "expected " +
-                        (expected ? std::to_string(*expected) : "fewer than 2^64") +
-                        " bytes by dtype and shape, found " + std::to_string(size_of(tensor)));
+    if (!byte_count(tensor.shape, tensor.dtype)) {
+      throw ConfigError(prefix + "expected fewer than 2^64 bytes by dtype and shape");
     }
     order.push_back(&tensor);
   }
-  std::sort(order.begin(), order.end(), [](const TensorPieces* a, const TensorPieces* b) {
+  std::sort(order.begin(), order.end(), [](const TensorStream* a, const TensorStream* b) {
     const size_t size_a = item_size(a->dtype);
     const size_t size_b = item_size(b->dtype);
     return std::tie(size_b, a->name) < std::tie(size_a, b->name);
@@ -165,12 +187,12 @@ std::vector<const TensorPieces*> file_order(const std::string& path,
   return order;
 }
 
-std::string make_header(const std::string& path, const std::vector<const TensorPieces*>& order,
+std::string make_header(const std::string& path, const std::vector<const TensorStream*>& order,
                         const TensorMetadata& metadata) {
   Json json = Json::object();
   if (!metadata.empty()) json[kMetadataKey] = metadata;
   uint64_t offset = 0;
-  for (const TensorPieces* tensor : order) {
+  for (const TensorStream* tensor : order) {
     const uint64_t end = offset + size_of(*tensor);
     json[tensor->name] = {{"dtype", to_string(tensor->dtype)},
                           {"shape", tensor->shape},
@@ -195,9 +217,11 @@ std::string make_header(const std::string& path, const std::vector<const TensorP
 // What a file will hold.
 class Content {
  public:
-  Content(const std::string& path, std::span<const TensorPieces> tensors,
+  Content(const std::string& path, std::span<const TensorStream> tensors,
           const TensorMetadata& metadata)
-      : order_(file_order(path, tensors)), header_(make_header(path, order_, metadata)) {}
+      : path_(path),
+        order_(file_order(path, tensors)),
+        header_(make_header(path, order_, metadata)) {}
 
   // The name stays empty.
   WrittenFile write(FileWriter& writer) const {
@@ -216,8 +240,11 @@ class Content {
     const std::array<uint64_t, 1> length = {header_.size()};
     write(std::as_bytes(std::span(length)));
     write(std::as_bytes(std::span(header_)));
-    for (const TensorPieces* tensor : order_) {
-      for (const auto& piece : tensor->pieces) write(piece);
+    for (const TensorStream* tensor : order_) {
+      const uint64_t before = written.bytes;
+      tensor->produce(write);
+      const uint64_t found = written.bytes - before;
+      if (found != size_of(*tensor)) fail_size(path_, tensor->name, size_of(*tensor), found);
     }
     blocks.finish();
     written.sha256 = sum.hex();
@@ -225,7 +252,8 @@ class Content {
   }
 
  private:
-  std::vector<const TensorPieces*> order_;
+  std::string path_;
+  std::vector<const TensorStream*> order_;
   std::string header_;
 };
 
@@ -256,7 +284,12 @@ std::string write_safetensors(const std::string& path, std::span<const TensorVie
   std::vector<TensorPieces> whole;
   for (const TensorView& tensor : tensors)
     whole.push_back({tensor.name, tensor.dtype, tensor.shape, {tensor.bytes}});
-  const Content content(path, whole, metadata);
+  return stream_safetensors(path, streams_of(path, whole), metadata);
+}
+
+std::string stream_safetensors(const std::string& path, std::span<const TensorStream> tensors,
+                               const TensorMetadata& metadata) {
+  const Content content(path, tensors, metadata);
   std::string sha256;
   write_atomically(path, [&](FileWriter& writer) { sha256 = content.write(writer).sha256; });
   return sha256;
@@ -265,7 +298,8 @@ std::string write_safetensors(const std::string& path, std::span<const TensorVie
 WrittenFile write_safetensors(
     const std::string& path, std::span<const TensorPieces> tensors, const TensorMetadata& metadata,
     const std::function<std::string(const std::string& sha256)>& name_of) {
-  const Content content(path, tensors, metadata);
+  const auto streams = streams_of(path, tensors);
+  const Content content(path, streams, metadata);
   WrittenFile written;
   write_atomically_renamed(path, [&](FileWriter& writer) {
     written = content.write(writer);

@@ -55,6 +55,23 @@ struct TensorPieces {
   std::vector<std::span<const std::byte>> pieces{};  ///< Together what TensorView::bytes would be.
 };
 
+/// Takes the next bytes of a file.
+using ByteSink = std::function<void(std::span<const std::byte>)>;
+
+/// A tensor that is made while it is written: nobody needs memory for all of it.
+struct TensorStream {
+  std::string name{};
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape{};
+  std::function<void(const ByteSink&)>
+      produce{};  ///< Gives all bytes, piece by piece; called once.
+};
+
+/// write_safetensors() of such. Errors besides: ConfigError if a stream gives fewer or more bytes
+/// than its shape; what `produce` throws passes through.
+std::string stream_safetensors(const std::string& path, std::span<const TensorStream> tensors,
+                               const TensorMetadata& metadata = {});
+
 struct WrittenFile {
   std::string name;  ///< Without its folder.
   std::string sha256;

@@ -70,18 +70,18 @@ std::set<std::string> names_of(const Manifest& manifest) {
   return names;
 }
 
-void remove_others(const std::string& folder, const Manifest& manifest) {
+// The safetensors files that `manifest` does not name, and what killed saves left.
+std::vector<std::string> others_than(const Manifest& manifest, const std::string& folder) {
   const std::set<std::string> names = names_of(manifest);
   std::error_code error;
-  std::vector<fs::path> others;
+  std::vector<std::string> others;
   for (const auto& entry : fs::directory_iterator(folder, error)) {
     const std::string name = entry.path().filename().string();
     const bool left_over = name.find(std::string(kEnding) + ".tmp-") != std::string::npos ||
                            name.starts_with("manifest.json.tmp-");
-    if (left_over || (name.ends_with(kEnding) && !names.contains(name)))
-      others.push_back(entry.path());
+    if (left_over || (name.ends_with(kEnding) && !names.contains(name))) others.push_back(name);
   }
-  for (const fs::path& other : others) fs::remove(other, error);
+  return others;
 }
 
 int64_t count_of(const std::vector<ElementRange>& ranges) {
@@ -169,12 +169,32 @@ Manifest write_share(const std::string& folder, const std::string& part,
 }
 
 void commit_manifest(const std::string& folder, const Manifest& manifest) {
+  std::error_code ignored;
+  for (const std::string& path : commit_manifest_keeping(folder, manifest))
+    fs::remove(path, ignored);
+}
+
+// What another save left goes at once: a save that is repeated has files of the same names, and
+// they must not be removed when those are there.
+std::vector<std::string> commit_manifest_keeping(const std::string& folder,
+                                                 const Manifest& manifest) {
   const std::string path = folder + "/manifest.json";
   manifest.check_coverage(path);
   const std::string json = manifest.to_json();
   make_folder(folder);
+  const auto before = manifest_in(folder);
+  const std::set<std::string> kept = before ? names_of(*before) : std::set<std::string>();
   write_atomically(path, json);
-  remove_others(folder, manifest);
+  std::vector<std::string> paths;
+  std::error_code ignored;
+  for (const std::string& name : others_than(manifest, folder)) {
+    if (kept.contains(name)) {
+      paths.push_back(folder + "/" + name);
+    } else {
+      fs::remove(folder + "/" + name, ignored);
+    }
+  }
+  return paths;
 }
 
 void discard_share(const std::string& folder, const Manifest& share) {
@@ -328,8 +348,22 @@ static void write_whole(StoredCheckpoint& checkpoint, const std::vector<std::str
   commit_manifest(folder, manifest);
 }
 
+// "update 7: optimizer, weights" of the folder's checkpoint.
+static std::string describe_checkpoint(const std::string& folder) {
+  if (!manifest_in(folder)) return "a damaged one";
+  const StoredCheckpoint checkpoint(folder);
+  const auto update = checkpoint.manifest().update;
+  std::string text = update ? "update " + std::to_string(*update) + ": " : "";
+  const char* separator = "";
+  for (const std::string& part : checkpoint.parts()) {
+    text += separator + part;
+    separator = ", ";
+  }
+  return text;
+}
+
 void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
-                            const std::string& folder) {
+                            const std::string& folder, CheckpointThere there) {
   std::error_code error;
   if (fs::equivalent(folder, checkpoint.folder(), error))
     throw ConfigError(folder + ": expected another folder than the checkpoint's own");
@@ -337,6 +371,9 @@ void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std:
   if (fs::exists(folder, error) && !fs::is_empty(folder, error) &&
       !fs::exists(folder + "/manifest.json", error))
     throw ConfigError(folder + ": expected no folder yet, an empty one, or that of a checkpoint");
+  if (there == CheckpointThere::kStays && fs::exists(folder + "/manifest.json", error))
+    throw ConfigError(folder + ": holds a checkpoint, which would be lost (" +
+                      describe_checkpoint(folder) + "): name another folder, or pass --overwrite");
   write_whole(checkpoint, parts, folder);
 }
 

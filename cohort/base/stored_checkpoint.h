@@ -50,6 +50,10 @@ Manifest write_share(const std::string& folder, const std::string& part,
 /// Errors: ConfigError if it is not whole, or its facts are not UTF-8; c10::Error if writing fails:
 ///         the checkpoint before stays.
 void commit_manifest(const std::string& folder, const Manifest& manifest);
+/// The same, but the files of the checkpoint that was there before stay: removing gigabytes takes
+/// time. Returns their paths, for the caller to remove.
+[[nodiscard]] std::vector<std::string> commit_manifest_keeping(const std::string& folder,
+                                                               const Manifest& manifest);
 
 /// Removes the files of a share that was not committed, but none that the folder's checkpoint has.
 /// Without that, saves that fail would fill a disk. Never throws: what cannot be removed stays.
@@ -88,12 +92,17 @@ class StoredCheckpoint {
   std::map<std::string, SafetensorsFile> files_;
 };
 
+/// What becomes of a checkpoint in the folder where one is to be written.
+enum class CheckpointThere { kStays, kIsReplaced };
+
 /// Writes `parts` of a checkpoint into another folder as one rank would: a plain file for each,
 /// with whole tensors. Update and facts go along. Cost: memory for no more than the disk's cache.
 /// Errors: as StoredCheckpoint, write_share and commit_manifest; ConfigError if `folder` is the
-///         checkpoint's own, or holds other things than a checkpoint.
+///         checkpoint's own, holds other things than a checkpoint, or a checkpoint that stays: it
+///         says what would be lost.
 void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
-                            const std::string& folder);
+                            const std::string& folder,
+                            CheckpointThere there = CheckpointThere::kStays);
 /// The same of all parts in the checkpoint's own folder, in place of its shares, in one step. Does
 /// nothing if every part is one plain file.
 void make_checkpoint_whole(const std::string& folder);

@@ -43,6 +43,10 @@ std::string name_of(const char* operation, ReduceOp op) {
   return std::string(operation) + "(" + op_name(op) + ")";
 }
 
+std::string with_subject(const std::string& operation, const std::string& of) {
+  return of.empty() ? operation : operation + " (" + of + ')';
+}
+
 bool is_bitwise(ReduceOp op) {
   return op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
 }
@@ -395,9 +399,10 @@ void ProcessGroup::all_gather_into(at::Tensor& output, const at::Tensor& input, 
 }
 
 Work ProcessGroup::all_gather_into_async(at::Tensor& output, const at::Tensor& input,
-                                         CallSite site) {
-  return impl_->start(all_gather_call(engine(), output, input, site),
-                      [&] { return impl_->begin_all_gather(output, input); }, {});
+                                         const std::string& of, CallSite site) {
+  Call call = all_gather_call(engine(), output, input, site);
+  call.operation = with_subject(call.operation, of);
+  return impl_->start(call, [&] { return impl_->begin_all_gather(output, input); }, {});
 }
 
 std::vector<at::Tensor> ProcessGroup::gather(const at::Tensor& tensor, int root, CallSite site) {
@@ -447,12 +452,13 @@ void ProcessGroup::scatter(at::Tensor& output, const std::vector<at::Tensor>& in
 }
 
 Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const at::Tensor& input, ReduceOp op,
-                                        CallSite site) {
+                                        const std::string& of, CallSite site) {
   check_tensor(output, "reduce_scatter", engine());
   check_tensor(input, "reduce_scatter", engine());
   check_parts(input, output, size(), "reduce_scatter");
   check_reducible(input, "reduce_scatter", op);
-  const Call call{.operation = name_of("reduce_scatter", op), .tensor = &input, .site = site};
+  const Call call{
+      .operation = with_subject(name_of("reduce_scatter", op), of), .tensor = &input, .site = site};
   if (!is_gloo(engine(), input)) {
     const auto begin = [&] {
       at::Tensor whole = read_beside(input, output, engine());
@@ -483,7 +489,7 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const at::Tensor& in
 
 void ProcessGroup::reduce_scatter(at::Tensor& output, const at::Tensor& input, ReduceOp op,
                                   CallSite site) {
-  reduce_scatter_async(output, input, op, site).wait(site);
+  reduce_scatter_async(output, input, op, {}, site).wait(site);
 }
 
 void ProcessGroup::all_to_all(at::Tensor& output, const at::Tensor& input,

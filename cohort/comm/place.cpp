@@ -217,52 +217,37 @@ Place from_slurm() {
   return place;
 }
 
-int paddle_port(const std::string& endpoints, const std::string& text) {
-  int port = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, port);
-  if (error != std::errc() || stop != end || port < 1 || port > 65535) {
-    throw ConfigError("PADDLE_TRAINER_ENDPOINTS=" + endpoints + ": expected a port, got '" + text +
-                      "'");
-  }
-  return port;
-}
-
 Place from_paddle() {
-  const auto count = first_set({"PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS"});
-  std::string missing = missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"});
+  const auto count = first_set({"PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS", "PADDLE_TRAINERS"});
+  const bool alone = count && count->second == "1";  // Meets nobody, so it needs no endpoints.
+  std::string missing = alone ? missing_of({"PADDLE_TRAINER_ID"})
+                              : missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"});
   if (!count) missing += std::string(missing.empty() ? "" : ", ") + "PADDLE_TRAINERS_NUM";
   if (!missing.empty()) {
     half_contract(env_string("PADDLE_TRAINER_ID") ? "PADDLE_TRAINER_ID" : count->first, missing);
   }
-  Place place;
-  place.source = "Paddle's environment";
-  place.rank = *env_rank("PADDLE_TRAINER_ID");
-  place.world_size = *env_rank(count->first.c_str());
-  const std::string endpoints = *env_string("PADDLE_TRAINER_ENDPOINTS");
-  std::vector<std::string> hosts;
-  for (size_t begin = 0; begin <= endpoints.size();) {
-    const size_t end = std::min(endpoints.find(',', begin), endpoints.size());
-    const std::string endpoint = endpoints.substr(begin, end - begin);
-    const size_t colon = endpoint.rfind(':');
-    if (colon == std::string::npos) {
-      throw ConfigError("PADDLE_TRAINER_ENDPOINTS=" + endpoints + ": expected host:port,host:port");
-    }
-    if (hosts.empty()) {
-      place.master_addr = endpoint.substr(0, colon);
-      place.master_port = paddle_port(endpoints, endpoint.substr(colon + 1));
-    }
-    hosts.push_back(endpoint.substr(0, colon));
+  if (alone && !env_string("PADDLE_TRAINER_ENDPOINTS")) {
+    Place place;
+    place.rank = *env_rank("PADDLE_TRAINER_ID");
+    place.source = "Paddle's environment";
+    return place;
+  }
+  const std::string list = *env_string("PADDLE_TRAINER_ENDPOINTS");
+  std::vector<std::string> endpoints;
+  for (size_t begin = 0; begin <= list.size();) {
+    const size_t end = std::min(list.find(',', begin), list.size());
+    endpoints.push_back(list.substr(begin, end - begin));
     begin = end + 1;
   }
-  if (static_cast<int>(hosts.size()) != place.world_size || place.rank >= place.world_size) {
-    throw ConfigError("PADDLE_TRAINER_ENDPOINTS names " + std::to_string(hosts.size()) +
-                      " trainers: expected PADDLE_TRAINERS_NUM=" +
-                      std::to_string(place.world_size) + " and PADDLE_TRAINER_ID below it");
+  const int rank = *env_rank("PADDLE_TRAINER_ID");
+  const int world_size = *env_rank(count->first.c_str());
+  if (static_cast<int>(endpoints.size()) != world_size || rank >= world_size) {
+    throw ConfigError("PADDLE_TRAINER_ENDPOINTS names " + std::to_string(endpoints.size()) +
+                      " trainers: expected PADDLE_TRAINERS_NUM=" + std::to_string(world_size) +
+                      " and PADDLE_TRAINER_ID below it");
   }
-  const std::string& own = hosts[static_cast<size_t>(place.rank)];
-  place.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + place.rank, own));
-  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), own));
+  Place place = place_among(endpoints, rank, "PADDLE_TRAINER_ENDPOINTS");
+  place.source = "Paddle's environment";
   return place;
 }
 
@@ -273,6 +258,36 @@ Place one_process() {
 }
 
 }  // namespace
+
+Place place_among(const std::vector<std::string>& endpoints, int rank, const std::string& name) {
+  const auto refuse = [&](const std::string& why) {
+    std::string list;
+    for (const std::string& endpoint : endpoints) list += (list.empty() ? "" : ",") + endpoint;
+    throw ConfigError(name + "=" + list + ": " + why);
+  };
+  Place place;
+  place.source = name;
+  place.rank = rank;
+  place.world_size = static_cast<int>(endpoints.size());
+  if (rank < 0 || rank >= place.world_size) refuse("there is no rank " + std::to_string(rank));
+  std::vector<std::string> hosts;
+  for (const std::string& endpoint : endpoints) {
+    const size_t colon = endpoint.rfind(':');
+    if (colon == std::string::npos) refuse("expected host:port,host:port");
+    hosts.push_back(endpoint.substr(0, colon));
+    if (hosts.size() > 1) continue;
+    const char* const begin = endpoint.data() + colon + 1;
+    const char* const end = endpoint.data() + endpoint.size();
+    const auto [stop, error] = std::from_chars(begin, end, place.master_port);
+    if (error != std::errc() || stop != end || place.master_port < 1 || place.master_port > 65535)
+      refuse("expected a port, got '" + std::string(begin, end) + "'");
+    place.master_addr = hosts.front();
+  }
+  const std::string& own = hosts[static_cast<size_t>(rank)];
+  place.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, own));
+  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), own));
+  return place;
+}
 
 Place discover_place(const PlaceOptions& options) {
   Place place;

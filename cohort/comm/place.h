@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace cohort::comm {
 
@@ -43,6 +44,13 @@ struct PlaceOptions {
 /// master_port. Never degrades half a contract to one process. Source: docs/comm.md lists the
 /// variables of each contract.
 Place discover_place(const PlaceOptions& options = {});
+
+/// The place of `rank` among `endpoints`, "host:port" each, in the order of ranks; the first one's
+/// is where rank 0's store listens. (What Paddle's environment and ps::plan's mode kCollective
+/// list.) Local. Errors: ConfigError that names `name`: no such rank, or an endpoint of another
+/// form.
+Place place_among(const std::vector<std::string>& endpoints, int rank,
+                  const std::string& name = "endpoints");
 
 /// Returns name and value of the variable by which a launcher numbered this process, whatever is
 /// missing beside it; nothing if none did.

@@ -124,8 +124,9 @@ class ProcessGroup {
   /// rank, in place.
   void all_gather_into(at::Tensor& output, const at::Tensor& input,
                        CallSite site = CallSite::here());
+  /// `of`: what is gathered, which ranks then compare, too, and errors name.
   Work all_gather_into_async(at::Tensor& output, const at::Tensor& input,
-                             CallSite site = CallSite::here());
+                             const std::string& of = {}, CallSite site = CallSite::here());
   /// Returns every rank's tensor, by rank, on rank `root`; nothing elsewhere.
   std::vector<at::Tensor> gather(const at::Tensor& tensor, int root = 0,
                                  CallSite site = CallSite::here());
@@ -141,8 +142,10 @@ class ProcessGroup {
   /// docs/comm.md), which needs memory for W-2 parts, and for one more where `output` is `input`'s.
   void reduce_scatter(at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
                       CallSite site = CallSite::here());
+  /// `of`: as all_gather_into_async's.
   Work reduce_scatter_async(at::Tensor& output, const at::Tensor& input,
-                            ReduceOp op = ReduceOp::kSum, CallSite site = CallSite::here());
+                            ReduceOp op = ReduceOp::kSum, const std::string& of = {},
+                            CallSite site = CallSite::here());
   /// Sends part r of `input` to rank r and fills part r of `output` with what rank r sent. Parts
   /// are along dimension 0: equal, or as long as `input_splits` and `output_splits` say (W numbers
   /// each; rank a's input_splits[b] must be rank b's output_splits[a]).

@@ -25,16 +25,41 @@ void set_torchruns(Variables& variables, const RunOptions& options, const NodePl
   variables["TORCHELASTIC_RUN_ID"] = options.rdzv_id;
 }
 
+Variables to_variables(const std::vector<std::string>& entries) {
+  Variables variables;
+  for (const std::string& entry : entries) {
+    const size_t equals = entry.find('=');
+    if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
+  }
+  return variables;
+}
+
+std::vector<std::string> to_entries(const Variables& variables) {
+  std::vector<std::string> entries;
+  for (const auto& [name, value] : variables) entries.push_back(name + "=" + value);
+  return entries;
+}
+
+// Paddle's contract of a job with servers; what was inherited of it would contradict.
+void set_paddles(Variables& variables, const std::string& role, const std::string& servers,
+                 int num_trainers) {
+  for (const char* name :
+       {"TRAINING_ROLE", "PADDLE_PSERVER_IPS", "PADDLE_PSERVER_PORT", "PADDLE_TRAINERS",
+        "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT", "POD_IP",
+        "PADDLE_PORT", "PADDLE_CURRENT_IP"}) {
+    variables.erase(name);
+  }
+  variables["PADDLE_TRAINING_ROLE"] = role;
+  variables["PADDLE_PSERVERS_IP_PORT_LIST"] = servers;
+  variables["PADDLE_TRAINERS_NUM"] = std::to_string(num_trainers);
+}
+
 }  // namespace
 
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,
                                             const RunOptions& options, const NodePlace& node,
                                             const WorkerPlace& place) {
-  Variables variables;
-  for (const std::string& entry : base) {
-    const size_t equals = entry.find('=');
-    if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
-  }
+  Variables variables = to_variables(base);
   set_torchruns(variables, options, node, place.local_rank);
   const int rank = node.base_rank + place.local_rank;
   variables["COHORT_RESTART_COUNT"] = std::to_string(node.restart_count);
@@ -50,9 +75,25 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
     variables["GLOO_SOCKET_IFNAME"] = options.interface;
     variables["NCCL_SOCKET_IFNAME"] = options.interface;
   }
-  std::vector<std::string> entries;
-  for (const auto& [name, value] : variables) entries.push_back(name + "=" + value);
-  return entries;
+  if (!place.servers.empty()) {
+    set_paddles(variables, "TRAINER", place.servers, node.world_size);
+    variables["PADDLE_TRAINER_ID"] = std::to_string(rank);
+  }
+  return to_entries(variables);
+}
+
+std::vector<std::string> server_environment(const std::vector<std::string>& base,
+                                            const RunOptions& options, const ServerPlace& place) {
+  Variables variables = to_variables(base);
+  for (const char* name : {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                           "COHORT_STORE_FD", kTraceFileVariable}) {
+    variables.erase(name);
+  }
+  set_paddles(variables, "PSERVER", place.endpoints, options.nproc_per_node);
+  variables["PADDLE_CURRENT_ENDPOINT"] = place.endpoint;
+  variables["COHORT_LOG_DIR"] = place.log_dir;
+  variables["COHORT_ERROR_FILE"] = server_error_file(place.log_dir, place.id);
+  return to_entries(variables);
 }
 
 std::vector<std::string> own_environment() {
@@ -71,6 +112,14 @@ std::string trace_file(const std::string& log_dir, int rank) {
 
 std::string stack_file(const std::string& log_dir, int rank) {
   return trace_file(log_dir, rank) + ".stack";
+}
+
+std::string server_error_file(const std::string& log_dir, int id) {
+  return log_dir + "/server." + std::to_string(id) + ".error.json";
+}
+
+std::string server_log_file(const std::string& log_dir, int id) {
+  return log_dir + "/server." + std::to_string(id) + ".log";
 }
 
 std::string log_file(const std::string& log_dir, int rank, const std::string& stream) {

@@ -26,16 +26,31 @@ struct WorkerPlace {
   std::string log_dir;
   int store_fd = -1;    ///< The inherited listening socket; rank 0 only.
   int num_threads = 1;  ///< This worker's share of the node's cores.
+  std::string servers;  ///< "host:port,host:port" of the parameter servers; empty: none.
+};
+
+/// The facts of one parameter server.
+struct ServerPlace {
+  int id = 0;
+  std::string endpoint;
+  std::string endpoints;  ///< Of all servers, with commas between.
+  std::string log_dir;
 };
 
 /// Returns `base` ("NAME=value" each) with the worker's variables in it.
 ///
 /// RANK and its companions replace what `base` holds; OMP_NUM_THREADS is set only where it is
 /// missing or empty; COHORT_STORE_FD is removed for ranks without a socket, and
-/// TORCHELASTIC_USE_AGENT_STORE for all: here rank 0 serves the store.
+/// TORCHELASTIC_USE_AGENT_STORE for all: here rank 0 serves the store. With servers, Paddle's
+/// variables say TRAINER and where they are.
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,
                                             const RunOptions& options, const NodePlace& node,
                                             const WorkerPlace& place);
+
+/// Returns `base` with a server's variables in it: Paddle's, which say PSERVER and where it
+/// listens, and COHORT_ERROR_FILE. Those that number a worker are removed.
+std::vector<std::string> server_environment(const std::vector<std::string>& base,
+                                            const RunOptions& options, const ServerPlace& place);
 
 /// Returns the launcher's own environment.
 std::vector<std::string> own_environment();
@@ -48,6 +63,12 @@ std::string trace_file(const std::string& log_dir, int rank);
 
 /// Returns the path where a worker of `rank` leaves its stack when asked.
 std::string stack_file(const std::string& log_dir, int rank);
+
+/// Returns the path where server `id` leaves the text of its fatal error.
+std::string server_error_file(const std::string& log_dir, int id);
+
+/// Returns the path of the log of server `id`.
+std::string server_log_file(const std::string& log_dir, int id);
 
 /// Returns the path of the log of `stream` ("stdout" or "stderr") of `rank`.
 std::string log_file(const std::string& log_dir, int rank, const std::string& stream);

@@ -19,6 +19,7 @@
 #include "cohort/launch/log_directory.h"
 #include "cohort/launch/member.h"
 #include "cohort/launch/report.h"
+#include "cohort/launch/server_group.h"
 #include "cohort/launch/signals.h"
 #include "cohort/launch/store_socket.h"
 #include "cohort/launch/terminal.h"
@@ -59,6 +60,8 @@ class Launcher {
   int run_with_others();
   void meet();
   void bind_store();
+  void turn_servers();
+  Verdict stop_servers(Verdict verdict);
   int finish_with_others();
   std::optional<int> take_part();
   void start_round(const NodePlace& node);
@@ -87,7 +90,9 @@ class Launcher {
   Terminal err_{STDERR_FILENO};
   const std::string& log_dir_ = logs_.path();
   Watch watch_{options_, log_dir_};
-  StoreSocket store_;  // Bound and not yet inherited.
+  StoreSocket store_;                     // Bound and not yet inherited.
+  std::unique_ptr<ServerGroup> servers_;  // Of a job that has some.
+  bool server_failed_first_ = false;
   std::unique_ptr<WorkerGroup> group_;
   int num_stop_requests_ = 0;
   int stop_signal_ = 0;  // The last one that asks the job to stop.
@@ -118,6 +123,9 @@ int Launcher::run_alone() {
   node.base_rank = options_.node_rank * options_.nproc_per_node;
   node.world_size = options_.nnodes.max * options_.nproc_per_node;
   if (!options_.master_addr.empty()) node.master_addr = options_.master_addr;
+  if (options_.servers.count > 0) {
+    servers_ = std::make_unique<ServerGroup>(options_, log_dir_, guardian_, signals_);
+  }
   while (true) {
     node.master_port = options_.master_port;
     if (node.node_rank == 0) bind_store();
@@ -127,14 +135,37 @@ int Launcher::run_alone() {
     group_->end();
     const Verdict verdict = judge(group_->outcomes());
     const bool again = verdict.culprit && verdict.exit_code != kExitUsage && stop_signal_ == 0 &&
-                       node.restart_count < options_.max_restarts;
-    if (!again) return conclude(verdict);
+                       node.restart_count < options_.max_restarts && !server_failed_first_;
+    if (!again) return conclude(stop_servers(verdict));
     ++node.restart_count;
     ++node.round;
     logs_.keep();
     say(describe(*verdict.culprit, log_dir_) + "; restart " + std::to_string(node.restart_count) +
         " of " + std::to_string(options_.max_restarts));
   }
+}
+
+// The workers cannot go on without a server that stays down: SIGTERM at once.
+void Launcher::turn_servers() {
+  for (const std::string& line : servers_->turn()) {
+    logs_.keep();
+    say(line);
+  }
+  if (!servers_->failure() || !group_ || !group_->running()) return;
+  const Verdict verdict = judge(group_->outcomes());
+  if (!verdict.culprit || verdict.exit_code == kExitLostPeer) server_failed_first_ = true;
+  group_->stop(options_.grace);
+}
+
+// The servers outlive the workers, who save their last state through them.
+Verdict Launcher::stop_servers(Verdict verdict) {
+  if (!servers_) return verdict;
+  servers_->stop(options_.grace);
+  while (servers_->running()) turn();
+  servers_->end();
+  const auto& failure = servers_->failure();
+  const bool to_blame = failure && (server_failed_first_ || verdict.exit_code == kExitOk);
+  return to_blame ? Verdict{failure->status.exit_code, failure} : verdict;
 }
 
 void Launcher::bind_store() {
@@ -224,7 +255,8 @@ int Launcher::finish_with_others() {
 }
 
 void Launcher::start_round(const NodePlace& node) {
-  const RoundContext context{options_, program_, log_dir_, guardian_, signals_, out_, err_};
+  const RoundContext context{options_, program_, log_dir_, guardian_,
+                             signals_, out_,     err_,     servers_ ? servers_->endpoints() : ""};
   group_.reset();
   group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd));
   watch_.begin();
@@ -237,6 +269,7 @@ void Launcher::turn() {
   if (coordinator_) coordinator_->turn();
   if (member_) member_->turn();
   if (member_) obey();
+  if (servers_) turn_servers();
   if (group_) group_->turn();
   look();
   out_.flush();
@@ -251,6 +284,9 @@ milliseconds Launcher::patience() const {
     timeout = timeout.count() < 0 ? wait : std::min(timeout, wait);
   };
   if (member_) at_most(kMeetingTurn);
+  if (const auto deadline = servers_ ? servers_->deadline() : std::nullopt) {
+    at_most(std::chrono::ceil<milliseconds>(*deadline - now));
+  }
   if (!group_ || !group_->running()) return timeout;
   at_most(std::chrono::ceil<milliseconds>(look_at_ - now));
   if (const auto deadline = group_->deadline()) {
@@ -266,6 +302,7 @@ void Launcher::poll_once() {
   }
   if (coordinator_) coordinator_->add_polls(polls);
   if (member_) member_->add_polls(polls);
+  if (servers_) servers_->add_polls(polls);
   if (group_) group_->add_polls(polls);
   ::poll(polls.data(), polls.size(), static_cast<int>(patience().count()));
 }
@@ -291,6 +328,7 @@ void Launcher::answer(int signal) {
   }
   stop_signal_ = signal;
   if (signal == SIGINT || signal == SIGTERM) ++num_stop_requests_;
+  if (num_stop_requests_ > 1 && servers_) servers_->kill_now();
   if (!runs) return;
   if (num_stop_requests_ > 1) return group_->kill_now();
   group_->pass_stop(signal);
@@ -298,7 +336,9 @@ void Launcher::answer(int signal) {
 
 void Launcher::suspend() {
   if (group_) group_->send(SIGSTOP);
+  if (servers_) servers_->send(SIGSTOP);
   ::kill(::getpid(), SIGSTOP);
+  if (servers_) servers_->send(SIGCONT);
   if (group_) group_->send(SIGCONT);
   watch_.begin();
 }
@@ -363,10 +403,14 @@ std::string Launcher::report(const Outcome& culprit) {
   const std::string name = "\n" + options_.speaker + ": ";
   std::string text = describe(culprit, log_dir_);
   const int local_rank = culprit.rank - group_->node().base_rank;
-  const bool shown = options_.shown_streams(culprit.rank, local_rank) & kStderr;
-  const std::string tail =
-      shown ? "" : indented_tail(log_file(log_dir_, culprit.rank, "stderr"), kTailLines);
-  if (!tail.empty()) text += name + "last lines of its stderr:\n" + tail;
+  const bool shown =
+      !culprit.is_server && options_.shown_streams(culprit.rank, local_rank) & kStderr;
+  const std::string log = culprit.is_server ? server_log_file(log_dir_, culprit.rank)
+                                            : log_file(log_dir_, culprit.rank, "stderr");
+  const std::string tail = shown ? "" : indented_tail(log, kTailLines);
+  if (!tail.empty()) {
+    text += name + "last lines of its " + (culprit.is_server ? "log" : "stderr") + ":\n" + tail;
+  }
   const std::string stack = indented_stack(culprit, log_dir_);
   if (!stack.empty())
     text += (text.ends_with('\n') ? name.substr(1) : name) + "raised at:\n" + stack;

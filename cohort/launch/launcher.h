@@ -16,6 +16,10 @@ namespace cohort::launch {
 /// on stderr. With rdzv_endpoint, launchers of several nodes do this together (coordinator.h).
 /// A stall is reported and, where a rank is stopped, ended (watch.h).
 ///
+/// With options.servers, parameter servers run beside the workers (server_group.h). They outlive
+/// them and are stopped when the last one is gone; no signal to the launcher is passed on to them.
+/// One that stays down ends the job.
+///
 /// SIGINT, SIGTERM, SIGHUP, SIGQUIT are passed on to every worker; a second SIGINT or SIGTERM, or
 /// 25 seconds after the grace, means SIGKILL. SIGUSR1 and SIGUSR2 are passed on and mean nothing
 /// here. SIGTSTP suspends the workers too. table_signal() prints where the ranks are.

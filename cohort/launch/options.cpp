@@ -59,6 +59,18 @@ void validate_streams(const RunOptions& options, const std::string& flag,
   }
 }
 
+void validate_servers(const RunOptions& options) {
+  const ServerOptions& servers = options.servers;
+  require(servers.count >= 0 && servers.count <= 4096, "--servers", "0 to 4096",
+          std::to_string(servers.count));
+  require(servers.max_restarts >= 0, "--max-server-restarts", "0 or more",
+          std::to_string(servers.max_restarts));
+  if (servers.count == 0) return;
+  require(options.nnodes.max == 1 && !options.elastic(), "--servers",
+          "one node: on several, start `cohort ps server` on each by hand",
+          options.elastic() ? "--rdzv-endpoint" : "--nnodes " + options.nnodes.text());
+}
+
 }  // namespace
 
 int StreamChoice::of(int local_rank) const {
@@ -121,6 +133,7 @@ void validate(const RunOptions& options) {
   require(options.max_restarts >= 0, "--max-restarts", "0 or more",
           std::to_string(options.max_restarts));
   validate_nodes(options);
+  validate_servers(options);
   validate_streams(options, "--tee", options.tee_streams);
   validate_streams(options, "--redirects", options.redirects);
   require(options.grace.count() >= 0, "--grace", "seconds >= 0",

@@ -47,6 +47,16 @@ struct NodeCount {
 /// Reads "2" or "1:4". Errors: ConfigError that names --nnodes.
 NodeCount parse_node_count(const std::string& text);
 
+/// The parameter servers that run beside the workers of a job on one node.
+struct ServerOptions {
+  int count = 0;        ///< 0: none.
+  std::string program;  ///< A path; started as PROGRAM server --endpoint HOST:PORT ...
+  std::vector<std::string> arguments;  ///< Further ones, after the launcher's own.
+  std::string folder;  ///< Gets server.<id>/ for each; empty: servers/ in the folder of logs.
+  int max_restarts =
+      0;  ///< Of all servers together; a restarted one has its port and folder again.
+};
+
 /// Flags of `cohort run`. Every node is given the same values but for node_rank, and nproc_per_node
 /// where nodes meet at rdzv_endpoint.
 struct RunOptions {
@@ -62,6 +72,8 @@ struct RunOptions {
   std::string rdzv_id = "none";  ///< Name of the job: a launcher with another one is refused.
   std::chrono::milliseconds rdzv_timeout{600'000};  ///< Limit of waiting for enough nodes.
   int max_restarts = 0;  ///< Fresh starts of all workers after a worker failed.
+
+  ServerOptions servers;
 
   std::string log_dir;  ///< Empty: a fresh folder under TMPDIR, kept only after a failure.
   Tee tee = Tee::kRank0;

@@ -17,9 +17,10 @@ constexpr std::streamoff kTailBytes = 64 * 1024;
 constexpr int kStackFrames = 12;
 constexpr size_t kMessageBytes = 4096;
 
-// The text field `name` of the rank's error file; empty if there is none.
-std::string error_field(const std::string& log_dir, int rank, const char* name) {
-  std::ifstream file(error_file(log_dir, rank));
+// The text field `name` of the process's error file; empty if there is none.
+std::string error_field(const Outcome& outcome, const std::string& log_dir, const char* name) {
+  std::ifstream file(outcome.is_server ? server_error_file(log_dir, outcome.rank)
+                                       : error_file(log_dir, outcome.rank));
   const auto record = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
   if (!record.is_object() || !record.contains(name) || !record[name].is_string()) return "";
   return record[name].get<std::string>();
@@ -79,20 +80,20 @@ std::string signal_name(int signal) {
 }
 
 std::string describe(const Outcome& outcome, const std::string& log_dir) {
-  const std::string who =
-      "rank " + std::to_string(outcome.rank) + " (pid " + std::to_string(outcome.pid) + ") ";
+  const std::string who = (outcome.is_server ? "server " : "rank ") + std::to_string(outcome.rank) +
+                          " (pid " + std::to_string(outcome.pid) + ") ";
   if (!outcome.note.empty()) return who + outcome.note;
   if (outcome.status.signal != 0) {
     return who + "was killed by signal " + signal_name(outcome.status.signal);
   }
-  const std::string message = cut(error_field(log_dir, outcome.rank, "message"), kMessageBytes);
+  const std::string message = cut(error_field(outcome, log_dir, "message"), kMessageBytes);
   return who + "exited with code " + std::to_string(outcome.status.exit_code) +
          (message.empty() ? "" : ": ") + message;
 }
 
 std::string indented_stack(const Outcome& outcome, const std::string& log_dir) {
   if (outcome.status.exit_code != kExitFailure) return "";
-  std::istringstream frames(error_field(log_dir, outcome.rank, "stack"));
+  std::istringstream frames(error_field(outcome, log_dir, "stack"));
   std::string text, frame;
   for (int i = 0; i < kStackFrames && std::getline(frames, frame); ++i) {
     text += "    " + frame + "\n";

@@ -8,14 +8,15 @@
 
 namespace cohort::launch {
 
-/// The end of one worker and what the launcher had done to it before.
+/// The end of one worker or server and what the launcher had done to it before.
 struct Outcome {
-  int rank = 0;
+  int rank = 0;  ///< A server's number, if it is one.
   pid_t pid = 0;
   ExitStatus status;
   int passed_signal = 0;  ///< The last stopping signal passed on to it; 0: none.
   bool stopped = false;  ///< It was sent SIGTERM or SIGKILL because another failed or time ran out.
   std::string note;      ///< Not empty: why the launcher itself declared that this rank failed.
+  bool is_server = false;
 
   /// Whether it ended neither well nor on request with a checkpoint.
   bool failed() const;
@@ -35,8 +36,8 @@ struct Verdict {
 Verdict judge(std::span<const Outcome> outcomes);
 
 /// Returns "rank 1 (pid 123) was killed by signal 9 (Killed)" or "rank 1 (pid 123) exited with
-/// code 1: <message>", the message from the rank's error file in `log_dir`, if it left one, cut
-/// after 4096 bytes; the outcome's note instead, if it has one.
+/// code 1: <message>" ("server 1" likewise), the message from its error file in `log_dir`, if it
+/// left one, cut after 4096 bytes; the outcome's note instead, if it has one.
 std::string describe(const Outcome& outcome, const std::string& log_dir);
 
 /// Returns the first frames of the stack that the rank left in its error file, a line each,

@@ -80,7 +80,8 @@ void WorkerGroup::start(int local_rank, Fd& store) {
   const WorkerPlace place{.local_rank = local_rank,
                           .log_dir = context_.log_dir,
                           .store_fd = worker.rank == 0 ? store.get() : -1,
-                          .num_threads = num_threads_};
+                          .num_threads = num_threads_,
+                          .servers = context_.servers};
   workers_.push_back(std::move(worker));
   workers_.back().pid = start_process(
       {.program = context_.program,

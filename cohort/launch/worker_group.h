@@ -26,6 +26,7 @@ struct RoundContext {
   const Signals& signals;
   Terminal& out;
   Terminal& err;
+  std::string servers;  ///< See WorkerPlace::servers.
 };
 
 /// One worker, and what the launcher keeps of it.

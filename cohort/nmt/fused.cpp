@@ -83,15 +83,20 @@ void for_runs(int64_t num_elements, const Dropping& dropping, Body body) {
     body(first, part.size, rule);
 }
 
-at::Tensor apply_dropout(const at::Tensor& x, const Dropping& dropping) {
-  const at::Tensor in = x.contiguous();
+// kernel_of(kernels): which of them computes elements of the result from those of `in`.
+template <class KernelOf>
+at::Tensor run_kernel(const at::Tensor& in, const Dropping& dropping, KernelOf kernel_of) {
   at::Tensor out = at::empty_like(in);
   for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
     for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
-      table.dropout(data<T>(in) + first, data<T>(out) + first, count, rule);
+      kernel_of(table)(data<T>(in) + first, data<T>(out) + first, count, rule);
     });
   });
   return out;
+}
+
+at::Tensor apply_dropout(const at::Tensor& x, const Dropping& dropping) {
+  return run_kernel(x.contiguous(), dropping, [](const auto& table) { return table.dropout; });
 }
 
 struct Dropout : torch::autograd::Function<Dropout> {
@@ -108,13 +113,8 @@ struct Dropout : torch::autograd::Function<Dropout> {
 struct ReluDropout : torch::autograd::Function<ReluDropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
-    const at::Tensor in = x.contiguous();
-    at::Tensor out = at::empty_like(in);
-    for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
-      for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
-        table.relu_dropout(data<T>(in) + first, data<T>(out) + first, count, rule);
-      });
-    });
+    const at::Tensor out =
+        run_kernel(x.contiguous(), dropping, [](const auto& table) { return table.relu_dropout; });
     save(context, dropping);
     context->save_for_backward({out});
     return out;
@@ -151,12 +151,8 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout<Activatio
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
     const at::Tensor in = x.contiguous();
-    at::Tensor out = at::empty_like(in);
-    for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
-      for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
-        Activation::of(table).forward(data<T>(in) + first, data<T>(out) + first, count, rule);
-      });
-    });
+    const at::Tensor out =
+        run_kernel(in, dropping, [](const auto& table) { return Activation::of(table).forward; });
     save(context, dropping);
     context->save_for_backward({in});
     return out;

@@ -20,6 +20,10 @@ void ExponentialAverage::update() {
   for (size_t i = 0; i < parameters_.size(); ++i) averages_[i].lerp_(parameters_[i], rate);
 }
 
+void ExponentialAverage::begin_anew() {
+  for (size_t i = 0; i < parameters_.size(); ++i) averages_[i].copy_(parameters_[i].detach());
+}
+
 void ExponentialAverage::swap() {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {

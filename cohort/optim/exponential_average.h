@@ -22,6 +22,9 @@ class ExponentialAverage {
   /// Takes the parameters of one more update into the average.
   void update();
 
+  /// Forgets the past: the averages are the parameters of now.
+  void begin_anew();
+
   /// Exchanges parameters and averages; a second call restores. Call `update` only after an even
   /// number of calls.
   void swap();

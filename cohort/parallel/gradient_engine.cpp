@@ -507,14 +507,11 @@ bool GradientEngine::set_synchronized(bool on) {
 }
 
 at::Tensor GradientEngine::cast_input(const at::Tensor& input) const {
-  const MixedPrecision& types = impl_->options.mixed_precision;
-  return types.param_dtype && types.cast_forward_inputs ? cast_floating(input, *types.param_dtype)
-                                                        : input;
+  return parallel::cast_input(impl_->options.mixed_precision, input);
 }
 
 at::Tensor GradientEngine::cast_output(const at::Tensor& output) const {
-  const auto& type = impl_->options.mixed_precision.output_dtype;
-  return type ? cast_floating(output, *type) : output;
+  return parallel::cast_output(impl_->options.mixed_precision, output);
 }
 
 void GradientEngine::register_comm_hook(CommHook hook, const std::string& name) {

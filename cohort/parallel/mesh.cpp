@@ -7,23 +7,29 @@
 
 namespace cohort::parallel {
 
+RankGrid make_rank_grid(comm::ProcessGroup& group, int width, const std::string& row_name,
+                        const std::string& column_name) {
+  // Every rank makes every group, and is in one of each kind.
+  const auto make = [&](int first, int step, int count, const std::string& name,
+                        std::unique_ptr<comm::ProcessGroup>& mine) {
+    std::vector<int> ranks;
+    for (int i = 0; i < count; ++i) ranks.push_back(first + i * step);
+    if (auto made = group.subgroup(ranks, name)) mine = std::move(made);
+  };
+  RankGrid grid;
+  const int height = group.size() / width;
+  for (int y = 0; y < height; ++y) make(y * width, 1, width, row_name, grid.row);
+  for (int x = 0; x < width; ++x) make(x, width, height, column_name, grid.column);
+  return grid;
+}
+
 Mesh::Mesh(comm::ProcessGroup& world, int tensor) : world_(world) {
   if (tensor < 1 || world.size() % tensor != 0) {
     throw ConfigError("--tensor-parallel " + std::to_string(tensor) +
                       ": expected a divisor of the number of ranks, " +
                       std::to_string(world.size()));
   }
-  if (tensor == 1) return;
-  // Every rank makes every group, and is in one of each kind.
-  const auto make = [&](int first, int step, int count, const char* name,
-                        std::unique_ptr<comm::ProcessGroup>& mine) {
-    std::vector<int> ranks;
-    for (int i = 0; i < count; ++i) ranks.push_back(first + i * step);
-    if (auto group = world.subgroup(ranks, name)) mine = std::move(group);
-  };
-  const int data = world.size() / tensor;
-  for (int d = 0; d < data; ++d) make(d * tensor, 1, tensor, "tensor", tensor_);
-  for (int t = 0; t < tensor; ++t) make(t, tensor, data, "data", data_);
+  if (tensor > 1) grid_ = make_rank_grid(world, tensor, "tensor", "data");
 }
 
 }  // namespace cohort::parallel

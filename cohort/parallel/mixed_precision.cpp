@@ -76,6 +76,15 @@ at::Tensor cast_floating(const at::Tensor& tensor, c10::ScalarType type) {
   return tensor.to(type);
 }
 
+at::Tensor cast_input(const MixedPrecision& types, const at::Tensor& input) {
+  return types.param_dtype && types.cast_forward_inputs ? cast_floating(input, *types.param_dtype)
+                                                        : input;
+}
+
+at::Tensor cast_output(const MixedPrecision& types, const at::Tensor& output) {
+  return types.output_dtype ? cast_floating(output, *types.output_dtype) : output;
+}
+
 LentParameters::LentParameters(const std::vector<at::Tensor>& parameters, c10::ScalarType type)
     : type_(type), loans_(std::make_shared<Loans>()) {
   std::unordered_set<c10::TensorImpl*> seen;

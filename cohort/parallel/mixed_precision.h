@@ -5,6 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "cohort/parallel/mixed_precision_options.h"
+
 namespace torch::autograd {
 struct Node;
 }
@@ -46,5 +48,8 @@ class LentParameters {
 
 /// Returns `tensor` in `type` if it is of another floating-point type, else itself.
 at::Tensor cast_floating(const at::Tensor& tensor, c10::ScalarType type);
+/// What comes into a model's forward, and what leaves it, in the types that `types` asks for.
+at::Tensor cast_input(const MixedPrecision& types, const at::Tensor& input);
+at::Tensor cast_output(const MixedPrecision& types, const at::Tensor& output);
 
 }  // namespace cohort::parallel

@@ -5,18 +5,9 @@
 
 #include "cohort/base/error.h"
 #include "cohort/optim/adam.h"
+#include "cohort/parallel/model_state.h"
 
 namespace cohort::parallel {
-namespace {
-
-std::vector<int> every(int step, int first, int count) {
-  std::vector<int> ranks;
-  for (int i = 0; i < count; ++i) ranks.push_back(first + i * step);
-  return ranks;
-}
-
-}  // namespace
-
 Strategy parse_strategy(const std::string& name) {
   for (const Strategy each :
        {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3, Strategy::kHybrid})
@@ -51,14 +42,8 @@ StrategyGroups::StrategyGroups(comm::ProcessGroup& group, Strategy strategy) : g
     throw ConfigError("--strategy hybrid: expected as many ranks on each host");
   if (num_hosts == 1)
     throw ConfigError("--strategy hybrid: expected several hosts, got one: give --strategy zero3");
-  // Ranks of one host are neighbours. Every rank makes every group, and is in one of each kind.
-  for (int host = 0; host < num_hosts; ++host)
-    if (auto mine = group.subgroup(every(1, host * per_host, per_host), "host"))
-      host_ = std::move(mine);
-  for (int local = 0; local < per_host; ++local)
-    if (auto mine = group.subgroup(every(per_host, local, num_hosts), "across hosts"))
-      across_ = std::move(mine);
-  if (group.rank() < per_host) savers_ = host_.get();
+  hosts_ = make_rank_grid(group, per_host, "host", "across hosts");
+  if (group.rank() < per_host) savers_ = hosts_.row.get();
 }
 
 std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module) {
@@ -66,6 +51,13 @@ std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module) {
   for (const auto& [name, tensor] : optim::named_parameters(module))
     slices.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
   return slices;
+}
+
+std::vector<ParameterSlice> whole_state_of(const torch::nn::Module& module) {
+  std::vector<ParameterSlice> state = whole_slices_of(module);
+  for (const NamedTensor& each : model_buffers(module))
+    state.push_back({each.name, each.tensor.sizes().vec(), 0, each.tensor.numel(), each.tensor});
+  return state;
 }
 
 double gradient_norm_of(const torch::nn::Module& module) {

@@ -9,6 +9,7 @@
 
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/distributed_data_parallel.h"
+#include "cohort/parallel/mesh.h"
 #include "cohort/parallel/sharding/sharded_data_parallel.h"
 
 namespace cohort::parallel {
@@ -42,18 +43,21 @@ class StrategyGroups {
   /// different numbers of ranks.
   StrategyGroups(comm::ProcessGroup& group, Strategy strategy);
 
-  comm::ProcessGroup& shards() const { return host_ ? *host_ : group_; }
-  comm::ProcessGroup* replicas() const { return across_.get(); }
+  comm::ProcessGroup& shards() const { return hosts_.row ? *hosts_.row : group_; }
+  comm::ProcessGroup* replicas() const { return hosts_.column.get(); }
   comm::ProcessGroup* savers() { return savers_; }
 
  private:
   comm::ProcessGroup& group_;
-  std::unique_ptr<comm::ProcessGroup> host_, across_, alone_;
+  RankGrid hosts_;  // kHybrid
+  std::unique_ptr<comm::ProcessGroup> alone_;
   comm::ProcessGroup* savers_ = nullptr;
 };
 
 /// Every parameter as one slice that is all of it.
 std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module);
+/// The same of every parameter and buffer.
+std::vector<ParameterSlice> whole_state_of(const torch::nn::Module& module);
 /// Norm of the gradients that the module's parameters have. Local.
 double gradient_norm_of(const torch::nn::Module& module);
 
@@ -105,10 +109,11 @@ class ParallelModel {
   std::vector<ParameterSlice> slices() const {
     return ddp_ ? whole_slices_of(*module_) : sharded_->slices();
   }
-  /// Their names and tensors: what an optimizer is made of.
+  /// Names and tensors of those that are trained: what an optimizer is made of.
   std::vector<std::pair<std::string, at::Tensor>> named_slices() const {
     std::vector<std::pair<std::string, at::Tensor>> named;
-    for (const ParameterSlice& slice : slices()) named.emplace_back(slice.name, slice.tensor);
+    for (const ParameterSlice& slice : slices())
+      if (slice.tensor.requires_grad()) named.emplace_back(slice.name, slice.tensor);
     return named;
   }
   /// Of the whole gradient, the same on every rank.
@@ -118,12 +123,25 @@ class ParallelModel {
 
   /// Makes the module's own tensors whole, and those of all slices, until `release`: so it can be
   /// used without the other ranks. Do not write into them meanwhile: it would be lost, or not reach
-  /// the other ranks. Not one in another. Blocks.
+  /// the other ranks. Of one in another, the outer one counts. Between them this wrapper's forward
+  /// is refused where ranks hold slices. Blocks.
   void summon() {
     if (sharded_) sharded_->engine().summon();
   }
   void release() {
     if (sharded_) sharded_->engine().release(/*keep=*/false);
+  }
+
+  /// What this rank, one of the savers, writes into a checkpoint of the module: its slices, and on
+  /// the first saver what is not shared out, buffers and ignored parameters. train::slices_of makes
+  /// a checkpoint's part of it.
+  std::vector<ParameterSlice> state_to_save() const {
+    return ddp_ ? whole_state_of(*module_) : sharded_->engine().state_to_save();
+  }
+  /// What every rank fills from one, whatever strategy wrote it: all ranks get the first saver's
+  /// buffers.
+  std::vector<ParameterSlice> state_to_load() const {
+    return ddp_ ? whole_state_of(*module_) : sharded_->engine().state_to_load();
   }
 
   /// Whether ranks hold different slices: then every rank reads a checkpoint, else any one.
@@ -134,6 +152,7 @@ class ParallelModel {
 
   Holder& module() { return module_; }
   auto* operator->() { return module_.get(); }
+  ShardingEngine* sharding() { return sharded_ ? &sharded_->engine() : nullptr; }  ///< Null: ddp.
 
  private:
   Holder module_;
@@ -142,7 +161,17 @@ class ParallelModel {
   std::unique_ptr<ShardedDataParallel<Holder>> sharded_;
 };
 
-/// A ParallelModel's module is whole as long as this lives. Collective, the constructor.
+/// As loss.backward(), of a loss that several models had part in: see ShardedDataParallel's.
+template <class Holder, class... Holders>
+void backward(const at::Tensor& loss, ParallelModel<Holder>& first,
+              ParallelModel<Holders>&... others) {
+  std::vector<ShardingEngine*> engines{first.sharding(), others.sharding()...};
+  std::erase(engines, nullptr);
+  engines.empty() ? first.backward(loss) : ShardingEngine::backward(loss, engines);
+}
+
+/// A ParallelModel's module is whole as long as this lives, one in another or alone. Collective,
+/// the constructor.
 template <class Holder>
 class WholeModel {
  public:

@@ -51,29 +51,45 @@ double rank_memory(const AdviceRequest& request) {
   return static_cast<double>(request.host_memory_bytes) / request.local_world_size;
 }
 
+// What of the model is gathered at once, beside what the formulas count: a unit with its gradients
+// while it computes, or the whole model when there are no gradients.
+double gathered(const Formula& formula, const AdviceRequest& request) {
+  if (!formula.gathers_units) return 0;
+  const double unit = 8.0 * static_cast<double>(request.largest_unit);
+  const double whole = 4.0 * static_cast<double>(request.parameters) * others(formula.among);
+  return request.gathers_whole ? std::max(unit, whole) : unit;
+}
+
 StrategyFit fit(const Formula& formula, const AdviceRequest& request) {
   const auto parameters = static_cast<double>(request.parameters);
   const double each = formula.whole + formula.shared / formula.among;
-  const double unit = formula.gathers_units ? 8.0 * static_cast<double>(request.largest_unit) : 0;
-  StrategyFit result{
-      .strategy = formula.strategy, .bytes = each * parameters + unit, .sent = formula.sent};
+  // Under ddp one of the host's ranks has all copies, else each has those of its share.
+  const double saved =
+      request.saved_bytes / (formula.shared == 0 ? request.local_world_size : formula.among);
+  const double beside = gathered(formula, request);
+  StrategyFit result{.strategy = formula.strategy,
+                     .bytes = (each + saved) * parameters + beside,
+                     .sent = formula.sent};
   result.fits = result.bytes <= kShareAtRest * rank_memory(request);
   result.reason = number(each) + " bytes a parameter" +
-                  (unit > 0 ? " and " + readable_bytes(unit) + " for the largest unit" : "") +
+                  (saved > 0 ? ", " + number(saved) + " more in copies to be saved" : "") +
+                  (beside > 0 ? " and " + readable_bytes(beside) + " gathered at once" : "") +
                   ": " + readable_bytes(result.bytes) + (result.fits ? " of " : ", more than ") +
                   readable_bytes(kShareAtRest * rank_memory(request)) + "; sends " +
                   number(result.sent) + " times the parameters a step";
   return result;
 }
 
+Formula zero3_on(int ranks) {
+  return {"zero3", 0, 16, ranks, 3 * others(ranks), true};
+}
+
 // Ranks, as many on each host, with which zero3 fits; nothing if no number does.
-std::optional<int64_t> ranks_for_zero3(const AdviceRequest& request) {
-  const double left =
-      kShareAtRest * rank_memory(request) - 8.0 * static_cast<double>(request.largest_unit);
-  if (left <= 0) return {};
-  const double ranks = std::ceil(16.0 * static_cast<double>(request.parameters) / left);
-  const auto local = static_cast<double>(request.local_world_size);
-  return static_cast<int64_t>(std::ceil(ranks / local) * local);
+std::optional<int> ranks_for_zero3(const AdviceRequest& request) {
+  constexpr int kMost = 1 << 20;
+  for (int ranks = request.local_world_size; ranks <= kMost; ranks += request.local_world_size)
+    if (fit(zero3_on(ranks), request).fits) return ranks;
+  return {};
 }
 
 std::string why(const std::string& strategy) {
@@ -85,15 +101,13 @@ std::string why(const std::string& strategy) {
   return "parameters must be shared out, too, for half as much traffic again";
 }
 
-}  // namespace
-
-StrategyAdvice advise(const AdviceRequest& request) {
-  check(request);
+// Without a word on what would fit where nothing does.
+StrategyAdvice advise_without_remedy(const AdviceRequest& request) {
   const int ranks = request.world_size, local = request.local_world_size;
   std::vector<Formula> formulas = {{"ddp", 16, 0, 1, 2 * others(ranks), false},
                                    {"zero1", 8, 8, ranks, 2 * others(ranks), false},
                                    {"zero2", 4, 12, ranks, 2 * others(ranks), false},
-                                   {"zero3", 0, 16, ranks, 3 * others(ranks), true}};
+                                   zero3_on(ranks)};
   if (ranks > local && local > 1) {
     const double across = 2 * others(ranks / local) / local;
     formulas.push_back({"hybrid", 0, 16, local, 3 * others(local) + across, true});
@@ -105,13 +119,53 @@ StrategyAdvice advise(const AdviceRequest& request) {
     if (found == advice.strategies.end() || !found->fits) continue;
     advice.chosen = strategy;
     advice.reason = why(strategy);
+    break;
+  }
+  return advice;
+}
+
+// The request of one of `count` ranks that compute a model together.
+AdviceRequest divided(const AdviceRequest& request, int count) {
+  AdviceRequest part = request;
+  part.parameters = (request.parameters + count - 1) / count;
+  part.largest_unit = (request.largest_unit + count - 1) / count;
+  part.world_size /= count;
+  part.local_world_size /= count;
+  part.host_memory_bytes /= count;
+  return part;
+}
+
+// Hybrid does not go with tensor parallelism.
+std::optional<std::string> first_that_fits_divided(const AdviceRequest& request) {
+  for (const StrategyFit& each : advise_without_remedy(request).strategies)
+    if (each.fits && each.strategy != "hybrid") return each.strategy;
+  return {};
+}
+
+}  // namespace
+
+StrategyAdvice advise(const AdviceRequest& request) {
+  check(request);
+  const int ranks = request.world_size, local = request.local_world_size;
+  StrategyAdvice advice = advise_without_remedy(request);
+  if (advice.chosen) return advice;
+  for (int count = 2; count <= local; ++count) {
+    if (local % count != 0) continue;
+    advice.chosen = first_that_fits_divided(divided(request, count));
+    if (!advice.chosen) continue;
+    advice.tensor_parallel = count;
+    advice.reason = "no strategy fits alone: " + std::to_string(count) +
+                    " ranks of a host must compute one model, each with its part of every layer; "
+                    "that many must divide the attention's heads and the inner columns";
     return advice;
   }
   const auto enough = ranks_for_zero3(request);
-  advice.reason = "none fits on " + std::to_string(ranks) + (ranks == 1 ? " rank: " : " ranks: ") +
-                  (enough ? "zero3 does on " + std::to_string(*enough) + ", " +
-                                std::to_string(local) + " a host"
-                          : "the largest unit alone is too large, cut it into smaller ones");
+  advice.reason =
+      "none fits on " + std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") +
+      (enough
+           ? ": zero3 does on " + std::to_string(*enough) + ", " + std::to_string(local) + " a host"
+           : ", nor on more, for a rank must gather " +
+                 readable_bytes(gathered(zero3_on(1 << 20), request)) + " of the model at once");
   return advice;
 }
 

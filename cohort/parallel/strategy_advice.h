@@ -7,7 +7,8 @@
 // and, for the last two, 8 bytes a parameter of the largest unit: its parameters and gradients
 // while it computes. Activations come on top. What a rank sends in a step, in units of 4 P bytes:
 // 2 (N-1)/N, with zero3 3 (N-1)/N; with hybrid 3 (H-1)/H within its host, and 2/H (M-1)/M across M
-// hosts.
+// hosts. Where K ranks compute one model (tensor parallel), each of these with P/K parameters on
+// N/K ranks, H/K of them on a host whose memory is the K-th part.
 // Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 3 and 7, for float32.
 #pragma once
 #include <cstdint>
@@ -23,6 +24,12 @@ struct AdviceRequest {
   int world_size = 1;             ///< N > 0.
   int local_world_size = 1;       ///< H > 0, which divides N.
   int64_t host_memory_bytes = 0;  ///< Of each host, shared by its ranks; > 0.
+  /// Copies of parameters and moments that the program keeps beside them to save, in bytes a
+  /// parameter. They lie with the ranks that save: each rank's share, under ddp all with rank 0.
+  double saved_bytes = 0;
+  /// The program gathers the whole model on every rank for a while, without gradients: 4 bytes a
+  /// parameter beside the slices of zero3 and hybrid.
+  bool gathers_whole = false;
 };
 
 /// The share of a rank's memory that state at rest may take: the rest is for activations, buffers
@@ -31,7 +38,7 @@ inline constexpr double kShareAtRest = 0.7;
 
 struct StrategyFit {
   std::string strategy;  ///< As --strategy takes it.
-  double bytes = 0;      ///< Of a rank, at rest.
+  double bytes = 0;      ///< Of a rank; of rank 0's host, the mean over its ranks.
   double sent = 0;       ///< By a rank and step, in units of the parameters' bytes.
   bool fits = false;     ///< `bytes` are at most kShareAtRest of the rank's memory.
   std::string reason;    ///< One line, with the numbers.
@@ -41,6 +48,9 @@ struct StrategyAdvice {
   std::vector<StrategyFit> strategies;  ///< ddp, zero1, zero2, zero3; hybrid if N > H > 1.
   /// The first that fits, in the order of what they cost: ddp, zero1, zero2, hybrid, zero3.
   std::optional<std::string> chosen;
+  /// Ranks that compute one model, where only that makes `chosen` fit: the fewest, a divisor of
+  /// local_world_size. `strategies` are those without.
+  int tensor_parallel = 1;
   std::string reason;  ///< Why that one; where none fits, what would.
 };
 

@@ -63,7 +63,8 @@ OptimizerShards::OptimizerShards(const Named& parameters, comm::ProcessGroup& gr
   verify_same_text("parameters of ZeroRedundancyOptimizer", describe(kinds), group);
   for (auto& kind : kinds) {
     impl_->buckets.push_back(std::make_unique<FlatBucket>(
-        std::move(kind), group, ShardingOptions{.shard = Shard::kOptimizer}));
+        std::move(kind), group, ShardingOptions{.shard = Shard::kOptimizer},
+        BucketPlace{.name = "parameters of ZeroRedundancyOptimizer"}));
     const auto& slices = impl_->buckets.back()->slices();
     impl_->slices.insert(impl_->slices.end(), slices.begin(), slices.end());
   }

@@ -58,6 +58,54 @@ double smoothing_value(const BleuOptions& options) {
   return options.smoothing_value.value_or(options.smoothing == BleuSmoothing::kFloor ? 0.1 : 1.0);
 }
 
+// Of a corpus. sacreBLEU computes precisions of drawn corpora in float32.
+template <class Real>
+struct Counts {
+  double sys_len = 0;
+  double ref_len = 0;
+  std::array<Real, kBleuOrder> correct{};
+  std::array<Real, kBleuOrder> total{};
+};
+
+template <class Real>
+double brevity_penalty(const Counts<Real>& counts) {
+  if (counts.sys_len >= counts.ref_len) return 1;
+  return counts.sys_len > 0 ? std::exp(1 - counts.ref_len / counts.sys_len) : 0;
+}
+
+template <class Real>
+double score_of(const Counts<Real>& counts, const BleuOptions& options,
+                std::array<double, kBleuOrder>& precisions) {
+  if (counts.correct == std::array<Real, kBleuOrder>{}) return 0;
+  constexpr Real kPercent = 100;
+  Real zero_factor = 1;
+  size_t order = kBleuOrder;
+  for (size_t n = 0; n < kBleuOrder; ++n) {
+    Real correct = counts.correct[n];
+    Real total = counts.total[n];
+    if (options.smoothing == BleuSmoothing::kAddK && n > 0) {
+      correct += static_cast<Real>(smoothing_value(options));
+      total += static_cast<Real>(smoothing_value(options));
+    }
+    if (total == 0) break;
+    if (options.effective_order) order = n + 1;
+    if (correct != 0) {
+      precisions[n] = kPercent * correct / total;
+    } else if (options.smoothing == BleuSmoothing::kExp) {
+      zero_factor *= 2;
+      precisions[n] = kPercent / (zero_factor * total);
+    } else if (options.smoothing == BleuSmoothing::kFloor) {
+      precisions[n] = static_cast<Real>(100 * smoothing_value(options)) / total;
+    }
+  }
+  double log_sum = 0;
+  for (size_t n = 0; n < order; ++n) {
+    const double p = precisions[n];
+    log_sum += p == 0 ? -9999999999.0 : std::log(p);
+  }
+  return brevity_penalty(counts) * std::exp(log_sum / static_cast<double>(order));
+}
+
 // What follows the score in sacreBLEU's line.
 std::string details(const BleuScore& score) {
   std::string text;
@@ -67,6 +115,15 @@ std::string details(const BleuScore& score) {
   return text + " (BP = " + decimals(score.bp, 3) + " ratio = " + decimals(score.ratio, 3) +
          " hyp_len = " + std::to_string(score.sys_len) +
          " ref_len = " + std::to_string(score.ref_len) + ")";
+}
+
+ScoreText text_of(const BleuScore& score, const std::string& signature, int width) {
+  return {.name = "BLEU",
+          .score = score.score,
+          .confidence = score.confidence,
+          .width = width,
+          .signature = signature,
+          .details = details(score)};
 }
 
 }  // namespace
@@ -138,68 +195,56 @@ BleuScore bleu_score(const BleuStats& stats, const BleuOptions& options) {
   BleuScore result;
   result.sys_len = stats.sys_len;
   result.ref_len = stats.ref_len;
-  const auto sys_len = static_cast<double>(stats.sys_len);
-  const auto ref_len = static_cast<double>(stats.ref_len);
-  result.ratio = stats.ref_len > 0 ? sys_len / ref_len : 0.0;
-  result.bp = 1.0;
-  if (stats.sys_len < stats.ref_len) {
-    result.bp = stats.sys_len > 0 ? std::exp(1 - ref_len / sys_len) : 0.0;
-  }
-  if (stats.correct == std::array<int64_t, kBleuOrder>{}) return result;
-
-  double zero_factor = 1;
-  size_t order = kBleuOrder;
-  for (size_t n = 0; n < kBleuOrder; ++n) {
-    auto correct = static_cast<double>(stats.correct[n]);
-    auto total = static_cast<double>(stats.total[n]);
-    if (options.smoothing == BleuSmoothing::kAddK && n > 0) {
-      correct += smoothing_value(options);
-      total += smoothing_value(options);
-    }
-    if (total == 0) break;
-    if (options.effective_order) order = n + 1;
-    if (correct != 0) {
-      result.precisions[n] = 100 * correct / total;
-    } else if (options.smoothing == BleuSmoothing::kExp) {
-      zero_factor *= 2;
-      result.precisions[n] = 100 / (zero_factor * total);
-    } else if (options.smoothing == BleuSmoothing::kFloor) {
-      result.precisions[n] = 100 * smoothing_value(options) / total;
-    }
-  }
-  double log_sum = 0;
-  for (size_t n = 0; n < order; ++n) {
-    const double p = result.precisions[n];
-    log_sum += p == 0 ? -9999999999.0 : std::log(p);
-  }
-  result.score = result.bp * std::exp(log_sum / static_cast<double>(order));
+  Counts<double> counts{static_cast<double>(stats.sys_len), static_cast<double>(stats.ref_len)};
+  std::ranges::copy(stats.correct, counts.correct.begin());
+  std::ranges::copy(stats.total, counts.total.begin());
+  result.ratio = stats.ref_len > 0 ? counts.sys_len / counts.ref_len : 0.0;
+  result.bp = brevity_penalty(counts);
+  result.score = score_of(counts, options, result.precisions);
   return result;
 }
 
-std::string signature(const BleuOptions& options, int num_references) {
+Confidence bleu_confidence(std::span<const BleuStats> sentences, const BleuOptions& options,
+                           const BootstrapOptions& bootstrap) {
+  constexpr size_t kWidth = 2 + 2 * kBleuOrder;
+  std::vector<int64_t> all;
+  for (const BleuStats& stats : sentences) {
+    all.push_back(stats.sys_len);
+    all.push_back(stats.ref_len);
+    all.insert(all.end(), stats.correct.begin(), stats.correct.end());
+    all.insert(all.end(), stats.total.begin(), stats.total.end());
+  }
+  return text::bootstrap(all, kWidth, bootstrap, [&](std::span<const float> sums) {
+    Counts<float> counts{sums[0], sums[1]};
+    std::copy_n(&sums[2], kBleuOrder, counts.correct.begin());
+    std::copy_n(&sums[2 + kBleuOrder], kBleuOrder, counts.total.begin());
+    std::array<double, kBleuOrder> precisions{};
+    return score_of(counts, options, precisions);
+  });
+}
+
+std::string signature(const BleuOptions& options, int num_references,
+                      const std::optional<BootstrapOptions>& bootstrap) {
   std::string smoothing = to_string(options.smoothing);
   if (options.smoothing == BleuSmoothing::kFloor || options.smoothing == BleuSmoothing::kAddK) {
     smoothing += "[" + decimals(smoothing_value(options), 2) + "]";
   }
-  return "nrefs:" + std::to_string(num_references) +
+  return "nrefs:" + std::to_string(num_references) + bootstrap_signature(bootstrap) +
          "|case:" + (options.lowercase ? "lc" : "mixed") +
          "|eff:" + (options.effective_order ? "yes" : "no") +
          "|tok:" + to_string(options.tokenizer) + "|smooth:" + smoothing + "|version:2.6.0";
 }
 
 std::string format_score(const BleuScore& score, int width) {
-  return decimals(score.score, width);
+  return score_number(text_of(score, "", width));
 }
 
 std::string format(const BleuScore& score, const std::string& signature, int width) {
-  return "BLEU|" + signature + " = " + format_score(score, width) + " " + details(score);
+  return score_line(text_of(score, signature, width));
 }
 
 std::string format_json(const BleuScore& score, const std::string& signature, int width) {
-  return score_json({.name = "BLEU",
-                     .score = format_score(score, width),
-                     .signature = signature,
-                     .details = details(score)});
+  return score_json(text_of(score, signature, width));
 }
 
 }  // namespace cohort::text

@@ -9,6 +9,8 @@
 #include <string>
 #include <string_view>
 
+#include "cohort/text/bootstrap.h"
+
 namespace cohort::text {
 
 enum class BleuTokenizer {
@@ -66,6 +68,7 @@ struct BleuScore {
   double ratio = 0;  ///< sys_len / ref_len; 0 without references' tokens.
   int64_t sys_len = 0;
   int64_t ref_len = 0;
+  std::optional<Confidence> confidence = std::nullopt;  ///< If asked for: bleu_confidence.
 };
 
 /// Counts one sentence against its references (at least one).
@@ -79,8 +82,15 @@ BleuStats bleu_statistics(std::string_view hypothesis, std::span<const std::stri
 /// Returns the score of the counts of a whole corpus (or of a sentence).
 BleuScore bleu_score(const BleuStats& stats, const BleuOptions& options = {});
 
-/// Returns sacreBLEU's signature, "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0".
-std::string signature(const BleuOptions& options, int num_references);
+/// Returns how sure the score of a corpus of these sentences is, to the last bit as sacreBLEU.
+/// Errors: c10::ValueError if there is no sentence.
+Confidence bleu_confidence(std::span<const BleuStats> sentences, const BleuOptions& options,
+                           const BootstrapOptions& bootstrap);
+
+/// Returns sacreBLEU's signature, "nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:2.6.0";
+/// with a confidence "nrefs:1|bs:1000|seed:12345|case:mixed ...".
+std::string signature(const BleuOptions& options, int num_references,
+                      const std::optional<BootstrapOptions>& bootstrap = std::nullopt);
 
 /// Returns sacreBLEU's line, "BLEU|<signature> = 29.8 61.8/35.8/23.2/15.6 (BP = 0.996 ratio = 0.996
 /// hyp_len = 54454 ref_len = 54688)", with `width` decimals in the score.
@@ -89,7 +99,7 @@ std::string format(const BleuScore& score, const std::string& signature, int wid
 /// Returns sacreBLEU's JSON object, one entry a line, with the score rounded to `width` decimals.
 std::string format_json(const BleuScore& score, const std::string& signature, int width = 1);
 
-/// Returns the score alone, with `width` decimals.
+/// Returns the score alone, with `width` decimals, and its confidence.
 std::string format_score(const BleuScore& score, int width = 1);
 
 }  // namespace cohort::text

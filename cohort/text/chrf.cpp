@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <c10/util/Exception.h>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -93,35 +94,56 @@ void count(std::u32string_view hypothesis, std::u32string_view reference, size_t
   }
 }
 
-// The score from 0 to 100. Of several references the best is chosen by it, so the order of the
-// operations is sacreBLEU's: other rounding would choose another among near equals.
-double f_score(const ChrfStats& stats, const ChrfOptions& options) {
+// The score from 0 to 100, of three counts for each order. Of several references the best is chosen
+// by it, so the order of the operations is sacreBLEU's: other rounding would choose another among
+// near equals. sacreBLEU computes scores of drawn corpora in float32.
+template <class Real>
+Real f_score(const Real* counts, const ChrfOptions& options) {
   const int order = options.char_order + options.word_order;
-  const double factor = static_cast<double>(options.beta) * options.beta;
-  double sum = 0;
-  double precisions = 0;
-  double recalls = 0;
+  const Real factor = static_cast<Real>(options.beta) * static_cast<Real>(options.beta);
+  Real sum = 0;
+  Real precisions = 0;
+  Real recalls = 0;
   int effective_order = 0;
-  for (int i = 0; i < order; ++i) {
-    const int64_t* counts = &stats.counts[3 * static_cast<size_t>(i)];
-    const auto hypothesis = static_cast<double>(counts[0]);
-    const auto reference = static_cast<double>(counts[1]);
-    const auto matched = static_cast<double>(counts[2]);
-    const double precision = hypothesis > 0 ? matched / hypothesis : kEps;
-    const double recall = reference > 0 ? matched / reference : kEps;
-    const double denominator = factor * precision + recall;
-    sum += denominator > 0 ? (1 + factor) * precision * recall / denominator : kEps;
+  for (int i = 0; i < order; ++i, counts += 3) {
+    const Real hypothesis = counts[0], reference = counts[1], matched = counts[2];
+    const Real precision = hypothesis > 0 ? matched / hypothesis : static_cast<Real>(kEps);
+    const Real recall = reference > 0 ? matched / reference : static_cast<Real>(kEps);
+    const Real denominator = factor * precision + recall;
+    sum +=
+        denominator > 0 ? (1 + factor) * precision * recall / denominator : static_cast<Real>(kEps);
     if (hypothesis > 0 && reference > 0) {
       precisions += precision;
       recalls += recall;
       ++effective_order;
     }
   }
-  if (options.eps_smoothing) return 100 * sum / order;
+  if (options.eps_smoothing) return 100 * sum / static_cast<Real>(order);
   if (precisions + recalls == 0) return 0;
-  const double precision = precisions / effective_order;
-  const double recall = recalls / effective_order;
+  const Real precision = precisions / static_cast<Real>(effective_order);
+  const Real recall = recalls / static_cast<Real>(effective_order);
   return 100 * ((1 + factor) * precision * recall / (factor * precision + recall));
+}
+
+double f_score(const ChrfStats& stats, const ChrfOptions& options) {
+  std::array<double, std::tuple_size_v<decltype(stats.counts)>> counts{};
+  std::ranges::copy(stats.counts, counts.begin());
+  return f_score(counts.data(), options);
+}
+
+// Volatile, for GCC 12 leaves the rounding out where it computes two of them at once.
+double to_float32(double value) {
+  const volatile auto rounded = static_cast<float>(value);
+  return rounded;
+}
+
+ScoreText text_of(const ChrfScore& score, const std::string& signature, int width) {
+  return {.name = score.name,
+          .score = score.score,
+          .confidence = score.confidence,
+          .width = width,
+          .signature = signature,
+          .details = ""};
 }
 
 }  // namespace
@@ -165,8 +187,21 @@ ChrfScore chrf_score(const ChrfStats& stats, const ChrfOptions& options) {
                   std::string(static_cast<size_t>(options.word_order), '+')};
 }
 
-std::string signature(const ChrfOptions& options, int num_references) {
-  return "nrefs:" + std::to_string(num_references) +
+Confidence chrf_confidence(std::span<const ChrfStats> sentences, const ChrfOptions& options,
+                           const BootstrapOptions& bootstrap) {
+  check(options);
+  std::vector<int64_t> all;
+  for (const ChrfStats& stats : sentences)
+    all.insert(all.end(), stats.counts.begin(), stats.counts.end());
+  const Confidence found = text::bootstrap(
+      all, ChrfStats().counts.size(), bootstrap,
+      [&](std::span<const float> sums) { return double{f_score(sums.data(), options)}; });
+  return {.mean = to_float32(found.mean), .half_width = to_float32(found.half_width)};
+}
+
+std::string signature(const ChrfOptions& options, int num_references,
+                      const std::optional<BootstrapOptions>& bootstrap) {
+  return "nrefs:" + std::to_string(num_references) + bootstrap_signature(bootstrap) +
          "|case:" + (options.lowercase ? "lc" : "mixed") +
          "|eff:" + (options.eps_smoothing ? "no" : "yes") +
          "|nc:" + std::to_string(options.char_order) + "|nw:" + std::to_string(options.word_order) +
@@ -174,18 +209,15 @@ std::string signature(const ChrfOptions& options, int num_references) {
 }
 
 std::string format_score(const ChrfScore& score, int width) {
-  return decimals(score.score, width);
+  return score_number(text_of(score, "", width));
 }
 
 std::string format(const ChrfScore& score, const std::string& signature, int width) {
-  return score.name + "|" + signature + " = " + format_score(score, width);
+  return score_line(text_of(score, signature, width));
 }
 
 std::string format_json(const ChrfScore& score, const std::string& signature, int width) {
-  return score_json({.name = score.name,
-                     .score = format_score(score, width),
-                     .signature = signature,
-                     .details = ""});
+  return score_json(text_of(score, signature, width));
 }
 
 }  // namespace cohort::text

@@ -6,9 +6,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+
+#include "cohort/text/bootstrap.h"
 
 namespace cohort::text {
 
@@ -42,6 +45,7 @@ struct ChrfStats {
 struct ChrfScore {
   double score = 0;  ///< 0 to 100.
   std::string name;  ///< "chrF2", with a "+" for each word order: "chrF2++".
+  std::optional<Confidence> confidence = std::nullopt;  ///< If asked for: chrf_confidence.
 };
 
 /// Counts one sentence against its references (at least one): against the one that gives the best
@@ -58,8 +62,15 @@ ChrfStats chrf_statistics(std::string_view hypothesis, std::span<const std::stri
 /// Errors: c10::ValueError if an option is out of its range.
 ChrfScore chrf_score(const ChrfStats& stats, const ChrfOptions& options = {});
 
-/// Returns sacreBLEU's signature, "nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.6.0".
-std::string signature(const ChrfOptions& options, int num_references);
+/// Returns how sure the score of a corpus of these sentences is, to the last bit as sacreBLEU.
+/// Errors: c10::ValueError if there is no sentence, or an option is out of its range.
+Confidence chrf_confidence(std::span<const ChrfStats> sentences, const ChrfOptions& options,
+                           const BootstrapOptions& bootstrap);
+
+/// Returns sacreBLEU's signature, "nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:2.6.0";
+/// with a confidence "nrefs:1|bs:1000|seed:12345|case:mixed ...".
+std::string signature(const ChrfOptions& options, int num_references,
+                      const std::optional<BootstrapOptions>& bootstrap = std::nullopt);
 
 /// Returns sacreBLEU's line, "chrF2|<signature> = 54.7", with `width` decimals.
 std::string format(const ChrfScore& score, const std::string& signature, int width = 1);
@@ -67,7 +78,7 @@ std::string format(const ChrfScore& score, const std::string& signature, int wid
 /// Returns sacreBLEU's JSON object, one entry a line, with the score rounded to `width` decimals.
 std::string format_json(const ChrfScore& score, const std::string& signature, int width = 1);
 
-/// Returns the score alone, with `width` decimals.
+/// Returns the score alone, with `width` decimals, and its confidence.
 std::string format_score(const ChrfScore& score, int width = 1);
 
 }  // namespace cohort::text

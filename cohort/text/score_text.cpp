@@ -6,6 +6,7 @@
 #include <iomanip>
 #include <locale>
 #include <sstream>
+#include <utility>
 
 namespace cohort::text {
 namespace {
@@ -28,6 +29,16 @@ std::string entry(const std::string& key, const std::string& value) {
   return " \"" + key + "\": \"" + value + "\"";
 }
 
+// sacreBLEU shows no confidence of a score that is 0 in every sample.
+bool is_sure(const ScoreText& text) {
+  return text.confidence && text.confidence->mean > 0;
+}
+
+std::string interval(const ScoreText& text) {
+  return "\u03BC = " + decimals(text.confidence->mean, text.width) + " \u00B1 " +
+         decimals(text.confidence->half_width, text.width);
+}
+
 }  // namespace
 
 std::string decimals(double value, int width) {
@@ -37,9 +48,26 @@ std::string decimals(double value, int width) {
   return text.str();
 }
 
+std::string score_number(const ScoreText& text) {
+  const std::string number = decimals(text.score, text.width);
+  return is_sure(text) ? number + " (" + interval(text) + ")" : number;
+}
+
+std::string score_line(const ScoreText& text) {
+  return text.name + "|" + text.signature + " = " + score_number(text) +
+         (text.details.empty() ? "" : " ") + text.details;
+}
+
 std::string score_json(const ScoreText& text) {
-  std::string json = "{\n" + entry("name", text.name) + ",\n \"score\": " + shortest(text.score) +
-                     ",\n" + entry("signature", text.signature);
+  std::string json = "{\n" + entry("name", text.name) +
+                     ",\n \"score\": " + shortest(decimals(text.score, text.width)) + ",\n" +
+                     entry("signature", text.signature);
+  if (is_sure(text)) {
+    json +=
+        ",\n \"confidence_mean\": " + shortest(decimals(text.confidence->mean, text.width)) +
+        ",\n \"confidence_var\": " + shortest(decimals(text.confidence->half_width, text.width)) +
+        ",\n" + entry("confidence", interval(text));
+  }
   if (!text.details.empty()) json += ",\n" + entry("verbose_score", text.details);
   std::istringstream pairs(text.signature);
   for (std::string pair; std::getline(pairs, pair, '|');) {
@@ -47,6 +75,32 @@ std::string score_json(const ScoreText& text) {
     json += ",\n" + entry(pair.substr(0, colon), pair.substr(colon + 1));
   }
   return json + "\n}";
+}
+
+std::string bootstrap_signature(const std::optional<BootstrapOptions>& bootstrap) {
+  if (!bootstrap) return "";
+  return "|bs:" + std::to_string(bootstrap->num_samples) +
+         "|seed:" + std::to_string(bootstrap->seed);
+}
+
+std::string short_signature(const std::string& signature) {
+  constexpr std::array<std::pair<const char*, const char*>, 7> kShort{{{"nrefs", "#"},
+                                                                       {"seed", "rs"},
+                                                                       {"case", "c"},
+                                                                       {"eff", "e"},
+                                                                       {"smooth", "s"},
+                                                                       {"space", "s"},
+                                                                       {"version", "v"}}};
+  std::string result;
+  std::istringstream pairs(signature);
+  for (std::string pair; std::getline(pairs, pair, '|');) {
+    const size_t colon = pair.find(':');
+    std::string key = pair.substr(0, colon);
+    for (const auto& [name, short_name] : kShort)
+      if (key == name) key = short_name;
+    result += (result.empty() ? "" : "|") + key + pair.substr(colon);
+  }
+  return result;
 }
 
 }  // namespace cohort::text

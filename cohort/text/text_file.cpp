@@ -6,8 +6,10 @@
 #include <fstream>
 #include <iostream>
 #include <istream>
+#include <memory>
 #include <sstream>
 #include <system_error>
+#include <zlib.h>
 
 #include "cohort/base/error.h"
 #include "cohort/text/utf8.h"
@@ -20,6 +22,23 @@ constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
 [[noreturn]] void fail(const std::filesystem::path& path, int error_number) {
   throw ConfigError(path.string() +
                     ": cannot be read: " + std::generic_category().message(error_number));
+}
+
+// The content of a file in gzip's form, and of no other: zlib would hand that out as it is.
+std::string unpack(const std::filesystem::path& path) {
+  open_text(path);  // For its words about what cannot be read.
+  const std::unique_ptr<gzFile_s, int (*)(gzFile)> file(::gzopen(path.c_str(), "rb"), ::gzclose_r);
+  std::string content;
+  std::array<char, 1 << 16> buffer{};
+  int error = Z_DATA_ERROR;
+  if (file != nullptr && ::gzdirect(file.get()) == 0) {
+    int count = 0;
+    while ((count = ::gzread(file.get(), buffer.data(), buffer.size())) > 0)
+      content.append(buffer.data(), static_cast<size_t>(count));
+    ::gzerror(file.get(), &error);  // Also of a file that ends too soon.
+  }
+  if (error != Z_OK) throw ConfigError(path.string() + ": expected a whole gzip file");
+  return content;
 }
 
 }  // namespace
@@ -72,7 +91,8 @@ bool LineReader::next(std::string& line) {
     if (failed) throw ConfigError(name_ + ": cannot be read");
     return false;
   }
-  if (++number_ == 1 && line.starts_with(kByteOrderMark)) line.erase(0, kByteOrderMark.size());
+  if (++number_ == 1 && mark_ == ByteOrderMark::kIsNoText && line.starts_with(kByteOrderMark))
+    line.erase(0, kByteOrderMark.size());
   if (line.ends_with('\r')) line.pop_back();
   if (find_invalid_utf8(line)) {
     throw ConfigError(name_ + ": line " + std::to_string(number_) + " is not valid UTF-8");
@@ -80,20 +100,23 @@ bool LineReader::next(std::string& line) {
   return true;
 }
 
-std::vector<std::string> read_lines(std::istream& stream, const std::string& name) {
-  LineReader reader(stream, name);
+std::vector<std::string> read_lines(std::istream& stream, const std::string& name,
+                                    ByteOrderMark mark) {
+  LineReader reader(stream, name, mark);
   std::vector<std::string> lines;
   for (std::string line; reader.next(line);) lines.push_back(line);
   return lines;
 }
 
-std::vector<std::string> split_lines(const std::string& content, const std::string& name) {
+std::vector<std::string> split_lines(const std::string& content, const std::string& name,
+                                     ByteOrderMark mark) {
   std::istringstream stream(content);
-  return read_lines(stream, name);
+  return read_lines(stream, name, mark);
 }
 
-std::vector<std::string> read_lines(const std::filesystem::path& path) {
-  return split_lines(read_file(path), path.string());
+std::vector<std::string> read_lines(const std::filesystem::path& path, ByteOrderMark mark) {
+  const bool packed = path.extension() == ".gz";
+  return split_lines(packed ? unpack(path) : read_file(path), path.string(), mark);
 }
 
 }  // namespace cohort::text

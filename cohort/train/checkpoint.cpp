@@ -182,12 +182,4 @@ void load_checkpoint(const std::string& folder, torch::nn::Module& model) {
   load_checkpoint(folder, Parts{{"weights", state_of(model)}});
 }
 
-void CheckpointWriter::save(const std::string& folder, const Parts& parts, int64_t update,
-                            const Facts& facts) {
-  task_.wait_idle();  // It reads the snapshot.
-  task_.start([folder, copies = snapshot_.take(whole(parts)), update, facts] {
-    save_whole(folder, copies, update, facts);
-  });
-}
-
 }  // namespace cohort::train

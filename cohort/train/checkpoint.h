@@ -1,8 +1,8 @@
 // A training run on disk: tensors as safetensors under plain names, and a manifest written last.
 //
 // What one process writes whole is here, and reading of every checkpoint, into whole tensors or
-// slices of them, whatever ranks wrote it. Several ranks write by sharded_checkpoint.h. The files
-// are described in base/stored_checkpoint.h.
+// slices of them, whatever ranks wrote it. Several ranks write by sharded_checkpoint.h, which also
+// writes in the background. The files are described in base/stored_checkpoint.h.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -11,8 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "cohort/train/background_task.h"
-#include "cohort/train/snapshot.h"
 #include "cohort/train/tensor_slice.h"
 
 namespace torch::nn {
@@ -76,28 +74,6 @@ class CheckpointLoad {
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
-};
-
-/// Writes checkpoints on a thread of its own, of low priority, so that training goes on
-/// meanwhile.
-///
-/// Memory: keeps that of the largest copy until it ends. Threads: one caller. The destructor waits
-/// for what is being written.
-class CheckpointWriter {
- public:
-  /// Copies the tensors; save_checkpoint follows in the background.
-  /// Blocks for the copying, and first until the save before it has ended.
-  void save(const std::string& folder, const Parts& parts, int64_t update, const Facts& facts);
-
-  /// Blocks until nothing is being written.
-  /// Errors: of the saves since the last call, the first that failed (save_checkpoint's errors).
-  void wait() { task_.wait(); }
-
-  bool busy() const { return task_.busy(); }
-
- private:
-  Snapshot snapshot_;
-  BackgroundTask task_{"checkpoint"};  // Last: it reads the snapshot.
 };
 
 }  // namespace cohort::train

@@ -43,7 +43,7 @@ void throw_if_error(const Json& json) {
   if (!json.contains("error")) return;
   const auto text = json["error"].get<std::string>();
   if (json["config"].get<bool>()) throw ConfigError(text);
-  TORCH_CHECK(false, text);
+  throw_without_stack(text);
 }
 
 // Throws the first rank's error that there is.
@@ -90,31 +90,21 @@ void wait_until_seen(const std::string& path, uint64_t bytes,
 
 }  // namespace
 
-std::vector<TensorSlice> slices_of(const std::vector<parallel::ParameterSlice>& parameters) {
-  std::vector<TensorSlice> slices;
-  for (const auto& slice : parameters)
-    slices.push_back({slice.name, slice.shape, slice.begin, slice.end, slice.tensor.detach()});
+std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters) {
+  std::vector<TensorSlice> slices = parameters;
+  for (TensorSlice& slice : slices) slice.tensor = slice.tensor.detach();
   return slices;
 }
 
 void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
                                     int64_t update, const Facts& facts) {
-  begin(folder, parts, {update, group_.rank(), group_.size()}, facts);
-}
-
-void ShardedCheckpointWriter::begin_whole(const std::string& folder, const SlicedParts& parts,
-                                          int64_t update, const Facts& facts) {
-  begin(folder, group_.rank() == 0 ? parts : SlicedParts{}, {.update = update}, facts);
-}
-
-void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
-                                    const SharePlace& place, const Facts& facts) {
   TORCH_CHECK_VALUE(!pending_, "checkpoint: expected commit of the save before, into ", folder_);
   const SlicedParts copies = snapshot_.take(parts);
   folder_ = folder;
   facts_ = facts;
   share_.reset();
   pending_ = true;
+  const SharePlace place{update, group_.rank(), group_.size()};
   task_.start([this, folder, place, copies] { share_ = write_parts(folder, copies, place); });
 }
 
@@ -126,17 +116,25 @@ void ShardedCheckpointWriter::commit() {
     task_.wait();
     report = {{"share", share_.value().to_json()}, {"folder", folder_}};
   });
+  std::vector<std::string> outdated;
   try {
-    commit_shares(text_of(error.empty() ? report : error));
+    outdated = commit_shares(text_of(error.empty() ? report : error));
   } catch (const PeerError&) {
     throw;  // Whether the others have committed is not known.
   } catch (const std::exception&) {
     if (was_pending && share_) discard_share(folder_, *share_);
     throw;
   }
+  if (outdated.empty()) return;
+  run_in_background([outdated] {
+    std::error_code ignored;  // What stays, the next save finds.
+    for (const std::string& path : outdated) fs::remove(path, ignored);
+  });
 }
 
-void ShardedCheckpointWriter::commit_shares(const std::string& report) {
+// Returns what rank 0 has to remove.
+std::vector<std::string> ShardedCheckpointWriter::commit_shares(const std::string& report) {
+  std::vector<std::string> outdated;
   judge(group_, report, [&](const std::vector<Json>& reports) {
     Manifest manifest;
     for (size_t rank = 0; rank < reports.size(); ++rank) {
@@ -155,8 +153,9 @@ void ShardedCheckpointWriter::commit_shares(const std::string& report) {
     const auto deadline = std::chrono::steady_clock::now() + visible_timeout_;
     for (const auto& [key, file] : manifest.files)
       wait_until_seen(folder_ + "/" + file.name, file.bytes.value(), deadline);
-    commit_manifest(folder_, manifest);
+    outdated = commit_manifest_keeping(folder_, manifest);
   });
+  return outdated;
 }
 
 void load_slices(const std::string& folder, const SlicedParts& parts, comm::ProcessGroup& group) {

@@ -1,8 +1,10 @@
 // Checkpoints that all ranks write together, each its own slices, and read together.
 #pragma once
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/stored_checkpoint.h"
@@ -10,11 +12,12 @@
 #include "cohort/parallel/sharding/sharding_engine.h"
 #include "cohort/train/background_task.h"
 #include "cohort/train/checkpoint.h"
+#include "cohort/train/snapshot.h"
 
 namespace cohort::train {
 
-/// What a rank of a sharded model holds.
-std::vector<TensorSlice> slices_of(const std::vector<parallel::ParameterSlice>& parameters);
+/// What a rank of a sharded model holds, without gradients.
+std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters);
 
 /// Saves in the background: every rank copies its slices and writes them, then a short collective
 /// makes the files one checkpoint.
@@ -24,10 +27,10 @@ std::vector<TensorSlice> slices_of(const std::vector<parallel::ParameterSlice>& 
 ///   if (all_ranks(writer.done())) writer.commit();   // the manifest: now it is the checkpoint
 ///
 /// The folder is one that all ranks see, and the checkpoint's own: other safetensors files in it
-/// are removed. Every element must be in one rank's slices: of tensors that all ranks hold, one
-/// rank gives all or, at less cost to training, each rank its share_of. Killed at any moment, the
-/// folder holds the checkpoint before or the new one (base/stored_checkpoint.h). One rank's is what
-/// save_checkpoint writes.
+/// are removed. Every element must be in one rank's slices: of tensors that all ranks hold, each
+/// rank gives its share_of; or one rank saves alone, in a group of its own: then the files are what
+/// save_checkpoint writes. Killed at any moment, the folder holds the checkpoint before or the new
+/// one (base/stored_checkpoint.h).
 ///
 /// Memory: keeps that of the rank's largest copy until it ends. Writing has a low priority
 /// (BackgroundTask), so on a busy computer it may take a while.
@@ -48,30 +51,28 @@ class ShardedCheckpointWriter {
   void begin(const std::string& folder, const SlicedParts& parts, int64_t update,
              const Facts& facts);
 
-  /// The same where rank 0 gives everything: the files are plain, as save_checkpoint's. The other
-  /// ranks' `parts` are not looked at.
-  void begin_whole(const std::string& folder, const SlicedParts& parts, int64_t update,
-                   const Facts& facts);
-
   /// Whether a save has begun and is not committed.
   bool pending() const { return pending_; }
-  /// Whether this rank has nothing to write any more: commit waits for those that have. Local.
+  /// Whether this rank has nothing to write or remove any more: commit waits for those that have.
+  /// Local.
   bool done() const { return !task_.busy(); }
   /// Blocks until then. Local.
   void wait_written() { task_.wait_idle(); }
 
-  /// Waits until every rank has written, then rank 0 checks that it sees all files, writes the
-  /// manifest, and removes the files of older saves.
+  /// Waits until every rank has written, then rank 0 checks that it sees all files and writes the
+  /// manifest. The files of the checkpoint before it removes in the background.
   /// Collective; blocks. Cost: two small messages a rank.
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
   ///         write and why, or the elements that are in no rank's slices or in two's. The
   ///         checkpoint before stays, what was written goes, and the next save may begin.
   void commit();
 
+  /// Runs `work` on the thread that writes, with its low priority, after what that does. It must
+  /// not throw. Local; blocks while this rank writes.
+  void run_in_background(std::function<void()> work) { task_.start(std::move(work)); }
+
  private:
-  void begin(const std::string& folder, const SlicedParts& parts, const SharePlace& place,
-             const Facts& facts);
-  void commit_shares(const std::string& report);
+  std::vector<std::string> commit_shares(const std::string& report);
 
   comm::ProcessGroup& group_;
   std::chrono::milliseconds visible_timeout_;

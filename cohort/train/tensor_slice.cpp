@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <c10/util/Exception.h>
+#include <string_view>
 
 namespace cohort::train {
 
@@ -34,13 +35,15 @@ SlicedParts share_of(const SlicedParts& parts, int rank, int world_size) {
 
 std::vector<TensorSlice> slices_like(const std::vector<TensorSlice>& parameters,
                                      const NamedTensors& state) {
+  std::map<std::string_view, const TensorSlice*> by_name;
+  for (const TensorSlice& parameter : parameters) by_name.emplace(parameter.name, &parameter);
   std::vector<TensorSlice> slices;
   for (const auto& [name, tensor] : state) {
     const TensorSlice* owner = nullptr;  // the longest name that fits: "a.b" before "a"
-    for (const TensorSlice& parameter : parameters) {
-      if (name.starts_with(parameter.name + ".") &&
-          (owner == nullptr || owner->name.size() < parameter.name.size()))
-        owner = &parameter;
+    for (size_t dot = name.rfind('.'); owner == nullptr && dot != name.npos && dot > 0;
+         dot = name.rfind('.', dot - 1)) {
+      const auto found = by_name.find(std::string_view(name).substr(0, dot));
+      if (found != by_name.end()) owner = found->second;
     }
     TORCH_CHECK_VALUE(owner != nullptr, "slices_like: expected state of a parameter, got ", name);
     TORCH_CHECK_VALUE(tensor.numel() == owner->end - owner->begin, "slices_like: expected ",

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/parallel/sharding/sharding_engine.h"
+
 namespace cohort::train {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
@@ -14,14 +16,10 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 /// The tensors of a checkpoint by part: "weights", "optimizer" ...
 using Parts = std::map<std::string, NamedTensors>;
 
-/// Elements [begin, end) of a tensor, counted row by row.
-struct TensorSlice {
-  std::string name;            ///< The whole tensor's.
-  std::vector<int64_t> shape;  ///< The whole tensor's.
-  int64_t begin = 0;
-  int64_t end = 0;
-  at::Tensor tensor;  ///< end - begin elements, of any shape, on any device.
-};
+/// Elements [begin, end) of a tensor, counted row by row: of a parameter that ranks share out, or
+/// of whatever else a checkpoint holds. `tensor` has end - begin elements, in any shape, on any
+/// device.
+using TensorSlice = parallel::ParameterSlice;
 
 /// Slices by part. A tensor may be in several slices, or be absent.
 using SlicedParts = std::map<std::string, std::vector<TensorSlice>>;

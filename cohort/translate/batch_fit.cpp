@@ -43,9 +43,14 @@ class WithGradients {
   nmt::Transformer& model_;
 };
 
-int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width) {
+int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width,
+                  comm::ProcessGroup* together) {
   const nmt::Batch batch = full_batch(rows, width);
-  return peak_tensor_bytes([&] { std::get<0>(model->forward(batch)).backward(); });
+  const int64_t bytes = peak_tensor_bytes([&] { std::get<0>(model->forward(batch)).backward(); });
+  if (together == nullptr) return bytes;
+  at::Tensor most = at::tensor({bytes}, at::kLong);
+  together->all_reduce(most, comm::ReduceOp::kMax);
+  return most.item<int64_t>();
 }
 
 // The largest batch within the workspace, but for a tenth; of no rows if not even one fits.
@@ -57,7 +62,7 @@ int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width) {
 BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFitOptions& options) {
   const int64_t workspace = options.workspace_bytes;
   int64_t rows = 1;
-  int64_t bytes = run_batch(model, rows, width);
+  int64_t bytes = run_batch(model, rows, width, options.together);
   BatchFit::Trial found{.width = width, .rows = 0, .peak_bytes = bytes, .rows_run = 1};
   if (bytes > workspace) return found;
   int64_t possible = options.most_rows;
@@ -69,7 +74,7 @@ BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFit
     // Four times as many at once at most, and half of what is possible if that may be enough.
     const int64_t half = 2 * rows < possible ? (possible + 1) / 2 : possible;
     const int64_t next = std::max(rows + 1, std::min({found.rows, 4 * rows, half}));
-    const int64_t next_bytes = run_batch(model, next, width);
+    const int64_t next_bytes = run_batch(model, next, width, options.together);
     found.rows_run += next;
     const int64_t more = next_bytes - bytes;
     if (more > 0 && next_bytes <= workspace) {
@@ -87,7 +92,7 @@ BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFit
 void confirm(nmt::Transformer& model, BatchFit::Trial& found, const BatchFitOptions& options) {
   while (found.rows > 0) {
     found.rows_run += found.rows;
-    found.peak_bytes = run_batch(model, found.rows, found.width);
+    found.peak_bytes = run_batch(model, found.rows, found.width, options.together);
     if (found.peak_bytes <= options.workspace_bytes) return;
     found.rows = std::min(found.rows - 1, found.rows * 9 / 10);
   }
@@ -97,7 +102,7 @@ void confirm(nmt::Transformer& model, BatchFit::Trial& found, const BatchFitOpti
 
 int64_t batch_bytes(nmt::Transformer& model, int64_t rows, int64_t width) {
   const WithGradients gradients(model);
-  return run_batch(model, rows, width);
+  return run_batch(model, rows, width, nullptr);
 }
 
 BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,

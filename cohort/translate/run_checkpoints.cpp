@@ -150,6 +150,15 @@ RunState RunCheckpoints::read_last(comm::ProcessGroup& group) const {
   return read_state(nlohmann::json::parse(told).get<train::Facts>());
 }
 
+bool RunCheckpoints::last_has(const std::string& part, comm::ProcessGroup& group) const {
+  std::string answer;
+  work_alone(group, "parts of the run", group.rank() == 0, kLoadLimit, [&] {
+    const auto parts = StoredCheckpoint(last_).parts();
+    if (std::ranges::find(parts, part) != parts.end()) answer = part;
+  });
+  return group.broadcast_text(answer) == part;
+}
+
 void RunCheckpoints::load_last(const train::SlicedParts& parts, bool sharded,
                                comm::ProcessGroup& group) const {
   if (sharded) return train::load_slices(last_, parts, group);
@@ -212,6 +221,7 @@ void RunCheckpoints::finish() {
   const std::exception_ptr last_failed = commit();
   write_best();
   const std::exception_ptr best_failed = commit();
+  wait_written();  // Files of an earlier best/ still go, and may have the names of plain ones.
   // A finished model is one plain file, whoever wrote it.
   if (is_first_saver_ && fs::exists(best_ + "/manifest.json")) make_checkpoint_whole(best_);
   for (const auto& failed : {best_failed, last_failed})
@@ -261,17 +271,21 @@ void RunCheckpoints::settle() {
 // kept_updates lists whole checkpoints, so what could not be written pushes nothing out.
 void RunCheckpoints::prune() {
   if (!is_first_saver_) return;
-  const auto kept = kept_updates(options_.model_dir);
+  auto kept = kept_updates(options_.model_dir);
   const auto most = static_cast<size_t>(options_.keep_interval_updates);
-  for (size_t i = 0; i + most < kept.size(); ++i) {
-    const fs::path folder = kept_folder(options_.model_dir, kept[i]);
-    std::error_code error;
-    fs::remove(folder / "manifest.json", error);  // First: half a checkpoint is none.
-    if (!error) fs::remove_all(folder, error);
-    if (error)
-      log_.warn("an earlier checkpoint cannot be removed; training goes on",
-                {{"folder", folder.string()}, {"why", error.message()}});
-  }
+  if (kept.size() <= most) return;
+  kept.resize(kept.size() - most);
+  writer_->run_in_background([this, kept] {
+    for (const int64_t update : kept) {
+      const fs::path folder = kept_folder(options_.model_dir, update);
+      std::error_code error;
+      fs::remove(folder / "manifest.json", error);  // First: half a checkpoint is none.
+      if (!error) fs::remove_all(folder, error);
+      if (error)
+        log_.warn("an earlier checkpoint cannot be removed; training goes on",
+                  {{"folder", folder.string()}, {"why", error.message()}});
+    }
+  });
 }
 
 }  // namespace cohort::translate

@@ -43,6 +43,8 @@ class RunCheckpoints {
   /// Collective; blocks. Errors, on all ranks: ConfigError if last/ is damaged, or of a run with
   /// other text, vocabularies, model or first metric: it names what differs.
   RunState read_last(comm::ProcessGroup& group) const;
+  /// Whether last/ has the part: "average", say. Collective; blocks. Errors: as read_last.
+  bool last_has(const std::string& part, comm::ProcessGroup& group) const;
   /// Fills the slices of `parts` from last/, whichever ranks wrote it. Where every rank holds all,
   /// rank 0 reads and the others need not see its folder; where slices are `sharded`, every rank
   /// reads its own. Collective; blocks. Errors: as read_last.

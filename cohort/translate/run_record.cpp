@@ -38,9 +38,11 @@ void visit_options(const TrainingOptions& options, Visit visit) {
   visit("model_dir", options.model_dir);
   visit("cache_dir", options.cache_dir);
   visit("overwrite", options.overwrite);
-  visit("strategy", parallel::to_string(options.strategy));
+  visit("strategy", strategy_name(options));
+  visit("tensor_parallel", options.tensor_parallel);
   visit("precision", nmt::to_string(options.precision));
   visit("gradient_checkpointing", options.gradient_checkpointing);
+  visit("cpu_offload", options.cpu_offload);
   visit("optimizer_state_dir", options.optimizer_state_dir);
   visit("mini_batch", options.mini_batch);
   visit("mini_batch_words", options.mini_batch_words);

@@ -91,7 +91,8 @@ std::string fact_of(const TensorMetadata& facts, const std::string& name) {
 }
 
 std::string count_fact(const char* name) {
-  return std::string("pairs.") + name;
+  std::string fact = "pairs.";
+  return fact += name;
 }
 
 // What of the file is damaged; nothing if it is whole.
@@ -191,7 +192,7 @@ class Column {
   }
   [[noreturn]] void fail(const char* action) const {
     const int error = errno;
-    TORCH_CHECK(false, target_, ": cannot ", action, ": ", system_reason(error));
+    throw_without_stack(target_ + ": cannot " + action + ": " + system_reason(error));
   }
 
   std::string target_;

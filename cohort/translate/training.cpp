@@ -34,6 +34,11 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Of the time since the last validation there may be nothing to tell.
+std::optional<double> number_if_any(double number) {
+  return std::isnan(number) ? std::nullopt : std::optional(number);
+}
+
 train::EarlyStoppingOptions stopping_options(const TrainingOptions& options) {
   return {.patience = options.early_stopping, .better = better_of(options.valid_metrics.front())};
 }
@@ -69,6 +74,7 @@ class Run {
   RunState state_now() const;
   TrainingResult result() const;
   void make_folder_ours(Start start);
+  void load_last();
   void open_record();
   double seconds() const { return state_.seconds + seconds_since(start_); }
   void decide_to_stop(const std::string& reason) {
@@ -133,6 +139,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
       UpdaterOptions{.mesh = &mesh,
                      .strategy = options.strategy,
                      .fill = nmt::Initialiser(options.model, options.seed, model_->division()),
+                     .cpu_offload = options.cpu_offload,
                      .gradient_checkpointing = options.gradient_checkpointing,
                      .adam = {.state_folder = options.optimizer_state_dir},
                      .schedule = {.factor = options.noam_factor,
@@ -140,12 +147,12 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
                                   .warmup = options.lr_warmup},
                      .clip_norm = options.clip_norm,
                      .exponential_smoothing = options.exponential_smoothing,
-                     .seed = options.seed});
+                     .seed = options.seed,
+                     .servers = options.servers});
   checkpoints_.save_with(updater_->savers());
   make_folder_ours(start);
   if (start == Start::kResume) {
-    checkpoints_.load_last(updater_->parts(), updater_->is_sharded(), group_);
-    updater_->set_num_updates(state_.updates);
+    load_last();
     log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
   }
   open_record();
@@ -171,6 +178,31 @@ void Run::make_folder_ours(Start start) {
   });
 }
 
+// The average may be asked for, or no longer, as the run goes on.
+void Run::load_last() {
+  if (!checkpoints_.last_has("optimizer", group_)) {
+    throw ConfigError(options_.model_dir +
+                      "/last: a run through parameter servers, whose moments went with them: "
+                      "expected another --model-dir, or --overwrite");
+  }
+  train::SlicedParts parts = updater_->parts();
+  const bool is_there = checkpoints_.last_has("average", group_);
+  const bool begins = updater_->average() != nullptr && !is_there;
+  if (begins) parts.erase("average");
+  checkpoints_.load_last(parts, updater_->is_sharded(), group_);
+  updater_->set_num_updates(state_.updates);
+  if (begins) {
+    updater_->average()->begin_anew();
+    log_.warn("--exponential-smoothing is new to this run: the average begins at last/'s weights",
+              {{"update", state_.updates}});
+  } else if (is_there && updater_->average() == nullptr) {
+    log_.warn(
+        "this run goes on without --exponential-smoothing: its average is dropped, the weights "
+        "themselves are validated",
+        {{"update", state_.updates}});
+  }
+}
+
 void Run::open_record() {
   const auto machines = group_.gather_text(describe_machine());
   work_alone(group_, "the run's record", group_.rank() == 0, kFolderLimit, [&] {
@@ -192,7 +224,9 @@ void Run::fit_batch_sizes() {
       "workspace_mib=" + std::to_string(options_.workspace_mib) +
       " ranks=" + std::to_string(group_.size()) +
       " precision=" + nmt::to_string(options_.precision) +
-      " gradient_checkpointing=" + std::to_string(options_.gradient_checkpointing);
+      " gradient_checkpointing=" + std::to_string(options_.gradient_checkpointing) +
+      (options_.tensor_parallel > 1 ? " tensor_parallel=" + std::to_string(options_.tensor_parallel)
+                                    : "");
   if (state_.fitted_for == wanted) {
     log_.info("batches are those that were fitted before", {{"for", wanted}});
     return;
@@ -206,7 +240,8 @@ void Run::fit_batch_sizes() {
   BatchFit fit = fit_batches(model_,
                              {.workspace_bytes = options_.workspace_mib << 20,
                               .longest = longest,
-                              .most_rows = data_.train.corpus.size()},
+                              .most_rows = data_.train.corpus.size(),
+                              .together = mesh_.tensor()},
                              group_);
   for (const BatchFit::Trial& trial : fit.trials) {
     log_.info("batch fits", {{"tokens_per_sentence", trial.width},
@@ -223,7 +258,7 @@ void Run::report_start() const {
   log_.info("start", {{"ranks", group_.size()},
                       {"found_by", group_.place().source},
                       {"threads_per_rank", at::get_num_threads()},
-                      {"strategy", parallel::to_string(options_.strategy)},
+                      {"strategy", strategy_name(options_)},
                       {"precision", nmt::to_string(options_.precision)},
                       {"tensor_parallel", options_.tensor_parallel},
                       {"parameters", model_->num_parameters()}});
@@ -323,11 +358,12 @@ void Run::run() {
   for (const auto& step : {&RunCheckpoints::wait_written, &RunCheckpoints::finish})
     work_alone(group_, "last checkpoint", checkpoints_.saves(), kSaveLimit,
                [&] { (checkpoints_.*step)(); });
+  updater_->finish();
   const std::string best = "best_" + to_string(options_.valid_metrics.front());
   log_.info("end", {{"reason", stop_reason_},
                     {"epochs", state_.epoch},
                     {"updates", state_.updates},
-                    {best, early_stopping_.state().best.value_or(std::nan(""))},
+                    {best, early_stopping_.state().best},
                     {"minutes", seconds() / 60}});
 }
 
@@ -502,9 +538,9 @@ void Run::report_validation(const ValidScores& scores, double train_loss,
                             double tokens_per_s) const {
   const std::string best_name = "best_" + to_string(options_.valid_metrics.front());
   const LogField epoch("epoch", state_.epoch + 1), update("update", state_.updates),
-      train("train_loss", train_loss), loss("valid_loss", scores.loss),
-      best(best_name, early_stopping_.state().best.value_or(std::nan(""))),
-      speed("tgt_tokens_per_s", tokens_per_s);
+      train("train_loss", number_if_any(train_loss)), loss("valid_loss", scores.loss),
+      best(best_name, early_stopping_.state().best),
+      speed("tgt_tokens_per_s", number_if_any(tokens_per_s));
   if (scores.bleu && scores.chrf) {
     log_.info("valid", {epoch,
                         update,
@@ -522,6 +558,7 @@ void Run::report_validation(const ValidScores& scores, double train_loss,
 void Run::validate() {
   const auto start = Clock::now();
   progress_.clear();
+  updater_->settle();
   const auto gpu_use = group_.gather_text(gpu_watch_.take());
   // Not a number before the first update: 0 / 0.
   const double train_loss = state_.loss_sum / static_cast<double>(state_.token_sum);
@@ -569,7 +606,30 @@ void Run::validate() {
 
 }  // namespace
 
+std::string strategy_name(const TrainingOptions& options) {
+  if (!options.servers) return parallel::to_string(options.strategy);
+  return options.servers->training == ps::Training::kAsync ? "ps-async" : "ps-sync";
+}
+
+namespace {
+
+// What makes no sense where servers have the optimizer.
+void check_servers(const TrainingOptions& options) {
+  if (!options.servers) return;
+  const std::string with = ": expected none with --strategy " + strategy_name(options);
+  if (options.tensor_parallel > 1) throw ConfigError("--tensor-parallel" + with);
+  if (!options.optimizer_state_dir.empty()) throw ConfigError("--optimizer-state-dir" + with);
+  const bool async = options.servers->training == ps::Training::kAsync;
+  if (async && options.exponential_smoothing > 0) {
+    throw ConfigError("--exponential-smoothing" + with +
+                      ": each trainer would have an average of its own");
+  }
+}
+
+}  // namespace
+
 TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) {
+  check_servers(options);
   if (options.tensor_parallel > 1 && options.strategy == parallel::Strategy::kHybrid)
     throw ConfigError("--tensor-parallel: expected ddp, zero1, zero2 or zero3 as --strategy");
   parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
@@ -578,6 +638,12 @@ TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) 
   work_alone(group, "the run's folder", group.rank() == 0, kFolderLimit,
              [&] { decision = find_start(options) == Start::kResume ? "resume" : "fresh"; });
   const Start start = group.broadcast_text(decision) == "resume" ? Start::kResume : Start::kFresh;
+  if (options.servers && start == Start::kResume) {
+    throw ConfigError("--model-dir " + options.model_dir +
+                      ": an earlier run is there, and the servers have no moments of it: expected "
+                      "another folder, or --overwrite, with --strategy " +
+                      strategy_name(options));
+  }
   RunData data = prepare_data(options, std::move(valid_text), start, group);
   return Run(options, start, std::move(data), mesh).loop();
 }

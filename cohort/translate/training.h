@@ -10,6 +10,7 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/parallel/strategy.h"
+#include "cohort/ps/module/session.h"
 #include "cohort/translate/evaluation.h"
 #include "cohort/translate/valid_metric.h"
 
@@ -31,8 +32,11 @@ struct TrainingOptions {
   nmt::TransformerOptions model;
   nmt::Precision precision = nmt::Precision::kFloat32;
   parallel::Strategy strategy = parallel::Strategy::kDdp;  ///< What of the model each rank holds.
+  /// Through parameter servers instead, strategy ps-sync or ps-async: UpdaterOptions::servers.
+  std::optional<ps::SessionOptions> servers;
   int64_t tensor_parallel = 1;          ///< Ranks that compute one model together: parallel/mesh.h.
   bool gradient_checkpointing = false;  ///< Memory for time: see layer_runner.h.
+  bool cpu_offload = false;             ///< parallel::ShardingOptions::cpu_offload.
   std::string optimizer_state_dir;      ///< optim::AdamOptions::state_folder.
 
   int64_t mini_batch = 64;  ///< Sentences per rank and batch; 0: only mini_batch_words counts.
@@ -72,6 +76,9 @@ struct TrainingOptions {
   LogLevel log_level = LogLevel::kInfo;  ///< Lines below it are left out.
 };
 
+/// "ddp", "zero1" ...; with servers "ps-sync", "ps-async".
+std::string strategy_name(const TrainingOptions& options);
+
 struct TrainingResult {
   std::string stop_reason;    ///< Why the run ended, a sentence.
   bool was_asked_to = false;  ///< By SIGTERM or SIGINT, before any goal of its own was reached.
@@ -86,8 +93,8 @@ struct TrainingResult {
 ///
 /// A folder with last/ in it is gone on with: on the same number of ranks the result is bit-equal
 /// to a run that was never stopped; on another, the epoch goes on with the sentences that it has
-/// not seen. SIGTERM and SIGINT, to any rank, end the run after the update at hand with last/
-/// written.
+/// not seen. With servers such a folder is refused: the moments went with the servers. SIGTERM and
+/// SIGINT, to any rank, end the run after the update at hand with last/ written.
 ///
 /// Collective; blocks until the run ends; every rank stops at the same update for the same reason.
 /// The gradient of an update is that of the mean loss over all its target tokens on all ranks.

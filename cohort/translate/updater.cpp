@@ -18,8 +18,25 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 
 parallel::StrategyOptions strategy_options(const UpdaterOptions& options) {
   return {.strategy = options.strategy,
-          .ddp = {.gradient_as_bucket_view = true},
-          .sharding = {.fill = options.fill}};
+          .ddp = {.broadcast_buffers = !options.servers, .gradient_as_bucket_view = true},
+          .sharding = {.cpu_offload = options.cpu_offload, .fill = options.fill}};
+}
+
+ps::SessionOptions session_options(const UpdaterOptions& options) {
+  ps::SessionOptions session = *options.servers;
+  const bool async = session.training == ps::Training::kAsync;
+  TORCH_CHECK_VALUE(async || session.training == ps::Training::kSync,
+                    "updater: expected servers to be sync or async");
+  session.dense_rule = {
+      .rule = ps::Rule::kAdam,
+      .learning_rate = static_cast<float>(options.schedule.factor / (async ? session.trainers : 1)),
+      .beta1 = static_cast<float>(options.adam.beta1),
+      .beta2 = static_cast<float>(options.adam.beta2),
+      .eps = static_cast<float>(options.adam.eps),
+      .schedule = {.kind = ps::Schedule::Kind::kNoam,
+                   .warmup = static_cast<double>(options.schedule.warmup),
+                   .width = static_cast<double>(options.schedule.width)}};
+  return session;
 }
 
 bool is_finite(const at::Tensor& tensor) {
@@ -33,15 +50,24 @@ Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const Update
       group_(group),
       tensor_(options.mesh != nullptr ? options.mesh->tensor() : nullptr),
       model_(std::move(model)),
-      parallel_(model_, group, strategy_options(options), model_->layers()),
-      adam_(parallel_.named_slices(), options.adam) {
+      parallel_(model_, group, strategy_options(options), model_->layers()) {
   TORCH_CHECK_VALUE(model_->division()->count() == (tensor_ != nullptr ? tensor_->size() : 1),
                     "updater: a model in ", model_->division()->count(),
                     " parts: expected a mesh with as many ranks to a model");
+  TORCH_CHECK_VALUE(
+      !options.servers || (options.strategy == parallel::Strategy::kDdp && tensor_ == nullptr),
+      "updater: servers need a model that is whole on each rank");
   set_up_layers(model_, options.gradient_checkpointing);
+  for (const auto& [name, tensor] : parallel_.named_slices()) trained_.push_back(tensor);
+  if (options.servers) {
+    session_.emplace(session_options(options));
+    session_->add("model", *model_);
+    session_->start();
+  } else {
+    adam_.emplace(parallel_.named_slices(), options.adam);
+  }
   if (options.exponential_smoothing > 0) {
-    average_ = std::make_unique<optim::ExponentialAverage>(adam_.parameters(),
-                                                           options.exponential_smoothing);
+    average_ = std::make_unique<optim::ExponentialAverage>(trained_, options.exponential_smoothing);
   }
   watch_gradients();
 }
@@ -61,8 +87,8 @@ Updater::~Updater() {
 
 train::SlicedParts Updater::parts(Replicated replicated) {
   const std::vector<train::TensorSlice> weights = train::slices_of(parallel_.slices());
-  train::SlicedParts parts{{"weights", weights},
-                           {"optimizer", train::slices_like(weights, adam_.state())}};
+  train::SlicedParts parts{{"weights", weights}};
+  if (adam_) parts["optimizer"] = train::slices_like(weights, adam_->state());
   if (average_) {
     parts["average"] = weights;
     for (size_t i = 0; i < weights.size(); ++i)
@@ -94,8 +120,45 @@ double Updater::gradient_norm() {
 }
 
 void Updater::set_num_updates(int64_t num_updates) {
-  adam_.set_num_steps(num_updates);
+  num_updates_ = num_updates;
+  if (adam_) adam_->set_num_steps(num_updates);
   if (average_) average_->set_num_updates(num_updates);
+}
+
+// Not finite if any rank's is not.
+double Updater::root_mean_square(double norm) {
+  at::Tensor sum = at::full({1}, norm * norm, at::kDouble);
+  group_.all_reduce(sum);
+  return std::sqrt(sum.item<double>() / group_.size());
+}
+
+void Updater::apply(double gradient_factor) {
+  ++num_updates_;
+  if (adam_) {
+    adam_->step(learning_rate(), gradient_factor);
+  } else {
+    for (at::Tensor& parameter : trained_)
+      if (gradient_factor != 1 && parameter.grad().defined())
+        parameter.mutable_grad().mul_(gradient_factor);
+    session_->push();
+    session_->pull();
+  }
+  if (average_) average_->update();
+}
+
+void Updater::forget_gradients() {
+  for (at::Tensor& parameter : trained_) parameter.mutable_grad() = at::Tensor();
+}
+
+void Updater::settle() {
+  if (!session_) return;
+  session_->flush();
+  group_.barrier("last pushes");
+  session_->pull();
+}
+
+void Updater::finish() {
+  if (session_) session_->finish();
 }
 
 double Updater::learning_rate() const {
@@ -120,7 +183,7 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
     nll_sum += nll.item<double>();
   };
   for (size_t i = 0; i < batches.size(); ++i) {
-    parallel_.set_synchronized(i + 1 == batches.size());
+    parallel_.set_synchronized(!session_ && i + 1 == batches.size());
     run(i);
   }
   return nll_sum;
@@ -143,7 +206,7 @@ std::string Updater::first_bad_sum() {
 // see this rank's share of it, says whose the bad number is; all strategies can do that.
 BadNumber Updater::find_bad_number(const std::vector<nmt::Batch>& batches, double weight) {
   const std::string in_sum = first_bad_sum();
-  adam_.zero_grad();
+  forget_gradients();
   BadNumber own;
   std::vector<std::pair<at::Tensor, unsigned>> hooks;
   for (const auto& item : model_->named_parameters()) {
@@ -175,18 +238,18 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   report.nll_sum = accumulate_gradients(batches, weight);
   const auto all_gradients = Clock::now();
   const double waiting = seconds_between(last_gradient_, all_gradients);
-  report.gradient_norm = gradient_norm();
-  // The gradients are means over ranks by now: one rank's bad number is in everybody's.
+  const double norm = gradient_norm();
+  report.gradient_norm = session_ ? root_mean_square(norm) : norm;
+  // The gradients, or with servers this number, are over all ranks by now: one rank's bad number is
+  // in everybody's.
   report.skipped = !std::isfinite(report.gradient_norm);
   if (report.skipped) {
     report.bad = find_bad_number(batches, weight);
   } else {
-    const bool clip = options_.clip_norm > 0 && report.gradient_norm > options_.clip_norm;
-    adam_.step(options_.schedule.at(num_updates() + 1),
-               clip ? options_.clip_norm / report.gradient_norm : 1);
-    if (average_) average_->update();
+    const bool clip = options_.clip_norm > 0 && norm > options_.clip_norm;
+    apply(clip ? options_.clip_norm / norm : 1);
   }
-  adam_.zero_grad();
+  forget_gradients();
   report.compute_seconds = seconds_between(start, Clock::now()) - waiting;
   return report;
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "cohort/optim/noam.h"
 #include "cohort/parallel/mesh.h"
 #include "cohort/parallel/strategy.h"
+#include "cohort/ps/module/session.h"
 #include "cohort/train/checkpoint.h"
 #include "cohort/translate/model_division.h"
 
@@ -27,12 +29,16 @@ struct UpdaterOptions {
   parallel::Strategy strategy = parallel::Strategy::kDdp;
   /// First values of a model on the meta device, which the strategy shards: ShardingOptions::fill.
   std::function<void(const std::string& name, at::Tensor& parameter)> fill;
+  bool cpu_offload = false;             ///< ShardingOptions::cpu_offload; not with kDdp.
   bool gradient_checkpointing = false;  ///< See set_up_layers.
   optim::AdamOptions adam;
   optim::NoamSchedule schedule;
   double clip_norm = 1;              ///< Largest global gradient norm; 0: no clipping.
   double exponential_smoothing = 0;  ///< Weight of the newest parameters in the average; 0: none.
   uint64_t seed = 1;                 ///< Of dropout.
+  /// Parameter servers, which hold the moments and run Adam under the schedule (dense_rule is
+  /// filled in): kSync or kAsync, each rank a trainer, `strategy` kDdp, no mesh.
+  std::optional<ps::SessionOptions> servers;
 };
 
 /// Where a number that is not finite came from.
@@ -47,9 +53,10 @@ struct UpdateReport {
   double nll_sum = 0;      ///< Of this rank's target tokens, without smoothing; natural logarithm.
   int64_t own_tokens = 0;  ///< This rank's target tokens.
   int64_t num_tokens = 0;  ///< All ranks' target tokens.
-  double gradient_norm = 0;    ///< Global, before clipping; the same on all ranks.
-  bool skipped = false;        ///< A loss or the norm is not finite: nothing was updated, anywhere.
-  BadNumber bad;               ///< If skipped: where that came from; the same on all ranks.
+  double gradient_norm = 0;  ///< Global, before clipping; the same on all ranks. Servers: the root
+                             ///< mean square over ranks of their own gradients' norms.
+  bool skipped = false;      ///< A loss or the norm is not finite: nothing was updated, anywhere.
+  BadNumber bad;             ///< If skipped: where that came from; the same on all ranks.
   double compute_seconds = 0;  ///< Of this rank's own work: without waiting for other ranks.
 };
 
@@ -61,6 +68,12 @@ struct UpdateReport {
 /// update, i * (number of ranks) + rank for a rank's batch i: two ranks with a batch each compute
 /// what one rank does with two. The gradient's global norm is clipped, and the average takes the
 /// new parameters in.
+///
+/// With servers no gradient travels between ranks. kSync: the same, but for clipping: each rank's
+/// gradient, of its own share of the mean, is clipped by its own norm, and so their mean has at
+/// most clip_norm, too. kAsync: each rank's gradient is an update of its own, at the rate divided
+/// by the number of ranks, and the ranks' parameters differ between two `settle`. The ranks keep
+/// pace, for `update` sums a few numbers over them.
 ///
 /// Owner: holds the model; `group` must outlive this. Threads: one.
 /// Errors: PeerError from constructor and `update` when a rank is lost.
@@ -79,10 +92,15 @@ class Updater {
   /// find out whose it was. Cost: one all-reduce of a number, one of the gradients, however many
   /// batches there are.
   UpdateReport update(const std::vector<nmt::Batch>& batches);
+  /// All ranks hold the same parameters after it, until the next update. Collective; blocks.
+  /// Without servers there is nothing to do.
+  void settle();
+  /// Leaves the servers, if there are any: no update may follow. Blocks.
+  void finish();
 
-  /// This rank's slices of a checkpoint's parts: "weights", "optimizer", and "average" if there is
-  /// one. They share memory with this; after filling them, call `set_num_updates`. To save them,
-  /// kOnce: those of all savers are then everything once.
+  /// This rank's slices of a checkpoint's parts: "weights", "optimizer" unless servers have it, and
+  /// "average" if there is one. They share memory with this; after filling them, call
+  /// `set_num_updates`. To save them, kOnce: those of all savers are then everything once.
   train::SlicedParts parts(Replicated replicated = Replicated::kEverywhere);
   /// The ranks that save, if this is one of them; else null. Rank 0 of all is their first.
   comm::ProcessGroup* savers();
@@ -90,7 +108,7 @@ class Updater {
   bool is_sharded() const;
   void set_num_updates(int64_t num_updates);
 
-  int64_t num_updates() const { return adam_.num_steps(); }
+  int64_t num_updates() const { return num_updates_; }
   double learning_rate() const;  ///< Of the last update.
   /// The smoothed parameters; null without exponential_smoothing.
   optim::ExponentialAverage* average() { return average_.get(); }
@@ -100,6 +118,9 @@ class Updater {
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
   comm::ProcessGroup& everyone() { return tensor_ ? options_.mesh->world() : group_; }
   double gradient_norm();
+  double root_mean_square(double norm);
+  void apply(double gradient_factor);
+  void forget_gradients();
   void watch_gradients();
   BadNumber find_bad_number(const std::vector<nmt::Batch>& batches, double weight);
   std::string first_bad_sum();
@@ -109,7 +130,10 @@ class Updater {
   comm::ProcessGroup* tensor_;  // null: the model is whole
   nmt::Transformer model_;
   parallel::ParallelModel<nmt::Transformer> parallel_;
-  optim::Adam adam_;
+  std::vector<at::Tensor> trained_;  // what is updated: parameters, or slices of them
+  std::optional<optim::Adam> adam_;  // one of the two
+  std::optional<ps::Session> session_;
+  int64_t num_updates_ = 0;
   std::unique_ptr<optim::ExponentialAverage> average_;
   std::vector<std::pair<at::Tensor, unsigned>> hooks_;   // to be taken off again
   std::chrono::steady_clock::time_point last_gradient_;  // when backward had computed it

@@ -28,7 +28,7 @@ void work_alone(comm::ProcessGroup& group, const std::string& name, bool is_mine
     if (all[rank].empty()) continue;
     const std::string text = "rank " + std::to_string(rank) + ": " + all[rank].substr(1);
     if (all[rank].front() == 'C') throw ConfigError(text);
-    TORCH_CHECK(false, text);
+    throw_without_stack(text);
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include <array>
 #include <charconv>
-#include <memory>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
@@ -12,31 +11,6 @@ namespace imagenet {
 namespace {
 
 using cohort::ConfigError;
-
-// One slice per parameter's; one that has taken no step yet has zeros, which come to the same.
-std::vector<cohort::train::TensorSlice> momentum_of(const Model& model, torch::optim::SGD& sgd) {
-  std::vector<cohort::train::TensorSlice> momentum;
-  for (const auto& [name, shape, begin, end, tensor] : model.slices()) {
-    auto& state = sgd.state()[tensor.unsafeGetTensorImpl()];
-    if (!state) state = std::make_unique<torch::optim::SGDParamState>();
-    auto& own = static_cast<torch::optim::SGDParamState&>(*state);
-    if (!own.momentum_buffer().defined()) own.momentum_buffer(at::zeros_like(tensor.detach()));
-    momentum.push_back({name, shape, begin, end, own.momentum_buffer()});
-  }
-  return momentum;
-}
-
-// Buffers are whole on every rank.
-cohort::train::SlicedParts parts_of(Model& model, torch::optim::SGD& sgd, bool with_buffers) {
-  auto weights = cohort::train::slices_of(model.slices());
-  if (with_buffers) {
-    cohort::train::NamedTensors buffers;
-    for (const auto& item : model->named_buffers()) buffers.emplace_back(item.key(), item.value());
-    const auto whole = cohort::train::whole_slices(buffers);
-    weights.insert(weights.end(), whole.begin(), whole.end());
-  }
-  return {{"weights", weights}, {"optimizer", momentum_of(model, sgd)}};
-}
 
 std::string fact(const cohort::train::Facts& facts, const std::string& folder,
                  const std::string& key) {
@@ -52,18 +26,26 @@ std::string exact(double number) {
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), number).ptr};
 }
 
+cohort::train::SlicedParts parts_of(std::vector<cohort::train::TensorSlice> weights,
+                                    const std::vector<cohort::train::TensorSlice>& momentum) {
+  cohort::train::SlicedParts parts{{"weights", std::move(weights)}};
+  if (!momentum.empty()) parts["optimizer"] = momentum;
+  return parts;
+}
+
 }  // namespace
 
-void save_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
-              const RunState& state) {
+void save_run(const std::string& folder, Model& model,
+              const std::vector<cohort::train::TensorSlice>& momentum, const RunState& state) {
   cohort::comm::ProcessGroup* savers = model.savers();
   if (savers == nullptr) return;
+  cohort::train::Facts facts{{"arch", state.arch},
+                             {"epochs_done", std::to_string(state.epochs_done)},
+                             {"best_top1", exact(state.best_top1)}};
+  if (!state.servers.empty()) facts["servers"] = state.servers;
   cohort::train::ShardedCheckpointWriter writer(*savers);
-  writer.begin(folder, parts_of(model, sgd, /*with_buffers=*/savers->rank() == 0),
-               state.epochs_done,
-               {{"arch", state.arch},
-                {"epochs_done", std::to_string(state.epochs_done)},
-                {"best_top1", exact(state.best_top1)}});
+  writer.begin(folder, parts_of(cohort::train::slices_of(model.state_to_save()), momentum),
+               state.epochs_done, facts);
   writer.commit();
 }
 
@@ -79,12 +61,16 @@ RunState read_run(const std::string& folder) {
   };
   read("epochs_done", state.epochs_done);
   read("best_top1", state.best_top1);
+  if (const auto servers = facts.find("servers"); servers != facts.end())
+    state.servers = servers->second;
   return state;
 }
 
-void load_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
+void load_run(const std::string& folder, Model& model,
+              const std::vector<cohort::train::TensorSlice>& momentum,
               cohort::comm::ProcessGroup& group) {
-  cohort::train::load_slices(folder, parts_of(model, sgd, /*with_buffers=*/true), group);
+  cohort::train::load_slices(
+      folder, parts_of(cohort::train::slices_of(model.state_to_load()), momentum), group);
 }
 
 void load_weights(const std::string& folder, ResNet& model) {

@@ -2,10 +2,11 @@
 #pragma once
 #include <cstdint>
 #include <string>
-#include <torch/optim/sgd.h>
+#include <vector>
 
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/strategy.h"
+#include "cohort/train/checkpoint.h"
 
 #include "examples/imagenet/resnet.h"
 
@@ -18,13 +19,15 @@ struct RunState {
   std::string arch;
   int64_t epochs_done = 0;
   double best_top1 = -1;  ///< Percent; below 0: not evaluated yet.
+  std::string servers;  ///< Where their part of it is: parameters and momentum; empty: no servers.
 };
 
-/// Writes weights, momentum and state to `folder`, each rank what it holds; the manifest comes
-/// last, so that a save cut short leaves the checkpoint before it. Collective; blocks until the
-/// disk has it. Errors: ConfigError if the folder is not writable, c10::Error if writing fails.
-void save_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
-              const RunState& state);
+/// Writes weights, momentum (if it is not empty) and state to `folder`, each rank what it holds;
+/// the manifest comes last, so that a save cut short leaves the checkpoint before it. Collective;
+/// blocks until the disk has it. Errors: ConfigError if the folder is not writable, c10::Error if
+/// writing fails.
+void save_run(const std::string& folder, Model& model,
+              const std::vector<cohort::train::TensorSlice>& momentum, const RunState& state);
 
 /// Reads the state alone. Errors: ConfigError if `folder` holds no checkpoint of this program.
 RunState read_run(const std::string& folder);
@@ -32,7 +35,8 @@ RunState read_run(const std::string& folder);
 /// Fills what this rank holds, from a checkpoint of any strategy and number of ranks; every rank
 /// reads the folder. Collective; blocks. Errors: ConfigError that names the file: damaged, or
 /// another model's.
-void load_run(const std::string& folder, Model& model, torch::optim::SGD& sgd,
+void load_run(const std::string& folder, Model& model,
+              const std::vector<cohort::train::TensorSlice>& momentum,
               cohort::comm::ProcessGroup& group);
 
 /// Fills a plain model. Local. Errors: as load_run.

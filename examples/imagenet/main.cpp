@@ -8,7 +8,10 @@
 #include "cohort/launch/spawn.h"
 
 #include "apps/group_flags.h"
+#include "apps/offload_flag.h"
 #include "apps/parse.h"
+#include "apps/security_flags.h"
+#include "apps/server_training.h"
 #include "examples/imagenet/trainer.h"
 
 namespace {
@@ -20,9 +23,19 @@ void add_model_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
   app.add_option("--precision", o.precision, "float32 or float64")->capture_default_str();
-  app.add_option("--strategy", o.strategy,
-                 "What of the model each rank holds: ddp, zero1, zero2, zero3 (or fsdp), hybrid")
+  app.add_option(
+         "--strategy", o.strategy,
+         "What of the model each rank holds: ddp, zero1, zero2, zero3 (or fsdp), hybrid; or "
+         "through parameter servers, in step or not: ps-sync, ps-async")
+      ->check(cohort::apps::one_of(
+          {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "ps-sync", "ps-async"}))
       ->capture_default_str();
+  app.add_option("--ps-host-ranks", o.ps_host_ranks,
+                 "ps-sync, ps-async: so many neighbouring ranks are one trainer; they average "
+                 "their gradients first, and one of them talks to the servers")
+      ->check(cohort::apps::above_zero())
+      ->capture_default_str();
+  cohort::apps::add_offload_flag(app, o.cpu_offload);
 }
 
 void add_data_flags(CLI::App& app, Options& o) {
@@ -49,7 +62,8 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--start-epoch", o.start_epoch, "First epoch (default: as --resume says, or 0)")
       ->check(cohort::apps::zero_or_more());
   app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; then a tenth, and so on")
-      ->check(cohort::apps::zero_or_more())
+      ->check(cohort::apps::number_that([](double n) { return n >= 0 && n <= 100; },
+                                        "a number from 0 to 100"))
       ->capture_default_str();
   app.add_option("--lr-rule", o.lr_rule, "Scale --lr by batch / 256: none, linear or sqrt")
       ->capture_default_str();
@@ -68,6 +82,20 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");
   app.add_option("--output", o.output, "Folder for checkpoint/, model_best/ and history.jsonl")
       ->capture_default_str();
+}
+
+// Flags that are good each by itself.
+void check_together(const Options& options) {
+  const bool servers = cohort::apps::server_training(options.strategy).has_value();
+  if (options.ps_host_ranks > 1 && !servers)
+    throw cohort::ConfigError("--ps-host-ranks: expected --strategy ps-sync or ps-async");
+  if (options.cpu_offload && servers)
+    throw cohort::ConfigError("--cpu-offload: expected none with --strategy " + options.strategy);
+  if (!servers) {
+    cohort::apps::refuse_security(options.security, "--strategy ps-sync or ps-async");
+    cohort::apps::check_offload(options.cpu_offload,
+                                cohort::parallel::parse_strategy(options.strategy), c10::kCPU);
+  }
 }
 
 // Under a launcher every process would start a whole job, and all of them would write one folder.
@@ -108,6 +136,7 @@ int run(int argc, char** argv) {
   add_model_flags(app, options);
   add_training_flags(app, options);
   group_flags.add_to(app);
+  cohort::apps::add_client_security_flags(app, options.security);
   bool spawns = false;
   app.add_flag("--multiprocessing-distributed", spawns,
                "Start --nproc-per-node ranks here; --rank and --world-size count nodes")
@@ -116,6 +145,7 @@ int run(int argc, char** argv) {
     return *ended;
   if (spawns && !cohort::launch::is_spawned()) return spawn_ranks(group_flags.place);
   if (spawns) group_flags.place = {};
+  check_together(options);
   const auto group = group_flags.connect();
   imagenet::Trainer trainer(options, *group);
   if (options.evaluate) {

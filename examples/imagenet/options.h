@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 
+#include "cohort/ps/rpc/security.h"
+
 namespace imagenet {
 
 struct Options {
@@ -20,14 +22,18 @@ struct Options {
   std::string lr_rule = "none";
   double momentum = 0.9;
   double weight_decay = 1e-4;
-  int64_t print_freq = 10;  ///< Steps between progress lines.
-  uint64_t seed = 0;        ///< Of parameters, data order and augmentation.
-  int workers = 4;          ///< Decoding threads of each rank.
-  std::string strategy = "ddp";
-  bool sync_bn = false;  ///< Normalise over the batches of all ranks.
+  int64_t print_freq = 10;       ///< Steps between progress lines.
+  uint64_t seed = 0;             ///< Of parameters, data order and augmentation.
+  int workers = 4;               ///< Decoding threads of each rank.
+  std::string strategy = "ddp";  ///< parallel::Strategy's names, and "ps-sync", "ps-async".
+  int ps_host_ranks = 1;         ///< Neighbouring ranks that are one trainer of servers together.
+  bool cpu_offload = false;      ///< What a rank holds stays in host memory while a GPU computes.
+  bool sync_bn = false;          ///< Normalise over the batches of all ranks.
   int64_t image_size = 224;
   std::string precision = "float32";  ///< Or float64.
   bool skip_damaged = false;          ///< Leave damaged pictures out, and count them.
+  /// Of the connections to servers.
+  cohort::ps::SecurityOptions security;
 };
 
 }  // namespace imagenet

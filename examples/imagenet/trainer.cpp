@@ -1,7 +1,6 @@
 #include "examples/imagenet/trainer.h"
 
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <torch/utils.h>
@@ -13,6 +12,8 @@
 #include "cohort/train/batch_rules.h"
 #include "cohort/train/history.h"
 
+#include "apps/server_training.h"
+
 namespace imagenet {
 namespace {
 
@@ -23,8 +24,7 @@ using cohort::image::ImageLoader;
 using cohort::image::Transform;
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kBaseBatch = 256;     // What --lr is meant for.
-constexpr int64_t kEpochsPerRate = 30;  // Then a tenth of the learning rate.
+constexpr int64_t kBaseBatch = 256;  // What --lr is meant for.
 
 at::ScalarType scalar_type(const Options& options) {
   if (options.precision == "float32") return at::kFloat;
@@ -59,7 +59,6 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
       local_batch_(options.batch_size_per_rank.value_or(0)),
       learning_rate_(options.lr),
       model_(make_model(options, std::ssize(validation_set_.classes()), group)) {
-  const auto strategy = cohort::parallel::parse_strategy(options.strategy);
   if (!options.batch_size_per_rank) {
     local_batch_ = cohort::train::local_batch(options.batch_size, group.size());
   }
@@ -82,20 +81,49 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
   const auto rule = cohort::train::parse_learning_rate_rule(options.lr_rule);
   learning_rate_ =
       cohort::train::scaled_learning_rate(options.lr, kBaseBatch, global_batch(), rule);
-  parallel_.emplace(model_, group, cohort::parallel::StrategyOptions{.strategy = strategy},
-                    model_->blocks());
-  std::vector<at::Tensor> trained;
-  for (const auto& [name, tensor] : parallel_->named_slices()) trained.push_back(tensor);
-  sgd_.emplace(trained, torch::optim::SGDOptions(options.lr)
-                            .momentum(options.momentum)
-                            .weight_decay(options.weight_decay));
-  if (!options.resume.empty()) load_run(options.resume, *parallel_, *sgd_, group);
+  make_optimizer();
+  if (!options.resume.empty()) resume();
   console_.print(
       "%s, %lld classes, %lld pictures; batch %lld on %d ranks; learning rate %s\n",
       options.arch.c_str(), static_cast<long long>(std::ssize(training_set_->classes())),
       static_cast<long long>(training_set_->size()), static_cast<long long>(global_batch()),
       group.size(),
       cohort::train::describe_learning_rate(options.lr, kBaseBatch, global_batch(), rule).c_str());
+}
+
+void Trainer::make_optimizer() {
+  const bool servers = cohort::apps::server_training(options_.strategy).has_value();
+  // Servers have the gradients' sum; statistics of batches stay each rank's own until an epoch
+  // ends.
+  parallel_.emplace(
+      model_, group_,
+      cohort::parallel::StrategyOptions{
+          .strategy = cohort::parallel::parse_strategy(servers ? "ddp" : options_.strategy),
+          .ddp = {.broadcast_buffers = !servers},
+          .sharding = {.cpu_offload = options_.cpu_offload}},
+      model_->blocks());
+  const OptimizerOptions optimizer{.learning_rate = learning_rate_,
+                                   .momentum = options_.momentum,
+                                   .weight_decay = options_.weight_decay,
+                                   .steps_per_epoch = std::ssize(training_batches(0))};
+  optimizer_ = servers ? make_server_optimizer(*parallel_, group_, options_, optimizer)
+                       : make_rank_optimizer(*parallel_, optimizer);
+}
+
+void Trainer::resume() {
+  const bool servers = cohort::apps::server_training(options_.strategy).has_value();
+  if (servers && state_.servers.empty()) {
+    throw ConfigError(options_.resume +
+                      ": a checkpoint without servers, which hold the momentum: "
+                      "expected no --strategy " +
+                      options_.strategy);
+  }
+  if (!servers && !state_.servers.empty()) {
+    throw ConfigError(options_.resume + ": its momentum is in " + state_.servers +
+                      ": expected --strategy ps-sync or ps-async");
+  }
+  load_run(options_.resume, *parallel_, optimizer_->momentum(), group_);
+  optimizer_->check_resumed(options_.resume, state_);
 }
 
 cohort::image::ImageLoaderOptions Trainer::loader_options(Transform transform,
@@ -147,15 +175,10 @@ std::vector<std::vector<int64_t>> Trainer::training_batches(int64_t epoch) const
   return cohort::data::cut_batches(sampler.indices(), local_batch_, cohort::data::LastBatch::kDrop);
 }
 
-void Trainer::set_learning_rate(int64_t epoch) {
-  const double rate = learning_rate_ * std::pow(0.1, static_cast<double>(epoch / kEpochsPerRate));
-  for (auto& group : sgd_->param_groups()) group.options().set_lr(rate);
-}
-
 EpochReport Trainer::train_epoch(int64_t epoch) {
   auto batches = training_batches(epoch);
   const auto num_steps = std::ssize(batches);
-  set_learning_rate(epoch);
+  optimizer_->begin_epoch(epoch);
   ImageLoader loader(*training_set_, std::move(batches),
                      loader_options(Transform::kTraining, epoch));
   ScoreSums sums;
@@ -172,10 +195,9 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
                       ": every picture of the batch is damaged");
     const at::Tensor scores_BC = (*parallel_)(batch->images_BCHW.to(scalar_type(options_)));
     const at::Tensor losses_B = losses_of(scores_BC, batch->labels_B);
-    sgd_->zero_grad();
     // Not the mean: a batch with pictures left out counts for what it has.
     parallel_->backward(losses_B.sum() / local_batch_);
-    sgd_->step();
+    optimizer_->step();
     sums.add(losses_B, scores_BC, batch->labels_B);
     if (++step % options_.print_freq == 0) {
       print_step(epoch, step, num_steps, report(sums.scores()));
@@ -200,6 +222,7 @@ void Trainer::print_step(int64_t epoch, int64_t step, int64_t num_steps,
 }
 
 void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
+  optimizer_->settle();
   // Plain batch normalisation keeps running statistics of each rank's own pictures: rank 0's are
   // the ones that are saved, so they are what all ranks evaluate.
   cohort::parallel::broadcast_tensors(model_->buffers(), group_, 0);
@@ -207,8 +230,10 @@ void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
   const bool best = valid.top1 > state_.best_top1;
   if (best) state_.best_top1 = valid.top1;
   state_.epochs_done = epoch + 1;
-  save_run(options_.output + "/checkpoint", *parallel_, *sgd_, state_);
-  if (best) save_run(options_.output + "/model_best", *parallel_, *sgd_, state_);
+  optimizer_->save(state_);
+  save_run(options_.output + "/checkpoint", *parallel_, optimizer_->momentum(), state_);
+  optimizer_->saved(state_);
+  if (best) save_run(options_.output + "/model_best", *parallel_, optimizer_->momentum(), state_);
   if (group_.rank() != 0) return;
   cohort::train::History(options_.output + "/history.jsonl")
       .append({{"epoch", epoch},
@@ -235,6 +260,7 @@ void Trainer::train() {
        ++epoch) {
     finish_epoch(epoch, train_epoch(epoch));
   }
+  optimizer_->finish();
 }
 
 }  // namespace imagenet

@@ -2,7 +2,6 @@
 #pragma once
 #include <memory>
 #include <optional>
-#include <torch/optim/sgd.h>
 
 #include "cohort/base/console.h"
 #include "cohort/comm/process_group.h"
@@ -10,6 +9,7 @@
 #include "cohort/image/image_loader.h"
 
 #include "examples/imagenet/checkpoint.h"
+#include "examples/imagenet/optimizer.h"
 #include "examples/imagenet/options.h"
 #include "examples/imagenet/resnet.h"
 #include "examples/imagenet/scores.h"
@@ -26,7 +26,7 @@ struct EpochReport {
 /// One run: model, optimizer and data.
 ///
 /// Every rank draws the same parameters from the seed and takes its share of each global batch; the
-/// gradient is that of the mean over the global batch.
+/// gradient is that of the mean over the global batch; of ps-async, over the rank's own share.
 /// Owner:   `group` and `options` must outlive it. Threads: one.
 /// Collective: constructor, evaluate() and train(). Rank 0 alone prints and writes.
 /// Errors:  ConfigError for flags, files and pictures; PeerError when a rank is lost.
@@ -36,7 +36,8 @@ class Trainer {
 
   /// Returns the scores over val/, each picture counted once, whatever the number of ranks.
   Scores evaluate();
-  /// Trains to options.epochs; evaluates and saves after each epoch.
+  /// Trains to options.epochs; evaluates and saves after each epoch. Leaves the servers, if there
+  /// are any.
   void train();
 
  private:
@@ -46,7 +47,8 @@ class Trainer {
   void print_step(int64_t epoch, int64_t step, int64_t num_steps, const EpochReport& so_far) const;
   cohort::image::ImageLoaderOptions loader_options(cohort::image::Transform transform,
                                                    int64_t epoch) const;
-  void set_learning_rate(int64_t epoch);
+  void make_optimizer();
+  void resume();
   int64_t global_batch() const { return local_batch_ * group_.size(); }
 
   const Options& options_;
@@ -58,7 +60,7 @@ class Trainer {
   double learning_rate_;  // Of epoch 0.
   ResNet model_;
   std::optional<Model> parallel_;         // None with --evaluate, ...
-  std::optional<torch::optim::SGD> sgd_;  // ... this neither.
+  std::unique_ptr<Optimizer> optimizer_;  // ... this neither.
   RunState state_;
 };
 

@@ -83,6 +83,27 @@ TEST(CheckpointCommandTest, ConsolidateWritesWholeTensors) {
   EXPECT_EQ(checkpoint("consolidate " + folder / "nowhere" + " --output " + folder / "x").code, 2);
 }
 
+TEST(CheckpointCommandTest, ConsolidateReplacesACheckpointOnlyIfTold) {
+  const TemporaryFolder folder;
+  Saving(7, 3, 100).save(folder / "three");
+  Saving(5, 1, 200).save(folder / "other");
+  const std::string before = read_file(folder / "other/manifest.json");
+  const std::string command =
+      "consolidate " + folder / "three" + " --parts b --output " + folder / "other";
+  const Ended refused = checkpoint(command);
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_NE(refused.output.find("other: holds a checkpoint, which would be lost (update 5: a, b): "
+                                "name another folder, or pass --overwrite"),
+            std::string::npos)
+      << refused.output;
+  EXPECT_EQ(read_file(folder / "other/manifest.json"), before);
+  EXPECT_EQ(checkpoint("verify " + folder / "other").code, 0);
+  EXPECT_EQ(checkpoint(command + " --overwrite").code, 0);
+  EXPECT_EQ(StoredCheckpoint(folder / "other").parts(), std::vector<std::string>{"b"});
+  write_file(folder / "other/manifest.json", "{");
+  EXPECT_NE(checkpoint(command).output.find("(a damaged one)"), std::string::npos);
+}
+
 // The process may hold 16 MiB of its own beside mapped files; the tensor has 32.
 TEST(CheckpointCommandTest, ConsolidateNeedsNoMemoryForATensor) {
   const TemporaryFolder folder;

@@ -84,7 +84,7 @@ TEST_F(NmtBadInputTest, NumbersOutOfRangeAndFlagsAtOddsAreNamed) {
   expect_refused("translate --model-dir --n-best", "--model-dir");
   expect_refused("translate --model-dir a b", "b");
   expect_refused("", "--help lists commands and flags");
-  expect_refused("bleu " + path("valid.xx") + " -ci", "--confidence");
+  expect_refused("bleu " + path("valid.xx") + " -ci -sl", "--confidence");
 }
 
 TEST_F(NmtBadInputTest, FilesThatAreNotWhatIsExpectedAreNamed) {

@@ -1,7 +1,9 @@
 // `cohort nmt translate` as a stream, and `cohort nmt score`.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <gtest/gtest.h>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <pty.h>
@@ -211,11 +213,14 @@ TEST_F(NmtTextTest, ATerminalsLinesAreAnsweredAtOnce) {
 }
 
 TEST_F(NmtTextTest, MemoryDoesNotGrowWithTheInput) {
-  const long some = peak_memory(4000);
-  const long many = peak_memory(24000);
-  // Were the 20,000 lines kept, as text, ids and translations, they would take over 4 MiB; what a
-  // window leaves to the allocator varies by less.
-  EXPECT_LT(many - some, 3000) << some << " and " << many << " KiB";
+  // Were the 20,000 lines kept, as text, ids and translations, they would take over 4 MiB, every
+  // time; what a window leaves to the allocator varies by less, mostly.
+  long grown = std::numeric_limits<long>::max();
+  for (int i = 0; i < 3 && grown >= 3000; ++i) {
+    const long some = peak_memory(4000);
+    grown = std::min(grown, peak_memory(24000) - some);
+  }
+  EXPECT_LT(grown, 3000) << "KiB";
 }
 
 TEST_F(NmtTextTest, BatchesDoNotChangeTranslations) {

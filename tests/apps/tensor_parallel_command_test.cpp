@@ -74,10 +74,26 @@ TEST_F(TensorParallelCommandTest, TwoRanksTrainOneModelThatOneProcessUses) {
   EXPECT_EQ(translation("two"), at_best);
 }
 
+// Two ranks hold more of a batch than one does.
+TEST_F(TensorParallelCommandTest, BatchesAreFittedToWhatTheRanksHoldTogether) {
+  const auto rows = [&](const std::string& name, int ranks, const std::string& flags) {
+    std::string all = train_flags(name) + "--after-batches 1 --workspace 2 " + flags;
+    all.replace(all.find("--mini-batch 16"), 15, "--mini-batch-fit");
+    const Ended ended = shell(on_ranks(ranks, all));
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    const auto manifest = nlohmann::json::parse(contents(path(name + "/last/manifest.json")));
+    return nlohmann::json::parse(manifest["facts"]["fit_rows"].get<std::string>())
+        .back()
+        .get<int64_t>();
+  };
+  const int64_t one = rows("one", 1, ""), two = rows("two", 2, "--tensor-parallel 2");
+  EXPECT_GT(two, one);
+  EXPECT_LT(two, 2 * one) << "what goes from layer to layer is whole on both";
+}
+
 TEST_F(TensorParallelCommandTest, DivisionsThatDoNotComeOutEvenAreRefused) {
   expect_refused(train_flags("x") + "--tensor-parallel 2",
                  "--tensor-parallel 2: expected a divisor of the number of ranks, 1");
-  expect_refused(train_flags("x") + "--tensor-parallel 2 --mini-batch-fit", "--mini-batch-fit: ");
   expect_refused(train_flags("x") + "--tensor-parallel 2 --strategy hybrid",
                  "--tensor-parallel: expected ddp, zero1, zero2 or zero3 as --strategy");
   expect_refused(train_flags("x") + "--tensor-parallel 0", "expected 1 to 65536");

@@ -1,6 +1,8 @@
 #include "cohort/base/log.h"
 
+#include <cmath>
 #include <gtest/gtest.h>
+#include <optional>
 #include <regex>
 #include <sstream>
 #include <thread>
@@ -37,6 +39,16 @@ TEST(LogTest, WritesTaggedLinesToItsFile) {
                 R"([rank 1/2] info epoch done epoch=3 loss=2.125 note="two words" none="" time)",
                 "[rank 1/2] warn 100% {} braces and lines time",
                 R"([rank 1/2] error lost cause="a \"b\"\nc" time)"}));
+}
+
+TEST(LogTest, ANumberThatIsNotThereIsNone) {
+  const TemporaryFolder folder;
+  const Log log({.file = folder / "log"});
+  log.info("valid", {{"best", std::optional<double>()}, {"loss", std::optional(1.5)}});
+  log.info("diverged", {{"loss", -std::nan("")}});
+  EXPECT_EQ(lines_of(folder / "log"),
+            (std::vector<std::string>{"[rank 0/1] info valid best=none loss=1.5 time",
+                                      "[rank 0/1] info diverged loss=nan time"}));
 }
 
 TEST(LogTest, OnlyRankZeroSpeaksOnTheTerminalUnlessTold) {

@@ -2,8 +2,14 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <stdexcept>
+#include <sys/resource.h>
+
+#include "cohort/base/atomic_file.h"
+
+#include "tests/base/temporary_folder.h"
 
 namespace cohort {
 namespace {
@@ -43,6 +49,25 @@ TEST(ProgramTest, WhatAProgramDoesWithASignalStays) {
         });
       },
       testing::ExitedWithCode(7), "");
+}
+
+// It shows no stack, for its place in the program explains nothing.
+TEST(ProgramTest, ALimitOnTheSizeOfFilesIsAnErrorOfOneLine) {
+  const TemporaryFolder folder;
+  const std::string file = folder / "f";
+  const auto write = [&] {
+    const rlimit limit{.rlim_cur = 4096, .rlim_max = RLIM_INFINITY};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    ::setenv("COHORT_ERROR_FILE", (folder / "error").c_str(), 1);
+    std::exit(run_program("test", [&] {
+      write_atomically(file, std::string(5000, 'x'));
+      return 0;
+    }));
+  };
+  EXPECT_EXIT(write(), testing::ExitedWithCode(kExitFailure),
+              "^test: error: " + file + ": cannot write: File too large\n$");
+  EXPECT_FALSE(std::filesystem::exists(file));
+  EXPECT_NE(read_file(folder / "error").find("\"stack\":\"\""), std::string::npos);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "cohort/base/error.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/message_of.h"
 
 namespace cohort {
 namespace {
@@ -101,6 +102,26 @@ TEST_F(SafetensorsFileTest, RefusesToWriteNonsense) {
   EXPECT_THROW(write({{"__metadata__", DType::kF32, {2}, bytes}}), ConfigError);
   EXPECT_THROW(write({{"\xFF", DType::kF32, {2}, bytes}}), ConfigError);
   EXPECT_FALSE(std::filesystem::exists(folder_ / "bad"));
+}
+
+TEST_F(SafetensorsFileTest, StreamsAreWrittenAsTheirBytesAndCountedToo) {
+  const std::vector<uint8_t> bytes = {1, 2, 3, 4, 5};
+  const auto stream = [&](int64_t size) {
+    return TensorStream{"x", DType::kU8, {size}, [&](const ByteSink& write) {
+                          write(std::as_bytes(std::span(bytes)).first(2));
+                          write(std::as_bytes(std::span(bytes)).subspan(2));
+                        }};
+  };
+  const std::vector<TensorStream> right = {stream(5)};
+  stream_safetensors(path_, right);
+  const SafetensorsFile file(path_);
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(),
+                         reinterpret_cast<const uint8_t*>(file.at("x").bytes.data())));
+  const std::vector<TensorStream> wrong = {stream(6)};
+  EXPECT_EQ(test::message_of<ConfigError>([&] { stream_safetensors(folder_ / "wrong", wrong); }),
+            folder_ / "wrong" +
+                ": cannot write tensor \"x\": expected 6 bytes by dtype and shape, found 5");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "wrong"));
 }
 
 TEST_F(SafetensorsFileTest, EveryTruncationIsAnErrorThatNamesTheFile) {

@@ -156,7 +156,7 @@ TEST(StoredCheckpointTest, ConsolidationLeavesFilesOfOthersAlone) {
             folder / "models" + ": expected no folder yet, an empty one, or that of a checkpoint");
   EXPECT_EQ(read_file(folder / "models/mine.safetensors"), "the user's");
   consolidate_checkpoint(two, two.parts(), folder / "new/and/deep");
-  consolidate_checkpoint(two, two.parts(), folder / "new/and/deep");
+  consolidate_checkpoint(two, two.parts(), folder / "new/and/deep", CheckpointThere::kIsReplaced);
   EXPECT_EQ(StoredCheckpoint(folder / "new/and/deep").manifest().files.size(), 2U);
 }
 

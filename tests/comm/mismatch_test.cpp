@@ -19,10 +19,10 @@ using std::chrono::seconds;
 // Every rank must end with a PeerError that holds all of `texts`, long before the group's timeout
 // of 60 s.
 void expect_named(int world_size, const std::vector<std::string>& texts,
-                  const std::function<void(ProcessGroup&)>& body, seconds limit = seconds(6)) {
+                  const std::function<void(ProcessGroup&)>& body) {
   const auto start = std::chrono::steady_clock::now();
   const auto ends = test::run_ranks(world_size, body, {.timeout = seconds(60)});
-  EXPECT_LT(std::chrono::steady_clock::now() - start, limit);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (size_t rank = 0; rank < ends.size(); ++rank) {
     EXPECT_EQ(ends[rank].exit_code, 3) << "rank " << rank << " wrote: " << ends[rank].output;
     for (const std::string& text : texts) {
@@ -117,8 +117,7 @@ TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
         group.all_reduce_async(x, ReduceOp::kMax).wait();
         group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
         TORCH_CHECK_VALUE(false, "went on with ", x);
-      },
-      seconds(9));
+      });
 }
 
 // Gloo itself ends the process of the rank that gets more than it expects.
@@ -133,8 +132,7 @@ TEST_P(MismatchTest, ShapesOfAsynchronousCallsThatAreKnown) {
         group.all_reduce_async(small).wait();
         group.all_reduce_async(large).wait();
         group.all_reduce_async(is_odd_one(group) ? large : small).wait();
-      },
-      seconds(9));
+      });
 }
 
 // Only the odd one has it compared, and the comparison must not meet the others' data.
@@ -147,8 +145,7 @@ TEST_P(MismatchTest, AnAsynchronousCallThatIsNewWhereTheOthersKnowTheirs) {
         at::Tensor x = at::ones({4});
         group.all_reduce_async(x).wait();
         group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
-      },
-      seconds(9));
+      });
 }
 
 TEST_P(MismatchTest, RepeatedAsynchronousCallsBetweenOthersAgree) {
@@ -199,7 +196,7 @@ TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
                                       }
                                     },
                                     {.timeout = seconds(60), .check_collectives = false});
-  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(9));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 3);
     EXPECT_NE(end.output.find("rank 1 calls broadcast from 1 of float32[4] at mismatch_test.cpp:"),
@@ -229,10 +226,10 @@ TEST(MonitoredBarrierTest, NamesWhoHasNotCome) {
   const auto start = std::chrono::steady_clock::now();
   const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
     group.all_reduce_sum(1);
-    if (group.rank() == 2) std::this_thread::sleep_for(seconds(4));
-    group.barrier("epoch", std::chrono::milliseconds(1500));
+    if (group.rank() == 2) std::this_thread::sleep_for(seconds(9));
+    group.barrier("epoch", seconds(4));
   });
-  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(12));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(40));
   for (size_t rank = 0; rank < 2; ++rank) {
     EXPECT_EQ(ends[rank].exit_code, 3);
     EXPECT_NE(ends[rank].output.find("in barrier \"epoch\" #2"), std::string::npos)
@@ -298,8 +295,8 @@ TEST(MismatchFaultTest, AStoppedStoreHostIsNamedWithinSeconds) {
                         }
                         group.all_reduce_sum(1);
                       },
-                      {.timeout = seconds(2)});
-  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20)) << "60 s when they hang";
+                      {.timeout = seconds(5)});
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(45)) << "60 s when they hang";
   for (size_t rank = 1; rank < 3; ++rank) {
     EXPECT_EQ(ends[rank].exit_code, 3);
     EXPECT_NE(ends[rank].output.find("lost rank 0 in all_reduce(sum) #"), std::string::npos)

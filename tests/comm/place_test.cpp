@@ -7,6 +7,8 @@
 #include "cohort/base/error.h"
 #include "cohort/comm/slurm.h"
 
+#include "tests/support/message_of.h"
+
 namespace cohort::comm {
 namespace {
 
@@ -117,6 +119,38 @@ TEST(PlaceTest, ReadsPaddleAndCountsTheHostsOwnTrainers) {
   EXPECT_EQ(place.master_port, 6170);
   EXPECT_EQ(place.local_rank, 1);
   EXPECT_EQ(place.local_world_size, 2);
+}
+
+TEST(PlaceTest, PaddlesOnlyTrainerNeedsNoEndpoints) {
+  const std::map<std::string, std::string> alone{{"PADDLE_TRAINER_ID", "0"},
+                                                 {"PADDLE_TRAINERS_NUM", "1"}};
+  {
+    const Environment environment(alone);
+    EXPECT_EQ(discover_place().world_size, 1);
+    EXPECT_EQ(discover_place().source, "Paddle's environment");
+  }
+  auto variables = alone;
+  variables["PADDLE_TRAINER_ID"] = "1";
+  EXPECT_NE(error_of(variables).find("rank 1 of world size 1"), std::string::npos);
+  variables["PADDLE_TRAINERS_NUM"] = "2";
+  EXPECT_EQ(error_of(variables),
+            "PADDLE_TRAINER_ID is set but PADDLE_TRAINER_ENDPOINTS is not: set all of them, or "
+            "none");
+}
+
+TEST(PlaceTest, AmongEndpointsTheFirstIsTheStores) {
+  const Place place = place_among({"a:6170", "b:1", "b:x"}, 2);
+  EXPECT_EQ(place.master_addr, "a");
+  EXPECT_EQ(place.master_port, 6170);
+  EXPECT_EQ(place.rank, 2);
+  EXPECT_EQ(place.world_size, 3);
+  EXPECT_EQ(place.local_rank, 1);
+  const auto refusal = [](const std::vector<std::string>& endpoints, int rank) {
+    return test::message_of<ConfigError>([&] { place_among(endpoints, rank); });
+  };
+  EXPECT_EQ(refusal({"a:1", "b:2"}, 2), "endpoints=a:1,b:2: there is no rank 2");
+  EXPECT_EQ(refusal({"a:0", "b:2"}, 0), "endpoints=a:0,b:2: expected a port, got '0'");
+  EXPECT_EQ(refusal({"a:1", "b"}, 0), "endpoints=a:1,b: expected host:port,host:port");
 }
 
 TEST(PlaceTest, NodeNumbersAndALocalRankGiveTheRank) {

@@ -20,9 +20,9 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// Waits for a condition that another thread or process brings about; false after ten seconds.
+// Waits for a condition that another thread or process brings about; false after 40 seconds.
 bool eventually(const std::function<bool()>& condition) {
-  const auto limit = std::chrono::steady_clock::now() + seconds(10);
+  const auto limit = std::chrono::steady_clock::now() + seconds(40);
   while (!condition()) {
     if (std::chrono::steady_clock::now() > limit) return false;
     std::this_thread::sleep_for(milliseconds(5));

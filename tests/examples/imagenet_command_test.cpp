@@ -65,6 +65,15 @@ TEST_F(ImagenetCommandTest, LearnsShapes) {
   EXPECT_EQ(rows.back()["valid_top5"].get<double>(), 100) << "three classes are always among five";
 }
 
+TEST_F(ImagenetCommandTest, FlagsThatCannotHoldAreRefused) {
+  for (const auto& [more, text] :
+       {std::pair{"--cpu-offload --strategy zero3", "--cpu-offload: there is nothing to offload"},
+        {"--cpu-offload", "--cpu-offload: expected --strategy zero1"},
+        {"--lr 1e30", "--lr 1e30: expected a number from 0 to 100"}}) {
+    expect_refused(2, shell(bin("imagenet") + " " + flags("run", more)), text);
+  }
+}
+
 TEST_F(ImagenetCommandTest, ResumedRunIsBitEqualToOneNeverStopped) {
   for (const int count : {1, 2}) {
     const std::string name = "ranks" + std::to_string(count);
@@ -184,7 +193,7 @@ TEST_F(ImagenetCommandTest, MistakesAreNamed) {
   expect_refused(2, on_ranks(1, "run", "--batch-size-per-rank 4"), "--batch-size");
   expect_refused(2, on_ranks(1, "run", "--epochs -3"), "--epochs -3: expected a number above 0");
   expect_refused(2, shell(bin("imagenet") + " " + folder_ / "data" + " --lr nan"),
-                 "--lr nan: expected 0 or more");
+                 "--lr nan: expected a number from 0 to 100");
   expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2"),
                  "--rank is set but --addr (or --dist-url, or MASTER_ADDR) is not");
   expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2 --addr 127.0.0.1"),

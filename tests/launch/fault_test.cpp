@@ -42,7 +42,7 @@ TEST(RunFaultTest, TheFailingRankIsReportedWithItsMessageAndLastLines) {
 
 TEST(RunFaultTest, ARankKilledBySignalIsNamedAndTheOthersLeaveByThemselves) {
   // Rank 0 stands for a survivor that notices its lost peer: it waits for the launcher's file.
-  Launched run(cohort_run_sh({"--nproc-per-node", "2"},
+  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--grace", "60"},
                              "flag=$COHORT_LOG_DIR/gone;"
                              "if [ $RANK = 1 ]; then echo > $flag; kill -9 $$; fi;"
                              "until [ -e $flag ]; do :; done; echo lost rank 1 >&2; exit 3"));
@@ -97,7 +97,7 @@ TEST(RunFaultTest, ASecondInterruptKills) {
   run.send(SIGINT);
   EXPECT_EQ(run.wait().exit_code, 130);
   // One alone kills 25 seconds after the grace of 5.
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
 }
 
 TEST(RunFaultTest, GrandchildrenEndWithTheJob) {
@@ -171,7 +171,7 @@ std::string fresh_logs(const Launched& run) {
 
 template <typename Holds>
 void wait_until(Holds condition) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   while (!condition()) {
     ASSERT_LT(std::chrono::steady_clock::now(), end);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));

@@ -31,7 +31,7 @@
 namespace cohort::launch {
 namespace {
 
-constexpr std::chrono::seconds kPatience{20};
+constexpr std::chrono::seconds kPatience{60};
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw std::runtime_error("test harness: " + what);

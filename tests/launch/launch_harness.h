@@ -80,7 +80,7 @@ std::string wait_for_file(const std::string& path);
 class Watched {
  public:
   explicit Watched(pid_t pid);
-  /// Waits for the end; returns false after 20 seconds.
+  /// Waits for the end; returns false after a minute.
   bool wait_for_end() const;
 
  private:

@@ -77,7 +77,56 @@ TEST(StrategyAdviceTest, WhereNothingFitsItSaysWhatWould) {
   EXPECT_EQ(advise(request).chosen, "zero3");
   request.largest_unit = 100 * kMillion;
   EXPECT_EQ(advise(request).reason,
-            "none fits on 24 ranks: the largest unit alone is too large, cut it into smaller ones");
+            "none fits on 24 ranks, nor on more, for a rank must gather 762.9 MiB of the model at "
+            "once");
+}
+
+TEST(StrategyAdviceTest, WhatAProgramKeepsBesideCounts) {
+  const AdviceRequest request{.parameters = 100 * kMillion,
+                              .largest_unit = 10 * kMillion,
+                              .world_size = 8,
+                              .local_world_size = 4,
+                              .host_memory_bytes = 64 * kGib,
+                              .saved_bytes = 16,
+                              .gathers_whole = true};
+  const auto found = by_name(advise(request));
+  EXPECT_DOUBLE_EQ(found.at("ddp").bytes, 1600e6 + 1600e6 / 4) << "one rank of the host's four";
+  EXPECT_DOUBLE_EQ(found.at("zero1").bytes, 900e6 + 200e6);
+  EXPECT_DOUBLE_EQ(found.at("zero2").bytes, 550e6 + 200e6);
+  EXPECT_DOUBLE_EQ(found.at("zero3").bytes, 200e6 + 200e6 + 350e6) << "whole, without gradients";
+  EXPECT_DOUBLE_EQ(found.at("hybrid").bytes, 400e6 + 400e6 + 300e6);
+  AdviceRequest large = request;
+  large.largest_unit = 60 * kMillion;
+  EXPECT_DOUBLE_EQ(by_name(advise(large)).at("zero3").bytes, 400e6 + 480e6) << "the larger of both";
+  EXPECT_NE(found.at("zero1").reason.find("9 bytes a parameter, 2 more in copies to be saved"),
+            std::string::npos)
+      << found.at("zero1").reason;
+}
+
+// 1000 M parameters on 4 ranks of a host. Bytes of a rank, in GB: zero3 11; where two ranks compute
+// one model ddp 12, zero1 10; where all four do, ddp 8.
+TEST(StrategyAdviceTest, RanksComputeOneModelWhereNothingElseFits) {
+  AdviceRequest request{.parameters = 1000 * kMillion,
+                        .world_size = 4,
+                        .local_world_size = 4,
+                        .saved_bytes = 16,
+                        .gathers_whole = true};
+  const auto with = [&](double rank_gb) {
+    request.host_memory_bytes = static_cast<int64_t>(rank_gb * 1e9 * 4 / kShareAtRest);
+    return advise(request);
+  };
+  EXPECT_EQ(with(11.1).tensor_parallel, 1);
+  EXPECT_EQ(with(11.1).chosen, "zero2");
+  EXPECT_EQ(with(10.1).tensor_parallel, 2);
+  EXPECT_EQ(with(10.1).chosen, "zero1");
+  EXPECT_NE(with(10.1).reason.find("2 ranks of a host must compute one model"), std::string::npos);
+  EXPECT_EQ(with(8.1).tensor_parallel, 4);
+  EXPECT_EQ(with(8.1).chosen, "ddp");
+  EXPECT_FALSE(with(7.9).chosen);
+  EXPECT_EQ(with(7).reason, "none fits on 4 ranks: zero3 does on 12, 4 a host");
+  EXPECT_EQ(with(3.9).reason,
+            "none fits on 4 ranks, nor on more, for a rank must gather 3.73 GiB of the model at "
+            "once");
 }
 
 TEST(StrategyAdviceTest, NumbersOutOfRangeAreRefused) {

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import unittest
 
 BUILD = pathlib.Path(sys.argv[1]).resolve()
 PROGRAM = [str(BUILD / "bin/cohort"), "bench", "ddp", "--layers", "2", "--width", "16", "--steps", "2", "--warmup", "1",
-           "--rendezvous-timeout", "30", "--timeout", "30"]
+           "--rendezvous-timeout", "100", "--timeout", "100"]
 CONTRACTS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PADDLE_", "TORCHELASTIC_", "COHORT_")
 
 
@@ -28,9 +29,12 @@ def environment(**more):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Of those that the system gives to nobody by itself, a moment later say."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

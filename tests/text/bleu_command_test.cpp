@@ -47,6 +47,12 @@ class BleuCommandTest : public testing::Test {
                        arguments);
   }
 
+  // In gzip's form.
+  std::string packed(std::string_view text) const {
+    const std::string file = folder_.write("to-pack", text).string();
+    return run_command("gzip -c " + file);
+  }
+
   // Expects that both print the same for the same arguments.
   void expect_equal(const std::string& arguments) const {
     EXPECT_EQ(run("bleu " + arguments), sacrebleu(arguments)) << arguments;
@@ -103,6 +109,62 @@ TEST_F(BleuCommandTest, PrintsSacrebleusJson) {
   expect_equal(same + " -m bleu chrf");
 }
 
+// More sentences than orders, so that drawn corpora differ; and one of a single sentence.
+TEST_F(BleuCommandTest, IsAsSureAsSacrebleu) {
+  std::string hypotheses, references;
+  const std::vector<std::string> words{"the", "dog",  "bit", "a",     "man",
+                                       "in",  "town", ".",   "\u4F60"};
+  for (size_t i = 0; i < 50; ++i) {
+    for (size_t k = 0; k < 3 + i % 7; ++k) {
+      hypotheses += words[(i * 5 + k * 2) % words.size()] + " ";
+      references += words[(i * 5 + k * 2 + (i * k) % 6 / 5) % words.size()] + " ";
+    }
+    hypotheses += "\n";
+    references += "x\n";
+  }
+  const std::string files = folder_.write("many.ref", references).string() + " -i " +
+                            folder_.write("many.hyp", hypotheses).string();
+  expect_equal(files + " -f text -ci");
+  expect_equal(files + " -f text --confidence -cin 77 -w 12 -m bleu chrf");
+  expect_equal(files + " -ci -f json -w 6 -m bleu chrf -cw 2");
+  expect_equal(files + " -f text -ci -sh -cin 30 -s floor -w 9");
+  expect_equal(files + " -f text -ci -cin 30 -s add-k -sv 0.5 -w 9 -b");
+  expect_equal(files + " -f text -ci -cin 30 -m chrf --chrf-eps-smoothing -w 5");
+  expect_equal(reference_ + " " + second_ + " -i " + hypotheses_ + " -f text -ci -cin 100 -w 7");
+  const std::string one = folder_.write("one", "a b c d e\n").string();
+  expect_equal(one + " -i " + one + " -f text -ci -cin 3");
+  const std::string other = folder_.write("other", "v w x y z\n").string();
+  expect_equal(one + " -i " + other + " -f text -ci -cin 3");
+}
+
+TEST_F(BleuCommandTest, PrintsShortSignaturesAndChoosesTheTokenizerAsSacrebleu) {
+  const std::string one = reference_ + " -i " + hypotheses_ + " -f text ";
+  expect_equal(one + "-sh -lc -tok zh");
+  expect_equal(one + "--short -q -m chrf bleu -s add-k");
+  expect_equal(one + "-sl --short");
+  expect_equal(one + "-l en-zh");
+  expect_equal(one + "--language-pair zh-en --quiet");
+  expect_equal(one + "-l en-zh -tok intl");
+  expect_equal(reference_ + " -i " + hypotheses_ + " -f json -sh");
+}
+
+TEST_F(BleuCommandTest, UnpacksFilesAsSacrebleu) {
+  const std::string hypotheses = folder_.write("hyp.gz", packed(kHypotheses)).string();
+  const std::string reference = folder_.write("ref.gz", packed(kReference)).string();
+  expect_equal(reference + " -i " + hypotheses + " -f text -w 5");
+  expect_equal(reference_ + " -i " + hypotheses + " -f text -w 5");
+}
+
+TEST_F(BleuCommandTest, AByteOrderMarkIsTextAsToSacrebleu) {
+  const std::string marked = "\uFEFFThe dog bit the man.\nand so on and on\n";
+  const std::string plain = marked.substr(3);
+  const std::string hypotheses = folder_.write("marked", marked).string();
+  const std::string references = folder_.write("plain", plain).string();
+  expect_equal(references + " -i " + hypotheses + " -f text -m bleu chrf -w 6");
+  expect_equal(hypotheses + " -i " + hypotheses + " -f text -m bleu chrf -w 6");
+  expect_equal(hypotheses + " -i " + references + " -f text -m bleu chrf -w 6 -tok char");
+}
+
 TEST_F(BleuCommandTest, NamesOfFilesMayStandInAnyOrder) {
   const std::string expected = run("bleu " + reference_ + " " + second_ + " -i " + hypotheses_);
   EXPECT_EQ(expected,
@@ -155,14 +217,25 @@ TEST_F(BleuCommandTest, BadInputIsNamed) {
             "--smooth-method more: expected exp, floor, add-k or none");
   EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu -i " + hypotheses_ + " -tok zh"); }),
             "--ref is required");
-  for (const auto& [argument, name] :
-       {std::pair{"-ci", "--confidence"}, {"-cin 5", "--confidence-n"}, {"-sh", "--short"}}) {
-    const std::string message =
-        test::message_of<ConfigError>([&] { run("bleu x " + std::string(argument)); });
-    EXPECT_NE(message.find(name), std::string::npos) << message;
+  for (const auto& [arguments, expected] :
+       {std::pair{"-ci -sl", "--confidence: expected a corpus's score, not --sentence-level"},
+        {"-l en-ja",
+         "--language-pair en-ja: expected --tokenize with it, for sacreBLEU's ja-mecab "
+         "is not here"},
+        {"-l zh", "--language-pair zh: expected source-target, en-zh say"},
+        {"-cin 5", "--confidence-n requires --confidence"}}) {
+    EXPECT_EQ(test::message_of<ConfigError>(
+                  [&] { run("bleu " + reference_ + " -i " + hypotheses_ + " " + arguments); }),
+              expected);
+  }
+  const std::string no_gzip = folder_.write("text.gz", "text").string();
+  for (const std::string& damaged :
+       {no_gzip, folder_.write("cut.gz", packed("a\nb\n").substr(0, 15)).string()}) {
+    EXPECT_EQ(test::message_of<ConfigError>([&] { run("bleu " + damaged + " -i " + hypotheses_); }),
+              damaged + ": expected a whole gzip file");
   }
   for (const std::string arguments :
-       {"-m ter", "-f latex", "-cc 13", "-sv -1", "-w 18", "-tk 13a", "--confidence"}) {
+       {"-m ter", "-f latex", "-cc 13", "-sv -1", "-w 18", "-tk 13a", "-ci -cin 1"}) {
     EXPECT_THROW(run("bleu x " + arguments), ConfigError) << arguments;
   }
 }

@@ -175,35 +175,5 @@ TEST(PartsTest, WhoLoadsBesideASaveFindsAWholeCheckpoint) {
   writer.join();
 }
 
-TEST(CheckpointWriterTest, WritesWhatTheTensorsHeldWhenItWasAsked) {
-  const TemporaryFolder folder;
-  const std::string path = folder / "last";
-  CheckpointWriter writer;
-  Parts parts = make_parts(1);
-  for (int update = 1; update <= 5; ++update) {
-    for (auto& [part, tensors] : parts) tensors.front().second.fill_(update);
-    writer.save(path, parts, update, {});
-    for (auto& [part, tensors] : parts) tensors.front().second.fill_(-100);
-  }
-  writer.wait();
-  EXPECT_FALSE(writer.busy());
-  load_checkpoint(path, parts);
-  EXPECT_EQ(first(parts, "weights"), 5);
-}
-
-TEST(CheckpointWriterTest, AFailureIsToldOnceAndTheEarlierCheckpointStays) {
-  const TemporaryFolder folder;
-  write_file(folder / "file", "no folder");
-  CheckpointWriter writer;
-  writer.save(folder / "good", make_parts(3), 1, {});
-  writer.save(folder / "file", make_parts(4), 2, {});
-  EXPECT_NE(test::message_of<ConfigError>([&] { writer.wait(); }).find(folder / "file"),
-            std::string::npos);
-  writer.wait();
-  Parts parts = make_parts(0);
-  load_checkpoint(folder / "good", parts);
-  EXPECT_EQ(first(parts, "weights"), 3);
-}
-
 }  // namespace
 }  // namespace cohort::train

@@ -260,23 +260,47 @@ TEST(ShardedCheckpointWriterTest, RanksSaveTogetherInTheBackgroundAndLoadTogethe
   });
 }
 
-TEST(ShardedCheckpointWriterTest, WhatRankZeroGivesAloneIsPlain) {
+TEST(ShardedCheckpointWriterTest, OneRankAloneWritesPlainFiles) {
+  const TemporaryFolder folder;
+  const Parts state = make_state(1);
+  save_checkpoint(folder / "plain", state, 7, {{"a", "b"}});
+  SlicedParts whole;
+  for (const auto& [part, tensors] : state) whole[part] = whole_slices(tensors);
+  comm::ProcessGroup alone{comm::Place{}};
+  ShardedCheckpointWriter writer(alone);
+  writer.begin(folder / "last", whole, 7, {{"a", "b"}});
+  writer.commit();
+  for (const char* name : {"weights-7.safetensors", "optimizer-7.safetensors", "manifest.json"})
+    EXPECT_EQ(read_file(folder / "last" + "/" + name), read_file(folder / "plain" + "/" + name));
+}
+
+// The files of the checkpoint before go in the background; what a killed save left goes first.
+TEST(ShardedCheckpointWriterTest, WhatIsOutdatedIsRemoved) {
   const SharedFolder folder;
-  if (folder.is_parent()) save_checkpoint(folder / "plain", make_state(1), 7, {{"a", "b"}});
+  const std::string path = folder / "last";
   test::ranks(2, [&](comm::ProcessGroup& group) {
-    SlicedParts whole;
-    for (const auto& [part, tensors] : make_state(1)) whole[part] = whole_slices(tensors);
+    const auto names = [&] {
+      std::set<std::string> found;
+      for (const auto& entry : fs::directory_iterator(path))
+        found.insert(entry.path().filename().string());
+      return found;
+    };
+    SlicedParts state;
+    for (const auto& [part, tensors] : make_state(1)) state[part] = whole_slices(tensors);
     ShardedCheckpointWriter writer(group);
-    writer.begin_whole(folder / "last", whole, 7, {{"a", "b"}});
-    writer.commit();
-    for (const char* name : {"weights-7.safetensors", "optimizer-7.safetensors", "manifest.json"})
-      EXPECT_EQ(read_file(folder / "last" + "/" + name), read_file(folder / "plain" + "/" + name));
-    group.barrier("compared");
-    writer.begin(folder / "last", share_of(whole, group.rank(), 2), 8, {});
-    writer.commit();
-    writer.begin_whole(folder / "last", whole, 9, {});
-    writer.commit();
-    EXPECT_EQ(std::distance(fs::directory_iterator(folder / "last"), fs::directory_iterator()), 3);
+    for (const int64_t update : {7, 8}) {
+      if (group.rank() == 0 && update == 8)
+        write_file(path + "/weights-9.0-of-2.5c0e1f7a.safetensors", "a killed save's");
+      writer.begin(path, share_of(state, group.rank(), 2), update, {});
+      writer.commit();
+      writer.wait_written();
+      EXPECT_TRUE(writer.done());
+      group.barrier("removed");
+      std::set<std::string> expected{"manifest.json"};
+      for (const auto& [key, file] : Manifest::read(path).files) expected.insert(file.name);
+      EXPECT_EQ(names(), expected) << update;
+      group.barrier("looked");
+    }
   });
 }
 

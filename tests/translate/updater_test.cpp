@@ -167,12 +167,17 @@ TEST(UpdaterTest, ThreeRanksMakePlainUpdates) {
   test::ranks(3, [](comm::ProcessGroup& group) { expect_plain_updates(group, {1, 1, 1}); });
 }
 
-// Of the sharding strategies, too: what they leave of the model is gathered by a forward.
+// Of the sharding strategies, too: what they leave of the model is gathered by a forward. And with
+// slices of their own in host memory.
 TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
   test::ranks(2, [](comm::ProcessGroup& group) {
     comm::ProcessGroup alone(comm::Place{});
-    for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
-      SCOPED_TRACE(to_string(strategy));
+    for (const auto& [strategy, offloads] : {std::pair{Strategy::kZero1, false},
+                                             {Strategy::kZero2, false},
+                                             {Strategy::kZero3, false},
+                                             {Strategy::kZero1, true},
+                                             {Strategy::kZero3, true}}) {
+      SCOPED_TRACE(to_string(strategy) + (offloads ? ", offloads" : ""));
       auto options = test::tiny_options();
       options.dropout = 0.3;
       const auto make = [&] {
@@ -183,6 +188,7 @@ TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
       };
       UpdaterOptions shared = kOptions;
       shared.strategy = strategy;
+      shared.cpu_offload = offloads;
       auto plain = make();
       Updater together(make(), group, shared);
       Updater by_itself(plain, alone, kOptions);
@@ -234,7 +240,7 @@ TEST(UpdaterTest, RanksMayHaveDifferentNumbersOfBatches) {
                                     [](comm::ProcessGroup& group) {
                                       expect_plain_updates(group, {1, 3});
                                     },
-                                    {.timeout = std::chrono::seconds(10)});
+                                    {.timeout = std::chrono::seconds(30)});
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
 }
 

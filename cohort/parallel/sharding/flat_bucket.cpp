@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <c10/core/Allocator.h>
+#include <c10/util/accumulate.h>
 #include <torch/types.h>
 #include <utility>
 
@@ -34,12 +35,24 @@ at::Tensor part_of(const at::Tensor& flat, int64_t offset, int64_t count) {
       .set_(flat.storage(), flat.storage_offset() + offset, {count}, {1});
 }
 
-// A tensor of `numel` elements for which memory is to come; views of it can be made.
-at::Tensor without_memory(int64_t numel, const at::TensorOptions& options) {
+// A tensor for which memory is to come; views of it can be made.
+at::Tensor without_memory(at::IntArrayRef sizes, const at::TensorOptions& options) {
   at::Tensor tensor = at::empty({0}, options);
-  tensor.storage().unsafeGetStorageImpl()->set_nbytes(static_cast<size_t>(numel) *
-                                                      tensor.element_size());
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  const auto numel = static_cast<size_t>(c10::multiply_integers(sizes));
+  tensor.storage().unsafeGetStorageImpl()->set_nbytes(numel * tensor.element_size());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
+// A tensor for which memory never comes: who asks for it gets an error that names the parameter.
+at::Tensor absent(const FlatTensor& place, const at::TensorOptions& options) {
+  const at::Tensor tensor = without_memory(place.shape, options);
+  tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "sharding: " + place.name +
+      " is shared out, and whole only while its unit runs: expected its unit to be called by "
+      "parallel::unit in the forward of the wrapped model, what else is computed with it (a "
+      "penalty) to be in that forward, too, and who reads it to do so between summon() and "
+      "release()");
   return tensor;
 }
 
@@ -52,9 +65,10 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
 }
 
 FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& group,
-                       const ShardingOptions& options)
+                       const ShardingOptions& options, BucketPlace where)
     : group_(group),
       options_(options),
+      place_(std::move(where)),
       parameters_(std::move(parameters)),
       frozen_(!parameters_.front().tensor.requires_grad()),
       deferred_(parameters_.front().tensor.is_meta()),
@@ -68,7 +82,7 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
   own_memory_ = sharded() || options_.cpu_offload || computed.dtype() != kept.dtype();
   present_ = whole_ = !sharded();
   full_ = present_ ? at::zeros({layout_.padded_numel()}, computed)
-                   : without_memory(layout_.padded_numel(), computed);
+                   : without_memory({layout_.padded_numel()}, computed);
   if (own_memory_) {
     const bool pinned = options_.cpu_offload && !kept.device().is_cpu();
     if (options_.cpu_offload) kept = kept.device(at::kCPU).pinned_memory(pinned);
@@ -77,8 +91,11 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
     shard_ = own_part(full_);
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
+    const FlatTensor& flat = layout_.tensors()[i];
     if (!deferred_) place(i, parameters_[i].tensor);
-    set_data(parameters_[i].tensor, view_of(full_, layout_.tensors()[i]));
+    views_.push_back(view_of(full_, flat));
+    if (!present_) absent_.push_back(absent(flat, computed));
+    attach(i);
   }
   if (!present_) set_memory(full_, 0);
 
@@ -109,23 +126,33 @@ at::Tensor FlatBucket::own_part(const at::Tensor& flat) const {
   return flat.narrow(0, group_.rank() * layout_.shard_numel(), layout_.shard_numel());
 }
 
-void FlatBucket::allocate() {
-  if (present_) return;
-  set_memory(full_, static_cast<size_t>(layout_.padded_numel()) * full_.element_size());
-  present_ = true;
+void FlatBucket::attach(size_t index) {
+  set_data(parameters_[index].tensor, present_ ? views_[index] : absent_[index]);
+}
+
+void FlatBucket::set_present(bool present) {
+  const int64_t numel = present ? layout_.padded_numel() : 0;
+  set_memory(full_, static_cast<size_t>(numel) * full_.element_size());
+  present_ = present;
+  for (size_t i = 0; i < parameters_.size(); ++i) attach(i);
 }
 
 void FlatBucket::begin_gather() {
   if (whole_) return;
   const at::NoGradGuard no_grad;
   finish_gather();  // of a unit that did not run
-  allocate();
+  if (!present_) set_present(true);
+  whole_ = true;
+  if (kept_.defined()) {
+    sent_ = std::exchange(kept_, at::Tensor());
+    gathering_.emplace(place_.reshard_group->all_gather_into_async(full_, sent_, place_.name));
+    return;
+  }
   sent_ = shard_.to(full_.device(), full_.scalar_type(), /*non_blocking=*/true);
-  gathering_.emplace(group_.all_gather_into_async(full_, sent_));
+  gathering_.emplace(group_.all_gather_into_async(full_, sent_, place_.name));
   gathered_version_ = static_cast<int64_t>(shard_._version());
   may_have_stepped_ = std::ranges::any_of(
       slices_, [](const ParameterSlice& slice) { return slice.tensor.grad().defined(); });
-  whole_ = true;
 }
 
 void FlatBucket::gather() {
@@ -141,10 +168,21 @@ void FlatBucket::finish_gather() {
 }
 
 void FlatBucket::free() {
+  kept_.reset();
   if (!sharded() || !present_) return;
   finish_gather();
-  set_memory(full_, 0);
-  present_ = whole_ = false;
+  set_present(false);
+  whole_ = false;
+}
+
+void FlatBucket::reshard() {
+  if (!place_.reshard_group || !present_) return free();
+  const at::NoGradGuard no_grad;
+  finish_gather();
+  const int64_t part = layout_.padded_numel() / place_.reshard_group->size();
+  at::Tensor kept = full_.narrow(0, place_.reshard_group->rank() * part, part).clone();
+  free();
+  kept_ = std::move(kept);
 }
 
 void FlatBucket::keep_written() {
@@ -160,14 +198,22 @@ bool FlatBucket::has_gradients() const {
          });
 }
 
+std::vector<std::string> FlatBucket::absent_gradients() const {
+  std::vector<std::string> names;
+  for (const NamedTensor& each : parameters_)
+    if (has_gradients() && !each.tensor.grad().defined()) names.push_back(each.name);
+  return names;
+}
+
 void FlatBucket::drop_gradients() {
   for (const NamedTensor& each : parameters_) each.tensor.mutable_grad().reset();
   held_.reset();
 }
 
 void FlatBucket::check_frozen() const {
+  if (!frozen_) return;
   for (const NamedTensor& each : parameters_)
-    TORCH_CHECK_VALUE(!frozen_ || !each.tensor.requires_grad(), "sharding: ", each.name,
+    TORCH_CHECK_VALUE(!each.tensor.requires_grad(), "sharding: ", each.name,
                       " requires a gradient, but was frozen when the model was sharded: expected "
                       "it to be thawed before");
 }
@@ -242,7 +288,7 @@ void FlatBucket::begin_reduce(double factor) {
   // rest is given back.
   at::Tensor part = own_part(whole);
   if (options_.shard != Shard::kOptimizer) part = at::empty_like(part);
-  comm::Work work = group_.reduce_scatter_async(part, whole);
+  comm::Work work = group_.reduce_scatter_async(part, whole, comm::ReduceOp::kSum, place_.name);
   reduction_.emplace(Reduction{whole, part, std::move(work)});
 }
 

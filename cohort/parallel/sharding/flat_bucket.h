@@ -2,6 +2,7 @@
 // engine alone.
 #pragma once
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cohort/comm/process_group.h"
@@ -14,8 +15,17 @@ namespace cohort::parallel {
 /// Gives `tensor` the memory and type of `data`, as set_data; a tensor on the meta device, too.
 void set_data(const at::Tensor& tensor, const at::Tensor& data);
 
+/// What a bucket is part of.
+struct BucketPlace {
+  std::string name;  ///< What is gathered and reduced, in errors: "unit layers.3".
+  /// Neighbours among which the whole is kept between forward and backward; null: among all. It
+  /// must outlive the bucket, and its size divide the group's.
+  comm::ProcessGroup* reshard_group = nullptr;
+};
+
 /// The module's parameters become views of the flat buffer. Where parameters are sharded, its
-/// memory comes and goes under them: autograd's saved tensors see it come back.
+/// memory comes and goes under them: autograd's saved tensors see it come back. While it is away,
+/// who reads a parameter or writes to it gets a c10::Error that names it.
 ///
 /// Owner: the engine. Threads: one. Collective: begin_gather, begin_reduce.
 class FlatBucket {
@@ -23,7 +33,7 @@ class FlatBucket {
   /// Takes the parameters' present values. All have one type and device, and are either trained or
   /// all frozen.
   FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& group,
-             const ShardingOptions& options);
+             const ShardingOptions& options, BucketPlace place);
 
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
   bool frozen() const { return frozen_; }
@@ -42,6 +52,8 @@ class FlatBucket {
   void expire() { whole_ = false; }  ///< The next begin_gather gathers again.
   /// Gives the memory of sharded parameters back.
   void free();
+  /// The same, but keeps what the next gather needs to be one among the reshard_group.
+  void reshard();
   /// Keeps what was written into the gathered parameters as this rank's part.
   void keep_written();
 
@@ -57,6 +69,8 @@ class FlatBucket {
   void hold_gradients();
   bool reducing() const { return static_cast<bool>(reduction_); }
   bool has_gradients() const;
+  /// Names of parameters whose gradient has not come, if those of others have.
+  std::vector<std::string> absent_gradients() const;
   /// Forgets what the parameters have of gradients, and sums that wait; slices keep theirs.
   void drop_gradients();
   /// Errors: c10::ValueError if a frozen parameter requires a gradient by now.
@@ -80,7 +94,8 @@ class FlatBucket {
   at::Tensor own_part(const at::Tensor& flat) const;
   void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
-  void allocate();
+  void attach(size_t index);  // the parameter to its place in full_, or to where it is not
+  void set_present(bool present);
   void finish_gather();
   bool sharded() const { return options_.shard == Shard::kParameters; }
   at::ScalarType travel_type() const {
@@ -89,15 +104,19 @@ class FlatBucket {
 
   comm::ProcessGroup& group_;
   const ShardingOptions options_;
+  const BucketPlace place_;
   std::vector<NamedTensor> parameters_;
   bool frozen_ = false;
   bool deferred_ = false;
   bool own_memory_ = true;  // shard_ is no part of full_
   FlatLayout layout_;
-  at::Tensor full_;               // [padded], in the type of computing; its memory may be away
-  at::Tensor shard_;              // [shard], in the parameters' type; a view of full_ if it can be
-  at::Tensor held_;               // [padded], in the type of travelling: gradients that wait
-  int64_t gathered_version_ = 0;  // of shard_, when it was last gathered
+  at::Tensor full_;                // [padded], in the type of computing; its memory may be away
+  at::Tensor shard_;               // [shard], in the parameters' type; a view of full_ if it can be
+  at::Tensor kept_;                // [padded / ranks of the reshard_group], of full_
+  at::Tensor held_;                // [padded], in the type of travelling: gradients that wait
+  std::vector<at::Tensor> views_;  // of full_, by parameter
+  std::vector<at::Tensor> absent_;  // what parameters are while full_ has no memory
+  int64_t gathered_version_ = 0;    // of shard_, when it was last gathered
   // There were gradients since: libtorch's optimizers write behind the version's back.
   bool may_have_stepped_ = false;
   bool present_ = true;  // full_ has memory ...

@@ -21,7 +21,9 @@ namespace cohort::parallel {
 ///   sharded.backward(loss(sharded(batch)));  adam.step(rate);  adam.zero_grad();
 ///
 /// A block is called through parallel::unit in the model's forward, so that its parameters can be
-/// gathered before and freed after; one that is called plainly must not be given as a unit.
+/// gathered before and freed after; one that is called plainly must not be given as a unit. Under
+/// Shard::kParameters whoever else reads a parameter gets a c10::Error that names it.
+/// docs/sharding.md shows each option at work.
 ///
 /// Collective: constructor, every forward, backward, gradient_norm, summon. Every rank runs the
 ///             same units in the same order.
@@ -32,7 +34,8 @@ namespace cohort::parallel {
 ///           result: hooks of parameters then see gradients that are divided already.
 /// Threads:  one.
 /// Errors:   c10::ValueError if the ranks' models differ or options contradict; PeerError when a
-///           rank is lost.
+///           rank is lost, or when one leaves out a unit or a parameter that others use, with its
+///           name.
 /// Source:   Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
 template <class Holder>
 class ShardedDataParallel {
@@ -76,8 +79,12 @@ class ShardedDataParallel {
   };
   NoSync no_sync() { return NoSync(engine_); }
 
+  /// As summon and release of the engine.
+  void summon() { engine_.summon(); }
+  void release(bool keep = false) { engine_.release(keep); }
+
   const std::vector<ParameterSlice>& slices() const { return engine_.slices(); }
-  /// Name and tensor of every slice: what optim::Adam is made of.
+  /// Name and tensor of every slice that is trained: what an optimizer is made of.
   std::vector<std::pair<std::string, at::Tensor>> named_slices() const;
 
   Holder& module() { return module_; }
@@ -92,8 +99,18 @@ class ShardedDataParallel {
 template <class Holder>
 std::vector<std::pair<std::string, at::Tensor>> ShardedDataParallel<Holder>::named_slices() const {
   std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const ParameterSlice& slice : slices()) named.emplace_back(slice.name, slice.tensor);
+  for (const ParameterSlice& slice : slices())
+    if (slice.tensor.requires_grad()) named.emplace_back(slice.name, slice.tensor);
   return named;
+}
+
+/// As loss.backward(), of a loss that several sharded models had part in, each as often as it
+/// likes. What Numerics says of divided losses does not hold then: gradients are divided.
+/// Collective over all of the models' groups. Errors: c10::ValueError if one of the models is not
+/// named here, or if gradients wait since a no_sync() of one model's backward alone.
+template <class... Holders>
+void backward(const at::Tensor& loss, ShardedDataParallel<Holders>&... models) {
+  ShardingEngine::backward(loss, {&models.engine()...});
 }
 
 /// Calls `forward()`, the forward of `block`, inside a sharded model's forward with the block's

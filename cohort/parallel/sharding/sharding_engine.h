@@ -19,6 +19,8 @@ namespace cohort::parallel {
 /// without those of the gradient once the optimizer has forgotten it. On the way a rank holds more
 /// for a moment: what the other ranks send of one bucket's gradients (a bucket is 25 MiB of
 /// parameters, or one larger parameter), and from kGradients on that bucket's gradients themselves.
+///
+/// Of a frozen parameter a rank holds 4 bytes, under kParameters 4/N and its unit while that runs.
 enum class Shard {
   kOptimizer,   ///< ZeRO-1: 8 + 8/N. Parameters and gradients are whole on every rank.
   kGradients,   ///< ZeRO-2: 4 + 12/N. Gradients are freed as backward goes.
@@ -31,6 +33,15 @@ struct ShardingOptions {
   /// kParameters: a unit's parameters are freed between its forward and its backward. false saves
   /// their second gathering and keeps the memory.
   bool reshard_after_forward = true;
+  /// Between these two: of so many neighbours in the group (a host's, say) each keeps its part of
+  /// the whole unit from its forward on, and the second gathering is among them alone. 4/ranks
+  /// bytes a parameter from forward to backward. A divisor of the group's size above 1; 0: all.
+  int reshard_ranks = 0;
+  /// Parameters and buffers that are left alone, by their names or by those of modules which hold
+  /// them: whole on every rank, of any value there, in no slice, not verified, copied, cast,
+  /// gathered, summed over ranks or counted in the gradient's norm. `backward` leaves each rank's
+  /// own gradient in them, for an optimizer of the caller's.
+  std::vector<std::string> ignored;
   bool prefetch = true;  ///< The next unit's parameters travel while this one computes.
   /// Slices and optimizer stay in the parameters' own type. Inputs are cast for the whole model and
   /// for every unit, outputs for the whole model.
@@ -89,11 +100,11 @@ class ShardingEngine {
   auto run(const torch::nn::Module& block, Call forward) {
     const auto index = find_unit(block);
     if (!index) return forward();
-    before_forward(*index);
+    const uint64_t position = before_forward(*index);
     auto output = forward();
     std::vector<at::Tensor> tensors;
     for_each_tensor(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
-    after_forward(*index, tensors);
+    after_forward(*index, tensors, position);
     return output;
   }
 
@@ -102,6 +113,8 @@ class ShardingEngine {
   at::Tensor cast_output(const at::Tensor& output) const;
 
   void backward(const at::Tensor& loss, const at::Tensor& gradient);
+  /// The same of one loss that several engines' models had part in.
+  static void backward(const at::Tensor& loss, const std::vector<ShardingEngine*>& engines);
   bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.
 
   const std::vector<ParameterSlice>& slices() const;
@@ -109,16 +122,25 @@ class ShardingEngine {
   double gradient_norm();
 
   /// Gathers all parameters, so that the module's own tensors are whole; `release` frees them, and
-  /// with `keep` this rank's part of what was written into them stays. Collective; blocks.
+  /// with `keep` this rank's part of what was written into them stays. Within another `summon` they
+  /// are whole until the outer one's `release`. Collective; blocks.
+  /// Errors: c10::ValueError inside a forward of the wrapped model, or if nothing was summoned. A
+  /// forward or backward in between is refused: the module's own forward, without ranks, is not.
   void summon();
   void release(bool keep);
+
+  /// What each of the ranks that hold one copy of the model writes into a checkpoint: its slices,
+  /// and on the group's first rank whole what is not shared out, buffers and ignored parameters.
+  std::vector<ParameterSlice> state_to_save() const;
+  /// What each rank fills from one: its slices, and on every rank what is not shared out.
+  std::vector<ParameterSlice> state_to_load() const;
 
   int64_t num_units() const;
 
  private:
   std::optional<size_t> find_unit(const torch::nn::Module& block) const;
-  void before_forward(size_t unit);
-  void after_forward(size_t unit, const std::vector<at::Tensor>& outputs);
+  uint64_t before_forward(size_t unit);
+  void after_forward(size_t unit, const std::vector<at::Tensor>& outputs, uint64_t position);
 
   struct Impl;
   std::unique_ptr<Impl> impl_;

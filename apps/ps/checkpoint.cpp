@@ -1,0 +1,59 @@
+#include <cstdio>
+#include <ctime>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <string>
+#include <unistd.h>
+
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+#include "cohort/ps/server/serving_export.h"
+
+#include "apps/parse.h"
+#include "apps/ps/commands.h"
+
+namespace cohort::apps {
+
+namespace {
+
+struct ExportFlags {
+  std::string checkpoint;
+  std::string output;
+  int64_t pushed_since = 0;
+};
+
+int run_export(const ExportFlags& flags) {
+  constexpr int64_t kLatest = std::numeric_limits<uint32_t>::max();
+  if (flags.pushed_since > kLatest)
+    throw ConfigError("--pushed-since: expected seconds since 1970, at most " +
+                      std::to_string(kLatest) + ", got " + std::to_string(flags.pushed_since));
+  const auto written = ps::export_for_serving(flags.checkpoint, flags.output,
+                                              static_cast<uint32_t>(flags.pushed_since));
+  for (const ps::ServingFile& file : written)
+    std::printf("%s  %lld %s\n", file.path.c_str(), static_cast<long long>(file.count),
+                file.what.c_str());
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_export_command(CLI::App& app, PsCommand& command) {
+  auto flags = std::make_shared<ExportFlags>();
+  CLI::App* const subcommand =
+      app.add_subcommand("export", "Makes files for serving from a checkpoint of servers");
+  subcommand->add_option("checkpoint", flags->checkpoint, "Folder that Session::save wrote")
+      ->required()
+      ->type_name(kFolder);
+  subcommand
+      ->add_option("--output", flags->output, "Folder of dense.safetensors and TABLE.safetensors")
+      ->required()
+      ->type_name(kFolder);
+  subcommand
+      ->add_option("--pushed-since", flags->pushed_since,
+                   "Only rows pushed to since then (seconds since 1970): a delta")
+      ->check(whole_number());
+  subcommand->callback([flags, &command] { command.run = [flags] { return run_export(*flags); }; });
+}
+
+}  // namespace cohort::apps

@@ -1,0 +1,23 @@
+// The commands of `cohort ps`, one file each.
+#pragma once
+#include <CLI/CLI.hpp>
+#include <functional>
+
+#include "cohort/ps/rpc/security.h"
+
+namespace cohort::apps {
+
+/// What the command line chose.
+struct PsCommand {
+  std::function<int()> run;
+};
+
+void add_server_command(CLI::App& app, PsCommand& command);
+void add_status_command(CLI::App& app, PsCommand& command);
+void add_stop_command(CLI::App& app, PsCommand& command);
+void add_export_command(CLI::App& app, PsCommand& command);
+
+/// The flags of security_flags.h, and --tls-trainer-names.
+void add_security_flags(CLI::App& app, ps::SecurityOptions& security);
+
+}  // namespace cohort::apps

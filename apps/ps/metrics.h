@@ -1,0 +1,24 @@
+// What a server does, for Prometheus.
+#pragma once
+#include <memory>
+#include <string>
+
+#include "cohort/ps/server/server.h"
+
+namespace cohort::apps {
+
+/// Serves GET /metrics at `endpoint` ("127.0.0.1:9100"): what `cohort ps status` shows, each time
+/// anew.
+class MetricsEndpoint {
+ public:
+  /// `server` must outlive this. Errors: ConfigError that names the endpoint: not an address of
+  /// this host alone (there is no TLS here), or in use.
+  MetricsEndpoint(ps::Server& server, const std::string& endpoint);
+  ~MetricsEndpoint();
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace cohort::apps

@@ -1,0 +1,200 @@
+#include "cohort/ps/server/server.h"
+
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "cohort/base/atomic_file.h"
+#include "cohort/base/error.h"
+#include "cohort/base/log.h"
+#include "cohort/base/program.h"
+#include "cohort/base/stop_request.h"
+#include "cohort/ps/endpoints.h"
+#include "cohort/ps/role.h"
+#include "cohort/ps/rpc/rpc_server.h"
+
+#include "apps/parse.h"
+#include "apps/ps/commands.h"
+#include "apps/ps/device.h"
+#include "apps/ps/metrics.h"
+#include "apps/security_flags.h"
+
+namespace cohort::apps {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+struct ServerFlags {
+  ps::ServerOptions server;
+  ps::RpcServerOptions rpc;
+  std::string acknowledge = "logged";
+  std::string on_trainer_loss = "fail";
+  std::string device = "host";
+  std::string port_file;
+  std::string metrics;
+  double trainer_timeout_s = 10;
+  double evict_period_s = 60;
+  double snapshot_log_mib = 4096;
+  double max_queue_mib = 256;
+};
+
+// What Paddle's environment says counts where the flags do not.
+void take_role(const CLI::App& app, ServerFlags& flags) {
+  const auto place = ps::discover_role();
+  if (!place || place->role != ps::Role::kServer) return;
+  if (app.count("--endpoint") == 0) flags.rpc.endpoint = place->endpoint();
+  if (app.count("--server-id") == 0) flags.server.server = place->server_id;
+  if (app.count("--servers") == 0) flags.server.servers = static_cast<int>(place->servers.size());
+}
+
+int64_t mebibytes(double number) {
+  return std::llround(number * 1024 * 1024);
+}
+
+milliseconds seconds(double number) {
+  return milliseconds(std::llround(number * 1000));
+}
+
+int serve(const CLI::App& app, ServerFlags flags) {
+  take_role(app, flags);
+  const std::map<std::string, ps::Acknowledge> levels{{"applied", ps::Acknowledge::kApplied},
+                                                      {"logged", ps::Acknowledge::kLogged},
+                                                      {"synced", ps::Acknowledge::kSynced}};
+  const std::map<std::string, ps::OnTrainerLoss> losses{{"fail", ps::OnTrainerLoss::kFail},
+                                                        {"wait", ps::OnTrainerLoss::kWait},
+                                                        {"continue", ps::OnTrainerLoss::kContinue}};
+  ps::ServerOptions& options = flags.server;
+  options.make_block = blocks_on(flags.device);
+  options.acknowledge = levels.at(flags.acknowledge);
+  options.on_trainer_loss = losses.at(flags.on_trainer_loss);
+  options.trainer_timeout = seconds(flags.trainer_timeout_s);
+  options.evict_period = seconds(flags.evict_period_s);
+  options.snapshot_log_bytes = mebibytes(flags.snapshot_log_mib);
+  options.max_queue_bytes = mebibytes(flags.max_queue_mib);
+  if (options.server < 0 || options.server >= options.servers)
+    throw ConfigError("--server-id: expected 0 to " + std::to_string(options.servers - 1) +
+                      ", got " + std::to_string(options.server));
+  if (options.folder.empty()) options.folder = "ps-server-" + std::to_string(options.server);
+  const Log log(
+      {.rank = options.server, .world_size = options.servers, .console = LogConsole::kAlways});
+  const StopRequest stop_request;
+  ps::Server server(options, log);
+  const ps::RpcServer rpc(server, flags.rpc);
+  std::optional<MetricsEndpoint> metrics;
+  if (!flags.metrics.empty()) metrics.emplace(server, flags.metrics);
+  if (!flags.port_file.empty())
+    write_atomically(flags.port_file, std::to_string(rpc.port()) + "\n");
+  log.info("serving", {{"endpoint", flags.rpc.endpoint},
+                       {"port", rpc.port()},
+                       {"folder", options.folder},
+                       {"acknowledge", flags.acknowledge}});
+  // A signal's handler may only set a flag: somebody must look at it.
+  const std::jthread watcher([&](const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      if (stop_request.signal() != 0) server.stop();
+      std::this_thread::sleep_for(milliseconds(50));
+    }
+  });
+  server.wait();
+  log.info("stopped");
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_security_flags(CLI::App& app, ps::SecurityOptions& security) {
+  add_client_security_flags(app, security);
+  app.add_option("--tls-trainer-names", security.trainer_names,
+                 "Names that certificates of trainers bear")
+      ->capture_default_str()
+      ->group(kSecurity);
+}
+
+void add_server_command(CLI::App& app, PsCommand& command) {
+  auto flags = std::make_shared<ServerFlags>();
+  CLI::App* const server = app.add_subcommand("server", "Serves until it is told to stop");
+  const char* place = "Place";
+  server->add_option("--endpoint", flags->rpc.endpoint, "Listen here: HOST:PORT or unix:PATH")
+      ->capture_default_str()
+      ->group(place);
+  server->add_option("--server-id", flags->server.server, "This server's number, from 0")
+      ->capture_default_str()
+      ->group(place);
+  server->add_option("--servers", flags->server.servers, "Servers of the job")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 4096))
+      ->group(place);
+  server->add_option("--folder", flags->server.folder, "Log and snapshots (default: ps-server-ID)")
+      ->type_name(kFolder)
+      ->group(place);
+  server
+      ->add_option("--load", flags->server.load,
+                   "Begin with this checkpoint, of any number of servers")
+      ->type_name(kFolder)
+      ->group(place);
+  server->add_option("--port-file", flags->port_file, "Write the port here once it listens")
+      ->type_name(kFile)
+      ->group(place);
+  server
+      ->add_option("--device", flags->device,
+                   "Dense parameters and their optimizer live here: host, cuda, cuda:N, or cpu "
+                   "(libtorch's)")
+      ->capture_default_str()
+      ->group(place);
+  server
+      ->add_option("--metrics", flags->metrics,
+                   "Serve figures for Prometheus at http://HOST:PORT/metrics, of this host")
+      ->type_name("HOST:PORT")
+      ->group(place);
+  const char* reliability = "Reliability";
+  server
+      ->add_option("--acknowledge", flags->acknowledge,
+                   "A push is acknowledged when it is applied (no log: lost with the process), "
+                   "logged (outlives the process) or synced (outlives the loss of power)")
+      ->capture_default_str()
+      ->check(one_of({"applied", "logged", "synced"}))
+      ->group(reliability);
+  server
+      ->add_option(
+          "--on-trainer-loss", flags->on_trainer_loss,
+          "When a trainer is silent for too long: fail, wait for it, or continue without it")
+      ->capture_default_str()
+      ->check(one_of({"fail", "wait", "continue"}))
+      ->group(reliability);
+  server->add_option("--trainer-timeout", flags->trainer_timeout_s, "Too long")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->check(above_zero())
+      ->group(reliability);
+  server
+      ->add_option("--snapshot-log", flags->snapshot_log_mib,
+                   "A snapshot after so much log (0: never)")
+      ->type_name(kMebibytes)
+      ->capture_default_str()
+      ->check(zero_or_more())
+      ->group(reliability);
+  server
+      ->add_option("--max-queue", flags->max_queue_mib,
+                   "Messages that wait; trainers are told to come back with more")
+      ->type_name(kMebibytes)
+      ->capture_default_str()
+      ->check(above_zero())
+      ->group(reliability);
+  server->add_option("--evict-period", flags->evict_period_s, "Time between evictions")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->check(above_zero())
+      ->group(reliability);
+  add_security_flags(*server, flags->rpc.security);
+  server->callback([server, flags, &command] {
+    command.run = [server, flags] { return serve(*server, *flags); };
+  });
+}
+
+}  // namespace cohort::apps

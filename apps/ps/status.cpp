@@ -1,0 +1,138 @@
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+#include "cohort/ps/client/server_link.h"
+#include "cohort/ps/endpoints.h"
+#include "cohort/ps/role.h"
+#include "cohort/ps/rpc/rpc_channel.h"
+
+#include "apps/parse.h"
+#include "apps/ps/commands.h"
+
+namespace cohort::apps {
+
+namespace {
+
+using nlohmann::json;
+
+struct AskFlags {
+  std::string servers;
+  double timeout_s = 5;
+  bool as_json = false;
+  ps::SecurityOptions security;
+};
+
+void add_ask_flags(CLI::App& app, AskFlags& flags) {
+  app.add_option("--pservers", flags.servers,
+                 "Endpoints, \"host:port,host:port\" (default: of the environment)");
+  app.add_option("--timeout", flags.timeout_s, "Wait so long for an answer")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->check(above_zero());
+  add_security_flags(app, flags.security);
+}
+
+std::vector<std::string> endpoints_of(const AskFlags& flags) {
+  if (!flags.servers.empty()) return ps::parse_endpoints("--pservers", flags.servers);
+  if (const auto place = ps::discover_role()) return place->servers;
+  throw ConfigError("--pservers: expected the servers' endpoints");
+}
+
+ps::Reply ask(const AskFlags& flags, const std::string& endpoint, int server, ps::Call call) {
+  const std::chrono::milliseconds timeout(static_cast<int64_t>(flags.timeout_s * 1000));
+  ps::ServerLink link(ps::make_rpc_channel({.endpoint = endpoint, .security = flags.security}),
+                      {.server = server,
+                       .endpoint = endpoint,
+                       .attempt_timeout = timeout,
+                       .server_timeout = timeout});
+  return link.call({.call = call});
+}
+
+void print_server(const json& status, const std::string& endpoint) {
+  std::printf("server %d at %s, start %lld, up %.0f s, %s, %lld steps%s\n",
+              status.at("server").get<int>(), endpoint.c_str(),
+              status.at("incarnation").get<long long>(), status.at("up_s").get<double>(),
+              status.value("mode", "no job yet").c_str(), status.at("steps").get<long long>(),
+              status.at("initialised").get<bool>() ? "" : ", without values");
+  const std::string failure = status.at("failure");
+  if (!failure.empty()) std::printf("  failed: %s\n", failure.c_str());
+  std::printf(
+      "  pushes %lld (%lld repeated), pulls %lld, refused %lld, %.1f MiB in, %.1f MiB out\n",
+      status.at("pushes").get<long long>(), status.at("duplicates").get<long long>(),
+      status.at("pulls").get<long long>(), status.at("refused").get<long long>(),
+      status.at("bytes_in").get<double>() / (1 << 20),
+      status.at("bytes_out").get<double>() / (1 << 20));
+  const json& rates = status.at("per_s");
+  std::printf(
+      "  a second: %.0f pushes, %.0f pulls, %.0f rows pushed, %.0f pulled, %.1f MiB in, %.1f out\n",
+      rates.at("pushes").get<double>(), rates.at("pulls").get<double>(),
+      rates.at("rows_pushed").get<double>(), rates.at("rows_pulled").get<double>(),
+      rates.at("bytes_in").get<double>() / (1 << 20),
+      rates.at("bytes_out").get<double>() / (1 << 20));
+  for (const json& table : status.at("tables")) {
+    std::printf("  table %-16s %12lld rows %12lld cold %10.1f MiB %6.1f bytes a row\n",
+                table.at("name").get<std::string>().c_str(), table.at("rows").get<long long>(),
+                table.at("cold_rows").get<long long>(), table.at("bytes").get<double>() / (1 << 20),
+                table.at("bytes_per_row").get<double>());
+  }
+  for (const json& trainer : status.at("trainers")) {
+    const bool lost = trainer.at("lost");
+    std::printf("  trainer %-4lld %s, push %lld, ahead by %lld",
+                trainer.at("trainer").get<long long>(),
+                lost                               ? "lost"
+                : trainer.at("member").get<bool>() ? "trains"
+                                                   : "gone",
+                trainer.at("last_push").get<long long>(), trainer.at("lead").get<long long>());
+    if (trainer.contains("silent_s"))
+      std::printf(", silent for %.1f s", trainer.at("silent_s").get<double>());
+    std::printf("\n");
+  }
+}
+
+int show_status(const AskFlags& flags) {
+  const auto endpoints = endpoints_of(flags);
+  json all = json::array();
+  for (size_t i = 0; i < endpoints.size(); ++i) {
+    const json status =
+        json::parse(ask(flags, endpoints[i], static_cast<int>(i), ps::Call::kStatus).text);
+    if (flags.as_json) {
+      all.push_back(status);
+    } else {
+      print_server(status, endpoints[i]);
+    }
+  }
+  if (flags.as_json) std::printf("%s\n", all.dump(2).c_str());
+  return kExitOk;
+}
+
+int stop(const AskFlags& flags) {
+  const auto endpoints = endpoints_of(flags);
+  for (size_t i = 0; i < endpoints.size(); ++i)
+    ask(flags, endpoints[i], static_cast<int>(i), ps::Call::kStop);
+  return kExitOk;
+}
+
+}  // namespace
+
+void add_status_command(CLI::App& app, PsCommand& command) {
+  auto flags = std::make_shared<AskFlags>();
+  CLI::App* const status =
+      app.add_subcommand("status", "Shows tables, rates and who trains, of running servers");
+  add_ask_flags(*status, *flags);
+  status->add_flag("--json", flags->as_json, "As JSON");
+  status->callback([flags, &command] { command.run = [flags] { return show_status(*flags); }; });
+}
+
+void add_stop_command(CLI::App& app, PsCommand& command) {
+  auto flags = std::make_shared<AskFlags>();
+  CLI::App* const subcommand = app.add_subcommand("stop", "Ends running servers");
+  add_ask_flags(*subcommand, *flags);
+  subcommand->callback([flags, &command] { command.run = [flags] { return stop(*flags); }; });
+}
+
+}  // namespace cohort::apps

@@ -1,0 +1,42 @@
+// The flags by which trainers, and whoever asks servers, show and check certificates.
+#pragma once
+#include <CLI/CLI.hpp>
+#include <string>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/rpc/security.h"
+
+#include "apps/parse.h"
+
+namespace cohort::apps {
+
+inline constexpr const char* kSecurity = "Security";
+
+/// --tls-authority, --tls-certificate, --tls-key and --tls-server-names: mutual TLS with parameter
+/// servers, of which the first three are needed together.
+inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& security) {
+  app.add_option("--tls-authority", security.authority, "Certificate of the authority (PEM)")
+      ->type_name(kFile)
+      ->group(kSecurity);
+  app.add_option("--tls-certificate", security.certificate, "One's own certificate (PEM)")
+      ->type_name(kFile)
+      ->group(kSecurity);
+  app.add_option("--tls-key", security.key, "One's own key (PEM)")
+      ->type_name(kFile)
+      ->group(kSecurity);
+  app.add_option("--tls-server-names", security.server_names,
+                 "Names that certificates of servers bear")
+      ->capture_default_str()
+      ->group(kSecurity);
+}
+
+/// Refuses certificates where nobody is there to show them to; `expected` says what was left out.
+/// Errors: ConfigError.
+inline void refuse_security(const ps::SecurityOptions& security, const std::string& expected) {
+  if (!security.tls()) return;
+  throw ConfigError(
+      "--tls-authority, --tls-certificate, --tls-key: are for parameter servers, expected " +
+      expected);
+}
+
+}  // namespace cohort::apps

@@ -1,0 +1,76 @@
+#include "apps/server_training.h"
+
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "cohort/base/error.h"
+
+namespace cohort::apps {
+namespace {
+
+std::string text_of(const std::vector<std::byte>& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::vector<std::byte> bytes_of(const std::string& text) {
+  std::vector<std::byte> bytes(text.size());
+  if (!text.empty()) std::memcpy(bytes.data(), text.data(), text.size());
+  return bytes;
+}
+
+}  // namespace
+
+std::optional<ps::Training> server_training(const std::string& strategy) {
+  if (strategy == "ps-sync") return ps::Training::kSync;
+  if (strategy == "ps-async") return ps::Training::kAsync;
+  return std::nullopt;
+}
+
+ps::HostRanks host_ranks(comm::ProcessGroup& group) {
+  return {.rank = group.rank(),
+          .size = group.size(),
+          .gather =
+              [&group](const std::vector<std::byte>& own) {
+                std::vector<std::vector<std::byte>> all;
+                for (const std::string& text : group.gather_text(text_of(own)))
+                  all.push_back(bytes_of(text));
+                return all;
+              },
+          .broadcast =
+              [&group](std::vector<std::byte>& bytes) {
+                const std::string own = group.rank() == 0 ? text_of(bytes) : std::string();
+                bytes = bytes_of(group.broadcast_text(own));
+              }};
+}
+
+TrainerPlace place_among_servers(comm::ProcessGroup& group, ps::Training training,
+                                 const ps::SecurityOptions& security, int ranks_per_trainer) {
+  TrainerPlace place;
+  place.session = ps::with_environment({.training = training});
+  place.session.client.security = security;
+  if (place.session.trainers != group.size() || place.session.trainer != group.rank()) {
+    throw ConfigError("PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM: expected this process's rank " +
+                      std::to_string(group.rank()) + " of " + std::to_string(group.size()) +
+                      ", got " + std::to_string(place.session.trainer) + " of " +
+                      std::to_string(place.session.trainers));
+  }
+  if (ranks_per_trainer == 1) return place;
+  if (ranks_per_trainer < 1 || group.size() % ranks_per_trainer != 0) {
+    throw ConfigError("--ps-host-ranks " + std::to_string(ranks_per_trainer) +
+                      ": expected a divisor of the number of ranks, " +
+                      std::to_string(group.size()));
+  }
+  for (int first = 0; first < group.size(); first += ranks_per_trainer) {
+    std::vector<int> ranks(static_cast<size_t>(ranks_per_trainer));
+    std::iota(ranks.begin(), ranks.end(), first);
+    auto members = group.subgroup(ranks, "trainer");
+    if (members) place.host = std::move(members);
+  }
+  place.session.trainer /= ranks_per_trainer;
+  place.session.trainers /= ranks_per_trainer;
+  place.session.host = host_ranks(*place.host);
+  return place;
+}
+
+}  // namespace cohort::apps

@@ -1,0 +1,35 @@
+// Ranks of a process group that train through parameter servers: --strategy ps-sync and ps-async.
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/ps/module/session.h"
+
+namespace cohort::apps {
+
+/// Of "ps-sync" and "ps-async"; nothing for the names of parallel::Strategy.
+std::optional<ps::Training> server_training(const std::string& strategy);
+
+/// The ranks of `group` as one trainer: ps::SessionOptions::host. `group` must outlive the result.
+ps::HostRanks host_ranks(comm::ProcessGroup& group);
+
+/// What a rank of a group needs to open a ps::Session.
+struct TrainerPlace {
+  std::unique_ptr<comm::ProcessGroup> host;  ///< The ranks that are one trainer; null: each is one.
+  ps::SessionOptions session;  ///< Place, endpoints and `host`; rule and the rest are the caller's.
+};
+
+/// Finds the servers in Paddle's variables (ps/role.h), which `cohort run --servers` sets, and
+/// holds them against this rank's place. Each `ranks_per_trainer` neighbours are one trainer: their
+/// gradients are averaged among them first, and the first one talks to the servers, under
+/// `security`.
+///
+/// Collective over `group`, which must outlive the result; blocks only if ranks_per_trainer > 1.
+/// Errors: ConfigError: no servers in the environment, another number than the rank's, or
+///         ranks_per_trainer does not divide the ranks; PeerError.
+TrainerPlace place_among_servers(comm::ProcessGroup& group, ps::Training training,
+                                 const ps::SecurityOptions& security, int ranks_per_trainer = 1);
+
+}  // namespace cohort::apps

@@ -1,0 +1,451 @@
+// Rows and keys a second through a parameter server on this machine, beside a plain protobuf
+// service and beside gRPC alone. Prints one line of JSON.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <sstream>
+#include <string>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include "cohort/base/log.h"
+#include "cohort/base/program.h"
+#include "cohort/ps/client/client.h"
+#include "cohort/ps/client/distinct_ids.h"
+#include "cohort/ps/row_merger.h"
+#include "cohort/ps/rpc/rpc_server.h"
+
+#include "apps/parse.h"
+#include "bench/median.h"
+#include "bench/ps/plain_server.h"
+
+namespace {
+
+using namespace cohort;
+using cohort::bench::kWidth;
+using nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+struct Flags {
+  int64_t rows = 1'000'000;
+  int64_t large_rows = 50'000'000;
+  int rounds = 5;
+  double seconds = 1;
+  int64_t batch = 10'000;
+  bool keys_only = false;
+};
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+// User and system time of a process.
+double cpu_of(pid_t process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  std::istringstream fields(text.substr(text.rfind(')') + 2));
+  std::string skipped;
+  for (int i = 0; i < 11; ++i) fields >> skipped;
+  double user = 0, system = 0;
+  fields >> user >> system;
+  return (user + system) / static_cast<double>(::sysconf(_SC_CLK_TCK));
+}
+
+double resident_bytes_of(pid_t process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/statm");
+  double total = 0, resident = 0;
+  file >> total >> resident;
+  return resident * static_cast<double>(::sysconf(_SC_PAGESIZE));
+}
+
+// A child that says a number when it is ready, and lives until it is killed.
+struct Child {
+  pid_t process = -1;
+  int number = 0;
+};
+
+Child start(const std::function<void(const std::function<void(int)>&)>& body) {
+  std::array<int, 2> ends{};
+  if (::pipe(ends.data()) != 0) throw std::runtime_error("pipe");
+  const pid_t process = ::fork();
+  if (process == 0) {
+    body([&](int number) { (void)!::write(ends[1], &number, sizeof(number)); });
+    ::pause();
+    ::_exit(0);
+  }
+  Child child{.process = process};
+  if (::read(ends[0], &child.number, sizeof(child.number)) != sizeof(child.number))
+    throw std::runtime_error("a server did not start");
+  ::close(ends[0]);
+  ::close(ends[1]);
+  return child;
+}
+
+// With a log a server writes to disk what it is pushed: for long no faster than the disk.
+enum class Logged { kNo, kYes };
+
+Child start_server(const std::string& folder, Logged logged) {
+  return start([&](const auto& ready) {
+    const Log log({.console = LogConsole::kNever});
+    ps::Server server({.folder = folder,
+                       .acknowledge = logged == Logged::kYes ? ps::Acknowledge::kLogged
+                                                             : ps::Acknowledge::kApplied,
+                       .snapshot_log_bytes = 0},
+                      log);
+    const ps::RpcServer rpc(server, {});
+    ready(rpc.port());
+    server.wait();
+  });
+}
+
+ps::JobOptions job_of(int trainers) {
+  ps::JobOptions job{.mode = ps::Mode::kAsync, .trainers = trainers};
+  job.tables = {{.name = "ids", .width = static_cast<int64_t>(kWidth)}};
+  return job;
+}
+
+std::unique_ptr<ps::Client> connect(const Child& server, uint32_t trainer, int trainers) {
+  return std::make_unique<ps::Client>(
+      ps::ClientOptions{.servers = {"127.0.0.1:" + std::to_string(server.number)},
+                        .trainer = trainer},
+      job_of(trainers));
+}
+
+using Batches = std::vector<std::vector<uint64_t>>;
+
+// Batches of distinct ids out of [0, rows).
+Batches draw(int64_t rows, int64_t size, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Batches batches(64);
+  for (auto& batch : batches) {
+    while (static_cast<int64_t>(batch.size()) < size) {
+      while (static_cast<int64_t>(batch.size()) < size)
+        batch.push_back(random() % static_cast<uint64_t>(rows));
+      std::sort(batch.begin(), batch.end());
+      batch.erase(std::unique(batch.begin(), batch.end()), batch.end());
+    }
+    std::shuffle(batch.begin(), batch.end(), random);
+  }
+  return batches;
+}
+
+void fill(ps::Client& client, int64_t rows) {
+  std::vector<uint64_t> ids;
+  const std::vector<float> gradients(10'000 * kWidth, 0.01f);
+  for (int64_t next = 0; next < rows;) {
+    ids.clear();
+    while (next < rows && ids.size() < 10'000) ids.push_back(static_cast<uint64_t>(next++));
+    const ps::PushRows push{.ids = ids,
+                            .gradients = std::span(gradients).first(ids.size() * kWidth)};
+    client.push(std::span(&push, 1), {});
+  }
+  client.flush();
+}
+
+// Rows that a trainer gets through in `seconds`, and what a row costs the server.
+struct Rate {
+  double rows_per_s = 0;
+  double server_cpu_ns_per_row = 0;
+};
+
+// Two calls are under way at any time: two threads, or one whose calls do not wait.
+using Call = std::function<void(std::span<const uint64_t>, int thread)>;
+Rate measure(const Batches& batches, double seconds, pid_t server, int threads, const Call& call,
+             const std::function<void()>& end) {
+  std::vector<int64_t> rows(static_cast<size_t>(threads));
+  const double cpu = cpu_of(server);
+  const auto begin = Clock::now();
+  {
+    std::vector<std::jthread> workers;
+    for (int thread = 0; thread < threads; ++thread) {
+      workers.emplace_back([&, thread] {
+        for (size_t i = static_cast<size_t>(thread); seconds_since(begin) < seconds;
+             i += static_cast<size_t>(threads)) {
+          const auto& batch = batches[i % batches.size()];
+          call(batch, thread);
+          rows[static_cast<size_t>(thread)] += static_cast<int64_t>(batch.size());
+        }
+      });
+    }
+  }
+  end();
+  const double elapsed = seconds_since(begin);
+  double total = 0;
+  for (const int64_t count : rows) total += static_cast<double>(count);
+  return {total / elapsed, (cpu_of(server) - cpu) / total * 1e9};
+}
+
+// One thing that is measured, round after round.
+struct Side {
+  std::string name;
+  std::function<Rate()> run;
+  std::vector<double> rates, costs;
+};
+
+json summary(const Side& side) {
+  const auto [least, most] = std::minmax_element(side.rates.begin(), side.rates.end());
+  const double cost = bench::median_of(side.costs);
+  return {{"rows_per_s", bench::median_of(side.rates)},
+          {"least", *least},
+          {"most", *most},
+          {"server_cpu_ns_per_row", cost},
+          {"rows_per_s_and_server_core", 1e9 / cost}};
+}
+
+json measure_rows(const Flags& flags, const std::string& folder) {
+  struct Table {
+    std::string name;
+    int64_t rows;
+    Child server;
+    std::unique_ptr<ps::Client> client{};
+    Batches batches{};
+  };
+  std::vector<Table> tables;
+  tables.push_back({"small", flags.rows, start_server(folder + "/small", Logged::kNo)});
+  tables.push_back({"logged", flags.rows, start_server(folder + "/logged", Logged::kYes)});
+  if (flags.large_rows > 0)
+    tables.push_back({"large", flags.large_rows, start_server(folder + "/large", Logged::kNo)});
+  const Child plain_server = start([](const auto& ready) {
+    const bench::PlainServer server;
+    ready(server.port());
+    ::pause();
+  });
+  bench::PlainClient plain(plain_server.number);
+  const size_t floats = static_cast<size_t>(flags.batch) * kWidth;
+  std::array<std::vector<float>, 2> weights{std::vector<float>(floats), std::vector<float>(floats)};
+  const std::vector<float> gradients(floats, 0.001f);
+  std::vector<Side> sides;
+  for (Table& table : tables) {
+    table.client = connect(table.server, 0, 1);
+    fill(*table.client, table.rows);
+    table.batches = draw(table.rows, flags.batch, 1);
+    sides.push_back({table.name + "_pull", [&] {
+                       return measure(
+                           table.batches, flags.seconds, table.server.process, 2,
+                           [&](auto ids, int thread) {
+                             const ps::PullRows pull{
+                                 .ids = ids, .weights = weights[static_cast<size_t>(thread)]};
+                             table.client->pull(std::span(&pull, 1), {}).wait();
+                           },
+                           [] {});
+                     }});
+    sides.push_back({table.name + "_push", [&] {
+                       return measure(
+                           table.batches, flags.seconds, table.server.process, 1,
+                           [&](auto ids, int) {
+                             const ps::PushRows push{.ids = ids, .gradients = gradients};
+                             table.client->push(std::span(&push, 1), {});
+                           },
+                           [&] { table.client->flush(); });
+                     }});
+  }
+  const Batches batches = draw(flags.rows, flags.batch, 1);
+  const auto add_plain = [&](const std::string& name, const Call& call) {
+    sides.push_back({name, [&, call] {
+                       return measure(batches, flags.seconds, plain_server.process, 2, call, [] {});
+                     }});
+  };
+  const auto out = [&](int thread) { return std::span(weights[static_cast<size_t>(thread)]); };
+  add_plain("plain_pull", [&](auto ids, int thread) { plain.pull(ids, out(thread)); });
+  add_plain("plain_push", [&](auto ids, int) { plain.push(ids, gradients); });
+  add_plain("grpc_pull", [&](auto ids, int thread) { plain.raw_pull(ids, out(thread)); });
+  add_plain("grpc_push", [&](auto ids, int) { plain.raw_push(ids, gradients); });
+  for (const auto& batch : batches) plain.push(batch, gradients);
+  for (int round = 0; round < flags.rounds; ++round) {
+    for (Side& side : sides) {
+      const Rate rate = side.run();
+      side.rates.push_back(rate.rows_per_s);
+      side.costs.push_back(rate.server_cpu_ns_per_row);
+    }
+  }
+  json result;
+  for (const Side& side : sides) result[side.name] = summary(side);
+  const auto rate = [&](const std::string& name) {
+    return result[name]["rows_per_s"].get<double>();
+  };
+  for (const Table& table : tables) {
+    for (const std::string call : {"pull", "push"}) {
+      const std::string name = table.name + "_" + call;
+      result[name]["of_plain"] = rate(name) / rate("plain_" + call);
+      result[name]["of_grpc"] = rate(name) / rate("grpc_" + call);
+    }
+    const json status = json::parse(table.client->status().front()).at("tables").front();
+    result[table.name + "_table"] = {{"rows", status.at("rows")},
+                                     {"bytes_per_row", status.at("bytes_per_row")},
+                                     {"resident_bytes", resident_bytes_of(table.server.process)}};
+  }
+  for (const Table& table : tables) ::kill(table.server.process, SIGKILL);
+  ::kill(plain_server.process, SIGKILL);
+  while (::wait(nullptr) > 0) {
+  }
+  return result;
+}
+
+// Keys: ids as a model's batch has them, of which 43 in 100 are distinct.
+std::vector<std::vector<int64_t>> draw_keys(int64_t size, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::vector<int64_t>> batches(64);
+  for (auto& batch : batches) {
+    const auto distinct = static_cast<size_t>(0.43 * static_cast<double>(size));
+    for (size_t i = 0; i < distinct; ++i)
+      batch.push_back(static_cast<int64_t>(random() % 1'000'000));
+    while (static_cast<int64_t>(batch.size()) < size) batch.push_back(batch[random() % distinct]);
+    std::shuffle(batch.begin(), batch.end(), random);
+  }
+  return batches;
+}
+
+// A trainer by itself: pulls keys, distinct ones travelling, each key's row copied to its place;
+// then pushes a gradient for each key. Keys a second of both.
+std::array<double, 2> train_keys(const Flags& flags, const Child& server, uint32_t trainer,
+                                 const std::function<void()>& meet) {
+  const auto client = connect(server, trainer, 2);
+  const auto batches = draw_keys(flags.batch, trainer);
+  const auto keys = static_cast<size_t>(flags.batch);
+  std::array<double, 2> rates{};
+  struct Slot {
+    ps::DistinctIds distinct;
+    std::vector<float> rows;
+    std::optional<ps::PendingPull> pull;
+  };
+  std::array<Slot, 2> slots;
+  std::vector<float> out(keys * kWidth), gradients(keys * kWidth, 0.001f);
+  const auto finish = [&](Slot& slot) {
+    slot.pull->wait();
+    slot.pull.reset();
+    const auto positions = slot.distinct.positions();
+    for (size_t i = 0; i < positions.size(); ++i)
+      std::copy_n(&slot.rows[static_cast<size_t>(positions[i]) * kWidth], kWidth, &out[i * kWidth]);
+  };
+  meet();
+  auto begin = Clock::now();
+  int64_t done = 0;
+  for (size_t step = 0; seconds_since(begin) < flags.seconds; ++step) {
+    Slot& slot = slots[step % 2];
+    if (slot.pull) finish(slot);
+    slot.distinct.assign(batches[step % batches.size()], nullptr);
+    slot.rows.resize(slot.distinct.ids().size() * kWidth);
+    const ps::PullRows pull{.ids = slot.distinct.ids(), .weights = slot.rows};
+    slot.pull.emplace(client->pull(std::span(&pull, 1), {}));
+    done += flags.batch;
+  }
+  for (Slot& slot : slots) {
+    if (slot.pull) finish(slot);
+  }
+  rates[0] = static_cast<double>(done) / seconds_since(begin);
+  meet();
+  begin = Clock::now();
+  done = 0;
+  ps::DistinctIds distinct;
+  std::vector<float> sums;
+  for (size_t step = 0; seconds_since(begin) < flags.seconds; ++step) {
+    distinct.assign(batches[step % batches.size()], nullptr);
+    sums.assign(distinct.ids().size() * kWidth, 0.0f);
+    const auto positions = distinct.positions();
+    for (size_t i = 0; i < positions.size(); ++i) {
+      float* const sum = &sums[static_cast<size_t>(positions[i]) * kWidth];
+      for (size_t j = 0; j < kWidth; ++j) sum[j] += gradients[i * kWidth + j];
+    }
+    const ps::PushRows push{.ids = distinct.ids(), .gradients = sums};
+    client->push(std::span(&push, 1), {});
+    done += flags.batch;
+  }
+  client->flush();
+  rates[1] = static_cast<double>(done) / seconds_since(begin);
+  meet();
+  client->leave();
+  return rates;
+}
+
+json measure_keys(const Flags& flags, const std::string& folder) {
+  std::array<std::vector<double>, 2> all;
+  for (int round = 0; round < flags.rounds; ++round) {
+    const Child server = start_server(folder + "/keys" + std::to_string(round), Logged::kYes);
+    std::array<int, 2> results{};
+    if (::pipe(results.data()) != 0) throw std::runtime_error("pipe");
+    std::array<std::array<int, 2>, 2> tokens{};  // To each trainer, from the other.
+    for (auto& pair : tokens) {
+      if (::pipe(pair.data()) != 0) throw std::runtime_error("pipe");
+    }
+    std::vector<pid_t> trainers;
+    for (uint32_t trainer = 0; trainer < 2; ++trainer) {
+      const pid_t process = ::fork();
+      if (process == 0) {
+        const auto meet = [&] {
+          char token = 0;
+          (void)!::write(tokens[1 - trainer][1], &token, 1);
+          (void)!::read(tokens[trainer][0], &token, 1);
+        };
+        const auto rates = train_keys(flags, server, trainer, meet);
+        (void)!::write(results[1], rates.data(), sizeof(rates));
+        ::_exit(0);
+      }
+      trainers.push_back(process);
+    }
+    for (size_t i = 0; i < trainers.size(); ++i) {
+      std::array<double, 2> rates{};
+      if (::read(results[0], rates.data(), sizeof(rates)) != sizeof(rates))
+        throw std::runtime_error("a trainer failed");
+      all[0].push_back(rates[0]);
+      all[1].push_back(rates[1]);
+    }
+    for (const pid_t process : trainers) ::waitpid(process, nullptr, 0);
+    ::kill(server.process, SIGKILL);
+    ::waitpid(server.process, nullptr, 0);
+    for (const auto& pair : tokens) {
+      ::close(pair[0]);
+      ::close(pair[1]);
+    }
+    ::close(results[0]);
+    ::close(results[1]);
+  }
+  json result;
+  for (size_t i = 0; i < 2; ++i) {
+    const auto [least, most] = std::minmax_element(all[i].begin(), all[i].end());
+    result[i == 0 ? "pulled" : "pushed"] = {
+        {"keys_per_s_and_trainer", bench::median_of(all[i])}, {"least", *least}, {"most", *most}};
+  }
+  return result;
+}
+
+int run(int argc, char** argv) {
+  Flags flags;
+  CLI::App app("Measures parameter servers on this machine", "bench_ps");
+  app.add_option("--rows", flags.rows, "Rows of the small table")->capture_default_str();
+  app.add_option("--large-rows", flags.large_rows, "Rows of the large one (0: none)")
+      ->capture_default_str();
+  app.add_option("--rounds", flags.rounds, "Rounds of all sides in turn")->capture_default_str();
+  app.add_option("--seconds", flags.seconds, "Of each measurement")->capture_default_str();
+  app.add_option("--batch", flags.batch, "Ids of a call")->capture_default_str();
+  app.add_flag("--keys-only", flags.keys_only, "Only the keys of two trainers");
+  if (const auto ended = apps::parse(app, argc, argv)) return *ended;
+  const std::string folder =
+      std::filesystem::temp_directory_path() / ("cohort-bench-ps-" + std::to_string(::getpid()));
+  // Children are forked before gRPC has a thread here: keys first, whose trainers are children.
+  json result{{"width", kWidth},
+              {"batch", flags.batch},
+              {"rounds", flags.rounds},
+              {"seconds", flags.seconds}};
+  result["keys"] = measure_keys(flags, folder);
+  if (!flags.keys_only) result["rows"] = measure_rows(flags, folder);
+  std::filesystem::remove_all(folder);
+  std::printf("%s\n", result.dump().c_str());
+  return kExitOk;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cohort::run_program("bench_ps", [&] { return run(argc, argv); });
+}

@@ -1,0 +1,213 @@
+#include "cohort/launch/server_group.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <system_error>
+#include <utility>
+
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+#include "cohort/launch/environment.h"
+#include "cohort/launch/session.h"
+
+namespace cohort::launch {
+namespace {
+
+constexpr int kLastReads = 64;  // More than a pipe holds.
+
+// Holds a free port of 127.0.0.1: a socket that is bound and does not listen keeps the port from
+// being given to anybody, and lets a server with SO_REUSEADDR (all have it) listen there.
+Fd hold_port(std::string& endpoint) {
+  Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  if (!fd || ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
+      ::bind(fd.get(), generic, length) != 0 || ::getsockname(fd.get(), generic, &length) != 0) {
+    throw std::system_error(errno, std::generic_category(), "a free port of 127.0.0.1");
+  }
+  endpoint = "127.0.0.1:" + std::to_string(ntohs(address.sin_port));
+  return fd;
+}
+
+}  // namespace
+
+ServerGroup::ServerGroup(Key, const RunOptions& options, const std::string& log_dir,
+                         const Guardian& guardian, const Signals& signals)
+    : options_(options),
+      log_dir_(log_dir),
+      guardian_(guardian),
+      signals_(signals),
+      program_(find_program(options.servers.program)) {}
+
+// The delegation makes the object whole, so that its destructor runs if a later server cannot
+// start.
+ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir,
+                         const Guardian& guardian, const Signals& signals)
+    : ServerGroup(Key{}, options, log_dir, guardian, signals) {
+  for (int id = 0; id < options.servers.count; ++id) {
+    Server server;
+    server.id = id;
+    server.port_holder = hold_port(server.endpoint);
+    endpoints_ += (id == 0 ? "" : ",") + server.endpoint;
+    servers_.push_back(std::move(server));
+  }
+  for (Server& server : servers_) start(server, /*again=*/false);
+}
+
+ServerGroup::~ServerGroup() {
+  for (Server& server : servers_) clear(server);
+}
+
+std::string ServerGroup::folder(const Server& server) const {
+  const std::string& root = options_.servers.folder;
+  return (root.empty() ? log_dir_ + "/servers" : root) + "/server." + std::to_string(server.id);
+}
+
+std::vector<std::string> ServerGroup::arguments(const Server& server) const {
+  std::vector<std::string> words{options_.servers.program,
+                                 "server",
+                                 "--endpoint",
+                                 server.endpoint,
+                                 "--server-id",
+                                 std::to_string(server.id),
+                                 "--servers",
+                                 std::to_string(options_.servers.count),
+                                 "--folder",
+                                 folder(server)};
+  words.insert(words.end(), options_.servers.arguments.begin(), options_.servers.arguments.end());
+  return words;
+}
+
+void ServerGroup::start(Server& server, bool again) {
+  std::error_code error;
+  std::filesystem::create_directories(folder(server), error);
+  if (error) {
+    throw ConfigError("--server-dir: expected a folder that can be made, got " + folder(server) +
+                      ": " + error.message());
+  }
+  const ServerPlace place{server.id, server.endpoint, endpoints_, log_dir_};
+  std::filesystem::remove(server_error_file(log_dir_, server.id));
+  Channel channel = make_pipe();
+  Stream::Options log;
+  log.log_path = server_log_file(log_dir_, server.id);
+  log.append = again;
+  server.log = std::make_unique<Stream>(std::move(channel.launcher), std::move(log));
+  server.pid = start_process({.program = program_,
+                              .command = arguments(server),
+                              .environment = server_environment(own_environment(), options_, place),
+                              .stdout_fd = channel.worker.get(),
+                              .stderr_fd = channel.worker.get()},
+                             guardian_, signals_);
+  server.running = true;
+}
+
+bool ServerGroup::running() const {
+  return std::any_of(servers_.begin(), servers_.end(), [](const Server& s) { return s.running; });
+}
+
+void ServerGroup::add_polls(std::vector<pollfd>& polls) const {
+  for (const Server& server : servers_) {
+    if (server.log && server.log->wants_more()) polls.push_back({server.log->fd(), POLLIN, 0});
+  }
+}
+
+std::vector<std::string> ServerGroup::turn() {
+  std::vector<std::string> news;
+  for (Server& server : servers_) {
+    if (server.log && server.log->wants_more()) server.log->pump();
+    if (auto line = notice_exit(server)) news.push_back(std::move(*line));
+  }
+  if (kill_at_ && Clock::now() >= *kill_at_) {
+    for (const Server& server : servers_) {
+      if (!server.running) continue;
+      news.push_back("server " + std::to_string(server.id) + " (pid " + std::to_string(server.pid) +
+                     ") was killed because still running after the grace");
+    }
+    kill_now();
+  }
+  return news;
+}
+
+std::optional<std::string> ServerGroup::notice_exit(Server& server) {
+  if (!server.running) return std::nullopt;
+  const auto status = peek_exit(server.pid);
+  if (!status) return std::nullopt;
+  server.running = false;
+  Outcome outcome;
+  outcome.rank = server.id;
+  outcome.is_server = true;
+  outcome.pid = server.pid;
+  outcome.status = *status;
+  if (killed_ || failure_) return std::nullopt;
+  if (stopping_) {
+    if (outcome.failed() && status->signal != SIGTERM) failure_ = outcome;
+    return std::nullopt;
+  }
+  if (!outcome.failed()) {
+    outcome.note =
+        "exited with code " + std::to_string(status->exit_code) + " before the trainers were done";
+    outcome.status.exit_code = kExitFailure;
+  }
+  if (status->exit_code == kExitUsage || num_restarts_ >= options_.servers.max_restarts) {
+    failure_ = outcome;
+    return std::nullopt;
+  }
+  ++num_restarts_;
+  const std::string line = describe(outcome, log_dir_) + "; server restart " +
+                           std::to_string(num_restarts_) + " of " +
+                           std::to_string(options_.servers.max_restarts);
+  clear(server);
+  start(server, /*again=*/true);
+  return line;
+}
+
+void ServerGroup::send(int signal) const {
+  std::vector<pid_t> leaders;
+  for (const Server& server : servers_) {
+    if (server.running) leaders.push_back(server.pid);
+  }
+  signal_sessions(leaders, signal);
+}
+
+void ServerGroup::stop(milliseconds patience) {
+  if (std::exchange(stopping_, true)) return;
+  send(SIGTERM);
+  kill_at_ = Clock::now() + patience;
+}
+
+void ServerGroup::kill_now() {
+  stopping_ = true;
+  killed_ = true;
+  kill_at_.reset();
+  send(SIGKILL);
+}
+
+void ServerGroup::end() {
+  for (Server& server : servers_) clear(server);
+}
+
+// Ends what is left of the server's session, and its log.
+void ServerGroup::clear(Server& server) {
+  if (server.pid > 0) {
+    kill_sessions({&server.pid, 1});
+    reap(server.pid);
+    guardian_.forget(server.pid);
+  }
+  server.pid = -1;
+  server.running = false;
+  if (!server.log) return;
+  for (int reads = 0; reads < kLastReads && server.log->pump(); ++reads) {
+  }
+  server.log->finish();
+  server.log.reset();
+}
+
+}  // namespace cohort::launch

@@ -1,0 +1,97 @@
+// The parameter servers of a job on this node, beside its workers.
+#pragma once
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <poll.h>
+#include <string>
+#include <vector>
+
+#include "cohort/base/fd.h"
+#include "cohort/launch/guardian.h"
+#include "cohort/launch/options.h"
+#include "cohort/launch/report.h"
+#include "cohort/launch/signals.h"
+#include "cohort/launch/stream.h"
+
+namespace cohort::launch {
+
+/// Starts `cohort ps server` processes, keeps them running while the workers need them, and stops
+/// them.
+///
+/// Each server has a port of 127.0.0.1 of its own, which is held for it as long as the group lives,
+/// a folder, <servers' folder>/server.<id>, and one log, server.<id>.log, for both its streams. One
+/// that ends before stop() is started again with the same port and folder, up to
+/// options.servers.max_restarts times in all; then, or if it ended with exit code 2, that is
+/// failure().
+/// Threads: from the main thread, while there is no other (it forks).
+class ServerGroup {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using milliseconds = std::chrono::milliseconds;
+
+  /// Starts the servers that `options` names. All references outlive the group.
+  /// Errors: ConfigError if the program cannot be executed, or a folder not be made; no server is
+  /// left running.
+  ServerGroup(const RunOptions& options, const std::string& log_dir, const Guardian& guardian,
+              const Signals& signals);
+  ~ServerGroup();
+  ServerGroup(const ServerGroup&) = delete;
+  ServerGroup& operator=(const ServerGroup&) = delete;
+
+  bool running() const;
+  /// "host:port,host:port", by the servers' numbers.
+  const std::string& endpoints() const { return endpoints_; }
+
+  /// Adds what turn() waits for.
+  void add_polls(std::vector<pollfd>& polls) const;
+  /// When turn() is due at the latest.
+  std::optional<Clock::time_point> deadline() const { return kill_at_; }
+  /// Reads what there is, notices ends, starts again, keeps the deadline; does not block. Returns
+  /// lines to tell the user.
+  std::vector<std::string> turn();
+  /// The end of a server that the job does not survive.
+  const std::optional<Outcome>& failure() const { return failure_; }
+
+  /// Sends `signal` to all.
+  void send(int signal) const;
+  /// The workers are gone: SIGTERM, and SIGKILL after `patience`. May be called again.
+  void stop(milliseconds patience);
+  void kill_now();
+  /// Kills what is left of the servers' sessions and reads the last bytes.
+  void end();
+
+ private:
+  struct Server {
+    int id = 0;
+    std::string endpoint;
+    Fd port_holder;
+    std::unique_ptr<Stream> log;
+    pid_t pid = -1;
+    bool running = false;
+  };
+
+  struct Key {};  // For the constructor that the public one delegates to.
+  ServerGroup(Key, const RunOptions& options, const std::string& log_dir, const Guardian& guardian,
+              const Signals& signals);
+  void start(Server& server, bool again);
+  void clear(Server& server);
+  std::vector<std::string> arguments(const Server& server) const;
+  std::string folder(const Server& server) const;
+  std::optional<std::string> notice_exit(Server& server);
+
+  const RunOptions& options_;
+  const std::string& log_dir_;
+  const Guardian& guardian_;
+  const Signals& signals_;
+  std::string program_;
+  std::string endpoints_;
+  std::vector<Server> servers_;
+  int num_restarts_ = 0;
+  std::optional<Outcome> failure_;
+  bool stopping_ = false;
+  bool killed_ = false;  // SIGKILL went out: how a server ends means nothing.
+  std::optional<Clock::time_point> kill_at_;
+};
+
+}  // namespace cohort::launch

@@ -1,0 +1,107 @@
+// The inside of ShardingEngine, shared by sharding_engine.cpp (its life, forward) and
+// sharding_backward.cpp. Not installed.
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/autograd/function.h>
+#include <utility>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/parallel/sharding/flat_bucket.h"
+#include "cohort/parallel/sharding/sharding_engine.h"
+#include "cohort/parallel/sharding/unit_parameters.h"
+
+namespace cohort::parallel {
+
+struct ShardingEngine::Impl {
+  struct Bucket {
+    FlatBucket flat;
+    size_t unit;         // it belongs to
+    size_t missing = 0;  // gradients that this backward still owes
+  };
+  struct Unit {
+    const torch::nn::Module* module = nullptr;
+    std::string name;
+    std::vector<Bucket*> buckets;
+    std::optional<size_t> place;   // in the order of running; none if it has never run
+    bool ran = false;              // in the present forward, or the last one
+    bool awaits_backward = false;  // its last forward has left a graph that no backward has passed
+  };
+  // One forward of a unit with frozen parameters.
+  struct Run {
+    size_t unit;
+    size_t num_nodes;       // where gradients leave its part of the graph
+    size_t left = 0;        // of these in
+    int64_t backward = -1;  // this backward
+  };
+
+  Impl(torch::nn::Module& m, comm::ProcessGroup& g, const ShardingOptions& o)
+      : model(m), group(g), options(o), ignored(resolve_names(m, o.ignored)) {}
+  ~Impl();
+
+  void make_units(const std::vector<torch::nn::Module*>& modules);
+  void fill_deferred();
+  void cast_buffers();
+  void watch_gradients();
+  void watch_passing(size_t unit, const std::vector<at::Tensor>& outputs, uint64_t position);
+  void node_passed(Run& run);
+  void gradient_arrived(Bucket& bucket);
+  void reduce(Bucket& bucket);
+  void check_backward(bool divides) const;
+  void enter_backward(bool divides);
+  void leave_backward(bool threw);
+  void begin_backward();
+  void finish_backward();
+  void abandon_backward();
+  void gather(size_t unit, int direction);
+  void free(size_t unit);
+  void refresh();
+  void share_changes();
+  double share() const;
+  bool divides_loss() const;
+  std::vector<ParameterSlice> unshared_state() const;
+  template <class Body>
+  void together(size_t unit, const Body& body);
+  std::string left_out(size_t unit) const;
+
+  torch::nn::Module& model;
+  comm::ProcessGroup& group;
+  ShardingOptions options;
+  std::vector<std::string> ignored;  // full names
+  std::unique_ptr<comm::ProcessGroup> reshard_group;
+  std::vector<Unit> units;  // the first is the whole model's own
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>>
+      hooks;  // to be taken off again
+  std::vector<ParameterSlice> slices;
+
+  std::vector<size_t> order;  // of the units' first forwards
+  bool order_known = false;   // a whole forward has run
+  int summoned = 0;           // one within another
+  bool synchronized = true;
+  bool may_backward = false;  // inside ShardingEngine::backward ...
+  bool loss_divided = false;  // ... which has divided the loss; the last one
+  bool in_backward = false;
+  int64_t num_backwards = 0;
+  Bucket* reduction = nullptr;  // under way in this backward
+};
+
+// Adds to the error of ranks that part while `body` communicates for `unit` what to look for.
+template <class Body>
+void ShardingEngine::Impl::together(size_t unit, const Body& body) {
+  try {
+    body();
+  } catch (const PeerError& error) {
+    PeerError::Facts facts = error.facts();
+    if (!facts.disagreement) throw;
+    facts.cause +=
+        "; sharding: expected every rank to run the same units in the same order, and to use the "
+        "same parameters of them" +
+        left_out(unit);
+    throw PeerError(std::move(facts));
+  }
+}
+
+}  // namespace cohort::parallel

@@ -1,0 +1,110 @@
+#include "cohort/parallel/sharding/shared_start.h"
+
+#include <numeric>
+#include <sstream>
+
+#include "cohort/parallel/model_state.h"
+
+namespace cohort::parallel {
+namespace {
+
+std::string text_of(const std::optional<at::ScalarType>& type) {
+  return type ? c10::toString(*type) : "unset";
+}
+
+// What must agree between ranks beside the model.
+std::string describe(const ShardingOptions& options) {
+  const MixedPrecision& types = options.mixed_precision;
+  std::ostringstream out;
+  out << "shard " << static_cast<int>(options.shard) << "\nreshard_after_forward "
+      << options.reshard_after_forward << "\nreshard_ranks " << options.reshard_ranks
+      << "\nprefetch " << options.prefetch << "\nmixed_precision.param_dtype "
+      << text_of(types.param_dtype) << "\nmixed_precision.reduce_dtype "
+      << text_of(types.reduce_dtype) << "\nmixed_precision.buffer_dtype "
+      << text_of(types.buffer_dtype) << "\nmixed_precision.output_dtype "
+      << text_of(types.output_dtype) << "\nmixed_precision.cast_forward_inputs "
+      << types.cast_forward_inputs << "\nreplicate_group "
+      << (options.replicate_group ? "set" : "unset") << "\ncpu_offload " << options.cpu_offload
+      << '\n';
+  for (const std::string& name : options.ignored) out << "ignored " << name << '\n';
+  return out.str();
+}
+
+void check_types(const MixedPrecision& types) {
+  const auto floating = [](const char* name, const std::optional<at::ScalarType>& type) {
+    TORCH_CHECK_VALUE(!type || at::isFloatingType(*type), "mixed_precision.", name,
+                      ": expected a floating-point type, got ", c10::toString(*type));
+  };
+  floating("param_dtype", types.param_dtype);
+  floating("reduce_dtype", types.reduce_dtype);
+  floating("buffer_dtype", types.buffer_dtype);
+  floating("output_dtype", types.output_dtype);
+}
+
+// Rows of the mesh share a model out, its columns hold the same slices.
+void check_mesh(comm::ProcessGroup& row, comm::ProcessGroup& column) {
+  const auto place = [](comm::ProcessGroup& group) {
+    return "rank " + std::to_string(group.rank()) + " of " + std::to_string(group.size()) + "\n";
+  };
+  verify_same_text("places in the sharding groups of one replicate_group", place(row), column);
+  verify_same_text("places in the replicate groups of one sharding group", place(column), row);
+}
+
+void check_reshard(const ShardingOptions& options, int world_size) {
+  const int ranks = options.reshard_ranks;
+  TORCH_CHECK_VALUE(ranks == 0 || (ranks > 1 && world_size % ranks == 0),
+                    "reshard_ranks: expected 0 or a divisor above 1 of the number of ranks, ",
+                    world_size, ", got ", ranks,
+                    ranks == 1 ? ": give reshard_after_forward = false" : "");
+  TORCH_CHECK_VALUE(
+      ranks == 0 || (options.shard == Shard::kParameters && options.reshard_after_forward),
+      "reshard_ranks: expected reshard_after_forward and Shard::kParameters with it");
+}
+
+// Names of what lies on the meta device, and `ignored`.
+std::vector<std::string> left_alone(const torch::nn::Module& model, const ShardingOptions& options,
+                                    const std::vector<std::string>& ignored) {
+  std::vector<std::string> names = ignored;
+  const auto look = [&](const std::string& name, const at::Tensor& tensor) {
+    if (!tensor.is_meta()) return;
+    TORCH_CHECK_VALUE(options.fill, "sharding: ", name,
+                      " is on the meta device: expected ShardingOptions::fill");
+    names.push_back(name);
+  };
+  for (const auto& item : model.named_parameters()) look(item.key(), item.value());
+  for (const auto& item : model.named_buffers()) look(item.key(), item.value());
+  return names;
+}
+
+}  // namespace
+
+void share_state(const torch::nn::Module& model, comm::ProcessGroup& group,
+                 const ShardingOptions& options, const std::vector<std::string>& ignored) {
+  check_types(options.mixed_precision);
+  check_reshard(options, group.size());
+  const std::vector<std::string> alone = left_alone(model, options, ignored);
+  verify_same_text("options of ShardedDataParallel", describe(options), group);
+  verify_same_model(model, group, ignored);
+  if (options.replicate_group) {
+    check_mesh(group, *options.replicate_group);
+    verify_same_text("options of ShardedDataParallel", describe(options), *options.replicate_group);
+    verify_same_model(model, *options.replicate_group, ignored);
+    broadcast_model(model, *options.replicate_group, 0, alone);
+  }
+  broadcast_model(model, group, 0, alone);
+}
+
+std::unique_ptr<comm::ProcessGroup> make_reshard_group(comm::ProcessGroup& group,
+                                                       const ShardingOptions& options) {
+  std::unique_ptr<comm::ProcessGroup> own;
+  const int count = options.reshard_ranks;
+  if (count == 0 || count == group.size()) return own;
+  for (int first = 0; first < group.size(); first += count) {
+    std::vector<int> ranks(static_cast<size_t>(count));
+    std::iota(ranks.begin(), ranks.end(), first);
+    if (auto made = group.subgroup(ranks, "reshard")) own = std::move(made);
+  }
+  return own;
+}
+
+}  // namespace cohort::parallel

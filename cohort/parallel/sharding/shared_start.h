@@ -1,0 +1,25 @@
+// What the ranks do before a model is shared out: compare it and the options, and copy the state.
+// For the sharding engine alone.
+#pragma once
+#include <string>
+#include <torch/nn/module.h>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/parallel/sharding/sharding_engine.h"
+
+namespace cohort::parallel {
+
+/// Copies the state of rank 0, of the first replica's, to all; `ignored` are full names, which are
+/// left alone, and so is what lies on the meta device.
+/// Collective over `group` and options.replicate_group; blocks.
+/// Errors: c10::ValueError if models or options differ between ranks, or contradict.
+void share_state(const torch::nn::Module& model, comm::ProcessGroup& group,
+                 const ShardingOptions& options, const std::vector<std::string>& ignored);
+
+/// The neighbours of this rank among which a unit stays from its forward to its backward; null
+/// where it stays among all of `group`, or with none. Collective; blocks. `group` must outlive it.
+std::unique_ptr<comm::ProcessGroup> make_reshard_group(comm::ProcessGroup& group,
+                                                       const ShardingOptions& options);
+
+}  // namespace cohort::parallel

@@ -1,0 +1,346 @@
+#include "cohort/ps/client/client.h"
+
+#include <algorithm>
+#include <c10/util/Exception.h>
+#include <map>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/id_hash.h"
+#include "cohort/ps/rpc/rpc_channel.h"
+
+namespace cohort::ps {
+
+namespace {
+
+// Which of `ids` are which server's: positions, server after server.
+struct Spread {
+  std::vector<uint32_t> positions;  // Empty for one server: all, in their order.
+  std::vector<size_t> begins;       // By server, and the end.
+
+  Spread(std::span<const uint64_t> ids, uint32_t servers) : begins(servers + 1, 0) {
+    begins.back() = ids.size();
+    if (servers == 1) return;
+    std::vector<uint32_t> server_of_id(ids.size());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      server_of_id[i] = server_of(ids[i], servers);
+      if (server_of_id[i] + 1 < servers) ++begins[server_of_id[i] + 1];
+    }
+    for (uint32_t server = 1; server < servers; ++server) begins[server] += begins[server - 1];
+    std::vector<size_t> next(begins.begin(), begins.end() - 1);
+    positions.resize(ids.size());
+    for (size_t i = 0; i < ids.size(); ++i) {
+      positions[next[server_of_id[i]]++] = static_cast<uint32_t>(i);
+    }
+  }
+
+  size_t count(size_t server) const { return begins[server + 1] - begins[server]; }
+  size_t position(size_t index) const { return positions.empty() ? index : positions[index]; }
+};
+
+}  // namespace
+
+struct PendingPull::State {
+  const Client* client = nullptr;
+  std::vector<PullRows> rows;
+  std::vector<Spread> spreads;  // As `rows`.
+  std::vector<std::span<float>> parameters;
+  // Where the values of each section of a server's reply go.
+  struct Part {
+    Ticket ticket;
+    std::vector<uint32_t> blocks;
+  };
+  std::vector<Part> parts;  // By server.
+  const JobOptions* job = nullptr;
+  const std::vector<size_t>* parameter_of_block = nullptr;
+};
+
+PendingPull::PendingPull(std::unique_ptr<State> state) : state_(std::move(state)) {}
+PendingPull::PendingPull(PendingPull&&) noexcept = default;
+PendingPull& PendingPull::operator=(PendingPull&&) noexcept = default;
+PendingPull::~PendingPull() = default;
+
+uint64_t PendingPull::wait() {
+  uint64_t steps = UINT64_MAX;
+  for (size_t server = 0; server < state_->parts.size(); ++server) {
+    auto& part = state_->parts[server];
+    const Reply reply = part.ticket.wait();
+    steps = std::min(steps, reply.steps);
+    const Message message = parse_message(reply.message.span());
+    TORCH_CHECK_VALUE(message.sections.size() == state_->rows.size() + part.blocks.size(),
+                      "pull: server ", server, " answered ", message.sections.size(),
+                      " sections, asked were ", state_->rows.size() + part.blocks.size());
+    size_t number = 0;
+    for (size_t i = 0; i < state_->rows.size(); ++i) {
+      const Section& section = message.sections[number++];
+      const Spread& spread = state_->spreads[i];
+      const auto width = section.width;
+      TORCH_CHECK_VALUE(section.values.size() == spread.count(server) * width, "pull: server ",
+                        server, " answered ", section.values.size(), " values, asked were ",
+                        spread.count(server) * width);
+      const float* values = section.values.data();
+      float* const out = state_->rows[i].weights.data();
+      if (spread.positions.empty()) {
+        std::copy(values, values + section.values.size(), out);
+        continue;
+      }
+      for (size_t j = spread.begins[server]; j < spread.begins[server + 1]; ++j, values += width) {
+        std::copy_n(values, width, out + spread.positions[j] * size_t{width});
+      }
+    }
+    for (const uint32_t block : part.blocks) {
+      const Section& section = message.sections[number++];
+      const BlockOptions& options = state_->job->blocks[block];
+      TORCH_CHECK_VALUE(static_cast<int64_t>(section.values.size()) == options.end - options.begin,
+                        "pull: server ", server, " answered another size of block ", block);
+      std::copy(section.values.begin(), section.values.end(),
+                state_->parameters[(*state_->parameter_of_block)[block]].begin() + options.begin);
+    }
+  }
+  return steps;
+}
+
+Client::Client(const ClientOptions& options, const JobOptions& job, const ChannelMaker& channels)
+    : options_(options), job_(job) {
+  validate(job_);
+  if (static_cast<int>(options_.servers.size()) != job_.servers)
+    throw ConfigError("client: the job has " + std::to_string(job_.servers) + " servers, " +
+                      std::to_string(options_.servers.size()) + " endpoints were given");
+  std::map<std::string, size_t> numbers;
+  for (const BlockOptions& block : job_.blocks) {
+    const auto [found, is_new] = numbers.try_emplace(block.parameter, parameters_.size());
+    if (is_new) parameters_.push_back({block.parameter, 0});
+    auto& elements = parameters_[found->second].elements;
+    elements = std::max(elements, block.end);
+    parameter_of_block_.push_back(found->second);
+  }
+  for (int server = 0; server < job_.servers; ++server) {
+    LinkOptions link = options_.link;
+    link.server = server;
+    link.endpoint = options_.servers[static_cast<size_t>(server)];
+    link.trainer = options_.trainer;
+    auto channel = channels ? channels(server)
+                            : make_rpc_channel({.endpoint = link.endpoint,
+                                                .security = options_.security,
+                                                .connections = options_.connections});
+    links_.push_back(std::make_unique<ServerLink>(std::move(channel), link));
+  }
+  join();
+}
+
+Client::~Client() = default;
+
+void Client::join() {
+  const uint64_t fingerprint = job_.fingerprint();
+  if (options_.trainer == 0) {
+    const std::string json = job_.to_json();
+    for (auto& link : links_) link->call({.call = Call::kJob, .trainer = 0, .text = json});
+  }
+  bool was_member = false;
+  is_initialised_ = true;
+  sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
+  uint64_t least = UINT64_MAX, most = 0;
+  for (size_t server = 0; server < links_.size(); ++server) {
+    const Reply reply = links_[server]->join(fingerprint);
+    TORCH_CHECK_VALUE(reply.server == static_cast<int>(server),
+                      "client: ", options_.servers[server], " is given as server ", server,
+                      " and is server ", reply.server,
+                      ": expected endpoints in the order of the servers' numbers");
+    sequences_[server] = reply.last_sequence;
+    least = std::min(least, reply.last_sequence);
+    most = std::max(most, reply.last_sequence);
+    was_member |= reply.was_member;
+    is_initialised_ &= reply.is_initialised;
+  }
+  if (job_.mode != Mode::kSync || options_.trainer == kNoTrainer) return;
+  // One that comes back repeats the step that it had not pushed everywhere; where it had, the
+  // server knows. One that is new begins where no server has an open step without it, and abstains
+  // before.
+  step_ = was_member ? least : most;
+  if (was_member) return;
+  for (size_t server = 0; server < links_.size(); ++server) {
+    while (sequences_[server] < step_)
+      links_[server]->push(MessageWriter({}), ++sequences_[server]);
+  }
+}
+
+std::vector<SectionShape> Client::block_shapes(int server, bool with_values) const {
+  std::vector<SectionShape> shapes;
+  for (uint32_t block = 0; block < job_.blocks.size(); ++block) {
+    const BlockOptions& options = job_.blocks[block];
+    if (options.server != server) continue;
+    shapes.push_back({.kind = SectionKind::kBlock,
+                      .table = block,
+                      .count = static_cast<uint64_t>(options.end - options.begin),
+                      .has_values = with_values});
+  }
+  return shapes;
+}
+
+void Client::initialise(std::span<const std::span<const float>> parameters) {
+  TORCH_CHECK_VALUE(!parameters.empty() || parameters_.empty(), "initialise: expected ",
+                    parameters_.size(), " parameters, got none");
+  check_parameters("initialise", std::vector(parameters.begin(), parameters.end()));
+  std::vector<Ticket> tickets;
+  for (int server = 0; server < job_.servers; ++server) {
+    const auto shapes = block_shapes(server, true);
+    if (shapes.empty()) continue;
+    MessageWriter message(shapes);
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const BlockOptions& block = job_.blocks[shapes[i].table];
+      const auto values = parameters[parameter_of_block_[shapes[i].table]];
+      std::copy_n(values.begin() + block.begin, shapes[i].count, message.values(i).begin());
+    }
+    tickets.push_back(
+        links_[static_cast<size_t>(server)]->push(std::move(message), 0, kInitialValues));
+  }
+  for (Ticket& ticket : tickets) ticket.wait();
+  is_initialised_ = true;
+}
+
+void Client::check_rows(const char* call, uint32_t table, size_t ids, size_t floats) const {
+  TORCH_CHECK_VALUE(table < job_.tables.size(), call, ": the job has ", job_.tables.size(),
+                    " tables, got number ", table);
+  const size_t expected = ids * static_cast<size_t>(job_.tables[table].width);
+  TORCH_CHECK_VALUE(floats == expected, call, ": table '", job_.tables[table].name, "': ", ids,
+                    " ids need ", expected, " floats, got ", floats);
+}
+
+template <class Values>
+void Client::check_parameters(const char* call, const std::vector<Values>& parameters) const {
+  if (parameters.empty()) return;
+  TORCH_CHECK_VALUE(parameters.size() == parameters_.size(), call, ": expected ",
+                    parameters_.size(), " parameters, got ", parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    TORCH_CHECK_VALUE(parameters[i].size() == static_cast<size_t>(parameters_[i].elements), call,
+                      ": parameter '", parameters_[i].name, "' has ", parameters_[i].elements,
+                      " elements, got ", parameters[i].size());
+  }
+}
+
+PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<float>> parameters,
+                         bool is_prediction) {
+  check_parameters("pull", parameters);
+  auto state = std::make_unique<PendingPull::State>();
+  state->rows.assign(rows.begin(), rows.end());
+  state->parameters = std::move(parameters);
+  state->job = &job_;
+  state->parameter_of_block = &parameter_of_block_;
+  for (const PullRows& asked : rows) {
+    check_rows("pull", asked.table, asked.ids.size(), asked.weights.size());
+    state->spreads.emplace_back(asked.ids, static_cast<uint32_t>(job_.servers));
+  }
+  for (int server = 0; server < job_.servers; ++server) {
+    const auto at = static_cast<size_t>(server);
+    std::vector<SectionShape> shapes;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      shapes.push_back({.kind = SectionKind::kRows,
+                        .table = rows[i].table,
+                        .width = static_cast<uint32_t>(job_.tables[rows[i].table].width),
+                        .count = state->spreads[i].count(at),
+                        .has_values = false});
+    }
+    std::vector<uint32_t> blocks;
+    if (!state->parameters.empty()) {
+      for (const SectionShape& shape : block_shapes(server, false)) {
+        shapes.push_back(shape);
+        blocks.push_back(shape.table);
+      }
+    }
+    MessageWriter message(shapes);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const auto ids = message.ids(i);
+      const size_t begin = state->spreads[i].begins[at];
+      for (size_t j = 0; j < ids.size(); ++j)
+        ids[j] = rows[i].ids[state->spreads[i].position(begin + j)];
+    }
+    state->parts.push_back(
+        {links_[at]->pull(std::move(message), is_prediction ? 0 : sequences_[at].load(),
+                          is_prediction ? 0 : step(), is_prediction ? kPrediction : 0),
+         std::move(blocks)});
+  }
+  return PendingPull(std::move(state));
+}
+
+void Client::push(std::span<const PushRows> rows, std::vector<std::span<const float>> parameters) {
+  check_parameters("push", parameters);
+  std::vector<Spread> spreads;
+  for (const PushRows& pushed : rows) {
+    check_rows("push", pushed.table, pushed.ids.size(), pushed.gradients.size());
+    spreads.emplace_back(pushed.ids, static_cast<uint32_t>(job_.servers));
+  }
+  if (job_.mode == Mode::kSync) ++step_;
+  for (int server = 0; server < job_.servers; ++server) {
+    const auto at = static_cast<size_t>(server);
+    std::vector<SectionShape> shapes;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      shapes.push_back({.kind = SectionKind::kRows,
+                        .table = rows[i].table,
+                        .width = static_cast<uint32_t>(job_.tables[rows[i].table].width),
+                        .count = spreads[i].count(at)});
+    }
+    if (!parameters.empty()) {
+      const auto blocks = block_shapes(server, true);
+      shapes.insert(shapes.end(), blocks.begin(), blocks.end());
+    }
+    MessageWriter message(shapes);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const auto ids = message.ids(i);
+      float* values = message.values(i).data();
+      const size_t width = shapes[i].width;
+      const size_t begin = spreads[i].begins[at];
+      for (size_t j = 0; j < ids.size(); ++j, values += width) {
+        const size_t position = spreads[i].position(begin + j);
+        ids[j] = rows[i].ids[position];
+        std::copy_n(rows[i].gradients.data() + position * width, width, values);
+      }
+    }
+    for (size_t i = rows.size(); i < shapes.size(); ++i) {
+      const BlockOptions& block = job_.blocks[shapes[i].table];
+      const auto values = parameters[parameter_of_block_[shapes[i].table]];
+      std::copy_n(values.begin() + block.begin, shapes[i].count, message.values(i).begin());
+    }
+    const uint64_t sequence = job_.mode == Mode::kSync ? step() : sequences_[at] + 1;
+    links_[at]->push(std::move(message), sequence);
+    sequences_[at] = sequence;  // A pull meanwhile does not wait for what is not sent yet.
+  }
+}
+
+void Client::flush() {
+  for (auto& link : links_) link->flush();
+}
+
+void Client::give_up_pushes() {
+  for (auto& link : links_) link->give_up_pushes();
+}
+
+void Client::save(const std::string& folder) {
+  TORCH_CHECK_VALUE(!folder.empty(), "save: expected a folder");
+  flush();
+  Request request{.call = Call::kSave,
+                  .trainer = options_.trainer,
+                  .step = step_,
+                  .nonce = draw_nonce(),
+                  .text = folder};
+  for (auto& link : links_) link->call(request);
+  request.call = Call::kFinishSave;
+  links_.front()->call(request);
+}
+
+std::vector<std::string> Client::status() {
+  std::vector<std::string> lines;
+  for (auto& link : links_) {
+    lines.push_back(link->call({.call = Call::kStatus, .trainer = options_.trainer}).text);
+  }
+  return lines;
+}
+
+void Client::stop_servers() {
+  for (auto& link : links_) link->call({.call = Call::kStop, .trainer = options_.trainer});
+}
+
+void Client::leave() {
+  flush();
+  for (auto& link : links_) link->leave();
+}
+
+}  // namespace cohort::ps

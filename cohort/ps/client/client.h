@@ -1,0 +1,134 @@
+// A trainer's view of all servers of a job: parameters and rows, wherever they lie.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cohort/ps/client/server_link.h"
+#include "cohort/ps/job.h"
+#include "cohort/ps/rpc/security.h"
+
+namespace cohort::ps {
+
+struct ClientOptions {
+  std::vector<std::string> servers;  ///< Endpoints, in the order of their numbers.
+  uint32_t trainer = 0;              ///< kNoTrainer: to look only.
+  SecurityOptions security;
+  int connections = 1;  ///< To each server.
+  LinkOptions link;     ///< Timeouts and credits; number, endpoint and trainer are filled in.
+};
+
+/// A dense parameter as the job cuts it.
+struct ParameterSize {
+  std::string name;
+  int64_t elements = 0;
+};
+
+/// Rows to pull or push. Spans are borrowed: until `wait` returns for pulls, for the call for
+/// pushes.
+struct PullRows {
+  uint32_t table = 0;               ///< Number in JobOptions::tables; ascending, each once.
+  std::span<const uint64_t> ids{};  ///< Any.
+  std::span<float> weights{};       ///< [ids.size() x width]
+};
+struct PushRows {
+  uint32_t table = 0;
+  std::span<const uint64_t> ids{};     ///< Each once.
+  std::span<const float> gradients{};  ///< [ids.size() x width]
+};
+
+/// Values under way.
+class PendingPull {
+ public:
+  PendingPull(PendingPull&&) noexcept;
+  PendingPull& operator=(PendingPull&&) noexcept;
+  ~PendingPull();
+  /// Blocks until all servers answered, and puts the values into their places. Once.
+  /// Returns: the least number of steps among the servers' states.
+  /// Errors: as Ticket::wait.
+  uint64_t wait();
+
+ private:
+  friend class Client;
+  struct State;
+  explicit PendingPull(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+/// Joined to every server of a job.
+///
+/// Threads: one for pushes; pulls, step() and give_up_pushes() from any. A pull sees the pushes
+/// that had returned when it was called.
+class Client {
+ public:
+  /// Way to a server: for tests, which need no network.
+  using ChannelMaker = std::function<std::unique_ptr<Channel>(int server)>;
+
+  /// Connects and joins; trainer 0 hands the servers the job. Blocks until all servers answered and
+  /// know the job. Errors: c10::ValueError: the servers have another job; ConfigError: options;
+  /// c10::DistError: no
+  ///         answer.
+  Client(const ClientOptions& options, const JobOptions& job, const ChannelMaker& channels = {});
+  /// Closes the connections without a word: the trainer then counts as lost.
+  ~Client();
+
+  const JobOptions& job() const { return job_; }
+  /// Dense parameters in the order of the job's blocks: what `parameters` below must be.
+  const std::vector<ParameterSize>& parameters() const { return parameters_; }
+
+  /// Whether the servers wait for values of the dense parameters (they have none to go on with).
+  bool needs_initial_values() const { return !is_initialised_; }
+  /// Hands them over. Blocks. Trainer 0 only; what others send is too late.
+  void initialise(std::span<const std::span<const float>> parameters);
+
+  /// kSync: steps that this trainer has pushed or need not push; its next push is of step() + 1.
+  uint64_t step() const { return step_; }
+
+  /// Asks for rows, and for all parameters unless `parameters` is empty. kSync: of the state after
+  /// step() steps. Returns at once.
+  PendingPull pull(std::span<const PullRows> rows, std::vector<std::span<float>> parameters,
+                   bool is_prediction = false);
+
+  /// Pushes gradients: of rows, and of all parameters unless `parameters` is empty. kSync: closes
+  /// this trainer's step. Blocks only while too many bytes are in flight.
+  void push(std::span<const PushRows> rows, std::vector<std::span<const float>> parameters);
+  /// Waits until every push is acknowledged. Errors: as Ticket::wait.
+  void flush();
+  /// Ends calls of `push` and `flush` that block in other threads, and all later ones, with
+  /// c10::DistError.
+  void give_up_pushes();
+
+  /// Writes a checkpoint of all servers after step() steps to `folder`, a path that they all see.
+  /// What `folder` held before loads until the new one is whole. Blocks. One trainer calls it; with
+  /// others training on in kAsync, servers write theirs at different moments.
+  void save(const std::string& folder);
+  /// One line of JSON a server. Blocks.
+  std::vector<std::string> status();
+  /// Ends the servers. Blocks.
+  void stop_servers();
+  /// Flushes, and says that no push will come any more: steps close without this trainer. Blocks.
+  void leave();
+
+ private:
+  struct Share;
+  void join();
+  void check_rows(const char* call, uint32_t table, size_t ids, size_t floats) const;
+  template <class Values>
+  void check_parameters(const char* call, const std::vector<Values>& parameters) const;
+  std::vector<SectionShape> block_shapes(int server, bool with_values) const;
+
+  ClientOptions options_;
+  JobOptions job_;
+  std::vector<ParameterSize> parameters_;
+  std::vector<size_t> parameter_of_block_;
+  std::vector<std::unique_ptr<ServerLink>> links_;
+  bool is_initialised_ = false;
+  std::atomic<uint64_t> step_ = 0;
+  std::vector<std::atomic<uint64_t>> sequences_;  // Of the last push, by server.
+};
+
+}  // namespace cohort::ps

@@ -1,0 +1,188 @@
+#include <algorithm>
+#include <c10/util/Exception.h>
+#include <map>
+#include <unordered_map>
+
+#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/id_hash.h"
+
+namespace cohort::ps {
+
+namespace {
+
+// A row, or a dense parameter, here: what the servers had, what it has become, how.
+struct Replica {
+  std::vector<float> base;
+  std::vector<float> weights;
+  std::vector<float> state;
+
+  void make(const RuleOptions& rule, std::span<const float> values) {
+    base.assign(values.begin(), values.end());
+    weights = base;
+    state.resize(static_cast<size_t>(state_width(rule.rule, static_cast<int64_t>(values.size()))));
+    initialise_state(rule, state);
+  }
+
+  void take(std::span<const float> values) {
+    base.assign(values.begin(), values.end());
+    weights = base;
+  }
+
+  void add_change(float divisor, std::vector<float>& changes) const {
+    for (size_t i = 0; i < weights.size(); ++i) changes.push_back((weights[i] - base[i]) / divisor);
+  }
+};
+
+class GeoExchange final : public Exchange {
+ public:
+  GeoExchange(Client& client, const GeoOptions& options)
+      : client_(client), options_(options), tables_(client.job().tables.size()) {
+    TORCH_CHECK_VALUE(options_.table_rules.size() == tables_.size(), "geo: expected ",
+                      tables_.size(), " rules of tables, got ", options_.table_rules.size());
+  }
+
+  std::function<void()> pull(std::vector<PullRows> rows, std::vector<std::span<float>> parameters,
+                             bool is_prediction) override {
+    if (is_prediction) {
+      return [this, rows = std::move(rows), parameters = std::move(parameters)] {
+        client_.pull(rows, parameters, true).wait();
+      };
+    }
+    return [this, rows = std::move(rows), parameters = std::move(parameters)] {
+      if (parameters_.empty() && !parameters.empty()) fetch_parameters(parameters);
+      for (size_t i = 0; i < parameters.size(); ++i)
+        std::copy(parameters_[i].weights.begin(), parameters_[i].weights.end(),
+                  parameters[i].begin());
+      for (const PullRows& asked : rows) {
+        fetch_missing(asked.table, asked.ids);
+        auto out = asked.weights.begin();
+        for (const uint64_t id : asked.ids) {
+          const Replica& row = tables_[asked.table].rows.at(id);
+          out = std::copy(row.weights.begin(), row.weights.end(), out);
+        }
+      }
+    };
+  }
+
+  void push(std::vector<PushRows> rows, std::vector<std::span<const float>> parameters) override {
+    ++steps_;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      TORCH_CHECK_VALUE(i < parameters_.size(), "geo: parameters are pushed before a pull");
+      update(options_.dense_rule, steps_, parameters_[i].weights, parameters_[i].state,
+             parameters[i]);
+    }
+    for (const PushRows& pushed : rows) {
+      Table& table = tables_[pushed.table];
+      const auto width = static_cast<size_t>(client_.job().tables[pushed.table].width);
+      for (size_t i = 0; i < pushed.ids.size(); ++i) {
+        const auto row = table.rows.find(pushed.ids[i]);
+        TORCH_CHECK_VALUE(row != table.rows.end(), "geo: row ", pushed.ids[i],
+                          " is pushed before a pull");
+        update(options_.table_rules[pushed.table], steps_, row->second.weights, row->second.state,
+               pushed.gradients.subspan(i * width, width));
+        if (table.is_changed.emplace(pushed.ids[i], true).second)
+          table.changed.push_back(pushed.ids[i]);
+      }
+    }
+    if (steps_ % options_.steps == 0) exchange();
+  }
+
+  void flush() override {
+    exchange();
+    client_.flush();
+  }
+
+ private:
+  struct Table {
+    std::unordered_map<uint64_t, Replica, MixedHash> rows;
+    std::unordered_map<uint64_t, bool, MixedHash> is_changed;
+    std::vector<uint64_t> changed;  // In the order of their first change.
+  };
+
+  void fetch_parameters(const std::vector<std::span<float>>& parameters) {
+    client_.pull({}, parameters).wait();
+    parameters_.resize(parameters.size());
+    for (size_t i = 0; i < parameters.size(); ++i)
+      parameters_[i].make(options_.dense_rule, parameters[i]);
+  }
+
+  void fetch_missing(uint32_t number, std::span<const uint64_t> ids) {
+    Table& table = tables_[number];
+    std::vector<uint64_t> missing;
+    for (const uint64_t id : ids) {
+      if (table.rows.try_emplace(id).second) missing.push_back(id);
+    }
+    const auto width = static_cast<size_t>(client_.job().tables[number].width);
+    std::vector<float> weights(missing.size() * width);
+    const PullRows asked{number, missing, weights};
+    if (!missing.empty()) client_.pull(std::span(&asked, 1), {}).wait();
+    for (size_t i = 0; i < missing.size(); ++i) {
+      table.rows.at(missing[i])
+          .make(options_.table_rules[number], std::span(weights).subspan(i * width, width));
+    }
+  }
+
+  void exchange() {
+    const auto divisor = static_cast<float>(options_.trainers);
+    std::vector<std::vector<float>> changes;
+    changes.reserve(tables_.size() + parameters_.size());
+    std::vector<PushRows> rows;
+    for (uint32_t number = 0; number < tables_.size(); ++number) {
+      Table& table = tables_[number];
+      auto& change = changes.emplace_back();
+      for (const uint64_t id : table.changed) table.rows.at(id).add_change(divisor, change);
+      rows.push_back({number, table.changed, change});
+    }
+    std::vector<std::span<const float>> parameters;
+    for (const Replica& parameter : parameters_) {
+      auto& change = changes.emplace_back();
+      parameter.add_change(divisor, change);
+      parameters.emplace_back(change);
+    }
+    client_.push(rows, std::move(parameters));
+    client_.flush();
+    take_over();
+  }
+
+  void take_over() {
+    std::vector<std::vector<float>> values;
+    values.reserve(tables_.size() + parameters_.size());
+    std::vector<PullRows> rows;
+    for (uint32_t number = 0; number < tables_.size(); ++number) {
+      const auto width = static_cast<size_t>(client_.job().tables[number].width);
+      const auto& changed = tables_[number].changed;
+      rows.push_back({number, changed, values.emplace_back(changed.size() * width)});
+    }
+    std::vector<std::span<float>> parameters;
+    for (const Replica& parameter : parameters_)
+      parameters.emplace_back(values.emplace_back(parameter.weights.size()));
+    client_.pull(rows, parameters).wait();
+    for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].take(parameters[i]);
+    for (uint32_t number = 0; number < tables_.size(); ++number) {
+      Table& table = tables_[number];
+      const auto width = static_cast<size_t>(client_.job().tables[number].width);
+      for (size_t i = 0; i < table.changed.size(); ++i)
+        table.rows.at(table.changed[i]).take(rows[number].weights.subspan(i * width, width));
+      // Others change rows, too: those not used since the last exchange are asked for again when
+      // they are, and the replica holds no more than is used.
+      std::erase_if(table.rows,
+                    [&](const auto& row) { return !table.is_changed.contains(row.first); });
+      table.changed.clear();
+      table.is_changed.clear();
+    }
+  }
+
+  Client& client_;
+  GeoOptions options_;
+  std::vector<Table> tables_;
+  std::vector<Replica> parameters_;
+  int64_t steps_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Exchange> make_geo_exchange(Client& client, const GeoOptions& options) {
+  return std::make_unique<GeoExchange>(client, options);
+}
+
+}  // namespace cohort::ps

@@ -1,0 +1,486 @@
+#include "cohort/ps/client/server_link.h"
+
+#include <algorithm>
+#include <c10/util/Exception.h>
+#include <condition_variable>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <pthread.h>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace cohort::ps {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+namespace {
+
+constexpr milliseconds kFirstPause{20};
+constexpr milliseconds kLongestPause{1'000};
+constexpr milliseconds kClocksDiffer{5};
+
+int64_t seconds_since(steady_clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::seconds>(steady_clock::now() - time).count();
+}
+
+[[noreturn]] void fail(const Reply& reply) {
+  if (reply.code == Code::kInvalid) C10_THROW_ERROR(ValueError, reply.text);
+  C10_THROW_ERROR(DistError, reply.text);
+}
+
+}  // namespace
+
+uint64_t draw_nonce() {
+  std::random_device random;
+  return uint64_t{random()} << 32 | random() | 1;
+}
+
+struct Ticket::State {
+  Request request;
+  Header header;  // Of pushes and pulls, to be sealed again after a restart.
+  int64_t push_bytes = 0;
+  milliseconds timeout{0};  // Of a sending.
+  steady_clock::time_point sent_at{};
+  milliseconds pause = kFirstPause;
+  steady_clock::time_point began = steady_clock::now();
+  steady_clock::time_point retry_at{};
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  Reply reply;
+};
+
+Ticket::Ticket(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+bool Ticket::is_done() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->done;
+}
+
+Reply Ticket::wait() {
+  std::unique_lock lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return state_->done; });
+  if (state_->reply.code != Code::kOk) fail(state_->reply);
+  return std::move(state_->reply);
+}
+
+// Shared with the callbacks of calls under way, which may outlive the link.
+class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
+ public:
+  using Operation = std::shared_ptr<Ticket::State>;
+
+  Worker(std::unique_ptr<Channel> channel, const LinkOptions& options)
+      : options_(options), channel_(std::move(channel)) {}
+
+  void start() {
+    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
+    pthread_setname_np(thread_.native_handle(), "ps-link");
+  }
+
+  void stop() {
+    thread_.request_stop();
+    changed_.notify_all();
+    if (thread_.joinable()) thread_.join();
+    // Here rather than with the last callback: in a channel to this process that one runs in the
+    // server's thread, which cannot end the server.
+    channel_.reset();
+    std::list<Operation> left;
+    {
+      const std::lock_guard lock(mutex_);
+      stopped_ = true;
+      left.swap(waiting_);
+    }
+    for (const Operation& operation : left)
+      finish(operation, {.code = Code::kLost, .text = name() + ": the connection was closed"});
+  }
+
+  Operation begin(Request request) {
+    auto operation = std::make_shared<Ticket::State>();
+    operation->request = std::move(request);
+    start(operation);
+    return operation;
+  }
+
+  Operation begin(Call call, MessageWriter message, uint64_t sequence, uint64_t step,
+                  uint32_t flags) {
+    auto operation = std::make_shared<Ticket::State>();
+    {
+      const std::lock_guard lock(mutex_);
+      operation->header = {.kind = call == Call::kPush ? MessageKind::kPush : MessageKind::kPull,
+                           .flags = flags,
+                           .job = job_,
+                           .trainer = options_.trainer,
+                           .trainer_incarnation = trainer_incarnation_,
+                           .server_incarnation = server_incarnation_,
+                           .sequence = sequence,
+                           .step = step};
+    }
+    auto sealed = std::make_shared<const Buffer>(message.finish(operation->header));
+    operation->header.num_sections = parse_header(sealed->span()).num_sections;
+    operation->request = {.call = call, .trainer = options_.trainer, .message = sealed};
+    if (call == Call::kPush) {
+      operation->push_bytes = static_cast<int64_t>(sealed->size());
+      await_credit(operation->push_bytes);
+    }
+    start(operation);
+    return operation;
+  }
+
+  Reply join(uint64_t job) {
+    {
+      const std::lock_guard lock(mutex_);
+      job_ = job;
+    }
+    const Request request{
+        .call = Call::kJoin, .trainer = options_.trainer, .job = job, .nonce = draw_nonce()};
+    Reply reply = Ticket(begin(request)).wait();
+    const std::lock_guard lock(mutex_);
+    joined_ = true;
+    server_incarnation_ = reply.server_incarnation;
+    trainer_incarnation_ = reply.trainer_incarnation;
+    return reply;
+  }
+
+  void flush() {
+    std::unique_lock lock(mutex_);
+    credit_.wait(lock, [this] { return in_flight_bytes_ == 0 || failure_.code != Code::kOk; });
+    if (failure_.code != Code::kOk) fail(failure_);
+  }
+
+  void give_up_pushes() {
+    {
+      const std::lock_guard lock(mutex_);
+      if (failure_.code == Code::kOk)
+        failure_ = {.code = Code::kLost, .text = name() + ": the pushes were given up"};
+    }
+    credit_.notify_all();
+  }
+
+  void leave() {
+    Request request{.call = Call::kLeave, .trainer = options_.trainer};
+    {
+      const std::lock_guard lock(mutex_);
+      request.incarnation = trainer_incarnation_;
+      joined_ = false;  // No beats, which would be those of a stranger.
+    }
+    Ticket(begin(std::move(request))).wait();
+  }
+
+ private:
+  std::string name() const {
+    return "server " + std::to_string(options_.server) + " (" + options_.endpoint + ")";
+  }
+
+  std::string no_answer(const std::string& last_word) const {
+    return name() + ": no answer for " + std::to_string(seconds_since(last_answer_)) +
+           " s: " + last_word;
+  }
+
+  static Header parse_header(std::span<const std::byte> message) {
+    Header header;
+    std::copy_n(message.data(), sizeof(header), reinterpret_cast<std::byte*>(&header));
+    return header;
+  }
+
+  void await_credit(int64_t bytes) {
+    std::unique_lock lock(mutex_);
+    // One push always goes, however large.
+    credit_.wait(lock, [&] {
+      return in_flight_bytes_ == 0 || in_flight_bytes_ + bytes <= options_.max_in_flight_bytes ||
+             failure_.code != Code::kOk;
+    });
+    if (failure_.code != Code::kOk) fail(failure_);
+    in_flight_bytes_ += bytes;
+  }
+
+  void start(const Operation& operation) {
+    operation->timeout = options_.attempt_timeout;
+    {
+      const std::lock_guard lock(mutex_);
+      if (open_++ == 0) last_progress_ = steady_clock::now();
+    }
+    send(operation);
+  }
+
+  void send(const Operation& operation) {
+    auto self = shared_from_this();
+    operation->sent_at = steady_clock::now();
+    channel_->send(operation->request, operation->timeout.count(),
+                   [self, operation](Reply reply) { self->answered(operation, std::move(reply)); });
+  }
+
+  void finish(const Operation& operation, Reply reply) {
+    {
+      const std::lock_guard lock(mutex_);
+      --open_;
+      last_progress_ = steady_clock::now();
+      last_word_.clear();
+      in_flight_bytes_ -= operation->push_bytes;
+      // A push that failed is a hole in the count: nothing can follow it.
+      if (reply.code != Code::kOk && operation->request.call == Call::kPush &&
+          failure_.code == Code::kOk)
+        failure_ = {.code = reply.code, .text = reply.text};
+    }
+    credit_.notify_all();
+    {
+      const std::lock_guard lock(operation->mutex);
+      operation->reply = std::move(reply);
+      operation->done = true;
+    }
+    operation->changed.notify_all();
+  }
+
+  void answered(const Operation& operation, Reply reply) {
+    const auto now = steady_clock::now();
+    // The deadline's clock may be a little ahead of this one.
+    const bool late =
+        reply.code == Code::kLost && now - operation->sent_at >= operation->timeout - kClocksDiffer;
+    std::unique_lock lock(mutex_);
+    if (reply.code != Code::kLost) last_answer_ = now;
+    switch (reply.code) {
+      case Code::kOk:
+      case Code::kInvalid:
+      case Code::kReplaced:
+      case Code::kFailed:
+        if (operation->request.call == Call::kPush) hurry_next_push(now);
+        if (operation->request.call == Call::kPush && reply.code == Code::kOk)
+          acknowledged_ = std::max(acknowledged_, operation->header.sequence);
+        lock.unlock();
+        if (reply.code != Code::kOk) reply.text = name() + ": " + reply.text;
+        return finish(operation, std::move(reply));
+      case Code::kNotYet:
+        last_word_ = reply.text;
+        if (now - operation->began > options_.trainer_timeout) {
+          lock.unlock();
+          reply.code = Code::kFailed;
+          reply.text = name() + ": waited " + std::to_string(seconds_since(operation->began)) +
+                       " s: " + reply.text;
+          return finish(operation, std::move(reply));
+        }
+        operation->pause = milliseconds(0);
+        break;
+      case Code::kRestarted:
+        if (!must_join_) must_join_ = joined_;
+        break;
+      case Code::kBusy:
+      case Code::kLost:
+        last_word_ = reply.text;
+        operation->pause = std::clamp(2 * operation->pause, kFirstPause, kLongestPause);
+        break;
+    }
+    const bool was_last = late && operation->timeout >= options_.server_timeout;
+    if (stopped_ || was_last ||
+        now - std::max(last_answer_, operation->began) > options_.server_timeout) {
+      const std::string text = was_last && last_answer_ > operation->sent_at
+                                   ? name() + ": it lives, but gave no answer to a call for " +
+                                         std::to_string(seconds_since(operation->began)) +
+                                         " s: " + reply.text
+                                   : no_answer(reply.text);
+      lock.unlock();
+      return finish(operation, {.code = Code::kLost, .text = text});
+    }
+    if (late) operation->timeout = std::min(2 * operation->timeout, options_.server_timeout);
+    operation->retry_at = now + operation->pause;
+    waiting_.push_back(operation);
+    changed_.notify_all();
+  }
+
+  // Where a server had no room, the push that it can take next does not wait for its turn.
+  void hurry_next_push(steady_clock::time_point now) {
+    Operation next;
+    for (const Operation& operation : waiting_) {
+      if (operation->request.call != Call::kPush) continue;
+      if (!next || operation->header.sequence < next->header.sequence) next = operation;
+    }
+    if (!next) return;
+    next->retry_at = now;
+    changed_.notify_all();
+  }
+
+  // Joins again with the same number: the server knows what it has applied. Blocks one attempt.
+  void rejoin(std::unique_lock<std::mutex>& lock) {
+    const Request request{.call = Call::kJoin,
+                          .trainer = options_.trainer,
+                          .job = job_,
+                          .incarnation = trainer_incarnation_};
+    lock.unlock();
+    auto answer = std::make_shared<Ticket::State>();
+    channel_->send(request, options_.attempt_timeout.count(), [answer](Reply reply) {
+      const std::lock_guard answer_lock(answer->mutex);
+      answer->reply = std::move(reply);
+      answer->done = true;
+      answer->changed.notify_all();
+    });
+    {
+      std::unique_lock answer_lock(answer->mutex);
+      answer->changed.wait(answer_lock, [&] { return answer->done; });
+    }
+    lock.lock();
+    const Reply& reply = answer->reply;
+    if (reply.code == Code::kOk && reply.last_sequence < acknowledged_) {
+      rejoin_failure_ = {.code = Code::kFailed,
+                         .text = name() + ": it was started again without push " +
+                                 std::to_string(acknowledged_) +
+                                 ", which it had acknowledged: it has " +
+                                 std::to_string(reply.last_sequence) + " of this trainer's"};
+    } else if (reply.code == Code::kOk) {
+      must_join_ = false;
+      server_incarnation_ = reply.server_incarnation;
+      last_answer_ = steady_clock::now();
+    } else if (reply.code == Code::kNotYet) {
+      rejoin_failure_ = {.code = Code::kFailed,
+                         .text = name() + ": it was started again without what it had held"};
+    } else if (reply.code == Code::kLost &&
+               steady_clock::now() - last_answer_ > options_.server_timeout) {
+      rejoin_failure_ = {.code = Code::kLost, .text = no_answer(reply.text)};
+    } else if (reply.code != Code::kLost && reply.code != Code::kBusy) {
+      rejoin_failure_ = {.code = reply.code, .text = name() + ": " + reply.text};
+    }
+  }
+
+  void beat() {
+    Request request{
+        .call = Call::kBeat, .trainer = options_.trainer, .incarnation = trainer_incarnation_};
+    auto self = shared_from_this();
+    channel_->send(request, options_.attempt_timeout.count(), [self](const Reply& reply) {
+      if (reply.code != Code::kOk) return;
+      const std::lock_guard lock(self->mutex_);
+      self->last_answer_ = steady_clock::now();
+    });
+  }
+
+  // Gives a message the server's present incarnation.
+  void readdress(Ticket::State& operation) {
+    if (!operation.request.message || operation.header.server_incarnation == server_incarnation_)
+      return;
+    operation.header.server_incarnation = server_incarnation_;
+    const auto bytes = operation.request.message->span();
+    Buffer copy(bytes.size());  // gRPC may still hold the other one.
+    std::copy(bytes.begin(), bytes.end(), copy.data());
+    reseal(copy.span(), operation.header);
+    operation.request.message = std::make_shared<const Buffer>(std::move(copy));
+  }
+
+  std::vector<Operation> take_due(steady_clock::time_point now) {
+    std::vector<Operation> due;
+    waiting_.remove_if([&](const Operation& operation) {
+      if (must_join_ && operation->request.message) return false;
+      if (operation->retry_at > now) return false;
+      due.push_back(operation);
+      return true;
+    });
+    return due;
+  }
+
+  // What to say of a wait, once a period.
+  std::optional<std::string> notice(steady_clock::time_point now) {
+    if (open_ == 0 || now - last_progress_ < options_.notice_period) return std::nullopt;
+    last_progress_ = now;
+    return name() + ": waiting: " + (last_word_.empty() ? "no answer yet" : last_word_);
+  }
+
+  void run(const std::stop_token& stop) {
+    auto next_beat = steady_clock::now() + options_.beat_period;
+    std::unique_lock lock(mutex_);
+    while (!stop.stop_requested()) {
+      auto until = next_beat;
+      for (const Operation& operation : waiting_) until = std::min(until, operation->retry_at);
+      if (must_join_) until = std::min(until, steady_clock::now() + milliseconds(100));
+      changed_.wait_until(lock, until, [&] {
+        return stop.stop_requested() || steady_clock::now() >= until ||
+               std::any_of(waiting_.begin(), waiting_.end(),
+                           [&](const Operation& one) { return one->retry_at < until; });
+      });
+      if (stop.stop_requested()) return;
+      if (must_join_) rejoin(lock);
+      const auto now = steady_clock::now();
+      if (const auto said = notice(now); said && options_.on_wait) {
+        lock.unlock();
+        options_.on_wait(*said);
+        lock.lock();
+      }
+      if (rejoin_failure_.code != Code::kOk) {
+        std::list<Operation> failed;
+        failed.swap(waiting_);
+        lock.unlock();
+        for (const Operation& operation : failed)
+          finish(operation, {.code = rejoin_failure_.code, .text = rejoin_failure_.text});
+        lock.lock();
+        continue;
+      }
+      const auto due = take_due(now);
+      for (const Operation& operation : due) readdress(*operation);
+      const bool beats = joined_ && options_.trainer != kNoTrainer && now >= next_beat;
+      if (now >= next_beat) next_beat = now + options_.beat_period;
+      lock.unlock();
+      for (const Operation& operation : due) send(operation);
+      if (beats) beat();
+      lock.lock();
+    }
+  }
+
+  const LinkOptions options_;
+  std::unique_ptr<Channel> channel_;
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::condition_variable credit_;
+  std::list<Operation> waiting_;  // For their next sending.
+  int64_t in_flight_bytes_ = 0;
+  Reply failure_;  // Of a push.
+  Reply rejoin_failure_;
+  uint64_t job_ = 0;
+  uint64_t server_incarnation_ = 0;
+  uint64_t trainer_incarnation_ = 0;
+  uint64_t acknowledged_ = 0;  // The last push.
+  bool joined_ = false;
+  bool must_join_ = false;
+  bool stopped_ = false;
+  std::string last_word_;  // Since the last progress.
+  int64_t open_ = 0;       // Operations that were started and are not finished.
+  steady_clock::time_point last_answer_ = steady_clock::now();
+  steady_clock::time_point last_progress_ = steady_clock::now();  // Or notice.
+  std::jthread thread_;
+};
+
+ServerLink::ServerLink(std::unique_ptr<Channel> channel, const LinkOptions& options)
+    : worker_(std::make_shared<Worker>(std::move(channel), options)) {
+  worker_->start();
+}
+
+ServerLink::~ServerLink() {
+  worker_->stop();
+}
+
+Reply ServerLink::call(Request request) {
+  return Ticket(worker_->begin(std::move(request))).wait();
+}
+
+Reply ServerLink::join(uint64_t job) {
+  return worker_->join(job);
+}
+
+Ticket ServerLink::push(MessageWriter message, uint64_t sequence, uint32_t flags) {
+  return Ticket(worker_->begin(Call::kPush, std::move(message), sequence, 0, flags));
+}
+
+Ticket ServerLink::pull(MessageWriter message, uint64_t sequence, uint64_t step, uint32_t flags) {
+  return Ticket(worker_->begin(Call::kPull, std::move(message), sequence, step, flags));
+}
+
+void ServerLink::flush() {
+  worker_->flush();
+}
+
+void ServerLink::give_up_pushes() {
+  worker_->give_up_pushes();
+}
+
+void ServerLink::leave() {
+  worker_->leave();
+}
+
+}  // namespace cohort::ps

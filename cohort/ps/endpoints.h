@@ -1,0 +1,31 @@
+// Lists of "host:port", as flags and environments spell them.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace cohort::ps {
+
+/// Reads "host:port,host:port" ("[ipv6]:port" likewise), keeping the order.
+///
+/// Errors: ConfigError that begins with `name` (a flag or variable): an entry of another form, a
+/// port
+///         out of 1 to 65535, an entry given twice, or none.
+std::vector<std::string> parse_endpoints(const std::string& name, const std::string& text);
+
+/// Checks where a server is to listen: "host:port", port 0 being any that is free, or "unix:PATH".
+/// Errors: ConfigError that begins with `name`.
+void check_listening_endpoint(const std::string& name, const std::string& text);
+
+/// Whether `endpoint` names this host by number: 127.x.y.z or [::1], with a port or without. A name
+/// that only begins so is none.
+bool is_loopback(const std::string& endpoint);
+
+/// Returns where `endpoint` stands in `endpoints`.
+/// Errors: ConfigError that begins with `name` and lists them if it is none of them.
+int index_of_endpoint(const std::string& name, const std::string& endpoint,
+                      const std::vector<std::string>& endpoints);
+
+/// Returns the endpoints with commas between, as parse_endpoints reads them.
+std::string join_endpoints(const std::vector<std::string>& endpoints);
+
+}  // namespace cohort::ps

@@ -1,0 +1,58 @@
+// What a job is: the tables and dense blocks of its servers, and how its trainers work together.
+// Trainer 0 hands it to every server; all must be told the same.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cohort/ps/table/table_options.h"
+#include "cohort/ps/update_rule.h"
+
+namespace cohort::ps {
+
+/// When a push takes effect.
+enum class Mode {
+  kSync,   ///< A step closes when every member has pushed it: one update from all gradients.
+  kAsync,  ///< Each push is an update of its own, at once. Half-async and geo are kinds of
+           ///< trainers: their servers work so.
+};
+
+enum class Reduce { kMean, kSum };
+
+/// A piece of a dense parameter that one server holds.
+struct BlockOptions {
+  std::string parameter;
+  int64_t begin = 0;  ///< Elements [begin, end) of the parameter, counted row by row.
+  int64_t end = 0;
+  int server = 0;
+};
+
+struct JobOptions {
+  Mode mode = Mode::kSync;
+  Reduce reduce =
+      Reduce::kMean;  ///< kSync: over the trainers that pushed the step, in their order.
+  int trainers = 1;   ///< Numbered from 0; more may join later.
+  int servers = 1;
+  int64_t max_staleness =
+      -1;  ///< kAsync: a pull waits while its trainer is more steps ahead of the slowest
+           ///< member (Ho et al. 2013, "stale synchronous parallel"); -1: never.
+  RuleOptions dense_rule{.rule = Rule::kAdam, .learning_rate = 1e-3f};
+  std::vector<BlockOptions> blocks;
+  std::vector<TableOptions> tables;
+
+  /// One line of JSON: equal options, equal text.
+  std::string to_json() const;
+  /// Errors: ConfigError that names the field.
+  static JobOptions parse(const std::string& json);
+  /// A hash of the text, which every message bears.
+  uint64_t fingerprint() const;
+};
+
+/// Errors: ConfigError that names what is wrong: a table twice, a name that no file can bear, a
+/// block without elements, whatever else a table would refuse ...
+void validate(const JobOptions& options);
+
+std::string to_string(Mode mode);
+std::string to_string(Reduce reduce);
+
+}  // namespace cohort::ps

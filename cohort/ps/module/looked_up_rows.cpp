@@ -1,0 +1,57 @@
+#include "cohort/ps/module/looked_up_rows.h"
+
+#include <algorithm>
+
+namespace cohort::ps {
+
+namespace {
+
+std::span<const int64_t> span_of(const at::Tensor& ids) {
+  return {ids.const_data_ptr<int64_t>(), static_cast<size_t>(ids.numel())};
+}
+
+at::Tensor checked(const at::Tensor& ids) {
+  TORCH_CHECK_VALUE(ids.defined() && ids.scalar_type() == at::kLong && ids.device().is_cpu(),
+                    "embedding: expected ids as int64 on the CPU, got ",
+                    ids.defined() ? ids.toString() : "none");
+  return ids.contiguous();
+}
+
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  const auto x = span_of(a), y = span_of(b);
+  return a.sizes() == b.sizes() &&
+         (x.data() == y.data() || std::equal(x.begin(), x.end(), y.begin()));
+}
+
+}  // namespace
+
+LookedUpRows::LookedUpRows(const TableOptions& table, Fetch fetch)
+    : table_(table), fetch_(std::move(fetch)) {}
+
+void LookedUpRows::announce(const at::Tensor& ids, const int64_t* padding) {
+  announced_ = std::make_shared<Batch>();
+  announced_->ids = checked(ids);
+  announced_->distinct.assign(span_of(announced_->ids), padding);
+  announced_->weights.resize(announced_->distinct.ids().size() * static_cast<size_t>(table_.width));
+}
+
+std::shared_ptr<LookedUpRows::Batch> LookedUpRows::look_up(const at::Tensor& ids,
+                                                           const int64_t* padding,
+                                                           bool prediction) {
+  const at::Tensor own = checked(ids);
+  if (ready_ && !prediction && is_same(ready_->ids, own)) return ready_;
+  auto batch = std::make_shared<Batch>();
+  batch->ids = own;
+  batch->distinct.assign(span_of(own), padding);
+  batch->weights.resize(batch->distinct.ids().size() * static_cast<size_t>(table_.width));
+  fetch_(batch->distinct.ids(), batch->weights, prediction);
+  return batch;
+}
+
+void LookedUpRows::forget() {
+  for (const auto& batch : used_) batch->gradients.clear();
+  used_.clear();
+  ready_.reset();
+}
+
+}  // namespace cohort::ps

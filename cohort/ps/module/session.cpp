@@ -1,0 +1,353 @@
+#include "cohort/ps/module/session.h"
+
+#include <algorithm>
+#include <map>
+#include <torch/nn/module.h>
+#include <torch/types.h>
+#include <utility>
+
+#include "cohort/base/error.h"
+#include "cohort/base/log.h"
+#include "cohort/ps/client/local_channel.h"
+#include "cohort/ps/module/looked_up_rows.h"
+#include "cohort/ps/role.h"
+#include "cohort/ps/row_merger.h"
+
+namespace cohort::ps {
+
+namespace {
+
+constexpr std::pair<const char*, Training> kTrainings[] = {{"local", Training::kLocal},
+                                                           {"sync", Training::kSync},
+                                                           {"async", Training::kAsync},
+                                                           {"half-async", Training::kHalfAsync},
+                                                           {"geo", Training::kGeo}};
+
+std::span<float> values_of(const at::Tensor& tensor) {
+  return {tensor.mutable_data_ptr<float>(), static_cast<size_t>(tensor.numel())};
+}
+
+std::string name_of(Training training) {
+  for (const auto& [word, one] : kTrainings) {
+    if (one == training) return word;
+  }
+  return "?";
+}
+
+// A job without servers gets the partition of one: one block each, all here.
+SessionOptions checked(SessionOptions options) {
+  // The count of pushes is that of steps in async alone.
+  if (options.max_staleness >= 0 && options.training != Training::kAsync)
+    throw ConfigError("session: max_staleness " + std::to_string(options.max_staleness) +
+                      ": expected -1, only async has a bound, got " + name_of(options.training));
+  if (options.training != Training::kLocal) {
+    if (!options.load.empty())
+      throw ConfigError("session: with servers it is they who load a checkpoint (" + options.load +
+                        "), by `cohort ps server --load`");
+    return options;
+  }
+  if (!options.servers.empty())
+    throw ConfigError("session: local training has no servers, " +
+                      std::to_string(options.servers.size()) + " were given");
+  options.servers = {"127.0.0.1:1"};  // Never called: the plan wants a name for it.
+  options.trainer = 0;
+  options.trainers = 1;
+  return options;
+}
+
+}  // namespace
+
+Training training_named(const std::string& name) {
+  std::string names;
+  for (const auto& [word, training] : kTrainings) {
+    if (name == word) return training;
+    names += (names.empty() ? "" : ", ") + std::string(word);
+  }
+  throw ConfigError("training: expected one of " + names + ", got '" + name + "'");
+}
+
+SessionOptions with_environment(SessionOptions options) {
+  const auto place = discover_role();
+  if (!place)
+    throw ConfigError(
+        "PADDLE_TRAINING_ROLE, PADDLE_PSERVERS_IP_PORT_LIST, PADDLE_TRAINERS_NUM and "
+        "PADDLE_TRAINER_ID: expected a trainer's place among parameter servers; `cohort run "
+        "--servers N --trainers M -- PROGRAM` sets them");
+  if (place->role != Role::kTrainer)
+    throw ConfigError("PADDLE_TRAINING_ROLE: expected TRAINER, this is a server's environment");
+  options.servers = place->servers;
+  options.trainer = place->trainer_id;
+  options.trainers = place->trainers;
+  return options;
+}
+
+class Session::Work {
+ public:
+  explicit Work(const SessionOptions& options) : options_(checked(options)) {}
+
+  Embedding embedding(const TableOptions& table, const EmbeddingOptions& options) {
+    TORCH_CHECK_VALUE(!exchange_, "session: tables are added before start()");
+    const auto number = static_cast<uint32_t>(tables_.size());
+    auto rows = std::make_shared<LookedUpRows>(
+        table, [this, number](std::span<const uint64_t> ids, std::span<float> weights,
+                              bool prediction) { fetch(number, ids, weights, prediction); });
+    tables_.push_back(rows);
+    return Embedding(std::move(rows), table.width, options);
+  }
+
+  void add(const std::string& name, const torch::nn::Module& module) {
+    TORCH_CHECK_VALUE(!exchange_, "session: modules are added before start()");
+    for (const auto& parameter : module.named_parameters()) {
+      const at::Tensor& value = parameter.value();
+      if (!value.requires_grad()) continue;
+      const std::string full = name + "." + parameter.key();
+      TORCH_CHECK_VALUE(
+          value.scalar_type() == at::kFloat && value.device().is_cpu() && value.is_contiguous(),
+          "session: parameter '", full, "': expected contiguous float32 on the CPU, got ",
+          value.toString());
+      names_.push_back(full);
+      parameters_.push_back(value.detach());
+      learning_.push_back(value);
+    }
+  }
+
+  void start() {
+    TORCH_CHECK_VALUE(!exchange_, "session: it was started before");
+    make_plan();
+    const JobOptions job = job_options();
+    ClientOptions client = options_.client;
+    client.servers = plan_.servers;
+    client.trainer = static_cast<uint32_t>(options_.trainer);
+    if (!client.link.on_wait)
+      client.link.on_wait = [this](const std::string& line) { log_.warn(line); };
+    if (options_.host.rank > 0) {
+      // Rank 0 talks.
+    } else if (options_.training == Training::kLocal) {
+      local_ = std::make_shared<Server>(
+          ServerOptions{
+              .load = options_.load, .acknowledge = Acknowledge::kApplied, .snapshot_log_bytes = 0},
+          log_);
+      client_ = std::make_unique<Client>(
+          client, job, [this](int) { return std::make_unique<LocalChannel>(local_); });
+    } else {
+      client_ = std::make_unique<Client>(client, job);
+    }
+    exchange_ = client_ ? make_exchange() : nullptr;
+    if (options_.host.size > 1)
+      exchange_ = make_host_exchange(job, options_.host, std::move(exchange_));
+    if (options_.trainer == 0 && client_ && client_->needs_initial_values()) {
+      std::vector<std::span<const float>> values;
+      for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
+      client_->initialise(values);
+    }
+    start_pull();
+    pull();
+  }
+
+  void start_pull() {
+    TORCH_CHECK_VALUE(exchange_, "session: start() comes first");
+    TORCH_CHECK_VALUE(!finish_pull_, "session: a pull is under way already");
+    std::vector<PullRows> rows;
+    arriving_.assign(tables_.size(), nullptr);
+    for (uint32_t number = 0; number < tables_.size(); ++number) {
+      auto& announced = tables_[number]->announced();
+      if (!announced) continue;
+      arriving_[number] = std::move(announced);
+      announced = nullptr;
+      rows.push_back({number, arriving_[number]->distinct.ids(), arriving_[number]->weights});
+    }
+    std::vector<std::span<float>> values;
+    for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
+    finish_pull_ = exchange_->pull(std::move(rows), std::move(values));
+  }
+
+  void pull() {
+    if (!finish_pull_) start_pull();
+    std::exchange(finish_pull_, nullptr)();
+    // Rows of an earlier pull are out of date, also where none were announced for this one.
+    for (size_t number = 0; number < tables_.size(); ++number)
+      tables_[number]->ready() = std::move(arriving_[number]);
+  }
+
+  void push() {
+    TORCH_CHECK_VALUE(exchange_, "session: start() comes first");
+    std::vector<PushRows> rows;
+    for (uint32_t number = 0; number < tables_.size(); ++number) rows.push_back(rows_of(number));
+    std::vector<std::span<const float>> values;
+    for (at::Tensor& parameter : learning_) {
+      at::Tensor& gradient = parameter.mutable_grad();
+      if (!gradient.defined()) gradient = at::zeros_like(parameter);
+      gradient = gradient.contiguous();
+      values.push_back(values_of(gradient));
+    }
+    exchange_->push(std::move(rows), std::move(values));
+    ++steps_;
+    for (at::Tensor& parameter : learning_) parameter.mutable_grad() = at::Tensor();
+    for (auto& table : tables_) table->forget();
+  }
+
+  int64_t step() const {
+    const bool counts = client_ && options_.training == Training::kSync;
+    return counts ? static_cast<int64_t>(client_->step()) : steps_;
+  }
+
+  void flush() { exchange_->flush(); }
+
+  void finish() {
+    flush();
+    if (client_) client_->leave();
+  }
+
+  void save(const std::string& folder) {
+    exchange_->flush();
+    if (client_) client_->save(folder);
+  }
+
+  const Plan& plan() const { return plan_; }
+  Client& client() {
+    TORCH_CHECK_VALUE(client_,
+                      "session: before start(), and on other ranks of a host than 0, there is "
+                      "no client");
+    return *client_;
+  }
+
+ private:
+  void make_plan() {
+    std::vector<ParameterShape> shapes;
+    for (size_t i = 0; i < names_.size(); ++i)
+      shapes.push_back({names_[i], parameters_[i].sizes().vec()});
+    std::string servers;
+    for (const std::string& server : options_.servers)
+      servers += (servers.empty() ? "" : ",") + server;
+    plan_ = ps::plan(std::move(shapes), {.trainer_id = options_.trainer,
+                                         .trainers = options_.trainers,
+                                         .pservers = servers,
+                                         .sync_mode = options_.training == Training::kSync,
+                                         .slice_var_up = options_.slice_var_up,
+                                         .split_method = options_.split_method,
+                                         .min_block_size = options_.min_block_size});
+  }
+
+  JobOptions job_options() const {
+    const bool waits = options_.training == Training::kSync;
+    JobOptions job{.mode = waits ? Mode::kSync : Mode::kAsync,
+                   .reduce = options_.reduce,
+                   .trainers = options_.trainers,
+                   .servers = static_cast<int>(plan_.servers.size()),
+                   .max_staleness = options_.max_staleness,
+                   .dense_rule = options_.dense_rule};
+    for (const Block& block : plan_.blocks) {
+      job.blocks.push_back({plan_.parameters[static_cast<size_t>(block.parameter)].name,
+                            block.begin, block.end, block.server});
+    }
+    for (const auto& table : tables_) job.tables.push_back(table->table());
+    if (options_.training == Training::kGeo) {
+      job.dense_rule = {.rule = Rule::kAdd};
+      for (TableOptions& table : job.tables) table.rule = {.rule = Rule::kAdd};
+    }
+    return job;
+  }
+
+  std::unique_ptr<Exchange> make_exchange() {
+    if (options_.training == Training::kHalfAsync)
+      return make_merging_exchange(*client_, options_.max_merge);
+    if (options_.training != Training::kGeo) return make_direct_exchange(*client_);
+    GeoOptions geo{.dense_rule = options_.dense_rule,
+                   .steps = options_.geo_steps,
+                   .trainers = options_.trainers};
+    for (const auto& table : tables_) geo.table_rules.push_back(table->table().rule);
+    return make_geo_exchange(*client_, geo);
+  }
+
+  // Rows that nobody announced.
+  void fetch(uint32_t number, std::span<const uint64_t> ids, std::span<float> weights,
+             bool prediction) {
+    TORCH_CHECK_VALUE(exchange_, "session: start() comes before forward");
+    exchange_->pull({{number, ids, weights}}, {}, prediction)();
+  }
+
+  // The gradients of a table's rows since the last push. Several batches become one.
+  PushRows rows_of(uint32_t number) {
+    const auto& used = tables_[number]->used();
+    if (used.empty()) return {.table = number};
+    if (used.size() == 1)
+      return {.table = number, .ids = used[0]->distinct.ids(), .gradients = used[0]->gradients};
+    RowMerger& merger = mergers_[number];
+    size_t most = 0;
+    for (const auto& batch : used) most += batch->distinct.ids().size();
+    merger.begin(tables_[number]->table().width, most);
+    for (const auto& batch : used) merger.add(batch->distinct.ids(), batch->gradients);
+    return {.table = number, .ids = merger.ids(), .gradients = merger.gradients()};
+  }
+
+  SessionOptions options_;
+  Log log_{LogOptions{.rank = options_.trainer,
+                      .world_size = options_.trainers,
+                      .level = LogLevel::kWarn,
+                      .console = LogConsole::kAlways}};
+  Plan plan_;
+  std::vector<std::shared_ptr<LookedUpRows>> tables_;
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> parameters_;  // Values, without autograd.
+  std::vector<at::Tensor> learning_;    // The same, with gradients.
+  std::shared_ptr<Server> local_;
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<Exchange> exchange_;
+  std::function<void()> finish_pull_;
+  std::vector<std::shared_ptr<LookedUpRows::Batch>> arriving_;
+  std::map<uint32_t, RowMerger> mergers_;
+  int64_t steps_ = 0;
+};
+
+Session::Session(const SessionOptions& options) : work_(std::make_unique<Work>(options)) {}
+Session::~Session() = default;
+
+Embedding Session::embedding(const TableOptions& table, const EmbeddingOptions& options) {
+  return work_->embedding(table, options);
+}
+
+void Session::add(const std::string& name, const torch::nn::Module& module) {
+  work_->add(name, module);
+}
+
+void Session::start() {
+  work_->start();
+}
+
+void Session::pull() {
+  work_->pull();
+}
+
+void Session::start_pull() {
+  work_->start_pull();
+}
+
+void Session::push() {
+  work_->push();
+}
+
+int64_t Session::step() const {
+  return work_->step();
+}
+
+void Session::flush() {
+  work_->flush();
+}
+
+void Session::finish() {
+  work_->finish();
+}
+
+void Session::save(const std::string& folder) {
+  work_->save(folder);
+}
+
+const Plan& Session::plan() const {
+  return work_->plan();
+}
+
+Client& Session::client() {
+  return work_->client();
+}
+
+}  // namespace cohort::ps

@@ -1,0 +1,116 @@
+// A libtorch program as a trainer of parameter servers: pull, forward, backward, push.
+//
+//   ps::Session session(ps::SessionOptions{.servers = ..., .trainer = 0, .trainers = 2});
+//   ps::Embedding rows = session.embedding({.name = "ids", .width = 16});
+//   session.add("net", *net);
+//   session.start();
+//   for (const Batch& batch : batches) {
+//     rows->prefetch(batch.ids);
+//     session.pull();
+//     loss(net->forward(rows->forward(batch.ids)), batch.labels).backward();
+//     session.push();
+//   }
+//   session.finish();
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cohort/ps/client/client.h"
+#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/module/embedding.h"
+#include "cohort/ps/plan.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace cohort::ps {
+
+/// How a trainer works with its servers.
+enum class Training {
+  kLocal,      ///< No servers: rows and parameters in this process, updated by the same rules.
+  kSync,       ///< Each step waits for all trainers; equal to one process on all their batches.
+  kAsync,      ///< Each push takes effect at once; nobody waits.
+  kHalfAsync,  ///< As kAsync, from a thread of its own, which sums pushes that wait to be sent.
+  kGeo,        ///< Steps are local; every so many, what changed is added up on the servers.
+};
+
+/// "local", "sync" ... Errors: ConfigError that lists the names.
+Training training_named(const std::string& name);
+
+struct SessionOptions {
+  Training training = Training::kSync;
+  std::vector<std::string> servers;  ///< Endpoints; empty for kLocal.
+  int trainer = 0;
+  int trainers = 1;
+  Reduce reduce = Reduce::kMean;  ///< kSync: of the trainers' gradients.
+  RuleOptions dense_rule{.rule = Rule::kAdam, .learning_rate = 1e-3f};
+  std::string load;            ///< kLocal: a checkpoint to begin with, of any number of servers.
+  int64_t max_staleness = -1;  ///< See JobOptions; -1 except for kAsync.
+  int64_t max_merge = 20;      ///< kHalfAsync: pushes summed into one.
+  int64_t geo_steps = 100;     ///< kGeo: local steps between two exchanges.
+  SplitMethod split_method = round_robin();
+  bool slice_var_up = true;
+  int64_t min_block_size = 8192;
+  /// The ranks of a host are one trainer (`trainer` counts hosts then), of which rank 0 talks to
+  /// the servers: hierarchical reduction. One rank: no such thing.
+  HostRanks host;
+  /// Security, timeouts, connections. Without a `link.on_wait` waits are warnings on stderr.
+  ClientOptions client;
+};
+
+/// Reads role and endpoints from the environment (role.h) into `options`.
+/// Errors: ConfigError if there is no such role, or this process is a server.
+SessionOptions with_environment(SessionOptions options);
+
+/// A trainer's side of a job. Everything that begins with pull, push, start, finish or save may
+/// block for servers and other trainers, with the timeouts of ClientOptions::link.
+///
+/// Owner: holds the parameters that were added (by handle) and the tables.
+/// Threads: one. Errors: as Client's.
+class Session {
+ public:
+  explicit Session(const SessionOptions& options);
+  ~Session();
+
+  /// A table of rows, and the module that looks them up. Before start().
+  Embedding embedding(const TableOptions& table, const EmbeddingOptions& options = {});
+  /// The module's parameters, by "<name>.<parameter>": float32 on the CPU, contiguous. Before
+  /// start(). Those that need no gradient stay as they are, everywhere.
+  void add(const std::string& name, const torch::nn::Module& module);
+
+  /// Joins. Trainer 0's values are what all begin with, unless the servers have some already.
+  void start();
+
+  /// Brings parameters, and the rows of the ids that were announced (Embedding::prefetch), up to
+  /// date. kSync: after all trainers' last step.
+  void pull();
+  /// Begins what pull() then finishes, so that it travels while the caller computes: parameters and
+  /// rows keep their values until then. kSync: may be called after push() only.
+  void start_pull();
+  /// Sends the gradients of the parameters (undefined ones count 0) and of the rows that forward()
+  /// looked up since the last push, and forgets them and the rows.
+  void push();
+
+  /// Steps so far (of the job, for a trainer that came back).
+  int64_t step() const;
+  /// Waits until all that was pushed is acknowledged.
+  void flush();
+  /// The same, and leaves: steps close without this trainer.
+  void finish();
+  /// A checkpoint of all servers, in a folder that they see. kLocal: of this process.
+  void save(const std::string& folder);
+  const Plan& plan() const;
+  /// Errors: c10::ValueError on ranks of a host that have none.
+  Client& client();
+
+ private:
+  class Work;
+  std::unique_ptr<Work> work_;
+};
+
+}  // namespace cohort::ps

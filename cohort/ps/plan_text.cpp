@@ -1,0 +1,141 @@
+// What a plan looks like to people.
+#include <algorithm>
+#include <array>
+#include <cstdio>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/plan.h"
+
+namespace cohort::ps {
+namespace {
+
+using Row = std::array<std::string, 5>;
+
+// Columns as wide as their widest entry.
+std::string aligned(const std::vector<Row>& rows) {
+  std::array<size_t, std::tuple_size_v<Row>> widths{};
+  for (const Row& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const Row& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      line += "  " + row[i] + std::string(widths[i] - row[i].size(), ' ');
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    text += line + "\n";
+  }
+  return text;
+}
+
+std::string count_of(int64_t count, const std::string& thing) {
+  return std::to_string(count) + " " + thing + (count == 1 ? "" : "s");
+}
+
+std::string shape_text(const ParameterShape& parameter) {
+  std::string text;
+  for (const int64_t size : parameter.shape)
+    text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+std::string range_text(const Block& block) {
+  return "[" + std::to_string(block.begin) + ", " + std::to_string(block.end) + ")";
+}
+
+std::string server_text(const Plan& plan, int server) {
+  return "server " + std::to_string(server) + " " + plan.servers[static_cast<size_t>(server)];
+}
+
+// "2 blocks, 80400 elements, 50.0 %".
+std::string share_text(const Plan& plan, int server) {
+  int64_t all = 0;
+  for (const Block& block : plan.blocks) all += block.size();
+  const int64_t own = plan.elements_of(server);
+  char percent[32];
+  std::snprintf(percent, sizeof(percent), "%.1f %%",
+                all == 0 ? 0.0 : 100.0 * static_cast<double>(own) / static_cast<double>(all));
+  return count_of(static_cast<int64_t>(plan.blocks_of(server).size()), "block") + ", " +
+         count_of(own, "element") + ", " + percent;
+}
+
+std::string group_text(const GroupPlace& group) {
+  std::string text =
+      "mode collective: a process group of " + count_of(group.world_size, "trainer") + "\n";
+  for (size_t rank = 0; rank < group.endpoints.size(); ++rank) {
+    text += "  rank " + std::to_string(rank) + " " + group.endpoints[rank] +
+            (rank == 0 ? ", where the ranks meet\n" : "\n");
+  }
+  return text;
+}
+
+// One line for each server that has blocks.
+std::string with_each_server(const Plan& plan, const std::string& verb) {
+  std::string text;
+  for (int server = 0; server < static_cast<int>(plan.servers.size()); ++server) {
+    const auto blocks = static_cast<int64_t>(plan.blocks_of(server).size());
+    if (blocks == 0) continue;
+    text +=
+        "    " + verb + " " + server_text(plan, server) + ": " + count_of(blocks, "block") + "\n";
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string Plan::text() const {
+  if (group) return group_text(*group);
+  std::string text = std::string("mode pserver, ") + (options.sync_mode ? "sync" : "async") + ": " +
+                     count_of(options.trainers, "trainer") + ", " +
+                     count_of(static_cast<int64_t>(servers.size()), "server") + ", " +
+                     options.split_method.name + ", " +
+                     (options.slice_var_up ? "blocks of " + std::to_string(options.min_block_size) +
+                                                 " elements or more"
+                                           : "whole parameters") +
+                     "\n";
+  std::vector<Row> rows{{"block", "shape", "elements", "count", "server"}};
+  for (const Block& block : blocks) {
+    rows.push_back({block.name, shape_text(parameters[static_cast<size_t>(block.parameter)]),
+                    range_text(block), std::to_string(block.size()),
+                    server_text(*this, block.server).substr(7)});
+  }
+  text += aligned(rows);
+  for (int server = 0; server < static_cast<int>(servers.size()); ++server) {
+    text += server_text(*this, server) + ": " + share_text(*this, server) + "\n";
+  }
+  return text + "trainer 0 initialises\n";
+}
+
+std::string Plan::trainer_program() const {
+  if (group) {
+    return "rank " + std::to_string(group->rank) + " of " + std::to_string(group->world_size) +
+           ", by a process group\n  begin: " +
+           (initialises() ? "broadcast the parameters\n" : "take rank 0's parameters\n") +
+           "  step: forward, backward, all-reduce the gradients, update\n";
+  }
+  return "trainer " + std::to_string(options.trainer_id) + " of " +
+         std::to_string(options.trainers) + "\n  begin\n" +
+         with_each_server(*this, initialises() ? "initialise" : "pull from") +
+         "  step: forward, backward, then\n" + with_each_server(*this, "push gradients to") +
+         (options.sync_mode ? "    wait until every trainer has pushed\n" : "") +
+         with_each_server(*this, "pull from") + "  end: leave the servers\n";
+}
+
+std::string Plan::server_program(int server) const {
+  if (server < 0 || server >= static_cast<int>(servers.size())) {
+    throw ConfigError("server: expected one of " + std::to_string(servers.size()) + ", got " +
+                      std::to_string(server));
+  }
+  std::string text = server_text(*this, server) + "\n  holds " + share_text(*this, server) + "\n";
+  for (const Block& block : blocks_of(server)) {
+    text += "    " + block.name + " " + range_text(block) + "\n";
+  }
+  return text + "  begin: take them from trainer 0\n  " +
+         (options.sync_mode
+              ? "step: sum the gradients of " + count_of(options.trainers, "trainer") +
+                    " in the order of trainers, update once, then answer pulls\n"
+              : "each push: update; each pull: answer with what there is\n");
+}
+
+}  // namespace cohort::ps

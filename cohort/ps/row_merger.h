@@ -1,0 +1,35 @@
+// Sums sparse gradients of one table from several pushes.
+#pragma once
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace cohort::ps {
+
+/// Adds rows up by id. The sum of a row is that of its gradients in the order of `add`'s calls, so
+/// its bits are given by that order alone.
+///
+/// Memory: that of all distinct rows; kept for the next use. Threads: one.
+class RowMerger {
+ public:
+  /// Forgets all; rows have `width` values from now on, about `expected` of them.
+  void begin(int64_t width, size_t expected);
+  /// Adds `gradients` [ids.size() x width] to the rows of `ids` (any, repeated ones too).
+  void add(std::span<const uint64_t> ids, std::span<const float> gradients);
+  /// Divides every sum.
+  void divide(float divisor);
+
+  std::span<const uint64_t> ids() const { return ids_; }  ///< Each once, in the order of arrival.
+  std::span<const float> gradients() const { return sums_; }  ///< [ids().size() x width]
+
+ private:
+  void grow(size_t places);
+  size_t row_of(uint64_t id);
+
+  size_t width_ = 1;
+  std::vector<uint64_t> ids_;
+  std::vector<float> sums_;
+  std::vector<uint32_t> places_;  // 1 + the row's number, or 0; a power of two of them.
+};
+
+}  // namespace cohort::ps

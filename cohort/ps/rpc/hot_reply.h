@@ -1,0 +1,15 @@
+// The answer to a push or pull as bytes: code u32, bytes of text u32, steps u64, text padded to 8,
+// message.
+#pragma once
+#include <cstdint>
+
+namespace cohort::ps {
+
+struct HotReply {
+  uint32_t code = 0;
+  uint32_t text_bytes = 0;
+  uint64_t steps = 0;
+};
+static_assert(sizeof(HotReply) == 16);
+
+}  // namespace cohort::ps

@@ -1,0 +1,211 @@
+#include "cohort/ps/rpc/rpc_channel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/grpcpp.h>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/rpc/hot_reply.h"
+#include "cohort/ps/rpc/pem_file.h"
+#include "cohort/ps/rpc/quiet_grpc.h"
+#include "cohort/ps/rpc/slices.h"
+
+#include "control.grpc.pb.h"
+
+namespace cohort::ps {
+
+namespace {
+
+std::shared_ptr<grpc::ChannelCredentials> credentials_of(const SecurityOptions& security) {
+  if (!security.tls()) return grpc::InsecureChannelCredentials();
+  return grpc::SslCredentials(
+      {.pem_root_certs = read_pem("authority's certificate", security.authority),
+       .pem_private_key = read_pem("key", security.key),
+       .pem_cert_chain = read_pem("certificate", security.certificate)});
+}
+
+grpc::ChannelArguments arguments_of(const SecurityOptions& security) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);
+  arguments.SetMaxSendMessageSize(-1);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // A connection of its own for each.
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  // How long connecting may take, with the handshake of TLS; who is refused tries again sooner.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 5'000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  // Retries are ours (client/server_link.h): they must know what was applied.
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  if (security.tls() && !security.server_names.empty())
+    arguments.SetSslTargetNameOverride(security.server_names.front());
+  return arguments;
+}
+
+Reply lost(const grpc::Status& status) {
+  using grpc::StatusCode;
+  const StatusCode code = status.error_code();
+  const bool final = code == StatusCode::PERMISSION_DENIED || code == StatusCode::UNAUTHENTICATED ||
+                     code == StatusCode::UNIMPLEMENTED || code == StatusCode::RESOURCE_EXHAUSTED;
+  return {.code = final ? Code::kFailed : Code::kLost, .text = status.error_message()};
+}
+
+Reply read_reply(const ControlReply& reply) {
+  const uint32_t code = std::min(reply.code(), static_cast<uint32_t>(Code::kLost));
+  return {.code = static_cast<Code>(code),
+          .text = reply.text(),
+          .server_incarnation = reply.server_incarnation(),
+          .trainer_incarnation = reply.trainer_incarnation(),
+          .last_sequence = reply.last_sequence(),
+          .steps = reply.steps(),
+          .is_initialised = reply.is_initialised(),
+          .was_member = reply.was_member(),
+          .server = static_cast<int>(reply.server())};
+}
+
+Reply read_reply(const grpc::ByteBuffer& bytes) {
+  Buffer all = buffer_of(bytes);
+  HotReply head;
+  if (all.size() < sizeof(head)) return {.code = Code::kLost, .text = "its answer is cut off"};
+  std::memcpy(&head, all.data(), sizeof(head));
+  const size_t text_end = sizeof(head) + head.text_bytes;
+  const size_t begin = head.text_bytes == 0 ? sizeof(head) : (text_end + 7) / 8 * 8;
+  if (head.code > static_cast<uint32_t>(Code::kLost) || begin > all.size())
+    return {.code = Code::kLost, .text = "its answer is damaged"};
+  Reply reply{.code = static_cast<Code>(head.code), .steps = head.steps};
+  reply.text.assign(reinterpret_cast<const char*>(all.data()) + sizeof(head), head.text_bytes);
+  if (begin < all.size()) {
+    reply.message = std::move(all);
+    reply.message.remove_prefix(begin);
+  }
+  return reply;
+}
+
+class RpcChannel final : public Channel {
+ public:
+  explicit RpcChannel(const RpcChannelOptions& options) {
+    quiet_grpc();
+    const auto credentials = credentials_of(options.security);
+    const auto arguments = arguments_of(options.security);
+    for (int i = 0; i < std::max(1, options.connections); ++i) {
+      channels_.push_back(grpc::CreateCustomChannel(options.endpoint, credentials, arguments));
+      stubs_.push_back(std::make_unique<grpc::GenericStub>(channels_.back()));
+    }
+    control_ = ParameterServer::NewStub(channels_.front());
+  }
+
+  // Calls under way end first. One that ended later would hold the last reference to its
+  // connection, and destroy it, with gRPC's threads, in one of these threads.
+  ~RpcChannel() override {
+    std::unique_lock lock(mutex_);
+    for (grpc::ClientContext* const call : running_) call->TryCancel();
+    none_running_.wait(lock, [this] { return num_running_ == 0; });
+  }
+
+  void send(const Request& request, int64_t timeout_ms, Done done) override {
+    if (request.call == Call::kPush || request.call == Call::kPull) {
+      send_hot(request, timeout_ms, std::move(done));
+    } else {
+      send_control(request, timeout_ms, std::move(done));
+    }
+  }
+
+ private:
+  static void set_deadline(grpc::ClientContext& context, int64_t timeout_ms) {
+    if (timeout_ms > 0)
+      context.set_deadline(std::chrono::system_clock::now() +
+                           std::chrono::milliseconds(timeout_ms));
+  }
+
+  void send_control(const Request& request, int64_t timeout_ms, Done done) {
+    struct Running {
+      grpc::ClientContext context;
+      ControlRequest request;
+      ControlReply reply;
+    };
+    auto* const running = begin(std::make_unique<Running>(), timeout_ms);
+    running->request.set_call(static_cast<uint32_t>(request.call));
+    running->request.set_trainer(request.trainer);
+    running->request.set_job(request.job);
+    running->request.set_incarnation(request.incarnation);
+    running->request.set_step(request.step);
+    running->request.set_nonce(request.nonce);
+    running->request.set_text(request.text);
+    control_->async()->Control(&running->context, &running->request, &running->reply,
+                               [this, running, done = std::move(done)](const grpc::Status& status) {
+                                 Reply reply =
+                                     status.ok() ? read_reply(running->reply) : lost(status);
+                                 end(running);
+                                 done(std::move(reply));
+                               });
+  }
+
+  void send_hot(const Request& request, int64_t timeout_ms, Done done) {
+    static const std::string kPush = "/cohort.ps.ParameterServer/Push";
+    static const std::string kPull = "/cohort.ps.ParameterServer/Pull";
+    struct Running {
+      grpc::ClientContext context;
+      grpc::ByteBuffer request;
+      grpc::ByteBuffer reply;
+    };
+    auto* const running = begin(std::make_unique<Running>(), timeout_ms);
+    const grpc::Slice slice = slice_of(request.message);
+    grpc::ByteBuffer bytes(&slice, 1);
+    running->request.Swap(&bytes);
+    auto& stub = *stubs_[next_++ % stubs_.size()];
+    stub.UnaryCall(&running->context, request.call == Call::kPush ? kPush : kPull, {},
+                   &running->request, &running->reply,
+                   [this, running, done = std::move(done)](const grpc::Status& status) {
+                     Reply reply = status.ok() ? read_reply(running->reply) : lost(status);
+                     end(running);
+                     done(std::move(reply));
+                   });
+  }
+
+  // A call's memory is its own until `end`.
+  template <class Running>
+  Running* begin(std::unique_ptr<Running> running, int64_t timeout_ms) {
+    set_deadline(running->context, timeout_ms);
+    const std::lock_guard lock(mutex_);
+    running_.insert(&running->context);
+    ++num_running_;
+    return running.release();
+  }
+
+  template <class Running>
+  void end(Running* running) {
+    {
+      const std::lock_guard lock(mutex_);
+      running_.erase(&running->context);
+    }
+    delete running;
+    const std::lock_guard lock(mutex_);
+    if (--num_running_ == 0) none_running_.notify_all();
+  }
+
+  std::vector<std::shared_ptr<grpc::Channel>> channels_;
+  std::vector<std::unique_ptr<grpc::GenericStub>> stubs_;
+  std::unique_ptr<ParameterServer::Stub> control_;
+  std::atomic<size_t> next_ = 0;
+  std::mutex mutex_;
+  std::condition_variable none_running_;
+  std::set<grpc::ClientContext*> running_;
+  int64_t num_running_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Channel> make_rpc_channel(const RpcChannelOptions& options) {
+  return std::make_unique<RpcChannel>(options);
+}
+
+}  // namespace cohort::ps

@@ -1,0 +1,22 @@
+// A way to a server over gRPC.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "cohort/ps/rpc/security.h"
+#include "cohort/ps/wire/request.h"
+
+namespace cohort::ps {
+
+struct RpcChannelOptions {
+  std::string endpoint;  ///< "host:port" or "unix:/path".
+  SecurityOptions security;
+  int connections = 1;  ///< TCP connections; calls take turns. One carries about 1 GB/s.
+};
+
+/// Connects when something is sent, and again whenever the connection broke.
+/// Errors: ConfigError if a file of `security` cannot be read.
+std::unique_ptr<Channel> make_rpc_channel(const RpcChannelOptions& options);
+
+}  // namespace cohort::ps

@@ -1,0 +1,180 @@
+#include "cohort/ps/rpc/rpc_server.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <grpcpp/grpcpp.h>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/endpoints.h"
+#include "cohort/ps/rpc/hot_reply.h"
+#include "cohort/ps/rpc/pem_file.h"
+#include "cohort/ps/rpc/quiet_grpc.h"
+#include "cohort/ps/rpc/slices.h"
+
+#include "control.grpc.pb.h"
+
+namespace cohort::ps {
+
+namespace {
+
+using grpc::ByteBuffer;
+using grpc::CallbackServerContext;
+using grpc::ServerUnaryReactor;
+using Base =
+    ParameterServer::WithCallbackMethod_Control<ParameterServer::WithRawCallbackMethod_Push<
+        ParameterServer::WithRawCallbackMethod_Pull<ParameterServer::Service>>>;
+
+// By its number: a name that begins with 127 may be anybody's.
+bool is_local(const std::string& endpoint) {
+  return endpoint.starts_with("unix:") || endpoint.substr(0, endpoint.rfind(':')) == "localhost" ||
+         is_loopback(endpoint);
+}
+
+std::shared_ptr<grpc::ServerCredentials> credentials_of(const SecurityOptions& security) {
+  if (!security.tls()) return grpc::InsecureServerCredentials();
+  grpc::SslServerCredentialsOptions options(
+      GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  options.pem_root_certs = read_pem("authority's certificate", security.authority);
+  options.pem_key_cert_pairs.push_back(
+      {read_pem("key", security.key), read_pem("certificate", security.certificate)});
+  return grpc::SslServerCredentials(options);
+}
+
+Call call_of(uint32_t number) {
+  return static_cast<Call>(std::min(number, static_cast<uint32_t>(Call::kStop)));
+}
+
+void write_reply(Reply reply, ByteBuffer& out) {
+  static constexpr std::array<char, 8> kZeros{};
+  const HotReply head{.code = static_cast<uint32_t>(reply.code),
+                      .text_bytes = static_cast<uint32_t>(reply.text.size()),
+                      .steps = reply.steps};
+  std::vector<grpc::Slice> slices;
+  slices.emplace_back(&head, sizeof(head));
+  if (!reply.text.empty()) {
+    slices.emplace_back(reply.text);
+    slices.emplace_back(kZeros.data(), (8 - reply.text.size() % 8) % 8);
+  }
+  if (!reply.message.empty())
+    slices.push_back(slice_of(std::make_shared<const Buffer>(std::move(reply.message))));
+  ByteBuffer bytes(slices.data(), slices.size());
+  out.Swap(&bytes);
+}
+
+}  // namespace
+
+struct RpcServer::Service : Base {
+  Service(Server& its_server, const SecurityOptions& its_security)
+      : server(its_server), security(its_security) {}
+
+  Server& server;
+  SecurityOptions security;
+  std::unique_ptr<grpc::Server> grpc_server;
+
+  // Whether the caller's certificate bears a name that may talk to servers.
+  bool is_welcome(const CallbackServerContext& context) const {
+    if (!security.tls()) return true;
+    const auto peer = context.auth_context();
+    for (const char* property : {GRPC_X509_CN_PROPERTY_NAME, GRPC_X509_SAN_PROPERTY_NAME}) {
+      for (const grpc::string_ref& name : peer->FindPropertyValues(property)) {
+        for (const auto* names : {&security.trainer_names, &security.server_names}) {
+          if (std::find(names->begin(), names->end(), std::string(name.data(), name.size())) !=
+              names->end())
+            return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  static grpc::Status stranger() {
+    return {grpc::StatusCode::PERMISSION_DENIED,
+            "the caller's certificate bears no name that may talk to this server"};
+  }
+
+  ServerUnaryReactor* Control(CallbackServerContext* context, const ControlRequest* asked,
+                              ControlReply* answer) override {
+    auto* const reactor = context->DefaultReactor();
+    if (!is_welcome(*context)) {
+      reactor->Finish(stranger());
+      return reactor;
+    }
+    Request request{.call = call_of(asked->call()),
+                    .trainer = asked->trainer(),
+                    .job = asked->job(),
+                    .incarnation = asked->incarnation(),
+                    .step = asked->step(),
+                    .nonce = asked->nonce(),
+                    .text = asked->text()};
+    server.submit(std::move(request), [answer, reactor](const Reply& reply) {
+      answer->set_code(static_cast<uint32_t>(reply.code));
+      answer->set_text(reply.text);
+      answer->set_server_incarnation(reply.server_incarnation);
+      answer->set_trainer_incarnation(reply.trainer_incarnation);
+      answer->set_last_sequence(reply.last_sequence);
+      answer->set_steps(reply.steps);
+      answer->set_is_initialised(reply.is_initialised);
+      answer->set_was_member(reply.was_member);
+      answer->set_server(static_cast<uint32_t>(reply.server));
+      reactor->Finish(grpc::Status::OK);
+    });
+    return reactor;
+  }
+
+  ServerUnaryReactor* hot(Call call, CallbackServerContext* context, const ByteBuffer* asked,
+                          ByteBuffer* answer) {
+    auto* const reactor = context->DefaultReactor();
+    if (!is_welcome(*context)) {
+      reactor->Finish(stranger());
+      return reactor;
+    }
+    Request request{.call = call, .message = std::make_shared<const Buffer>(buffer_of(*asked))};
+    server.submit(std::move(request), [answer, reactor](Reply reply) {
+      write_reply(std::move(reply), *answer);
+      reactor->Finish(grpc::Status::OK);
+    });
+    return reactor;
+  }
+
+  ServerUnaryReactor* Push(CallbackServerContext* context, const ByteBuffer* asked,
+                           ByteBuffer* answer) override {
+    return hot(Call::kPush, context, asked, answer);
+  }
+
+  ServerUnaryReactor* Pull(CallbackServerContext* context, const ByteBuffer* asked,
+                           ByteBuffer* answer) override {
+    return hot(Call::kPull, context, asked, answer);
+  }
+};
+
+RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
+    : service_(std::make_unique<Service>(server, options.security)) {
+  quiet_grpc();
+  check_listening_endpoint("--endpoint", options.endpoint);
+  if (!options.security.tls() && !is_local(options.endpoint))
+    throw ConfigError("--endpoint " + options.endpoint +
+                      ": without TLS a server listens on this host alone: expected 127.0.0.1:PORT "
+                      "or unix:PATH, or --tls-authority, --tls-certificate and --tls-key");
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort(options.endpoint, credentials_of(options.security), &port_);
+  builder.RegisterService(service_.get());
+  builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
+  builder.SetMaxSendMessageSize(-1);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
+  service_->grpc_server = builder.BuildAndStart();
+  if (!service_->grpc_server || (port_ == 0 && !options.endpoint.starts_with("unix:")))
+    throw ConfigError("--endpoint " + options.endpoint +
+                      ": cannot listen there: another process does, or it is not of this host" +
+                      (options.security.tls() ? ", or the key does not fit the certificate" : ""));
+}
+
+RpcServer::~RpcServer() {
+  service_->grpc_server->Shutdown(std::chrono::system_clock::now() + std::chrono::seconds(2));
+  service_->grpc_server->Wait();
+}
+
+}  // namespace cohort::ps

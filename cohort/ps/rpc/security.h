@@ -1,0 +1,22 @@
+// Who may talk to whom.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace cohort::ps {
+
+/// Mutual TLS: both sides show a certificate of one authority, and look at the name in the other's.
+/// Paths of PEM files; all empty: no TLS, and then servers listen on this host alone.
+struct SecurityOptions {
+  std::string authority;    ///< The authority's certificate.
+  std::string certificate;  ///< One's own.
+  std::string key;          ///< One's own.
+  /// Names (common name or subject alternative name) of certificates: roles rather than hosts. A
+  /// server lets in who bears one of either list; a client expects the first of `server_names`.
+  std::vector<std::string> server_names{"cohort-server"};
+  std::vector<std::string> trainer_names{"cohort-trainer"};
+
+  bool tls() const { return !authority.empty() || !certificate.empty() || !key.empty(); }
+};
+
+}  // namespace cohort::ps

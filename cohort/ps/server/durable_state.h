@@ -1,0 +1,82 @@
+// A server's state with what makes it outlive the process: the update log and snapshots.
+//
+//   FOLDER/lock                    held while a server runs
+//   FOLDER/server                  whose it is: "0 of 2"
+//   FOLDER/incarnation             counts its starts
+//   FOLDER/log/                    update_log.h
+//   FOLDER/snapshot.<number>/      the state after record <number> (ParameterState::save)
+//
+// A snapshot is written by a forked child: what it sees is the state at one moment, and the server
+// goes on meanwhile. It counts when it has its name, by a rename; then what it replaces is removed.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "cohort/base/fd.h"
+#include "cohort/base/log.h"
+#include "cohort/ps/server/forked_task.h"
+#include "cohort/ps/server/parameter_state.h"
+#include "cohort/ps/server/server.h"
+#include "cohort/ps/server/update_log.h"
+
+namespace cohort::ps {
+
+/// Threads: one, also for the tasks' results.
+class DurableState {
+ public:
+  /// Recovers. Errors: as Server's constructor.
+  DurableState(const ServerOptions& options, const Log& log);
+
+  const ParameterState& state() const { return state_; }
+  /// Of the server: greater with every start in this folder.
+  uint64_t incarnation() const { return incarnation_; }
+
+  /// Logs a record and applies it.
+  /// Errors: c10::Error if it cannot be logged: nothing has changed.
+  void change(RecordKind kind, std::span<const std::byte> payload);
+  /// Begins `job`: with the checkpoint that the options name, or from nothing.
+  /// Errors: as change; ConfigError that names what is missing or damaged in the checkpoint.
+  void set_job(const JobOptions& job);
+  /// Makes what was logged outlive the loss of power, where the options ask for it.
+  void sync();
+
+  /// Begins this server's part of save `nonce` in `folder` (saved_state.h; made, replaced if it is
+  /// there). `done` gets "" or why there is none; nothing of it is left then.
+  void begin_save(const std::string& folder, uint64_t nonce, std::function<void(std::string)> done);
+  /// Looks after snapshots and checkpoints. Call it a few times a second.
+  void poll();
+  bool is_saving() const { return saving_ != nullptr; }
+  /// Whether a record was logged but not applied: what is in memory is worth nothing then.
+  bool is_broken() const { return is_broken_; }
+
+ private:
+  void lock();
+  void check_kind() const;
+  void check_owner() const;
+  void note_job() const;
+  void recover();
+  void load_checkpoint();
+  void begin_snapshot();
+  void begin_task(const std::string& path, std::function<void(std::string)> done);
+  uint32_t now();
+
+  ServerOptions options_;
+  const Log& log_;
+  Fd lock_;
+  uint64_t incarnation_ = 0;
+  ParameterState state_;
+  std::optional<UpdateLog> update_log_;
+  uint64_t last_number_ = 0;  // Of the records applied.
+  uint32_t last_time_ = 0;
+  int64_t snapshot_at_bytes_ = 0;  // Of the log when the newest whole snapshot began.
+  std::chrono::steady_clock::time_point next_snapshot_{};  // Not before, after one that failed.
+  bool unsynced_ = false;
+  bool is_broken_ = false;
+  std::unique_ptr<ForkedTask> saving_;
+};
+
+}  // namespace cohort::ps

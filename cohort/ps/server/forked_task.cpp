@@ -1,0 +1,83 @@
+#include "cohort/ps/server/forked_task.h"
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <fcntl.h>
+#include <string_view>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "cohort/base/error.h"
+#include "cohort/base/system_error.h"
+
+namespace cohort::ps {
+
+namespace {
+
+constexpr int kWordsDescriptor = 3;
+
+// No more than a pipe takes at once: the parent reads when the child has ended.
+void say(const std::string& text) {
+  std::string_view rest = std::string_view(text).substr(0, 4096);
+  while (!rest.empty()) {
+    const ssize_t written = ::write(kWordsDescriptor, rest.data(), rest.size());
+    if (written <= 0) return;
+    rest.remove_prefix(static_cast<size_t>(written));
+  }
+}
+
+[[noreturn]] void run_child(const std::function<void()>& work, int words, pid_t parent) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);
+  // Sockets that the child held open would keep the port of a server that was killed.
+  ::dup2(words, kWordsDescriptor);
+  ::close_range(kWordsDescriptor + 1, ~0U, 0);
+  try {
+    work();
+  } catch (const std::exception& error) {
+    say(one_line(error));
+    ::_exit(1);
+  }
+  ::_exit(0);
+}
+
+}  // namespace
+
+ForkedTask::ForkedTask(const std::function<void()>& work, std::function<void(std::string)> done)
+    : done_(std::move(done)) {
+  std::array<int, 2> ends{};
+  TORCH_CHECK(::pipe2(ends.data(), O_CLOEXEC) == 0, "pipe: ", system_reason(errno));
+  words_ = Fd(ends[0]);
+  const Fd child_end(ends[1]);
+  const pid_t parent = ::getpid();
+  child_ = ::fork();
+  TORCH_CHECK(child_ >= 0, "fork: ", system_reason(errno));
+  if (child_ == 0) run_child(work, child_end.get(), parent);
+}
+
+ForkedTask::~ForkedTask() {
+  if (child_ < 0) return;
+  ::kill(child_, SIGKILL);
+  ::waitpid(child_, nullptr, 0);
+}
+
+bool ForkedTask::poll() {
+  if (child_ < 0) return true;
+  int status = 0;
+  const pid_t ended = ::waitpid(child_, &status, WNOHANG);
+  if (ended == 0) return false;
+  child_ = -1;
+  std::string reason;
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+    std::array<char, 4096> text{};
+    const ssize_t bytes = ::read(words_.get(), text.data(), text.size());
+    reason =
+        bytes > 0 ? std::string(text.data(), static_cast<size_t>(bytes)) : "its process was killed";
+  }
+  done_(reason);
+  return true;
+}
+
+}  // namespace cohort::ps

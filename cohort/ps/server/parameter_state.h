@@ -1,0 +1,137 @@
+// What a server holds, as a deterministic machine: its state is a function of the records applied
+// to it, in their order. The server (server.h) decides which records there are.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cohort/ps/job.h"
+#include "cohort/ps/server/block_store.h"
+#include "cohort/ps/server/update_log.h"
+#include "cohort/ps/table/row_table.h"
+#include "cohort/ps/wire/message.h"
+
+namespace cohort::ps {
+
+/// Payload of kJoin: the trainer's new incarnation. What an older one sends is refused from now on.
+struct JoinRecord {
+  uint32_t trainer = 0;
+  uint32_t reserved = 0;
+  uint64_t incarnation = 0;
+  uint64_t nonce = 0;  ///< Of the request.
+};
+
+/// Payload of kLeave: no step waits for this trainer any more.
+struct LeaveRecord {
+  uint32_t trainer = 0;
+  uint32_t reserved = 0;
+};
+
+struct TrainerState {
+  uint64_t incarnation = 0;
+  uint64_t last_sequence = 0;  ///< Of its pushes applied (kSync: accepted: the step).
+  uint64_t clock = 0;          ///< Its pushes, from where the slowest stood when it came.
+  bool is_member = true;       ///< Steps wait for it.
+  uint64_t nonce = 0;          ///< Of its process's request to join.
+  bool came_back = false;      ///< It was a member when its process joined.
+};
+
+/// Tables and blocks of one server, who trains them, and the open steps.
+///
+/// Threads: one at a time. Local.
+class ParameterState {
+ public:
+  /// `cold_folder`: for rows that leave memory (AtCap::kSpill); it is empty, or not there yet.
+  /// `make_block`: where dense blocks live.
+  ParameterState(int server, std::string cold_folder, BlockMaker make_block = make_host_block);
+  ~ParameterState();
+
+  int server() const { return server_; }
+  const JobOptions* job() const { return job_ ? &*job_ : nullptr; }
+  uint64_t fingerprint() const { return fingerprint_; }
+  /// Whether the blocks have values (without blocks: from the start).
+  bool is_initialised() const { return job_ && is_initialised_; }
+  /// kSync: steps closed. kAsync: pushes applied.
+  uint64_t steps() const { return steps_; }
+  const std::map<uint32_t, TrainerState>& trainers() const { return trainers_; }
+  const TrainerState* trainer(uint32_t id) const;
+  /// Members whose push the open step waits for; kSync.
+  std::vector<uint32_t> missing_trainers() const;
+  /// By how many pushes `trainer` is ahead of the slowest member; 0 if it is none.
+  uint64_t lead_of(uint32_t trainer) const;
+  /// Bytes of pushes that wait for their step.
+  int64_t pending_bytes() const { return pending_bytes_; }
+  std::vector<TableStatistics> table_statistics() const;
+
+  /// Holds a push or initial values against the job: sections, widths, ids of this server.
+  /// Errors: c10::ValueError that says what does not fit.
+  void check(const Message& message) const;
+
+  /// Makes the tables and blocks that `job` would have here, for a moment.
+  /// Errors: whatever would come of applying it.
+  void check_job(const JobOptions& job) const;
+
+  /// Changes the state. The record was checked before, or comes from the log.
+  void apply(const Record& record);
+
+  /// The values that `request` (kPull) asks for, as a message whose header says `steps()`.
+  /// Errors: c10::ValueError as check, or that it would have more bytes than a message can.
+  Buffer pull(const Message& request) const;
+
+  /// Saving has two halves, `folder` (made) being the same. First what a forked child could not:
+  /// rows on disk, mostly hard links, and blocks on devices.
+  void begin_save(const std::string& folder) const;
+  /// Then all that is in memory; in a forked child, too.
+  void save(const std::string& folder) const;
+  /// Reads `folder` into a state that has seen no record.
+  /// Errors: ConfigError that names file and damage.
+  void load(const std::string& folder);
+  /// Fills a new job's tables and blocks with what a checkpoint, of any number of servers, holds
+  /// for this one, and goes on counting steps where it ended. Errors: ConfigError that names file
+  /// and what is missing or damaged.
+  void begin_with(const std::string& checkpoint);
+
+  /// A dense block's values, for export.
+  struct BlockView {
+    const BlockOptions* options;
+    std::span<const float> weights;
+    std::span<const float> state;
+  };
+  std::vector<BlockView> blocks() const;
+  const std::vector<std::unique_ptr<RowTable>>& tables() const { return tables_; }
+
+ private:
+  using Pushes = std::map<uint32_t, Buffer>;  // By trainer.
+
+  void set_job(const std::string& json);
+  std::string cold_path(size_t table) const;
+  void load_tables(const std::string& folder, const JobOptions& stored_job);
+  void set_initial(const Message& message);
+  void join(const JoinRecord& record);
+  void accept_push(const Record& record);
+  void close_steps(uint32_t time);
+  bool all_came() const;
+  bool is_complete(uint64_t step) const;
+  uint64_t slowest_clock() const;
+  void apply_step(const Pushes& pushes, uint32_t time);
+  int64_t schedule_step() const;
+
+  int server_;
+  std::string cold_folder_;
+  BlockMaker make_block_;
+  std::optional<JobOptions> job_;
+  uint64_t fingerprint_ = 0;
+  bool is_initialised_ = false;
+  uint64_t steps_ = 0;
+  std::map<uint32_t, TrainerState> trainers_;
+  std::map<uint32_t, std::unique_ptr<BlockStore>> blocks_;  // This server's, by number in the job.
+  std::vector<std::unique_ptr<RowTable>> tables_;
+  std::map<uint64_t, Pushes> pending_;  // By step: pushes of steps that are not closed.
+  int64_t pending_bytes_ = 0;
+};
+
+}  // namespace cohort::ps

@@ -1,0 +1,533 @@
+#include "cohort/ps/server/request_handler.h"
+
+#include <algorithm>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/server/kill_point.h"
+#include "cohort/ps/server/saved_state.h"
+
+namespace cohort::ps {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// A request waits here for so long; then its trainer is told for whom, and asks again. So both
+// notice when the other is gone.
+constexpr milliseconds kPatience{1000};
+
+// Ticks come ten times a second.
+constexpr milliseconds kStandstill{1000};
+constexpr std::chrono::seconds kRatePeriod{5};
+
+template <class Payload>
+std::span<const std::byte> bytes_of(const Payload& payload) {
+  return std::as_bytes(std::span(&payload, 1));
+}
+
+int64_t bytes_of_message(const Pending& pending) {
+  return pending.request.message ? static_cast<int64_t>(pending.request.message->size()) : 0;
+}
+
+int64_t rows_in(const Message& message) {
+  int64_t rows = 0;
+  for (const Section& section : message.sections) rows += static_cast<int64_t>(section.ids.size());
+  return rows;
+}
+
+std::string seconds_text(std::chrono::steady_clock::duration time) {
+  return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
+}
+
+// "/trainers is 2, this trainer's 3".
+std::string first_difference(const std::string& own, const std::string& theirs) {
+  using nlohmann::json;
+  const json here = json::parse(own), there = json::parse(theirs);
+  const json difference = json::diff(here, there).at(0);
+  const json::json_pointer place(difference.at("path").get<std::string>());
+  const auto value = [&](const json& object) {
+    return object.contains(place) ? object.at(place).dump() : "nothing";
+  };
+  return place.to_string() + " is " + value(here) + ", this trainer's " + value(there);
+}
+
+}  // namespace
+
+RequestHandler::RequestHandler(const ServerOptions& options, const Log& log)
+    : options_(options), log_(log), durable_(options, log) {
+  started_ = last_eviction_ = last_tick_ = std::chrono::steady_clock::now();
+  rates_from_.time = rates_next_.time = started_;
+  // Those who were there have as long to come back as a lost one would have been waited for.
+  for (const auto& [id, trainer] : durable_.state().trainers()) {
+    if (trainer.is_member) heard_[id] = started_;
+  }
+}
+
+RequestHandler::~RequestHandler() {
+  close();
+}
+
+void RequestHandler::close() {
+  for (Pending& pending : waiting_) pending.done(reply(Code::kLost, "the server ends"));
+  for (auto& [place, pending] : ahead_) pending.done(reply(Code::kLost, "the server ends"));
+  for (Done& done : unsynced_) done(reply(Code::kLost, "the server ends"));
+  waiting_.clear();
+  ahead_.clear();
+  unsynced_.clear();
+}
+
+Reply RequestHandler::reply(Code code, std::string text) const {
+  const ParameterState& state = durable_.state();
+  return {.code = code,
+          .text = std::move(text),
+          .server_incarnation = durable_.incarnation(),
+          .steps = state.steps(),
+          .is_initialised = state.is_initialised()};
+}
+
+void RequestHandler::handle(Pending pending) {
+  const auto heard = heard_.find(pending.request.trainer);
+  if (heard != heard_.end()) heard->second = pending.arrived;
+  if (pending.request.message) counts_.bytes_in += bytes_of_message(pending);
+  const bool is_push = pending.request.call == Call::kPush;
+  const uint32_t trainer = pending.request.trainer;
+  answer(pending);
+  if (is_push && !ahead_.empty()) take_overtaken(trainer);
+}
+
+void RequestHandler::answer(Pending& pending) {
+  const Call call = pending.request.call;
+  if (!failure_.empty() && call != Call::kStatus && call != Call::kStop)
+    return pending.done(reply(Code::kFailed, failure_));
+  try {
+    switch (call) {
+      case Call::kPush:
+        return push(pending);
+      case Call::kPull:
+        return pull(pending);
+      case Call::kJob:
+        return set_job(pending);
+      case Call::kJoin:
+        return join(pending);
+      case Call::kBeat:
+        return beat(pending);
+      case Call::kLeave:
+        return leave(pending);
+      case Call::kSave:
+        return save(pending);
+      case Call::kFinishSave:
+        finish_checkpoint(pending.request.text, pending.request.nonce);
+        return pending.done(reply(Code::kOk));
+      case Call::kStatus:
+        return pending.done(status());
+      case Call::kStop:
+        stopped_ = true;
+        return pending.done(reply(Code::kOk));
+    }
+  } catch (const std::exception& error) {
+    const std::string reason = one_line(error);
+    if (durable_.is_broken()) {
+      pending.done(reply(Code::kLost, reason));
+      throw;
+    }
+    const bool is_own = dynamic_cast<const c10::Error*>(&error) != nullptr;
+    if (is_own && dynamic_cast<const c10::ValueError*>(&error) == nullptr) {
+      // The log cannot be written: nothing changed, and there may be room again.
+      log_.error("cannot log", {{"reason", reason}});
+      return pending.done(reply(Code::kBusy, reason));
+    }
+    // The standard library's errors are memory that is not to be had, or a path that no system
+    // takes: asked again it would be the same.
+    ++counts_.refused;
+    pending.done(reply(Code::kInvalid, (is_own ? "" : "the server cannot do it: ") + reason));
+  } catch (...) {
+    pending.done(reply(Code::kLost, "the server ends"));
+    throw;
+  }
+}
+
+std::optional<Reply> RequestHandler::refusal(const Header& header, const Message& message) const {
+  const ParameterState& state = durable_.state();
+  if (!state.job()) return reply(Code::kRestarted, "the server has no job yet");
+  if (header.server_incarnation != durable_.incarnation())
+    return reply(Code::kRestarted,
+                 "the server is incarnation " + std::to_string(durable_.incarnation()) +
+                     " now, the message is for " + std::to_string(header.server_incarnation));
+  if (header.job != state.fingerprint())
+    return reply(Code::kInvalid, "the message is of another job");
+  if (header.trainer != kNoTrainer) {
+    const TrainerState* trainer = state.trainer(header.trainer);
+    const std::string name = "trainer " + std::to_string(header.trainer);
+    if (!trainer) return reply(Code::kRestarted, name + " has not joined");
+    if (trainer->incarnation != header.trainer_incarnation)
+      return reply(Code::kReplaced, name + ": another process has joined under this number");
+    if (!trainer->is_member)
+      return reply(Code::kReplaced, name + " was given up after it was silent for " +
+                                        seconds_text(options_.trainer_timeout) +
+                                        ": start it again to join");
+  }
+  state.check(message);
+  return std::nullopt;
+}
+
+void RequestHandler::push(Pending& pending) {
+  const Header header = pending.message.header;
+  if (auto refused = refusal(header, pending.message)) {
+    ++counts_.refused;
+    return pending.done(std::move(*refused));
+  }
+  TORCH_CHECK_VALUE(header.trainer != kNoTrainer, "push: it names no trainer");
+  if (header.flags & kInitialValues) return initial(pending);
+  const ParameterState& state = durable_.state();
+  TORCH_CHECK_VALUE(state.is_initialised(), "push: the blocks have no values yet");
+  const uint64_t last = state.trainer(header.trainer)->last_sequence;
+  if (header.sequence > last + 1) {
+    if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too much has overtaken"));
+    kept_bytes_ += bytes_of_message(pending);
+    ahead_.emplace(std::pair(header.trainer, header.sequence), std::move(pending));
+    return;
+  }
+  if (header.sequence <= last) {
+    ++counts_.duplicates;
+    return unsynced_.push_back(std::move(pending.done));
+  }
+  // The open step's pushes always have room, so that it can close.
+  const bool is_early = state.job()->mode == Mode::kSync && header.sequence > state.steps() + 1;
+  if (is_early && state.pending_bytes() + bytes_of_message(pending) > options_.max_queue_bytes)
+    return pending.done(reply(Code::kBusy, waiting_for()));
+  durable_.change(RecordKind::kPush, pending.request.message->span());
+  ++counts_.pushes;
+  counts_.rows_pushed += rows_in(pending.message);
+  unsynced_.push_back(std::move(pending.done));
+}
+
+void RequestHandler::take_overtaken(uint32_t trainer) {
+  const TrainerState* const state = durable_.state().trainer(trainer);
+  while (state) {
+    const auto next = ahead_.lower_bound({trainer, 0});
+    if (next == ahead_.end() || next->first.first != trainer ||
+        next->first.second > state->last_sequence + 1)
+      return;
+    Pending ready = std::move(next->second);
+    ahead_.erase(next);
+    kept_bytes_ -= bytes_of_message(ready);
+    answer(ready);
+  }
+}
+
+// What is kept may take half of the queue's bytes: so there is always room for what it waits for.
+bool RequestHandler::has_room(const Pending& pending) const {
+  return kept_bytes_ == 0 ||
+         kept_bytes_ + bytes_of_message(pending) <= options_.max_queue_bytes / 2;
+}
+
+void RequestHandler::wait(Pending& pending) {
+  if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too much is waiting"));
+  kept_bytes_ += bytes_of_message(pending);
+  waiting_.push_back(std::move(pending));
+}
+
+void RequestHandler::initial(Pending& pending) {
+  // Again after a lost answer, or from a trainer 0 that was started again: the first counts.
+  if (!durable_.state().is_initialised())
+    durable_.change(RecordKind::kInitial, pending.request.message->span());
+  unsynced_.push_back(std::move(pending.done));
+}
+
+void RequestHandler::pull(Pending& pending) {
+  const Header& header = pending.message.header;
+  if (auto refused = refusal(header, pending.message)) {
+    ++counts_.refused;
+    return pending.done(std::move(*refused));
+  }
+  const ParameterState& state = durable_.state();
+  const JobOptions& job = *state.job();
+  const bool is_trainer = header.trainer != kNoTrainer;
+  const bool too_early =
+      is_trainer && ((job.mode == Mode::kSync && state.steps() < header.step) ||
+                     state.trainer(header.trainer)->last_sequence < header.sequence);
+  // A prediction's values are not what its trainer's next push is made of.
+  const bool is_bounded = is_trainer && job.mode == Mode::kAsync && job.max_staleness >= 0 &&
+                          !(header.flags & kPrediction);
+  const bool too_far =
+      is_bounded && state.lead_of(header.trainer) > static_cast<uint64_t>(job.max_staleness);
+  if (!state.is_initialised() || too_early || too_far) return wait(pending);
+  Reply answer = reply(Code::kOk);
+  answer.message = state.pull(pending.message);
+  ++counts_.pulls;
+  counts_.rows_pulled += rows_in(pending.message);
+  counts_.bytes_out += static_cast<int64_t>(answer.message.size());
+  pending.done(std::move(answer));
+}
+
+void RequestHandler::set_job(Pending& pending) {
+  const ParameterState& state = durable_.state();
+  const JobOptions job = JobOptions::parse(pending.request.text);
+  if (state.job()) {
+    TORCH_CHECK_VALUE(state.fingerprint() == job.fingerprint(),
+                      "job: this server has another one: ",
+                      first_difference(state.job()->to_json(), job.to_json()));
+    return pending.done(reply(Code::kOk));
+  }
+  TORCH_CHECK_VALUE(job.servers == options_.servers, "job: it has ", job.servers,
+                    " servers, this server was started as one of ", options_.servers);
+  try {
+    state.check_job(job);
+  } catch (const std::exception& error) {
+    return pending.done(reply(Code::kInvalid, one_line(error)));
+  }
+  try {
+    durable_.set_job(job);
+  } catch (const std::exception& error) {
+    if (!state.job() || durable_.is_broken()) throw;
+    // The checkpoint to begin with is half there. No record follows that of the job, so the next
+    // start in this folder loads it again.
+    failure_ = one_line(error);
+    log_.error("job failed", {{"reason", failure_}});
+    const bool is_value_error = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
+    return pending.done(reply(is_value_error ? Code::kInvalid : Code::kFailed, failure_));
+  }
+  log_.info("job", {{"mode", to_string(job.mode)},
+                    {"trainers", job.trainers},
+                    {"tables", job.tables.size()},
+                    {"blocks", state.blocks().size()}});
+  pending.done(reply(Code::kOk));
+}
+
+void RequestHandler::join(Pending& pending) {
+  const ParameterState& state = durable_.state();
+  const Request& request = pending.request;
+  if (!state.job()) return pending.done(reply(Code::kNotYet, "trainer 0 has not set the job yet"));
+  TORCH_CHECK_VALUE(request.job == state.fingerprint(),
+                    "job: this trainer has another one than the server: ", state.job()->to_json());
+  Reply answer = reply(Code::kOk);
+  answer.server = options_.server;
+  const TrainerState* trainer = state.trainer(request.trainer);
+  if (request.trainer != kNoTrainer) {
+    const bool repeated = trainer && request.nonce != 0 && trainer->nonce == request.nonce;
+    if (request.incarnation == 0 && !repeated) {
+      const JoinRecord record{.trainer = request.trainer,
+                              .incarnation = trainer ? trainer->incarnation + 1 : 1,
+                              .nonce = request.nonce};
+      durable_.change(RecordKind::kJoin, bytes_of(record));
+      heard_[request.trainer] = pending.arrived;
+      trainer = state.trainer(request.trainer);
+      log_.info("trainer joined",
+                {{"trainer", request.trainer}, {"incarnation", trainer->incarnation}});
+    } else if (!trainer || !trainer->is_member ||
+               (!repeated && trainer->incarnation != request.incarnation)) {
+      return pending.done(
+          reply(Code::kReplaced, "trainer " + std::to_string(request.trainer) +
+                                     ": it was given up, or another process has its number"));
+    }
+    answer.was_member = trainer->came_back;
+    answer.trainer_incarnation = trainer->incarnation;
+    answer.last_sequence = trainer->last_sequence;
+    answer.steps = state.steps();
+  }
+  pending.done(std::move(answer));
+}
+
+void RequestHandler::beat(Pending& pending) {
+  const TrainerState* trainer = durable_.state().trainer(pending.request.trainer);
+  const bool is_member =
+      trainer && trainer->is_member && trainer->incarnation == pending.request.incarnation;
+  if (is_member) heard_[pending.request.trainer] = pending.arrived;  // Also after it was lost.
+  pending.done(reply(is_member ? Code::kOk : Code::kReplaced));
+}
+
+void RequestHandler::leave(Pending& pending) {
+  const TrainerState* trainer = durable_.state().trainer(pending.request.trainer);
+  if (trainer && trainer->is_member && trainer->incarnation == pending.request.incarnation) {
+    const LeaveRecord record{.trainer = pending.request.trainer};
+    durable_.change(RecordKind::kLeave, bytes_of(record));
+    heard_.erase(pending.request.trainer);
+    log_.info("trainer left", {{"trainer", pending.request.trainer}});
+  }
+  unsynced_.push_back(std::move(pending.done));
+}
+
+void RequestHandler::save(Pending& pending) {
+  const ParameterState& state = durable_.state();
+  TORCH_CHECK_VALUE(state.is_initialised(), "save: there is nothing to save yet");
+  const uint64_t nonce = pending.request.nonce;
+  TORCH_CHECK_VALUE(nonce != 0 && !pending.request.text.empty(),
+                    "save: expected a folder and a nonce");
+  if (saving_.nonce == nonce) {
+    if (!saving_.outcome) return wait(pending);
+    const Code code = saving_.outcome->empty() ? Code::kOk : Code::kFailed;
+    return pending.done(reply(code, *saving_.outcome));
+  }
+  // A message that comes late must not replace a part of what loads by a newer state.
+  if (is_finished(pending.request.text, nonce)) return pending.done(reply(Code::kOk));
+  if (durable_.is_saving() ||
+      (state.job()->mode == Mode::kSync && state.steps() < pending.request.step))
+    return wait(pending);
+  durable_.begin_save(pending.request.text, nonce,
+                      [this](const std::string& reason) { saving_.outcome = reason; });
+  saving_ = {.nonce = nonce};
+  wait(pending);
+}
+
+std::string RequestHandler::waiting_for() const {
+  const ParameterState& state = durable_.state();
+  if (!state.is_initialised()) return "trainer 0 has not sent the initial values yet";
+  std::string names;
+  for (const uint32_t trainer : state.missing_trainers()) {
+    names += (names.empty() ? "trainer " : ", ") + std::to_string(trainer);
+  }
+  return "step " + std::to_string(state.steps() + 1) + " waits for " +
+         (names.empty() ? "nobody" : names);
+}
+
+void RequestHandler::finish_batch(Time now) {
+  durable_.sync();
+  kill_point("before the answer");
+  for (Done& done : unsynced_) done(reply(Code::kOk));
+  unsynced_.clear();
+  // Each once: those that must wait on go to the end.
+  for (size_t left = waiting_.size(); left > 0; --left) {
+    Pending pending = std::move(waiting_.front());
+    waiting_.pop_front();
+    kept_bytes_ -= bytes_of_message(pending);
+    if (failure_.empty() && now - pending.arrived >= kPatience) {
+      const bool saves = pending.request.call == Call::kSave && durable_.is_saving();
+      pending.done(reply(Code::kNotYet, saves ? "a checkpoint is written" : waiting_for()));
+    } else {
+      answer(pending);
+    }
+  }
+  for (auto entry = ahead_.begin(); entry != ahead_.end();) {
+    Pending& pending = entry->second;
+    if (now - pending.arrived < kPatience && failure_.empty()) {
+      ++entry;
+      continue;
+    }
+    kept_bytes_ -= bytes_of_message(pending);
+    pending.done(reply(Code::kNotYet, "an earlier push of this trainer is missing"));
+    entry = ahead_.erase(entry);
+  }
+}
+
+void RequestHandler::tick(Time now) {
+  // While this process stood still nobody could be heard: that time is not theirs.
+  if (now - last_tick_ > kStandstill) {
+    for (auto& [trainer, time] : heard_) time += now - last_tick_;
+  }
+  last_tick_ = now;
+  if (now - rates_next_.time >= kRatePeriod)
+    rates_from_ = std::exchange(rates_next_, {counts_, now});
+  try {
+    for (auto heard = heard_.begin(); heard != heard_.end();) {
+      const auto [trainer, time] = *heard++;
+      if (now - time > options_.trainer_timeout) lose(trainer, now);
+    }
+    if (!failure_.empty()) return;
+    evict(now);
+    durable_.poll();
+  } catch (const std::exception& error) {
+    if (durable_.is_broken()) throw;
+    // The disk is full, or so: what was to be done is due again.
+    log_.error("cannot write", {{"reason", one_line(error)}});
+  }
+}
+
+void RequestHandler::evict(Time now) {
+  const JobOptions* const job = durable_.state().job();
+  if (!job || now - last_eviction_ < options_.evict_period) return;
+  last_eviction_ = now;
+  if (std::any_of(job->tables.begin(), job->tables.end(), [](const TableOptions& table) {
+        return table.eviction.time_to_live_s > 0 || table.eviction.minimum_score > 0;
+      }))
+    durable_.change(RecordKind::kEvict, {});
+}
+
+void RequestHandler::lose(uint32_t trainer, Time now) {
+  const std::string text = "trainer " + std::to_string(trainer) + " was not heard of for " +
+                           seconds_text(now - heard_.at(trainer));
+  switch (options_.on_trainer_loss) {
+    case OnTrainerLoss::kFail:
+      if (!failure_.empty()) break;  // Others end because of the first.
+      failure_ = text + "; its last push was number " +
+                 std::to_string(durable_.state().trainer(trainer)->last_sequence);
+      log_.error("job failed", {{"reason", failure_}});
+      break;
+    case OnTrainerLoss::kWait:
+      log_.warn("waiting for a lost trainer", {{"trainer", trainer}, {"reason", text}});
+      break;
+    case OnTrainerLoss::kContinue: {
+      const LeaveRecord record{.trainer = trainer};
+      durable_.change(RecordKind::kLeave, bytes_of(record));
+      log_.warn("going on without a trainer", {{"trainer", trainer}, {"reason", text}});
+      break;
+    }
+  }
+  heard_.erase(trainer);
+}
+
+Reply RequestHandler::status() const {
+  using nlohmann::json;
+  const ParameterState& state = durable_.state();
+  const auto now = std::chrono::steady_clock::now();
+  json object{{"server", options_.server},
+              {"incarnation", durable_.incarnation()},
+              {"up_s", std::chrono::duration<double>(now - started_).count()},
+              {"steps", state.steps()},
+              {"initialised", state.is_initialised()},
+              {"failure", failure_},
+              {"waiting", waiting_.size()},
+              {"pending_bytes", state.pending_bytes()},
+              {"pushes", counts_.pushes},
+              {"duplicates", counts_.duplicates},
+              {"refused", counts_.refused},
+              {"pulls", counts_.pulls},
+              {"rows_pushed", counts_.rows_pushed},
+              {"rows_pulled", counts_.rows_pulled},
+              {"bytes_in", counts_.bytes_in},
+              {"bytes_out", counts_.bytes_out},
+              {"trainers", json::array()},
+              {"tables", json::array()}};
+  if (state.job()) object["mode"] = to_string(state.job()->mode);
+  const auto rate = [&](int64_t Counts::*count) {
+    const std::chrono::duration<double> seconds = now - rates_from_.time;
+    return static_cast<double>(counts_.*count - rates_from_.counts.*count) /
+           std::max(seconds.count(), 0.1);
+  };
+  object["per_s"] = {
+      {"pushes", rate(&Counts::pushes)},           {"pulls", rate(&Counts::pulls)},
+      {"rows_pushed", rate(&Counts::rows_pushed)}, {"rows_pulled", rate(&Counts::rows_pulled)},
+      {"bytes_in", rate(&Counts::bytes_in)},       {"bytes_out", rate(&Counts::bytes_out)}};
+  for (const auto& [id, trainer] : state.trainers()) {
+    json line{{"trainer", id},
+              {"incarnation", trainer.incarnation},
+              {"last_push", trainer.last_sequence},
+              {"lead", state.lead_of(id)},
+              {"member", trainer.is_member}};
+    const auto heard = heard_.find(id);
+    line["lost"] = trainer.is_member && heard == heard_.end();
+    if (heard != heard_.end())
+      line["silent_s"] = std::chrono::duration<double>(now - heard->second).count();
+    object["trainers"].push_back(std::move(line));
+  }
+  const auto statistics = state.table_statistics();
+  for (size_t i = 0; i < statistics.size(); ++i) {
+    const TableStatistics& table = statistics[i];
+    object["tables"].push_back({{"name", state.tables()[i]->options().name},
+                                {"rows", table.rows},
+                                {"cold_rows", table.cold_rows},
+                                {"bytes", table.bytes},
+                                {"bytes_per_row", table.bytes_per_row()},
+                                {"created", table.created},
+                                {"evicted", table.evicted},
+                                {"demoted", table.demoted},
+                                {"refused", table.refused}});
+  }
+  Reply answer = reply(Code::kOk, object.dump());
+  return answer;
+}
+
+}  // namespace cohort::ps

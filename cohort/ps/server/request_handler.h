@@ -1,0 +1,107 @@
+// What a server answers: the rules of the game, one request at a time. docs/ps.md has them as a
+// contract.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "cohort/base/log.h"
+#include "cohort/ps/server/durable_state.h"
+#include "cohort/ps/server/server.h"
+#include "cohort/ps/wire/request.h"
+
+namespace cohort::ps {
+
+/// A request on its way through the server.
+struct Pending {
+  Request request;
+  Message message;  ///< Of a push or pull: into request.message.
+  Done done;
+  std::chrono::steady_clock::time_point arrived;
+};
+
+/// Threads: one.
+class RequestHandler {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+
+  /// Recovers the state. Errors: as Server's constructor.
+  RequestHandler(const ServerOptions& options, const Log& log);
+  ~RequestHandler();
+
+  /// Answers it, or keeps it for later. Errors: whatever breaks the server; it is answered first.
+  void handle(Pending pending);
+  /// After each batch of requests: acknowledges what must be synced first, answers what can be
+  /// answered now.
+  void finish_batch(Time now);
+  /// A few times a second: lost trainers, and unless the job has failed, evictions and snapshots.
+  void tick(Time now);
+
+  bool is_stopped() const { return stopped_; }
+
+  /// Answers what waits with kLost. Nothing is handled after it.
+  void close();
+
+ private:
+  void answer(Pending& pending);
+  // Each answers, or keeps the request (moved from) for later.
+  void push(Pending& pending);
+  void initial(Pending& pending);
+  void pull(Pending& pending);
+  void set_job(Pending& pending);
+  void join(Pending& pending);
+  void beat(Pending& pending);
+  void leave(Pending& pending);
+  void save(Pending& pending);
+  Reply status() const;
+
+  void take_overtaken(uint32_t trainer);
+  bool has_room(const Pending& pending) const;
+  void wait(Pending& pending);
+  void lose(uint32_t trainer, Time now);
+  void evict(Time now);
+  /// Why a message is refused, if it is.
+  std::optional<Reply> refusal(const Header& header, const Message& message) const;
+  std::string waiting_for() const;
+  Reply reply(Code code, std::string text = "") const;
+
+  ServerOptions options_;
+  const Log& log_;
+  DurableState durable_;
+  std::map<uint32_t, Time> heard_;  // When a member was last heard of.
+  std::list<Pending> waiting_;      // Pulls and checkpoints that cannot be answered yet.
+  // Pushes that overtook an earlier one of their trainer: by trainer and sequence.
+  std::multimap<std::pair<uint32_t, uint64_t>, Pending> ahead_;
+  int64_t kept_bytes_ = 0;    // Of messages in the two.
+  std::list<Done> unsynced_;  // Applied; acknowledged after the next sync.
+  std::string failure_;       // Why the job cannot go on.
+  Time last_eviction_;
+  Time last_tick_;
+  bool stopped_ = false;
+
+  // The last checkpoint that was asked for, and what came of it, "" if it is there.
+  struct Saving {
+    uint64_t nonce = 0;
+    std::optional<std::string> outcome;
+  };
+  Saving saving_;
+
+  struct Counts {
+    int64_t pushes = 0, duplicates = 0, pulls = 0, refused = 0;
+    int64_t rows_pushed = 0, rows_pulled = 0, bytes_in = 0, bytes_out = 0;
+  };
+  Counts counts_;
+  // Counts of 5 to 10 seconds ago and of the last 5: what rates are taken from.
+  struct Counted {
+    Counts counts;
+    Time time;
+  };
+  Counted rates_from_, rates_next_;
+  Time started_;
+};
+
+}  // namespace cohort::ps

@@ -1,0 +1,38 @@
+// The files of a saved state: a server's snapshots, and checkpoints of all servers of a job.
+//
+//   state.records    records in the form of the update log: the job, progress, blocks, open pushes
+//   table.<n>        rows of the n-th table (table_file.h)
+//   cold.<n>/        its rows on disk (ColdStore::checkpoint)
+// A checkpoint of a job's servers, which a job with any number of them can begin with:
+//
+//   FOLDER/checkpoint                        the name of the save that loads: "save-<16 digits>"
+//   FOLDER/save-<nonce>/server-<i>-of-<n>/   server i's files
+// Each save has a folder of its own, and gets named when all parts are there: what loads are always
+// parts of one save. Then the others are removed.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cohort/ps/server/parameter_state.h"
+
+namespace cohort::ps {
+
+/// Where server `server` puts its part of save `nonce`.
+std::string part_folder(const std::string& folder, uint64_t nonce, int server, int servers);
+
+/// Whether save `nonce` is the one that loads.
+bool is_finished(const std::string& folder, uint64_t nonce);
+
+/// Names save `nonce` as what `folder` holds, and removes the saves before it. Again: nothing.
+/// Errors: ConfigError that names the part that is not there, or what cannot be removed.
+void finish_checkpoint(const std::string& folder, uint64_t nonce);
+
+/// The folders of a checkpoint's parts, in the order of servers.
+/// Errors: ConfigError that names `folder`, or the save and the server whose part is not there.
+std::vector<std::string> saved_folders(const std::string& folder);
+
+/// The job of a saved state. Errors: ConfigError that names the file.
+JobOptions saved_job(const std::string& folder);
+
+}  // namespace cohort::ps

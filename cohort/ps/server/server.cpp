@@ -1,0 +1,163 @@
+#include "cohort/ps/server/server.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <exception>
+#include <mutex>
+#include <pthread.h>
+#include <thread>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/server/request_handler.h"
+
+namespace cohort::ps {
+
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+constexpr milliseconds kTick{100};
+
+}  // namespace
+
+// The queue, and the thread that works it off.
+class Server::Owner {
+ public:
+  Owner(const ServerOptions& options, const Log& log)
+      : max_queue_bytes_(options.max_queue_bytes), handler_(options, log) {
+    thread_ = std::jthread([this] { run(); });
+    pthread_setname_np(thread_.native_handle(), "ps-owner");
+  }
+
+  ~Owner() { stop(); }
+
+  void submit(Pending pending) {
+    const auto& message = pending.request.message;
+    const int64_t bytes = message ? static_cast<int64_t>(message->size()) : 0;
+    {
+      const std::lock_guard lock(mutex_);
+      const bool full = bytes > 0 && queued_bytes_ > 0 && queued_bytes_ + bytes > max_queue_bytes_;
+      if (!stopping_ && !full) {
+        queued_bytes_ += bytes;
+        queue_.push_back(std::move(pending));
+        if (queue_.size() == 1) wake_.notify_one();
+        return;
+      }
+    }
+    Reply refused{.code = Code::kLost, .text = "the server ends"};
+    if (!is_stopping()) refused = {.code = Code::kBusy, .text = "the server's queue is full"};
+    pending.done(std::move(refused));
+  }
+
+  void stop() {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    wake_.notify_one();
+  }
+
+  void wait() {
+    std::unique_lock lock(mutex_);
+    ended_.wait(lock, [this] { return has_ended_; });
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  bool is_stopping() {
+    const std::lock_guard lock(mutex_);
+    return stopping_;
+  }
+
+  // Takes what there is, or waits until the next tick.
+  std::vector<Pending> take(steady_clock::time_point until) {
+    std::vector<Pending> batch;
+    std::unique_lock lock(mutex_);
+    wake_.wait_until(lock, until, [this] { return stopping_ || !queue_.empty(); });
+    batch.swap(queue_);
+    queued_bytes_ = 0;
+    return batch;
+  }
+
+  void run() {
+    std::exception_ptr error;
+    std::vector<Pending> batch;
+    size_t handled = 0;  // Of the batch.
+    try {
+      auto next_tick = steady_clock::now() + kTick;
+      while (!handler_.is_stopped() && !is_stopping()) {
+        batch = take(next_tick);
+        for (handled = 0; handled < batch.size();) handler_.handle(std::move(batch[handled++]));
+        const auto now = steady_clock::now();
+        handler_.finish_batch(now);
+        if (now < next_tick) continue;
+        handler_.tick(now);
+        next_tick = now + kTick;
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    std::vector<Pending> queued;
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+      has_ended_ = true;
+      error_ = error;
+      queued.swap(queue_);
+    }
+    // Whoever carries requests waits for all answers before it ends.
+    handler_.close();
+    batch.erase(batch.begin(), batch.begin() + static_cast<std::ptrdiff_t>(handled));
+    for (auto* const left : {&batch, &queued}) {
+      for (Pending& pending : *left) pending.done({.code = Code::kLost, .text = "the server ends"});
+    }
+    ended_.notify_all();
+  }
+
+  const int64_t max_queue_bytes_;
+  std::mutex mutex_;
+  std::condition_variable wake_, ended_;
+  std::vector<Pending> queue_;
+  int64_t queued_bytes_ = 0;
+  bool stopping_ = false;
+  bool has_ended_ = false;
+  std::exception_ptr error_;
+  RequestHandler handler_;
+  std::jthread thread_;
+};
+
+Server::Server(const ServerOptions& options, const Log& log)
+    : owner_(std::make_unique<Owner>(options, log)) {}
+
+Server::~Server() = default;
+
+void Server::submit(Request request, Done done) {
+  Pending pending{.request = std::move(request), .arrived = steady_clock::now()};
+  const Call call = pending.request.call;
+  if (call == Call::kPush || call == Call::kPull) {
+    // Here, not in the owner's thread: it is the one that everybody waits for.
+    try {
+      TORCH_CHECK_VALUE(pending.request.message, "message: there is none");
+      pending.message = parse_message(pending.request.message->span());
+      const auto expected = call == Call::kPush ? MessageKind::kPush : MessageKind::kPull;
+      TORCH_CHECK_VALUE(pending.message.header.kind == expected,
+                        "message: it is of another kind than its call");
+    } catch (const c10::Error& error) {
+      return done({.code = Code::kInvalid, .text = one_line(error)});
+    }
+    pending.request.trainer = pending.message.header.trainer;
+  }
+  pending.done = std::move(done);
+  owner_->submit(std::move(pending));
+}
+
+void Server::wait() {
+  owner_->wait();
+}
+
+void Server::stop() {
+  owner_->stop();
+}
+
+}  // namespace cohort::ps

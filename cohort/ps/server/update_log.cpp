@@ -1,0 +1,326 @@
+#include "cohort/ps/server/update_log.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#include <vector>
+
+#include "cohort/base/atomic_file.h"
+#include "cohort/base/error.h"
+#include "cohort/base/system_error.h"
+#include "cohort/ps/crc32c.h"
+
+namespace cohort::ps {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr uint32_t kMagic = 0x4c535043;  // "CPSL"
+
+// The last record of a file of records, by which a reader knows that none is missing.
+constexpr auto kEnd = static_cast<RecordKind>(100);
+
+struct RecordHeader {
+  uint32_t magic = kMagic;
+  uint32_t header_checksum = 0;  // Of all that follows it in this struct.
+  uint64_t number = 0;
+  RecordKind kind = RecordKind::kPush;
+  uint32_t time = 0;
+  uint32_t bytes = 0;
+  uint32_t payload_checksum = 0;
+};
+static_assert(sizeof(RecordHeader) == 32);
+
+uint32_t checksum_of(const RecordHeader& header) {
+  return crc32c(std::as_bytes(std::span(&header, 1)).subspan(offsetof(RecordHeader, number)));
+}
+
+constexpr size_t padding_of(size_t bytes) {
+  return (8 - bytes % 8) % 8;
+}
+
+int64_t bytes_of(const Record& record) {
+  return static_cast<int64_t>(sizeof(RecordHeader) + record.payload.size() +
+                              padding_of(record.payload.size()));
+}
+
+RecordHeader header_of(const Record& record) {
+  RecordHeader header{.number = record.number,
+                      .kind = record.kind,
+                      .time = record.time,
+                      .bytes = static_cast<uint32_t>(record.payload.size()),
+                      .payload_checksum = crc32c(record.payload)};
+  header.header_checksum = checksum_of(header);
+  return header;
+}
+
+// Writes header, payload and padding; returns 0 or errno's number.
+int write_record(int file, const Record& record) {
+  static constexpr std::array<std::byte, 8> kZeros{};
+  const RecordHeader header = header_of(record);
+  std::array<iovec, 3> pieces{
+      iovec{const_cast<RecordHeader*>(&header), sizeof(header)},
+      iovec{const_cast<std::byte*>(record.payload.data()), record.payload.size()},
+      iovec{const_cast<std::byte*>(kZeros.data()), padding_of(record.payload.size())}};
+  size_t first = 0;
+  while (first < pieces.size()) {
+    if (pieces[first].iov_len == 0) {
+      ++first;
+      continue;
+    }
+    const ssize_t written = ::writev(file, &pieces[first], static_cast<int>(pieces.size() - first));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return errno;
+    size_t left = static_cast<size_t>(written);
+    while (first < pieces.size() && left >= pieces[first].iov_len) {
+      left -= pieces[first++].iov_len;
+    }
+    if (first < pieces.size()) {
+      pieces[first].iov_base = static_cast<std::byte*>(pieces[first].iov_base) + left;
+      pieces[first].iov_len -= left;
+    }
+  }
+  return 0;
+}
+
+// A file in memory, read only.
+class Mapping {
+ public:
+  explicit Mapping(const std::string& path) : path_(path) {
+    const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    struct stat status {};
+    if (!file || ::fstat(file.get(), &status) != 0)
+      throw ConfigError(path + ": cannot read it: " + system_reason(errno));
+    if (status.st_size == 0) return;
+    void* address =
+        ::mmap(nullptr, static_cast<size_t>(status.st_size), PROT_READ, MAP_PRIVATE, file.get(), 0);
+    if (address == MAP_FAILED)
+      throw ConfigError(path + ": cannot read it: " + system_reason(errno));
+    ::madvise(address, static_cast<size_t>(status.st_size), MADV_SEQUENTIAL);
+    bytes_ = {static_cast<const std::byte*>(address), static_cast<size_t>(status.st_size)};
+  }
+  ~Mapping() {
+    if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  std::span<const std::byte> bytes() const { return bytes_; }
+
+ private:
+  std::string path_;
+  std::span<const std::byte> bytes_;
+};
+
+bool all_zero(std::span<const std::byte> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+// What reading a file of records came to.
+struct ReadResult {
+  size_t whole_bytes = 0;  // Of whole records; the rest of the file is an unfinished one.
+  bool finished = true;
+};
+
+// Visits the whole records of `bytes`. An unfinished record at the end is one whose header says
+// more than there is, whose header itself is cut off, or zeros (pages that a power cut left
+// unwritten).
+ReadResult visit_records(const std::string& path, std::span<const std::byte> bytes,
+                         const std::function<void(const Record&)>& visit) {
+  size_t position = 0;
+  const auto damaged = [&](const std::string& what) {
+    throw ConfigError(path + ": damaged at byte " + std::to_string(position) + ": " + what);
+  };
+  while (position < bytes.size()) {
+    const auto rest = bytes.subspan(position);
+    RecordHeader header;
+    if (rest.size() < sizeof(header) || all_zero(rest)) return {position, false};
+    std::memcpy(&header, rest.data(), sizeof(header));
+    if (header.magic != kMagic) damaged("no record begins here");
+    if (header.header_checksum != checksum_of(header))
+      damaged("the checksum of a record's header does not fit");
+    const size_t record_bytes = sizeof(header) + header.bytes + padding_of(header.bytes);
+    if (rest.size() < record_bytes) return {position, false};
+    const auto payload = rest.subspan(sizeof(header), header.bytes);
+    if (crc32c(payload) != header.payload_checksum)
+      damaged("the checksum of record " + std::to_string(header.number) + " does not fit");
+    if (!all_zero(rest.subspan(sizeof(header) + header.bytes, padding_of(header.bytes))))
+      damaged("expected zeros behind record " + std::to_string(header.number));
+    visit({.number = header.number, .kind = header.kind, .time = header.time, .payload = payload});
+    position += record_bytes;
+  }
+  return {position, true};
+}
+
+std::string segment_name(uint64_t first) {
+  std::array<char, 32> name{};
+  std::snprintf(name.data(), name.size(), "%020" PRIu64 ".log", first);
+  return name.data();
+}
+
+struct Segment {
+  uint64_t first = 0;
+  std::string path;
+};
+
+std::vector<Segment> segments_of(const std::string& folder) {
+  std::vector<Segment> segments;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    uint64_t first = 0;
+    if (std::sscanf(name.c_str(), "%20" SCNu64 ".log", &first) == 1 && name == segment_name(first))
+      segments.push_back({first, entry.path().string()});
+  }
+  std::sort(segments.begin(), segments.end(),
+            [](const Segment& a, const Segment& b) { return a.first < b.first; });
+  return segments;
+}
+
+}  // namespace
+
+UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
+                     const std::function<void(const Record&)>& visit)
+    : folder_(folder), next_number_(from) {
+  make_folder(folder);
+  const auto segments = segments_of(folder);
+  size_t first = 0;  // The last segment that begins at `from` or before it.
+  while (first + 1 < segments.size() && segments[first + 1].first <= from) ++first;
+  // A snapshot is named only when the segment behind it is there.
+  if (segments.empty() && from > 1) {
+    throw ConfigError(folder + ": expected a log that goes on with record " + std::to_string(from) +
+                      ", found none");
+  }
+  if (!segments.empty() && segments[first].first > from) {
+    throw ConfigError(segments[first].path + ": expected a log that holds record " +
+                      std::to_string(from) + ", it begins with " +
+                      std::to_string(segments[first].first));
+  }
+  for (size_t i = first; i < segments.size(); ++i) {
+    const Segment& segment = segments[i];
+    const Mapping mapping(segment.path);
+    uint64_t expected = segment.first;
+    const auto result = visit_records(segment.path, mapping.bytes(), [&](const Record& record) {
+      if (record.number != expected) {
+        throw ConfigError(segment.path + ": expected record " + std::to_string(expected) +
+                          ", found " + std::to_string(record.number));
+      }
+      ++expected;
+      if (record.number < from) return;
+      visit(record);
+      next_number_ = record.number + 1;
+      total_bytes_ += bytes_of(record);
+    });
+    const bool last = i + 1 == segments.size();
+    if (!result.finished && !last) {
+      throw ConfigError(segment.path + ": damaged at byte " + std::to_string(result.whole_bytes) +
+                        ": it ends within a record, and " + segments[i + 1].path + " goes on");
+    }
+    if (!last && segments[i + 1].first != expected) {
+      throw ConfigError(segment.path + ": expected " + segment_name(expected) +
+                        " to go on, found " + segments[i + 1].path);
+    }
+    if (last) {
+      path_ = segment.path;
+      file_ = Fd(::open(path_.c_str(), O_WRONLY | O_CLOEXEC));
+      if (!file_ || ::ftruncate(file_.get(), static_cast<off_t>(result.whole_bytes)) != 0 ||
+          ::lseek(file_.get(), 0, SEEK_END) < 0)
+        throw ConfigError(path_ + ": expected a writable file: " + system_reason(errno));
+      segment_bytes_ = static_cast<int64_t>(result.whole_bytes);
+      // A snapshot may be newer than what a power cut left of the log: nothing may follow the gap
+      // in its file.
+      if (expected < from) file_ = {};
+    }
+  }
+  if (!file_) open_segment();
+}
+
+void UpdateLog::open_segment() {
+  std::string path = (fs::path(folder_) / segment_name(next_number_)).string();
+  Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (!file) throw ConfigError(path + ": expected a writable file: " + system_reason(errno));
+  const Fd folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!folder || ::fsync(folder.get()) != 0)
+    throw ConfigError(folder_ + ": cannot sync: " + system_reason(errno));
+  path_ = std::move(path);
+  file_ = std::move(file);
+  segment_bytes_ = 0;
+}
+
+bool UpdateLog::cut_off() {
+  return ::ftruncate(file_.get(), segment_bytes_) == 0 &&
+         ::lseek(file_.get(), segment_bytes_, SEEK_SET) == segment_bytes_;
+}
+
+uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::byte> payload) {
+  TORCH_CHECK_VALUE(payload.size() < (size_t{1} << 31), "log: a record of ", payload.size(),
+                    " bytes; expected less than 2 GiB");
+  const Record record{.number = next_number_, .kind = kind, .time = time, .payload = payload};
+  // Nothing may follow half a record.
+  const int error = is_torn_ && !cut_off() ? EIO : write_record(file_.get(), record);
+  is_torn_ = error != 0 && !cut_off();
+  if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
+  segment_bytes_ += bytes_of(record);
+  total_bytes_ += bytes_of(record);
+  return next_number_++;
+}
+
+void UpdateLog::sync() {
+  if (::fdatasync(file_.get()) != 0)
+    TORCH_CHECK(false, path_, ": cannot sync: ", system_reason(errno));
+}
+
+void UpdateLog::begin_segment() {
+  if (segment_bytes_ == 0) return;
+  sync();
+  open_segment();
+}
+
+void UpdateLog::remove_before(uint64_t number) {
+  const auto segments = segments_of(folder_);
+  for (size_t i = 0; i + 1 < segments.size(); ++i) {
+    if (segments[i + 1].first <= number) fs::remove(segments[i].path);
+  }
+}
+
+void write_records(const std::string& path, std::span<const Record> records) {
+  for (const Record& record : records) {
+    TORCH_CHECK_VALUE(record.payload.size() < (size_t{1} << 32), path, ": record ", record.number,
+                      " has ", record.payload.size(), " bytes; expected less than 4 GiB");
+  }
+  write_atomically(path, [&](FileWriter& file) {
+    static constexpr std::array<std::byte, 8> kZeros{};
+    const auto write = [&](const Record& record) {
+      const RecordHeader header = header_of(record);
+      file.write(std::as_bytes(std::span(&header, 1)));
+      file.write(record.payload);
+      file.write(std::span(kZeros).first(padding_of(record.payload.size())));
+    };
+    for (const Record& record : records) write(record);
+    write({.number = records.size() + 1, .kind = kEnd});
+  });
+}
+
+void read_records(const std::string& path, const std::function<void(const Record&)>& visit) {
+  const Mapping mapping(path);
+  bool ended = false;
+  const auto result = visit_records(path, mapping.bytes(), [&](const Record& record) {
+    ended = record.kind == kEnd;
+    if (!ended) visit(record);
+  });
+  if (!result.finished || !ended) {
+    throw ConfigError(path + ": damaged at byte " + std::to_string(result.whole_bytes) +
+                      ": it is cut off");
+  }
+}
+
+}  // namespace cohort::ps

@@ -1,0 +1,79 @@
+// The update log: every change of a server's state, in order, on disk before it is acknowledged.
+//
+// A folder of segments "<number of the first record>.log", each a sequence of records:
+//   magic u32, checksum of the header u32, number u64, kind u32, time u32, bytes u32,
+//   checksum of the payload u32, payload, padded to 8 bytes
+// Numbers count from 1 without a gap. What a killed process left of its last record is cut off; any
+// other damage is refused with file and offset: the header has a checksum of its own, so that a
+// damaged length is never taken for an unfinished record.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+
+#include "cohort/base/fd.h"
+
+namespace cohort::ps {
+
+enum class RecordKind : uint32_t {
+  kJob = 1,      ///< JSON of JobOptions.
+  kInitial = 2,  ///< A message: values of blocks.
+  kJoin = 3,     ///< JoinRecord (parameter_state.h).
+  kPush = 4,     ///< A message, as it arrived.
+  kLeave = 5,    ///< LeaveRecord.
+  kEvict = 6,    ///< Nothing.
+};
+
+struct Record {
+  uint64_t number = 0;
+  RecordKind kind = RecordKind::kPush;
+  uint32_t time = 0;                     ///< Seconds since 1970, never less than the one before.
+  std::span<const std::byte> payload{};  ///< Aligned to 8.
+};
+
+/// The file of records at its end. Threads: one.
+class UpdateLog {
+ public:
+  /// Reads the records of `folder` from number `from` on, in order, through `visit`, cuts off an
+  /// unfinished last one, and opens the log behind them. The folder is made if it is not there.
+  /// Errors: ConfigError that names file and offset: damage, or records missing.
+  UpdateLog(const std::string& folder, uint64_t from,
+            const std::function<void(const Record&)>& visit);
+
+  /// Hands a record to the system: it survives the death of this process.
+  /// Returns: its number. Errors: c10::Error that names the file and the system's reason (a full
+  /// disk); the log is then as before, and the next record may be tried.
+  uint64_t append(RecordKind kind, uint32_t time, std::span<const std::byte> payload);
+  /// Waits until the disk has all records: they survive the loss of power.
+  void sync();
+
+  /// Further records go to a new file.
+  void begin_segment();
+  /// Removes the segments that hold only records before `number`.
+  void remove_before(uint64_t number);
+
+  uint64_t next_number() const { return next_number_; }
+  int64_t bytes() const { return total_bytes_; }  ///< Of the records visited and appended.
+
+ private:
+  void open_segment();
+  bool cut_off();
+
+  std::string folder_;
+  std::string path_;
+  Fd file_;
+  uint64_t next_number_ = 1;
+  int64_t segment_bytes_ = 0;
+  int64_t total_bytes_ = 0;
+  bool is_torn_ = false;  // Half a record lies behind the last one.
+};
+
+/// Writes `records` to a file of the same form. Errors: c10::ValueError that names the file and a
+/// record of 4 GiB or more, before anything is written; as write_atomically.
+void write_records(const std::string& path, std::span<const Record> records);
+/// Reads one. Errors: ConfigError that names file and offset: damage, or that its end is missing.
+void read_records(const std::string& path, const std::function<void(const Record&)>& visit);
+
+}  // namespace cohort::ps

@@ -1,0 +1,40 @@
+// Zeroed memory from the system, in huge pages where it has them.
+#pragma once
+#include <cstddef>
+#include <utility>
+
+namespace cohort::ps {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+/// Owns a range of memory that begins at a multiple of kHugePage; what was never written takes
+/// none.
+///
+/// A random access to rows in pages of 4 KiB mostly misses the TLB as well: huge pages halve it.
+class Pages {
+ public:
+  Pages() = default;
+  /// `small_bytes` at the beginning (a multiple of kHugePage, or 0) stay small pages until
+  /// make_huge(), so that little use takes little memory.
+  /// Errors: std::bad_alloc.
+  explicit Pages(size_t bytes, size_t small_bytes = 0);
+  ~Pages();
+  Pages(Pages&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Pages& operator=(Pages&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  /// The kernel may now gather all of it in huge pages.
+  void make_huge();
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace cohort::ps

@@ -1,0 +1,152 @@
+#include "cohort/ps/wire/message.h"
+
+#include <c10/util/Exception.h>
+#include <cstring>
+#include <limits>
+
+#include "cohort/ps/crc32c.h"
+
+namespace cohort::ps {
+
+namespace {
+
+constexpr uint32_t kNoIds = 1;
+constexpr uint32_t kNoValues = 2;
+constexpr uint32_t kMostWidth = 65536;
+// Where the checksum's bytes begin: behind magic and checksum.
+constexpr size_t kCheckedFrom = 2 * sizeof(uint32_t);
+
+struct SectionHeader {
+  uint32_t table = 0;
+  SectionKind kind = SectionKind::kRows;
+  uint64_t count = 0;
+  uint32_t width = 1;
+  uint32_t flags = 0;
+};
+static_assert(sizeof(SectionHeader) == 24);
+
+constexpr size_t padded(size_t bytes) {
+  return (bytes + 7) / 8 * 8;
+}
+
+bool has_ids(const SectionShape& shape) {
+  return shape.kind == SectionKind::kRows && shape.has_ids;
+}
+
+}  // namespace
+
+Buffer::Buffer(size_t size)
+    : bytes_(std::make_unique_for_overwrite<std::byte[]>(size)), size_(size) {}
+
+MessageWriter::MessageWriter(std::span<const SectionShape> shapes) {
+  size_t end = sizeof(Header);
+  for (const SectionShape& shape : shapes) {
+    Place place{};
+    place.ids = end + sizeof(SectionHeader);
+    place.num_ids = has_ids(shape) ? shape.count : 0;
+    place.values = place.ids + place.num_ids * sizeof(uint64_t);
+    place.num_values = shape.has_values ? shape.count * shape.width : 0;
+    end = place.values + padded(place.num_values * sizeof(float));
+    places_.push_back(place);
+  }
+  buffer_ = Buffer(end);
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const SectionHeader section{
+        .table = shapes[i].table,
+        .kind = shapes[i].kind,
+        .count = shapes[i].count,
+        .width = shapes[i].width,
+        .flags = (has_ids(shapes[i]) ? 0 : kNoIds) | (shapes[i].has_values ? 0 : kNoValues)};
+    std::memcpy(buffer_.data() + places_[i].ids - sizeof(section), &section, sizeof(section));
+    const size_t values_end = places_[i].values + places_[i].num_values * sizeof(float);
+    std::memset(
+        buffer_.data() + values_end, 0,
+        padded(places_[i].num_values * sizeof(float)) - places_[i].num_values * sizeof(float));
+  }
+}
+
+std::span<uint64_t> MessageWriter::ids(size_t section) {
+  const Place& place = places_.at(section);
+  return {reinterpret_cast<uint64_t*>(buffer_.data() + place.ids), place.num_ids};
+}
+
+std::span<float> MessageWriter::values(size_t section) {
+  const Place& place = places_.at(section);
+  return {reinterpret_cast<float*>(buffer_.data() + place.values), place.num_values};
+}
+
+Buffer MessageWriter::finish(Header header) {
+  header.num_sections = static_cast<uint32_t>(places_.size());
+  reseal(buffer_.span(), header);
+  return std::move(buffer_);
+}
+
+void reseal(std::span<std::byte> message, const Header& header) {
+  std::memcpy(message.data(), &header, sizeof(header));
+  const uint32_t checksum = crc32c(message.subspan(kCheckedFrom));
+  std::memcpy(message.data() + offsetof(Header, checksum), &checksum, sizeof(checksum));
+}
+
+Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {
+  TORCH_CHECK_VALUE(bytes.size() >= sizeof(Header), "message: expected at least ", sizeof(Header),
+                    " bytes, got ", bytes.size());
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(bytes.data()) % 8 == 0,
+                    "message: its memory is not aligned to 8");
+  Message message;
+  Header& header = message.header;
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  TORCH_CHECK_VALUE(header.magic == Header::kMagic, "message: it does not begin with CPS1");
+  TORCH_CHECK_VALUE(
+      checksums == Checksums::kIgnored || crc32c(bytes.subspan(kCheckedFrom)) == header.checksum,
+      "message: its checksum does not fit its bytes");
+  TORCH_CHECK_VALUE(header.kind >= MessageKind::kPush && header.kind <= MessageKind::kReply,
+                    "message: unknown kind ", static_cast<uint32_t>(header.kind));
+  size_t position = sizeof(Header);
+  // Each section takes at least its header: a number beyond that is not worth memory.
+  TORCH_CHECK_VALUE(header.num_sections <= (bytes.size() - position) / sizeof(SectionHeader),
+                    "message: ", header.num_sections, " sections do not fit its ", bytes.size(),
+                    " bytes");
+  message.sections.reserve(header.num_sections);
+  for (uint32_t i = 0; i < header.num_sections; ++i) {
+    TORCH_CHECK_VALUE(bytes.size() - position >= sizeof(SectionHeader), "message: section ", i,
+                      " is cut off");
+    SectionHeader section;
+    std::memcpy(&section, bytes.data() + position, sizeof(section));
+    position += sizeof(section);
+    const size_t left = bytes.size() - position;
+    TORCH_CHECK_VALUE(section.kind == SectionKind::kRows || section.kind == SectionKind::kBlock,
+                      "message: section ", i, " has the unknown kind ",
+                      static_cast<uint32_t>(section.kind));
+    TORCH_CHECK_VALUE(section.flags <= (kNoIds | kNoValues), "message: section ", i,
+                      " has unknown flags");
+    TORCH_CHECK_VALUE(section.width >= 1 && section.width <= kMostWidth, "message: section ", i,
+                      " has width ", section.width);
+    const bool with_ids = section.kind == SectionKind::kRows && !(section.flags & kNoIds);
+    const bool with_values = !(section.flags & kNoValues);
+    // Without either the count is a number alone: nothing is taken for it here.
+    const size_t row_bytes =
+        (with_ids ? sizeof(uint64_t) : 0) + (with_values ? section.width * sizeof(float) : 0);
+    TORCH_CHECK_VALUE(row_bytes == 0 || section.count <= left / row_bytes, "message: section ", i,
+                      ": ", section.count, " rows of ", section.width,
+                      " do not fit the bytes left, ", left);
+    Section view{.kind = section.kind, .table = section.table, .width = section.width};
+    if (with_ids) {
+      view.ids = {reinterpret_cast<const uint64_t*>(bytes.data() + position), section.count};
+      position += section.count * sizeof(uint64_t);
+    }
+    if (with_values) {
+      const size_t num_values = section.count * section.width;
+      view.values = {reinterpret_cast<const float*>(bytes.data() + position), num_values};
+      const size_t value_bytes = padded(num_values * sizeof(float));
+      TORCH_CHECK_VALUE(value_bytes <= bytes.size() - position, "message: section ", i,
+                        " is cut off");
+      position += value_bytes;
+    }
+    message.sections.push_back(view);
+  }
+  TORCH_CHECK_VALUE(position == bytes.size(), "message: ", bytes.size() - position,
+                    " bytes are left behind its sections");
+  return message;
+}
+
+}  // namespace cohort::ps

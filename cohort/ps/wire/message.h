@@ -1,0 +1,124 @@
+// The bytes of the hot calls: pushes, pulls and their replies, little-endian, as they also lie in
+// the update log. Knows nothing of sockets.
+//
+//   header            72 bytes (Header, in the order of its fields)
+//   section, any      table u32, kind u32, count u64, width u32, flags u32
+//     kRows             ids u64 [count], values f32 [count x width], padded to 8 bytes
+//     kBlock            values f32 [count x width] (width 1), padded likewise
+//   and so on
+// A pull's sections have no values (flag kNoValues), a pull's reply no ids (flag kNoIds).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace cohort::ps {
+
+/// Bytes of a message, aligned to 8. Moved, never copied.
+class Buffer {
+ public:
+  Buffer() = default;
+  /// Memory for `size` bytes, not set.
+  explicit Buffer(size_t size);
+
+  std::byte* data() { return bytes_.get() + offset_; }
+  std::span<std::byte> span() { return {data(), size_}; }
+  std::span<const std::byte> span() const { return {bytes_.get() + offset_, size_}; }
+  /// Forgets the first `bytes`, a multiple of 8, without moving the others.
+  void remove_prefix(size_t bytes) {
+    offset_ += bytes;
+    size_ -= bytes;
+  }
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+
+ private:
+  std::unique_ptr<std::byte[]> bytes_;
+  size_t offset_ = 0;
+  size_t size_ = 0;
+};
+
+enum class MessageKind : uint32_t { kPush = 1, kPull = 2, kReply = 3 };
+
+/// Flags of a message.
+inline constexpr uint32_t kInitialValues = 1;  ///< Push: sets blocks instead of updating them.
+inline constexpr uint32_t kPrediction = 2;     ///< Pull: rows that are not there are zeros.
+
+/// What identifies a message (reference of the names: docs/ps.md, "Exactly once").
+struct Header {
+  static constexpr uint32_t kMagic = 0x31535043;  // "CPS1"
+
+  uint32_t magic = kMagic;
+  uint32_t checksum = 0;  ///< CRC-32C of all that follows this field.
+  MessageKind kind = MessageKind::kPush;
+  uint32_t flags = 0;
+  uint64_t job = 0;  ///< JobOptions::fingerprint.
+  uint32_t trainer = 0;
+  uint32_t num_sections = 0;
+  uint64_t trainer_incarnation = 0;  ///< As Join granted it.
+  uint64_t server_incarnation = 0;   ///< As Join told it.
+  uint64_t sequence = 0;             ///< Push: counts this trainer's on this server, from 1.
+  uint64_t step = 0;                 ///< Pull: see Server. Reply: the state's number of steps.
+  uint64_t reserved = 0;
+};
+static_assert(sizeof(Header) == 72);
+
+enum class SectionKind : uint32_t { kRows = 0, kBlock = 1 };
+
+/// Rows of a table, or one block of a dense parameter; spans point into the message.
+struct Section {
+  SectionKind kind = SectionKind::kRows;
+  uint32_t table = 0;               ///< Number of the table, or of the block, in the job.
+  uint32_t width = 1;               ///< Values of a row.
+  std::span<const uint64_t> ids{};  ///< Empty for blocks and replies.
+  std::span<const float> values{};  ///< Empty in pulls.
+};
+
+/// A section to be written: as many rows, of which the writer gives the places.
+struct SectionShape {
+  SectionKind kind = SectionKind::kRows;
+  uint32_t table = 0;
+  uint32_t width = 1;
+  uint64_t count = 0;  ///< Rows, or a block's elements.
+  bool has_ids = true;
+  bool has_values = true;
+};
+
+/// A message being written: sections of known shapes, filled in place, so that nothing is copied.
+class MessageWriter {
+ public:
+  explicit MessageWriter(std::span<const SectionShape> shapes);
+
+  std::span<uint64_t> ids(size_t section);
+  std::span<float> values(size_t section);
+
+  /// Writes the header (its number of sections is known here) and the checksum. The last call.
+  Buffer finish(Header header);
+
+ private:
+  struct Place {
+    size_t ids, values;
+    size_t num_ids, num_values;
+  };
+  Buffer buffer_;
+  std::vector<Place> places_;
+};
+
+/// A message that was read; views into `bytes`, which must outlive it and be aligned to 8.
+struct Message {
+  Header header;
+  std::vector<Section> sections;
+};
+
+enum class Checksums { kChecked, kIgnored };
+
+/// Reads a message of anyone's making: every length is held against the bytes that are there.
+/// Errors: c10::ValueError that says what is wrong with it.
+Message parse_message(std::span<const std::byte> bytes, Checksums checksums = Checksums::kChecked);
+
+/// Gives `message` another header (retries after a server's restart) and seals it again.
+void reseal(std::span<std::byte> message, const Header& header);
+
+}  // namespace cohort::ps

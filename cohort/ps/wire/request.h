@@ -1,0 +1,79 @@
+// What clients ask of a server and what it answers, as plain values: gRPC (rpc/) carries them
+// between processes, tests hand them over directly.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "cohort/ps/wire/message.h"
+
+namespace cohort::ps {
+
+/// The trainer number of those that only look: predictions, status.
+inline constexpr uint32_t kNoTrainer = 0xffffffff;
+
+enum class Call {
+  kPush,   ///< `message`: gradients, or initial values (kInitialValues).
+  kPull,   ///< `message`: which rows and blocks.
+  kJob,    ///< `text`: JSON of JobOptions. Once; the same again is fine.
+  kJoin,   ///< Trainer `trainer` comes, or comes back as `incarnation` after a server's restart.
+  kBeat,   ///< It lives.
+  kLeave,  ///< It has no more data.
+  kSave,  ///< This server's part of a checkpoint of the state after `step` steps, to folder `text`.
+  kFinishSave,  ///< All parts of save `nonce` are in folder `text`: from now on it is what loads.
+  kStatus,      ///< `text` of the reply: JSON.
+  kStop,        ///< The server ends.
+};
+
+struct Request {
+  Call call = Call::kBeat;
+  uint32_t trainer = kNoTrainer;
+  uint64_t job = 0;          ///< kJoin: JobOptions::fingerprint.
+  uint64_t incarnation = 0;  ///< kJoin: 0 for a new process.
+  uint64_t step = 0;
+  /// kJoin of a new process, kSave, kFinishSave: drawn by the caller, for a save once for all
+  /// servers. A call that is repeated has the same one, and gets the answer of the first.
+  uint64_t nonce = 0;
+  std::string text{};
+  std::shared_ptr<const Buffer> message{};  ///< Of kPush and kPull.
+};
+
+enum class Code {
+  kOk,
+  kNotYet,     ///< Ask again: what was asked for must be waited for; `text` says for whom.
+  kBusy,       ///< Ask again later: the server's queue is full, or its disk.
+  kRestarted,  ///< The server is another incarnation than the message says: join again.
+  kReplaced,   ///< Another process is this trainer now, or it was given up: end.
+  kInvalid,    ///< The request is wrong; `text` says what.
+  kFailed,     ///< The job cannot go on; `text` says why.
+  kLost,       ///< No answer: the connection broke, or the time was up.
+};
+
+struct Reply {
+  Code code = Code::kOk;
+  std::string text{};
+  Buffer message{};                 ///< Of kPull.
+  uint64_t server_incarnation = 0;  ///< Of kJoin, as all below.
+  uint64_t trainer_incarnation = 0;
+  uint64_t last_sequence = 0;  ///< Of the trainer's pushes here.
+  uint64_t steps = 0;
+  bool is_initialised = false;
+  bool was_member = false;  ///< The trainer comes back.
+  int server = 0;           ///< Join: the one that answers, by its number.
+};
+
+/// Called once, from any thread; must not block.
+using Done = std::function<void(Reply)>;
+
+/// A way to one server.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  /// Sends `request`; returns at once. After `timeout_ms` > 0 `done` gets kLost at the latest.
+  virtual void send(const Request& request, int64_t timeout_ms, Done done) = 0;
+};
+
+const char* to_string(Code code);
+
+}  // namespace cohort::ps

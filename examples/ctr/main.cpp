@@ -1,0 +1,166 @@
+// Trains a click model on data in Criteo's format:  ctr train
+// Through servers:  cohort run --servers 1 --trainers 2 -- ctr train --mode async
+//
+// docs/ctr.md has the tour.
+#include <CLI/CLI.hpp>
+#include <functional>
+
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+
+#include "apps/group_flags.h"
+#include "apps/parse.h"
+#include "apps/security_flags.h"
+#include "examples/ctr/click_generator.h"
+#include "examples/ctr/trainer.h"
+
+namespace {
+
+using cohort::apps::above_zero;
+using cohort::apps::kFile;
+using cohort::apps::kFolder;
+using cohort::apps::zero_or_more;
+using ctr::Options;
+
+constexpr int64_t kLargestBatch = 1 << 20;  // Its examples alone fill 280 MB.
+
+// Everything that the commands read their flags into.
+struct Flags {
+  Options options;
+  ctr::GeneratorOptions generator;
+  cohort::apps::GroupFlags group;
+  std::string output;
+  std::string input;
+};
+
+void add_data_flags(CLI::App& app, Options& o) {
+  app.add_option("--data", o.data,
+                 "Folder with train.tsv and test.tsv; made up if they are not there")
+      ->type_name(kFolder)
+      ->capture_default_str();
+  app.add_option("--rows", o.rows, "Examples made up for training, where there are none")
+      ->check(above_zero())
+      ->capture_default_str();
+  app.add_option("--test", o.test, "Files to evaluate on, instead of the folder's")
+      ->type_name(kFile);
+  app.add_option("--batch", o.batch_size, "Examples of a step, of each trainer")
+      ->check(cohort::apps::number_that(
+          [](double n) { return n >= 1 && n <= static_cast<double>(kLargestBatch); },
+          "1 to " + std::to_string(kLargestBatch)))
+      ->capture_default_str();
+  app.add_flag("--skip-damaged", o.skip_damaged, "Leave malformed lines out, and count them");
+}
+
+void add_training_flags(CLI::App& app, Options& o) {
+  app.add_option("--train", o.train, "Files to train on, instead of the folder's")
+      ->type_name(kFile);
+  app.add_option("--mode", o.mode,
+                 "How trainers work together (default: sync with servers, local without)")
+      ->check(cohort::apps::one_of({"local", "sync", "async", "half-async", "geo"}));
+  app.add_option("--epochs", o.epochs, "Passes over the data")
+      ->check(above_zero())
+      ->capture_default_str();
+  app.add_option("--max-steps", o.max_steps, "Steps of an epoch at most (0: all)")
+      ->check(zero_or_more())
+      ->capture_default_str();
+  app.add_option(
+         "--lr", o.learning_rate,
+         "Learning rate of the network, by Adam, of each push (async: not divided by trainers)")
+      ->check(above_zero())
+      ->capture_default_str();
+  app.add_option("--row-lr", o.row_learning_rate,
+                 "Learning rate of rows, by row-wise Adagrad, of each push likewise")
+      ->check(above_zero())
+      ->capture_default_str();
+  app.add_option("--max-staleness", o.max_staleness,
+                 "async: steps that a trainer may be ahead of the slowest (-1: any)")
+      ->capture_default_str();
+  app.add_option("--max-merge", o.max_merge, "half-async: pushes summed into one")
+      ->check(above_zero())
+      ->capture_default_str();
+  app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two exchanges")
+      ->check(above_zero())
+      ->capture_default_str();
+  app.add_option("--seed", o.seed, "Of parameters, rows and made-up data")->capture_default_str();
+  app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
+      ->check(above_zero())
+      ->capture_default_str();
+  app.add_option("--save", o.save, "Write a checkpoint here after each epoch")->type_name(kFolder);
+}
+
+void add_load_flag(CLI::App& app, Options& o, const std::string& what) {
+  app.add_option("--load", o.load, what)->type_name(kFolder);
+}
+
+int generate(const Flags& flags) {
+  const ctr::Truth truth = ctr::generate_clicks(flags.generator, flags.output);
+  std::printf("%lld training and %lld test examples in %s\n",
+              static_cast<long long>(truth.train.count), static_cast<long long>(truth.test.count),
+              flags.output.c_str());
+  std::printf("attainable on the test examples: AUC %.5f, log-loss %.5f, %.4f clicks\n",
+              truth.test.auc, truth.test.log_loss,
+              static_cast<double>(truth.test.clicks) / static_cast<double>(truth.test.count));
+  return cohort::kExitOk;
+}
+
+// Joins the other trainers, does `work`, and leaves.
+int with_trainer(Flags& flags, const std::function<void(ctr::Trainer&)>& work) {
+  const auto group = flags.group.connect();
+  ctr::Trainer trainer(flags.options, *group);
+  work(trainer);
+  trainer.finish();
+  group->close();
+  return cohort::kExitOk;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("A click model on data in Criteo's format, alone or through parameter servers",
+               "ctr");
+  app.require_subcommand(1);
+  Flags flags;
+  CLI::App* made = app.add_subcommand("generate", "Makes data up whose attainable AUC is known");
+  made->add_option("--rows", flags.generator.rows, "Training examples")->capture_default_str();
+  made->add_option("--test-rows", flags.generator.test_rows, "Test examples (default: a tenth)");
+  made->add_option("--seed", flags.generator.seed, "Of all that is drawn")->capture_default_str();
+  made->add_option("--zipf", flags.generator.zipf, "Exponent of the categories' frequencies")
+      ->capture_default_str();
+  made->add_option("--output", flags.output, "Gets train.tsv, test.tsv and truth.json")
+      ->type_name(kFolder)
+      ->required();
+  CLI::App* train = app.add_subcommand("train", "Trains, and evaluates after each epoch");
+  add_data_flags(*train, flags.options);
+  add_training_flags(*train, flags.options);
+  add_load_flag(*train, flags.options, "local: begin with this checkpoint");
+  flags.group.add_to(*train);
+  cohort::apps::add_client_security_flags(*train, flags.options.security);
+  CLI::App* evaluate = app.add_subcommand("evaluate", "Says AUC and log-loss of a checkpoint");
+  add_data_flags(*evaluate, flags.options);
+  add_load_flag(*evaluate, flags.options, "The checkpoint");
+  CLI::App* predict =
+      app.add_subcommand("predict", "Writes the probability of a click for each line");
+  predict->add_option("--input", flags.input, "Lines, with labels or without")
+      ->type_name(kFile)
+      ->required();
+  predict->add_option("--output", flags.output, "Gets a probability a line")
+      ->type_name(kFile)
+      ->required();
+  add_load_flag(*predict, flags.options, "The checkpoint");
+  for (CLI::App* command : {evaluate, predict}) command->get_option("--load")->required();
+  if (const auto ended =
+          cohort::apps::parse(app, argc, argv, "ctr --help lists commands and flags"))
+    return *ended;
+  if (*made) return generate(flags);
+  if (*train) return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.train(); });
+  flags.options.mode = "local";
+  if (*predict) {
+    return with_trainer(flags,
+                        [&](ctr::Trainer& trainer) { trainer.predict(flags.input, flags.output); });
+  }
+  return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.print_evaluation(); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return cohort::run_program("ctr", [&] { return run(argc, argv); });
+}

@@ -1,0 +1,378 @@
+#include "examples/ctr/trainer.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <sys/resource.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "cohort/base/atomic_file.h"
+#include "cohort/base/error.h"
+#include "cohort/ps/endpoints.h"
+#include "cohort/ps/role.h"
+
+#include "apps/security_flags.h"
+#include "apps/server_training.h"
+#include "examples/ctr/click_generator.h"
+
+namespace ctr {
+namespace {
+
+using cohort::ConfigError;
+using cohort::ps::Training;
+using Clock = std::chrono::steady_clock;
+
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+Training training_of(const Options& options) {
+  if (!options.mode.empty()) return cohort::ps::training_named(options.mode);
+  return cohort::ps::discover_role() ? Training::kSync : Training::kLocal;
+}
+
+bool names_files(const Options& options) {
+  return !options.train.empty() || !options.test.empty();
+}
+
+std::vector<std::string> files_or(const std::vector<std::string>& files, const Options& options,
+                                  const std::string& name) {
+  if (!files.empty()) return files;
+  // Training on files of one's own with the made-up test set would be no test.
+  if (names_files(options)) return {};
+  return {options.data + "/" + name};
+}
+
+std::string joined(const std::vector<std::string>& files) {
+  std::string text;
+  for (const std::string& file : files) text += (text.empty() ? "" : " ") + file;
+  return text;
+}
+
+// Of files that cannot be read, and of empty ones, nobody should learn after an hour's epoch.
+void check_files(const std::string& flag, const std::vector<std::string>& files) {
+  bool all_empty = !files.empty();
+  for (const std::string& file : files) {
+    const ExampleReader reader({.files = {file}});
+    all_empty = all_empty && std::filesystem::file_size(file) == 0;
+  }
+  if (all_empty)
+    throw ConfigError(flag + " " + joined(files) + ": expected examples, got an empty file");
+}
+
+// A folder that takes no checkpoint is named now, not after an epoch.
+void check_writable(const std::string& folder) {
+  cohort::make_folder(folder);
+  const std::string trial = folder + "/.trial";
+  cohort::write_atomically(trial, "");
+  std::filesystem::remove(trial);
+}
+
+// Whether those who write checkpoints are on this host for certain.
+bool saves_here(Training training) {
+  if (training == Training::kLocal) return true;
+  const auto role = cohort::ps::discover_role();
+  return role && std::all_of(role->servers.begin(), role->servers.end(), cohort::ps::is_loopback);
+}
+
+DeepFm seeded_network(uint64_t seed) {
+  torch::manual_seed(seed);
+  return DeepFm();
+}
+
+}  // namespace
+
+Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
+    : options_(options),
+      group_(group),
+      training_(training_of(options)),
+      session_(session_options()),
+      rows_(session_.embedding(
+          {.name = "categories",
+           .width = DeepFmOptions().width,
+           .seed = options.seed,
+           .rule = {.rule = cohort::ps::Rule::kRowwiseAdagrad,
+                    .learning_rate = static_cast<float>(options.row_learning_rate)}})),
+      network_(seeded_network(options.seed)) {
+  train_files_ = files_or(options.train, options, "train.tsv");
+  test_files_ = files_or(options.test, options, "test.tsv");
+  session_.add("net", *network_);
+  session_.start();
+}
+
+cohort::ps::SessionOptions Trainer::session_options() const {
+  if (options_.max_staleness >= 0 && training_ != Training::kAsync) {
+    throw ConfigError("--max-staleness " + std::to_string(options_.max_staleness) +
+                      ": expected with --mode async alone");
+  }
+  cohort::ps::SessionOptions session;
+  if (training_ == Training::kLocal) {
+    cohort::apps::refuse_security(options_.security, "another --mode than local");
+    if (group_.size() > 1) {
+      throw ConfigError("--mode local: expected one process, got " + std::to_string(group_.size()) +
+                        ": several train through servers, cohort run --servers N --trainers M");
+    }
+    session.load = options_.load;
+  } else {
+    if (!options_.load.empty()) {
+      throw ConfigError(
+          "--load: with servers it is they who load: cohort run --server-arg=--load=" +
+          options_.load);
+    }
+    session = cohort::apps::place_among_servers(group_, training_, options_.security).session;
+  }
+  session.training = training_;
+  session.dense_rule.learning_rate = static_cast<float>(options_.learning_rate);
+  session.max_staleness = options_.max_staleness;
+  session.max_merge = options_.max_merge;
+  session.geo_steps = options_.geo_steps;
+  return session;
+}
+
+ReaderOptions Trainer::reader_options(const std::vector<std::string>& files) const {
+  return {.files = files,
+          .share = group_.rank(),
+          .shares = group_.size(),
+          .batch_size = options_.batch_size,
+          .skip_damaged = options_.skip_damaged};
+}
+
+// Shares differ by a few lines. All trainers take as many steps, or some would wait for a step that
+// never comes.
+int64_t Trainer::agreed_steps() const {
+  const int64_t most = options_.max_steps > 0 ? options_.max_steps : INT64_MAX;
+  if (group_.size() == 1) return most;
+  at::Tensor steps =
+      at::full({1}, count_lines(reader_options(train_files_)) / options_.batch_size, at::kLong);
+  group_.all_reduce(steps, cohort::comm::ReduceOp::kMin);
+  return std::min(most, steps.item<int64_t>());
+}
+
+std::optional<Trainer::Tensors> Trainer::next_tensors(ExampleReader& reader, Batch& batch) const {
+  if (!reader.next(batch)) return std::nullopt;
+  Tensors tensors;
+  tensors.labels_B = at::empty({batch.size}, at::kFloat);
+  tensors.numbers_BN = at::zeros({batch.size, kNumbersWidth}, at::kFloat);
+  tensors.ids_BS = at::empty({batch.size, kCategories}, at::kLong);
+  std::copy(batch.labels.begin(), batch.labels.end(), tensors.labels_B.mutable_data_ptr<float>());
+  std::copy(batch.ids.begin(), batch.ids.end(), tensors.ids_BS.mutable_data_ptr<int64_t>());
+  float* numbers = tensors.numbers_BN.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < batch.size; ++i) {
+    std::copy_n(&batch.numbers[static_cast<size_t>(i * kNumbers)], kNumbers,
+                numbers + i * kNumbersWidth);
+  }
+  return tensors;
+}
+
+at::Tensor Trainer::logits_of(const Tensors& tensors) {
+  return network_->forward(tensors.numbers_BN, rows_->forward(tensors.ids_BS));
+}
+
+// Returns the sum of the examples' losses.
+double Trainer::learn(const Tensors& tensors) {
+  const at::Tensor loss =
+      at::binary_cross_entropy_with_logits(logits_of(tensors), tensors.labels_B);
+  loss.backward();
+  session_.push();
+  return loss.item<double>() * static_cast<double>(tensors.labels_B.size(0));
+}
+
+EpochReport Trainer::train_epoch(int64_t epoch) {
+  rows_->train();
+  network_->train();
+  // Rows may travel while the batch before is computed on, where steps need not see each other.
+  const bool overlaps = training_ == Training::kAsync || training_ == Training::kHalfAsync;
+  const int64_t num_steps = agreed_steps();
+  EpochReport report;
+  const auto begin = Clock::now();
+  const double cpu_begin = cpu_seconds();
+  const auto finish = [&](const ExampleReader& reader) {
+    report.damaged = reader.counts().damaged;
+    report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    report.cpu_us = 1e6 * (cpu_seconds() - cpu_begin);
+  };
+  ExampleReader reader(reader_options(train_files_));
+  Batch batch;
+  auto now = next_tensors(reader, batch);
+  if (now) {
+    rows_->prefetch(now->ids_BS);
+    session_.pull();
+  }
+  for (; now && report.steps < num_steps; ++report.steps) {
+    auto next = report.steps + 1 < num_steps ? next_tensors(reader, batch) : std::nullopt;
+    const auto ask = [&] {
+      rows_->prefetch(next->ids_BS);
+      session_.start_pull();
+    };
+    if (next && overlaps) ask();
+    report.loss += learn(*now);
+    report.examples += now->labels_B.size(0);
+    if (next && !overlaps) ask();
+    if (next) session_.pull();
+    now = std::move(next);
+    if ((report.steps + 1) % options_.print_freq != 0) continue;
+    finish(reader);
+    const auto examples = static_cast<double>(report.examples);
+    console_.print("epoch %lld step %lld: log-loss %.4f, %.0f examples/s, %.1f us CPU an example\n",
+                   static_cast<long long>(epoch), static_cast<long long>(report.steps + 1),
+                   report.loss / examples, examples / report.seconds, report.cpu_us / examples);
+  }
+  // A share from which damaged lines were left out ends early: others count on its steps.
+  for (; group_.size() > 1 && report.steps < num_steps; ++report.steps) {
+    session_.push();
+    session_.pull();
+  }
+  finish(reader);
+  return report;
+}
+
+// Made up once, by rank 0, where the folder has no data and no files are named.
+void Trainer::ensure_data() {
+  const bool absent =
+      !names_files(options_) && !std::filesystem::exists(options_.data + "/train.tsv");
+  if (group_.rank() == 0 && absent) {
+    console_.print("making up %lld examples in %s\n", static_cast<long long>(options_.rows),
+                   options_.data.c_str());
+    generate_clicks({.rows = options_.rows, .seed = options_.seed}, options_.data);
+  }
+  if (group_.size() > 1) group_.barrier("ctr data");
+}
+
+// Servers elsewhere save where they are, which cannot be tried from here.
+void Trainer::check_input_and_output() const {
+  if (train_files_.empty()) throw ConfigError("--train: expected files to train on, got none");
+  check_files("--train", train_files_);
+  check_files("--test", test_files_);
+  if (!options_.save.empty() && group_.rank() == 0 && saves_here(training_))
+    check_writable(options_.save);
+}
+
+// `sums` are over all trainers, so all of them refuse.
+void Trainer::check_learned(const EpochReport& sums) const {
+  if (sums.examples > 0) return;
+  std::string text = "--train " + joined(train_files_) + ": expected examples, got ";
+  if (sums.damaged > 0) {
+    text += std::to_string(sums.damaged) + " malformed lines alone";
+  } else if (group_.size() > 1) {
+    text += "fewer lines than one --batch " + std::to_string(options_.batch_size) +
+            " for each of " + std::to_string(group_.size()) + " trainers";
+  } else {
+    text += "none";
+  }
+  throw ConfigError(text);
+}
+
+void Trainer::train() {
+  ensure_data();
+  check_input_and_output();
+  for (int64_t epoch = 1; epoch <= options_.epochs; ++epoch) {
+    const EpochReport report = train_epoch(epoch);
+    if (report.damaged > 0) {
+      console_.insist("%lld malformed lines were left out\n",
+                      static_cast<long long>(report.damaged));
+    }
+    std::array<double, 4> sums{static_cast<double>(report.examples),
+                               static_cast<double>(report.damaged), report.cpu_us, report.loss};
+    at::Tensor total = at::tensor(at::ArrayRef<double>(sums));
+    group_.all_reduce(total);
+    const double examples = total[0].item<double>();
+    check_learned({.examples = total[0].item<int64_t>(), .damaged = total[1].item<int64_t>()});
+    console_.print(
+        "epoch %lld: %.0f examples, log-loss %.4f while learning, %.0f examples/s, %.1f us CPU an "
+        "example in trainers\n",
+        static_cast<long long>(epoch), examples, total[3].item<double>() / examples,
+        examples / report.seconds, total[2].item<double>() / examples);
+    if (!test_files_.empty()) print_evaluation();
+    if (!options_.save.empty() && group_.rank() == 0) session_.save(options_.save);
+    if (group_.size() > 1) group_.barrier("ctr epoch");
+  }
+}
+
+std::optional<Metrics> Trainer::evaluate() {
+  if (test_files_.empty()) throw ConfigError("--test: expected files to evaluate on, got none");
+  session_.flush();
+  if (group_.size() > 1) group_.barrier("ctr evaluate");
+  session_.pull();
+  rows_->eval();
+  network_->eval();
+  const at::NoGradGuard no_gradients;
+  ExampleReader reader(reader_options(test_files_));
+  ScoreSet scores;
+  Batch batch;
+  while (const auto tensors = next_tensors(reader, batch)) {
+    const at::Tensor logits_B = logits_of(*tensors).contiguous();
+    scores.add({logits_B.const_data_ptr<float>(), static_cast<size_t>(logits_B.numel())},
+               batch.labels);
+  }
+  if (group_.all_reduce_sum(reader.counts().examples) == 0) {
+    const bool damaged = group_.all_reduce_sum(reader.counts().damaged) > 0;
+    throw ConfigError("--test " + joined(test_files_) + ": expected examples, got " +
+                      (damaged ? "malformed lines alone" : "none"));
+  }
+  if (group_.size() == 1) return scores.metrics();
+  ScoreSet all;
+  for (const std::string& bytes : group_.gather_text(scores.to_bytes())) {
+    all.merge(ScoreSet::from_bytes(bytes));
+  }
+  if (group_.rank() != 0) return std::nullopt;
+  return all.metrics();
+}
+
+void Trainer::print_evaluation() {
+  const auto evaluated = evaluate();
+  if (!evaluated) return;
+  const Metrics& metrics = *evaluated;
+  const double attainable = options_.test.empty() ? attainable_auc(options_.data) : -1;
+  char suffix[32] = "";
+  if (attainable >= 0) std::snprintf(suffix, sizeof(suffix), " of %.5f attainable", attainable);
+  char auc[64] = "undefined (the labels are all the same)";
+  if (!std::isnan(metrics.auc)) std::snprintf(auc, sizeof(auc), "%.5f%s", metrics.auc, suffix);
+  console_.print(
+      "test: AUC %s, log-loss %.5f, mean prediction %.4f for %.4f clicks, %lld examples\n", auc,
+      metrics.log_loss, metrics.mean_prediction,
+      static_cast<double>(metrics.clicks) / static_cast<double>(metrics.count),
+      static_cast<long long>(metrics.count));
+}
+
+void Trainer::predict(const std::string& input, const std::string& output) {
+  if (group_.size() > 1) {
+    throw ConfigError("predict: expected one process, got " + std::to_string(group_.size()));
+  }
+  rows_->eval();
+  network_->eval();
+  const at::NoGradGuard no_gradients;
+  ExampleReader reader(
+      {.files = {input}, .batch_size = options_.batch_size, .labels = labels_of(input)});
+  cohort::write_atomically(output, [&](cohort::FileWriter& file) {
+    Batch batch;
+    while (const auto tensors = next_tensors(reader, batch)) {
+      const at::Tensor probabilities_B = at::sigmoid(logits_of(*tensors)).contiguous();
+      std::string text;
+      for (int64_t i = 0; i < batch.size; ++i) {
+        char line[32];
+        std::snprintf(line, sizeof(line), "%.6f\n",
+                      static_cast<double>(probabilities_B.const_data_ptr<float>()[i]));
+        text += line;
+      }
+      file.write(std::string_view(text));
+    }
+  });
+  console_.print("%lld predictions in %s\n", static_cast<long long>(reader.counts().examples),
+                 output.c_str());
+}
+
+void Trainer::finish() {
+  session_.finish();
+}
+
+}  // namespace ctr

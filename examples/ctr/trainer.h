@@ -1,0 +1,77 @@
+// Trains, evaluates and predicts: one trainer of a job, with servers or alone.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cohort/base/console.h"
+#include "cohort/comm/process_group.h"
+#include "cohort/ps/module/session.h"
+
+#include "examples/ctr/example_reader.h"
+#include "examples/ctr/model.h"
+#include "examples/ctr/options.h"
+#include "examples/ctr/scores.h"
+
+namespace ctr {
+
+/// How an epoch of training went on this trainer.
+struct EpochReport {
+  int64_t steps = 0;
+  int64_t examples = 0;
+  int64_t damaged = 0;  ///< Lines left out.
+  double loss = 0;      ///< Sum over the examples as they were met, before their step.
+  double seconds = 0;
+  double cpu_us = 0;  ///< Of this process, in all.
+};
+
+/// Owner:   `group`, whose ranks are the trainers, and `options` must outlive it. Threads: one.
+/// Collective: constructor, train() and evaluate(). Rank 0 alone prints.
+/// Errors:  ConfigError for flags, files and examples, of which too few are refused on every rank;
+///          PeerError and c10::DistError when a trainer or a server is lost.
+class Trainer {
+ public:
+  Trainer(const Options& options, cohort::comm::ProcessGroup& group);
+
+  /// Trains options.epochs, with scores over the test files and a checkpoint after each.
+  void train();
+  /// Scores the test files, each example once, whatever the number of trainers; on rank 0,
+  /// elsewhere nothing. No row is made.
+  std::optional<Metrics> evaluate();
+  /// The same, printed.
+  void print_evaluation();
+  /// Writes p(click) of each line of `input`, with labels or without, a line each, to `output`.
+  /// For one process. Errors: ConfigError for more.
+  void predict(const std::string& input, const std::string& output);
+  /// Leaves the servers.
+  void finish();
+
+ private:
+  struct Tensors {
+    at::Tensor labels_B, numbers_BN, ids_BS;
+  };
+
+  cohort::ps::SessionOptions session_options() const;
+  ReaderOptions reader_options(const std::vector<std::string>& files) const;
+  void ensure_data();
+  void check_input_and_output() const;
+  void check_learned(const EpochReport& sums) const;
+  int64_t agreed_steps() const;
+  EpochReport train_epoch(int64_t epoch);
+  std::optional<Tensors> next_tensors(ExampleReader& reader, Batch& batch) const;
+  double learn(const Tensors& tensors);
+  at::Tensor logits_of(const Tensors& tensors);
+
+  const Options& options_;
+  cohort::comm::ProcessGroup& group_;
+  cohort::Console console_{group_.rank()};
+  cohort::ps::Training training_;
+  std::vector<std::string> train_files_;
+  std::vector<std::string> test_files_;
+  cohort::ps::Session session_;
+  cohort::ps::Embedding rows_;
+  DeepFm network_;
+};
+
+}  // namespace ctr

@@ -1,0 +1,54 @@
+// Who turns gradients into updates: SGD on the ranks, or parameter servers.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+#include "cohort/train/checkpoint.h"
+
+#include "examples/imagenet/checkpoint.h"
+#include "examples/imagenet/optimizer_options.h"
+#include "examples/imagenet/options.h"
+
+namespace imagenet {
+
+/// SGD with momentum and weight decay; the learning rate falls to a tenth every 30 epochs.
+///
+/// Collective: all but begin_epoch and momentum. Threads: one.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+
+  /// Before the steps of an epoch.
+  virtual void begin_epoch(int64_t epoch) = 0;
+  /// Updates the model's parameters by their gradients, and forgets these. Servers: the parameters
+  /// are up to date then; of ps-async, as far as pushes came by.
+  virtual void step() = 0;
+  /// All ranks hold the same parameters after it, until the next step. Blocks.
+  virtual void settle() = 0;
+  /// To be saved beside the weights, and filled from there; empty where servers have it.
+  virtual std::vector<cohort::train::TensorSlice> momentum() = 0;
+  /// Saves what is on servers for a checkpoint of `state`, and notes in it where. Blocks.
+  virtual void save(RunState& state) = 0;
+  /// The checkpoint for which save was called is complete: what earlier ones needed may go. Local.
+  virtual void saved(const RunState& state) = 0;
+  /// After the weights of `checkpoint` were loaded. Errors: ConfigError if it does not fit to what
+  /// is elsewhere.
+  virtual void check_resumed(const std::string& checkpoint, const RunState& state) = 0;
+  /// At the end of the run.
+  virtual void finish() = 0;
+};
+
+/// torch's SGD, on what the strategy leaves on each rank. `model` must outlive it.
+std::unique_ptr<Optimizer> make_rank_optimizer(Model& model, const OptimizerOptions& options);
+
+/// Servers hold the parameters: every rank's gradient goes there as it is, and `model`, which is
+/// that of ddp, exchanges none any more. Weight decay is added to gradients on the ranks. Begins
+/// with rank 0's parameters, or what the servers loaded. Collective; blocks. `model` and `group`
+/// must outlive it. Errors: ConfigError: options that servers cannot follow; as ps::Session's.
+std::unique_ptr<Optimizer> make_server_optimizer(Model& model, cohort::comm::ProcessGroup& group,
+                                                 const Options& options,
+                                                 const OptimizerOptions& optimizer);
+
+}  // namespace imagenet

@@ -1,0 +1,123 @@
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <torch/types.h>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/module/session.h"
+
+#include "apps/server_training.h"
+#include "examples/imagenet/optimizer.h"
+
+namespace imagenet {
+namespace {
+
+using cohort::ConfigError;
+namespace fs = std::filesystem;
+namespace ps = cohort::ps;
+
+// The others wait while servers write some gigabytes.
+constexpr std::chrono::minutes kSaveLimit{30};
+
+cohort::apps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Options& options,
+                                    const OptimizerOptions& optimizer) {
+  const ps::Training training = cohort::apps::server_training(options.strategy).value();
+  const bool async = training == ps::Training::kAsync;
+  const std::string with = " with --strategy " + options.strategy;
+  if (options.precision != "float32")
+    throw ConfigError("--precision " + options.precision + ": expected float32" + with +
+                      ": servers compute in it");
+  if (options.start_epoch)
+    throw ConfigError("--start-epoch: expected none" + with +
+                      ": the servers count the steps, from 0 or from what they loaded");
+  if (options.sync_bn && async)
+    throw ConfigError("--sync-bn: expected none" + with +
+                      ": its statistics would make trainers wait for each other");
+  auto place =
+      cohort::apps::place_among_servers(group, training, options.security, options.ps_host_ranks);
+  place.session.dense_rule = server_rule(optimizer, async ? place.session.trainers : 1);
+  return place;
+}
+
+class ServerOptimizer final : public Optimizer {
+ public:
+  ServerOptimizer(Model& model, cohort::comm::ProcessGroup& group, const Options& options,
+                  const OptimizerOptions& optimizer)
+      : model_(model),
+        group_(group),
+        weight_decay_(optimizer.weight_decay),
+        folder_(fs::absolute(options.output) / "servers"),  // Theirs may be another work folder.
+        place_(place_of(group, options, optimizer)),
+        session_(place_.session) {
+    model_.set_synchronized(false);
+    session_.add("resnet", *model_.module());
+    session_.start();
+  }
+
+  void begin_epoch(int64_t /*epoch*/) override {}  // The servers' schedule knows.
+
+  void step() override {
+    if (weight_decay_ > 0) {
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : model_.module()->parameters())
+        if (parameter.grad().defined()) parameter.mutable_grad().add_(parameter, weight_decay_);
+    }
+    session_.push();
+    session_.pull();
+  }
+
+  void settle() override {
+    session_.flush();
+    group_.barrier("last pushes");
+    session_.pull();
+  }
+
+  std::vector<cohort::train::TensorSlice> momentum() override { return {}; }
+
+  void save(RunState& state) override {
+    state.servers = (folder_ / ("epoch-" + std::to_string(state.epochs_done))).string();
+    if (group_.rank() == 0) session_.save(state.servers);
+    group_.barrier("checkpoint of servers", kSaveLimit);  // No push of ps-async comes between.
+  }
+
+  void saved(const RunState& state) override {
+    if (group_.rank() != 0) return;
+    std::error_code ignored;
+    for (const auto& entry : fs::directory_iterator(folder_, ignored))
+      if (entry.path() != fs::path(state.servers)) fs::remove_all(entry.path(), ignored);
+  }
+
+  // The servers' values are in the model since the start, the checkpoint's since now. What servers
+  // that loaded nothing have is the seed's.
+  void check_resumed(const std::string& checkpoint, const RunState& state) override {
+    std::vector<at::Tensor> loaded;
+    for (const at::Tensor& parameter : model_.module()->parameters())
+      loaded.push_back(parameter.detach().clone());
+    session_.pull();
+    const auto parameters = model_.module()->parameters();
+    if (std::equal(loaded.begin(), loaded.end(), parameters.begin(), at::equal)) return;
+    throw ConfigError("--resume " + checkpoint +
+                      ": the servers hold other parameters: expected them to begin with " +
+                      state.servers + ", cohort run --server-arg=--load=" + state.servers);
+  }
+
+  void finish() override { session_.finish(); }
+
+ private:
+  Model& model_;
+  cohort::comm::ProcessGroup& group_;
+  double weight_decay_;
+  fs::path folder_;
+  cohort::apps::TrainerPlace place_;
+  ps::Session session_;
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_server_optimizer(Model& model, cohort::comm::ProcessGroup& group,
+                                                 const Options& options,
+                                                 const OptimizerOptions& optimizer) {
+  return std::make_unique<ServerOptimizer>(model, group, options, optimizer);
+}
+
+}  // namespace imagenet

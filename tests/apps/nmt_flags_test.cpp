@@ -1,0 +1,116 @@
+// Flags that are at odds with each other, with the machine, or with the run that goes on: each is
+// one clear line, and nothing is silently ignored.
+#include <gtest/gtest.h>
+#include <span>
+
+#include "cohort/base/stored_checkpoint.h"
+
+#include "tests/apps/nmt_command.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using cohort::StoredCheckpoint;
+using cohort::test::bin;
+using cohort::test::Ended;
+using cohort::test::shell;
+
+class NmtFlagsTest : public cohort::test::NmtCommand {
+ protected:
+  Ended train(const std::string& more) const {
+    return shell(bin("cohort-nmt") + " " + train_flags("run") + more);
+  }
+  std::vector<float> last(const std::string& part, const std::string& name) const {
+    StoredCheckpoint checkpoint(path("run/last"));
+    std::vector<float> values;
+    const auto count = cohort::num_elements(checkpoint.part(part).at(name).shape).value();
+    for (const auto bytes : checkpoint.elements(part, name, {0, count})) {
+      const auto* first = reinterpret_cast<const float*>(bytes.data());
+      values.insert(values.end(), first, first + bytes.size() / sizeof(float));
+    }
+    return values;
+  }
+};
+
+TEST_F(NmtFlagsTest, FlagsThatNeedAnotherAreNotIgnored) {
+  const std::string flags = train_flags("run");
+  expect_refused(flags + "--workspace 100", "--workspace requires --mini-batch-fit");
+  expect_refused(flags + "--keep-interval-updates 3",
+                 "--keep-interval-updates 3: expected --save-interval-updates");
+  expect_refused(flags + "--cpu-offload", "--cpu-offload: expected --strategy zero1");
+  for (const char* strategy : {"zero1", "zero2", "zero3", "fsdp"}) {
+    expect_refused(flags + "--cpu-offload --strategy " + strategy,
+                   "--cpu-offload: there is nothing to offload");
+  }
+  EXPECT_FALSE(fs::exists(path("run")));
+}
+
+TEST_F(NmtFlagsTest, RatesAreOfASensibleSize) {
+  std::string flags = train_flags("run");
+  flags.erase(flags.find("--learn-rate 5e-3"), 17);
+  expect_refused(flags + "--learn-rate 1e30",
+                 "--learn-rate 1e30: expected a number above 0 and at most 100");
+  expect_refused(flags + "--learn-rate 101", "--learn-rate 101: expected");
+  expect_refused(flags + "--noam-factor 1e30", "--noam-factor 1e30: expected a number above 0");
+}
+
+// Update 5 takes its parameters into the average at a rate of 9 / (5 + 9).
+TEST_F(NmtFlagsTest, AnAverageThatIsNewToARunBeginsAtItsWeights) {
+  ASSERT_EQ(train("--after-batches 4 ").code, 0);
+  const std::string name = "generator.weight";
+  const auto before = last("weights", name);
+  const Ended on = train("--after-batches 5 --exponential-smoothing 0.01");
+  EXPECT_EQ(on.code, 0) << on.output;
+  EXPECT_NE(on.output.find("--exponential-smoothing is new to this run: the average begins at"),
+            std::string::npos)
+      << on.output;
+  const auto after = last("weights", name), average = last("average", name);
+  ASSERT_EQ(average.size(), before.size());
+  double moved = 0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    // Two roundings of numbers below 1.
+    EXPECT_NEAR(average[i], before[i] + 9. / 14 * (after[i] - before[i]), 1e-6);
+    moved = std::max<double>(moved, std::abs(after[i] - before[i]));
+  }
+  EXPECT_GT(moved, 1e-4);
+
+  const Ended same = train("--after-batches 6 --exponential-smoothing 0.01");
+  EXPECT_EQ(same.output.find("is new to this run"), std::string::npos) << same.output;
+  const Ended off = train("--after-batches 7");
+  EXPECT_EQ(off.code, 0) << off.output;
+  EXPECT_NE(off.output.find("goes on without --exponential-smoothing: its average is dropped"),
+            std::string::npos)
+      << off.output;
+  const auto parts = StoredCheckpoint(path("run/last")).parts();
+  EXPECT_EQ(std::count(parts.begin(), parts.end(), "average"), 0);
+}
+
+TEST_F(NmtFlagsTest, BeforeTheFirstValidationTheLogHasNoNumbersThatAreNone) {
+  const Ended ended = train("--after-batches 1 --valid-on-start");
+  EXPECT_NE(ended.output.find("train_loss=none"), std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find("nan"), std::string::npos) << ended.output;
+}
+
+// Room for the vocabularies, none for the tokens; no room for anything. The launcher shows no stack
+// of it.
+TEST_F(NmtFlagsTest, AFullDiskAtTheStartIsOneLineOfEachRank) {
+  const std::string disk = path("disk");
+  fs::create_directory(disk);
+  for (const char* room : {"0", "20k"}) {
+    const Ended ended =
+        shell("unshare -m sh -c 'mount -t tmpfs -o size=1m none " + disk +
+              " && { dd if=/dev/zero of=" + disk + "/fill bs=1k 2> /dev/null; truncate -s -" +
+              room + " " + disk + "/fill; " + on_ranks(2, train_flags("disk/run")) +
+              "; echo code $?; find " + disk + " -type f; }'");
+    EXPECT_NE(ended.output.find("[rank 0/2] cohort nmt: error: " + disk + "/run/"),
+              std::string::npos)
+        << ended.output;
+    EXPECT_NE(ended.output.find("cannot write: No space left on device\n"), std::string::npos);
+    EXPECT_EQ(ended.output.find("raised at"), std::string::npos) << ended.output;
+    EXPECT_EQ(ended.output.find("frame #"), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("code 1\n" + disk + "/fill\n"), std::string::npos)
+        << "nothing half-written: " << ended.output;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,65 @@
+#include <gtest/gtest.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "examples/ctr/model.h"
+
+namespace ctr {
+namespace {
+
+// The definition, over all pairs of slots.
+at::Tensor pairs_of(const at::Tensor& rows_BSD) {
+  const auto weights_BS = rows_BSD.select(2, 0);
+  const auto factors_BSF = rows_BSD.narrow(2, 1, rows_BSD.size(2) - 1);
+  at::Tensor value_B = weights_BS.sum(1);
+  for (int64_t one = 0; one < rows_BSD.size(1); ++one) {
+    for (int64_t two = one + 1; two < rows_BSD.size(1); ++two) {
+      value_B = value_B + (factors_BSF.select(1, one) * factors_BSF.select(1, two)).sum(1);
+    }
+  }
+  return value_B;
+}
+
+// Values of about 1 summed over 26 * 25 / 2 pairs of 15 factors: 5,000 terms at 6e-8 each.
+constexpr double kTolerance = 5000 * 6e-8;
+
+TEST(FactorizeTest, EqualsTheSumOverPairsForwardAndBack) {
+  torch::manual_seed(1);
+  const at::Tensor numbers = torch::randn({7, kNumbersWidth});
+  const at::Tensor rows = torch::randn({7, 26, 16}).requires_grad_();
+  const auto [x, pairs] = factorize(numbers, rows);
+  EXPECT_TRUE(at::equal(x, at::cat({numbers, rows.flatten(1)}, 1)));
+  EXPECT_TRUE(at::allclose(pairs, pairs_of(rows), kTolerance, kTolerance * 26 * 15));
+  const at::Tensor x_gradient = torch::randn_like(x);
+  const at::Tensor pairs_gradient = torch::randn_like(pairs);
+  ((x * x_gradient).sum() + (pairs * pairs_gradient).sum()).backward();
+  const at::Tensor gradient = rows.grad().clone();
+  rows.mutable_grad().reset();
+  ((at::cat({numbers, rows.flatten(1)}, 1) * x_gradient).sum() +
+   (pairs_of(rows) * pairs_gradient).sum())
+      .backward();
+  EXPECT_TRUE(at::allclose(gradient, rows.grad(), kTolerance, kTolerance * 26));
+}
+
+TEST(FactorizeTest, RefusesOtherShapesAndTypes) {
+  const at::Tensor numbers = at::zeros({2, 16});
+  EXPECT_THROW(factorize(numbers, at::zeros({3, 26, 16})), c10::ValueError);
+  EXPECT_THROW(factorize(numbers, at::zeros({2, 26 * 16})), c10::ValueError);
+  EXPECT_THROW(factorize(numbers, at::zeros({2, 26, 16}, at::kDouble)), c10::ValueError);
+}
+
+TEST(DeepFmTest, GivesALogitForEachExampleAndGradientsToAll) {
+  torch::manual_seed(1);
+  DeepFm model(DeepFmOptions{.slots = 3, .width = 4, .hidden = {8, 5}});
+  const at::Tensor rows = torch::randn({6, 3, 4}).requires_grad_();
+  const at::Tensor logits = model->forward(torch::randn({6, kNumbersWidth}), rows);
+  EXPECT_EQ(logits.sizes(), (std::vector<int64_t>{6}));
+  logits.sum().backward();
+  for (const auto& parameter : model->named_parameters()) {
+    EXPECT_GT(parameter.value().grad().abs().sum().item<double>(), 0) << parameter.key();
+  }
+  EXPECT_GT(rows.grad().abs().min().item<double>(), 0);
+}
+
+}  // namespace
+}  // namespace ctr

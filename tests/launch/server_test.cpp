@@ -1,0 +1,246 @@
+// `cohort run --servers`: the servers are shell scripts here, which say what they were given.
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sstream>
+#include <sys/socket.h>
+
+#include "tests/launch/launch_harness.h"
+
+namespace cohort::launch {
+namespace {
+
+using Lines = std::vector<std::string>;
+
+// A job with servers that run `script`, in a folder of its own.
+class Job {
+ public:
+  explicit Job(const std::string& script) {
+    const std::string path = folder_.path() + "/server";
+    std::ofstream(path) << "#!/bin/sh\n" << script;
+    std::filesystem::permissions(path, std::filesystem::perms::owner_all);
+  }
+  /// The command line of the job.
+  Lines run(Lines flags, const std::string& trainer) const {
+    flags.insert(flags.end(), {"--server-program", folder_.path() + "/server", "--server-dir",
+                               folder_.path() + "/state", "--log-dir", folder_.path() + "/logs"});
+    return cohort_run_sh(std::move(flags), trainer);
+  }
+  std::string path(const std::string& name) const { return folder_.path() + "/" + name; }
+  std::string log(int server) const {
+    return read_file(path("logs/server." + std::to_string(server) + ".log"));
+  }
+
+ private:
+  TemporaryFolder folder_;
+};
+
+// Serves until it is told to stop; $7 of its arguments is the number of servers.
+const char* const kServes =
+    "trap 'echo stopped; exit 0' TERM\n"
+    "echo \"$@\"; echo complaint >&2\n"
+    "echo $PADDLE_TRAINING_ROLE $PADDLE_CURRENT_ENDPOINT rank=$RANK\n"
+    "while :; do sleep 0.01; done\n";
+
+// Waits until every server has written its log.
+const char* const kWaits =
+    "for i in 0 1; do until grep -q PSERVER $COHORT_LOG_DIR/server.$i.log; do sleep 0.01; done; "
+    "done 2>/dev/null; ";
+
+Lines words_of(const std::string& text) {
+  std::istringstream stream(text);
+  Lines words;
+  for (std::string word; stream >> word;) words.push_back(word);
+  return words;
+}
+
+TEST(ServerRunTest, TrainersAndServersFindEachOther) {
+  const Job job(kServes);
+  Launched run(job.run({"--servers", "2", "--trainers", "2", "--server-arg=--level=synced"},
+                       std::string(kWaits) + "echo $PADDLE_TRAINING_ROLE $PADDLE_TRAINER_ID of "
+                                             "$PADDLE_TRAINERS_NUM $PADDLE_PSERVERS_IP_PORT_LIST"),
+               {"PADDLE_PSERVER_IPS=elsewhere", "TRAINING_ROLE=PSERVER"});
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(ended.err, "");
+  std::string endpoints;
+  for (const int server : {0, 1}) {
+    const std::string id = std::to_string(server);
+    const std::string log = job.log(server);
+    const Lines words = words_of(log);
+    ASSERT_GE(words.size(), 3u) << log;
+    const std::string endpoint = words[2];
+    EXPECT_EQ(endpoint.find("127.0.0.1:"), 0u);
+    EXPECT_EQ(log.find("server --endpoint " + endpoint + " --server-id " + id +
+                       " --servers 2 --folder " + job.path("state/server." + id) +
+                       " --level=synced\ncomplaint\nPSERVER " + endpoint + " rank=\n"),
+              0u)
+        << log;
+    EXPECT_TRUE(log.ends_with("stopped\n")) << log;
+    EXPECT_TRUE(std::filesystem::is_directory(job.path("state/server." + id)));
+    endpoints += (server == 0 ? "" : ",") + endpoint;
+  }
+  EXPECT_EQ(ended.out, "TRAINER 0 of 2 " + endpoints + "\n");
+}
+
+TEST(ServerRunTest, ADeadServerIsStartedAgainWithItsPortAndFolder) {
+  // Dies once; its folder remembers that.
+  const Job job(
+      "echo \"$3\" >> \"$9/endpoints\"\n"
+      "if [ ! -e \"$9/died\" ]; then touch \"$9/died\"; kill -9 $$; fi\n"
+      "trap 'exit 0' TERM\n"
+      "while :; do sleep 0.01; done\n");
+  Launched run(job.run({"--servers", "1", "--trainers", "1", "--max-server-restarts", "1"},
+                       "until [ $(wc -l < " + job.path("state/server.0/endpoints") +
+                           ") = 2 ]; do sleep 0.01; done 2>/dev/null; echo done"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.out, "done\n");
+  EXPECT_NE(ended.err.find("was killed by signal 9 (Killed); server restart 1 of 1"),
+            std::string::npos)
+      << ended.err;
+  const Lines endpoints = words_of(read_file(job.path("state/server.0/endpoints")));
+  ASSERT_EQ(endpoints.size(), 2u);
+  EXPECT_EQ(endpoints[0], endpoints[1]);
+}
+
+TEST(ServerRunTest, NobodyElseGetsAServersPortWhileItIsDown) {
+  const Job job(
+      "echo \"$3\" > \"$9/endpoint\"\ntrap 'exit 0' TERM\n"
+      "while :; do sleep 0.01; done\n");
+  Launched run(job.run({"--servers", "1"}, "sleep 30"));
+  const std::string endpoint = wait_for_file(job.path("state/server.0/endpoint"));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(std::atoi(endpoint.c_str() + 10)));
+  const auto can_listen = [&](bool as_servers_do) {
+    const Fd fd(::socket(AF_INET, SOCK_STREAM, 0));
+    const int on = as_servers_do;
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    return ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+           ::listen(fd.get(), 1) == 0;
+  };
+  EXPECT_FALSE(can_listen(false));
+  EXPECT_TRUE(can_listen(true));
+}
+
+TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
+  const Job job(
+      "if [ \"$5\" = 0 ]; then trap 'exit 0' TERM; while :; do sleep 0.01; done; fi\n"
+      "echo the disk is full >&2; exit 7\n");
+  Launched run(job.run(
+      {"--servers", "2", "--trainers", "2", "--max-server-restarts", "1", "--max-restarts", "5"},
+      "sleep 30"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 7);
+  EXPECT_NE(ended.err.find("exited with code 7; server restart 1 of 1"), std::string::npos);
+  EXPECT_NE(ended.err.find(") exited with code 7\ncohort run: last lines of its log:\n"
+                           "    the disk is full\n"),
+            std::string::npos)
+      << ended.err;
+  EXPECT_EQ(ended.err.find("restart 1 of 5"), std::string::npos);
+}
+
+TEST(ServerRunTest, ABadFlagOfAServerIsNoReasonToStartItAgain) {
+  const Job job("exit 2\n");
+  Launched run(job.run({"--servers", "1", "--max-server-restarts", "9"}, "sleep 30"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_EQ(ended.err.find("server restart"), std::string::npos) << ended.err;
+}
+
+TEST(ServerRunTest, AServerThatLeavesTooEarlyFailed) {
+  const Job job("exit 0\n");
+  Launched run(job.run({"--servers", "1"}, "sleep 30"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_NE(ended.err.find("exited with code 0 before the trainers were done"), std::string::npos)
+      << ended.err;
+}
+
+TEST(ServerRunTest, AFailingTrainerIsReportedAndNoServerStays) {
+  const Job job(std::string("echo $$ > \"$9/pid\"\n") + kServes);
+  const std::string pid_file = job.path("state/server.0/pid");
+  Launched run(job.run({"--servers", "2", "--trainers", "2", "--grace", "4"},
+                       std::string(kWaits) + "if [ $RANK = 1 ]; then until [ -e " + job.path("go") +
+                           " ]; do sleep 0.01; done; exit 9; fi; sleep 1000"));
+  const pid_t pid = std::atoi(wait_for_file(pid_file).c_str());
+  const Watched server(pid);
+  std::ofstream(job.path("go")).flush();
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 9);
+  EXPECT_NE(ended.err.find("rank 1 (pid "), std::string::npos) << ended.err;
+  EXPECT_TRUE(server.wait_for_end());
+  EXPECT_NE(job.log(0).find("stopped"), std::string::npos);
+}
+
+TEST(ServerRunTest, AServerThatIgnoresSigtermIsKilledAfterTheGrace) {
+  const Job job("trap '' TERM\necho PSERVER\nwhile :; do sleep 0.01; done\n");
+  Launched run(job.run({"--servers", "2", "--grace", "0.1"}, kWaits));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_NE(ended.err.find("was killed because still running after the grace"), std::string::npos)
+      << ended.err;
+}
+
+TEST(ServerRunTest, AServerThatCannotSaveAtTheEndFailsTheJob) {
+  const Job job(
+      "trap 'echo cannot save >&2; exit 1' TERM\necho PSERVER\n"
+      "while :; do sleep 0.01; done\n");
+  Launched run(job.run({"--servers", "2"}, kWaits));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_NE(ended.err.find("    cannot save\n"), std::string::npos) << ended.err;
+}
+
+// An interrupt is the trainers' business: they save through the servers.
+TEST(ServerRunTest, SignalsReachServersOnlyAfterTheTrainers) {
+  const Job job(std::string("trap 'echo interrupted' INT\n") + kServes);
+  Launched run(job.run({"--servers", "2"}, std::string(kWaits) +
+                                               "trap 'sleep 0.1; grep -c stopped "
+                                               "$COHORT_LOG_DIR/server.0.log; exit 4' INT; "
+                                               "echo ready; while :; do sleep 0.01; done"));
+  run.read_lines(1);
+  run.send(SIGINT);
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 4);
+  EXPECT_EQ(ended.out, "ready\n0\n");
+  EXPECT_EQ(job.log(0).find("interrupted"), std::string::npos);
+  EXPECT_NE(job.log(0).find("stopped"), std::string::npos);
+}
+
+TEST(ServerRunTest, AKilledLauncherLeavesNoServer) {
+  const Job job(std::string("echo $$ > \"$9/pid\"\n") + kServes);
+  Launched run(job.run({"--servers", "1"}, "sleep 30"));
+  const Watched server(std::atoi(wait_for_file(job.path("state/server.0/pid")).c_str()));
+  run.send(SIGKILL);
+  run.wait();
+  EXPECT_TRUE(server.wait_for_end());
+}
+
+TEST(ServerRunTest, BadFlagsAreNamed) {
+  const auto refusal = [](Lines flags) {
+    Launched run(cohort_run_sh(std::move(flags), "exit 0"));
+    const Ended ended = run.wait();
+    EXPECT_EQ(ended.exit_code, 2);
+    return ended.err;
+  };
+  EXPECT_EQ(refusal({"--servers", "-1"}),
+            "cohort run: error: --servers: expected 0 to 4096, got -1\n");
+  EXPECT_EQ(
+      refusal({"--servers", "1", "--nnodes", "2", "--master-addr", "h", "--master-port", "9"}),
+      "cohort run: error: --servers: expected one node: on several, start `cohort ps server` "
+      "on each by hand, got --nnodes 2\n");
+  EXPECT_EQ(refusal({"--servers", "1", "--server-program", "/nowhere/ps"}),
+            "cohort run: error: /nowhere/ps: expected a program that can be executed, got No such "
+            "file or directory\n");
+  EXPECT_NE(refusal({"--trainers", "2"}).find("--servers"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace cohort::launch

@@ -1,0 +1,393 @@
+// The examples of docs/sharding.md, at work: the page shows nothing that does not stand here.
+#include <cctype>
+#include <filesystem>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
+
+#include "cohort/optim/adam.h"
+#include "cohort/parallel/strategy.h"
+#include "cohort/parallel/zero_redundancy_optimizer.h"
+#include "cohort/train/sharded_checkpoint.h"
+
+#include "tests/base/temporary_folder.h"
+#include "tests/support/ranks.h"
+
+namespace cohort {
+namespace {
+
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int64_t width) {
+    up = register_module("up", torch::nn::Linear(width, 2 * width));
+    down = register_module("down", torch::nn::Linear(2 * width, width));
+    scale = register_parameter("scale", at::ones({1}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return scale * parallel::unit(down, at::tanh(parallel::unit(up, x)));
+  }
+  torch::nn::Linear up{nullptr}, down{nullptr};
+  at::Tensor scale;
+};
+TORCH_MODULE(Block);
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    first = register_module("first", torch::nn::Linear(4, 8));
+    for (int i = 0; i < 3; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), Block(8)));
+    steps = register_buffer("steps", at::zeros({1}));
+  }
+  at::Tensor forward(at::Tensor x) {
+    steps.add_(1);
+    x = first(x);
+    for (Block& block : blocks) x = parallel::unit(block, x);
+    return x;
+  }
+  std::vector<torch::nn::Module*> units() {
+    return {blocks[0].get(), blocks[1].get(), blocks[2].get()};
+  }
+  torch::nn::Linear first{nullptr};
+  std::vector<Block> blocks;
+  at::Tensor steps;
+};
+TORCH_MODULE(Net);
+
+// The same weights wherever it is made.
+Net make_net() {
+  Net net;
+  const at::NoGradGuard no_grad;
+  double phase = 0;
+  for (auto& parameter : net->parameters()) {
+    parameter.copy_(
+        at::arange(parameter.numel(), at::kFloat).add(++phase).sin().view(parameter.sizes()));
+  }
+  return net;
+}
+
+at::Tensor batch_of(int rank, int step) {
+  return at::arange(8, at::kFloat).mul(1 + rank + 0.37 * step).cos().view({2, 4});
+}
+
+at::Tensor loss_of(const at::Tensor& output) {
+  return output.pow(2).mean();
+}
+
+// Updates of one process on both ranks' batches, of which each takes `delay`.
+void train_plain(Net& net, int steps, const std::vector<at::Tensor>& trained, int delay = 1) {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const at::Tensor& each : trained) named.emplace_back(std::to_string(named.size()), each);
+  optim::Adam adam(named);
+  for (int step = 0; step < steps; ++step) {
+    for (int rank = 0; rank < 2; ++rank)
+      for (int i = 0; i < delay; ++i)
+        (loss_of(net->forward(batch_of(rank, step * delay + i))) / 2).backward();
+    adam.step(1e-2);
+    adam.zero_grad();
+  }
+}
+
+Net trained_plain(int steps) {
+  Net net = make_net();
+  train_plain(net, steps, net->parameters());
+  return net;
+}
+
+// float32; Adam divides gradients by their own size, so a wrong one moves a parameter by 1e-2.
+void expect_equal(Net& found, Net& expected) {
+  const auto other = expected->named_parameters();
+  for (const auto& item : found->named_parameters())
+    EXPECT_TRUE(item.value().allclose(other[item.key()], 1e-4, 1e-4)) << item.key();
+}
+
+TEST(ShardingExamplesTest, TrainingAndSummon) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const auto batch = [&](int step) { return batch_of(group.rank(), step); };
+    Net net = make_net();
+    parallel::ShardedDataParallel<Net> sharded(net, group, {.shard = parallel::Shard::kParameters},
+                                               net->units());
+    optim::Adam adam(sharded.named_slices());
+    for (int step = 0; step < 3; ++step) {
+      sharded.backward(loss_of(sharded(batch(step))));
+      adam.step(1e-2);
+      adam.zero_grad();
+    }
+    Net expected = trained_plain(3);
+    sharded.summon();
+    expect_equal(net, expected);
+    sharded.release();
+
+    sharded.summon();
+    const double largest = net->first->weight.abs().max().item<double>();
+    {
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : net->parameters()) parameter.clamp_(-0.5, 0.5);
+    }
+    sharded.release(/*keep=*/true);
+    EXPECT_GT(largest, 0.5);
+    sharded.summon();
+    EXPECT_EQ(net->first->weight.abs().max().item<double>(), 0.5);
+    sharded.release();
+  });
+}
+
+TEST(ShardingExamplesTest, NoSync) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const auto batch = [&](int step) { return batch_of(group.rank(), step); };
+    Net net = make_net();
+    parallel::ShardedDataParallel<Net> sharded(net, group, {}, net->units());
+    optim::Adam adam(sharded.named_slices());
+    {
+      const auto guard = sharded.no_sync();
+      sharded.backward(loss_of(sharded(batch(0))));
+    }
+    sharded.backward(loss_of(sharded(batch(1))));
+    adam.step(1e-2);
+    Net expected = make_net();
+    train_plain(expected, 1, expected->parameters(), /*delay=*/2);
+    sharded.summon();
+    expect_equal(net, expected);
+    sharded.release();
+  });
+}
+
+struct CoderImpl : torch::nn::Module {
+  CoderImpl() { linear = register_module("linear", torch::nn::Linear(4, 4)); }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(parallel::unit(linear, x)); }
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(Coder);
+
+TEST(ShardingExamplesTest, TwoModelsInOneLoss) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const auto batch = [&](int step) { return batch_of(group.rank(), step); };
+    Coder inner;
+    Coder outer;
+    parallel::ShardedDataParallel<Coder> encoder(inner, group, {}, {inner->linear.get()});
+    parallel::ShardedDataParallel<Coder> decoder(outer, group, {}, {outer->linear.get()});
+    const at::Tensor hidden = encoder(batch(0));
+    parallel::backward(loss_of(decoder(hidden)) + loss_of(hidden), encoder, decoder);
+    // Both are rank 0's now.
+    const auto plain = [&](parallel::ShardedDataParallel<Coder>& model) {
+      Coder copy;
+      model.summon();
+      const at::NoGradGuard no_grad;
+      for (size_t i = 0; i < copy->parameters().size(); ++i)
+        copy->parameters()[i].copy_(model->parameters()[i]);
+      model.release();
+      return copy;
+    };
+    Coder first = plain(encoder);
+    Coder second = plain(decoder);
+    for (int rank = 0; rank < 2; ++rank) {
+      const at::Tensor output = first->forward(batch_of(rank, 0));
+      ((loss_of(second->forward(output)) + loss_of(output)) / 2).backward();
+    }
+    const auto norm = [](Coder& model) {
+      return std::sqrt(optim::gradient_norm_squared(model->parameters()));
+    };
+    EXPECT_NEAR(encoder.engine().gradient_norm() / norm(first), 1, 1e-5);
+    EXPECT_NEAR(decoder.engine().gradient_norm() / norm(second), 1, 1e-5);
+  });
+}
+
+TEST(ShardingExamplesTest, NestedUnitsAndReshardRanks) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const auto norm_of = [&](auto& sharded) {
+      sharded.backward(loss_of(sharded(batch_of(group.rank(), 0))));
+      return sharded.engine().gradient_norm();
+    };
+    Net net = make_net();
+    const int ranks_of_a_host = 2;
+    parallel::ShardedDataParallel<Net> sharded(net, group, {.reshard_ranks = ranks_of_a_host},
+                                               net->units());
+    Net other = make_net();
+    std::vector<torch::nn::Module*> units = other->units();
+    for (Block& block : other->blocks)
+      units.insert(units.end(), {block->up.get(), block->down.get()});
+    parallel::ShardedDataParallel<Net> finer(other, group, {}, units);
+    EXPECT_EQ(finer.engine().num_units(), 1 + 9);
+    EXPECT_NEAR(norm_of(finer) / norm_of(sharded), 1, 1e-5);
+  });
+}
+
+TEST(ShardingExamplesTest, FrozenParameters) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    Net net = make_net();
+    for (Block& block : net->blocks)
+      for (at::Tensor& parameter : block->parameters()) parameter.set_requires_grad(false);
+    parallel::ShardedDataParallel<Net> sharded(net, group, {}, net->units());
+    optim::Adam adam(sharded.named_slices());  // of what is in `first`
+    for (int step = 0; step < 2; ++step) {
+      sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+      adam.step(1e-2);
+      adam.zero_grad();
+    }
+    Net expected = make_net();
+    train_plain(expected, 2, expected->first->parameters());
+    sharded.summon();
+    expect_equal(net, expected);
+    sharded.release();
+  });
+}
+
+TEST(ShardingExamplesTest, IgnoredParameters) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    Net net = make_net();
+    parallel::ShardedDataParallel<Net> sharded(net, group, {.ignored = {"first"}}, net->units());
+    optim::Adam adam(sharded.named_slices());
+    optim::Adam own(optim::named_parameters(*net->first));
+    sharded.backward(loss_of(sharded(batch_of(group.rank(), 0))));
+    Net plain = make_net();
+    loss_of(plain->forward(batch_of(group.rank(), 0))).backward();
+    EXPECT_TRUE(net->first->weight.grad().allclose(plain->first->weight.grad(), 1e-4, 1e-6));
+    for (optim::Adam* each : {&adam, &own}) each->step(1e-2);
+    EXPECT_FALSE(net->first->weight.equal(plain->first->weight));
+  });
+}
+
+// A folder that both ranks know; rank 0 removes it.
+class RankFolder {
+ public:
+  explicit RankFolder(comm::ProcessGroup& group) : group_(group) {
+    if (group.rank() == 0) own_ = std::make_unique<TemporaryFolder>();
+    path_ = group.broadcast_text(own_ ? *own_ / "checkpoint" : "");
+  }
+  ~RankFolder() { group_.barrier("folder"); }
+  RankFolder(const RankFolder&) = delete;
+  RankFolder& operator=(const RankFolder&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  comm::ProcessGroup& group_;
+  std::unique_ptr<TemporaryFolder> own_;
+  std::string path_;
+};
+
+TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const RankFolder shared(group);
+    const std::string folder = shared.path();
+    Net net = make_net();
+    parallel::ParallelModel<Net> model(net, group, {.strategy = parallel::Strategy::kZero3},
+                                       net->units());
+    optim::Adam adam(model.named_slices());
+    const auto moments = [&] {
+      return train::slices_like(train::slices_of(model.slices()), adam.state());
+    };
+    const auto save = [&] {
+      if (model.savers() == nullptr) return;
+      train::ShardedCheckpointWriter writer(*model.savers());
+      writer.begin(folder,
+                   {{"weights", train::slices_of(model.state_to_save())}, {"optimizer", moments()}},
+                   adam.num_steps(), {});
+      writer.commit();
+    };
+    const auto load = [&] {
+      train::load_slices(
+          folder, {{"weights", train::slices_of(model.state_to_load())}, {"optimizer", moments()}},
+          group);
+    };
+    const auto train_step = [&](int step) {
+      model.backward(loss_of(model(batch_of(group.rank(), step))));
+      adam.step(1e-2);
+      adam.zero_grad();
+    };
+    train_step(0);
+    net->steps.fill_(7 + group.rank());
+    save();
+    train_step(5);
+    load();
+    adam.set_num_steps(1);
+    EXPECT_EQ(net->steps.item<float>(), 7) << "the first rank's, on both";
+    train_step(1);
+    Net expected = trained_plain(2);
+    {
+      const parallel::WholeModel<Net> whole(model);
+      expect_equal(net, expected);
+    }
+    // Another strategy, and a plain module.
+    save();
+    Net plain;
+    train::load_checkpoint(folder, *plain);
+    expect_equal(plain, expected);
+    EXPECT_EQ(plain->steps.item<float>(), 8);
+    Net replica;
+    parallel::ParallelModel<Net> ddp(replica, group);
+    train::load_slices(folder, {{"weights", train::slices_of(ddp.state_to_load())}}, group);
+    expect_equal(replica, expected);
+    EXPECT_EQ(replica->steps.item<float>(), 8);
+  });
+}
+
+TEST(ShardingExamplesTest, ZeroRedundancyOptimizerAndItsCheckpoint) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const RankFolder shared(group);
+    const std::string folder = shared.path();
+    const auto batch = [&](int step) { return batch_of(group.rank(), step); };
+    Net net = make_net();
+    parallel::DistributedDataParallel<Net> ddp(net, group);
+    parallel::ZeroRedundancyOptimizer<optim::Adam> zero(
+        optim::named_parameters(*net), group, [](const auto& slices) {
+          std::vector<std::pair<std::string, at::Tensor>> named;
+          for (const auto& slice : slices) named.emplace_back(slice.name, slice.tensor);
+          return optim::Adam(named);
+        });
+    for (int step = 0; step < 3; ++step) {
+      ddp.backward(loss_of(ddp(batch(step))));
+      zero.step(1e-2);
+      zero.zero_grad();
+    }
+    const auto weights = [&] { return train::whole_slices(train::state_of(*net)); };
+    const auto moments = [&] {
+      return train::slices_like(train::slices_of(zero.slices()), zero.optimizer().state());
+    };
+    const auto save = [&] {
+      auto parts = train::share_of({{"weights", weights()}}, group.rank(), group.size());
+      parts["optimizer"] = moments();
+      train::ShardedCheckpointWriter writer(group);
+      writer.begin(folder, parts, zero.optimizer().num_steps(), {});
+      writer.commit();
+    };
+    const auto load = [&] {
+      train::load_slices(folder, {{"weights", weights()}, {"optimizer", moments()}}, group);
+    };
+    const auto train_step = [&](int step) {
+      ddp.backward(loss_of(ddp(batch(step))));
+      zero.step(1e-2);
+      zero.zero_grad();
+    };
+    save();
+    train_step(9);
+    load();
+    zero.optimizer().set_num_steps(3);
+    train_step(3);
+    Net expected = trained_plain(4);
+    expect_equal(net, expected);
+  });
+}
+
+// Without what is between words.
+std::string squeezed(const std::string& text) {
+  std::string result;
+  for (const char c : text)
+    if (std::isspace(static_cast<unsigned char>(c)) == 0) result += c;
+  return result;
+}
+
+TEST(ShardingExamplesTest, ThePageShowsWhatStandsHere) {
+  const std::string root = std::getenv("COHORT_SOURCE");
+  const std::string page = read_file(root + "/docs/sharding.md");
+  const std::string here = squeezed(read_file(root + "/tests/parallel/sharding_examples_test.cpp"));
+  const std::string fence = "```cpp\n";
+  int blocks = 0;
+  for (size_t at = page.find(fence); at != std::string::npos; at = page.find(fence, at + 1)) {
+    const size_t begin = at + fence.size();
+    const std::string block = page.substr(begin, page.find("```", begin) - begin);
+    EXPECT_NE(here.find(squeezed(block)), std::string::npos) << block;
+    ++blocks;
+  }
+  EXPECT_EQ(blocks, 12);
+}
+
+}  // namespace
+}  // namespace cohort

@@ -1,0 +1,268 @@
+// Sharded models of which a part is frozen, ignored, or kept by few ranks: results and memory.
+#include <gtest/gtest.h>
+
+#include "cohort/parallel/sharding/graph_section.h"
+#include "cohort/translate/tensor_memory.h"
+
+#include "bench/sent_bytes.h"
+#include "tests/parallel/sharding_support.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+
+namespace cohort {
+namespace {
+
+using comm::ProcessGroup;
+using parallel::ParameterSlice;
+using test::message_of;
+using test::sharding::batch_of;
+using test::sharding::expect_plain_training;
+using test::sharding::kRounding;
+using test::sharding::loss_of;
+using test::sharding::Shard;
+using test::sharding::ShardedDataParallel;
+using test::sharding::ShardingOptions;
+using test::sharding::Tower;
+constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
+
+constexpr int64_t kWidth = 256;
+constexpr int64_t kLayerBytes = kWidth * kWidth * 4;
+
+// A large matrix that is frozen beside two narrow ones that are trained.
+struct LoraLayerImpl : torch::nn::Module {
+  explicit LoraLayerImpl(bool trained) {
+    large = register_parameter("large", at::eye(kWidth), /*requires_grad=*/false);
+    down = register_parameter("down", at::full({kWidth, 2}, 1e-2), trained);
+    up = register_parameter("up", at::full({2, kWidth}, 1e-2), trained);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return at::tanh(at::matmul(x, large) + at::matmul(at::matmul(x, down), up));
+  }
+  at::Tensor large, down, up;
+};
+TORCH_MODULE(LoraLayer);
+
+// Layers, the first of which runs again at the end.
+struct LoraImpl : torch::nn::Module {
+  static constexpr int kLayers = 8;
+  explicit LoraImpl(int first_trained) {
+    for (int i = 0; i < kLayers; ++i)
+      layers.push_back(register_module(std::to_string(i), LoraLayer(i >= first_trained)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& layer : layers) x = parallel::unit(layer, x);
+    return parallel::unit(layers.front(), x);
+  }
+  std::vector<torch::nn::Module*> units() {
+    std::vector<torch::nn::Module*> all;
+    for (auto& layer : layers) all.push_back(layer.get());
+    return all;
+  }
+  std::vector<LoraLayer> layers;
+};
+TORCH_MODULE(Lora);
+
+at::Tensor wide_batch(int rank) {
+  return at::arange(2 * kWidth, at::kFloat).mul(1 + rank).cos().view({2, kWidth});
+}
+
+// The layer that computes, the next one, and the last one of forward.
+TEST(ShardingPartialTest, AFrozenUnitIsFreedAsSoonAsBackwardHasPassedIt) {
+  test::ranks(2, [](ProcessGroup& group) {
+    // All are trained; the last half; none but the whole model's own (which has none).
+    for (const int first_trained : {0, 4, 7}) {
+      Lora plain(first_trained);
+      for (int rank = 0; rank < 2; ++rank)
+        (loss_of(plain->forward(wide_batch(rank))) / 2).backward();
+      Lora model(first_trained);
+      ShardedDataParallel<Lora> sharded(model, group, {}, model->units());
+      const translate::TensorMemory memory;
+      for (int step = 0; step < 2; ++step) {
+        for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+        sharded.backward(loss_of(sharded(wide_batch(group.rank()))));
+        EXPECT_LE(memory.now(), kLayerBytes / 8) << "after backward gradients alone are held";
+      }
+      EXPECT_LE(memory.peak(), 3 * kLayerBytes + kLayerBytes / 4)
+          << "first trained " << first_trained;
+      const auto expected = plain->named_parameters();
+      for (const ParameterSlice& slice : sharded.slices()) {
+        const at::Tensor& whole = expected[slice.name].grad();
+        ASSERT_EQ(slice.tensor.grad().defined(), whole.defined()) << slice.name;
+        if (!whole.defined()) continue;
+        // A sum of two, each of few hundred float32 products.
+        EXPECT_TRUE(slice.tensor.grad().allclose(
+            whole.reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-4, 1e-5))
+            << slice.name;
+      }
+    }
+  });
+}
+
+TEST(ShardingPartialTest, AFrozenModelsForwardHoldsNothingAfterwards) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Lora model(LoraImpl::kLayers);
+    ShardedDataParallel<Lora> sharded(model, group, {}, model->units());
+    const translate::TensorMemory memory;
+    at::Tensor x = wide_batch(0);
+    sharded(x.requires_grad_(false));
+    EXPECT_LE(memory.now(), kLayerBytes / 8);
+    EXPECT_LE(memory.peak(), 2 * kLayerBytes + kLayerBytes / 4);
+  });
+}
+
+TEST(GraphSectionTest, FirstNodesAreThoseThatGradientsLeaveBy) {
+  const at::Tensor leaf = at::ones({2}).requires_grad_(true);
+  const at::Tensor input = leaf * 2;
+  const uint64_t position = parallel::recording_position();
+  EXPECT_TRUE(parallel::first_nodes({input}, position).empty()) << "recorded before";
+  const at::Tensor inner = input.exp();
+  const at::Tensor output = inner.sin() + leaf;
+  const auto nodes = parallel::first_nodes({output, inner, at::Tensor(), leaf}, position);
+  EXPECT_EQ(std::set<const void*>(nodes.begin(), nodes.end()),
+            (std::set<const void*>{inner.grad_fn().get(), output.grad_fn().get()}));
+}
+
+// A model that gives nobody away by a name: a part with other values and sizes on each rank.
+struct WithOwnImpl : torch::nn::Module {
+  explicit WithOwnImpl(int rank) {
+    shared = register_module("shared", test::sharding::Block(3));
+    own = register_module("own", test::sharding::Block(3));
+    offset = register_parameter("offset", at::full({1 + rank}, 1.0 + rank, at::kDouble));
+    count = own->register_buffer("count", at::full({1}, rank, at::kDouble));
+    to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    double phase = 0;
+    for (auto& parameter : shared->parameters())
+      parameter.copy_(
+          at::arange(parameter.numel(), at::kDouble).add(++phase).sin().view(parameter.sizes()));
+    for (auto& parameter : own->parameters()) parameter.fill_(0.1 * (1 + rank));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return parallel::unit(own, parallel::unit(shared, x)) * offset.sum();
+  }
+  test::sharding::Block shared{nullptr}, own{nullptr};
+  at::Tensor offset, count;
+};
+TORCH_MODULE(WithOwn);
+
+TEST(ShardingPartialTest, IgnoredParametersStayEachRanksOwn) {
+  test::ranks(2, [](ProcessGroup& group) {
+    const at::Tensor x = at::arange(6, at::kDouble).add(group.rank()).view({2, 3});
+    WithOwn plain(group.rank());
+    loss_of(plain->forward(x)).backward();
+    for (const Shard shard : kShards) {
+      WithOwn model(group.rank());
+      ShardedDataParallel<WithOwn> sharded(model, group,
+                                           {.shard = shard, .ignored = {"own", "offset"}},
+                                           {model->shared.get(), model->own.get()});
+      for (const ParameterSlice& slice : sharded.slices())
+        EXPECT_TRUE(slice.name.starts_with("shared.")) << slice.name;
+      EXPECT_EQ(model->offset.numel(), 1 + group.rank());
+      EXPECT_EQ(model->count.item<double>(), group.rank());
+      sharded.backward(loss_of(sharded(x)));
+      const auto expected = plain->named_parameters();
+      for (const auto& item : model->named_parameters()) {
+        if (item.key().starts_with("shared.")) continue;
+        EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key();
+        EXPECT_TRUE(item.value().grad().allclose(expected[item.key()].grad(), 1e-12, 1e-12))
+            << item.key() << ": of this rank alone, not divided";
+      }
+      // The shared part's is the mean of both ranks'.
+      at::Tensor mean = plain->shared->first->weight.grad().clone();
+      group.all_reduce(mean, comm::ReduceOp::kAvg);
+      for (const ParameterSlice& slice : sharded.slices()) {
+        if (slice.name != "shared.first.weight") continue;
+        EXPECT_TRUE(slice.tensor.grad().allclose(
+            mean.view({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-12, 1e-12));
+      }
+    }
+    WithOwn model(0);
+    const auto shard = [&](const std::vector<std::string>& ignored) {
+      ShardedDataParallel<WithOwn>(model, group, {.ignored = ignored});
+    };
+    const std::string text = message_of<c10::ValueError>([&] { shard({"offset", "ow"}); });
+    EXPECT_NE(text.find("ignored ow: expected a parameter or buffer"), std::string::npos) << text;
+  });
+}
+
+TEST(ShardingPartialTest, FourRanksOfWhichTwoKeepAUnitTrainAsOneProcess) {
+  test::ranks(4, [](ProcessGroup& group) {
+    expect_plain_training(group, {.options = {.reshard_ranks = 2}, .delay = 2, .clip = 0.5});
+    expect_plain_training(group, {.options = {.reshard_ranks = 2, .prefetch = false}});
+  });
+}
+
+struct LinearsImpl : torch::nn::Module {
+  LinearsImpl() {
+    const at::NoGradGuard no_grad;
+    for (int i = 0; i < 8; ++i) {
+      torch::nn::Linear linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false));
+      linear->weight.copy_(at::eye(kWidth) + 1e-3 * i);
+      linears.push_back(register_module(std::to_string(i), linear));
+    }
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (auto& linear : linears) x = at::tanh(parallel::unit(linear, x));
+    return x;
+  }
+  std::vector<torch::nn::Module*> units() {
+    std::vector<torch::nn::Module*> all;
+    for (auto& linear : linears) all.push_back(linear.get());
+    return all;
+  }
+  std::vector<torch::nn::Linear> linears;
+};
+TORCH_MODULE(Linears);
+
+// Against ZeRO-3: every bit of the gradients, what lies there between forward and backward, and
+// what goes over the network: 8 units are gathered by 4 ranks, 7 of them again by 2.
+TEST(ShardingPartialTest, TwoOfFourRanksKeepHalfOfEachUnitAndGatherItBetweenThem) {
+  test::ranks(4, [](ProcessGroup& group) {
+    const at::Tensor x = wide_batch(group.rank());
+    std::vector<at::Tensor> expected;
+    for (const int ranks : {0, 2}) {
+      Linears model;
+      ShardedDataParallel<Linears> sharded(model, group, {.reshard_ranks = ranks}, model->units());
+      const translate::TensorMemory memory;
+      for (int step = 0; step < 2; ++step) {
+        for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+        group.barrier("forward");
+        at::Tensor loss = loss_of(sharded(x));
+        const auto held = static_cast<double>(memory.now()) / kLayerBytes;
+        const int64_t sent = bench::tcp_bytes_sent();
+        sharded.backward(loss);
+        const auto bytes = static_cast<double>(bench::tcp_bytes_sent() - sent) / kLayerBytes;
+        group.barrier("bytes counted");  // A rank that has ended closes its connections.
+        // In the first step nobody knows yet which unit comes last: all eight go, and come again.
+        const double again = step == 0 ? 8 : 7;
+        EXPECT_NEAR(held, (ranks == 0 ? 0 : again / 2) + 8 - again, 0.2);
+        EXPECT_NEAR(bytes, again * (ranks == 0 ? 0.75 : 0.5) + 8 * 0.75, 0.2);
+        EXPECT_LE(static_cast<double>(memory.now()) / kLayerBytes, 8.0 / 4 + 0.2) << "gradients";
+      }
+      for (size_t i = 0; i < sharded.slices().size(); ++i) {
+        const at::Tensor& gradient = sharded.slices()[i].tensor.grad();
+        if (ranks == 0) {
+          expected.push_back(gradient);
+        } else {
+          EXPECT_TRUE(gradient.equal(expected[i])) << sharded.slices()[i].name;
+        }
+      }
+    }
+  });
+}
+
+TEST(ShardingPartialTest, ReshardRanksThatDivideNothingAreRefused) {
+  ProcessGroup alone(comm::Place{});
+  const auto text_of = [&](const ShardingOptions& options) {
+    return message_of<c10::ValueError>(
+        [&] { ShardedDataParallel<Tower>(Tower(), alone, options); });
+  };
+  EXPECT_EQ(text_of({.reshard_ranks = 2}),
+            "reshard_ranks: expected 0 or a divisor above 1 of the number of ranks, 1, got 2");
+  EXPECT_EQ(text_of({.reshard_ranks = 1}),
+            "reshard_ranks: expected 0 or a divisor above 1 of the number of ranks, 1, got 1: give "
+            "reshard_after_forward = false");
+}
+
+}  // namespace
+}  // namespace cohort

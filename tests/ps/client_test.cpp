@@ -1,0 +1,220 @@
+// What a trainer's side does with slow servers, threads and its own end. Without gRPC.
+#include "cohort/ps/client/client.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <gtest/gtest.h>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cohort/ps/client/exchange.h"
+
+#include "tests/ps/cluster.h"
+#include "tests/support/message_of.h"
+
+namespace cohort::ps {
+namespace {
+
+using cohort::test::message_of;
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+// A server that lives (joins and beats are answered at once) and takes its time for all else: what
+// is not answered in time has seen a beat that was, and one more, which was sent after it.
+class SlowChannel : public Channel {
+ public:
+  SlowChannel(milliseconds takes, std::atomic<int>& sendings)
+      : takes_(takes), sendings_(sendings) {}
+  ~SlowChannel() override {
+    {
+      const std::lock_guard lock(mutex_);
+      closed_ = true;
+    }
+    changed_.notify_all();
+    calls_.clear();
+  }
+
+  void send(const Request& request, int64_t timeout_ms, Done done) override {
+    if (request.call == Call::kJoin) return done({});
+    if (request.call == Call::kBeat) {
+      done({});
+      const std::lock_guard lock(mutex_);
+      ++beats_;
+      return changed_.notify_all();
+    }
+    ++sendings_;
+    const milliseconds timeout(timeout_ms);
+    const std::lock_guard lock(mutex_);
+    calls_.emplace_back([this, timeout, before = beats_, done = std::move(done)] {
+      {
+        std::unique_lock call_lock(mutex_);
+        changed_.wait_for(call_lock, std::min(takes_, timeout), [this] { return closed_; });
+        if (takes_ >= timeout)
+          changed_.wait(call_lock, [&] { return closed_ || beats_ > before + 1; });
+      }
+      if (takes_ < timeout) return done({});
+      done({.code = Code::kLost, .text = "the time is up"});
+    });
+  }
+
+ private:
+  const milliseconds takes_;
+  std::atomic<int>& sendings_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int beats_ = 0;
+  bool closed_ = false;
+  std::vector<std::jthread> calls_;
+};
+
+LinkOptions slow_link() {
+  return {.endpoint = "slow",
+          .trainer = 0,
+          .attempt_timeout = milliseconds(50),
+          .server_timeout = milliseconds(30'000),
+          .beat_period = milliseconds(20)};
+}
+
+TEST(ServerLinkTest, AnAnswerThatTakesLongerThanTheFirstAttemptArrives) {
+  std::atomic<int> sendings{0};
+  auto link = std::make_unique<ServerLink>(
+      std::make_unique<SlowChannel>(milliseconds(300), sendings), slow_link());
+  link->join(1);
+  auto answer =
+      std::async(std::launch::async, [&] { return link->call({.call = Call::kStatus}).code; });
+  const bool in_time = answer.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+  EXPECT_TRUE(in_time);
+  if (!in_time) link.reset();
+  if (in_time) {
+    EXPECT_EQ(answer.get(), Code::kOk);
+  } else {
+    EXPECT_THROW(answer.get(), c10::DistError);
+  }
+  EXPECT_LE(sendings, 4) << "50, 100, 200, 400 ms";
+}
+
+TEST(ServerLinkTest, WhatIsNeverAnsweredIsAnErrorThoughTheServerLives) {
+  std::atomic<int> sendings{0};
+  LinkOptions options = slow_link();
+  options.attempt_timeout = milliseconds(500);
+  options.server_timeout = milliseconds(2'000);
+  auto link = std::make_unique<ServerLink>(
+      std::make_unique<SlowChannel>(milliseconds(60'000), sendings), options);
+  link->join(1);
+  auto answer = std::async(std::launch::async, [&] {
+    return message_of<c10::DistError>([&] { link->call({.call = Call::kStatus}); });
+  });
+  EXPECT_EQ(answer.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  link.reset();
+  const std::string text = answer.get();
+  EXPECT_EQ(text.find("server 0 (slow): it lives, but gave no answer to a call for "), 0U) << text;
+}
+
+// Answers joins and beats at once, all else when `go_on` is ready.
+class HeldChannel : public Channel {
+ public:
+  explicit HeldChannel(std::shared_future<void> go_on) : go_on_(std::move(go_on)) {}
+
+  void send(const Request& request, int64_t /*timeout_ms*/, Done done) override {
+    if (request.call == Call::kJoin || request.call == Call::kBeat) return done({});
+    call_ = std::jthread([this, done = std::move(done)] {
+      go_on_.wait_for(std::chrono::seconds(20));
+      done({});
+    });
+  }
+
+ private:
+  const std::shared_future<void> go_on_;
+  std::jthread call_;
+};
+
+TEST(ServerLinkTest, ItSaysForWhomItWaitsWhileTheCallIsThere) {
+  constexpr milliseconds kPeriod(100);
+  std::promise<void> go_on;
+  std::vector<std::string> said;
+  LinkOptions options = slow_link();
+  options.notice_period = kPeriod;
+  options.on_wait = [&](const std::string& line) {
+    said.push_back(line);
+    if (said.size() == 2) go_on.set_value();
+  };
+  const auto began = steady_clock::now();
+  {
+    ServerLink link(std::make_unique<HeldChannel>(go_on.get_future().share()), options);
+    link.join(1);
+    link.call({.call = Call::kStatus});
+  }
+  ASSERT_GE(said.size(), 2U);
+  EXPECT_LE(static_cast<int64_t>(said.size()), (steady_clock::now() - began) / kPeriod)
+      << "one a period";
+  EXPECT_EQ(said.front(), "server 0 (slow): waiting: no answer yet");
+}
+
+// Restarts after the first push, without it.
+class ForgetfulChannel : public Channel {
+ public:
+  void send(const Request& request, int64_t /*timeout_ms*/, Done done) override {
+    if (request.call == Call::kJoin) return done({.server_incarnation = ++joins_});
+    if (request.call != Call::kPush || ++pushes_ == 1) return done({});
+    done({.code = Code::kRestarted});
+  }
+
+ private:
+  uint64_t joins_ = 0;
+  int pushes_ = 0;
+};
+
+TEST(ServerLinkTest, AServerThatLostWhatItHadAcknowledgedIsNamed) {
+  ServerLink link(std::make_unique<ForgetfulChannel>(), slow_link());
+  link.join(1);
+  link.push(MessageWriter({}), 1).wait();
+  EXPECT_EQ(message_of<c10::DistError>([&] { link.push(MessageWriter({}), 2).wait(); }),
+            "server 0 (slow): it was started again without push 1, which it had acknowledged: it "
+            "has 0 of this trainer's");
+}
+
+// Under the thread sanitizer it is the counts that are looked at.
+TEST(ClientTest, OneThreadPullsWhileAnotherPushes) {
+  Cluster cluster(2);
+  const auto client = cluster.client(0, ledger_job(1, 2, Mode::kAsync));
+  constexpr int kPushes = 300;
+  const std::vector<uint64_t> ids{1, 2, 3, 4};
+  std::jthread pushing([&] {
+    const std::vector<float> gradients(8, -1);
+    const PushRows pushed{0, ids, gradients};
+    for (int i = 0; i < kPushes; ++i) client->push(std::span(&pushed, 1), {});
+  });
+  std::vector<float> before(8), now(8);
+  const PullRows asked{0, ids, now};
+  for (int i = 0; i < 100; ++i) {
+    client->pull(std::span(&asked, 1), {}).wait();
+    for (size_t j = 0; j < now.size(); ++j) EXPECT_GE(now[j], before[j]);
+    before = now;
+  }
+  pushing.join();
+  client->pull(std::span(&asked, 1), {}).wait();
+  EXPECT_EQ(now, std::vector<float>(8, kPushes));
+}
+
+TEST(MergingExchangeTest, ItEndsAtOnceWhileItsPushWaitsForALostServer) {
+  Cluster cluster(1);
+  LinkOptions link = quick_link();
+  link.max_in_flight_bytes = 1;
+  const auto client = cluster.client(0, ledger_job(1, 1, Mode::kAsync), link);
+  cluster.end(0);
+  const std::vector<uint64_t> ids{1};
+  const std::vector<float> gradient(2, -1);
+  auto exchange = make_merging_exchange(*client, 1);
+  // One is in flight, one waits for its credit, one for its turn.
+  for (int i = 0; i < 3; ++i) exchange->push({{0, ids, gradient}}, {});
+  const auto began = steady_clock::now();
+  exchange.reset();
+  EXPECT_LT(steady_clock::now() - began, std::chrono::seconds(15)) << "a server has 20 s";
+}
+
+}  // namespace
+}  // namespace cohort::ps

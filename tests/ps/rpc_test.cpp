@@ -1,0 +1,221 @@
+// Servers over gRPC: who may talk to them, and how much at once.
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <future>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "cohort/base/error.h"
+#include "cohort/base/log.h"
+#include "cohort/ps/client/client.h"
+#include "cohort/ps/rpc/rpc_channel.h"
+#include "cohort/ps/rpc/rpc_server.h"
+
+#include "tests/ps/scratch_folder.h"
+#include "tests/support/message_of.h"
+
+namespace cohort::ps {
+namespace {
+
+using cohort::test::message_of;
+
+// Certificates of an authority made for the test.
+class Authority {
+ public:
+  Authority(const ScratchFolder& folder, const std::string& name) : folder_(folder), name_(name) {
+    openssl("req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=" +
+            name + " -keyout " + key(name) + " -out " + certificate(name));
+  }
+
+  /// A certificate that bears `common_name`, and the same as alternative name.
+  SecurityOptions issue(const std::string& file, const std::string& common_name) const {
+    openssl("req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=" + common_name +
+            " -keyout " + key(file) + " -out " + path(file + ".csr"));
+    std::ofstream(path(file + ".ext")) << "subjectAltName=DNS:" << common_name << "\n";
+    openssl("x509 -req -days 1 -CAcreateserial -in " + path(file + ".csr") + " -CA " +
+            certificate(name_) + " -CAkey " + key(name_) + " -extfile " + path(file + ".ext") +
+            " -out " + certificate(file));
+    return {.authority = certificate(name_), .certificate = certificate(file), .key = key(file)};
+  }
+
+ private:
+  std::string path(const std::string& file) const { return folder_.path(file); }
+  std::string key(const std::string& file) const { return path(file + ".key"); }
+  std::string certificate(const std::string& file) const { return path(file + ".pem"); }
+  static void openssl(const std::string& arguments) {
+    ASSERT_EQ(std::system(("openssl " + arguments + " 2> /dev/null").c_str()), 0) << arguments;
+  }
+
+  const ScratchFolder& folder_;
+  const std::string name_;
+};
+
+class RpcTest : public testing::Test {
+ protected:
+  // Asks a server for its status, 20 seconds at most.
+  Reply status(const std::string& endpoint, const SecurityOptions& security) {
+    const auto channel = make_rpc_channel({.endpoint = endpoint, .security = security});
+    return ask(*channel, {.call = Call::kStatus});
+  }
+  static Reply ask(Channel& channel, const Request& request) {
+    auto promise = std::make_shared<std::promise<Reply>>();
+    auto answer = promise->get_future();
+    channel.send(request, 20'000, [promise](Reply reply) { promise->set_value(std::move(reply)); });
+    return answer.get();
+  }
+  static std::string endpoint_of(const RpcServer& rpc) {
+    return "127.0.0.1:" + std::to_string(rpc.port());
+  }
+
+  const ScratchFolder folder_;
+  const Log log_{LogOptions{.console = LogConsole::kNever}};
+  Server server_{{.acknowledge = Acknowledge::kApplied}, log_};
+};
+
+TEST_F(RpcTest, BothSidesShowACertificateOfOneAuthorityWithTheRightName) {
+  const Authority authority(folder_, "authority");
+  const Authority stranger(folder_, "stranger");
+  const RpcServer rpc(
+      server_, {.endpoint = "0.0.0.0:0", .security = authority.issue("server", "cohort-server")});
+  const std::string endpoint = endpoint_of(rpc);
+  EXPECT_EQ(status(endpoint, authority.issue("trainer", "cohort-trainer")).code, Code::kOk);
+
+  const Reply misnamed = status(endpoint, authority.issue("misnamed", "somebody"));
+  EXPECT_EQ(misnamed.code, Code::kFailed);
+  EXPECT_EQ(misnamed.text, "the caller's certificate bears no name that may talk to this server");
+
+  // Of another authority: the handshake ends it, so the text is the library's.
+  SecurityOptions foreign = stranger.issue("foreign", "cohort-trainer");
+  EXPECT_EQ(status(endpoint, foreign).code, Code::kLost) << "the server is not of its authority";
+  foreign.authority = folder_.path("authority.pem");
+  EXPECT_EQ(status(endpoint, foreign).code, Code::kLost) << "it is not of the server's authority";
+  EXPECT_EQ(status(endpoint, {}).code, Code::kLost) << "without TLS";
+}
+
+TEST_F(RpcTest, AServerWithAnotherNameIsNotTrusted) {
+  const Authority authority(folder_, "authority");
+  const RpcServer rpc(server_, {.endpoint = "127.0.0.1:0",
+                                .security = authority.issue("server", "cohort-trainer")});
+  const Reply reply = status(endpoint_of(rpc), authority.issue("trainer", "cohort-trainer"));
+  EXPECT_EQ(reply.code, Code::kLost) << "a trainer's certificate makes no server";
+}
+
+TEST_F(RpcTest, AClientExpectsTheFirstOfTheServersNames) {
+  const Authority authority(folder_, "authority");
+  const RpcServer rpc(
+      server_, {.endpoint = "127.0.0.1:0", .security = authority.issue("server", "this-server")});
+  SecurityOptions trainer = authority.issue("trainer", "cohort-trainer");
+  trainer.server_names = {"this-server", "that-server"};
+  EXPECT_EQ(status(endpoint_of(rpc), trainer).code, Code::kOk);
+  trainer.server_names = {"that-server", "this-server"};
+  EXPECT_EQ(status(endpoint_of(rpc), trainer).code, Code::kLost);
+}
+
+TEST_F(RpcTest, WithoutTlsAServerListensOnThisHostAlone) {
+  EXPECT_EQ(message_of<ConfigError>([&] {
+              RpcServer(server_, {.endpoint = "0.0.0.0:0"});
+            }).find("--endpoint 0.0.0.0:0: without TLS a server listens on this host alone"),
+            0U);
+  for (const char* endpoint : {"example.org:1", "127.0.0.1.example.org:1", "[::]:0"}) {
+    EXPECT_NE(message_of<ConfigError>([&] {
+                RpcServer(server_, {.endpoint = endpoint});
+              }).find("without TLS"),
+              std::string::npos)
+        << endpoint;
+  }
+  const RpcServer local(server_, {.endpoint = "unix:" + folder_.path("socket")});
+  EXPECT_EQ(status("unix:" + folder_.path("socket"), {}).code, Code::kOk);
+}
+
+TEST_F(RpcTest, FilesOfCertificatesAreNamed) {
+  EXPECT_EQ(
+      message_of<ConfigError>([&] {
+        RpcServer(
+            server_,
+            {.security = {.authority = folder_.path("none.pem"), .certificate = "x", .key = "y"}});
+      }),
+      folder_.path("none.pem") + ": expected the authority's certificate in PEM form");
+  EXPECT_EQ(message_of<ConfigError>(
+                [&] { RpcServer(server_, {.security = {.key = folder_.path("a.key")}}); }),
+            "TLS: the authority's certificate is missing: name all three files");
+}
+
+TEST_F(RpcTest, AnEndpointInUseIsNamed) {
+  const RpcServer rpc(server_, {});
+  EXPECT_EQ(message_of<ConfigError>([&] { RpcServer(server_, {.endpoint = endpoint_of(rpc)}); }),
+            "--endpoint " + endpoint_of(rpc) +
+                ": cannot listen there: another process does, or it is not of this host");
+}
+
+TEST_F(RpcTest, AMessageThatIsTooLargeIsRefusedInOneLine) {
+  const RpcServer rpc(server_, {.max_message_bytes = 100'000});
+  const auto channel = make_rpc_channel({.endpoint = endpoint_of(rpc)});
+  const SectionShape shape{.table = 0, .width = 1, .count = 50'000};
+  MessageWriter writer(std::span(&shape, 1));
+  const Reply reply =
+      ask(*channel,
+          {.call = Call::kPush,
+           .message = std::make_shared<const Buffer>(writer.finish({.kind = MessageKind::kPush}))});
+  EXPECT_EQ(reply.code, Code::kFailed);
+  EXPECT_EQ(reply.text, "Received message larger than max (600096 vs. 100000)");
+  EXPECT_EQ(ask(*channel, {.call = Call::kStatus}).code, Code::kOk) << "the next one is taken";
+}
+
+// What is no message at all.
+TEST_F(RpcTest, BytesThatAreNoMessageAreRefused) {
+  const RpcServer rpc(server_, {});
+  const auto channel = make_rpc_channel({.endpoint = endpoint_of(rpc)});
+  for (const size_t size : {size_t{1}, size_t{71}, size_t{72}, size_t{5'000}}) {
+    Buffer noise(size);
+    std::fill(noise.span().begin(), noise.span().end(), std::byte{0x5a});
+    const Reply reply =
+        ask(*channel,
+            {.call = Call::kPull, .message = std::make_shared<const Buffer>(std::move(noise))});
+    EXPECT_EQ(reply.code, Code::kInvalid);
+    EXPECT_EQ(reply.text.find("message: "), 0U) << reply.text;
+  }
+}
+
+// gRPC ends a program when its last connection is given up in one of its own threads: here there is
+// no server in the process, which would hold on to them.
+TEST_F(RpcTest, ChannelsEndWhileCallsAreUnderWay) {
+  std::atomic<int> answers{0};
+  for (int i = 0; i < 200; ++i) {
+    const auto channel = make_rpc_channel({.endpoint = "unix:" + folder_.path("nobody")});
+    for (int call = 0; call < 3; ++call)
+      channel->send({.call = Call::kStatus}, 5'000, [&answers](const Reply&) { ++answers; });
+  }
+  while (answers < 600) std::this_thread::yield();
+}
+
+// A pull that waits inside the server must not hold up its end.
+TEST_F(RpcTest, ItEndsWhileAPullWaits) {
+  auto rpc = std::make_unique<RpcServer>(server_, RpcServerOptions{});
+  const JobOptions job{.trainers = 2, .tables = {{.name = "rows", .width = 1}}};
+  Client client({.servers = {endpoint_of(*rpc)},
+                 .trainer = 0,
+                 .link = {.attempt_timeout = std::chrono::seconds(60),
+                          .server_timeout = std::chrono::milliseconds(500)}},
+                job);
+  const std::vector<uint64_t> ids{1};
+  std::vector<float> row(1);
+  const PushRows pushed{0, ids, row};
+  const PullRows asked{0, ids, row};
+  client.push(std::span(&pushed, 1), {});
+  client.flush();
+  PendingPull waiting = client.pull(std::span(&asked, 1), {});  // For the other trainer's push.
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const auto began = std::chrono::steady_clock::now();
+  server_.stop();
+  server_.wait();
+  rpc.reset();
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
+  EXPECT_THROW(waiting.wait(), c10::DistError);
+}
+
+}  // namespace
+}  // namespace cohort::ps

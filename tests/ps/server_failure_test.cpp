@@ -1,0 +1,248 @@
+// What ends a server and what does not: jobs it cannot serve, requests it cannot answer, memory and
+// disks that are full. Whatever happens, whoever asked is answered.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <future>
+#include <gtest/gtest.h>
+#include <memory>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/ps/server/server.h"
+
+#include "tests/ps/cluster.h"
+#include "tests/ps/file_size_limit.h"
+
+namespace cohort::ps {
+namespace {
+
+using nlohmann::json;
+using std::chrono::milliseconds;
+
+json status_of(Cluster& cluster) {
+  return json::parse(cluster.ask(0, {.call = Call::kStatus}).text);
+}
+
+// Four dense elements in one block beside the table of the ledger.
+JobOptions block_job(int trainers, Mode mode) {
+  JobOptions job = ledger_job(trainers, 1, mode);
+  job.blocks = {{.parameter = "p", .begin = 0, .end = 4, .server = 0}};
+  return job;
+}
+
+// A push of that block, or with `kInitialValues` its first values; without values a pull.
+Request block_request(Header header, Call call, uint64_t number, uint32_t flags = 0) {
+  const bool is_push = call == Call::kPush;
+  const std::array<SectionShape, 1> shapes{
+      SectionShape{.kind = SectionKind::kBlock, .count = 4, .has_values = is_push}};
+  MessageWriter writer(shapes);
+  if (is_push) std::fill(writer.values(0).begin(), writer.values(0).end(), -1.0f);
+  header.kind = is_push ? MessageKind::kPush : MessageKind::kPull;
+  header.flags = flags;
+  (is_push ? header.sequence : header.step) = number;
+  return {.call = call,
+          .trainer = header.trainer,
+          .message = std::make_shared<const Buffer>(writer.finish(header))};
+}
+
+// A block whose memory is gone once `broken` is set.
+class BreakingBlock final : public BlockStore {
+ public:
+  BreakingBlock(int64_t elements, const std::atomic<bool>& broken)
+      : weights_(static_cast<size_t>(elements)), broken_(broken) {}
+  std::span<const float> weights() const override {
+    if (broken_) throw 1;  // Not even an exception of the library.
+    return weights_;
+  }
+  std::span<const float> state() const override { return {}; }
+  void set_weights(std::span<const float> weights) override {
+    weights_.assign(weights.begin(), weights.end());
+  }
+  void set_state(std::span<const float> /*state*/) override {}
+  void update(int64_t step, std::span<const float> /*gradient*/) override {
+    if (step == 2) throw std::bad_alloc();
+  }
+
+ private:
+  std::vector<float> weights_;
+  const std::atomic<bool>& broken_;
+};
+
+// The code of an answer that must come within 20 seconds; one that never comes is kReplaced here.
+Code code_of(std::future<Reply>& answer) {
+  try {
+    if (answer.wait_for(std::chrono::seconds(20)) == std::future_status::ready)
+      return answer.get().code;
+  } catch (const std::future_error&) {  // It was dropped.
+  }
+  return Code::kReplaced;
+}
+
+TEST(ServerFailureTest, AServerThatBreaksInTheMiddleOfABatchAnswersTheRest) {
+  const std::atomic<bool> broken{false};
+  Cluster cluster(1, {.make_block = [&](const RuleOptions&, int64_t elements) {
+                    return std::make_unique<BreakingBlock>(elements, broken);
+                  }});
+  RawTrainer trainer(cluster, block_job(1, Mode::kAsync), 0);
+  const auto push = [&](uint64_t sequence, uint32_t flags = 0) {
+    return block_request(trainer.header, Call::kPush, sequence, flags);
+  };
+  ASSERT_EQ(cluster.ask(0, push(0, kInitialValues)).code, Code::kOk);
+  ASSERT_EQ(cluster.ask(0, push(1)).code, Code::kOk);
+  // One that holds the server's thread, so that the others are one batch.
+  std::promise<void> go_on;
+  cluster.slot(0).get()->submit({.call = Call::kStatus},
+                                [wait = go_on.get_future().share()](const Reply&) { wait.wait(); });
+  std::vector<std::future<Reply>> answers;
+  answers.push_back(cluster.send(0, push(2)));
+  for (int i = 0; i < 3; ++i) answers.push_back(cluster.send(0, {.call = Call::kStatus}));
+  go_on.set_value();
+  for (auto& answer : answers) EXPECT_EQ(code_of(answer), Code::kLost);
+  EXPECT_THROW(cluster.slot(0).get()->wait(), std::bad_alloc);
+}
+
+TEST(ServerFailureTest, AServerThatBreaksAtAPullThatWaitedAnswersTheOthers) {
+  const std::vector<Code> codes = in_less_than_a_second([] {
+    std::atomic<bool> broken{false};
+    Cluster cluster(1, {.make_block = [&](const RuleOptions&, int64_t elements) {
+                      return std::make_unique<BreakingBlock>(elements, broken);
+                    }});
+    RawTrainer trainer(cluster, block_job(1, Mode::kSync), 0);
+    EXPECT_EQ(cluster.ask(0, block_request(trainer.header, Call::kPush, 0, kInitialValues)).code,
+              Code::kOk);
+    std::vector<std::future<Reply>> answers;
+    for (int i = 0; i < 3; ++i)
+      answers.push_back(cluster.send(0, block_request(trainer.header, Call::kPull, 1)));
+    status_of(cluster);  // They are there: answered in the order of asking.
+    broken = true;
+    EXPECT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
+    std::vector<Code> given;
+    for (auto& answer : answers) given.push_back(code_of(answer));
+    if (given.front() == Code::kLost) {
+      EXPECT_THROW(cluster.slot(0).get()->wait(), int);
+    }
+    return given;
+  });
+  EXPECT_EQ(codes, std::vector<Code>(3, Code::kLost));
+}
+
+TEST(ServerFailureTest, AJobThatNoTableCanServeIsRefusedBeforeItIsLogged) {
+  Cluster cluster(1, {.make_block = [](const RuleOptions& rule, int64_t elements) {
+                    TORCH_CHECK_VALUE(rule.rule != Rule::kRowwiseAdagrad, "no such rule here");
+                    return make_host_block(rule, elements);
+                  }});
+  const JobOptions good = block_job(1, Mode::kAsync);
+  const auto refused = [&](const std::function<void(JobOptions&)>& spoil, const std::string& text) {
+    JobOptions job = good;
+    spoil(job);
+    const Reply reply = cluster.ask(0, {.call = Call::kJob, .trainer = 0, .text = job.to_json()});
+    EXPECT_EQ(reply.code, Code::kInvalid) << text;
+    EXPECT_NE(reply.text.find(text), std::string::npos) << reply.text;
+  };
+  refused([](JobOptions& job) { job.dense_rule.rule = Rule::kRowwiseAdagrad; }, "no such rule");
+  refused([](JobOptions& job) { job.tables[0].admission.pushes = 300; }, "admission.pushes");
+  refused([](JobOptions& job) { job.tables[0].memory_cap_bytes = 100; }, "memory_cap_bytes");
+  refused([](JobOptions& job) { job.tables[0].at_cap = AtCap::kSpill; }, "at_cap");
+  refused([](JobOptions& job) { job.tables[0].eviction.decay = 2; }, "eviction.decay");
+  refused([](JobOptions& job) { job.tables[0].initializer.scale = -1; }, "initializer.scale");
+  for (const char* name : {"../rows", "a/b", ".rows", "", "two words", "dense"})
+    refused([&](JobOptions& job) { job.tables[0].name = name; }, "name");
+  cluster.restart(0);
+  RawTrainer trainer(cluster, good, 0);
+  EXPECT_EQ(trainer.joined.code, Code::kOk) << trainer.joined.text;
+
+  // Where rows can go nowhere, because the server has no folder.
+  const Log log(LogOptions{.console = LogConsole::kNever});
+  Server homeless({.acknowledge = Acknowledge::kApplied}, log);
+  JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  job.tables[0].memory_cap_bytes = 1 << 20;
+  job.tables[0].at_cap = AtCap::kSpill;
+  for (const Code expected : {Code::kInvalid, Code::kOk}) {
+    auto promise = std::make_shared<std::promise<Reply>>();
+    auto answer = promise->get_future();
+    homeless.submit({.call = Call::kJob, .trainer = 0, .text = job.to_json()},
+                    [promise](Reply reply) { promise->set_value(std::move(reply)); });
+    EXPECT_EQ(code_of(answer), expected);
+    job.tables[0].at_cap = AtCap::kRefuse;
+  }
+}
+
+TEST(ServerFailureTest, ARequestThatCannotBeAnsweredEndsNoServer) {
+  Cluster cluster(1);
+  const JobOptions job = ledger_job(1, 1, Mode::kAsync, 65'536);
+  RawTrainer trainer(cluster, job, 0);
+  // 10,000 rows of 256 KiB.
+  const Reply large = cluster.ask(0, trainer.pull(std::vector<uint64_t>(10'000, 1)));
+  EXPECT_EQ(large.code, Code::kInvalid);
+  EXPECT_EQ(large.text,
+            "pull: its answer would have 2621440000 bytes, a message has 2147483647 at "
+            "most: ask for fewer rows at once");
+  std::string path = cluster.path("long");
+  while (path.size() < 4'060)
+    path += "/" + std::string(std::min<size_t>(199, 4'075 - path.size()), 'a');
+  const Reply saved = cluster.ask(0, {.call = Call::kSave, .trainer = 0, .nonce = 7, .text = path});
+  EXPECT_EQ(saved.code, Code::kInvalid);
+  EXPECT_NE(saved.text.find("File name too long"), std::string::npos) << saved.text;
+  EXPECT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
+}
+
+TEST(ServerFailureTest, ACheckpointThatIsNotLoadedWholeEndsTheJobAndIsLoadedByTheNextStart) {
+  JobOptions job = ledger_job(1, 1, Mode::kAsync, 4);
+  job.tables[0].eviction.time_to_live_s = 1'000'000;
+  std::vector<uint64_t> ids(20'000);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  Cluster saved(1);
+  {
+    const auto client = saved.client(0, job);
+    const std::vector<float> gradients(4 * ids.size(), -5);
+    const PushRows pushed{0, ids, gradients};
+    client->push(std::span(&pushed, 1), {});
+    client->save(saved.path("checkpoint"));
+  }
+  // Evictions come often, and are records of the log.
+  Cluster cluster(1, {.load = saved.path("checkpoint"), .evict_period = milliseconds(20)});
+  const Request set_job{.call = Call::kJob, .trainer = 0, .text = job.to_json()};
+  {
+    const FileSizeLimit full(100'000);
+    const Reply reply = cluster.ask(0, set_job);
+    EXPECT_EQ(reply.code, Code::kFailed) << reply.text;
+    EXPECT_NE(reply.text.find("File too large"), std::string::npos) << reply.text;
+  }
+  EXPECT_EQ(cluster.ask(0, set_job).code, Code::kFailed);
+  while (status_of(cluster)["up_s"] < 0.5) std::this_thread::yield();
+  cluster.restart(0);
+  RawTrainer trainer(cluster, job, 0);
+  EXPECT_EQ(trainer.weight(3), 5);
+  EXPECT_EQ(trainer.weight(19'999), 5);
+}
+
+TEST(ServerFailureTest, ACheckpointOfMoreRowsThanATableMayHaveIsRefusedEachTime) {
+  JobOptions job = ledger_job(1, 1, Mode::kAsync, 4);
+  Cluster saved(1);
+  {
+    const auto client = saved.client(0, job);
+    std::vector<uint64_t> ids(1'000);
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+    const std::vector<float> gradients(4 * ids.size(), -5);
+    const PushRows pushed{0, ids, gradients};
+    client->push(std::span(&pushed, 1), {});
+    client->save(saved.path("checkpoint"));
+  }
+  job.tables[0].memory_cap_bytes = 10'000;
+  Cluster cluster(1, {.load = saved.path("checkpoint")});
+  const Request set_job{.call = Call::kJob, .trainer = 0, .text = job.to_json()};
+  EXPECT_EQ(cluster.ask(0, set_job).code, Code::kInvalid);
+  EXPECT_EQ(cluster.ask(0, set_job).code, Code::kFailed);
+  EXPECT_THROW(cluster.restart(0), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace cohort::ps

@@ -1,0 +1,441 @@
+// Session and Embedding: a libtorch program as a trainer.
+#include "cohort/ps/module/session.h"
+
+#include <barrier>
+#include <gtest/gtest.h>
+#include <optional>
+#include <thread>
+#include <torch/nn/functional/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+
+#include "cohort/base/error.h"
+#include "cohort/base/log.h"
+#include "cohort/ps/rpc/rpc_server.h"
+#include "cohort/ps/server/server.h"
+
+#include "tests/support/message_of.h"
+
+namespace cohort::ps {
+namespace {
+
+// Servers of a job on loopback, without a log.
+class Servers {
+ public:
+  explicit Servers(int count) {
+    for (int server = 0; server < count; ++server) {
+      servers_.push_back(
+          std::make_unique<Server>(ServerOptions{.server = server,
+                                                 .servers = count,
+                                                 .acknowledge = Acknowledge::kApplied,
+                                                 .snapshot_log_bytes = 0},
+                                   log_));
+      rpc_.push_back(std::make_unique<RpcServer>(*servers_.back(), RpcServerOptions{}));
+      endpoints_.push_back("127.0.0.1:" + std::to_string(rpc_.back()->port()));
+    }
+  }
+  const std::vector<std::string>& endpoints() const { return endpoints_; }
+
+ private:
+  Log log_{LogOptions{.console = LogConsole::kNever}};
+  std::vector<std::unique_ptr<Server>> servers_;
+  std::vector<std::unique_ptr<RpcServer>> rpc_;
+  std::vector<std::string> endpoints_;
+};
+
+const TableOptions kTable{.name = "ids",
+                          .width = 4,
+                          .seed = 7,
+                          .rule = {.rule = Rule::kSgd, .learning_rate = 0.5f},
+                          .initializer = {.scale = 0.5f}};
+
+SessionOptions local_options() {
+  return {.training = Training::kLocal, .dense_rule = {.rule = Rule::kSgd, .learning_rate = 0.25f}};
+}
+
+SessionOptions server_options(const Servers& servers, Training training, int trainer,
+                              int trainers) {
+  SessionOptions options = local_options();
+  options.training = training;
+  options.servers = servers.endpoints();
+  options.trainer = trainer;
+  options.trainers = trainers;
+  options.min_block_size = 3;
+  return options;
+}
+
+// Rows of ids through a linear layer to one number each.
+struct Model {
+  explicit Model(Session& session, const EmbeddingOptions& options = {})
+      : rows(session.embedding(kTable, options)), linear(4, 1) {
+    const torch::NoGradGuard guard;
+    linear->weight.copy_(at::arange(4, at::kFloat).div(10).view({1, 4}));
+    linear->bias.fill_(0.5);
+    session.add("linear", *linear);
+  }
+
+  at::Tensor loss(const at::Tensor& ids) {
+    return (linear->forward(rows->forward(ids)) - 1).square().mean();
+  }
+
+  Embedding rows;
+  torch::nn::Linear linear;
+};
+
+at::Tensor ids_of(int64_t step, int64_t count = 6) {
+  return at::arange(count).mul(3 + step).remainder(11);
+}
+
+void train(Session& session, Model& model, int64_t steps, int64_t first = 0, int64_t stride = 1) {
+  for (int64_t step = 0; step < steps; ++step) {
+    const at::Tensor ids = ids_of(first + step * stride);
+    model.rows->prefetch(ids);
+    session.pull();
+    model.loss(ids).backward();
+    session.push();
+  }
+}
+
+TEST(SessionTest, LocalTrainingIsLibtorchsWithAnOrdinaryTable) {
+  Session session(local_options());
+  Model model(session);
+  session.start();
+  // The same rows as an ordinary parameter: what the table begins with.
+  model.rows->eval();
+  model.rows->train();
+  const at::Tensor all = at::arange(11);
+  at::Tensor weight = model.rows->forward(all).detach().clone().requires_grad_();
+  torch::nn::Linear linear(4, 1);
+  {
+    const torch::NoGradGuard guard;
+    linear->weight.copy_(model.linear->weight);
+    linear->bias.copy_(model.linear->bias);
+  }
+  torch::optim::SGD dense(linear->parameters(), torch::optim::SGDOptions(0.25));
+  torch::optim::SGD sparse({weight}, torch::optim::SGDOptions(0.5));
+  for (int64_t step = 0; step < 5; ++step) {
+    dense.zero_grad();
+    sparse.zero_grad();
+    const at::Tensor rows = torch::embedding(weight, ids_of(step));
+    (linear->forward(rows) - 1).square().mean().backward();
+    dense.step();
+    sparse.step();
+  }
+  train(session, model, 5);
+  session.pull();
+  EXPECT_TRUE(at::allclose(model.linear->weight, linear->weight, 1e-6, 1e-7));
+  EXPECT_TRUE(at::allclose(model.rows->forward(all), weight, 1e-6, 1e-7));
+  EXPECT_FALSE(at::allclose(weight, at::zeros_like(weight)));
+}
+
+TEST(SessionTest, PoolingAndPaddingAreLibtorchsEmbeddingBag) {
+  for (const Pooling pooling : {Pooling::kSum, Pooling::kMean}) {
+    Session session(local_options());
+    Embedding rows = session.embedding(kTable, {.pooling = pooling, .padding_id = 3});
+    session.start();
+    const at::Tensor all = at::arange(11);
+    at::Tensor weight = at::empty({11, 4});
+    for (int64_t id = 0; id < 11; ++id)
+      weight[id] = rows->forward(at::tensor({id}, at::kLong)).detach();
+    EXPECT_EQ(weight[3].abs().sum().item<float>(), 0) << "the padding's row";
+    weight.requires_grad_();
+    const at::Tensor ids = at::tensor({1, 2, 3, 2, 5, 3, 3, 3, 7, 7, 7, 1}, at::kLong).view({4, 3});
+    namespace F = torch::nn::functional;
+    auto options = F::EmbeddingBagFuncOptions().padding_idx(3);
+    if (pooling == Pooling::kSum) {
+      options.mode(torch::kSum);
+    } else {
+      options.mode(torch::kMean);
+    }
+    const at::Tensor expected = F::embedding_bag(ids, weight, options);
+    const at::Tensor output = rows->forward(ids);
+    EXPECT_TRUE(at::allclose(output, expected, 1e-6, 1e-7));
+    const at::Tensor factor = at::arange(16, at::kFloat).view({4, 4});
+    (expected * factor).sum().backward();
+    (output * factor).sum().backward();
+    session.push();
+    session.pull();
+    for (int64_t id = 0; id < 11; ++id) {
+      if (id == 3) continue;
+      const at::Tensor now = rows->forward(at::tensor({id}, at::kLong)).detach();
+      EXPECT_TRUE(at::allclose(now, weight[id] - 0.5 * weight.grad()[id], 1e-6, 1e-6)) << id;
+    }
+  }
+}
+
+// Runs `trainers` trainers as threads; returns the first one's parameters and rows at the end.
+std::vector<at::Tensor> run(const Servers& servers, Training training, int trainers,
+                            int64_t steps) {
+  std::vector<at::Tensor> result;
+  std::vector<std::jthread> threads;
+  std::barrier done(trainers);
+  for (int trainer = 0; trainer < trainers; ++trainer) {
+    threads.emplace_back([&, trainer] {
+      SessionOptions options = server_options(servers, training, trainer, trainers);
+      options.geo_steps = 4;
+      Session session(options);
+      Model model(session);
+      session.start();
+      train(session, model, steps, trainer, trainers);
+      session.finish();
+      done.arrive_and_wait();
+      if (trainer > 0) return;
+      Session reader(server_options(servers, training, trainer, trainers));
+      Model last(reader);
+      reader.start();
+      result = {last.linear->weight.clone(), last.linear->bias.clone(),
+                last.rows->forward(at::arange(11)).detach().clone()};
+      reader.finish();
+    });
+  }
+  threads.clear();
+  return result;
+}
+
+TEST(SessionTest, SyncTrainersOnSeveralServersAreOneProcessOnAllTheirBatches) {
+  const Servers servers(2);
+  const auto together = run(servers, Training::kSync, 2, 6);
+  // One process: each step's gradient is the mean of both batches'.
+  Session session(local_options());
+  Model model(session);
+  session.start();
+  for (int64_t step = 0; step < 6; ++step) {
+    session.pull();
+    (model.loss(ids_of(2 * step)) / 2 + model.loss(ids_of(2 * step + 1)) / 2).backward();
+    session.push();
+  }
+  session.pull();
+  ASSERT_EQ(together.size(), 3u);
+  EXPECT_TRUE(at::allclose(together[0], model.linear->weight, 1e-5, 1e-6));
+  EXPECT_TRUE(at::allclose(together[1], model.linear->bias, 1e-5, 1e-6));
+  EXPECT_TRUE(at::allclose(together[2], model.rows->forward(at::arange(11)), 1e-5, 1e-6));
+}
+
+TEST(SessionTest, EveryTrainingOfOneTrainerIsLocalTraining) {
+  Session session(local_options());
+  Model model(session);
+  session.start();
+  train(session, model, 8);
+  session.pull();
+  const at::Tensor rows = model.rows->forward(at::arange(11)).detach();
+  for (const Training training : {Training::kSync, Training::kAsync, Training::kGeo}) {
+    const Servers servers(2);
+    const auto other = run(servers, training, 1, 8);
+    // Geo sends differences, which round.
+    const double bound = training == Training::kGeo ? 1e-6 : 0;
+    EXPECT_TRUE(at::allclose(other[0], model.linear->weight, 0, bound));
+    EXPECT_TRUE(at::allclose(other[1], model.linear->bias, 0, bound));
+    EXPECT_TRUE(at::allclose(other[2], rows, 0, bound));
+  }
+}
+
+// However late gradients come (two are sent as one, two wait, some are on their way), steps are so
+// small that they do not overshoot.
+TEST(SessionTest, HalfAsyncLearnsToo) {
+  const Servers servers(2);
+  SessionOptions options = server_options(servers, Training::kHalfAsync, 0, 1);
+  options.dense_rule.learning_rate = 0.05f;
+  options.max_merge = 2;
+  Session session(options);
+  Model model(session);
+  session.start();
+  model.rows->prefetch(ids_of(0));
+  session.pull();
+  const float before = model.loss(ids_of(0)).item<float>();
+  train(session, model, 40);
+  session.finish();
+  Session reader(options);
+  Model last(reader);
+  reader.start();
+  EXPECT_LT(last.loss(ids_of(0)).item<float>(), before / 2);
+}
+
+// Rows that begin with zeros and learn at rate 1: a gradient of -1 adds 1.
+const TableOptions kCounts{.name = "counts",
+                           .width = 2,
+                           .rule = {.rule = Rule::kSgd, .learning_rate = 1},
+                           .initializer = {.kind = Initializer::Kind::kZeros}};
+
+TEST(SessionTest, EveryStepsGradientsReachTheirRowsAnnouncedOrNot) {
+  const at::Tensor ids = at::tensor({1, 2, 3}, at::kLong);
+  for (const int announced_steps : {0, 1, 3}) {
+    Session session(local_options());
+    Embedding rows = session.embedding(kCounts);
+    session.start();
+    for (int step = 0; step < 3; ++step) {
+      if (step < announced_steps) rows->prefetch(ids);
+      session.pull();
+      const at::Tensor output = rows->forward(ids);
+      EXPECT_EQ(output[0][0].item<float>(), step) << announced_steps << " steps announced";
+      (-output.sum()).backward();
+      session.push();
+    }
+    EXPECT_EQ(rows->forward(ids)[0][0].item<float>(), 3) << announced_steps << " steps announced";
+  }
+}
+
+TEST(SessionTest, AGraphThatOutlivesAPushCountsInTheNextOne) {
+  const at::Tensor ids = at::tensor({1, 2, 3}, at::kLong);
+  Session session(local_options());
+  Embedding rows = session.embedding(kCounts);
+  session.start();
+  rows->prefetch(ids);
+  session.pull();
+  const at::Tensor loss = -rows->forward(ids).sum();
+  for (int step = 0; step < 3; ++step) {
+    loss.backward({}, /*retain_graph=*/true);
+    session.push();
+  }
+  session.pull();
+  EXPECT_EQ(rows->forward(ids)[0][0].item<float>(), 3);
+}
+
+TEST(SessionTest, ABoundOnStalenessIsAsyncsAlone) {
+  for (const Training training :
+       {Training::kLocal, Training::kSync, Training::kHalfAsync, Training::kGeo}) {
+    SessionOptions options = local_options();
+    options.training = training;
+    options.max_staleness = 2;
+    EXPECT_EQ(test::message_of<ConfigError>([&] {
+                const Session session(options);
+              }).find("session: max_staleness 2: expected -1, only async has a bound, got "),
+              0U);
+  }
+}
+
+TEST(SessionTest, ItSaysForWhomItWaits) {
+  const Servers servers(1);
+  SessionOptions options = server_options(servers, Training::kSync, 0, 2);
+  options.client.link.trainer_timeout = std::chrono::seconds(5);
+  options.client.link.beat_period = std::chrono::milliseconds(100);
+  options.client.link.notice_period = std::chrono::milliseconds(300);
+  Session session(options);
+  Model model(session);
+  session.start();
+  session.push();
+  testing::internal::CaptureStderr();
+  EXPECT_THROW(session.pull(), c10::DistError);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_NE(
+      said.find("server 0 (" + servers.endpoints()[0] + "): waiting: step 1 waits for trainer 1"),
+      std::string::npos)
+      << said;
+}
+
+TEST(SessionTest, PredictionsMakeNoRows) {
+  const Servers servers(1);
+  Session session(server_options(servers, Training::kSync, 0, 1));
+  Model model(session);
+  session.start();
+  model.rows->eval();
+  EXPECT_EQ(model.rows->forward(at::tensor({99}, at::kLong)).abs().sum().item<float>(), 0);
+  EXPECT_NE(session.client().status().front().find("\"rows\":0"), std::string::npos);
+}
+
+// Ranks of a host as threads.
+class HostOfThreads {
+ public:
+  explicit HostOfThreads(int size) : sent_(static_cast<size_t>(size)), barrier_(size) {}
+
+  HostRanks of(int rank) {
+    HostRanks host{.rank = rank, .size = static_cast<int>(sent_.size())};
+    host.gather = [this, rank](const std::vector<std::byte>& own) {
+      sent_[static_cast<size_t>(rank)] = own;
+      barrier_.arrive_and_wait();
+      auto all = rank == 0 ? sent_ : std::vector<std::vector<std::byte>>();
+      barrier_.arrive_and_wait();
+      return all;
+    };
+    host.broadcast = [this, rank](std::vector<std::byte>& bytes) {
+      if (rank == 0) sent_[0] = bytes;
+      barrier_.arrive_and_wait();
+      bytes = sent_[0];
+      barrier_.arrive_and_wait();
+    };
+    return host;
+  }
+
+  // All of them as trainer 0 of 1, each with a session of its own.
+  void run(const Servers& servers, const std::function<void(int rank, Session& session)>& body) {
+    std::vector<std::jthread> ranks;
+    for (int rank = 0; rank < static_cast<int>(sent_.size()); ++rank) {
+      ranks.emplace_back([&, rank] {
+        SessionOptions options = server_options(servers, Training::kSync, 0, 1);
+        options.host = of(rank);
+        Session session(options);
+        body(rank, session);
+      });
+    }
+  }
+
+ private:
+  std::vector<std::vector<std::byte>> sent_;
+  std::barrier<> barrier_;
+};
+
+TEST(SessionTest, RanksOfAHostAreOneTrainer) {
+  const Servers servers(2);
+  HostOfThreads host(2);
+  std::vector<at::Tensor> weights(2);
+  host.run(servers, [&](int rank, Session& session) {
+    Model model(session);
+    session.start();
+    train(session, model, 6, rank, 2);
+    session.pull();
+    weights[static_cast<size_t>(rank)] = model.linear->weight.detach().clone();
+    session.finish();
+  });
+  EXPECT_TRUE(at::equal(weights[0], weights[1]));
+  const Servers others(2);
+  const auto apart = run(others, Training::kSync, 2, 6);
+  EXPECT_TRUE(at::allclose(weights[0], apart[0], 1e-5, 1e-6));
+}
+
+TEST(SessionTest, RanksOfAHostPredictTogether) {
+  const Servers servers(1);
+  HostOfThreads host(2);
+  std::vector<at::Tensor> predicted(2);
+  std::string status;
+  host.run(servers, [&](int rank, Session& session) {
+    Embedding rows = session.embedding(kTable);
+    session.start();
+    rows->eval();
+    predicted[static_cast<size_t>(rank)] = rows->forward(at::arange(rank, 4));
+    if (rank == 0) status = session.client().status().front();
+    session.finish();
+  });
+  for (int64_t rank = 0; rank < 2; ++rank)
+    EXPECT_TRUE(at::equal(predicted[static_cast<size_t>(rank)], at::zeros({4 - rank, 4}))) << rank;
+  EXPECT_NE(status.find("\"rows\":0"), std::string::npos);
+}
+
+TEST(SessionTest, WhatDoesNotFitIsNamed) {
+  const auto message_of = [](const std::function<void()>& call) -> std::string {
+    try {
+      call();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_NE(message_of([] { training_named("asynch"); }).find("half-async"), std::string::npos);
+  Session session(local_options());
+  torch::nn::Linear doubles(2, 2);
+  doubles->to(at::kDouble);
+  EXPECT_NE(message_of([&] { session.add("net", *doubles); }).find("net.weight"),
+            std::string::npos);
+  EXPECT_NE(message_of([&] { session.push(); }).find("start() comes first"), std::string::npos);
+  Model model(session);
+  session.start();
+  std::vector<float> one(1);
+  EXPECT_NE(message_of([&] {
+              session.client().pull({}, {one, one});
+            }).find("'linear.weight' has 4 elements, got 1"),
+            std::string::npos);
+  EXPECT_NE(message_of([&] { model.rows->forward(at::arange(3, at::kInt)); }).find("int64"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace cohort::ps
