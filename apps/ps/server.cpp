@@ -62,6 +62,8 @@ milliseconds seconds(double number) {
 }
 
 int serve(const CLI::App& app, ServerFlags flags) {
+  // Whoever started this one may ignore it: then nobody would learn how a snapshot's child ended.
+  std::signal(SIGCHLD, SIG_DFL);
   take_role(app, flags);
   const std::map<std::string, ps::Acknowledge> levels{{"applied", ps::Acknowledge::kApplied},
                                                       {"logged", ps::Acknowledge::kLogged},

@@ -1,7 +1,10 @@
 // `cohort ps` as a user runs it.
+#include <csignal>
+#include <cstdint>
 #include <filesystem>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <string>
 
 #include "tests/base/temporary_folder.h"
 #include "tests/support/shell.h"
@@ -16,8 +19,9 @@ using cohort::test::shell;
 class PsCommandTest : public testing::Test {
  protected:
   // Starts a server in the background, runs `commands` with $PORT, then stops it.
-  Ended with_server(const std::string& flags, const std::string& commands) const {
-    return shell(bin("cohort") + " ps server --endpoint 127.0.0.1:0 --port-file " +
+  Ended with_server(const std::string& flags, const std::string& commands,
+                    const std::string& through = "") const {
+    return shell(through + bin("cohort") + " ps server --endpoint 127.0.0.1:0 --port-file " +
                  folder_ / "port" + " --folder " + folder_ / "server" + " " + flags + " > " +
                  folder_ / "log" +
                  " 2>&1 &\nSERVER=$!\n"
@@ -55,6 +59,19 @@ TEST_F(PsCommandTest, DenseParametersLiveOnADeviceThroughLibtorch) {
       shell(bin("cohort") + " ps server --device quantum --folder " + folder_ / "other");
   EXPECT_EQ(refused.code, 2) << refused.output;
   EXPECT_NE(refused.output.find("--device quantum"), std::string::npos) << refused.output;
+}
+
+// Whoever starts a server may ignore the ends of its children, and a program inherits that.
+TEST_F(PsCommandTest, AServerLearnsHowItsChildrenEndWhoeverStartedIt) {
+  const Ended ended = with_server("", "grep SigIgn /proc/$SERVER/status",
+                                  "/usr/bin/python3 -c 'import os,signal,sys; "
+                                  "signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+                                  "os.execv(sys.argv[1], sys.argv[1:])' ");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const size_t colon = ended.output.find("SigIgn:");
+  ASSERT_NE(colon, std::string::npos) << ended.output;
+  const uint64_t ignored = std::stoull(ended.output.substr(colon + 7), nullptr, 16);
+  EXPECT_EQ(ignored & (uint64_t{1} << (SIGCHLD - 1)), 0U) << ended.output;
 }
 
 TEST_F(PsCommandTest, PrometheusReadsItsFigures) {

@@ -154,6 +154,35 @@ TEST(ServerLinkTest, ItSaysForWhomItWaitsWhileTheCallIsThere) {
   EXPECT_EQ(said.front(), "server 0 (slow): waiting: no answer yet");
 }
 
+// Lives, and has no room.
+class FullChannel : public Channel {
+ public:
+  void send(const Request& request, int64_t /*timeout_ms*/, Done done) override {
+    if (request.call == Call::kJoin || request.call == Call::kBeat) return done({});
+    done({.code = Code::kBusy, .text = "the log: cannot write: No space left on device"});
+  }
+};
+
+TEST(ServerLinkTest, AServerWhoseDiskStaysFullIsGivenUp) {
+  LinkOptions options = slow_link();
+  options.trainer_timeout = milliseconds(100);
+  auto link = std::make_unique<ServerLink>(std::make_unique<FullChannel>(), options);
+  link->join(1);
+  auto answers = std::async(std::launch::async, [&] {
+    link->push(MessageWriter({}), 1);
+    return std::pair(message_of<c10::DistError>([&] { link->flush(); }),
+                     message_of<c10::DistError>([&] { link->leave(); }));
+  });
+  EXPECT_EQ(answers.wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  link.reset();
+  const auto [flushed, left] = answers.get();
+  for (const std::string& text : {flushed, left}) {
+    EXPECT_EQ(text.find("server 0 (slow): waited "), 0U) << text;
+    EXPECT_NE(text.find("the log: cannot write: No space left on device"), std::string::npos)
+        << text;
+  }
+}
+
 // Restarts after the first push, without it.
 class ForgetfulChannel : public Channel {
  public:
@@ -214,6 +243,42 @@ TEST(MergingExchangeTest, ItEndsAtOnceWhileItsPushWaitsForALostServer) {
   const auto began = steady_clock::now();
   exchange.reset();
   EXPECT_LT(steady_clock::now() - began, std::chrono::seconds(15)) << "a server has 20 s";
+}
+
+// Refuses the first pull.
+class RefusingChannel : public Channel {
+ public:
+  explicit RefusingChannel(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
+
+  void send(const Request& request, int64_t timeout_ms, Done done) override {
+    if (request.call == Call::kPull && !refused_.exchange(true))
+      return done({.code = Code::kInvalid, .text = "not this one"});
+    channel_->send(request, timeout_ms, std::move(done));
+  }
+
+ private:
+  const std::unique_ptr<Channel> channel_;
+  std::atomic<bool> refused_ = false;
+};
+
+TEST(GeoExchangeTest, APullThatFailsLeavesNoRowBehind) {
+  Cluster cluster(1);
+  JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  job.tables[0].rule = {.rule = Rule::kAdd};
+  job.tables[0].initializer = {.kind = Initializer::Kind::kUniform, .scale = 1};
+  Client client(
+      {.servers = {"refusing"}, .trainer = 0, .link = quick_link()}, job,
+      [&](int server) { return std::make_unique<RefusingChannel>(cluster.channel(server)); });
+  const auto exchange =
+      make_geo_exchange(client, {.table_rules = {{.rule = Rule::kSgd, .learning_rate = 1}}});
+  const std::vector<uint64_t> ids{1, 2, 3};
+  std::vector<float> rows(6), expected(6);
+  EXPECT_THROW(exchange->pull({{0, std::span(ids).first(2), std::span(rows).first(4)}}, {})(),
+               c10::ValueError);
+  exchange->pull({{0, ids, rows}}, {})();
+  const PullRows asked{0, ids, expected};
+  client.pull(std::span(&asked, 1), {}).wait();
+  EXPECT_EQ(rows, expected);
 }
 
 }  // namespace

@@ -100,6 +100,19 @@ TEST(ColdStoreTest, ACheckpointKeepsWhatItHadWhateverIsDoneToItsCopies) {
       "cold store " + (folder / "first") + ": is there already");
 }
 
+TEST(ColdStoreTest, AFolderThatIsNoCheckpointIsNoEmptyStore) {
+  const TemporaryFolder folder;
+  std::filesystem::create_directory(folder / "empty");
+  EXPECT_NE(message_of<c10::Error>([&] {
+              ColdStore store(folder / "empty", {.width = 2});
+            }).find("cold store " + (folder / "empty") + ": opening: "),
+            std::string::npos);
+  { const ColdStore store(folder / "killed", {.width = 2}); }
+  EXPECT_EQ(message_of<ConfigError>([&] { ColdStore store(folder / "killed", {.width = 2}); }),
+            "cold store " + (folder / "killed") +
+                ": expected a checkpoint, it does not say how many rows it has");
+}
+
 TEST(ColdStoreTest, ADamagedBlockIsRefused) {
   const TemporaryFolder folder;
   std::vector<StoredRow> rows;

@@ -67,6 +67,15 @@ TEST(ForkedTaskTest, ItsErrorIsTheParents) {
   EXPECT_EQ(long_word->substr(0, 4), "xxxx");
 }
 
+// Where SIGCHLD is ignored the system forgets how a child ended.
+TEST(ForkedTaskTest, AnEndThatCannotBeLearntIsAFailure) {
+  const sighandler_t before = ::signal(SIGCHLD, SIG_IGN);
+  EXPECT_EQ(outcome_of([] { ::raise(SIGKILL); }),
+            "its end could not be learnt: No child processes");
+  EXPECT_EQ(outcome_of([] { throw ConfigError("the disk is full"); }), "the disk is full");
+  ::signal(SIGCHLD, before);
+}
+
 TEST(ForkedTaskTest, ItHoldsNoneOfTheParentsDescriptors) {
   std::array<int, 2> ends{};
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()), 0);

@@ -151,6 +151,17 @@ TEST(RecoveryTest, PushesOfAnOpenStepAreInTheSnapshot) {
   EXPECT_EQ(first.weight(1), 4);
 }
 
+TEST(RecoveryTest, WhenATrainerCameIsInTheSnapshot) {
+  Cluster cluster(1, {.on_trainer_loss = OnTrainerLoss::kWait, .snapshot_log_bytes = 1});
+  const JobOptions job = ledger_job(1, 1, Mode::kSync);
+  RawTrainer first(cluster, job, 0, 1);
+  ASSERT_EQ(cluster.ask(0, first.push(1)).code, Code::kOk);
+  EXPECT_EQ(RawTrainer(cluster, job, 1, 2).joined.joined_after, 1U);
+  await([&] { return !entries_of(cluster.folder(0), "snapshot.4").empty(); });
+  cluster.restart(0);
+  EXPECT_EQ(RawTrainer(cluster, job, 1, 3).joined.joined_after, 1U);
+}
+
 class CheckpointTest : public testing::TestWithParam<int> {};
 
 TEST_P(CheckpointTest, TwoServersCheckpointIsLoadedByAnyNumber) {

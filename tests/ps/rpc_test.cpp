@@ -180,6 +180,18 @@ TEST_F(RpcTest, BytesThatAreNoMessageAreRefused) {
   }
 }
 
+// Of a newer client, which has calls that this server does not know.
+TEST_F(RpcTest, AnUnknownCallIsRefusedByItsNumber) {
+  const RpcServer rpc(server_, {});
+  const auto channel = make_rpc_channel({.endpoint = endpoint_of(rpc)});
+  for (const uint32_t number : {10U, 4'000'000'000U}) {
+    const Reply reply = ask(*channel, {.call = static_cast<Call>(number)});
+    EXPECT_EQ(reply.code, Code::kInvalid);
+    EXPECT_EQ(reply.text, "unknown call " + std::to_string(number));
+  }
+  EXPECT_EQ(ask(*channel, {.call = Call::kStatus}).code, Code::kOk) << "it goes on";
+}
+
 // gRPC ends a program when its last connection is given up in one of its own threads: here there is
 // no server in the process, which would hold on to them.
 TEST_F(RpcTest, ChannelsEndWhileCallsAreUnderWay) {

@@ -134,6 +134,31 @@ TEST(ServerFailureTest, AServerThatBreaksAtAPullThatWaitedAnswersTheOthers) {
   EXPECT_EQ(codes, std::vector<Code>(3, Code::kLost));
 }
 
+TEST(ServerFailureTest, WhatIsTakenFromTheQueueCountsUntilItIsHandled) {
+  Cluster cluster(1, {.max_queue_bytes = 20'000});
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  const std::vector<uint64_t> ids(1'000, 1);  // 16 kB.
+  const auto hold = [&](std::promise<void>& held, std::promise<void>& go_on) {
+    cluster.slot(0).get()->submit({.call = Call::kStatus},
+                                  [&held, wait = go_on.get_future().share()](const Reply&) {
+                                    held.set_value();
+                                    wait.wait();
+                                  });
+  };
+  std::promise<void> first_held, first_goes_on, second_held, second_goes_on;
+  hold(first_held, first_goes_on);
+  first_held.get_future().wait();
+  // These two are one batch, and the first of them holds it up.
+  hold(second_held, second_goes_on);
+  auto taken = cluster.send(0, trainer.push(1, ids));
+  first_goes_on.set_value();
+  second_held.get_future().wait();
+  EXPECT_EQ(cluster.ask(0, trainer.push(2, ids)).code, Code::kBusy);
+  second_goes_on.set_value();
+  EXPECT_EQ(code_of(taken), Code::kOk);
+  EXPECT_EQ(cluster.ask(0, trainer.push(2, ids)).code, Code::kOk);
+}
+
 TEST(ServerFailureTest, AJobThatNoTableCanServeIsRefusedBeforeItIsLogged) {
   Cluster cluster(1, {.make_block = [](const RuleOptions& rule, int64_t elements) {
                     TORCH_CHECK_VALUE(rule.rule != Rule::kRowwiseAdagrad, "no such rule here");

@@ -89,7 +89,8 @@ TEST(ServerTest, AReplacedTrainerIsToldSo) {
   RawTrainer old(cluster, job, 0, 11);
   ASSERT_EQ(cluster.ask(0, old.push(1)).code, Code::kOk);
   RawTrainer newer(cluster, job, 0, 12);
-  EXPECT_TRUE(newer.joined.was_member);
+  EXPECT_EQ(newer.joined.steps, 1U);
+  EXPECT_EQ(newer.joined.joined_after, 0U) << "a member from the first on";
   EXPECT_EQ(newer.joined.last_sequence, 1U);
   for (const Request& late : {old.push(2), old.pull({1})}) {
     const Reply reply = cluster.ask(0, late);
@@ -105,12 +106,10 @@ TEST(ServerTest, JoiningIsRepeatedWithoutHarm) {
   Cluster cluster(1);
   const JobOptions job = ledger_job(1, 1, Mode::kAsync);
   RawTrainer trainer(cluster, job, 0, 11);
-  EXPECT_FALSE(trainer.joined.was_member);
   const Request again{.call = Call::kJoin, .trainer = 0, .job = job.fingerprint(), .nonce = 11};
   const Reply reply = cluster.ask(0, again);
   EXPECT_EQ(reply.code, Code::kOk);
   EXPECT_EQ(reply.trainer_incarnation, trainer.joined.trainer_incarnation);
-  EXPECT_FALSE(reply.was_member) << "the answer is that of the first";
   EXPECT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
   cluster.restart(0);  // Also across the log.
   EXPECT_EQ(cluster.ask(0, again).trainer_incarnation, trainer.joined.trainer_incarnation);
@@ -162,7 +161,6 @@ TEST(ServerTest, ALostTrainerIsWaitedForAndItsSuccessorGoesOn) {
   EXPECT_EQ(reply.text, "step 1 waits for trainer 1");
   auto waiting = cluster.send(0, first.pull({1}, 1));
   RawTrainer successor(cluster, job, 1, 3);
-  EXPECT_TRUE(successor.joined.was_member);
   ASSERT_EQ(cluster.ask(0, successor.push(1)).code, Code::kOk);
   EXPECT_EQ(code_of(cluster, waiting, first.pull({1}, 1)), Code::kOk);
   EXPECT_EQ(first.weight(1), 2);
@@ -258,6 +256,20 @@ TEST(ServerTest, TheServersOwnCountOfTheLeadIsTheBound) {
   ASSERT_EQ(cluster.ask(0, slow.push(1)).code, Code::kOk);
   EXPECT_EQ(code_of(cluster, waiting, fast.pull({1})), Code::kOk);
   EXPECT_EQ(status_of(cluster)["trainers"][0]["lead"], 1);
+}
+
+TEST(ServerTest, OneThatIsTooFarAheadIsToldWhoTheSlowestIs) {
+  Cluster cluster(1);
+  JobOptions job = ledger_job(3, 1, Mode::kAsync);
+  job.max_staleness = 1;
+  RawTrainer fast(cluster, job, 0);
+  RawTrainer other(cluster, job, 1);
+  for (uint64_t sequence = 1; sequence <= 2; ++sequence)
+    ASSERT_EQ(cluster.ask(0, fast.push(sequence)).code, Code::kOk);
+  ASSERT_EQ(cluster.ask(0, other.push(1)).code, Code::kOk);
+  EXPECT_EQ(cluster.ask(0, fast.pull({1})).text, "step 4 waits for trainer 2") << "it is to come";
+  RawTrainer slow(cluster, job, 2);
+  EXPECT_EQ(cluster.ask(0, fast.pull({1})).text, "step 4 waits for trainer 2") << "it is there";
 }
 
 TEST(ServerTest, ATrainerSeesItsOwnPushesInEveryPullAfterThem) {
@@ -395,6 +407,65 @@ TEST(ServerTest, MessagesThatDoNotFitTheJobAreRefusedByName) {
   reseal(bytes.span(), header);
   initial.message = std::make_shared<const Buffer>(std::move(bytes));
   EXPECT_EQ(cluster.ask(0, initial).text, "message: initial values of 1 blocks, server 0 has 0");
+}
+
+// Its answer would have room for more than the block's elements.
+TEST(ServerTest, ABlockThatIsAskedForWithAnotherWidthIsRefused) {
+  Cluster cluster(1);
+  JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  job.blocks = {{"net", 0, 4, 0}};
+  RawTrainer trainer(cluster, job, 0);
+  const SectionShape shape{
+      .kind = SectionKind::kBlock, .table = 0, .width = 2, .count = 4, .has_values = false};
+  Header header = trainer.header;
+  header.kind = MessageKind::kPull;
+  const Reply reply = cluster.ask(
+      0, {.call = Call::kPull,
+          .trainer = 0,
+          .message = std::make_shared<const Buffer>(MessageWriter({&shape, 1}).finish(header))});
+  EXPECT_EQ(reply.code, Code::kInvalid);
+  EXPECT_EQ(reply.text, "message: block 0 has width 1, got 2");
+}
+
+// A host's block that counts how often its weights are asked for, which costs a device's a copy.
+class CountingBlock final : public BlockStore {
+ public:
+  CountingBlock(std::unique_ptr<BlockStore> block, std::atomic<int>& asked)
+      : block_(std::move(block)), asked_(asked) {}
+  std::span<const float> weights() const override {
+    ++asked_;
+    return block_->weights();
+  }
+  std::span<const float> state() const override { return block_->state(); }
+  void set_weights(std::span<const float> weights) override { block_->set_weights(weights); }
+  void set_state(std::span<const float> state) override { block_->set_state(state); }
+  void update(int64_t step, std::span<const float> gradient) override {
+    block_->update(step, gradient);
+  }
+
+ private:
+  const std::unique_ptr<BlockStore> block_;
+  std::atomic<int>& asked_;
+};
+
+TEST(ServerTest, APushAsksForNoWeightsOfABlock) {
+  std::atomic<int> asked{0};
+  Cluster cluster(1, {.make_block = [&](const RuleOptions& rule, int64_t elements) {
+                    return std::make_unique<CountingBlock>(make_host_block(rule, elements), asked);
+                  }});
+  JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  job.blocks = {{"net", 0, 4, 0}};
+  const auto client = cluster.client(0, job);
+  const std::vector<float> zeros(4), gradient(4, -1);
+  const std::array<std::span<const float>, 1> initial{zeros};
+  client->initialise(initial);
+  asked = 0;
+  for (int step = 0; step < 3; ++step) client->push({}, {gradient});
+  client->flush();
+  EXPECT_EQ(asked, 0);
+  std::vector<float> weights(4);
+  client->pull({}, {weights}).wait();
+  EXPECT_EQ(weights, std::vector<float>(4, 3));
 }
 
 TEST(ServerTest, PredictionsMakeNoRow) {

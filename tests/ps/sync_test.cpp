@@ -293,5 +293,58 @@ TEST(SyncTest, OneThatComesBetweenTwoServersStepsTakesPartInTheSameOnesOnBoth) {
   for (const float weight : weights) EXPECT_EQ(weight, 3) << "of three gradients";
 }
 
+// So does one whose first process died on the way: between its joins (server 1 alone knows it), or
+// when it had joined everywhere and not abstained yet.
+TEST(SyncTest, OneThatDiedWhileItCameTakesPartInTheSameStepsOnBoth) {
+  for (const int joined : {1, 2}) {
+    Cluster cluster(2, {.trainer_timeout = std::chrono::seconds(60)});
+    const JobOptions job = ledger_job(1, 2, Mode::kSync);
+    std::array<std::vector<uint64_t>, 2> ids;  // By server.
+    for (uint64_t id = 0; id < 20; ++id) ids[server_of(id, 2)].push_back(id);
+    cluster.ask(1, {.call = Call::kJob, .trainer = 0, .text = job.to_json()});
+    // Step 1 is closed on server 0, and open on server 1.
+    ASSERT_EQ(cluster.ask(0, RawTrainer(cluster, job, 0).push(1, ids[0])).code, Code::kOk);
+    for (int server = 2 - joined; server < 2; ++server) {
+      const Reply reply = cluster.ask(
+          server, {.call = Call::kJoin, .trainer = 1, .job = job.fingerprint(), .nonce = 7});
+      ASSERT_EQ(reply.code, Code::kOk);
+      ASSERT_EQ(reply.steps, server == 0 ? 1U : 0U);
+    }
+    const auto second = cluster.client(1, job);
+    ASSERT_EQ(second->step(), 1U);
+
+    std::vector<uint64_t> all = ids[0];
+    all.insert(all.end(), ids[1].begin(), ids[1].end());
+    const std::vector<float> gradients(all.size() * 2, -1);
+    const PushRows pushed{0, all, gradients};
+    const auto first = cluster.client(0, job);
+    ASSERT_EQ(first->step(), 0U) << "it repeats the step that it had not pushed everywhere";
+    for (int step = 0; step < 2; ++step) first->push(std::span(&pushed, 1), {});
+    second->push(std::span(&pushed, 1), {});
+    std::vector<float> weights(gradients.size());
+    const PullRows asked{0, all, weights};
+    EXPECT_EQ(second->pull(std::span(&asked, 1), {}).wait(), 2U);
+    EXPECT_EQ(weights, std::vector<float>(weights.size(), 3)) << "of three gradients";
+  }
+}
+
+// It had pushed a step to server 0 alone, where it has come for good, and had abstained before on
+// server 1: what is open is repeated, no more and no less.
+TEST(SyncTest, OneThatCameLateAndDiesRepeatsWhatItHadNotPushedEverywhere) {
+  Cluster cluster(2, {.trainer_timeout = std::chrono::seconds(60)});
+  const JobOptions job = ledger_job(1, 2, Mode::kSync);
+  std::array<std::vector<uint64_t>, 2> ids;  // By server.
+  for (uint64_t id = 0; id < 20; ++id) ids[server_of(id, 2)].push_back(id);
+  cluster.ask(1, {.call = Call::kJob, .trainer = 0, .text = job.to_json()});
+  ASSERT_EQ(cluster.ask(0, RawTrainer(cluster, job, 0).push(1, ids[0])).code, Code::kOk);
+  {
+    const auto second = cluster.client(1, job);
+    ASSERT_EQ(second->step(), 1U);
+    second->flush();  // It has abstained from step 1 on server 1.
+  }
+  ASSERT_EQ(cluster.ask(0, RawTrainer(cluster, job, 1).push(2, ids[0])).code, Code::kOk);
+  EXPECT_EQ(cluster.client(1, job)->step(), 1U);
+}
+
 }  // namespace
 }  // namespace cohort::ps

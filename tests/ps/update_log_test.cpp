@@ -9,6 +9,8 @@
 #include <iterator>
 #include <string>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
 #include <vector>
 
 #include "cohort/base/error.h"
@@ -239,6 +241,30 @@ TEST(UpdateLogTest, OnAFullDiskItIsAsBeforeAndGoesOnLater) {
   EXPECT_EQ(records[2].payload, large);
 }
 
+// The folder cannot be opened, or synced, when the file is there already.
+TEST(UpdateLogTest, ASegmentThatCannotBeginLeavesNoFile) {
+  const ScratchFolder folder;
+  UpdateLog log(folder.path("log"), 1, [](const Record&) {});
+  append(log, "before");
+  const int lowest = ::dup(0);
+  ::close(lowest);
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  for (const rlim_t more : {0, 1}) {
+    const rlimit limit{static_cast<rlim_t>(lowest) + more, before.rlim_max};
+    ::setrlimit(RLIMIT_NOFILE, &limit);
+    const std::string text = message_of<ConfigError>([&] { log.begin_segment(); });
+    ::setrlimit(RLIMIT_NOFILE, &before);
+    EXPECT_NE(text.find("Too many open files"), std::string::npos) << text;
+    EXPECT_EQ(segments_in(folder.path("log")).size(), 1U);
+  }
+  append(log, "after");
+  EXPECT_EQ(records_of(folder.path("log")).size(), 2U);
+  log.begin_segment();
+  append(log, "later");
+  EXPECT_EQ(records_of(folder.path("log")).size(), 3U);
+}
+
 // Its length is 4 bytes: cut off, it would be a file that nobody can read.
 TEST(UpdateLogTest, ARecordOfFourGibibytesIsRefusedBeforeItIsWritten) {
   const ScratchFolder folder;
@@ -277,6 +303,10 @@ TEST(UpdateLogTest, AFileOfRecordsIsWholeOrRefused) {
         message_of<ConfigError>([&] { read_records(path, [](const Record&) {}); });
     ASSERT_EQ(text.find(path), 0U) << size << ": " << text;
   }
+  count = 0;  // What stands behind those that are wanted is not looked at.
+  read_records(
+      path, [&](const Record&) { ++count; }, 3);
+  EXPECT_EQ(count, 3U);
 }
 
 }  // namespace

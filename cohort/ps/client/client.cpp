@@ -135,10 +135,9 @@ void Client::join() {
     const std::string json = job_.to_json();
     for (auto& link : links_) link->call({.call = Call::kJob, .trainer = 0, .text = json});
   }
-  bool was_member = false;
   is_initialised_ = true;
   sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
-  uint64_t least = UINT64_MAX, most = 0;
+  uint64_t least = UINT64_MAX, joined_after = 0;
   for (size_t server = 0; server < links_.size(); ++server) {
     const Reply reply = links_[server]->join(fingerprint);
     TORCH_CHECK_VALUE(reply.server == static_cast<int>(server),
@@ -147,16 +146,14 @@ void Client::join() {
                       ": expected endpoints in the order of the servers' numbers");
     sequences_[server] = reply.last_sequence;
     least = std::min(least, reply.last_sequence);
-    most = std::max(most, reply.last_sequence);
-    was_member |= reply.was_member;
+    joined_after = std::max(joined_after, reply.joined_after);
     is_initialised_ &= reply.is_initialised;
   }
   if (job_.mode != Mode::kSync || options_.trainer == kNoTrainer) return;
   // One that comes back repeats the step that it had not pushed everywhere; where it had, the
-  // server knows. One that is new begins where no server has an open step without it, and abstains
-  // before.
-  step_ = was_member ? least : most;
-  if (was_member) return;
+  // server knows. Its own steps are those that no server had closed when it became a member there:
+  // it abstains from those before, which another server may still have open.
+  step_ = std::max(least, joined_after);
   for (size_t server = 0; server < links_.size(); ++server) {
     while (sequences_[server] < step_)
       links_[server]->push(MessageWriter({}), ++sequences_[server]);
@@ -321,7 +318,9 @@ void Client::save(const std::string& folder) {
                   .step = step_,
                   .nonce = draw_nonce(),
                   .text = folder};
-  for (auto& link : links_) link->call(request);
+  std::vector<Ticket> parts;
+  for (auto& link : links_) parts.push_back(link->begin(request));
+  for (Ticket& part : parts) part.wait();
   request.call = Call::kFinishSave;
   links_.front()->call(request);
 }

@@ -110,15 +110,15 @@ class GeoExchange final : public Exchange {
     Table& table = tables_[number];
     std::vector<uint64_t> missing;
     for (const uint64_t id : ids) {
-      if (table.rows.try_emplace(id).second) missing.push_back(id);
+      if (!table.rows.contains(id)) missing.push_back(id);
     }
     const auto width = static_cast<size_t>(client_.job().tables[number].width);
     std::vector<float> weights(missing.size() * width);
     const PullRows asked{number, missing, weights};
     if (!missing.empty()) client_.pull(std::span(&asked, 1), {}).wait();
     for (size_t i = 0; i < missing.size(); ++i) {
-      table.rows.at(missing[i])
-          .make(options_.table_rules[number], std::span(weights).subspan(i * width, width));
+      table.rows[missing[i]].make(options_.table_rules[number],
+                                  std::span(weights).subspan(i * width, width));
     }
   }
 

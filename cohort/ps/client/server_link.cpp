@@ -199,6 +199,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
 
   void start(const Operation& operation) {
     operation->timeout = options_.attempt_timeout;
+    operation->began = steady_clock::now();  // A push may have waited for its credit.
     {
       const std::lock_guard lock(mutex_);
       if (open_++ == 0) last_progress_ = steady_clock::now();
@@ -253,6 +254,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         if (reply.code != Code::kOk) reply.text = name() + ": " + reply.text;
         return finish(operation, std::move(reply));
       case Code::kNotYet:
+      case Code::kBusy:
         last_word_ = reply.text;
         if (now - operation->began > options_.trainer_timeout) {
           lock.unlock();
@@ -261,15 +263,14 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
                        " s: " + reply.text;
           return finish(operation, std::move(reply));
         }
-        operation->pause = milliseconds(0);
+        operation->pause = reply.code == Code::kBusy ? longer_pause(*operation) : milliseconds(0);
         break;
       case Code::kRestarted:
         if (!must_join_) must_join_ = joined_;
         break;
-      case Code::kBusy:
       case Code::kLost:
         last_word_ = reply.text;
-        operation->pause = std::clamp(2 * operation->pause, kFirstPause, kLongestPause);
+        operation->pause = longer_pause(*operation);
         break;
     }
     const bool was_last = late && operation->timeout >= options_.server_timeout;
@@ -287,6 +288,10 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     operation->retry_at = now + operation->pause;
     waiting_.push_back(operation);
     changed_.notify_all();
+  }
+
+  static milliseconds longer_pause(const Ticket::State& operation) {
+    return std::clamp(2 * operation.pause, kFirstPause, kLongestPause);
   }
 
   // Where a server had no room, the push that it can take next does not wait for its turn.
@@ -455,8 +460,12 @@ ServerLink::~ServerLink() {
   worker_->stop();
 }
 
+Ticket ServerLink::begin(Request request) {
+  return Ticket(worker_->begin(std::move(request)));
+}
+
 Reply ServerLink::call(Request request) {
-  return Ticket(worker_->begin(std::move(request))).wait();
+  return begin(std::move(request)).wait();
 }
 
 Reply ServerLink::join(uint64_t job) {

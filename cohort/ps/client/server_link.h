@@ -21,7 +21,8 @@ struct LinkOptions {
   /// A server that gave no answer for longer is lost; also one that lives, and let a sending wait
   /// for as long.
   std::chrono::milliseconds server_timeout{300'000};
-  std::chrono::milliseconds trainer_timeout{600'000};  ///< Longest wait for other trainers.
+  /// Longest wait for other trainers, or for room with a server: its queue's, or its disk's.
+  std::chrono::milliseconds trainer_timeout{600'000};
   std::chrono::milliseconds beat_period{1'000};
   int64_t max_in_flight_bytes = int64_t{64} << 20;  ///< Of pushes not acknowledged; more wait.
   std::chrono::milliseconds notice_period{10'000};  ///< Between two calls of `on_wait`.
@@ -60,7 +61,9 @@ class ServerLink {
   ServerLink(std::unique_ptr<Channel> channel, const LinkOptions& options);
   ~ServerLink();
 
-  /// A call beside pushes and pulls. Blocks. Errors: as Ticket::wait.
+  /// A call beside pushes and pulls.
+  Ticket begin(Request request);
+  /// The same, and its answer. Blocks. Errors: as Ticket::wait.
   Reply call(Request request);
 
   /// Joins, as a new process. Blocks, also until the job is set. Errors: as Ticket::wait.

@@ -68,7 +68,7 @@ Reply read_reply(const ControlReply& reply) {
           .last_sequence = reply.last_sequence(),
           .steps = reply.steps(),
           .is_initialised = reply.is_initialised(),
-          .was_member = reply.was_member(),
+          .joined_after = reply.joined_after(),
           .server = static_cast<int>(reply.server())};
 }
 

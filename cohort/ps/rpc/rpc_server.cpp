@@ -41,10 +41,6 @@ std::shared_ptr<grpc::ServerCredentials> credentials_of(const SecurityOptions& s
   return grpc::SslServerCredentials(options);
 }
 
-Call call_of(uint32_t number) {
-  return static_cast<Call>(std::min(number, static_cast<uint32_t>(Call::kStop)));
-}
-
 void write_reply(Reply reply, ByteBuffer& out) {
   static constexpr std::array<char, 8> kZeros{};
   const HotReply head{.code = static_cast<uint32_t>(reply.code),
@@ -100,7 +96,7 @@ struct RpcServer::Service : Base {
       reactor->Finish(stranger());
       return reactor;
     }
-    Request request{.call = call_of(asked->call()),
+    Request request{.call = static_cast<Call>(asked->call()),
                     .trainer = asked->trainer(),
                     .job = asked->job(),
                     .incarnation = asked->incarnation(),
@@ -115,7 +111,7 @@ struct RpcServer::Service : Base {
       answer->set_last_sequence(reply.last_sequence);
       answer->set_steps(reply.steps);
       answer->set_is_initialised(reply.is_initialised);
-      answer->set_was_member(reply.was_member);
+      answer->set_joined_after(reply.joined_after);
       answer->set_server(static_cast<uint32_t>(reply.server));
       reactor->Finish(grpc::Status::OK);
     });

@@ -138,11 +138,13 @@ void DurableState::set_job(const JobOptions& job) {
   if (!options_.load.empty()) load_checkpoint();
 }
 
-// Tells a folder whose log is gone from a new one.
-void DurableState::note_job() const {
+// Tells a folder whose log is gone from a new one: the log is to outlive a power cut before it.
+void DurableState::note_job() {
   if (options_.acknowledge == Acknowledge::kApplied || options_.folder.empty()) return;
   const fs::path path = job_path(options_.folder);
-  if (!fs::exists(path)) write_atomically(path.string(), state_.job()->to_json() + "\n");
+  if (fs::exists(path)) return;
+  update_log_->sync();
+  write_atomically(path.string(), state_.job()->to_json() + "\n");
 }
 
 void DurableState::load_checkpoint() {
@@ -216,6 +218,9 @@ void DurableState::recover() {
                           ++replayed;
                         });
   }
+  // What an earlier start had only logged is acknowledged when it comes again.
+  unsynced_ = replayed > 0;
+  sync();
   const fs::path job = job_path(options_.folder);
   if (!state_.job() && fs::exists(job))
     throw ConfigError(options_.folder + ": its log is gone: expected the job that " + job.string() +
@@ -244,8 +249,13 @@ uint32_t DurableState::now() {
   return last_time_;
 }
 
-void DurableState::change(RecordKind kind, std::span<const std::byte> payload) {
-  Record record{.number = last_number_ + 1, .kind = kind, .time = now(), .payload = payload};
+void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
+                          std::shared_ptr<const Buffer> message) {
+  Record record{.number = last_number_ + 1,
+                .kind = kind,
+                .time = now(),
+                .payload = payload,
+                .message = std::move(message)};
   kill_point("before the log");
   if (update_log_) {
     record.number = update_log_->append(kind, record.time, payload);
@@ -274,7 +284,11 @@ void DurableState::begin_task(const std::string& path, std::function<void(std::s
   try {
     begin_saving(state_, path);
     saving_ = std::make_unique<ForkedTask>([this, path] { finish_saving(state_, path); },
-                                           [clear, done](const std::string& reason) {
+                                           [clear, done, path](std::string reason) {
+                                             // What it replaces is removed next.
+                                             std::error_code ignored;
+                                             if (reason.empty() && !fs::exists(path, ignored))
+                                               reason = path + ": it was not written";
                                              if (!reason.empty()) clear();
                                              done(reason);
                                            });

@@ -37,7 +37,8 @@ class DurableState {
 
   /// Logs a record and applies it.
   /// Errors: c10::Error if it cannot be logged: nothing has changed.
-  void change(RecordKind kind, std::span<const std::byte> payload);
+  void change(RecordKind kind, std::span<const std::byte> payload,
+              std::shared_ptr<const Buffer> message = nullptr);
   /// Begins `job`: with the checkpoint that the options name, or from nothing.
   /// Errors: as change; ConfigError that names what is missing or damaged in the checkpoint.
   void set_job(const JobOptions& job);
@@ -57,7 +58,7 @@ class DurableState {
   void lock();
   void check_kind() const;
   void check_owner() const;
-  void note_job() const;
+  void note_job();
   void recover();
   void load_checkpoint();
   void begin_snapshot();

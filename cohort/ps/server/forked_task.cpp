@@ -70,11 +70,15 @@ bool ForkedTask::poll() {
   if (ended == 0) return false;
   child_ = -1;
   std::string reason;
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+  if (ended < 0) {
+    reason = "its end could not be learnt: " + system_reason(errno);
+  } else if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+    reason = "its process was killed";
+  }
+  if (!reason.empty()) {
     std::array<char, 4096> text{};
     const ssize_t bytes = ::read(words_.get(), text.data(), text.size());
-    reason =
-        bytes > 0 ? std::string(text.data(), static_cast<size_t>(bytes)) : "its process was killed";
+    if (bytes > 0) reason.assign(text.data(), static_cast<size_t>(bytes));
   }
   done_(reason);
   return true;

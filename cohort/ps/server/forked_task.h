@@ -15,7 +15,8 @@ namespace cohort::ps {
 /// Threads: made and polled by one thread, which must live as long as the child.
 class ForkedTask {
  public:
-  /// Forks. `done` gets "" or what `work` threw, from `poll`.
+  /// Forks. `done` gets "", or what `work` threw or else befell the child, from `poll`. A process
+  /// that ignores SIGCHLD never learns that a child ended well.
   /// Errors: c10::Error with the system's reason if there is no child.
   ForkedTask(const std::function<void()>& work, std::function<void(std::string)> done);
   /// Kills the child if it is not done.

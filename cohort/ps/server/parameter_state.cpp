@@ -18,11 +18,12 @@ namespace {
 
 constexpr int64_t kMostReplyBytes = std::numeric_limits<int32_t>::max();  // What gRPC carries.
 
-// A message of a record lies in the log's memory: what must outlive it is copied.
-Buffer copy_of(std::span<const std::byte> bytes) {
-  Buffer buffer(bytes.size());
-  std::memcpy(buffer.data(), bytes.data(), bytes.size());
-  return buffer;
+// What a record's payload lies in; a record that was read lies in the log's memory: copied.
+std::shared_ptr<const Buffer> message_of(const Record& record) {
+  if (record.message) return record.message;
+  Buffer copy(record.payload.size());
+  std::memcpy(copy.data(), record.payload.data(), copy.size());
+  return std::make_shared<const Buffer>(std::move(copy));
 }
 
 template <class Payload>
@@ -32,6 +33,10 @@ Payload payload_of(const Record& record) {
   Payload payload;
   std::memcpy(&payload, record.payload.data(), sizeof(payload));
   return payload;
+}
+
+uint64_t elements_of(const BlockOptions& block) {
+  return static_cast<uint64_t>(block.end - block.begin);
 }
 
 // What RocksDB may hold for a table that spills, beside the table's cap. Less than half of the cap
@@ -58,8 +63,11 @@ std::vector<uint32_t> ParameterState::missing_trainers() const {
   for (uint32_t id = 0; id < static_cast<uint32_t>(job_->trainers); ++id) {
     if (!trainer(id)) missing.push_back(id);
   }
+  const bool is_sync = job_->mode == Mode::kSync;
+  const uint64_t slowest = slowest_clock();
   for (const auto& [id, state] : trainers_) {
-    if (state.is_member && state.last_sequence <= steps_) missing.push_back(id);
+    const bool is_late = is_sync ? state.last_sequence <= steps_ : state.clock == slowest;
+    if (state.is_member && is_late) missing.push_back(id);
   }
   return missing;
 }
@@ -107,12 +115,13 @@ void ParameterState::check(const Message& message) const {
                       "message: expected its sections in the order of tables, each once");
     before = &section;
     if (section.kind == SectionKind::kBlock) {
-      const auto block = blocks_.find(section.table);
-      TORCH_CHECK_VALUE(block != blocks_.end(), "message: server ", server_, " has no block ",
-                        section.table);
-      TORCH_CHECK_VALUE(!push || section.values.size() == block->second->weights().size(),
-                        "message: block ", section.table, " has ", block->second->weights().size(),
-                        " elements, got ", section.values.size());
+      TORCH_CHECK_VALUE(blocks_.contains(section.table), "message: server ", server_,
+                        " has no block ", section.table);
+      TORCH_CHECK_VALUE(section.width == 1, "message: block ", section.table, " has width 1, got ",
+                        section.width);
+      const uint64_t elements = elements_of(job_->blocks[section.table]);
+      TORCH_CHECK_VALUE(!push || section.values.size() == elements, "message: block ",
+                        section.table, " has ", elements, " elements, got ", section.values.size());
       continue;
     }
     TORCH_CHECK_VALUE(section.table < tables_.size(), "message: the job has ", tables_.size(),
@@ -211,9 +220,9 @@ void ParameterState::join(const JoinRecord& record) {
   TrainerState& trainer = found->second;
   trainer.incarnation = record.incarnation;
   trainer.nonce = record.nonce;
-  trainer.came_back = !is_new && trainer.is_member;
   if (is_new || !trainer.is_member) {
     trainer.is_member = true;
+    trainer.joined_after = steps_;
     trainer.clock = slowest;
     // Steps that are closed are none of its own.
     if (job_ && job_->mode == Mode::kSync)
@@ -238,7 +247,7 @@ void ParameterState::accept_push(const Record& record) {
     }
     return;
   }
-  pending_[message.header.sequence].emplace(message.header.trainer, copy_of(record.payload));
+  pending_[message.header.sequence].emplace(message.header.trainer, message_of(record));
   pending_bytes_ += static_cast<int64_t>(record.payload.size());
   close_steps(record.time);
 }
@@ -263,7 +272,7 @@ void ParameterState::close_steps(uint32_t time) {
     const auto open = pending_.extract(pending_.begin());
     apply_step(open.mapped(), time);
     for (const auto& [trainer, push] : open.mapped()) {
-      pending_bytes_ -= static_cast<int64_t>(push.size());
+      pending_bytes_ -= static_cast<int64_t>(push->size());
     }
   }
 }
@@ -272,7 +281,7 @@ void ParameterState::apply_step(const Pushes& pushes, uint32_t time) {
   // std::map walks them in the order of trainers: the order of summation.
   std::vector<Message> messages;
   for (const auto& [trainer, push] : pushes) {
-    messages.push_back(parse_message(push.span(), Checksums::kIgnored));
+    messages.push_back(parse_message(push->span(), Checksums::kIgnored));
   }
   const int64_t step = schedule_step();
   // A push without sections abstains: its trainer came when the step was open here, but closed on
@@ -286,29 +295,27 @@ void ParameterState::apply_step(const Pushes& pushes, uint32_t time) {
       parts[{section.kind, section.table}].push_back(&section);
     }
   }
-  RowMerger rows;
-  std::vector<float> sum;
   for (const auto& [part, sections] : parts) {
     if (part.first == SectionKind::kBlock) {
       const auto& first = sections.front()->values;
-      sum.assign(first.begin(), first.end());
+      sum_.assign(first.begin(), first.end());
       for (size_t i = 1; i < sections.size(); ++i) {
         const float* values = sections[i]->values.data();
-        for (size_t j = 0; j < sum.size(); ++j) sum[j] += values[j];
+        for (size_t j = 0; j < sum_.size(); ++j) sum_[j] += values[j];
       }
       if (divisor != 1) {
-        for (float& value : sum) value /= divisor;
+        for (float& value : sum_) value /= divisor;
       }
-      blocks_.at(part.second)->update(step, sum);
+      blocks_.at(part.second)->update(step, sum_);
       continue;
     }
     RowTable& table = *tables_[part.second];
     size_t most = 0;
     for (const Section* section : sections) most += section->ids.size();
-    rows.begin(table.options().width, most);
-    for (const Section* section : sections) rows.add(section->ids, section->values);
-    if (divisor != 1) rows.divide(divisor);
-    table.push(rows.ids(), rows.gradients(), step, time);
+    merged_rows_.begin(table.options().width, most);
+    for (const Section* section : sections) merged_rows_.add(section->ids, section->values);
+    if (divisor != 1) merged_rows_.divide(divisor);
+    table.push(merged_rows_.ids(), merged_rows_.gradients(), step, time);
   }
 }
 
@@ -322,7 +329,7 @@ Buffer ParameterState::pull(const Message& request) const {
         {.kind = section.kind,
          .table = section.table,
          .width = section.width,
-         .count = is_block ? blocks_.at(section.table)->weights().size() : section.ids.size(),
+         .count = is_block ? elements_of(job_->blocks[section.table]) : section.ids.size(),
          .has_ids = false});
     bytes += static_cast<int64_t>(shapes.back().count * section.width * sizeof(float));
   }

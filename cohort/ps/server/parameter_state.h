@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cohort/ps/job.h"
+#include "cohort/ps/row_merger.h"
 #include "cohort/ps/server/block_store.h"
 #include "cohort/ps/server/update_log.h"
 #include "cohort/ps/table/row_table.h"
@@ -37,7 +38,7 @@ struct TrainerState {
   uint64_t clock = 0;          ///< Its pushes, from where the slowest stood when it came.
   bool is_member = true;       ///< Steps wait for it.
   uint64_t nonce = 0;          ///< Of its process's request to join.
-  bool came_back = false;      ///< It was a member when its process joined.
+  uint64_t joined_after = 0;   ///< steps() when it became a member.
 };
 
 /// Tables and blocks of one server, who trains them, and the open steps.
@@ -59,7 +60,7 @@ class ParameterState {
   uint64_t steps() const { return steps_; }
   const std::map<uint32_t, TrainerState>& trainers() const { return trainers_; }
   const TrainerState* trainer(uint32_t id) const;
-  /// Members whose push the open step waits for; kSync.
+  /// Those that never came, and members whose push the open step waits for; kAsync: the slowest.
   std::vector<uint32_t> missing_trainers() const;
   /// By how many pushes `trainer` is ahead of the slowest member; 0 if it is none.
   uint64_t lead_of(uint32_t trainer) const;
@@ -105,7 +106,7 @@ class ParameterState {
   const std::vector<std::unique_ptr<RowTable>>& tables() const { return tables_; }
 
  private:
-  using Pushes = std::map<uint32_t, Buffer>;  // By trainer.
+  using Pushes = std::map<uint32_t, std::shared_ptr<const Buffer>>;  // By trainer.
 
   void set_job(const std::string& json);
   std::string cold_path(size_t table) const;
@@ -131,6 +132,9 @@ class ParameterState {
   std::map<uint32_t, std::unique_ptr<BlockStore>> blocks_;  // This server's, by number in the job.
   std::vector<std::unique_ptr<RowTable>> tables_;
   std::map<uint64_t, Pushes> pending_;  // By step: pushes of steps that are not closed.
+  // What a step is summed in: kept for its memory alone.
+  std::vector<float> sum_;
+  RowMerger merged_rows_;
   int64_t pending_bytes_ = 0;
 };
 

@@ -74,7 +74,7 @@ RequestHandler::~RequestHandler() {
 void RequestHandler::close() {
   for (Pending& pending : waiting_) pending.done(reply(Code::kLost, "the server ends"));
   for (auto& [place, pending] : ahead_) pending.done(reply(Code::kLost, "the server ends"));
-  for (Done& done : unsynced_) done(reply(Code::kLost, "the server ends"));
+  for (Unsynced& answer : unsynced_) answer.done(reply(Code::kLost, "the server ends"));
   waiting_.clear();
   ahead_.clear();
   unsynced_.clear();
@@ -128,6 +128,8 @@ void RequestHandler::answer(Pending& pending) {
         stopped_ = true;
         return pending.done(reply(Code::kOk));
     }
+    // Of a newer client.
+    TORCH_CHECK_VALUE(false, "unknown call ", static_cast<uint32_t>(call));
   } catch (const std::exception& error) {
     const std::string reason = one_line(error);
     if (durable_.is_broken()) {
@@ -136,6 +138,10 @@ void RequestHandler::answer(Pending& pending) {
     }
     const bool is_own = dynamic_cast<const c10::Error*>(&error) != nullptr;
     if (is_own && dynamic_cast<const c10::ValueError*>(&error) == nullptr) {
+      if (call == Call::kSave || call == Call::kFinishSave) {
+        log_.error("cannot save", {{"reason", reason}});
+        return pending.done(reply(Code::kFailed, reason));
+      }
       // The log cannot be written: nothing changed, and there may be room again.
       log_.error("cannot log", {{"reason", reason}});
       return pending.done(reply(Code::kBusy, reason));
@@ -193,16 +199,16 @@ void RequestHandler::push(Pending& pending) {
   }
   if (header.sequence <= last) {
     ++counts_.duplicates;
-    return unsynced_.push_back(std::move(pending.done));
+    return unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
   }
   // The open step's pushes always have room, so that it can close.
   const bool is_early = state.job()->mode == Mode::kSync && header.sequence > state.steps() + 1;
   if (is_early && state.pending_bytes() + bytes_of_message(pending) > options_.max_queue_bytes)
     return pending.done(reply(Code::kBusy, waiting_for()));
-  durable_.change(RecordKind::kPush, pending.request.message->span());
+  durable_.change(RecordKind::kPush, pending.request.message->span(), pending.request.message);
   ++counts_.pushes;
   counts_.rows_pushed += rows_in(pending.message);
-  unsynced_.push_back(std::move(pending.done));
+  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
 }
 
 void RequestHandler::take_overtaken(uint32_t trainer) {
@@ -235,7 +241,7 @@ void RequestHandler::initial(Pending& pending) {
   // Again after a lost answer, or from a trainer 0 that was started again: the first counts.
   if (!durable_.state().is_initialised())
     durable_.change(RecordKind::kInitial, pending.request.message->span());
-  unsynced_.push_back(std::move(pending.done));
+  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
 }
 
 void RequestHandler::pull(Pending& pending) {
@@ -324,12 +330,12 @@ void RequestHandler::join(Pending& pending) {
           reply(Code::kReplaced, "trainer " + std::to_string(request.trainer) +
                                      ": it was given up, or another process has its number"));
     }
-    answer.was_member = trainer->came_back;
+    answer.joined_after = trainer->joined_after;
     answer.trainer_incarnation = trainer->incarnation;
     answer.last_sequence = trainer->last_sequence;
     answer.steps = state.steps();
   }
-  pending.done(std::move(answer));
+  unsynced_.push_back({std::move(pending.done), std::move(answer)});
 }
 
 void RequestHandler::beat(Pending& pending) {
@@ -348,7 +354,7 @@ void RequestHandler::leave(Pending& pending) {
     heard_.erase(pending.request.trainer);
     log_.info("trainer left", {{"trainer", pending.request.trainer}});
   }
-  unsynced_.push_back(std::move(pending.done));
+  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
 }
 
 void RequestHandler::save(Pending& pending) {
@@ -364,9 +370,14 @@ void RequestHandler::save(Pending& pending) {
   }
   // A message that comes late must not replace a part of what loads by a newer state.
   if (is_finished(pending.request.text, nonce)) return pending.done(reply(Code::kOk));
-  if (durable_.is_saving() ||
-      (state.job()->mode == Mode::kSync && state.steps() < pending.request.step))
-    return wait(pending);
+  const uint64_t step = pending.request.step;
+  const bool is_sync = state.job()->mode == Mode::kSync;
+  // Steps go on without a trainer that was given up.
+  if (is_sync && state.steps() > step)
+    return pending.done(reply(Code::kFailed, "save: expected the state after step " +
+                                                 std::to_string(step) + ", it is that after step " +
+                                                 std::to_string(state.steps())));
+  if (durable_.is_saving() || (is_sync && state.steps() < step)) return wait(pending);
   durable_.begin_save(pending.request.text, nonce,
                       [this](const std::string& reason) { saving_.outcome = reason; });
   saving_ = {.nonce = nonce};
@@ -387,7 +398,7 @@ std::string RequestHandler::waiting_for() const {
 void RequestHandler::finish_batch(Time now) {
   durable_.sync();
   kill_point("before the answer");
-  for (Done& done : unsynced_) done(reply(Code::kOk));
+  for (Unsynced& answer : unsynced_) answer.done(std::move(answer.reply));
   unsynced_.clear();
   // Each once: those that must wait on go to the end.
   for (size_t left = waiting_.size(); left > 0; --left) {

@@ -76,9 +76,14 @@ class RequestHandler {
   std::list<Pending> waiting_;      // Pulls and checkpoints that cannot be answered yet.
   // Pushes that overtook an earlier one of their trainer: by trainer and sequence.
   std::multimap<std::pair<uint32_t, uint64_t>, Pending> ahead_;
-  int64_t kept_bytes_ = 0;    // Of messages in the two.
-  std::list<Done> unsynced_;  // Applied; acknowledged after the next sync.
-  std::string failure_;       // Why the job cannot go on.
+  int64_t kept_bytes_ = 0;  // Of messages in the two.
+  // Applied; answered after the next sync.
+  struct Unsynced {
+    Done done;
+    Reply reply;
+  };
+  std::list<Unsynced> unsynced_;
+  std::string failure_;  // Why the job cannot go on.
   Time last_eviction_;
   Time last_tick_;
   bool stopped_ = false;

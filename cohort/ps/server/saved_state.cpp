@@ -103,6 +103,33 @@ std::string text_of(const Record& record) {
   return {reinterpret_cast<const char*>(record.payload.data()), record.payload.size()};
 }
 
+// The step that a saved state of a sync job is after.
+std::optional<uint64_t> sync_step_of(const std::string& folder) {
+  std::optional<uint64_t> step;
+  bool is_sync = false;
+  const auto look = [&](const Record& record) {
+    if (record.kind == RecordKind::kJob)
+      is_sync = JobOptions::parse(text_of(record)).mode == Mode::kSync;
+    if (record.kind == kProgress && is_sync) step = json::parse(text_of(record)).at("steps");
+  };
+  read_records(records_path(folder), look, 2);
+  return step;
+}
+
+// Refuses a save whose parts are not all there, or not of one step.
+void check_steps(const std::string& save) {
+  const auto folders = parts_of(save);
+  const auto first = sync_step_of(folders.front());
+  for (const std::string& folder : folders) {
+    const auto step = sync_step_of(folder);
+    if (step != first)
+      throw ConfigError(save + ": " + fs::path(folders.front()).filename().string() +
+                        " is the state after step " + std::to_string(first.value_or(0)) + ", " +
+                        fs::path(folder).filename().string() + " that after step " +
+                        std::to_string(step.value_or(0)));
+  }
+}
+
 // A block as it lies in a record.
 struct StoredBlock {
   uint32_t number = 0;
@@ -153,7 +180,7 @@ bool is_finished(const std::string& folder, uint64_t nonce) {
 void finish_checkpoint(const std::string& folder, uint64_t nonce) {
   if (is_finished(folder, nonce)) return;
   const std::string name = save_name(nonce);
-  parts_of((fs::path(folder) / name).string());
+  check_steps((fs::path(folder) / name).string());
   write_atomically(name_path(folder), name + "\n");
   std::vector<fs::path> others;
   for (const auto& entry : fs::directory_iterator(folder)) {
@@ -217,7 +244,7 @@ void ParameterState::save(const std::string& folder) const {
                                     {"clock", trainer.clock},
                                     {"is_member", trainer.is_member},
                                     {"nonce", trainer.nonce},
-                                    {"came_back", trainer.came_back}});
+                                    {"joined_after", trainer.joined_after}});
   }
   add(kProgress, bytes_of(progress.dump()));
   for (const auto& [number, block] : blocks_) {
@@ -231,7 +258,7 @@ void ParameterState::save(const std::string& folder) const {
   }
   for (const auto& [step, pushes] : pending_) {
     for (const auto& [trainer, push] : pushes)
-      add(RecordKind::kPush, {push.span().begin(), push.span().end()});
+      add(RecordKind::kPush, {push->span().begin(), push->span().end()});
   }
   for (size_t i = 0; i < records.size(); ++i) records[i].payload = payloads[i];
   for (size_t number = 0; number < tables_.size(); ++number) {
@@ -242,26 +269,27 @@ void ParameterState::save(const std::string& folder) const {
 
 void ParameterState::load(const std::string& folder) {
   const std::string path = records_path(folder);
-  for (size_t number = 0; fs::exists(table_path(folder, number)); ++number) {
-    const fs::path cold = saved_cold_path(folder, number);
-    if (!fs::exists(cold)) continue;
-    make_folder(cold_folder_);
-    ColdStore::restore(cold.string(), cold_path(number));
-  }
   read_records(path, [&](const Record& record) {
     if (record.kind == RecordKind::kJob) {
+      const auto stored = JobOptions::parse(text_of(record)).tables;
+      for (size_t number = 0; number < stored.size(); ++number) {
+        if (stored[number].at_cap != AtCap::kSpill) continue;
+        make_folder(cold_folder_);
+        ColdStore::restore(saved_cold_path(folder, number).string(), cold_path(number));
+      }
       set_job(text_of(record));
     } else if (record.kind == kProgress) {
       const json progress = json::parse(text_of(record));
       steps_ = progress.at("steps");
       is_initialised_ = progress.at("is_initialised");
       for (const json& trainer : progress.at("trainers")) {
-        trainers_[trainer.at("trainer")] = {.incarnation = trainer.at("incarnation"),
-                                            .last_sequence = trainer.at("last_sequence"),
-                                            .clock = trainer.at("clock"),
-                                            .is_member = trainer.at("is_member"),
-                                            .nonce = trainer.at("nonce"),
-                                            .came_back = trainer.at("came_back")};
+        trainers_[trainer.at("trainer")] = {
+            .incarnation = trainer.at("incarnation"),
+            .last_sequence = trainer.at("last_sequence"),
+            .clock = trainer.at("clock"),
+            .is_member = trainer.at("is_member"),
+            .nonce = trainer.at("nonce"),
+            .joined_after = trainer.value("joined_after", uint64_t{0})};
       }
     } else if (record.kind == kBlock) {
       const StoredBlock stored = block_of(path, record);
@@ -273,7 +301,8 @@ void ParameterState::load(const std::string& folder) {
       Buffer copy(record.payload.size());
       std::memcpy(copy.data(), record.payload.data(), copy.size());
       pending_bytes_ += static_cast<int64_t>(copy.size());
-      pending_[message.header.sequence].emplace(message.header.trainer, std::move(copy));
+      pending_[message.header.sequence].emplace(message.header.trainer,
+                                                std::make_shared<const Buffer>(std::move(copy)));
     }
   });
   for (size_t number = 0; number < tables_.size(); ++number) {
@@ -352,11 +381,10 @@ void ParameterState::load_tables(const std::string& folder, const JobOptions& st
     if (found == tables_.end()) throw ConfigError(folder + ": the job has no table '" + name + "'");
     RowTable& table = **found;
     load_table_file(table_path(folder, stored), table, is_own);
-    const fs::path cold = saved_cold_path(folder, stored);
-    if (!fs::exists(cold)) continue;
+    if (stored_job.tables[stored].at_cap != AtCap::kSpill) continue;
     const std::string copy = (fs::path(cold_folder_) / "loading").string();
     make_folder(cold_folder_);
-    ColdStore::restore(cold.string(), copy);
+    ColdStore::restore(saved_cold_path(folder, stored).string(), copy);
     const TableOptions& options = table.options();
     ColdStore(copy, {.width = options.width,
                      .state_width = state_width(options.rule.rule, options.width)})

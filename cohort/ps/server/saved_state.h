@@ -25,7 +25,8 @@ std::string part_folder(const std::string& folder, uint64_t nonce, int server, i
 bool is_finished(const std::string& folder, uint64_t nonce);
 
 /// Names save `nonce` as what `folder` holds, and removes the saves before it. Again: nothing.
-/// Errors: ConfigError that names the part that is not there, or what cannot be removed.
+/// Errors: ConfigError that names the part that is not there, those of a sync job that are not of
+/// one step, or what cannot be removed.
 void finish_checkpoint(const std::string& folder, uint64_t nonce);
 
 /// The folders of a checkpoint's parts, in the order of servers.

@@ -35,8 +35,7 @@ class Server::Owner {
   ~Owner() { stop(); }
 
   void submit(Pending pending) {
-    const auto& message = pending.request.message;
-    const int64_t bytes = message ? static_cast<int64_t>(message->size()) : 0;
+    const int64_t bytes = bytes_of(pending);
     {
       const std::lock_guard lock(mutex_);
       const bool full = bytes > 0 && queued_bytes_ > 0 && queued_bytes_ + bytes > max_queue_bytes_;
@@ -65,6 +64,11 @@ class Server::Owner {
   }
 
  private:
+  static int64_t bytes_of(const Pending& pending) {
+    const auto& message = pending.request.message;
+    return message ? static_cast<int64_t>(message->size()) : 0;
+  }
+
   bool is_stopping() {
     const std::lock_guard lock(mutex_);
     return stopping_;
@@ -76,7 +80,6 @@ class Server::Owner {
     std::unique_lock lock(mutex_);
     wake_.wait_until(lock, until, [this] { return stopping_ || !queue_.empty(); });
     batch.swap(queue_);
-    queued_bytes_ = 0;
     return batch;
   }
 
@@ -88,7 +91,12 @@ class Server::Owner {
       auto next_tick = steady_clock::now() + kTick;
       while (!handler_.is_stopped() && !is_stopping()) {
         batch = take(next_tick);
-        for (handled = 0; handled < batch.size();) handler_.handle(std::move(batch[handled++]));
+        for (handled = 0; handled < batch.size();) {
+          Pending& next = batch[handled++];
+          const int64_t bytes = bytes_of(next);
+          handler_.handle(std::move(next));
+          queued_bytes_ -= bytes;
+        }
         const auto now = steady_clock::now();
         handler_.finish_batch(now);
         if (now < next_tick) continue;
@@ -119,7 +127,7 @@ class Server::Owner {
   std::mutex mutex_;
   std::condition_variable wake_, ended_;
   std::vector<Pending> queue_;
-  int64_t queued_bytes_ = 0;
+  std::atomic<int64_t> queued_bytes_ = 0;  // Of messages that are not handled, taken or not.
   bool stopping_ = false;
   bool has_ended_ = false;
   std::exception_ptr error_;

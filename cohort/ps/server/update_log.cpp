@@ -132,16 +132,16 @@ struct ReadResult {
   bool finished = true;
 };
 
-// Visits the whole records of `bytes`. An unfinished record at the end is one whose header says
-// more than there is, whose header itself is cut off, or zeros (pages that a power cut left
-// unwritten).
+// Visits the whole records of `bytes`, the first `most` of them. An unfinished record at the end is
+// one whose header says more than there is, whose header itself is cut off, or zeros (pages that a
+// power cut left unwritten).
 ReadResult visit_records(const std::string& path, std::span<const std::byte> bytes,
-                         const std::function<void(const Record&)>& visit) {
+                         const std::function<void(const Record&)>& visit, size_t most = SIZE_MAX) {
   size_t position = 0;
   const auto damaged = [&](const std::string& what) {
     throw ConfigError(path + ": damaged at byte " + std::to_string(position) + ": " + what);
   };
-  while (position < bytes.size()) {
+  for (; position < bytes.size() && most > 0; --most) {
     const auto rest = bytes.subspan(position);
     RecordHeader header;
     if (rest.size() < sizeof(header) || all_zero(rest)) return {position, false};
@@ -239,6 +239,7 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
       // A snapshot may be newer than what a power cut left of the log: nothing may follow the gap
       // in its file.
       if (expected < from) file_ = {};
+      write_behind_.begin(path_, segment_bytes_);
     }
   }
   if (!file_) open_segment();
@@ -246,14 +247,20 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
 
 void UpdateLog::open_segment() {
   std::string path = (fs::path(folder_) / segment_name(next_number_)).string();
+  const Fd folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!folder) throw ConfigError(folder_ + ": cannot sync: " + system_reason(errno));
   Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
   if (!file) throw ConfigError(path + ": expected a writable file: " + system_reason(errno));
-  const Fd folder(::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!folder || ::fsync(folder.get()) != 0)
-    throw ConfigError(folder_ + ": cannot sync: " + system_reason(errno));
+  if (::fsync(folder.get()) != 0) {
+    const int error = errno;
+    // The one before it goes on: an empty one behind it would be a gap in the log.
+    ::unlink(path.c_str());
+    throw ConfigError(folder_ + ": cannot sync: " + system_reason(error));
+  }
   path_ = std::move(path);
   file_ = std::move(file);
   segment_bytes_ = 0;
+  write_behind_.begin(path_, 0);
 }
 
 bool UpdateLog::cut_off() {
@@ -271,6 +278,7 @@ uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::
   if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
   segment_bytes_ += bytes_of(record);
   total_bytes_ += bytes_of(record);
+  write_behind_.grown_to(segment_bytes_);
   return next_number_++;
 }
 
@@ -310,13 +318,18 @@ void write_records(const std::string& path, std::span<const Record> records) {
   });
 }
 
-void read_records(const std::string& path, const std::function<void(const Record&)>& visit) {
+void read_records(const std::string& path, const std::function<void(const Record&)>& visit,
+                  size_t most) {
   const Mapping mapping(path);
+  size_t visited = 0;
   bool ended = false;
-  const auto result = visit_records(path, mapping.bytes(), [&](const Record& record) {
-    ended = record.kind == kEnd;
-    if (!ended) visit(record);
-  });
+  const auto result = visit_records(
+      path, mapping.bytes(),
+      [&](const Record& record) {
+        ended = record.kind == kEnd || ++visited == most;
+        if (record.kind != kEnd) visit(record);
+      },
+      most);
   if (!result.finished || !ended) {
     throw ConfigError(path + ": damaged at byte " + std::to_string(result.whole_bytes) +
                       ": it is cut off");

@@ -10,10 +10,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 
 #include "cohort/base/fd.h"
+#include "cohort/ps/server/write_behind.h"
+#include "cohort/ps/wire/message.h"
 
 namespace cohort::ps {
 
@@ -31,6 +34,8 @@ struct Record {
   RecordKind kind = RecordKind::kPush;
   uint32_t time = 0;                     ///< Seconds since 1970, never less than the one before.
   std::span<const std::byte> payload{};  ///< Aligned to 8.
+  /// What the payload lies in, where others may hold it for longer than the record is there.
+  std::shared_ptr<const Buffer> message{};
 };
 
 /// The file of records at its end. Threads: one.
@@ -64,6 +69,7 @@ class UpdateLog {
   std::string folder_;
   std::string path_;
   Fd file_;
+  WriteBehind write_behind_;
   uint64_t next_number_ = 1;
   int64_t segment_bytes_ = 0;
   int64_t total_bytes_ = 0;
@@ -73,7 +79,9 @@ class UpdateLog {
 /// Writes `records` to a file of the same form. Errors: c10::ValueError that names the file and a
 /// record of 4 GiB or more, before anything is written; as write_atomically.
 void write_records(const std::string& path, std::span<const Record> records);
-/// Reads one. Errors: ConfigError that names file and offset: damage, or that its end is missing.
-void read_records(const std::string& path, const std::function<void(const Record&)>& visit);
+/// Reads one, or no more of it than its first `most` records. Errors: ConfigError that names file
+/// and offset: damage, or that its end is missing.
+void read_records(const std::string& path, const std::function<void(const Record&)>& visit,
+                  size_t most = SIZE_MAX);
 
 }  // namespace cohort::ps

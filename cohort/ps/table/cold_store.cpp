@@ -49,7 +49,6 @@ rocksdb::Options options_of(int64_t memory_bytes) {
   blocks.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
   blocks.block_cache = rocksdb::NewLRUCache(static_cast<size_t>(memory_bytes / 2));
   rocksdb::Options options;
-  options.create_if_missing = true;
   options.table_factory.reset(rocksdb::NewBlockBasedTableFactory(blocks));
   options.compression = rocksdb::kNoCompression;  // Weights look like noise.
   options.write_buffer_size = static_cast<size_t>(memory_bytes / 6);
@@ -113,13 +112,18 @@ ColdStore::ColdStore(const std::string& folder, const Options& options)
   static_assert(std::endian::native == std::endian::little, "values hold little-endian numbers");
   Database& database = *database_;
   database.folder = folder;
+  rocksdb::Options its_options = options_of(options.memory_bytes);
+  its_options.create_if_missing = !fs::exists(folder);
   make_folder(folder);
   rocksdb::DB* db = nullptr;
-  database.check(rocksdb::DB::Open(options_of(options.memory_bytes), folder, &db), "opening");
+  database.check(rocksdb::DB::Open(its_options, folder, &db), "opening");
   database.db.reset(db);
   std::string text;
   const auto status = db->Get({}, kFacts, &text);
   if (status.IsNotFound()) {
+    if (!its_options.create_if_missing)
+      throw ConfigError("cold store " + folder +
+                        ": expected a checkpoint, it does not say how many rows it has");
     database.facts = {0, options.width, options.state_width};
     return;
   }

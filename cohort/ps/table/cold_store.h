@@ -26,7 +26,8 @@ class ColdStore {
     int64_t memory_bytes = int64_t{256} << 20;  ///< Rows not yet written, and blocks read before.
   };
 
-  /// Opens `folder`, made if it is not there. Errors: ConfigError if its rows have another width.
+  /// Begins an empty store in `folder`, which is not there, or opens a copy of a checkpoint.
+  /// Errors: ConfigError if its rows have another width, or if it is no such copy.
   ColdStore(const std::string& folder, const Options& options);
   ~ColdStore();
   ColdStore(ColdStore&&) noexcept;

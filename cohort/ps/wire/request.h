@@ -13,17 +13,20 @@ namespace cohort::ps {
 /// The trainer number of those that only look: predictions, status.
 inline constexpr uint32_t kNoTrainer = 0xffffffff;
 
-enum class Call {
-  kPush,   ///< `message`: gradients, or initial values (kInitialValues).
-  kPull,   ///< `message`: which rows and blocks.
-  kJob,    ///< `text`: JSON of JobOptions. Once; the same again is fine.
-  kJoin,   ///< Trainer `trainer` comes, or comes back as `incarnation` after a server's restart.
-  kBeat,   ///< It lives.
-  kLeave,  ///< It has no more data.
-  kSave,  ///< This server's part of a checkpoint of the state after `step` steps, to folder `text`.
-  kFinishSave,  ///< All parts of save `nonce` are in folder `text`: from now on it is what loads.
-  kStatus,      ///< `text` of the reply: JSON.
-  kStop,        ///< The server ends.
+/// Numbers are for good, for servers and clients of other versions: new calls are appended.
+enum class Call : uint32_t {
+  kPush = 0,  ///< `message`: gradients, or initial values (kInitialValues).
+  kPull = 1,  ///< `message`: which rows and blocks.
+  kJob = 2,   ///< `text`: JSON of JobOptions. Once; the same again is fine.
+  kJoin = 3,  ///< Trainer `trainer` comes, or comes back as `incarnation` after a server's restart.
+  kBeat = 4,  ///< It lives.
+  kLeave = 5,  ///< It has no more data.
+  /// This server's part of a checkpoint of the state after `step` steps, to folder `text`.
+  kSave = 6,
+  /// All parts of save `nonce` are in folder `text`: from now on it is what loads.
+  kFinishSave = 7,
+  kStatus = 8,  ///< `text` of the reply: JSON.
+  kStop = 9,    ///< The server ends.
 };
 
 struct Request {
@@ -46,7 +49,7 @@ enum class Code {
   kRestarted,  ///< The server is another incarnation than the message says: join again.
   kReplaced,   ///< Another process is this trainer now, or it was given up: end.
   kInvalid,    ///< The request is wrong; `text` says what.
-  kFailed,     ///< The job cannot go on; `text` says why.
+  kFailed,     ///< The job cannot go on, or kSave and kFinishSave came to nothing; `text` says why.
   kLost,       ///< No answer: the connection broke, or the time was up.
 };
 
@@ -59,8 +62,8 @@ struct Reply {
   uint64_t last_sequence = 0;  ///< Of the trainer's pushes here.
   uint64_t steps = 0;
   bool is_initialised = false;
-  bool was_member = false;  ///< The trainer comes back.
-  int server = 0;           ///< Join: the one that answers, by its number.
+  uint64_t joined_after = 0;  ///< `steps` when the trainer, as whatever process, became a member.
+  int server = 0;             ///< Join: the one that answers, by its number.
 };
 
 /// Called once, from any thread; must not block.
