@@ -112,5 +112,6 @@ function(cohort_add_test name)
     cohort_use_torch_pch(${name})
   endif()
   include(GoogleTest)
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST PROPERTIES "${properties}")
+  # A busy machine may take long to load libtorch for a list of names.
+  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 120 PROPERTIES "${properties}")
 endfunction()

@@ -16,6 +16,8 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kPollInterval{250};
 constexpr milliseconds kAnswerLimit{2000};
 constexpr milliseconds kVerdictLimit{5000};
+// For the look at the store that is under way when the group closes.
+constexpr milliseconds kLastCallLimit{2000};
 constexpr int64_t kStuckNs = 2'000'000'000;
 const char* const kDeclared = "declared";
 const char* const kVerdict = "verdict";
@@ -59,12 +61,22 @@ FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, Connections so
       world_size_(world_size),
       host_dies_with_rank_0_(host_dies_with_rank_0),
       calls_(std::move(calls)) {
-  thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
+  thread_ = std::jthread([this](const std::stop_token& stop) {
+    run(stop);
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    changed_.notify_all();
+  });
   pthread_setname_np(thread_.native_handle(), "cohort-watch");
 }
 
 FailureWatch::~FailureWatch() {
   thread_.request_stop();
+  {
+    // c10d prints a trace of a call that is cut off: only a silent host needs that.
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, kLastCallLimit, [&] { return ended_; });
+  }
   sockets_.shut_down();
   thread_.join();
 }

@@ -80,6 +80,7 @@ class FailureWatch {
   std::mutex mutex_;
   std::condition_variable_any changed_;
   bool declare_ = false;            // guarded by mutex_
+  bool ended_ = false;              // guarded by mutex_: the thread looks at the store no more
   std::optional<Verdict> verdict_;  // guarded by mutex_
   std::jthread thread_;
 };

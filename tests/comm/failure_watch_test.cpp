@@ -1,0 +1,102 @@
+// What a watch does to its connections when it ends.
+#include "cohort/comm/failure_watch.h"
+
+#include <array>
+#include <future>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "cohort/base/fd.h"
+
+namespace cohort::comm {
+namespace {
+
+// A store that takes its time: `asked` is set when it is first looked at, `go_on` ends the look.
+struct SlowStore : c10d::HashStore {
+  bool check(const std::vector<std::string>& keys) override {
+    if (!std::exchange(was_asked, true)) {
+      asked.set_value();
+      go_on.get_future().wait();
+      was_open_at_the_end = is_open();
+    }
+    return c10d::HashStore::check(keys);
+  }
+  bool was_asked = false;
+  bool was_open_at_the_end = false;
+  std::promise<void> asked, go_on;
+  std::function<bool()> is_open;
+};
+
+// A TCP connection to oneself; nothing is ever sent.
+struct Loopback {
+  Loopback() {
+    const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof(address);
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_EQ(::bind(listener.get(), any, length), 0);
+    EXPECT_EQ(::listen(listener.get(), 1), 0);
+    EXPECT_EQ(::getsockname(listener.get(), any, &length), 0);
+    near = Fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    EXPECT_EQ(::connect(near.get(), any, length), 0);
+    far = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    EXPECT_GE(far.get(), 0);
+  }
+  bool is_open() const {
+    char byte = 0;  // The end of what is sent shows as 0 bytes read.
+    return ::recv(far.get(), &byte, 1, MSG_DONTWAIT) < 0;
+  }
+  Fd near, far;
+};
+
+// The last look may take up to two seconds. A machine that stands still for longer tries again.
+TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
+  bool was_open = false;
+  for (int run = 0; run < 5 && !was_open; ++run) {
+    Connections connections;
+    const Loopback loopback;
+    connections.note_new();
+    auto store = c10::make_intrusive<SlowStore>();
+    store->is_open = [&] { return loopback.is_open(); };
+    auto watch =
+        std::make_unique<FailureWatch>(store, connections, 0, 2, false,
+                                       FailureWatchCalls{.story = [] { return std::string(); },
+                                                         .waiting_ns = [] { return std::nullopt; },
+                                                         .abort = [] {}});
+    store->asked.get_future().wait();
+    auto end = std::async(std::launch::async, [&] { watch.reset(); });
+    EXPECT_EQ(end.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
+    store->go_on.set_value();
+    end.wait();
+    was_open = store->was_open_at_the_end;
+    EXPECT_FALSE(loopback.is_open()) << "afterwards nothing is left of them";
+  }
+  EXPECT_TRUE(was_open);
+}
+
+TEST(FailureWatchTest, ASilentStoreIsCutOff) {
+  Connections connections;
+  const Loopback loopback;
+  connections.note_new();
+  auto store = c10::make_intrusive<SlowStore>();
+  store->is_open = [&] { return loopback.is_open(); };
+  auto watch =
+      std::make_unique<FailureWatch>(store, connections, 0, 2, false,
+                                     FailureWatchCalls{.story = [] { return std::string(); },
+                                                       .waiting_ns = [] { return std::nullopt; },
+                                                       .abort = [] {}});
+  store->asked.get_future().wait();
+  auto end = std::async(std::launch::async, [&] { watch.reset(); });
+  for (int i = 0; i < 600 && loopback.is_open(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_FALSE(loopback.is_open());
+  store->go_on.set_value();
+  end.wait();
+}
+
+}  // namespace
+}  // namespace cohort::comm
