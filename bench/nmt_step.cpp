@@ -24,8 +24,10 @@
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
+#include "cohort/parallel/mesh.h"
 #include "cohort/train/metrics.h"
 #include "cohort/train/sharded_checkpoint.h"
+#include "cohort/translate/model_division.h"
 #include "cohort/translate/tensor_memory.h"
 #include "cohort/translate/updater.h"
 
@@ -47,6 +49,7 @@ struct Options {
   int64_t vocabulary = 32000;
   int64_t depth = 6;
   std::string strategy = "ddp";
+  int64_t tensor_parallel = 1;
   int64_t rows = 0;
   int64_t length = 12;
   bool gradient_checkpointing = false;
@@ -269,13 +272,19 @@ int run(const Options& options) {
   const auto strategy = cohort::parallel::parse_strategy(options.strategy);
   // As training does: where parameters are sharded, no rank ever has the whole model.
   const bool sharded = shards_parameters(strategy);
-  cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU);
+  cohort::parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
+  cohort::comm::ProcessGroup& data_group = mesh.data();
+  const auto division = mesh.tensor() != nullptr ? cohort::translate::divide_among(*mesh.tensor())
+                                                 : std::make_shared<cohort::nmt::Division>();
+  cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU, division);
   if (!sharded) model->initialise(options.seed);
-  cohort::translate::Updater updater(model, group,
-                                     {.strategy = strategy,
-                                      .fill = cohort::nmt::Initialiser(sizes, options.seed),
-                                      .gradient_checkpointing = options.gradient_checkpointing,
-                                      .seed = options.seed});
+  cohort::translate::Updater updater(
+      model, data_group,
+      {.mesh = &mesh,
+       .strategy = strategy,
+       .fill = cohort::nmt::Initialiser(sizes, options.seed, division),
+       .gradient_checkpointing = options.gradient_checkpointing,
+       .seed = options.seed});
   const auto batches = plan(options);
 
   std::optional<Saves> saves;
@@ -286,7 +295,8 @@ int run(const Options& options) {
   int64_t sent_before = 0;
   for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
     const int64_t turn = saves ? step % options.save_every : step;
-    const auto index = static_cast<size_t>(turn * group.size() + group.rank()) % batches.size();
+    const auto index =
+        static_cast<size_t>(turn * data_group.size() + data_group.rank()) % batches.size();
     const auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
     group.barrier("step");
     if (step == options.warmup) {
@@ -299,7 +309,7 @@ int run(const Options& options) {
     const auto tokens = static_cast<double>(report.num_tokens);
     const double writing = saves && saves->writing() ? 1 : 0;
     const auto sums = cohort::train::reduce_sums(group, std::array{report.nll_sum, writing});
-    loss_per_token = sums[0] / tokens;
+    loss_per_token = sums[0] / static_cast<double>(options.tensor_parallel) / tokens;
     if (saves) saves->after(step - options.warmup, sums[1] == 0);
     const double elapsed = seconds_since(start);
     if (step < options.warmup) continue;
@@ -329,6 +339,7 @@ int run(const Options& options) {
     const nlohmann::ordered_json line = {
         {"bench", "nmt_step"},
         {"strategy", to_string(strategy)},
+        {"tensor_parallel", options.tensor_parallel},
         {"tgt_tokens_per_s", median},
         {"tgt_tokens_per_s_min", *std::ranges::min_element(rates)},
         {"tgt_tokens_per_s_max", *std::ranges::max_element(rates)},
@@ -363,8 +374,11 @@ int main(int argc, char** argv) {
       ->capture_default_str()
       ->check(cohort::apps::above_zero());
   app.add_option("--warmup", options.warmup, "Steps before, not measured")->capture_default_str();
-  app.add_option("--strategy", options.strategy, "ddp, zero1, zero2, zero3 or fsdp")
+  app.add_option("--strategy", options.strategy, "ddp, zero1, zero2, zero3, fsdp or hybrid")
       ->capture_default_str();
+  app.add_option("--tensor-parallel", options.tensor_parallel, "Ranks that compute one model")
+      ->capture_default_str()
+      ->check(cohort::apps::above_zero());
   app.add_option("--rows", options.rows, "Sentences of a batch, all alike (0: of many lengths) ...")
       ->capture_default_str();
   app.add_option("--length", options.length, "... and so long on both sides, end marks apart")

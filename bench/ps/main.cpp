@@ -6,6 +6,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -19,12 +20,15 @@
 #include <unistd.h>
 #include <vector>
 
+#include "cohort/base/error.h"
 #include "cohort/base/log.h"
 #include "cohort/base/program.h"
 #include "cohort/ps/client/client.h"
 #include "cohort/ps/client/distinct_ids.h"
+#include "cohort/ps/id_hash.h"
 #include "cohort/ps/row_merger.h"
 #include "cohort/ps/rpc/rpc_server.h"
+#include "cohort/ps/table/pages.h"
 
 #include "apps/parse.h"
 #include "bench/median.h"
@@ -44,6 +48,7 @@ struct Flags {
   double seconds = 1;
   int64_t batch = 10'000;
   bool keys_only = false;
+  std::string only;
 };
 
 double seconds_since(Clock::time_point begin) {
@@ -159,6 +164,42 @@ struct Rate {
   double server_cpu_ns_per_row = 0;
 };
 
+// What a row of a table in memory costs at least: two cache lines at random, fetched ahead, one
+// that says where the row is and the one that its weights fill, which are copied. Nanoseconds.
+double gather_cost(int64_t rows, const Batches& batches) {
+  static_assert(kWidth * sizeof(float) == 64);
+  constexpr size_t kAhead = 16;
+  const auto pages = [](size_t bytes) {
+    const size_t unit = size_t{1} << 21;
+    return ps::Pages((bytes + unit - 1) / unit * unit);
+  };
+  const auto count = static_cast<uint64_t>(rows);
+  const ps::Pages place_pages = pages(count * sizeof(uint64_t));
+  const ps::Pages row_pages = pages(count * 64);
+  auto* const places = reinterpret_cast<uint64_t*>(place_pages.data());
+  for (uint64_t i = 0; i < count; ++i) places[i] = ps::mix(i) % count;
+  std::byte* const weights = row_pages.data();
+  std::memset(weights, 0, count * 64);
+  std::vector<std::byte> out(batches.front().size() * 64);
+  std::vector<double> costs;
+  for (int round = 0; round < 9; ++round) {
+    const auto begin = Clock::now();
+    size_t copied = 0;
+    for (const auto& ids : batches) {
+      for (size_t i = 0; i < ids.size() + 2 * kAhead; ++i) {
+        if (i < ids.size()) __builtin_prefetch(places + ids[i]);
+        if (const size_t j = i - kAhead; j < ids.size())
+          __builtin_prefetch(weights + places[ids[j]] * 64);
+        if (const size_t j = i - 2 * kAhead; j < ids.size())
+          std::memcpy(out.data() + j * 64, weights + places[ids[j]] * 64, 64);
+      }
+      copied += ids.size();
+    }
+    costs.push_back(seconds_since(begin) / static_cast<double>(copied) * 1e9);
+  }
+  return bench::median_of(costs);
+}
+
 // Two calls are under way at any time: two threads, or one whose calls do not wait.
 using Call = std::function<void(std::span<const uint64_t>, int thread)>;
 Rate measure(const Batches& batches, double seconds, pid_t server, int threads, const Call& call,
@@ -262,6 +303,10 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   add_plain("grpc_pull", [&](auto ids, int thread) { plain.raw_pull(ids, out(thread)); });
   add_plain("grpc_push", [&](auto ids, int) { plain.raw_push(ids, gradients); });
   for (const auto& batch : batches) plain.push(batch, gradients);
+  if (!flags.only.empty()) {
+    std::erase_if(sides, [&](const Side& side) { return side.name != flags.only; });
+    if (sides.empty()) throw ConfigError("--only " + flags.only + ": no such side");
+  }
   for (int round = 0; round < flags.rounds; ++round) {
     for (Side& side : sides) {
       const Rate rate = side.run();
@@ -270,6 +315,10 @@ json measure_rows(const Flags& flags, const std::string& folder) {
     }
   }
   json result;
+  for (Table& table : tables) {
+    if (!flags.only.empty() || table.name == "logged") continue;
+    result[table.name + "_gather_ns_per_row"] = gather_cost(table.rows, table.batches);
+  }
   for (const Side& side : sides) result[side.name] = summary(side);
   const auto rate = [&](const std::string& name) {
     return result[name]["rows_per_s"].get<double>();
@@ -277,6 +326,7 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   for (const Table& table : tables) {
     for (const std::string call : {"pull", "push"}) {
       const std::string name = table.name + "_" + call;
+      if (!flags.only.empty()) continue;
       result[name]["of_plain"] = rate(name) / rate("plain_" + call);
       result[name]["of_grpc"] = rate(name) / rate("grpc_" + call);
     }
@@ -429,6 +479,8 @@ int run(int argc, char** argv) {
   app.add_option("--seconds", flags.seconds, "Of each measurement")->capture_default_str();
   app.add_option("--batch", flags.batch, "Ids of a call")->capture_default_str();
   app.add_flag("--keys-only", flags.keys_only, "Only the keys of two trainers");
+  app.add_option("--only", flags.only,
+                 "One side of the rows alone, for a profiler: small_pull ...");
   if (const auto ended = apps::parse(app, argc, argv)) return *ended;
   const std::string folder =
       std::filesystem::temp_directory_path() / ("cohort-bench-ps-" + std::to_string(::getpid()));
@@ -437,7 +489,7 @@ int run(int argc, char** argv) {
               {"batch", flags.batch},
               {"rounds", flags.rounds},
               {"seconds", flags.seconds}};
-  result["keys"] = measure_keys(flags, folder);
+  if (flags.only.empty()) result["keys"] = measure_keys(flags, folder);
   if (!flags.keys_only) result["rows"] = measure_rows(flags, folder);
   std::filesystem::remove_all(folder);
   std::printf("%s\n", result.dump().c_str());

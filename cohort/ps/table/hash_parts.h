@@ -39,10 +39,9 @@ class HashParts {
     return sum;
   }
 
-  // GCC 12 drops calls of functions that only prefetch, as if they did nothing.
   [[gnu::always_inline]] void prefetch(uint64_t hash) const {
     const Part& part = part_of(hash);
-    __builtin_prefetch(part.places.get() + home(part, key_of(hash)));
+    prefetch_line(part.places.get() + home(part, key_of(hash)));
   }
 
   /// Returns the first value of this hash's key for which `is_meant(value)`, or 0.

@@ -40,12 +40,11 @@ class RowSlabs {
     return reinterpret_cast<Row*>(slabs_[place >> kSlabBits].data() +
                                   (place & (kSlabRows - 1)) * stride_);
   }
-  // GCC 12 drops calls of functions that only prefetch, as if they did nothing.
   [[gnu::always_inline]] void prefetch(uint32_t place) const {
     const auto* row = reinterpret_cast<const char*>(at(place));
     const size_t bytes = stride_ < kPrefetched ? stride_ : kPrefetched;
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
-    __builtin_prefetch(row + bytes - 1);  // A row may begin anywhere in a cache line.
+    for (size_t i = 0; i < bytes; i += 64) prefetch_line(row + i);
+    prefetch_line(row + bytes - 1);  // A row may begin anywhere in a cache line.
   }
 
   /// Returns the number of a place whose content is to be written, `pushes` > 0.

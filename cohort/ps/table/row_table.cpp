@@ -99,7 +99,7 @@ struct RowTable::Rows {
   // the group before that one is worked on. Larger groups ask for more than the CPU has room for.
   template <class Work>
   void walk(std::span<const uint64_t> ids, const Work& work) const {
-    constexpr size_t kGroup = 4;
+    constexpr size_t kGroup = 8;
     struct Asked {
       uint64_t hash;
       uint64_t value;
