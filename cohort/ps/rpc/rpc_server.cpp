@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <grpc/grpc.h>
 #include <grpcpp/grpcpp.h>
 
 #include "cohort/base/error.h"
@@ -144,9 +145,20 @@ struct RpcServer::Service : Base {
   }
 };
 
+namespace {
+
+// The library stays until the process ends. Taking it down after the last server waits for a poller
+// of its own, up to 10 s (gRPC 1.51, issue 41050): a launcher would have killed the server by then.
+void keep_grpc() {
+  [[maybe_unused]] static const bool kKept = (grpc_init(), true);
+}
+
+}  // namespace
+
 RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
     : service_(std::make_unique<Service>(server, options.security)) {
   quiet_grpc();
+  keep_grpc();
   check_listening_endpoint("--endpoint", options.endpoint);
   if (!options.security.tls() && !is_local(options.endpoint))
     throw ConfigError("--endpoint " + options.endpoint +
