@@ -21,6 +21,7 @@ using cohort::apps::kFolder;
 using cohort::apps::kSeconds;
 using cohort::apps::one_of;
 using cohort::launch::BindCores;
+using cohort::launch::kMostWorkers;
 using cohort::launch::RunOptions;
 using cohort::launch::Tee;
 using std::chrono::milliseconds;
@@ -136,20 +137,24 @@ void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
   app.add_option("--server-dir", options.servers.folder,
                  "Gets server.N/ with each server's state (default: servers/ in --log-dir)")
       ->type_name(kFolder)
+      ->needs("--servers")
       ->group(group);
   app.add_option("--max-server-restarts", options.servers.max_restarts,
                  "How often a server that died is started again, with its port and folder")
       ->capture_default_str()
+      ->needs("--servers")
       ->group(group);
   app.add_option("--server-arg", options.servers.arguments,
                  "A further argument of the servers; may be given again")
       ->type_name("TEXT")
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->needs("--servers")
       ->group(group);
   app.add_option("--server-program", options.servers.program,
                  "Program of the servers (default: cohort-ps beside cohort)")
       ->type_name(kFile)
+      ->needs("--servers")
       ->group(group);
 }
 
@@ -229,6 +234,13 @@ void read_words(const Words& words, RunOptions& options) {
   }
 }
 
+void take_trainers(const Words& words, RunOptions& options) {
+  if (words.trainers < 1 || words.trainers > kMostWorkers)
+    throw ConfigError("--trainers: expected 1 to " + std::to_string(kMostWorkers) + ", got " +
+                      std::to_string(words.trainers));
+  options.nproc_per_node = words.trainers;
+}
+
 std::string program_beside(const std::string& name) {
   return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / name).string();
 }
@@ -249,7 +261,7 @@ int run_command(int argc, char** argv) {
     throw ConfigError(options.command.front() + ": expected a flag of `cohort run --help`");
   }
   read_words(words, options);
-  if (app.count("--trainers") > 0) options.nproc_per_node = words.trainers;
+  if (app.count("--trainers") > 0) take_trainers(words, options);
   if (options.servers.program.empty()) options.servers.program = program_beside("cohort-ps");
   if (options.elastic() && app.count("--node-rank") > 0) {
     throw ConfigError("--node-rank: expected none with --rdzv-endpoint, which numbers the nodes");

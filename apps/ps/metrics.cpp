@@ -106,11 +106,16 @@ struct MetricsEndpoint::Parts {
   std::shared_ptr<ServerMetrics> metrics;
 };
 
-MetricsEndpoint::MetricsEndpoint(ps::Server& server, const std::string& endpoint)
-    : parts_(std::make_unique<Parts>()) {
+void check_metrics(const std::string& endpoint) {
   if (!ps::is_loopback(endpoint))
     throw ConfigError("--metrics " + endpoint +
                       ": expected an address of this host, 127.0.0.1:PORT");
+  ps::check_can_listen("--metrics", endpoint);
+}
+
+MetricsEndpoint::MetricsEndpoint(ps::Server& server, const std::string& endpoint)
+    : parts_(std::make_unique<Parts>()) {
+  check_metrics(endpoint);
   parts_->metrics = std::make_shared<ServerMetrics>(server);
   try {
     parts_->exposer = std::make_unique<prometheus::Exposer>(endpoint, 1);

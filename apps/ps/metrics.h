@@ -7,6 +7,9 @@
 
 namespace cohort::apps {
 
+/// Errors: as MetricsEndpoint's constructor, before there is a server.
+void check_metrics(const std::string& endpoint);
+
 /// Serves GET /metrics at `endpoint` ("127.0.0.1:9100"): what `cohort ps status` shows, each time
 /// anew.
 class MetricsEndpoint {

@@ -3,10 +3,12 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "cohort/base/atomic_file.h"
@@ -17,6 +19,7 @@
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_server.h"
+#include "cohort/ps/server/saved_state.h"
 
 #include "apps/parse.h"
 #include "apps/ps/commands.h"
@@ -61,6 +64,18 @@ milliseconds seconds(double number) {
   return milliseconds(std::llround(number * 1000));
 }
 
+// Whoever is refused finds the folder afterwards as it was before.
+void check_before_anything_is_made(const ServerFlags& flags) {
+  if (!flags.server.load.empty()) ps::saved_folders(flags.server.load);
+  if (!flags.metrics.empty()) check_metrics(flags.metrics);
+  const std::string beside = std::filesystem::path(flags.port_file).parent_path().string();
+  std::error_code ignored;
+  if (!beside.empty() && !std::filesystem::is_directory(beside, ignored))
+    throw ConfigError("--port-file " + flags.port_file + ": the folder " + beside +
+                      " does not exist");
+  ps::check_rpc_server(flags.rpc);
+}
+
 int serve(const CLI::App& app, ServerFlags flags) {
   // Whoever started this one may ignore it: then nobody would learn how a snapshot's child ended.
   std::signal(SIGCHLD, SIG_DFL);
@@ -83,6 +98,7 @@ int serve(const CLI::App& app, ServerFlags flags) {
     throw ConfigError("--server-id: expected 0 to " + std::to_string(options.servers - 1) +
                       ", got " + std::to_string(options.server));
   if (options.folder.empty()) options.folder = "ps-server-" + std::to_string(options.server);
+  check_before_anything_is_made(flags);
   const Log log(
       {.rank = options.server, .world_size = options.servers, .console = LogConsole::kAlways});
   const StopRequest stop_request;
@@ -92,8 +108,11 @@ int serve(const CLI::App& app, ServerFlags flags) {
   if (!flags.metrics.empty()) metrics.emplace(server, flags.metrics);
   if (!flags.port_file.empty())
     write_atomically(flags.port_file, std::to_string(rpc.port()) + "\n");
+  const auto socket = ps::unix_path(flags.rpc.endpoint);
+  const LogField where = socket ? LogField{"socket", std::filesystem::absolute(*socket).string()}
+                                : LogField{"port", rpc.port()};
   log.info("serving", {{"endpoint", flags.rpc.endpoint},
-                       {"port", rpc.port()},
+                       where,
                        {"folder", options.folder},
                        {"acknowledge", flags.acknowledge}});
   // A signal's handler may only set a flag: somebody must look at it.
@@ -140,7 +159,9 @@ void add_server_command(CLI::App& app, PsCommand& command) {
                    "Begin with this checkpoint, of any number of servers")
       ->type_name(kFolder)
       ->group(place);
-  server->add_option("--port-file", flags->port_file, "Write the port here once it listens")
+  server
+      ->add_option("--port-file", flags->port_file,
+                   "Write the port here once it listens (0: a unix socket)")
       ->type_name(kFile)
       ->group(place);
   server

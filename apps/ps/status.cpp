@@ -29,7 +29,7 @@ struct AskFlags {
 
 void add_ask_flags(CLI::App& app, AskFlags& flags) {
   app.add_option("--pservers", flags.servers,
-                 "Endpoints, \"host:port,host:port\" (default: of the environment)");
+                 "Endpoints, \"host:port,unix:PATH\" (default: of the environment)");
   app.add_option("--timeout", flags.timeout_s, "Wait so long for an answer")
       ->type_name(kSeconds)
       ->capture_default_str()
@@ -38,7 +38,7 @@ void add_ask_flags(CLI::App& app, AskFlags& flags) {
 }
 
 std::vector<std::string> endpoints_of(const AskFlags& flags) {
-  if (!flags.servers.empty()) return ps::parse_endpoints("--pservers", flags.servers);
+  if (!flags.servers.empty()) return ps::parse_server_endpoints("--pservers", flags.servers);
   if (const auto place = ps::discover_role()) return place->servers;
   throw ConfigError("--pservers: expected the servers' endpoints");
 }
@@ -110,10 +110,22 @@ int show_status(const AskFlags& flags) {
   return kExitOk;
 }
 
+// One that is gone is no reason to leave the others running.
 int stop(const AskFlags& flags) {
   const auto endpoints = endpoints_of(flags);
-  for (size_t i = 0; i < endpoints.size(); ++i)
-    ask(flags, endpoints[i], static_cast<int>(i), ps::Call::kStop);
+  size_t silent = 0;
+  std::string reasons;
+  for (size_t i = 0; i < endpoints.size(); ++i) {
+    try {
+      ask(flags, endpoints[i], static_cast<int>(i), ps::Call::kStop);
+    } catch (const c10::DistError& error) {
+      ++silent;
+      reasons += (reasons.empty() ? "" : "; ") + one_line(error);
+    }
+  }
+  if (silent > 0)
+    C10_THROW_ERROR(DistError, std::to_string(silent) + " of " + std::to_string(endpoints.size()) +
+                                   " servers gave no answer and may run still: " + reasons);
   return kExitOk;
 }
 

@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <fcntl.h>
 #include <filesystem>
+#include <optional>
 #include <sys/stat.h>
 #include <system_error>
 #include <unistd.h>
 
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
 
 namespace cohort {
@@ -76,6 +79,45 @@ void sync_folder_of(const std::string& path) {
   if (error != 0 && error != EINVAL) fail(path, "sync its folder", error);
 }
 
+std::optional<int> number_in(const std::string& text) {
+  int number = -1;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
+}
+
+// The descriptor that `path` is a name of: /dev/stdout, /dev/fd/1, /proc/self/fd/1, links to them.
+std::optional<int> named_descriptor(std::filesystem::path path) {
+  constexpr int kMostLinks = 40;
+  std::error_code error;
+  const auto descriptors = std::filesystem::canonical("/proc/self/fd", error);
+  for (int i = 0; i < kMostLinks && !error; ++i) {
+    const auto folder = path.has_parent_path() ? path.parent_path() : ".";
+    if (std::filesystem::canonical(folder, error) == descriptors && !error)
+      return number_in(path.filename().string());
+    // No link: an error, which ends the search.
+    if (const auto target = std::filesystem::read_symlink(path, error); !error)
+      path = folder / target;
+  }
+  return std::nullopt;
+}
+
+// Opens what nothing may be renamed onto; none: a file may be. A descriptor is duplicated, for
+// another opening of its file would begin at the start.
+Fd open_in_place(const std::string& path) {
+  Fd there;
+  if (const auto descriptor = named_descriptor(path)) {
+    there = Fd(::fcntl(*descriptor, F_DUPFD_CLOEXEC, 0));
+  } else {
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0 || S_ISREG(status.st_mode) || S_ISDIR(status.st_mode))
+      return {};
+    there = Fd(::open(path.c_str(), O_WRONLY | O_NOCTTY | O_CLOEXEC));
+  }
+  if (there) return there;
+  throw ConfigError(path + ": expected what can be written to: " + system_reason(errno));
+}
+
 }  // namespace
 
 void make_folder(const std::string& path) {
@@ -122,12 +164,20 @@ void FileWriter::write_direct(std::span<const std::byte> bytes) {
 }
 
 bool FileWriter::set_direct(bool on) {
+  struct stat status {};
+  // To a pipe the flag means something else: packets.
+  if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) return false;
   const int flags = ::fcntl(descriptor_, F_GETFL);
   return flags >= 0 &&
          ::fcntl(descriptor_, F_SETFL, on ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
 }
 
 void write_atomically(const std::string& path, const std::function<void(FileWriter&)>& body) {
+  if (const Fd there = open_in_place(path)) {
+    FileWriter writer(there.get(), path);
+    body(writer);
+    return;
+  }
   write_atomically_renamed(path, [&](FileWriter& writer) {
     body(writer);
     return path;

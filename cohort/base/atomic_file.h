@@ -40,7 +40,11 @@ class FileWriter {
 /// A temporary file in the same folder is written, synced and renamed, then the folder is synced.
 /// On failure the temporary file is removed and the old file is untouched, unless only the syncing
 /// of the folder failed: then the new file is there but may not outlive a power cut. A symbolic
-/// link at `path` is replaced, not followed. The mode is 0666 less the umask.
+/// link to a file is replaced, not followed. The mode is 0666 less the umask.
+///
+/// What is there and is no file (a device, a pipe, a link to one) is never replaced but written
+/// straight into, as it comes; likewise an open descriptor by its name (/dev/stdout, /dev/fd/3), at
+/// its position, whatever it leads to.
 /// Blocks:  until the disk has it.
 /// Errors:  ConfigError if the folder is missing or not writable; c10::Error for what another path
 ///          would not mend (disk full ...). Both name `path` and give the system's reason.
@@ -51,7 +55,8 @@ void write_atomically(const std::string& path, std::span<const std::byte> conten
 void write_atomically(const std::string& path, const std::function<void(FileWriter&)>& body);
 
 /// The same for a name that hangs on the content: when all is written, `body` returns the path to
-/// be used instead of `path`, in the same folder. Errors name `path`.
+/// be used instead of `path`, in the same folder, where a file is made in any case. Errors name
+/// `path`.
 void write_atomically_renamed(const std::string& path,
                               const std::function<std::string(FileWriter&)>& body);
 

@@ -219,6 +219,8 @@ Place from_slurm() {
 
 Place from_paddle() {
   const auto count = first_set({"PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS", "PADDLE_TRAINERS"});
+  // Before what else is missing, which hangs on it.
+  if (count) env_int(count->first.c_str(), 1, kMaxRanks);
   const bool alone = count && count->second == "1";  // Meets nobody, so it needs no endpoints.
   std::string missing = alone ? missing_of({"PADDLE_TRAINER_ID"})
                               : missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"});

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <poll.h>
+#include <set>
 #include <string>
 #include <unistd.h>
 #include <vector>
@@ -154,7 +155,7 @@ void Launcher::turn_servers() {
   if (!servers_->failure() || !group_ || !group_->running()) return;
   const Verdict verdict = judge(group_->outcomes());
   if (!verdict.culprit || verdict.exit_code == kExitLostPeer) server_failed_first_ = true;
-  group_->stop(options_.grace);
+  group_->stop(options_.grace, "server " + std::to_string(servers_->failure()->rank) + " failed");
 }
 
 // The servers outlive the workers, who save their last state through them.
@@ -205,7 +206,9 @@ int Launcher::run_with_others() {
 std::optional<int> Launcher::take_part() {
   while (group_->running()) {
     turn();
-    if (stop_ordered_ || end_) group_->stop(options_.grace);
+    if (stop_ordered_ || end_)
+      group_->stop(options_.grace,
+                   end_ ? "the job ended: " + end_->why : "a new round was ordered");
     tell_failure();
   }
   group_->end();
@@ -330,7 +333,7 @@ void Launcher::answer(int signal) {
   if (signal == SIGINT || signal == SIGTERM) ++num_stop_requests_;
   if (num_stop_requests_ > 1 && servers_) servers_->kill_now();
   if (!runs) return;
-  if (num_stop_requests_ > 1) return group_->kill_now();
+  if (num_stop_requests_ > 1) return group_->kill_now("a second signal asked for it");
   group_->pass_stop(signal);
 }
 
@@ -414,14 +417,16 @@ std::string Launcher::report(const Outcome& culprit) {
   const std::string stack = indented_stack(culprit, log_dir_);
   if (!stack.empty())
     text += (text.ends_with('\n') ? name.substr(1) : name) + "raised at:\n" + stack;
-  std::string stopped;
+  std::set<int> ranks;
   for (const Outcome& outcome : group_->outcomes()) {
-    if (!outcome.stopped) continue;
-    stopped += (stopped.empty() ? "rank " : ", rank ") + std::to_string(outcome.rank);
+    if (outcome.stopped) ranks.insert(outcome.rank);
   }
+  std::string stopped;
+  for (const int rank : ranks)
+    stopped += (stopped.empty() ? "rank " : ", rank ") + std::to_string(rank);
   if (!stopped.empty()) {
-    text += (text.ends_with('\n') ? name.substr(1) : name) +
-            "stopped because still running after " + "the grace: " + stopped;
+    text += (text.ends_with('\n') ? name.substr(1) : name) + "stopped because " +
+            group_->stopped_because() + ": " + stopped;
   }
   if (text.ends_with('\n')) text.pop_back();
   return text;

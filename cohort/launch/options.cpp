@@ -128,8 +128,8 @@ int RunOptions::shown_streams(int rank, int local_rank) const {
 }
 
 void validate(const RunOptions& options) {
-  require(options.nproc_per_node >= 1 && options.nproc_per_node <= 4096, "--nproc-per-node",
-          "1 to 4096", std::to_string(options.nproc_per_node));
+  require(options.nproc_per_node >= 1 && options.nproc_per_node <= kMostWorkers, "--nproc-per-node",
+          "1 to " + std::to_string(kMostWorkers), std::to_string(options.nproc_per_node));
   require(options.max_restarts >= 0, "--max-restarts", "0 or more",
           std::to_string(options.max_restarts));
   validate_nodes(options);

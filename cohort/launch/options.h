@@ -57,6 +57,9 @@ struct ServerOptions {
       0;  ///< Of all servers together; a restarted one has its port and folder again.
 };
 
+/// On one node.
+inline constexpr int kMostWorkers = 4096;
+
 /// Flags of `cohort run`. Every node is given the same values but for node_rank, and nproc_per_node
 /// where nodes meet at rdzv_endpoint.
 struct RunOptions {

@@ -16,6 +16,7 @@ constexpr std::chrono::milliseconds kTermToKill{3000};
 constexpr std::chrono::milliseconds kSaveTime{25000};  // Beyond the grace, for a checkpoint.
 constexpr std::chrono::milliseconds kDrainTime{1000};  // For the last bytes of killed workers.
 constexpr int kLastReads = 64;                         // More than a pipe holds.
+const char* const kStillRunning = "still running after the grace";
 
 }  // namespace
 
@@ -138,7 +139,7 @@ void WorkerGroup::notice_exits() {
     if (!first_failure || passed_signal_ != 0 || stopping_) continue;
     if (may_start_again() && status->exit_code != kExitLostPeer &&
         status->exit_code != kExitUsage) {
-      stop(context_.options.grace);
+      stop(context_.options.grace, "all start again");
     } else {
       term_at_ = Clock::now() + context_.options.grace;
     }
@@ -147,8 +148,8 @@ void WorkerGroup::notice_exits() {
 
 void WorkerGroup::keep_deadlines() {
   const auto now = Clock::now();
-  if (term_at_ && now >= *term_at_) stop(kTermToKill);
-  if (kill_at_ && now >= *kill_at_) kill_now();
+  if (term_at_ && now >= *term_at_) stop(kTermToKill, kStillRunning);
+  if (kill_at_ && now >= *kill_at_) kill_now(kStillRunning);
 }
 
 // To the workers that run still; the sessions of the others are ended with the round.
@@ -167,17 +168,18 @@ void WorkerGroup::pass_stop(int signal) {
   if (!kill_at_) kill_at_ = Clock::now() + context_.options.grace + kSaveTime;
 }
 
-void WorkerGroup::stop(milliseconds patience) {
+void WorkerGroup::stop(milliseconds patience, const std::string& why) {
   term_at_.reset();
   if (std::exchange(stopping_, true)) return;
+  stopped_because_ = why;
   send(SIGTERM);
   const auto kill_at = Clock::now() + patience;
   kill_at_ = kill_at_ ? std::min(*kill_at_, kill_at) : kill_at;
 }
 
-void WorkerGroup::kill_now() {
+void WorkerGroup::kill_now(const std::string& why) {
   notice_exits();
-  stopping_ = true;
+  if (!std::exchange(stopping_, true)) stopped_because_ = why;
   term_at_.reset();
   kill_at_.reset();
   send(SIGKILL);

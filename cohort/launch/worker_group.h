@@ -75,9 +75,12 @@ class WorkerGroup {
   void pass_stop(int signal);
   /// Passes on any other signal, as all signals to every process group of the workers' sessions.
   void send(int signal) const;
-  /// Stops the round: SIGTERM, and SIGKILL after `patience`. May be called again.
-  void stop(milliseconds patience);
-  void kill_now();
+  /// Stops the round: SIGTERM, and SIGKILL after `patience`. `why`, "server 0 failed" say, is told
+  /// of the workers that it ended. May be called again: the first reason counts.
+  void stop(milliseconds patience, const std::string& why);
+  void kill_now(const std::string& why);
+  /// Why workers were stopped, if they were.
+  const std::string& stopped_because() const { return stopped_because_; }
   /// Declares that the running worker of `rank` failed, and kills it; `note` says why.
   void fail(int rank, const std::string& note);
   /// Gives rank 0's pseudo-terminal, if it has one, the launcher's window size.
@@ -106,6 +109,7 @@ class WorkerGroup {
   std::vector<Outcome> outcomes_;
   int passed_signal_ = 0;
   bool failed_ = false;
+  std::string stopped_because_;
   bool stopping_ = false;  // SIGTERM or SIGKILL went out on our own account.
   std::optional<Clock::time_point> term_at_;
   std::optional<Clock::time_point> kill_at_;

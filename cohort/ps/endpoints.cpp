@@ -2,13 +2,25 @@
 
 #include <algorithm>
 #include <arpa/inet.h>
+#include <cerrno>
 #include <charconv>
+#include <filesystem>
+#include <memory>
+#include <netdb.h>
 #include <string_view>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <system_error>
+#include <unistd.h>
 
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
+#include "cohort/base/system_error.h"
 
 namespace cohort::ps {
 namespace {
+
+constexpr std::string_view kUnix = "unix:";
 
 bool is_port(std::string_view text, int least = 1) {
   int port = 0;
@@ -25,15 +37,19 @@ bool is_endpoint(std::string_view text, int least_port = 1) {
   return !host.empty() && host.find_first_of(": \t") == std::string_view::npos;
 }
 
-}  // namespace
+bool is_server_endpoint(std::string_view text) {
+  return text.starts_with(kUnix) ? text.size() > kUnix.size() : is_endpoint(text);
+}
 
-std::vector<std::string> parse_endpoints(const std::string& name, const std::string& text) {
+template <class Accepts>
+std::vector<std::string> parse_list(const std::string& name, const std::string& text,
+                                    const std::string& expected, Accepts accepts) {
   std::vector<std::string> endpoints;
   for (size_t begin = 0; begin <= text.size();) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string endpoint = text.substr(begin, end - begin);
-    if (!is_endpoint(endpoint)) {
-      throw ConfigError(name + ": expected host:port,host:port, got '" + endpoint + "'" +
+    if (!accepts(endpoint)) {
+      throw ConfigError(name + ": expected " + expected + ", got '" + endpoint + "'" +
                         (endpoint == text ? "" : " in '" + text + "'"));
     }
     if (std::find(endpoints.begin(), endpoints.end(), endpoint) != endpoints.end()) {
@@ -45,8 +61,80 @@ std::vector<std::string> parse_endpoints(const std::string& name, const std::str
   return endpoints;
 }
 
+[[noreturn]] void cannot_listen(const std::string& flag, int error) {
+  throw ConfigError(flag + ": cannot listen there: " +
+                    (error == EADDRINUSE      ? "another process does"
+                     : error == EADDRNOTAVAIL ? "it is not of this host"
+                                              : system_reason(error)));
+}
+
+void check_unix_socket(const std::string& flag, const std::string& path) {
+  const std::string folder = std::filesystem::path(path).parent_path().string();
+  std::error_code ignored;
+  if (!folder.empty() && !std::filesystem::is_directory(folder, ignored))
+    throw ConfigError(flag + ": the folder " + folder + " does not exist");
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof(address.sun_path))
+    throw ConfigError(flag + ": expected a path of at most " +
+                      std::to_string(sizeof(address.sun_path) - 1) + " bytes");
+  path.copy(address.sun_path, path.size());
+  // gRPC takes a socket's path away from whoever listens there.
+  const Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (fd && ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0)
+    cannot_listen(flag, EADDRINUSE);
+  if (::access(folder.empty() ? "." : folder.c_str(), W_OK) != 0) cannot_listen(flag, errno);
+}
+
+int error_of_listening(const addrinfo& place) {
+  const Fd fd(::socket(place.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int on = 1;
+  const bool listens =
+      fd && ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0 &&
+      ::bind(fd.get(), place.ai_addr, place.ai_addrlen) == 0 && ::listen(fd.get(), 1) == 0;
+  return listens ? 0 : errno;
+}
+
+}  // namespace
+
+std::vector<std::string> parse_endpoints(const std::string& name, const std::string& text) {
+  return parse_list(name, text, "host:port,host:port",
+                    [](const std::string& endpoint) { return is_endpoint(endpoint); });
+}
+
+std::vector<std::string> parse_server_endpoints(const std::string& name, const std::string& text) {
+  return parse_list(name, text, "host:port,host:port (or unix:PATH)", is_server_endpoint);
+}
+
+std::optional<std::string> unix_path(const std::string& endpoint) {
+  if (!endpoint.starts_with(kUnix)) return std::nullopt;
+  return endpoint.substr(kUnix.size());
+}
+
+void check_can_listen(const std::string& name, const std::string& endpoint) {
+  check_listening_endpoint(name, endpoint);
+  const std::string flag = name + " " + endpoint;
+  if (const auto path = unix_path(endpoint)) return check_unix_socket(flag, *path);
+  const size_t colon = endpoint.rfind(':');
+  std::string host = endpoint.substr(0, colon);
+  if (host.starts_with("[")) host = host.substr(1, host.size() - 2);
+  addrinfo hints{};
+  hints.ai_flags = AI_PASSIVE;
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  const int failure = ::getaddrinfo(host.c_str(), endpoint.c_str() + colon + 1, &hints, &found);
+  if (failure != 0) throw ConfigError(flag + ": cannot listen there: " + ::gai_strerror(failure));
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> places(found, ::freeaddrinfo);
+  int error = 0;
+  for (const addrinfo* place = found; place; place = place->ai_next) {
+    error = error_of_listening(*place);
+    if (error == 0) return;
+  }
+  cannot_listen(flag, error);
+}
+
 void check_listening_endpoint(const std::string& name, const std::string& text) {
-  if (text.starts_with("unix:") ? text.size() > 5 : is_endpoint(text, 0)) return;
+  if (is_endpoint(text, 0) || is_server_endpoint(text)) return;
   throw ConfigError(name + " " + text + ": expected host:port (port 0: any) or unix:PATH");
 }
 

@@ -1,5 +1,6 @@
-// Lists of "host:port", as flags and environments spell them.
+// Lists of "host:port" and "unix:PATH", as flags and environments spell them.
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,20 @@ namespace cohort::ps {
 ///         out of 1 to 65535, an entry given twice, or none.
 std::vector<std::string> parse_endpoints(const std::string& name, const std::string& text);
 
+/// The same for servers, which may also be "unix:PATH" (a path without commas).
+std::vector<std::string> parse_server_endpoints(const std::string& name, const std::string& text);
+
+/// The path of "unix:PATH"; nothing of other endpoints.
+std::optional<std::string> unix_path(const std::string& endpoint);
+
 /// Checks where a server is to listen: "host:port", port 0 being any that is free, or "unix:PATH".
 /// Errors: ConfigError that begins with `name`.
 void check_listening_endpoint(const std::string& name, const std::string& text);
+
+/// Listens there for a moment, so that what cannot be served is refused before anything is made.
+/// Errors: ConfigError that begins with `name`: another process listens there, it is not of this
+/// host, or the folder of a unix socket does not exist.
+void check_can_listen(const std::string& name, const std::string& endpoint);
 
 /// Whether `endpoint` names this host by number: 127.x.y.z or [::1], with a port or without. A name
 /// that only begins so is none.

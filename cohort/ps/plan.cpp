@@ -217,7 +217,7 @@ Plan plan(std::vector<ParameterShape> parameters, const PlanOptions& options) {
     return plan;
   }
   check_for_servers(options);
-  plan.servers = parse_endpoints("pservers", options.pservers);
+  plan.servers = parse_server_endpoints("pservers", options.pservers);
   if (options.current_endpoint.empty()) {
     check_trainer_id(options, options.trainers);
   } else {

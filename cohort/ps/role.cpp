@@ -65,7 +65,7 @@ std::string with_port(std::string hosts, const std::string& port) {
 }
 
 std::vector<std::string> read_servers(Needs& needs) {
-  if (const auto list = env_string(kServerList)) return parse_endpoints(kServerList, *list);
+  if (const auto list = env_string(kServerList)) return parse_server_endpoints(kServerList, *list);
   const auto hosts = env_string(kServerHosts);
   const auto port = env_string(kServerPort);
   if (!hosts) needs.miss(kServerList);

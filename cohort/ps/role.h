@@ -12,10 +12,11 @@ enum class Role { kTrainer, kServer };
 /// One process's place in a job with parameter servers.
 struct RolePlace {
   Role role = Role::kTrainer;
-  int trainers = 1;                  ///< Trainers of the job.
-  int trainer_id = 0;                ///< A trainer's number, in [0, trainers).
-  std::vector<std::string> servers;  ///< "host:port" of each server, in the order of their numbers.
-  int server_id = 0;                 ///< A server's number: where its endpoint stands in `servers`.
+  int trainers = 1;    ///< Trainers of the job.
+  int trainer_id = 0;  ///< A trainer's number, in [0, trainers).
+  std::vector<std::string>
+      servers;        ///< "host:port" or "unix:PATH" of each, in the order of their numbers.
+  int server_id = 0;  ///< A server's number: where its endpoint stands in `servers`.
 
   /// A server's own endpoint.
   const std::string& endpoint() const { return servers[static_cast<size_t>(server_id)]; }
@@ -25,7 +26,7 @@ struct RolePlace {
 ///
 /// Variables, of alternatives the first that is set:
 /// - role: PADDLE_TRAINING_ROLE or TRAINING_ROLE, which say PSERVER or TRAINER;
-/// - servers: PADDLE_PSERVERS_IP_PORT_LIST, "host:port,host:port", or PADDLE_PSERVER_IPS,
+/// - servers: PADDLE_PSERVERS_IP_PORT_LIST, "host:port,unix:PATH", or PADDLE_PSERVER_IPS,
 ///   "host,host", with PADDLE_PSERVER_PORT, one port for all;
 /// - number of trainers: PADDLE_TRAINERS_NUM or PADDLE_TRAINERS;
 /// - a trainer's number: PADDLE_TRAINER_ID;

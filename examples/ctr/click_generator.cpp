@@ -14,6 +14,7 @@
 #include "cohort/data/random.h"
 
 #include "examples/ctr/example_line.h"
+#include "examples/ctr/interruption.h"
 
 namespace ctr {
 namespace {
@@ -114,12 +115,14 @@ void append_line(std::string& text, const MadeExample& example) {
 }
 
 // Writes rows [begin, end) and scores their true logits.
-Metrics write_rows(const ClickModel& model, int64_t begin, int64_t end, const std::string& path) {
+Metrics write_rows(const ClickModel& model, int64_t begin, int64_t end, const std::string& path,
+                   const cohort::StopRequest& stop) {
   constexpr size_t kPiece = 1 << 20;
   ScoreSet truth;
   cohort::write_atomically(path, [&](cohort::FileWriter& file) {
     std::string text;
     for (int64_t row = begin; row < end; ++row) {
+      check_interruption(stop);
       const MadeExample example = model.draw(row);
       append_line(text, example);
       const auto logit = static_cast<float>(example.logit);
@@ -132,6 +135,11 @@ Metrics write_rows(const ClickModel& model, int64_t begin, int64_t end, const st
     file.write(std::string_view(text));
   });
   return truth.metrics();
+}
+
+void refuse_present(const std::string& file) {
+  if (!std::filesystem::exists(file)) return;
+  throw cohort::ConfigError(file + ": is there already: name another folder, or pass --overwrite");
 }
 
 nlohmann::json to_json(const Metrics& metrics) {
@@ -186,15 +194,22 @@ Truth generate_clicks(const GeneratorOptions& options, const std::string& folder
   const ClickModel model(options.seed, options.zipf);
   const int64_t test_rows =
       options.test_rows < 0 ? std::max<int64_t>(1, options.rows / 10) : options.test_rows;
+  const std::string train = folder + "/train.tsv";
+  const std::string test = folder + "/test.tsv";
+  const std::string noted = folder + "/truth.json";
+  if (!options.overwrite) {
+    for (const std::string& file : {train, test, noted}) refuse_present(file);
+  }
   cohort::make_folder(folder);
+  const cohort::StopRequest stop;
   Truth truth;
-  truth.train = write_rows(model, 0, options.rows, folder + "/train.tsv");
-  truth.test = write_rows(model, options.rows, options.rows + test_rows, folder + "/test.tsv");
+  truth.train = write_rows(model, 0, options.rows, train, stop);
+  truth.test = write_rows(model, options.rows, options.rows + test_rows, test, stop);
   const nlohmann::json facts{{"seed", options.seed},
                              {"zipf", options.zipf},
                              {"train", to_json(truth.train)},
                              {"test", to_json(truth.test)}};
-  cohort::write_atomically(folder + "/truth.json", facts.dump(2) + "\n");
+  cohort::write_atomically(noted, facts.dump(2) + "\n");
   return truth;
 }
 

@@ -12,6 +12,7 @@ struct GeneratorOptions {
   int64_t rows = 1'000'000;  ///< Training examples.
   int64_t test_rows = -1;    ///< Test examples; below 0: a tenth of rows.
   uint64_t seed = 1;
+  bool overwrite = false;  ///< Replace what is there.
   /// Category k of a slot, from 1, comes up in proportion to the integral of x^-zipf over [k, k +
   /// 1].
   double zipf = 1.02;
@@ -51,7 +52,8 @@ struct Truth {
 /// Writes `folder`/train.tsv, test.tsv and truth.json, each in one step; the folder is made if need
 /// be. Test rows follow the training rows in the model's sequence. Blocks until the disk has them.
 /// Cost: about 5 microseconds and 280 bytes a row.
-/// Errors: ConfigError for rows < 1 or a folder that cannot be written.
+/// Errors: ConfigError for rows < 1, a folder that cannot be written, or one of the files there;
+///         Interrupted (interruption.h) by SIGINT or SIGTERM, which leave whole files alone.
 Truth generate_clicks(const GeneratorOptions& options, const std::string& folder);
 
 /// The attainable AUC that generate_clicks noted in `folder`'s truth.json; below 0 if there is

@@ -82,7 +82,8 @@ void ExampleReader::open_file() {
   if (!descriptor_ || ::fstat(descriptor_.get(), &status) != 0) {
     refuse_file(path, std::strerror(errno));
   }
-  if (!S_ISREG(status.st_mode)) refuse_file(path, "a folder or device");
+  if (S_ISDIR(status.st_mode)) refuse_file(path, "a folder");
+  if (!S_ISREG(status.st_mode)) refuse_file(path, "a device or pipe");
   size_ = status.st_size;
   block_bytes_ =
       options_.block_bytes > 0 ? options_.block_bytes : suitable_block(size_, options_.shares);
@@ -197,6 +198,7 @@ int64_t count_lines(ReaderOptions options) {
 }
 
 Labels labels_of(const std::string& file) {
+  const ExampleReader refuses_what_is_no_file({.files = {file}});
   std::ifstream stream(file);
   std::string line;
   if (!std::getline(stream, line)) {

@@ -12,6 +12,7 @@
 #include "apps/parse.h"
 #include "apps/security_flags.h"
 #include "examples/ctr/click_generator.h"
+#include "examples/ctr/interruption.h"
 #include "examples/ctr/trainer.h"
 
 namespace {
@@ -23,6 +24,7 @@ using cohort::apps::zero_or_more;
 using ctr::Options;
 
 constexpr int64_t kLargestBatch = 1 << 20;  // Its examples alone fill 280 MB.
+constexpr double kMostMebibytes = 0x1p40;   // Bytes of more are no 64-bit number.
 
 // Everything that the commands read their flags into.
 struct Flags {
@@ -33,14 +35,8 @@ struct Flags {
   std::string input;
 };
 
-void add_data_flags(CLI::App& app, Options& o) {
-  app.add_option("--data", o.data,
-                 "Folder with train.tsv and test.tsv; made up if they are not there")
-      ->type_name(kFolder)
-      ->capture_default_str();
-  app.add_option("--rows", o.rows, "Examples made up for training, where there are none")
-      ->check(above_zero())
-      ->capture_default_str();
+void add_data_flags(CLI::App& app, Options& o, const std::string& data) {
+  app.add_option("--data", o.data, data)->type_name(kFolder)->capture_default_str();
   app.add_option("--test", o.test, "Files to evaluate on, instead of the folder's")
       ->type_name(kFile);
   app.add_option("--batch", o.batch_size, "Examples of a step, of each trainer")
@@ -51,9 +47,38 @@ void add_data_flags(CLI::App& app, Options& o) {
   app.add_flag("--skip-damaged", o.skip_damaged, "Leave malformed lines out, and count them");
 }
 
+void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
+  constexpr const char* kTable = "Table";
+  app.add_option("--table-memory-mib", limits.memory_mib,
+                 "Memory for rows, of each server (0, and without it: any)")
+      ->type_name(cohort::apps::kMebibytes)
+      ->check(
+          cohort::apps::number_that([](double n) { return n < kMostMebibytes; }, "less than 2^40"))
+      ->group(kTable);
+  app.add_option("--at-cap", limits.at_cap,
+                 "What happens there: no new rows, the least used ones go, or rows go to disk "
+                 "(default: refuse)")
+      ->check(cohort::apps::one_of({"refuse", "evict_least_used", "spill"}))
+      ->group(kTable);
+  CLI::Option* after = app.add_option("--admit-after", limits.admit_after,
+                                      "A category gets a row with its so many-th push, 1 to 256")
+                           ->group(kTable);
+  app.add_option("--admit-probability", limits.admit_probability,
+                 "A category without a row gets one with this probability at each push")
+      ->group(kTable)
+      ->excludes(after);
+  app.add_option("--row-ttl", limits.row_ttl_s, "Rows not pushed to for so long go (0: none)")
+      ->type_name(cohort::apps::kSeconds)
+      ->check(zero_or_more())
+      ->group(kTable);
+}
+
 void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--train", o.train, "Files to train on, instead of the folder's")
       ->type_name(kFile);
+  app.add_option("--rows", o.rows, "Examples made up for training, where there are none")
+      ->check(above_zero())
+      ->capture_default_str();
   app.add_option("--mode", o.mode,
                  "How trainers work together (default: sync with servers, local without)")
       ->check(cohort::apps::one_of({"local", "sync", "async", "half-async", "geo"}));
@@ -74,6 +99,7 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--max-staleness", o.max_staleness,
                  "async: steps that a trainer may be ahead of the slowest (-1: any)")
+      ->check(cohort::apps::number_that([](double n) { return n >= -1; }, "-1 (any) or more"))
       ->capture_default_str();
   app.add_option("--max-merge", o.max_merge, "half-async: pushes summed into one")
       ->check(above_zero())
@@ -86,6 +112,7 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--save", o.save, "Write a checkpoint here after each epoch")->type_name(kFolder);
+  add_table_flags(app, o.table);
 }
 
 void add_load_flag(CLI::App& app, Options& o, const std::string& what) {
@@ -97,8 +124,12 @@ int generate(const Flags& flags) {
   std::printf("%lld training and %lld test examples in %s\n",
               static_cast<long long>(truth.train.count), static_cast<long long>(truth.test.count),
               flags.output.c_str());
-  std::printf("attainable on the test examples: AUC %.5f, log-loss %.5f, %.4f clicks\n",
-              truth.test.auc, truth.test.log_loss,
+  if (truth.test.count == 0) {
+    std::printf("no test examples, so no figures that can be attained on them\n");
+    return cohort::kExitOk;
+  }
+  std::printf("attainable on the test examples: AUC %s, log-loss %.5f, %.4f clicks\n",
+              ctr::auc_text(truth.test).c_str(), truth.test.log_loss,
               static_cast<double>(truth.test.clicks) / static_cast<double>(truth.test.count));
   return cohort::kExitOk;
 }
@@ -127,21 +158,23 @@ int run(int argc, char** argv) {
   made->add_option("--output", flags.output, "Gets train.tsv, test.tsv and truth.json")
       ->type_name(kFolder)
       ->required();
+  made->add_flag("--overwrite", flags.generator.overwrite, "Replace these files");
   CLI::App* train = app.add_subcommand("train", "Trains, and evaluates after each epoch");
-  add_data_flags(*train, flags.options);
+  add_data_flags(*train, flags.options,
+                 "Folder with train.tsv and test.tsv; made up if they are not there");
   add_training_flags(*train, flags.options);
   add_load_flag(*train, flags.options, "local: begin with this checkpoint");
   flags.group.add_to(*train);
   cohort::apps::add_client_security_flags(*train, flags.options.security);
   CLI::App* evaluate = app.add_subcommand("evaluate", "Says AUC and log-loss of a checkpoint");
-  add_data_flags(*evaluate, flags.options);
+  add_data_flags(*evaluate, flags.options, "Folder with test.tsv");
   add_load_flag(*evaluate, flags.options, "The checkpoint");
   CLI::App* predict =
       app.add_subcommand("predict", "Writes the probability of a click for each line");
   predict->add_option("--input", flags.input, "Lines, with labels or without")
       ->type_name(kFile)
       ->required();
-  predict->add_option("--output", flags.output, "Gets a probability a line")
+  predict->add_option("--output", flags.output, "Gets a probability a line; -: standard output")
       ->type_name(kFile)
       ->required();
   add_load_flag(*predict, flags.options, "The checkpoint");
@@ -153,6 +186,7 @@ int run(int argc, char** argv) {
   if (*train) return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.train(); });
   flags.options.mode = "local";
   if (*predict) {
+    if (flags.output == "-") flags.output = "/dev/stdout";
     return with_trainer(flags,
                         [&](ctr::Trainer& trainer) { trainer.predict(flags.input, flags.output); });
   }
@@ -162,5 +196,11 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return cohort::run_program("ctr", [&] { return run(argc, argv); });
+  return cohort::run_program("ctr", [&] {
+    try {
+      return run(argc, argv);
+    } catch (const ctr::Interrupted& interrupted) {
+      return ctr::end_by(interrupted);
+    }
+  });
 }

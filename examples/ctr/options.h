@@ -6,6 +6,8 @@
 
 #include "cohort/ps/rpc/security.h"
 
+#include "examples/ctr/table_limits.h"
+
 namespace ctr {
 
 struct Options {
@@ -27,6 +29,7 @@ struct Options {
   int64_t print_freq = 200;          ///< Steps between progress lines.
   std::string load;                  ///< A checkpoint's folder to begin with; empty: none.
   std::string save;                  ///< Gets a checkpoint after each epoch; empty: none.
+  TableLimits table;                 ///< What each server holds of the rows.
   /// Of the connections to servers.
   cohort::ps::SecurityOptions security;
 };

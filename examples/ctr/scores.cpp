@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <c10/util/Exception.h>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 
@@ -70,6 +71,14 @@ Metrics ScoreSet::metrics() {
   metrics.log_loss = loss / static_cast<double>(metrics.count);
   metrics.mean_prediction = probability / static_cast<double>(metrics.count);
   return metrics;
+}
+
+std::string auc_text(const Metrics& metrics) {
+  if (metrics.count == 0) return "undefined (there are no examples)";
+  if (std::isnan(metrics.auc)) return "undefined (the labels are all the same)";
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.5f", metrics.auc);
+  return text;
 }
 
 // The number of clicks, then all scores.

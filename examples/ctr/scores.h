@@ -16,6 +16,9 @@ struct Metrics {
   double mean_prediction = 0;  ///< Mean of p(click); clicks / count if calibrated.
 };
 
+/// The AUC with five digits, or why there is none.
+std::string auc_text(const Metrics& metrics);
+
 /// Scores of examples with their labels: 4 bytes each.
 ///
 /// The metrics are functions of the set alone: not of the order of adding, nor of how the examples

@@ -5,20 +5,26 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <fcntl.h>
 #include <filesystem>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/types.h>
 #include <torch/utils.h>
+#include <unistd.h>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
+#include "cohort/base/system_error.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/role.h"
 
 #include "apps/security_flags.h"
 #include "apps/server_training.h"
 #include "examples/ctr/click_generator.h"
+#include "examples/ctr/interruption.h"
 
 namespace ctr {
 namespace {
@@ -26,6 +32,7 @@ namespace {
 using cohort::ConfigError;
 using cohort::ps::Training;
 using Clock = std::chrono::steady_clock;
+namespace fs = std::filesystem;
 
 double cpu_seconds() {
   rusage usage{};
@@ -59,23 +66,73 @@ std::string joined(const std::vector<std::string>& files) {
   return text;
 }
 
-// Of files that cannot be read, and of empty ones, nobody should learn after an hour's epoch.
-void check_files(const std::string& flag, const std::vector<std::string>& files) {
+// Of files that cannot be read, that are empty or that begin with no example nobody should learn
+// after an hour's epoch.
+void check_files(const std::string& flag, const std::vector<std::string>& files,
+                 bool skip_damaged) {
   bool all_empty = !files.empty();
+  Batch first_lines;
   for (const std::string& file : files) {
-    const ExampleReader reader({.files = {file}});
+    ExampleReader reader({.files = {file}});
+    if (!skip_damaged) reader.next(first_lines);
     all_empty = all_empty && std::filesystem::file_size(file) == 0;
   }
   if (all_empty)
     throw ConfigError(flag + " " + joined(files) + ": expected examples, got an empty file");
 }
 
-// A folder that takes no checkpoint is named now, not after an epoch.
-void check_writable(const std::string& folder) {
+// Takes away again, when it goes, what was made of the way to `folder` since it came.
+class FoldersOnTrial {
+ public:
+  explicit FoldersOnTrial(fs::path folder) {
+    std::error_code ignored;
+    for (; !folder.empty() && !fs::exists(folder, ignored); folder = folder.parent_path())
+      absent_.push_back(folder);
+  }
+  ~FoldersOnTrial() {
+    std::error_code ignored;
+    for (const fs::path& folder : absent_) fs::remove(folder, ignored);
+  }
+  FoldersOnTrial(const FoldersOnTrial&) = delete;
+  FoldersOnTrial& operator=(const FoldersOnTrial&) = delete;
+
+ private:
+  std::vector<fs::path> absent_;  // The innermost first.
+};
+
+void try_to_write_in(const std::string& folder) {
   cohort::make_folder(folder);
-  const std::string trial = folder + "/.trial";
-  cohort::write_atomically(trial, "");
-  std::filesystem::remove(trial);
+  const std::string trial = folder + "/.trial-" + std::to_string(::getpid());
+  const cohort::Fd file(::open(trial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+  if (!file) {
+    throw ConfigError(
+        folder + ": expected a folder that can be written to: " + cohort::system_reason(errno));
+  }
+  ::unlink(trial.c_str());
+}
+
+// A folder that takes no checkpoint is named now, not after an epoch. None is left: there may never
+// be a checkpoint.
+void check_writable(const std::string& folder) {
+  const FoldersOnTrial trial(folder);
+  try {
+    try_to_write_in(folder);
+  } catch (const ConfigError& error) {
+    throw ConfigError("--save " + cohort::one_line(error));
+  }
+}
+
+bool is_standard_output(const std::string& path) {
+  struct stat of_path {};
+  struct stat of_output {};
+  return ::stat(path.c_str(), &of_path) == 0 && ::fstat(STDOUT_FILENO, &of_output) == 0 &&
+         of_path.st_dev == of_output.st_dev && of_path.st_ino == of_output.st_ino;
+}
+
+void refuse_same_file(const std::string& input, const std::string& output) {
+  std::error_code ignored;  // One of them is not there.
+  if (!fs::equivalent(input, output, ignored)) return;
+  throw ConfigError("--output " + output + ": expected another file than --input's");
 }
 
 // Whether those who write checkpoints are on this host for certain.
@@ -98,11 +155,12 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
       training_(training_of(options)),
       session_(session_options()),
       rows_(session_.embedding(
-          {.name = "categories",
-           .width = DeepFmOptions().width,
-           .seed = options.seed,
-           .rule = {.rule = cohort::ps::Rule::kRowwiseAdagrad,
-                    .learning_rate = static_cast<float>(options.row_learning_rate)}})),
+          with_limits({.name = "categories",
+                       .width = DeepFmOptions().width,
+                       .seed = options.seed,
+                       .rule = {.rule = cohort::ps::Rule::kRowwiseAdagrad,
+                                .learning_rate = static_cast<float>(options.row_learning_rate)}},
+                      options.table))),
       network_(seeded_network(options.seed)) {
   train_files_ = files_or(options.train, options, "train.tsv");
   test_files_ = files_or(options.test, options, "test.tsv");
@@ -118,6 +176,8 @@ cohort::ps::SessionOptions Trainer::session_options() const {
   cohort::ps::SessionOptions session;
   if (training_ == Training::kLocal) {
     cohort::apps::refuse_security(options_.security, "another --mode than local");
+    if (options_.table.at_cap == "spill")
+      throw ConfigError("--at-cap spill: expected servers, which have a folder for rows on disk");
     if (group_.size() > 1) {
       throw ConfigError("--mode local: expected one process, got " + std::to_string(group_.size()) +
                         ": several train through servers, cohort run --servers N --trainers M");
@@ -223,9 +283,11 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
     if ((report.steps + 1) % options_.print_freq != 0) continue;
     finish(reader);
     const auto examples = static_cast<double>(report.examples);
-    console_.print("epoch %lld step %lld: log-loss %.4f, %.0f examples/s, %.1f us CPU an example\n",
-                   static_cast<long long>(epoch), static_cast<long long>(report.steps + 1),
-                   report.loss / examples, examples / report.seconds, report.cpu_us / examples);
+    console_.print(
+        "epoch %lld step %lld: log-loss %.4f, %.0f examples/s of this trainer, %.1f us CPU an "
+        "example\n",
+        static_cast<long long>(epoch), static_cast<long long>(report.steps + 1),
+        report.loss / examples, examples / report.seconds, report.cpu_us / examples);
   }
   // A share from which damaged lines were left out ends early: others count on its steps.
   for (; group_.size() > 1 && report.steps < num_steps; ++report.steps) {
@@ -249,12 +311,15 @@ void Trainer::ensure_data() {
 }
 
 // Servers elsewhere save where they are, which cannot be tried from here.
-void Trainer::check_input_and_output() const {
-  if (train_files_.empty()) throw ConfigError("--train: expected files to train on, got none");
-  check_files("--train", train_files_);
-  check_files("--test", test_files_);
+void Trainer::check_output() const {
   if (!options_.save.empty() && group_.rank() == 0 && saves_here(training_))
     check_writable(options_.save);
+}
+
+void Trainer::check_input() const {
+  if (train_files_.empty()) throw ConfigError("--train: expected files to train on, got none");
+  check_files("--train", train_files_, options_.skip_damaged);
+  check_files("--test", test_files_, options_.skip_damaged);
 }
 
 // `sums` are over all trainers, so all of them refuse.
@@ -273,14 +338,12 @@ void Trainer::check_learned(const EpochReport& sums) const {
 }
 
 void Trainer::train() {
+  check_output();
   ensure_data();
-  check_input_and_output();
+  check_input();
   for (int64_t epoch = 1; epoch <= options_.epochs; ++epoch) {
     const EpochReport report = train_epoch(epoch);
-    if (report.damaged > 0) {
-      console_.insist("%lld malformed lines were left out\n",
-                      static_cast<long long>(report.damaged));
-    }
+    tell_damaged(report.damaged, "");
     std::array<double, 4> sums{static_cast<double>(report.examples),
                                static_cast<double>(report.damaged), report.cpu_us, report.loss};
     at::Tensor total = at::tensor(at::ArrayRef<double>(sums));
@@ -288,20 +351,32 @@ void Trainer::train() {
     const double examples = total[0].item<double>();
     check_learned({.examples = total[0].item<int64_t>(), .damaged = total[1].item<int64_t>()});
     console_.print(
-        "epoch %lld: %.0f examples, log-loss %.4f while learning, %.0f examples/s, %.1f us CPU an "
-        "example in trainers\n",
+        "epoch %lld: %.0f examples, log-loss %.4f while learning, %.0f examples/s of all trainers, "
+        "%.1f us CPU an example in trainers\n",
         static_cast<long long>(epoch), examples, total[3].item<double>() / examples,
         examples / report.seconds, total[2].item<double>() / examples);
-    if (!test_files_.empty()) print_evaluation();
+    settle();
+    // First what was learnt: the test files may have a line that ends the run.
     if (!options_.save.empty() && group_.rank() == 0) session_.save(options_.save);
+    if (!test_files_.empty()) print_evaluation();
     if (group_.size() > 1) group_.barrier("ctr epoch");
   }
 }
 
+void Trainer::tell_damaged(int64_t lines, const char* where) const {
+  if (lines > 0)
+    console_.insist("%lld malformed lines%s were left out\n", static_cast<long long>(lines), where);
+}
+
+// Waits until the servers have what all trainers pushed.
+void Trainer::settle() {
+  session_.flush();
+  if (group_.size() > 1) group_.barrier("ctr settled");
+}
+
 std::optional<Metrics> Trainer::evaluate() {
   if (test_files_.empty()) throw ConfigError("--test: expected files to evaluate on, got none");
-  session_.flush();
-  if (group_.size() > 1) group_.barrier("ctr evaluate");
+  settle();
   session_.pull();
   rows_->eval();
   network_->eval();
@@ -314,6 +389,7 @@ std::optional<Metrics> Trainer::evaluate() {
     scores.add({logits_B.const_data_ptr<float>(), static_cast<size_t>(logits_B.numel())},
                batch.labels);
   }
+  tell_damaged(reader.counts().damaged, " of the test");
   if (group_.all_reduce_sum(reader.counts().examples) == 0) {
     const bool damaged = group_.all_reduce_sum(reader.counts().damaged) > 0;
     throw ConfigError("--test " + joined(test_files_) + ": expected examples, got " +
@@ -334,12 +410,11 @@ void Trainer::print_evaluation() {
   const Metrics& metrics = *evaluated;
   const double attainable = options_.test.empty() ? attainable_auc(options_.data) : -1;
   char suffix[32] = "";
-  if (attainable >= 0) std::snprintf(suffix, sizeof(suffix), " of %.5f attainable", attainable);
-  char auc[64] = "undefined (the labels are all the same)";
-  if (!std::isnan(metrics.auc)) std::snprintf(auc, sizeof(auc), "%.5f%s", metrics.auc, suffix);
+  if (attainable >= 0 && !std::isnan(metrics.auc))
+    std::snprintf(suffix, sizeof(suffix), " of %.5f attainable", attainable);
   console_.print(
-      "test: AUC %s, log-loss %.5f, mean prediction %.4f for %.4f clicks, %lld examples\n", auc,
-      metrics.log_loss, metrics.mean_prediction,
+      "test: AUC %s%s, log-loss %.5f, mean prediction %.4f for %.4f clicks, %lld examples\n",
+      auc_text(metrics).c_str(), suffix, metrics.log_loss, metrics.mean_prediction,
       static_cast<double>(metrics.clicks) / static_cast<double>(metrics.count),
       static_cast<long long>(metrics.count));
 }
@@ -348,14 +423,17 @@ void Trainer::predict(const std::string& input, const std::string& output) {
   if (group_.size() > 1) {
     throw ConfigError("predict: expected one process, got " + std::to_string(group_.size()));
   }
+  refuse_same_file(input, output);
   rows_->eval();
   network_->eval();
   const at::NoGradGuard no_gradients;
+  const cohort::StopRequest stop;
   ExampleReader reader(
       {.files = {input}, .batch_size = options_.batch_size, .labels = labels_of(input)});
   cohort::write_atomically(output, [&](cohort::FileWriter& file) {
     Batch batch;
     while (const auto tensors = next_tensors(reader, batch)) {
+      check_interruption(stop);
       const at::Tensor probabilities_B = at::sigmoid(logits_of(*tensors)).contiguous();
       std::string text;
       for (int64_t i = 0; i < batch.size; ++i) {
@@ -367,8 +445,8 @@ void Trainer::predict(const std::string& input, const std::string& output) {
       file.write(std::string_view(text));
     }
   });
-  console_.print("%lld predictions in %s\n", static_cast<long long>(reader.counts().examples),
-                 output.c_str());
+  std::fprintf(is_standard_output(output) ? stderr : stdout, "%lld predictions in %s\n",
+               static_cast<long long>(reader.counts().examples), output.c_str());
 }
 
 void Trainer::finish() {

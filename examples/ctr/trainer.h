@@ -34,7 +34,7 @@ class Trainer {
  public:
   Trainer(const Options& options, cohort::comm::ProcessGroup& group);
 
-  /// Trains options.epochs, with scores over the test files and a checkpoint after each.
+  /// Trains options.epochs, with a checkpoint and scores over the test files after each.
   void train();
   /// Scores the test files, each example once, whatever the number of trainers; on rank 0,
   /// elsewhere nothing. No row is made.
@@ -42,7 +42,7 @@ class Trainer {
   /// The same, printed.
   void print_evaluation();
   /// Writes p(click) of each line of `input`, with labels or without, a line each, to `output`.
-  /// For one process. Errors: ConfigError for more.
+  /// For one process. Errors: ConfigError for more, and if `output` is `input`; Interrupted.
   void predict(const std::string& input, const std::string& output);
   /// Leaves the servers.
   void finish();
@@ -55,10 +55,13 @@ class Trainer {
   cohort::ps::SessionOptions session_options() const;
   ReaderOptions reader_options(const std::vector<std::string>& files) const;
   void ensure_data();
-  void check_input_and_output() const;
+  void check_output() const;
+  void check_input() const;
   void check_learned(const EpochReport& sums) const;
   int64_t agreed_steps() const;
   EpochReport train_epoch(int64_t epoch);
+  void tell_damaged(int64_t lines, const char* where) const;
+  void settle();
   std::optional<Tensors> next_tensors(ExampleReader& reader, Batch& batch) const;
   double learn(const Tensors& tensors);
   at::Tensor logits_of(const Tensors& tensors);

@@ -3,14 +3,25 @@
 #include <cstdint>
 #include <filesystem>
 #include <gtest/gtest.h>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <span>
 #include <string>
+#include <vector>
+
+#include "cohort/base/log.h"
+#include "cohort/ps/client/client.h"
+#include "cohort/ps/client/local_channel.h"
+#include "cohort/ps/server/server.h"
 
 #include "tests/base/temporary_folder.h"
 #include "tests/support/shell.h"
 
 namespace {
 
+namespace ps = cohort::ps;
+using cohort::read_file;
 using cohort::TemporaryFolder;
 using cohort::test::bin;
 using cohort::test::Ended;
@@ -20,8 +31,9 @@ class PsCommandTest : public testing::Test {
  protected:
   // Starts a server in the background, runs `commands` with $PORT, then stops it.
   Ended with_server(const std::string& flags, const std::string& commands,
-                    const std::string& through = "") const {
-    return shell(through + bin("cohort") + " ps server --endpoint 127.0.0.1:0 --port-file " +
+                    const std::string& through = "",
+                    const std::string& endpoint = "127.0.0.1:0") const {
+    return shell(through + bin("cohort") + " ps server --endpoint " + endpoint + " --port-file " +
                  folder_ / "port" + " --folder " + folder_ / "server" + " " + flags + " > " +
                  folder_ / "log" +
                  " 2>&1 &\nSERVER=$!\n"
@@ -29,9 +41,31 @@ class PsCommandTest : public testing::Test {
                  folder_ / "port" + " ] && break; sleep 0.1; done\nPORT=$(cat " + folder_ / "port" +
                  ")\n" + commands + "\ncode=$?\nkill $SERVER; wait $SERVER; (exit $code)");
   }
-  std::string train(const std::string& more = "") const {
-    return bin("ps_ledger_trainer") +
-           " --pservers 127.0.0.1:$PORT --trainers 1 --seconds 0.5 --mode sync " + more;
+  std::string train(const std::string& more = "",
+                    const std::string& servers = "127.0.0.1:$PORT") const {
+    return bin("ps_ledger_trainer") + " --pservers " + servers +
+           " --trainers 1 --seconds 0.5 --mode sync " + more;
+  }
+  // Makes the checkpoint of a job with a table much larger than its dense parameters.
+  std::string checkpoint() const {
+    const cohort::Log log({.console = cohort::LogConsole::kNever});
+    const auto server = std::make_shared<ps::Server>(
+        ps::ServerOptions{.acknowledge = ps::Acknowledge::kApplied}, log);
+    const ps::JobOptions job{
+        .trainers = 1, .blocks = {{"w", 0, 4, 0}}, .tables = {{.name = "rows", .width = 16}}};
+    ps::Client client({.servers = {"in-process"}}, job,
+                      [&](int) { return std::make_unique<ps::LocalChannel>(server); });
+    const std::vector<float> dense(4);
+    const std::span<const float> values(dense);
+    client.initialise(std::span(&values, 1));
+    std::vector<uint64_t> ids(2000);
+    std::iota(ids.begin(), ids.end(), 0);
+    const std::vector<float> gradients(ids.size() * 16, 1);
+    const ps::PushRows rows{.ids = ids, .gradients = gradients};
+    client.push(std::span(&rows, 1), {values});
+    client.flush();
+    client.save(folder_ / "checkpoint");
+    return folder_ / "checkpoint";
   }
 
   const TemporaryFolder folder_;
@@ -86,6 +120,109 @@ TEST_F(PsCommandTest, PrometheusReadsItsFigures) {
   EXPECT_NE(ended.output.find("cohort_ps_pushes_total "), std::string::npos) << ended.output;
   EXPECT_NE(ended.output.find("cohort_ps_table_rows{table=\"ids\"} "), std::string::npos);
   EXPECT_NE(ended.output.find("cohort_ps_trainer_pushes{trainer=\"0\"} "), std::string::npos);
+}
+
+// One that is gone is no reason to leave the others running.
+TEST_F(PsCommandTest, StopEndsAllThatAnswerAndNamesTheOthers) {
+  const Ended ended = with_server(
+      "--server-id 1 --servers 2",
+      bin("cohort") +
+          " ps stop --pservers 127.0.0.1:1,127.0.0.1:$PORT,127.0.0.1:2 --timeout 1; echo code $?\n"
+          "for i in $(seq 100); do kill -0 $SERVER 2> /dev/null || break; sleep 0.1; done\n"
+          "kill -0 $SERVER 2> /dev/null && echo runs; true");
+  EXPECT_NE(ended.output.find("code 3\n"), std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find("runs\n"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("cohort ps: error: 2 of 3 servers gave no answer and may run still: "
+                              "server 0 (127.0.0.1:1): "),
+            std::string::npos)
+      << ended.output;
+  EXPECT_NE(ended.output.find("; server 2 (127.0.0.1:2): "), std::string::npos) << ended.output;
+}
+
+TEST_F(PsCommandTest, AUnixSocketServesStatusTrainersAndStop) {
+  const std::string endpoint = "unix:" + folder_ / "socket";
+  const Ended ended = with_server(
+      "",
+      train("", endpoint) + " && PADDLE_TRAINING_ROLE=TRAINER PADDLE_TRAINERS_NUM=1 " +
+          "PADDLE_TRAINER_ID=0 PADDLE_PSERVERS_IP_PORT_LIST=" + endpoint + " " + bin("cohort") +
+          " ps status && (cd " + folder_.path().string() + " && " + bin("cohort") +
+          " ps stop --pservers unix:socket) && wait $SERVER && echo stopped",
+      "", endpoint);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("server 0 at " + endpoint + ", start 1"), std::string::npos)
+      << ended.output;
+  EXPECT_NE(ended.output.find("stopped\n"), std::string::npos) << ended.output;
+  EXPECT_EQ(read_file(folder_ / "log").find("port="), std::string::npos)
+      << read_file(folder_ / "log");
+}
+
+TEST_F(PsCommandTest, AnotherServerDoesNotTakeAUnixSocketAway) {
+  const std::string endpoint = "unix:" + folder_ / "socket";
+  const Ended ended =
+      with_server("",
+                  "timeout 20 " + bin("cohort") + " ps server --endpoint " + endpoint +
+                      " --folder " + folder_ / "second" + "; echo code $?; " + bin("cohort") +
+                      " ps status --pservers " + endpoint,
+                  "", endpoint);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("--endpoint " + endpoint +
+                              ": cannot listen there: another process does\ncode 2\n"),
+            std::string::npos)
+      << ended.output;
+}
+
+// A corrected command line finds the folder as the refused one found it.
+TEST_F(PsCommandTest, ARefusedStartLeavesNoFolder) {
+  const auto refused = [&](const std::string& flags, const std::string& text) {
+    const std::string folder = folder_ / "fresh";
+    const Ended ended = with_server("", "timeout 20 " + bin("cohort") + " ps server --folder " +
+                                            folder + "/inner " + flags + "; echo code $?");
+    EXPECT_NE(ended.output.find("code 2\n"), std::string::npos) << flags << "\n" << ended.output;
+    EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output << "expected: " << text;
+    EXPECT_FALSE(std::filesystem::exists(folder)) << flags;
+    std::filesystem::remove_all(folder);
+    std::filesystem::remove_all(folder_ / "server");
+    std::filesystem::remove(folder_ / "port");
+  };
+  refused("--endpoint 127.0.0.1:$PORT", ": cannot listen there: another process does\n");
+  refused("--endpoint 0.0.0.0:7001", "without TLS a server listens on this host alone");
+  refused("--endpoint unix:absent/socket",
+          "--endpoint unix:absent/socket: the folder absent does not exist\n");
+  refused("--metrics 127.0.0.1:$PORT", ": cannot listen there: another process does\n");
+  refused("--metrics 0.0.0.0:7001", "--metrics 0.0.0.0:7001: expected an address of this host");
+  refused("--tls-key " + folder_ / "none", "none: expected the key in PEM form");
+  refused("--load " + folder_ / "nothing", "expected a checkpoint of servers");
+  refused("--port-file " + folder_ / "absent/port", "absent/port");
+}
+
+TEST_F(PsCommandTest, AnExportIsWholeOrNotThere) {
+  const std::string from = checkpoint(), to = folder_ / "made/export";
+  const auto export_with = [&](const std::string& before) {
+    return shell("(" + before + bin("cohort") + " ps export " + from + " --output " + to + ")");
+  };
+  const std::string no_room = "ulimit -f 16; ";  // Of files; the table needs 140 KiB.
+  const Ended first = export_with(no_room);
+  EXPECT_EQ(first.code, 1) << first.output;
+  EXPECT_NE(first.output.find("rows.safetensors"), std::string::npos) << first.output;
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "made"));
+
+  const Ended whole = export_with("");
+  ASSERT_EQ(whole.code, 0) << whole.output;
+  EXPECT_NE(whole.output.find(to + "/dense.safetensors  1 parameters\n" + to +
+                              "/rows.safetensors  2000 rows\n"),
+            std::string::npos)
+      << whole.output;
+  cohort::write_file(to + "/dense.safetensors", "older");
+  cohort::write_file(to + "/other", "is nobody's");
+  const std::string rows = read_file(to + "/rows.safetensors");
+  EXPECT_EQ(export_with(no_room).code, 1);
+  EXPECT_EQ(read_file(to + "/dense.safetensors"), "older");
+  EXPECT_EQ(read_file(to + "/rows.safetensors"), rows);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(to), {}), 3);
+
+  EXPECT_EQ(export_with("").code, 0);
+  EXPECT_NE(read_file(to + "/dense.safetensors"), "older");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(to), {}), 3);
 }
 
 TEST_F(PsCommandTest, MistakesAreNamed) {

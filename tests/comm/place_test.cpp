@@ -136,6 +136,12 @@ TEST(PlaceTest, PaddlesOnlyTrainerNeedsNoEndpoints) {
   EXPECT_EQ(error_of(variables),
             "PADDLE_TRAINER_ID is set but PADDLE_TRAINER_ENDPOINTS is not: set all of them, or "
             "none");
+  for (const char* bad : {"0", "x", "-1", "1x"}) {
+    variables["PADDLE_TRAINERS_NUM"] = bad;
+    EXPECT_EQ(error_of(variables).find("PADDLE_TRAINERS_NUM=" + std::string(bad) + ": expected"),
+              0U)
+        << error_of(variables);
+  }
 }
 
 TEST(PlaceTest, AmongEndpointsTheFirstIsTheStores) {

@@ -1,5 +1,7 @@
 // The ctr program as a user runs it, on data that it makes up.
+#include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <sstream>
 #include <tuple>
@@ -214,11 +216,22 @@ TEST_F(CtrCommandTest, AnUnwritableCheckpointIsRefusedBeforeTraining) {
                                         {through_servers(1, 2, ""), file + "/saved"},
                                         {train(""), std::string("/proc")}}) {
     const Ended ended = shell(command + "--save " + folder);
+    EXPECT_EQ(ended.output.find(".trial"), std::string::npos) << ended.output;
     EXPECT_EQ(ended.code, 2) << ended.output;
     EXPECT_NE(ended.output.find(folder == "/proc" ? folder : file), std::string::npos)
         << ended.output;
     EXPECT_EQ(ended.output.find("epoch 1"), std::string::npos) << ended.output;
   }
+}
+
+TEST_F(CtrCommandTest, ARefusedRunLeavesNoFolders) {
+  const std::string too_long = folder_ / "a/" + std::string(300, 'x');
+  expect_refused(train("--save " + too_long + "/b"), "--save " + too_long + ": expected a folder");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "a"));
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "data")) << "made before the refusal";
+  expect_refused(bin("ctr") + " train --save " + folder_ / "a/b" + " --train " + folder_ / "none",
+                 "none");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "a"));
 }
 
 TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
@@ -239,6 +252,129 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   expect_refused(bin("ctr") + " evaluate --load " + folder_ / "nothing", "nothing");
   expect_refused(bin("ctr") + " generate --rows 0 --output " + folder_ / "x",
                  "--rows: expected 1 or more, got 0");
+  expect_refused(train("--mode async --max-staleness -2"),
+                 "--max-staleness -2: expected -1 (any) or more");
+  expect_refused(train("--mode local --table-memory-mib 1 --at-cap spill"),
+                 "--at-cap spill: expected servers");
+  expect_refused(train("--admit-after 2 --admit-probability 0.5"), "--admit-after excludes");
+  EXPECT_EQ(shell(bin("ctr") + " evaluate --help | grep -c 'made up'").output, "0\n");
+}
+
+TEST_F(CtrCommandTest, PredictionsGoStraightToWhatIsNoFile) {
+  ASSERT_EQ(shell(train("--max-steps 2 --save " + folder_ / "saved")).code, 0);
+  const std::string input = folder_ / "data/test.tsv";
+  const std::string predict =
+      bin("ctr") + " predict --load " + folder_ / "saved" + " --input " + input + " --output ";
+  ASSERT_EQ(shell(predict + folder_ / "file").code, 0);
+  const std::string expected = cohort::read_file(folder_ / "file");
+  EXPECT_TRUE(shell(predict + "/dev/stdout 2> /dev/null").output == expected);
+  EXPECT_TRUE(shell(predict + "- 2> /dev/null").output == expected);
+  ASSERT_EQ(shell("echo before > " + folder_ / "all").code, 0);
+  ASSERT_EQ(shell(predict + "/dev/stdout >> " + folder_ / "all").code, 0);
+  EXPECT_TRUE(cohort::read_file(folder_ / "all") == "before\n" + expected);
+  EXPECT_TRUE(shell("mkfifo " + folder_ / "pipe; cat " + folder_ / "pipe & " + predict +
+                    folder_ / "pipe > /dev/null; wait")
+                  .output == expected);
+  EXPECT_TRUE(std::filesystem::is_symlink("/dev/stdout"));
+  EXPECT_TRUE(std::filesystem::is_fifo(folder_ / "pipe"));
+  expect_refused(predict + folder_ / "data/../data/test.tsv",
+                 "expected another file than --input's");
+  expect_refused(bin("ctr") + " predict --load " + folder_ / "saved" + " --input " +
+                     folder_ / "data" + " --output " + folder_ / "x",
+                 folder_ / "data" + ": expected a file that can be read, got a folder");
+}
+
+TEST_F(CtrCommandTest, GeneratedDataIsReplacedOnRequestAlone) {
+  const std::string generate = bin("ctr") + " generate --rows 100 --output " + folder_ / "data";
+  ASSERT_EQ(shell(generate).code, 0);
+  expect_refused(generate, folder_ / "data/train.tsv" + ": is there already");
+  const Ended none = shell(generate + " --overwrite --test-rows 0");
+  EXPECT_EQ(none.code, 0) << none.output;
+  EXPECT_NE(none.output.find("no test examples"), std::string::npos) << none.output;
+  const Ended one = shell(generate + " --overwrite --test-rows 1");
+  EXPECT_NE(one.output.find("AUC undefined"), std::string::npos) << one.output;
+  EXPECT_EQ((none.output + one.output).find("nan"), std::string::npos);
+}
+
+TEST_F(CtrCommandTest, ASignalEndsGenerateWithoutAPartOfAFile) {
+  const Ended ended = shell(
+      bin("ctr") + " generate --rows 100000000 --output " + folder_ / "data" +
+      " & for i in $(seq 1200); do ls " + folder_ / "data" +
+      "/*.tmp-* > /dev/null 2>&1 && break; sleep 0.05; done; kill -TERM $!; wait $!; echo $?; ls " +
+      folder_ / "data");
+  EXPECT_TRUE(ended.output.ends_with("143\n")) << ended.output;
+}
+
+// What was learnt outlives a bad line of the test files, which is seen early where it comes early.
+TEST_F(CtrCommandTest, ABadTestLineCostsNoEpoch) {
+  ASSERT_EQ(shell(bin("ctr") + " generate --rows 3000 --output " + folder_ / "data").code, 0);
+  const std::string good = folder_ / "data/train.tsv";
+  const std::string early = folder_ / "early.tsv";
+  const std::string late = folder_ / "late.tsv";
+  ASSERT_EQ(shell("sed '2s/^./x/' " + good + " > " + early).code, 0);
+  ASSERT_EQ(shell("sed '2990s/^./x/' " + good + " > " + late).code, 0);
+  const std::string train = bin("ctr") + " train --train " + good + " --test ";
+  const std::string save = " --save " + folder_ / "saved";
+  expect_refused(train + good + " " + early + save, early + ":2: field 1: expected a label");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "saved"));
+  expect_refused(train + late + save, late + ":2990: field 1: expected a label");
+  const Ended skipped = shell(bin("ctr") + " evaluate --skip-damaged --load " + folder_ / "saved" +
+                              " --test " + late);
+  EXPECT_EQ(skipped.code, 0) << skipped.output;
+  EXPECT_NE(skipped.output.find("1 malformed lines of the test were left out"), std::string::npos)
+      << skipped.output;
+}
+
+TEST_F(CtrCommandTest, ProgressSaysWhoseExamplesItCounts) {
+  const Ended ended = shell(train("--max-steps 2 --print-freq 1"));
+  EXPECT_NE(ended.output.find("examples/s of this trainer"), std::string::npos) << ended.output;
+  EXPECT_NE(ended.output.find("examples/s of all trainers"), std::string::npos) << ended.output;
+}
+
+// Rows of more than ten times the cap: those on disk are as good as those in memory, to the bit.
+TEST_F(CtrCommandTest, ASpillingTableLearnsWhatOneWithoutACapLearns) {
+  const auto job = [&](const std::string& name, const std::string& flags) {
+    const Ended ended =
+        shell("timeout 250 " + bin("cohort") + " run --servers 1 --trainers 2 -- sh -c '" +
+              train("--max-steps 40 --save " + folder_ / name + flags) + " && " + bin("cohort-ps") +
+              " status --json --pservers $PADDLE_PSERVERS_IP_PORT_LIST'");
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return ended.output;
+  };
+  const auto test_line = [](const std::string& output) {
+    const size_t begin = std::min(output.size(), output.rfind("test: AUC"));
+    return output.substr(begin, output.find('\n', begin) - begin);
+  };
+  const std::string plain = job("plain", "");
+  const std::string spilled = job("spilled", " --table-memory-mib 1 --at-cap spill");
+  EXPECT_EQ(number_after(plain, "\"cold_rows\":"), 0) << plain;
+  EXPECT_GT(number_after(spilled, "\"cold_rows\":"), 4 * number_after(spilled, "\"rows\":"))
+      << spilled;
+  EXPECT_EQ(test_line(spilled), test_line(plain));
+  // Whoever reads the checkpoint leaves the folder that it is in alone.
+  const std::string aside = folder_ / "aside";
+  ASSERT_EQ(shell("mkdir -p " + aside + "/loading").code, 0);
+  const std::string here = "cd " + aside + " && ";
+  for (const std::string name : {"plain", "spilled"}) {
+    const Ended evaluated = shell(here + bin("ctr") + " evaluate --data " + folder_ / "data" +
+                                  " --load " + folder_ / name);
+    EXPECT_EQ(test_line(evaluated.output), test_line(plain)) << evaluated.output;
+    const Ended predicted =
+        shell(here + bin("ctr") + " predict --load " + folder_ / name + " --input " +
+              folder_ / "data/test.tsv" + " --output " + folder_ / name + ".txt");
+    EXPECT_EQ(predicted.code, 0) << predicted.output;
+    const Ended exported = shell(here + bin("cohort-ps") + " export " + folder_ / name +
+                                 " --output " + folder_ / name + ".export");
+    EXPECT_EQ(exported.code, 0) << exported.output;
+  }
+  EXPECT_EQ(shell("ls " + aside).output, "loading\n");
+  const auto equals_plain = [&](const std::string& file) {
+    const std::string content = cohort::read_file(folder_ / "spilled" + file);
+    return !content.empty() && content == cohort::read_file(folder_ / "plain" + file);
+  };
+  for (const char* file : {".txt", ".export/dense.safetensors", ".export/categories.safetensors"}) {
+    EXPECT_TRUE(equals_plain(file)) << file;
+  }
 }
 
 }  // namespace

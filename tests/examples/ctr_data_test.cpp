@@ -1,17 +1,23 @@
 // The data of examples/ctr: lines, files, generator.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
 #include <map>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "cohort/base/error.h"
 
 #include "examples/ctr/click_generator.h"
 #include "examples/ctr/example_reader.h"
+#include "examples/ctr/interruption.h"
+#include "examples/ctr/table_limits.h"
 
 namespace ctr {
 namespace {
@@ -261,7 +267,11 @@ TEST(ExampleReaderTest, BadFilesAndOptionsAreNamed) {
   EXPECT_EQ(refusal({.files = {"/nowhere.tsv"}}),
             "/nowhere.tsv: expected a file that can be read, got No such file or directory");
   EXPECT_EQ(refusal({.files = {folder.path()}}),
-            folder.path() + ": expected a file that can be read, got a folder or device");
+            folder.path() + ": expected a file that can be read, got a folder");
+  EXPECT_EQ(refusal({.files = {"/dev/null"}}),
+            "/dev/null: expected a file that can be read, got a device or pipe");
+  EXPECT_EQ(error_of([&] { labels_of(folder.path()); }),
+            folder.path() + ": expected a file that can be read, got a folder");
   EXPECT_EQ(refusal({.share = 2, .shares = 2}),
             "ExampleReader: expected 0 <= share < shares, got 2 of 2");
   const std::string long_line = folder.file("long.tsv", std::string((1 << 20) + (1 << 16), 'x'));
@@ -305,6 +315,43 @@ TEST(ClickGeneratorTest, EqualSeedsGiveEqualFilesAndAKnownAuc) {
   EXPECT_NEAR(truth.train.mean_prediction, click_rate, 5 * 0.5 / std::sqrt(20000.0));
 }
 
+TEST(ClickGeneratorTest, FilesThatAreThereAreReplacedOnRequestAlone) {
+  for (const char* name : {"train.tsv", "test.tsv", "truth.json"}) {
+    const Folder folder;
+    const std::string path = folder.file(name, "mine");
+    EXPECT_EQ(error_of([&] { generate_clicks({.rows = 100}, folder.path()); }),
+              path + ": is there already: name another folder, or pass --overwrite");
+    std::string text;
+    std::ifstream(path) >> text;
+    EXPECT_EQ(text, "mine");
+    generate_clicks({.rows = 100, .overwrite = true}, folder.path());
+    EXPECT_GT(std::filesystem::file_size(path), 4u);
+  }
+}
+
+TEST(ClickGeneratorTest, ASignalLeavesNoPartOfAFile) {
+  const Folder folder;
+  std::atomic<bool> done = false;
+  std::thread sender([&] {
+    const auto is_under_way = [&] {
+      return std::filesystem::exists(folder.path() + "/data") &&
+             !std::filesystem::is_empty(folder.path() + "/data");
+    };
+    while (!is_under_way() && !done) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (!done) std::raise(SIGINT);
+  });
+  int signal = 0;
+  try {
+    generate_clicks({.rows = 100'000'000}, folder.path() + "/data");
+  } catch (const Interrupted& interrupted) {
+    signal = interrupted.signal;
+  }
+  done = true;
+  sender.join();
+  EXPECT_EQ(signal, SIGINT);
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path() + "/data"));
+}
+
 // What training finds in a file is what the model drew.
 TEST(ClickGeneratorTest, FilesSayWhatWasDrawn) {
   const Folder folder;
@@ -344,6 +391,42 @@ TEST(ClickGeneratorTest, CategoriesFollowZipf) {
     const double expected = kRows * share;
     EXPECT_NEAR(by_frequency[static_cast<size_t>(k - 1)], expected, 6 * std::sqrt(expected)) << k;
   }
+}
+
+TEST(TableLimitsTest, FlagsSetTheTablesOptions) {
+  using cohort::ps::Admission;
+  using cohort::ps::AtCap;
+  const cohort::ps::TableOptions plain{.name = "categories"};
+  EXPECT_EQ(to_text(with_limits(plain, {})), to_text(plain));
+  const auto table =
+      with_limits(plain, {.memory_mib = 3, .at_cap = "spill", .admit_after = 4, .row_ttl_s = 5});
+  EXPECT_EQ(table.memory_cap_bytes, 3 << 20);
+  EXPECT_EQ(table.at_cap, AtCap::kSpill);
+  EXPECT_EQ(table.admission.kind, Admission::Kind::kCount);
+  EXPECT_EQ(table.admission.pushes, 4u);
+  EXPECT_EQ(table.eviction.time_to_live_s, 5);
+  const auto drawn = with_limits(plain, {.memory_mib = 3, .admit_probability = 0.5});
+  EXPECT_EQ(drawn.at_cap, AtCap::kRefuse);
+  EXPECT_EQ(drawn.admission.kind, Admission::Kind::kProbability);
+  EXPECT_EQ(drawn.admission.probability, 0.5);
+}
+
+TEST(TableLimitsTest, RefusalsNameTheFlag) {
+  const auto refusal = [](const TableLimits& limits) {
+    return error_of([&] { with_limits({.name = "categories"}, limits); });
+  };
+  EXPECT_TRUE(refusal({.memory_mib = -1})
+                  .starts_with("--table-memory-mib -1: table \"categories\": memory_cap_bytes: "
+                               "expected 0 or at least "))
+      << refusal({.memory_mib = -1});
+  EXPECT_EQ(
+      refusal({.admit_after = 257}),
+      "--admit-after 257: table \"categories\": admission.pushes: expected 1 to 256, found 257");
+  EXPECT_EQ(refusal({.admit_probability = 2}),
+            "--admit-probability 2: table \"categories\": admission.probability: expected a number "
+            "in (0, 1], found 2");
+  EXPECT_EQ(refusal({.at_cap = "spill"}),
+            "--at-cap spill: expected with --table-memory-mib, the cap that it speaks of");
 }
 
 }  // namespace

@@ -144,6 +144,9 @@ TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
             std::string::npos)
       << ended.err;
   EXPECT_EQ(ended.err.find("restart 1 of 5"), std::string::npos);
+  EXPECT_NE(ended.err.find("cohort run: stopped because server 1 failed: rank 0, rank 1\n"),
+            std::string::npos)
+      << ended.err;
 }
 
 TEST(ServerRunTest, ABadFlagOfAServerIsNoReasonToStartItAgain) {
@@ -239,7 +242,15 @@ TEST(ServerRunTest, BadFlagsAreNamed) {
   EXPECT_EQ(refusal({"--servers", "1", "--server-program", "/nowhere/ps"}),
             "cohort run: error: /nowhere/ps: expected a program that can be executed, got No such "
             "file or directory\n");
-  EXPECT_NE(refusal({"--trainers", "2"}).find("--servers"), std::string::npos);
+  for (const Lines& flags :
+       {Lines{"--trainers", "2"}, Lines{"--max-server-restarts", "2"}, Lines{"--server-dir", "d"},
+        Lines{"--server-arg", "a"}, Lines{"--server-program", "p"}}) {
+    const std::string text = refusal(flags);
+    EXPECT_NE(text.find(flags[0]), std::string::npos) << text;
+    EXPECT_NE(text.find("--servers"), std::string::npos) << text;
+  }
+  EXPECT_EQ(refusal({"--servers", "1", "--trainers", "0"}),
+            "cohort run: error: --trainers: expected 1 to 4096, got 0\n");
 }
 
 }  // namespace

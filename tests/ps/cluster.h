@@ -4,8 +4,10 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <span>
 #include <string>
@@ -49,6 +51,11 @@ class Cluster {
 
   std::string folder(int server) const { return scratch_.path("server-" + std::to_string(server)); }
   std::string path(const std::string& name) const { return scratch_.path(name); }
+  /// What the servers have logged.
+  std::string log() const {
+    std::ifstream file(path("log"));
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
 
   void start(int server) {
     const auto at = static_cast<size_t>(server);
@@ -95,7 +102,7 @@ class Cluster {
 
  private:
   const ScratchFolder scratch_;
-  const Log log_{LogOptions{.console = LogConsole::kNever}};
+  const Log log_{LogOptions{.file = scratch_.path("log"), .console = LogConsole::kNever}};
   std::vector<ServerOptions> options_;
   std::deque<ServerSlot> slots_;
   ChaosNetwork network_;

@@ -212,7 +212,7 @@ TEST(PlanTest, BadOptionsAreNamed) {
     return error_of([&] { plan(std::move(parameters), options); });
   };
   EXPECT_EQ(refusal([](auto& o) { o.pservers = ""; }),
-            "pservers: expected host:port,host:port, got ''");
+            "pservers: expected host:port,host:port (or unix:PATH), got ''");
   EXPECT_EQ(refusal([](auto& o) { o.trainers = 0; }), "trainers: expected 1 or more, got 0");
   EXPECT_EQ(refusal([](auto& o) { o.trainer_id = 1; }),
             "trainer_id: expected 0 to trainers - 1 = 0, got 1");

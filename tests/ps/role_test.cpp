@@ -92,6 +92,20 @@ TEST(RoleTest, ServerFindsItselfByEachSpellingOfItsEndpoint) {
   }
 }
 
+TEST(RoleTest, ServersMayBeUnixSockets) {
+  const Variables job =
+      with(kTrainer, {{"PADDLE_PSERVERS_IP_PORT_LIST", "unix:/run/a,unix:b/c,h:1"}});
+  EXPECT_EQ(role_of(job)->servers, (std::vector<std::string>{"unix:/run/a", "unix:b/c", "h:1"}));
+  EXPECT_EQ(role_of(with(job, {{"PADDLE_TRAINING_ROLE", "PSERVER"},
+                               {"PADDLE_CURRENT_ENDPOINT", "unix:b/c"}}))
+                ->server_id,
+            1);
+  EXPECT_EQ(error_of(with(job, {{"PADDLE_PSERVERS_IP_PORT_LIST", "unix:"}})),
+            "PADDLE_PSERVERS_IP_PORT_LIST: expected host:port,host:port (or unix:PATH), got "
+            "'unix:'");
+  EXPECT_THROW(parse_endpoints("trainer_endpoints", "unix:/run/a"), ConfigError);
+}
+
 TEST(RoleTest, OlderSpellingsMeanTheSame) {
   const auto place = role_of({{"TRAINING_ROLE", "TRAINER"},
                               {"PADDLE_PSERVER_IPS", "10.0.0.1,10.0.0.2,h"},
@@ -124,7 +138,8 @@ TEST(RoleTest, BadValuesAreNamed) {
   EXPECT_EQ(error_of(with(kTrainer, {{"PADDLE_TRAINER_ID", "3"}})),
             "PADDLE_TRAINER_ID=3: expected an integer in [0, 2]");
   EXPECT_EQ(error_of(with(kTrainer, {{"PADDLE_PSERVERS_IP_PORT_LIST", "a:1,b"}})),
-            "PADDLE_PSERVERS_IP_PORT_LIST: expected host:port,host:port, got 'b' in 'a:1,b'");
+            "PADDLE_PSERVERS_IP_PORT_LIST: expected host:port,host:port (or unix:PATH), got 'b' in "
+            "'a:1,b'");
   EXPECT_EQ(error_of(with(kTrainer, {{"PADDLE_PSERVERS_IP_PORT_LIST", "a:1,a:1"}})),
             "PADDLE_PSERVERS_IP_PORT_LIST: expected each endpoint once, got a:1 twice");
   EXPECT_EQ(error_of(with(kTrainer, {{"PADDLE_TRAINING_ROLE", "PSERVER"},

@@ -32,13 +32,14 @@ class Authority {
   }
 
   /// A certificate that bears `common_name`, and the same as alternative name.
-  SecurityOptions issue(const std::string& file, const std::string& common_name) const {
+  SecurityOptions issue(const std::string& file, const std::string& common_name,
+                        int days = 1) const {
     openssl("req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=" + common_name +
             " -keyout " + key(file) + " -out " + path(file + ".csr"));
     std::ofstream(path(file + ".ext")) << "subjectAltName=DNS:" << common_name << "\n";
-    openssl("x509 -req -days 1 -CAcreateserial -in " + path(file + ".csr") + " -CA " +
-            certificate(name_) + " -CAkey " + key(name_) + " -extfile " + path(file + ".ext") +
-            " -out " + certificate(file));
+    openssl("x509 -req -days " + std::to_string(days) + " -CAcreateserial -in " +
+            path(file + ".csr") + " -CA " + certificate(name_) + " -CAkey " + key(name_) +
+            " -extfile " + path(file + ".ext") + " -out " + certificate(file));
     return {.authority = certificate(name_), .certificate = certificate(file), .key = key(file)};
   }
 
@@ -66,6 +67,15 @@ class RpcTest : public testing::Test {
     auto answer = promise->get_future();
     channel.send(request, 20'000, [promise](Reply reply) { promise->set_value(std::move(reply)); });
     return answer.get();
+  }
+  // What a server with these certificates is refused for; empty if it is not.
+  std::string refusal(const SecurityOptions& security) {
+    try {
+      const RpcServer rpc(server_, {.security = security});
+    } catch (const ConfigError& error) {
+      return one_line(error);
+    }
+    return "";
   }
   static std::string endpoint_of(const RpcServer& rpc) {
     return "127.0.0.1:" + std::to_string(rpc.port());
@@ -98,16 +108,18 @@ TEST_F(RpcTest, BothSidesShowACertificateOfOneAuthorityWithTheRightName) {
 
 TEST_F(RpcTest, AServerWithAnotherNameIsNotTrusted) {
   const Authority authority(folder_, "authority");
-  const RpcServer rpc(server_, {.endpoint = "127.0.0.1:0",
-                                .security = authority.issue("server", "cohort-trainer")});
+  SecurityOptions security = authority.issue("server", "cohort-trainer");
+  security.server_names = {"cohort-trainer"};
+  const RpcServer rpc(server_, {.endpoint = "127.0.0.1:0", .security = security});
   const Reply reply = status(endpoint_of(rpc), authority.issue("trainer", "cohort-trainer"));
   EXPECT_EQ(reply.code, Code::kLost) << "a trainer's certificate makes no server";
 }
 
 TEST_F(RpcTest, AClientExpectsTheFirstOfTheServersNames) {
   const Authority authority(folder_, "authority");
-  const RpcServer rpc(
-      server_, {.endpoint = "127.0.0.1:0", .security = authority.issue("server", "this-server")});
+  SecurityOptions own = authority.issue("server", "this-server");
+  own.server_names = {"this-server"};
+  const RpcServer rpc(server_, {.endpoint = "127.0.0.1:0", .security = own});
   SecurityOptions trainer = authority.issue("trainer", "cohort-trainer");
   trainer.server_names = {"this-server", "that-server"};
   EXPECT_EQ(status(endpoint_of(rpc), trainer).code, Code::kOk);
@@ -139,16 +151,73 @@ TEST_F(RpcTest, FilesOfCertificatesAreNamed) {
             {.security = {.authority = folder_.path("none.pem"), .certificate = "x", .key = "y"}});
       }),
       folder_.path("none.pem") + ": expected the authority's certificate in PEM form");
+  const SecurityOptions whole = Authority(folder_, "authority").issue("server", "cohort-server");
+  EXPECT_EQ(refusal({.authority = whole.authority}),
+            "TLS: expected all three files: --tls-certificate and --tls-key are missing");
+  EXPECT_EQ(refusal({.authority = whole.authority, .key = whole.key}),
+            "TLS: expected all three files: --tls-certificate is missing");
+}
+
+TEST_F(RpcTest, AKeyOfAnotherCertificateIsNamed) {
+  const Authority authority(folder_, "authority");
+  SecurityOptions security = authority.issue("server", "cohort-server");
+  authority.issue("other", "cohort-server");
+  security.key = folder_.path("other.key");
+  const std::string expected =
+      security.key + ": expected the key of the certificate " + security.certificate;
+  EXPECT_EQ(refusal(security), expected);
   EXPECT_EQ(message_of<ConfigError>(
-                [&] { RpcServer(server_, {.security = {.key = folder_.path("a.key")}}); }),
-            "TLS: the authority's certificate is missing: name all three files");
+                [&] { make_rpc_channel({.endpoint = "127.0.0.1:1", .security = security}); }),
+            expected);
+}
+
+TEST_F(RpcTest, AnExpiredCertificateIsNamedWithItsDate) {
+  const Authority authority(folder_, "authority");
+  const SecurityOptions security = authority.issue("server", "cohort-server", -1);
+  const std::string expected = security.certificate + ": the certificate expired on 20";
+  EXPECT_EQ(refusal(security).find(expected), 0U) << refusal(security);
+  EXPECT_EQ(message_of<ConfigError>([&] {
+              make_rpc_channel({.endpoint = "127.0.0.1:1", .security = security});
+            }).find(expected),
+            0U);
+}
+
+TEST_F(RpcTest, AServersCertificateBearsTheNameOfServers) {
+  const Authority authority(folder_, "authority");
+  SecurityOptions security = authority.issue("server", "cohort-trainer");
+  EXPECT_EQ(refusal(security), security.certificate +
+                                   ": expected a certificate that bears the name cohort-server "
+                                   "(--tls-server-names)");
+  EXPECT_NO_THROW(make_rpc_channel({.endpoint = "127.0.0.1:1", .security = security}));
+  security.server_names = {"a-server", "b-server"};
+  EXPECT_NE(refusal(security).find("bears the name a-server or b-server"), std::string::npos);
+  security.server_names.push_back("cohort-trainer");
+  EXPECT_EQ(refusal(security), "");
+}
+
+TEST_F(RpcTest, WhereAUnixSocketCannotBeIsNamed) {
+  const auto refused = [&](const std::string& endpoint) {
+    return message_of<ConfigError>([&] { RpcServer(server_, {.endpoint = endpoint}); });
+  };
+  EXPECT_EQ(refused("unix:no-such-folder/socket"),
+            "--endpoint unix:no-such-folder/socket: the folder no-such-folder does not exist");
+  const std::string longest = "unix:/tmp/" + std::string(120, 'x');
+  EXPECT_EQ(refused(longest), "--endpoint " + longest + ": expected a path of at most 107 bytes");
+  const std::string endpoint = "unix:" + folder_.path("socket");
+  const RpcServer rpc(server_, {.endpoint = endpoint});
+  EXPECT_EQ(rpc.port(), 0);
+  EXPECT_EQ(refused(endpoint),
+            "--endpoint " + endpoint + ": cannot listen there: another process does");
 }
 
 TEST_F(RpcTest, AnEndpointInUseIsNamed) {
   const RpcServer rpc(server_, {});
   EXPECT_EQ(message_of<ConfigError>([&] { RpcServer(server_, {.endpoint = endpoint_of(rpc)}); }),
-            "--endpoint " + endpoint_of(rpc) +
-                ": cannot listen there: another process does, or it is not of this host");
+            "--endpoint " + endpoint_of(rpc) + ": cannot listen there: another process does");
+  EXPECT_EQ(message_of<ConfigError>([&] {
+              RpcServer(server_, {.endpoint = "127.0.0.1:70000"});
+            }).find("--endpoint 127.0.0.1:70000: expected host:port"),
+            0U);
 }
 
 TEST_F(RpcTest, AMessageThatIsTooLargeIsRefusedInOneLine) {
@@ -184,7 +253,7 @@ TEST_F(RpcTest, BytesThatAreNoMessageAreRefused) {
 TEST_F(RpcTest, AnUnknownCallIsRefusedByItsNumber) {
   const RpcServer rpc(server_, {});
   const auto channel = make_rpc_channel({.endpoint = endpoint_of(rpc)});
-  for (const uint32_t number : {10U, 4'000'000'000U}) {
+  for (const uint32_t number : {1'000U, 4'000'000'000U}) {
     const Reply reply = ask(*channel, {.call = static_cast<Call>(number)});
     EXPECT_EQ(reply.code, Code::kInvalid);
     EXPECT_EQ(reply.text, "unknown call " + std::to_string(number));

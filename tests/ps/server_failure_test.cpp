@@ -219,6 +219,29 @@ TEST(ServerFailureTest, ARequestThatCannotBeAnsweredEndsNoServer) {
   EXPECT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
 }
 
+TEST(ServerFailureTest, AFullDiskIsLoggedOnceAndNamedToThoseWhoWaitForOthers) {
+  Cluster cluster(1);
+  const JobOptions job = ledger_job(2, 1, Mode::kSync);
+  RawTrainer first(cluster, job, 0), second(cluster, job, 1);
+  const std::vector<uint64_t> ids(1'000, 1);  // 16 kB.
+  ASSERT_EQ(cluster.ask(0, first.push(1, ids)).code, Code::kOk);
+  {
+    const FileSizeLimit full(20'000);
+    for (int i = 0; i < 20; ++i) ASSERT_EQ(cluster.ask(0, second.push(1, ids)).code, Code::kBusy);
+    const Reply waited = cluster.ask(0, first.pull({1}, 1));
+    EXPECT_EQ(waited.code, Code::kNotYet);
+    EXPECT_EQ(waited.text.find("step 1 waits for trainer 1; server 0 cannot log: "), 0U)
+        << waited.text;
+    EXPECT_NE(waited.text.find("File too large"), std::string::npos) << waited.text;
+  }
+  const std::string log = cluster.log();
+  const size_t said = log.find("cannot log");
+  ASSERT_NE(said, std::string::npos) << log;
+  EXPECT_EQ(log.find("cannot log", said + 1), std::string::npos) << log;
+  ASSERT_EQ(cluster.ask(0, second.push(1, ids)).code, Code::kOk);
+  EXPECT_EQ(cluster.ask(0, first.pull({1}, 2)).text, "step 2 waits for trainer 0, 1");
+}
+
 TEST(ServerFailureTest, ACheckpointThatIsNotLoadedWholeEndsTheJobAndIsLoadedByTheNextStart) {
   JobOptions job = ledger_job(1, 1, Mode::kAsync, 4);
   job.tables[0].eviction.time_to_live_s = 1'000'000;

@@ -371,10 +371,9 @@ TEST(ServerTest, AnotherJobIsNamed) {
   const auto client = cluster.client(0, ledger_job(1, 1, Mode::kAsync));
   const std::string text =
       message_of<c10::ValueError>([&] { cluster.client(1, ledger_job(1, 1, Mode::kAsync, 3)); });
-  EXPECT_EQ(text.find("server 0 (in-process:0): job: this trainer has another one than the "
-                      "server: {"),
-            0U)
-      << text;
+  EXPECT_EQ(text,
+            "server 0 (in-process:0): job: this server has another one: /tables/0/width is 2, this "
+            "trainer's 3");
   EXPECT_NE(
       message_of<c10::ValueError>([&] {
         cluster.client(0, ledger_job(1, 1, Mode::kSync));
@@ -384,6 +383,44 @@ TEST(ServerTest, AnotherJobIsNamed) {
               cluster.client(0, ledger_job(1, 2, Mode::kSync));
             }).find("the job has 2 servers"),
             std::string::npos);
+}
+
+// One line for every trainer, whatever differs first in the text of a job.
+TEST(ServerTest, TheFirstFieldOfAnotherJobIsNamed) {
+  Cluster cluster(1);
+  JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  job.blocks = {{.parameter = "p", .begin = 0, .end = 8, .server = 0}};
+  ASSERT_EQ(cluster.ask(0, {.call = Call::kJob, .trainer = 0, .text = job.to_json()}).code,
+            Code::kOk);
+  const auto said = [&](const std::function<void(JobOptions&)>& change) {
+    JobOptions other = job;
+    change(other);
+    const Request set{.call = Call::kJob, .trainer = 0, .text = other.to_json()};
+    const Request join{
+        .call = Call::kJoin, .trainer = 1, .job = other.fingerprint(), .text = other.to_json()};
+    const std::string text = cluster.ask(0, set).text;
+    EXPECT_EQ(cluster.ask(0, join).text, text);
+    return text;
+  };
+  const std::string begin = "job: this server has another one: ";
+  EXPECT_EQ(said([](JobOptions& other) {
+              other.servers = 2;
+              other.blocks = {{.parameter = "p", .begin = 0, .end = 4, .server = 0},
+                              {.parameter = "p", .begin = 4, .end = 8, .server = 1}};
+            }),
+            begin + "/servers is 1, this trainer's 2");
+  EXPECT_EQ(said([](JobOptions& other) { other.trainers = 3; }),
+            begin + "/trainers is 1, this trainer's 3");
+  EXPECT_EQ(said([](JobOptions& other) { other.blocks[0].end = 4; }),
+            begin + "/blocks/0/end is 8, this trainer's 4");
+  EXPECT_EQ(said([](JobOptions& other) {
+              other.tables.push_back(other.tables[0]);
+              other.tables[1].name = "more";
+            }),
+            begin + "/tables are 1, this trainer's 2");
+  const Reply older =
+      cluster.ask(0, {.call = Call::kJoin, .trainer = 1, .job = job.fingerprint() + 1});
+  EXPECT_EQ(older.text, "job: this server has another one") << "its trainer did not say which";
 }
 
 TEST(ServerTest, MessagesThatDoNotFitTheJobAreRefusedByName) {
@@ -558,13 +595,18 @@ TEST(ServerTest, PredictionsWaitForNoSlowerTrainer) {
 TEST(ServerTest, ServersGivenInAnotherOrderAreNamed) {
   Cluster cluster(2);
   const JobOptions job = ledger_job(1, 2, Mode::kAsync);
-  { const auto client = cluster.client(0, job); }
   const Client::ChannelMaker exchanged = [&](int server) { return cluster.channel(1 - server); };
   EXPECT_EQ(message_of<c10::ValueError>([&] {
               Client({.servers = {"b", "a"}, .link = quick_link()}, job, exchanged);
             }),
             "client: b is given as server 0 and is server 1: expected endpoints in the order of "
             "the servers' numbers");
+  for (const int server : {0, 1}) {
+    const json status = status_of(cluster, server);
+    EXPECT_FALSE(status.contains("mode")) << "no job";
+    EXPECT_TRUE(status["trainers"].empty());
+  }
+  const auto client = cluster.client(0, ledger_job(1, 2, Mode::kSync));
 }
 
 }  // namespace

@@ -280,6 +280,8 @@ TEST(SyncTest, OneThatComesBetweenTwoServersStepsTakesPartInTheSameOnesOnBoth) {
   }
   const std::vector<float> gradients(ids.size() * 2, -1);
   const PushRows pushed{0, ids, gradients};
+  first->push(std::span(&pushed, 1), {});
+  first->flush();
   cluster.end(1);
   first->push(std::span(&pushed, 1), {});  // Server 0 closes the step, server 1 is away.
   cluster.start(1);
@@ -290,7 +292,7 @@ TEST(SyncTest, OneThatComesBetweenTwoServersStepsTakesPartInTheSameOnesOnBoth) {
   std::vector<float> weights(gradients.size());
   const PullRows asked{0, ids, weights};
   first->pull(std::span(&asked, 1), {}).wait();
-  for (const float weight : weights) EXPECT_EQ(weight, 3) << "of three gradients";
+  for (const float weight : weights) EXPECT_EQ(weight, 4) << "of four gradients";
 }
 
 // So does one whose first process died on the way: between its joins (server 1 alone knows it), or

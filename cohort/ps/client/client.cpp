@@ -129,35 +129,72 @@ Client::Client(const ClientOptions& options, const JobOptions& job, const Channe
 
 Client::~Client() = default;
 
+// Before anything is set anywhere: a server that were to serve another's part would keep the job.
+void Client::check_numbers() {
+  std::vector<Ticket> answers;
+  for (auto& link : links_)
+    answers.push_back(link->begin({.call = Call::kStatus, .trainer = options_.trainer}));
+  for (size_t server = 0; server < answers.size(); ++server) {
+    const int number = answers[server].wait().server;
+    TORCH_CHECK_VALUE(number == static_cast<int>(server), "client: ", options_.servers[server],
+                      " is given as server ", server, " and is server ", number,
+                      ": expected endpoints in the order of the servers' numbers");
+  }
+}
+
 void Client::join() {
+  check_numbers();
   const uint64_t fingerprint = job_.fingerprint();
+  const std::string json = job_.to_json();
   if (options_.trainer == 0) {
-    const std::string json = job_.to_json();
     for (auto& link : links_) link->call({.call = Call::kJob, .trainer = 0, .text = json});
   }
   is_initialised_ = true;
   sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
-  uint64_t least = UINT64_MAX, joined_after = 0;
+  std::vector<Reply> places;
   for (size_t server = 0; server < links_.size(); ++server) {
-    const Reply reply = links_[server]->join(fingerprint);
-    TORCH_CHECK_VALUE(reply.server == static_cast<int>(server),
-                      "client: ", options_.servers[server], " is given as server ", server,
-                      " and is server ", reply.server,
-                      ": expected endpoints in the order of the servers' numbers");
+    Reply reply = links_[server]->join(fingerprint, json);
     sequences_[server] = reply.last_sequence;
-    least = std::min(least, reply.last_sequence);
-    joined_after = std::max(joined_after, reply.joined_after);
     is_initialised_ &= reply.is_initialised;
+    places.push_back(std::move(reply));
   }
   if (job_.mode != Mode::kSync || options_.trainer == kNoTrainer) return;
-  // One that comes back repeats the step that it had not pushed everywhere; where it had, the
-  // server knows. Its own steps are those that no server had closed when it became a member there:
-  // it abstains from those before, which another server may still have open.
-  step_ = std::max(least, joined_after);
+  // Another may have come while this one was between two servers, and a step have closed on the
+  // first of them: only the last that comes can see all of that.
+  if (links_.size() > 1) {
+    for (size_t server = 0; server < links_.size(); ++server)
+      places[server] = links_[server]->look();
+  }
+  go_to(places);
+}
+
+// One that comes back repeats the step that it had not pushed everywhere; where it had, the server
+// knows. Its own steps are those that no server had closed when it became a member there: it
+// abstains from those before, which another server may still have open.
+void Client::go_to(const std::vector<Reply>& places) {
+  uint64_t least = UINT64_MAX, joined_after = 0;
+  for (const Reply& place : places) {
+    least = std::min(least, place.last_sequence);
+    joined_after = std::max(joined_after, place.joined_after);
+  }
+  step_ = std::max({least, joined_after, step_.load()});
   for (size_t server = 0; server < links_.size(); ++server) {
+    sequences_[server] = std::max(sequences_[server].load(), places[server].last_sequence);
     while (sequences_[server] < step_)
       links_[server]->push(MessageWriter({}), ++sequences_[server]);
   }
+}
+
+// The number of the first push is fixed on all servers before any of them gets one: none of them
+// closes a step without this trainer any more.
+void Client::begin_pushes() {
+  if (has_begun_) return;
+  std::vector<Reply> places;
+  if (job_.mode == Mode::kSync && options_.trainer != kNoTrainer) {
+    for (auto& link : links_) places.push_back(link->begin_pushes());
+    go_to(places);
+  }
+  has_begun_ = true;
 }
 
 std::vector<SectionShape> Client::block_shapes(int server, bool with_values) const {
@@ -265,6 +302,7 @@ void Client::push(std::span<const PushRows> rows, std::vector<std::span<const fl
     check_rows("push", pushed.table, pushed.ids.size(), pushed.gradients.size());
     spreads.emplace_back(pushed.ids, static_cast<uint32_t>(job_.servers));
   }
+  begin_pushes();
   if (job_.mode == Mode::kSync) ++step_;
   for (int server = 0; server < job_.servers; ++server) {
     const auto at = static_cast<size_t>(server);
@@ -312,6 +350,7 @@ void Client::give_up_pushes() {
 
 void Client::save(const std::string& folder) {
   TORCH_CHECK_VALUE(!folder.empty(), "save: expected a folder");
+  begin_pushes();  // It is the state after step() that is saved.
   flush();
   Request request{.call = Call::kSave,
                   .trainer = options_.trainer,

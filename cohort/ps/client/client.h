@@ -86,6 +86,7 @@ class Client {
   void initialise(std::span<const std::span<const float>> parameters);
 
   /// kSync: steps that this trainer has pushed or need not push; its next push is of step() + 1.
+  /// The first push may find more: steps that closed when all trainers had come anew.
   uint64_t step() const { return step_; }
 
   /// Asks for rows, and for all parameters unless `parameters` is empty. kSync: of the state after
@@ -94,7 +95,8 @@ class Client {
                    bool is_prediction = false);
 
   /// Pushes gradients: of rows, and of all parameters unless `parameters` is empty. kSync: closes
-  /// this trainer's step. Blocks only while too many bytes are in flight.
+  /// this trainer's step. Blocks only while too many bytes are in flight; the first of kSync until
+  /// all servers have answered how far the steps are.
   void push(std::span<const PushRows> rows, std::vector<std::span<const float>> parameters);
   /// Waits until every push is acknowledged. Errors: as Ticket::wait.
   void flush();
@@ -115,7 +117,10 @@ class Client {
 
  private:
   struct Share;
+  void check_numbers();
   void join();
+  void go_to(const std::vector<Reply>& places);
+  void begin_pushes();
   void check_rows(const char* call, uint32_t table, size_t ids, size_t floats) const;
   template <class Values>
   void check_parameters(const char* call, const std::vector<Values>& parameters) const;
@@ -128,6 +133,7 @@ class Client {
   std::vector<std::unique_ptr<ServerLink>> links_;
   bool is_initialised_ = false;
   std::atomic<uint64_t> step_ = 0;
+  bool has_begun_ = false;                        // To push.
   std::vector<std::atomic<uint64_t>> sequences_;  // Of the last push, by server.
 };
 

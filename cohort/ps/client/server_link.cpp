@@ -130,19 +130,33 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return operation;
   }
 
-  Reply join(uint64_t job) {
+  Reply join(uint64_t job, const std::string& text) {
     {
       const std::lock_guard lock(mutex_);
       job_ = job;
     }
-    const Request request{
-        .call = Call::kJoin, .trainer = options_.trainer, .job = job, .nonce = draw_nonce()};
+    const Request request{.call = Call::kJoin,
+                          .trainer = options_.trainer,
+                          .job = job,
+                          .nonce = draw_nonce(),
+                          .text = text};
     Reply reply = Ticket(begin(request)).wait();
     const std::lock_guard lock(mutex_);
     joined_ = true;
     server_incarnation_ = reply.server_incarnation;
     trainer_incarnation_ = reply.trainer_incarnation;
     return reply;
+  }
+
+  // Asks as the process that has joined.
+  Reply ask(Call call) {
+    Request request{.call = call, .trainer = options_.trainer};
+    {
+      const std::lock_guard lock(mutex_);
+      request.job = job_;
+      request.incarnation = trainer_incarnation_;
+    }
+    return Ticket(begin(std::move(request))).wait();
   }
 
   void flush() {
@@ -468,8 +482,16 @@ Reply ServerLink::call(Request request) {
   return begin(std::move(request)).wait();
 }
 
-Reply ServerLink::join(uint64_t job) {
-  return worker_->join(job);
+Reply ServerLink::join(uint64_t job, const std::string& text) {
+  return worker_->join(job, text);
+}
+
+Reply ServerLink::look() {
+  return worker_->ask(Call::kJoin);
+}
+
+Reply ServerLink::begin_pushes() {
+  return worker_->ask(Call::kBegin);
 }
 
 Ticket ServerLink::push(MessageWriter message, uint64_t sequence, uint32_t flags) {

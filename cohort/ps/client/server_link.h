@@ -66,8 +66,14 @@ class ServerLink {
   /// The same, and its answer. Blocks. Errors: as Ticket::wait.
   Reply call(Request request);
 
-  /// Joins, as a new process. Blocks, also until the job is set. Errors: as Ticket::wait.
-  Reply join(uint64_t job);
+  /// Joins, as a new process, the job of this fingerprint. Blocks, also until the job is set.
+  /// `text`: its JSON, for a server that has another one. Errors: as Ticket::wait.
+  Reply join(uint64_t job, const std::string& text = "");
+  /// Asks once more for what `join` returned: steps may have closed since. Blocks. Errors:
+  /// likewise.
+  Reply look();
+  /// The same, and says that the pushes begin (Call::kBegin).
+  Reply begin_pushes();
 
   /// Sends `message`, with `flags` of the header; numbered by `sequence` (> all before), or outside
   /// of the count (kInitialValues) with 0.

@@ -9,11 +9,12 @@
 #include <grpcpp/grpcpp.h>
 #include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/error.h"
 #include "cohort/ps/rpc/hot_reply.h"
-#include "cohort/ps/rpc/pem_file.h"
+#include "cohort/ps/rpc/pem_files.h"
 #include "cohort/ps/rpc/quiet_grpc.h"
 #include "cohort/ps/rpc/slices.h"
 
@@ -25,10 +26,10 @@ namespace {
 
 std::shared_ptr<grpc::ChannelCredentials> credentials_of(const SecurityOptions& security) {
   if (!security.tls()) return grpc::InsecureChannelCredentials();
-  return grpc::SslCredentials(
-      {.pem_root_certs = read_pem("authority's certificate", security.authority),
-       .pem_private_key = read_pem("key", security.key),
-       .pem_cert_chain = read_pem("certificate", security.certificate)});
+  PemFiles files = read_pem_files(security);
+  return grpc::SslCredentials({.pem_root_certs = std::move(files.authority),
+                               .pem_private_key = std::move(files.key),
+                               .pem_cert_chain = std::move(files.certificate)});
 }
 
 grpc::ChannelArguments arguments_of(const SecurityOptions& security) {

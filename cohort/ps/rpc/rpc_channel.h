@@ -16,7 +16,7 @@ struct RpcChannelOptions {
 };
 
 /// Connects when something is sent, and again whenever the connection broke.
-/// Errors: ConfigError if a file of `security` cannot be read.
+/// Errors: ConfigError that names a file of `security`: as read_pem_files (pem_files.h).
 std::unique_ptr<Channel> make_rpc_channel(const RpcChannelOptions& options);
 
 }  // namespace cohort::ps

@@ -5,11 +5,12 @@
 #include <chrono>
 #include <grpc/grpc.h>
 #include <grpcpp/grpcpp.h>
+#include <utility>
 
 #include "cohort/base/error.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/rpc/hot_reply.h"
-#include "cohort/ps/rpc/pem_file.h"
+#include "cohort/ps/rpc/pem_files.h"
 #include "cohort/ps/rpc/quiet_grpc.h"
 #include "cohort/ps/rpc/slices.h"
 
@@ -28,17 +29,17 @@ using Base =
 
 // By its number: a name that begins with 127 may be anybody's.
 bool is_local(const std::string& endpoint) {
-  return endpoint.starts_with("unix:") || endpoint.substr(0, endpoint.rfind(':')) == "localhost" ||
+  return unix_path(endpoint) || endpoint.substr(0, endpoint.rfind(':')) == "localhost" ||
          is_loopback(endpoint);
 }
 
 std::shared_ptr<grpc::ServerCredentials> credentials_of(const SecurityOptions& security) {
   if (!security.tls()) return grpc::InsecureServerCredentials();
+  PemFiles files = read_pem_files(security);
   grpc::SslServerCredentialsOptions options(
       GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-  options.pem_root_certs = read_pem("authority's certificate", security.authority);
-  options.pem_key_cert_pairs.push_back(
-      {read_pem("key", security.key), read_pem("certificate", security.certificate)});
+  options.pem_root_certs = std::move(files.authority);
+  options.pem_key_cert_pairs.push_back({std::move(files.key), std::move(files.certificate)});
   return grpc::SslServerCredentials(options);
 }
 
@@ -155,15 +156,22 @@ void keep_grpc() {
 
 }  // namespace
 
+void check_rpc_server(const RpcServerOptions& options) {
+  const SecurityOptions& security = options.security;
+  check_listening_endpoint("--endpoint", options.endpoint);
+  if (security.tls()) check_server_name(security, read_pem_files(security));
+  if (!security.tls() && !is_local(options.endpoint))
+    throw ConfigError("--endpoint " + options.endpoint +
+                      ": without TLS a server listens on this host alone: expected 127.0.0.1:PORT "
+                      "or unix:PATH, or --tls-authority, --tls-certificate and --tls-key");
+  check_can_listen("--endpoint", options.endpoint);
+}
+
 RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
     : service_(std::make_unique<Service>(server, options.security)) {
   quiet_grpc();
   keep_grpc();
-  check_listening_endpoint("--endpoint", options.endpoint);
-  if (!options.security.tls() && !is_local(options.endpoint))
-    throw ConfigError("--endpoint " + options.endpoint +
-                      ": without TLS a server listens on this host alone: expected 127.0.0.1:PORT "
-                      "or unix:PATH, or --tls-authority, --tls-certificate and --tls-key");
+  check_rpc_server(options);
   grpc::ServerBuilder builder;
   builder.AddListeningPort(options.endpoint, credentials_of(options.security), &port_);
   builder.RegisterService(service_.get());
@@ -174,10 +182,10 @@ RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
   service_->grpc_server = builder.BuildAndStart();
-  if (!service_->grpc_server || (port_ == 0 && !options.endpoint.starts_with("unix:")))
+  if (!service_->grpc_server || port_ == 0)
     throw ConfigError("--endpoint " + options.endpoint +
-                      ": cannot listen there: another process does, or it is not of this host" +
-                      (options.security.tls() ? ", or the key does not fit the certificate" : ""));
+                      ": cannot listen there: another process does, or it is not of this host");
+  if (unix_path(options.endpoint)) port_ = 0;  // gRPC says 1.
 }
 
 RpcServer::~RpcServer() {

@@ -15,12 +15,16 @@ struct RpcServerOptions {
   int64_t max_message_bytes = int64_t{1} << 30;
 };
 
+/// Looks at all that a server is refused for, before there is one.
+/// Errors: as RpcServer's constructor.
+void check_rpc_server(const RpcServerOptions& options);
+
 /// Listens, and hands what comes to a Server. Threads: any.
 class RpcServer {
  public:
   /// Owner: `server` must outlive this.
   /// Errors: ConfigError that names the endpoint: not an address of this host alone without TLS, in
-  /// use; or the file of a certificate that cannot be read.
+  /// use, no place for a socket; or the file of a certificate: read_pem_files, check_server_name.
   RpcServer(Server& server, const RpcServerOptions& options);
   /// Ends all connections.
   ~RpcServer();

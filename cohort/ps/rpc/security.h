@@ -12,7 +12,8 @@ struct SecurityOptions {
   std::string certificate;  ///< One's own.
   std::string key;          ///< One's own.
   /// Names (common name or subject alternative name) of certificates: roles rather than hosts. A
-  /// server lets in who bears one of either list; a client expects the first of `server_names`.
+  /// server lets in who bears one of either list, and bears one of `server_names` itself; a client
+  /// expects the first of `server_names`.
   std::vector<std::string> server_names{"cohort-server"};
   std::vector<std::string> trainer_names{"cohort-trainer"};
 

@@ -258,7 +258,7 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
                 .message = std::move(message)};
   kill_point("before the log");
   if (update_log_) {
-    record.number = update_log_->append(kind, record.time, payload);
+    record.number = append(record);
     unsynced_ = true;
   }
   kill_point("after the log");
@@ -267,6 +267,17 @@ void DurableState::change(RecordKind kind, std::span<const std::byte> payload,
   is_broken_ = false;
   last_number_ = record.number;
   kill_point("after applying");
+}
+
+uint64_t DurableState::append(const Record& record) {
+  try {
+    const uint64_t number = update_log_->append(record.kind, record.time, record.payload);
+    log_failure_.clear();
+    return number;
+  } catch (const std::exception& error) {
+    log_failure_ = one_line(error);
+    throw;
+  }
 }
 
 void DurableState::sync() {

@@ -51,6 +51,8 @@ class DurableState {
   /// Looks after snapshots and checkpoints. Call it a few times a second.
   void poll();
   bool is_saving() const { return saving_ != nullptr; }
+  /// Why the last record could not be logged; "" if it could.
+  const std::string& log_failure() const { return log_failure_; }
   /// Whether a record was logged but not applied: what is in memory is worth nothing then.
   bool is_broken() const { return is_broken_; }
 
@@ -61,6 +63,7 @@ class DurableState {
   void note_job();
   void recover();
   void load_checkpoint();
+  uint64_t append(const Record& record);
   void begin_snapshot();
   void begin_task(const std::string& path, std::function<void(std::string)> done);
   uint32_t now();
@@ -77,6 +80,7 @@ class DurableState {
   std::chrono::steady_clock::time_point next_snapshot_{};  // Not before, after one that failed.
   bool unsynced_ = false;
   bool is_broken_ = false;
+  std::string log_failure_;
   std::unique_ptr<ForkedTask> saving_;
 };
 

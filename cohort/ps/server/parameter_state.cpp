@@ -162,6 +162,11 @@ void ParameterState::apply(const Record& record) {
       return;
     case RecordKind::kJoin:
       join(payload_of<JoinRecord>(record));
+      // Abstentions alone leave a step to those who come back: they have pushed it elsewhere.
+      if (pending_.empty() || has_open_gradients()) settle(record.time);
+      return;
+    case RecordKind::kBegin:
+      trainers_.at(payload_of<BeginRecord>(record).trainer).is_new = false;
       return;
     case RecordKind::kPush:
       accept_push(record);
@@ -220,6 +225,7 @@ void ParameterState::join(const JoinRecord& record) {
   TrainerState& trainer = found->second;
   trainer.incarnation = record.incarnation;
   trainer.nonce = record.nonce;
+  trainer.is_new = record.settles != 0;
   if (is_new || !trainer.is_member) {
     trainer.is_member = true;
     trainer.joined_after = steps_;
@@ -230,10 +236,42 @@ void ParameterState::join(const JoinRecord& record) {
   }
 }
 
+bool ParameterState::is_everyone_new() const {
+  return job_ && all_came() && std::all_of(trainers_.begin(), trainers_.end(), [](const auto& one) {
+           return one.second.is_new || !one.second.is_member;
+         });
+}
+
+bool ParameterState::has_open_gradients() const {
+  for (const auto& [step, pushes] : pending_) {
+    for (const auto& [trainer, push] : pushes) {
+      if (!parse_message(push->span(), Checksums::kIgnored).sections.empty()) return true;
+    }
+  }
+  return false;
+}
+
+void ParameterState::settle(uint32_t time) {
+  if (!is_everyone_new()) return;
+  const uint64_t last_open = pending_.empty() ? 0 : pending_.rbegin()->first;
+  uint64_t furthest = 0;
+  for (const auto& [id, trainer] : trainers_) furthest = std::max(furthest, trainer.clock);
+  for (auto& [id, trainer] : trainers_) {
+    if (!trainer.is_member) continue;
+    trainer.clock = furthest;
+    trainer.last_sequence = std::max(trainer.last_sequence, last_open);
+    trainer.joined_after = std::max(trainer.joined_after, last_open);
+  }
+  close_steps(time);
+}
+
 void ParameterState::accept_push(const Record& record) {
   const Message message = parse_message(record.payload, Checksums::kIgnored);
   TrainerState& trainer = trainers_.at(message.header.trainer);
   trainer.last_sequence = message.header.sequence;
+  if (!message.sections.empty()) {
+    for (auto& [id, one] : trainers_) one.is_new = false;
+  }
   ++trainer.clock;
   if (job_->mode == Mode::kAsync) {
     ++steps_;
@@ -250,6 +288,8 @@ void ParameterState::accept_push(const Record& record) {
   pending_[message.header.sequence].emplace(message.header.trainer, message_of(record));
   pending_bytes_ += static_cast<int64_t>(record.payload.size());
   close_steps(record.time);
+  // It abstains, for the step is closed on another server: so it is here, when all are new.
+  if (message.sections.empty()) settle(record.time);
 }
 
 int64_t ParameterState::schedule_step() const {

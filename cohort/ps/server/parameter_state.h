@@ -21,7 +21,7 @@ namespace cohort::ps {
 /// Payload of kJoin: the trainer's new incarnation. What an older one sends is refused from now on.
 struct JoinRecord {
   uint32_t trainer = 0;
-  uint32_t reserved = 0;
+  uint32_t settles = 1;  ///< 0 in logs of servers that left steps open: they are replayed so.
   uint64_t incarnation = 0;
   uint64_t nonce = 0;  ///< Of the request.
 };
@@ -32,13 +32,20 @@ struct LeaveRecord {
   uint32_t reserved = 0;
 };
 
+/// Payload of kBegin: from now on this trainer's pushes come.
+struct BeginRecord {
+  uint32_t trainer = 0;
+  uint32_t reserved = 0;
+};
+
 struct TrainerState {
   uint64_t incarnation = 0;
   uint64_t last_sequence = 0;  ///< Of its pushes applied (kSync: accepted: the step).
   uint64_t clock = 0;          ///< Its pushes, from where the slowest stood when it came.
   bool is_member = true;       ///< Steps wait for it.
   uint64_t nonce = 0;          ///< Of its process's request to join.
-  uint64_t joined_after = 0;   ///< steps() when it became a member.
+  uint64_t joined_after = 0;   ///< The last step that was closed without it.
+  bool is_new = false;  ///< It has joined since the last gradients came, and has not begun to push.
 };
 
 /// Tables and blocks of one server, who trains them, and the open steps.
@@ -114,6 +121,11 @@ class ParameterState {
   void set_initial(const Message& message);
   void join(const JoinRecord& record);
   void accept_push(const Record& record);
+  bool is_everyone_new() const;
+  bool has_open_gradients() const;
+  // Closes what the members' processes before these left open, when all of them are new: nobody
+  // alive took part in it or will, and they may wait for one another before they push.
+  void settle(uint32_t time);
   void close_steps(uint32_t time);
   bool all_came() const;
   bool is_complete(uint64_t step) const;

@@ -23,6 +23,7 @@ constexpr milliseconds kPatience{1000};
 // Ticks come ten times a second.
 constexpr milliseconds kStandstill{1000};
 constexpr std::chrono::seconds kRatePeriod{5};
+constexpr std::chrono::seconds kUnwritablePeriod{10};
 
 template <class Payload>
 std::span<const std::byte> bytes_of(const Payload& payload) {
@@ -43,16 +44,36 @@ std::string seconds_text(std::chrono::steady_clock::duration time) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
 }
 
-// "/trainers is 2, this trainer's 3".
-std::string first_difference(const std::string& own, const std::string& theirs) {
+// "/trainers is 2, this trainer's 3" of two jobs' JSON; "" where they are equal. Of lists that
+// differ in length it is their lengths.
+std::string first_difference(const nlohmann::json& here, const nlohmann::json& there,
+                             const std::string& place = "") {
+  if (here == there) return "";
+  const bool is_list = here.is_array();
+  if (is_list && here.size() != there.size())
+    return place + " are " + std::to_string(here.size()) + ", this trainer's " +
+           std::to_string(there.size());
+  if (!here.is_structured())
+    return place + " is " + here.dump() + ", this trainer's " + there.dump();
+  for (const auto& [name, value] : here.items()) {
+    const auto& other = is_list ? there.at(std::stoul(name)) : there.at(name);
+    const std::string difference = first_difference(value, other, place + "/" + name);
+    if (!difference.empty()) return difference;
+  }
+  return "";
+}
+
+// Which of its fields makes `theirs` another job. The number of servers first: all blocks hang on
+// it.
+std::string what_differs(const JobOptions& own, const std::string& theirs) {
   using nlohmann::json;
-  const json here = json::parse(own), there = json::parse(theirs);
-  const json difference = json::diff(here, there).at(0);
-  const json::json_pointer place(difference.at("path").get<std::string>());
-  const auto value = [&](const json& object) {
-    return object.contains(place) ? object.at(place).dump() : "nothing";
-  };
-  return place.to_string() + " is " + value(here) + ", this trainer's " + value(there);
+  const std::string text = "job: this server has another one";
+  if (theirs.empty()) return text;
+  const json here = json::parse(own.to_json()),
+             there = json::parse(JobOptions::parse(theirs).to_json());
+  std::string difference = first_difference(here.at("servers"), there.at("servers"), "/servers");
+  if (difference.empty()) difference = first_difference(here, there);
+  return text + ": " + difference;
 }
 
 }  // namespace
@@ -86,7 +107,8 @@ Reply RequestHandler::reply(Code code, std::string text) const {
           .text = std::move(text),
           .server_incarnation = durable_.incarnation(),
           .steps = state.steps(),
-          .is_initialised = state.is_initialised()};
+          .is_initialised = state.is_initialised(),
+          .server = options_.server};
 }
 
 void RequestHandler::handle(Pending pending) {
@@ -113,6 +135,8 @@ void RequestHandler::answer(Pending& pending) {
         return set_job(pending);
       case Call::kJoin:
         return join(pending);
+      case Call::kBegin:
+        return begin(pending);
       case Call::kBeat:
         return beat(pending);
       case Call::kLeave:
@@ -143,7 +167,7 @@ void RequestHandler::answer(Pending& pending) {
         return pending.done(reply(Code::kFailed, reason));
       }
       // The log cannot be written: nothing changed, and there may be room again.
-      log_.error("cannot log", {{"reason", reason}});
+      say_unwritable("cannot log", reason, pending.arrived);
       return pending.done(reply(Code::kBusy, reason));
     }
     // The standard library's errors are memory that is not to be had, or a path that no system
@@ -190,7 +214,12 @@ void RequestHandler::push(Pending& pending) {
   if (header.flags & kInitialValues) return initial(pending);
   const ParameterState& state = durable_.state();
   TORCH_CHECK_VALUE(state.is_initialised(), "push: the blocks have no values yet");
-  const uint64_t last = state.trainer(header.trainer)->last_sequence;
+  const TrainerState& trainer = *state.trainer(header.trainer);
+  const uint64_t last = trainer.last_sequence;
+  TORCH_CHECK_VALUE(state.job()->mode != Mode::kSync || pending.message.sections.empty() ||
+                        header.sequence > trainer.joined_after,
+                    "push: step ", header.sequence,
+                    " was closed without this trainer, which came at step ", trainer.joined_after);
   if (header.sequence > last + 1) {
     if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too much has overtaken"));
     kept_bytes_ += bytes_of_message(pending);
@@ -275,8 +304,7 @@ void RequestHandler::set_job(Pending& pending) {
   const JobOptions job = JobOptions::parse(pending.request.text);
   if (state.job()) {
     TORCH_CHECK_VALUE(state.fingerprint() == job.fingerprint(),
-                      "job: this server has another one: ",
-                      first_difference(state.job()->to_json(), job.to_json()));
+                      what_differs(*state.job(), pending.request.text));
     return pending.done(reply(Code::kOk));
   }
   TORCH_CHECK_VALUE(job.servers == options_.servers, "job: it has ", job.servers,
@@ -308,10 +336,7 @@ void RequestHandler::join(Pending& pending) {
   const ParameterState& state = durable_.state();
   const Request& request = pending.request;
   if (!state.job()) return pending.done(reply(Code::kNotYet, "trainer 0 has not set the job yet"));
-  TORCH_CHECK_VALUE(request.job == state.fingerprint(),
-                    "job: this trainer has another one than the server: ", state.job()->to_json());
-  Reply answer = reply(Code::kOk);
-  answer.server = options_.server;
+  TORCH_CHECK_VALUE(request.job == state.fingerprint(), what_differs(*state.job(), request.text));
   const TrainerState* trainer = state.trainer(request.trainer);
   if (request.trainer != kNoTrainer) {
     const bool repeated = trainer && request.nonce != 0 && trainer->nonce == request.nonce;
@@ -319,7 +344,11 @@ void RequestHandler::join(Pending& pending) {
       const JoinRecord record{.trainer = request.trainer,
                               .incarnation = trainer ? trainer->incarnation + 1 : 1,
                               .nonce = request.nonce};
+      const uint64_t steps = state.steps();
       durable_.change(RecordKind::kJoin, bytes_of(record));
+      if (state.steps() > steps)
+        log_.info("all trainers are new: the open step closes with the pushes it has",
+                  {{"step", state.steps()}});
       heard_[request.trainer] = pending.arrived;
       trainer = state.trainer(request.trainer);
       log_.info("trainer joined",
@@ -330,12 +359,35 @@ void RequestHandler::join(Pending& pending) {
           reply(Code::kReplaced, "trainer " + std::to_string(request.trainer) +
                                      ": it was given up, or another process has its number"));
     }
-    answer.joined_after = trainer->joined_after;
-    answer.trainer_incarnation = trainer->incarnation;
-    answer.last_sequence = trainer->last_sequence;
-    answer.steps = state.steps();
   }
-  unsynced_.push_back({std::move(pending.done), std::move(answer)});
+  unsynced_.push_back({std::move(pending.done), place_of(request.trainer)});
+}
+
+Reply RequestHandler::place_of(uint32_t id) const {
+  Reply place = reply(Code::kOk);
+  if (const TrainerState* const trainer = durable_.state().trainer(id)) {
+    place.joined_after = trainer->joined_after;
+    place.trainer_incarnation = trainer->incarnation;
+    place.last_sequence = trainer->last_sequence;
+  }
+  return place;
+}
+
+void RequestHandler::begin(Pending& pending) {
+  const uint32_t id = pending.request.trainer;
+  const TrainerState* const trainer = durable_.state().trainer(id);
+  if (!trainer)
+    return pending.done(
+        reply(Code::kRestarted, "trainer " + std::to_string(id) + " has not joined"));
+  if (!trainer->is_member || trainer->incarnation != pending.request.incarnation)
+    return pending.done(reply(
+        Code::kReplaced,
+        "trainer " + std::to_string(id) + ": it was given up, or another process has its number"));
+  if (trainer->is_new) {
+    const BeginRecord record{.trainer = id};
+    durable_.change(RecordKind::kBegin, bytes_of(record));
+  }
+  unsynced_.push_back({std::move(pending.done), place_of(id)});
 }
 
 void RequestHandler::beat(Pending& pending) {
@@ -391,8 +443,13 @@ std::string RequestHandler::waiting_for() const {
   for (const uint32_t trainer : state.missing_trainers()) {
     names += (names.empty() ? "trainer " : ", ") + std::to_string(trainer);
   }
+  // Those who push are told by themselves; who waits for them sees nothing of it.
+  const std::string& unwritable = durable_.log_failure();
+  const std::string reason = unwritable.empty() ? ""
+                                                : "; server " + std::to_string(options_.server) +
+                                                      " cannot log: " + unwritable;
   return "step " + std::to_string(state.steps() + 1) + " waits for " +
-         (names.empty() ? "nobody" : names);
+         (names.empty() ? "nobody" : names) + reason;
 }
 
 void RequestHandler::finish_batch(Time now) {
@@ -443,8 +500,14 @@ void RequestHandler::tick(Time now) {
   } catch (const std::exception& error) {
     if (durable_.is_broken()) throw;
     // The disk is full, or so: what was to be done is due again.
-    log_.error("cannot write", {{"reason", one_line(error)}});
+    say_unwritable("cannot write", one_line(error), now);
   }
+}
+
+void RequestHandler::say_unwritable(const char* what, const std::string& reason, Time now) {
+  if (unwritable_said_ && now - *unwritable_said_ < kUnwritablePeriod) return;
+  unwritable_said_ = now;
+  log_.error(what, {{"reason", reason}});
 }
 
 void RequestHandler::evict(Time now) {

@@ -54,6 +54,7 @@ class RequestHandler {
   void pull(Pending& pending);
   void set_job(Pending& pending);
   void join(Pending& pending);
+  void begin(Pending& pending);
   void beat(Pending& pending);
   void leave(Pending& pending);
   void save(Pending& pending);
@@ -64,10 +65,14 @@ class RequestHandler {
   void wait(Pending& pending);
   void lose(uint32_t trainer, Time now);
   void evict(Time now);
+  /// Once a period: what cannot be written is tried again and again.
+  void say_unwritable(const char* what, const std::string& reason, Time now);
   /// Why a message is refused, if it is.
   std::optional<Reply> refusal(const Header& header, const Message& message) const;
   std::string waiting_for() const;
   Reply reply(Code code, std::string text = "") const;
+  /// What a trainer that has joined is told.
+  Reply place_of(uint32_t trainer) const;
 
   ServerOptions options_;
   const Log& log_;
@@ -86,6 +91,7 @@ class RequestHandler {
   std::string failure_;  // Why the job cannot go on.
   Time last_eviction_;
   Time last_tick_;
+  std::optional<Time> unwritable_said_;
   bool stopped_ = false;
 
   // The last checkpoint that was asked for, and what came of it, "" if it is there.

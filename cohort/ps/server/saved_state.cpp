@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cinttypes>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -11,6 +13,7 @@
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/error.h"
+#include "cohort/base/system_error.h"
 #include "cohort/ps/id_hash.h"
 #include "cohort/ps/table/cold_store.h"
 #include "cohort/ps/table/table_file.h"
@@ -31,6 +34,35 @@ struct BlockHeader {
   uint32_t reserved = 0;
   uint64_t weights = 0;
   uint64_t state = 0;
+};
+
+// Where stored cold rows are copied to be read, for opening a store writes to it: below the cold
+// folder, or among temporary files where there is none. Goes with this object.
+class CopyFolder {
+ public:
+  explicit CopyFolder(const std::string& cold_folder) {
+    make_folder(cold_folder);
+    std::string parent = cold_folder;
+    if (parent.empty()) {
+      parent = (fs::temp_directory_path() / "cohort-loading-XXXXXX").string();
+      if (::mkdtemp(parent.data()) == nullptr)
+        throw_without_stack(parent + ": cannot make this folder: " + system_reason(errno));
+    }
+    path_ = fs::path(parent) / "loading";
+    goes_ = cold_folder.empty() ? fs::path(parent) : path_;
+  }
+  ~CopyFolder() {
+    std::error_code ignored;
+    fs::remove_all(goes_, ignored);
+  }
+  CopyFolder(const CopyFolder&) = delete;
+  CopyFolder& operator=(const CopyFolder&) = delete;
+
+  std::string path() const { return path_.string(); }
+
+ private:
+  fs::path path_;
+  fs::path goes_;
 };
 
 // "server-0-of-2".
@@ -244,7 +276,8 @@ void ParameterState::save(const std::string& folder) const {
                                     {"clock", trainer.clock},
                                     {"is_member", trainer.is_member},
                                     {"nonce", trainer.nonce},
-                                    {"joined_after", trainer.joined_after}});
+                                    {"joined_after", trainer.joined_after},
+                                    {"is_new", trainer.is_new}});
   }
   add(kProgress, bytes_of(progress.dump()));
   for (const auto& [number, block] : blocks_) {
@@ -289,7 +322,8 @@ void ParameterState::load(const std::string& folder) {
             .clock = trainer.at("clock"),
             .is_member = trainer.at("is_member"),
             .nonce = trainer.at("nonce"),
-            .joined_after = trainer.value("joined_after", uint64_t{0})};
+            .joined_after = trainer.value("joined_after", uint64_t{0}),
+            .is_new = trainer.value("is_new", false)};
       }
     } else if (record.kind == kBlock) {
       const StoredBlock stored = block_of(path, record);
@@ -382,16 +416,14 @@ void ParameterState::load_tables(const std::string& folder, const JobOptions& st
     RowTable& table = **found;
     load_table_file(table_path(folder, stored), table, is_own);
     if (stored_job.tables[stored].at_cap != AtCap::kSpill) continue;
-    const std::string copy = (fs::path(cold_folder_) / "loading").string();
-    make_folder(cold_folder_);
-    ColdStore::restore(saved_cold_path(folder, stored).string(), copy);
+    const CopyFolder copy(cold_folder_);
+    ColdStore::restore(saved_cold_path(folder, stored).string(), copy.path());
     const TableOptions& options = table.options();
-    ColdStore(copy, {.width = options.width,
-                     .state_width = state_width(options.rule.rule, options.width)})
+    ColdStore(copy.path(), {.width = options.width,
+                            .state_width = state_width(options.rule.rule, options.width)})
         .for_each([&](const RowView& row) {
           if (is_own(row.id)) table.insert(row);
         });
-    fs::remove_all(copy);
   }
 }
 

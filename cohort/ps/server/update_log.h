@@ -27,6 +27,7 @@ enum class RecordKind : uint32_t {
   kPush = 4,     ///< A message, as it arrived.
   kLeave = 5,    ///< LeaveRecord.
   kEvict = 6,    ///< Nothing.
+  kBegin = 7,    ///< BeginRecord.
 };
 
 struct Record {

@@ -18,8 +18,10 @@ enum class Call : uint32_t {
   kPush = 0,  ///< `message`: gradients, or initial values (kInitialValues).
   kPull = 1,  ///< `message`: which rows and blocks.
   kJob = 2,   ///< `text`: JSON of JobOptions. Once; the same again is fine.
-  kJoin = 3,  ///< Trainer `trainer` comes, or comes back as `incarnation` after a server's restart.
-  kBeat = 4,  ///< It lives.
+  /// Trainer `trainer` comes, or comes back as `incarnation` after a server's restart. `text` as of
+  /// kJob, so that a job that differs can be named.
+  kJoin = 3,
+  kBeat = 4,   ///< It lives.
   kLeave = 5,  ///< It has no more data.
   /// This server's part of a checkpoint of the state after `step` steps, to folder `text`.
   kSave = 6,
@@ -27,6 +29,9 @@ enum class Call : uint32_t {
   kFinishSave = 7,
   kStatus = 8,  ///< `text` of the reply: JSON.
   kStop = 9,    ///< The server ends.
+  /// kSync: its pushes begin. Until then a step may close without it (ParameterState::settle);
+  /// answered as kJoin, which says how far the steps are.
+  kBegin = 10,
 };
 
 struct Request {
@@ -62,8 +67,9 @@ struct Reply {
   uint64_t last_sequence = 0;  ///< Of the trainer's pushes here.
   uint64_t steps = 0;
   bool is_initialised = false;
-  uint64_t joined_after = 0;  ///< `steps` when the trainer, as whatever process, became a member.
-  int server = 0;             ///< Join: the one that answers, by its number.
+  uint64_t joined_after = 0;  ///< The last step that is none of the trainer's: `steps` when it, as
+                              ///< whatever process, became a member, or came anew with all others.
+  int server = 0;             ///< The one that answers, by its number.
 };
 
 /// Called once, from any thread; must not block.
