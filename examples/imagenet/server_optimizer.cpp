@@ -52,6 +52,8 @@ class ServerOptimizer final : public Optimizer {
     model_.set_synchronized(false);
     session_.add("resnet", *model_.module());
     session_.start();
+    // Before the first push: what an earlier start left open closes when all have joined.
+    group.barrier("joined the servers");
   }
 
   void begin_epoch(int64_t /*epoch*/) override {}  // The servers' schedule knows.

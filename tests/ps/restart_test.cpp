@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <future>
 #include <gtest/gtest.h>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -106,6 +107,17 @@ TEST_F(RestartTest, OneThatCameBeforeTheStepClosedGoesOnWithTheOthers) {
   EXPECT_EQ(pull(*second), 2);
   const auto first = join(0);
   expect_to_go_on(*first, *second, 3);
+}
+
+// The other one may be waiting behind the save.
+TEST_F(RestartTest, OneThatSavesFirstWaitsUntilTheOtherHasJoined) {
+  leave_a_step_open();
+  const auto first = join(0);
+  auto saved = std::async(std::launch::async, [&] { first->save(cluster_.path("saved")); });
+  EXPECT_EQ(saved.wait_for(std::chrono::milliseconds(300)), std::future_status::timeout);
+  const auto second = join(1);
+  saved.get();
+  EXPECT_EQ(steps(0), 2U);
 }
 
 TEST_F(RestartTest, ServersThatEndBetweenTheTrainersForgetNothing) {
@@ -296,4 +308,60 @@ TEST(RestartStateTest, ReplayAndSnapshotGiveTheSameState) {
 }
 
 }  // namespace
+
+// Server 1 has neither blocks nor tables: every push to it is without sections, as abstentions are.
+// The one behind joins first; the one ahead joins last and has nothing to abstain from.
+TEST(RestartBlocklessTest, AServerWithoutPartsClosesTheOpenStepToo) {
+  Cluster cluster(2, {.trainer_timeout = std::chrono::seconds(60)});
+  JobOptions job = ledger_job(2, 2, Mode::kSync);
+  job.tables.clear();
+  job.blocks = {{.parameter = "p", .begin = 0, .end = 4, .server = 0}};
+  const std::vector<float> gradient(4, -1), initial(4, 0);
+  const auto join = [&](uint32_t trainer) {
+    return cluster.client(trainer, job, impatient_link());
+  };
+  const auto push = [&](Client& client) { client.push({}, {std::span<const float>(gradient)}); };
+  const auto pull = [&](Client& client) {
+    std::vector<float> weights(4);
+    client.pull({}, {std::span<float>(weights)}).wait();
+    return weights[0];
+  };
+  {
+    const auto first = join(0), second = join(1);
+    const std::vector<std::span<const float>> values{initial};
+    first->initialise(values);
+    push(*first);
+    push(*second);
+    push(*first);  // Step 2: trainer 0 alone, on both servers.
+    first->flush();
+    second->flush();
+  }
+  const auto second = join(1);
+  EXPECT_EQ(pull(*second), 2);
+  const auto first = join(0);
+  EXPECT_EQ(pull(*first), 3);
+  push(*first);
+  push(*second);
+  EXPECT_EQ(first->step(), second->step());
+}
+
+// A push of trainer 1's killed process that is handled after trainer 0's new one joined.
+TEST(RestartLateTest, ALatePushOfAnEarlierProcessHoldsNobodyUp) {
+  Cluster cluster(1, {.trainer_timeout = std::chrono::seconds(60)});
+  const JobOptions job = ledger_job(2, 1, Mode::kSync);
+  { RawTrainer zero(cluster, job, 0); }
+  RawTrainer old(cluster, job, 1);
+  const Request begin{
+      .call = Call::kBegin, .trainer = 1, .incarnation = old.header.trainer_incarnation};
+  ASSERT_EQ(cluster.ask(0, begin).code, Code::kOk);
+  const auto first = cluster.client(0, job, impatient_link());
+  ASSERT_EQ(cluster.ask(0, old.push(1)).code, Code::kOk);  // Late.
+  const auto second = cluster.client(1, job, impatient_link());
+  const std::vector<uint64_t> ids{1};
+  std::vector<float> weights(2);
+  const PullRows asked{0, ids, weights};
+  first->pull(std::span(&asked, 1), {}).wait();
+  second->pull(std::span(&asked, 1), {}).wait();
+}
+
 }  // namespace cohort::ps

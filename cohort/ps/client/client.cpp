@@ -350,7 +350,10 @@ void Client::give_up_pushes() {
 
 void Client::save(const std::string& folder) {
   TORCH_CHECK_VALUE(!folder.empty(), "save: expected a folder");
-  begin_pushes();  // It is the state after step() that is saved.
+  // It is the state after step() that is saved. Whoever waits as one that has not begun does not
+  // keep the servers from closing, with the last that joins, what earlier processes left open.
+  if (job_.mode == Mode::kSync && !has_begun_) pull({}, {}).wait();
+  begin_pushes();
   flush();
   Request request{.call = Call::kSave,
                   .trainer = options_.trainer,

@@ -163,10 +163,10 @@ void ParameterState::apply(const Record& record) {
     case RecordKind::kJoin:
       join(payload_of<JoinRecord>(record));
       // Abstentions alone leave a step to those who come back: they have pushed it elsewhere.
-      if (pending_.empty() || has_open_gradients()) settle(record.time);
+      if (pending_.empty() || holds_nothing() || has_open_gradients()) settle(record.time);
       return;
     case RecordKind::kBegin:
-      trainers_.at(payload_of<BeginRecord>(record).trainer).is_new = false;
+      begin_pushes(payload_of<BeginRecord>(record).trainer);
       return;
     case RecordKind::kPush:
       accept_push(record);
@@ -242,6 +242,18 @@ bool ParameterState::is_everyone_new() const {
          });
 }
 
+// With it the others have begun, too. What still comes of a process that all others have outlived
+// begins nothing.
+void ParameterState::begin_pushes(uint32_t id) {
+  if (!trainers_.at(id).is_new) return;
+  for (auto& [other, trainer] : trainers_) trainer.is_new = false;
+}
+
+// Then no push has sections, and none is an abstention for sure.
+bool ParameterState::holds_nothing() const {
+  return blocks_.empty() && tables_.empty();
+}
+
 bool ParameterState::has_open_gradients() const {
   for (const auto& [step, pushes] : pending_) {
     for (const auto& [trainer, push] : pushes) {
@@ -269,9 +281,7 @@ void ParameterState::accept_push(const Record& record) {
   const Message message = parse_message(record.payload, Checksums::kIgnored);
   TrainerState& trainer = trainers_.at(message.header.trainer);
   trainer.last_sequence = message.header.sequence;
-  if (!message.sections.empty()) {
-    for (auto& [id, one] : trainers_) one.is_new = false;
-  }
+  if (!message.sections.empty()) begin_pushes(message.header.trainer);
   ++trainer.clock;
   if (job_->mode == Mode::kAsync) {
     ++steps_;

@@ -122,6 +122,8 @@ class ParameterState {
   void join(const JoinRecord& record);
   void accept_push(const Record& record);
   bool is_everyone_new() const;
+  void begin_pushes(uint32_t trainer);
+  bool holds_nothing() const;
   bool has_open_gradients() const;
   // Closes what the members' processes before these left open, when all of them are new: nobody
   // alive took part in it or will, and they may wait for one another before they push.
