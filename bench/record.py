@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""What every record in bench/results says of itself, and whether it still speaks of this code.
+
+A benchmark calls start() before it measures and prints finish()'s result after. scripts/check-readme asks why_stale() before
+a document quotes a figure. As a program, for benchmarks in bash and for records that are older than this file:
+
+    bench/record.py start MEASURED... -- COMMAND...   prints what start() returns
+    bench/record.py adopt FILE...                     adds to records that name no commit the one that wrote the file
+"""
+import datetime
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Extensions of the instruction set that decide which kernels run.
+FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "sha_ni", "vaes", "avx512f", "avx512bw", "avx512vl", "avx512_vnni",
+         "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
+
+
+def git(*words, root=ROOT):
+    """Standard output of git in `root`; None if git fails or is not there."""
+    try:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def why_no_history(root=ROOT):
+    """Why git cannot tell what changed in `root` since a commit; None if it can."""
+    top = git("rev-parse", "--show-toplevel", root=root)
+    if top is None or pathlib.Path(top).resolve() != pathlib.Path(root).resolve():
+        return "this source tree has no git metadata"
+    if git("rev-parse", "--is-shallow-repository", root=root) == "true":
+        return "this clone is shallow"
+    return None
+
+
+def processor(cpuinfo="/proc/cpuinfo"):
+    """Vendor, family, model, name, flags of FLAGS and present clock of every core."""
+    cores = [dict(map(str.strip, line.split(":", 1)) for line in text.splitlines() if ":" in line)
+             for text in pathlib.Path(cpuinfo).read_text().split("\n\n") if text.strip()]
+    first = cores[0]
+    number = lambda key: int(first[key]) if first.get(key, "").isdigit() else None
+    return {"vendor": first.get("vendor_id"), "family": number("cpu family"), "model": number("model"),
+            "stepping": number("stepping"), "name": first.get("model name"), "cores": len(cores),
+            "mhz": [float(core["cpu MHz"]) for core in cores if "cpu MHz" in core], "cache": first.get("cache size"),
+            "flags": [flag for flag in FLAGS if flag in first.get("flags", "").split()]}
+
+
+def refuse_old_programs(measures, programs, root=ROOT):
+    """Ends if a program is older than the code it is to measure: the record would name a commit that it is not made of."""
+    sources = [root / name for name in (git("ls-files", "--", *measures, root=root) or "").splitlines()]
+    sources = [path for path in sources if path.suffix in (".cpp", ".h") and path.exists()]
+    newest = max(sources, key=lambda path: path.stat().st_mtime, default=None)
+    for program in map(pathlib.Path, programs):
+        if not program.exists():
+            sys.exit(f"{program}: not there; build it first")
+        if newest and newest.stat().st_mtime > program.stat().st_mtime:
+            sys.exit(f"{program} is older than {newest.relative_to(root)}: build it first")
+
+
+def start(measures, settings=None, programs=(), command=None, root=ROOT):
+    """What is to be known before a measurement.
+
+    `measures`: the folders and files, relative to the root, whose code decides the result; the benchmark's own script is added.
+    `settings`: values of the benchmark's options. `programs`: what it runs; ends if one is older than the code.
+    """
+    command = command or sys.argv
+    script = os.path.relpath(os.path.abspath(command[0]), root)
+    measures = sorted({*measures, script})
+    for name in measures:
+        if not (root / name).exists():
+            sys.exit(f"{name}: to be measured, and not there")
+    refuse_old_programs(measures, programs, root)
+    changed = git("status", "--porcelain", "--", *measures, root=root)
+    return {"date": datetime.date.today().isoformat(), "commit": git("rev-parse", "HEAD", root=root),
+            "uncommitted": [line[3:] for line in changed.splitlines()] if changed else [],
+            "measures": measures, "command": " ".join([script, *command[1:]]), "settings": settings or {},
+            "processor": processor(), "kernel": platform.release(), "niceness": os.nice(0),
+            "load_before": [round(load, 2) for load in os.getloadavg()], "began": time.time()}
+
+
+def finish(about, results):
+    """The record: what start() returned, completed, and `results`, a dictionary."""
+    about = dict(about)
+    about["seconds"] = round(time.time() - about.pop("began"), 1)
+    about["load_after"] = [round(load, 2) for load in os.getloadavg()]
+    return {"measured": about, **results}
+
+
+def short_commit(record):
+    """The first digits of the commit that the record names; None if it names none."""
+    commit = isinstance(record, dict) and record.get("measured", {}).get("commit")
+    return commit[:7] if commit else None
+
+
+def why_stale(record, root=ROOT):
+    """Why `record` does not speak of the code in `root`; None if it does. Needs history: why_no_history() is None."""
+    about = record.get("measured", {}) if isinstance(record, dict) else {}
+    missing = [key for key in ("commit", "measures", "processor", "load_before", "command", "settings") if key not in about]
+    if missing:
+        return "it does not say: " + ", ".join(missing)
+    if not about["commit"] or git("cat-file", "-e", about["commit"] + "^{commit}", root=root) is None:
+        return f"its commit {about['commit']} is not in this history"
+    if about["uncommitted"]:
+        return f"{about['uncommitted'][0]} was not committed"
+    changed = git("diff", "--name-only", about["commit"], "--", *about["measures"], root=root)
+    return f"{changed.splitlines()[0]} has changed since {about['commit'][:7]}" if changed else None
+
+
+def adopt(path, root=ROOT):
+    """Adds the commit that wrote a record to one that names none. It stays stale: nothing says what it measured."""
+    record = json.loads(path.read_text())
+    if isinstance(record, dict) and "measured" in record:
+        return
+    commit = git("log", "-1", "--format=%H", "--", str(path), root=root)
+    if not commit or git("status", "--porcelain", "--", str(path), root=root):
+        sys.exit(f"{path}: expected a file that is committed as it is")
+    about = {"commit": commit, "commit_from": "git log: the commit that wrote this file, not what its program was built from"}
+    whole = {"measured": about, **(record if isinstance(record, dict) else {"results": record})}
+    path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+
+
+def main():
+    words = sys.argv[1:]
+    if words[:1] == ["start"] and "--" in words:
+        split = words.index("--")
+        print(json.dumps(start(words[1:split], command=words[split + 1:])))
+    elif words[:1] == ["adopt"] and len(words) > 1:
+        for name in words[1:]:
+            adopt(pathlib.Path(name).resolve())
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
