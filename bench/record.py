@@ -4,7 +4,8 @@
 A benchmark calls start() before it measures and prints finish()'s result after. scripts/check-readme asks why_stale() before
 a document quotes a figure. As a program, for benchmarks in bash and for records that are older than this file:
 
-    bench/record.py start MEASURED... -- COMMAND...   prints what start() returns
+    bench/record.py start MEASURED... -- COMMAND...   prints what start() returns. Of MEASURED, --step and --translator stand
+                                                      for folders, and what begins with build/ is a program
     bench/record.py adopt FILE...                     adds to records that name no commit the one that wrote the file
 """
 import datetime
@@ -17,6 +18,12 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# What the step of bench/nmt_step.cpp is made of.
+STEP = ("cohort/base", "cohort/comm", "cohort/data", "cohort/nmt", "cohort/optim", "cohort/parallel", "cohort/train",
+        "cohort/translate", "bench/median.h", "bench/nmt_step.cpp", "bench/sent_bytes.h")
+# What `cohort nmt train` is made of.
+TRANSLATOR = ("cohort/base", "cohort/comm", "cohort/data", "cohort/launch", "cohort/nmt", "cohort/optim", "cohort/parallel",
+              "cohort/text", "cohort/train", "cohort/translate", "apps/nmt")
 # Extensions of the instruction set that decide which kernels run.
 FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "sha_ni", "vaes", "avx512f", "avx512bw", "avx512vl", "avx512_vnni",
          "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
@@ -94,6 +101,13 @@ def finish(about, results):
     return {"measured": about, **results}
 
 
+def run_json(*command):
+    """Runs a program on one thread a process; returns what the last line that it prints holds."""
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+                          text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def short_commit(record):
     """The first digits of the commit that the record names; None if it names none."""
     commit = isinstance(record, dict) and record.get("measured", {}).get("commit")
@@ -131,7 +145,10 @@ def main():
     words = sys.argv[1:]
     if words[:1] == ["start"] and "--" in words:
         split = words.index("--")
-        print(json.dumps(start(words[1:split], command=words[split + 1:])))
+        sets = {"--step": STEP, "--translator": TRANSLATOR}
+        programs = [word for word in words[1:split] if word.startswith("build/")]
+        measures = [name for word in words[1:split] if word not in programs for name in sets.get(word, [word])]
+        print(json.dumps(start(measures, programs=programs, command=words[split + 1:])))
     elif words[:1] == ["adopt"] and len(words) > 1:
         for name in words[1:]:
             adopt(pathlib.Path(name).resolve())
