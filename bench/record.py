@@ -60,23 +60,22 @@ def processor(cpuinfo="/proc/cpuinfo"):
             "flags": [flag for flag in FLAGS if flag in first.get("flags", "").split()]}
 
 
-def refuse_old_programs(measures, programs, root=ROOT):
-    """Ends if a program is older than the code it is to measure: the record would name a commit that it is not made of."""
-    sources = [root / name for name in (git("ls-files", "--", *measures, root=root) or "").splitlines()]
-    sources = [path for path in sources if path.suffix in (".cpp", ".h") and path.exists()]
-    newest = max(sources, key=lambda path: path.stat().st_mtime, default=None)
-    for program in map(pathlib.Path, programs):
-        if not program.exists():
-            sys.exit(f"{program}: not there; build it first")
-        if newest and newest.stat().st_mtime > program.stat().st_mtime:
-            sys.exit(f"{program} is older than {newest.relative_to(root)}: build it first")
+def refuse_old_programs(programs):
+    """Ends if a program is not built from the code as it is: the record would name a commit that it is not made of."""
+    for program in (pathlib.Path(name).absolute() for name in programs):
+        build = next((folder for folder in program.parents if (folder / "build.ninja").exists()), None)
+        if not program.exists() or not build:
+            sys.exit(f"{program}: expected a program of a build folder; build it first")
+        done = subprocess.run(["ninja", "-C", build, "-n", program.relative_to(build)], capture_output=True, text=True)
+        if "ninja: no work to do." not in done.stdout:
+            sys.exit(f"{program} is not built from the code as it is: build it first")
 
 
 def start(measures, settings=None, programs=(), command=None, root=ROOT):
     """What is to be known before a measurement.
 
     `measures`: the folders and files, relative to the root, whose code decides the result; the benchmark's own script is added.
-    `settings`: values of the benchmark's options. `programs`: what it runs; ends if one is older than the code.
+    `settings`: values of the benchmark's options. `programs`: what it runs; ends if one is not built from the code as it is.
     """
     command = command or sys.argv
     script = os.path.relpath(os.path.abspath(command[0]), root)
@@ -84,7 +83,7 @@ def start(measures, settings=None, programs=(), command=None, root=ROOT):
     for name in measures:
         if not (root / name).exists():
             sys.exit(f"{name}: to be measured, and not there")
-    refuse_old_programs(measures, programs, root)
+    refuse_old_programs(programs)
     changed = git("status", "--porcelain", "--", *measures, root=root)
     return {"date": datetime.date.today().isoformat(), "commit": git("rev-parse", "HEAD", root=root),
             "uncommitted": [line[3:] for line in changed.splitlines()] if changed else [],

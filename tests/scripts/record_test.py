@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""bench/record.py: what a record says, and when it is stale.  Usage: record_test.py SOURCE_FOLDER"""
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SOURCE = pathlib.Path(sys.argv.pop(1)).resolve()
+sys.path.insert(0, str(SOURCE / "bench"))
+import record  # noqa: E402
+
+
+class RecordTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+        for name in ("cohort/a/a.cpp", "cohort/b/b.cpp", "bench/run"):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_text("1\n")
+        self.git("init", "-q")
+        self.commit()
+
+    def git(self, *words):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false", *words], cwd=self.root,
+                       check=True, capture_output=True)
+
+    def commit(self):
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", "all")
+
+    def start(self, *measures, **options):
+        return record.start(measures, command=[str(self.root / "bench/run"), "--rows", "3"], root=self.root, **options)
+
+    def test_a_record_says_what_it_is_of(self):
+        made = record.finish(self.start("cohort/a", settings={"rows": 3}), {"rate": 7})
+        about = made["measured"]
+        self.assertEqual(made["rate"], 7)
+        self.assertEqual(about["commit"], record.git("rev-parse", "HEAD", root=self.root))
+        self.assertEqual(about["command"], "bench/run --rows 3")
+        self.assertEqual(about["settings"], {"rows": 3})
+        self.assertEqual(about["measures"], ["bench/run", "cohort/a"])
+        self.assertEqual(about["uncommitted"], [])
+        self.assertEqual(len(about["load_before"]), 3)
+        self.assertGreaterEqual(about["seconds"], 0)
+        self.assertNotIn("began", about)
+        self.assertGreaterEqual(about["processor"]["cores"], 1)
+        self.assertIsNone(record.why_stale(made, self.root))
+        self.assertEqual(json.loads(json.dumps(made)), made)
+
+    def test_the_processor_is_read(self):
+        file = self.root / "cpuinfo"
+        file.write_text("".join(
+            f"processor\t: {i}\nvendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
+            f"cpu MHz\t\t: 244{i}.5\ncache size\t: 512 KB\nflags\t\t: fpu avx2 avx512_bf16x avx512f\n\n" for i in range(2)))
+        self.assertEqual(record.processor(file), {
+            "vendor": "AuthenticAMD", "family": 25, "model": 1, "stepping": 1, "name": "AMD EPYC", "cores": 2,
+            "mhz": [2440.5, 2441.5], "cache": "512 KB", "flags": ["avx2", "avx512f"]})
+
+    def test_only_a_change_of_what_is_measured_makes_it_stale(self):
+        made = record.finish(self.start("cohort/a"), {})
+        (self.root / "cohort/b/b.cpp").write_text("2\n")
+        self.commit()
+        self.assertIsNone(record.why_stale(made, self.root))
+        (self.root / "cohort/a/a.cpp").write_text("2\n")
+        for _ in range(2):  # not committed, and committed
+            self.assertEqual(record.why_stale(made, self.root), f"cohort/a/a.cpp has changed since {made['measured']['commit'][:7]}")
+            self.commit() if record.git("status", "--porcelain", root=self.root) else None
+
+    def test_changes_that_are_not_committed_are_named(self):
+        (self.root / "cohort/a/a.cpp").write_text("2\n")
+        (self.root / "cohort/a/new.cpp").write_text("2\n")
+        made = record.finish(self.start("cohort/a"), {})
+        self.assertEqual(made["measured"]["uncommitted"], ["cohort/a/a.cpp", "cohort/a/new.cpp"])
+        self.commit()
+        self.assertEqual(record.why_stale(made, self.root), "cohort/a/a.cpp was not committed")
+
+    def test_a_program_that_is_not_of_the_code_or_absent_is_refused(self):
+        program = self.root / "build/bin/program"
+        refused = lambda text: self.assertRaisesRegex(SystemExit, text)
+        with refused("expected a program of a build folder; build it first"):
+            self.start("cohort/a", programs=[program])
+        program.parent.mkdir(parents=True)
+        (self.root / "build/build.ninja").write_text(
+            f"rule copy\n command = cp $in $out\nbuild bin/program: copy {self.root}/cohort/a/a.cpp\n")
+        build = lambda: subprocess.run(["ninja", "-C", self.root / "build"], check=True, capture_output=True)
+        build()
+        self.start("cohort/a", programs=[program])
+        (self.root / "cohort/a/a.cpp").write_text("2\n")
+        with refused("bin/program is not built from the code as it is: build it first"):
+            self.start("cohort/a", programs=[program])
+        build()
+        self.start("cohort/a", programs=[program])
+
+    def test_what_is_measured_must_be_there(self):
+        with self.assertRaisesRegex(SystemExit, "cohort/absent: to be measured, and not there"):
+            self.start("cohort/absent")
+
+    def test_an_old_record_gets_its_files_commit_and_stays_stale(self):
+        for text in ('{"rate": 7}', '[{"rate": 7}]'):
+            path = self.root / "old.json"
+            path.write_text(text)
+            with self.assertRaisesRegex(SystemExit, "expected a file that is committed as it is"):
+                record.adopt(path, self.root)
+            self.commit()
+            record.adopt(path, self.root)
+            made = json.loads(path.read_text())
+            self.assertEqual(made["measured"]["commit"], record.git("rev-parse", "HEAD", root=self.root))
+            self.assertEqual(made.get("rate", made.get("results")), 7 if text[0] == "{" else [{"rate": 7}])
+            self.assertIn("it does not say: measures, processor", record.why_stale(made, self.root))
+            record.adopt(path, self.root)  # and once is enough
+            self.assertEqual(json.loads(path.read_text()), made)
+            path.unlink()
+            self.commit()
+
+
+if __name__ == "__main__":
+    unittest.main()
