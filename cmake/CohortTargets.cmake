@@ -42,8 +42,14 @@ function(cohort_warnings target)
 endfunction()
 
 # Precompiled headers (libtorch takes 20 seconds to read) reused by every target that asks. What more of libtorch they
-# held, every source would pay for: GCC instantiates the templates of a precompiled header anew in each.
+# held, every source would pay for: GCC instantiates the templates of a precompiled header anew in each, four seconds
+# a source. So sources are compiled in batches (COHORT_UNITY_BUILD), which share that cost.
 function(cohort_use_torch_pch target)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ${COHORT_UNITY_BUILD} UNITY_BUILD_BATCH_SIZE 8)
+  if(COHORT_UNITY_BUILD)
+    # GCC takes the unnamed namespaces of a batch for those of headers.
+    target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
+  endif()
   if(NOT TARGET cohort_torch_pch)
     add_library(cohort_torch_pch OBJECT ${PROJECT_SOURCE_DIR}/cmake/torch_pch.cpp)
     target_link_libraries(cohort_torch_pch PRIVATE libtorch::torch_cpu)
@@ -73,9 +79,10 @@ function(cohort_tensor_program target)
   cohort_use_torch_pch(${target})
 endfunction()
 
-# cohort_add_test(NAME SOURCES ... DEPS ... LABEL unit|distributed|fault|numerics|slow|peers [RANKS n]
+# cohort_add_test(NAME SOURCES ... [DEPS ...] LABEL unit|distributed|fault|numerics|slow|peers [RANKS n]
 #                 [TIMEOUT s] [TORCH] [SERIAL] [ENVIRONMENT ...])
-# One test binary, one CTest entry per GoogleTest case.
+# One CTest entry for each GoogleTest case in SOURCES, of the test binary NAME. Several calls with one NAME add to one binary,
+# each with the properties of its own cases: a binary that links libtorch takes seconds to link, so a folder has one of them.
 function(cohort_add_test name)
   cmake_parse_arguments(ARG "TORCH;SERIAL" "LABEL;RANKS;TIMEOUT" "SOURCES;DEPS;ENVIRONMENT" ${ARGN})
   if(NOT ARG_LABEL)
@@ -103,15 +110,37 @@ function(cohort_add_test name)
   if(ARG_SERIAL OR ARG_LABEL STREQUAL fault)
     list(APPEND properties RUN_SERIAL TRUE)
   endif()
-  add_executable(${name} ${ARG_SOURCES})
-  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
-  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gtest_main)
-  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
-  cohort_warnings(${name})
-  if(ARG_TORCH)
-    cohort_use_torch_pch(${name})
+  if(NOT TARGET ${name})
+    add_executable(${name})
+    set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+    target_link_libraries(${name} PRIVATE GTest::gtest_main)
+    target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+    cohort_warnings(${name})
+    if(ARG_TORCH)
+      cohort_use_torch_pch(${name})
+    endif()
   endif()
+  target_sources(${name} PRIVATE ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
+  cohort_test_filter(filter ${ARG_SOURCES})
   include(GoogleTest)
   # A busy machine may take long to load libtorch for a list of names.
-  gtest_discover_tests(${name} DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 120 PROPERTIES "${properties}")
+  gtest_discover_tests(${name} TEST_FILTER "${filter}" DISCOVERY_MODE PRE_TEST DISCOVERY_TIMEOUT 120 PROPERTIES "${properties}")
+endfunction()
+
+# The GoogleTest filter of all suites that SOURCES define. Read from the sources, so that no case can be left out.
+function(cohort_test_filter result)
+  set(suites)
+  foreach(source IN LISTS ARGN)
+    get_filename_component(path ${source} ABSOLUTE)
+    file(STRINGS ${path} tests REGEX "^(TYPED_)?TEST(_F|_P)?\\(")
+    foreach(test IN LISTS tests)
+      string(REGEX REPLACE "^[A-Z_]+\\(([A-Za-z0-9_]+).*" "\\1" suite "${test}")
+      list(APPEND suites "${suite}.*" "*/${suite}.*")
+    endforeach()
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${path})
+  endforeach()
+  list(REMOVE_DUPLICATES suites)
+  list(JOIN suites ":" filter)
+  set(${result} "${filter}" PARENT_SCOPE)
 endfunction()

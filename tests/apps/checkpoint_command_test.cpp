@@ -8,7 +8,7 @@
 #include "tests/support/shell.h"
 
 namespace cohort::test {
-namespace {
+namespace checkpoint_command_test {
 
 namespace fs = std::filesystem;
 
@@ -129,5 +129,5 @@ TEST(CheckpointCommandTest, ConsolidateNeedsNoMemoryForATensor) {
   EXPECT_GT(fs::file_size(folder / "whole" + "/weights-1.safetensors"), 8 * half.size());
 }
 
-}  // namespace
+}  // namespace checkpoint_command_test
 }  // namespace cohort::test

@@ -10,7 +10,7 @@
 #include "tests/support/shell.h"
 
 namespace cohort::test {
-namespace {
+namespace doctor_command_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -160,5 +160,5 @@ TEST(DoctorCommandTest, BadInputIsOneLine) {
   }
 }
 
-}  // namespace
+}  // namespace doctor_command_test
 }  // namespace cohort::test

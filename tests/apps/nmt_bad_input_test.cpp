@@ -8,7 +8,7 @@
 #include "tests/apps/nmt_command.h"
 #include "tests/support/shell.h"
 
-namespace {
+namespace nmt_bad_input_test {
 
 namespace fs = std::filesystem;
 using cohort::test::bin;
@@ -201,4 +201,4 @@ TEST_F(NmtBadInputTest, AFullDiskCostsNoCheckpoint) {
   has("best 0\n");
 }
 
-}  // namespace
+}  // namespace nmt_bad_input_test

@@ -13,7 +13,7 @@
 #include "tests/apps/nmt_command.h"
 #include "tests/support/shell.h"
 
-namespace {
+namespace nmt_text_test {
 
 using cohort::test::bin;
 using cohort::test::contents;
@@ -288,4 +288,4 @@ TEST_F(NmtTextTest, ABadLineIsNamedAfterTheTranslationsBeforeIt) {
       << endless.output;
 }
 
-}  // namespace
+}  // namespace nmt_text_test

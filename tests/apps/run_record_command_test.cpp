@@ -10,7 +10,7 @@
 #include "tests/support/shell.h"
 
 namespace cohort {
-namespace {
+namespace run_record_command_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -145,5 +145,5 @@ TEST_F(RunRecordCommandTest, TheLogLevelDecidesWhatIsSaid) {
       << often.output;
 }
 
-}  // namespace
+}  // namespace run_record_command_test
 }  // namespace cohort

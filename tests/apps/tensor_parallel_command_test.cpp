@@ -4,7 +4,7 @@
 
 #include "tests/apps/nmt_command.h"
 
-namespace {
+namespace tensor_parallel_command_test {
 
 using cohort::test::bin;
 using cohort::test::contents;
@@ -106,4 +106,4 @@ TEST_F(TensorParallelCommandTest, DivisionsThatDoNotComeOutEvenAreRefused) {
       << odd.output;
 }
 
-}  // namespace
+}  // namespace tensor_parallel_command_test

@@ -22,7 +22,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::comm {
-namespace {
+namespace mpi_ranks_test {
 
 using Tensors = std::vector<at::Tensor>;
 using c10d::ReduceOp;
@@ -459,7 +459,7 @@ TEST(MpiLarge, MessagesAboveOnePiece) {
   EXPECT_TRUE(tensors[0].eq(2 * (own_rank + 1)).all().item<bool>());
 }
 
-}  // namespace
+}  // namespace mpi_ranks_test
 }  // namespace cohort::comm
 
 int main(int argc, char** argv) {

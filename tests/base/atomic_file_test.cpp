@@ -14,7 +14,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {
-namespace {
+namespace atomic_file_test {
 
 ptrdiff_t num_files(const TemporaryFolder& folder) {
   return std::distance(std::filesystem::directory_iterator(folder.path()), {});
@@ -145,5 +145,5 @@ TEST(MakeFolderTest, MakesWhatIsNotThere) {
   }
 }
 
-}  // namespace
+}  // namespace atomic_file_test
 }  // namespace cohort

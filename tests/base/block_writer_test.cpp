@@ -9,7 +9,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {
-namespace {
+namespace block_writer_test {
 
 std::string letters(size_t count) {
   std::string text(count, ' ');
@@ -61,5 +61,5 @@ TEST(BlockWriterTest, AFileSystemThatWantsLargerUnitsGetsOrdinaryWrites) {
   EXPECT_EQ(read_file(folder / "f"), text.substr(1));
 }
 
-}  // namespace
+}  // namespace block_writer_test
 }  // namespace cohort

@@ -7,7 +7,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {
-namespace {
+namespace checksum_test {
 
 std::string sha256(std::string_view text) {
   Sha256 sum;
@@ -45,5 +45,5 @@ TEST(Sha256Test, ReadsFilesAndNamesThoseItCannot) {
   EXPECT_THROW(sha256_of_file(folder / "."), ConfigError);
 }
 
-}  // namespace
+}  // namespace checksum_test
 }  // namespace cohort

@@ -4,7 +4,7 @@
 #include <string>
 
 namespace cohort {
-namespace {
+namespace console_test {
 
 // What `speak` prints on a rank.
 template <typename Speak>
@@ -30,5 +30,5 @@ TEST(ConsoleTest, AnyRankMayInsistAndIsNamedOnEachLine) {
   EXPECT_EQ(printed_on(3, speak), "[rank 3] one\n[rank 3] two 2\n");
 }
 
-}  // namespace
+}  // namespace console_test
 }  // namespace cohort

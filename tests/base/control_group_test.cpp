@@ -5,7 +5,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {
-namespace {
+namespace control_group_test {
 
 class ControlGroupTest : public testing::Test {
  protected:
@@ -47,5 +47,5 @@ TEST_F(ControlGroupTest, WithoutGroupsThereIsNoLimit) {
   EXPECT_FALSE(limits().cores);
 }
 
-}  // namespace
+}  // namespace control_group_test
 }  // namespace cohort

@@ -8,7 +8,7 @@
 #include "cohort/base/machine.h"
 
 namespace cohort {
-namespace {
+namespace gpu_monitor_test {
 
 // LD_LIBRARY_PATH leads to fake_nvml.cpp.
 TEST(GpuMonitorTest, ReadsTheDriversFiguresAndSaysWhichAreMissing) {
@@ -42,5 +42,5 @@ TEST(MachineTest, KnowsHostCoresAndMemory) {
   EXPECT_EQ(machine.gpus[0].name, "NVIDIA Fake 80GB");
 }
 
-}  // namespace
+}  // namespace gpu_monitor_test
 }  // namespace cohort

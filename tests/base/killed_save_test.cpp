@@ -13,7 +13,7 @@
 #include "tests/support/shell.h"
 
 namespace cohort {
-namespace {
+namespace killed_save_test {
 
 namespace fs = std::filesystem;
 
@@ -119,5 +119,5 @@ TEST(KilledSaveTest, FilesAreSyncedBeforeTheManifestNamesThem) {
   }
 }
 
-}  // namespace
+}  // namespace killed_save_test
 }  // namespace cohort

@@ -13,7 +13,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {
-namespace {
+namespace log_test {
 
 std::vector<std::string> lines_of(const std::string& path) {
   std::istringstream text(read_file(path));
@@ -85,5 +85,5 @@ TEST(LogTest, NamesAFileThatCannotBeWritten) {
   EXPECT_THROW(Log({.file = folder / "."}), ConfigError);
 }
 
-}  // namespace
+}  // namespace log_test
 }  // namespace cohort

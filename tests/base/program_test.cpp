@@ -12,7 +12,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {
-namespace {
+namespace program_test {
 
 // The innermost frames come first; names need exported symbols, which a test program has none of.
 TEST(ProgramTest, ACrashSaysWhereAndEndsByItsSignal) {
@@ -70,5 +70,5 @@ TEST(ProgramTest, ALimitOnTheSizeOfFilesIsAnErrorOfOneLine) {
   EXPECT_NE(read_file(folder / "error").find("\"stack\":\"\""), std::string::npos);
 }
 
-}  // namespace
+}  // namespace program_test
 }  // namespace cohort

@@ -16,7 +16,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort {
-namespace {
+namespace safetensors_test {
 
 std::vector<std::byte> counted_bytes(size_t size) {
   std::vector<std::byte> bytes(size);
@@ -280,5 +280,5 @@ save_file({"w": numpy.arange(6, dtype=numpy.float32).reshape(2, 3),
   EXPECT_EQ(file.at("flag").bytes.size(), 3U);
 }
 
-}  // namespace
+}  // namespace safetensors_test
 }  // namespace cohort

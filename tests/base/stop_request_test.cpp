@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace cohort {
-namespace {
+namespace stop_request_test {
 
 TEST(StopRequestTest, TheFirstSignalIsNoted) {
   for (const int signal : {SIGTERM, SIGINT}) {
@@ -34,5 +34,5 @@ TEST(StopRequestTest, AfterItsLifeSignalsDoWhatTheyDidBefore) {
       testing::KilledBySignal(SIGINT), "");
 }
 
-}  // namespace
+}  // namespace stop_request_test
 }  // namespace cohort

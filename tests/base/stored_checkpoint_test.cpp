@@ -10,7 +10,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort {
-namespace {
+namespace stored_checkpoint_test {
 
 namespace fs = std::filesystem;
 
@@ -225,5 +225,5 @@ TEST(StoredCheckpointTest, SlicesThatOverlapOrDoNotFitAreRefused) {
   EXPECT_TRUE(fs::is_empty(folder.path()));
 }
 
-}  // namespace
+}  // namespace stored_checkpoint_test
 }  // namespace cohort

@@ -5,7 +5,7 @@
 #include <map>
 
 namespace cohort {
-namespace {
+namespace tensor_part_test {
 
 TEST(TensorPartTest, CutsTogetherAreEverythingOnce) {
   for (const int64_t size : {1, 5, 8, 101}) {
@@ -65,5 +65,5 @@ TEST(TensorPartTest, ElementsOutsideOfThePartAreRefused) {
   EXPECT_THROW(part.runs({-1, 2}), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace tensor_part_test
 }  // namespace cohort

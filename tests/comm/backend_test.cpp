@@ -15,7 +15,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::comm {
-namespace {
+namespace backend_test {
 
 namespace fs = std::filesystem;
 
@@ -249,5 +249,5 @@ TEST_F(BackendTest, TheGuideShowsTheBackendThatIsTested) {
   EXPECT_TRUE(contains(text("docs/backends.md"), "```cpp\n" + example + "```\n"));
 }
 
-}  // namespace
+}  // namespace backend_test
 }  // namespace cohort::comm

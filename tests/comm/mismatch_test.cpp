@@ -12,7 +12,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::comm {
-namespace {
+namespace mismatch_test {
 
 using std::chrono::seconds;
 
@@ -304,5 +304,5 @@ TEST(MismatchFaultTest, AStoppedStoreHostIsNamedWithinSeconds) {
   }
 }
 
-}  // namespace
+}  // namespace mismatch_test
 }  // namespace cohort::comm

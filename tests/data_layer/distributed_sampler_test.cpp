@@ -12,7 +12,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::data {
-namespace {
+namespace distributed_sampler_test {
 
 using Indices = std::vector<int64_t>;
 
@@ -319,5 +319,5 @@ TEST(DistributedSamplerTest, RefusesBadWeights) {
   expect({.num_examples = 2, .shuffle = false, .weights = {1, 1}}, "expected shuffle = true");
 }
 
-}  // namespace
+}  // namespace distributed_sampler_test
 }  // namespace cohort::data

@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 namespace cohort::data {
-namespace {
+namespace prefetch_test {
 
 TEST(PrefetcherTest, DeliversItemsInOrderThenNothing) {
   Prefetcher<std::unique_ptr<int>> items(
@@ -80,5 +80,5 @@ TEST(PrefetcherTest, TheDestructorWaitsForTheRunningCallOnly) {
   EXPECT_EQ(calls, at_end);
 }
 
-}  // namespace
+}  // namespace prefetch_test
 }  // namespace cohort::data

@@ -8,7 +8,7 @@
 #include "cohort/data/random.h"
 
 namespace cohort::data {
-namespace {
+namespace token_batches_test {
 
 // Lengths like those of sentences: target 1 to 60, source near it.
 std::vector<PairLength> some_lengths(size_t n, uint64_t seed = 1) {
@@ -359,5 +359,5 @@ TEST(PlanEvalBatchesTest, EachSentenceComesOnceAcrossRanks) {
   }
 }
 
-}  // namespace
+}  // namespace token_batches_test
 }  // namespace cohort::data

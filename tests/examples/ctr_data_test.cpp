@@ -20,7 +20,7 @@
 #include "examples/ctr/table_limits.h"
 
 namespace ctr {
-namespace {
+namespace ctr_data_test {
 
 // A fresh folder, removed with all it holds.
 class Folder {
@@ -429,5 +429,5 @@ TEST(TableLimitsTest, RefusalsNameTheFlag) {
             "--at-cap spill: expected with --table-memory-mib, the cap that it speaks of");
 }
 
-}  // namespace
+}  // namespace ctr_data_test
 }  // namespace ctr

@@ -5,7 +5,7 @@
 #include "examples/ctr/model.h"
 
 namespace ctr {
-namespace {
+namespace ctr_model_test {
 
 // The definition, over all pairs of slots.
 at::Tensor pairs_of(const at::Tensor& rows_BSD) {
@@ -61,5 +61,5 @@ TEST(DeepFmTest, GivesALogitForEachExampleAndGradientsToAll) {
   EXPECT_GT(rows.grad().abs().min().item<double>(), 0);
 }
 
-}  // namespace
+}  // namespace ctr_model_test
 }  // namespace ctr

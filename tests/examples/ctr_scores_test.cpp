@@ -7,7 +7,7 @@
 #include "examples/ctr/scores.h"
 
 namespace ctr {
-namespace {
+namespace ctr_scores_test {
 
 // Scores on a coarse grid, so that many tie.
 void draw(uint64_t seed, size_t count, int grid, std::vector<float>& scores,
@@ -105,5 +105,5 @@ TEST(ScoreSetTest, BadInputIsRefused) {
   EXPECT_THROW(ScoreSet::from_bytes(std::string(8, '\1')), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace ctr_scores_test
 }  // namespace ctr

@@ -7,7 +7,7 @@
 #include "cohort/base/error.h"
 
 namespace imagenet {
-namespace {
+namespace resnet_test {
 
 int64_t num_parameters(const ResNet& model) {
   int64_t count = 0;
@@ -78,5 +78,5 @@ TEST(ResNetTest, UnknownArchitectureIsNamed) {
   }
 }
 
-}  // namespace
+}  // namespace resnet_test
 }  // namespace imagenet

@@ -11,7 +11,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::image {
-namespace {
+namespace decode_test {
 
 using test::JpegColors;
 using test::PngColors;
@@ -187,5 +187,5 @@ TEST(DecodeTest, PartOutsideThePictureIsRefused) {
   EXPECT_THROW(encoded.decode({.height = 10, .width = 12}, 3), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace decode_test
 }  // namespace cohort::image

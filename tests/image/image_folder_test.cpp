@@ -8,7 +8,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort::image {
-namespace {
+namespace image_folder_test {
 
 void add(const TemporaryFolder& folder, const std::string& file) {
   std::filesystem::create_directories(std::filesystem::path(folder / file).parent_path());
@@ -55,5 +55,5 @@ TEST(ImageFolderTest, WhatIsMissingIsNamed) {
   expect_refused(folder.path().string(), "dog: class without pictures (.jpg, .jpeg, .png)");
 }
 
-}  // namespace
+}  // namespace image_folder_test
 }  // namespace cohort::image

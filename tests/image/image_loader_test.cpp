@@ -9,7 +9,7 @@
 #include "tests/image/drawn_images.h"
 
 namespace cohort::image {
-namespace {
+namespace image_loader_test {
 
 using Batches = std::vector<std::vector<int64_t>>;
 
@@ -133,5 +133,5 @@ TEST_F(ImageLoaderTest, RefusesBadOptionsAndNumbers) {
   EXPECT_THROW(loader.next(), std::out_of_range);
 }
 
-}  // namespace
+}  // namespace image_loader_test
 }  // namespace cohort::image

@@ -8,7 +8,7 @@
 #include "tests/image/drawn_images.h"
 
 namespace cohort::image {
-namespace {
+namespace transforms_test {
 
 // Values in [0, 1] from sums of at most 100 float32 products, in two passes: 200 eps = 2.4e-5.
 constexpr double kBound = 2.4e-5;
@@ -180,5 +180,5 @@ TEST(TransformsTest, CropsLieInsideAndVaryInAreaAndAspect) {
   EXPECT_EQ(wide.left, 493);
 }
 
-}  // namespace
+}  // namespace transforms_test
 }  // namespace cohort::image

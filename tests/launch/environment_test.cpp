@@ -10,7 +10,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::launch {
-namespace {
+namespace environment_test {
 
 bool holds(const std::vector<std::string>& entries, const std::string& entry) {
   return std::find(entries.begin(), entries.end(), entry) != entries.end();
@@ -145,5 +145,5 @@ TEST(CoresTest, SharesAreContiguousAndEqual) {
   EXPECT_THROW(share_cores({0}, 2), ConfigError);
 }
 
-}  // namespace
+}  // namespace environment_test
 }  // namespace cohort::launch

@@ -10,7 +10,7 @@
 #include "tests/launch/launch_harness.h"
 
 namespace cohort::launch {
-namespace {
+namespace fault_test {
 
 bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -207,5 +207,5 @@ TEST(RunFaultTest, ASignalAfterTheLastWorkerChangesNothing) {
   EXPECT_TRUE(run.temporary().names().empty());
 }
 
-}  // namespace
+}  // namespace fault_test
 }  // namespace cohort::launch

@@ -9,7 +9,7 @@
 #include "tests/launch/launch_harness.h"
 
 namespace cohort::launch {
-namespace {
+namespace report_test {
 
 Outcome exited(int rank, int code, int passed_signal = 0, bool stopped = false) {
   return {rank, 100 + rank, {code, 0}, passed_signal, stopped};
@@ -74,5 +74,5 @@ TEST(IndentedTailTest, KeepsTheLastLinesAndTheLastStateOfAProgressBar) {
   EXPECT_EQ(indented_tail(path, 3), "    two\n     20 %\n    end\n");
 }
 
-}  // namespace
+}  // namespace report_test
 }  // namespace cohort::launch

@@ -6,7 +6,7 @@
 #include "tests/launch/launch_harness.h"
 
 namespace cohort::launch {
-namespace {
+namespace restart_test {
 
 bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -103,5 +103,5 @@ TEST(RestartTest, AnUnforeseenErrorShowsWhereItWasRaised) {
   EXPECT_TRUE(holds(ended.err, "cohort run: raised at:\n    ")) << ended.err;
 }
 
-}  // namespace
+}  // namespace restart_test
 }  // namespace cohort::launch

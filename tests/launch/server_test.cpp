@@ -12,7 +12,7 @@
 #include "tests/launch/launch_harness.h"
 
 namespace cohort::launch {
-namespace {
+namespace server_test {
 
 using Lines = std::vector<std::string>;
 
@@ -253,5 +253,5 @@ TEST(ServerRunTest, BadFlagsAreNamed) {
             "cohort run: error: --trainers: expected 1 to 4096, got 0\n");
 }
 
-}  // namespace
+}  // namespace server_test
 }  // namespace cohort::launch

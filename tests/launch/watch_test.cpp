@@ -9,7 +9,7 @@
 #include "tests/launch/launch_harness.h"
 
 namespace cohort::launch {
-namespace {
+namespace watch_test {
 
 bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -108,5 +108,5 @@ TEST(WatchTest, ProgramsWithoutATraceAreLeftAlone) {
   EXPECT_EQ(ended.err, "");
 }
 
-}  // namespace
+}  // namespace watch_test
 }  // namespace cohort::launch

@@ -9,7 +9,7 @@
 #include "cohort/nmt/transformer.h"
 
 namespace cohort::nmt {
-namespace {
+namespace division_test {
 
 constexpr double kDropout = 0.4;
 constexpr DropoutStream kStream{.seed = 5, .call = 2};
@@ -145,5 +145,5 @@ TEST(DivisionTest, ModelsThatComeOutUnevenAreRefused) {
   EXPECT_THROW(make(16), c10::ValueError);  // inner columns, and heads
 }
 
-}  // namespace
+}  // namespace division_test
 }  // namespace cohort::nmt

@@ -16,7 +16,7 @@
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
-namespace {
+namespace inference_test {
 
 constexpr double kU = 0x1p-24;  // half the distance of 1 to its neighbour in float32
 
@@ -300,5 +300,5 @@ TEST(InferenceTest, TheLossEqualsTrainings) {
   EXPECT_NEAR(std::get<1>(model->forward(batch)).item<double>(), trainings, trainings * 8 * kU);
 }
 
-}  // namespace
+}  // namespace inference_test
 }  // namespace cohort::nmt

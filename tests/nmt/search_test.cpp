@@ -10,7 +10,7 @@
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
-namespace {
+namespace search_test {
 
 using Tokens = std::vector<int64_t>;
 
@@ -370,5 +370,5 @@ TEST(SamplingTest, BadOptionsAreNamed) {
   EXPECT_THROW(validate(SamplingOptions{.temperature = 0}), ConfigError);
 }
 
-}  // namespace
+}  // namespace search_test
 }  // namespace cohort::nmt

@@ -14,7 +14,7 @@
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
-namespace {
+namespace transformer_test {
 
 // Every norm with every activation, untied, tied and tied with the source.
 std::vector<TransformerOptions> variants() {
@@ -277,5 +277,5 @@ TEST(TransformerTest, ASentenceBeyondTheLastPositionIsRefused) {
   EXPECT_THROW(model->forward(test::make_test_batch(test::make_sentences(8, 1))), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace transformer_test
 }  // namespace cohort::nmt

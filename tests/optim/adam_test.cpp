@@ -15,7 +15,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::optim {
-namespace {
+namespace adam_test {
 
 TEST(AdamTest, FollowsLibtorchsAdam) {
   torch::manual_seed(1);
@@ -130,5 +130,5 @@ TEST(NoamTest, RisesLinearlyAndFallsWithTheInverseRoot) {
   EXPECT_DOUBLE_EQ(schedule.at(16000), schedule.at(4000) / 2);
 }
 
-}  // namespace
+}  // namespace adam_test
 }  // namespace cohort::optim

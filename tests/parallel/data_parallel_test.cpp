@@ -10,7 +10,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::parallel {
-namespace {
+namespace data_parallel_test {
 
 // float64 sums of some 10 terms in another order: 1e-13 is 100 times their rounding.
 constexpr double kBound = 1e-13;
@@ -211,5 +211,5 @@ TEST(SplitRowsTest, ChunksCoverTheRows) {
   }
 }
 
-}  // namespace
+}  // namespace data_parallel_test
 }  // namespace cohort::parallel

@@ -2,7 +2,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace ddp_mixed_precision_test {
 
 using comm::ProcessGroup;
 
@@ -301,5 +301,5 @@ TEST(DdpMixedPrecisionTest, UnusedParametersGetTheirMasterBack) {
   });
 }
 
-}  // namespace
+}  // namespace ddp_mixed_precision_test
 }  // namespace cohort

@@ -13,7 +13,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace grad_scaler_test {
 
 using comm::ProcessGroup;
 using parallel::GradScaler;
@@ -156,5 +156,5 @@ TEST(GradScalerTest, WithDistributedDataParallelAndShardedModelsAStepThatOverflo
   });
 }
 
-}  // namespace
+}  // namespace grad_scaler_test
 }  // namespace cohort

@@ -11,7 +11,7 @@
 #include "tests/support/sentences.h"
 
 namespace cohort {
-namespace {
+namespace sharding_options_test {
 
 using comm::ProcessGroup;
 using parallel::MixedPrecision;
@@ -333,5 +333,5 @@ TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
   });
 }
 
-}  // namespace
+}  // namespace sharding_options_test
 }  // namespace cohort

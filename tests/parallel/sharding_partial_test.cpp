@@ -10,7 +10,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace sharding_partial_test {
 
 using comm::ProcessGroup;
 using parallel::ParameterSlice;
@@ -264,5 +264,5 @@ TEST(ShardingPartialTest, ReshardRanksThatDivideNothingAreRefused) {
             "reshard_after_forward = false");
 }
 
-}  // namespace
+}  // namespace sharding_partial_test
 }  // namespace cohort

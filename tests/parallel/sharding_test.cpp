@@ -11,7 +11,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
-namespace {
+namespace sharding_test {
 
 using test::sharding::expect_plain_training;
 constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
@@ -329,5 +329,5 @@ TEST(FlatLayoutTest, ShardsHoldEveryElementOnceAndDifferByPaddingAlone) {
   }
 }
 
-}  // namespace
+}  // namespace sharding_test
 }  // namespace cohort::parallel

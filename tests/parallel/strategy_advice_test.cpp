@@ -7,7 +7,7 @@
 #include "cohort/base/error.h"
 
 namespace cohort::parallel {
-namespace {
+namespace strategy_advice_test {
 
 constexpr int64_t kMillion = 1'000'000;
 constexpr int64_t kGib = int64_t{1} << 30;
@@ -153,5 +153,5 @@ TEST(StrategyAdviceTest, ParameterCountsAreRead) {
     EXPECT_FALSE(parse_parameter_count(bad)) << bad;
 }
 
-}  // namespace
+}  // namespace strategy_advice_test
 }  // namespace cohort::parallel

@@ -11,7 +11,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace zero_redundancy_optimizer_test {
 
 using comm::ProcessGroup;
 using parallel::ParameterSlice;
@@ -195,5 +195,5 @@ TEST(ZeroRedundancyOptimizerTest, BadParametersAreRefusedByName) {
   });
 }
 
-}  // namespace
+}  // namespace zero_redundancy_optimizer_test
 }  // namespace cohort

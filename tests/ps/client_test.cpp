@@ -17,7 +17,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace client_test {
 
 using cohort::test::message_of;
 using std::chrono::milliseconds;
@@ -281,5 +281,5 @@ TEST(GeoExchangeTest, APullThatFailsLeavesNoRowBehind) {
   EXPECT_EQ(rows, expected);
 }
 
-}  // namespace
+}  // namespace client_test
 }  // namespace cohort::ps

@@ -15,7 +15,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace cold_store_test {
 
 using test::message_of;
 
@@ -283,5 +283,5 @@ TEST(ColdStoreTest, ATableGoesOnFromItsFileAndTheCheckpoint) {
             "table \"t\": row " + std::to_string(cold_row) + ": is there already");
 }
 
-}  // namespace
+}  // namespace cold_store_test
 }  // namespace cohort::ps

@@ -8,7 +8,7 @@
 #include "cohort/base/error.h"
 
 namespace cohort::ps {
-namespace {
+namespace device_block_test {
 
 std::vector<float> gradient_of(int step, size_t elements) {
   std::vector<float> gradient(elements);
@@ -70,5 +70,5 @@ TEST(DeviceBlockRefusalTest, RowsRulesAreRefused) {
   EXPECT_THROW(device_blocks(c10::kCPU)({.rule = Rule::kRowwiseAdagrad}, 4), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace device_block_test
 }  // namespace cohort::ps

@@ -10,7 +10,7 @@
 #include "tests/ps/table_support.h"
 
 namespace cohort::ps {
-namespace {
+namespace export_rows_test {
 
 constexpr int64_t kWidth = 3;
 
@@ -68,5 +68,5 @@ TEST(ExportRowsTest, AnEmptyTableGivesAFileWithoutRows) {
             (std::vector<int64_t>{0, kWidth}));
 }
 
-}  // namespace
+}  // namespace export_rows_test
 }  // namespace cohort::ps

@@ -17,7 +17,7 @@
 #include "cohort/base/error.h"
 
 namespace cohort::ps {
-namespace {
+namespace forked_task_test {
 
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
@@ -101,5 +101,5 @@ TEST(ForkedTaskTest, ItEndsWithItsOwner) {
   EXPECT_EQ(::waitpid(-1, nullptr, WNOHANG), -1);  // It was waited for.
 }
 
-}  // namespace
+}  // namespace forked_task_test
 }  // namespace cohort::ps

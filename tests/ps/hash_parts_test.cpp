@@ -11,7 +11,7 @@
 #include "cohort/ps/table/least_keys.h"
 
 namespace cohort::ps {
-namespace {
+namespace hash_parts_test {
 
 bool always(uint64_t /*value*/) {
   return true;
@@ -167,5 +167,5 @@ TEST(InitialWeightsTest, FollowTheirDistribution) {
   EXPECT_LT(uniform.back(), 0.5);
 }
 
-}  // namespace
+}  // namespace hash_parts_test
 }  // namespace cohort::ps

@@ -11,7 +11,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace message_test {
 
 using cohort::test::message_of;
 
@@ -169,5 +169,5 @@ TEST(Crc32cTest, AgreesWithThePublishedValue) {
   EXPECT_EQ(crc32c(std::span(bytes).subspan(5), crc32c(std::span(bytes).first(5))), 0x46dd794eU);
 }
 
-}  // namespace
+}  // namespace message_test
 }  // namespace cohort::ps

@@ -11,7 +11,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::ps {
-namespace {
+namespace model_plan_test {
 
 struct Net : torch::nn::Module {
   Net() {
@@ -48,5 +48,5 @@ TEST(ModelPlanTest, ModeCollectiveGivesTheProcessGroup) {
   });
 }
 
-}  // namespace
+}  // namespace model_plan_test
 }  // namespace cohort::ps

@@ -7,7 +7,7 @@
 #include "cohort/base/error.h"
 
 namespace cohort::ps {
-namespace {
+namespace plan_test {
 
 const char* const kTwoServers = "a:1,b:2";
 const char* const kThreeServers = "a:1,b:2,c:3";
@@ -238,5 +238,5 @@ TEST(PlanTest, BadOptionsAreNamed) {
             "mode: expected pserver or collective, got nccl2");
 }
 
-}  // namespace
+}  // namespace plan_test
 }  // namespace cohort::ps

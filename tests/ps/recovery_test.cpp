@@ -13,7 +13,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace recovery_test {
 
 namespace fs = std::filesystem;
 using cohort::test::message_of;
@@ -506,5 +506,5 @@ TEST(RecoveryTest, AServerThatAcknowledgesWhatIsAppliedHasLostAllAndSaysSo) {
             "server 0 (in-process:0): it was started again without what it had held");
 }
 
-}  // namespace
+}  // namespace recovery_test
 }  // namespace cohort::ps

@@ -5,7 +5,7 @@
 #include "tests/base/temporary_folder.h"
 #include "tests/support/shell.h"
 
-namespace {
+namespace restart_command_test {
 
 using cohort::read_file;
 using cohort::TemporaryFolder;
@@ -30,4 +30,4 @@ TEST(RestartCommandTest, TrainersStartAfreshWhenOneHadPushedTheStepAndTheOtherNo
   }
 }
 
-}  // namespace
+}  // namespace restart_command_test

@@ -8,7 +8,7 @@
 #include "cohort/ps/endpoints.h"
 
 namespace cohort::ps {
-namespace {
+namespace role_test {
 
 using Variables = std::map<std::string, std::string>;
 
@@ -163,5 +163,5 @@ TEST(EndpointsTest, WhereAServerListensIsAPortOrAPath) {
   }
 }
 
-}  // namespace
+}  // namespace role_test
 }  // namespace cohort::ps

@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace cohort::ps {
-namespace {
+namespace row_merger_test {
 
 TEST(RowMergerTest, SumsAreThoseOfOneRowAfterTheOther) {
   // In float32, where another order would give other bits: so equality is that of the order.
@@ -51,5 +51,5 @@ TEST(RowMergerTest, ItForgetsWhatWasBefore) {
             (std::vector<float>{6, 8, 3, 4}));
 }
 
-}  // namespace
+}  // namespace row_merger_test
 }  // namespace cohort::ps

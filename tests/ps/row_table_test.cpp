@@ -12,7 +12,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace row_table_test {
 
 using test::message_of;
 
@@ -304,5 +304,5 @@ TEST(TableOptionsTest, RowsOfOtherOptionsAreRefused) {
             "table \"clicks\": width: stored rows have 5, the options say 6");
 }
 
-}  // namespace
+}  // namespace row_table_test
 }  // namespace cohort::ps

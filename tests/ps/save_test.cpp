@@ -19,7 +19,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace save_test {
 
 namespace fs = std::filesystem;
 using cohort::test::message_of;
@@ -309,5 +309,5 @@ TEST(SaveTest, ASnapshotWithoutItsRowsOnDiskIsRefused) {
   EXPECT_EQ(row[0], 1);
 }
 
-}  // namespace
+}  // namespace save_test
 }  // namespace cohort::ps

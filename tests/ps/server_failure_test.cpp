@@ -22,7 +22,7 @@
 #include "tests/ps/file_size_limit.h"
 
 namespace cohort::ps {
-namespace {
+namespace server_failure_test {
 
 using nlohmann::json;
 using std::chrono::milliseconds;
@@ -292,5 +292,5 @@ TEST(ServerFailureTest, ACheckpointOfMoreRowsThanATableMayHaveIsRefusedEachTime)
   EXPECT_THROW(cluster.restart(0), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace server_failure_test
 }  // namespace cohort::ps

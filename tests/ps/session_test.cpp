@@ -18,7 +18,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace session_test {
 
 // Servers of a job on loopback, without a log.
 class Servers {
@@ -437,5 +437,5 @@ TEST(SessionTest, WhatDoesNotFitIsNamed) {
             std::string::npos);
 }
 
-}  // namespace
+}  // namespace session_test
 }  // namespace cohort::ps

@@ -13,7 +13,7 @@
 #include "tests/ps/cluster.h"
 
 namespace cohort::ps {
-namespace {
+namespace sync_test {
 
 constexpr uint64_t kIds = 120;
 constexpr int kSteps = 12;
@@ -348,5 +348,5 @@ TEST(SyncTest, OneThatCameLateAndDiesRepeatsWhatItHadNotPushedEverywhere) {
   EXPECT_EQ(cluster.client(1, job)->step(), 1U);
 }
 
-}  // namespace
+}  // namespace sync_test
 }  // namespace cohort::ps

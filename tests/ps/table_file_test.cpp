@@ -13,9 +13,9 @@
 #include "tests/ps/table_support.h"
 #include "tests/support/message_of.h"
 
-namespace {
+namespace table_file_test {
 int64_t num_allocations = 0;
-}  // namespace
+}  // namespace table_file_test
 
 void* operator new(size_t size) {
   ++num_allocations;
@@ -30,7 +30,7 @@ void operator delete(void* memory, size_t /*size*/) noexcept {
 }
 
 namespace cohort::ps {
-namespace {
+namespace table_file_test {
 
 using test::message_of;
 
@@ -158,5 +158,5 @@ TEST(TableFileTest, AFullDiskIsReported) {
             "/dev/full: writing: No space left on device");
 }
 
-}  // namespace
+}  // namespace table_file_test
 }  // namespace cohort::ps

@@ -20,7 +20,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace update_log_test {
 
 namespace fs = std::filesystem;
 using cohort::test::message_of;
@@ -309,5 +309,5 @@ TEST(UpdateLogTest, AFileOfRecordsIsWholeOrRefused) {
   EXPECT_EQ(count, 3U);
 }
 
-}  // namespace
+}  // namespace update_log_test
 }  // namespace cohort::ps

@@ -12,7 +12,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace update_rule_test {
 
 using test::message_of;
 
@@ -288,5 +288,5 @@ TEST(UpdateRuleTest, BadOptionsAreNamed) {
             "and 0");
 }
 
-}  // namespace
+}  // namespace update_rule_test
 }  // namespace cohort::ps

@@ -10,7 +10,7 @@
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
-namespace {
+namespace bleu_command_test {
 
 constexpr std::string_view kHypotheses =
     "The dog bit the man.\n\u4F60\u597D\uFF0C\u201C\u4E16\u754C\u201D\uFF01\n\n"
@@ -251,5 +251,5 @@ TEST_F(BleuCommandTest, ATabInStandardInputIsNoSecondSystem) {
   expect_equal(reference_ + " -f text -i " + folder_.write("tabs", "a\nb\tc\nd\t\ne\n").string());
 }
 
-}  // namespace
+}  // namespace bleu_command_test
 }  // namespace cohort::text

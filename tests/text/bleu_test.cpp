@@ -11,7 +11,7 @@
 #include "tests/text/oracle.h"
 
 namespace cohort::text {
-namespace {
+namespace bleu_test {
 
 // Scores are percentages of counts that agree exactly; what is left is rounding in exp and log.
 constexpr double kTolerance = 1e-9;
@@ -150,5 +150,5 @@ TEST(BleuTest, BadArgumentsAreErrors) {
   EXPECT_THROW(bleu_statistics("a\xFF", {&reference, 1}), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace bleu_test
 }  // namespace cohort::text

@@ -8,7 +8,7 @@
 #include "tests/text/oracle.h"
 
 namespace cohort::text {
-namespace {
+namespace chrf_test {
 
 // Scores are percentages of counts that agree exactly.
 constexpr double kTolerance = 1e-9;
@@ -100,5 +100,5 @@ TEST(ChrfTest, BadArgumentsAreErrors) {
   EXPECT_THROW(chrf_score({}, {.beta = -1}), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace chrf_test
 }  // namespace cohort::text

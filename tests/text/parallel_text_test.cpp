@@ -10,7 +10,7 @@
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
-namespace {
+namespace parallel_text_test {
 
 using Lines = std::vector<std::string>;
 
@@ -240,5 +240,5 @@ TEST_F(ParallelTextTest, LinesAreWholeWhateverTheirLengthUpTo16MiB) {
             "lines: line 2 has more than 16 MiB: expected sentences");
 }
 
-}  // namespace
+}  // namespace parallel_text_test
 }  // namespace cohort::text

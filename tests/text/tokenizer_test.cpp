@@ -9,7 +9,7 @@
 #include "tests/text/text_test_files.h"
 
 namespace cohort::text {
-namespace {
+namespace tokenizer_test {
 
 // Sentences of made-up words in Latin letters, and of Chinese characters, without spaces.
 std::vector<std::string> generated_sentences() {
@@ -193,5 +193,5 @@ TEST_F(TokenizerTest, IdsOutOfRangeAreErrors) {
   EXPECT_THROW(tokenizer.piece(kVocabSize), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace tokenizer_test
 }  // namespace cohort::text

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 namespace cohort::train {
-namespace {
+namespace background_task_test {
 
 TEST(BackgroundTaskTest, GivesWayToTraining) {
   int nice = 0;
@@ -38,5 +38,5 @@ TEST(BackgroundTaskTest, TheFirstErrorIsToldOnce) {
   task.wait();
 }
 
-}  // namespace
+}  // namespace background_task_test
 }  // namespace cohort::train

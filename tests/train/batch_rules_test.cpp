@@ -5,7 +5,7 @@
 #include "cohort/base/error.h"
 
 namespace cohort::train {
-namespace {
+namespace batch_rules_test {
 
 TEST(BatchRulesTest, GlobalBatchIsSharedOrBothNumbersAreNamed) {
   EXPECT_EQ(local_batch(256, 4), 64);
@@ -32,5 +32,5 @@ TEST(BatchRulesTest, LearningRateFollowsTheRule) {
   EXPECT_THROW(scaled_learning_rate(0.1, 0, 1, LearningRateRule::kLinear), ConfigError);
 }
 
-}  // namespace
+}  // namespace batch_rules_test
 }  // namespace cohort::train

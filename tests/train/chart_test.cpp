@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 
 namespace cohort::train {
-namespace {
+namespace chart_test {
 
 size_t count(const std::string& text, const std::string& part) {
   size_t found = 0;
@@ -116,5 +116,5 @@ TEST(ChartTest, ASparklineHasAtMostTheWidthAndNoUtf8WhereThatIsNotWanted) {
   EXPECT_EQ(sparkline({}, 30, true), "");
 }
 
-}  // namespace
+}  // namespace chart_test
 }  // namespace cohort::train

@@ -14,7 +14,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::train {
-namespace {
+namespace checkpoint_test {
 
 namespace fs = std::filesystem;
 
@@ -175,5 +175,5 @@ TEST(PartsTest, WhoLoadsBesideASaveFindsAWholeCheckpoint) {
   writer.join();
 }
 
-}  // namespace
+}  // namespace checkpoint_test
 }  // namespace cohort::train

@@ -6,7 +6,7 @@
 #include "cohort/base/error.h"
 
 namespace cohort::train {
-namespace {
+namespace early_stopping_test {
 
 TEST(EarlyStoppingTest, StopsAfterPatienceUpdatesWithoutANewBest) {
   EarlyStopping stopping({.patience = 2});
@@ -57,5 +57,5 @@ TEST(EarlyStoppingTest, RefusesBadOptions) {
   EXPECT_THROW(EarlyStopping({.min_delta = -0.1}), ConfigError);
 }
 
-}  // namespace
+}  // namespace early_stopping_test
 }  // namespace cohort::train

@@ -13,7 +13,7 @@
 #include "tests/support/shell.h"
 
 namespace cohort::train {
-namespace {
+namespace event_file_test {
 
 using nlohmann::json;
 
@@ -74,5 +74,5 @@ TEST(EventFileTest, NamesTheFolderThatCannotBeMade) {
   }
 }
 
-}  // namespace
+}  // namespace event_file_test
 }  // namespace cohort::train

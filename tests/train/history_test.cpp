@@ -10,7 +10,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort::train {
-namespace {
+namespace history_test {
 
 TEST(HistoryTest, WritesOneJsonObjectALineAtOnce) {
   const TemporaryFolder folder;
@@ -102,5 +102,5 @@ TEST(HistoryTest, NamesAFileThatCannotBeOpened) {
   }
 }
 
-}  // namespace
+}  // namespace history_test
 }  // namespace cohort::train

@@ -15,7 +15,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::train {
-namespace {
+namespace killed_rank_test {
 
 constexpr int64_t kSize = 10;
 
@@ -85,5 +85,5 @@ TEST(KilledRankTest, RankZeroKilledLeavesTheCheckpointBeforeOrTheNewOne) {
   EXPECT_TRUE(std::is_sorted(found.begin(), found.end()));
 }
 
-}  // namespace
+}  // namespace killed_rank_test
 }  // namespace cohort::train

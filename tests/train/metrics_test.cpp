@@ -8,7 +8,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::train {
-namespace {
+namespace metrics_test {
 
 using comm::ProcessGroup;
 
@@ -81,5 +81,5 @@ TEST(MetricsTest, TopKCountsTiesByClassAndNoNan) {
   EXPECT_THROW(count({0, 1, 2}, 0), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace metrics_test
 }  // namespace cohort::train

@@ -9,7 +9,7 @@
 #include <sys/ioctl.h>
 
 namespace cohort::train {
-namespace {
+namespace progress_test {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
@@ -198,5 +198,5 @@ TEST_F(ProgressTest, FollowsTheWidthOfTheTerminal) {
   EXPECT_EQ(text.find("lr "), std::string::npos) << text;
 }
 
-}  // namespace
+}  // namespace progress_test
 }  // namespace cohort::train

@@ -21,7 +21,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::train {
-namespace {
+namespace sharded_checkpoint_test {
 
 namespace fs = std::filesystem;
 
@@ -446,5 +446,5 @@ TEST(ShardedCheckpointWriterTest, AShardedTrainingGoesOnWithOtherRanks) {
   test::ranks(2, body);
 }
 
-}  // namespace
+}  // namespace sharded_checkpoint_test
 }  // namespace cohort::train

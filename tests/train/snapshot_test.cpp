@@ -4,7 +4,7 @@
 #include <torch/types.h>
 
 namespace cohort::train {
-namespace {
+namespace snapshot_test {
 
 TEST(SnapshotTest, CopiesEveryFormOfTensor) {
   Snapshot snapshot;
@@ -46,5 +46,5 @@ TEST(SnapshotTest, MemoryIsKeptFromCopyToCopy) {
   EXPECT_EQ(snapshot.kept_bytes(), 7U * kMiB);
 }
 
-}  // namespace
+}  // namespace snapshot_test
 }  // namespace cohort::train

@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace cohort::translate {
-namespace {
+namespace all_cores_test {
 
 TEST(AllCoresTest, EverythingIsDoneOnce) {
   for (const size_t count : {size_t{0}, size_t{1}, size_t{64}, size_t{65}, size_t{10'000}}) {
@@ -35,5 +35,5 @@ TEST(AllCoresTest, AnErrorReachesTheCaller) {
   }
 }
 
-}  // namespace
+}  // namespace all_cores_test
 }  // namespace cohort::translate

@@ -9,7 +9,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::translate {
-namespace {
+namespace batch_fit_test {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
@@ -97,5 +97,5 @@ TEST(BatchFitTest, RanksAgree) {
   });
 }
 
-}  // namespace
+}  // namespace batch_fit_test
 }  // namespace cohort::translate

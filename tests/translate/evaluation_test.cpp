@@ -13,7 +13,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::translate {
-namespace {
+namespace evaluation_test {
 
 namespace fs = std::filesystem;
 
@@ -131,5 +131,5 @@ TEST(CheckpointTest, RoundTripsAndRefusesWhatIsDamagedOrAnothers) {
   fs::remove_all(folder);
 }
 
-}  // namespace
+}  // namespace evaluation_test
 }  // namespace cohort::translate

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 namespace cohort::translate {
-namespace {
+namespace gpu_watch_test {
 
 using std::chrono::milliseconds;
 
@@ -48,5 +48,5 @@ TEST(GpuWatchTest, OneThatRestsSaysNothing) {
   EXPECT_TRUE(parse_gpu_use("").empty());
 }
 
-}  // namespace
+}  // namespace gpu_watch_test
 }  // namespace cohort::translate

@@ -12,7 +12,7 @@
 #include "tests/support/logits.h"
 
 namespace cohort::translate {
-namespace {
+namespace recorded_logits_test {
 
 namespace fs = std::filesystem;
 
@@ -108,5 +108,5 @@ TEST_F(RecordedLogitsTest, AModelIsWrittenAsItWas) {
   }
 }
 
-}  // namespace
+}  // namespace recorded_logits_test
 }  // namespace cohort::translate

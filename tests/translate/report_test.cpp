@@ -14,7 +14,7 @@
 #include "tests/support/shell.h"
 
 namespace cohort::translate {
-namespace {
+namespace report_test {
 
 using Texts = std::vector<std::string>;
 
@@ -255,5 +255,5 @@ TEST(ReportTest, AFolderWithoutARunIsNamed) {
   }
 }
 
-}  // namespace
+}  // namespace report_test
 }  // namespace cohort::translate

@@ -10,7 +10,7 @@
 #include "tests/base/temporary_folder.h"
 
 namespace cohort::translate {
-namespace {
+namespace run_record_test {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -225,5 +225,5 @@ TEST_F(RunRecordTest, WhatCannotBeWrittenAtTheStartEndsTheRun) {
   }
 }
 
-}  // namespace
+}  // namespace run_record_test
 }  // namespace cohort::translate

@@ -5,7 +5,7 @@
 #include "cohort/base/error.h"
 
 namespace cohort::translate {
-namespace {
+namespace run_state_test {
 
 TEST(RunStateTest, RoundTripsToTheLastBit) {
   RunState state{
@@ -65,5 +65,5 @@ TEST(RunStateTest, WhatWasNotScoredIsNotThere) {
   EXPECT_FALSE(read_state(facts).is_validated()) << "something was trained since";
 }
 
-}  // namespace
+}  // namespace run_state_test
 }  // namespace cohort::translate

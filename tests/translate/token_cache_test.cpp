@@ -18,7 +18,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::translate {
-namespace {
+namespace token_cache_test {
 
 namespace fs = std::filesystem;
 
@@ -325,5 +325,5 @@ TEST(TokenCacheRanksTest, AllRanksHearWhyTheBuilderFailed) {
   fs::remove_all(folder);
 }
 
-}  // namespace
+}  // namespace token_cache_test
 }  // namespace cohort::translate

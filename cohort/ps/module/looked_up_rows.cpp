@@ -6,7 +6,7 @@ namespace cohort::ps {
 
 namespace {
 
-std::span<const int64_t> span_of(const at::Tensor& ids) {
+std::span<const int64_t> ids_of(const at::Tensor& ids) {
   return {ids.const_data_ptr<int64_t>(), static_cast<size_t>(ids.numel())};
 }
 
@@ -18,7 +18,7 @@ at::Tensor checked(const at::Tensor& ids) {
 }
 
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
-  const auto x = span_of(a), y = span_of(b);
+  const auto x = ids_of(a), y = ids_of(b);
   return a.sizes() == b.sizes() &&
          (x.data() == y.data() || std::equal(x.begin(), x.end(), y.begin()));
 }
@@ -31,7 +31,7 @@ LookedUpRows::LookedUpRows(const TableOptions& table, Fetch fetch)
 void LookedUpRows::announce(const at::Tensor& ids, const int64_t* padding) {
   announced_ = std::make_shared<Batch>();
   announced_->ids = checked(ids);
-  announced_->distinct.assign(span_of(announced_->ids), padding);
+  announced_->distinct.assign(ids_of(announced_->ids), padding);
   announced_->weights.resize(announced_->distinct.ids().size() * static_cast<size_t>(table_.width));
 }
 
@@ -42,7 +42,7 @@ std::shared_ptr<LookedUpRows::Batch> LookedUpRows::look_up(const at::Tensor& ids
   if (ready_ && !prediction && is_same(ready_->ids, own)) return ready_;
   auto batch = std::make_shared<Batch>();
   batch->ids = own;
-  batch->distinct.assign(span_of(own), padding);
+  batch->distinct.assign(ids_of(own), padding);
   batch->weights.resize(batch->distinct.ids().size() * static_cast<size_t>(table_.width));
   fetch_(batch->distinct.ids(), batch->weights, prediction);
   return batch;
