@@ -8,7 +8,7 @@ namespace cohort::ps {
 
 namespace {
 
-std::span<const float> values_of(const at::Tensor& tensor) {
+std::span<const float> floats_of(const at::Tensor& tensor) {
   return {tensor.const_data_ptr<float>(), static_cast<size_t>(tensor.numel())};
 }
 
@@ -32,11 +32,11 @@ class DeviceBlock final : public BlockStore {
 
   std::span<const float> weights() const override {
     if (!host_weights_.defined()) host_weights_ = weights_.to(at::kCPU).contiguous();
-    return values_of(host_weights_);
+    return floats_of(host_weights_);
   }
   std::span<const float> state() const override {
     if (!host_state_.defined()) host_state_ = state_.to(at::kCPU).contiguous();
-    return values_of(host_state_);
+    return floats_of(host_state_);
   }
   void set_weights(std::span<const float> weights) override {
     host_weights_ = at::Tensor();
