@@ -16,7 +16,7 @@
 #include "tests/ps/cluster.h"
 
 namespace cohort::ps {
-namespace {
+namespace restart_test {
 
 using nlohmann::json;
 
@@ -307,8 +307,6 @@ TEST(RestartStateTest, ReplayAndSnapshotGiveTheSameState) {
   }
 }
 
-}  // namespace
-
 // Server 1 has neither blocks nor tables: every push to it is without sections, as abstentions are.
 // The one behind joins first; the one ahead joins last and has nothing to abstain from.
 TEST(RestartBlocklessTest, AServerWithoutPartsClosesTheOpenStepToo) {
@@ -364,4 +362,5 @@ TEST(RestartLateTest, ALatePushOfAnEarlierProcessHoldsNobodyUp) {
   second->pull(std::span(&asked, 1), {}).wait();
 }
 
+}  // namespace restart_test
 }  // namespace cohort::ps
