@@ -4,7 +4,9 @@
 #include <chrono>
 #include <fcntl.h>
 #include <filesystem>
+#include <fstream>
 #include <gtest/gtest.h>
+#include <string>
 #include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
@@ -12,8 +14,10 @@
 
 #include "cohort/base/fd.h"
 
+#include "tests/ps/disk_calls.h"
+
 namespace cohort::ps {
-namespace {
+namespace write_behind_test {
 
 constexpr int64_t kWindow = 1 << 20;
 
@@ -67,9 +71,21 @@ TEST_F(WriteBehindTest, AFileThatIsGoneHarmsNobody) {
   std::filesystem::remove(path_);
   append_window();
   write_behind.grown_to(written_);
-  write_behind.begin("another that never was", kWindow);
+  const std::string never = path_ + ".never";
+  write_behind.begin(never, kWindow);
   write_behind.grown_to(3 * kWindow);
+  // The next one is looked after as ever.
+  const std::string next = path_ + ".next";
+  std::ofstream(next) << std::string(kWindow, 'x');
+  write_behind.begin(next, 0);
+  write_behind.grown_to(kWindow);
+  for (int i = 0; i < 600 && disk_calls::count(disk_calls::Call::kDropPages, next) == 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(disk_calls::count(disk_calls::Call::kDropPages, next), 1);
+  EXPECT_EQ(write_behind.error(), 0);
+  EXPECT_FALSE(std::filesystem::exists(never));
+  std::filesystem::remove(next);
 }
 
-}  // namespace
+}  // namespace write_behind_test
 }  // namespace cohort::ps

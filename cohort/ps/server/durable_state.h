@@ -53,8 +53,9 @@ class DurableState {
   bool is_saving() const { return saving_ != nullptr; }
   /// Why the last record could not be logged; "" if it could.
   const std::string& log_failure() const { return log_failure_; }
-  /// Whether a record was logged but not applied: what is in memory is worth nothing then.
-  bool is_broken() const { return is_broken_; }
+  /// Whether the server must end: a record was logged but not applied, so that what is in memory is
+  /// worth nothing, or the disk refused what was logged.
+  bool is_broken() const { return is_broken_ || (update_log_ && update_log_->is_broken()); }
 
  private:
   void lock();

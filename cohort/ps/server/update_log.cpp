@@ -122,6 +122,13 @@ class Mapping {
   std::span<const std::byte> bytes_;
 };
 
+// What the disk once refused may be in memory still, held for written: it is read as the disk has
+// it.
+void forget_cached(const std::string& path) {
+  if (const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC)); file)
+    ::posix_fadvise(file.get(), 0, 0, POSIX_FADV_DONTNEED);
+}
+
 bool all_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
 }
@@ -207,6 +214,7 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
   }
   for (size_t i = first; i < segments.size(); ++i) {
     const Segment& segment = segments[i];
+    forget_cached(segment.path);
     const Mapping mapping(segment.path);
     uint64_t expected = segment.first;
     const auto result = visit_records(segment.path, mapping.bytes(), [&](const Record& record) {
@@ -253,14 +261,25 @@ void UpdateLog::open_segment() {
   if (!file) throw ConfigError(path + ": expected a writable file: " + system_reason(errno));
   if (::fsync(folder.get()) != 0) {
     const int error = errno;
-    // The one before it goes on: an empty one behind it would be a gap in the log.
+    // An empty one behind the one before it would be a gap in the log.
     ::unlink(path.c_str());
-    throw ConfigError(folder_ + ": cannot sync: " + system_reason(error));
+    break_off(folder_, error);
   }
   path_ = std::move(path);
   file_ = std::move(file);
   segment_bytes_ = 0;
   write_behind_.begin(path_, 0);
+}
+
+void UpdateLog::break_off(const std::string& path, int error) {
+  broken_ = path + ": cannot sync: " + system_reason(error) +
+            ": records may be lost; look after the disk, then start the server again";
+  throw_without_stack(broken_);
+}
+
+void UpdateLog::check_disk() {
+  if (is_broken()) throw_without_stack(broken_);
+  if (const int error = write_behind_.error()) break_off(path_, error);
 }
 
 bool UpdateLog::cut_off() {
@@ -271,6 +290,7 @@ bool UpdateLog::cut_off() {
 uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::byte> payload) {
   TORCH_CHECK_VALUE(payload.size() < (size_t{1} << 31), "log: a record of ", payload.size(),
                     " bytes; expected less than 2 GiB");
+  check_disk();
   const Record record{.number = next_number_, .kind = kind, .time = time, .payload = payload};
   // Nothing may follow half a record.
   const int error = is_torn_ && !cut_off() ? EIO : write_record(file_.get(), record);
@@ -283,11 +303,12 @@ uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::
 }
 
 void UpdateLog::sync() {
-  if (::fdatasync(file_.get()) != 0)
-    TORCH_CHECK(false, path_, ": cannot sync: ", system_reason(errno));
+  check_disk();
+  if (::fdatasync(file_.get()) != 0) break_off(path_, errno);
 }
 
 void UpdateLog::begin_segment() {
+  check_disk();
   if (segment_bytes_ == 0) return;
   sync();
   open_segment();

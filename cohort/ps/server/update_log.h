@@ -50,12 +50,18 @@ class UpdateLog {
 
   /// Hands a record to the system: it survives the death of this process.
   /// Returns: its number. Errors: c10::Error that names the file and the system's reason (a full
-  /// disk); the log is then as before, and the next record may be tried.
+  /// disk); unless the log is broken it is then as before, and the next record may be tried.
   uint64_t append(RecordKind kind, uint32_t time, std::span<const std::byte> payload);
-  /// Waits until the disk has all records: they survive the loss of power.
+  /// Waits until the disk has all records: they survive the loss of power. Errors: c10::Error that
+  /// names the file and the system's reason; the log is broken then.
   void sync();
+  /// Whether the disk has refused what was handed to the system before. Which records it has is not
+  /// known then, and a later sync would not tell: append, sync and begin_segment throw from then
+  /// on.
+  bool is_broken() const { return !broken_.empty(); }
 
-  /// Further records go to a new file.
+  /// Further records go to a new file. Errors: as sync; ConfigError if there can be none, as
+  /// before.
   void begin_segment();
   /// Removes the segments that hold only records before `number`.
   void remove_before(uint64_t number);
@@ -66,6 +72,8 @@ class UpdateLog {
  private:
   void open_segment();
   bool cut_off();
+  void check_disk();
+  [[noreturn]] void break_off(const std::string& path, int error);
 
   std::string folder_;
   std::string path_;
@@ -75,6 +83,7 @@ class UpdateLog {
   int64_t segment_bytes_ = 0;
   int64_t total_bytes_ = 0;
   bool is_torn_ = false;  // Half a record lies behind the last one.
+  std::string broken_;    // Why; "" if it is not.
 };
 
 /// Writes `records` to a file of the same form. Errors: c10::ValueError that names the file and a

@@ -1,5 +1,6 @@
 #include "cohort/ps/server/write_behind.h"
 
+#include <cerrno>
 #include <fcntl.h>
 #include <utility>
 
@@ -11,6 +12,12 @@ namespace {
 
 // Of windows that wait. With more the disk is behind by far.
 constexpr size_t kMostWaiting = 4;
+
+// What says nothing of the disk: the call is not there for this file, or memory is short.
+bool is_of_the_call(int error) {
+  return error == ENOSYS || error == EINVAL || error == EOPNOTSUPP || error == ESPIPE ||
+         error == ENOMEM;
+}
 
 }  // namespace
 
@@ -52,11 +59,15 @@ void WriteBehind::work() {
     waiting_.pop_front();
     lock.unlock();
     // Opened anew: an error of the disk is told once to each opening, and the log must hear of it.
-    if (const Fd file(::open(window.path.c_str(), O_RDONLY | O_CLOEXEC)); file) {
-      ::sync_file_range(file.get(), window.begin, window.end - window.begin,
-                        SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
-      // From the beginning: what was not yet on the disk stayed the last time.
-      ::posix_fadvise(file.get(), 0, window.end, POSIX_FADV_DONTNEED);
+    // After an error nothing is let go: what the disk has not got is in memory alone.
+    if (const Fd file(::open(window.path.c_str(), O_RDONLY | O_CLOEXEC)); file && error_ == 0) {
+      if (::sync_file_range(file.get(), window.begin, window.end - window.begin,
+                            SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER) != 0) {
+        if (!is_of_the_call(errno)) error_ = errno;
+      } else {
+        // From the beginning: what was not yet on the disk stayed the last time.
+        ::posix_fadvise(file.get(), 0, window.end, POSIX_FADV_DONTNEED);
+      }
     }
     lock.lock();
   }

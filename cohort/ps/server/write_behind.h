@@ -4,6 +4,7 @@
 // each record is copied to memory that nobody had touched before, which costs several times as much
 // as memory in use, and pushes out what others read.
 #pragma once
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -13,8 +14,9 @@
 
 namespace cohort::ps {
 
-/// A hint and nothing more: what it does promises nothing about the disk, and where the disk does
-/// not keep up the file is left to the system. Threads: one calls, one of its own works.
+/// A hint: what it does promises nothing about the disk, and where the disk does not keep up the
+/// file is left to the system. An error of the disk is kept for the caller, for the system tells it
+/// once. Threads: one calls, one of its own works.
 class WriteBehind {
  public:
   static constexpr int64_t kWindowBytes = int64_t{32} << 20;
@@ -30,6 +32,8 @@ class WriteBehind {
   void begin(const std::string& path, int64_t bytes);
   /// The file has grown to `bytes`. Does not block.
   void grown_to(int64_t bytes);
+  /// The number of errno with which the disk refused what was sent to it, at any time; 0: none.
+  int error() const { return error_; }
 
  private:
   struct Window {
@@ -46,6 +50,7 @@ class WriteBehind {
   std::condition_variable changed_;
   std::deque<Window> waiting_;
   bool ends_ = false;
+  std::atomic<int> error_ = 0;
   std::thread thread_;
 };
 

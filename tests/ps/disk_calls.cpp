@@ -1,0 +1,134 @@
+#include "tests/ps/disk_calls.h"
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace cohort::ps::disk_calls {
+
+namespace {
+
+struct Note {
+  std::atomic<int> call{-1};
+  std::atomic<uint64_t> device{0};
+  std::atomic<uint64_t> file{0};
+  std::atomic<int64_t> bytes{0};
+};
+
+// Shared with forked children.
+struct Notes {
+  std::array<std::atomic<int>, 4> next_error{};
+  std::atomic<uint64_t> count{0};
+  std::array<Note, size_t{1} << 16> ring{};
+};
+
+Notes& notes() {
+  static Notes* const shared = [] {
+    void* const memory =
+        ::mmap(nullptr, sizeof(Notes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) std::abort();
+    return new (memory) Notes;
+  }();
+  return *shared;
+}
+
+// Returns the error that the call is to have, or 0.
+int note(Call call, int descriptor) {
+  Notes& all = notes();
+  if (const int error = all.next_error[static_cast<size_t>(call)].exchange(0)) return error;
+  struct stat status {};
+  if (::fstat(descriptor, &status) != 0) return 0;
+  Note& next = all.ring[all.count++ % all.ring.size()];
+  next.device = status.st_dev;
+  next.file = status.st_ino;
+  next.bytes = status.st_size;
+  next.call = static_cast<int>(call);
+  return 0;
+}
+
+// Calls `visit` for what was noted of a file, the last first, until it returns false.
+template <class Visit>
+void visit_notes(const std::string& path, const Visit& visit) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return;
+  Notes& all = notes();
+  const uint64_t count = all.count;
+  for (uint64_t i = count; i > 0 && count - i < all.ring.size(); --i) {
+    const Note& one = all.ring[(i - 1) % all.ring.size()];
+    if (one.device == status.st_dev && one.file == status.st_ino && !visit(one)) return;
+  }
+}
+
+}  // namespace
+
+void fail_next(Call call, int error) {
+  notes().next_error[static_cast<size_t>(call)] = error;
+}
+
+int count(Call call, const std::string& path) {
+  int number = 0;
+  visit_notes(path, [&](const Note& one) {
+    number += one.call == static_cast<int>(call);
+    return true;
+  });
+  return number;
+}
+
+int64_t synced_bytes(const std::string& path) {
+  int64_t bytes = -1;
+  visit_notes(path, [&](const Note& one) {
+    if (one.call != static_cast<int>(Call::kFdatasync) &&
+        one.call != static_cast<int>(Call::kFsync))
+      return true;
+    bytes = one.bytes;
+    return false;
+  });
+  return bytes;
+}
+
+void forget() {
+  notes().count = 0;
+}
+
+namespace {
+
+// What is synced is what was there before.
+template <class... Arguments>
+int pass_on(Call call, long number, int descriptor, Arguments... arguments) {
+  if (const int error = note(call, descriptor)) {
+    errno = error;
+    return -1;
+  }
+  return static_cast<int>(::syscall(number, descriptor, arguments...));
+}
+
+}  // namespace
+
+}  // namespace cohort::ps::disk_calls
+
+using cohort::ps::disk_calls::pass_on;
+using DiskCall = cohort::ps::disk_calls::Call;
+
+extern "C" int fdatasync(int file) {
+  return pass_on(DiskCall::kFdatasync, SYS_fdatasync, file);
+}
+
+extern "C" int fsync(int file) {
+  return pass_on(DiskCall::kFsync, SYS_fsync, file);
+}
+
+extern "C" int sync_file_range(int file, off64_t begin, off64_t bytes, unsigned flags) {
+  return pass_on(DiskCall::kSyncFileRange, SYS_sync_file_range, file, begin, bytes, flags);
+}
+
+// Returns its error instead of setting errno.
+extern "C" int posix_fadvise(int file, off_t begin, off_t bytes, int advice) noexcept {
+  if (advice == POSIX_FADV_DONTNEED) cohort::ps::disk_calls::note(DiskCall::kDropPages, file);
+  return ::syscall(SYS_fadvise64, file, begin, bytes, advice) == 0 ? 0 : errno;
+}

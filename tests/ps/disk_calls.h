@@ -1,0 +1,20 @@
+// The system calls by which a file reaches the disk and leaves memory, watched and made to fail.
+// disk_calls.cpp replaces them for all of the program that it is linked into.
+#pragma once
+#include <cstdint>
+#include <string>
+
+namespace cohort::ps::disk_calls {
+
+enum class Call { kFdatasync, kFsync, kSyncFileRange, kDropPages };
+
+/// The next one fails with this number of errno; not kDropPages.
+void fail_next(Call call, int error);
+/// How many came for this file. Of this process and of those that it forked, as below.
+int count(Call call, const std::string& path);
+/// How long the file was, or that of a folder, when it was synced last; -1: never.
+int64_t synced_bytes(const std::string& path);
+/// Forgets all that was counted.
+void forget();
+
+}  // namespace cohort::ps::disk_calls

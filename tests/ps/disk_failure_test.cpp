@@ -1,0 +1,226 @@
+// What a server makes of a disk that fails, and what it has given to the disk before it relies on
+// it.
+#include <cerrno>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <future>
+#include <gtest/gtest.h>
+#include <memory>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cohort/ps/server/update_log.h"
+#include "cohort/ps/server/write_behind.h"
+
+#include "tests/ps/cluster.h"
+#include "tests/ps/disk_calls.h"
+#include "tests/ps/scratch_folder.h"
+#include "tests/support/message_of.h"
+
+namespace cohort::ps {
+namespace disk_failure_test {
+
+namespace fs = std::filesystem;
+using cohort::test::message_of;
+using disk_calls::Call;
+
+bool comes_true(const std::function<bool()>& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return true;
+}
+
+uint64_t append(UpdateLog& log, size_t bytes = 100) {
+  const std::vector<std::byte> payload(bytes);
+  return log.append(RecordKind::kEvict, 0, payload);
+}
+
+class DiskFailureTest : public testing::Test {
+ protected:
+  DiskFailureTest() { disk_calls::forget(); }
+
+  const ScratchFolder folder_;
+};
+
+// The system says it once, and holds what was not written for clean from then on.
+TEST_F(DiskFailureTest, ALogThatCouldNotBeSyncedOnceIsNeverBelievedAgain) {
+  for (const Call call : {Call::kFdatasync, Call::kFsync}) {
+    const std::string path = folder_.path(std::to_string(static_cast<int>(call)));
+    UpdateLog log(path, 1, [](const Record&) {});
+    append(log);
+    disk_calls::fail_next(call, EIO);
+    const std::string text = message_of<c10::Error>([&] {
+      if (call == Call::kFdatasync) {
+        log.sync();
+      } else {
+        log.begin_segment();  // The folder is to have its name.
+      }
+    });
+    EXPECT_EQ(text.find(path), 0U) << text;
+    EXPECT_NE(text.find("cannot sync: Input/output error"), std::string::npos) << text;
+    EXPECT_EQ(message_of<c10::Error>([&] { log.sync(); }), text);
+    EXPECT_EQ(message_of<c10::Error>([&] { append(log); }), text);
+    EXPECT_EQ(message_of<c10::Error>([&] { log.begin_segment(); }), text);
+  }
+}
+
+// A snapshot begins with a sync of the log, which no request waits for.
+TEST_F(DiskFailureTest, AServerWhoseLogCannotBeSyncedEndsByName) {
+  constexpr int64_t kLogBytes = 1 << 20;
+  Cluster cluster(1, {.snapshot_log_bytes = kLogBytes});
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  ASSERT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
+  disk_calls::fail_next(Call::kFdatasync, EIO);
+  std::vector<uint64_t> ids(kLogBytes / 16);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  ASSERT_EQ(cluster.ask(0, trainer.push(2, ids)).code, Code::kOk);
+  const auto server = cluster.slot(0).get();
+  auto ended = std::async(std::launch::async,
+                          [&] { return message_of<c10::Error>([&] { server->wait(); }); });
+  const bool in_time = ended.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+  EXPECT_TRUE(in_time);
+  server->stop();
+  const std::string text = ended.get();
+  EXPECT_NE(text.find("cannot sync: Input/output error"), std::string::npos) << text;
+  EXPECT_EQ(cluster.ask(0, trainer.push(3)).code, in_time ? Code::kLost : Code::kOk);
+}
+
+TEST_F(DiskFailureTest, WhatCouldNotBeWrittenStaysInMemory) {
+  const std::string path = folder_.path("file");
+  std::ofstream(path) << std::string(300, 'x');
+  {
+    WriteBehind write_behind(100);
+    write_behind.begin(path, 0);
+    write_behind.grown_to(100);
+    ASSERT_TRUE(comes_true([&] { return disk_calls::count(Call::kDropPages, path) == 1; }));
+    EXPECT_EQ(write_behind.error(), 0);
+    disk_calls::fail_next(Call::kSyncFileRange, EIO);
+    write_behind.grown_to(200);
+    write_behind.grown_to(300);  // Nor is it let go with what comes later.
+    ASSERT_TRUE(comes_true([&] { return write_behind.error() != 0; }));
+    EXPECT_EQ(write_behind.error(), EIO);
+  }
+  EXPECT_EQ(disk_calls::count(Call::kDropPages, path), 1);
+}
+
+// Where the system has no such call nothing has failed.
+TEST_F(DiskFailureTest, WithoutWriteBehindAFileIsLeftToTheSystem) {
+  const std::string path = folder_.path("file");
+  std::ofstream(path) << std::string(200, 'x');
+  WriteBehind write_behind(100);
+  write_behind.begin(path, 0);
+  disk_calls::fail_next(Call::kSyncFileRange, ENOSYS);
+  write_behind.grown_to(100);
+  write_behind.grown_to(200);
+  ASSERT_TRUE(comes_true([&] { return disk_calls::count(Call::kDropPages, path) > 0; }));
+  EXPECT_EQ(disk_calls::count(Call::kSyncFileRange, path), 1) << "of the second window";
+  EXPECT_EQ(disk_calls::count(Call::kDropPages, path), 1);
+  EXPECT_EQ(write_behind.error(), 0);
+}
+
+TEST_F(DiskFailureTest, ALogWhoseBytesDidNotReachTheDiskTakesNoMore) {
+  UpdateLog log(folder_.path("log"), 1, [](const Record&) {});
+  disk_calls::fail_next(Call::kSyncFileRange, EIO);
+  std::string text;
+  ASSERT_TRUE(comes_true([&] {
+    text = message_of<c10::Error>([&] { append(log, size_t{4} << 20); });
+    return text != "nothing was thrown";
+  }));
+  EXPECT_EQ(text.find(folder_.path("log")), 0U) << text;
+  EXPECT_NE(text.find("cannot sync: Input/output error"), std::string::npos) << text;
+  EXPECT_EQ(message_of<c10::Error>([&] { append(log); }), text);
+  EXPECT_EQ(message_of<c10::Error>([&] { log.sync(); }), text);
+}
+
+// After the end of such a server: in memory there may be what the disk has not got.
+TEST_F(DiskFailureTest, ALogIsReadAsTheDiskHasIt) {
+  {
+    append(*std::make_unique<UpdateLog>(folder_.path("log"), 1, [](const Record&) {}));
+  }
+  const std::string segment = fs::directory_iterator(folder_.path("log"))->path().string();
+  ASSERT_EQ(disk_calls::count(Call::kDropPages, segment), 0);
+  int records = 0;
+  const UpdateLog log(folder_.path("log"), 1, [&](const Record&) {
+    EXPECT_EQ(disk_calls::count(Call::kDropPages, segment), 1);
+    ++records;
+  });
+  EXPECT_EQ(records, 1);
+}
+
+// Files that the disk has not got whole.
+std::vector<std::string> unsynced_in(const fs::path& folder) {
+  std::vector<std::string> unsynced;
+  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+    const bool is_file = entry.is_regular_file();
+    const auto bytes = is_file ? static_cast<int64_t>(entry.file_size()) : int64_t{0};
+    if (disk_calls::synced_bytes(entry.path().string()) < bytes)
+      unsynced.push_back(entry.path().string());
+  }
+  if (disk_calls::synced_bytes(folder.string()) < 0) unsynced.push_back(folder.string());
+  if (disk_calls::synced_bytes(folder.parent_path().string()) < 0)
+    unsynced.push_back(folder.parent_path().string());
+  return unsynced;
+}
+
+JobOptions job_with_a_block() {
+  JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  job.blocks = {{.parameter = "p", .begin = 0, .end = 100, .server = 0}};
+  return job;
+}
+
+fs::path snapshot_in(const fs::path& folder) {
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const fs::path name = entry.path().filename();
+    if (name.string().starts_with("snapshot.") && name.extension() != ".unfinished")
+      return entry.path();
+  }
+  return {};
+}
+
+// What it replaces, the log before it, is removed then.
+TEST_F(DiskFailureTest, ASnapshotIsOnTheDiskWhenItHasItsName) {
+  Cluster cluster(1, {.snapshot_log_bytes = 1});
+  const auto client = cluster.client(0, job_with_a_block());
+  const std::vector<float> initial(100, 1);
+  const std::span<const float> values(initial);
+  client->initialise(std::span(&values, 1));
+  const std::vector<uint64_t> ids{1, 2, 3};
+  const std::vector<float> gradients(6, -1);
+  const PushRows pushed{0, ids, gradients};
+  client->push(std::span(&pushed, 1), {});
+  client->flush();
+  ASSERT_TRUE(comes_true([&] { return !snapshot_in(cluster.folder(0)).empty(); }));
+  cluster.end(0);
+  const fs::path snapshot = snapshot_in(cluster.folder(0));
+  ASSERT_FALSE(snapshot.empty());
+  ASSERT_FALSE(fs::is_empty(snapshot));
+  EXPECT_EQ(unsynced_in(snapshot), std::vector<std::string>());
+}
+
+TEST_F(DiskFailureTest, ACheckpointIsOnTheDiskWhenItIsSaved) {
+  Cluster cluster(1);
+  const auto client = cluster.client(0, job_with_a_block());
+  const std::vector<float> initial(100, 1);
+  const std::span<const float> values(initial);
+  client->initialise(std::span(&values, 1));
+  client->save(cluster.path("checkpoint"));
+  size_t parts = 0;
+  for (const auto& save : fs::directory_iterator(cluster.path("checkpoint"))) {
+    if (!save.is_directory()) continue;
+    for (const auto& part : fs::directory_iterator(save)) {
+      EXPECT_EQ(unsynced_in(part), std::vector<std::string>());
+      ++parts;
+    }
+  }
+  EXPECT_EQ(parts, 1U);
+}
+
+}  // namespace disk_failure_test
+}  // namespace cohort::ps
