@@ -10,10 +10,8 @@
 
 namespace cohort::ps {
 
-namespace {
-
 // Which of `ids` are which server's: positions, server after server.
-struct Spread {
+struct Client::Spread {
   std::vector<uint32_t> positions;  // Empty for one server: all, in their order.
   std::vector<size_t> begins;       // By server, and the end.
 
@@ -37,12 +35,19 @@ struct Spread {
   size_t position(size_t index) const { return positions.empty() ? index : positions[index]; }
 };
 
+namespace {
+
+std::string section_text(const Section& section, size_t values) {
+  const bool is_rows = section.kind == SectionKind::kRows;
+  return std::to_string(values) + " values of " + (is_rows ? "rows of table " : "block ") +
+         std::to_string(section.table) + ", " + std::to_string(section.width) + " wide";
+}
+
 }  // namespace
 
 struct PendingPull::State {
-  const Client* client = nullptr;
   std::vector<PullRows> rows;
-  std::vector<Spread> spreads;  // As `rows`.
+  std::vector<Client::Spread> spreads;  // As `rows`.
   std::vector<std::span<float>> parameters;
   // Where the values of each section of a server's reply go.
   struct Part {
@@ -50,9 +55,52 @@ struct PendingPull::State {
     std::vector<uint32_t> blocks;
   };
   std::vector<Part> parts;  // By server.
-  const JobOptions* job = nullptr;
-  const std::vector<size_t>* parameter_of_block = nullptr;
+  const Client* client = nullptr;
+
+  Message checked(size_t server, const Reply& reply) const;
 };
+
+// The sections of `reply`, each as long as the place that it is to be copied to.
+Message PendingPull::State::checked(size_t server, const Reply& reply) const {
+  const auto refuse = [&](const std::string& what) {
+    C10_THROW_ERROR(DistError, "server " + std::to_string(server) + " (" +
+                                   client->options_.servers[server] + "): its answer to a pull " +
+                                   what);
+  };
+  Message message;
+  try {
+    message = parse_message(reply.message.span());
+  } catch (const c10::ValueError& error) {
+    refuse("is damaged: " + one_line(error));
+  }
+  if (message.header.kind != MessageKind::kReply) refuse("is of another kind of message");
+  if (message.header.job != client->fingerprint_) refuse("is of another job");
+  const auto& blocks = parts[server].blocks;
+  if (message.sections.size() != rows.size() + blocks.size())
+    refuse("has " + std::to_string(message.sections.size()) + " sections, expected " +
+           std::to_string(rows.size() + blocks.size()));
+  for (size_t i = 0; i < message.sections.size(); ++i) {
+    const bool is_rows = i < rows.size();
+    Section expected{.kind = is_rows ? SectionKind::kRows : SectionKind::kBlock};
+    size_t values = 0;
+    if (is_rows) {
+      expected.table = rows[i].table;
+      expected.width = static_cast<uint32_t>(client->job_.tables[expected.table].width);
+      values = spreads[i].count(server) * expected.width;
+    } else {
+      expected.table = blocks[i - rows.size()];
+      const BlockOptions& block = client->job_.blocks[expected.table];
+      values = static_cast<size_t>(block.end - block.begin);
+    }
+    const Section& section = message.sections[i];
+    if (section.kind != expected.kind || section.table != expected.table ||
+        section.width != expected.width || section.values.size() != values)
+      refuse("has in section " + std::to_string(i) + " " +
+             section_text(section, section.values.size()) + ", expected " +
+             section_text(expected, values));
+  }
+  return message;
+}
 
 PendingPull::PendingPull(std::unique_ptr<State> state) : state_(std::move(state)) {}
 PendingPull::PendingPull(PendingPull&&) noexcept = default;
@@ -60,23 +108,18 @@ PendingPull& PendingPull::operator=(PendingPull&&) noexcept = default;
 PendingPull::~PendingPull() = default;
 
 uint64_t PendingPull::wait() {
+  const Client& client = *state_->client;
   uint64_t steps = UINT64_MAX;
   for (size_t server = 0; server < state_->parts.size(); ++server) {
     auto& part = state_->parts[server];
     const Reply reply = part.ticket.wait();
     steps = std::min(steps, reply.steps);
-    const Message message = parse_message(reply.message.span());
-    TORCH_CHECK_VALUE(message.sections.size() == state_->rows.size() + part.blocks.size(),
-                      "pull: server ", server, " answered ", message.sections.size(),
-                      " sections, asked were ", state_->rows.size() + part.blocks.size());
+    const Message message = state_->checked(server, reply);
     size_t number = 0;
     for (size_t i = 0; i < state_->rows.size(); ++i) {
       const Section& section = message.sections[number++];
-      const Spread& spread = state_->spreads[i];
-      const auto width = section.width;
-      TORCH_CHECK_VALUE(section.values.size() == spread.count(server) * width, "pull: server ",
-                        server, " answered ", section.values.size(), " values, asked were ",
-                        spread.count(server) * width);
+      const Client::Spread& spread = state_->spreads[i];
+      const size_t width = section.width;
       const float* values = section.values.data();
       float* const out = state_->rows[i].weights.data();
       if (spread.positions.empty()) {
@@ -84,23 +127,21 @@ uint64_t PendingPull::wait() {
         continue;
       }
       for (size_t j = spread.begins[server]; j < spread.begins[server + 1]; ++j, values += width) {
-        std::copy_n(values, width, out + spread.positions[j] * size_t{width});
+        std::copy_n(values, width, out + spread.positions[j] * width);
       }
     }
     for (const uint32_t block : part.blocks) {
       const Section& section = message.sections[number++];
-      const BlockOptions& options = state_->job->blocks[block];
-      TORCH_CHECK_VALUE(static_cast<int64_t>(section.values.size()) == options.end - options.begin,
-                        "pull: server ", server, " answered another size of block ", block);
+      const BlockOptions& options = client.job_.blocks[block];
       std::copy(section.values.begin(), section.values.end(),
-                state_->parameters[(*state_->parameter_of_block)[block]].begin() + options.begin);
+                state_->parameters[client.parameter_of_block_[block]].begin() + options.begin);
     }
   }
   return steps;
 }
 
 Client::Client(const ClientOptions& options, const JobOptions& job, const ChannelMaker& channels)
-    : options_(options), job_(job) {
+    : options_(options), job_(job), fingerprint_(job.fingerprint()) {
   validate(job_);
   if (static_cast<int>(options_.servers.size()) != job_.servers)
     throw ConfigError("client: the job has " + std::to_string(job_.servers) + " servers, " +
@@ -144,7 +185,6 @@ void Client::check_numbers() {
 
 void Client::join() {
   check_numbers();
-  const uint64_t fingerprint = job_.fingerprint();
   const std::string json = job_.to_json();
   if (options_.trainer == 0) {
     for (auto& link : links_) link->call({.call = Call::kJob, .trainer = 0, .text = json});
@@ -153,7 +193,7 @@ void Client::join() {
   sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
   std::vector<Reply> places;
   for (size_t server = 0; server < links_.size(); ++server) {
-    Reply reply = links_[server]->join(fingerprint, json);
+    Reply reply = links_[server]->join(fingerprint_, json);
     sequences_[server] = reply.last_sequence;
     is_initialised_ &= reply.is_initialised;
     places.push_back(std::move(reply));
@@ -257,8 +297,7 @@ PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<f
   auto state = std::make_unique<PendingPull::State>();
   state->rows.assign(rows.begin(), rows.end());
   state->parameters = std::move(parameters);
-  state->job = &job_;
-  state->parameter_of_block = &parameter_of_block_;
+  state->client = this;
   for (const PullRows& asked : rows) {
     check_rows("pull", asked.table, asked.ids.size(), asked.weights.size());
     state->spreads.emplace_back(asked.ids, static_cast<uint32_t>(job_.servers));
@@ -302,6 +341,12 @@ void Client::push(std::span<const PushRows> rows, std::vector<std::span<const fl
     check_rows("push", pushed.table, pushed.ids.size(), pushed.gradients.size());
     spreads.emplace_back(pushed.ids, static_cast<uint32_t>(job_.servers));
   }
+  whole_or_none([&] { send_push(rows, parameters, spreads); });
+}
+
+void Client::send_push(std::span<const PushRows> rows,
+                       const std::vector<std::span<const float>>& parameters,
+                       const std::vector<Spread>& spreads) {
   begin_pushes();
   if (job_.mode == Mode::kSync) ++step_;
   for (int server = 0; server < job_.servers; ++server) {
@@ -341,7 +386,19 @@ void Client::push(std::span<const PushRows> rows, std::vector<std::span<const fl
 }
 
 void Client::flush() {
-  for (auto& link : links_) link->flush();
+  whole_or_none([this] {
+    for (auto& link : links_) link->flush();
+  });
+}
+
+// Where one server refused a push that others have, the next one would be their second.
+void Client::whole_or_none(const std::function<void()>& pushes) {
+  try {
+    pushes();
+  } catch (...) {
+    give_up_pushes();
+    throw;
+  }
 }
 
 void Client::give_up_pushes() {

@@ -49,7 +49,8 @@ class PendingPull {
   ~PendingPull();
   /// Blocks until all servers answered, and puts the values into their places. Once.
   /// Returns: the least number of steps among the servers' states.
-  /// Errors: as Ticket::wait.
+  /// Errors: as Ticket::wait; c10::DistError also where an answer is not what was asked for:
+  /// nothing beyond the places that were given is ever written.
   uint64_t wait();
 
  private:
@@ -97,8 +98,10 @@ class Client {
   /// Pushes gradients: of rows, and of all parameters unless `parameters` is empty. kSync: closes
   /// this trainer's step. Blocks only while too many bytes are in flight; the first of kSync until
   /// all servers have answered how far the steps are.
+  /// Errors: as Ticket::wait, of this or an earlier push. Servers may then have different parts of
+  /// a push, so that none gets another one: every later push and flush fails.
   void push(std::span<const PushRows> rows, std::vector<std::span<const float>> parameters);
-  /// Waits until every push is acknowledged. Errors: as Ticket::wait.
+  /// Waits until every push is acknowledged. Errors: as push.
   void flush();
   /// Ends calls of `push` and `flush` that block in other threads, and all later ones, with
   /// c10::DistError.
@@ -116,11 +119,16 @@ class Client {
   void leave();
 
  private:
-  struct Share;
+  friend class PendingPull;
+  struct Spread;
   void check_numbers();
   void join();
   void go_to(const std::vector<Reply>& places);
   void begin_pushes();
+  void whole_or_none(const std::function<void()>& pushes);
+  void send_push(std::span<const PushRows> rows,
+                 const std::vector<std::span<const float>>& parameters,
+                 const std::vector<Spread>& spreads);
   void check_rows(const char* call, uint32_t table, size_t ids, size_t floats) const;
   template <class Values>
   void check_parameters(const char* call, const std::vector<Values>& parameters) const;
@@ -128,6 +136,7 @@ class Client {
 
   ClientOptions options_;
   JobOptions job_;
+  uint64_t fingerprint_;  // Of the job.
   std::vector<ParameterSize> parameters_;
   std::vector<size_t> parameter_of_block_;
   std::vector<std::unique_ptr<ServerLink>> links_;
