@@ -36,7 +36,9 @@ std::unique_ptr<Exchange> make_merging_exchange(Client& client, int64_t max_merg
 
 /// Local replicas of what this trainer uses, updated by these rules. Every `steps` pushes the
 /// changes since the last exchange, divided by the number of trainers, are added up on the servers
-/// (whose rules are kAdd), and their values taken over.
+/// (whose rules are kAdd), and their values taken over. Memory: the rows used since the last
+/// exchange; of every row that this trainer ever pushed the optimizer's state, which is nowhere
+/// else: a trainer that is started again begins with new states.
 struct GeoOptions {
   RuleOptions dense_rule;
   std::vector<RuleOptions> table_rules;  ///< By number of the table.

@@ -10,18 +10,10 @@ namespace cohort::ps {
 
 namespace {
 
-// A row, or a dense parameter, here: what the servers had, what it has become, how.
+// A row, or a dense parameter, here: what the servers had, and what it has become.
 struct Replica {
   std::vector<float> base;
   std::vector<float> weights;
-  std::vector<float> state;
-
-  void make(const RuleOptions& rule, std::span<const float> values) {
-    base.assign(values.begin(), values.end());
-    weights = base;
-    state.resize(static_cast<size_t>(state_width(rule.rule, static_cast<int64_t>(values.size()))));
-    initialise_state(rule, state);
-  }
 
   void take(std::span<const float> values) {
     base.assign(values.begin(), values.end());
@@ -32,6 +24,13 @@ struct Replica {
     for (size_t i = 0; i < weights.size(); ++i) changes.push_back((weights[i] - base[i]) / divisor);
   }
 };
+
+std::vector<float> new_state(const RuleOptions& rule, size_t width) {
+  std::vector<float> state(
+      static_cast<size_t>(state_width(rule.rule, static_cast<int64_t>(width))));
+  initialise_state(rule, state);
+  return state;
+}
 
 class GeoExchange final : public Exchange {
  public:
@@ -68,17 +67,25 @@ class GeoExchange final : public Exchange {
     ++steps_;
     for (size_t i = 0; i < parameters.size(); ++i) {
       TORCH_CHECK_VALUE(i < parameters_.size(), "geo: parameters are pushed before a pull");
-      update(options_.dense_rule, steps_, parameters_[i].weights, parameters_[i].state,
+      update(options_.dense_rule, steps_, parameters_[i].weights, parameter_states_[i],
              parameters[i]);
     }
     for (const PushRows& pushed : rows) {
       Table& table = tables_[pushed.table];
+      const RuleOptions& rule = options_.table_rules[pushed.table];
       const auto width = static_cast<size_t>(client_.job().tables[pushed.table].width);
+      const bool has_state = state_width(rule.rule, static_cast<int64_t>(width)) > 0;
       for (size_t i = 0; i < pushed.ids.size(); ++i) {
         const auto row = table.rows.find(pushed.ids[i]);
         TORCH_CHECK_VALUE(row != table.rows.end(), "geo: row ", pushed.ids[i],
                           " is pushed before a pull");
-        update(options_.table_rules[pushed.table], steps_, row->second.weights, row->second.state,
+        std::span<float> state;
+        if (has_state) {
+          const auto [found, is_new] = table.states.try_emplace(pushed.ids[i]);
+          if (is_new) found->second = new_state(rule, width);
+          state = found->second;
+        }
+        update(rule, steps_, row->second.weights, state,
                pushed.gradients.subspan(i * width, width));
         if (table.is_changed.emplace(pushed.ids[i], true).second)
           table.changed.push_back(pushed.ids[i]);
@@ -94,7 +101,9 @@ class GeoExchange final : public Exchange {
 
  private:
   struct Table {
-    std::unordered_map<uint64_t, Replica, MixedHash> rows;
+    std::unordered_map<uint64_t, Replica, MixedHash> rows;  // Used since the last exchange.
+    // The optimizer's, of every row that was ever pushed: it outlives the replica.
+    std::unordered_map<uint64_t, std::vector<float>, MixedHash> states;
     std::unordered_map<uint64_t, bool, MixedHash> is_changed;
     std::vector<uint64_t> changed;  // In the order of their first change.
   };
@@ -102,8 +111,10 @@ class GeoExchange final : public Exchange {
   void fetch_parameters(const std::vector<std::span<float>>& parameters) {
     client_.pull({}, parameters).wait();
     parameters_.resize(parameters.size());
-    for (size_t i = 0; i < parameters.size(); ++i)
-      parameters_[i].make(options_.dense_rule, parameters[i]);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      parameters_[i].take(parameters[i]);
+      parameter_states_.push_back(new_state(options_.dense_rule, parameters[i].size()));
+    }
   }
 
   void fetch_missing(uint32_t number, std::span<const uint64_t> ids) {
@@ -116,10 +127,8 @@ class GeoExchange final : public Exchange {
     std::vector<float> weights(missing.size() * width);
     const PullRows asked{number, missing, weights};
     if (!missing.empty()) client_.pull(std::span(&asked, 1), {}).wait();
-    for (size_t i = 0; i < missing.size(); ++i) {
-      table.rows[missing[i]].make(options_.table_rules[number],
-                                  std::span(weights).subspan(i * width, width));
-    }
+    for (size_t i = 0; i < missing.size(); ++i)
+      table.rows[missing[i]].take(std::span(weights).subspan(i * width, width));
   }
 
   void exchange() {
@@ -176,6 +185,7 @@ class GeoExchange final : public Exchange {
   GeoOptions options_;
   std::vector<Table> tables_;
   std::vector<Replica> parameters_;
+  std::vector<std::vector<float>> parameter_states_;  // As `parameters_`.
   int64_t steps_ = 0;
 };
 
