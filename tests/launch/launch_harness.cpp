@@ -29,7 +29,7 @@
 #include "cohort/launch/spawn.h"
 
 namespace cohort::launch {
-namespace launch_harness {
+namespace {
 
 constexpr std::chrono::seconds kPatience{60};
 
@@ -125,7 +125,7 @@ int run_worker(const std::string& name) {
   return 2;
 }
 
-}  // namespace launch_harness
+}  // namespace
 
 TemporaryFolder::TemporaryFolder() {
   std::string name = std::filesystem::temp_directory_path().string() + "/launch-test-XXXXXX";
