@@ -61,8 +61,7 @@ std::string both_spellings(std::string name) {
 void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
   const char* group = "Job";
   app.add_option(both_spellings("--nproc-per-node"), words.nproc_per_node,
-                 "Workers on this node: a number, cpu (one per core), gpu (one per GPU), or auto "
-                 "(gpu where there is one, else cpu)")
+                 "Workers on this node: a number, or cpu or auto (one per core)")
       ->type_name("N")
       ->capture_default_str()
       ->group(group);
@@ -106,7 +105,7 @@ void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->capture_default_str()
       ->group(group);
   app.add_option(both_spellings("--rdzv-backend"), words.rdzv_backend,
-                 "Accepted, launchers that meet do so at --rdzv-endpoint")
+                 "Accepted, changes nothing: launchers that meet do so at --rdzv-endpoint")
       ->check(one_of({"static", "c10d"}))
       ->group(group);
   app.add_option("--rdzv-timeout", words.rdzv_timeout, "Wait so long for enough nodes")
@@ -191,7 +190,7 @@ void add_failure_flags(CLI::App& app, Words& words) {
       ->capture_default_str()
       ->group(group);
   app.add_flag(both_spellings("--no-python"), words.no_python,
-               "Accepted: no program is run by Python");
+               "Accepted, changes nothing: no program is run by Python");
 }
 
 void describe(CLI::App& app, RunOptions& options, Words& words) {

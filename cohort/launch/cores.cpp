@@ -1,46 +1,12 @@
 #include "cohort/launch/cores.h"
 
-#include <algorithm>
-#include <cstdlib>
-#include <filesystem>
 #include <sched.h>
-#include <sstream>
 
 #include "cohort/base/error.h"
 #include "cohort/launch/to_int.h"
 
 namespace cohort::launch {
 namespace {
-
-namespace fs = std::filesystem;
-
-// As CUDA reads it: the list ends at the first entry that is no device.
-int count_visible(const std::string& text) {
-  int count = 0;
-  std::istringstream entries(text);
-  for (std::string entry; std::getline(entries, entry, ',');) {
-    if (entry.empty() || entry.starts_with("-") || entry == "NoDevFiles") break;
-    ++count;
-  }
-  return count;
-}
-
-bool is_gpu_device(const std::string& name) {
-  const std::string prefix = "nvidia";
-  return name.starts_with(prefix) && name.size() > prefix.size() &&
-         std::all_of(name.begin() + static_cast<std::ptrdiff_t>(prefix.size()), name.end(),
-                     [](char c) { return c >= '0' && c <= '9'; });
-}
-
-template <typename Counts>
-int count_entries(const char* folder, Counts counts) {
-  std::error_code ignored;
-  int count = 0;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    if (counts(entry.path().filename().string())) ++count;
-  }
-  return count;
-}
 
 std::string ranges(const std::vector<int>& cores) {
   std::string text;
@@ -69,25 +35,14 @@ std::vector<int> usable_cores() {
   return cores;
 }
 
-int num_gpus() {
-  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) return count_visible(visible);
-  const int listed =
-      count_entries("/proc/driver/nvidia/gpus", [](const std::string&) { return true; });
-  return listed > 0 ? listed : count_entries("/dev", is_gpu_device);
-}
-
 int parse_nproc_per_node(const std::string& text) {
-  const int num_cores = static_cast<int>(usable_cores().size());
-  if (text == "cpu") return num_cores;
-  if (text == "auto") return num_gpus() > 0 ? num_gpus() : num_cores;
+  if (text == "cpu" || text == "auto") return static_cast<int>(usable_cores().size());
   if (text == "gpu") {
-    if (const int count = num_gpus()) return count;
     throw ConfigError(
-        "--nproc-per-node gpu: expected a GPU, found none (CUDA_VISIBLE_DEVICES, "
-        "/proc/driver/nvidia/gpus, /dev/nvidia[0-9]*)");
+        "--nproc-per-node gpu: Cohort's programs compute on the CPU; give a number, or cpu for one worker a core");
   }
   if (const auto number = to_int(text)) return *number;
-  throw ConfigError("--nproc-per-node: expected a number, auto, gpu or cpu, got " + text);
+  throw ConfigError("--nproc-per-node: expected a number, auto or cpu, got " + text);
 }
 
 std::vector<std::vector<int>> share_cores(const std::vector<int>& cores, int num_workers) {

@@ -1,4 +1,4 @@
-// The cores and devices of this node, and how its workers share them.
+// The cores of this node, and how its workers share them.
 #pragma once
 #include <string>
 #include <vector>
@@ -8,13 +8,8 @@ namespace cohort::launch {
 /// Returns the numbers of the cores that this process may run on, ascending; never empty.
 std::vector<int> usable_cores();
 
-/// Returns how many GPUs this node's workers may use: the entries of CUDA_VISIBLE_DEVICES where it
-/// is set, else what the NVIDIA driver lists.
-int num_gpus();
-
-/// Reads --nproc-per-node: a number, "cpu" (usable cores), "gpu" (GPUs), or "auto" (GPUs if there
-/// are any, else cores).
-/// Errors: ConfigError for other texts, and for "gpu" where there is none.
+/// Reads --nproc-per-node: a number, or "cpu" or "auto", the usable cores.
+/// Errors: ConfigError for other texts, "gpu" among them: no program computes on one.
 int parse_nproc_per_node(const std::string& text);
 
 /// Returns the cores of each of `num_workers` workers: contiguous parts of `cores`, equally many
