@@ -288,6 +288,7 @@ void print_result(const translate::TrainingResult& result,
 // Flags that are good each by itself.
 void check_together(const TrainFlags& flags) {
   const auto& options = flags.options;
+  refuse_offload(options.cpu_offload);
   if (options.mini_batch_fit && parallel::shards_parameters(options.strategy)) {
     throw ConfigError(
         "--mini-batch-fit: its trials need the whole model on each rank, expected "
@@ -303,7 +304,6 @@ void check_together(const TrainFlags& flags) {
     throw ConfigError("--keep-interval-updates " + std::to_string(options.keep_interval_updates) +
                       ": expected --save-interval-updates with it, which keeps weights");
   }
-  check_offload(options.cpu_offload, options.strategy, c10::kCPU);
   if (!server_training(flags.strategy))
     refuse_security(flags.security, "--strategy ps-sync or ps-async");
 }

@@ -45,6 +45,18 @@ std::string first_difference(const std::string& mine, const std::string& theirs)
   }
 }
 
+// Every group has Gloo for CPU tensors, whatever engine it was asked for: Gloo would carry the model without a word.
+void verify_engine(const torch::nn::Module& model, comm::ProcessGroup& group, const std::vector<std::string>& ignored) {
+  c10d::ProcessGroup& engine = group.engine();
+  const auto named = engine.getDefaultBackend();
+  if (engine.getBackend(c10::DeviceType::CPU) == named) return;
+  for (const auto& item : model.named_parameters()) {
+    TORCH_CHECK_VALUE(!item.value().is_cpu() || contains(ignored, item.key()), "parameter ", item.key(),
+                      " is on the CPU, which the group's backend ", named->getBackendName(),
+                      " does not serve: move the model, or make the group with a backend of CPU tensors (gloo)");
+  }
+}
+
 bool has_sparse_gradient(const torch::nn::Module& module) {
   if (const auto* embedding = module.as<torch::nn::Embedding>()) return embedding->options.sparse();
   if (const auto* bag = module.as<torch::nn::EmbeddingBag>()) return bag->options.sparse();
@@ -68,6 +80,7 @@ void verify_same_text(const std::string& what, const std::string& text, comm::Pr
 
 void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group,
                        const std::vector<std::string>& ignored) {
+  verify_engine(model, group, ignored);
   verify_same_text("models", describe(model, ignored), group);
 }
 

@@ -19,10 +19,10 @@ bool contains(const std::vector<std::string>& names, const std::string& name);
 void verify_same_text(const std::string& what, const std::string& text, comm::ProcessGroup& group);
 
 /// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in
-/// the same order; names in `ignored` do not count.
+/// the same order, and lies where the group's backend serves tensors; names in `ignored` do not count.
 ///
 /// Collective; blocks. Errors: c10::ValueError on every rank, naming the first difference and the
-/// rank.
+/// rank, or the backend.
 void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group,
                        const std::vector<std::string>& ignored = {});
 

@@ -2,7 +2,9 @@
 //
 // The flags are those of PyTorch's examples/imagenet; docs/imagenet.md tells what differs.
 #include <CLI/CLI.hpp>
+#include <cstdlib>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/launch/spawn.h"
@@ -89,13 +91,21 @@ void check_together(const Options& options) {
   const bool servers = cohort::apps::server_training(options.strategy).has_value();
   if (options.ps_host_ranks > 1 && !servers)
     throw cohort::ConfigError("--ps-host-ranks: expected --strategy ps-sync or ps-async");
-  if (options.cpu_offload && servers)
-    throw cohort::ConfigError("--cpu-offload: expected none with --strategy " + options.strategy);
-  if (!servers) {
-    cohort::apps::refuse_security(options.security, "--strategy ps-sync or ps-async");
-    cohort::apps::check_offload(options.cpu_offload,
-                                cohort::parallel::parse_strategy(options.strategy), c10::kCPU);
+  cohort::apps::refuse_offload(options.cpu_offload);
+  if (!servers) cohort::apps::refuse_security(options.security, "--strategy ps-sync or ps-async");
+}
+
+// A script that starts each rank of a node exports LOCAL_RANK, and nothing else of a launcher's: this is that rank.
+bool is_local_rank() {
+  return cohort::env_string("LOCAL_RANK") && !cohort::comm::launched_as();
+}
+
+// Whether a launcher has put more processes than this one on the node. Slurm's number may go on: "2(x3),1".
+bool is_one_of_several() {
+  for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"}) {
+    if (std::atoi(cohort::env_string(name).value_or("1").c_str()) > 1) return true;
   }
+  return false;
 }
 
 // Under a launcher every process would start a whole job, and all of them would write one folder.
@@ -104,14 +114,14 @@ void refuse_launchers() {
   if (!launched) return;
   throw cohort::ConfigError("--multiprocessing-distributed: a launcher started this process (" +
                             launched->first + "=" + launched->second +
-                            "): leave the flag out, or give --rank and --world-size, which then "
-                            "count nodes");
+                            "): leave the flag out, or start one process a node and give --rank and "
+                            "--world-size, which then count nodes");
 }
 
 // --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
 // nodes. It starts the node's ranks, which find their places in their environment.
 int spawn_ranks(cohort::comm::PlaceOptions node) {
-  if (!node.rank || !node.world_size) refuse_launchers();
+  if (!node.rank || !node.world_size || is_one_of_several()) refuse_launchers();
   if (!node.nproc_per_node) {
     throw cohort::ConfigError(
         "--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");
@@ -143,8 +153,11 @@ int run(int argc, char** argv) {
       ->group("Ranks");
   if (const auto ended = cohort::apps::parse(app, argc, argv, "imagenet --help lists the flags"))
     return *ended;
-  if (spawns && !cohort::launch::is_spawned()) return spawn_ranks(group_flags.place);
-  if (spawns) group_flags.place = {};
+  if (cohort::launch::is_spawned()) {
+    group_flags.place = {};
+  } else if (spawns && !is_local_rank()) {
+    return spawn_ranks(group_flags.place);
+  }
   check_together(options);
   const auto group = group_flags.connect();
   imagenet::Trainer trainer(options, *group);

@@ -8,9 +8,10 @@
 
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
+#include "tests/support/free_port.h"
 #include "tests/support/shell.h"
 
-namespace {
+namespace imagenet_command_test {
 
 using cohort::TemporaryFolder;
 using cohort::test::bin;
@@ -67,8 +68,9 @@ TEST_F(ImagenetCommandTest, LearnsShapes) {
 
 TEST_F(ImagenetCommandTest, FlagsThatCannotHoldAreRefused) {
   for (const auto& [more, text] :
-       {std::pair{"--cpu-offload --strategy zero3", "--cpu-offload: there is nothing to offload"},
-        {"--cpu-offload", "--cpu-offload: expected --strategy zero1"},
+       {std::pair{"--cpu-offload --strategy zero3", "--cpu-offload: this program computes on the CPU, where there "
+                                                    "is nothing to offload: leave it out"},
+        {"--cpu-offload", "--cpu-offload: this program computes on the CPU"},
         {"--lr 1e30", "--lr 1e30: expected a number from 0 to 100"}}) {
     expect_refused(2, shell(bin("imagenet") + " " + flags("run", more)), text);
   }
@@ -166,6 +168,41 @@ TEST_F(ImagenetCommandTest, DoesNotSpawnUnderALauncher) {
                  "expected --nproc-per-node");
 }
 
+// A script that starts each local rank itself, with LOCAL_RANK, beside the flag: one job of two ranks, not two of two.
+TEST_F(ImagenetCommandTest, AProcessWithALocalRankIsThatRankAndSpawnsNone) {
+  const std::string port = std::to_string(cohort::test::free_port());
+  const std::string program =
+      bin("imagenet") + " " +
+      flags("run", "--epochs 1 --print-freq 1 --multiprocessing-distributed --rank 0 --world-size 1 "
+                   "--nproc-per-node 2 --addr 127.0.0.1 --rendezvous-timeout 60 --port " + port);
+  const Ended ended = shell("LOCAL_RANK=1 " + program + " & LOCAL_RANK=0 " + program +
+                            "; first=$?; wait $! && exit $first");
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  const std::string start = "batch 12 on 2 ranks";
+  const size_t first = ended.output.find(start);
+  EXPECT_NE(first, std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find(start, first + 1), std::string::npos) << "a second job: " << ended.output;
+  EXPECT_EQ(history("run").size(), 1U);
+  expect_refused(2, shell("LOCAL_RANK=0 " + bin("imagenet") + " " +
+                          flags("run", "--multiprocessing-distributed --nproc-per-node 2")),
+                 "--nproc-per-node is set but --rank is not");
+}
+
+// A launcher that put several processes on this node: none of them stands for the node.
+TEST_F(ImagenetCommandTest, OneOfSeveralProcessesOfALauncherDoesNotStandForTheNode) {
+  const std::string node =
+      "--epochs 1 --multiprocessing-distributed --nproc-per-node 2 --rank 0 --world-size 1";
+  const std::string refusal = "--multiprocessing-distributed: a launcher started this process (";
+  expect_refused(2, on_ranks(2, "run", node), refusal + "RANK=");
+  expect_refused(2, shell("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 " + bin("imagenet") + " " +
+                          flags("run", node)),
+                 refusal + "OMPI_COMM_WORLD_RANK=0)");
+  expect_refused(2, shell("SLURM_PROCID=0 SLURM_STEP_TASKS_PER_NODE='2(x2)' " + bin("imagenet") + " " +
+                          flags("run", node)),
+                 refusal + "SLURM_PROCID=0)");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "run")) << "a refused job leaves no folder";
+}
+
 TEST_F(ImagenetCommandTest, EvaluationIsTheSameOnEveryNumberOfRanks) {
   expect_trained(1, "run", "--epochs 2");
   const double loss = history("run").back()["valid_loss"].get<double>();
@@ -225,4 +262,4 @@ TEST_F(ImagenetCommandTest, BatchSizePerRankIsTheGlobalOneDivided) {
       << ended.output;
 }
 
-}  // namespace
+}  // namespace imagenet_command_test

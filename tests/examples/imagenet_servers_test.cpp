@@ -16,7 +16,7 @@
 #include "tests/image/drawn_images.h"
 #include "tests/support/shell.h"
 
-namespace {
+namespace imagenet_servers_test {
 
 using cohort::TemporaryFolder;
 using cohort::test::bin;
@@ -76,7 +76,7 @@ class ImagenetServersTest : public testing::Test {
   const TemporaryFolder folder_;
 };
 
-// The largest difference of two runs' weights, of those that are about 1 or less.
+// The largest difference of two runs' weights, of those that are about 1 or less; NaN if one is.
 double difference(const Weights& a, const Weights& b) {
   double largest = 0;
   EXPECT_EQ(a.size(), b.size());
@@ -84,7 +84,9 @@ double difference(const Weights& a, const Weights& b) {
     const auto& others = b.at(name);
     for (size_t i = 0; i < values.size(); ++i) {
       const double size = std::max(1.0, std::abs(static_cast<double>(values[i])));
-      largest = std::max(largest, std::abs(static_cast<double>(values[i]) - others.at(i)) / size);
+      const double found = std::abs(static_cast<double>(values[i]) - others.at(i)) / size;
+      if (std::isnan(found)) return found;
+      largest = std::max(largest, found);
     }
   }
   return largest;
@@ -114,7 +116,9 @@ TEST_F(ImagenetServersTest, AsyncLearns) {
                  "--epochs 10 --strategy ps-async --momentum 0.5");
   const auto losses = train_losses("run");
   ASSERT_EQ(losses.size(), 10U);
-  EXPECT_LT(*std::min_element(losses.begin() + 4, losses.end()), 0.8 * losses[0]);
+  // Every epoch from the fifth on: a run that learns by luck in one epoch does not pass.
+  for (size_t epoch = 4; epoch < losses.size(); ++epoch)
+    EXPECT_LT(losses[epoch], 0.8 * losses[0]) << epoch;
 }
 
 TEST_F(ImagenetServersTest, ResumedRunIsBitEqualToOneNeverStopped) {
@@ -137,7 +141,7 @@ TEST_F(ImagenetServersTest, WhatServersCannotDoIsRefused) {
   const std::string sync = "--strategy ps-sync ";
   expect_refused(sync + "--precision float64", "--precision float64: expected float32");
   expect_refused(sync + "--start-epoch 3", "--start-epoch: expected none");
-  expect_refused(sync + "--cpu-offload", "--cpu-offload: expected none");
+  expect_refused(sync + "--cpu-offload", "--cpu-offload: this program computes on the CPU");
   expect_refused(sync + "--ps-host-ranks 3",
                  "--ps-host-ranks 3: expected a divisor of the number of ranks, 2");
   expect_refused("--ps-host-ranks 2", "--ps-host-ranks: expected --strategy ps-sync or ps-async");
@@ -162,4 +166,4 @@ TEST(ImagenetServerRuleTest, LearningRateFallsToATenthEvery30EpochsAndPushesShar
   EXPECT_EQ(imagenet::server_rule(options, 4).learning_rate, 0.1F);
 }
 
-}  // namespace
+}  // namespace imagenet_servers_test
