@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <ctime>
 #include <fcntl.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
 
 namespace cohort {
 namespace {
@@ -129,38 +131,35 @@ void TracePage::write(const TraceRecord& record) {
   layout_->version.store(version + 2, std::memory_order_release);
 }
 
-std::optional<TraceRecord> TracePage::read(const Layout& layout) noexcept {
+TraceRecord TracePage::record() const {
+  const std::lock_guard lock(mutex_);
   Words words;
+  for (size_t i = 0; i < kNumWords; ++i)
+    words[i] = layout_->words[i].load(std::memory_order_relaxed);
+  return std::bit_cast<TraceRecord>(words);
+}
+
+// Not mapped: whoever cuts the file short would end this process by SIGBUS.
+std::optional<TraceRecord> TracePage::read(const std::string& path) noexcept {
+  const Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat status {};
+  if (fstat(file.get(), &status) != 0 || status.st_size != static_cast<off_t>(sizeof(Layout)))
+    return std::nullopt;
+  const auto fetch = [&](void* to, size_t size, size_t from) {
+    return pread(file.get(), to, size, static_cast<off_t>(from)) == static_cast<ssize_t>(size);
+  };
+  std::array<uint64_t, 2> head{};  // magic, version
+  Words words;
+  uint64_t after = 0;
   for (int i = 0; i < kMaxTries; ++i) {
-    const uint64_t before = layout.version.load(std::memory_order_acquire);
-    for (size_t w = 0; w < kNumWords; ++w)
-      words[w] = layout.words[w].load(std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (before % 2 == 0 && layout.version.load(std::memory_order_relaxed) == before) {
-      return std::bit_cast<TraceRecord>(words);
+    if (!fetch(head.data(), sizeof head, 0) || head[0] != kMagic ||
+        !fetch(words.data(), sizeof words, offsetof(Layout, words)) ||
+        !fetch(&after, sizeof after, offsetof(Layout, version))) {
+      return std::nullopt;
     }
+    if (head[1] % 2 == 0 && head[1] == after) return std::bit_cast<TraceRecord>(words);
   }
   return std::nullopt;
-}
-
-TraceRecord TracePage::record() const {
-  return read(*layout_).value_or(TraceRecord{});
-}
-
-std::optional<TraceRecord> TracePage::read(const std::string& path) noexcept {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return std::nullopt;
-  struct stat status {};
-  const bool whole =
-      fstat(fd, &status) == 0 && status.st_size == static_cast<off_t>(sizeof(Layout));
-  void* memory = whole ? mmap(nullptr, sizeof(Layout), PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-  ::close(fd);
-  if (memory == MAP_FAILED) return std::nullopt;
-  const auto* layout = static_cast<const Layout*>(memory);
-  std::optional<TraceRecord> record;
-  if (layout->magic.load(std::memory_order_acquire) == kMagic) record = read(*layout);
-  munmap(memory, sizeof(Layout));
-  return record;
 }
 
 }  // namespace cohort

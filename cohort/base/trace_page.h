@@ -85,16 +85,15 @@ class TracePage {
   /// The last record written.
   TraceRecord record() const;
 
-  /// Reads another process's page. Nothing if the file is missing, is no trace page of this
+  /// Reads another process's page. Nothing if the file is missing, cut short, no trace page of this
   /// version, or its writer stopped for ever in the middle of a write. Never throws, never blocks;
   /// takes a few microseconds.
   static std::optional<TraceRecord> read(const std::string& path) noexcept;
 
  private:
   struct Layout;
-  static std::optional<TraceRecord> read(const Layout& layout) noexcept;
 
-  std::mutex mutex_;  // between writers
+  mutable std::mutex mutex_;  // between threads of this process
   Layout* layout_;
   bool mapped_;
 };

@@ -1,5 +1,6 @@
 // What a launcher reads of a rank: the trace page and the stack.
 #include <ATen/ATen.h>
+#include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -15,7 +16,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace trace_test {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
@@ -80,7 +81,22 @@ TEST(TracePageTest, OtherFilesAreNoPages) {
   }
 }
 
-// All fields of a record are the writer's one number: a torn record would show two.
+TEST(TracePageTest, AFileThatIsCutShortMeanwhileEndsNoReader) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "trace";
+  const TracePage page(path);
+  const auto size = std::filesystem::file_size(path);
+  const std::jthread cutter([&](const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      std::filesystem::resize_file(path, 0);
+      std::filesystem::resize_file(path, size);
+    }
+  });
+  for (int i = 0; i < 50'000; ++i) EXPECT_FALSE(TracePage::read(path) && i > 10'000);
+}
+
+// All fields of a record are the writer's one number: a torn record would show two. The writer
+// rests for a time between writes, as a reader may lose against one that never does.
 TEST(TracePageTest, ReadersNeverSeeHalfARecord) {
   const TemporaryFolder folder;
   const std::string path = folder / "trace";
@@ -93,6 +109,7 @@ TEST(TracePageTest, ReadersNeverSeeHalfARecord) {
       record.since_ns = i;
       record.dims.fill(i);
       page.write(record);
+      for (const int64_t until = steady_now_ns() + i * 37 % 4000; steady_now_ns() < until;) continue;
     }
   });
   int64_t num_read = 0;
@@ -183,5 +200,5 @@ TEST(TraceTest, TheGroupKeepsItsPage) {
   unsetenv("COHORT_TEST_TRACES");
 }
 
-}  // namespace
+}  // namespace trace_test
 }  // namespace cohort
