@@ -26,7 +26,7 @@ struct Past {
   std::string site;
 };
 
-using PastByNumber = std::map<std::pair<std::string, int64_t>, Past>;
+using Number = std::pair<std::string, int64_t>;  // group, number
 
 std::vector<std::string> split(const std::string& line) {
   std::vector<std::string> fields;
@@ -47,15 +47,16 @@ std::optional<Present> present_of(const std::string& story) {
   return Present{fields[0] == "2", std::atoll(fields[1].c_str()), fields[2]};
 }
 
-PastByNumber past_of(const std::string& story) {
-  PastByNumber result;
+// In the order in which the rank called them.
+std::vector<std::pair<Number, Past>> past_of(const std::string& story) {
+  std::vector<std::pair<Number, Past>> result;
   std::istringstream in(story);
   std::string line;
   std::getline(in, line);
   while (std::getline(in, line)) {
     const auto fields = split(line);
     if (fields.size() == 4)
-      result[{fields[0], std::atoll(fields[1].c_str())}] = {fields[2], fields[3]};
+      result.push_back({{fields[0], std::atoll(fields[1].c_str())}, {fields[2], fields[3]}});
   }
   return result;
 }
@@ -128,21 +129,39 @@ std::string CollectiveLog::story() const {
 }
 
 std::optional<std::string> find_mismatch(const Stories& stories) {
-  // The lowest rank that knows a collective speaks for it; the first number at which another rank
-  // differs is the fault, all later ones are its consequence.
-  std::map<std::pair<std::string, int64_t>, std::pair<int, Past>> spoken;
-  std::optional<std::pair<int64_t, std::string>> first;
+  struct Told {
+    int rank;
+    size_t position;  // among the rank's calls
+    Past past;
+  };
+  // The lowest rank that knows a collective speaks for it.
+  std::map<Number, Told> spoken;
+  std::vector<std::pair<Told, Told>> differences;
   for (const auto& [rank, story] : stories) {
+    size_t position = 0;
     for (const auto& [number, past] : past_of(story)) {
-      const auto [known, is_new] = spoken.try_emplace(number, rank, past);
-      if (is_new || known->second.second.what == past.what) continue;
-      if (first && first->first <= number.second) continue;
-      first = {number.second,
-               call(rank, past) + " where " + call(known->second.first, known->second.second)};
+      const Told told{rank, position++, past};
+      const auto [known, is_new] = spoken.try_emplace(number, told);
+      if (!is_new && known->second.past.what != past.what)
+        differences.emplace_back(told, known->second);
     }
   }
-  if (!first) return std::nullopt;
-  return first->second;
+  if (differences.empty()) return std::nullopt;
+  // The fault is a difference before which its two ranks have none; others may be its consequences.
+  // Ranks that call two groups in different orders have no such one: any will do.
+  const auto is_before = [](const Told& a, const Told& b) {
+    return a.rank == b.rank && a.position < b.position;
+  };
+  const auto is_first = [&](const auto& difference) {
+    const auto& [a, b] = difference;
+    return std::none_of(differences.begin(), differences.end(), [&](const auto& other) {
+      const auto& [c, d] = other;
+      return is_before(c, a) || is_before(c, b) || is_before(d, a) || is_before(d, b);
+    });
+  };
+  const auto found = std::find_if(differences.begin(), differences.end(), is_first);
+  const auto& [mine, theirs] = found == differences.end() ? differences.front() : *found;
+  return call(mine.rank, mine.past) + " where " + call(theirs.rank, theirs.past);
 }
 
 std::string describe_others(const Stories& stories) {

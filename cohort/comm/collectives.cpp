@@ -480,7 +480,6 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const at::Tensor& in
   }
   const auto begin = [&] { return begin_exchange(engine(), outgoing, parts, impl_->data_tag()); };
   const auto finish = [parts, own, result, op, divide = division(op, output, size())] {
-    const at::NoGradGuard no_grad;
     combine_all(result, parts, own, op);
     if (divide) divide();
   };

@@ -92,8 +92,7 @@ Verdict FailureWatch::verdict() {
   // The watching thread hangs in the store, whose host does not answer but has not closed the
   // connection either. It will find it closed, and end what else waits.
   sockets_.shut_down();
-  if (rank_ != 0 && host_dies_with_rank_0_) return {.lost = {0}, .mismatch = {}, .others = {}};
-  return {};
+  return store_lost("does not answer");
 }
 
 void FailureWatch::run(const std::stop_token& stop) {
@@ -101,11 +100,13 @@ void FailureWatch::run(const std::stop_token& stop) {
     watch_store(stop);
   } catch (const std::exception&) {
     if (stop.stop_requested()) return;
-    // The store's host is gone.
-    const bool named = rank_ != 0 && host_dies_with_rank_0_;
-    decide(
-        {.lost = named ? std::vector<int>{0} : std::vector<int>{}, .mismatch = {}, .others = {}});
+    decide(store_lost("closed the connection"));
   }
+}
+
+Verdict FailureWatch::store_lost(const std::string& how) const {
+  if (rank_ == 0 || !host_dies_with_rank_0_) return {};
+  return {.lost = {0}, .mismatch = {}, .others = "its store " + how};
 }
 
 void FailureWatch::watch_store(const std::stop_token& stop) {
@@ -158,7 +159,9 @@ Verdict FailureWatch::call_everyone() {
     }
   }
   verdict.mismatch = find_mismatch(stories).value_or("");
-  verdict.others = describe_others(stories);
+  verdict.others = verdict.lost.empty()
+                       ? describe_others(stories)
+                       : "did not answer within " + std::to_string(kAnswerLimit.count()) + " ms";
   return verdict;
 }
 

@@ -22,8 +22,9 @@ namespace cohort::comm {
 struct Verdict {
   std::vector<int> lost;  ///< Ranks of the job that did not answer.
   std::string mismatch;   ///< Where the ranks' calls part; empty if they agree.
-  std::string
-      others;  ///< What ranks do that are not in the operation of the most; empty if all are in it.
+  /// How the lost were found; where none is, what ranks do that are not in the operation of the
+  /// most, empty if all are in it.
+  std::string others;
 };
 
 /// What the watching thread asks of its rank, and does to it. Called from that thread.
@@ -37,7 +38,8 @@ struct FailureWatchCalls {
 ///
 /// The first rank whose operation fails declares it in the store. Every rank's watching thread sees
 /// that within a quarter of a second, answers with its rank's story, even while its main thread is
-/// stuck in an operation, and ends that operation. Who has not answered within two seconds is lost;
+/// stuck in an operation, and ends that operation. Who has not answered within two seconds, dead or
+/// not, is lost;
 /// the declarer writes the verdict, and every watcher keeps it, so that all survivors name the same
 /// ranks. A store that is gone, or silent, means that rank 0, its host, is lost.
 ///
@@ -66,6 +68,7 @@ class FailureWatch {
   bool published_stories_part();
   void roll_call();
   Verdict call_everyone();
+  Verdict store_lost(const std::string& how) const;
   bool wait_for_key(const std::string& key, std::chrono::milliseconds limit);
   void decide(Verdict verdict);
 

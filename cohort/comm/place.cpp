@@ -133,8 +133,9 @@ Place from_options(const PlaceOptions& options) {
   place.source = kOptions;
   place.rank = *options.rank;
   place.world_size = *options.world_size;
-  place.local_world_size = options.nproc_per_node.value_or(1);
+  place.finds_host = !options.nproc_per_node && place.world_size > 1;
   if (options.nproc_per_node) {
+    place.local_world_size = *options.nproc_per_node;
     const auto local_rank = env_rank("LOCAL_RANK");
     if (!local_rank) half_contract("--nproc-per-node", "LOCAL_RANK");
     place.local_rank = *local_rank;
@@ -151,9 +152,11 @@ Place from_torchrun() {
   place.source = kTorchrun;
   place.rank = *env_rank("RANK");
   place.world_size = *env_rank("WORLD_SIZE");
-  place.local_world_size = env_rank("LOCAL_WORLD_SIZE").value_or(place.world_size);
-  place.local_rank =
-      env_rank("LOCAL_RANK").value_or(place.rank % std::max(1, place.local_world_size));
+  const auto local_rank = env_rank("LOCAL_RANK"), local_size = env_rank("LOCAL_WORLD_SIZE");
+  place.finds_host = !local_rank && !local_size && place.world_size > 1;
+  if (place.finds_host) return place;
+  place.local_world_size = local_size.value_or(place.world_size);
+  place.local_rank = local_rank.value_or(place.rank % std::max(1, place.local_world_size));
   return place;
 }
 
@@ -323,6 +326,9 @@ std::optional<std::pair<std::string, std::string>> launched_as() {
 
 int device_index(const Place& place, int num_devices) {
   if (num_devices == 1) return 0;
+  if (place.finds_host) {
+    throw ConfigError("LOCAL_RANK is not set: expected it, or the place of a group whose ranks have met");
+  }
   if (place.local_rank >= num_devices) {
     throw ConfigError("local rank " + std::to_string(place.local_rank) +
                       " has no device: expected at most " + std::to_string(num_devices) +

@@ -14,6 +14,9 @@ struct Place {
   int world_size = 1;
   int local_rank = 0;        ///< Among the ranks of this host.
   int local_world_size = 1;  ///< Ranks of this host.
+  /// The launcher said neither: both are found when the ranks meet, and ProcessGroup::place() has
+  /// them.
+  bool finds_host = false;
   std::string master_addr;  ///< Host of rank 0's store; empty for one process, and with store_file.
   int master_port = 0;      ///< Its port; 0 for one process, and with store_file.
   std::optional<int> store_fd;  ///< Rank 0: a listening socket on master_port, inherited.
@@ -58,7 +61,7 @@ std::optional<std::pair<std::string, std::string>> launched_as();
 
 /// Returns the device that this rank computes on: its local rank, or 0 where the rank sees one
 /// device only (as under Slurm's --gpus-per-task). Errors: ConfigError if this host runs more ranks
-/// than it has devices, or has none.
+/// than it has devices, or has none, or if the local rank is not known yet.
 int device_index(const Place& place, int num_devices);
 
 }  // namespace cohort::comm

@@ -50,7 +50,8 @@ Meeting meet_alone() {
           .watch_store = {},
           .watch_sockets = {},
           .address = "127.0.0.1",
-          .interface = {}};
+          .interface = {},
+          .hosts = {}};
 }
 
 std::string terms(const Place& place, const GroupOptions& options) {
@@ -178,13 +179,14 @@ ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
   std::iota(ranks.begin(), ranks.end(), 0);
   auto job = std::make_shared<Job>(place, with_environment(options),
                                    env_string(kTraceFileVariable).value_or(""));
-  impl_ = std::make_unique<Impl>(job, "", "world", std::move(ranks), place.rank);
+  impl_ = std::make_shared<Impl>(job, "", "world", std::move(ranks), place.rank);
   const int64_t start = steady_now_ns();
   impl_->run_unmatched({.operation = "rendezvous at " + meeting_point(place), .site = {}}, [&] {
     job->meeting = place.world_size == 1 ? meet_alone()
                                          : meet(place, {.timeout = options.rendezvous_timeout,
                                                         .interface = options.interface,
                                                         .terms = terms(place, job->options)});
+    if (job->place.finds_host) find_host(job->place, job->meeting.hosts);
     impl_->connect(c10::make_intrusive<c10d::PrefixStore>("group", job->meeting.store),
                    left_of(options.rendezvous_timeout, start));
   });
@@ -198,7 +200,7 @@ ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
                         .abort = [job = job.get()] { job->abort(); }});
 }
 
-ProcessGroup::ProcessGroup(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 ProcessGroup::~ProcessGroup() = default;
 
@@ -243,7 +245,7 @@ std::unique_ptr<ProcessGroup> ProcessGroup::subgroup(const std::vector<int>& ran
   const auto own = std::find(members.begin(), members.end(), impl_->job->place.rank);
   if (own == members.end()) return nullptr;
   const int own_rank = static_cast<int>(own - members.begin());
-  auto impl = std::make_unique<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
+  auto impl = std::make_shared<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
                                      own_rank);
   auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->engine->getStore());
   impl->run_unmatched({.operation = operation, .site = site},
@@ -260,7 +262,7 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
   std::string text = cause;
   if (disagreement && !verdict.mismatch.empty()) {
     text = verdict.mismatch;
-  } else if (verdict.lost.empty() && !verdict.others.empty()) {
+  } else if (!verdict.others.empty()) {
     text = verdict.others + " (" + cause + ")";
   }
   throw PeerError({.rank = job->place.rank,
@@ -302,9 +304,10 @@ void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& bod
     throw;
   } catch (const std::exception& error) {
     // Gloo's IoException is a std::runtime_error and its EnforceNotMet a std::exception; c10d
-    // reports a failed collective of the Reducer as a plain c10::Error with Gloo's text in it.
+    // reports a failed collective of the Reducer as a plain c10::Error with Gloo's text in it. Those
+    // texts begin with the place in Gloo's sources.
     const std::string text = one_line(error);
-    if (text.find("gloo/") == std::string::npos) {
+    if (text.find("/third_party/gloo/gloo/") == std::string::npos) {
       job->log.end();
       throw;
     }
@@ -358,6 +361,7 @@ void ProcessGroup::Impl::check_open() const {
 }
 
 void ProcessGroup::Impl::run(const Call& call, const std::function<void()>& body) {
+  const at::NoGradGuard no_grad;
   ++sequence;
   guarded(call, /*matched=*/true, [&] {
     compare(call);
@@ -367,15 +371,20 @@ void ProcessGroup::Impl::run(const Call& call, const std::function<void()>& body
 }
 
 void ProcessGroup::Impl::run_unmatched(const Call& call, const std::function<void()>& body) {
+  const at::NoGradGuard no_grad;
   guarded(call, /*matched=*/false, body);
 }
 
 Work ProcessGroup::Impl::start(const Call& call,
                                const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
                                std::function<void()> finish) {
+  const at::NoGradGuard no_grad;
   ++sequence;
-  auto state = std::make_unique<Work::State>(Work::State{
-      .group = this, .operation = call.operation, .work = {}, .finish = std::move(finish)});
+  auto state = std::make_unique<Work::State>(Work::State{.group = weak_from_this(),
+                                                         .group_name = name,
+                                                         .operation = call.operation,
+                                                         .work = {},
+                                                         .finish = std::move(finish)});
   guarded(call, /*matched=*/true, [&] {
     if (known.insert(mix(0, text_of(call))).second) compare(call);
     number_data();
@@ -392,16 +401,28 @@ Work::~Work() = default;
 void Work::wait(CallSite site) {
   if (!state_ || !state_->work) return;
   const auto work = std::move(state_->work);
-  state_->group->run_unmatched({.operation = state_->operation, .site = site}, [&] {
+  const auto group = state_->group.lock();
+  TORCH_CHECK_VALUE(group, state_->operation, ": expected to be waited for before its group \"",
+                    state_->group_name, "\" goes");
+  group->run_unmatched({.operation = state_->operation, .site = site}, [&] {
     work->wait();
     if (state_->finish) state_->finish();
   });
 }
 
+GroupReference::GroupReference(ProcessGroup& group)
+    : group_(&group), name_(group.name()), life_(group.impl_) {}
+
+ProcessGroup& GroupReference::get(const char* user) const {
+  TORCH_CHECK_VALUE(!life_.expired(), user, ": expected the group \"", name_,
+                    "\" to live until this call, but it is gone");
+  return *group_;
+}
+
 void ProcessGroup::guard(const std::string& operation, const std::function<void()>& call,
                          CallSite site) {
   ++impl_->sequence;
-  impl_->run_unmatched({.operation = operation, .site = site}, call);
+  impl_->guarded({.operation = operation, .site = site}, /*matched=*/false, call);
 }
 
 void ProcessGroup::Impl::count(const std::string& key) {

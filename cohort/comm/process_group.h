@@ -39,14 +39,15 @@ class ProcessGroup;
 /// A collective under way. The tensors belong to it until `wait` has returned; to drop it unwaited
 /// leaves them undefined.
 ///
-/// Owner: the caller; must not outlive its group. Threads: one.
+/// Owner: the caller. Threads: one.
 class [[nodiscard]] Work {
  public:
   Work(Work&&) noexcept;
   Work& operator=(Work&&) noexcept;
   ~Work();
 
-  /// Blocks until the result is there. A second call returns at once. Errors: as ProcessGroup.
+  /// Blocks until the result is there. A second call returns at once. Errors: as ProcessGroup;
+  /// c10::ValueError once the group is gone.
   void wait(CallSite site = CallSite::here());
 
  private:
@@ -65,7 +66,8 @@ class [[nodiscard]] Work {
 /// Tensors: contiguous, on a device that the engine serves, of the same shape and dtype on every
 ///          rank (all_to_all: its splits may differ). Collectives that move data take every dtype;
 ///          those that reduce take bool (kMax, kMin, kBand, kBor), uint8, int8, int32, int64,
-///          float16, bfloat16, float32 and float64.
+///          float16, bfloat16, float32 and float64. Autograd records none of them: what is written
+///          in place keeps its history, and a leaf that requires a gradient may be written.
 /// Blocks:  every operation, until its result is there, except those called `_async`.
 /// Errors:  PeerError from any of them when a rank is lost or late, or when ranks call different
 ///          things; it names the ranks as far as the survivors can tell. The group, its parent and
@@ -187,10 +189,26 @@ class ProcessGroup {
   c10d::ProcessGroup& engine();  ///< For code that drives c10d, like DistributedDataParallel.
 
  private:
+  friend class GroupReference;
   friend class Work;
   struct Impl;
-  explicit ProcessGroup(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  explicit ProcessGroup(std::shared_ptr<Impl> impl);
+  std::shared_ptr<Impl> impl_;  // Shared with nobody: others see by it whether the group lives.
+};
+
+/// How something that may outlive a group refers to it: a node of autograd's graph, a module.
+///
+/// Owner: anyone; keeps nothing alive. Threads: as the group, its destruction included.
+class GroupReference {
+ public:
+  explicit GroupReference(ProcessGroup& group);
+  /// Returns the group. Errors: c10::ValueError that names `user` and the group if that is gone.
+  ProcessGroup& get(const char* user) const;
+
+ private:
+  ProcessGroup* group_;
+  std::string name_;
+  std::weak_ptr<void> life_;
 };
 
 }  // namespace cohort::comm

@@ -20,7 +20,7 @@ namespace cohort::comm {
 struct Job {
   Job(const Place& p, const GroupOptions& o, const std::string& trace_file);
 
-  const Place place;
+  Place place;  // complete once the ranks have met
   const GroupOptions options;
   Meeting meeting;
   std::unique_ptr<StackReport>
@@ -56,13 +56,15 @@ struct Call {
   std::optional<std::chrono::milliseconds> limit{};  // instead of the group's timeout
 };
 
-struct ProcessGroup::Impl {
+struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
        std::vector<int> global_ranks, int own_rank);
 
   /// Connects the engine through the group's own store: collective over the group's ranks; blocks,
   /// at most `limit`.
   void connect(c10::intrusive_ptr<c10d::Store> group_store, std::chrono::milliseconds limit);
+
+  // What runs in `run`, `start` and `run_unmatched` is not recorded by autograd.
 
   /// Runs a collective that all ranks of the group call alike: comparison first, then `body`.
   void run(const Call& call, const std::function<void()>& body);
@@ -111,7 +113,8 @@ struct ProcessGroup::Impl {
 };
 
 struct Work::State {
-  ProcessGroup::Impl* group;
+  std::weak_ptr<ProcessGroup::Impl> group;
+  std::string group_name;
   std::string operation;
   c10::intrusive_ptr<c10d::Work> work;
   std::function<void()> finish;  // what is left to do locally; may be empty

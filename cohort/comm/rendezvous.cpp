@@ -344,6 +344,13 @@ bool is_loopback(const std::string& address) {
 
 }  // namespace
 
+void find_host(Place& place, const std::vector<std::string>& hosts) {
+  const auto own = hosts.begin() + place.rank;
+  place.local_rank = static_cast<int>(std::count(hosts.begin(), own, *own));
+  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), *own));
+  place.finds_host = false;
+}
+
 std::string meeting_point(const Place& place) {
   return place.store_file.empty() ? place.master_addr + ":" + std::to_string(place.master_port)
                                   : place.store_file;
@@ -373,9 +380,10 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                   start, deadline);
     roster.sign(options.terms);
     const auto members = roster.wait_for_all();
-    const bool several_hosts = std::any_of(members.begin(), members.end(), [&](const Member& m) {
-      return m.host != roster.self().host;
-    });
+    for (const Member& member : members) meeting.hosts.push_back(member.host);
+    const bool several_hosts =
+        std::any_of(meeting.hosts.begin(), meeting.hosts.end(),
+                    [&](const std::string& other) { return other != roster.self().host; });
     if (several_hosts && asked.name.empty() && is_loopback(meeting.address))
       meeting.address = first_outside_address();
     meeting.watch_sockets = {};

@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 #include <chrono>
 #include <string>
+#include <vector>
 
 #include "cohort/comm/connections.h"
 #include "cohort/comm/place.h"
@@ -28,6 +29,7 @@ struct Meeting {
   Connections watch_sockets;                    ///< What `watch_store` talks through.
   std::string address;                          ///< Of this host, reachable by the other ranks.
   std::string interface;                        ///< The interface asked for; empty: none.
+  std::vector<std::string> hosts;  ///< By rank: equal for those of one host (and namespace).
 };
 
 /// Meets the other ranks of `place`, which has a world size above 1. Collective; blocks at most
@@ -44,6 +46,9 @@ struct Meeting {
 ///         PeerError for ranks that did not come, and for a store that does not answer, at most a
 ///         second after `timeout`.
 Meeting meet(const Place& place, const RendezvousOptions& options);
+
+/// Gives `place` the local rank and world size that `hosts`, one for each rank, imply. Local.
+void find_host(Place& place, const std::vector<std::string>& hosts);
 
 /// "127.0.0.1:29500" or "/shared/meet": where the ranks of `place` meet.
 std::string meeting_point(const Place& place);

@@ -9,7 +9,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::comm {
-namespace {
+namespace collectives_test {
 
 const std::vector<at::ScalarType> kReducible{at::kByte, at::kChar,     at::kInt,   at::kLong,
                                              at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
@@ -63,6 +63,91 @@ TEST(CollectivesTest, AllReduceKnowsEveryOperationAndType) {
     expect_all(flag, 1, "max of bool");
     group.all_reduce(flag = filled(group.rank() == 1 ? 1 : 0, at::kBool), ReduceOp::kBand);
     expect_all(flag, 0, "band of bool");
+  });
+}
+
+// `tensor` is this rank's; the calls replace it by the mean over ranks.
+struct Average {
+  const char* name;
+  std::function<void(ProcessGroup&, at::Tensor&)> call;
+  bool on_root_only = false;
+};
+
+std::vector<Average> averages() {
+  return {
+      {"all_reduce", [](auto& group, auto& x) { group.all_reduce(x, ReduceOp::kAvg); }},
+      {"all_reduce_async",
+       [](auto& group, auto& x) { group.all_reduce_async(x, ReduceOp::kAvg).wait(); }},
+      {"reduce", [](auto& group, auto& x) { group.reduce(x, 1, ReduceOp::kAvg); }, true},
+  };
+}
+
+TEST(AutogradTest, AnAverageOfALossLeavesItsGradientAlone) {
+  test::ranks(3, [](ProcessGroup& group) {
+    for (const Average& average : averages()) {
+      at::Tensor weight = at::full({2}, 1.0 + group.rank()).requires_grad_(true);
+      at::Tensor loss = weight.sum();
+      average.call(group, loss);
+      if (group.rank() == 1 || !average.on_root_only) expect_all(loss, 4, average.name);
+      loss.backward();
+      EXPECT_TRUE(weight.grad().equal(at::ones({2}))) << average.name << ": " << weight.grad();
+    }
+  });
+}
+
+TEST(AutogradTest, AveragesOfParametersArrive) {
+  test::ranks(3, [](ProcessGroup& group) {
+    for (const Average& average : averages()) {
+      at::Tensor weight = at::full({2}, 1.0 + group.rank()).requires_grad_(true);
+      average.call(group, weight);
+      if (group.rank() == 1 || !average.on_root_only) expect_all(weight, 2, average.name);
+      EXPECT_TRUE(weight.requires_grad() && weight.is_leaf()) << average.name;
+      (weight * 3).sum().backward();
+      EXPECT_TRUE(weight.grad().equal(at::full({2}, 3.0))) << average.name;
+    }
+  });
+}
+
+// The same of those that fill an output: neither its history nor its need of a gradient changes.
+TEST(AutogradTest, WhatMovesDataIsNotRecorded) {
+  test::ranks(2, [](ProcessGroup& group) {
+    const int rank = group.rank();
+    const auto leaf = [&](at::IntArrayRef shape) {
+      return at::full(shape, 1.0 + rank).requires_grad_(true);
+    };
+    const std::vector<std::pair<const char*, std::function<at::Tensor(at::Tensor)>>> calls{
+        {"broadcast", [&](at::Tensor x) { return group.broadcast(x, 1), x; }},
+        {"all_gather", [&](const at::Tensor& x) { return group.all_gather(x)[1]; }},
+        {"gather",
+         [&](const at::Tensor& x) {
+           const auto all = group.gather(x, 1);
+           return rank == 1 ? all[1] : filled(2, at::kFloat, {2});
+         }},
+        {"scatter",
+         [&](at::Tensor x) {
+           group.scatter(x, rank == 1 ? std::vector{leaf({2}), leaf({2})} : std::vector<at::Tensor>(), 1);
+           return x;
+         }},
+        {"all_to_all",
+         [&](at::Tensor x) {
+           group.all_to_all(x, at::full({2}, 2.0).requires_grad_(true));
+           return x;
+         }},
+        {"reduce_scatter",
+         [&](at::Tensor x) {
+           group.reduce_scatter(x, at::full({4}, 2.0).requires_grad_(true), ReduceOp::kAvg);
+           return x;
+         }},
+    };
+    for (const auto& [name, call] : calls) {
+      expect_all(call(leaf({2})), 2, name);
+      at::Tensor weight = leaf({2});
+      const at::Tensor result = call(weight * 1);
+      expect_all(result, 2, name);
+      if (!result.requires_grad()) continue;  // A fresh tensor.
+      result.sum().backward();
+      EXPECT_TRUE(weight.grad().equal(at::ones({2}))) << name << ": " << weight.grad();
+    }
   });
 }
 
@@ -309,5 +394,5 @@ TEST(SubgroupFaultTest, ALostRankIsNamedByItsNumberInTheJob) {
       << ends[0].output;
 }
 
-}  // namespace
+}  // namespace collectives_test
 }  // namespace cohort::comm

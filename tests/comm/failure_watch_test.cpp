@@ -9,9 +9,10 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "cohort/base/fd.h"
+#include "cohort/comm/collective_log.h"
 
 namespace cohort::comm {
-namespace {
+namespace failure_watch_test {
 
 // A store that takes its time: `asked` is set when it is first looked at, `go_on` ends the look.
 struct SlowStore : c10d::HashStore {
@@ -52,6 +53,47 @@ struct Loopback {
   }
   Fd near, far;
 };
+
+std::string story_of(int rank, const std::vector<MatchedCall>& calls) {
+  CollectiveLog log(rank, 3, "");
+  for (const MatchedCall& call : calls) {
+    log.begin({}, call);
+    log.end();
+  }
+  return log.story();
+}
+
+MatchedCall call_of(const std::string& group, int64_t number, const std::string& what) {
+  return {.group = group, .number = number, .what = what, .site = "a.cpp:" + std::to_string(number)};
+}
+
+// Numbers of two groups do not compare: the later difference has the lower one here.
+TEST(CollectiveLogTest, TheFirstDifferenceIsTheFirstInARanksOwnOrder) {
+  const MatchedCall same = call_of("", 1, "all_reduce(sum) of float32[4]");
+  const Stories stories{
+      {0, story_of(0, {same, call_of("", 2, "barrier \"a\""), call_of("pair", 1, "broadcast")})},
+      {1, story_of(1, {same, call_of("", 2, "barrier \"b\""), call_of("pair", 1, "gather")})},
+      {2, story_of(2, {same, call_of("", 2, "barrier \"a\"")})}};
+  EXPECT_EQ(find_mismatch(stories).value_or("none"),
+            "rank 1 calls barrier \"b\" at a.cpp:2 where rank 0 calls barrier \"a\" at a.cpp:2");
+}
+
+TEST(CollectiveLogTest, OfTwoRanksThatPartTheEarlierIsNamed) {
+  const auto whole = [](const std::string& third, const std::string& fourth) {
+    return std::vector{call_of("", 1, "a"), call_of("", 2, "b"), call_of("", 3, third), call_of("", 4, fourth)};
+  };
+  const Stories stories{{0, story_of(0, whole("c", "d"))},
+                        {1, story_of(1, whole("c", "other"))},
+                        {2, story_of(2, whole("another", "d"))}};
+  EXPECT_EQ(find_mismatch(stories).value_or("none"),
+            "rank 2 calls another at a.cpp:3 where rank 0 calls c at a.cpp:3");
+  // Two groups in different orders: there is no first one.
+  const MatchedCall a = call_of("a", 1, "x"), b = call_of("b", 1, "x");
+  const Stories crossed{{0, story_of(0, {call_of("a", 1, "y"), call_of("b", 1, "y")})},
+                        {1, story_of(1, {b, a})}};
+  EXPECT_TRUE(find_mismatch(crossed).has_value());
+  EXPECT_EQ(find_mismatch({{0, stories.at(0)}, {2, story_of(2, {call_of("", 1, "a")})}}), std::nullopt);
+}
 
 // The last look may take up to two seconds. A machine that stands still for longer tries again.
 TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
@@ -98,5 +140,5 @@ TEST(FailureWatchTest, ASilentStoreIsCutOff) {
   end.wait();
 }
 
-}  // namespace
+}  // namespace failure_watch_test
 }  // namespace cohort::comm

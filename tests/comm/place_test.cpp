@@ -5,12 +5,13 @@
 #include <map>
 
 #include "cohort/base/error.h"
+#include "cohort/comm/rendezvous.h"
 #include "cohort/comm/slurm.h"
 
 #include "tests/support/message_of.h"
 
 namespace cohort::comm {
-namespace {
+namespace place_test {
 
 // Sets exactly these variables of all contracts, and clears them again.
 class Environment {
@@ -86,6 +87,24 @@ TEST(PlaceTest, ReadsTorchrun) {
   EXPECT_EQ(place.local_world_size, 2);
   EXPECT_EQ(place.master_addr, "h");
   EXPECT_EQ(place.master_port, 5);
+}
+
+TEST(PlaceTest, RankAndWorldSizeAloneLeaveTheHostToTheMeeting) {
+  const Environment environment(
+      {{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}});
+  Place place = discover_place();
+  EXPECT_TRUE(place.finds_host);
+  EXPECT_TRUE(discover_place({.rank = 1, .world_size = 2}).finds_host);
+  EXPECT_FALSE(discover_place({.rank = 0, .world_size = 1}).finds_host);
+  EXPECT_THROW(device_index(place, 2), ConfigError) << "not known yet";
+  EXPECT_EQ(device_index(place, 1), 0);
+  find_host(place, {"a", "b", "a", "b"});
+  EXPECT_EQ(place.local_rank, 1);
+  EXPECT_EQ(place.local_world_size, 2);
+  EXPECT_EQ(device_index(place, 2), 1);
+  find_host(place, {"a", "b", "a", "c"});
+  EXPECT_EQ(place.local_rank, 0);
+  EXPECT_EQ(place.local_world_size, 1);
 }
 
 TEST(PlaceTest, ReadsOpenMpi) {
@@ -315,5 +334,5 @@ TEST(PlaceTest, DevicesGoByLocalRank) {
   EXPECT_THROW(device_index(place, 0), ConfigError);
 }
 
-}  // namespace
+}  // namespace place_test
 }  // namespace cohort::comm

@@ -19,7 +19,7 @@
 #include "tests/support/free_port.h"
 
 namespace cohort::comm {
-namespace {
+namespace rendezvous_test {
 
 using cohort::test::free_port;
 using std::chrono::milliseconds;
@@ -75,6 +75,31 @@ TEST(RendezvousTest, RanksMeetByTcp) {
   const int port = free_port();
   expect_each_says(meet_all({place_of(0, 3, port), place_of(1, 3, port), place_of(2, 3, port)}),
                    "met");
+}
+
+TEST(RendezvousTest, WhoSharesAHostIsFoundWhereNobodySaysIt) {
+  const int port = free_port();
+  std::vector<Place> found(3);
+  {
+    std::vector<std::jthread> threads;
+    for (int rank = 0; rank < 3; ++rank) {
+      threads.emplace_back([&, rank] {
+        Place place = place_of(rank, 3, port);
+        place.local_rank = 0;
+        place.local_world_size = 1;
+        place.finds_host = true;
+        ProcessGroup group(place, {.rendezvous_timeout = seconds(30), .timeout = seconds(30)});
+        found[static_cast<size_t>(rank)] = group.place();
+        group.close();
+      });
+    }
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    const Place& place = found[static_cast<size_t>(rank)];
+    EXPECT_EQ(place.local_rank, rank);
+    EXPECT_EQ(place.local_world_size, 3);
+    EXPECT_FALSE(place.finds_host);
+  }
 }
 
 TEST(RendezvousTest, RanksMeetByFileAndRemoveIt) {
@@ -226,5 +251,5 @@ TEST(InterfaceTest, TheEnvironmentsRulesAreGloosAndNccls) {
   unsetenv("NCCL_SOCKET_IFNAME");
 }
 
-}  // namespace
+}  // namespace rendezvous_test
 }  // namespace cohort::comm
