@@ -16,9 +16,10 @@ namespace cohort::parallel {
 /// what is saved carries no wrapper's prefix. Gradients travel bucket by bucket, while backward
 /// goes on.
 ///
-/// Collective: constructor, every forward that a backward follows, and that backward. A forward
-/// without gradient
-///             mode sends nothing.
+/// Collective: constructor, every forward that a backward follows, and that backward. With buffers
+///             (and broadcast_buffers) also the forward after it, of whatever kind: it brings rank
+///             0's to all ranks, so validation is of one model. Further forwards without gradient
+///             mode send nothing. A rank that validates alone calls the module's own forward.
 /// Numerics: gradients travel in their own dtype; the engine divides by the world size while it
 ///           copies into the bucket, then sums. For the gradient of a loss normalised by a global
 ///           count, scale the local loss sum by world_size / global_count. The order of summation
@@ -61,9 +62,9 @@ class DistributedDataParallel {
     engine_.backward(loss, gradient);
   }
 
-  /// Accumulate locally while the returned guard lives: forward and backward inside it send
-  /// nothing, and the first backward after it sends the accumulated sum. The forward must be
-  /// inside, too.
+  /// Accumulate locally while the returned guard lives: backward inside it sends nothing, and the
+  /// first one after it sends the accumulated sum. The forward must be inside, too; after a
+  /// synchronized one it still brings rank 0's buffers.
   class [[nodiscard]] NoSync {
    public:
     explicit NoSync(GradientEngine& engine)

@@ -140,8 +140,10 @@ struct GradientEngine::Impl {
   void restore_after_error() noexcept;
   std::string left_out() const;
   [[noreturn]] void report_left_out();
-  Round announce(bool active);
-  void copy_buffers(int root);
+  Round announce(bool active, bool synchronizing);
+  bool will_copy_buffers() const {
+    return buffers_differ && options.broadcast_buffers && !buffers.empty();
+  }
   void stand_in(const Round& round);
   bool searches_unused() const { return options.find_unused_parameters && !options.static_graph; }
   // A synchronized forward ran, and no backward after it has averaged all gradients.
@@ -165,6 +167,8 @@ struct GradientEngine::Impl {
   std::string comm_hook;
 
   bool synchronized = true;
+  // A synchronized forward ran, and none after it, so each rank's buffers follow its own batch.
+  bool buffers_differ = true;
   bool begun = false;        // some gradient of the last synchronized forward is there
   bool ended = false;        // and the backward that brought it has ended without an error
   bool interrupted = false;  // `backward` threw
@@ -371,12 +375,12 @@ void GradientEngine::Impl::check_finished() {
   abandon();
 }
 
-Round GradientEngine::Impl::announce(bool active) {
+Round GradientEngine::Impl::announce(bool active, bool synchronizing) {
   const auto width = static_cast<int64_t>(group.size());
   at::Tensor news = at::zeros({width + 1}, at::kLong);
   auto* values = news.data_ptr<int64_t>();
   values[group.rank()] = active;
-  values[width] = active && synchronized;
+  values[width] = synchronizing;
   group.all_reduce(news);
   Round round{.num_synchronizing = values[width]};
   for (int rank = group.size() - 1; rank >= 0; --rank) {
@@ -393,7 +397,8 @@ Round GradientEngine::Impl::announce(bool active) {
                 " ranks have no batches left");
     TORCH_CHECK_VALUE(round.num_synchronizing == 0 || round.num_synchronizing == round.num_active,
                       "join: expected all ranks within no_sync or none, got ",
-                      round.num_synchronizing, " of ", round.num_active, " outside");
+                      round.num_synchronizing, " of ", round.num_active,
+                      " outside (validation counts as within)");
     TORCH_CHECK_VALUE(complete || !options.static_graph || num_prepared > 0,
                       "join: expected a batch on every rank in the first step "
                       "of a static graph");
@@ -401,13 +406,12 @@ Round GradientEngine::Impl::announce(bool active) {
   return round;
 }
 
-void GradientEngine::Impl::copy_buffers(int root) {
-  if (options.broadcast_buffers) broadcast_tensors(buffers, group, root);
-}
-
 void GradientEngine::Impl::stand_in(const Round& round) {
-  group.guard("join", [&] { reducer->rebuild_buckets(); });
-  copy_buffers(round.first_active);
+  const bool synchronizes = round.num_synchronizing > 0;
+  if (synchronizes) group.guard("join", [&] { reducer->rebuild_buckets(); });
+  if (will_copy_buffers()) broadcast_tensors(buffers, group, round.first_active);
+  buffers_differ = synchronizes;
+  if (!synchronizes) return;
   group.guard("join", [&] { reducer->stand_in(); });
   ++num_prepared;
 }
@@ -436,21 +440,28 @@ GradientEngine::~GradientEngine() = default;
 
 void GradientEngine::before_forward() {
   Impl& my = *impl_;
-  if (at::GradMode::is_enabled()) {
+  const bool trains = at::GradMode::is_enabled();
+  const bool synchronizes = trains && my.synchronized;
+  if (trains) {
     if (!my.lent || !my.lent->is_lent()) my.check_forms();
     my.check_finished();
-    std::optional<Round> round;
-    if (my.join) round = my.announce(/*active=*/true);
-    if (my.synchronized) {
-      my.logger->set_runtime_stats_and_log();
-      my.reducer->prepare_for_forward();
-      my.group.guard("forward", [&] { my.reducer->rebuild_buckets(); });
-      my.copy_buffers(round ? round->first_active : 0);
-      const bool by_active = round && !my.join->divide_by_initial_world_size;
-      my.divisor = by_active ? round->num_active : my.group.size();
-      my.reducer->set_divisor(my.divisor);
-    }
   }
+  std::optional<Round> round;
+  if (my.join && (trains || my.will_copy_buffers())) {
+    round = my.announce(/*active=*/true, synchronizes);
+  }
+  if (synchronizes) {
+    my.logger->set_runtime_stats_and_log();
+    my.reducer->prepare_for_forward();
+    my.group.guard("forward", [&] { my.reducer->rebuild_buckets(); });
+    const bool by_active = round && !my.join->divide_by_initial_world_size;
+    my.divisor = by_active ? round->num_active : my.group.size();
+    my.reducer->set_divisor(my.divisor);
+  }
+  if (my.will_copy_buffers()) {
+    broadcast_tensors(my.buffers, my.group, round ? round->first_active : 0);
+  }
+  my.buffers_differ = synchronizes;
   if (!my.lent) return;
   my.lent_by_forward = !my.lent->is_lent();
   my.lent->lend();
@@ -574,9 +585,8 @@ void GradientEngine::begin_join(const JoinOptions& options) {
 
 void GradientEngine::finish_join() {
   Impl& my = *impl_;
-  for (Round round = my.announce(false); round.num_active > 0; round = my.announce(false)) {
-    if (round.num_synchronizing > 0) my.stand_in(round);
-  }
+  const auto announce = [&] { return my.announce(/*active=*/false, /*synchronizing=*/false); };
+  for (Round round = announce(); round.num_active > 0; round = announce()) my.stand_in(round);
   if (my.last_round)
     broadcast_model(my.model, my.group, my.last_round->first_active, my.options.ignored);
 }

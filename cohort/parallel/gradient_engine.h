@@ -48,7 +48,8 @@ class GradientEngine {
                  const DistributedDataParallelOptions& options);
   ~GradientEngine();
 
-  /// Everything before the module's forward. Without gradient mode it sends nothing.
+  /// Everything before the module's forward. Rank 0's buffers are sent where a synchronized forward
+  /// was the last one, whatever this one is.
   /// Errors: c10::ValueError if a parameter or buffer changed its type, shape or device, or if the
   /// last backward left out parameters; not if it threw: it is forgotten.
   void before_forward();

@@ -11,10 +11,10 @@ namespace cohort::parallel {
 /// model of a rank that went on longest.
 ///
 /// Collective: every rank calls it, once per loop; `body` may run any number of steps, none, too,
-/// and forwards without
-///             gradient mode (validation) in between. A step is one forward and its backward; steps
-///             within no_sync are within it on every rank that has batches. `body` holds no other
-///             collective.
+///             and forwards without gradient mode (validation) in between; with buffers, all ranks
+///             that have batches validate after the same steps. A step is one forward and its
+///             backward; steps within no_sync are within it on every rank that has batches. `body`
+///             holds no other collective.
 /// Blocks:     until the last rank has finished its loop.
 /// Cost:       one all-reduce of W + 1 numbers per forward.
 /// Numerics:   see JoinOptions. An optimizer's state does not follow: a rank that stood in keeps

@@ -152,7 +152,8 @@ void Reducer::stand_in() {
   for (c10d::GradBucket& bucket : zeros) futures.push_back(run_comm_hook(bucket));
   for (const TensorFuture& future : futures) future->waitAndThrow();
   if (find_unused_parameters_ && !static_graph_) {
-    std::vector<at::Tensor> used{get_local_used_map_on_device()};
+    // Zeros: the Reducer's own map holds the sums of this rank's last step.
+    std::vector<at::Tensor> used{at::zeros_like(get_local_used_map_on_device())};
     process_group_->allreduce(used)->wait();
   }
   push_rebuilt_params_for_all_indices();

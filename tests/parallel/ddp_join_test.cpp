@@ -6,7 +6,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace ddp_join_test {
 
 using comm::ProcessGroup;
 using parallel::DistributedDataParallelOptions;
@@ -104,6 +104,25 @@ TEST(DdpJoinTest, WithRebuiltBuckets) {
 
 TEST(DdpJoinTest, WithUnusedParameters) {
   expect_join_equals_one_process({.batches = {1, 3, 2}, .ddp = {.find_unused_parameters = true}});
+}
+
+// The rank that stands in has used the extra layer once; those that go on never do.
+TEST(DdpJoinTest, WhatNoActiveRankUsesGetsNoGradient) {
+  test::ranks(3, [](ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group, {.find_unused_parameters = true});
+    int steps = 0;
+    parallel::join(ddp, [&] {
+      for (int step = 0; step < (group.rank() == 0 ? 1 : 3); ++step) {
+        ddp.backward(loss_of(ddp(batch_of(group.rank(), step), group.rank() == 0)));
+        EXPECT_EQ(model->extra->weight.grad().defined(), step == 0) << "step " << step;
+        EXPECT_TRUE(model->first->weight.grad().defined()) << "step " << step;
+        test::descend(*model, kRate);
+        ++steps;
+      }
+    });
+    EXPECT_EQ(steps, group.rank() == 0 ? 1 : 3);
+  });
 }
 
 TEST(DdpJoinTest, WithAStaticGraph) {
@@ -223,5 +242,5 @@ TEST(DdpJoinTest, RanksMustAgreeOnNoSync) {
   });
 }
 
-}  // namespace
+}  // namespace ddp_join_test
 }  // namespace cohort

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
+#include <optional>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
@@ -10,7 +12,7 @@
 #include "tests/support/sentences.h"
 
 namespace cohort {
-namespace {
+namespace ddp_test {
 
 using comm::ProcessGroup;
 using nmt::Transformer;
@@ -104,7 +106,9 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
   const auto parameters = named_parameters(*model);
   const auto expected = named_parameters(*reference);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor apart = (parameters[i].second - expected[i].second).abs() > parameter_bound;
+    // NaN is apart from everything.
+    const at::Tensor apart =
+        ((parameters[i].second - expected[i].second).abs() <= parameter_bound).logical_not();
     EXPECT_LE(apart.to(at::kDouble).mean().item<double>(), type == at::kFloat ? kNoisyShare32 : 0)
         << parameters[i].first;
   }
@@ -170,6 +174,54 @@ TEST(DdpTest, BuffersFollowRankZeroAtEachForward) {
   });
 }
 
+// Each rank's batches leave other statistics behind.
+TEST(DdpTest, ValidationComputesWithRankZerosStatistics) {
+  for (const int world_size : {2, 3}) {
+    test::ranks(world_size, [](ProcessGroup& group) {
+      torch::nn::BatchNorm1d net(torch::nn::BatchNorm1dOptions(4));
+      DistributedDataParallel<torch::nn::BatchNorm1d> ddp(net, group);
+      const at::Tensor x = at::arange(24, at::kFloat).view({6, 4});
+      for (int step = 0; step < 2; ++step) ddp.backward(ddp(x * (1 + group.rank())).sum());
+      net->eval();
+      const at::NoGradGuard no_grad;
+      const at::Tensor scores = ddp(x);
+      for (const at::Tensor& theirs : group.all_gather(scores)) EXPECT_TRUE(theirs.equal(scores));
+      for (const at::Tensor& buffer : net->buffers()) {
+        at::Tensor first = buffer.clone();
+        group.broadcast(first);
+        EXPECT_TRUE(first.equal(buffer));
+      }
+    });
+  }
+}
+
+// As in PyTorch: in the forward that follows a synchronized step, whatever kind of forward it is.
+TEST(DdpTest, BuffersAreSentInTheForwardAfterASynchronizedOne) {
+  test::ranks(3, [](ProcessGroup& group) {
+    Net net(8);
+    DistributedDataParallel<Net> ddp(net, group);
+    enum Kind { kStep, kNoSync, kValidation };
+    const std::vector<std::pair<Kind, bool>> plan{
+        {kStep, true},    {kStep, true},    {kValidation, true}, {kValidation, false}, {kStep, false},
+        {kNoSync, true},  {kNoSync, false}, {kStep, false},      {kNoSync, true},      {kValidation, false},
+        {kStep, false},   {kStep, true}};
+    for (size_t i = 0; i < plan.size(); ++i) {
+      const auto [kind, sent] = plan[i];
+      net->calls.fill_(static_cast<double>(10 * i) + group.rank());
+      if (kind == kValidation) {
+        const at::NoGradGuard no_grad;
+        ddp(at::ones({2, 4}));
+      } else {
+        std::optional<DistributedDataParallel<Net>::NoSync> guard;
+        if (kind == kNoSync) guard.emplace(ddp.engine());
+        ddp.backward(ddp(at::ones({2, 4})).sum());
+      }
+      EXPECT_EQ(net->calls.item<double>(), static_cast<double>(10 * i) + (sent ? 0 : group.rank()))
+          << "forward " << i;
+    }
+  });
+}
+
 TEST(DdpTest, BuffersFollowRankZeroWhenTheirStorageIsReplaced) {
   test::ranks(2, [](ProcessGroup& group) {
     Net net(8);
@@ -212,5 +264,5 @@ TEST(DdpTest, DifferentModelsAreNamedOnEveryRank) {
   }
 }
 
-}  // namespace
+}  // namespace ddp_test
 }  // namespace cohort
