@@ -23,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/parallel/saved_group.h"
+
 namespace cohort::parallel {
 namespace {
 
@@ -127,7 +129,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const at::Tensor variance = (statistics.m2 / statistics.count).to(type);
     context->save_for_backward({input, weight, mean, variance, statistics.count});
     context->saved_data["eps"] = eps;
-    context->saved_data["group"] = reinterpret_cast<int64_t>(group);
+    save_group(context, *group);
     if (input.numel() == 0) return at::empty_like(input);
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     return std::get<0>(at::native_batch_norm(input, cast(weight, type), cast(bias, type), mean,
@@ -146,9 +148,8 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
         grad, input, cast(weight, saved[2].scalar_type()), saved[2], saved[3], eps);
     at::Tensor grad_input;
     if (context->needs_input_grad(0)) {
-      auto* group = reinterpret_cast<comm::ProcessGroup*>(context->saved_data["group"].toInt());
       at::Tensor sums = at::cat({grad_bias.to(at::kDouble), grad_weight.to(at::kDouble)});
-      group->all_reduce(sums);
+      saved_group(context, "backward of batch normalisation").all_reduce(sums);
       grad_input = input_gradient(grad, saved, sums.div_(saved[4]), eps);
     }
     const at::Tensor none;
@@ -217,7 +218,8 @@ BatchNormImpl::BatchNormImpl(const torch::nn::BatchNormOptions& options_, comm::
 
 BatchNormImpl::BatchNormImpl(const torch::nn::BatchNormOptions& options_, const Tensors& tensors,
                              comm::ProcessGroup* group)
-    : options(options_), group_(group) {
+    : options(options_) {
+  if (group != nullptr) synchronize_over(*group);
   register_tensors(tensors);
 }
 
@@ -246,7 +248,7 @@ void BatchNormImpl::pretty_print(std::ostream& stream) const {
   }
   stream << ", affine=" << options.affine()
          << ", track_running_stats=" << options.track_running_stats()
-         << ", ranks=" << (group_ != nullptr ? group_->size() : 1) << ")";
+         << ", ranks=" << num_ranks_ << ")";
 }
 
 // Returns the weight of the new batch in the running statistics.
@@ -262,12 +264,13 @@ at::Tensor BatchNormImpl::forward(const at::Tensor& input) {
                     "batch normalisation: expected an input [B, ", options.num_features(),
                     ", ...], got ", input.sizes());
   const double momentum = count_batch();
-  if (is_training() && group_ != nullptr && group_->size() > 1) {
+  if (is_training() && num_ranks_ > 1) {
     const auto maybe = [](const at::Tensor& tensor) {
       return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
     };
     return SyncBatchNormFunction::apply(input, maybe(weight), maybe(bias), maybe(running_mean),
-                                        maybe(running_var), momentum, options.eps(), group_);
+                                        maybe(running_var), momentum, options.eps(),
+                                        &group_->get("batch normalisation"));
   }
   const bool of_batch = is_training() || !options.track_running_stats();
   TORCH_CHECK_VALUE(

@@ -3,6 +3,7 @@
 // C channels; N elements per channel on all ranks together; W ranks.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <optional>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
@@ -37,8 +38,8 @@ namespace cohort::parallel {
 /// Threads:  as the group: one caller at a time.
 /// Errors:   c10::ValueError: another number of channels, or fewer than two values per channel on
 /// all ranks
-///           together in training (on all of them), or a second derivative. PeerError: a rank is
-///           lost.
+///           together in training (on all of them), a second derivative, or a group that is gone.
+///           PeerError: a rank is lost.
 /// Source:   Ioffe and Szegedy 2015, arXiv:1502.03167; Chan et al. 1979, eq. 2.1, for the
 /// combination.
 class BatchNormImpl : public torch::nn::Cloneable<BatchNormImpl> {
@@ -58,8 +59,11 @@ class BatchNormImpl : public torch::nn::Cloneable<BatchNormImpl> {
 
   /// From now on statistics span `group`, which must outlive this module. Local; call it on every
   /// rank.
-  void synchronize_over(comm::ProcessGroup& group) { group_ = &group; }
-  bool is_synchronized() const { return group_ != nullptr; }
+  void synchronize_over(comm::ProcessGroup& group) {
+    group_.emplace(group);
+    num_ranks_ = group.size();
+  }
+  bool is_synchronized() const { return group_.has_value(); }
 
   void reset() override;  ///< Fresh parameters and statistics.
   void pretty_print(std::ostream& stream) const override;
@@ -75,7 +79,8 @@ class BatchNormImpl : public torch::nn::Cloneable<BatchNormImpl> {
   void register_tensors(const Tensors& tensors);
   double count_batch();
 
-  comm::ProcessGroup* group_ = nullptr;
+  std::optional<comm::GroupReference> group_;
+  int num_ranks_ = 1;
 };
 
 /// Holds a BatchNormImpl. Models written with it are converted whole by convert_sync_batchnorm.

@@ -8,20 +8,13 @@
 
 #include "cohort/base/tensor_part.h"
 #include "cohort/optim/adam.h"
+#include "cohort/parallel/saved_group.h"
 
 namespace cohort::parallel {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-void save(AutogradContext* context, comm::ProcessGroup* group) {
-  context->saved_data["group"] = reinterpret_cast<int64_t>(group);
-}
-
-comm::ProcessGroup& saved_group(AutogradContext* context) {
-  return *reinterpret_cast<comm::ProcessGroup*>(context->saved_data["group"].toInt());
-}
 
 // A copy: what autograd hands over may be somebody else's, too.
 at::Tensor sum_over(const at::Tensor& x, comm::ProcessGroup& group) {
@@ -45,11 +38,11 @@ void check_rows(const char* what, const at::Tensor& part, int64_t vocabulary,
 struct CopyToGroup : torch::autograd::Function<CopyToGroup> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             comm::ProcessGroup* group) {
-    save(context, group);
+    save_group(context, *group);
     return x.view_as(x);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    return {sum_over(grads[0], saved_group(context)), at::Tensor()};
+    return {sum_over(grads[0], saved_group(context, "backward of copy_to_group")), at::Tensor()};
   }
 };
 

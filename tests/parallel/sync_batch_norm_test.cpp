@@ -1,6 +1,7 @@
 #include "cohort/parallel/sync_batch_norm.h"
 
 #include <gtest/gtest.h>
+#include <sstream>
 #include <torch/autograd.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -14,7 +15,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
-namespace {
+namespace sync_batch_norm_test {
 
 using comm::ProcessGroup;
 using torch::nn::BatchNormOptions;
@@ -365,6 +366,28 @@ TEST(ConvertSyncBatchNormTest, ThoseThatCannotBeReplacedAreNamedAndNothingChange
             std::string::npos);
 }
 
+TEST(SyncBatchNormTest, WhatOutlivesItsGroupSaysSo) {
+  test::ranks(2, [](ProcessGroup& world) {
+    auto group = world.subgroup({0, 1}, "pair");
+    SyncBatchNorm norm(BatchNormOptions(3), *group);
+    const at::Tensor x = at::randn({4, 3}).requires_grad_(true);
+    const at::Tensor loss = norm(x).sum();
+    group->close();
+    group.reset();
+    EXPECT_EQ(test::message_of<c10::ValueError>([&] { loss.backward(); }),
+              "backward of batch normalisation: expected the group \"pair\" to live until this call, "
+              "but it is gone");
+    EXPECT_EQ(test::message_of<c10::ValueError>([&] { norm(x); }),
+              "batch normalisation: expected the group \"pair\" to live until this call, but it is "
+              "gone");
+    norm->eval();
+    EXPECT_EQ(norm(x).sizes(), x.sizes());
+    std::ostringstream text;
+    text << *norm;
+    EXPECT_NE(text.str().find("ranks=2"), std::string::npos) << text.str();
+  });
+}
+
 TEST(BatchNormTest, WithoutAGroupItIsLibtorchsBatchNorm) {
   BatchNorm ours(BatchNormOptions(3));
   torch::nn::BatchNorm1d theirs(3);
@@ -376,5 +399,5 @@ TEST(BatchNormTest, WithoutAGroupItIsLibtorchsBatchNorm) {
   EXPECT_TRUE(at::equal(copy->forward(x), theirs(x)));
 }
 
-}  // namespace
+}  // namespace sync_batch_norm_test
 }  // namespace cohort::parallel

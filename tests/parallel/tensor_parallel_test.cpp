@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <gtest/gtest.h>
+#include <memory>
 #include <torch/nn/functional/loss.h>
 #include <torch/types.h>
 #include <torch/utils.h>
@@ -14,7 +15,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
-namespace {
+namespace tensor_parallel_test {
 
 // Sums of at most some hundred terms near 1, in another order: 100 x 2^-53, and a few of them in a
 // row.
@@ -178,6 +179,21 @@ TEST(TensorParallelTest, ShapesThatDoNotFitAreRefused) {
   });
 }
 
+TEST(TensorParallelTest, AGraphThatOutlivesItsGroupSaysSo) {
+  auto group = std::make_unique<comm::ProcessGroup>(comm::Place{});
+  const at::Tensor x = leaf(at::ones({2, 3}));
+  const at::Tensor weight = leaf(at::ones({4, 3}));
+  const at::Tensor loss = column_parallel_linear(x, weight, {}, *group).sum();
+  // These need no group any more.
+  const at::Tensor others = reduce_from_group(x, *group) + gather_from_group(x, 3, *group);
+  group.reset();
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] { loss.backward(); }),
+            "backward of copy_to_group: expected the group \"world\" to live until this call, but it "
+            "is gone");
+  others.sum().backward();
+  EXPECT_TRUE(x.grad().equal(at::full({2, 3}, 2.0)));
+}
+
 TEST(MeshTest, RanksOfOneModelAreNeighbours) {
   test::ranks(4, [](comm::ProcessGroup& world) {
     Mesh mesh(world, 2);
@@ -204,5 +220,5 @@ TEST(MeshTest, AllRanksMayComputeOneModel) {
   });
 }
 
-}  // namespace
+}  // namespace tensor_parallel_test
 }  // namespace cohort::parallel
