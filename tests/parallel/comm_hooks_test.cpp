@@ -18,7 +18,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
-namespace {
+namespace comm_hooks_test {
 
 using comm::ProcessGroup;
 using Tensors = std::vector<at::Tensor>;
@@ -153,8 +153,11 @@ TEST(CompressHookTest, ErrorsStayWithinTheBoundOfTheType) {
 
 TEST(CompressHookTest, TheWrappedHookSeesLowGradients) {
   test::ranks(2, [](ProcessGroup& group) {
-    const CommHook inner = [](ProcessGroup& g, Bucket bucket) {
+    int calls = 0;
+    const CommHook inner = [&calls](ProcessGroup& g, Bucket bucket) {
+      ++calls;
       EXPECT_EQ(bucket.buffer.scalar_type(), at::kBFloat16);
+      EXPECT_EQ(bucket.gradients.size(), kShapes.size());
       int64_t offset = 0;
       for (size_t i = 0; i < bucket.gradients.size(); ++i) {
         const at::Tensor& gradient = bucket.gradients[i];
@@ -168,6 +171,7 @@ TEST(CompressHookTest, TheWrappedHookSeesLowGradients) {
     };
     reduce(group, bf16_compress_wrapper(inner),
            make_gradients(kShapes, group.rank(), 0, at::kFloat));
+    EXPECT_EQ(calls, 1);
   });
 }
 
@@ -532,5 +536,5 @@ TEST(PostLocalSgdTest, BadOptionsAreExplained) {
             std::string::npos);
 }
 
-}  // namespace
+}  // namespace comm_hooks_test
 }  // namespace cohort::parallel

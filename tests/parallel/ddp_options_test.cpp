@@ -6,11 +6,15 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 
+#include "cohort/base/trace_page.h"
+#include "cohort/comm/backend.h"
+#include "cohort/parallel/sharding/sharded_data_parallel.h"
+
 #include "tests/parallel/ddp_support.h"
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace ddp_options_test {
 
 using comm::ProcessGroup;
 using parallel::BucketLayout;
@@ -25,6 +29,32 @@ std::vector<at::Tensor> mean_gradients(int world_size, bool use_extra = true, in
   return test::expected_gradients(reference, world_size, [&](Branches& model, int rank) {
     return loss_of(model->forward(batch_of(rank, step), use_extra));
   });
+}
+
+// Another device's engine, which no test calls.
+class MetaBackend : public c10d::Backend {
+ public:
+  using Backend::Backend;
+  const std::string getBackendName() const override { return "meta_only"; }
+  void setTimeout(std::chrono::milliseconds) override {}
+};
+
+// PyTorch has no backend for the tensors then; Gloo, which a group always has, must not step in unasked.
+TEST(DdpOptionsTest, AModelThatTheGroupsEngineDoesNotServeIsRefused) {
+  comm::register_backend("meta_only", {.device = c10::DeviceType::Meta, .make = [](const comm::BackendRequest& request) {
+                           return c10::make_intrusive<MetaBackend>(request.rank, request.world_size);
+                         }});
+  ProcessGroup group(comm::Place{}, {.backend = "meta_only"});
+  Branches model;
+  test::expect_error<c10::ValueError>(
+      [&] { Ddp ddp(model, group); },
+      "is on the CPU, which the group's backend meta_only does not serve: move the model, or make the group with a "
+      "backend of CPU tensors (gloo)");
+  test::expect_error<c10::ValueError>(
+      [&] { parallel::ShardedDataParallel<Branches> sharded(model, group); }, "which the group's backend meta_only");
+  ProcessGroup gloo(comm::Place{}, {});
+  Ddp ddp(model, gloo);
+  EXPECT_NO_THROW(ddp.backward(loss_of(ddp(batch_of(0)))));
 }
 
 TEST(DdpOptionsTest, UnusedParametersAreNamedAtOnceAndTheGroupGoesOn) {
@@ -709,21 +739,54 @@ TEST(DdpOptionsTest, WhatAHookThrowsArrivesAndTheGroupGoesOn) {
   });
 }
 
+constexpr int64_t kForwardNs = 4'000'000;
+constexpr int64_t kBackwardNs = 6'000'000;
+
+void compute_for(int64_t nanoseconds) {
+  for (const int64_t end = steady_now_ns() + nanoseconds; steady_now_ns() < end;) continue;
+}
+
+struct SlowBranchesImpl : test::BranchesImpl {
+  at::Tensor forward(const at::Tensor& x) {
+    compute_for(kForwardNs);
+    return test::BranchesImpl::forward(x);
+  }
+};
+TORCH_MODULE(SlowBranches);
+
 TEST(DdpOptionsTest, TimesAreMeasured) {
   test::ranks(2, [](ProcessGroup& group) {
-    Branches model;
-    Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-4}, .logging_sample_rate = 1});
-    for (int step = 0; step < 13; ++step) ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+    SlowBranches model;
+    // The first layer's gradient is the last; all other buckets are under way before it.
+    model->first->weight.register_hook([](const at::Tensor&) { compute_for(kBackwardNs); });
+    parallel::DistributedDataParallel<SlowBranches> ddp(
+        model, group, {.bucket_cap_mb_list = {1e-4}, .logging_sample_rate = 1});
+    int64_t longest_forward = 0, longest_backward = 0;
+    for (int step = 0; step < 13; ++step) {
+      const int64_t start = steady_now_ns();
+      const at::Tensor output = ddp(batch_of(group.rank(), step));
+      const int64_t middle = steady_now_ns();
+      ddp.backward(loss_of(output));
+      longest_forward = std::max(longest_forward, steady_now_ns() - start);
+      longest_backward = std::max(longest_backward, steady_now_ns() - middle);
+    }
     const parallel::DdpLoggingData data = ddp.logging_data();
     EXPECT_GT(data.iteration, 10) << "the first 10 are sampled at any rate";
     EXPECT_EQ(data.num_parameter_tensors, 8);
     EXPECT_EQ(data.total_parameter_size_bytes, (30 + 42 + 42 + 14) * 8);
     EXPECT_EQ(data.bucket_sizes_bytes.size(), static_cast<size_t>(ddp.num_buckets()));
     EXPECT_FALSE(data.has_rebuilt_buckets);
-    EXPECT_GT(data.forward_compute_time, 0);
-    EXPECT_GT(data.backward_compute_time, 0);
-    EXPECT_GT(data.backward_comm_time, 0);
-    EXPECT_GT(data.backward_compute_comm_overlap_time, 0);
+    // Averages, each between what a step takes at least and what the longest one took. The engine's
+    // forward ends where its backward begins.
+    const auto expect_between = [](int64_t least, int64_t time, int64_t most, const char* name) {
+      EXPECT_GE(time, least) << name;
+      EXPECT_LE(time, most) << name;
+    };
+    expect_between(kForwardNs, data.forward_compute_time, longest_forward, "forward");
+    expect_between(kBackwardNs, data.backward_compute_time, longest_backward, "backward");
+    expect_between(kBackwardNs, data.backward_comm_time, longest_backward, "communication");
+    expect_between(kBackwardNs, data.backward_compute_comm_overlap_time,
+                   std::min(data.backward_compute_time, data.backward_comm_time), "overlap");
   });
 }
 
@@ -819,5 +882,5 @@ TEST(DdpOptionsTest, RebuiltBucketsFollowTheOrderOfGradients) {
   });
 }
 
-}  // namespace
+}  // namespace ddp_options_test
 }  // namespace cohort
