@@ -7,7 +7,7 @@ namespace cohort::launch {
 /// Runs options.command once per local rank and returns the exit code for the whole job.
 ///
 /// Before any worker exists, node 0 binds and listens on the store's port; rank 0 inherits that
-/// socket (COHORT_STORE_FD). Each worker leads its own process group; its stdout and stderr go to
+/// socket (COHORT_STORE_FD). Each worker leads its own session; its stdout and stderr go to
 /// one log file each, and to this process's own streams as options.tee says. Under Tee::kRank0,
 /// where this process has a terminal, so has rank 0.
 ///

@@ -20,7 +20,7 @@ Signals::Signals() {
   // An inherited "ignore" would have the kernel reap workers before their status is read.
   struct sigaction plain {};
   plain.sa_handler = SIG_DFL;
-  ::sigaction(SIGCHLD, &plain, nullptr);
+  ::sigaction(SIGCHLD, &plain, &old_child_);
   struct sigaction ignore {};
   ignore.sa_handler = SIG_IGN;
   ::sigaction(SIGPIPE, &ignore, &old_pipe_);
@@ -45,6 +45,7 @@ void Signals::unblock() const noexcept {
 
 void Signals::restore() const noexcept {
   ::sigaction(SIGPIPE, &old_pipe_, nullptr);
+  ::sigaction(SIGCHLD, &old_child_, nullptr);
   unblock();
 }
 

@@ -38,6 +38,7 @@ class Signals {
   Fd fd_;
   sigset_t old_mask_{};
   struct sigaction old_pipe_ {};
+  struct sigaction old_child_ {};
 };
 
 }  // namespace cohort::launch

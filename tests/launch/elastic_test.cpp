@@ -16,7 +16,7 @@
 #include "tests/support/namespaces.h"
 
 namespace cohort::launch {
-namespace {
+namespace elastic_test {
 
 using Lines = std::vector<std::string>;
 using test::Namespaces;
@@ -110,8 +110,8 @@ class ElasticTest : public ::testing::Test {
   }
 
   // A job of two nodes.
-  auto start_two(const std::string& script) const {
-    const Lines flags{"--nnodes", "2"};
+  auto start_two(const std::string& script, int max_restarts = 0) const {
+    const Lines flags{"--nnodes", "2", "--max-restarts", std::to_string(max_restarts)};
     return std::pair{start(0, flags, script), start(1, flags, script)};
   }
 
@@ -217,15 +217,26 @@ TEST_F(ElasticTest, AFailedWorkerRestartsEveryNode) {
 }
 
 TEST_F(ElasticTest, TheLastFailureEndsTheJobOnEveryNode) {
-  const std::string script =
-      "if [ $RANK = 1 ]; then echo the last words >&2; exit 6; fi; exec sleep 1000";
-  const auto [first, second] = start_two(script);
-  const Ended one = first->wait();
-  const Ended two = second->wait();
-  EXPECT_EQ(one.exit_code, 6);
-  EXPECT_EQ(two.exit_code, 6);
-  EXPECT_TRUE(holds(one.err, "cohort run: the job ended: node 1: rank 1 (pid ")) << one.err;
-  EXPECT_TRUE(holds(two.err, "cohort run: rank 1 (pid ")) << two.err;
+  for (const int max_restarts : {0, 1}) {
+    const std::string rounds = "rounds_of_" + std::to_string(max_restarts) + "_";
+    const std::string script =
+        "echo $COHORT_RESTART_COUNT >> " + rounds + "$RANK;"
+        "if [ $RANK = 0 ]; then exec sleep 1000; fi;"
+        "until grep -qx $COHORT_RESTART_COUNT " + rounds + "0; do sleep 0.02; done;"
+        "echo the last words >&2; exit 6";
+    const auto [first, second] = start_two(script, max_restarts);
+    const Ended one = first->wait();
+    const Ended two = second->wait();
+    EXPECT_EQ(one.exit_code, 6);
+    EXPECT_EQ(two.exit_code, 6);
+    EXPECT_TRUE(holds(one.err, "cohort run: the job ended: node 1: rank 1 (pid ")) << one.err;
+    EXPECT_TRUE(holds(two.err, "cohort run: rank 1 (pid ")) << two.err;
+    for (const std::string rank : {"0", "1"}) {
+      EXPECT_EQ(read_file(folder_.path() + "/" + rounds + rank),
+                max_restarts == 0 ? "0\n" : "0\n1\n")
+          << "rank " << rank << ", at most " << max_restarts << " restarts";
+    }
+  }
 }
 
 TEST_F(ElasticTest, TheCoordinatorsDeathEndsTheJob) {
@@ -341,5 +352,5 @@ TEST_F(ElasticTest, AStopReachesNodesThroughTheirWorkers) {
   EXPECT_EQ(second->wait().exit_code, 4);
 }
 
-}  // namespace
+}  // namespace elastic_test
 }  // namespace cohort::launch

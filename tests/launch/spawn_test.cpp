@@ -1,10 +1,13 @@
 // A program that starts itself once per rank.
 #include <gtest/gtest.h>
+#include <signal.h>
+
+#include "cohort/launch/signals.h"
 
 #include "tests/launch/launch_harness.h"
 
 namespace cohort::launch {
-namespace {
+namespace spawn_test {
 
 TEST(SpawnTest, TheProgramRunsAgainOncePerRank) {
   Launched run({this_program(), "--worker", "spawn-well"});
@@ -32,5 +35,16 @@ TEST(SpawnTest, AProgramThatHasThreadsIsRefused) {
             "threads\n");
 }
 
-}  // namespace
+TEST(SignalsTest, WhatWasIgnoredBeforeIsIgnoredAfterwards) {
+  for (const int signal : {SIGCHLD, SIGPIPE}) {
+    struct sigaction ignore {}, before {}, after {};
+    ignore.sa_handler = SIG_IGN;
+    ASSERT_EQ(::sigaction(signal, &ignore, &before), 0);
+    { const Signals signals; }
+    ASSERT_EQ(::sigaction(signal, &before, &after), 0);
+    EXPECT_EQ(after.sa_handler, SIG_IGN) << "signal " << signal;
+  }
+}
+
+}  // namespace spawn_test
 }  // namespace cohort::launch
