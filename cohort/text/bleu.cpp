@@ -12,6 +12,7 @@
 #include "cohort/base/error.h"
 #include "cohort/text/bleu_tokenizer.h"
 #include "cohort/text/score_text.h"
+#include "cohort/text/utf8.h"
 
 namespace cohort::text {
 namespace {
@@ -137,6 +138,14 @@ BleuTokenizer parse_bleu_tokenizer(const std::string& text) {
 
 std::string to_string(BleuTokenizer tokenizer) {
   return kTokenizers[static_cast<size_t>(tokenizer)];
+}
+
+std::optional<std::string> tokenizer_warning(BleuTokenizer tokenizer,
+                                             std::span<const std::string> references) {
+  constexpr double kMuch = 0.25;
+  if (tokenizer != BleuTokenizer::k13a || han_share(references) < kMuch) return std::nullopt;
+  return "--tokenize 13a: the references are Chinese, whose words 13a does not separate: expected "
+         "--tokenize zh";
 }
 
 BleuSmoothing parse_bleu_smoothing(const std::string& text) {

@@ -26,6 +26,11 @@ enum class BleuTokenizer {
 BleuTokenizer parse_bleu_tokenizer(const std::string& text);
 std::string to_string(BleuTokenizer tokenizer);
 
+/// Returns why the score of such references says little, a sentence; nothing if it does: k13a finds
+/// words at spaces, which Chinese does not have.
+std::optional<std::string> tokenizer_warning(BleuTokenizer tokenizer,
+                                             std::span<const std::string> references);
+
 enum class BleuSmoothing {
   kExp,    ///< The k-th precision without a match becomes 1 / (2^k total).
   kFloor,  ///< Zero matches count as smoothing_value (default 0.1).

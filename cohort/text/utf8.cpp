@@ -77,6 +77,22 @@ void append_utf8(char32_t code_point, std::string& text) {
   }
 }
 
+double han_share(std::span<const std::string> texts) {
+  int64_t han = 0, all = 0;
+  for (const std::string& text : texts) {
+    for (size_t offset = 0; offset < text.size();) {
+      const auto code_point = next_code_point(text, offset);
+      if (!code_point) {
+        ++offset;
+      } else if (!is_space(*code_point)) {
+        ++all;
+        han += *code_point >= 0x3400 && *code_point <= 0x9FFF ? 1 : 0;
+      }
+    }
+  }
+  return all > 0 ? static_cast<double>(han) / static_cast<double>(all) : 0;
+}
+
 bool is_space(char32_t c) {
   return (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 ||
          c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||

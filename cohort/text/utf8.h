@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -22,6 +23,10 @@ std::u32string decode_utf8(std::string_view text);
 
 /// Appends `code_point` (at most U+10FFFF, no surrogate) to `text`.
 void append_utf8(char32_t code_point, std::string& text);
+
+/// Returns the share of Chinese characters (U+3400 to U+9FFF; Japanese has them, too) among those
+/// of `texts` that are no white space; 0 if there is none. What is not well-formed does not count.
+double han_share(std::span<const std::string> texts);
 
 /// Returns whether `code_point` is white space to Python's str.split and str.strip.
 bool is_space(char32_t code_point);

@@ -2,11 +2,13 @@
 
 #include <c10/util/Exception.h>
 #include <gtest/gtest.h>
+#include <string>
+#include <vector>
 
 #include "cohort/text/lower_case.h"
 
 namespace cohort::text {
-namespace {
+namespace utf8_test {
 
 TEST(Utf8Test, EveryCodePointSurvivesTheRoundTrip) {
   for (char32_t c = 0; c <= 0x10FFFF; ++c) {
@@ -17,6 +19,16 @@ TEST(Utf8Test, EveryCodePointSurvivesTheRoundTrip) {
     ASSERT_EQ(next_code_point(text, offset), c);
     ASSERT_EQ(offset, text.size());
   }
+}
+
+TEST(Utf8Test, TheShareOfChineseCharactersLeavesOutWhiteSpaceAndWhatIsNoCharacter) {
+  const auto share = [](std::vector<std::string> texts) { return han_share(texts); };
+  EXPECT_EQ(share({}), 0);
+  EXPECT_EQ(share({" ", ""}), 0);
+  EXPECT_EQ(share({"red"}), 0);
+  EXPECT_EQ(share({"\u7EA2 a", "\u732B\u3000b\xFF"}), 0.5);
+  EXPECT_EQ(share({"\u3400\u9FFF"}), 1);
+  EXPECT_EQ(share({"\u3042\uAC00\u33FF\uA000"}), 0) << "kana, hangul and the neighbours";
 }
 
 TEST(Utf8Test, IllFormedBytesAreFoundAtTheirOffset) {
@@ -63,5 +75,5 @@ TEST(LowerCaseTest, SigmaIsFinalAtTheEndOfAWordOnly) {
   EXPECT_EQ(lower_case("A\u03A3.B"), "a\u03C3.b");
 }
 
-}  // namespace
+}  // namespace utf8_test
 }  // namespace cohort::text
