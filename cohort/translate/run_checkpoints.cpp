@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <chrono>
 #include <cmath>
 #include <exception>
@@ -45,6 +46,20 @@ std::optional<train::Facts> facts_in(const std::string& folder) {
   } catch (const ConfigError&) {
     return std::nullopt;
   }
+}
+
+// `facts` are those of `folder`.
+int64_t update_of(const train::Facts& facts, const std::string& folder) {
+  const auto found = facts.find("update");
+  const std::string text = found == facts.end() ? "none" : found->second;
+  int64_t update = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), update);
+  if (error != std::errc() || end != text.data() + text.size() || update < 0)
+    throw ConfigError(folder +
+                      "/manifest.json: expected the fact update of a training run's "
+                      "checkpoint, a number, got " +
+                      text);
+  return update;
 }
 
 }  // namespace
@@ -124,7 +139,7 @@ void RunCheckpoints::check_same_run(const train::Facts& found) const {
 void RunCheckpoints::take_best_that_is_there(RunState& state) const {
   if (!state.best) return;
   const auto there = facts_in(best_);
-  const int64_t update = there ? std::stoll(there->at("update")) : -1;
+  const int64_t update = there ? update_of(*there, best_) : -1;
   if (update >= state.best_update) return;
   log_.warn("best/ does not hold the best weights: their save failed",
             {{"best_update", state.best_update}, {"there", update}});

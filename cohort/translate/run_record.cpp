@@ -249,6 +249,12 @@ void RunRecord::trained(const TrainedUpdate& update) {
   if (due) write_train_line();
 }
 
+void RunRecord::trained_elsewhere(double loss_sum, int64_t tokens, double seconds) {
+  window_.loss_sum += loss_sum;
+  window_.tokens += tokens;
+  window_.seconds += seconds;
+}
+
 void RunRecord::write_train_line() {
   line_time_ = Clock::now();
   if (window_.num_updates + window_.num_skipped == 0) return;

@@ -38,7 +38,7 @@ struct TrainedUpdate {
   int64_t update = 0;
   double run_seconds = 0;  ///< Of training and validation, all starts together.
   bool skipped = false;    ///< There was no update, for a number was not finite.
-  double loss_sum = 0;     ///< Over all target tokens of all ranks.
+  double loss_sum = 0;     ///< Over all target tokens of all ranks; with ps-async of rank 0's.
   int64_t tokens = 0;
   double gradient_norm = 0;
   double learning_rate = 0;
@@ -77,6 +77,9 @@ class RunRecord {
 
   /// Cheap, but for the update after which options.disp_freq_... asks for a line.
   void trained(const TrainedUpdate& update);
+  /// Adds what was trained without an update of rank 0, of ps-async's other trainers: it counts for
+  /// loss and speed of the next line about training.
+  void trained_elsewhere(double loss_sum, int64_t tokens, double seconds);
   /// `translations` are those of the validation text, or none.
   void validated(const Validation& validation, const std::vector<std::string>& translations);
   /// Also of a run that an error ends: that is the reason then.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <optional>
 #include <torch/types.h>
+#include <utility>
 
 #include "cohort/base/error.h"
 #include "cohort/base/free_memory.h"
@@ -14,6 +15,7 @@
 #include "cohort/parallel/mesh.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/progress.h"
+#include "cohort/translate/async_sum.h"
 #include "cohort/translate/batch_fit.h"
 #include "cohort/translate/gpu_watch.h"
 #include "cohort/translate/layer_runner.h"
@@ -48,6 +50,10 @@ constexpr std::chrono::minutes kSaveLimit{30};
 // Moving and removing files.
 constexpr std::chrono::minutes kFolderLimit{10};
 
+// What ranks tell each other while they train, as sums over them. With ps-async each tells what has
+// become known since it told the last time, the others what is of the last update.
+enum Fact : size_t { kLoss, kTokens, kTimeIsUp, kAsked, kSaveIsDue, kWriting, kSpeeds };
+
 // One run on one rank; `run` below is its outline.
 class Run {
  public:
@@ -63,11 +69,21 @@ class Run {
   bool train_epoch();  // whether it came to the end
   void run();
   void update(const Update& update, int64_t step, int64_t num_steps);
+  std::vector<double> own_facts();
+  void take_facts(const std::vector<double>& sums);
+  void exchange_facts(const Update& update, const UpdateReport& own);
+  void tell_in_background(const Update& update, const UpdateReport& own);
+  bool is_meeting_point() const;
+  void meet(bool is_planned);
+  void conclude(bool at_one_update);
+  void report_trained(const UpdateReport& own, int64_t step, int64_t num_steps, double seconds);
   void report_skipped(const Update& update, const BadNumber& bad, double loss);
   void validate();
   void report_validation(const ValidScores& scores, double train_loss, double tokens_per_s) const;
   void give_back_free_memory_sometimes();
   bool is_valid_update() const;
+  bool is_save_due() const;
+  bool is_time_up() const;
   void check_goals();
   void save();
   void save_if_due();
@@ -106,8 +122,19 @@ class Run {
   RunState state_;
   Clock::time_point start_;  // of this process's training, after tokenisation and set-up
   Clock::time_point saved_;
-  bool save_is_due_ = false;  // the same on all ranks
+  bool save_is_due_ = false;  // the same on all savers
   Clock::time_point gave_back_;
+
+  // What this rank has to tell, and what it was told last.
+  double untold_loss_ = 0;
+  int64_t untold_tokens_ = 0;
+  double own_speed_ = 0;
+  double loss_sum_ = 0;  // of the last update
+  std::vector<double> rank_speeds_;
+  bool time_is_up_ = false;
+  bool was_asked_ = false;
+  std::optional<AsyncSum> async_sum_;  // ps-async: how facts travel
+
   std::string stop_reason_;
   bool was_asked_to_stop_ = false;
 };
@@ -157,6 +184,19 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
   }
   open_record();
   report_start();
+  rank_speeds_.resize(static_cast<size_t>(data_group_.size()));
+  if (is_async(options.servers)) {
+    async_sum_.emplace(
+        group_, kSpeeds + rank_speeds_.size(), [this] { return own_facts(); },
+        [this](const std::vector<double>& own, const std::vector<double>& sums) {
+          take_facts(sums);
+          state_.loss_sum += sums[kLoss];
+          state_.token_sum += static_cast<int64_t>(sums[kTokens]);
+          if (record_)
+            record_->trained_elsewhere(sums[kLoss] - own[kLoss],
+                                       static_cast<int64_t>(sums[kTokens] - own[kTokens]), 0);
+        });
+  }
 }
 
 // Where parameters are sharded, no rank ever has the whole model: the updater fills in its slices.
@@ -182,8 +222,8 @@ void Run::make_folder_ours(Start start) {
 void Run::load_last() {
   if (!checkpoints_.last_has("optimizer", group_)) {
     throw ConfigError(options_.model_dir +
-                      "/last: a run through parameter servers, whose moments went with them: "
-                      "expected another --model-dir, or --overwrite");
+                      "/last: a run through parameter servers, which have its moments: expected "
+                      "another --model-dir, or --overwrite");
   }
   train::SlicedParts parts = updater_->parts();
   const bool is_there = checkpoints_.last_has("average", group_);
@@ -271,6 +311,11 @@ void Run::report_start() const {
                      {"read", pairs.read},
                      {"valid_pairs", data_.valid.size()},
                      {"valid_dropped_empty", data_.valid_text.num_dropped_empty}});
+  if (const auto why =
+          text::tokenizer_warning(options_.evaluation.bleu.tokenizer, data_.valid_text.target);
+      why && options_.evaluation.translate) {
+    log_.warn(*why);
+  }
   log_.write(data_.train.was_bad ? LogLevel::kWarn : LogLevel::kInfo, "token cache",
              {{"state", data_.train.origin},
               {"file", data_.train.file.string()},
@@ -346,10 +391,11 @@ void Run::run() {
   }
   for (check_goals(); stop_reason_.empty(); check_goals()) {
     const int64_t done = state_.epoch + (train_epoch() ? 1 : 0);  // not one that was cut short
-    const bool last =
-        !stop_reason_.empty() || (options_.after_epochs > 0 && done >= options_.after_epochs);
-    const bool due = options_.valid_freq_epochs > 0 && done % options_.valid_freq_epochs == 0;
-    if ((due || last) && !was_asked_to_stop_ && state_.token_sum > 0) validate();
+    const bool due = !stop_reason_.empty() ||
+                     (options_.after_epochs > 0 && done >= options_.after_epochs) ||
+                     (options_.valid_freq_epochs > 0 && done % options_.valid_freq_epochs == 0);
+    if (async_sum_ && due && stop_reason_.empty()) meet(/*is_planned=*/true);
+    if (due && !was_asked_to_stop_ && state_.token_sum > 0) validate();
     if (done > state_.epoch) state_.trained.clear();
     state_.epoch = done;
     save_if_due();
@@ -411,7 +457,8 @@ bool Run::train_epoch() {
   while (const auto next_update = loader.next()) {
     num_trained += std::ssize(next_update->batches);
     update(*next_update, ++step, num_steps);
-    if (is_valid_update() && !was_asked_to_stop_) {
+    if (async_sum_ && (is_meeting_point() || time_is_up_ || was_asked_)) meet(is_meeting_point());
+    if (is_valid_update() && stop_reason_.empty()) {
       validate();
       check_goals();
     }
@@ -430,8 +477,9 @@ bool Run::train_epoch() {
   return true;
 }
 
-// All ranks know whose number it was, so all say the same, rank 0 on the terminal. After too many
-// in a row the run ends, and last/ is what it was before the first of them or between two.
+// All ranks know whose number it was, so all say the same, rank 0 on the terminal; with ps-async
+// the rank whose it was says it alone. After too many in a row the run ends, and last/ is what it
+// was before the first of them or between two.
 void Run::report_skipped(const Update& update, const BadNumber& bad, double loss) {
   constexpr int64_t kMostInARow = 10;
   std::string sentences;
@@ -447,7 +495,7 @@ void Run::report_skipped(const Update& update, const BadNumber& bad, double loss
                        data_.train.corpus.source(update.sentences[static_cast<size_t>(i)]));
     }
   }
-  if (bad.rank >= 0) sentences = group_.broadcast_text(sentences, bad.rank);
+  if (bad.rank >= 0 && !async_sum_) sentences = group_.broadcast_text(sentences, bad.rank);
   progress_.clear();
   const std::string rank = bad.rank < 0 ? "none: the sum over ranks" : std::to_string(bad.rank);
   log_.warn("skipped an update: a number is not finite", {{"after_update", state_.updates},
@@ -460,70 +508,140 @@ void Run::report_skipped(const Update& update, const BadNumber& bad, double loss
               state_.updates, "; last/ holds finite parameters (a lower --learn-rate may help)");
 }
 
+bool Run::is_save_due() const {
+  return options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min;
+}
+
+// By rank 0's clock.
+bool Run::is_time_up() const {
+  return group_.rank() == 0 && options_.time_limit_min > 0 &&
+         seconds() > 60 * options_.time_limit_min;
+}
+
+std::vector<double> Run::own_facts() {
+  std::vector<double> facts(kSpeeds + static_cast<size_t>(data_group_.size()));
+  facts[kLoss] = std::exchange(untold_loss_, 0);
+  facts[kTokens] = static_cast<double>(std::exchange(untold_tokens_, 0));
+  facts[kTimeIsUp] = is_time_up() ? 1 : 0;
+  facts[kAsked] = stop_request_.signal() != 0 ? 1 : 0;
+  facts[kSaveIsDue] = group_.rank() == 0 && is_save_due() ? 1 : 0;
+  facts[kWriting] = checkpoints_.writing() ? 1 : 0;
+  facts[kSpeeds + static_cast<size_t>(data_group_.rank())] = own_speed_;
+  return facts;
+}
+
+void Run::take_facts(const std::vector<double>& sums) {
+  time_is_up_ = time_is_up_ || sums[kTimeIsUp] > 0;
+  was_asked_ = was_asked_ || sums[kAsked] > 0;
+  rank_speeds_.assign(sums.begin() + kSpeeds, sums.end());
+}
+
+// One exchange of small numbers: the loss, who wants to stop, saves, each rank's speed.
+void Run::exchange_facts(const Update& update, const UpdateReport& own) {
+  at::Tensor facts = at::tensor(own_facts(), at::kDouble);
+  group_.all_reduce(facts);
+  const double* sums = facts.const_data_ptr<double>();
+  take_facts({sums, sums + facts.numel()});
+  loss_sum_ = sums[kLoss];
+  if (own.skipped) {
+    report_skipped(update, own.bad, loss_sum_ / static_cast<double>(own.num_tokens));
+  } else {
+    state_.skipped_in_a_row = 0;
+    state_.loss_sum += sums[kLoss];
+    state_.token_sum += own.num_tokens;
+  }
+  save_is_due_ = sums[kSaveIsDue] > 0;
+  if (sums[kWriting] == 0) checkpoints_.settle();
+  conclude(/*at_one_update=*/true);
+}
+
+// With ps-async. Rank 0 alone saves. What ends the run here is known here at once, and to the
+// others when they have taken part in a round.
+void Run::tell_in_background(const Update& update, const UpdateReport& own) {
+  loss_sum_ = own.nll_sum;
+  if (own.skipped) {
+    report_skipped(update, own.bad, own.nll_sum / static_cast<double>(own.own_tokens));
+  } else {
+    state_.skipped_in_a_row = 0;
+  }
+  save_is_due_ = is_save_due();
+  if (!checkpoints_.writing()) checkpoints_.settle();
+  async_sum_->poll();
+  time_is_up_ = time_is_up_ || is_time_up();
+  was_asked_ = was_asked_ || stop_request_.signal() != 0;
+}
+
+// With ps-async, where all ranks meet: they come to it after as many updates.
+bool Run::is_meeting_point() const {
+  return (options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0) ||
+         (options_.after_batches > 0 && state_.updates >= options_.after_batches);
+}
+
+// With ps-async. A rank also comes when it has heard that the run is to stop; then ranks are
+// anywhere, and what they conclude must not depend on where.
+void Run::meet(bool is_planned) {
+  const auto start = Clock::now();
+  async_sum_->meet();
+  const bool at_one_update = group_.all_reduce_sum(is_planned ? 1 : 0) == group_.size();
+  const double waited = seconds_since(start);
+  state_.train_seconds += waited;
+  if (record_) record_->trained_elsewhere(0, 0, waited);
+  conclude(at_one_update);
+}
+
+// Every rank comes to the same conclusion, for they have been told the same.
+void Run::conclude(bool at_one_update) {
+  if (time_is_up_) decide_to_stop("reached the time limit");
+  if (at_one_update) check_goals();
+  if (was_asked_ && stop_reason_.empty()) {
+    decide_to_stop(options_.servers ? "asked to stop by a signal"
+                                    : "asked to stop by a signal; the same command goes on");
+    was_asked_to_stop_ = true;
+  }
+}
+
 void Run::update(const Update& update, int64_t step, int64_t num_steps) {
   const auto start = Clock::now();
-  const int models = data_group_.size();
   // Of the ranks that compute a model together, one speaks.
   const bool speaks = mesh_.tensor() == nullptr || mesh_.tensor()->rank() == 0;
   const UpdateReport own = updater_->update(update.batches);
   state_.updates = updater_->num_updates();
   gpu_watch_.sample_if_due();
-
-  // One exchange of small numbers: the loss, who wants to stop, saves, each rank's speed.
-  enum Fact { kLoss, kTimeIsUp, kAsked, kSaveIsDue, kWriting, kSpeeds };
-  at::Tensor facts = at::zeros({kSpeeds + models}, at::kDouble);
-  double* fact = facts.data_ptr<double>();
-  fact[kLoss] = speaks ? own.nll_sum : 0;
-  const bool time_is_up = options_.time_limit_min > 0 && seconds() > 60 * options_.time_limit_min;
-  fact[kTimeIsUp] = group_.rank() == 0 && time_is_up ? 1 : 0;
-  fact[kAsked] = stop_request_.signal() != 0 ? 1 : 0;
-  const bool save_is_due =
-      options_.save_freq_min > 0 && seconds_since(saved_) > 60 * options_.save_freq_min;
-  fact[kSaveIsDue] = group_.rank() == 0 && save_is_due ? 1 : 0;
-  fact[kWriting] = checkpoints_.writing() ? 1 : 0;
-  fact[kSpeeds + data_group_.rank()] =
-      speaks ? static_cast<double>(own.own_tokens) / own.compute_seconds : 0;
-  group_.all_reduce(facts);
-  const auto tokens = static_cast<double>(own.num_tokens);
-  const double loss = fact[kLoss] / tokens;
+  const bool counts = speaks && !(async_sum_ && own.skipped);
+  untold_loss_ += counts ? own.nll_sum : 0;
+  untold_tokens_ += counts ? own.own_tokens : 0;
+  own_speed_ = speaks ? static_cast<double>(own.own_tokens) / own.compute_seconds : 0;
+  if (async_sum_) {
+    tell_in_background(update, own);
+  } else {
+    exchange_facts(update, own);
+  }
   const double update_seconds = seconds_since(start);
   state_.train_seconds += update_seconds;
-  if (own.skipped) {
-    report_skipped(update, own.bad, loss);
-  } else {
-    state_.skipped_in_a_row = 0;
-    state_.loss_sum += fact[kLoss];
-    state_.token_sum += own.num_tokens;
-  }
-  save_is_due_ = fact[kSaveIsDue] > 0;
-  if (fact[kWriting] == 0) checkpoints_.settle();
   give_back_free_memory_sometimes();
-  if (fact[kTimeIsUp] > 0) decide_to_stop("reached the time limit");
-  check_goals();
-  if (fact[kAsked] > 0 && stop_reason_.empty()) {
-    decide_to_stop("asked to stop by a signal; the same command goes on");
-    was_asked_to_stop_ = true;
-  }
-  if (group_.rank() != 0) return;
-  const std::vector<double> rank_speeds(fact + kSpeeds, fact + kSpeeds + models);
+  if (group_.rank() == 0) report_trained(own, step, num_steps, update_seconds);
+}
+
+void Run::report_trained(const UpdateReport& own, int64_t step, int64_t num_steps, double seconds) {
+  const auto tokens = static_cast<double>(own.num_tokens);
   record_->trained({.epoch = state_.epoch + 1,
                     .update = state_.updates,
-                    .run_seconds = seconds(),
+                    .run_seconds = this->seconds(),
                     .skipped = own.skipped,
-                    .loss_sum = fact[kLoss],
+                    .loss_sum = loss_sum_,
                     .tokens = own.num_tokens,
                     .gradient_norm = own.gradient_norm,
                     .learning_rate = updater_->learning_rate(),
-                    .own_seconds = update_seconds,
-                    .rank_tokens_per_s = rank_speeds});
+                    .own_seconds = seconds,
+                    .rank_tokens_per_s = rank_speeds_});
   if (options_.quiet) return;
   progress_.update({.epoch = state_.epoch + 1,
                     .step = step,
                     .num_steps = num_steps,
-                    .loss = loss,
+                    .loss = loss_sum_ / tokens,
                     .learning_rate = updater_->learning_rate(),
-                    .rank_tokens_per_s = rank_speeds,
-                    .tokens_per_s = tokens / update_seconds});
+                    .rank_tokens_per_s = rank_speeds_,
+                    .tokens_per_s = async_sum_ ? std::nullopt : std::optional(tokens / seconds)});
 }
 
 // Batches of all lengths leave holes of all lengths.
@@ -608,7 +726,7 @@ void Run::validate() {
 
 std::string strategy_name(const TrainingOptions& options) {
   if (!options.servers) return parallel::to_string(options.strategy);
-  return options.servers->training == ps::Training::kAsync ? "ps-async" : "ps-sync";
+  return is_async(options.servers) ? "ps-async" : "ps-sync";
 }
 
 namespace {
@@ -619,8 +737,7 @@ void check_servers(const TrainingOptions& options) {
   const std::string with = ": expected none with --strategy " + strategy_name(options);
   if (options.tensor_parallel > 1) throw ConfigError("--tensor-parallel" + with);
   if (!options.optimizer_state_dir.empty()) throw ConfigError("--optimizer-state-dir" + with);
-  const bool async = options.servers->training == ps::Training::kAsync;
-  if (async && options.exponential_smoothing > 0) {
+  if (is_async(options.servers) && options.exponential_smoothing > 0) {
     throw ConfigError("--exponential-smoothing" + with +
                       ": each trainer would have an average of its own");
   }
@@ -639,10 +756,11 @@ TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) 
              [&] { decision = find_start(options) == Start::kResume ? "resume" : "fresh"; });
   const Start start = group.broadcast_text(decision) == "resume" ? Start::kResume : Start::kFresh;
   if (options.servers && start == Start::kResume) {
-    throw ConfigError("--model-dir " + options.model_dir +
-                      ": an earlier run is there, and the servers have no moments of it: expected "
-                      "another folder, or --overwrite, with --strategy " +
-                      strategy_name(options));
+    throw ConfigError(
+        "--model-dir " + options.model_dir +
+        ": an earlier run is there, and none goes on with parameter servers: expected "
+        "another folder, or --overwrite, with --strategy " +
+        strategy_name(options));
   }
   RunData data = prepare_data(options, std::move(valid_text), start, group);
   return Run(options, start, std::move(data), mesh).loop();

@@ -93,11 +93,14 @@ struct TrainingResult {
 ///
 /// A folder with last/ in it is gone on with: on the same number of ranks the result is bit-equal
 /// to a run that was never stopped; on another, the epoch goes on with the sentences that it has
-/// not seen. With servers such a folder is refused: the moments went with the servers. SIGTERM and
-/// SIGINT, to any rank, end the run after the update at hand with last/ written.
+/// not seen. With servers such a folder is refused: last/ then has no moments, which are the
+/// servers'. SIGTERM and SIGINT, to any rank, end the run after the update at hand with last/
+/// written.
 ///
 /// Collective; blocks until the run ends; every rank stops at the same update for the same reason.
-/// The gradient of an update is that of the mean loss over all its target tokens on all ranks.
+/// The gradient of an update is that of the mean loss over all its target tokens on all ranks. With
+/// ps-async every rank makes updates of its own and waits for the others only where all validate;
+/// a signal or the time limit stops each at the update it is at.
 /// Errors: ConfigError for bad input, and for a folder whose run has another model or other
 /// training
 ///         text; PeerError; c10::Error if the loss is no finite number, or the last save fails.

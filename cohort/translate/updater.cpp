@@ -24,7 +24,7 @@ parallel::StrategyOptions strategy_options(const UpdaterOptions& options) {
 
 ps::SessionOptions session_options(const UpdaterOptions& options) {
   ps::SessionOptions session = *options.servers;
-  const bool async = session.training == ps::Training::kAsync;
+  const bool async = is_async(options.servers);
   TORCH_CHECK_VALUE(async || session.training == ps::Training::kSync,
                     "updater: expected servers to be sync or async");
   session.dense_rule = {
@@ -44,6 +44,10 @@ bool is_finite(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+bool is_async(const std::optional<ps::SessionOptions>& servers) {
+  return servers && servers->training == ps::Training::kAsync;
+}
 
 Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const UpdaterOptions& options)
     : options_(options),
@@ -189,6 +193,14 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
   return nll_sum;
 }
 
+// What each rank found, by rank; asynchronous ranks tell nobody, and nobody asks them.
+std::vector<std::string> Updater::found_by_all(const std::string& own) {
+  if (!is_async(options_.servers)) return everyone().all_gather_text(own);
+  std::vector<std::string> found(static_cast<size_t>(group_.size()));
+  found[static_cast<size_t>(group_.rank())] = own;
+  return found;
+}
+
 // Where gradients are sharded, only the ranks that hold a part of the bad one see it.
 std::string Updater::first_bad_sum() {
   std::string own;
@@ -197,7 +209,7 @@ std::string Updater::first_bad_sum() {
     if (!own.empty() || !gradient.defined() || is_finite(gradient)) continue;
     own = slice.name;
   }
-  for (const std::string& found : everyone().all_gather_text(own))
+  for (const std::string& found : found_by_all(own))
     if (!found.empty()) return found;
   return "";
 }
@@ -217,8 +229,8 @@ BadNumber Updater::find_bad_number(const std::vector<nmt::Batch>& batches, doubl
   }
   accumulate_gradients(batches, weight);
   for (auto& [parameter, hook] : hooks) parameter.remove_hook(hook);
-  const auto found = everyone().all_gather_text(
-      own.batch < 0 ? "" : std::to_string(own.batch) + " " + own.parameter);
+  const auto found =
+      found_by_all(own.batch < 0 ? "" : std::to_string(own.batch) + " " + own.parameter);
   for (size_t rank = 0; rank < found.size(); ++rank) {
     if (found[rank].empty()) continue;
     return {static_cast<int>(rank), std::stoll(found[rank]),
@@ -231,20 +243,23 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   TORCH_CHECK_VALUE(!batches.empty(), "update: expected one batch or more");
   UpdateReport report;
   for (const auto& batch : batches) report.own_tokens += batch.num_target_tokens;
-  report.num_tokens = group_.all_reduce_sum(report.own_tokens);
+  const bool alone = is_async(options_.servers);
+  report.num_tokens = alone ? report.own_tokens : group_.all_reduce_sum(report.own_tokens);
   const auto start = Clock::now();
   // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
-  const double weight = static_cast<double>(group_.size()) / static_cast<double>(report.num_tokens);
+  const double weight =
+      static_cast<double>(alone ? 1 : group_.size()) / static_cast<double>(report.num_tokens);
   report.nll_sum = accumulate_gradients(batches, weight);
   const auto all_gradients = Clock::now();
   const double waiting = seconds_between(last_gradient_, all_gradients);
   const double norm = gradient_norm();
-  report.gradient_norm = session_ ? root_mean_square(norm) : norm;
-  // The gradients, or with servers this number, are over all ranks by now: one rank's bad number is
-  // in everybody's.
+  report.gradient_norm = session_ && !alone ? root_mean_square(norm) : norm;
+  // The gradients, or with servers in step this number, are over all ranks by now: one rank's bad
+  // number is in everybody's.
   report.skipped = !std::isfinite(report.gradient_norm);
   if (report.skipped) {
     report.bad = find_bad_number(batches, weight);
+    if (alone) ++num_updates_;
   } else {
     const bool clip = options_.clip_norm > 0 && norm > options_.clip_norm;
     apply(clip ? options_.clip_norm / norm : 1);

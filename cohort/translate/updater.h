@@ -41,6 +41,9 @@ struct UpdaterOptions {
   std::optional<ps::SessionOptions> servers;
 };
 
+/// Whether there are servers, and they are kAsync: no rank waits for another then.
+bool is_async(const std::optional<ps::SessionOptions>& servers);
+
 /// Where a number that is not finite came from.
 struct BadNumber {
   int rank = -1;       ///< The first whose own loss or gradient it was; -1: nobody's but the sum's.
@@ -48,13 +51,14 @@ struct BadNumber {
   std::string parameter;  ///< The first that backward came to with such a gradient.
 };
 
-/// What one rank knows of an update.
+/// What one rank knows of an update. With kAsync servers an update is this rank's alone: all of it
+/// is its own, and so is num_tokens.
 struct UpdateReport {
   double nll_sum = 0;      ///< Of this rank's target tokens, without smoothing; natural logarithm.
   int64_t own_tokens = 0;  ///< This rank's target tokens.
   int64_t num_tokens = 0;  ///< All ranks' target tokens.
-  double gradient_norm = 0;  ///< Global, before clipping; the same on all ranks. Servers: the root
-                             ///< mean square over ranks of their own gradients' norms.
+  double gradient_norm = 0;  ///< Global, before clipping; the same on all ranks. kSync servers: the
+                             ///< root mean square over ranks of their own gradients' norms.
   bool skipped = false;      ///< A loss or the norm is not finite: nothing was updated, anywhere.
   BadNumber bad;             ///< If skipped: where that came from; the same on all ranks.
   double compute_seconds = 0;  ///< Of this rank's own work: without waiting for other ranks.
@@ -71,9 +75,9 @@ struct UpdateReport {
 ///
 /// With servers no gradient travels between ranks. kSync: the same, but for clipping: each rank's
 /// gradient, of its own share of the mean, is clipped by its own norm, and so their mean has at
-/// most clip_norm, too. kAsync: each rank's gradient is an update of its own, at the rate divided
-/// by the number of ranks, and the ranks' parameters differ between two `settle`. The ranks keep
-/// pace, for `update` sums a few numbers over them.
+/// most clip_norm, too. kAsync: each rank's gradient, of the mean loss over its own tokens and
+/// clipped by its own norm, is an update at once, at the rate divided by the number of ranks; no
+/// rank waits for another, and the ranks' parameters differ between two `settle`.
 ///
 /// Owner: holds the model; `group` must outlive this. Threads: one.
 /// Errors: PeerError from constructor and `update` when a rank is lost.
@@ -91,8 +95,13 @@ class Updater {
   /// finite number, no rank updates anything, `num_updates` stays, and all compute once more to
   /// find out whose it was. Cost: one all-reduce of a number, one of the gradients, however many
   /// batches there are.
+  ///
+  /// kAsync: local; blocks for the servers alone. Where this rank's loss or gradient is no finite
+  /// number, it pushes nothing; `num_updates` counts the update all the same, so that every rank
+  /// comes to update N after as many calls.
   UpdateReport update(const std::vector<nmt::Batch>& batches);
-  /// All ranks hold the same parameters after it, until the next update. Collective; blocks.
+  /// All ranks hold the same parameters after it, until the next update. Collective; blocks until
+  /// every rank has come, after as many updates as it likes with kAsync.
   /// Without servers there is nothing to do.
   void settle();
   /// Leaves the servers, if there are any: no update may follow. Blocks.
@@ -109,7 +118,9 @@ class Updater {
   void set_num_updates(int64_t num_updates);
 
   int64_t num_updates() const { return num_updates_; }
-  double learning_rate() const;  ///< Of the last update.
+  /// Of the last update. kAsync: not yet divided by the number of ranks, and as if all had made as
+  /// many updates; the servers count those of all.
+  double learning_rate() const;
   /// The smoothed parameters; null without exponential_smoothing.
   optim::ExponentialAverage* average() { return average_.get(); }
   parallel::ParallelModel<nmt::Transformer>& model() { return parallel_; }
@@ -117,6 +128,7 @@ class Updater {
  private:
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
   comm::ProcessGroup& everyone() { return tensor_ ? options_.mesh->world() : group_; }
+  std::vector<std::string> found_by_all(const std::string& own);
   double gradient_norm();
   double root_mean_square(double norm);
   void apply(double gradient_factor);

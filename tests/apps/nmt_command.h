@@ -36,6 +36,21 @@ inline std::vector<std::string> fields_of(const std::string& line) {
   return parts_of(line, '\t');
 }
 
+/// Processes whose environment has this run's log folder.
+inline std::vector<std::pair<pid_t, std::string>> workers_of(const std::string& log_dir) {
+  std::vector<std::pair<pid_t, std::string>> found;
+  for (const auto& entry : fs::directory_iterator("/proc")) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    const std::string environment = contents(entry.path() / "environ");
+    if (environment.find("COHORT_LOG_DIR=" + log_dir) == std::string::npos) continue;
+    const size_t at = environment.find(std::string("\0RANK=", 6));
+    found.emplace_back(std::stoi(name),
+                       at == std::string::npos ? "" : environment.substr(at + 6, 1));
+  }
+  return found;
+}
+
 class NmtCommand : public testing::Test {
  protected:
   void SetUp() override {
@@ -71,6 +86,12 @@ class NmtCommand : public testing::Test {
            " --preset tiny --dim-emb 32 --transformer-dim-ffn 64 --enc-depth 1 --dec-depth 1 "
            "--dim-vocabs 60 60" +
            " --mini-batch 16 --lr-warmup 20 --learn-rate 5e-3 --tokenize 13a --quiet ";
+  }
+  // The same at a learning rate so low that no score moves.
+  std::string standing_still(const std::string& model_dir) const {
+    std::string flags = train_flags(model_dir);
+    const std::string learns = "--lr-warmup 20 --learn-rate 5e-3";
+    return flags.replace(flags.find(learns), learns.size(), "--lr-warmup 1 --learn-rate 1e-9");
   }
   std::string on_ranks(int count, const std::string& flags,
                        const std::string& run_flags = "") const {

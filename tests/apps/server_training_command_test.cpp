@@ -1,30 +1,68 @@
 // `cohort nmt train --strategy ps-sync` as a user runs it.
+#include <chrono>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
+#include <signal.h>
+#include <thread>
 
 #include "tests/apps/nmt_command.h"
 
-namespace {
+namespace server_training_command_test {
 
 using cohort::test::bin;
 using cohort::test::contents;
 using cohort::test::Ended;
 using cohort::test::lines_of;
 using cohort::test::shell;
+using cohort::test::workers_of;
+using Clock = std::chrono::steady_clock;
 
 class ServerTrainingCommandTest : public cohort::test::NmtCommand {
  protected:
-  Ended train(const std::string& launch, const std::string& name, const std::string& more) const {
-    return shell(bin("cohort") + " run " + launch + " -- " + bin("cohort-nmt") + " " +
-                 train_flags(name) + "--precision float32 --clip-norm 0 --after-batches 8 " + more);
+  Ended run(const std::string& launch, const std::string& flags) const {
+    return shell(bin("cohort") + " run " + launch + " -- " + bin("cohort-nmt") + " " + flags +
+                 "--precision float32 --clip-norm 0 ");
   }
-  double valid_loss(const std::string& name) const {
-    nlohmann::json found;
+  Ended train(const std::string& launch, const std::string& name, const std::string& more) const {
+    return run(launch, train_flags(name) + more + " ");
+  }
+  // Those of the record whose lines are whole.
+  std::vector<nlohmann::json> rows(const std::string& name, const std::string& type) const {
+    std::vector<nlohmann::json> found;
     for (const std::string& line : lines_of(contents(path(name + "/history.jsonl")))) {
-      const auto row = nlohmann::json::parse(line);
-      if (row["type"] == "valid") found = row;
+      auto row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      if (!row.is_discarded() && row["type"] == type) found.push_back(std::move(row));
     }
-    return found.at("valid_loss");
+    return found;
+  }
+  nlohmann::json last_valid(const std::string& name) const {
+    const auto lines = rows(name, "valid");
+    return lines.at(lines.size() - 1);
+  }
+  double valid_loss(const std::string& name) const { return last_valid(name).at("valid_loss"); }
+  // Rank 0's last update in the record; 0: none.
+  int64_t updates(const std::string& name) const {
+    const auto lines = rows(name, "train");
+    return lines.empty() ? 0 : lines.back().at("update").get<int64_t>();
+  }
+  // Whether the record comes to that update in a minute.
+  bool comes_to(const std::string& name, int64_t update) const {
+    const auto deadline = Clock::now() + std::chrono::seconds(60);
+    while (updates(name) < update) {
+      if (Clock::now() > deadline) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    return true;
+  }
+  // The trainer of that rank; 0: there is none.
+  pid_t trainer(const std::string& rank) const {
+    for (const auto& [pid, found] : workers_of(path("logs"))) {
+      const std::string command = contents("/proc/" + std::to_string(pid) + "/cmdline");
+      if (found == rank && command.find("cohort-nmt") != std::string::npos &&
+          command.find("--strategy") != std::string::npos)
+        return pid;
+    }
+    return 0;
   }
   void expect_refused(const Ended& ended, const std::string& text) const {
     EXPECT_EQ(ended.code, 2) << ended.output;
@@ -34,25 +72,116 @@ class ServerTrainingCommandTest : public cohort::test::NmtCommand {
 
 TEST_F(ServerTrainingCommandTest, TrainsThroughServersAsDdpDoes) {
   const std::string servers = "--servers 1 --trainers 2";
-  const Ended ddp = train("--nproc-per-node 2", "ddp", "");
+  const std::string updates = "--after-batches 8 ";
+  const Ended ddp = train("--nproc-per-node 2", "ddp", updates);
   ASSERT_EQ(ddp.code, 0) << ddp.output;
-  const Ended sync = train(servers, "sync", "--strategy ps-sync");
+  const Ended sync = train(servers, "sync", updates + "--strategy ps-sync");
   ASSERT_EQ(sync.code, 0) << sync.output;
   // Float32, rounded otherwise in 8 updates: tests/translate/server_updater_test.cpp.
   EXPECT_NEAR(valid_loss("sync"), valid_loss("ddp"), 1.2e-4);
   EXPECT_EQ(nlohmann::json::parse(contents(path("sync/config.json")))["strategy"], "ps-sync");
 
-  const Ended async = train(servers, "async", "--strategy ps-async");
-  ASSERT_EQ(async.code, 0) << async.output;
-  EXPECT_NEAR(valid_loss("async"), valid_loss("ddp"), 0.5) << "it learns, by another way";
+  // Nobody goes on with such a run: last/ has no moments.
+  expect_refused(train(servers, "sync", updates + "--strategy ps-sync"), "--overwrite");
+  expect_refused(train("--nproc-per-node 2", "sync", updates), "a run through parameter servers");
+}
 
-  // The moments went with the servers: nobody goes on with such a run.
-  expect_refused(train(servers, "sync", "--strategy ps-sync"), "--overwrite");
-  expect_refused(train("--nproc-per-node 2", "sync", ""), "a run through parameter servers");
+// Gradients come late and in any order: it learns most of what ddp learns in as many updates.
+TEST_F(ServerTrainingCommandTest, AsyncLearnsNearlyAsMuchAsDdp) {
+  const std::string flags = "--valid-on-start --valid-freq 50u --after-batches 100 ";
+  const Ended ddp = train("--nproc-per-node 2", "ddp", flags);
+  ASSERT_EQ(ddp.code, 0) << ddp.output;
+  const Ended async = train("--servers 1 --trainers 2", "async", flags + "--strategy ps-async");
+  ASSERT_EQ(async.code, 0) << async.output;
+  const double untrained = rows("async", "valid").at(0).at("valid_loss");
+  EXPECT_LT(valid_loss("ddp"), 0.7 * untrained);
+  EXPECT_NEAR(valid_loss("async"), valid_loss("ddp"), 0.3 * (untrained - valid_loss("ddp")));
+  EXPECT_EQ(rows("async", "valid").size(), 3U) << "of all trainers at updates 0, 50 and 100";
+  // Of all trainers' tokens.
+  const auto train_loss = [&](const std::string& name) {
+    return last_valid(name).at("train_loss").get<double>();
+  };
+  EXPECT_NEAR(train_loss("async"), train_loss("ddp"), 0.3 * train_loss("ddp"));
+}
+
+// Where the score stands still, and at the ends of epochs.
+TEST_F(ServerTrainingCommandTest, AsyncTrainersValidateAndStopTogether) {
+  const std::string servers = "--servers 1 --trainers 3";
+  const Ended early = run(servers, standing_still("early") +
+                                       "--strategy ps-async --valid-freq 3u --early-stopping 2 "
+                                       "--after-epochs 50 ");
+  EXPECT_EQ(early.code, 0) << early.output;
+  EXPECT_NE(early.output.find("no better bleu in 2 validations"), std::string::npos)
+      << early.output;
+  EXPECT_EQ(last_valid("early").at("update"), 9);
+  const Ended epochs =
+      train(servers, "epochs", "--strategy ps-async --valid-freq 2e --after-epochs 5");
+  EXPECT_EQ(epochs.code, 0) << epochs.output;
+  std::vector<int64_t> validated;
+  for (const auto& row : rows("epochs", "valid")) validated.push_back(row.at("epoch"));
+  EXPECT_EQ(validated, (std::vector<int64_t>{2, 4, 5}));
+}
+
+// A third of its rate before, for the machine may have other work.
+TEST_F(ServerTrainingCommandTest, AStoppedTrainerDoesNotHoldUpTheOther) {
+  Ended ended;
+  std::thread running([&] {
+    ended = train("--servers 1 --trainers 2 --stall-timeout 5 --log-dir " + path("logs"), "run",
+                  "--strategy ps-async --time-limit 0.5 --valid-freq 1000000u --early-stopping 0 "
+                  "--disp-freq 1u");
+  });
+  const bool begun = comes_to("run", 60);
+  const pid_t stopped = begun ? trainer("1") : 0;
+  constexpr double kSeconds = 10;
+  double before = 0, during = 0;
+  if (stopped != 0) {
+    kill(stopped, SIGSTOP);
+    const auto stop = Clock::now();
+    const auto lines = rows("run", "train");
+    const auto& first = lines.at(20);
+    const auto updates_of = [](const auto& row) { return row.at("update").template get<double>(); };
+    const auto time_of = [](const auto& row) { return row.at("wall_s").template get<double>(); };
+    before =
+        (updates_of(lines.back()) - updates_of(first)) / (time_of(lines.back()) - time_of(first));
+    std::this_thread::sleep_until(stop + std::chrono::duration<double>(kSeconds));
+    during = (static_cast<double>(updates("run")) - updates_of(lines.back())) / kSeconds;
+    kill(stopped, SIGCONT);
+  }
+  running.join();
+  ASSERT_NE(stopped, 0) << ended.output;
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("reached the time limit"), std::string::npos) << ended.output;
+  EXPECT_EQ(ended.output.find("stalled"), std::string::npos) << ended.output;
+  EXPECT_GT(before, 0);
+  EXPECT_GT(during, before / 3) << "updates a second";
+  EXPECT_EQ(rows("run", "valid").size(), 1U) << "all trainers validate at the end";
+}
+
+TEST_F(ServerTrainingCommandTest, AnAsyncTrainerThatIsAskedToStopTellsTheOthers) {
+  Ended ended;
+  std::thread running([&] {
+    ended = train("--servers 1 --trainers 2 --log-dir " + path("logs"), "run",
+                  "--strategy ps-async --after-batches 1000000 --valid-freq 1000000u "
+                  "--early-stopping 0 --disp-freq 1u");
+  });
+  const bool begun = comes_to("run", 20);
+  const pid_t asked = begun ? trainer("1") : 0;
+  if (asked != 0) {
+    kill(asked, SIGTERM);
+  } else {
+    for (const auto& [pid, rank] : workers_of(path("logs"))) kill(pid, SIGKILL);
+  }
+  running.join();
+  ASSERT_NE(asked, 0) << ended.output;
+  EXPECT_EQ(ended.code, 4) << ended.output;
+  EXPECT_NE(ended.output.find("asked to stop by a signal"), std::string::npos) << ended.output;
+  EXPECT_FALSE(rows("run", "end").empty());
 }
 
 TEST_F(ServerTrainingCommandTest, WhatServersCannotDoIsRefused) {
   const std::string servers = "--servers 1 --trainers 2";
+  expect_refused(train(servers, "r", "--strategy ps-sync --cpu-offload"),
+                 "--cpu-offload: this program computes");
   expect_refused(train(servers, "r", "--strategy ps-sync --tensor-parallel 2"),
                  "--tensor-parallel: expected none with --strategy ps-sync");
   expect_refused(train(servers, "r", "--strategy ps-async --exponential-smoothing 0.1"),
@@ -66,4 +195,4 @@ TEST_F(ServerTrainingCommandTest, WhatServersCannotDoIsRefused) {
                  "cohort run --servers N --trainers M");
 }
 
-}  // namespace
+}  // namespace server_training_command_test

@@ -10,9 +10,10 @@
 #include "cohort/translate/run_folder.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/message_of.h"
 
 namespace cohort::translate {
-namespace {
+namespace run_checkpoints_test {
 
 namespace fs = std::filesystem;
 
@@ -108,6 +109,23 @@ TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
   EXPECT_EQ(found.early_stopping.best, state(3, 3).early_stopping.best);
 }
 
+TEST_F(RunCheckpointsTest, ABestThatIsNoRunsIsNamed) {
+  RunCheckpoints checkpoints(options_, "text", log_);
+  checkpoints.save_with(&alone_);
+  checkpoints.save_last(state(5, 3), parts(5));
+  checkpoints.finish();
+  for (const auto& [facts, found] :
+       {std::pair{train::Facts{}, "none"}, {train::Facts{{"update", "soon"}}, "soon"}}) {
+    train::save_checkpoint(folder_ / "best", train::Parts{{"weights", {{"w", at::ones({3})}}}}, 3,
+                           facts);
+    EXPECT_EQ(test::message_of<ConfigError>([&] { checkpoints.read_last(alone_); }),
+              folder_ /
+                      "best/manifest.json: expected the fact update of a training run's "
+                      "checkpoint, a number, got " +
+                  std::string(found));
+  }
+}
+
 TEST_F(RunCheckpointsTest, EarlierOnesGoOnlyForOnesThatAreThere) {
   options_.keep_interval_updates = 2;
   RunCheckpoints checkpoints(options_, "text", log_);
@@ -126,5 +144,5 @@ TEST_F(RunCheckpointsTest, EarlierOnesGoOnlyForOnesThatAreThere) {
   EXPECT_FALSE(fs::exists(folder_ / "checkpoints/10"));
 }
 
-}  // namespace
+}  // namespace run_checkpoints_test
 }  // namespace cohort::translate

@@ -17,7 +17,7 @@
 #include "tests/support/sentences.h"
 
 namespace cohort::translate {
-namespace {
+namespace server_updater_test {
 
 using ps::Training;
 
@@ -88,6 +88,7 @@ std::vector<nmt::Batch> batches_of(int update, int rank) {
 }
 
 double mean_loss(comm::ProcessGroup& group, const UpdateReport& report) {
+  EXPECT_FALSE(report.skipped);
   return train::reduce_sums(group, std::array{report.nll_sum})[0] /
          static_cast<double>(report.num_tokens);
 }
@@ -97,6 +98,29 @@ std::string bytes_of(const nmt::Transformer& model) {
   for (const at::Tensor& p : model->parameters())
     bytes.append(static_cast<const char*>(p.const_data_ptr()), p.nbytes());
   return bytes;
+}
+
+// Of all batches that the tests train on, one trainer's after the other's.
+double loss_of(nmt::Transformer& model) {
+  const at::NoGradGuard no_grad;
+  model->eval();
+  double sum = 0, tokens = 0;
+  for (int update = 0; update < 4; ++update) {
+    for (const int rank : {0, 1}) {
+      for (const nmt::Batch& batch : batches_of(update, rank)) {
+        sum += std::get<1>(model->forward(batch)).item<double>();
+        tokens += static_cast<double>(batch.num_target_tokens);
+      }
+    }
+  }
+  model->train();
+  return sum / tokens;
+}
+
+std::vector<at::Tensor> copies_of(const nmt::Transformer& model) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& p : model->parameters()) copies.push_back(p.detach().clone());
+  return copies;
 }
 
 // Both begin with the same bits. An update rounds a parameter of at most 1 differently by a few
@@ -120,7 +144,9 @@ TEST(ServerUpdaterTest, SyncMakesDdpsUpdates) {
       const double expected = mean_loss(group, ddp.update(batches));
       EXPECT_NEAR(mean_loss(group, through.update(batches)), expected, kRounding) << update;
       EXPECT_EQ(through.learning_rate(), ddp.learning_rate());
-      seen = std::max(seen, std::abs(mean_loss(group, slower.update(batches)) - expected));
+      const double slow = mean_loss(group, slower.update(batches));
+      EXPECT_TRUE(std::isfinite(slow));
+      seen = std::max(seen, std::abs(slow - expected));
     }
     EXPECT_GT(seen, 100 * kRounding) << "what another rate does";
     EXPECT_EQ(through.num_updates(), kNumUpdates);
@@ -153,22 +179,114 @@ TEST(ServerUpdaterTest, OneTrainerClipsAsDdpDoes) {
   through.finish();
 }
 
-TEST(ServerUpdaterTest, AsyncLearnsAndSettlesToOneModel) {
+// The reports are each trainer's own: nothing is exchanged between trainers.
+double own_loss(const UpdateReport& report) {
+  EXPECT_FALSE(report.skipped);
+  EXPECT_EQ(report.num_tokens, report.own_tokens);
+  return report.nll_sum / static_cast<double>(report.own_tokens);
+}
+
+UpdaterOptions async_options() {
+  UpdaterOptions options = kOptions;
+  options.exponential_smoothing = 0;
+  return options;
+}
+
+// As much as ddp learns from the same batches in as many updates, up to a fifth: each gradient is
+// at most a few pushes old, and the order of pushes is left to chance.
+TEST(ServerUpdaterTest, AsyncLearnsAsMuchAsDdpAndSettlesToOneModel) {
   test::ranks(2, [](comm::ProcessGroup& group) {
     const Servers servers(group);
-    auto model = make_model();
-    UpdaterOptions options = kOptions;
-    options.exponential_smoothing = 0;
-    Updater through(model, group, servers.options(Training::kAsync, options));
-    double first = 0, last = 0;
-    for (int update = 1; update <= 2 * kNumUpdates; ++update) {
-      last = mean_loss(group, through.update(batches_of(1, group.rank())));
-      if (update == 1) first = last;
+    auto model = make_model(), control = make_model(), untrained = make_model();
+    Updater through(model, group, servers.options(Training::kAsync, async_options()));
+    Updater ddp(control, group, async_options());
+    for (int update = 1; update <= 3 * kNumUpdates; ++update) {
+      own_loss(through.update(batches_of(update % 4, group.rank())));
+      ddp.update(batches_of(update % 4, group.rank()));
     }
-    EXPECT_LT(last, 0.7 * first);
     through.settle();
     const auto all = group.all_gather_text(bytes_of(model));
     EXPECT_TRUE(all[0] == all[1]);
+    const double first = loss_of(untrained), expected = loss_of(control), found = loss_of(model);
+    EXPECT_LT(expected, 0.8 * first);
+    EXPECT_NEAR(found, expected, 0.2 * (first - expected)) << "untrained: " << first;
+    through.finish();
+  });
+}
+
+// Adam's first step moves an element by the learning rate, whatever its gradient; eps of 1e-9 is
+// seen where a gradient is as small.
+TEST(ServerUpdaterTest, AsyncDividesTheLearningRateByTheNumberOfTrainers) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const Servers servers(group);
+    auto model = make_model();
+    const std::vector<at::Tensor> before = copies_of(model);
+    Updater through(model, group, servers.options(Training::kAsync, async_options()));
+    if (group.rank() == 0) {
+      own_loss(through.update(batches_of(1, 0)));
+      std::vector<at::Tensor> moved;
+      const auto parameters = model->parameters();
+      for (size_t i = 0; i < before.size(); ++i)
+        moved.push_back((parameters[i] - before[i]).abs().max());
+      EXPECT_NEAR(at::stack(moved).max().item<double>(), through.learning_rate() / 2,
+                  0.01 * through.learning_rate());
+    }
+    through.settle();
+    through.finish();
+  });
+}
+
+// Rank 0 begins when rank 1 is done, then the other way round.
+TEST(ServerUpdaterTest, AsyncWaitsForNoOtherTrainer) {
+  const auto ends = test::run_ranks(
+      2,
+      [](comm::ProcessGroup& group) {
+        const Servers servers(group);
+        auto model = make_model();
+        Updater through(model, group, servers.options(Training::kAsync, async_options()));
+        for (const int first : {1, 0}) {
+          const auto train = [&] {
+            for (int update = 1; update <= kNumUpdates; ++update)
+              own_loss(through.update(batches_of(update, group.rank())));
+          };
+          if (group.rank() == first) train();
+          group.barrier("the first trainer is done");
+          if (group.rank() != first) train();
+          through.settle();
+        }
+        EXPECT_EQ(through.num_updates(), 2 * kNumUpdates);
+        through.finish();
+      },
+      {.timeout = std::chrono::seconds(30)});
+  for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+// The other trainer neither hears of it nor stops. The update counts, so that all trainers come to
+// update N after N steps of the epoch.
+TEST(ServerUpdaterTest, AsyncSkipsABadGradientOnItsTrainerAlone) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    const Servers servers(group);
+    auto model = make_model();
+    Updater through(model, group, servers.options(Training::kAsync, async_options()));
+    bool spoil = false;
+    model->named_parameters()["encoder.layers.1.linear1.weight"].register_hook(
+        [&](const at::Tensor& gradient) { return spoil ? gradient * NAN : gradient; });
+    if (group.rank() == 1) {
+      own_loss(through.update(batches_of(1, 1)));
+      const std::string before = bytes_of(model);
+      spoil = true;
+      const UpdateReport bad = through.update(batches_of(2, 1));
+      EXPECT_TRUE(bad.skipped);
+      EXPECT_EQ(bad.bad.parameter, "encoder.layers.1.linear1.weight");
+      EXPECT_EQ(bad.bad.rank, 1);
+      EXPECT_EQ(bad.bad.batch, 0);
+      EXPECT_EQ(through.num_updates(), 2);
+      EXPECT_TRUE(bytes_of(model) == before);
+      spoil = false;
+      own_loss(through.update(batches_of(3, 1)));
+    }
+    through.settle();
+    for (const at::Tensor& p : model->parameters()) EXPECT_TRUE(at::isfinite(p).all().item<bool>());
     through.finish();
   });
 }
@@ -196,5 +314,5 @@ TEST(ServerUpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAllAndIsNamed) {
   });
 }
 
-}  // namespace
+}  // namespace server_updater_test
 }  // namespace cohort::translate

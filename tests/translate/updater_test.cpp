@@ -8,6 +8,7 @@
 #include <fstream>
 #include <gtest/gtest.h>
 #include <numeric>
+#include <sstream>
 #include <thread>
 #include <torch/autograd.h>
 #include <torch/types.h>
@@ -19,7 +20,7 @@
 #include "tests/support/sentences.h"
 
 namespace cohort::translate {
-namespace {
+namespace updater_test {
 
 using parallel::Strategy;
 using Clock = std::chrono::steady_clock;
@@ -118,11 +119,18 @@ class PlainUpdater {
   int num_updates_ = 0;
 };
 
+// NaN if any is.
 double difference(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  double largest = 0;
+  std::vector<at::Tensor> largest{at::zeros({}, at::kDouble)};
   for (size_t i = 0; i < a.size(); ++i)
-    largest = std::max(largest, (a[i] - b[i]).abs().max().item<double>());
-  return largest;
+    largest.push_back((a[i] - b[i]).abs().max().to(at::kDouble));
+  return at::stack(largest).max().item<double>();
+}
+
+TEST(UpdaterTest, TheDifferenceToNaNIsNoNumber) {
+  const at::Tensor one = at::ones({2}, at::kDouble), nan = at::tensor({1.0, NAN}, at::kDouble);
+  EXPECT_EQ(difference({one, one}, {one, one}), 0);
+  EXPECT_TRUE(std::isnan(difference({nan, one}, {one, one})));
 }
 
 void expect_plain_updates(comm::ProcessGroup& group, const std::vector<int>& num_batches) {
@@ -135,6 +143,7 @@ void expect_plain_updates(comm::ProcessGroup& group, const std::vector<int>& num
     const nmt::Batch whole = test::make_test_batch(sentences);
     const UpdateReport report = updater.update(batches_of(sentences, num_batches, group.rank()));
     const auto expected = plain.update(whole);
+    EXPECT_FALSE(report.skipped);
     EXPECT_EQ(report.num_tokens, whole.num_target_tokens);
     if (group.size() > 1) {
       EXPECT_NE(report.own_tokens * group.size(), report.num_tokens) << "equal shares";
@@ -197,6 +206,7 @@ TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
         const auto rank = static_cast<size_t>(group.rank());
         const auto one = together.update({all[rank], all[rank + 2]});
         const auto expected = by_itself.update(all);
+        EXPECT_FALSE(one.skipped || expected.skipped);
         EXPECT_NEAR(one.gradient_norm, expected.gradient_norm, kRounding);
         const double nll_sum = train::reduce_sums(group, std::array{one.nll_sum})[0];
         EXPECT_NEAR(nll_sum, expected.nll_sum, 1e-6) << "of the parameters so far";
@@ -225,12 +235,46 @@ TEST(UpdaterTest, DropoutHangsOnTheBatchAndNotOnItsRank) {
     for (int update = 1; update <= kNumUpdates; ++update) {
       const auto all = batches_of(sentences_of(update), {4}, 0);
       const auto rank = static_cast<size_t>(group.rank());
-      together.update({all[rank], all[rank + 2]});
-      by_itself.update(all);
-      undropped.update(all);
+      EXPECT_FALSE(together.update({all[rank], all[rank + 2]}).skipped);
+      EXPECT_FALSE(by_itself.update(all).skipped);
+      EXPECT_FALSE(undropped.update(all).skipped);
     }
     EXPECT_LE(difference(shared->parameters(), single->parameters()), kRounding);
     EXPECT_GT(difference(single->parameters(), without->parameters()), 1e-3) << "was dropped";
+  });
+}
+
+// At a learning rate of 0 the same batch has the same loss, but for what dropout takes: in every
+// update, in every batch of one and on every rank other elements.
+TEST(UpdaterTest, EveryBatchOfEveryUpdateHasADropoutMaskOfItsOwn) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    auto options = test::tiny_options();
+    options.dropout = 0.3;
+    nmt::Transformer model(options);
+    model->initialise(7);
+    model->to(at::kDouble);
+    Updater updater(model, group, {.schedule = {.factor = 0, .width = 16, .warmup = 3}});
+    const nmt::Batch batch = test::make_test_batch(sentences_of(1));
+    const auto nll_sum = [&](int64_t num_updates, size_t num_batches) {
+      updater.set_num_updates(num_updates);
+      return updater.update(std::vector(num_batches, batch)).nll_sum;
+    };
+    std::ostringstream own;
+    own.precision(12);
+    for (const int64_t num_updates : {0, 1, 2}) {
+      const double first = nll_sum(num_updates, 1);
+      own << first << ' ' << nll_sum(num_updates, 2) - first << ' ';
+      EXPECT_EQ(nll_sum(num_updates, 1), first) << "the same mask again";
+    }
+    std::vector<double> losses;
+    for (const std::string& text : group.all_gather_text(own.str())) {
+      std::istringstream numbers(text);
+      for (double each = 0; numbers >> each;) losses.push_back(each);
+    }
+    ASSERT_EQ(losses.size(), 12);
+    std::ranges::sort(losses);
+    for (size_t i = 1; i < losses.size(); ++i)
+      EXPECT_GT(losses[i] - losses[i - 1], 1e-6) << "two equal masks; loss " << losses[i];
   });
 }
 
@@ -272,8 +316,8 @@ TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
     EXPECT_FALSE(updater.update(batches(3)).skipped);
     auto other = make_model();
     Updater undisturbed(other, group, kOptions);
-    undisturbed.update(batches(1));
-    undisturbed.update(batches(3));
+    EXPECT_FALSE(undisturbed.update(batches(1)).skipped);
+    EXPECT_FALSE(undisturbed.update(batches(3)).skipped);
     EXPECT_EQ(difference(model->parameters(), other->parameters()), 0);
   });
 }
@@ -373,5 +417,5 @@ TEST(UpdaterTest, ARanksTimeIsItsOwnWithoutWaitingForOthers) {
   });
 }
 
-}  // namespace
+}  // namespace updater_test
 }  // namespace cohort::translate
