@@ -19,7 +19,7 @@
 
 #include "tests/support/shell.h"
 
-namespace {
+namespace nmt_command_test {
 
 namespace fs = std::filesystem;
 using cohort::test::bin;
@@ -27,6 +27,7 @@ using cohort::test::Ended;
 using cohort::test::shell;
 
 using cohort::test::contents;
+using cohort::test::workers_of;
 class NmtCommandTest : public cohort::test::NmtCommand {};
 
 TEST_F(NmtCommandTest, TwoRanksTrainBitEqualTwiceThenEvaluateAndTranslate) {
@@ -361,21 +362,6 @@ TEST_F(NmtCommandTest, TheSizeOfTheBaseModelIsPrinted) {
   EXPECT_NE(ended.output.find("93,255,680"), std::string::npos) << ended.output;
 }
 
-// Processes whose environment has this run's log folder.
-std::vector<std::pair<pid_t, std::string>> workers_of(const std::string& log_dir) {
-  std::vector<std::pair<pid_t, std::string>> found;
-  for (const auto& entry : fs::directory_iterator("/proc")) {
-    const std::string name = entry.path().filename();
-    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
-    const std::string environment = contents(entry.path() / "environ");
-    if (environment.find("COHORT_LOG_DIR=" + log_dir) == std::string::npos) continue;
-    const size_t at = environment.find(std::string("\0RANK=", 6));
-    found.emplace_back(std::stoi(name),
-                       at == std::string::npos ? "" : environment.substr(at + 6, 1));
-  }
-  return found;
-}
-
 // The last update that the run in `model_dir` has saved; -1: none.
 int64_t saved_update(const std::string& model_dir) {
   const auto manifest =
@@ -541,6 +527,27 @@ TEST_F(NmtCommandTest, TheFirstMetricDecides) {
   expect_refused(train_flags("x") + "--valid-metrics ter", "--valid-metrics ter: expected");
   expect_refused(train_flags("x") + "--valid-metrics bleu bleu",
                  "--valid-metrics bleu bleu: expected each of them once");
+}
+
+// Rank 1's logarithms grow from call to call, as those of another CPU may be others: by its own
+// scores every validation is the best.
+TEST_F(NmtCommandTest, EveryRankStopsEarlyByTheScoresOfRankZero) {
+  std::string flags = standing_still("e");
+  flags.replace(flags.find("--tokenize 13a"), 14, "--tokenize char");
+  const Ended ended =
+      shell(bin("cohort") +
+            " run --nproc-per-node 2 -- sh -c 'if [ $RANK = 1 ]; then export LD_PRELOAD=" +
+            bin("../tests/plugins/rising_log.so") + "; fi; exec \"$@\"' - " + bin("cohort-nmt") +
+            " " + flags + "--valid-freq 2u --early-stopping 2 --after-epochs 50 --timeout 30");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  for (const std::string rank : {"0", "1"}) {
+    const std::string log = contents(path("e/logs/rank" + rank + ".log"));
+    EXPECT_NE(log.find("end reason=\"no better bleu in 2 validations\""), std::string::npos) << log;
+    EXPECT_NE(log.find("updates=6"), std::string::npos) << log;
+  }
+  const auto best = nlohmann::json::parse(contents(path("e/best/manifest.json")));
+  EXPECT_EQ(best["facts"]["update"], "2");
+  EXPECT_GT(std::stod(best["facts"]["valid_bleu"].get<std::string>()), 0) << "else no logarithm";
 }
 
 TEST_F(NmtCommandTest, ARunGoesOnWithAnotherNumberOfRanks) {
@@ -808,4 +815,4 @@ TEST_F(NmtCommandTest, AKilledRankEndsTheRunByName) {
   EXPECT_TRUE(workers_of(path("logs")).empty());
 }
 
-}  // namespace
+}  // namespace nmt_command_test
