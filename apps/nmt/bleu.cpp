@@ -27,7 +27,7 @@ struct BleuCommand {
   std::vector<std::string> references;
   std::vector<std::string> hypotheses;
   std::vector<std::string> metrics{"bleu"};
-  std::string tokenize = "13a";
+  std::string tokenize = text::to_string(text::BleuOptions{}.tokenizer);
   std::string language_pair;
   std::string smooth_method = "exp";
   text::BleuOptions bleu;
@@ -111,6 +111,15 @@ Segments read(const BleuCommand& command) {
     }
   }
   return result;
+}
+
+// On stderr, as sacrebleu's own messages.
+void warn_of_tokenizer(const Segments& segments, text::BleuTokenizer tokenizer) {
+  std::vector<std::string> all;
+  for (const auto& references : segments.references)
+    all.insert(all.end(), references.begin(), references.end());
+  if (const auto why = text::tokenizer_warning(tokenizer, all))
+    std::cerr << "cohort nmt bleu: " << *why << std::endl;
 }
 
 // Returns what is printed of a metric: one text for all segments, or one for each.
@@ -224,6 +233,7 @@ int run(BleuCommand& command, const CLI::App& app) {
   if (command.sentence_level && command.confidence)
     throw ConfigError("--confidence: expected a corpus's score, not --sentence-level");
   const Segments segments = read(command);
+  if (wanted("bleu") && !command.quiet) warn_of_tokenizer(segments, command.bleu.tokenizer);
   std::vector<std::string> lines;
   if (wanted("bleu")) lines = bleu_results(segments, command);
   if (wanted("chrf")) {
@@ -306,8 +316,7 @@ void add_options(CLI::App& app, BleuCommand& command) {
   app.add_flag("-b,--score-only", command.score_only, "Print the score alone")->group("Output");
   app.add_flag("--short", command.short_signature, "-sh: Short names in the signature")
       ->group("Output");
-  app.add_flag("-q,--quiet", command.quiet, "As sacrebleu takes it; there are no messages anyway")
-      ->group("Output");
+  app.add_flag("-q,--quiet", command.quiet, "No warnings")->group("Output");
   auto* confidence =
       app.add_flag("--confidence", command.confidence,
                    "-ci: Say how sure the score is: mean and 95 % range over corpora "

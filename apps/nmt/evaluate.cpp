@@ -62,6 +62,8 @@ int run(EvaluateFlags& flags) {
       for (const auto& line : result.translations) file.write(line + "\n");
     });
   }
+  if (const auto why = text::tokenizer_warning(options.bleu.tokenizer, pairs.target))
+    std::fprintf(stderr, "cohort nmt evaluate: %s\n", why->c_str());
   const double copied = bleu_of_copying(pairs, options.bleu);
   const std::string signature = text::signature(options.bleu, 1);
   const std::string chrf_signature = text::signature(options.chrf, 1);

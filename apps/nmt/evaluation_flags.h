@@ -21,14 +21,15 @@ inline nmt::SearchOptions full_search() {
 }
 
 struct EvaluationFlags {
-  std::string tokenize = "zh";
+  std::string tokenize = text::to_string(text::BleuOptions{}.tokenizer);
   translate::EvaluationOptions options;
 
   explicit EvaluationFlags(const nmt::SearchOptions& search) { options.search = search; }
 
   /// Flags of search and score.
   void add_to(CLI::App& app, const std::string& group) {
-    app.add_option("--tokenize", tokenize, "sacreBLEU's tokenizer")
+    app.add_option("--tokenize", tokenize,
+                   "sacreBLEU's tokenizer: 13a for languages with spaces, zh for Chinese")
         ->check(one_of({"13a", "intl", "zh", "char", "none"}))
         ->capture_default_str()
         ->group(group);

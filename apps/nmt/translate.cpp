@@ -30,15 +30,21 @@ struct TranslateFlags {
   EvaluationFlags evaluation{full_search()};
 };
 
+// A text may hold a NUL, where printf would end it.
+void print_text(const std::string& text) {
+  std::fwrite(text.data(), 1, text.size(), stdout);
+}
+
 // Of a sentence's translations the best, or all as "number ||| text ||| log p ||| score".
 void print(int64_t number, const std::vector<translate::Translation>& translations, bool n_best) {
   if (!n_best) {
-    std::printf("%s\n", translations.front().text.c_str());
+    print_text(translations.front().text + "\n");
     return;
   }
   for (const auto& t : translations) {
-    std::printf("%lld ||| %s ||| Logprob= %.6f ||| %.6f\n", static_cast<long long>(number),
-                t.text.c_str(), t.log_prob, t.score);
+    std::printf("%lld ||| ", static_cast<long long>(number));
+    print_text(t.text);
+    std::printf(" ||| Logprob= %.6f ||| %.6f\n", t.log_prob, t.score);
   }
 }
 

@@ -56,7 +56,8 @@ struct MadeTokenizers {
 };
 
 /// Loads both tokenizers; rank 0 first trains one whose file is absent (`anew`: both), on its side
-/// of `text`, with character coverage 0.9995 for Chinese and full for the rest. One file that
+/// of `text`, with character coverage 0.9995 where 1 % or more of the characters
+/// are Chinese, else full. One file that
 /// stands for both sides is trained on both. Collective; blocks while rank 0 trains. Errors:
 /// ConfigError that names the side; if a file that was there has another number of pieces than the
 /// model asks for; if the model needs one vocabulary for both sides and there are two.

@@ -9,7 +9,7 @@
 
 #include "tests/apps/nmt_command.h"
 
-namespace {
+namespace nmt_data_test {
 
 namespace fs = std::filesystem;
 using cohort::test::bin;
@@ -53,6 +53,19 @@ TEST_F(NmtDataTest, WhatWasPreparedIsUsedAndTrainsTheSameModel) {
   expect_in("token cache state=used ", shell(on_ranks(1, train_flags("p") + "--after-epochs 2")));
   EXPECT_EQ(contents(path("p/source.spm")), vocabulary);
   EXPECT_EQ(saved("p"), saved("plain"));
+}
+
+// Every character of a European text has a piece; of Chinese ones the rarest have none.
+TEST_F(NmtDataTest, OneChineseCharacterDoesNotMakeATextChinese) {
+  for (int i = 0; i < 1000; ++i) add_pair("red green blue", "der neerg eulb");
+  add_pair("caf\u00E9 \u732B", "\u00E9fac");
+  ASSERT_EQ(shell(nmt(prepare_flags("p"))).code, 0);
+  const std::string pieces = contents(path("p/source.spm"));
+  EXPECT_NE(pieces.find("\u00E9"), std::string::npos) << "one of some 20,000 characters";
+  EXPECT_NE(pieces.find("\u732B"), std::string::npos);
+  for (int i = 0; i < 100; ++i) add_pair("\u7EA2\u732B", "\u732B");
+  ASSERT_EQ(shell(nmt(prepare_flags("q"))).code, 0);
+  EXPECT_EQ(contents(path("q/source.spm")).find("\u00E9"), std::string::npos);
 }
 
 TEST_F(NmtDataTest, EveryPairIsAccountedFor) {
@@ -175,4 +188,4 @@ TEST_F(NmtDataTest, AFittedRunStaysWithinTheWorkspaceAndGoesOnExactly) {
   expect_refused(small, "--workspace 1: one pair of ");
 }
 
-}  // namespace
+}  // namespace nmt_data_test

@@ -1,17 +1,19 @@
 // Flags that are at odds with each other, with the machine, or with the run that goes on: each is
 // one clear line, and nothing is silently ignored.
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 #include <span>
 
 #include "cohort/base/stored_checkpoint.h"
 
 #include "tests/apps/nmt_command.h"
 
-namespace {
+namespace nmt_flags_test {
 
 namespace fs = std::filesystem;
 using cohort::StoredCheckpoint;
 using cohort::test::bin;
+using cohort::test::contents;
 using cohort::test::Ended;
 using cohort::test::shell;
 
@@ -37,10 +39,9 @@ TEST_F(NmtFlagsTest, FlagsThatNeedAnotherAreNotIgnored) {
   expect_refused(flags + "--workspace 100", "--workspace requires --mini-batch-fit");
   expect_refused(flags + "--keep-interval-updates 3",
                  "--keep-interval-updates 3: expected --save-interval-updates");
-  expect_refused(flags + "--cpu-offload", "--cpu-offload: expected --strategy zero1");
-  for (const char* strategy : {"zero1", "zero2", "zero3", "fsdp"}) {
+  for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}) {
     expect_refused(flags + "--cpu-offload --strategy " + strategy,
-                   "--cpu-offload: there is nothing to offload");
+                   "--cpu-offload: this program computes on the CPU, where there is nothing to offload: leave it out");
   }
   EXPECT_FALSE(fs::exists(path("run")));
 }
@@ -91,6 +92,48 @@ TEST_F(NmtFlagsTest, BeforeTheFirstValidationTheLogHasNoNumbersThatAreNone) {
   EXPECT_EQ(ended.output.find("nan"), std::string::npos) << ended.output;
 }
 
+// sacreBLEU's default, wherever a score is computed; where that says little, a warning says so.
+TEST_F(NmtFlagsTest, BleuIsThatOf13aUnlessAnotherTokenizerIsGiven) {
+  std::ofstream(path("valid.zh")) << [] {
+    std::string lines;
+    for (int i = 0; i < 40; ++i) lines += "\u7EA2\u732B\n";
+    return lines;
+  }();
+  const auto without_tokenize = [&](const std::string& run, const std::string& references) {
+    std::string flags = train_flags(run);
+    flags.erase(flags.find("--tokenize 13a "), 15);
+    flags.replace(flags.find("valid.xx"), 8, references);
+    return shell(bin("cohort-nmt") + " " + flags + "--after-batches 1");
+  };
+  const auto evaluate = [&](const std::string& references, const std::string& more) {
+    return shell(bin("cohort-nmt") + " evaluate --model-dir " + path("a") + " --test-sets " +
+                 path("valid.en") + " " + path(references) + more);
+  };
+  const auto bleu = [&](const std::string& references, const std::string& more) {
+    return shell(bin("cohort-nmt") + " bleu " + path(references) + " < " + path(references) + more);
+  };
+  const Ended trained = without_tokenize("a", "valid.xx");
+  ASSERT_EQ(trained.code, 0) << trained.output;
+  EXPECT_EQ(nlohmann::json::parse(contents(path("a/config.json")))["tokenize"], "13a");
+  const std::string warning = "--tokenize 13a: the references are Chinese";
+  for (const auto& [plain, chinese, right] :
+       {std::tuple{evaluate("valid.xx", ""), evaluate("valid.zh", ""),
+                   evaluate("valid.zh", " --tokenize zh")},
+        std::tuple{bleu("valid.xx", ""), bleu("valid.zh", ""),
+                   bleu("valid.zh", " --tokenize zh")}}) {
+    EXPECT_NE(plain.output.find("|tok:13a|"), std::string::npos) << plain.output;
+    EXPECT_EQ(plain.output.find(warning), std::string::npos) << plain.output;
+    EXPECT_NE(chinese.output.find("|tok:13a|"), std::string::npos) << chinese.output;
+    EXPECT_NE(chinese.output.find(warning), std::string::npos) << chinese.output;
+    EXPECT_NE(right.output.find("|tok:zh|"), std::string::npos) << right.output;
+    EXPECT_EQ(right.output.find(warning), std::string::npos) << right.output;
+  }
+  EXPECT_EQ(trained.output.find(warning), std::string::npos) << trained.output;
+  const Ended warned = without_tokenize("b", "valid.zh");
+  ASSERT_EQ(warned.code, 0) << warned.output;
+  EXPECT_NE(warned.output.find(warning), std::string::npos) << warned.output;
+}
+
 // Room for the vocabularies, none for the tokens; no room for anything. The launcher shows no stack
 // of it.
 TEST_F(NmtFlagsTest, AFullDiskAtTheStartIsOneLineOfEachRank) {
@@ -113,4 +156,4 @@ TEST_F(NmtFlagsTest, AFullDiskAtTheStartIsOneLineOfEachRank) {
   }
 }
 
-}  // namespace
+}  // namespace nmt_flags_test
