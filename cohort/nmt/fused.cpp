@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <span>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 #include <vector>
@@ -16,9 +17,16 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// The loops read the host's memory.
+void check_is_on_cpu(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, ": expected a tensor on the CPU, got one on ",
+                    tensor.device());
+}
+
 // Calls body(table, typed pointer tag) for the tensor's dtype.
 template <class Body>
 void for_type(const at::Tensor& tensor, Body body) {
+  check_is_on_cpu(tensor, "fused operation");
   switch (tensor.scalar_type()) {
     case at::kFloat:
       return body(kernels().f32, static_cast<float*>(nullptr));
@@ -172,6 +180,15 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout<Activatio
   }
 };
 
+// The loops index by them.
+void check_range(const at::Tensor& numbers, int64_t least, int64_t most, const char* name) {
+  for (const int64_t number :
+       std::span(numbers.const_data_ptr<int64_t>(), static_cast<size_t>(numbers.numel()))) {
+    TORCH_CHECK_VALUE(number >= least && number <= most, name, ": expected ", least, " to ", most,
+                      ", got ", number);
+  }
+}
+
 SoftmaxShape shape_of(const at::Tensor& scores, const at::Tensor& key_lengths, bool causal,
                       double scale) {
   TORCH_CHECK_VALUE(
@@ -180,6 +197,8 @@ SoftmaxShape shape_of(const at::Tensor& scores, const at::Tensor& key_lengths, b
           key_lengths.is_contiguous(),
       "masked_softmax: expected contiguous scores [B, H, Q, K] and int64 lengths [B], got ",
       scores.sizes(), " and ", key_lengths.sizes());
+  check_is_on_cpu(key_lengths, "masked_softmax: lengths");
+  check_range(key_lengths, 1, scores.size(3), "masked_softmax: lengths");
   return {.batch = scores.size(0),
           .heads = scores.size(1),
           .queries = scores.size(2),
@@ -281,7 +300,10 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     return {loss, nll};
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    // Once: the gradients are scaled in place and given away.
+    // The gradients are scaled in place and given away.
+    TORCH_CHECK(context->saved_data.count("grad_hidden") != 0,
+                "smoothed_cross_entropy: expected one backward, but its gradients were given away "
+                "in the first (retain_graph does not keep them)");
     at::Tensor grad_hidden = context->saved_data["grad_hidden"].toTensor();
     at::Tensor grad_weight = context->saved_data["grad_weight"].toTensor();
     context->saved_data.clear();
@@ -337,6 +359,9 @@ LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& w
           labels_N.dtype() == at::kLong && labels_N.is_contiguous(),
       "smoothed_cross_entropy: expected hidden [N, D], weight [V, D], int64 labels [N], got ",
       hidden_ND.sizes(), ", ", weight_VD.sizes(), ", ", labels_N.sizes());
+  check_is_on_cpu(hidden_ND, "smoothed_cross_entropy: hidden");
+  check_is_on_cpu(labels_N, "smoothed_cross_entropy: labels");
+  check_range(labels_N, 0, weight_VD.size(0) - 1, "smoothed_cross_entropy: labels");
   const bool with_gradient =
       at::GradMode::is_enabled() && (hidden_ND.requires_grad() || weight_VD.requires_grad());
   const variable_list sums = SmoothedCrossEntropy::apply(hidden_ND.contiguous(), weight_VD,

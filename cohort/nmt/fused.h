@@ -1,6 +1,7 @@
 // Operations of the Transformer for which ATen has no fused form: differentiable ones, then those
-// of inference alone. Values in kernels/. Legend: B sentences, H heads, Q queries, K keys, N rows,
-// D model width, V vocabulary.
+// of inference alone. Values in kernels/. All of them compute on the CPU, on tensors that are
+// there: others are a c10::ValueError. Legend: B sentences, H heads, Q queries, K keys, N rows, D
+// model width, V vocabulary.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
@@ -50,7 +51,7 @@ at::Tensor swish_dropout(const at::Tensor& x, double p, DropoutStream& stream,
 /// sequence's length and, if `causal`, not after the query. Others get 0.
 ///
 /// Shapes: scores_BHQK, contiguous; key_lengths_B int64 in [1, K]. part.size is that of whole
-/// sentences, H Q K.
+/// sentences, H Q K. Errors: c10::ValueError for others.
 at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B,
                           bool causal, double scale, double p, DropoutStream& stream,
                           const DropoutPart& part = {});
@@ -65,10 +66,15 @@ struct LossSums {
 /// Projects hidden states to the vocabulary and sums label-smoothed cross-entropy over the rows.
 ///
 /// Rows are taken in chunks, so that [N, V] never exists in float32; with gradients enabled the
-/// forward computes them too, chunk by chunk, and backward only scales them. Shapes:   hidden_ND in
-/// the compute type, weight_VD (any float type; cast to hidden's), labels_N int64. Numerics: logits
-/// in the compute type, losses and the weight's gradient summed in float32 or wider. Source:
-/// Szegedy et al. 2016, arXiv:1512.00567, section 7, with the uniform share over all V.
+/// forward computes them too, chunk by chunk, and backward only scales them: it runs once.
+///
+/// Shapes:   hidden_ND in the compute type, weight_VD (any float type; cast to hidden's), labels_N
+///           int64 in [0, V).
+/// Numerics: logits and their gradients in the compute type, losses summed in float32 or wider. So
+///           is the weight's gradient over the chunks, of 1,024 rows; a chunk's share of it is
+///           rounded to the compute type before.
+/// Errors:   c10::ValueError for other shapes and labels; c10::Error from a second backward.
+/// Source:   Szegedy et al. 2016, arXiv:1512.00567, section 7, with the uniform share over all V.
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,
                                 const at::Tensor& labels_N, double smoothing);
 

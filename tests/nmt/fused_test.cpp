@@ -12,8 +12,10 @@
 
 #include "cohort/nmt/kernels/kernels.h"
 
+#include "tests/support/message_of.h"
+
 namespace cohort::nmt {
-namespace {
+namespace fused_test {
 
 at::Tensor leaf(at::IntArrayRef shape, at::ScalarType type = at::kDouble) {
   return at::randn(shape, at::TensorOptions().dtype(type)).requires_grad_(true);
@@ -369,6 +371,75 @@ TEST(FusedTest, DropoutsGradientFallsWhereTheValueFell) {
   EXPECT_TRUE(at::equal((relu != 0) & (z <= 0), at::zeros_like(z).to(at::kBool)));
 }
 
+// In every table: a NaN of any payload and sign comes out as one.
+TEST(FusedTest, EveryBFloat16NaNStaysOne) {
+  in_every_table([](at::ScalarType type) {
+    if (type != at::kBFloat16) return;
+    std::vector<int16_t> bits;
+    for (int payload = 1; payload < 128; ++payload) {
+      bits.push_back(static_cast<int16_t>(0x7f80 + payload));
+      bits.push_back(static_cast<int16_t>(0xff80 + payload));
+    }
+    const at::Tensor nans = at::tensor(bits, at::kShort).view(at::kBFloat16);
+    DropoutStream stream;
+    const at::Tensor kept = dropout(nans, 0.3, stream), gelu = gelu_dropout(nans, 0, stream);
+    EXPECT_TRUE((at::isnan(kept) | (kept == 0)).all().item<bool>()) << kept;
+    EXPECT_GT(at::isnan(kept).sum().item<int64_t>(), nans.numel() / 2);
+    EXPECT_TRUE(at::isnan(gelu).all().item<bool>()) << gelu;
+  });
+}
+
+TEST(FusedTest, TensorsElsewhereThanOnTheCpuAreRefused) {
+  const at::Tensor here = at::ones({2, 3}), there = at::ones({2, 3}, at::kMeta);
+  const at::Tensor labels = at::zeros({2}, at::kLong);
+  DropoutStream stream;
+  const auto expect_refused = [](const auto& call) {
+    const std::string message = test::message_of<c10::ValueError>(call);
+    EXPECT_NE(message.find("expected a tensor on the CPU, got one on meta"), std::string::npos)
+        << message;
+  };
+  expect_refused([&] { dropout(there, 0.3, stream); });
+  expect_refused([&] { relu_dropout(there, 0.3, stream); });
+  expect_refused([&] { gelu_dropout(there, 0, stream); });
+  expect_refused([&] {
+    masked_softmax(there.view({1, 1, 2, 3}), at::ones({1}, at::kLong), false, 1, 0, stream);
+  });
+  expect_refused([&] {
+    const at::Tensor lengths = at::ones({1}, at::TensorOptions(at::kMeta).dtype(at::kLong));
+    masked_softmax(here.view({1, 1, 2, 3}), lengths, false, 1, 0, stream);
+  });
+  expect_refused([&] { smoothed_cross_entropy(there, there, labels, 0.1); });
+  expect_refused([&] { smoothed_cross_entropy(here, here, labels.to(at::kMeta), 0.1); });
+  expect_refused([&] { const LogProbs scores(there); });
+}
+
+TEST(FusedTest, LabelsAndLengthsOutOfRangeAreRefused) {
+  const at::Tensor hidden = leaf({2, 3}), weight = leaf({5, 3});
+  for (const int64_t label : {-1, 5}) {
+    EXPECT_EQ(test::message_of<c10::ValueError>([&] {
+                smoothed_cross_entropy(hidden, weight, at::tensor({int64_t{0}, label}), 0.1);
+              }),
+              "smoothed_cross_entropy: labels: expected 0 to 4, got " + std::to_string(label));
+  }
+  DropoutStream stream;
+  for (const int64_t length : {0, 4}) {
+    EXPECT_EQ(
+        test::message_of<c10::ValueError>([&] {
+          masked_softmax(leaf({2, 1, 1, 3}), at::tensor({int64_t{3}, length}), false, 1, 0, stream);
+        }),
+        "masked_softmax: lengths: expected 1 to 3, got " + std::to_string(length));
+  }
+}
+
+TEST(FusedTest, ASecondBackwardOfTheLossSaysThatItIsOne) {
+  const LossSums sums =
+      smoothed_cross_entropy(leaf({2, 3}), leaf({5, 3}), at::zeros({2}, at::kLong), 0.1);
+  sums.loss.backward({}, /*retain_graph=*/true);
+  const std::string message = test::message_of<c10::Error>([&] { sums.loss.backward(); });
+  EXPECT_NE(message.find("smoothed_cross_entropy: expected one backward"), std::string::npos)
+      << message;
+}
+
 TEST(FusedTest, SoftmaxWithDropoutPassesGradientsThroughTheSameMask) {
   torch::manual_seed(4);
   const at::Tensor lengths = at::tensor({6, 4}, at::kLong);
@@ -386,5 +457,5 @@ TEST(FusedTest, SoftmaxWithDropoutPassesGradientsThroughTheSameMask) {
   EXPECT_LE(difference(scores.grad(), plain.grad()), 1e-7);  // the scale is a float
 }
 
-}  // namespace
+}  // namespace fused_test
 }  // namespace cohort::nmt

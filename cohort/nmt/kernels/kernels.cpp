@@ -19,8 +19,8 @@ struct Math<BFloat16Bits> {
   static float load(BFloat16Bits x) {
     return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
   }
-  // Round to nearest even. A NaN stays one: its payload's top bits survive the addition here
-  // because quiet NaNs of arithmetic are 0x7fc00000.
+  // Round to nearest even. A NaN stays one: what was loaded has its payload in the upper half, what
+  // arithmetic makes is 0x7fc00000, so that nothing is carried into the sign.
   static BFloat16Bits store(float x) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, x);
     return {static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16)};
