@@ -161,8 +161,9 @@ std::string to_string(Reduce reduce) {
 std::string JobOptions::to_json() const {
   json object{{"mode", to_string(mode)},        {"reduce", to_string(reduce)},
               {"trainers", trainers},           {"servers", servers},
-              {"max_staleness", max_staleness}, {"dense_rule", to_json_value(dense_rule)},
-              {"blocks", json::array()},        {"tables", json::array()}};
+              {"max_staleness", max_staleness}, {"error_if_nonfinite", error_if_nonfinite},
+              {"max_trainers", max_trainers},   {"blocks", json::array()},
+              {"tables", json::array()},        {"dense_rule", to_json_value(dense_rule)}};
   for (const BlockOptions& block : blocks) {
     object["blocks"].push_back({{"parameter", block.parameter},
                                 {"begin", block.begin},
@@ -179,8 +180,11 @@ JobOptions JobOptions::parse(const std::string& text) {
     JobOptions job{.mode = value_of(kModes, object, "mode"),
                    .reduce = value_of(kReduces, object, "reduce"),
                    .trainers = object.at("trainers"),
+                   .max_trainers = object.value("max_trainers", JobOptions().max_trainers),
                    .servers = object.at("servers"),
                    .max_staleness = object.at("max_staleness"),
+                   // Jobs of version 0.3 and before have neither.
+                   .error_if_nonfinite = object.value("error_if_nonfinite", true),
                    .dense_rule = rule_from(object.at("dense_rule"))};
     for (const json& block : object.at("blocks")) {
       job.blocks.push_back({.parameter = block.at("parameter"),
@@ -204,6 +208,9 @@ uint64_t JobOptions::fingerprint() const {
 
 void validate(const JobOptions& options) {
   check(options.trainers >= 1, "expected at least 1 trainer");
+  check(options.max_trainers >= options.trainers,
+        "max_trainers: expected at least as many as trainers, " + std::to_string(options.trainers) +
+            ", got " + std::to_string(options.max_trainers));
   check(options.servers >= 1, "expected at least 1 server");
   check(options.max_staleness >= -1, "max_staleness: expected -1 (no bound) or more");
   validate(options.dense_rule);

@@ -30,12 +30,16 @@ struct BlockOptions {
 struct JobOptions {
   Mode mode = Mode::kSync;
   Reduce reduce =
-      Reduce::kMean;  ///< kSync: over the trainers that pushed the step, in their order.
-  int trainers = 1;   ///< Numbered from 0; more may join later.
+      Reduce::kMean;        ///< kSync: over the trainers that pushed the step, in their order.
+  int trainers = 1;         ///< Numbered from 0; more may join later.
+  int max_trainers = 4096;  ///< Every number is less: each is remembered, and waited for, for good.
   int servers = 1;
   int64_t max_staleness =
       -1;  ///< kAsync: a pull waits while its trainer is more steps ahead of the slowest
            ///< member (Ho et al. 2013, "stale synchronous parallel"); -1: never.
+  /// A server refuses a push, or initial values, with a NaN or an infinity by name, before it is
+  /// logged: its trainer gets c10::ValueError, and can push no more. False: it is applied.
+  bool error_if_nonfinite = true;
   RuleOptions dense_rule{.rule = Rule::kAdam, .learning_rate = 1e-3f};
   std::vector<BlockOptions> blocks;
   std::vector<TableOptions> tables;

@@ -20,7 +20,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace server_test {
 
 using cohort::test::message_of;
 using nlohmann::json;
@@ -31,15 +31,19 @@ json status_of(Cluster& cluster, int server = 0) {
   return json::parse(cluster.ask(server, {.call = Call::kStatus}).text);
 }
 
+// The last one, whose answer was lost, and one before it, which the network had kept.
 TEST(ServerTest, APushThatComesTwiceIsAppliedOnceAndAnsweredTwice) {
   Cluster cluster(1);
   RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
-  const Request first = trainer.push(1);
+  const Request first = trainer.push(1), second = trainer.push(2);
   EXPECT_EQ(cluster.ask(0, first).code, Code::kOk);
-  EXPECT_EQ(cluster.ask(0, trainer.push(2)).code, Code::kOk);
   EXPECT_EQ(cluster.ask(0, first).code, Code::kOk);
+  EXPECT_EQ(trainer.weight(1), 1);
+  EXPECT_EQ(cluster.ask(0, second).code, Code::kOk);
+  EXPECT_EQ(cluster.ask(0, first).code, Code::kOk);
+  EXPECT_EQ(cluster.ask(0, second).code, Code::kOk);
   EXPECT_EQ(trainer.weight(1), 2);
-  EXPECT_EQ(status_of(cluster)["duplicates"], 1);
+  EXPECT_EQ(status_of(cluster)["duplicates"], 3);
 }
 
 TEST(ServerTest, PushesThatOvertakeEachOtherAreAppliedInTheirOrder) {
@@ -101,6 +105,26 @@ TEST(ServerTest, AReplacedTrainerIsToldSo) {
   EXPECT_EQ(newer.weight(1), 2);
 }
 
+// Each number is remembered for good, and every step of a sync job waits for it.
+TEST(ServerTest, ATrainerOfANumberBeyondAllIsRefused) {
+  Cluster cluster(1);
+  const JobOptions job = ledger_job(1, 1, Mode::kSync);
+  const RawTrainer first(cluster, job, 0);
+  ASSERT_EQ(first.joined.code, Code::kOk);
+  for (const uint32_t number : {4096U, uint32_t{1} << 31, kNoTrainer - 1}) {
+    const Reply reply = cluster.ask(
+        0, {.call = Call::kJoin, .trainer = number, .job = job.fingerprint(), .nonce = 7});
+    EXPECT_EQ(reply.code, Code::kInvalid);
+    EXPECT_EQ(reply.text, "join: trainer " + std::to_string(number) +
+                              ": expected a number below max_trainers, 4096");
+  }
+  EXPECT_EQ(status_of(cluster)["trainers"].size(), 1U);
+  EXPECT_EQ(cluster.ask(0, first.push(1)).code, Code::kOk);
+  EXPECT_EQ(cluster.ask(0, first.pull({1}, 1)).code, Code::kOk) << "its step has closed";
+  const RawTrainer last(cluster, job, 4095);
+  EXPECT_EQ(last.joined.code, Code::kOk);
+}
+
 // A request to join that the network delivers twice must not throw out who sent it.
 TEST(ServerTest, JoiningIsRepeatedWithoutHarm) {
   Cluster cluster(1);
@@ -140,6 +164,28 @@ TEST(ServerTest, ALostTrainerEndsTheJobByName) {
                        "its last push was number 1.*")))
       << text;
   EXPECT_LT(steady_clock::now() - began, std::chrono::seconds(15)) << "its call waits for 20 s";
+}
+
+// The process that was replaced lives on. Its word is not that of the one that has its number.
+TEST(ServerTest, AProcessThatWasReplacedDoesNotKeepItsSuccessorAlive) {
+  Cluster cluster(1, {.trainer_timeout = milliseconds(1'000)});
+  const JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  const RawTrainer old(cluster, job, 0, 11);
+  const RawTrainer successor(cluster, job, 0, 12);
+  const Request beat{
+      .call = Call::kBeat, .trainer = 0, .incarnation = old.joined.trainer_incarnation};
+  const auto end = steady_clock::now() + std::chrono::seconds(20);
+  std::string failure;
+  while (failure.empty() && steady_clock::now() < end) {
+    const Reply reply = cluster.ask(0, beat);
+    if (reply.code == Code::kFailed) break;
+    ASSERT_EQ(reply.code, Code::kReplaced);
+    EXPECT_EQ(reply.text, "trainer 0: another process has joined under this number");
+    for (const Request& late : {old.push(1), old.pull({1})}) cluster.ask(0, late);
+    cluster.ask(0, {.call = Call::kStatus, .trainer = 0});
+  }
+  EXPECT_EQ(status_of(cluster)["failure"].get<std::string>().find("trainer 0 was not heard of"),
+            0U);
 }
 
 // The answer to what was sent, which may have waited for longer than a server lets it.
@@ -609,5 +655,5 @@ TEST(ServerTest, ServersGivenInAnotherOrderAreNamed) {
   const auto client = cluster.client(0, ledger_job(1, 2, Mode::kSync));
 }
 
-}  // namespace
+}  // namespace server_test
 }  // namespace cohort::ps

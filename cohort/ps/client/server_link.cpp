@@ -189,9 +189,15 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return "server " + std::to_string(options_.server) + " (" + options_.endpoint + ")";
   }
 
-  std::string no_answer(const std::string& last_word) const {
-    return name() + ": no answer for " + std::to_string(seconds_since(last_answer_)) +
-           " s: " + last_word;
+  std::string silence(const std::string& last_word) const {
+    return "no answer for " + std::to_string(seconds_since(last_answer_)) + " s: " + last_word;
+  }
+
+  // This process has no part in the job any more: what waits and what comes is told `why`.
+  void end(Code code, const std::string& why) {
+    end_ = {.code = code, .text = name() + ": " + why};
+    must_join_ = false;
+    joined_ = false;
   }
 
   static Header parse_header(std::span<const std::byte> message) {
@@ -270,6 +276,13 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       case Code::kNotYet:
       case Code::kBusy:
         last_word_ = reply.text;
+        // It waits for a push that failed.
+        if (failure_.code != Code::kOk && operation->request.call == Call::kPull &&
+            operation->header.sequence > acknowledged_) {
+          Reply failed{.code = failure_.code, .text = failure_.text};
+          lock.unlock();
+          return finish(operation, std::move(failed));
+        }
         if (now - operation->began > options_.trainer_timeout) {
           lock.unlock();
           reply.code = Code::kFailed;
@@ -287,6 +300,11 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         operation->pause = longer_pause(*operation);
         break;
     }
+    if (end_.code != Code::kOk) {
+      Reply ended{.code = end_.code, .text = end_.text};
+      lock.unlock();
+      return finish(operation, std::move(ended));
+    }
     const bool was_last = late && operation->timeout >= options_.server_timeout;
     if (stopped_ || was_last ||
         now - std::max(last_answer_, operation->began) > options_.server_timeout) {
@@ -294,7 +312,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
                                    ? name() + ": it lives, but gave no answer to a call for " +
                                          std::to_string(seconds_since(operation->began)) +
                                          " s: " + reply.text
-                                   : no_answer(reply.text);
+                                   : name() + ": " + silence(reply.text);
       lock.unlock();
       return finish(operation, {.code = Code::kLost, .text = text});
     }
@@ -341,23 +359,20 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     lock.lock();
     const Reply& reply = answer->reply;
     if (reply.code == Code::kOk && reply.last_sequence < acknowledged_) {
-      rejoin_failure_ = {.code = Code::kFailed,
-                         .text = name() + ": it was started again without push " +
-                                 std::to_string(acknowledged_) +
-                                 ", which it had acknowledged: it has " +
-                                 std::to_string(reply.last_sequence) + " of this trainer's"};
+      end(Code::kFailed, "it was started again without push " + std::to_string(acknowledged_) +
+                             ", which it had acknowledged: it has " +
+                             std::to_string(reply.last_sequence) + " of this trainer's");
     } else if (reply.code == Code::kOk) {
       must_join_ = false;
       server_incarnation_ = reply.server_incarnation;
       last_answer_ = steady_clock::now();
     } else if (reply.code == Code::kNotYet) {
-      rejoin_failure_ = {.code = Code::kFailed,
-                         .text = name() + ": it was started again without what it had held"};
+      end(Code::kFailed, "it was started again without what it had held");
     } else if (reply.code == Code::kLost &&
                steady_clock::now() - last_answer_ > options_.server_timeout) {
-      rejoin_failure_ = {.code = Code::kLost, .text = no_answer(reply.text)};
+      end(Code::kLost, silence(reply.text));
     } else if (reply.code != Code::kLost && reply.code != Code::kBusy) {
-      rejoin_failure_ = {.code = reply.code, .text = name() + ": " + reply.text};
+      end(reply.code, reply.text);
     }
   }
 
@@ -366,9 +381,9 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         .call = Call::kBeat, .trainer = options_.trainer, .incarnation = trainer_incarnation_};
     auto self = shared_from_this();
     channel_->send(request, options_.attempt_timeout.count(), [self](const Reply& reply) {
-      if (reply.code != Code::kOk) return;
       const std::lock_guard lock(self->mutex_);
-      self->last_answer_ = steady_clock::now();
+      if (reply.code == Code::kOk) self->last_answer_ = steady_clock::now();
+      if (reply.code == Code::kReplaced && self->joined_) self->end(reply.code, reply.text);
     });
   }
 
@@ -422,14 +437,13 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         options_.on_wait(*said);
         lock.lock();
       }
-      if (rejoin_failure_.code != Code::kOk) {
+      if (end_.code != Code::kOk) {
         std::list<Operation> failed;
         failed.swap(waiting_);
         lock.unlock();
         for (const Operation& operation : failed)
-          finish(operation, {.code = rejoin_failure_.code, .text = rejoin_failure_.text});
+          finish(operation, {.code = end_.code, .text = end_.text});
         lock.lock();
-        continue;
       }
       const auto due = take_due(now);
       for (const Operation& operation : due) readdress(*operation);
@@ -450,7 +464,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   std::list<Operation> waiting_;  // For their next sending.
   int64_t in_flight_bytes_ = 0;
   Reply failure_;  // Of a push.
-  Reply rejoin_failure_;
+  Reply end_;      // kOk: it has not come.
   uint64_t job_ = 0;
   uint64_t server_incarnation_ = 0;
   uint64_t trainer_incarnation_ = 0;

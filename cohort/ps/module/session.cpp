@@ -233,8 +233,10 @@ class Session::Work {
     JobOptions job{.mode = waits ? Mode::kSync : Mode::kAsync,
                    .reduce = options_.reduce,
                    .trainers = options_.trainers,
+                   .max_trainers = std::max(JobOptions().max_trainers, options_.trainers),
                    .servers = static_cast<int>(plan_.servers.size()),
                    .max_staleness = options_.max_staleness,
+                   .error_if_nonfinite = options_.error_if_nonfinite,
                    .dense_rule = options_.dense_rule};
     for (const Block& block : plan_.blocks) {
       job.blocks.push_back({plan_.parameters[static_cast<size_t>(block.parameter)].name,

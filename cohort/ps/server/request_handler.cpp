@@ -1,6 +1,7 @@
 #include "cohort/ps/server/request_handler.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -112,8 +113,11 @@ Reply RequestHandler::reply(Code code, std::string text) const {
 }
 
 void RequestHandler::handle(Pending pending) {
+  const uint64_t incarnation = pending.request.message ? pending.message.header.trainer_incarnation
+                                                       : pending.request.incarnation;
   const auto heard = heard_.find(pending.request.trainer);
-  if (heard != heard_.end()) heard->second = pending.arrived;
+  if (heard != heard_.end() && !stranger(pending.request.trainer, incarnation))
+    heard->second = pending.arrived;
   if (pending.request.message) counts_.bytes_in += bytes_of_message(pending);
   const bool is_push = pending.request.call == Call::kPush;
   const uint32_t trainer = pending.request.trainer;
@@ -190,17 +194,22 @@ std::optional<Reply> RequestHandler::refusal(const Header& header, const Message
   if (header.job != state.fingerprint())
     return reply(Code::kInvalid, "the message is of another job");
   if (header.trainer != kNoTrainer) {
-    const TrainerState* trainer = state.trainer(header.trainer);
-    const std::string name = "trainer " + std::to_string(header.trainer);
-    if (!trainer) return reply(Code::kRestarted, name + " has not joined");
-    if (trainer->incarnation != header.trainer_incarnation)
-      return reply(Code::kReplaced, name + ": another process has joined under this number");
-    if (!trainer->is_member)
-      return reply(Code::kReplaced, name + " was given up after it was silent for " +
-                                        seconds_text(options_.trainer_timeout) +
-                                        ": start it again to join");
+    if (auto refused = stranger(header.trainer, header.trainer_incarnation)) return refused;
   }
   state.check(message);
+  return std::nullopt;
+}
+
+std::optional<Reply> RequestHandler::stranger(uint32_t id, uint64_t incarnation) const {
+  const TrainerState* const trainer = durable_.state().trainer(id);
+  const std::string name = "trainer " + std::to_string(id);
+  if (!trainer) return reply(Code::kRestarted, name + " has not joined");
+  if (trainer->incarnation != incarnation)
+    return reply(Code::kReplaced, name + ": another process has joined under this number");
+  if (!trainer->is_member)
+    return reply(Code::kReplaced, name + " was given up after it was silent for " +
+                                      seconds_text(options_.trainer_timeout) +
+                                      ": start it again to join");
   return std::nullopt;
 }
 
@@ -211,6 +220,7 @@ void RequestHandler::push(Pending& pending) {
     return pending.done(std::move(*refused));
   }
   TORCH_CHECK_VALUE(header.trainer != kNoTrainer, "push: it names no trainer");
+  check_finite(pending);
   if (header.flags & kInitialValues) return initial(pending);
   const ParameterState& state = durable_.state();
   TORCH_CHECK_VALUE(state.is_initialised(), "push: the blocks have no values yet");
@@ -238,6 +248,38 @@ void RequestHandler::push(Pending& pending) {
   ++counts_.pushes;
   counts_.rows_pushed += rows_in(pending.message);
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+}
+
+void RequestHandler::check_finite(const Pending& pending) const {
+  const JobOptions& job = *durable_.state().job();
+  if (!pending.nonfinite || !job.error_if_nonfinite) return;
+  const Header& header = pending.message.header;
+  const bool is_initial = (header.flags & kInitialValues) != 0;
+  const Section& section = pending.message.sections[pending.nonfinite->section];
+  const size_t at = pending.nonfinite->value;
+  const float value = section.values[at];
+  std::string of;
+  size_t element = at;
+  if (section.kind == SectionKind::kRows) {
+    of = "row " + std::to_string(section.ids[at / section.width]) + " of table '" +
+         job.tables[section.table].name + "'";
+    element = at % section.width;
+  } else {
+    const BlockOptions& block = job.blocks[section.table];
+    of = "parameter '" + block.parameter + "'";
+    element = at + static_cast<size_t>(block.begin);
+  }
+  TORCH_CHECK_VALUE(
+      false, is_initial ? "initial values" : "push " + std::to_string(header.sequence),
+      " of trainer ", header.trainer, ": the ", is_initial ? "value" : "gradient", " of ", of,
+      " is ",
+      std::isnan(value) ? "nan"
+      : value > 0       ? "inf"
+                        : "-inf",
+      " at element ", element, ": expected finite values",
+      is_initial ? ""
+                 : ": lower the learning rate, clip the gradients, or set error_if_nonfinite to "
+                   "false");
 }
 
 void RequestHandler::take_overtaken(uint32_t trainer) {
@@ -339,6 +381,9 @@ void RequestHandler::join(Pending& pending) {
   TORCH_CHECK_VALUE(request.job == state.fingerprint(), what_differs(*state.job(), request.text));
   const TrainerState* trainer = state.trainer(request.trainer);
   if (request.trainer != kNoTrainer) {
+    const auto most = static_cast<uint32_t>(state.job()->max_trainers);
+    TORCH_CHECK_VALUE(request.trainer < most, "join: trainer ", request.trainer,
+                      ": expected a number below max_trainers, ", most);
     const bool repeated = trainer && request.nonce != 0 && trainer->nonce == request.nonce;
     if (request.incarnation == 0 && !repeated) {
       const JoinRecord record{.trainer = request.trainer,
@@ -375,15 +420,9 @@ Reply RequestHandler::place_of(uint32_t id) const {
 
 void RequestHandler::begin(Pending& pending) {
   const uint32_t id = pending.request.trainer;
-  const TrainerState* const trainer = durable_.state().trainer(id);
-  if (!trainer)
-    return pending.done(
-        reply(Code::kRestarted, "trainer " + std::to_string(id) + " has not joined"));
-  if (!trainer->is_member || trainer->incarnation != pending.request.incarnation)
-    return pending.done(reply(
-        Code::kReplaced,
-        "trainer " + std::to_string(id) + ": it was given up, or another process has its number"));
-  if (trainer->is_new) {
+  if (auto refused = stranger(id, pending.request.incarnation))
+    return pending.done(std::move(*refused));
+  if (durable_.state().trainer(id)->is_new) {
     const BeginRecord record{.trainer = id};
     durable_.change(RecordKind::kBegin, bytes_of(record));
   }
@@ -391,11 +430,11 @@ void RequestHandler::begin(Pending& pending) {
 }
 
 void RequestHandler::beat(Pending& pending) {
-  const TrainerState* trainer = durable_.state().trainer(pending.request.trainer);
-  const bool is_member =
-      trainer && trainer->is_member && trainer->incarnation == pending.request.incarnation;
-  if (is_member) heard_[pending.request.trainer] = pending.arrived;  // Also after it was lost.
-  pending.done(reply(is_member ? Code::kOk : Code::kReplaced));
+  const uint32_t id = pending.request.trainer;
+  if (auto refused = stranger(id, pending.request.incarnation))
+    return pending.done(std::move(*refused));
+  heard_[id] = pending.arrived;  // Also after it was lost.
+  pending.done(reply(Code::kOk));
 }
 
 void RequestHandler::leave(Pending& pending) {

@@ -19,7 +19,8 @@ namespace cohort::ps {
 /// A request on its way through the server.
 struct Pending {
   Request request;
-  Message message;  ///< Of a push or pull: into request.message.
+  Message message;                        ///< Of a push or pull: into request.message.
+  std::optional<ValuePlace> nonfinite{};  ///< Of a push: its first NaN or infinity.
   Done done;
   std::chrono::steady_clock::time_point arrived;
 };
@@ -60,6 +61,9 @@ class RequestHandler {
   void save(Pending& pending);
   Reply status() const;
 
+  /// Errors: c10::ValueError that names trainer, push and value, if the job takes finite ones
+  /// alone.
+  void check_finite(const Pending& pending) const;
   void take_overtaken(uint32_t trainer);
   bool has_room(const Pending& pending) const;
   void wait(Pending& pending);
@@ -69,6 +73,8 @@ class RequestHandler {
   void say_unwritable(const char* what, const std::string& reason, Time now);
   /// Why a message is refused, if it is.
   std::optional<Reply> refusal(const Header& header, const Message& message) const;
+  /// Why the process `incarnation` of a trainer has no part in the job, if it has none.
+  std::optional<Reply> stranger(uint32_t trainer, uint64_t incarnation) const;
   std::string waiting_for() const;
   Reply reply(Code code, std::string text = "") const;
   /// What a trainer that has joined is told.

@@ -151,6 +151,7 @@ void Server::submit(Request request, Done done) {
       const auto expected = call == Call::kPush ? MessageKind::kPush : MessageKind::kPull;
       TORCH_CHECK_VALUE(pending.message.header.kind == expected,
                         "message: it is of another kind than its call");
+      if (call == Call::kPush) pending.nonfinite = find_nonfinite(pending.message);
     } catch (const c10::Error& error) {
       return done({.code = Code::kInvalid, .text = one_line(error)});
     }

@@ -1,6 +1,9 @@
 #include "cohort/ps/wire/message.h"
 
+#include <algorithm>
+#include <bit>
 #include <c10/util/Exception.h>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -31,6 +34,15 @@ constexpr size_t padded(size_t bytes) {
 
 bool has_ids(const SectionShape& shape) {
   return shape.kind == SectionKind::kRows && shape.has_ids;
+}
+
+// Where all bits of an exponent are set, one more carries into the sign: three operations of whole
+// numbers, of which a compiler makes vectors.
+bool has_nonfinite(std::span<const float> values) {
+  constexpr uint32_t kExponent = 0x7f800000, kOne = 0x00800000;
+  uint32_t carried = 0;
+  for (const float value : values) carried |= (std::bit_cast<uint32_t>(value) & kExponent) + kOne;
+  return carried >> 31 != 0;
 }
 
 }  // namespace
@@ -147,6 +159,17 @@ Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {
   TORCH_CHECK_VALUE(position == bytes.size(), "message: ", bytes.size() - position,
                     " bytes are left behind its sections");
   return message;
+}
+
+std::optional<ValuePlace> find_nonfinite(const Message& message) {
+  for (size_t section = 0; section < message.sections.size(); ++section) {
+    const auto values = message.sections[section].values;
+    if (!has_nonfinite(values)) continue;
+    const auto found = std::find_if(values.begin(), values.end(),
+                                    [](float value) { return !std::isfinite(value); });
+    return ValuePlace{section, static_cast<size_t>(found - values.begin())};
+  }
+  return std::nullopt;
 }
 
 }  // namespace cohort::ps

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -46,7 +47,7 @@ enum class MessageKind : uint32_t { kPush = 1, kPull = 2, kReply = 3 };
 inline constexpr uint32_t kInitialValues = 1;  ///< Push: sets blocks instead of updating them.
 inline constexpr uint32_t kPrediction = 2;     ///< Pull: rows that are not there are zeros.
 
-/// What identifies a message (reference of the names: docs/ps.md, "Exactly once").
+/// What identifies a message (reference of the names: docs/ps.md, "The contract").
 struct Header {
   static constexpr uint32_t kMagic = 0x31535043;  // "CPS1"
 
@@ -117,6 +118,14 @@ enum class Checksums { kChecked, kIgnored };
 /// Reads a message of anyone's making: every length is held against the bytes that are there.
 /// Errors: c10::ValueError that says what is wrong with it.
 Message parse_message(std::span<const std::byte> bytes, Checksums checksums = Checksums::kChecked);
+
+/// A value of a message.
+struct ValuePlace {
+  size_t section = 0;
+  size_t value = 0;  ///< In the section's values.
+};
+/// The first value that is a NaN or an infinity. Cost: one pass over all values.
+std::optional<ValuePlace> find_nonfinite(const Message& message);
 
 /// Gives `message` another header (retries after a server's restart) and seals it again.
 void reseal(std::span<std::byte> message, const Header& header);
