@@ -1,4 +1,5 @@
 // Servers over gRPC: who may talk to them, and how much at once.
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -19,7 +20,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
-namespace {
+namespace rpc_test {
 
 using cohort::test::message_of;
 
@@ -264,13 +265,29 @@ TEST_F(RpcTest, AnUnknownCallIsRefusedByItsNumber) {
 // gRPC ends a program when its last connection is given up in one of its own threads: here there is
 // no server in the process, which would hold on to them.
 TEST_F(RpcTest, ChannelsEndWhileCallsAreUnderWay) {
-  std::atomic<int> answers{0};
-  for (int i = 0; i < 200; ++i) {
+  constexpr int kChannels = 200, kCalls = 3;
+  // Held by the callbacks, too: one that came after the test would find it.
+  struct Answers {
+    std::array<std::atomic<int>, kChannels * kCalls> of_call{};
+    std::atomic<int> all{0}, lost{0};
+  };
+  const auto answers = std::make_shared<Answers>();
+  for (int i = 0; i < kChannels; ++i) {
     const auto channel = make_rpc_channel({.endpoint = "unix:" + folder_.path("nobody")});
-    for (int call = 0; call < 3; ++call)
-      channel->send({.call = Call::kStatus}, 5'000, [&answers](const Reply&) { ++answers; });
+    for (int call = 0; call < kCalls; ++call) {
+      channel->send({.call = Call::kStatus}, 5'000,
+                    [answers, number = static_cast<size_t>(i * kCalls + call)](const Reply& reply) {
+                      answers->lost += reply.code == Code::kLost && !reply.text.empty();
+                      ++answers->of_call[number];
+                      ++answers->all;
+                    });
+    }
   }
-  while (answers < 600) std::this_thread::yield();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (answers->all < kChannels * kCalls && std::chrono::steady_clock::now() < end)
+    std::this_thread::yield();
+  EXPECT_EQ(answers->lost, kChannels * kCalls) << "each is told that nobody answered";
+  for (const auto& count : answers->of_call) EXPECT_EQ(count, 1) << "once";
 }
 
 // A pull that waits inside the server must not hold up its end.
@@ -298,5 +315,5 @@ TEST_F(RpcTest, ItEndsWhileAPullWaits) {
   EXPECT_THROW(waiting.wait(), c10::DistError);
 }
 
-}  // namespace
+}  // namespace rpc_test
 }  // namespace cohort::ps

@@ -275,7 +275,7 @@ TEST(SaveTest, ACheckpointWithoutItsRowsOnDiskIsRefused) {
   fs::rename(part / "cold.0", saved.path("elsewhere"));
   {
     Cluster loaded(1, {.load = folder});
-    EXPECT_EQ(message_of<c10::ValueError>([&] { loaded.client(0, spilling_job(1)); }),
+    EXPECT_EQ(message_of<c10::Error>([&] { loaded.client(0, spilling_job(1)); }),
               "server 0 (in-process:0): cold store: expected a checkpoint, found no folder " +
                   (part / "cold.0").string());
   }

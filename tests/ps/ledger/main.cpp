@@ -328,7 +328,9 @@ class Run {
       }
       for (const float weight : {weights[2 * id], weights[2 * id + 1]}) {
         const double count = weight * scale;
-        wrong += count < static_cast<double>(acknowledged) || count > static_cast<double>(sent);
+        // So that a NaN is wrong, too.
+        wrong +=
+            !(count >= static_cast<double>(acknowledged) && count <= static_cast<double>(sent));
       }
       pushes += acknowledged;
       in_flight += sent - acknowledged;
