@@ -13,6 +13,8 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <functional>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <numbers>
 #include <numeric>
@@ -160,6 +162,28 @@ double gemm_rate(cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t
   return sum.item<double>();
 }
 
+// FLOP of the matrix products that a step needs for these sentences, forward and twice as many backward: without
+// padding, and no layer twice (--gradient-checkpointing).
+double flop_of(const std::vector<Lengths>& rows, const cohort::nmt::TransformerOptions& sizes) {
+  const auto width = static_cast<double>(sizes.dim_emb);
+  const double square = width * width;
+  const double ffn = 2 * width * static_cast<double>(sizes.dim_ffn);
+  const auto encoder_layers = static_cast<double>(sizes.enc_depth);
+  const auto decoder_layers = static_cast<double>(sizes.dec_depth);
+  // A decoder layer makes keys and values of the source, too.
+  const double of_source = encoder_layers * (4 * square + ffn) + decoder_layers * 2 * square;
+  const double of_target =
+      decoder_layers * (6 * square + ffn) + width * static_cast<double>(sizes.dim_vocab_target);
+  double flop = 0;
+  for (const Lengths& row : rows) {
+    const auto source = static_cast<double>(row.source + 1);  // with the end mark
+    const auto target = static_cast<double>(row.target + 1);
+    const double pairs = encoder_layers * source * source + decoder_layers * (target * target + target * source);
+    flop += 6 * (source * of_source + target * of_target) + 12 * width * pairs;
+  }
+  return flop;
+}
+
 int64_t peak_rss_bytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -291,6 +315,7 @@ int run(const Options& options) {
   if (options.save_every > 0) saves.emplace(options, group, updater);
   std::vector<double> times;
   std::vector<double> rates;
+  std::vector<double> flops;
   double loss_per_token = 0;
   int64_t sent_before = 0;
   for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
@@ -308,13 +333,16 @@ int run(const Options& options) {
     const auto report = updater.update({batch});
     const auto tokens = static_cast<double>(report.num_tokens);
     const double writing = saves && saves->writing() ? 1 : 0;
-    const auto sums = cohort::train::reduce_sums(group, std::array{report.nll_sum, writing});
-    loss_per_token = sums[0] / static_cast<double>(options.tensor_parallel) / tokens;
+    const auto sums = cohort::train::reduce_sums(
+        group, std::array{report.nll_sum, writing, flop_of(batches[index], sizes)});
+    const auto copies = static_cast<double>(options.tensor_parallel);  // of every batch
+    loss_per_token = sums[0] / copies / tokens;
     if (saves) saves->after(step - options.warmup, sums[1] == 0);
     const double elapsed = seconds_since(start);
     if (step < options.warmup) continue;
     times.push_back(elapsed);
     rates.push_back(tokens / elapsed);
+    flops.push_back(sums[2] / copies);
   }
   group.barrier("end");
   const int64_t sent = cohort::bench::tcp_bytes_sent() - sent_before;
@@ -335,12 +363,13 @@ int run(const Options& options) {
     line.update(saves->cost(times));
     std::printf("%s\n", line.dump().c_str());
   } else if (group.rank() == 0) {
-    const double median = median_of(rates);
+    std::vector<double> flop_rates;
+    std::ranges::transform(flops, times, std::back_inserter(flop_rates), std::divides());
     const nlohmann::ordered_json line = {
         {"bench", "nmt_step"},
         {"strategy", to_string(strategy)},
         {"tensor_parallel", options.tensor_parallel},
-        {"tgt_tokens_per_s", median},
+        {"tgt_tokens_per_s", median_of(rates)},
         {"tgt_tokens_per_s_min", *std::ranges::min_element(rates)},
         {"tgt_tokens_per_s_max", *std::ranges::max_element(rates)},
         {"steps", options.steps},
@@ -350,7 +379,8 @@ int run(const Options& options) {
         {"mini_batch_words", options.mini_batch_words},
         {"gradient_checkpointing", options.gradient_checkpointing},
         {"gemm_flop_per_s", gemm},
-        {"share_of_gemm_rate", median * 362e6 / gemm},
+        {"flop_per_step", median_of(flops)},
+        {"share_of_gemm_rate", median_of(flop_rates) / gemm},
         {"median_step_s", median_of(times)},
         {"step_s", times},
         {"tensor_bytes_at_rest", largest[0]},

@@ -3,10 +3,12 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "bench/median.h"
+
 #include "tests/apps/nmt_command.h"
 #include "tests/support/shell.h"
 
-namespace {
+namespace command_line_test {
 
 namespace fs = std::filesystem;
 using cohort::test::bin;
@@ -59,6 +61,20 @@ TEST(HelpTest, FlagsStandByTopicWithUnitAndDefault) {
   }
   EXPECT_LT(help.find("\nData:\n"), help.find("\nRanks:\n"));
   EXPECT_LT(help.find("\nRanks:\n"), help.find("\nOther:\n"));
+}
+
+// The engine would carry nothing: the ranks' tensors are on the CPU, and Gloo would take them without a word.
+TEST(BackendFlagTest, AnEngineOfAnotherDeviceIsRefused) {
+  const std::string path = "COHORT_BACKEND_PATH=" + bin("../tests/plugins") + " ";
+  const std::string bench = " bench ddp --layers 1 --width 8 --batch 2 --steps 1 --warmup 1";
+  const Ended refused = shell(path + bin("cohort") + bench + " --dist-backend hccl_meta");
+  EXPECT_EQ(refused.code, 2) << refused.output;
+  EXPECT_NE(refused.output.find("--dist-backend hccl_meta: expected an engine of CPU tensors (gloo, mpi), for "
+                                "this program computes on the CPU, got one of meta tensors\n"),
+            std::string::npos)
+      << refused.output;
+  const Ended taken = shell(path + bin("cohort") + bench + " --dist-backend hccl");
+  EXPECT_EQ(taken.code, 0) << taken.output;
 }
 
 class ConfigFileTest : public NmtCommand {
@@ -282,6 +298,31 @@ TEST(BenchTest, MoreStepsBetweenSavesThanStepsAreRefused) {
       << ended.output;
 }
 
+TEST(BenchTest, TheMedianOfAnEvenNumberIsTheMeanOfTheTwoInTheMiddle) {
+  EXPECT_EQ(cohort::bench::median_of({3}), 3);
+  EXPECT_EQ(cohort::bench::median_of({9, 1, 2}), 2);
+  EXPECT_EQ(cohort::bench::median_of({4, 1}), 2.5);
+  EXPECT_EQ(cohort::bench::median_of({10, 1, 4, 3}), 3.5);
+}
+
+// By hand: 6 FLOP a token and weight of a product, and 12 a pair of tokens and unit of width that attention compares;
+// an end mark makes 12 tokens 13.
+TEST(BenchTest, TheStepsWorkFollowsTheModelsSizes) {
+  constexpr double width = 512, inner = 2048, sentences = 2, tokens = 13;
+  for (const auto& [depth, vocabulary] : {std::pair{1, 100}, {2, 300}}) {
+    const Ended ended = shell(bin("nmt_step") +
+                              " --precision float32 --steps 1 --warmup 0 --mini-batch-words 26 --rows 2 --length 12 --depth " +
+                              std::to_string(depth) + " --vocabulary " + std::to_string(vocabulary));
+    ASSERT_EQ(ended.code, 0) << ended.output;
+    const double encoder_layer = 4 * width * width + 2 * width * inner;
+    const double decoder_layer = 8 * width * width + 2 * width * inner;
+    const double weights = depth * (encoder_layer + decoder_layer) + width * vocabulary;
+    const double attention = 12 * width * 3 * depth * tokens * tokens;
+    EXPECT_EQ(nlohmann::json::parse(ended.output)["flop_per_step"].get<double>(),
+              sentences * (6 * tokens * weights + attention));
+  }
+}
+
 TEST_F(CompletionTest, ZshAndFishTakeTheirScriptsAndComplete) {
   const std::string zsh = path("zsh");
   ASSERT_EQ(shell(bin("cohort") + " completion zsh > " + zsh + "; zsh -n " + zsh).output, "");
@@ -317,4 +358,4 @@ TEST_F(CompletionTest, ZshAndFishTakeTheirScriptsAndComplete) {
       << other.output;
 }
 
-}  // namespace
+}  // namespace command_line_test
