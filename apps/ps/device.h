@@ -6,9 +6,9 @@
 
 namespace cohort::apps {
 
-/// Of "host", or of a device as libtorch names it ("cuda", "cuda:1", "cpu"). The program that links
-/// no libtorch becomes the one beside it that does (cohort_ps_tensors), with the same command line.
-/// Errors: ConfigError: no such device, or that program is not there.
+/// Of "host", or of libtorch's "cpu". The program that links no libtorch becomes the one beside it
+/// that does (cohort_ps_tensors), with the same command line.
+/// Errors: ConfigError: that program is not there.
 ps::BlockMaker blocks_on(const std::string& device);
 
 }  // namespace cohort::apps

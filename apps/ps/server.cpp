@@ -64,6 +64,14 @@ milliseconds seconds(double number) {
   return milliseconds(std::llround(number * 1000));
 }
 
+void check_device(const std::string& device) {
+  if (device == "host" || device == "cpu") return;
+  const bool is_gpu = device.starts_with("cuda");
+  throw ConfigError("--device " + device + ": " +
+                    (is_gpu ? "this program is built without CUDA: " : "") +
+                    "expected host or cpu");
+}
+
 // Whoever is refused finds the folder afterwards as it was before.
 void check_before_anything_is_made(const ServerFlags& flags) {
   if (!flags.server.load.empty()) ps::saved_folders(flags.server.load);
@@ -86,6 +94,7 @@ int serve(const CLI::App& app, ServerFlags flags) {
   const std::map<std::string, ps::OnTrainerLoss> losses{{"fail", ps::OnTrainerLoss::kFail},
                                                         {"wait", ps::OnTrainerLoss::kWait},
                                                         {"continue", ps::OnTrainerLoss::kContinue}};
+  check_device(flags.device);
   ps::ServerOptions& options = flags.server;
   options.make_block = blocks_on(flags.device);
   options.acknowledge = levels.at(flags.acknowledge);
@@ -166,8 +175,7 @@ void add_server_command(CLI::App& app, PsCommand& command) {
       ->group(place);
   server
       ->add_option("--device", flags->device,
-                   "Dense parameters and their optimizer live here: host, cuda, cuda:N, or cpu "
-                   "(libtorch's)")
+                   "Dense parameters and their optimizer live here: host, or cpu (libtorch's)")
       ->capture_default_str()
       ->group(place);
   server

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cohort/base/log.h"
@@ -18,7 +19,7 @@
 #include "tests/base/temporary_folder.h"
 #include "tests/support/shell.h"
 
-namespace {
+namespace ps_command_test {
 
 namespace ps = cohort::ps;
 using cohort::read_file;
@@ -89,10 +90,16 @@ TEST_F(PsCommandTest, DenseParametersLiveOnADeviceThroughLibtorch) {
   const auto weights = nlohmann::json::parse(ended.output.substr(ended.output.find("{\"dense")));
   EXPECT_GT(pushes.at("pushes").get<int>(), 0);
   EXPECT_EQ(weights.at("dense").at(0).get<int>(), pushes.at("pushes").get<int>());
-  const Ended refused =
-      shell(bin("cohort") + " ps server --device quantum --folder " + folder_ / "other");
-  EXPECT_EQ(refused.code, 2) << refused.output;
-  EXPECT_NE(refused.output.find("--device quantum"), std::string::npos) << refused.output;
+  for (const auto& [device, text] :
+       {std::pair<std::string, std::string>{"quantum", ": expected host or cpu"},
+        {"cuda", ": this program is built without CUDA: expected host or cpu"},
+        {"cuda:1", ": this program is built without CUDA: expected host or cpu"}}) {
+    const Ended refused =
+        shell(bin("cohort") + " ps server --device " + device + " --folder " + folder_ / "other");
+    EXPECT_EQ(refused.code, 2) << refused.output;
+    EXPECT_NE(refused.output.find("--device " + device + text), std::string::npos)
+        << refused.output;
+  }
 }
 
 // Whoever starts a server may ignore the ends of its children, and a program inherits that.
@@ -248,4 +255,4 @@ TEST_F(PsCommandTest, MistakesAreNamed) {
   EXPECT_EQ(lost.code, 3) << lost.output;
 }
 
-}  // namespace
+}  // namespace ps_command_test
