@@ -107,6 +107,9 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two exchanges")
       ->check(above_zero())
       ->capture_default_str();
+  app.add_option("--error-if-nonfinite", o.error_if_nonfinite,
+                 "A gradient with a NaN or an infinity ends the training (false: it is applied)")
+      ->default_str("true");
   app.add_option("--seed", o.seed, "Of parameters, rows and made-up data")->capture_default_str();
   app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
       ->check(above_zero())

@@ -194,6 +194,7 @@ cohort::ps::SessionOptions Trainer::session_options() const {
   session.training = training_;
   session.dense_rule.learning_rate = static_cast<float>(options_.learning_rate);
   session.max_staleness = options_.max_staleness;
+  session.error_if_nonfinite = options_.error_if_nonfinite;
   session.max_merge = options_.max_merge;
   session.geo_steps = options_.geo_steps;
   return session;
