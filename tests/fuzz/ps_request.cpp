@@ -1,6 +1,5 @@
 // Fuzzing of what a server does with bytes from the network: the decoder, with checksums off so
 // that inputs get past them, then the state that a message that fits its job is applied to.
-// scripts/fuzz builds it with libFuzzer; replay.cpp runs the corpus without.
 #include <c10/util/Exception.h>
 #include <cstring>
 #include <memory>

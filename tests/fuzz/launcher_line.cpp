@@ -1,0 +1,121 @@
+// Fuzzing of the lines that launchers of several nodes send each other. An input that begins with
+// 'm' is what the coordinator says to a node, without that byte; any other is what two nodes say to
+// the coordinator, line by line: those that begin with '2' are the second's, without that digit.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "cohort/launch/coordinator.h"
+#include "cohort/launch/member.h"
+
+#include "tests/fuzz/input.h"
+
+namespace {
+
+using namespace cohort;
+using namespace cohort::launch;
+
+RunOptions options() {
+  return {.nnodes = {.min = 1, .max = 2}, .max_restarts = 1};
+}
+
+// A socket in a file system would stay; the system picks a name for this one.
+Fd listen_without_name(sockaddr_un& address, socklen_t& length) {
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  address.sun_family = AF_UNIX;
+  length = sizeof(address);
+  const bool good =
+      fd && ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(sa_family_t)) == 0 &&
+      ::listen(fd.get(), 4) == 0 &&
+      ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0;
+  TORCH_CHECK(good, "cannot listen");
+  return fd;
+}
+
+Fd connect_to(const sockaddr_un& address, socklen_t length) {
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  TORCH_CHECK(fd && ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0,
+              "cannot connect");
+  return fd;
+}
+
+void send(const Fd& fd, std::string_view bytes) {
+  [[maybe_unused]] const auto sent =
+      ::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void to_coordinator(std::string_view text) {
+  sockaddr_un address{};
+  socklen_t length = 0;
+  Fd listener = listen_without_name(address, length);
+  const Fd first = connect_to(address, length);
+  const Fd second = connect_to(address, length);
+  Coordinator coordinator(std::move(listener), "127.0.0.1", options());
+  while (!text.empty()) {
+    const size_t end = std::min(text.find('\n'), text.size() - 1) + 1;
+    std::string_view line = text.substr(0, end);
+    text.remove_prefix(end);
+    const bool is_second = line.starts_with('2');
+    if (is_second) line.remove_prefix(1);
+    send(is_second ? second : first, line);
+    coordinator.turn();
+  }
+  coordinator.turn();
+}
+
+// The meeting point of all inputs.
+class Meeting {
+ public:
+  Meeting() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    socklen_t length = sizeof(address);
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    TORCH_CHECK(fd_ && ::bind(fd_.get(), any, sizeof(address)) == 0 &&
+                    ::listen(fd_.get(), 4) == 0 && ::getsockname(fd_.get(), any, &length) == 0,
+                "cannot listen");
+    endpoint_ = {.host = "127.0.0.1", .port = ntohs(address.sin_port)};
+  }
+  const Endpoint& endpoint() const { return endpoint_; }
+  // Its end is a reset: otherwise ports would run out.
+  Fd accept() const {
+    Fd fd(::accept4(fd_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    TORCH_CHECK(fd, "cannot accept");
+    const linger reset{.l_onoff = 1, .l_linger = 0};
+    ::setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
+    return fd;
+  }
+
+ private:
+  Fd fd_;
+  Endpoint endpoint_;
+};
+
+void to_member(std::string_view text) {
+  static const Meeting meeting;
+  Member member(meeting.endpoint(), options());
+  member.turn();  // It connects.
+  {
+    const Fd coordinator = meeting.accept();
+    send(coordinator, text);
+    member.turn();
+  }
+  member.turn();
+  while (const auto order = member.next()) {
+    TORCH_CHECK(order->kind != Order::Kind::kEnd || !member.next(), "an order after the end");
+    if (order->kind == Order::Kind::kEnd) break;
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size == 0) return 0;
+  const std::string_view text(reinterpret_cast<const char*>(data) + 1, size - 1);
+  if (data[0] == 'm') {
+    to_member(text);
+  } else {
+    to_coordinator(text);
+  }
+  return 0;
+}

@@ -1,0 +1,84 @@
+// Fuzzing of the reader of token caches: an input as it is, and once more with checksums and inputs
+// that fit, so that it gets past them. Every pair of a cache that is taken is read.
+#include "cohort/translate/token_cache.h"
+
+#include <array>
+
+#include "cohort/base/checksum.h"
+#include "cohort/base/error.h"
+
+#include "tests/fuzz/input.h"
+
+namespace {
+
+using namespace cohort;
+
+std::string sha256_of(std::span<const std::byte> bytes) {
+  Sha256 sum;
+  sum.update(bytes);
+  return sum.hex();
+}
+
+// As token_cache.cpp makes it.
+std::string sum_of_facts(const TensorMetadata& facts) {
+  Sha256 sum;
+  for (const auto& [name, value] : facts) {
+    if (name != "sha256.facts") sum.update(name + "=" + value + "\n");
+  }
+  return sum.hex();
+}
+
+// One text and one vocabulary, both empty.
+const translate::TokenCacheInputs& inputs() {
+  static fuzz::MemoryFile empty;
+  static const translate::TokenCacheInputs its{
+      .text = {empty.path()}, .vocabularies = {empty.path(), empty.path()}, .lengths = {}};
+  return its;
+}
+
+void read(const std::string& path) {
+  const auto opened = translate::open_token_cache(path, inputs());
+  if (!opened.text) return;
+  const auto& corpus = opened.text->corpus;
+  for (int64_t pair = 0; pair < corpus.size(); ++pair) {
+    int64_t sum = 0;
+    for (const auto& side : {corpus.source(pair), corpus.target(pair)}) {
+      for (const int32_t id : side) sum += id;
+    }
+    [[maybe_unused]] volatile int64_t kept = sum;
+  }
+}
+
+// The same tensors and facts with sums that are right, of inputs() as they are.
+void write_sound(const SafetensorsFile& file, const std::string& path) {
+  TensorMetadata facts = file.metadata();
+  const std::string nothing = sha256_of({});
+  facts["format"] = "cohort token cache 1";
+  facts["text.count"] = "1";
+  facts["text.form"] = "";
+  facts["text.0.sha256"] = nothing;
+  facts["max_length"] = "0";
+  facts["max_length_crop"] = "0";
+  facts["vocabulary.source_sha256"] = facts["vocabulary.target_sha256"] = nothing;
+  for (const TensorView& tensor : file.tensors())
+    facts["sha256." + tensor.name] = sha256_of(tensor.bytes);
+  facts["sha256.facts"] = sum_of_facts(facts);
+  write_safetensors(path, file.tensors(), facts);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static fuzz::MemoryFile raw;
+  static const fuzz::Folder folder;
+  raw.write({reinterpret_cast<const char*>(data), size});
+  read(raw.path());
+  const std::string sound = (folder.path() / "tokens.safetensors").string();
+  try {
+    write_sound(SafetensorsFile(raw.path()), sound);
+  } catch (const ConfigError&) {
+    return 0;  // No safetensors file at all.
+  }
+  read(sound);
+  return 0;
+}
