@@ -8,6 +8,7 @@
 #include "cohort/optim/adam.h"
 
 #include "tests/parallel/ddp_support.h"
+#include "tests/support/difference.h"
 #include "tests/support/ranks.h"
 
 namespace cohort {
@@ -17,6 +18,7 @@ using comm::ProcessGroup;
 using parallel::ParameterSlice;
 using parallel::ZeroRedundancyOptimizer;
 using test::Branches;
+using test::difference;
 using Ddp = parallel::DistributedDataParallel<Branches>;
 
 std::vector<std::pair<std::string, at::Tensor>> named(const std::vector<ParameterSlice>& slices) {
@@ -27,14 +29,6 @@ std::vector<std::pair<std::string, at::Tensor>> named(const std::vector<Paramete
 
 optim::Adam adam_of(const std::vector<ParameterSlice>& slices) {
   return optim::Adam(named(slices));
-}
-
-double difference(const torch::nn::Module& a, const torch::nn::Module& b) {
-  double largest = 0;
-  const auto expected = b.named_parameters();
-  for (const auto& item : a.named_parameters())
-    largest = std::max(largest, (item.value() - expected[item.key()]).abs().max().item<double>());
-  return largest;
 }
 
 // Both models see all ranks' batches; steps of 1e-2.
@@ -76,6 +70,10 @@ TEST(ZeroRedundancyOptimizerTest, TwoRanksTrainAsPlainAdam) {
 
 TEST(ZeroRedundancyOptimizerTest, ThreeRanksTrainAsPlainAdam) {
   test::ranks(3, expect_plain_adam);
+}
+
+TEST(ZeroRedundancyOptimizerTest, FourRanksTrainAsPlainAdam) {
+  test::ranks(4, expect_plain_adam);
 }
 
 TEST(ZeroRedundancyOptimizerTest, OneRankTrainsAsPlainAdam) {
