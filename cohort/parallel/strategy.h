@@ -104,6 +104,19 @@ class ParallelModel {
   bool set_synchronized(bool on) {
     return ddp_ ? ddp_->engine().set_synchronized(on) : sharded_->engine().set_synchronized(on);
   }
+  /// Accumulate locally while the returned guard lives; the forward must be inside, too.
+  class [[nodiscard]] NoSync {
+   public:
+    explicit NoSync(ParallelModel& model) : model_(model), before_(model.set_synchronized(false)) {}
+    ~NoSync() { model_.set_synchronized(before_); }
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    ParallelModel& model_;
+    bool before_;
+  };
+  NoSync no_sync() { return NoSync(*this); }
 
   /// What this rank's optimizer updates, leaves with gradients: parameters, or slices of them.
   std::vector<ParameterSlice> slices() const {
@@ -161,13 +174,10 @@ class ParallelModel {
   std::unique_ptr<ShardedDataParallel<Holder>> sharded_;
 };
 
-/// As loss.backward(), of a loss that several models had part in: see ShardedDataParallel's.
+/// As loss.backward(), of a loss that several models had part in.
 template <class Holder, class... Holders>
-void backward(const at::Tensor& loss, ParallelModel<Holder>& first,
-              ParallelModel<Holders>&... others) {
-  std::vector<ShardingEngine*> engines{first.sharding(), others.sharding()...};
-  std::erase(engines, nullptr);
-  engines.empty() ? first.backward(loss) : ShardingEngine::backward(loss, engines);
+void backward(const at::Tensor& loss, ParallelModel<Holder>& first, ParallelModel<Holders>&...) {
+  first.backward(loss);
 }
 
 /// A ParallelModel's module is whole as long as this lives, one in another or alone. Collective,

@@ -91,7 +91,7 @@ void OptimizerShards::take_gradients() {
 void OptimizerShards::share() {
   for (ParameterSlice& slice : impl_->slices) slice.tensor.mutable_grad().reset();
   for (const auto& bucket : impl_->buckets) {
-    bucket->expire();
+    bucket->free();
     bucket->begin_gather();
   }
   for (const auto& bucket : impl_->buckets) bucket->gather();

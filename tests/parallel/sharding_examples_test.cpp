@@ -14,7 +14,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace sharding_examples_test {
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width) {
@@ -107,7 +107,7 @@ TEST(ShardingExamplesTest, TrainingAndSummon) {
                                                net->units());
     optim::Adam adam(sharded.named_slices());
     for (int step = 0; step < 3; ++step) {
-      sharded.backward(loss_of(sharded(batch(step))));
+      loss_of(sharded(batch(step))).backward();
       adam.step(1e-2);
       adam.zero_grad();
     }
@@ -138,9 +138,9 @@ TEST(ShardingExamplesTest, NoSync) {
     optim::Adam adam(sharded.named_slices());
     {
       const auto guard = sharded.no_sync();
-      sharded.backward(loss_of(sharded(batch(0))));
+      loss_of(sharded(batch(0))).backward();
     }
-    sharded.backward(loss_of(sharded(batch(1))));
+    loss_of(sharded(batch(1))).backward();
     adam.step(1e-2);
     Net expected = make_net();
     train_plain(expected, 1, expected->parameters(), /*delay=*/2);
@@ -165,7 +165,7 @@ TEST(ShardingExamplesTest, TwoModelsInOneLoss) {
     parallel::ShardedDataParallel<Coder> encoder(inner, group, {}, {inner->linear.get()});
     parallel::ShardedDataParallel<Coder> decoder(outer, group, {}, {outer->linear.get()});
     const at::Tensor hidden = encoder(batch(0));
-    parallel::backward(loss_of(decoder(hidden)) + loss_of(hidden), encoder, decoder);
+    (loss_of(decoder(hidden)) + loss_of(hidden)).backward();
     // Both are rank 0's now.
     const auto plain = [&](parallel::ShardedDataParallel<Coder>& model) {
       Coder copy;
@@ -389,5 +389,5 @@ TEST(ShardingExamplesTest, ThePageShowsWhatStandsHere) {
   EXPECT_EQ(blocks, 12);
 }
 
-}  // namespace
+}  // namespace sharding_examples_test
 }  // namespace cohort

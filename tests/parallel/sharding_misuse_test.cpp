@@ -9,7 +9,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort {
-namespace {
+namespace sharding_misuse_test {
 
 using comm::ProcessGroup;
 using parallel::ParallelModel;
@@ -58,7 +58,6 @@ at::Tensor joint_loss(const at::Tensor& first, const at::Tensor& of_both) {
 TEST(ShardingMisuseTest, ALossOfTwoShardedModelsIsThatOfOneProcess) {
   test::ranks(2, [](ProcessGroup& group) {
     for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
-      // The second divides gradients, whatever their number of ranks.
       Tower plain_a;
       Tower plain_b = half_tower();
       for (int rank = 0; rank < 2; ++rank) {
@@ -73,30 +72,47 @@ TEST(ShardingMisuseTest, ALossOfTwoShardedModelsIsThatOfOneProcess) {
         const at::Tensor y = a(batch_of(group.rank(), 0));
         return joint_loss(y, b(y));
       };
-      const std::string text = message_of<c10::ValueError>([&] { a.backward(loss()); });
-      expect_text(text, {"a gradient of ", "expected ShardedDataParallel::backward(loss), or",
-                         "parallel::backward(loss, a, b) of all sharded models in one loss"});
-      parallel::backward(loss(), a, b);
+      const auto forget = [](const Sharded& model) {
+        for (const ParameterSlice& slice : model.slices()) slice.tensor.mutable_grad().reset();
+      };
+      // Three names for one thing.
+      loss().backward();
       expect_gradients(a, plain_a);
       expect_gradients(b, plain_b);
+      for (const bool of_both : {true, false}) {
+        forget(a);
+        forget(b);
+        of_both ? parallel::backward(loss(), a, b) : a.backward(loss());
+        expect_gradients(a, plain_a);
+        expect_gradients(b, plain_b);
+      }
     }
   });
 }
 
-TEST(ShardingMisuseTest, ALossOfOneModelAndThenOfTwoWaitsForNoSynchronizationInCommon) {
-  ProcessGroup alone(comm::Place{});
-  Tower model_a;
-  Tower model_b;
-  Sharded a(model_a, alone, {}, model_a->units());
-  Sharded b(model_b, alone, {}, model_b->units());
-  const at::Tensor x = batch_of(0, 0);
-  {
-    const auto guard = a.no_sync();
-    a.backward(loss_of(a(x)));
-  }
-  const std::string text =
-      message_of<c10::ValueError>([&] { backward(loss_of(a(x) + b(x)), a, b); });
-  expect_text(text, {"gradients that wait since no_sync()", "until the one that synchronizes"});
+TEST(ShardingMisuseTest, GradientsOfOneModelsLossWaitForThoseOfALossOfTwo) {
+  test::ranks(3, [](ProcessGroup& group) {
+    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
+      const auto x = [](int rank) { return batch_of(rank, 0); };
+      Tower plain_a;
+      Tower plain_b = half_tower();
+      for (int rank = 0; rank < group.size(); ++rank) {
+        (loss_of(plain_a->forward(x(rank))) / group.size()).backward();
+        (loss_of(plain_a->forward(x(rank)) + plain_b->forward(x(rank))) / group.size()).backward();
+      }
+      Tower model_a;
+      Tower model_b = half_tower();
+      Sharded a(model_a, group, {.shard = shard}, model_a->units());
+      Sharded b(model_b, group, {.shard = shard}, model_b->units());
+      {
+        const auto guard = a.no_sync();
+        loss_of(a(x(group.rank()))).backward();
+      }
+      loss_of(a(x(group.rank())) + b(x(group.rank()))).backward();
+      expect_gradients(a, plain_a);
+      expect_gradients(b, plain_b);
+    }
+  });
 }
 
 TEST(ShardingMisuseTest, ParallelModelsMeetInALossUnderEveryStrategy) {
@@ -195,10 +211,11 @@ TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
       Sharded sharded(model, group, {.reshard_ranks = reshard_ranks}, model->units());
       const at::Tensor loss = loss_of(sharded(batch_of(group.rank(), 0)));
       sharded.summon();
-      expect_text(message_of<c10::ValueError>([&] { sharded.backward(loss); }),
+      const auto backward = [&] { loss.backward({}, /*retain_graph=*/true); };
+      expect_text(message_of<c10::ValueError>(backward),
                   {"a backward between summon() and release()"});
       sharded.release();
-      sharded.backward(loss);
+      backward();
       expect_gradients(sharded, plain);
     }
   });
@@ -300,5 +317,5 @@ TEST(ShardingMisuseTest, AParameterThatOneRankLeavesOutIsNamed) {
                       });
 }
 
-}  // namespace
+}  // namespace sharding_misuse_test
 }  // namespace cohort

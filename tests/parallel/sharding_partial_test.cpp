@@ -17,13 +17,12 @@ using parallel::ParameterSlice;
 using test::message_of;
 using test::sharding::batch_of;
 using test::sharding::expect_plain_training;
-using test::sharding::kRounding;
+using test::sharding::kShards;
 using test::sharding::loss_of;
 using test::sharding::Shard;
 using test::sharding::ShardedDataParallel;
 using test::sharding::ShardingOptions;
 using test::sharding::Tower;
-constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
 
 constexpr int64_t kWidth = 256;
 constexpr int64_t kLayerBytes = kWidth * kWidth * 4;
@@ -67,35 +66,37 @@ at::Tensor wide_batch(int rank) {
 }
 
 // The layer that computes, the next one, and the last one of forward.
-TEST(ShardingPartialTest, AFrozenUnitIsFreedAsSoonAsBackwardHasPassedIt) {
-  test::ranks(2, [](ProcessGroup& group) {
-    // All are trained; the last half; none but the whole model's own (which has none).
-    for (const int first_trained : {0, 4, 7}) {
-      Lora plain(first_trained);
-      for (int rank = 0; rank < 2; ++rank)
-        (loss_of(plain->forward(wide_batch(rank))) / 2).backward();
-      Lora model(first_trained);
-      ShardedDataParallel<Lora> sharded(model, group, {}, model->units());
-      const translate::TensorMemory memory;
-      for (int step = 0; step < 2; ++step) {
-        for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
-        sharded.backward(loss_of(sharded(wide_batch(group.rank()))));
-        EXPECT_LE(memory.now(), kLayerBytes / 8) << "after backward gradients alone are held";
-      }
-      EXPECT_LE(memory.peak(), 3 * kLayerBytes + kLayerBytes / 4)
-          << "first trained " << first_trained;
-      const auto expected = plain->named_parameters();
-      for (const ParameterSlice& slice : sharded.slices()) {
-        const at::Tensor& whole = expected[slice.name].grad();
-        ASSERT_EQ(slice.tensor.grad().defined(), whole.defined()) << slice.name;
-        if (!whole.defined()) continue;
-        // A sum of two, each of few hundred float32 products.
-        EXPECT_TRUE(slice.tensor.grad().allclose(
-            whole.reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-4, 1e-5))
-            << slice.name;
-      }
+void expect_frozen_units_freed(ProcessGroup& group) {
+  // All are trained; the last half; none but the whole model's own (which has none).
+  for (const int first_trained : {0, 4, 7}) {
+    Lora plain(first_trained);
+    for (int rank = 0; rank < group.size(); ++rank)
+      (loss_of(plain->forward(wide_batch(rank))) / group.size()).backward();
+    Lora model(first_trained);
+    ShardedDataParallel<Lora> sharded(model, group, {}, model->units());
+    const translate::TensorMemory memory;
+    for (int step = 0; step < 2; ++step) {
+      for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+      sharded.backward(loss_of(sharded(wide_batch(group.rank()))));
+      EXPECT_LE(memory.now(), kLayerBytes / 8) << "after backward gradients alone are held";
     }
-  });
+    EXPECT_LE(memory.peak(), 3 * kLayerBytes + kLayerBytes / 4)
+        << "first trained " << first_trained;
+    const auto expected = plain->named_parameters();
+    for (const ParameterSlice& slice : sharded.slices()) {
+      const at::Tensor& whole = expected[slice.name].grad();
+      ASSERT_EQ(slice.tensor.grad().defined(), whole.defined()) << slice.name;
+      if (!whole.defined()) continue;
+      // A sum of two or three, each of few hundred float32 products.
+      EXPECT_TRUE(slice.tensor.grad().allclose(
+          whole.reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-4, 1e-5))
+          << slice.name;
+    }
+  }
+}
+
+TEST(ShardingPartialTest, AFrozenUnitIsFreedAsSoonAsBackwardHasPassedIt) {
+  for (const int ranks : {2, 3}) test::ranks(ranks, expect_frozen_units_freed);
 }
 
 TEST(ShardingPartialTest, AFrozenModelsForwardHoldsNothingAfterwards) {
@@ -145,44 +146,46 @@ struct WithOwnImpl : torch::nn::Module {
 };
 TORCH_MODULE(WithOwn);
 
-TEST(ShardingPartialTest, IgnoredParametersStayEachRanksOwn) {
-  test::ranks(2, [](ProcessGroup& group) {
-    const at::Tensor x = at::arange(6, at::kDouble).add(group.rank()).view({2, 3});
-    WithOwn plain(group.rank());
-    loss_of(plain->forward(x)).backward();
-    for (const Shard shard : kShards) {
-      WithOwn model(group.rank());
-      ShardedDataParallel<WithOwn> sharded(model, group,
-                                           {.shard = shard, .ignored = {"own", "offset"}},
-                                           {model->shared.get(), model->own.get()});
-      for (const ParameterSlice& slice : sharded.slices())
-        EXPECT_TRUE(slice.name.starts_with("shared.")) << slice.name;
-      EXPECT_EQ(model->offset.numel(), 1 + group.rank());
-      EXPECT_EQ(model->count.item<double>(), group.rank());
-      sharded.backward(loss_of(sharded(x)));
-      const auto expected = plain->named_parameters();
-      for (const auto& item : model->named_parameters()) {
-        if (item.key().starts_with("shared.")) continue;
-        EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key();
-        EXPECT_TRUE(item.value().grad().allclose(expected[item.key()].grad(), 1e-12, 1e-12))
-            << item.key() << ": of this rank alone, not divided";
-      }
-      // The shared part's is the mean of both ranks'.
-      at::Tensor mean = plain->shared->first->weight.grad().clone();
-      group.all_reduce(mean, comm::ReduceOp::kAvg);
-      for (const ParameterSlice& slice : sharded.slices()) {
-        if (slice.name != "shared.first.weight") continue;
-        EXPECT_TRUE(slice.tensor.grad().allclose(
-            mean.view({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-12, 1e-12));
-      }
+void expect_ignored_parameters_kept(ProcessGroup& group) {
+  const at::Tensor x = at::arange(6, at::kDouble).add(group.rank()).view({2, 3});
+  WithOwn plain(group.rank());
+  loss_of(plain->forward(x)).backward();
+  for (const Shard shard : kShards) {
+    WithOwn model(group.rank());
+    ShardedDataParallel<WithOwn> sharded(model, group,
+                                         {.shard = shard, .ignored = {"own", "offset"}},
+                                         {model->shared.get(), model->own.get()});
+    for (const ParameterSlice& slice : sharded.slices())
+      EXPECT_TRUE(slice.name.starts_with("shared.")) << slice.name;
+    EXPECT_EQ(model->offset.numel(), 1 + group.rank());
+    EXPECT_EQ(model->count.item<double>(), group.rank());
+    sharded.backward(loss_of(sharded(x)));
+    const auto expected = plain->named_parameters();
+    for (const auto& item : model->named_parameters()) {
+      if (item.key().starts_with("shared.")) continue;
+      EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key();
+      EXPECT_TRUE(item.value().grad().allclose(expected[item.key()].grad(), 1e-12, 1e-12))
+          << item.key() << ": of this rank alone, not divided";
     }
-    WithOwn model(0);
-    const auto shard = [&](const std::vector<std::string>& ignored) {
-      ShardedDataParallel<WithOwn>(model, group, {.ignored = ignored});
-    };
-    const std::string text = message_of<c10::ValueError>([&] { shard({"offset", "ow"}); });
-    EXPECT_NE(text.find("ignored ow: expected a parameter or buffer"), std::string::npos) << text;
-  });
+    // The shared part's is the mean of all ranks'.
+    at::Tensor mean = plain->shared->first->weight.grad().clone();
+    group.all_reduce(mean, comm::ReduceOp::kAvg);
+    for (const ParameterSlice& slice : sharded.slices()) {
+      if (slice.name != "shared.first.weight") continue;
+      EXPECT_TRUE(slice.tensor.grad().allclose(
+          mean.view({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-12, 1e-12));
+    }
+  }
+  WithOwn model(0);
+  const auto shard = [&](const std::vector<std::string>& ignored) {
+    ShardedDataParallel<WithOwn>(model, group, {.ignored = ignored});
+  };
+  const std::string text = message_of<c10::ValueError>([&] { shard({"offset", "ow"}); });
+  EXPECT_NE(text.find("ignored ow: expected a parameter or buffer"), std::string::npos) << text;
+}
+
+TEST(ShardingPartialTest, IgnoredParametersStayEachRanksOwn) {
+  for (const int ranks : {2, 3}) test::ranks(ranks, expect_ignored_parameters_kept);
 }
 
 TEST(ShardingPartialTest, FourRanksOfWhichTwoKeepAUnitTrainAsOneProcess) {

@@ -1,6 +1,5 @@
 // A model with everything that sharding must cope with, and one process that trains it whole.
 #pragma once
-#include <algorithm>
 #include <cmath>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
@@ -9,6 +8,8 @@
 
 #include "cohort/optim/adam.h"
 #include "cohort/parallel/sharding/sharded_data_parallel.h"
+
+#include "tests/support/difference.h"
 
 namespace cohort::test::sharding {
 
@@ -21,6 +22,7 @@ using parallel::unit;
 /// size: a wrong gradient moves parameters by the rate, 1e-2.
 inline constexpr double kRounding = 1e-9;
 inline constexpr double kRate = 1e-2;
+inline constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width) {
@@ -113,14 +115,6 @@ class Plain {
   optim::Adam adam_{trained()};
 };
 
-inline double difference(Tower& a, Tower& b) {
-  double largest = 0;
-  const auto expected = b->named_parameters();
-  for (const auto& item : a->named_parameters())
-    largest = std::max(largest, (item.value() - expected[item.key()]).abs().max().item<double>());
-  return largest;
-}
-
 /// One way to shard and to train.
 struct Case {
   ShardingOptions options;
@@ -143,7 +137,7 @@ inline void expect_plain_training(comm::ProcessGroup& group, const Case& c) {
   optim::Adam adam(sharded.named_slices());
   for (int step = 0; step < 20; ++step) {
     const auto run = [&](int i) {
-      sharded.backward(loss_of(sharded(batch_of(group.rank(), step * c.delay + i))));
+      loss_of(sharded(batch_of(group.rank(), step * c.delay + i))).backward();
     };
     for (int i = 0; i + 1 < c.delay; ++i) {
       if (c.synchronize_always) {
@@ -168,7 +162,7 @@ inline void expect_plain_training(comm::ProcessGroup& group, const Case& c) {
               kRounding);
   }
   sharded.engine().summon();
-  EXPECT_LE(difference(model, plain.model), kRounding);
+  EXPECT_LE(difference(*model, *plain.model), kRounding);
   sharded.engine().release(/*keep=*/false);
 }
 

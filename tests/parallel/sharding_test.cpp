@@ -14,7 +14,7 @@ namespace cohort::parallel {
 namespace sharding_test {
 
 using test::sharding::expect_plain_training;
-constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
+using test::sharding::kShards;
 
 void expect_plain_training_in_all_cases(comm::ProcessGroup& group) {
   for (const Shard shard : kShards) {
@@ -32,6 +32,10 @@ void expect_plain_training_in_all_cases(comm::ProcessGroup& group) {
 
 TEST(ShardingTest, TwoRanksTrainAsOneProcess) {
   test::ranks(2, expect_plain_training_in_all_cases);
+}
+
+TEST(ShardingTest, ThreeRanksTrainAsOneProcess) {
+  test::ranks(3, expect_plain_training_in_all_cases);
 }
 
 TEST(ShardingTest, FourRanksTrainAsOneProcess) {
@@ -231,6 +235,10 @@ void expect_bytes(comm::ProcessGroup& group) {
 
 TEST(ShardingTest, TwoRanksHoldWhatTheFormulasSay) {
   test::ranks(2, expect_bytes);
+}
+
+TEST(ShardingTest, ThreeRanksHoldWhatTheFormulasSay) {
+  test::ranks(3, expect_bytes);
 }
 
 TEST(ShardingTest, FourRanksHoldWhatTheFormulasSay) {

@@ -21,11 +21,30 @@ std::vector<FlatTensor> places_of(const std::vector<NamedTensor>& parameters) {
   return places;
 }
 
-// Memory leaves a tensor, and comes back, without its views' notice.
-void set_memory(at::Tensor& tensor, size_t bytes) {
+// StorageImpl can refuse access with a text of one's own, and has no function to allow it again. An
+// explicit instantiation may name what is private.
+template <class Tag, auto Member>
+struct PrivateMember {
+  friend constexpr auto member_of(Tag) { return Member; }
+};
+struct RefusesAccess {
+  friend constexpr auto member_of(RefusesAccess);
+};
+template struct PrivateMember<RefusesAccess, &c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+// Memory leaves a tensor, and comes back, without its views' notice. Without this refusal kernels
+// read through the null pointer.
+void drop_memory(at::Tensor& tensor, const std::string& refusal) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(c10::GetAllocator(tensor.device().type())->allocate(bytes));
-  storage->set_nbytes(bytes);
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, tensor.device()));
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(refusal);
+}
+
+void take_memory(at::Tensor& tensor, at::Tensor&& from) {
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->*member_of(RefusesAccess()) = false;
+  storage->set_data_ptr_noswap(
+      from.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, tensor.device())));
 }
 
 // Elements of `flat`, in its memory, as a tensor that autograd does not know for a view: libtorch's
@@ -45,14 +64,15 @@ at::Tensor without_memory(at::IntArrayRef sizes, const at::TensorOptions& option
 }
 
 // A tensor for which memory never comes: who asks for it gets an error that names the parameter.
-at::Tensor absent(const FlatTensor& place, const at::TensorOptions& options) {
-  const at::Tensor tensor = without_memory(place.shape, options);
-  tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-      "sharding: " + place.name +
-      " is shared out, and whole only while its unit runs: expected its unit to be called by "
-      "parallel::unit in the forward of the wrapped model, what else is computed with it (a "
-      "penalty) to be in that forward, too, and who reads it to do so between summon() and "
-      "release()");
+at::Tensor absent(const FlatTensor& place, const at::TensorOptions& options, bool sharded) {
+  at::Tensor tensor = without_memory(place.shape, options);
+  drop_memory(tensor,
+              "sharding: " + place.name +
+                  (sharded ? " is shared out, and whole only while its unit runs"
+                           : " is updated in parts, and whole only in forward and backward") +
+                  ": expected its unit to be called by parallel::unit in the forward of the "
+                  "wrapped model, what else is computed with it (a penalty) to be in that forward, "
+                  "too, and who reads it to do so between summon() and release()");
   return tensor;
 }
 
@@ -80,9 +100,8 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
   if (options_.mixed_precision.param_dtype && at::isFloatingType(kept.dtype().toScalarType()))
     computed = kept.dtype(*options_.mixed_precision.param_dtype);
   own_memory_ = sharded() || options_.cpu_offload || computed.dtype() != kept.dtype();
-  present_ = whole_ = !sharded();
-  full_ = present_ ? at::zeros({layout_.padded_numel()}, computed)
-                   : without_memory({layout_.padded_numel()}, computed);
+  full_ = sharded() ? without_memory({layout_.padded_numel()}, computed)
+                    : at::zeros({layout_.padded_numel()}, computed);
   if (own_memory_) {
     const bool pinned = options_.cpu_offload && !kept.device().is_cpu();
     if (options_.cpu_offload) kept = kept.device(at::kCPU).pinned_memory(pinned);
@@ -92,12 +111,21 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
   }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const FlatTensor& flat = layout_.tensors()[i];
-    if (!deferred_) place(i, parameters_[i].tensor);
+    const at::Tensor& parameter = parameters_[i].tensor;
+    TORCH_CHECK_VALUE(parameter.is_contiguous(), "sharding: ", flat.name, " ", parameter.sizes(),
+                      " has strides ", parameter.strides(),
+                      ": expected a contiguous parameter, for ranks hold elements counted row by "
+                      "row (inputs may be channels_last)");
+    if (!deferred_) place(i, parameter);
     views_.push_back(view_of(full_, flat));
-    if (!present_) absent_.push_back(absent(flat, computed));
-    attach(i);
+    absent_.push_back(absent(flat, computed, sharded()));
   }
-  if (!present_) set_memory(full_, 0);
+  if (sharded()) {
+    free();
+  } else {
+    content_ = Content::kWhole;
+    gather();
+  }
 
   for (const FlatSlice& slice : layout_.slices(group_.rank())) {
     const FlatTensor& place = layout_.tensors()[slice.tensor];
@@ -109,7 +137,7 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
 
 void FlatBucket::place(size_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
-  if (present_) view_of(full_, layout_.tensors()[index]).copy_(value);
+  if (!sharded()) view_of(full_, layout_.tensors()[index]).copy_(value);
   for (const FlatSlice& slice : layout_.slices(group_.rank())) {
     if (!own_memory_ || slice.tensor != index) continue;
     const int64_t count = slice.end - slice.begin;
@@ -126,57 +154,56 @@ at::Tensor FlatBucket::own_part(const at::Tensor& flat) const {
   return flat.narrow(0, group_.rank() * layout_.shard_numel(), layout_.shard_numel());
 }
 
-void FlatBucket::attach(size_t index) {
-  set_data(parameters_[index].tensor, present_ ? views_[index] : absent_[index]);
-}
-
-void FlatBucket::set_present(bool present) {
-  const int64_t numel = present ? layout_.padded_numel() : 0;
-  set_memory(full_, static_cast<size_t>(numel) * full_.element_size());
-  present_ = present;
-  for (size_t i = 0; i < parameters_.size(); ++i) attach(i);
-}
-
 void FlatBucket::begin_gather() {
-  if (whole_) return;
+  if (content_ != Content::kStale) return;
   const at::NoGradGuard no_grad;
-  finish_gather();  // of a unit that did not run
-  if (!present_) set_present(true);
-  whole_ = true;
-  if (kept_.defined()) {
-    sent_ = std::exchange(kept_, at::Tensor());
-    gathering_.emplace(place_.reshard_group->all_gather_into_async(full_, sent_, place_.name));
-    return;
-  }
-  sent_ = shard_.to(full_.device(), full_.scalar_type(), /*non_blocking=*/true);
-  gathering_.emplace(group_.all_gather_into_async(full_, sent_, place_.name));
-  gathered_version_ = static_cast<int64_t>(shard_._version());
-  may_have_stepped_ = std::ranges::any_of(
-      slices_, [](const ParameterSlice& slice) { return slice.tensor.grad().defined(); });
+  const bool among_neighbours = kept_.defined();
+  const at::Tensor sent =
+      among_neighbours ? std::exchange(kept_, at::Tensor())
+                       : shard_.to(full_.device(), full_.scalar_type(), /*non_blocking=*/true);
+  // Of its own memory: nobody sees it before all of it is there.
+  at::Tensor arriving = sharded() ? at::empty(full_.sizes(), full_.options()) : full_;
+  comm::ProcessGroup& group = among_neighbours ? *place_.reshard_group : group_;
+  comm::Work work = group.all_gather_into_async(arriving, sent, place_.name);
+  gathering_.emplace(Gathering{sent, arriving, std::move(work)});
+  content_ = Content::kGathering;
 }
 
 void FlatBucket::gather() {
   begin_gather();
   finish_gather();
+  for (size_t i = 0; i < parameters_.size(); ++i) set_data(parameters_[i].tensor, views_[i]);
 }
 
 void FlatBucket::finish_gather() {
   if (!gathering_) return;
-  gathering_->wait();
+  gathering_->work.wait();
+  if (sharded()) take_memory(full_, std::move(gathering_->arriving));
   gathering_.reset();
-  sent_.reset();
+  content_ = Content::kWhole;
+  gathered_version_ = static_cast<int64_t>(shard_._version());
+}
+
+void FlatBucket::hide() {
+  for (size_t i = 0; i < parameters_.size(); ++i) set_data(parameters_[i].tensor, absent_[i]);
 }
 
 void FlatBucket::free() {
   kept_.reset();
-  if (!sharded() || !present_) return;
   finish_gather();
-  set_present(false);
-  whole_ = false;
+  hide();
+  if (sharded()) {
+    drop_memory(full_, "sharding: a view of a parameter of " + place_.name +
+                           ", is read while they are shared out: expected the unit to return what "
+                           "is computed with them for a loss (an auxiliary loss that is kept in a "
+                           "member), so that backward gathers them first");
+  }
+  content_ = Content::kStale;
 }
 
 void FlatBucket::reshard() {
-  if (!place_.reshard_group || !present_) return free();
+  if (!sharded()) return;
+  if (!place_.reshard_group || content_ == Content::kStale) return free();
   const at::NoGradGuard no_grad;
   finish_gather();
   const int64_t part = layout_.padded_numel() / place_.reshard_group->size();
@@ -208,6 +235,10 @@ std::vector<std::string> FlatBucket::absent_gradients() const {
 void FlatBucket::drop_gradients() {
   for (const NamedTensor& each : parameters_) each.tensor.mutable_grad().reset();
   held_.reset();
+  if (reduction_) reduction_->work.wait();
+  reduction_.reset();
+  if (replication_) replication_->work.wait();
+  replication_.reset();
 }
 
 void FlatBucket::check_frozen() const {
@@ -239,15 +270,6 @@ void FlatBucket::hold_gradients() {
   }
 }
 
-// Autograd's tensor of the only parameter, which nobody else holds beside the engine that calls the
-// hook we are in, will do as the buffer.
-bool FlatBucket::can_become_whole(const at::Tensor& gradient) const {
-  return parameters_.size() == 1 && gradient.defined() && gradient.layout() == at::kStrided &&
-         gradient.numel() == layout_.padded_numel() && gradient.scalar_type() == travel_type() &&
-         gradient.device() == full_.device() && gradient.is_contiguous() &&
-         gradient.use_count() == 1 && gradient.storage().use_count() <= 2;
-}
-
 // The gradients times `factor` in one buffer; the parameters have none any more.
 at::Tensor FlatBucket::take_gradients(double factor) {
   const auto scaled = [&](at::Tensor tensor) { return factor == 1 ? tensor : tensor.mul_(factor); };
@@ -256,11 +278,6 @@ at::Tensor FlatBucket::take_gradients(double factor) {
     return scaled(std::exchange(held_, at::Tensor()));
   }
   const auto type = travel_type();
-  if (can_become_whole(parameters_.front().tensor.grad())) {
-    at::Tensor whole = dense_gradient(0).view({-1});
-    parameters_.front().tensor.mutable_grad().reset();
-    return scaled(whole);
-  }
   at::Tensor whole = at::empty({layout_.padded_numel()}, full_.options().dtype(type));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor place = view_of(whole, layout_.tensors()[i]);
@@ -282,7 +299,6 @@ at::Tensor FlatBucket::take_gradients(double factor) {
 
 void FlatBucket::begin_reduce(double factor) {
   const at::NoGradGuard no_grad;
-  if (reduction_) reduction_->work.wait();  // of a backward that threw
   const at::Tensor whole = take_gradients(factor);
   // Where gradients are whole, this rank's part of the sum comes to lie in its place. Elsewhere the
   // rest is given back.
@@ -312,7 +328,6 @@ void FlatBucket::settle() {
 
 void FlatBucket::keep_gradients(const at::Tensor& reduced) {
   const at::NoGradGuard no_grad;
-  may_have_stepped_ = true;
   const at::Tensor part = reduced.to(shard_.device(), shard_.scalar_type());
   const auto places = layout_.slices(group_.rank());
   for (size_t i = 0; i < slices_.size(); ++i) {

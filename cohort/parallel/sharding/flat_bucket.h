@@ -23,15 +23,17 @@ struct BucketPlace {
   comm::ProcessGroup* reshard_group = nullptr;
 };
 
-/// The module's parameters become views of the flat buffer. Where parameters are sharded, its
-/// memory comes and goes under them: autograd's saved tensors see it come back. While it is away,
-/// who reads a parameter or writes to it gets a c10::Error that names it.
+/// From `gather` to `hide` or `free` the module's parameters are views of the flat buffer. Before
+/// and after, who reads a parameter or writes to it gets a c10::Error that names it. Where
+/// parameters are sharded, the buffer's memory comes and goes under autograd's saved tensors, too;
+/// a backward that reads one while it is away gets an error with the bucket's name.
 ///
 /// Owner: the engine. Threads: one. Collective: begin_gather, begin_reduce.
 class FlatBucket {
  public:
   /// Takes the parameters' present values. All have one type and device, and are either trained or
-  /// all frozen.
+  /// all frozen. Those that are whole on every rank are there until `hide` or `free`.
+  /// Errors: c10::ValueError if one's elements do not lie row by row.
   FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& group,
              const ShardingOptions& options, BucketPlace place);
 
@@ -42,17 +44,21 @@ class FlatBucket {
   /// Makes `value` the whole value of the parameter `index`, of which this rank keeps its part.
   void place(size_t index, const at::Tensor& value);
 
-  /// Starts to bring the whole of the parameters here, unless they are; `gather` waits for it.
+  /// Starts to bring the whole of the parameters here, unless they are; `gather` waits for it, and
+  /// makes the module's parameters views of it.
   void begin_gather();
   void gather();
-  /// Whether this rank's part was written to since it was gathered. The ranks may differ in it.
-  bool changed() const {
-    return static_cast<int64_t>(shard_._version()) != gathered_version_ || may_have_stepped_;
-  }
-  void expire() { whole_ = false; }  ///< The next begin_gather gathers again.
-  /// Gives the memory of sharded parameters back.
+  /// Whether this rank's part was written to, other than through data(), since it was gathered. The
+  /// ranks may differ in it.
+  bool changed() const { return static_cast<int64_t>(shard_._version()) != gathered_version_; }
+  /// Takes the parameters from the module; what was gathered stays for the next `gather`. Neither
+  /// waits nor gives memory back.
+  void hide();
+  /// Takes the parameters from the module, and the next begin_gather gathers again. Sharded ones
+  /// give their memory back.
   void free();
-  /// The same, but keeps what the next gather needs to be one among the reshard_group.
+  /// The same of sharded ones, but keeps what the next gather needs to be one among the
+  /// reshard_group.
   void reshard();
   /// Keeps what was written into the gathered parameters as this rank's part.
   void keep_written();
@@ -71,7 +77,7 @@ class FlatBucket {
   bool has_gradients() const;
   /// Names of parameters whose gradient has not come, if those of others have.
   std::vector<std::string> absent_gradients() const;
-  /// Forgets what the parameters have of gradients, and sums that wait; slices keep theirs.
+  /// Forgets what the parameters have of gradients, sums that wait or travel; slices keep theirs.
   void drop_gradients();
   /// Errors: c10::ValueError if a frozen parameter requires a gradient by now.
   void check_frozen() const;
@@ -80,6 +86,10 @@ class FlatBucket {
   const std::vector<ParameterSlice>& slices() const { return slices_; }
 
  private:
+  struct Gathering {
+    at::Tensor sent, arriving;
+    comm::Work work;
+  };
   struct Reduction {
     at::Tensor whole, part;
     comm::Work work;
@@ -90,12 +100,9 @@ class FlatBucket {
   };
   at::Tensor dense_gradient(size_t index) const;
   at::Tensor take_gradients(double factor);
-  bool can_become_whole(const at::Tensor& gradient) const;
   at::Tensor own_part(const at::Tensor& flat) const;
   void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
-  void attach(size_t index);  // the parameter to its place in full_, or to where it is not
-  void set_present(bool present);
   void finish_gather();
   bool sharded() const { return options_.shard == Shard::kParameters; }
   at::ScalarType travel_type() const {
@@ -115,14 +122,11 @@ class FlatBucket {
   at::Tensor kept_;                // [padded / ranks of the reshard_group], of full_
   at::Tensor held_;                // [padded], in the type of travelling: gradients that wait
   std::vector<at::Tensor> views_;  // of full_, by parameter
-  std::vector<at::Tensor> absent_;  // what parameters are while full_ has no memory
+  std::vector<at::Tensor> absent_;  // what parameters are while they are not there
   int64_t gathered_version_ = 0;    // of shard_, when it was last gathered
-  // There were gradients since: libtorch's optimizers write behind the version's back.
-  bool may_have_stepped_ = false;
-  bool present_ = true;  // full_ has memory ...
-  bool whole_ = true;    // ... and all ranks' parts in it, or soon
-  std::optional<comm::Work> gathering_;
-  at::Tensor sent_;  // what `gathering_` sends
+  enum class Content { kStale, kGathering, kWhole };
+  Content content_ = Content::kStale;  // of full_
+  std::optional<Gathering> gathering_;
   std::optional<Reduction> reduction_;
   std::optional<Replication> replication_;
   std::vector<ParameterSlice> slices_;

@@ -4,11 +4,34 @@
 #include <ATen/record_function.h>
 #include <limits>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 #include <unordered_set>
 
 namespace cohort::parallel {
 
 using torch::autograd::Node;
+
+namespace {
+
+struct WatchedOutput : Node {
+  explicit WatchedOutput(std::function<void()> on_gradient) : watch(std::move(on_gradient)) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    watch();
+    return std::move(gradients);
+  }
+  std::function<void()> watch;
+};
+
+}  // namespace
+
+void watch_output(at::Tensor& output, std::function<void()> on_gradient) {
+  const auto node = std::make_shared<WatchedOutput>(std::move(on_gradient));
+  node->add_next_edge(torch::autograd::impl::gradient_edge(output));
+  at::Tensor same = output.detach();
+  torch::autograd::set_history(same, node);
+  output = same;
+}
 
 uint64_t recording_position() {
   return at::sequence_number::peek();

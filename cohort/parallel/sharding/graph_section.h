@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace torch::autograd {
@@ -21,5 +22,10 @@ uint64_t recording_position();
 /// owns the nodes. Cost: one visit for each node.
 std::vector<torch::autograd::Node*> first_nodes(const std::vector<at::Tensor>& outputs,
                                                 uint64_t position);
+
+/// Makes `output`, which has a gradient function, pass its gradient through `on_gradient` first. Of
+/// all nodes recorded so far this one has the highest number: autograd, which runs the highest of
+/// those that are ready, runs it before any other node of that stretch, on one device.
+void watch_output(at::Tensor& output, std::function<void()> on_gradient);
 
 }  // namespace cohort::parallel

@@ -18,20 +18,22 @@ namespace cohort::parallel {
 ///
 ///   parallel::ShardedDataParallel<Model> sharded(model, group, {}, blocks);
 ///   optim::Adam adam(sharded.named_slices());
-///   sharded.backward(loss(sharded(batch)));  adam.step(rate);  adam.zero_grad();
+///   loss(sharded(batch)).backward();  adam.step(rate);  adam.zero_grad();
 ///
 /// A block is called through parallel::unit in the model's forward, so that its parameters can be
-/// gathered before and freed after; one that is called plainly must not be given as a unit. Under
-/// Shard::kParameters whoever else reads a parameter gets a c10::Error that names it.
+/// gathered before and freed after; one that is called plainly must not be given as a unit. The
+/// module's own parameters are there in the wrapper's forward and its backward, and between summon
+/// and release. Whoever reads one elsewhere gets a c10::Error that names it, under every Shard:
+/// after an optimizer's step each rank has the new values of its part alone.
 /// docs/sharding.md shows each option at work.
 ///
 /// Collective: constructor, every forward, backward, gradient_norm, summon. Every rank runs the
 ///             same units in the same order.
 /// Numerics: gradients are divided by the number of ranks, travel in the parameters' own type (or
 ///           in mixed_precision.reduce_dtype), and are summed in the order of ranks; with
-///           replicate_group, the sums of its ranks after that. Where the division rounds nothing
-///           (a power of two, float32 and float64 alone) the loss is divided instead, with the same
-///           result: hooks of parameters then see gradients that are divided already.
+///           replicate_group, the sums of its ranks after that. What is no parameter of the model
+///           (an input, a temperature beside it) keeps this rank's own gradient, and hooks of
+///           parameters see this rank's.
 /// Threads:  one.
 /// Errors:   c10::ValueError if the ranks' models differ or options contradict; PeerError when a
 ///           rank is lost, or when one leaves out a unit or a parameter that others use, with its
@@ -58,10 +60,10 @@ class ShardedDataParallel {
     });
   }
 
-  /// As loss.backward(gradient), which is refused; then the slices have this step's gradients,
-  /// added to those they have.
+  /// The same as loss.backward(gradient): then the slices have this step's gradients, added to
+  /// those they have.
   void backward(const at::Tensor& loss, const at::Tensor& gradient = {}) {
-    engine_.backward(loss, gradient);
+    loss.backward(gradient);
   }
 
   /// Accumulate locally while the returned guard lives; costs a whole gradient's memory.
@@ -104,13 +106,11 @@ std::vector<std::pair<std::string, at::Tensor>> ShardedDataParallel<Holder>::nam
   return named;
 }
 
-/// As loss.backward(), of a loss that several sharded models had part in, each as often as it
-/// likes. What Numerics says of divided losses does not hold then: gradients are divided.
-/// Collective over all of the models' groups. Errors: c10::ValueError if one of the models is not
-/// named here, or if gradients wait since a no_sync() of one model's backward alone.
+/// The same as loss.backward(), of a loss that several sharded models had part in, each as often as
+/// it likes. Collective over all of the models' groups.
 template <class... Holders>
-void backward(const at::Tensor& loss, ShardedDataParallel<Holders>&... models) {
-  ShardingEngine::backward(loss, {&models.engine()...});
+void backward(const at::Tensor& loss, ShardedDataParallel<Holders>&...) {
+  loss.backward();
 }
 
 /// Calls `forward()`, the forward of `block`, inside a sharded model's forward with the block's

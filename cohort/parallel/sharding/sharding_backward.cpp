@@ -1,6 +1,5 @@
 // The backward of a sharded model: when gradients travel, and when parameters go.
 #include <algorithm>
-#include <cmath>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -21,8 +20,9 @@ void ShardingEngine::Impl::watch_gradients() {
       const auto accumulator = torch::autograd::impl::grad_accumulator(each.tensor);
       const auto key =
           accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-              [this, at = bucket.get()](const variable_list& outputs, const variable_list&) {
-                gradient_arrived(*at);
+              [weak = weak_from_this(), at = bucket.get()](const variable_list& outputs,
+                                                           const variable_list&) {
+                if (const auto engine = weak.lock()) engine->gradient_arrived(*at);
                 return outputs;
               }));
       hooks.emplace_back(accumulator, key);
@@ -40,8 +40,8 @@ void ShardingEngine::Impl::watch_passing(size_t unit, const std::vector<at::Tens
   const auto run = std::make_shared<Run>(Run{.unit = unit, .num_nodes = nodes.size()});
   for (Node* node : nodes) {
     node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [this, run](const variable_list& gradients, const variable_list&) {
-          node_passed(*run);
+        [weak = weak_from_this(), run](const variable_list& gradients, const variable_list&) {
+          if (const auto engine = weak.lock()) engine->node_passed(*run);
           return gradients;
         }));
   }
@@ -72,47 +72,47 @@ std::string ShardingEngine::Impl::left_out(size_t unit) const {
   return text;
 }
 
-// Before a call of ShardingEngine::backward, which divides the loss or does not.
-void ShardingEngine::Impl::check_backward(bool divides) const {
-  TORCH_CHECK_VALUE(summoned == 0,
-                    "sharding: a backward between summon() and release(): expected it after "
-                    "release()");
-  const bool waiting =
-      std::ranges::any_of(buckets, [](const auto& each) { return each->flat.has_gradients(); });
-  TORCH_CHECK_VALUE(divides == loss_divided || !waiting,
-                    "sharding: gradients that wait since no_sync() are of one model's loss, these "
-                    "of several models', or the other way round: expected backward of the same "
-                    "models until the one that synchronizes");
-}
-
-void ShardingEngine::Impl::enter_backward(bool divides) {
-  abandon_backward();
-  loss_divided = divides;
-  may_backward = true;
-}
-
-void ShardingEngine::Impl::leave_backward(bool threw) {
-  may_backward = false;
-  if (!threw) return;
-  abandon_backward();
+// What a backward that threw has left.
+void ShardingEngine::Impl::clean_up() {
+  if (!in_backward || !alive.expired()) return;
+  in_backward = false;
+  reduction = nullptr;
   for (const auto& bucket : buckets) bucket->flat.drop_gradients();
 }
 
 // The first that this model sees of one.
 void ShardingEngine::Impl::begin_backward() {
-  if (std::exchange(in_backward, true)) return;
+  if (in_backward && !alive.expired()) return;
+  clean_up();
+  TORCH_CHECK_VALUE(summoned == 0,
+                    "sharding: a backward between summon() and release(): expected it after "
+                    "release()");
+  in_backward = true;
+  has_reduced = false;
   ++num_backwards;
   for (const auto& bucket : buckets) bucket->missing = bucket->flat.parameters().size();
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
+  if (!sharded()) {
+    together(0, [this] {
+      for (const auto& bucket : buckets) bucket->flat.gather();
+    });
+  }
+  const auto life = std::make_shared<bool>();
+  alive = life;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [weak = weak_from_this(), life, with_graph = at::GradMode::is_enabled()] {
+        if (const auto engine = weak.lock()) engine->finish_backward(with_graph);
+      });
 }
 
 // A parameter's gradient is there once, after all of the graph that uses the parameter.
 void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
-  if (!may_backward) bucket.flat.drop_gradients();
-  TORCH_CHECK_VALUE(may_backward, "sharding: a gradient of ", bucket.flat.parameters().front().name,
-                    " comes from a backward that its model was not told of: expected "
-                    "ShardedDataParallel::backward(loss), or parallel::backward(loss, a, b) of all "
-                    "sharded models in one loss, got loss.backward() or another model's backward");
+  const bool with_graph = at::GradMode::is_enabled();
+  if (summoned > 0 || with_graph)
+    for (const auto& each : buckets) each->flat.drop_gradients();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !with_graph, "sharding: backward with create_graph: gradients of gradients of parameters, ",
+      bucket.flat.parameters().front().name,
+      " here, are not supported: expected torch::autograd::grad of the inputs");
   begin_backward();
   if (--bucket.missing > 0) return;
   if (synchronized) {
@@ -120,35 +120,23 @@ void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
   } else {
     bucket.flat.hold_gradients();
   }
-  bucket.flat.free();
+  if (sharded() || synchronized) bucket.flat.free();
 }
 
 // One bucket's gradients travel while the next one's are computed; more would hold memory.
 void ShardingEngine::Impl::reduce(Bucket& bucket) {
   if (reduction) reduction->flat.finish_reduce();
-  bucket.flat.begin_reduce(loss_divided ? 1 : share());
+  bucket.flat.begin_reduce(1.0 / num_replicas());
   reduction = &bucket;
+  has_reduced = true;
 }
 
-// Of one rank in the mean.
-double ShardingEngine::Impl::share() const {
-  return 1.0 / (group.size() * (options.replicate_group ? options.replicate_group->size() : 1));
+int ShardingEngine::Impl::num_replicas() const {
+  return group.size() * (options.replicate_group ? options.replicate_group->size() : 1);
 }
 
-// Where the division rounds nothing, that of the loss saves a pass over all gradients. Ignored
-// parameters' are not divided.
-bool ShardingEngine::Impl::divides_loss() const {
-  const auto wide = [](at::ScalarType type) { return type == at::kFloat || type == at::kDouble; };
-  const MixedPrecision& types = options.mixed_precision;
-  int exponent = 0;
-  return ignored.empty() && std::frexp(share(), &exponent) == 0.5 &&
-         wide(types.param_dtype.value_or(at::kFloat)) &&
-         wide(types.reduce_dtype.value_or(at::kFloat)) &&
-         std::ranges::all_of(buckets,
-                             [&](const auto& each) { return wide(each->flat.kept_type()); });
-}
-
-void ShardingEngine::Impl::finish_backward() {
+// `with_graph`: another backward through this one's graph may follow.
+void ShardingEngine::Impl::finish_backward(bool with_graph) {
   together(0, [this] {
     for (const auto& bucket : buckets)
       if (synchronized && bucket->missing > 0 && bucket->flat.has_gradients()) reduce(*bucket);
@@ -158,47 +146,14 @@ void ShardingEngine::Impl::finish_backward() {
   for (const auto& bucket : buckets) {
     bucket->flat.settle();
     if (!synchronized) bucket->flat.hold_gradients();
-    bucket->flat.free();
+    // Whole parameters are gathered again once a step may have come.
+    if (sharded() || (has_reduced && !bucket->flat.frozen())) {
+      bucket->flat.free();
+    } else if (!with_graph) {
+      bucket->flat.hide();
+    }
   }
   in_backward = false;
-}
-
-// What a backward that threw has left.
-void ShardingEngine::Impl::abandon_backward() {
-  in_backward = false;
-  reduction = nullptr;
-}
-
-void ShardingEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {
-  Impl& my = *impl_;
-  at::Tensor seed = gradient;
-  const bool divides = my.divides_loss();
-  if (divides) seed = gradient.defined() ? gradient * my.share() : at::full_like(loss, my.share());
-  my.check_backward(divides);
-  my.enter_backward(divides);
-  try {
-    loss.backward(seed);
-  } catch (...) {
-    my.leave_backward(/*threw=*/true);
-    throw;
-  }
-  my.leave_backward(/*threw=*/false);
-}
-
-// The models may differ in who shares them out: each divides its gradients.
-void ShardingEngine::backward(const at::Tensor& loss, const std::vector<ShardingEngine*>& engines) {
-  for (const ShardingEngine* each : engines) each->impl_->check_backward(/*divides=*/false);
-  for (ShardingEngine* each : engines) each->impl_->enter_backward(/*divides=*/false);
-  const auto leave = [&](bool threw) {
-    for (ShardingEngine* each : engines) each->impl_->leave_backward(threw);
-  };
-  try {
-    loss.backward();
-  } catch (...) {
-    leave(/*threw=*/true);
-    throw;
-  }
-  leave(/*threw=*/false);
 }
 
 }  // namespace cohort::parallel

@@ -3,6 +3,7 @@
 #include <ATen/OpMathType.h>
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <map>
 #include <torch/types.h>
 
@@ -101,34 +102,54 @@ void ShardingEngine::Impl::gather(size_t unit, int direction) {
   for (Bucket* bucket : units[unit].buckets) bucket->flat.gather();
 }
 
-// What an optimizer, or who loads a checkpoint, has written into slices since the last forward.
+// Since the last forward an optimizer may have written into slices, or who loads a checkpoint. No
+// rank can tell for sure: libtorch's optimizers write through data(), which no version counter
+// sees. So every forward gathers what is trained, but for those of one step: while gradients wait,
+// no optimizer comes.
 void ShardingEngine::Impl::refresh() {
-  if (options.shard != Shard::kParameters) return share_changes();
-  // A forward without a backward has left some parameters gathered.
-  for (const auto& bucket : buckets) bucket->flat.free();
+  clean_up();
+  const bool accumulates = gradients_wait();
+  const bool changed = frozen_changed();
+  for (const auto& bucket : buckets) {
+    FlatBucket& flat = bucket->flat;
+    const bool stays = !sharded() && (flat.frozen() ? !changed : accumulates);
+    TORCH_CHECK_VALUE(!stays || !flat.changed(), "sharding: the slice of ",
+                      flat.parameters().front().name,
+                      " was written to while gradients wait since no_sync(): expected the step "
+                      "after the backward that synchronizes");
+    if (!stays) flat.free();
+  }
+  // Where parameters are whole, what has changed of them travels while the first units run.
+  for (size_t i = 0; i < order.size() && !sharded(); ++i)
+    for (Bucket* bucket : units[order[i]].buckets) bucket->flat.begin_gather();
 }
 
-// Where parameters are whole, what has changed of them travels while the first units run.
-void ShardingEngine::Impl::share_changes() {
-  // Frozen ones change rarely: when a checkpoint is loaded, say.
-  constexpr int64_t kFrozenVote = int64_t{1} << 32;
-  const auto changed = [&](bool frozen) {
-    return std::ranges::any_of(buckets, [&](const auto& each) {
-      return each->flat.frozen() == frozen && each->flat.changed();
-    });
-  };
-  const int64_t votes =
-      group.all_reduce_sum((changed(false) ? 1 : 0) + (changed(true) ? kFrozenVote : 0));
-  if (votes == 0) return;
-  for (const auto& bucket : buckets)
-    if (bucket->flat.frozen() ? votes >= kFrozenVote : votes % kFrozenVote > 0)
-      bucket->flat.expire();
-  for (const size_t unit : order)
-    for (Bucket* bucket : units[unit].buckets) bucket->flat.begin_gather();
+// Where frozen parameters are whole on every rank, they are gathered when they change: when a
+// checkpoint is loaded, say. A rank may hold nothing of what does.
+bool ShardingEngine::Impl::frozen_changed() {
+  if (sharded()) return true;
+  bool any = false;
+  bool changed = false;
+  for (const auto& bucket : buckets) {
+    if (!bucket->flat.frozen()) continue;
+    any = true;
+    changed = changed || bucket->flat.changed();
+  }
+  return any && group.all_reduce_sum(changed ? 1 : 0) > 0;
+}
+
+bool ShardingEngine::Impl::gradients_wait() const {
+  return std::ranges::any_of(buckets, [](const auto& each) { return each->flat.has_gradients(); });
 }
 
 void ShardingEngine::Impl::free(size_t unit) {
+  if (!sharded()) return;
   for (Bucket* bucket : units[unit].buckets) bucket->flat.free();
+}
+
+void ShardingEngine::Impl::hide() {
+  if (summoned > 0) return;
+  for (const auto& bucket : buckets) bucket->flat.hide();
 }
 
 // Buffers and ignored parameters.
@@ -146,12 +167,13 @@ std::vector<ParameterSlice> ShardingEngine::Impl::unshared_state() const {
 ShardingEngine::ShardingEngine(torch::nn::Module& model, comm::ProcessGroup& group,
                                const ShardingOptions& options,
                                const std::vector<torch::nn::Module*>& units)
-    : impl_(std::make_unique<Impl>(model, group, options)) {
+    : impl_(std::make_shared<Impl>(model, group, options)) {
   share_state(model, group, options, impl_->ignored);
   impl_->make_units(units);
   impl_->fill_deferred();
   impl_->cast_buffers();
   impl_->watch_gradients();
+  impl_->hide();
 }
 
 ShardingEngine::~ShardingEngine() = default;
@@ -161,12 +183,13 @@ ShardingEngine* ShardingEngine::current() {
 }
 
 ShardingEngine::Forward::Forward(ShardingEngine& engine)
-    : outer_(std::exchange(current_engine, &engine)) {
-  engine.impl_->abandon_backward();
-}
+    : outer_(std::exchange(current_engine, &engine)),
+      engine_(engine),
+      exceptions_(std::uncaught_exceptions()) {}
 
 ShardingEngine::Forward::~Forward() {
   current_engine = outer_;
+  if (std::uncaught_exceptions() > exceptions_) engine_.impl_->hide();
 }
 
 std::optional<size_t> ShardingEngine::find_unit(const torch::nn::Module& block) const {
@@ -199,18 +222,22 @@ uint64_t ShardingEngine::before_forward(size_t unit) {
   return recording_position();
 }
 
-void ShardingEngine::after_forward(size_t unit, const std::vector<at::Tensor>& outputs,
+void ShardingEngine::after_forward(size_t unit, const std::vector<at::Tensor*>& outputs,
                                    uint64_t position) {
   Impl& my = *impl_;
-  bool has_backward = false;
-  for (const at::Tensor& output : outputs) {
-    if (!output.defined() || !output.grad_fn()) continue;
-    has_backward = true;
-    output.register_hook([&my, unit](const at::Tensor&) {
-      my.begin_backward();
-      my.together(unit, [&] { my.gather(unit, -1); });
+  std::vector<at::Tensor> inner;
+  for (at::Tensor* output : outputs) {
+    if (!output->defined() || !output->grad_fn()) continue;
+    inner.push_back(*output);
+    watch_output(*output, [weak = my.weak_from_this(), unit, name = my.units[unit].name] {
+      const auto engine = weak.lock();
+      TORCH_CHECK(engine, "sharding: a backward through ", name,
+                  " after the end of its ShardedDataParallel: expected that to live until then");
+      engine->begin_backward();
+      engine->together(unit, [&] { engine->gather(unit, -1); });
     });
   }
+  const bool has_backward = !inner.empty();
   my.units[unit].awaits_backward = has_backward;
   if (unit == 0) {
     my.order_known = true;
@@ -218,8 +245,9 @@ void ShardingEngine::after_forward(size_t unit, const std::vector<at::Tensor>& o
     for (size_t i = 0; i < my.units.size(); ++i)
       if (!my.units[i].ran) my.free(i);
   }
+  if (unit == 0) my.hide();
   if (!has_backward) return my.free(unit);
-  my.watch_passing(unit, outputs, position);
+  my.watch_passing(unit, inner, position);
   // Backward begins with the whole model and what ran last in it.
   const bool returns = unit == 0 || (my.order_known && unit == my.order.back());
   if (returns || !my.options.reshard_after_forward) return;
@@ -281,7 +309,8 @@ void ShardingEngine::release(bool keep) {
   --my.summoned;
   for (const auto& bucket : my.buckets) {
     if (keep) bucket->flat.keep_written();
-    if (my.summoned == 0) bucket->flat.free();
+    if (my.summoned > 0) continue;
+    my.sharded() ? bucket->flat.free() : bucket->flat.hide();
   }
 }
 

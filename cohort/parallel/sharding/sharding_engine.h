@@ -92,7 +92,9 @@ class ShardingEngine {
     Forward& operator=(const Forward&) = delete;
 
    private:
-    ShardingEngine* outer_;
+    ShardingEngine* const outer_;
+    ShardingEngine& engine_;
+    const int exceptions_;
   };
 
   /// Calls `forward` with the unit's parameters there; plainly if `block` is no unit.
@@ -102,8 +104,8 @@ class ShardingEngine {
     if (!index) return forward();
     const uint64_t position = before_forward(*index);
     auto output = forward();
-    std::vector<at::Tensor> tensors;
-    for_each_tensor(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+    std::vector<at::Tensor*> tensors;
+    for_each_tensor(output, [&](at::Tensor& tensor) { tensors.push_back(&tensor); });
     after_forward(*index, tensors, position);
     return output;
   }
@@ -112,9 +114,6 @@ class ShardingEngine {
   at::Tensor cast_input(const at::Tensor& input) const;
   at::Tensor cast_output(const at::Tensor& output) const;
 
-  void backward(const at::Tensor& loss, const at::Tensor& gradient);
-  /// The same of one loss that several engines' models had part in.
-  static void backward(const at::Tensor& loss, const std::vector<ShardingEngine*>& engines);
   bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.
 
   const std::vector<ParameterSlice>& slices() const;
@@ -140,10 +139,10 @@ class ShardingEngine {
  private:
   std::optional<size_t> find_unit(const torch::nn::Module& block) const;
   uint64_t before_forward(size_t unit);
-  void after_forward(size_t unit, const std::vector<at::Tensor>& outputs, uint64_t position);
+  void after_forward(size_t unit, const std::vector<at::Tensor*>& outputs, uint64_t position);
 
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;  // graphs refer to it
 };
 
 }  // namespace cohort::parallel

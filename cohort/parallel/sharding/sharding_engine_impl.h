@@ -15,7 +15,7 @@
 
 namespace cohort::parallel {
 
-struct ShardingEngine::Impl {
+struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   struct Bucket {
     FlatBucket flat;
     size_t unit;         // it belongs to
@@ -49,18 +49,17 @@ struct ShardingEngine::Impl {
   void node_passed(Run& run);
   void gradient_arrived(Bucket& bucket);
   void reduce(Bucket& bucket);
-  void check_backward(bool divides) const;
-  void enter_backward(bool divides);
-  void leave_backward(bool threw);
   void begin_backward();
-  void finish_backward();
-  void abandon_backward();
+  void finish_backward(bool with_graph);
+  void clean_up();
   void gather(size_t unit, int direction);
   void free(size_t unit);
+  void hide();
   void refresh();
-  void share_changes();
-  double share() const;
-  bool divides_loss() const;
+  int num_replicas() const;
+  bool frozen_changed();
+  bool gradients_wait() const;
+  bool sharded() const { return options.shard == Shard::kParameters; }
   std::vector<ParameterSlice> unshared_state() const;
   template <class Body>
   void together(size_t unit, const Body& body);
@@ -81,9 +80,9 @@ struct ShardingEngine::Impl {
   bool order_known = false;   // a whole forward has run
   int summoned = 0;           // one within another
   bool synchronized = true;
-  bool may_backward = false;  // inside ShardingEngine::backward ...
-  bool loss_divided = false;  // ... which has divided the loss; the last one
-  bool in_backward = false;
+  bool in_backward = false;   // one has begun and not finished ...
+  std::weak_ptr<void> alive;  // ... and owns this until it ends, by an error, too
+  bool has_reduced = false;   // in this backward
   int64_t num_backwards = 0;
   Bucket* reduction = nullptr;  // under way in this backward
 };
