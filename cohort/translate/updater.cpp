@@ -187,7 +187,8 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
     nll_sum += nll.item<double>();
   };
   for (size_t i = 0; i < batches.size(); ++i) {
-    parallel_.set_synchronized(!session_ && i + 1 == batches.size());
+    std::optional<parallel::ParallelModel<nmt::Transformer>::NoSync> guard;
+    if (session_ || i + 1 < batches.size()) guard.emplace(parallel_);
     run(i);
   }
   return nll_sum;
