@@ -77,7 +77,7 @@ void give_way(Values& earlier, const Values& later) {
   for (const auto& [option, value] : later) {
     const bool off = is_flag(*option) && value.texts[0] == "false";
     earlier.erase(option);
-    std::erase_if(earlier, [&](const auto& entry) {
+    std::erase_if(earlier, [off, &option = option](const auto& entry) {
       return has(off ? entry.first->get_needs() : entry.first->get_excludes(), option);
     });
   }

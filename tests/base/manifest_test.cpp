@@ -86,7 +86,8 @@ TEST(ManifestTest, BadContentIsNamed) {
       {replaced("[2,4,6,8]", "[2.5,4]"), "ranges"},
   };
   for (const auto& [text, word] : bad) {
-    const auto complaint = test::message_of<ConfigError>([&] { Manifest::parse(text, "here"); });
+    const auto complaint =
+        test::message_of<ConfigError>([&text = text] { Manifest::parse(text, "here"); });
     EXPECT_TRUE(complaint.starts_with("here: ")) << complaint;
     EXPECT_NE(complaint.find(word), std::string::npos) << word << " in: " << complaint;
   }
