@@ -14,6 +14,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <thread>
@@ -47,6 +48,8 @@ struct Flags {
   int rounds = 5;
   double seconds = 1;
   int64_t batch = 10'000;
+  int64_t snapshot_rows = 10'000'000;
+  double snapshot_log_mib = 512;
   bool keys_only = false;
   std::string only;
 };
@@ -85,6 +88,7 @@ Child start(const std::function<void(const std::function<void(int)>&)>& body) {
   if (::pipe(ends.data()) != 0) throw std::runtime_error("pipe");
   const pid_t process = ::fork();
   if (process == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // Also after an error of who started it.
     body([&](int number) { (void)!::write(ends[1], &number, sizeof(number)); });
     ::pause();
     ::_exit(0);
@@ -100,13 +104,13 @@ Child start(const std::function<void(const std::function<void(int)>&)>& body) {
 // With a log a server writes to disk what it is pushed: for long no faster than the disk.
 enum class Logged { kNo, kYes };
 
-Child start_server(const std::string& folder, Logged logged) {
+Child start_server(const std::string& folder, Logged logged, int64_t snapshot_log_bytes = 0) {
   return start([&](const auto& ready) {
     const Log log({.console = LogConsole::kNever});
     ps::Server server({.folder = folder,
                        .acknowledge = logged == Logged::kYes ? ps::Acknowledge::kLogged
                                                              : ps::Acknowledge::kApplied,
-                       .snapshot_log_bytes = 0},
+                       .snapshot_log_bytes = snapshot_log_bytes},
                       log);
     const ps::RpcServer rpc(server, {});
     ready(rpc.port());
@@ -342,6 +346,149 @@ json measure_rows(const Flags& flags, const std::string& folder) {
   return result;
 }
 
+// What a process holds: its own pages, with those of its children that they do not share, and of
+// its own those that are huge.
+struct Memory {
+  double resident_bytes = 0;
+  double with_children_bytes = 0;
+  double huge_bytes = 0;
+};
+
+double of_rollup(pid_t process, const std::string& field) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/smaps_rollup");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with(field + ":"))
+      return std::stod(line.substr(field.size() + 1)) * 1024;  // kB.
+  }
+  return 0;
+}
+
+Memory memory_of(pid_t process) {
+  Memory memory{.resident_bytes = of_rollup(process, "Rss"),
+                .with_children_bytes = of_rollup(process, "Pss"),
+                .huge_bytes = of_rollup(process, "AnonHugePages")};
+  std::error_code ignored;
+  const std::string tasks = "/proc/" + std::to_string(process) + "/task";
+  for (const auto& task : std::filesystem::directory_iterator(tasks, ignored)) {
+    std::ifstream children(task.path() / "children");
+    for (pid_t child = 0; children >> child;) memory.with_children_bytes += of_rollup(child, "Pss");
+  }
+  return memory;
+}
+
+bool ends_with_unfinished(const std::filesystem::directory_entry& entry) {
+  return entry.path().extension() == ".unfinished";
+}
+
+bool is_snapshot(const std::filesystem::directory_entry& entry) {
+  return entry.path().filename().string().starts_with("snapshot.") && !ends_with_unfinished(entry);
+}
+
+template <class Condition>
+bool has_entry(const std::string& folder, const Condition& condition) {
+  std::error_code ignored;
+  const std::filesystem::directory_iterator entries(folder, ignored);
+  return std::any_of(begin(entries), end(entries), condition);
+}
+
+// Pushes one after another, each until it is acknowledged: before a server's first snapshot, while
+// a child writes it, and for as long as `seconds` after it.
+json measure_snapshot(const Flags& flags, const std::string& folder) {
+  const auto log_bytes = static_cast<int64_t>(flags.snapshot_log_mib * 1024 * 1024);
+  // Ids and gradients: what filling the table writes.
+  const int64_t fill_bytes = flags.snapshot_rows * static_cast<int64_t>(8 + kWidth * sizeof(float));
+  const Child server = start_server(folder, Logged::kYes, fill_bytes + log_bytes);
+  const auto client = connect(server, 0, 1);
+  fill(*client, flags.snapshot_rows);
+  const Batches batches = draw(flags.snapshot_rows, flags.batch, 1);
+  const std::vector<float> gradients(static_cast<size_t>(flags.batch) * kWidth, 0.001f);
+  struct Phase {
+    const char* name;
+    std::vector<double> calls_s{};
+    Memory memory{};
+  };
+  std::array<Phase, 3> phases{Phase{"before"}, Phase{"during"}, Phase{"after"}};
+  phases[0].memory = memory_of(server.process);
+  // Looking at memory takes time of the server's: beside the calls, and seldom.
+  std::jthread looks([&](const std::stop_token& stop) {
+    Memory& most = phases[1].memory;
+    while (!stop.stop_requested()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      if (!has_entry(folder, ends_with_unfinished)) continue;
+      const Memory now = memory_of(server.process);
+      if (now.with_children_bytes > most.with_children_bytes) most = now;
+    }
+  });
+  const auto begin = Clock::now();
+  std::optional<Clock::time_point> finished;
+  for (size_t i = 0; !finished || seconds_since(*finished) < flags.seconds; ++i) {
+    if (!finished && seconds_since(begin) > 600)
+      throw std::runtime_error("no snapshot within 600 s");
+    const auto& ids = batches[i % batches.size()];
+    const ps::PushRows push{.ids = ids, .gradients = gradients};
+    const auto began = Clock::now();
+    client->push(std::span(&push, 1), {});
+    client->flush();
+    const double took = seconds_since(began);
+    const bool writes = has_entry(folder, ends_with_unfinished);
+    if (!finished && !writes && has_entry(folder, is_snapshot)) finished = Clock::now();
+    phases[finished ? 2 : writes ? 1 : 0].calls_s.push_back(took);
+  }
+  looks.request_stop();
+  looks.join();
+  phases[2].memory = memory_of(server.process);
+  ::kill(server.process, SIGKILL);
+  ::waitpid(server.process, nullptr, 0);
+  json result{{"rows", flags.snapshot_rows}, {"log_mib", flags.snapshot_log_mib}};
+  for (Phase& phase : phases) {
+    auto& calls = phase.calls_s;
+    if (calls.empty()) throw std::runtime_error(std::string("no push ") + phase.name);
+    double sum = 0;
+    for (const double call : calls) sum += call;
+    std::sort(calls.begin(), calls.end());
+    const auto at = [&](double share) {
+      return calls[static_cast<size_t>(share * static_cast<double>(calls.size() - 1))] * 1e3;
+    };
+    result[phase.name] = {
+        {"pushes", calls.size()},
+        {"rows_per_s", static_cast<double>(flags.batch) * static_cast<double>(calls.size()) / sum},
+        {"ms_median", at(0.5)},
+        {"ms_p99", at(0.99)},
+        {"ms_most", at(1)},
+        {"resident_bytes", phase.memory.resident_bytes},
+        {"resident_bytes_with_child", phase.memory.with_children_bytes},
+        {"huge_bytes", phase.memory.huge_bytes}};
+  }
+  return result;
+}
+
+// What `body` returns, in a child: its gRPC has threads that no fork after it would take along.
+json in_child(const std::function<json()>& body) {
+  std::array<int, 2> ends{};
+  if (::pipe(ends.data()) != 0) throw std::runtime_error("pipe");
+  const pid_t process = ::fork();
+  if (process == 0) {
+    ::close(ends[0]);
+    const int code = run_program("bench_ps", [&] {
+      const std::string text = body().dump();
+      return ::write(ends[1], text.data(), text.size()) == static_cast<ssize_t>(text.size())
+                 ? kExitOk
+                 : kExitFailure;
+    });
+    ::_exit(code);
+  }
+  ::close(ends[1]);
+  std::string text;
+  std::array<char, 4096> part{};
+  for (ssize_t bytes = 0; (bytes = ::read(ends[0], part.data(), part.size())) > 0;)
+    text.append(part.data(), static_cast<size_t>(bytes));
+  ::close(ends[0]);
+  int status = 0;
+  ::waitpid(process, &status, 0);
+  if (status != 0) throw std::runtime_error("a measurement failed");
+  return json::parse(text);
+}
+
 // Keys: ids as a model's batch has them, of which 43 in 100 are distinct.
 std::vector<std::vector<int64_t>> draw_keys(int64_t size, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -356,8 +503,8 @@ std::vector<std::vector<int64_t>> draw_keys(int64_t size, uint64_t seed) {
   return batches;
 }
 
-// A trainer by itself: pulls keys, distinct ones travelling, each key's row copied to its place;
-// then pushes a gradient for each key. Keys a second of both.
+// A trainer by itself: pulls keys of rows that are there, distinct ones travelling, each key's row
+// copied to its place; then pushes a gradient for each key. Keys a second of both.
 std::array<double, 2> train_keys(const Flags& flags, const Child& server, uint32_t trainer,
                                  const std::function<void()>& meet) {
   const auto client = connect(server, trainer, 2);
@@ -378,6 +525,22 @@ std::array<double, 2> train_keys(const Flags& flags, const Child& server, uint32
     for (size_t i = 0; i < positions.size(); ++i)
       std::copy_n(&slot.rows[static_cast<size_t>(positions[i]) * kWidth], kWidth, &out[i * kWidth]);
   };
+  ps::DistinctIds distinct;
+  std::vector<float> sums;
+  const auto push = [&](const std::vector<int64_t>& batch) {
+    distinct.assign(batch, nullptr);
+    sums.assign(distinct.ids().size() * kWidth, 0.0f);
+    const auto positions = distinct.positions();
+    for (size_t i = 0; i < positions.size(); ++i) {
+      float* const sum = &sums[static_cast<size_t>(positions[i]) * kWidth];
+      for (size_t j = 0; j < kWidth; ++j) sum[j] += gradients[i * kWidth + j];
+    }
+    const ps::PushRows rows{.ids = distinct.ids(), .gradients = sums};
+    client->push(std::span(&rows, 1), {});
+  };
+  // All rows are there before any is pulled: one that is not costs no look at memory.
+  for (const auto& batch : batches) push(batch);
+  client->flush();
   meet();
   auto begin = Clock::now();
   int64_t done = 0;
@@ -397,18 +560,8 @@ std::array<double, 2> train_keys(const Flags& flags, const Child& server, uint32
   meet();
   begin = Clock::now();
   done = 0;
-  ps::DistinctIds distinct;
-  std::vector<float> sums;
   for (size_t step = 0; seconds_since(begin) < flags.seconds; ++step) {
-    distinct.assign(batches[step % batches.size()], nullptr);
-    sums.assign(distinct.ids().size() * kWidth, 0.0f);
-    const auto positions = distinct.positions();
-    for (size_t i = 0; i < positions.size(); ++i) {
-      float* const sum = &sums[static_cast<size_t>(positions[i]) * kWidth];
-      for (size_t j = 0; j < kWidth; ++j) sum[j] += gradients[i * kWidth + j];
-    }
-    const ps::PushRows push{.ids = distinct.ids(), .gradients = sums};
-    client->push(std::span(&push, 1), {});
+    push(batches[step % batches.size()]);
     done += flags.batch;
   }
   client->flush();
@@ -478,6 +631,13 @@ int run(int argc, char** argv) {
   app.add_option("--rounds", flags.rounds, "Rounds of all sides in turn")->capture_default_str();
   app.add_option("--seconds", flags.seconds, "Of each measurement")->capture_default_str();
   app.add_option("--batch", flags.batch, "Ids of a call")->capture_default_str();
+  app.add_option("--snapshot-rows", flags.snapshot_rows,
+                 "Rows of the table of which a snapshot is written (0: none)")
+      ->capture_default_str();
+  app.add_option("--snapshot-log", flags.snapshot_log_mib, "Log before that snapshot")
+      ->type_name(apps::kMebibytes)
+      ->check(apps::above_zero())
+      ->capture_default_str();
   app.add_flag("--keys-only", flags.keys_only, "Only the keys of two trainers");
   app.add_option("--only", flags.only,
                  "One side of the rows alone, for a profiler: small_pull ...");
@@ -490,6 +650,8 @@ int run(int argc, char** argv) {
               {"rounds", flags.rounds},
               {"seconds", flags.seconds}};
   if (flags.only.empty()) result["keys"] = measure_keys(flags, folder);
+  if (flags.only.empty() && !flags.keys_only && flags.snapshot_rows > 0)
+    result["snapshot"] = in_child([&] { return measure_snapshot(flags, folder + "/snapshot"); });
   if (!flags.keys_only) result["rows"] = measure_rows(flags, folder);
   std::filesystem::remove_all(folder);
   std::printf("%s\n", result.dump().c_str());
