@@ -1,17 +1,22 @@
 #include "cohort/parallel/checkpoint.h"
 
 #include <ATen/Context.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <mutex>
 #include <set>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <unordered_set>
 
 namespace cohort::parallel {
 namespace {
 
 using torch::autograd::AutogradContext;
+using torch::autograd::Edge;
+using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 thread_local int depth = 0;
@@ -140,17 +145,105 @@ Graph run(const Recipe& recipe, at::TensorList tensors) {
   return graph;
 }
 
+std::vector<Edge> edges_of(at::TensorList tensors) {
+  std::vector<Edge> edges;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.requires_grad())
+      edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+  }
+  return edges;
+}
+
+// Visits the nodes behind `edges`, each once; goes on behind those for which `visit` returns true.
+void walk(const std::vector<Edge>& edges, const std::function<bool(const Edge&)>& visit) {
+  std::vector<Edge> waiting = edges;
+  std::unordered_set<Edge> seen(waiting.begin(), waiting.end());
+  while (!waiting.empty()) {
+    const Edge edge = waiting.back();
+    waiting.pop_back();
+    if (!visit(edge)) continue;
+    for (const Edge& next : edge.function->next_edges()) {
+      if (next.is_valid() && seen.insert(next).second) waiting.push_back(next);
+    }
+  }
+}
+
+// The leaves that require a gradient among what the body used without being given it: all that its
+// graph reaches, but for the inputs and `parameters`. `position`: where the recording stood before.
+variable_list captured_leaves(const Graph& graph, at::TensorList parameters, uint64_t position) {
+  const uint64_t thread = at::RecordFunction::currentThreadId();
+  const std::vector<Edge> inputs = edges_of(graph.inputs), named = edges_of(parameters);
+  std::unordered_set<Edge> ends(inputs.begin(), inputs.end());
+  ends.insert(named.begin(), named.end());
+  variable_list leaves;
+  walk(edges_of(graph.results), [&](const Edge& edge) {
+    if (ends.contains(edge)) return false;
+    const Node& node = *edge.function;
+    if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node)) {
+      leaves.push_back(leaf->variable);
+      ends.insert(edge);
+      return false;
+    }
+    // Its gradient would have to flow through operations that ran before the body. Numbers of other
+    // threads tell nothing.
+    TORCH_CHECK_VALUE(node.thread_id() != thread || node.sequence_nr() >= position,
+                      "checkpoint: the body uses a result of ", node.name(),
+                      " from outside; expected it among the inputs, or in "
+                      "CheckpointOptions::parameters");
+    return true;
+  });
+  std::vector<Edge> behind_named;
+  for (const Edge& edge : named) {
+    for (const Edge& next : edge.function->next_edges())
+      if (next.is_valid()) behind_named.push_back(next);
+  }
+  walk(behind_named, [&](const Edge& edge) {
+    TORCH_CHECK_VALUE(!ends.contains(edge),
+                      "checkpoint: the body uses a tensor and, named in "
+                      "CheckpointOptions::parameters, another one computed from it; expected the "
+                      "latter among the inputs");
+    return true;
+  });
+  return leaves;
+}
+
+// Keeps the hooks of leaves from running while it lives: they do when the gradient reaches the leaf.
+class HooksAside {
+ public:
+  explicit HooksAside(const variable_list& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.defined() && tensor.is_leaf() && tensor.requires_grad()) hooks_.emplace_back(tensor);
+    }
+    exchange();
+  }
+  ~HooksAside() { exchange(); }
+  HooksAside(const HooksAside&) = delete;
+  HooksAside& operator=(const HooksAside&) = delete;
+
+ private:
+  struct Kept {
+    explicit Kept(const at::Tensor& of) : leaf(of) {}
+    at::Tensor leaf;
+    std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks;
+  };
+  void exchange() {
+    for (Kept& each : hooks_) torch::autograd::impl::hooks(each.leaf).swap(each.hooks);
+  }
+  std::vector<Kept> hooks_;
+};
+
 // The parameters are arguments although the body knows them: so the gradients of backward flow to
 // them as from any other operation, and whoever waits for those is not surprised.
 struct Recomputed : torch::autograd::Function<Recomputed> {
+  // `first`: the results of the first run.
   static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Recipe>& recipe,
-                               at::TensorList tensors) {
+                               const variable_list* first, at::TensorList tensors) {
     context->saved_data["recipe"] = at::IValue::make_capsule(recipe);
     context->save_for_backward(tensors.vec());
     context->set_materialize_grads(false);
     variable_list results;
     variable_list constants;
-    for (const at::Tensor& result : run(*recipe, tensors).results) {
+    for (const at::Tensor& result : *first) {
       results.push_back(result.defined() ? result.detach() : result);
       if (!result.defined() || !result.requires_grad()) constants.push_back(results.back());
     }
@@ -184,10 +277,11 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
       if (wanted(i)) ends.push_back(i < recipe.num_inputs ? graph.inputs[i] : tensors[i]);
     variable_list found(ends.size());
     if (!roots.empty()) {
+      const HooksAside aside(ends);
       found = torch::autograd::grad(roots, ends, arriving, /*retain_graph=*/false,
                                     /*create_graph=*/false, /*allow_unused=*/true);
     }
-    variable_list result(1);  // The recipe has no gradient.
+    variable_list result(2);  // The recipe and the first results have no gradient.
     for (size_t i = 0, next = 0; i < tensors.size(); ++i)
       result.push_back(wanted(i) ? found[next++] : at::Tensor());
     return result;
@@ -206,25 +300,28 @@ std::vector<at::Tensor> checkpoint(CheckpointBody body, const std::vector<at::Te
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : options.parameters)
     if (seen.insert(parameter.unsafeGetTensorImpl()).second) tensors.push_back(parameter);
-  bool learns = false;
+  if (!at::GradMode::is_enabled()) return body(inputs);
   std::set<c10::DeviceType> types{c10::kCPU};
   std::set<std::pair<c10::DeviceType, c10::DeviceIndex>> devices;
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) continue;
-    learns = learns || tensor.requires_grad();
     if (tensor.is_cpu() || tensor.is_meta()) continue;
     types.insert(tensor.device().type());
     devices.emplace(tensor.device().type(), tensor.device().index());
   }
-  if (!learns || !at::GradMode::is_enabled()) return body(inputs);
   std::vector<RandomSource> random = options.random;
   if (options.preserve_rng_state) {
     random.push_back(generator_of(c10::kCPU));
     for (const auto& [type, index] : devices) random.push_back(generator_of({type, index}));
   }
-  return Recomputed::apply(c10::make_intrusive<Recipe>(std::move(body), inputs.size(),
-                                                       std::move(random), std::move(types)),
-                           at::TensorList(tensors));
+  const auto recipe = c10::make_intrusive<Recipe>(std::move(body), inputs.size(), std::move(random),
+                                                  std::move(types));
+  const uint64_t position = at::sequence_number::peek();
+  const Graph graph = run(*recipe, tensors);
+  const at::TensorList parameters = at::TensorList(tensors).slice(inputs.size());
+  const variable_list captured = captured_leaves(graph, parameters, position);
+  tensors.insert(tensors.end(), captured.begin(), captured.end());
+  return Recomputed::apply(recipe, &graph.results, at::TensorList(tensors));
 }
 
 }  // namespace cohort::parallel

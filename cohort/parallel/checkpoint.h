@@ -21,8 +21,9 @@ namespace cohort::parallel {
 using RandomSource = std::function<std::function<void()>()>;
 
 struct CheckpointOptions {
-  /// Leaves that the body knows by itself: those of its modules. Their gradients come when the
-  /// body's do, once. What requires a gradient and is neither named here nor an input gets none.
+  /// Tensors that the body knows by itself: those of its modules. Leaves may be left out, unless
+  /// they lie on devices that no input lies on. Others must be named: parameters in low precision
+  /// (mixed_precision.h).
   std::vector<at::Tensor> parameters;
   /// Both runs of the body start at the same place of libtorch's default generators: the CPU's, and
   /// those of the devices that inputs and parameters lie on.
@@ -36,16 +37,20 @@ using CheckpointBody = std::function<std::vector<at::Tensor>(const std::vector<a
 ///
 /// Both runs record their operations, under the same autocast and with the same random numbers, so
 /// results and gradients are bit-equal to those of a plain call. A module that changes when it runs
-/// (batch statistics) changes twice. With gradients disabled, and where no input or parameter
-/// requires one, this is a plain call. Inside the body of another one it is one within the other.
+/// (batch statistics) changes twice. Gradients come to the inputs and to whatever else the body
+/// uses, once each. With gradients disabled this is a plain call. Inside the body of another one it
+/// is one within the other.
 ///
 /// With sharded parameters (sharding/) the unit is outside and the checkpoint inside: backward
 /// brings a unit's parameters before the body runs again. A unit inside a body is refused. Under
 /// DistributedDataParallel it may stand anywhere in the model.
 /// Owner:   the body is kept until its part of the graph goes; sources must live until the
-/// backward. Memory:  during backward, what one body keeps. Cost: the body's forward once more.
+/// backward. Memory:  during backward, what one body keeps. Cost: the body's forward once more, and
+/// in the first run a visit of each node that it records.
 /// Threads: as the forward it stands in. Local.
-/// Errors:  c10::NotImplementedError for a backward with create_graph.
+/// Errors:  c10::ValueError for a tensor that the body uses, that has a history, and that is neither
+///          an input nor a parameter; and for a parameter computed from others that it uses.
+///          c10::NotImplementedError for a backward with create_graph.
 /// Source:  Chen et al. 2016, arXiv:1604.06174.
 std::vector<at::Tensor> checkpoint(CheckpointBody body, const std::vector<at::Tensor>& inputs,
                                    const CheckpointOptions& options = {});

@@ -14,7 +14,7 @@
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
-namespace {
+namespace parallel_checkpoint_test {
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width = 6, int64_t inner = 9) {
@@ -101,6 +101,90 @@ TEST(CheckpointTest, DropoutOfTheDefaultGeneratorChangesNoBitWhicheverBlocksAreC
   const auto expected = two_steps({false, false, false});
   expect_same_bits(two_steps({true, true, true}), expected);
   expect_same_bits(two_steps({false, true, false}), expected);
+}
+
+// Blocks that the bodies know by themselves: the first one's input needs no gradient, the others'
+// do.
+struct CapturingImpl : torch::nn::Module {
+  explicit CapturingImpl(bool selected, bool as_units = false)
+      : tower(std::vector<bool>{false, false, false}), recompute(selected), units(as_units) {
+    register_module("tower", tower);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (Block& block : tower->blocks) {
+      auto call = [this, block](const at::Tensor& h) mutable {
+        ++runs;
+        return block->forward(h);
+      };
+      const auto body = [&] { return recompute ? checkpoint_call({}, call, x) : call(x); };
+      x = units ? run_unit(*block, body) : body();
+    }
+    return x;
+  }
+  Tower tower;
+  bool recompute;
+  bool units;
+  int runs = 0;
+};
+TORCH_MODULE(Capturing);
+
+TEST(CheckpointTest, WhatABodyCapturesGetsItsGradient) {
+  const auto run = [](bool recompute) {
+    Capturing model(recompute);
+    torch::manual_seed(3);
+    for (int step = 0; step < 2; ++step) loss_of(model->forward(batch_of(0, step))).backward();
+    EXPECT_EQ(model->runs, recompute ? 12 : 6);
+    std::vector<at::Tensor> found;
+    for (const auto& parameter : model->parameters()) found.push_back(parameter.grad());
+    return found;
+  };
+  expect_same_bits(run(true), run(false));
+}
+
+TEST(CheckpointTest, HooksOfALeafRunOnce) {
+  for (const bool named : {false, true}) {
+    at::Tensor weight = at::full({2}, 3.0).requires_grad_(true);
+    int calls = 0;
+    weight.register_hook([&](const at::Tensor& gradient) { return ++calls, gradient * 2; });
+    const at::Tensor x = at::ones({2}).requires_grad_(true);
+    CheckpointOptions options;
+    if (named) options.parameters = {weight};
+    checkpoint([&](const auto& in) { return std::vector{in[0] * weight}; }, {x}, options)[0]
+        .sum()
+        .backward();
+    EXPECT_EQ(calls, 1);
+    EXPECT_TRUE(weight.grad().equal(at::full({2}, 2.0))) << weight.grad();
+    EXPECT_TRUE(x.grad().equal(at::full({2}, 3.0)));
+  }
+}
+
+TEST(CheckpointTest, ACapturedTensorThatHasAHistoryIsNamed) {
+  const at::Tensor weight = at::ones({2}).requires_grad_(true);
+  const at::Tensor scale = weight.exp();
+  const at::Tensor x = at::ones({2}).requires_grad_(true);
+  const auto body = [&](const std::vector<at::Tensor>& in) { return std::vector{in[0] * scale}; };
+  try {
+    checkpoint(body, {x});
+    FAIL() << "nothing was thrown";
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what())
+                  .find("checkpoint: the body uses a result of ExpBackward0 from outside; expected it "
+                        "among the inputs"),
+              std::string::npos)
+        << error.what();
+  }
+  // Named, it gets its gradient; but beside what it was computed from, that would get it twice.
+  checkpoint(body, {x}, {.parameters = {scale}})[0].sum().backward();
+  EXPECT_TRUE(weight.grad().equal(scale)) << weight.grad();
+  const at::Tensor again = weight.exp();
+  const auto both = [&](const std::vector<at::Tensor>& in) {
+    return std::vector{in[0] * again * weight};
+  };
+  for (const bool named : {false, true}) {
+    CheckpointOptions options{.parameters = {again}};
+    if (named) options.parameters.push_back(weight);
+    EXPECT_THROW(checkpoint(both, {x}, options), c10::ValueError);
+  }
 }
 
 TEST(CheckpointTest, ANamedSourceIsPutBackAndItsPresentPlaceKept) {
@@ -190,7 +274,7 @@ TEST(CheckpointTest, WithoutGradientsItIsAPlainCall) {
   int runs = 0;
   const auto body = [&](const std::vector<at::Tensor>& in) {
     ++runs;
-    EXPECT_FALSE(inside_checkpoint());
+    EXPECT_EQ(inside_checkpoint(), at::GradMode::is_enabled());
     return std::vector{in[0] * 2};
   };
   EXPECT_FALSE(checkpoint(body, {at::ones({2})})[0].requires_grad());
@@ -257,6 +341,58 @@ TEST(CheckpointTest, InsideShardedUnitsNoBitChanges) {
   });
 }
 
+TEST(CheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
+  test::ranks(3, [](comm::ProcessGroup& group) {
+    std::vector<std::vector<at::Tensor>> found;
+    const auto train = [&](auto& model, auto& wrapped, const auto& tensors) {
+      torch::manual_seed(static_cast<uint64_t>(group.rank()));
+      for (int step = 0; step < 3; ++step)
+        wrapped.backward(loss_of(wrapped(batch_of(group.rank(), step))));
+      EXPECT_GT(model->runs, 0);
+      found.emplace_back();
+      for (const auto& tensor : tensors()) found.back().push_back(tensor.grad());
+    };
+    for (const bool finds_unused : {false, true}) {
+      for (const bool recompute : {false, true}) {
+        Capturing model(recompute);
+        DistributedDataParallel<Capturing> ddp(model, group,
+                                               {.find_unused_parameters = finds_unused});
+        train(model, ddp, [&] { return model->parameters(); });
+      }
+      expect_same_bits(found[1], found[0]);
+      found.clear();
+    }
+    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
+      for (const bool recompute : {false, true}) {
+        Capturing model(recompute, /*as_units=*/true);
+        ShardedDataParallel<Capturing> sharded(model, group, {.shard = shard},
+                                               model->tower->list());
+        train(model, sharded, [&] {
+          std::vector<at::Tensor> slices;
+          for (const auto& slice : sharded.slices()) slices.push_back(slice.tensor);
+          return slices;
+        });
+      }
+      expect_same_bits(found[1], found[0]);
+      found.clear();
+    }
+  });
+}
+
+TEST(CheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
+  comm::ProcessGroup alone(comm::Place{});
+  Capturing model(true);
+  DistributedDataParallel<Capturing> ddp(
+      model, alone, {.mixed_precision = {.param_dtype = at::kBFloat16}});
+  try {
+    ddp(batch_of(0));
+    FAIL() << "nothing was thrown";
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("CheckpointOptions::parameters"), std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(CheckpointTest, AUnitInsideABodyIsRefused) {
   comm::ProcessGroup alone(comm::Place{});
   struct BackwardsImpl : torch::nn::Module {
@@ -275,5 +411,5 @@ TEST(CheckpointTest, AUnitInsideABodyIsRefused) {
   EXPECT_THROW(sharded(at::ones({2, 6})), c10::ValueError);
 }
 
-}  // namespace
+}  // namespace parallel_checkpoint_test
 }  // namespace cohort::parallel
