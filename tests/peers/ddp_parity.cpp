@@ -1,6 +1,6 @@
 // Trains a small model under DistributedDataParallel on weights and data that ddp_parity.py made,
 // and writes the weights. Usage: ddp_parity convolution|transformer START.safetensors
-// RESULT.safetensors, on two ranks.
+// RESULT.safetensors BUCKET_CAP_MB, on two ranks.
 #include <cmath>
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
@@ -75,14 +75,16 @@ at::Tensor tensor_of(const TensorView& view) {
 }
 
 template <class Holder>
-void train(Holder model, const SafetensorsFile& start, const std::string& result) {
+void train(Holder model, const SafetensorsFile& start, const std::string& result, double cap_mb) {
   comm::ProcessGroup group(comm::discover_place());
   {
     const at::NoGradGuard no_grad;
     for (auto& item : model->named_parameters())
       item.value().copy_(tensor_of(start.at(item.key())));
   }
-  parallel::DistributedDataParallel<Holder> ddp(model, group);
+  // As PyTorch cuts: one bucket first, then in the order in which gradients came.
+  parallel::DistributedDataParallel<Holder> ddp(
+      model, group, {.bucket_cap_mb_list = {cap_mb}, .rebuild_buckets = true});
   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
   const at::Tensor x = tensor_of(start.at("data.x")), y = tensor_of(start.at("data.y"));
   for (int64_t step = 0; step < x.size(0); ++step) {
@@ -109,12 +111,14 @@ void train(Holder model, const SafetensorsFile& start, const std::string& result
 
 int main(int argc, char** argv) {
   return run_program("ddp_parity", [&] {
-    if (argc != 4) throw ConfigError("usage: ddp_parity convolution|transformer START RESULT");
+    if (argc != 5)
+      throw ConfigError("usage: ddp_parity convolution|transformer START RESULT BUCKET_CAP_MB");
     const SafetensorsFile start(argv[2]);
+    const double cap_mb = std::stod(argv[4]);
     if (std::string(argv[1]) == "convolution") {
-      train(Convolution(), start, argv[3]);
+      train(Convolution(), start, argv[3], cap_mb);
     } else {
-      train(Transformer(), start, argv[3]);
+      train(Transformer(), start, argv[3], cap_mb);
     }
     return 0;
   });

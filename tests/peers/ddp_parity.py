@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """20 steps of two small models on 2 ranks: PyTorch's DDP and Cohort's must end with the same bits.
 
+In one bucket, and in several, cut in the order of gradients. On 3 ranks, where the order of summation shows, the bits
+differ.
+
 Usage: ddp_parity.py BUILD_FOLDER. Run by the Python that COHORT_PEER_PYTHON names; prints one JSON line, exits 1 on a
 difference. Both sides run one thread per rank, float32, SGD with momentum, Gloo, and no communication hook.
 """
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 
 STEPS, RANKS, BATCH = 20, 2, 8
+CAPS = (25, 0.01)  # bucket_cap_mb
 TYPES = {torch.float32: "F32", torch.int64: "I64"}
 
 
@@ -95,11 +99,12 @@ def peer(folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
+    cap = float(os.environ["PARITY_CAP"])
     for name, make in MODELS.items():
         model = make()
         start = torch.load(folder / f"{name}.pt")
         model.load_state_dict(start["model"])
-        ddp = nn.parallel.DistributedDataParallel(model)
+        ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for x, y in zip(start["x"], start["y"]):
             sgd.zero_grad()
@@ -107,6 +112,8 @@ def peer(folder):
             sgd.step()
         if rank == 0:
             save(folder / f"{name}.peer", {key: value.detach() for key, value in model.named_parameters()})
+            buckets = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")
+            (folder / f"{name}.buckets").write_text(str(len(buckets)))
     torch.distributed.destroy_process_group()
 
 
@@ -118,21 +125,26 @@ def main(build):
         x, y = make.data()
         torch.save({"model": model.state_dict(), "x": x, "y": y}, folder / f"{name}.pt")
         save(folder / f"{name}.start", {**model.state_dict(), "data.x": x, "data.y": y})
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PARITY_FOLDER=str(folder))
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), __file__],
-                   env=environment, check=True)
-    result = {"torch": torch.__version__, "steps": STEPS, "ranks": RANKS, "models": {}}
-    for name in MODELS:
-        ours = folder / f"{name}.ours"
-        subprocess.run([build / "bin/cohort", "run", "--nproc-per-node", str(RANKS), "--", build / "tests/ddp_parity",
-                        name, folder / f"{name}.start", ours], env=environment, check=True)
-        mine, theirs = load(ours), load(folder / f"{name}.peer")
-        start = load(folder / f"{name}.start")
-        assert mine.keys() == theirs.keys(), "other parameters"
-        assert all(theirs[key] != start[key] for key in theirs), "a parameter has not moved"
-        result["models"][name] = {"parameters": len(mine), "different": [k for k in mine if mine[k] != theirs[k]]}
+    result = {"torch": torch.__version__, "steps": STEPS, "ranks": RANKS, "runs": []}
+    for cap in CAPS:
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PARITY_FOLDER=str(folder), PARITY_CAP=str(cap))
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), __file__],
+                       env=environment, check=True)
+        for name in MODELS:
+            ours = folder / f"{name}.ours"
+            subprocess.run([build / "bin/cohort", "run", "--nproc-per-node", str(RANKS), "--",
+                            build / "tests/ddp_parity", name, folder / f"{name}.start", ours, str(cap)],
+                           env=environment, check=True)
+            mine, theirs = load(ours), load(folder / f"{name}.peer")
+            start = load(folder / f"{name}.start")
+            assert mine.keys() == theirs.keys(), "other parameters"
+            assert all(theirs[key] != start[key] for key in theirs), "a parameter has not moved"
+            buckets = int((folder / f"{name}.buckets").read_text())
+            assert (buckets > 1) == (cap < 1), f"{buckets} buckets of {cap} MiB"
+            result["runs"].append({"model": name, "buckets": buckets, "parameters": len(mine),
+                                   "different": [key for key in mine if mine[key] != theirs[key]]})
     print(json.dumps(result))
-    return 1 if any(model["different"] for model in result["models"].values()) else 0
+    return 1 if any(run["different"] for run in result["runs"]) else 0
 
 
 if __name__ == "__main__":
