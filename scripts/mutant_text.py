@@ -74,8 +74,9 @@ class Sources:
         if len(places) == 1:
             return places[0]
         where = ", ".join(path for path, _, _ in places[:5])
-        raise MutantError(f"{mutant.name}: expected its text once in {', '.join(SOURCE_FOLDERS)}, found it {len(places)} "
-                          f"times{' in ' + where if where else ''}: {' '.join(mutant.find.split())}")
+        found = f"{len(places)} times{' in ' + where if where else ''}"
+        raise MutantError(f"{mutant.name}: expected its text once in {', '.join(SOURCE_FOLDERS)}, found it {found}: "
+                          f"{' '.join(mutant.find.split())}")
 
 
 class Tests:

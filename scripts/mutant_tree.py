@@ -84,6 +84,13 @@ def run_inside(root, arguments, keep_copy, files):
     return subprocess.run([*unshare, *mount, sys.executable, *arguments], pass_fds=files, check=False).returncode
 
 
+def sources_of(file):
+    """The sources that a compiled file is: those of a batch, or itself."""
+    if file.parent.name != "Unity":
+        return [file]
+    return re.findall(r'^#include "(.+)"$', file.read_text(), re.MULTILINE)
+
+
 class Build:
     """Builds and runs tests in the mounted copy."""
 
@@ -96,12 +103,14 @@ class Build:
         commands = json.loads((self.folder / "compile_commands.json").read_text())
         self.objects = {}  # source below the root -> its objects below the build folder
         for command in commands:
-            source = os.path.relpath(command["file"], root)
-            self.objects.setdefault(source, []).append(re.search(r" -o (\S+)", command["command"])[1])
+            for source in sources_of(pathlib.Path(command["file"])):
+                name = os.path.relpath(source, root)
+                self.objects.setdefault(name, []).append(re.search(r" -o (\S+)", command["command"])[1])
 
     def make(self, targets, keep_going=False):
         """Whether Ninja could build them."""
-        command = ["ninja", "-C", str(self.folder), "-j", str(self.jobs), *(["-k", "0"] if keep_going else []), *targets]
+        flags = ["-C", str(self.folder), "-j", str(self.jobs), *(["-k", "0"] if keep_going else [])]
+        command = ["ninja", *flags, *targets]
         self.output = subprocess.run(command, capture_output=True, text=True, check=False)
         return self.output.returncode == 0
 
@@ -114,7 +123,7 @@ class Build:
         return lines[0].strip()[:200] if lines else self.output.stdout[-200:]
 
     def test(self, expression):
-        """Runs what matches, up to the first failure: (number of cases, name of the failed or None, how, its output)."""
+        """Runs what matches, up to the first failure: (how many, its name or None, how it failed, its output)."""
         report = self.folder / "mutants.xml"
         report.unlink(missing_ok=True)
         command = ["ctest", "--test-dir", str(self.folder), "-R", expression, "--stop-on-failure", "--no-tests=error",
