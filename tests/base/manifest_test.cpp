@@ -8,7 +8,7 @@
 #include "tests/support/message_of.h"
 
 namespace cohort {
-namespace {
+namespace manifest_test {
 
 Manifest two_files() {
   Manifest manifest{.update = 7, .facts = {{"a \"fact\"", "\n"}}};
@@ -136,5 +136,5 @@ TEST(ManifestTest, AFolderWithoutOneSaysSo) {
             folder / "manifest.json: no checkpoint here");
 }
 
-}  // namespace
+}  // namespace manifest_test
 }  // namespace cohort
