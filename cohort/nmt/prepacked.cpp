@@ -30,9 +30,10 @@ const c10::TypedOperatorHandle<Signature>& onednn(const char* name) {
 
 // With AVX-512 oneDNN's products of at least so many rows sum every row in one order; those of
 // fewer may have other kernels. Otherwise the order changes with the number of rows: there all
-// products are of kBlockRows rows, which costs time where rows are many.
+// products are of kBlockRows rows, which costs time where rows are many. A multiple of the 6 rows of
+// its AVX2 kernels: in a block of 32 the last two are summed in another order.
 constexpr int64_t kFewestRows = 16;
-constexpr int64_t kBlockRows = 32;
+constexpr int64_t kBlockRows = 24;
 
 bool has_avx512(const Kernels& table) {
   return std::string_view(table.name) == "avx512";
