@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sys/socket.h>
 
+#include "cohort/base/json_field.h"
 #include "cohort/base/program.h"
 #include "cohort/launch/message.h"
 
@@ -61,20 +62,23 @@ void Coordinator::listen_to(Node& node) {
     const json message = json::parse(*line, nullptr, /*allow_exceptions=*/false);
     try {
       const std::string kind = message.at("say");
-      const bool of_this_round = message.value("round", int64_t{-1}) == round_;
+      const bool of_this_round =
+          message.contains("round") && static_cast<int64_t>(JsonField(message, "round")) == round_;
       if (kind == "join") {
         on_join(node,
-                {.version = message.at("version"),
+                {.version = JsonField(message, "version"),
                  .id = message.at("id"),
                  .nnodes = message.value("nnodes", std::string()),  // Version 1 had no settings.
-                 .max_restarts = message.value("max_restarts", 0),
-                 .num_workers = message.at("nproc"),
-                 .store_port = message.at("port")});
+                 .max_restarts = message.contains("max_restarts")
+                                     ? static_cast<int>(JsonField(message, "max_restarts"))
+                                     : 0,
+                 .num_workers = JsonField(message, "nproc"),
+                 .store_port = JsonField(message, "port")});
       } else if (kind == "failed" && of_this_round) {
-        on_failed(node, message.at("code"), message.at("why"));
+        on_failed(node, JsonField(message, "code"), message.at("why"));
       } else if (kind == "done" && of_this_round && node.state == State::kInRound) {
         node.state = State::kDone;
-        node.code = message.at("code");
+        node.code = JsonField(message, "code");
       }
     } catch (const json::exception&) {
       node.line.close();  // Not one of us.
@@ -88,6 +92,8 @@ std::string Coordinator::refusal_of(const Joining& joining) const {
   if (joining.version != kProtocolVersion)
     return "another version of the launcher coordinates this job";
   if (joining.num_workers < 1) return "a node needs a worker";
+  if (joining.num_workers > kMostWorkers)
+    return "a node has " + std::to_string(kMostWorkers) + " workers at most";
   const auto differs = [](const std::string& flag, const std::string& ours,
                           const std::string& theirs) {
     return flag + ": expected " + ours + ", got " + theirs;

@@ -1,5 +1,6 @@
 #include "cohort/launch/member.h"
 
+#include "cohort/base/json_field.h"
 #include "cohort/base/program.h"
 #include "cohort/launch/coordinator.h"
 #include "cohort/launch/message.h"
@@ -11,14 +12,14 @@ using nlohmann::json;
 
 NodePlace place_of(const json& message) {
   NodePlace place;
-  place.node_rank = message.at("node_rank");
-  place.num_nodes = message.at("nodes");
-  place.base_rank = message.at("base_rank");
-  place.world_size = message.at("world_size");
+  place.node_rank = JsonField(message, "node_rank");
+  place.num_nodes = JsonField(message, "nodes");
+  place.base_rank = JsonField(message, "base_rank");
+  place.world_size = JsonField(message, "world_size");
   place.master_addr = message.at("master_addr");
-  place.master_port = message.at("master_port");
-  place.restart_count = message.at("restart");
-  place.round = message.at("round");
+  place.master_port = JsonField(message, "master_port");
+  place.restart_count = JsonField(message, "restart");
+  place.round = JsonField(message, "round");
   return place;
 }
 
@@ -77,14 +78,14 @@ std::optional<Order> Member::next() {
     try {
       const std::string kind = message.at("say");
       if (kind == "round") {
-        round_ = message.at("round");
+        round_ = JsonField(message, "round");
         return Order{Order::Kind::kRound, place_of(message), 0, ""};
       }
       if (kind == "stop") return Order{Order::Kind::kStop, {}, 0, message.at("why")};
       if (kind == "end") {
         over_ = true;
         line_.close();
-        return Order{Order::Kind::kEnd, {}, message.at("code"), message.at("why")};
+        return Order{Order::Kind::kEnd, {}, JsonField(message, "code"), message.at("why")};
       }
     } catch (const json::exception&) {
       over_ = true;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cohort/base/error.h"
+#include "cohort/base/json_field.h"
 #include "cohort/ps/id_hash.h"
 
 namespace cohort::ps {
@@ -120,18 +121,18 @@ TableOptions table_from(const json& object) {
   const json& admission = object.at("admission");
   const json& eviction = object.at("eviction");
   return {.name = object.at("name"),
-          .width = object.at("width"),
-          .seed = object.at("seed"),
+          .width = JsonField(object, "width"),
+          .seed = JsonField(object, "seed"),
           .rule = rule_from(object.at("rule")),
           .initializer = {.kind = value_of(kInitializers, initializer, "kind"),
                           .scale = initializer.at("scale")},
           .admission = {.kind = value_of(kAdmissions, admission, "kind"),
-                        .pushes = admission.at("pushes"),
+                        .pushes = JsonField(admission, "pushes"),
                         .probability = admission.at("probability")},
-          .eviction = {.time_to_live_s = eviction.at("time_to_live_s"),
+          .eviction = {.time_to_live_s = JsonField(eviction, "time_to_live_s"),
                        .minimum_score = eviction.at("minimum_score"),
                        .decay = eviction.at("decay")},
-          .memory_cap_bytes = object.at("memory_cap_bytes"),
+          .memory_cap_bytes = JsonField(object, "memory_cap_bytes"),
           .at_cap = value_of(kAtCaps, object, "at_cap")};
 }
 
@@ -179,18 +180,20 @@ JobOptions JobOptions::parse(const std::string& text) {
     const json object = json::parse(text);
     JobOptions job{.mode = value_of(kModes, object, "mode"),
                    .reduce = value_of(kReduces, object, "reduce"),
-                   .trainers = object.at("trainers"),
-                   .max_trainers = object.value("max_trainers", JobOptions().max_trainers),
-                   .servers = object.at("servers"),
-                   .max_staleness = object.at("max_staleness"),
+                   .trainers = JsonField(object, "trainers"),
+                   .max_trainers = object.contains("max_trainers")
+                                       ? int{JsonField(object, "max_trainers")}
+                                       : JobOptions().max_trainers,
+                   .servers = JsonField(object, "servers"),
+                   .max_staleness = JsonField(object, "max_staleness"),
                    // Jobs of version 0.3 and before have neither.
                    .error_if_nonfinite = object.value("error_if_nonfinite", true),
                    .dense_rule = rule_from(object.at("dense_rule"))};
     for (const json& block : object.at("blocks")) {
       job.blocks.push_back({.parameter = block.at("parameter"),
-                            .begin = block.at("begin"),
-                            .end = block.at("end"),
-                            .server = block.at("server")});
+                            .begin = JsonField(block, "begin"),
+                            .end = JsonField(block, "end"),
+                            .server = JsonField(block, "server")});
     }
     for (const json& table : object.at("tables")) job.tables.push_back(table_from(table));
     validate(job);
@@ -208,6 +211,10 @@ uint64_t JobOptions::fingerprint() const {
 
 void validate(const JobOptions& options) {
   check(options.trainers >= 1, "expected at least 1 trainer");
+  constexpr int kMostTrainers = 1 << 20;
+  check(options.max_trainers <= kMostTrainers,
+        "max_trainers: expected at most " + std::to_string(kMostTrainers) + ", got " +
+            std::to_string(options.max_trainers));
   check(options.max_trainers >= options.trainers,
         "max_trainers: expected at least as many as trainers, " + std::to_string(options.trainers) +
             ", got " + std::to_string(options.max_trainers));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
@@ -60,6 +61,14 @@ Corpus::Corpus(std::shared_ptr<const SafetensorsFile> file)
   if (!is("lengths", {DType::kI32}) || !is("offsets", {DType::kI64}) ||
       !is("ids", {DType::kI16, DType::kI32}) || lengths_.size() != offsets_.size()) {
     throw ConfigError("expected lengths, offsets and ids of sentence pairs");
+  }
+  const auto num_ids = static_cast<int64_t>(ids_.size() / id_size_);
+  for (size_t i = 0; i < lengths_.size(); ++i) {
+    const auto [source, target] = lengths_[i];
+    const int64_t count = int64_t{source} + target - 2;  // Without end marks.
+    if (source < 1 || target < 1 || offsets_[i] < 0 || offsets_[i] > num_ids - count)
+      throw ConfigError("pair " + std::to_string(i) + " lies outside of the " +
+                        std::to_string(num_ids) + " ids");
   }
   owner_ = std::move(file);
 }
