@@ -13,9 +13,9 @@
 #include "tests/ps/table_support.h"
 #include "tests/support/message_of.h"
 
-namespace table_file_test {
+namespace {
 int64_t num_allocations = 0;
-}  // namespace table_file_test
+}  // namespace
 
 void* operator new(size_t size) {
   ++num_allocations;
