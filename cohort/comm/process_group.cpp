@@ -400,10 +400,10 @@ Work::~Work() = default;
 
 void Work::wait(CallSite site) {
   if (!state_ || !state_->work) return;
-  const auto work = std::move(state_->work);
   const auto group = state_->group.lock();
   TORCH_CHECK_VALUE(group, state_->operation, ": expected to be waited for before its group \"",
                     state_->group_name, "\" goes");
+  const auto work = std::move(state_->work);
   group->run_unmatched({.operation = state_->operation, .site = site}, [&] {
     work->wait();
     if (state_->finish) state_->finish();

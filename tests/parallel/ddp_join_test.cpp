@@ -89,12 +89,16 @@ TEST(DdpJoinTest, WithManyBucketsAndViews) {
 }
 
 // float64 in the hook of reduce_dtype: its divisor alone is of interest.
-TEST(DdpJoinTest, WithAReduceTypeByWhatDivides) {
-  for (const bool initial : {true, false}) {
-    expect_join_equals_one_process({.batches = {1, 3},
-                                    .ddp = {.mixed_precision = {.reduce_dtype = at::kDouble}},
-                                    .join = {.divide_by_initial_world_size = initial}});
-  }
+TEST(DdpJoinTest, WithAReduceTypeTheInitialNumberOfRanksDivides) {
+  expect_join_equals_one_process({.batches = {1, 3},
+                                  .ddp = {.mixed_precision = {.reduce_dtype = at::kDouble}},
+                                  .join = {.divide_by_initial_world_size = true}});
+}
+
+TEST(DdpJoinTest, WithAReduceTypeTheNumberOfActiveRanksDivides) {
+  expect_join_equals_one_process({.batches = {1, 3},
+                                  .ddp = {.mixed_precision = {.reduce_dtype = at::kDouble}},
+                                  .join = {.divide_by_initial_world_size = false}});
 }
 
 TEST(DdpJoinTest, WithRebuiltBuckets) {

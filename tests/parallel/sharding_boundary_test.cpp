@@ -261,6 +261,49 @@ TEST(ShardingBoundaryTest, WhoWritesIntoSlicesWhileGradientsWaitIsTold) {
   }
 }
 
+// A rank without a batch has no backward: whether gradients wait differs between ranks. (Under ZeRO 3 a backward gathers.)
+TEST(ShardingBoundaryTest, RanksMaySkipABackwardWhileTheyAccumulate) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients}) {
+      Tower plain;
+      Tower model;
+      Sharded sharded(model, group, {.shard = shard}, model->units());
+      {
+        const auto guard = sharded.no_sync();
+        const at::Tensor loss = loss_of(sharded(batch_of(0, group.rank())));
+        if (group.rank() == 0) sharded.backward(loss);
+      }
+      sharded.backward(loss_of(sharded(batch_of(1, group.rank()))));
+      const at::Tensor sum = loss_of(plain->forward(batch_of(0, 0))) +
+                             loss_of(plain->forward(batch_of(1, 0))) +
+                             loss_of(plain->forward(batch_of(1, 1)));
+      (sum / 2).backward();
+      expect_gradients(sharded.slices(), *plain);
+    }
+  });
+}
+
+// Gradients of a batch wait, and those of an earlier one are reduced: a step may come.
+TEST(ShardingBoundaryTest, AStepBesideGradientsThatWaitIsSeenByAllRanks) {
+  test::ranks(3, [](ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      Tower model;
+      Sharded sharded(model, group, {.shard = shard}, model->units());
+      sharded.backward(loss_of(sharded(batch_of(0, group.rank()))));
+      {
+        const auto guard = sharded.no_sync();
+        sharded.backward(loss_of(sharded(batch_of(1, group.rank()))));
+      }
+      for (const ParameterSlice& slice : sharded.slices())
+        if (slice.tensor.grad().defined()) slice.tensor.data().sub_(0.1 * slice.tensor.grad());
+      const at::Tensor mine = sharded(batch_of(0, 0)).detach();
+      at::Tensor theirs = mine.clone();
+      group.broadcast(theirs, 0);
+      EXPECT_TRUE(mine.equal(theirs)) << "rank " << group.rank() << " computes with other weights than rank 0";
+    }
+  });
+}
+
 // Frozen parameters are not gathered again and again, but when a checkpoint is loaded, say.
 TEST(ShardingBoundaryTest, AForwardSeesWhatWasWrittenIntoFrozenSlices) {
   test::ranks(3, [](ProcessGroup& group) {
@@ -417,7 +460,8 @@ TEST(ShardingBoundaryTest, APenaltyOnTheInputsGradientWorksWhereParametersAreWho
         expect_unreadable(model);
         for (const ParameterSlice& slice : sharded.slices()) {
           const at::Tensor whole = plain->named_parameters()[slice.name].grad();
-          if (!slice.tensor.grad().defined() || !whole.defined()) continue;
+          if (!whole.defined()) continue;
+          ASSERT_TRUE(slice.tensor.grad().defined()) << slice.name;
           expect_near(slice.tensor.grad(),
                       whole.flatten().narrow(0, slice.begin, slice.end - slice.begin), slice.name);
         }

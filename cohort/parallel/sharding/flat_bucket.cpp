@@ -1,5 +1,6 @@
 #include "cohort/parallel/sharding/flat_bucket.h"
 
+#include <ATen/ScalarOps.h>
 #include <algorithm>
 #include <c10/core/Allocator.h>
 #include <c10/util/accumulate.h>
@@ -285,7 +286,7 @@ at::Tensor FlatBucket::take_gradients(double factor) {
     if (!gradient.defined()) {
       place.zero_();
     } else if (factor != 1 && gradient.scalar_type() == type) {
-      at::mul_out(place, gradient, at::scalar_tensor(factor, gradient.options()));
+      at::mul_out(place, gradient, at::native::wrapped_scalar_tensor(factor));  // not rounded to its type
     } else if (factor != 1 && gradient.element_size() > place.element_size()) {
       place.copy_(gradient * factor);  // in the wider type, whose range is the larger one
     } else {

@@ -104,12 +104,11 @@ void ShardingEngine::Impl::gather(size_t unit, int direction) {
 
 // Since the last forward an optimizer may have written into slices, or who loads a checkpoint. No
 // rank can tell for sure: libtorch's optimizers write through data(), which no version counter
-// sees. So every forward gathers what is trained, but for those of one step: while gradients wait,
-// no optimizer comes.
+// sees. So every forward gathers what is trained, but for those of one step: while gradients wait on
+// every rank, and no slice has one for an optimizer, none comes.
 void ShardingEngine::Impl::refresh() {
   clean_up();
-  const bool accumulates = gradients_wait();
-  const bool changed = frozen_changed();
+  const auto [accumulates, changed] = agree();
   for (const auto& bucket : buckets) {
     FlatBucket& flat = bucket->flat;
     const bool stays = !sharded() && (flat.frozen() ? !changed : accumulates);
@@ -124,18 +123,19 @@ void ShardingEngine::Impl::refresh() {
     for (Bucket* bucket : units[order[i]].buckets) bucket->flat.begin_gather();
 }
 
-// Where frozen parameters are whole on every rank, they are gathered when they change: when a
-// checkpoint is loaded, say. A rank may hold nothing of what does.
-bool ShardingEngine::Impl::frozen_changed() {
-  if (sharded()) return true;
-  bool any = false;
-  bool changed = false;
-  for (const auto& bucket : buckets) {
-    if (!bucket->flat.frozen()) continue;
-    any = true;
-    changed = changed || bucket->flat.changed();
-  }
-  return any && group.all_reduce_sum(changed ? 1 : 0) > 0;
+// Ranks may differ in both: one had no batch, or holds nothing of what a checkpoint changed.
+ShardingEngine::Impl::Agreement ShardingEngine::Impl::agree() {
+  if (sharded()) return {.accumulates = false, .frozen_changed = true};
+  constexpr int64_t kFrozenVote = int64_t{1} << 32;
+  const bool accumulates =
+      gradients_wait() && std::ranges::none_of(slices, [](const ParameterSlice& slice) {
+        return slice.tensor.grad().defined();
+      });
+  const bool changed = std::ranges::any_of(buckets, [](const auto& bucket) {
+    return bucket->flat.frozen() && bucket->flat.changed();
+  });
+  const int64_t votes = group.all_reduce_sum((accumulates ? 1 : 0) + (changed ? kFrozenVote : 0));
+  return {.accumulates = votes % kFrozenVote == group.size(), .frozen_changed = votes >= kFrozenVote};
 }
 
 bool ShardingEngine::Impl::gradients_wait() const {

@@ -57,7 +57,11 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   void hide();
   void refresh();
   int num_replicas() const;
-  bool frozen_changed();
+  struct Agreement {
+    bool accumulates;     // Gradients wait for more, so no trained parameter has changed.
+    bool frozen_changed;  // On any rank.
+  };
+  Agreement agree();
   bool gradients_wait() const;
   bool sharded() const { return options.shard == Shard::kParameters; }
   std::vector<ParameterSlice> unshared_state() const;
