@@ -1,6 +1,7 @@
 // What a trainer does with answers that do not fit what it asked for. Without gRPC.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <gtest/gtest.h>
@@ -206,6 +207,51 @@ TEST(ReplyTest, AfterAPushThatOneServerRefusedNoServerGetsAnother) {
   client.pull(std::span(&asked, 1), {}, /*is_prediction=*/true).wait();
   for (size_t i = 0; i < ids.size(); ++i)
     EXPECT_EQ(rows[2 * i], server_of(ids[i], 2) == 0 ? 1 : 0) << "row " << ids[i];
+}
+
+// The usual loop pushes and pulls, and never flushes: the refusal comes out of the pull.
+TEST(ReplyTest, AfterARefusalThatAPullTellsNoServerGetsAnotherPush) {
+  Cluster cluster(2);
+  std::atomic<bool> refuses{true};
+  Client client({.servers = {"first", "second"}, .trainer = 0, .link = quick_link()},
+                ledger_job(1, 2, Mode::kAsync), [&](int server) -> std::unique_ptr<Channel> {
+                  if (server == 0) return cluster.channel(server);
+                  return std::make_unique<RefusingChannel>(cluster.channel(server), refuses);
+                });
+  std::vector<uint64_t> ids(8);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  const std::vector<float> gradients(16, -1);
+  const PushRows pushed{0, ids, gradients};
+  std::vector<float> rows(16);
+  const PullRows asked{0, ids, rows};
+  client.push(std::span(&pushed, 1), {});
+  EXPECT_THROW(client.pull(std::span(&asked, 1), {}).wait(), c10::Error);
+  refuses = false;
+  EXPECT_THROW(client.push(std::span(&pushed, 1), {}), c10::Error);
+  client.pull(std::span(&asked, 1), {}, /*is_prediction=*/true).wait();
+  for (size_t i = 0; i < ids.size(); ++i)
+    EXPECT_EQ(rows[2 * i], server_of(ids[i], 2) == 0 ? 1 : 0) << "row " << ids[i];
+}
+
+TEST(ReplyTest, InitialValuesThatOneServerWouldRefuseReachNone) {
+  Cluster cluster(2);
+  JobOptions job = ledger_job(1, 2, Mode::kAsync);
+  job.blocks = {{.parameter = "net.bias", .begin = 0, .end = 4, .server = 0},
+                {.parameter = "net.bias", .begin = 4, .end = 8, .server = 1}};
+  Client client({.servers = {"first", "second"}, .trainer = 0, .link = quick_link()}, job,
+                [&](int server) { return cluster.channel(server); });
+  std::vector<float> values{1, 2, 3, 4, 5, 6, std::nanf(""), 8};
+  const auto initialise = [&] {
+    const std::span<const float> parameter = values;
+    client.initialise(std::span(&parameter, 1));
+  };
+  EXPECT_EQ(message_of<c10::ValueError>(initialise),
+            "initialise: net.bias: expected finite values, got nan at element 6 (error_if_nonfinite)");
+  values = {8, 7, 6, 5, 4, 3, 2, 1};
+  initialise();
+  std::vector<float> found(8);
+  client.pull({}, {std::span(found)}).wait();
+  EXPECT_EQ(found, values);
 }
 
 }  // namespace reply_test

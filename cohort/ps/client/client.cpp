@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <c10/util/Exception.h>
+#include <cmath>
 #include <map>
 
 #include "cohort/base/error.h"
@@ -254,6 +255,13 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
   TORCH_CHECK_VALUE(!parameters.empty() || parameters_.empty(), "initialise: expected ",
                     parameters_.size(), " parameters, got none");
   check_parameters("initialise", std::vector(parameters.begin(), parameters.end()));
+  // Here, before any server has its part: one that refused would leave the others initialised.
+  for (size_t i = 0; job_.error_if_nonfinite && i < parameters.size(); ++i) {
+    const auto values = parameters[i];
+    const auto bad = std::ranges::find_if_not(values, [](float value) { return std::isfinite(value); });
+    TORCH_CHECK_VALUE(bad == values.end(), "initialise: ", parameters_[i].name, ": expected finite values, got ",
+                      *bad, " at element ", bad - values.begin(), " (error_if_nonfinite)");
+  }
   std::vector<Ticket> tickets;
   for (int server = 0; server < job_.servers; ++server) {
     const auto shapes = block_shapes(server, true);
@@ -347,6 +355,8 @@ void Client::push(std::span<const PushRows> rows, std::vector<std::span<const fl
 void Client::send_push(std::span<const PushRows> rows,
                        const std::vector<std::span<const float>>& parameters,
                        const std::vector<Spread>& spreads) {
+  // A refused push may have been told by a pull: no server gets the next one then.
+  for (auto& link : links_) link->check_pushes();
   begin_pushes();
   if (job_.mode == Mode::kSync) ++step_;
   for (int server = 0; server < job_.servers; ++server) {

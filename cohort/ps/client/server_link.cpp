@@ -165,6 +165,11 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     if (failure_.code != Code::kOk) fail(failure_);
   }
 
+  void check_pushes() {
+    const std::lock_guard lock(mutex_);
+    if (failure_.code != Code::kOk) fail(failure_);
+  }
+
   void give_up_pushes() {
     {
       const std::lock_guard lock(mutex_);
@@ -277,7 +282,8 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       case Code::kBusy:
         last_word_ = reply.text;
         // It waits for a push that failed.
-        if (failure_.code != Code::kOk && operation->request.call == Call::kPull &&
+        if (failure_.code != Code::kOk &&
+            (operation->request.call == Call::kPull || operation->request.call == Call::kPush) &&
             operation->header.sequence > acknowledged_) {
           Reply failed{.code = failure_.code, .text = failure_.text};
           lock.unlock();
@@ -518,6 +524,10 @@ Ticket ServerLink::pull(MessageWriter message, uint64_t sequence, uint64_t step,
 
 void ServerLink::flush() {
   worker_->flush();
+}
+
+void ServerLink::check_pushes() {
+  worker_->check_pushes();
 }
 
 void ServerLink::give_up_pushes() {

@@ -84,6 +84,8 @@ class ServerLink {
 
   /// Waits until every push is acknowledged. Errors: as Ticket::wait.
   void flush();
+  /// Throws what a push has failed with, if one has. Errors: as Ticket::wait.
+  void check_pushes();
   /// Ends calls of `push` and `flush` that block in other threads, and all later ones, with
   /// c10::DistError.
   void give_up_pushes();

@@ -74,6 +74,8 @@ std::string what_differs(const JobOptions& own, const std::string& theirs) {
              there = json::parse(JobOptions::parse(theirs).to_json());
   std::string difference = first_difference(here.at("servers"), there.at("servers"), "/servers");
   if (difference.empty()) difference = first_difference(here, there);
+  // What a program of another version does not name has its default in both texts.
+  if (difference.empty()) difference = "expected a program of this server's version";
   return text + ": " + difference;
 }
 
