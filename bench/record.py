@@ -20,10 +20,10 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What the step of bench/nmt_step.cpp is made of.
 STEP = ("cohort/base", "cohort/comm", "cohort/data", "cohort/nmt", "cohort/optim", "cohort/parallel", "cohort/train",
-        "cohort/translate", "bench/median.h", "bench/nmt_step.cpp", "bench/sent_bytes.h")
+        "cohort/translate", "bench/median.h", "bench/nmt_step.cpp", "bench/sent_bytes.h", "CMakeLists.txt", "cmake")
 # What `cohort nmt train` is made of.
 TRANSLATOR = ("cohort/base", "cohort/comm", "cohort/data", "cohort/launch", "cohort/nmt", "cohort/optim", "cohort/parallel",
-              "cohort/text", "cohort/train", "cohort/translate", "apps/nmt")
+              "cohort/ps", "cohort/text", "cohort/train", "cohort/translate", "apps/nmt", "CMakeLists.txt", "cmake")
 # Extensions of the instruction set that decide which kernels run.
 FLAGS = ("sse4_2", "avx", "avx2", "fma", "f16c", "sha_ni", "vaes", "avx512f", "avx512bw", "avx512vl", "avx512_vnni",
          "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8")
@@ -119,7 +119,7 @@ def why_stale(record, root=ROOT):
     missing = [key for key in ("commit", "measures", "processor", "load_before", "command", "settings") if key not in about]
     if missing:
         return "it does not say: " + ", ".join(missing)
-    if not about["commit"] or git("cat-file", "-e", about["commit"] + "^{commit}", root=root) is None:
+    if not about["commit"] or git("merge-base", "--is-ancestor", about["commit"], "HEAD", root=root) is None:
         return f"its commit {about['commit']} is not in this history"
     if about["uncommitted"]:
         return f"{about['uncommitted'][0]} was not committed"
