@@ -118,14 +118,18 @@ void refuse_launchers() {
                             "--world-size, which then count nodes");
 }
 
+// Without it --rank and --world-size, which count nodes here, would be taken for those of processes.
+void check_ranks_of_node(const cohort::comm::PlaceOptions& node) {
+  if (!node.nproc_per_node) {
+    throw cohort::ConfigError("--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");
+  }
+}
+
 // --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
 // nodes. It starts the node's ranks, which find their places in their environment.
 int spawn_ranks(cohort::comm::PlaceOptions node) {
   if (!node.rank || !node.world_size || is_one_of_several()) refuse_launchers();
-  if (!node.nproc_per_node) {
-    throw cohort::ConfigError(
-        "--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");
-  }
+  check_ranks_of_node(node);
   cohort::launch::RunOptions ranks{.nproc_per_node = *node.nproc_per_node};
   node.nproc_per_node.reset();
   if (node.rank || node.world_size) {
@@ -157,6 +161,8 @@ int run(int argc, char** argv) {
     group_flags.place = {};
   } else if (spawns && !is_local_rank()) {
     return spawn_ranks(group_flags.place);
+  } else if (spawns) {
+    check_ranks_of_node(group_flags.place);
   }
   check_together(options);
   const auto group = group_flags.connect();

@@ -25,7 +25,7 @@ class ImagenetCommandTest : public testing::Test {
 
   std::string flags(const std::string& output, const std::string& more) const {
     return folder_ / "data" + " --output " + folder_ / output +
-           " --image-size 32 --batch-size 12 --workers 2 --lr 0.02 --seed 5 " + more;
+           " --image-size 32 --batch-size 12 --workers 2 --lr 0.005 --seed 5 " + more;
   }
   Ended on_ranks(int count, const std::string& output, const std::string& more) const {
     const std::string program = bin("imagenet") + " " + flags(output, more);
@@ -186,6 +186,9 @@ TEST_F(ImagenetCommandTest, AProcessWithALocalRankIsThatRankAndSpawnsNone) {
   expect_refused(2, shell("LOCAL_RANK=0 " + bin("imagenet") + " " +
                           flags("run", "--multiprocessing-distributed --nproc-per-node 2")),
                  "--nproc-per-node is set but --rank is not");
+  expect_refused(2, shell("LOCAL_RANK=0 " + bin("imagenet") + " " +
+                          flags("run", "--multiprocessing-distributed --rank 0 --world-size 2")),
+                 "--multiprocessing-distributed: expected --nproc-per-node");
 }
 
 // A launcher that put several processes on this node: none of them stands for the node.
