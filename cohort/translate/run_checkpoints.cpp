@@ -125,6 +125,16 @@ void RunCheckpoints::check_same_run(const train::Facts& found) const {
   train::Facts expected = facts_of(options_.model);
   expected.insert(data_facts().begin(), data_facts().end());
   expected["valid_metric"] = to_string(options_.valid_metrics.front());
+  // BLEU of two tokenizers is no one scale.
+  if (options_.valid_metrics.front() == ValidMetric::kBleu) {
+    const std::string tokenizer = to_string(options_.evaluation.bleu.tokenizer);
+    if (found.contains("valid_tokenize")) {
+      expected["valid_tokenize"] = tokenizer;
+    } else {
+      log_.warn("the run does not say the --tokenize of its best BLEU: versions up to 0.3 had zh by default",
+                {{"tokenize", tokenizer}});
+    }
+  }
   for (const auto& [name, value] : expected) {
     const auto there = found.find(name);
     if (there == found.end() || there->second != value) {
@@ -201,6 +211,7 @@ void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& 
   facts.insert(data_facts().begin(), data_facts().end());
   facts["run_id"] = run_id();
   facts["valid_metric"] = to_string(options_.valid_metrics.front());
+  facts["valid_tokenize"] = to_string(options_.evaluation.bleu.tokenizer);
   write_facts(state, facts);
   begin(last_, parts, state.updates, facts);
 }
