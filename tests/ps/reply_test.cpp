@@ -181,19 +181,36 @@ class RefusingChannel : public Channel {
   const std::atomic<bool>& refuses_;
 };
 
-// A program that catches the error and pushes the batch again would update the other server twice.
-TEST(ReplyTest, AfterAPushThatOneServerRefusedNoServerGetsAnother) {
-  Cluster cluster(2);
+// Two servers, of which the second refuses pushes at first, and a batch with rows of both.
+class RefusedPushTest : public testing::Test {
+ protected:
+  RefusedPushTest() {
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  }
+
+  void expect_one_push_on_the_first_server_alone() {
+    client.pull(std::span(&asked, 1), {}, /*is_prediction=*/true).wait();
+    for (size_t i = 0; i < ids.size(); ++i)
+      EXPECT_EQ(rows[2 * i], server_of(ids[i], 2) == 0 ? 1 : 0) << "row " << ids[i];
+  }
+
+  Cluster cluster{2};
   std::atomic<bool> refuses{true};
-  Client client({.servers = {"first", "second"}, .trainer = 0, .link = quick_link()},
-                ledger_job(1, 2, Mode::kAsync), [&](int server) -> std::unique_ptr<Channel> {
+  Client client{{.servers = {"first", "second"}, .trainer = 0, .link = quick_link()},
+                ledger_job(1, 2, Mode::kAsync),
+                [&](int server) -> std::unique_ptr<Channel> {
                   if (server == 0) return cluster.channel(server);
                   return std::make_unique<RefusingChannel>(cluster.channel(server), refuses);
-                });
-  std::vector<uint64_t> ids(8);
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
-  const std::vector<float> gradients(16, -1);
+                }};
+  std::vector<uint64_t> ids = std::vector<uint64_t>(8);
+  const std::vector<float> gradients = std::vector<float>(16, -1);
   const PushRows pushed{0, ids, gradients};
+  std::vector<float> rows = std::vector<float>(16);
+  const PullRows asked{0, ids, rows};
+};
+
+// A program that catches the error and pushes the batch again would update the other server twice.
+TEST_F(RefusedPushTest, AfterAPushThatOneServerRefusedNoServerGetsAnother) {
   const auto push = [&] {
     client.push(std::span(&pushed, 1), {});
     client.flush();
@@ -202,35 +219,16 @@ TEST(ReplyTest, AfterAPushThatOneServerRefusedNoServerGetsAnother) {
   refuses = false;
   EXPECT_THROW(push(), c10::DistError);
   EXPECT_THROW(client.flush(), c10::DistError);
-  std::vector<float> rows(16);
-  const PullRows asked{0, ids, rows};
-  client.pull(std::span(&asked, 1), {}, /*is_prediction=*/true).wait();
-  for (size_t i = 0; i < ids.size(); ++i)
-    EXPECT_EQ(rows[2 * i], server_of(ids[i], 2) == 0 ? 1 : 0) << "row " << ids[i];
+  expect_one_push_on_the_first_server_alone();
 }
 
 // The usual loop pushes and pulls, and never flushes: the refusal comes out of the pull.
-TEST(ReplyTest, AfterARefusalThatAPullTellsNoServerGetsAnotherPush) {
-  Cluster cluster(2);
-  std::atomic<bool> refuses{true};
-  Client client({.servers = {"first", "second"}, .trainer = 0, .link = quick_link()},
-                ledger_job(1, 2, Mode::kAsync), [&](int server) -> std::unique_ptr<Channel> {
-                  if (server == 0) return cluster.channel(server);
-                  return std::make_unique<RefusingChannel>(cluster.channel(server), refuses);
-                });
-  std::vector<uint64_t> ids(8);
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i;
-  const std::vector<float> gradients(16, -1);
-  const PushRows pushed{0, ids, gradients};
-  std::vector<float> rows(16);
-  const PullRows asked{0, ids, rows};
+TEST_F(RefusedPushTest, AfterARefusalThatAPullTellsNoServerGetsAnotherPush) {
   client.push(std::span(&pushed, 1), {});
   EXPECT_THROW(client.pull(std::span(&asked, 1), {}).wait(), c10::Error);
   refuses = false;
   EXPECT_THROW(client.push(std::span(&pushed, 1), {}), c10::Error);
-  client.pull(std::span(&asked, 1), {}, /*is_prediction=*/true).wait();
-  for (size_t i = 0; i < ids.size(); ++i)
-    EXPECT_EQ(rows[2 * i], server_of(ids[i], 2) == 0 ? 1 : 0) << "row " << ids[i];
+  expect_one_push_on_the_first_server_alone();
 }
 
 TEST(ReplyTest, InitialValuesThatOneServerWouldRefuseReachNone) {
