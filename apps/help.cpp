@@ -41,7 +41,7 @@ void two_columns(const std::string& left, const std::string& right, std::string&
 }
 
 // "FILE", "FILE [FILE]", "FILE ..." for the values of one use.
-std::string values_of(const FlagInfo& flag) {
+std::string placeholder_of(const FlagInfo& flag) {
   if (flag.max_values == 0) return "";
   if (flag.max_values >= kManyValues) return flag.value + " ...";
   std::string text;
@@ -65,7 +65,7 @@ std::string positional_name(const FlagInfo& flag) {
 }
 
 std::string with_value(const std::string& name, const FlagInfo& flag) {
-  return flag.max_values == 0 ? name : name + " " + values_of(flag);
+  return flag.max_values == 0 ? name : name + " " + placeholder_of(flag);
 }
 
 std::string usage_of(const CLI::App& app, const std::vector<FlagInfo>& flags) {

@@ -13,7 +13,7 @@ namespace cohort {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 constexpr int kVersion = 2;
 constexpr const char* kSumKey = ",\n  \"sha256\": \"";  // after the text that it is of
@@ -28,10 +28,11 @@ std::string sha256_of(std::string_view text) {
 // A text as JSON writes it.
 std::string quoted(const std::string& text) {
   try {
-    return Json(text).dump();
-  } catch (const Json::exception&) {
-    throw ConfigError("manifest.json: expected names and facts in UTF-8, got " +
-                      Json(text).dump(-1, ' ', false, Json::error_handler_t::replace));
+    return OrderedJson(text).dump();
+  } catch (const OrderedJson::exception&) {
+    throw ConfigError(
+        "manifest.json: expected names and facts in UTF-8, got " +
+        OrderedJson(text).dump(-1, ' ', false, OrderedJson::error_handler_t::replace));
   }
 }
 
@@ -44,7 +45,7 @@ class Reader {
     if (!holds) throw ConfigError(where_ + ": " + expected);
   }
 
-  StoredFile file(const std::string& key, const Json& json) const {
+  StoredFile file(const std::string& key, const OrderedJson& json) const {
     const bool good = json.is_object() && json.contains("name") && json["name"].is_string() &&
                       json.contains("sha256") && json["sha256"].is_string();
     require(good, "expected a manifest with files and facts: file " + key);
@@ -58,7 +59,8 @@ class Reader {
     return file;
   }
 
-  StoredTensor tensor(const std::string& name, const Json& json, const Manifest& manifest) const {
+  StoredTensor tensor(const std::string& name, const OrderedJson& json,
+                      const Manifest& manifest) const {
     const std::string prefix = "tensor " + name + ": expected ";
     require(json.is_object() && json.contains("dtype") && json["dtype"].is_string() &&
                 json.contains("shape") && json.contains("ranges") && json["ranges"].is_object(),
@@ -84,7 +86,7 @@ class Reader {
   }
 
   // A key that was changed must not pass for one that is not there.
-  void check_keys(const Json& json, int version) const {
+  void check_keys(const OrderedJson& json, int version) const {
     for (const auto& [key, value] : json.items()) {
       const bool known = key == "version" || key == "update" || key == "files" || key == "facts" ||
                          (version > 1 && (key == "tensors" || key == "sha256"));
@@ -93,7 +95,7 @@ class Reader {
     }
   }
 
-  void check_sum(const Json& json, const std::string& text) const {
+  void check_sum(const OrderedJson& json, const std::string& text) const {
     if (!json.contains("sha256")) return;
     const std::string_view all(text);
     const size_t end = all.rfind(kSumKey);
@@ -103,9 +105,9 @@ class Reader {
   }
 
  private:
-  std::vector<int64_t> numbers(const std::string& expected, const Json& json) const {
+  std::vector<int64_t> numbers(const std::string& expected, const OrderedJson& json) const {
     require(json.is_array(), expected);
-    for (const Json& number : json)
+    for (const OrderedJson& number : json)
       require(number.is_number_unsigned() && number.get<uint64_t>() <= INT64_MAX, expected);
     return json.get<std::vector<int64_t>>();
   }
@@ -113,10 +115,10 @@ class Reader {
   const std::string& where_;
 };
 
-Json to_json(const StoredTensor& tensor) {
-  Json ranges = Json::object();
+OrderedJson to_json(const StoredTensor& tensor) {
+  OrderedJson ranges = OrderedJson::object();
   for (const auto& [key, stored] : tensor.ranges) {
-    Json& bounds = ranges[key] = Json::array();
+    OrderedJson& bounds = ranges[key] = OrderedJson::array();
     for (const ElementRange& range : stored) {
       bounds.push_back(range.begin);
       bounds.push_back(range.end);
@@ -125,8 +127,8 @@ Json to_json(const StoredTensor& tensor) {
   return {{"dtype", to_string(tensor.dtype)}, {"shape", tensor.shape}, {"ranges", ranges}};
 }
 
-Json to_json(const StoredFile& file) {
-  Json json = {{"name", file.name}, {"sha256", file.sha256}};
+OrderedJson to_json(const StoredFile& file) {
+  OrderedJson json = {{"name", file.name}, {"sha256", file.sha256}};
   if (file.bytes) json["bytes"] = *file.bytes;
   return json;
 }
@@ -160,7 +162,7 @@ Manifest Manifest::read(const std::string& folder) {
 }
 
 Manifest Manifest::parse(const std::string& text, const std::string& where) {
-  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const OrderedJson json = OrderedJson::parse(text, nullptr, /*allow_exceptions=*/false);
   const Reader reader(where);
   const auto has_object = [&](const char* key) {
     return json.is_object() && json.contains(key) && json[key].is_object();

@@ -12,8 +12,6 @@
 namespace cohort::ps {
 namespace {
 
-using Mode = PlanOptions::Mode;
-
 constexpr int64_t kMostElements = int64_t{1} << 60;
 
 [[noreturn]] void refuse(const std::string& what, const std::string& expected,
@@ -176,9 +174,9 @@ SplitMethod split_method_named(const std::string& name) {
   refuse("split_method", "RoundRobin or HashName", name);
 }
 
-Mode plan_mode_named(const std::string& name) {
-  if (name == "pserver") return Mode::kPserver;
-  if (name == "collective") return Mode::kCollective;
+PlanOptions::Mode plan_mode_named(const std::string& name) {
+  if (name == "pserver") return PlanOptions::Mode::kPserver;
+  if (name == "collective") return PlanOptions::Mode::kCollective;
   refuse("mode", "pserver or collective", name);
 }
 
@@ -212,7 +210,7 @@ Plan plan(std::vector<ParameterShape> parameters, const PlanOptions& options) {
   Plan plan;
   plan.options = options;
   plan.parameters = std::move(parameters);
-  if (options.mode == Mode::kCollective) {
+  if (options.mode == PlanOptions::Mode::kCollective) {
     plan.group = group_of(options);
     return plan;
   }

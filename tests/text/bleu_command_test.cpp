@@ -224,9 +224,8 @@ TEST_F(BleuCommandTest, BadInputIsNamed) {
          "is not here"},
         {"-l zh", "--language-pair zh: expected source-target, en-zh say"},
         {"-cin 5", "--confidence-n requires --confidence"}}) {
-    EXPECT_EQ(test::message_of<ConfigError>(
-                  [&] { run("bleu " + reference_ + " -i " + hypotheses_ + " " + arguments); }),
-              expected);
+    const std::string command = "bleu " + reference_ + " -i " + hypotheses_ + " " + arguments;
+    EXPECT_EQ(test::message_of<ConfigError>([&] { run(command); }), expected);
   }
   const std::string no_gzip = folder_.write("text.gz", "text").string();
   for (const std::string& damaged :

@@ -24,7 +24,7 @@ namespace cohort::ps {
 
 namespace {
 
-std::shared_ptr<grpc::ChannelCredentials> credentials_of(const SecurityOptions& security) {
+std::shared_ptr<grpc::ChannelCredentials> channel_credentials(const SecurityOptions& security) {
   if (!security.tls()) return grpc::InsecureChannelCredentials();
   PemFiles files = read_pem_files(security);
   return grpc::SslCredentials({.pem_root_certs = std::move(files.authority),
@@ -95,7 +95,7 @@ class RpcChannel final : public Channel {
  public:
   explicit RpcChannel(const RpcChannelOptions& options) {
     quiet_grpc();
-    const auto credentials = credentials_of(options.security);
+    const auto credentials = channel_credentials(options.security);
     const auto arguments = arguments_of(options.security);
     for (int i = 0; i < std::max(1, options.connections); ++i) {
       channels_.push_back(grpc::CreateCustomChannel(options.endpoint, credentials, arguments));

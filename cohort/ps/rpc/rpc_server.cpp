@@ -33,7 +33,7 @@ bool is_local(const std::string& endpoint) {
          is_loopback(endpoint);
 }
 
-std::shared_ptr<grpc::ServerCredentials> credentials_of(const SecurityOptions& security) {
+std::shared_ptr<grpc::ServerCredentials> server_credentials(const SecurityOptions& security) {
   if (!security.tls()) return grpc::InsecureServerCredentials();
   PemFiles files = read_pem_files(security);
   grpc::SslServerCredentialsOptions options(
@@ -173,7 +173,7 @@ RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
   keep_grpc();
   check_rpc_server(options);
   grpc::ServerBuilder builder;
-  builder.AddListeningPort(options.endpoint, credentials_of(options.security), &port_);
+  builder.AddListeningPort(options.endpoint, server_credentials(options.security), &port_);
   builder.RegisterService(service_.get());
   builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   builder.SetMaxSendMessageSize(-1);
