@@ -41,7 +41,7 @@ struct ServerFlags {
   std::string device = "host";
   std::string port_file;
   std::string metrics;
-  double trainer_timeout_s = 10;
+  double trainer_timeout_s = 30;
   double evict_period_s = 60;
   double snapshot_log_mib = 4096;
   double max_queue_mib = 256;

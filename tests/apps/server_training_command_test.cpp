@@ -97,7 +97,6 @@ TEST_F(ServerTrainingCommandTest, AsyncLearnsNearlyAsMuchAsDdp) {
   EXPECT_LT(valid_loss("ddp"), 0.7 * untrained);
   EXPECT_NEAR(valid_loss("async"), valid_loss("ddp"), 0.3 * (untrained - valid_loss("ddp")));
   EXPECT_EQ(rows("async", "valid").size(), 3U) << "of all trainers at updates 0, 50 and 100";
-  // Of all trainers' tokens.
   const auto train_loss = [&](const std::string& name) {
     return last_valid(name).at("train_loss").get<double>();
   };
