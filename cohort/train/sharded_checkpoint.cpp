@@ -1,6 +1,7 @@
 #include "cohort/train/sharded_checkpoint.h"
 
 #include <algorithm>
+#include <c10/util/ScopeExit.h>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -98,14 +99,32 @@ std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters) {
 
 void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
                                     int64_t update, const Facts& facts) {
+  check_idle();
+  start(folder, snapshot_.take(parts), update, facts);
+}
+
+void ShardedCheckpointWriter::begin_without_copy(const std::string& folder,
+                                                 const SlicedParts& parts, int64_t update,
+                                                 const Facts& facts) {
+  check_idle();
+  start(folder, parts, update, facts);
+}
+
+void ShardedCheckpointWriter::check_idle() const {
   TORCH_CHECK_VALUE(!pending_, "checkpoint: expected commit of the save before, into ", folder_);
-  const SlicedParts copies = snapshot_.take(parts);
+}
+
+void ShardedCheckpointWriter::start(const std::string& folder, const SlicedParts& parts,
+                                    int64_t update, const Facts& facts) {
   folder_ = folder;
   facts_ = facts;
   share_.reset();
   pending_ = true;
   const SharePlace place{update, group_.rank(), group_.size()};
-  task_.start([this, folder, place, copies] { share_ = write_parts(folder, copies, place); });
+  task_.start([this, folder, place, parts] {
+    const auto freed = c10::make_scope_exit([this] { snapshot_.free_pages(); });
+    share_ = write_parts(folder, parts, place);
+  });
 }
 
 void ShardedCheckpointWriter::commit() {

@@ -32,8 +32,8 @@ std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters);
 /// save_checkpoint writes. Killed at any moment, the folder holds the checkpoint before or the new
 /// one (base/stored_checkpoint.h).
 ///
-/// Memory: keeps that of the rank's largest copy until it ends. Writing has a low priority
-/// (BackgroundTask), so on a busy computer it may take a while.
+/// Memory: a copy of the rank's slices from begin() until they are written. Writing has a low
+/// priority (BackgroundTask), so on a busy computer it may take a while.
 /// Owner: `group` must outlive this. Threads: one caller. The destructor waits for the writing of
 /// this rank; what was not committed is lost, and the next commit there removes its files.
 class ShardedCheckpointWriter {
@@ -50,6 +50,10 @@ class ShardedCheckpointWriter {
   /// Local; blocks for the copying. Errors: c10::ValueError if the save before is not committed.
   void begin(const std::string& folder, const SlicedParts& parts, int64_t update,
              const Facts& facts);
+  /// The same without a copy: the caller does not change the tensors of `parts` before commit().
+  /// Local; does not block.
+  void begin_without_copy(const std::string& folder, const SlicedParts& parts, int64_t update,
+                          const Facts& facts);
 
   /// Whether a save has begun and is not committed.
   bool pending() const { return pending_; }
@@ -72,6 +76,9 @@ class ShardedCheckpointWriter {
   void run_in_background(std::function<void()> work) { task_.start(std::move(work)); }
 
  private:
+  void check_idle() const;
+  void start(const std::string& folder, const SlicedParts& parts, int64_t update,
+             const Facts& facts);
   std::vector<std::string> commit_shares(const std::string& report);
 
   comm::ProcessGroup& group_;

@@ -23,7 +23,7 @@ SlicedParts Snapshot::take(const SlicedParts& parts) {
   for (const auto& [part, slices] : parts) {
     for (const TensorSlice& slice : slices) bytes += round_up(slice.tensor.nbytes(), kAlignment);
   }
-  if (bytes > kept_bytes()) grow(bytes);
+  if (bytes > memory_.size()) grow(bytes);
   const at::NoGradGuard no_grad;
   SlicedParts copies = parts;
   std::byte* place = memory_.data();
@@ -38,12 +38,17 @@ SlicedParts Snapshot::take(const SlicedParts& parts) {
   return copies;
 }
 
+void Snapshot::free_pages() {
+  if (!memory_.empty()) ::madvise(memory_.data(), memory_.size(), MADV_DONTNEED);
+}
+
 void Snapshot::grow(size_t bytes) {
   if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());  // First: two would be too much.
   memory_ = {};
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   TORCH_CHECK_WITH(OutOfMemoryError, memory != MAP_FAILED, "checkpoint: no memory for a copy of ",
                    bytes, " bytes");
+  ::madvise(memory, bytes, MADV_HUGEPAGE);  // If there are none, small ones do.
   memory_ = {static_cast<std::byte*>(memory), bytes};
 }
 

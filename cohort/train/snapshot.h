@@ -7,8 +7,9 @@
 
 namespace cohort::train {
 
-/// Copies in the computer's memory, which is kept from one copy to the next: fresh pages cost more
-/// time than the copying. Given back when this object ends. Threads: one.
+/// Copies in the computer's memory, on huge pages where the kernel has them: small fresh pages cost
+/// more time than the copying. The memory goes back to the kernel with free_pages(). Threads: one
+/// at a time.
 class Snapshot {
  public:
   Snapshot() = default;
@@ -21,8 +22,8 @@ class Snapshot {
   /// Errors: c10::OutOfMemoryError.
   SlicedParts take(const SlicedParts& parts);
 
-  /// What is kept: as much as the largest copy so far.
-  size_t kept_bytes() const { return memory_.size(); }
+  /// Ends the copies' validity and gives their pages to the kernel; take() may be called again.
+  void free_pages();
 
  private:
   void grow(size_t bytes);

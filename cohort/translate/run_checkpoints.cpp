@@ -131,8 +131,10 @@ void RunCheckpoints::check_same_run(const train::Facts& found) const {
     if (found.contains("valid_tokenize")) {
       expected["valid_tokenize"] = tokenizer;
     } else {
-      log_.warn("the run does not say the --tokenize of its best BLEU: versions up to 0.3 had zh by default",
-                {{"tokenize", tokenizer}});
+      log_.warn(
+          "the run does not say the --tokenize of its best BLEU: versions up to 0.3 had zh by "
+          "default",
+          {{"tokenize", tokenizer}});
     }
   }
   for (const auto& [name, value] : expected) {
@@ -227,7 +229,7 @@ void RunCheckpoints::save_best(const RunState& state,
     slice.tensor = slice.tensor.detach().to(at::kCPU, false, true);
     unwritten_best_->parts["weights"].push_back(std::move(slice));
   }
-  begin(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
+  begin_best();
 }
 
 void RunCheckpoints::save_kept(const RunState& state, const train::SlicedParts& parts) {
@@ -266,7 +268,14 @@ void RunCheckpoints::write_best() {
   settle();
   if (!unwritten_best_) return;
   log_.info("best/ is written once more", {{"update", unwritten_best_->update}});
-  begin(best_, unwritten_best_->parts, unwritten_best_->update, unwritten_best_->facts);
+  begin_best();
+}
+
+// The weights are a copy already, which lasts until best/ is known to hold them.
+void RunCheckpoints::begin_best() {
+  begun_ = best_;
+  writer_->begin_without_copy(best_, unwritten_best_->parts, unwritten_best_->update,
+                              unwritten_best_->facts);
 }
 
 // What went wrong, the same on all savers.

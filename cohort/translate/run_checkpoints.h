@@ -91,6 +91,7 @@ class RunCheckpoints {
   void begin(const std::string& folder, const train::SlicedParts& parts, int64_t update,
              const train::Facts& facts);
   void write_best();
+  void begin_best();
   std::exception_ptr commit();
   void prune();
 

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <signal.h>
@@ -290,6 +291,31 @@ TEST_F(NmtCommandTest, ExportWritesAWholeFolderOrNothing) {
                                           "source_vocabulary.json", "target.spm",
                                           "target_vocabulary.json"}));
   EXPECT_EQ(contents(path("folder/target.spm")), contents(path("run/target.spm")));
+  // CTranslate2's numbers of types, by the bytes of one element: float32 0, int8 1, int16 2.
+  const std::map<int, int> bytes_of{{0, 4}, {1, 1}, {2, 2}};
+  const std::string model = contents(path("folder/model.bin"));
+  size_t at = 0;
+  const auto number = [&](size_t bytes) {
+    uint64_t value = 0;
+    std::memcpy(&value, model.data() + at, bytes);
+    at += bytes;
+    return value;
+  };
+  const auto skip_name = [&] { at += number(2); };
+  EXPECT_EQ(number(4), 6U);
+  skip_name();
+  number(4);
+  for (uint64_t left = number(4); left > 0; --left) {
+    skip_name();
+    uint64_t elements = 1;
+    for (uint64_t dims = number(1); dims > 0; --dims) elements *= number(4);
+    const int type = static_cast<int>(number(1));
+    const uint64_t bytes = number(4);
+    at += bytes;
+    ASSERT_LT(at, model.size());
+    ASSERT_TRUE(bytes_of.contains(type)) << type;
+    EXPECT_EQ(bytes, elements * static_cast<uint64_t>(bytes_of.at(type))) << "type " << type;
+  }
   EXPECT_EQ(contents(path("folder.new/mine")), "kept");
   EXPECT_EQ(fs::status(path("folder")).permissions(), fs::status(path("folder.new")).permissions());
   before.insert("folder");
@@ -527,6 +553,17 @@ TEST_F(NmtCommandTest, TheFirstMetricDecides) {
   expect_refused(train_flags("x") + "--valid-metrics ter", "--valid-metrics ter: expected");
   expect_refused(train_flags("x") + "--valid-metrics bleu bleu",
                  "--valid-metrics bleu bleu: expected each of them once");
+}
+
+TEST_F(NmtCommandTest, ARunByBleuIsNotResumedWithAnotherTokenizer) {
+  const std::string flags = train_flags("b") + "--valid-metrics bleu --after-epochs 1 ";
+  const Ended first = shell(bin("cohort-nmt") + " " + flags);
+  ASSERT_EQ(first.code, 0) << first.output;
+  std::string other = flags;
+  const std::string tokenize = "--tokenize 13a";
+  ASSERT_NE(other.find(tokenize), std::string::npos) << other;
+  other.replace(other.find(tokenize), tokenize.size(), "--tokenize char");
+  expect_refused(other, "holds a run with valid_tokenize 13a, now it is char");
 }
 
 // Rank 1's logarithms grow from call to call, as those of another CPU may be others: by its own

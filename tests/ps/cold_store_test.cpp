@@ -1,10 +1,8 @@
 #include "cohort/ps/table/cold_store.h"
 
 #include <filesystem>
-#include <fstream>
 #include <gtest/gtest.h>
 #include <numeric>
-#include <unistd.h>
 
 #include "cohort/base/error.h"
 #include "cohort/ps/server/parameter_state.h"
@@ -13,6 +11,7 @@
 #include "tests/base/temporary_folder.h"
 #include "tests/ps/table_support.h"
 #include "tests/support/message_of.h"
+#include "tests/support/resident.h"
 
 namespace cohort::ps {
 namespace cold_store_test {
@@ -197,21 +196,13 @@ TEST(ColdStoreTest, TheExampleOfTheGuideWorks) {
   EXPECT_EQ(table.statistics().rows, 0);
 }
 
-int64_t resident_bytes() {
-  std::ifstream file("/proc/self/statm");
-  int64_t all = 0;
-  int64_t resident = 0;
-  file >> all >> resident;
-  return resident * ::sysconf(_SC_PAGESIZE);
-}
-
 TEST(ColdStoreTest, AServersTableThatSpillsStaysNearItsCap) {
   JobOptions job;
   job.tables = {{.name = "t", .width = 16, .memory_cap_bytes = 4 << 20, .at_cap = AtCap::kSpill}};
   const TemporaryFolder folder;
   ParameterState state(0, folder / "cold");
   const std::string text = job.to_json();
-  const int64_t before = resident_bytes();
+  const int64_t before = test::resident_bytes();
   state.apply({.kind = RecordKind::kJob, .payload = std::as_bytes(std::span(text))});
   RowTable& table = *state.tables()[0];
   const std::vector<float> gradients(size_t{10'000} * 16, 1.0f);
@@ -221,7 +212,7 @@ TEST(ColdStoreTest, AServersTableThatSpillsStaysNearItsCap) {
     table.push(ids, gradients, 1, 1);
   }
   EXPECT_EQ(table.statistics().rows + table.statistics().cold_rows, 400'000);
-  EXPECT_LT(resident_bytes() - before, 48 << 20);
+  EXPECT_LT(test::resident_bytes() - before, 48 << 20);
 }
 
 TEST(ColdStoreTest, PullsOfColdRowsLeaveThemThere) {

@@ -19,6 +19,7 @@
 #include "tests/base/temporary_folder.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
+#include "tests/support/resident.h"
 
 namespace cohort::train {
 namespace sharded_checkpoint_test {
@@ -272,6 +273,25 @@ TEST(ShardedCheckpointWriterTest, OneRankAloneWritesPlainFiles) {
   writer.commit();
   for (const char* name : {"weights-7.safetensors", "optimizer-7.safetensors", "manifest.json"})
     EXPECT_EQ(read_file(folder / "last" + "/" + name), read_file(folder / "plain" + "/" + name));
+}
+
+TEST(ShardedCheckpointWriterTest, NoCopyStaysOnceItIsWritten) {
+  constexpr int64_t kMiB = 1 << 20;
+  const TemporaryFolder folder;
+  comm::ProcessGroup alone{comm::Place{}};
+  ShardedCheckpointWriter writer(alone);
+  const at::Tensor weights = at::ones(16 * kMiB);
+  const SlicedParts parts{{"weights", {{"w", {16 * kMiB}, 0, 16 * kMiB, weights}}}};
+  const int64_t before = test::resident_bytes();
+  writer.begin(folder / "copied", parts, 7, {});
+  writer.wait_written();
+  EXPECT_LT(test::resident_bytes(), before + 32 * kMiB) << "of a copy of 64 MiB";
+  writer.commit();
+  writer.begin_without_copy(folder / "shared", parts, 7, {});
+  EXPECT_THROW(writer.begin_without_copy(folder / "shared", parts, 7, {}), c10::ValueError);
+  writer.commit();
+  for (const char* name : {"weights-7.safetensors", "manifest.json"})
+    EXPECT_EQ(read_file(folder / "shared" + "/" + name), read_file(folder / "copied" + "/" + name));
 }
 
 // The files of the checkpoint before go in the background; what a killed save left goes first.

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
+#include "tests/support/resident.h"
+
 namespace cohort::train {
 namespace snapshot_test {
 
@@ -29,21 +31,28 @@ TEST(SnapshotTest, CopiesEveryFormOfTensor) {
   EXPECT_TRUE(copies.at("b")[0].tensor.item<bool>());
 }
 
-TEST(SnapshotTest, MemoryIsKeptFromCopyToCopy) {
+TEST(SnapshotTest, FreedPagesAreNotResidentAndServeTheNextCopy) {
   constexpr int64_t kMiB = 1 << 20;
-  const auto of_bytes = [](int64_t bytes) {
-    return SlicedParts{{"a", {{"w", {bytes}, 0, bytes, at::ones(bytes, at::kByte)}}}};
+  const auto of_bytes = [](int64_t bytes, int value) {
+    return SlicedParts{{"a", {{"w", {bytes}, 0, bytes, at::full(bytes, value, at::kByte)}}}};
   };
+  const SlicedParts large = of_bytes(64 * kMiB, 1);
   Snapshot snapshot;
-  EXPECT_EQ(snapshot.kept_bytes(), 0U);
-  const void* first = snapshot.take(of_bytes(5 * kMiB)).at("a")[0].tensor.data_ptr();
-  EXPECT_EQ(snapshot.kept_bytes(), 5U * kMiB);
-  EXPECT_EQ(snapshot.take(of_bytes(0)).at("a")[0].tensor.numel(), 0);
-  for (const int64_t bytes : {5 * kMiB, kMiB, 5 * kMiB})
-    EXPECT_EQ(snapshot.take(of_bytes(bytes)).at("a")[0].tensor.data_ptr(), first);
-  EXPECT_EQ(snapshot.kept_bytes(), 5U * kMiB);
-  EXPECT_EQ(snapshot.take(of_bytes(7 * kMiB)).at("a")[0].tensor.sum().item<int64_t>(), 7 * kMiB);
-  EXPECT_EQ(snapshot.kept_bytes(), 7U * kMiB);
+  snapshot.free_pages();
+  const int64_t before = test::resident_bytes();
+  const void* first = snapshot.take(large).at("a")[0].tensor.data_ptr();
+  EXPECT_GT(test::resident_bytes(), before + 48 * kMiB);
+  snapshot.free_pages();
+  EXPECT_LT(test::resident_bytes(), before + 16 * kMiB);
+  EXPECT_EQ(snapshot.take(of_bytes(0, 1)).at("a")[0].tensor.numel(), 0);
+  for (const int64_t mib : {64, 1, 64}) {
+    const at::Tensor copy = snapshot.take(of_bytes(mib * kMiB, 3)).at("a")[0].tensor;
+    EXPECT_EQ(copy.data_ptr(), first);
+    EXPECT_EQ(copy.sum().item<int64_t>(), 3 * mib * kMiB);
+    snapshot.free_pages();
+  }
+  EXPECT_EQ(snapshot.take(of_bytes(70 * kMiB, 1)).at("a")[0].tensor.sum().item<int64_t>(),
+            70 * kMiB);
 }
 
 }  // namespace snapshot_test
