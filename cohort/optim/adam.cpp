@@ -75,9 +75,13 @@ void Adam::step(double learning_rate, double gradient_factor) {
   if (parameters.empty()) return;
   const std::vector<at::Tensor> steps(parameters.size(),
                                       at::full({}, static_cast<double>(num_steps_), at::kFloat));
-  // The kernel divides by grad_scale (and writes the scaled gradient back).
+  // The kernel divides by grad_scale, a float32, and writes the scaled gradient back.
   std::optional<at::Tensor> scale;
-  if (gradient_factor != 1) scale = at::full({}, 1 / gradient_factor, at::kFloat);
+  if (gradient_factor != 1 && parameters.front().scalar_type() == at::kDouble) {
+    for (at::Tensor& grad : grads) grad.mul_(gradient_factor);
+  } else if (gradient_factor != 1) {
+    scale = at::full({}, 1 / gradient_factor, at::kFloat);
+  }
   at::_fused_adam_(parameters, grads, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, steps,
                    learning_rate, options_.beta1, options_.beta2, /*weight_decay=*/0, options_.eps,
                    /*amsgrad=*/false,

@@ -93,8 +93,7 @@ class PlainUpdater {
     double sum = 0;
     for (const at::Tensor& g : gradients) sum += g.square().sum().item<double>();
     const double norm = std::sqrt(sum);
-    // ATen's Adam takes the divisor in float32.
-    const double divisor = norm > 0.8 ? static_cast<float>(norm / 0.8) : 1;
+    const double divisor = norm > 0.8 ? norm / 0.8 : 1;
     clipped += divisor > 1 ? 1 : 0;
     const double rate = 0.05 / std::sqrt(16.0) * std::min(1 / std::sqrt(t), t / std::pow(3, 1.5));
     const double share = std::max(0.75, 9 / (t + 9));
