@@ -105,11 +105,13 @@ inline bool is_sharded(const RandomCase& c) {
 /// Takes back what the options' documentation forbids beside the rest.
 inline void make_legal(RandomCase& c) {
   if (is_sharded(c)) {
-    c.sometimes = c.delayed = c.small_buckets = c.bucket_view = c.static_graph = c.rebuild = c.own_buffers = false;
+    c.delayed = c.small_buckets = c.bucket_view = c.static_graph = c.rebuild = c.own_buffers = false;
     c.find_unused = c.skip_unused = false;
     c.join = 0;
     c.keep = c.keep && c.strategy == Strategy::kZero3;
     c.pairs = c.pairs && c.strategy == Strategy::kZero3 && c.ranks == 4 && !c.keep;
+    // Two sharded models in one backward: ranks use the same parameters.
+    c.sometimes = c.sometimes && c.head != Head::kSharded;
   } else {
     c.units = c.keep = c.pairs = c.no_prefetch = c.offload = false;
     if (c.head == Head::kSharded) c.head = Head::kDdp;

@@ -130,6 +130,24 @@ TEST(ShardingExamplesTest, TrainingAndSummon) {
   });
 }
 
+TEST(ShardingExamplesTest, Clipping) {
+  test::ranks(2, [](comm::ProcessGroup& group) {
+    constexpr double rate = 1e-2, max_norm = 1e-3;
+    Net plain = make_net();
+    for (int rank = 0; rank < 2; ++rank)
+      (loss_of(plain->forward(batch_of(rank, 0))) / 2).backward();
+    const double plain_norm = std::sqrt(optim::gradient_norm_squared(plain->parameters()));
+    Net net = make_net();
+    parallel::ShardedDataParallel<Net> sharded(net, group, {}, net->units());
+    optim::Adam adam(sharded.named_slices());
+    loss_of(sharded(batch_of(group.rank(), 0))).backward();
+    const double norm = sharded.engine().gradient_norm();
+    adam.step(rate, norm > max_norm ? max_norm / norm : 1);
+    EXPECT_NEAR(norm, plain_norm, 1e-5 * plain_norm);
+    EXPECT_NEAR(sharded.engine().gradient_norm(), max_norm, 1e-5 * max_norm);
+  });
+}
+
 TEST(ShardingExamplesTest, NoSync) {
   test::ranks(2, [](comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
@@ -386,7 +404,7 @@ TEST(ShardingExamplesTest, ThePageShowsWhatStandsHere) {
     EXPECT_NE(here.find(squeezed(block)), std::string::npos) << block;
     ++blocks;
   }
-  EXPECT_EQ(blocks, 12);
+  EXPECT_EQ(blocks, 13);
 }
 
 }  // namespace sharding_examples_test

@@ -335,5 +335,62 @@ TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
   });
 }
 
+TEST(ShardingOptionsTest, EachRankKeepsItsPartOfWhatItWrote) {
+  test::ranks(3, [](ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      Tower model(at::kDouble);
+      model->parameters().front().requires_grad_(false);
+      ShardedDataParallel<Tower> sharded(model, group, {.shard = shard}, model->units());
+      auto& engine = sharded.engine();
+      engine.summon();
+      {
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& each : model->parameters()) each.fill_(group.rank() + 1);
+      }
+      engine.release(/*keep=*/true);
+      engine.summon();
+      for (const auto& item : model->named_parameters()) {
+        at::Tensor expected = at::zeros(item.value().numel(), at::kDouble);
+        for (const ParameterSlice& slice : engine.slices()) {
+          if (slice.name == item.key())
+            expected.narrow(0, slice.begin, slice.end - slice.begin).fill_(group.rank() + 1);
+        }
+        group.all_reduce(expected);
+        EXPECT_TRUE(item.value().detach().flatten().equal(expected))
+            << item.key() << ", shard " << static_cast<int>(shard);
+      }
+      engine.release(/*keep=*/false);
+    }
+  });
+}
+
+TEST(ShardingOptionsTest, WhatNobodyWroteKeepsItsPrecision) {
+  test::ranks(2, [](ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      Tower model(at::kFloat);
+      ShardedDataParallel<Tower> sharded(
+          model, group, {.shard = shard, .mixed_precision = {.param_dtype = kLow}}, model->units());
+      std::vector<at::Tensor> before;
+      for (const ParameterSlice& slice : sharded.engine().slices())
+        before.push_back(slice.tensor.detach().clone());
+      sharded.engine().summon();
+      {
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& each : model->parameters())
+          each.flatten().slice(0, 0, at::nullopt, 2).fill_(3);
+      }
+      sharded.engine().release(/*keep=*/true);
+      const auto& slices = sharded.engine().slices();
+      for (size_t i = 0; i < slices.size(); ++i) {
+        for (int64_t k = slices[i].begin; k < slices[i].end; ++k) {
+          const auto found = slices[i].tensor[k - slices[i].begin].item<float>();
+          EXPECT_EQ(found, k % 2 == 0 ? 3 : before[i][k - slices[i].begin].item<float>())
+              << slices[i].name << " " << k;
+        }
+      }
+    }
+  });
+}
+
 }  // namespace sharding_options_test
 }  // namespace cohort

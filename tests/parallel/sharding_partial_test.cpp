@@ -267,5 +267,68 @@ TEST(ShardingPartialTest, ReshardRanksThatDivideNothingAreRefused) {
             "reshard_after_forward = false");
 }
 
+// Two weights, of which the second is used for a while.
+struct RestingImpl : torch::nn::Module {
+  RestingImpl() {
+    always = register_parameter("always", at::full({5}, 0.5, at::kDouble));
+    at_first = register_parameter("at_first", at::full({5}, 0.5, at::kDouble));
+  }
+  at::Tensor forward(const at::Tensor& x, bool uses_both) {
+    const at::Tensor y = at::tanh(x * always);
+    return uses_both ? y * at_first : y;
+  }
+  at::Tensor always, at_first;
+};
+TORCH_MODULE(Resting);
+
+// Zeros in place of no gradient would let its moments move it. Rank 0 uses it longest.
+TEST(ShardingPartialTest, AParameterThatNoRankUsesStaysWhereItIs) {
+  for (const int size : {1, 2, 3}) {
+    test::ranks(size, [](ProcessGroup& group) {
+      const int world = group.size();
+      const auto uses = [](int rank, int step, int batch) {
+        return step < 2 || (step == 2 && rank == 0 && batch == 0);
+      };
+      const auto x = [](int rank, int step, int batch) {
+        return at::linspace(-1, 1 + rank + 3 * step + 0.1 * batch, 5, at::kDouble);
+      };
+      for (const Shard shard : kShards) {
+        for (const bool no_sync : {false, true}) {
+          Resting plain, model;
+          optim::Adam plain_adam({{"always", plain->always}, {"at_first", plain->at_first}});
+          ShardedDataParallel<Resting> sharded(model, group, {.shard = shard});
+          optim::Adam adam(sharded.named_slices());
+          for (int step = 0; step < 5; ++step) {
+            for (int batch = 0; batch < 2; ++batch) {
+              at::Tensor loss = at::zeros({}, at::kDouble);
+              for (int rank = 0; rank < world; ++rank)
+                loss = loss + plain(x(rank, step, batch), uses(rank, step, batch)).sum() / world;
+              loss.backward();
+              const bool was = sharded.engine().set_synchronized(!no_sync || batch == 1);
+              const int rank = group.rank();
+              sharded.backward(sharded(x(rank, step, batch), uses(rank, step, batch)).sum());
+              sharded.engine().set_synchronized(was);
+            }
+            for (const ParameterSlice& slice : sharded.engine().slices())
+              EXPECT_EQ(slice.tensor.grad().defined(),
+                        plain->named_parameters()[slice.name].grad().defined())
+                  << slice.name << ", step " << step << ", shard " << static_cast<int>(shard);
+            for (optim::Adam* each : {&plain_adam, &adam}) {
+              each->step(1e-2);
+              each->zero_grad();
+            }
+          }
+          for (const ParameterSlice& slice : sharded.engine().slices()) {
+            const at::Tensor expected = plain->named_parameters()[slice.name].detach();
+            EXPECT_TRUE(at::allclose(slice.tensor.detach(),
+                                     expected.slice(0, slice.begin, slice.end), 1e-13, 1e-15))
+                << slice.name << ", shard " << static_cast<int>(shard) << ", no_sync " << no_sync;
+          }
+        }
+      }
+    });
+  }
+}
+
 }  // namespace sharding_partial_test
 }  // namespace cohort

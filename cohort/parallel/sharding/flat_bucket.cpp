@@ -177,10 +177,10 @@ void FlatBucket::gather() {
 }
 
 void FlatBucket::finish_gather() {
-  if (!gathering_) return;
-  gathering_->work.wait();
-  if (sharded()) take_memory(full_, std::move(gathering_->arriving));
-  gathering_.reset();
+  auto gathering = std::exchange(gathering_, std::nullopt);
+  if (!gathering) return;
+  gathering->work.wait();
+  if (sharded()) take_memory(full_, std::move(gathering->arriving));
   content_ = Content::kWhole;
   gathered_version_ = static_cast<int64_t>(shard_._version());
 }
@@ -216,7 +216,12 @@ void FlatBucket::reshard() {
 void FlatBucket::keep_written() {
   const at::NoGradGuard no_grad;
   const at::Tensor own = own_part(full_);
-  if (own.data_ptr() != shard_.data_ptr()) shard_.copy_(own);
+  if (own.scalar_type() != shard_.scalar_type()) {
+    // What nobody wrote is the shard's, rounded: it keeps its precision.
+    shard_.copy_(at::where(own.eq(shard_.to(own.scalar_type())), shard_, own.to(shard_.options())));
+  } else if (own.data_ptr() != shard_.data_ptr()) {
+    shard_.copy_(own);
+  }
   gathered_version_ = static_cast<int64_t>(shard_._version());
 }
 
@@ -236,6 +241,8 @@ std::vector<std::string> FlatBucket::absent_gradients() const {
 void FlatBucket::drop_gradients() {
   for (const NamedTensor& each : parameters_) each.tensor.mutable_grad().reset();
   held_.reset();
+  had_.clear();
+  sent_.clear();
   if (reduction_) reduction_->work.wait();
   reduction_.reset();
   if (replication_) replication_->work.wait();
@@ -267,6 +274,8 @@ void FlatBucket::hold_gradients() {
     if (!held_.defined())
       held_ = at::zeros({layout_.padded_numel()}, full_.options().dtype(travel_type()));
     view_of(held_, layout_.tensors()[i]).add_(gradient);
+    had_.resize(parameters_.size());
+    had_[i] = true;
     parameters_[i].tensor.mutable_grad().reset();
   }
 }
@@ -276,17 +285,21 @@ at::Tensor FlatBucket::take_gradients(double factor) {
   const auto scaled = [&](at::Tensor tensor) { return factor == 1 ? tensor : tensor.mul_(factor); };
   if (held_.defined()) {
     hold_gradients();
+    sent_ = std::exchange(had_, {});
     return scaled(std::exchange(held_, at::Tensor()));
   }
+  sent_.assign(parameters_.size(), false);
   const auto type = travel_type();
   at::Tensor whole = at::empty({layout_.padded_numel()}, full_.options().dtype(type));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor place = view_of(whole, layout_.tensors()[i]);
     const at::Tensor gradient = dense_gradient(i);
+    sent_[i] = gradient.defined();
     if (!gradient.defined()) {
       place.zero_();
     } else if (factor != 1 && gradient.scalar_type() == type) {
-      at::mul_out(place, gradient, at::native::wrapped_scalar_tensor(factor));  // not rounded to its type
+      // A factor that is not rounded to the gradient's type.
+      at::mul_out(place, gradient, at::native::wrapped_scalar_tensor(factor));
     } else if (factor != 1 && gradient.element_size() > place.element_size()) {
       place.copy_(gradient * factor);  // in the wider type, whose range is the larger one
     } else {
@@ -331,6 +344,7 @@ void FlatBucket::keep_gradients(const at::Tensor& reduced) {
   const at::NoGradGuard no_grad;
   const at::Tensor part = reduced.to(shard_.device(), shard_.scalar_type());
   const auto places = layout_.slices(group_.rank());
+  began_.assign(slices_.size(), false);
   for (size_t i = 0; i < slices_.size(); ++i) {
     const at::Tensor piece = part_of(part, places[i].offset, places[i].end - places[i].begin);
     at::Tensor& gradient = slices_[i].tensor.mutable_grad();
@@ -338,8 +352,16 @@ void FlatBucket::keep_gradients(const at::Tensor& reduced) {
       gradient.add_(piece);
     } else {
       gradient = piece;
+      began_[i] = true;
     }
   }
+}
+
+void FlatBucket::drop_unused(const int64_t* used) {
+  const auto places = layout_.slices(group_.rank());
+  for (size_t i = 0; i < slices_.size(); ++i)
+    if (began_[i] && used[places[i].tensor] == 0) slices_[i].tensor.mutable_grad().reset();
+  sent_.clear();
 }
 
 }  // namespace cohort::parallel

@@ -73,6 +73,12 @@ class FlatBucket {
   /// Adds gradients that do not travel yet to a sum in the type in which they will, if that is not
   /// theirs.
   void hold_gradients();
+  /// By parameter: whether this rank had a gradient of it in the sum that `begin_reduce` started.
+  /// Empty if it did not.
+  const std::vector<bool>& sent() const { return sent_; }
+  /// After `settle`: slices of a parameter of which no rank had a gradient lose the zeros that they
+  /// got. `used`: by parameter, how many had one. Only after such a sum; empties `sent`.
+  void drop_unused(const int64_t* used);
   bool reducing() const { return static_cast<bool>(reduction_); }
   bool has_gradients() const;
   /// Names of parameters whose gradient has not come, if those of others have.
@@ -130,6 +136,9 @@ class FlatBucket {
   std::optional<Reduction> reduction_;
   std::optional<Replication> replication_;
   std::vector<ParameterSlice> slices_;
+  std::vector<bool> had_;    // by parameter: a gradient of it waits in held_
+  std::vector<bool> sent_;   // by parameter: it had a gradient in the sum of this backward
+  std::vector<bool> began_;  // by slice: that sum was the first of its gradient
 };
 
 }  // namespace cohort::parallel

@@ -143,8 +143,9 @@ void ShardingEngine::Impl::finish_backward(bool with_graph) {
     if (reduction) reduction->flat.finish_reduce();
   });
   reduction = nullptr;
+  for (const auto& bucket : buckets) bucket->flat.settle();
+  if (has_reduced) together(0, [this] { drop_unused(); });
   for (const auto& bucket : buckets) {
-    bucket->flat.settle();
     if (!synchronized) bucket->flat.hold_gradients();
     // Whole parameters are gathered again once a step may have come.
     if (sharded() || (has_reduced && !bucket->flat.frozen())) {
@@ -154,6 +155,28 @@ void ShardingEngine::Impl::finish_backward(bool with_graph) {
     }
   }
   in_backward = false;
+}
+
+// A parameter that no rank has used has no gradient, as in one process: by zeros an optimizer with
+// moments would move it. One number is exchanged, and more only where a gradient is missing.
+void ShardingEngine::Impl::drop_unused() {
+  const auto sum = [this](at::Tensor numbers) {
+    group.all_reduce(numbers);
+    if (options.replicate_group) options.replicate_group->all_reduce(numbers);
+    return numbers;
+  };
+  std::vector<int64_t> own;
+  for (const auto& bucket : buckets)
+    own.insert(own.end(), bucket->flat.sent().begin(), bucket->flat.sent().end());
+  at::Tensor used = at::tensor(own, at::kLong);
+  const int64_t num_unused = std::ranges::count(own, 0);
+  if (sum(at::full({1}, num_unused, at::kLong)).item<int64_t>() > 0) sum(used);
+  const int64_t* next = used.const_data_ptr<int64_t>();
+  for (const auto& bucket : buckets) {
+    const size_t count = bucket->flat.sent().size();
+    if (count > 0) bucket->flat.drop_unused(next);
+    next += count;
+  }
 }
 
 }  // namespace cohort::parallel

@@ -104,8 +104,8 @@ void ShardingEngine::Impl::gather(size_t unit, int direction) {
 
 // Since the last forward an optimizer may have written into slices, or who loads a checkpoint. No
 // rank can tell for sure: libtorch's optimizers write through data(), which no version counter
-// sees. So every forward gathers what is trained, but for those of one step: while gradients wait on
-// every rank, and no slice has one for an optimizer, none comes.
+// sees. So every forward gathers what is trained, but for those of one step: while gradients wait
+// on every rank, and no slice has one for an optimizer, none comes.
 void ShardingEngine::Impl::refresh() {
   clean_up();
   const auto [accumulates, changed] = agree();
@@ -131,11 +131,11 @@ ShardingEngine::Impl::Agreement ShardingEngine::Impl::agree() {
       gradients_wait() && std::ranges::none_of(slices, [](const ParameterSlice& slice) {
         return slice.tensor.grad().defined();
       });
-  const bool changed = std::ranges::any_of(buckets, [](const auto& bucket) {
-    return bucket->flat.frozen() && bucket->flat.changed();
-  });
+  const bool changed = std::ranges::any_of(
+      buckets, [](const auto& bucket) { return bucket->flat.frozen() && bucket->flat.changed(); });
   const int64_t votes = group.all_reduce_sum((accumulates ? 1 : 0) + (changed ? kFrozenVote : 0));
-  return {.accumulates = votes % kFrozenVote == group.size(), .frozen_changed = votes >= kFrozenVote};
+  return {.accumulates = votes % kFrozenVote == group.size(),
+          .frozen_changed = votes >= kFrozenVote};
 }
 
 bool ShardingEngine::Impl::gradients_wait() const {
@@ -310,7 +310,8 @@ void ShardingEngine::release(bool keep) {
   for (const auto& bucket : my.buckets) {
     if (keep) bucket->flat.keep_written();
     if (my.summoned > 0) continue;
-    my.sharded() ? bucket->flat.free() : bucket->flat.hide();
+    // What was kept differs from what the other ranks gathered.
+    my.sharded() || keep ? bucket->flat.free() : bucket->flat.hide();
   }
 }
 

@@ -79,6 +79,8 @@ class ShardingEngine {
   ShardingEngine(torch::nn::Module& model, comm::ProcessGroup& group,
                  const ShardingOptions& options, const std::vector<torch::nn::Module*>& units);
   ~ShardingEngine();
+  ShardingEngine(const ShardingEngine&) = delete;
+  ShardingEngine& operator=(const ShardingEngine&) = delete;
 
   /// The engine whose model's forward this thread is in; null outside.
   static ShardingEngine* current();
@@ -121,7 +123,8 @@ class ShardingEngine {
   double gradient_norm();
 
   /// Gathers all parameters, so that the module's own tensors are whole; `release` frees them, and
-  /// with `keep` this rank's part of what was written into them stays. Within another `summon` they
+  /// with `keep` this rank's part of what was written into them stays; with param_dtype, elements
+  /// that nobody changed keep the slice's own precision. Within another `summon` they
   /// are whole until the outer one's `release`. Collective; blocks.
   /// Errors: c10::ValueError inside a forward of the wrapped model, or if nothing was summoned. A
   /// forward or backward in between is refused: the module's own forward, without ranks, is not.
