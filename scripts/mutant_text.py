@@ -29,6 +29,7 @@ class Mutant:
     breaks: str  # the promise that the change breaks
     tests: tuple  # in this order: test files, folders of tests, "Suite.Case" with *, or other CTest entries
     build: tuple = ()  # targets that the tests need and that no test file leads to
+    equivalent: str = ""  # why no test can notice it; empty: one must
 
     def digest(self):
         """Changes with what the mutant does and with the tests that it names."""

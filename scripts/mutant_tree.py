@@ -15,6 +15,8 @@ import xml.etree.ElementTree
 
 LEFT_OUT = {".git", "runs", "__pycache__"}
 BUILD = "build/release"
+# What Ninja prints of a step that writes one file and nothing else.
+OUTPUT = re.compile(r"\[\d+/\d+\] (?:Building CXX object|Linking CXX (?:executable|static library)) (\S+)$")
 
 
 def synchronise(source, target):
@@ -31,6 +33,7 @@ def synchronise(source, target):
         if entry.is_dir(follow_symlinks=False):
             synchronise(pathlib.Path(entry.path), copy)
         elif not (copy.is_symlink() or copy.exists()) or stamp(entry) != stamp(copy):
+            copy.unlink(missing_ok=True)  # A program that still runs cannot be written.
             shutil.copy2(entry.path, copy, follow_symlinks=False)
 
 
@@ -114,6 +117,13 @@ class Build:
         self.output = subprocess.run(command, capture_output=True, text=True, check=False)
         return self.output.returncode == 0
 
+    def outputs_to_make(self, targets):
+        """The files that make() would write, or None if it would do more than compile and link."""
+        plan = subprocess.run(["ninja", "-C", str(self.folder), "-n", *targets], capture_output=True, text=True, check=False)
+        steps = [line for line in plan.stdout.splitlines() if line.startswith("[")]
+        found = [OUTPUT.match(line) for line in steps]
+        return [self.folder / match[1] for match in found] if all(found) else None
+
     def targets_of(self, source):
         """The targets that a source is compiled for."""
         return {re.search(r"CMakeFiles/([^/]+)\.dir/", output)[1] for output in self.objects.get(source, [])}
@@ -126,13 +136,14 @@ class Build:
         """Runs what matches, up to the first failure: (how many, its name or None, how it failed, its output)."""
         report = self.folder / "mutants.xml"
         report.unlink(missing_ok=True)
-        command = ["ctest", "--test-dir", str(self.folder), "-R", expression, "--stop-on-failure", "--no-tests=error",
-                   "--output-junit", str(report)]
+        command = ["ctest", "--test-dir", str(self.folder), "-j", str(self.jobs), "-R", expression, "--stop-on-failure",
+                   "--no-tests=error", "--output-junit", str(report)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if not report.exists():
             raise RuntimeError(f"ctest -R '{expression}': {(result.stdout + result.stderr).strip()[-300:]}")
         cases = list(xml.etree.ElementTree.parse(report).getroot().iter("testcase"))
         ran = [case for case in cases if case.get("status") != "disabled"]
+        # With several at once others of them may have been cut short: the first is enough.
         for case in ran:
             failure = case.find("failure")
             if failure is not None:
@@ -164,3 +175,38 @@ class Change:
 
     def __exit__(self, *_):
         self.write(self.before)
+
+
+class Mutation(Change):
+    """A change that keeps what make() is about to write, and puts it back at its end: nothing is built a second time."""
+
+    def __init__(self, build, path, begin, end, replacement):
+        super().__init__(path, begin, end, replacement)
+        self.build = build
+        self.times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        self.folder = build.root / "build/kept_outputs"
+        self.kept = {}  # file -> its copy, or None if there was no file
+        self.restores = True
+
+    def make(self, targets):
+        """Build.make(targets)."""
+        files = self.build.outputs_to_make(targets)
+        if files is None:
+            self.restores = False
+            files = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            if file not in self.kept:
+                copy = self.folder / str(len(self.kept))
+                self.kept[file] = shutil.copy2(file, copy) if file.exists() else None
+        return self.build.make(targets)
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        if self.restores:
+            for file, copy in self.kept.items():
+                file.unlink(missing_ok=True)
+                if copy is not None:
+                    shutil.move(copy, file)
+            # Older than the files that were built from it, so that they are up to date.
+            os.utime(self.path, ns=self.times)

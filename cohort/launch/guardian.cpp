@@ -14,8 +14,8 @@
 namespace cohort::launch {
 namespace {
 
-// A message is a session to guard, minus a session to forget, or the farewell.
-constexpr pid_t kFarewell = 0;
+// A message is a session to guard, minus a session to forget, or the dismissal.
+constexpr pid_t kDismissal = 0;
 constexpr size_t kMostSessions = 8192;  // Twice the most workers of a node.
 
 // Leaves the guardian with the pipe alone, so that it holds nobody's terminal or file open.
@@ -39,7 +39,7 @@ void keep_only(int fd) {
     const ssize_t size = ::read(pipe, &message, sizeof(message));
     if (size < 0 && errno == EINTR) continue;
     if (size != sizeof(message)) break;
-    if (message == kFarewell) ::_exit(0);
+    if (message == kDismissal) ::_exit(0);
     const pid_t old = message < 0 ? -message : 0;
     const auto place = std::find(sessions.begin(), sessions.end(), old);
     if (place != sessions.end()) *place = std::max(message, 0);
@@ -66,7 +66,7 @@ Guardian::Guardian() {
 }
 
 Guardian::~Guardian() {
-  tell(kFarewell);
+  tell(kDismissal);
   to_guardian_.reset();
   while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }

@@ -324,6 +324,10 @@ TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
             "float64");
   EXPECT_EQ(error_of([&] { group.all_reduce(ints, ReduceOp::kAvg); }),
             "all_reduce(avg): expected a floating type, got int32");
+  EXPECT_EQ(error_of([&] { group.reduce(ints, 0, ReduceOp::kAvg); }),
+            "reduce(avg): expected a floating type, got int32");
+  EXPECT_EQ(error_of([&] { group.reduce_scatter(ints, ints, ReduceOp::kAvg); }),
+            "reduce_scatter(avg): expected a floating type, got int32");
   EXPECT_EQ(error_of([&] { group.all_reduce(x, ReduceOp::kBor); }),
             "all_reduce(bor): expected integers or bool, got float32");
   EXPECT_EQ(error_of([&] { group.all_reduce(bools); }),

@@ -204,6 +204,9 @@ TEST_F(CtrCommandTest, WithoutExamplesThereIsNothingToLearnOrToScore) {
   }
   expect_refused(together + "--batch 400 --train " + good,
                  "got fewer lines than one --batch 400 for each of 2 trainers");
+  ASSERT_EQ(shell("head -1 " + damaged + " > " + folder_ / "one.tsv").code, 0);
+  expect_refused(alone + small + good + " --test " + folder_ / "one.tsv",
+                 "got malformed lines alone");
   // Of two blocks of 16 KiB, one trainer's has no good line.
   ASSERT_EQ(shell("head -80 " + damaged + " > " + folder_ / "half.tsv; head -40 " + good + " >> " +
                   folder_ / "half.tsv")

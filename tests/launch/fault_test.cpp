@@ -53,6 +53,17 @@ TEST(RunFaultTest, ARankKilledBySignalIsNamedAndTheOthersLeaveByThemselves) {
   EXPECT_FALSE(holds(ended.err, "still running")) << ended.err;
 }
 
+// Rank 0 would end well by itself 3 seconds after the grace, and before that of the second failure.
+TEST(RunFaultTest, TheGraceBeginsWithTheFirstFailure) {
+  Launched run(cohort_run_sh({"--nproc-per-node", "3", "--grace", "5"},
+                             "if [ $RANK = 2 ]; then exit 7; fi;"
+                             "if [ $RANK = 1 ]; then sleep 4.5; exit 1; fi;"
+                             "sleep 8; echo rank 0 was not stopped >&2"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 7) << ended.err;
+  EXPECT_FALSE(holds(ended.err, "rank 0 was not stopped")) << ended.err;
+}
+
 TEST(RunFaultTest, AWorkerThatIgnoresSigtermIsKilled) {
   Launched run(cohort_run_sh({"--nproc-per-node", "2", "--grace", "0.1"},
                              "trap '' TERM; flag=$COHORT_LOG_DIR/ready;"

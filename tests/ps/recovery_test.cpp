@@ -468,6 +468,7 @@ TEST(RecoveryTest, WhatFoundNoRoomIsRemovedAndTriedAgain) {
     std::this_thread::sleep_for(milliseconds(200));
     await([&] { return unfinished_in(cluster.folder(0)) == 0; });
     EXPECT_TRUE(entries_of(cluster.folder(0), "snapshot.").empty());
+    EXPECT_NE(cluster.log().find("no snapshot"), std::string::npos) << cluster.log();
     const std::string text = message_of<c10::Error>([&] { client->save(checkpoint); });
     EXPECT_NE(text.find("File too large"), std::string::npos) << text;
     EXPECT_EQ(unfinished_in(checkpoint), 0U);

@@ -36,6 +36,17 @@ TEST(RenderProgressTest, ShowsEveryFigureAt80Columns) {
                                       "8,115 tok/s  01:12 left"}));
 }
 
+// As narrow as it gets before a figure goes.
+TEST(RenderProgressTest, TheShortestBarHasEightCells) {
+  EXPECT_EQ(render_progress(state({8115.2}), kTimes, 75, ProgressGlyphs::kAscii),
+            (std::vector<std::string>{"epoch 3 [==>     ] 120/400  loss 3.412  lr 2.1e-04  "
+                                      "8,115 tok/s  01:12 left"}));
+  const std::string narrower =
+      render_progress(state({8115.2}), kTimes, 74, ProgressGlyphs::kAscii).at(0);
+  EXPECT_NE(narrower.find("=>"), std::string::npos) << narrower;
+  EXPECT_EQ(narrower.find("lr "), std::string::npos) << narrower;
+}
+
 TEST(RenderProgressTest, GivesEachRankItsBar) {
   EXPECT_EQ(render_progress(state({4060, 3045}), kTimes, 100, ProgressGlyphs::kAscii)[1],
             "2 ranks: rank 0 [============] 4,060 | rank 1 [=========>  ] 3,045 tok/s");

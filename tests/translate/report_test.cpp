@@ -113,6 +113,7 @@ TEST(ReportTest, ABrowserShowsCurvesTranslationsAndMachines) {
   EXPECT_EQ(page.console, "");
   // Loss and scores two each, rate, norm, speed, ranks two, GPU two; one mark in each of 8 charts.
   EXPECT_EQ(count(page.dom, "<path class=\"line "), 11);
+  EXPECT_EQ(count(page.dom, "<path class=\"dots "), 3) << "loss, BLEU, chrF of validations";
   EXPECT_EQ(count(page.dom, "<figure"), 8);
   EXPECT_EQ(count(page.dom, "<path class=\"mark\""), 8);
   EXPECT_EQ(count(page.dom, "class=\"tip\""), 8) << "the script has run";
@@ -156,6 +157,22 @@ TEST(ReportTest, ABrowserShowsCurvesTranslationsAndMachines) {
   EXPECT_GT(count(whole, "\n"), 200) << whole;
   EXPECT_EQ(whole, body(seen(html.erase(script, end + 9 - script))))
       << "the page is the same without its script";
+}
+
+TEST(ReportTest, OfManyRanksTheHighestTheMedianAndTheLowestAreShown) {
+  const TemporaryFolder folder;
+  {
+    train::History history(folder / "history.jsonl");
+    for (const double update : {10, 20}) {
+      std::vector<double> speeds;
+      for (int rank = 0; rank < 33; ++rank) speeds.push_back(1000 + (rank * 7) % 33);
+      history.append({{"type", "train"}, {"update", update}, {"rank_tokens_per_s", speeds}});
+    }
+  }
+  const std::string html = report_html(folder.path());
+  EXPECT_EQ(count(html, "<path class=\"line "), 3);
+  for (const char* point : {"[10.0,1032.0]", "[10.0,1016.0]", "[10.0,1000.0]"})
+    EXPECT_NE(html.find(point), std::string::npos) << point << "\n" << html;
 }
 
 TEST(ReportTest, ThePointerIsShownTheValuesBelowIt) {
