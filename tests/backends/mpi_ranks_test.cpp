@@ -2,6 +2,7 @@
 // all ranks run all cases.
 #include <cstdlib>
 #include <gtest/gtest.h>
+#include <mpi.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -395,6 +396,16 @@ TEST(MpiPlace, OneProcessAloneIsToldSoToo) {
   });
   EXPECT_EQ(error,
             "backend mpi: no mpirun started this process: start the program with mpirun -n 1");
+}
+
+TEST(MpiThreads, AProgramThatInitialisedMpiForOneThreadIsToldSo) {
+  ASSERT_EQ(MPI_Init(nullptr, nullptr), MPI_SUCCESS);
+  const auto of_group = [] { connect("threads", own_rank, world, std::chrono::seconds(5)); };
+  const std::string expected =
+      "the program initialised MPI for one thread only: backend mpi needs MPI_THREAD_MULTIPLE";
+  EXPECT_EQ(test::message_of<ConfigError>(of_group), expected);
+  EXPECT_EQ(test::message_of<ConfigError>(of_group), expected) << "asked again";
+  MPI_Finalize();
 }
 
 // Rank 1 stays away from the sum. Both end with a failure, so that MPI is not finalised and mpirun
