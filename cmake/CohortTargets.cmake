@@ -74,6 +74,13 @@ function(cohort_tensor_program target)
   cohort_use_torch_pch(${target})
 endfunction()
 
+# What a test binary without run_program cannot do for itself (cohort/base/amx.h).
+if(COHORT_TESTS)
+  try_run(COHORT_AMX_HAS_NO_TILES COHORT_AMX_COMPILES
+    SOURCES ${PROJECT_SOURCE_DIR}/cmake/amx_has_no_tiles.cpp ${PROJECT_SOURCE_DIR}/cohort/base/amx.cpp
+    CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR} CXX_STANDARD 20)
+endif()
+
 # cohort_add_test(NAME SOURCES ... [DEPS ...] LABEL unit|distributed|fault|numerics|slow|peers [RANKS n]
 #                 [TIMEOUT s] [TORCH] [SERIAL] [ENVIRONMENT ...])
 # One CTest entry for each GoogleTest case in SOURCES, of the test binary NAME. Several calls with one NAME add to one binary,
@@ -99,6 +106,9 @@ function(cohort_add_test name)
   set(properties LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${ARG_RANKS})
   list(APPEND ARG_ENVIRONMENT OMP_NUM_THREADS=1 COHORT_BIN=${CMAKE_RUNTIME_OUTPUT_DIRECTORY}
        COHORT_SOURCE=${PROJECT_SOURCE_DIR} COHORT_TEST_PYTHON=${COHORT_TEST_PYTHON})
+  if(COHORT_AMX_HAS_NO_TILES)
+    list(APPEND ARG_ENVIRONMENT ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)
+  endif()
   # gtest_discover_tests unpacks lists three times over: so many backslashes keep this one together.
   list(JOIN ARG_ENVIRONMENT [[\\\\\\\;]] environment)
   list(APPEND properties ENVIRONMENT "${environment}")

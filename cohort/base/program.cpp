@@ -15,6 +15,7 @@
 #include <unistd.h>
 #include <utility>
 
+#include "cohort/base/amx.h"
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 
@@ -98,6 +99,7 @@ int report(const std::string& program, int code, const std::exception& error) {
 }  // namespace
 
 int run_program(const std::string& program, const std::function<int()>& body) {
+  avoid_amx_without_tiles();
   report_crashes();
   // A limit on the size of files is an error of `write`, as a full disk is. A handler rather than
   // SIG_IGN: programs that this one starts do not inherit it.

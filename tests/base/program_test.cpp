@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <sys/resource.h>
 
+#include "cohort/base/amx.h"
 #include "cohort/base/atomic_file.h"
 
 #include "tests/base/temporary_folder.h"
@@ -68,6 +69,25 @@ TEST(ProgramTest, ALimitOnTheSizeOfFilesIsAnErrorOfOneLine) {
               "^test: error: " + file + ": cannot write: File too large\n$");
   EXPECT_FALSE(std::filesystem::exists(file));
   EXPECT_NE(read_file(folder / "error").find("\"stack\":\"\""), std::string::npos);
+}
+
+TEST(ProgramTest, AmxWithoutTilesIsNotUsedUnlessOneSaysSo) {
+  constexpr const char* kVariable = "ONEDNN_MAX_CPU_ISA";
+  const auto set_by_program = [] {
+    run_program("test", [] {
+      const char* value = std::getenv(kVariable);
+      std::exit(value == nullptr ? 10 : std::string(value) == "AVX512_CORE_FP16" ? 11 : 12);
+      return 0;
+    });
+  };
+  ::unsetenv(kVariable);
+  const bool is_listed_alone = amx_has_no_tiles();
+  EXPECT_EXIT(set_by_program(), testing::ExitedWithCode(is_listed_alone ? 11 : 10),
+              is_listed_alone ? "^warning: this processor lists AMX but no tiles for it: "
+                                "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 is set\n$"
+                              : "^$");
+  ::setenv(kVariable, "DEFAULT", 1);
+  EXPECT_EXIT(set_by_program(), testing::ExitedWithCode(12), "^$");
 }
 
 }  // namespace program_test
