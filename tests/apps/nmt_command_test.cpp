@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <set>
 #include <signal.h>
 #include <span>
@@ -553,6 +554,21 @@ TEST_F(NmtCommandTest, TheFirstMetricDecides) {
   expect_refused(train_flags("x") + "--valid-metrics ter", "--valid-metrics ter: expected");
   expect_refused(train_flags("x") + "--valid-metrics bleu bleu",
                  "--valid-metrics bleu bleu: expected each of them once");
+}
+
+TEST_F(NmtCommandTest, EachEpochsBarStaysOnTheTerminal) {
+  std::string flags = train_flags("bars") + "--after-epochs 2";
+  const std::string quiet = "--quiet ";
+  flags.erase(flags.find(quiet), quiet.size());
+  const Ended ended = shell("LC_ALL=C TERM=xterm script -qec '" + bin("cohort-nmt") + " " + flags +
+                            "' " + path("typescript"));
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  const std::string shown = contents(path("typescript"));
+  for (const std::string epoch : {"1", "2"}) {
+    // What follows a bar that is erased is no new line.
+    const std::regex bar("epoch " + epoch + " \\[=+\\] 19/19[^\r\n\x1b]*\r+\n");
+    EXPECT_TRUE(std::regex_search(shown, bar)) << shown;
+  }
 }
 
 TEST_F(NmtCommandTest, ARunByBleuIsNotResumedWithAnotherTokenizer) {

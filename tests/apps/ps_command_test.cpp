@@ -1,7 +1,10 @@
 // `cohort ps` as a user runs it.
+#include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
+#include <future>
 #include <gtest/gtest.h>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -17,6 +20,7 @@
 #include "cohort/ps/server/server.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/message_of.h"
 #include "tests/support/shell.h"
 
 namespace ps_command_test {
@@ -100,6 +104,35 @@ TEST_F(PsCommandTest, DenseParametersLiveOnADeviceThroughLibtorch) {
     EXPECT_NE(refused.output.find("--device " + device + text), std::string::npos)
         << refused.output;
   }
+}
+
+// A rule that the processor's own blocks know and libtorch's do not tells which of them a server has.
+TEST_F(PsCommandTest, BlocksAreLibtorchsWithADeviceAlone) {
+  const ps::JobOptions job{
+      .trainers = 1, .dense_rule = {.rule = ps::Rule::kRowwiseAdagrad}, .blocks = {{"w", 0, 4, 0}}};
+  const auto error_with = [&](const std::string& flags) {
+    std::filesystem::remove_all(folder_ / "server");
+    std::filesystem::remove(folder_ / "port");
+    std::filesystem::remove(folder_ / "done");
+    auto server = std::async(std::launch::async, [&] {
+      return with_server(flags, "for i in $(seq 600); do [ -e " + folder_ / "done" +
+                                    " ] && break; sleep 0.1; done");
+    });
+    while (!std::filesystem::exists(folder_ / "port") &&
+           server.wait_for(std::chrono::milliseconds(10)) == std::future_status::timeout) {
+    }
+    const std::string text = cohort::test::message_of<c10::Error>([&] {
+      const std::string port = read_file(folder_ / "port");
+      ps::Client client({.servers = {"127.0.0.1:" + port.substr(0, port.find('\n'))}}, job);
+    });
+    std::ofstream(folder_ / "done");
+    EXPECT_EQ(server.get().code, 0) << read_file(folder_ / "log");
+    return text;
+  };
+  EXPECT_EQ(error_with(""), "nothing was thrown");
+  EXPECT_NE(error_with("--device cpu")
+                .find("dense parameters on a device: rowwise_adagrad is a rule of rows"),
+            std::string::npos);
 }
 
 // Whoever starts a server may ignore the ends of its children, and a program inherits that.

@@ -111,6 +111,24 @@ TEST_F(CtrCommandTest, OneTrainerThroughServersInSyncIsLocalTraining) {
   EXPECT_EQ(last_line(through_servers(2, 1, "--max-steps 40")), alone);
 }
 
+// An epoch begins with what all steps before it have made, also where no evaluation has pulled it.
+TEST_F(CtrCommandTest, AnEvaluationBetweenEpochsChangesNothing) {
+  ASSERT_EQ(shell(bin("ctr") + " generate --rows 4000 --output " + folder_ / "data").code, 0);
+  const std::string test = " --test " + folder_ / "data/test.tsv";
+  const auto evaluated_after = [&](const std::string& flags) {
+    const Ended trained = shell(bin("ctr") + " train --epochs 3 --batch 400 --train " +
+                                folder_ / "data/train.tsv" + flags + " --save " + folder_ / "saved");
+    EXPECT_EQ(trained.code, 0) << trained.output;
+    const Ended ended = shell(bin("ctr") + " evaluate --load " + folder_ / "saved" + test);
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    std::filesystem::remove_all(folder_ / "saved");
+    return ended.output.substr(std::min(ended.output.size(), ended.output.find("test: AUC")));
+  };
+  const std::string with_evaluations = evaluated_after(test);
+  EXPECT_NE(with_evaluations, "");
+  EXPECT_EQ(evaluated_after(""), with_evaluations);
+}
+
 // 300 lines on end are five blocks of 16 KiB: one share has three of them, the other two.
 TEST_F(CtrCommandTest, DamagedLinesAreLeftOutAndNobodyWaits) {
   ASSERT_EQ(shell(bin("ctr") + " generate --rows 2000 --output " + folder_ / "data").code, 0);
