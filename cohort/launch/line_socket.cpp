@@ -3,6 +3,7 @@
 #include <array>
 #include <cerrno>
 #include <sys/socket.h>
+#include <utility>
 
 namespace cohort::launch {
 namespace {
@@ -40,22 +41,24 @@ void LineSocket::add_polls(std::vector<pollfd>& polls) const {
 
 void LineSocket::turn() {
   flush();
+  incoming_.erase(0, std::exchange(num_taken_, 0));
   std::array<char, 4096> buffer;
-  while (open()) {
+  // What is more stays with the kernel until the lines that are here have been taken.
+  while (open() && incoming_.size() <= kMostBytes) {
     const ssize_t size = ::recv(fd_.get(), buffer.data(), buffer.size(), 0);
     if (size < 0 && would_block()) return;
     if (size <= 0) return close();
     incoming_.append(buffer.data(), static_cast<size_t>(size));
     heard_ = Clock::now();
-    if (incoming_.size() > kMostBytes && incoming_.find('\n') == std::string::npos) return close();
   }
+  if (incoming_.size() > kMostBytes && incoming_.find('\n') == std::string::npos) close();
 }
 
 std::optional<std::string> LineSocket::next() {
-  const size_t end = incoming_.find('\n');
+  const size_t end = incoming_.find('\n', num_taken_);
   if (end == std::string::npos) return std::nullopt;
-  std::string line = incoming_.substr(0, end);
-  incoming_.erase(0, end + 1);
+  std::string line = incoming_.substr(num_taken_, end - num_taken_);
+  num_taken_ = end + 1;
   return line;
 }
 

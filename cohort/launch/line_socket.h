@@ -1,6 +1,7 @@
 // Lines of text over a TCP connection, without ever waiting.
 #pragma once
 #include <chrono>
+#include <cstddef>
 #include <optional>
 #include <poll.h>
 #include <string>
@@ -27,7 +28,7 @@ class LineSocket {
   void send(const std::string& line);
   /// Adds what turn() waits for.
   void add_polls(std::vector<pollfd>& polls) const;
-  /// Sends and receives what it can.
+  /// Sends and receives what it can; receives no more while 64 KiB of lines wait for next().
   void turn();
   /// Returns the next line received, without its end.
   std::optional<std::string> next();
@@ -37,6 +38,7 @@ class LineSocket {
 
   Fd fd_;
   std::string incoming_;
+  size_t num_taken_ = 0;  // Bytes at the front of incoming_ that next() has returned.
   std::string outgoing_;
   Clock::time_point heard_;
 };
