@@ -121,8 +121,9 @@ function(cohort_add_test name)
     target_link_libraries(${name} PRIVATE GTest::gtest_main)
     target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
     cohort_warnings(${name})
-    # Compiles in three quarters of the time that -O2 takes. What is tested keeps its own.
-    target_compile_options(${name} PRIVATE $<$<CONFIG:Checked>:-O1>)
+    # Compiles in five eighths of the time that -O2 takes; GCC then takes what std::regex holds for uninitialised. What is
+    # tested keeps its own.
+    target_compile_options(${name} PRIVATE $<$<CONFIG:Checked>:-Og> $<$<CONFIG:Checked>:-Wno-maybe-uninitialized>)
     if(ARG_TORCH)
       cohort_use_torch_pch(${name})
     endif()
