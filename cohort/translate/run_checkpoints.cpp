@@ -2,18 +2,22 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <chrono>
 #include <cmath>
 #include <exception>
+#include <fcntl.h>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <sys/file.h>
 #include <torch/types.h>
 #include <utility>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/stored_checkpoint.h"
+#include "cohort/base/system_error.h"
 #include "cohort/translate/run_folder.h"
 #include "cohort/translate/work_alone.h"
 
@@ -39,13 +43,18 @@ bool is_restart_of(const train::Facts& facts) {
          found->second == run_id();
 }
 
-// Nothing if there is no whole checkpoint.
+// Nothing if there is no checkpoint. Reads all of it: one that is damaged must not pass for the
+// best, nor for none, which the next save would replace.
 std::optional<train::Facts> facts_in(const std::string& folder) {
+  if (!fs::exists(fs::path(folder) / "manifest.json")) return std::nullopt;
   try {
-    return train::read_manifest(folder);
-  } catch (const ConfigError&) {
-    return std::nullopt;
+    StoredCheckpoint checkpoint(folder);
+    for (const auto& [key, file] : checkpoint.manifest().files) checkpoint.file(key);
+  } catch (const ConfigError& error) {
+    throw ConfigError(one_line(error) + "; the run goes on without its best weights so far once " +
+                      folder + " is moved away");
   }
+  return train::read_manifest(folder);
 }
 
 // `facts` are those of `folder`.
@@ -64,12 +73,20 @@ int64_t update_of(const train::Facts& facts, const std::string& folder) {
 
 }  // namespace
 
-Start find_start(const TrainingOptions& options) {
+Fd hold_run_folder(const std::string& model_dir) {
   std::error_code error;
-  fs::create_directories(options.model_dir, error);
-  if (!fs::is_directory(options.model_dir)) {
-    throw ConfigError("--model-dir " + options.model_dir + " cannot be made: " + error.message());
+  fs::create_directories(model_dir, error);
+  Fd folder(::open(model_dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!folder) {
+    throw ConfigError("--model-dir " + model_dir +
+                      " cannot be made: " + (error ? error.message() : system_reason(errno)));
   }
+  if (::flock(folder.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+    throw ConfigError("--model-dir " + model_dir + ": another training is running in this folder");
+  return folder;
+}
+
+Start find_start(const TrainingOptions& options) {
   const fs::path folder = options.model_dir;
   if (fs::exists(folder / "last" / "manifest.json") &&
       (!options.overwrite || is_restart_of(train::read_manifest(folder / "last")))) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/fd.h"
 #include "cohort/base/log.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/train/checkpoint.h"
@@ -17,9 +18,13 @@ namespace cohort::translate {
 
 enum class Start { kFresh, kResume };
 
-/// Makes the run's folder and says whether the run in it goes on. Local, for rank 0.
-/// Errors: ConfigError if it cannot be made, or holds a run that can be neither continued nor
-///         replaced.
+/// Makes the run's folder and keeps other trainings out until the descriptor is closed. (A file
+/// system without flock keeps nobody out.) Local, for rank 0.
+/// Errors: ConfigError if it cannot be made, or another process holds it.
+Fd hold_run_folder(const std::string& model_dir);
+
+/// Says whether the run in the folder goes on. Local, for rank 0.
+/// Errors: ConfigError if it holds a run that can be neither continued nor replaced.
 Start find_start(const TrainingOptions& options);
 /// Removes what an earlier run left there, but for its vocabularies and tokens.
 void remove_earlier_run(const std::string& model_dir);
@@ -40,8 +45,8 @@ class RunCheckpoints {
   ///
   /// Should best/ not hold the state's best, for it could not be saved and the run was killed, the
   /// state's best is the one that is there.
-  /// Collective; blocks. Errors, on all ranks: ConfigError if last/ is damaged, or of a run with
-  /// other text, vocabularies, model or first metric: it names what differs.
+  /// Collective; blocks. Errors, on all ranks: ConfigError if last/ or best/ is damaged, or last/
+  /// of a run with other text, vocabularies, model or first metric: it names what differs.
   RunState read_last(comm::ProcessGroup& group) const;
   /// Whether last/ has the part: "average", say. Collective; blocks. Errors: as read_last.
   bool last_has(const std::string& part, comm::ProcessGroup& group) const;

@@ -751,9 +751,12 @@ TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) 
     throw ConfigError("--tensor-parallel: expected ddp, zero1, zero2 or zero3 as --strategy");
   parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
   auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
+  Fd held_folder;
   std::string decision;
-  work_alone(group, "the run's folder", group.rank() == 0, kFolderLimit,
-             [&] { decision = find_start(options) == Start::kResume ? "resume" : "fresh"; });
+  work_alone(group, "the run's folder", group.rank() == 0, kFolderLimit, [&] {
+    held_folder = hold_run_folder(options.model_dir);
+    decision = find_start(options) == Start::kResume ? "resume" : "fresh";
+  });
   const Start start = group.broadcast_text(decision) == "resume" ? Start::kResume : Start::kFresh;
   if (options.servers && start == Start::kResume) {
     throw ConfigError(

@@ -160,6 +160,12 @@ TEST_F(NmtCommandTest, BadInputIsOneLineThatNamesIt) {
   }
   EXPECT_TRUE(fs::is_empty(path("bad"))) << "nothing half-written";
   expect_refused("bogus", "bogus: there is no such flag or command");
+  expect_refused(flags + "--bogus 3", "--bogus: there is no such flag or command");
+  expect_refused(
+      flags + "--device cuda",
+      "--device: this program computes on the CPU and cannot use a GPU yet: leave it out");
+  expect_refused(flags + "--seed 1 --seed 2", "--seed: expected once, got 2 times");
+  expect_refused(flags + "--seed", "--seed: expected a value");
 }
 
 TEST_F(NmtCommandTest, OneVocabularyServesBothSidesAndAllTables) {
@@ -554,6 +560,48 @@ TEST_F(NmtCommandTest, TheFirstMetricDecides) {
   expect_refused(train_flags("x") + "--valid-metrics ter", "--valid-metrics ter: expected");
   expect_refused(train_flags("x") + "--valid-metrics bleu bleu",
                  "--valid-metrics bleu bleu: expected each of them once");
+}
+
+// Whatever is damaged in best/: it is neither reported as the best nor replaced by worse.
+TEST_F(NmtCommandTest, ADamagedBestIsRefusedAndLeftAsItIs) {
+  ASSERT_EQ(shell(bin("cohort-nmt") + " " + train_flags("best") + "--after-epochs 2").code, 0);
+  const std::string more = train_flags("best") + "--after-epochs 3";
+  fs::path weights;
+  for (const auto& entry : fs::directory_iterator(path("best/best")))
+    if (entry.path().extension() == ".safetensors") weights = entry.path();
+  for (const fs::path& file : {fs::path(path("best/best/manifest.json")), weights}) {
+    const std::string whole = contents(file);
+    std::string flipped = whole;
+    flipped[whole.size() - 9] = static_cast<char>(flipped[whole.size() - 9] ^ 1);
+    for (const std::string& damaged : {std::string(), flipped}) {
+      std::ofstream(file, std::ios::binary) << damaged;
+      expect_refused(more, file.filename().string());
+      expect_refused(more, "once " + path("best/best") + " is moved away");
+      EXPECT_EQ(contents(file), damaged);
+    }
+    std::ofstream(file, std::ios::binary) << whole;
+  }
+  fs::rename(path("best/best"), path("aside"));
+  const Ended without = shell(bin("cohort-nmt") + " " + more);
+  EXPECT_EQ(without.code, 0) << without.output;
+  EXPECT_TRUE(fs::exists(path("best/best/manifest.json")));
+}
+
+TEST_F(NmtCommandTest, TwoTrainingsDoNotShareAFolder) {
+  const std::string flags = train_flags("held") + "--after-epochs 100000";
+  const Ended second =
+      shell(bin("cohort-nmt") + " " + flags + " > " + path("log") +
+            " 2>&1 & FIRST=$!; for i in $(seq 600); do [ -s " + path("held/history.jsonl") +
+            " ] && break; sleep 0.1; done; " + bin("cohort-nmt") + " " + flags +
+            " --overwrite; code=$?; kill -INT $FIRST; wait $FIRST; echo first $?; (exit $code)");
+  EXPECT_EQ(second.code, 2) << second.output;
+  EXPECT_NE(second.output.find("--model-dir " + path("held") +
+                               ": another training is running in this folder\n"),
+            std::string::npos)
+      << second.output;
+  EXPECT_NE(second.output.find("first 4"), std::string::npos)
+      << second.output << contents(path("log"));
+  EXPECT_TRUE(fs::exists(path("held/last/manifest.json")));
 }
 
 TEST_F(NmtCommandTest, EachEpochsBarStaysOnTheTerminal) {
