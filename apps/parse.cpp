@@ -65,6 +65,11 @@ std::string text_of(const CLI::ParseError& error, const CLI::App& command) {
     text.replace(limits, range.size(), ": expected ");
     return text.replace(at, value.size(), " ");
   }
+  const std::string twice = ": At Most 1 required but received ";
+  if (const size_t at = text.find(twice); at != text.npos)
+    return text.substr(0, at) + ": expected once, got " + text.substr(at + twice.size()) + " times";
+  if (const size_t at = text.find(": 1 required "); at != text.npos && text.ends_with(" missing"))
+    return text.substr(0, at) + ": expected a value";
   const std::string conversion = "Could not convert: ";
   const size_t equals = text.find(" = ");
   if (!text.starts_with(conversion) || equals == std::string::npos) return text;
@@ -74,7 +79,9 @@ std::string text_of(const CLI::ParseError& error, const CLI::App& command) {
   const std::array<std::string, 5> counts = {"INT", "UINT", kTokens, kUpdates, kEpochs};
   const bool whole = std::ranges::find(counts, type.substr(0, type.find(':'))) != counts.end();
   return name + " " + text.substr(equals + 3) + ": expected " +
-         (whole ? "a whole number" : "a number");
+         (whole               ? "a whole number"
+          : type == "BOOLEAN" ? "true or false"
+                              : "a number");
 }
 
 // CLI11 takes the next word for a value, whatever it is.
@@ -97,6 +104,16 @@ void check_needs(const CLI::App& command) {
     for (const CLI::Option* needed : option->get_needs())
       if (is_off(*needed)) throw CLI::RequiresError(option->get_name(), needed->get_name());
   }
+}
+
+// Of what the command line holds and no flag or command takes.
+std::string unknown_of(const CLI::App& app) {
+  const std::vector<std::string> unknown = app.remaining(/*recurse=*/true);
+  const auto flag = std::ranges::find_if(unknown, [](const auto& u) { return u.starts_with("-"); });
+  const std::string word = flag == unknown.end() ? unknown.front() : *flag;
+  if (word == "--device" || word.starts_with("--device="))
+    return word + ": this program computes on the CPU and cannot use a GPU yet: leave it out";
+  return word + ": there is no such flag or command";
 }
 
 }  // namespace
@@ -133,9 +150,10 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
     return app.exit(help);
   } catch (const CLI::RequiredError& error) {
     // What was written wrongly explains more than what is therefore missing.
-    if (const auto unknown = app.remaining(/*recurse=*/true); !unknown.empty())
-      throw ConfigError(unknown.front() + ": there is no such flag or command" + in_brackets(hint));
-    throw ConfigError(error.what() + in_brackets(hint));
+    const bool has_unknown = !app.remaining(/*recurse=*/true).empty();
+    throw ConfigError((has_unknown ? unknown_of(app) : error.what()) + in_brackets(hint));
+  } catch (const CLI::ExtrasError&) {
+    throw ConfigError(unknown_of(app) + in_brackets(hint));
   } catch (const CLI::ParseError& error) {
     throw ConfigError(with_origin(text_of(error, *command), origins) + in_brackets(hint));
   }

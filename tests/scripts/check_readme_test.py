@@ -111,7 +111,8 @@ class CheckReadmeTest(unittest.TestCase):
         self.commit()
         self.expect_fault("README.md: its example or figures are not the present ones")
         self.check("--write")
-        self.assertIn(f"- Rate: measured before (at commit {commit[:7]}: invented.json), to be repeated\n", self.text("README.md"))
+        self.assertIn("- Rate: not measured since the code changed; bench/results has an earlier figure "
+                      f"(invented.json, commit {commit[:7]})\n", self.text("README.md"))
         self.assertNotIn("12.3 rows", self.text("README.md"))
         self.expect_good()
 
