@@ -25,14 +25,15 @@ inline constexpr const char* kSeconds = "SECONDS";
 inline constexpr const char* kMinutes = "MINUTES";
 inline constexpr const char* kMebibytes = "MIB";
 
-/// Accepts finite numbers for which `holds`, and else says what was `expected`.
+/// Accepts numbers below 9e18 for which `holds`, and else says what was `expected`.
 inline CLI::Validator number_that(bool (*holds)(double), const std::string& expected) {
   return CLI::Validator(
       [=](const std::string& text) -> std::string {
         double number = 0;
         const bool good =
-            CLI::detail::lexical_cast(text, number) && std::abs(number) < 9e18 && holds(number);
-        return good ? "" : text + ": expected " + expected;
+            CLI::detail::lexical_cast(text, number) && std::isfinite(number) && holds(number);
+        if (!good) return text + ": expected " + expected;
+        return std::abs(number) < 9e18 ? "" : text + ": expected " + expected + " and below 9e18";
       },
       "");
 }

@@ -33,6 +33,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr double kMebibyte = 1024.0 * 1024;
+
+// The flags' own units stand beside what they set, with the same defaults.
 struct ServerFlags {
   ps::ServerOptions server;
   ps::RpcServerOptions rpc;
@@ -41,10 +44,10 @@ struct ServerFlags {
   std::string device = "host";
   std::string port_file;
   std::string metrics;
-  double trainer_timeout_s = 30;
-  double evict_period_s = 60;
-  double snapshot_log_mib = 4096;
-  double max_queue_mib = 256;
+  double trainer_timeout_s = std::chrono::duration<double>(server.trainer_timeout).count();
+  double evict_period_s = std::chrono::duration<double>(server.evict_period).count();
+  double snapshot_log_mib = static_cast<double>(server.snapshot_log_bytes) / kMebibyte;
+  double max_queue_mib = static_cast<double>(server.max_queue_bytes) / kMebibyte;
 };
 
 // What Paddle's environment says counts where the flags do not.
@@ -57,7 +60,7 @@ void take_role(const CLI::App& app, ServerFlags& flags) {
 }
 
 int64_t mebibytes(double number) {
-  return std::llround(number * 1024 * 1024);
+  return std::llround(number * kMebibyte);
 }
 
 milliseconds seconds(double number) {

@@ -50,11 +50,11 @@ std::optional<train::Facts> facts_in(const std::string& folder) {
   try {
     StoredCheckpoint checkpoint(folder);
     for (const auto& [key, file] : checkpoint.manifest().files) checkpoint.file(key);
+    return checkpoint.manifest().facts;
   } catch (const ConfigError& error) {
     throw ConfigError(one_line(error) + "; the run goes on without its best weights so far once " +
                       folder + " is moved away");
   }
-  return train::read_manifest(folder);
 }
 
 // `facts` are those of `folder`.

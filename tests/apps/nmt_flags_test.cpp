@@ -52,7 +52,7 @@ TEST_F(NmtFlagsTest, RatesAreOfASensibleSize) {
   expect_refused(flags + "--learn-rate 1e30",
                  "--learn-rate 1e30: expected a number above 0 and at most 100");
   expect_refused(flags + "--learn-rate 101", "--learn-rate 101: expected");
-  expect_refused(flags + "--noam-factor 1e30", "--noam-factor 1e30: expected a number above 0");
+  expect_refused(flags + "--noam-factor 1e30", "--noam-factor 1e30: expected a number above 0 and at most");
 }
 
 // Update 5 takes its parameters into the average at a rate of 9 / (5 + 9).
