@@ -77,22 +77,27 @@ void report_crashes() {
   }
 }
 
+// Tells the launcher, if there is one, what the exit code means.
+void explain(int code, const std::string& text, const std::string& stack) {
+  const auto path = env_string("COHORT_ERROR_FILE");
+  if (!path) return;
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  const nlohmann::json record = {{"rank", env_string("RANK").value_or("")},
+                                 {"exit_code", code},
+                                 {"message", text},
+                                 {"stack", stack},
+                                 {"time", std::chrono::duration<double>(now).count()}};
+  std::ofstream(*path) << record.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
+                       << '\n';
+}
+
 int report(const std::string& program, int code, const std::exception& error) {
   const std::string text = one_line(error);
   const auto rank = env_string("RANK");
   const auto world = env_string("WORLD_SIZE");
   const std::string tag = rank && world ? "[rank " + *rank + "/" + *world + "] " : "";
   std::fprintf(stderr, "%s%s: error: %s\n", tag.c_str(), program.c_str(), text.c_str());
-  if (const auto path = env_string("COHORT_ERROR_FILE")) {
-    const auto now = std::chrono::system_clock::now().time_since_epoch();
-    const nlohmann::json record = {{"rank", rank ? *rank : ""},
-                                   {"exit_code", code},
-                                   {"message", text},
-                                   {"stack", stack_of(error)},
-                                   {"time", std::chrono::duration<double>(now).count()}};
-    std::ofstream(*path) << record.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
-                         << '\n';
-  }
+  explain(code, text, stack_of(error));
   return code;
 }
 
@@ -109,8 +114,9 @@ int run_program(const std::string& program, const std::function<int()>& body) {
     std::cout.flush();
     if (code == kExitOk && (std::fflush(stdout) != 0 || std::ferror(stdout) != 0))
       throw std::system_error(errno, std::generic_category(), "standard output cannot be written");
+    if (code == kExitStopped) explain(code, "stopped on request", "");
     return code;
-  } catch (const c10::ValueError& error) {
+  } catch (const ConfigError& error) {
     return report(program, kExitUsage, error);
   } catch (const c10::DistError& error) {
     return report(program, kExitLostPeer, error);

@@ -9,7 +9,7 @@ namespace cohort {
 enum ExitCode : int {
   kExitOk = 0,
   kExitFailure = 1,   ///< Run-time failure.
-  kExitUsage = 2,     ///< Bad flag, file or environment: ConfigError and c10::ValueError.
+  kExitUsage = 2,     ///< Bad flag, file or environment: ConfigError.
   kExitLostPeer = 3,  ///< PeerError and other c10::DistError.
   kExitStopped = 4,   ///< Stopped by request, with a checkpoint saved.
 };
@@ -19,7 +19,9 @@ enum ExitCode : int {
 /// An exception is written to stderr as one line, "<program>: error: <text>" ("[rank r/W] " before
 /// it when RANK and WORLD_SIZE are set), and to the file named by COHORT_ERROR_FILE, where a
 /// launcher asked for one: JSON {"rank", "exit_code", "message", "stack", "time"}, the stack one
-/// frame a line, innermost first; empty where the exception carries none (c10's carry one).
+/// frame a line, innermost first; empty where the exception carries none (c10's carry one). The
+/// file is written for kExitStopped, too. It tells the launcher that the exit code has the meaning
+/// above.
 ///
 /// A crash (SIGSEGV, SIGABRT and the like) writes its innermost frames to stderr before it ends the
 /// program. A file that grows beyond the process's limit (RLIMIT_FSIZE) is an error of the write,

@@ -76,9 +76,13 @@ TraceRecord blank(int rank, int world_size) {
 
 }  // namespace
 
-CollectiveLog::CollectiveLog(int rank, int world_size, const std::string& trace_file)
-    : blank_(blank(rank, world_size)), page_(trace_file), last_(blank_) {
-  page_.write(last_);
+CollectiveLog::CollectiveLog(int rank, int world_size, std::shared_ptr<RankTrace> trace)
+    : blank_(blank(rank, world_size)), trace_(std::move(trace)), last_(blank_) {
+  trace_->show(this, last_);
+}
+
+CollectiveLog::~CollectiveLog() {
+  trace_->forget(this);
 }
 
 void CollectiveLog::begin(TraceRecord record, std::optional<MatchedCall> matched) {
@@ -87,7 +91,7 @@ void CollectiveLog::begin(TraceRecord record, std::optional<MatchedCall> matched
   record.world_size = blank_.world_size;
   record.state = TraceState::kWaiting;
   record.since_ns = steady_now_ns();
-  page_.write(record);
+  trace_->show(this, record);
   const std::lock_guard lock(mutex_);
   if (matched) {
     if (matched_.size() == kKept) matched_.pop_front();
@@ -107,7 +111,7 @@ void CollectiveLog::end() {
   } else {
     last_ = underway_.back();  // a collective inside of another guarded call
   }
-  page_.write(last_);
+  trace_->show(this, last_);
 }
 
 std::optional<int64_t> CollectiveLog::waiting_ns() const {

@@ -4,12 +4,13 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "cohort/base/trace_page.h"
+#include "cohort/comm/rank_trace.h"
 
 namespace cohort::comm {
 
@@ -26,8 +27,10 @@ struct MatchedCall {
 /// Threads: the caller of collectives writes, the watching thread reads; any may.
 class CollectiveLog {
  public:
-  /// `trace_file` empty: the page is in memory only.
-  CollectiveLog(int rank, int world_size, const std::string& trace_file);
+  CollectiveLog(int rank, int world_size, std::shared_ptr<RankTrace> trace);
+  ~CollectiveLog();
+  CollectiveLog(const CollectiveLog&) = delete;
+  CollectiveLog& operator=(const CollectiveLog&) = delete;
 
   /// Notes that a collective begins; sets pid, rank, state and time. `matched`: what takes part in
   /// comparisons, if it does.
@@ -43,11 +46,11 @@ class CollectiveLog {
 
  private:
   const TraceRecord blank_;  // pid, rank, world size
-  TracePage page_;
+  const std::shared_ptr<RankTrace> trace_;
   mutable std::mutex mutex_;
   std::deque<MatchedCall> matched_;    // guarded by mutex_; oldest first
   std::vector<TraceRecord> underway_;  // guarded by mutex_; innermost last
-  TraceRecord last_;                   // guarded by mutex_; what the page says
+  TraceRecord last_;                   // guarded by mutex_; the present, or what was called last
 };
 
 /// Ranks' stories, by rank. Ranks that tell none are absent.

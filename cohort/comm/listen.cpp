@@ -57,36 +57,40 @@ bool fits(const std::string& rule, const std::string& name) {
 
 }  // namespace
 
-int listen_on(int port) {
-  const int fd = socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const bool v6 = fd >= 0;
-  const int sock = v6 ? fd : socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (sock < 0) throw ConfigError("no TCP socket to listen on: " + errno_text());
+bool is_loopback(const std::string& host) {
+  return host == "localhost" || host.starts_with("127.") || host == "::1" ||
+         host.starts_with("::ffff:127.");
+}
+
+int listen_on(int port, const std::string& host) {
+  const bool loopback = is_loopback(host);
+  const std::string bound = host == "localhost" ? "127.0.0.1" : host;
+  sockaddr_in6 address6{};
+  address6.sin6_family = AF_INET6;
+  address6.sin6_port = htons(static_cast<uint16_t>(port));
+  sockaddr_in address4{};
+  address4.sin_family = AF_INET;
+  address4.sin_port = htons(static_cast<uint16_t>(port));
+  if (loopback && inet_pton(AF_INET, bound.c_str(), &address4.sin_addr) != 1 &&
+      inet_pton(AF_INET6, bound.c_str(), &address6.sin6_addr) != 1)
+    throw ConfigError("MASTER_ADDR=" + host + ": expected an address or a host's name");
+  const bool is_v4_loopback = loopback && bound.find(':') == std::string::npos;
+  Fd fd(is_v4_loopback ? -1 : socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const bool v6 = static_cast<bool>(fd);
+  // A host without IPv6 serves all interfaces by IPv4, but not in place of ::1.
+  if (!v6 && (is_v4_loopback || !loopback))
+    fd = Fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (!fd) throw ConfigError("no TCP socket to listen on: " + errno_text());
   const int yes = 1;
   const int no = 0;
-  setsockopt(sock, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  sockaddr_in6 address6{};
-  sockaddr_in address4{};
-  const sockaddr* address = nullptr;
-  socklen_t length = 0;
-  if (v6) {
-    setsockopt(sock, IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no);
-    address6.sin6_family = AF_INET6;
-    address6.sin6_port = htons(static_cast<uint16_t>(port));
-    address = reinterpret_cast<sockaddr*>(&address6);
-    length = sizeof address6;
-  } else {
-    address4.sin_family = AF_INET;
-    address4.sin_port = htons(static_cast<uint16_t>(port));
-    address = reinterpret_cast<sockaddr*>(&address4);
-    length = sizeof address4;
-  }
-  if (bind(sock, address, length) != 0 || listen(sock, 2048) != 0) {
-    const std::string text = errno_text();
-    ::close(sock);
-    throw ConfigError("port " + std::to_string(port) + " cannot be listened on: " + text);
-  }
-  return sock;
+  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+  if (v6) setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no);
+  const auto* address = v6 ? reinterpret_cast<const sockaddr*>(&address6)
+                           : reinterpret_cast<const sockaddr*>(&address4);
+  if (bind(fd.get(), address, v6 ? sizeof address6 : sizeof address4) != 0 ||
+      listen(fd.get(), 2048) != 0)
+    throw ConfigError("port " + std::to_string(port) + " cannot be listened on: " + errno_text());
+  return fd.release();
 }
 
 int port_of(int fd) {

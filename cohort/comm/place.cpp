@@ -124,6 +124,15 @@ void take_master(Place& place, const PlaceOptions& options) {
       env_string("TORCHELASTIC_USE_AGENT_STORE") == "True" && place.source == kTorchrun;
 }
 
+// `names` of the environment joined by dots, as far as they are set.
+std::string joined(std::initializer_list<const char*> names) {
+  std::string text;
+  for (const char* name : names) {
+    if (const auto value = env_string(name)) text += (text.empty() ? "" : ".") + *value;
+  }
+  return text;
+}
+
 Place from_options(const PlaceOptions& options) {
   if (!options.rank) {
     half_contract(options.world_size ? "--world-size" : "--nproc-per-node", "--rank");
@@ -150,6 +159,7 @@ Place from_torchrun() {
   if (!missing.empty()) half_contract(missing == "RANK" ? "WORLD_SIZE" : "RANK", missing);
   Place place;
   place.source = kTorchrun;
+  place.job = joined({"TORCHELASTIC_RUN_ID", "COHORT_ROUND"});
   place.rank = *env_rank("RANK");
   place.world_size = *env_rank("WORLD_SIZE");
   const auto local_rank = env_rank("LOCAL_RANK"), local_size = env_rank("LOCAL_WORLD_SIZE");
@@ -167,6 +177,7 @@ Place from_open_mpi() {
   if (!missing.empty()) half_contract("Open MPI's OMPI_COMM_WORLD_*", missing);
   Place place;
   place.source = "Open MPI's environment";
+  place.job = joined({"PMIX_NAMESPACE"});
   place.rank = *env_rank("OMPI_COMM_WORLD_RANK");
   place.world_size = *env_rank("OMPI_COMM_WORLD_SIZE");
   place.local_rank = *env_rank("OMPI_COMM_WORLD_LOCAL_RANK");
@@ -210,6 +221,7 @@ Place from_slurm() {
   if (!missing.empty()) half_contract("SLURM_PROCID", missing);
   Place place;
   place.source = kSlurm;
+  place.job = joined({"SLURM_JOB_ID", "SLURM_STEP_ID"});
   place.rank = *env_rank("SLURM_PROCID");
   place.world_size = *env_rank("SLURM_NTASKS");
   place.local_rank = *env_rank("SLURM_LOCALID");
@@ -327,7 +339,8 @@ std::optional<std::pair<std::string, std::string>> launched_as() {
 int device_index(const Place& place, int num_devices) {
   if (num_devices == 1) return 0;
   if (place.finds_host) {
-    throw ConfigError("LOCAL_RANK is not set: expected it, or the place of a group whose ranks have met");
+    throw ConfigError(
+        "LOCAL_RANK is not set: expected it, or the place of a group whose ranks have met");
   }
   if (place.local_rank >= num_devices) {
     throw ConfigError("local rank " + std::to_string(place.local_rank) +

@@ -21,7 +21,10 @@ struct Place {
   int master_port = 0;      ///< Its port; 0 for one process, and with store_file.
   std::optional<int> store_fd;  ///< Rank 0: a listening socket on master_port, inherited.
   std::string source;           ///< Which contract was found: "torchrun's environment", ...
-  std::string store_file;       ///< Path of a file to meet by, instead of master_addr; empty: none.
+  /// The job's and the round's name, where the launcher gives one: ranks of another do not meet
+  /// these, even at the same address. Equal on all ranks.
+  std::string job;
+  std::string store_file;  ///< Path of a file to meet by, instead of master_addr; empty: none.
   bool agent_store =
       false;  ///< The launcher itself serves the store (torchrun does); rank 0 only connects.
 };

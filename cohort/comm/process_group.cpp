@@ -101,34 +101,30 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPlugin& plugin,
   }
 }
 
+// The group is dead: of an engine that cannot be aborted the timeout remains.
+void abort_engine(c10d::ProcessGroup& engine) {
+  try {
+    engine.abort();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+  }
+}
+
 }  // namespace
 
 Job::Job(const Place& p, const GroupOptions& o, const std::string& trace_file)
-    : place(p),
-      options(o),
-      stack_report(trace_file.empty() ? nullptr
-                                      : std::make_unique<StackReport>(trace_file + ".stack")),
-      log(p.rank, p.world_size, trace_file) {}
+    : place(p), options(o), log(p.rank, p.world_size, RankTrace::open(trace_file)) {}
 
-void Job::add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine,
-                     Connections connections) {
+void Job::add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine) {
   const std::lock_guard lock(mutex_);
-  if (aborted_) connections.shut_down();
-  engines_.push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(engine), std::move(connections)});
+  if (aborted_) abort_engine(*engine);
+  engines_.emplace_back(engine);
 }
 
 void Job::abort() {
   const std::lock_guard lock(mutex_);
   aborted_ = true;
-  for (const Engine& entry : engines_) {
-    const auto engine = entry.group.lock();
-    if (!engine) continue;
-    entry.connections.shut_down();
-    try {
-      engine->abort();
-    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group is dead, and its
-                                       // timeout remains
-    }
+  for (const auto& entry : engines_) {
+    if (const auto engine = entry.lock()) abort_engine(*engine);
   }
 }
 
@@ -145,7 +141,6 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
   store = std::move(group_store);
   const int size = static_cast<int>(ranks.size());
   engine = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  Connections connections;  // Gloo's: other engines abort by themselves
   const auto add = [&](const std::string& backend_name, c10::DeviceType device,
                        const BackendPlugin& plugin) {
     BackendRequest request{
@@ -163,13 +158,11 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
   const bool is_gloo = options.backend == "gloo";
   engine->setDefaultBackend(engine_type(options.backend));
   if (!is_gloo) add(options.backend, plugin.device, plugin);
-  connections = {};
   // Lengths, comparisons and barriers stay on the CPU.
   if (is_gloo || plugin.device != c10::DeviceType::CPU)
     add("gloo", c10::DeviceType::CPU, find_backend("gloo"));
-  connections.note_new();
   engine->setGroupName(is_world() ? "cohort" : "cohort/" + name);
-  job->add_engine(engine, std::move(connections));
+  job->add_engine(engine);
 }
 
 ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
@@ -187,14 +180,13 @@ ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
                                                         .interface = options.interface,
                                                         .terms = terms(place, job->options)});
     if (job->place.finds_host) find_host(job->place, job->meeting.hosts);
-    impl_->connect(c10::make_intrusive<c10d::PrefixStore>("group", job->meeting.store),
-                   left_of(options.rendezvous_timeout, start));
+    impl_->connect(job->meeting.store, left_of(options.rendezvous_timeout, start));
   });
   if (place.world_size == 1) return;
   const bool rank_0_hosts = place.store_file.empty() && !place.agent_store;
   job->watch = std::make_unique<FailureWatch>(
-      c10::make_intrusive<c10d::PrefixStore>("watch", std::move(job->meeting.watch_store)),
-      std::move(job->meeting.watch_sockets), place.rank, place.world_size, rank_0_hosts,
+      std::move(job->meeting.watch_store), std::move(job->meeting.watch_sockets), place.rank,
+      place.world_size, rank_0_hosts,
       FailureWatchCalls{.story = [job = job.get()] { return job->log.story(); },
                         .waiting_ns = [job = job.get()] { return job->log.waiting_ns(); },
                         .abort = [job = job.get()] { job->abort(); }});
@@ -304,8 +296,8 @@ void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& bod
     throw;
   } catch (const std::exception& error) {
     // Gloo's IoException is a std::runtime_error and its EnforceNotMet a std::exception; c10d
-    // reports a failed collective of the Reducer as a plain c10::Error with Gloo's text in it. Those
-    // texts begin with the place in Gloo's sources.
+    // reports a failed collective of the Reducer as a plain c10::Error with Gloo's text in it.
+    // Those texts begin with the place in Gloo's sources.
     const std::string text = one_line(error);
     if (text.find("/third_party/gloo/gloo/") == std::string::npos) {
       job->log.end();

@@ -78,6 +78,7 @@ class [[nodiscard]] Work {
 class ProcessGroup {
  public:
   /// Meets the other ranks of `place`. Blocks, at most `rendezvous_timeout`.
+  /// A process may make several groups, one after another or at a time; all ranks in one order.
   /// One process is a group of size 1 and needs no network; with more, SIGPIPE no longer ends the
   /// process (a write to a lost rank is an error instead), unless the program handles it itself.
   /// Errors: ConfigError if the backend is unknown, rank 0 cannot listen on the port, or the ranks'

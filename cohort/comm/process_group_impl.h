@@ -6,10 +6,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <unordered_set>
 
-#include "cohort/base/stack_report.h"
-#include "cohort/base/trace_page.h"
 #include "cohort/comm/collective_log.h"
-#include "cohort/comm/connections.h"
 #include "cohort/comm/failure_watch.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/comm/rendezvous.h"
@@ -23,24 +20,18 @@ struct Job {
   Place place;  // complete once the ranks have met
   const GroupOptions options;
   Meeting meeting;
-  std::unique_ptr<StackReport>
-      stack_report;  // before the page: a launcher that sees the page may send the signal
   CollectiveLog log;
   bool dead = false;
 
   /// Ends all waiting in all groups' engines; any thread.
   void abort();
   /// Makes `abort` know an engine.
-  void add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine, Connections connections);
+  void add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine);
 
  private:
-  struct Engine {
-    c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-    Connections connections;
-  };
   std::mutex mutex_;
-  std::vector<Engine> engines_;  // guarded by mutex_
-  bool aborted_ = false;         // guarded by mutex_
+  std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> engines_;  // guarded by mutex_
+  bool aborted_ = false;                                              // guarded by mutex_
 
  public:
   std::unique_ptr<FailureWatch>

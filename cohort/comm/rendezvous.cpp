@@ -2,26 +2,17 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <cstdint>
-#include <cstring>
-#include <fcntl.h>
 #include <fstream>
-#include <poll.h>
+#include <map>
+#include <mutex>
 #include <random>
 #include <sstream>
-#include <sys/socket.h>
 #include <thread>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 #include <unistd.h>
 #include <vector>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
-#include "cohort/base/tcp.h"
 #include "cohort/comm/listen.h"
 
 namespace cohort::comm {
@@ -29,11 +20,8 @@ namespace {
 
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// A store that has answered once has this long to answer again, however late it is.
-constexpr milliseconds kAnswerTime{1000};
-
+const char* const kComplete = "complete";
 const char* const kError = "error";
 const char* const kTerms = "terms";
 const char* const kNumCome = "num_come";
@@ -92,68 +80,6 @@ std::string member_key(int rank) {
   return "member/" + std::to_string(rank);
 }
 
-// What c10d's client sends first, and what its store answers with the number.
-struct [[gnu::packed]] Validation {
-  c10d::detail::QueryType query = c10d::detail::QueryType::VALIDATE;
-  uint32_t magic = c10d::detail::validationMagicNumber;
-};
-struct [[gnu::packed]] Ping {
-  c10d::detail::QueryType query = c10d::detail::QueryType::PING;
-  uint32_t number = std::random_device()();
-};
-
-std::string text_of(int error) {
-  return std::strerror(error);
-}
-
-// Asks the store of `place`, at the other end of `connection`, for a sign of life. Returns why none
-// came; nothing if one did.
-std::string ping(const Fd& connection, const Place& place, Clock::time_point deadline) {
-  const Ping question;
-  uint32_t answer = 0;
-  if (send(connection.get(), &question, sizeof question, MSG_NOSIGNAL) < 0) return text_of(errno);
-  if (!is_ready(connection, POLLIN, deadline)) return "the port is open, but silent";
-  const ssize_t count = recv(connection.get(), &answer, sizeof answer, 0);
-  if (count < 0) return text_of(errno);
-  if (count == 0) return "the connection was closed";
-  if (count == sizeof answer && answer == question.number) return "";
-  throw ConfigError("MASTER_ADDR and MASTER_PORT: what answers at " + meeting_point(place) +
-                    " is no store");
-}
-
-// Connects to the store of `place` at one of its addresses. Returns why none answers there; nothing
-// if one does.
-std::string try_address(const addrinfo& address, const Place& place, Clock::time_point deadline,
-                        Fd& connection) {
-  // Another address, or another try, may do better than a host that drops what it gets.
-  const int error =
-      connect_to(address, std::min(deadline, Clock::now() + std::chrono::seconds(3)), connection);
-  if (error != 0) return text_of(error);
-  const Validation validation;
-  if (send(connection.get(), &validation, sizeof validation, MSG_NOSIGNAL | MSG_MORE) < 0)
-    return text_of(errno);
-  // A launcher listens long before rank 0 does: silence is no reason to leave.
-  return ping(connection, place, deadline);
-}
-
-// Waits until the store of `place` answers; returns a connection to it. c10d's client would wait,
-// too, but up to three times as long as it is told, with a page on stderr for every try.
-Fd await_store(const Place& place, Clock::time_point deadline) {
-  const Addresses addresses = resolve_master(place.master_addr, place.master_port, SOCK_STREAM);
-  Fd connection;
-  std::string reason;
-  for (milliseconds pause{10};; pause = std::min(pause * 2, milliseconds(500))) {
-    for (const addrinfo* address = addresses.get(); address != nullptr;
-         address = address->ai_next) {
-      reason = try_address(*address, place, deadline, connection);
-      if (reason.empty()) return connection;
-    }
-    if (Clock::now() >= deadline)
-      C10_THROW_ERROR(DistNetworkError, "nobody answers there: " + reason);
-    std::this_thread::sleep_until(std::min(deadline, Clock::now() + pause));
-  }
-}
-
 // The roster of one rendezvous: a view of the store, and this rank's place in it.
 class Roster {
  public:
@@ -161,6 +87,19 @@ class Roster {
   Roster(StorePtr store, const Fd& host, const Place& place, Clock::time_point start,
          Clock::time_point deadline)
       : store_(std::move(store)), host_(host), place_(place), deadline_(deadline), start_(start) {}
+
+  // Whether somebody has begun to sign.
+  bool is_begun() { return store_->check({kNumCome}); }
+  // Whether a rank has found all the others there.
+  bool is_complete() { return store_->check({kComplete}); }
+  // A new process takes the place of one that has ended; of another host that is not known.
+  void check_that_holder_is_gone() {
+    const std::string key = member_key(place_.rank);
+    if (!store_->check({key})) return;
+    const Member holder = Member::parse(store_->get_to_str(key));
+    if (holder.host == self_.host && !holder.is_gone(self_))
+      throw ConfigError("rendezvous at " + meeting_point(place_) + ": " + clash_text(holder));
+  }
 
   void sign(const std::string& terms) {
     store_->add(kNumCome, 1);
@@ -192,6 +131,7 @@ class Roster {
         if (member.is_gone(self_)) declare(stale(member));
       }
     }
+    store_->set(kComplete, "");
     return members;
   }
 
@@ -211,11 +151,15 @@ class Roster {
 
   [[noreturn]] void clash(const Member& other) {
     if (!place_.store_file.empty() && other.is_gone(self_)) declare(stale(other));
-    std::string text = "two processes are rank " + std::to_string(place_.rank) + ": " +
-                       other.describe() + " and " + self_.describe();
+    std::string text = clash_text(other);
     if (!place_.store_file.empty())
       text += "; or " + place_.store_file + " was left by an earlier job: remove it";
     declare(text);
+  }
+
+  std::string clash_text(const Member& other) const {
+    return "two processes are rank " + std::to_string(place_.rank) + ": " + other.describe() +
+           " and " + self_.describe();
   }
 
   std::string stale(const Member& gone) const {
@@ -282,64 +226,46 @@ class Roster {
   const Clock::time_point start_;
 };
 
-// Rank 0 hosts the store on a socket that is bound here or by the launcher: no port is ever raced
-// for.
-int listening_socket(const Place& place) {
-  const int fd = place.store_fd ? *place.store_fd : listen_on(place.master_port);
-  if (port_of(fd) != place.master_port) {
-    throw ConfigError("COHORT_STORE_FD listens on port " + std::to_string(port_of(fd)) +
-                      ": expected MASTER_PORT=" + std::to_string(place.master_port));
+// A store serves one group of all ranks after another, each with its own generation of keys. A
+// generation that this process has been in, whether it met the others there or not, is behind it.
+// Ranks may have tried a different number of times, and one may be a new process: which generation
+// is open is for the store to say.
+class Generation {
+ public:
+  Generation(c10d::Store& store, int rank)
+      : store_(store.compareSet("name", "", std::to_string(std::random_device()()))), rank_(rank) {
+    const std::lock_guard lock(mutex());
+    const auto known = next().find({store_, rank_});
+    is_first = known == next().end();
+    if (!is_first) number = known->second;
   }
-  return fd;
-}
-
-bool is_host(const Place& place) {
-  return place.rank == 0 && !place.agent_store;
-}
-
-StorePtr connect_tcp(const Place& place, Clock::time_point deadline, bool may_host) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(place.master_port);
-  options.timeout = std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), kAnswerTime);
-  options.waitWorkers = false;
-  options.numWorkers = static_cast<size_t>(place.world_size);
-  if (is_host(place) && may_host) {
-    options.isServer = true;
-    options.masterListenFd = listening_socket(place);
+  ~Generation() {
+    const std::lock_guard lock(mutex());
+    next()[{store_, rank_}] = number + 1;
   }
-  StorePtr store = c10::make_intrusive<c10d::TCPStore>(
-      is_host(place) ? "localhost" : place.master_addr, options);
-  if (!place.agent_store) return store;
-  // torchrun's agents keep one store over all restarts.
-  const auto attempt = env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0);
-  return c10::make_intrusive<c10d::PrefixStore>("/worker/attempt_" + std::to_string(attempt),
-                                                store);
-}
+  Generation(const Generation&) = delete;
+  Generation& operator=(const Generation&) = delete;
 
-// A file of the store's making begins with the length of its first key.
-void check_file(const std::string& path) {
-  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  if (fd < 0)
-    throw ConfigError("--dist-url file://" + path + " cannot be opened: " + std::strerror(errno));
-  uint32_t length = 1;
-  const ssize_t count = read(fd, &length, sizeof length);
-  ::close(fd);
-  if (count != 0 && (count != sizeof length || length == 0 || length > 4096)) {
-    throw ConfigError("--dist-url file://" + path +
-                      ": the file holds something else; expected none, or an empty one");
+  int64_t number = 0;
+  bool is_first = true;  // of this process as this rank of this store
+
+ private:
+  // By store and rank, for the ranks of one job may be threads of one process.
+  static std::map<std::pair<std::string, int>, int64_t>& next() {
+    static std::map<std::pair<std::string, int>, int64_t> numbers;
+    return numbers;
   }
-}
+  static std::mutex& mutex() {
+    static std::mutex instance;
+    return instance;
+  }
 
-StorePtr connect_store(const Place& place, Clock::time_point deadline, bool may_host) {
-  if (place.store_file.empty()) return connect_tcp(place, deadline, may_host);
-  check_file(place.store_file);
-  // With no number of connections to expect, the last one to close removes the file; with a number
-  // two that close at once may each take the other for the last.
-  return c10::make_intrusive<c10d::FileStore>(place.store_file, 0);
-}
+  const std::string store_;
+  const int rank_;
+};
 
-bool is_loopback(const std::string& address) {
-  return address.starts_with("127.") || address == "::1" || address == "::ffff:127.0.0.1";
+StorePtr part_of(const StorePtr& store, int64_t generation, const std::string& name) {
+  return c10::make_intrusive<c10d::PrefixStore>(std::to_string(generation) + "/" + name, store);
 }
 
 }  // namespace
@@ -349,11 +275,6 @@ void find_host(Place& place, const std::vector<std::string>& hosts) {
   place.local_rank = static_cast<int>(std::count(hosts.begin(), own, *own));
   place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), *own));
   place.finds_host = false;
-}
-
-std::string meeting_point(const Place& place) {
-  return place.store_file.empty() ? place.master_addr + ":" + std::to_string(place.master_port)
-                                  : place.store_file;
 }
 
 Meeting meet(const Place& place, const RendezvousOptions& options) {
@@ -369,15 +290,20 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                       : place.store_file.empty()
                           ? local_address_towards(place.master_addr, place.master_port)
                           : "127.0.0.1";
-    const Fd host =
-        is_host(place) || !place.store_file.empty() ? Fd() : await_store(place, deadline);
-    Connections sockets;
-    meeting.store = connect_store(place, deadline, /*may_host=*/true);
-    meeting.store->setTimeout(options.timeout);
-    sockets.note_new();
-    sockets.limit_waiting(options.timeout);
-    Roster roster(c10::make_intrusive<c10d::PrefixStore>("roster", meeting.store), host, place,
-                  start, deadline);
+    const Fd host = await_store(place, deadline);
+    const StoreConnection connection = connect_store(place, deadline);
+    connection.sockets.limit_waiting(options.timeout);
+    connection.store->setTimeout(options.timeout);
+    Generation generation(*connection.store, place.rank);
+    const auto roster_of = [&](int64_t number) {
+      return Roster(part_of(connection.store, number, "roster"), host, place, start, deadline);
+    };
+    while (roster_of(generation.number).is_complete() ||
+           roster_of(generation.number + 1).is_begun())
+      ++generation.number;
+    if (generation.is_first && generation.number > 0)
+      roster_of(generation.number - 1).check_that_holder_is_gone();
+    Roster roster = roster_of(generation.number);
     roster.sign(options.terms);
     const auto members = roster.wait_for_all();
     for (const Member& member : members) meeting.hosts.push_back(member.host);
@@ -386,10 +312,11 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                     [&](const std::string& other) { return other != roster.self().host; });
     if (several_hosts && asked.name.empty() && is_loopback(meeting.address))
       meeting.address = first_outside_address();
-    meeting.watch_sockets = {};
-    meeting.watch_store = connect_store(place, deadline, /*may_host=*/false);
-    meeting.watch_store->setTimeout(options.timeout);
-    meeting.watch_sockets.note_new();
+    StoreConnection watch = connect_store(place, deadline);
+    watch.store->setTimeout(options.timeout);
+    meeting.store = part_of(connection.store, generation.number, "group");
+    meeting.watch_store = part_of(watch.store, generation.number, "watch");
+    meeting.watch_sockets = std::move(watch.sockets);
     return meeting;
   } catch (const c10::ValueError&) {
     throw;

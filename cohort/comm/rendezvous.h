@@ -6,12 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cohort/comm/connections.h"
 #include "cohort/comm/place.h"
-
-namespace c10d {
-class Store;
-}
+#include "cohort/comm/store_connection.h"
 
 namespace cohort::comm {
 
@@ -24,11 +20,11 @@ struct RendezvousOptions {
 
 /// What this rank knows once all have met.
 struct Meeting {
-  c10::intrusive_ptr<c10d::Store> store;        ///< For the caller's thread.
-  c10::intrusive_ptr<c10d::Store> watch_store;  ///< A second connection, for the watching thread.
-  Connections watch_sockets;                    ///< What `watch_store` talks through.
-  std::string address;                          ///< Of this host, reachable by the other ranks.
-  std::string interface;                        ///< The interface asked for; empty: none.
+  StorePtr store;                  ///< For the caller's thread.
+  StorePtr watch_store;            ///< A second connection, for the watching thread.
+  Connections watch_sockets;       ///< What `watch_store` talks through.
+  std::string address;             ///< Of this host, reachable by the other ranks.
+  std::string interface;           ///< The interface asked for; empty: none.
   std::vector<std::string> hosts;  ///< By rank: equal for those of one host (and namespace).
 };
 
@@ -49,8 +45,5 @@ Meeting meet(const Place& place, const RendezvousOptions& options);
 
 /// Gives `place` the local rank and world size that `hosts`, one for each rank, imply. Local.
 void find_host(Place& place, const std::vector<std::string>& hosts);
-
-/// "127.0.0.1:29500" or "/shared/meet": where the ranks of `place` meet.
-std::string meeting_point(const Place& place);
 
 }  // namespace cohort::comm

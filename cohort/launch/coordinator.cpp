@@ -75,7 +75,10 @@ void Coordinator::listen_to(Node& node) {
                  .num_workers = JsonField(message, "nproc"),
                  .store_port = JsonField(message, "port")});
       } else if (kind == "failed" && of_this_round) {
-        on_failed(node, JsonField(message, "code"), message.at("why"));
+        on_failed(node, {.code = JsonField(message, "code"),
+                         .meaning = JsonField(message, "meaning"),
+                         .why = message.at("why"),
+                         .decide_at = Clock::now()});
       } else if (kind == "done" && of_this_round && node.state == State::kInRound) {
         node.state = State::kDone;
         node.code = JsonField(message, "code");
@@ -127,13 +130,13 @@ void Coordinator::on_join(Node& node, const Joining& joining) {
   if (is_new && round_runs_ && in_round < options_.nnodes.max) stop_round("a node joined");
 }
 
-void Coordinator::on_failed(const Node& node, int code, const std::string& why) {
+void Coordinator::on_failed(const Node& node, Failure failure) {
   if (!round_runs_) return;
-  const bool consequence = code == kExitLostPeer;
-  if (failure_ && (failure_->code != kExitLostPeer || consequence)) return;
-  const std::string where = "node " + std::to_string(node.number) + ": ";
-  const auto wait = consequence ? kSettle : std::chrono::milliseconds(0);
-  failure_ = Failure{code, where + why, Clock::now() + wait};
+  const bool consequence = failure.meaning == kExitLostPeer;
+  if (failure_ && (failure_->meaning != kExitLostPeer || consequence)) return;
+  failure.why = "node " + std::to_string(node.number) + ": " + failure.why;
+  if (consequence) failure.decide_at += kSettle;
+  failure_ = std::move(failure);
 }
 
 void Coordinator::drop_lost_nodes() {
@@ -148,7 +151,7 @@ void Coordinator::drop_lost_nodes() {
     const std::string name = "node " + std::to_string(node->number);
     nodes_.erase(node++);
     // A failure that is known and no consequence of this loss goes first.
-    const bool explained = failure_ && failure_->code != kExitLostPeer;
+    const bool explained = failure_ && failure_->meaning != kExitLostPeer;
     if (in_round && round_runs_ && !ended_ && !explained) {
       stop_round(name + (silent ? " fell silent" : " left"));
     }
@@ -231,7 +234,7 @@ void Coordinator::watch_round() {
 
 void Coordinator::decide_failure() {
   const Failure failure = *failure_;
-  if (failure.code == kExitUsage || num_restarts_ >= options_.max_restarts) {
+  if (failure.meaning == kExitUsage || num_restarts_ >= options_.max_restarts) {
     return end_job(failure.code, failure.why);
   }
   ++num_restarts_;

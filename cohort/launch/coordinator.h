@@ -31,7 +31,7 @@
 
 namespace cohort::launch {
 
-inline constexpr int kProtocolVersion = 2;
+inline constexpr int kProtocolVersion = 3;
 inline constexpr std::chrono::milliseconds kHeartbeat{1000};
 inline constexpr std::chrono::milliseconds kSilence{5000};
 
@@ -40,11 +40,11 @@ inline constexpr std::chrono::milliseconds kSilence{5000};
 /// A round begins when every node that had workers has stopped them, at least nnodes.min are ready,
 /// and either nnodes.max are or a second has passed. Nodes are numbered in the order of their first
 /// joining, the host first; more than nnodes.max wait for a place. A round ends when a node leaves
-/// or joins, or when a worker failed; only the last counts as a restart. A lost peer (code 3) is
-/// taken for a failure only if within 6 seconds no other cause shows.
-/// The job ends when all nodes of a round are done; when a worker failed with code 2, or once more
-/// than max_restarts; and when fewer than nnodes.min nodes are there for rdzv_timeout.
-/// Threads: none of its own; turn() never blocks.
+/// or joins, or when a worker failed; only the last counts as a restart. A lost peer is taken for a
+/// failure only if within 6 seconds no other cause shows. The job ends when all nodes of a round
+/// are done; when a worker failed for its configuration, or once more than max_restarts; and when
+/// fewer than nnodes.min nodes are there for rdzv_timeout. Threads: none of its own; turn() never
+/// blocks.
 class Coordinator {
  public:
   /// `listener`: as listen_if_local returned it. `master_addr`: told to the nodes.
@@ -78,6 +78,7 @@ class Coordinator {
   };
   struct Failure {
     int code = 0;
+    int meaning = 0;  // As ExitCode.
     std::string why;
     Clock::time_point decide_at;
   };
@@ -86,7 +87,7 @@ class Coordinator {
   void listen_to(Node& node);
   void on_join(Node& node, const Joining& joining);
   std::string refusal_of(const Joining& joining) const;
-  void on_failed(const Node& node, int code, const std::string& why);
+  void on_failed(const Node& node, Failure failure);
   void drop_lost_nodes();
   void heartbeat();
   void gather();

@@ -63,6 +63,10 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
   set_torchruns(variables, options, node, place.local_rank);
   const int rank = node.base_rank + place.local_rank;
   variables["COHORT_RESTART_COUNT"] = std::to_string(node.restart_count);
+  // Launchers that do not speak with each other count rounds of their own.
+  variables.erase("COHORT_ROUND");
+  if (options.elastic() || node.num_nodes == 1)
+    variables["COHORT_ROUND"] = std::to_string(node.round);
   variables["COHORT_LOG_DIR"] = place.log_dir;
   variables["COHORT_ERROR_FILE"] = error_file(place.log_dir, rank);
   variables[kTraceFileVariable] = trace_file(place.log_dir, rank);
@@ -86,7 +90,7 @@ std::vector<std::string> server_environment(const std::vector<std::string>& base
                                             const RunOptions& options, const ServerPlace& place) {
   Variables variables = to_variables(base);
   for (const char* name : {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-                           "COHORT_STORE_FD", kTraceFileVariable}) {
+                           "COHORT_STORE_FD", "COHORT_ROUND", kTraceFileVariable}) {
     variables.erase(name);
   }
   set_paddles(variables, "PSERVER", place.endpoints, options.nproc_per_node);

@@ -40,7 +40,8 @@ struct ServerPlace {
 /// Returns `base` ("NAME=value" each) with the worker's variables in it.
 ///
 /// RANK and its companions replace what `base` holds; OMP_NUM_THREADS is set only where it is
-/// missing or empty; COHORT_STORE_FD is removed for ranks without a socket, and
+/// missing or empty; COHORT_STORE_FD is removed for ranks without a socket, COHORT_ROUND
+/// where several launchers count rounds on their own, and
 /// TORCHELASTIC_USE_AGENT_STORE for all: here rank 0 serves the store. With servers, Paddle's
 /// variables say TRAINER and where they are.
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,

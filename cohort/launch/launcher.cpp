@@ -135,7 +135,7 @@ int Launcher::run_alone() {
     while (group_->running()) turn();
     group_->end();
     const Verdict verdict = judge(group_->outcomes());
-    const bool again = verdict.culprit && verdict.exit_code != kExitUsage && stop_signal_ == 0 &&
+    const bool again = verdict.culprit && verdict.meaning != kExitUsage && stop_signal_ == 0 &&
                        node.restart_count < options_.max_restarts && !server_failed_first_;
     if (!again) return conclude(stop_servers(verdict));
     ++node.restart_count;
@@ -154,7 +154,7 @@ void Launcher::turn_servers() {
   }
   if (!servers_->failure() || !group_ || !group_->running()) return;
   const Verdict verdict = judge(group_->outcomes());
-  if (!verdict.culprit || verdict.exit_code == kExitLostPeer) server_failed_first_ = true;
+  if (!verdict.culprit || verdict.meaning == kExitLostPeer) server_failed_first_ = true;
   group_->stop(options_.grace, "server " + std::to_string(servers_->failure()->rank) + " failed");
 }
 
@@ -166,7 +166,7 @@ Verdict Launcher::stop_servers(Verdict verdict) {
   servers_->end();
   const auto& failure = servers_->failure();
   const bool to_blame = failure && (server_failed_first_ || verdict.exit_code == kExitOk);
-  return to_blame ? Verdict{failure->status.exit_code, failure} : verdict;
+  return to_blame ? Verdict{failure->status.exit_code, failure->meaning(), failure} : verdict;
 }
 
 void Launcher::bind_store() {
@@ -215,7 +215,7 @@ std::optional<int> Launcher::take_part() {
   const Verdict verdict = judge(group_->outcomes());
   if (!stop_ordered_ && !end_) {
     if (verdict.culprit && !failure_told_) {
-      member_->tell_failed(verdict.exit_code, describe(*verdict.culprit, log_dir_));
+      member_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
     } else if (!verdict.culprit && verdict.exit_code <= kExitStopped) {
       member_->tell_done(verdict.exit_code);
     }
@@ -236,9 +236,9 @@ std::optional<int> Launcher::take_part() {
 void Launcher::tell_failure() {
   if (failure_told_ || stop_ordered_ || end_) return;
   const Verdict verdict = judge(group_->outcomes());
-  if (!verdict.culprit || verdict.exit_code == kExitLostPeer) return;
+  if (!verdict.culprit || verdict.meaning == kExitLostPeer) return;
   failure_told_ = true;
-  member_->tell_failed(verdict.exit_code, describe(*verdict.culprit, log_dir_));
+  member_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
 }
 
 bool Launcher::leaving() const {

@@ -47,8 +47,12 @@ void Member::tell_done(int code) {
   line_.send(text_of({{"say", "done"}, {"round", round_}, {"code", code}}));
 }
 
-void Member::tell_failed(int code, const std::string& why) {
-  line_.send(text_of({{"say", "failed"}, {"round", round_}, {"code", code}, {"why", why}}));
+void Member::tell_failed(const Verdict& verdict, const std::string& why) {
+  line_.send(text_of({{"say", "failed"},
+                      {"round", round_},
+                      {"code", verdict.exit_code},
+                      {"meaning", static_cast<int>(verdict.meaning)},
+                      {"why", why}}));
 }
 
 void Member::connect() {
@@ -81,11 +85,12 @@ std::optional<Order> Member::next() {
         round_ = JsonField(message, "round");
         return Order{Order::Kind::kRound, place_of(message), 0, ""};
       }
-      if (kind == "stop") return Order{Order::Kind::kStop, {}, 0, message.at("why")};
+      if (kind == "stop") return Order{Order::Kind::kStop, {}, 0, printable(message.at("why"))};
       if (kind == "end") {
         over_ = true;
         line_.close();
-        return Order{Order::Kind::kEnd, {}, JsonField(message, "code"), message.at("why")};
+        return Order{
+            Order::Kind::kEnd, {}, JsonField(message, "code"), printable(message.at("why"))};
       }
     } catch (const json::exception&) {
       over_ = true;

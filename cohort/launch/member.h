@@ -10,6 +10,7 @@
 #include "cohort/launch/environment.h"
 #include "cohort/launch/line_socket.h"
 #include "cohort/launch/options.h"
+#include "cohort/launch/report.h"
 
 namespace cohort::launch {
 
@@ -39,7 +40,7 @@ class Member {
   /// `store_port`: of this node's store socket, on the coordinator's node; else 0.
   void join(int store_port);
   void tell_done(int code);
-  void tell_failed(int code, const std::string& why);
+  void tell_failed(const Verdict& verdict, const std::string& why);
   void leave() { line_.close(); }
 
   /// Adds what turn() waits for; turn() is due every half second anyway.

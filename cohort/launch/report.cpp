@@ -17,11 +17,15 @@ constexpr std::streamoff kTailBytes = 64 * 1024;
 constexpr int kStackFrames = 12;
 constexpr size_t kMessageBytes = 4096;
 
+nlohmann::json read_error_file(const std::string& path) {
+  std::ifstream file(path);
+  return nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+}
+
 // The text field `name` of the process's error file; empty if there is none.
 std::string error_field(const Outcome& outcome, const std::string& log_dir, const char* name) {
-  std::ifstream file(outcome.is_server ? server_error_file(log_dir, outcome.rank)
-                                       : error_file(log_dir, outcome.rank));
-  const auto record = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const auto record = read_error_file(outcome.is_server ? server_error_file(log_dir, outcome.rank)
+                                                        : error_file(log_dir, outcome.rank));
   if (!record.is_object() || !record.contains(name) || !record[name].is_string()) return "";
   return record[name].get<std::string>();
 }
@@ -45,7 +49,7 @@ std::optional<Outcome> first_failure(std::span<const Outcome> outcomes, Counts c
   std::optional<Outcome> first;
   for (const Outcome& outcome : outcomes) {
     if (!outcome.failed() || outcome.stopped || !counts(outcome)) continue;
-    if (outcome.status.exit_code != kExitLostPeer) return outcome;
+    if (outcome.meaning() != kExitLostPeer) return outcome;
     if (!first) first = outcome;
   }
   return first;
@@ -53,25 +57,37 @@ std::optional<Outcome> first_failure(std::span<const Outcome> outcomes, Counts c
 
 }  // namespace
 
+ExitCode Outcome::meaning() const {
+  if (status.exit_code == kExitOk) return kExitOk;
+  const bool known = status.exit_code >= kExitUsage && status.exit_code <= kExitStopped;
+  return explained && known ? static_cast<ExitCode>(status.exit_code) : kExitFailure;
+}
+
 bool Outcome::failed() const {
-  return status.exit_code != kExitOk && status.exit_code != kExitStopped;
+  return meaning() != kExitOk && meaning() != kExitStopped;
+}
+
+bool explains(const std::string& path, int exit_code) {
+  const auto record = read_error_file(path);
+  return record.is_object() && record.contains("exit_code") && record["exit_code"] == exit_code;
 }
 
 Verdict judge(std::span<const Outcome> outcomes) {
   const auto before =
       first_failure(outcomes, [](const Outcome& o) { return o.passed_signal == 0; });
-  if (before) return {before->status.exit_code, before};
+  if (before) return {before->status.exit_code, before->meaning(), before};
   for (const Outcome& outcome : outcomes) {
     if (outcome.failed() && ended_by_passed_signal(outcome)) {
-      return {128 + outcome.passed_signal, std::nullopt};
+      return {128 + outcome.passed_signal, kExitFailure, std::nullopt};
     }
   }
   const auto after = first_failure(outcomes, [](const Outcome&) { return true; });
-  if (after) return {after->status.exit_code, after};
+  if (after) return {after->status.exit_code, after->meaning(), after};
   const bool saved = std::any_of(outcomes.begin(), outcomes.end(), [](const Outcome& outcome) {
-    return outcome.status.exit_code == kExitStopped;
+    return outcome.meaning() == kExitStopped;
   });
-  return {saved ? kExitStopped : kExitOk, std::nullopt};
+  const ExitCode code = saved ? kExitStopped : kExitOk;
+  return {code, code, std::nullopt};
 }
 
 std::string signal_name(int signal) {
@@ -92,7 +108,7 @@ std::string describe(const Outcome& outcome, const std::string& log_dir) {
 }
 
 std::string indented_stack(const Outcome& outcome, const std::string& log_dir) {
-  if (outcome.status.exit_code != kExitFailure) return "";
+  if (outcome.meaning() != kExitFailure) return "";
   std::istringstream frames(error_field(outcome, log_dir, "stack"));
   std::string text, frame;
   for (int i = 0; i < kStackFrames && std::getline(frames, frame); ++i) {

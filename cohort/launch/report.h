@@ -4,6 +4,7 @@
 #include <span>
 #include <string>
 
+#include "cohort/base/program.h"
 #include "cohort/launch/worker.h"
 
 namespace cohort::launch {
@@ -17,7 +18,12 @@ struct Outcome {
   bool stopped = false;  ///< It was sent SIGTERM or SIGKILL because another failed or time ran out.
   std::string note;      ///< Not empty: why the launcher itself declared that this rank failed.
   bool is_server = false;
+  /// Its error file names its exit code, as run_program writes it.
+  bool explained = false;
 
+  /// What its exit code means. Codes 2, 3 and 4 mean something only of a program that explained
+  /// them: pytest, wget and shells use them for errors of their own, which are kExitFailure.
+  ExitCode meaning() const;
   /// Whether it ended neither well nor on request with a checkpoint.
   bool failed() const;
 };
@@ -25,15 +31,19 @@ struct Outcome {
 /// What the launcher concludes.
 struct Verdict {
   int exit_code = 0;
+  ExitCode meaning = kExitOk;
   std::optional<Outcome> culprit;  ///< The rank that failed first; none if none did by itself.
 };
 
 /// Judges `outcomes`, in the order in which the ends were noticed.
 ///
-/// A failure before any signal decides: the first whose code is not 3 (a lost peer is a
-/// consequence), else the first. Else, if a passed signal n ended a worker: 128 + n. Else a failure
-/// after the signal, chosen likewise. Else 4 if any worker exited with 4, else 0.
+/// A failure before any signal decides: the first that is no lost peer (a consequence), else the
+/// first. Else, if a passed signal n ended a worker: 128 + n. Else a failure after the signal,
+/// chosen likewise. Else 4 if any worker stopped on request, else 0.
 Verdict judge(std::span<const Outcome> outcomes);
+
+/// Whether the error file `path` names `exit_code`.
+bool explains(const std::string& path, int exit_code);
 
 /// Returns "rank 1 (pid 123) was killed by signal 9 (Killed)" or "rank 1 (pid 123) exited with
 /// code 1: <message>" ("server 1" likewise), the message from its error file in `log_dir`, if it

@@ -146,6 +146,7 @@ std::optional<std::string> ServerGroup::notice_exit(Server& server) {
   outcome.is_server = true;
   outcome.pid = server.pid;
   outcome.status = *status;
+  outcome.explained = explains(server_error_file(log_dir_, server.id), status->exit_code);
   if (killed_ || failure_) return std::nullopt;
   if (stopping_) {
     if (outcome.failed() && status->signal != SIGTERM) failure_ = outcome;
@@ -156,7 +157,7 @@ std::optional<std::string> ServerGroup::notice_exit(Server& server) {
         "exited with code " + std::to_string(status->exit_code) + " before the trainers were done";
     outcome.status.exit_code = kExitFailure;
   }
-  if (status->exit_code == kExitUsage || num_restarts_ >= options_.servers.max_restarts) {
+  if (outcome.meaning() == kExitUsage || num_restarts_ >= options_.servers.max_restarts) {
     failure_ = outcome;
     return std::nullopt;
   }

@@ -6,6 +6,7 @@
 
 #include "cohort/base/program.h"
 #include "cohort/launch/cores.h"
+#include "cohort/launch/environment.h"
 #include "cohort/launch/session.h"
 #include "cohort/launch/worker.h"
 
@@ -134,11 +135,18 @@ void WorkerGroup::notice_exits() {
     if (!status) continue;
     worker.running = false;
     const bool stopped = stopping_ && worker.note.empty();
-    outcomes_.push_back({worker.rank, worker.pid, *status, passed_signal_, stopped, worker.note});
-    const bool first_failure = outcomes_.back().failed() && !std::exchange(failed_, true);
+    outcomes_.push_back(
+        {.rank = worker.rank,
+         .pid = worker.pid,
+         .status = *status,
+         .passed_signal = passed_signal_,
+         .stopped = stopped,
+         .note = worker.note,
+         .explained = explains(error_file(context_.log_dir, worker.rank), status->exit_code)});
+    const Outcome& outcome = outcomes_.back();
+    const bool first_failure = outcome.failed() && !std::exchange(failed_, true);
     if (!first_failure || passed_signal_ != 0 || stopping_) continue;
-    if (may_start_again() && status->exit_code != kExitLostPeer &&
-        status->exit_code != kExitUsage) {
+    if (may_start_again() && outcome.meaning() == kExitFailure) {
       stop(context_.options.grace, "all start again");
     } else {
       term_at_ = Clock::now() + context_.options.grace;

@@ -4,15 +4,16 @@
 #include <array>
 #include <future>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "cohort/base/fd.h"
 #include "cohort/comm/collective_log.h"
+
+#include "tests/support/loopback.h"
 
 namespace cohort::comm {
 namespace failure_watch_test {
+
+using cohort::test::Loopback;
 
 // A store that takes its time: `asked` is set when it is first looked at, `go_on` ends the look.
 struct SlowStore : c10d::HashStore {
@@ -30,32 +31,8 @@ struct SlowStore : c10d::HashStore {
   std::function<bool()> is_open;
 };
 
-// A TCP connection to oneself; nothing is ever sent.
-struct Loopback {
-  Loopback() {
-    const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof(address);
-    auto* const any = reinterpret_cast<sockaddr*>(&address);
-    EXPECT_EQ(::bind(listener.get(), any, length), 0);
-    EXPECT_EQ(::listen(listener.get(), 1), 0);
-    EXPECT_EQ(::getsockname(listener.get(), any, &length), 0);
-    near = Fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    EXPECT_EQ(::connect(near.get(), any, length), 0);
-    far = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    EXPECT_GE(far.get(), 0);
-  }
-  bool is_open() const {
-    char byte = 0;  // The end of what is sent shows as 0 bytes read.
-    return ::recv(far.get(), &byte, 1, MSG_DONTWAIT) < 0;
-  }
-  Fd near, far;
-};
-
 std::string story_of(int rank, const std::vector<MatchedCall>& calls) {
-  CollectiveLog log(rank, 3, "");
+  CollectiveLog log(rank, 3, RankTrace::open(""));
   for (const MatchedCall& call : calls) {
     log.begin({}, call);
     log.end();
@@ -99,9 +76,8 @@ TEST(CollectiveLogTest, OfTwoRanksThatPartTheEarlierIsNamed) {
 TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
   bool was_open = false;
   for (int run = 0; run < 5 && !was_open; ++run) {
-    Connections connections;
     const Loopback loopback;
-    connections.note_new();
+    const Connections connections = Connections::to_port(loopback.port);
     auto store = c10::make_intrusive<SlowStore>();
     store->is_open = [&] { return loopback.is_open(); };
     auto watch =
@@ -121,9 +97,8 @@ TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
 }
 
 TEST(FailureWatchTest, ASilentStoreIsCutOff) {
-  Connections connections;
   const Loopback loopback;
-  connections.note_new();
+  const Connections connections = Connections::to_port(loopback.port);
   auto store = c10::make_intrusive<SlowStore>();
   store->is_open = [&] { return loopback.is_open(); };
   auto watch =

@@ -33,6 +33,9 @@ class Environment {
                                            "MASTER_PORT",
                                            "COHORT_STORE_FD",
                                            "TORCHELASTIC_USE_AGENT_STORE",
+                                           "TORCHELASTIC_RUN_ID",
+                                           "COHORT_ROUND",
+                                           "PMIX_NAMESPACE",
                                            "OMPI_COMM_WORLD_RANK",
                                            "OMPI_COMM_WORLD_SIZE",
                                            "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -87,6 +90,35 @@ TEST(PlaceTest, ReadsTorchrun) {
   EXPECT_EQ(place.local_world_size, 2);
   EXPECT_EQ(place.master_addr, "h");
   EXPECT_EQ(place.master_port, 5);
+}
+
+TEST(PlaceTest, LaunchersNameTheJob) {
+  const std::map<std::string, std::string> meeting = {{"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}};
+  const auto job_of = [&](std::map<std::string, std::string> variables) {
+    variables.insert(meeting.begin(), meeting.end());
+    const Environment environment(variables);
+    return discover_place().job;
+  };
+  EXPECT_EQ(job_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), "");
+  EXPECT_EQ(job_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"TORCHELASTIC_RUN_ID", "a"}}), "a");
+  EXPECT_EQ(job_of({{"RANK", "0"},
+                    {"WORLD_SIZE", "2"},
+                    {"TORCHELASTIC_RUN_ID", "a"},
+                    {"COHORT_ROUND", "3"}}),
+            "a.3");
+  EXPECT_EQ(job_of({{"OMPI_COMM_WORLD_RANK", "0"},
+                    {"OMPI_COMM_WORLD_SIZE", "2"},
+                    {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                    {"PMIX_NAMESPACE", "n"}}),
+            "n");
+  EXPECT_EQ(job_of({{"SLURM_PROCID", "0"},
+                    {"SLURM_NTASKS", "2"},
+                    {"SLURM_LOCALID", "0"},
+                    {"SLURM_NODELIST", "x"},
+                    {"SLURM_JOB_ID", "7"},
+                    {"SLURM_STEP_ID", "1"}}),
+            "7.1");
 }
 
 TEST(PlaceTest, RankAndWorldSizeAloneLeaveTheHostToTheMeeting) {

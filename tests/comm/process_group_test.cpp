@@ -1,13 +1,16 @@
 #include "cohort/comm/process_group.h"
 
 #include <cstdlib>
+#include <fcntl.h>
 #include <filesystem>
 #include <functional>
 #include <gtest/gtest.h>
 #include <memory>
 #include <regex>
 #include <signal.h>
+#include <stdexcept>
 #include <sys/socket.h>
+#include <thread>
 #include <torch/types.h>
 #include <unistd.h>
 
@@ -16,6 +19,7 @@
 #include "cohort/base/trace_page.h"
 #include "cohort/comm/listen.h"
 
+#include "tests/support/loopback.h"
 #include "tests/support/ranks.h"
 #include "tests/support/shell.h"
 
@@ -34,6 +38,17 @@ TEST(ProcessGroupTest, CollectivesGiveEveryRankTheSame) {
     EXPECT_EQ(group.broadcast_text(group.rank() == 1 ? "from one" : "other", 1), "from one");
     EXPECT_EQ(group.all_gather_text(std::string(static_cast<size_t>(group.rank()), 'x')),
               (std::vector<std::string>{"", "x", "xx"}));
+    group.barrier("end");
+  });
+}
+
+TEST(ProcessGroupTest, ProgramsThatRank0StartsDoNotInheritTheStoresSocket) {
+  test::ranks(2, [](ProcessGroup& group) {
+    const char* fd = std::getenv("COHORT_STORE_FD");
+    ASSERT_EQ(fd != nullptr, group.rank() == 0);
+    if (fd != nullptr) {
+      EXPECT_EQ(fcntl(std::atoi(fd), F_GETFD), FD_CLOEXEC);
+    }
     group.barrier("end");
   });
 }
@@ -129,7 +144,7 @@ TEST(ProcessGroupTest, AfterCloseEveryOperationIsRefused) {
     }
   });
   for (const auto& end : ends) {
-    EXPECT_EQ(end.exit_code, 2) << end.output << "a second close, by the harness";
+    EXPECT_EQ(end.exit_code, 1) << end.output << "a second close, by the harness";
     EXPECT_EQ(end.output.find("Failure"), std::string::npos) << end.output;
   }
 }
@@ -201,9 +216,9 @@ TEST(ProcessGroupTest, AHostNameThatDoesNotResolveIsNamed) {
   }
 }
 
-// From the call that fails, which begins where the lost rank ends, to its error: a watch looks at the
-// store every 250 ms, the lost rank has 2,000 ms to answer, and the others look for the verdict every
-// 20 ms. Twice the sum, for a busy machine.
+// From the call that fails, which begins where the lost rank ends, to its error: a watch looks at
+// the store every 250 ms, the lost rank has 2,000 ms to answer, and the others look for the verdict
+// every 20 ms. Twice the sum, for a busy machine.
 constexpr int kMostMsUntilNamed = 2 * (250 + 2000 + 20);
 
 // Runs `call`. A PeerError of it goes on, after a line that says how long the call took.
@@ -269,6 +284,31 @@ TEST(ProcessGroupFaultTest, SurvivorsNameAKilledRank) {
 }
 TEST(ProcessGroupFaultTest, SurvivorsNameAKilledStoreHost) {
   expect_survivors_name(0);
+}
+
+// gRPC's channels, for one, connect whenever they like.
+TEST(ProcessGroupFaultTest, ConnectionsOfOtherThreadsStayOpen) {
+  const auto ends = test::run_ranks(2, [](ProcessGroup& group) {
+    std::vector<test::Loopback> others;
+    std::vector<std::unique_ptr<ProcessGroup>> groups;
+    {
+      const std::jthread thread([&](const std::stop_token& stop) {
+        while (!stop.stop_requested() && others.size() < 200) others.emplace_back();
+      });
+      for (int i = 0; i < 5; ++i) groups.push_back(group.subgroup({0, 1}, "pair"));
+    }
+    if (group.rank() == 1) kill(getpid(), SIGKILL);
+    EXPECT_THROW(groups.back()->all_reduce_sum(1), PeerError);
+    size_t num_open = 0;
+    for (const test::Loopback& other : others) num_open += other.is_open() ? 1 : 0;
+    EXPECT_EQ(num_open, others.size());
+    std::printf("%zu stay open\n", num_open);
+    std::fflush(stdout);
+    throw std::runtime_error("end without good-bye");
+  });
+  EXPECT_TRUE(std::regex_search(ends[0].output, std::regex("[1-9][0-9]* stay open")))
+      << ends[0].output;
+  EXPECT_EQ(ends[0].output.find("Failure"), std::string::npos) << ends[0].output;
 }
 
 }  // namespace process_group_test

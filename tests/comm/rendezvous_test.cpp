@@ -6,17 +6,23 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <future>
 #include <gtest/gtest.h>
+#include <memory>
 #include <sys/socket.h>
 #include <thread>
 #include <unistd.h>
 
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
+#include "cohort/comm/connections.h"
 #include "cohort/comm/listen.h"
 #include "cohort/comm/process_group.h"
 
 #include "tests/base/temporary_folder.h"
 #include "tests/support/free_port.h"
+#include "tests/support/shell.h"
 
 namespace cohort::comm {
 namespace rendezvous_test {
@@ -77,6 +83,29 @@ TEST(RendezvousTest, RanksMeetByTcp) {
                    "met");
 }
 
+// Whom rank 0 serves by the loopback it serves by that alone.
+TEST(RendezvousTest, AStoreOfTheLoopbackListensThereOnly) {
+  const auto bound = [](const std::string& host) {
+    const Fd fd(listen_on(0, host));
+    return listening_sockets().at(fd.get());
+  };
+  EXPECT_TRUE(bound("127.0.0.1").starts_with("127.0.0.1:"));
+  EXPECT_TRUE(bound("localhost").starts_with("127.0.0.1:"));
+  EXPECT_TRUE(bound("127.0.1.1").starts_with("127.0.1.1:"));
+  for (const char* host : {"", "node0", "10.0.0.1"})
+    EXPECT_TRUE(bound(host).starts_with(":::") || bound(host).starts_with("0.0.0.0:"))
+        << bound(host);
+  for (const char* host : {"127.0.0.1", "localhost", "127.0.1.1"}) {
+    const int port = free_port();
+    std::vector<Place> places;
+    for (int rank = 0; rank < 2; ++rank) {
+      places.push_back(place_of(rank, 2, port));
+      places.back().master_addr = host;
+    }
+    expect_each_says(meet_all(places), "met");
+  }
+}
+
 TEST(RendezvousTest, WhoSharesAHostIsFoundWhereNobodySaysIt) {
   const int port = free_port();
   std::vector<Place> found(3);
@@ -124,6 +153,113 @@ TEST(RendezvousTest, TwoProcessesWithOneNumberAreNamedOnEveryRank) {
   const int port = free_port();
   const auto results = meet_all({place_of(0, 3, port), place_of(1, 3, port), place_of(1, 3, port)});
   expect_each_says(results, "two processes are rank 1: pid ");
+}
+
+// Makes `count` groups of three ranks at one place, each with its own sums, all of them alive until
+// the last one has ended if `side_by_side`.
+void make_groups(const std::function<Place(int rank)>& place, int count, bool side_by_side) {
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        std::vector<std::unique_ptr<ProcessGroup>> groups;
+        for (int i = 0; i < count; ++i) {
+          if (!side_by_side) groups.clear();
+          groups.push_back(std::make_unique<ProcessGroup>(
+              place(rank),
+              GroupOptions{.rendezvous_timeout = seconds(60), .timeout = seconds(60)}));
+          EXPECT_EQ(groups.back()->all_reduce_sum(i), 3 * i);
+        }
+        for (auto& group : groups) EXPECT_EQ(group->all_reduce_sum(rank), 3);
+        for (auto& group : groups) group->close();
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << one_line(error);
+      }
+    });
+  }
+}
+
+TEST(RendezvousTest, GroupsFollowEachOtherAndStandSideBySide) {
+  for (const bool side_by_side : {false, true}) {
+    const int port = free_port();
+    const int count = side_by_side ? 3 : 10;
+    make_groups([port](int rank) { return place_of(rank, 3, port); }, count, side_by_side);
+    // The same place once more: whoever had it before is over.
+    make_groups([port](int rank) { return place_of(rank, 3, port); }, 1, side_by_side);
+    const TemporaryFolder folder;
+    make_groups([&](int rank) { return at_file(rank, 3, folder.path() / "meet"); }, count,
+                side_by_side);
+  }
+}
+
+TEST(RendezvousTest, ARankThatGaveUpMeetsOneThatComesLater) {
+  const int port = free_port();
+  expect_each_says(meet_all({place_of(0, 2, port)}, seconds(1)), "1 of 2 ranks have come");
+  std::vector<std::string> early, late;
+  {
+    const std::jthread first([&] { early = meet_all({place_of(0, 2, port)}); });
+    std::this_thread::sleep_for(milliseconds(300));
+    late = meet_all({place_of(1, 2, port)});
+  }
+  expect_each_says(early, "met");
+  expect_each_says(late, "met");
+}
+
+// Such as a worker of a round before, or of another job with the same port.
+TEST(RendezvousTest, RanksOfAnotherJobHurtNobody) {
+  const int port = free_port();
+  std::vector<Place> places;
+  for (int rank = 0; rank < 2; ++rank) {
+    places.push_back(place_of(rank, 2, port));
+    places.back().job = "job.2";
+  }
+  Place straggler = place_of(1, 2, port);
+  straggler.job = "job.1";
+  std::vector<std::string> lonely;
+  {
+    const std::jthread thread([&] { lonely = meet_all({straggler}, seconds(3)); });
+    std::this_thread::sleep_for(milliseconds(200));
+    expect_each_says(meet_all(places), "met");
+  }
+  expect_each_says(lonely, "1 of 2 ranks have come");
+}
+
+// Rank 1 of three processes, which rank 0 outlives: the first is killed, the second takes its
+// place, a third is one too many.
+TEST(RendezvousTest, ANewProcessTakesTheOneThatEndedsPlace) {
+  const GroupOptions options{.rendezvous_timeout = seconds(60), .timeout = seconds(60)};
+  if (const char* port = std::getenv("COHORT_TEST_STORE_PORT")) {
+    try {
+      ProcessGroup group(place_of(1, 2, std::atoi(port)), options);
+      if (group.all_reduce_sum(1) == 2) kill(getpid(), SIGKILL);
+      std::printf("the sum was %d\n", static_cast<int>(group.all_reduce_sum(1)));
+      group.close();
+    } catch (const std::exception& error) {
+      std::printf("%s\n", one_line(error).c_str());
+    }
+    std::fflush(stdout);
+    _exit(0);
+  }
+  const int port = free_port();
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe");
+  const std::string rank_1 =
+      "env COHORT_TEST_STORE_PORT=" + std::to_string(port) + " " + self +
+      " --gtest_filter=RendezvousTest.ANewProcessTakesTheOneThatEndedsPlace 2>&1";
+  auto first = std::async(std::launch::async, [&] { return test::shell(rank_1); });
+  {
+    ProcessGroup group(place_of(0, 2, port), options);
+    EXPECT_EQ(group.all_reduce_sum(1), 2);
+    EXPECT_THROW(group.all_reduce_sum(1), PeerError);
+  }
+  first.get();
+  auto second = std::async(std::launch::async, [&] { return test::shell(rank_1); });
+  ProcessGroup group(place_of(0, 2, port), options);
+  const test::Ended third = test::shell(rank_1);
+  EXPECT_NE(third.output.find("two processes are rank 1: pid "), std::string::npos) << third.output;
+  EXPECT_EQ(group.all_reduce_sum(9), 10);
+  EXPECT_EQ(group.all_reduce_sum(9), 10);
+  group.close();
+  EXPECT_NE(second.get().output.find("the sum was 10"), std::string::npos);
 }
 
 TEST(RendezvousTest, DifferentWorldSizesAreNamedOnEveryRank) {

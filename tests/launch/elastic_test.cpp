@@ -82,6 +82,16 @@ TEST(RendezvousTest, ARoundCalledOffAtOnceIsJoinedAgain) {
   EXPECT_EQ(ended.out, "started\n");
 }
 
+TEST(RendezvousTest, WhatAnotherHostSaysCannotSteerTheTerminal) {
+  FakeCoordinator coordinator;
+  Launched run(
+      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()}, "echo started"));
+  coordinator.wait_for("join");
+  coordinator.send({R"({"say": "end", "code": 1, "why": "\u001b[2Jgone\r\n\u009b31m \u00fc"})"});
+  const Ended ended = run.wait();
+  EXPECT_TRUE(holds(ended.err, "the job ended:  [2Jgone   31m \u00fc\n")) << ended.err;
+}
+
 TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
   FakeCoordinator coordinator;
   Launched run(cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()},
@@ -219,11 +229,13 @@ TEST_F(ElasticTest, AFailedWorkerRestartsEveryNode) {
 TEST_F(ElasticTest, TheLastFailureEndsTheJobOnEveryNode) {
   for (const int max_restarts : {0, 1}) {
     const std::string rounds = "rounds_of_" + std::to_string(max_restarts) + "_";
-    const std::string script =
-        "echo $COHORT_RESTART_COUNT >> " + rounds + "$RANK;"
-        "if [ $RANK = 0 ]; then exec sleep 1000; fi;"
-        "until grep -qx $COHORT_RESTART_COUNT " + rounds + "0; do sleep 0.02; done;"
-        "echo the last words >&2; exit 6";
+    const std::string script = "echo $COHORT_RESTART_COUNT >> " + rounds +
+                               "$RANK;"
+                               "if [ $RANK = 0 ]; then exec sleep 1000; fi;"
+                               "until grep -qx $COHORT_RESTART_COUNT " +
+                               rounds +
+                               "0; do sleep 0.02; done;"
+                               "echo the last words >&2; exit 6";
     const auto [first, second] = start_two(script, max_restarts);
     const Ended one = first->wait();
     const Ended two = second->wait();
@@ -274,8 +286,9 @@ TEST_F(ElasticTest, ALostPeerIsTheConsequenceOfANodesLoss) {
   // gone.
   const Lines flags{"--nnodes", "1:2"};
   const std::string script =
+      kExplained +
       "echo $WORLD_SIZE $$ $COHORT_RESTART_COUNT; if [ $WORLD_SIZE = 2 ]; then"
-      "  if [ $RANK = 0 ]; then until [ -e gone ]; do sleep 0.02; done; exit 3; fi;"
+      "  if [ $RANK = 0 ]; then until [ -e gone ]; do sleep 0.02; done; explained 3; fi;"
       "  exec sleep 1000; fi;";
   const auto second = start(1, flags, script);  // Waits for the coordinator.
   const auto first = start(0, flags, script);
@@ -342,7 +355,8 @@ TEST_F(ElasticTest, ANodeWithOtherSettingsOfTheJobIsRefused) {
 TEST_F(ElasticTest, AStopReachesNodesThroughTheirWorkers) {
   // Workers agree to stop by a file, as a training job does by a collective, and exit with 4.
   const std::string script =
-      "trap 'touch stop' TERM; echo up; until [ -e stop ]; do sleep 0.02; done; exit 4";
+      kExplained +
+      "trap 'touch stop' TERM; echo up; until [ -e stop ]; do sleep 0.02; done; explained 4";
   const auto [first, second] = start_two(script);
   first->read_lines(1);
   second->read_lines(1);

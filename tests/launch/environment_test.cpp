@@ -55,8 +55,8 @@ TEST(WorkerEnvironmentTest, RanksOfTheSecondNodeFollowThoseOfTheFirst) {
 
 TEST(WorkerEnvironmentTest, InheritedValuesAreKeptOrReplacedAsPromised) {
   const auto entries = worker_environment(
-      {"RANK=9", "COHORT_STORE_FD=7", "OMP_NUM_THREADS=3", "OTHER=a=b", "GLOO_SOCKET_IFNAME=eth9",
-       "TORCHELASTIC_USE_AGENT_STORE=True"},
+      {"RANK=9", "COHORT_STORE_FD=7", "COHORT_ROUND=4", "OMP_NUM_THREADS=3", "OTHER=a=b",
+       "GLOO_SOCKET_IFNAME=eth9", "TORCHELASTIC_USE_AGENT_STORE=True"},
       two_nodes(), second_node(), {.local_rank = 0, .log_dir = "/l", .num_threads = 2});
   EXPECT_TRUE(holds(entries, "RANK=3"));
   EXPECT_TRUE(holds(entries, "OMP_NUM_THREADS=3"));
@@ -64,7 +64,20 @@ TEST(WorkerEnvironmentTest, InheritedValuesAreKeptOrReplacedAsPromised) {
   EXPECT_TRUE(holds(entries, "GLOO_SOCKET_IFNAME=eth9"));
   EXPECT_FALSE(holds(entries, "RANK=9"));
   EXPECT_FALSE(holds(entries, "COHORT_STORE_FD=7"));
+  EXPECT_FALSE(holds(entries, "COHORT_ROUND=4"));
   EXPECT_FALSE(holds(entries, "TORCHELASTIC_USE_AGENT_STORE=True"));
+}
+
+TEST(WorkerEnvironmentTest, ARoundThatAllNodesShareIsTold) {
+  RunOptions options = two_nodes();
+  NodePlace node = second_node();
+  node.round = 3;
+  const WorkerPlace worker{.log_dir = "/l"};
+  EXPECT_FALSE(holds(worker_environment({}, options, node, worker), "COHORT_ROUND=3"));
+  options.rdzv_endpoint = "10.0.0.1:29400";
+  EXPECT_TRUE(holds(worker_environment({}, options, node, worker), "COHORT_ROUND=3"));
+  options = {};
+  EXPECT_TRUE(holds(worker_environment({}, options, {.round = 2}, worker), "COHORT_ROUND=2"));
 }
 
 TEST(WorkerEnvironmentTest, TheInterfaceIsToldToBothEngines) {

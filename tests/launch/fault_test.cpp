@@ -42,10 +42,11 @@ TEST(RunFaultTest, TheFailingRankIsReportedWithItsMessageAndLastLines) {
 
 TEST(RunFaultTest, ARankKilledBySignalIsNamedAndTheOthersLeaveByThemselves) {
   // Rank 0 stands for a survivor that notices its lost peer: it waits for the launcher's file.
-  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--grace", "60"},
-                             "flag=$COHORT_LOG_DIR/gone;"
-                             "if [ $RANK = 1 ]; then echo > $flag; kill -9 $$; fi;"
-                             "until [ -e $flag ]; do :; done; echo lost rank 1 >&2; exit 3"));
+  Launched run(cohort_run_sh(
+      {"--nproc-per-node", "2", "--grace", "60"},
+      kExplained + "flag=$COHORT_LOG_DIR/gone;"
+                   "if [ $RANK = 1 ]; then echo > $flag; kill -9 $$; fi;"
+                   "until [ -e $flag ]; do :; done; echo lost rank 1 >&2; explained 3"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 137);
   EXPECT_TRUE(holds(ended.err, "lost rank 1\n")) << ended.err;
@@ -76,9 +77,8 @@ TEST(RunFaultTest, AWorkerThatIgnoresSigtermIsKilled) {
 
 TEST(RunFaultTest, SignalsReachEveryWorkerAndACheckpointMeansFour) {
   for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
-    Launched run(ready_workers(2,
-                               "trap 'exit 4' INT TERM HUP QUIT; echo ready; "
-                               "while :; do sleep 1000 & wait; done"));
+    Launched run(ready_workers(2, kExplained + "trap 'explained 4' INT TERM HUP QUIT; echo ready; "
+                                               "while :; do sleep 1000 & wait; done"));
     run.read_lines(2);
     run.send(signal);
     const Ended ended = run.wait();
@@ -131,9 +131,9 @@ TEST(RunFaultTest, GrandchildrenEndWithTheJob) {
 
 TEST(RunFaultTest, SignalsReachAllProcessGroupsOfAWorker) {
   Launched run(ready_workers(
-      1,
-      "trap : TERM; timeout 1000 sh -c 'trap \"echo noted; exit\" TERM; echo ready;"
-      "                                 while :; do sleep 0.02; done' & wait; wait; exit 4"));
+      1, kExplained + "trap : TERM; timeout 1000 sh -c 'trap \"echo noted; exit\" TERM; echo ready;"
+                      "                                 while :; do sleep 0.02; done' & wait; "
+                      "wait; explained 4"));
   run.read_lines(1);
   run.send(SIGTERM);
   const Ended ended = run.wait();

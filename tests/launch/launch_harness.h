@@ -22,6 +22,11 @@ class TemporaryFolder {
   std::string path_;
 };
 
+/// A function of the shell: `explained CODE` ends as run_program does, with a code that the
+/// launcher knows to be Cohort's.
+inline const std::string kExplained =
+    "explained() { echo \"{\\\"exit_code\\\": $1}\" > $COHORT_ERROR_FILE; exit $1; };";
+
 /// What a program left when it ended.
 struct Ended {
   int exit_code = -1;  ///< 128 + n if signal n killed it.

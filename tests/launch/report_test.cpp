@@ -11,8 +11,15 @@
 namespace cohort::launch {
 namespace report_test {
 
+// Of a program that explained its exit code.
 Outcome exited(int rank, int code, int passed_signal = 0, bool stopped = false) {
-  return {rank, 100 + rank, {code, 0}, passed_signal, stopped};
+  return {.rank = rank,
+          .pid = 100 + rank,
+          .status = {code, 0},
+          .passed_signal = passed_signal,
+          .stopped = stopped,
+          .note = "",
+          .explained = true};
 }
 
 Outcome killed(int rank, int signal, int passed_signal = 0, bool stopped = false) {
@@ -34,6 +41,27 @@ TEST(JudgeTest, SuccessAndStopsAreNoFailures) {
 TEST(JudgeTest, ALostPeerIsAConsequence) {
   EXPECT_EQ(judged({exited(0, 3), killed(2, SIGKILL), exited(1, 1)}), std::pair(137, 2));
   EXPECT_EQ(judged({exited(1, 3), exited(0, 3)}), std::pair(3, 1));
+}
+
+TEST(JudgeTest, CodesOfOtherProgramsMeanNothingSpecial) {
+  for (const int code : {2, 3, 4, 5}) {
+    Outcome foreign = exited(1, code);
+    foreign.explained = false;
+    EXPECT_EQ(judged({exited(0, 3), foreign}), std::pair(code, 1)) << "a failure, no consequence";
+    EXPECT_EQ(judge(std::vector{foreign}).meaning, kExitFailure);
+  }
+  EXPECT_EQ(judge(std::vector{exited(0, 2)}).meaning, kExitUsage);
+}
+
+TEST(JudgeTest, AnErrorFileExplainsItsOwnCodeOnly) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path() + "/error.json";
+  EXPECT_FALSE(explains(path, 3)) << "no file";
+  std::ofstream(path) << R"({"exit_code": 3})";
+  EXPECT_TRUE(explains(path, 3));
+  EXPECT_FALSE(explains(path, 2));
+  std::ofstream(path) << "[3]";
+  EXPECT_FALSE(explains(path, 3));
 }
 
 TEST(JudgeTest, WhoWasStoppedIsNotToBlame) {

@@ -65,7 +65,8 @@ TEST(RestartTest, WhenRestartsAreUsedUpTheFailureIsTheJobs) {
 
 TEST(RestartTest, AGoodEndABadFlagAndASignalAreNoReasonToRestart) {
   for (const std::string code : {"0", "2", "4"}) {
-    Launched run(cohort_run_sh({"--max-restarts", "3"}, "echo started; exit " + code));
+    Launched run(
+        cohort_run_sh({"--max-restarts", "3"}, kExplained + "echo started; explained " + code));
     const Ended ended = run.wait();
     EXPECT_EQ(std::to_string(ended.exit_code), code);
     EXPECT_EQ(ended.out, "started\n");
@@ -76,6 +77,18 @@ TEST(RestartTest, AGoodEndABadFlagAndASignalAreNoReasonToRestart) {
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 143);
   EXPECT_EQ(ended.out, "started\n");
+}
+
+// pytest's, wget's and bash's own.
+TEST(RestartTest, CodesOfOtherProgramsAreReasonsToRestart) {
+  for (const std::string code : {"2", "3", "4"}) {
+    Launched run(cohort_run_sh({"--max-restarts", "1"}, "echo started; exit " + code));
+    const Ended ended = run.wait();
+    EXPECT_EQ(std::to_string(ended.exit_code), code);
+    EXPECT_EQ(ended.out, "started\nstarted\n");
+    EXPECT_TRUE(holds(ended.err, "exited with code " + code + "\ncohort run: logs are in"))
+        << ended.err;
+  }
 }
 
 TEST(RestartTest, AKilledLauncherLeavesNoProcessOfALaterRound) {

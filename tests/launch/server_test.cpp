@@ -150,11 +150,19 @@ TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
 }
 
 TEST(ServerRunTest, ABadFlagOfAServerIsNoReasonToStartItAgain) {
-  const Job job("exit 2\n");
+  const Job job(kExplained + "explained 2\n");
   Launched run(job.run({"--servers", "1", "--max-server-restarts", "9"}, "sleep 30"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_EQ(ended.err.find("server restart"), std::string::npos) << ended.err;
+}
+
+TEST(ServerRunTest, ACodeOfAnotherProgramIsAReasonToStartItAgain) {
+  const Job job("exit 2\n");
+  Launched run(job.run({"--servers", "1", "--max-server-restarts", "1"}, "sleep 30"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_NE(ended.err.find("server restart 1 of 1"), std::string::npos) << ended.err;
 }
 
 TEST(ServerRunTest, AServerThatLeavesTooEarlyFailed) {
@@ -204,9 +212,9 @@ TEST(ServerRunTest, AServerThatCannotSaveAtTheEndFailsTheJob) {
 // An interrupt is the trainers' business: they save through the servers.
 TEST(ServerRunTest, SignalsReachServersOnlyAfterTheTrainers) {
   const Job job(std::string("trap 'echo interrupted' INT\n") + kServes);
-  Launched run(job.run({"--servers", "2"}, std::string(kWaits) +
+  Launched run(job.run({"--servers", "2"}, std::string(kWaits) + kExplained +
                                                "trap 'sleep 0.1; grep -c stopped "
-                                               "$COHORT_LOG_DIR/server.0.log; exit 4' INT; "
+                                               "$COHORT_LOG_DIR/server.0.log; explained 4' INT; "
                                                "echo ready; while :; do sleep 0.01; done"));
   run.read_lines(1);
   run.send(SIGINT);

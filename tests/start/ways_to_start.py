@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Starts one program, unchanged, in every way there is, and expects one group of ranks that trains together.
 
-Usage: ways_to_start.py BUILD_FOLDER [NAME OF A TEST ...]. The program is `cohort bench ddp`: its rank 0 prints one JSON
-line with the number of ranks, the others nothing.
+Usage: ways_to_start.py BUILD_FOLDER [NAME OF A TEST ...]. The program is `cohort bench ddp`, or one that makes several
+groups: its rank 0 prints one JSON line with the number of ranks, the others nothing.
 """
 import contextlib
 import json
@@ -19,6 +19,7 @@ import unittest
 BUILD = pathlib.Path(sys.argv[1]).resolve()
 PROGRAM = [str(BUILD / "bin/cohort"), "bench", "ddp", "--layers", "2", "--width", "16", "--steps", "2", "--warmup", "1",
            "--rendezvous-timeout", "100", "--timeout", "100"]
+SEVERAL_GROUPS = [str(BUILD / "tests/several_groups")]
 CONTRACTS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PADDLE_", "TORCHELASTIC_", "COHORT_")
 
 
@@ -84,14 +85,30 @@ class WaysToStart(unittest.TestCase):
         self.assertEqual(len(lines), 1, outputs)
         self.assertEqual(json.loads(lines[0])["world_size"], count)
 
-    def test_cohort_run(self):
-        self.expect_ranks(3, [([PROGRAM[0], "run", "--nproc-per-node", "3", "--", *PROGRAM], environment())])
+    def cohort_run(self, program):
+        self.expect_ranks(3, [([PROGRAM[0], "run", "--nproc-per-node", "3", "--", *program], environment())])
 
-    def test_torchrun(self):
+    def test_cohort_run(self):
+        self.cohort_run(PROGRAM)
+
+    def test_several_groups_by_cohort_run(self):
+        self.cohort_run(SEVERAL_GROUPS)
+
+    def torchrun(self, program):
         python = os.environ.get("COHORT_PEER_PYTHON")
         self.assertTrue(python, "set COHORT_PEER_PYTHON, see bench/peers/README.md")
-        self.expect_ranks(2, [([python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", *PROGRAM],
+        self.expect_ranks(3, [([python, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--no-python", *program],
                                environment())])
+
+    def test_torchrun(self):
+        self.torchrun(PROGRAM)
+
+    def test_several_groups_by_torchrun(self):
+        self.torchrun(SEVERAL_GROUPS)
+
+    def test_several_groups_by_hand(self):
+        place = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        self.expect_ranks(3, [(SEVERAL_GROUPS, environment(RANK=rank, **place)) for rank in range(3)])
 
     def test_mpirun(self):
         place = ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={free_port()}"]

@@ -3,34 +3,89 @@
 #define USE_C10D_GLOO
 #include "cohort/comm/backends/gloo/gloo.h"
 
+#include <memory>
+#include <mutex>
+#include <set>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+#include "cohort/comm/connections.h"
 
 namespace cohort::comm {
 namespace {
 
-class NumberedGloo : public c10d::ProcessGroupGloo {
+using Gloo = c10d::ProcessGroupGloo;
+using Device = std::shared_ptr<::gloo::transport::Device>;
+
+class GlooEngine : public Gloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
   void number_next(uint32_t number) { collectiveCounter_ = number; }
+  // Before the engine is used.
+  void set_connections(Connections connections) { connections_ = std::move(connections); }
+  // Operations that wait end with an error, and so do those that begin.
+  void abort() override { connections_.shut_down(); }
+
+ private:
+  Connections connections_;
 };
+
+Device make_device(const BackendRequest& request) {
+  return request.interface.empty() ? Gloo::createDeviceForHostname(request.address)
+                                   : Gloo::createDeviceForInterface(request.interface);
+}
+
+// Makes a device and finds where it listens: at the one endpoint that is new. Another thread of the
+// program may begin to listen at the same moment; then again.
+Device make_device(const BackendRequest& request, Endpoint& endpoint) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const auto before = listening_sockets();
+    Device device = make_device(request);
+    auto now = listening_sockets();
+    std::erase_if(now, [&](const auto& socket) { return before.contains(socket.first); });
+    if (now.size() != 1) continue;
+    endpoint = now.begin()->second;
+    return device;
+  }
+  TORCH_CHECK(
+      false,
+      "gloo: cannot tell its listening socket from those that other threads open all the time");
+}
+
+std::string endpoint_key(int rank) {
+  return "endpoint/" + std::to_string(rank);
+}
+
+// The connections between this rank, which listens at `own`, and its peers.
+Connections connections_of(const BackendRequest& request, const Endpoint& own) {
+  std::set<Endpoint> peers;
+  for (int peer = 0; peer < request.world_size; ++peer) {
+    if (peer != request.rank) peers.insert(request.store->get_to_str(endpoint_key(peer)));
+  }
+  return Connections::where([&](const Endpoint& here, const Endpoint& there) {
+    return here == own || peers.contains(there);
+  });
+}
 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
-  using Gloo = c10d::ProcessGroupGloo;
   auto options = Gloo::Options::create(request.timeout);
-  options->devices.push_back(request.interface.empty()
-                                 ? Gloo::createDeviceForHostname(request.address)
-                                 : Gloo::createDeviceForInterface(request.interface));
+  Endpoint endpoint;
+  options->devices.push_back(make_device(request, endpoint));
   options->threads = 1;  // Buckets arrive one after another; a second thread only takes a core.
+  // Before Gloo connects, so that whoever is connected finds it.
+  request.store->set(endpoint_key(request.rank), endpoint);
   auto backend =
-      c10::make_intrusive<NumberedGloo>(request.store, request.rank, request.world_size, options);
+      c10::make_intrusive<GlooEngine>(request.store, request.rank, request.world_size, options);
+  backend->set_connections(connections_of(request, endpoint));
   backend->setSequenceNumberForGroup();
   return backend;
 }
 
 void number_next_collective(c10d::Backend& backend, uint32_t number) {
-  if (auto* gloo = dynamic_cast<NumberedGloo*>(&backend)) gloo->number_next(number);
+  if (auto* gloo = dynamic_cast<GlooEngine*>(&backend)) gloo->number_next(number);
 }
 
 }  // namespace cohort::comm
