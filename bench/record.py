@@ -9,6 +9,7 @@ a document quotes a figure. As a program, for benchmarks in bash and for records
     bench/record.py adopt FILE...                     adds to records that name no commit the one that wrote the file
 """
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -38,14 +39,26 @@ def git(*words, root=ROOT):
     return done.stdout.rstrip("\n") if done.returncode == 0 else None
 
 
-def why_no_history(root=ROOT):
-    """Why git cannot tell what changed in `root` since a commit; None if it can."""
+def why_no_git(root=ROOT):
+    """Why git cannot tell which files `root` consists of; None if it can."""
     top = git("rev-parse", "--show-toplevel", root=root)
     if top is None or pathlib.Path(top).resolve() != pathlib.Path(root).resolve():
         return "this source tree has no git metadata"
-    if git("rev-parse", "--is-shallow-repository", root=root) == "true":
-        return "this clone is shallow"
     return None
+
+
+def digest(name, root=ROOT):
+    """A digest of a folder's or file's names and contents as they are now, without what git ignores.
+
+    Contents, not commits, say whether a record is of this code: they survive a squash, a rebase and a shallow clone.
+    """
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", name, root=root) or ""
+    whole = hashlib.sha256()
+    for file in sorted(set(filter(None, listed.split("\0")))):
+        if (path := pathlib.Path(root) / file).is_file():
+            content = path.read_bytes()
+            whole.update(f"{file}\0{len(content)}\0".encode() + content)
+    return whole.hexdigest()[:16]
 
 
 def processor(cpuinfo="/proc/cpuinfo"):
@@ -87,7 +100,7 @@ def start(measures, settings=None, programs=(), command=None, root=ROOT):
     changed = git("status", "--porcelain", "--", *measures, root=root)
     return {"date": datetime.date.today().isoformat(), "commit": git("rev-parse", "HEAD", root=root),
             "uncommitted": [line[3:] for line in changed.splitlines()] if changed else [],
-            "measures": measures, "command": " ".join([script, *command[1:]]), "settings": settings or {},
+            "measures": {name: digest(name, root) for name in measures}, "command": " ".join([script, *command[1:]]), "settings": settings or {},
             "processor": processor(), "kernel": platform.release(), "niceness": os.nice(0),
             "load_before": [round(load, 2) for load in os.getloadavg()], "began": time.time()}
 
@@ -114,17 +127,19 @@ def short_commit(record):
 
 
 def why_stale(record, root=ROOT):
-    """Why `record` does not speak of the code in `root`; None if it does. Needs history: why_no_history() is None."""
+    """Why `record` does not speak of the code in `root`; None if it does. Needs git: why_no_git() is None."""
     about = record.get("measured", {}) if isinstance(record, dict) else {}
     missing = [key for key in ("commit", "measures", "processor", "load_before", "command", "settings") if key not in about]
     if missing:
         return "it does not say: " + ", ".join(missing)
-    if not about["commit"] or git("merge-base", "--is-ancestor", about["commit"], "HEAD", root=root) is None:
-        return f"its commit {about['commit']} is not in this history"
+    if not about["commit"]:
+        return "it names no commit"
     if about["uncommitted"]:
         return f"{about['uncommitted'][0]} was not committed"
-    changed = git("diff", "--name-only", about["commit"], "--", *about["measures"], root=root)
-    return f"{changed.splitlines()[0]} has changed since {about['commit'][:7]}" if changed else None
+    if not isinstance(about["measures"], dict):
+        return "it does not say: the digest of what it measures"
+    changed = [name for name, then in about["measures"].items() if digest(name, root) != then]
+    return f"{changed[0]} has changed since {about['commit'][:7]}" if changed else None
 
 
 def adopt(path, root=ROOT):

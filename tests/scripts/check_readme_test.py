@@ -14,6 +14,9 @@ import tempfile
 import unittest
 
 SOURCE = pathlib.Path(sys.argv.pop(1)).resolve()
+sys.path.insert(0, str(SOURCE / "bench"))
+import record  # noqa: E402
+
 PARTS = ["CMakeLists.txt", "CHANGELOG.md", "README.md", "apps", "bench", "cmake", "cohort", "docs", "examples", "scripts", "tests"]
 INVENTED, FORGOTTEN = "COHORT_" + "INVENTED", "COHORT_" + "FORGOTTEN"  # in two parts: this file is checked, too
 RECORD = "bench/results/invented.json"
@@ -67,7 +70,8 @@ class CheckReadmeTest(unittest.TestCase):
         self.assertEqual(self.check()[0], 0, self.check()[1])
 
     def write_record(self, commit, fields={}):
-        measured = {"commit": commit, "uncommitted": [], "measures": ["cohort/base"], "processor": {"name": "a CPU"},
+        measures = {"cohort/base": record.digest("cohort/base", self.tree)}
+        measured = {"commit": commit, "uncommitted": [], "measures": measures, "processor": {"name": "a CPU"},
                     "load_before": [0, 0, 0], "command": "bench/x", "settings": {}} | fields
         (self.tree / RECORD).write_text(json.dumps({"measured": measured, "rate": 12.34}))
 
@@ -123,6 +127,15 @@ class CheckReadmeTest(unittest.TestCase):
         self.append("cohort/image/decode.h", "// changed\n")
         self.expect_good()
 
+    def test_a_record_is_fresh_in_another_history(self):
+        self.append("README.md", BLOCK)
+        self.write_record(self.commit())
+        self.check("--write")
+        shutil.rmtree(self.tree / ".git")
+        self.commit()
+        self.assertIn("12.3 rows", self.text("README.md"))
+        self.expect_good()
+
     def test_a_record_that_lacks_a_field_gives_none(self):
         self.append("README.md", BLOCK)
         commit = self.commit()
@@ -137,10 +150,10 @@ class CheckReadmeTest(unittest.TestCase):
         self.check("--write")
         self.assertNotIn("12.3 rows", self.text("README.md"))
 
-    def test_a_record_of_what_was_not_committed_or_of_no_known_commit_gives_none(self):
+    def test_a_record_without_digests_or_of_what_was_not_committed_gives_none(self):
         self.append("README.md", BLOCK)
         commit = self.commit()
-        for fields in ({"uncommitted": ["cohort/base/error.h"]}, {"commit": "1" * 40}, {"commit": None}):
+        for fields in ({"uncommitted": ["cohort/base/error.h"]}, {"measures": ["cohort/base"]}, {"commit": None}):
             self.write_record(commit, fields)
             self.check("--write")
             self.assertNotIn("12.3 rows", self.text("README.md"), fields)

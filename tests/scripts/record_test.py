@@ -41,7 +41,7 @@ class RecordTest(unittest.TestCase):
         self.assertEqual(about["commit"], record.git("rev-parse", "HEAD", root=self.root))
         self.assertEqual(about["command"], "bench/run --rows 3")
         self.assertEqual(about["settings"], {"rows": 3})
-        self.assertEqual(about["measures"], ["bench/run", "cohort/a"])
+        self.assertEqual(about["measures"], {name: record.digest(name, self.root) for name in ("bench/run", "cohort/a")})
         self.assertEqual(about["uncommitted"], [])
         self.assertEqual(len(about["load_before"]), 3)
         self.assertGreaterEqual(about["seconds"], 0)
@@ -66,8 +66,22 @@ class RecordTest(unittest.TestCase):
         self.assertIsNone(record.why_stale(made, self.root))
         (self.root / "cohort/a/a.cpp").write_text("2\n")
         for _ in range(2):  # not committed, and committed
-            self.assertEqual(record.why_stale(made, self.root), f"cohort/a/a.cpp has changed since {made['measured']['commit'][:7]}")
+            self.assertEqual(record.why_stale(made, self.root), f"cohort/a has changed since {made['measured']['commit'][:7]}")
             self.commit() if record.git("status", "--porcelain", root=self.root) else None
+
+    def test_names_and_contents_are_digested_and_nothing_that_is_ignored(self):
+        folder = self.root / "cohort/a"
+        seen = [record.digest("cohort/a", self.root)]
+        for change in (lambda: (folder / "new.cpp").write_text("1\n"), lambda: (folder / "new.cpp").rename(folder / "other.cpp"),
+                       lambda: (folder / "a.cpp").unlink()):
+            change()
+            seen.append(record.digest("cohort/a", self.root))
+        self.assertEqual(len(set(seen)), len(seen))
+        (self.root / ".gitignore").write_text("*.pyc\n")
+        (folder / "a.pyc").write_text("1\n")
+        self.assertEqual(record.digest("cohort/a", self.root), seen[-1])
+        self.commit()
+        self.assertEqual(record.digest("cohort/a", self.root), seen[-1])
 
     def test_changes_that_are_not_committed_are_named(self):
         (self.root / "cohort/a/a.cpp").write_text("2\n")
