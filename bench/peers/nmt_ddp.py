@@ -342,6 +342,10 @@ def main():
             "torch": torch.__version__,
         }), flush=True)
     dist.destroy_process_group()
+    # Python's own end can deadlock: it destroys DDP's reducer, and with it Gloo's group, while holding the lock that Gloo's
+    # thread waits for.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
