@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cohort/base/error.h"
+#include "cohort/base/secret.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/launcher.h"
 
@@ -37,6 +38,8 @@ struct Words {
   int trainers = 1;
   double grace = 5;
   double rdzv_timeout = 600;
+  std::string rdzv_conf;
+  std::string rdzv_secret_file;
   double watch = 0;
   double stall_timeout = 60;
   bool standalone = false;
@@ -111,6 +114,18 @@ void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
   app.add_option("--rdzv-timeout", words.rdzv_timeout, "Wait so long for enough nodes")
       ->type_name(kSeconds)
       ->capture_default_str()
+      ->group(group);
+  app.add_option(
+         both_spellings("--rdzv-conf"), words.rdzv_conf,
+         "KEY=NUMBER,...: keep_alive_interval=5 and keep_alive_max_attempt=3 (a launcher has "
+         "left after so many seconds of silence, so often), last_call_timeout=1, "
+         "join_timeout (--rdzv-timeout)")
+      ->type_name("TEXT")
+      ->excludes("--rdzv-timeout")
+      ->group(group);
+  app.add_option("--rdzv-secret-file", words.rdzv_secret_file,
+                 "File with the job's secret: a launcher without it is refused")
+      ->type_name(kFile)
       ->group(group);
   app.add_option("--interface", options.interface,
                  "Network interface of collectives (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)")
@@ -226,6 +241,9 @@ void read_words(const Words& words, RunOptions& options) {
   options.bind_cores = words.bind_cores == "cores" ? BindCores::kCores : BindCores::kNone;
   options.grace = to_milliseconds("--grace", words.grace);
   options.rdzv_timeout = to_milliseconds("--rdzv-timeout", words.rdzv_timeout);
+  if (!words.rdzv_conf.empty()) cohort::launch::parse_rdzv_conf(words.rdzv_conf, options);
+  if (!words.rdzv_secret_file.empty())
+    options.rdzv_secret = cohort::read_secret("--rdzv-secret-file", words.rdzv_secret_file);
   options.watch_period = to_milliseconds("--watch", words.watch);
   options.stall_timeout = to_milliseconds("--stall-timeout", words.stall_timeout);
   if (words.standalone && (options.elastic() || options.nnodes.max != 1)) {

@@ -86,12 +86,14 @@ std::optional<Fd> listen_if_local(const Endpoint& endpoint) {
   return std::nullopt;
 }
 
-Fd try_to_connect(const Endpoint& endpoint) {
-  int error = 0;
-  const Addresses addresses = resolve(endpoint.host, endpoint.port, SOCK_STREAM, error);
+Fd try_to_connect(const Endpoint& endpoint, int& error) {
+  int lookup_error = 0;
+  const Addresses addresses = resolve(endpoint.host, endpoint.port, SOCK_STREAM, lookup_error);
+  error = EHOSTUNREACH;
   for (const addrinfo* address = addresses.get(); address; address = address->ai_next) {
     Fd fd;
-    if (connect_to(*address, std::chrono::steady_clock::now() + kConnectTime, fd) != 0) continue;
+    error = connect_to(*address, std::chrono::steady_clock::now() + kConnectTime, fd);
+    if (error != 0) continue;
     set_option(fd.get(), IPPROTO_TCP, TCP_NODELAY, 1);
     return fd;
   }

@@ -28,7 +28,8 @@ Endpoint parse_endpoint(const std::string& text);
 /// permitted.
 std::optional<Fd> listen_if_local(const Endpoint& endpoint);
 
-/// Returns a connection, or nothing if there is none within a fifth of a second.
-Fd try_to_connect(const Endpoint& endpoint);
+/// Returns a connection, or nothing if there is none within a fifth of a second; then `error` is
+/// errno's number of the last address that was tried. Blocks for the name service, too.
+Fd try_to_connect(const Endpoint& endpoint, int& error);
 
 }  // namespace cohort::launch

@@ -12,13 +12,11 @@
 #include <vector>
 
 #include "cohort/base/program.h"
-#include "cohort/launch/coordinator.h"
 #include "cohort/launch/cores.h"
-#include "cohort/launch/endpoint.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/guardian.h"
 #include "cohort/launch/log_directory.h"
-#include "cohort/launch/member.h"
+#include "cohort/launch/meeting.h"
 #include "cohort/launch/report.h"
 #include "cohort/launch/server_group.h"
 #include "cohort/launch/signals.h"
@@ -34,7 +32,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kMeetingTurn{250};  // Well below a heartbeat.
+constexpr milliseconds kCongestedTurn{50};
 constexpr int kTailLines = 20;
 
 // A process without standard descriptors would give their numbers to its pipes.
@@ -59,13 +57,13 @@ class Launcher {
  private:
   int run_alone();
   int run_with_others();
-  void meet();
   void bind_store();
   void turn_servers();
   Verdict stop_servers(Verdict verdict);
   int finish_with_others();
   std::optional<int> take_part();
   void start_round(const NodePlace& node);
+  void end_group();
   void turn();
   void poll_once();
   milliseconds patience() const;
@@ -87,6 +85,7 @@ class Launcher {
   LogDirectory logs_;
   Signals signals_;
   Guardian guardian_;
+  LogWriter log_writer_;  // Its thread is begun after the guardian's fork.
   Terminal out_{STDOUT_FILENO};
   Terminal err_{STDERR_FILENO};
   const std::string& log_dir_ = logs_.path();
@@ -100,8 +99,7 @@ class Launcher {
   Clock::time_point look_at_ = Clock::now();
 
   // With other nodes only.
-  std::optional<Coordinator> coordinator_;  // On the node that hosts it.
-  std::optional<Member> member_;
+  std::unique_ptr<Meeting> meeting_;
   std::optional<NodePlace> place_;  // Ordered, not yet started.
   std::optional<Order> end_;
   bool stop_ordered_ = false;
@@ -125,7 +123,7 @@ int Launcher::run_alone() {
   node.world_size = options_.nnodes.max * options_.nproc_per_node;
   if (!options_.master_addr.empty()) node.master_addr = options_.master_addr;
   if (options_.servers.count > 0) {
-    servers_ = std::make_unique<ServerGroup>(options_, log_dir_, guardian_, signals_);
+    servers_ = std::make_unique<ServerGroup>(options_, log_dir_, log_writer_, guardian_, signals_);
   }
   while (true) {
     node.master_port = options_.master_port;
@@ -133,7 +131,7 @@ int Launcher::run_alone() {
     if (node.node_rank == 0) node.master_port = store_.port;
     start_round(node);
     while (group_->running()) turn();
-    group_->end();
+    end_group();
     const Verdict verdict = judge(group_->outcomes());
     const bool again = verdict.culprit && verdict.meaning != kExitUsage && stop_signal_ == 0 &&
                        node.restart_count < options_.max_restarts && !server_failed_first_;
@@ -164,6 +162,7 @@ Verdict Launcher::stop_servers(Verdict verdict) {
   servers_->stop(options_.grace);
   while (servers_->running()) turn();
   servers_->end();
+  log_writer_.flush();
   const auto& failure = servers_->failure();
   const bool to_blame = failure && (server_failed_first_ || verdict.exit_code == kExitOk);
   return to_blame ? Verdict{failure->status.exit_code, failure->meaning(), failure} : verdict;
@@ -178,22 +177,14 @@ void Launcher::bind_store() {
                             : listen_again(reach, store_.port, options_.master_port);
 }
 
-void Launcher::meet() {
-  const Endpoint endpoint = parse_endpoint(options_.rdzv_endpoint);
-  if (auto listener = listen_if_local(endpoint)) {
-    coordinator_.emplace(std::move(*listener), endpoint.host, options_);
-  }
-  member_.emplace(endpoint, options_);
-}
-
 int Launcher::run_with_others() {
-  meet();
+  meeting_ = std::make_unique<Meeting>(options_);
   while (true) {
     place_.reset();
     stop_ordered_ = false;
     failure_told_ = false;
-    if (coordinator_) bind_store();
-    member_->join(coordinator_ ? store_.port : 0);
+    if (meeting_->hosts()) bind_store();
+    meeting_->join(meeting_->hosts() ? store_.port : 0);
     while (!place_ && !end_ && !stop_ordered_ && !leaving()) turn();
     if (end_ || leaving()) return finish_with_others();
     if (!place_) continue;  // The round was called off in the turn in which it was ordered.
@@ -211,13 +202,13 @@ std::optional<int> Launcher::take_part() {
                    end_ ? "the job ended: " + end_->why : "a new round was ordered");
     tell_failure();
   }
-  group_->end();
+  end_group();
   const Verdict verdict = judge(group_->outcomes());
   if (!stop_ordered_ && !end_) {
     if (verdict.culprit && !failure_told_) {
-      member_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
+      meeting_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
     } else if (!verdict.culprit && verdict.exit_code <= kExitStopped) {
-      member_->tell_done(verdict.exit_code);
+      meeting_->tell_done(verdict.exit_code);
     }
   }
   const bool killed_by_request = !verdict.culprit && verdict.exit_code > 128;
@@ -225,7 +216,7 @@ std::optional<int> Launcher::take_part() {
   // The node whose worker ended the job shows more than the others know.
   const bool own_failure = verdict.culprit && (!stop_ordered_ || leaving());
   if (end_ && own_failure && end_->code == verdict.exit_code) {
-    if (coordinator_) coordinator_->finish(end_->code, end_->why);
+    meeting_->finish(end_->code, end_->why);
     return conclude(verdict);
   }
   if (!end_ && !leaving()) return std::nullopt;
@@ -238,7 +229,7 @@ void Launcher::tell_failure() {
   const Verdict verdict = judge(group_->outcomes());
   if (!verdict.culprit || verdict.meaning == kExitLostPeer) return;
   failure_told_ = true;
-  member_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
+  meeting_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
 }
 
 bool Launcher::leaving() const {
@@ -250,28 +241,30 @@ int Launcher::finish_with_others() {
   const std::string why =
       end_ ? end_->why
            : "its coordinator's node was stopped by signal " + signal_name(stop_signal_);
-  member_->leave();
-  if (coordinator_) coordinator_->finish(code, why);
+  meeting_->finish(code, why);
   return conclude(
       end_ ? *end_
            : Order{Order::Kind::kEnd, {}, code, "stopped by signal " + signal_name(stop_signal_)});
 }
 
 void Launcher::start_round(const NodePlace& node) {
-  const RoundContext context{options_, program_, log_dir_, guardian_,
-                             signals_, out_,     err_,     servers_ ? servers_->endpoints() : ""};
+  const RoundContext context{options_,  program_, log_dir_,
+                             guardian_, signals_, log_writer_,
+                             out_,      err_,     servers_ ? servers_->endpoints() : ""};
   group_.reset();
   group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd));
   watch_.begin();
+}
+
+void Launcher::end_group() {
+  for (const std::string& line : group_->end()) say(line);
 }
 
 // One turn of the loop: wait for something, then look at everything.
 void Launcher::turn() {
   poll_once();
   while (const auto signal = signals_.next()) answer(*signal);
-  if (coordinator_) coordinator_->turn();
-  if (member_) member_->turn();
-  if (member_) obey();
+  if (meeting_) obey();
   if (servers_) turn_servers();
   if (group_) group_->turn();
   look();
@@ -286,10 +279,10 @@ milliseconds Launcher::patience() const {
     wait = std::max(wait, milliseconds(0));
     timeout = timeout.count() < 0 ? wait : std::min(timeout, wait);
   };
-  if (member_) at_most(kMeetingTurn);
   if (const auto deadline = servers_ ? servers_->deadline() : std::nullopt) {
     at_most(std::chrono::ceil<milliseconds>(*deadline - now));
   }
+  if (log_writer_.congested()) at_most(kCongestedTurn);
   if (!group_ || !group_->running()) return timeout;
   at_most(std::chrono::ceil<milliseconds>(look_at_ - now));
   if (const auto deadline = group_->deadline()) {
@@ -303,8 +296,7 @@ void Launcher::poll_once() {
   for (const Terminal* terminal : {&out_, &err_}) {
     if (terminal->pending()) polls.push_back({terminal->fd(), POLLOUT, 0});
   }
-  if (coordinator_) coordinator_->add_polls(polls);
-  if (member_) member_->add_polls(polls);
+  if (meeting_) polls.push_back({meeting_->fd(), POLLIN, 0});
   if (servers_) servers_->add_polls(polls);
   if (group_) group_->add_polls(polls);
   ::poll(polls.data(), polls.size(), static_cast<int>(patience().count()));
@@ -355,7 +347,7 @@ void Launcher::look() {
 }
 
 void Launcher::obey() {
-  while (const auto order = member_->next()) {
+  while (const auto order = meeting_->next()) {
     if (order->kind == Order::Kind::kRound) {
       place_ = order->place;
       say("node " + std::to_string(place_->node_rank) + " of " + std::to_string(place_->num_nodes) +

@@ -8,7 +8,8 @@
 
 #include "cohort/launch/endpoint.h"
 #include "cohort/launch/environment.h"
-#include "cohort/launch/line_socket.h"
+#include "cohort/launch/handshake.h"
+#include "cohort/launch/message_channel.h"
 #include "cohort/launch/options.h"
 #include "cohort/launch/report.h"
 
@@ -27,24 +28,29 @@ struct Order {
   std::string why;
 };
 
-/// Keeps up the connection and turns messages into orders. turn() blocks for a fifth of a second
-/// at most, and only while there is no connection yet.
+/// Keeps up the connection and turns messages into orders.
+///
+/// A connection that breaks, or brings nothing for keep_alive.interval, is replaced: the workers go
+/// on meanwhile, and nothing that either side said is lost. If the coordinator has given this node
+/// up by then, the order is kStop, and the node joins again under its old name. The order is kEnd
+/// with exit code 3 when there was no connection for rdzv_timeout, or nobody has listened at the
+/// endpoint any more for kReturn. The coordinator refuses settings of the job that are not its own:
+/// kEnd with exit code 2.
+/// Threads: any one. turn() blocks while it connects: for the name service, and a fifth of a
+/// second.
 class Member {
  public:
-  /// Tries to connect for options.rdzv_timeout; then, and when the connection is lost, the order is
-  /// kEnd with exit code 3. The coordinator refuses settings of the job that are not its own: kEnd
-  /// with exit code 2.
   Member(const Endpoint& endpoint, const RunOptions& options);
 
-  /// Asks to take part in the next round; sent as soon as there is a connection.
+  /// Asks to take part in the next round.
   /// `store_port`: of this node's store socket, on the coordinator's node; else 0.
   void join(int store_port);
   void tell_done(int code);
   void tell_failed(const Verdict& verdict, const std::string& why);
-  void leave() { line_.close(); }
+  void leave();
 
-  /// Adds what turn() waits for; turn() is due every half second anyway.
-  void add_polls(std::vector<pollfd>& polls) const { line_.add_polls(polls); }
+  /// Adds what turn() waits for; turn() is due after a quarter of a second anyway.
+  void add_polls(std::vector<pollfd>& polls) const;
   void turn();
   /// Returns the next order, in order of arrival.
   std::optional<Order> next();
@@ -52,16 +58,30 @@ class Member {
  private:
   using Clock = std::chrono::steady_clock;
   void connect();
-  Order lost(const std::string& how) const;
+  void greet();
+  void hear(const std::string& line);
+  void on_welcome(const Welcome& welcome);
+  void talk();
+  void begin_session();
+  void note_loss();
+  std::string why_lost() const;
+  Order obey(const std::string& text);
+  Order end(int code, const std::string& why);
 
   const Endpoint endpoint_;
   const RunOptions options_;
-  const Clock::time_point began_;
-  LineSocket line_;
-  bool connected_ = false;
   bool over_ = false;
+  bool welcomed_ = false;  // In this session.
+  bool was_welcomed_ = false;
+  Hello hello_;
+  std::string challenge_;  // Not empty: this side's hello was sent.
+  LineSocket line_;        // While the handshake goes on.
+  Clock::time_point connected_at_;
+  MessageChannel channel_;
+  Clock::time_point lost_since_;  // While there is no connection.
+  std::optional<Clock::time_point> refused_since_;
+  std::optional<Order> to_give_;
   int64_t round_ = 0;
-  std::string to_join_;  // Waits for the connection.
   Clock::time_point beat_at_;
 };
 

@@ -1,6 +1,12 @@
 #include "cohort/launch/options.h"
 
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <map>
 #include <net/if.h>
+#include <optional>
+#include <set>
 #include <sstream>
 #include <string_view>
 
@@ -36,6 +42,8 @@ void validate_nodes(const RunOptions& options) {
           "0 (a free port) or 1 to 65535", std::to_string(options.master_port));
   require(options.rdzv_timeout.count() > 0, "--rdzv-timeout", "seconds > 0",
           std::to_string(options.rdzv_timeout.count()) + " ms");
+  require(options.elastic() || options.rdzv_secret.empty(), "--rdzv-secret-file",
+          "--rdzv-endpoint beside it", "none");
   if (options.elastic()) {
     require(options.master_addr.empty(), "--master-addr",
             "none with --rdzv-endpoint, whose host it is", options.master_addr);
@@ -111,6 +119,38 @@ NodeCount parse_node_count(const std::string& text) {
       colon == std::string::npos ? first : to_int(std::string_view(text).substr(colon + 1));
   require(first && last, "--nnodes", "N or MIN:MAX", text);
   return {*first, *last};
+}
+
+void parse_rdzv_conf(const std::string& text, RunOptions& options) {
+  const std::string flag = "--rdzv-conf";
+  const std::map<std::string, std::chrono::milliseconds*> times{
+      {"join_timeout", &options.rdzv_timeout},
+      {"keep_alive_interval", &options.keep_alive.interval},
+      {"last_call_timeout", &options.last_call_timeout}};
+  std::set<std::string> given;
+  std::istringstream words(text);
+  for (std::string word; std::getline(words, word, ',');) {
+    const size_t equals = std::min(word.find('='), word.size());
+    const std::string key = word.substr(0, equals);
+    const std::string value = word.substr(std::min(equals + 1, word.size()));
+    const auto time = times.find(key);
+    require(time != times.end() || key == "keep_alive_max_attempt", flag,
+            "KEY=NUMBER with KEY one of join_timeout, keep_alive_interval, keep_alive_max_attempt, "
+            "last_call_timeout, with commas between",
+            word.empty() ? "nothing" : word);
+    require(given.insert(key).second, flag, key + " once", "it twice");
+    if (time == times.end()) {
+      const auto count = to_int(value);
+      require(count && *count >= 1 && *count <= 1000, flag, key + "=1 to 1000", word);
+      options.keep_alive.max_attempt = *count;
+      continue;
+    }
+    char* end = nullptr;
+    const double seconds = std::strtod(value.c_str(), &end);
+    require(!value.empty() && *end == '\0' && seconds >= 0.05 && seconds <= 1e6, flag,
+            key + "=seconds from 0.05 to 1000000", word);
+    *time->second = std::chrono::milliseconds(std::llround(seconds * 1000));
+  }
 }
 
 int RunOptions::shown_streams(int rank, int local_rank) const {

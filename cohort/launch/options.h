@@ -47,6 +47,14 @@ struct NodeCount {
 /// Reads "2" or "1:4". Errors: ConfigError that names --nnodes.
 NodeCount parse_node_count(const std::string& text);
 
+struct RunOptions;
+
+/// Reads torchrun's "keep_alive_interval=5,join_timeout=600" into `options`; numbers are seconds,
+/// or a count. Keys: join_timeout (rdzv_timeout), last_call_timeout, keep_alive_interval,
+/// keep_alive_max_attempt.
+/// Errors: ConfigError that names --rdzv-conf: another key, one given twice, no such number.
+void parse_rdzv_conf(const std::string& text, RunOptions& options);
+
 /// The parameter servers that run beside the workers of a job on one node.
 struct ServerOptions {
   int count = 0;        ///< 0: none.
@@ -59,6 +67,16 @@ struct ServerOptions {
 
 /// On one node.
 inline constexpr int kMostWorkers = 4096;
+
+/// When launchers that have met believe that one of them is gone; torchrun's names.
+struct KeepAlive {
+  std::chrono::milliseconds interval{5000};  ///< After such a silence one connects again.
+  int max_attempt = 3;                       ///< After so many intervals a node has left.
+
+  std::chrono::milliseconds limit() const { return interval * max_attempt; }
+  /// Time between two heartbeats.
+  std::chrono::milliseconds beat() const { return interval / 5; }
+};
 
 /// Flags of `cohort run`. Every node is given the same values but for node_rank, and nproc_per_node
 /// where nodes meet at rdzv_endpoint.
@@ -73,8 +91,13 @@ struct RunOptions {
   /// "host:port" where the nodes' launchers meet (coordinator.h); empty: they do not.
   std::string rdzv_endpoint;
   std::string rdzv_id = "none";  ///< Name of the job: a launcher with another one is refused.
-  std::chrono::milliseconds rdzv_timeout{600'000};  ///< Limit of waiting for enough nodes.
-  int max_restarts = 0;  ///< Fresh starts of all workers after a worker failed.
+  /// Limit of waiting for enough nodes, and for a coordinator that cannot be reached.
+  std::chrono::milliseconds rdzv_timeout{600'000};
+  /// Wait for more nodes, once there are enough.
+  std::chrono::milliseconds last_call_timeout{1000};
+  KeepAlive keep_alive;
+  std::string rdzv_secret;  ///< Launchers prove to each other that they have it; empty: none.
+  int max_restarts = 0;     ///< Fresh starts of all workers after a worker failed.
 
   ServerOptions servers;
 

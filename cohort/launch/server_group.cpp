@@ -40,18 +40,19 @@ Fd hold_port(std::string& endpoint) {
 }  // namespace
 
 ServerGroup::ServerGroup(Key, const RunOptions& options, const std::string& log_dir,
-                         const Guardian& guardian, const Signals& signals)
+                         LogWriter& logs, const Guardian& guardian, const Signals& signals)
     : options_(options),
       log_dir_(log_dir),
+      logs_(logs),
       guardian_(guardian),
       signals_(signals),
       program_(find_program(options.servers.program)) {}
 
 // The delegation makes the object whole, so that its destructor runs if a later server cannot
 // start.
-ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir,
+ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir, LogWriter& logs,
                          const Guardian& guardian, const Signals& signals)
-    : ServerGroup(Key{}, options, log_dir, guardian, signals) {
+    : ServerGroup(Key{}, options, log_dir, logs, guardian, signals) {
   for (int id = 0; id < options.servers.count; ++id) {
     Server server;
     server.id = id;
@@ -99,7 +100,7 @@ void ServerGroup::start(Server& server, bool again) {
   Stream::Options log;
   log.log_path = server_log_file(log_dir_, server.id);
   log.append = again;
-  server.log = std::make_unique<Stream>(std::move(channel.launcher), std::move(log));
+  server.log = std::make_unique<Stream>(std::move(channel.launcher), logs_, std::move(log));
   server.pid = start_process({.program = program_,
                               .command = arguments(server),
                               .environment = server_environment(own_environment(), options_, place),
@@ -138,7 +139,9 @@ std::vector<std::string> ServerGroup::turn() {
 
 std::optional<std::string> ServerGroup::notice_exit(Server& server) {
   if (!server.running) return std::nullopt;
-  const auto status = peek_exit(server.pid);
+  auto status = peek_exit(server.pid);
+  if (!status && killed_at_ && Clock::now() - *killed_at_ > kKillTime)
+    status = {128 + SIGKILL, SIGKILL};
   if (!status) return std::nullopt;
   server.running = false;
   Outcome outcome;
@@ -147,7 +150,7 @@ std::optional<std::string> ServerGroup::notice_exit(Server& server) {
   outcome.pid = server.pid;
   outcome.status = *status;
   outcome.explained = explains(server_error_file(log_dir_, server.id), status->exit_code);
-  if (killed_ || failure_) return std::nullopt;
+  if (killed_at_ || failure_) return std::nullopt;
   if (stopping_) {
     if (outcome.failed() && status->signal != SIGTERM) failure_ = outcome;
     return std::nullopt;
@@ -186,9 +189,13 @@ void ServerGroup::stop(milliseconds patience) {
 
 void ServerGroup::kill_now() {
   stopping_ = true;
-  killed_ = true;
+  if (!killed_at_) killed_at_ = Clock::now();
   kill_at_.reset();
   send(SIGKILL);
+}
+
+std::optional<ServerGroup::Clock::time_point> ServerGroup::deadline() const {
+  return killed_at_ ? *killed_at_ + kKillTime : kill_at_;
 }
 
 void ServerGroup::end() {
@@ -199,8 +206,9 @@ void ServerGroup::end() {
 void ServerGroup::clear(Server& server) {
   if (server.pid > 0) {
     kill_sessions({&server.pid, 1});
-    reap(server.pid);
-    guardian_.forget(server.pid);
+    const bool waited = killed_at_ && Clock::now() - *killed_at_ > kKillTime;
+    if (reap(server.pid, Clock::now() + (waited ? milliseconds(0) : kKillTime)))
+      guardian_.forget(server.pid);
   }
   server.pid = -1;
   server.running = false;

@@ -9,6 +9,7 @@
 
 #include "cohort/base/fd.h"
 #include "cohort/launch/guardian.h"
+#include "cohort/launch/log_writer.h"
 #include "cohort/launch/options.h"
 #include "cohort/launch/report.h"
 #include "cohort/launch/signals.h"
@@ -33,8 +34,8 @@ class ServerGroup {
   /// Starts the servers that `options` names. All references outlive the group.
   /// Errors: ConfigError if the program cannot be executed, or a folder not be made; no server is
   /// left running.
-  ServerGroup(const RunOptions& options, const std::string& log_dir, const Guardian& guardian,
-              const Signals& signals);
+  ServerGroup(const RunOptions& options, const std::string& log_dir, LogWriter& logs,
+              const Guardian& guardian, const Signals& signals);
   ~ServerGroup();
   ServerGroup(const ServerGroup&) = delete;
   ServerGroup& operator=(const ServerGroup&) = delete;
@@ -46,7 +47,7 @@ class ServerGroup {
   /// Adds what turn() waits for.
   void add_polls(std::vector<pollfd>& polls) const;
   /// When turn() is due at the latest.
-  std::optional<Clock::time_point> deadline() const { return kill_at_; }
+  std::optional<Clock::time_point> deadline() const;
   /// Reads what there is, notices ends, starts again, keeps the deadline; does not block. Returns
   /// lines to tell the user.
   std::vector<std::string> turn();
@@ -72,8 +73,8 @@ class ServerGroup {
   };
 
   struct Key {};  // For the constructor that the public one delegates to.
-  ServerGroup(Key, const RunOptions& options, const std::string& log_dir, const Guardian& guardian,
-              const Signals& signals);
+  ServerGroup(Key, const RunOptions& options, const std::string& log_dir, LogWriter& logs,
+              const Guardian& guardian, const Signals& signals);
   void start(Server& server, bool again);
   void clear(Server& server);
   std::vector<std::string> arguments(const Server& server) const;
@@ -82,6 +83,7 @@ class ServerGroup {
 
   const RunOptions& options_;
   const std::string& log_dir_;
+  LogWriter& logs_;
   const Guardian& guardian_;
   const Signals& signals_;
   std::string program_;
@@ -90,7 +92,7 @@ class ServerGroup {
   int num_restarts_ = 0;
   std::optional<Outcome> failure_;
   bool stopping_ = false;
-  bool killed_ = false;  // SIGKILL went out: how a server ends means nothing.
+  std::optional<Clock::time_point> killed_at_;  // SIGKILL: how a server ends means nothing now.
   std::optional<Clock::time_point> kill_at_;
 };
 

@@ -2,15 +2,11 @@
 
 #include <array>
 #include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <system_error>
 #include <termios.h>
-
-#include "cohort/base/error.h"
 
 namespace cohort::launch {
 namespace {
@@ -59,15 +55,11 @@ void copy_window_size(int from, int to) {
   if (::ioctl(from, TIOCGWINSZ, &size) == 0) ::ioctl(to, TIOCSWINSZ, &size);
 }
 
-Stream::Stream(Fd source, Options options)
-    : source_(std::move(source)), options_(std::move(options)) {
-  const int existing = options_.append ? O_APPEND : O_TRUNC;
-  log_ = Fd(::open(options_.log_path.c_str(), O_WRONLY | O_CREAT | existing | O_CLOEXEC, 0666));
-  if (!log_) {
-    throw ConfigError(options_.log_path + ": expected a log file that can be written, got " +
-                      std::strerror(errno));
-  }
-}
+Stream::Stream(Fd source, LogWriter& logs, Options options)
+    : source_(std::move(source)),
+      logs_(&logs),
+      options_(std::move(options)),
+      log_(logs.open(options_.log_path, options_.append)) {}
 
 bool Stream::pump() {
   if (!source_) return false;
@@ -75,7 +67,7 @@ bool Stream::pump() {
   const ssize_t size = ::read(source_.get(), buffer.data(), buffer.size());
   if (size > 0) {
     const std::string_view bytes(buffer.data(), static_cast<size_t>(size));
-    log(bytes);
+    logs_->write(log_, bytes);
     if (options_.terminal) show(bytes);
     return true;
   }
@@ -91,21 +83,6 @@ void Stream::finish() {
   line_ += '\n';
   options_.terminal->write(options_.prefix + line_);
   line_.clear();
-}
-
-void Stream::log(std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t size = ::write(log_.get(), bytes.data(), bytes.size());
-    if (size < 0 && errno == EINTR) continue;
-    if (size < 0) {
-      if (!std::exchange(log_failed_, true)) {
-        std::fprintf(stderr, "cohort run: warning: %s: %s; its log is incomplete\n",
-                     options_.log_path.c_str(), std::strerror(errno));
-      }
-      return;
-    }
-    bytes.remove_prefix(static_cast<size_t>(size));
-  }
 }
 
 void Stream::show(std::string_view bytes) {

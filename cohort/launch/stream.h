@@ -1,9 +1,11 @@
 // One stream (stdout or stderr) of one worker, from the worker to its log file and the terminal.
 #pragma once
+#include <memory>
 #include <string>
 #include <string_view>
 
 #include "cohort/base/fd.h"
+#include "cohort/launch/log_writer.h"
 #include "cohort/launch/terminal.h"
 
 namespace cohort::launch {
@@ -32,15 +34,16 @@ class Stream {
     Terminal* terminal = nullptr;  ///< Outlives the stream; null: log file only.
     std::string prefix;  ///< Not empty: whole lines go to the terminal, each after this text.
   };
+  /// `logs` outlives the stream.
   /// Errors: ConfigError if the log file cannot be made.
-  Stream(Fd source, Options options);
+  Stream(Fd source, LogWriter& logs, Options options);
 
   /// -1 once the stream has ended.
   int fd() const { return source_.get(); }
-  /// Whether to poll for more: not while the terminal is congested, so a worker that writes faster
-  /// than its reader reads is slowed down instead of filling the launcher's memory.
+  /// Whether to poll for more: not while the terminal or the logs are congested, so a worker that
+  /// writes faster than they take is slowed down instead of filling the launcher's memory.
   bool wants_more() const {
-    return source_ && !(options_.terminal && options_.terminal->congested());
+    return source_ && !(options_.terminal && options_.terminal->congested()) && !logs_->congested();
   }
   /// Reads once and passes on; returns false if nothing was there or the stream has ended.
   bool pump();
@@ -48,14 +51,13 @@ class Stream {
   void finish();
 
  private:
-  void log(std::string_view bytes);
   void show(std::string_view bytes);
 
   Fd source_;
-  Fd log_;
+  LogWriter* logs_;
   Options options_;
+  std::shared_ptr<LogWriter::File> log_;
   std::string line_;  // The unfinished line, when prefixing.
-  bool log_failed_ = false;
 };
 
 }  // namespace cohort::launch

@@ -1,5 +1,6 @@
 #include "cohort/launch/worker.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -10,6 +11,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <system_error>
+#include <thread>
 #include <unistd.h>
 
 #include "cohort/base/env.h"
@@ -18,6 +20,8 @@
 
 namespace cohort::launch {
 namespace {
+
+constexpr std::chrono::microseconds kLongestPause{20'000};
 
 // Returns 0, or the errno that executing the file would meet.
 int executable_error(const std::string& path) {
@@ -119,7 +123,7 @@ pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
   } while (size < 0 && errno == EINTR);
   if (size == sizeof(error)) {
     kill_sessions({&pid, 1});
-    reap(pid);
+    reap(pid, std::chrono::steady_clock::now() + kKillTime);
     throw ConfigError(options.program + ": expected a program that can be executed, got " +
                       std::strerror(error));
   }
@@ -136,8 +140,12 @@ std::optional<ExitStatus> peek_exit(pid_t pid) {
   return ExitStatus{128 + info.si_status, info.si_status};
 }
 
-void reap(pid_t pid) {
-  while (::waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
+bool reap(pid_t pid, std::chrono::steady_clock::time_point deadline) {
+  for (std::chrono::microseconds pause{100};; pause = std::min(2 * pause, kLongestPause)) {
+    const pid_t ended = ::waitpid(pid, nullptr, WNOHANG);
+    if (ended != 0 && !(ended < 0 && errno == EINTR)) return true;
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(pause);
   }
 }
 

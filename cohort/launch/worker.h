@@ -1,5 +1,6 @@
 // Starting one worker process, and asking how it ended.
 #pragma once
+#include <chrono>
 #include <optional>
 #include <string>
 #include <sys/types.h>
@@ -44,7 +45,12 @@ pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
 /// reap() its number, and so its session's, cannot be given to a stranger.
 std::optional<ExitStatus> peek_exit(pid_t pid);
 
-/// Waits until the child `pid`, which was sent SIGKILL or has ended, is gone.
-void reap(pid_t pid);
+/// A process that has not ended so long after SIGKILL is held by the kernel (state D): a driver or
+/// a file system does not answer.
+inline constexpr std::chrono::milliseconds kKillTime{5000};
+
+/// Waits until the child `pid`, which was sent SIGKILL or has ended, is gone, at most until
+/// `deadline`; returns whether it is.
+bool reap(pid_t pid, std::chrono::steady_clock::time_point deadline);
 
 }  // namespace cohort::launch

@@ -63,7 +63,7 @@ Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channe
       options.prefix = "[rank " + std::to_string(worker.rank) + "] ";
     }
   }
-  return Stream(std::move(channel.launcher), std::move(options));
+  return Stream(std::move(channel.launcher), context_.logs, std::move(options));
 }
 
 void WorkerGroup::start(int local_rank, Fd& store) {
@@ -114,8 +114,16 @@ void WorkerGroup::add_polls(std::vector<pollfd>& polls) const {
 }
 
 std::optional<WorkerGroup::Clock::time_point> WorkerGroup::deadline() const {
-  if (term_at_ && kill_at_) return std::min(*term_at_, *kill_at_);
-  return term_at_ ? term_at_ : kill_at_;
+  std::optional<Clock::time_point> earliest;
+  const auto at_most = [&earliest](const std::optional<Clock::time_point>& time) {
+    if (time && (!earliest || *time < *earliest)) earliest = time;
+  };
+  at_most(term_at_);
+  at_most(kill_at_);
+  for (const Worker& worker : workers_) {
+    if (worker.running && worker.killed_at) at_most(*worker.killed_at + kKillTime);
+  }
+  return earliest;
 }
 
 void WorkerGroup::turn() {
@@ -131,26 +139,32 @@ void WorkerGroup::turn() {
 void WorkerGroup::notice_exits() {
   for (Worker& worker : workers_) {
     if (!worker.running) continue;
-    const auto status = peek_exit(worker.pid);
-    if (!status) continue;
-    worker.running = false;
-    const bool stopped = stopping_ && worker.note.empty();
-    outcomes_.push_back(
-        {.rank = worker.rank,
-         .pid = worker.pid,
-         .status = *status,
-         .passed_signal = passed_signal_,
-         .stopped = stopped,
-         .note = worker.note,
-         .explained = explains(error_file(context_.log_dir, worker.rank), status->exit_code)});
-    const Outcome& outcome = outcomes_.back();
-    const bool first_failure = outcome.failed() && !std::exchange(failed_, true);
-    if (!first_failure || passed_signal_ != 0 || stopping_) continue;
-    if (may_start_again() && outcome.meaning() == kExitFailure) {
-      stop(context_.options.grace, "all start again");
-    } else {
-      term_at_ = Clock::now() + context_.options.grace;
+    if (const auto status = peek_exit(worker.pid)) {
+      note_end(worker, *status);
+    } else if (worker.killed_at && Clock::now() - *worker.killed_at > kKillTime) {
+      note_end(worker, {128 + SIGKILL, SIGKILL});
     }
+  }
+}
+
+void WorkerGroup::note_end(Worker& worker, ExitStatus status) {
+  worker.running = false;
+  const bool stopped = stopping_ && worker.note.empty();
+  outcomes_.push_back(
+      {.rank = worker.rank,
+       .pid = worker.pid,
+       .status = status,
+       .passed_signal = passed_signal_,
+       .stopped = stopped,
+       .note = worker.note,
+       .explained = explains(error_file(context_.log_dir, worker.rank), status.exit_code)});
+  const Outcome& outcome = outcomes_.back();
+  const bool first_failure = outcome.failed() && !std::exchange(failed_, true);
+  if (!first_failure || passed_signal_ != 0 || stopping_) return;
+  if (may_start_again() && outcome.meaning() == kExitFailure) {
+    stop(context_.options.grace, "all start again");
+  } else {
+    term_at_ = Clock::now() + context_.options.grace;
   }
 }
 
@@ -191,6 +205,9 @@ void WorkerGroup::kill_now(const std::string& why) {
   term_at_.reset();
   kill_at_.reset();
   send(SIGKILL);
+  for (Worker& worker : workers_) {
+    if (!worker.killed_at) worker.killed_at = Clock::now();
+  }
 }
 
 void WorkerGroup::fail(int rank, const std::string& note) {
@@ -198,6 +215,7 @@ void WorkerGroup::fail(int rank, const std::string& note) {
     if (worker.rank != rank || !worker.running) continue;
     worker.note = note;
     kill_sessions({&worker.pid, 1});
+    worker.killed_at = Clock::now();
   }
 }
 
@@ -215,23 +233,36 @@ void WorkerGroup::pass_window_size() const {
   if (changed && worker.running) ::kill(-worker.pid, SIGWINCH);
 }
 
-void WorkerGroup::end() {
-  kill_workers();
+std::vector<std::string> WorkerGroup::end() {
+  std::vector<std::string> news = kill_workers();
   drain();
+  if (!context_.logs.flush())
+    news.push_back("warning: the logs in " + context_.log_dir +
+                   " are incomplete: their disk takes nothing");
+  return news;
 }
 
-void WorkerGroup::kill_workers() {
+std::vector<std::string> WorkerGroup::kill_workers() {
+  std::vector<std::string> left_behind;
   std::vector<pid_t> leaders;
   for (const Worker& worker : workers_) leaders.push_back(worker.pid);
   kill_sessions(leaders);
+  const auto deadline = Clock::now() + kKillTime;
   for (Worker& worker : workers_) {
-    if (worker.pid > 0) {
-      reap(worker.pid);
+    // One that was waited for already is not waited for again.
+    const bool waited = worker.killed_at && Clock::now() - *worker.killed_at > kKillTime;
+    if (worker.pid > 0 && reap(worker.pid, waited ? Clock::now() : deadline)) {
       context_.guardian.forget(worker.pid);
+    } else if (worker.pid > 0) {
+      left_behind.push_back("warning: rank " + std::to_string(worker.rank) + " (pid " +
+                            std::to_string(worker.pid) +
+                            ") does not end after SIGKILL and is left behind: a driver or a file "
+                            "system holds it (state D)");
     }
     worker.pid = -1;
     worker.running = false;
   }
+  return left_behind;
 }
 
 // Only a process that left its worker's session can hold a stream open longer; it is not waited

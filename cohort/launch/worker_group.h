@@ -24,6 +24,7 @@ struct RoundContext {
   const std::string& log_dir;
   const Guardian& guardian;
   const Signals& signals;
+  LogWriter& logs;
   Terminal& out;
   Terminal& err;
   std::string servers;  ///< See WorkerPlace::servers.
@@ -35,16 +36,18 @@ struct Worker {
   int local_rank = 0;
   pid_t pid = -1;  ///< -1 once its session was ended.
   bool running = false;
-  std::string note;             ///< See Outcome::note.
-  std::vector<Stream> streams;  ///< stdout, stderr.
+  std::optional<std::chrono::steady_clock::time_point> killed_at{};  ///< SIGKILL went out.
+  std::string note;                                                  ///< See Outcome::note.
+  std::vector<Stream> streams;                                       ///< stdout, stderr.
 };
 
 /// Starts one worker per local rank, copies what they write, notices how they end, and stops them.
 ///
 /// When a worker fails, the others have options.grace to leave, then SIGTERM, 3 seconds later
 /// SIGKILL. Where the job may start again nothing is gained by waiting: then SIGTERM goes out at
-/// once and SIGKILL after the grace, unless all that is known is a lost peer (exit code 3).
-/// Threads: from the main thread, while there is no other (it forks).
+/// once and SIGKILL after the grace, unless all that is known is a lost peer (exit code 3). One
+/// that SIGKILL does not end within kKillTime is left behind. Threads: from the main thread, while
+/// there is no other (it forks).
 class WorkerGroup {
  public:
   using Clock = std::chrono::steady_clock;
@@ -86,8 +89,9 @@ class WorkerGroup {
   /// Gives rank 0's pseudo-terminal, if it has one, the launcher's window size.
   void pass_window_size() const;
 
-  /// Kills what is left of the workers' sessions and reads the last bytes.
-  void end();
+  /// Kills what is left of the workers' sessions and reads the last bytes. Returns lines to tell
+  /// the user: which workers are left behind, and whether logs are incomplete.
+  std::vector<std::string> end();
 
  private:
   WorkerGroup(const RoundContext& context, const NodePlace& node);
@@ -97,8 +101,9 @@ class WorkerGroup {
   Terminal& terminal(int which) const;
   bool may_start_again() const;
   void notice_exits();
+  void note_end(Worker& worker, ExitStatus status);
   void keep_deadlines();
-  void kill_workers();
+  std::vector<std::string> kill_workers();
   void drain();
 
   const RoundContext context_;

@@ -1,12 +1,15 @@
 // Fuzzing of the lines that launchers of several nodes send each other. An input that begins with
 // 'm' is what the coordinator says to a node, without that byte; any other is what two nodes say to
-// the coordinator, line by line: those that begin with '2' are the second's, without that digit.
+// the coordinator, line by line: those that begin with '2' are the second's, without that digit. A
+// line that begins with '{' is made a message with its number; one that does not is sent as it is.
+// Where the second byte is '!', the lines stand for the handshake, which otherwise goes well.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
 #include "cohort/launch/coordinator.h"
+#include "cohort/launch/handshake.h"
 #include "cohort/launch/member.h"
 
 #include "tests/fuzz/input.h"
@@ -45,6 +48,36 @@ void send(const Fd& fd, std::string_view bytes) {
       ::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
+// What has come; all of it.
+std::string receive(const Fd& fd) {
+  std::string text(64 * 1024, '\0');
+  const ssize_t size = ::recv(fd.get(), text.data(), text.size(), MSG_DONTWAIT);
+  text.resize(size < 0 ? 0 : static_cast<size_t>(size));
+  return text;
+}
+
+std::string nonce_of(const std::string& challenge) {
+  const std::string key = R"("nonce":")";
+  const size_t begin = challenge.find(key) + key.size();
+  return challenge.substr(begin, challenge.find('"', begin) - begin);
+}
+
+void greet(const Fd& node, Coordinator& coordinator, const char* name) {
+  const std::string challenge = nonce_of(receive(node));
+  Hello hello{.node = name, .session = 1, .nonce = "n", .id = "none", .nnodes = "1:2"};
+  hello.max_restarts = 1;
+  hello.proof = proof_of_node("", challenge, hello);
+  send(node, line_of(hello) + "\n");
+  coordinator.turn();
+  TORCH_CHECK(receive(node).find("welcome") != std::string::npos, "not welcomed");
+}
+
+// A line of the input as it is sent.
+std::string framed(std::string_view line, int& number) {
+  if (!line.starts_with('{')) return std::string(line);
+  return std::to_string(++number) + " 0 " + std::string(line);
+}
+
 void to_coordinator(std::string_view text) {
   sockaddr_un address{};
   socklen_t length = 0;
@@ -52,13 +85,24 @@ void to_coordinator(std::string_view text) {
   const Fd first = connect_to(address, length);
   const Fd second = connect_to(address, length);
   Coordinator coordinator(std::move(listener), "127.0.0.1", options());
+  coordinator.turn();
+  const bool raw = text.starts_with('!');
+  if (raw) {
+    text.remove_prefix(1);
+  } else {
+    greet(first, coordinator, "first");
+    greet(second, coordinator, "second");
+  }
+  int of_first = 0, of_second = 0;
   while (!text.empty()) {
     const size_t end = std::min(text.find('\n'), text.size() - 1) + 1;
     std::string_view line = text.substr(0, end);
     text.remove_prefix(end);
     const bool is_second = line.starts_with('2');
     if (is_second) line.remove_prefix(1);
-    send(is_second ? second : first, line);
+    const std::string sent =
+        raw ? std::string(line) : framed(line, is_second ? of_second : of_first);
+    send(is_second ? second : first, sent);
     coordinator.turn();
   }
   coordinator.turn();
@@ -97,13 +141,28 @@ void to_member(std::string_view text) {
   member.turn();  // It connects.
   {
     const Fd coordinator = meeting.accept();
-    send(coordinator, text);
-    member.turn();
-  }
-  member.turn();
-  while (const auto order = member.next()) {
-    TORCH_CHECK(order->kind != Order::Kind::kEnd || !member.next(), "an order after the end");
-    if (order->kind == Order::Kind::kEnd) break;
+    int number = 0;
+    if (text.starts_with('!')) {
+      send(coordinator, text.substr(1));
+    } else {
+      send(coordinator, challenge_line("c") + "\n");
+      member.turn();
+      std::string line = receive(coordinator);
+      line.resize(std::min(line.find('\n'), line.size()));
+      const Hello hello = parse_hello(line);
+      send(coordinator, line_of(Welcome{.proof = proof_of_coordinator("", "c", hello)}) + "\n");
+      while (!text.empty()) {
+        const size_t end = std::min(text.find('\n'), text.size() - 1) + 1;
+        send(coordinator, framed(text.substr(0, end), number));
+        text.remove_prefix(end);
+      }
+    }
+    for (int turn = 0; turn < 3; ++turn) {
+      member.turn();
+      while (const auto order = member.next()) {
+        TORCH_CHECK(order->kind != Order::Kind::kEnd || !member.next(), "an order after the end");
+      }
+    }
   }
 }
 

@@ -10,6 +10,7 @@
 #include <unistd.h>
 #include <utility>
 
+#include "cohort/launch/handshake.h"
 #include "cohort/launch/store_socket.h"
 
 #include "tests/launch/launch_harness.h"
@@ -25,34 +26,23 @@ bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// A coordinator that sends what a test wants, when it wants.
+// A coordinator that sends what a test wants, when it wants. Its job has no secret.
 class FakeCoordinator {
  public:
   std::string address() const { return "127.0.0.1:" + std::to_string(listener_.port); }
 
-  // Waits for `count` lines of this kind in all.
+  // Waits for `count` messages of this kind in all; a heartbeat is none.
   void wait_for(const std::string& kind, int count = 1) {
-    const std::string part = "\"say\":\"" + kind + "\"";
-    while (true) {
-      int found = 0;
-      for (size_t at = 0; (at = heard_.find(part, at)) != std::string::npos; ++at) ++found;
-      if (found >= count) return;
-      char buffer[4096];
-      pollfd wait{launcher_ ? launcher_.get() : listener_.fd.get(), POLLIN, 0};
-      if (::poll(&wait, 1, 60'000) != 1) throw std::runtime_error("silence after " + heard_);
-      if (!launcher_) launcher_ = Fd(::accept(listener_.fd.get(), nullptr, nullptr));
-      const ssize_t size = ::read(launcher_.get(), buffer, sizeof(buffer));
-      if (size <= 0) throw std::runtime_error("the launcher left after " + heard_);
-      heard_.append(buffer, static_cast<size_t>(size));
-    }
+    wait_for_text("\"say\":\"" + kind + "\"", count);
   }
 
-  // One write, so that all lines arrive together.
-  void send(const Lines& lines) {
+  // One write, so that all messages arrive together.
+  void send(const Lines& messages) {
     std::string text;
-    for (const std::string& line : lines) text += line + "\n";
-    ASSERT_EQ(::write(launcher_.get(), text.data(), text.size()),
-              static_cast<ssize_t>(text.size()));
+    for (const std::string& message : messages) {
+      text += std::to_string(++num_sent_) + " 0 " + message + "\n";
+    }
+    write(text);
   }
 
   static std::string round(int number) {
@@ -62,8 +52,35 @@ class FakeCoordinator {
   }
 
  private:
+  void wait_for_text(const std::string& part, int count) {
+    while (true) {
+      int found = 0;
+      for (size_t at = 0; (at = heard_.find(part, at)) != std::string::npos; ++at) ++found;
+      if (found >= count) return;
+      if (!launcher_) greet();
+      char buffer[4096];
+      pollfd wait{launcher_.get(), POLLIN, 0};
+      if (::poll(&wait, 1, 60'000) != 1) throw std::runtime_error("silence after " + heard_);
+      const ssize_t size = ::read(launcher_.get(), buffer, sizeof(buffer));
+      if (size <= 0) throw std::runtime_error("the launcher left after " + heard_);
+      heard_.append(buffer, static_cast<size_t>(size));
+    }
+  }
+  void greet() {
+    launcher_ = Fd(::accept(listener_.fd.get(), nullptr, nullptr));
+    write(challenge_line("challenge") + "\n");
+    wait_for_text("\n", 1);
+    const Hello hello = parse_hello(heard_.substr(0, heard_.find('\n')));
+    write(line_of(Welcome{.proof = proof_of_coordinator("", "challenge", hello)}) + "\n");
+  }
+  void write(const std::string& text) {
+    ASSERT_EQ(::write(launcher_.get(), text.data(), text.size()),
+              static_cast<ssize_t>(text.size()));
+  }
+
   const StoreSocket listener_ = listen_for_store(Reach::kLoopback, 0);
   Fd launcher_;
+  int num_sent_ = 0;
   std::string heard_;
 };
 
@@ -96,7 +113,7 @@ TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
   FakeCoordinator coordinator;
   Launched run(cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()},
                              "echo started; exec sleep 1000"));
-  coordinator.wait_for("alive");  // Sent at the end of a turn: it reads no more in this one.
+  coordinator.wait_for("join");
   run.send(SIGSTOP);
   const std::string state = "/proc/" + std::to_string(run.pid()) + "/stat";
   while (!holds(read_file(state), ") T ")) ::usleep(1000);
@@ -266,19 +283,127 @@ TEST_F(ElasticTest, TheCoordinatorsDeathEndsTheJob) {
       << ended.err;
 }
 
-TEST_F(ElasticTest, ASilentNodeIsGivenUp) {
-  const Lines flags{"--nnodes", "1:2"};
+// A node counts as gone after 2 s of silence.
+const Lines kSoon{"--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60"};
+
+Lines with(Lines flags, const Lines& more) {
+  flags.insert(flags.end(), more.begin(), more.end());
+  return flags;
+}
+
+// Reads what a launcher shows until it holds `part`; returns all of it.
+std::string read_until(Launched& launcher, const std::string& part) {
+  std::string text;
+  for (int lines = 1; !holds(text, part); ++lines) text = launcher.read_lines(lines);
+  return text;
+}
+
+TEST_F(ElasticTest, ASilentNodeIsGivenUpAndComesBackUnderItsOldNumber) {
+  const Lines flags = with({"--nnodes", "2:3"}, kSoon);
+  const std::string script = "echo node $GROUP_RANK of $GROUP_WORLD_SIZE;" + counting();
+  const auto first = start(0, flags, script);
+  ::usleep(300'000);
+  const auto second = start(1, flags, script);
+  read_until(*second, "node 1 of 2\n");
+  const auto third = start(2, flags, script);
+  read_until(*second, "node 1 of 3\n");
+  read_until(*third, "node 2 of 3\n");
+  hosts_.unplug(1);
+  EXPECT_TRUE(holds(first->wait_for_err("fell silent"), "new round: node 1 fell silent\n"));
+  read_until(*third, "node 1 of 2\n");
+  hosts_.plug(1);
+  EXPECT_TRUE(holds(second->wait_for_err("gave it up"), "heard nothing from this node"));
+  wait_for_rounds(4);
+  wait_for_step_after(steps());
+  ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
+  const Ended one = first->wait(), two = second->wait(), three = third->wait();
+  for (const Ended* ended : {&one, &two, &three}) EXPECT_EQ(ended->exit_code, 0) << ended->err;
+  EXPECT_EQ(two.out, "[rank 1] node 1 of 2\n[rank 1] node 1 of 3\n[rank 1] node 1 of 3\n");
+  EXPECT_EQ(three.out, "[rank 2] node 2 of 3\n[rank 1] node 1 of 2\n[rank 2] node 2 of 3\n");
+}
+
+TEST_F(ElasticTest, ACoordinatorThatCannotBeReachedEndsTheJobInTime) {
+  const Lines flags{"--nnodes", "1:2", "--rdzv-conf",
+                    "keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=3"};
   const auto first = start(0, flags, counting());
   wait_for_rounds(1);
   const auto second = start(1, flags, counting());
   wait_for_rounds(2);
   hosts_.unplug(1);
-  const std::string rounds = wait_for_rounds(3);
-  EXPECT_TRUE(holds(first->wait_for_err("fell silent"), "node 1 fell silent"));
-  EXPECT_TRUE(holds(second->wait_for_err("fell silent"), "the coordinator at 10.77.0.1:29400"));
-  EXPECT_EQ(second->wait().exit_code, 3);
+  wait_for_rounds(3);
+  const Ended ended = second->wait();
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_TRUE(holds(ended.err, "the coordinator at 10.77.0.1:29400 fell silent\n")) << ended.err;
   ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
   EXPECT_EQ(first->wait().exit_code, 0);
+}
+
+// Longer than one heartbeat and shorter than the limit: launchers that stand still, a cable that is
+// out, connections that break.
+TEST_F(ElasticTest, LaunchersThatStandStillForAWhileEndNothing) {
+  const auto [first, second] = start_two(counting());
+  wait_for_rounds(1);
+  first->send(SIGSTOP);
+  second->send(SIGSTOP);
+  ::sleep(4);
+  second->send(SIGCONT);
+  ::sleep(2);
+  first->send(SIGCONT);
+  ::sleep(1);
+  hosts_.unplug(1);
+  ::sleep(6);
+  hosts_.plug(1);
+  ::sleep(1);
+  const int steps_then = steps();
+  wait_for_step_after(steps_then);
+  ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
+  const Ended one = first->wait(), two = second->wait();
+  for (const Ended* ended : {&one, &two}) {
+    EXPECT_EQ(ended->exit_code, 0) << ended->err;
+    EXPECT_FALSE(holds(ended->err, "new round")) << ended->err;
+  }
+  EXPECT_EQ(read_file(folder_.path() + "/rounds"), "2 0 0\n");
+}
+
+// The coordinator is the one that stands still, for many times the limit: the workers go on.
+TEST_F(ElasticTest, ACoordinatorThatStandsStillForLongIsWaitedFor) {
+  const Lines flags = with({"--nnodes", "2"}, kSoon);
+  const auto first = start(0, flags, counting());
+  const auto second = start(1, flags, counting());
+  wait_for_rounds(1);
+  first->send(SIGSTOP);
+  ::sleep(12);
+  first->send(SIGCONT);
+  ::sleep(1);
+  ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
+  const Ended one = first->wait(), two = second->wait();
+  EXPECT_EQ(one.exit_code, 0) << one.err;
+  EXPECT_EQ(two.exit_code, 0) << two.err;
+  EXPECT_EQ(read_file(folder_.path() + "/rounds"), "2 0 0\n");
+}
+
+TEST_F(ElasticTest, ANodeThatStandsStillForAMinuteComesBack) {
+  const Lines flags{"--nnodes", "1:2"};
+  const auto first = start(0, flags, counting());
+  wait_for_rounds(1);
+  const auto second = start(1, flags, counting());
+  wait_for_rounds(2);
+  second->send(SIGSTOP);
+  wait_for_rounds(3);
+  ::sleep(45);  // A node has left after 15 seconds.
+  second->send(SIGCONT);
+  wait_for_rounds(4);
+  ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
+  const Ended one = first->wait(), two = second->wait();
+  EXPECT_EQ(one.exit_code, 0) << one.err;
+  EXPECT_EQ(two.exit_code, 0) << two.err;
+  std::istringstream lines(read_file(folder_.path() + "/rounds"));
+  for (const int expected : {1, 2, 1, 2}) {
+    int world_size = 0, step = 0, restarts = -1;
+    lines >> world_size >> step >> restarts;
+    EXPECT_EQ(world_size, expected);
+    EXPECT_EQ(restarts, 0);
+  }
 }
 
 TEST_F(ElasticTest, ALostPeerIsTheConsequenceOfANodesLoss) {

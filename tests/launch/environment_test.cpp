@@ -130,6 +130,24 @@ TEST(RunOptionsTest, TorchrunsChoiceOfStreamsIsRead) {
   }
 }
 
+TEST(RunOptionsTest, TheMeetingsLimitsAreRead) {
+  RunOptions options;
+  parse_rdzv_conf(
+      "keep_alive_interval=0.5,keep_alive_max_attempt=4,last_call_timeout=30,join_timeout=7",
+      options);
+  EXPECT_EQ(options.keep_alive.limit(), std::chrono::seconds(2));
+  EXPECT_EQ(options.keep_alive.beat(), std::chrono::milliseconds(100));
+  EXPECT_EQ(options.last_call_timeout, std::chrono::seconds(30));
+  EXPECT_EQ(options.rdzv_timeout, std::chrono::seconds(7));
+  for (const char* text :
+       {"x=1", "keep_alive_interval", "keep_alive_interval=", "join_timeout=0", "join_timeout=nan",
+        "join_timeout=1e9", "keep_alive_max_attempt=1.5", "keep_alive_max_attempt=0",
+        "join_timeout=1,join_timeout=2", "join_timeout=1s"}) {
+    RunOptions untouched;
+    EXPECT_THROW(parse_rdzv_conf(text, untouched), ConfigError) << text;
+  }
+}
+
 TEST(RunOptionsTest, ANumberOfNodesOrARangeIsRead) {
   EXPECT_EQ(parse_node_count("3").min, 3);
   EXPECT_EQ(parse_node_count("3").max, 3);

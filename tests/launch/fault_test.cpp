@@ -1,11 +1,18 @@
 // `cohort run` when workers fail, signals come, or the launcher itself is killed.
 #include <cerrno>
 #include <chrono>
+#include <cstring>
+#include <fcntl.h>
 #include <fstream>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <signal.h>
 #include <sstream>
+#include <sys/ptrace.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <thread>
+#include <unistd.h>
 
 #include "tests/launch/launch_harness.h"
 
@@ -187,6 +194,44 @@ void wait_until(Holds condition) {
     ASSERT_LT(std::chrono::steady_clock::now(), end);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
+}
+
+// A log file that takes nothing, as on a disk or a server that hangs.
+TEST(RunFaultTest, ALogThatTakesNothingDoesNotHoldUpSignals) {
+  const TemporaryFolder logs;
+  const std::string fifo = logs.path() + "/rank0.stdout.log";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  const Fd reader(::open(fifo.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  ASSERT_TRUE(reader);
+  Launched run(cohort_run_sh({"--tee", "none", "--log-dir", logs.path()},
+                             "head -c 50000000 /dev/zero; touch " + logs.path() + "/written"));
+  pollfd wait{reader.get(), POLLIN, 0};
+  ASSERT_EQ(::poll(&wait, 1, 60'000), 1);
+  ::sleep(1);
+  const auto begin = std::chrono::steady_clock::now();
+  run.send(SIGTERM);
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 143) << ended.err;
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(25));
+  EXPECT_TRUE(holds(ended.err, " are incomplete: their disk takes nothing\n")) << ended.err;
+  EXPECT_NE(::access((logs.path() + "/written").c_str(), F_OK), 0) << "50 MB were kept in memory";
+}
+
+// A traced process is not its parent's to reap: for the launcher it stays, as in state D.
+TEST(RunFaultTest, AWorkerThatSigkillDoesNotEndIsLeftBehind) {
+  Launched run(cohort_run_sh({}, "echo $$; exec sleep 1000"));
+  const pid_t worker = std::stoi(run.read_lines(1));
+  ASSERT_EQ(::ptrace(PTRACE_SEIZE, worker, nullptr, nullptr), 0) << std::strerror(errno);
+  run.send(SIGINT);
+  run.send(SIGINT);
+  run.wait_for_err("cohort run: ");
+  const Ended ended = run.wait();
+  EXPECT_TRUE(holds(ended.err, "rank 0 (pid " + std::to_string(worker) +
+                                   ") does not end after SIGKILL and is left behind"))
+      << ended.err;
+  EXPECT_GE(ended.exit_code, 128) << ended.err;
+  int status = 0;
+  EXPECT_EQ(::waitpid(worker, &status, __WALL), worker);
 }
 
 TEST(RunFaultTest, AReaderThatLeavesAtTheEndIsForgotten) {

@@ -70,4 +70,8 @@ void Namespaces::unplug(int index) const {
   ip("-n " + hub() + " link set cable" + std::to_string(index) + " down");
 }
 
+void Namespaces::plug(int index) const {
+  ip("-n " + hub() + " link set cable" + std::to_string(index) + " up");
+}
+
 }  // namespace cohort::test

@@ -20,6 +20,8 @@ class Namespaces {
   static std::string address(int index);
   /// Cuts the host's cable without a word, as a pulled plug does.
   void unplug(int index) const;
+  /// Puts it back.
+  void plug(int index) const;
 
  private:
   Namespaces();
