@@ -23,7 +23,7 @@ struct Note {
 
 // Shared with forked children.
 struct Notes {
-  std::array<std::atomic<int>, 4> next_error{};
+  std::array<std::atomic<int>, 3> next_error{};
   std::atomic<uint64_t> count{0};
   std::array<Note, size_t{1} << 16> ring{};
 };
@@ -121,10 +121,6 @@ extern "C" int fdatasync(int file) {
 
 extern "C" int fsync(int file) {
   return pass_on(DiskCall::kFsync, SYS_fsync, file);
-}
-
-extern "C" int sync_file_range(int file, off64_t begin, off64_t bytes, unsigned flags) {
-  return pass_on(DiskCall::kSyncFileRange, SYS_sync_file_range, file, begin, bytes, flags);
 }
 
 // Returns its error instead of setting errno.

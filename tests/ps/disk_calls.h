@@ -6,7 +6,7 @@
 
 namespace cohort::ps::disk_calls {
 
-enum class Call { kFdatasync, kFsync, kSyncFileRange, kDropPages };
+enum class Call { kFdatasync, kFsync, kDropPages };
 
 /// The next one fails with this number of errno; not kDropPages.
 void fail_next(Call call, int error);

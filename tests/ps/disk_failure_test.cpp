@@ -98,36 +98,37 @@ TEST_F(DiskFailureTest, WhatCouldNotBeWrittenStaysInMemory) {
   {
     WriteBehind write_behind(100);
     write_behind.begin(path, 0);
-    write_behind.grown_to(100);
+    write_behind.grown_to(100, 1);
     ASSERT_TRUE(comes_true([&] { return disk_calls::count(Call::kDropPages, path) == 1; }));
     EXPECT_EQ(write_behind.error(), 0);
-    disk_calls::fail_next(Call::kSyncFileRange, EIO);
-    write_behind.grown_to(200);
-    write_behind.grown_to(300);  // Nor is it let go with what comes later.
+    EXPECT_EQ(write_behind.synced(), 1U);
+    disk_calls::fail_next(Call::kFdatasync, EIO);
+    write_behind.grown_to(200, 2);
+    write_behind.grown_to(300, 3);  // Nor is it let go with what comes later.
     ASSERT_TRUE(comes_true([&] { return write_behind.error() != 0; }));
     EXPECT_EQ(write_behind.error(), EIO);
   }
   EXPECT_EQ(disk_calls::count(Call::kDropPages, path), 1);
 }
 
-// Where the system has no such call nothing has failed.
-TEST_F(DiskFailureTest, WithoutWriteBehindAFileIsLeftToTheSystem) {
+// Where such a file cannot be synced nothing has failed.
+TEST_F(DiskFailureTest, AFileThatCannotBeSyncedIsLeftToTheSystem) {
   const std::string path = folder_.path("file");
   std::ofstream(path) << std::string(200, 'x');
   WriteBehind write_behind(100);
   write_behind.begin(path, 0);
-  disk_calls::fail_next(Call::kSyncFileRange, ENOSYS);
-  write_behind.grown_to(100);
-  write_behind.grown_to(200);
-  ASSERT_TRUE(comes_true([&] { return disk_calls::count(Call::kDropPages, path) > 0; }));
-  EXPECT_EQ(disk_calls::count(Call::kSyncFileRange, path), 1) << "of the second window";
-  EXPECT_EQ(disk_calls::count(Call::kDropPages, path), 1);
+  disk_calls::fail_next(Call::kFdatasync, EINVAL);
+  int64_t bytes = 0;
+  ASSERT_TRUE(comes_true([&] {
+    write_behind.grown_to(bytes += 100, 1);
+    return disk_calls::count(Call::kDropPages, path) > 0;
+  }));
   EXPECT_EQ(write_behind.error(), 0);
 }
 
 TEST_F(DiskFailureTest, ALogWhoseBytesDidNotReachTheDiskTakesNoMore) {
   UpdateLog log(folder_.path("log"), 1, [](const Record&) {});
-  disk_calls::fail_next(Call::kSyncFileRange, EIO);
+  disk_calls::fail_next(Call::kFdatasync, EIO);
   std::string text;
   ASSERT_TRUE(comes_true([&] {
     text = message_of<c10::Error>([&] { append(log, size_t{4} << 20); });

@@ -193,6 +193,33 @@ TEST_P(CheckpointTest, TwoServersCheckpointIsLoadedByAnyNumber) {
 INSTANTIATE_TEST_SUITE_P(Servers, CheckpointTest, testing::Values(1, 2, 3));
 
 // A checkpoint that takes longer than one sending of the request is written once, not for ever.
+// At a checkpoint of the size of a disk, that is what a load takes.
+TEST(RecoveryTest, AServerReadsTheRowsOfThePartsThatHoldItsOwn) {
+  Cluster two(2);
+  const JobOptions job = ledger_job(1, 2, Mode::kAsync);
+  const std::string folder = two.path("checkpoint");
+  {
+    const auto client = two.client(0, job);
+    std::vector<uint64_t> ids(100);
+    std::iota(ids.begin(), ids.end(), 0);
+    const std::vector<float> gradients(2 * ids.size(), -1);
+    const PushRows pushed{0, ids, gradients};
+    client->push(std::span(&pushed, 1), {});
+    client->save(folder);
+  }
+  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
+    const std::string path = entry.path().string();
+    if (path.find("server-1-of-2") == std::string::npos ||
+        entry.path().filename().string().find("table") == std::string::npos)
+      continue;
+    fs::resize_file(path, fs::file_size(path) / 2);
+  }
+  Cluster again(2, {.load = folder});
+  const Request set_job{.call = Call::kJob, .trainer = 0, .text = job.to_json()};
+  EXPECT_EQ(again.ask(0, set_job).code, Code::kOk);
+  EXPECT_NE(again.ask(1, set_job).code, Code::kOk);
+}
+
 TEST(RecoveryTest, ACheckpointMayTakeLongerThanAnAttempt) {
   Cluster cluster(1);
   LinkOptions link = quick_link();

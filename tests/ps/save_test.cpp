@@ -1,6 +1,7 @@
 // What a save must not do: mix steps, hold its trainer up for ever, lose the rows on disk.
 #include <algorithm>
 #include <atomic>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <future>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
 #include "cohort/ps/client/local_channel.h"
 
 #include "tests/ps/cluster.h"
@@ -153,6 +155,80 @@ TEST(SaveTest, AChildThatEndsWellWithoutAResultCostsNothing) {
 }
 
 // What the system refuses once it may refuse for ever: the trainer hears of it.
+// Of a trainer that waits for others for so long.
+LinkOptions impatient_link(std::chrono::milliseconds trainer_timeout) {
+  LinkOptions link = quick_link();
+  link.trainer_timeout = trainer_timeout;
+  return link;
+}
+
+// What a save does for two seconds, and twice: it writes, or it stands still.
+void write_slowly() {
+  const Fd file(::open("/dev/null", O_WRONLY | O_CLOEXEC));
+  for (int i = 0; i < 20; ++i) {
+    if (::write(file.get(), "x", 1) != 1) ::_exit(1);
+    ::usleep(100'000);
+  }
+}
+
+void stand_still() {
+  ::sleep(4);
+}
+
+ServerOptions with_child(void (*in_child)()) {
+  return {.make_block = [in_child](const RuleOptions&, int64_t elements) {
+    return std::make_unique<BlockOfAChild>(elements, in_child);
+  }};
+}
+
+// Nor do the pulls that wait for the step of the trainer that saves.
+TEST(SaveTest, WhileACheckpointGrowsNobodyIsGivenUp) {
+  Cluster cluster(1, with_child(write_slowly));
+  JobOptions job = job_with_a_block(Mode::kSync);
+  job.trainers = 2;
+  const auto link = impatient_link(std::chrono::milliseconds(2'500));
+  const auto saver = cluster.client(0, job, link), other = cluster.client(1, job, link);
+  initialise(*saver);
+  const auto step = [](Client& client) {
+    const std::vector<uint64_t> ids{1};
+    const std::vector<float> gradients(2, -1);
+    const PushRows pushed{0, ids, gradients};
+    const std::vector<float> zeros(4);
+    const std::span<const float> block(zeros);
+    client.push(std::span(&pushed, 1), {block});
+  };
+  std::thread first([&] { step(*saver); });
+  step(*other);
+  first.join();
+  saver->flush();
+  other->flush();
+  auto saved = std::async(std::launch::async, [&] {
+    const auto began = std::chrono::steady_clock::now();
+    saver->save(cluster.path("checkpoint"));
+    const auto took = std::chrono::steady_clock::now() - began;
+    step(*saver);
+    saver->flush();
+    return took;
+  });
+  step(*other);
+  const std::vector<uint64_t> ids{1};
+  std::vector<float> weights(2);
+  const PullRows rows{.table = 0, .ids = ids, .weights = weights};
+  EXPECT_NO_THROW(other->pull(std::span(&rows, 1), {}).wait());
+  EXPECT_EQ(weights[0], 4);
+  EXPECT_GT(saved.get(), std::chrono::milliseconds(3'500));
+}
+
+TEST(SaveTest, ACheckpointThatDoesNotGrowIsGivenUp) {
+  Cluster cluster(1, with_child(stand_still));
+  const auto client = cluster.client(0, job_with_a_block(Mode::kAsync),
+                                     impatient_link(std::chrono::milliseconds(2'500)));
+  initialise(*client);
+  const std::string text =
+      message_of<c10::DistError>([&] { client->save(cluster.path("checkpoint")); });
+  EXPECT_NE(text.find(" s: a checkpoint is written"), std::string::npos) << text;
+}
+
 TEST(SaveTest, WhatCannotBeginOrBeFinishedIsAnError) {
   std::atomic<bool> broken{false};
   class Block final : public BlockStore {

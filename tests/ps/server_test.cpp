@@ -372,6 +372,42 @@ TEST(ServerTest, AFullQueueTurnsAwayAndTheTrainersComeBack) {
   EXPECT_EQ(rows.back(), 31);
 }
 
+// A trainer that does not read, or many at once: rows may repeat, so an answer is larger than what
+// asked for it.
+TEST(ServerTest, AnswersThatNobodyHasTakenAreBounded) {
+  constexpr int64_t kWidth = 64;
+  constexpr int64_t kRow = kWidth * sizeof(float);
+  constexpr size_t kRows = 1000;
+  Cluster cluster(1, {.max_queue_bytes = 3 * kRow * static_cast<int64_t>(kRows)});
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync, kWidth), 0);
+  const std::vector<uint64_t> ids(kRows, 1);
+  std::vector<Reply> answers;
+  for (int i = 0; i < 3; ++i) {
+    answers.push_back(cluster.ask(0, trainer.pull(ids)));
+    ASSERT_EQ(answers.back().code, Code::kOk) << answers.back().text;
+  }
+  const Reply busy = cluster.ask(0, trainer.pull(ids));
+  EXPECT_EQ(busy.code, Code::kBusy);
+  EXPECT_EQ(busy.text, "answers of 768000 bytes have not been taken by trainers yet");
+  answers.pop_back();
+  EXPECT_EQ(cluster.ask(0, trainer.pull(ids)).code, Code::kOk);
+  answers.clear();
+  EXPECT_EQ(cluster.ask(0, trainer.pull(std::vector<uint64_t>(4 * kRows, 1))).code, Code::kOk)
+      << "one always goes";
+}
+
+TEST(ServerTest, ATextOverAMebibyteIsRefused) {
+  Cluster cluster(1);
+  const auto ask = [&](size_t bytes) {
+    return cluster.ask(0, {.call = Call::kJob, .trainer = 0, .text = std::string(bytes, ' ')});
+  };
+  const Reply reply = ask((1 << 20) + 1);
+  EXPECT_EQ(reply.code, Code::kInvalid);
+  EXPECT_EQ(reply.text.find("a request's text has 1048577 bytes; expected at most 1048576"), 0U)
+      << reply.text;
+  EXPECT_EQ(ask(1 << 20).text.find("a request's text"), std::string::npos);
+}
+
 TEST(ServerTest, WhatWaitsTakesNoMoreThanHalfOfTheQueue) {
   const int busy = in_less_than_a_second([] {
     Cluster cluster(1, {.max_queue_bytes = 100'000});

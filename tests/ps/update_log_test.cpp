@@ -56,7 +56,7 @@ std::string payload_of(uint64_t number) {
   return std::string(number % 11 == 0 ? 100 : number % 11, static_cast<char>('a' + number % 26));
 }
 
-constexpr size_t kLongRecord = 32 + 100 + 4;  // Header, payload, padding.
+constexpr size_t kLongRecord = 40 + 100 + 4;  // Header, payload, padding.
 
 std::vector<Copy> write_log(const std::string& folder, uint64_t first, uint64_t last) {
   std::vector<Copy> expected;
@@ -208,7 +208,7 @@ TEST(UpdateLogTest, ASnapshotThatIsNewerThanTheLogGoesOnInAFileOfItsOwn) {
 
 TEST(UpdateLogTest, ItsBytesAreThoseBehindTheSnapshotWhoeverAppendedThem) {
   const ScratchFolder folder;
-  constexpr int64_t kRecord = 32 + 8;
+  constexpr int64_t kRecord = 40 + 8;
   for (int64_t start = 0; start < 3; ++start) {
     UpdateLog log(folder.path("log"), 1, [](const Record&) {});
     EXPECT_EQ(log.bytes(), start * kRecord);

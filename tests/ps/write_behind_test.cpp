@@ -59,7 +59,7 @@ TEST_F(WriteBehindTest, WhatIsOnTheDiskLeavesTheCache) {
   const int64_t first = written_;
   for (int i = 0; i < 600 && cached_bytes(file_.get(), first) > first / 8; ++i) {
     append_window();
-    write_behind.grown_to(written_);
+    write_behind.grown_to(written_, 1);
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
   EXPECT_LE(cached_bytes(file_.get(), first), first / 8);
@@ -70,15 +70,15 @@ TEST_F(WriteBehindTest, AFileThatIsGoneHarmsNobody) {
   write_behind.begin(path_, 0);
   std::filesystem::remove(path_);
   append_window();
-  write_behind.grown_to(written_);
+  write_behind.grown_to(written_, 1);
   const std::string never = path_ + ".never";
   write_behind.begin(never, kWindow);
-  write_behind.grown_to(3 * kWindow);
+  write_behind.grown_to(3 * kWindow, 1);
   // The next one is looked after as ever.
   const std::string next = path_ + ".next";
   std::ofstream(next) << std::string(kWindow, 'x');
   write_behind.begin(next, 0);
-  write_behind.grown_to(kWindow);
+  write_behind.grown_to(kWindow, 1);
   for (int i = 0; i < 600 && disk_calls::count(disk_calls::Call::kDropPages, next) == 0; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
   EXPECT_EQ(disk_calls::count(disk_calls::Call::kDropPages, next), 1);

@@ -47,6 +47,7 @@ struct Ticket::State {
   milliseconds pause = kFirstPause;
   steady_clock::time_point began = steady_clock::now();
   steady_clock::time_point retry_at{};
+  uint64_t progress = 0;  // Of the last answer that had some.
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -281,6 +282,10 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       case Code::kNotYet:
       case Code::kBusy:
         last_word_ = reply.text;
+        if (reply.progress != 0 && reply.progress != operation->progress) {
+          operation->progress = reply.progress;
+          operation->began = now;
+        }
         // It waits for a push that failed.
         if (failure_.code != Code::kOk &&
             (operation->request.call == Call::kPull || operation->request.call == Call::kPush) &&

@@ -21,7 +21,8 @@ struct LinkOptions {
   /// A server that gave no answer for longer is lost; also one that lives, and let a sending wait
   /// for as long.
   std::chrono::milliseconds server_timeout{300'000};
-  /// Longest wait for other trainers, or for room with a server: its queue's, or its disk's.
+  /// Longest wait for other trainers, or for room with a server: its queue's, or its disk's. While
+  /// a checkpoint grows, the wait for it does not age.
   std::chrono::milliseconds trainer_timeout{600'000};
   std::chrono::milliseconds beat_period{1'000};
   int64_t max_in_flight_bytes = int64_t{64} << 20;  ///< Of pushes not acknowledged; more wait.

@@ -1,5 +1,5 @@
-// The answer to a push or pull as bytes: code u32, bytes of text u32, steps u64, text padded to 8,
-// message.
+// The answer to a push or pull as bytes: code u32, bytes of text u32, steps u64, progress u64, text
+// padded to 8, message.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,8 @@ struct HotReply {
   uint32_t code = 0;
   uint32_t text_bytes = 0;
   uint64_t steps = 0;
+  uint64_t progress = 0;
 };
-static_assert(sizeof(HotReply) == 16);
+static_assert(sizeof(HotReply) == 24);
 
 }  // namespace cohort::ps

@@ -70,7 +70,8 @@ Reply read_reply(const ControlReply& reply) {
           .steps = reply.steps(),
           .is_initialised = reply.is_initialised(),
           .joined_after = reply.joined_after(),
-          .server = static_cast<int>(reply.server())};
+          .server = static_cast<int>(reply.server()),
+          .progress = reply.progress()};
 }
 
 Reply read_reply(const grpc::ByteBuffer& bytes) {
@@ -82,7 +83,7 @@ Reply read_reply(const grpc::ByteBuffer& bytes) {
   const size_t begin = head.text_bytes == 0 ? sizeof(head) : (text_end + 7) / 8 * 8;
   if (head.code > static_cast<uint32_t>(Code::kLost) || begin > all.size())
     return {.code = Code::kLost, .text = "its answer is damaged"};
-  Reply reply{.code = static_cast<Code>(head.code), .steps = head.steps};
+  Reply reply{.code = static_cast<Code>(head.code), .steps = head.steps, .progress = head.progress};
   reply.text.assign(reinterpret_cast<const char*>(all.data()) + sizeof(head), head.text_bytes);
   if (begin < all.size()) {
     reply.message = std::move(all);

@@ -27,6 +27,9 @@ using Base =
     ParameterServer::WithCallbackMethod_Control<ParameterServer::WithRawCallbackMethod_Push<
         ParameterServer::WithRawCallbackMethod_Pull<ParameterServer::Service>>>;
 
+// More wait with their sender.
+constexpr int kMostCallsOfAConnection = 128;
+
 // By its number: a name that begins with 127 may be anybody's.
 bool is_local(const std::string& endpoint) {
   return unix_path(endpoint) || endpoint.substr(0, endpoint.rfind(':')) == "localhost" ||
@@ -47,7 +50,8 @@ void write_reply(Reply reply, ByteBuffer& out) {
   static constexpr std::array<char, 8> kZeros{};
   const HotReply head{.code = static_cast<uint32_t>(reply.code),
                       .text_bytes = static_cast<uint32_t>(reply.text.size()),
-                      .steps = reply.steps};
+                      .steps = reply.steps,
+                      .progress = reply.progress};
   std::vector<grpc::Slice> slices;
   slices.emplace_back(&head, sizeof(head));
   if (!reply.text.empty()) {
@@ -55,7 +59,8 @@ void write_reply(Reply reply, ByteBuffer& out) {
     slices.emplace_back(kZeros.data(), (8 - reply.text.size() % 8) % 8);
   }
   if (!reply.message.empty())
-    slices.push_back(slice_of(std::make_shared<const Buffer>(std::move(reply.message))));
+    slices.push_back(
+        slice_of(std::make_shared<const Buffer>(std::move(reply.message)), std::move(reply.hold)));
   ByteBuffer bytes(slices.data(), slices.size());
   out.Swap(&bytes);
 }
@@ -115,6 +120,7 @@ struct RpcServer::Service : Base {
       answer->set_is_initialised(reply.is_initialised);
       answer->set_joined_after(reply.joined_after);
       answer->set_server(static_cast<uint32_t>(reply.server));
+      answer->set_progress(reply.progress);
       reactor->Finish(grpc::Status::OK);
     });
     return reactor;
@@ -177,6 +183,7 @@ RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
   builder.RegisterService(service_.get());
   builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   builder.SetMaxSendMessageSize(-1);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMostCallsOfAConnection);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);

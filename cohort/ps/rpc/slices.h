@@ -11,12 +11,16 @@
 
 namespace cohort::ps {
 
-/// A slice that shares `buffer`: gRPC may hold it for longer than the call lasts.
-inline grpc::Slice slice_of(std::shared_ptr<const Buffer> buffer) {
-  using Shared = std::shared_ptr<const Buffer>;
-  auto* const owner = new Shared(std::move(buffer));
-  return {const_cast<std::byte*>((*owner)->span().data()), (*owner)->size(),
-          [](void* shared) { delete static_cast<Shared*>(shared); }, owner};
+/// A slice that shares `buffer` and `hold`: gRPC may hold it for longer than the call lasts.
+inline grpc::Slice slice_of(std::shared_ptr<const Buffer> buffer,
+                            std::shared_ptr<void> hold = nullptr) {
+  struct Owner {
+    std::shared_ptr<const Buffer> buffer;
+    std::shared_ptr<void> hold;
+  };
+  auto* const owner = new Owner{std::move(buffer), std::move(hold)};
+  return {const_cast<std::byte*>(owner->buffer->span().data()), owner->buffer->size(),
+          [](void* shared) { delete static_cast<Owner*>(shared); }, owner};
 }
 
 /// All bytes of `bytes` in one piece.

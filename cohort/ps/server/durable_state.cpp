@@ -91,8 +91,19 @@ void finish_saving(const ParameterState& state, const fs::path& folder) {
   fs::remove_all(unfinished);
 }
 
+fs::path boot_path(const std::string& folder) {
+  return fs::path(folder) / "boot";
+}
+
 fs::path job_path(const std::string& folder) {
   return fs::path(folder) / "job.json";
+}
+
+// Names the present run of the operating system: another one may have lost what was not synced.
+std::string boot_id() {
+  std::string id;
+  if (std::ifstream file("/proc/sys/kernel/random/boot_id"); file) std::getline(file, id);
+  return id;
 }
 
 uint64_t next_incarnation(const std::string& folder) {
@@ -197,6 +208,13 @@ void DurableState::check_owner() const {
                       "forget");
 }
 
+// Without a power cut the system's cache has outlived the server's process.
+PowerCut DurableState::power_cut() const {
+  std::string id;
+  if (std::ifstream file(boot_path(options_.folder)); file) std::getline(file, id);
+  return !id.empty() && id == boot_id() ? PowerCut::kImpossible : PowerCut::kPossible;
+}
+
 void DurableState::recover() {
   const auto started = steady_clock::now();
   const auto snapshots = snapshots_of(options_.folder);
@@ -216,7 +234,12 @@ void DurableState::recover() {
                           last_number_ = record.number;
                           last_time_ = record.time;
                           ++replayed;
-                        });
+                        },
+                        power_cut());
+    if (!update_log_->cut_off_text().empty())
+      log_.warn("a power cut took the end of the log: it goes on behind its last whole record",
+                {{"cut off", update_log_->cut_off_text()}, {"record", last_number_}});
+    write_atomically(boot_path(options_.folder).string(), boot_id() + "\n");
   }
   // What an earlier start had only logged is acknowledged when it comes again.
   unsynced_ = replayed > 0;
@@ -348,6 +371,7 @@ void DurableState::begin_save(const std::string& folder, uint64_t nonce,
 }
 
 void DurableState::poll() {
+  if (update_log_) update_log_->check_disk();
   if (saving_ && saving_->poll()) saving_.reset();
   if (update_log_ && !saving_ && options_.snapshot_log_bytes > 0 &&
       update_log_->bytes() - snapshot_at_bytes_ >= options_.snapshot_log_bytes &&

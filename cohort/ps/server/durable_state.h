@@ -3,6 +3,7 @@
 //   FOLDER/lock                    held while a server runs
 //   FOLDER/server                  whose it is: "0 of 2"
 //   FOLDER/incarnation             counts its starts
+//   FOLDER/boot                    the run of the operating system that wrote the log
 //   FOLDER/log/                    update_log.h
 //   FOLDER/snapshot.<number>/      the state after record <number> (ParameterState::save)
 //
@@ -48,9 +49,12 @@ class DurableState {
   /// Begins this server's part of save `nonce` in `folder` (saved_state.h; made, replaced if it is
   /// there). `done` gets "" or why there is none; nothing of it is left then.
   void begin_save(const std::string& folder, uint64_t nonce, std::function<void(std::string)> done);
-  /// Looks after snapshots and checkpoints. Call it a few times a second.
+  /// Looks after the disk, snapshots and checkpoints. Call it a few times a second.
+  /// Errors: as change; c10::Error if the disk has refused what was logged.
   void poll();
   bool is_saving() const { return saving_ != nullptr; }
+  /// Of what is being saved: bytes written so far.
+  uint64_t saved_bytes() const { return saving_ ? saving_->written_bytes() : 0; }
   /// Why the last record could not be logged; "" if it could.
   const std::string& log_failure() const { return log_failure_; }
   /// Whether the server must end: a record was logged but not applied, so that what is in memory is
@@ -63,6 +67,7 @@ class DurableState {
   void check_owner() const;
   void note_job();
   void recover();
+  PowerCut power_cut() const;
   void load_checkpoint();
   uint64_t append(const Record& record);
   void begin_snapshot();

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <csignal>
 #include <fcntl.h>
+#include <fstream>
 #include <string_view>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -61,6 +62,15 @@ ForkedTask::~ForkedTask() {
   if (child_ < 0) return;
   ::kill(child_, SIGKILL);
   ::waitpid(child_, nullptr, 0);
+}
+
+uint64_t ForkedTask::written_bytes() const {
+  std::ifstream file("/proc/" + std::to_string(child_) + "/io");
+  uint64_t bytes = 0;
+  for (std::string name; file >> name >> bytes;) {
+    if (name == "wchar:") return bytes;
+  }
+  return 0;
 }
 
 bool ForkedTask::poll() {

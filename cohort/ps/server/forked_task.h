@@ -1,5 +1,6 @@
 // Work on a process's memory as it is now, beside the process.
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <sys/types.h>
@@ -26,6 +27,8 @@ class ForkedTask {
 
   /// Returns whether the child has ended; calls `done` when it sees that first. Does not block.
   bool poll();
+  /// How many bytes the child has written to files; 0 if that cannot be learnt.
+  uint64_t written_bytes() const;
 
  private:
   pid_t child_ = -1;

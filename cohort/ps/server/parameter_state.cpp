@@ -369,10 +369,9 @@ void ParameterState::apply_step(const Pushes& pushes, uint32_t time) {
   }
 }
 
-Buffer ParameterState::pull(const Message& request) const {
-  check(request);
+// What the sections of the answer to a pull look like.
+std::vector<SectionShape> ParameterState::shapes_of_answer(const Message& request) const {
   std::vector<SectionShape> shapes;
-  int64_t bytes = 0;
   for (const Section& section : request.sections) {
     const bool is_block = section.kind == SectionKind::kBlock;
     shapes.push_back(
@@ -381,8 +380,21 @@ Buffer ParameterState::pull(const Message& request) const {
          .width = section.width,
          .count = is_block ? elements_of(job_->blocks[section.table]) : section.ids.size(),
          .has_ids = false});
-    bytes += static_cast<int64_t>(shapes.back().count * section.width * sizeof(float));
   }
+  return shapes;
+}
+
+int64_t ParameterState::bytes_of_pull(const Message& request) const {
+  int64_t bytes = 0;
+  for (const SectionShape& shape : shapes_of_answer(request))
+    bytes += static_cast<int64_t>(shape.count * shape.width * sizeof(float));
+  return bytes;
+}
+
+Buffer ParameterState::pull(const Message& request) const {
+  check(request);
+  const std::vector<SectionShape> shapes = shapes_of_answer(request);
+  const int64_t bytes = bytes_of_pull(request);
   TORCH_CHECK_VALUE(bytes <= kMostReplyBytes, "pull: its answer would have ", bytes,
                     " bytes, a message has ", kMostReplyBytes,
                     " at most: ask for fewer rows at once");

@@ -89,6 +89,8 @@ class ParameterState {
   /// The values that `request` (kPull) asks for, as a message whose header says `steps()`.
   /// Errors: c10::ValueError as check, or that it would have more bytes than a message can.
   Buffer pull(const Message& request) const;
+  /// How many bytes of weights the answer to a pull has.
+  int64_t bytes_of_pull(const Message& request) const;
 
   /// Saving has two halves, `folder` (made) being the same. First what a forked child could not:
   /// rows on disk, mostly hard links, and blocks on devices.
@@ -118,6 +120,7 @@ class ParameterState {
   void set_job(const std::string& json);
   std::string cold_path(size_t table) const;
   void load_tables(const std::string& folder, const JobOptions& stored_job);
+  std::vector<SectionShape> shapes_of_answer(const Message& request) const;
   void set_initial(const Message& message);
   void join(const JoinRecord& record);
   void accept_push(const Record& record);

@@ -335,8 +335,16 @@ void RequestHandler::pull(Pending& pending) {
   const bool too_far =
       is_bounded && state.lead_of(header.trainer) > static_cast<uint64_t>(job.max_staleness);
   if (!state.is_initialised() || too_early || too_far) return wait(pending);
+  const int64_t bytes = state.bytes_of_pull(pending.message);
+  // One answer always goes, however large.
+  const int64_t held = *reply_bytes_;
+  if (held > 0 && held + bytes > options_.max_queue_bytes)
+    return pending.done(reply(Code::kBusy, "answers of " + std::to_string(held) +
+                                               " bytes have not been taken by trainers yet"));
   Reply answer = reply(Code::kOk);
   answer.message = state.pull(pending.message);
+  *reply_bytes_ += bytes;
+  answer.hold = {nullptr, [held_bytes = reply_bytes_, bytes](void*) { *held_bytes -= bytes; }};
   ++counts_.pulls;
   counts_.rows_pulled += rows_in(pending.message);
   counts_.bytes_out += static_cast<int64_t>(answer.message.size());
@@ -473,8 +481,23 @@ void RequestHandler::save(Pending& pending) {
   if (durable_.is_saving() || (is_sync && state.steps() < step)) return wait(pending);
   durable_.begin_save(pending.request.text, nonce,
                       [this](const std::string& reason) { saving_.outcome = reason; });
-  saving_ = {.nonce = nonce};
+  saving_ = {.nonce = nonce, .trainer = pending.request.trainer};
+  if (const TrainerState* const saver = state.trainer(pending.request.trainer))
+    saving_.last_sequence = saver->last_sequence;
   wait(pending);
+}
+
+// Whose part is there waits for the other servers' until the trainer that saves goes on.
+uint64_t RequestHandler::save_progress() {
+  const TrainerState* const saver = durable_.state().trainer(saving_.trainer);
+  const bool others_write = saving_.outcome == "" && saver && saver->is_member &&
+                            saver->last_sequence == saving_.last_sequence &&
+                            heard_.contains(saving_.trainer);
+  if (!durable_.is_saving() && !others_write) return 0;
+  const uint64_t bytes = durable_.saved_bytes();
+  const bool grows = !durable_.is_saving() || bytes != saving_.bytes;
+  saving_.bytes = bytes;
+  return saving_.progress += grows;
 }
 
 std::string RequestHandler::waiting_for() const {
@@ -498,14 +521,18 @@ void RequestHandler::finish_batch(Time now) {
   kill_point("before the answer");
   for (Unsynced& answer : unsynced_) answer.done(std::move(answer.reply));
   unsynced_.clear();
+  std::optional<uint64_t> progress;
   // Each once: those that must wait on go to the end.
   for (size_t left = waiting_.size(); left > 0; --left) {
     Pending pending = std::move(waiting_.front());
     waiting_.pop_front();
     kept_bytes_ -= bytes_of_message(pending);
     if (failure_.empty() && now - pending.arrived >= kPatience) {
+      if (!progress) progress = save_progress();
       const bool saves = pending.request.call == Call::kSave && durable_.is_saving();
-      pending.done(reply(Code::kNotYet, saves ? "a checkpoint is written" : waiting_for()));
+      Reply not_yet = reply(Code::kNotYet, saves ? "a checkpoint is written" : waiting_for());
+      not_yet.progress = *progress;
+      pending.done(std::move(not_yet));
     } else {
       answer(pending);
     }

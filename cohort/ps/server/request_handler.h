@@ -1,10 +1,12 @@
 // What a server answers: the rules of the game, one request at a time. docs/ps.md has them as a
 // contract.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <list>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -76,6 +78,9 @@ class RequestHandler {
   /// Why the process `incarnation` of a trainer has no part in the job, if it has none.
   std::optional<Reply> stranger(uint32_t trainer, uint64_t incarnation) const;
   std::string waiting_for() const;
+  /// Reply::progress for those who wait while a checkpoint is written, here or by another server of
+  /// the same save; 0 if none is.
+  uint64_t save_progress();
   Reply reply(Code code, std::string text = "") const;
   /// What a trainer that has joined is told.
   Reply place_of(uint32_t trainer) const;
@@ -104,8 +109,14 @@ class RequestHandler {
   struct Saving {
     uint64_t nonce = 0;
     std::optional<std::string> outcome;
+    uint32_t trainer = kNoTrainer;  // Who asked, and its last push then.
+    uint64_t last_sequence = 0;
+    uint64_t bytes = 0;  // When progress was looked at last.
+    uint64_t progress = 0;
   };
   Saving saving_;
+  std::shared_ptr<std::atomic<int64_t>> reply_bytes_ =
+      std::make_shared<std::atomic<int64_t>>(0);  // Of pulls' answers that are not sent yet.
 
   struct Counts {
     int64_t pushes = 0, duplicates = 0, pulls = 0, refused = 0;

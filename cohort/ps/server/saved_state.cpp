@@ -344,6 +344,12 @@ void ParameterState::load(const std::string& folder) {
   }
 }
 
+// Whether part `i` of `n` can hold rows of server `j` of `m`: server_of cuts the range of hashes
+// into equal pieces, in order.
+bool rows_overlap(size_t i, size_t n, size_t j, size_t m) {
+  return i * m < (j + 1) * n && j * n < (i + 1) * m;
+}
+
 void ParameterState::begin_with(const std::string& checkpoint) {
   TORCH_CHECK_VALUE(job_ && steps_ == 0, "a checkpoint is loaded into a new job only");
   // Blocks as they are put together from those of other cuts.
@@ -357,7 +363,8 @@ void ParameterState::begin_with(const std::string& checkpoint) {
     parts[number] = {{weights.begin(), weights.end()}, {state.begin(), state.end()}};
   }
   const auto folders = saved_folders(checkpoint);
-  for (const std::string& folder : folders) {
+  for (size_t part_number = 0; part_number < folders.size(); ++part_number) {
+    const std::string& folder = folders[part_number];
     const std::string path = records_path(folder);
     const JobOptions stored_job = saved_job(folder);
     if (stored_job.dense_rule.rule != job_->dense_rule.rule)
@@ -388,7 +395,9 @@ void ParameterState::begin_with(const std::string& checkpoint) {
         part.filled += count;
       }
     });
-    load_tables(folder, stored_job);
+    if (rows_overlap(part_number, folders.size(), static_cast<size_t>(server_),
+                     static_cast<size_t>(job_->servers)))
+      load_tables(folder, stored_job);
   }
   for (const auto& [number, part] : parts) {
     const BlockOptions& options = job_->blocks[number];

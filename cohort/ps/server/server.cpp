@@ -66,7 +66,7 @@ class Server::Owner {
  private:
   static int64_t bytes_of(const Pending& pending) {
     const auto& message = pending.request.message;
-    return message ? static_cast<int64_t>(message->size()) : 0;
+    return static_cast<int64_t>(message ? message->size() : pending.request.text.size());
   }
 
   bool is_stopping() {
@@ -143,6 +143,11 @@ Server::~Server() = default;
 void Server::submit(Request request, Done done) {
   Pending pending{.request = std::move(request), .arrived = steady_clock::now()};
   const Call call = pending.request.call;
+  if (const size_t bytes = pending.request.text.size(); bytes > kMostTextBytes)
+    return done({.code = Code::kInvalid,
+                 .text = "a request's text has " + std::to_string(bytes) +
+                         " bytes; expected at most " + std::to_string(kMostTextBytes) +
+                         ": of a job, cut the parameters into fewer slices"});
   if (call == Call::kPush || call == Call::kPull) {
     // Here, not in the owner's thread: it is the one that everybody waits for.
     try {

@@ -19,8 +19,8 @@ namespace cohort::ps {
 /// What an acknowledged push has outlived.
 enum class Acknowledge {
   kApplied,  ///< Nothing: there is no log. A server that ends has lost its state.
-  kLogged,   ///< The death of the server's process. The loss of power may cost what the system had
-             ///< not written yet (30 seconds, usually).
+  kLogged,   ///< The death of the server's process. The loss of power may cost the last second, and
+             ///< what the disk had not taken by then.
   kSynced,   ///< The loss of power. One fdatasync for all pushes that wait.
 };
 

@@ -25,7 +25,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr uint32_t kMagic = 0x4c535043;  // "CPSL"
+constexpr uint32_t kMagic = 0x4d535043;     // "CPSM"
+constexpr uint32_t kOldMagic = 0x4c535043;  // Version 0.3's, whose header has no "synced".
 
 // The last record of a file of records, by which a reader knows that none is missing.
 constexpr auto kEnd = static_cast<RecordKind>(100);
@@ -34,12 +35,13 @@ struct RecordHeader {
   uint32_t magic = kMagic;
   uint32_t header_checksum = 0;  // Of all that follows it in this struct.
   uint64_t number = 0;
+  uint64_t synced = 0;
   RecordKind kind = RecordKind::kPush;
   uint32_t time = 0;
   uint32_t bytes = 0;
   uint32_t payload_checksum = 0;
 };
-static_assert(sizeof(RecordHeader) == 32);
+static_assert(sizeof(RecordHeader) == 40);
 
 uint32_t checksum_of(const RecordHeader& header) {
   return crc32c(std::as_bytes(std::span(&header, 1)).subspan(offsetof(RecordHeader, number)));
@@ -54,8 +56,9 @@ int64_t bytes_of(const Record& record) {
                               padding_of(record.payload.size()));
 }
 
-RecordHeader header_of(const Record& record) {
+RecordHeader header_of(const Record& record, uint64_t synced) {
   RecordHeader header{.number = record.number,
+                      .synced = synced,
                       .kind = record.kind,
                       .time = record.time,
                       .bytes = static_cast<uint32_t>(record.payload.size()),
@@ -65,9 +68,9 @@ RecordHeader header_of(const Record& record) {
 }
 
 // Writes header, payload and padding; returns 0 or errno's number.
-int write_record(int file, const Record& record) {
+int write_record(int file, const Record& record, uint64_t synced) {
   static constexpr std::array<std::byte, 8> kZeros{};
-  const RecordHeader header = header_of(record);
+  const RecordHeader header = header_of(record, synced);
   std::array<iovec, 3> pieces{
       iovec{const_cast<RecordHeader*>(&header), sizeof(header)},
       iovec{const_cast<std::byte*>(record.payload.data()), record.payload.size()},
@@ -135,8 +138,9 @@ bool all_zero(std::span<const std::byte> bytes) {
 
 // What reading a file of records came to.
 struct ReadResult {
-  size_t whole_bytes = 0;  // Of whole records; the rest of the file is an unfinished one.
+  size_t whole_bytes = 0;  // Of whole records; the rest of the file is unfinished or damaged.
   bool finished = true;
+  std::string damage;  // With file and offset; "" if there is none.
 };
 
 // Visits the whole records of `bytes`, the first `most` of them. An unfinished record at the end is
@@ -146,27 +150,44 @@ ReadResult visit_records(const std::string& path, std::span<const std::byte> byt
                          const std::function<void(const Record&)>& visit, size_t most = SIZE_MAX) {
   size_t position = 0;
   const auto damaged = [&](const std::string& what) {
-    throw ConfigError(path + ": damaged at byte " + std::to_string(position) + ": " + what);
+    return ReadResult{position, false,
+                      path + ": damaged at byte " + std::to_string(position) + ": " + what};
   };
   for (; position < bytes.size() && most > 0; --most) {
     const auto rest = bytes.subspan(position);
     RecordHeader header;
-    if (rest.size() < sizeof(header) || all_zero(rest)) return {position, false};
+    if (rest.size() < sizeof(header) || all_zero(rest)) return {position, false, ""};
     std::memcpy(&header, rest.data(), sizeof(header));
-    if (header.magic != kMagic) damaged("no record begins here");
+    if (header.magic == kOldMagic)
+      throw ConfigError(path +
+                        ": expected a log of this version, got version 0.3's: end that job " +
+                        "there, and load its checkpoint here");
+    if (header.magic != kMagic) return damaged("no record begins here");
     if (header.header_checksum != checksum_of(header))
-      damaged("the checksum of a record's header does not fit");
+      return damaged("the checksum of a record's header does not fit");
     const size_t record_bytes = sizeof(header) + header.bytes + padding_of(header.bytes);
-    if (rest.size() < record_bytes) return {position, false};
+    if (rest.size() < record_bytes) return {position, false, ""};
     const auto payload = rest.subspan(sizeof(header), header.bytes);
     if (crc32c(payload) != header.payload_checksum)
-      damaged("the checksum of record " + std::to_string(header.number) + " does not fit");
+      return damaged("the checksum of record " + std::to_string(header.number) + " does not fit");
     if (!all_zero(rest.subspan(sizeof(header) + header.bytes, padding_of(header.bytes))))
-      damaged("expected zeros behind record " + std::to_string(header.number));
+      return damaged("expected zeros behind record " + std::to_string(header.number));
     visit({.number = header.number, .kind = header.kind, .time = header.time, .payload = payload});
     position += record_bytes;
   }
-  return {position, true};
+  return {position, true, ""};
+}
+
+// Whether a record behind the first byte of `rest` says that the disk was given record `number`.
+bool was_synced(std::span<const std::byte> rest, uint64_t number) {
+  RecordHeader header;
+  for (size_t at = 8; at + sizeof(header) <= rest.size(); at += 8) {
+    std::memcpy(&header, rest.data() + at, sizeof(header));
+    if (header.magic == kMagic && header.header_checksum == checksum_of(header) &&
+        header.synced >= number)
+      return true;
+  }
+  return false;
 }
 
 std::string segment_name(uint64_t first) {
@@ -196,7 +217,7 @@ std::vector<Segment> segments_of(const std::string& folder) {
 }  // namespace
 
 UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
-                     const std::function<void(const Record&)>& visit)
+                     const std::function<void(const Record&)>& visit, PowerCut power_cut)
     : folder_(folder), next_number_(from) {
   make_folder(folder);
   const auto segments = segments_of(folder);
@@ -229,6 +250,13 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
       total_bytes_ += bytes_of(record);
     });
     const bool last = i + 1 == segments.size();
+    if (!result.damage.empty()) {
+      // Segments before the last one were synced when the next one began.
+      const bool explained = power_cut == PowerCut::kPossible && last &&
+                             !was_synced(mapping.bytes().subspan(result.whole_bytes), expected);
+      if (!explained) throw ConfigError(result.damage);
+      cut_off_text_ = result.damage;
+    }
     if (!result.finished && !last) {
       throw ConfigError(segment.path + ": damaged at byte " + std::to_string(result.whole_bytes) +
                         ": it ends within a record, and " + segments[i + 1].path + " goes on");
@@ -240,8 +268,10 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
     if (last) {
       path_ = segment.path;
       file_ = Fd(::open(path_.c_str(), O_WRONLY | O_CLOEXEC));
+      // What was cut off must not come back behind what is written next.
       if (!file_ || ::ftruncate(file_.get(), static_cast<off_t>(result.whole_bytes)) != 0 ||
-          ::lseek(file_.get(), 0, SEEK_END) < 0)
+          ::lseek(file_.get(), 0, SEEK_END) < 0 ||
+          (!cut_off_text_.empty() && ::fsync(file_.get()) != 0))
         throw ConfigError(path_ + ": expected a writable file: " + system_reason(errno));
       segment_bytes_ = static_cast<int64_t>(result.whole_bytes);
       // A snapshot may be newer than what a power cut left of the log: nothing may follow the gap
@@ -293,18 +323,22 @@ uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::
   check_disk();
   const Record record{.number = next_number_, .kind = kind, .time = time, .payload = payload};
   // Nothing may follow half a record.
-  const int error = is_torn_ && !cut_off() ? EIO : write_record(file_.get(), record);
+  const int error =
+      is_torn_ && !cut_off()
+          ? EIO
+          : write_record(file_.get(), record, std::max(synced_, write_behind_.synced()));
   is_torn_ = error != 0 && !cut_off();
   if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
   segment_bytes_ += bytes_of(record);
   total_bytes_ += bytes_of(record);
-  write_behind_.grown_to(segment_bytes_);
+  write_behind_.grown_to(segment_bytes_, record.number);
   return next_number_++;
 }
 
 void UpdateLog::sync() {
   check_disk();
   if (::fdatasync(file_.get()) != 0) break_off(path_, errno);
+  synced_ = next_number_ - 1;
 }
 
 void UpdateLog::begin_segment() {
@@ -329,7 +363,7 @@ void write_records(const std::string& path, std::span<const Record> records) {
   write_atomically(path, [&](FileWriter& file) {
     static constexpr std::array<std::byte, 8> kZeros{};
     const auto write = [&](const Record& record) {
-      const RecordHeader header = header_of(record);
+      const RecordHeader header = header_of(record, 0);
       file.write(std::as_bytes(std::span(&header, 1)));
       file.write(record.payload);
       file.write(std::span(kZeros).first(padding_of(record.payload.size())));
@@ -351,6 +385,7 @@ void read_records(const std::string& path, const std::function<void(const Record
         if (record.kind != kEnd) visit(record);
       },
       most);
+  if (!result.damage.empty()) throw ConfigError(result.damage);
   if (!result.finished || !ended) {
     throw ConfigError(path + ": damaged at byte " + std::to_string(result.whole_bytes) +
                       ": it is cut off");

@@ -1,11 +1,16 @@
 // The update log: every change of a server's state, in order, on disk before it is acknowledged.
 //
 // A folder of segments "<number of the first record>.log", each a sequence of records:
-//   magic u32, checksum of the header u32, number u64, kind u32, time u32, bytes u32,
+//   magic u32, checksum of the header u32, number u64, synced u64, kind u32, time u32, bytes u32,
 //   checksum of the payload u32, payload, padded to 8 bytes
-// Numbers count from 1 without a gap. What a killed process left of its last record is cut off; any
+// Numbers count from 1 without a gap; "synced" is the last record that a sync of the disk had
+// covered when this one was written. What a killed process left of its last record is cut off. Any
 // other damage is refused with file and offset: the header has a checksum of its own, so that a
 // damaged length is never taken for an unfinished record.
+//
+// A power cut is another matter: pages that were not synced may be missing, or be there without
+// those before them. Then the log is cut off where damage begins, unless a record behind it says
+// that the disk had been given what is damaged.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -39,14 +44,22 @@ struct Record {
   std::shared_ptr<const Buffer> message{};
 };
 
+/// Whether the system that wrote a log may have lost what it had not synced.
+enum class PowerCut { kImpossible, kPossible };
+
 /// The file of records at its end. Threads: one.
 class UpdateLog {
  public:
   /// Reads the records of `folder` from number `from` on, in order, through `visit`, cuts off an
-  /// unfinished last one, and opens the log behind them. The folder is made if it is not there.
+  /// unfinished last one, or what a power cut damaged, and opens the log behind them. The folder is
+  /// made if it is not there.
   /// Errors: ConfigError that names file and offset: damage, or records missing.
   UpdateLog(const std::string& folder, uint64_t from,
-            const std::function<void(const Record&)>& visit);
+            const std::function<void(const Record&)>& visit,
+            PowerCut power_cut = PowerCut::kImpossible);
+
+  /// What was cut off as the trace of a power cut: file, offset and damage; "" if nothing was.
+  const std::string& cut_off_text() const { return cut_off_text_; }
 
   /// Hands a record to the system: it survives the death of this process.
   /// Returns: its number. Errors: c10::Error that names the file and the system's reason (a full
@@ -59,6 +72,8 @@ class UpdateLog {
   /// known then, and a later sync would not tell: append, sync and begin_segment throw from then
   /// on.
   bool is_broken() const { return !broken_.empty(); }
+  /// Looks whether it has. Errors: as sync.
+  void check_disk();
 
   /// Further records go to a new file. Errors: as sync; ConfigError if there can be none, as
   /// before.
@@ -72,7 +87,6 @@ class UpdateLog {
  private:
   void open_segment();
   bool cut_off();
-  void check_disk();
   [[noreturn]] void break_off(const std::string& path, int error);
 
   std::string folder_;
@@ -80,6 +94,8 @@ class UpdateLog {
   Fd file_;
   WriteBehind write_behind_;
   uint64_t next_number_ = 1;
+  uint64_t synced_ = 0;  // The last record that sync() covered; 0: none.
+  std::string cut_off_text_;
   int64_t segment_bytes_ = 0;
   int64_t total_bytes_ = 0;
   bool is_torn_ = false;  // Half a record lies behind the last one.

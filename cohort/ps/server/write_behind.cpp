@@ -2,7 +2,7 @@
 
 #include <cerrno>
 #include <fcntl.h>
-#include <utility>
+#include <unistd.h>
 
 #include "cohort/base/fd.h"
 
@@ -10,13 +10,9 @@ namespace cohort::ps {
 
 namespace {
 
-// Of windows that wait. With more the disk is behind by far.
-constexpr size_t kMostWaiting = 4;
-
-// What says nothing of the disk: the call is not there for this file, or memory is short.
+// What says nothing of the disk: such a file cannot be synced, or memory is short.
 bool is_of_the_call(int error) {
-  return error == ENOSYS || error == EINVAL || error == EOPNOTSUPP || error == ESPIPE ||
-         error == ENOMEM;
+  return error == ENOSYS || error == EINVAL || error == EROFS || error == ENOMEM;
 }
 
 }  // namespace
@@ -34,43 +30,51 @@ WriteBehind::~WriteBehind() {
 }
 
 void WriteBehind::begin(const std::string& path, int64_t bytes) {
+  const std::lock_guard lock(mutex_);
   path_ = path;
-  handled_ = bytes;
+  handled_ = bytes_ = bytes;
 }
 
-void WriteBehind::grown_to(int64_t bytes) {
-  if (bytes - handled_ < window_bytes_) return;
-  Window window{path_, std::exchange(handled_, bytes), bytes};
+void WriteBehind::grown_to(int64_t bytes, uint64_t number) {
+  bool due = false;
   {
     const std::lock_guard lock(mutex_);
-    if (waiting_.size() == kMostWaiting) return;
-    waiting_.push_back(std::move(window));
+    bytes_ = bytes;
+    number_ = number;
+    due = bytes_ - handled_ >= window_bytes_;
   }
-  changed_.notify_one();
+  if (due) changed_.notify_one();
 }
 
 void WriteBehind::work() {
   ::pthread_setname_np(::pthread_self(), "ps-log");
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return ends_ || !waiting_.empty(); });
+    changed_.wait_for(lock, kPeriod,
+                      [this] { return ends_ || bytes_ - handled_ >= window_bytes_; });
     if (ends_) return;
-    const Window window = std::move(waiting_.front());
-    waiting_.pop_front();
+    if (bytes_ == handled_) continue;
+    handled_ = bytes_;
+    const std::string path = path_;
+    const int64_t bytes = bytes_;
+    const uint64_t number = number_;
     lock.unlock();
-    // Opened anew: an error of the disk is told once to each opening, and the log must hear of it.
-    // After an error nothing is let go: what the disk has not got is in memory alone.
-    if (const Fd file(::open(window.path.c_str(), O_RDONLY | O_CLOEXEC)); file && error_ == 0) {
-      if (::sync_file_range(file.get(), window.begin, window.end - window.begin,
-                            SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER) != 0) {
-        if (!is_of_the_call(errno)) error_ = errno;
-      } else {
-        // From the beginning: what was not yet on the disk stayed the last time.
-        ::posix_fadvise(file.get(), 0, window.end, POSIX_FADV_DONTNEED);
-      }
-    }
+    sync(path, bytes, number);
     lock.lock();
   }
+}
+
+// The file is opened anew: an error of the disk is told once to each opening, and the log must hear
+// of it, too. After an error nothing is let go: what the disk has not got is in memory alone.
+void WriteBehind::sync(const std::string& path, int64_t bytes, uint64_t number) {
+  const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file || error_ != 0) return;
+  if (::fdatasync(file.get()) != 0) {
+    if (!is_of_the_call(errno)) error_ = errno;
+    return;
+  }
+  synced_ = number;
+  ::posix_fadvise(file.get(), 0, bytes, POSIX_FADV_DONTNEED);
 }
 
 }  // namespace cohort::ps

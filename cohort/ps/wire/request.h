@@ -70,7 +70,15 @@ struct Reply {
   uint64_t joined_after = 0;  ///< The last step that is none of the trainer's: `steps` when it, as
                               ///< whatever process, became a member, or came anew with all others.
   int server = 0;             ///< The one that answers, by its number.
+  /// Of kNotYet: changes from answer to answer while what is waited for makes progress by itself (a
+  /// checkpoint is written), so that the wait does not age; 0: nothing of the kind.
+  uint64_t progress = 0;
+  /// Of kPull: its bytes count as the server's until this goes.
+  std::shared_ptr<void> hold{};
 };
+
+/// The longest text of a request: the JSON of a job, a folder's name.
+inline constexpr size_t kMostTextBytes = size_t{1} << 20;
 
 /// Called once, from any thread; must not block.
 using Done = std::function<void(Reply)>;
