@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cohort/base/error.h"
+#include "cohort/base/secret.h"
 #include "cohort/ps/rpc/security.h"
 
 #include "apps/parse.h"
@@ -13,7 +14,7 @@ namespace cohort::apps {
 inline constexpr const char* kSecurity = "Security";
 
 /// --tls-authority, --tls-certificate, --tls-key and --tls-server-names: mutual TLS with parameter
-/// servers, of which the first three are needed together.
+/// servers, of which the first three are needed together. --job-secret-file: read at once.
 inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& security) {
   app.add_option("--tls-authority", security.authority, "Certificate of the authority (PEM)")
       ->type_name(kFile)
@@ -27,6 +28,15 @@ inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& securi
   app.add_option("--tls-server-names", security.server_names,
                  "Names that certificates of servers bear")
       ->capture_default_str()
+      ->group(kSecurity);
+  app.add_option_function<std::string>(
+         "--job-secret-file",
+         [&security](const std::string& path) {
+           security.job_secret = read_secret("--job-secret-file", path);
+         },
+         "File with a secret: servers that have one refuse who has not (default: "
+         "COHORT_JOB_SECRET)")
+      ->type_name(kFile)
       ->group(kSecurity);
 }
 

@@ -109,6 +109,10 @@ int serve(const CLI::App& app, ServerFlags flags) {
   if (options.server < 0 || options.server >= options.servers)
     throw ConfigError("--server-id: expected 0 to " + std::to_string(options.servers - 1) +
                       ", got " + std::to_string(options.server));
+  // Without a secret or TLS any process of this host may ask for a save.
+  if (app.count("--save-root") == 0 && !flags.rpc.security.tls() &&
+      ps::job_secret_of(flags.rpc.security).empty())
+    options.save_root = std::filesystem::current_path().string();
   if (options.folder.empty()) options.folder = "ps-server-" + std::to_string(options.server);
   check_before_anything_is_made(flags);
   const Log log(
@@ -169,6 +173,12 @@ void add_server_command(CLI::App& app, PsCommand& command) {
   server
       ->add_option("--load", flags->server.load,
                    "Begin with this checkpoint, of any number of servers")
+      ->type_name(kFolder)
+      ->group(place);
+  server
+      ->add_option("--save-root", flags->server.save_root,
+                   "Checkpoints are written below this folder alone (default: the working folder "
+                   "without a secret and TLS, else any)")
       ->type_name(kFolder)
       ->group(place);
   server

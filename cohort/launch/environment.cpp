@@ -82,6 +82,7 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
   if (!place.servers.empty()) {
     set_paddles(variables, "TRAINER", place.servers, node.world_size);
     variables["PADDLE_TRAINER_ID"] = std::to_string(rank);
+    variables["COHORT_JOB_SECRET"] = place.job_secret;
   }
   return to_entries(variables);
 }
@@ -97,6 +98,7 @@ std::vector<std::string> server_environment(const std::vector<std::string>& base
   variables["PADDLE_CURRENT_ENDPOINT"] = place.endpoint;
   variables["COHORT_LOG_DIR"] = place.log_dir;
   variables["COHORT_ERROR_FILE"] = server_error_file(place.log_dir, place.id);
+  variables["COHORT_JOB_SECRET"] = place.job_secret;
   return to_entries(variables);
 }
 

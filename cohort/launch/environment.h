@@ -24,9 +24,10 @@ struct NodePlace {
 struct WorkerPlace {
   int local_rank = 0;
   std::string log_dir;
-  int store_fd = -1;    ///< The inherited listening socket; rank 0 only.
-  int num_threads = 1;  ///< This worker's share of the node's cores.
-  std::string servers;  ///< "host:port,host:port" of the parameter servers; empty: none.
+  int store_fd = -1;       ///< The inherited listening socket; rank 0 only.
+  int num_threads = 1;     ///< This worker's share of the node's cores.
+  std::string servers;     ///< Endpoints of the parameter servers, with commas; empty: none.
+  std::string job_secret;  ///< Theirs; empty: none.
 };
 
 /// The facts of one parameter server.
@@ -35,6 +36,7 @@ struct ServerPlace {
   std::string endpoint;
   std::string endpoints;  ///< Of all servers, with commas between.
   std::string log_dir;
+  std::string job_secret;
 };
 
 /// Returns `base` ("NAME=value" each) with the worker's variables in it.

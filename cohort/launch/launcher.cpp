@@ -248,9 +248,16 @@ int Launcher::finish_with_others() {
 }
 
 void Launcher::start_round(const NodePlace& node) {
-  const RoundContext context{options_,  program_, log_dir_,
-                             guardian_, signals_, log_writer_,
-                             out_,      err_,     servers_ ? servers_->endpoints() : ""};
+  const RoundContext context{.options = options_,
+                             .program = program_,
+                             .log_dir = log_dir_,
+                             .guardian = guardian_,
+                             .signals = signals_,
+                             .logs = log_writer_,
+                             .out = out_,
+                             .err = err_,
+                             .servers = servers_ ? servers_->endpoints() : "",
+                             .job_secret = servers_ ? servers_->job_secret() : ""};
   group_.reset();
   group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd));
   watch_.begin();

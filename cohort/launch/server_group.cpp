@@ -4,37 +4,39 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <netinet/in.h>
-#include <sys/socket.h>
+#include <stdlib.h>
+#include <sys/un.h>
 #include <system_error>
 #include <utility>
 
+#include "cohort/base/atomic_file.h"
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/base/secret.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/session.h"
 
 namespace cohort::launch {
 namespace {
 
-constexpr int kLastReads = 64;  // More than a pipe holds.
+constexpr int kLastReads = 64;     // More than a pipe holds.
+constexpr size_t kSocketName = 8;  // "/4095" and more.
 
-// Holds a free port of 127.0.0.1: a socket that is bound and does not listen keeps the port from
-// being given to anybody, and lets a server with SO_REUSEADDR (all have it) listen there.
-Fd hold_port(std::string& endpoint) {
-  Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const int on = 1;
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  if (!fd || ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
-      ::bind(fd.get(), generic, length) != 0 || ::getsockname(fd.get(), generic, &length) != 0) {
-    throw std::system_error(errno, std::generic_category(), "a free port of 127.0.0.1");
+// A folder that this user alone may enter; a socket's path has 107 bytes at most.
+std::string make_private_folder() {
+  std::string path = env_string("TMPDIR").value_or("/tmp") + "/cohort-servers-XXXXXX";
+  if (path.size() + kSocketName > sizeof(sockaddr_un{}.sun_path) - 1) {
+    throw ConfigError("TMPDIR: expected a path of at most " +
+                      std::to_string(sizeof(sockaddr_un{}.sun_path) - 1 - kSocketName -
+                                     std::string("/cohort-servers-XXXXXX").size()) +
+                      " bytes, in which servers have their sockets, got " + path);
   }
-  endpoint = "127.0.0.1:" + std::to_string(ntohs(address.sin_port));
-  return fd;
+  if (!::mkdtemp(path.data())) {
+    throw ConfigError("TMPDIR: expected a folder that can be written, got " + path + ": " +
+                      std::strerror(errno));
+  }
+  return path;
 }
 
 }  // namespace
@@ -46,7 +48,11 @@ ServerGroup::ServerGroup(Key, const RunOptions& options, const std::string& log_
       logs_(logs),
       guardian_(guardian),
       signals_(signals),
-      program_(find_program(options.servers.program)) {}
+      program_(find_program(options.servers.program)),
+      sockets_(make_private_folder()),
+      job_secret_(random_hex(16)) {
+  write_atomically(sockets_ + "/secret", job_secret_ + "\n");
+}
 
 // The delegation makes the object whole, so that its destructor runs if a later server cannot
 // start.
@@ -56,7 +62,7 @@ ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir, 
   for (int id = 0; id < options.servers.count; ++id) {
     Server server;
     server.id = id;
-    server.port_holder = hold_port(server.endpoint);
+    server.endpoint = "unix:" + sockets_ + "/" + std::to_string(id);
     endpoints_ += (id == 0 ? "" : ",") + server.endpoint;
     servers_.push_back(std::move(server));
   }
@@ -65,6 +71,8 @@ ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir, 
 
 ServerGroup::~ServerGroup() {
   for (Server& server : servers_) clear(server);
+  std::error_code ignored;
+  std::filesystem::remove_all(sockets_, ignored);
 }
 
 std::string ServerGroup::folder(const Server& server) const {
@@ -94,7 +102,7 @@ void ServerGroup::start(Server& server, bool again) {
     throw ConfigError("--server-dir: expected a folder that can be made, got " + folder(server) +
                       ": " + error.message());
   }
-  const ServerPlace place{server.id, server.endpoint, endpoints_, log_dir_};
+  const ServerPlace place{server.id, server.endpoint, endpoints_, log_dir_, job_secret_};
   std::filesystem::remove(server_error_file(log_dir_, server.id));
   Channel channel = make_pipe();
   Stream::Options log;

@@ -20,10 +20,10 @@ namespace cohort::launch {
 /// Starts `cohort ps server` processes, keeps them running while the workers need them, and stops
 /// them.
 ///
-/// Each server has a port of 127.0.0.1 of its own, which is held for it as long as the group lives,
-/// a folder, <servers' folder>/server.<id>, and one log, server.<id>.log, for both its streams. One
-/// that ends before stop() is started again with the same port and folder, up to
-/// options.servers.max_restarts times in all; then, or if it ended with exit code 2, that is
+/// Each server has a unix socket in a folder that only this user may enter, a folder for its state,
+/// <servers' folder>/server.<id>, and one log, server.<id>.log, for both its streams; all have the
+/// job's secret. One that ends before stop() is started again with the same socket and folder, up
+/// to options.servers.max_restarts times in all; then, or if it ended with exit code 2, that is
 /// failure().
 /// Threads: from the main thread, while there is no other (it forks).
 class ServerGroup {
@@ -41,8 +41,10 @@ class ServerGroup {
   ServerGroup& operator=(const ServerGroup&) = delete;
 
   bool running() const;
-  /// "host:port,host:port", by the servers' numbers.
+  /// "unix:PATH,unix:PATH", by the servers' numbers.
   const std::string& endpoints() const { return endpoints_; }
+  /// What servers and trainers prove by that they are of this job.
+  const std::string& job_secret() const { return job_secret_; }
 
   /// Adds what turn() waits for.
   void add_polls(std::vector<pollfd>& polls) const;
@@ -66,7 +68,6 @@ class ServerGroup {
   struct Server {
     int id = 0;
     std::string endpoint;
-    Fd port_holder;
     std::unique_ptr<Stream> log;
     pid_t pid = -1;
     bool running = false;
@@ -87,6 +88,8 @@ class ServerGroup {
   const Guardian& guardian_;
   const Signals& signals_;
   std::string program_;
+  std::string sockets_;  // The folder of the sockets, and of the secret for who asks from outside.
+  const std::string job_secret_;
   std::string endpoints_;
   std::vector<Server> servers_;
   int num_restarts_ = 0;

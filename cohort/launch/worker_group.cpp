@@ -83,7 +83,8 @@ void WorkerGroup::start(int local_rank, Fd& store) {
                           .log_dir = context_.log_dir,
                           .store_fd = worker.rank == 0 ? store.get() : -1,
                           .num_threads = num_threads_,
-                          .servers = context_.servers};
+                          .servers = context_.servers,
+                          .job_secret = context_.job_secret};
   workers_.push_back(std::move(worker));
   workers_.back().pid = start_process(
       {.program = context_.program,

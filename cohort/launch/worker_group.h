@@ -27,7 +27,8 @@ struct RoundContext {
   LogWriter& logs;
   Terminal& out;
   Terminal& err;
-  std::string servers;  ///< See WorkerPlace::servers.
+  std::string servers;     ///< See WorkerPlace::servers.
+  std::string job_secret;  ///< See WorkerPlace::job_secret.
 };
 
 /// One worker, and what the launcher keeps of it.

@@ -4,10 +4,8 @@
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <sstream>
-#include <sys/socket.h>
 
 #include "tests/launch/launch_harness.h"
 
@@ -74,7 +72,7 @@ TEST(ServerRunTest, TrainersAndServersFindEachOther) {
     const Lines words = words_of(log);
     ASSERT_GE(words.size(), 3u) << log;
     const std::string endpoint = words[2];
-    EXPECT_EQ(endpoint.find("127.0.0.1:"), 0u);
+    EXPECT_EQ(endpoint.find("unix:" + run.temporary().path() + "/cohort-servers-"), 0u);
     EXPECT_EQ(log.find("server --endpoint " + endpoint + " --server-id " + id +
                        " --servers 2 --folder " + job.path("state/server." + id) +
                        " --level=synced\ncomplaint\nPSERVER " + endpoint + " rank=\n"),
@@ -87,7 +85,28 @@ TEST(ServerRunTest, TrainersAndServersFindEachOther) {
   EXPECT_EQ(ended.out, "TRAINER 0 of 2 " + endpoints + "\n");
 }
 
-TEST(ServerRunTest, ADeadServerIsStartedAgainWithItsPortAndFolder) {
+TEST(ServerRunTest, SocketsAndSecretAreTheUsersAlone) {
+  const Job job(
+      "echo secret $COHORT_JOB_SECRET; stat -c %a $(dirname ${3#unix:})\n"
+      "trap 'exit 0' TERM; while :; do sleep 0.01; done\n");
+  Launched run(job.run({"--servers", "1", "--trainers", "2", "--tee", "all"},
+                       "until grep -q 700 " + job.path("logs/server.0.log") +
+                           "; do sleep 0.01; done;"
+                           "echo $COHORT_JOB_SECRET;"
+                           "cat $(dirname ${PADDLE_PSERVERS_IP_PORT_LIST#unix:})/secret"),
+               {"COHORT_JOB_SECRET=inherited"});
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  const std::string log = job.log(0);
+  const std::string secret = log.substr(7, 32);
+  EXPECT_EQ(log.find("secret " + secret + "\n700\n"), 0U) << log;
+  EXPECT_EQ(secret.find_first_not_of("0123456789abcdef"), std::string::npos) << log;
+  EXPECT_EQ(sorted_lines(ended.out), (Lines{"[rank 0] " + secret, "[rank 0] " + secret,
+                                            "[rank 1] " + secret, "[rank 1] " + secret}));
+  EXPECT_EQ(run.temporary().names(), Lines{});
+}
+
+TEST(ServerRunTest, ADeadServerIsStartedAgainWithItsSocketAndFolder) {
   // Dies once; its folder remembers that.
   const Job job(
       "echo \"$3\" >> \"$9/endpoints\"\n"
@@ -106,27 +125,6 @@ TEST(ServerRunTest, ADeadServerIsStartedAgainWithItsPortAndFolder) {
   const Lines endpoints = words_of(read_file(job.path("state/server.0/endpoints")));
   ASSERT_EQ(endpoints.size(), 2u);
   EXPECT_EQ(endpoints[0], endpoints[1]);
-}
-
-TEST(ServerRunTest, NobodyElseGetsAServersPortWhileItIsDown) {
-  const Job job(
-      "echo \"$3\" > \"$9/endpoint\"\ntrap 'exit 0' TERM\n"
-      "while :; do sleep 0.01; done\n");
-  Launched run(job.run({"--servers", "1"}, "sleep 30"));
-  const std::string endpoint = wait_for_file(job.path("state/server.0/endpoint"));
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<uint16_t>(std::atoi(endpoint.c_str() + 10)));
-  const auto can_listen = [&](bool as_servers_do) {
-    const Fd fd(::socket(AF_INET, SOCK_STREAM, 0));
-    const int on = as_servers_do;
-    ::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    return ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
-           ::listen(fd.get(), 1) == 0;
-  };
-  EXPECT_FALSE(can_listen(false));
-  EXPECT_TRUE(can_listen(true));
 }
 
 TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {

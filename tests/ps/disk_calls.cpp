@@ -24,6 +24,7 @@ struct Note {
 // Shared with forked children.
 struct Notes {
   std::array<std::atomic<int>, 3> next_error{};
+  std::atomic<int> delay_us{0};
   std::atomic<uint64_t> count{0};
   std::array<Note, size_t{1} << 16> ring{};
 };
@@ -39,17 +40,18 @@ Notes& notes() {
 }
 
 // Returns the error that the call is to have, or 0.
-int note(Call call, int descriptor) {
+int planned_error(Call call) {
+  return notes().next_error[static_cast<size_t>(call)].exchange(0);
+}
+
+// `status`: of the file, when the call began.
+void note(Call call, const struct stat& status) {
   Notes& all = notes();
-  if (const int error = all.next_error[static_cast<size_t>(call)].exchange(0)) return error;
-  struct stat status {};
-  if (::fstat(descriptor, &status) != 0) return 0;
   Note& next = all.ring[all.count++ % all.ring.size()];
   next.device = status.st_dev;
   next.file = status.st_ino;
   next.bytes = status.st_size;
   next.call = static_cast<int>(call);
-  return 0;
 }
 
 // Calls `visit` for what was noted of a file, the last first, until it returns false.
@@ -92,20 +94,29 @@ int64_t synced_bytes(const std::string& path) {
   return bytes;
 }
 
+void slow_syncs(int microseconds) {
+  notes().delay_us = microseconds;
+}
+
 void forget() {
   notes().count = 0;
 }
 
 namespace {
 
-// What is synced is what was there before.
-template <class... Arguments>
-int pass_on(Call call, long number, int descriptor, Arguments... arguments) {
-  if (const int error = note(call, descriptor)) {
+// What is synced is what was there before, once the call has returned: a process may be killed in
+// it.
+int pass_on(Call call, long number, int descriptor) {
+  if (const int error = planned_error(call)) {
     errno = error;
     return -1;
   }
-  return static_cast<int>(::syscall(number, descriptor, arguments...));
+  struct stat status {};
+  const bool known = ::fstat(descriptor, &status) == 0;
+  if (const int delay = notes().delay_us) ::usleep(static_cast<unsigned>(delay));
+  const auto result = static_cast<int>(::syscall(number, descriptor));
+  if (known && result == 0) note(call, status);
+  return result;
 }
 
 }  // namespace
@@ -125,6 +136,8 @@ extern "C" int fsync(int file) {
 
 // Returns its error instead of setting errno.
 extern "C" int posix_fadvise(int file, off_t begin, off_t bytes, int advice) noexcept {
-  if (advice == POSIX_FADV_DONTNEED) cohort::ps::disk_calls::note(DiskCall::kDropPages, file);
+  struct stat status {};
+  if (advice == POSIX_FADV_DONTNEED && ::fstat(file, &status) == 0)
+    cohort::ps::disk_calls::note(DiskCall::kDropPages, status);
   return ::syscall(SYS_fadvise64, file, begin, bytes, advice) == 0 ? 0 : errno;
 }

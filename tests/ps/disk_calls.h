@@ -14,6 +14,8 @@ void fail_next(Call call, int error);
 int count(Call call, const std::string& path);
 /// How long the file was, or that of a folder, when it was synced last; -1: never.
 int64_t synced_bytes(const std::string& path);
+/// Every sync takes so much longer, as on a disk that is a disk.
+void slow_syncs(int microseconds);
 /// Forgets all that was counted.
 void forget();
 

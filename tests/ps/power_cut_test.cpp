@@ -158,10 +158,12 @@ class PowerCutTest : public testing::Test {
       : shared_(*new (::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
                              MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Shared) {
     disk_calls::forget();  // And shares its notes with the processes.
+    disk_calls::slow_syncs(2'000);
   }
 
   ~PowerCutTest() override {
     if (process_ > 0) kill(process_);
+    disk_calls::slow_syncs(0);
   }
 
   void start(const ServerOptions& options, uint64_t seed) {

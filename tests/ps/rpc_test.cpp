@@ -107,6 +107,35 @@ TEST_F(RpcTest, BothSidesShowACertificateOfOneAuthorityWithTheRightName) {
   EXPECT_EQ(status(endpoint, {}).code, Code::kLost) << "without TLS";
 }
 
+TEST_F(RpcTest, AServerWithASecretRefusesWhoHasNot) {
+  const RpcServer rpc(server_, {.endpoint = "127.0.0.1:0", .security = {.job_secret = "one"}});
+  const std::string endpoint = endpoint_of(rpc);
+  EXPECT_EQ(status(endpoint, {.job_secret = "one"}).code, Code::kOk);
+  for (const char* secret : {"", "two", "onetwo"}) {
+    const auto channel =
+        make_rpc_channel({.endpoint = endpoint, .security = {.job_secret = secret}});
+    for (const Call call : {Call::kStatus, Call::kStop, Call::kPush, Call::kPull}) {
+      Request request{.call = call};
+      if (call == Call::kPush || call == Call::kPull)
+        request.message = std::make_shared<const Buffer>(8);
+      const Reply reply = ask(*channel, request);
+      EXPECT_EQ(reply.code, Code::kFailed) << secret;
+      EXPECT_EQ(reply.text,
+                "the caller does not have the job's secret (--job-secret-file, COHORT_JOB_SECRET)");
+    }
+  }
+  EXPECT_EQ(status(endpoint, {.job_secret = "one"}).code, Code::kOk);
+}
+
+TEST_F(RpcTest, TheSecretOfTheEnvironmentIsTheDefault) {
+  ::setenv("COHORT_JOB_SECRET", "of the environment", 1);
+  const RpcServer rpc(server_, {.endpoint = "127.0.0.1:0"});
+  const Reply with = status(endpoint_of(rpc), {});
+  ::unsetenv("COHORT_JOB_SECRET");
+  EXPECT_EQ(with.code, Code::kOk) << with.text;
+  EXPECT_EQ(status(endpoint_of(rpc), {}).code, Code::kFailed);
+}
+
 TEST_F(RpcTest, AServerWithAnotherNameIsNotTrusted) {
   const Authority authority(folder_, "authority");
   SecurityOptions security = authority.issue("server", "cohort-trainer");

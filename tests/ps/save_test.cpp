@@ -155,6 +155,30 @@ TEST(SaveTest, AChildThatEndsWellWithoutAResultCostsNothing) {
 }
 
 // What the system refuses once it may refuse for ever: the trainer hears of it.
+// Whoever may ask a server for a save names the folder.
+TEST(SaveTest, NothingIsWrittenOutsideOfTheRoot) {
+  const ScratchFolder scratch;
+  const std::string root = scratch.path("root"), outside = scratch.path("outside");
+  fs::create_directories(root);
+  fs::create_directories(outside);
+  fs::create_symlink(outside, root + "/link");
+  Cluster cluster(1, {.save_root = root});
+  const auto client = cluster.client(0, ledger_job(1, 1, Mode::kAsync));
+  push_a_step(*client);
+  for (const std::string& folder :
+       {outside, root + "/../outside", root + "/link/below", root + "beside", std::string("/")}) {
+    for (const Call call : {Call::kSave, Call::kFinishSave}) {
+      const Reply reply = cluster.ask(0, save_request(call, 7, folder));
+      EXPECT_EQ(reply.code, Code::kInvalid) << folder;
+      EXPECT_EQ(reply.text.find("save: " + folder + ": expected a folder below "), 0U)
+          << reply.text;
+    }
+  }
+  EXPECT_TRUE(fs::is_empty(outside));
+  client->save(root + "/not/there/yet");
+  EXPECT_TRUE(fs::exists(root + "/not/there/yet/checkpoint"));
+}
+
 // Of a trainer that waits for others for so long.
 LinkOptions impatient_link(std::chrono::milliseconds trainer_timeout) {
   LinkOptions link = quick_link();

@@ -5,6 +5,9 @@
 
 namespace cohort::ps {
 
+/// The metadata of a call that holds the job's secret.
+inline constexpr const char* kJobSecret = "cohort-job-secret";
+
 struct HotReply {
   uint32_t code = 0;
   uint32_t text_bytes = 0;

@@ -94,7 +94,8 @@ Reply read_reply(const grpc::ByteBuffer& bytes) {
 
 class RpcChannel final : public Channel {
  public:
-  explicit RpcChannel(const RpcChannelOptions& options) {
+  explicit RpcChannel(const RpcChannelOptions& options)
+      : job_secret_(job_secret_of(options.security)) {
     quiet_grpc();
     const auto credentials = channel_credentials(options.security);
     const auto arguments = arguments_of(options.security);
@@ -177,6 +178,7 @@ class RpcChannel final : public Channel {
   template <class Running>
   Running* begin(std::unique_ptr<Running> running, int64_t timeout_ms) {
     set_deadline(running->context, timeout_ms);
+    if (!job_secret_.empty()) running->context.AddMetadata(kJobSecret, job_secret_);
     const std::lock_guard lock(mutex_);
     running_.insert(&running->context);
     ++num_running_;
@@ -194,6 +196,7 @@ class RpcChannel final : public Channel {
     if (--num_running_ == 0) none_running_.notify_all();
   }
 
+  const std::string job_secret_;
   std::vector<std::shared_ptr<grpc::Channel>> channels_;
   std::vector<std::unique_ptr<grpc::GenericStub>> stubs_;
   std::unique_ptr<ParameterServer::Stub> control_;

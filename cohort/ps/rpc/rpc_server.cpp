@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cohort/base/error.h"
+#include "cohort/base/secret.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/rpc/hot_reply.h"
 #include "cohort/ps/rpc/pem_files.h"
@@ -69,14 +70,33 @@ void write_reply(Reply reply, ByteBuffer& out) {
 
 struct RpcServer::Service : Base {
   Service(Server& its_server, const SecurityOptions& its_security)
-      : server(its_server), security(its_security) {}
+      : server(its_server), security(its_security), job_secret(job_secret_of(its_security)) {}
 
   Server& server;
   SecurityOptions security;
+  std::string job_secret;
   std::unique_ptr<grpc::Server> grpc_server;
 
+  // Returns why the caller is refused; OK if it is not.
+  grpc::Status judge(const CallbackServerContext& context) const {
+    if (!has_secret(context))
+      return {grpc::StatusCode::PERMISSION_DENIED,
+              "the caller does not have the job's secret (--job-secret-file, COHORT_JOB_SECRET)"};
+    if (!bears_a_name(context))
+      return {grpc::StatusCode::PERMISSION_DENIED,
+              "the caller's certificate bears no name that may talk to this server"};
+    return grpc::Status::OK;
+  }
+
+  bool has_secret(const CallbackServerContext& context) const {
+    if (job_secret.empty()) return true;
+    const auto found = context.client_metadata().find(kJobSecret);
+    return found != context.client_metadata().end() &&
+           equal_secrets({found->second.data(), found->second.size()}, job_secret);
+  }
+
   // Whether the caller's certificate bears a name that may talk to servers.
-  bool is_welcome(const CallbackServerContext& context) const {
+  bool bears_a_name(const CallbackServerContext& context) const {
     if (!security.tls()) return true;
     const auto peer = context.auth_context();
     for (const char* property : {GRPC_X509_CN_PROPERTY_NAME, GRPC_X509_SAN_PROPERTY_NAME}) {
@@ -91,16 +111,11 @@ struct RpcServer::Service : Base {
     return false;
   }
 
-  static grpc::Status stranger() {
-    return {grpc::StatusCode::PERMISSION_DENIED,
-            "the caller's certificate bears no name that may talk to this server"};
-  }
-
   ServerUnaryReactor* Control(CallbackServerContext* context, const ControlRequest* asked,
                               ControlReply* answer) override {
     auto* const reactor = context->DefaultReactor();
-    if (!is_welcome(*context)) {
-      reactor->Finish(stranger());
+    if (const grpc::Status refusal = judge(*context); !refusal.ok()) {
+      reactor->Finish(refusal);
       return reactor;
     }
     Request request{.call = static_cast<Call>(asked->call()),
@@ -129,8 +144,8 @@ struct RpcServer::Service : Base {
   ServerUnaryReactor* hot(Call call, CallbackServerContext* context, const ByteBuffer* asked,
                           ByteBuffer* answer) {
     auto* const reactor = context->DefaultReactor();
-    if (!is_welcome(*context)) {
-      reactor->Finish(stranger());
+    if (const grpc::Status refusal = judge(*context); !refusal.ok()) {
+      reactor->Finish(refusal);
       return reactor;
     }
     Request request{.call = call, .message = std::make_shared<const Buffer>(buffer_of(*asked))};

@@ -7,6 +7,8 @@ namespace cohort::ps {
 
 /// Mutual TLS: both sides show a certificate of one authority, and look at the name in the other's.
 /// Paths of PEM files; all empty: no TLS, and then servers listen on this host alone.
+///
+/// A secret of the job beside it: a server that has one refuses calls without it.
 struct SecurityOptions {
   std::string authority;    ///< The authority's certificate.
   std::string certificate;  ///< One's own.
@@ -17,7 +19,13 @@ struct SecurityOptions {
   std::vector<std::string> server_names{"cohort-server"};
   std::vector<std::string> trainer_names{"cohort-trainer"};
 
+  /// Sent with every call; empty: COHORT_JOB_SECRET's value, which `cohort run --servers` sets.
+  std::string job_secret;
+
   bool tls() const { return !authority.empty() || !certificate.empty() || !key.empty(); }
 };
+
+/// The job's secret; empty if there is none.
+std::string job_secret_of(const SecurityOptions& security);
 
 }  // namespace cohort::ps

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
@@ -150,6 +151,7 @@ void RequestHandler::answer(Pending& pending) {
       case Call::kSave:
         return save(pending);
       case Call::kFinishSave:
+        check_save_folder(pending.request.text);
         finish_checkpoint(pending.request.text, pending.request.nonce);
         return pending.done(reply(Code::kOk));
       case Call::kStatus:
@@ -458,12 +460,24 @@ void RequestHandler::leave(Pending& pending) {
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
 }
 
+// A caller may name any path, with links and ".." in it.
+void RequestHandler::check_save_folder(const std::string& folder) const {
+  if (options_.save_root.empty()) return;
+  namespace fs = std::filesystem;
+  const fs::path root = fs::weakly_canonical(options_.save_root);
+  const fs::path path = fs::weakly_canonical(folder);
+  const auto [end, ignored] = std::mismatch(root.begin(), root.end(), path.begin(), path.end());
+  TORCH_CHECK_VALUE(end == root.end(), "save: ", folder, ": expected a folder below ",
+                    root.string(), " (--save-root)");
+}
+
 void RequestHandler::save(Pending& pending) {
   const ParameterState& state = durable_.state();
   TORCH_CHECK_VALUE(state.is_initialised(), "save: there is nothing to save yet");
   const uint64_t nonce = pending.request.nonce;
   TORCH_CHECK_VALUE(nonce != 0 && !pending.request.text.empty(),
                     "save: expected a folder and a nonce");
+  check_save_folder(pending.request.text);
   if (saving_.nonce == nonce) {
     if (!saving_.outcome) return wait(pending);
     const Code code = saving_.outcome->empty() ? Code::kOk : Code::kFailed;

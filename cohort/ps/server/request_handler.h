@@ -66,6 +66,8 @@ class RequestHandler {
   /// Errors: c10::ValueError that names trainer, push and value, if the job takes finite ones
   /// alone.
   void check_finite(const Pending& pending) const;
+  /// Errors: c10::ValueError: `folder` is not below options.save_root.
+  void check_save_folder(const std::string& folder) const;
   void take_overtaken(uint32_t trainer);
   bool has_room(const Pending& pending) const;
   void wait(Pending& pending);

@@ -39,7 +39,9 @@ struct ServerOptions {
   Acknowledge acknowledge = Acknowledge::kLogged;
   OnTrainerLoss on_trainer_loss = OnTrainerLoss::kFail;
   std::chrono::milliseconds trainer_timeout{
-      30'000};                                    ///< A trainer that is silent for longer is lost.
+      30'000};  ///< A trainer that is silent for longer is lost.
+  /// Checkpoints are written below this folder alone; empty: anywhere.
+  std::string save_root;
   int64_t snapshot_log_bytes = int64_t{4} << 30;  ///< A snapshot after so much log; 0: never.
   int64_t max_queue_bytes = int64_t{256} << 20;  ///< Of messages that wait; more is answered kBusy.
   std::chrono::milliseconds evict_period{60'000};  ///< Between evictions, where a table has rules.
