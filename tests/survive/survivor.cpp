@@ -2,8 +2,10 @@
 // Usage: survivor FOLDER STEPS KIND RANK STEP, KIND one of none, kill, stop, throw: what RANK does
 // before STEP, in the first attempt only. Rank 0 saves every 4 steps into FOLDER/checkpoint; a
 // later attempt continues from there. At the end rank 0 prints the SHA-256 of the weights.
+// COHORT_TEST_STEP_MS: so long a pause after each step.
 #include <csignal>
 #include <filesystem>
+#include <thread>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
@@ -66,6 +68,7 @@ int survive(const std::string& folder, int64_t steps, const Fault& fault) {
   parallel::DistributedDataParallel<torch::nn::Sequential> ddp(model, group,
                                                                {.bucket_cap_mb = 0.02});
   torch::optim::SGD sgd(model->parameters(), 0.1);
+  const std::chrono::milliseconds pause(env_int("COHORT_TEST_STEP_MS").value_or(0));
   while (step < steps) {
     maybe_fail(fault, group.rank(), step);
     const at::Tensor x = batch_of(step, group.rank());
@@ -73,6 +76,7 @@ int survive(const std::string& folder, int64_t steps, const Fault& fault) {
     ddp.backward((ddp(x) - x.roll(1, 1)).square().mean());
     sgd.step();
     ++step;
+    std::this_thread::sleep_for(pause);
     if (step % 4 == 0 && group.rank() == 0) {
       train::save_checkpoint(checkpoint, *model, step, {{"step", std::to_string(step)}});
     }
