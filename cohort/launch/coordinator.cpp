@@ -31,6 +31,7 @@ Coordinator::Coordinator(Fd listener, std::string master_addr, const RunOptions&
     : listener_(std::move(listener)),
       master_addr_(std::move(master_addr)),
       options_(options),
+      job_id_(random_hex(8)),
       turned_at_(Clock::now()),
       awake_since_(turned_at_),
       too_few_since_(turned_at_),
@@ -302,7 +303,8 @@ void Coordinator::begin_round(const std::vector<Node*>& members) {
                                {"world_size", world_size},
                                {"master_addr", master_addr_},
                                {"master_port", chosen.front()->store_port},
-                               {"restart", num_restarts_}}));
+                               {"restart", num_restarts_},
+                               {"job_id", job_id_}}));
     base_rank += node.num_workers;
   }
 }

@@ -67,6 +67,8 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
   variables.erase("COHORT_ROUND");
   if (options.elastic() || node.num_nodes == 1)
     variables["COHORT_ROUND"] = std::to_string(node.round);
+  variables.erase("COHORT_JOB_ID");
+  if (!node.job_id.empty()) variables["COHORT_JOB_ID"] = node.job_id;
   variables["COHORT_LOG_DIR"] = place.log_dir;
   variables["COHORT_ERROR_FILE"] = error_file(place.log_dir, rank);
   variables[kTraceFileVariable] = trace_file(place.log_dir, rank);

@@ -18,6 +18,7 @@ struct NodePlace {
   int master_port = 0;
   int restart_count = 0;  ///< Rounds that ended because a worker failed.
   int round = 1;          ///< Number of the round in the whole job.
+  std::string job_id;  ///< Drawn for the job; empty where launchers do not speak with each other.
 };
 
 /// The facts of one worker that neither the options nor the node's place hold.

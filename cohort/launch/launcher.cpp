@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cohort/base/program.h"
+#include "cohort/base/secret.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/guardian.h"
@@ -122,6 +123,7 @@ int Launcher::run_alone() {
   node.base_rank = options_.node_rank * options_.nproc_per_node;
   node.world_size = options_.nnodes.max * options_.nproc_per_node;
   if (!options_.master_addr.empty()) node.master_addr = options_.master_addr;
+  if (node.num_nodes == 1) node.job_id = random_hex(8);
   if (options_.servers.count > 0) {
     servers_ = std::make_unique<ServerGroup>(options_, log_dir_, log_writer_, guardian_, signals_);
   }

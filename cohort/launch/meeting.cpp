@@ -7,6 +7,9 @@
 #include <system_error>
 #include <utility>
 
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+
 namespace cohort::launch {
 namespace {
 
@@ -92,7 +95,19 @@ void Meeting::finish(int code, const std::string& why) {
 }
 
 void Meeting::live() {
-  while (!over_) turn();
+  try {
+    while (!over_) turn();
+  } catch (const std::exception& error) {
+    give({{Order::Kind::kEnd, {}, kExitFailure, one_line(error)}});
+  }
+}
+
+// All at once: a round that was called off in the same breath is never begun.
+void Meeting::give(std::vector<Order> orders) {
+  if (orders.empty()) return;
+  const std::lock_guard lock(mutex_);
+  for (Order& order : orders) orders_.push_back(std::move(order));
+  raise(news_);
 }
 
 void Meeting::turn() {
@@ -110,11 +125,9 @@ void Meeting::turn() {
   if (over_) return;
   if (coordinator_) coordinator_->turn();
   member_.turn();
-  while (auto order = member_.next()) {
-    const std::lock_guard lock(mutex_);
-    orders_.push_back(std::move(*order));
-    raise(news_);
-  }
+  std::vector<Order> orders;
+  while (auto order = member_.next()) orders.push_back(std::move(*order));
+  give(std::move(orders));
 }
 
 }  // namespace cohort::launch

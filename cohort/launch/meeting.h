@@ -23,7 +23,8 @@ namespace cohort::launch {
 /// blocks its signals first. No call blocks but the constructor (name service) and finish().
 class Meeting {
  public:
-  /// Errors: ConfigError that names --rdzv-endpoint.
+  /// Errors: ConfigError that names --rdzv-endpoint. What goes wrong later is an order that ends
+  /// the job.
   explicit Meeting(const RunOptions& options);
   /// Leaves the job, if that was not done.
   ~Meeting();
@@ -47,6 +48,7 @@ class Meeting {
   void post(std::function<void()> task);
   void live();
   void turn();
+  void give(std::vector<Order> orders);
 
   std::optional<Coordinator> coordinator_;  // Its thread's alone, like member_.
   const bool hosts_;

@@ -24,6 +24,7 @@ NodePlace place_of(const json& message) {
   place.master_port = JsonField(message, "master_port");
   place.restart_count = JsonField(message, "restart");
   place.round = JsonField(message, "round");
+  place.job_id = printable(message.at("job_id"));
   return place;
 }
 

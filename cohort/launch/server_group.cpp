@@ -203,6 +203,7 @@ void ServerGroup::kill_now() {
 }
 
 std::optional<ServerGroup::Clock::time_point> ServerGroup::deadline() const {
+  if (!running()) return std::nullopt;
   return killed_at_ ? *killed_at_ + kKillTime : kill_at_;
 }
 

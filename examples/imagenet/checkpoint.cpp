@@ -2,8 +2,10 @@
 
 #include <array>
 #include <charconv>
+#include <filesystem>
 #include <torch/types.h>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/train/sharded_checkpoint.h"
 
@@ -43,10 +45,20 @@ void save_run(const std::string& folder, Model& model,
                              {"epochs_done", std::to_string(state.epochs_done)},
                              {"best_top1", exact(state.best_top1)}};
   if (!state.servers.empty()) facts["servers"] = state.servers;
+  if (const auto job = cohort::env_string("COHORT_JOB_ID")) facts["job"] = *job;
   cohort::train::ShardedCheckpointWriter writer(*savers);
   writer.begin(folder, parts_of(cohort::train::slices_of(model.state_to_save()), momentum),
                state.epochs_done, facts);
   writer.commit();
+}
+
+bool is_of_this_job(const std::string& folder) {
+  const auto job = cohort::env_string("COHORT_JOB_ID");
+  if (!job || cohort::env_int("COHORT_ROUND").value_or(1) == 1) return false;
+  if (!std::filesystem::exists(folder + "/manifest.json")) return false;
+  const auto facts = cohort::train::read_manifest(folder);
+  const auto found = facts.find("job");
+  return found != facts.end() && found->second == *job;
 }
 
 RunState read_run(const std::string& folder) {

@@ -29,6 +29,10 @@ struct RunState {
 void save_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorSlice>& momentum, const RunState& state);
 
+/// Whether `folder` holds a checkpoint that an earlier round of this job wrote: a launcher that
+/// starts ranks again tells them which job they are of (COHORT_JOB_ID, COHORT_ROUND).
+bool is_of_this_job(const std::string& folder);
+
 /// Reads the state alone. Errors: ConfigError if `folder` holds no checkpoint of this program.
 RunState read_run(const std::string& folder);
 

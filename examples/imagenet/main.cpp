@@ -95,6 +95,14 @@ void check_together(const Options& options) {
   if (!servers) cohort::apps::refuse_security(options.security, "--strategy ps-sync or ps-async");
 }
 
+// Ranks that a launcher starts again go on at the last epoch that the job has saved. Servers do not go back to it.
+void go_on_where_the_job_was(Options& options) {
+  const std::string last = options.output + "/checkpoint";
+  if (options.evaluate || cohort::apps::server_training(options.strategy) || !imagenet::is_of_this_job(last)) return;
+  options.resume = last;
+  options.start_epoch.reset();
+}
+
 // A script that starts each rank of a node exports LOCAL_RANK, and nothing else of a launcher's: this is that rank.
 bool is_local_rank() {
   return cohort::env_string("LOCAL_RANK") && !cohort::comm::launched_as();
@@ -166,6 +174,7 @@ int run(int argc, char** argv) {
   }
   check_together(options);
   const auto group = group_flags.connect();
+  go_on_where_the_job_was(options);
   imagenet::Trainer trainer(options, *group);
   if (options.evaluate) {
     trainer.evaluate();

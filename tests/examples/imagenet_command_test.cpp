@@ -68,8 +68,9 @@ TEST_F(ImagenetCommandTest, LearnsShapes) {
 
 TEST_F(ImagenetCommandTest, FlagsThatCannotHoldAreRefused) {
   for (const auto& [more, text] :
-       {std::pair{"--cpu-offload --strategy zero3", "--cpu-offload: this program computes on the CPU, where there "
-                                                    "is nothing to offload: leave it out"},
+       {std::pair{"--cpu-offload --strategy zero3",
+                  "--cpu-offload: this program computes on the CPU, where there "
+                  "is nothing to offload: leave it out"},
         {"--cpu-offload", "--cpu-offload: this program computes on the CPU"},
         {"--lr 1e30", "--lr 1e30: expected a number from 0 to 100"}}) {
     expect_refused(2, shell(bin("imagenet") + " " + flags("run", more)), text);
@@ -86,11 +87,38 @@ TEST_F(ImagenetCommandTest, ResumedRunIsBitEqualToOneNeverStopped) {
     const auto whole = manifest(name + "-whole/checkpoint");
     const auto parts = manifest(name + "-parts/checkpoint");
     EXPECT_EQ(whole["files"], parts["files"]) << name << ": weights and optimizer";
-    EXPECT_EQ(whole["facts"], parts["facts"]) << name << ": momentum and best result";
+    auto facts = whole["facts"], facts_of_parts = parts["facts"];
+    for (auto* both : {&facts, &facts_of_parts}) both->erase("job");
+    EXPECT_EQ(facts, facts_of_parts) << name << ": momentum and best result";
     EXPECT_EQ(history(name + "-whole").size(), history(name + "-parts").size());
     const auto early = manifest(name + "-parts/model_best");
     EXPECT_NE(early["facts"]["epochs_done"], "0");
   }
+}
+
+// An older run's checkpoint in the folder is none of the job's.
+TEST_F(ImagenetCommandTest, RanksThatAreStartedAgainGoOnAtTheirJobsLastEpoch) {
+  expect_trained(2, "whole", "--epochs 3");
+  expect_trained(2, "run", "--epochs 1");
+  std::filesystem::remove(folder_ / "run/history.jsonl");
+  // Rank 1 fails once before the job has a checkpoint, and once after.
+  const std::string script =
+      "if [ $RANK = 1 ] && [ $COHORT_RESTART_COUNT = 0 ]; then exit 7; fi; "
+      "if [ $RANK = 1 ] && [ $COHORT_RESTART_COUNT = 1 ]; then (until [ -e " +
+      folder_ / "run/history.jsonl" + " ]; do sleep 0.01; done; kill -9 $$) & fi; exec " +
+      bin("imagenet") + " " + flags("run", "--epochs 3");
+  const Ended ended =
+      shell(bin("cohort") + " run --nproc-per-node 2 --max-restarts 2 --grace 1 -- sh -c '" +
+            script + "'");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("restart 2 of 2"), std::string::npos) << ended.output;
+  const auto rows = history("run"), whole = history("whole");
+  ASSERT_EQ(rows.size(), 3U) << "no epoch was trained twice, none is another run's";
+  for (size_t epoch = 0; epoch < 3; ++epoch) {
+    EXPECT_EQ(rows[epoch]["epoch"], epoch);
+    EXPECT_EQ(rows[epoch]["train_loss"], whole[epoch]["train_loss"]);
+  }
+  EXPECT_EQ(manifest("run/checkpoint")["files"], manifest("whole/checkpoint")["files"]);
 }
 
 TEST_F(ImagenetCommandTest, GoesOnWithAnotherStrategy) {
@@ -168,26 +196,32 @@ TEST_F(ImagenetCommandTest, DoesNotSpawnUnderALauncher) {
                  "expected --nproc-per-node");
 }
 
-// A script that starts each local rank itself, with LOCAL_RANK, beside the flag: one job of two ranks, not two of two.
+// A script that starts each local rank itself, with LOCAL_RANK, beside the flag: one job of two
+// ranks, not two of two.
 TEST_F(ImagenetCommandTest, AProcessWithALocalRankIsThatRankAndSpawnsNone) {
   const std::string port = std::to_string(cohort::test::free_port());
   const std::string program =
       bin("imagenet") + " " +
-      flags("run", "--epochs 1 --print-freq 1 --multiprocessing-distributed --rank 0 --world-size 1 "
-                   "--nproc-per-node 2 --addr 127.0.0.1 --rendezvous-timeout 60 --port " + port);
+      flags("run",
+            "--epochs 1 --print-freq 1 --multiprocessing-distributed --rank 0 --world-size 1 "
+            "--nproc-per-node 2 --addr 127.0.0.1 --rendezvous-timeout 60 --port " +
+                port);
   const Ended ended = shell("LOCAL_RANK=1 " + program + " & LOCAL_RANK=0 " + program +
                             "; first=$?; wait $! && exit $first");
   EXPECT_EQ(ended.code, 0) << ended.output;
   const std::string start = "batch 12 on 2 ranks";
   const size_t first = ended.output.find(start);
   EXPECT_NE(first, std::string::npos) << ended.output;
-  EXPECT_EQ(ended.output.find(start, first + 1), std::string::npos) << "a second job: " << ended.output;
+  EXPECT_EQ(ended.output.find(start, first + 1), std::string::npos)
+      << "a second job: " << ended.output;
   EXPECT_EQ(history("run").size(), 1U);
-  expect_refused(2, shell("LOCAL_RANK=0 " + bin("imagenet") + " " +
-                          flags("run", "--multiprocessing-distributed --nproc-per-node 2")),
+  expect_refused(2,
+                 shell("LOCAL_RANK=0 " + bin("imagenet") + " " +
+                       flags("run", "--multiprocessing-distributed --nproc-per-node 2")),
                  "--nproc-per-node is set but --rank is not");
-  expect_refused(2, shell("LOCAL_RANK=0 " + bin("imagenet") + " " +
-                          flags("run", "--multiprocessing-distributed --rank 0 --world-size 2")),
+  expect_refused(2,
+                 shell("LOCAL_RANK=0 " + bin("imagenet") + " " +
+                       flags("run", "--multiprocessing-distributed --rank 0 --world-size 2")),
                  "--multiprocessing-distributed: expected --nproc-per-node");
 }
 
@@ -197,11 +231,13 @@ TEST_F(ImagenetCommandTest, OneOfSeveralProcessesOfALauncherDoesNotStandForTheNo
       "--epochs 1 --multiprocessing-distributed --nproc-per-node 2 --rank 0 --world-size 1";
   const std::string refusal = "--multiprocessing-distributed: a launcher started this process (";
   expect_refused(2, on_ranks(2, "run", node), refusal + "RANK=");
-  expect_refused(2, shell("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 " + bin("imagenet") + " " +
-                          flags("run", node)),
+  expect_refused(2,
+                 shell("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 " + bin("imagenet") +
+                       " " + flags("run", node)),
                  refusal + "OMPI_COMM_WORLD_RANK=0)");
-  expect_refused(2, shell("SLURM_PROCID=0 SLURM_STEP_TASKS_PER_NODE='2(x2)' " + bin("imagenet") + " " +
-                          flags("run", node)),
+  expect_refused(2,
+                 shell("SLURM_PROCID=0 SLURM_STEP_TASKS_PER_NODE='2(x2)' " + bin("imagenet") + " " +
+                       flags("run", node)),
                  refusal + "SLURM_PROCID=0)");
   EXPECT_FALSE(std::filesystem::exists(folder_ / "run")) << "a refused job leaves no folder";
 }

@@ -47,7 +47,7 @@ class FakeCoordinator {
 
   static std::string round(int number) {
     return R"({"say": "round", "node_rank": 0, "nodes": 1, "base_rank": 0, "world_size": 1,)"
-           R"( "master_addr": "127.0.0.1", "master_port": 1, "restart": 0, "round": )" +
+           R"( "master_addr": "127.0.0.1", "master_port": 1, "restart": 0, "job_id": "j", "round": )" +
            std::to_string(number) + "}";
   }
 
