@@ -139,7 +139,10 @@ void refuse_same_file(const std::string& input, const std::string& output) {
 bool saves_here(Training training) {
   if (training == Training::kLocal) return true;
   const auto role = cohort::ps::discover_role();
-  return role && std::all_of(role->servers.begin(), role->servers.end(), cohort::ps::is_loopback);
+  return role &&
+         std::all_of(role->servers.begin(), role->servers.end(), [](const std::string& server) {
+           return cohort::ps::unix_path(server) || cohort::ps::is_loopback(server);
+         });
 }
 
 DeepFm seeded_network(uint64_t seed) {
