@@ -3,11 +3,13 @@
 #define USE_C10D_GLOO
 #include "cohort/comm/backends/gloo/gloo.h"
 
+#include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include "cohort/base/env.h"
 #include "cohort/comm/connections.h"
 
 namespace cohort::comm {
@@ -53,6 +55,17 @@ Device make_device(const BackendRequest& request, Endpoint& endpoint) {
       "gloo: cannot tell its listening socket from those that other threads open all the time");
 }
 
+// c10d's flight recorder notes each group's first operation in a map of the whole process without a
+// lock (libtorch 2.11): two groups that begin in two threads end the process. The trace page
+// (docs/comm.md) tells the same. Who sets its size wants it all the same.
+void turn_flight_recorder_off() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (!env_string("TORCH_NCCL_TRACE_BUFFER_SIZE"))
+      ::setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0);
+  });
+}
+
 std::string endpoint_key(int rank) {
   return "endpoint/" + std::to_string(rank);
 }
@@ -71,6 +84,7 @@ Connections connections_of(const BackendRequest& request, const Endpoint& own) {
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request) {
+  turn_flight_recorder_off();
   auto options = Gloo::Options::create(request.timeout);
   Endpoint endpoint;
   options->devices.push_back(make_device(request, endpoint));
