@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <optional>
 #include <string>
 
 #include "cohort/base/error.h"
@@ -38,8 +39,9 @@ struct Words {
   int trainers = 1;
   double grace = 5;
   double rdzv_timeout = 600;
-  std::string rdzv_conf;
-  std::string rdzv_secret_file;
+  bool has_rdzv_timeout = false;
+  std::optional<std::string> rdzv_conf;
+  std::optional<std::string> rdzv_secret_file;
   double watch = 0;
   double stall_timeout = 60;
   bool standalone = false;
@@ -121,7 +123,6 @@ void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
          "left after so many seconds of silence, so often), last_call_timeout=1, "
          "join_timeout (--rdzv-timeout)")
       ->type_name("TEXT")
-      ->excludes("--rdzv-timeout")
       ->group(group);
   app.add_option("--rdzv-secret-file", words.rdzv_secret_file,
                  "File with the job's secret: a launcher without it is refused")
@@ -241,9 +242,16 @@ void read_words(const Words& words, RunOptions& options) {
   options.bind_cores = words.bind_cores == "cores" ? BindCores::kCores : BindCores::kNone;
   options.grace = to_milliseconds("--grace", words.grace);
   options.rdzv_timeout = to_milliseconds("--rdzv-timeout", words.rdzv_timeout);
-  if (!words.rdzv_conf.empty()) cohort::launch::parse_rdzv_conf(words.rdzv_conf, options);
-  if (!words.rdzv_secret_file.empty())
-    options.rdzv_secret = cohort::read_secret("--rdzv-secret-file", words.rdzv_secret_file);
+  if (words.rdzv_conf) {
+    const milliseconds timeout = options.rdzv_timeout;
+    cohort::launch::parse_rdzv_conf(*words.rdzv_conf, options);
+    if (words.rdzv_conf->find("join_timeout") != std::string::npos && words.has_rdzv_timeout)
+      throw ConfigError("--rdzv-timeout: expected none beside --rdzv-conf join_timeout, got " +
+                        std::to_string(timeout.count()) + " ms");
+    if (!options.elastic()) throw ConfigError("--rdzv-conf: expected --rdzv-endpoint beside it");
+  }
+  if (words.rdzv_secret_file)
+    options.rdzv_secret = cohort::read_secret("--rdzv-secret-file", *words.rdzv_secret_file);
   options.watch_period = to_milliseconds("--watch", words.watch);
   options.stall_timeout = to_milliseconds("--stall-timeout", words.stall_timeout);
   if (words.standalone && (options.elastic() || options.nnodes.max != 1)) {
@@ -277,6 +285,7 @@ int run_command(int argc, char** argv) {
   } else if (!options.command.empty() && options.command.front().starts_with("-")) {
     throw ConfigError(options.command.front() + ": expected a flag of `cohort run --help`");
   }
+  words.has_rdzv_timeout = app.count("--rdzv-timeout") > 0;
   read_words(words, options);
   if (app.count("--trainers") > 0) take_trainers(words, options);
   if (options.servers.program.empty()) options.servers.program = program_beside("cohort-ps");

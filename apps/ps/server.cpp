@@ -109,6 +109,8 @@ int serve(const CLI::App& app, ServerFlags flags) {
   if (options.server < 0 || options.server >= options.servers)
     throw ConfigError("--server-id: expected 0 to " + std::to_string(options.servers - 1) +
                       ", got " + std::to_string(options.server));
+  if (app.count("--save-root") > 0 && options.save_root.empty())
+    throw ConfigError("--save-root: expected a folder, got an empty text");
   // Without a secret or TLS any process of this host may ask for a save.
   if (app.count("--save-root") == 0 && !flags.rpc.security.tls() &&
       ps::job_secret_of(flags.rpc.security).empty())

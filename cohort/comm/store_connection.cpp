@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <fcntl.h>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <poll.h>
@@ -165,6 +166,17 @@ StorePtr connect_tcp(const Place& place, Deadline deadline) {
                                                 store);
 }
 
+// Keeps the file until this process ends. Between two groups that follow each other nobody may have
+// it open on any rank: the last rank of the first group would remove it while the second one meets.
+void keep_file(const std::string& path) {
+  static std::mutex mutex;
+  static std::map<std::string, c10::intrusive_ptr<c10d::FileStore>> kept;
+  const std::lock_guard lock(mutex);
+  auto& store = kept[path];
+  if (!store || !std::filesystem::exists(path))
+    store = c10::make_intrusive<c10d::FileStore>(path, 0);
+}
+
 // A file of the store's making begins with the length of its first key.
 void check_file(const std::string& path) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
@@ -192,6 +204,7 @@ StoreConnection connect(const Place& place, Deadline deadline) {
   check_file(place.store_file);
   // With no number of connections to expect, the last one to close removes the file; with a number
   // two that close at once may each take the other for the last.
+  keep_file(place.store_file);
   return {c10::make_intrusive<c10d::FileStore>(place.store_file, 0), {}};
 }
 

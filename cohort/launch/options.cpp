@@ -127,6 +127,7 @@ void parse_rdzv_conf(const std::string& text, RunOptions& options) {
       {"join_timeout", &options.rdzv_timeout},
       {"keep_alive_interval", &options.keep_alive.interval},
       {"last_call_timeout", &options.last_call_timeout}};
+  require(!text.empty(), flag, "KEY=NUMBER, with commas between", "an empty text");
   std::set<std::string> given;
   std::istringstream words(text);
   for (std::string word; std::getline(words, word, ',');) {

@@ -51,7 +51,10 @@ ServerGroup::ServerGroup(Key, const RunOptions& options, const std::string& log_
       program_(find_program(options.servers.program)),
       sockets_(make_private_folder()),
       job_secret_(random_hex(16)) {
-  write_atomically(sockets_ + "/secret", job_secret_ + "\n");
+  const std::string secret = sockets_ + "/secret";
+  write_atomically(secret, job_secret_ + "\n");
+  std::filesystem::permissions(
+      secret, std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
 }
 
 // The delegation makes the object whole, so that its destructor runs if a later server cannot

@@ -124,6 +124,8 @@ void Trainer::resume() {
   }
   load_run(options_.resume, *parallel_, optimizer_->momentum(), group_);
   optimizer_->check_resumed(options_.resume, state_);
+  console_.print("resumed from %s, %lld epochs done\n", options_.resume.c_str(),
+                 static_cast<long long>(state_.epochs_done));
 }
 
 cohort::image::ImageLoaderOptions Trainer::loader_options(Transform transform,

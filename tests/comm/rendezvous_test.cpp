@@ -131,12 +131,15 @@ TEST(RendezvousTest, WhoSharesAHostIsFoundWhereNobodySaysIt) {
   }
 }
 
-TEST(RendezvousTest, RanksMeetByFileAndRemoveIt) {
+// The last process removes it when it ends (tests/start/ways_to_start.py).
+TEST(RendezvousTest, RanksMeetByFileAndKeepItForTheNextGroup) {
   const TemporaryFolder folder;
   const std::string path = folder.path() / "meet";
   expect_each_says(meet_all({at_file(0, 3, path), at_file(1, 3, path), at_file(2, 3, path)}),
                    "met");
-  EXPECT_FALSE(std::filesystem::exists(path));
+  EXPECT_TRUE(std::filesystem::exists(path));
+  expect_each_says(meet_all({at_file(0, 3, path), at_file(1, 3, path), at_file(2, 3, path)}),
+                   "met");
 }
 
 TEST(RendezvousTest, AMissingRankIsNamedOnEveryRank) {
@@ -341,10 +344,14 @@ TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
   expect_each_says(results, "remove it, then start again");
 }
 
-TEST(RendezvousTest, ARankThatGivesUpLeavesNoFile) {
+TEST(RendezvousTest, AProcessThatGaveUpLeavesNoFileWhenItEnds) {
   const TemporaryFolder folder;
   const std::string path = folder.path() / "meet";
-  expect_each_says(meet_all({at_file(0, 2, path)}, seconds(2)), "1 of 2 ranks have come");
+  const auto give_up = [&path] {
+    expect_each_says(meet_all({at_file(0, 2, path)}, seconds(2)), "1 of 2 ranks have come");
+    std::exit(!testing::Test::HasFailure() && std::filesystem::exists(path) ? 0 : 1);
+  };
+  EXPECT_EXIT(give_up(), testing::ExitedWithCode(0), "");
   EXPECT_FALSE(std::filesystem::exists(path));
 }
 

@@ -330,6 +330,15 @@ TEST_F(DamagedLogTest, WhatWasSyncedIsDamageEvenAfterAPowerCut) {
   }
 }
 
+TEST_F(DamagedLogTest, AnEndThatIsMissingIsToldAfterAPowerCut) {
+  fs::resize_file(segment_, 9 * kPage + 100);
+  std::string cut_off;
+  EXPECT_EQ(records_in(folder_.path("log"), PowerCut::kPossible, &cut_off), 9U);
+  EXPECT_NE(cut_off.find("it ends within a record, at byte 36864"), std::string::npos) << cut_off;
+  EXPECT_EQ(records_in(folder_.path("log"), PowerCut::kPossible, &cut_off), 9U);
+  EXPECT_EQ(cut_off, "");
+}
+
 TEST_F(DamagedLogTest, WhatCameBeforeTheLastSegmentIsDamage) {
   {
     UpdateLog log(folder_.path("log"), 1, [](const Record&) {});

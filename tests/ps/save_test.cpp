@@ -175,6 +175,16 @@ TEST(SaveTest, NothingIsWrittenOutsideOfTheRoot) {
     }
   }
   EXPECT_TRUE(fs::is_empty(outside));
+  // Of the server's working folder; nothing of it is there.
+  const Reply relative = cluster.ask(0, save_request(Call::kSave, 7, "not-there/deep"));
+  EXPECT_EQ(relative.code, Code::kInvalid);
+  Cluster here(1, {.save_root = fs::current_path().string()});
+  const auto neighbour = here.client(0, ledger_job(1, 1, Mode::kAsync));
+  push_a_step(*neighbour);
+  const std::string name = "save_test-" + std::to_string(::getpid());
+  neighbour->save(name + "/deep");
+  EXPECT_TRUE(fs::exists(name + "/deep/checkpoint"));
+  fs::remove_all(name);
   client->save(root + "/not/there/yet");
   EXPECT_TRUE(fs::exists(root + "/not/there/yet/checkpoint"));
 }

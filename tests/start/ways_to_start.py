@@ -147,6 +147,7 @@ class WaysToStart(unittest.TestCase):
     def test_dist_url_file(self):
         with tempfile.TemporaryDirectory() as folder:
             self.three_shells(f"file://{folder}/meet")
+            self.assertFalse(pathlib.Path(folder, "meet").exists(), "the last process leaves the file behind")
             self.assertEqual(os.listdir(folder), [])
 
     def test_dist_url_env(self):

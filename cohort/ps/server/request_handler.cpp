@@ -464,8 +464,8 @@ void RequestHandler::leave(Pending& pending) {
 void RequestHandler::check_save_folder(const std::string& folder) const {
   if (options_.save_root.empty()) return;
   namespace fs = std::filesystem;
-  const fs::path root = fs::weakly_canonical(options_.save_root);
-  const fs::path path = fs::weakly_canonical(folder);
+  const fs::path root = fs::weakly_canonical(fs::absolute(options_.save_root));
+  const fs::path path = fs::weakly_canonical(fs::absolute(folder));
   const auto [end, ignored] = std::mismatch(root.begin(), root.end(), path.begin(), path.end());
   TORCH_CHECK_VALUE(end == root.end(), "save: ", folder, ": expected a folder below ",
                     root.string(), " (--save-root)");

@@ -257,6 +257,9 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
       if (!explained) throw ConfigError(result.damage);
       cut_off_text_ = result.damage;
     }
+    if (power_cut == PowerCut::kPossible && last && !result.finished && cut_off_text_.empty())
+      cut_off_text_ =
+          segment.path + ": it ends within a record, at byte " + std::to_string(result.whole_bytes);
     if (!result.finished && !last) {
       throw ConfigError(segment.path + ": damaged at byte " + std::to_string(result.whole_bytes) +
                         ": it ends within a record, and " + segments[i + 1].path + " goes on");
