@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/base/hex.h"
 
 namespace cohort {
 namespace {
@@ -36,12 +37,7 @@ std::string Sha256::hex() const {
   check(EVP_MD_CTX_copy_ex(last.context_.get(), context_.get()));
   std::array<unsigned char, 32> sum{};
   check(EVP_DigestFinal_ex(last.context_.get(), sum.data(), nullptr));
-  std::string text;
-  for (const unsigned char byte : sum) {
-    text += "0123456789abcdef"[byte >> 4];
-    text += "0123456789abcdef"[byte & 15];
-  }
-  return text;
+  return cohort::hex(sum);
 }
 
 std::string sha256_of_file(const std::string& path) {

@@ -6,28 +6,18 @@
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
 #include <openssl/hmac.h>
-#include <span>
 #include <stdexcept>
 #include <sys/random.h>
 #include <system_error>
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/base/hex.h"
 
 namespace cohort {
 namespace {
 
 constexpr size_t kLongestSecret = 4096;
-
-std::string hex(std::span<const unsigned char> bytes) {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char byte : bytes) {
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
-  }
-  return text;
-}
 
 }  // namespace
 

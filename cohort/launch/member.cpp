@@ -130,12 +130,10 @@ void Member::hear(const std::string& line) {
                   .received = JsonField(message, "received"),
                   .known = message.at("known")});
     } else {
-      to_give_ = end(kExitLostPeer, "the coordinator at " + endpoint_.text() +
-                                        " does not speak as a launcher does");
+      to_give_ = end_by("does not speak as a launcher does");
     }
   } catch (const json::exception&) {
-    to_give_ = end(kExitLostPeer,
-                   "the coordinator at " + endpoint_.text() + " does not speak as a launcher does");
+    to_give_ = end_by("does not speak as a launcher does");
   }
 }
 
@@ -153,7 +151,7 @@ void Member::on_welcome(const Welcome& welcome) {
                      {},
                      0,
                      "the coordinator at " + endpoint_.text() +
-                         " heard nothing from this node for " + "too long, and gave it up"};
+                         " heard nothing from this node for too long, and gave it up"};
     return;
   }
   channel_.attach(std::move(line_), welcome.received);
@@ -176,6 +174,11 @@ Order Member::end(int code, const std::string& why) {
   return {Order::Kind::kEnd, {}, code, why};
 }
 
+// The job is lost with its coordinator.
+Order Member::end_by(const std::string& how) {
+  return end(kExitLostPeer, "the coordinator at " + endpoint_.text() + " " + how);
+}
+
 Order Member::obey(const std::string& text) {
   try {
     const json message = json::parse(text);
@@ -188,8 +191,7 @@ Order Member::obey(const std::string& text) {
     if (kind == "end") return end(JsonField(message, "code"), printable(message.at("why")));
   } catch (const json::exception&) {
   }
-  return end(kExitLostPeer,
-             "the coordinator at " + endpoint_.text() + " does not speak as a launcher does");
+  return end_by("does not speak as a launcher does");
 }
 
 // Returns how the coordinator was lost for good; empty if it was not.
@@ -208,7 +210,7 @@ std::optional<Order> Member::next() {
   if (const auto text = channel_.next()) return obey(*text);
   const std::string how = why_lost();
   if (how.empty()) return std::nullopt;
-  return end(kExitLostPeer, "the coordinator at " + endpoint_.text() + " " + how);
+  return end_by(how);
 }
 
 }  // namespace cohort::launch

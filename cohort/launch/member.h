@@ -67,6 +67,7 @@ class Member {
   std::string why_lost() const;
   Order obey(const std::string& text);
   Order end(int code, const std::string& why);
+  Order end_by(const std::string& how);
 
   const Endpoint endpoint_;
   const RunOptions options_;

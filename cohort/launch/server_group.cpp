@@ -151,8 +151,7 @@ std::vector<std::string> ServerGroup::turn() {
 std::optional<std::string> ServerGroup::notice_exit(Server& server) {
   if (!server.running) return std::nullopt;
   auto status = peek_exit(server.pid);
-  if (!status && killed_at_ && Clock::now() - *killed_at_ > kKillTime)
-    status = {128 + SIGKILL, SIGKILL};
+  if (!status && outlives_kill(killed_at_)) status = {128 + SIGKILL, SIGKILL};
   if (!status) return std::nullopt;
   server.running = false;
   Outcome outcome;
@@ -218,7 +217,7 @@ void ServerGroup::end() {
 void ServerGroup::clear(Server& server) {
   if (server.pid > 0) {
     kill_sessions({&server.pid, 1});
-    const bool waited = killed_at_ && Clock::now() - *killed_at_ > kKillTime;
+    const bool waited = outlives_kill(killed_at_);
     if (reap(server.pid, Clock::now() + (waited ? milliseconds(0) : kKillTime)))
       guardian_.forget(server.pid);
   }

@@ -49,6 +49,11 @@ std::optional<ExitStatus> peek_exit(pid_t pid);
 /// a file system does not answer.
 inline constexpr std::chrono::milliseconds kKillTime{5000};
 
+/// Whether a process that was sent SIGKILL at `killed_at` should have ended by now.
+inline bool outlives_kill(const std::optional<std::chrono::steady_clock::time_point>& killed_at) {
+  return killed_at && std::chrono::steady_clock::now() - *killed_at > kKillTime;
+}
+
 /// Waits until the child `pid`, which was sent SIGKILL or has ended, is gone, at most until
 /// `deadline`; returns whether it is.
 bool reap(pid_t pid, std::chrono::steady_clock::time_point deadline);

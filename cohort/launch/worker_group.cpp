@@ -142,7 +142,7 @@ void WorkerGroup::notice_exits() {
     if (!worker.running) continue;
     if (const auto status = peek_exit(worker.pid)) {
       note_end(worker, *status);
-    } else if (worker.killed_at && Clock::now() - *worker.killed_at > kKillTime) {
+    } else if (outlives_kill(worker.killed_at)) {
       note_end(worker, {128 + SIGKILL, SIGKILL});
     }
   }
@@ -251,7 +251,7 @@ std::vector<std::string> WorkerGroup::kill_workers() {
   const auto deadline = Clock::now() + kKillTime;
   for (Worker& worker : workers_) {
     // One that was waited for already is not waited for again.
-    const bool waited = worker.killed_at && Clock::now() - *worker.killed_at > kKillTime;
+    const bool waited = outlives_kill(worker.killed_at);
     if (worker.pid > 0 && reap(worker.pid, waited ? Clock::now() : deadline)) {
       context_.guardian.forget(worker.pid);
     } else if (worker.pid > 0) {
