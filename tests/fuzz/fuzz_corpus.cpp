@@ -132,7 +132,7 @@ void write_calls(const Corpus& corpus) {
   for (const Mode mode : {Mode::kSync, Mode::kAsync}) {
     corpus.write("one_trainer_" + to_string(mode),
                  call(Call::kJob, 0, 0, 0, job(mode, 1).to_json()) + call(Call::kJoin, 0, 5, 0) +
-                     call(Call::kBegin, 0, 2, 0) + call(Call::kPush, 0, 3, 0, initial) +
+                     call(Call::kConfirm, 0, 2, 0) + call(Call::kPush, 0, 3, 0, initial) +
                      call(Call::kPush, 0, 3, 1, push) + call(Call::kPull, 0, 3, 1, pull) +
                      call(Call::kPush, 0, 3, 3, push) + call(Call::kPush, 0, 3, 2, push) +
                      call(Call::kBeat, 0, 2, 0) + call(Call::kStatus, 255, 0, 0) +

@@ -19,13 +19,14 @@ void apply(ParameterState& state, RecordKind kind, const Payload& payload) {
   state.apply({.kind = kind, .payload = std::as_bytes(std::span(&payload, 1))});
 }
 
-// One server with two tables and two blocks, and two trainers.
-std::unique_ptr<ParameterState> make_state(Reduce reduce) {
+// One server, alone or the first of two, with two tables and two blocks, and two trainers.
+std::unique_ptr<ParameterState> make_state(Reduce reduce, int servers) {
   auto state = std::make_unique<ParameterState>(0, "");
   const JobOptions job{
       .mode = Mode::kSync,
       .reduce = reduce,
       .trainers = 2,
+      .servers = servers,
       .dense_rule = {.rule = Rule::kAdam, .learning_rate = 0.1f},
       .blocks = {{"w", 0, 5, 0}, {"w", 5, 13, 0}},
       .tables = {
@@ -70,7 +71,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   // A state serves several inputs, for a job takes longer to set than an input to read.
   static std::unique_ptr<ParameterState> state;
   static int inputs = 0;
-  if (inputs % 100 == 0) state = make_state(inputs / 100 % 2 ? Reduce::kSum : Reduce::kMean);
+  if (inputs % 100 == 0)
+    state = make_state(inputs / 100 % 2 ? Reduce::kSum : Reduce::kMean, 1 + inputs / 200 % 2);
   ++inputs;
   for (const uint32_t trainer : {0u, 1u}) join(*state, trainer);
   fuzz::Pieces pieces(data, size);
@@ -86,7 +88,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         join(*state, trainer);
         break;
       case 2:
-        if (its.is_member) apply(*state, RecordKind::kBegin, BeginRecord{.trainer = trainer});
+        if (state->is_step_complete()) state->apply({.kind = RecordKind::kClose});
         break;
       default: {
         const auto message = pieces.counted();

@@ -137,11 +137,13 @@ inline JobOptions ledger_job(int trainers, int servers, Mode mode, int64_t width
 /// What a trainer without a Client says to a server: the hot calls, byte by byte.
 class RawTrainer {
  public:
-  RawTrainer(Cluster& cluster, const JobOptions& job, uint32_t trainer, uint64_t nonce = 0)
+  RawTrainer(Cluster& cluster, const JobOptions& job, uint32_t trainer, uint64_t nonce = 0,
+             int server = 0)
       : cluster_(cluster), job_(job) {
-    cluster.ask(0, {.call = Call::kJob, .trainer = 0, .text = job.to_json()});
+    cluster.ask(server, {.call = Call::kJob, .trainer = 0, .text = job.to_json()});
     joined = cluster.ask(
-        0, {.call = Call::kJoin, .trainer = trainer, .job = job.fingerprint(), .nonce = nonce});
+        server,
+        {.call = Call::kJoin, .trainer = trainer, .job = job.fingerprint(), .nonce = nonce});
     header = {.job = job.fingerprint(),
               .trainer = trainer,
               .trainer_incarnation = joined.trainer_incarnation,
@@ -161,6 +163,13 @@ class RawTrainer {
     return {.call = Call::kPush,
             .trainer = header.trainer,
             .message = std::make_shared<const Buffer>(writer.finish(its_header))};
+  }
+
+  Request confirm(uint64_t step) const {
+    return {.call = Call::kConfirm,
+            .trainer = header.trainer,
+            .incarnation = header.trainer_incarnation,
+            .step = step};
   }
 
   Request pull(std::vector<uint64_t> ids, uint64_t step = 0, uint32_t flags = 0) const {

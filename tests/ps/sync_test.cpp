@@ -253,6 +253,7 @@ TEST(SyncTest, TrainersComeAndGoBetweenSteps) {
   EXPECT_EQ(first->pull(std::span(&asked, 1), {}, /*is_prediction=*/true).wait(), 3U)
       << "the step waits for the one that came";
   second->push(std::span(&pushed, 1), {});
+  second->flush();
   EXPECT_EQ(first->pull(std::span(&asked, 1), {}).wait(), 4U);
   for (const float weight : weights) EXPECT_EQ(weight, 5);
   first->push(std::span(&pushed, 1), {});
@@ -264,13 +265,14 @@ TEST(SyncTest, TrainersComeAndGoBetweenSteps) {
   EXPECT_EQ(third->step(), 5U);
   third->push(std::span(&pushed, 1), {});
   first->push(std::span(&pushed, 1), {});
+  first->flush();
   EXPECT_EQ(third->pull(std::span(&asked, 1), {}).wait(), 6U);
   for (const float weight : weights) EXPECT_EQ(weight, 8);
 }
 
-// The step was closed on one server and open on the other when it came: it abstains on the other,
-// so that every step is made of the same trainers on both.
-TEST(SyncTest, OneThatComesBetweenTwoServersStepsTakesPartInTheSameOnesOnBoth) {
+// One server had the step's push and the other did not when it came: the step is open on both, and
+// it takes part in it on both.
+TEST(SyncTest, OneThatComesWhileAServerIsAwayTakesPartInTheSameStepsOnBoth) {
   Cluster cluster(2);
   const JobOptions job = ledger_job(1, 2, Mode::kSync);
   const auto first = cluster.client(0, job);
@@ -283,16 +285,31 @@ TEST(SyncTest, OneThatComesBetweenTwoServersStepsTakesPartInTheSameOnesOnBoth) {
   first->push(std::span(&pushed, 1), {});
   first->flush();
   cluster.end(1);
-  first->push(std::span(&pushed, 1), {});  // Server 0 closes the step, server 1 is away.
+  first->push(std::span(&pushed, 1), {});  // Server 1 is away.
   cluster.start(1);
   const auto second = cluster.client(1, job);
   first->flush();
-  second->push(std::span(&pushed, 1), {});
+  EXPECT_EQ(second->step(), 1U);
+  for (int step = 0; step < 2; ++step) second->push(std::span(&pushed, 1), {});
+  second->flush();
   first->push(std::span(&pushed, 1), {});
   std::vector<float> weights(gradients.size());
   const PullRows asked{0, ids, weights};
   first->pull(std::span(&asked, 1), {}).wait();
-  for (const float weight : weights) EXPECT_EQ(weight, 4) << "of four gradients";
+  for (const float weight : weights) EXPECT_EQ(weight, 5) << "of five gradients";
+}
+
+// Step 1 of trainer 0 is closed on server 0, and open on server 1, which has its push.
+void close_on_one(Cluster& cluster, const JobOptions& job,
+                  const std::array<std::vector<uint64_t>, 2>& ids) {
+  for (const int server : {1, 0}) {
+    const RawTrainer first(cluster, job, 0, 0, server);
+    const auto push = first.push(1, ids[static_cast<size_t>(server)]);
+    ASSERT_EQ(cluster.ask(server, push).code, Code::kOk);
+    if (server == 0) {
+      ASSERT_EQ(cluster.ask(0, first.confirm(1)).code, Code::kOk);
+    }
+  }
 }
 
 // So does one whose first process died on the way: between its joins (server 1 alone knows it), or
@@ -303,9 +320,7 @@ TEST(SyncTest, OneThatDiedWhileItCameTakesPartInTheSameStepsOnBoth) {
     const JobOptions job = ledger_job(1, 2, Mode::kSync);
     std::array<std::vector<uint64_t>, 2> ids;  // By server.
     for (uint64_t id = 0; id < 20; ++id) ids[server_of(id, 2)].push_back(id);
-    cluster.ask(1, {.call = Call::kJob, .trainer = 0, .text = job.to_json()});
-    // Step 1 is closed on server 0, and open on server 1.
-    ASSERT_EQ(cluster.ask(0, RawTrainer(cluster, job, 0).push(1, ids[0])).code, Code::kOk);
+    close_on_one(cluster, job, ids);
     for (int server = 2 - joined; server < 2; ++server) {
       const Reply reply = cluster.ask(
           server, {.call = Call::kJoin, .trainer = 1, .job = job.fingerprint(), .nonce = 7});
@@ -320,9 +335,10 @@ TEST(SyncTest, OneThatDiedWhileItCameTakesPartInTheSameStepsOnBoth) {
     const std::vector<float> gradients(all.size() * 2, -1);
     const PushRows pushed{0, all, gradients};
     const auto first = cluster.client(0, job);
-    ASSERT_EQ(first->step(), 0U) << "it repeats the step that it had not pushed everywhere";
-    for (int step = 0; step < 2; ++step) first->push(std::span(&pushed, 1), {});
+    ASSERT_EQ(first->step(), 1U);
+    first->push(std::span(&pushed, 1), {});
     second->push(std::span(&pushed, 1), {});
+    first->flush();
     std::vector<float> weights(gradients.size());
     const PullRows asked{0, all, weights};
     EXPECT_EQ(second->pull(std::span(&asked, 1), {}).wait(), 2U);
@@ -337,8 +353,7 @@ TEST(SyncTest, OneThatCameLateAndDiesRepeatsWhatItHadNotPushedEverywhere) {
   const JobOptions job = ledger_job(1, 2, Mode::kSync);
   std::array<std::vector<uint64_t>, 2> ids;  // By server.
   for (uint64_t id = 0; id < 20; ++id) ids[server_of(id, 2)].push_back(id);
-  cluster.ask(1, {.call = Call::kJob, .trainer = 0, .text = job.to_json()});
-  ASSERT_EQ(cluster.ask(0, RawTrainer(cluster, job, 0).push(1, ids[0])).code, Code::kOk);
+  close_on_one(cluster, job, ids);
   {
     const auto second = cluster.client(1, job);
     ASSERT_EQ(second->step(), 1U);

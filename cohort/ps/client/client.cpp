@@ -192,50 +192,30 @@ void Client::join() {
   }
   is_initialised_ = true;
   sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
-  std::vector<Reply> places;
+  uint64_t closed = 0;
   for (size_t server = 0; server < links_.size(); ++server) {
-    Reply reply = links_[server]->join(fingerprint_, json);
+    const Reply reply = links_[server]->join(fingerprint_, json);
     sequences_[server] = reply.last_sequence;
     is_initialised_ &= reply.is_initialised;
-    places.push_back(std::move(reply));
+    closed = std::max(closed, reply.steps);
   }
   if (job_.mode != Mode::kSync || options_.trainer == kNoTrainer) return;
-  // Another may have come while this one was between two servers, and a step have closed on the
-  // first of them: only the last that comes can see all of that.
-  if (links_.size() > 1) {
-    for (size_t server = 0; server < links_.size(); ++server)
-      places[server] = links_[server]->look();
-  }
-  go_to(places);
-}
-
-// One that comes back repeats the step that it had not pushed everywhere; where it had, the server
-// knows. Its own steps are those that no server had closed when it became a member there: it
-// abstains from those before, which another server may still have open.
-void Client::go_to(const std::vector<Reply>& places) {
-  uint64_t least = UINT64_MAX, joined_after = 0;
-  for (const Reply& place : places) {
-    least = std::min(least, place.last_sequence);
-    joined_after = std::max(joined_after, place.joined_after);
-  }
-  step_ = std::max({least, joined_after, step_.load()});
+  // Since it is a member everywhere no step closes without it. What one server has closed the
+  // others have the pushes of, its own among them; where it was no member it abstains.
+  step_ = closed;
   for (size_t server = 0; server < links_.size(); ++server) {
-    sequences_[server] = std::max(sequences_[server].load(), places[server].last_sequence);
-    while (sequences_[server] < step_)
+    while (sequences_[server] < closed)
       links_[server]->push(MessageWriter({}), ++sequences_[server]);
   }
 }
 
-// The number of the first push is fixed on all servers before any of them gets one: none of them
-// closes a step without this trainer any more.
-void Client::begin_pushes() {
-  if (has_begun_) return;
-  std::vector<Reply> places;
-  if (job_.mode == Mode::kSync && options_.trainer != kNoTrainer) {
-    for (auto& link : links_) places.push_back(link->begin_pushes());
-    go_to(places);
-  }
-  has_begun_ = true;
+// Whether a step closes only when all trainers know that it can on every server.
+bool Client::confirms() const {
+  return job_.mode == Mode::kSync && job_.servers > 1 && options_.trainer != kNoTrainer;
+}
+
+void Client::await_acknowledged() {
+  for (auto& link : links_) link->flush();
 }
 
 std::vector<SectionShape> Client::block_shapes(int server, bool with_values) const {
@@ -258,9 +238,11 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
   // Here, before any server has its part: one that refused would leave the others initialised.
   for (size_t i = 0; job_.error_if_nonfinite && i < parameters.size(); ++i) {
     const auto values = parameters[i];
-    const auto bad = std::ranges::find_if_not(values, [](float value) { return std::isfinite(value); });
-    TORCH_CHECK_VALUE(bad == values.end(), "initialise: ", parameters_[i].name, ": expected finite values, got ",
-                      *bad, " at element ", bad - values.begin(), " (error_if_nonfinite)");
+    const auto bad =
+        std::ranges::find_if_not(values, [](float value) { return std::isfinite(value); });
+    TORCH_CHECK_VALUE(bad == values.end(), "initialise: ", parameters_[i].name,
+                      ": expected finite values, got ", *bad, " at element ", bad - values.begin(),
+                      " (error_if_nonfinite)");
   }
   std::vector<Ticket> tickets;
   for (int server = 0; server < job_.servers; ++server) {
@@ -273,7 +255,7 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
       std::copy_n(values.begin() + block.begin, shapes[i].count, message.values(i).begin());
     }
     tickets.push_back(
-        links_[static_cast<size_t>(server)]->push(std::move(message), 0, kInitialValues));
+        links_[static_cast<size_t>(server)]->push(std::move(message), 0, 0, kInitialValues));
   }
   for (Ticket& ticket : tickets) ticket.wait();
   is_initialised_ = true;
@@ -302,6 +284,7 @@ void Client::check_parameters(const char* call, const std::vector<Values>& param
 PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<float>> parameters,
                          bool is_prediction) {
   check_parameters("pull", parameters);
+  if (confirms() && !is_prediction) await_acknowledged();
   auto state = std::make_unique<PendingPull::State>();
   state->rows.assign(rows.begin(), rows.end());
   state->parameters = std::move(parameters);
@@ -357,7 +340,8 @@ void Client::send_push(std::span<const PushRows> rows,
                        const std::vector<Spread>& spreads) {
   // A refused push may have been told by a pull: no server gets the next one then.
   for (auto& link : links_) link->check_pushes();
-  begin_pushes();
+  if (confirms()) await_acknowledged();
+  const uint64_t confirmed = confirms() ? step() : 0;
   if (job_.mode == Mode::kSync) ++step_;
   for (int server = 0; server < job_.servers; ++server) {
     const auto at = static_cast<size_t>(server);
@@ -390,14 +374,16 @@ void Client::send_push(std::span<const PushRows> rows,
       std::copy_n(values.begin() + block.begin, shapes[i].count, message.values(i).begin());
     }
     const uint64_t sequence = job_.mode == Mode::kSync ? step() : sequences_[at] + 1;
-    links_[at]->push(std::move(message), sequence);
+    links_[at]->push(std::move(message), sequence, confirmed);
     sequences_[at] = sequence;  // A pull meanwhile does not wait for what is not sent yet.
   }
 }
 
 void Client::flush() {
   whole_or_none([this] {
-    for (auto& link : links_) link->flush();
+    await_acknowledged();
+    if (!confirms()) return;
+    for (auto& link : links_) link->confirm(step());
   });
 }
 
@@ -417,10 +403,6 @@ void Client::give_up_pushes() {
 
 void Client::save(const std::string& folder) {
   TORCH_CHECK_VALUE(!folder.empty(), "save: expected a folder");
-  // It is the state after step() that is saved. Whoever waits as one that has not begun does not
-  // keep the servers from closing, with the last that joins, what earlier processes left open.
-  if (job_.mode == Mode::kSync && !has_begun_) pull({}, {}).wait();
-  begin_pushes();
   flush();
   Request request{.call = Call::kSave,
                   .trainer = options_.trainer,

@@ -87,7 +87,9 @@ class Client {
   void initialise(std::span<const std::span<const float>> parameters);
 
   /// kSync: steps that this trainer has pushed or need not push; its next push is of step() + 1.
-  /// The first push may find more: steps that closed when all trainers had come anew.
+  /// After the constructor: steps that are closed. All trainers that have come anew find the same
+  /// number there, and the parameters after it. One that comes back pushes what comes after it
+  /// again; a server that has that push already keeps the one it has.
   uint64_t step() const { return step_; }
 
   /// Asks for rows, and for all parameters unless `parameters` is empty. kSync: of the state after
@@ -96,12 +98,13 @@ class Client {
                    bool is_prediction = false);
 
   /// Pushes gradients: of rows, and of all parameters unless `parameters` is empty. kSync: closes
-  /// this trainer's step. Blocks only while too many bytes are in flight; the first of kSync until
-  /// all servers have answered how far the steps are.
+  /// this trainer's step. Blocks only while too many bytes are in flight; kSync with several
+  /// servers: until all of them have acknowledged the push before, and so does pull().
   /// Errors: as Ticket::wait, of this or an earlier push. Servers may then have different parts of
   /// a push, so that none gets another one: every later push and flush fails.
   void push(std::span<const PushRows> rows, std::vector<std::span<const float>> parameters);
-  /// Waits until every push is acknowledged. Errors: as push.
+  /// Waits until every push is acknowledged; kSync: and says so, so that steps can close that no
+  /// pull follows. Errors: as push.
   void flush();
   /// Ends calls of `push` and `flush` that block in other threads, and all later ones, with
   /// c10::DistError.
@@ -123,8 +126,8 @@ class Client {
   struct Spread;
   void check_numbers();
   void join();
-  void go_to(const std::vector<Reply>& places);
-  void begin_pushes();
+  bool confirms() const;
+  void await_acknowledged();
   void whole_or_none(const std::function<void()>& pushes);
   void send_push(std::span<const PushRows> rows,
                  const std::vector<std::span<const float>>& parameters,
@@ -142,7 +145,6 @@ class Client {
   std::vector<std::unique_ptr<ServerLink>> links_;
   bool is_initialised_ = false;
   std::atomic<uint64_t> step_ = 0;
-  bool has_begun_ = false;                        // To push.
   std::vector<std::atomic<uint64_t>> sequences_;  // Of the last push, by server.
 };
 

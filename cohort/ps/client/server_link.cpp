@@ -119,6 +119,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
                            .server_incarnation = server_incarnation_,
                            .sequence = sequence,
                            .step = step};
+      confirmed_ = std::max(confirmed_, step);
     }
     auto sealed = std::make_shared<const Buffer>(message.finish(operation->header));
     operation->header.num_sections = parse_header(sealed->span()).num_sections;
@@ -149,15 +150,14 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return reply;
   }
 
-  // Asks as the process that has joined.
-  Reply ask(Call call) {
-    Request request{.call = call, .trainer = options_.trainer};
+  void confirm(uint64_t step) {
+    Request request{.call = Call::kConfirm, .trainer = options_.trainer, .step = step};
     {
       const std::lock_guard lock(mutex_);
-      request.job = job_;
       request.incarnation = trainer_incarnation_;
+      confirmed_ = std::max(confirmed_, step);
     }
-    return Ticket(begin(std::move(request))).wait();
+    Ticket(begin(std::move(request))).wait();
   }
 
   void flush() {
@@ -388,8 +388,10 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   }
 
   void beat() {
-    Request request{
-        .call = Call::kBeat, .trainer = options_.trainer, .incarnation = trainer_incarnation_};
+    Request request{.call = Call::kBeat,
+                    .trainer = options_.trainer,
+                    .incarnation = trainer_incarnation_,
+                    .step = confirmed_};
     auto self = shared_from_this();
     channel_->send(request, options_.attempt_timeout.count(), [self](const Reply& reply) {
       const std::lock_guard lock(self->mutex_);
@@ -480,6 +482,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   uint64_t server_incarnation_ = 0;
   uint64_t trainer_incarnation_ = 0;
   uint64_t acknowledged_ = 0;  // The last push.
+  uint64_t confirmed_ = 0;     // The last step that all servers have, as far as was said here.
   bool joined_ = false;
   bool must_join_ = false;
   bool stopped_ = false;
@@ -511,16 +514,13 @@ Reply ServerLink::join(uint64_t job, const std::string& text) {
   return worker_->join(job, text);
 }
 
-Reply ServerLink::look() {
-  return worker_->ask(Call::kJoin);
+void ServerLink::confirm(uint64_t step) {
+  worker_->confirm(step);
 }
 
-Reply ServerLink::begin_pushes() {
-  return worker_->ask(Call::kBegin);
-}
-
-Ticket ServerLink::push(MessageWriter message, uint64_t sequence, uint32_t flags) {
-  return Ticket(worker_->begin(Call::kPush, std::move(message), sequence, 0, flags));
+Ticket ServerLink::push(MessageWriter message, uint64_t sequence, uint64_t confirmed,
+                        uint32_t flags) {
+  return Ticket(worker_->begin(Call::kPush, std::move(message), sequence, confirmed, flags));
 }
 
 Ticket ServerLink::pull(MessageWriter message, uint64_t sequence, uint64_t step, uint32_t flags) {

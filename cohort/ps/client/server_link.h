@@ -70,17 +70,15 @@ class ServerLink {
   /// Joins, as a new process, the job of this fingerprint. Blocks, also until the job is set.
   /// `text`: its JSON, for a server that has another one. Errors: as Ticket::wait.
   Reply join(uint64_t job, const std::string& text = "");
-  /// Asks once more for what `join` returned: steps may have closed since. Blocks. Errors:
-  /// likewise.
-  Reply look();
-  /// The same, and says that the pushes begin (Call::kBegin).
-  Reply begin_pushes();
+  /// Says that all servers have this trainer's pushes up to `step` (Call::kConfirm). Blocks.
+  /// Errors: likewise.
+  void confirm(uint64_t step);
 
   /// Sends `message`, with `flags` of the header; numbered by `sequence` (> all before), or outside
-  /// of the count (kInitialValues) with 0.
-  Ticket push(MessageWriter message, uint64_t sequence, uint32_t flags = 0);
+  /// of the count (kInitialValues) with 0. `confirmed`: as confirm() says it.
+  Ticket push(MessageWriter message, uint64_t sequence, uint64_t confirmed = 0, uint32_t flags = 0);
   /// Answered from a state that has this trainer's pushes up to `sequence`; kSync: after `step`
-  /// steps.
+  /// steps, which it confirms.
   Ticket pull(MessageWriter message, uint64_t sequence, uint64_t step, uint32_t flags = 0);
 
   /// Waits until every push is acknowledged. Errors: as Ticket::wait.

@@ -162,11 +162,11 @@ void ParameterState::apply(const Record& record) {
       return;
     case RecordKind::kJoin:
       join(payload_of<JoinRecord>(record));
-      // Abstentions alone leave a step to those who come back: they have pushed it elsewhere.
-      if (pending_.empty() || holds_nothing() || has_open_gradients()) settle(record.time);
       return;
-    case RecordKind::kBegin:
-      begin_pushes(payload_of<BeginRecord>(record).trainer);
+    case RecordKind::kClose:
+      TORCH_CHECK_VALUE(is_step_complete(), "record ", record.number, ": step ", steps_ + 1,
+                        " is closed before all pushes of it have come");
+      close_step(record.time);
       return;
     case RecordKind::kPush:
       accept_push(record);
@@ -225,7 +225,6 @@ void ParameterState::join(const JoinRecord& record) {
   TrainerState& trainer = found->second;
   trainer.incarnation = record.incarnation;
   trainer.nonce = record.nonce;
-  trainer.is_new = record.settles != 0;
   if (is_new || !trainer.is_member) {
     trainer.is_member = true;
     trainer.joined_after = steps_;
@@ -236,52 +235,10 @@ void ParameterState::join(const JoinRecord& record) {
   }
 }
 
-bool ParameterState::is_everyone_new() const {
-  return job_ && all_came() && std::all_of(trainers_.begin(), trainers_.end(), [](const auto& one) {
-           return one.second.is_new || !one.second.is_member;
-         });
-}
-
-// With it the others have begun, too. What still comes of a process that all others have outlived
-// begins nothing.
-void ParameterState::begin_pushes(uint32_t id) {
-  if (!trainers_.at(id).is_new) return;
-  for (auto& [other, trainer] : trainers_) trainer.is_new = false;
-}
-
-// Then no push has sections, and none is an abstention for sure.
-bool ParameterState::holds_nothing() const {
-  return blocks_.empty() && tables_.empty();
-}
-
-bool ParameterState::has_open_gradients() const {
-  for (const auto& [step, pushes] : pending_) {
-    for (const auto& [trainer, push] : pushes) {
-      if (!parse_message(push->span(), Checksums::kIgnored).sections.empty()) return true;
-    }
-  }
-  return false;
-}
-
-void ParameterState::settle(uint32_t time) {
-  if (!is_everyone_new()) return;
-  const uint64_t last_open = pending_.empty() ? 0 : pending_.rbegin()->first;
-  uint64_t furthest = 0;
-  for (const auto& [id, trainer] : trainers_) furthest = std::max(furthest, trainer.clock);
-  for (auto& [id, trainer] : trainers_) {
-    if (!trainer.is_member) continue;
-    trainer.clock = furthest;
-    trainer.last_sequence = std::max(trainer.last_sequence, last_open);
-    trainer.joined_after = std::max(trainer.joined_after, last_open);
-  }
-  close_steps(time);
-}
-
 void ParameterState::accept_push(const Record& record) {
   const Message message = parse_message(record.payload, Checksums::kIgnored);
   TrainerState& trainer = trainers_.at(message.header.trainer);
   trainer.last_sequence = message.header.sequence;
-  if (!message.sections.empty()) begin_pushes(message.header.trainer);
   ++trainer.clock;
   if (job_->mode == Mode::kAsync) {
     ++steps_;
@@ -298,8 +255,6 @@ void ParameterState::accept_push(const Record& record) {
   pending_[message.header.sequence].emplace(message.header.trainer, message_of(record));
   pending_bytes_ += static_cast<int64_t>(record.payload.size());
   close_steps(record.time);
-  // It abstains, for the step is closed on another server: so it is here, when all are new.
-  if (message.sections.empty()) settle(record.time);
 }
 
 int64_t ParameterState::schedule_step() const {
@@ -309,21 +264,25 @@ int64_t ParameterState::schedule_step() const {
   return static_cast<int64_t>((steps_ + trainers - 1) / trainers);
 }
 
-bool ParameterState::is_complete(uint64_t step) const {
+bool ParameterState::is_step_complete() const {
+  const uint64_t step = steps_ + 1;
   // One that never came: a step of fewer is not what was asked for.
-  return all_came() && std::all_of(trainers_.begin(), trainers_.end(), [step](const auto& entry) {
+  return !pending_.empty() && pending_.begin()->first == step && all_came() &&
+         std::all_of(trainers_.begin(), trainers_.end(), [step](const auto& entry) {
            return !entry.second.is_member || entry.second.last_sequence >= step;
          });
 }
 
 void ParameterState::close_steps(uint32_t time) {
-  while (!pending_.empty() && pending_.begin()->first == steps_ + 1 && is_complete(steps_ + 1)) {
-    ++steps_;
-    const auto open = pending_.extract(pending_.begin());
-    apply_step(open.mapped(), time);
-    for (const auto& [trainer, push] : open.mapped()) {
-      pending_bytes_ -= static_cast<int64_t>(push->size());
-    }
+  while (job_->servers == 1 && is_step_complete()) close_step(time);
+}
+
+void ParameterState::close_step(uint32_t time) {
+  ++steps_;
+  const auto open = pending_.extract(pending_.begin());
+  apply_step(open.mapped(), time);
+  for (const auto& [trainer, push] : open.mapped()) {
+    pending_bytes_ -= static_cast<int64_t>(push->size());
   }
 }
 

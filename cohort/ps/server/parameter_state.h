@@ -21,19 +21,13 @@ namespace cohort::ps {
 /// Payload of kJoin: the trainer's new incarnation. What an older one sends is refused from now on.
 struct JoinRecord {
   uint32_t trainer = 0;
-  uint32_t settles = 1;  ///< 0 in logs of servers that left steps open: they are replayed so.
+  uint32_t reserved = 0;
   uint64_t incarnation = 0;
   uint64_t nonce = 0;  ///< Of the request.
 };
 
 /// Payload of kLeave: no step waits for this trainer any more.
 struct LeaveRecord {
-  uint32_t trainer = 0;
-  uint32_t reserved = 0;
-};
-
-/// Payload of kBegin: from now on this trainer's pushes come.
-struct BeginRecord {
   uint32_t trainer = 0;
   uint32_t reserved = 0;
 };
@@ -45,7 +39,6 @@ struct TrainerState {
   bool is_member = true;       ///< Steps wait for it.
   uint64_t nonce = 0;          ///< Of its process's request to join.
   uint64_t joined_after = 0;   ///< The last step that was closed without it.
-  bool is_new = false;  ///< It has joined since the last gradients came, and has not begun to push.
 };
 
 /// Tables and blocks of one server, who trains them, and the open steps.
@@ -69,6 +62,9 @@ class ParameterState {
   const TrainerState* trainer(uint32_t id) const;
   /// Those that never came, and members whose push the open step waits for; kAsync: the slowest.
   std::vector<uint32_t> missing_trainers() const;
+  /// kSync, several servers: whether every member's push of step steps() + 1 is here. It is open
+  /// until a kClose record, for another server may still lack one.
+  bool is_step_complete() const;
   /// By how many pushes `trainer` is ahead of the slowest member; 0 if it is none.
   uint64_t lead_of(uint32_t trainer) const;
   /// Bytes of pushes that wait for their step.
@@ -124,16 +120,9 @@ class ParameterState {
   void set_initial(const Message& message);
   void join(const JoinRecord& record);
   void accept_push(const Record& record);
-  bool is_everyone_new() const;
-  void begin_pushes(uint32_t trainer);
-  bool holds_nothing() const;
-  bool has_open_gradients() const;
-  // Closes what the members' processes before these left open, when all of them are new: nobody
-  // alive took part in it or will, and they may wait for one another before they push.
-  void settle(uint32_t time);
   void close_steps(uint32_t time);
+  void close_step(uint32_t time);
   bool all_came() const;
-  bool is_complete(uint64_t step) const;
   uint64_t slowest_clock() const;
   void apply_step(const Pushes& pushes, uint32_t time);
   int64_t schedule_step() const;

@@ -142,8 +142,8 @@ void RequestHandler::answer(Pending& pending) {
         return set_job(pending);
       case Call::kJoin:
         return join(pending);
-      case Call::kBegin:
-        return begin(pending);
+      case Call::kConfirm:
+        return confirm(pending);
       case Call::kBeat:
         return beat(pending);
       case Call::kLeave:
@@ -224,6 +224,7 @@ void RequestHandler::push(Pending& pending) {
     return pending.done(std::move(*refused));
   }
   TORCH_CHECK_VALUE(header.trainer != kNoTrainer, "push: it names no trainer");
+  note_confirmed(header.trainer, header.step);
   check_finite(pending);
   if (header.flags & kInitialValues) return initial(pending);
   const ParameterState& state = durable_.state();
@@ -328,6 +329,7 @@ void RequestHandler::pull(Pending& pending) {
   const ParameterState& state = durable_.state();
   const JobOptions& job = *state.job();
   const bool is_trainer = header.trainer != kNoTrainer;
+  if (is_trainer) note_confirmed(header.trainer, header.step);
   const bool too_early =
       is_trainer && ((job.mode == Mode::kSync && state.steps() < header.step) ||
                      state.trainer(header.trainer)->last_sequence < header.sequence);
@@ -401,11 +403,8 @@ void RequestHandler::join(Pending& pending) {
       const JoinRecord record{.trainer = request.trainer,
                               .incarnation = trainer ? trainer->incarnation + 1 : 1,
                               .nonce = request.nonce};
-      const uint64_t steps = state.steps();
       durable_.change(RecordKind::kJoin, bytes_of(record));
-      if (state.steps() > steps)
-        log_.info("all trainers are new: the open step closes with the pushes it has",
-                  {{"step", state.steps()}});
+      confirmed_.erase(request.trainer);  // What the process before it knew, this one may not.
       heard_[request.trainer] = pending.arrived;
       trainer = state.trainer(request.trainer);
       log_.info("trainer joined",
@@ -430,15 +429,42 @@ Reply RequestHandler::place_of(uint32_t id) const {
   return place;
 }
 
-void RequestHandler::begin(Pending& pending) {
+void RequestHandler::confirm(Pending& pending) {
   const uint32_t id = pending.request.trainer;
   if (auto refused = stranger(id, pending.request.incarnation))
     return pending.done(std::move(*refused));
-  if (durable_.state().trainer(id)->is_new) {
-    const BeginRecord record{.trainer = id};
-    durable_.change(RecordKind::kBegin, bytes_of(record));
+  note_confirmed(id, pending.request.step);
+  unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+}
+
+void RequestHandler::note_confirmed(uint32_t trainer, uint64_t step) {
+  const JobOptions& job = *durable_.state().job();
+  if (job.mode != Mode::kSync || job.servers == 1) return;
+  uint64_t& last = confirmed_[trainer];
+  last = std::max(last, step);
+}
+
+bool RequestHandler::has_confirmed(uint32_t trainer, uint64_t step) const {
+  const auto found = confirmed_.find(trainer);
+  return found != confirmed_.end() && found->second >= step;
+}
+
+void RequestHandler::close_confirmed(Time now) {
+  const ParameterState& state = durable_.state();
+  const auto is_confirmed = [&] {
+    return std::ranges::all_of(state.trainers(), [&](const auto& entry) {
+      return !entry.second.is_member || has_confirmed(entry.first, state.steps() + 1);
+    });
+  };
+  try {
+    while (failure_.empty() && state.job() && state.job()->mode == Mode::kSync &&
+           state.is_step_complete() && is_confirmed())
+      durable_.change(RecordKind::kClose, {});
+  } catch (const std::exception& error) {
+    if (durable_.is_broken()) throw;
+    // The disk is full, or so: it is tried again with the next batch.
+    say_unwritable("cannot log", one_line(error), now);
   }
-  unsynced_.push_back({std::move(pending.done), place_of(id)});
 }
 
 void RequestHandler::beat(Pending& pending) {
@@ -446,6 +472,7 @@ void RequestHandler::beat(Pending& pending) {
   if (auto refused = stranger(id, pending.request.incarnation))
     return pending.done(std::move(*refused));
   heard_[id] = pending.arrived;  // Also after it was lost.
+  note_confirmed(id, pending.request.step);
   pending.done(reply(Code::kOk));
 }
 
@@ -518,7 +545,12 @@ std::string RequestHandler::waiting_for() const {
   const ParameterState& state = durable_.state();
   if (!state.is_initialised()) return "trainer 0 has not sent the initial values yet";
   std::string names;
-  for (const uint32_t trainer : state.missing_trainers()) {
+  std::vector<uint32_t> missing = state.missing_trainers();
+  if (state.job()->mode == Mode::kSync && state.is_step_complete()) {
+    for (const auto& [id, trainer] : state.trainers())
+      if (trainer.is_member && !has_confirmed(id, state.steps() + 1)) missing.push_back(id);
+  }
+  for (const uint32_t trainer : missing) {
     names += (names.empty() ? "trainer " : ", ") + std::to_string(trainer);
   }
   // Those who push are told by themselves; who waits for them sees nothing of it.
@@ -531,6 +563,7 @@ std::string RequestHandler::waiting_for() const {
 }
 
 void RequestHandler::finish_batch(Time now) {
+  close_confirmed(now);
   durable_.sync();
   kill_point("before the answer");
   for (Unsynced& answer : unsynced_) answer.done(std::move(answer.reply));

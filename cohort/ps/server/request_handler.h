@@ -57,7 +57,7 @@ class RequestHandler {
   void pull(Pending& pending);
   void set_job(Pending& pending);
   void join(Pending& pending);
-  void begin(Pending& pending);
+  void confirm(Pending& pending);
   void beat(Pending& pending);
   void leave(Pending& pending);
   void save(Pending& pending);
@@ -79,6 +79,11 @@ class RequestHandler {
   std::optional<Reply> refusal(const Header& header, const Message& message) const;
   /// Why the process `incarnation` of a trainer has no part in the job, if it has none.
   std::optional<Reply> stranger(uint32_t trainer, uint64_t incarnation) const;
+  /// Takes down what a member says of its pushes (Call::kConfirm).
+  void note_confirmed(uint32_t trainer, uint64_t step);
+  bool has_confirmed(uint32_t trainer, uint64_t step) const;
+  /// Closes the steps that every member has confirmed.
+  void close_confirmed(Time now);
   std::string waiting_for() const;
   /// Reply::progress for those who wait while a checkpoint is written, here or by another server of
   /// the same save; 0 if none is.
@@ -91,7 +96,10 @@ class RequestHandler {
   const Log& log_;
   DurableState durable_;
   std::map<uint32_t, Time> heard_;  // When a member was last heard of.
-  std::list<Pending> waiting_;      // Pulls and checkpoints that cannot be answered yet.
+  // By trainer: the last step of which its process knows that all servers have its push. Not in the
+  // log: it is said again with every beat.
+  std::map<uint32_t, uint64_t> confirmed_;
+  std::list<Pending> waiting_;  // Pulls and checkpoints that cannot be answered yet.
   // Pushes that overtook an earlier one of their trainer: by trainer and sequence.
   std::multimap<std::pair<uint32_t, uint64_t>, Pending> ahead_;
   int64_t kept_bytes_ = 0;  // Of messages in the two.

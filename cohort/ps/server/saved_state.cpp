@@ -276,8 +276,7 @@ void ParameterState::save(const std::string& folder) const {
                                     {"clock", trainer.clock},
                                     {"is_member", trainer.is_member},
                                     {"nonce", trainer.nonce},
-                                    {"joined_after", trainer.joined_after},
-                                    {"is_new", trainer.is_new}});
+                                    {"joined_after", trainer.joined_after}});
   }
   add(kProgress, bytes_of(progress.dump()));
   for (const auto& [number, block] : blocks_) {
@@ -322,8 +321,7 @@ void ParameterState::load(const std::string& folder) {
             .clock = trainer.at("clock"),
             .is_member = trainer.at("is_member"),
             .nonce = trainer.at("nonce"),
-            .joined_after = trainer.value("joined_after", uint64_t{0}),
-            .is_new = trainer.value("is_new", false)};
+            .joined_after = trainer.value("joined_after", uint64_t{0})};
       }
     } else if (record.kind == kBlock) {
       const StoredBlock stored = block_of(path, record);

@@ -21,7 +21,7 @@ enum class Call : uint32_t {
   /// Trainer `trainer` comes, or comes back as `incarnation` after a server's restart. `text` as of
   /// kJob, so that a job that differs can be named.
   kJoin = 3,
-  kBeat = 4,   ///< It lives.
+  kBeat = 4,   ///< It lives. `step` as of kConfirm.
   kLeave = 5,  ///< It has no more data.
   /// This server's part of a checkpoint of the state after `step` steps, to folder `text`.
   kSave = 6,
@@ -29,9 +29,11 @@ enum class Call : uint32_t {
   kFinishSave = 7,
   kStatus = 8,  ///< `text` of the reply: JSON.
   kStop = 9,    ///< The server ends.
-  /// kSync: its pushes begin. Until then a step may close without it (ParameterState::settle);
-  /// answered as kJoin, which says how far the steps are.
-  kBegin = 10,
+  /// kSync, several servers: all of them have acknowledged the trainer's pushes up to `step`, or
+  /// one of them has closed it. A server closes a step when every member has said so of it: what
+  /// one server applies the others can apply, too, whoever is killed. Pushes (of the one before)
+  /// and pulls (of `step`) say the same.
+  kConfirm = 10,
 };
 
 struct Request {
@@ -68,7 +70,7 @@ struct Reply {
   uint64_t steps = 0;
   bool is_initialised = false;
   uint64_t joined_after = 0;  ///< The last step that is none of the trainer's: `steps` when it, as
-                              ///< whatever process, became a member, or came anew with all others.
+                              ///< whatever process, became a member.
   int server = 0;             ///< The one that answers, by its number.
   /// Of kNotYet: changes from answer to answer while what is waited for makes progress by itself (a
   /// checkpoint is written), so that the wait does not age; 0: nothing of the kind.
