@@ -29,8 +29,8 @@ namespace fs = std::filesystem;
 // Reading some gigabytes and their checksums.
 constexpr std::chrono::minutes kLoadLimit{30};
 
-constexpr std::array kMadeByARun{"last",        "best",           "checkpoints", "history.jsonl",
-                                 "tensorboard", "result-dev.txt", "report.html"};
+constexpr std::array kMadeByARun{"last",          "best",        "checkpoints",    "servers",
+                                 "history.jsonl", "tensorboard", "result-dev.txt", "report.html"};
 
 std::string run_id() {
   return env_string("TORCHELASTIC_RUN_ID").value_or("");
@@ -233,6 +233,7 @@ void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& 
   facts["valid_tokenize"] = to_string(options_.evaluation.bleu.tokenizer);
   write_facts(state, facts);
   begin(last_, parts, state.updates, facts);
+  servers_begun_ = state.servers;
 }
 
 void RunCheckpoints::save_best(const RunState& state,
@@ -306,6 +307,7 @@ std::exception_ptr RunCheckpoints::commit() {
     return std::current_exception();
   }
   if (begun_ == best_) unwritten_best_.reset();
+  if (begun_ == last_) prune_servers();
   if (begun_ != best_ && begun_ != last_ && options_.keep_interval_updates > 0) prune();
   return nullptr;
 }
@@ -317,6 +319,17 @@ void RunCheckpoints::settle() {
     std::rethrow_exception(failed);
   } catch (const std::exception& error) {
     log_.error("a checkpoint was not written", {{"why", one_line(error)}});
+  }
+}
+
+// last/ names the servers' checkpoint that belongs to it: the others are of earlier ones.
+void RunCheckpoints::prune_servers() const {
+  if (!is_first_saver_ || servers_begun_.empty()) return;
+  const fs::path kept = servers_begun_;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(kept.parent_path(), error)) {
+    std::error_code ignored;
+    if (entry.path().filename() != kept.filename()) fs::remove_all(entry.path(), ignored);
   }
 }
 

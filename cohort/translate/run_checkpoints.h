@@ -99,6 +99,7 @@ class RunCheckpoints {
   void begin_best();
   std::exception_ptr commit();
   void prune();
+  void prune_servers() const;
 
   const TrainingOptions& options_;
   const Log& log_;
@@ -108,7 +109,8 @@ class RunCheckpoints {
   std::optional<Best> unwritten_best_;              // until best/ is known to hold it
   std::optional<train::ShardedCheckpointWriter> writer_;  // on savers
   bool is_first_saver_ = false;
-  std::string begun_;  // the folder of the save that is pending
+  std::string begun_;          // the folder of the save that is pending
+  std::string servers_begun_;  // and RunState::servers of it
 };
 
 }  // namespace cohort::translate

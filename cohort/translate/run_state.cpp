@@ -72,6 +72,7 @@ void write_facts(const RunState& state, train::Facts& facts) {
   visit_fields(state,
                [&](const char* name, const auto& value) { facts[name] = Json(value).dump(); });
   if (state.best) write_scores(*state.best, "best_", facts);
+  if (!state.servers.empty()) facts["servers"] = state.servers;
   if (state.early_stopping.best) facts["best_metric"] = Json(*state.early_stopping.best).dump();
   Json parts = Json::array();
   for (const data::EpochPart& part : state.trained) {
@@ -104,6 +105,8 @@ RunState read_state(const train::Facts& facts) {
     fail_form(error);
   }
   state.best = read_scores("best_", facts);
+  if (const auto servers = facts.find("servers"); servers != facts.end())
+    state.servers = servers->second;
   return state;
 }
 

@@ -30,6 +30,9 @@ struct RunState {
   std::optional<ValidScores> best;  ///< Of the validation whose weights are in best/.
   int64_t best_update = 0;          ///< When that was.
 
+  /// With parameter servers: the folder of their checkpoint of now, absolute; empty: none.
+  std::string servers;
+
   std::vector<int64_t> fit_rows;  ///< Of --mini-batch-fit's trial, which is not made twice ...
   std::string fitted_for;         ///< ... for the same memory, ranks and ways to compute.
 

@@ -3,10 +3,12 @@
 #include <ATen/Parallel.h>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <optional>
 #include <torch/types.h>
 #include <utility>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/free_memory.h"
 #include "cohort/base/log.h"
@@ -86,10 +88,12 @@ class Run {
   bool is_time_up() const;
   void check_goals();
   void save();
+  bool save_servers();
   void save_if_due();
   RunState state_now() const;
   TrainingResult result() const;
   void make_folder_ours(Start start);
+  std::optional<ps::SessionOptions> servers_to_begin_with(Start start) const;
   void load_last();
   void open_record();
   double seconds() const { return state_.seconds + seconds_since(start_); }
@@ -175,7 +179,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
                      .clip_norm = options.clip_norm,
                      .exponential_smoothing = options.exponential_smoothing,
                      .seed = options.seed,
-                     .servers = options.servers});
+                     .servers = servers_to_begin_with(start)});
   checkpoints_.save_with(updater_->savers());
   make_folder_ours(start);
   if (start == Start::kResume) {
@@ -218,18 +222,37 @@ void Run::make_folder_ours(Start start) {
   });
 }
 
+// They hold the moments: those of last/, or at the beginning none. A run that the launcher starts
+// again before its first save finds them some updates ahead.
+std::optional<ps::SessionOptions> Run::servers_to_begin_with(Start start) const {
+  const std::string last = options_.model_dir + "/last";
+  if (!options_.servers) {
+    if (!state_.servers.empty())
+      throw ConfigError(last +
+                        ": a run through parameter servers, which have its moments: expected " +
+                        "--strategy ps-sync or ps-async");
+    return std::nullopt;
+  }
+  auto servers = options_.servers;
+  if (start == Start::kResume) {
+    if (state_.servers.empty())
+      throw ConfigError(last + ": a run without parameter servers: expected no --strategy " +
+                        strategy_name(options_) + ", or another --model-dir");
+    servers->client.restore = state_.servers;
+  } else if (env_int("COHORT_RESTART_COUNT", 0).value_or(0) > 0) {
+    servers->client.restore = "";
+  }
+  return servers;
+}
+
 // The average may be asked for, or no longer, as the run goes on.
 void Run::load_last() {
-  if (!checkpoints_.last_has("optimizer", group_)) {
-    throw ConfigError(options_.model_dir +
-                      "/last: a run through parameter servers, which have its moments: expected "
-                      "another --model-dir, or --overwrite");
-  }
   train::SlicedParts parts = updater_->parts();
+  if (options_.servers) parts.erase("weights");  // Came from the servers.
   const bool is_there = checkpoints_.last_has("average", group_);
   const bool begins = updater_->average() != nullptr && !is_there;
   if (begins) parts.erase("average");
-  checkpoints_.load_last(parts, updater_->is_sharded(), group_);
+  if (!parts.empty()) checkpoints_.load_last(parts, updater_->is_sharded(), group_);
   updater_->set_num_updates(state_.updates);
   if (begins) {
     updater_->average()->begin_anew();
@@ -330,13 +353,33 @@ RunState Run::state_now() const {
 }
 
 void Run::save() {
+  if (options_.servers && !save_servers()) return;
   checkpoints_.save_last(state_now(), updater_->parts(Replicated::kOnce));
   saved_ = Clock::now();
   save_is_due_ = false;
 }
 
+// Where last/ is to say they are. A save that fails leaves that and theirs as they were.
+bool Run::save_servers() {
+  const auto folder = std::filesystem::absolute(options_.model_dir) / "servers";
+  const std::string path = folder / ("update-" + std::to_string(state_.updates));
+  try {
+    updater_->save_servers(path);
+  } catch (const PeerError&) {
+    throw;
+  } catch (const std::exception& error) {
+    log_.error("a checkpoint was not written", {{"why", one_line(error)}});
+    saved_ = Clock::now();
+    save_is_due_ = false;
+    return false;
+  }
+  state_.servers = path;
+  return true;
+}
+
 void Run::save_if_due() {
-  if (save_is_due_ && !checkpoints_.pending()) save();
+  // With servers all ranks take part, of which one knows what it still writes.
+  if (save_is_due_ && (options_.servers || !checkpoints_.pending())) save();
 }
 
 // Whether --valid-freq wants a validation after the update that was made last, and it has not been.
@@ -594,8 +637,7 @@ void Run::conclude(bool at_one_update) {
   if (time_is_up_) decide_to_stop("reached the time limit");
   if (at_one_update) check_goals();
   if (was_asked_ && stop_reason_.empty()) {
-    decide_to_stop(options_.servers ? "asked to stop by a signal"
-                                    : "asked to stop by a signal; the same command goes on");
+    decide_to_stop("asked to stop by a signal; the same command goes on");
     was_asked_to_stop_ = true;
   }
 }
@@ -758,13 +800,6 @@ TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) 
     decision = find_start(options) == Start::kResume ? "resume" : "fresh";
   });
   const Start start = group.broadcast_text(decision) == "resume" ? Start::kResume : Start::kFresh;
-  if (options.servers && start == Start::kResume) {
-    throw ConfigError(
-        "--model-dir " + options.model_dir +
-        ": an earlier run is there, and none goes on with parameter servers: expected "
-        "another folder, or --overwrite, with --strategy " +
-        strategy_name(options));
-  }
   RunData data = prepare_data(options, std::move(valid_text), start, group);
   return Run(options, start, std::move(data), mesh).loop();
 }

@@ -6,6 +6,7 @@
 #include "cohort/parallel/tensor_parallel.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/layer_runner.h"
+#include "cohort/translate/work_alone.h"
 
 namespace cohort::translate {
 namespace {
@@ -21,6 +22,9 @@ parallel::StrategyOptions strategy_options(const UpdaterOptions& options) {
           .ddp = {.broadcast_buffers = !options.servers, .gradient_as_bucket_view = true},
           .sharding = {.cpu_offload = options.cpu_offload, .fill = options.fill}};
 }
+
+// Servers read or write some gigabytes.
+constexpr std::chrono::minutes kServersLimit{30};
 
 ps::SessionOptions session_options(const UpdaterOptions& options) {
   ps::SessionOptions session = *options.servers;
@@ -66,7 +70,7 @@ Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const Update
   if (options.servers) {
     session_.emplace(session_options(options));
     session_->add("model", *model_);
-    session_->start();
+    start_session();
   } else {
     adam_.emplace(parallel_.named_slices(), options.adam);
   }
@@ -74,6 +78,14 @@ Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const Update
     average_ = std::make_unique<optim::ExponentialAverage>(trained_, options.exponential_smoothing);
   }
   watch_gradients();
+}
+
+// Trainer 0 alone sends the servers back, before the others join.
+void Updater::start_session() {
+  if (!options_.servers->client.restore) return session_->start();
+  work_alone(group_, "servers go back", group_.rank() == 0, kServersLimit,
+             [this] { session_->start(); });
+  if (group_.rank() != 0) session_->start();
 }
 
 // backward returns when all ranks' gradients are there, so it cannot say when this rank's were.
@@ -159,6 +171,16 @@ void Updater::settle() {
   session_->flush();
   group_.barrier("last pushes");
   session_->pull();
+}
+
+void Updater::save_servers(const std::string& folder) {
+  if (!session_) return;
+  if (is_async(options_.servers)) {
+    if (group_.rank() == 0) session_->save(folder);
+    return;
+  }
+  work_alone(group_, "checkpoint of servers", group_.rank() == 0, kServersLimit,
+             [&] { session_->save(folder); });
 }
 
 void Updater::finish() {

@@ -37,7 +37,8 @@ struct UpdaterOptions {
   double exponential_smoothing = 0;  ///< Weight of the newest parameters in the average; 0: none.
   uint64_t seed = 1;                 ///< Of dropout.
   /// Parameter servers, which hold the moments and run Adam under the schedule (dense_rule is
-  /// filled in): kSync or kAsync, each rank a trainer, `strategy` kDdp, no mesh.
+  /// filled in): kSync or kAsync, each rank a trainer, `strategy` kDdp, no mesh. `client.restore`:
+  /// what they go back to, and their weights with them.
   std::optional<ps::SessionOptions> servers;
 };
 
@@ -104,6 +105,10 @@ class Updater {
   /// every rank has come, after as many updates as it likes with kAsync.
   /// Without servers there is nothing to do.
   void settle();
+  /// Writes a checkpoint of the servers, if there are any, to `folder`, which they see: of the
+  /// state after num_updates(); kAsync: of what they hold meanwhile. kSync: collective. Blocks.
+  /// Errors: as Client::save, on all ranks that call it.
+  void save_servers(const std::string& folder);
   /// Leaves the servers, if there are any: no update may follow. Blocks.
   void finish();
 
@@ -130,6 +135,7 @@ class Updater {
   comm::ProcessGroup& everyone() { return tensor_ ? options_.mesh->world() : group_; }
   std::vector<std::string> found_by_all(const std::string& own);
   double gradient_norm();
+  void start_session();
   double root_mean_square(double norm);
   void apply(double gradient_factor);
   void forget_gradients();

@@ -95,15 +95,9 @@ void check_together(const Options& options) {
   if (!servers) cohort::apps::refuse_security(options.security, "--strategy ps-sync or ps-async");
 }
 
-// Ranks that a launcher starts again go on at the last epoch that the job has saved. Servers do not go back to it.
+// Ranks that a launcher starts again go on at the last epoch that the job has saved.
 void go_on_where_the_job_was(Options& options) {
   const std::string last = options.output + "/checkpoint";
-  const bool again = cohort::env_int("COHORT_RESTART_COUNT").value_or(0) > 0;
-  if (again && !options.evaluate && cohort::apps::server_training(options.strategy)) {
-    throw cohort::ConfigError("--strategy " + options.strategy +
-                              ": expected no restart of the ranks, for servers cannot go back to a checkpoint: start a job anew "
-                              "with --resume and --server-arg=--load (docs/imagenet.md)");
-  }
   if (options.evaluate || !imagenet::is_of_this_job(last)) return;
   options.resume = last;
   options.start_epoch.reset();

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <torch/types.h>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/ps/module/session.h"
 
@@ -20,7 +21,7 @@ namespace ps = cohort::ps;
 constexpr std::chrono::minutes kSaveLimit{30};
 
 cohort::apps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Options& options,
-                                    const OptimizerOptions& optimizer) {
+                                    const OptimizerOptions& optimizer, const RunState& state) {
   const ps::Training training = cohort::apps::server_training(options.strategy).value();
   const bool async = training == ps::Training::kAsync;
   const std::string with = " with --strategy " + options.strategy;
@@ -36,24 +37,29 @@ cohort::apps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Opt
   auto place =
       cohort::apps::place_among_servers(group, training, options.security, options.ps_host_ranks);
   place.session.dense_rule = server_rule(optimizer, async ? place.session.trainers : 1);
+  // Ranks that a launcher starts again find servers that went on without them.
+  const bool again = cohort::env_int("COHORT_RESTART_COUNT").value_or(0) > 0;
+  if (again || !state.servers.empty()) place.session.client.restore = state.servers;
   return place;
 }
 
 class ServerOptimizer final : public Optimizer {
  public:
   ServerOptimizer(Model& model, cohort::comm::ProcessGroup& group, const Options& options,
-                  const OptimizerOptions& optimizer)
+                  const OptimizerOptions& optimizer, const RunState& state)
       : model_(model),
         group_(group),
         weight_decay_(optimizer.weight_decay),
         folder_(fs::absolute(options.output) / "servers"),  // Theirs may be another work folder.
-        place_(place_of(group, options, optimizer)),
+        place_(place_of(group, options, optimizer, state)),
         session_(place_.session) {
     model_.set_synchronized(false);
     session_.add("resnet", *model_.module());
-    session_.start();
-    // Before the first push: what an earlier start left open closes when all have joined.
-    group.barrier("joined the servers");
+    // Trainer 0 alone sends the servers back to a checkpoint, before the others join.
+    const bool is_first = place_.session.trainer == 0;
+    if (is_first) session_.start();
+    group.barrier("servers begin", kSaveLimit);
+    if (!is_first) session_.start();
   }
 
   void begin_epoch(int64_t /*epoch*/) override {}  // The servers' schedule knows.
@@ -89,8 +95,7 @@ class ServerOptimizer final : public Optimizer {
       if (entry.path() != fs::path(state.servers)) fs::remove_all(entry.path(), ignored);
   }
 
-  // The servers' values are in the model since the start, the checkpoint's since now. What servers
-  // that loaded nothing have is the seed's.
+  // The servers' values are in the model since the start, the checkpoint's since now.
   void check_resumed(const std::string& checkpoint, const RunState& state) override {
     std::vector<at::Tensor> loaded;
     for (const at::Tensor& parameter : model_.module()->parameters())
@@ -98,9 +103,8 @@ class ServerOptimizer final : public Optimizer {
     session_.pull();
     const auto parameters = model_.module()->parameters();
     if (std::equal(loaded.begin(), loaded.end(), parameters.begin(), at::equal)) return;
-    throw ConfigError("--resume " + checkpoint +
-                      ": the servers hold other parameters: expected them to begin with " +
-                      state.servers + ", cohort run --server-arg=--load=" + state.servers);
+    throw ConfigError("--resume " + checkpoint + ": its weights are not those of " + state.servers +
+                      ": expected two parts of one checkpoint");
   }
 
   void finish() override { session_.finish(); }
@@ -118,8 +122,9 @@ class ServerOptimizer final : public Optimizer {
 
 std::unique_ptr<Optimizer> make_server_optimizer(Model& model, cohort::comm::ProcessGroup& group,
                                                  const Options& options,
-                                                 const OptimizerOptions& optimizer) {
-  return std::make_unique<ServerOptimizer>(model, group, options, optimizer);
+                                                 const OptimizerOptions& optimizer,
+                                                 const RunState& state) {
+  return std::make_unique<ServerOptimizer>(model, group, options, optimizer, state);
 }
 
 }  // namespace imagenet

@@ -106,7 +106,7 @@ void Trainer::make_optimizer() {
                                    .momentum = options_.momentum,
                                    .weight_decay = options_.weight_decay,
                                    .steps_per_epoch = std::ssize(training_batches(0))};
-  optimizer_ = servers ? make_server_optimizer(*parallel_, group_, options_, optimizer)
+  optimizer_ = servers ? make_server_optimizer(*parallel_, group_, options_, optimizer, state_)
                        : make_rank_optimizer(*parallel_, optimizer);
 }
 

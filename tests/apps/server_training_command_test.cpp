@@ -1,5 +1,7 @@
 // `cohort nmt train --strategy ps-sync` as a user runs it.
+#include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 #include <signal.h>
@@ -81,8 +83,7 @@ TEST_F(ServerTrainingCommandTest, TrainsThroughServersAsDdpDoes) {
   EXPECT_NEAR(valid_loss("sync"), valid_loss("ddp"), 1.2e-4);
   EXPECT_EQ(nlohmann::json::parse(contents(path("sync/config.json")))["strategy"], "ps-sync");
 
-  // Nobody goes on with such a run: last/ has no moments.
-  expect_refused(train(servers, "sync", updates + "--strategy ps-sync"), "--overwrite");
+  // Nobody goes on with such a run without servers: last/ has no moments.
   expect_refused(train("--nproc-per-node 2", "sync", updates), "a run through parameter servers");
 }
 
@@ -175,6 +176,68 @@ TEST_F(ServerTrainingCommandTest, AnAsyncTrainerThatIsAskedToStopTellsTheOthers)
   EXPECT_EQ(ended.code, 4) << ended.output;
   EXPECT_NE(ended.output.find("asked to stop by a signal"), std::string::npos) << ended.output;
   EXPECT_FALSE(rows("run", "end").empty());
+}
+
+// Of all trainers' last checkpoint, whose bits they are.
+std::string weights_of(const std::string& run) {
+  std::string all;
+  std::vector<std::string> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(run + "/last"))
+    if (entry.path().extension() == ".safetensors") files.push_back(entry.path().string());
+  std::sort(files.begin(), files.end());
+  for (const std::string& file : files) all += contents(file);
+  return all;
+}
+
+// Killed twice, at updates that no checkpoint is of.
+TEST_F(ServerTrainingCommandTest, KilledTrainersGoOnWithTheSameBits) {
+  const std::string flags =
+      "--strategy ps-sync --after-batches 40 --valid-freq 15u --save-freq 0.005 --disp-freq 1u "
+      "--early-stopping 0 --exponential-smoothing 0.1 ";
+  const Ended calm = train("--servers 2 --trainers 2", "calm", flags);
+  ASSERT_EQ(calm.code, 0) << calm.output;
+  Ended ended;
+  std::thread running([&] {
+    ended =
+        train("--servers 2 --trainers 2 --max-restarts 2 --log-dir " + path("logs"), "run", flags);
+  });
+  for (const auto& [rank, update] : {std::pair("1", 7), std::pair("0", 22)}) {
+    const pid_t killed = comes_to("run", update) ? trainer(rank) : 0;
+    EXPECT_NE(killed, 0) << rank;
+    if (killed != 0) kill(killed, SIGKILL);
+  }
+  running.join();
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("restart 2 of 2"), std::string::npos) << ended.output;
+  EXPECT_TRUE(weights_of(path("run")) == weights_of(path("calm")));
+  EXPECT_EQ(last_valid("run").at("valid_loss"), last_valid("calm").at("valid_loss"));
+}
+
+// Other servers, which hold nothing: a number of their own, too.
+TEST_F(ServerTrainingCommandTest, TheSameCommandGoesOnWithTheSameBits) {
+  const std::string flags =
+      "--strategy ps-sync --valid-freq 15u --disp-freq 1u --early-stopping 0 --after-batches ";
+  const Ended calm = train("--servers 2 --trainers 2", "calm", flags + "30 ");
+  ASSERT_EQ(calm.code, 0) << calm.output;
+  const Ended begun = train("--servers 2 --trainers 2", "run", flags + "11 ");
+  ASSERT_EQ(begun.code, 0) << begun.output;
+  const Ended goes_on = train("--servers 3 --trainers 2", "run", flags + "30 ");
+  ASSERT_EQ(goes_on.code, 0) << goes_on.output;
+  EXPECT_TRUE(weights_of(path("run")) == weights_of(path("calm")));
+  expect_refused(train("--nproc-per-node 2", "run", "--after-batches 40 "),
+                 "a run through parameter servers, which have its moments: expected --strategy");
+}
+
+TEST_F(ServerTrainingCommandTest, AnAsyncRunGoesOn) {
+  const std::string flags =
+      "--strategy ps-async --valid-freq 10u --disp-freq 1u --early-stopping 0 --after-batches ";
+  const Ended begun = train("--servers 1 --trainers 2", "run", flags + "10 ");
+  ASSERT_EQ(begun.code, 0) << begun.output;
+  const double before = valid_loss("run");
+  const Ended goes_on = train("--servers 1 --trainers 2", "run", flags + "40 ");
+  ASSERT_EQ(goes_on.code, 0) << goes_on.output;
+  EXPECT_EQ(last_valid("run").at("update"), 40);
+  EXPECT_LT(valid_loss("run"), before);
 }
 
 TEST_F(ServerTrainingCommandTest, WhatServersCannotDoIsRefused) {

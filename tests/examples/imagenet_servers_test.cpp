@@ -126,15 +126,32 @@ TEST_F(ImagenetServersTest, ResumedRunIsBitEqualToOneNeverStopped) {
   expect_trained("--servers 1 --trainers 2", "whole", "--epochs 2" + flags);
   expect_trained("--servers 1 --trainers 2", "parts", "--epochs 1" + flags);
   const std::string resume = "--epochs 2 --resume " + folder_ / "parts/checkpoint";
-  expect_refused(resume + flags, "--server-arg=--load=" + folder_ / "parts/servers/epoch-1");
   expect_refused(resume, "expected --strategy ps-sync or ps-async");
   // On another number of servers.
-  expect_trained(
-      "--servers 2 --trainers 2 --server-arg=--load=" + folder_ / "parts/servers/epoch-1", "parts",
-      resume + flags);
+  expect_trained("--servers 2 --trainers 2", "parts", resume + flags);
   EXPECT_EQ(manifest("whole")["files"], manifest("parts")["files"]);
   EXPECT_TRUE(std::filesystem::exists(folder_ / "parts/servers/epoch-2"));
   EXPECT_FALSE(std::filesystem::exists(folder_ / "parts/servers/epoch-1")) << "no longer needed";
+  std::filesystem::remove_all(folder_ / "parts/servers/epoch-2");
+  expect_refused("--epochs 3 --resume " + folder_ / "parts/checkpoint" + flags,
+                 folder_ / "parts/servers/epoch-2" + ": expected a checkpoint of servers");
+}
+
+// Rank 1 kills itself in the first epoch of the first round, and in the second of the second.
+TEST_F(ImagenetServersTest, KilledRanksGoOnWithTheSameBits) {
+  const std::string flags = " --strategy ps-sync --epochs 3";
+  expect_trained("--servers 2 --trainers 2", "calm", flags);
+  const Ended ended =
+      shell(bin("cohort") + " run --servers 2 --trainers 2 --max-restarts 2 --grace 1 -- sh -c '" +
+            "if [ $RANK = 1 ] && [ $COHORT_RESTART_COUNT -lt 2 ]; then (while [ $(cat " +
+            folder_ / "run/history.jsonl" +
+            " 2>/dev/null | wc -l) -lt $COHORT_RESTART_COUNT ]; do sleep 0.01; "
+            "done; sleep 0.3; kill -9 $$) & fi; exec " +
+            bin("imagenet") + " " + folder_ / "data" + " --output " + folder_ / "run" +
+            " --image-size 32 --batch-size 12 --workers 1 --lr 0.01 --seed 5" + flags + "'");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("restart 2 of 2"), std::string::npos) << ended.output;
+  EXPECT_EQ(manifest("calm")["files"], manifest("run")["files"]);
 }
 
 TEST_F(ImagenetServersTest, WhatServersCannotDoIsRefused) {

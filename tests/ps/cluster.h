@@ -9,6 +9,7 @@
 #include <future>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -72,8 +73,9 @@ class Cluster {
   ServerSlot& slot(int server) { return slots_[static_cast<size_t>(server)]; }
 
   std::unique_ptr<Client> client(uint32_t trainer, const JobOptions& job,
-                                 const LinkOptions& link = quick_link()) {
-    ClientOptions client_options{.trainer = trainer, .link = link};
+                                 const LinkOptions& link = quick_link(),
+                                 const std::optional<std::string>& restore = std::nullopt) {
+    ClientOptions client_options{.trainer = trainer, .restore = restore, .link = link};
     for (size_t server = 0; server < slots_.size(); ++server)
       client_options.servers.push_back("in-process:" + std::to_string(server));
     return std::make_unique<Client>(client_options, job,

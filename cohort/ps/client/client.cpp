@@ -184,22 +184,47 @@ void Client::check_numbers() {
   }
 }
 
+void Client::restore(const std::string& checkpoint) {
+  std::vector<Ticket> answers;
+  for (auto& link : links_) {
+    answers.push_back(link->begin({.call = Call::kRestore,
+                                   .trainer = options_.trainer,
+                                   .job = fingerprint_,
+                                   .text = checkpoint}));
+  }
+  try {
+    for (Ticket& answer : answers) answer.wait();
+  } catch (const c10::ValueError& error) {
+    throw ConfigError(one_line(error));  // A folder that is none: no other start makes it one.
+  }
+}
+
 void Client::join() {
   check_numbers();
   const std::string json = job_.to_json();
   if (options_.trainer == 0) {
     for (auto& link : links_) link->call({.call = Call::kJob, .trainer = 0, .text = json});
+    if (options_.restore) restore(*options_.restore);
   }
   is_initialised_ = true;
   sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
   uint64_t closed = 0;
+  std::vector<uint64_t> steps;
   for (size_t server = 0; server < links_.size(); ++server) {
     const Reply reply = links_[server]->join(fingerprint_, json);
     sequences_[server] = reply.last_sequence;
     is_initialised_ &= reply.is_initialised;
     closed = std::max(closed, reply.steps);
+    steps.push_back(reply.steps);
   }
   if (job_.mode != Mode::kSync || options_.trainer == kNoTrainer) return;
+  // One step is open at most; more if one server alone went back to a checkpoint.
+  for (size_t server = 1; server < links_.size(); ++server) {
+    TORCH_CHECK_VALUE(steps[server] <= steps[0] + 1 && steps[0] <= steps[server] + 1, "client: ",
+                      options_.servers[0], " is at step ", steps[0], ", ", options_.servers[server],
+                      " at step ", steps[server],
+                      ": expected one step of all servers, which may go back to a checkpoint");
+  }
   // Since it is a member everywhere no step closes without it. What one server has closed the
   // others have the pushes of, its own among them; where it was no member it abstains.
   step_ = closed;

@@ -19,7 +19,11 @@ struct ClientOptions {
   uint32_t trainer = 0;              ///< kNoTrainer: to look only.
   SecurityOptions security;
   int connections = 1;  ///< To each server.
-  LinkOptions link;     ///< Timeouts and credits; number, endpoint and trainer are filled in.
+  /// Trainer 0: the job goes back to this checkpoint of all servers, to its beginning ("") or
+  /// goes on (none). The servers see the folder. The other trainers join afterwards: a process that
+  /// had joined before is refused.
+  std::optional<std::string> restore;
+  LinkOptions link;  ///< Timeouts and credits; number, endpoint and trainer are filled in.
 };
 
 /// A dense parameter as the job cuts it.
@@ -125,6 +129,7 @@ class Client {
   friend class PendingPull;
   struct Spread;
   void check_numbers();
+  void restore(const std::string& checkpoint);
   void join();
   bool confirms() const;
   void await_acknowledged();

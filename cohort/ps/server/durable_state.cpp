@@ -106,8 +106,12 @@ std::string boot_id() {
   return id;
 }
 
+fs::path incarnation_path(const std::string& folder) {
+  return fs::path(folder) / "incarnation";
+}
+
 uint64_t next_incarnation(const std::string& folder) {
-  const std::string path = (fs::path(folder) / "incarnation").string();
+  const std::string path = incarnation_path(folder).string();
   uint64_t incarnation = 0;
   if (std::ifstream file(path); file && !(file >> incarnation))
     throw ConfigError(path + ": expected a number");
@@ -118,11 +122,7 @@ uint64_t next_incarnation(const std::string& folder) {
 }  // namespace
 
 DurableState::DurableState(const ServerOptions& options, const Log& log)
-    : options_(options),
-      log_(log),
-      state_(options.server,
-             options.folder.empty() ? "" : (fs::path(options.folder) / "cold").string(),
-             options.make_block) {
+    : options_(options), log_(log), state_(empty_state()) {
   if (options_.folder.empty()) {
     TORCH_CHECK_VALUE(options_.acknowledge == Acknowledge::kApplied,
                       "server: without a folder there is no log");
@@ -146,7 +146,13 @@ void DurableState::set_job(const JobOptions& job) {
   const std::string json = job.to_json();
   change(RecordKind::kJob, std::as_bytes(std::span(json)));
   note_job();
-  if (!options_.load.empty()) load_checkpoint();
+  if (!options_.load.empty()) load_checkpoint(options_.load);
+}
+
+ParameterState DurableState::empty_state() const {
+  const std::string cold =
+      options_.folder.empty() ? "" : (fs::path(options_.folder) / "cold").string();
+  return {options_.server, cold, options_.make_block};
 }
 
 // Tells a folder whose log is gone from a new one: the log is to outlive a power cut before it.
@@ -158,16 +164,41 @@ void DurableState::note_job() {
   write_atomically(path.string(), state_.job()->to_json() + "\n");
 }
 
-void DurableState::load_checkpoint() {
-  state_.begin_with(options_.load);
-  if (!options_.folder.empty()) {
-    // After a power cut the log must not be older than what stands on it.
-    if (update_log_) update_log_->sync();
-    const fs::path path = snapshot_path(options_.folder, last_number_);
-    begin_saving(state_, path);
-    finish_saving(state_, path);
+void DurableState::load_checkpoint(const std::string& checkpoint) {
+  state_.begin_with(checkpoint);
+  write_snapshot();
+  log_.info("began with a checkpoint", {{"folder", checkpoint}, {"steps", state_.steps()}});
+}
+
+// Of the state behind the last record; it takes the place of one that has the same number.
+void DurableState::write_snapshot() {
+  if (options_.folder.empty()) return;
+  // After a power cut the log must not be older than what stands on it.
+  if (update_log_) update_log_->sync();
+  const fs::path path = snapshot_path(options_.folder, last_number_);
+  begin_saving(state_, path);
+  finish_saving(state_, path);
+}
+
+void DurableState::restore(const std::string& checkpoint) {
+  TORCH_CHECK_VALUE(state_.job(), "restore: this server has no job yet");
+  TORCH_CHECK_VALUE(!saving_, "restore: a snapshot is being written");
+  const std::string job = state_.job()->to_json();
+  // Greater than any number that a process of a trainer has had here (RequestHandler::join).
+  for (const auto& [id, trainer] : state_.trainers())
+    incarnation_ = std::max(incarnation_, trainer.incarnation);
+  ++incarnation_;
+  if (!options_.folder.empty())
+    write_atomically(incarnation_path(options_.folder).string(),
+                     std::to_string(incarnation_) + "\n");
+  state_ = empty_state();
+  if (!options_.folder.empty()) fs::remove_all(fs::path(options_.folder) / "cold");
+  state_.apply({.kind = RecordKind::kJob, .payload = std::as_bytes(std::span(job))});
+  if (checkpoint.empty()) {
+    write_snapshot();
+  } else {
+    load_checkpoint(checkpoint);
   }
-  log_.info("began with a checkpoint", {{"folder", options_.load}, {"steps", state_.steps()}});
 }
 
 // Somebody else's folder is left as it is.
@@ -258,7 +289,7 @@ void DurableState::recover() {
     if (last_number_ > 1)
       throw ConfigError(options_.folder + ": its job went on without the checkpoint " +
                         options_.load + ": expected an empty folder");
-    load_checkpoint();
+    load_checkpoint(options_.load);
   }
   const std::chrono::duration<double> seconds = steady_clock::now() - started;
   log_.info("recovered", {{"snapshot", snapshots.empty() ? 0 : snapshots.back()},

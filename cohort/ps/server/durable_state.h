@@ -43,6 +43,11 @@ class DurableState {
   /// Begins `job`: with the checkpoint that the options name, or from nothing.
   /// Errors: as change; ConfigError that names what is missing or damaged in the checkpoint.
   void set_job(const JobOptions& job);
+  /// Goes back to `checkpoint`, one of all servers of the job, or to the job's beginning (""), as a
+  /// new incarnation that no trainer has joined. The folder then holds that state or the one
+  /// before. Errors: ConfigError that names what is missing or damaged: the state in memory may be
+  /// half of it then, and must not be used, that in the folder is the one before.
+  void restore(const std::string& checkpoint);
   /// Makes what was logged outlive the loss of power, where the options ask for it.
   void sync();
 
@@ -68,7 +73,9 @@ class DurableState {
   void note_job();
   void recover();
   PowerCut power_cut() const;
-  void load_checkpoint();
+  ParameterState empty_state() const;
+  void load_checkpoint(const std::string& checkpoint);
+  void write_snapshot();
   uint64_t append(const Record& record);
   void begin_snapshot();
   void begin_task(const std::string& path, std::function<void(std::string)> done);

@@ -51,6 +51,8 @@ ParameterState::ParameterState(int server, std::string cold_folder, BlockMaker m
     : server_(server), cold_folder_(std::move(cold_folder)), make_block_(std::move(make_block)) {}
 
 ParameterState::~ParameterState() = default;
+ParameterState::ParameterState(ParameterState&&) noexcept = default;
+ParameterState& ParameterState::operator=(ParameterState&&) noexcept = default;
 
 const TrainerState* ParameterState::trainer(uint32_t id) const {
   const auto found = trainers_.find(id);

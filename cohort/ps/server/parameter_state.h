@@ -50,6 +50,8 @@ class ParameterState {
   /// `make_block`: where dense blocks live.
   ParameterState(int server, std::string cold_folder, BlockMaker make_block = make_host_block);
   ~ParameterState();
+  ParameterState(ParameterState&&) noexcept;
+  ParameterState& operator=(ParameterState&&) noexcept;
 
   int server() const { return server_; }
   const JobOptions* job() const { return job_ ? &*job_ : nullptr; }

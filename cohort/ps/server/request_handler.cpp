@@ -130,7 +130,8 @@ void RequestHandler::handle(Pending pending) {
 
 void RequestHandler::answer(Pending& pending) {
   const Call call = pending.request.call;
-  if (!failure_.empty() && call != Call::kStatus && call != Call::kStop)
+  if (!failure_.empty() && call != Call::kStatus && call != Call::kStop && call != Call::kRestore &&
+      call != Call::kJob)
     return pending.done(reply(Code::kFailed, failure_));
   try {
     switch (call) {
@@ -144,6 +145,8 @@ void RequestHandler::answer(Pending& pending) {
         return join(pending);
       case Call::kConfirm:
         return confirm(pending);
+      case Call::kRestore:
+        return restore(pending);
       case Call::kBeat:
         return beat(pending);
       case Call::kLeave:
@@ -151,7 +154,7 @@ void RequestHandler::answer(Pending& pending) {
       case Call::kSave:
         return save(pending);
       case Call::kFinishSave:
-        check_save_folder(pending.request.text);
+        check_folder("save", pending.request.text);
         finish_checkpoint(pending.request.text, pending.request.nonce);
         return pending.done(reply(Code::kOk));
       case Call::kStatus:
@@ -400,9 +403,10 @@ void RequestHandler::join(Pending& pending) {
                       ": expected a number below max_trainers, ", most);
     const bool repeated = trainer && request.nonce != 0 && trainer->nonce == request.nonce;
     if (request.incarnation == 0 && !repeated) {
-      const JoinRecord record{.trainer = request.trainer,
-                              .incarnation = trainer ? trainer->incarnation + 1 : 1,
-                              .nonce = request.nonce};
+      const JoinRecord record{
+          .trainer = request.trainer,
+          .incarnation = trainer ? trainer->incarnation + 1 : durable_.incarnation(),
+          .nonce = request.nonce};
       durable_.change(RecordKind::kJoin, bytes_of(record));
       confirmed_.erase(request.trainer);  // What the process before it knew, this one may not.
       heard_[request.trainer] = pending.arrived;
@@ -435,6 +439,44 @@ void RequestHandler::confirm(Pending& pending) {
     return pending.done(std::move(*refused));
   note_confirmed(id, pending.request.step);
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
+}
+
+void RequestHandler::restore(Pending& pending) {
+  const ParameterState& state = durable_.state();
+  const std::string& checkpoint = pending.request.text;
+  TORCH_CHECK_VALUE(state.job(), "restore: this server has no job yet");
+  TORCH_CHECK_VALUE(pending.request.job == state.fingerprint(), "restore: the job is another one");
+  if (!checkpoint.empty()) check_folder("restore", checkpoint);
+  const uint64_t save = checkpoint.empty() ? 0 : finished_save(checkpoint);
+  const bool is_new = state.steps() == 0 && state.pending_bytes() == 0 && state.trainers().empty();
+  const bool is_held =
+      checkpoint.empty() ? is_new : save != 0 && save == save_held_ && state.steps() == steps_held_;
+  if (is_held) return pending.done(reply(Code::kOk));
+  if (!checkpoint.empty()) saved_folders(checkpoint);  // One that is not there changes nothing.
+  if (durable_.is_saving()) return pending.done(reply(Code::kBusy, "a snapshot is written"));
+  save_held_ = 0;
+  try {
+    durable_.restore(checkpoint);
+  } catch (const std::exception& error) {
+    failure_ = "it cannot go back: " + one_line(error);
+    log_.error("job failed", {{"reason", failure_}});
+    return pending.done(reply(Code::kFailed, failure_));
+  }
+  save_held_ = save;
+  steps_held_ = state.steps();
+  heard_.clear();
+  confirmed_.clear();
+  failure_.clear();
+  const auto refuse = [this](Pending& old) {
+    kept_bytes_ -= bytes_of_message(old);
+    old.done(reply(Code::kReplaced, "the job went back to a checkpoint"));
+  };
+  for (Pending& old : waiting_) refuse(old);
+  for (auto& [place, old] : ahead_) refuse(old);
+  waiting_.clear();
+  ahead_.clear();
+  log_.info("went back", {{"checkpoint", checkpoint}, {"steps", state.steps()}});
+  pending.done(reply(Code::kOk));
 }
 
 void RequestHandler::note_confirmed(uint32_t trainer, uint64_t step) {
@@ -488,13 +530,13 @@ void RequestHandler::leave(Pending& pending) {
 }
 
 // A caller may name any path, with links and ".." in it.
-void RequestHandler::check_save_folder(const std::string& folder) const {
+void RequestHandler::check_folder(const char* call, const std::string& folder) const {
   if (options_.save_root.empty()) return;
   namespace fs = std::filesystem;
   const fs::path root = fs::weakly_canonical(fs::absolute(options_.save_root));
   const fs::path path = fs::weakly_canonical(fs::absolute(folder));
   const auto [end, ignored] = std::mismatch(root.begin(), root.end(), path.begin(), path.end());
-  TORCH_CHECK_VALUE(end == root.end(), "save: ", folder, ": expected a folder below ",
+  TORCH_CHECK_VALUE(end == root.end(), call, ": ", folder, ": expected a folder below ",
                     root.string(), " (--save-root)");
 }
 
@@ -504,7 +546,7 @@ void RequestHandler::save(Pending& pending) {
   const uint64_t nonce = pending.request.nonce;
   TORCH_CHECK_VALUE(nonce != 0 && !pending.request.text.empty(),
                     "save: expected a folder and a nonce");
-  check_save_folder(pending.request.text);
+  check_folder("save", pending.request.text);
   if (saving_.nonce == nonce) {
     if (!saving_.outcome) return wait(pending);
     const Code code = saving_.outcome->empty() ? Code::kOk : Code::kFailed;
@@ -521,7 +563,12 @@ void RequestHandler::save(Pending& pending) {
                                                  std::to_string(state.steps())));
   if (durable_.is_saving() || (is_sync && state.steps() < step)) return wait(pending);
   durable_.begin_save(pending.request.text, nonce,
-                      [this](const std::string& reason) { saving_.outcome = reason; });
+                      [this, nonce, steps = state.steps()](const std::string& reason) {
+                        saving_.outcome = reason;
+                        if (!reason.empty()) return;
+                        save_held_ = nonce;
+                        steps_held_ = steps;
+                      });
   saving_ = {.nonce = nonce, .trainer = pending.request.trainer};
   if (const TrainerState* const saver = state.trainer(pending.request.trainer))
     saving_.last_sequence = saver->last_sequence;

@@ -58,6 +58,7 @@ class RequestHandler {
   void set_job(Pending& pending);
   void join(Pending& pending);
   void confirm(Pending& pending);
+  void restore(Pending& pending);
   void beat(Pending& pending);
   void leave(Pending& pending);
   void save(Pending& pending);
@@ -66,8 +67,8 @@ class RequestHandler {
   /// Errors: c10::ValueError that names trainer, push and value, if the job takes finite ones
   /// alone.
   void check_finite(const Pending& pending) const;
-  /// Errors: c10::ValueError: `folder` is not below options.save_root.
-  void check_save_folder(const std::string& folder) const;
+  /// Errors: c10::ValueError that names `call`: `folder` is not below options.save_root.
+  void check_folder(const char* call, const std::string& folder) const;
   void take_overtaken(uint32_t trainer);
   bool has_room(const Pending& pending) const;
   void wait(Pending& pending);
@@ -125,6 +126,9 @@ class RequestHandler {
     uint64_t progress = 0;
   };
   Saving saving_;
+  // The save that the state is or was last, and its steps: written or loaded since the start.
+  uint64_t save_held_ = 0;
+  uint64_t steps_held_ = 0;
   std::shared_ptr<std::atomic<int64_t>> reply_bytes_ =
       std::make_shared<std::atomic<int64_t>>(0);  // Of pulls' answers that are not sent yet.
 

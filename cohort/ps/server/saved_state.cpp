@@ -209,6 +209,13 @@ bool is_finished(const std::string& folder, uint64_t nonce) {
   return named_save(folder) == save_name(nonce);
 }
 
+uint64_t finished_save(const std::string& folder) {
+  const auto name = named_save(folder);
+  uint64_t nonce = 0;
+  if (name && is_save_name(*name)) std::sscanf(name->c_str(), "save-%" SCNx64, &nonce);
+  return nonce;
+}
+
 void finish_checkpoint(const std::string& folder, uint64_t nonce) {
   if (is_finished(folder, nonce)) return;
   const std::string name = save_name(nonce);

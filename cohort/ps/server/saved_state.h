@@ -24,6 +24,9 @@ std::string part_folder(const std::string& folder, uint64_t nonce, int server, i
 /// Whether save `nonce` is the one that loads.
 bool is_finished(const std::string& folder, uint64_t nonce);
 
+/// The nonce of the save that loads; 0: there is none.
+uint64_t finished_save(const std::string& folder);
+
 /// Names save `nonce` as what `folder` holds, and removes the saves before it. Again: nothing.
 /// Errors: ConfigError that names the part that is not there, those of a sync job that are not of
 /// one step, or what cannot be removed.

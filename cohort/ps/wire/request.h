@@ -34,6 +34,9 @@ enum class Call : uint32_t {
   /// one server applies the others can apply, too, whoever is killed. Pushes (of the one before)
   /// and pulls (of `step`) say the same.
   kConfirm = 10,
+  /// The job goes back to the checkpoint of all servers in folder `text`, unless the state is that
+  /// one already; "": to its beginning. Trainers join anew; processes that had joined are refused.
+  kRestore = 11,
 };
 
 struct Request {
