@@ -70,6 +70,11 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
 }
 
+std::unique_ptr<comm::ProcessGroup> GroupFlags::stay_alone() {
+  if (cpu_threads > 0) at::set_num_threads(cpu_threads);
+  return std::make_unique<comm::ProcessGroup>(comm::Place{});
+}
+
 std::unique_ptr<comm::ProcessGroup> GroupFlags::connect() {
   group.rendezvous_timeout = milliseconds("--rendezvous-timeout", rendezvous_timeout_s);
   group.timeout = milliseconds("--timeout", timeout_s);

@@ -19,6 +19,9 @@ struct GroupFlags {
   /// Finds the place, sets the threads and meets the other ranks. Collective; blocks.
   /// Errors: ConfigError that names the flag or variable; PeerError for ranks that did not come.
   std::unique_ptr<comm::ProcessGroup> connect();
+  /// The same without the other ranks: a group of this process alone, for a program that can do
+  /// without them. Local.
+  std::unique_ptr<comm::ProcessGroup> stay_alone();
 };
 
 }  // namespace cohort::apps

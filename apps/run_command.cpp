@@ -36,6 +36,7 @@ struct Words {
   std::string redirects = "0";
   std::string bind_cores = "none";
   std::string rdzv_backend;
+  std::string restart_policy = "group";
   int trainers = 1;
   double grace = 5;
   double rdzv_timeout = 600;
@@ -82,8 +83,14 @@ void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->capture_default_str()
       ->group(group);
   app.add_option(both_spellings("--max-restarts"), options.max_restarts,
-                 "How often all workers start afresh after one failed")
+                 "How often workers start afresh after one failed")
       ->capture_default_str()
+      ->group(group);
+  app.add_option("--restart-policy", words.restart_policy,
+                 "Who starts afresh: all workers, or the one that failed, which only trainers of "
+                 "servers without a process group can")
+      ->capture_default_str()
+      ->check(one_of({"group", "single"}))
       ->group(group);
   app.add_option("--bind-cores", words.bind_cores,
                  "Bind each worker to cores of its own, with as many threads")
@@ -147,6 +154,12 @@ void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->type_name("N")
       ->capture_default_str()
       ->excludes("--nproc-per-node")
+      ->needs("--servers")
+      ->group(group);
+  app.add_option("--on-trainer-loss", options.on_trainer_loss,
+                 "What servers do when a trainer is silent for long (default: fail); continue: the "
+                 "job goes on without it, which needs trainers without a process group")
+      ->check(one_of({"fail", "wait", "continue"}))
       ->needs("--servers")
       ->group(group);
   app.add_option("--server-dir", options.servers.folder,
@@ -239,6 +252,8 @@ void read_words(const Words& words, RunOptions& options) {
   options.nnodes = cohort::launch::parse_node_count(words.nnodes);
   read_tee(words.tee, options);
   options.redirects = cohort::launch::parse_stream_choice("--redirects", words.redirects);
+  options.restart_policy = words.restart_policy == "single" ? cohort::launch::RestartPolicy::kSingle
+                                                            : cohort::launch::RestartPolicy::kGroup;
   options.bind_cores = words.bind_cores == "cores" ? BindCores::kCores : BindCores::kNone;
   options.grace = to_milliseconds("--grace", words.grace);
   options.rdzv_timeout = to_milliseconds("--rdzv-timeout", words.rdzv_timeout);

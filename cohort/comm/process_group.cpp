@@ -165,8 +165,22 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
   job->add_engine(engine);
 }
 
+namespace {
+
+// A launcher whose ranks start again, or are lost, one by one says so.
+void check_job_has_groups() {
+  if (env_string("COHORT_PROCESS_GROUP").value_or("") != "none") return;
+  throw ConfigError(
+      "COHORT_PROCESS_GROUP=none: --restart-policy single and --on-trainer-loss continue are for "
+      "trainers of servers without a process group, which this program has: expected "
+      "--restart-policy group, and no --on-trainer-loss continue");
+}
+
+}  // namespace
+
 ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
   find_backend(options.backend);
+  if (place.world_size > 1) check_job_has_groups();
   if (place.world_size > 1) outlive_broken_pipes();
   std::vector<int> ranks(static_cast<size_t>(place.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);

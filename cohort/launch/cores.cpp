@@ -39,7 +39,8 @@ int parse_nproc_per_node(const std::string& text) {
   if (text == "cpu" || text == "auto") return static_cast<int>(usable_cores().size());
   if (text == "gpu") {
     throw ConfigError(
-        "--nproc-per-node gpu: Cohort's programs compute on the CPU; give a number, or cpu for one worker a core");
+        "--nproc-per-node gpu: Cohort's programs compute on the CPU; give a number, or cpu for one "
+        "worker a core");
   }
   if (const auto number = to_int(text)) return *number;
   throw ConfigError("--nproc-per-node: expected a number, auto or cpu, got " + text);

@@ -62,7 +62,9 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
   Variables variables = to_variables(base);
   set_torchruns(variables, options, node, place.local_rank);
   const int rank = node.base_rank + place.local_rank;
-  variables["COHORT_RESTART_COUNT"] = std::to_string(node.restart_count);
+  variables["COHORT_RESTART_COUNT"] = std::to_string(node.restart_count + place.restarts);
+  variables.erase("COHORT_PROCESS_GROUP");
+  if (options.independent()) variables["COHORT_PROCESS_GROUP"] = "none";
   // Launchers that do not speak with each other count rounds of their own.
   variables.erase("COHORT_ROUND");
   if (options.elastic() || node.num_nodes == 1)

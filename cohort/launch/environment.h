@@ -24,6 +24,7 @@ struct NodePlace {
 /// The facts of one worker that neither the options nor the node's place hold.
 struct WorkerPlace {
   int local_rank = 0;
+  int restarts = 0;  ///< Of this worker alone.
   std::string log_dir;
   int store_fd = -1;       ///< The inherited listening socket; rank 0 only.
   int num_threads = 1;     ///< This worker's share of the node's cores.

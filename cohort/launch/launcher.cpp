@@ -60,6 +60,7 @@ class Launcher {
   int run_with_others();
   void bind_store();
   void turn_servers();
+  void turn_group();
   Verdict stop_servers(Verdict verdict);
   int finish_with_others();
   std::optional<int> take_part();
@@ -136,7 +137,8 @@ int Launcher::run_alone() {
     end_group();
     const Verdict verdict = judge(group_->outcomes());
     const bool again = verdict.culprit && verdict.meaning != kExitUsage && stop_signal_ == 0 &&
-                       node.restart_count < options_.max_restarts && !server_failed_first_;
+                       node.restart_count < options_.max_restarts && !server_failed_first_ &&
+                       options_.restart_policy == RestartPolicy::kGroup;
     if (!again) return conclude(stop_servers(verdict));
     ++node.restart_count;
     ++node.round;
@@ -156,6 +158,13 @@ void Launcher::turn_servers() {
   const Verdict verdict = judge(group_->outcomes());
   if (!verdict.culprit || verdict.meaning == kExitLostPeer) server_failed_first_ = true;
   group_->stop(options_.grace, "server " + std::to_string(servers_->failure()->rank) + " failed");
+}
+
+void Launcher::turn_group() {
+  for (const std::string& line : group_->turn()) {
+    logs_.keep();
+    say(line);
+  }
 }
 
 // The servers outlive the workers, who save their last state through them.
@@ -275,7 +284,7 @@ void Launcher::turn() {
   while (const auto signal = signals_.next()) answer(*signal);
   if (meeting_) obey();
   if (servers_) turn_servers();
-  if (group_) group_->turn();
+  if (group_) turn_group();
   look();
   out_.flush();
   err_.flush();

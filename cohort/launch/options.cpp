@@ -73,7 +73,13 @@ void validate_servers(const RunOptions& options) {
           std::to_string(servers.count));
   require(servers.max_restarts >= 0, "--max-server-restarts", "0 or more",
           std::to_string(servers.max_restarts));
-  if (servers.count == 0) return;
+  if (servers.count == 0) {
+    require(options.restart_policy == RestartPolicy::kGroup, "--restart-policy",
+            "group, or --servers beside it: a rank of a process group cannot start again alone",
+            "single");
+    require(options.on_trainer_loss.empty(), "--on-trainer-loss", "--servers beside it", "none");
+    return;
+  }
   require(options.nnodes.max == 1 && !options.elastic(), "--servers",
           "one node: on several, start `cohort ps server` on each by hand",
           options.elastic() ? "--rdzv-endpoint" : "--nnodes " + options.nnodes.text());

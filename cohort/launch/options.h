@@ -65,6 +65,12 @@ struct ServerOptions {
       0;  ///< Of all servers together; a restarted one has its port and folder again.
 };
 
+/// Who starts again after a worker failed.
+enum class RestartPolicy {
+  kGroup,   ///< All workers.
+  kSingle,  ///< That worker alone: trainers of servers without a process group.
+};
+
 /// On one node.
 inline constexpr int kMostWorkers = 4096;
 
@@ -97,7 +103,11 @@ struct RunOptions {
   std::chrono::milliseconds last_call_timeout{1000};
   KeepAlive keep_alive;
   std::string rdzv_secret;  ///< Launchers prove to each other that they have it; empty: none.
-  int max_restarts = 0;     ///< Fresh starts of all workers after a worker failed.
+  int max_restarts = 0;     ///< Fresh starts after a worker failed.
+  RestartPolicy restart_policy = RestartPolicy::kGroup;
+  /// Of the servers, which it is passed to: "fail", "wait" or "continue"; empty: their default.
+  /// Under "continue" the job goes on without a worker that failed for good.
+  std::string on_trainer_loss;
 
   ServerOptions servers;
 
@@ -115,6 +125,10 @@ struct RunOptions {
   std::string speaker = "cohort run";  ///< Whose name begins the launcher's own lines.
 
   bool elastic() const { return !rdzv_endpoint.empty(); }
+  /// Whether a worker may fail, or start again, while the others go on: they have no process group.
+  bool independent() const {
+    return restart_policy == RestartPolicy::kSingle || on_trainer_loss == "continue";
+  }
   /// The streams of a worker that are shown on the launcher's own.
   int shown_streams(int rank, int local_rank) const;
 };

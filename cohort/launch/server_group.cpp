@@ -94,6 +94,8 @@ std::vector<std::string> ServerGroup::arguments(const Server& server) const {
                                  std::to_string(options_.servers.count),
                                  "--folder",
                                  folder(server)};
+  if (!options_.on_trainer_loss.empty())
+    words.push_back("--on-trainer-loss=" + options_.on_trainer_loss);
   words.insert(words.end(), options_.servers.arguments.begin(), options_.servers.arguments.end());
   return words;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <utility>
 
 #include "cohort/base/program.h"
@@ -33,7 +34,8 @@ WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node, Fd 
   num_threads_ = std::max(1, static_cast<int>(cores.size()) / num_workers);
   if (context_.options.bind_cores == BindCores::kCores) cores_ = share_cores(cores, num_workers);
   for (int local_rank = 0; local_rank < num_workers; ++local_rank) {
-    start(local_rank, store);
+    workers_.push_back({.rank = node_.base_rank + local_rank, .local_rank = local_rank});
+    start(workers_.back(), workers_.back().rank == 0 ? store.get() : -1);
     store.reset();  // Rank 0 has it now; the others must not.
   }
 }
@@ -56,7 +58,7 @@ Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channe
   Stream::Options options;
   options.log_path =
       log_file(context_.log_dir, worker.rank, which == kStdout ? "stdout" : "stderr");
-  options.append = node_.round > 1;
+  options.append = node_.round > 1 || worker.restarts > 0;
   if (context_.options.shown_streams(worker.rank, worker.local_rank) & which) {
     options.terminal = &terminal(which);
     if (context_.options.tee != Tee::kRank0) {
@@ -66,12 +68,10 @@ Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channe
   return Stream(std::move(channel.launcher), context_.logs, std::move(options));
 }
 
-void WorkerGroup::start(int local_rank, Fd& store) {
-  Worker worker;
-  worker.rank = node_.base_rank + local_rank;
-  worker.local_rank = local_rank;
-  Channel out = make_channel(worker.rank, local_rank, kStdout);
-  Channel err = make_channel(worker.rank, local_rank, kStderr);
+void WorkerGroup::start(Worker& worker, int store_fd) {
+  Channel out = make_channel(worker.rank, worker.local_rank, kStdout);
+  Channel err = make_channel(worker.rank, worker.local_rank, kStderr);
+  worker.streams.clear();
   worker.streams.push_back(make_stream(worker, kStdout, out));
   worker.streams.push_back(make_stream(worker, kStderr, err));
   for (const auto& left_over :
@@ -79,23 +79,24 @@ void WorkerGroup::start(int local_rank, Fd& store) {
         stack_file(context_.log_dir, worker.rank)}) {
     std::filesystem::remove(left_over);
   }
-  const WorkerPlace place{.local_rank = local_rank,
+  const WorkerPlace place{.local_rank = worker.local_rank,
+                          .restarts = worker.restarts,
                           .log_dir = context_.log_dir,
-                          .store_fd = worker.rank == 0 ? store.get() : -1,
+                          .store_fd = store_fd,
                           .num_threads = num_threads_,
                           .servers = context_.servers,
                           .job_secret = context_.job_secret};
-  workers_.push_back(std::move(worker));
-  workers_.back().pid = start_process(
+  worker.pid = start_process(
       {.program = context_.program,
        .command = context_.options.command,
        .environment = worker_environment(own_environment(), context_.options, node_, place),
        .stdout_fd = out.worker.get(),
        .stderr_fd = err.worker.get(),
        .inherited_fd = place.store_fd,
-       .cores = cores_.empty() ? std::vector<int>{} : cores_[static_cast<size_t>(local_rank)]},
+       .cores =
+           cores_.empty() ? std::vector<int>{} : cores_[static_cast<size_t>(worker.local_rank)]},
       context_.guardian, context_.signals);
-  workers_.back().running = true;
+  worker.running = true;
 }
 
 bool WorkerGroup::running() const {
@@ -103,7 +104,8 @@ bool WorkerGroup::running() const {
 }
 
 bool WorkerGroup::may_start_again() const {
-  return context_.options.max_restarts > node_.restart_count;
+  return context_.options.restart_policy == RestartPolicy::kGroup &&
+         context_.options.max_restarts > node_.restart_count;
 }
 
 void WorkerGroup::add_polls(std::vector<pollfd>& polls) const {
@@ -127,7 +129,7 @@ std::optional<WorkerGroup::Clock::time_point> WorkerGroup::deadline() const {
   return earliest;
 }
 
-void WorkerGroup::turn() {
+std::vector<std::string> WorkerGroup::turn() {
   for (Worker& worker : workers_) {
     for (Stream& stream : worker.streams) {
       if (stream.wants_more()) stream.pump();
@@ -135,6 +137,7 @@ void WorkerGroup::turn() {
   }
   notice_exits();
   keep_deadlines();
+  return std::exchange(news_, {});
 }
 
 void WorkerGroup::notice_exits() {
@@ -151,15 +154,16 @@ void WorkerGroup::notice_exits() {
 void WorkerGroup::note_end(Worker& worker, ExitStatus status) {
   worker.running = false;
   const bool stopped = stopping_ && worker.note.empty();
-  outcomes_.push_back(
-      {.rank = worker.rank,
-       .pid = worker.pid,
-       .status = status,
-       .passed_signal = passed_signal_,
-       .stopped = stopped,
-       .note = worker.note,
-       .explained = explains(error_file(context_.log_dir, worker.rank), status.exit_code)});
-  const Outcome& outcome = outcomes_.back();
+  const Outcome outcome{
+      .rank = worker.rank,
+      .pid = worker.pid,
+      .status = status,
+      .passed_signal = passed_signal_,
+      .stopped = stopped,
+      .note = worker.note,
+      .explained = explains(error_file(context_.log_dir, worker.rank), status.exit_code)};
+  if (outlive(worker, outcome)) return;
+  outcomes_.push_back(outcome);
   const bool first_failure = outcome.failed() && !std::exchange(failed_, true);
   if (!first_failure || passed_signal_ != 0 || stopping_) return;
   if (may_start_again() && outcome.meaning() == kExitFailure) {
@@ -167,6 +171,41 @@ void WorkerGroup::note_end(Worker& worker, ExitStatus status) {
   } else {
     term_at_ = Clock::now() + context_.options.grace;
   }
+}
+
+// Whether the job goes on after this end as if it had not been: independent workers alone.
+bool WorkerGroup::outlive(Worker& worker, const Outcome& outcome) {
+  const RunOptions& options = context_.options;
+  if (!options.independent() || !outcome.failed() || passed_signal_ != 0 || stopping_) return false;
+  const std::string what = describe(outcome, context_.log_dir);
+  const bool may_start = options.restart_policy == RestartPolicy::kSingle &&
+                         outcome.meaning() != kExitUsage && restarts_ < options.max_restarts;
+  if (may_start) {
+    start_again(worker, what);
+    return true;
+  }
+  const bool others_are_left =
+      running() || std::any_of(outcomes_.begin(), outcomes_.end(),
+                               [](const Outcome& other) { return !other.failed(); });
+  if (options.on_trainer_loss != "continue" || !others_are_left) return false;
+  news_.push_back(what + "; the others go on without it");
+  return true;
+}
+
+void WorkerGroup::start_again(Worker& worker, const std::string& reason) {
+  kill_sessions({&worker.pid, 1});
+  const bool waited = outlives_kill(worker.killed_at);
+  if (reap(worker.pid, Clock::now() + (waited ? milliseconds(0) : kKillTime)))
+    context_.guardian.forget(worker.pid);
+  worker.pid = -1;
+  drain({&worker, 1});
+  worker.killed_at.reset();
+  worker.note.clear();
+  ++worker.restarts;
+  ++restarts_;
+  news_.push_back(reason + "; it starts again alone, restart " + std::to_string(restarts_) +
+                  " of " + std::to_string(context_.options.max_restarts));
+  start(worker, -1);
 }
 
 void WorkerGroup::keep_deadlines() {
@@ -235,8 +274,9 @@ void WorkerGroup::pass_window_size() const {
 }
 
 std::vector<std::string> WorkerGroup::end() {
-  std::vector<std::string> news = kill_workers();
-  drain();
+  std::vector<std::string> news = std::exchange(news_, {});
+  std::ranges::move(kill_workers(), std::back_inserter(news));
+  drain(workers_);
   if (!context_.logs.flush())
     news.push_back("warning: the logs in " + context_.log_dir +
                    " are incomplete: their disk takes nothing");
@@ -268,10 +308,10 @@ std::vector<std::string> WorkerGroup::kill_workers() {
 
 // Only a process that left its worker's session can hold a stream open longer; it is not waited
 // for.
-void WorkerGroup::drain() {
+void WorkerGroup::drain(std::span<Worker> workers) {
   const auto end = Clock::now() + kDrainTime;
   const auto open = [](const Stream& stream) { return stream.fd() >= 0; };
-  for (Worker& worker : workers_) {
+  for (Worker& worker : workers) {
     for (Stream& stream : worker.streams) {
       while (open(stream) && Clock::now() < end) {
         if (stream.pump() || !open(stream)) continue;

@@ -40,6 +40,7 @@ struct Worker {
   std::optional<std::chrono::steady_clock::time_point> killed_at{};  ///< SIGKILL went out.
   std::string note;                                                  ///< See Outcome::note.
   std::vector<Stream> streams;                                       ///< stdout, stderr.
+  int restarts = 0;  ///< Times that it was started again alone.
 };
 
 /// Starts one worker per local rank, copies what they write, notices how they end, and stops them.
@@ -47,8 +48,10 @@ struct Worker {
 /// When a worker fails, the others have options.grace to leave, then SIGTERM, 3 seconds later
 /// SIGKILL. Where the job may start again nothing is gained by waiting: then SIGTERM goes out at
 /// once and SIGKILL after the grace, unless all that is known is a lost peer (exit code 3). One
-/// that SIGKILL does not end within kKillTime is left behind. Threads: from the main thread, while
-/// there is no other (it forks).
+/// that SIGKILL does not end within kKillTime is left behind. Where workers are independent
+/// (RunOptions), one that fails is started again alone, max_restarts times in all, and under
+/// on_trainer_loss "continue" the others then go on without it. Threads: from the main thread,
+/// while there is no other (it forks).
 class WorkerGroup {
  public:
   using Clock = std::chrono::steady_clock;
@@ -72,8 +75,9 @@ class WorkerGroup {
   void add_polls(std::vector<pollfd>& polls) const;
   /// When turn() is due at the latest.
   std::optional<Clock::time_point> deadline() const;
-  /// Reads what there is, notices ends, keeps deadlines; does not block.
-  void turn();
+  /// Reads what there is, notices ends, keeps deadlines; does not block, but to end what an
+  /// independent worker has left behind. Returns lines to tell the user.
+  std::vector<std::string> turn();
 
   /// Passes on a signal that asks the job to stop; SIGKILL follows 25 seconds after the grace.
   void pass_stop(int signal);
@@ -96,16 +100,18 @@ class WorkerGroup {
 
  private:
   WorkerGroup(const RoundContext& context, const NodePlace& node);
-  void start(int local_rank, Fd& store);
+  void start(Worker& worker, int store_fd);
   Stream make_stream(const Worker& worker, int which, Channel& channel) const;
   Channel make_channel(int rank, int local_rank, int which) const;
   Terminal& terminal(int which) const;
   bool may_start_again() const;
   void notice_exits();
   void note_end(Worker& worker, ExitStatus status);
+  bool outlive(Worker& worker, const Outcome& outcome);
+  void start_again(Worker& worker, const std::string& reason);
   void keep_deadlines();
   std::vector<std::string> kill_workers();
-  void drain();
+  static void drain(std::span<Worker> workers);
 
   const RoundContext context_;
   const NodePlace node_;
@@ -113,6 +119,8 @@ class WorkerGroup {
   int num_threads_ = 1;
   std::vector<Worker> workers_;
   std::vector<Outcome> outcomes_;
+  std::vector<std::string> news_;
+  int restarts_ = 0;  // Of single workers.
   int passed_signal_ = 0;
   bool failed_ = false;
   std::string stopped_because_;

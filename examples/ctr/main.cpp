@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <functional>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 
@@ -137,9 +138,11 @@ int generate(const Flags& flags) {
   return cohort::kExitOk;
 }
 
-// Joins the other trainers, does `work`, and leaves.
+// Joins the other trainers, does `work`, and leaves. Where a launcher starts trainers again, or
+// goes on without them, one by one, they meet through their servers alone.
 int with_trainer(Flags& flags, const std::function<void(ctr::Trainer&)>& work) {
-  const auto group = flags.group.connect();
+  const bool alone = cohort::env_string("COHORT_PROCESS_GROUP").value_or("") == "none";
+  const auto group = alone ? flags.group.stay_alone() : flags.group.connect();
   ctr::Trainer trainer(flags.options, *group);
   work(trainer);
   trainer.finish();

@@ -7,14 +7,19 @@
 #include <cstdio>
 #include <fcntl.h>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 #include <unistd.h>
+#include <utility>
 
 #include "cohort/base/atomic_file.h"
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
@@ -145,6 +150,21 @@ bool saves_here(Training training) {
          });
 }
 
+// The job that a launcher starts trainers of, and starts them again.
+std::string job_id() {
+  return cohort::env_string("COHORT_JOB_ID").value_or("");
+}
+
+// Beside a checkpoint: whose it is, and after which epoch.
+std::string epoch_file(const std::string& folder) {
+  return folder + "/epoch.json";
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
 DeepFm seeded_network(uint64_t seed) {
   torch::manual_seed(seed);
   return DeepFm();
@@ -156,7 +176,9 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
     : options_(options),
       group_(group),
       training_(training_of(options)),
-      session_(session_options()),
+      session_options_(session_options()),
+      share_(share_of(session_options_)),
+      session_(session_options_),
       rows_(session_.embedding(
           with_limits({.name = "categories",
                        .width = DeepFmOptions().width,
@@ -168,10 +190,41 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
   train_files_ = files_or(options.train, options, "train.tsv");
   test_files_ = files_or(options.test, options, "test.tsv");
   session_.add("net", *network_);
-  session_.start();
 }
 
-cohort::ps::SessionOptions Trainer::session_options() const {
+// Trainer 0 alone sends servers back to a checkpoint, before the others join.
+void Trainer::start() {
+  if (std::exchange(is_started_, true)) return;
+  const bool goes_first = session_options_.client.restore && group_.size() > 1;
+  if (!goes_first || group_.rank() == 0) session_.start();
+  if (!goes_first) return;
+  group_.barrier("ctr servers begin");
+  if (group_.rank() > 0) session_.start();
+}
+
+// Servers know how far trainers of sync and async have come. What the others push are no steps:
+// once they are started again they go back to the epoch that was saved last, or to the beginning.
+void Trainer::go_back(cohort::ps::SessionOptions& session) {
+  const bool counts = training_ == Training::kSync || training_ == Training::kAsync;
+  if (counts || cohort::env_int("COHORT_RESTART_COUNT").value_or(0) == 0) return;
+  std::string checkpoint;
+  try {
+    const auto saved = nlohmann::json::parse(read_file(epoch_file(options_.save)));
+    if (!job_id().empty() && saved.at("job") == job_id()) {
+      epochs_before_ = saved.at("epoch");
+      checkpoint = options_.save;
+    }
+  } catch (const nlohmann::json::exception&) {
+    // There is none, or it is another job's: from the beginning.
+  }
+  if (training_ == Training::kLocal) {
+    if (!checkpoint.empty()) session.load = checkpoint;
+  } else {
+    session.client.restore = checkpoint;
+  }
+}
+
+cohort::ps::SessionOptions Trainer::session_options() {
   if (options_.max_staleness >= 0 && training_ != Training::kAsync) {
     throw ConfigError("--max-staleness " + std::to_string(options_.max_staleness) +
                       ": expected with --mode async alone");
@@ -192,7 +245,18 @@ cohort::ps::SessionOptions Trainer::session_options() const {
           "--load: with servers it is they who load: cohort run --server-arg=--load=" +
           options_.load);
     }
-    session = cohort::apps::place_among_servers(group_, training_, options_.security).session;
+    if (group_.size() > 1) {
+      session = cohort::apps::place_among_servers(group_, training_, options_.security).session;
+    } else {
+      if (training_ == Training::kHalfAsync || training_ == Training::kGeo) {
+        if (cohort::ps::discover_role() && cohort::ps::discover_role()->trainers > 1)
+          throw ConfigError("--mode " + options_.mode +
+                            ": expected sync or async where trainers start again, or are lost, one "
+                            "by one: servers do not know how far it has come");
+      }
+      session = cohort::ps::with_environment({.training = training_});
+      session.client.security = options_.security;
+    }
   }
   session.training = training_;
   session.dense_rule.learning_rate = static_cast<float>(options_.learning_rate);
@@ -200,13 +264,33 @@ cohort::ps::SessionOptions Trainer::session_options() const {
   session.error_if_nonfinite = options_.error_if_nonfinite;
   session.max_merge = options_.max_merge;
   session.geo_steps = options_.geo_steps;
+  go_back(session);
   return session;
 }
 
-ReaderOptions Trainer::reader_options(const std::vector<std::string>& files) const {
+Trainer::Share Trainer::share_of(const cohort::ps::SessionOptions& session) {
+  return {.number = session.trainer, .count = session.trainers};
+}
+
+bool Trainer::is_alone() const {
+  return group_.size() == 1 && share_.count > 1;
+}
+
+// Who does what is done once. Of trainers that do not meet the first that the servers have.
+bool Trainer::is_first() {
+  if (!is_alone()) return group_.rank() == 0;
+  const auto status = nlohmann::json::parse(session_.client().status().front());
+  for (const auto& trainer : status.at("trainers")) {
+    if (trainer.at("trainer") < share_.number && trainer.at("member")) return false;
+  }
+  return true;
+}
+
+ReaderOptions Trainer::reader_options(const std::vector<std::string>& files,
+                                      const Share& share) const {
   return {.files = files,
-          .share = group_.rank(),
-          .shares = group_.size(),
+          .share = share.number,
+          .shares = share.count,
           .batch_size = options_.batch_size,
           .skip_damaged = options_.skip_damaged};
 }
@@ -215,11 +299,38 @@ ReaderOptions Trainer::reader_options(const std::vector<std::string>& files) con
 // never comes.
 int64_t Trainer::agreed_steps() const {
   const int64_t most = options_.max_steps > 0 ? options_.max_steps : INT64_MAX;
-  if (group_.size() == 1) return most;
-  at::Tensor steps =
-      at::full({1}, count_lines(reader_options(train_files_)) / options_.batch_size, at::kLong);
+  const auto steps_of = [&](const Share& share) {
+    return count_lines(reader_options(train_files_, share)) / options_.batch_size;
+  };
+  if (is_alone()) {
+    int64_t least = most;
+    for (int number = 0; number < share_.count; ++number)
+      least = std::min(least, steps_of({number, share_.count}));
+    return least;
+  }
+  if (group_.size() == 1 && session_.steps_before() == 0) return most;
+  if (group_.size() == 1) {  // Its last batch may be smaller, and malformed lines make none.
+    ExampleReader reader(reader_options(train_files_, share_));
+    Batch batch;
+    int64_t steps = 0;
+    while (steps < most && reader.next(batch)) ++steps;
+    return steps;
+  }
+  at::Tensor steps = at::full({1}, steps_of(share_), at::kLong);
   group_.all_reduce(steps, cohort::comm::ReduceOp::kMin);
   return std::min(most, steps.item<int64_t>());
+}
+
+// The epoch in which the trainers go on, whose end at least is still to come. Of those who meet,
+// one that was killed before it could is an epoch behind: it goes on with the others.
+int64_t Trainer::first_epoch(int64_t num_steps) const {
+  const int64_t before = session_.steps_before();
+  const int64_t epoch =
+      before == 0 || num_steps == 0 ? epochs_before_ + 1 : (before - 1) / num_steps + 1;
+  if (group_.size() == 1) return epoch;
+  at::Tensor latest = at::full({1}, epoch, at::kLong);
+  group_.all_reduce(latest, cohort::comm::ReduceOp::kMax);
+  return latest.item<int64_t>();
 }
 
 std::optional<Trainer::Tensors> Trainer::next_tensors(ExampleReader& reader, Batch& batch) const {
@@ -251,12 +362,12 @@ double Trainer::learn(const Tensors& tensors) {
   return loss.item<double>() * static_cast<double>(tensors.labels_B.size(0));
 }
 
-EpochReport Trainer::train_epoch(int64_t epoch) {
+// Goes on behind the first `done` steps.
+EpochReport Trainer::train_epoch(int64_t epoch, int64_t done, int64_t num_steps) {
   rows_->train();
   network_->train();
   // Rows may travel while the batch before is computed on, where steps need not see each other.
   const bool overlaps = training_ == Training::kAsync || training_ == Training::kHalfAsync;
-  const int64_t num_steps = agreed_steps();
   EpochReport report;
   const auto begin = Clock::now();
   const double cpu_begin = cpu_seconds();
@@ -265,9 +376,10 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
     report.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
     report.cpu_us = 1e6 * (cpu_seconds() - cpu_begin);
   };
-  ExampleReader reader(reader_options(train_files_));
+  ExampleReader reader(reader_options(train_files_, share_));
   Batch batch;
-  auto now = next_tensors(reader, batch);
+  for (; report.steps < done; ++report.steps) reader.next(batch);
+  auto now = report.steps < num_steps ? next_tensors(reader, batch) : std::nullopt;
   if (now) {
     rows_->prefetch(now->ids_BS);
     session_.pull();
@@ -294,7 +406,7 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
         report.loss / examples, examples / report.seconds, report.cpu_us / examples);
   }
   // A share from which damaged lines were left out ends early: others count on its steps.
-  for (; group_.size() > 1 && report.steps < num_steps; ++report.steps) {
+  for (; share_.count > 1 && report.steps < num_steps; ++report.steps) {
     session_.push();
     session_.pull();
   }
@@ -306,7 +418,7 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
 void Trainer::ensure_data() {
   const bool absent =
       !names_files(options_) && !std::filesystem::exists(options_.data + "/train.tsv");
-  if (group_.rank() == 0 && absent) {
+  if (share_.number == 0 && absent) {
     console_.print("making up %lld examples in %s\n", static_cast<long long>(options_.rows),
                    options_.data.c_str());
     generate_clicks({.rows = options_.rows, .seed = options_.seed}, options_.data);
@@ -344,27 +456,47 @@ void Trainer::check_learned(const EpochReport& sums) const {
 void Trainer::train() {
   check_output();
   ensure_data();
+  start();  // Trainers that do not meet come behind the first one, which has made the data.
   check_input();
-  for (int64_t epoch = 1; epoch <= options_.epochs; ++epoch) {
-    const EpochReport report = train_epoch(epoch);
+  const int64_t num_steps = agreed_steps();
+  const int64_t first = first_epoch(num_steps);
+  for (int64_t epoch = first; epoch <= options_.epochs; ++epoch) {
+    int64_t done = 0;
+    if (epoch == first && session_.steps_before() > 0)
+      done = std::max<int64_t>(0, session_.steps_before() - (epoch - 1) * num_steps);
+    if (done > 0)
+      console_.print("epoch %lld goes on behind step %lld\n", static_cast<long long>(epoch),
+                     static_cast<long long>(done));
+    const EpochReport report = train_epoch(epoch, done, num_steps);
     tell_damaged(report.damaged, "");
     std::array<double, 4> sums{static_cast<double>(report.examples),
                                static_cast<double>(report.damaged), report.cpu_us, report.loss};
     at::Tensor total = at::tensor(at::ArrayRef<double>(sums));
     group_.all_reduce(total);
     const double examples = total[0].item<double>();
-    check_learned({.examples = total[0].item<int64_t>(), .damaged = total[1].item<int64_t>()});
-    console_.print(
-        "epoch %lld: %.0f examples, log-loss %.4f while learning, %.0f examples/s of all trainers, "
-        "%.1f us CPU an example in trainers\n",
-        static_cast<long long>(epoch), examples, total[3].item<double>() / examples,
-        examples / report.seconds, total[2].item<double>() / examples);
+    if (done == 0)
+      check_learned({.examples = total[0].item<int64_t>(), .damaged = total[1].item<int64_t>()});
+    if (examples > 0)
+      console_.print(
+          "epoch %lld: %.0f examples, log-loss %.4f while learning, %.0f examples/s of %s, %.1f us "
+          "CPU an example in trainers\n",
+          static_cast<long long>(epoch), examples, total[3].item<double>() / examples,
+          examples / report.seconds, is_alone() ? "this trainer" : "all trainers",
+          total[2].item<double>() / examples);
     settle();
+    const bool first_here = is_first();
     // First what was learnt: the test files may have a line that ends the run.
-    if (!options_.save.empty() && group_.rank() == 0) session_.save(options_.save);
-    if (!test_files_.empty()) print_evaluation();
+    if (!options_.save.empty() && first_here) save(epoch);
+    if (!test_files_.empty() && (!is_alone() || first_here)) print_evaluation();
     if (group_.size() > 1) group_.barrier("ctr epoch");
   }
+}
+
+void Trainer::save(int64_t epoch) {
+  session_.save(options_.save);
+  if (job_id().empty() || !saves_here(training_)) return;
+  cohort::write_atomically(epoch_file(options_.save),
+                           nlohmann::json{{"job", job_id()}, {"epoch", epoch}}.dump() + "\n");
 }
 
 void Trainer::tell_damaged(int64_t lines, const char* where) const {
@@ -380,12 +512,13 @@ void Trainer::settle() {
 
 std::optional<Metrics> Trainer::evaluate() {
   if (test_files_.empty()) throw ConfigError("--test: expected files to evaluate on, got none");
+  start();
   settle();
   session_.pull();
   rows_->eval();
   network_->eval();
   const at::NoGradGuard no_gradients;
-  ExampleReader reader(reader_options(test_files_));
+  ExampleReader reader(reader_options(test_files_, {group_.rank(), group_.size()}));
   ScoreSet scores;
   Batch batch;
   while (const auto tensors = next_tensors(reader, batch)) {
@@ -428,6 +561,7 @@ void Trainer::predict(const std::string& input, const std::string& output) {
     throw ConfigError("predict: expected one process, got " + std::to_string(group_.size()));
   }
   refuse_same_file(input, output);
+  start();
   rows_->eval();
   network_->eval();
   const at::NoGradGuard no_gradients;

@@ -26,7 +26,9 @@ struct EpochReport {
   double cpu_us = 0;  ///< Of this process, in all.
 };
 
-/// Owner:   `group`, whose ranks are the trainers, and `options` must outlive it. Threads: one.
+/// Owner:   `group`, whose ranks are the trainers, and `options` must outlive it. A group of one
+///          process beside other trainers: none waits for another but through the servers, and the
+///          first trainer that is there evaluates and saves. Threads: one.
 /// Collective: constructor, train() and evaluate(). Rank 0 alone prints.
 /// Errors:  ConfigError for flags, files and examples, of which too few are refused on every rank;
 ///          PeerError and c10::DistError when a trainer or a server is lost.
@@ -52,14 +54,27 @@ class Trainer {
     at::Tensor labels_B, numbers_BN, ids_BS;
   };
 
-  cohort::ps::SessionOptions session_options() const;
-  ReaderOptions reader_options(const std::vector<std::string>& files) const;
+  /// A trainer's share of the examples: one of several that the trainers have, or that ranks have.
+  struct Share {
+    int number = 0;
+    int count = 1;
+  };
+
+  cohort::ps::SessionOptions session_options();
+  void go_back(cohort::ps::SessionOptions& session);
+  static Share share_of(const cohort::ps::SessionOptions& session);
+  bool is_alone() const;
+  bool is_first();
+  int64_t first_epoch(int64_t num_steps) const;
+  void start();
+  void save(int64_t epoch);
+  ReaderOptions reader_options(const std::vector<std::string>& files, const Share& share) const;
   void ensure_data();
   void check_output() const;
   void check_input() const;
   void check_learned(const EpochReport& sums) const;
   int64_t agreed_steps() const;
-  EpochReport train_epoch(int64_t epoch);
+  EpochReport train_epoch(int64_t epoch, int64_t done, int64_t num_steps);
   void tell_damaged(int64_t lines, const char* where) const;
   void settle();
   std::optional<Tensors> next_tensors(ExampleReader& reader, Batch& batch) const;
@@ -70,6 +85,10 @@ class Trainer {
   cohort::comm::ProcessGroup& group_;
   cohort::Console console_{group_.rank()};
   cohort::ps::Training training_;
+  int64_t epochs_before_ = 0;  ///< In the checkpoint that a trainer started again goes back to.
+  cohort::ps::SessionOptions session_options_;
+  Share share_;
+  bool is_started_ = false;
   std::vector<std::string> train_files_;
   std::vector<std::string> test_files_;
   cohort::ps::Session session_;

@@ -96,6 +96,11 @@ class Client {
   /// again; a server that has that push already keeps the one it has.
   uint64_t step() const { return step_; }
 
+  /// Pushes that earlier processes of this trainer made since it became a member, and that the
+  /// state of all servers has: where a program goes on whose first process was killed. 0 for one
+  /// that comes for the first time, or after it has left. kSync: steps.
+  uint64_t pushed_before() const { return pushed_before_; }
+
   /// Asks for rows, and for all parameters unless `parameters` is empty. kSync: of the state after
   /// step() steps. Returns at once.
   PendingPull pull(std::span<const PullRows> rows, std::vector<std::span<float>> parameters,
@@ -150,6 +155,7 @@ class Client {
   std::vector<std::unique_ptr<ServerLink>> links_;
   bool is_initialised_ = false;
   std::atomic<uint64_t> step_ = 0;
+  uint64_t pushed_before_ = 0;
   std::vector<std::atomic<uint64_t>> sequences_;  // Of the last push, by server.
 };
 

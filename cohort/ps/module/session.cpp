@@ -191,6 +191,12 @@ class Session::Work {
     return counts ? static_cast<int64_t>(client_->step()) : steps_;
   }
 
+  int64_t steps_before() const {
+    const bool counts =
+        options_.training == Training::kSync || options_.training == Training::kAsync;
+    return client_ && counts ? static_cast<int64_t>(client_->pushed_before()) : 0;
+  }
+
   void flush() { exchange_->flush(); }
 
   void finish() {
@@ -326,6 +332,10 @@ void Session::start_pull() {
 
 void Session::push() {
   work_->push();
+}
+
+int64_t Session::steps_before() const {
+  return work_->steps_before();
 }
 
 int64_t Session::step() const {

@@ -97,6 +97,10 @@ class Session {
   /// looked up since the last push, and forgets them and the rows.
   void push();
 
+  /// kSync, kAsync: steps that earlier processes of this trainer made in the job, as
+  /// Client::pushed_before: the program goes on behind them. 0 with the others, whose pushes are
+  /// not steps. After start().
+  int64_t steps_before() const;
   /// Steps so far (of the job, for a trainer that came back).
   int64_t step() const;
   /// Waits until all that was pushed is acknowledged.

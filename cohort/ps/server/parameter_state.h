@@ -38,7 +38,9 @@ struct TrainerState {
   uint64_t clock = 0;          ///< Its pushes, from where the slowest stood when it came.
   bool is_member = true;       ///< Steps wait for it.
   uint64_t nonce = 0;          ///< Of its process's request to join.
-  uint64_t joined_after = 0;   ///< The last step that was closed without it.
+  /// kSync: the last step that was closed without it. kAsync: its pushes before it, as whatever
+  /// process, became a member.
+  uint64_t joined_after = 0;
 };
 
 /// Tables and blocks of one server, who trains them, and the open steps.
