@@ -242,6 +242,9 @@ TEST_F(ServerTrainingCommandTest, AnAsyncRunGoesOn) {
 
 TEST_F(ServerTrainingCommandTest, WhatServersCannotDoIsRefused) {
   const std::string servers = "--servers 1 --trainers 2";
+  for (const std::string alone : {" --restart-policy single", " --on-trainer-loss continue"})
+    expect_refused(train(servers + alone, "r", "--strategy ps-sync"),
+                   "are for trainers of servers without a process group");
   expect_refused(train(servers, "r", "--strategy ps-sync --cpu-offload"),
                  "--cpu-offload: this program computes");
   expect_refused(train(servers, "r", "--strategy ps-sync --tensor-parallel 2"),

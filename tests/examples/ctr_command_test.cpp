@@ -116,8 +116,9 @@ TEST_F(CtrCommandTest, AnEvaluationBetweenEpochsChangesNothing) {
   ASSERT_EQ(shell(bin("ctr") + " generate --rows 4000 --output " + folder_ / "data").code, 0);
   const std::string test = " --test " + folder_ / "data/test.tsv";
   const auto evaluated_after = [&](const std::string& flags) {
-    const Ended trained = shell(bin("ctr") + " train --epochs 3 --batch 400 --train " +
-                                folder_ / "data/train.tsv" + flags + " --save " + folder_ / "saved");
+    const Ended trained =
+        shell(bin("ctr") + " train --epochs 3 --batch 400 --train " + folder_ / "data/train.tsv" +
+              flags + " --save " + folder_ / "saved");
     EXPECT_EQ(trained.code, 0) << trained.output;
     const Ended ended = shell(bin("ctr") + " evaluate --load " + folder_ / "saved" + test);
     EXPECT_EQ(ended.code, 0) << ended.output;
@@ -130,6 +131,70 @@ TEST_F(CtrCommandTest, AnEvaluationBetweenEpochsChangesNothing) {
 }
 
 // 300 lines on end are five blocks of 16 KiB: one share has three of them, the other two.
+// Trainer 1 is killed twice, where trainer 0 has said that it has made some steps. The rows and
+// parameters that are saved are those of a run that nobody disturbed.
+TEST_F(CtrCommandTest, KilledTrainersGoOnWithinTheEpochWithTheSameBits) {
+  ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
+  const auto files_of = [&](const std::string& saved) {
+    const Ended ended = shell(bin("cohort-ps") + " export " + folder_ / saved + " --output " +
+                              folder_ / saved + "-export");
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return cohort::read_file(folder_ / saved + "-export/dense.safetensors") +
+           cohort::read_file(folder_ / saved + "-export/categories.safetensors");
+  };
+  const std::string flags = "--mode sync --epochs 2 -p 5 --save ";
+  ASSERT_EQ(shell(through_servers(2, 2, flags + folder_ / "calm")).code, 0);
+  for (const std::string policy : {"group", "single"}) {
+    const Ended ended = shell(
+        bin("cohort") + " run --servers 2 --trainers 2 --grace 1 --max-restarts 2 --log-dir " +
+        folder_ / policy + "-logs --restart-policy " + policy + " -- sh -c '" +
+        "if [ $RANK = 1 ] && [ $COHORT_RESTART_COUNT -lt 2 ]; then (until [ $(grep -c \"step\" "
+        "$COHORT_LOG_DIR/rank0.stdout.log) -gt $((10 * COHORT_RESTART_COUNT + 1)) ]; do sleep "
+        "0.01; "
+        "done; kill -9 $$) & fi; exec " +
+        train(flags + folder_ / policy) + "'");
+    ASSERT_EQ(ended.code, 0) << ended.output;
+    EXPECT_NE(ended.output.find("restart 2 of 2"), std::string::npos) << ended.output;
+    EXPECT_TRUE(files_of(policy) == files_of("calm")) << policy;
+    const std::string log = cohort::read_file(folder_ / policy + "-logs/rank1.stdout.log");
+    if (policy == "single") {
+      EXPECT_NE(log.find("goes on behind step"), std::string::npos) << log;
+    } else {
+      EXPECT_NE(ended.output.find("goes on behind step"), std::string::npos) << ended.output;
+    }
+  }
+}
+
+// Whoever is lost, the others come to the end, and the first of them evaluates.
+TEST_F(CtrCommandTest, TrainersGoOnWithoutOneThatIsLost) {
+  ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
+  for (const std::string lost : {"0", "1"}) {
+    const std::string logs = folder_ / ("logs" + lost);
+    const Ended ended =
+        shell(bin("cohort") + " run --servers 2 --trainers 2 --on-trainer-loss continue " +
+              "--server-arg=--trainer-timeout=2 --log-dir " + logs + " -- sh -c '" +
+              "if [ $RANK = " + lost + " ]; then (until grep -q step " + logs +
+              "/rank0.stdout.log; do sleep 0.01; done; kill -9 $$) & fi; exec " +
+              train("--mode sync --epochs 2 -p 5") + "'");
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    EXPECT_NE(ended.output.find("rank " + lost + " "), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find("the others go on without it"), std::string::npos) << ended.output;
+    const std::string first = lost == "0" ? "1" : "0";
+    const std::string log = cohort::read_file(logs + "/rank" + first + ".stdout.log");
+    EXPECT_GT(number_after(log, "AUC "), 0.6) << log;
+  }
+}
+
+TEST_F(CtrCommandTest, WhatStartsAgainAloneIsRefusedWhereItCannot) {
+  const std::string single = " run --restart-policy single ";
+  expect_refused(bin("cohort") + single + "-- true",
+                 "--restart-policy: expected group, or --servers beside it");
+  expect_refused(
+      bin("cohort") + single + "--servers 1 --trainers 2 -- " + train("--mode half-async"),
+      "--mode half-async: expected sync or async");
+  expect_refused(bin("cohort") + " run --on-trainer-loss continue -- true", "--on-trainer-loss");
+}
+
 TEST_F(CtrCommandTest, DamagedLinesAreLeftOutAndNobodyWaits) {
   ASSERT_EQ(shell(bin("ctr") + " generate --rows 2000 --output " + folder_ / "data").code, 0);
   ASSERT_EQ(shell("awk 'NR > 1000 && NR <= 1300 {sub(/^./, \"x\")} {print}' " +
