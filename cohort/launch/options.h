@@ -96,8 +96,9 @@ struct RunOptions {
   /// Wait for more nodes, once there are enough.
   std::chrono::milliseconds last_call_timeout{1000};
   KeepAlive keep_alive;
-  std::string rdzv_secret;  ///< Launchers prove to each other that they have it; empty: none.
-  int max_restarts = 0;     ///< Fresh starts of all workers after a worker failed.
+  /// Launchers prove to each other that they have it; workers get one made from it. Empty: none.
+  std::string rdzv_secret;
+  int max_restarts = 0;  ///< Fresh starts of all workers after a worker failed.
 
   ServerOptions servers;
 
