@@ -64,28 +64,29 @@ void make_no_proof_at_exit() {
   });
 }
 
-// Whether `request` has as many fields as its kind, and keys of a bounded length.
+// Whether `request` has the fields of its kind, and keys of a bounded length.
 bool is_well_formed(const StoreMessage& request) {
-  const auto is_key = [](std::string_view field) { return field.size() <= kLongestStoreKey; };
-  const auto& fields = request.fields;
-  const size_t count = fields.size();
+  const size_t count = request.fields.size();
+  const auto keys_every = [&](size_t step) {
+    for (size_t i = 0; i < count; i += step) {
+      if (request.fields[i].size() > kLongestStoreKey) return false;
+    }
+    return true;
+  };
   switch (request.kind) {
     case StoreWord::kSet:
-      for (size_t i = 0; i < count; i += 2) {
-        if (!is_key(fields[i])) return false;
-      }
-      return count % 2 == 0;
+      return count % 2 == 0 && keys_every(2);
     case StoreWord::kCompareSet:
-      return count == 3 && is_key(fields[0]);
+      return count == 3 && keys_every(3);
     case StoreWord::kAdd:
     case StoreWord::kAppend:
-      return count == 2 && is_key(fields[0]);
+      return count == 2 && keys_every(2);
     case StoreWord::kDelete:
-      return count == 1 && is_key(fields[0]);
+      return count == 1 && keys_every(1);
     case StoreWord::kCheck:
     case StoreWord::kGet:
     case StoreWord::kWait:
-      return std::all_of(fields.begin(), fields.end(), is_key);
+      return keys_every(1);
     case StoreWord::kCount:
     case StoreWord::kCancel:
       return count == 0;
@@ -121,26 +122,36 @@ StoreServer::~StoreServer() {
 }
 
 void StoreServer::serve() {
-  std::vector<pollfd> polls;
   while (true) {
-    polls.assign({{wake_.get(), POLLIN, 0}, {may_accept() ? listener_.get() : -1, POLLIN, 0}});
-    for (const auto* peers : {&strangers_, &members_}) {
-      for (const Peer& peer : *peers) {
-        const int event = peer.out.empty() ? POLLIN : POLLOUT;
-        polls.push_back({peer.fd.get(), static_cast<short>(event), 0});
-      }
+    try {
+      if (!turn()) return;
+    } catch (const std::exception&) {  // No memory: another turn may have some.
+      std::this_thread::sleep_for(kTurn);
     }
-    ::poll(polls.data(), polls.size(), patience());
-    if (polls[0].revents != 0) return;
-    auto poll = polls.begin() + 2;
-    for (auto* peers : {&strangers_, &members_}) {
-      for (Peer& peer : *peers) {
-        if ((poll++)->revents != 0) attend(peer);
-      }
-    }
-    sort_peers();
-    if (polls[1].revents != 0) accept_strangers();
   }
+}
+
+// Returns whether another turn is to come.
+bool StoreServer::turn() {
+  sort_peers();
+  std::vector<pollfd> polls{{wake_.get(), POLLIN, 0},
+                            {may_accept() ? listener_.get() : -1, POLLIN, 0}};
+  for (const auto* peers : {&strangers_, &members_}) {
+    for (const Peer& peer : *peers) {
+      const int event = peer.out.empty() ? POLLIN : POLLOUT;
+      polls.push_back({peer.fd.get(), static_cast<short>(event), 0});
+    }
+  }
+  ::poll(polls.data(), polls.size(), patience());
+  if (polls[0].revents != 0) return false;
+  auto poll = polls.begin() + 2;
+  for (auto* peers : {&strangers_, &members_}) {
+    for (Peer& peer : *peers) {
+      if ((poll++)->revents != 0) attend(peer);
+    }
+  }
+  if (polls[1].revents != 0) accept_strangers();
+  return true;
 }
 
 int StoreServer::patience() const {

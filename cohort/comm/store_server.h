@@ -53,6 +53,7 @@ class StoreServer {
   };
 
   void serve();
+  bool turn();
   int patience() const;
   bool may_accept() const;
   void accept_strangers();

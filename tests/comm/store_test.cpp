@@ -267,7 +267,8 @@ TEST(StoreTest, AfterATimeoutTheConnectionGoesOn) {
   std::printf("%d of 200 gave up\n", num_late);
 }
 
-TEST(StoreTest, AServerThatIsGoneOrSilentEndsEveryCallInTime) {
+TEST(StoreTest, AServerThatIsGoneEndsEveryCallAndNothingIsWritten) {
+  testing::internal::CaptureStderr();
   auto served = std::make_unique<Served>();
   const auto store = served->client();
   auto waiter = std::async(std::launch::async, [&] { store->get("never"); });
@@ -283,6 +284,8 @@ TEST(StoreTest, AServerThatIsGoneOrSilentEndsEveryCallInTime) {
   std::this_thread::sleep_for(milliseconds(100));
   cut->shut_down();
   EXPECT_THROW(wakes.get(), c10::DistNetworkError);
+  EXPECT_THROW(again.client()->wait({"never"}, milliseconds(20)), c10::DistStoreError);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 // A server that shook hands, and stands still: a process that is stopped.
