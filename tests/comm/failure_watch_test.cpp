@@ -79,12 +79,11 @@ TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
     const Loopback loopback;
     auto store = c10::make_intrusive<SlowStore>();
     store->is_open = [&] { return loopback.is_open(); };
-    auto watch =
-        std::make_unique<FailureWatch>(
-            StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
-                                       FailureWatchCalls{.story = [] { return std::string(); },
-                                                         .waiting_ns = [] { return std::nullopt; },
-                                                         .abort = [] {}});
+    auto watch = std::make_unique<FailureWatch>(
+        StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
+        FailureWatchCalls{.story = [] { return std::string(); },
+                          .waiting_ns = [] { return std::nullopt; },
+                          .abort = [] {}});
     store->asked.get_future().wait();
     auto end = std::async(std::launch::async, [&] { watch.reset(); });
     EXPECT_EQ(end.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
@@ -100,12 +99,11 @@ TEST(FailureWatchTest, ASilentStoreIsCutOff) {
   const Loopback loopback;
   auto store = c10::make_intrusive<SlowStore>();
   store->is_open = [&] { return loopback.is_open(); };
-  auto watch =
-      std::make_unique<FailureWatch>(
-            StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
-                                     FailureWatchCalls{.story = [] { return std::string(); },
-                                                       .waiting_ns = [] { return std::nullopt; },
-                                                       .abort = [] {}});
+  auto watch = std::make_unique<FailureWatch>(
+      StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
+      FailureWatchCalls{.story = [] { return std::string(); },
+                        .waiting_ns = [] { return std::nullopt; },
+                        .abort = [] {}});
   store->asked.get_future().wait();
   auto end = std::async(std::launch::async, [&] { watch.reset(); });
   for (int i = 0; i < 600 && loopback.is_open(); ++i)
