@@ -190,7 +190,7 @@ void StoreServer::accept_strangers() {
   }
 }
 
-// What goes wrong with one peer is his end, and nobody else's.
+// What goes wrong with one peer ends that one, and nothing else.
 void StoreServer::attend(Peer& peer) {
   try {
     send(peer);

@@ -23,7 +23,7 @@ struct StoreServerOptions {
 
 /// Serves StoreClients on a thread of its own, from the constructor to the destructor.
 ///
-/// A stranger, who has not proven yet that he has the secret, is told a random number and nothing
+/// A stranger, which has not proven yet that it has the secret, is told a random number and nothing
 /// else. No peer holds up another: nothing blocks, and of each at most one message and one answer
 /// are kept. Programs that this process starts inherit none of its sockets.
 /// Threads: made and destroyed by one thread.
@@ -41,8 +41,8 @@ class StoreServer {
   using Clock = std::chrono::steady_clock;
   struct Peer {
     Fd fd;
-    Clock::time_point since;  // When he came, or took a part of an answer.
-    std::string nonce;        // What was sent to him.
+    Clock::time_point since;  // When it came, or took a part of an answer.
+    std::string nonce;        // What was sent to it.
     std::string in;
     std::string out;
     size_t num_sent = 0;                 // Bytes at the front of `out`.
