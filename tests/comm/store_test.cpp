@@ -290,11 +290,10 @@ TEST(StoreTest, AServerThatIsGoneEndsEveryCallAndNothingIsWritten) {
 
 // A server that shook hands, and stands still: a process that is stopped.
 TEST(StoreTest, AStoppedServerEndsEveryCallInTime) {
-  if (const char* port = std::getenv("COHORT_TEST_STORE_PORT")) {
-    Served served;
+  if (std::getenv("COHORT_TEST_STORE_SERVER")) {
+    const Served served;
     std::printf("%d\n", served.port);
     std::fflush(stdout);
-    (void)port;
     ::pause();
   }
   int ends[2];
@@ -303,7 +302,7 @@ TEST(StoreTest, AStoppedServerEndsEveryCallInTime) {
   const pid_t pid = ::fork();
   if (pid == 0) {
     ::dup2(ends[1], 1);
-    ::setenv("COHORT_TEST_STORE_PORT", "1", 1);
+    ::setenv("COHORT_TEST_STORE_SERVER", "1", 1);
     ::execl(self.c_str(), self.c_str(), "--gtest_brief=1",
             "--gtest_filter=StoreTest.AStoppedServerEndsEveryCallInTime", nullptr);
     ::_exit(127);
@@ -320,6 +319,7 @@ TEST(StoreTest, AStoppedServerEndsEveryCallInTime) {
   };
   const auto asks = connect(milliseconds(200)), waits = connect(milliseconds(200));
   ::kill(pid, SIGSTOP);
+  ::waitpid(pid, nullptr, WUNTRACED);  // Until it has stopped.
   const auto start = Clock::now();
   EXPECT_THROW(asks->set("a", bytes("")), c10::DistNetworkError);
   EXPECT_THROW(waits->get("a"), c10::DistNetworkError);

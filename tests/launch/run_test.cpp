@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include "cohort/launch/cores.h"
+#include "cohort/launch/store_socket.h"
 
 #include "tests/launch/launch_harness.h"
 
@@ -46,9 +47,10 @@ TEST(RunTest, NodesThatDoNotMeetHaveTheSecretOfTheirFile) {
   const TemporaryFolder folder;
   const std::string file = folder.path() + "/secret";
   ASSERT_EQ(std::system(("echo the text of the file > " + file).c_str()), 0);
+  const std::string port = std::to_string(listen_for_store(Reach::kLoopback, 0).port);
   const auto run = [&](const std::string& rank, const Lines& more) {
-    Lines flags{"--nnodes",      "2",     "--node-rank", rank, "--master-addr", "127.0.0.1",
-                "--master-port", "29777", "--tee",       "all"};
+    Lines flags{"--nnodes",      "2",  "--node-rank", rank, "--master-addr", "127.0.0.1",
+                "--master-port", port, "--tee",       "all"};
     flags.insert(flags.end(), more.begin(), more.end());
     Launched job(cohort_run_sh(flags, "echo $COHORT_JOB_SECRET"));
     const Ended ended = job.wait();
