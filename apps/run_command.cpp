@@ -132,7 +132,8 @@ void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->type_name("TEXT")
       ->group(group);
   app.add_option("--rdzv-secret-file", words.rdzv_secret_file,
-                 "File with the job's secret: a launcher without it is refused")
+                 "File with the secret of a job of several nodes: launchers and workers without it "
+                 "are refused")
       ->type_name(kFile)
       ->group(group);
   app.add_option("--interface", options.interface,

@@ -28,6 +28,10 @@ bool is_ready(const Fd& socket, short event, Clock::time_point deadline) {
   return count > 0;
 }
 
+bool would_block() {
+  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+}
+
 int connect_to(const addrinfo& address, Clock::time_point deadline, Fd& connection) {
   connection = Fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!connection) return errno;

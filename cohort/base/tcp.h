@@ -20,6 +20,9 @@ Addresses resolve(const std::string& host, int port, int type, int& error);
 /// has.
 bool is_ready(const Fd& socket, short event, std::chrono::steady_clock::time_point deadline);
 
+/// Whether errno says that a call on a non-blocking socket is to be made again, later or at once.
+bool would_block();
+
 /// Connects a new, non-blocking socket to `address`, and waits for that at most until `deadline`.
 /// Returns 0 and the socket in `connection`, or errno's number for why there is none.
 int connect_to(const addrinfo& address, std::chrono::steady_clock::time_point deadline,

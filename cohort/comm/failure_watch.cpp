@@ -53,10 +53,10 @@ Verdict from_text(const std::string& text) {
 
 }  // namespace
 
-FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, Connections sockets, int rank,
-                           int world_size, bool host_dies_with_rank_0, FailureWatchCalls calls)
-    : store_(std::move(store)),
-      sockets_(std::move(sockets)),
+FailureWatch::FailureWatch(StoreConnection connection, int rank, int world_size,
+                           bool host_dies_with_rank_0, FailureWatchCalls calls)
+    : store_(std::move(connection.store)),
+      cut_store_(std::move(connection.cut)),
       rank_(rank),
       world_size_(world_size),
       host_dies_with_rank_0_(host_dies_with_rank_0),
@@ -73,11 +73,11 @@ FailureWatch::FailureWatch(c10::intrusive_ptr<c10d::Store> store, Connections so
 FailureWatch::~FailureWatch() {
   thread_.request_stop();
   {
-    // c10d prints a trace of a call that is cut off: only a silent host needs that.
+    // c10d's client prints a trace of a call that is cut off: only a silent host needs that.
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, kLastCallLimit, [&] { return ended_; });
   }
-  sockets_.shut_down();
+  cut_store_();
   thread_.join();
 }
 
@@ -91,7 +91,7 @@ Verdict FailureWatch::verdict() {
   }
   // The watching thread hangs in the store, whose host does not answer but has not closed the
   // connection either. It will find it closed, and end what else waits.
-  sockets_.shut_down();
+  cut_store_();
   return store_lost("does not answer");
 }
 

@@ -10,11 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "cohort/comm/connections.h"
-
-namespace c10d {
-class Store;
-}
+#include "cohort/comm/store_connection.h"
 
 namespace cohort::comm {
 
@@ -51,10 +47,10 @@ struct FailureWatchCalls {
 /// seconds.
 class FailureWatch {
  public:
-  /// `store` belongs to the watch, a connection through `sockets` that nobody else uses.
-  /// `host_dies_with_rank_0`: rank 0 holds the store.
-  FailureWatch(c10::intrusive_ptr<c10d::Store> store, Connections sockets, int rank, int world_size,
-               bool host_dies_with_rank_0, FailureWatchCalls calls);
+  /// `connection` belongs to the watch: nobody else uses it. `host_dies_with_rank_0`: rank 0 holds
+  /// the store.
+  FailureWatch(StoreConnection connection, int rank, int world_size, bool host_dies_with_rank_0,
+               FailureWatchCalls calls);
   /// Local: stops the watching thread, even where it waits for a silent store.
   ~FailureWatch();
 
@@ -72,8 +68,8 @@ class FailureWatch {
   bool wait_for_key(const std::string& key, std::chrono::milliseconds limit);
   void decide(Verdict verdict);
 
-  const c10::intrusive_ptr<c10d::Store> store_;  // used by the watching thread alone
-  const Connections sockets_;                    // what store_ talks through
+  const StorePtr store_;                   // used by the watching thread alone
+  const std::function<void()> cut_store_;  // ends what store_ waits for
   const int rank_;
   const int world_size_;
   const bool host_dies_with_rank_0_;

@@ -47,8 +47,7 @@ void outlive_broken_pipes() {
 
 Meeting meet_alone() {
   return {.store = c10::make_intrusive<c10d::HashStore>(),
-          .watch_store = {},
-          .watch_sockets = {},
+          .watch = {},
           .address = "127.0.0.1",
           .interface = {},
           .hosts = {}};
@@ -199,8 +198,7 @@ ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
   if (place.world_size == 1) return;
   const bool rank_0_hosts = place.store_file.empty() && !place.agent_store;
   job->watch = std::make_unique<FailureWatch>(
-      std::move(job->meeting.watch_store), std::move(job->meeting.watch_sockets), place.rank,
-      place.world_size, rank_0_hosts,
+      std::move(job->meeting.watch), place.rank, place.world_size, rank_0_hosts,
       FailureWatchCalls{.story = [job = job.get()] { return job->log.story(); },
                         .waiting_ns = [job = job.get()] { return job->log.waiting_ns(); },
                         .abort = [job = job.get()] { job->abort(); }});

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/comm/agent_store.h"
 #include "cohort/comm/listen.h"
 
 namespace cohort::comm {
@@ -83,10 +84,14 @@ std::string member_key(int rank) {
 // The roster of one rendezvous: a view of the store, and this rank's place in it.
 class Roster {
  public:
-  // `host`: a connection to the store's host; none on the host itself and for a file.
-  Roster(StorePtr store, const Fd& host, const Place& place, Clock::time_point start,
+  // `agent`: a connection for `ping` to an agent's store; none for any other.
+  Roster(StorePtr store, const Fd& agent, const Place& place, Clock::time_point start,
          Clock::time_point deadline)
-      : store_(std::move(store)), host_(host), place_(place), deadline_(deadline), start_(start) {}
+      : store_(std::move(store)),
+        agent_(agent),
+        place_(place),
+        deadline_(deadline),
+        start_(start) {}
 
   // Whether somebody has begun to sign.
   bool is_begun() { return store_->check({kNumCome}); }
@@ -138,14 +143,16 @@ class Roster {
   const Member& self() const { return self_; }
 
  private:
-  // Of a store that has gone the client would tell on stderr, too; so it is not asked.
   bool have_come(const std::vector<std::string>& keys) {
-    if (host_.get() >= 0) {
+    // Of a store that has gone c10d's client would tell on stderr, too; so it is not asked.
+    if (agent_) {
       const std::string reason =
-          ping(host_, place_, std::max(deadline_, Clock::now() + kAnswerTime));
+          ping(agent_, place_, std::max(deadline_, Clock::now() + kAnswerTime));
       if (!reason.empty())
         C10_THROW_ERROR(DistNetworkError, "the host of the store is lost: " + reason);
     }
+    store_->setTimeout(
+        std::max(std::chrono::ceil<milliseconds>(deadline_ - Clock::now()), kAnswerTime));
     return store_->check(keys);
   }
 
@@ -219,7 +226,7 @@ class Roster {
   }
 
   const StorePtr store_;
-  const Fd& host_;
+  const Fd& agent_;
   const Place& place_;
   const Member self_ = Member::self();
   const Clock::time_point deadline_;
@@ -290,13 +297,11 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                       : place.store_file.empty()
                           ? local_address_towards(place.master_addr, place.master_port)
                           : "127.0.0.1";
-    const Fd host = await_store(place, deadline);
-    const StoreConnection connection = connect_store(place, deadline);
-    connection.sockets.limit_waiting(options.timeout);
-    connection.store->setTimeout(options.timeout);
+    const Fd agent = place.agent_store ? await_agent_store(place, deadline) : Fd();
+    const StoreConnection connection = connect_store(place, deadline, options.timeout);
     Generation generation(*connection.store, place.rank);
     const auto roster_of = [&](int64_t number) {
-      return Roster(part_of(connection.store, number, "roster"), host, place, start, deadline);
+      return Roster(part_of(connection.store, number, "roster"), agent, place, start, deadline);
     };
     while (roster_of(generation.number).is_complete() ||
            roster_of(generation.number + 1).is_begun())
@@ -312,11 +317,10 @@ Meeting meet(const Place& place, const RendezvousOptions& options) {
                     [&](const std::string& other) { return other != roster.self().host; });
     if (several_hosts && asked.name.empty() && is_loopback(meeting.address))
       meeting.address = first_outside_address();
-    StoreConnection watch = connect_store(place, deadline);
-    watch.store->setTimeout(options.timeout);
+    connection.store->setTimeout(options.timeout);
     meeting.store = part_of(connection.store, generation.number, "group");
-    meeting.watch_store = part_of(watch.store, generation.number, "watch");
-    meeting.watch_sockets = std::move(watch.sockets);
+    meeting.watch = connect_store(place, deadline, options.timeout);
+    meeting.watch.store = part_of(meeting.watch.store, generation.number, "watch");
     return meeting;
   } catch (const c10::ValueError&) {
     throw;

@@ -21,8 +21,7 @@ struct RendezvousOptions {
 /// What this rank knows once all have met.
 struct Meeting {
   StorePtr store;                  ///< For the caller's thread.
-  StorePtr watch_store;            ///< A second connection, for the watching thread.
-  Connections watch_sockets;       ///< What `watch_store` talks through.
+  StoreConnection watch;           ///< A second connection, for the watching thread.
   std::string address;             ///< Of this host, reachable by the other ranks.
   std::string interface;           ///< The interface asked for; empty: none.
   std::vector<std::string> hosts;  ///< By rank: equal for those of one host (and namespace).

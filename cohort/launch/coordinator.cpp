@@ -32,6 +32,7 @@ Coordinator::Coordinator(Fd listener, std::string master_addr, const RunOptions&
       master_addr_(std::move(master_addr)),
       options_(options),
       job_id_(random_hex(8)),
+      job_secret_(options.rdzv_secret.empty() ? random_hex(16) : ""),
       turned_at_(Clock::now()),
       awake_since_(turned_at_),
       too_few_since_(turned_at_),
@@ -304,7 +305,8 @@ void Coordinator::begin_round(const std::vector<Node*>& members) {
                                {"master_addr", master_addr_},
                                {"master_port", chosen.front()->store_port},
                                {"restart", num_restarts_},
-                               {"job_id", job_id_}}));
+                               {"job_id", job_id_},
+                               {"job_secret", job_secret_}}));
     base_rank += node.num_workers;
   }
 }

@@ -14,7 +14,7 @@
 // From the coordinator
 //   {"say": "round", "round": 3, "node_rank": 1, "nodes": 2, "base_rank": 4, "world_size": 8,
 //    "master_addr": "10.0.0.1", "master_port": 40001, "restart": 0,
-//    "job_id": "5f0c..."}                           start your workers
+//    "job_id": "5f0c...", "job_secret": "8a1e..."}   start your workers
 //   {"say": "stop", "why": "..."}                     stop your workers, then join again
 //   {"say": "end", "code": 1, "why": "..."}           the job is over
 //
@@ -114,7 +114,8 @@ class Coordinator {
   const std::string master_addr_;
   const RunOptions options_;
   const std::string job_id_;
-  std::list<Guest> guests_;  // The oldest first.
+  const std::string job_secret_;  // Empty where every node has one: not said aloud then.
+  std::list<Guest> guests_;       // The oldest first.
   std::list<Node> nodes_;
   std::map<std::string, size_t> seniority_;  // By name: which one joined first.
   bool round_runs_ = false;

@@ -86,8 +86,8 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
   if (!place.servers.empty()) {
     set_paddles(variables, "TRAINER", place.servers, node.world_size);
     variables["PADDLE_TRAINER_ID"] = std::to_string(rank);
-    variables["COHORT_JOB_SECRET"] = place.job_secret;
   }
+  if (!place.job_secret.empty()) variables["COHORT_JOB_SECRET"] = place.job_secret;
   return to_entries(variables);
 }
 

@@ -19,6 +19,7 @@ struct NodePlace {
   int restart_count = 0;  ///< Rounds that ended because a worker failed.
   int round = 1;          ///< Number of the round in the whole job.
   std::string job_id;  ///< Drawn for the job; empty where launchers do not speak with each other.
+  std::string job_secret;  ///< Likewise; empty, too, where --rdzv-secret-file gives one.
 };
 
 /// The facts of one worker that neither the options nor the node's place hold.
@@ -29,7 +30,7 @@ struct WorkerPlace {
   int store_fd = -1;       ///< The inherited listening socket; rank 0 only.
   int num_threads = 1;     ///< This worker's share of the node's cores.
   std::string servers;     ///< Endpoints of the parameter servers, with commas; empty: none.
-  std::string job_secret;  ///< Theirs; empty: none.
+  std::string job_secret;  ///< What processes of the job know each other by; empty: none drawn.
 };
 
 /// The facts of one parameter server.
@@ -44,8 +45,8 @@ struct ServerPlace {
 /// Returns `base` ("NAME=value" each) with the worker's variables in it.
 ///
 /// RANK and its companions replace what `base` holds; OMP_NUM_THREADS is set only where it is
-/// missing or empty; COHORT_STORE_FD is removed for ranks without a socket, COHORT_ROUND
-/// where several launchers count rounds on their own, and
+/// missing or empty, COHORT_JOB_SECRET only where there is one; COHORT_STORE_FD is removed for
+/// ranks without a socket, COHORT_ROUND where several launchers count rounds on their own, and
 /// TORCHELASTIC_USE_AGENT_STORE for all: here rank 0 serves the store. With servers, Paddle's
 /// variables say TRAINER and where they are.
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,

@@ -8,7 +8,8 @@
 //            or  {"say": "end", "code": 2, "why": "..."}
 //
 // A proof is HMAC-SHA256 under the secret over who proves, both nonces and the node's name. Without
-// --rdzv-secret-file the secret is empty, and whoever knows --rdzv-id takes part.
+// --rdzv-secret-file the secret is empty, and whoever knows --rdzv-id takes part, and is told the
+// secret of the job's store.
 #pragma once
 #include <cstdint>
 #include <string>

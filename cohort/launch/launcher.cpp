@@ -11,6 +11,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include "cohort/base/env.h"
 #include "cohort/base/program.h"
 #include "cohort/base/secret.h"
 #include "cohort/launch/cores.h"
@@ -64,6 +65,7 @@ class Launcher {
   Verdict stop_servers(Verdict verdict);
   int finish_with_others();
   std::optional<int> take_part();
+  std::string job_secret(const NodePlace& node) const;
   void start_round(const NodePlace& node);
   void end_group();
   void turn();
@@ -124,7 +126,10 @@ int Launcher::run_alone() {
   node.base_rank = options_.node_rank * options_.nproc_per_node;
   node.world_size = options_.nnodes.max * options_.nproc_per_node;
   if (!options_.master_addr.empty()) node.master_addr = options_.master_addr;
-  if (node.num_nodes == 1) node.job_id = random_hex(8);
+  if (node.num_nodes == 1) {
+    node.job_id = random_hex(8);
+    node.job_secret = random_hex(16);
+  }
   if (options_.servers.count > 0) {
     servers_ = std::make_unique<ServerGroup>(options_, log_dir_, log_writer_, guardian_, signals_);
   }
@@ -258,6 +263,14 @@ int Launcher::finish_with_others() {
            : Order{Order::Kind::kEnd, {}, code, "stopped by signal " + signal_name(stop_signal_)});
 }
 
+// The same in all rounds and on all nodes. What launchers prove to each other is told to no worker.
+std::string Launcher::job_secret(const NodePlace& node) const {
+  if (servers_) return servers_->job_secret();
+  if (const auto inherited = env_string("COHORT_JOB_SECRET")) return *inherited;
+  if (options_.rdzv_secret.empty()) return node.job_secret;
+  return hmac_sha256(options_.rdzv_secret, "store of " + options_.rdzv_id);
+}
+
 void Launcher::start_round(const NodePlace& node) {
   const RoundContext context{.options = options_,
                              .program = program_,
@@ -268,7 +281,7 @@ void Launcher::start_round(const NodePlace& node) {
                              .out = out_,
                              .err = err_,
                              .servers = servers_ ? servers_->endpoints() : "",
-                             .job_secret = servers_ ? servers_->job_secret() : ""};
+                             .job_secret = job_secret(node)};
   group_.reset();
   group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd));
   watch_.begin();

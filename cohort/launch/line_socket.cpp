@@ -1,18 +1,15 @@
 #include "cohort/launch/line_socket.h"
 
 #include <array>
-#include <cerrno>
 #include <sys/socket.h>
 #include <utility>
+
+#include "cohort/base/tcp.h"
 
 namespace cohort::launch {
 namespace {
 
 constexpr size_t kMostBytes = 64 * 1024;
-
-bool would_block() {
-  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-}
 
 }  // namespace
 

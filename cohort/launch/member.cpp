@@ -25,6 +25,7 @@ NodePlace place_of(const json& message) {
   place.restart_count = JsonField(message, "restart");
   place.round = JsonField(message, "round");
   place.job_id = printable(message.at("job_id"));
+  place.job_secret = printable(message.value("job_secret", ""));
   return place;
 }
 

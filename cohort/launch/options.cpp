@@ -42,8 +42,8 @@ void validate_nodes(const RunOptions& options) {
           "0 (a free port) or 1 to 65535", std::to_string(options.master_port));
   require(options.rdzv_timeout.count() > 0, "--rdzv-timeout", "seconds > 0",
           std::to_string(options.rdzv_timeout.count()) + " ms");
-  require(options.elastic() || options.rdzv_secret.empty(), "--rdzv-secret-file",
-          "--rdzv-endpoint beside it", "none");
+  require(options.elastic() || nodes.max > 1 || options.rdzv_secret.empty(), "--rdzv-secret-file",
+          "--rdzv-endpoint or several nodes beside it", "none");
   if (options.elastic()) {
     require(options.master_addr.empty(), "--master-addr",
             "none with --rdzv-endpoint, whose host it is", options.master_addr);

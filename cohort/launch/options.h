@@ -102,8 +102,9 @@ struct RunOptions {
   /// Wait for more nodes, once there are enough.
   std::chrono::milliseconds last_call_timeout{1000};
   KeepAlive keep_alive;
-  std::string rdzv_secret;  ///< Launchers prove to each other that they have it; empty: none.
-  int max_restarts = 0;     ///< Fresh starts after a worker failed.
+  /// Launchers prove to each other that they have it; workers get one made from it. Empty: none.
+  std::string rdzv_secret;
+  int max_restarts = 0;  ///< Fresh starts after a worker failed.
   RestartPolicy restart_policy = RestartPolicy::kGroup;
   /// Of the servers, which it is passed to: "fail", "wait" or "continue"; empty: their default.
   /// Under "continue" the job goes on without a worker that failed for good.

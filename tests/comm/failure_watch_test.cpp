@@ -77,14 +77,13 @@ TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
   bool was_open = false;
   for (int run = 0; run < 5 && !was_open; ++run) {
     const Loopback loopback;
-    const Connections connections = Connections::to_port(loopback.port);
     auto store = c10::make_intrusive<SlowStore>();
     store->is_open = [&] { return loopback.is_open(); };
-    auto watch =
-        std::make_unique<FailureWatch>(store, connections, 0, 2, false,
-                                       FailureWatchCalls{.story = [] { return std::string(); },
-                                                         .waiting_ns = [] { return std::nullopt; },
-                                                         .abort = [] {}});
+    auto watch = std::make_unique<FailureWatch>(
+        StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
+        FailureWatchCalls{.story = [] { return std::string(); },
+                          .waiting_ns = [] { return std::nullopt; },
+                          .abort = [] {}});
     store->asked.get_future().wait();
     auto end = std::async(std::launch::async, [&] { watch.reset(); });
     EXPECT_EQ(end.wait_for(std::chrono::milliseconds(100)), std::future_status::timeout);
@@ -98,14 +97,13 @@ TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
 
 TEST(FailureWatchTest, ASilentStoreIsCutOff) {
   const Loopback loopback;
-  const Connections connections = Connections::to_port(loopback.port);
   auto store = c10::make_intrusive<SlowStore>();
   store->is_open = [&] { return loopback.is_open(); };
-  auto watch =
-      std::make_unique<FailureWatch>(store, connections, 0, 2, false,
-                                     FailureWatchCalls{.story = [] { return std::string(); },
-                                                       .waiting_ns = [] { return std::nullopt; },
-                                                       .abort = [] {}});
+  auto watch = std::make_unique<FailureWatch>(
+      StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
+      FailureWatchCalls{.story = [] { return std::string(); },
+                        .waiting_ns = [] { return std::nullopt; },
+                        .abort = [] {}});
   store->asked.get_future().wait();
   auto end = std::async(std::launch::async, [&] { watch.reset(); });
   for (int i = 0; i < 600 && loopback.is_open(); ++i)

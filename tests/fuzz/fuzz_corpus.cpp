@@ -11,6 +11,7 @@
 
 #include "cohort/base/manifest.h"
 #include "cohort/base/safetensors.h"
+#include "cohort/comm/store_protocol.h"
 #include "cohort/launch/coordinator.h"
 #include "cohort/launch/message.h"
 #include "cohort/ps/id_hash.h"
@@ -251,6 +252,16 @@ void write_lines(const Corpus& corpus) {
   corpus.write("orders", "m" + alive + round + stop + round + end);
 }
 
+void write_store_messages(const Corpus& corpus) {
+  using comm::frame_of, comm::StoreWord;
+  corpus.write("set", frame_of(StoreWord::kSet, {"key", "value", "another", ""}));
+  corpus.write("requests", frame_of(StoreWord::kAdd, {"key", "-12"}) +
+                               frame_of(StoreWord::kWait, {"key", "other"}) +
+                               frame_of(StoreWord::kCancel, {}));
+  corpus.write("answers",
+               frame_of(StoreWord::kDone, {"value"}) + frame_of(StoreWord::kRefused, {"why"}));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -267,4 +278,5 @@ int main(int argc, char** argv) {
   write_token_cache({root, "token_cache"});
   write_images({root, "image"});
   write_lines({root, "launcher_line"});
+  write_store_messages({root, "store_message"});
 }

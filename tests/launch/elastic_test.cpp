@@ -217,6 +217,25 @@ TEST_F(ElasticTest, NodesComeAndGoAndTheStepsGoOn) {
   EXPECT_EQ(read_file(logs + "/rank1.stdout.log"), "up\nup\n");
 }
 
+TEST_F(ElasticTest, AllNodesHaveOneSecretInAllRounds) {
+  const std::string file = folder_.path() + "/secret";
+  ASSERT_EQ(std::system(("echo the text of the file > " + file).c_str()), 0);
+  std::vector<std::string> drawn;
+  for (const Lines& more : {Lines{}, Lines{"--rdzv-secret-file", file}}) {
+    Lines flags{"--nnodes", "2", "--max-restarts", "1"};
+    flags.insert(flags.end(), more.begin(), more.end());
+    const std::string script = "echo $COHORT_JOB_SECRET; exit $((1 - COHORT_RESTART_COUNT))";
+    const auto first = start(0, flags, script), second = start(1, flags, script);
+    Lines lines = sorted_lines(first->wait().out + second->wait().out);
+    for (std::string& line : lines) line.erase(0, 9);
+    EXPECT_GE(lines.size(), 3U) << "a worker may be stopped before it says anything";
+    for (const std::string& line : lines) EXPECT_EQ(line, lines.front());
+    drawn.push_back(lines.front());
+  }
+  EXPECT_EQ(drawn[0].size(), 32U) << drawn[0];
+  EXPECT_EQ(drawn[1].size(), 64U) << drawn[1];
+}
+
 TEST_F(ElasticTest, AFailedWorkerRestartsEveryNode) {
   const Lines flags{"--nnodes", "2", "--max-restarts", "1"};
   const std::string script =

@@ -68,6 +68,15 @@ TEST(WorkerEnvironmentTest, InheritedValuesAreKeptOrReplacedAsPromised) {
   EXPECT_FALSE(holds(entries, "TORCHELASTIC_USE_AGENT_STORE=True"));
 }
 
+TEST(WorkerEnvironmentTest, AnInheritedSecretStaysWhereThereIsNoOther) {
+  const std::vector<std::string> base{"COHORT_JOB_SECRET=inherited"};
+  WorkerPlace worker{.log_dir = "/l"};
+  EXPECT_TRUE(holds(worker_environment(base, two_nodes(), second_node(), worker), base.front()));
+  worker.job_secret = "drawn";
+  EXPECT_TRUE(holds(worker_environment(base, two_nodes(), second_node(), worker),
+                    "COHORT_JOB_SECRET=drawn"));
+}
+
 TEST(WorkerEnvironmentTest, ARoundThatAllNodesShareIsTold) {
   RunOptions options = two_nodes();
   NodePlace node = second_node();

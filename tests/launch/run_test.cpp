@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include "cohort/launch/cores.h"
+#include "cohort/launch/store_socket.h"
 
 #include "tests/launch/launch_harness.h"
 
@@ -22,6 +23,46 @@ TEST(RunTest, EveryRankFindsItsPlaceInTheEnvironment) {
             (Lines{"[rank 0] 0 0 3 3 0 1 127.0.0.1", "[rank 1] 1 1 3 3 0 1 127.0.0.1",
                    "[rank 2] 2 2 3 3 0 1 127.0.0.1"}));
   EXPECT_EQ(ended.err, "");
+}
+
+TEST(RunTest, EveryJobHasASecretOfItsOwn) {
+  const auto run = [](const Lines& environment) {
+    Launched job(
+        cohort_run_sh({"--nproc-per-node", "2", "--tee", "all"}, "echo $COHORT_JOB_SECRET"),
+        environment);
+    const Lines lines = sorted_lines(job.wait().out);
+    EXPECT_EQ(lines.size(), 2U);
+    EXPECT_EQ(lines.front().substr(9), lines.back().substr(9));
+    return lines.front().substr(9);
+  };
+  const std::string first = run({}), second = run({});
+  EXPECT_EQ(first.size(), 32U);
+  EXPECT_EQ(first.find_first_not_of("0123456789abcdef"), std::string::npos) << first;
+  EXPECT_NE(first, second);
+  EXPECT_EQ(run({"COHORT_JOB_SECRET=inherited"}), "inherited");
+}
+
+// Launchers that do not meet make it from the file; nobody is handed what the file holds.
+TEST(RunTest, NodesThatDoNotMeetHaveTheSecretOfTheirFile) {
+  const TemporaryFolder folder;
+  const std::string file = folder.path() + "/secret";
+  ASSERT_EQ(std::system(("echo the text of the file > " + file).c_str()), 0);
+  const std::string port = std::to_string(listen_for_store(Reach::kLoopback, 0).port);
+  const auto run = [&](const std::string& rank, const Lines& more) {
+    Lines flags{"--nnodes",      "2",  "--node-rank", rank, "--master-addr", "127.0.0.1",
+                "--master-port", port, "--tee",       "all"};
+    flags.insert(flags.end(), more.begin(), more.end());
+    Launched job(cohort_run_sh(flags, "echo $COHORT_JOB_SECRET"));
+    const Ended ended = job.wait();
+    EXPECT_EQ(ended.err, "");
+    return ended.out.substr(ended.out.find(']') + 2);
+  };
+  const std::string first = run("0", {"--rdzv-secret-file", file});
+  EXPECT_EQ(first.size(), 65U) << first;
+  EXPECT_EQ(run("1", {"--rdzv-secret-file", file}), first);
+  EXPECT_NE(run("1", {"--rdzv-secret-file", file, "--rdzv-id", "another"}), first);
+  EXPECT_EQ(first.find("file"), std::string::npos);
+  EXPECT_EQ(run("0", {}), "\n");
 }
 
 TEST(RunTest, EachStreamOfEachRankHasItsLog) {
@@ -93,7 +134,8 @@ TEST(RunTest, WorkersAreNotCountedByGpus) {
   const Ended ended = run.wait();
   EXPECT_EQ(ended.out, "");
   EXPECT_EQ(ended.err,
-            "cohort run: error: --nproc-per-node gpu: Cohort's programs compute on the CPU; give a number, or "
+            "cohort run: error: --nproc-per-node gpu: Cohort's programs compute on the CPU; give a "
+            "number, or "
             "cpu for one worker a core\n");
 }
 
