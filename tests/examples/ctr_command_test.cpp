@@ -165,6 +165,21 @@ TEST_F(CtrCommandTest, KilledTrainersGoOnWithinTheEpochWithTheSameBits) {
   }
 }
 
+// It had left the servers when it was killed: nothing is trained twice.
+TEST_F(CtrCommandTest, ATrainerThatIsKilledWhenItIsDoneDoesNotBeginOnceMore) {
+  ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
+  const Ended ended = shell(
+      bin("cohort") + " run --servers 2 --trainers 2 --max-restarts 1 --restart-policy single " +
+      "--log-dir " + folder_ / "logs" + " -- sh -c '" + train("--mode sync --epochs 2 -p 5") +
+      "; if [ $RANK$COHORT_RESTART_COUNT = 10 ]; then kill -9 $$; fi'");
+  ASSERT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("restart 1 of 1"), std::string::npos) << ended.output;
+  const std::string log = cohort::read_file(folder_ / "logs/rank1.stdout.log");
+  const size_t again = log.find("epoch 2 goes on behind step");
+  ASSERT_NE(again, std::string::npos) << log;
+  EXPECT_EQ(log.find("step", log.find('\n', again)), std::string::npos) << log;
+}
+
 // Whoever is lost, the others come to the end, and the first of them evaluates.
 TEST_F(CtrCommandTest, TrainersGoOnWithoutOneThatIsLost) {
   ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);

@@ -107,7 +107,25 @@ TEST_F(RestartTest, TheOpenStepIsMadeAgain) {
   EXPECT_EQ(first->step(), 1U);
   const auto second = join(1);
   EXPECT_EQ(second->step(), 1U);
+  EXPECT_EQ(second->pushed_before(), 1U);
   expect_to_go_on(*first, *second, 2);
+  // Also of one that had left: its program is done, and need not begin once more.
+  second->leave();
+  EXPECT_EQ(join(1)->pushed_before(), 4U);
+}
+
+TEST_F(RestartTest, AnAsyncTrainerGoesOnBehindItsOwnPushes) {
+  job_ = ledger_job(2, 2, Mode::kAsync);
+  {
+    const auto first = join(0), second = join(1);
+    for (int i = 0; i < 3; ++i) push(*first);
+    push(*second);
+    first->flush();
+    second->flush();
+    first->leave();
+  }
+  EXPECT_EQ(join(0)->pushed_before(), 3U);
+  EXPECT_EQ(join(1)->pushed_before(), 1U);
 }
 
 TEST_F(RestartTest, OneThatSavesFirstSavesWhatIsClosed) {

@@ -208,19 +208,19 @@ void Client::join() {
   }
   is_initialised_ = true;
   sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
-  uint64_t closed = 0, joined_after = 0, pushed_everywhere = UINT64_MAX;
+  uint64_t closed = 0, at_start = 0, pushed_everywhere = UINT64_MAX;
   std::vector<uint64_t> steps;
   for (size_t server = 0; server < links_.size(); ++server) {
     const Reply reply = links_[server]->join(fingerprint_, json);
     sequences_[server] = reply.last_sequence;
     is_initialised_ &= reply.is_initialised;
     closed = std::max(closed, reply.steps);
-    joined_after = std::max(joined_after, reply.joined_after);
-    pushed_everywhere = std::min(pushed_everywhere, reply.last_sequence - reply.joined_after);
+    at_start = std::max(at_start, reply.steps_at_start);
+    pushed_everywhere = std::min(pushed_everywhere, reply.last_sequence);
     steps.push_back(reply.steps);
   }
   if (options_.trainer == kNoTrainer) return;
-  pushed_before_ = job_.mode == Mode::kSync ? closed - joined_after : pushed_everywhere;
+  pushed_before_ = job_.mode == Mode::kSync ? closed - at_start : pushed_everywhere;
   if (job_.mode != Mode::kSync) return;
   // One step is open at most; more if one server alone went back to a checkpoint.
   for (size_t server = 1; server < links_.size(); ++server) {

@@ -96,9 +96,9 @@ class Client {
   /// again; a server that has that push already keeps the one it has.
   uint64_t step() const { return step_; }
 
-  /// Pushes that earlier processes of this trainer made since it became a member, and that the
-  /// state of all servers has: where a program goes on whose first process was killed. 0 for one
-  /// that comes for the first time, or after it has left. kSync: steps.
+  /// Where a program goes on whose earlier process was killed. kSync: steps that were closed since
+  /// the job began, with this trainer or without; kAsync: pushes of this trainer that all servers
+  /// have. 0 in a job that begins.
   uint64_t pushed_before() const { return pushed_before_; }
 
   /// Asks for rows, and for all parameters unless `parameters` is empty. kSync: of the state after

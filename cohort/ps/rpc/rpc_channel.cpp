@@ -70,6 +70,7 @@ Reply read_reply(const ControlReply& reply) {
           .steps = reply.steps(),
           .is_initialised = reply.is_initialised(),
           .joined_after = reply.joined_after(),
+          .steps_at_start = reply.steps_at_start(),
           .server = static_cast<int>(reply.server()),
           .progress = reply.progress()};
 }

@@ -134,6 +134,7 @@ struct RpcServer::Service : Base {
       answer->set_steps(reply.steps);
       answer->set_is_initialised(reply.is_initialised);
       answer->set_joined_after(reply.joined_after);
+      answer->set_steps_at_start(reply.steps_at_start);
       answer->set_server(static_cast<uint32_t>(reply.server));
       answer->set_progress(reply.progress);
       reactor->Finish(grpc::Status::OK);

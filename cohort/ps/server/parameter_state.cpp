@@ -228,12 +228,12 @@ void ParameterState::join(const JoinRecord& record) {
   trainer.incarnation = record.incarnation;
   trainer.nonce = record.nonce;
   if (is_new || !trainer.is_member) {
-    const bool is_sync = job_ && job_->mode == Mode::kSync;
     trainer.is_member = true;
-    trainer.joined_after = is_sync ? steps_ : trainer.last_sequence;
+    trainer.joined_after = steps_;
     trainer.clock = slowest;
     // Steps that are closed are none of its own.
-    if (is_sync) trainer.last_sequence = std::max(trainer.last_sequence, steps_);
+    if (job_ && job_->mode == Mode::kSync)
+      trainer.last_sequence = std::max(trainer.last_sequence, steps_);
   }
 }
 

@@ -38,9 +38,7 @@ struct TrainerState {
   uint64_t clock = 0;          ///< Its pushes, from where the slowest stood when it came.
   bool is_member = true;       ///< Steps wait for it.
   uint64_t nonce = 0;          ///< Of its process's request to join.
-  /// kSync: the last step that was closed without it. kAsync: its pushes before it, as whatever
-  /// process, became a member.
-  uint64_t joined_after = 0;
+  uint64_t joined_after = 0;   ///< The last step that was closed without it.
 };
 
 /// Tables and blocks of one server, who trains them, and the open steps.
@@ -62,6 +60,8 @@ class ParameterState {
   bool is_initialised() const { return job_ && is_initialised_; }
   /// kSync: steps closed. kAsync: pushes applied.
   uint64_t steps() const { return steps_; }
+  /// The same when the job began: what the checkpoint that it began with had.
+  uint64_t steps_at_start() const { return steps_at_start_; }
   const std::map<uint32_t, TrainerState>& trainers() const { return trainers_; }
   const TrainerState* trainer(uint32_t id) const;
   /// Those that never came, and members whose push the open step waits for; kAsync: the slowest.
@@ -138,6 +138,7 @@ class ParameterState {
   uint64_t fingerprint_ = 0;
   bool is_initialised_ = false;
   uint64_t steps_ = 0;
+  uint64_t steps_at_start_ = 0;
   std::map<uint32_t, TrainerState> trainers_;
   std::map<uint32_t, std::unique_ptr<BlockStore>> blocks_;  // This server's, by number in the job.
   std::vector<std::unique_ptr<RowTable>> tables_;

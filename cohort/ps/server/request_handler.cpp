@@ -425,6 +425,7 @@ void RequestHandler::join(Pending& pending) {
 
 Reply RequestHandler::place_of(uint32_t id) const {
   Reply place = reply(Code::kOk);
+  place.steps_at_start = durable_.state().steps_at_start();
   if (const TrainerState* const trainer = durable_.state().trainer(id)) {
     place.joined_after = trainer->joined_after;
     place.trainer_incarnation = trainer->incarnation;

@@ -275,7 +275,10 @@ void ParameterState::save(const std::string& folder) const {
   };
   if (job_) add(RecordKind::kJob, bytes_of(job_->to_json()));
   json progress{
-      {"steps", steps_}, {"is_initialised", is_initialised_}, {"trainers", json::array()}};
+      {"steps", steps_},
+      {"steps_at_start", steps_at_start_},
+      {"is_initialised", is_initialised_},
+      {"trainers", json::array()}};
   for (const auto& [id, trainer] : trainers_) {
     progress["trainers"].push_back({{"trainer", id},
                                     {"incarnation", trainer.incarnation},
@@ -320,6 +323,7 @@ void ParameterState::load(const std::string& folder) {
     } else if (record.kind == kProgress) {
       const json progress = json::parse(text_of(record));
       steps_ = progress.at("steps");
+      steps_at_start_ = progress.value("steps_at_start", uint64_t{0});
       is_initialised_ = progress.at("is_initialised");
       for (const json& trainer : progress.at("trainers")) {
         trainers_[trainer.at("trainer")] = {
@@ -382,7 +386,7 @@ void ParameterState::begin_with(const std::string& checkpoint) {
           throw ConfigError(path + ": expected the state after step " + std::to_string(steps_) +
                             ", like the parts before it, found that after step " +
                             std::to_string(steps));
-        steps_ = std::max(steps_, steps);
+        steps_at_start_ = steps_ = std::max(steps_, steps);
       }
       if (record.kind != kBlock) return;
       const StoredBlock stored = block_of(path, record);

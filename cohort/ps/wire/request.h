@@ -72,8 +72,10 @@ struct Reply {
   uint64_t last_sequence = 0;  ///< Of the trainer's pushes here.
   uint64_t steps = 0;
   bool is_initialised = false;
-  uint64_t joined_after = 0;  ///< TrainerState::joined_after.
-  int server = 0;             ///< The one that answers, by its number.
+  uint64_t joined_after = 0;    ///< The last step that is none of the trainer's: `steps` when it,
+                                ///< as whatever process, became a member.
+  uint64_t steps_at_start = 0;  ///< `steps` when the job began, with a checkpoint maybe.
+  int server = 0;               ///< The one that answers, by its number.
   /// Of kNotYet: changes from answer to answer while what is waited for makes progress by itself (a
   /// checkpoint is written), so that the wait does not age; 0: nothing of the kind.
   uint64_t progress = 0;
