@@ -8,7 +8,6 @@
 #include <torch/types.h>
 #include <utility>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/free_memory.h"
 #include "cohort/base/log.h"
@@ -222,8 +221,8 @@ void Run::make_folder_ours(Start start) {
   });
 }
 
-// They hold the moments: those of last/, or at the beginning none. A run that the launcher starts
-// again before its first save finds them some updates ahead.
+// They hold the moments: those of last/, or at the beginning none, whatever an earlier run or start
+// has left in their folders.
 std::optional<ps::SessionOptions> Run::servers_to_begin_with(Start start) const {
   const std::string last = options_.model_dir + "/last";
   if (!options_.servers) {
@@ -234,13 +233,12 @@ std::optional<ps::SessionOptions> Run::servers_to_begin_with(Start start) const 
     return std::nullopt;
   }
   auto servers = options_.servers;
+  servers->client.restore = "";
   if (start == Start::kResume) {
     if (state_.servers.empty())
       throw ConfigError(last + ": a run without parameter servers: expected no --strategy " +
                         strategy_name(options_) + ", or another --model-dir");
     servers->client.restore = state_.servers;
-  } else if (env_int("COHORT_RESTART_COUNT", 0).value_or(0) > 0) {
-    servers->client.restore = "";
   }
   return servers;
 }

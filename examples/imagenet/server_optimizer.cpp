@@ -3,7 +3,6 @@
 #include <filesystem>
 #include <torch/types.h>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/ps/module/session.h"
 
@@ -37,9 +36,8 @@ cohort::apps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Opt
   auto place =
       cohort::apps::place_among_servers(group, training, options.security, options.ps_host_ranks);
   place.session.dense_rule = server_rule(optimizer, async ? place.session.trainers : 1);
-  // Ranks that a launcher starts again find servers that went on without them.
-  const bool again = cohort::env_int("COHORT_RESTART_COUNT").value_or(0) > 0;
-  if (again || !state.servers.empty()) place.session.client.restore = state.servers;
+  // Or to the beginning: they may hold what an earlier run or start has left.
+  place.session.client.restore = state.servers;
   return place;
 }
 

@@ -162,7 +162,7 @@ TEST(RecoveryTest, WhenATrainerCameIsInTheSnapshot) {
   RawTrainer first(cluster, job, 0, 1);
   ASSERT_EQ(cluster.ask(0, first.push(1)).code, Code::kOk);
   EXPECT_EQ(RawTrainer(cluster, job, 1, 2).joined.joined_after, 1U);
-  await(cluster, [&] { return !entries_of(cluster.folder(0), "snapshot.4").empty(); });
+  await(cluster, [&] { return !entries_of(cluster.folder(0), "snapshot.5").empty(); });
   cluster.restart(0);
   EXPECT_EQ(RawTrainer(cluster, job, 1, 3).joined.joined_after, 1U);
 }

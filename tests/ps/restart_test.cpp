@@ -263,6 +263,24 @@ TEST_F(RestartTest, AConfirmationEndsWithItsProcess) {
   EXPECT_EQ(steps(0), 0U);
 }
 
+// Under `continue`, when the time that silent ones have is over, from when the job is known.
+TEST(RestartAbsentTest, StepsCloseWithoutATrainerThatNeverCame) {
+  Cluster cluster(2, {.on_trainer_loss = OnTrainerLoss::kContinue,
+                      .trainer_timeout = std::chrono::milliseconds(1'000)});
+  const JobOptions job = ledger_job(2, 2, Mode::kSync);
+  const auto first = cluster.client(0, job, impatient_link());
+  const std::vector<uint64_t> ids{1, 2, 3, 4};
+  const std::vector<float> gradients(8, -1);
+  const PushRows pushed{0, ids, gradients};
+  std::vector<float> weights(8);
+  const PullRows asked{0, ids, weights};
+  first->push(std::span(&pushed, 1), {});
+  EXPECT_EQ(first->pull(std::span(&asked, 1), {}).wait(), 1U);
+  // It may still come: its first step is the next one.
+  const auto second = cluster.client(1, job, impatient_link());
+  EXPECT_EQ(second->step(), 1U);
+}
+
 // One that comes late and does not ask how far the steps are: not dropped in silence.
 TEST_F(RestartTest, APushOfAStepThatClosedWithoutItIsRefused) {
   job_ = ledger_job(1, 2, Mode::kSync);

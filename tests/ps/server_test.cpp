@@ -230,7 +230,7 @@ TEST(ServerTest, WithoutALostTrainerStepsGoOnAndItIsToldSo) {
   const Reply reply = cluster.ask(0, lost.push(1));
   EXPECT_EQ(reply.code, Code::kReplaced);
   EXPECT_EQ(reply.text,
-            "trainer 1 was given up after it was silent for 3 s: start it again to join");
+            "trainer 1 has left, or was given up after it was silent for 3 s: start it again to join");
 }
 
 // A server that stood still itself (here: a callback that holds its thread, elsewhere SIGSTOP, or

@@ -166,7 +166,13 @@ Client::Client(const ClientOptions& options, const JobOptions& job, const Channe
                                                 .connections = options_.connections});
     links_.push_back(std::make_unique<ServerLink>(std::move(channel), link));
   }
-  join();
+  try {
+    join();
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const c10::ValueError& error) {
+    throw ConfigError(one_line(error));  // Another job, say: no other start makes it this one.
+  }
 }
 
 Client::~Client() = default;
@@ -192,11 +198,7 @@ void Client::restore(const std::string& checkpoint) {
                                    .job = fingerprint_,
                                    .text = checkpoint}));
   }
-  try {
-    for (Ticket& answer : answers) answer.wait();
-  } catch (const c10::ValueError& error) {
-    throw ConfigError(one_line(error));  // A folder that is none: no other start makes it one.
-  }
+  for (Ticket& answer : answers) answer.wait();
 }
 
 void Client::join() {
@@ -238,7 +240,7 @@ void Client::join() {
   }
 }
 
-// Whether a step closes only when all trainers know that it can on every server.
+// Whether a step closes only when this trainer says that all servers have its push of it.
 bool Client::confirms() const {
   return job_.mode == Mode::kSync && job_.servers > 1 && options_.trainer != kNoTrainer;
 }

@@ -74,9 +74,8 @@ class Client {
   using ChannelMaker = std::function<std::unique_ptr<Channel>(int server)>;
 
   /// Connects and joins; trainer 0 hands the servers the job. Blocks until all servers answered and
-  /// know the job. Errors: c10::ValueError: the servers have another job; ConfigError: options;
-  /// c10::DistError: no
-  ///         answer.
+  /// know the job. Errors: ConfigError: options, servers that have another job, a checkpoint that
+  /// is none; c10::DistError: no answer.
   Client(const ClientOptions& options, const JobOptions& job, const ChannelMaker& channels = {});
   /// Closes the connections without a word: the trainer then counts as lost.
   ~Client();

@@ -192,6 +192,7 @@ class Session::Work {
   }
 
   int64_t steps_before() const {
+    TORCH_CHECK_VALUE(exchange_, "session: start() comes first");
     const bool counts =
         options_.training == Training::kSync || options_.training == Training::kAsync;
     return client_ && counts ? static_cast<int64_t>(client_->pushed_before()) : 0;

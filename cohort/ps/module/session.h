@@ -4,7 +4,8 @@
 //   ps::Embedding rows = session.embedding({.name = "ids", .width = 16});
 //   session.add("net", *net);
 //   session.start();
-//   for (const Batch& batch : batches) {
+//   for (int64_t step = session.steps_before(); step < steps; ++step) {
+//     const Batch batch = batch_of(step);
 //     rows->prefetch(batch.ids);
 //     session.pull();
 //     loss(net->forward(rows->forward(batch.ids)), batch.labels).backward();
@@ -97,17 +98,25 @@ class Session {
   /// looked up since the last push, and forgets them and the rows.
   void push();
 
-  /// kSync, kAsync: steps that earlier processes of this trainer made in the job, as
-  /// Client::pushed_before: the program goes on behind them. 0 with the others, whose pushes are
-  /// not steps. After start().
+  /// Where the program goes on, after start(): 0 in a job that begins. kSync: steps that were
+  /// closed since the job began, with this trainer or without; kAsync: this trainer's own that all
+  /// servers have. A program whose step s is a function of s then ends as if it had not been
+  /// killed:
+  ///
+  ///   for (int64_t s = session.steps_before(); s < steps; ++s) ...
+  ///
+  /// 0 with the other kinds, whose pushes are no steps. Errors: c10::ValueError before start().
   int64_t steps_before() const;
   /// Steps so far (of the job, for a trainer that came back).
   int64_t step() const;
   /// Waits until all that was pushed is acknowledged.
   void flush();
-  /// The same, and leaves: steps close without this trainer.
+  /// The same, and leaves: steps close without this trainer. The last call. A process that ends
+  /// without it counts as lost.
   void finish();
-  /// A checkpoint of all servers, in a folder that they see. kLocal: of this process.
+  /// A checkpoint of all servers, in a folder that they see (a relative path is from theirs). One
+  /// trainer calls it, before finish(); kSync: it is of the state after step(), for which it waits.
+  /// kLocal: of this process. Errors: also c10::DistError where it cannot be written.
   void save(const std::string& folder);
   const Plan& plan() const;
   /// Errors: c10::ValueError on ranks of a host that have none.

@@ -175,7 +175,6 @@ void ParameterState::apply(const Record& record) {
       return;
     case RecordKind::kLeave:
       trainers_.at(payload_of<LeaveRecord>(record).trainer).is_member = false;
-      close_steps(record.time);
       return;
     case RecordKind::kEvict:
       for (auto& table : tables_) table->evict(record.time);
@@ -256,7 +255,6 @@ void ParameterState::accept_push(const Record& record) {
   }
   pending_[message.header.sequence].emplace(message.header.trainer, message_of(record));
   pending_bytes_ += static_cast<int64_t>(record.payload.size());
-  close_steps(record.time);
 }
 
 int64_t ParameterState::schedule_step() const {
@@ -273,10 +271,6 @@ bool ParameterState::is_step_complete() const {
          std::all_of(trainers_.begin(), trainers_.end(), [step](const auto& entry) {
            return !entry.second.is_member || entry.second.last_sequence >= step;
          });
-}
-
-void ParameterState::close_steps(uint32_t time) {
-  while (job_->servers == 1 && is_step_complete()) close_step(time);
 }
 
 void ParameterState::close_step(uint32_t time) {

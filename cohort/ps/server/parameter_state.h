@@ -66,8 +66,8 @@ class ParameterState {
   const TrainerState* trainer(uint32_t id) const;
   /// Those that never came, and members whose push the open step waits for; kAsync: the slowest.
   std::vector<uint32_t> missing_trainers() const;
-  /// kSync, several servers: whether every member's push of step steps() + 1 is here. It is open
-  /// until a kClose record, for another server may still lack one.
+  /// kSync: whether every member's push of step steps() + 1 is here. It is open until a kClose
+  /// record: another server may lack one, or a member that came anew may not know of its own.
   bool is_step_complete() const;
   /// By how many pushes `trainer` is ahead of the slowest member; 0 if it is none.
   uint64_t lead_of(uint32_t trainer) const;
@@ -124,7 +124,6 @@ class ParameterState {
   void set_initial(const Message& message);
   void join(const JoinRecord& record);
   void accept_push(const Record& record);
-  void close_steps(uint32_t time);
   void close_step(uint32_t time);
   bool all_came() const;
   uint64_t slowest_clock() const;

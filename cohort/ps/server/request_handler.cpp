@@ -130,8 +130,9 @@ void RequestHandler::handle(Pending pending) {
 
 void RequestHandler::answer(Pending& pending) {
   const Call call = pending.request.call;
-  if (!failure_.empty() && call != Call::kStatus && call != Call::kStop && call != Call::kRestore &&
-      call != Call::kJob)
+  // A job that failed may go back to a checkpoint.
+  const bool goes_back = call == Call::kRestore || (call == Call::kJob && !has_no_start_);
+  if (!failure_.empty() && call != Call::kStatus && call != Call::kStop && !goes_back)
     return pending.done(reply(Code::kFailed, failure_));
   try {
     switch (call) {
@@ -214,7 +215,7 @@ std::optional<Reply> RequestHandler::stranger(uint32_t id, uint64_t incarnation)
   if (trainer->incarnation != incarnation)
     return reply(Code::kReplaced, name + ": another process has joined under this number");
   if (!trainer->is_member)
-    return reply(Code::kReplaced, name + " was given up after it was silent for " +
+    return reply(Code::kReplaced, name + " has left, or was given up after it was silent for " +
                                       seconds_text(options_.trainer_timeout) +
                                       ": start it again to join");
   return std::nullopt;
@@ -244,6 +245,9 @@ void RequestHandler::push(Pending& pending) {
     ahead_.emplace(std::pair(header.trainer, header.sequence), std::move(pending));
     return;
   }
+  // All servers have it then.
+  if (header.sequence <= last + 1 && state.job()->servers == 1)
+    note_confirmed(header.trainer, header.sequence);
   if (header.sequence <= last) {
     ++counts_.duplicates;
     return unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
@@ -380,6 +384,7 @@ void RequestHandler::set_job(Pending& pending) {
     // The checkpoint to begin with is half there. No record follows that of the job, so the next
     // start in this folder loads it again.
     failure_ = one_line(error);
+    has_no_start_ = true;
     log_.error("job failed", {{"reason", failure_}});
     const bool is_value_error = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
     return pending.done(reply(is_value_error ? Code::kInvalid : Code::kFailed, failure_));
@@ -461,13 +466,16 @@ void RequestHandler::restore(Pending& pending) {
   } catch (const std::exception& error) {
     failure_ = "it cannot go back: " + one_line(error);
     log_.error("job failed", {{"reason", failure_}});
-    return pending.done(reply(Code::kFailed, failure_));
+    const bool is_damaged = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
+    return pending.done(reply(is_damaged ? Code::kInvalid : Code::kFailed, failure_));
   }
   save_held_ = save;
   steps_held_ = state.steps();
   heard_.clear();
   confirmed_.clear();
+  job_since_.reset();
   failure_.clear();
+  has_no_start_ = false;
   const auto refuse = [this](Pending& old) {
     kept_bytes_ -= bytes_of_message(old);
     old.done(reply(Code::kReplaced, "the job went back to a checkpoint"));
@@ -482,7 +490,7 @@ void RequestHandler::restore(Pending& pending) {
 
 void RequestHandler::note_confirmed(uint32_t trainer, uint64_t step) {
   const JobOptions& job = *durable_.state().job();
-  if (job.mode != Mode::kSync || job.servers == 1) return;
+  if (job.mode != Mode::kSync) return;
   uint64_t& last = confirmed_[trainer];
   last = std::max(last, step);
 }
@@ -658,6 +666,7 @@ void RequestHandler::tick(Time now) {
       if (now - time > options_.trainer_timeout) lose(trainer, now);
     }
     if (!failure_.empty()) return;
+    give_up_absent(now);
     evict(now);
     durable_.poll();
   } catch (const std::exception& error) {
@@ -671,6 +680,25 @@ void RequestHandler::say_unwritable(const char* what, const std::string& reason,
   if (unwritable_said_ && now - *unwritable_said_ < kUnwritablePeriod) return;
   unwritable_said_ = now;
   log_.error(what, {{"reason", reason}});
+}
+
+// One that never came is lost like one that is silent, counted from the job, or this start.
+void RequestHandler::give_up_absent(Time now) {
+  const ParameterState& state = durable_.state();
+  if (!state.job()) return;
+  if (!job_since_) job_since_ = now;
+  if (options_.on_trainer_loss != OnTrainerLoss::kContinue ||
+      now - *job_since_ <= options_.trainer_timeout)
+    return;
+  for (uint32_t id = 0; id < static_cast<uint32_t>(state.job()->trainers); ++id) {
+    if (state.trainer(id)) continue;
+    const JoinRecord came{.trainer = id, .incarnation = durable_.incarnation()};
+    durable_.change(RecordKind::kJoin, bytes_of(came));
+    const LeaveRecord left{.trainer = id};
+    durable_.change(RecordKind::kLeave, bytes_of(left));
+    log_.warn("going on without a trainer",
+              {{"trainer", id}, {"reason", "it did not come within " + seconds_text(now - *job_since_)}});
+  }
 }
 
 void RequestHandler::evict(Time now) {

@@ -73,6 +73,7 @@ class RequestHandler {
   bool has_room(const Pending& pending) const;
   void wait(Pending& pending);
   void lose(uint32_t trainer, Time now);
+  void give_up_absent(Time now);
   void evict(Time now);
   /// Once a period: what cannot be written is tried again and again.
   void say_unwritable(const char* what, const std::string& reason, Time now);
@@ -110,7 +111,9 @@ class RequestHandler {
     Reply reply;
   };
   std::list<Unsynced> unsynced_;
-  std::string failure_;  // Why the job cannot go on.
+  std::string failure_;        // Why the job cannot go on.
+  std::optional<Time> job_since_;  // When it was first seen by this process.
+  bool has_no_start_ = false;  // For the checkpoint that it was to begin with could not be loaded.
   Time last_eviction_;
   Time last_tick_;
   std::optional<Time> unwritable_said_;

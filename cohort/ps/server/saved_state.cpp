@@ -274,11 +274,10 @@ void ParameterState::save(const std::string& folder) const {
     records.push_back({.number = records.size() + 1, .kind = kind});
   };
   if (job_) add(RecordKind::kJob, bytes_of(job_->to_json()));
-  json progress{
-      {"steps", steps_},
-      {"steps_at_start", steps_at_start_},
-      {"is_initialised", is_initialised_},
-      {"trainers", json::array()}};
+  json progress{{"steps", steps_},
+                {"steps_at_start", steps_at_start_},
+                {"is_initialised", is_initialised_},
+                {"trainers", json::array()}};
   for (const auto& [id, trainer] : trainers_) {
     progress["trainers"].push_back({{"trainer", id},
                                     {"incarnation", trainer.incarnation},

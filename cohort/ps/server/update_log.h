@@ -32,7 +32,7 @@ enum class RecordKind : uint32_t {
   kPush = 4,     ///< A message, as it arrived.
   kLeave = 5,    ///< LeaveRecord.
   kEvict = 6,    ///< Nothing.
-  kClose = 7,    ///< Nothing: the open step is applied (several servers).
+  kClose = 7,    ///< Nothing: the open step is applied.
 };
 
 struct Record {

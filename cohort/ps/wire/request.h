@@ -29,10 +29,11 @@ enum class Call : uint32_t {
   kFinishSave = 7,
   kStatus = 8,  ///< `text` of the reply: JSON.
   kStop = 9,    ///< The server ends.
-  /// kSync, several servers: all of them have acknowledged the trainer's pushes up to `step`, or
-  /// one of them has closed it. A server closes a step when every member has said so of it: what
-  /// one server applies the others can apply, too, whoever is killed. Pushes (of the one before)
-  /// and pulls (of `step`) say the same.
+  /// kSync: all servers have acknowledged the trainer's pushes up to `step`, or one of them has
+  /// closed it. A server closes a step when every member's process has said so of it: what one
+  /// server applies the others can apply, too, whoever is killed, and no step closes that a trainer
+  /// which comes anew has still to make. Pushes (of the one before; to a single server, of the
+  /// same) and pulls (of `step`) say it, too.
   kConfirm = 10,
   /// The job goes back to the checkpoint of all servers in folder `text`, unless the state is that
   /// one already; "": to its beginning. Trainers join anew; processes that had joined are refused.
