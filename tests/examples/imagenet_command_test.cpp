@@ -275,10 +275,6 @@ TEST_F(ImagenetCommandTest, MistakesAreNamed) {
   expect_refused(2, on_ranks(1, "run", "--rank 0 --world-size 2 --addr 127.0.0.1"),
                  "--rank is set but --port (or --dist-url, or MASTER_PORT) is not");
   expect_refused(2, on_ranks(1, "run", "--resume " + folder_ / "nothing"), "no checkpoint here");
-  expect_refused(
-      2,
-      shell("COHORT_RESTART_COUNT=1 " + bin("imagenet") + " " + flags("run", "--strategy ps-sync")),
-      "--strategy ps-sync: expected no restart of the ranks");
   const Ended ended = shell(bin("cohort") + " run --nproc-per-node 2 -- " + bin("imagenet") + " " +
                             folder_ / "data" + " --batch-size 13");
   expect_refused(2, ended, "batch of 13 examples on 2 ranks: expected a multiple of 2");
