@@ -428,7 +428,7 @@ void Trainer::ensure_data() {
 
 // Servers elsewhere save where they are, which cannot be tried from here.
 void Trainer::check_output() const {
-  if (!options_.save.empty() && group_.rank() == 0 && saves_here(training_))
+  if (!options_.save.empty() && share_.number == 0 && saves_here(training_))
     check_writable(options_.save);
 }
 
