@@ -225,6 +225,7 @@ void RunCheckpoints::save_with(comm::ProcessGroup* savers) {
 
 void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& parts) {
   if (!saves()) return;
+  servers_newest_ = state.servers;
   write_best();
   train::Facts facts = model_facts(state.updates);
   facts.insert(data_facts().begin(), data_facts().end());
@@ -322,14 +323,16 @@ void RunCheckpoints::settle() {
   }
 }
 
-// last/ names the servers' checkpoint that belongs to it: the others are of earlier ones.
+// last/ names the servers' checkpoint that belongs to it. The next one may be there already; the
+// others are of earlier saves.
 void RunCheckpoints::prune_servers() const {
   if (!is_first_saver_ || servers_begun_.empty()) return;
   const fs::path kept = servers_begun_;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(kept.parent_path(), error)) {
     std::error_code ignored;
-    if (entry.path().filename() != kept.filename()) fs::remove_all(entry.path(), ignored);
+    if (entry.path() != kept && entry.path() != servers_newest_)
+      fs::remove_all(entry.path(), ignored);
   }
 }
 

@@ -109,8 +109,9 @@ class RunCheckpoints {
   std::optional<Best> unwritten_best_;              // until best/ is known to hold it
   std::optional<train::ShardedCheckpointWriter> writer_;  // on savers
   bool is_first_saver_ = false;
-  std::string begun_;          // the folder of the save that is pending
-  std::string servers_begun_;  // and RunState::servers of it
+  std::string begun_;           // the folder of the save that is pending
+  std::string servers_begun_;   // and RunState::servers of it
+  std::string servers_newest_;  // RunState::servers of the last save that was asked for
 };
 
 }  // namespace cohort::translate

@@ -67,6 +67,24 @@ TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
   EXPECT_NE(read_file(folder_ / "log").find("a checkpoint was not written"), std::string::npos);
 }
 
+// The servers' checkpoint of a save is there before the save before it is a checkpoint.
+TEST_F(RunCheckpointsTest, TheServersCheckpointThatLastNamesIsThere) {
+  RunCheckpoints checkpoints(options_, "text", log_);
+  checkpoints.save_with(&alone_);
+  const auto save = [&](int64_t update) {
+    RunState now = state(update, 0);
+    now.servers = folder_ / ("servers/update-" + std::to_string(update));
+    fs::create_directories(now.servers);
+    checkpoints.save_last(now, parts(1));
+  };
+  for (int64_t update = 1; update <= 3; ++update) save(update);
+  checkpoints.settle();
+  EXPECT_EQ(update_in("last"), "3");
+  EXPECT_TRUE(fs::exists(folder_ / "servers/update-3"));
+  EXPECT_FALSE(fs::exists(folder_ / "servers/update-1"));
+  EXPECT_FALSE(fs::exists(folder_ / "servers/update-2"));
+}
+
 TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
   for (const double weight : {7.0, 8.0}) {
     RunCheckpoints checkpoints(options_, "text", log_);
