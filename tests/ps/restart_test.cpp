@@ -72,6 +72,12 @@ class RestartTest : public testing::Test {
     first->flush();
     second->flush();
   }
+  // It has confirmed the push when it is gone.
+  void push_of_trainer_1() {
+    const auto second = join(1);
+    push(*second);
+    second->flush();
+  }
   // A step closes when both have confirmed it, which their pulls do.
   void expect_pulled(Client& first, Client& second, float weight) const {
     auto pulled = std::async(std::launch::async, [&] { return pull(first); });
@@ -165,11 +171,7 @@ TEST_F(RestartTest, ATrainerThatComesBackAloneWaitsForTheOthersPush) {
 // A step that all have confirmed needs none of them any more.
 TEST_F(RestartTest, AStepThatAllHaveConfirmedClosesWithoutThem) {
   leave_a_step_open();
-  {
-    const auto second = join(1);
-    push(*second);
-    second->flush();
-  }
+  push_of_trainer_1();
   for (const int server : {0, 1}) EXPECT_EQ(steps(server), 2U);
   const auto second = join(1), first = join(0);
   expect_to_go_on(*first, *second, 4);
@@ -182,9 +184,7 @@ TEST_F(RestartTest, AStepThatOneServerHasWholeStaysOpenOnBoth) {
   for (const uint32_t comes_first : {0, 1}) {
     const uint64_t closed = steps(0);
     {
-      const auto second = join(1);
-      push(*second);
-      second->flush();
+      push_of_trainer_1();
       RawTrainer half(cluster_, job_, 0);
       ASSERT_EQ(cluster_.ask(0, half.push(closed + 1, ids_[0])).code, Code::kOk);
     }
@@ -200,9 +200,7 @@ TEST_F(RestartTest, AStepThatIsClosedOnOneServerClosesOnTheOther) {
   for (const uint32_t comes_first : {0, 1}) {
     const uint64_t closed = steps(0);
     {
-      const auto second = join(1);
-      push(*second);
-      second->flush();
+      push_of_trainer_1();
       for (const int server : {1, 0}) {
         RawTrainer first(cluster_, job_, 0, 0, server);
         const auto push = first.push(closed + 1, ids_[static_cast<size_t>(server)]);

@@ -210,27 +210,26 @@ void Client::join() {
   }
   is_initialised_ = true;
   sequences_ = std::vector<std::atomic<uint64_t>>(links_.size());
-  uint64_t closed = 0, at_start = 0, pushed_everywhere = UINT64_MAX;
+  uint64_t at_start = 0, pushed_everywhere = UINT64_MAX;
   std::vector<uint64_t> steps;
   for (size_t server = 0; server < links_.size(); ++server) {
     const Reply reply = links_[server]->join(fingerprint_, json);
     sequences_[server] = reply.last_sequence;
     is_initialised_ &= reply.is_initialised;
-    closed = std::max(closed, reply.steps);
     at_start = std::max(at_start, reply.steps_at_start);
     pushed_everywhere = std::min(pushed_everywhere, reply.last_sequence);
     steps.push_back(reply.steps);
   }
   if (options_.trainer == kNoTrainer) return;
+  const auto [least, most] = std::ranges::minmax_element(steps);
+  const uint64_t closed = *most;
   pushed_before_ = job_.mode == Mode::kSync ? closed - at_start : pushed_everywhere;
   if (job_.mode != Mode::kSync) return;
   // One step is open at most; more if one server alone went back to a checkpoint.
-  for (size_t server = 1; server < links_.size(); ++server) {
-    TORCH_CHECK_VALUE(steps[server] <= steps[0] + 1 && steps[0] <= steps[server] + 1,
-                      "client: ", options_.servers[0], " is at step ", steps[0], ", ",
-                      options_.servers[server], " at step ", steps[server],
-                      ": expected one step of all servers, which may go back to a checkpoint");
-  }
+  TORCH_CHECK_VALUE(closed - *least <= 1, "client: ", options_.servers[least - steps.begin()],
+                    " is at step ", *least, ", ", options_.servers[most - steps.begin()],
+                    " at step ", closed,
+                    ": expected one step of all servers, which may go back to a checkpoint");
   // Since it is a member everywhere no step closes without it. What one server has closed the
   // others have the pushes of, its own among them; where it was no member it abstains.
   step_ = closed;
