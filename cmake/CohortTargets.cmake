@@ -11,6 +11,7 @@ function(cohort_add_library name)
   target_sources(cohort_${name} PRIVATE ${ARG_SOURCES}
     PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR} FILES ${ARG_HEADERS})
   target_link_libraries(cohort_${name} PUBLIC ${ARG_DEPS} PRIVATE ${ARG_PRIVATE_DEPS})
+  target_compile_features(cohort_${name} INTERFACE cxx_std_20)  # For whoever includes its headers.
   cohort_warnings(cohort_${name})
   if(ARG_TORCH)
     cohort_use_torch_pch(cohort_${name})

@@ -177,7 +177,7 @@ Verdict Launcher::stop_servers(Verdict verdict) {
   if (!servers_) return verdict;
   servers_->stop(options_.grace);
   while (servers_->running()) turn();
-  servers_->end();
+  for (const std::string& line : servers_->end()) say(line);
   log_writer_.flush();
   const auto& failure = servers_->failure();
   const bool to_blame = failure && (server_failed_first_ || verdict.exit_code == kExitOk);
@@ -258,6 +258,8 @@ int Launcher::finish_with_others() {
       end_ ? end_->why
            : "its coordinator's node was stopped by signal " + signal_name(stop_signal_);
   meeting_->finish(code, why);
+  if (end_ && code == kExitOk && !group_)
+    say("the job ended before a round had room for this node");
   return conclude(
       end_ ? *end_
            : Order{Order::Kind::kEnd, {}, code, "stopped by signal " + signal_name(stop_signal_)});

@@ -107,6 +107,12 @@ std::string describe(const Outcome& outcome, const std::string& log_dir) {
          (message.empty() ? "" : ": ") + message;
 }
 
+std::string left_behind_line(const std::string& name, pid_t pid) {
+  return "warning: " + name + " (pid " + std::to_string(pid) +
+         ") does not end after SIGKILL and is left behind: a driver or a file system holds it "
+         "(state D)";
+}
+
 std::string indented_stack(const Outcome& outcome, const std::string& log_dir) {
   if (outcome.meaning() != kExitFailure) return "";
   std::istringstream frames(error_field(outcome, log_dir, "stack"));

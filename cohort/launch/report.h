@@ -50,6 +50,9 @@ bool explains(const std::string& path, int exit_code);
 /// left one, cut after 4096 bytes; the outcome's note instead, if it has one.
 std::string describe(const Outcome& outcome, const std::string& log_dir);
 
+/// The warning about a process, "rank 1" or "server 1", that SIGKILL does not end.
+std::string left_behind_line(const std::string& name, pid_t pid);
+
 /// Returns the first frames of the stack that the rank left in its error file, a line each,
 /// indented, if its error was neither its user's (exit code 2) nor a lost peer's (3); else nothing.
 std::string indented_stack(const Outcome& outcome, const std::string& log_dir);

@@ -172,14 +172,16 @@ std::optional<std::string> ServerGroup::notice_exit(Server& server) {
         "exited with code " + std::to_string(status->exit_code) + " before the trainers were done";
     outcome.status.exit_code = kExitFailure;
   }
-  if (outcome.meaning() == kExitUsage || num_restarts_ >= options_.servers.max_restarts) {
+  const int max_restarts = options_.servers.max_restarts;
+  if (outcome.meaning() == kExitUsage || num_restarts_ >= max_restarts) {
     failure_ = outcome;
-    return std::nullopt;
+    if (outcome.meaning() == kExitUsage || max_restarts == 0) return std::nullopt;
+    return "server " + std::to_string(server.id) + " is not started again: all " +
+           std::to_string(max_restarts) + " of --max-server-restarts are used";
   }
   ++num_restarts_;
   const std::string line = describe(outcome, log_dir_) + "; server restart " +
-                           std::to_string(num_restarts_) + " of " +
-                           std::to_string(options_.servers.max_restarts);
+                           std::to_string(num_restarts_) + " of " + std::to_string(max_restarts);
   clear(server);
   start(server, /*again=*/true);
   return line;
@@ -211,25 +213,33 @@ std::optional<ServerGroup::Clock::time_point> ServerGroup::deadline() const {
   return killed_at_ ? *killed_at_ + kKillTime : kill_at_;
 }
 
-void ServerGroup::end() {
-  for (Server& server : servers_) clear(server);
+std::vector<std::string> ServerGroup::end() {
+  std::vector<std::string> left_behind;
+  for (Server& server : servers_) {
+    const pid_t pid = server.pid;
+    if (!clear(server))
+      left_behind.push_back(left_behind_line("server " + std::to_string(server.id), pid));
+  }
+  return left_behind;
 }
 
-// Ends what is left of the server's session, and its log.
-void ServerGroup::clear(Server& server) {
+// Ends what is left of the server's session, and its log. False if SIGKILL does not end it.
+bool ServerGroup::clear(Server& server) {
+  bool ended = true;
   if (server.pid > 0) {
     kill_sessions({&server.pid, 1});
     const bool waited = outlives_kill(killed_at_);
-    if (reap(server.pid, Clock::now() + (waited ? milliseconds(0) : kKillTime)))
-      guardian_.forget(server.pid);
+    ended = reap(server.pid, Clock::now() + (waited ? milliseconds(0) : kKillTime));
+    if (ended) guardian_.forget(server.pid);
   }
   server.pid = -1;
   server.running = false;
-  if (!server.log) return;
+  if (!server.log) return ended;
   for (int reads = 0; reads < kLastReads && server.log->pump(); ++reads) {
   }
   server.log->finish();
   server.log.reset();
+  return ended;
 }
 
 }  // namespace cohort::launch

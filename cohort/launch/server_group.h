@@ -61,8 +61,9 @@ class ServerGroup {
   /// The workers are gone: SIGTERM, and SIGKILL after `patience`. May be called again.
   void stop(milliseconds patience);
   void kill_now();
-  /// Kills what is left of the servers' sessions and reads the last bytes.
-  void end();
+  /// Kills what is left of the servers' sessions and reads the last bytes. Returns a line for each
+  /// server that SIGKILL does not end.
+  std::vector<std::string> end();
 
  private:
   struct Server {
@@ -77,7 +78,7 @@ class ServerGroup {
   ServerGroup(Key, const RunOptions& options, const std::string& log_dir, LogWriter& logs,
               const Guardian& guardian, const Signals& signals);
   void start(Server& server, bool again);
-  void clear(Server& server);
+  bool clear(Server& server);
   std::vector<std::string> arguments(const Server& server) const;
   std::string folder(const Server& server) const;
   std::optional<std::string> notice_exit(Server& server);

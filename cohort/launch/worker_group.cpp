@@ -295,10 +295,7 @@ std::vector<std::string> WorkerGroup::kill_workers() {
     if (worker.pid > 0 && reap(worker.pid, waited ? Clock::now() : deadline)) {
       context_.guardian.forget(worker.pid);
     } else if (worker.pid > 0) {
-      left_behind.push_back("warning: rank " + std::to_string(worker.rank) + " (pid " +
-                            std::to_string(worker.pid) +
-                            ") does not end after SIGKILL and is left behind: a driver or a file "
-                            "system holds it (state D)");
+      left_behind.push_back(left_behind_line("rank " + std::to_string(worker.rank), worker.pid));
     }
     worker.pid = -1;
     worker.running = false;

@@ -125,6 +125,19 @@ TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
   EXPECT_EQ(ended.out, "");
 }
 
+TEST(RendezvousTest, ANodeThatNoRoundHadRoomForSaysSo) {
+  FakeCoordinator coordinator;
+  Launched run(
+      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()}, "echo started"));
+  coordinator.wait_for("join");
+  coordinator.send({R"({"say": "end", "code": 0, "why": ""})"});
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 0) << ended.err;
+  EXPECT_EQ(ended.out, "");
+  EXPECT_TRUE(holds(ended.err, "the job ended before a round had room for this node\n"))
+      << ended.err;
+}
+
 // Hosts, a folder that they share, and a launcher on each.
 class ElasticTest : public ::testing::Test {
  protected:

@@ -1,11 +1,15 @@
 // `cohort run --servers`: the servers are shell scripts here, which say what they were given.
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sstream>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
 
 #include "tests/launch/launch_harness.h"
 
@@ -141,6 +145,10 @@ TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
                            "    the disk is full\n"),
             std::string::npos)
       << ended.err;
+  EXPECT_NE(ended.err.find("cohort run: server 1 is not started again: all 1 of "
+                           "--max-server-restarts are used\n"),
+            std::string::npos)
+      << ended.err;
   EXPECT_EQ(ended.err.find("restart 1 of 5"), std::string::npos);
   EXPECT_NE(ended.err.find("cohort run: stopped because server 1 failed: rank 0, rank 1\n"),
             std::string::npos)
@@ -170,6 +178,23 @@ TEST(ServerRunTest, AServerThatLeavesTooEarlyFailed) {
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_NE(ended.err.find("exited with code 0 before the trainers were done"), std::string::npos)
       << ended.err;
+}
+
+// A traced process is not its parent's to reap: for the launcher it stays, as in state D.
+TEST(ServerRunTest, AServerThatSigkillDoesNotEndIsLeftBehindByName) {
+  const Job job("trap '' TERM; echo $$ > \"$9/pid\"; while :; do sleep 0.01; done\n");
+  Launched run(job.run({"--servers", "1", "--trainers", "1", "--grace", "0.1"},
+                       "until [ -e " + job.path("go") + " ]; do sleep 0.01; done"));
+  const pid_t server = std::stoi(wait_for_file(job.path("state/server.0/pid")));
+  ASSERT_EQ(::ptrace(PTRACE_SEIZE, server, nullptr, nullptr), 0) << std::strerror(errno);
+  std::ofstream(job.path("go"));
+  const Ended ended = run.wait();
+  EXPECT_NE(ended.err.find("warning: server 0 (pid " + std::to_string(server) +
+                           ") does not end after SIGKILL and is left behind"),
+            std::string::npos)
+      << ended.err;
+  int status = 0;
+  EXPECT_EQ(::waitpid(server, &status, __WALL), server);
 }
 
 TEST(ServerRunTest, AFailingTrainerIsReportedAndNoServerStays) {
