@@ -178,11 +178,13 @@ std::string describe_others(const Stories& stories) {
     if (present->waiting) ++votes[present->text];
   }
   if (votes.empty()) return "";
+  // Where fewer than half of the ranks wait in one call, none is the one that the others miss.
   const auto most = std::max_element(
       votes.begin(), votes.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   std::string result;
   for (const auto& [rank, present] : presents) {
-    if (present.waiting && present.text == most->first) continue;
+    const bool with_most = present.waiting && present.text == most->first;
+    if (with_most && 2 * most->second > static_cast<int>(presents.size())) continue;
     std::array<char, 32> seconds{};
     std::snprintf(seconds.data(), seconds.size(), "%.1f s", static_cast<double>(present.ms) / 1000);
     result += (result.empty() ? "" : "; ") + std::string("rank ") + std::to_string(rank) +

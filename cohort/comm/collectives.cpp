@@ -296,6 +296,28 @@ void check_splits(const std::vector<int64_t>& splits, const at::Tensor& tensor, 
       "all_to_all: expected ", size, " ", side, " splits that sum to ", rows, ", got ", splits);
 }
 
+// What goes before a message: its dtype and number of elements.
+at::Tensor form_of(const at::Tensor& tensor) {
+  return at::tensor({static_cast<int64_t>(tensor.scalar_type()), tensor.numel()})
+      .to(tensor.device());
+}
+
+// Gloo would write the bytes of another dtype as they are, and end the process for too many.
+void check_form(const at::Tensor& tensor, int from, c10d::ProcessGroup& engine, int tag) {
+  Tensors form{at::empty({2}, at::TensorOptions(at::kLong).device(tensor.device()))};
+  engine.recv(form, from, tag)->wait();
+  const at::Tensor sent = form.front().cpu();
+  const auto type = static_cast<at::ScalarType>(sent[0].item<int64_t>());
+  const auto numel = sent[1].item<int64_t>();
+  if (type == tensor.scalar_type() && numel == tensor.numel()) return;
+  // It is taken all the same: its sender waits for that, and what comes next is another message.
+  Tensors unwanted{as_bytes(at::empty({numel}, tensor.options().dtype(type)))};
+  engine.recv(unwanted, from, tag)->wait();
+  TORCH_CHECK_VALUE(false, "recv from ", from, ": expected ", tensor.numel(), " elements of ",
+                    type_name(tensor.scalar_type()), ", rank ", from, " sends ", numel, " of ",
+                    type_name(type));
+}
+
 }  // namespace
 
 std::string type_name(at::ScalarType type) {
@@ -533,6 +555,10 @@ void ProcessGroup::send(const at::Tensor& tensor, int to, int tag, CallSite site
                     "send: expected another rank and a tag >= 0, got rank ", to, ", tag ", tag);
   impl_->run_unmatched(
       {.operation = "send to " + std::to_string(to), .tensor = &tensor, .site = site}, [&] {
+        if (impl_->compares()) {
+          Tensors form{form_of(tensor)};
+          engine().send(form, to, tag)->wait();
+        }
         Tensors tensors{as_bytes(tensor)};
         engine().send(tensors, to, tag)->wait();
       });
@@ -545,6 +571,7 @@ void ProcessGroup::recv(at::Tensor& tensor, int from, int tag, CallSite site) {
                     "recv: expected another rank and a tag >= 0, got rank ", from, ", tag ", tag);
   impl_->run_unmatched(
       {.operation = "recv from " + std::to_string(from), .tensor = &tensor, .site = site}, [&] {
+        if (impl_->compares()) check_form(tensor, from, engine(), tag);
         Tensors tensors{as_bytes(tensor)};
         engine().recv(tensors, from, tag)->wait();
       });

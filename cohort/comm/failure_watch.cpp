@@ -159,9 +159,10 @@ Verdict FailureWatch::call_everyone() {
     }
   }
   verdict.mismatch = find_mismatch(stories).value_or("");
-  verdict.others = verdict.lost.empty()
-                       ? describe_others(stories)
-                       : "did not answer within " + std::to_string(kAnswerLimit.count()) + " ms";
+  verdict.others =
+      verdict.lost.empty()
+          ? describe_others(stories)
+          : "gave no sign of life for " + std::to_string(kAnswerLimit.count()) + " ms after that";
   return verdict;
 }
 

@@ -156,8 +156,9 @@ class ProcessGroup {
                   const std::vector<int64_t>& output_splits = {},
                   const std::vector<int64_t>& input_splits = {}, CallSite site = CallSite::here());
 
-  /// Sends `tensor` to rank `to`, which calls `recv` with this rank, tag (>= 0), shape and dtype.
-  /// Only these two call.
+  /// Sends `tensor` to rank `to`, which calls `recv` with this rank, tag (>= 0), dtype and number
+  /// of elements. Only these two call. With check_collectives dtype and number go ahead in a
+  /// message of their own. Errors: c10::ValueError from `recv` if the sender's differ.
   void send(const at::Tensor& tensor, int to, int tag = 0, CallSite site = CallSite::here());
   void recv(at::Tensor& tensor, int from, int tag = 0, CallSite site = CallSite::here());
 

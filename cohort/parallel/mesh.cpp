@@ -16,6 +16,9 @@ RankGrid make_rank_grid(comm::ProcessGroup& group, int width, const std::string&
     for (int i = 0; i < count; ++i) ranks.push_back(first + i * step);
     if (auto made = group.subgroup(ranks, name)) mine = std::move(made);
   };
+  TORCH_CHECK_VALUE(width >= 1 && group.size() % width == 0, "rank grid of width ", width,
+                    " (\"", row_name, "\", \"", column_name,
+                    "\"): expected a divisor of the number of ranks, ", group.size());
   RankGrid grid;
   const int height = group.size() / width;
   for (int y = 0; y < height; ++y) make(y * width, 1, width, row_name, grid.row);

@@ -14,7 +14,8 @@ struct RankGrid {
   std::unique_ptr<comm::ProcessGroup> row, column;
 };
 
-/// `width` divides the number of ranks. Collective; blocks. `group` must outlive the result.
+/// Collective; blocks. `group` must outlive the result.
+/// Errors: c10::ValueError unless `width` divides the number of ranks.
 RankGrid make_rank_grid(comm::ProcessGroup& group, int width, const std::string& row_name,
                         const std::string& column_name);
 

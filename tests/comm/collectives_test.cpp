@@ -183,6 +183,27 @@ TEST(CollectivesTest, DataMovesWhateverItsType) {
   });
 }
 
+// Gloo alone would write the other dtype's bytes, and end the process for a longer message.
+TEST(CollectivesTest, AMessageOfAnotherFormIsRefusedByTheReceiver) {
+  test::ranks(2, [](ProcessGroup& group) {
+    if (group.rank() == 0) {
+      group.send(at::ones({6}), 1);
+      group.send(at::ones({3}), 1, 1);
+      group.send(at::ones({2, 3}), 1, 2);
+    } else {
+      at::Tensor three = at::zeros({3});
+      EXPECT_EQ(error_of([&] { group.recv(three, 0); }),
+                "recv from 0: expected 3 elements of float32, rank 0 sends 6 of float32");
+      at::Tensor whole = at::zeros({3}, at::kInt);
+      EXPECT_EQ(error_of([&] { group.recv(whole, 0, 1); }),
+                "recv from 0: expected 3 elements of int32, rank 0 sends 3 of float32");
+      at::Tensor six = at::zeros({6});
+      group.recv(six, 0, 2);
+      EXPECT_TRUE(six.equal(at::ones({6})));
+    }
+  });
+}
+
 TEST(CollectivesTest, AllGatherIntoKeepsTheOrderOfRanks) {
   test::ranks(3, [](ProcessGroup& group) {
     at::Tensor output = at::empty({6}, at::kLong);

@@ -244,6 +244,21 @@ TEST(MonitoredBarrierTest, NamesWhoHasNotCome) {
   }
 }
 
+// Neither is the one that the other has not come to.
+TEST(MonitoredBarrierTest, RanksThatWaitInDifferentGuardedCallsAreBothNamed) {
+  const auto ends = test::run_ranks(2, [](ProcessGroup& group) {
+    group.all_reduce_sum(1);
+    if (group.rank() == 0) return group.barrier("epoch", seconds(3));
+    group.guard("all_reduce of gradients", [&] { std::this_thread::sleep_for(seconds(7)); });
+  });
+  EXPECT_NE(ends[0].output.find("rank 0 waits in barrier \"epoch\" at mismatch_test.cpp:"),
+            std::string::npos)
+      << ends[0].output;
+  EXPECT_NE(ends[0].output.find("; rank 1 waits in all_reduce of gradients at mismatch_test.cpp:"),
+            std::string::npos)
+      << ends[0].output;
+}
+
 // A slow rank is no mismatch.
 TEST(MismatchWatchTest, WaitingLongForASlowRankIsNoFault) {
   test::ranks(2, [](ProcessGroup& group) {

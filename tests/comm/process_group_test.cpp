@@ -259,7 +259,7 @@ void expect_survivors_name(int victim) {
         << "rank " << rank << " wrote: " << end.output;
     expect_named_in_time(end);
     // By what it is known: a rank that stands still does not answer either.
-    const std::string how = victim == 0 ? ": its store " : ": did not answer within 2000 ms (";
+    const std::string how = victim == 0 ? ": its store " : ": gave no sign of life for 2000 ms after that (";
     EXPECT_NE(end.output.find(how), std::string::npos) << end.output;
   }
 }
