@@ -31,6 +31,8 @@ namespace cohort::parallel {
 ///           parameters: `backward` names them at once, after a plain loss.backward() the next
 ///           forward does. A rank alone in leaving out a parameter throws this while the others
 ///           wait for it: they get PeerError when it ends, or at the timeout.
+///           c10::ValueError from a backward whose forward went past the wrapper, and from a second
+///           one of the same forward: their gradients would stay each rank's own.
 ///           c10::NotImplementedError for create_graph: gradients of gradients are not averaged.
 ///           PeerError from the constructor, operator() and backward when a rank is lost.
 /// Source:   Li et al. 2020, arXiv:2006.15704, section 3.2.

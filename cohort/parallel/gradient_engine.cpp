@@ -132,6 +132,7 @@ struct GradientEngine::Impl {
   void cast_buffers();
   void make_engine();
   void watch_gradients();
+  void check_expected(size_t index) const;
   void gradient_arrived(size_t index);
 
   void check_forms() const;
@@ -167,6 +168,8 @@ struct GradientEngine::Impl {
   std::string comm_hook;
 
   bool synchronized = true;
+  enum class Forward { kNone, kLocal, kSynchronized };
+  Forward last_forward = Forward::kNone;  // of those that a backward can follow
   // A synchronized forward ran, and none after it, so each rank's buffers follow its own batch.
   bool buffers_differ = true;
   bool begun = false;        // some gradient of the last synchronized forward is there
@@ -294,7 +297,7 @@ void GradientEngine::Impl::watch_gradients() {
 }
 
 void GradientEngine::Impl::gradient_arrived(size_t index) {
-  if (!unfinished()) return;
+  if (!unfinished()) return check_expected(index);
   if (!std::exchange(begun, true)) {
     torch::autograd::Engine::get_default_engine().queue_callback([this] { ended = true; });
   }
@@ -311,6 +314,15 @@ void GradientEngine::Impl::gradient_arrived(size_t index) {
     delayed->arrived();
   }
   ready[index] = true;
+}
+
+// A gradient that no forward of the wrapper announced would stay this rank's own, without a word.
+void GradientEngine::Impl::check_expected(size_t index) const {
+  if (last_forward == Forward::kLocal) return;
+  TORCH_CHECK_VALUE(false, "rank ", group.rank(), ": ", watched[index].name,
+                    " got a gradient that is not averaged: expected one backward after each call "
+                    "of the wrapper, and its loss from that call's outputs (the module's own "
+                    "forward is for evaluation; no_sync() accumulates)");
 }
 
 void GradientEngine::Impl::check_forms() const {
@@ -470,6 +482,7 @@ void GradientEngine::before_forward() {
 void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
   Impl& my = *impl_;
   if (!at::GradMode::is_enabled()) return abandon_forward();
+  my.last_forward = my.synchronized ? Impl::Forward::kSynchronized : Impl::Forward::kLocal;
   if (!my.synchronized) return;
   std::vector<at::Tensor> search;
   for (const at::Tensor* output : outputs) {

@@ -117,6 +117,12 @@ Facts read_manifest(const std::string& folder) {
   return Manifest::read(folder).facts;
 }
 
+int64_t read_update(const std::string& folder) {
+  const auto update = Manifest::read(folder).update;
+  if (!update) throw ConfigError(folder + ": expected a checkpoint with an update in its manifest");
+  return *update;
+}
+
 struct CheckpointLoad::Impl {
   explicit Impl(const std::string& folder) : checkpoint(folder) {}
 

@@ -40,6 +40,9 @@ void save_checkpoint(const std::string& folder, const torch::nn::Module& model, 
 /// Returns the manifest's facts, without reading tensors.
 /// Errors: ConfigError that names the file if there is none, or it is no manifest.
 Facts read_manifest(const std::string& folder);
+/// Returns the update that the checkpoint was saved after: the optimizer's step number, where that
+/// was given. Errors: as read_manifest, and if the manifest has none.
+int64_t read_update(const std::string& folder);
 
 /// Fills the tensors of all `parts`.
 /// Errors: ConfigError that names file and tensor: damage, a checksum that differs, a tensor that

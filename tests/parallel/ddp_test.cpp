@@ -1,3 +1,4 @@
+#include <functional>
 #include <gtest/gtest.h>
 #include <optional>
 #include <torch/nn/module.h>
@@ -8,6 +9,7 @@
 #include "cohort/optim/adam.h"
 #include "cohort/parallel/distributed_data_parallel.h"
 
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 #include "tests/support/sentences.h"
 
@@ -247,6 +249,29 @@ TEST(DdpTest, NoSyncSendsNothing) {
     EXPECT_EQ(net->second->bias.grad().item<float>(), 2 * (group.rank() + 1));
     ddp.backward((ddp(at::ones({2, 4})) * 0).sum());
     EXPECT_EQ(net->second->bias.grad().item<float>(), 3) << "the next backward sends the sum";
+  });
+}
+
+// Such a gradient would stay each rank's own.
+TEST(DdpTest, ABackwardThatNoForwardOfTheWrapperAnnouncedIsRefusedByName) {
+  test::ranks(2, [](ProcessGroup& group) {
+    Net net(8);
+    DistributedDataParallel<Net> ddp(net, group);
+    const auto input = at::ones({2, 4});
+    const auto refused = [&](const std::function<void()>& backward) {
+      const std::string text = test::message_of<c10::ValueError>(backward);
+      EXPECT_NE(text.find("got a gradient that is not averaged"), std::string::npos) << text;
+      net->zero_grad();
+    };
+    refused([&] { net->forward(input).sum().backward(); });
+    refused([&] { ddp.backward(net->forward(input).sum()); });
+    const at::Tensor loss = (ddp(input) * (group.rank() + 1)).sum();
+    loss.backward({}, /*retain_graph=*/true);
+    EXPECT_EQ(net->second->bias.grad().item<float>(), 3);
+    refused([&] { loss.backward(); });
+    refused([&] { net->forward(input).sum().backward(); });
+    ddp.backward((ddp(input) * (group.rank() + 1)).sum());
+    EXPECT_EQ(net->second->bias.grad().item<float>(), 3) << "the next step is right";
   });
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sstream>
 #include <torch/optim/adamw.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
@@ -172,6 +173,12 @@ std::vector<at::Tensor> trained(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
+std::vector<at::Tensor> tensors_of(const std::vector<ParameterSlice>& slices) {
+  std::vector<at::Tensor> result;
+  for (const ParameterSlice& slice : slices) result.push_back(slice.tensor);
+  return result;
+}
+
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(bool sgd, std::vector<at::Tensor> tensors) {
   if (!sgd) return std::make_unique<torch::optim::AdamW>(tensors, torch::optim::AdamWOptions(1e-2));
   return std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(1e-3).momentum(0.9));
@@ -226,6 +233,34 @@ TEST(ShardingBoundaryTest, AfterAStepParametersAreTheNewOnesOrAnErrorNamesThem) 
                                         Between::kForwardWithAGraph}) {
             expect_whole_or_named(group, shard, sgd, between);
           }
+        }
+      }
+    });
+  }
+}
+
+// The module's own parameters have no gradient: an optimizer made from them would skip them all, and
+// their norm would be 0.
+TEST(ShardingBoundaryTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) {
+  for (const int ranks : {1, 2}) {
+    test::ranks(ranks, [](ProcessGroup& group) {
+      for (const Shard shard : kShards) {
+        Tower model;
+        torch::optim::SGD before(model->parameters(), 0.1);
+        Sharded sharded(model, group, {.shard = shard}, model->units());
+        torch::optim::SGD after(model->parameters(), 0.1);
+        torch::optim::SGD right(trained(tensors_of(sharded.slices())), 0.1);
+        for (int step = 0; step < 2; ++step) {
+          before.zero_grad();
+          after.zero_grad();
+          right.zero_grad();
+          sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+          const std::vector<std::string> why{"sharding: ", "expected"};
+          expect_named([&] { before.step(); }, why);
+          expect_named([&] { after.step(); }, why);
+          expect_named([&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1); },
+                       {"the gradient of ", "gradient_norm()"});
+          right.step();
         }
       }
     });

@@ -64,17 +64,34 @@ at::Tensor without_memory(at::IntArrayRef sizes, const at::TensorOptions& option
   return tensor;
 }
 
-// A tensor for which memory never comes: who asks for it gets an error that names the parameter.
-at::Tensor absent(const FlatTensor& place, const at::TensorOptions& options, bool sharded) {
+// A tensor for which memory never comes: who asks for it gets `refusal`.
+at::Tensor absent(const FlatTensor& place, const at::TensorOptions& options,
+                  const std::string& refusal) {
   at::Tensor tensor = without_memory(place.shape, options);
-  drop_memory(tensor,
-              "sharding: " + place.name +
-                  (sharded ? " is shared out, and whole only while its unit runs"
-                           : " is updated in parts, and whole only in forward and backward") +
-                  ": expected its unit to be called by parallel::unit in the forward of the "
-                  "wrapped model, what else is computed with it (a penalty) to be in that forward, "
-                  "too, and who reads it to do so between summon() and release()");
+  drop_memory(tensor, refusal);
   return tensor;
+}
+
+at::Tensor absent_parameter(const FlatTensor& place, const at::TensorOptions& options,
+                            bool sharded) {
+  return absent(
+      place, options,
+      "sharding: " + place.name +
+          (sharded ? " is shared out, and whole only while its unit runs"
+                   : " is updated in parts, and whole only in forward and backward") +
+          ": expected its unit to be called by parallel::unit in the forward of the "
+          "wrapped model, what else is computed with it (a penalty) to be in that forward, "
+          "too, and who reads it to do so between summon() and release()");
+}
+
+// Without it an optimizer made from the module's own parameters would skip them all, and train
+// nothing.
+at::Tensor absent_gradient(const FlatTensor& place, const at::TensorOptions& options) {
+  return absent(place, options,
+                "sharding: the gradient of " + place.name +
+                    " is in the ranks' slices: expected the optimizer to be made from the wrapped "
+                    "model's slices(), the norm from gradient_norm(), and zero_grad() of that "
+                    "optimizer");
 }
 
 }  // namespace
@@ -119,7 +136,8 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& 
                       "row (inputs may be channels_last)");
     if (!deferred_) place(i, parameter);
     views_.push_back(view_of(full_, flat));
-    absent_.push_back(absent(flat, computed, sharded()));
+    absent_.push_back(absent_parameter(flat, computed, sharded()));
+    if (!frozen_) absent_gradients_.push_back(absent_gradient(flat, computed));
   }
   if (sharded()) {
     free();
@@ -173,7 +191,10 @@ void FlatBucket::begin_gather() {
 void FlatBucket::gather() {
   begin_gather();
   finish_gather();
-  for (size_t i = 0; i < parameters_.size(); ++i) set_data(parameters_[i].tensor, views_[i]);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    set_data(parameters_[i].tensor, views_[i]);
+    if (!gradient(i).defined()) parameters_[i].tensor.mutable_grad().reset();
+  }
 }
 
 void FlatBucket::finish_gather() {
@@ -186,7 +207,17 @@ void FlatBucket::finish_gather() {
 }
 
 void FlatBucket::hide() {
-  for (size_t i = 0; i < parameters_.size(); ++i) set_data(parameters_[i].tensor, absent_[i]);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    set_data(parameters_[i].tensor, absent_[i]);
+    if (!frozen_ && !gradient(i).defined())
+      parameters_[i].tensor.mutable_grad() = absent_gradients_[i];
+  }
+}
+
+at::Tensor FlatBucket::gradient(size_t index) const {
+  const at::Tensor& gradient = parameters_[index].tensor.grad();
+  const bool absent = !frozen_ && gradient.is_same(absent_gradients_[index]);
+  return absent ? at::Tensor() : gradient;
 }
 
 void FlatBucket::free() {
@@ -226,20 +257,22 @@ void FlatBucket::keep_written() {
 }
 
 bool FlatBucket::has_gradients() const {
-  return held_.defined() || std::ranges::any_of(parameters_, [](const auto& each) {
-           return each.tensor.grad().defined();
-         });
+  if (held_.defined()) return true;
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (gradient(i).defined()) return true;
+  return false;
 }
 
 std::vector<std::string> FlatBucket::absent_gradients() const {
   std::vector<std::string> names;
-  for (const NamedTensor& each : parameters_)
-    if (has_gradients() && !each.tensor.grad().defined()) names.push_back(each.name);
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (has_gradients() && !gradient(i).defined()) names.push_back(parameters_[i].name);
   return names;
 }
 
 void FlatBucket::drop_gradients() {
-  for (const NamedTensor& each : parameters_) each.tensor.mutable_grad().reset();
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (gradient(i).defined()) parameters_[i].tensor.mutable_grad().reset();
   held_.reset();
   had_.clear();
   sent_.clear();
@@ -258,11 +291,10 @@ void FlatBucket::check_frozen() const {
 }
 
 at::Tensor FlatBucket::dense_gradient(size_t index) const {
-  const at::Tensor& gradient = parameters_[index].tensor.grad();
-  TORCH_CHECK_VALUE(!gradient.defined() || !gradient.is_sparse(),
-                    "sharding: ", parameters_[index].name,
+  at::Tensor dense = gradient(index);
+  TORCH_CHECK_VALUE(!dense.defined() || !dense.is_sparse(), "sharding: ", parameters_[index].name,
                     " has a sparse gradient: expected dense ones");
-  return gradient;
+  return dense;
 }
 
 void FlatBucket::hold_gradients() {

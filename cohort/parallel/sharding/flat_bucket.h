@@ -24,7 +24,8 @@ struct BucketPlace {
 };
 
 /// From `gather` to `hide` or `free` the module's parameters are views of the flat buffer. Before
-/// and after, who reads a parameter or writes to it gets a c10::Error that names it. Where
+/// and after, who reads a parameter, or the gradient that it has not, or writes to one gets a
+/// c10::Error that names it. Where
 /// parameters are sharded, the buffer's memory comes and goes under autograd's saved tensors, too;
 /// a backward that reads one while it is away gets an error with the bucket's name.
 ///
@@ -104,6 +105,7 @@ class FlatBucket {
     at::Tensor part;
     comm::Work work;
   };
+  at::Tensor gradient(size_t index) const;  // undefined: none has come
   at::Tensor dense_gradient(size_t index) const;
   at::Tensor take_gradients(double factor);
   at::Tensor own_part(const at::Tensor& flat) const;
@@ -128,8 +130,9 @@ class FlatBucket {
   at::Tensor kept_;                // [padded / ranks of the reshard_group], of full_
   at::Tensor held_;                // [padded], in the type of travelling: gradients that wait
   std::vector<at::Tensor> views_;  // of full_, by parameter
-  std::vector<at::Tensor> absent_;  // what parameters are while they are not there
-  int64_t gathered_version_ = 0;    // of shard_, when it was last gathered
+  std::vector<at::Tensor> absent_;            // what parameters are while they are not there
+  std::vector<at::Tensor> absent_gradients_;  // and what gradients are then, unless frozen
+  int64_t gathered_version_ = 0;              // of shard_, when it was last gathered
   enum class Content { kStale, kGathering, kWhole };
   Content content_ = Content::kStale;  // of full_
   std::optional<Gathering> gathering_;
