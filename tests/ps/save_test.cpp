@@ -143,7 +143,7 @@ TEST(SaveTest, AChildThatEndsWellWithoutAResultCostsNothing) {
   // A save waits for the snapshot's end, and ends the same way.
   const std::string folder = cluster.path("checkpoint");
   const Reply reply = final_answer(cluster, 0, save_request(Call::kSave, 7, folder));
-  EXPECT_EQ(reply.code, Code::kFailed);
+  EXPECT_EQ(reply.code, Code::kNotWritten);
   EXPECT_EQ(reply.text, folder + "/save-0000000000000007/server-0-of-1: it was not written");
   cluster.restart(0);
   push_a_step(*client);
@@ -289,14 +289,14 @@ TEST(SaveTest, WhatCannotBeginOrBeFinishedIsAnError) {
   const std::string folder = cluster.path("checkpoint");
   broken = true;
   const Reply save = final_answer(cluster, 0, save_request(Call::kSave, 7, folder));
-  EXPECT_EQ(save.code, Code::kFailed);
+  EXPECT_EQ(save.code, Code::kNotWritten);
   EXPECT_NE(save.text.find("fork: Cannot allocate memory"), std::string::npos) << save.text;
   broken = false;
   ASSERT_EQ(final_answer(cluster, 0, save_request(Call::kSave, 7, folder)).code, Code::kOk);
   {
     const FileSizeLimit full(1);
     const Reply finish = cluster.ask(0, save_request(Call::kFinishSave, 7, folder));
-    EXPECT_EQ(finish.code, Code::kFailed);
+    EXPECT_EQ(finish.code, Code::kNotWritten);
     EXPECT_NE(finish.text.find("File too large"), std::string::npos) << finish.text;
   }
   EXPECT_EQ(cluster.ask(0, save_request(Call::kFinishSave, 7, folder)).code, Code::kOk);

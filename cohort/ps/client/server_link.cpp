@@ -28,6 +28,8 @@ int64_t seconds_since(steady_clock::time_point time) {
 
 [[noreturn]] void fail(const Reply& reply) {
   if (reply.code == Code::kInvalid) C10_THROW_ERROR(ValueError, reply.text);
+  // No peer is lost: the same disk would be full for a job that starts again, too.
+  if (reply.code == Code::kNotWritten) C10_THROW_ERROR(Error, reply.text);
   C10_THROW_ERROR(DistError, reply.text);
 }
 
@@ -273,6 +275,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       case Code::kInvalid:
       case Code::kReplaced:
       case Code::kFailed:
+      case Code::kNotWritten:
         if (operation->request.call == Call::kPush) hurry_next_push(now);
         if (operation->request.call == Call::kPush && reply.code == Code::kOk)
           acknowledged_ = std::max(acknowledged_, operation->header.sequence);

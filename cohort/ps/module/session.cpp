@@ -49,7 +49,7 @@ SessionOptions checked(SessionOptions options) {
   if (!options.servers.empty())
     throw ConfigError("session: local training has no servers, " +
                       std::to_string(options.servers.size()) + " were given");
-  options.servers = {"127.0.0.1:1"};  // Never called: the plan wants a name for it.
+  options.servers = {"in-process:0"};  // The name that errors have.
   options.trainer = 0;
   options.trainers = 1;
   return options;

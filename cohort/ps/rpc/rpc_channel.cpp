@@ -61,8 +61,8 @@ Reply lost(const grpc::Status& status) {
 }
 
 Reply read_reply(const ControlReply& reply) {
-  const uint32_t code = std::min(reply.code(), static_cast<uint32_t>(Code::kLost));
-  return {.code = static_cast<Code>(code),
+  const bool known = reply.code() <= static_cast<uint32_t>(kLastCode);
+  return {.code = known ? static_cast<Code>(reply.code()) : Code::kLost,
           .text = reply.text(),
           .server_incarnation = reply.server_incarnation(),
           .trainer_incarnation = reply.trainer_incarnation(),
@@ -82,7 +82,7 @@ Reply read_reply(const grpc::ByteBuffer& bytes) {
   std::memcpy(&head, all.data(), sizeof(head));
   const size_t text_end = sizeof(head) + head.text_bytes;
   const size_t begin = head.text_bytes == 0 ? sizeof(head) : (text_end + 7) / 8 * 8;
-  if (head.code > static_cast<uint32_t>(Code::kLost) || begin > all.size())
+  if (head.code > static_cast<uint32_t>(kLastCode) || begin > all.size())
     return {.code = Code::kLost, .text = "its answer is damaged"};
   Reply reply{.code = static_cast<Code>(head.code), .steps = head.steps, .progress = head.progress};
   reply.text.assign(reinterpret_cast<const char*>(all.data()) + sizeof(head), head.text_bytes);

@@ -176,7 +176,7 @@ void RequestHandler::answer(Pending& pending) {
     if (is_own && dynamic_cast<const c10::ValueError*>(&error) == nullptr) {
       if (call == Call::kSave || call == Call::kFinishSave) {
         log_.error("cannot save", {{"reason", reason}});
-        return pending.done(reply(Code::kFailed, reason));
+        return pending.done(reply(Code::kNotWritten, reason));
       }
       // The log cannot be written: nothing changed, and there may be room again.
       say_unwritable("cannot log", reason, pending.arrived);
@@ -558,7 +558,7 @@ void RequestHandler::save(Pending& pending) {
   check_folder("save", pending.request.text);
   if (saving_.nonce == nonce) {
     if (!saving_.outcome) return wait(pending);
-    const Code code = saving_.outcome->empty() ? Code::kOk : Code::kFailed;
+    const Code code = saving_.outcome->empty() ? Code::kOk : Code::kNotWritten;
     return pending.done(reply(code, *saving_.outcome));
   }
   // A message that comes late must not replace a part of what loads by a newer state.

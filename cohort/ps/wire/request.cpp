@@ -20,6 +20,8 @@ const char* to_string(Code code) {
       return "failed";
     case Code::kLost:
       return "lost";
+    case Code::kNotWritten:
+      return "not written";
   }
   return "unknown";
 }

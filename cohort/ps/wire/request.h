@@ -55,14 +55,16 @@ struct Request {
 
 enum class Code {
   kOk,
-  kNotYet,     ///< Ask again: what was asked for must be waited for; `text` says for whom.
-  kBusy,       ///< Ask again later: the server's queue is full, or its disk.
-  kRestarted,  ///< The server is another incarnation than the message says: join again.
-  kReplaced,   ///< Another process is this trainer now, or it was given up: end.
-  kInvalid,    ///< The request is wrong; `text` says what.
-  kFailed,     ///< The job cannot go on, or kSave and kFinishSave came to nothing; `text` says why.
-  kLost,       ///< No answer: the connection broke, or the time was up.
+  kNotYet,      ///< Ask again: what was asked for must be waited for; `text` says for whom.
+  kBusy,        ///< Ask again later: the server's queue is full, or its disk.
+  kRestarted,   ///< The server is another incarnation than the message says: join again.
+  kReplaced,    ///< Another process is this trainer now, or it was given up: end.
+  kInvalid,     ///< The request is wrong; `text` says what.
+  kFailed,      ///< The job cannot go on, or what kSave asks for is no more; `text` says why.
+  kLost,        ///< No answer: the connection broke, or the time was up.
+  kNotWritten,  ///< kSave and kFinishSave came to nothing: the disk refuses; `text` says why.
 };
+constexpr Code kLastCode = Code::kNotWritten;
 
 struct Reply {
   Code code = Code::kOk;
