@@ -14,6 +14,7 @@
 #include <torch/types.h>
 #include <utility>
 
+#include "cohort/base/checksum.h"
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/stored_checkpoint.h"
@@ -128,6 +129,13 @@ const train::Facts& RunCheckpoints::data_facts() const {
   return *data_facts_;
 }
 
+// Of the files in their order; empty without a validation set.
+std::string RunCheckpoints::valid_sets_sha256() const {
+  std::string sums;
+  for (const fs::path& file : options_.valid_sets) sums += sha256_of_file(file.string());
+  return sums;
+}
+
 train::Facts RunCheckpoints::model_facts(int64_t update) const {
   train::Facts facts = facts_of(options_.model);
   facts["precision"] = nmt::to_string(options_.precision);
@@ -142,6 +150,8 @@ void RunCheckpoints::check_same_run(const train::Facts& found) const {
   train::Facts expected = facts_of(options_.model);
   expected.insert(data_facts().begin(), data_facts().end());
   expected["valid_metric"] = to_string(options_.valid_metrics.front());
+  // Scores of two texts are no one scale. Versions up to 0.3 do not tell the text.
+  if (found.contains("valid_sets_sha256")) expected["valid_sets_sha256"] = valid_sets_sha256();
   // BLEU of two tokenizers is no one scale.
   if (options_.valid_metrics.front() == ValidMetric::kBleu) {
     const std::string tokenizer = to_string(options_.evaluation.bleu.tokenizer);
@@ -166,10 +176,12 @@ void RunCheckpoints::check_same_run(const train::Facts& found) const {
 
 // A best/ of a later update is of what the run does again.
 void RunCheckpoints::take_best_that_is_there(RunState& state) const {
-  if (!state.best) return;
   const auto there = facts_in(best_);
   const int64_t update = there ? update_of(*there, best_) : -1;
-  if (update >= state.best_update) return;
+  if (update > state.updates)
+    log_.warn("best/ is of a later update than last/: the run makes it again, and replaces it",
+              {{"best_update", update}, {"last_update", state.updates}});
+  if (!state.best || update >= state.best_update) return;
   log_.warn("best/ does not hold the best weights: their save failed",
             {{"best_update", state.best_update}, {"there", update}});
   state.best = there ? read_scores("valid_", *there) : std::nullopt;
@@ -232,6 +244,7 @@ void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& 
   facts["run_id"] = run_id();
   facts["valid_metric"] = to_string(options_.valid_metrics.front());
   facts["valid_tokenize"] = to_string(options_.evaluation.bleu.tokenizer);
+  facts["valid_sets_sha256"] = valid_sets_sha256();
   write_facts(state, facts);
   begin(last_, parts, state.updates, facts);
   servers_begun_ = state.servers;

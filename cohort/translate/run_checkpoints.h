@@ -90,6 +90,7 @@ class RunCheckpoints {
   };
 
   const train::Facts& data_facts() const;
+  std::string valid_sets_sha256() const;
   train::Facts model_facts(int64_t update) const;
   void check_same_run(const train::Facts& found) const;
   void take_best_that_is_there(RunState& state) const;

@@ -26,7 +26,9 @@ void work_alone(comm::ProcessGroup& group, const std::string& name, bool is_mine
   if (error) std::rethrow_exception(error);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;
-    const std::string text = "rank " + std::to_string(rank) + ": " + all[rank].substr(1);
+    const std::string who = "rank " + std::to_string(rank) + ": ";
+    std::string text = all[rank].substr(1);
+    if (!text.starts_with(who)) text = who + text;  // A sharded checkpoint's errors name it.
     if (all[rank].front() == 'C') throw ConfigError(text);
     throw_without_stack(text);
   }

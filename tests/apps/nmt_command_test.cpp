@@ -630,6 +630,21 @@ TEST_F(NmtCommandTest, ARunByBleuIsNotResumedWithAnotherTokenizer) {
   expect_refused(other, "holds a run with valid_tokenize 13a, now it is char");
 }
 
+// Early stopping and best/ would compare scores of two texts.
+TEST_F(NmtCommandTest, ARunIsNotResumedWithAnotherValidationText) {
+  const std::string flags = train_flags("v") + "--after-epochs 1 ";
+  const Ended first = shell(bin("cohort-nmt") + " " + flags);
+  ASSERT_EQ(first.code, 0) << first.output;
+  std::string other = flags;
+  const size_t begin = other.find("--valid-sets ") + 13;
+  const size_t end = other.find(' ', other.find(' ', begin) + 1);
+  std::istringstream files(other.substr(begin, end - begin));
+  std::string english, german;
+  ASSERT_TRUE(files >> english >> german) << other;
+  other.replace(begin, end - begin, german + " " + english);
+  expect_refused(other, "holds a run with valid_sets_sha256 ");
+}
+
 // Rank 1's logarithms grow from call to call, as those of another CPU may be others: by its own
 // scores every validation is the best.
 TEST_F(NmtCommandTest, EveryRankStopsEarlyByTheScoresOfRankZero) {
