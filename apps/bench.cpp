@@ -22,8 +22,8 @@
 #include "cohort/parallel/comm_hooks/power_sgd.h"
 #include "cohort/parallel/distributed_data_parallel.h"
 
-#include "apps/group_flags.h"
-#include "apps/parse.h"
+#include "cohort/cli/group_flags.h"
+#include "cohort/cli/parse.h"
 
 namespace {
 
@@ -112,7 +112,7 @@ int run(int argc, char** argv) {
   app.require_subcommand(1);
   CLI::App& ddp = *app.add_subcommand("ddp", "Exposed communication of DistributedDataParallel");
   const auto number = [&](const char* name, auto& value, const char* text) {
-    ddp.add_option(name, value, text)->capture_default_str()->check(cohort::apps::above_zero());
+    ddp.add_option(name, value, text)->capture_default_str()->check(cohort::cli::above_zero());
   };
   number("--layers", options.layers, "Square layers of the model");
   number("--width", options.width, "Their width");
@@ -129,10 +129,10 @@ int run(int argc, char** argv) {
   ddp.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
                "Search the graph in each step");
   ddp.add_flag("--static-graph", options.ddp.static_graph, "The graph never changes");
-  cohort::apps::GroupFlags flags;
+  cohort::cli::GroupFlags flags;
   flags.add_to(ddp);
   if (const auto ended =
-          cohort::apps::parse(app, argc, argv, "cohort bench --help lists what there is"))
+          cohort::cli::parse(app, argc, argv, "cohort bench --help lists what there is"))
     return *ended;
   const auto group = flags.connect();
   const nlohmann::ordered_json result = bench_ddp(options, *group);

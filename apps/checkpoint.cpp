@@ -15,7 +15,7 @@
 #include "cohort/base/program.h"
 #include "cohort/base/stored_checkpoint.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
 namespace {
 
@@ -159,7 +159,7 @@ int consolidate(const ConsolidateFlags& flags) {
 void add_folder(CLI::App& command, std::string& folder) {
   command.add_option("folder", folder, "The checkpoint: the folder with manifest.json")
       ->required()
-      ->type_name(cohort::apps::kFolder);
+      ->type_name(cohort::cli::kFolder);
 }
 
 void add_inspect(CLI::App& app, Action& action) {
@@ -187,7 +187,7 @@ void add_consolidate(CLI::App& app, Action& action) {
   add_folder(*command, flags->folder);
   command->add_option("--output", flags->output, "Gets the new checkpoint")
       ->required()
-      ->type_name(cohort::apps::kFolder);
+      ->type_name(cohort::cli::kFolder);
   command->add_option("--parts", flags->parts, "Only these: weights, optimizer ... [all]")
       ->type_name("PART");
   command->add_flag("--overwrite", flags->overwrite,
@@ -204,7 +204,7 @@ int run(int argc, char** argv) {
   add_verify(app, action);
   add_consolidate(app, action);
   if (const auto ended =
-          cohort::apps::parse(app, argc, argv, "cohort checkpoint --help lists commands and flags"))
+          cohort::cli::parse(app, argc, argv, "cohort checkpoint --help lists commands and flags"))
     return *ended;
   return action();
 }

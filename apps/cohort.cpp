@@ -15,7 +15,7 @@
 #include "cohort/base/program.h"
 
 #include "apps/completion.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "apps/run_command.h"
 
 namespace {
@@ -98,22 +98,22 @@ int print_completion(int argc, char** argv) {
                "cohort completion");
   app.add_option("shell", shell, "For this shell")
       ->required()
-      ->check(cohort::apps::one_of({"bash", "zsh", "fish"}));
+      ->check(cohort::cli::one_of({"bash", "zsh", "fish"}));
   app.footer(
       "bash: add `source <(cohort completion bash)` to ~/.bashrc; zsh: the same with zsh to "
       "~/.zshrc, behind compinit; fish: cohort completion fish > "
       "~/.config/fish/completions/cohort.fish");
-  if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
-  std::vector<cohort::apps::FlagLine> lines{{.kind = "command"}};
-  const auto add = [&lines](const std::vector<cohort::apps::FlagLine>& more) {
+  if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
+  std::vector<cohort::cli::FlagLine> lines{{.kind = "command"}};
+  const auto add = [&lines](const std::vector<cohort::cli::FlagLine>& more) {
     lines.insert(lines.end(), more.begin(), more.end());
   };
   add(flags_of_run());
-  lines.push_back({.kind = "positional", .command = "run", .value = cohort::apps::kFile});
+  lines.push_back({.kind = "positional", .command = "run", .value = cohort::cli::kFile});
   for (const std::string& name : commands_beside())
-    add(cohort::apps::flags_of_program(own_folder() / ("cohort-" + name)));
-  add(cohort::apps::list_flags(app));
-  std::printf("%s", cohort::apps::completion_script(shell, lines).c_str());
+    add(cohort::cli::flags_of_program(own_folder() / ("cohort-" + name)));
+  add(cohort::cli::list_flags(app));
+  std::printf("%s", cohort::cli::completion_script(shell, lines).c_str());
   return cohort::kExitOk;
 }
 

@@ -7,7 +7,7 @@
 
 #include "cohort/base/error.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 // Each script is a fixed engine and two tables: what may stand in a command, and what a flag of it
@@ -306,4 +306,4 @@ std::vector<FlagLine> flags_of_program(const std::filesystem::path& program) {
   return lines;
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "apps/flag_list.h"
+#include "cohort/cli/flag_list.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Returns the script for "bash", "zsh" or "fish".
 ///
@@ -18,4 +18,4 @@ std::string completion_script(const std::string& shell, const std::vector<FlagLi
 /// The commands and flags that `program` prints of itself; none if it does not know how.
 std::vector<FlagLine> flags_of_program(const std::filesystem::path& program);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -13,15 +13,15 @@
 #include "cohort/launch/cores.h"
 #include "cohort/launch/launcher.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
 namespace {
 
 using cohort::ConfigError;
-using cohort::apps::kFile;
-using cohort::apps::kFolder;
-using cohort::apps::kSeconds;
-using cohort::apps::one_of;
+using cohort::cli::kFile;
+using cohort::cli::kFolder;
+using cohort::cli::kSeconds;
+using cohort::cli::one_of;
 using cohort::launch::BindCores;
 using cohort::launch::kMostWorkers;
 using cohort::launch::RunOptions;
@@ -294,7 +294,7 @@ int run_command(int argc, char** argv) {
   Words words;
   CLI::App app;
   describe(app, options, words);
-  if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+  if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
   options.command = app.remaining();
   if (!options.command.empty() && options.command.front() == "--") {
     options.command.erase(options.command.begin());
@@ -311,10 +311,10 @@ int run_command(int argc, char** argv) {
   return cohort::launch::run(options);
 }
 
-std::vector<cohort::apps::FlagLine> flags_of_run() {
+std::vector<cohort::cli::FlagLine> flags_of_run() {
   RunOptions options;
   Words words;
   CLI::App app;
   describe(app, options, words);
-  return cohort::apps::list_flags(app);
+  return cohort::cli::list_flags(app);
 }

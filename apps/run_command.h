@@ -2,11 +2,11 @@
 #pragma once
 #include <vector>
 
-#include "apps/flag_list.h"
+#include "cohort/cli/flag_list.h"
 
 /// Reads the flags in argv[1..], runs the workers, and returns the job's exit code.
 /// Errors: ConfigError.
 int run_command(int argc, char** argv);
 
 /// The flags of `cohort run`, for shell completion.
-std::vector<cohort::apps::FlagLine> flags_of_run();
+std::vector<cohort::cli::FlagLine> flags_of_run();

@@ -18,7 +18,7 @@
 #include "cohort/base/program.h"
 #include "cohort/image/image_loader.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "examples/imagenet/resnet.h"
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"
@@ -124,7 +124,7 @@ int main(int argc, char** argv) {
   app.add_option("--batch", options.batch, "Pictures of a step")->capture_default_str();
   app.add_option("--workers", options.workers, "Decoding threads")->capture_default_str();
   return cohort::run_program("image_loading", [&] {
-    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+    if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
     return run(options);
   });
 }

@@ -15,7 +15,7 @@
 #include "cohort/base/program.h"
 #include "cohort/nmt/search.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "bench/median.h"
 
 namespace {
@@ -89,7 +89,7 @@ int main(int argc, char** argv) {
   add("--runs", options.runs, "Measured searches; one more warms up");
   app.add_option("--seed", options.seed, "Of the parameters")->capture_default_str();
   return cohort::run_program("nmt_decode", [&] {
-    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+    if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
     return run(options);
   });
 }

@@ -33,7 +33,7 @@
 #include "cohort/translate/tensor_memory.h"
 #include "cohort/translate/updater.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "bench/median.h"
 #include "bench/sent_bytes.h"
 
@@ -402,13 +402,13 @@ int main(int argc, char** argv) {
   CLI::App app("Training speed of the base translator");
   app.add_option("--steps", options.steps, "Measured steps")
       ->capture_default_str()
-      ->check(cohort::apps::above_zero());
+      ->check(cohort::cli::above_zero());
   app.add_option("--warmup", options.warmup, "Steps before, not measured")->capture_default_str();
   app.add_option("--strategy", options.strategy, "ddp, zero1, zero2, zero3, fsdp or hybrid")
       ->capture_default_str();
   app.add_option("--tensor-parallel", options.tensor_parallel, "Ranks that compute one model")
       ->capture_default_str()
-      ->check(cohort::apps::above_zero());
+      ->check(cohort::cli::above_zero());
   app.add_option("--rows", options.rows, "Sentences of a batch, all alike (0: of many lengths) ...")
       ->capture_default_str();
   app.add_option("--length", options.length, "... and so long on both sides, end marks apart")
@@ -433,11 +433,11 @@ int main(int argc, char** argv) {
   app.add_option("--vocabulary", options.vocabulary, "Pieces on each side")->capture_default_str();
   app.add_option("--depth", options.depth, "Layers of the encoder, and of the decoder")
       ->capture_default_str()
-      ->check(cohort::apps::above_zero());
+      ->check(cohort::cli::above_zero());
   app.add_flag("--gradient-checkpointing", options.gradient_checkpointing,
                "Compute the layers again in backward");
   return cohort::run_program("nmt_step", [&] {
-    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+    if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
     return run(options);
   });
 }

@@ -19,7 +19,7 @@
 #include "cohort/base/program.h"
 #include "cohort/ps/table/table_file.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "bench/median.h"
 
 namespace {
@@ -224,7 +224,7 @@ int main(int argc, char** argv) {
     app.add_option("--batch", options.batch, "Ids of a batch")->capture_default_str();
     app.add_option("--rounds", options.rounds, "Rounds, of which the median counts")
         ->capture_default_str();
-    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+    if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
     return run(options);
   });
 }

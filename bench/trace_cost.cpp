@@ -21,7 +21,7 @@
 #include "cohort/base/trace_page.h"
 #include "cohort/comm/process_group.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "bench/median.h"
 
 namespace {
@@ -106,7 +106,7 @@ int main(int argc, char** argv) {
         ->capture_default_str();
     app.add_option("--calls", options.calls, "Calls of a small all_reduce in a round")
         ->capture_default_str();
-    if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+    if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
     return run(options);
   });
 }

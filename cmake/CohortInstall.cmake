@@ -1,18 +1,47 @@
-# Installs libraries, headers and programs, and what find_package(cohort) reads.
+# Installs libraries, public headers and programs, and what find_package(cohort) reads. A library is a component of the same
+# name; components that need the same packages share a file of targets.
 include(CMakePackageConfigHelpers)
 get_property(libraries GLOBAL PROPERTY COHORT_LIBRARIES)
 set(destination ${CMAKE_INSTALL_LIBDIR}/cmake/cohort)
-foreach(library ${libraries})
-  install(TARGETS ${library} EXPORT cohortTargets
-    ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
-    LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
-    FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+set(COHORT_CORE base comm data launch optim parallel train)
+set(COHORT_IMAGE image)
+set(COHORT_TEXT sentencepiece text)
+set(COHORT_NMT nmt)
+set(COHORT_PS ps ps_module)
+set(COHORT_CLI cli cli_ranks)
+set(COHORT_CLI_SERVERS cli_servers)
+set(packages CORE IMAGE TEXT NMT PS CLI CLI_SERVERS)
+set(COHORT_COMPONENTS)
+foreach(package ${packages})
+  foreach(library ${COHORT_${package}})
+    if(NOT library IN_LIST libraries)
+      continue()
+    endif()
+    list(REMOVE_ITEM libraries ${library})
+    list(APPEND COHORT_COMPONENTS ${library}=${package})
+    install(TARGETS cohort_${library} EXPORT cohort${package}Targets
+      ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+      LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+      FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+    set(used_${package} TRUE)
+  endforeach()
+  if(used_${package})
+    install(EXPORT cohort${package}Targets NAMESPACE cohort:: DESTINATION ${destination})
+  endif()
 endforeach()
-install(EXPORT cohortTargets NAMESPACE cohort:: DESTINATION ${destination})
-# The programs find the shared library beside them after installation.
-set_target_properties(cohort cohort-checkpoint cohort-doctor cohort-nmt cohort-ps cohort_ps_tensors PROPERTIES
-  INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${COHORT_LIBTORCH}/lib")
-install(TARGETS cohort cohort-bench cohort-checkpoint cohort-doctor cohort-nmt cohort-ps cohort_ps_tensors RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+if(libraries)
+  message(FATAL_ERROR "no package has ${libraries}: add them to cmake/CohortInstall.cmake")
+endif()
+install(FILES ${PROJECT_SOURCE_DIR}/cohort/cohort.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/cohort)
+if(COHORT_BUILD_APPS)
+  # The programs find the shared libraries beside them after installation.
+  foreach(program cohort cohort-bench cohort-checkpoint cohort-doctor cohort-nmt cohort-ps cohort_ps_tensors)
+    if(TARGET ${program})
+      set_target_properties(${program} PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR};${COHORT_LIBTORCH}/lib")
+      install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+    endif()
+  endforeach()
+endif()
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/cohortConfig.cmake.in
   ${PROJECT_BINARY_DIR}/cohortConfig.cmake INSTALL_DESTINATION ${destination})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/cohortConfigVersion.cmake

@@ -1,22 +1,39 @@
 # The functions that every folder of the project uses.
 
-# cohort_add_library(NAME SOURCES ... HEADERS ... DEPS ... [TORCH])
-# One static library per folder: target cohort_NAME, alias cohort::NAME. Headers are found from the
-# repository root and installed. TORCH shares the precompiled libtorch headers.
+# cohort_add_library(NAME [SHARED] SOURCES ... HEADERS ... DEPS ... [TORCH])
+# Target cohort_NAME, alias cohort::NAME: a static library, a shared one with SHARED, or headers alone without SOURCES.
+# HEADERS are the public ones, which are installed, and what these include; the others of the folder are private. A library
+# without any is not installed. Headers are found from the repository root. TORCH shares the precompiled libtorch headers.
 function(cohort_add_library name)
-  cmake_parse_arguments(ARG "TORCH" "" "SOURCES;HEADERS;DEPS;PRIVATE_DEPS" ${ARGN})
-  add_library(cohort_${name} STATIC)
+  cmake_parse_arguments(ARG "SHARED;TORCH" "" "SOURCES;HEADERS;DEPS;PRIVATE_DEPS" ${ARGN})
+  set(kind STATIC)
+  set(scope PUBLIC)
+  if(ARG_SHARED)
+    set(kind SHARED)
+  elseif(NOT ARG_SOURCES)
+    set(kind INTERFACE)
+    set(scope INTERFACE)
+  endif()
+  add_library(cohort_${name} ${kind})
   add_library(cohort::${name} ALIAS cohort_${name})
   set_target_properties(cohort_${name} PROPERTIES EXPORT_NAME ${name})
-  target_sources(cohort_${name} PRIVATE ${ARG_SOURCES}
-    PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR} FILES ${ARG_HEADERS})
-  target_link_libraries(cohort_${name} PUBLIC ${ARG_DEPS} PRIVATE ${ARG_PRIVATE_DEPS})
-  target_compile_features(cohort_${name} INTERFACE cxx_std_20)  # For whoever includes its headers.
+  target_sources(cohort_${name} ${scope} FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR} FILES ${ARG_HEADERS})
+  # Headers alone: nobody who links the installed library needs them.
+  list(TRANSFORM ARG_PRIVATE_DEPS REPLACE "^nlohmann_json::.*" "$<BUILD_INTERFACE:\\0>")
+  target_link_libraries(cohort_${name} ${scope} ${ARG_DEPS})
+  target_compile_features(cohort_${name} INTERFACE cxx_std_20)
+  if(ARG_HEADERS)
+    set_property(GLOBAL APPEND PROPERTY COHORT_LIBRARIES ${name})
+  endif()
+  if(NOT ARG_SOURCES)
+    return()
+  endif()
+  target_sources(cohort_${name} PRIVATE ${ARG_SOURCES})
+  target_link_libraries(cohort_${name} PRIVATE ${ARG_PRIVATE_DEPS})
   cohort_warnings(cohort_${name})
   if(ARG_TORCH)
     cohort_use_torch_pch(cohort_${name})
   endif()
-  set_property(GLOBAL APPEND PROPERTY COHORT_LIBRARIES cohort_${name})
 endfunction()
 
 # cohort_add_backend(NAME SOURCES ... DEPS ... [TORCH] [FOLDER output folder])
@@ -76,7 +93,7 @@ function(cohort_tensor_program target)
 endfunction()
 
 # What a test binary without run_program cannot do for itself (cohort/base/amx.h).
-if(COHORT_TESTS)
+if(COHORT_BUILD_TESTS)
   try_run(COHORT_AMX_HAS_NO_TILES COHORT_AMX_COMPILES
     SOURCES ${PROJECT_SOURCE_DIR}/cmake/amx_has_no_tiles.cpp ${PROJECT_SOURCE_DIR}/cohort/base/amx.cpp
     CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR} CXX_STANDARD 20)

@@ -22,13 +22,13 @@
 
 #include "apps/doctor/measure.h"
 #include "apps/doctor/model_size.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
 namespace {
 
 using cohort::ConfigError;
 using cohort::Machine;
-using cohort::apps::ModelSize;
+using cohort::cli::ModelSize;
 using cohort::parallel::readable_bytes;
 using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
@@ -83,15 +83,15 @@ Json products(int threads) {
   Json rates = {{"threads", threads}};
   constexpr milliseconds kBudget{300};
   for (const auto& [name, type] : {std::pair{"float32", at::kFloat}, {"bfloat16", at::kBFloat16}}) {
-    const double one = cohort::apps::measure_products(type, 1, kBudget);
-    const double all = threads == 1 ? one : cohort::apps::measure_products(type, threads, kBudget);
+    const double one = cohort::cli::measure_products(type, 1, kBudget);
+    const double all = threads == 1 ? one : cohort::cli::measure_products(type, threads, kBudget);
     rates[name] = {{"one_thread_flop_per_s", one}, {"all_threads_flop_per_s", all}};
   }
   return rates;
 }
 
 Json all_reduce(cohort::comm::ProcessGroup& group) {
-  const auto rate = cohort::apps::measure_all_reduce(group);
+  const auto rate = cohort::cli::measure_all_reduce(group);
   return {{"ranks", group.size()},
           {"bytes", rate.bytes},
           {"bytes_per_s", rate.bytes_per_second},
@@ -267,7 +267,7 @@ int run(int argc, char** argv) {
       app.add_option("--model", flags.model,
                      "Suggest a strategy to train this model with `cohort nmt train`: a run's or a "
                      "checkpoint's folder, or a number of parameters such as 93M")
-          ->type_name(cohort::apps::kFolder);
+          ->type_name(cohort::cli::kFolder);
   auto* ranks = app.add_option("--ranks", flags.ranks, "On so many ranks (default: one a core)")
                     ->needs(model_flag)
                     ->check(CLI::Range(1, 1 << 20));
@@ -275,10 +275,10 @@ int run(int argc, char** argv) {
                  "So many of them on each host like this one (default: all)")
       ->needs(ranks)
       ->check(CLI::Range(1, 1 << 20));
-  if (const auto ended = cohort::apps::parse(app, argc, argv, "cohort doctor --help lists flags"))
+  if (const auto ended = cohort::cli::parse(app, argc, argv, "cohort doctor --help lists flags"))
     return *ended;
   std::optional<ModelSize> model;
-  if (!flags.model.empty()) model = cohort::apps::size_of_model(flags.model);
+  if (!flags.model.empty()) model = cohort::cli::size_of_model(flags.model);
   if (flags.ranks == 0) flags.ranks = static_cast<int>(cohort::launch::usable_cores().size());
   if (flags.nproc_per_node > 0 && flags.ranks % flags.nproc_per_node != 0) {
     throw ConfigError("--ranks " + std::to_string(flags.ranks) +

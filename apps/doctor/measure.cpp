@@ -5,7 +5,7 @@
 #include <torch/types.h>
 #include <vector>
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -58,4 +58,4 @@ AllReduceRate measure_all_reduce(comm::ProcessGroup& group) {
           .latency_s = seconds_of_sum(group, 1, 51)};
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

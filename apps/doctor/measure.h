@@ -6,7 +6,7 @@
 
 #include "cohort/comm/process_group.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Returns FLOP/s of products [256 threads, 512] x [512, 2048], the median over about `budget`;
 /// leaves the number of threads as it was. `type` is what is multiplied.
@@ -21,4 +21,4 @@ struct AllReduceRate {
 /// Medians of some all-reduces. Collective; blocks.
 AllReduceRate measure_all_reduce(comm::ProcessGroup& group);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -10,7 +10,7 @@
 #include "cohort/base/stored_checkpoint.h"
 #include "cohort/parallel/strategy_advice.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -78,4 +78,4 @@ ModelSize size_of_model(const std::string& folder_or_count) {
                     "as 93M");
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 struct ModelSize {
   std::string found_in;      ///< The checkpoint's folder; "" for a number.
@@ -24,4 +24,4 @@ int64_t assumed_largest_unit(int64_t parameters);
 /// Errors: ConfigError that begins with --model.
 ModelSize size_of_model(const std::string& folder_or_count);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -10,9 +10,9 @@
 #include "cohort/translate/run_folder.h"
 
 #include "apps/nmt/commands.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -89,4 +89,4 @@ void add_average_command(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -18,9 +18,9 @@
 #include "cohort/text/text_file.h"
 #include "cohort/text/utf8.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 struct BleuCommand {
@@ -351,4 +351,4 @@ void spell_out_bleu_names(std::vector<std::string>& arguments) {
   for (std::string& argument : arguments) argument = spell_out(argument);
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -9,7 +9,7 @@ namespace CLI {
 class App;
 }
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Registers subcommand `bleu` on `app`; where it is the one chosen, parsing sets `action` to what
 /// runs it. Arguments need spell_out_bleu_names before they are parsed.
@@ -26,4 +26,4 @@ void add_bleu_command(CLI::App& app, std::function<int()>& action);
 /// "-tok" among them becomes "--tokenize", and so on.
 void spell_out_bleu_names(std::vector<std::string>& arguments);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

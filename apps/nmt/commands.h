@@ -6,7 +6,7 @@ namespace CLI {
 class App;
 }
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 using Action = std::function<int()>;
 
@@ -20,4 +20,4 @@ void add_export_command(CLI::App& app, Action& action);
 void add_info_command(CLI::App& app, Action& action);
 void add_report_command(CLI::App& app, Action& action);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -8,14 +8,14 @@
 #include "cohort/base/atomic_file.h"
 #include "cohort/translate/evaluation.h"
 
-#include "apps/group_flags.h"
+#include "cohort/cli/group_flags.h"
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
 #include "apps/nmt/trained_model.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 struct EvaluateFlags {
@@ -125,4 +125,4 @@ void add_evaluate_command(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

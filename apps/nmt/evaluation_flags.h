@@ -5,9 +5,9 @@
 
 #include "cohort/translate/evaluation.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// During training translations are many, and only compared with each other: greedy, and short, so
 /// that a model that never ends a sentence costs little.
@@ -107,4 +107,4 @@ struct EvaluationFlags {
   }
 };
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

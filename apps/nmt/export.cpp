@@ -9,7 +9,7 @@
 #include "apps/nmt/commands.h"
 #include "apps/nmt/trained_model.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 struct ExportFlags {
@@ -51,4 +51,4 @@ void add_export_command(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -9,7 +9,7 @@
 #include "apps/nmt/commands.h"
 #include "apps/nmt/model_flags.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 std::string with_commas(int64_t number) {
@@ -40,4 +40,4 @@ void add_info_command(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

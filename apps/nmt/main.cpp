@@ -6,10 +6,10 @@
 
 #include "cohort/base/program.h"
 
-#include "apps/config_file.h"
+#include "cohort/cli/config_file.h"
 #include "apps/nmt/bleu.h"
 #include "apps/nmt/commands.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
 namespace {
 
@@ -17,22 +17,22 @@ int run(int argc, char** argv) {
   CLI::App app("Trains a Transformer translator, evaluates it and translates with it",
                "cohort nmt");
   app.require_subcommand(1);
-  cohort::apps::Action action;
-  cohort::apps::add_prepare_command(app, action);
-  cohort::apps::add_train_command(app, action);
-  cohort::apps::add_evaluate_command(app, action);
-  cohort::apps::add_translate_command(app, action);
-  cohort::apps::add_score_command(app, action);
-  cohort::apps::add_bleu_command(app, action);
-  cohort::apps::add_average_command(app, action);
-  cohort::apps::add_export_command(app, action);
-  cohort::apps::add_info_command(app, action);
-  cohort::apps::add_report_command(app, action);
+  cohort::cli::Action action;
+  cohort::cli::add_prepare_command(app, action);
+  cohort::cli::add_train_command(app, action);
+  cohort::cli::add_evaluate_command(app, action);
+  cohort::cli::add_translate_command(app, action);
+  cohort::cli::add_score_command(app, action);
+  cohort::cli::add_bleu_command(app, action);
+  cohort::cli::add_average_command(app, action);
+  cohort::cli::add_export_command(app, action);
+  cohort::cli::add_info_command(app, action);
+  cohort::cli::add_report_command(app, action);
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; }))
-    cohort::apps::add_config_flags(*command);
+    cohort::cli::add_config_flags(*command);
   std::vector<std::string> arguments(argv + 1, argv + argc);
-  cohort::apps::spell_out_bleu_names(arguments);
-  if (const auto ended = cohort::apps::parse(app, std::move(arguments),
+  cohort::cli::spell_out_bleu_names(arguments);
+  if (const auto ended = cohort::cli::parse(app, std::move(arguments),
                                              "cohort nmt --help lists commands and flags"))
     return *ended;
   return action();

@@ -1,8 +1,8 @@
 #include "apps/nmt/model_flags.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 void ModelFlags::add_to(CLI::App& app) {
   const std::string group = "Model";
@@ -62,4 +62,4 @@ nmt::TransformerOptions ModelFlags::resolve() const {
   return model;
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -7,7 +7,7 @@
 
 #include "cohort/nmt/options.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Sizes as flags; those not given keep the preset's.
 struct ModelFlags {
@@ -25,4 +25,4 @@ struct ModelFlags {
   nmt::TransformerOptions resolve() const;
 };
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

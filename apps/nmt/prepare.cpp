@@ -11,9 +11,9 @@
 
 #include "apps/nmt/commands.h"
 #include "apps/nmt/text_flags.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 struct PrepareFlags {
@@ -64,4 +64,4 @@ void add_prepare_command(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -6,9 +6,9 @@
 #include <memory>
 
 #include "apps/nmt/commands.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 void add_report_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("report", "Write a run's report.html anew from its record");
@@ -25,4 +25,4 @@ void add_report_command(CLI::App& app, Action& action) {
   });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

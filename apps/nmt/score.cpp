@@ -19,9 +19,9 @@
 
 #include "apps/nmt/commands.h"
 #include "apps/nmt/trained_model.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 namespace fs = std::filesystem;
@@ -199,4 +199,4 @@ void add_score_command(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -4,9 +4,9 @@
 
 #include "cohort/translate/training.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 inline void add_text_flags(CLI::App& app, translate::TrainingOptions& options) {
   const std::string group = "Data";
@@ -51,4 +51,4 @@ inline void add_text_flags(CLI::App& app, translate::TrainingOptions& options) {
       ->group(group);
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -15,17 +15,17 @@
 #include "cohort/translate/report.h"
 #include "cohort/translate/training.h"
 
-#include "apps/group_flags.h"
+#include "cohort/cli/group_flags.h"
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
 #include "apps/nmt/text_flags.h"
-#include "apps/offload_flag.h"
-#include "apps/parse.h"
-#include "apps/security_flags.h"
-#include "apps/server_training.h"
+#include "cohort/cli/offload_flag.h"
+#include "cohort/cli/parse.h"
+#include "cohort/cli/security_flags.h"
+#include "cohort/ps/module/host_ranks.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 struct TrainFlags {
@@ -304,15 +304,17 @@ void check_together(const TrainFlags& flags) {
     throw ConfigError("--keep-interval-updates " + std::to_string(options.keep_interval_updates) +
                       ": expected --save-interval-updates with it, which keeps weights");
   }
-  if (!server_training(flags.strategy))
+  if (!ps::server_training(flags.strategy)) {
+    ps::refuse_servers(flags.strategy);
     refuse_security(flags.security, "--strategy ps-sync or ps-async");
+  }
 }
 
 int run(TrainFlags& flags, const CLI::App& app) {
   auto& options = flags.options;
   options.model = flags.model.resolve();
   options.precision = nmt::parse_precision(flags.precision);
-  const auto servers = server_training(flags.strategy);
+  const auto servers = ps::server_training(flags.strategy);
   options.strategy = parallel::parse_strategy(servers ? "ddp" : flags.strategy);
   check_together(flags);
   options.evaluation = flags.evaluation.resolve();
@@ -329,7 +331,7 @@ int run(TrainFlags& flags, const CLI::App& app) {
                                        static_cast<double>(options.lr_warmup));
   }
   const auto group = flags.group.connect();
-  if (servers) options.servers = place_among_servers(*group, *servers, flags.security).session;
+  if (servers) options.servers = ps::place_among_servers(*group, *servers, flags.security).session;
   const auto result = translate::train(options, *group);
   group->close();
   print_result(result, options, Console(group->rank()));
@@ -355,4 +357,4 @@ void add_train_command(CLI::App& app, Action& action) {
   });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -8,9 +8,9 @@
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/run_folder.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Which model, as flags.
 struct ModelPlace {
@@ -61,4 +61,4 @@ inline TrainedModel load_trained(const ModelPlace& place) {
   return load_trained(place.model_dir, place.vocabs, nmt::parse_precision(place.precision));
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

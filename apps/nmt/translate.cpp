@@ -15,9 +15,9 @@
 #include "apps/nmt/commands.h"
 #include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/trained_model.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 struct TranslateFlags {
@@ -159,4 +159,4 @@ void add_translate_command(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

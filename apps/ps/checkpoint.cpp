@@ -14,10 +14,10 @@
 #include "cohort/base/program.h"
 #include "cohort/ps/server/serving_export.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "apps/ps/commands.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 namespace {
 
@@ -100,4 +100,4 @@ void add_export_command(CLI::App& app, PsCommand& command) {
   subcommand->callback([flags, &command] { command.run = [flags] { return run_export(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -5,7 +5,7 @@
 
 #include "cohort/ps/rpc/security.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// What the command line chose.
 struct PsCommand {
@@ -20,4 +20,4 @@ void add_export_command(CLI::App& app, PsCommand& command);
 /// The flags of security_flags.h, and --tls-trainer-names.
 void add_security_flags(CLI::App& app, ps::SecurityOptions& security);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

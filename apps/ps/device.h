@@ -4,11 +4,11 @@
 
 #include "cohort/ps/server/block_store.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Of "host", or of libtorch's "cpu". The program that links no libtorch becomes the one beside it
 /// that does (cohort_ps_tensors), with the same command line.
 /// Errors: ConfigError: that program is not there.
 ps::BlockMaker blocks_on(const std::string& device);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -10,7 +10,7 @@
 
 #include "apps/ps/device.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 ps::BlockMaker blocks_on(const std::string& device) {
   if (device == "host") return ps::make_host_block;
@@ -27,4 +27,4 @@ ps::BlockMaker blocks_on(const std::string& device) {
                     system_reason(errno));
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

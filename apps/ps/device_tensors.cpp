@@ -4,10 +4,10 @@
 
 #include "apps/ps/device.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 ps::BlockMaker blocks_on(const std::string& device) {
   return device == "host" ? ps::make_host_block : ps::device_blocks(c10::Device(device));
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

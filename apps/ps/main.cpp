@@ -6,7 +6,7 @@
 
 #include "cohort/base/program.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "apps/ps/commands.h"
 
 namespace {
@@ -14,12 +14,12 @@ namespace {
 int run(int argc, char** argv) {
   CLI::App app("Parameter servers: they hold what trainers push to and pull from", "cohort ps");
   app.require_subcommand(1);
-  cohort::apps::PsCommand command;
-  cohort::apps::add_server_command(app, command);
-  cohort::apps::add_status_command(app, command);
-  cohort::apps::add_stop_command(app, command);
-  cohort::apps::add_export_command(app, command);
-  if (const auto ended = cohort::apps::parse(app, argc, argv)) return *ended;
+  cohort::cli::PsCommand command;
+  cohort::cli::add_server_command(app, command);
+  cohort::cli::add_status_command(app, command);
+  cohort::cli::add_stop_command(app, command);
+  cohort::cli::add_export_command(app, command);
+  if (const auto ended = cohort::cli::parse(app, argc, argv)) return *ended;
   return command.run();
 }
 

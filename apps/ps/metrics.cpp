@@ -11,7 +11,7 @@
 #include "cohort/base/error.h"
 #include "cohort/ps/endpoints.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 namespace {
 
@@ -127,4 +127,4 @@ MetricsEndpoint::MetricsEndpoint(ps::Server& server, const std::string& endpoint
 
 MetricsEndpoint::~MetricsEndpoint() = default;
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -5,7 +5,7 @@
 
 #include "cohort/ps/server/server.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Errors: as MetricsEndpoint's constructor, before there is a server.
 void check_metrics(const std::string& endpoint);
@@ -24,4 +24,4 @@ class MetricsEndpoint {
   std::unique_ptr<Parts> parts_;
 };
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

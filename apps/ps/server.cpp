@@ -21,13 +21,13 @@
 #include "cohort/ps/rpc/rpc_server.h"
 #include "cohort/ps/server/saved_state.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "apps/ps/commands.h"
 #include "apps/ps/device.h"
 #include "apps/ps/metrics.h"
-#include "apps/security_flags.h"
+#include "cohort/cli/security_flags.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 namespace {
 
@@ -243,4 +243,4 @@ void add_server_command(CLI::App& app, PsCommand& command) {
   });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -11,10 +11,10 @@
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_channel.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "apps/ps/commands.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 namespace {
 
@@ -147,4 +147,4 @@ void add_stop_command(CLI::App& app, PsCommand& command) {
   subcommand->callback([flags, &command] { command.run = [flags] { return stop(*flags); }; });
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

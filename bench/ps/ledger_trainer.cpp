@@ -12,7 +12,7 @@
 #include "cohort/ps/client/client.h"
 #include "cohort/ps/endpoints.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
 namespace {
 
@@ -109,11 +109,11 @@ int run(int argc, char** argv) {
   app.add_option("--pservers", flags.servers, "Endpoints")->required();
   app.add_option("--trainer", flags.trainer, "Its number");
   app.add_option("--trainers", flags.trainers, "Those that a step needs at least");
-  app.add_option("--mode", flags.mode, "sync or async")->check(apps::one_of({"sync", "async"}));
+  app.add_option("--mode", flags.mode, "sync or async")->check(cli::one_of({"sync", "async"}));
   app.add_option("--seconds", flags.seconds, "Trains so long, then leaves");
   app.add_option("--pause", flags.pause_ms, "Milliseconds between pushes");
   app.add_flag("--read", flags.read, "Only prints the weights");
-  if (const auto ended = apps::parse(app, argc, argv)) return *ended;
+  if (const auto ended = cli::parse(app, argc, argv)) return *ended;
   const auto servers = ps::parse_server_endpoints("--pservers", flags.servers);
   const auto count = static_cast<int>(servers.size());
   ps::Client client({.servers = servers, .trainer = flags.read ? ps::kNoTrainer : flags.trainer},

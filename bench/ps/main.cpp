@@ -31,7 +31,7 @@
 #include "cohort/ps/rpc/rpc_server.h"
 #include "cohort/ps/table/pages.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "bench/median.h"
 #include "bench/ps/plain_server.h"
 
@@ -635,13 +635,13 @@ int run(int argc, char** argv) {
                  "Rows of the table of which a snapshot is written (0: none)")
       ->capture_default_str();
   app.add_option("--snapshot-log", flags.snapshot_log_mib, "Log before that snapshot")
-      ->type_name(apps::kMebibytes)
-      ->check(apps::above_zero())
+      ->type_name(cli::kMebibytes)
+      ->check(cli::above_zero())
       ->capture_default_str();
   app.add_flag("--keys-only", flags.keys_only, "Only the keys of two trainers");
   app.add_option("--only", flags.only,
                  "One side of the rows alone, for a profiler: small_pull ...");
-  if (const auto ended = apps::parse(app, argc, argv)) return *ended;
+  if (const auto ended = cli::parse(app, argc, argv)) return *ended;
   const std::string folder =
       std::filesystem::temp_directory_path() / ("cohort-bench-ps-" + std::to_string(::getpid()));
   // Children are forked before gRPC has a thread here: keys first, whose trainers are children.

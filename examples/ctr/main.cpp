@@ -9,19 +9,19 @@
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 
-#include "apps/group_flags.h"
-#include "apps/parse.h"
-#include "apps/security_flags.h"
+#include "cohort/cli/group_flags.h"
+#include "cohort/cli/parse.h"
+#include "cohort/cli/security_flags.h"
 #include "examples/ctr/click_generator.h"
 #include "examples/ctr/interruption.h"
 #include "examples/ctr/trainer.h"
 
 namespace {
 
-using cohort::apps::above_zero;
-using cohort::apps::kFile;
-using cohort::apps::kFolder;
-using cohort::apps::zero_or_more;
+using cohort::cli::above_zero;
+using cohort::cli::kFile;
+using cohort::cli::kFolder;
+using cohort::cli::zero_or_more;
 using ctr::Options;
 
 constexpr int64_t kLargestBatch = 1 << 20;  // Its examples alone fill 280 MB.
@@ -31,7 +31,7 @@ constexpr double kMostMebibytes = 0x1p40;   // Bytes of more are no 64-bit numbe
 struct Flags {
   Options options;
   ctr::GeneratorOptions generator;
-  cohort::apps::GroupFlags group;
+  cohort::cli::GroupFlags group;
   std::string output;
   std::string input;
 };
@@ -41,7 +41,7 @@ void add_data_flags(CLI::App& app, Options& o, const std::string& data) {
   app.add_option("--test", o.test, "Files to evaluate on, instead of the folder's")
       ->type_name(kFile);
   app.add_option("--batch", o.batch_size, "Examples of a step, of each trainer")
-      ->check(cohort::apps::number_that(
+      ->check(cohort::cli::number_that(
           [](double n) { return n >= 1 && n <= static_cast<double>(kLargestBatch); },
           "1 to " + std::to_string(kLargestBatch)))
       ->capture_default_str();
@@ -52,14 +52,14 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
   constexpr const char* kTable = "Table";
   app.add_option("--table-memory-mib", limits.memory_mib,
                  "Memory for rows, of each server (0, and without it: any)")
-      ->type_name(cohort::apps::kMebibytes)
+      ->type_name(cohort::cli::kMebibytes)
       ->check(
-          cohort::apps::number_that([](double n) { return n < kMostMebibytes; }, "less than 2^40"))
+          cohort::cli::number_that([](double n) { return n < kMostMebibytes; }, "less than 2^40"))
       ->group(kTable);
   app.add_option("--at-cap", limits.at_cap,
                  "What happens there: no new rows, the least used ones go, or rows go to disk "
                  "(default: refuse)")
-      ->check(cohort::apps::one_of({"refuse", "evict_least_used", "spill"}))
+      ->check(cohort::cli::one_of({"refuse", "evict_least_used", "spill"}))
       ->group(kTable);
   CLI::Option* after = app.add_option("--admit-after", limits.admit_after,
                                       "A category gets a row with its so many-th push, 1 to 256")
@@ -69,7 +69,7 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
       ->group(kTable)
       ->excludes(after);
   app.add_option("--row-ttl", limits.row_ttl_s, "Rows not pushed to for so long go (0: none)")
-      ->type_name(cohort::apps::kSeconds)
+      ->type_name(cohort::cli::kSeconds)
       ->check(zero_or_more())
       ->group(kTable);
 }
@@ -82,7 +82,7 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--mode", o.mode,
                  "How trainers work together (default: sync with servers, local without)")
-      ->check(cohort::apps::one_of({"local", "sync", "async", "half-async", "geo"}));
+      ->check(cohort::cli::one_of({"local", "sync", "async", "half-async", "geo"}));
   app.add_option("--epochs", o.epochs, "Passes over the data")
       ->check(above_zero())
       ->capture_default_str();
@@ -100,7 +100,7 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--max-staleness", o.max_staleness,
                  "async: steps that a trainer may be ahead of the slowest (-1: any)")
-      ->check(cohort::apps::number_that([](double n) { return n >= -1; }, "-1 (any) or more"))
+      ->check(cohort::cli::number_that([](double n) { return n >= -1; }, "-1 (any) or more"))
       ->capture_default_str();
   app.add_option("--max-merge", o.max_merge, "half-async: pushes summed into one")
       ->check(above_zero())
@@ -171,7 +171,7 @@ int run(int argc, char** argv) {
   add_training_flags(*train, flags.options);
   add_load_flag(*train, flags.options, "local: begin with this checkpoint");
   flags.group.add_to(*train);
-  cohort::apps::add_client_security_flags(*train, flags.options.security);
+  cohort::cli::add_client_security_flags(*train, flags.options.security);
   CLI::App* evaluate = app.add_subcommand("evaluate", "Says AUC and log-loss of a checkpoint");
   add_data_flags(*evaluate, flags.options, "Folder with test.tsv");
   add_load_flag(*evaluate, flags.options, "The checkpoint");
@@ -186,7 +186,7 @@ int run(int argc, char** argv) {
   add_load_flag(*predict, flags.options, "The checkpoint");
   for (CLI::App* command : {evaluate, predict}) command->get_option("--load")->required();
   if (const auto ended =
-          cohort::apps::parse(app, argc, argv, "ctr --help lists commands and flags"))
+          cohort::cli::parse(app, argc, argv, "ctr --help lists commands and flags"))
     return *ended;
   if (*made) return generate(flags);
   if (*train) return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.train(); });

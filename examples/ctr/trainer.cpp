@@ -26,8 +26,8 @@
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/role.h"
 
-#include "apps/security_flags.h"
-#include "apps/server_training.h"
+#include "cohort/cli/security_flags.h"
+#include "cohort/ps/module/host_ranks.h"
 #include "examples/ctr/click_generator.h"
 #include "examples/ctr/interruption.h"
 
@@ -231,7 +231,7 @@ cohort::ps::SessionOptions Trainer::session_options() {
   }
   cohort::ps::SessionOptions session;
   if (training_ == Training::kLocal) {
-    cohort::apps::refuse_security(options_.security, "another --mode than local");
+    cohort::cli::refuse_security(options_.security, "another --mode than local");
     if (options_.table.at_cap == "spill")
       throw ConfigError("--at-cap spill: expected servers, which have a folder for rows on disk");
     if (group_.size() > 1) {
@@ -246,7 +246,7 @@ cohort::ps::SessionOptions Trainer::session_options() {
           options_.load);
     }
     if (group_.size() > 1) {
-      session = cohort::apps::place_among_servers(group_, training_, options_.security).session;
+      session = cohort::ps::place_among_servers(group_, training_, options_.security).session;
     } else {
       if (training_ == Training::kHalfAsync || training_ == Training::kGeo) {
         if (cohort::ps::discover_role() && cohort::ps::discover_role()->trainers > 1)

@@ -9,11 +9,11 @@
 #include "cohort/base/program.h"
 #include "cohort/launch/spawn.h"
 
-#include "apps/group_flags.h"
-#include "apps/offload_flag.h"
-#include "apps/parse.h"
-#include "apps/security_flags.h"
-#include "apps/server_training.h"
+#include "cohort/cli/group_flags.h"
+#include "cohort/cli/offload_flag.h"
+#include "cohort/cli/parse.h"
+#include "cohort/cli/security_flags.h"
+#include "cohort/ps/module/host_ranks.h"
 #include "examples/imagenet/trainer.h"
 
 namespace {
@@ -29,56 +29,56 @@ void add_model_flags(CLI::App& app, Options& o) {
          "--strategy", o.strategy,
          "What of the model each rank holds: ddp, zero1, zero2, zero3 (or fsdp), hybrid; or "
          "through parameter servers, in step or not: ps-sync, ps-async")
-      ->check(cohort::apps::one_of(
+      ->check(cohort::cli::one_of(
           {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "ps-sync", "ps-async"}))
       ->capture_default_str();
   app.add_option("--ps-host-ranks", o.ps_host_ranks,
                  "ps-sync, ps-async: so many neighbouring ranks are one trainer; they average "
                  "their gradients first, and one of them talks to the servers")
-      ->check(cohort::apps::above_zero())
+      ->check(cohort::cli::above_zero())
       ->capture_default_str();
-  cohort::apps::add_offload_flag(app, o.cpu_offload);
+  cohort::cli::add_offload_flag(app, o.cpu_offload);
 }
 
 void add_data_flags(CLI::App& app, Options& o) {
   app.add_option("data", o.data, "Folder with train/<class>/ and val/<class>/")->required();
   app.add_option("-j,--workers", o.workers, "Decoding threads of each rank")
-      ->check(cohort::apps::above_zero())
+      ->check(cohort::cli::above_zero())
       ->capture_default_str();
   app.add_option("--image-size", o.image_size, "Pixels on each side of the network's input")
-      ->check(cohort::apps::above_zero())
+      ->check(cohort::cli::above_zero())
       ->capture_default_str();
   app.add_flag("--skip-damaged", o.skip_damaged, "Leave damaged pictures out, and count them");
   app.add_option("-b,--batch-size", o.batch_size, "Pictures of a step, of all ranks together")
-      ->check(cohort::apps::above_zero())
+      ->check(cohort::cli::above_zero())
       ->capture_default_str();
   app.add_option("--batch-size-per-rank", o.batch_size_per_rank, "The same, of each rank")
-      ->check(cohort::apps::above_zero())
+      ->check(cohort::cli::above_zero())
       ->excludes("--batch-size");
 }
 
 void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--epochs", o.epochs, "Epochs in all")
-      ->check(cohort::apps::above_zero())
+      ->check(cohort::cli::above_zero())
       ->capture_default_str();
   app.add_option("--start-epoch", o.start_epoch, "First epoch (default: as --resume says, or 0)")
-      ->check(cohort::apps::zero_or_more());
+      ->check(cohort::cli::zero_or_more());
   app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; then a tenth, and so on")
-      ->check(cohort::apps::number_that([](double n) { return n >= 0 && n <= 100; },
+      ->check(cohort::cli::number_that([](double n) { return n >= 0 && n <= 100; },
                                         "a number from 0 to 100"))
       ->capture_default_str();
   app.add_option("--lr-rule", o.lr_rule, "Scale --lr by batch / 256: none, linear or sqrt")
       ->capture_default_str();
   app.add_option("--momentum", o.momentum, "Of SGD")
-      ->check(cohort::apps::zero_or_more())
+      ->check(cohort::cli::zero_or_more())
       ->capture_default_str();
   app.add_option("--wd,--weight-decay", o.weight_decay, "Of SGD")
-      ->check(cohort::apps::zero_or_more())
+      ->check(cohort::cli::zero_or_more())
       ->capture_default_str();
   app.add_option("--seed", o.seed, "Of parameters, data order and augmentation")
       ->capture_default_str();
   app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
-      ->check(cohort::apps::above_zero())
+      ->check(cohort::cli::above_zero())
       ->capture_default_str();
   app.add_option("--resume", o.resume, "Checkpoint's folder to go on from");
   app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");
@@ -88,11 +88,13 @@ void add_training_flags(CLI::App& app, Options& o) {
 
 // Flags that are good each by itself.
 void check_together(const Options& options) {
-  const bool servers = cohort::apps::server_training(options.strategy).has_value();
+  const bool servers = cohort::ps::server_training(options.strategy).has_value();
   if (options.ps_host_ranks > 1 && !servers)
     throw cohort::ConfigError("--ps-host-ranks: expected --strategy ps-sync or ps-async");
-  cohort::apps::refuse_offload(options.cpu_offload);
-  if (!servers) cohort::apps::refuse_security(options.security, "--strategy ps-sync or ps-async");
+  cohort::cli::refuse_offload(options.cpu_offload);
+  if (servers) return;
+  if (!options.evaluate) cohort::ps::refuse_servers(options.strategy);
+  cohort::cli::refuse_security(options.security, "--strategy ps-sync or ps-async");
 }
 
 // Ranks that a launcher starts again go on at the last epoch that the job has saved.
@@ -153,17 +155,17 @@ int spawn_ranks(cohort::comm::PlaceOptions node) {
 int run(int argc, char** argv) {
   CLI::App app("Trains a ResNet on folders of pictures, on one or many ranks", "imagenet");
   Options options;
-  cohort::apps::GroupFlags group_flags;
+  cohort::cli::GroupFlags group_flags;
   add_data_flags(app, options);
   add_model_flags(app, options);
   add_training_flags(app, options);
   group_flags.add_to(app);
-  cohort::apps::add_client_security_flags(app, options.security);
+  cohort::cli::add_client_security_flags(app, options.security);
   bool spawns = false;
   app.add_flag("--multiprocessing-distributed", spawns,
                "Start --nproc-per-node ranks here; --rank and --world-size count nodes")
       ->group("Ranks");
-  if (const auto ended = cohort::apps::parse(app, argc, argv, "imagenet --help lists the flags"))
+  if (const auto ended = cohort::cli::parse(app, argc, argv, "imagenet --help lists the flags"))
     return *ended;
   if (cohort::launch::is_spawned()) {
     group_flags.place = {};

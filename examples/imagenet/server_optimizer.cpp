@@ -6,7 +6,7 @@
 #include "cohort/base/error.h"
 #include "cohort/ps/module/session.h"
 
-#include "apps/server_training.h"
+#include "cohort/ps/module/host_ranks.h"
 #include "examples/imagenet/optimizer.h"
 
 namespace imagenet {
@@ -19,9 +19,9 @@ namespace ps = cohort::ps;
 // The others wait while servers write some gigabytes.
 constexpr std::chrono::minutes kSaveLimit{30};
 
-cohort::apps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Options& options,
+cohort::ps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Options& options,
                                     const OptimizerOptions& optimizer, const RunState& state) {
-  const ps::Training training = cohort::apps::server_training(options.strategy).value();
+  const ps::Training training = cohort::ps::server_training(options.strategy).value();
   const bool async = training == ps::Training::kAsync;
   const std::string with = " with --strategy " + options.strategy;
   if (options.precision != "float32")
@@ -34,7 +34,7 @@ cohort::apps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Opt
     throw ConfigError("--sync-bn: expected none" + with +
                       ": its statistics would make trainers wait for each other");
   auto place =
-      cohort::apps::place_among_servers(group, training, options.security, options.ps_host_ranks);
+      cohort::ps::place_among_servers(group, training, options.security, options.ps_host_ranks);
   place.session.dense_rule = server_rule(optimizer, async ? place.session.trainers : 1);
   // Or to the beginning: they may hold what an earlier run or start has left.
   place.session.client.restore = state.servers;
@@ -112,7 +112,7 @@ class ServerOptimizer final : public Optimizer {
   cohort::comm::ProcessGroup& group_;
   double weight_decay_;
   fs::path folder_;
-  cohort::apps::TrainerPlace place_;
+  cohort::ps::TrainerPlace place_;
   ps::Session session_;
 };
 

@@ -12,7 +12,7 @@
 #include "cohort/train/batch_rules.h"
 #include "cohort/train/history.h"
 
-#include "apps/server_training.h"
+#include "cohort/ps/module/host_ranks.h"
 
 namespace imagenet {
 namespace {
@@ -92,7 +92,7 @@ Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
 }
 
 void Trainer::make_optimizer() {
-  const bool servers = cohort::apps::server_training(options_.strategy).has_value();
+  const bool servers = cohort::ps::server_training(options_.strategy).has_value();
   // Servers have the gradients' sum; statistics of batches stay each rank's own until an epoch
   // ends.
   parallel_.emplace(
@@ -111,7 +111,7 @@ void Trainer::make_optimizer() {
 }
 
 void Trainer::resume() {
-  const bool servers = cohort::apps::server_training(options_.strategy).has_value();
+  const bool servers = cohort::ps::server_training(options_.strategy).has_value();
   if (servers && state_.servers.empty()) {
     throw ConfigError(options_.resume +
                       ": a checkpoint without servers, which hold the momentum: "
@@ -255,9 +255,11 @@ void Trainer::train() {
     std::filesystem::create_directories(options_.output, error);
     if (error) throw ConfigError("--output " + options_.output + ": " + error.message());
   }
-  TORCH_CHECK_VALUE(training_set_->size() >= global_batch(), options_.data,
-                    "/train: ", training_set_->size(), " pictures, expected one batch of ",
-                    global_batch(), " at least");
+  if (training_set_->size() < global_batch()) {
+    throw ConfigError("--batch-size: expected at most the pictures in " + options_.data +
+                      "/train, " + std::to_string(training_set_->size()) + ", got batches of " +
+                      std::to_string(global_batch()));
+  }
   for (int64_t epoch = options_.start_epoch.value_or(state_.epochs_done); epoch < options_.epochs;
        ++epoch) {
     finish_epoch(epoch, train_epoch(epoch));

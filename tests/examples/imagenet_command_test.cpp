@@ -242,6 +242,19 @@ TEST_F(ImagenetCommandTest, OneOfSeveralProcessesOfALauncherDoesNotStandForTheNo
   EXPECT_FALSE(std::filesystem::exists(folder_ / "run")) << "a refused job leaves no folder";
 }
 
+TEST_F(ImagenetCommandTest, ABatchLargerThanTheSetIsRefused) {
+  expect_refused(2, shell(bin("imagenet") + " " + flags("large", "--batch-size 37")),
+                 "--batch-size: expected at most the pictures in ");
+}
+
+TEST_F(ImagenetCommandTest, ServersThatTheStrategyDoesNotUseAreRefused) {
+  expect_refused(2,
+                 shell("PADDLE_TRAINING_ROLE=TRAINER PADDLE_TRAINERS_NUM=1 PADDLE_TRAINER_ID=0 "
+                       "PADDLE_PSERVERS_IP_PORT_LIST=127.0.0.1:1,127.0.0.1:2 " +
+                       bin("imagenet") + " " + flags("unused", "")),
+                 "--strategy ddp uses no parameter servers, and 2 are there");
+}
+
 TEST_F(ImagenetCommandTest, EvaluationIsTheSameOnEveryNumberOfRanks) {
   expect_trained(1, "run", "--epochs 2");
   const double loss = history("run").back()["valid_loss"].get<double>();

@@ -27,7 +27,7 @@ TensorView view_of(const char* name, DType type, const at::Tensor& tensor) {
 int main(int argc, char** argv) {
   return run_program("nmt_logits", [&] {
     if (argc != 3) throw ConfigError("usage: nmt_logits MODEL_DIR RESULT");
-    auto [model, tokenizers] = apps::load_trained(argv[1], {}, nmt::Precision::kFloat32);
+    auto [model, tokenizers] = cli::load_trained(argv[1], {}, nmt::Precision::kFloat32);
     const auto batch = test::make_test_batch(test::make_sentences(12, 1));
     const at::Tensor logits =
         test::logits_of(model, batch.source_BS, batch.source_lengths_B, batch.input_BT);

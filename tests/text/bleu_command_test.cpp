@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "apps/nmt/bleu.h"
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 #include "tests/support/message_of.h"
 #include "tests/text/text_test_files.h"
 
@@ -27,11 +27,11 @@ class BleuCommandTest : public testing::Test {
     CLI::App app("", "cohort nmt");
     app.require_subcommand(1);
     std::function<int()> action;
-    apps::add_bleu_command(app, action);
+    cli::add_bleu_command(app, action);
     std::istringstream stream(arguments);
     std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
-    apps::spell_out_bleu_names(words);
-    apps::parse(app, std::move(words));
+    cli::spell_out_bleu_names(words);
+    cli::parse(app, std::move(words));
     testing::internal::CaptureStdout();
     try {
       EXPECT_EQ(action(), 0);
@@ -178,9 +178,9 @@ TEST_F(BleuCommandTest, HelpSaysWhereItDiffersFromSacrebleu) {
   CLI::App app("", "cohort nmt");
   app.require_subcommand(1);
   std::function<int()> action;
-  apps::add_bleu_command(app, action);
+  cli::add_bleu_command(app, action);
   testing::internal::CaptureStdout();
-  EXPECT_EQ(apps::parse(app, {"bleu", "--help"}), 0);
+  EXPECT_EQ(cli::parse(app, {"bleu", "--help"}), 0);
   const std::string help = testing::internal::GetCapturedStdout();
   for (const char* part : {"cohort nmt bleu", "-tok:", "--chrf-word-order", "text unless json"}) {
     EXPECT_NE(help.find(part), std::string::npos) << part << " in:\n" << help;

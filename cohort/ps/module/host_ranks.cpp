@@ -1,12 +1,13 @@
-#include "apps/server_training.h"
+#include "cohort/ps/module/host_ranks.h"
 
 #include <cstring>
 #include <numeric>
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/ps/role.h"
 
-namespace cohort::apps {
+namespace cohort::ps {
 namespace {
 
 std::string text_of(const std::vector<std::byte>& bytes) {
@@ -21,13 +22,22 @@ std::vector<std::byte> bytes_of(const std::string& text) {
 
 }  // namespace
 
-std::optional<ps::Training> server_training(const std::string& strategy) {
-  if (strategy == "ps-sync") return ps::Training::kSync;
-  if (strategy == "ps-async") return ps::Training::kAsync;
+std::optional<Training> server_training(const std::string& strategy) {
+  if (strategy == "ps-sync") return Training::kSync;
+  if (strategy == "ps-async") return Training::kAsync;
   return std::nullopt;
 }
 
-ps::HostRanks host_ranks(comm::ProcessGroup& group) {
+void refuse_servers(const std::string& strategy) {
+  const auto role = discover_role();
+  if (!role || role->servers.empty()) return;
+  throw ConfigError("--strategy " + strategy + " uses no parameter servers, and " +
+                    std::to_string(role->servers.size()) +
+                    " are there (PADDLE_PSERVERS_IP_PORT_LIST, cohort run --servers): expected "
+                    "--strategy ps-sync or ps-async, or no servers");
+}
+
+HostRanks host_ranks(comm::ProcessGroup& group) {
   return {.rank = group.rank(),
           .size = group.size(),
           .gather =
@@ -44,10 +54,10 @@ ps::HostRanks host_ranks(comm::ProcessGroup& group) {
               }};
 }
 
-TrainerPlace place_among_servers(comm::ProcessGroup& group, ps::Training training,
-                                 const ps::SecurityOptions& security, int ranks_per_trainer) {
+TrainerPlace place_among_servers(comm::ProcessGroup& group, Training training,
+                                 const SecurityOptions& security, int ranks_per_trainer) {
   TrainerPlace place;
-  place.session = ps::with_environment({.training = training});
+  place.session = with_environment({.training = training});
   place.session.client.security = security;
   if (place.session.trainers != group.size() || place.session.trainer != group.rank()) {
     throw ConfigError("PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM: expected this process's rank " +
@@ -73,4 +83,4 @@ TrainerPlace place_among_servers(comm::ProcessGroup& group, ps::Training trainin
   return place;
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::ps

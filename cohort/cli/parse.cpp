@@ -1,4 +1,4 @@
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
 #include <algorithm>
 #include <array>
@@ -6,11 +6,11 @@
 #include <cstdio>
 #include <memory>
 
-#include "apps/config_file.h"
-#include "apps/flag_list.h"
-#include "apps/help.h"
+#include "cohort/cli/config_file.h"
+#include "cohort/cli/flag_list.h"
+#include "cohort/cli/help.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 void set_formatter(CLI::App& app, const std::shared_ptr<CLI::FormatterBase>& formatter) {
@@ -169,4 +169,4 @@ std::optional<int> parse(CLI::App& app, int argc, char** argv, const std::string
   return parse(app, std::vector<std::string>(argv + 1, argv + argc), hint);
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -8,7 +8,7 @@
 
 #include "cohort/base/error.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 inline std::string in_brackets(const std::string& hint) {
   return hint.empty() ? "" : " (" + hint + ")";
@@ -64,4 +64,4 @@ std::optional<int> parse(CLI::App& app, std::vector<std::string> arguments,
 /// The same of main's arguments.
 std::optional<int> parse(CLI::App& app, int argc, char** argv, const std::string& hint = "");
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -1,11 +1,11 @@
-#include "apps/help.h"
+#include "cohort/cli/help.h"
 
 #include <algorithm>
 #include <sstream>
 
-#include "apps/flag_list.h"
+#include "cohort/cli/flag_list.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 constexpr size_t kWidth = 100;
@@ -143,4 +143,4 @@ std::string HelpFormatter::make_help(const CLI::App* app, std::string name,
   return out;
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

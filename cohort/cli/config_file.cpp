@@ -1,4 +1,4 @@
-#include "apps/config_file.h"
+#include "cohort/cli/config_file.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -12,10 +12,10 @@
 
 #include "cohort/base/error.h"
 
-#include "apps/flag_list.h"
-#include "apps/parse.h"
+#include "cohort/cli/flag_list.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 constexpr const char* kConfig = "--config";
@@ -247,4 +247,4 @@ std::string dump_config(const CLI::App& command) {
   return text;
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -7,9 +7,9 @@
 #include "cohort/base/secret.h"
 #include "cohort/ps/rpc/security.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 inline constexpr const char* kSecurity = "Security";
 
@@ -49,4 +49,4 @@ inline void refuse_security(const ps::SecurityOptions& security, const std::stri
       expected);
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

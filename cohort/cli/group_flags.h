@@ -5,7 +5,7 @@
 
 #include "cohort/comm/process_group.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// The rank's place and waits as flags.
 struct GroupFlags {
@@ -24,4 +24,4 @@ struct GroupFlags {
   std::unique_ptr<comm::ProcessGroup> stay_alone();
 };
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -1,10 +1,10 @@
-#include "apps/flag_list.h"
+#include "cohort/cli/flag_list.h"
 
 #include <algorithm>
 #include <charconv>
 #include <sstream>
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 constexpr size_t kNumFields = 7;
@@ -155,4 +155,4 @@ std::optional<FlagLine> parse_flag_line(const std::string& text) {
   return line;
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// `cohort-NAME __flags` prints its commands and flags for `cohort completion`, one a line: see
 /// list_flags.
@@ -57,4 +57,4 @@ std::string to_text(const FlagLine& line);
 /// Returns nothing for a line of another form.
 std::optional<FlagLine> parse_flag_line(const std::string& text);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -4,7 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 class HelpFormatter : public CLI::FormatterBase {
  public:
@@ -12,4 +12,4 @@ class HelpFormatter : public CLI::FormatterBase {
                         CLI::AppFormatMode mode) const override;
 };
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -7,18 +7,22 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/ps/module/session.h"
 
-namespace cohort::apps {
+namespace cohort::ps {
 
 /// Of "ps-sync" and "ps-async"; nothing for the names of parallel::Strategy.
-std::optional<ps::Training> server_training(const std::string& strategy);
+std::optional<Training> server_training(const std::string& strategy);
 
-/// The ranks of `group` as one trainer: ps::SessionOptions::host. `group` must outlive the result.
-ps::HostRanks host_ranks(comm::ProcessGroup& group);
+/// For a program whose `strategy` is none of these. Local.
+/// Errors: ConfigError if a launcher started servers for it, which would stand by without a use.
+void refuse_servers(const std::string& strategy);
 
-/// What a rank of a group needs to open a ps::Session.
+/// The ranks of `group` as one trainer: SessionOptions::host. `group` must outlive the result.
+HostRanks host_ranks(comm::ProcessGroup& group);
+
+/// What a rank of a group needs to open a Session.
 struct TrainerPlace {
   std::unique_ptr<comm::ProcessGroup> host;  ///< The ranks that are one trainer; null: each is one.
-  ps::SessionOptions session;  ///< Place, endpoints and `host`; rule and the rest are the caller's.
+  SessionOptions session;  ///< Place, endpoints and `host`; rule and the rest are the caller's.
 };
 
 /// Finds the servers in Paddle's variables (ps/role.h), which `cohort run --servers` sets, and
@@ -29,7 +33,7 @@ struct TrainerPlace {
 /// Collective over `group`, which must outlive the result; blocks only if ranks_per_trainer > 1.
 /// Errors: ConfigError: no servers in the environment, another number than the rank's, or
 ///         ranks_per_trainer does not divide the ranks; PeerError.
-TrainerPlace place_among_servers(comm::ProcessGroup& group, ps::Training training,
-                                 const ps::SecurityOptions& security, int ranks_per_trainer = 1);
+TrainerPlace place_among_servers(comm::ProcessGroup& group, Training training,
+                                 const SecurityOptions& security, int ranks_per_trainer = 1);
 
-}  // namespace cohort::apps
+}  // namespace cohort::ps

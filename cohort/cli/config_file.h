@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Adds --config (repeatable) and --dump-config. parse() acts on them.
 void add_config_flags(CLI::App& command);
@@ -37,4 +37,4 @@ std::vector<FlagOrigin> add_config_values(CLI::App& command, std::vector<std::st
 /// that a given one excludes (--noam-factor with --learn-rate).
 std::string dump_config(const CLI::App& command);
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

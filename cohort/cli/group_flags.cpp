@@ -1,13 +1,13 @@
-#include "apps/group_flags.h"
+#include "cohort/cli/group_flags.h"
 
 #include <ATen/Parallel.h>
 
 #include "cohort/base/error.h"
 #include "cohort/comm/backend.h"
 
-#include "apps/parse.h"
+#include "cohort/cli/parse.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 namespace {
 
 std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
@@ -83,4 +83,4 @@ std::unique_ptr<comm::ProcessGroup> GroupFlags::connect() {
   return std::make_unique<comm::ProcessGroup>(comm::discover_place(place), group);
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli

@@ -4,7 +4,7 @@
 
 #include "cohort/base/error.h"
 
-namespace cohort::apps {
+namespace cohort::cli {
 
 /// Takes the flag, so that refuse_offload can say why it is of no use.
 inline CLI::Option* add_offload_flag(CLI::App& app, bool& offloads) {
@@ -19,4 +19,4 @@ inline void refuse_offload(bool offloads) {
   }
 }
 
-}  // namespace cohort::apps
+}  // namespace cohort::cli
