@@ -49,7 +49,7 @@ SessionOptions checked(SessionOptions options) {
   if (!options.servers.empty())
     throw ConfigError("session: local training has no servers, " +
                       std::to_string(options.servers.size()) + " were given");
-  options.servers = {"in-process:0"};  // The name that errors have.
+  options.servers = {"unix:in-process"};  // Never called: the plan and errors want a name for it.
   options.trainer = 0;
   options.trainers = 1;
   return options;
