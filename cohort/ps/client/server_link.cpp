@@ -390,11 +390,15 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     }
   }
 
-  void beat() {
-    Request request{.call = Call::kBeat,
-                    .trainer = options_.trainer,
-                    .incarnation = trainer_incarnation_,
-                    .step = confirmed_};
+  // Under the lock, which sending does without.
+  Request beat() const {
+    return {.call = Call::kBeat,
+            .trainer = options_.trainer,
+            .incarnation = trainer_incarnation_,
+            .step = confirmed_};
+  }
+
+  void send_beat(const Request& request) {
     auto self = shared_from_this();
     channel_->send(request, options_.attempt_timeout.count(), [self](const Reply& reply) {
       const std::lock_guard lock(self->mutex_);
@@ -465,9 +469,10 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       for (const Operation& operation : due) readdress(*operation);
       const bool beats = joined_ && options_.trainer != kNoTrainer && now >= next_beat;
       if (now >= next_beat) next_beat = now + options_.beat_period;
+      const Request present = beat();
       lock.unlock();
       for (const Operation& operation : due) send(operation);
-      if (beats) beat();
+      if (beats) send_beat(present);
       lock.lock();
     }
   }
