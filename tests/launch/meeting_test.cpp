@@ -241,6 +241,8 @@ TEST_F(MeetingTest, ALinkThatIsSilentForLessThanTheLimitEndsNothing) {
 }
 
 TEST_F(MeetingTest, ANodeThatWasGivenUpJoinsAgainUnderItsOldNumber) {
+  // All nodes are of this process: a busy machine that holds it up must silence none of them.
+  options_.keep_alive = {.interval = milliseconds(1000), .max_attempt = 5};
   host(2, 3);
   for (int i = 0; i < 3; ++i) {
     add_node();
@@ -254,7 +256,7 @@ TEST_F(MeetingTest, ANodeThatWasGivenUpJoinsAgainUnderItsOldNumber) {
   EXPECT_EQ(second.last().place.node_rank, 1);
   EXPECT_EQ(third.last().place.node_rank, 2);
   second.link.be_silent(true);
-  run_until("a stop", [&] { return first.count(Order::Kind::kStop) == 1; });
+  run_until("a stop", [&] { return first.count(Order::Kind::kStop) >= 1; });
   EXPECT_EQ(first.last().why, "node 1 fell silent");
   first.member.join(1234);
   third.member.join(0);
@@ -263,7 +265,7 @@ TEST_F(MeetingTest, ANodeThatWasGivenUpJoinsAgainUnderItsOldNumber) {
   EXPECT_EQ(third.last().place.num_nodes, 2);
   EXPECT_EQ(second.orders.size(), 1U);  // It knows nothing yet: its workers go on.
   second.link.be_silent(false);
-  run_until("a stop", [&] { return second.orders.size() == 2; });
+  run_until("a second order", [&] { return second.orders.size() >= 2; });
   EXPECT_EQ(second.last().kind, Order::Kind::kStop);
   EXPECT_NE(second.last().why.find("gave it up"), std::string::npos) << second.last().why;
   second.member.join(0);
