@@ -552,7 +552,11 @@ TEST(StoreBoundsTest, WithoutDescriptorsItWaitsForSome) {
   const Served served;
   const auto store = served.client();
   std::vector<Fd> strangers;
-  for (int i = 0; i < 2; ++i) strangers.push_back(served.stranger());
+  for (int i = 0; i < 2; ++i) {
+    strangers.push_back(served.stranger());
+    // It has been accepted: no descriptor that is freed below is for it.
+    EXPECT_NE(hear(strangers.back(), milliseconds(1000)), "");
+  }
   std::vector<Fd> taken;
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);

@@ -243,7 +243,10 @@ TEST_F(ImagenetCommandTest, OneOfSeveralProcessesOfALauncherDoesNotStandForTheNo
 }
 
 TEST_F(ImagenetCommandTest, ABatchLargerThanTheSetIsRefused) {
-  expect_refused(2, shell(bin("imagenet") + " " + flags("large", "--batch-size 37")),
+  std::string large = flags("large", "");
+  const std::string size = "--batch-size 12";
+  large.replace(large.find(size), size.size(), "--batch-size 37");
+  expect_refused(2, shell(bin("imagenet") + " " + large),
                  "--batch-size: expected at most the pictures in ");
 }
 
