@@ -24,7 +24,7 @@ struct Note {
 // Shared with forked children.
 struct Notes {
   std::array<std::atomic<int>, 3> next_error{};
-  std::atomic<int> delay_us{0};
+  std::atomic<int> instead_us{-1};  // What a sync takes instead of reaching the disk; -1: it does.
   std::atomic<uint64_t> count{0};
   std::array<Note, size_t{1} << 16> ring{};
 };
@@ -94,8 +94,12 @@ int64_t synced_bytes(const std::string& path) {
   return bytes;
 }
 
-void slow_syncs(int microseconds) {
-  notes().delay_us = microseconds;
+void replace_syncs(int microseconds) {
+  notes().instead_us = microseconds;
+}
+
+void restore_syncs() {
+  notes().instead_us = -1;
 }
 
 void forget() {
@@ -113,10 +117,13 @@ int pass_on(Call call, long number, int descriptor) {
   }
   struct stat status {};
   const bool known = ::fstat(descriptor, &status) == 0;
-  if (const int delay = notes().delay_us) ::usleep(static_cast<unsigned>(delay));
-  const auto result = static_cast<int>(::syscall(number, descriptor));
-  if (known && result == 0) note(call, status);
-  return result;
+  if (const int instead_us = notes().instead_us; instead_us >= 0) {
+    ::usleep(static_cast<unsigned>(instead_us));
+  } else if (::syscall(number, descriptor) != 0) {
+    return -1;
+  }
+  if (known) note(call, status);
+  return 0;
 }
 
 }  // namespace

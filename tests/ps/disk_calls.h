@@ -14,8 +14,11 @@ void fail_next(Call call, int error);
 int count(Call call, const std::string& path);
 /// How long the file was, or that of a folder, when it was synced last; -1: never.
 int64_t synced_bytes(const std::string& path);
-/// Every sync takes so much longer, as on a disk that is a disk.
-void slow_syncs(int microseconds);
+/// From now on syncs take this long and do not reach the disk: the test does not depend on its
+/// speed.
+void replace_syncs(int microseconds);
+/// Syncs reach the disk again.
+void restore_syncs();
 /// Forgets all that was counted.
 void forget();
 

@@ -38,6 +38,9 @@ using std::chrono::steady_clock;
 
 constexpr int kServers = 2;
 constexpr int kTrainers = 2;
+// A step or a start that takes longer is a failure. Long, because servers sync each push: a disk
+// that others write to may hold a sync up for half a minute.
+constexpr std::chrono::seconds kPatience{120};
 
 struct ServerRole {
   int server = 0;
@@ -153,7 +156,7 @@ class Run {
 
   json play() {
     const auto began = steady_clock::now();
-    await_progress(std::chrono::seconds(30));
+    await_progress(kPatience);
     if (options_.stop_s > 0) stop_one();
     while (kills_ < options_.kills || trainer_kills_ < options_.trainer_kills) {
       disturb();
@@ -161,8 +164,8 @@ class Run {
       if (options_.mode == "model" && all_done()) break;
     }
     page_->stop = true;
-    const auto until =
-        steady_clock::now() + std::chrono::seconds(options_.mode == "model" ? 900 : 90);
+    const auto until = steady_clock::now() +
+                       (options_.mode == "model" ? std::chrono::seconds(900) : 3 * kPatience);
     while (!trainers_ended()) {
       revive();
       TORCH_CHECK(steady_clock::now() < until, options_.mode, ": the trainers have not ended; see ",
@@ -194,14 +197,15 @@ class Run {
     servers_[at] = Process({"server", "--id", std::to_string(server), "--folder", path(name),
                             "--port-file", port_file},
                            kill_point, path(name + ".stderr"));
-    const auto until = steady_clock::now() + std::chrono::seconds(30);
+    const auto until = steady_clock::now() + kPatience;
     int port = 0;
     while (!(std::ifstream(port_file) >> port)) {
       int status = 0;
       TORCH_CHECK(!servers_[at].has_ended(&status) || WIFSIGNALED(status), "server ", server,
                   " did not start; see ", path(name + ".stderr"));
       if (servers_[at].has_ended()) return;  // Killed already: at a point in its recovery.
-      TORCH_CHECK(steady_clock::now() < until, "server ", server, " did not start in 30 s");
+      TORCH_CHECK(steady_clock::now() < until, "server ", server, " did not start in ",
+                  kPatience.count(), " s");
       std::this_thread::sleep_for(milliseconds(2));
     }
     proxies_[at]->set_target(port);
@@ -251,7 +255,7 @@ class Run {
   }
 
   void disturb() {
-    await_progress(std::chrono::seconds(30));
+    await_progress(kPatience);
     std::this_thread::sleep_for(milliseconds(random_() % 150));
     const auto server = static_cast<size_t>(random_() % kServers);
     if (trainer_kills_ < options_.trainer_kills && random_() % 2 == 0) {
@@ -277,14 +281,15 @@ class Run {
   // process: the server goes on.
   void await_death(size_t server) {
     const bool only_child = points_[server] == "snapshot written";
-    const auto until = steady_clock::now() + std::chrono::seconds(only_child ? 1 : 30);
+    const auto until = steady_clock::now() + (only_child ? std::chrono::seconds(1) : kPatience);
     while (!servers_[server].has_ended() && steady_clock::now() < until && !all_done()) {
       check_trainers();
       std::this_thread::sleep_for(milliseconds(2));
     }
     if (only_child) ++killed_at_[points_[server]];
     TORCH_CHECK(only_child || servers_[server].has_ended() || all_done(), options_.mode,
-                ": server ", server, " did not come by \"", points_[server], "\" in 30 s");
+                ": server ", server, " did not come by \"", points_[server], "\" in ",
+                kPatience.count(), " s");
     revive();
   }
 
@@ -292,7 +297,7 @@ class Run {
     servers_[0].signal(SIGSTOP);
     std::this_thread::sleep_for(std::chrono::seconds(options_.stop_s));
     servers_[0].signal(SIGCONT);
-    await_progress(std::chrono::seconds(30));
+    await_progress(kPatience);
   }
 
   void check_trainers() {

@@ -35,8 +35,8 @@ Client::ChannelMaker plain_channels(const std::vector<std::string>& endpoints) {
 
 LinkOptions patient_link() {
   return {.attempt_timeout = milliseconds(1'000),
-          .server_timeout = milliseconds(60'000),
-          .trainer_timeout = milliseconds(60'000),
+          .server_timeout = milliseconds(180'000),
+          .trainer_timeout = milliseconds(180'000),
           .beat_period = milliseconds(200)};
 }
 
