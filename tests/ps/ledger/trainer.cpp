@@ -77,29 +77,34 @@ void add_up(const TrainerOptions& options, Client& client, Page& page) {
   const auto exchange = exchange_of(options, client);
   std::mt19937_64 random(options.seed + options.trainer);
   std::vector<uint32_t> in_flight(kLedgerRows);
-  for (uint64_t step = client.step(); !page.stop; ++step) {
-    const auto ids =
-        rows_of(options.seed, options.trainer, client.job().mode == Mode::kSync ? step : random());
+  const bool repeats = client.job().mode == Mode::kSync;
+  uint64_t step = client.step();
+  const auto acknowledge = [&](uint64_t steps) {
+    own.acknowledged_steps = steps;  // First: whoever is killed in between has counted too few.
+    for (uint64_t id = 0; id < kLedgerRows; ++id)
+      own.acknowledged[id] += std::exchange(in_flight[id], 0);
+  };
+  for (; !page.stop; ++step) {
+    const auto ids = rows_of(options.seed, options.trainer, repeats ? step : random());
     std::vector<float> values(ids.size() * kWidth);
     exchange->pull({{0, ids, values}}, {})();
     if (options.mode == "ssp") note_lead(page, options);
     for (const uint64_t id : ids) {
-      ++own.sent[id];
-      ++in_flight[id];
+      if (!repeats || step >= own.sent_steps) ++own.sent[id];
+      if (!repeats || step >= own.acknowledged_steps) ++in_flight[id];
     }
+    own.sent_steps = step + 1;
     std::fill(values.begin(), values.end(), -1.0f);
     ++own.begun;
     exchange->push({{0, ids, values}}, {});
     // Only now and then: most pushes are in flight while others are made.
     if (options.mode != "ssp" && random() % 8 != 0) continue;
     exchange->flush();
-    for (uint64_t id = 0; id < kLedgerRows; ++id)
-      own.acknowledged[id] += std::exchange(in_flight[id], 0);
+    acknowledge(step + 1);
     ++own.steps;
   }
   exchange->flush();
-  for (uint64_t id = 0; id < kLedgerRows; ++id)
-    own.acknowledged[id] += std::exchange(in_flight[id], 0);
+  acknowledge(step);
 }
 
 // So many steps with gradients that hang on the values.

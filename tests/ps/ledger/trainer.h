@@ -20,6 +20,9 @@ struct Page {
     std::atomic<uint64_t> begun;          ///< Steps whose pushes may have left.
     std::atomic<uint64_t> steps;          ///< Steps whose pushes are acknowledged.
     std::atomic<uint64_t> greatest_lead;  ///< By which it was ahead of the slowest when it pulled.
+    /// In sync mode a trainer that is started again repeats the step that has not closed: what its
+    /// predecessor had counted of that step is not counted again.
+    std::atomic<uint64_t> sent_steps, acknowledged_steps;
     std::atomic<bool> done;
     /// How often 1 was added to each row: about to be pushed, and acknowledged.
     std::array<std::atomic<uint32_t>, kLedgerRows> sent, acknowledged;
