@@ -56,7 +56,7 @@ double median(std::vector<double> values) {
 }
 
 // Seconds of one forward and backward, with the averaging or without.
-double step_time(ProcessGroup& group, Ddp& ddp, const at::Tensor& input, bool averaging) {
+double step_time(const ProcessGroup& group, Ddp& ddp, const at::Tensor& input, bool averaging) {
   for (auto& parameter : ddp.module()->parameters()) parameter.mutable_grad().reset();
   std::optional<Ddp::NoSync> local;
   if (!averaging) local.emplace(ddp.engine());
@@ -66,7 +66,7 @@ double step_time(ProcessGroup& group, Ddp& ddp, const at::Tensor& input, bool av
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-nlohmann::ordered_json bench_ddp(const Options& options, ProcessGroup& group) {
+nlohmann::ordered_json bench_ddp(const Options& options, const ProcessGroup& group) {
   torch::nn::Sequential model;
   for (int64_t i = 0; i < options.layers; ++i) {
     model->push_back(torch::nn::Linear(options.width, options.width));
@@ -135,9 +135,9 @@ int run(int argc, char** argv) {
           cohort::cli::parse(app, argc, argv, "cohort bench --help lists what there is"))
     return *ended;
   const auto group = flags.connect();
-  const nlohmann::ordered_json result = bench_ddp(options, *group);
-  group->close();
-  cohort::Console(group->rank()).print("%s\n", result.dump().c_str());
+  const nlohmann::ordered_json result = bench_ddp(options, group);
+  group.close();
+  cohort::Console(group.rank()).print("%s\n", result.dump().c_str());
   return cohort::kExitOk;
 }
 

@@ -145,7 +145,7 @@ double seconds_since(Clock::time_point start) {
 }
 
 // FLOP/s of the model's largest common product shape, all ranks at once.
-double gemm_rate(cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t rows) {
+double gemm_rate(const cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t rows) {
   const at::NoGradGuard no_grad;
   const at::Tensor a = at::randn({rows, 512}, at::kFloat).to(type);
   const at::Tensor b = at::randn({2048, 512}, at::kFloat).to(type);
@@ -195,7 +195,7 @@ int64_t peak_rss_bytes() {
 // is what the save cost. A save is a checkpoint before its cycle ends.
 class Saves {
  public:
-  Saves(const Options& options, cohort::comm::ProcessGroup& group,
+  Saves(const Options& options, const cohort::comm::ProcessGroup& group,
         cohort::translate::Updater& updater)
       : folder_(options.save_to),
         cycle_(options.save_every),
@@ -258,7 +258,7 @@ class Saves {
   const std::string folder_;
   const int64_t cycle_;
   const bool shared_;
-  cohort::comm::ProcessGroup& group_;
+  cohort::comm::ProcessGroup group_;
   cohort::translate::Updater& updater_;
   std::optional<cohort::comm::ProcessGroup> alone_;  // where rank 0 saves everything
   std::optional<cohort::train::ShardedCheckpointWriter> writer_;
@@ -297,8 +297,8 @@ int run(const Options& options) {
   // As training does: where parameters are sharded, no rank ever has the whole model.
   const bool sharded = shards_parameters(strategy);
   cohort::parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
-  cohort::comm::ProcessGroup& data_group = mesh.data();
-  const auto division = mesh.tensor() != nullptr ? cohort::translate::divide_among(*mesh.tensor())
+  const cohort::comm::ProcessGroup& data_group = mesh.data();
+  const auto division = mesh.tensor() ? cohort::translate::divide_among(mesh.tensor())
                                                  : std::make_shared<cohort::nmt::Division>();
   cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU, division);
   if (!sharded) model->initialise(options.seed);

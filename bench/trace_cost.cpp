@@ -61,7 +61,7 @@ double page_write_ns(const Options& options, const std::string& file) {
 }
 
 // Both ways in turn, so that a slow minute of the machine touches both.
-nlohmann::json all_reduce_us(const Options& options, cohort::comm::ProcessGroup& group,
+nlohmann::json all_reduce_us(const Options& options, const cohort::comm::ProcessGroup& group,
                              int64_t num_elements) {
   at::Tensor x = at::ones({num_elements});
   const int64_t calls =

@@ -7,7 +7,7 @@
 #include <cohort/parallel/distributed_data_parallel.h>
 
 int train() {
-  cohort::comm::ProcessGroup group(cohort::comm::discover_place());
+  auto group = cohort::init_process_group();
   const at::Tensor x = torch::linspace(-1, 1, 1000).unsqueeze(1),
                    y = 3 * x + 1;  // what is to be learnt
   torch::nn::Linear model(1, 1);

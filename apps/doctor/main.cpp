@@ -90,7 +90,7 @@ Json products(int threads) {
   return rates;
 }
 
-Json all_reduce(cohort::comm::ProcessGroup& group) {
+Json all_reduce(const cohort::comm::ProcessGroup& group) {
   const auto rate = cohort::cli::measure_all_reduce(group);
   return {{"ranks", group.size()},
           {"bytes", rate.bytes},

@@ -22,7 +22,7 @@ double seconds_of(Work work) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-double seconds_of_sum(comm::ProcessGroup& group, int64_t elements, int times) {
+double seconds_of_sum(const comm::ProcessGroup& group, int64_t elements, int times) {
   at::Tensor tensor = at::ones({elements}, at::kFloat);
   group.all_reduce(tensor);
   std::vector<double> seconds;
@@ -49,7 +49,7 @@ double measure_products(at::ScalarType type, int threads, std::chrono::milliseco
   return 2.0 * static_cast<double>(rows * inner * columns) / median(seconds);
 }
 
-AllReduceRate measure_all_reduce(comm::ProcessGroup& group) {
+AllReduceRate measure_all_reduce(const comm::ProcessGroup& group) {
   constexpr int64_t kElements = 25 << 18;  // 25 MiB of float32
   const double bytes = 4.0 * kElements;
   const double seconds = seconds_of_sum(group, kElements, 5);

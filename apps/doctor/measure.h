@@ -19,6 +19,6 @@ struct AllReduceRate {
 };
 
 /// Medians of some all-reduces. Collective; blocks.
-AllReduceRate measure_all_reduce(comm::ProcessGroup& group);
+AllReduceRate measure_all_reduce(const comm::ProcessGroup& group);
 
 }  // namespace cohort::cli

@@ -54,9 +54,9 @@ int run(EvaluateFlags& flags) {
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   const auto result =
-      translate::evaluate(model, corpus, pairs.target, tokenizers.target, *group, options);
-  group->close();
-  if (group->rank() != 0) return 0;
+      translate::evaluate(model, corpus, pairs.target, tokenizers.target, group, options);
+  group.close();
+  if (group.rank() != 0) return 0;
   if (!flags.output.empty()) {
     write_atomically(flags.output, [&](FileWriter& file) {
       for (const auto& line : result.translations) file.write(line + "\n");
@@ -87,7 +87,7 @@ int run(EvaluateFlags& flags) {
                 static_cast<long long>(pairs.num_dropped_empty));
   }
   std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n", result.loss,
-              static_cast<long long>(corpus.size()), group->size(), group->size() == 1 ? "" : "s",
+              static_cast<long long>(corpus.size()), group.size(), group.size() == 1 ? "" : "s",
               nmt::to_string(precision).c_str());
   std::printf("%s\n%s\n", text::format(result.bleu, signature).c_str(),
               text::format(result.chrf, chrf_signature).c_str());

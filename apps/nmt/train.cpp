@@ -331,11 +331,11 @@ int run(TrainFlags& flags, const CLI::App& app) {
                                        static_cast<double>(options.lr_warmup));
   }
   const auto group = flags.group.connect();
-  if (servers) options.servers = ps::place_among_servers(*group, *servers, flags.security).session;
-  const auto result = translate::train(options, *group);
-  group->close();
-  print_result(result, options, Console(group->rank()));
-  if (group->rank() == 0 && !options.quiet) print_summary(options, Console(0));
+  if (servers) options.servers = ps::place_among_servers(group, *servers, flags.security).session;
+  const auto result = translate::train(options, group);
+  group.close();
+  print_result(result, options, Console(group.rank()));
+  if (group.rank() == 0 && !options.quiet) print_summary(options, Console(0));
   return result.was_asked_to ? kExitStopped : kExitOk;
 }
 

@@ -3,9 +3,8 @@
 #include <ATen/Parallel.h>
 
 #include "cohort/base/error.h"
-#include "cohort/comm/backend.h"
-
 #include "cohort/cli/parse.h"
+#include "cohort/comm/backend.h"
 
 namespace cohort::cli {
 namespace {
@@ -18,12 +17,14 @@ std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// All programs compute on the CPU: an engine of another device would carry nothing, and Gloo everything instead.
+// All programs compute on the CPU: an engine of another device would carry nothing, and Gloo
+// everything instead.
 void check_backend(const std::string& name) {
   const c10::DeviceType device = comm::find_backend(name).device;
   if (device == c10::DeviceType::CPU) return;
   throw ConfigError("--dist-backend " + name +
-                    ": expected an engine of CPU tensors (gloo, mpi), for this program computes on the CPU, got one of " +
+                    ": expected an engine of CPU tensors (gloo, mpi), for this program computes on "
+                    "the CPU, got one of " +
                     c10::DeviceTypeName(device, /*lower_case=*/true) + " tensors");
 }
 
@@ -70,17 +71,17 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
 }
 
-std::unique_ptr<comm::ProcessGroup> GroupFlags::stay_alone() {
+comm::ProcessGroup GroupFlags::stay_alone() {
   if (cpu_threads > 0) at::set_num_threads(cpu_threads);
-  return std::make_unique<comm::ProcessGroup>(comm::Place{});
+  return comm::ProcessGroup(comm::Place{});
 }
 
-std::unique_ptr<comm::ProcessGroup> GroupFlags::connect() {
+comm::ProcessGroup GroupFlags::connect() {
   group.rendezvous_timeout = milliseconds("--rendezvous-timeout", rendezvous_timeout_s);
   group.timeout = milliseconds("--timeout", timeout_s);
   check_backend(group.backend);
   if (cpu_threads > 0) at::set_num_threads(cpu_threads);
-  return std::make_unique<comm::ProcessGroup>(comm::discover_place(place), group);
+  return comm::ProcessGroup(comm::discover_place(place), group);
 }
 
 }  // namespace cohort::cli

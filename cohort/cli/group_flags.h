@@ -1,7 +1,6 @@
 // The flags by which every program finds its place among the ranks and meets the others.
 #pragma once
 #include <CLI/CLI.hpp>
-#include <memory>
 
 #include "cohort/comm/process_group.h"
 
@@ -18,10 +17,10 @@ struct GroupFlags {
   void add_to(CLI::App& app);
   /// Finds the place, sets the threads and meets the other ranks. Collective; blocks.
   /// Errors: ConfigError that names the flag or variable; PeerError for ranks that did not come.
-  std::unique_ptr<comm::ProcessGroup> connect();
+  comm::ProcessGroup connect();
   /// The same without the other ranks: a group of this process alone, for a program that can do
   /// without them. Local.
-  std::unique_ptr<comm::ProcessGroup> stay_alone();
+  comm::ProcessGroup stay_alone();
 };
 
 }  // namespace cohort::cli

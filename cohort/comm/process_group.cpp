@@ -70,10 +70,10 @@ uint64_t mix(uint64_t hash, const std::string& text) {
 
 // What must be equal on all ranks, in full: a trace record cuts it.
 std::string text_of(const Call& call) {
-  if (call.tensor == nullptr) return call.operation;
-  std::string text = call.operation + " of " + type_name(call.tensor->scalar_type()) + '[';
-  for (int64_t d = 0; d < call.tensor->dim(); ++d) {
-    text += (d == 0 ? "" : ", ") + std::to_string(call.tensor->size(d));
+  if (!call.tensor.defined()) return call.operation;
+  std::string text = call.operation + " of " + type_name(call.tensor.scalar_type()) + '[';
+  for (int64_t d = 0; d < call.tensor.dim(); ++d) {
+    text += (d == 0 ? "" : ", ") + std::to_string(call.tensor.size(d));
   }
   return text + ']';
 }
@@ -128,16 +128,19 @@ void Job::abort() {
 }
 
 ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
-                         std::vector<int> global_ranks, int own_rank)
+                         std::vector<int> global_ranks, int own_rank,
+                         const SubgroupOptions& own_options)
     : job(std::move(j)),
       id(std::move(group_id)),
       name(std::move(group_name)),
       ranks(std::move(global_ranks)),
-      rank(own_rank) {}
+      rank(own_rank),
+      backend(own_options.backend.value_or(job->options.backend)),
+      timeout(own_options.timeout.value_or(job->options.timeout)) {}
 
 void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, milliseconds limit) {
-  const GroupOptions& options = job->options;
   store = std::move(group_store);
+  users_store = c10::make_intrusive<c10d::PrefixStore>("user", store);
   const int size = static_cast<int>(ranks.size());
   engine = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
   const auto add = [&](const std::string& backend_name, c10::DeviceType device,
@@ -149,14 +152,14 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
         .timeout = limit,
         .address = job->meeting.address,
         .interface = job->meeting.interface};
-    auto backend = make_backend(plugin, request);
-    backend->setTimeout(options.timeout);
-    engine->setBackend(device, engine_type(backend_name), backend);
+    auto made = make_backend(plugin, request);
+    made->setTimeout(timeout);
+    engine->setBackend(device, engine_type(backend_name), made);
   };
-  const BackendPlugin& plugin = find_backend(options.backend);
-  const bool is_gloo = options.backend == "gloo";
-  engine->setDefaultBackend(engine_type(options.backend));
-  if (!is_gloo) add(options.backend, plugin.device, plugin);
+  const BackendPlugin& plugin = find_backend(backend);
+  const bool is_gloo = backend == "gloo";
+  engine->setDefaultBackend(engine_type(backend));
+  if (!is_gloo) add(backend, plugin.device, plugin);
   // Lengths, comparisons and barriers stay on the CPU.
   if (is_gloo || plugin.device != c10::DeviceType::CPU)
     add("gloo", c10::DeviceType::CPU, find_backend("gloo"));
@@ -185,7 +188,7 @@ ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
   std::iota(ranks.begin(), ranks.end(), 0);
   auto job = std::make_shared<Job>(place, with_environment(options),
                                    env_string(kTraceFileVariable).value_or(""));
-  impl_ = std::make_shared<Impl>(job, "", "world", std::move(ranks), place.rank);
+  impl_ = std::make_shared<Impl>(job, "", "world", std::move(ranks), place.rank, SubgroupOptions{});
   const int64_t start = steady_now_ns();
   impl_->run_unmatched({.operation = "rendezvous at " + meeting_point(place), .site = {}}, [&] {
     job->meeting = place.world_size == 1 ? meet_alone()
@@ -206,32 +209,46 @@ ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
 
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-ProcessGroup::~ProcessGroup() = default;
+ProcessGroup init_process_group(const GroupOptions& options) {
+  return ProcessGroup(discover_place(), options);
+}
+
+ProcessGroup::Impl& ProcessGroup::impl() const {
+  TORCH_CHECK_VALUE(impl_, "expected a process group, got an empty handle");
+  return *impl_;
+}
 
 int ProcessGroup::rank() const {
-  return impl_->rank;
+  return impl().rank;
 }
 int ProcessGroup::size() const {
-  return static_cast<int>(impl_->ranks.size());
+  return static_cast<int>(impl().ranks.size());
 }
 int ProcessGroup::global_rank(int rank) const {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size(), "global_rank: expected a rank in [0, ", size(),
                     "), got ", rank);
-  return impl_->ranks[static_cast<size_t>(rank)];
+  return impl().ranks[static_cast<size_t>(rank)];
 }
 const std::string& ProcessGroup::name() const {
-  return impl_->name;
+  return impl().name;
 }
 const Place& ProcessGroup::place() const {
-  return impl_->job->place;
+  return impl().job->place;
 }
-c10d::ProcessGroup& ProcessGroup::engine() {
-  impl_->check_open();
+c10d::ProcessGroup& ProcessGroup::engine() const {
+  impl().check_open();
   return *impl_->engine;
 }
+c10d::Store& ProcessGroup::store() const {
+  impl().check_open();
+  return *impl_->users_store;
+}
 
-std::unique_ptr<ProcessGroup> ProcessGroup::subgroup(const std::vector<int>& ranks,
-                                                     const std::string& name, CallSite site) {
+ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::string& name,
+                                    const SubgroupOptions& options, CallSite site) const {
+  if (options.backend) find_backend(*options.backend);
+  TORCH_CHECK_VALUE(!options.timeout || options.timeout->count() > 0, "subgroup \"", name,
+                    "\": expected a timeout above 0, got ", options.timeout->count(), " ms");
   std::vector<int> members = ranks;
   std::sort(members.begin(), members.end());
   TORCH_CHECK_VALUE(!members.empty(), "subgroup \"", name, "\": expected at least one rank");
@@ -244,17 +261,21 @@ std::unique_ptr<ProcessGroup> ProcessGroup::subgroup(const std::vector<int>& ran
     operation += " " + std::to_string(member);
     member = global_rank(member);
   }
+  if (options.backend) operation += ", backend " + *options.backend;
+  if (options.timeout) operation += ", timeout " + std::to_string(options.timeout->count()) + " ms";
   impl_->run({.operation = operation, .site = site}, [] {});
   const std::string unique = name + "#" + std::to_string(impl_->num_subgroups++);
   const auto own = std::find(members.begin(), members.end(), impl_->job->place.rank);
-  if (own == members.end()) return nullptr;
+  if (own == members.end()) return {};
   const int own_rank = static_cast<int>(own - members.begin());
+  const SubgroupOptions own_options{.timeout = options.timeout.value_or(impl_->timeout),
+                                    .backend = options.backend.value_or(impl_->backend)};
   auto impl = std::make_shared<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
-                                     own_rank);
+                                     own_rank, own_options);
   auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->engine->getStore());
   impl->run_unmatched({.operation = operation, .site = site},
                       [&] { impl->connect(store, impl_->job->options.rendezvous_timeout); });
-  return std::unique_ptr<ProcessGroup>(new ProcessGroup(std::move(impl)));
+  return ProcessGroup(std::move(impl));
 }
 
 void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
@@ -325,10 +346,10 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
   set_field(result.operation, call.operation);
   if (call.site.line > 0) set_call_site(result, call.site);
   result.sequence = sequence;
-  if (call.tensor != nullptr) {
-    set_field(result.dtype, type_name(call.tensor->scalar_type()));
-    result.num_dims = static_cast<int32_t>(std::min<int64_t>(call.tensor->dim(), 8));
-    std::copy_n(call.tensor->sizes().begin(), result.num_dims, result.dims.begin());
+  if (call.tensor.defined()) {
+    set_field(result.dtype, type_name(call.tensor.scalar_type()));
+    result.num_dims = static_cast<int32_t>(std::min<int64_t>(call.tensor.dim(), 8));
+    std::copy_n(call.tensor.sizes().begin(), result.num_dims, result.dims.begin());
   }
   return result;
 }
@@ -344,7 +365,7 @@ void ProcessGroup::Impl::compare(const Call& call) {
   std::vector<at::Tensor> tensors{extremes};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  options.timeout = call.limit.value_or(job->options.timeout);
+  options.timeout = call.limit.value_or(timeout);
   engine->allreduce(tensors, options)->wait();
   const auto* values = extremes.const_data_ptr<int64_t>();
   if (values[0] != ~values[1])
@@ -379,22 +400,33 @@ void ProcessGroup::Impl::run_unmatched(const Call& call, const std::function<voi
   guarded(call, /*matched=*/false, body);
 }
 
-Work ProcessGroup::Impl::start(const Call& call,
+Work ProcessGroup::Impl::begun(const Call& call, bool matched,
                                const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
                                std::function<void()> finish) {
   const at::NoGradGuard no_grad;
-  ++sequence;
-  auto state = std::make_unique<Work::State>(Work::State{.group = weak_from_this(),
-                                                         .group_name = name,
+  auto state = std::make_unique<Work::State>(Work::State{.group = shared_from_this(),
                                                          .operation = call.operation,
                                                          .work = {},
                                                          .finish = std::move(finish)});
-  guarded(call, /*matched=*/true, [&] {
-    if (known.insert(mix(0, text_of(call))).second) compare(call);
-    number_data();
+  guarded(call, matched, [&] {
+    if (matched && known.insert(mix(0, text_of(call))).second) compare(call);
+    if (matched) number_data();
     state->work = begin();
   });
   return Work(std::move(state));
+}
+
+Work ProcessGroup::Impl::start(const Call& call,
+                               const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
+                               std::function<void()> finish) {
+  ++sequence;
+  return begun(call, /*matched=*/true, begin, std::move(finish));
+}
+
+Work ProcessGroup::Impl::start_unmatched(
+    const Call& call, const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
+    std::function<void()> finish) {
+  return begun(call, /*matched=*/false, begin, std::move(finish));
 }
 
 Work::Work(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -404,28 +436,16 @@ Work::~Work() = default;
 
 void Work::wait(CallSite site) {
   if (!state_ || !state_->work) return;
-  const auto group = state_->group.lock();
-  TORCH_CHECK_VALUE(group, state_->operation, ": expected to be waited for before its group \"",
-                    state_->group_name, "\" goes");
   const auto work = std::move(state_->work);
-  group->run_unmatched({.operation = state_->operation, .site = site}, [&] {
+  state_->group->run_unmatched({.operation = state_->operation, .site = site}, [&] {
     work->wait();
     if (state_->finish) state_->finish();
   });
 }
 
-GroupReference::GroupReference(ProcessGroup& group)
-    : group_(&group), name_(group.name()), life_(group.impl_) {}
-
-ProcessGroup& GroupReference::get(const char* user) const {
-  TORCH_CHECK_VALUE(!life_.expired(), user, ": expected the group \"", name_,
-                    "\" to live until this call, but it is gone");
-  return *group_;
-}
-
 void ProcessGroup::guard(const std::string& operation, const std::function<void()>& call,
-                         CallSite site) {
-  ++impl_->sequence;
+                         CallSite site) const {
+  ++impl().sequence;
   impl_->guarded({.operation = operation, .site = site}, /*matched=*/false, call);
 }
 
@@ -435,7 +455,7 @@ void ProcessGroup::Impl::count(const std::string& key) {
 
 void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
   // Everyone has just met in a barrier, so nobody is far away.
-  const auto limit = std::min<milliseconds>(job->options.timeout, milliseconds(30'000));
+  const auto limit = std::min<milliseconds>(timeout, milliseconds(30'000));
   const int64_t start = steady_now_ns();
   while (store->add(key, 0) < static_cast<int64_t>(ranks.size())) {
     if (since(start) > limit) C10_THROW_ERROR(DistError, "waited in vain for " + key);
@@ -443,8 +463,8 @@ void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
   }
 }
 
-void ProcessGroup::close(CallSite site) {
-  impl_->check_open();
+void ProcessGroup::close(CallSite site) const {
+  impl().check_open();
   if (size() == 1) {
     impl_->closed = true;
     return;

@@ -36,8 +36,8 @@ enum class ReduceOp { kSum, kMax, kMin, kProduct, kAvg, kBand, kBor, kBxor };
 
 class ProcessGroup;
 
-/// A collective under way. The tensors belong to it until `wait` has returned; to drop it unwaited
-/// leaves them undefined.
+/// An operation that has begun. Its tensors belong to it until `wait` has returned: destroying it
+/// before leaves what they hold undefined. It keeps its group and its tensors alive.
 ///
 /// Owner: the caller. Threads: one.
 class [[nodiscard]] Work {
@@ -46,8 +46,7 @@ class [[nodiscard]] Work {
   Work& operator=(Work&&) noexcept;
   ~Work();
 
-  /// Blocks until the result is there. A second call returns at once. Errors: as ProcessGroup;
-  /// c10::ValueError once the group is gone.
+  /// Blocks until the result is there. A second call returns at once. Errors: as ProcessGroup.
   void wait(CallSite site = CallSite::here());
 
  private:
@@ -57,37 +56,49 @@ class [[nodiscard]] Work {
   std::unique_ptr<State> state_;
 };
 
-/// A process group: this rank's connection to its peers.
+/// What a sub-group has of its own; the rest it shares with its parent.
+struct SubgroupOptions {
+  std::optional<std::chrono::milliseconds> timeout;  ///< Of every operation.
+  std::optional<std::string> backend;                ///< As GroupOptions::backend.
+};
+
+/// A handle to a process group: this rank's connections to its peers. Copies refer to one group,
+/// which lives as long as one of them or what was made with it. An empty handle refers to none.
 ///
-/// Owner: the program's outermost frame; everything below takes `ProcessGroup&`.
 /// Threads: one caller at a time. A watching thread of its own answers when a peer asks who is
 /// alive. Collective: the constructor, every operation and `close`; same order on every rank.
 /// Names and meanings of the collectives are torch.distributed's.
-/// Tensors: contiguous, on a device that the engine serves, of the same shape and dtype on every
-///          rank (all_to_all: its splits may differ). Collectives that move data take every dtype;
-///          those that reduce take bool (kMax, kMin, kBand, kBor), uint8, int8, int32, int64,
-///          float16, bfloat16, float32 and float64. Autograd records none of them: what is written
-///          in place keeps its history, and a leaf that requires a gradient may be written.
+/// Tensors: on a device that the engine serves, of the same shape and dtype on every rank
+///          (all_to_all: its splits may differ). Of any strides: what is not contiguous is copied
+///          before, and after where it is written. Tensors are handles, so a temporary view will
+///          do: `group.all_reduce(x.narrow(0, 0, 4))`. Collectives that move data take every
+///          dtype; those that reduce take bool (kMax, kMin, kBand, kBor), uint8, int8, int32,
+///          int64, float16, bfloat16, float32 and float64. Autograd records none of them: what is
+///          written in place keeps its history, and a leaf that requires a gradient may be
+///          written. Its version goes up: a backward that needs the old values is an error.
 /// Blocks:  every operation, until its result is there, except those called `_async`.
 /// Errors:  PeerError from any of them when a rank is lost or late, or when ranks call different
 ///          things; it names the ranks as far as the survivors can tell. The group, its parent and
-///          its sub-groups are dead after it. c10::ValueError for bad arguments and after
-///          `close`, before anything is sent.
+///          its sub-groups are dead after it. c10::ValueError for bad arguments, of an empty
+///          handle and after `close`, before anything is sent.
 /// `site`, a last argument everywhere, is filled in by the compiler: where the call stands, for
 /// traces and errors.
 class ProcessGroup {
  public:
+  /// An empty handle.
+  ProcessGroup() = default;
   /// Meets the other ranks of `place`. Blocks, at most `rendezvous_timeout`.
   /// A process may make several groups, one after another or at a time; all ranks in one order.
   /// One process is a group of size 1 and needs no network; with more, SIGPIPE no longer ends the
   /// process (a write to a lost rank is an error instead), unless the program handles it itself.
+  /// When the last handle goes, connections are closed without a word: call `close` first on the
+  /// good path.
   /// Errors: ConfigError if the backend is unknown, rank 0 cannot listen on the port, or the ranks'
   ///         numbers and options clash; PeerError that names the ranks that have not come.
   explicit ProcessGroup(const Place& place, const GroupOptions& options = {});
-  /// Local: closes connections without a word. Call `close` first on the good path.
-  ~ProcessGroup();
-  ProcessGroup(const ProcessGroup&) = delete;
-  ProcessGroup& operator=(const ProcessGroup&) = delete;
+
+  explicit operator bool() const { return impl_ != nullptr; }
+  bool operator==(const ProcessGroup&) const = default;  ///< Whether both refer to one group.
 
   int rank() const;  ///< Within this group.
   int size() const;
@@ -95,122 +106,150 @@ class ProcessGroup {
   const std::string& name() const;  ///< "world", or the sub-group's name.
   const Place& place() const;       ///< Of this process in the whole job.
 
-  /// Returns the group of some of this group's ranks; nullptr on ranks outside of it.
-  /// Collective over this group: every rank calls it, with the same `ranks` and `name`. Ranks are
-  /// this group's numbers; they are sorted, as torch.distributed does. Several sub-groups may have
-  /// one name. Blocks until its members have met. The new group must not outlive this one, and
-  /// shares its fate: a lost rank is named by its number in the job.
-  std::unique_ptr<ProcessGroup> subgroup(const std::vector<int>& ranks, const std::string& name,
-                                         CallSite site = CallSite::here());
+  /// Returns the group of some of this group's ranks; an empty handle on ranks outside of it.
+  /// Collective over this group: every rank calls it, with the same arguments. Ranks are this
+  /// group's numbers; they are sorted, as torch.distributed does. Several sub-groups may have one
+  /// name. Blocks until its members have met. The new group shares this one's fate: a lost rank is
+  /// named by its number in the job.
+  ProcessGroup subgroup(const std::vector<int>& ranks, const std::string& name,
+                        const SubgroupOptions& options = {},
+                        CallSite site = CallSite::here()) const;
 
-  /// Replaces `tensor` by the sum (or other `op`) over ranks, in place, on every rank.
-  /// Shapes: any. Numerics: in the tensor's dtype. Cost: 2 (W-1)/W of the bytes sent per rank
+  /// Replaces `tensor` by the sum (or other `op`) over ranks, in place, on every rank, and returns
+  /// it. Shapes: any. Numerics: in the tensor's dtype. Cost: 2 (W-1)/W of the bytes sent per rank
   /// (ring).
-  void all_reduce(at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
-                  CallSite site = CallSite::here());
-  Work all_reduce_async(at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
-                        CallSite site = CallSite::here());
+  at::Tensor all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
+                        CallSite site = CallSite::here()) const;
+  Work all_reduce_async(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
+                        CallSite site = CallSite::here()) const;
   /// Returns the sum of `value` over ranks.
-  int64_t all_reduce_sum(int64_t value, CallSite site = CallSite::here());
+  int64_t all_reduce_sum(int64_t value, CallSite site = CallSite::here()) const;
   /// The same as all_reduce, but only rank `root` gets the result; the others' tensors keep no
   /// meaning.
-  void reduce(at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum,
-              CallSite site = CallSite::here());
-  /// Copies `tensor` from rank `root` to all, in place.
-  void broadcast(at::Tensor& tensor, int root = 0, CallSite site = CallSite::here());
+  at::Tensor reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum,
+                    CallSite site = CallSite::here()) const;
+  Work reduce_async(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::kSum,
+                    CallSite site = CallSite::here()) const;
+  /// Copies `tensor` from rank `root` to all, in place, and returns it.
+  at::Tensor broadcast(const at::Tensor& tensor, int root = 0,
+                       CallSite site = CallSite::here()) const;
+  Work broadcast_async(const at::Tensor& tensor, int root = 0,
+                       CallSite site = CallSite::here()) const;
 
   /// Returns every rank's tensor, by rank, on every rank.
-  std::vector<at::Tensor> all_gather(const at::Tensor& tensor, CallSite site = CallSite::here());
+  std::vector<at::Tensor> all_gather(const at::Tensor& tensor,
+                                     CallSite site = CallSite::here()) const;
+  /// Fills `outputs`, W tensors of `tensor`'s shape and dtype, with every rank's tensor, by rank.
+  Work all_gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& tensor,
+                        CallSite site = CallSite::here()) const;
   /// Fills `output` with every rank's `input`, by rank. Shapes: `output` has W times `input`'s
   /// elements, same dtype; `input` may be this rank's part of it, which saves a copy. Cost: W-1
   /// times `input`'s bytes sent and received per rank, over Gloo on one host straight from rank to
   /// rank, in place.
-  void all_gather_into(at::Tensor& output, const at::Tensor& input,
-                       CallSite site = CallSite::here());
+  void all_gather_into(const at::Tensor& output, const at::Tensor& input,
+                       CallSite site = CallSite::here()) const;
   /// `of`: what is gathered, which ranks then compare, too, and errors name.
-  Work all_gather_into_async(at::Tensor& output, const at::Tensor& input,
-                             const std::string& of = {}, CallSite site = CallSite::here());
+  Work all_gather_into_async(const at::Tensor& output, const at::Tensor& input,
+                             const std::string& of = {}, CallSite site = CallSite::here()) const;
   /// Returns every rank's tensor, by rank, on rank `root`; nothing elsewhere.
   std::vector<at::Tensor> gather(const at::Tensor& tensor, int root = 0,
-                                 CallSite site = CallSite::here());
+                                 CallSite site = CallSite::here()) const;
+  /// Fills `outputs` as `gather`: W tensors of `tensor`'s shape and dtype on the root, none
+  /// elsewhere.
+  Work gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& tensor, int root = 0,
+                    CallSite site = CallSite::here()) const;
   /// Fills `output` with rank `root`'s `inputs[rank]`. `inputs`: W tensors of output's shape on the
   /// root, none elsewhere.
-  void scatter(at::Tensor& output, const std::vector<at::Tensor>& inputs, int root = 0,
-               CallSite site = CallSite::here());
+  void scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root = 0,
+               CallSite site = CallSite::here()) const;
+  Work scatter_async(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root = 0,
+                     CallSite site = CallSite::here()) const;
   /// Reduces `input` over ranks and leaves the rank-th of its W equal parts in `output`.
   /// Shapes: `input` has W times `output`'s elements, same dtype. `output` may be this rank's part
   /// of `input`; otherwise `input` keeps its content.
   /// Numerics: in the tensor's dtype; over Gloo in the order of ranks. Cost: (W-1)/W of the bytes
   /// sent per rank; over Gloo straight from rank to rank, then a local sum (its own sends more,
   /// docs/comm.md), which needs memory for W-2 parts, and for one more where `output` is `input`'s.
-  void reduce_scatter(at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::kSum,
-                      CallSite site = CallSite::here());
+  void reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                      ReduceOp op = ReduceOp::kSum, CallSite site = CallSite::here()) const;
   /// `of`: as all_gather_into_async's.
-  Work reduce_scatter_async(at::Tensor& output, const at::Tensor& input,
+  Work reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
                             ReduceOp op = ReduceOp::kSum, const std::string& of = {},
-                            CallSite site = CallSite::here());
+                            CallSite site = CallSite::here()) const;
   /// Sends part r of `input` to rank r and fills part r of `output` with what rank r sent. Parts
   /// are along dimension 0: equal, or as long as `input_splits` and `output_splits` say (W numbers
   /// each; rank a's input_splits[b] must be rank b's output_splits[a]).
-  void all_to_all(at::Tensor& output, const at::Tensor& input,
+  void all_to_all(const at::Tensor& output, const at::Tensor& input,
                   const std::vector<int64_t>& output_splits = {},
-                  const std::vector<int64_t>& input_splits = {}, CallSite site = CallSite::here());
+                  const std::vector<int64_t>& input_splits = {},
+                  CallSite site = CallSite::here()) const;
+  Work all_to_all_async(const at::Tensor& output, const at::Tensor& input,
+                        const std::vector<int64_t>& output_splits = {},
+                        const std::vector<int64_t>& input_splits = {},
+                        CallSite site = CallSite::here()) const;
 
   /// Sends `tensor` to rank `to`, which calls `recv` with this rank, tag (>= 0), dtype and number
   /// of elements. Only these two call. With check_collectives dtype and number go ahead in a
-  /// message of their own. Errors: c10::ValueError from `recv` if the sender's differ.
-  void send(const at::Tensor& tensor, int to, int tag = 0, CallSite site = CallSite::here());
-  void recv(at::Tensor& tensor, int from, int tag = 0, CallSite site = CallSite::here());
+  /// message of their own. Messages of one tag arrive in the order in which they were sent.
+  void send(const at::Tensor& tensor, int to, int tag = 0, CallSite site = CallSite::here()) const;
+  Work send_async(const at::Tensor& tensor, int to, int tag = 0,
+                  CallSite site = CallSite::here()) const;
+  /// Fills `tensor` with what rank `from` sends, and returns it. Errors: c10::ValueError, from
+  /// `wait` of the asynchronous form, if the sender's dtype or number of elements differs; that
+  /// message is lost then, and others are not.
+  at::Tensor recv(const at::Tensor& tensor, int from, int tag = 0,
+                  CallSite site = CallSite::here()) const;
+  Work recv_async(const at::Tensor& tensor, int from, int tag = 0,
+                  CallSite site = CallSite::here()) const;
 
   /// Returns rank `root`'s text (any bytes, any length) on every rank.
   std::string broadcast_text(const std::string& text, int root = 0,
-                             CallSite site = CallSite::here());
+                             CallSite site = CallSite::here()) const;
   /// Returns every rank's text, by rank, on every rank. Memory: W times the longest text.
   std::vector<std::string> all_gather_text(const std::string& text,
-                                           CallSite site = CallSite::here());
+                                           CallSite site = CallSite::here()) const;
   /// Returns every rank's text, by rank, on rank `root`; nothing elsewhere.
   std::vector<std::string> gather_text(const std::string& text, int root = 0,
-                                       CallSite site = CallSite::here());
+                                       CallSite site = CallSite::here()) const;
 
   /// Returns once every rank has come here with the same `name`. The error of one that waits in
   /// vain says which ranks have not come, and what they did last (as torch's monitored_barrier,
   /// which it replaces). `limit` replaces the group's timeout, for a wait while one rank does long
   /// work alone; it is not for groups whose ranks may differ in it.
   void barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit = {},
-               CallSite site = CallSite::here());
+               CallSite site = CallSite::here()) const;
+  /// The same, to wait for later.
+  Work barrier_async(const std::string& name, CallSite site = CallSite::here()) const;
 
   /// Runs `call`, which drives the engine itself, and turns what it throws for a lost peer into
   /// PeerError. The trace shows `operation` meanwhile; what ranks call here is not compared.
   void guard(const std::string& operation, const std::function<void()>& call,
-             CallSite site = CallSite::here());
+             CallSite site = CallSite::here()) const;
 
-  /// Says good-bye: a barrier that rank 0, the store's host, leaves last. No operation may follow.
-  /// A sub-group's is a barrier only; the group of all ranks goes last.
-  void close(CallSite site = CallSite::here());
+  /// Says good-bye: a barrier that rank 0, the store's host, leaves last. No operation may follow,
+  /// through any handle. A sub-group's is a barrier only; the group of all ranks goes last.
+  void close(CallSite site = CallSite::here()) const;
 
-  c10d::ProcessGroup& engine();  ///< For code that drives c10d, like DistributedDataParallel.
+  /// For code that drives c10d, like DistributedDataParallel.
+  c10d::ProcessGroup& engine() const;
+  /// A store of keys and values that this group's ranks share, for the program's own use.
+  c10d::Store& store() const;
 
  private:
-  friend class GroupReference;
-  friend class Work;
   struct Impl;
+  friend class Work;
   explicit ProcessGroup(std::shared_ptr<Impl> impl);
-  std::shared_ptr<Impl> impl_;  // Shared with nobody: others see by it whether the group lives.
+  Impl& impl() const;  // c10::ValueError of an empty handle
+  std::shared_ptr<Impl> impl_;
 };
 
-/// How something that may outlive a group refers to it: a node of autograd's graph, a module.
-///
-/// Owner: anyone; keeps nothing alive. Threads: as the group, its destruction included.
-class GroupReference {
- public:
-  explicit GroupReference(ProcessGroup& group);
-  /// Returns the group. Errors: c10::ValueError that names `user` and the group if that is gone.
-  ProcessGroup& get(const char* user) const;
-
- private:
-  ProcessGroup* group_;
-  std::string name_;
-  std::weak_ptr<void> life_;
-};
+/// ProcessGroup(discover_place(), options): the group of the job that this process belongs to, by
+/// the environment of torchrun, Open MPI, Slurm or Paddle, or of this process alone.
+ProcessGroup init_process_group(const GroupOptions& options = {});
 
 }  // namespace cohort::comm
+
+namespace cohort {
+using comm::init_process_group;
+using comm::ProcessGroup;
+}  // namespace cohort

@@ -41,15 +41,14 @@ struct Job {
 /// One operation as it is traced, compared and named in errors.
 struct Call {
   std::string operation;  // "all_reduce(sum)"
-  const at::Tensor* tensor =
-      nullptr;  // whose dtype and shape are compared; none: the operation's name only
+  at::Tensor tensor{};    // whose dtype and shape are compared; undefined: the name only
   CallSite site;
   std::optional<std::chrono::milliseconds> limit{};  // instead of the group's timeout
 };
 
 struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
-       std::vector<int> global_ranks, int own_rank);
+       std::vector<int> global_ranks, int own_rank, const SubgroupOptions& own_options);
 
   /// Connects the engine through the group's own store: collective over the group's ranks; blocks,
   /// at most `limit`.
@@ -66,6 +65,9 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
              std::function<void()> finish);
   /// Runs what only some ranks call, or what is not known here.
   void run_unmatched(const Call& call, const std::function<void()>& body);
+  Work start_unmatched(const Call& call,
+                       const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
+                       std::function<void()> finish);
   /// Adds one to a counter in the store, which every rank of the group does.
   void count(const std::string& key);
   void wait_for_counter(const std::string& key);
@@ -79,10 +81,9 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   void compare(const Call& call);
   /// Gives the next data a number made of `history`, where calls are compared at all.
   void number_data();
-  /// The same for messages between two ranks.
-  int data_tag() const { return static_cast<int>((history ^ (history >> 32)) & 0x7fffffff); }
-  c10::intrusive_ptr<c10d::Work> begin_all_gather(const at::Tensor& output,
-                                                  const at::Tensor& input);
+  Work begun(const Call& call, bool matched,
+             const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
+             std::function<void()> finish);
   void check_open() const;  // c10::ValueError once `close` has run
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
                          bool disagreement);
@@ -92,7 +93,10 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   std::string name;        // for people; several groups may have one
   std::vector<int> ranks;  // global numbers, by this group's rank
   int rank;
-  c10::intrusive_ptr<c10d::Store> store;  // seen by this group only
+  std::string backend;
+  std::chrono::milliseconds timeout;            // of every operation
+  c10::intrusive_ptr<c10d::Store> store;        // seen by this group only
+  c10::intrusive_ptr<c10d::Store> users_store;  // the part of it that is the program's
   c10::intrusive_ptr<c10d::ProcessGroup> engine;
   int64_t sequence = 0;       // operations begun here, but send and recv
   int64_t num_matched = 0;    // of them, those that are compared
@@ -104,8 +108,7 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
 };
 
 struct Work::State {
-  std::weak_ptr<ProcessGroup::Impl> group;
-  std::string group_name;
+  std::shared_ptr<ProcessGroup::Impl> group;
   std::string operation;
   c10::intrusive_ptr<c10d::Work> work;
   std::function<void()> finish;  // what is left to do locally; may be empty

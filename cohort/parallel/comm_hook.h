@@ -31,7 +31,7 @@ using TensorFuture = c10::intrusive_ptr<c10::ivalue::Future>;
 /// thread, for bucket 0, 1, 2 ... in this order on every rank, so collectives started inside the
 /// call match between ranks; collectives started by a continuation match only if the hook itself
 /// sees to their order.
-using CommHook = std::function<TensorFuture(comm::ProcessGroup&, Bucket)>;
+using CommHook = std::function<TensorFuture(const comm::ProcessGroup&, Bucket)>;
 
 /// Starts the sum of `tensor` over ranks, in place, and returns its future.
 ///
@@ -39,7 +39,7 @@ using CommHook = std::function<TensorFuture(comm::ProcessGroup&, Bucket)>;
 /// is summed as a sparse one. The tensor belongs to the call until the future is complete. Errors:
 /// a lost peer's is thrown or ends in the future; DistributedDataParallel::backward makes it a
 /// PeerError.
-TensorFuture start_all_reduce(comm::ProcessGroup& group, const at::Tensor& tensor);
+TensorFuture start_all_reduce(const comm::ProcessGroup& group, const at::Tensor& tensor);
 
 /// Returns the future of `next(value)`. `next` runs without gradient mode on the thread that
 /// completes `future`, mostly one of the engine's: it must not wait for communication. What it

@@ -8,7 +8,7 @@
 namespace cohort::parallel {
 
 DelayedParameters::DelayedParameters(std::vector<NamedTensor> parameters, size_t num_gradients,
-                                     comm::ProcessGroup& group)
+                                     const comm::ProcessGroup& group)
     : parameters_(std::move(parameters)), num_gradients_(num_gradients), group_(group) {
   const at::Tensor& first = parameters_.front().tensor;
   for (const NamedTensor& each : parameters_) {

@@ -17,7 +17,7 @@ class DelayedParameters {
   /// `parameters`: of one type and device. `num_gradients`: theirs and, if it is none of them, the
   /// trigger's.
   DelayedParameters(std::vector<NamedTensor> parameters, size_t num_gradients,
-                    comm::ProcessGroup& group);
+                    const comm::ProcessGroup& group);
 
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
 
@@ -34,7 +34,7 @@ class DelayedParameters {
 
   std::vector<NamedTensor> parameters_;
   size_t num_gradients_;
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   size_t awaited_ = 0;  // gradients still to come
   TensorFuture average_;
 };

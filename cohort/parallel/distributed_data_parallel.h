@@ -39,9 +39,9 @@ namespace cohort::parallel {
 template <class Holder>
 class DistributedDataParallel {
  public:
-  /// `group` must outlive this. Checks that the ranks' models agree, then copies rank 0's state to
+  /// Checks that the ranks' models agree, then copies rank 0's state to
   /// all.
-  DistributedDataParallel(Holder module, comm::ProcessGroup& group,
+  DistributedDataParallel(Holder module, const comm::ProcessGroup& group,
                           const DistributedDataParallelOptions& options = {})
       : module_(std::move(module)), engine_(*module_, group, options) {}
 

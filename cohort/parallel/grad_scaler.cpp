@@ -5,7 +5,7 @@
 
 namespace cohort::parallel {
 
-GradScaler::GradScaler(comm::ProcessGroup& group, const GradScalerOptions& options)
+GradScaler::GradScaler(const comm::ProcessGroup& group, const GradScalerOptions& options)
     : group_(group), options_(options) {
   const auto check = [](bool good, const char* name, const char* expected, double value) {
     TORCH_CHECK_VALUE(good, "GradScaler: ", name, ": expected ", expected, ", got ", value);

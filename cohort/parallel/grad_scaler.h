@@ -29,7 +29,7 @@ struct GradScalerOptions {
 /// (DistributedDataParallel, optim or torch::optim parameters) and with slices of them
 /// (ShardedDataParallel), which a rank alone may see overflow.
 ///
-/// `group` must outlive this: all ranks, or those that share the model out (a replicate_group's
+/// `group`: all ranks, or those that share the model out (a replicate_group's
 /// ranks have the same gradients).
 /// Collective: unscale. Threads: one.
 /// Numerics:   gradients are multiplied by the float32 reciprocal of the scale, in their type.
@@ -37,7 +37,7 @@ struct GradScalerOptions {
 class GradScaler {
  public:
   /// Errors: c10::ValueError for options out of range.
-  explicit GradScaler(comm::ProcessGroup& group, const GradScalerOptions& options = {});
+  explicit GradScaler(const comm::ProcessGroup& group, const GradScalerOptions& options = {});
 
   at::Tensor scale(const at::Tensor& loss) const;  ///< loss times the scale. Local.
   double scale() const;
@@ -60,7 +60,7 @@ class GradScaler {
   std::vector<std::pair<std::string, at::Tensor>> state() const;
 
  private:
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   GradScalerOptions options_;
   at::Tensor scale_;
   at::Tensor growth_tracker_;  // good steps in a row

@@ -122,7 +122,7 @@ struct Round {
 }  // namespace
 
 struct GradientEngine::Impl {
-  Impl(torch::nn::Module& m, comm::ProcessGroup& g, const DistributedDataParallelOptions& o)
+  Impl(torch::nn::Module& m, const comm::ProcessGroup& g, const DistributedDataParallelOptions& o)
       : model(m), group(g), options(o) {}
   ~Impl();
 
@@ -151,7 +151,7 @@ struct GradientEngine::Impl {
   bool unfinished() const { return reducer->unfinished() || (delayed && delayed->unfinished()); }
 
   torch::nn::Module& model;
-  comm::ProcessGroup& group;
+  const comm::ProcessGroup& group;
   DistributedDataParallelOptions options;
   std::vector<NamedTensor> bucketed;
   std::optional<DelayedParameters> delayed;
@@ -428,7 +428,7 @@ void GradientEngine::Impl::stand_in(const Round& round) {
   ++num_prepared;
 }
 
-GradientEngine::GradientEngine(torch::nn::Module& model, comm::ProcessGroup& group,
+GradientEngine::GradientEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
                                const DistributedDataParallelOptions& options)
     : impl_(std::make_unique<Impl>(model, group, options)) {
   Impl& my = *impl_;

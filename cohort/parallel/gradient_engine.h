@@ -39,12 +39,11 @@ struct DdpLoggingData {
 
 /// Averages gradients over ranks while backward runs.
 ///
-/// Owner: DistributedDataParallel; holds references to the model and to the group,
-/// which must both outlive it. Threads: one. Collective: constructor, before_forward, the
-/// backward, finish_join.
+/// Owner: DistributedDataParallel; holds a reference to the model, which must outlive it. Threads:
+/// one. Collective: constructor, before_forward, the backward, finish_join.
 class GradientEngine {
  public:
-  GradientEngine(torch::nn::Module& model, comm::ProcessGroup& group,
+  GradientEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
                  const DistributedDataParallelOptions& options);
   ~GradientEngine();
 

@@ -7,17 +7,17 @@
 
 namespace cohort::parallel {
 
-RankGrid make_rank_grid(comm::ProcessGroup& group, int width, const std::string& row_name,
+RankGrid make_rank_grid(const comm::ProcessGroup& group, int width, const std::string& row_name,
                         const std::string& column_name) {
   // Every rank makes every group, and is in one of each kind.
   const auto make = [&](int first, int step, int count, const std::string& name,
-                        std::unique_ptr<comm::ProcessGroup>& mine) {
+                        comm::ProcessGroup& mine) {
     std::vector<int> ranks;
     for (int i = 0; i < count; ++i) ranks.push_back(first + i * step);
     if (auto made = group.subgroup(ranks, name)) mine = std::move(made);
   };
-  TORCH_CHECK_VALUE(width >= 1 && group.size() % width == 0, "rank grid of width ", width,
-                    " (\"", row_name, "\", \"", column_name,
+  TORCH_CHECK_VALUE(width >= 1 && group.size() % width == 0, "rank grid of width ", width, " (\"",
+                    row_name, "\", \"", column_name,
                     "\"): expected a divisor of the number of ranks, ", group.size());
   RankGrid grid;
   const int height = group.size() / width;
@@ -26,7 +26,7 @@ RankGrid make_rank_grid(comm::ProcessGroup& group, int width, const std::string&
   return grid;
 }
 
-Mesh::Mesh(comm::ProcessGroup& world, int tensor) : world_(world) {
+Mesh::Mesh(const comm::ProcessGroup& world, int tensor) : world_(world) {
   if (tensor < 1 || world.size() % tensor != 0) {
     throw ConfigError("--tensor-parallel " + std::to_string(tensor) +
                       ": expected a divisor of the number of ranks, " +

@@ -45,15 +45,18 @@ std::string first_difference(const std::string& mine, const std::string& theirs)
   }
 }
 
-// Every group has Gloo for CPU tensors, whatever engine it was asked for: Gloo would carry the model without a word.
-void verify_engine(const torch::nn::Module& model, comm::ProcessGroup& group, const std::vector<std::string>& ignored) {
+// Every group has Gloo for CPU tensors, whatever engine it was asked for: Gloo would carry the
+// model without a word.
+void verify_engine(const torch::nn::Module& model, const comm::ProcessGroup& group,
+                   const std::vector<std::string>& ignored) {
   c10d::ProcessGroup& engine = group.engine();
   const auto named = engine.getDefaultBackend();
   if (engine.getBackend(c10::DeviceType::CPU) == named) return;
   for (const auto& item : model.named_parameters()) {
-    TORCH_CHECK_VALUE(!item.value().is_cpu() || contains(ignored, item.key()), "parameter ", item.key(),
-                      " is on the CPU, which the group's backend ", named->getBackendName(),
-                      " does not serve: move the model, or make the group with a backend of CPU tensors (gloo)");
+    TORCH_CHECK_VALUE(
+        !item.value().is_cpu() || contains(ignored, item.key()), "parameter ", item.key(),
+        " is on the CPU, which the group's backend ", named->getBackendName(),
+        " does not serve: move the model, or make the group with a backend of CPU tensors (gloo)");
   }
 }
 
@@ -69,7 +72,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-void verify_same_text(const std::string& what, const std::string& text, comm::ProcessGroup& group) {
+void verify_same_text(const std::string& what, const std::string& text,
+                      const comm::ProcessGroup& group) {
   const std::string difference = first_difference(text, group.broadcast_text(text));
   const std::vector<std::string> all = group.all_gather_text(difference);
   for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -78,13 +82,13 @@ void verify_same_text(const std::string& what, const std::string& text, comm::Pr
   }
 }
 
-void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group,
+void verify_same_model(const torch::nn::Module& model, const comm::ProcessGroup& group,
                        const std::vector<std::string>& ignored) {
   verify_engine(model, group, ignored);
   verify_same_text("models", describe(model, ignored), group);
 }
 
-void broadcast_tensors(const std::vector<at::Tensor>& tensors, comm::ProcessGroup& group,
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, const comm::ProcessGroup& group,
                        int root) {
   if (tensors.empty() || group.size() == 1) return;
   const at::NoGradGuard no_grad;
@@ -93,7 +97,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, comm::ProcessGrou
               [&] { c10d::broadcast_coalesced(engine, tensors, kBroadcastBytes, root); });
 }
 
-void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group, int root,
+void broadcast_model(const torch::nn::Module& model, const comm::ProcessGroup& group, int root,
                      const std::vector<std::string>& ignored) {
   std::vector<at::Tensor> state;
   for (const auto& item : model.named_parameters()) {

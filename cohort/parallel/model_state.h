@@ -16,24 +16,27 @@ bool contains(const std::vector<std::string>& names, const std::string& name);
 ///
 /// Collective; blocks. Errors: c10::ValueError on every rank, naming the first line that differs
 /// and its rank.
-void verify_same_text(const std::string& what, const std::string& text, comm::ProcessGroup& group);
+void verify_same_text(const std::string& what, const std::string& text,
+                      const comm::ProcessGroup& group);
 
 /// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in
-/// the same order, and lies where the group's backend serves tensors; names in `ignored` do not count.
+/// the same order, and lies where the group's backend serves tensors; names in `ignored` do not
+/// count.
 ///
 /// Collective; blocks. Errors: c10::ValueError on every rank, naming the first difference and the
 /// rank, or the backend.
-void verify_same_model(const torch::nn::Module& model, comm::ProcessGroup& group,
+void verify_same_model(const torch::nn::Module& model, const comm::ProcessGroup& group,
                        const std::vector<std::string>& ignored = {});
 
 /// Copies rank `root`'s parameters and buffers to every rank, but for those in `ignored`.
 /// Collective; blocks.
-void broadcast_model(const torch::nn::Module& model, comm::ProcessGroup& group, int root = 0,
+void broadcast_model(const torch::nn::Module& model, const comm::ProcessGroup& group, int root = 0,
                      const std::vector<std::string>& ignored = {});
 
 /// Copies `tensors` from rank `root` to all, in place, few messages for many tensors. Collective;
 /// blocks.
-void broadcast_tensors(const std::vector<at::Tensor>& tensors, comm::ProcessGroup& group, int root);
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, const comm::ProcessGroup& group,
+                       int root);
 
 struct NamedTensor {
   std::string name;

@@ -76,7 +76,7 @@ BucketIndices Reducer::layout() const {
 
 class Reducer::HookAdapter : public c10d::CommHookInterface {
  public:
-  HookAdapter(CommHook hook, comm::ProcessGroup& group, const Reducer& reducer)
+  HookAdapter(CommHook hook, const comm::ProcessGroup& group, const Reducer& reducer)
       : hook_(std::move(hook)), group_(group), reducer_(reducer) {}
 
   TensorFuture runHook(c10d::GradBucket& bucket) override {
@@ -104,11 +104,11 @@ class Reducer::HookAdapter : public c10d::CommHookInterface {
   }
 
   CommHook hook_;
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   const Reducer& reducer_;
 };
 
-void Reducer::carry_by(CommHook hook, comm::ProcessGroup& group) {
+void Reducer::carry_by(CommHook hook, const comm::ProcessGroup& group) {
   register_comm_hook(std::make_unique<HookAdapter>(std::move(hook), group, *this));
 }
 
@@ -169,7 +169,7 @@ BucketIndices initial_buckets(const std::vector<NamedTensor>& parameters,
 }
 
 std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters,
-                                      comm::ProcessGroup& group,
+                                      const comm::ProcessGroup& group,
                                       const DistributedDataParallelOptions& options) {
   std::vector<at::Tensor> tensors;
   std::vector<bool> sparse;

@@ -22,8 +22,8 @@ class Reducer : public c10d::Reducer {
   void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut anew.
   BucketIndices layout() const;
   bool has_rebuilt() const { return has_rebuilt_bucket_; }
-  /// Lets `hook` carry the buckets. `group` must outlive this.
-  void carry_by(CommHook hook, comm::ProcessGroup& group);
+  /// Lets `hook` carry the buckets.
+  void carry_by(CommHook hook, const comm::ProcessGroup& group);
   /// A forward has announced a backward which has not averaged its gradients yet.
   bool unfinished() const { return expect_autograd_hooks_; }
   /// That backward has made some bucket's gradient.
@@ -55,7 +55,7 @@ BucketIndices initial_buckets(const std::vector<NamedTensor>& parameters,
 
 /// Makes the Reducer for `parameters`, as PyTorch's Python side does. Local.
 std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters,
-                                      comm::ProcessGroup& group,
+                                      const comm::ProcessGroup& group,
                                       const DistributedDataParallelOptions& options);
 
 }  // namespace cohort::parallel

@@ -25,14 +25,13 @@ bool shards_parameters(Strategy strategy) {
   return strategy == Strategy::kZero3 || strategy == Strategy::kHybrid;
 }
 
-StrategyGroups::StrategyGroups(comm::ProcessGroup& group, Strategy strategy) : group_(group) {
+StrategyGroups::StrategyGroups(const comm::ProcessGroup& group, Strategy strategy) : group_(group) {
   if (strategy == Strategy::kDdp) {
-    if (group.rank() == 0) alone_ = std::make_unique<comm::ProcessGroup>(comm::Place{});
-    savers_ = alone_.get();
+    if (group.rank() == 0) savers_ = comm::ProcessGroup(comm::Place{});
     return;
   }
   if (strategy != Strategy::kHybrid) {
-    savers_ = &group;
+    savers_ = group;
     return;
   }
   const int per_host = group.place().local_world_size;
@@ -43,7 +42,7 @@ StrategyGroups::StrategyGroups(comm::ProcessGroup& group, Strategy strategy) : g
   if (num_hosts == 1)
     throw ConfigError("--strategy hybrid: expected several hosts, got one: give --strategy zero3");
   hosts_ = make_rank_grid(group, per_host, "host", "across hosts");
-  if (group.rank() < per_host) savers_ = hosts_.row.get();
+  if (group.rank() < per_host) savers_ = hosts_.row;
 }
 
 std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module) {

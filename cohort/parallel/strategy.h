@@ -41,17 +41,16 @@ class StrategyGroups {
  public:
   /// Collective; blocks. Errors: ConfigError for kHybrid if there is one host, or hosts have
   /// different numbers of ranks.
-  StrategyGroups(comm::ProcessGroup& group, Strategy strategy);
+  StrategyGroups(const comm::ProcessGroup& group, Strategy strategy);
 
-  comm::ProcessGroup& shards() const { return hosts_.row ? *hosts_.row : group_; }
-  comm::ProcessGroup* replicas() const { return hosts_.column.get(); }
-  comm::ProcessGroup* savers() { return savers_; }
+  const comm::ProcessGroup& shards() const { return hosts_.row ? hosts_.row : group_; }
+  const comm::ProcessGroup& replicas() const { return hosts_.column; }  ///< Empty: none.
+  const comm::ProcessGroup& savers() const { return savers_; }  ///< Empty: this rank is none.
 
  private:
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   RankGrid hosts_;  // kHybrid
-  std::unique_ptr<comm::ProcessGroup> alone_;
-  comm::ProcessGroup* savers_ = nullptr;
+  comm::ProcessGroup savers_;
 };
 
 /// Every parameter as one slice that is all of it.
@@ -72,8 +71,8 @@ double gradient_norm_of(const torch::nn::Module& module);
 template <class Holder>
 class ParallelModel {
  public:
-  /// `group` must outlive this. `units` are the blocks that ShardedDataParallel gathers one by one.
-  ParallelModel(Holder module, comm::ProcessGroup& group, const StrategyOptions& options = {},
+  /// `units` are the blocks that ShardedDataParallel gathers one by one.
+  ParallelModel(Holder module, const comm::ProcessGroup& group, const StrategyOptions& options = {},
                 const std::vector<torch::nn::Module*>& units = {})
       : module_(module), groups_(group, options.strategy) {
     if (options.strategy == Strategy::kDdp) {
@@ -159,9 +158,9 @@ class ParallelModel {
 
   /// Whether ranks hold different slices: then every rank reads a checkpoint, else any one.
   bool is_sharded() const { return sharded_ != nullptr; }
-  /// The ranks that write checkpoints, each its slices, if this is one of them; else null. Together
+  /// The ranks that write checkpoints, each its slices; empty unless this is one of them. Together
   /// they hold everything once; rank 0 of the whole group is their first.
-  comm::ProcessGroup* savers() { return groups_.savers(); }
+  const comm::ProcessGroup& savers() const { return groups_.savers(); }
 
   Holder& module() { return module_; }
   auto* operator->() { return module_.get(); }

@@ -67,7 +67,7 @@ at::Tensor local_statistics(const at::Tensor& input) {
                   at::full({1}, static_cast<double>(count), options)});
 }
 
-Statistics combined_statistics(const at::Tensor& local, comm::ProcessGroup& group) {
+Statistics combined_statistics(const at::Tensor& local, const comm::ProcessGroup& group) {
   const int64_t channels = (local.numel() - 1) / 2;
   at::Tensor gathered = at::empty({group.size() * local.numel()}, local.options());
   group.all_gather_into(gathered, local);
@@ -118,10 +118,10 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
   static at::Tensor forward(AutogradContext* context, const at::Tensor& any_input,
                             const MaybeTensor& maybe_weight, const MaybeTensor& maybe_bias,
                             const MaybeTensor& running_mean, const MaybeTensor& running_var,
-                            double momentum, double eps, comm::ProcessGroup* group) {
+                            double momentum, double eps, const comm::ProcessGroup& group) {
     const at::Tensor weight = maybe_weight.value_or(at::Tensor());
     const at::Tensor input = any_input.contiguous(any_input.suggest_memory_format());
-    const Statistics statistics = combined_statistics(local_statistics(input), *group);
+    const Statistics statistics = combined_statistics(local_statistics(input), group);
     check_count(input, statistics);
     if (running_mean) update_running(*running_mean, *running_var, statistics, momentum);
     const at::ScalarType type = parameter_type(input);
@@ -129,7 +129,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const at::Tensor variance = (statistics.m2 / statistics.count).to(type);
     context->save_for_backward({input, weight, mean, variance, statistics.count});
     context->saved_data["eps"] = eps;
-    save_group(context, *group);
+    save_group(context, group);
     if (input.numel() == 0) return at::empty_like(input);
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     return std::get<0>(at::native_batch_norm(input, cast(weight, type), cast(bias, type), mean,
@@ -149,7 +149,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     at::Tensor grad_input;
     if (context->needs_input_grad(0)) {
       at::Tensor sums = at::cat({grad_bias.to(at::kDouble), grad_weight.to(at::kDouble)});
-      saved_group(context, "backward of batch normalisation").all_reduce(sums);
+      saved_group(context).all_reduce(sums);
       grad_input = input_gradient(grad, saved, sums.div_(saved[4]), eps);
     }
     const at::Tensor none;
@@ -213,13 +213,14 @@ BatchNormImpl::Tensors fresh_tensors(const torch::nn::BatchNormOptions& options)
 
 }  // namespace
 
-BatchNormImpl::BatchNormImpl(const torch::nn::BatchNormOptions& options_, comm::ProcessGroup* group)
+BatchNormImpl::BatchNormImpl(const torch::nn::BatchNormOptions& options_,
+                             const comm::ProcessGroup& group)
     : BatchNormImpl(options_, fresh_tensors(options_), group) {}
 
 BatchNormImpl::BatchNormImpl(const torch::nn::BatchNormOptions& options_, const Tensors& tensors,
-                             comm::ProcessGroup* group)
+                             const comm::ProcessGroup& group)
     : options(options_) {
-  if (group != nullptr) synchronize_over(*group);
+  if (group) synchronize_over(group);
   register_tensors(tensors);
 }
 
@@ -247,8 +248,8 @@ void BatchNormImpl::pretty_print(std::ostream& stream) const {
     stream << "cumulative";
   }
   stream << ", affine=" << options.affine()
-         << ", track_running_stats=" << options.track_running_stats()
-         << ", ranks=" << num_ranks_ << ")";
+         << ", track_running_stats=" << options.track_running_stats() << ", ranks=" << num_ranks_
+         << ")";
 }
 
 // Returns the weight of the new batch in the running statistics.
@@ -269,8 +270,7 @@ at::Tensor BatchNormImpl::forward(const at::Tensor& input) {
       return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
     };
     return SyncBatchNormFunction::apply(input, maybe(weight), maybe(bias), maybe(running_mean),
-                                        maybe(running_var), momentum, options.eps(),
-                                        &group_->get("batch normalisation"));
+                                        maybe(running_var), momentum, options.eps(), group_);
   }
   const bool of_batch = is_training() || !options.track_running_stats();
   TORCH_CHECK_VALUE(
@@ -287,18 +287,20 @@ namespace {
 using ModulePtr = std::shared_ptr<torch::nn::Module>;
 
 template <class Impl>
-std::shared_ptr<BatchNormImpl> convert_one(torch::nn::Module& module, comm::ProcessGroup& group) {
+std::shared_ptr<BatchNormImpl> convert_one(torch::nn::Module& module,
+                                           const comm::ProcessGroup& group) {
   auto* found = module.as<Impl>();
   if (found == nullptr) return nullptr;
   const BatchNormImpl::Tensors tensors{found->weight, found->bias, found->running_mean,
                                        found->running_var, found->num_batches_tracked};
-  auto result = std::make_shared<BatchNormImpl>(found->options, tensors, &group);
+  auto result = std::make_shared<BatchNormImpl>(found->options, tensors, group);
   result->train(found->is_training());
   return result;
 }
 
 // nullptr if `module` is none of libtorch's batch normalisations.
-std::shared_ptr<BatchNormImpl> convert_any(torch::nn::Module& module, comm::ProcessGroup& group) {
+std::shared_ptr<BatchNormImpl> convert_any(torch::nn::Module& module,
+                                           const comm::ProcessGroup& group) {
   if (auto result = convert_one<torch::nn::BatchNorm1dImpl>(module, group)) return result;
   if (auto result = convert_one<torch::nn::BatchNorm2dImpl>(module, group)) return result;
   return convert_one<torch::nn::BatchNorm3dImpl>(module, group);
@@ -306,7 +308,7 @@ std::shared_ptr<BatchNormImpl> convert_any(torch::nn::Module& module, comm::Proc
 
 // What is to be done, found before anything is changed.
 struct Conversion {
-  comm::ProcessGroup& group;
+  const comm::ProcessGroup& group;
   std::map<const torch::nn::Module*, std::shared_ptr<BatchNormImpl>>
       replacements;  // one each, however often it occurs
   std::vector<std::pair<torch::nn::SequentialImpl*, size_t>> elements;
@@ -345,7 +347,7 @@ void replace_element(torch::nn::SequentialImpl& sequential, size_t position,
 
 }  // namespace
 
-void convert_sync_batchnorm(torch::nn::Module& module, comm::ProcessGroup& group) {
+void convert_sync_batchnorm(torch::nn::Module& module, const comm::ProcessGroup& group) {
   Conversion plan{
       .group = group, .replacements = {}, .elements = {}, .own = {}, .seen = {}, .refused = {}};
   plan.visit("", module, nullptr, 0);

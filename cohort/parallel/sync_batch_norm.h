@@ -38,8 +38,8 @@ namespace cohort::parallel {
 /// Threads:  as the group: one caller at a time.
 /// Errors:   c10::ValueError: another number of channels, or fewer than two values per channel on
 /// all ranks
-///           together in training (on all of them), a second derivative, or a group that is gone.
-///           PeerError: a rank is lost.
+///           together in training (on all of them), a second derivative, or a group that was
+///           closed. PeerError: a rank is lost.
 /// Source:   Ioffe and Szegedy 2015, arXiv:1502.03167; Chan et al. 1979, eq. 2.1, for the
 /// combination.
 class BatchNormImpl : public torch::nn::Cloneable<BatchNormImpl> {
@@ -50,20 +50,20 @@ class BatchNormImpl : public torch::nn::Cloneable<BatchNormImpl> {
   };
 
   explicit BatchNormImpl(const torch::nn::BatchNormOptions& options,
-                         comm::ProcessGroup* group = nullptr);
+                         const comm::ProcessGroup& group = {});
   /// Shares `tensors`: an optimizer that holds them goes on working.
   BatchNormImpl(const torch::nn::BatchNormOptions& options, const Tensors& tensors,
-                comm::ProcessGroup* group);
+                const comm::ProcessGroup& group);
 
   at::Tensor forward(const at::Tensor& input);
 
-  /// From now on statistics span `group`, which must outlive this module. Local; call it on every
+  /// From now on statistics span `group`. Local; call it on every
   /// rank.
-  void synchronize_over(comm::ProcessGroup& group) {
-    group_.emplace(group);
+  void synchronize_over(const comm::ProcessGroup& group) {
+    group_ = group;
     num_ranks_ = group.size();
   }
-  bool is_synchronized() const { return group_.has_value(); }
+  bool is_synchronized() const { return static_cast<bool>(group_); }
 
   void reset() override;  ///< Fresh parameters and statistics.
   void pretty_print(std::ostream& stream) const override;
@@ -79,19 +79,19 @@ class BatchNormImpl : public torch::nn::Cloneable<BatchNormImpl> {
   void register_tensors(const Tensors& tensors);
   double count_batch();
 
-  std::optional<comm::GroupReference> group_;
+  comm::ProcessGroup group_;  // empty: this rank alone
   int num_ranks_ = 1;
 };
 
 /// Holds a BatchNormImpl. Models written with it are converted whole by convert_sync_batchnorm.
 TORCH_MODULE(BatchNorm);
 
-/// A BatchNorm that is synchronised from the start. `group` must outlive it.
+/// A BatchNorm that is synchronised from the start.
 class SyncBatchNorm : public torch::nn::ModuleHolder<BatchNormImpl> {
  public:
   explicit SyncBatchNorm(std::nullptr_t) : ModuleHolder(nullptr) {}
-  SyncBatchNorm(const torch::nn::BatchNormOptions& options, comm::ProcessGroup& group)
-      : ModuleHolder(std::make_shared<BatchNormImpl>(options, &group)) {}
+  SyncBatchNorm(const torch::nn::BatchNormOptions& options, const comm::ProcessGroup& group)
+      : ModuleHolder(std::make_shared<BatchNormImpl>(options, group)) {}
 };
 
 /// Makes every batch normalisation inside `module` span `group`. Local; call it on every rank,
@@ -102,6 +102,6 @@ class SyncBatchNorm : public torch::nn::ModuleHolder<BatchNormImpl> {
 /// same name, so optimizers and checkpoints stay valid. libtorch's forward is not virtual, so a
 /// BatchNorm that is a typed member of a module, or the module itself, cannot be replaced. Errors:
 /// c10::ValueError that names all such BatchNorms; then nothing was changed.
-void convert_sync_batchnorm(torch::nn::Module& module, comm::ProcessGroup& group);
+void convert_sync_batchnorm(torch::nn::Module& module, const comm::ProcessGroup& group);
 
 }  // namespace cohort::parallel

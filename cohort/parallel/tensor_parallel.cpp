@@ -17,7 +17,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // A copy: what autograd hands over may be somebody else's, too.
-at::Tensor sum_over(const at::Tensor& x, comm::ProcessGroup& group) {
+at::Tensor sum_over(const at::Tensor& x, const comm::ProcessGroup& group) {
   at::Tensor sum = x.clone(at::MemoryFormat::Contiguous);
   group.all_reduce(sum);
   return sum;
@@ -37,18 +37,19 @@ void check_rows(const char* what, const at::Tensor& part, int64_t vocabulary,
 
 struct CopyToGroup : torch::autograd::Function<CopyToGroup> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            comm::ProcessGroup* group) {
-    save_group(context, *group);
+                            const comm::ProcessGroup& group) {
+    save_group(context, group);
     return x.view_as(x);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    return {sum_over(grads[0], saved_group(context, "backward of copy_to_group")), at::Tensor()};
+    return {sum_over(grads[0], saved_group(context)), at::Tensor()};
   }
 };
 
 struct ReduceFromGroup : torch::autograd::Function<ReduceFromGroup> {
-  static at::Tensor forward(AutogradContext*, const at::Tensor& x, comm::ProcessGroup* group) {
-    return sum_over(x, *group);
+  static at::Tensor forward(AutogradContext*, const at::Tensor& x,
+                            const comm::ProcessGroup& group) {
+    return sum_over(x, group);
   }
   static variable_list backward(AutogradContext*, const variable_list& grads) {
     return {grads[0], at::Tensor()};
@@ -57,16 +58,16 @@ struct ReduceFromGroup : torch::autograd::Function<ReduceFromGroup> {
 
 struct GatherFromGroup : torch::autograd::Function<GatherFromGroup> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t num_columns,
-                            comm::ProcessGroup* group) {
-    const auto [begin, end] = own_cut(num_columns, *group);
+                            const comm::ProcessGroup& group) {
+    const auto [begin, end] = own_cut(num_columns, group);
     context->saved_data["begin"] = begin;
     context->saved_data["end"] = end;
     // Cuts differ by one column at most; those that are sent do not.
-    const int64_t most = (num_columns + group->size() - 1) / group->size();
-    const auto all = group->all_gather(at::constant_pad_nd(x, {0, most - (end - begin)}));
+    const int64_t most = (num_columns + group.size() - 1) / group.size();
+    const auto all = group.all_gather(at::constant_pad_nd(x, {0, most - (end - begin)}));
     variable_list columns;
-    for (int rank = 0; rank < group->size(); ++rank) {
-      const auto [first, last] = cut_of(num_columns, rank, group->size());
+    for (int rank = 0; rank < group.size(); ++rank) {
+      const auto [first, last] = cut_of(num_columns, rank, group.size());
       columns.push_back(all[static_cast<size_t>(rank)].narrow(-1, 0, last - first));
     }
     return at::cat(columns, -1);
@@ -89,7 +90,7 @@ struct RowSums {
 
 // `scores` [rows, own columns]; `label` the label's column here, where `is_mine`.
 RowSums sum_rows(const at::Tensor& scores, const at::Tensor& label, const at::Tensor& is_mine,
-                 comm::ProcessGroup& group) {
+                 const comm::ProcessGroup& group) {
   const at::Tensor top = at::amax(scores, 1);
   const at::Tensor exponentials = at::exp(scores - top.unsqueeze(1)).sum(1);
   const at::Tensor at_label = scores.gather(1, label.unsqueeze(1)).squeeze(1) * is_mine;
@@ -108,10 +109,11 @@ RowSums sum_rows(const at::Tensor& scores, const at::Tensor& label, const at::Te
 struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy> {
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
                                const at::Tensor& weight, const at::Tensor& labels, double smoothing,
-                               int64_t vocabulary, bool with_gradient, comm::ProcessGroup* group) {
+                               int64_t vocabulary, bool with_gradient,
+                               const comm::ProcessGroup& group) {
     const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor w = weight.to(hidden.scalar_type());
-    const auto [begin, end] = own_cut(vocabulary, *group);
+    const auto [begin, end] = own_cut(vocabulary, group);
     const double uniform = smoothing / static_cast<double>(vocabulary);
     at::Tensor grad_hidden, grad_weight;
     if (with_gradient) {
@@ -126,7 +128,7 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
       const at::Tensor is_mine = at::logical_and(chosen >= begin, chosen < end);
       const at::Tensor label = (chosen - begin) * is_mine;
       at::Tensor scores = at::mm(h, w.t()).to(wide);
-      const RowSums sums = sum_rows(scores, label, is_mine, *group);
+      const RowSums sums = sum_rows(scores, label, is_mine, group);
       const at::Tensor nlls = (sums.log_norm - sums.at_label).to(at::kDouble);
       const at::Tensor means =
           sums.log_norm.to(at::kDouble) * smoothing - sums.total.to(at::kDouble) * uniform;
@@ -143,7 +145,7 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
       grad_weight.add_(at::mm(grad_scores.t(), h));
     }
     if (with_gradient) {
-      if (hidden.size(0) > 0) group->all_reduce(grad_hidden);
+      if (hidden.size(0) > 0) group.all_reduce(grad_hidden);
       context->saved_data["grad_hidden"] = grad_hidden;
       context->saved_data["grad_weight"] = grad_weight;
     }
@@ -172,35 +174,36 @@ std::optional<at::Tensor> optional(const at::Tensor& tensor) {
 
 }  // namespace
 
-at::Tensor copy_to_group(const at::Tensor& x, comm::ProcessGroup& group) {
-  return CopyToGroup::apply(x, &group);
+at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group) {
+  return CopyToGroup::apply(x, group);
 }
 
-at::Tensor reduce_from_group(const at::Tensor& x, comm::ProcessGroup& group) {
-  return ReduceFromGroup::apply(x, &group);
+at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group) {
+  return ReduceFromGroup::apply(x, group);
 }
 
-at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns, comm::ProcessGroup& group) {
+at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns,
+                             const comm::ProcessGroup& group) {
   const auto [begin, end] = own_cut(num_columns, group);
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == end - begin,
                     "gather_from_group: expected columns ", begin, " to ", end, " of ", num_columns,
                     " on rank ", group.rank(), " of ", group.size(), ", got ", x.sizes());
-  return GatherFromGroup::apply(x, num_columns, &group);
+  return GatherFromGroup::apply(x, num_columns, group);
 }
 
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                                  const at::Tensor& bias, comm::ProcessGroup& group) {
+                                  const at::Tensor& bias, const comm::ProcessGroup& group) {
   return at::linear(copy_to_group(x, group), weight, optional(bias));
 }
 
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                               const at::Tensor& bias, comm::ProcessGroup& group) {
+                               const at::Tensor& bias, const comm::ProcessGroup& group) {
   const at::Tensor sum = reduce_from_group(at::linear(x, weight), group);
   return bias.defined() ? sum + bias : sum;
 }
 
 at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tensor& ids,
-                                         int64_t vocabulary, comm::ProcessGroup& group) {
+                                         int64_t vocabulary, const comm::ProcessGroup& group) {
   check_rows("vocabulary_parallel_embedding", table, vocabulary, group);
   const auto [begin, end] = own_cut(vocabulary, group);
   const at::Tensor is_mine = at::logical_and(ids >= begin, ids < end);
@@ -210,7 +213,8 @@ at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tens
 
 VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                                  const at::Tensor& labels, double smoothing,
-                                                 int64_t vocabulary, comm::ProcessGroup& group) {
+                                                 int64_t vocabulary,
+                                                 const comm::ProcessGroup& group) {
   check_rows("vocabulary_parallel_cross_entropy", weight, vocabulary, group);
   TORCH_CHECK_VALUE(hidden.dim() == 2 && hidden.size(1) == weight.size(1) && labels.dim() == 1 &&
                         labels.size(0) == hidden.size(0) && labels.dtype() == at::kLong,
@@ -220,13 +224,13 @@ VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const
   const bool with_gradient =
       at::GradMode::is_enabled() && (hidden.requires_grad() || weight.requires_grad());
   const variable_list sums = VocabularyCrossEntropy::apply(
-      hidden.contiguous(), weight, labels, smoothing, vocabulary, with_gradient, &group);
+      hidden.contiguous(), weight, labels, smoothing, vocabulary, with_gradient, group);
   return {sums[0], sums[1]};
 }
 
 double tensor_parallel_gradient_norm(const std::vector<at::Tensor>& cut,
                                      const std::vector<at::Tensor>& replicated, int num_parts,
-                                     comm::ProcessGroup& group) {
+                                     const comm::ProcessGroup& group) {
   const double squares =
       optim::gradient_norm_squared(cut) + optim::gradient_norm_squared(replicated) / num_parts;
   at::Tensor sum = at::scalar_tensor(squares, at::TensorOptions().dtype(at::kDouble));

@@ -12,7 +12,7 @@
 // gradients of biases and norms.
 //
 // Collective: every function below, and its backward: all ranks of `group` call them in the same
-//             order. `group` must outlive the backward. They block.
+//             order. They block.
 // Numerics:   sums run in the tensor's own type, on Gloo in an order that every rank gets the same
 //             bits of.
 // Errors:     PeerError; c10::ValueError for shapes that do not fit, before anything is sent.
@@ -27,30 +27,31 @@ namespace cohort::parallel {
 
 /// x (replicated) as it is; its gradient becomes the sum over ranks. What is before ranks compute
 /// different things of x. Paper: f. Cost: backward, an all_reduce of x.
-at::Tensor copy_to_group(const at::Tensor& x, comm::ProcessGroup& group);
+at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group);
 
 /// The sum of the ranks' x, replicated; the gradient passes as it is. Paper: g. Cost: forward, an
 /// all_reduce of x.
-at::Tensor reduce_from_group(const at::Tensor& x, comm::ProcessGroup& group);
+at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group);
 
 /// The ranks' columns (last dimension) side by side, replicated: rank r's are cut_of(num_columns,
 /// r, K) of base/tensor_part.h. A rank's gradient is that of its own columns.
-at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns, comm::ProcessGroup& group);
+at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns,
+                             const comm::ProcessGroup& group);
 
 /// This rank's columns of x W^T + b, for rows of W and b. `bias` may be undefined.
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                                  const at::Tensor& bias, comm::ProcessGroup& group);
+                                  const at::Tensor& bias, const comm::ProcessGroup& group);
 
 /// x W^T + b, replicated, for columns of x and of W; b (replicated) is added after the sum and may
 /// be undefined.
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                               const at::Tensor& bias, comm::ProcessGroup& group);
+                               const at::Tensor& bias, const comm::ProcessGroup& group);
 
 /// Rows of a table of which rank r has cut_of(vocabulary, r, K): `table` [V/K, D]. ids: int64 of
 /// any shape, in [0, vocabulary), the same on every rank. Returns [ids..., D], replicated,
 /// bit-equal to the whole table's rows. Cost: forward, an all_reduce of the result.
 at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tensor& ids,
-                                         int64_t vocabulary, comm::ProcessGroup& group);
+                                         int64_t vocabulary, const comm::ProcessGroup& group);
 
 /// Sums over rows, scalars, replicated.
 struct VocabularyLoss {
@@ -72,7 +73,8 @@ struct VocabularyLoss {
 ///           arXiv:1805.02867, section 3.1.
 VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                                  const at::Tensor& labels, double smoothing,
-                                                 int64_t vocabulary, comm::ProcessGroup& group);
+                                                 int64_t vocabulary,
+                                                 const comm::ProcessGroup& group);
 
 /// Norm of the whole gradient, the same on every rank: `cut` are parameters of which each rank has
 /// a part, `replicated` those that all `num_parts` ranks of a tensor-parallel group have. Undefined
@@ -80,6 +82,6 @@ VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const
 /// themselves, the group of all of them, with each rank's slices in the lists.
 double tensor_parallel_gradient_norm(const std::vector<at::Tensor>& cut,
                                      const std::vector<at::Tensor>& replicated, int num_parts,
-                                     comm::ProcessGroup& group);
+                                     const comm::ProcessGroup& group);
 
 }  // namespace cohort::parallel

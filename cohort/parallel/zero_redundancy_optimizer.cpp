@@ -46,7 +46,7 @@ struct OptimizerShards::Impl {
   std::map<std::string, at::Tensor> parameters;
 };
 
-OptimizerShards::OptimizerShards(const Named& parameters, comm::ProcessGroup& group)
+OptimizerShards::OptimizerShards(const Named& parameters, const comm::ProcessGroup& group)
     : impl_(std::make_unique<Impl>()) {
   auto kinds = by_kind(parameters);
   TORCH_CHECK_VALUE(!kinds.empty(),

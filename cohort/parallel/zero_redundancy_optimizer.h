@@ -15,7 +15,7 @@ namespace cohort::parallel {
 class OptimizerShards {
  public:
   OptimizerShards(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                  comm::ProcessGroup& group);
+                  const comm::ProcessGroup& group);
   ~OptimizerShards();
 
   const std::vector<ParameterSlice>& slices() const;
@@ -63,10 +63,9 @@ class ZeroRedundancyOptimizer {
  public:
   /// Those of `parameters` that require a gradient; their values must be the same on all ranks, as
   /// DistributedDataParallel makes them. `make`: const std::vector<ParameterSlice>& -> Optimizer.
-  /// `group` must outlive this.
   template <class Make>
   ZeroRedundancyOptimizer(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                          comm::ProcessGroup& group, Make&& make)
+                          const comm::ProcessGroup& group, Make&& make)
       : shards_(parameters, group), optimizer_(std::forward<Make>(make)(shards_.slices())) {}
 
   /// As optimizer().step(arguments...); then every rank has the updated parameters.

@@ -13,7 +13,7 @@ double quotient(double sum, double count) {
 
 }  // namespace
 
-std::vector<double> reduce_sums(comm::ProcessGroup& group, std::span<const double> values) {
+std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const double> values) {
   at::Tensor sums = torch::empty({static_cast<int64_t>(values.size())}, at::kDouble);
   auto* data = sums.mutable_data_ptr<double>();
   std::copy(values.begin(), values.end(), data);
@@ -37,7 +37,7 @@ double MeanMetric::local_mean() const {
   return quotient(sum_, static_cast<double>(count_));
 }
 
-double MeanMetric::mean(comm::ProcessGroup& group) const {
+double MeanMetric::mean(const comm::ProcessGroup& group) const {
   const auto sums = reduce_sums(group, std::array{sum_, static_cast<double>(count_)});
   return quotient(sums[0], sums[1]);
 }

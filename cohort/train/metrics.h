@@ -14,7 +14,7 @@ namespace cohort::train {
 ///
 /// Collective; blocks. Every rank gives as many values. Numerics: float64.
 /// Errors: PeerError if a rank is lost.
-std::vector<double> reduce_sums(comm::ProcessGroup& group, std::span<const double> values);
+std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const double> values);
 
 /// A mean weighted by numbers of examples.
 class MeanMetric {
@@ -30,7 +30,7 @@ class MeanMetric {
   double local_mean() const;
   /// Returns the mean over the examples of all ranks, on every rank; NaN without examples.
   /// Collective; blocks. Errors: PeerError if a rank is lost.
-  double mean(comm::ProcessGroup& group) const;
+  double mean(const comm::ProcessGroup& group) const;
 
  private:
   double sum_ = 0;

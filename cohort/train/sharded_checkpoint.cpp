@@ -59,7 +59,7 @@ void throw_first_error(const std::vector<Json>& reports) {
 
 // Rank 0 judges all ranks' reports; what it throws, every rank throws.
 template <class Judge>
-void judge(comm::ProcessGroup& group, const std::string& report, const Judge& on_root) {
+void judge(const comm::ProcessGroup& group, const std::string& report, const Judge& on_root) {
   const std::vector<std::string> texts = group.gather_text(report);
   Json verdict = Json::object();
   if (group.rank() == 0) {
@@ -177,7 +177,8 @@ std::vector<std::string> ShardedCheckpointWriter::commit_shares(const std::strin
   return outdated;
 }
 
-void load_slices(const std::string& folder, const SlicedParts& parts, comm::ProcessGroup& group) {
+void load_slices(const std::string& folder, const SlicedParts& parts,
+                 const comm::ProcessGroup& group) {
   std::optional<CheckpointLoad> load;
   Json report = errors_of([&] { load.emplace(folder, parts); });
   if (load) report = {{"missed", load->missed()}, {"identity", load->identity()}};

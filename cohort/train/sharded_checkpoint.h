@@ -34,14 +34,14 @@ std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters);
 ///
 /// Memory: a copy of the rank's slices from begin() until they are written. Writing has a low
 /// priority (BackgroundTask), so on a busy computer it may take a while.
-/// Owner: `group` must outlive this. Threads: one caller. The destructor waits for the writing of
+/// Threads: one caller. The destructor waits for the writing of
 /// this rank; what was not committed is lost, and the next commit there removes its files.
 class ShardedCheckpointWriter {
  public:
   /// `visible_timeout`: how long rank 0 waits for a shared file system to show it the files that
   /// others have written.
   explicit ShardedCheckpointWriter(
-      comm::ProcessGroup& group,
+      const comm::ProcessGroup& group,
       std::chrono::milliseconds visible_timeout = std::chrono::seconds(10))
       : group_(group), visible_timeout_(visible_timeout) {}
 
@@ -81,7 +81,7 @@ class ShardedCheckpointWriter {
              const Facts& facts);
   std::vector<std::string> commit_shares(const std::string& report);
 
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   std::chrono::milliseconds visible_timeout_;
   bool pending_ = false;
   std::string folder_;
@@ -97,6 +97,7 @@ class ShardedCheckpointWriter {
 /// Errors: the same on every rank: ConfigError as load_checkpoint's, with the first rank that found
 ///         it, or if a save by others meanwhile gave ranks different ones; no rank's tensors have
 ///         changed then.
-void load_slices(const std::string& folder, const SlicedParts& parts, comm::ProcessGroup& group);
+void load_slices(const std::string& folder, const SlicedParts& parts,
+                 const comm::ProcessGroup& group);
 
 }  // namespace cohort::train

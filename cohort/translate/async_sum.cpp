@@ -7,7 +7,7 @@
 namespace cohort::translate {
 namespace {
 
-std::unique_ptr<comm::ProcessGroup> same_ranks(comm::ProcessGroup& group) {
+comm::ProcessGroup same_ranks(const comm::ProcessGroup& group) {
   std::vector<int> ranks(static_cast<size_t>(group.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
   return group.subgroup(ranks, "async sum");
@@ -21,7 +21,7 @@ struct AsyncSum::Round {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
-AsyncSum::AsyncSum(comm::ProcessGroup& group, size_t count, Give give, Take take)
+AsyncSum::AsyncSum(const comm::ProcessGroup& group, size_t count, Give give, Take take)
     : count_(count), give_(std::move(give)), take_(std::move(take)), group_(same_ranks(group)) {}
 
 AsyncSum::~AsyncSum() = default;
@@ -35,19 +35,19 @@ void AsyncSum::join(bool is_meeting) {
   std::vector<double> numbers = round->own;
   numbers.push_back(is_meeting ? 1 : 0);
   round->sums = at::tensor(numbers, at::kDouble);
-  group_->guard("async sum", [&] {
+  group_.guard("async sum", [&] {
     std::vector<at::Tensor> tensors{round->sums};
-    round->work = group_->engine().allreduce(tensors);
+    round->work = group_.engine().allreduce(tensors);
   });
   round_ = std::move(round);
 }
 
 bool AsyncSum::finish() {
   const auto round = std::move(round_);
-  group_->guard("async sum", [&] { round->work->wait(); });
+  group_.guard("async sum", [&] { round->work->wait(); });
   const double* sums = round->sums.const_data_ptr<double>();
   take_(round->own, {sums, sums + count_});
-  return sums[count_] == group_->size();
+  return sums[count_] == group_.size();
 }
 
 void AsyncSum::poll() {

@@ -14,7 +14,7 @@ namespace cohort::translate {
 /// A round ends when every rank has joined it, so the slowest rank sets the rate of rounds, but no
 /// rank waits for one except in `meet`. All ranks see the same rounds in the same order.
 ///
-/// Owner: `group` must outlive it. Threads: one.
+/// Threads: one.
 /// Blocks: the constructor and `meet`; the destructor until a round that was joined has ended or
 /// failed. Errors: PeerError from all of them if a rank is lost, or later than the group's timeout.
 class AsyncSum {
@@ -25,7 +25,7 @@ class AsyncSum {
   using Take = std::function<void(const std::vector<double>& own, const std::vector<double>& sums)>;
 
   /// Collective. `give` and `take` are called from `poll` and `meet`.
-  AsyncSum(comm::ProcessGroup& group, size_t count, Give give, Take take);
+  AsyncSum(const comm::ProcessGroup& group, size_t count, Give give, Take take);
   ~AsyncSum();
   AsyncSum(const AsyncSum&) = delete;
   AsyncSum& operator=(const AsyncSum&) = delete;
@@ -45,8 +45,8 @@ class AsyncSum {
   const size_t count_;
   const Give give_;
   const Take take_;
-  std::unique_ptr<comm::ProcessGroup> group_;  // of its own, for its rounds come at any time
-  std::unique_ptr<Round> round_;               // under way
+  const comm::ProcessGroup group_;  // of its own, for its rounds come at any time
+  std::unique_ptr<Round> round_;    // under way
 };
 
 }  // namespace cohort::translate

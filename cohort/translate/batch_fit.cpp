@@ -44,12 +44,12 @@ class WithGradients {
 };
 
 int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width,
-                  comm::ProcessGroup* together) {
+                  const comm::ProcessGroup& together) {
   const nmt::Batch batch = full_batch(rows, width);
   const int64_t bytes = peak_tensor_bytes([&] { std::get<0>(model->forward(batch)).backward(); });
-  if (together == nullptr) return bytes;
+  if (!together) return bytes;
   at::Tensor most = at::tensor({bytes}, at::kLong);
-  together->all_reduce(most, comm::ReduceOp::kMax);
+  together.all_reduce(most, comm::ReduceOp::kMax);
   return most.item<int64_t>();
 }
 
@@ -102,11 +102,11 @@ void confirm(nmt::Transformer& model, BatchFit::Trial& found, const BatchFitOpti
 
 int64_t batch_bytes(nmt::Transformer& model, int64_t rows, int64_t width) {
   const WithGradients gradients(model);
-  return run_batch(model, rows, width, nullptr);
+  return run_batch(model, rows, width, {});
 }
 
 BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
-                     comm::ProcessGroup& group) {
+                     const comm::ProcessGroup& group) {
   const int64_t buckets = (options.longest + data::kFitStep - 1) / data::kFitStep;
   const auto width_of = [&](int64_t bucket) {
     return std::min((bucket + 1) * data::kFitStep, model->options().max_positions);

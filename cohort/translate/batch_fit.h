@@ -14,7 +14,7 @@ struct BatchFitOptions {
   int64_t most_rows = 0;        ///< More rows than this are never asked for; > 0.
   /// The ranks that compute `model` together, each a part of it (model_division.h): they try the
   /// same batches, which must fit on all of them. Null: the model is whole.
-  comm::ProcessGroup* together = nullptr;
+  comm::ProcessGroup together;
 };
 
 struct BatchFit {
@@ -41,7 +41,7 @@ struct BatchFit {
 /// its parameters stay. Not counted: what lies outside of libtorch's allocators (tensor_memory.h).
 /// Errors: ConfigError that names --workspace and what it must be, if one pair does not fit.
 BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
-                     comm::ProcessGroup& group);
+                     const comm::ProcessGroup& group);
 
 /// Returns the bytes that one batch of `rows` pairs, `width` tokens on either side, takes so.
 /// Local.

@@ -12,7 +12,7 @@ namespace {
 
 // Adds up the counts of all ranks.
 template <class Counts>
-void sum_over_ranks(Counts& counts, comm::ProcessGroup& group) {
+void sum_over_ranks(Counts& counts, const comm::ProcessGroup& group) {
   at::Tensor sums = at::tensor(at::ArrayRef<int64_t>(counts.data(), counts.size()), at::kLong);
   group.all_reduce(sums);
   std::copy_n(sums.const_data_ptr<int64_t>(), counts.size(), counts.begin());
@@ -21,7 +21,7 @@ void sum_over_ranks(Counts& counts, comm::ProcessGroup& group) {
 // Rank 0 collects {sentence number: translation} of all ranks into corpus order.
 std::vector<std::string> collect(const std::vector<int64_t>& numbers,
                                  const std::vector<std::string>& translations, size_t total,
-                                 comm::ProcessGroup& group) {
+                                 const comm::ProcessGroup& group) {
   nlohmann::json mine = nlohmann::json::array();
   for (size_t i = 0; i < numbers.size(); ++i) mine.push_back({numbers[i], translations[i]});
   const auto all =
@@ -41,7 +41,7 @@ std::vector<std::string> collect(const std::vector<int64_t>& numbers,
 
 Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,
-                    comm::ProcessGroup& group, const EvaluationOptions& options) {
+                    const comm::ProcessGroup& group, const EvaluationOptions& options) {
   TORCH_CHECK_VALUE(std::ssize(references) == corpus.size(), "evaluate: ", references.size(),
                     " references for ", corpus.size(), " sentences");
   const at::NoGradGuard no_grad;

@@ -35,7 +35,7 @@ struct Evaluation {
 /// Collective; blocks. Every rank gets the same loss and scores. Errors: PeerError.
 Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,
-                    comm::ProcessGroup& group, const EvaluationOptions& options);
+                    const comm::ProcessGroup& group, const EvaluationOptions& options);
 
 /// One of a sentence's translations.
 struct Translation {

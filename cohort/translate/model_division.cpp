@@ -10,7 +10,7 @@ namespace {
 
 class TensorParallel : public nmt::Division {
  public:
-  explicit TensorParallel(comm::ProcessGroup& group)
+  explicit TensorParallel(const comm::ProcessGroup& group)
       : Division(group.rank(), group.size()), group_(group) {}
 
   at::Tensor enter(const at::Tensor& x) const override {
@@ -35,7 +35,7 @@ class TensorParallel : public nmt::Division {
   }
 
  private:
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
 };
 
 // "a.weight" of itself and of "a.weight.exp_avg".
@@ -49,7 +49,7 @@ std::string parameter_of(const nmt::TransformerImpl& model, const std::string& n
 
 }  // namespace
 
-std::shared_ptr<const nmt::Division> divide_among(comm::ProcessGroup& group) {
+std::shared_ptr<const nmt::Division> divide_among(const comm::ProcessGroup& group) {
   return std::make_shared<TensorParallel>(group);
 }
 

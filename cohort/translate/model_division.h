@@ -15,12 +15,12 @@ namespace cohort::translate {
 /// part r. Every rank then makes the same calls with the same batches and dropout stream, and gets
 /// the whole model's results; gradients are those of its parts.
 ///
-/// `group` must outlive the model. Cost: an all_reduce of [sentences, tokens, width] in the compute
+/// Cost: an all_reduce of [sentences, tokens, width] in the compute
 /// type for each block of a layer, in forward and again in backward; one for each embedding, one
 /// for the encoder's output; and the loss's (parallel/tensor_parallel.h). Numerics: with more than
 /// two ranks Gloo's order of a sum depends on where in the tensor an element lies, so the last bits
 /// of a translation may depend on its batch. Errors of the model: PeerError.
-std::shared_ptr<const nmt::Division> divide_among(comm::ProcessGroup& group);
+std::shared_ptr<const nmt::Division> divide_among(const comm::ProcessGroup& group);
 
 /// Whether each part has other elements of this parameter, which has `shape` in the part; if not,
 /// all have the same.

@@ -25,7 +25,7 @@ std::vector<fs::path> vocab_files_of(const TrainingOptions& options) {
 }
 
 MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
-                                    comm::ProcessGroup& group) {
+                                    const comm::ProcessGroup& group) {
   if (options.max_length >= options.model.max_positions) {
     throw ConfigError("--max-length " + std::to_string(options.max_length) + ": expected at most " +
                       std::to_string(options.model.max_positions - 1));
@@ -43,7 +43,7 @@ MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
 }
 
 TrainingText prepare_tokens(const TrainingOptions& options, const MadeTokenizers& vocabularies,
-                            comm::ProcessGroup& group) {
+                            const comm::ProcessGroup& group) {
   const TokenCacheInputs inputs{
       .text = options.train_sets,
       .vocabularies = vocabularies.files,

@@ -19,7 +19,7 @@ std::vector<std::filesystem::path> vocab_files_of(const TrainingOptions& options
 /// Collective; blocks while rank 0 works. The text is read once if a vocabulary is made, else not
 /// at all. Errors: as check_regular_files, for_each_pair and make_tokenizers.
 MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
-                                    comm::ProcessGroup& group);
+                                    const comm::ProcessGroup& group);
 
 /// Makes the token cache of the training text, or uses the one that is there.
 ///
@@ -29,6 +29,6 @@ MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
 /// it was (see token_cache.h). Rank 0 logs how far it is every 30 s, unless options.quiet.
 /// Errors: as cached_text.
 TrainingText prepare_tokens(const TrainingOptions& options, const MadeTokenizers& vocabularies,
-                            comm::ProcessGroup& group);
+                            const comm::ProcessGroup& group);
 
 }  // namespace cohort::translate

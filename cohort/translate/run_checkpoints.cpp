@@ -192,7 +192,7 @@ void RunCheckpoints::take_best_that_is_there(RunState& state) const {
   if (!std::isnan(value)) state.early_stopping.best = value;
 }
 
-RunState RunCheckpoints::read_last(comm::ProcessGroup& group) const {
+RunState RunCheckpoints::read_last(const comm::ProcessGroup& group) const {
   train::Facts facts;
   work_alone(group, "state of the run", group.rank() == 0, kLoadLimit, [&] {
     facts = train::read_manifest(last_);
@@ -206,7 +206,7 @@ RunState RunCheckpoints::read_last(comm::ProcessGroup& group) const {
   return read_state(nlohmann::json::parse(told).get<train::Facts>());
 }
 
-bool RunCheckpoints::last_has(const std::string& part, comm::ProcessGroup& group) const {
+bool RunCheckpoints::last_has(const std::string& part, const comm::ProcessGroup& group) const {
   std::string answer;
   work_alone(group, "parts of the run", group.rank() == 0, kLoadLimit, [&] {
     const auto parts = StoredCheckpoint(last_).parts();
@@ -216,7 +216,7 @@ bool RunCheckpoints::last_has(const std::string& part, comm::ProcessGroup& group
 }
 
 void RunCheckpoints::load_last(const train::SlicedParts& parts, bool sharded,
-                               comm::ProcessGroup& group) const {
+                               const comm::ProcessGroup& group) const {
   if (sharded) return train::load_slices(last_, parts, group);
   comm::ProcessGroup alone{comm::Place{}};
   work_alone(group, "last checkpoint", group.rank() == 0, kLoadLimit,
@@ -229,10 +229,10 @@ void RunCheckpoints::load_last(const train::SlicedParts& parts, bool sharded,
   }
 }
 
-void RunCheckpoints::save_with(comm::ProcessGroup* savers) {
-  if (savers == nullptr) return;
-  writer_.emplace(*savers);
-  is_first_saver_ = savers->rank() == 0;
+void RunCheckpoints::save_with(const comm::ProcessGroup& savers) {
+  if (!savers) return;
+  writer_.emplace(savers);
+  is_first_saver_ = savers.rank() == 0;
 }
 
 void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& parts) {

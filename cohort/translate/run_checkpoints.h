@@ -47,17 +47,18 @@ class RunCheckpoints {
   /// state's best is the one that is there.
   /// Collective; blocks. Errors, on all ranks: ConfigError if last/ or best/ is damaged, or last/
   /// of a run with other text, vocabularies, model or first metric: it names what differs.
-  RunState read_last(comm::ProcessGroup& group) const;
+  RunState read_last(const comm::ProcessGroup& group) const;
   /// Whether last/ has the part: "average", say. Collective; blocks. Errors: as read_last.
-  bool last_has(const std::string& part, comm::ProcessGroup& group) const;
+  bool last_has(const std::string& part, const comm::ProcessGroup& group) const;
   /// Fills the slices of `parts` from last/, whichever ranks wrote it. Where every rank holds all,
   /// rank 0 reads and the others need not see its folder; where slices are `sharded`, every rank
   /// reads its own. Collective; blocks. Errors: as read_last.
-  void load_last(const train::SlicedParts& parts, bool sharded, comm::ProcessGroup& group) const;
+  void load_last(const train::SlicedParts& parts, bool sharded,
+                 const comm::ProcessGroup& group) const;
 
-  /// Who saves: `savers`, if this rank is one of them, each its slices; null: others do. Call it
-  /// before the first save. `savers` must outlive this.
-  void save_with(comm::ProcessGroup* savers);
+  /// Who saves: `savers`, if this rank is one of them, each its slices; empty: others do. Call
+  /// it before the first save.
+  void save_with(const comm::ProcessGroup& savers);
   bool saves() const { return writer_.has_value(); }
 
   // What follows is collective over the savers and does nothing elsewhere. `state` is the run's of

@@ -31,7 +31,7 @@ void check_lengths(const Corpus& corpus, int64_t max_positions) {
 }  // namespace
 
 RunData prepare_data(const TrainingOptions& options, text::ParallelText valid_text, Start start,
-                     comm::ProcessGroup& group) {
+                     const comm::ProcessGroup& group) {
   const auto begin = Clock::now();
   const bool anew = start == Start::kFresh && options.overwrite && options.vocabs.empty();
   MadeTokenizers made = prepare_vocabularies(options, anew, group);

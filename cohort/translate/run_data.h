@@ -24,7 +24,7 @@ struct RunData {
 /// Collective; blocks. Errors: ConfigError for everything that is wrong with the text, a validation
 ///         sentence that the model cannot hold among it; as prepare_vocabularies, prepare_tokens.
 RunData prepare_data(const TrainingOptions& options, text::ParallelText valid_text, Start start,
-                     comm::ProcessGroup& group);
+                     const comm::ProcessGroup& group);
 
 /// Puts the run's vocabularies into its folder: it can be moved, and later runs find them. Local,
 /// for rank 0.

@@ -115,7 +115,7 @@ void FreshFiles::keep() {
 
 MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::ParallelText& text,
                                const nmt::TransformerOptions& model, bool anew,
-                               comm::ProcessGroup& group) {
+                               const comm::ProcessGroup& group) {
   const bool joined = files[0] == files[1];
   if (joined && model.dim_vocab_source != model.dim_vocab_target) {
     throw ConfigError("--dim-vocabs " + std::to_string(model.dim_vocab_source) + " " +

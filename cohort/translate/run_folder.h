@@ -63,7 +63,7 @@ struct MadeTokenizers {
 /// model asks for; if the model needs one vocabulary for both sides and there are two.
 MadeTokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
                                const text::ParallelText& text, const nmt::TransformerOptions& model,
-                               bool anew, comm::ProcessGroup& group);
+                               bool anew, const comm::ProcessGroup& group);
 
 /// What a manifest says of the vocabularies in `model_dir`, so that a model is never used with
 /// others.

@@ -381,7 +381,7 @@ void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
 
 TrainingText cached_text(const fs::path& file, const TokenCacheInputs& inputs,
                          const text::Tokenizer& source, const text::Tokenizer& target,
-                         comm::ProcessGroup& group, const BuildNews& news) {
+                         const comm::ProcessGroup& group, const BuildNews& news) {
   const bool is_mine = group.place().local_rank == 0;
   OpenedCache opened;
   work_alone(group, "the training text as tokens", is_mine, kBuildLimit, [&] {

@@ -116,6 +116,6 @@ void build_token_cache(const std::filesystem::path& file, const TokenCacheInputs
 ///         ConfigError if hosts have different text.
 TrainingText cached_text(const std::filesystem::path& file, const TokenCacheInputs& inputs,
                          const text::Tokenizer& source, const text::Tokenizer& target,
-                         comm::ProcessGroup& group, const BuildNews& news = {});
+                         const comm::ProcessGroup& group, const BuildNews& news = {});
 
 }  // namespace cohort::translate

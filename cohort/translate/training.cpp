@@ -106,9 +106,9 @@ class Run {
   data::BatchOptions batch_options() const;
 
   const TrainingOptions& options_;
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   parallel::Mesh& mesh_;
-  comm::ProcessGroup& data_group_;  // mesh_.data(): each has batches of its own
+  comm::ProcessGroup data_group_;  // mesh_.data(): each has batches of its own
   Log log_;
   RunData data_;
   nmt::Transformer model_{nullptr};
@@ -205,7 +205,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
 // Where parameters are sharded, no rank ever has the whole model: the updater fills in its slices.
 void Run::make_model() {
   const auto division =
-      mesh_.tensor() != nullptr ? divide_among(*mesh_.tensor()) : std::make_shared<nmt::Division>();
+      mesh_.tensor() ? divide_among(mesh_.tensor()) : std::make_shared<nmt::Division>();
   const bool sharded = parallel::shards_parameters(options_.strategy);
   model_ = nmt::Transformer(options_.model, options_.precision, sharded ? at::kMeta : at::kCPU,
                             division);
@@ -643,7 +643,7 @@ void Run::conclude(bool at_one_update) {
 void Run::update(const Update& update, int64_t step, int64_t num_steps) {
   const auto start = Clock::now();
   // Of the ranks that compute a model together, one speaks.
-  const bool speaks = mesh_.tensor() == nullptr || mesh_.tensor()->rank() == 0;
+  const bool speaks = !mesh_.tensor() || mesh_.tensor().rank() == 0;
   const UpdateReport own = updater_->update(update.batches);
   state_.updates = updater_->num_updates();
   gpu_watch_.sample_if_due();
@@ -785,7 +785,7 @@ void check_servers(const TrainingOptions& options) {
 
 }  // namespace
 
-TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group) {
+TrainingResult train(const TrainingOptions& options, const comm::ProcessGroup& group) {
   check_servers(options);
   if (options.tensor_parallel > 1 && options.strategy == parallel::Strategy::kHybrid)
     throw ConfigError("--tensor-parallel: expected ddp, zero1, zero2 or zero3 as --strategy");

@@ -104,6 +104,6 @@ struct TrainingResult {
 /// Errors: ConfigError for bad input, and for a folder whose run has another model or other
 /// training
 ///         text; PeerError; c10::Error if the loss is no finite number, or the last save fails.
-TrainingResult train(const TrainingOptions& options, comm::ProcessGroup& group);
+TrainingResult train(const TrainingOptions& options, const comm::ProcessGroup& group);
 
 }  // namespace cohort::translate

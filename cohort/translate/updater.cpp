@@ -53,18 +53,18 @@ bool is_async(const std::optional<ps::SessionOptions>& servers) {
   return servers && servers->training == ps::Training::kAsync;
 }
 
-Updater::Updater(nmt::Transformer model, comm::ProcessGroup& group, const UpdaterOptions& options)
+Updater::Updater(nmt::Transformer model, const comm::ProcessGroup& group,
+                 const UpdaterOptions& options)
     : options_(options),
       group_(group),
-      tensor_(options.mesh != nullptr ? options.mesh->tensor() : nullptr),
+      tensor_(options.mesh != nullptr ? options.mesh->tensor() : comm::ProcessGroup()),
       model_(std::move(model)),
       parallel_(model_, group, strategy_options(options), model_->layers()) {
-  TORCH_CHECK_VALUE(model_->division()->count() == (tensor_ != nullptr ? tensor_->size() : 1),
+  TORCH_CHECK_VALUE(model_->division()->count() == (tensor_ ? tensor_.size() : 1),
                     "updater: a model in ", model_->division()->count(),
                     " parts: expected a mesh with as many ranks to a model");
-  TORCH_CHECK_VALUE(
-      !options.servers || (options.strategy == parallel::Strategy::kDdp && tensor_ == nullptr),
-      "updater: servers need a model that is whole on each rank");
+  TORCH_CHECK_VALUE(!options.servers || (options.strategy == parallel::Strategy::kDdp && !tensor_),
+                    "updater: servers need a model that is whole on each rank");
   set_up_layers(model_, options.gradient_checkpointing);
   for (const auto& [name, tensor] : parallel_.named_slices()) trained_.push_back(tensor);
   if (options.servers) {
@@ -114,25 +114,25 @@ train::SlicedParts Updater::parts(Replicated replicated) {
   return parts;
 }
 
-comm::ProcessGroup* Updater::savers() {
-  if (tensor_ == nullptr) return parallel_.savers();
-  if (parallel_.is_sharded()) return &options_.mesh->world();
-  return group_.rank() == 0 ? tensor_ : nullptr;
+comm::ProcessGroup Updater::savers() const {
+  if (!tensor_) return parallel_.savers();
+  if (parallel_.is_sharded()) return options_.mesh->world();
+  return group_.rank() == 0 ? tensor_ : comm::ProcessGroup();
 }
 
 bool Updater::is_sharded() const {
-  return tensor_ != nullptr || parallel_.is_sharded();
+  return tensor_ || parallel_.is_sharded();
 }
 
 double Updater::gradient_norm() {
-  if (tensor_ == nullptr) return parallel_.gradient_norm();
+  if (!tensor_) return parallel_.gradient_norm();
   std::vector<at::Tensor> cut, replicated;
   for (const parallel::ParameterSlice& slice : parallel_.slices()) {
     const bool divided = is_divided(*model_, slice.name, slice.shape);
     (divided ? cut : replicated).push_back(slice.tensor);
   }
   return parallel::tensor_parallel_gradient_norm(
-      cut, replicated, tensor_->size(), parallel_.is_sharded() ? options_.mesh->world() : *tensor_);
+      cut, replicated, tensor_.size(), parallel_.is_sharded() ? options_.mesh->world() : tensor_);
 }
 
 void Updater::set_num_updates(int64_t num_updates) {

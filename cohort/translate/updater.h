@@ -80,12 +80,12 @@ struct UpdateReport {
 /// clipped by its own norm, is an update at once, at the rate divided by the number of ranks; no
 /// rank waits for another, and the ranks' parameters differ between two `settle`.
 ///
-/// Owner: holds the model; `group` must outlive this. Threads: one.
+/// Owner: holds the model. Threads: one.
 /// Errors: PeerError from constructor and `update` when a rank is lost.
 class Updater {
  public:
   /// Collective; blocks: verifies that the ranks' models agree, then copies rank 0's to all.
-  Updater(nmt::Transformer model, comm::ProcessGroup& group, const UpdaterOptions& options);
+  Updater(nmt::Transformer model, const comm::ProcessGroup& group, const UpdaterOptions& options);
   ~Updater();
   Updater(const Updater&) = delete;
   Updater& operator=(const Updater&) = delete;
@@ -117,7 +117,7 @@ class Updater {
   /// `set_num_updates`. To save them, kOnce: those of all savers are then everything once.
   train::SlicedParts parts(Replicated replicated = Replicated::kEverywhere);
   /// The ranks that save, if this is one of them; else null. Rank 0 of all is their first.
-  comm::ProcessGroup* savers();
+  comm::ProcessGroup savers() const;
   /// Whether ranks hold different slices: then every rank reads a checkpoint, else any one.
   bool is_sharded() const;
   void set_num_updates(int64_t num_updates);
@@ -132,7 +132,7 @@ class Updater {
 
  private:
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
-  comm::ProcessGroup& everyone() { return tensor_ ? options_.mesh->world() : group_; }
+  const comm::ProcessGroup& everyone() { return tensor_ ? options_.mesh->world() : group_; }
   std::vector<std::string> found_by_all(const std::string& own);
   double gradient_norm();
   void start_session();
@@ -144,8 +144,8 @@ class Updater {
   std::string first_bad_sum();
 
   UpdaterOptions options_;
-  comm::ProcessGroup& group_;
-  comm::ProcessGroup* tensor_;  // null: the model is whole
+  comm::ProcessGroup group_;
+  comm::ProcessGroup tensor_;  // empty: the model is whole
   nmt::Transformer model_;
   parallel::ParallelModel<nmt::Transformer> parallel_;
   std::vector<at::Tensor> trained_;  // what is updated: parameters, or slices of them

@@ -6,7 +6,7 @@
 
 namespace cohort::translate {
 
-void work_alone(comm::ProcessGroup& group, const std::string& name, bool is_mine,
+void work_alone(const comm::ProcessGroup& group, const std::string& name, bool is_mine,
                 std::chrono::milliseconds limit, const std::function<void()>& work) {
   std::exception_ptr error;
   std::string told;  // its kind and its text; nothing if there is none

@@ -143,10 +143,10 @@ int generate(const Flags& flags) {
 int with_trainer(Flags& flags, const std::function<void(ctr::Trainer&)>& work) {
   const bool alone = cohort::env_string("COHORT_PROCESS_GROUP").value_or("") == "none";
   const auto group = alone ? flags.group.stay_alone() : flags.group.connect();
-  ctr::Trainer trainer(flags.options, *group);
+  ctr::Trainer trainer(flags.options, group);
   work(trainer);
   trainer.finish();
-  group->close();
+  group.close();
   return cohort::kExitOk;
 }
 

@@ -172,7 +172,7 @@ DeepFm seeded_network(uint64_t seed) {
 
 }  // namespace
 
-Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
+Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group)
     : options_(options),
       group_(group),
       training_(training_of(options)),

@@ -34,7 +34,7 @@ struct EpochReport {
 ///          PeerError and c10::DistError when a trainer or a server is lost.
 class Trainer {
  public:
-  Trainer(const Options& options, cohort::comm::ProcessGroup& group);
+  Trainer(const Options& options, const cohort::comm::ProcessGroup& group);
 
   /// Trains options.epochs, with a checkpoint and scores over the test files after each.
   void train();
@@ -82,7 +82,7 @@ class Trainer {
   at::Tensor logits_of(const Tensors& tensors);
 
   const Options& options_;
-  cohort::comm::ProcessGroup& group_;
+  cohort::comm::ProcessGroup group_;
   cohort::Console console_{group_.rank()};
   cohort::ps::Training training_;
   int64_t epochs_before_ = 0;  ///< In the checkpoint that a trainer started again goes back to.

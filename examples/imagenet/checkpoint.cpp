@@ -39,14 +39,14 @@ cohort::train::SlicedParts parts_of(std::vector<cohort::train::TensorSlice> weig
 
 void save_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorSlice>& momentum, const RunState& state) {
-  cohort::comm::ProcessGroup* savers = model.savers();
-  if (savers == nullptr) return;
+  const cohort::comm::ProcessGroup& savers = model.savers();
+  if (!savers) return;
   cohort::train::Facts facts{{"arch", state.arch},
                              {"epochs_done", std::to_string(state.epochs_done)},
                              {"best_top1", exact(state.best_top1)}};
   if (!state.servers.empty()) facts["servers"] = state.servers;
   if (const auto job = cohort::env_string("COHORT_JOB_ID")) facts["job"] = *job;
-  cohort::train::ShardedCheckpointWriter writer(*savers);
+  cohort::train::ShardedCheckpointWriter writer(savers);
   writer.begin(folder, parts_of(cohort::train::slices_of(model.state_to_save()), momentum),
                state.epochs_done, facts);
   writer.commit();
@@ -80,7 +80,7 @@ RunState read_run(const std::string& folder) {
 
 void load_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorSlice>& momentum,
-              cohort::comm::ProcessGroup& group) {
+              const cohort::comm::ProcessGroup& group) {
   cohort::train::load_slices(
       folder, parts_of(cohort::train::slices_of(model.state_to_load()), momentum), group);
 }

@@ -41,7 +41,7 @@ RunState read_run(const std::string& folder);
 /// another model's.
 void load_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorSlice>& momentum,
-              cohort::comm::ProcessGroup& group);
+              const cohort::comm::ProcessGroup& group);
 
 /// Fills a plain model. Local. Errors: as load_run.
 void load_weights(const std::string& folder, ResNet& model);

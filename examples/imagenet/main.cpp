@@ -177,13 +177,13 @@ int run(int argc, char** argv) {
   check_together(options);
   const auto group = group_flags.connect();
   go_on_where_the_job_was(options);
-  imagenet::Trainer trainer(options, *group);
+  imagenet::Trainer trainer(options, group);
   if (options.evaluate) {
     trainer.evaluate();
   } else {
     trainer.train();
   }
-  group->close();
+  group.close();
   return cohort::kExitOk;
 }
 

@@ -46,9 +46,9 @@ std::unique_ptr<Optimizer> make_rank_optimizer(Model& model, const OptimizerOpti
 /// Servers hold the parameters: every rank's gradient goes there as it is, and `model`, which is
 /// that of ddp, exchanges none any more. Weight decay is added to gradients on the ranks. Begins
 /// with rank 0's parameters; where `state` names a checkpoint of servers, they go back to that.
-/// Collective; blocks. `model` and `group` must outlive it. Errors: ConfigError: options
+/// Collective; blocks. `model` must outlive it. Errors: ConfigError: options
 /// that servers cannot follow; as ps::Session's.
-std::unique_ptr<Optimizer> make_server_optimizer(Model& model, cohort::comm::ProcessGroup& group,
+std::unique_ptr<Optimizer> make_server_optimizer(Model& model, const cohort::comm::ProcessGroup& group,
                                                  const Options& options,
                                                  const OptimizerOptions& optimizer,
                                                  const RunState& state);

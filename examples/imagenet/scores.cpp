@@ -29,7 +29,7 @@ Scores ScoreSums::scores() const {
           .top5 = 100 * top5_ / count_};
 }
 
-Scores ScoreSums::scores(cohort::comm::ProcessGroup& group) const {
+Scores ScoreSums::scores(const cohort::comm::ProcessGroup& group) const {
   const auto all = cohort::train::reduce_sums(group, std::array{loss_, top1_, top5_, count_});
   ScoreSums sums;
   sums.loss_ = all[0];

@@ -27,7 +27,7 @@ class ScoreSums {
   /// Returns the scores over what was added here ...
   Scores scores() const;
   /// ... and over what was added on all ranks. Collective; blocks.
-  Scores scores(cohort::comm::ProcessGroup& group) const;
+  Scores scores(const cohort::comm::ProcessGroup& group) const;
 
  private:
   double loss_ = 0;

@@ -19,7 +19,7 @@ namespace ps = cohort::ps;
 // The others wait while servers write some gigabytes.
 constexpr std::chrono::minutes kSaveLimit{30};
 
-cohort::ps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Options& options,
+cohort::ps::TrainerPlace place_of(const cohort::comm::ProcessGroup& group, const Options& options,
                                     const OptimizerOptions& optimizer, const RunState& state) {
   const ps::Training training = cohort::ps::server_training(options.strategy).value();
   const bool async = training == ps::Training::kAsync;
@@ -43,7 +43,7 @@ cohort::ps::TrainerPlace place_of(cohort::comm::ProcessGroup& group, const Optio
 
 class ServerOptimizer final : public Optimizer {
  public:
-  ServerOptimizer(Model& model, cohort::comm::ProcessGroup& group, const Options& options,
+  ServerOptimizer(Model& model, const cohort::comm::ProcessGroup& group, const Options& options,
                   const OptimizerOptions& optimizer, const RunState& state)
       : model_(model),
         group_(group),
@@ -109,7 +109,7 @@ class ServerOptimizer final : public Optimizer {
 
  private:
   Model& model_;
-  cohort::comm::ProcessGroup& group_;
+  cohort::comm::ProcessGroup group_;
   double weight_decay_;
   fs::path folder_;
   cohort::ps::TrainerPlace place_;
@@ -118,7 +118,7 @@ class ServerOptimizer final : public Optimizer {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_server_optimizer(Model& model, cohort::comm::ProcessGroup& group,
+std::unique_ptr<Optimizer> make_server_optimizer(Model& model, const cohort::comm::ProcessGroup& group,
                                                  const Options& options,
                                                  const OptimizerOptions& optimizer,
                                                  const RunState& state) {

@@ -32,7 +32,7 @@ at::ScalarType scalar_type(const Options& options) {
   throw ConfigError("--precision " + options.precision + ": expected float32 or float64");
 }
 
-ResNet make_model(const Options& options, int64_t num_classes, cohort::comm::ProcessGroup& group) {
+ResNet make_model(const Options& options, int64_t num_classes, const cohort::comm::ProcessGroup& group) {
   torch::manual_seed(options.seed);
   NormFactory norm = batch_norm;
   if (options.sync_bn) {
@@ -52,7 +52,7 @@ double seconds(Clock::duration time) {
 
 }  // namespace
 
-Trainer::Trainer(const Options& options, cohort::comm::ProcessGroup& group)
+Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group)
     : options_(options),
       group_(group),
       validation_set_(options.data + "/val"),

@@ -27,12 +27,12 @@ struct EpochReport {
 ///
 /// Every rank draws the same parameters from the seed and takes its share of each global batch; the
 /// gradient is that of the mean over the global batch; of ps-async, over the rank's own share.
-/// Owner:   `group` and `options` must outlive it. Threads: one.
+/// Owner:   `options` must outlive it. Threads: one.
 /// Collective: constructor, evaluate() and train(). Rank 0 alone prints and writes.
 /// Errors:  ConfigError for flags, files and pictures; PeerError when a rank is lost.
 class Trainer {
  public:
-  Trainer(const Options& options, cohort::comm::ProcessGroup& group);
+  Trainer(const Options& options, const cohort::comm::ProcessGroup& group);
 
   /// Returns the scores over val/, each picture counted once, whatever the number of ranks.
   Scores evaluate();
@@ -52,7 +52,7 @@ class Trainer {
   int64_t global_batch() const { return local_batch_ * group_.size(); }
 
   const Options& options_;
-  cohort::comm::ProcessGroup& group_;
+  cohort::comm::ProcessGroup group_;
   cohort::Console console_{group_.rank()};
   std::optional<cohort::image::ImageFolder> training_set_;  // None with --evaluate.
   cohort::image::ImageFolder validation_set_;

@@ -228,7 +228,7 @@ TEST_F(BackendTest, CollectivesOfAPluginAndOfGlooAgree) {
 TEST_F(BackendTest, AGroupRunsOnThePluginThatItsOptionsName) {
   const auto ends = test::run_ranks(
       2,
-      [](ProcessGroup& group) {
+      [](const ProcessGroup& group) {
         const int before = calls_of_hccl();
         EXPECT_EQ(group.all_reduce_sum(group.rank() + 1), 3);
         EXPECT_GT(calls_of_hccl(), before);

@@ -32,7 +32,7 @@ std::string error_of(const std::function<void()>& call) {
 }
 
 TEST(CollectivesTest, AllReduceKnowsEveryOperationAndType) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const at::ScalarType type : kReducible) {
       const std::map<ReduceOp, double> expected{{ReduceOp::kSum, 9}, {ReduceOp::kMax, 4},
                                                 {ReduceOp::kMin, 2}, {ReduceOp::kProduct, 24},
@@ -69,7 +69,7 @@ TEST(CollectivesTest, AllReduceKnowsEveryOperationAndType) {
 // `tensor` is this rank's; the calls replace it by the mean over ranks.
 struct Average {
   const char* name;
-  std::function<void(ProcessGroup&, at::Tensor&)> call;
+  std::function<void(const ProcessGroup&, at::Tensor&)> call;
   bool on_root_only = false;
 };
 
@@ -83,7 +83,7 @@ std::vector<Average> averages() {
 }
 
 TEST(AutogradTest, AnAverageOfALossLeavesItsGradientAlone) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const Average& average : averages()) {
       at::Tensor weight = at::full({2}, 1.0 + group.rank()).requires_grad_(true);
       at::Tensor loss = weight.sum();
@@ -96,7 +96,7 @@ TEST(AutogradTest, AnAverageOfALossLeavesItsGradientAlone) {
 }
 
 TEST(AutogradTest, AveragesOfParametersArrive) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const Average& average : averages()) {
       at::Tensor weight = at::full({2}, 1.0 + group.rank()).requires_grad_(true);
       average.call(group, weight);
@@ -110,7 +110,7 @@ TEST(AutogradTest, AveragesOfParametersArrive) {
 
 // The same of those that fill an output: neither its history nor its need of a gradient changes.
 TEST(AutogradTest, WhatMovesDataIsNotRecorded) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const int rank = group.rank();
     const auto leaf = [&](at::IntArrayRef shape) {
       return at::full(shape, 1.0 + rank).requires_grad_(true);
@@ -125,7 +125,8 @@ TEST(AutogradTest, WhatMovesDataIsNotRecorded) {
          }},
         {"scatter",
          [&](at::Tensor x) {
-           group.scatter(x, rank == 1 ? std::vector{leaf({2}), leaf({2})} : std::vector<at::Tensor>(), 1);
+           group.scatter(
+               x, rank == 1 ? std::vector{leaf({2}), leaf({2})} : std::vector<at::Tensor>(), 1);
            return x;
          }},
         {"all_to_all",
@@ -152,7 +153,7 @@ TEST(AutogradTest, WhatMovesDataIsNotRecorded) {
 }
 
 TEST(CollectivesTest, DataMovesWhateverItsType) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     const int rank = group.rank();
     auto types = kReducible;
     types.insert(types.end(), {at::kBool, at::kShort, at::kComplexFloat});
@@ -185,7 +186,7 @@ TEST(CollectivesTest, DataMovesWhateverItsType) {
 
 // Gloo alone would write the other dtype's bytes, and end the process for a longer message.
 TEST(CollectivesTest, AMessageOfAnotherFormIsRefusedByTheReceiver) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     if (group.rank() == 0) {
       group.send(at::ones({6}), 1);
       group.send(at::ones({3}), 1, 1);
@@ -205,7 +206,7 @@ TEST(CollectivesTest, AMessageOfAnotherFormIsRefusedByTheReceiver) {
 }
 
 TEST(CollectivesTest, AllGatherIntoKeepsTheOrderOfRanks) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     at::Tensor output = at::empty({6}, at::kLong);
     group.all_gather_into(output, at::tensor({int64_t{group.rank()}, int64_t{10 + group.rank()}}));
     EXPECT_TRUE(output.equal(
@@ -221,7 +222,7 @@ TEST(CollectivesTest, AllGatherIntoKeepsTheOrderOfRanks) {
 
 // Each rank's part is another sum, and sums in the order of ranks: bit-equal to the local one.
 TEST(CollectivesTest, ReduceScatterAddsInTheOrderOfRanks) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     std::vector<at::Tensor> inputs;
     for (int peer = 0; peer < 3; ++peer) {
       at::manual_seed(static_cast<uint64_t>(peer));
@@ -236,7 +237,7 @@ TEST(CollectivesTest, ReduceScatterAddsInTheOrderOfRanks) {
   });
 }
 
-void expect_exchange_in_place(ProcessGroup& group) {
+void expect_exchange_in_place(const ProcessGroup& group) {
   const int64_t size = group.size();
   at::Tensor expected;
   at::Tensor own;
@@ -267,7 +268,7 @@ TEST(CollectivesTest, OnePartOfABufferMayBeTheOtherEndAlone) {
 }
 
 TEST(CollectivesTest, ManyExchangesMayBeUnderWayAtOnce) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     std::vector<at::Tensor> wholes;
     std::vector<at::Tensor> parts;
     std::vector<Work> works;
@@ -292,7 +293,7 @@ TEST(CollectivesTest, ManyExchangesMayBeUnderWayAtOnce) {
 }
 
 TEST(CollectivesTest, AllToAllWithEqualAndUnequalParts) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     const int64_t rank = group.rank();
     at::Tensor output = at::empty({3}, at::kInt);
     group.all_to_all(output, at::tensor({10 * rank, 10 * rank + 1, 10 * rank + 2}).to(at::kInt));
@@ -313,7 +314,7 @@ TEST(CollectivesTest, AllToAllWithEqualAndUnequalParts) {
 }
 
 TEST(CollectivesTest, TextsOfAnyLengthAndAnyBytes) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     const std::string bytes("a\0b\xff", 4);
     EXPECT_EQ(group.broadcast_text(group.rank() == 1 ? bytes : "other", 1), bytes);
     EXPECT_EQ(group.broadcast_text(""), "");
@@ -330,15 +331,10 @@ TEST(CollectivesTest, TextsOfAnyLengthAndAnyBytes) {
 TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
   ProcessGroup group(Place{});
   at::Tensor x = at::zeros({4, 4});
-  at::Tensor columns = x.t();
   at::Tensor shorts = at::zeros({4}, at::kShort);
   at::Tensor ints = at::zeros({4}, at::kInt);
   at::Tensor bools = at::zeros({4}, at::kBool);
   at::Tensor small = at::zeros({3});
-  EXPECT_NE(error_of([&] {
-              group.all_reduce(columns);
-            }).find("all_reduce: expected a contiguous tensor, got strides"),
-            std::string::npos);
   EXPECT_EQ(error_of([&] { group.all_reduce(shorts); }),
             "all_reduce: int16 cannot be reduced; expected bool, uint8, int8, int32, int64, "
             "float16, bfloat16, float32 or "
@@ -375,13 +371,13 @@ TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
 }
 
 TEST(SubgroupTest, MembersReduceAmongThemselvesAndOthersGetNothing) {
-  test::ranks(4, [](ProcessGroup& group) {
+  test::ranks(4, [](const ProcessGroup& group) {
     const auto even = group.subgroup({2, 0}, "even");
     const auto odd = group.subgroup({1, 3}, "odd");
     const bool is_even = group.rank() % 2 == 0;
-    ASSERT_EQ(even != nullptr, is_even);
-    ASSERT_EQ(odd != nullptr, !is_even);
-    ProcessGroup& mine = is_even ? *even : *odd;
+    ASSERT_EQ(static_cast<bool>(even), is_even);
+    ASSERT_EQ(static_cast<bool>(odd), !is_even);
+    const ProcessGroup& mine = is_even ? even : odd;
     EXPECT_EQ(mine.name(), is_even ? "even" : "odd");
     EXPECT_EQ(mine.size(), 2);
     EXPECT_EQ(mine.rank(), group.rank() / 2);
@@ -389,10 +385,10 @@ TEST(SubgroupTest, MembersReduceAmongThemselvesAndOthersGetNothing) {
     EXPECT_EQ(mine.all_reduce_sum(group.rank()), is_even ? 2 : 4);
     // The numbers of a sub-group's sub-group are its parent's.
     const auto last = mine.subgroup({1}, "last");
-    ASSERT_EQ(last != nullptr, mine.rank() == 1);
+    ASSERT_EQ(static_cast<bool>(last), mine.rank() == 1);
     if (last) {
-      EXPECT_EQ(last->global_rank(0), group.rank());
-      EXPECT_EQ(last->all_reduce_sum(7), 7);
+      EXPECT_EQ(last.global_rank(0), group.rank());
+      EXPECT_EQ(last.all_reduce_sum(7), 7);
     }
     EXPECT_EQ(group.all_reduce_sum(1), 4);
     mine.close();
@@ -400,15 +396,15 @@ TEST(SubgroupTest, MembersReduceAmongThemselvesAndOthersGetNothing) {
 }
 
 TEST(SubgroupFaultTest, ALostRankIsNamedByItsNumberInTheJob) {
-  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+  const auto ends = test::run_ranks(3, [](const ProcessGroup& group) {
     const auto pair = group.subgroup({1, 2}, "pair");
     if (!pair) {
       group.barrier("end");
       return;
     }
-    pair->all_reduce_sum(1);
+    pair.all_reduce_sum(1);
     if (group.rank() == 2) kill(getpid(), SIGKILL);
-    pair->all_reduce_sum(1);
+    pair.all_reduce_sum(1);
   });
   EXPECT_EQ(ends[1].exit_code, 3);
   EXPECT_NE(ends[1].output.find("lost rank 2 in all_reduce(sum) of group \"pair\""),

@@ -19,7 +19,7 @@ using std::chrono::seconds;
 // Every rank must end with a PeerError that holds all of `texts`, long before the group's timeout
 // of 60 s.
 void expect_named(int world_size, const std::vector<std::string>& texts,
-                  const std::function<void(ProcessGroup&)>& body) {
+                  const std::function<void(const ProcessGroup&)>& body) {
   const auto start = std::chrono::steady_clock::now();
   const auto ends = test::run_ranks(world_size, body, {.timeout = seconds(60)});
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
@@ -45,7 +45,7 @@ TEST_P(MismatchTest, Shapes) {
                {"the ranks disagree in all_reduce(sum) #2",
                 odd_one() + "all_reduce(sum) of float32[8] at mismatch_test.cpp:",
                 " where rank 0 calls all_reduce(sum) of float32[4] at mismatch_test.cpp:"},
-               [](ProcessGroup& group) {
+               [](const ProcessGroup& group) {
                  group.all_reduce_sum(1);
                  at::Tensor x = at::ones({is_odd_one(group) ? 8 : 4});
                  group.all_reduce(x);
@@ -56,7 +56,7 @@ TEST_P(MismatchTest, ShapesWithEqualNumbersOfElements) {
   expect_named(world_size(),
                {odd_one() + "broadcast from 0 of float32[4, 2]",
                 "where rank 0 calls broadcast from 0 of float32[2, 4]"},
-               [](ProcessGroup& group) {
+               [](const ProcessGroup& group) {
                  at::Tensor x = is_odd_one(group) ? at::ones({4, 2}) : at::ones({2, 4});
                  group.broadcast(x);
                });
@@ -67,7 +67,7 @@ TEST_P(MismatchTest, Types) {
   expect_named(world_size(),
                {odd_one() + "all_reduce(sum) of int32[4]",
                 "where rank 0 calls all_reduce(sum) of float32[4]"},
-               [](ProcessGroup& group) {
+               [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4}, is_odd_one(group) ? at::kInt : at::kFloat);
                  group.all_reduce(x);
                });
@@ -77,7 +77,7 @@ TEST_P(MismatchTest, Reductions) {
   expect_named(world_size(),
                {odd_one() + "all_reduce(max) of float32[4]",
                 "where rank 0 calls all_reduce(sum) of float32[4]"},
-               [](ProcessGroup& group) {
+               [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4});
                  group.all_reduce(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum);
                });
@@ -87,7 +87,7 @@ TEST_P(MismatchTest, Roots) {
   expect_named(world_size(),
                {odd_one() + "broadcast from 1 of float32[4]",
                 "where rank 0 calls broadcast from 0 of float32[4]"},
-               [](ProcessGroup& group) {
+               [](const ProcessGroup& group) {
                  at::Tensor x = at::ones({4});
                  group.broadcast(x, is_odd_one(group) ? 1 : 0);
                });
@@ -97,7 +97,7 @@ TEST_P(MismatchTest, Order) {
   expect_named(
       world_size(),
       {odd_one() + "barrier \"end\" at", "where rank 0 calls all_reduce(sum) of float32[4] at"},
-      [](ProcessGroup& group) {
+      [](const ProcessGroup& group) {
         at::Tensor x = at::ones({4});
         if (!is_odd_one(group)) group.all_reduce(x);
         group.barrier("end");
@@ -111,7 +111,7 @@ TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
       world_size(),
       {odd_one() + "all_reduce(max) of float32[4]",
        "where rank 0 calls all_reduce(sum) of float32[4]"},
-      [](ProcessGroup& group) {
+      [](const ProcessGroup& group) {
         at::Tensor x = at::ones({4});
         group.all_reduce_async(x).wait();
         group.all_reduce_async(x, ReduceOp::kMax).wait();
@@ -126,7 +126,7 @@ TEST_P(MismatchTest, ShapesOfAsynchronousCallsThatAreKnown) {
       world_size(),
       {"the ranks disagree in all_reduce(sum) #3", odd_one() + "all_reduce(sum) of float32[8]",
        "where rank 0 calls all_reduce(sum) of float32[4]"},
-      [](ProcessGroup& group) {
+      [](const ProcessGroup& group) {
         at::Tensor small = at::ones({4});
         at::Tensor large = at::ones({8});
         group.all_reduce_async(small).wait();
@@ -141,7 +141,7 @@ TEST_P(MismatchTest, AnAsynchronousCallThatIsNewWhereTheOthersKnowTheirs) {
       world_size(),
       {odd_one() + "all_reduce(max) of float32[4]",
        "where rank 0 calls all_reduce(sum) of float32[4]"},
-      [](ProcessGroup& group) {
+      [](const ProcessGroup& group) {
         at::Tensor x = at::ones({4});
         group.all_reduce_async(x).wait();
         group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
@@ -149,7 +149,7 @@ TEST_P(MismatchTest, AnAsynchronousCallThatIsNewWhereTheOthersKnowTheirs) {
 }
 
 TEST_P(MismatchTest, RepeatedAsynchronousCallsBetweenOthersAgree) {
-  test::ranks(world_size(), [](ProcessGroup& group) {
+  test::ranks(world_size(), [](const ProcessGroup& group) {
     for (int round = 0; round < 3; ++round) {
       at::Tensor x = at::ones({4});
       at::Tensor y = at::ones({100000});
@@ -168,7 +168,7 @@ TEST_P(MismatchTest, AsynchronousShapes) {
   expect_named(
       world_size(),
       {odd_one() + "all_gather of float32[8]", "where rank 0 calls all_gather of float32[4]"},
-      [](ProcessGroup& group) {
+      [](const ProcessGroup& group) {
         const at::Tensor x = at::ones({is_odd_one(group) ? 8 : 4});
         at::Tensor all = at::empty({x.numel() * group.size()});
         group.all_gather_into_async(all, x).wait();
@@ -177,7 +177,7 @@ TEST_P(MismatchTest, AsynchronousShapes) {
 
 TEST_P(MismatchTest, NamesOfBarriers) {
   expect_named(world_size(), {odd_one() + "barrier \"b\"", "where rank 0 calls barrier \"a\""},
-               [](ProcessGroup& group) { group.barrier(is_odd_one(group) ? "b" : "a"); });
+               [](const ProcessGroup& group) { group.barrier(is_odd_one(group) ? "b" : "a"); });
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, MismatchTest, testing::Values(2, 3));
@@ -186,7 +186,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, MismatchTest, testing::Values(2, 3));
 TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
   const auto start = std::chrono::steady_clock::now();
   const auto ends = test::run_ranks(3,
-                                    [](ProcessGroup& group) {
+                                    [](const ProcessGroup& group) {
                                       at::Tensor x = at::ones({4});
                                       if (group.rank() == 1) {
                                         group.broadcast(x, 1);
@@ -211,7 +211,7 @@ TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
 
 TEST(MismatchWatchTest, TermsOfTheRanksMustAgree) {
   const auto ends = test::run_ranks(
-      2, [](ProcessGroup&) {},
+      2, [](const ProcessGroup&) {},
       {.rendezvous_timeout = seconds(20),
        .check_collectives = std::string(std::getenv("RANK") ? std::getenv("RANK") : "0") == "0"});
   for (const auto& end : ends) {
@@ -224,7 +224,7 @@ TEST(MismatchWatchTest, TermsOfTheRanksMustAgree) {
 // A rank that computes on is named with what it did last, when the others' patience is over.
 TEST(MonitoredBarrierTest, NamesWhoHasNotCome) {
   const auto start = std::chrono::steady_clock::now();
-  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+  const auto ends = test::run_ranks(3, [](const ProcessGroup& group) {
     group.all_reduce_sum(1);
     if (group.rank() == 2) std::this_thread::sleep_for(seconds(9));
     group.barrier("epoch", seconds(4));
@@ -246,7 +246,7 @@ TEST(MonitoredBarrierTest, NamesWhoHasNotCome) {
 
 // Neither is the one that the other has not come to.
 TEST(MonitoredBarrierTest, RanksThatWaitInDifferentGuardedCallsAreBothNamed) {
-  const auto ends = test::run_ranks(2, [](ProcessGroup& group) {
+  const auto ends = test::run_ranks(2, [](const ProcessGroup& group) {
     group.all_reduce_sum(1);
     if (group.rank() == 0) return group.barrier("epoch", seconds(3));
     group.guard("all_reduce of gradients", [&] { std::this_thread::sleep_for(seconds(7)); });
@@ -261,7 +261,7 @@ TEST(MonitoredBarrierTest, RanksThatWaitInDifferentGuardedCallsAreBothNamed) {
 
 // A slow rank is no mismatch.
 TEST(MismatchWatchTest, WaitingLongForASlowRankIsNoFault) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     at::Tensor x = at::ones({4});
     if (group.rank() == 1) std::this_thread::sleep_for(seconds(3));
     group.all_reduce(x);
@@ -273,10 +273,10 @@ TEST(MismatchWatchTest, WaitingLongForASlowRankIsNoFault) {
 
 // Two groups of one name wait in calls of their own, long enough to tell their stories.
 TEST(MismatchFaultTest, GroupsOfOneNameAreToldApart) {
-  test::ranks(4, [](ProcessGroup& group) {
+  test::ranks(4, [](const ProcessGroup& group) {
     const auto first = group.subgroup({0, 1}, "row");
     const auto second = group.subgroup({2, 3}, "row");
-    ProcessGroup& row = first ? *first : *second;
+    const ProcessGroup& row = first ? first : second;
     at::Tensor x = at::ones({first ? 4 : 8});
     if (row.rank() == 1) std::this_thread::sleep_for(seconds(4));
     row.all_reduce(x);
@@ -286,7 +286,7 @@ TEST(MismatchFaultTest, GroupsOfOneNameAreToldApart) {
 }
 
 TEST(MismatchFaultTest, WhatAnErrorCutsIsComparedInFull) {
-  expect_named(3, {"the ranks disagree in subgroup"}, [](ProcessGroup& group) {
+  expect_named(3, {"the ranks disagree in subgroup"}, [](const ProcessGroup& group) {
     group.subgroup({0, group.rank() == 2 ? 2 : 1}, std::string(80, 'x'));
   });
 }
@@ -295,7 +295,7 @@ TEST(MismatchFaultTest, AStoppedStoreHostIsNamedWithinSeconds) {
   const auto start = std::chrono::steady_clock::now();
   const auto ends =
       test::run_ranks(3,
-                      [](ProcessGroup& group) {
+                      [](const ProcessGroup& group) {
                         const auto pids = group.all_gather_text(std::to_string(getpid()));
                         if (group.rank() == 0) {
                           // Stands still until the others have left; a stopped process gets no

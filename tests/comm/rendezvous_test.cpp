@@ -165,16 +165,15 @@ void make_groups(const std::function<Place(int rank)>& place, int count, bool si
   for (int rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        std::vector<std::unique_ptr<ProcessGroup>> groups;
+        std::vector<ProcessGroup> groups;
         for (int i = 0; i < count; ++i) {
           if (!side_by_side) groups.clear();
-          groups.push_back(std::make_unique<ProcessGroup>(
-              place(rank),
-              GroupOptions{.rendezvous_timeout = seconds(60), .timeout = seconds(60)}));
-          EXPECT_EQ(groups.back()->all_reduce_sum(i), 3 * i);
+          groups.emplace_back(
+              place(rank), GroupOptions{.rendezvous_timeout = seconds(60), .timeout = seconds(60)});
+          EXPECT_EQ(groups.back().all_reduce_sum(i), 3 * i);
         }
-        for (auto& group : groups) EXPECT_EQ(group->all_reduce_sum(rank), 3);
-        for (auto& group : groups) group->close();
+        for (auto& group : groups) EXPECT_EQ(group.all_reduce_sum(rank), 3);
+        for (auto& group : groups) group.close();
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << one_line(error);
       }

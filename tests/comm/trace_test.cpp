@@ -109,7 +109,8 @@ TEST(TracePageTest, ReadersNeverSeeHalfARecord) {
       record.since_ns = i;
       record.dims.fill(i);
       page.write(record);
-      for (const int64_t until = steady_now_ns() + i * 37 % 4000; steady_now_ns() < until;) continue;
+      for (const int64_t until = steady_now_ns() + i * 37 % 4000; steady_now_ns() < until;)
+        continue;
     }
   });
   int64_t num_read = 0;
@@ -167,7 +168,7 @@ TEST(TraceTest, TheGroupKeepsItsPage) {
   }
   const std::string base = std::string(std::getenv("COHORT_TEST_TRACES")) + "/trace";
   if (const char* rank = std::getenv("RANK")) setenv(kTraceFileVariable, (base + rank).c_str(), 1);
-  test::ranks(2, [&](comm::ProcessGroup& group) {
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
     at::Tensor x = at::ones({4, 8});
     group.all_reduce(x);
     if (group.rank() == 0) {

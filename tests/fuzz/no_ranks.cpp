@@ -13,7 +13,7 @@ std::vector<std::string> comm::ProcessGroup::all_gather_text(const std::string&,
   TORCH_CHECK(false, "a fuzz target has no ranks");
 }
 
-void translate::work_alone(comm::ProcessGroup&, const std::string&, bool, std::chrono::milliseconds,
+void translate::work_alone(const comm::ProcessGroup&, const std::string&, bool, std::chrono::milliseconds,
                            const std::function<void()>&) {
   TORCH_CHECK(false, "a fuzz target has no ranks");
 }

@@ -55,8 +55,8 @@ Tensors mean_gradients(const std::vector<std::vector<int64_t>>& shapes, int worl
 // What the engine does: buckets of `per_bucket` gradients each, hooks in order, then all are waited
 // for.
 Tensors reduce(
-    ProcessGroup& group, const CommHook& hook, const Tensors& gradients, size_t per_bucket = 100,
-    const std::function<void()>& before_bucket = [] {}) {
+    const ProcessGroup& group, const CommHook& hook, const Tensors& gradients,
+    size_t per_bucket = 100, const std::function<void()>& before_bucket = [] {}) {
   std::vector<Bucket> buckets;
   for (size_t begin = 0; begin < gradients.size(); begin += per_bucket) {
     const size_t end = std::min(begin + per_bucket, gradients.size());
@@ -100,7 +100,7 @@ void expect_close(const Tensors& actual, const Tensors& expected, double bound) 
 const std::vector<std::vector<int64_t>> kShapes{{6, 4}, {5}, {3, 2, 2}, {1, 8}, {7, 5}};
 
 TEST(AllReduceHookTest, ResultIsTheMean) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const Tensors result =
         reduce(group, all_reduce_hook(), make_gradients(kShapes, group.rank(), 0), 2);
     const Tensors first = make_gradients(kShapes, 0, 0);
@@ -111,14 +111,15 @@ TEST(AllReduceHookTest, ResultIsTheMean) {
 }
 
 TEST(NoopHookTest, EveryRankKeepsItsOwn) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const Tensors own = make_gradients(kShapes, group.rank(), 0);
     expect_close(reduce(group, noop_hook(), own), own, 0);
   });
 }
 
 // The bound of compress.h, u the unit roundoff.
-void expect_within_compression(ProcessGroup& group, const CommHook& hook, double u, double tiny) {
+void expect_within_compression(const ProcessGroup& group, const CommHook& hook, double u,
+                               double tiny) {
   const int world_size = group.size();
   const Tensors result =
       reduce(group, hook, make_gradients(kShapes, group.rank(), 0, at::kFloat), 2);
@@ -143,7 +144,7 @@ constexpr double kTinyHalf = 1.0 / (1 << 25);
 constexpr double kUnitBFloat = 1.0 / 256;
 
 TEST(CompressHookTest, ErrorsStayWithinTheBoundOfTheType) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     expect_within_compression(group, fp16_compress_hook(), kUnitHalf, kTinyHalf);
     expect_within_compression(group, bf16_compress_hook(), kUnitBFloat, 0);
     expect_within_compression(group, fp16_compress_wrapper(all_reduce_hook()), kUnitHalf,
@@ -152,9 +153,9 @@ TEST(CompressHookTest, ErrorsStayWithinTheBoundOfTheType) {
 }
 
 TEST(CompressHookTest, TheWrappedHookSeesLowGradients) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     int calls = 0;
-    const CommHook inner = [&calls](ProcessGroup& g, Bucket bucket) {
+    const CommHook inner = [&calls](const ProcessGroup& g, Bucket bucket) {
       ++calls;
       EXPECT_EQ(bucket.buffer.scalar_type(), at::kBFloat16);
       EXPECT_EQ(bucket.gradients.size(), kShapes.size());
@@ -183,7 +184,7 @@ std::shared_ptr<PowerSgdState> make_state(PowerSgdOptions options) {
 constexpr double kAnyRate = 1e-6;
 
 TEST(PowerSgdTest, FullRankIsTheMean) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto state = make_state({.matrix_approximation_rank = 100,
                                    .start_power_sgd_iter = 2,
                                    .min_compression_rate = kAnyRate});
@@ -198,7 +199,7 @@ TEST(PowerSgdTest, FullRankIsTheMean) {
 }
 
 TEST(PowerSgdTest, BucketsMatchBetweenRanksWhateverTheTiming) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     std::vector<std::vector<int64_t>> shapes;
     for (int64_t i = 0; i < 30; ++i) shapes.push_back({2 + i % 7, 1 + i % 5});
     std::mt19937 random(static_cast<uint32_t>(group.rank()));
@@ -217,7 +218,7 @@ TEST(PowerSgdTest, BucketsMatchBetweenRanksWhateverTheTiming) {
 }
 
 TEST(PowerSgdTest, ResultHasTheRankAskedForAndIsTheSameEverywhere) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     const auto state = make_state({.matrix_approximation_rank = 2,
                                    .start_power_sgd_iter = 2,
                                    .min_compression_rate = kAnyRate});
@@ -238,7 +239,7 @@ TEST(PowerSgdTest, ResultHasTheRankAskedForAndIsTheSameEverywhere) {
 // sum of results + mean error left = sum of means, exactly; so the running mean converges like 1 /
 // T.
 TEST(PowerSgdTest, ErrorFeedbackLosesNothing) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     const auto state = make_state({.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate});
     const std::vector<std::vector<int64_t>> shapes{{8, 6}};
     at::Tensor left = at::zeros({8, 6}, at::kDouble);
@@ -258,7 +259,7 @@ TEST(PowerSgdTest, ErrorFeedbackLosesNothing) {
 }
 
 TEST(PowerSgdTest, WithoutErrorFeedbackOrWarmStartItStartsAtOnceAndForgets) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto state = make_state({.start_power_sgd_iter = 0,
                                    .min_compression_rate = kAnyRate,
                                    .use_error_feedback = false,
@@ -271,7 +272,7 @@ TEST(PowerSgdTest, WithoutErrorFeedbackOrWarmStartItStartsAtOnceAndForgets) {
 }
 
 TEST(PowerSgdTest, SmallGradientsTravelWhole) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     // (6 + 4) * 1 * 2 < 24, but (7 + 5) * 1 * 3 > 35.
     const auto state = make_state({.start_power_sgd_iter = 2, .min_compression_rate = 2.3});
     const std::vector<std::vector<int64_t>> shapes{{6, 4}, {9}, {3, 3}};
@@ -288,7 +289,7 @@ TEST(PowerSgdTest, SmallGradientsTravelWhole) {
 }
 
 TEST(PowerSgdTest, ARestoredRunIsBitEqual) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const PowerSgdOptions options{.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate};
     const auto state = make_state(options);
     const auto step = [&](const std::shared_ptr<PowerSgdState>& s, int i) {
@@ -311,7 +312,7 @@ TEST(PowerSgdTest, ARestoredRunIsBitEqual) {
 }
 
 TEST(PowerSgdTest, AStepThatIsNotFiniteShowsOnAllRanksAndIsForgotten) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto state = make_state({.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate});
     const auto step = [&](int i, bool infinite) {
       Tensors gradients = make_gradients(kShapes, group.rank(), i);
@@ -330,7 +331,7 @@ TEST(PowerSgdTest, AStepThatIsNotFiniteShowsOnAllRanksAndIsForgotten) {
 }
 
 TEST(PowerSgdTest, AnOverflowOfTheSecondMessageAloneIsForgotten) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto state = make_state({.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate});
     const CommHook hook = fp16_compress_wrapper(power_sgd_hook(state));
     const auto step = [&](int i, bool large) {
@@ -351,7 +352,7 @@ TEST(PowerSgdTest, AnOverflowOfTheSecondMessageAloneIsForgotten) {
 }
 
 TEST(PowerSgdTest, AZeroGradientDoesNotStopLaterOnes) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto state = make_state(
         {.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate, .use_error_feedback = false});
     const std::vector<std::vector<int64_t>> shapes{{6, 4}};
@@ -365,7 +366,7 @@ TEST(PowerSgdTest, AZeroGradientDoesNotStopLaterOnes) {
 }
 
 TEST(PowerSgdTest, SixteenBitGradientsWork) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto state = make_state({.matrix_approximation_rank = 100,
                                    .start_power_sgd_iter = 2,
                                    .min_compression_rate = kAnyRate});
@@ -380,7 +381,7 @@ TEST(PowerSgdTest, SixteenBitGradientsWork) {
 }
 
 // Least squares of y = x W by gradient descent; returns the loss over all ranks' data.
-double train(ProcessGroup& group, const CommHook& hook, int steps) {
+double train(const ProcessGroup& group, const CommHook& hook, int steps) {
   torch::manual_seed(3);
   const at::Tensor truth = at::randn({12, 8}, at::kDouble);
   at::Tensor weight = at::zeros({12, 8}, at::kDouble).requires_grad_();
@@ -402,7 +403,7 @@ double train(ProcessGroup& group, const CommHook& hook, int steps) {
 // Rank 1 of 8 with error feedback: as small a loss as with whole gradients, of some 90 at the
 // start; without feedback the test's steps do not suffice.
 TEST(PowerSgdTest, TrainingReachesTheLossOfWholeGradients) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const double whole = train(group, all_reduce_hook(), 300);
     const double compressed =
         train(group, power_sgd_hook(make_state({.start_power_sgd_iter = 2})), 300);
@@ -427,7 +428,7 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 TEST(PowerSgdTest, RunsUnderDistributedDataParallelWithSeveralBuckets) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     Net net;
     Net whole;
     DistributedDataParallel<Net> ddp(net, group, {.bucket_cap_mb = 0.01});
@@ -474,7 +475,7 @@ TEST(PowerSgdTest, BadInputIsExplained) {
 
 // Each rank also plays all others on its own, without communication.
 TEST(PostLocalSgdTest, EqualsAveragingByHand) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     constexpr int kWarmup = 2;
     constexpr int kPeriod = 3;
     const std::vector<std::vector<int64_t>> shapes{{3, 2}, {4}};
@@ -506,17 +507,17 @@ TEST(PostLocalSgdTest, EqualsAveragingByHand) {
 }
 
 TEST(PostLocalSgdTest, ASubgroupGoesOnTogether) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     const auto pair = group.subgroup({0, 1}, "pair");
     const auto state = std::make_shared<PostLocalSgdState>(
-        PostLocalSgdOptions{.start_local_sgd_iter = 1, .subgroup = pair.get()});
+        PostLocalSgdOptions{.start_local_sgd_iter = 1, .subgroup = pair});
     const Tensors own = make_gradients(kShapes, group.rank(), 0);
     expect_close(reduce(group, post_local_sgd_hook(state), own, 2), mean_gradients(kShapes, 3, 0),
                  kBound64);
     EXPECT_EQ(state->iteration(), 1) << "counts passes, not buckets";
     const Tensors expected = pair ? mean_gradients(kShapes, 2, 0) : own;
     expect_close(reduce(group, post_local_sgd_hook(state), own, 2), expected, kBound64);
-    if (pair) pair->close();
+    if (pair) pair.close();
   });
 }
 

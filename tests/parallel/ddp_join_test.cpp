@@ -46,7 +46,7 @@ Branches train_alone(const Plan& plan) {
 }
 
 void expect_join_equals_one_process(const Plan& plan) {
-  test::ranks(static_cast<int>(plan.batches.size()), [&](ProcessGroup& group) {
+  test::ranks(static_cast<int>(plan.batches.size()), [&](const ProcessGroup& group) {
     const Branches expected = train_alone(plan);
     Branches model;
     Ddp ddp(model, group, plan.ddp);
@@ -112,7 +112,7 @@ TEST(DdpJoinTest, WithUnusedParameters) {
 
 // The rank that stands in has used the extra layer once; those that go on never do.
 TEST(DdpJoinTest, WhatNoActiveRankUsesGetsNoGradient) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.find_unused_parameters = true});
     int steps = 0;
@@ -134,7 +134,7 @@ TEST(DdpJoinTest, WithAStaticGraph) {
 }
 
 TEST(DdpJoinTest, AStaticGraphNeedsEveryRankInItsFirstStep) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.static_graph = true});
     test::expect_error<c10::ValueError>(
@@ -148,7 +148,7 @@ TEST(DdpJoinTest, AStaticGraphNeedsEveryRankInItsFirstStep) {
 }
 
 TEST(DdpJoinTest, EarlyTerminationThrowsOnEveryRank) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     int steps = 0;
@@ -170,7 +170,7 @@ TEST(DdpJoinTest, EarlyTerminationThrowsOnEveryRank) {
 }
 
 TEST(DdpJoinTest, BuffersComeFromARankThatStillTrains) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     parallel::join(ddp, [&] {
@@ -187,7 +187,7 @@ TEST(DdpJoinTest, BuffersComeFromARankThatStillTrains) {
 }
 
 TEST(DdpJoinTest, AccumulationInsideNoSync) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     // Rank 1 has no second pair of batches.
@@ -218,7 +218,7 @@ TEST(DdpJoinTest, AccumulationInsideNoSync) {
 }
 
 TEST(DdpJoinTest, ARankThatNeverSawASparseGradientFollows) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     torch::nn::EmbeddingBag bag(
         torch::nn::EmbeddingBagOptions(5, 3).sparse(true).mode(torch::kSum));
     parallel::DistributedDataParallel<torch::nn::EmbeddingBag> ddp(bag, group);
@@ -231,7 +231,7 @@ TEST(DdpJoinTest, ARankThatNeverSawASparseGradientFollows) {
 }
 
 TEST(DdpJoinTest, RanksMustAgreeOnNoSync) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     test::expect_error<c10::ValueError>(

@@ -72,7 +72,7 @@ std::vector<at::Tensor> mean(std::vector<at::Tensor> a, const std::vector<at::Te
 }
 
 TEST(DdpMixedPrecisionTest, ComputesInLowPrecisionAndKeepsMasters) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool views : {false, true}) {
       Watched model;
       Ddp ddp(model, group,
@@ -101,7 +101,7 @@ TEST(DdpMixedPrecisionTest, ComputesInLowPrecisionAndKeepsMasters) {
 }
 
 TEST(DdpMixedPrecisionTest, OutputsComeInTheirOwnTypeAndInputsAreCastUnlessAskedNotTo) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow, .output_dtype = at::kDouble}});
     const auto expected =
@@ -120,7 +120,7 @@ TEST(DdpMixedPrecisionTest, OutputsComeInTheirOwnTypeAndInputsAreCastUnlessAsked
 }
 
 TEST(DdpMixedPrecisionTest, MastersAreBackAfterAPlainBackward) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Watched model;
     model->last->bias.set_requires_grad(false);
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
@@ -134,7 +134,7 @@ TEST(DdpMixedPrecisionTest, MastersAreBackAfterAPlainBackward) {
 }
 
 TEST(DdpMixedPrecisionTest, MastersAreBackAfterAForwardWithoutGradientOrOneThatThrows) {
-  test::ranks(1, [](ProcessGroup& group) {
+  test::ranks(1, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
     {
@@ -150,7 +150,7 @@ TEST(DdpMixedPrecisionTest, MastersAreBackAfterAForwardWithoutGradientOrOneThatT
 }
 
 TEST(DdpMixedPrecisionTest, MastersAreBackAfterABackwardThatThrows) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
     for (const bool early : {false, true}) {
@@ -175,7 +175,7 @@ TEST(DdpMixedPrecisionTest, MastersAreBackAfterABackwardThatThrows) {
 }
 
 TEST(DdpMixedPrecisionTest, AForwardWithoutGradientLeavesThoseOfAnotherLent) {
-  test::ranks(1, [](ProcessGroup& group) {
+  test::ranks(1, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
     const at::Tensor loss = loss_of(ddp(batch_of(0)));
@@ -192,7 +192,7 @@ TEST(DdpMixedPrecisionTest, AForwardWithoutGradientLeavesThoseOfAnotherLent) {
 }
 
 TEST(DdpMixedPrecisionTest, AccumulatesInFloat32) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
     {
@@ -211,7 +211,7 @@ TEST(DdpMixedPrecisionTest, AccumulatesInFloat32) {
 }
 
 TEST(DdpMixedPrecisionTest, SeveralForwardsBeforeOneBackward) {
-  test::ranks(1, [](ProcessGroup& group) {
+  test::ranks(1, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
     const at::Tensor one = ddp(batch_of(0, 0));
@@ -227,7 +227,7 @@ TEST(DdpMixedPrecisionTest, SeveralForwardsBeforeOneBackward) {
 }
 
 TEST(DdpMixedPrecisionTest, GradientsTravelInTheReduceType) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.reduce_dtype = kLow}});
     ddp.backward(loss_of(ddp(batch_of(group.rank()))));
@@ -247,7 +247,7 @@ TEST(DdpMixedPrecisionTest, GradientsTravelInTheReduceType) {
 }
 
 TEST(DdpMixedPrecisionTest, FloatingBuffersTakeTheirTypeForGood) {
-  test::ranks(1, [](ProcessGroup& group) {
+  test::ranks(1, [](const ProcessGroup& group) {
     Watched model;
     const Ddp ddp(model, group, {.mixed_precision = {.buffer_dtype = kLow}});
     EXPECT_EQ(model->scale.scalar_type(), kLow);
@@ -257,7 +257,7 @@ TEST(DdpMixedPrecisionTest, FloatingBuffersTakeTheirTypeForGood) {
 }
 
 TEST(DdpMixedPrecisionTest, IgnoredParametersKeepTheirType) {
-  test::ranks(1, [](ProcessGroup& group) {
+  test::ranks(1, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group,
             {.ignored = {"last.weight", "last.bias"}, .mixed_precision = {.param_dtype = kLow}});
@@ -278,7 +278,7 @@ struct TiedImpl : torch::nn::Module {
 TORCH_MODULE(Tied);
 
 TEST(DdpMixedPrecisionTest, TiedParametersAreLentOnce) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Tied model;
     parallel::DistributedDataParallel<Tied> ddp(model, group,
                                                 {.mixed_precision = {.param_dtype = kLow}});
@@ -290,7 +290,7 @@ TEST(DdpMixedPrecisionTest, TiedParametersAreLentOnce) {
 }
 
 TEST(DdpMixedPrecisionTest, UnusedParametersGetTheirMasterBack) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     test::Branches model;
     test::Ddp ddp(model, group,
                   {.find_unused_parameters = true, .mixed_precision = {.param_dtype = at::kFloat}});

@@ -58,7 +58,7 @@ TEST(DdpOptionsTest, AModelThatTheGroupsEngineDoesNotServeIsRefused) {
 }
 
 TEST(DdpOptionsTest, UnusedParametersAreNamedAtOnceAndTheGroupGoesOn) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}});
     test::expect_error<c10::ValueError>(
@@ -72,7 +72,7 @@ TEST(DdpOptionsTest, UnusedParametersAreNamedAtOnceAndTheGroupGoesOn) {
 }
 
 TEST(DdpOptionsTest, AfterAPlainBackwardTheNextForwardNamesThem) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     loss_of(ddp(batch_of(0), false)).backward();
@@ -85,7 +85,7 @@ TEST(DdpOptionsTest, AfterAPlainBackwardTheNextForwardNamesThem) {
 }
 
 TEST(DdpOptionsTest, ARankAloneInLeavingOutParametersNamesThemAndTheOthersLoseIt) {
-  const auto ends = test::run_ranks(2, [](ProcessGroup& group) {
+  const auto ends = test::run_ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     ddp.backward(loss_of(ddp(batch_of(0), group.rank() == 0)));
@@ -97,7 +97,7 @@ TEST(DdpOptionsTest, ARankAloneInLeavingOutParametersNamesThemAndTheOthersLoseIt
 }
 
 TEST(DdpOptionsTest, AForwardWithoutBackwardIsNoError) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     ddp(batch_of(0));
@@ -107,7 +107,7 @@ TEST(DdpOptionsTest, AForwardWithoutBackwardIsNoError) {
 }
 
 TEST(DdpOptionsTest, FindUnusedLetsOneRankLeaveOutParameters) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.find_unused_parameters = true});
     Branches reference;
@@ -120,7 +120,7 @@ TEST(DdpOptionsTest, FindUnusedLetsOneRankLeaveOutParameters) {
 }
 
 TEST(DdpOptionsTest, FindUnusedLeavesTheGradientOfWhatNobodyUsesUndefined) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.find_unused_parameters = true});
     for (int step = 0; step < 2; ++step) {
@@ -165,7 +165,7 @@ struct NestedNetImpl : torch::nn::Module {
 TORCH_MODULE(NestedNet);
 
 TEST(DdpOptionsTest, OutputsThatTheLossLeavesOutAreFoundInsideAnyContainer) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     NestedNet net;
     parallel::DistributedDataParallel<NestedNet> ddp(net, group, {.find_unused_parameters = true});
     for (int used = 0; used < 3; ++used) {
@@ -212,7 +212,7 @@ struct RecomputingImpl : test::BranchesImpl {
 TORCH_MODULE(Recomputing);
 
 TEST(DdpOptionsTest, StaticGraphAveragesUnusedAndReusedParameters) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Recomputing model;
     Branches same(std::static_pointer_cast<test::BranchesImpl>(model.ptr()));
     parallel::DistributedDataParallel<Recomputing> ddp(
@@ -226,7 +226,7 @@ TEST(DdpOptionsTest, StaticGraphAveragesUnusedAndReusedParameters) {
 }
 
 TEST(DdpOptionsTest, StaticGraphAveragesWhatWasAccumulatedFromTheFirstStepOn) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-4}, .static_graph = true});
     for (int step = 0; step < 3; ++step) {
@@ -245,7 +245,7 @@ TEST(DdpOptionsTest, StaticGraphAveragesWhatWasAccumulatedFromTheFirstStepOn) {
 }
 
 TEST(DdpOptionsTest, StaticGraphAveragesWhenTheLossLeavesOutAnOutput) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     NestedNet net;
     parallel::DistributedDataParallel<NestedNet> ddp(net, group, {.static_graph = true});
     for (int step = 0; step < 3; ++step) {
@@ -261,7 +261,7 @@ TEST(DdpOptionsTest, StaticGraphAveragesWhenTheLossLeavesOutAnOutput) {
 }
 
 TEST(DdpOptionsTest, StaticGraphNamesWhatALaterStepLeavesOutAndTheGroupGoesOn) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool plain : {false, true}) {
       Branches model;
       Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}, .static_graph = true});
@@ -286,11 +286,11 @@ TEST(DdpOptionsTest, StaticGraphNamesWhatALaterStepLeavesOutAndTheGroupGoesOn) {
 }
 
 TEST(DdpOptionsTest, StaticGraphTellsHooksWhichBucketTheyGet) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}, .static_graph = true});
     std::vector<int64_t> order;
-    ddp.register_comm_hook([&](ProcessGroup& peers, const parallel::Bucket& bucket) {
+    ddp.register_comm_hook([&](const ProcessGroup& peers, const parallel::Bucket& bucket) {
       const std::string name = ddp.bucket_layout().at(static_cast<size_t>(bucket.index)).at(0);
       EXPECT_TRUE(bucket.parameters.at(0).is_same(model->named_parameters()[name])) << name;
       EXPECT_EQ(bucket.gradients.at(0).sizes(), bucket.parameters[0].sizes()) << name;
@@ -309,7 +309,7 @@ TEST(DdpOptionsTest, StaticGraphTellsHooksWhichBucketTheyGet) {
 }
 
 TEST(DdpOptionsTest, AfterABackwardThatThrewTheGroupGoesOn) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool plain : {false, true}) {
       for (const DistributedDataParallelOptions& options :
            {DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6}},
@@ -341,7 +341,7 @@ TEST(DdpOptionsTest, AfterABackwardThatThrewTheGroupGoesOn) {
 }
 
 TEST(DdpOptionsTest, SkippedBucketsAreNotSent) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool skip : {false, true}) {
       Branches model;
       Ddp ddp(model, group,
@@ -349,7 +349,7 @@ TEST(DdpOptionsTest, SkippedBucketsAreNotSent) {
                .find_unused_parameters = true,
                .skip_all_reduce_unused_params = skip});
       int sent = 0;
-      ddp.register_comm_hook([&sent](ProcessGroup& peers, parallel::Bucket bucket) {
+      ddp.register_comm_hook([&sent](const ProcessGroup& peers, parallel::Bucket bucket) {
         ++sent;
         return parallel::start_all_reduce(peers, bucket.buffer.div_(peers.size()));
       });
@@ -362,7 +362,7 @@ TEST(DdpOptionsTest, SkippedBucketsAreNotSent) {
 }
 
 TEST(DdpOptionsTest, SeveralForwardsBeforeOneBackward) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     Branches reference;
@@ -377,7 +377,7 @@ TEST(DdpOptionsTest, SeveralForwardsBeforeOneBackward) {
 }
 
 TEST(DdpOptionsTest, FrozenParametersStayOut) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     model->first->weight.set_requires_grad(false);
     Ddp ddp(model, group);
@@ -392,7 +392,7 @@ TEST(DdpOptionsTest, FrozenParametersStayOut) {
 }
 
 TEST(DdpOptionsTest, GradientsOfGradientsAreRefused) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     test::expect_error<c10::NotImplementedError>(
@@ -408,7 +408,7 @@ TEST(DdpOptionsTest, GradientsOfGradientsAreRefused) {
 }
 
 TEST(DdpOptionsTest, SparseGradientsOfEmbeddings) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     torch::nn::Sequential net(torch::nn::Embedding(torch::nn::EmbeddingOptions(9, 4).sparse(true)),
                               torch::nn::Linear(4, 2));
     torch::nn::Embedding reference(torch::nn::EmbeddingOptions(9, 4));
@@ -435,7 +435,7 @@ TEST(DdpOptionsTest, SparseGradientsOfEmbeddings) {
 }
 
 TEST(DdpOptionsTest, SparseGradientsOfEmbeddingBags) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     torch::nn::EmbeddingBag bag(
         torch::nn::EmbeddingBagOptions(5, 3).sparse(true).mode(torch::kSum));
     parallel::DistributedDataParallel<torch::nn::EmbeddingBag> ddp(bag, group);
@@ -449,7 +449,7 @@ TEST(DdpOptionsTest, SparseGradientsOfEmbeddingBags) {
 }
 
 TEST(DdpOptionsTest, CapsCutBucketsInTheOrderOfSending) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     constexpr double kByte = 1.0 / (1 << 20);
     // Bytes: first 4*6*8 + 48, shared and extra 6*6*8 + 48, last 2*6*8 + 16.
     Branches model;
@@ -470,7 +470,7 @@ TEST(DdpOptionsTest, CapsCutBucketsInTheOrderOfSending) {
 }
 
 TEST(DdpOptionsTest, GradientsAreViewsOfBucketsOnlyOnRequest) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool views : {false, true}) {
       Branches model;
       Ddp ddp(model, group, {.gradient_as_bucket_view = views});
@@ -482,7 +482,7 @@ TEST(DdpOptionsTest, GradientsAreViewsOfBucketsOnlyOnRequest) {
 }
 
 TEST(DdpOptionsTest, WithoutInitSyncRanksKeepTheirState) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool sync : {false, true}) {
       Branches model;
       torch::NoGradGuard no_grad;
@@ -494,7 +494,7 @@ TEST(DdpOptionsTest, WithoutInitSyncRanksKeepTheirState) {
 }
 
 TEST(DdpOptionsTest, BuffersStayWithTheirRankOnRequest) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool follow : {false, true}) {
       Branches model;
       Ddp ddp(model, group, {.broadcast_buffers = follow});
@@ -506,7 +506,7 @@ TEST(DdpOptionsTest, BuffersStayWithTheirRankOnRequest) {
 }
 
 TEST(DdpOptionsTest, IgnoredTensorsAreLeftAlone) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     {
       // Of another shape on each rank: neither verified nor sent.
@@ -548,7 +548,7 @@ class Starts {
 };
 
 TEST(DdpOptionsTest, DelayedParametersStartTogetherAfterTheTrigger) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     model->first->bias.set_requires_grad(false);
     Ddp ddp(model, group,
@@ -571,7 +571,7 @@ TEST(DdpOptionsTest, DelayedParametersStartTogetherAfterTheTrigger) {
 }
 
 TEST(DdpOptionsTest, DelayedParametersAreAveragedInOnePiece) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group,
             {.delay_all_reduce_named_params = {"last.weight", "extra.bias"},
@@ -601,7 +601,7 @@ TEST(DdpOptionsTest, DelayedParametersAreAveragedInOnePiece) {
 }
 
 TEST(DdpOptionsTest, AChangedParameterIsNamed) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     model->extra->to(at::kFloat);
@@ -611,7 +611,7 @@ TEST(DdpOptionsTest, AChangedParameterIsNamed) {
 }
 
 TEST(DdpOptionsTest, DifferentOptionsAreNamedOnEveryRank) {
-  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+  const auto ends = test::run_ranks(3, [](const ProcessGroup& group) {
     Branches model;
     const Ddp ddp(model, group, {.static_graph = group.rank() == 2});
   });
@@ -624,7 +624,7 @@ TEST(DdpOptionsTest, DifferentOptionsAreNamedOnEveryRank) {
 }
 
 TEST(DdpOptionsTest, OptionsThatDecideWhatTravelsMustAgree) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const bool other = group.rank() == 1;
     const auto refused = [&](const DistributedDataParallelOptions& options,
                              const std::string& part) {
@@ -653,7 +653,7 @@ TEST(DdpOptionsTest, OptionsThatDecideWhatTravelsMustAgree) {
 }
 
 TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
-  test::ranks(1, [](ProcessGroup& group) {
+  test::ranks(1, [](const ProcessGroup& group) {
     Branches model;
     const auto refused = [&](const DistributedDataParallelOptions& options,
                              const std::string& part) {
@@ -683,20 +683,20 @@ TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
 }
 
 // A communication hook: halves what travels. Gradients stay exact where they fit into float32.
-parallel::TensorFuture send_float32(ProcessGroup& group, const parallel::Bucket& bucket) {
+parallel::TensorFuture send_float32(const ProcessGroup& group, const parallel::Bucket& bucket) {
   const at::Tensor small = bucket.buffer.div(group.size()).to(at::kFloat);
   return parallel::then(parallel::start_all_reduce(group, small),
                         [](const at::Tensor& sum) { return sum.to(at::kDouble); });
 }
 
 TEST(DdpOptionsTest, AHookCarriesTheGradients) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool views : {false, true}) {
       Branches model;
       Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}, .gradient_as_bucket_view = views});
       std::vector<int64_t> order;
       ddp.register_comm_hook(
-          [&](ProcessGroup& peers, const parallel::Bucket& bucket) {
+          [&](const ProcessGroup& peers, const parallel::Bucket& bucket) {
             order.push_back(bucket.index);
             EXPECT_EQ(bucket.is_last, bucket.index == 7);
             EXPECT_TRUE(bucket.gradients[0].sizes() == bucket.parameters[0].sizes());
@@ -722,11 +722,11 @@ TEST(DdpOptionsTest, AHookCarriesTheGradients) {
 }
 
 TEST(DdpOptionsTest, WhatAHookThrowsArrivesAndTheGroupGoesOn) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
     bool broken = true;
-    ddp.register_comm_hook([&](ProcessGroup& peers, const parallel::Bucket& bucket) {
+    ddp.register_comm_hook([&](const ProcessGroup& peers, const parallel::Bucket& bucket) {
       TORCH_CHECK_VALUE(!broken, "hook is broken");
       return send_float32(peers, bucket);
     });
@@ -755,7 +755,7 @@ struct SlowBranchesImpl : test::BranchesImpl {
 TORCH_MODULE(SlowBranches);
 
 TEST(DdpOptionsTest, TimesAreMeasured) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     SlowBranches model;
     // The first layer's gradient is the last; all other buckets are under way before it.
     model->first->weight.register_hook([](const at::Tensor&) { compute_for(kBackwardNs); });
@@ -827,7 +827,7 @@ bool same_parameters(const Shuffled& a, const Shuffled& b) {
 
 // Trains 4 steps at once, and 2 + 2 with a new DDP in between that is given `layout_kept`; are they
 // bit-equal?
-bool resumed_equals_uninterrupted(ProcessGroup& group, bool rebuild, bool layout_kept) {
+bool resumed_equals_uninterrupted(const ProcessGroup& group, bool rebuild, bool layout_kept) {
   const DistributedDataParallelOptions options{.bucket_cap_mb_list = {0.01},
                                                .rebuild_buckets = rebuild};
   Shuffled whole;
@@ -853,25 +853,25 @@ bool resumed_equals_uninterrupted(ProcessGroup& group, bool rebuild, bool layout
 }
 
 TEST(DdpOptionsTest, ResumedIsBitEqualWithTheFixedLayout) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     EXPECT_TRUE(resumed_equals_uninterrupted(group, false, false));
   });
 }
 
 TEST(DdpOptionsTest, ResumedIsBitEqualWithTheSavedLayoutOfRebuiltBuckets) {
   test::ranks(
-      3, [](ProcessGroup& group) { EXPECT_TRUE(resumed_equals_uninterrupted(group, true, true)); });
+      3, [](const ProcessGroup& group) { EXPECT_TRUE(resumed_equals_uninterrupted(group, true, true)); });
 }
 
 // Shows that the two tests above can fail.
 TEST(DdpOptionsTest, ResumedDiffersWhenRebuiltBucketsAreForgotten) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     EXPECT_FALSE(resumed_equals_uninterrupted(group, true, false));
   });
 }
 
 TEST(DdpOptionsTest, RebuiltBucketsFollowTheOrderOfGradients) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Shuffled model;
     ShuffledDdp ddp(model, group, {.bucket_cap_mb_list = {0.005}, .rebuild_buckets = true});
     EXPECT_EQ(ddp.num_buckets(), 1);

@@ -25,9 +25,9 @@ constexpr int kSteps = 10;
 constexpr double kLearningRate = 1e-3;
 
 // float64: a gradient is a sum of some 100 token terms, for each batch that is accumulated, in
-// another order: 100 eps = 2.2e-14 of the largest element. Adam divides a gradient by its own size, so a parameter moves by the rate times
-// the relative error of single gradient elements, which may be 1e-16 / 1e-7 for small ones: 10
-// steps x 1e-3 x 1e-9 = 1e-11.
+// another order: 100 eps = 2.2e-14 of the largest element. Adam divides a gradient by its own size,
+// so a parameter moves by the rate times the relative error of single gradient elements, which may
+// be 1e-16 / 1e-7 for small ones: 10 steps x 1e-3 x 1e-9 = 1e-11.
 constexpr double kGradientBound64 = 2.2e-14;
 constexpr double kParameterBound64 = 1e-11;
 // float32: gradients as above, 100 eps = 1.2e-5. Parameters after Adam are compared by their share
@@ -63,8 +63,8 @@ double relative_difference(const at::Tensor& a, const at::Tensor& b) {
 
 // Trains `model` by DDP and, beside it, a copy on the union of the batches; compares after the
 // first backward and at the end.
-void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, double gradient_bound,
-                                    double parameter_bound, int accumulation,
+void expect_ranks_equal_one_process(const ProcessGroup& group, at::ScalarType type,
+                                    double gradient_bound, double parameter_bound, int accumulation,
                                     bool bucket_views = true) {
   Transformer model = make_model(type);
   Transformer reference = make_model(type);
@@ -118,38 +118,38 @@ void expect_ranks_equal_one_process(ProcessGroup& group, at::ScalarType type, do
 }
 
 TEST(DdpTest, TwoRanksEqualOneProcessInFloat64) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 1);
   });
 }
 
 TEST(DdpTest, ThreeRanksEqualOneProcessInFloat64) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 1);
   });
 }
 
 TEST(DdpTest, GradientsOutsideBucketsEqualOneProcessToo) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 2,
                                    /*bucket_views=*/false);
   });
 }
 
 TEST(DdpTest, AccumulationEqualsOneProcessInFloat64) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     expect_ranks_equal_one_process(group, at::kDouble, kGradientBound64, kParameterBound64, 3);
   });
 }
 
 TEST(DdpTest, TwoRanksFollowOneProcessInFloat32) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     expect_ranks_equal_one_process(group, at::kFloat, kGradientBound32, kParameterBound32, 1);
   });
 }
 
 TEST(DdpTest, ThreeRanksFollowOneProcessInFloat32) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     expect_ranks_equal_one_process(group, at::kFloat, kGradientBound32, kParameterBound32, 1);
   });
 }
@@ -167,7 +167,7 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 TEST(DdpTest, BuffersFollowRankZeroAtEachForward) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
     net->calls.fill_(group.rank() + 5);
@@ -179,7 +179,7 @@ TEST(DdpTest, BuffersFollowRankZeroAtEachForward) {
 // Each rank's batches leave other statistics behind.
 TEST(DdpTest, ValidationComputesWithRankZerosStatistics) {
   for (const int world_size : {2, 3}) {
-    test::ranks(world_size, [](ProcessGroup& group) {
+    test::ranks(world_size, [](const ProcessGroup& group) {
       torch::nn::BatchNorm1d net(torch::nn::BatchNorm1dOptions(4));
       DistributedDataParallel<torch::nn::BatchNorm1d> ddp(net, group);
       const at::Tensor x = at::arange(24, at::kFloat).view({6, 4});
@@ -199,14 +199,14 @@ TEST(DdpTest, ValidationComputesWithRankZerosStatistics) {
 
 // As in PyTorch: in the forward that follows a synchronized step, whatever kind of forward it is.
 TEST(DdpTest, BuffersAreSentInTheForwardAfterASynchronizedOne) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
     enum Kind { kStep, kNoSync, kValidation };
     const std::vector<std::pair<Kind, bool>> plan{
-        {kStep, true},    {kStep, true},    {kValidation, true}, {kValidation, false}, {kStep, false},
-        {kNoSync, true},  {kNoSync, false}, {kStep, false},      {kNoSync, true},      {kValidation, false},
-        {kStep, false},   {kStep, true}};
+        {kStep, true},   {kStep, true},        {kValidation, true}, {kValidation, false},
+        {kStep, false},  {kNoSync, true},      {kNoSync, false},    {kStep, false},
+        {kNoSync, true}, {kValidation, false}, {kStep, false},      {kStep, true}};
     for (size_t i = 0; i < plan.size(); ++i) {
       const auto [kind, sent] = plan[i];
       net->calls.fill_(static_cast<double>(10 * i) + group.rank());
@@ -225,7 +225,7 @@ TEST(DdpTest, BuffersAreSentInTheForwardAfterASynchronizedOne) {
 }
 
 TEST(DdpTest, BuffersFollowRankZeroWhenTheirStorageIsReplaced) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
     net->calls.set_(at::full({1}, group.rank() + 5.0F));
@@ -238,7 +238,7 @@ TEST(DdpTest, BuffersFollowRankZeroWhenTheirStorageIsReplaced) {
 }
 
 TEST(DdpTest, NoSyncSendsNothing) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
     {
@@ -254,7 +254,7 @@ TEST(DdpTest, NoSyncSendsNothing) {
 
 // Such a gradient would stay each rank's own.
 TEST(DdpTest, ABackwardThatNoForwardOfTheWrapperAnnouncedIsRefusedByName) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
     const auto input = at::ones({2, 4});
@@ -276,7 +276,7 @@ TEST(DdpTest, ABackwardThatNoForwardOfTheWrapperAnnouncedIsRefusedByName) {
 }
 
 TEST(DdpTest, DifferentModelsAreNamedOnEveryRank) {
-  const auto ends = test::run_ranks(3, [](ProcessGroup& group) {
+  const auto ends = test::run_ranks(3, [](const ProcessGroup& group) {
     Net net(group.rank() == 1 ? 9 : 8);
     const DistributedDataParallel<Net> ddp(net, group);
   });

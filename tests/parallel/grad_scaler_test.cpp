@@ -86,7 +86,7 @@ TEST(GradScalerTest, WrongUseIsRefused) {
 }
 
 TEST(GradScalerTest, OneRanksOverflowIsEverybodys) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     GradScaler scaler(group);
     EXPECT_FALSE(step(scaler, group.rank() == 1 ? kInf : 1.F));
     EXPECT_EQ(scaler.scale(), 32768);
@@ -111,7 +111,7 @@ TORCH_MODULE(Head);
 
 // Float16 arithmetic on float32 masters: in step 1 rank 1's loss overflows; the others count.
 template <class Model>
-void train(ProcessGroup& group, Model& model,
+void train(const ProcessGroup& group, Model& model,
            const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
   optim::Adam adam(parameters);
   std::vector<at::Tensor> tensors;
@@ -137,7 +137,7 @@ void train(ProcessGroup& group, Model& model,
 }
 
 TEST(GradScalerTest, WithDistributedDataParallelAndShardedModelsAStepThatOverflowsIsLeftOut) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const parallel::MixedPrecision types{.param_dtype = at::kHalf, .output_dtype = at::kFloat};
     Head whole;
     parallel::DistributedDataParallel<Head> ddp(whole, group, {.mixed_precision = types});

@@ -167,10 +167,11 @@ TEST(CheckpointTest, ACapturedTensorThatHasAHistoryIsNamed) {
     checkpoint(body, {x});
     FAIL() << "nothing was thrown";
   } catch (const c10::ValueError& error) {
-    EXPECT_NE(std::string(error.what())
-                  .find("checkpoint: the body uses a result of ExpBackward0 from outside; expected it "
-                        "among the inputs"),
-              std::string::npos)
+    EXPECT_NE(
+        std::string(error.what())
+            .find("checkpoint: the body uses a result of ExpBackward0 from outside; expected it "
+                  "among the inputs"),
+        std::string::npos)
         << error.what();
   }
   // Named, it gets its gradient; but beside what it was computed from, that would get it twice.
@@ -309,7 +310,7 @@ TEST(CheckpointTest, ItKeepsTheInputsAlone) {
 }
 
 TEST(CheckpointTest, UnderDistributedDataParallelNoBitChanges) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     std::vector<std::vector<at::Tensor>> found;
     for (const bool recompute : {false, true}) {
       Tower tower(std::vector<bool>{recompute, recompute});
@@ -324,7 +325,7 @@ TEST(CheckpointTest, UnderDistributedDataParallelNoBitChanges) {
 }
 
 TEST(CheckpointTest, InsideShardedUnitsNoBitChanges) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
       std::vector<std::vector<at::Tensor>> found;
       for (const bool recompute : {false, true}) {
@@ -342,7 +343,7 @@ TEST(CheckpointTest, InsideShardedUnitsNoBitChanges) {
 }
 
 TEST(CheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
-  test::ranks(3, [](comm::ProcessGroup& group) {
+  test::ranks(3, [](const comm::ProcessGroup& group) {
     std::vector<std::vector<at::Tensor>> found;
     const auto train = [&](auto& model, auto& wrapped, const auto& tensors) {
       torch::manual_seed(static_cast<uint64_t>(group.rank()));
@@ -382,8 +383,8 @@ TEST(CheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
 TEST(CheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
   comm::ProcessGroup alone(comm::Place{});
   Capturing model(true);
-  DistributedDataParallel<Capturing> ddp(
-      model, alone, {.mixed_precision = {.param_dtype = at::kBFloat16}});
+  DistributedDataParallel<Capturing> ddp(model, alone,
+                                         {.mixed_precision = {.param_dtype = at::kBFloat16}});
   try {
     ddp(batch_of(0));
     FAIL() << "nothing was thrown";

@@ -78,7 +78,7 @@ struct Ddp {
   using Wrapper = parallel::DistributedDataParallel<Net>;
   using ZeroOptimizer = parallel::ZeroRedundancyOptimizer<Optimizer>;
 
-  Ddp(const RandomCase& c, Net& net, comm::ProcessGroup& group) : c_(c), net_(net), wrapper(net, group, options_of(c)) {
+  Ddp(const RandomCase& c, Net& net, const comm::ProcessGroup& group) : c_(c), net_(net), wrapper(net, group, options_of(c)) {
     if (c.strategy == Strategy::kZeroRedundancy) {
       zero.emplace(optim::named_parameters(*net), group, [&](const auto& slices) {
         std::vector<std::pair<std::string, at::Tensor>> named;
@@ -140,7 +140,7 @@ struct Ddp {
 struct Sharded {
   using Wrapper = parallel::ShardedDataParallel<Net>;
 
-  Sharded(const RandomCase& c, Net& net, comm::ProcessGroup& group)
+  Sharded(const RandomCase& c, Net& net, const comm::ProcessGroup& group)
       : wrapper(net, group, options_of(c), c.units ? net->units() : std::vector<torch::nn::Module*>{}),
         optimizer(wrapper.named_slices(), c.sgd) {}
 
@@ -197,7 +197,7 @@ struct Sharded {
 template <class Model>
 class Training {
  public:
-  Training(const RandomCase& c, comm::ProcessGroup& group)
+  Training(const RandomCase& c, const comm::ProcessGroup& group)
       : c_(c),
         group_(group),
         rank_(group.rank()),
@@ -351,7 +351,7 @@ class Training {
   }
 
   RandomCase c_;
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   int rank_;
   Net net_;
   torch::nn::Linear head_;
@@ -365,12 +365,12 @@ class Training {
   int step_ = 0;
 };
 
-std::vector<std::string> run_case(const RandomCase& c, comm::ProcessGroup& group) {
+std::vector<std::string> run_case(const RandomCase& c, const comm::ProcessGroup& group) {
   return is_sharded(c) ? Training<Sharded>(c, group).run() : Training<Ddp>(c, group).run();
 }
 
 // Runs every case; one that throws ends this rank, since the others may be anywhere.
-void run_cases(const std::vector<RandomCase>& cases, comm::ProcessGroup& group) {
+void run_cases(const std::vector<RandomCase>& cases, const comm::ProcessGroup& group) {
   for (const RandomCase& c : cases) {
     if (group.rank() == 0) std::cout << "begin case " << c.seed << std::endl;
     try {
@@ -399,7 +399,7 @@ struct Found {
 };
 
 Found run_set(int ranks, const std::vector<RandomCase>& cases) {
-  const auto ends = test::run_ranks(ranks, [&](comm::ProcessGroup& group) { run_cases(cases, group); },
+  const auto ends = test::run_ranks(ranks, [&](const comm::ProcessGroup& group) { run_cases(cases, group); },
                                     {.timeout = std::chrono::seconds(60)});
   Found found{.num_run = lines_with(ends.front().output, "begin case ").size(), .faults = {}};
   for (size_t rank = 0; rank < ends.size(); ++rank) {

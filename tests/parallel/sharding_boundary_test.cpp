@@ -2,8 +2,8 @@
 // parameters between steps, side outputs of its units, graphs that outlive it.
 #include <gtest/gtest.h>
 #include <sstream>
-#include <torch/optim/adamw.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
@@ -70,7 +70,7 @@ struct Outside {
   at::Tensor x, temperature = leaf(0.7), bias = leaf(-0.2);
 };
 
-void expect_leaves_outside(ProcessGroup& group) {
+void expect_leaves_outside(const ProcessGroup& group) {
   for (const Shard shard : kShards) {
     SCOPED_TRACE("shard " + std::to_string(static_cast<int>(shard)));
     const auto loss = [](auto&& forward, const Outside& leaves) {
@@ -101,7 +101,7 @@ TEST(ShardingBoundaryTest, LeavesOutsideOfTheModelKeepThisRanksOwnGradient) {
   for (const int ranks : {1, 2, 3, 4}) test::ranks(ranks, expect_leaves_outside);
 }
 
-void expect_other_models(ProcessGroup& group) {
+void expect_other_models(const ProcessGroup& group) {
   for (const Shard shard : kShards) {
     SCOPED_TRACE("shard " + std::to_string(static_cast<int>(shard)));
     const auto loss = [](auto&& first, auto&& second, auto&& third, int rank) {
@@ -187,7 +187,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(bool sgd, std::vector<at
 // What a forward between backward and step does to what is read after the step.
 enum class Between { kNothing, kForwardWithoutGradients, kForwardWithAGraph };
 
-void expect_whole_or_named(ProcessGroup& group, Shard shard, bool sgd, Between between) {
+void expect_whole_or_named(const ProcessGroup& group, Shard shard, bool sgd, Between between) {
   SCOPED_TRACE("shard " + std::to_string(static_cast<int>(shard)) + " sgd " + std::to_string(sgd) +
                " between " + std::to_string(static_cast<int>(between)));
   Tower plain;
@@ -226,7 +226,7 @@ void expect_whole_or_named(ProcessGroup& group, Shard shard, bool sgd, Between b
 
 TEST(ShardingBoundaryTest, AfterAStepParametersAreTheNewOnesOrAnErrorNamesThem) {
   for (const int ranks : {1, 2, 3}) {
-    test::ranks(ranks, [](ProcessGroup& group) {
+    test::ranks(ranks, [](const ProcessGroup& group) {
       for (const Shard shard : kShards) {
         for (const bool sgd : {true, false}) {
           for (const Between between : {Between::kNothing, Between::kForwardWithoutGradients,
@@ -239,11 +239,11 @@ TEST(ShardingBoundaryTest, AfterAStepParametersAreTheNewOnesOrAnErrorNamesThem) 
   }
 }
 
-// The module's own parameters have no gradient: an optimizer made from them would skip them all, and
-// their norm would be 0.
+// The module's own parameters have no gradient: an optimizer made from them would skip them all,
+// and their norm would be 0.
 TEST(ShardingBoundaryTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) {
   for (const int ranks : {1, 2}) {
-    test::ranks(ranks, [](ProcessGroup& group) {
+    test::ranks(ranks, [](const ProcessGroup& group) {
       for (const Shard shard : kShards) {
         Tower model;
         torch::optim::SGD before(model->parameters(), 0.1);
@@ -296,9 +296,10 @@ TEST(ShardingBoundaryTest, WhoWritesIntoSlicesWhileGradientsWaitIsTold) {
   }
 }
 
-// A rank without a batch has no backward: whether gradients wait differs between ranks. (Under ZeRO 3 a backward gathers.)
+// A rank without a batch has no backward: whether gradients wait differs between ranks. (Under ZeRO
+// 3 a backward gathers.)
 TEST(ShardingBoundaryTest, RanksMaySkipABackwardWhileTheyAccumulate) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const Shard shard : {Shard::kOptimizer, Shard::kGradients}) {
       Tower plain;
       Tower model;
@@ -320,7 +321,7 @@ TEST(ShardingBoundaryTest, RanksMaySkipABackwardWhileTheyAccumulate) {
 
 // Gradients of a batch wait, and those of an earlier one are reduced: a step may come.
 TEST(ShardingBoundaryTest, AStepBesideGradientsThatWaitIsSeenByAllRanks) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Tower model;
       Sharded sharded(model, group, {.shard = shard}, model->units());
@@ -334,14 +335,15 @@ TEST(ShardingBoundaryTest, AStepBesideGradientsThatWaitIsSeenByAllRanks) {
       const at::Tensor mine = sharded(batch_of(0, 0)).detach();
       at::Tensor theirs = mine.clone();
       group.broadcast(theirs, 0);
-      EXPECT_TRUE(mine.equal(theirs)) << "rank " << group.rank() << " computes with other weights than rank 0";
+      EXPECT_TRUE(mine.equal(theirs))
+          << "rank " << group.rank() << " computes with other weights than rank 0";
     }
   });
 }
 
 // Frozen parameters are not gathered again and again, but when a checkpoint is loaded, say.
 TEST(ShardingBoundaryTest, AForwardSeesWhatWasWrittenIntoFrozenSlices) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Tower plain;
       Tower model;
@@ -400,7 +402,7 @@ at::Tensor gate_batch(int rank) {
 
 TEST(ShardingBoundaryTest, ALossThatAUnitKeepsCountsBesideThatOfItsOutput) {
   for (const int ranks : {1, 2, 3}) {
-    test::ranks(ranks, [](ProcessGroup& group) {
+    test::ranks(ranks, [](const ProcessGroup& group) {
       for (const Shard shard : kShards) {
         for (const bool prefetch : {true, false}) {
           for (const bool keeps_last : {true, false}) {
@@ -430,7 +432,7 @@ TEST(ShardingBoundaryTest, ALossThatAUnitKeepsCountsBesideThatOfItsOutput) {
 }
 
 TEST(ShardingBoundaryTest, ALossThatAUnitKeepsIsRefusedByTheUnitsNameWithoutItsOutput) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const bool prefetch : {true, false}) {
       Gates model;
       ShardedDataParallel<Gates> sharded(model, group, {.prefetch = prefetch}, model->units());
@@ -448,7 +450,7 @@ TEST(ShardingBoundaryTest, ALossThatAUnitKeepsIsRefusedByTheUnitsNameWithoutItsO
 }
 
 TEST(ShardingBoundaryTest, ABackwardAfterTheEndOfTheWrapperIsRefusedByName) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       at::Tensor loss;
       at::Tensor auxiliary;
@@ -467,7 +469,7 @@ TEST(ShardingBoundaryTest, ABackwardAfterTheEndOfTheWrapperIsRefusedByName) {
 
 // A penalty on the gradient of the input: a backward through a backward.
 TEST(ShardingBoundaryTest, APenaltyOnTheInputsGradientWorksWhereParametersAreWhole) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto penalty = [](auto&& forward, int rank) {
       const at::Tensor x = batch_of(rank, 0).requires_grad_(true);
       return torch::autograd::grad({forward(x).sum()}, {x}, {}, true, /*create_graph=*/true)[0]
@@ -510,7 +512,7 @@ TEST(ShardingBoundaryTest, APenaltyOnTheInputsGradientWorksWhereParametersAreWho
 
 // The same graph once more, without a forward in between.
 TEST(ShardingBoundaryTest, AfterAPlainBackwardThatThrewTheNextOneIsRight) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Tower plain;
       for (int rank = 0; rank < group.size(); ++rank)
@@ -554,7 +556,7 @@ TEST(ShardingBoundaryTest, AChannelsLastParameterIsRefusedByName) {
 }
 
 TEST(ShardingBoundaryTest, AnErrorInsideNoSyncLeavesAParallelModelSynchronized) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     using parallel::Strategy;
     Tower plain;
     for (int rank = 0; rank < group.size(); ++rank)

@@ -100,7 +100,7 @@ void expect_equal(Net& found, Net& expected) {
 }
 
 TEST(ShardingExamplesTest, TrainingAndSummon) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Net net = make_net();
     parallel::ShardedDataParallel<Net> sharded(net, group, {.shard = parallel::Shard::kParameters},
@@ -131,7 +131,7 @@ TEST(ShardingExamplesTest, TrainingAndSummon) {
 }
 
 TEST(ShardingExamplesTest, Clipping) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     constexpr double rate = 1e-2, max_norm = 1e-3;
     Net plain = make_net();
     for (int rank = 0; rank < 2; ++rank)
@@ -149,7 +149,7 @@ TEST(ShardingExamplesTest, Clipping) {
 }
 
 TEST(ShardingExamplesTest, NoSync) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Net net = make_net();
     parallel::ShardedDataParallel<Net> sharded(net, group, {}, net->units());
@@ -176,7 +176,7 @@ struct CoderImpl : torch::nn::Module {
 TORCH_MODULE(Coder);
 
 TEST(ShardingExamplesTest, TwoModelsInOneLoss) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Coder inner;
     Coder outer;
@@ -209,7 +209,7 @@ TEST(ShardingExamplesTest, TwoModelsInOneLoss) {
 }
 
 TEST(ShardingExamplesTest, NestedUnitsAndReshardRanks) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto norm_of = [&](auto& sharded) {
       sharded.backward(loss_of(sharded(batch_of(group.rank(), 0))));
       return sharded.engine().gradient_norm();
@@ -229,7 +229,7 @@ TEST(ShardingExamplesTest, NestedUnitsAndReshardRanks) {
 }
 
 TEST(ShardingExamplesTest, FrozenParameters) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     Net net = make_net();
     for (Block& block : net->blocks)
       for (at::Tensor& parameter : block->parameters()) parameter.set_requires_grad(false);
@@ -249,7 +249,7 @@ TEST(ShardingExamplesTest, FrozenParameters) {
 }
 
 TEST(ShardingExamplesTest, IgnoredParameters) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     Net net = make_net();
     parallel::ShardedDataParallel<Net> sharded(net, group, {.ignored = {"first"}}, net->units());
     optim::Adam adam(sharded.named_slices());
@@ -266,7 +266,7 @@ TEST(ShardingExamplesTest, IgnoredParameters) {
 // A folder that both ranks know; rank 0 removes it.
 class RankFolder {
  public:
-  explicit RankFolder(comm::ProcessGroup& group) : group_(group) {
+  explicit RankFolder(const comm::ProcessGroup& group) : group_(group) {
     if (group.rank() == 0) own_ = std::make_unique<TemporaryFolder>();
     path_ = group.broadcast_text(own_ ? *own_ / "checkpoint" : "");
   }
@@ -276,13 +276,13 @@ class RankFolder {
   const std::string& path() const { return path_; }
 
  private:
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   std::unique_ptr<TemporaryFolder> own_;
   std::string path_;
 };
 
 TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const RankFolder shared(group);
     const std::string folder = shared.path();
     Net net = make_net();
@@ -293,8 +293,8 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
       return train::slices_like(train::slices_of(model.slices()), adam.state());
     };
     const auto save = [&] {
-      if (model.savers() == nullptr) return;
-      train::ShardedCheckpointWriter writer(*model.savers());
+      if (!model.savers()) return;
+      train::ShardedCheckpointWriter writer(model.savers());
       writer.begin(folder,
                    {{"weights", train::slices_of(model.state_to_save())}, {"optimizer", moments()}},
                    adam.num_steps(), {});
@@ -338,7 +338,7 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
 }
 
 TEST(ShardingExamplesTest, ZeroRedundancyOptimizerAndItsCheckpoint) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const RankFolder shared(group);
     const std::string folder = shared.path();
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };

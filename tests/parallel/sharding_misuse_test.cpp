@@ -56,7 +56,7 @@ at::Tensor joint_loss(const at::Tensor& first, const at::Tensor& of_both) {
 }
 
 TEST(ShardingMisuseTest, ALossOfTwoShardedModelsIsThatOfOneProcess) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
       Tower plain_a;
       Tower plain_b = half_tower();
@@ -91,7 +91,7 @@ TEST(ShardingMisuseTest, ALossOfTwoShardedModelsIsThatOfOneProcess) {
 }
 
 TEST(ShardingMisuseTest, GradientsOfOneModelsLossWaitForThoseOfALossOfTwo) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
       const auto x = [](int rank) { return batch_of(rank, 0); };
       Tower plain_a;
@@ -116,7 +116,7 @@ TEST(ShardingMisuseTest, GradientsOfOneModelsLossWaitForThoseOfALossOfTwo) {
 }
 
 TEST(ShardingMisuseTest, ParallelModelsMeetInALossUnderEveryStrategy) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     using parallel::Strategy;
     Tower plain_a;
     Tower plain_b = half_tower();
@@ -144,7 +144,7 @@ TEST(ShardingMisuseTest, ParallelModelsMeetInALossUnderEveryStrategy) {
 }
 
 TEST(ShardingMisuseTest, AParameterThatIsElsewhereIsNamed) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
     Sharded sharded(model, group, {}, model->units());
     const at::Tensor x = batch_of(group.rank(), 0);
@@ -176,7 +176,7 @@ TEST(ShardingMisuseTest, AParameterThatIsElsewhereIsNamed) {
 }
 
 TEST(ShardingMisuseTest, WholeModelsLieInOneAnother) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
     ParallelModel<Tower> zero3(model, group, {.strategy = parallel::Strategy::kZero3},
                                model->units());
@@ -202,7 +202,7 @@ TEST(ShardingMisuseTest, WholeModelsLieInOneAnother) {
 }
 
 TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
-  test::ranks(4, [](ProcessGroup& group) {
+  test::ranks(4, [](const ProcessGroup& group) {
     Tower plain;
     for (int rank = 0; rank < 4; ++rank)
       (loss_of(plain->forward(batch_of(rank, 0))) / 4).backward();
@@ -223,7 +223,7 @@ TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
 
 // Some parameters stay gathered after a forward that no backward follows.
 TEST(ShardingMisuseTest, WhatIsSummonedAfterAForwardIsWhatSlicesHold) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
     Sharded sharded(model, group, {}, model->units());
     const at::Tensor loss = loss_of(sharded(batch_of(0, 0)));
@@ -240,7 +240,7 @@ TEST(ShardingMisuseTest, WhatIsSummonedAfterAForwardIsWhatSlicesHold) {
 
 // Every rank must end with a PeerError that holds all of `texts`; rank 1's says what it left out.
 void expect_disagreement(const std::vector<std::string>& texts, const std::string& left_out,
-                         const std::function<void(ProcessGroup&)>& body) {
+                         const std::function<void(const ProcessGroup&)>& body) {
   const auto ends = test::run_ranks(2, body, {.timeout = std::chrono::seconds(20)});
   const auto holds = [](const test::RankEnd& end, const std::string& text) {
     return end.output.find(text) != std::string::npos;
@@ -283,7 +283,7 @@ struct StackImpl : torch::nn::Module {
 };
 TORCH_MODULE(Stack);
 
-void train_with_a_gap(ProcessGroup& group, bool prefetch, int first_bad_step) {
+void train_with_a_gap(const ProcessGroup& group, bool prefetch, int first_bad_step) {
   Stack model;
   ShardedDataParallel<Stack> sharded(model, group, {.prefetch = prefetch}, model->units());
   for (int step = 0; step < 3; ++step) {
@@ -295,21 +295,21 @@ void train_with_a_gap(ProcessGroup& group, bool prefetch, int first_bad_step) {
 TEST(ShardingMisuseTest, AUnitThatOneRankLeavesOutIsNamed) {
   expect_disagreement({"rank 1 calls all_gather (unit block2, block2.scale and on)",
                        "where rank 0 calls all_gather (unit block1, block1.scale and on)"},
-                      "", [](ProcessGroup& group) {
+                      "", [](const ProcessGroup& group) {
                         train_with_a_gap(group, /*prefetch=*/false, /*first_bad_step=*/0);
                       });
 }
 
 TEST(ShardingMisuseTest, AUnitThatWasPrefetchedAndLeftOutIsNamedInBackward) {
   expect_disagreement({"where rank 0 calls all_gather (unit block1"},
-                      "rank 1 has not run unit block1", [](ProcessGroup& group) {
+                      "rank 1 has not run unit block1", [](const ProcessGroup& group) {
                         train_with_a_gap(group, /*prefetch=*/true, /*first_bad_step=*/2);
                       });
 }
 
 TEST(ShardingMisuseTest, AParameterThatOneRankLeavesOutIsNamed) {
   expect_disagreement({"where rank 0 calls reduce_scatter(sum) (unit block1"},
-                      "rank 1 has no gradient of block1.scale", [](ProcessGroup& group) {
+                      "rank 1 has no gradient of block1.scale", [](const ProcessGroup& group) {
                         Stack model;
                         if (group.rank() == 1) model->without_scale = 1;
                         ShardedDataParallel<Stack> sharded(model, group, {}, model->units());

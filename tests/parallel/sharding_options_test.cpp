@@ -60,7 +60,8 @@ void descend(const at::Tensor& parameter, const at::Tensor& gradient) {
 }
 
 // Two ranks against one process: halves are exact, and a sum of two has one order.
-void expect_emulated_training(ProcessGroup& group, const ShardingOptions& options, int delay) {
+void expect_emulated_training(const ProcessGroup& group, const ShardingOptions& options,
+                              int delay) {
   SCOPED_TRACE("shard " + std::to_string(static_cast<int>(options.shard)) + " delay " +
                std::to_string(delay));
   Tower master(at::kFloat);
@@ -95,7 +96,7 @@ void expect_emulated_training(ProcessGroup& group, const ShardingOptions& option
 }
 
 TEST(ShardingOptionsTest, LowPrecisionComputesOnFloat32MastersBitByBit) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       for (const int delay : {1, 3}) {
         const MixedPrecision types{.param_dtype = kLow};
@@ -169,7 +170,7 @@ TEST(ShardingOptionsTest, InputsOutputsAndBuffersComeInTheTypesAskedFor) {
 }
 
 TEST(ShardingOptionsTest, RanksWhoseOptionsDifferAreNamed) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
     ShardingOptions options;
     if (group.rank() == 1) options.shard = Shard::kGradients;
@@ -180,47 +181,46 @@ TEST(ShardingOptionsTest, RanksWhoseOptionsDifferAreNamed) {
 
 // 2 x 2 ranks: neighbours share the model out, ranks of equal parity hold the same slices.
 struct Mesh {
-  explicit Mesh(ProcessGroup& world) {
+  explicit Mesh(const ProcessGroup& world) {
     for (const int first : {0, 2}) keep(row, world.subgroup({first, first + 1}, "shard"));
     for (const int first : {0, 1}) keep(column, world.subgroup({first, first + 2}, "replicate"));
   }
-  static void keep(std::unique_ptr<ProcessGroup>& place, std::unique_ptr<ProcessGroup> group) {
-    if (group) place = std::move(group);
+  static void keep(ProcessGroup& place, const ProcessGroup& group) {
+    if (group) place = group;
   }
-  std::unique_ptr<ProcessGroup> row, column;
+  ProcessGroup row, column;
 };
 
 TEST(ShardingOptionsTest, TwoGroupsOfTwoRanksTrainAsOneProcess) {
-  test::ranks(4, [](ProcessGroup& world) {
+  test::ranks(4, [](const ProcessGroup& world) {
     const Mesh mesh(world);
     for (const Shard shard : kShards) {
-      expect_plain_training(world,
-                            {.options = {.shard = shard, .replicate_group = mesh.column.get()},
-                             .delay = 2,
-                             .clip = 0.5,
-                             .shard_group = mesh.row.get()});
+      expect_plain_training(world, {.options = {.shard = shard, .replicate_group = mesh.column},
+                                    .delay = 2,
+                                    .clip = 0.5,
+                                    .shard_group = mesh.row});
     }
   });
 }
 
 TEST(ShardingOptionsTest, GroupsThatAreNoMeshAreRefused) {
-  test::ranks(2, [](ProcessGroup& world) {
+  test::ranks(2, [](const ProcessGroup& world) {
     Tower model;
     test::expect_error<c10::ValueError>(
-        [&] { ShardedDataParallel<Tower>(model, world, {.replicate_group = &world}); },
+        [&] { ShardedDataParallel<Tower>(model, world, {.replicate_group = world}); },
         "places in the sharding groups of one replicate_group");
   });
 }
 
 TEST(ShardingOptionsTest, ReplicasStartFromTheFirstOnesValues) {
-  test::ranks(4, [](ProcessGroup& world) {
+  test::ranks(4, [](const ProcessGroup& world) {
     const Mesh mesh(world);
     Tower model;
     {
       const at::NoGradGuard no_grad;
       for (auto& parameter : model->parameters()) parameter.add_(world.rank());
     }
-    ShardedDataParallel<Tower> sharded(model, *mesh.row, {.replicate_group = mesh.column.get()});
+    ShardedDataParallel<Tower> sharded(model, mesh.row, {.replicate_group = mesh.column});
     sharded.engine().summon();
     Tower expected;
     EXPECT_EQ(test::difference(*model, *expected), 0);
@@ -230,7 +230,7 @@ TEST(ShardingOptionsTest, ReplicasStartFromTheFirstOnesValues) {
 
 TEST(ShardingOptionsTest, SlicesOfTheirOwnInHostMemoryTrainAsOneProcess) {
   for (const int ranks : {2, 3}) {
-    test::ranks(ranks, [](ProcessGroup& group) {
+    test::ranks(ranks, [](const ProcessGroup& group) {
       for (const Shard shard : kShards) {
         expect_plain_training(
             group, {.options = {.shard = shard, .cpu_offload = true}, .delay = 2, .clip = 0.5});
@@ -242,7 +242,7 @@ TEST(ShardingOptionsTest, SlicesOfTheirOwnInHostMemoryTrainAsOneProcess) {
 constexpr uint64_t kSeed = 11;
 
 TEST(ShardingOptionsTest, ATransformerMadeOnMetaIsFilledPartByPart) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     auto options = test::tiny_options();
     options.dim_emb = 64;
     options.dim_ffn = 256;
@@ -300,7 +300,7 @@ struct DeferredImpl : torch::nn::Module {
 TORCH_MODULE(Deferred);
 
 TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const auto train = [&](c10::Device device) {
       Deferred model(device);
       std::vector<std::string> names;
@@ -336,7 +336,7 @@ TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
 }
 
 TEST(ShardingOptionsTest, EachRankKeepsItsPartOfWhatItWrote) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Tower model(at::kDouble);
       model->parameters().front().requires_grad_(false);
@@ -365,7 +365,7 @@ TEST(ShardingOptionsTest, EachRankKeepsItsPartOfWhatItWrote) {
 }
 
 TEST(ShardingOptionsTest, WhatNobodyWroteKeepsItsPrecision) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Tower model(at::kFloat);
       ShardedDataParallel<Tower> sharded(

@@ -66,7 +66,7 @@ at::Tensor wide_batch(int rank) {
 }
 
 // The layer that computes, the next one, and the last one of forward.
-void expect_frozen_units_freed(ProcessGroup& group) {
+void expect_frozen_units_freed(const ProcessGroup& group) {
   // All are trained; the last half; none but the whole model's own (which has none).
   for (const int first_trained : {0, 4, 7}) {
     Lora plain(first_trained);
@@ -100,7 +100,7 @@ TEST(ShardingPartialTest, AFrozenUnitIsFreedAsSoonAsBackwardHasPassedIt) {
 }
 
 TEST(ShardingPartialTest, AFrozenModelsForwardHoldsNothingAfterwards) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Lora model(LoraImpl::kLayers);
     ShardedDataParallel<Lora> sharded(model, group, {}, model->units());
     const translate::TensorMemory memory;
@@ -146,7 +146,7 @@ struct WithOwnImpl : torch::nn::Module {
 };
 TORCH_MODULE(WithOwn);
 
-void expect_ignored_parameters_kept(ProcessGroup& group) {
+void expect_ignored_parameters_kept(const ProcessGroup& group) {
   const at::Tensor x = at::arange(6, at::kDouble).add(group.rank()).view({2, 3});
   WithOwn plain(group.rank());
   loss_of(plain->forward(x)).backward();
@@ -189,7 +189,7 @@ TEST(ShardingPartialTest, IgnoredParametersStayEachRanksOwn) {
 }
 
 TEST(ShardingPartialTest, FourRanksOfWhichTwoKeepAUnitTrainAsOneProcess) {
-  test::ranks(4, [](ProcessGroup& group) {
+  test::ranks(4, [](const ProcessGroup& group) {
     expect_plain_training(group, {.options = {.reshard_ranks = 2}, .delay = 2, .clip = 0.5});
     expect_plain_training(group, {.options = {.reshard_ranks = 2, .prefetch = false}});
   });
@@ -220,7 +220,7 @@ TORCH_MODULE(Linears);
 // Against ZeRO-3: every bit of the gradients, what lies there between forward and backward, and
 // what goes over the network: 8 units are gathered by 4 ranks, 7 of them again by 2.
 TEST(ShardingPartialTest, TwoOfFourRanksKeepHalfOfEachUnitAndGatherItBetweenThem) {
-  test::ranks(4, [](ProcessGroup& group) {
+  test::ranks(4, [](const ProcessGroup& group) {
     const at::Tensor x = wide_batch(group.rank());
     std::vector<at::Tensor> expected;
     for (const int ranks : {0, 2}) {
@@ -284,7 +284,7 @@ TORCH_MODULE(Resting);
 // Zeros in place of no gradient would let its moments move it. Rank 0 uses it longest.
 TEST(ShardingPartialTest, AParameterThatNoRankUsesStaysWhereItIs) {
   for (const int size : {1, 2, 3}) {
-    test::ranks(size, [](ProcessGroup& group) {
+    test::ranks(size, [](const ProcessGroup& group) {
       const int world = group.size();
       const auto uses = [](int rank, int step, int batch) {
         return step < 2 || (step == 2 && rank == 0 && batch == 0);

@@ -122,17 +122,17 @@ struct Case {
   int delay = 1;
   bool synchronize_always = false;  // no no_sync around the first batches
   double clip = 0;
-  comm::ProcessGroup* shard_group = nullptr;  ///< That share the model out; null: all.
+  comm::ProcessGroup shard_group;  ///< That share the model out; empty: all.
 };
 
 /// Expects 20 steps of all ranks of `group` to be those of one process.
-inline void expect_plain_training(comm::ProcessGroup& group, const Case& c) {
+inline void expect_plain_training(const comm::ProcessGroup& group, const Case& c) {
   SCOPED_TRACE("shard " + std::to_string(static_cast<int>(c.options.shard)) + " units " +
                std::to_string(c.with_units) + " delay " + std::to_string(c.delay));
   Plain plain(group.size());
   Tower model;
   ShardedDataParallel<Tower> sharded(
-      model, c.shard_group ? *c.shard_group : group, c.options,
+      model, c.shard_group ? c.shard_group : group, c.options,
       c.with_units ? model->units() : std::vector<torch::nn::Module*>{});
   optim::Adam adam(sharded.named_slices());
   for (int step = 0; step < 20; ++step) {

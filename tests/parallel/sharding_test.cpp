@@ -16,7 +16,7 @@ namespace sharding_test {
 using test::sharding::expect_plain_training;
 using test::sharding::kShards;
 
-void expect_plain_training_in_all_cases(comm::ProcessGroup& group) {
+void expect_plain_training_in_all_cases(const comm::ProcessGroup& group) {
   for (const Shard shard : kShards) {
     for (const bool with_units : {true, false}) {
       expect_plain_training(group, {.options = {.shard = shard}, .with_units = with_units});
@@ -39,7 +39,7 @@ TEST(ShardingTest, ThreeRanksTrainAsOneProcess) {
 }
 
 TEST(ShardingTest, FourRanksTrainAsOneProcess) {
-  test::ranks(4, [](comm::ProcessGroup& group) {
+  test::ranks(4, [](const comm::ProcessGroup& group) {
     for (const Shard shard : kShards)
       expect_plain_training(group, {.options = {.shard = shard}, .delay = 2, .clip = 0.5});
   });
@@ -96,7 +96,7 @@ at::Tensor odd_batch(int rank, int step, int64_t width) {
 
 // A sum of two has one order, and parts of a tensor are updated as the whole.
 TEST(ShardingTest, OnTwoRanksEveryFloat32BitIsPlainDdps) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const int64_t width : {31, 64}) {
       Odd plain(width);
       DistributedDataParallel<Odd> ddp(plain, group);
@@ -133,7 +133,7 @@ TEST(ShardingTest, OnTwoRanksEveryFloat32BitIsPlainDdps) {
 }
 
 TEST(ShardingTest, AForwardSeesWhatWasWrittenIntoSlicesAfterOneWithoutABackward) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Odd model(31);
       ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
@@ -149,7 +149,7 @@ TEST(ShardingTest, AForwardSeesWhatWasWrittenIntoSlicesAfterOneWithoutABackward)
 }
 
 TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Odd model(31);
       Odd calm(31);
@@ -176,7 +176,7 @@ TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
 
 // As a checkpoint fills them: every rank its own slices.
 TEST(ShardingTest, FrozenParametersThatWereFilledReachAllRanks) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Odd model(31);
       for (size_t i = 0; i < 4; ++i)
@@ -197,7 +197,7 @@ TEST(ShardingTest, FrozenParametersThatWereFilledReachAllRanks) {
 }
 
 // Bytes a parameter, in float32 under Adam, beside sharding_engine.h's; a unit is the 8th part.
-void expect_bytes(comm::ProcessGroup& group) {
+void expect_bytes(const comm::ProcessGroup& group) {
   constexpr int64_t kWidth = 512;
   constexpr double kUnit = 4.0 / 8;
   constexpr double kActivations = 0.3;  // 6 rows, of 512
@@ -247,7 +247,7 @@ TEST(ShardingTest, FourRanksHoldWhatTheFormulasSay) {
 
 // Units of parameters that a rank sends in a step.
 TEST(ShardingTest, RanksSendWhatTheFormulasSay) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     constexpr int64_t kWidth = 256;
     constexpr int kSteps = 5;
     const double each_way = 0.5;  // (N - 1) / N
@@ -278,7 +278,7 @@ TEST(ShardingTest, RanksSendWhatTheFormulasSay) {
 
 // Its zero_grad detaches gradients in place.
 TEST(ShardingTest, LibtorchsOptimizersTrainSlices) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto loss_of = [](const at::Tensor& y) { return y.square().mean(); };
     const at::Tensor x = at::linspace(-1, 1, 4 * 12).view({4, 12});
     Odd plain(12);

@@ -1,5 +1,6 @@
 #include "cohort/parallel/sync_batch_norm.h"
 
+#include <functional>
 #include <gtest/gtest.h>
 #include <sstream>
 #include <torch/autograd.h>
@@ -35,7 +36,7 @@ double difference(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() == 0 ? 0 : (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
 }
 
-at::Tensor summed(ProcessGroup& group, const at::Tensor& tensor) {
+at::Tensor summed(const ProcessGroup& group, const at::Tensor& tensor) {
   at::Tensor sum = tensor.detach().clone();
   group.all_reduce(sum);
   return sum;
@@ -90,7 +91,7 @@ void randomise(torch::nn::Module& module) {
   for (auto& parameter : module.parameters()) parameter.set_data(at::randn_like(parameter));
 }
 
-void expect_equals_whole_batch(ProcessGroup& group, const Case& c) {
+void expect_equals_whole_batch(const ProcessGroup& group, const Case& c) {
   SyncBatchNorm norm(c.options, group);
   norm->to(at::kDouble);
   Reference reference(c.options);
@@ -132,7 +133,7 @@ void expect_equals_whole_batch(ProcessGroup& group, const Case& c) {
 }
 
 TEST(SyncBatchNormTest, TwoUnevenRanksEqualTheWholeBatch) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     expect_equals_whole_batch(group, {.rows = {3, 1}, .rest = {}});
     expect_equals_whole_batch(group, {.rows = {2, 5}, .rest = {3}});
     expect_equals_whole_batch(group, {.rows = {1, 3}, .rest = {3, 5}});
@@ -141,7 +142,7 @@ TEST(SyncBatchNormTest, TwoUnevenRanksEqualTheWholeBatch) {
 }
 
 TEST(SyncBatchNormTest, ThreeRanksWithAnEmptyOneEqualTheWholeBatch) {
-  test::ranks(3, [](ProcessGroup& group) {
+  test::ranks(3, [](const ProcessGroup& group) {
     expect_equals_whole_batch(group, {.rows = {2, 0, 3}, .rest = {3, 2}});
     expect_equals_whole_batch(group, {.rows = {0, 2, 0}, .rest = {}});
     expect_equals_whole_batch(group, {.rows = {1, 1, 1}, .rest = {4}});
@@ -149,7 +150,7 @@ TEST(SyncBatchNormTest, ThreeRanksWithAnEmptyOneEqualTheWholeBatch) {
 }
 
 TEST(SyncBatchNormTest, OptionsMeanWhatTheyMeanInBatchNorm) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     expect_equals_whole_batch(
         group,
         {.rows = {2, 3}, .rest = {2, 2}, .options = BatchNormOptions(4).momentum(std::nullopt)});
@@ -165,7 +166,7 @@ TEST(SyncBatchNormTest, OptionsMeanWhatTheyMeanInBatchNorm) {
 }
 
 TEST(SyncBatchNormTest, ChannelsLastEqualsTheWholeBatchAndStaysChannelsLast) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     expect_equals_whole_batch(
         group, {.rows = {2, 3}, .rest = {3, 5}, .format = at::MemoryFormat::ChannelsLast});
     expect_equals_whole_batch(
@@ -174,7 +175,7 @@ TEST(SyncBatchNormTest, ChannelsLastEqualsTheWholeBatchAndStaysChannelsLast) {
 }
 
 TEST(SyncBatchNormTest, GradientsAreThoseOfTheMeanWhenTheLossIsWeighedForDdp) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     SyncBatchNorm norm(BatchNormOptions(2), group);
     torch::nn::Linear before(3, 2);
     torch::nn::BatchNorm1d whole_norm(2);
@@ -203,7 +204,7 @@ TEST(SyncBatchNormTest, GradientsAreThoseOfTheMeanWhenTheLossIsWeighedForDdp) {
 // Mean 10,000, deviation 1: sums of squares in float32 would leave nothing of the variance. Squared
 // differences keep it to float32's error in x itself, 1e4 * 2^-24 = 6e-4 per value.
 TEST(SyncBatchNormTest, LargeMeansDoNotCancelTheVariance) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     SyncBatchNorm norm(BatchNormOptions(3).momentum(1.0), group);
     torch::manual_seed(2);
     const at::Tensor x = at::randn({8, 3, 50}).add_(1e4);
@@ -222,7 +223,7 @@ void expect_rounded_once(const at::Tensor& got, const at::Tensor& exact, const c
 }
 
 // `type` of weight and bias.
-void expect_bfloat16_equals_whole_batch(ProcessGroup& group, at::ScalarType type) {
+void expect_bfloat16_equals_whole_batch(const ProcessGroup& group, at::ScalarType type) {
   SyncBatchNorm norm(BatchNormOptions(3), group);
   torch::nn::BatchNorm1d reference(3);
   reference->to(at::kDouble);
@@ -257,17 +258,18 @@ void expect_bfloat16_equals_whole_batch(ProcessGroup& group, at::ScalarType type
 }
 
 TEST(SyncBatchNormTest, BFloat16InputTakesFloatParameters) {
-  test::ranks(2,
-              [](ProcessGroup& group) { expect_bfloat16_equals_whole_batch(group, at::kFloat); });
+  test::ranks(
+      2, [](const ProcessGroup& group) { expect_bfloat16_equals_whole_batch(group, at::kFloat); });
 }
 
 TEST(SyncBatchNormTest, BFloat16ParametersLeaveStatisticsInFloat) {
-  test::ranks(
-      2, [](ProcessGroup& group) { expect_bfloat16_equals_whole_batch(group, at::kBFloat16); });
+  test::ranks(2, [](const ProcessGroup& group) {
+    expect_bfloat16_equals_whole_batch(group, at::kBFloat16);
+  });
 }
 
 TEST(SyncBatchNormTest, CheckpointsAreBatchNorms) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     torch::nn::BatchNorm2d source(4);
     randomise(*source);
     source->running_mean.fill_(3);
@@ -282,7 +284,7 @@ TEST(SyncBatchNormTest, CheckpointsAreBatchNorms) {
 }
 
 TEST(SyncBatchNormTest, BadInputIsExplainedOnEveryRank) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     SyncBatchNorm norm(BatchNormOptions(4), group);
     EXPECT_NE(test::message_of<c10::ValueError>([&] {
                 norm(at::ones({2, 3}));
@@ -325,7 +327,7 @@ struct OwnImpl : torch::nn::Module {
 };
 
 TEST(ConvertSyncBatchNormTest, EveryConvertibleOneSpansTheGroupAndKeepsItsTensors) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     OwnImpl model;
     OwnImpl whole;
     const auto before = model.named_parameters();
@@ -366,20 +368,17 @@ TEST(ConvertSyncBatchNormTest, ThoseThatCannotBeReplacedAreNamedAndNothingChange
             std::string::npos);
 }
 
-TEST(SyncBatchNormTest, WhatOutlivesItsGroupSaysSo) {
-  test::ranks(2, [](ProcessGroup& world) {
+TEST(SyncBatchNormTest, AfterTheGroupIsClosedTrainingIsRefused) {
+  test::ranks(2, [](const ProcessGroup& world) {
     auto group = world.subgroup({0, 1}, "pair");
-    SyncBatchNorm norm(BatchNormOptions(3), *group);
+    SyncBatchNorm norm(BatchNormOptions(3), group);
     const at::Tensor x = at::randn({4, 3}).requires_grad_(true);
     const at::Tensor loss = norm(x).sum();
-    group->close();
-    group.reset();
-    EXPECT_EQ(test::message_of<c10::ValueError>([&] { loss.backward(); }),
-              "backward of batch normalisation: expected the group \"pair\" to live until this call, "
-              "but it is gone");
-    EXPECT_EQ(test::message_of<c10::ValueError>([&] { norm(x); }),
-              "batch normalisation: expected the group \"pair\" to live until this call, but it is "
-              "gone");
+    std::exchange(group, {}).close();
+    for (const auto& call :
+         std::vector<std::function<void()>>{[&] { loss.backward(); }, [&] { norm(x); }})
+      EXPECT_EQ(test::message_of<c10::ValueError>(call),
+                "expected an open group, but \"pair\" was closed");
     norm->eval();
     EXPECT_EQ(norm(x).sizes(), x.sizes());
     std::ostringstream text;

@@ -32,7 +32,7 @@ optim::Adam adam_of(const std::vector<ParameterSlice>& slices) {
 }
 
 // Both models see all ranks' batches; steps of 1e-2.
-void expect_plain_adam(ProcessGroup& group) {
+void expect_plain_adam(const ProcessGroup& group) {
   Branches plain;
   Branches shared;
   plain->shared->bias.set_requires_grad(false);
@@ -93,7 +93,7 @@ struct MatricesImpl : torch::nn::Module {
 TORCH_MODULE(Matrices);
 
 // Largest difference of float32 parameters between optim::Adam on all and on shared-out slices.
-double float32_difference(ProcessGroup& group, int64_t width) {
+double float32_difference(const ProcessGroup& group, int64_t width) {
   using Parallel = parallel::DistributedDataParallel<Matrices>;
   Matrices whole(width);
   Matrices shared(width);
@@ -115,13 +115,13 @@ double float32_difference(ProcessGroup& group, int64_t width) {
 }
 
 TEST(ZeroRedundancyOptimizerTest, InFloat32EveryBitIsPlainDdps) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     for (const int64_t width : {30, 32}) EXPECT_EQ(float32_difference(group, width), 0);
   });
 }
 
 TEST(ZeroRedundancyOptimizerTest, LibtorchsOptimizersWithGroupsAndClippingOfTheirOwn) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     using torch::optim::AdamW;
     using torch::optim::AdamWOptions;
     // Weights decay, biases do not.
@@ -161,7 +161,7 @@ TEST(ZeroRedundancyOptimizerTest, LibtorchsOptimizersWithGroupsAndClippingOfThei
 }
 
 TEST(ZeroRedundancyOptimizerTest, AParameterWithoutAGradientKeepsItsValue) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group, {.find_unused_parameters = true});
     ZeroRedundancyOptimizer<optim::Adam> zero(optim::named_parameters(*model), group, adam_of);
@@ -177,7 +177,7 @@ TEST(ZeroRedundancyOptimizerTest, AParameterWithoutAGradientKeepsItsValue) {
 }
 
 TEST(ZeroRedundancyOptimizerTest, BadParametersAreRefusedByName) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     const at::Tensor w = at::ones({3}).requires_grad_(true);
     const at::Tensor v = at::ones({2 + group.rank()}).requires_grad_(true);
     const auto make = [&](const std::vector<std::pair<std::string, at::Tensor>>& parameters) {

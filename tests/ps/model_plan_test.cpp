@@ -33,7 +33,7 @@ TEST(ModelPlanTest, CutsWhatNeedsAGradientByItsName) {
 }
 
 TEST(ModelPlanTest, ModeCollectiveGivesTheProcessGroup) {
-  test::ranks(2, [](comm::ProcessGroup& first) {
+  test::ranks(2, [](const comm::ProcessGroup& first) {
     at::Tensor port = torch::full({1}, first.rank() == 0 ? test::free_port() : 0, at::kLong);
     first.broadcast(port);
     const std::string endpoint = "127.0.0.1:" + std::to_string(port.item<int64_t>());

@@ -12,7 +12,7 @@ namespace {
 
 using cohort::comm::ProcessGroup;
 
-void check_sum(ProcessGroup& group, int number) {
+void check_sum(const ProcessGroup& group, int number) {
   const int64_t sum = group.all_reduce_sum(number);
   TORCH_CHECK(sum == int64_t{number} * group.size(), "group ", number, ": expected ",
               number * group.size(), ", got ", sum);
@@ -28,16 +28,16 @@ int run() {
     // Half of them say good-bye to each other, half just end.
     if (i % 2 == 0) group.close();
   }
-  std::vector<std::unique_ptr<ProcessGroup>> groups;
-  for (int i = 0; i < 3; ++i) groups.push_back(std::make_unique<ProcessGroup>(place, options));
+  std::vector<ProcessGroup> groups;
+  for (int i = 0; i < 3; ++i) groups.emplace_back(place, options);
   for (int round = 0; round < 5; ++round) {
-    for (int i : {2, 0, 1}) check_sum(*groups[static_cast<size_t>(i)], 100 * round + i);
+    for (int i : {2, 0, 1}) check_sum(groups[static_cast<size_t>(i)], 100 * round + i);
   }
-  groups[1]->close();
-  groups[1].reset();
-  for (int i : {0, 2}) check_sum(*groups[static_cast<size_t>(i)], 7 + i);
-  groups[0]->close();
-  groups[2]->close();
+  groups[1].close();
+  groups[1] = {};
+  for (int i : {0, 2}) check_sum(groups[static_cast<size_t>(i)], 7 + i);
+  groups[0].close();
+  groups[2].close();
   if (place.rank == 0) std::printf("{\"world_size\": %d}\n", place.world_size);
   return cohort::kExitOk;
 }

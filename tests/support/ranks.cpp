@@ -22,7 +22,7 @@ struct Child {
   int output = -1;
 };
 
-[[noreturn]] void be_a_rank(const std::function<void(comm::ProcessGroup&)>& body,
+[[noreturn]] void be_a_rank(const std::function<void(const comm::ProcessGroup&)>& body,
                             const comm::GroupOptions& options) {
   const int code = run_program("test", [&] {
     comm::ProcessGroup group(comm::discover_place(), options);
@@ -101,7 +101,8 @@ void drain(const std::vector<Child>& children, std::vector<RankEnd>& ends) {
 
 }  // namespace
 
-std::vector<RankEnd> run_ranks(int world_size, const std::function<void(comm::ProcessGroup&)>& body,
+std::vector<RankEnd> run_ranks(int world_size,
+                               const std::function<void(const comm::ProcessGroup&)>& body,
                                const comm::GroupOptions& options) {
   if (std::getenv("COHORT_TEST_RANK") != nullptr) be_a_rank(body, options);
   const int listen_fd = comm::listen_on(0);
@@ -120,7 +121,7 @@ std::vector<RankEnd> run_ranks(int world_size, const std::function<void(comm::Pr
   return ends;
 }
 
-void ranks(int world_size, const std::function<void(comm::ProcessGroup&)>& body) {
+void ranks(int world_size, const std::function<void(const comm::ProcessGroup&)>& body) {
   const auto ends = run_ranks(world_size, body);
   for (size_t rank = 0; rank < ends.size(); ++rank) {
     EXPECT_EQ(ends[rank].exit_code, 0) << "rank " << rank << " wrote:\n" << ends[rank].output;

@@ -20,10 +20,11 @@ struct RankEnd {
 /// environment and the running case as its filter, so the same call is reached and runs `body`
 /// there; it does not return in a child. A child ends with run_program's codes; failed expectations
 /// give 1.
-std::vector<RankEnd> run_ranks(int world_size, const std::function<void(comm::ProcessGroup&)>& body,
+std::vector<RankEnd> run_ranks(int world_size,
+                               const std::function<void(const comm::ProcessGroup&)>& body,
                                const comm::GroupOptions& options = {});
 
 /// The same, and expects every rank to end with 0.
-void ranks(int world_size, const std::function<void(comm::ProcessGroup&)>& body);
+void ranks(int world_size, const std::function<void(const comm::ProcessGroup&)>& body);
 
 }  // namespace cohort::test

@@ -21,7 +21,7 @@ constexpr int64_t kSize = 10;
 
 // Both ranks save numbers that are all `value`, which numbers the update, too; rank `victim` is
 // killed before call `kill_at`. The parent says which in the environment.
-void save_and_be_killed(comm::ProcessGroup& group) {
+void save_and_be_killed(const comm::ProcessGroup& group) {
   const std::string folder = *env_string("COHORT_TEST_FOLDER");
   if (group.rank() == *env_int("COHORT_TEST_VICTIM"))
     test::kill_at(folder, static_cast<int>(*env_int("COHORT_TEST_KILL_AT")));

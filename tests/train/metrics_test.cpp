@@ -21,7 +21,7 @@ std::vector<int64_t> share(int64_t num_examples, const ProcessGroup& group) {
   return mine;
 }
 
-void expect_ranks_equal_one_process(ProcessGroup& group) {
+void expect_ranks_equal_one_process(const ProcessGroup& group) {
   torch::manual_seed(3);
   const at::Tensor values = torch::randn({101}, at::kDouble) + 5;
   const at::Tensor scores = torch::randn({101, 12}, at::kDouble);
@@ -57,7 +57,7 @@ TEST(MetricsTest, ThreeRanksWithUnevenSharesEqualOneProcess) {
 }
 
 TEST(MetricsTest, RankWithoutExamplesChangesNothing) {
-  test::ranks(2, [](ProcessGroup& group) {
+  test::ranks(2, [](const ProcessGroup& group) {
     MeanMetric metric;
     if (group.rank() == 0) metric.add(2.5, 4);
     if (group.rank() == 1) metric.add(NAN, 0);

@@ -232,7 +232,7 @@ class SharedFolder {
 TEST(ShardedCheckpointWriterTest, RanksSaveTogetherInTheBackgroundAndLoadTogether) {
   const SharedFolder folder;
   const std::string path = folder / "last";
-  test::ranks(3, [&](comm::ProcessGroup& group) {
+  test::ranks(3, [&](const comm::ProcessGroup& group) {
     ShardedCheckpointWriter writer(group);
     EXPECT_TRUE(writer.done());
     for (const int64_t update : {10, 20}) {
@@ -298,7 +298,7 @@ TEST(ShardedCheckpointWriterTest, NoCopyStaysOnceItIsWritten) {
 TEST(ShardedCheckpointWriterTest, WhatIsOutdatedIsRemoved) {
   const SharedFolder folder;
   const std::string path = folder / "last";
-  test::ranks(2, [&](comm::ProcessGroup& group) {
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
     const auto names = [&] {
       std::set<std::string> found;
       for (const auto& entry : fs::directory_iterator(path))
@@ -328,7 +328,7 @@ TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointSt
   const SharedFolder folder;
   const std::string path = folder / "last";
   if (folder.is_parent()) write_file(folder / "file", "no folder");
-  test::ranks(2, [&](comm::ProcessGroup& group) {
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
     ShardedCheckpointWriter writer(group, std::chrono::milliseconds(300));
     const Parts state = make_state(1);
     const auto mine = cut(state, Cut::kFlat, group.rank(), 2);
@@ -377,7 +377,7 @@ TEST(ShardedCheckpointWriterTest, ADamagedFileChangesNoRanksTensors) {
   const std::string path = folder / "last";
   if (folder.is_parent()) save(path, make_state(3), Cut::kFlat, 2);
   const std::string file = path + "/" + Manifest::read(path).files.at("weights.1-of-2").name;
-  test::ranks(2, [&](comm::ProcessGroup& group) {
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
     const auto text = [&](const SlicedParts& parts) {
       return test::message_of<ConfigError>([&] { load_slices(path, parts, group); });
     };
@@ -397,7 +397,7 @@ TEST(ShardedCheckpointWriterTest, ADamagedFileChangesNoRanksTensors) {
 
 // The models of a training whose state is shared out, by world size.
 struct Training {
-  explicit Training(comm::ProcessGroup& group)
+  explicit Training(const comm::ProcessGroup& group)
       : sharded(make_model(), group), adam(sharded.named_slices()) {}
 
   static torch::nn::Linear make_model() {
@@ -430,7 +430,7 @@ TEST(ShardedCheckpointWriterTest, AShardedTrainingGoesOnWithOtherRanks) {
   const SharedFolder folder;
   const std::string path = folder / "last";
   const std::string end = folder / "end";
-  const auto begin = [&](comm::ProcessGroup& group) {
+  const auto begin = [&](const comm::ProcessGroup& group) {
     Training training(group);
     ShardedCheckpointWriter writer(group);
     for (int step = 1; step <= 4; ++step) {
@@ -441,7 +441,7 @@ TEST(ShardedCheckpointWriterTest, AShardedTrainingGoesOnWithOtherRanks) {
     writer.begin(end, training.slices(), 4, {});
     writer.commit();
   };
-  const auto go_on = [&](comm::ProcessGroup& group) {
+  const auto go_on = [&](const comm::ProcessGroup& group) {
     Training training(group);
     load_slices(path, training.slices(), group);
     training.adam.set_num_steps(2);
@@ -459,7 +459,7 @@ TEST(ShardedCheckpointWriterTest, AShardedTrainingGoesOnWithOtherRanks) {
     }
   };
   // A rank comes to the first call in either case.
-  const auto body = [&](comm::ProcessGroup& group) {
+  const auto body = [&](const comm::ProcessGroup& group) {
     group.size() == 3 ? begin(group) : go_on(group);
   };
   test::ranks(3, body);

@@ -15,7 +15,7 @@ using Numbers = std::vector<double>;
 
 // A rank that adds 1 and its rank to each round it joins while it works, then nothing.
 struct Worker {
-  explicit Worker(comm::ProcessGroup& group)
+  explicit Worker(const comm::ProcessGroup& group)
       : rank(group.rank()),
         sum(
             group, 2,
@@ -47,7 +47,7 @@ struct Worker {
 
 // Twice, and the second time other ranks have more to give.
 TEST(AsyncSumTest, RanksOfAnyPaceTakeTheSameRoundsAndAllThatWasGiven) {
-  test::ranks(3, [](comm::ProcessGroup& group) {
+  test::ranks(3, [](const comm::ProcessGroup& group) {
     Worker worker(group);
     for (const int phase : {0, 1}) {
       worker.works = true;
@@ -65,7 +65,7 @@ TEST(AsyncSumTest, RanksOfAnyPaceTakeTheSameRoundsAndAllThatWasGiven) {
 }
 
 TEST(AsyncSumTest, APollWaitsForNoRank) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     Worker worker(group);
     if (group.rank() == 1) {
       for (int i = 0; i < 1000; ++i) worker.sum.poll();
@@ -87,7 +87,7 @@ TEST(AsyncSumTest, OneRankIsAllRanks) {
 }
 
 TEST(AsyncSumTest, ALostRankIsAnErrorOfTheOthers) {
-  const auto ends = test::run_ranks(2, [](comm::ProcessGroup& group) {
+  const auto ends = test::run_ranks(2, [](const comm::ProcessGroup& group) {
     Worker worker(group);
     if (group.rank() == 1) std::_Exit(7);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(40);

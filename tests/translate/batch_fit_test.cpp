@@ -83,7 +83,7 @@ TEST(BatchFitTest, TooSmallAWorkspaceIsRefusedWithWhatIsNeeded) {
 }
 
 TEST(BatchFitTest, RanksAgree) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     auto model = small_model();
     // A rank with less room: all take what it can.
     const BatchFit fit = fit_batches(model,

@@ -59,7 +59,7 @@ nmt::Transformer make_model() {
 }
 
 TEST(EvaluationTest, ThreeRanksGiveTheLossAndScoreOfOne) {
-  test::ranks(3, [](comm::ProcessGroup& group) {
+  test::ranks(3, [](const comm::ProcessGroup& group) {
     const auto folder = fresh_folder("evaluation");
     const auto pairs = make_text(23);
     const auto tokenizer = make_tokenizer(folder, pairs);

@@ -52,7 +52,7 @@ class RunCheckpointsTest : public testing::Test {
 
 TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
   RunCheckpoints checkpoints(options_, "text", log_);
-  checkpoints.save_with(&alone_);
+  checkpoints.save_with(alone_);
   write_file(folder_ / "best", "in the way");
   train::SlicedParts now = parts(7);
   checkpoints.save_best(state(7, 7), now.at("weights"));
@@ -70,7 +70,7 @@ TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
 // The servers' checkpoint of a save is there before the save before it is a checkpoint.
 TEST_F(RunCheckpointsTest, TheServersCheckpointThatLastNamesIsThere) {
   RunCheckpoints checkpoints(options_, "text", log_);
-  checkpoints.save_with(&alone_);
+  checkpoints.save_with(alone_);
   const auto save = [&](int64_t update) {
     RunState now = state(update, 0);
     now.servers = folder_ / ("servers/update-" + std::to_string(update));
@@ -88,7 +88,7 @@ TEST_F(RunCheckpointsTest, TheServersCheckpointThatLastNamesIsThere) {
 TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
   for (const double weight : {7.0, 8.0}) {
     RunCheckpoints checkpoints(options_, "text", log_);
-    checkpoints.save_with(&alone_);
+    checkpoints.save_with(alone_);
     checkpoints.save_best(state(7, 7), parts(weight).at("weights"));
     checkpoints.save_last(state(7, 7), parts(weight));
     checkpoints.finish();
@@ -98,7 +98,7 @@ TEST_F(RunCheckpointsTest, ARunThatWasKilledSavesItsBestAgain) {
 
 TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
   RunCheckpoints checkpoints(options_, "text", log_);
-  checkpoints.save_with(&alone_);
+  checkpoints.save_with(alone_);
   write_file(folder_ / "best", "in the way");
   checkpoints.save_best(state(7, 7), parts(7).at("weights"));
   checkpoints.save_last(state(8, 7), parts(8));
@@ -113,7 +113,7 @@ TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
 
 TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
   RunCheckpoints checkpoints(options_, "text", log_);
-  checkpoints.save_with(&alone_);
+  checkpoints.save_with(alone_);
   checkpoints.save_best(state(3, 3), parts(3).at("weights"));
   checkpoints.save_last(state(5, 3), parts(5));
   checkpoints.finish();
@@ -129,7 +129,7 @@ TEST_F(RunCheckpointsTest, ARunGoesOnWithTheBestThatIsThere) {
 
 TEST_F(RunCheckpointsTest, ABestThatIsNoRunsIsNamed) {
   RunCheckpoints checkpoints(options_, "text", log_);
-  checkpoints.save_with(&alone_);
+  checkpoints.save_with(alone_);
   checkpoints.save_last(state(5, 3), parts(5));
   checkpoints.finish();
   for (const auto& [facts, found] :
@@ -147,7 +147,7 @@ TEST_F(RunCheckpointsTest, ABestThatIsNoRunsIsNamed) {
 TEST_F(RunCheckpointsTest, EarlierOnesGoOnlyForOnesThatAreThere) {
   options_.keep_interval_updates = 2;
   RunCheckpoints checkpoints(options_, "text", log_);
-  checkpoints.save_with(&alone_);
+  checkpoints.save_with(alone_);
   const auto kept = [&] { return kept_updates(options_.model_dir); };
   for (const int64_t update : {10, 20}) checkpoints.save_kept(state(update, 10), parts(1));
   checkpoints.finish();

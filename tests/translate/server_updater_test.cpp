@@ -31,7 +31,7 @@ const UpdaterOptions kOptions{.schedule = {.factor = 0.05, .width = 16, .warmup 
 // Servers of a job in rank 0's process, without a log; all ranks know where.
 class Servers {
  public:
-  explicit Servers(comm::ProcessGroup& group) : group_(group) {
+  explicit Servers(const comm::ProcessGroup& group) : group_(group) {
     std::string endpoints;
     if (group.rank() == 0) {
       for (int id = 0; id < kNumServers; ++id) {
@@ -64,7 +64,7 @@ class Servers {
   }
 
  private:
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   const Log log_{LogOptions{.console = LogConsole::kNever}};
   std::vector<std::unique_ptr<ps::Server>> servers_;
   std::vector<std::unique_ptr<ps::RpcServer>> rpc_;
@@ -87,7 +87,7 @@ std::vector<nmt::Batch> batches_of(int update, int rank) {
   return {part(4, 9), part(9, 16)};
 }
 
-double mean_loss(comm::ProcessGroup& group, const UpdateReport& report) {
+double mean_loss(const comm::ProcessGroup& group, const UpdateReport& report) {
   EXPECT_FALSE(report.skipped);
   return train::reduce_sums(group, std::array{report.nll_sum})[0] /
          static_cast<double>(report.num_tokens);
@@ -130,7 +130,7 @@ std::vector<at::Tensor> copies_of(const nmt::Transformer& model) {
 constexpr double kRounding = 1.2e-4;
 
 TEST(ServerUpdaterTest, SyncMakesDdpsUpdates) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const Servers servers(group);
     auto model = make_model();
     Updater through(model, group, servers.options(Training::kSync));
@@ -195,7 +195,7 @@ UpdaterOptions async_options() {
 // As much as ddp learns from the same batches in as many updates, up to a fifth: each gradient is
 // at most a few pushes old, and the order of pushes is left to chance.
 TEST(ServerUpdaterTest, AsyncLearnsAsMuchAsDdpAndSettlesToOneModel) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const Servers servers(group);
     auto model = make_model(), control = make_model(), untrained = make_model();
     Updater through(model, group, servers.options(Training::kAsync, async_options()));
@@ -217,7 +217,7 @@ TEST(ServerUpdaterTest, AsyncLearnsAsMuchAsDdpAndSettlesToOneModel) {
 // Adam's first step moves an element by the learning rate, whatever its gradient; eps of 1e-9 is
 // seen where a gradient is as small.
 TEST(ServerUpdaterTest, AsyncDividesTheLearningRateByTheNumberOfTrainers) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const Servers servers(group);
     auto model = make_model();
     const std::vector<at::Tensor> before = copies_of(model);
@@ -240,7 +240,7 @@ TEST(ServerUpdaterTest, AsyncDividesTheLearningRateByTheNumberOfTrainers) {
 TEST(ServerUpdaterTest, AsyncWaitsForNoOtherTrainer) {
   const auto ends = test::run_ranks(
       2,
-      [](comm::ProcessGroup& group) {
+      [](const comm::ProcessGroup& group) {
         const Servers servers(group);
         auto model = make_model();
         Updater through(model, group, servers.options(Training::kAsync, async_options()));
@@ -264,7 +264,7 @@ TEST(ServerUpdaterTest, AsyncWaitsForNoOtherTrainer) {
 // The other trainer neither hears of it nor stops. The update counts, so that all trainers come to
 // update N after N steps of the epoch.
 TEST(ServerUpdaterTest, AsyncSkipsABadGradientOnItsTrainerAlone) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const Servers servers(group);
     auto model = make_model();
     Updater through(model, group, servers.options(Training::kAsync, async_options()));
@@ -292,7 +292,7 @@ TEST(ServerUpdaterTest, AsyncSkipsABadGradientOnItsTrainerAlone) {
 }
 
 TEST(ServerUpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAllAndIsNamed) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const Servers servers(group);
     auto model = make_model();
     Updater through(model, group, servers.options(Training::kSync));

@@ -53,7 +53,7 @@ std::vector<nmt::Batch> batches_of(int update, int rank, int num_ranks) {
   return batches;
 }
 
-void train(Updater& updater, comm::ProcessGroup& group, int first, int last) {
+void train(Updater& updater, const comm::ProcessGroup& group, int first, int last) {
   for (int update = first; update <= last; ++update)
     EXPECT_FALSE(updater.update(batches_of(update, group.rank(), group.size())).skipped) << update;
 }
@@ -93,7 +93,8 @@ class Alone {
   std::vector<at::Tensor> parameters_, averages_;
 };
 
-void expect_the_same_training(comm::ProcessGroup& group, const std::vector<Strategy>& strategies) {
+void expect_the_same_training(const comm::ProcessGroup& group,
+                              const std::vector<Strategy>& strategies) {
   constexpr int kUpdates = 20;
   const Alone alone(kUpdates);
   for (const Strategy strategy : strategies) {
@@ -107,21 +108,22 @@ void expect_the_same_training(comm::ProcessGroup& group, const std::vector<Strat
 
 // Accumulation, clipping, dropout, tied weights, averages.
 TEST(StrategiesTest, TwentyUpdatesOfTwoRanksAreOneProcesss) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     expect_the_same_training(
         group, {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3});
   });
 }
 
 TEST(StrategiesTest, TwentyUpdatesOfFourRanksAreOneProcesss) {
-  test::ranks(4, [](comm::ProcessGroup& group) {
+  test::ranks(4, [](const comm::ProcessGroup& group) {
     expect_the_same_training(
         group, {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3});
   });
 }
 
 // Four ranks that say they are on two hosts.
-void on_two_hosts(comm::ProcessGroup& group, const std::function<void(comm::ProcessGroup&)>& body) {
+void on_two_hosts(const comm::ProcessGroup& group,
+                  const std::function<void(const comm::ProcessGroup&)>& body) {
   const std::string store = group.broadcast_text(
       (std::filesystem::temp_directory_path() / ("cohort-hosts-" + std::to_string(getpid())))
           .string());
@@ -137,15 +139,15 @@ void on_two_hosts(comm::ProcessGroup& group, const std::function<void(comm::Proc
 }
 
 TEST(StrategiesTest, HybridOnTwoHostsIsOneProcesssTraining) {
-  test::ranks(4, [](comm::ProcessGroup& group) {
-    on_two_hosts(group, [](comm::ProcessGroup& hosts) {
+  test::ranks(4, [](const comm::ProcessGroup& group) {
+    on_two_hosts(group, [](const comm::ProcessGroup& hosts) {
       expect_the_same_training(hosts, {Strategy::kHybrid});
     });
   });
 }
 
 TEST(StrategiesTest, HybridWantsSeveralHosts) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     EXPECT_EQ(test::message_of<ConfigError>(
                   [&] { const parallel::StrategyGroups groups(group, Strategy::kHybrid); }),
               "--strategy hybrid: expected several hosts, got one: give --strategy zero3");
@@ -154,9 +156,9 @@ TEST(StrategiesTest, HybridWantsSeveralHosts) {
 
 // Saves and loads as a run does.
 void save(Updater& updater, const std::string& folder, int update) {
-  comm::ProcessGroup* savers = updater.model().savers();
-  if (savers == nullptr) return;
-  train::ShardedCheckpointWriter writer(*savers);
+  const comm::ProcessGroup savers = updater.model().savers();
+  if (!savers) return;
+  train::ShardedCheckpointWriter writer(savers);
   writer.begin(folder, updater.parts(), update, {});
   writer.commit();
 }
@@ -188,7 +190,7 @@ class JobsFolder {
 constexpr int kSavedAt = 2, kLoadedTo = 4;
 constexpr std::array kSaved{Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3};
 
-void save_with_every_strategy(comm::ProcessGroup& group, const JobsFolder& folder) {
+void save_with_every_strategy(const comm::ProcessGroup& group, const JobsFolder& folder) {
   for (const Strategy strategy : kSaved) {
     Updater updater(make_model(), group, options_of(strategy));
     train(updater, group, 1, kSavedAt);
@@ -196,7 +198,7 @@ void save_with_every_strategy(comm::ProcessGroup& group, const JobsFolder& folde
   }
 }
 
-void go_on_from_every_checkpoint(comm::ProcessGroup& group, const JobsFolder& folder) {
+void go_on_from_every_checkpoint(const comm::ProcessGroup& group, const JobsFolder& folder) {
   const Alone undisturbed(kLoadedTo);
   for (const Strategy strategy : kSaved) {
     for (const Strategy before : kSaved) {
@@ -222,7 +224,7 @@ TEST(ReshardTest, EveryStrategyAndNumberOfRanksGoesOnFromEveryOthers) {
     if (phase != nullptr && phase != each) continue;  // a rank comes to its own job's call
     setenv("COHORT_TEST_PHASE", each.c_str(), 1);
     for (int num_ranks = 1; num_ranks <= 4; ++num_ranks) {
-      test::ranks(num_ranks, [&](comm::ProcessGroup& group) {
+      test::ranks(num_ranks, [&](const comm::ProcessGroup& group) {
         each == "save" ? save_with_every_strategy(group, folder)
                        : go_on_from_every_checkpoint(group, folder);
       });

@@ -50,7 +50,7 @@ nmt::Transformer make_model(const nmt::TransformerOptions& options,
 
 // The whole model, and this rank's part of it.
 struct Pair {
-  Pair(const nmt::TransformerOptions& options, comm::ProcessGroup& group)
+  Pair(const nmt::TransformerOptions& options, const comm::ProcessGroup& group)
       : whole(make_model(options, std::make_shared<nmt::Division>())),
         part(make_model(options, divide_among(group))) {}
   nmt::Transformer whole, part;
@@ -91,7 +91,7 @@ double gradient_difference(Pair& pair, const std::string& only = "") {
   return largest;
 }
 
-void expect_encoder(comm::ProcessGroup& group) {
+void expect_encoder(const comm::ProcessGroup& group) {
   Pair pair(options_of("none"), group);
   const nmt::Batch batch = make_batch();
   torch::manual_seed(1);
@@ -117,7 +117,7 @@ TEST(TensorParallelTransformerTest, TheEncoderOnFourRanksIsTheWholeOne) {
 }
 
 // Encoder, decoder, loss, and log p of every label, with the same elements dropped.
-void expect_whole_models(const nmt::TransformerOptions& options, comm::ProcessGroup& group,
+void expect_whole_models(const nmt::TransformerOptions& options, const comm::ProcessGroup& group,
                          bool recompute = false) {
   Pair pair(options, group);
   const nmt::Batch batch = make_batch();
@@ -145,7 +145,7 @@ void expect_whole_models(const nmt::TransformerOptions& options, comm::ProcessGr
               kRounding * norm);
 }
 
-void expect_every_option(comm::ProcessGroup& group) {
+void expect_every_option(const comm::ProcessGroup& group) {
   for (const char* tied : {"none", "target", "all"}) {
     SCOPED_TRACE(std::string("tied: ") + tied);
     expect_whole_models(options_of(tied), group);
@@ -170,7 +170,7 @@ TEST(TensorParallelTransformerTest, LossesAndGradientsOnFourRanksAreTheWholeMode
 }
 
 TEST(TensorParallelTransformerTest, ScoresAndTranslationsAreTheWholeModels) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     Pair pair(options_of("target"), group);
     const nmt::Batch batch = make_batch();
     const at::NoGradGuard no_grad;
@@ -197,7 +197,7 @@ TEST(TensorParallelTransformerTest, ScoresAndTranslationsAreTheWholeModels) {
 
 // Every parameter but norms and the biases of outputs is cut.
 TEST(TensorParallelTransformerTest, ARankHoldsItsPartOfTheParameters) {
-  test::ranks(4, [](comm::ProcessGroup& group) {
+  test::ranks(4, [](const comm::ProcessGroup& group) {
     Pair pair(options_of("none"), group);
     int64_t own = 0, expected = 0;
     for (const auto& item : pair.part->named_parameters()) {
@@ -259,7 +259,7 @@ void fill(const train::NamedTensors& tensors, double value) {
 // After an update of both, the parts' checkpoint is the whole model's, and the parts read back what
 // the whole model has written.
 TEST(TensorParallelTransformerTest, CheckpointsAreThePlainModels) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     const std::string folder = group.broadcast_text(
         (std::filesystem::temp_directory_path() / ("cohort-tp-" + std::to_string(getpid())))
             .string());
@@ -312,7 +312,8 @@ UpdaterOptions updater_options(parallel::Strategy strategy, parallel::Mesh* mesh
           .exponential_smoothing = 0.3};
 }
 
-std::vector<UpdateReport> train(Updater& updater, comm::ProcessGroup& data, int first, int last) {
+std::vector<UpdateReport> train(Updater& updater, const comm::ProcessGroup& data, int first,
+                                int last) {
   std::vector<UpdateReport> reports;
   for (int update = first; update <= last; ++update) {
     const auto sentences = test::make_sentences(2 * kBatches, static_cast<uint32_t>(update));
@@ -351,16 +352,16 @@ double difference(const std::vector<train::TensorSlice>& slices,
 }
 
 void save(Updater& updater, const std::string& folder) {
-  comm::ProcessGroup* savers = updater.savers();
-  if (savers == nullptr) return;
-  train::ShardedCheckpointWriter writer(*savers);
+  const comm::ProcessGroup savers = updater.savers();
+  if (!savers) return;
+  train::ShardedCheckpointWriter writer(savers);
   writer.begin(folder, updater.parts(Replicated::kOnce), updater.num_updates(), {});
   writer.commit();
 }
 
 // Every strategy in turn goes on from the checkpoint of the one before; in between is one process.
 TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
-  test::ranks(4, [](comm::ProcessGroup& world) {
+  test::ranks(4, [](const comm::ProcessGroup& world) {
     constexpr int kUpdates = 5;
     // Adam divides what 1e-15 is in a gradient by its size; a wrong one moves parameters by 1e-3.
     constexpr double kBound = 1e-8;
@@ -372,7 +373,7 @@ TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
     for (const auto strategy : {parallel::Strategy::kDdp, parallel::Strategy::kZero1,
                                 parallel::Strategy::kZero2, parallel::Strategy::kZero3}) {
       SCOPED_TRACE(parallel::to_string(strategy));
-      Updater updater(make_model(options_of("all"), divide_among(*mesh.tensor())), mesh.data(),
+      Updater updater(make_model(options_of("all"), divide_among(mesh.tensor())), mesh.data(),
                       updater_options(strategy, &mesh));
       if (done > 0) train::load_slices(folder, updater.parts(), world);
       updater.set_num_updates(done);
@@ -405,11 +406,11 @@ TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
 
 // A rank's number that is not finite stops all, and all name the same.
 TEST(TensorParallelUpdaterTest, ABadNumberIsNamedAlike) {
-  test::ranks(4, [](comm::ProcessGroup& world) {
+  test::ranks(4, [](const comm::ProcessGroup& world) {
     parallel::Mesh mesh(world, 2);
-    auto model = make_model(options_of("all"), divide_among(*mesh.tensor()));
+    auto model = make_model(options_of("all"), divide_among(mesh.tensor()));
     Updater updater(model, mesh.data(), updater_options(parallel::Strategy::kDdp, &mesh));
-    if (mesh.tensor()->rank() == 1) {  // one part of both models
+    if (mesh.tensor().rank() == 1) {  // one part of both models
       const at::NoGradGuard no_grad;
       model->named_parameters()["encoder.layers.0.linear1.weight"].fill_(NAN);
     }

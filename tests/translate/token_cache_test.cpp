@@ -292,7 +292,7 @@ fs::path shared_folder(const char* name, const std::string& text) {
   return folder;
 }
 
-TrainingText text_in(const fs::path& folder, comm::ProcessGroup& group) {
+TrainingText text_in(const fs::path& folder, const comm::ProcessGroup& group) {
   const text::Tokenizer tokenizer(folder / "v.spm");
   const TokenCacheInputs inputs{.text = {folder / "a.tsv"},
                                 .vocabularies = {folder / "v.spm", folder / "v.spm"},
@@ -304,7 +304,7 @@ TEST(TokenCacheRanksTest, OneRankBuildsAndAllHaveTheSameText) {
   std::string pairs;
   for (int i = 0; i < 500; ++i) pairs += "red cat " + std::to_string(i % 10) + "\tblue dog\n";
   const fs::path folder = shared_folder("token-cache-ranks", pairs);
-  test::ranks(3, [&](comm::ProcessGroup& group) {
+  test::ranks(3, [&](const comm::ProcessGroup& group) {
     const TrainingText text = text_in(folder, group);
     EXPECT_EQ(text.corpus.size(), 500);
     EXPECT_EQ(text.origin, group.rank() == 0 ? "built" : "used");
@@ -314,7 +314,8 @@ TEST(TokenCacheRanksTest, OneRankBuildsAndAllHaveTheSameText) {
 
 TEST(TokenCacheRanksTest, AllRanksHearWhyTheBuilderFailed) {
   const fs::path folder = shared_folder("token-cache-failure", "red\tblue\nred blue\n");
-  const auto ends = test::run_ranks(3, [&](comm::ProcessGroup& group) { text_in(folder, group); });
+  const auto ends =
+      test::run_ranks(3, [&](const comm::ProcessGroup& group) { text_in(folder, group); });
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 2) << end.output;
     EXPECT_NE(end.output.find("a.tsv: line 2: expected source<TAB>target, found 0 tabs"),

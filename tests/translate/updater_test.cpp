@@ -132,7 +132,7 @@ TEST(UpdaterTest, TheDifferenceToNaNIsNoNumber) {
   EXPECT_TRUE(std::isnan(difference({nan, one}, {one, one})));
 }
 
-void expect_plain_updates(comm::ProcessGroup& group, const std::vector<int>& num_batches) {
+void expect_plain_updates(const comm::ProcessGroup& group, const std::vector<int>& num_batches) {
   SCOPED_TRACE("batches by rank: " + testing::PrintToString(num_batches));
   auto model = make_model();
   Updater updater(model, group, kOptions);
@@ -165,20 +165,20 @@ TEST(UpdaterTest, OneRankMakesPlainUpdatesWithAnyDelay) {
 }
 
 TEST(UpdaterTest, TwoRanksMakePlainUpdatesWithAnyDelay) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const int delay : {1, 2}) expect_plain_updates(group, {delay, delay});
   });
 }
 
 // 3 over the number of tokens has another mantissa than 1 or 2 over it.
 TEST(UpdaterTest, ThreeRanksMakePlainUpdates) {
-  test::ranks(3, [](comm::ProcessGroup& group) { expect_plain_updates(group, {1, 1, 1}); });
+  test::ranks(3, [](const comm::ProcessGroup& group) { expect_plain_updates(group, {1, 1, 1}); });
 }
 
 // Of the sharding strategies, too: what they leave of the model is gathered by a forward. And with
 // slices of their own in host memory.
 TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     comm::ProcessGroup alone(comm::Place{});
     for (const auto& [strategy, offloads] : {std::pair{Strategy::kZero1, false},
                                              {Strategy::kZero2, false},
@@ -215,7 +215,7 @@ TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
 }
 
 TEST(UpdaterTest, DropoutHangsOnTheBatchAndNotOnItsRank) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     comm::ProcessGroup alone(comm::Place{});
     const auto make = [](double dropout) {
       auto options = test::tiny_options();
@@ -246,7 +246,7 @@ TEST(UpdaterTest, DropoutHangsOnTheBatchAndNotOnItsRank) {
 // At a learning rate of 0 the same batch has the same loss, but for what dropout takes: in every
 // update, in every batch of one and on every rank other elements.
 TEST(UpdaterTest, EveryBatchOfEveryUpdateHasADropoutMaskOfItsOwn) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     auto options = test::tiny_options();
     options.dropout = 0.3;
     nmt::Transformer model(options);
@@ -280,7 +280,7 @@ TEST(UpdaterTest, EveryBatchOfEveryUpdateHasADropoutMaskOfItsOwn) {
 // Only if each rank sends its gradients once, after its last batch, do their calls match.
 TEST(UpdaterTest, RanksMayHaveDifferentNumbersOfBatches) {
   const auto ends = test::run_ranks(2,
-                                    [](comm::ProcessGroup& group) {
+                                    [](const comm::ProcessGroup& group) {
                                       expect_plain_updates(group, {1, 3});
                                     },
                                     {.timeout = std::chrono::seconds(30)});
@@ -288,7 +288,7 @@ TEST(UpdaterTest, RanksMayHaveDifferentNumbersOfBatches) {
 }
 
 TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     auto model = make_model();
     Updater updater(model, group, kOptions);
     const auto batches = [&](int update) {
@@ -322,7 +322,7 @@ TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
 }
 
 TEST(UpdaterTest, TheBadBatchOfARankIsFound) {
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero2}) {
       auto model = make_model();
       UpdaterOptions options = kOptions;
@@ -378,7 +378,7 @@ TEST(UpdaterTest, ALossThatIsNotFiniteIsNotTrainedOnThoughGradientsAre) {
 // Nothing of that is rank 0's own time, and the latter is rank 1's.
 TEST(UpdaterTest, ARanksTimeIsItsOwnWithoutWaitingForOthers) {
   namespace fs = std::filesystem;
-  test::ranks(2, [](comm::ProcessGroup& group) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
     constexpr std::chrono::milliseconds kDelay(200);
     const fs::path rank_0_is_done = group.broadcast_text(
         (fs::temp_directory_path() / ("cohort-updater-" + std::to_string(getpid()))).string());

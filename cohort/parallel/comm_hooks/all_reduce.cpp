@@ -3,7 +3,7 @@
 namespace cohort::parallel {
 
 CommHook all_reduce_hook() {
-  return [](comm::ProcessGroup& group, const Bucket& bucket) {
+  return [](const comm::ProcessGroup& group, const Bucket& bucket) {
     at::Tensor gradient = bucket.buffer;
     // As the engine divides, so that the bits are the same.
     gradient.mul_(1.0 / group.size());
@@ -12,7 +12,7 @@ CommHook all_reduce_hook() {
 }
 
 CommHook noop_hook() {
-  return [](comm::ProcessGroup&, const Bucket& bucket) { return ready(bucket.buffer); };
+  return [](const comm::ProcessGroup&, const Bucket& bucket) { return ready(bucket.buffer); };
 }
 
 }  // namespace cohort::parallel

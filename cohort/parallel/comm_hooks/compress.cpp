@@ -19,7 +19,7 @@ TensorFuture widen_into(const at::Tensor& buffer, const TensorFuture& low) {
 }
 
 CommHook compress_wrapper(at::ScalarType type, CommHook inner) {
-  return [type, inner = std::move(inner)](comm::ProcessGroup& group, const Bucket& bucket) {
+  return [type, inner = std::move(inner)](const comm::ProcessGroup& group, const Bucket& bucket) {
     check_dense(bucket);
     Bucket low = bucket;
     low.buffer = bucket.buffer.to(type);
@@ -35,13 +35,14 @@ CommHook compress_wrapper(at::ScalarType type, CommHook inner) {
 }  // namespace
 
 CommHook compress_hook(at::ScalarType type, std::function<int()> divisor) {
-  return [type, divisor = std::move(divisor)](comm::ProcessGroup& group, const Bucket& bucket) {
-    check_dense(bucket);
-    at::Tensor gradient = bucket.buffer;
-    // Divided before it is rounded: the sum then stays in float16's range.
-    gradient.mul_(1.0 / (divisor ? divisor() : group.size()));
-    return widen_into(gradient, start_all_reduce(group, gradient.to(type)));
-  };
+  return
+      [type, divisor = std::move(divisor)](const comm::ProcessGroup& group, const Bucket& bucket) {
+        check_dense(bucket);
+        at::Tensor gradient = bucket.buffer;
+        // Divided before it is rounded: the sum then stays in float16's range.
+        gradient.mul_(1.0 / (divisor ? divisor() : group.size()));
+        return widen_into(gradient, start_all_reduce(group, gradient.to(type)));
+      };
 }
 
 CommHook fp16_compress_hook() {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kMessageBytes = 25 << 20;
 
-void average(comm::ProcessGroup& group, const std::vector<at::Tensor>& tensors) {
+void average(const comm::ProcessGroup& group, const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> flat;
   for (const at::Tensor& tensor : tensors) flat.push_back(tensor.reshape({-1}));
   at::Tensor message = at::cat(flat);
@@ -32,17 +32,17 @@ PostLocalSgdState::PostLocalSgdState(const PostLocalSgdOptions& options) : optio
 }
 
 CommHook post_local_sgd_hook(std::shared_ptr<PostLocalSgdState> state) {
-  return [state = std::move(state), everyone = all_reduce_hook()](comm::ProcessGroup& group,
+  return [state = std::move(state), everyone = all_reduce_hook()](const comm::ProcessGroup& group,
                                                                   const Bucket& bucket) {
     const bool together = state->iteration_ < state->options_.start_local_sgd_iter;
     if (bucket.is_last) ++state->iteration_;
     if (together) return everyone(group, bucket);
-    comm::ProcessGroup* subgroup = state->options_.subgroup;
-    return subgroup != nullptr ? everyone(*subgroup, bucket) : ready(bucket.buffer);
+    const comm::ProcessGroup& subgroup = state->options_.subgroup;
+    return subgroup ? everyone(subgroup, bucket) : ready(bucket.buffer);
   };
 }
 
-PeriodicModelAverager::PeriodicModelAverager(comm::ProcessGroup& group,
+PeriodicModelAverager::PeriodicModelAverager(const comm::ProcessGroup& group,
                                              const PeriodicModelAveragerOptions& options)
     : group_(group), options_(options) {
   TORCH_CHECK_VALUE(options.period >= 1, "period: expected 1 or more, got ", options.period);

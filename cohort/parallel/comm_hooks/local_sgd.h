@@ -13,9 +13,9 @@ namespace cohort::parallel {
 
 struct PostLocalSgdOptions {
   int64_t start_local_sgd_iter = 100;  ///< Backward passes that all ranks reduce together, >= 0.
-  /// Ranks that go on reducing together afterwards, such as those of one host; must outlive the
-  /// hook. None: gradients are no longer sent at all.
-  comm::ProcessGroup* subgroup = nullptr;
+  /// Ranks that go on reducing together afterwards, such as those of one host. Empty:
+  /// gradients are no longer sent at all.
+  comm::ProcessGroup subgroup;
 };
 
 /// Where a run of post_local_sgd_hook stands. Shared by the hook and by whoever saves it. Threads:
@@ -51,11 +51,12 @@ struct PeriodicModelAveragerOptions {
 
 /// Replaces parameters by their mean over ranks, every `period` steps.
 ///
-/// Owner: the group must outlive this. Threads: one.
+/// Threads: one.
 class PeriodicModelAverager {
  public:
   /// Errors: c10::ValueError if an option is out of range.
-  PeriodicModelAverager(comm::ProcessGroup& group, const PeriodicModelAveragerOptions& options);
+  PeriodicModelAverager(const comm::ProcessGroup& group,
+                        const PeriodicModelAveragerOptions& options);
 
   /// Counts a step; averages `parameters` in place if step >= warmup_steps and step - warmup_steps
   /// is a multiple of period, counted from 0. Returns whether it did. Call it after each optimizer
@@ -72,7 +73,7 @@ class PeriodicModelAverager {
   void set_step(int64_t step) { step_ = step; }
 
  private:
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   PeriodicModelAveragerOptions options_;
   int64_t step_ = 0;
 };

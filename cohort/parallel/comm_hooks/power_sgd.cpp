@@ -131,7 +131,7 @@ at::Tensor flat(const std::vector<at::Tensor>& matrices) {
 
 // Orthogonal bases P of the mean over ranks of M Q. All NaN, on every rank, where that is not
 // finite.
-std::vector<at::Tensor> reduced_bases(comm::ProcessGroup& group,
+std::vector<at::Tensor> reduced_bases(const comm::ProcessGroup& group,
                                       const std::vector<at::Tensor>& matrices,
                                       const at::Tensor& factor, const Cut& cut,
                                       at::ScalarType wire_type) {
@@ -274,7 +274,7 @@ void PowerSgdState::load_state_dict(const std::map<std::string, at::Tensor>& sta
   impl_->memories = std::move(memories);
 }
 
-TensorFuture PowerSgdState::compress(comm::ProcessGroup& group, const Bucket& bucket) {
+TensorFuture PowerSgdState::compress(const comm::ProcessGroup& group, const Bucket& bucket) {
   const Cut cut = cut_bucket(bucket, impl_->options);
   if (cut.compressed.empty()) return all_reduce_hook()(group, bucket);
   Impl::Memory& memory = impl_->memory_of(bucket);
@@ -302,7 +302,7 @@ TensorFuture PowerSgdState::compress(comm::ProcessGroup& group, const Bucket& bu
 }
 
 CommHook power_sgd_hook(std::shared_ptr<PowerSgdState> state) {
-  return [state = std::move(state)](comm::ProcessGroup& group, const Bucket& bucket) {
+  return [state = std::move(state)](const comm::ProcessGroup& group, const Bucket& bucket) {
     const at::NoGradGuard no_grad;
     TORCH_CHECK_VALUE(!bucket.buffer.is_sparse(), "PowerSGD: expected dense gradients, bucket ",
                       bucket.index, " is sparse");

@@ -54,7 +54,7 @@ class PowerSgdState : public std::enable_shared_from_this<PowerSgdState> {
  private:
   friend CommHook power_sgd_hook(std::shared_ptr<PowerSgdState> state);
   struct Impl;
-  TensorFuture compress(comm::ProcessGroup& group, const Bucket& bucket);
+  TensorFuture compress(const comm::ProcessGroup& group, const Bucket& bucket);
   std::unique_ptr<Impl> impl_;
 };
 

@@ -102,7 +102,7 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
-FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& group,
+FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, const comm::ProcessGroup& group,
                        const ShardingOptions& options, BucketPlace where)
     : group_(group),
       options_(options),
@@ -182,7 +182,7 @@ void FlatBucket::begin_gather() {
                        : shard_.to(full_.device(), full_.scalar_type(), /*non_blocking=*/true);
   // Of its own memory: nobody sees it before all of it is there.
   at::Tensor arriving = sharded() ? at::empty(full_.sizes(), full_.options()) : full_;
-  comm::ProcessGroup& group = among_neighbours ? *place_.reshard_group : group_;
+  const comm::ProcessGroup& group = among_neighbours ? place_.reshard_group : group_;
   comm::Work work = group.all_gather_into_async(arriving, sent, place_.name);
   gathering_.emplace(Gathering{sent, arriving, std::move(work)});
   content_ = Content::kGathering;
@@ -238,8 +238,8 @@ void FlatBucket::reshard() {
   if (!place_.reshard_group || content_ == Content::kStale) return free();
   const at::NoGradGuard no_grad;
   finish_gather();
-  const int64_t part = layout_.padded_numel() / place_.reshard_group->size();
-  at::Tensor kept = full_.narrow(0, place_.reshard_group->rank() * part, part).clone();
+  const int64_t part = layout_.padded_numel() / place_.reshard_group.size();
+  at::Tensor kept = full_.narrow(0, place_.reshard_group.rank() * part, part).clone();
   free();
   kept_ = std::move(kept);
 }
@@ -360,7 +360,7 @@ void FlatBucket::finish_reduce() {
   at::Tensor part = reduction_->part;
   reduction_.reset();
   if (!options_.replicate_group) return keep_gradients(part);
-  comm::Work work = options_.replicate_group->all_reduce_async(part);
+  comm::Work work = options_.replicate_group.all_reduce_async(part);
   replication_.emplace(Replication{part, std::move(work)});
 }
 

@@ -18,9 +18,9 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data);
 /// What a bucket is part of.
 struct BucketPlace {
   std::string name;  ///< What is gathered and reduced, in errors: "unit layers.3".
-  /// Neighbours among which the whole is kept between forward and backward; null: among all. It
-  /// must outlive the bucket, and its size divide the group's.
-  comm::ProcessGroup* reshard_group = nullptr;
+  /// Neighbours among which the whole is kept between forward and backward; empty: among all.
+  /// Its size divides the group's.
+  comm::ProcessGroup reshard_group;
 };
 
 /// From `gather` to `hide` or `free` the module's parameters are views of the flat buffer. Before
@@ -35,7 +35,7 @@ class FlatBucket {
   /// Takes the parameters' present values. All have one type and device, and are either trained or
   /// all frozen. Those that are whole on every rank are there until `hide` or `free`.
   /// Errors: c10::ValueError if one's elements do not lie row by row.
-  FlatBucket(std::vector<NamedTensor> parameters, comm::ProcessGroup& group,
+  FlatBucket(std::vector<NamedTensor> parameters, const comm::ProcessGroup& group,
              const ShardingOptions& options, BucketPlace place);
 
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
@@ -117,7 +117,7 @@ class FlatBucket {
     return options_.mixed_precision.reduce_dtype.value_or(shard_.scalar_type());
   }
 
-  comm::ProcessGroup& group_;
+  comm::ProcessGroup group_;
   const ShardingOptions options_;
   const BucketPlace place_;
   std::vector<NamedTensor> parameters_;

@@ -42,9 +42,10 @@ namespace cohort::parallel {
 template <class Holder>
 class ShardedDataParallel {
  public:
-  /// `group` must outlive this. Copies rank 0's state to all, then keeps this rank's part. `units`
+  /// Copies rank 0's state to all, then keeps this rank's part. `units`
   /// are modules below `module`, as nested as they come; not owned.
-  ShardedDataParallel(Holder module, comm::ProcessGroup& group, const ShardingOptions& options = {},
+  ShardedDataParallel(Holder module, const comm::ProcessGroup& group,
+                      const ShardingOptions& options = {},
                       const std::vector<torch::nn::Module*>& units = {})
       : module_(std::move(module)), engine_(*module_, group, options, units) {}
 

@@ -132,7 +132,7 @@ void ShardingEngine::Impl::reduce(Bucket& bucket) {
 }
 
 int ShardingEngine::Impl::num_replicas() const {
-  return group.size() * (options.replicate_group ? options.replicate_group->size() : 1);
+  return group.size() * (options.replicate_group ? options.replicate_group.size() : 1);
 }
 
 // `with_graph`: another backward through this one's graph may follow.
@@ -162,7 +162,7 @@ void ShardingEngine::Impl::finish_backward(bool with_graph) {
 void ShardingEngine::Impl::drop_unused() {
   const auto sum = [this](at::Tensor numbers) {
     group.all_reduce(numbers);
-    if (options.replicate_group) options.replicate_group->all_reduce(numbers);
+    if (options.replicate_group) options.replicate_group.all_reduce(numbers);
     return numbers;
   };
   std::vector<int64_t> own;

@@ -72,7 +72,7 @@ void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& mod
     if (units.empty()) unit.name = "the parameters of no unit";
     for (auto& parameters : each.buckets) {
       const BucketPlace place{.name = unit.name + ", " + parameters.front().name + " and on",
-                              .reshard_group = reshard_group.get()};
+                              .reshard_group = reshard_group};
       buckets.push_back(std::make_unique<Bucket>(Bucket{
           .flat = FlatBucket(std::move(parameters), group, options, place), .unit = units.size()}));
       unit.buckets.push_back(buckets.back().get());
@@ -164,7 +164,7 @@ std::vector<ParameterSlice> ShardingEngine::Impl::unshared_state() const {
   return result;
 }
 
-ShardingEngine::ShardingEngine(torch::nn::Module& model, comm::ProcessGroup& group,
+ShardingEngine::ShardingEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
                                const ShardingOptions& options,
                                const std::vector<torch::nn::Module*>& units)
     : impl_(std::make_shared<Impl>(model, group, options)) {

@@ -48,9 +48,9 @@ struct ShardingOptions {
   MixedPrecision mixed_precision;
   /// The ranks that hold the same slices as this one, across the groups that share a model out
   /// (HSDP): gradients are summed within `group`, then the sums across. With hosts of H ranks and
-  /// `group` a host's, what crosses the network is the H-th part. Must outlive the model; null:
-  /// nobody has the same slices.
-  comm::ProcessGroup* replicate_group = nullptr;
+  /// `group` a host's, what crosses the network is the H-th part. Empty: nobody has the same
+  /// slices.
+  comm::ProcessGroup replicate_group;
   /// Slices, their gradients and so the optimizer live in host memory (pinned, under a model on a
   /// GPU); parameters are gathered on the model's device. A model on the CPU has them there anyway,
   /// and pays for a copy where parameters are whole.
@@ -72,11 +72,11 @@ struct ParameterSlice {
   at::Tensor tensor;  ///< One dimension; a leaf with a gradient after backward.
 };
 
-/// Shards a model. Owner: ShardedDataParallel; references to model and group must outlive it.
+/// Shards a model. Owner: ShardedDataParallel; the model must outlive it.
 /// Threads: one.
 class ShardingEngine {
  public:
-  ShardingEngine(torch::nn::Module& model, comm::ProcessGroup& group,
+  ShardingEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
                  const ShardingOptions& options, const std::vector<torch::nn::Module*>& units);
   ~ShardingEngine();
   ShardingEngine(const ShardingEngine&) = delete;

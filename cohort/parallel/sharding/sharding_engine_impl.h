@@ -37,7 +37,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
     int64_t backward = -1;  // this backward
   };
 
-  Impl(torch::nn::Module& m, comm::ProcessGroup& g, const ShardingOptions& o)
+  Impl(torch::nn::Module& m, const comm::ProcessGroup& g, const ShardingOptions& o)
       : model(m), group(g), options(o), ignored(resolve_names(m, o.ignored)) {}
   ~Impl();
 
@@ -71,10 +71,10 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   std::string left_out(size_t unit) const;
 
   torch::nn::Module& model;
-  comm::ProcessGroup& group;
+  const comm::ProcessGroup& group;
   ShardingOptions options;
   std::vector<std::string> ignored;  // full names
-  std::unique_ptr<comm::ProcessGroup> reshard_group;
+  comm::ProcessGroup reshard_group;
   std::vector<Unit> units;  // the first is the whole model's own
   std::vector<std::unique_ptr<Bucket>> buckets;
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>>

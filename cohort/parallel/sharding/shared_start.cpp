@@ -42,8 +42,8 @@ void check_types(const MixedPrecision& types) {
 }
 
 // Rows of the mesh share a model out, its columns hold the same slices.
-void check_mesh(comm::ProcessGroup& row, comm::ProcessGroup& column) {
-  const auto place = [](comm::ProcessGroup& group) {
+void check_mesh(const comm::ProcessGroup& row, const comm::ProcessGroup& column) {
+  const auto place = [](const comm::ProcessGroup& group) {
     return "rank " + std::to_string(group.rank()) + " of " + std::to_string(group.size()) + "\n";
   };
   verify_same_text("places in the sharding groups of one replicate_group", place(row), column);
@@ -78,7 +78,7 @@ std::vector<std::string> left_alone(const torch::nn::Module& model, const Shardi
 
 }  // namespace
 
-void share_state(const torch::nn::Module& model, comm::ProcessGroup& group,
+void share_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
                  const ShardingOptions& options, const std::vector<std::string>& ignored) {
   check_types(options.mixed_precision);
   check_reshard(options, group.size());
@@ -86,17 +86,17 @@ void share_state(const torch::nn::Module& model, comm::ProcessGroup& group,
   verify_same_text("options of ShardedDataParallel", describe(options), group);
   verify_same_model(model, group, ignored);
   if (options.replicate_group) {
-    check_mesh(group, *options.replicate_group);
-    verify_same_text("options of ShardedDataParallel", describe(options), *options.replicate_group);
-    verify_same_model(model, *options.replicate_group, ignored);
-    broadcast_model(model, *options.replicate_group, 0, alone);
+    check_mesh(group, options.replicate_group);
+    verify_same_text("options of ShardedDataParallel", describe(options), options.replicate_group);
+    verify_same_model(model, options.replicate_group, ignored);
+    broadcast_model(model, options.replicate_group, 0, alone);
   }
   broadcast_model(model, group, 0, alone);
 }
 
-std::unique_ptr<comm::ProcessGroup> make_reshard_group(comm::ProcessGroup& group,
-                                                       const ShardingOptions& options) {
-  std::unique_ptr<comm::ProcessGroup> own;
+comm::ProcessGroup make_reshard_group(const comm::ProcessGroup& group,
+                                      const ShardingOptions& options) {
+  comm::ProcessGroup own;
   const int count = options.reshard_ranks;
   if (count == 0 || count == group.size()) return own;
   for (int first = 0; first < group.size(); first += count) {

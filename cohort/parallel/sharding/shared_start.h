@@ -14,12 +14,12 @@ namespace cohort::parallel {
 /// left alone, and so is what lies on the meta device.
 /// Collective over `group` and options.replicate_group; blocks.
 /// Errors: c10::ValueError if models or options differ between ranks, or contradict.
-void share_state(const torch::nn::Module& model, comm::ProcessGroup& group,
+void share_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
                  const ShardingOptions& options, const std::vector<std::string>& ignored);
 
 /// The neighbours of this rank among which a unit stays from its forward to its backward; null
-/// where it stays among all of `group`, or with none. Collective; blocks. `group` must outlive it.
-std::unique_ptr<comm::ProcessGroup> make_reshard_group(comm::ProcessGroup& group,
-                                                       const ShardingOptions& options);
+/// where it stays among all of `group`, or with none. Collective; blocks.
+comm::ProcessGroup make_reshard_group(const comm::ProcessGroup& group,
+                                      const ShardingOptions& options);
 
 }  // namespace cohort::parallel

@@ -37,24 +37,24 @@ void refuse_servers(const std::string& strategy) {
                     "--strategy ps-sync or ps-async, or no servers");
 }
 
-HostRanks host_ranks(comm::ProcessGroup& group) {
+HostRanks host_ranks(const comm::ProcessGroup& group) {
   return {.rank = group.rank(),
           .size = group.size(),
           .gather =
-              [&group](const std::vector<std::byte>& own) {
+              [group](const std::vector<std::byte>& own) {
                 std::vector<std::vector<std::byte>> all;
                 for (const std::string& text : group.gather_text(text_of(own)))
                   all.push_back(bytes_of(text));
                 return all;
               },
           .broadcast =
-              [&group](std::vector<std::byte>& bytes) {
+              [group](std::vector<std::byte>& bytes) {
                 const std::string own = group.rank() == 0 ? text_of(bytes) : std::string();
                 bytes = bytes_of(group.broadcast_text(own));
               }};
 }
 
-TrainerPlace place_among_servers(comm::ProcessGroup& group, Training training,
+TrainerPlace place_among_servers(const comm::ProcessGroup& group, Training training,
                                  const SecurityOptions& security, int ranks_per_trainer) {
   TrainerPlace place;
   place.session = with_environment({.training = training});
@@ -79,7 +79,7 @@ TrainerPlace place_among_servers(comm::ProcessGroup& group, Training training,
   }
   place.session.trainer /= ranks_per_trainer;
   place.session.trainers /= ranks_per_trainer;
-  place.session.host = host_ranks(*place.host);
+  place.session.host = host_ranks(place.host);
   return place;
 }
 

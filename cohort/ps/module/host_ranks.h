@@ -16,13 +16,13 @@ std::optional<Training> server_training(const std::string& strategy);
 /// Errors: ConfigError if a launcher started servers for it, which would stand by without a use.
 void refuse_servers(const std::string& strategy);
 
-/// The ranks of `group` as one trainer: SessionOptions::host. `group` must outlive the result.
-HostRanks host_ranks(comm::ProcessGroup& group);
+/// The ranks of `group` as one trainer: SessionOptions::host.
+HostRanks host_ranks(const comm::ProcessGroup& group);
 
 /// What a rank of a group needs to open a Session.
 struct TrainerPlace {
-  std::unique_ptr<comm::ProcessGroup> host;  ///< The ranks that are one trainer; null: each is one.
-  SessionOptions session;  ///< Place, endpoints and `host`; rule and the rest are the caller's.
+  comm::ProcessGroup host;  ///< The ranks that are one trainer; empty: each is one.
+  SessionOptions session;   ///< Place, endpoints and `host`; rule and the rest are the caller's.
 };
 
 /// Finds the servers in Paddle's variables (ps/role.h), which `cohort run --servers` sets, and
@@ -30,10 +30,10 @@ struct TrainerPlace {
 /// gradients are averaged among them first, and the first one talks to the servers, under
 /// `security`.
 ///
-/// Collective over `group`, which must outlive the result; blocks only if ranks_per_trainer > 1.
+/// Collective over `group`; blocks only if ranks_per_trainer > 1.
 /// Errors: ConfigError: no servers in the environment, another number than the rank's, or
 ///         ranks_per_trainer does not divide the ranks; PeerError.
-TrainerPlace place_among_servers(comm::ProcessGroup& group, Training training,
+TrainerPlace place_among_servers(const comm::ProcessGroup& group, Training training,
                                  const SecurityOptions& security, int ranks_per_trainer = 1);
 
 }  // namespace cohort::ps

@@ -1,0 +1,130 @@
+// send and recv: messages between two ranks.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+
+#include "cohort/comm/operations.h"
+
+namespace cohort::comm {
+namespace {
+
+// What goes before a message: its dtype and number of elements.
+at::Tensor form_of(const at::Tensor& tensor) {
+  return at::tensor({static_cast<int64_t>(tensor.scalar_type()), tensor.numel()})
+      .to(tensor.device());
+}
+
+// The tag of a message's data. Messages of different forms do not meet: Gloo would write the bytes
+// of another dtype as they are, and end the process for too many.
+int data_tag(int tag, at::ScalarType type, int64_t numel) {
+  uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
+  for (const auto value : {static_cast<int64_t>(tag), static_cast<int64_t>(type), numel})
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
+  return static_cast<int>((hash ^ (hash >> 32)) & 0x7fffffff);
+}
+
+// Two works as one: a message's form and its data.
+class MessageSent : public c10d::Work {
+ public:
+  MessageSent(Tensors tensors, EngineWork form, EngineWork data)
+      : tensors_(std::move(tensors)), form_(std::move(form)), data_(std::move(data)) {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    return form_->wait(timeout) && data_->wait(timeout);
+  }
+
+ private:
+  Tensors tensors_;  // engines see memory, not tensors: these outlive the works
+  EngineWork form_, data_;
+};
+
+// Both receives are posted at once: a rank that waits for its own message to be taken before it
+// waits for this one holds up nobody.
+class MessageReceived : public c10d::Work {
+ public:
+  MessageReceived(c10d::ProcessGroup& engine, at::Tensor tensor, int from, int tag)
+      : engine_(engine),
+        tensor_(std::move(tensor)),
+        form_(form_of(tensor_)),
+        bytes_(as_bytes(tensor_)),
+        from_(from),
+        tag_(tag) {
+    Tensors form{form_}, data{bytes_};
+    form_work_ = engine.recv(form, from, tag);
+    data_work_ = engine.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel()));
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    form_work_->wait(timeout);
+    const at::Tensor sent = form_.cpu();
+    const auto type = static_cast<at::ScalarType>(sent[0].item<int64_t>());
+    const auto numel = sent[1].item<int64_t>();
+    if (type == tensor_.scalar_type() && numel == tensor_.numel()) return data_work_->wait(timeout);
+    // It is taken all the same: its sender waits for that.
+    Tensors unwanted{as_bytes(at::empty({numel}, tensor_.options().dtype(type)))};
+    engine_.recv(unwanted, from_, data_tag(tag_, type, numel))->wait(timeout);
+    TORCH_CHECK_VALUE(false, "recv from ", from_, ": expected ", tensor_.numel(), " elements of ",
+                      type_name(tensor_.scalar_type()), ", rank ", from_, " sends ", numel, " of ",
+                      type_name(type));
+  }
+
+ private:
+  c10d::ProcessGroup& engine_;
+  const at::Tensor tensor_, form_, bytes_;
+  const int from_, tag_;
+  EngineWork form_work_, data_work_;
+};
+
+void check_peer(int peer, int tag, const c10d::ProcessGroup& engine, const char* operation,
+                const char* role) {
+  check_rank(peer, engine.getSize(), operation, role);
+  TORCH_CHECK_VALUE(peer != engine.getRank() && tag >= 0, operation,
+                    ": expected another rank and a tag >= 0, got rank ", peer, ", tag ", tag);
+}
+
+}  // namespace
+
+void ProcessGroup::send(const at::Tensor& tensor, int to, int tag, CallSite site) const {
+  send_async(tensor, to, tag, site).wait(site);
+}
+
+Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSite site) const {
+  check_tensor(tensor, "send", engine());
+  check_peer(to, tag, engine(), "send", "receiver");
+  return impl().start_unmatched(
+      {.operation = "send to " + std::to_string(to), .tensor = tensor, .site = site},
+      [&, read = readable(tensor)] {
+        Tensors data{as_bytes(read)};
+        if (!impl().compares()) return engine().send(data, to, tag);
+        Tensors form{form_of(tensor)};
+        EngineWork form_sent = engine().send(form, to, tag);
+        EngineWork sent =
+            engine().send(data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
+        return EngineWork(c10::make_intrusive<MessageSent>(Tensors{form[0], data[0]},
+                                                           std::move(form_sent), std::move(sent)));
+      },
+      {});
+}
+
+at::Tensor ProcessGroup::recv(const at::Tensor& tensor, int from, int tag, CallSite site) const {
+  recv_async(tensor, from, tag, site).wait(site);
+  return tensor;
+}
+
+Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallSite site) const {
+  check_written(tensor, "recv", engine());
+  check_peer(from, tag, engine(), "recv", "sender");
+  const Written written = filled(tensor);
+  return impl().start_unmatched(
+      {.operation = "recv from " + std::to_string(from), .tensor = tensor, .site = site},
+      [&] {
+        written.bump_version();
+        if (impl().compares()) {
+          return EngineWork(
+              c10::make_intrusive<MessageReceived>(engine(), written.memory, from, tag));
+        }
+        Tensors data{as_bytes(written.memory)};
+        return engine().recv(data, from, tag);
+      },
+      [written] { written.finish(); });
+}
+
+}  // namespace cohort::comm
