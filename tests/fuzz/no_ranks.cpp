@@ -9,7 +9,7 @@ const comm::Place& comm::ProcessGroup::place() const {
   TORCH_CHECK(false, "a fuzz target has no ranks");
 }
 
-std::vector<std::string> comm::ProcessGroup::all_gather_text(const std::string&, CallSite) {
+std::vector<std::string> comm::ProcessGroup::all_gather_text(const std::string&, CallSite) const {
   TORCH_CHECK(false, "a fuzz target has no ranks");
 }
 
