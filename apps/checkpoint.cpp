@@ -110,8 +110,8 @@ int inspect(const InspectFlags& flags) {
     }
     print_table(rows);
   }
-  if (!manifest.facts.empty()) std::printf("\n");
-  for (const auto& [name, value] : manifest.facts)
+  if (!manifest.metadata.empty()) std::printf("\n");
+  for (const auto& [name, value] : manifest.metadata)
     std::printf("%s = %s\n", name.c_str(), value.c_str());
   return cohort::kExitOk;
 }

@@ -8,8 +8,8 @@
 #include <string>
 
 #include "cohort/base/program.h"
-#include "cohort/comm/place.h"
 #include "cohort/comm/process_group.h"
+#include "cohort/comm/rank_info.h"
 
 namespace {
 
@@ -24,7 +24,7 @@ int64_t peak_rss_bytes() {
 }
 
 int run() {
-  cohort::comm::ProcessGroup group(cohort::comm::discover_place());
+  cohort::comm::ProcessGroup group(cohort::comm::rank_info_from_environment());
   at::Tensor sum = at::full({1}, group.rank() + 1.0);
   group.all_reduce(sum);
   const auto now = std::chrono::system_clock::now().time_since_epoch();

@@ -205,7 +205,7 @@ class Saves {
     if (shared_ || updater.model().is_sharded()) {
       writer_.emplace(group);
     } else if (group.rank() == 0) {
-      writer_.emplace(alone_.emplace(cohort::comm::Place{}));
+      writer_.emplace(alone_.emplace(cohort::comm::RankInfo{}));
     }
   }
 
@@ -285,7 +285,7 @@ int run(const Options& options) {
                               std::to_string(options.steps));
   }
   at::set_num_threads(1);
-  cohort::comm::ProcessGroup group(cohort::comm::discover_place());
+  cohort::comm::ProcessGroup group(cohort::comm::rank_info_from_environment());
   const auto precision = cohort::nmt::parse_precision(options.precision);
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const double gemm = gemm_rate(group, type, options.mini_batch_words);

@@ -80,14 +80,15 @@ nlohmann::json all_reduce_us(const Options& options, const cohort::comm::Process
 }
 
 int run(const Options& options) {
-  cohort::comm::ProcessGroup group(cohort::comm::discover_place());
+  cohort::comm::ProcessGroup group(cohort::comm::rank_info_from_environment());
   nlohmann::json result{{"bench", "trace_cost"}, {"ranks", group.size()}};
   const auto file =
       std::filesystem::temp_directory_path() / ("cohort-trace-cost-" + std::to_string(getpid()));
   result["page_write_ns"] = page_write_ns(options, "");
   result["page_write_mapped_ns"] = page_write_ns(options, file);
   std::filesystem::remove(file);
-  result["empty_guard_ns"] = time_of(options, 20'000, [&] { group.guard("nothing", [] {}); });
+  result["empty_guard_ns"] =
+      time_of(options, 20'000, [&] { group.translate_errors("nothing", [] {}); });
   for (const int64_t num_elements : {1, 1 << 14, 1 << 20, 1 << 23}) {
     result["all_reduce"].push_back(all_reduce_us(options, group, num_elements));
   }

@@ -1,7 +1,7 @@
-# Finds the headers of NCCL and of the CUDA 13 toolkit that libtorch's NCCL engine is compiled with.
+# Finds the headers of NCCL and of the CUDA 13 toolkit that libtorch's NCCL backend is compiled with.
 #
 # Input:   COHORT_NCCL, a cache variable or environment variable: a folder that holds include/nccl.h, where the toolkit
-#          has none. The version must be exactly the one asked for: the engine's interface holds NCCL's structs.
+#          has none. The version must be exactly the one asked for: the backend's interface holds NCCL's structs.
 # Targets: Nccl::headers.
 set(COHORT_NCCL "$ENV{COHORT_NCCL}" CACHE PATH "Folder of NCCL (holds include/nccl.h), if not in the CUDA toolkit")
 find_package(CUDAToolkit 13 QUIET)

@@ -151,7 +151,7 @@ void print_machine(const Machine& machine, const Json& facts) {
   line("processor", machine.cpu);
   line("cores", std::to_string(machine.cores) +
                     (machine.core_limit < machine.cores
-                         ? ", of which its control group grants " + number(machine.core_limit)
+                         ? ", of which its cgroup grants " + number(machine.core_limit)
                          : ""));
   line("memory", readable_bytes(static_cast<double>(machine.memory_bytes)));
   line("instructions", joined(facts["machine"]["instructions"]));
@@ -224,15 +224,15 @@ void print_advice(const Json& advice) {
 
 // One of the two processes that `cohort doctor` starts; the second has nothing to say.
 std::optional<Json> measure_between_processes() {
-  const auto place = cohort::comm::discover_place();
+  const auto info = cohort::comm::rank_info_from_environment();
   try {
     cohort::comm::ProcessGroup group(
-        place, {.rendezvous_timeout = milliseconds(20'000), .timeout = milliseconds(20'000)});
+        info, {.rendezvous_timeout = milliseconds(20'000), .timeout = milliseconds(20'000)});
     Json measured = all_reduce(group);
     group.close();
-    return place.rank == 0 ? std::optional(measured) : std::nullopt;
+    return info.rank == 0 ? std::optional(measured) : std::nullopt;
   } catch (const std::exception& error) {  // Part of the answer: the network is what is wrong.
-    return place.rank == 0 ? std::optional(Json{{"error", cohort::one_line(error)}}) : std::nullopt;
+    return info.rank == 0 ? std::optional(Json{{"error", cohort::one_line(error)}}) : std::nullopt;
   }
 }
 

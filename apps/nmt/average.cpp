@@ -43,23 +43,23 @@ int run(const AverageFlags& flags) {
     throw ConfigError("--output " + flags.output + " already holds a model: name another folder");
 
   const std::string newest = translate::kept_folder(flags.model_dir, updates.back());
-  train::Facts facts = train::read_manifest(newest);
-  const nmt::Transformer model(translate::model_of(facts));
+  train::Metadata metadata = train::read_manifest(newest);
+  const nmt::Transformer model(translate::model_of(metadata));
   const auto read = train::state_of(*model);
   const auto sums = empty_like(read, at::kDouble);
-  facts["averaged"] = "";
+  metadata["averaged"] = "";
   for (const int64_t update : updates) {
     train::load_checkpoint(translate::kept_folder(flags.model_dir, update),
                            train::Parts{{"weights", read}});
     for (size_t i = 0; i < sums.size(); ++i) sums[i].second.add_(read[i].second);
-    facts["averaged"] += (facts["averaged"].empty() ? "" : " ") + std::to_string(update);
+    metadata["averaged"] += (metadata["averaged"].empty() ? "" : " ") + std::to_string(update);
   }
   for (size_t i = 0; i < sums.size(); ++i)
     read[i].second.copy_(sums[i].second.div_(static_cast<double>(updates.size())));
 
   std::error_code error;
   fs::create_directories(flags.output, error);
-  train::save_checkpoint(flags.output + "/best", *model, updates.back(), facts);
+  train::save_checkpoint(flags.output + "/best", *model, updates.back(), metadata);
   for (const char* vocabulary : {"source.spm", "target.spm"}) {  // unless --vocabs named them
     const fs::path from = fs::path(flags.model_dir) / vocabulary;
     if (fs::exists(from))
@@ -67,7 +67,7 @@ int run(const AverageFlags& flags) {
                     fs::copy_options::overwrite_existing);
   }
   std::printf("the mean of %zu checkpoints, updates %s, is in %s/best\n", updates.size(),
-              facts["averaged"].c_str(), flags.output.c_str());
+              metadata["averaged"].c_str(), flags.output.c_str());
   return 0;
 }
 

@@ -23,7 +23,7 @@ std::string with_commas(int64_t number) {
 int run(const ModelFlags& flags) {
   const nmt::TransformerOptions options = flags.resolve();
   const nmt::Transformer model(options);
-  for (const auto& [name, value] : translate::facts_of(options)) {
+  for (const auto& [name, value] : translate::metadata_of(options)) {
     std::printf("%-24s %s\n", name.c_str(), value.c_str());
   }
   std::printf("%-24s %s\n", "precision (auto)", nmt::to_string(nmt::best_precision()).c_str());

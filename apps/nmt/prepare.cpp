@@ -36,7 +36,7 @@ int run(PrepareFlags& flags) {
     throw ConfigError("--model-dir " + options.model_dir + " cannot be made: " + error.message());
   }
   const auto start = std::chrono::steady_clock::now();
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   auto made = translate::prepare_vocabularies(options, /*anew=*/false, alone);
   const auto text = translate::prepare_tokens(options, made, alone);
   made.fresh.keep();

@@ -47,10 +47,10 @@ inline TrainedModel load_trained(const std::string& model_dir,
                                  const std::vector<std::filesystem::path>& vocabs,
                                  nmt::Precision precision) {
   const std::string folder = model_dir + "/best";
-  const train::Facts facts = train::read_manifest(folder);
-  const nmt::TransformerOptions sizes = translate::model_of(facts);
+  const train::Metadata metadata = train::read_manifest(folder);
+  const nmt::TransformerOptions sizes = translate::model_of(metadata);
   const auto files = translate::vocab_files(model_dir, vocabs);
-  translate::check_vocabularies(facts, files);
+  translate::check_vocabularies(metadata, files);
   TrainedModel trained{nmt::Transformer(sizes, precision),
                        translate::load_tokenizers(files, sizes)};
   train::load_checkpoint(folder, *trained.model);

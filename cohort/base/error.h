@@ -33,7 +33,7 @@ class PeerError : public c10::DistError {
     std::string operation;        ///< "all_reduce", "barrier", "rendezvous" ...
     int64_t sequence = -1;        ///< How many collectives this rank began before; -1 unknown.
     std::chrono::milliseconds elapsed{0};  ///< How long the operation ran.
-    std::string cause;                     ///< What the engine said; newlines become spaces.
+    std::string cause;                     ///< The backend's message; newlines become spaces.
     bool disagreement = false;             ///< Nobody is lost: the ranks called different things.
   };
   explicit PeerError(Facts facts);

@@ -9,7 +9,7 @@ extern "C" [[gnu::weak]] int mallctl(const char* name, void* old_value, size_t* 
 
 namespace cohort {
 
-void give_back_free_memory() {
+void release_free_memory() {
   if (mallctl != nullptr) {
     mallctl("arena.4096.purge", nullptr, nullptr, nullptr, 0);  // 4096: of all arenas
   } else {

@@ -3,10 +3,10 @@
 
 namespace cohort {
 
-/// Gives what the allocator keeps of freed memory back to the system, under jemalloc and glibc.
+/// Releases the freed memory that the allocator keeps to the system, under jemalloc and glibc.
 ///
 /// A program that keeps all of it (cmake/program_settings.cpp) fills it with holes as sizes change:
 /// call this now and then, where a pause is. Costs the page faults of one training step.
-void give_back_free_memory();
+void release_free_memory();
 
 }  // namespace cohort

@@ -9,7 +9,7 @@
 #include <sstream>
 #include <unistd.h>
 
-#include "cohort/base/control_group.h"
+#include "cohort/base/cgroup.h"
 
 namespace cohort {
 namespace {
@@ -40,7 +40,7 @@ int usable_cores() {
   return static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
 }
 
-int64_t usable_memory(const ControlGroupLimits& limits) {
+int64_t usable_memory(const CgroupLimits& limits) {
   const int64_t all = int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGE_SIZE);
   return std::min(all, limits.memory_bytes.value_or(all));
 }
@@ -54,7 +54,7 @@ Machine this_machine() {
   machine.host = host.data();
   auto processor = first_processor();
   machine.cpu = processor["model name"];
-  const ControlGroupLimits limits = control_group_limits();
+  const CgroupLimits limits = cgroup_limits();
   machine.cores = usable_cores();
   machine.core_limit = limits.cores.value_or(machine.cores);
   machine.memory_bytes = usable_memory(limits);

@@ -31,7 +31,7 @@ std::string quoted(const std::string& text) {
     return OrderedJson(text).dump();
   } catch (const OrderedJson::exception&) {
     throw ConfigError(
-        "manifest.json: expected names and facts in UTF-8, got " +
+        "manifest.json: expected names and metadata in UTF-8, got " +
         OrderedJson(text).dump(-1, ' ', false, OrderedJson::error_handler_t::replace));
   }
 }
@@ -185,7 +185,7 @@ Manifest Manifest::parse(const std::string& text, const std::string& where) {
   }
   for (const auto& [key, value] : json["facts"].items()) {
     reader.require(value.is_string(), key + ": expected a text");
-    manifest.facts[key] = value.get<std::string>();
+    manifest.metadata[key] = value.get<std::string>();
   }
   for (const auto& [key, value] : json["files"].items())
     manifest.files[key] = reader.file(key, value);
@@ -206,7 +206,7 @@ std::string Manifest::to_json() const {
   if (update) text += "  \"update\": " + std::to_string(*update) + ",\n";
   text += "  \"files\": " +
           block(files, "  ", [](const StoredFile& file) { return cohort::to_json(file).dump(); });
-  text += ",\n  \"facts\": " + block(facts, "  ", quoted);
+  text += ",\n  \"facts\": " + block(metadata, "  ", quoted);
   if (version == 1) return text + kEnd;
   text += ",\n  \"tensors\": " + block(parts, "  ", [](const auto& tensors) {
             return block(tensors, "    ",

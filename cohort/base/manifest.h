@@ -49,7 +49,7 @@ struct StoredTensor {
 struct Manifest {
   int version = 2;
   std::optional<int64_t> update;
-  std::map<std::string, std::string> facts;
+  std::map<std::string, std::string> metadata;  ///< "facts" in the file.
   std::map<std::string, StoredFile> files;  ///< By key: the part, and which share of it.
   std::map<std::string, std::map<std::string, StoredTensor>> parts;  ///< Then by tensor.
 
@@ -59,7 +59,7 @@ struct Manifest {
   static Manifest read(const std::string& folder);
   /// Reads JSON, whole or a share. Errors: ConfigError that begins with `where`.
   static Manifest parse(const std::string& json, const std::string& where);
-  /// Errors: ConfigError if a name or a fact is not UTF-8.
+  /// Errors: ConfigError if a name or the metadata is not UTF-8.
   std::string to_json() const;
 
   /// Adds another share's files and tensors.

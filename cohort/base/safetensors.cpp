@@ -31,21 +31,21 @@ using Json = nlohmann::json;
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr const char* kMetadataKey = "__metadata__";
 
-struct DTypeFacts {
+struct DTypeInfo {
   DType dtype;
   const char* name;
   size_t bytes;
 };
-constexpr std::array<DTypeFacts, 10> kDTypes = {{{DType::kF64, "F64", 8},
-                                                 {DType::kF32, "F32", 4},
-                                                 {DType::kF16, "F16", 2},
-                                                 {DType::kBF16, "BF16", 2},
-                                                 {DType::kI64, "I64", 8},
-                                                 {DType::kI32, "I32", 4},
-                                                 {DType::kI16, "I16", 2},
-                                                 {DType::kI8, "I8", 1},
-                                                 {DType::kU8, "U8", 1},
-                                                 {DType::kBool, "BOOL", 1}}};
+constexpr std::array<DTypeInfo, 10> kDTypes = {{{DType::kF64, "F64", 8},
+                                                {DType::kF32, "F32", 4},
+                                                {DType::kF16, "F16", 2},
+                                                {DType::kBF16, "BF16", 2},
+                                                {DType::kI64, "I64", 8},
+                                                {DType::kI32, "I32", 4},
+                                                {DType::kI16, "I16", 2},
+                                                {DType::kI8, "I8", 1},
+                                                {DType::kU8, "U8", 1},
+                                                {DType::kBool, "BOOL", 1}}};
 
 // Returns the size in bytes; nothing if a dimension is negative or the product overflows.
 std::optional<uint64_t> byte_count(const std::vector<int64_t>& shape, DType dtype) {
@@ -266,8 +266,8 @@ const char* to_string(DType dtype) {
   return kDTypes[static_cast<size_t>(dtype)].name;
 }
 std::optional<DType> dtype_named(std::string_view name) {
-  for (const DTypeFacts& facts : kDTypes) {
-    if (name == facts.name) return facts.dtype;
+  for (const DTypeInfo& info : kDTypes) {
+    if (name == info.name) return info.dtype;
   }
   return std::nullopt;
 }
@@ -313,9 +313,9 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
   const auto reason = [] { return std::generic_category().message(errno); };
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) throw ConfigError(path + ": expected a readable safetensors file: " + reason());
-  struct stat facts {};
-  const bool regular = ::fstat(file, &facts) == 0 && S_ISREG(facts.st_mode);
-  const auto size = static_cast<size_t>(regular ? facts.st_size : 0);
+  struct stat info {};
+  const bool regular = ::fstat(file, &info) == 0 && S_ISREG(info.st_mode);
+  const auto size = static_cast<size_t>(regular ? info.st_size : 0);
   void* address = nullptr;
   std::string map_error;
   if (size >= 8) {

@@ -21,12 +21,12 @@ constexpr size_t kNameDigits = 8;  // of the SHA-256
 
 // Key and stem of a share's file: "weights.0-of-2", "weights-500.0-of-2".
 struct Names {
-  Names(const std::string& part, const SharePlace& place) {
-    const std::string share = place.world_size == 1 ? ""
-                                                    : "." + std::to_string(place.rank) + "-of-" +
-                                                          std::to_string(place.world_size);
+  Names(const std::string& part, const ShareInfo& info) {
+    const std::string share = info.world_size == 1 ? ""
+                                                   : "." + std::to_string(info.rank) + "-of-" +
+                                                         std::to_string(info.world_size);
     key = part + share;
-    stem = part + "-" + std::to_string(place.update) + share;
+    stem = part + "-" + std::to_string(info.update) + share;
   }
   std::string key, stem;
 };
@@ -122,10 +122,10 @@ void check(const std::string& where, const StoredSlice& slice) {
 }  // namespace
 
 Manifest write_share(const std::string& folder, const std::string& part,
-                     const std::vector<StoredSlice>& slices, const SharePlace& place) {
-  const Names names(part, place);
+                     const std::vector<StoredSlice>& slices, const ShareInfo& info) {
+  const Names names(part, info);
   const std::string where = folder + "/" + names.stem;
-  Manifest share{.update = place.update};
+  Manifest share{.update = info.update};
   auto& tensors = share.parts[part];
   std::vector<const StoredSlice*> order;
   for (const StoredSlice& slice : slices) {
@@ -151,19 +151,19 @@ Manifest write_share(const std::string& folder, const std::string& part,
     append(ranges, slice->range);
     pieces[slice->name].pieces.push_back(slice->bytes);
   }
-  if (tensors.empty() && place.world_size > 1) return share;
+  if (tensors.empty() && info.world_size > 1) return share;
   std::vector<TensorPieces> content;
   for (auto& [name, tensor] : tensors) {
     content.push_back({name, tensor.dtype, shape_in_file(tensor, tensor.ranges[names.key]),
                        std::move(pieces[name].pieces)});
   }
   TensorMetadata metadata{{"format", "pt"}};
-  if (place.world_size > 1) {
+  if (info.world_size > 1) {
     metadata["share"] = names.key;
-    metadata["update"] = std::to_string(place.update);
+    metadata["update"] = std::to_string(info.update);
   }
   const WrittenFile written =
-      write_file(folder, content, metadata, names.stem, place.world_size == 1);
+      write_file(folder, content, metadata, names.stem, info.world_size == 1);
   share.files[names.key] = {written.name, written.sha256, written.bytes};
   return share;
 }
@@ -289,9 +289,9 @@ const SafetensorsFile& StoredCheckpoint::file(const std::string& key) {
     std::string found;
     try {
       const SafetensorsFile other(path);
-      const auto& facts = other.metadata();
-      if (facts.contains("share") && facts.contains("update"))
-        found = ": it says it is " + facts.at("share") + " of update " + facts.at("update");
+      const auto& metadata = other.metadata();
+      if (metadata.contains("share") && metadata.contains("update"))
+        found = ": it says it is " + metadata.at("share") + " of update " + metadata.at("update");
     } catch (const ConfigError&) {
       found = ": " + std::string("no valid safetensors file");
     }
@@ -330,7 +330,7 @@ void StoredCheckpoint::check_tensors(const std::string& key, const SafetensorsFi
 static void write_whole(StoredCheckpoint& checkpoint, const std::vector<std::string>& parts,
                         const std::string& folder) {
   const Manifest& from = checkpoint.manifest();
-  Manifest manifest{.update = from.update, .facts = from.facts};
+  Manifest manifest{.update = from.update, .metadata = from.metadata};
   for (const std::string& part : parts) {
     std::vector<TensorPieces> content;
     auto& tensors = manifest.parts[part];

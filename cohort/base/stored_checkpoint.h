@@ -29,7 +29,7 @@ struct StoredSlice {
 };
 
 /// Which share of a checkpoint a file is. One rank alone writes plain whole parts.
-struct SharePlace {
+struct ShareInfo {
   int64_t update = 0;
   int rank = 0;
   int world_size = 1;
@@ -42,12 +42,13 @@ struct SharePlace {
 /// Errors:  ConfigError: slices overlap, do not fit their bytes or shapes, or the folder is not
 ///          writable. c10::Error if writing fails.
 Manifest write_share(const std::string& folder, const std::string& part,
-                     const std::vector<StoredSlice>& slices, const SharePlace& place);
+                     const std::vector<StoredSlice>& slices, const ShareInfo& info);
 
 /// Makes the files that `manifest` names the folder's checkpoint, in one step; then removes the
 /// safetensors files that it does not name, and what killed saves left. So a checkpoint's folder is
 /// its own.
-/// Errors: ConfigError if it is not whole, or its facts are not UTF-8; c10::Error if writing fails:
+/// Errors: ConfigError if it is not whole, or its metadata is not UTF-8; c10::Error if writing
+/// fails:
 ///         the checkpoint before stays.
 void commit_manifest(const std::string& folder, const Manifest& manifest);
 /// The same, but the files of the checkpoint that was there before stay: removing gigabytes takes
@@ -96,7 +97,8 @@ class StoredCheckpoint {
 enum class CheckpointThere { kStays, kIsReplaced };
 
 /// Writes `parts` of a checkpoint into another folder as one rank would: a plain file for each,
-/// with whole tensors. Update and facts go along. Cost: memory for no more than the disk's cache.
+/// with whole tensors. Update and metadata go along. Cost: memory for no more than the disk's
+/// cache.
 /// Errors: as StoredCheckpoint, write_share and commit_manifest; ConfigError if `folder` is the
 ///         checkpoint's own, holds other things than a checkpoint, or a checkpoint that stays: it
 ///         says what would be lost.

@@ -1,4 +1,4 @@
-// Addresses and connections, as the launcher and the ranks' meeting need them.
+// Addresses and connections, as the launcher and the rendezvous of ranks need them.
 #pragma once
 #include <chrono>
 #include <memory>

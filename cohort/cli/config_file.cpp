@@ -23,7 +23,7 @@ constexpr const char* kDumpConfig = "--dump-config";
 
 struct Value {
   std::vector<std::string> texts;
-  std::string place;
+  std::string location;
 };
 using Values = std::map<const CLI::Option*, Value>;
 
@@ -62,7 +62,7 @@ Values given_values(const CLI::App& command, const std::vector<std::string>& arg
       bool on = true;
       if (is_flag(*option) && equals != std::string::npos)
         CLI::detail::lexical_cast(argument.substr(equals + 1), on);
-      given[option] = {.texts = {on ? "true" : "false"}, .place = ""};
+      given[option] = {.texts = {on ? "true" : "false"}, .location = ""};
     }
   }
   return given;
@@ -130,16 +130,16 @@ void read_values(const std::string& path, CLI::App& command, Values& values) {
   if (!root.IsMap()) throw ConfigError(path + ": expected lines such as mini-batch: 64");
   Values mine;
   for (const auto& entry : root) {
-    const std::string place = line_of(entry.first.Mark());
+    const std::string location = line_of(entry.first.Mark());
     const std::string key = entry.first.IsScalar() ? entry.first.Scalar() : "";
     const CLI::Option* option = command.get_option_no_throw("--" + key);
     if (option == nullptr || !option->get_configurable()) {
-      throw ConfigError(place + ": '" + key + "' is no flag of `" + command.get_name() +
+      throw ConfigError(location + ": '" + key + "' is no flag of `" + command.get_name() +
                         " --help` that a file may set");
     }
-    const Value value{texts_of(entry.second, *option, place + ": " + key), place};
+    const Value value{texts_of(entry.second, *option, location + ": " + key), location};
     if (!mine.emplace(option, value).second)
-      throw ConfigError(place + ": '" + key + "' is there twice");
+      throw ConfigError(location + ": '" + key + "' is there twice");
   }
   give_way(values, mine);
   values.merge(mine);
@@ -206,8 +206,8 @@ std::vector<FlagOrigin> add_config_values(CLI::App& command, std::vector<std::st
     const auto found = values.find(option);
     if (found == values.end()) continue;
     const std::string name = long_name(*option);
-    const auto& [texts, place] = found->second;
-    origins.push_back({name, place});
+    const auto& [texts, location] = found->second;
+    origins.push_back({name, location});
     // To CLI11 a flag excludes others also when it is false.
     if (is_flag(*option) && texts[0] == "false" && !option->get_excludes().empty()) continue;
     if (texts.size() == 1) {

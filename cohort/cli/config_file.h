@@ -18,7 +18,7 @@ void add_config_flags(CLI::App& command);
 /// Where a flag's value comes from.
 struct FlagOrigin {
   std::string name;   ///< "--clip-norm".
-  std::string place;  ///< "run.yaml: line 3".
+  std::string location;  ///< "run.yaml: line 3".
 };
 
 /// Puts the values of the files that `arguments` (without program and commands) name into

@@ -105,11 +105,11 @@ std::vector<FlagInfo> flags_of(const CLI::App& command) {
     if (std::ranges::find(groups, flag.option->get_group()) == groups.end())
       groups.push_back(flag.option->get_group());
   }
-  const auto place = [&groups](const FlagInfo& flag) {
+  const auto position = [&groups](const FlagInfo& flag) {
     const std::string& group = flag.option->get_group();
     return group == kOtherFlags ? groups.end() : std::ranges::find(groups, group);
   };
-  std::ranges::stable_sort(flags, {}, place);
+  std::ranges::stable_sort(flags, {}, position);
   return flags;
 }
 

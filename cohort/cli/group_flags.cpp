@@ -17,13 +17,13 @@ std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// All programs compute on the CPU: an engine of another device would carry nothing, and Gloo
+// All programs compute on the CPU: a backend of another device would carry nothing, and Gloo
 // everything instead.
 void check_backend(const std::string& name) {
   const c10::DeviceType device = comm::find_backend(name).device;
   if (device == c10::DeviceType::CPU) return;
   throw ConfigError("--dist-backend " + name +
-                    ": expected an engine of CPU tensors (gloo, mpi), for this program computes on "
+                    ": expected a backend of CPU tensors (gloo, mpi), for this program computes on "
                     "the CPU, got one of " +
                     c10::DeviceTypeName(device, /*lower_case=*/true) + " tensors");
 }
@@ -32,26 +32,29 @@ void check_backend(const std::string& name) {
 
 void GroupFlags::add_to(CLI::App& app) {
   const std::string section = "Ranks";
-  app.add_option("--rank", place.rank, "This process's rank (with --nproc-per-node: this node's)")
+  app.add_option("--rank", rank_info.rank,
+                 "This process's rank (with --nproc-per-node: this node's)")
       ->group(section);
-  app.add_option("--world-size", place.world_size, "Processes (with --nproc-per-node: nodes)")
+  app.add_option("--world-size", rank_info.world_size, "Processes (with --nproc-per-node: nodes)")
       ->group(section);
-  app.add_option("--nproc-per-node", place.nproc_per_node,
+  app.add_option("--nproc-per-node", rank_info.nproc_per_node,
                  "Processes of each node; LOCAL_RANK must be set")
       ->group(section);
-  app.add_option("--dist-url", place.dist_url,
-                 "Where the ranks meet: tcp://host:port, file:///path or env://")
+  app.add_option("--dist-url", rank_info.dist_url,
+                 "Rendezvous address: tcp://host:port, file:///path or env://")
       ->type_name("URL")
       ->group(section);
-  app.add_option("--addr", place.master_addr, "Host of rank 0")->type_name("HOST")->group(section);
-  app.add_option("--port", place.master_port, "Port of rank 0's store")
+  app.add_option("--addr", rank_info.master_addr, "Host of rank 0")
+      ->type_name("HOST")
+      ->group(section);
+  app.add_option("--port", rank_info.master_port, "Port of rank 0's store")
       ->type_name("PORT")
       ->group(section);
   app.add_option("--interface", group.interface,
-                 "Network interface of the engine (default: GLOO_SOCKET_IFNAME, else by route)")
+                 "Network interface of the backend (default: GLOO_SOCKET_IFNAME, else by route)")
       ->type_name("NAME")
       ->group(section);
-  app.add_option("--dist-backend", group.backend, "Engine of the collectives")
+  app.add_option("--dist-backend", group.backend, "Backend of the collectives")
       ->type_name("NAME")
       ->capture_default_str()
       ->group(section);
@@ -73,7 +76,7 @@ void GroupFlags::add_to(CLI::App& app) {
 
 comm::ProcessGroup GroupFlags::stay_alone() {
   if (cpu_threads > 0) at::set_num_threads(cpu_threads);
-  return comm::ProcessGroup(comm::Place{});
+  return comm::ProcessGroup(comm::RankInfo{});
 }
 
 comm::ProcessGroup GroupFlags::connect() {
@@ -81,7 +84,7 @@ comm::ProcessGroup GroupFlags::connect() {
   group.timeout = milliseconds("--timeout", timeout_s);
   check_backend(group.backend);
   if (cpu_threads > 0) at::set_num_threads(cpu_threads);
-  return comm::ProcessGroup(comm::discover_place(place), group);
+  return comm::ProcessGroup(comm::rank_info_from_environment(rank_info), group);
 }
 
 }  // namespace cohort::cli

@@ -1,4 +1,4 @@
-// The flags by which every program finds its place among the ranks and meets the others.
+// The flags of every program for its rank, the rendezvous and the backend.
 #pragma once
 #include <CLI/CLI.hpp>
 
@@ -6,16 +6,16 @@
 
 namespace cohort::cli {
 
-/// The rank's place and waits as flags.
+/// Rank info, group options and threads as flags.
 struct GroupFlags {
-  comm::PlaceOptions place;
-  comm::GroupOptions group;
+  comm::RankInfoOptions rank_info;
+  comm::ProcessGroupOptions group;
   double rendezvous_timeout_s = 300;
   double timeout_s = 600;
   int cpu_threads = 0;
 
   void add_to(CLI::App& app);
-  /// Finds the place, sets the threads and meets the other ranks. Collective; blocks.
+  /// Finds the rank, sets the threads and joins the rendezvous. Collective; blocks.
   /// Errors: ConfigError that names the flag or variable; PeerError for ranks that did not come.
   comm::ProcessGroup connect();
   /// The same without the other ranks: a group of this process alone, for a program that can do

@@ -47,7 +47,7 @@ bool names(const std::string& text, const std::string& name) {
 
 std::string with_origin(const std::string& text, const std::vector<FlagOrigin>& origins) {
   for (const FlagOrigin& origin : origins) {
-    if (names(text, origin.name)) return origin.place + ": " + text;
+    if (names(text, origin.name)) return origin.location + ": " + text;
   }
   return text;
 }

@@ -39,7 +39,7 @@ std::string text_of(int error) {
 
 }  // namespace
 
-std::string ping(const Fd& connection, const Place& place, Deadline deadline) {
+std::string ping(const Fd& connection, const RankInfo& info, Deadline deadline) {
   const Ping question;
   uint32_t answer = 0;
   if (send(connection.get(), &question, sizeof question, MSG_NOSIGNAL) < 0) return text_of(errno);
@@ -48,29 +48,29 @@ std::string ping(const Fd& connection, const Place& place, Deadline deadline) {
   if (count < 0) return text_of(errno);
   if (count == 0) return "the connection was closed";
   if (count == sizeof answer && answer == question.number) return "";
-  throw ConfigError("MASTER_ADDR and MASTER_PORT: what answers at " + meeting_point(place) +
+  throw ConfigError("MASTER_ADDR and MASTER_PORT: what answers at " + rendezvous_point(info) +
                     " is no store of torchrun's");
 }
 
-Fd await_agent_store(const Place& place, Deadline deadline) {
-  return find_store(place.master_addr, place.master_port, deadline, [&](const Fd& connection) {
+Fd await_agent_store(const RankInfo& info, Deadline deadline) {
+  return find_store(info.master_addr, info.master_port, deadline, [&](const Fd& connection) {
     const Validation validation;
     if (send(connection.get(), &validation, sizeof validation, MSG_NOSIGNAL | MSG_MORE) < 0)
       return text_of(errno);
-    return ping(connection, place, deadline);
+    return ping(connection, info, deadline);
   });
 }
 
-StoreConnection connect_agent_store(const Place& place, Deadline deadline, milliseconds timeout) {
+StoreConnection connect_agent_store(const RankInfo& info, Deadline deadline, milliseconds timeout) {
   c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(place.master_port);
+  options.port = static_cast<uint16_t>(info.master_port);
   options.timeout = std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), kAnswerTime);
   options.waitWorkers = false;
-  options.numWorkers = static_cast<size_t>(place.world_size);
+  options.numWorkers = static_cast<size_t>(info.world_size);
   const std::lock_guard lock(connecting());
-  const Connections before = Connections::to_port(place.master_port);
-  StorePtr store = c10::make_intrusive<c10d::TCPStore>(place.master_addr, options);
-  Connections sockets = Connections::to_port(place.master_port);
+  const Connections before = Connections::to_port(info.master_port);
+  StorePtr store = c10::make_intrusive<c10d::TCPStore>(info.master_addr, options);
+  Connections sockets = Connections::to_port(info.master_port);
   sockets.remove(before);
   sockets.limit_waiting(timeout);
   store->setTimeout(timeout);

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "cohort/base/fd.h"
-#include "cohort/comm/place.h"
+#include "cohort/comm/rank_info.h"
 #include "cohort/comm/store_connection.h"
 
 namespace cohort::comm {
@@ -13,14 +13,14 @@ namespace cohort::comm {
 /// stderr, where c10d's client would write a page for each try.
 /// Errors: ConfigError if the host does not resolve, or if something else than a store answers;
 /// c10::DistNetworkError if nobody answers before `deadline`.
-Fd await_agent_store(const Place& place, Deadline deadline);
+Fd await_agent_store(const RankInfo& info, Deadline deadline);
 
 /// Asks the store at the other end of `connection` for a sign of life. Returns why none came;
 /// nothing if one did. Errors: ConfigError if it is no store.
-std::string ping(const Fd& connection, const Place& place, Deadline deadline);
+std::string ping(const Fd& connection, const RankInfo& info, Deadline deadline);
 
 /// Connects to the agent's store, which answers already. A wait for it ends after `timeout`.
-StoreConnection connect_agent_store(const Place& place, Deadline deadline,
+StoreConnection connect_agent_store(const RankInfo& info, Deadline deadline,
                                     std::chrono::milliseconds timeout);
 
 }  // namespace cohort::comm

@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kEntry = "cohort_backend";
 
-// Engines are the process's, like the shared objects that hold them: the one registry that is no
+// Backends are the process's, like the shared objects that hold them: the one registry that is no
 // object's member.
 struct Registry {
   std::mutex mutex;
@@ -177,7 +177,7 @@ std::string known_names(const std::map<std::string, BackendPlugin>& plugins,
   return list;
 }
 
-std::string places(const std::vector<fs::path>& folders) {
+std::string searched(const std::vector<fs::path>& folders) {
   std::string list;
   for (const fs::path& folder : folders) list += folder.string() + ", ";
   return list + "the dynamic loader's path";
@@ -212,7 +212,7 @@ const BackendPlugin& find_backend(const std::string& name) {
   if (!plugin) {
     throw ConfigError("backend \"" + name + "\" is unknown: there is " +
                       known_names(all.plugins, folders) + "; libcohort_" + name + ".so is not in " +
-                      places(folders));
+                      searched(folders));
   }
   return all.plugins.emplace(name, std::move(*plugin)).first->second;
 }

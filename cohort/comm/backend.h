@@ -1,5 +1,5 @@
-// The engines that carry collectives, by name: built in, registered by the program, or in a shared
-// object beside it. Knows nothing of groups; cohort/comm/process_group.h asks here for the engine
+// The backends that carry collectives, by name: built in, registered by the program, or in a shared
+// object beside it. Knows nothing of groups; cohort/comm/process_group.h asks here for the backend
 // that its options name.
 #pragma once
 #include <c10/core/DeviceType.h>
@@ -12,10 +12,10 @@
 
 namespace cohort::comm {
 
-/// What an engine gets to connect the ranks of one group.
+/// What a backend gets to connect the ranks of one group.
 struct BackendRequest {
   c10::intrusive_ptr<c10d::Store>
-      store;           ///< Seen by this group's ranks only; its keys are all the engine's.
+      store;           ///< Seen by this group's ranks only; its keys are all the backend's.
   int rank = 0;        ///< In [0, world_size): the number within the group.
   int world_size = 1;  ///< Number of ranks in the group.
   std::chrono::milliseconds timeout{
@@ -24,23 +24,23 @@ struct BackendRequest {
   std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none named.
 };
 
-/// An engine: which tensors it serves, and how to connect one.
+/// A backend: which tensors it serves, and how to connect one.
 struct BackendPlugin {
   c10::DeviceType device = c10::DeviceType::CPU;  ///< Where its tensors live.
   /// Connects this rank to its peers. Collective over the ranks of the request's store; blocks, at
-  /// most `timeout`. Errors: ConfigError or c10::ValueError for bad settings; what the engine
+  /// most `timeout`. Errors: ConfigError or c10::ValueError for bad settings; what the backend
   /// throws for the network's fault.
   std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)> make;
 };
 
-/// Makes `plugin` known as `name` in this process; it goes before an engine of that name in a
+/// Makes `plugin` known as `name` in this process; it goes before a backend of that name in a
 /// file. Threads: any. Errors: c10::ValueError if the name is not [a-z0-9_]+, is
 /// registered or in use already, or `make` is empty.
 void register_backend(const std::string& name, BackendPlugin plugin);
 
-/// Returns the engine called `name`; the reference stays good until the process ends.
+/// Returns the backend called `name`; the reference stays good until the process ends.
 ///
-/// Looks at engines that the program registered, at those built in ("gloo"), then for the file
+/// Looks at backends that the program registered, at those built in ("gloo"), then for the file
 /// `libcohort_<name>.so` in the folders of COHORT_BACKEND_PATH (a colon between two), the program's
 /// folder, its ../lib, and where the dynamic loader looks. A file is loaded once and never
 /// unloaded. Threads: any. Local; reads files. Errors: ConfigError if the name is not [a-z0-9_]+,
@@ -53,7 +53,7 @@ const BackendPlugin& find_backend(const std::string& name);
 /// Version of BackendRequest and BackendAbi; a plug-in of another one is refused.
 inline constexpr int kBackendAbiVersion = 1;
 
-/// What a shared object says about its engine. The first two fields never change place.
+/// What a shared object says about its backend. The first two fields never move.
 ///
 /// The object exports one C function, and needs no symbol of the program (docs/backends.md has a
 /// whole example):

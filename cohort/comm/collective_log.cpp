@@ -11,8 +11,8 @@ namespace {
 
 constexpr size_t kKept = 64;
 
-// Of a story: one line each, fields apart by tabs. The first line is the present, the others are
-// the past:
+// A flight record: one line each, fields separated by tabs. The first line is the present, the
+// others are the past:
 //   <state>\t<milliseconds>\t<text>         state: 1 running, 2 waiting
 //   <group>\t<sequence>\t<what>\t<site>     what must be equal on all ranks, site need not be
 struct Present {
@@ -41,16 +41,16 @@ std::string clean(std::string text) {
   return text;
 }
 
-std::optional<Present> present_of(const std::string& story) {
-  const auto fields = split(story.substr(0, story.find('\n')));
+std::optional<Present> present_of(const std::string& record) {
+  const auto fields = split(record.substr(0, record.find('\n')));
   if (fields.size() != 3) return std::nullopt;
   return Present{fields[0] == "2", std::atoll(fields[1].c_str()), fields[2]};
 }
 
 // In the order in which the rank called them.
-std::vector<std::pair<Number, Past>> past_of(const std::string& story) {
+std::vector<std::pair<Number, Past>> past_of(const std::string& record) {
   std::vector<std::pair<Number, Past>> result;
-  std::istringstream in(story);
+  std::istringstream in(record);
   std::string line;
   std::getline(in, line);
   while (std::getline(in, line)) {
@@ -120,40 +120,40 @@ std::optional<int64_t> CollectiveLog::waiting_ns() const {
   return steady_now_ns() - underway_.back().since_ns;
 }
 
-std::string CollectiveLog::story() const {
+std::string CollectiveLog::flight_record() const {
   const std::lock_guard lock(mutex_);
   std::ostringstream out;
   out << (underway_.empty() ? 1 : 2) << '\t' << (steady_now_ns() - last_.since_ns) / 1'000'000
       << '\t' << clean(describe(last_)) << '\n';
   for (const MatchedCall& call : matched_) {
     out << clean(call.group) << '\t' << call.number << '\t' << clean(call.what) << '\t'
-        << (call.site.empty() ? "an unknown place" : clean(call.site)) << '\n';
+        << (call.site.empty() ? "an unknown location" : clean(call.site)) << '\n';
   }
   return out.str();
 }
 
-std::optional<std::string> find_mismatch(const Stories& stories) {
-  struct Told {
+std::optional<std::string> find_mismatch(const FlightRecords& records) {
+  struct Entry {
     int rank;
     size_t position;  // among the rank's calls
     Past past;
   };
-  // The lowest rank that knows a collective speaks for it.
-  std::map<Number, Told> spoken;
-  std::vector<std::pair<Told, Told>> differences;
-  for (const auto& [rank, story] : stories) {
+  // A collective is compared with that of the lowest rank that knows it.
+  std::map<Number, Entry> known_calls;
+  std::vector<std::pair<Entry, Entry>> differences;
+  for (const auto& [rank, record] : records) {
     size_t position = 0;
-    for (const auto& [number, past] : past_of(story)) {
-      const Told told{rank, position++, past};
-      const auto [known, is_new] = spoken.try_emplace(number, told);
+    for (const auto& [number, past] : past_of(record)) {
+      const Entry entry{rank, position++, past};
+      const auto [known, is_new] = known_calls.try_emplace(number, entry);
       if (!is_new && known->second.past.what != past.what)
-        differences.emplace_back(told, known->second);
+        differences.emplace_back(entry, known->second);
     }
   }
   if (differences.empty()) return std::nullopt;
   // The fault is a difference before which its two ranks have none; others may be its consequences.
   // Ranks that call two groups in different orders have no such one: any will do.
-  const auto is_before = [](const Told& a, const Told& b) {
+  const auto is_before = [](const Entry& a, const Entry& b) {
     return a.rank == b.rank && a.position < b.position;
   };
   const auto is_first = [&](const auto& difference) {
@@ -168,11 +168,11 @@ std::optional<std::string> find_mismatch(const Stories& stories) {
   return call(mine.rank, mine.past) + " where " + call(theirs.rank, theirs.past);
 }
 
-std::string describe_others(const Stories& stories) {
+std::string describe_others(const FlightRecords& records) {
   std::map<std::string, int> votes;
   std::map<int, Present> presents;
-  for (const auto& [rank, story] : stories) {
-    const auto present = present_of(story);
+  for (const auto& [rank, record] : records) {
+    const auto present = present_of(record);
     if (!present) continue;
     presents[rank] = *present;
     if (present->waiting) ++votes[present->text];

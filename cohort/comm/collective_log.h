@@ -1,5 +1,6 @@
-// What this rank has called, group by group: for the trace page, for the story that a rank tells
-// when a job has failed, and to find where two ranks' calls part. Knows nothing of the network.
+// What this rank has called, group by group: for the trace page, for the flight record that a rank
+// publishes when a job has failed, and to find where two ranks' calls differ. Knows nothing of the
+// network.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -42,7 +43,7 @@ class CollectiveLog {
   std::optional<int64_t> waiting_ns() const;
 
   /// The last matched collectives (64 at most) and the present one, as text for `compare`.
-  std::string story() const;
+  std::string flight_record() const;
 
  private:
   const TraceRecord blank_;  // pid, rank, world size
@@ -53,16 +54,16 @@ class CollectiveLog {
   TraceRecord last_;                   // guarded by mutex_; the present, or what was called last
 };
 
-/// Ranks' stories, by rank. Ranks that tell none are absent.
-using Stories = std::map<int, std::string>;
+/// By rank. Ranks without a record are absent.
+using FlightRecords = std::map<int, std::string>;
 
 /// Finds the first collective that ranks of a group called differently, such as
 /// "rank 1 calls broadcast from 0 of float32[4] at x.cpp:12 where rank 0 calls all_reduce(sum) of
 /// float32[8] at y.cpp:9". Nothing if all that is known agrees.
-std::optional<std::string> find_mismatch(const Stories& stories);
+std::optional<std::string> find_mismatch(const FlightRecords& records);
 
 /// Says what each rank does whose present call is not the most frequent one: "rank 2 computes
 /// since 12.3 s, last called all_reduce(sum) of float32[8] at y.cpp:9". Empty if all do the same.
-std::string describe_others(const Stories& stories);
+std::string describe_others(const FlightRecords& records);
 
 }  // namespace cohort::comm

@@ -1,4 +1,4 @@
-// The collectives of ProcessGroup, and those of texts made of them.
+// The collectives of ProcessGroup, and the object collectives made of them.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -14,29 +14,29 @@ std::string with_subject(const std::string& operation, const std::string& of) {
   return of.empty() ? operation : operation + " (" + of + ')';
 }
 
-std::string text_of(const at::Tensor& bytes, int64_t offset, int64_t length) {
+std::string bytes_of(const at::Tensor& bytes, int64_t offset, int64_t length) {
   return {static_cast<const char*>(bytes.const_data_ptr()) + offset, static_cast<size_t>(length)};
 }
 
-at::Tensor padded_bytes(const std::string& text, int64_t length) {
+at::Tensor padded_bytes(const std::string& object, int64_t length) {
   at::Tensor bytes = at::zeros({length}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  std::memcpy(bytes.mutable_data_ptr(), object.data(), object.size());
   return bytes;
 }
 
 std::vector<std::string> unpack(const at::Tensor& all, const std::vector<int64_t>& lengths) {
   const int64_t stride = all.numel() / static_cast<int64_t>(lengths.size());
-  std::vector<std::string> texts;
+  std::vector<std::string> objects;
   for (size_t rank = 0; rank < lengths.size(); ++rank) {
-    texts.push_back(text_of(all, static_cast<int64_t>(rank) * stride, lengths[rank]));
+    objects.push_back(bytes_of(all, static_cast<int64_t>(rank) * stride, lengths[rank]));
   }
-  return texts;
+  return objects;
 }
 
-std::vector<int64_t> gather_lengths(const ProcessGroup& group, const std::string& text,
+std::vector<int64_t> gather_lengths(const ProcessGroup& group, const std::string& object,
                                     CallSite site) {
   const at::Tensor lengths = at::empty({group.size()}, at::kLong);
-  group.all_gather_into(lengths, at::tensor({static_cast<int64_t>(text.size())}), site);
+  group.all_gather_into(lengths, at::tensor({static_cast<int64_t>(object.size())}), site);
   const auto* values = lengths.const_data_ptr<int64_t>();
   return {values, values + group.size()};
 }
@@ -57,12 +57,12 @@ Work start(Impl& impl, const Operation& operation) {
 }  // namespace
 
 at::Tensor ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op, CallSite site) const {
-  run(impl(), all_reduce_of(engine(), tensor, op, site));
+  run(impl(), all_reduce_of(backend(), tensor, op, site));
   return tensor;
 }
 
 Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op, CallSite site) const {
-  return start(impl(), all_reduce_of(engine(), tensor, op, site));
+  return start(impl(), all_reduce_of(backend(), tensor, op, site));
 }
 
 int64_t ProcessGroup::all_reduce_sum(int64_t value, CallSite site) const {
@@ -71,26 +71,26 @@ int64_t ProcessGroup::all_reduce_sum(int64_t value, CallSite site) const {
 
 at::Tensor ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op,
                                 CallSite site) const {
-  run(impl(), reduce_of(engine(), tensor, root, op, site));
+  run(impl(), reduce_of(backend(), tensor, root, op, site));
   return tensor;
 }
 
 Work ProcessGroup::reduce_async(const at::Tensor& tensor, int root, ReduceOp op,
                                 CallSite site) const {
-  return start(impl(), reduce_of(engine(), tensor, root, op, site));
+  return start(impl(), reduce_of(backend(), tensor, root, op, site));
 }
 
 at::Tensor ProcessGroup::broadcast(const at::Tensor& tensor, int root, CallSite site) const {
-  run(impl(), broadcast_of(engine(), tensor, root, site));
+  run(impl(), broadcast_of(backend(), tensor, root, site));
   return tensor;
 }
 
 Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root, CallSite site) const {
-  return start(impl(), broadcast_of(engine(), tensor, root, site));
+  return start(impl(), broadcast_of(backend(), tensor, root, site));
 }
 
 std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallSite site) const {
-  check_tensor(tensor, "all_gather", engine());
+  check_tensor(tensor, "all_gather", backend());
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape.insert(shape.begin(), size());
   const at::Tensor output = at::empty(shape, tensor.options());
@@ -100,46 +100,46 @@ std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallS
 
 Work ProcessGroup::all_gather_async(const std::vector<at::Tensor>& outputs,
                                     const at::Tensor& tensor, CallSite site) const {
-  return start(impl(), all_gather_of(engine(), outputs, tensor, site));
+  return start(impl(), all_gather_of(backend(), outputs, tensor, site));
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& input,
                                    CallSite site) const {
-  run(impl(), all_gather_of(engine(), output, input, site));
+  run(impl(), all_gather_of(backend(), output, input, site));
 }
 
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& input,
                                          const std::string& of, CallSite site) const {
-  Operation operation = all_gather_of(engine(), output, input, site);
+  Operation operation = all_gather_of(backend(), output, input, site);
   operation.call.operation = with_subject(operation.call.operation, of);
   return start(impl(), operation);
 }
 
 std::vector<at::Tensor> ProcessGroup::gather(const at::Tensor& tensor, int root,
                                              CallSite site) const {
-  check_tensor(tensor, "gather", engine());
+  check_tensor(tensor, "gather", backend());
   Tensors outputs;
   if (rank() == root) {
     for (int peer = 0; peer < size(); ++peer)
       outputs.push_back(at::empty(tensor.sizes(), tensor.options()));
   }
-  run(impl(), gather_of(engine(), outputs, tensor, root, site));
+  run(impl(), gather_of(backend(), outputs, tensor, root, site));
   return outputs;
 }
 
 Work ProcessGroup::gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& tensor,
                                 int root, CallSite site) const {
-  return start(impl(), gather_of(engine(), outputs, tensor, root, site));
+  return start(impl(), gather_of(backend(), outputs, tensor, root, site));
 }
 
 void ProcessGroup::scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
                            int root, CallSite site) const {
-  run(impl(), scatter_of(engine(), output, inputs, root, site));
+  run(impl(), scatter_of(backend(), output, inputs, root, site));
 }
 
 Work ProcessGroup::scatter_async(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
                                  int root, CallSite site) const {
-  return start(impl(), scatter_of(engine(), output, inputs, root, site));
+  return start(impl(), scatter_of(backend(), output, inputs, root, site));
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
@@ -149,7 +149,7 @@ void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& in
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
                                         ReduceOp op, const std::string& of, CallSite site) const {
-  Operation operation = reduce_scatter_of(engine(), output, input, op, site);
+  Operation operation = reduce_scatter_of(backend(), output, input, op, site);
   operation.call.operation = with_subject(operation.call.operation, of);
   return start(impl(), operation);
 }
@@ -157,51 +157,53 @@ Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tens
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
                               const std::vector<int64_t>& output_splits,
                               const std::vector<int64_t>& input_splits, CallSite site) const {
-  run(impl(), all_to_all_of(engine(), output, input, output_splits, input_splits, site));
+  run(impl(), all_to_all_of(backend(), output, input, output_splits, input_splits, site));
 }
 
 Work ProcessGroup::all_to_all_async(const at::Tensor& output, const at::Tensor& input,
                                     const std::vector<int64_t>& output_splits,
                                     const std::vector<int64_t>& input_splits, CallSite site) const {
-  return start(impl(), all_to_all_of(engine(), output, input, output_splits, input_splits, site));
+  return start(impl(), all_to_all_of(backend(), output, input, output_splits, input_splits, site));
 }
 
-std::string ProcessGroup::broadcast_text(const std::string& text, int root, CallSite site) const {
-  const at::Tensor length = broadcast(at::tensor({static_cast<int64_t>(text.size())}), root, site);
+std::string ProcessGroup::broadcast_object(const std::string& object, int root,
+                                           CallSite site) const {
+  const at::Tensor length =
+      broadcast(at::tensor({static_cast<int64_t>(object.size())}), root, site);
   const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
-  if (rank() == root) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  if (rank() == root) std::memcpy(bytes.mutable_data_ptr(), object.data(), object.size());
   if (bytes.numel() > 0) broadcast(bytes, root, site);
-  return text_of(bytes, 0, bytes.numel());
+  return bytes_of(bytes, 0, bytes.numel());
 }
 
-std::vector<std::string> ProcessGroup::all_gather_text(const std::string& text,
-                                                       CallSite site) const {
-  const auto lengths = gather_lengths(*this, text, site);
+std::vector<std::string> ProcessGroup::all_gather_object(const std::string& object,
+                                                         CallSite site) const {
+  const auto lengths = gather_lengths(*this, object, site);
   const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
   const at::Tensor all = at::empty({size() * longest}, at::kByte);
-  if (longest > 0) all_gather_into(all, padded_bytes(text, longest), site);
+  if (longest > 0) all_gather_into(all, padded_bytes(object, longest), site);
   return unpack(all, lengths);
 }
 
-std::vector<std::string> ProcessGroup::gather_text(const std::string& text, int root,
-                                                   CallSite site) const {
-  const auto lengths = gather_lengths(*this, text, site);
+std::vector<std::string> ProcessGroup::gather_object(const std::string& object, int root,
+                                                     CallSite site) const {
+  const auto lengths = gather_lengths(*this, object, site);
   const int64_t longest = *std::max_element(lengths.begin(), lengths.end());
-  std::vector<std::string> texts;
-  if (longest == 0) return rank() == root ? std::vector<std::string>(lengths.size()) : texts;
-  const auto all = gather(padded_bytes(text, longest), root, site);
+  std::vector<std::string> objects;
+  if (longest == 0) return rank() == root ? std::vector<std::string>(lengths.size()) : objects;
+  const auto all = gather(padded_bytes(object, longest), root, site);
   for (size_t peer = 0; peer < all.size(); ++peer)
-    texts.push_back(text_of(all[peer], 0, lengths[peer]));
-  return texts;
+    objects.push_back(bytes_of(all[peer], 0, lengths[peer]));
+  return objects;
 }
 
 namespace {
 
-EngineWork begin_barrier(c10d::ProcessGroup& engine, std::chrono::milliseconds timeout) {
+BackendWork begin_barrier(c10d::ProcessGroup& backend, std::chrono::milliseconds timeout) {
   Tensors tensors{at::zeros({1}, at::kByte)};
   c10d::AllreduceOptions options;
   options.timeout = timeout;
-  return engine.allreduce(tensors, options);
+  return backend.allreduce(tensors, options);
 }
 
 }  // namespace
@@ -211,13 +213,13 @@ void ProcessGroup::barrier(const std::string& name, std::optional<std::chrono::m
   impl().run({.operation = "barrier \"" + name + "\"", .site = site, .limit = limit}, [&] {
     // The comparison of calls is itself a barrier, and one rank waits for nobody.
     if (impl_->compares() || size() == 1) return;
-    begin_barrier(engine(), limit.value_or(impl_->timeout))->wait();
+    begin_barrier(backend(), limit.value_or(impl_->timeout))->wait();
   });
 }
 
 Work ProcessGroup::barrier_async(const std::string& name, CallSite site) const {
   return impl().start({.operation = "barrier \"" + name + "\"", .site = site},
-                      [&] { return begin_barrier(engine(), impl_->timeout); }, {});
+                      [&] { return begin_barrier(backend(), impl_->timeout); }, {});
 }
 
 }  // namespace cohort::comm

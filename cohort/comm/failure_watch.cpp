@@ -15,13 +15,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kPollInterval{250};
 constexpr milliseconds kAnswerLimit{2000};
-constexpr milliseconds kVerdictLimit{5000};
+constexpr milliseconds kReportLimit{5000};
 // For the look at the store that is under way when the group closes.
 constexpr milliseconds kLastCallLimit{2000};
 constexpr int64_t kStuckNs = 2'000'000'000;
 const char* const kDeclared = "declared";
-const char* const kVerdict = "verdict";
-const char* const kNumStories = "num_stories";
+const char* const kReport = "verdict";
+const char* const kNumRecords = "num_stories";
 
 std::string key(const char* what, int rank) {
   return std::string(what) + "/" + std::to_string(rank);
@@ -32,23 +32,23 @@ std::vector<uint8_t> bytes(const std::string& text) {
 }
 
 // Three lines: lost ranks, mismatch, others.
-std::string to_text(const Verdict& verdict) {
+std::string to_text(const FailureReport& report) {
   std::ostringstream out;
-  for (int rank : verdict.lost) out << rank << ' ';
-  out << '\n' << verdict.mismatch << '\n' << verdict.others << '\n';
+  for (int rank : report.lost) out << rank << ' ';
+  out << '\n' << report.mismatch << '\n' << report.others << '\n';
   return out.str();
 }
 
-Verdict from_text(const std::string& text) {
+FailureReport from_text(const std::string& text) {
   std::istringstream in(text);
   std::string ranks;
-  Verdict verdict;
+  FailureReport report;
   std::getline(in, ranks);
-  std::getline(in, verdict.mismatch);
-  std::getline(in, verdict.others);
+  std::getline(in, report.mismatch);
+  std::getline(in, report.others);
   std::istringstream numbers(ranks);
-  for (int rank = 0; numbers >> rank;) verdict.lost.push_back(rank);
-  return verdict;
+  for (int rank = 0; numbers >> rank;) report.lost.push_back(rank);
+  return report;
 }
 
 }  // namespace
@@ -81,13 +81,13 @@ FailureWatch::~FailureWatch() {
   thread_.join();
 }
 
-Verdict FailureWatch::verdict() {
+FailureReport FailureWatch::report() {
   std::unique_lock lock(mutex_);
   declare_ = true;
   changed_.notify_all();
-  if (changed_.wait_for(lock, kVerdictLimit + milliseconds(1000),
-                        [&] { return verdict_.has_value(); })) {
-    return *verdict_;
+  if (changed_.wait_for(lock, kReportLimit + milliseconds(1000),
+                        [&] { return report_.has_value(); })) {
+    return *report_;
   }
   // The watching thread hangs in the store, whose host does not answer but has not closed the
   // connection either. It will find it closed, and end what else waits.
@@ -104,7 +104,7 @@ void FailureWatch::run(const std::stop_token& stop) {
   }
 }
 
-Verdict FailureWatch::store_lost(const std::string& how) const {
+FailureReport FailureWatch::store_lost(const std::string& how) const {
   if (rank_ == 0 || !host_dies_with_rank_0_) return {};
   return {.lost = {0}, .mismatch = {}, .others = "its store " + how};
 }
@@ -119,70 +119,70 @@ void FailureWatch::watch_store(const std::stop_token& stop) {
     }
     if (stop.stop_requested()) return;
     if (!declare) publish_if_stuck();
-    if (declare || store_->check({kDeclared}) || published_stories_part()) return roll_call();
+    if (declare || store_->check({kDeclared}) || published_records_differ())
+      return check_liveness();
   }
 }
 
 void FailureWatch::publish_if_stuck() {
   if (calls_.waiting_ns().value_or(0) < kStuckNs) return;
-  std::string story = calls_.story();
-  const std::string past = story.substr(story.find('\n'));  // the first line holds a running time
+  std::string record = calls_.flight_record();
+  const std::string past = record.substr(record.find('\n'));  // the first line holds a running time
   if (past == published_) return;
   published_ = past;
-  store_->set(key("story", rank_), bytes(story));
-  store_->add(kNumStories, 1);
+  store_->set(key("story", rank_), bytes(record));
+  store_->add(kNumRecords, 1);
 }
 
-// Rank 0 compares for all; each change of a story is read once.
-bool FailureWatch::published_stories_part() {
-  if (rank_ != 0 || !store_->check({kNumStories})) return false;
-  const int64_t num_published = store_->add(kNumStories, 0);
+// Rank 0 compares for all; each change of a record is read once.
+bool FailureWatch::published_records_differ() {
+  if (rank_ != 0 || !store_->check({kNumRecords})) return false;
+  const int64_t num_published = store_->add(kNumRecords, 0);
   if (num_published == num_published_) return false;
   num_published_ = num_published;
-  Stories stories;
+  FlightRecords records;
   for (int peer = 0; peer < world_size_; ++peer) {
-    if (store_->check({key("story", peer)})) stories[peer] = store_->get_to_str(key("story", peer));
+    if (store_->check({key("story", peer)})) records[peer] = store_->get_to_str(key("story", peer));
   }
-  return find_mismatch(stories).has_value();
+  return find_mismatch(records).has_value();
 }
 
-Verdict FailureWatch::call_everyone() {
-  Verdict verdict;
-  Stories stories;
+FailureReport FailureWatch::collect_records() {
+  FailureReport report;
+  FlightRecords records;
   const auto deadline = Clock::now() + kAnswerLimit;
   for (int peer = 0; peer < world_size_; ++peer) {
     const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
     if (wait_for_key(key("alive", peer), left)) {
-      stories[peer] = store_->get_to_str(key("alive", peer));
+      records[peer] = store_->get_to_str(key("alive", peer));
     } else {
-      verdict.lost.push_back(peer);
+      report.lost.push_back(peer);
     }
   }
-  verdict.mismatch = find_mismatch(stories).value_or("");
-  verdict.others =
-      verdict.lost.empty()
-          ? describe_others(stories)
-          : "gave no sign of life for " + std::to_string(kAnswerLimit.count()) + " ms after that";
-  return verdict;
+  report.mismatch = find_mismatch(records).value_or("");
+  report.others = report.lost.empty() ? describe_others(records)
+                                      : "gave no sign of life for " +
+                                            std::to_string(kAnswerLimit.count()) + " ms after that";
+  return report;
 }
 
-void FailureWatch::roll_call() {
+void FailureWatch::check_liveness() {
   const auto mine = bytes(std::to_string(rank_));
-  store_->set(key("alive", rank_), bytes(calls_.story()));
+  store_->set(key("alive", rank_), bytes(calls_.flight_record()));
   if (store_->compareSet(kDeclared, {}, mine) == mine)
-    store_->set(kVerdict, bytes(to_text(call_everyone())));
-  if (!wait_for_key(kVerdict, kVerdictLimit)) return decide({});
-  const Verdict verdict = from_text(store_->get_to_str(kVerdict));
+    store_->set(kReport, bytes(to_text(collect_records())));
+  if (!wait_for_key(kReport, kReportLimit)) return decide({});
+  const FailureReport report = from_text(store_->get_to_str(kReport));
   store_->set(key("heard", rank_), mine);
   if (rank_ == 0 && host_dies_with_rank_0_) {
-    // The store dies with this process: let every survivor hear the verdict first.
+    // The store dies with this process: wait until every survivor has acknowledged the report.
     for (int peer = 1; peer < world_size_; ++peer) {
-      if (std::find(verdict.lost.begin(), verdict.lost.end(), peer) == verdict.lost.end()) {
+      if (std::find(report.lost.begin(), report.lost.end(), peer) == report.lost.end()) {
         wait_for_key(key("heard", peer), milliseconds(1000));
       }
     }
   }
-  decide(verdict);
+  decide(report);
 }
 
 bool FailureWatch::wait_for_key(const std::string& key, milliseconds limit) {
@@ -194,10 +194,10 @@ bool FailureWatch::wait_for_key(const std::string& key, milliseconds limit) {
   return true;
 }
 
-void FailureWatch::decide(Verdict verdict) {
+void FailureWatch::decide(FailureReport report) {
   {
     const std::lock_guard lock(mutex_);
-    verdict_ = std::move(verdict);
+    report_ = std::move(report);
     changed_.notify_all();
   }
   calls_.abort();

@@ -1,4 +1,4 @@
-// Finds out who is gone, and who called what, after one rank's operation has failed.
+// Finds out which ranks are lost, and which called what, after an operation of one rank has failed.
 #pragma once
 #include <ATen/core/ivalue.h>
 #include <chrono>
@@ -15,9 +15,9 @@
 namespace cohort::comm {
 
 /// What all survivors of a failure agree on.
-struct Verdict {
+struct FailureReport {
   std::vector<int> lost;  ///< Ranks of the job that did not answer.
-  std::string mismatch;   ///< Where the ranks' calls part; empty if they agree.
+  std::string mismatch;   ///< Where the ranks' calls differ; empty if they agree.
   /// How the lost were found; where none is, what ranks do that are not in the operation of the
   /// most, empty if all are in it.
   std::string others;
@@ -25,25 +25,25 @@ struct Verdict {
 
 /// What the watching thread asks of its rank, and does to it. Called from that thread.
 struct FailureWatchCalls {
-  std::function<std::string()> story;                  ///< CollectiveLog::story.
+  std::function<std::string()> flight_record;          ///< CollectiveLog::flight_record.
   std::function<std::optional<int64_t>()> waiting_ns;  ///< CollectiveLog::waiting_ns.
   std::function<void()> abort;  ///< Ends this rank's waiting: the group is dead.
 };
 
-/// A rank's part in the roll call after a failure.
+/// A rank's part in the liveness check after a failure.
 ///
 /// The first rank whose operation fails declares it in the store. Every rank's watching thread sees
-/// that within a quarter of a second, answers with its rank's story, even while its main thread is
-/// stuck in an operation, and ends that operation. Who has not answered within two seconds, dead or
-/// not, is lost;
-/// the declarer writes the verdict, and every watcher keeps it, so that all survivors name the same
-/// ranks. A store that is gone, or silent, means that rank 0, its host, is lost.
+/// that within a quarter of a second, answers with its rank's flight record, even while its main
+/// thread is stuck in an operation, and ends that operation. A rank that has not answered within
+/// two seconds, dead or not, is lost; the declarer writes the failure report, and every watcher
+/// keeps it, so that all survivors name the same ranks. A store that is gone, or silent, means that
+/// rank 0, its host, is lost.
 ///
-/// A rank that waits for more than two seconds publishes its story; rank 0's watcher compares them
-/// and declares a failure if two ranks called different collectives. Otherwise nothing but one look
-/// at the store every quarter of a second.
+/// A rank that waits for more than two seconds publishes its flight record; rank 0's watcher
+/// compares them and declares a failure if two ranks called different collectives. Otherwise
+/// nothing but one look at the store every quarter of a second.
 ///
-/// Owner: the group of all ranks. Threads: `verdict` from one thread; blocks at most about six
+/// Owner: the group of all ranks. Threads: `report` from one thread; blocks at most about six
 /// seconds.
 class FailureWatch {
  public:
@@ -54,19 +54,19 @@ class FailureWatch {
   /// Local: stops the watching thread, even where it waits for a silent store.
   ~FailureWatch();
 
-  /// Declares a failure, or joins the one declared, and returns what came out.
-  Verdict verdict();
+  /// Declares a failure, or joins the one declared, and returns its report.
+  FailureReport report();
 
  private:
   void run(const std::stop_token& stop);
   void watch_store(const std::stop_token& stop);
   void publish_if_stuck();
-  bool published_stories_part();
-  void roll_call();
-  Verdict call_everyone();
-  Verdict store_lost(const std::string& how) const;
+  bool published_records_differ();
+  void check_liveness();
+  FailureReport collect_records();
+  FailureReport store_lost(const std::string& how) const;
   bool wait_for_key(const std::string& key, std::chrono::milliseconds limit);
-  void decide(Verdict verdict);
+  void decide(FailureReport report);
 
   const StorePtr store_;                   // used by the watching thread alone
   const std::function<void()> cut_store_;  // ends what store_ waits for
@@ -80,7 +80,7 @@ class FailureWatch {
   std::condition_variable_any changed_;
   bool declare_ = false;            // guarded by mutex_
   bool ended_ = false;              // guarded by mutex_: the thread looks at the store no more
-  std::optional<Verdict> verdict_;  // guarded by mutex_
+  std::optional<FailureReport> report_;  // guarded by mutex_
   std::jthread thread_;
 };
 

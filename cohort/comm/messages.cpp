@@ -13,7 +13,7 @@ at::Tensor form_of(const at::Tensor& tensor) {
       .to(tensor.device());
 }
 
-// The tag of a message's data. Messages of different forms do not meet: Gloo would write the bytes
+// The tag of a message's data. Messages of different forms do not match: Gloo would write the bytes
 // of another dtype as they are, and end the process for too many.
 int data_tag(int tag, at::ScalarType type, int64_t numel) {
   uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
@@ -25,31 +25,31 @@ int data_tag(int tag, at::ScalarType type, int64_t numel) {
 // Two works as one: a message's form and its data.
 class MessageSent : public c10d::Work {
  public:
-  MessageSent(Tensors tensors, EngineWork form, EngineWork data)
+  MessageSent(Tensors tensors, BackendWork form, BackendWork data)
       : tensors_(std::move(tensors)), form_(std::move(form)), data_(std::move(data)) {}
   bool wait(std::chrono::milliseconds timeout) override {
     return form_->wait(timeout) && data_->wait(timeout);
   }
 
  private:
-  Tensors tensors_;  // engines see memory, not tensors: these outlive the works
-  EngineWork form_, data_;
+  Tensors tensors_;  // backends see memory, not tensors: these outlive the works
+  BackendWork form_, data_;
 };
 
 // Both receives are posted at once: a rank that waits for its own message to be taken before it
 // waits for this one holds up nobody.
 class MessageReceived : public c10d::Work {
  public:
-  MessageReceived(c10d::ProcessGroup& engine, at::Tensor tensor, int from, int tag)
-      : engine_(engine),
+  MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag)
+      : backend_(backend),
         tensor_(std::move(tensor)),
         form_(form_of(tensor_)),
         bytes_(as_bytes(tensor_)),
         from_(from),
         tag_(tag) {
     Tensors form{form_}, data{bytes_};
-    form_work_ = engine.recv(form, from, tag);
-    data_work_ = engine.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel()));
+    form_work_ = backend.recv(form, from, tag);
+    data_work_ = backend.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel()));
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
@@ -60,23 +60,23 @@ class MessageReceived : public c10d::Work {
     if (type == tensor_.scalar_type() && numel == tensor_.numel()) return data_work_->wait(timeout);
     // It is taken all the same: its sender waits for that.
     Tensors unwanted{as_bytes(at::empty({numel}, tensor_.options().dtype(type)))};
-    engine_.recv(unwanted, from_, data_tag(tag_, type, numel))->wait(timeout);
+    backend_.recv(unwanted, from_, data_tag(tag_, type, numel))->wait(timeout);
     TORCH_CHECK_VALUE(false, "recv from ", from_, ": expected ", tensor_.numel(), " elements of ",
                       type_name(tensor_.scalar_type()), ", rank ", from_, " sends ", numel, " of ",
                       type_name(type));
   }
 
  private:
-  c10d::ProcessGroup& engine_;
+  c10d::ProcessGroup& backend_;
   const at::Tensor tensor_, form_, bytes_;
   const int from_, tag_;
-  EngineWork form_work_, data_work_;
+  BackendWork form_work_, data_work_;
 };
 
-void check_peer(int peer, int tag, const c10d::ProcessGroup& engine, const char* operation,
+void check_peer(int peer, int tag, const c10d::ProcessGroup& backend, const char* operation,
                 const char* role) {
-  check_rank(peer, engine.getSize(), operation, role);
-  TORCH_CHECK_VALUE(peer != engine.getRank() && tag >= 0, operation,
+  check_rank(peer, backend.getSize(), operation, role);
+  TORCH_CHECK_VALUE(peer != backend.getRank() && tag >= 0, operation,
                     ": expected another rank and a tag >= 0, got rank ", peer, ", tag ", tag);
 }
 
@@ -87,19 +87,19 @@ void ProcessGroup::send(const at::Tensor& tensor, int to, int tag, CallSite site
 }
 
 Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSite site) const {
-  check_tensor(tensor, "send", engine());
-  check_peer(to, tag, engine(), "send", "receiver");
+  check_tensor(tensor, "send", backend());
+  check_peer(to, tag, backend(), "send", "receiver");
   return impl().start_unmatched(
       {.operation = "send to " + std::to_string(to), .tensor = tensor, .site = site},
       [&, read = readable(tensor)] {
         Tensors data{as_bytes(read)};
-        if (!impl().compares()) return engine().send(data, to, tag);
+        if (!impl().compares()) return backend().send(data, to, tag);
         Tensors form{form_of(tensor)};
-        EngineWork form_sent = engine().send(form, to, tag);
-        EngineWork sent =
-            engine().send(data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
-        return EngineWork(c10::make_intrusive<MessageSent>(Tensors{form[0], data[0]},
-                                                           std::move(form_sent), std::move(sent)));
+        BackendWork form_sent = backend().send(form, to, tag);
+        BackendWork sent =
+            backend().send(data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
+        return BackendWork(c10::make_intrusive<MessageSent>(Tensors{form[0], data[0]},
+                                                            std::move(form_sent), std::move(sent)));
       },
       {});
 }
@@ -110,19 +110,19 @@ at::Tensor ProcessGroup::recv(const at::Tensor& tensor, int from, int tag, CallS
 }
 
 Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallSite site) const {
-  check_written(tensor, "recv", engine());
-  check_peer(from, tag, engine(), "recv", "sender");
+  check_written(tensor, "recv", backend());
+  check_peer(from, tag, backend(), "recv", "sender");
   const Written written = filled(tensor);
   return impl().start_unmatched(
       {.operation = "recv from " + std::to_string(from), .tensor = tensor, .site = site},
       [&] {
         written.bump_version();
         if (impl().compares()) {
-          return EngineWork(
-              c10::make_intrusive<MessageReceived>(engine(), written.memory, from, tag));
+          return BackendWork(
+              c10::make_intrusive<MessageReceived>(backend(), written.memory, from, tag));
         }
         Tensors data{as_bytes(written.memory)};
-        return engine().recv(data, from, tag);
+        return backend().recv(data, from, tag);
       },
       [written] { written.finish(); });
 }

@@ -39,20 +39,20 @@ std::string type_name(at::ScalarType type) {
 }
 
 void check_tensor(const at::Tensor& tensor, const char* operation,
-                  const c10d::ProcessGroup& engine) {
+                  const c10d::ProcessGroup& backend) {
   TORCH_CHECK_VALUE(tensor.defined(), operation, ": expected a tensor, got an undefined one");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, operation, ": expected a dense tensor, got ",
                     tensor.toString());
-  const auto devices = engine.getDeviceTypes();
+  const auto devices = backend.getDeviceTypes();
   const bool served = std::any_of(devices.begin(), devices.end(), [&](const c10::Device& device) {
     return device.type() == tensor.device().type();
   });
-  TORCH_CHECK_VALUE(served, operation, ": the engine serves no tensors on ", tensor.device());
+  TORCH_CHECK_VALUE(served, operation, ": the backend serves no tensors on ", tensor.device());
 }
 
 void check_written(const at::Tensor& tensor, const char* operation,
-                   const c10d::ProcessGroup& engine) {
-  check_tensor(tensor, operation, engine);
+                   const c10d::ProcessGroup& backend) {
+  check_tensor(tensor, operation, backend);
   TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, operation,
                     ": expected a tensor whose elements have memory of their own, got strides ",
                     tensor.strides(), " of shape ", tensor.sizes());
@@ -91,12 +91,12 @@ const char* op_name(ReduceOp op) {
   return kNames[static_cast<size_t>(op)];
 }
 
-// What the engine computes; the division of kAvg is ours.
-c10d::ReduceOp::RedOpType engine_op(ReduceOp op) {
-  using Engine = c10d::ReduceOp;
-  constexpr std::array<Engine::RedOpType, 8> kOps{Engine::SUM,     Engine::MAX, Engine::MIN,
-                                                  Engine::PRODUCT, Engine::SUM, Engine::BAND,
-                                                  Engine::BOR,     Engine::BXOR};
+// What the backend computes; the division of kAvg is ours.
+c10d::ReduceOp::RedOpType backend_op(ReduceOp op) {
+  using Native = c10d::ReduceOp;
+  constexpr std::array<Native::RedOpType, 8> kOps{Native::SUM,     Native::MAX, Native::MIN,
+                                                  Native::PRODUCT, Native::SUM, Native::BAND,
+                                                  Native::BOR,     Native::BXOR};
   return kOps[static_cast<size_t>(op)];
 }
 
@@ -149,12 +149,12 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part, int size, cons
                     part.numel(), " elements, got ", whole.numel());
 }
 
-// What an engine may read while `written` is written to. MPI forbids them to overlap.
+// What a backend may read while `written` is written to. MPI forbids them to overlap.
 at::Tensor read_beside(const at::Tensor& read, const at::Tensor& written,
-                       c10d::ProcessGroup& engine) {
+                       c10d::ProcessGroup& backend) {
   const bool overlaps = read.is_alias_of(written);
-  const auto backend = engine.getBackend(read.device().type())->getBackendName();
-  return overlaps && backend != "nccl" && backend != "gloo" ? read.clone() : read;
+  const auto name = backend.getBackend(read.device().type())->getBackendName();
+  return overlaps && name != "nccl" && name != "gloo" ? read.clone() : read;
 }
 
 // For an operation that reads it, too.
@@ -172,11 +172,11 @@ std::function<void()> rest_of(ReduceOp op, Written written, int size) {
 
 // One tensor like `like` for each rank.
 void check_list(const Tensors& list, const at::Tensor& like, const char* operation,
-                const char* what, const c10d::ProcessGroup& engine) {
-  TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(engine.getSize()), operation, ": expected ",
-                    engine.getSize(), " ", what, ", got ", list.size());
+                const char* what, const c10d::ProcessGroup& backend) {
+  TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(backend.getSize()), operation, ": expected ",
+                    backend.getSize(), " ", what, ", got ", list.size());
   for (const at::Tensor& tensor : list) {
-    check_tensor(tensor, operation, engine);
+    check_tensor(tensor, operation, backend);
     TORCH_CHECK_VALUE(tensor.sizes() == like.sizes() && tensor.scalar_type() == like.scalar_type(),
                       operation, ": expected ", what, " of ", type_name(like.scalar_type()), " ",
                       like.sizes(), ", got ", type_name(tensor.scalar_type()), " ", tensor.sizes());
@@ -185,13 +185,14 @@ void check_list(const Tensors& list, const at::Tensor& like, const char* operati
 
 // The same on the root; none elsewhere.
 void check_list_of_root(const Tensors& list, const at::Tensor& like, int root,
-                        const char* operation, const char* what, const c10d::ProcessGroup& engine) {
-  check_rank(root, engine.getSize(), operation, "root");
-  const int expected = engine.getRank() == root ? engine.getSize() : 0;
+                        const char* operation, const char* what,
+                        const c10d::ProcessGroup& backend) {
+  check_rank(root, backend.getSize(), operation, "root");
+  const int expected = backend.getRank() == root ? backend.getSize() : 0;
   TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(expected), operation, ": expected ",
-                    engine.getSize(), " ", what, " on the root and none elsewhere, got ",
+                    backend.getSize(), " ", what, " on the root and none elsewhere, got ",
                     list.size());
-  if (expected > 0) check_list(list, like, operation, what, engine);
+  if (expected > 0) check_list(list, like, operation, what, backend);
 }
 
 void check_splits(const std::vector<int64_t>& splits, const at::Tensor& tensor, int size,
@@ -211,87 +212,87 @@ void check_splits(const std::vector<int64_t>& splits, const at::Tensor& tensor, 
 
 }  // namespace
 
-Operation all_reduce_of(c10d::ProcessGroup& engine, const at::Tensor& tensor, ReduceOp op,
+Operation all_reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, ReduceOp op,
                         CallSite site) {
-  check_written(tensor, "all_reduce", engine);
+  check_written(tensor, "all_reduce", backend);
   check_reducible(tensor, "all_reduce", op);
   const Written written = in_place(tensor);
   return {.call = {.operation = name_of("all_reduce", op), .tensor = tensor, .site = site},
           .begin =
-              [&engine, written, op] {
+              [&backend, written, op] {
                 written.bump_version();
                 Tensors tensors{written.memory};
                 c10d::AllreduceOptions options;
-                options.reduceOp = engine_op(op);
-                return engine.allreduce(tensors, options);
+                options.reduceOp = backend_op(op);
+                return backend.allreduce(tensors, options);
               },
-          .finish = rest_of(op, written, engine.getSize())};
+          .finish = rest_of(op, written, backend.getSize())};
 }
 
-Operation reduce_of(c10d::ProcessGroup& engine, const at::Tensor& tensor, int root, ReduceOp op,
+Operation reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, int root, ReduceOp op,
                     CallSite site) {
-  check_written(tensor, "reduce", engine);
+  check_written(tensor, "reduce", backend);
   check_reducible(tensor, "reduce", op);
-  check_rank(root, engine.getSize(), "reduce", "root");
+  check_rank(root, backend.getSize(), "reduce", "root");
   const Written written = in_place(tensor);
   return {.call = {.operation = name_of("reduce", op) + " to " + std::to_string(root),
                    .tensor = tensor,
                    .site = site},
           .begin =
-              [&engine, written, root, op] {
+              [&backend, written, root, op] {
                 written.bump_version();
                 Tensors tensors{written.memory};
                 c10d::ReduceOptions options;
-                options.reduceOp = engine_op(op);
+                options.reduceOp = backend_op(op);
                 options.rootRank = root;
-                return engine.reduce(tensors, options);
+                return backend.reduce(tensors, options);
               },
-          .finish = engine.getRank() == root ? rest_of(op, written, engine.getSize()) : nullptr};
+          .finish = backend.getRank() == root ? rest_of(op, written, backend.getSize()) : nullptr};
 }
 
-Operation broadcast_of(c10d::ProcessGroup& engine, const at::Tensor& tensor, int root,
+Operation broadcast_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, int root,
                        CallSite site) {
-  check_written(tensor, "broadcast", engine);
-  check_rank(root, engine.getSize(), "broadcast", "root");
+  check_written(tensor, "broadcast", backend);
+  check_rank(root, backend.getSize(), "broadcast", "root");
   const Written written = in_place(tensor);
   return {.call = {.operation = "broadcast from " + std::to_string(root),
                    .tensor = tensor,
                    .site = site},
           .begin =
-              [&engine, written, root] {
-                if (engine.getRank() != root) written.bump_version();
+              [&backend, written, root] {
+                if (backend.getRank() != root) written.bump_version();
                 Tensors tensors{as_bytes(written.memory)};
                 c10d::BroadcastOptions options;
                 options.rootRank = root;
-                return engine.broadcast(tensors, options);
+                return backend.broadcast(tensors, options);
               },
           .finish = [written] { written.finish(); }};
 }
 
-Operation all_gather_of(c10d::ProcessGroup& engine, const at::Tensor& output,
+Operation all_gather_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                         const at::Tensor& input, CallSite site) {
-  check_written(output, "all_gather_into", engine);
-  check_tensor(input, "all_gather_into", engine);
-  check_parts(output, input, engine.getSize(), "all_gather_into");
+  check_written(output, "all_gather_into", backend);
+  check_tensor(input, "all_gather_into", backend);
+  check_parts(output, input, backend.getSize(), "all_gather_into");
   const Written written = filled(output);
   return {.call = {.operation = "all_gather", .tensor = input, .site = site},
           .begin =
-              [&engine, written, read = readable(input)] {
+              [&backend, written, read = readable(input)] {
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
-                at::Tensor input_bytes = as_bytes(read_beside(read, written.memory, engine));
-                return engine._allgather_base(output_bytes, input_bytes);
+                at::Tensor input_bytes = as_bytes(read_beside(read, written.memory, backend));
+                return backend._allgather_base(output_bytes, input_bytes);
               },
           .finish = [written] { written.finish(); }};
 }
 
-Operation all_gather_of(c10d::ProcessGroup& engine, const Tensors& outputs,
+Operation all_gather_of(c10d::ProcessGroup& backend, const Tensors& outputs,
                         const at::Tensor& tensor, CallSite site) {
-  check_tensor(tensor, "all_gather", engine);
-  check_list(outputs, tensor, "all_gather", "outputs", engine);
-  for (const at::Tensor& output : outputs) check_written(output, "all_gather", engine);
-  const at::Tensor all = at::empty({engine.getSize(), tensor.numel()}, tensor.options());
-  Operation operation = all_gather_of(engine, all, tensor, site);
+  check_tensor(tensor, "all_gather", backend);
+  check_list(outputs, tensor, "all_gather", "outputs", backend);
+  for (const at::Tensor& output : outputs) check_written(output, "all_gather", backend);
+  const at::Tensor all = at::empty({backend.getSize(), tensor.numel()}, tensor.options());
+  Operation operation = all_gather_of(backend, all, tensor, site);
   operation.finish = [all, outputs] {
     for (size_t peer = 0; peer < outputs.size(); ++peer)
       at::Tensor(outputs[peer]).copy_(all[static_cast<int64_t>(peer)].view(outputs[peer].sizes()));
@@ -299,20 +300,20 @@ Operation all_gather_of(c10d::ProcessGroup& engine, const Tensors& outputs,
   return operation;
 }
 
-Operation gather_of(c10d::ProcessGroup& engine, const Tensors& outputs, const at::Tensor& tensor,
+Operation gather_of(c10d::ProcessGroup& backend, const Tensors& outputs, const at::Tensor& tensor,
                     int root, CallSite site) {
-  check_tensor(tensor, "gather", engine);
-  check_list_of_root(outputs, tensor, root, "gather", "outputs", engine);
+  check_tensor(tensor, "gather", backend);
+  check_list_of_root(outputs, tensor, root, "gather", "outputs", backend);
   std::vector<Written> written;
   for (const at::Tensor& output : outputs) {
-    check_written(output, "gather", engine);
+    check_written(output, "gather", backend);
     written.push_back(filled(output));
   }
   return {
       .call = {.operation = "gather to " + std::to_string(root), .tensor = tensor, .site = site},
       .begin =
-          [&engine, written, read = readable(tensor), root] {
-            std::vector<Tensors> output_lists(engine.getRank() == root ? 1 : 0);
+          [&backend, written, read = readable(tensor), root] {
+            std::vector<Tensors> output_lists(backend.getRank() == root ? 1 : 0);
             for (const Written& output : written) {
               output.bump_version();
               output_lists[0].push_back(as_bytes(output.memory));
@@ -320,7 +321,7 @@ Operation gather_of(c10d::ProcessGroup& engine, const Tensors& outputs, const at
             Tensors inputs{as_bytes(read)};
             c10d::GatherOptions options;
             options.rootRank = root;
-            return engine.gather(output_lists, inputs, options);
+            return backend.gather(output_lists, inputs, options);
           },
       .finish =
           [written] {
@@ -328,57 +329,57 @@ Operation gather_of(c10d::ProcessGroup& engine, const Tensors& outputs, const at
           }};
 }
 
-Operation scatter_of(c10d::ProcessGroup& engine, const at::Tensor& output, const Tensors& inputs,
+Operation scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output, const Tensors& inputs,
                      int root, CallSite site) {
-  check_written(output, "scatter", engine);
-  check_list_of_root(inputs, output, root, "scatter", "inputs", engine);
+  check_written(output, "scatter", backend);
+  check_list_of_root(inputs, output, root, "scatter", "inputs", backend);
   const Written written = filled(output);
   Tensors read;
   for (const at::Tensor& input : inputs) read.push_back(readable(input));
   return {
       .call = {.operation = "scatter from " + std::to_string(root), .tensor = output, .site = site},
       .begin =
-          [&engine, written, read, root] {
+          [&backend, written, read, root] {
             written.bump_version();
-            std::vector<Tensors> input_lists(engine.getRank() == root ? 1 : 0);
+            std::vector<Tensors> input_lists(backend.getRank() == root ? 1 : 0);
             for (const at::Tensor& input : read) input_lists[0].push_back(as_bytes(input));
             Tensors outputs{as_bytes(written.memory)};
             c10d::ScatterOptions options;
             options.rootRank = root;
-            return engine.scatter(outputs, input_lists, options);
+            return backend.scatter(outputs, input_lists, options);
           },
       .finish = [written] { written.finish(); }};
 }
 
-Operation reduce_scatter_of(c10d::ProcessGroup& engine, const at::Tensor& output,
+Operation reduce_scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                             const at::Tensor& input, ReduceOp op, CallSite site) {
-  check_written(output, "reduce_scatter", engine);
-  check_tensor(input, "reduce_scatter", engine);
-  check_parts(input, output, engine.getSize(), "reduce_scatter");
+  check_written(output, "reduce_scatter", backend);
+  check_tensor(input, "reduce_scatter", backend);
+  check_parts(input, output, backend.getSize(), "reduce_scatter");
   check_reducible(input, "reduce_scatter", op);
   const Written written = filled(output);
   return {.call = {.operation = name_of("reduce_scatter", op), .tensor = input, .site = site},
           .begin =
-              [&engine, written, read = readable(input), op] {
+              [&backend, written, read = readable(input), op] {
                 written.bump_version();
                 at::Tensor part = written.memory;
-                at::Tensor whole = read_beside(read, part, engine);
+                at::Tensor whole = read_beside(read, part, backend);
                 c10d::ReduceScatterOptions options;
-                options.reduceOp = engine_op(op);
-                return engine._reduce_scatter_base(part, whole, options);
+                options.reduceOp = backend_op(op);
+                return backend._reduce_scatter_base(part, whole, options);
               },
-          .finish = rest_of(op, written, engine.getSize())};
+          .finish = rest_of(op, written, backend.getSize())};
 }
 
-Operation all_to_all_of(c10d::ProcessGroup& engine, const at::Tensor& output,
+Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                         const at::Tensor& input, const std::vector<int64_t>& output_splits,
                         const std::vector<int64_t>& input_splits, CallSite site) {
-  check_written(output, "all_to_all", engine);
-  check_tensor(input, "all_to_all", engine);
+  check_written(output, "all_to_all", backend);
+  check_tensor(input, "all_to_all", backend);
   TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(),
                     "all_to_all: expected one dtype, got ", type_name(output.scalar_type()),
                     " and ", type_name(input.scalar_type()));
-  const int size = engine.getSize();
+  const int size = backend.getSize();
   check_splits(output_splits, output, size, "output");
   check_splits(input_splits, input, size, "input");
   // Splits are in rows here and in bytes below.
@@ -393,7 +394,7 @@ Operation all_to_all_of(c10d::ProcessGroup& engine, const at::Tensor& output,
   };
   std::vector<int64_t> out_counts = in_bytes(output_splits, output);
   std::vector<int64_t> in_counts = in_bytes(input_splits, input);
-  const auto own = static_cast<size_t>(engine.getRank());
+  const auto own = static_cast<size_t>(backend.getRank());
   TORCH_CHECK_VALUE(!equal || output.numel() == input.numel(),
                     "all_to_all: expected as many elements in the output as in the input, ",
                     input.numel(), ", got ", output.numel());
@@ -405,11 +406,11 @@ Operation all_to_all_of(c10d::ProcessGroup& engine, const at::Tensor& output,
                    .tensor = equal ? input : at::Tensor(),
                    .site = site},
           .begin =
-              [&engine, written, read = readable(input), out_counts, in_counts]() mutable {
+              [&backend, written, read = readable(input), out_counts, in_counts]() mutable {
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
                 at::Tensor input_bytes = as_bytes(read);
-                return engine.alltoall_base(output_bytes, input_bytes, out_counts, in_counts);
+                return backend.alltoall_base(output_bytes, input_bytes, out_counts, in_counts);
               },
           .finish = [written] { written.finish(); }};
 }

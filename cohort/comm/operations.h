@@ -1,4 +1,4 @@
-// What each collective checks, asks of the engine, and leaves to do afterwards. Not installed.
+// What each collective checks, asks of the backend, and leaves to do afterwards. Not installed.
 #pragma once
 #include <functional>
 #include <string>
@@ -9,16 +9,16 @@
 namespace cohort::comm {
 
 using Tensors = std::vector<at::Tensor>;
-using EngineWork = c10::intrusive_ptr<c10d::Work>;
+using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
-/// One operation, ready to begin. `begin` uses the engine that it was made for.
+/// One operation, ready to begin. `begin` uses the backend that it was made for.
 struct Operation {
   Call call;
-  std::function<EngineWork()> begin;
+  std::function<BackendWork()> begin;
   std::function<void()> finish;  ///< What is left to do locally; may be empty.
 };
 
-/// A tensor that an engine writes to. `memory` is contiguous: the tensor itself, or a copy that
+/// A tensor that a backend writes to. `memory` is contiguous: the tensor itself, or a copy that
 /// `finish` copies back.
 struct Written {
   at::Tensor tensor, memory;
@@ -32,35 +32,35 @@ struct Written {
 Written filled(const at::Tensor& tensor);
 /// The tensor, or a contiguous copy.
 at::Tensor readable(const at::Tensor& tensor);
-/// The same memory as plain bytes: engines know few types, and to move data needs none.
+/// The same memory as plain bytes: backends know few types, and to move data needs none.
 at::Tensor as_bytes(const at::Tensor& tensor);
 
-/// Errors: c10::ValueError unless the engine serves `tensor`, and its elements have memory of their
-/// own if it is written.
+/// Errors: c10::ValueError unless the backend serves `tensor`, and its elements have memory of
+/// their own if it is written.
 void check_tensor(const at::Tensor& tensor, const char* operation,
-                  const c10d::ProcessGroup& engine);
+                  const c10d::ProcessGroup& backend);
 void check_written(const at::Tensor& tensor, const char* operation,
-                   const c10d::ProcessGroup& engine);
+                   const c10d::ProcessGroup& backend);
 void check_rank(int rank, int size, const char* operation, const char* role);
 
 /// The collectives of process_group.h. Errors: c10::ValueError for bad arguments.
-Operation all_reduce_of(c10d::ProcessGroup& engine, const at::Tensor& tensor, ReduceOp op,
+Operation all_reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, ReduceOp op,
                         CallSite site);
-Operation reduce_of(c10d::ProcessGroup& engine, const at::Tensor& tensor, int root, ReduceOp op,
+Operation reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, int root, ReduceOp op,
                     CallSite site);
-Operation broadcast_of(c10d::ProcessGroup& engine, const at::Tensor& tensor, int root,
+Operation broadcast_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, int root,
                        CallSite site);
-Operation all_gather_of(c10d::ProcessGroup& engine, const at::Tensor& output,
+Operation all_gather_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                         const at::Tensor& input, CallSite site);
-Operation all_gather_of(c10d::ProcessGroup& engine, const Tensors& outputs,
+Operation all_gather_of(c10d::ProcessGroup& backend, const Tensors& outputs,
                         const at::Tensor& tensor, CallSite site);
-Operation gather_of(c10d::ProcessGroup& engine, const Tensors& outputs, const at::Tensor& tensor,
+Operation gather_of(c10d::ProcessGroup& backend, const Tensors& outputs, const at::Tensor& tensor,
                     int root, CallSite site);
-Operation scatter_of(c10d::ProcessGroup& engine, const at::Tensor& output, const Tensors& inputs,
+Operation scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output, const Tensors& inputs,
                      int root, CallSite site);
-Operation reduce_scatter_of(c10d::ProcessGroup& engine, const at::Tensor& output,
+Operation reduce_scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                             const at::Tensor& input, ReduceOp op, CallSite site);
-Operation all_to_all_of(c10d::ProcessGroup& engine, const at::Tensor& output,
+Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                         const at::Tensor& input, const std::vector<int64_t>& output_splits,
                         const std::vector<int64_t>& input_splits, CallSite site);
 

@@ -19,11 +19,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-c10d::ProcessGroup::BackendType engine_type(const std::string& backend) {
+c10d::ProcessGroup::BackendType backend_type(const std::string& backend) {
   return c10d::ProcessGroup::strToBackendType(backend);
 }
 
-GroupOptions with_environment(GroupOptions options) {
+ProcessGroupOptions with_environment(ProcessGroupOptions options) {
   if (env_int("COHORT_CHECK_COLLECTIVES", 0, 1).value_or(1) == 0) options.check_collectives = false;
   return options;
 }
@@ -33,7 +33,7 @@ constexpr uint32_t kDataNumbers = 1U << 31;
 
 void do_nothing(int) {}
 
-// Engines and stores write to sockets whose other end may be gone: the error they get then names
+// Backends and stores write to sockets whose other end may be gone: the error they get then names
 // the lost rank, and a signal would end this one before. A handler, unlike SIG_IGN, is not
 // inherited by programs that this one starts.
 void outlive_broken_pipes() {
@@ -45,7 +45,7 @@ void outlive_broken_pipes() {
   sigaction(SIGPIPE, &action, nullptr);
 }
 
-Meeting meet_alone() {
+Rendezvous rendezvous_of_one() {
   return {.store = c10::make_intrusive<c10d::HashStore>(),
           .watch = {},
           .address = "127.0.0.1",
@@ -53,8 +53,8 @@ Meeting meet_alone() {
           .hosts = {}};
 }
 
-std::string terms(const Place& place, const GroupOptions& options) {
-  return "world size " + std::to_string(place.world_size) + ", backend " + options.backend +
+std::string terms(const RankInfo& info, const ProcessGroupOptions& options) {
+  return "world size " + std::to_string(info.world_size) + ", backend " + options.backend +
          ", check_collectives " + (options.check_collectives ? "on" : "off");
 }
 
@@ -86,7 +86,7 @@ milliseconds since(int64_t start_ns) {
   return milliseconds((steady_now_ns() - start_ns) / 1'000'000);
 }
 
-// Whatever keeps an engine from connecting, but bad settings, is the network's or a peer's fault.
+// Whatever keeps a backend from connecting, but bad settings, is the network's or a peer's fault.
 c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPlugin& plugin,
                                                const BackendRequest& request) {
   try {
@@ -100,30 +100,30 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPlugin& plugin,
   }
 }
 
-// The group is dead: of an engine that cannot be aborted the timeout remains.
-void abort_engine(c10d::ProcessGroup& engine) {
+// The group is dead: of a backend that cannot be aborted the timeout remains.
+void abort_backend(c10d::ProcessGroup& backend) {
   try {
-    engine.abort();
+    backend.abort();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
   }
 }
 
 }  // namespace
 
-Job::Job(const Place& p, const GroupOptions& o, const std::string& trace_file)
-    : place(p), options(o), log(p.rank, p.world_size, RankTrace::open(trace_file)) {}
+Job::Job(const RankInfo& p, const ProcessGroupOptions& o, const std::string& trace_file)
+    : info(p), options(o), log(p.rank, p.world_size, RankTrace::open(trace_file)) {}
 
-void Job::add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine) {
+void Job::add_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& backend) {
   const std::lock_guard lock(mutex_);
-  if (aborted_) abort_engine(*engine);
-  engines_.emplace_back(engine);
+  if (aborted_) abort_backend(*backend);
+  backends_.emplace_back(backend);
 }
 
 void Job::abort() {
   const std::lock_guard lock(mutex_);
   aborted_ = true;
-  for (const auto& entry : engines_) {
-    if (const auto engine = entry.lock()) abort_engine(*engine);
+  for (const auto& entry : backends_) {
+    if (const auto backend = entry.lock()) abort_backend(*backend);
   }
 }
 
@@ -135,36 +135,36 @@ ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::stri
       name(std::move(group_name)),
       ranks(std::move(global_ranks)),
       rank(own_rank),
-      backend(own_options.backend.value_or(job->options.backend)),
+      backend_name(own_options.backend.value_or(job->options.backend)),
       timeout(own_options.timeout.value_or(job->options.timeout)) {}
 
 void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, milliseconds limit) {
   store = std::move(group_store);
   users_store = c10::make_intrusive<c10d::PrefixStore>("user", store);
   const int size = static_cast<int>(ranks.size());
-  engine = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  const auto add = [&](const std::string& backend_name, c10::DeviceType device,
+  backend = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  const auto add = [&](const std::string& type, c10::DeviceType device,
                        const BackendPlugin& plugin) {
     BackendRequest request{
         .store = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(device, true), store),
         .rank = rank,
         .world_size = size,
         .timeout = limit,
-        .address = job->meeting.address,
-        .interface = job->meeting.interface};
+        .address = job->rendezvous.address,
+        .interface = job->rendezvous.interface};
     auto made = make_backend(plugin, request);
     made->setTimeout(timeout);
-    engine->setBackend(device, engine_type(backend_name), made);
+    backend->setBackend(device, backend_type(type), made);
   };
-  const BackendPlugin& plugin = find_backend(backend);
-  const bool is_gloo = backend == "gloo";
-  engine->setDefaultBackend(engine_type(backend));
-  if (!is_gloo) add(backend, plugin.device, plugin);
+  const BackendPlugin& plugin = find_backend(backend_name);
+  const bool is_gloo = backend_name == "gloo";
+  backend->setDefaultBackend(backend_type(backend_name));
+  if (!is_gloo) add(backend_name, plugin.device, plugin);
   // Lengths, comparisons and barriers stay on the CPU.
   if (is_gloo || plugin.device != c10::DeviceType::CPU)
     add("gloo", c10::DeviceType::CPU, find_backend("gloo"));
-  engine->setGroupName(is_world() ? "cohort" : "cohort/" + name);
-  job->add_engine(engine);
+  backend->setGroupName(is_world() ? "cohort" : "cohort/" + name);
+  job->add_backend(backend);
 }
 
 namespace {
@@ -180,37 +180,38 @@ void check_job_has_groups() {
 
 }  // namespace
 
-ProcessGroup::ProcessGroup(const Place& place, const GroupOptions& options) {
+ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& options) {
   find_backend(options.backend);
-  if (place.world_size > 1) check_job_has_groups();
-  if (place.world_size > 1) outlive_broken_pipes();
-  std::vector<int> ranks(static_cast<size_t>(place.world_size));
+  if (info.world_size > 1) check_job_has_groups();
+  if (info.world_size > 1) outlive_broken_pipes();
+  std::vector<int> ranks(static_cast<size_t>(info.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
-  auto job = std::make_shared<Job>(place, with_environment(options),
+  auto job = std::make_shared<Job>(info, with_environment(options),
                                    env_string(kTraceFileVariable).value_or(""));
-  impl_ = std::make_shared<Impl>(job, "", "world", std::move(ranks), place.rank, SubgroupOptions{});
+  impl_ = std::make_shared<Impl>(job, "", "world", std::move(ranks), info.rank, SubgroupOptions{});
   const int64_t start = steady_now_ns();
-  impl_->run_unmatched({.operation = "rendezvous at " + meeting_point(place), .site = {}}, [&] {
-    job->meeting = place.world_size == 1 ? meet_alone()
-                                         : meet(place, {.timeout = options.rendezvous_timeout,
-                                                        .interface = options.interface,
-                                                        .terms = terms(place, job->options)});
-    if (job->place.finds_host) find_host(job->place, job->meeting.hosts);
-    impl_->connect(job->meeting.store, left_of(options.rendezvous_timeout, start));
+  impl_->run_unmatched({.operation = "rendezvous at " + rendezvous_point(info), .site = {}}, [&] {
+    job->rendezvous = info.world_size == 1
+                          ? rendezvous_of_one()
+                          : join_rendezvous(info, {.timeout = options.rendezvous_timeout,
+                                                   .interface = options.interface,
+                                                   .terms = terms(info, job->options)});
+    if (job->info.finds_host) find_host(job->info, job->rendezvous.hosts);
+    impl_->connect(job->rendezvous.store, left_of(options.rendezvous_timeout, start));
   });
-  if (place.world_size == 1) return;
-  const bool rank_0_hosts = place.store_file.empty() && !place.agent_store;
+  if (info.world_size == 1) return;
+  const bool rank_0_hosts = info.store_file.empty() && !info.agent_store;
   job->watch = std::make_unique<FailureWatch>(
-      std::move(job->meeting.watch), place.rank, place.world_size, rank_0_hosts,
-      FailureWatchCalls{.story = [job = job.get()] { return job->log.story(); },
+      std::move(job->rendezvous.watch), info.rank, info.world_size, rank_0_hosts,
+      FailureWatchCalls{.flight_record = [job = job.get()] { return job->log.flight_record(); },
                         .waiting_ns = [job = job.get()] { return job->log.waiting_ns(); },
                         .abort = [job = job.get()] { job->abort(); }});
 }
 
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
-ProcessGroup init_process_group(const GroupOptions& options) {
-  return ProcessGroup(discover_place(), options);
+ProcessGroup init_process_group(const ProcessGroupOptions& options) {
+  return ProcessGroup(rank_info_from_environment(), options);
 }
 
 ProcessGroup::Impl& ProcessGroup::impl() const {
@@ -232,12 +233,12 @@ int ProcessGroup::global_rank(int rank) const {
 const std::string& ProcessGroup::name() const {
   return impl().name;
 }
-const Place& ProcessGroup::place() const {
-  return impl().job->place;
+const RankInfo& ProcessGroup::rank_info() const {
+  return impl().job->info;
 }
-c10d::ProcessGroup& ProcessGroup::engine() const {
+c10d::ProcessGroup& ProcessGroup::backend() const {
   impl().check_open();
-  return *impl_->engine;
+  return *impl_->backend;
 }
 c10d::Store& ProcessGroup::store() const {
   impl().check_open();
@@ -265,14 +266,14 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   if (options.timeout) operation += ", timeout " + std::to_string(options.timeout->count()) + " ms";
   impl_->run({.operation = operation, .site = site}, [] {});
   const std::string unique = name + "#" + std::to_string(impl_->num_subgroups++);
-  const auto own = std::find(members.begin(), members.end(), impl_->job->place.rank);
+  const auto own = std::find(members.begin(), members.end(), impl_->job->info.rank);
   if (own == members.end()) return {};
   const int own_rank = static_cast<int>(own - members.begin());
   const SubgroupOptions own_options{.timeout = options.timeout.value_or(impl_->timeout),
-                                    .backend = options.backend.value_or(impl_->backend)};
+                                    .backend = options.backend.value_or(impl_->backend_name)};
   auto impl = std::make_shared<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
                                      own_rank, own_options);
-  auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->engine->getStore());
+  auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->backend->getStore());
   impl->run_unmatched({.operation = operation, .site = site},
                       [&] { impl->connect(store, impl_->job->options.rendezvous_timeout); });
   return ProcessGroup(std::move(impl));
@@ -282,16 +283,16 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
                               const std::string& cause, bool disagreement) {
   job->dead = true;
   const auto elapsed = since(start_ns);
-  const Verdict verdict = job->watch ? job->watch->verdict() : Verdict{};
-  disagreement = (disagreement || !verdict.mismatch.empty()) && verdict.lost.empty();
+  const FailureReport report = job->watch ? job->watch->report() : FailureReport{};
+  disagreement = (disagreement || !report.mismatch.empty()) && report.lost.empty();
   std::string text = cause;
-  if (disagreement && !verdict.mismatch.empty()) {
-    text = verdict.mismatch;
-  } else if (!verdict.others.empty()) {
-    text = verdict.others + " (" + cause + ")";
+  if (disagreement && !report.mismatch.empty()) {
+    text = report.mismatch;
+  } else if (!report.others.empty()) {
+    text = report.others + " (" + cause + ")";
   }
-  throw PeerError({.rank = job->place.rank,
-                   .lost_ranks = verdict.lost,
+  throw PeerError({.rank = job->info.rank,
+                   .lost_ranks = report.lost,
                    .operation = is_world() ? operation : operation + " of group \"" + name + "\"",
                    .sequence = sequence > 0 ? sequence : -1,
                    .elapsed = elapsed,
@@ -299,7 +300,7 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
                    .disagreement = disagreement});
 }
 
-// Does `body` under the log's eyes; what an engine throws for a lost peer becomes PeerError.
+// Does `body` under the log's eyes; what a backend throws for a lost peer becomes PeerError.
 template <class Body>
 void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& body) {
   check_open();
@@ -359,14 +360,14 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
 void ProcessGroup::Impl::compare(const Call& call) {
   if (!compares()) return;
   const int64_t start = steady_now_ns();
-  number_next_collective(*engine->getBackend(c10::DeviceType::CPU), num_compared++ % kDataNumbers);
+  number_next_collective(*backend->getBackend(c10::DeviceType::CPU), num_compared++ % kDataNumbers);
   const auto mine = static_cast<int64_t>(history);
   at::Tensor extremes = at::tensor({mine, ~mine});
   std::vector<at::Tensor> tensors{extremes};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.timeout = call.limit.value_or(timeout);
-  engine->allreduce(tensors, options)->wait();
+  backend->allreduce(tensors, options)->wait();
   const auto* values = extremes.const_data_ptr<int64_t>();
   if (values[0] != ~values[1])
     fail(call.operation, start, "their calls part more than 64 calls ago", true);
@@ -378,7 +379,7 @@ void ProcessGroup::Impl::compare(const Call& call) {
 void ProcessGroup::Impl::number_data() {
   if (!compares()) return;
   const auto hash = static_cast<uint32_t>(history ^ (history >> 32));
-  number_next_collective(*engine->getBackend(c10::DeviceType::CPU), kDataNumbers | hash);
+  number_next_collective(*backend->getBackend(c10::DeviceType::CPU), kDataNumbers | hash);
 }
 
 void ProcessGroup::Impl::check_open() const {
@@ -443,8 +444,8 @@ void Work::wait(CallSite site) {
   });
 }
 
-void ProcessGroup::guard(const std::string& operation, const std::function<void()>& call,
-                         CallSite site) const {
+void ProcessGroup::translate_errors(const std::string& operation, const std::function<void()>& call,
+                                    CallSite site) const {
   ++impl().sequence;
   impl_->guarded({.operation = operation, .site = site}, /*matched=*/false, call);
 }
@@ -454,7 +455,7 @@ void ProcessGroup::Impl::count(const std::string& key) {
 }
 
 void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
-  // Everyone has just met in a barrier, so nobody is far away.
+  // All ranks have just left a barrier, so none is far behind.
   const auto limit = std::min<milliseconds>(timeout, milliseconds(30'000));
   const int64_t start = steady_now_ns();
   while (store->add(key, 0) < static_cast<int64_t>(ranks.size())) {
@@ -470,7 +471,7 @@ void ProcessGroup::close(CallSite site) const {
     return;
   }
   barrier("close", {}, site);  // a peer that is gone shows here, as in any collective
-  guard(
+  translate_errors(
       "close",
       [&] {
         // A rank that leaves right after its last collective may leave another waiting in it.
@@ -478,7 +479,7 @@ void ProcessGroup::close(CallSite site) const {
         impl_->wait_for_counter("closing");
         if (impl_->is_world()) impl_->job->watch.reset();
         impl_->closed = true;
-        impl_->engine.reset();
+        impl_->backend.reset();
         impl_->count("closed");
         if (rank() == 0) impl_->wait_for_counter("closed");
       },

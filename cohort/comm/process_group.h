@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cohort/base/call_site.h"
-#include "cohort/comm/place.h"
+#include "cohort/comm/rank_info.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -18,11 +18,11 @@ class Store;
 
 namespace cohort::comm {
 
-struct GroupOptions {
-  std::string backend = "gloo";  ///< The engine: "gloo" or another of backend.h.
+struct ProcessGroupOptions {
+  std::string backend = "gloo";                           ///< "gloo" or another of backend.h.
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
   std::chrono::milliseconds timeout{600'000};             ///< Of every later operation.
-  /// Network interface of the engine, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
+  /// Network interface of the backend, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
   /// by route.
   std::string interface;
   /// Compare what the ranks call before data moves (docs/comm.md: what is found, what it costs).
@@ -59,7 +59,7 @@ class [[nodiscard]] Work {
 /// What a sub-group has of its own; the rest it shares with its parent.
 struct SubgroupOptions {
   std::optional<std::chrono::milliseconds> timeout;  ///< Of every operation.
-  std::optional<std::string> backend;                ///< As GroupOptions::backend.
+  std::optional<std::string> backend;                ///< As ProcessGroupOptions::backend.
 };
 
 /// A handle to a process group: this rank's connections to its peers. Copies refer to one group,
@@ -68,7 +68,7 @@ struct SubgroupOptions {
 /// Threads: one caller at a time. A watching thread of its own answers when a peer asks who is
 /// alive. Collective: the constructor, every operation and `close`; same order on every rank.
 /// Names and meanings of the collectives are torch.distributed's.
-/// Tensors: on a device that the engine serves, of the same shape and dtype on every rank
+/// Tensors: on a device that the backend serves, of the same shape and dtype on every rank
 ///          (all_to_all: its splits may differ). Of any strides: what is not contiguous is copied
 ///          before, and after where it is written. Tensors are handles, so a temporary view will
 ///          do: `group.all_reduce(x.narrow(0, 0, 4))`. Collectives that move data take every
@@ -87,7 +87,7 @@ class ProcessGroup {
  public:
   /// An empty handle.
   ProcessGroup() = default;
-  /// Meets the other ranks of `place`. Blocks, at most `rendezvous_timeout`.
+  /// Joins the rendezvous of the job of `info`. Blocks, at most `rendezvous_timeout`.
   /// A process may make several groups, one after another or at a time; all ranks in one order.
   /// One process is a group of size 1 and needs no network; with more, SIGPIPE no longer ends the
   /// process (a write to a lost rank is an error instead), unless the program handles it itself.
@@ -95,7 +95,7 @@ class ProcessGroup {
   /// good path.
   /// Errors: ConfigError if the backend is unknown, rank 0 cannot listen on the port, or the ranks'
   ///         numbers and options clash; PeerError that names the ranks that have not come.
-  explicit ProcessGroup(const Place& place, const GroupOptions& options = {});
+  explicit ProcessGroup(const RankInfo& info, const ProcessGroupOptions& options = {});
 
   explicit operator bool() const { return impl_ != nullptr; }
   bool operator==(const ProcessGroup&) const = default;  ///< Whether both refer to one group.
@@ -104,13 +104,13 @@ class ProcessGroup {
   int size() const;
   int global_rank(int rank) const;  ///< Number in the whole job of this group's `rank`.
   const std::string& name() const;  ///< "world", or the sub-group's name.
-  const Place& place() const;       ///< Of this process in the whole job.
+  const RankInfo& rank_info() const;  ///< Of this process in the whole job.
 
   /// Returns the group of some of this group's ranks; an empty handle on ranks outside of it.
   /// Collective over this group: every rank calls it, with the same arguments. Ranks are this
   /// group's numbers; they are sorted, as torch.distributed does. Several sub-groups may have one
-  /// name. Blocks until its members have met. The new group shares this one's fate: a lost rank is
-  /// named by its number in the job.
+  /// name. Blocks until its members have joined. The new group shares this one's fate: a lost rank
+  /// is named by its number in the job.
   ProcessGroup subgroup(const std::vector<int>& ranks, const std::string& name,
                         const SubgroupOptions& options = {},
                         CallSite site = CallSite::here()) const;
@@ -202,15 +202,16 @@ class ProcessGroup {
   Work recv_async(const at::Tensor& tensor, int from, int tag = 0,
                   CallSite site = CallSite::here()) const;
 
-  /// Returns rank `root`'s text (any bytes, any length) on every rank.
-  std::string broadcast_text(const std::string& text, int root = 0,
-                             CallSite site = CallSite::here()) const;
-  /// Returns every rank's text, by rank, on every rank. Memory: W times the longest text.
-  std::vector<std::string> all_gather_text(const std::string& text,
-                                           CallSite site = CallSite::here()) const;
-  /// Returns every rank's text, by rank, on rank `root`; nothing elsewhere.
-  std::vector<std::string> gather_text(const std::string& text, int root = 0,
-                                       CallSite site = CallSite::here()) const;
+  /// Returns rank `root`'s object, a string of any bytes and any length, on every rank. Lengths may
+  /// differ between ranks; so with the two below.
+  std::string broadcast_object(const std::string& object, int root = 0,
+                               CallSite site = CallSite::here()) const;
+  /// Returns every rank's object, by rank, on every rank. Memory: W times the longest.
+  std::vector<std::string> all_gather_object(const std::string& object,
+                                             CallSite site = CallSite::here()) const;
+  /// Returns every rank's object, by rank, on rank `root`; nothing elsewhere.
+  std::vector<std::string> gather_object(const std::string& object, int root = 0,
+                                         CallSite site = CallSite::here()) const;
 
   /// Returns once every rank has come here with the same `name`. The error of one that waits in
   /// vain says which ranks have not come, and what they did last (as torch's monitored_barrier,
@@ -221,17 +222,18 @@ class ProcessGroup {
   /// The same, to wait for later.
   Work barrier_async(const std::string& name, CallSite site = CallSite::here()) const;
 
-  /// Runs `call`, which drives the engine itself, and turns what it throws for a lost peer into
+  /// Runs `call`, which drives the backend itself, and turns what it throws for a lost peer into
   /// PeerError. The trace shows `operation` meanwhile; what ranks call here is not compared.
-  void guard(const std::string& operation, const std::function<void()>& call,
-             CallSite site = CallSite::here()) const;
+  void translate_errors(const std::string& operation, const std::function<void()>& call,
+                        CallSite site = CallSite::here()) const;
 
   /// Says good-bye: a barrier that rank 0, the store's host, leaves last. No operation may follow,
   /// through any handle. A sub-group's is a barrier only; the group of all ranks goes last.
   void close(CallSite site = CallSite::here()) const;
 
-  /// For code that drives c10d, like DistributedDataParallel.
-  c10d::ProcessGroup& engine() const;
+  /// The c10d process group with its backends, for code that drives it, like
+  /// DistributedDataParallel.
+  c10d::ProcessGroup& backend() const;
   /// A store of keys and values that this group's ranks share, for the program's own use.
   c10d::Store& store() const;
 
@@ -243,9 +245,9 @@ class ProcessGroup {
   std::shared_ptr<Impl> impl_;
 };
 
-/// ProcessGroup(discover_place(), options): the group of the job that this process belongs to, by
-/// the environment of torchrun, Open MPI, Slurm or Paddle, or of this process alone.
-ProcessGroup init_process_group(const GroupOptions& options = {});
+/// ProcessGroup(rank_info_from_environment(), options): the group of the job that this process
+/// belongs to, by the environment of torchrun, Open MPI, Slurm or Paddle, or of this process alone.
+ProcessGroup init_process_group(const ProcessGroupOptions& options = {});
 
 }  // namespace cohort::comm
 

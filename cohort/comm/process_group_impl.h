@@ -15,22 +15,22 @@ namespace cohort::comm {
 
 /// What this process has once, whatever the number of sub-groups.
 struct Job {
-  Job(const Place& p, const GroupOptions& o, const std::string& trace_file);
+  Job(const RankInfo& p, const ProcessGroupOptions& o, const std::string& trace_file);
 
-  Place place;  // complete once the ranks have met
-  const GroupOptions options;
-  Meeting meeting;
+  RankInfo info;  // complete after the rendezvous
+  const ProcessGroupOptions options;
+  Rendezvous rendezvous;
   CollectiveLog log;
   bool dead = false;
 
-  /// Ends all waiting in all groups' engines; any thread.
+  /// Ends all waiting in all groups' backends; any thread.
   void abort();
-  /// Makes `abort` know an engine.
-  void add_engine(const c10::intrusive_ptr<c10d::ProcessGroup>& engine);
+  /// Makes `abort` know a backend.
+  void add_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& backend);
 
  private:
   std::mutex mutex_;
-  std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> engines_;  // guarded by mutex_
+  std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> backends_;  // guarded by mutex_
   bool aborted_ = false;                                              // guarded by mutex_
 
  public:
@@ -50,7 +50,7 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
        std::vector<int> global_ranks, int own_rank, const SubgroupOptions& own_options);
 
-  /// Connects the engine through the group's own store: collective over the group's ranks; blocks,
+  /// Connects the backend through the group's own store: collective over the group's ranks; blocks,
   /// at most `limit`.
   void connect(c10::intrusive_ptr<c10d::Store> group_store, std::chrono::milliseconds limit);
 
@@ -60,7 +60,7 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   void run(const Call& call, const std::function<void()>& body);
   /// Starts one. It is compared before when it is the first of its kind (operation, dtype, shape)
   /// here, otherwise by the next `run`: what every step repeats costs nothing. Until then its data
-  /// meet none of another history.
+  /// match none of another history.
   Work start(const Call& call, const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
              std::function<void()> finish);
   /// Runs what only some ranks call, or what is not known here.
@@ -93,11 +93,11 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   std::string name;        // for people; several groups may have one
   std::vector<int> ranks;  // global numbers, by this group's rank
   int rank;
-  std::string backend;
+  std::string backend_name;
   std::chrono::milliseconds timeout;            // of every operation
   c10::intrusive_ptr<c10d::Store> store;        // seen by this group only
   c10::intrusive_ptr<c10d::Store> users_store;  // the part of it that is the program's
-  c10::intrusive_ptr<c10d::ProcessGroup> engine;
+  c10::intrusive_ptr<c10d::ProcessGroup> backend;
   int64_t sequence = 0;       // operations begun here, but send and recv
   int64_t num_matched = 0;    // of them, those that are compared
   uint64_t history = 0;       // a hash of all those

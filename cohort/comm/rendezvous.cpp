@@ -25,8 +25,8 @@ using Clock = std::chrono::steady_clock;
 const char* const kComplete = "complete";
 const char* const kError = "error";
 const char* const kTerms = "terms";
-const char* const kNumCome = "num_come";
-const char* const kNumHeard = "num_heard";
+const char* const kNumJoined = "num_come";
+const char* const kNumAcks = "num_heard";
 
 std::string read_link(const char* path) {
   std::array<char, 256> text{};
@@ -46,7 +46,7 @@ std::string start_time(pid_t pid) {
   return fields ? field : "";
 }
 
-// A rank's line in the roster.
+// A rank's entry in the member list.
 struct Member {
   std::string host_name;
   std::string host;  // differs between machines, and between network and process namespaces of one
@@ -81,35 +81,31 @@ std::string member_key(int rank) {
   return "member/" + std::to_string(rank);
 }
 
-// The roster of one rendezvous: a view of the store, and this rank's place in it.
-class Roster {
+// The member list of one rendezvous: a view of the store, and this rank's entry in it.
+class MemberList {
  public:
   // `agent`: a connection for `ping` to an agent's store; none for any other.
-  Roster(StorePtr store, const Fd& agent, const Place& place, Clock::time_point start,
-         Clock::time_point deadline)
-      : store_(std::move(store)),
-        agent_(agent),
-        place_(place),
-        deadline_(deadline),
-        start_(start) {}
+  MemberList(StorePtr store, const Fd& agent, const RankInfo& info, Clock::time_point start,
+             Clock::time_point deadline)
+      : store_(std::move(store)), agent_(agent), info_(info), deadline_(deadline), start_(start) {}
 
-  // Whether somebody has begun to sign.
-  bool is_begun() { return store_->check({kNumCome}); }
+  // Whether a rank has begun to register.
+  bool is_begun() { return store_->check({kNumJoined}); }
   // Whether a rank has found all the others there.
   bool is_complete() { return store_->check({kComplete}); }
-  // A new process takes the place of one that has ended; of another host that is not known.
+  // A new process may replace one that has ended; on another host that cannot be checked.
   void check_that_holder_is_gone() {
-    const std::string key = member_key(place_.rank);
+    const std::string key = member_key(info_.rank);
     if (!store_->check({key})) return;
     const Member holder = Member::parse(store_->get_to_str(key));
     if (holder.host == self_.host && !holder.is_gone(self_))
-      throw ConfigError("rendezvous at " + meeting_point(place_) + ": " + clash_text(holder));
+      throw ConfigError("rendezvous at " + rendezvous_point(info_) + ": " + clash_text(holder));
   }
 
-  void sign(const std::string& terms) {
-    store_->add(kNumCome, 1);
-    const std::string rank = std::to_string(place_.rank);
-    // Before the name: who finds all names knows that all terms agree.
+  void register_rank(const std::string& terms) {
+    store_->add(kNumJoined, 1);
+    const std::string rank = std::to_string(info_.rank);
+    // Before the entry: a rank that finds all entries knows that all terms agree.
     const std::string first = store_->compareSet(kTerms, "", rank + " " + terms);
     const size_t space = first.find(' ');
     if (first.substr(space + 1) != terms) {
@@ -117,21 +113,22 @@ class Roster {
               " has " + first.substr(space + 1));
     }
     const std::string mine = self_.line();
-    const std::string found = store_->compareSet(member_key(place_.rank), "", mine);
+    const std::string found = store_->compareSet(member_key(info_.rank), "", mine);
     if (found != mine) clash(Member::parse(found));
   }
 
   std::vector<Member> wait_for_all() {
     std::vector<std::string> keys;
-    for (int rank = 0; rank < place_.world_size; ++rank) keys.push_back(member_key(rank));
-    for (milliseconds pause{2}; !have_come(keys); pause = std::min(pause * 2, milliseconds(100))) {
-      hear_error();
+    for (int rank = 0; rank < info_.world_size; ++rank) keys.push_back(member_key(rank));
+    for (milliseconds pause{2}; !all_registered(keys);
+         pause = std::min(pause * 2, milliseconds(100))) {
+      check_for_error();
       if (Clock::now() > deadline_) miss(keys);
       std::this_thread::sleep_for(pause);
     }
     std::vector<Member> members;
     for (const std::string& key : keys) members.push_back(Member::parse(store_->get_to_str(key)));
-    if (!place_.store_file.empty()) {
+    if (!info_.store_file.empty()) {
       for (const Member& member : members) {
         if (member.is_gone(self_)) declare(stale(member));
       }
@@ -143,11 +140,11 @@ class Roster {
   const Member& self() const { return self_; }
 
  private:
-  bool have_come(const std::vector<std::string>& keys) {
+  bool all_registered(const std::vector<std::string>& keys) {
     // Of a store that has gone c10d's client would tell on stderr, too; so it is not asked.
     if (agent_) {
       const std::string reason =
-          ping(agent_, place_, std::max(deadline_, Clock::now() + kAnswerTime));
+          ping(agent_, info_, std::max(deadline_, Clock::now() + kAnswerTime));
       if (!reason.empty())
         C10_THROW_ERROR(DistNetworkError, "the host of the store is lost: " + reason);
     }
@@ -157,20 +154,20 @@ class Roster {
   }
 
   [[noreturn]] void clash(const Member& other) {
-    if (!place_.store_file.empty() && other.is_gone(self_)) declare(stale(other));
+    if (!info_.store_file.empty() && other.is_gone(self_)) declare(stale(other));
     std::string text = clash_text(other);
-    if (!place_.store_file.empty())
-      text += "; or " + place_.store_file + " was left by an earlier job: remove it";
+    if (!info_.store_file.empty())
+      text += "; or " + info_.store_file + " was left by an earlier job: remove it";
     declare(text);
   }
 
   std::string clash_text(const Member& other) const {
-    return "two processes are rank " + std::to_string(place_.rank) + ": " + other.describe() +
+    return "two processes are rank " + std::to_string(info_.rank) + ": " + other.describe() +
            " and " + self_.describe();
   }
 
   std::string stale(const Member& gone) const {
-    return place_.store_file + " was left by an earlier job (" + gone.describe() +
+    return info_.store_file + " was left by an earlier job (" + gone.describe() +
            " is gone): remove it, then start again";
   }
 
@@ -178,63 +175,63 @@ class Roster {
   [[noreturn]] void declare(const std::string& text) {
     store_->set(kError, "c" + text);
     linger();
-    throw ConfigError("rendezvous at " + meeting_point(place_) + ": " + text);
+    throw ConfigError("rendezvous at " + rendezvous_point(info_) + ": " + text);
   }
 
   [[noreturn]] void miss(const std::vector<std::string>& keys) {
     std::string ranks;
-    for (int rank = 0; rank < place_.world_size; ++rank) {
+    for (int rank = 0; rank < info_.world_size; ++rank) {
       if (!store_->check({keys[static_cast<size_t>(rank)]})) ranks += std::to_string(rank) + " ";
     }
-    // The first to give up speaks for all.
+    // The first rank that gives up reports for all.
     store_->compareSet(kError, "", "p" + ranks);
-    hear_error();
+    check_for_error();
     throw_missing(ranks);
   }
 
-  void hear_error() {
+  void check_for_error() {
     if (!store_->check({kError})) return;
     const std::string text = store_->get_to_str(kError);
     linger();
     if (text.starts_with("p")) throw_missing(text.substr(1));
-    throw ConfigError("rendezvous at " + meeting_point(place_) + ": " + text.substr(1));
+    throw ConfigError("rendezvous at " + rendezvous_point(info_) + ": " + text.substr(1));
   }
 
   [[noreturn]] void throw_missing(const std::string& ranks) const {
     std::vector<int> missing;
     std::istringstream in(ranks);
     for (int rank = 0; in >> rank;) missing.push_back(rank);
-    const size_t come = static_cast<size_t>(place_.world_size) - missing.size();
-    throw PeerError({.rank = place_.rank,
+    const size_t come = static_cast<size_t>(info_.world_size) - missing.size();
+    throw PeerError({.rank = info_.rank,
                      .lost_ranks = missing,
-                     .operation = "rendezvous at " + meeting_point(place_),
+                     .operation = "rendezvous at " + rendezvous_point(info_),
                      .sequence = -1,
                      .elapsed = std::chrono::duration_cast<milliseconds>(Clock::now() - start_),
-                     .cause = std::to_string(come) + " of " + std::to_string(place_.world_size) +
+                     .cause = std::to_string(come) + " of " + std::to_string(info_.world_size) +
                               " ranks have come"});
   }
 
-  // The store's host leaves last, so that the others hear why; a second is plenty for ranks that
-  // look every 100 ms.
+  // The store's host leaves last, so that the others read the error; a second is plenty for ranks
+  // that poll every 100 ms.
   void linger() {
-    store_->add(kNumHeard, 1);
-    if (place_.rank != 0) return;
+    store_->add(kNumAcks, 1);
+    if (info_.rank != 0) return;
     const auto limit = Clock::now() + milliseconds(1000);
-    while (store_->add(kNumHeard, 0) < store_->add(kNumCome, 0) && Clock::now() < limit) {
+    while (store_->add(kNumAcks, 0) < store_->add(kNumJoined, 0) && Clock::now() < limit) {
       std::this_thread::sleep_for(milliseconds(10));
     }
   }
 
   const StorePtr store_;
   const Fd& agent_;
-  const Place& place_;
+  const RankInfo& info_;
   const Member self_ = Member::self();
   const Clock::time_point deadline_;
   const Clock::time_point start_;
 };
 
 // A store serves one group of all ranks after another, each with its own generation of keys. A
-// generation that this process has been in, whether it met the others there or not, is behind it.
+// generation that this process has been in is over for it, whether the rendezvous succeeded or not.
 // Ranks may have tried a different number of times, and one may be a new process: which generation
 // is open is for the store to say.
 class Generation {
@@ -277,59 +274,58 @@ StorePtr part_of(const StorePtr& store, int64_t generation, const std::string& n
 
 }  // namespace
 
-void find_host(Place& place, const std::vector<std::string>& hosts) {
-  const auto own = hosts.begin() + place.rank;
-  place.local_rank = static_cast<int>(std::count(hosts.begin(), own, *own));
-  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), *own));
-  place.finds_host = false;
+void find_host(RankInfo& info, const std::vector<std::string>& hosts) {
+  const auto own = hosts.begin() + info.rank;
+  info.local_rank = static_cast<int>(std::count(hosts.begin(), own, *own));
+  info.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), *own));
+  info.finds_host = false;
 }
 
-Meeting meet(const Place& place, const RendezvousOptions& options) {
+Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& options) {
   const auto start = Clock::now();
   const auto deadline = start + options.timeout;
   try {
     const Interface asked = options.interface.empty()
                                 ? interface_of_environment()
                                 : find_interface(options.interface, "--interface");
-    Meeting meeting;
-    meeting.interface = asked.name;
-    meeting.address = !asked.name.empty() ? asked.address
-                      : place.store_file.empty()
-                          ? local_address_towards(place.master_addr, place.master_port)
-                          : "127.0.0.1";
-    const Fd agent = place.agent_store ? await_agent_store(place, deadline) : Fd();
-    const StoreConnection connection = connect_store(place, deadline, options.timeout);
-    Generation generation(*connection.store, place.rank);
-    const auto roster_of = [&](int64_t number) {
-      return Roster(part_of(connection.store, number, "roster"), agent, place, start, deadline);
+    Rendezvous rendezvous;
+    rendezvous.interface = asked.name;
+    rendezvous.address = !asked.name.empty() ? asked.address
+                         : info.store_file.empty()
+                             ? local_address_towards(info.master_addr, info.master_port)
+                             : "127.0.0.1";
+    const Fd agent = info.agent_store ? await_agent_store(info, deadline) : Fd();
+    const StoreConnection connection = connect_store(info, deadline, options.timeout);
+    Generation generation(*connection.store, info.rank);
+    const auto list_of = [&](int64_t number) {
+      return MemberList(part_of(connection.store, number, "roster"), agent, info, start, deadline);
     };
-    while (roster_of(generation.number).is_complete() ||
-           roster_of(generation.number + 1).is_begun())
+    while (list_of(generation.number).is_complete() || list_of(generation.number + 1).is_begun())
       ++generation.number;
     if (generation.is_first && generation.number > 0)
-      roster_of(generation.number - 1).check_that_holder_is_gone();
-    Roster roster = roster_of(generation.number);
-    roster.sign(options.terms);
-    const auto members = roster.wait_for_all();
-    for (const Member& member : members) meeting.hosts.push_back(member.host);
+      list_of(generation.number - 1).check_that_holder_is_gone();
+    MemberList list = list_of(generation.number);
+    list.register_rank(options.terms);
+    const auto members = list.wait_for_all();
+    for (const Member& member : members) rendezvous.hosts.push_back(member.host);
     const bool several_hosts =
-        std::any_of(meeting.hosts.begin(), meeting.hosts.end(),
-                    [&](const std::string& other) { return other != roster.self().host; });
-    if (several_hosts && asked.name.empty() && is_loopback(meeting.address))
-      meeting.address = first_outside_address();
+        std::any_of(rendezvous.hosts.begin(), rendezvous.hosts.end(),
+                    [&](const std::string& other) { return other != list.self().host; });
+    if (several_hosts && asked.name.empty() && is_loopback(rendezvous.address))
+      rendezvous.address = first_outside_address();
     connection.store->setTimeout(options.timeout);
-    meeting.store = part_of(connection.store, generation.number, "group");
-    meeting.watch = connect_store(place, deadline, options.timeout);
-    meeting.watch.store = part_of(meeting.watch.store, generation.number, "watch");
-    return meeting;
+    rendezvous.store = part_of(connection.store, generation.number, "group");
+    rendezvous.watch = connect_store(info, deadline, options.timeout);
+    rendezvous.watch.store = part_of(rendezvous.watch.store, generation.number, "watch");
+    return rendezvous;
   } catch (const c10::ValueError&) {
     throw;
   } catch (const PeerError&) {
     throw;
   } catch (const std::exception& error) {
-    throw PeerError({.rank = place.rank,
+    throw PeerError({.rank = info.rank,
                      .lost_ranks = {},
-                     .operation = "rendezvous at " + meeting_point(place),
+                     .operation = "rendezvous at " + rendezvous_point(info),
                      .sequence = -1,
                      .elapsed = std::chrono::duration_cast<milliseconds>(Clock::now() - start),
                      .cause = one_line(error)});

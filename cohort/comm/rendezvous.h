@@ -1,12 +1,12 @@
-// How the ranks of a job find each other: one store, a roster in it, and this machine's address for
-// the engine.
+// How the ranks of a job find each other: one store, the members registered in it, and this
+// machine's address for the backend.
 #pragma once
 #include <ATen/core/ivalue.h>
 #include <chrono>
 #include <string>
 #include <vector>
 
-#include "cohort/comm/place.h"
+#include "cohort/comm/rank_info.h"
 #include "cohort/comm/store_connection.h"
 
 namespace cohort::comm {
@@ -14,12 +14,12 @@ namespace cohort::comm {
 struct RendezvousOptions {
   std::chrono::milliseconds timeout{300'000};  ///< Until every rank has come.
   std::string
-      interface;  ///< Network interface for the engine; empty: the environment's, else by route.
+      interface;  ///< Network interface for the backend; empty: the environment's, else by route.
   std::string terms;  ///< What all ranks must agree on, in words: "world size 4, backend gloo".
 };
 
-/// What this rank knows once all have met.
-struct Meeting {
+/// The result of a rendezvous.
+struct Rendezvous {
   StorePtr store;                  ///< For the caller's thread.
   StoreConnection watch;           ///< A second connection, for the watching thread.
   std::string address;             ///< Of this host, reachable by the other ranks.
@@ -27,10 +27,10 @@ struct Meeting {
   std::vector<std::string> hosts;  ///< By rank: equal for those of one host (and namespace).
 };
 
-/// Meets the other ranks of `place`, which has a world size above 1. Collective; blocks at most
-/// `timeout`.
+/// Joins the rendezvous of the job of `info`, whose world size is above 1. Collective; blocks at
+/// most `timeout`.
 ///
-/// Each rank signs a roster in the store: number, terms, host and process. So two processes with
+/// Each rank registers in the store: number, terms, host and process. So two processes with
 /// one number, ranks that bring other terms, a rank that does not come, and a file left by an
 /// earlier job are found and named, on every rank that reaches the store. Address: of the interface
 /// asked for; otherwise of the route to the store. Where that is the loopback although the ranks
@@ -40,9 +40,9 @@ struct Meeting {
 ///         does not exist, a port that is taken, or where something else than a store answers.
 ///         PeerError for ranks that did not come, and for a store that does not answer, at most a
 ///         second after `timeout`.
-Meeting meet(const Place& place, const RendezvousOptions& options);
+Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& options);
 
-/// Gives `place` the local rank and world size that `hosts`, one for each rank, imply. Local.
-void find_host(Place& place, const std::vector<std::string>& hosts);
+/// Gives `info` the local rank and world size that `hosts`, one for each rank, imply. Local.
+void find_host(RankInfo& info, const std::vector<std::string>& hosts);
 
 }  // namespace cohort::comm

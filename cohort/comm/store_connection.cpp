@@ -27,44 +27,45 @@ std::string job_secret() {
 }
 
 // Bound here or by the launcher: no port is ever raced for.
-Fd listening_socket(const Place& place) {
-  if (!place.store_fd) return Fd(listen_on(place.master_port, place.master_addr));
-  const int fd = *place.store_fd;
-  if (port_of(fd) != place.master_port) {
+Fd listening_socket(const RankInfo& info) {
+  if (!info.store_fd) return Fd(listen_on(info.master_port, info.master_addr));
+  const int fd = *info.store_fd;
+  if (port_of(fd) != info.master_port) {
     throw ConfigError("COHORT_STORE_FD listens on port " + std::to_string(port_of(fd)) +
-                      ": expected MASTER_PORT=" + std::to_string(place.master_port));
+                      ": expected MASTER_PORT=" + std::to_string(info.master_port));
   }
   return Fd(fd);
 }
 
-void serve_store(const Place& place) {
+void serve_store(const RankInfo& info) {
   static std::mutex mutex;
   // By port; never destroyed, for other threads may still use them when the process ends.
   static auto& served = *new std::map<int, StoreServer>;
   const std::lock_guard lock(mutex);
-  if (served.contains(place.master_port)) return;
-  served.try_emplace(place.master_port, listening_socket(place),
+  if (served.contains(info.master_port)) return;
+  served.try_emplace(info.master_port, listening_socket(info),
                      StoreServerOptions{.secret = job_secret()});
 }
 
 // How the store's host reaches itself: a network may not lead to its name from within.
-std::string own_address(const Place& place) {
-  return is_loopback(place.master_addr) ? place.master_addr : "localhost";
+std::string own_address(const RankInfo& info) {
+  return is_loopback(info.master_addr) ? info.master_addr : "localhost";
 }
 
-StoreConnection connect_tcp(const Place& place, Deadline deadline, milliseconds timeout) {
-  if (place.agent_store) return connect_agent_store(place, deadline, timeout);
-  if (place.rank == 0) serve_store(place);
+StoreConnection connect_tcp(const RankInfo& info, Deadline deadline, milliseconds timeout) {
+  if (info.agent_store) return connect_agent_store(info, deadline, timeout);
+  if (info.rank == 0) serve_store(info);
   const auto client = c10::make_intrusive<StoreClient>(
-      StoreAddress{.host = place.rank == 0 ? own_address(place) : place.master_addr,
-                   .port = place.master_port,
+      StoreAddress{.host = info.rank == 0 ? own_address(info) : info.master_addr,
+                   .port = info.master_port,
                    .secret = job_secret()},
       deadline, timeout);
   return {client, [client] { client->shut_down(); }};
 }
 
 // Keeps the file until this process ends. Between two groups that follow each other nobody may have
-// it open on any rank: the last rank of the first group would remove it while the second one meets.
+// it open on any rank: the last rank of the first group would remove it while those of the second
+// one join.
 void keep_file(const std::string& path) {
   static std::mutex mutex;
   static std::map<std::string, c10::intrusive_ptr<c10d::FileStore>> kept;
@@ -88,25 +89,25 @@ void check_file(const std::string& path) {
   }
 }
 
-StoreConnection connect_file(const Place& place) {
-  check_file(place.store_file);
+StoreConnection connect_file(const RankInfo& info) {
+  check_file(info.store_file);
   // With no number of connections to expect, the last one to close removes the file; with a number
   // two that close at once may each take the other for the last.
-  keep_file(place.store_file);
-  return {c10::make_intrusive<c10d::FileStore>(place.store_file, 0), [] {}};
+  keep_file(info.store_file);
+  return {c10::make_intrusive<c10d::FileStore>(info.store_file, 0), [] {}};
 }
 
 }  // namespace
 
-std::string meeting_point(const Place& place) {
-  return place.store_file.empty() ? place.master_addr + ":" + std::to_string(place.master_port)
-                                  : place.store_file;
+std::string rendezvous_point(const RankInfo& info) {
+  return info.store_file.empty() ? info.master_addr + ":" + std::to_string(info.master_port)
+                                 : info.store_file;
 }
 
-StoreConnection connect_store(const Place& place, Deadline deadline, milliseconds timeout) {
+StoreConnection connect_store(const RankInfo& info, Deadline deadline, milliseconds timeout) {
   StoreConnection made =
-      place.store_file.empty() ? connect_tcp(place, deadline, timeout) : connect_file(place);
-  const std::string prefix = place.job.empty() ? "cohort" : "cohort/" + place.job;
+      info.store_file.empty() ? connect_tcp(info, deadline, timeout) : connect_file(info);
+  const std::string prefix = info.job.empty() ? "cohort" : "cohort/" + info.job;
   made.store = c10::make_intrusive<c10d::PrefixStore>(prefix, made.store);
   made.store->setTimeout(timeout);
   return made;

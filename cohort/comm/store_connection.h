@@ -1,4 +1,4 @@
-// The store where the ranks of a job meet: who serves it, and connections to it.
+// The store of a job's rendezvous: which process serves it, and connections to it.
 #pragma once
 #include <ATen/core/ivalue.h>
 #include <chrono>
@@ -6,15 +6,15 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "cohort/comm/place.h"
+#include "cohort/comm/rank_info.h"
 #include "cohort/comm/store_client.h"
 
 namespace cohort::comm {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// "127.0.0.1:29500" or "/shared/meet": where the ranks of `place` meet.
-std::string meeting_point(const Place& place);
+/// "127.0.0.1:29500" or "/shared/rendezvous": the rendezvous address of `info`.
+std::string rendezvous_point(const RankInfo& info);
 
 /// A client of the store.
 struct StoreConnection {
@@ -24,17 +24,17 @@ struct StoreConnection {
   std::function<void()> cut;
 };
 
-/// Connects to the store of `place`, of which every call ends after `timeout`; a store that starts
+/// Connects to the store of `info`, of which every call ends after `timeout`; a store that starts
 /// later is waited for. Nothing is written to stderr.
 ///
 /// Rank 0 is its host, where no agent serves one: the first call serves it, on the launcher's
 /// socket or one that is bound here, until the process ends. So groups can follow each other, and
 /// the other ranks may still be busy with the last one. Both ends prove to each other that they
-/// have COHORT_JOB_SECRET. Keys are those of the place's job alone.
+/// have COHORT_JOB_SECRET. Keys are those of `info.job` alone.
 /// Errors: ConfigError for a port that is taken, a host that does not resolve, another secret,
 ///         something else than a store at the port, or a file that is none;
 ///         c10::DistNetworkError if nobody answers before `deadline`.
-StoreConnection connect_store(const Place& place, Deadline deadline,
+StoreConnection connect_store(const RankInfo& info, Deadline deadline,
                               std::chrono::milliseconds timeout);
 
 }  // namespace cohort::comm

@@ -240,7 +240,7 @@ void StoreServer::hear_stranger(Peer& peer) {
   peer.open = peer.open && peer.proven;
 }
 
-// One answer at a time: who does not take it is not heard.
+// One answer at a time: a client that does not read it gets no further one.
 void StoreServer::hear_member(Peer& peer) {
   while (peer.out.empty()) {
     const auto request = first_message(peer.in);

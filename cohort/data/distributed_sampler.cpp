@@ -92,7 +92,7 @@ int64_t DistributedSampler::size() const {
   return left / w + (options_.rank < left % w);
 }
 
-// Place p of epoch e is place e E + p of an endless row of shuffles, each of all examples.
+// Position p of epoch e is position e E + p of an endless row of shuffles, each of all examples.
 std::vector<int64_t> DistributedSampler::epoch_order() const {
   const int64_t n = options_.num_examples;
   const int64_t e = epoch_size();
@@ -105,16 +105,16 @@ std::vector<int64_t> DistributedSampler::epoch_order() const {
   std::vector<int64_t> order;
   order.reserve(static_cast<size_t>(e));
   std::vector<int64_t> pass(static_cast<size_t>(n));
-  for (int64_t place = epoch_ * e; static_cast<int64_t>(order.size()) < e;) {
+  for (int64_t position = epoch_ * e; static_cast<int64_t>(order.size()) < e;) {
     std::iota(pass.begin(), pass.end(), 0);
     if (options_.shuffle) {
-      SplitMix64 random(options_.seed, static_cast<uint64_t>(place / n));
+      SplitMix64 random(options_.seed, static_cast<uint64_t>(position / n));
       shuffle(std::span(pass), random);
     }
-    const int64_t first = place % n;
+    const int64_t first = position % n;
     const int64_t count = std::min(n - first, e - static_cast<int64_t>(order.size()));
     order.insert(order.end(), pass.begin() + first, pass.begin() + first + count);
-    place += count;
+    position += count;
   }
   return order;
 }
@@ -125,16 +125,16 @@ std::vector<int64_t> DistributedSampler::indices() const {
   const auto e = static_cast<int64_t>(order.size());
   const auto n = static_cast<uint64_t>(options_.num_examples);
   std::vector<int64_t> share(static_cast<size_t>(size()));
-  int64_t place = consumed_ + options_.rank;
+  int64_t position = consumed_ + options_.rank;
   for (int64_t& index : share) {
-    if (place < e || options_.tail == Tail::kPad) {
-      index = order[static_cast<size_t>(place % e)];
+    if (position < e || options_.tail == Tail::kPad) {
+      index = order[static_cast<size_t>(position % e)];
     } else {
-      // The k-th place past the end is the k-th draw, on whichever rank it falls.
-      for (int64_t skipped = e; skipped < place; ++skipped) padding.below(n);
+      // The k-th position past the end is the k-th draw, on whichever rank it falls.
+      for (int64_t skipped = e; skipped < position; ++skipped) padding.below(n);
       index = static_cast<int64_t>(padding.below(n));
     }
-    place += options_.world_size;
+    position += options_.world_size;
   }
   return share;
 }

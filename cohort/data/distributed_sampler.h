@@ -16,7 +16,7 @@ enum class Tail {
 
 /// How examples with weights are drawn.
 enum class Draw {
-  kWithReplacement,     ///< Each place of the epoch alone: example i with probability w_i / sum.
+  kWithReplacement,     ///< Each position of the epoch alone: example i with probability w_i / sum.
   kWithoutReplacement,  ///< One by one, among those left, in proportion to their weights.
 };
 
@@ -30,19 +30,20 @@ struct DistributedSamplerOptions {
   /// E, examples of an epoch over all ranks; 0: num_examples. For a fixed number of batches, give
   /// batches x global batch. Without weights, epochs then go on where the one before ended, and
   /// every example comes once before any comes again: if W divides E, or with kUneven. Otherwise
-  /// padding repeats places, and kDropLast leaves some out of every epoch.
+  /// padding repeats positions, and kDropLast leaves some out of every epoch.
   int64_t epoch_size = 0;
   /// One weight an example, >= 0 and finite; empty: all alike. Same on all ranks.
   std::vector<double> weights{};
   Draw draw = Draw::kWithReplacement;  ///< Only with weights.
 };
 
-/// Gives each rank its share of one epoch: places rank, rank + W, rank + 2W ... of its order.
+/// Gives each rank its share of one epoch: positions rank, rank + W, rank + 2W ... of its order.
 ///
 /// The order depends on seed and epoch alone, not on the number of ranks. After each rank has
-/// taken k examples, the first k W places of the order are used up; that number and the epoch are
-/// all that a checkpoint needs. resume() deals the places after them to the present ranks, however
-/// many those are, so that an epoch begun by 3 ranks and ended by 2 holds each example once.
+/// taken k examples, the first k W positions of the order are used up; that number and the epoch
+/// are all that a checkpoint needs. resume() deals the positions after them to the present ranks,
+/// however many those are, so that an epoch begun by 3 ranks and ended by 2 holds each example
+/// once.
 ///
 /// Local:   no communication; ranks agree because they draw from the same (seed, epoch). The order
 ///          is the same on every machine (weighted draws: with the same C library's logarithm).
@@ -60,7 +61,7 @@ class DistributedSampler {
   void set_epoch(int64_t epoch);
   int64_t epoch() const { return epoch_; }
 
-  /// Leaves out the first `consumed` places of the epoch's order: those that all ranks together
+  /// Leaves out the first `consumed` positions of the epoch's order: those that all ranks together
   /// took before a stop. Past the epoch's end (the padding), nothing is left.
   /// Errors: ConfigError if negative.
   void resume(int64_t consumed);

@@ -13,7 +13,7 @@ bool is_spawned();
 ///
 ///     int main(int argc, char** argv) {
 ///       if (!cohort::launch::is_spawned()) return cohort::launch::spawn({.nproc_per_node = 4});
-///       return train(discover_place());
+///       return train(rank_info_from_environment());
 ///     }
 ///
 /// A program whose --rank and --world-size count nodes gives them as node_rank and nnodes.

@@ -12,7 +12,7 @@
 namespace cohort::parallel {
 
 /// The gradients that travel together. Made anew for each call of the hook; the tensors are the
-/// engine's.
+/// reducer's.
 struct Bucket {
   int64_t index =
       0;  ///< Position in the order in which buckets are sent, from 0; the same on all ranks.
@@ -27,10 +27,10 @@ using TensorFuture = c10::intrusive_ptr<c10::ivalue::Future>;
 /// Replaces the all-reduce of one bucket.
 ///
 /// Returns the future of the reduced gradient: shape and dtype of `bucket.buffer`, already divided
-/// (the hook divides, not the engine). It may write into the buffer. Called during backward, on its
-/// thread, for bucket 0, 1, 2 ... in this order on every rank, so collectives started inside the
-/// call match between ranks; collectives started by a continuation match only if the hook itself
-/// sees to their order.
+/// (the hook divides, not the reducer). It may write into the buffer. Called during backward, on
+/// its thread, for bucket 0, 1, 2 ... in this order on every rank, so collectives started inside
+/// the call match between ranks; collectives started by a continuation match only if the hook
+/// itself sees to their order.
 using CommHook = std::function<TensorFuture(const comm::ProcessGroup&, Bucket)>;
 
 /// Starts the sum of `tensor` over ranks, in place, and returns its future.
@@ -42,7 +42,7 @@ using CommHook = std::function<TensorFuture(const comm::ProcessGroup&, Bucket)>;
 TensorFuture start_all_reduce(const comm::ProcessGroup& group, const at::Tensor& tensor);
 
 /// Returns the future of `next(value)`. `next` runs without gradient mode on the thread that
-/// completes `future`, mostly one of the engine's: it must not wait for communication. What it
+/// completes `future`, mostly one of the backend's: it must not wait for communication. What it
 /// throws ends in the future.
 TensorFuture then(const TensorFuture& future, std::function<at::Tensor(const at::Tensor&)> next);
 

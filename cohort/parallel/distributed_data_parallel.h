@@ -20,7 +20,7 @@ namespace cohort::parallel {
 ///             (and broadcast_buffers) also the forward after it, of whatever kind: it brings rank
 ///             0's to all ranks, so validation is of one model. Further forwards without gradient
 ///             mode send nothing. A rank that validates alone calls the module's own forward.
-/// Numerics: gradients travel in their own dtype; the engine divides by the world size while it
+/// Numerics: gradients travel in their own dtype; the reducer divides by the world size while it
 ///           copies into the bucket, then sums. For the gradient of a loss normalised by a global
 ///           count, scale the local loss sum by world_size / global_count. The order of summation
 ///           is fixed by the bucket layout, which is fixed by the options and the model

@@ -349,7 +349,7 @@ std::string GradientEngine::Impl::left_out() const {
 // Makes the next forward independent of a backward that is not to be averaged any more.
 void GradientEngine::Impl::abandon() {
   begun = false;
-  group.guard("all_reduce of gradients", [&] {
+  group.translate_errors("all_reduce of gradients", [&] {
     if (delayed) delayed->abandon();
     reducer->abandon_backward();
   });
@@ -420,11 +420,11 @@ Round GradientEngine::Impl::announce(bool active, bool synchronizing) {
 
 void GradientEngine::Impl::stand_in(const Round& round) {
   const bool synchronizes = round.num_synchronizing > 0;
-  if (synchronizes) group.guard("join", [&] { reducer->rebuild_buckets(); });
+  if (synchronizes) group.translate_errors("join", [&] { reducer->rebuild_buckets(); });
   if (will_copy_buffers()) broadcast_tensors(buffers, group, round.first_active);
   buffers_differ = synchronizes;
   if (!synchronizes) return;
-  group.guard("join", [&] { reducer->stand_in(); });
+  group.translate_errors("join", [&] { reducer->stand_in(); });
   ++num_prepared;
 }
 
@@ -465,7 +465,7 @@ void GradientEngine::before_forward() {
   if (synchronizes) {
     my.logger->set_runtime_stats_and_log();
     my.reducer->prepare_for_forward();
-    my.group.guard("forward", [&] { my.reducer->rebuild_buckets(); });
+    my.group.translate_errors("forward", [&] { my.reducer->rebuild_buckets(); });
     const bool by_active = round && !my.join->divide_by_initial_world_size;
     my.divisor = by_active ? round->num_active : my.group.size();
     my.reducer->set_divisor(my.divisor);
@@ -516,7 +516,7 @@ void GradientEngine::backward(const at::Tensor& loss, const at::Tensor& gradient
   Impl& my = *impl_;
   const bool awaited = my.unfinished();
   try {
-    my.group.guard("all_reduce of gradients", [&] { loss.backward(gradient); });
+    my.group.translate_errors("all_reduce of gradients", [&] { loss.backward(gradient); });
   } catch (...) {
     my.interrupted = awaited;
     my.restore_after_error();

@@ -45,13 +45,13 @@ std::string first_difference(const std::string& mine, const std::string& theirs)
   }
 }
 
-// Every group has Gloo for CPU tensors, whatever engine it was asked for: Gloo would carry the
+// Every group has Gloo for CPU tensors, whatever backend it was asked for: Gloo would carry the
 // model without a word.
-void verify_engine(const torch::nn::Module& model, const comm::ProcessGroup& group,
-                   const std::vector<std::string>& ignored) {
-  c10d::ProcessGroup& engine = group.engine();
-  const auto named = engine.getDefaultBackend();
-  if (engine.getBackend(c10::DeviceType::CPU) == named) return;
+void verify_backend(const torch::nn::Module& model, const comm::ProcessGroup& group,
+                    const std::vector<std::string>& ignored) {
+  c10d::ProcessGroup& backend = group.backend();
+  const auto named = backend.getDefaultBackend();
+  if (backend.getBackend(c10::DeviceType::CPU) == named) return;
   for (const auto& item : model.named_parameters()) {
     TORCH_CHECK_VALUE(
         !item.value().is_cpu() || contains(ignored, item.key()), "parameter ", item.key(),
@@ -74,8 +74,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 
 void verify_same_text(const std::string& what, const std::string& text,
                       const comm::ProcessGroup& group) {
-  const std::string difference = first_difference(text, group.broadcast_text(text));
-  const std::vector<std::string> all = group.all_gather_text(difference);
+  const std::string difference = first_difference(text, group.broadcast_object(text));
+  const std::vector<std::string> all = group.all_gather_object(difference);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     TORCH_CHECK_VALUE(all[rank].empty(), "the ", what, " differ between ranks: rank ", rank, " ",
                       all[rank]);
@@ -84,7 +84,7 @@ void verify_same_text(const std::string& what, const std::string& text,
 
 void verify_same_model(const torch::nn::Module& model, const comm::ProcessGroup& group,
                        const std::vector<std::string>& ignored) {
-  verify_engine(model, group, ignored);
+  verify_backend(model, group, ignored);
   verify_same_text("models", describe(model, ignored), group);
 }
 
@@ -92,9 +92,10 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, const comm::Proce
                        int root) {
   if (tensors.empty() || group.size() == 1) return;
   const at::NoGradGuard no_grad;
-  const auto engine = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.engine());
-  group.guard("broadcast of the model",
-              [&] { c10d::broadcast_coalesced(engine, tensors, kBroadcastBytes, root); });
+  const auto backend = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.backend());
+  group.translate_errors("broadcast of the model", [&] {
+    c10d::broadcast_coalesced(backend, tensors, kBroadcastBytes, root);
+  });
 }
 
 void broadcast_model(const torch::nn::Module& model, const comm::ProcessGroup& group, int root,

@@ -27,15 +27,15 @@ bool shards_parameters(Strategy strategy) {
 
 StrategyGroups::StrategyGroups(const comm::ProcessGroup& group, Strategy strategy) : group_(group) {
   if (strategy == Strategy::kDdp) {
-    if (group.rank() == 0) savers_ = comm::ProcessGroup(comm::Place{});
+    if (group.rank() == 0) savers_ = comm::ProcessGroup(comm::RankInfo{});
     return;
   }
   if (strategy != Strategy::kHybrid) {
     savers_ = group;
     return;
   }
-  const int per_host = group.place().local_world_size;
-  const auto all = group.all_gather_text(std::to_string(per_host));
+  const int per_host = group.rank_info().local_world_size;
+  const auto all = group.all_gather_object(std::to_string(per_host));
   const int num_hosts = group.size() / per_host;
   if (std::set(all.begin(), all.end()).size() != 1 || per_host * num_hosts != group.size())
     throw ConfigError("--strategy hybrid: expected as many ranks on each host");

@@ -34,10 +34,10 @@ struct RolePlace {
 ///   PADDLE_CURRENT_IP with PADDLE_PSERVER_PORT.
 ///
 /// The contract is meant where PADDLE_TRAINING_ROLE or a list of servers is set: the others have
-/// uses elsewhere (comm/place.h).
-/// Local. Errors: ConfigError that names what is missing from half a contract, or the variable
-/// whose value is none: a role of another name, a number out of range, a server that is not in the
-/// list.
+/// uses elsewhere (comm/rank_info.h).
+/// Local. Errors: ConfigError that lists the missing variables of an incomplete environment, or the
+/// variable whose value is none: a role of another name, a number out of range, a server that is
+/// not in the list.
 std::optional<RolePlace> discover_role();
 
 }  // namespace cohort::ps

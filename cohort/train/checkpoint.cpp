@@ -81,9 +81,9 @@ SlicedParts whole(const Parts& parts) {
 
 // Of slices that are everything.
 void save_whole(const std::string& folder, const SlicedParts& parts, int64_t update,
-                const Facts& facts) {
+                const Metadata& metadata) {
   Manifest manifest = write_parts(folder, parts, {.update = update});
-  manifest.facts = facts;
+  manifest.metadata = metadata;
   try {
     commit_manifest(folder, manifest);
   } catch (...) {
@@ -104,17 +104,17 @@ NamedTensors state_of(const torch::nn::Module& model) {
 }
 
 void save_checkpoint(const std::string& folder, const Parts& parts, int64_t update,
-                     const Facts& facts) {
-  save_whole(folder, whole(parts), update, facts);
+                     const Metadata& metadata) {
+  save_whole(folder, whole(parts), update, metadata);
 }
 
 void save_checkpoint(const std::string& folder, const torch::nn::Module& model, int64_t update,
-                     const Facts& facts) {
-  save_checkpoint(folder, Parts{{"weights", state_of(model)}}, update, facts);
+                     const Metadata& metadata) {
+  save_checkpoint(folder, Parts{{"weights", state_of(model)}}, update, metadata);
 }
 
-Facts read_manifest(const std::string& folder) {
-  return Manifest::read(folder).facts;
+Metadata read_manifest(const std::string& folder) {
+  return Manifest::read(folder).metadata;
 }
 
 int64_t read_update(const std::string& folder) {

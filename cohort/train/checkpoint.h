@@ -20,7 +20,7 @@ class Module;
 namespace cohort::train {
 
 /// What a manifest says beside the tensors: flat names and values, "model.dim_emb" = "512".
-using Facts = std::map<std::string, std::string>;
+using Metadata = std::map<std::string, std::string>;
 
 /// A module's parameters, then its buffers; they share its memory.
 NamedTensors state_of(const torch::nn::Module& model);
@@ -32,14 +32,14 @@ NamedTensors state_of(const torch::nn::Module& model);
 /// Errors: ConfigError if the folder is not writable; c10::Error if writing fails: the previous
 ///         checkpoint stays, and what was written goes.
 void save_checkpoint(const std::string& folder, const Parts& parts, int64_t update,
-                     const Facts& facts);
+                     const Metadata& metadata);
 /// The same of a model alone: the part "weights".
 void save_checkpoint(const std::string& folder, const torch::nn::Module& model, int64_t update,
-                     const Facts& facts);
+                     const Metadata& metadata);
 
-/// Returns the manifest's facts, without reading tensors.
+/// Returns the manifest's metadata, without reading tensors.
 /// Errors: ConfigError that names the file if there is none, or it is no manifest.
-Facts read_manifest(const std::string& folder);
+Metadata read_manifest(const std::string& folder);
 /// Returns the update that the checkpoint was saved after: the optimizer's step number, where that
 /// was given. Errors: as read_manifest, and if the manifest has none.
 int64_t read_update(const std::string& folder);

@@ -60,17 +60,17 @@ void throw_first_error(const std::vector<Json>& reports) {
 // Rank 0 judges all ranks' reports; what it throws, every rank throws.
 template <class Judge>
 void judge(const comm::ProcessGroup& group, const std::string& report, const Judge& on_root) {
-  const std::vector<std::string> texts = group.gather_text(report);
-  Json verdict = Json::object();
+  const std::vector<std::string> texts = group.gather_object(report);
+  Json result = Json::object();
   if (group.rank() == 0) {
-    verdict = errors_of([&] {
+    result = errors_of([&] {
       std::vector<Json> reports;
       for (const std::string& text : texts) reports.push_back(Json::parse(text));
       throw_first_error(reports);
       on_root(reports);
     });
   }
-  throw_if_error(Json::parse(group.broadcast_text(text_of(verdict))));
+  throw_if_error(Json::parse(group.broadcast_object(text_of(result))));
 }
 
 // A file may take a moment to be seen on another computer.
@@ -98,16 +98,16 @@ std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters) {
 }
 
 void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
-                                    int64_t update, const Facts& facts) {
+                                    int64_t update, const Metadata& metadata) {
   check_idle();
-  start(folder, snapshot_.take(parts), update, facts);
+  start(folder, snapshot_.take(parts), update, metadata);
 }
 
 void ShardedCheckpointWriter::begin_without_copy(const std::string& folder,
                                                  const SlicedParts& parts, int64_t update,
-                                                 const Facts& facts) {
+                                                 const Metadata& metadata) {
   check_idle();
-  start(folder, parts, update, facts);
+  start(folder, parts, update, metadata);
 }
 
 void ShardedCheckpointWriter::check_idle() const {
@@ -115,15 +115,15 @@ void ShardedCheckpointWriter::check_idle() const {
 }
 
 void ShardedCheckpointWriter::start(const std::string& folder, const SlicedParts& parts,
-                                    int64_t update, const Facts& facts) {
+                                    int64_t update, const Metadata& metadata) {
   folder_ = folder;
-  facts_ = facts;
+  metadata_ = metadata;
   share_.reset();
   pending_ = true;
-  const SharePlace place{update, group_.rank(), group_.size()};
-  task_.start([this, folder, place, parts] {
+  const ShareInfo info{update, group_.rank(), group_.size()};
+  task_.start([this, folder, info, parts] {
     const auto freed = c10::make_scope_exit([this] { snapshot_.free_pages(); });
-    share_ = write_parts(folder, parts, place);
+    share_ = write_parts(folder, parts, info);
   });
 }
 
@@ -168,7 +168,7 @@ std::vector<std::string> ShardedCheckpointWriter::commit_shares(const std::strin
                         *share.update, " to ", folder.get<std::string>());
       manifest.add(share, folder_);
     }
-    manifest.facts = facts_;
+    manifest.metadata = metadata_;
     const auto deadline = std::chrono::steady_clock::now() + visible_timeout_;
     for (const auto& [key, file] : manifest.files)
       wait_until_seen(folder_ + "/" + file.name, file.bytes.value(), deadline);
@@ -195,8 +195,8 @@ void load_slices(const std::string& folder, const SlicedParts& parts,
       const auto missed = other["missed"].get<Missed>();
       std::erase_if(everywhere, [&](const auto& tensor) { return !missed.contains(tensor); });
     }
-    for (const auto& [place, name] : everywhere) {
-      throw ConfigError(place + ": a checkpoint of another model: " + name +
+    for (const auto& [where, name] : everywhere) {
+      throw ConfigError(where + ": a checkpoint of another model: " + name +
                         " is in no rank's slices");
     }
   });

@@ -22,7 +22,7 @@ std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters);
 /// Saves in the background: every rank copies its slices and writes them, then a short collective
 /// makes the files one checkpoint.
 ///
-///   writer.begin(folder, slices, update, facts);     // when all ranks decide to save
+///   writer.begin(folder, slices, update, metadata);     // when all ranks decide to save
 ///   ... training goes on ...
 ///   if (all_ranks(writer.done())) writer.commit();   // the manifest: now it is the checkpoint
 ///
@@ -46,14 +46,14 @@ class ShardedCheckpointWriter {
       : group_(group), visible_timeout_(visible_timeout) {}
 
   /// Copies this rank's slices and writes them in the background. `folder`, `update` and the names
-  /// of parts are the same on all ranks; `facts` are rank 0's.
+  /// of parts are the same on all ranks; `metadata` is rank 0's.
   /// Local; blocks for the copying. Errors: c10::ValueError if the save before is not committed.
   void begin(const std::string& folder, const SlicedParts& parts, int64_t update,
-             const Facts& facts);
+             const Metadata& metadata);
   /// The same without a copy: the caller does not change the tensors of `parts` before commit().
   /// Local; does not block.
   void begin_without_copy(const std::string& folder, const SlicedParts& parts, int64_t update,
-                          const Facts& facts);
+                          const Metadata& metadata);
 
   /// Whether a save has begun and is not committed.
   bool pending() const { return pending_; }
@@ -78,14 +78,14 @@ class ShardedCheckpointWriter {
  private:
   void check_idle() const;
   void start(const std::string& folder, const SlicedParts& parts, int64_t update,
-             const Facts& facts);
+             const Metadata& metadata);
   std::vector<std::string> commit_shares(const std::string& report);
 
   comm::ProcessGroup group_;
   std::chrono::milliseconds visible_timeout_;
   bool pending_ = false;
   std::string folder_;
-  Facts facts_;
+  Metadata metadata_;
   std::optional<Manifest> share_;  // What this rank has written, once done.
   Snapshot snapshot_;
   BackgroundTask task_{"checkpoint"};  // Last: it reads the snapshot and writes the share.

@@ -59,12 +59,12 @@ std::vector<StoredSlice> stored_slices(const std::vector<TensorSlice>& slices) {
   return stored;
 }
 
-Manifest write_parts(const std::string& folder, const SlicedParts& parts, const SharePlace& place) {
-  Manifest share{.update = place.update};
+Manifest write_parts(const std::string& folder, const SlicedParts& parts, const ShareInfo& info) {
+  Manifest share{.update = info.update};
   try {
     for (const auto& [part, slices] : parts) {
       const std::vector<TensorSlice> host = on_host(slices);
-      share.add(write_share(folder, part, stored_slices(host), place), folder);
+      share.add(write_share(folder, part, stored_slices(host), info), folder);
     }
   } catch (...) {
     discard_share(folder, share);

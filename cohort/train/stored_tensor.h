@@ -22,6 +22,6 @@ std::vector<StoredSlice> stored_slices(const std::vector<TensorSlice>& slices);
 /// Writes a rank's slices, a file for each part. If one cannot be written, the others go again.
 /// Returns what the manifest must say. Memory: of a part that is not on the host, a copy.
 /// Errors: write_share's.
-Manifest write_parts(const std::string& folder, const SlicedParts& parts, const SharePlace& place);
+Manifest write_parts(const std::string& folder, const SlicedParts& parts, const ShareInfo& info);
 
 }  // namespace cohort::train

@@ -17,7 +17,7 @@ comm::ProcessGroup same_ranks(const comm::ProcessGroup& group) {
 
 struct AsyncSum::Round {
   std::vector<double> own;
-  at::Tensor sums;  // behind own's the number of ranks in `meet`
+  at::Tensor sums;  // behind own's the number of ranks in `synchronize`
   c10::intrusive_ptr<c10d::Work> work;
 };
 
@@ -26,25 +26,25 @@ AsyncSum::AsyncSum(const comm::ProcessGroup& group, size_t count, Give give, Tak
 
 AsyncSum::~AsyncSum() = default;
 
-// The engine's own call: a ProcessGroup's would first wait for the other ranks to compare it.
-void AsyncSum::join(bool is_meeting) {
+// The backend's own call: a ProcessGroup's would first wait for the other ranks to compare it.
+void AsyncSum::join(bool is_synchronizing) {
   auto round = std::make_unique<Round>();
   round->own = give_();
   TORCH_CHECK_VALUE(round->own.size() == count_, "async sum: expected ", count_, " numbers, got ",
                     round->own.size());
   std::vector<double> numbers = round->own;
-  numbers.push_back(is_meeting ? 1 : 0);
+  numbers.push_back(is_synchronizing ? 1 : 0);
   round->sums = at::tensor(numbers, at::kDouble);
-  group_.guard("async sum", [&] {
+  group_.translate_errors("async sum", [&] {
     std::vector<at::Tensor> tensors{round->sums};
-    round->work = group_.engine().allreduce(tensors);
+    round->work = group_.backend().allreduce(tensors);
   });
   round_ = std::move(round);
 }
 
 bool AsyncSum::finish() {
   const auto round = std::move(round_);
-  group_.guard("async sum", [&] { round->work->wait(); });
+  group_.translate_errors("async sum", [&] { round->work->wait(); });
   const double* sums = round->sums.const_data_ptr<double>();
   take_(round->own, {sums, sums + count_});
   return sums[count_] == group_.size();
@@ -53,12 +53,12 @@ bool AsyncSum::finish() {
 void AsyncSum::poll() {
   if (round_ && !round_->work->isCompleted()) return;
   if (round_) finish();
-  join(/*is_meeting=*/false);
+  join(/*is_synchronizing=*/false);
 }
 
-void AsyncSum::meet() {
+void AsyncSum::synchronize() {
   do {
-    if (!round_) join(/*is_meeting=*/true);
+    if (!round_) join(/*is_synchronizing=*/true);
   } while (!finish());
 }
 

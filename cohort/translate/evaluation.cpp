@@ -25,7 +25,7 @@ std::vector<std::string> collect(const std::vector<int64_t>& numbers,
   nlohmann::json mine = nlohmann::json::array();
   for (size_t i = 0; i < numbers.size(); ++i) mine.push_back({numbers[i], translations[i]});
   const auto all =
-      group.all_gather_text(mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+      group.all_gather_object(mine.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
   std::vector<std::string> ordered;
   if (group.rank() != 0) return ordered;
   ordered.resize(total);

@@ -7,7 +7,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/log.h"
 #include "cohort/text/parallel_text.h"
-#include "cohort/translate/work_alone.h"
+#include "cohort/translate/run_on_ranks.h"
 
 namespace cohort::translate {
 namespace {
@@ -34,7 +34,7 @@ MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
   const bool makes_one =
       anew || !std::ranges::all_of(files, [](const fs::path& file) { return fs::exists(file); });
   text::ParallelText sample;
-  work_alone(
+  run_on_ranks(
       group, "a sample of the training text", group.rank() == 0 && makes_one, kSampleLimit, [&] {
         text::check_regular_files(options.train_sets);
         sample = text::sample_parallel_text(options.train_sets, options.sentencepiece_max_lines);

@@ -20,7 +20,7 @@
 #include "cohort/base/stored_checkpoint.h"
 #include "cohort/base/system_error.h"
 #include "cohort/translate/run_folder.h"
-#include "cohort/translate/work_alone.h"
+#include "cohort/translate/run_on_ranks.h"
 
 namespace cohort::translate {
 namespace {
@@ -37,36 +37,36 @@ std::string run_id() {
   return env_string("TORCHELASTIC_RUN_ID").value_or("");
 }
 
-// Whether this process is the launcher's second attempt at the run that wrote these facts.
-bool is_restart_of(const train::Facts& facts) {
-  const auto found = facts.find("run_id");
-  return env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) > 0 && found != facts.end() &&
+// Whether this process is the launcher's second attempt at the run that wrote this metadata.
+bool is_restart_of(const train::Metadata& metadata) {
+  const auto found = metadata.find("run_id");
+  return env_int("TORCHELASTIC_RESTART_COUNT", 0).value_or(0) > 0 && found != metadata.end() &&
          found->second == run_id();
 }
 
 // Nothing if there is no checkpoint. Reads all of it: one that is damaged must not pass for the
 // best, nor for none, which the next save would replace.
-std::optional<train::Facts> facts_in(const std::string& folder) {
+std::optional<train::Metadata> metadata_in(const std::string& folder) {
   if (!fs::exists(fs::path(folder) / "manifest.json")) return std::nullopt;
   try {
     StoredCheckpoint checkpoint(folder);
     for (const auto& [key, file] : checkpoint.manifest().files) checkpoint.file(key);
-    return checkpoint.manifest().facts;
+    return checkpoint.manifest().metadata;
   } catch (const ConfigError& error) {
     throw ConfigError(one_line(error) + "; the run goes on without its best weights so far once " +
                       folder + " is moved away");
   }
 }
 
-// `facts` are those of `folder`.
-int64_t update_of(const train::Facts& facts, const std::string& folder) {
-  const auto found = facts.find("update");
-  const std::string text = found == facts.end() ? "none" : found->second;
+// `metadata` is that of `folder`.
+int64_t update_of(const train::Metadata& metadata, const std::string& folder) {
+  const auto found = metadata.find("update");
+  const std::string text = found == metadata.end() ? "none" : found->second;
   int64_t update = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), update);
   if (error != std::errc() || end != text.data() + text.size() || update < 0)
     throw ConfigError(folder +
-                      "/manifest.json: expected the fact update of a training run's "
+                      "/manifest.json: expected the metadata entry update of a training run's "
                       "checkpoint, a number, got " +
                       text);
   return update;
@@ -121,12 +121,12 @@ RunCheckpoints::RunCheckpoints(const TrainingOptions& options, std::string text_
       text_sha256_(std::move(text_sha256)) {}
 
 // Computed when it is first asked for: a new run's vocabularies come into the folder late.
-const train::Facts& RunCheckpoints::data_facts() const {
-  if (!data_facts_) {
-    data_facts_ = vocabulary_facts(options_.model_dir);
-    data_facts_->emplace("train_sets_sha256", text_sha256_);
+const train::Metadata& RunCheckpoints::data_metadata() const {
+  if (!data_metadata_) {
+    data_metadata_ = vocabulary_metadata(options_.model_dir);
+    data_metadata_->emplace("train_sets_sha256", text_sha256_);
   }
-  return *data_facts_;
+  return *data_metadata_;
 }
 
 // Of the files in their order; empty without a validation set.
@@ -136,19 +136,19 @@ std::string RunCheckpoints::valid_sets_sha256() const {
   return sums;
 }
 
-train::Facts RunCheckpoints::model_facts(int64_t update) const {
-  train::Facts facts = facts_of(options_.model);
-  facts["precision"] = nmt::to_string(options_.precision);
-  facts["update"] = std::to_string(update);
-  for (const auto& [name, value] : data_facts()) {
-    if (name.starts_with("vocabulary.")) facts[name] = value;
+train::Metadata RunCheckpoints::model_metadata(int64_t update) const {
+  train::Metadata metadata = metadata_of(options_.model);
+  metadata["precision"] = nmt::to_string(options_.precision);
+  metadata["update"] = std::to_string(update);
+  for (const auto& [name, value] : data_metadata()) {
+    if (name.starts_with("vocabulary.")) metadata[name] = value;
   }
-  return facts;
+  return metadata;
 }
 
-void RunCheckpoints::check_same_run(const train::Facts& found) const {
-  train::Facts expected = facts_of(options_.model);
-  expected.insert(data_facts().begin(), data_facts().end());
+void RunCheckpoints::check_same_run(const train::Metadata& found) const {
+  train::Metadata expected = metadata_of(options_.model);
+  expected.insert(data_metadata().begin(), data_metadata().end());
   expected["valid_metric"] = to_string(options_.valid_metrics.front());
   // Scores of two texts are no one scale. Versions up to 0.3 do not tell the text.
   if (found.contains("valid_sets_sha256")) expected["valid_sets_sha256"] = valid_sets_sha256();
@@ -176,7 +176,7 @@ void RunCheckpoints::check_same_run(const train::Facts& found) const {
 
 // A best/ of a later update is of what the run does again.
 void RunCheckpoints::take_best_that_is_there(RunState& state) const {
-  const auto there = facts_in(best_);
+  const auto there = metadata_in(best_);
   const int64_t update = there ? update_of(*there, best_) : -1;
   if (update > state.updates)
     log_.warn("best/ is of a later update than last/: the run makes it again, and replaces it",
@@ -193,34 +193,34 @@ void RunCheckpoints::take_best_that_is_there(RunState& state) const {
 }
 
 RunState RunCheckpoints::read_last(const comm::ProcessGroup& group) const {
-  train::Facts facts;
-  work_alone(group, "state of the run", group.rank() == 0, kLoadLimit, [&] {
-    facts = train::read_manifest(last_);
-    check_same_run(facts);
-    RunState state = read_state(facts);
+  train::Metadata metadata;
+  run_on_ranks(group, "state of the run", group.rank() == 0, kLoadLimit, [&] {
+    metadata = train::read_manifest(last_);
+    check_same_run(metadata);
+    RunState state = read_state(metadata);
     take_best_that_is_there(state);
-    facts.clear();
-    write_facts(state, facts);
+    metadata.clear();
+    write_metadata(state, metadata);
   });
-  const std::string told = group.broadcast_text(nlohmann::json(facts).dump());
-  return read_state(nlohmann::json::parse(told).get<train::Facts>());
+  const std::string told = group.broadcast_object(nlohmann::json(metadata).dump());
+  return read_state(nlohmann::json::parse(told).get<train::Metadata>());
 }
 
 bool RunCheckpoints::last_has(const std::string& part, const comm::ProcessGroup& group) const {
   std::string answer;
-  work_alone(group, "parts of the run", group.rank() == 0, kLoadLimit, [&] {
+  run_on_ranks(group, "parts of the run", group.rank() == 0, kLoadLimit, [&] {
     const auto parts = StoredCheckpoint(last_).parts();
     if (std::ranges::find(parts, part) != parts.end()) answer = part;
   });
-  return group.broadcast_text(answer) == part;
+  return group.broadcast_object(answer) == part;
 }
 
 void RunCheckpoints::load_last(const train::SlicedParts& parts, bool sharded,
                                const comm::ProcessGroup& group) const {
   if (sharded) return train::load_slices(last_, parts, group);
-  comm::ProcessGroup alone{comm::Place{}};
-  work_alone(group, "last checkpoint", group.rank() == 0, kLoadLimit,
-             [&] { train::load_slices(last_, parts, alone); });
+  comm::ProcessGroup alone{comm::RankInfo{}};
+  run_on_ranks(group, "last checkpoint", group.rank() == 0, kLoadLimit,
+               [&] { train::load_slices(last_, parts, alone); });
   for (const auto& [part, slices] : parts) {
     for (const train::TensorSlice& slice : slices) {
       at::Tensor shared = slice.tensor.detach();
@@ -239,14 +239,14 @@ void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& 
   if (!saves()) return;
   servers_newest_ = state.servers;
   write_best();
-  train::Facts facts = model_facts(state.updates);
-  facts.insert(data_facts().begin(), data_facts().end());
-  facts["run_id"] = run_id();
-  facts["valid_metric"] = to_string(options_.valid_metrics.front());
-  facts["valid_tokenize"] = to_string(options_.evaluation.bleu.tokenizer);
-  facts["valid_sets_sha256"] = valid_sets_sha256();
-  write_facts(state, facts);
-  begin(last_, parts, state.updates, facts);
+  train::Metadata metadata = model_metadata(state.updates);
+  metadata.insert(data_metadata().begin(), data_metadata().end());
+  metadata["run_id"] = run_id();
+  metadata["valid_metric"] = to_string(options_.valid_metrics.front());
+  metadata["valid_tokenize"] = to_string(options_.evaluation.bleu.tokenizer);
+  metadata["valid_sets_sha256"] = valid_sets_sha256();
+  write_metadata(state, metadata);
+  begin(last_, parts, state.updates, metadata);
   servers_begun_ = state.servers;
 }
 
@@ -254,9 +254,9 @@ void RunCheckpoints::save_best(const RunState& state,
                                const std::vector<train::TensorSlice>& weights) {
   if (!saves()) return;
   settle();
-  train::Facts facts = model_facts(state.best_update);
-  if (state.best) write_scores(*state.best, "valid_", facts);
-  unwritten_best_ = {.update = state.best_update, .facts = std::move(facts)};
+  train::Metadata metadata = model_metadata(state.best_update);
+  if (state.best) write_scores(*state.best, "valid_", metadata);
+  unwritten_best_ = {.update = state.best_update, .metadata = std::move(metadata)};
   for (train::TensorSlice slice : weights) {
     slice.tensor = slice.tensor.detach().to(at::kCPU, false, true);
     unwritten_best_->parts["weights"].push_back(std::move(slice));
@@ -270,7 +270,7 @@ void RunCheckpoints::save_kept(const RunState& state, const train::SlicedParts& 
   const auto average = parts.find("average");
   begin(kept_folder(options_.model_dir, state.updates),
         {{"weights", average == parts.end() ? parts.at("weights") : average->second}},
-        state.updates, model_facts(state.updates));
+        state.updates, model_metadata(state.updates));
 }
 
 void RunCheckpoints::wait_written() {
@@ -289,10 +289,10 @@ void RunCheckpoints::finish() {
 }
 
 void RunCheckpoints::begin(const std::string& folder, const train::SlicedParts& parts,
-                           int64_t update, const train::Facts& facts) {
+                           int64_t update, const train::Metadata& metadata) {
   settle();
   begun_ = folder;
-  writer_->begin(folder, parts, update, facts);
+  writer_->begin(folder, parts, update, metadata);
 }
 
 // Once more, if it could not be written.
@@ -307,7 +307,7 @@ void RunCheckpoints::write_best() {
 void RunCheckpoints::begin_best() {
   begun_ = best_;
   writer_->begin_without_copy(best_, unwritten_best_->parts, unwritten_best_->update,
-                              unwritten_best_->facts);
+                              unwritten_best_->metadata);
 }
 
 // What went wrong, the same on all savers.

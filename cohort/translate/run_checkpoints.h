@@ -87,16 +87,16 @@ class RunCheckpoints {
   struct Best {
     train::SlicedParts parts;
     int64_t update = 0;
-    train::Facts facts;
+    train::Metadata metadata;
   };
 
-  const train::Facts& data_facts() const;
+  const train::Metadata& data_metadata() const;
   std::string valid_sets_sha256() const;
-  train::Facts model_facts(int64_t update) const;
-  void check_same_run(const train::Facts& found) const;
+  train::Metadata model_metadata(int64_t update) const;
+  void check_same_run(const train::Metadata& found) const;
   void take_best_that_is_there(RunState& state) const;
   void begin(const std::string& folder, const train::SlicedParts& parts, int64_t update,
-             const train::Facts& facts);
+             const train::Metadata& metadata);
   void write_best();
   void begin_best();
   std::exception_ptr commit();
@@ -107,7 +107,8 @@ class RunCheckpoints {
   const Log& log_;
   const std::string last_, best_;
   const std::string text_sha256_;
-  mutable std::optional<train::Facts> data_facts_;  // what text and vocabularies the run rests on
+  // Of the text and the vocabularies that the run rests on.
+  mutable std::optional<train::Metadata> data_metadata_;
   std::optional<Best> unwritten_best_;              // until best/ is known to hold it
   std::optional<train::ShardedCheckpointWriter> writer_;  // on savers
   bool is_first_saver_ = false;

@@ -9,7 +9,7 @@
 #include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
 #include "cohort/text/utf8.h"
-#include "cohort/translate/work_alone.h"
+#include "cohort/translate/run_on_ranks.h"
 
 namespace cohort::translate {
 namespace {
@@ -61,21 +61,21 @@ bool is_later_field(std::string_view name) {
   return name == "tied_embeddings_all" || name == "norm" || name == "ffn_activation";
 }
 
-void read_fact(const std::string& fact, nmt::Norm& value) {
-  value = nmt::parse_norm(fact);
+void read_entry(const std::string& entry, nmt::Norm& value) {
+  value = nmt::parse_norm(entry);
 }
-void read_fact(const std::string& fact, nmt::Activation& value) {
-  value = nmt::parse_activation(fact);
+void read_entry(const std::string& entry, nmt::Activation& value) {
+  value = nmt::parse_activation(entry);
 }
-void read_fact(const std::string& fact, double& value) {
-  value = std::stod(fact);
+void read_entry(const std::string& entry, double& value) {
+  value = std::stod(entry);
 }
 template <class Integer>
-void read_fact(const std::string& fact, Integer& value) {
-  value = static_cast<Integer>(std::stoll(fact));
+void read_entry(const std::string& entry, Integer& value) {
+  value = static_cast<Integer>(std::stoll(entry));
 }
 
-std::string fact_name(const char* field) {
+std::string metadata_key(const char* field) {
   std::string name = "model.";
   return name.append(field);
 }
@@ -143,7 +143,7 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
       throw ConfigError(std::string(name) + " vocabulary: " + one_line(error));
     }
   };
-  work_alone(group, "vocabularies", group.rank() == 0, kVocabularyLimit, [&] {
+  run_on_ranks(group, "vocabularies", group.rank() == 0, kVocabularyLimit, [&] {
     if (joined) {
       auto both = text.source;
       both.insert(both.end(), text.target.begin(), text.target.end());
@@ -159,16 +159,16 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
   return {load_tokenizers(now, model), std::move(fresh), now};
 }
 
-train::Facts vocabulary_facts(const std::string& model_dir) {
+train::Metadata vocabulary_metadata(const std::string& model_dir) {
   return {{"vocabulary.source_sha256", sha256_of_file(model_dir + "/source.spm")},
           {"vocabulary.target_sha256", sha256_of_file(model_dir + "/target.spm")}};
 }
 
-void check_vocabularies(const train::Facts& facts, const std::vector<fs::path>& files) {
+void check_vocabularies(const train::Metadata& metadata, const std::vector<fs::path>& files) {
   for (const auto& [side, name] :
        {std::pair{size_t{0}, "vocabulary.source_sha256"}, {1, "vocabulary.target_sha256"}}) {
-    const auto found = facts.find(name);
-    if (found == facts.end() || found->second == sha256_of_file(files[side])) continue;
+    const auto found = metadata.find(name);
+    if (found == metadata.end() || found->second == sha256_of_file(files[side])) continue;
     throw ConfigError(files[side].string() + " is not the " + (side == 0 ? "source" : "target") +
                       " vocabulary that the model was trained with");
   }
@@ -200,24 +200,24 @@ std::vector<int64_t> kept_updates(const std::string& model_dir) {
   return updates;
 }
 
-train::Facts facts_of(const nmt::TransformerOptions& model) {
-  train::Facts facts;
+train::Metadata metadata_of(const nmt::TransformerOptions& model) {
+  train::Metadata metadata;
   visit_fields(model, [&](const char* name, auto value) {
     using std::to_string;
-    facts[fact_name(name)] = to_string(value);
+    metadata[metadata_key(name)] = to_string(value);
   });
-  return facts;
+  return metadata;
 }
 
-nmt::TransformerOptions model_of(const train::Facts& facts) {
+nmt::TransformerOptions model_of(const train::Metadata& metadata) {
   nmt::TransformerOptions model;
   visit_fields(model, [&](const char* name, auto& value) {
-    const auto found = facts.find(fact_name(name));
-    if (found == facts.end() && is_later_field(name)) return;
-    if (found == facts.end())
-      throw ConfigError(std::string("manifest.json has no fact ") + fact_name(name));
+    const auto found = metadata.find(metadata_key(name));
+    if (found == metadata.end() && is_later_field(name)) return;
+    if (found == metadata.end())
+      throw ConfigError(std::string("manifest.json has no metadata entry ") + metadata_key(name));
     try {
-      read_fact(found->second, value);
+      read_entry(found->second, value);
     } catch (const std::logic_error&) {
       throw ConfigError(std::string("manifest.json: model.") + name + " = " + found->second +
                         ": expected a number");

@@ -67,19 +67,21 @@ MadeTokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
 
 /// What a manifest says of the vocabularies in `model_dir`, so that a model is never used with
 /// others.
-train::Facts vocabulary_facts(const std::string& model_dir);
-/// Errors: ConfigError that names a file of `files` with which `facts`' model was not trained.
-void check_vocabularies(const train::Facts& facts, const std::vector<std::filesystem::path>& files);
+train::Metadata vocabulary_metadata(const std::string& model_dir);
+/// Errors: ConfigError that names a file of `files` with which the model of `metadata` was not
+/// trained.
+void check_vocabularies(const train::Metadata& metadata,
+                        const std::vector<std::filesystem::path>& files);
 
 /// Where the weights of one update are kept: checkpoints/<update>.
 std::string kept_folder(const std::string& model_dir, int64_t update);
 /// The updates whose weights are kept, ascending; folders that were cut short are left out.
 std::vector<int64_t> kept_updates(const std::string& model_dir);
 
-/// What best/manifest.json says of the model, and back. Facts that older manifests lack (norm,
+/// What best/manifest.json says of the model, and back. Metadata that older manifests lack (norm,
 /// ffn_activation, tied_embeddings_all) have their defaults.
-train::Facts facts_of(const nmt::TransformerOptions& model);
-/// Errors: ConfigError that names the fact that is missing or cannot be.
-nmt::TransformerOptions model_of(const train::Facts& facts);
+train::Metadata metadata_of(const nmt::TransformerOptions& model);
+/// Errors: ConfigError that names the metadata entry that is missing or cannot be.
+nmt::TransformerOptions model_of(const train::Metadata& metadata);
 
 }  // namespace cohort::translate

@@ -24,7 +24,7 @@ const char* name_of(LogLevel level) {
   return kNames.at(static_cast<size_t>(level));
 }
 
-// One list of all options but the model's (facts_of), in the order of their flags.
+// One list of all options but the model's (metadata_of), in the order of their flags.
 template <class Visit>
 void visit_options(const TrainingOptions& options, Visit visit) {
   const auto texts = [](const std::vector<std::filesystem::path>& paths) {
@@ -89,7 +89,7 @@ void visit_options(const TrainingOptions& options, Visit visit) {
 void write_config(const TrainingOptions& options, const RunStart& start) {
   nlohmann::ordered_json config = {{"world_size", start.machines.size()}};
   visit_options(options, [&](const char* name, const auto& value) { config[name] = value; });
-  for (const auto& [name, value] : facts_of(options.model)) config[name] = value;
+  for (const auto& [name, value] : metadata_of(options.model)) config[name] = value;
   config["train_pairs"] = {{"read", start.pairs.read},
                            {"kept", start.pairs.kept},
                            {"cropped", start.pairs.cropped},

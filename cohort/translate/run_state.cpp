@@ -39,23 +39,24 @@ void visit_part(Part& part, Visit visit) {
 }
 
 [[noreturn]] void fail_form(const Json::exception& error) {
-  throw ConfigError(std::string("manifest.json: a fact has another form than expected: ") +
-                    error.what());
+  throw ConfigError(
+      std::string("manifest.json: a metadata entry has another form than expected: ") +
+      error.what());
 }
 
 }  // namespace
 
-void write_scores(const ValidScores& scores, const std::string& prefix, train::Facts& facts) {
+void write_scores(const ValidScores& scores, const std::string& prefix, train::Metadata& metadata) {
   // JSON's numbers are the shortest that read back as the same bits.
-  facts[prefix + "loss"] = Json(scores.loss).dump();
-  if (scores.bleu) facts[prefix + "bleu"] = Json(*scores.bleu).dump();
-  if (scores.chrf) facts[prefix + "chrf"] = Json(*scores.chrf).dump();
+  metadata[prefix + "loss"] = Json(scores.loss).dump();
+  if (scores.bleu) metadata[prefix + "bleu"] = Json(*scores.bleu).dump();
+  if (scores.chrf) metadata[prefix + "chrf"] = Json(*scores.chrf).dump();
 }
 
-std::optional<ValidScores> read_scores(const std::string& prefix, const train::Facts& facts) {
+std::optional<ValidScores> read_scores(const std::string& prefix, const train::Metadata& metadata) {
   const auto read = [&](const char* name) -> std::optional<double> {
-    const auto found = facts.find(prefix + name);
-    if (found == facts.end()) return std::nullopt;
+    const auto found = metadata.find(prefix + name);
+    if (found == metadata.end()) return std::nullopt;
     const Json value = Json::parse(found->second);
     return value.is_null() ? std::nan("") : value.get<double>();
   };
@@ -68,33 +69,33 @@ std::optional<ValidScores> read_scores(const std::string& prefix, const train::F
   }
 }
 
-void write_facts(const RunState& state, train::Facts& facts) {
+void write_metadata(const RunState& state, train::Metadata& metadata) {
   visit_fields(state,
-               [&](const char* name, const auto& value) { facts[name] = Json(value).dump(); });
-  if (state.best) write_scores(*state.best, "best_", facts);
-  if (!state.servers.empty()) facts["servers"] = state.servers;
-  if (state.early_stopping.best) facts["best_metric"] = Json(*state.early_stopping.best).dump();
+               [&](const char* name, const auto& value) { metadata[name] = Json(value).dump(); });
+  if (state.best) write_scores(*state.best, "best_", metadata);
+  if (!state.servers.empty()) metadata["servers"] = state.servers;
+  if (state.early_stopping.best) metadata["best_metric"] = Json(*state.early_stopping.best).dump();
   Json parts = Json::array();
   for (const data::EpochPart& part : state.trained) {
     Json entry;
     visit_part(part, [&](const char* name, auto value) { entry[name] = value; });
     parts.push_back(entry);
   }
-  facts["trained"] = parts.dump();
+  metadata["trained"] = parts.dump();
 }
 
-RunState read_state(const train::Facts& facts) {
+RunState read_state(const train::Metadata& metadata) {
   const auto read = [&](const char* name) {
-    const auto found = facts.find(name);
-    if (found == facts.end())
-      throw ConfigError(std::string("manifest.json has no fact ") + name +
+    const auto found = metadata.find(name);
+    if (found == metadata.end())
+      throw ConfigError(std::string("manifest.json has no metadata entry ") + name +
                         ": expected the checkpoint of a training run");
     return Json::parse(found->second);
   };
   RunState state;
   try {
     visit_fields(state, [&]<class T>(const char* name, T& value) { value = read(name).get<T>(); });
-    if (facts.contains("best_metric"))
+    if (metadata.contains("best_metric"))
       state.early_stopping.best = read("best_metric").get<double>();
     for (const Json& entry : read("trained")) {
       data::EpochPart& part = state.trained.emplace_back();
@@ -104,8 +105,8 @@ RunState read_state(const train::Facts& facts) {
   } catch (const Json::exception& error) {
     fail_form(error);
   }
-  state.best = read_scores("best_", facts);
-  if (const auto servers = facts.find("servers"); servers != facts.end())
+  state.best = read_scores("best_", metadata);
+  if (const auto servers = metadata.find("servers"); servers != metadata.end())
     state.servers = servers->second;
   return state;
 }

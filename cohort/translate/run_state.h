@@ -42,15 +42,15 @@ struct RunState {
   }
 };
 
-/// Adds the scores that there are to `facts`, as <prefix>loss, <prefix>bleu and <prefix>chrf, exact
-/// to the last bit.
-void write_scores(const ValidScores& scores, const std::string& prefix, train::Facts& facts);
+/// Adds the scores that there are to `metadata`, as <prefix>loss, <prefix>bleu and <prefix>chrf,
+/// exact to the last bit.
+void write_scores(const ValidScores& scores, const std::string& prefix, train::Metadata& metadata);
 /// Nothing if there is no <prefix>loss. Errors: ConfigError for what is no number.
-std::optional<ValidScores> read_scores(const std::string& prefix, const train::Facts& facts);
+std::optional<ValidScores> read_scores(const std::string& prefix, const train::Metadata& metadata);
 
-/// Adds the state to `facts`, exact to the last bit.
-void write_facts(const RunState& state, train::Facts& facts);
-/// Errors: ConfigError that names the fact that is missing or has another form.
-RunState read_state(const train::Facts& facts);
+/// Adds the state to `metadata`, exact to the last bit.
+void write_metadata(const RunState& state, train::Metadata& metadata);
+/// Errors: ConfigError that names the metadata entry that is missing or has another form.
+RunState read_state(const train::Metadata& metadata);
 
 }  // namespace cohort::translate

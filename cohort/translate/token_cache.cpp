@@ -17,8 +17,8 @@
 #include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
 #include "cohort/text/parallel_text.h"
-#include "cohort/translate/all_cores.h"
-#include "cohort/translate/work_alone.h"
+#include "cohort/translate/parallel_for.h"
+#include "cohort/translate/run_on_ranks.h"
 
 namespace cohort::translate {
 namespace {
@@ -26,7 +26,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kFormat = "cohort token cache 1";
-constexpr const char* kFactsSum = "sha256.facts";
+constexpr const char* kMetadataSum = "sha256.facts";
 constexpr std::array kTensors = {"ids", "lengths", "offsets"};
 // Tens of millions of pairs take an hour on one core.
 constexpr std::chrono::hours kBuildLimit{12};
@@ -37,11 +37,11 @@ std::string sha256_of(std::span<const std::byte> bytes) {
   return sum.hex();
 }
 
-// Over all facts but itself.
-std::string sum_of_facts(const TensorMetadata& facts) {
+// Over all entries but itself.
+std::string sum_of_metadata(const TensorMetadata& metadata) {
   Sha256 sum;
-  for (const auto& [name, value] : facts) {
-    if (name != kFactsSum) sum.update(name + "=" + value + "\n");
+  for (const auto& [name, value] : metadata) {
+    if (name != kMetadataSum) sum.update(name + "=" + value + "\n");
   }
   return sum.hex();
 }
@@ -53,84 +53,84 @@ struct FileState {
 };
 
 FileState state_of(const fs::path& path) {
-  struct stat facts {};
-  if (::stat(path.c_str(), &facts) != 0)
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0)
     throw ConfigError(path.string() + ": cannot be read: " + system_reason(errno));
   const auto ns = [](const timespec& time) { return time.tv_sec * 1'000'000'000 + time.tv_nsec; };
-  const int64_t content = ns(facts.st_mtim);
-  const int64_t status = ns(facts.st_ctim);
+  const int64_t content = ns(info.st_mtim);
+  const int64_t status = ns(info.st_ctim);
   std::string text;
-  for (const int64_t number :
-       {static_cast<int64_t>(facts.st_dev), static_cast<int64_t>(facts.st_ino),
-        static_cast<int64_t>(facts.st_size), content, status})
+  for (const int64_t number : {static_cast<int64_t>(info.st_dev), static_cast<int64_t>(info.st_ino),
+                               static_cast<int64_t>(info.st_size), content, status})
     text += (text.empty() ? "" : " ") + std::to_string(number);
   return {text, std::max(content, status)};
 }
 
-// Facts of `number`th text file.
-std::string text_fact(size_t number, const char* what) {
+// A metadata key of the `number`th text file.
+std::string text_key(size_t number, const char* what) {
   return "text." + std::to_string(number) + "." + what;
 }
 
 // All that decides about the content but the text itself.
-TensorMetadata facts_of(const TokenCacheInputs& inputs) {
-  TensorMetadata facts{{"format", kFormat},
-                       {"text.count", std::to_string(inputs.text.size())},
-                       {"max_length", std::to_string(inputs.lengths.max_length)},
-                       {"max_length_crop", inputs.lengths.max_length_crop ? "1" : "0"}};
+TensorMetadata metadata_of(const TokenCacheInputs& inputs) {
+  TensorMetadata metadata{{"format", kFormat},
+                          {"text.count", std::to_string(inputs.text.size())},
+                          {"max_length", std::to_string(inputs.lengths.max_length)},
+                          {"max_length_crop", inputs.lengths.max_length_crop ? "1" : "0"}};
   const std::array names = {"vocabulary.source_sha256", "vocabulary.target_sha256"};
   for (size_t side = 0; side < names.size(); ++side)
-    facts[names[side]] = sha256_of_file(inputs.vocabularies.at(side).string());
+    metadata[names[side]] = sha256_of_file(inputs.vocabularies.at(side).string());
   // The form of a single file goes by it.
-  if (inputs.text.size() == 1) facts["text.form"] = inputs.text[0].extension().string();
-  return facts;
+  if (inputs.text.size() == 1) metadata["text.form"] = inputs.text[0].extension().string();
+  return metadata;
 }
 
-std::string fact_of(const TensorMetadata& facts, const std::string& name) {
-  const auto found = facts.find(name);
-  return found == facts.end() ? "" : found->second;
+std::string entry_of(const TensorMetadata& metadata, const std::string& name) {
+  const auto found = metadata.find(name);
+  return found == metadata.end() ? "" : found->second;
 }
 
-std::string count_fact(const char* name) {
-  std::string fact = "pairs.";
-  return fact += name;
+std::string count_key(const char* name) {
+  std::string key = "pairs.";
+  return key += name;
 }
 
 // What of the file is damaged; nothing if it is whole.
 std::string damage_of(const SafetensorsFile& file) {
-  const TensorMetadata& facts = file.metadata();
-  if (fact_of(facts, "format") != kFormat)
-    return "its format is \"" + fact_of(facts, "format") + "\", expected \"" + kFormat + "\"";
-  if (sum_of_facts(facts) != fact_of(facts, kFactsSum)) return "the checksum of its facts is wrong";
+  const TensorMetadata& metadata = file.metadata();
+  if (entry_of(metadata, "format") != kFormat)
+    return "its format is \"" + entry_of(metadata, "format") + "\", expected \"" + kFormat + "\"";
+  if (sum_of_metadata(metadata) != entry_of(metadata, kMetadataSum))
+    return "the checksum of its metadata is wrong";
   for (const char* name : kTensors) {
-    if (sha256_of(file.at(name).bytes) != fact_of(facts, std::string("sha256.") + name))
+    if (sha256_of(file.at(name).bytes) != entry_of(metadata, std::string("sha256.") + name))
       return std::string("the checksum of ") + name + " is wrong";
   }
   return "";
 }
 
-// Why a whole cache with these facts is not of `inputs`; nothing if it is.
-std::string difference_of(const TensorMetadata& facts, const TokenCacheInputs& inputs) {
-  for (const auto& [name, value] : facts_of(inputs)) {
-    if (fact_of(facts, name) == value) continue;
-    return name + " was " + fact_of(facts, name) + ", now it is " + value;
+// Why a whole cache with this metadata is not of `inputs`; nothing if it is.
+std::string difference_of(const TensorMetadata& metadata, const TokenCacheInputs& inputs) {
+  for (const auto& [name, value] : metadata_of(inputs)) {
+    if (entry_of(metadata, name) == value) continue;
+    return name + " was " + entry_of(metadata, name) + ", now it is " + value;
   }
   for (size_t i = 0; i < inputs.text.size(); ++i) {
-    if (fact_of(facts, text_fact(i, "state")) == state_of(inputs.text[i]).text) continue;
-    if (fact_of(facts, text_fact(i, "sha256")) != sha256_of_file(inputs.text[i].string()))
+    if (entry_of(metadata, text_key(i, "state")) == state_of(inputs.text[i]).text) continue;
+    if (entry_of(metadata, text_key(i, "sha256")) != sha256_of_file(inputs.text[i].string()))
       return inputs.text[i].string() + " has changed";
   }
   return "";
 }
 
 TrainingText text_of(std::shared_ptr<const SafetensorsFile> file, const std::string& origin) {
-  const TensorMetadata& facts = file->metadata();
+  const TensorMetadata& metadata = file->metadata();
   TrainingText text;
   visit_counts(text.counts, [&](const char* name, int64_t& count) {
-    count = std::strtoll(fact_of(facts, count_fact(name)).c_str(), nullptr, 10);
+    count = std::strtoll(entry_of(metadata, count_key(name)).c_str(), nullptr, 10);
   });
   Sha256 sum;
-  sum.update(fact_of(facts, "sha256.lengths") + fact_of(facts, "sha256.ids"));
+  sum.update(entry_of(metadata, "sha256.lengths") + entry_of(metadata, "sha256.ids"));
   text.sha256 = sum.hex();
   text.origin = origin;
   text.corpus = Corpus(std::move(file));
@@ -223,8 +223,8 @@ class Builder {
     if (sources_.size() == kBlock) flush();
   }
 
-  // Writes what was added, with `facts` and what is known here.
-  void write(const fs::path& file, TensorMetadata facts, int64_t num_dropped_empty) {
+  // Writes what was added, with `metadata` and what is known here.
+  void write(const fs::path& file, TensorMetadata metadata, int64_t num_dropped_empty) {
     flush();
     counts_.dropped_empty = num_dropped_empty;
     counts_.read += num_dropped_empty;
@@ -247,12 +247,12 @@ class Builder {
                    .shape = {num_pairs_},
                    .bytes = offsets_.bytes()}};
     for (const TensorView& tensor : tensors)
-      facts["sha256." + tensor.name] = sha256_of(tensor.bytes);
+      metadata["sha256." + tensor.name] = sha256_of(tensor.bytes);
     visit_counts(counts_, [&](const char* name, int64_t count) {
-      facts[count_fact(name)] = std::to_string(count);
+      metadata[count_key(name)] = std::to_string(count);
     });
-    facts[kFactsSum] = sum_of_facts(facts);
-    write_safetensors(file.string(), tensors, facts);
+    metadata[kMetadataSum] = sum_of_metadata(metadata);
+    write_safetensors(file.string(), tensors, metadata);
   }
 
  private:
@@ -264,7 +264,7 @@ class Builder {
   void flush() {
     std::vector<Ids> sources(sources_.size());
     std::vector<Ids> targets(sources_.size());
-    on_all_cores(sources.size(), [&](size_t begin, size_t end) {
+    parallel_for(sources.size(), [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         sources[i] = source_.encode(sources_[i]);
         targets[i] = target_.encode(targets_[i]);
@@ -327,27 +327,27 @@ class Builder {
 fs::path token_cache_file(const TokenCacheInputs& inputs, const std::string& cache_dir,
                           const std::string& model_dir) {
   if (cache_dir.empty()) return fs::path(model_dir) / "train-tokens.safetensors";
-  TensorMetadata facts = facts_of(inputs);
+  TensorMetadata metadata = metadata_of(inputs);
   for (size_t i = 0; i < inputs.text.size(); ++i)
-    facts[text_fact(i, "path")] = fs::absolute(inputs.text[i]).lexically_normal().string();
-  return fs::path(cache_dir) / (sum_of_facts(facts).substr(0, 16) + "-tokens.safetensors");
+    metadata[text_key(i, "path")] = fs::absolute(inputs.text[i]).lexically_normal().string();
+  return fs::path(cache_dir) / (sum_of_metadata(metadata).substr(0, 16) + "-tokens.safetensors");
 }
 
 OpenedCache open_token_cache(const fs::path& file, const TokenCacheInputs& inputs) {
   text::check_regular_files(inputs.text);
   if (std::error_code ignored; !fs::exists(file, ignored)) return {};
-  TensorMetadata facts;
+  TensorMetadata metadata;
   std::optional<TrainingText> text;
   try {
     auto opened = std::make_shared<const SafetensorsFile>(file.string());
     if (const auto damage = damage_of(*opened); !damage.empty())
       return {.text = {}, .why = "damaged: " + damage};
-    facts = opened->metadata();
+    metadata = opened->metadata();
     text = text_of(std::move(opened), "used");
   } catch (const ConfigError& error) {
     return {.text = {}, .why = "damaged: " + one_line(error)};
   }
-  if (const auto difference = difference_of(facts, inputs); !difference.empty())
+  if (const auto difference = difference_of(metadata, inputs); !difference.empty())
     return {.text = {}, .why = "stale: " + difference};
   return {.text = std::move(text), .why = {}};
 }
@@ -358,7 +358,7 @@ void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
   constexpr int64_t kTrustedAge = 2'000'000'000;
   text::check_regular_files(inputs.text);
   make_folder_of(file);
-  TensorMetadata facts = facts_of(inputs);
+  TensorMetadata metadata = metadata_of(inputs);
   const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::system_clock::now().time_since_epoch())
                           .count();
@@ -366,8 +366,8 @@ void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
   for (size_t i = 0; i < inputs.text.size(); ++i) {
     states.push_back(state_of(inputs.text[i]));
     const bool is_trusted = now - states.back().last_change_ns > kTrustedAge;
-    facts[text_fact(i, "state")] = is_trusted ? states.back().text : "young";
-    facts[text_fact(i, "sha256")] = sha256_of_file(inputs.text[i].string());
+    metadata[text_key(i, "state")] = is_trusted ? states.back().text : "young";
+    metadata[text_key(i, "sha256")] = sha256_of_file(inputs.text[i].string());
   }
   Builder builder(file, inputs.lengths, source, target, news);
   const int64_t num_dropped_empty =
@@ -376,15 +376,15 @@ void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
     if (state_of(inputs.text[i]).text != states[i].text)
       throw ConfigError(inputs.text[i].string() + ": changed while it was read");
   }
-  builder.write(file, std::move(facts), num_dropped_empty);
+  builder.write(file, std::move(metadata), num_dropped_empty);
 }
 
 TrainingText cached_text(const fs::path& file, const TokenCacheInputs& inputs,
                          const text::Tokenizer& source, const text::Tokenizer& target,
                          const comm::ProcessGroup& group, const BuildNews& news) {
-  const bool is_mine = group.place().local_rank == 0;
+  const bool is_mine = group.rank_info().local_rank == 0;
   OpenedCache opened;
-  work_alone(group, "the training text as tokens", is_mine, kBuildLimit, [&] {
+  run_on_ranks(group, "the training text as tokens", is_mine, kBuildLimit, [&] {
     opened = open_token_cache(file, inputs);
     if (opened.text) return;
     build_token_cache(file, inputs, source, target, news);
@@ -393,10 +393,10 @@ TrainingText cached_text(const fs::path& file, const TokenCacheInputs& inputs,
                           was_there ? "built: the one there was " + opened.why : "built");
     opened.text->was_bad = was_there;
   });
-  work_alone(group, "the token cache", !is_mine, kBuildLimit, [&] {
+  run_on_ranks(group, "the token cache", !is_mine, kBuildLimit, [&] {
     opened.text = text_of(std::make_shared<const SafetensorsFile>(file.string()), "used");
   });
-  const auto sums = group.all_gather_text(opened.text->sha256);
+  const auto sums = group.all_gather_object(opened.text->sha256);
   for (size_t rank = 0; rank < sums.size(); ++rank) {
     if (sums[rank] != sums[0])
       throw ConfigError("--train-sets: rank " + std::to_string(rank) +

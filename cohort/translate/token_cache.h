@@ -112,7 +112,7 @@ void build_token_cache(const std::filesystem::path& file, const TokenCacheInputs
 /// Returns the text of the cache `file`, which the first rank of each host checks, and builds if
 /// need be, while the others wait. `news` are told by that rank.
 ///
-/// Collective; blocks. Errors: on every rank, those of opening and building on any (work_alone);
+/// Collective; blocks. Errors: on every rank, those of opening and building on any (run_on_ranks);
 ///         ConfigError if hosts have different text.
 TrainingText cached_text(const std::filesystem::path& file, const TokenCacheInputs& inputs,
                          const text::Tokenizer& source, const text::Tokenizer& target,

@@ -23,10 +23,10 @@
 #include "cohort/translate/model_division.h"
 #include "cohort/translate/run_checkpoints.h"
 #include "cohort/translate/run_data.h"
+#include "cohort/translate/run_on_ranks.h"
 #include "cohort/translate/run_record.h"
 #include "cohort/translate/run_state.h"
 #include "cohort/translate/updater.h"
-#include "cohort/translate/work_alone.h"
 
 namespace cohort::translate {
 namespace {
@@ -53,7 +53,7 @@ constexpr std::chrono::minutes kFolderLimit{10};
 
 // What ranks tell each other while they train, as sums over them. With ps-async each tells what has
 // become known since it told the last time, the others what is of the last update.
-enum Fact : size_t { kLoss, kTokens, kTimeIsUp, kAsked, kSaveIsDue, kWriting, kSpeeds };
+enum Statistic : size_t { kLoss, kTokens, kTimeIsUp, kAsked, kSaveIsDue, kWriting, kSpeeds };
 
 // One run on one rank; `run` below is its outline.
 class Run {
@@ -70,18 +70,18 @@ class Run {
   bool train_epoch();  // whether it came to the end
   void run();
   void update(const Update& update, int64_t step, int64_t num_steps);
-  std::vector<double> own_facts();
-  void take_facts(const std::vector<double>& sums);
-  void exchange_facts(const Update& update, const UpdateReport& own);
+  std::vector<double> own_statistics();
+  void take_statistics(const std::vector<double>& sums);
+  void exchange_statistics(const Update& update, const UpdateReport& own);
   void tell_in_background(const Update& update, const UpdateReport& own);
-  bool is_meeting_point() const;
-  void meet(bool is_planned);
+  bool is_sync_point() const;
+  void synchronize(bool is_planned);
   void conclude(bool at_one_update);
   void report_trained(const UpdateReport& own, int64_t step, int64_t num_steps, double seconds);
   void report_skipped(const Update& update, const BadNumber& bad, double loss);
   void validate();
   void report_validation(const ValidScores& scores, double train_loss, double tokens_per_s) const;
-  void give_back_free_memory_sometimes();
+  void release_free_memory_sometimes();
   bool is_valid_update() const;
   bool is_save_due() const;
   bool is_time_up() const;
@@ -115,8 +115,8 @@ class Run {
   std::optional<Updater> updater_;
   train::EarlyStopping early_stopping_;
   std::optional<RunRecord> record_;  // rank 0
-  GpuWatch gpu_watch_{group_.place().local_rank == 0 ? GpuWatch::Role::kSamples
-                                                     : GpuWatch::Role::kRests};
+  GpuWatch gpu_watch_{group_.rank_info().local_rank == 0 ? GpuWatch::Role::kSamples
+                                                         : GpuWatch::Role::kRests};
   train::Progress progress_;
 
   RunCheckpoints checkpoints_;
@@ -136,7 +136,7 @@ class Run {
   std::vector<double> rank_speeds_;
   bool time_is_up_ = false;
   bool was_asked_ = false;
-  std::optional<AsyncSum> async_sum_;  // ps-async: how facts travel
+  std::optional<AsyncSum> async_sum_;  // ps-async: how statistics travel
 
   std::string stop_reason_;
   bool was_asked_to_stop_ = false;
@@ -190,9 +190,9 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
   rank_speeds_.resize(static_cast<size_t>(data_group_.size()));
   if (is_async(options.servers)) {
     async_sum_.emplace(
-        group_, kSpeeds + rank_speeds_.size(), [this] { return own_facts(); },
+        group_, kSpeeds + rank_speeds_.size(), [this] { return own_statistics(); },
         [this](const std::vector<double>& own, const std::vector<double>& sums) {
-          take_facts(sums);
+          take_statistics(sums);
           state_.loss_sum += sums[kLoss];
           state_.token_sum += static_cast<int64_t>(sums[kTokens]);
           if (record_)
@@ -215,7 +215,7 @@ void Run::make_model() {
 // Everything that can be refused has been: an earlier run outlives a refused one.
 void Run::make_folder_ours(Start start) {
   if (start == Start::kResume) return;
-  work_alone(group_, "the run's folder", group_.rank() == 0, kFolderLimit, [&] {
+  run_on_ranks(group_, "the run's folder", group_.rank() == 0, kFolderLimit, [&] {
     remove_earlier_run(options_.model_dir);
     keep_vocabularies(options_, data_.fresh);
   });
@@ -265,8 +265,8 @@ void Run::load_last() {
 }
 
 void Run::open_record() {
-  const auto machines = group_.gather_text(describe_machine());
-  work_alone(group_, "the run's record", group_.rank() == 0, kFolderLimit, [&] {
+  const auto machines = group_.gather_object(describe_machine());
+  run_on_ranks(group_, "the run's record", group_.rank() == 0, kFolderLimit, [&] {
     record_.emplace(options_,
                     RunStart{.update = state_.updates,
                              .is_validated = state_.is_validated(),
@@ -317,7 +317,7 @@ void Run::fit_batch_sizes() {
 
 void Run::report_start() const {
   log_.info("start", {{"ranks", group_.size()},
-                      {"found_by", group_.place().source},
+                      {"found_by", group_.rank_info().source},
                       {"threads_per_rank", at::get_num_threads()},
                       {"strategy", strategy_name(options_)},
                       {"precision", nmt::to_string(options_.precision)},
@@ -435,7 +435,7 @@ void Run::run() {
     const bool due = !stop_reason_.empty() ||
                      (options_.after_epochs > 0 && done >= options_.after_epochs) ||
                      (options_.valid_freq_epochs > 0 && done % options_.valid_freq_epochs == 0);
-    if (async_sum_ && due && stop_reason_.empty()) meet(/*is_planned=*/true);
+    if (async_sum_ && due && stop_reason_.empty()) synchronize(/*is_planned=*/true);
     if (due && !was_asked_to_stop_ && state_.token_sum > 0) validate();
     if (done > state_.epoch) state_.trained.clear();
     state_.epoch = done;
@@ -443,8 +443,8 @@ void Run::run() {
   }
   save();
   for (const auto& step : {&RunCheckpoints::wait_written, &RunCheckpoints::finish})
-    work_alone(group_, "last checkpoint", checkpoints_.saves(), kSaveLimit,
-               [&] { (checkpoints_.*step)(); });
+    run_on_ranks(group_, "last checkpoint", checkpoints_.saves(), kSaveLimit,
+                 [&] { (checkpoints_.*step)(); });
   updater_->finish();
   const std::string best = "best_" + to_string(options_.valid_metrics.front());
   log_.info("end", {{"reason", stop_reason_},
@@ -498,7 +498,7 @@ bool Run::train_epoch() {
   while (const auto next_update = loader.next()) {
     num_trained += std::ssize(next_update->batches);
     update(*next_update, ++step, num_steps);
-    if (async_sum_ && (is_meeting_point() || time_is_up_ || was_asked_)) meet(is_meeting_point());
+    if (async_sum_ && (is_sync_point() || time_is_up_ || was_asked_)) synchronize(is_sync_point());
     if (is_valid_update() && stop_reason_.empty()) {
       validate();
       check_goals();
@@ -536,7 +536,7 @@ void Run::report_skipped(const Update& update, const BadNumber& bad, double loss
                        data_.train.corpus.source(update.sentences[static_cast<size_t>(i)]));
     }
   }
-  if (bad.rank >= 0 && !async_sum_) sentences = group_.broadcast_text(sentences, bad.rank);
+  if (bad.rank >= 0 && !async_sum_) sentences = group_.broadcast_object(sentences, bad.rank);
   progress_.clear();
   const std::string rank = bad.rank < 0 ? "none: the sum over ranks" : std::to_string(bad.rank);
   log_.warn("skipped an update: a number is not finite", {{"after_update", state_.updates},
@@ -559,30 +559,30 @@ bool Run::is_time_up() const {
          seconds() > 60 * options_.time_limit_min;
 }
 
-std::vector<double> Run::own_facts() {
-  std::vector<double> facts(kSpeeds + static_cast<size_t>(data_group_.size()));
-  facts[kLoss] = std::exchange(untold_loss_, 0);
-  facts[kTokens] = static_cast<double>(std::exchange(untold_tokens_, 0));
-  facts[kTimeIsUp] = is_time_up() ? 1 : 0;
-  facts[kAsked] = stop_request_.signal() != 0 ? 1 : 0;
-  facts[kSaveIsDue] = group_.rank() == 0 && is_save_due() ? 1 : 0;
-  facts[kWriting] = checkpoints_.writing() ? 1 : 0;
-  facts[kSpeeds + static_cast<size_t>(data_group_.rank())] = own_speed_;
-  return facts;
+std::vector<double> Run::own_statistics() {
+  std::vector<double> statistics(kSpeeds + static_cast<size_t>(data_group_.size()));
+  statistics[kLoss] = std::exchange(untold_loss_, 0);
+  statistics[kTokens] = static_cast<double>(std::exchange(untold_tokens_, 0));
+  statistics[kTimeIsUp] = is_time_up() ? 1 : 0;
+  statistics[kAsked] = stop_request_.signal() != 0 ? 1 : 0;
+  statistics[kSaveIsDue] = group_.rank() == 0 && is_save_due() ? 1 : 0;
+  statistics[kWriting] = checkpoints_.writing() ? 1 : 0;
+  statistics[kSpeeds + static_cast<size_t>(data_group_.rank())] = own_speed_;
+  return statistics;
 }
 
-void Run::take_facts(const std::vector<double>& sums) {
+void Run::take_statistics(const std::vector<double>& sums) {
   time_is_up_ = time_is_up_ || sums[kTimeIsUp] > 0;
   was_asked_ = was_asked_ || sums[kAsked] > 0;
   rank_speeds_.assign(sums.begin() + kSpeeds, sums.end());
 }
 
 // One exchange of small numbers: the loss, who wants to stop, saves, each rank's speed.
-void Run::exchange_facts(const Update& update, const UpdateReport& own) {
-  at::Tensor facts = at::tensor(own_facts(), at::kDouble);
-  group_.all_reduce(facts);
-  const double* sums = facts.const_data_ptr<double>();
-  take_facts({sums, sums + facts.numel()});
+void Run::exchange_statistics(const Update& update, const UpdateReport& own) {
+  at::Tensor statistics = at::tensor(own_statistics(), at::kDouble);
+  group_.all_reduce(statistics);
+  const double* sums = statistics.const_data_ptr<double>();
+  take_statistics({sums, sums + statistics.numel()});
   loss_sum_ = sums[kLoss];
   if (own.skipped) {
     report_skipped(update, own.bad, loss_sum_ / static_cast<double>(own.num_tokens));
@@ -612,17 +612,17 @@ void Run::tell_in_background(const Update& update, const UpdateReport& own) {
   was_asked_ = was_asked_ || stop_request_.signal() != 0;
 }
 
-// With ps-async, where all ranks meet: they come to it after as many updates.
-bool Run::is_meeting_point() const {
+// With ps-async, where all ranks synchronize: after the same number of updates.
+bool Run::is_sync_point() const {
   return (options_.valid_freq_updates > 0 && state_.updates % options_.valid_freq_updates == 0) ||
          (options_.after_batches > 0 && state_.updates >= options_.after_batches);
 }
 
 // With ps-async. A rank also comes when it has heard that the run is to stop; then ranks are
 // anywhere, and what they conclude must not depend on where.
-void Run::meet(bool is_planned) {
+void Run::synchronize(bool is_planned) {
   const auto start = Clock::now();
-  async_sum_->meet();
+  async_sum_->synchronize();
   const bool at_one_update = group_.all_reduce_sum(is_planned ? 1 : 0) == group_.size();
   const double waited = seconds_since(start);
   state_.train_seconds += waited;
@@ -654,11 +654,11 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
   if (async_sum_) {
     tell_in_background(update, own);
   } else {
-    exchange_facts(update, own);
+    exchange_statistics(update, own);
   }
   const double update_seconds = seconds_since(start);
   state_.train_seconds += update_seconds;
-  give_back_free_memory_sometimes();
+  release_free_memory_sometimes();
   if (group_.rank() == 0) report_trained(own, step, num_steps, update_seconds);
 }
 
@@ -685,10 +685,10 @@ void Run::report_trained(const UpdateReport& own, int64_t step, int64_t num_step
 }
 
 // Batches of all lengths leave holes of all lengths.
-void Run::give_back_free_memory_sometimes() {
+void Run::release_free_memory_sometimes() {
   constexpr double kSeconds = 30;
   if (seconds_since(gave_back_) < kSeconds) return;
-  give_back_free_memory();
+  release_free_memory();
   gave_back_ = Clock::now();
 }
 
@@ -717,7 +717,7 @@ void Run::validate() {
   const auto start = Clock::now();
   progress_.clear();
   updater_->settle();
-  const auto gpu_use = group_.gather_text(gpu_watch_.take());
+  const auto gpu_use = group_.gather_object(gpu_watch_.take());
   // Not a number before the first update: 0 / 0.
   const double train_loss = state_.loss_sum / static_cast<double>(state_.token_sum);
   const double tokens_per_s = static_cast<double>(state_.token_sum) / state_.train_seconds;
@@ -758,7 +758,7 @@ void Run::validate() {
                         .gpu_use = gpu_use},
                        evaluation.translations);
   }
-  give_back_free_memory();  // translations of all lengths have left holes in it
+  release_free_memory();  // translations of all lengths have left holes in it
   group_.barrier("validation");
 }
 
@@ -793,11 +793,11 @@ TrainingResult train(const TrainingOptions& options, const comm::ProcessGroup& g
   auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
   Fd held_folder;
   std::string decision;
-  work_alone(group, "the run's folder", group.rank() == 0, kFolderLimit, [&] {
+  run_on_ranks(group, "the run's folder", group.rank() == 0, kFolderLimit, [&] {
     held_folder = hold_run_folder(options.model_dir);
     decision = find_start(options) == Start::kResume ? "resume" : "fresh";
   });
-  const Start start = group.broadcast_text(decision) == "resume" ? Start::kResume : Start::kFresh;
+  const Start start = group.broadcast_object(decision) == "resume" ? Start::kResume : Start::kFresh;
   RunData data = prepare_data(options, std::move(valid_text), start, group);
   return Run(options, start, std::move(data), mesh).loop();
 }

@@ -6,7 +6,7 @@
 #include "cohort/parallel/tensor_parallel.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/layer_runner.h"
-#include "cohort/translate/work_alone.h"
+#include "cohort/translate/run_on_ranks.h"
 
 namespace cohort::translate {
 namespace {
@@ -83,8 +83,8 @@ Updater::Updater(nmt::Transformer model, const comm::ProcessGroup& group,
 // Trainer 0 alone sends the servers back, before the others join.
 void Updater::start_session() {
   if (!options_.servers->client.restore) return session_->start();
-  work_alone(group_, "servers go back", group_.rank() == 0, kServersLimit,
-             [this] { session_->start(); });
+  run_on_ranks(group_, "servers go back", group_.rank() == 0, kServersLimit,
+               [this] { session_->start(); });
   if (group_.rank() != 0) session_->start();
 }
 
@@ -179,8 +179,8 @@ void Updater::save_servers(const std::string& folder) {
     if (group_.rank() == 0) session_->save(folder);
     return;
   }
-  work_alone(group_, "checkpoint of servers", group_.rank() == 0, kServersLimit,
-             [&] { session_->save(folder); });
+  run_on_ranks(group_, "checkpoint of servers", group_.rank() == 0, kServersLimit,
+               [&] { session_->save(folder); });
 }
 
 void Updater::finish() {
@@ -218,7 +218,7 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
 
 // What each rank found, by rank; asynchronous ranks tell nobody, and nobody asks them.
 std::vector<std::string> Updater::found_by_all(const std::string& own) {
-  if (!is_async(options_.servers)) return everyone().all_gather_text(own);
+  if (!is_async(options_.servers)) return everyone().all_gather_object(own);
   std::vector<std::string> found(static_cast<size_t>(group_.size()));
   found[static_cast<size_t>(group_.rank())] = own;
   return found;

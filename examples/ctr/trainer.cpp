@@ -534,7 +534,7 @@ std::optional<Metrics> Trainer::evaluate() {
   }
   if (group_.size() == 1) return scores.metrics();
   ScoreSet all;
-  for (const std::string& bytes : group_.gather_text(scores.to_bytes())) {
+  for (const std::string& bytes : group_.gather_object(scores.to_bytes())) {
     all.merge(ScoreSet::from_bytes(bytes));
   }
   if (group_.rank() != 0) return std::nullopt;

@@ -14,10 +14,10 @@ namespace {
 
 using cohort::ConfigError;
 
-std::string fact(const cohort::train::Facts& facts, const std::string& folder,
-                 const std::string& key) {
-  const auto found = facts.find(key);
-  if (found == facts.end()) {
+std::string entry(const cohort::train::Metadata& metadata, const std::string& folder,
+                  const std::string& key) {
+  const auto found = metadata.find(key);
+  if (found == metadata.end()) {
     throw ConfigError(folder + "/manifest.json: no checkpoint of imagenet: " + key + " is missing");
   }
   return found->second;
@@ -41,14 +41,14 @@ void save_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorSlice>& momentum, const RunState& state) {
   const cohort::comm::ProcessGroup& savers = model.savers();
   if (!savers) return;
-  cohort::train::Facts facts{{"arch", state.arch},
-                             {"epochs_done", std::to_string(state.epochs_done)},
-                             {"best_top1", exact(state.best_top1)}};
-  if (!state.servers.empty()) facts["servers"] = state.servers;
-  if (const auto job = cohort::env_string("COHORT_JOB_ID")) facts["job"] = *job;
+  cohort::train::Metadata metadata{{"arch", state.arch},
+                                   {"epochs_done", std::to_string(state.epochs_done)},
+                                   {"best_top1", exact(state.best_top1)}};
+  if (!state.servers.empty()) metadata["servers"] = state.servers;
+  if (const auto job = cohort::env_string("COHORT_JOB_ID")) metadata["job"] = *job;
   cohort::train::ShardedCheckpointWriter writer(savers);
   writer.begin(folder, parts_of(cohort::train::slices_of(model.state_to_save()), momentum),
-               state.epochs_done, facts);
+               state.epochs_done, metadata);
   writer.commit();
 }
 
@@ -56,16 +56,16 @@ bool is_of_this_job(const std::string& folder) {
   const auto job = cohort::env_string("COHORT_JOB_ID");
   if (!job || cohort::env_int("COHORT_ROUND").value_or(1) == 1) return false;
   if (!std::filesystem::exists(folder + "/manifest.json")) return false;
-  const auto facts = cohort::train::read_manifest(folder);
-  const auto found = facts.find("job");
-  return found != facts.end() && found->second == *job;
+  const auto metadata = cohort::train::read_manifest(folder);
+  const auto found = metadata.find("job");
+  return found != metadata.end() && found->second == *job;
 }
 
 RunState read_run(const std::string& folder) {
-  const auto facts = cohort::train::read_manifest(folder);
-  RunState state{.arch = fact(facts, folder, "arch")};
+  const auto metadata = cohort::train::read_manifest(folder);
+  RunState state{.arch = entry(metadata, folder, "arch")};
   const auto read = [&](const std::string& key, auto& number) {
-    const std::string text = fact(facts, folder, key);
+    const std::string text = entry(metadata, folder, key);
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
     if (error != std::errc() || end != text.data() + text.size()) {
       throw ConfigError(folder + "/manifest.json: " + key + ": expected a number, found " + text);
@@ -73,7 +73,7 @@ RunState read_run(const std::string& folder) {
   };
   read("epochs_done", state.epochs_done);
   read("best_top1", state.best_top1);
-  if (const auto servers = facts.find("servers"); servers != facts.end())
+  if (const auto servers = metadata.find("servers"); servers != metadata.end())
     state.servers = servers->second;
   return state;
 }

@@ -107,7 +107,7 @@ void go_on_where_the_job_was(Options& options) {
 
 // A script that starts each rank of a node exports LOCAL_RANK, and nothing else of a launcher's: this is that rank.
 bool is_local_rank() {
-  return cohort::env_string("LOCAL_RANK") && !cohort::comm::launched_as();
+  return cohort::env_string("LOCAL_RANK") && !cohort::comm::launcher_rank_variable();
 }
 
 // Whether a launcher has put more processes than this one on the node. Slurm's number may go on: "2(x3),1".
@@ -120,7 +120,7 @@ bool is_one_of_several() {
 
 // Under a launcher every process would start a whole job, and all of them would write one folder.
 void refuse_launchers() {
-  const auto launched = cohort::comm::launched_as();
+  const auto launched = cohort::comm::launcher_rank_variable();
   if (!launched) return;
   throw cohort::ConfigError("--multiprocessing-distributed: a launcher started this process (" +
                             launched->first + "=" + launched->second +
@@ -129,7 +129,7 @@ void refuse_launchers() {
 }
 
 // Without it --rank and --world-size, which count nodes here, would be taken for those of processes.
-void check_ranks_of_node(const cohort::comm::PlaceOptions& node) {
+void check_ranks_of_node(const cohort::comm::RankInfoOptions& node) {
   if (!node.nproc_per_node) {
     throw cohort::ConfigError("--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");
   }
@@ -137,17 +137,17 @@ void check_ranks_of_node(const cohort::comm::PlaceOptions& node) {
 
 // --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
 // nodes. It starts the node's ranks, which find their places in their environment.
-int spawn_ranks(cohort::comm::PlaceOptions node) {
+int spawn_ranks(cohort::comm::RankInfoOptions node) {
   if (!node.rank || !node.world_size || is_one_of_several()) refuse_launchers();
   check_ranks_of_node(node);
   cohort::launch::RunOptions ranks{.nproc_per_node = *node.nproc_per_node};
   node.nproc_per_node.reset();
   if (node.rank || node.world_size) {
-    const cohort::comm::Place place = cohort::comm::discover_place(node);
-    ranks.node_rank = place.rank;
-    ranks.nnodes = {.min = place.world_size, .max = place.world_size};
-    ranks.master_addr = place.master_addr;
-    ranks.master_port = place.master_port;
+    const cohort::comm::RankInfo info = cohort::comm::rank_info_from_environment(node);
+    ranks.node_rank = info.rank;
+    ranks.nnodes = {.min = info.world_size, .max = info.world_size};
+    ranks.master_addr = info.master_addr;
+    ranks.master_port = info.master_port;
   }
   return cohort::launch::spawn(ranks);
 }
@@ -168,11 +168,11 @@ int run(int argc, char** argv) {
   if (const auto ended = cohort::cli::parse(app, argc, argv, "imagenet --help lists the flags"))
     return *ended;
   if (cohort::launch::is_spawned()) {
-    group_flags.place = {};
+    group_flags.rank_info = {};
   } else if (spawns && !is_local_rank()) {
-    return spawn_ranks(group_flags.place);
+    return spawn_ranks(group_flags.rank_info);
   } else if (spawns) {
-    check_ranks_of_node(group_flags.place);
+    check_ranks_of_node(group_flags.rank_info);
   }
   check_together(options);
   const auto group = group_flags.connect();

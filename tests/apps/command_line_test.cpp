@@ -63,13 +63,14 @@ TEST(HelpTest, FlagsStandByTopicWithUnitAndDefault) {
   EXPECT_LT(help.find("\nRanks:\n"), help.find("\nOther:\n"));
 }
 
-// The engine would carry nothing: the ranks' tensors are on the CPU, and Gloo would take them without a word.
-TEST(BackendFlagTest, AnEngineOfAnotherDeviceIsRefused) {
+// The backend would carry nothing: the ranks' tensors are on the CPU, and Gloo would take them
+// without a word.
+TEST(BackendFlagTest, ABackendOfAnotherDeviceIsRefused) {
   const std::string path = "COHORT_BACKEND_PATH=" + bin("../tests/plugins") + " ";
   const std::string bench = " bench ddp --layers 1 --width 8 --batch 2 --steps 1 --warmup 1";
   const Ended refused = shell(path + bin("cohort") + bench + " --dist-backend hccl_meta");
   EXPECT_EQ(refused.code, 2) << refused.output;
-  EXPECT_NE(refused.output.find("--dist-backend hccl_meta: expected an engine of CPU tensors (gloo, mpi), for "
+  EXPECT_NE(refused.output.find("--dist-backend hccl_meta: expected a backend of CPU tensors (gloo, mpi), for "
                                 "this program computes on the CPU, got one of meta tensors\n"),
             std::string::npos)
       << refused.output;

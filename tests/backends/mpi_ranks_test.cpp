@@ -320,21 +320,21 @@ TEST_F(MpiBackendTest, BadTensorsAreRefusedBeforeAnythingIsSent) {
   backend->barrier(c10d::BarrierOptions{})->wait();
 }
 
-// A group of the library on engine `name`; rank 0 chooses the port and tells it through the file.
-ProcessGroup group_on(const std::string& name, const GroupOptions& options) {
+// A group of the library on backend `name`; rank 0 chooses the port and tells it through the file.
+ProcessGroup group_on(const std::string& name, const ProcessGroupOptions& options) {
   const std::string key = "port/" + name;
-  Place place{.rank = own_rank,
-              .world_size = world,
-              .local_rank = own_rank,
-              .local_world_size = world,
-              .master_addr = "127.0.0.1",
-              .source = "test"};
+  RankInfo info{.rank = own_rank,
+                .world_size = world,
+                .local_rank = own_rank,
+                .local_world_size = world,
+                .master_addr = "127.0.0.1",
+                .source = "test"};
   if (own_rank == 0) {
-    place.store_fd = listen_on(0);
-    store()->set(key, std::to_string(port_of(*place.store_fd)));
+    info.store_fd = listen_on(0);
+    store()->set(key, std::to_string(port_of(*info.store_fd)));
   }
-  place.master_port = std::stoi(store()->get_to_str(key));
-  return ProcessGroup(place, options);
+  info.master_port = std::stoi(store()->get_to_str(key));
+  return ProcessGroup(info, options);
 }
 
 // Trains a small model and returns its weights after a few steps.
@@ -368,7 +368,7 @@ TEST(MpiDdpTest, TrainingEqualsGloo) {
 }
 
 // Alone, without mpirun: ranks that only the environment knows.
-TEST(MpiPlace, AProgramThatMpirunDidNotStartIsToldSo) {
+TEST(MpiRankInfo, AProgramThatMpirunDidNotStartIsToldSo) {
   try {
     find_backend("mpi").make({.store = c10::make_intrusive<c10d::HashStore>(),
                               .rank = 1,
@@ -385,7 +385,7 @@ TEST(MpiPlace, AProgramThatMpirunDidNotStartIsToldSo) {
   }
 }
 
-TEST(MpiPlace, OneProcessAloneIsToldSoToo) {
+TEST(MpiRankInfo, OneProcessAloneIsToldSoToo) {
   const std::string error = test::message_of<ConfigError>([] {
     find_backend("mpi").make({.store = c10::make_intrusive<c10d::HashStore>(),
                               .rank = 0,

@@ -11,7 +11,7 @@ namespace cohort {
 namespace manifest_test {
 
 Manifest two_files() {
-  Manifest manifest{.update = 7, .facts = {{"a \"fact\"", "\n"}}};
+  Manifest manifest{.update = 7, .metadata = {{"a \"fact\"", "\n"}}};
   manifest.files = {{"p.0-of-2", {"p-7.0-of-2.00.safetensors", "00", 8}},
                     {"p.1-of-2", {"p-7.1-of-2.11.safetensors", "11", 9}}};
   manifest.parts["p"]["w"] = {
@@ -27,7 +27,7 @@ TEST(ManifestTest, ReadsWhatItWrote) {
   const Manifest read = Manifest::parse(manifest.to_json(), "here");
   EXPECT_EQ(read.to_json(), manifest.to_json());
   EXPECT_EQ(read.update, 7);
-  EXPECT_EQ(read.facts, manifest.facts);
+  EXPECT_EQ(read.metadata, manifest.metadata);
   EXPECT_EQ(read.parts.at("p").at("w").ranges, manifest.parts.at("p").at("w").ranges);
   read.check_coverage("here");
 }
@@ -109,7 +109,7 @@ TEST(ManifestTest, NoFlippedBitIsOverlooked) {
   }
 }
 
-TEST(ManifestTest, AChangedFactIsNotBelieved) {
+TEST(ManifestTest, ChangedMetadataIsNotBelieved) {
   std::string text = two_files().to_json();
   text.replace(text.find("\\n"), 2, "no");
   EXPECT_EQ(test::message_of<ConfigError>([&] { Manifest::parse(text, "here"); }),
@@ -123,9 +123,9 @@ TEST(ManifestTest, OneWithoutItsOwnSumIsRead) {
   EXPECT_EQ(Manifest::parse(text, "here").to_json(), two_files().to_json());
 }
 
-TEST(ManifestTest, FactsThatAreNoTextAreRefused) {
+TEST(ManifestTest, MetadataThatIsNoTextIsRefused) {
   Manifest manifest = two_files();
-  manifest.facts["path"] = "a\xFF";
+  manifest.metadata["path"] = "a\xFF";
   EXPECT_NE(test::message_of<ConfigError>([&] { manifest.to_json(); }).find("UTF-8"),
             std::string::npos);
 }

@@ -233,7 +233,7 @@ TEST_F(BackendTest, AGroupRunsOnThePluginThatItsOptionsName) {
         EXPECT_EQ(group.all_reduce_sum(group.rank() + 1), 3);
         EXPECT_GT(calls_of_hccl(), before);
         const std::vector<std::string> both{"a", "bc"};
-        EXPECT_EQ(group.all_gather_text(both[static_cast<size_t>(group.rank())]), both);
+        EXPECT_EQ(group.all_gather_object(both[static_cast<size_t>(group.rank())]), both);
       },
       {.backend = "hccl"});
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;

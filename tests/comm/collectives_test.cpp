@@ -263,7 +263,7 @@ TEST(CollectivesTest, OnePartOfABufferMayBeTheOtherEndAmongFour) {
 }
 
 TEST(CollectivesTest, OnePartOfABufferMayBeTheOtherEndAlone) {
-  ProcessGroup alone(Place{});
+  ProcessGroup alone(RankInfo{});
   expect_exchange_in_place(alone);
 }
 
@@ -316,20 +316,20 @@ TEST(CollectivesTest, AllToAllWithEqualAndUnequalParts) {
 TEST(CollectivesTest, TextsOfAnyLengthAndAnyBytes) {
   test::ranks(3, [](const ProcessGroup& group) {
     const std::string bytes("a\0b\xff", 4);
-    EXPECT_EQ(group.broadcast_text(group.rank() == 1 ? bytes : "other", 1), bytes);
-    EXPECT_EQ(group.broadcast_text(""), "");
-    EXPECT_EQ(group.all_gather_text(std::string(static_cast<size_t>(group.rank()), 'x')),
+    EXPECT_EQ(group.broadcast_object(group.rank() == 1 ? bytes : "other", 1), bytes);
+    EXPECT_EQ(group.broadcast_object(""), "");
+    EXPECT_EQ(group.all_gather_object(std::string(static_cast<size_t>(group.rank()), 'x')),
               (std::vector<std::string>{"", "x", "xx"}));
-    EXPECT_EQ(group.all_gather_text(""), (std::vector<std::string>{"", "", ""}));
-    const auto gathered = group.gather_text("r" + std::to_string(group.rank()), 2);
+    EXPECT_EQ(group.all_gather_object(""), (std::vector<std::string>{"", "", ""}));
+    const auto gathered = group.gather_object("r" + std::to_string(group.rank()), 2);
     EXPECT_EQ(gathered, group.rank() == 2 ? (std::vector<std::string>{"r0", "r1", "r2"})
                                           : (std::vector<std::string>{}));
-    EXPECT_EQ(group.gather_text("", 0).size(), group.rank() == 0 ? 3u : 0u);
+    EXPECT_EQ(group.gather_object("", 0).size(), group.rank() == 0 ? 3u : 0u);
   });
 }
 
 TEST(CollectivesTest, BadArgumentsAreNamedBeforeAnythingIsSent) {
-  ProcessGroup group(Place{});
+  ProcessGroup group(RankInfo{});
   at::Tensor x = at::zeros({4, 4});
   at::Tensor shorts = at::zeros({4}, at::kShort);
   at::Tensor ints = at::zeros({4}, at::kInt);

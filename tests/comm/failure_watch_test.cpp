@@ -31,13 +31,13 @@ struct SlowStore : c10d::HashStore {
   std::function<bool()> is_open;
 };
 
-std::string story_of(int rank, const std::vector<MatchedCall>& calls) {
+std::string record_of(int rank, const std::vector<MatchedCall>& calls) {
   CollectiveLog log(rank, 3, RankTrace::open(""));
   for (const MatchedCall& call : calls) {
     log.begin({}, call);
     log.end();
   }
-  return log.story();
+  return log.flight_record();
 }
 
 MatchedCall call_of(const std::string& group, int64_t number, const std::string& what) {
@@ -47,11 +47,11 @@ MatchedCall call_of(const std::string& group, int64_t number, const std::string&
 // Numbers of two groups do not compare: the later difference has the lower one here.
 TEST(CollectiveLogTest, TheFirstDifferenceIsTheFirstInARanksOwnOrder) {
   const MatchedCall same = call_of("", 1, "all_reduce(sum) of float32[4]");
-  const Stories stories{
-      {0, story_of(0, {same, call_of("", 2, "barrier \"a\""), call_of("pair", 1, "broadcast")})},
-      {1, story_of(1, {same, call_of("", 2, "barrier \"b\""), call_of("pair", 1, "gather")})},
-      {2, story_of(2, {same, call_of("", 2, "barrier \"a\"")})}};
-  EXPECT_EQ(find_mismatch(stories).value_or("none"),
+  const FlightRecords records{
+      {0, record_of(0, {same, call_of("", 2, "barrier \"a\""), call_of("pair", 1, "broadcast")})},
+      {1, record_of(1, {same, call_of("", 2, "barrier \"b\""), call_of("pair", 1, "gather")})},
+      {2, record_of(2, {same, call_of("", 2, "barrier \"a\"")})}};
+  EXPECT_EQ(find_mismatch(records).value_or("none"),
             "rank 1 calls barrier \"b\" at a.cpp:2 where rank 0 calls barrier \"a\" at a.cpp:2");
 }
 
@@ -59,17 +59,17 @@ TEST(CollectiveLogTest, OfTwoRanksThatPartTheEarlierIsNamed) {
   const auto whole = [](const std::string& third, const std::string& fourth) {
     return std::vector{call_of("", 1, "a"), call_of("", 2, "b"), call_of("", 3, third), call_of("", 4, fourth)};
   };
-  const Stories stories{{0, story_of(0, whole("c", "d"))},
-                        {1, story_of(1, whole("c", "other"))},
-                        {2, story_of(2, whole("another", "d"))}};
-  EXPECT_EQ(find_mismatch(stories).value_or("none"),
+  const FlightRecords records{{0, record_of(0, whole("c", "d"))},
+                              {1, record_of(1, whole("c", "other"))},
+                              {2, record_of(2, whole("another", "d"))}};
+  EXPECT_EQ(find_mismatch(records).value_or("none"),
             "rank 2 calls another at a.cpp:3 where rank 0 calls c at a.cpp:3");
   // Two groups in different orders: there is no first one.
   const MatchedCall a = call_of("a", 1, "x"), b = call_of("b", 1, "x");
-  const Stories crossed{{0, story_of(0, {call_of("a", 1, "y"), call_of("b", 1, "y")})},
-                        {1, story_of(1, {b, a})}};
+  const FlightRecords crossed{{0, record_of(0, {call_of("a", 1, "y"), call_of("b", 1, "y")})},
+                              {1, record_of(1, {b, a})}};
   EXPECT_TRUE(find_mismatch(crossed).has_value());
-  EXPECT_EQ(find_mismatch({{0, stories.at(0)}, {2, story_of(2, {call_of("", 1, "a")})}}), std::nullopt);
+  EXPECT_EQ(find_mismatch({{0, records.at(0)}, {2, record_of(2, {call_of("", 1, "a")})}}), std::nullopt);
 }
 
 // The last look may take up to two seconds. A machine that stands still for longer tries again.
@@ -81,7 +81,7 @@ TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
     store->is_open = [&] { return loopback.is_open(); };
     auto watch = std::make_unique<FailureWatch>(
         StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
-        FailureWatchCalls{.story = [] { return std::string(); },
+        FailureWatchCalls{.flight_record = [] { return std::string(); },
                           .waiting_ns = [] { return std::nullopt; },
                           .abort = [] {}});
     store->asked.get_future().wait();
@@ -101,7 +101,7 @@ TEST(FailureWatchTest, ASilentStoreIsCutOff) {
   store->is_open = [&] { return loopback.is_open(); };
   auto watch = std::make_unique<FailureWatch>(
       StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
-      FailureWatchCalls{.story = [] { return std::string(); },
+      FailureWatchCalls{.flight_record = [] { return std::string(); },
                         .waiting_ns = [] { return std::nullopt; },
                         .abort = [] {}});
   store->asked.get_future().wait();

@@ -273,10 +273,10 @@ TEST(HandleTest, AnEmptyOneIsRefusedByName) {
 }
 
 TEST(HandleTest, CopiesReferToOneGroup) {
-  ProcessGroup group(Place{});
+  ProcessGroup group(RankInfo{});
   const ProcessGroup copy = group;
   EXPECT_EQ(copy, group);
-  EXPECT_NE(copy, ProcessGroup(Place{}));
+  EXPECT_NE(copy, ProcessGroup(RankInfo{}));
   group = {};
   EXPECT_EQ(copy.all_reduce_sum(3), 3) << "lives as long as one of them";
   const ProcessGroup other = copy;

@@ -104,8 +104,8 @@ TEST_P(MismatchTest, Order) {
       });
 }
 
-// The second time round, the call is known and goes out unasked: the data never meet, and after two
-// seconds the watching threads tell.
+// The second time round, the call is known and goes out unasked: the data never match, and after
+// two seconds the watching threads tell.
 TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
   expect_named(
       world_size(),
@@ -135,7 +135,7 @@ TEST_P(MismatchTest, ShapesOfAsynchronousCallsThatAreKnown) {
       });
 }
 
-// Only the odd one has it compared, and the comparison must not meet the others' data.
+// Only the odd one has it compared, and the comparison must not match the others' data.
 TEST_P(MismatchTest, AnAsynchronousCallThatIsNewWhereTheOthersKnowTheirs) {
   expect_named(
       world_size(),
@@ -182,7 +182,8 @@ TEST_P(MismatchTest, NamesOfBarriers) {
 
 INSTANTIATE_TEST_SUITE_P(Worlds, MismatchTest, testing::Values(2, 3));
 
-// Without comparison both wait in the engine; after two seconds the watching threads compare notes.
+// Without comparison both wait in the backend; after two seconds the watching threads compare
+// notes.
 TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
   const auto start = std::chrono::steady_clock::now();
   const auto ends = test::run_ranks(3,
@@ -249,7 +250,8 @@ TEST(MonitoredBarrierTest, RanksThatWaitInDifferentGuardedCallsAreBothNamed) {
   const auto ends = test::run_ranks(2, [](const ProcessGroup& group) {
     group.all_reduce_sum(1);
     if (group.rank() == 0) return group.barrier("epoch", seconds(3));
-    group.guard("all_reduce of gradients", [&] { std::this_thread::sleep_for(seconds(7)); });
+    group.translate_errors("all_reduce of gradients",
+                           [&] { std::this_thread::sleep_for(seconds(7)); });
   });
   EXPECT_NE(ends[0].output.find("rank 0 waits in barrier \"epoch\" at mismatch_test.cpp:"),
             std::string::npos)
@@ -271,7 +273,7 @@ TEST(MismatchWatchTest, WaitingLongForASlowRankIsNoFault) {
   });
 }
 
-// Two groups of one name wait in calls of their own, long enough to tell their stories.
+// Two groups of one name wait in calls of their own, long enough to publish their flight records.
 TEST(MismatchFaultTest, GroupsOfOneNameAreToldApart) {
   test::ranks(4, [](const ProcessGroup& group) {
     const auto first = group.subgroup({0, 1}, "row");
@@ -296,7 +298,7 @@ TEST(MismatchFaultTest, AStoppedStoreHostIsNamedWithinSeconds) {
   const auto ends =
       test::run_ranks(3,
                       [](const ProcessGroup& group) {
-                        const auto pids = group.all_gather_text(std::to_string(getpid()));
+                        const auto pids = group.all_gather_object(std::to_string(getpid()));
                         if (group.rank() == 0) {
                           // Stands still until the others have left; a stopped process gets no
                           // signal but this.

@@ -35,8 +35,8 @@ TEST(ProcessGroupTest, CollectivesGiveEveryRankTheSame) {
     group.all_reduce(highest, ReduceOp::kMax);
     EXPECT_EQ(highest.item<int64_t>(), 2);
     EXPECT_EQ(group.all_reduce_sum(group.rank()), 3);
-    EXPECT_EQ(group.broadcast_text(group.rank() == 1 ? "from one" : "other", 1), "from one");
-    EXPECT_EQ(group.all_gather_text(std::string(static_cast<size_t>(group.rank()), 'x')),
+    EXPECT_EQ(group.broadcast_object(group.rank() == 1 ? "from one" : "other", 1), "from one");
+    EXPECT_EQ(group.all_gather_object(std::string(static_cast<size_t>(group.rank()), 'x')),
               (std::vector<std::string>{"", "x", "xx"}));
     group.barrier("end");
   });
@@ -67,14 +67,14 @@ TEST(ProcessGroupTest, AWriteToAVanishedPeerIsAnErrorAndNoDeath) {
 }
 
 TEST(ProcessGroupTest, OneProcessIsAGroup) {
-  ProcessGroup group(Place{});
+  ProcessGroup group(RankInfo{});
   EXPECT_EQ(group.all_reduce_sum(4), 4);
   group.close();
   EXPECT_THROW(group.all_reduce_sum(4), c10::ValueError);
 }
 
 TEST(ProcessGroupTest, AWorkKeepsItsGroup) {
-  ProcessGroup group(Place{});
+  ProcessGroup group(RankInfo{});
   at::Tensor x = at::ones({2});
   at::Tensor all = at::zeros({2});
   Work sum = group.all_reduce_async(x);
@@ -87,10 +87,10 @@ TEST(ProcessGroupTest, AWorkKeepsItsGroup) {
 }
 
 TEST(ProcessGroupTest, WhatTheCallersCodeThrowsInAGuardIsNoLostPeer) {
-  ProcessGroup group(Place{});
+  ProcessGroup group(RankInfo{});
   const std::string text = "/home/me/gloo/reader.cpp: no such line";
   try {
-    group.guard("backward", [&] { throw std::runtime_error(text); });
+    group.translate_errors("backward", [&] { throw std::runtime_error(text); });
     FAIL() << "nothing was thrown";
   } catch (const std::exception& error) {
     EXPECT_EQ(error.what(), text);
@@ -120,13 +120,13 @@ TEST(ProcessGroupTest, AfterCloseEveryOperationIsRefused) {
         [&] { group.all_to_all(one, two); },
         [&] { group.send(one, 1); },
         [&] { group.recv(one, 1); },
-        [&] { group.broadcast_text("x"); },
-        [&] { group.all_gather_text("x"); },
-        [&] { group.gather_text("x"); },
+        [&] { group.broadcast_object("x"); },
+        [&] { group.all_gather_object("x"); },
+        [&] { group.gather_object("x"); },
         [&] { group.barrier("x"); },
         [&] { group.subgroup({0}, "x"); },
-        [&] { group.guard("x", [] {}); },
-        [&] { group.engine(); },
+        [&] { group.translate_errors("x", [] {}); },
+        [&] { group.backend(); },
     };
     for (size_t i = 0; i < operations.size(); ++i) {
       try {
@@ -146,7 +146,7 @@ TEST(ProcessGroupTest, AfterCloseEveryOperationIsRefused) {
 
 TEST(ProcessGroupTest, AnUnknownBackendIsNamed) {
   try {
-    ProcessGroup group(Place{}, {.backend = "nonesuch"});
+    ProcessGroup group(RankInfo{}, {.backend = "nonesuch"});
     FAIL();
   } catch (const ConfigError& error) {
     EXPECT_EQ(one_line(error).find("backend \"nonesuch\" is unknown: there is "), 0u)
@@ -178,7 +178,8 @@ TEST(ProcessGroupTest, APortInUseIsNamed) {
 TEST(ProcessGroupTest, AnUnreachableMasterIsNamedWithinTheTimeout) {
   if (std::getenv("RANK") != nullptr) {
     std::exit(run_program("test", [] {
-      ProcessGroup group(discover_place(), {.rendezvous_timeout = std::chrono::seconds(2)});
+      ProcessGroup group(rank_info_from_environment(),
+                         {.rendezvous_timeout = std::chrono::seconds(2)});
       return kExitOk;
     }));
   }
@@ -212,7 +213,7 @@ TEST(ProcessGroupTest, AHostNameThatDoesNotResolveIsNamed) {
 }
 
 // From the call that fails, which begins where the lost rank ends, to its error: a watch looks at
-// the store every 250 ms, the lost rank has 2,000 ms to answer, and the others look for the verdict
+// the store every 250 ms, the lost rank has 2,000 ms to answer, and the others poll for the report
 // every 20 ms. Twice the sum, for a busy machine.
 constexpr int kMostMsUntilNamed = 2 * (250 + 2000 + 20);
 

@@ -1,4 +1,4 @@
-// How ranks meet, and what they say when they do not.
+// How ranks find each other, and what they report when they do not.
 #include "cohort/comm/rendezvous.h"
 
 #include <ATen/ATen.h>
@@ -31,38 +31,37 @@ using cohort::test::free_port;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-Place place_of(int rank, int world_size, int port) {
-  Place place;
-  place.rank = rank;
-  place.world_size = world_size;
-  place.local_rank = rank;
-  place.local_world_size = world_size;
-  place.master_addr = "127.0.0.1";
-  place.master_port = port;
-  place.source = "test";
-  return place;
+RankInfo info_of(int rank, int world_size, int port) {
+  RankInfo info;
+  info.rank = rank;
+  info.world_size = world_size;
+  info.local_rank = rank;
+  info.local_world_size = world_size;
+  info.master_addr = "127.0.0.1";
+  info.master_port = port;
+  info.source = "test";
+  return info;
 }
 
-Place at_file(int rank, int world_size, const std::string& path) {
-  Place place = place_of(rank, world_size, 0);
-  place.master_addr.clear();
-  place.store_file = path;
-  return place;
+RankInfo at_file(int rank, int world_size, const std::string& path) {
+  RankInfo info = info_of(rank, world_size, 0);
+  info.master_addr.clear();
+  info.store_file = path;
+  return info;
 }
 
-// Lets each place try to meet the others, one thread each; returns what each got: "met" or its
-// error.
-std::vector<std::string> meet_all(const std::vector<Place>& places,
+// Lets each rank join, one thread each; returns what each got: "joined" or its error.
+std::vector<std::string> join_all(const std::vector<RankInfo>& infos,
                                   milliseconds timeout = seconds(30)) {
-  std::vector<std::string> results(places.size());
+  std::vector<std::string> results(infos.size());
   std::vector<std::jthread> threads;
-  for (size_t i = 0; i < places.size(); ++i) {
+  for (size_t i = 0; i < infos.size(); ++i) {
     threads.emplace_back([&, i] {
       try {
-        ProcessGroup group(places[i], {.rendezvous_timeout = timeout, .timeout = seconds(30)});
-        EXPECT_EQ(group.all_reduce_sum(1), places[i].world_size);
+        ProcessGroup group(infos[i], {.rendezvous_timeout = timeout, .timeout = seconds(30)});
+        EXPECT_EQ(group.all_reduce_sum(1), infos[i].world_size);
         group.close();
-        results[i] = "met";
+        results[i] = "joined";
       } catch (const std::exception& error) {
         results[i] = one_line(error);
       }
@@ -77,10 +76,10 @@ void expect_each_says(const std::vector<std::string>& results, const std::string
     EXPECT_NE(result.find(text), std::string::npos) << result;
 }
 
-TEST(RendezvousTest, RanksMeetByTcp) {
+TEST(RendezvousTest, RanksJoinByTcp) {
   const int port = free_port();
-  expect_each_says(meet_all({place_of(0, 3, port), place_of(1, 3, port), place_of(2, 3, port)}),
-                   "met");
+  expect_each_says(join_all({info_of(0, 3, port), info_of(1, 3, port), info_of(2, 3, port)}),
+                   "joined");
 }
 
 // Whom rank 0 serves by the loopback it serves by that alone.
@@ -97,56 +96,56 @@ TEST(RendezvousTest, AStoreOfTheLoopbackListensThereOnly) {
         << bound(host);
   for (const char* host : {"127.0.0.1", "localhost", "127.0.1.1"}) {
     const int port = free_port();
-    std::vector<Place> places;
+    std::vector<RankInfo> infos;
     for (int rank = 0; rank < 2; ++rank) {
-      places.push_back(place_of(rank, 2, port));
-      places.back().master_addr = host;
+      infos.push_back(info_of(rank, 2, port));
+      infos.back().master_addr = host;
     }
-    expect_each_says(meet_all(places), "met");
+    expect_each_says(join_all(infos), "joined");
   }
 }
 
 TEST(RendezvousTest, WhoSharesAHostIsFoundWhereNobodySaysIt) {
   const int port = free_port();
-  std::vector<Place> found(3);
+  std::vector<RankInfo> found(3);
   {
     std::vector<std::jthread> threads;
     for (int rank = 0; rank < 3; ++rank) {
       threads.emplace_back([&, rank] {
-        Place place = place_of(rank, 3, port);
-        place.local_rank = 0;
-        place.local_world_size = 1;
-        place.finds_host = true;
-        ProcessGroup group(place, {.rendezvous_timeout = seconds(30), .timeout = seconds(30)});
-        found[static_cast<size_t>(rank)] = group.place();
+        RankInfo info = info_of(rank, 3, port);
+        info.local_rank = 0;
+        info.local_world_size = 1;
+        info.finds_host = true;
+        ProcessGroup group(info, {.rendezvous_timeout = seconds(30), .timeout = seconds(30)});
+        found[static_cast<size_t>(rank)] = group.rank_info();
         group.close();
       });
     }
   }
   for (int rank = 0; rank < 3; ++rank) {
-    const Place& place = found[static_cast<size_t>(rank)];
-    EXPECT_EQ(place.local_rank, rank);
-    EXPECT_EQ(place.local_world_size, 3);
-    EXPECT_FALSE(place.finds_host);
+    const RankInfo& info = found[static_cast<size_t>(rank)];
+    EXPECT_EQ(info.local_rank, rank);
+    EXPECT_EQ(info.local_world_size, 3);
+    EXPECT_FALSE(info.finds_host);
   }
 }
 
 // The last process removes it when it ends (tests/start/ways_to_start.py).
-TEST(RendezvousTest, RanksMeetByFileAndKeepItForTheNextGroup) {
+TEST(RendezvousTest, RanksJoinByFileAndKeepItForTheNextGroup) {
   const TemporaryFolder folder;
-  const std::string path = folder.path() / "meet";
-  expect_each_says(meet_all({at_file(0, 3, path), at_file(1, 3, path), at_file(2, 3, path)}),
-                   "met");
+  const std::string path = folder.path() / "rendezvous";
+  expect_each_says(join_all({at_file(0, 3, path), at_file(1, 3, path), at_file(2, 3, path)}),
+                   "joined");
   EXPECT_TRUE(std::filesystem::exists(path));
-  expect_each_says(meet_all({at_file(0, 3, path), at_file(1, 3, path), at_file(2, 3, path)}),
-                   "met");
+  expect_each_says(join_all({at_file(0, 3, path), at_file(1, 3, path), at_file(2, 3, path)}),
+                   "joined");
 }
 
 TEST(RendezvousTest, AMissingRankIsNamedOnEveryRank) {
   const int port = free_port();
   const auto start = std::chrono::steady_clock::now();
   const auto results =
-      meet_all({place_of(0, 4, port), place_of(1, 4, port), place_of(3, 4, port)}, seconds(5));
+      join_all({info_of(0, 4, port), info_of(1, 4, port), info_of(3, 4, port)}, seconds(5));
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20));
   expect_each_says(results, "lost rank 2 in rendezvous at 127.0.0.1:" + std::to_string(port));
   expect_each_says(results, "3 of 4 ranks have come");
@@ -154,13 +153,13 @@ TEST(RendezvousTest, AMissingRankIsNamedOnEveryRank) {
 
 TEST(RendezvousTest, TwoProcessesWithOneNumberAreNamedOnEveryRank) {
   const int port = free_port();
-  const auto results = meet_all({place_of(0, 3, port), place_of(1, 3, port), place_of(1, 3, port)});
+  const auto results = join_all({info_of(0, 3, port), info_of(1, 3, port), info_of(1, 3, port)});
   expect_each_says(results, "two processes are rank 1: pid ");
 }
 
-// Makes `count` groups of three ranks at one place, each with its own sums, all of them alive until
-// the last one has ended if `side_by_side`.
-void make_groups(const std::function<Place(int rank)>& place, int count, bool side_by_side) {
+// Makes `count` groups of three ranks at one address, each with its own sums, all of them alive
+// until the last one has ended if `side_by_side`.
+void make_groups(const std::function<RankInfo(int rank)>& info, int count, bool side_by_side) {
   std::vector<std::jthread> threads;
   for (int rank = 0; rank < 3; ++rank) {
     threads.emplace_back([&, rank] {
@@ -168,8 +167,8 @@ void make_groups(const std::function<Place(int rank)>& place, int count, bool si
         std::vector<ProcessGroup> groups;
         for (int i = 0; i < count; ++i) {
           if (!side_by_side) groups.clear();
-          groups.emplace_back(
-              place(rank), GroupOptions{.rendezvous_timeout = seconds(60), .timeout = seconds(60)});
+          groups.emplace_back(info(rank), ProcessGroupOptions{.rendezvous_timeout = seconds(60),
+                                                              .timeout = seconds(60)});
           EXPECT_EQ(groups.back().all_reduce_sum(i), 3 * i);
         }
         for (auto& group : groups) EXPECT_EQ(group.all_reduce_sum(rank), 3);
@@ -185,54 +184,54 @@ TEST(RendezvousTest, GroupsFollowEachOtherAndStandSideBySide) {
   for (const bool side_by_side : {false, true}) {
     const int port = free_port();
     const int count = side_by_side ? 3 : 10;
-    make_groups([port](int rank) { return place_of(rank, 3, port); }, count, side_by_side);
-    // The same place once more: whoever had it before is over.
-    make_groups([port](int rank) { return place_of(rank, 3, port); }, 1, side_by_side);
+    make_groups([port](int rank) { return info_of(rank, 3, port); }, count, side_by_side);
+    // The same address once more: its earlier groups are over.
+    make_groups([port](int rank) { return info_of(rank, 3, port); }, 1, side_by_side);
     const TemporaryFolder folder;
-    make_groups([&](int rank) { return at_file(rank, 3, folder.path() / "meet"); }, count,
+    make_groups([&](int rank) { return at_file(rank, 3, folder.path() / "rendezvous"); }, count,
                 side_by_side);
   }
 }
 
-TEST(RendezvousTest, ARankThatGaveUpMeetsOneThatComesLater) {
+TEST(RendezvousTest, ARankThatGaveUpJoinsOneThatComesLater) {
   const int port = free_port();
-  expect_each_says(meet_all({place_of(0, 2, port)}, seconds(1)), "1 of 2 ranks have come");
+  expect_each_says(join_all({info_of(0, 2, port)}, seconds(1)), "1 of 2 ranks have come");
   std::vector<std::string> early, late;
   {
-    const std::jthread first([&] { early = meet_all({place_of(0, 2, port)}); });
+    const std::jthread first([&] { early = join_all({info_of(0, 2, port)}); });
     std::this_thread::sleep_for(milliseconds(300));
-    late = meet_all({place_of(1, 2, port)});
+    late = join_all({info_of(1, 2, port)});
   }
-  expect_each_says(early, "met");
-  expect_each_says(late, "met");
+  expect_each_says(early, "joined");
+  expect_each_says(late, "joined");
 }
 
 // Such as a worker of a round before, or of another job with the same port.
 TEST(RendezvousTest, RanksOfAnotherJobHurtNobody) {
   const int port = free_port();
-  std::vector<Place> places;
+  std::vector<RankInfo> infos;
   for (int rank = 0; rank < 2; ++rank) {
-    places.push_back(place_of(rank, 2, port));
-    places.back().job = "job.2";
+    infos.push_back(info_of(rank, 2, port));
+    infos.back().job = "job.2";
   }
-  Place straggler = place_of(1, 2, port);
+  RankInfo straggler = info_of(1, 2, port);
   straggler.job = "job.1";
   std::vector<std::string> lonely;
   {
-    const std::jthread thread([&] { lonely = meet_all({straggler}, seconds(3)); });
+    const std::jthread thread([&] { lonely = join_all({straggler}, seconds(3)); });
     std::this_thread::sleep_for(milliseconds(200));
-    expect_each_says(meet_all(places), "met");
+    expect_each_says(join_all(infos), "joined");
   }
   expect_each_says(lonely, "1 of 2 ranks have come");
 }
 
-// Rank 1 of three processes, which rank 0 outlives: the first is killed, the second takes its
-// place, a third is one too many.
+// Rank 1 of three processes, which rank 0 outlives: the first is killed, the second replaces it, a
+// third is one too many.
 TEST(RendezvousTest, ANewProcessTakesTheOneThatEndedsPlace) {
-  const GroupOptions options{.rendezvous_timeout = seconds(60), .timeout = seconds(60)};
+  const ProcessGroupOptions options{.rendezvous_timeout = seconds(60), .timeout = seconds(60)};
   if (const char* port = std::getenv("COHORT_TEST_STORE_PORT")) {
     try {
-      ProcessGroup group(place_of(1, 2, std::atoi(port)), options);
+      ProcessGroup group(info_of(1, 2, std::atoi(port)), options);
       if (group.all_reduce_sum(1) == 2) kill(getpid(), SIGKILL);
       std::printf("the sum was %d\n", static_cast<int>(group.all_reduce_sum(1)));
       group.close();
@@ -249,13 +248,13 @@ TEST(RendezvousTest, ANewProcessTakesTheOneThatEndedsPlace) {
       " --gtest_filter=RendezvousTest.ANewProcessTakesTheOneThatEndedsPlace 2>&1";
   auto first = std::async(std::launch::async, [&] { return test::shell(rank_1); });
   {
-    ProcessGroup group(place_of(0, 2, port), options);
+    ProcessGroup group(info_of(0, 2, port), options);
     EXPECT_EQ(group.all_reduce_sum(1), 2);
     EXPECT_THROW(group.all_reduce_sum(1), PeerError);
   }
   first.get();
   auto second = std::async(std::launch::async, [&] { return test::shell(rank_1); });
-  ProcessGroup group(place_of(0, 2, port), options);
+  ProcessGroup group(info_of(0, 2, port), options);
   const test::Ended third = test::shell(rank_1);
   EXPECT_NE(third.output.find("two processes are rank 1: pid "), std::string::npos) << third.output;
   EXPECT_EQ(group.all_reduce_sum(9), 10);
@@ -266,15 +265,15 @@ TEST(RendezvousTest, ANewProcessTakesTheOneThatEndedsPlace) {
 
 TEST(RendezvousTest, DifferentWorldSizesAreNamedOnEveryRank) {
   const int port = free_port();
-  const auto results = meet_all({place_of(0, 3, port), place_of(1, 4, port)});
+  const auto results = join_all({info_of(0, 3, port), info_of(1, 4, port)});
   expect_each_says(results, "world size 3, backend gloo");
   expect_each_says(results, "world size 4, backend gloo");
 }
 
 TEST(RendezvousTest, AHostThatDoesNotResolveIsNamed) {
-  Place lost = place_of(1, 2, 80);
+  RankInfo lost = info_of(1, 2, 80);
   lost.master_addr = "no-such-host.invalid";
-  expect_each_says(meet_all({lost}), "MASTER_ADDR=no-such-host.invalid does not resolve");
+  expect_each_says(join_all({lost}), "MASTER_ADDR=no-such-host.invalid does not resolve");
   try {
     ProcessGroup group(lost, {.interface = "lo"});
     FAIL();
@@ -287,20 +286,20 @@ TEST(RendezvousTest, AHostThatComesLaterIsWaitedFor) {
   const int fd = listen_on(0);
   const int port = port_of(fd);
   std::vector<std::string> first, second;
-  std::jthread early([&] { first = meet_all({place_of(1, 2, port)}); });
+  std::jthread early([&] { first = join_all({info_of(1, 2, port)}); });
   ::close(accept(fd, nullptr, nullptr));  // Rank 1 has tried, in vain.
   ::close(fd);
-  second = meet_all({place_of(0, 2, port)});
+  second = join_all({info_of(0, 2, port)});
   early.join();
-  expect_each_says(first, "met");
-  expect_each_says(second, "met");
+  expect_each_says(first, "joined");
+  expect_each_says(second, "joined");
 }
 
 TEST(RendezvousTest, WhatIsNoStoreIsNamed) {
   const int fd = listen_on(0);
   const int port = port_of(fd);
   const std::string where = "127.0.0.1:" + std::to_string(port);
-  const auto silent = meet_all({place_of(1, 2, port)}, seconds(2));
+  const auto silent = join_all({info_of(1, 2, port)}, seconds(2));
   expect_each_says(silent, "lost a peer in rendezvous at " + where);
   expect_each_says(silent, "nobody answers there: the port is open, but silent");
   ::close(accept(fd, nullptr, nullptr));
@@ -311,15 +310,15 @@ TEST(RendezvousTest, WhatIsNoStoreIsNamed) {
     EXPECT_EQ(write(connection, "HTTP/1.0 400 Bad Request", 24), 24);
     ::close(connection);
   });
-  expect_each_says(meet_all({place_of(1, 2, port)}), "what answers at " + where + " is no store");
+  expect_each_says(join_all({info_of(1, 2, port)}), "what answers at " + where + " is no store");
   ::close(fd);
 }
 
 // An earlier job of which rank 1 never came: its process is gone, its file is not.
 TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
   if (const char* stale = std::getenv("COHORT_TEST_STALE_FILE")) {
-    // A rank that is killed once it has signed: one that gives up would take the file away.
-    std::thread([stale] { meet_all({at_file(0, 2, stale)}, seconds(20)); }).detach();
+    // A rank that is killed once it has registered: one that gives up would take the file away.
+    std::thread([stale] { join_all({at_file(0, 2, stale)}, seconds(20)); }).detach();
     const std::string signature = std::to_string(getpid());
     for (std::string text; text.find(signature) == std::string::npos;) {
       std::ifstream file(stale);
@@ -329,7 +328,7 @@ TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
     kill(getpid(), SIGKILL);
   }
   const TemporaryFolder folder;
-  const std::string path = folder.path() / "meet";
+  const std::string path = folder.path() / "rendezvous";
   setenv("COHORT_TEST_STALE_FILE", path.c_str(), 1);
   const std::string self = std::filesystem::read_symlink("/proc/self/exe");
   std::system((self + " --gtest_filter=RendezvousTest.AStaleFileIsNamedOnEveryRank >/dev/null 2>&1")
@@ -337,7 +336,7 @@ TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
   unsetenv("COHORT_TEST_STALE_FILE");
   if (!std::filesystem::exists(path)) GTEST_FAIL() << "the earlier job left no file";
   const auto start = std::chrono::steady_clock::now();
-  const auto results = meet_all({at_file(0, 2, path), at_file(1, 2, path)});
+  const auto results = join_all({at_file(0, 2, path), at_file(1, 2, path)});
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(20)) << "30 s when they wait";
   expect_each_says(results, path + " was left by an earlier job (pid ");
   expect_each_says(results, "remove it, then start again");
@@ -345,9 +344,9 @@ TEST(RendezvousTest, AStaleFileIsNamedOnEveryRank) {
 
 TEST(RendezvousTest, AProcessThatGaveUpLeavesNoFileWhenItEnds) {
   const TemporaryFolder folder;
-  const std::string path = folder.path() / "meet";
+  const std::string path = folder.path() / "rendezvous";
   const auto give_up = [&path] {
-    expect_each_says(meet_all({at_file(0, 2, path)}, seconds(2)), "1 of 2 ranks have come");
+    expect_each_says(join_all({at_file(0, 2, path)}, seconds(2)), "1 of 2 ranks have come");
     std::exit(!testing::Test::HasFailure() && std::filesystem::exists(path) ? 0 : 1);
   };
   EXPECT_EXIT(give_up(), testing::ExitedWithCode(0), "");
@@ -358,14 +357,14 @@ TEST(RendezvousTest, AFileOfAnotherKindIsRefused) {
   const TemporaryFolder folder;
   const std::string path = folder.path() / "notes.txt";
   std::ofstream(path) << "these are my notes, not a store";
-  expect_each_says(meet_all({at_file(0, 2, path)}), "the file holds something else");
-  expect_each_says(meet_all({at_file(0, 2, folder.path() / "none" / "meet")}),
+  expect_each_says(join_all({at_file(0, 2, path)}), "the file holds something else");
+  expect_each_says(join_all({at_file(0, 2, folder.path() / "none" / "rendezvous")}),
                    "cannot be opened: No such file or directory");
 }
 
 TEST(RendezvousTest, AnUnknownInterfaceListsThoseThatExist) {
   try {
-    ProcessGroup group(place_of(0, 2, free_port()), {.interface = "nonesuch0"});
+    ProcessGroup group(info_of(0, 2, free_port()), {.interface = "nonesuch0"});
     FAIL();
   } catch (const ConfigError& error) {
     EXPECT_EQ(

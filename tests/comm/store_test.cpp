@@ -365,22 +365,22 @@ TEST(StoreSecretTest, AnotherSecretIsRefusedByName) {
   with.client()->set("a", bytes("b"));
 }
 
-TEST(StoreSecretTest, RanksWithDifferentSecretsDoNotMeet) {
-  Place place;
-  place.rank = 0;
-  place.world_size = 2;
-  place.master_addr = "127.0.0.1";
-  place.master_port = test::free_port();
+TEST(StoreSecretTest, RanksWithDifferentSecretsDoNotJoin) {
+  RankInfo info;
+  info.rank = 0;
+  info.world_size = 2;
+  info.master_addr = "127.0.0.1";
+  info.master_port = test::free_port();
   const auto deadline = Clock::now() + seconds(30);
   ::setenv("COHORT_JOB_SECRET", "one", 1);
-  connect_store(place, deadline, seconds(5)).store->set("a", bytes("b"));
-  place.rank = 1;
-  EXPECT_EQ(text(connect_store(place, deadline, seconds(5)).store->get("a")), "b");
+  connect_store(info, deadline, seconds(5)).store->set("a", bytes("b"));
+  info.rank = 1;
+  EXPECT_EQ(text(connect_store(info, deadline, seconds(5)).store->get("a")), "b");
   ::setenv("COHORT_JOB_SECRET", "two", 1);
-  expect_refused([&] { ProcessGroup group(place, {.rendezvous_timeout = seconds(5)}); },
+  expect_refused([&] { ProcessGroup group(info, {.rendezvous_timeout = seconds(5)}); },
                  "COHORT_JOB_SECRET: expected the same");
   ::unsetenv("COHORT_JOB_SECRET");
-  expect_refused([&] { ProcessGroup group(place, {.rendezvous_timeout = seconds(5)}); },
+  expect_refused([&] { ProcessGroup group(info, {.rendezvous_timeout = seconds(5)}); },
                  "which has none");
 }
 

@@ -191,7 +191,7 @@ TEST(TraceTest, TheGroupKeepsItsPage) {
     }
     group.barrier("here");
     // A guarded call that holds a collective: afterwards the outer one is under way again.
-    group.guard("outer", [&] {
+    group.translate_errors("outer", [&] {
       group.all_reduce_sum(1);
       EXPECT_EQ(describe(*TracePage::read(base + std::to_string(group.rank()))).find("outer at "),
                 0u);

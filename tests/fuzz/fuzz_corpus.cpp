@@ -136,7 +136,7 @@ void write_calls(const Corpus& corpus) {
                      call(Call::kConfirm, 0, 2, 0) + call(Call::kPush, 0, 3, 0, initial) +
                      call(Call::kPush, 0, 3, 1, push) + call(Call::kPull, 0, 3, 1, pull) +
                      call(Call::kPush, 0, 3, 3, push) + call(Call::kPush, 0, 3, 2, push) +
-                     call(Call::kBeat, 0, 2, 0) + call(Call::kStatus, 255, 0, 0) +
+                     call(Call::kHeartbeat, 0, 2, 0) + call(Call::kStatus, 255, 0, 0) +
                      call(Call::kLeave, 0, 2, 0) + call(Call::kStop, 255, 0, 0));
   }
   corpus.write("two_trainers",
@@ -159,7 +159,7 @@ void write_checkpoint_files(const Corpus& files, const Corpus& manifests) {
   write_safetensors(files.path("four_tensors"), tensors, {{"format", "pt"}, {"note", "\xc3\xa9"}});
   write_safetensors(files.path("no_tensor"), std::vector<TensorView>{});
 
-  Manifest manifest{.update = 500, .facts = {{"model.dim_emb", "512"}, {"note", "a \"b\""}}};
+  Manifest manifest{.update = 500, .metadata = {{"model.dim_emb", "512"}, {"note", "a \"b\""}}};
   manifest.files = {{"weights.0-of-2", {"weights-500.0.safetensors", "5c0e1f7a", 4242}},
                     {"weights.1-of-2", {"weights-500.1.safetensors", "77af778b", 17}}};
   manifest.parts["weights"]["embedding"] = {

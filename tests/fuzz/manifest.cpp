@@ -15,7 +15,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   // An older version is written as what it is.
   const Manifest again = Manifest::parse(manifest.to_json(), "manifest");
-  TORCH_CHECK(again.files == manifest.files && again.facts == manifest.facts &&
+  TORCH_CHECK(again.files == manifest.files && again.metadata == manifest.metadata &&
                   again.update == manifest.update && again.parts.size() == manifest.parts.size(),
               "a manifest that was written reads otherwise");
   try {

@@ -20,9 +20,9 @@ std::string sha256_of(std::span<const std::byte> bytes) {
 }
 
 // As token_cache.cpp makes it.
-std::string sum_of_facts(const TensorMetadata& facts) {
+std::string sum_of_metadata(const TensorMetadata& metadata) {
   Sha256 sum;
-  for (const auto& [name, value] : facts) {
+  for (const auto& [name, value] : metadata) {
     if (name != "sha256.facts") sum.update(name + "=" + value + "\n");
   }
   return sum.hex();
@@ -49,21 +49,21 @@ void read(const std::string& path) {
   }
 }
 
-// The same tensors and facts with sums that are right, of inputs() as they are.
+// The same tensors and metadata with sums that are right, of inputs() as they are.
 void write_sound(const SafetensorsFile& file, const std::string& path) {
-  TensorMetadata facts = file.metadata();
+  TensorMetadata metadata = file.metadata();
   const std::string nothing = sha256_of({});
-  facts["format"] = "cohort token cache 1";
-  facts["text.count"] = "1";
-  facts["text.form"] = "";
-  facts["text.0.sha256"] = nothing;
-  facts["max_length"] = "0";
-  facts["max_length_crop"] = "0";
-  facts["vocabulary.source_sha256"] = facts["vocabulary.target_sha256"] = nothing;
+  metadata["format"] = "cohort token cache 1";
+  metadata["text.count"] = "1";
+  metadata["text.form"] = "";
+  metadata["text.0.sha256"] = nothing;
+  metadata["max_length"] = "0";
+  metadata["max_length_crop"] = "0";
+  metadata["vocabulary.source_sha256"] = metadata["vocabulary.target_sha256"] = nothing;
   for (const TensorView& tensor : file.tensors())
-    facts["sha256." + tensor.name] = sha256_of(tensor.bytes);
-  facts["sha256.facts"] = sum_of_facts(facts);
-  write_safetensors(path, file.tensors(), facts);
+    metadata["sha256." + tensor.name] = sha256_of(tensor.bytes);
+  metadata["sha256.facts"] = sum_of_metadata(metadata);
+  write_safetensors(path, file.tensors(), metadata);
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ TEST(WorkerEnvironmentTest, ARoundThatAllNodesShareIsTold) {
   EXPECT_TRUE(holds(worker_environment({}, options, {.round = 2}, worker), "COHORT_ROUND=2"));
 }
 
-TEST(WorkerEnvironmentTest, TheInterfaceIsToldToBothEngines) {
+TEST(WorkerEnvironmentTest, TheInterfaceIsToldToBothBackends) {
   RunOptions options = two_nodes();
   options.interface = "eth1";
   const auto entries = worker_environment({}, options, second_node(), {.log_dir = "/l"});

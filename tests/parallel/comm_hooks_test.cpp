@@ -463,7 +463,7 @@ TEST(PowerSgdTest, BadInputIsExplained) {
               PowerSgdState({.matrix_approximation_rank = 0});
             }).find("matrix_approximation_rank: expected 1 or more, got 0"),
             std::string::npos);
-  ProcessGroup group(comm::Place{});
+  ProcessGroup group(comm::RankInfo{});
   const CommHook hook =
       power_sgd_hook(make_state({.start_power_sgd_iter = 2, .min_compression_rate = kAnyRate}));
   for (int step = 0; step < 3; ++step) reduce(group, hook, {at::ones({4, 4})});
@@ -522,7 +522,7 @@ TEST(PostLocalSgdTest, ASubgroupGoesOnTogether) {
 }
 
 TEST(PostLocalSgdTest, BadOptionsAreExplained) {
-  ProcessGroup group(comm::Place{});
+  ProcessGroup group(comm::RankInfo{});
   EXPECT_NE(test::message_of<c10::ValueError>([&] {
               PeriodicModelAverager(group, {.period = 0});
             }).find("period: expected 1 or more, got 0"),

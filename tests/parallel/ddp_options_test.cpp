@@ -31,7 +31,7 @@ std::vector<at::Tensor> mean_gradients(int world_size, bool use_extra = true, in
   });
 }
 
-// Another device's engine, which no test calls.
+// Another device's backend, which no test calls.
 class MetaBackend : public c10d::Backend {
  public:
   using Backend::Backend;
@@ -40,11 +40,11 @@ class MetaBackend : public c10d::Backend {
 };
 
 // PyTorch has no backend for the tensors then; Gloo, which a group always has, must not step in unasked.
-TEST(DdpOptionsTest, AModelThatTheGroupsEngineDoesNotServeIsRefused) {
+TEST(DdpOptionsTest, AModelThatTheGroupsBackendDoesNotServeIsRefused) {
   comm::register_backend("meta_only", {.device = c10::DeviceType::Meta, .make = [](const comm::BackendRequest& request) {
                            return c10::make_intrusive<MetaBackend>(request.rank, request.world_size);
                          }});
-  ProcessGroup group(comm::Place{}, {.backend = "meta_only"});
+  ProcessGroup group(comm::RankInfo{}, {.backend = "meta_only"});
   Branches model;
   test::expect_error<c10::ValueError>(
       [&] { Ddp ddp(model, group); },
@@ -52,7 +52,7 @@ TEST(DdpOptionsTest, AModelThatTheGroupsEngineDoesNotServeIsRefused) {
       "backend of CPU tensors (gloo)");
   test::expect_error<c10::ValueError>(
       [&] { parallel::ShardedDataParallel<Branches> sharded(model, group); }, "which the group's backend meta_only");
-  ProcessGroup gloo(comm::Place{}, {});
+  ProcessGroup gloo(comm::RankInfo{}, {});
   Ddp ddp(model, gloo);
   EXPECT_NO_THROW(ddp.backward(loss_of(ddp(batch_of(0)))));
 }

@@ -29,7 +29,7 @@ bool step(GradScaler& scaler, float gradient) {
 }
 
 TEST(GradScalerTest, TheScaleGrowsAfterGoodStepsInARowAndShrinksAfterABadOne) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   GradScaler scaler(alone, {.growth_interval = 3});
   EXPECT_EQ(scaler.scale(), 65536);
   std::vector<double> scales;
@@ -41,7 +41,7 @@ TEST(GradScalerTest, TheScaleGrowsAfterGoodStepsInARowAndShrinksAfterABadOne) {
 }
 
 TEST(GradScalerTest, ItDividesGradientsAndGoesOnFromItsState) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   GradScaler scaler(alone, {.init_scale = 1024, .growth_interval = 2});
   const at::Tensor w = at::ones({3}).requires_grad_(true);
   const at::Tensor without = at::ones({3}).requires_grad_(true);
@@ -59,14 +59,14 @@ TEST(GradScalerTest, ItDividesGradientsAndGoesOnFromItsState) {
 }
 
 TEST(GradScalerTest, ItNeverGrowsToInfinity) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   GradScaler scaler(alone, {.init_scale = 3e38, .growth_interval = 1});
   EXPECT_TRUE(step(scaler, 0));
   EXPECT_TRUE(std::isfinite(scaler.scale()));
 }
 
 TEST(GradScalerTest, WrongUseIsRefused) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   GradScaler scaler(alone);
   const at::Tensor w = at::ones({3}).requires_grad_(true);
   test::expect_error<c10::ValueError>([&] { scaler.update(); }, "expects unscale before");

@@ -381,7 +381,7 @@ TEST(CheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
 }
 
 TEST(CheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   Capturing model(true);
   DistributedDataParallel<Capturing> ddp(model, alone,
                                          {.mixed_precision = {.param_dtype = at::kBFloat16}});
@@ -395,7 +395,7 @@ TEST(CheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
 }
 
 TEST(CheckpointTest, AUnitInsideABodyIsRefused) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   struct BackwardsImpl : torch::nn::Module {
     BackwardsImpl() { block = register_module("block", Block()); }
     at::Tensor forward(const at::Tensor& x) {

@@ -268,7 +268,7 @@ TEST(ShardingBoundaryTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) 
 }
 
 TEST(ShardingBoundaryTest, AForwardThatThrowsLeavesNoParametersToRead) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   for (const Shard shard : kShards) {
     Tower model;
     Sharded sharded(model, alone, {.shard = shard}, model->units());
@@ -278,7 +278,7 @@ TEST(ShardingBoundaryTest, AForwardThatThrowsLeavesNoParametersToRead) {
 }
 
 TEST(ShardingBoundaryTest, WhoWritesIntoSlicesWhileGradientsWaitIsTold) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   for (const Shard shard : {Shard::kOptimizer, Shard::kGradients}) {
     Tower model;
     Sharded sharded(model, alone, {.shard = shard}, model->units());
@@ -546,7 +546,7 @@ struct ConvolutionImpl : torch::nn::Module {
 TORCH_MODULE(Convolution);
 
 TEST(ShardingBoundaryTest, AChannelsLastParameterIsRefusedByName) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   for (const Shard shard : kShards) {
     Convolution model;
     expect_named(

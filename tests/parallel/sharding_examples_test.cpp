@@ -268,7 +268,7 @@ class RankFolder {
  public:
   explicit RankFolder(const comm::ProcessGroup& group) : group_(group) {
     if (group.rank() == 0) own_ = std::make_unique<TemporaryFolder>();
-    path_ = group.broadcast_text(own_ ? *own_ / "checkpoint" : "");
+    path_ = group.broadcast_object(own_ ? *own_ / "checkpoint" : "");
   }
   ~RankFolder() { group_.barrier("folder"); }
   RankFolder(const RankFolder&) = delete;

@@ -140,7 +140,7 @@ struct WatchesImpl : torch::nn::Module {
 TORCH_MODULE(Watches);
 
 TEST(ShardingOptionsTest, InputsOutputsAndBuffersComeInTheTypesAskedFor) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   const at::Tensor x = at::ones({2, 3});
   Watches cast;
   ShardedDataParallel<Watches> casting(cast, alone,

@@ -255,7 +255,7 @@ TEST(ShardingPartialTest, TwoOfFourRanksKeepHalfOfEachUnitAndGatherItBetweenThem
 }
 
 TEST(ShardingPartialTest, ReshardRanksThatDivideNothingAreRefused) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   const auto text_of = [&](const ShardingOptions& options) {
     return message_of<c10::ValueError>(
         [&] { ShardedDataParallel<Tower>(Tower(), alone, options); });

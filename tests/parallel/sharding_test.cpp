@@ -46,7 +46,7 @@ TEST(ShardingTest, FourRanksTrainAsOneProcess) {
 }
 
 TEST(ShardingTest, OneRankTrainsAsOneProcess) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   expect_plain_training_in_all_cases(alone);
 }
 

@@ -354,7 +354,7 @@ TEST(ConvertSyncBatchNormTest, EveryConvertibleOneSpansTheGroupAndKeepsItsTensor
 }
 
 TEST(ConvertSyncBatchNormTest, ThoseThatCannotBeReplacedAreNamedAndNothingChanges) {
-  ProcessGroup group(comm::Place{});
+  ProcessGroup group(comm::RankInfo{});
   TypedImpl model;
   const std::string text =
       test::message_of<c10::ValueError>([&] { convert_sync_batchnorm(model, group); });

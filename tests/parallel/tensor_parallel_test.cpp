@@ -180,7 +180,7 @@ TEST(TensorParallelTest, ShapesThatDoNotFitAreRefused) {
 }
 
 TEST(TensorParallelTest, AGraphKeepsItsGroup) {
-  comm::ProcessGroup group(comm::Place{});
+  comm::ProcessGroup group(comm::RankInfo{});
   const at::Tensor x = leaf(at::ones({2, 3}));
   const at::Tensor weight = leaf(at::ones({4, 3}));
   const at::Tensor loss = column_parallel_linear(x, weight, {}, group).sum();

@@ -77,7 +77,7 @@ TEST(ZeroRedundancyOptimizerTest, FourRanksTrainAsPlainAdam) {
 }
 
 TEST(ZeroRedundancyOptimizerTest, OneRankTrainsAsPlainAdam) {
-  ProcessGroup alone(comm::Place{});
+  ProcessGroup alone(comm::RankInfo{});
   expect_plain_adam(alone);
 }
 

@@ -40,7 +40,7 @@ class SlowChannel : public Channel {
 
   void send(const Request& request, int64_t timeout_ms, Done done) override {
     if (request.call == Call::kJoin) return done({});
-    if (request.call == Call::kBeat) {
+    if (request.call == Call::kHeartbeat) {
       done({});
       const std::lock_guard lock(mutex_);
       ++beats_;
@@ -120,7 +120,7 @@ class HeldChannel : public Channel {
   explicit HeldChannel(std::shared_future<void> go_on) : go_on_(std::move(go_on)) {}
 
   void send(const Request& request, int64_t /*timeout_ms*/, Done done) override {
-    if (request.call == Call::kJoin || request.call == Call::kBeat) return done({});
+    if (request.call == Call::kJoin || request.call == Call::kHeartbeat) return done({});
     call_ = std::jthread([this, done = std::move(done)] {
       go_on_.wait_for(std::chrono::seconds(20));
       done({});
@@ -158,7 +158,7 @@ TEST(ServerLinkTest, ItSaysForWhomItWaitsWhileTheCallIsThere) {
 class FullChannel : public Channel {
  public:
   void send(const Request& request, int64_t /*timeout_ms*/, Done done) override {
-    if (request.call == Call::kJoin || request.call == Call::kBeat) return done({});
+    if (request.call == Call::kJoin || request.call == Call::kHeartbeat) return done({});
     done({.code = Code::kBusy, .text = "the log: cannot write: No space left on device"});
   }
 };

@@ -5,7 +5,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
-#include "cohort/comm/place.h"
+#include "cohort/comm/rank_info.h"
 
 #include "tests/support/free_port.h"
 #include "tests/support/ranks.h"
@@ -40,7 +40,8 @@ TEST(ModelPlanTest, ModeCollectiveGivesTheProcessGroup) {
     const Plan made = plan(Net(), {.trainer_id = first.rank(),
                                    .trainer_endpoints = endpoint + ",127.0.0.1:2",
                                    .mode = PlanOptions::Mode::kCollective});
-    comm::ProcessGroup group(comm::place_among(made.group->endpoints, made.group->rank));
+    comm::ProcessGroup group(
+        comm::rank_info_from_endpoints(made.group->endpoints, made.group->rank));
     EXPECT_EQ(group.rank(), first.rank());
     EXPECT_EQ(group.size(), 2);
     EXPECT_EQ(group.all_reduce_sum(group.rank() + 1), 3);

@@ -117,7 +117,7 @@ TEST(RoleTest, OlderSpellingsMeanTheSame) {
   EXPECT_EQ(place->trainers, 1);
 }
 
-TEST(RoleTest, HalfAContractNamesWhatIsMissing) {
+TEST(RoleTest, AnIncompleteEnvironmentNamesWhatIsMissing) {
   EXPECT_EQ(error_of({{"PADDLE_TRAINING_ROLE", "TRAINER"}}),
             "PADDLE_TRAINING_ROLE is set but PADDLE_PSERVERS_IP_PORT_LIST, PADDLE_TRAINERS_NUM, "
             "PADDLE_TRAINER_ID is not: set all of them, or none");

@@ -82,7 +82,7 @@ class ReplacedChannel : public Channel {
 
   void send(const Request& request, int64_t /*timeout_ms*/, Done done) override {
     if (request.call == Call::kJoin) return done({});
-    if (request.call != Call::kBeat) return done({.code = Code::kBusy, .text = "no room"});
+    if (request.call != Call::kHeartbeat) return done({.code = Code::kBusy, .text = "no room"});
     ++beats_;
     done({.code = Code::kReplaced, .text = "trainer 0: another process has joined"});
   }

@@ -173,7 +173,7 @@ TEST(ServerTest, AProcessThatWasReplacedDoesNotKeepItsSuccessorAlive) {
   const RawTrainer old(cluster, job, 0, 11);
   const RawTrainer successor(cluster, job, 0, 12);
   const Request beat{
-      .call = Call::kBeat, .trainer = 0, .incarnation = old.joined.trainer_incarnation};
+      .call = Call::kHeartbeat, .trainer = 0, .incarnation = old.joined.trainer_incarnation};
   const auto end = steady_clock::now() + std::chrono::seconds(20);
   std::string failure;
   while (failure.empty() && steady_clock::now() < end) {

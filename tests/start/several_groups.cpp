@@ -19,17 +19,17 @@ void check_sum(const ProcessGroup& group, int number) {
 }
 
 int run() {
-  const auto place = cohort::comm::discover_place();
-  const cohort::comm::GroupOptions options{.rendezvous_timeout = std::chrono::seconds(60),
-                                           .timeout = std::chrono::seconds(60)};
+  const auto info = cohort::comm::rank_info_from_environment();
+  const cohort::comm::ProcessGroupOptions options{.rendezvous_timeout = std::chrono::seconds(60),
+                                                  .timeout = std::chrono::seconds(60)};
   for (int i = 1; i <= 10; ++i) {
-    ProcessGroup group(place, options);
+    ProcessGroup group(info, options);
     check_sum(group, i);
     // Half of them say good-bye to each other, half just end.
     if (i % 2 == 0) group.close();
   }
   std::vector<ProcessGroup> groups;
-  for (int i = 0; i < 3; ++i) groups.emplace_back(place, options);
+  for (int i = 0; i < 3; ++i) groups.emplace_back(info, options);
   for (int round = 0; round < 5; ++round) {
     for (int i : {2, 0, 1}) check_sum(groups[static_cast<size_t>(i)], 100 * round + i);
   }
@@ -38,7 +38,7 @@ int run() {
   for (int i : {0, 2}) check_sum(groups[static_cast<size_t>(i)], 7 + i);
   groups[0].close();
   groups[2].close();
-  if (place.rank == 0) std::printf("{\"world_size\": %d}\n", place.world_size);
+  if (info.rank == 0) std::printf("{\"world_size\": %d}\n", info.world_size);
   return cohort::kExitOk;
 }
 

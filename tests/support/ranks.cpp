@@ -23,9 +23,9 @@ struct Child {
 };
 
 [[noreturn]] void be_a_rank(const std::function<void(const comm::ProcessGroup&)>& body,
-                            const comm::GroupOptions& options) {
+                            const comm::ProcessGroupOptions& options) {
   const int code = run_program("test", [&] {
-    comm::ProcessGroup group(comm::discover_place(), options);
+    comm::ProcessGroup group(comm::rank_info_from_environment(), options);
     body(group);
     group.close();
     return testing::Test::HasFailure() ? kExitFailure : kExitOk;
@@ -103,7 +103,7 @@ void drain(const std::vector<Child>& children, std::vector<RankEnd>& ends) {
 
 std::vector<RankEnd> run_ranks(int world_size,
                                const std::function<void(const comm::ProcessGroup&)>& body,
-                               const comm::GroupOptions& options) {
+                               const comm::ProcessGroupOptions& options) {
   if (std::getenv("COHORT_TEST_RANK") != nullptr) be_a_rank(body, options);
   const int listen_fd = comm::listen_on(0);
   const int port = comm::port_of(listen_fd);

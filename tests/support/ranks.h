@@ -22,7 +22,7 @@ struct RankEnd {
 /// give 1.
 std::vector<RankEnd> run_ranks(int world_size,
                                const std::function<void(const comm::ProcessGroup&)>& body,
-                               const comm::GroupOptions& options = {});
+                               const comm::ProcessGroupOptions& options = {});
 
 /// The same, and expects every rank to end with 0.
 void ranks(int world_size, const std::function<void(const comm::ProcessGroup&)>& body);

@@ -56,7 +56,8 @@ at::Tensor batch_of(int64_t step, int rank) {
 }
 
 int survive(const std::string& folder, int64_t steps, const Fault& fault) {
-  comm::ProcessGroup group(comm::discover_place(), {.timeout = std::chrono::seconds(60)});
+  comm::ProcessGroup group(comm::rank_info_from_environment(),
+                           {.timeout = std::chrono::seconds(60)});
   torch::nn::Sequential model = make_model();
   const std::string checkpoint = folder + "/checkpoint";
   int64_t step = 0;

@@ -90,7 +90,7 @@ TEST(PartsTest, AManifestOfVersionOneIsRead) {
   const std::string path = folder / "last";
   save_checkpoint(path, make_parts(3), 5, {{"a", "b"}});
   const Manifest manifest = Manifest::read(path);
-  Manifest old{.version = 1, .facts = manifest.facts, .files = manifest.files};
+  Manifest old{.version = 1, .metadata = manifest.metadata, .files = manifest.files};
   for (auto& [key, file] : old.files) file.bytes.reset();
   std::string text = old.to_json();
   const std::string version = "  \"version\": 1,\n";

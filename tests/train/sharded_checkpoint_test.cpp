@@ -246,7 +246,7 @@ TEST(ShardedCheckpointWriterTest, RanksSaveTogetherInTheBackgroundAndLoadTogethe
       EXPECT_THROW(writer.begin(path, {}, update, {}), c10::ValueError);
       writer.commit();
       EXPECT_FALSE(writer.pending());
-      EXPECT_EQ(read_manifest(path), (Facts{{"of", std::to_string(update)}})) << "rank 0's";
+      EXPECT_EQ(read_manifest(path), (Metadata{{"of", std::to_string(update)}})) << "rank 0's";
       group.barrier("looked");
     }
     const Parts state = make_state(20);
@@ -267,7 +267,7 @@ TEST(ShardedCheckpointWriterTest, OneRankAloneWritesPlainFiles) {
   save_checkpoint(folder / "plain", state, 7, {{"a", "b"}});
   SlicedParts whole;
   for (const auto& [part, tensors] : state) whole[part] = whole_slices(tensors);
-  comm::ProcessGroup alone{comm::Place{}};
+  comm::ProcessGroup alone{comm::RankInfo{}};
   ShardedCheckpointWriter writer(alone);
   writer.begin(folder / "last", whole, 7, {{"a", "b"}});
   writer.commit();
@@ -278,7 +278,7 @@ TEST(ShardedCheckpointWriterTest, OneRankAloneWritesPlainFiles) {
 TEST(ShardedCheckpointWriterTest, NoCopyStaysOnceItIsWritten) {
   constexpr int64_t kMiB = 1 << 20;
   const TemporaryFolder folder;
-  comm::ProcessGroup alone{comm::Place{}};
+  comm::ProcessGroup alone{comm::RankInfo{}};
   ShardedCheckpointWriter writer(alone);
   const at::Tensor weights = at::ones(16 * kMiB);
   const SlicedParts parts{{"weights", {{"w", {16 * kMiB}, 0, 16 * kMiB, weights}}}};

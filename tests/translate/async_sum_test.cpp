@@ -32,9 +32,9 @@ struct Worker {
               rounds << sums[0] << ' ' << sums[1] << '\n';
             }) {}
 
-  void meet() {
+  void synchronize() {
     works = false;
-    sum.meet();
+    sum.synchronize();
   }
 
   const int rank;
@@ -53,11 +53,11 @@ TEST(AsyncSumTest, RanksOfAnyPaceTakeTheSameRoundsAndAllThatWasGiven) {
       worker.works = true;
       const double most = worker.given[0] + 4 * (1 + (group.rank() + phase) % 3);
       while (worker.given[0] < most) worker.sum.poll();
-      worker.meet();
+      worker.synchronize();
       for (const size_t i : {0, 1})
         EXPECT_EQ(worker.taken[i], group.all_reduce_sum(static_cast<int64_t>(worker.given[i])));
       EXPECT_EQ(worker.own_taken, worker.given[0]);
-      const auto all = group.all_gather_text(worker.rounds.str());
+      const auto all = group.all_gather_object(worker.rounds.str());
       EXPECT_EQ(all[0], all[1]);
       EXPECT_EQ(all[0], all[2]);
     }
@@ -72,16 +72,16 @@ TEST(AsyncSumTest, APollWaitsForNoRank) {
       EXPECT_EQ(worker.given[0], 1) << "rank 0 has not joined the first round";
     }
     group.barrier("rank 1 has polled");
-    worker.meet();
+    worker.synchronize();
     EXPECT_EQ(worker.taken[0], 1);
   });
 }
 
 TEST(AsyncSumTest, OneRankIsAllRanks) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   Worker worker(alone);
   for (int i = 0; i < 5; ++i) worker.sum.poll();
-  worker.meet();
+  worker.synchronize();
   EXPECT_GT(worker.given[0], 0);
   EXPECT_EQ(worker.taken[0], worker.given[0]);
 }

@@ -29,7 +29,7 @@ nmt::Transformer small_model() {
 
 TEST(BatchFitTest, EveryLengthsBatchFitsAndTriedOnesFillTheWorkspace) {
   auto model = small_model();
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   const BatchFitOptions options{
       .workspace_bytes = 16 * kMiB, .longest = 75, .most_rows = 1'000'000};
   const BatchFit fit = fit_batches(model, options, alone);
@@ -66,7 +66,7 @@ TEST(BatchFitTest, MemoryIsThatOfATrainingStep) {
 
 TEST(BatchFitTest, NoMoreRowsThanThereArePairs) {
   auto model = small_model();
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   const BatchFit fit =
       fit_batches(model, {.workspace_bytes = 64 * kMiB, .longest = 9, .most_rows = 50}, alone);
   for (const auto& trial : fit.trials) EXPECT_LE(trial.rows, 50);
@@ -74,7 +74,7 @@ TEST(BatchFitTest, NoMoreRowsThanThereArePairs) {
 
 TEST(BatchFitTest, TooSmallAWorkspaceIsRefusedWithWhatIsNeeded) {
   auto model = small_model();
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   const std::string error = test::message_of<ConfigError>([&] {
     fit_batches(model, {.workspace_bytes = 1000, .longest = 150, .most_rows = 50}, alone);
   });
@@ -93,7 +93,7 @@ TEST(BatchFitTest, RanksAgree) {
                                      group);
     std::string rows;
     for (const int64_t n : fit.rows) rows += std::to_string(n) + " ";
-    EXPECT_EQ(group.broadcast_text(rows), rows);
+    EXPECT_EQ(group.broadcast_object(rows), rows);
   });
 }
 

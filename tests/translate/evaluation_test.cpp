@@ -66,7 +66,7 @@ TEST(EvaluationTest, ThreeRanksGiveTheLossAndScoreOfOne) {
     const auto corpus = tokenize(pairs, tokenizer, tokenizer);
     auto model = make_model();
     const EvaluationOptions options{.mini_batch_words = 30};
-    comm::ProcessGroup alone(comm::Place{});
+    comm::ProcessGroup alone(comm::RankInfo{});
     // An untrained model shares hardly a word with its references, and a score near 0 would hide
     // lost sentences: every other reference is its own translation.
     auto references = pairs.target;
@@ -93,7 +93,7 @@ TEST(EvaluationTest, ThreeRanksGiveTheLossAndScoreOfOne) {
 TEST(CheckpointTest, RoundTripsAndRefusesWhatIsDamagedOrAnothers) {
   const auto folder = fresh_folder("checkpoint");
   auto model = make_model();
-  train::save_checkpoint(folder.string(), *model, 7, facts_of(model->options()));
+  train::save_checkpoint(folder.string(), *model, 7, metadata_of(model->options()));
   EXPECT_EQ(model_of(train::read_manifest(folder.string())), model->options());
   auto other = make_model();
   other->initialise(5);

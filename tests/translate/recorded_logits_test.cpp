@@ -18,7 +18,7 @@ namespace fs = std::filesystem;
 
 struct Recorded {
   std::string folder;
-  train::Facts facts;
+  train::Metadata metadata;
   nmt::Transformer model{nullptr};
   at::Tensor source_BS, source_lengths_B, input_BT, target_lengths_B, logits_BTV;
 };
@@ -32,8 +32,8 @@ at::Tensor copy_of(const TensorView& view) {
 }
 
 Recorded read(const std::string& folder) {
-  Recorded recorded{.folder = folder, .facts = train::read_manifest(folder)};
-  nmt::TransformerOptions options = model_of(recorded.facts);
+  Recorded recorded{.folder = folder, .metadata = train::read_manifest(folder)};
+  nmt::TransformerOptions options = model_of(recorded.metadata);
   options.dropout = 0;
   recorded.model = nmt::Transformer(options, nmt::Precision::kFloat32);
   train::load_checkpoint(folder, *recorded.model);
@@ -102,7 +102,7 @@ TEST_F(RecordedLogitsTest, AModelIsWrittenAsItWas) {
       const std::string name = entry.path().filename();
       if (!name.starts_with("weights-")) continue;
       const int64_t update = std::stoll(name.substr(name.find('-') + 1));
-      train::save_checkpoint(folder.path(), *recorded.model, update, recorded.facts);
+      train::save_checkpoint(folder.path(), *recorded.model, update, recorded.metadata);
       EXPECT_EQ(read_file(folder / name), read_file(entry.path())) << entry.path();
     }
   }

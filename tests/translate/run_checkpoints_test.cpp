@@ -47,7 +47,7 @@ class RunCheckpointsTest : public testing::Test {
   TemporaryFolder folder_;
   TrainingOptions options_;
   Log log_{{.file = folder_ / "log", .console = LogConsole::kNever}};
-  comm::ProcessGroup alone_{comm::Place{}};
+  comm::ProcessGroup alone_{comm::RankInfo{}};
 };
 
 TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
@@ -132,13 +132,13 @@ TEST_F(RunCheckpointsTest, ABestThatIsNoRunsIsNamed) {
   checkpoints.save_with(alone_);
   checkpoints.save_last(state(5, 3), parts(5));
   checkpoints.finish();
-  for (const auto& [facts, found] :
-       {std::pair{train::Facts{}, "none"}, {train::Facts{{"update", "soon"}}, "soon"}}) {
+  for (const auto& [metadata, found] :
+       {std::pair{train::Metadata{}, "none"}, {train::Metadata{{"update", "soon"}}, "soon"}}) {
     train::save_checkpoint(folder_ / "best", train::Parts{{"weights", {{"w", at::ones({3})}}}}, 3,
-                           facts);
+                           metadata);
     EXPECT_EQ(test::message_of<ConfigError>([&] { checkpoints.read_last(alone_); }),
               folder_ /
-                      "best/manifest.json: expected the fact update of a training run's "
+                      "best/manifest.json: expected the metadata entry update of a training run's "
                       "checkpoint, a number, got " +
                   std::string(found));
   }

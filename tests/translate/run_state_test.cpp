@@ -23,9 +23,9 @@ TEST(RunStateTest, RoundTripsToTheLastBit) {
       .best_update = 77,
       .fit_rows = {30, 20, 20},
       .fitted_for = "workspace \"2\""};
-  train::Facts facts{{"other", "kept"}};
-  write_facts(state, facts);
-  const RunState found = read_state(facts);
+  train::Metadata metadata{{"other", "kept"}};
+  write_metadata(state, metadata);
+  const RunState found = read_state(metadata);
   EXPECT_EQ(found.epoch, state.epoch);
   ASSERT_EQ(found.trained.size(), 2);
   for (size_t i = 0; i < 2; ++i) {
@@ -43,26 +43,26 @@ TEST(RunStateTest, RoundTripsToTheLastBit) {
   EXPECT_EQ(found.best_update, 77);
   EXPECT_EQ(found.fit_rows, state.fit_rows);
   EXPECT_EQ(found.fitted_for, state.fitted_for);
-  EXPECT_EQ(facts["other"], "kept");
+  EXPECT_EQ(metadata["other"], "kept");
 
-  facts.erase("seconds");
-  EXPECT_THROW(read_state(facts), ConfigError);
-  facts["seconds"] = "soon";
-  EXPECT_THROW(read_state(facts), ConfigError);
+  metadata.erase("seconds");
+  EXPECT_THROW(read_state(metadata), ConfigError);
+  metadata["seconds"] = "soon";
+  EXPECT_THROW(read_state(metadata), ConfigError);
 }
 
 TEST(RunStateTest, WhatWasNotScoredIsNotThere) {
-  train::Facts facts;
-  write_facts({}, facts);
-  EXPECT_FALSE(read_state(facts).best);
-  EXPECT_FALSE(read_state(facts).is_validated());
-  write_facts({.early_stopping = {.best = 3.0}, .best = ValidScores{.loss = 3}}, facts);
-  const RunState found = read_state(facts);
+  train::Metadata metadata;
+  write_metadata({}, metadata);
+  EXPECT_FALSE(read_state(metadata).best);
+  EXPECT_FALSE(read_state(metadata).is_validated());
+  write_metadata({.early_stopping = {.best = 3.0}, .best = ValidScores{.loss = 3}}, metadata);
+  const RunState found = read_state(metadata);
   EXPECT_EQ(found.best, (ValidScores{.loss = 3}));
-  EXPECT_FALSE(facts.contains("best_bleu"));
+  EXPECT_FALSE(metadata.contains("best_bleu"));
   EXPECT_TRUE(found.is_validated());
-  write_facts({.token_sum = 1, .early_stopping = {.best = 3.0}}, facts);
-  EXPECT_FALSE(read_state(facts).is_validated()) << "something was trained since";
+  write_metadata({.token_sum = 1, .early_stopping = {.best = 3.0}}, metadata);
+  EXPECT_FALSE(read_state(metadata).is_validated()) << "something was trained since";
 }
 
 }  // namespace run_state_test

@@ -45,7 +45,7 @@ class Servers {
         endpoints += "127.0.0.1:" + std::to_string(rpc_.back()->port()) + "\n";
       }
     }
-    std::istringstream lines(group.broadcast_text(endpoints));
+    std::istringstream lines(group.broadcast_object(endpoints));
     for (std::string line; std::getline(lines, line);) endpoints_.push_back(line);
   }
   ~Servers() {
@@ -151,10 +151,10 @@ TEST(ServerUpdaterTest, SyncMakesDdpsUpdates) {
     EXPECT_GT(seen, 100 * kRounding) << "what another rate does";
     EXPECT_EQ(through.num_updates(), kNumUpdates);
     EXPECT_FALSE(through.parts().contains("optimizer"));
-    const auto all = group.all_gather_text(bytes_of(model));
+    const auto all = group.all_gather_object(bytes_of(model));
     EXPECT_TRUE(all[0] == all[1]) << "parameters are up to date after an update";
     const optim::AveragesInPlace smoothed(through.average());
-    const auto averages = group.all_gather_text(bytes_of(model));
+    const auto averages = group.all_gather_object(bytes_of(model));
     EXPECT_TRUE(averages[0] == averages[1]);
     EXPECT_FALSE(averages[0] == all[0]);
     through.finish();
@@ -162,7 +162,7 @@ TEST(ServerUpdaterTest, SyncMakesDdpsUpdates) {
 }
 
 TEST(ServerUpdaterTest, OneTrainerClipsAsDdpDoes) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   const Servers servers(alone);
   UpdaterOptions clipping = kOptions;
   clipping.clip_norm = 0.05;
@@ -205,7 +205,7 @@ TEST(ServerUpdaterTest, AsyncLearnsAsMuchAsDdpAndSettlesToOneModel) {
       ddp.update(batches_of(update % 4, group.rank()));
     }
     through.settle();
-    const auto all = group.all_gather_text(bytes_of(model));
+    const auto all = group.all_gather_object(bytes_of(model));
     EXPECT_TRUE(all[0] == all[1]);
     const double first = loss_of(untrained), expected = loss_of(control), found = loss_of(model);
     EXPECT_LT(expected, 0.8 * first);

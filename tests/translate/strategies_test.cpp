@@ -62,7 +62,7 @@ void train(Updater& updater, const comm::ProcessGroup& group, int first, int las
 class Alone {
  public:
   explicit Alone(int num_updates) {
-    comm::ProcessGroup alone(comm::Place{});
+    comm::ProcessGroup alone(comm::RankInfo{});
     auto model = make_model();
     Updater updater(model, alone, options_of(Strategy::kDdp));
     train(updater, alone, 1, num_updates);
@@ -124,7 +124,7 @@ TEST(StrategiesTest, TwentyUpdatesOfFourRanksAreOneProcesss) {
 // Four ranks that say they are on two hosts.
 void on_two_hosts(const comm::ProcessGroup& group,
                   const std::function<void(const comm::ProcessGroup&)>& body) {
-  const std::string store = group.broadcast_text(
+  const std::string store = group.broadcast_object(
       (std::filesystem::temp_directory_path() / ("cohort-hosts-" + std::to_string(getpid())))
           .string());
   comm::ProcessGroup hosts({.rank = group.rank(),

@@ -260,7 +260,7 @@ void fill(const train::NamedTensors& tensors, double value) {
 // the whole model has written.
 TEST(TensorParallelTransformerTest, CheckpointsAreThePlainModels) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
-    const std::string folder = group.broadcast_text(
+    const std::string folder = group.broadcast_object(
         (std::filesystem::temp_directory_path() / ("cohort-tp-" + std::to_string(getpid())))
             .string());
     Pair pair(options_of("target"), group);
@@ -329,7 +329,7 @@ std::vector<UpdateReport> train(Updater& updater, const comm::ProcessGroup& data
 
 // Slices of everything by part, as one process has them.
 train::SlicedParts plain_parts(int num_updates, std::vector<UpdateReport>& reports) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   Updater updater(make_model(options_of("all"), std::make_shared<nmt::Division>()), alone,
                   updater_options(parallel::Strategy::kDdp, nullptr));
   reports = train(updater, alone, 1, num_updates);
@@ -365,7 +365,7 @@ TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
     constexpr int kUpdates = 5;
     // Adam divides what 1e-15 is in a gradient by its size; a wrong one moves parameters by 1e-3.
     constexpr double kBound = 1e-8;
-    const std::string folder = world.broadcast_text(
+    const std::string folder = world.broadcast_object(
         (std::filesystem::temp_directory_path() / ("cohort-tp-" + std::to_string(getpid())))
             .string());
     parallel::Mesh mesh(world, 2);
@@ -392,7 +392,7 @@ TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
       save(updater, folder);
       world.barrier("saved");
 
-      comm::ProcessGroup nobody_else(comm::Place{});
+      comm::ProcessGroup nobody_else(comm::RankInfo{});
       Updater alone(make_model(options_of("all"), std::make_shared<nmt::Division>()), nobody_else,
                     updater_options(parallel::Strategy::kDdp, nullptr));
       train::load_slices(folder, alone.parts());
@@ -418,7 +418,7 @@ TEST(TensorParallelUpdaterTest, ABadNumberIsNamedAlike) {
     EXPECT_TRUE(report.skipped);
     EXPECT_EQ(updater.num_updates(), 0);
     const std::string said = std::to_string(report.bad.rank) + report.bad.parameter;
-    EXPECT_EQ(world.broadcast_text(said), said);
+    EXPECT_EQ(world.broadcast_object(said), said);
     EXPECT_GE(report.bad.rank, 0);
   });
 }

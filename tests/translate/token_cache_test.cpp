@@ -48,7 +48,7 @@ class TokenCacheTest : public testing::Test {
   }
 
   TrainingText cached() {
-    comm::ProcessGroup alone(comm::Place{});
+    comm::ProcessGroup alone(comm::RankInfo{});
     return cached_text(file_, inputs_, tokenizer(), tokenizer(), alone);
   }
   text::Tokenizer tokenizer() const { return text::Tokenizer(folder_ / "v.spm"); }

@@ -160,7 +160,7 @@ void expect_plain_updates(const comm::ProcessGroup& group, const std::vector<int
 }
 
 TEST(UpdaterTest, OneRankMakesPlainUpdatesWithAnyDelay) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   for (const int delay : {1, 2, 4}) expect_plain_updates(alone, {delay});
 }
 
@@ -179,7 +179,7 @@ TEST(UpdaterTest, ThreeRanksMakePlainUpdates) {
 // slices of their own in host memory.
 TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
-    comm::ProcessGroup alone(comm::Place{});
+    comm::ProcessGroup alone(comm::RankInfo{});
     for (const auto& [strategy, offloads] : {std::pair{Strategy::kZero1, false},
                                              {Strategy::kZero2, false},
                                              {Strategy::kZero3, false},
@@ -216,7 +216,7 @@ TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
 
 TEST(UpdaterTest, DropoutHangsOnTheBatchAndNotOnItsRank) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
-    comm::ProcessGroup alone(comm::Place{});
+    comm::ProcessGroup alone(comm::RankInfo{});
     const auto make = [](double dropout) {
       auto options = test::tiny_options();
       options.dropout = dropout;
@@ -266,7 +266,7 @@ TEST(UpdaterTest, EveryBatchOfEveryUpdateHasADropoutMaskOfItsOwn) {
       EXPECT_EQ(nll_sum(num_updates, 1), first) << "the same mask again";
     }
     std::vector<double> losses;
-    for (const std::string& text : group.all_gather_text(own.str())) {
+    for (const std::string& text : group.all_gather_object(own.str())) {
       std::istringstream numbers(text);
       for (double each = 0; numbers >> each;) losses.push_back(each);
     }
@@ -345,7 +345,7 @@ TEST(UpdaterTest, TheBadBatchOfARankIsFound) {
 // What comes out of the decoder is its last bias alone, which makes piece 5 impossible (log p is
 // -1e39, in float32 -inf), and what goes back through it are numbers of no more than 1e19.
 TEST(UpdaterTest, ALossThatIsNotFiniteIsNotTrainedOnThoughGradientsAre) {
-  comm::ProcessGroup alone(comm::Place{});
+  comm::ProcessGroup alone(comm::RankInfo{});
   auto options = test::tiny_options();
   options.label_smoothing = 0;
   nmt::Transformer model(options);
@@ -380,7 +380,7 @@ TEST(UpdaterTest, ARanksTimeIsItsOwnWithoutWaitingForOthers) {
   namespace fs = std::filesystem;
   test::ranks(2, [](const comm::ProcessGroup& group) {
     constexpr std::chrono::milliseconds kDelay(200);
-    const fs::path rank_0_is_done = group.broadcast_text(
+    const fs::path rank_0_is_done = group.broadcast_object(
         (fs::temp_directory_path() / ("cohort-updater-" + std::to_string(getpid()))).string());
     auto model = make_model();
     Updater updater(model, group, kOptions);

@@ -5,7 +5,7 @@ namespace cohort::parallel {
 CommHook all_reduce_hook() {
   return [](const comm::ProcessGroup& group, const Bucket& bucket) {
     at::Tensor gradient = bucket.buffer;
-    // As the engine divides, so that the bits are the same.
+    // As the reducer divides, so that the bits are the same.
     gradient.mul_(1.0 / group.size());
     return start_all_reduce(group, gradient);
   };

@@ -1,4 +1,4 @@
-// The two plainest communication hooks: the engine's own all-reduce, and none at all.
+// The two plainest communication hooks: the backend's own all-reduce, and none at all.
 #pragma once
 #include "cohort/parallel/comm_hook.h"
 

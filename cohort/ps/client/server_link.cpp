@@ -392,7 +392,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
 
   // Under the lock, which sending does without.
   Request beat() const {
-    return {.call = Call::kBeat,
+    return {.call = Call::kHeartbeat,
             .trainer = options_.trainer,
             .incarnation = trainer_incarnation_,
             .step = confirmed_};

@@ -43,14 +43,14 @@ HostRanks host_ranks(const comm::ProcessGroup& group) {
           .gather =
               [group](const std::vector<std::byte>& own) {
                 std::vector<std::vector<std::byte>> all;
-                for (const std::string& text : group.gather_text(text_of(own)))
+                for (const std::string& text : group.gather_object(text_of(own)))
                   all.push_back(bytes_of(text));
                 return all;
               },
           .broadcast =
               [group](std::vector<std::byte>& bytes) {
                 const std::string own = group.rank() == 0 ? text_of(bytes) : std::string();
-                bytes = bytes_of(group.broadcast_text(own));
+                bytes = bytes_of(group.broadcast_object(own));
               }};
 }
 

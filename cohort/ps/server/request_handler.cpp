@@ -148,7 +148,7 @@ void RequestHandler::answer(Pending& pending) {
         return confirm(pending);
       case Call::kRestore:
         return restore(pending);
-      case Call::kBeat:
+      case Call::kHeartbeat:
         return beat(pending);
       case Call::kLeave:
         return leave(pending);

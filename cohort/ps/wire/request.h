@@ -21,8 +21,8 @@ enum class Call : uint32_t {
   /// Trainer `trainer` comes, or comes back as `incarnation` after a server's restart. `text` as of
   /// kJob, so that a job that differs can be named.
   kJoin = 3,
-  kBeat = 4,   ///< It lives. `step` as of kConfirm.
-  kLeave = 5,  ///< It has no more data.
+  kHeartbeat = 4,  ///< It lives. `step` as of kConfirm.
+  kLeave = 5,      ///< It has no more data.
   /// This server's part of a checkpoint of the state after `step` steps, to folder `text`.
   kSave = 6,
   /// All parts of save `nonce` are in folder `text`: from now on it is what loads.
@@ -41,7 +41,7 @@ enum class Call : uint32_t {
 };
 
 struct Request {
-  Call call = Call::kBeat;
+  Call call = Call::kHeartbeat;
   uint32_t trainer = kNoTrainer;
   uint64_t job = 0;          ///< kJoin: JobOptions::fingerprint.
   uint64_t incarnation = 0;  ///< kJoin: 0 for a new process.

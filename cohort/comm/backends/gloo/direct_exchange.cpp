@@ -15,9 +15,9 @@ namespace cohort::comm {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-using EngineWork = c10::intrusive_ptr<c10d::Work>;
+using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
-// into = a op b, the engine's arithmetic for one pair.
+// into = a op b, the backend's arithmetic for one pair.
 void combine(at::Tensor into, const at::Tensor& a, const at::Tensor& b, c10d::ReduceOp op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
     case c10d::ReduceOp::SUM:
@@ -64,12 +64,12 @@ void combine_all(const at::Tensor& output, const Tensors& parts, size_t own, c10
 class Exchange : public c10d::Work {
  public:
   explicit Exchange(std::function<void()> finish = {}) : finish_(std::move(finish)) {}
-  void add(EngineWork work, at::Tensor tensor) {
+  void add(BackendWork work, at::Tensor tensor) {
     tensors_.push_back(std::move(tensor));
     works_.push_back(std::move(work));
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    for (const EngineWork& work : works_) work->wait(timeout);
+    for (const BackendWork& work : works_) work->wait(timeout);
     works_.clear();
     if (const auto finish = std::exchange(finish_, {})) finish();
     return true;
@@ -78,7 +78,7 @@ class Exchange : public c10d::Work {
  private:
   std::function<void()> finish_;
   Tensors tensors_;  // outlive works_
-  std::vector<EngineWork> works_;
+  std::vector<BackendWork> works_;
 };
 
 at::Tensor as_bytes(const at::Tensor& tensor) {
@@ -86,8 +86,8 @@ at::Tensor as_bytes(const at::Tensor& tensor) {
 }
 
 // Sends outgoing[r] to every other rank r and fills incoming[r] with what r sends, in place.
-EngineWork begin_exchange(c10d::Backend& gloo, const Tensors& outgoing, const Tensors& incoming,
-                          int tag, std::function<void()> finish) {
+BackendWork begin_exchange(c10d::Backend& gloo, const Tensors& outgoing, const Tensors& incoming,
+                           int tag, std::function<void()> finish) {
   auto exchange = c10::make_intrusive<Exchange>(std::move(finish));
   const int size = outgoing.front().numel() > 0 ? gloo.getSize() : 1;
   for (int step = 1; step < size; ++step) {
@@ -105,8 +105,8 @@ EngineWork begin_exchange(c10d::Backend& gloo, const Tensors& outgoing, const Te
 
 }  // namespace
 
-EngineWork direct_all_gather(c10d::Backend& gloo, const at::Tensor& output, const at::Tensor& input,
-                             int tag) {
+BackendWork direct_all_gather(c10d::Backend& gloo, const at::Tensor& output,
+                              const at::Tensor& input, int tag) {
   const auto size = static_cast<size_t>(gloo.getSize());
   const Tensors parts = output.detach().view({gloo.getSize(), input.numel()}).unbind(0);
   at::Tensor own = parts[static_cast<size_t>(gloo.getRank())];
@@ -115,8 +115,8 @@ EngineWork direct_all_gather(c10d::Backend& gloo, const at::Tensor& output, cons
   return begin_exchange(gloo, Tensors(size, flat), parts, tag, {});
 }
 
-EngineWork direct_reduce_scatter(c10d::Backend& gloo, const at::Tensor& output,
-                                 const at::Tensor& input, c10d::ReduceOp op, int tag) {
+BackendWork direct_reduce_scatter(c10d::Backend& gloo, const at::Tensor& output,
+                                  const at::Tensor& input, c10d::ReduceOp op, int tag) {
   const auto own = static_cast<size_t>(gloo.getRank());
   const Tensors outgoing = input.detach().view({gloo.getSize(), output.numel()}).unbind(0);
   const at::Tensor result = output.detach().view({-1});

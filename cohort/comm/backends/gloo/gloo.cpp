@@ -20,11 +20,11 @@ namespace {
 using Gloo = c10d::ProcessGroupGloo;
 using Device = std::shared_ptr<::gloo::transport::Device>;
 
-class GlooEngine : public Gloo {
+class GlooBackend : public Gloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
   void number_next(uint32_t number) { collectiveCounter_ = number; }
-  // Before the engine is used.
+  // Before the backend is used.
   void set_connections(Connections connections) { connections_ = std::move(connections); }
   void set_one_host(bool one_host) { one_host_ = one_host; }
   // Operations that wait end with an error, and so do those that begin.
@@ -114,7 +114,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
   // Before Gloo connects, so that whoever is connected finds it.
   request.store->set(endpoint_key(request.rank), endpoint);
   auto backend =
-      c10::make_intrusive<GlooEngine>(request.store, request.rank, request.world_size, options);
+      c10::make_intrusive<GlooBackend>(request.store, request.rank, request.world_size, options);
   const auto peers = endpoints_of_peers(request);
   backend->set_connections(Connections::where([&](const Endpoint& here, const Endpoint& there) {
     return here == endpoint || peers.contains(there);
@@ -127,7 +127,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 }
 
 void number_next_collective(c10d::Backend& backend, uint32_t number) {
-  if (auto* gloo = dynamic_cast<GlooEngine*>(&backend)) gloo->number_next(number);
+  if (auto* gloo = dynamic_cast<GlooBackend*>(&backend)) gloo->number_next(number);
 }
 
 }  // namespace cohort::comm

@@ -1,4 +1,4 @@
-// The Gloo engine inside libtorch, behind one function: no other file sees Gloo's headers.
+// libtorch's Gloo backend, behind one function: no other file sees Gloo's headers.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -18,8 +18,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
 
 /// Gives the next collective of `backend` that number, and those after it the following ones.
 ///
-/// Gloo only lets messages of one number and kind meet; others wait until the timeout. Without this
-/// it counts from 0. Nothing happens to an engine that make_gloo_backend has not made. Local.
+/// Gloo only matches messages of one number and kind; others wait until the timeout. Without this
+/// it counts from 0. Nothing happens to a backend that make_gloo_backend has not made. Local.
 /// Threads: the one that calls the collectives.
 void number_next_collective(c10d::Backend& backend, uint32_t number);
 

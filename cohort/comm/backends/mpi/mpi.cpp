@@ -10,7 +10,7 @@
 namespace cohort::comm {
 namespace {
 
-std::string place(int rank, int world_size) {
+std::string describe(int rank, int world_size) {
   return "rank " + std::to_string(rank) + " of " + std::to_string(world_size);
 }
 
@@ -23,11 +23,11 @@ bool is_launched() {
 }
 
 // A group as large as MPI's world is that world, rank by rank. A smaller one may be any part of it.
-void check_place(const BackendRequest& request, const MpiThread& mpi) {
+void check_mpi_rank(const BackendRequest& request, const MpiThread& mpi) {
   if (request.world_size < mpi.world_size()) return;
   if (request.world_size == mpi.world_size() && request.rank == mpi.rank()) return;
-  throw ConfigError("backend mpi: this process is " + place(request.rank, request.world_size) +
-                    ", but MPI says " + place(mpi.rank(), mpi.world_size()) +
+  throw ConfigError("backend mpi: this process is " + describe(request.rank, request.world_size) +
+                    ", but MPI says " + describe(mpi.rank(), mpi.world_size()) +
                     ": start the program with mpirun -n " + std::to_string(request.world_size) +
                     ", and let it find its rank there");
 }
@@ -45,7 +45,7 @@ std::vector<int> exchange_world_ranks(const BackendRequest& request, int own) {
 c10::intrusive_ptr<c10d::Backend> make_mpi_backend(const BackendRequest& request) {
   const bool launched = is_launched();
   MpiThread& mpi = MpiThread::of_process();
-  check_place(request, mpi);
+  check_mpi_rank(request, mpi);
   if (!launched) {
     throw ConfigError(
         "backend mpi: no mpirun started this process: start the program with mpirun -n " +

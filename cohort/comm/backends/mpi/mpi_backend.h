@@ -1,4 +1,4 @@
-// c10d's engine interface over MPI: collectives and point-to-point messages of one group's CPU
+// c10d::Backend over MPI: collectives and point-to-point messages of one group's CPU
 // tensors.
 #pragma once
 #include <atomic>

@@ -1,4 +1,4 @@
-// The plug-in libcohort_nccl.so: c10d's NCCL engine from libtorch_cuda, for tensors on CUDA
+// The plug-in libcohort_nccl.so: c10d's NCCL backend from libtorch_cuda, for tensors on CUDA
 // devices.
 #define USE_C10D_NCCL
 #include <cstdlib>
@@ -7,7 +7,7 @@
 
 #include "cohort/comm/backend.h"
 
-// The engine's options hold NCCL's own structs, so the header must be that of the NCCL that
+// The backend's options hold NCCL's own structs, so the header must be that of the NCCL that
 // libtorch was built with.
 static_assert(NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9),
               "libtorch 2.11.0 needs nccl.h of NCCL 2.28.9");

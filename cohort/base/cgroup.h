@@ -1,4 +1,4 @@
-// What Linux's control groups (cgroups, version 1 or 2) leave a process of its machine.
+// The limits that Linux cgroups (version 1 or 2) set for a process.
 #pragma once
 #include <cstdint>
 #include <filesystem>
@@ -7,13 +7,13 @@
 namespace cohort {
 
 /// Nothing: no limit.
-struct ControlGroupLimits {
+struct CgroupLimits {
   std::optional<int64_t> memory_bytes;
   std::optional<double> cores;  ///< Seconds of processor time per second.
 };
 
 /// Returns the tightest limits of this process's group and the groups around it, as far as they can
 /// be seen. Local. `root` stands for "/", for tests.
-ControlGroupLimits control_group_limits(const std::filesystem::path& root = "/");
+CgroupLimits cgroup_limits(const std::filesystem::path& root = "/");
 
 }  // namespace cohort

@@ -1,4 +1,4 @@
-#include "cohort/comm/place.h"
+#include "cohort/comm/rank_info.h"
 
 #include <cstdlib>
 #include <gtest/gtest.h>
@@ -11,9 +11,9 @@
 #include "tests/support/message_of.h"
 
 namespace cohort::comm {
-namespace place_test {
+namespace rank_info_test {
 
-// Sets exactly these variables of all contracts, and clears them again.
+// Sets exactly these variables of all launchers, and clears them again.
 class Environment {
  public:
   explicit Environment(const std::map<std::string, std::string>& variables) {
@@ -59,45 +59,45 @@ class Environment {
 };
 
 std::string error_of(const std::map<std::string, std::string>& variables,
-                     const PlaceOptions& options = {}) {
+                     const RankInfoOptions& options = {}) {
   const Environment environment(variables);
   try {
-    discover_place(options);
+    rank_info_from_environment(options);
   } catch (const ConfigError& error) {
     return one_line(error);
   }
   return "no error";
 }
 
-TEST(PlaceTest, NothingSetIsOneProcessAndSaysSo) {
+TEST(RankInfoTest, NothingSetIsOneProcessAndSaysSo) {
   const Environment environment({});
-  const Place place = discover_place();
-  EXPECT_EQ(place.world_size, 1);
-  EXPECT_EQ(place.source, "no launcher: one process");
+  const RankInfo info = rank_info_from_environment();
+  EXPECT_EQ(info.world_size, 1);
+  EXPECT_EQ(info.source, "no launcher: one process");
 }
 
-TEST(PlaceTest, ReadsTorchrun) {
+TEST(RankInfoTest, ReadsTorchrun) {
   const Environment environment({{"RANK", "3"},
                                  {"WORLD_SIZE", "4"},
                                  {"LOCAL_RANK", "1"},
                                  {"LOCAL_WORLD_SIZE", "2"},
                                  {"MASTER_ADDR", "h"},
                                  {"MASTER_PORT", "5"}});
-  const Place place = discover_place();
-  EXPECT_EQ(place.rank, 3);
-  EXPECT_EQ(place.world_size, 4);
-  EXPECT_EQ(place.local_rank, 1);
-  EXPECT_EQ(place.local_world_size, 2);
-  EXPECT_EQ(place.master_addr, "h");
-  EXPECT_EQ(place.master_port, 5);
+  const RankInfo info = rank_info_from_environment();
+  EXPECT_EQ(info.rank, 3);
+  EXPECT_EQ(info.world_size, 4);
+  EXPECT_EQ(info.local_rank, 1);
+  EXPECT_EQ(info.local_world_size, 2);
+  EXPECT_EQ(info.master_addr, "h");
+  EXPECT_EQ(info.master_port, 5);
 }
 
-TEST(PlaceTest, LaunchersNameTheJob) {
-  const std::map<std::string, std::string> meeting = {{"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}};
+TEST(RankInfoTest, LaunchersNameTheJob) {
+  const std::map<std::string, std::string> store = {{"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}};
   const auto job_of = [&](std::map<std::string, std::string> variables) {
-    variables.insert(meeting.begin(), meeting.end());
+    variables.insert(store.begin(), store.end());
     const Environment environment(variables);
-    return discover_place().job;
+    return rank_info_from_environment().job;
   };
   EXPECT_EQ(job_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), "");
   EXPECT_EQ(job_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"TORCHELASTIC_RUN_ID", "a"}}), "a");
@@ -121,64 +121,64 @@ TEST(PlaceTest, LaunchersNameTheJob) {
             "7.1");
 }
 
-TEST(PlaceTest, RankAndWorldSizeAloneLeaveTheHostToTheMeeting) {
+TEST(RankInfoTest, RankAndWorldSizeAloneLeaveTheHostToTheRendezvous) {
   const Environment environment(
       {{"RANK", "3"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}});
-  Place place = discover_place();
-  EXPECT_TRUE(place.finds_host);
-  EXPECT_TRUE(discover_place({.rank = 1, .world_size = 2}).finds_host);
-  EXPECT_FALSE(discover_place({.rank = 0, .world_size = 1}).finds_host);
-  EXPECT_THROW(device_index(place, 2), ConfigError) << "not known yet";
-  EXPECT_EQ(device_index(place, 1), 0);
-  find_host(place, {"a", "b", "a", "b"});
-  EXPECT_EQ(place.local_rank, 1);
-  EXPECT_EQ(place.local_world_size, 2);
-  EXPECT_EQ(device_index(place, 2), 1);
-  find_host(place, {"a", "b", "a", "c"});
-  EXPECT_EQ(place.local_rank, 0);
-  EXPECT_EQ(place.local_world_size, 1);
+  RankInfo info = rank_info_from_environment();
+  EXPECT_TRUE(info.finds_host);
+  EXPECT_TRUE(rank_info_from_environment({.rank = 1, .world_size = 2}).finds_host);
+  EXPECT_FALSE(rank_info_from_environment({.rank = 0, .world_size = 1}).finds_host);
+  EXPECT_THROW(device_index(info, 2), ConfigError) << "not known yet";
+  EXPECT_EQ(device_index(info, 1), 0);
+  find_host(info, {"a", "b", "a", "b"});
+  EXPECT_EQ(info.local_rank, 1);
+  EXPECT_EQ(info.local_world_size, 2);
+  EXPECT_EQ(device_index(info, 2), 1);
+  find_host(info, {"a", "b", "a", "c"});
+  EXPECT_EQ(info.local_rank, 0);
+  EXPECT_EQ(info.local_world_size, 1);
 }
 
-TEST(PlaceTest, ReadsOpenMpi) {
+TEST(RankInfoTest, ReadsOpenMpi) {
   const Environment environment({{"OMPI_COMM_WORLD_RANK", "1"},
                                  {"OMPI_COMM_WORLD_SIZE", "2"},
                                  {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
                                  {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
                                  {"MASTER_ADDR", "h"},
                                  {"MASTER_PORT", "5"}});
-  EXPECT_EQ(discover_place().rank, 1);
+  EXPECT_EQ(rank_info_from_environment().rank, 1);
 }
 
-TEST(PlaceTest, ReadsSlurmAndItsNodeList) {
+TEST(RankInfoTest, ReadsSlurmAndItsNodeList) {
   const Environment environment({{"SLURM_PROCID", "3"},
                                  {"SLURM_NTASKS", "4"},
                                  {"SLURM_LOCALID", "1"},
                                  {"SLURM_NNODES", "2"},
                                  {"SLURM_NODELIST", "gpu[07-09,12],x"},
                                  {"MASTER_PORT", "5"}});
-  const Place place = discover_place();
-  EXPECT_EQ(place.master_addr, "gpu07");
-  EXPECT_EQ(place.local_world_size, 2);
+  const RankInfo info = rank_info_from_environment();
+  EXPECT_EQ(info.master_addr, "gpu07");
+  EXPECT_EQ(info.local_world_size, 2);
 }
 
-TEST(PlaceTest, ReadsPaddleAndCountsTheHostsOwnTrainers) {
+TEST(RankInfoTest, ReadsPaddleAndCountsTheHostsOwnTrainers) {
   const Environment environment({{"PADDLE_TRAINER_ID", "2"},
                                  {"PADDLE_TRAINERS_NUM", "3"},
                                  {"PADDLE_TRAINER_ENDPOINTS", "a:6170,b:6170,b:6171"}});
-  const Place place = discover_place();
-  EXPECT_EQ(place.master_addr, "a");
-  EXPECT_EQ(place.master_port, 6170);
-  EXPECT_EQ(place.local_rank, 1);
-  EXPECT_EQ(place.local_world_size, 2);
+  const RankInfo info = rank_info_from_environment();
+  EXPECT_EQ(info.master_addr, "a");
+  EXPECT_EQ(info.master_port, 6170);
+  EXPECT_EQ(info.local_rank, 1);
+  EXPECT_EQ(info.local_world_size, 2);
 }
 
-TEST(PlaceTest, PaddlesOnlyTrainerNeedsNoEndpoints) {
+TEST(RankInfoTest, PaddlesOnlyTrainerNeedsNoEndpoints) {
   const std::map<std::string, std::string> alone{{"PADDLE_TRAINER_ID", "0"},
                                                  {"PADDLE_TRAINERS_NUM", "1"}};
   {
     const Environment environment(alone);
-    EXPECT_EQ(discover_place().world_size, 1);
-    EXPECT_EQ(discover_place().source, "Paddle's environment");
+    EXPECT_EQ(rank_info_from_environment().world_size, 1);
+    EXPECT_EQ(rank_info_from_environment().source, "Paddle's environment");
   }
   auto variables = alone;
   variables["PADDLE_TRAINER_ID"] = "1";
@@ -195,30 +195,30 @@ TEST(PlaceTest, PaddlesOnlyTrainerNeedsNoEndpoints) {
   }
 }
 
-TEST(PlaceTest, AmongEndpointsTheFirstIsTheStores) {
-  const Place place = place_among({"a:6170", "b:1", "b:x"}, 2);
-  EXPECT_EQ(place.master_addr, "a");
-  EXPECT_EQ(place.master_port, 6170);
-  EXPECT_EQ(place.rank, 2);
-  EXPECT_EQ(place.world_size, 3);
-  EXPECT_EQ(place.local_rank, 1);
+TEST(RankInfoTest, AmongEndpointsTheFirstIsTheStores) {
+  const RankInfo info = rank_info_from_endpoints({"a:6170", "b:1", "b:x"}, 2);
+  EXPECT_EQ(info.master_addr, "a");
+  EXPECT_EQ(info.master_port, 6170);
+  EXPECT_EQ(info.rank, 2);
+  EXPECT_EQ(info.world_size, 3);
+  EXPECT_EQ(info.local_rank, 1);
   const auto refusal = [](const std::vector<std::string>& endpoints, int rank) {
-    return test::message_of<ConfigError>([&] { place_among(endpoints, rank); });
+    return test::message_of<ConfigError>([&] { rank_info_from_endpoints(endpoints, rank); });
   };
   EXPECT_EQ(refusal({"a:1", "b:2"}, 2), "endpoints=a:1,b:2: there is no rank 2");
   EXPECT_EQ(refusal({"a:0", "b:2"}, 0), "endpoints=a:0,b:2: expected a port, got '0'");
   EXPECT_EQ(refusal({"a:1", "b"}, 0), "endpoints=a:1,b: expected host:port,host:port");
 }
 
-TEST(PlaceTest, NodeNumbersAndALocalRankGiveTheRank) {
+TEST(RankInfoTest, NodeNumbersAndALocalRankGiveTheRank) {
   const Environment environment(std::map<std::string, std::string>{{"LOCAL_RANK", "2"}});
-  const Place place = discover_place(
+  const RankInfo info = rank_info_from_environment(
       {.rank = 1, .world_size = 3, .nproc_per_node = 4, .master_addr = "h", .master_port = 5});
-  EXPECT_EQ(place.rank, 6);
-  EXPECT_EQ(place.world_size, 12);
+  EXPECT_EQ(info.rank, 6);
+  EXPECT_EQ(info.world_size, 12);
 }
 
-TEST(PlaceTest, HalfAContractNamesWhatIsMissing) {
+TEST(RankInfoTest, AnIncompleteEnvironmentNamesWhatIsMissing) {
   EXPECT_EQ(error_of({{"RANK", "0"}}),
             "RANK is set but WORLD_SIZE is not: set all of them, or none");
   EXPECT_EQ(error_of({{"WORLD_SIZE", "2"}}),
@@ -230,7 +230,7 @@ TEST(PlaceTest, HalfAContractNamesWhatIsMissing) {
             std::string::npos);
 }
 
-TEST(PlaceTest, ALonelyPieceOfAContractIsNoSingleProcess) {
+TEST(RankInfoTest, ALoneVariableIsNoSingleProcess) {
   EXPECT_EQ(error_of({{"LOCAL_RANK", "0"}}),
             "LOCAL_RANK is set but RANK is not: set all of them, or none");
   EXPECT_EQ(error_of({}, {.nproc_per_node = 4}),
@@ -239,7 +239,7 @@ TEST(PlaceTest, ALonelyPieceOfAContractIsNoSingleProcess) {
             "--addr or --port is set but --rank is not: set all of them, or none");
 }
 
-TEST(PlaceTest, BadNumbersAreNamed) {
+TEST(RankInfoTest, BadNumbersAreNamed) {
   EXPECT_NE(error_of({}, {.rank = -1, .world_size = 2}).find("rank -1 of world size 2"),
             std::string::npos);
   EXPECT_EQ(error_of({}, {.rank = 1, .world_size = 2, .master_addr = "h", .master_port = 70000}),
@@ -254,21 +254,22 @@ const std::map<std::string, std::string> kTorchrun{{"RANK", "1"},        {"WORLD
                                                    {"LOCAL_RANK", "1"},  {"LOCAL_WORLD_SIZE", "2"},
                                                    {"MASTER_ADDR", "h"}, {"MASTER_PORT", "5"}};
 
-TEST(PlaceTest, DistUrlSaysWhereAndTheEnvironmentWho) {
+TEST(RankInfoTest, DistUrlSaysWhereAndTheEnvironmentWho) {
   const Environment environment(kTorchrun);
-  Place place = discover_place({.dist_url = "tcp://[fe00::1]:77"});
-  EXPECT_EQ(place.rank, 1);
-  EXPECT_EQ(place.master_addr, "fe00::1");
-  EXPECT_EQ(place.master_port, 77);
-  place = discover_place({.dist_url = "env://"});
-  EXPECT_EQ(place.master_addr, "h");
-  place = discover_place({.rank = 2, .world_size = 3, .dist_url = "file:///shared/meet"});
-  EXPECT_EQ(place.rank, 2);
-  EXPECT_EQ(place.store_file, "/shared/meet");
-  EXPECT_EQ(place.master_addr, "");
+  RankInfo info = rank_info_from_environment({.dist_url = "tcp://[fe00::1]:77"});
+  EXPECT_EQ(info.rank, 1);
+  EXPECT_EQ(info.master_addr, "fe00::1");
+  EXPECT_EQ(info.master_port, 77);
+  info = rank_info_from_environment({.dist_url = "env://"});
+  EXPECT_EQ(info.master_addr, "h");
+  info = rank_info_from_environment(
+      {.rank = 2, .world_size = 3, .dist_url = "file:///shared/rendezvous"});
+  EXPECT_EQ(info.rank, 2);
+  EXPECT_EQ(info.store_file, "/shared/rendezvous");
+  EXPECT_EQ(info.master_addr, "");
 }
 
-TEST(PlaceTest, BadDistUrlsAreNamed) {
+TEST(RankInfoTest, BadDistUrlsAreNamed) {
   for (const char* url :
        {"tcp://h", "tcp://:5", "tcp://h:0", "tcp://h:x", "file://", "file:///", "http://h:5", ""}) {
     EXPECT_EQ(
@@ -281,25 +282,25 @@ TEST(PlaceTest, BadDistUrlsAreNamed) {
             "--dist-url tcp://h:5 is set but --rank, or RANK, is not: set all of them, or none");
 }
 
-TEST(PlaceTest, TheLaunchersSocketServesItsOwnPortOnly) {
+TEST(RankInfoTest, TheLaunchersSocketServesItsOwnPortOnly) {
   auto variables = kTorchrun;
   variables["RANK"] = "0";
   variables["LOCAL_RANK"] = "0";
   variables["COHORT_STORE_FD"] = "9";
   const Environment environment(variables);
-  EXPECT_EQ(discover_place().store_fd, 9);
-  EXPECT_FALSE(discover_place({.dist_url = "tcp://h:6"}).store_fd.has_value());
+  EXPECT_EQ(rank_info_from_environment().store_fd, 9);
+  EXPECT_FALSE(rank_info_from_environment({.dist_url = "tcp://h:6"}).store_fd.has_value());
 }
 
-TEST(PlaceTest, TorchrunsAgentsServeTheStore) {
+TEST(RankInfoTest, TorchrunsAgentsServeTheStore) {
   auto variables = kTorchrun;
-  EXPECT_FALSE((Environment(variables), discover_place().agent_store));
+  EXPECT_FALSE((Environment(variables), rank_info_from_environment().agent_store));
   variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
   const Environment environment(variables);
-  EXPECT_TRUE(discover_place().agent_store);
+  EXPECT_TRUE(rank_info_from_environment().agent_store);
 }
 
-TEST(PlaceTest, SlurmsStepGoesBeforeItsJobAndThePortComesFromItsNumber) {
+TEST(RankInfoTest, SlurmsStepGoesBeforeItsJobAndThePortComesFromItsNumber) {
   std::map<std::string, std::string> variables{{"SLURM_PROCID", "4"},
                                                {"SLURM_NTASKS", "5"},
                                                {"SLURM_LOCALID", "0"},
@@ -310,23 +311,23 @@ TEST(PlaceTest, SlurmsStepGoesBeforeItsJobAndThePortComesFromItsNumber) {
                                                {"SLURM_JOB_ID", "123456"}};
   {
     const Environment environment(variables);
-    const Place place = discover_place();
-    EXPECT_EQ(place.master_addr, "step2");
-    EXPECT_EQ(place.local_world_size, 1);
-    EXPECT_EQ(place.master_port, 12'000 + (123456 * 16) % 20'000);
+    const RankInfo info = rank_info_from_environment();
+    EXPECT_EQ(info.master_addr, "step2");
+    EXPECT_EQ(info.local_world_size, 1);
+    EXPECT_EQ(info.master_port, 12'000 + (123456 * 16) % 20'000);
   }
   variables["MASTER_PORT"] = "77";
   variables["SLURM_NODEID"] = "1";
   const Environment environment(variables);
-  EXPECT_EQ(discover_place().master_port, 77);
-  EXPECT_EQ(discover_place().local_world_size, 2);
+  EXPECT_EQ(rank_info_from_environment().master_port, 77);
+  EXPECT_EQ(rank_info_from_environment().local_world_size, 2);
 }
 
-TEST(PlaceTest, PaddlesOtherNameForTheNumberOfTrainers) {
+TEST(RankInfoTest, PaddlesOtherNameForTheNumberOfTrainers) {
   const Environment environment({{"PADDLE_TRAINER_ID", "1"},
                                  {"PADDLE_NUM_TRAINERS", "2"},
                                  {"PADDLE_TRAINER_ENDPOINTS", "a:1,b:2"}});
-  EXPECT_EQ(discover_place().world_size, 2);
+  EXPECT_EQ(rank_info_from_environment().world_size, 2);
 }
 
 TEST(SlurmTest, NodeListsExpandInOrder) {
@@ -356,15 +357,15 @@ TEST(SlurmTest, TaskCountsExpand) {
   EXPECT_THROW(expand_task_counts("two", "S"), ConfigError);
 }
 
-TEST(PlaceTest, DevicesGoByLocalRank) {
-  Place place;
-  place.local_rank = 2;
-  place.local_world_size = 3;
-  EXPECT_EQ(device_index(place, 4), 2);
-  EXPECT_EQ(device_index(place, 1), 0);
-  EXPECT_THROW(device_index(place, 2), ConfigError);
-  EXPECT_THROW(device_index(place, 0), ConfigError);
+TEST(RankInfoTest, DevicesGoByLocalRank) {
+  RankInfo info;
+  info.local_rank = 2;
+  info.local_world_size = 3;
+  EXPECT_EQ(device_index(info, 4), 2);
+  EXPECT_EQ(device_index(info, 1), 0);
+  EXPECT_THROW(device_index(info, 2), ConfigError);
+  EXPECT_THROW(device_index(info, 0), ConfigError);
 }
 
-}  // namespace place_test
+}  // namespace rank_info_test
 }  // namespace cohort::comm

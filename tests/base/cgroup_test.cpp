@@ -1,23 +1,23 @@
-#include "cohort/base/control_group.h"
+#include "cohort/base/cgroup.h"
 
 #include <gtest/gtest.h>
 
 #include "tests/base/temporary_folder.h"
 
 namespace cohort {
-namespace control_group_test {
+namespace cgroup_test {
 
-class ControlGroupTest : public testing::Test {
+class CgroupTest : public testing::Test {
  protected:
   void write(const std::string& file, const std::string& text) {
     std::filesystem::create_directories(std::filesystem::path(folder_ / file).parent_path());
     write_file(folder_ / file, text);
   }
-  ControlGroupLimits limits() const { return control_group_limits(folder_.path()); }
+  CgroupLimits limits() const { return cgroup_limits(folder_.path()); }
   TemporaryFolder folder_;
 };
 
-TEST_F(ControlGroupTest, TheTightestOfTheGroupsAroundTheProcessCounts) {
+TEST_F(CgroupTest, TheTightestOfTheGroupsAroundTheProcessCounts) {
   write("proc/self/cgroup", "0::/job/worker\n");
   write("sys/fs/cgroup/cpu.max", "max 100000\n");
   write("sys/fs/cgroup/job/memory.max", "4294967296\n");
@@ -28,7 +28,7 @@ TEST_F(ControlGroupTest, TheTightestOfTheGroupsAroundTheProcessCounts) {
   EXPECT_EQ(limits().cores, 2.5);
 }
 
-TEST_F(ControlGroupTest, VersionOneIsUnderstood) {
+TEST_F(CgroupTest, VersionOneIsUnderstood) {
   write("proc/self/cgroup", "7:memory:/docker/ab\n3:cpu,cpuacct:/docker/ab\n1:name=systemd:/\n");
   write("sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n");
   write("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "150000\n");
@@ -42,10 +42,10 @@ TEST_F(ControlGroupTest, VersionOneIsUnderstood) {
   EXPECT_FALSE(limits().cores);
 }
 
-TEST_F(ControlGroupTest, WithoutGroupsThereIsNoLimit) {
+TEST_F(CgroupTest, WithoutGroupsThereIsNoLimit) {
   EXPECT_FALSE(limits().memory_bytes);
   EXPECT_FALSE(limits().cores);
 }
 
-}  // namespace control_group_test
+}  // namespace cgroup_test
 }  // namespace cohort

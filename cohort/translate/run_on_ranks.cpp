@@ -1,4 +1,4 @@
-#include "cohort/translate/work_alone.h"
+#include "cohort/translate/run_on_ranks.h"
 
 #include <exception>
 
@@ -6,8 +6,8 @@
 
 namespace cohort::translate {
 
-void work_alone(const comm::ProcessGroup& group, const std::string& name, bool is_mine,
-                std::chrono::milliseconds limit, const std::function<void()>& work) {
+void run_on_ranks(const comm::ProcessGroup& group, const std::string& name, bool is_mine,
+                  std::chrono::milliseconds limit, const std::function<void()>& work) {
   std::exception_ptr error;
   std::string told;  // its kind and its text; nothing if there is none
   if (is_mine) {
@@ -22,7 +22,7 @@ void work_alone(const comm::ProcessGroup& group, const std::string& name, bool i
     }
   }
   group.barrier(name, limit);
-  const auto all = group.all_gather_text(told);
+  const auto all = group.all_gather_object(told);
   if (error) std::rethrow_exception(error);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;

@@ -1,4 +1,4 @@
-#include "cohort/base/control_group.h"
+#include "cohort/base/cgroup.h"
 
 #include <algorithm>
 #include <fstream>
@@ -37,7 +37,7 @@ void tighten(std::optional<T>& limit, std::optional<T> other) {
   if (other && (!limit || *other < *limit)) limit = other;
 }
 
-void add_memory(const fs::path& file, ControlGroupLimits& limits) {
+void add_memory(const fs::path& file, CgroupLimits& limits) {
   const auto bytes = first_number(file);
   if (bytes && *bytes < kNoMemoryLimit)
     tighten(limits.memory_bytes, std::optional(static_cast<int64_t>(*bytes)));
@@ -46,7 +46,7 @@ void add_memory(const fs::path& file, ControlGroupLimits& limits) {
 // Of a group in one hierarchy: in version 2 there is one, which has no controllers' names, and in
 // version 1 one for each controller, or for some of them.
 void add_group(const fs::path& hierarchies, const std::string& controllers, const fs::path& group,
-               ControlGroupLimits& limits) {
+               CgroupLimits& limits) {
   const auto has = [&](const std::string& controller) {
     return ("," + controllers + ",").find("," + controller + ",") != std::string::npos;
   };
@@ -60,8 +60,8 @@ void add_group(const fs::path& hierarchies, const std::string& controllers, cons
 
 }  // namespace
 
-ControlGroupLimits control_group_limits(const fs::path& root) {
-  ControlGroupLimits limits;
+CgroupLimits cgroup_limits(const fs::path& root) {
+  CgroupLimits limits;
   std::ifstream groups(root / "proc/self/cgroup");
   // "4:memory:/a/b", in version 2 "0::/a/b". Inside a container a path may be one that is not to be
   // seen there; the outermost group always is.

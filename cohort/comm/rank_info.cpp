@@ -1,4 +1,4 @@
-#include "cohort/comm/place.h"
+#include "cohort/comm/rank_info.h"
 
 #include <algorithm>
 #include <charconv>
@@ -23,7 +23,7 @@ std::optional<int> env_rank(const char* name) {
   return value ? std::optional<int>(static_cast<int>(*value)) : std::nullopt;
 }
 
-// Names of `required` that are unset, joined; empty if the contract is complete.
+// Names of `required` that are unset, joined; empty if none is.
 std::string missing_of(std::initializer_list<const char*> required) {
   std::string missing;
   for (const char* name : required) {
@@ -32,19 +32,19 @@ std::string missing_of(std::initializer_list<const char*> required) {
   return missing;
 }
 
-[[noreturn]] void half_contract(const std::string& found, const std::string& missing) {
+[[noreturn]] void incomplete_environment(const std::string& found, const std::string& missing) {
   throw ConfigError(found + " is set but " + missing + " is not: set all of them, or none");
 }
 
-void check(const Place& place) {
-  if (place.rank < 0 || place.rank >= place.world_size) {
-    throw ConfigError("rank " + std::to_string(place.rank) + " of world size " +
-                      std::to_string(place.world_size) + " (" + place.source +
+void check(const RankInfo& info) {
+  if (info.rank < 0 || info.rank >= info.world_size) {
+    throw ConfigError("rank " + std::to_string(info.rank) + " of world size " +
+                      std::to_string(info.world_size) + " (" + info.source +
                       "): expected 0 <= rank < world size");
   }
-  if (place.local_rank < 0 || place.local_rank >= place.local_world_size) {
-    throw ConfigError("local rank " + std::to_string(place.local_rank) + " of " +
-                      std::to_string(place.local_world_size) + " (" + place.source +
+  if (info.local_rank < 0 || info.local_rank >= info.local_world_size) {
+    throw ConfigError("local rank " + std::to_string(info.local_rank) + " of " +
+                      std::to_string(info.local_world_size) + " (" + info.source +
                       "): expected 0 <= local rank < local world size");
   }
 }
@@ -78,50 +78,50 @@ DistUrl parse_dist_url(const std::string& url) {
   return result;
 }
 
-void take_dist_url(Place& place, const PlaceOptions& options) {
+void take_dist_url(RankInfo& info, const RankInfoOptions& options) {
   if (!options.dist_url) return;
   if (options.master_addr || options.master_port) {
     throw ConfigError("--dist-url and --addr or --port: give one of them");
   }
   const DistUrl url = parse_dist_url(*options.dist_url);
   if (!url.host.empty()) {
-    place.master_addr = url.host;
-    place.master_port = url.port;
+    info.master_addr = url.host;
+    info.master_port = url.port;
   }
-  place.store_file = url.file;
+  info.store_file = url.file;
 }
 
-// The place has no `variable`, which `flag` sets as well.
-[[noreturn]] void no_master(const Place& place, const std::string& flag,
+// `variable`, which `flag` sets as well, is missing.
+[[noreturn]] void no_master(const RankInfo& info, const std::string& flag,
                             const std::string& variable) {
-  if (place.source != kOptions) half_contract(place.source, variable);
-  half_contract("--rank", flag + " (or --dist-url, or " + variable + ")");
+  if (info.source != kOptions) incomplete_environment(info.source, variable);
+  incomplete_environment("--rank", flag + " (or --dist-url, or " + variable + ")");
 }
 
-// The address of rank 0's store; every contract but Paddle's leaves it to MASTER_ADDR, MASTER_PORT.
-void take_master(Place& place, const PlaceOptions& options) {
+// The address of rank 0's store; all launchers but Paddle's leave it to MASTER_ADDR, MASTER_PORT.
+void take_master(RankInfo& info, const RankInfoOptions& options) {
   const bool by_url = options.dist_url && *options.dist_url != "env://";
-  take_dist_url(place, options);
-  if (!place.store_file.empty()) return;
-  if (options.master_addr) place.master_addr = *options.master_addr;
-  if (options.master_port) place.master_port = *options.master_port;
-  if (place.master_addr.empty()) place.master_addr = env_string("MASTER_ADDR").value_or("");
-  if (place.master_port == 0 || (place.source == kSlurm && !by_url && !options.master_port)) {
+  take_dist_url(info, options);
+  if (!info.store_file.empty()) return;
+  if (options.master_addr) info.master_addr = *options.master_addr;
+  if (options.master_port) info.master_port = *options.master_port;
+  if (info.master_addr.empty()) info.master_addr = env_string("MASTER_ADDR").value_or("");
+  if (info.master_port == 0 || (info.source == kSlurm && !by_url && !options.master_port)) {
     // Slurm's port is a guess from the job's number: a variable goes before it.
-    place.master_port =
-        static_cast<int>(env_int("MASTER_PORT", 1, 65535).value_or(place.master_port));
+    info.master_port =
+        static_cast<int>(env_int("MASTER_PORT", 1, 65535).value_or(info.master_port));
   }
-  if (place.world_size == 1) return;
-  if (place.master_addr.empty()) no_master(place, "--addr", "MASTER_ADDR");
-  if (place.master_port == 0) no_master(place, "--port", "MASTER_PORT");
-  if (place.master_port < 1 || place.master_port > 65535) {
-    throw ConfigError("port " + std::to_string(place.master_port) + " (" + place.source +
+  if (info.world_size == 1) return;
+  if (info.master_addr.empty()) no_master(info, "--addr", "MASTER_ADDR");
+  if (info.master_port == 0) no_master(info, "--port", "MASTER_PORT");
+  if (info.master_port < 1 || info.master_port > 65535) {
+    throw ConfigError("port " + std::to_string(info.master_port) + " (" + info.source +
                       "): expected 1 to 65535");
   }
   if (by_url) return;  // what the launcher listens on is MASTER_PORT
-  if (place.rank == 0) place.store_fd = env_rank("COHORT_STORE_FD");
-  place.agent_store =
-      env_string("TORCHELASTIC_USE_AGENT_STORE") == "True" && place.source == kTorchrun;
+  if (info.rank == 0) info.store_fd = env_rank("COHORT_STORE_FD");
+  info.agent_store =
+      env_string("TORCHELASTIC_USE_AGENT_STORE") == "True" && info.source == kTorchrun;
 }
 
 // `names` of the environment joined by dots, as far as they are set.
@@ -133,56 +133,56 @@ std::string joined(std::initializer_list<const char*> names) {
   return text;
 }
 
-Place from_options(const PlaceOptions& options) {
+RankInfo from_options(const RankInfoOptions& options) {
   if (!options.rank) {
-    half_contract(options.world_size ? "--world-size" : "--nproc-per-node", "--rank");
+    incomplete_environment(options.world_size ? "--world-size" : "--nproc-per-node", "--rank");
   }
-  if (!options.world_size) half_contract("--rank", "--world-size");
-  Place place;
-  place.source = kOptions;
-  place.rank = *options.rank;
-  place.world_size = *options.world_size;
-  place.finds_host = !options.nproc_per_node && place.world_size > 1;
+  if (!options.world_size) incomplete_environment("--rank", "--world-size");
+  RankInfo info;
+  info.source = kOptions;
+  info.rank = *options.rank;
+  info.world_size = *options.world_size;
+  info.finds_host = !options.nproc_per_node && info.world_size > 1;
   if (options.nproc_per_node) {
-    place.local_world_size = *options.nproc_per_node;
+    info.local_world_size = *options.nproc_per_node;
     const auto local_rank = env_rank("LOCAL_RANK");
-    if (!local_rank) half_contract("--nproc-per-node", "LOCAL_RANK");
-    place.local_rank = *local_rank;
-    place.rank = *options.rank * *options.nproc_per_node + *local_rank;
-    place.world_size = *options.world_size * *options.nproc_per_node;
+    if (!local_rank) incomplete_environment("--nproc-per-node", "LOCAL_RANK");
+    info.local_rank = *local_rank;
+    info.rank = *options.rank * *options.nproc_per_node + *local_rank;
+    info.world_size = *options.world_size * *options.nproc_per_node;
   }
-  return place;
+  return info;
 }
 
-Place from_torchrun() {
+RankInfo from_torchrun() {
   const std::string missing = missing_of({"RANK", "WORLD_SIZE"});
-  if (!missing.empty()) half_contract(missing == "RANK" ? "WORLD_SIZE" : "RANK", missing);
-  Place place;
-  place.source = kTorchrun;
-  place.job = joined({"TORCHELASTIC_RUN_ID", "COHORT_ROUND"});
-  place.rank = *env_rank("RANK");
-  place.world_size = *env_rank("WORLD_SIZE");
+  if (!missing.empty()) incomplete_environment(missing == "RANK" ? "WORLD_SIZE" : "RANK", missing);
+  RankInfo info;
+  info.source = kTorchrun;
+  info.job = joined({"TORCHELASTIC_RUN_ID", "COHORT_ROUND"});
+  info.rank = *env_rank("RANK");
+  info.world_size = *env_rank("WORLD_SIZE");
   const auto local_rank = env_rank("LOCAL_RANK"), local_size = env_rank("LOCAL_WORLD_SIZE");
-  place.finds_host = !local_rank && !local_size && place.world_size > 1;
-  if (place.finds_host) return place;
-  place.local_world_size = local_size.value_or(place.world_size);
-  place.local_rank = local_rank.value_or(place.rank % std::max(1, place.local_world_size));
-  return place;
+  info.finds_host = !local_rank && !local_size && info.world_size > 1;
+  if (info.finds_host) return info;
+  info.local_world_size = local_size.value_or(info.world_size);
+  info.local_rank = local_rank.value_or(info.rank % std::max(1, info.local_world_size));
+  return info;
 }
 
-Place from_open_mpi() {
+RankInfo from_open_mpi() {
   const std::string missing =
       missing_of({"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                   "OMPI_COMM_WORLD_LOCAL_SIZE"});
-  if (!missing.empty()) half_contract("Open MPI's OMPI_COMM_WORLD_*", missing);
-  Place place;
-  place.source = "Open MPI's environment";
-  place.job = joined({"PMIX_NAMESPACE"});
-  place.rank = *env_rank("OMPI_COMM_WORLD_RANK");
-  place.world_size = *env_rank("OMPI_COMM_WORLD_SIZE");
-  place.local_rank = *env_rank("OMPI_COMM_WORLD_LOCAL_RANK");
-  place.local_world_size = *env_rank("OMPI_COMM_WORLD_LOCAL_SIZE");
-  return place;
+  if (!missing.empty()) incomplete_environment("Open MPI's OMPI_COMM_WORLD_*", missing);
+  RankInfo info;
+  info.source = "Open MPI's environment";
+  info.job = joined({"PMIX_NAMESPACE"});
+  info.rank = *env_rank("OMPI_COMM_WORLD_RANK");
+  info.world_size = *env_rank("OMPI_COMM_WORLD_SIZE");
+  info.local_rank = *env_rank("OMPI_COMM_WORLD_LOCAL_RANK");
+  info.local_world_size = *env_rank("OMPI_COMM_WORLD_LOCAL_SIZE");
+  return info;
 }
 
 // The first of `names` that is set, and its value.
@@ -203,7 +203,7 @@ int slurm_port() {
   return static_cast<int>(12'000 + (*job * 16 + step % 16) % 20'000);
 }
 
-int slurm_local_world_size(const Place& place) {
+int slurm_local_world_size(const RankInfo& info) {
   const auto counts = first_set({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
   const auto node = env_rank("SLURM_NODEID");
   if (counts && node) {
@@ -211,43 +211,44 @@ int slurm_local_world_size(const Place& place) {
     if (static_cast<size_t>(*node) < tasks.size()) return tasks[static_cast<size_t>(*node)];
   }
   const int num_nodes = std::max(1, env_rank("SLURM_NNODES").value_or(1));
-  return std::max(place.local_rank + 1, (place.world_size + num_nodes - 1) / num_nodes);
+  return std::max(info.local_rank + 1, (info.world_size + num_nodes - 1) / num_nodes);
 }
 
-Place from_slurm() {
+RankInfo from_slurm() {
   std::string missing = missing_of({"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"});
   const auto nodes = first_set({"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"});
   if (!nodes) missing += std::string(missing.empty() ? "" : ", ") + "SLURM_NODELIST";
-  if (!missing.empty()) half_contract("SLURM_PROCID", missing);
-  Place place;
-  place.source = kSlurm;
-  place.job = joined({"SLURM_JOB_ID", "SLURM_STEP_ID"});
-  place.rank = *env_rank("SLURM_PROCID");
-  place.world_size = *env_rank("SLURM_NTASKS");
-  place.local_rank = *env_rank("SLURM_LOCALID");
-  place.local_world_size = slurm_local_world_size(place);
+  if (!missing.empty()) incomplete_environment("SLURM_PROCID", missing);
+  RankInfo info;
+  info.source = kSlurm;
+  info.job = joined({"SLURM_JOB_ID", "SLURM_STEP_ID"});
+  info.rank = *env_rank("SLURM_PROCID");
+  info.world_size = *env_rank("SLURM_NTASKS");
+  info.local_rank = *env_rank("SLURM_LOCALID");
+  info.local_world_size = slurm_local_world_size(info);
   const auto hosts = expand_node_list(nodes->second, nodes->first);
-  if (!env_string("MASTER_ADDR")) place.master_addr = hosts.front();
-  place.master_port = slurm_port();
-  return place;
+  if (!env_string("MASTER_ADDR")) info.master_addr = hosts.front();
+  info.master_port = slurm_port();
+  return info;
 }
 
-Place from_paddle() {
+RankInfo from_paddle() {
   const auto count = first_set({"PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS", "PADDLE_TRAINERS"});
   // Before what else is missing, which hangs on it.
   if (count) env_int(count->first.c_str(), 1, kMaxRanks);
-  const bool alone = count && count->second == "1";  // Meets nobody, so it needs no endpoints.
+  const bool alone = count && count->second == "1";  // One process needs no endpoints.
   std::string missing = alone ? missing_of({"PADDLE_TRAINER_ID"})
                               : missing_of({"PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS"});
   if (!count) missing += std::string(missing.empty() ? "" : ", ") + "PADDLE_TRAINERS_NUM";
   if (!missing.empty()) {
-    half_contract(env_string("PADDLE_TRAINER_ID") ? "PADDLE_TRAINER_ID" : count->first, missing);
+    incomplete_environment(env_string("PADDLE_TRAINER_ID") ? "PADDLE_TRAINER_ID" : count->first,
+                           missing);
   }
   if (alone && !env_string("PADDLE_TRAINER_ENDPOINTS")) {
-    Place place;
-    place.rank = *env_rank("PADDLE_TRAINER_ID");
-    place.source = "Paddle's environment";
-    return place;
+    RankInfo info;
+    info.rank = *env_rank("PADDLE_TRAINER_ID");
+    info.source = "Paddle's environment";
+    return info;
   }
   const std::string list = *env_string("PADDLE_TRAINER_ENDPOINTS");
   std::vector<std::string> endpoints;
@@ -263,30 +264,31 @@ Place from_paddle() {
                       " trainers: expected PADDLE_TRAINERS_NUM=" + std::to_string(world_size) +
                       " and PADDLE_TRAINER_ID below it");
   }
-  Place place = place_among(endpoints, rank, "PADDLE_TRAINER_ENDPOINTS");
-  place.source = "Paddle's environment";
-  return place;
+  RankInfo info = rank_info_from_endpoints(endpoints, rank, "PADDLE_TRAINER_ENDPOINTS");
+  info.source = "Paddle's environment";
+  return info;
 }
 
-Place one_process() {
-  Place place;
-  place.source = "no launcher: one process";
-  return place;
+RankInfo one_process() {
+  RankInfo info;
+  info.source = "no launcher: one process";
+  return info;
 }
 
 }  // namespace
 
-Place place_among(const std::vector<std::string>& endpoints, int rank, const std::string& name) {
+RankInfo rank_info_from_endpoints(const std::vector<std::string>& endpoints, int rank,
+                                  const std::string& name) {
   const auto refuse = [&](const std::string& why) {
     std::string list;
     for (const std::string& endpoint : endpoints) list += (list.empty() ? "" : ",") + endpoint;
     throw ConfigError(name + "=" + list + ": " + why);
   };
-  Place place;
-  place.source = name;
-  place.rank = rank;
-  place.world_size = static_cast<int>(endpoints.size());
-  if (rank < 0 || rank >= place.world_size) refuse("there is no rank " + std::to_string(rank));
+  RankInfo info;
+  info.source = name;
+  info.rank = rank;
+  info.world_size = static_cast<int>(endpoints.size());
+  if (rank < 0 || rank >= info.world_size) refuse("there is no rank " + std::to_string(rank));
   std::vector<std::string> hosts;
   for (const std::string& endpoint : endpoints) {
     const size_t colon = endpoint.rfind(':');
@@ -295,59 +297,61 @@ Place place_among(const std::vector<std::string>& endpoints, int rank, const std
     if (hosts.size() > 1) continue;
     const char* const begin = endpoint.data() + colon + 1;
     const char* const end = endpoint.data() + endpoint.size();
-    const auto [stop, error] = std::from_chars(begin, end, place.master_port);
-    if (error != std::errc() || stop != end || place.master_port < 1 || place.master_port > 65535)
+    const auto [stop, error] = std::from_chars(begin, end, info.master_port);
+    if (error != std::errc() || stop != end || info.master_port < 1 || info.master_port > 65535)
       refuse("expected a port, got '" + std::string(begin, end) + "'");
-    place.master_addr = hosts.front();
+    info.master_addr = hosts.front();
   }
   const std::string& own = hosts[static_cast<size_t>(rank)];
-  place.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, own));
-  place.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), own));
-  return place;
+  info.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, own));
+  info.local_world_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), own));
+  return info;
 }
 
-Place discover_place(const PlaceOptions& options) {
-  Place place;
+RankInfo rank_info_from_environment(const RankInfoOptions& options) {
+  RankInfo info;
   if (options.rank || options.world_size || options.nproc_per_node) {
-    place = from_options(options);
+    info = from_options(options);
   } else if (env_string("RANK") || env_string("WORLD_SIZE")) {
-    place = from_torchrun();
+    info = from_torchrun();
   } else if (env_string("OMPI_COMM_WORLD_SIZE") || env_string("OMPI_COMM_WORLD_RANK")) {
-    place = from_open_mpi();
+    info = from_open_mpi();
   } else if (env_string("SLURM_PROCID")) {
-    place = from_slurm();
+    info = from_slurm();
   } else if (first_set({"PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_NUM_TRAINERS"})) {
-    place = from_paddle();
+    info = from_paddle();
   } else {
-    // Half a contract must not become as many lonely processes as were started.
-    if (options.master_addr || options.master_port) half_contract("--addr or --port", "--rank");
-    if (options.dist_url) half_contract("--dist-url " + *options.dist_url, "--rank, or RANK,");
+    // An incomplete environment must not start jobs of one process each.
+    if (options.master_addr || options.master_port)
+      incomplete_environment("--addr or --port", "--rank");
+    if (options.dist_url)
+      incomplete_environment("--dist-url " + *options.dist_url, "--rank, or RANK,");
     for (const char* name : {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
-      if (env_string(name)) half_contract(name, "RANK");
+      if (env_string(name)) incomplete_environment(name, "RANK");
     }
-    place = one_process();
+    info = one_process();
   }
-  check(place);
-  take_master(place, options);
-  return place;
+  check(info);
+  take_master(info, options);
+  return info;
 }
 
-std::optional<std::pair<std::string, std::string>> launched_as() {
+std::optional<std::pair<std::string, std::string>> launcher_rank_variable() {
   return first_set({"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PADDLE_TRAINER_ID"});
 }
 
-int device_index(const Place& place, int num_devices) {
+int device_index(const RankInfo& info, int num_devices) {
   if (num_devices == 1) return 0;
-  if (place.finds_host) {
+  if (info.finds_host) {
     throw ConfigError(
-        "LOCAL_RANK is not set: expected it, or the place of a group whose ranks have met");
+        "LOCAL_RANK is not set: expected it, or the rank info of a connected process group");
   }
-  if (place.local_rank >= num_devices) {
-    throw ConfigError("local rank " + std::to_string(place.local_rank) +
+  if (info.local_rank >= num_devices) {
+    throw ConfigError("local rank " + std::to_string(info.local_rank) +
                       " has no device: expected at most " + std::to_string(num_devices) +
                       " ranks on this host, one for each of its devices");
   }
-  return place.local_rank;
+  return info.local_rank;
 }
 
 }  // namespace cohort::comm

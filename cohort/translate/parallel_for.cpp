@@ -1,4 +1,4 @@
-#include "cohort/translate/all_cores.h"
+#include "cohort/translate/parallel_for.h"
 
 #include <algorithm>
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace cohort::translate {
 
-void on_all_cores(size_t count, const std::function<void(size_t begin, size_t end)>& work) {
+void parallel_for(size_t count, const std::function<void(size_t begin, size_t end)>& work) {
   constexpr size_t kTaken = 64;
   std::atomic<size_t> next = 0;
   std::once_flag once;

@@ -1,4 +1,4 @@
-// Work that some ranks do while the others wait, and whose failure all hear of.
+// Work of some ranks, for which the others wait; all of them throw its errors.
 #pragma once
 #include <chrono>
 #include <functional>
@@ -14,7 +14,7 @@ namespace cohort::translate {
 /// Errors: on the rank that failed what `work` threw; on the others an error of the same kind
 ///         (ConfigError or c10::Error) with its text and the rank's number. PeerError if a rank is
 ///         lost, or `limit` is over: it names `name`.
-void work_alone(const comm::ProcessGroup& group, const std::string& name, bool is_mine,
-                std::chrono::milliseconds limit, const std::function<void()>& work);
+void run_on_ranks(const comm::ProcessGroup& group, const std::string& name, bool is_mine,
+                  std::chrono::milliseconds limit, const std::function<void()>& work);
 
 }  // namespace cohort::translate

@@ -1,4 +1,4 @@
-// Work shared out to all cores of a process.
+// A parallel loop over the cores of a process.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -12,6 +12,6 @@ namespace cohort::translate {
 /// Threads: `work` is called on several at once.
 /// Errors:  the first that `work` threw, when all threads have ended; what is left then is not
 /// done.
-void on_all_cores(size_t count, const std::function<void(size_t begin, size_t end)>& work);
+void parallel_for(size_t count, const std::function<void(size_t begin, size_t end)>& work);
 
 }  // namespace cohort::translate

@@ -1,4 +1,4 @@
-#include "cohort/translate/all_cores.h"
+#include "cohort/translate/parallel_for.h"
 
 #include <atomic>
 #include <gtest/gtest.h>
@@ -6,24 +6,24 @@
 #include <vector>
 
 namespace cohort::translate {
-namespace all_cores_test {
+namespace parallel_for_test {
 
-TEST(AllCoresTest, EverythingIsDoneOnce) {
+TEST(ParallelForTest, EverythingIsDoneOnce) {
   for (const size_t count : {size_t{0}, size_t{1}, size_t{64}, size_t{65}, size_t{10'000}}) {
     std::vector<int> times(count);
-    on_all_cores(count, [&](size_t begin, size_t end) {
+    parallel_for(count, [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) ++times[i];
     });
     EXPECT_EQ(times, std::vector<int>(count, 1));
   }
 }
 
-// Whichever thread meets it, the caller gets it.
-TEST(AllCoresTest, AnErrorReachesTheCaller) {
+// Whichever thread throws it, the caller gets it.
+TEST(ParallelForTest, AnErrorReachesTheCaller) {
   for (int repeat = 0; repeat < 20; ++repeat) {
     std::atomic<size_t> done = 0;
     try {
-      on_all_cores(100'000, [&](size_t begin, size_t end) {
+      parallel_for(100'000, [&](size_t begin, size_t end) {
         if (begin >= 640) throw std::runtime_error("at " + std::to_string(begin));
         done += end - begin;
       });
@@ -35,5 +35,5 @@ TEST(AllCoresTest, AnErrorReachesTheCaller) {
   }
 }
 
-}  // namespace all_cores_test
+}  // namespace parallel_for_test
 }  // namespace cohort::translate
