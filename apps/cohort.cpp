@@ -77,18 +77,18 @@ int print_help() {
   };
   for (const Line& line :
        {Line{"nmt", " COMMAND ...", "trains a translator and translates with it"},
-        {"ps", " COMMAND ...", "serves parameters, and asks servers how they are"},
-        {"checkpoint", " COMMAND ...", "looks at checkpoints, verifies and joins them"},
-        {"doctor", "", "says what this machine is and what a model needs"},
+        {"ps", " COMMAND ...", "runs and queries parameter servers"},
+        {"checkpoint", " COMMAND ...", "inspects, verifies and merges checkpoints"},
+        {"doctor", "", "reports the hardware and what a model needs"},
         {"bench", " COMMAND ...", "measures this machine and network"}}) {
     const auto known = commands_beside();
     if (std::find(known.begin(), known.end(), line.name) == known.end()) continue;
     std::printf("  %-45s  %s\n", ("cohort " + line.name + line.arguments).c_str(), line.text);
   }
   std::printf(
-      "  cohort completion bash                         lets a shell complete all this\n\n"
-      "  cohort COMMAND --help                          says more\n"
-      "  cohort --version                               says which Cohort this is\n");
+      "  cohort completion bash                         prints a shell completion script\n\n"
+      "  cohort COMMAND --help                          prints a command's help\n"
+      "  cohort --version                               prints the version\n");
   return cohort::kExitOk;
 }
 

@@ -71,24 +71,25 @@ void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->type_name("N")
       ->capture_default_str()
       ->group(group);
-  app.add_flag("--standalone", words.standalone, "One node that meets no other: the default")
+  app.add_flag("--standalone", words.standalone, "One node without rendezvous: the default")
       ->group(group);
   app.add_option("--nnodes", words.nnodes,
-                 "Nodes of the job: N, or MIN:MAX (they come and go; needs --rdzv-endpoint)")
+                 "Number of nodes: N, or MIN:MAX (elastic; requires --rdzv-endpoint)")
       ->type_name("N")
       ->capture_default_str()
       ->group(group);
   app.add_option(both_spellings("--node-rank"), options.node_rank,
-                 "This node's number, from 0 (with --rdzv-endpoint nodes are numbered)")
+                 "Rank of this node, from 0 (--rdzv-endpoint assigns it)")
       ->capture_default_str()
       ->group(group);
   app.add_option(both_spellings("--max-restarts"), options.max_restarts,
-                 "How often workers start afresh after one failed")
+                 "Maximum number of restarts after a worker failed")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--restart-policy", words.restart_policy,
-                 "Who starts afresh: all workers, or the one that failed, which only trainers of "
-                 "servers without a process group can")
+  app.add_option(
+         "--restart-policy", words.restart_policy,
+         "What restarts: all workers (group), or the failed one (single; only trainers of servers "
+         "without a process group)")
       ->capture_default_str()
       ->check(one_of({"group", "single"}))
       ->group(group);
@@ -99,10 +100,10 @@ void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->group(group);
 }
 
-void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
-  const char* group = "Where nodes meet";
+void add_rendezvous_flags(CLI::App& app, RunOptions& options, Words& words) {
+  const char* group = "Rendezvous";
   app.add_option(both_spellings("--master-addr"), options.master_addr,
-                 "Node 0's address (one node: 127.0.0.1; several: required)")
+                 "Address of node 0 (one node: 127.0.0.1; several: required)")
       ->type_name("HOST")
       ->group(group);
   app.add_option(both_spellings("--master-port"), options.master_port,
@@ -110,30 +111,31 @@ void add_meeting_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->type_name("PORT")
       ->group(group);
   app.add_option(both_spellings("--rdzv-endpoint"), options.rdzv_endpoint,
-                 "HOST[:PORT] where the nodes' launchers meet; the one on HOST is node 0")
+                 "HOST[:PORT] of the rendezvous; the launcher on HOST serves it and is node 0")
       ->type_name("HOST")
       ->group(group);
   app.add_option(both_spellings("--rdzv-id"), options.rdzv_id, "Name of the job")
       ->capture_default_str()
       ->group(group);
-  app.add_option(both_spellings("--rdzv-backend"), words.rdzv_backend,
-                 "Accepted, changes nothing: launchers that meet do so at --rdzv-endpoint")
+  app.add_option(
+         both_spellings("--rdzv-backend"), words.rdzv_backend,
+         "Accepted, no effect: with --rdzv-endpoint the launchers serve the rendezvous themselves")
       ->check(one_of({"static", "c10d"}))
       ->group(group);
-  app.add_option("--rdzv-timeout", words.rdzv_timeout, "Wait so long for enough nodes")
+  app.add_option("--rdzv-timeout", words.rdzv_timeout, "Rendezvous timeout")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->group(group);
   app.add_option(
          both_spellings("--rdzv-conf"), words.rdzv_conf,
-         "KEY=NUMBER,...: keep_alive_interval=5 and keep_alive_max_attempt=3 (a launcher has "
-         "left after so many seconds of silence, so often), last_call_timeout=1, "
+         "KEY=NUMBER,...: keep_alive_interval=5 (seconds), keep_alive_max_attempt=3 (missed "
+         "intervals after which a node is lost), last_call_timeout=1, "
          "join_timeout (--rdzv-timeout)")
       ->type_name("TEXT")
       ->group(group);
   app.add_option("--rdzv-secret-file", words.rdzv_secret_file,
-                 "File with the secret of a job of several nodes: launchers and workers without it "
-                 "are refused")
+                 "File with the secret of a multi-node job: launchers and workers without it are "
+                 "rejected")
       ->type_name(kFile)
       ->group(group);
   app.add_option("--interface", options.interface,
@@ -146,35 +148,36 @@ void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
   const char* group = "Parameter servers";
   app.add_option(
          "--servers", options.servers.count,
-         "Servers (cohort ps server) beside the program's processes, which are its trainers")
+         "Number of parameter servers (cohort ps server); the program's processes are the trainers")
       ->type_name("N")
       ->capture_default_str()
       ->group(group);
   app.add_option("--trainers", words.trainers,
-                 "Trainers: --nproc-per-node by the name that it has beside servers")
+                 "Number of trainers: --nproc-per-node of a job with servers")
       ->type_name("N")
       ->capture_default_str()
       ->excludes("--nproc-per-node")
       ->needs("--servers")
       ->group(group);
   app.add_option("--on-trainer-loss", options.on_trainer_loss,
-                 "What servers do when a trainer is silent for long (default: fail); continue: the "
-                 "job goes on without it, which needs trainers without a process group")
+                 "What servers do when a trainer stops responding (default: fail); continue: the "
+                 "job continues without it, which requires trainers without a process group")
       ->check(one_of({"fail", "wait", "continue"}))
       ->needs("--servers")
       ->group(group);
-  app.add_option("--server-dir", options.servers.folder,
-                 "Gets server.N/ with each server's state (default: servers/ in --log-dir)")
+  app.add_option(
+         "--server-dir", options.servers.folder,
+         "Folder of the servers' state, server.N/ for each (default: servers/ in --log-dir)")
       ->type_name(kFolder)
       ->needs("--servers")
       ->group(group);
   app.add_option("--max-server-restarts", options.servers.max_restarts,
-                 "How often a server that died is started again, with its port and folder")
+                 "Maximum number of server restarts; a server keeps its port and folder")
       ->capture_default_str()
       ->needs("--servers")
       ->group(group);
   app.add_option("--server-arg", options.servers.arguments,
-                 "A further argument of the servers; may be given again")
+                 "Additional argument of the servers; repeatable")
       ->type_name("TEXT")
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
@@ -189,20 +192,21 @@ void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
 
 void add_output_flags(CLI::App& app, RunOptions& options, Words& words) {
   const char* group = "Output";
-  app.add_option(both_spellings("--log-dir"), options.log_dir,
-                 "Folder of the workers' logs (default: a fresh one, kept only after a failure)")
+  app.add_option(
+         both_spellings("--log-dir"), options.log_dir,
+         "Folder of the workers' logs (default: a temporary one, kept only after a failure)")
       ->type_name(kFolder)
       ->group(group);
   app.add_option("--tee", words.tee,
-                 "Whose output also goes to the terminal: rank0, all, none, or as torchrun has it: "
+                 "Ranks whose output is also shown: rank0, all, none, or in torchrun's form: "
                  "3, or 0:1,1:2 (local rank:1 stdout, 2 stderr, 3 both)")
       ->capture_default_str()
       ->group(group);
   app.add_option("--redirects", words.redirects,
-                 "Streams of rank 0 that go to their log files only, written like --tee's numbers")
+                 "Streams of rank 0 that go only to log files, in the form of --tee's numbers")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--watch", words.watch, "Print a table of where ranks are, so often (0: never)")
+  app.add_option("--watch", words.watch, "Interval between tables of the ranks' state (0: never)")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->group(group);
@@ -210,26 +214,27 @@ void add_output_flags(CLI::App& app, RunOptions& options, Words& words) {
 
 void add_failure_flags(CLI::App& app, Words& words) {
   const char* group = "Failures";
-  app.add_option("--grace", words.grace, "The other workers have so long to leave after one failed")
+  app.add_option("--grace", words.grace, "Time for the other workers to exit after one failed")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->group(group);
   app.add_option("--stall-timeout", words.stall_timeout,
-                 "After so long in one collective the ranks not there are named (0: never)")
+                 "Time in one collective after which the missing ranks are reported (0: never)")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->group(group);
   app.add_flag(both_spellings("--no-python"), words.no_python,
-               "Accepted, changes nothing: no program is run by Python");
+               "Accepted, no effect: programs never run through Python");
 }
 
 void describe(CLI::App& app, RunOptions& options, Words& words) {
   app.name("cohort run");
-  app.description("Starts one worker per rank, watches them, and leaves nothing behind.");
+  app.description(
+      "Starts one worker per rank, monitors them, and cleans up all processes at the end.");
   app.footer("PROGRAM and its arguments follow: cohort run --nproc-per-node 4 -- ./train --lr 0.1");
   app.prefix_command();
   add_job_flags(app, options, words);
-  add_meeting_flags(app, options, words);
+  add_rendezvous_flags(app, options, words);
   add_server_flags(app, options, words);
   add_output_flags(app, options, words);
   add_failure_flags(app, words);

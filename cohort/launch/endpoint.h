@@ -1,4 +1,4 @@
-// Where launchers of several nodes meet: reading "host:port", listening there, reaching it.
+// The rendezvous endpoint: parses "host:port", listens and connects there.
 #pragma once
 #include <optional>
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace cohort::launch {
 
-inline constexpr int kDefaultMeetingPort = 29400;
+inline constexpr int kDefaultRendezvousPort = 29400;
 
 struct Endpoint {
   std::string host;
-  int port = kDefaultMeetingPort;
+  int port = kDefaultRendezvousPort;
 
   std::string text() const { return host + ":" + std::to_string(port); }
 };

@@ -10,7 +10,7 @@ namespace {
 
 using Variables = std::map<std::string, std::string>;
 
-void set_torchruns(Variables& variables, const RunOptions& options, const NodePlace& node,
+void set_torchruns(Variables& variables, const RunOptions& options, const NodeInfo& node,
                    int local_rank) {
   variables["RANK"] = std::to_string(node.base_rank + local_rank);
   variables["LOCAL_RANK"] = std::to_string(local_rank);
@@ -40,7 +40,7 @@ std::vector<std::string> to_entries(const Variables& variables) {
   return entries;
 }
 
-// Paddle's contract of a job with servers; what was inherited of it would contradict.
+// Paddle's variables of a job with servers; inherited ones would contradict.
 void set_paddles(Variables& variables, const std::string& role, const std::string& servers,
                  int num_trainers) {
   for (const char* name :
@@ -57,52 +57,52 @@ void set_paddles(Variables& variables, const std::string& role, const std::strin
 }  // namespace
 
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,
-                                            const RunOptions& options, const NodePlace& node,
-                                            const WorkerPlace& place) {
+                                            const RunOptions& options, const NodeInfo& node,
+                                            const WorkerInfo& info) {
   Variables variables = to_variables(base);
-  set_torchruns(variables, options, node, place.local_rank);
-  const int rank = node.base_rank + place.local_rank;
-  variables["COHORT_RESTART_COUNT"] = std::to_string(node.restart_count + place.restarts);
+  set_torchruns(variables, options, node, info.local_rank);
+  const int rank = node.base_rank + info.local_rank;
+  variables["COHORT_RESTART_COUNT"] = std::to_string(node.restart_count + info.restarts);
   variables.erase("COHORT_PROCESS_GROUP");
   if (options.independent()) variables["COHORT_PROCESS_GROUP"] = "none";
-  // Launchers that do not speak with each other count rounds of their own.
+  // Without a rendezvous each launcher counts its own rounds.
   variables.erase("COHORT_ROUND");
   if (options.elastic() || node.num_nodes == 1)
     variables["COHORT_ROUND"] = std::to_string(node.round);
   variables.erase("COHORT_JOB_ID");
   if (!node.job_id.empty()) variables["COHORT_JOB_ID"] = node.job_id;
-  variables["COHORT_LOG_DIR"] = place.log_dir;
-  variables["COHORT_ERROR_FILE"] = error_file(place.log_dir, rank);
-  variables[kTraceFileVariable] = trace_file(place.log_dir, rank);
+  variables["COHORT_LOG_DIR"] = info.log_dir;
+  variables["COHORT_ERROR_FILE"] = error_file(info.log_dir, rank);
+  variables[kTraceFileVariable] = trace_file(info.log_dir, rank);
   variables.erase("COHORT_STORE_FD");
   variables.erase("TORCHELASTIC_USE_AGENT_STORE");
-  if (place.store_fd >= 0) variables["COHORT_STORE_FD"] = std::to_string(place.store_fd);
+  if (info.store_fd >= 0) variables["COHORT_STORE_FD"] = std::to_string(info.store_fd);
   std::string& threads = variables["OMP_NUM_THREADS"];
-  if (threads.empty()) threads = std::to_string(place.num_threads);
+  if (threads.empty()) threads = std::to_string(info.num_threads);
   if (!options.interface.empty()) {
     variables["GLOO_SOCKET_IFNAME"] = options.interface;
     variables["NCCL_SOCKET_IFNAME"] = options.interface;
   }
-  if (!place.servers.empty()) {
-    set_paddles(variables, "TRAINER", place.servers, node.world_size);
+  if (!info.servers.empty()) {
+    set_paddles(variables, "TRAINER", info.servers, node.world_size);
     variables["PADDLE_TRAINER_ID"] = std::to_string(rank);
   }
-  if (!place.job_secret.empty()) variables["COHORT_JOB_SECRET"] = place.job_secret;
+  if (!info.job_secret.empty()) variables["COHORT_JOB_SECRET"] = info.job_secret;
   return to_entries(variables);
 }
 
 std::vector<std::string> server_environment(const std::vector<std::string>& base,
-                                            const RunOptions& options, const ServerPlace& place) {
+                                            const RunOptions& options, const ServerInfo& info) {
   Variables variables = to_variables(base);
   for (const char* name : {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
                            "COHORT_STORE_FD", "COHORT_ROUND", kTraceFileVariable}) {
     variables.erase(name);
   }
-  set_paddles(variables, "PSERVER", place.endpoints, options.nproc_per_node);
-  variables["PADDLE_CURRENT_ENDPOINT"] = place.endpoint;
-  variables["COHORT_LOG_DIR"] = place.log_dir;
-  variables["COHORT_ERROR_FILE"] = server_error_file(place.log_dir, place.id);
-  variables["COHORT_JOB_SECRET"] = place.job_secret;
+  set_paddles(variables, "PSERVER", info.endpoints, options.nproc_per_node);
+  variables["PADDLE_CURRENT_ENDPOINT"] = info.endpoint;
+  variables["COHORT_LOG_DIR"] = info.log_dir;
+  variables["COHORT_ERROR_FILE"] = server_error_file(info.log_dir, info.id);
+  variables["COHORT_JOB_SECRET"] = info.job_secret;
   return to_entries(variables);
 }
 

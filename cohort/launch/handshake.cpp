@@ -18,11 +18,11 @@ std::string proof(const std::string& secret, const std::string& who, const std::
 }  // namespace
 
 std::string challenge_line(const std::string& nonce) {
-  return text_of({{"say", "challenge"}, {"version", kProtocolVersion}, {"nonce", nonce}});
+  return text_of({{"kind", "challenge"}, {"version", kProtocolVersion}, {"nonce", nonce}});
 }
 
 std::string line_of(const Hello& hello) {
-  return text_of({{"say", "hello"},
+  return text_of({{"kind", "hello"},
                   {"version", hello.version},
                   {"node", hello.node},
                   {"session", hello.session},
@@ -35,14 +35,14 @@ std::string line_of(const Hello& hello) {
 }
 
 std::string line_of(const Welcome& welcome) {
-  return text_of({{"say", "welcome"},
+  return text_of({{"kind", "welcome"},
                   {"proof", welcome.proof},
                   {"received", welcome.received},
                   {"known", welcome.known}});
 }
 
-std::string refusal_line(const std::string& why) {
-  return text_of({{"say", "end"}, {"code", kExitUsage}, {"why", why}});
+std::string rejection_line(const std::string& why) {
+  return text_of({{"kind", "end"}, {"code", kExitUsage}, {"why", why}});
 }
 
 Hello parse_hello(const std::string& line) {
@@ -66,9 +66,9 @@ std::string proof_of_node(const std::string& secret, const std::string& challeng
   return proof(secret, "node", challenge, hello);
 }
 
-std::string proof_of_coordinator(const std::string& secret, const std::string& challenge,
-                                 const Hello& hello) {
-  return proof(secret, "coordinator", challenge, hello);
+std::string proof_of_server(const std::string& secret, const std::string& challenge,
+                            const Hello& hello) {
+  return proof(secret, "server", challenge, hello);
 }
 
 }  // namespace cohort::launch

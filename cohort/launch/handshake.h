@@ -1,28 +1,28 @@
-// How a launcher and the coordinator begin a connection: each proves that it has the job's secret,
-// and says what it has received.
+// The handshake of a launcher and the rendezvous server: each proves that it has the job's secret
+// and sends the number of the last message received.
 //
-//   coordinator  {"say": "challenge", "version": 4, "nonce": "..."}
-//   node         {"say": "hello", "version": 4, "node": "...", "session": 1, "nonce": "...",
+//   server       {"kind": "challenge", "version": 5, "nonce": "..."}
+//   node         {"kind": "hello", "version": 5, "node": "...", "session": 1, "nonce": "...",
 //                 "proof": "...", "received": 0, "id": "job", "nnodes": "1:3", "max_restarts": 0}
-//   coordinator  {"say": "welcome", "proof": "...", "received": 0, "known": false}
-//            or  {"say": "end", "code": 2, "why": "..."}
+//   server       {"kind": "welcome", "proof": "...", "received": 0, "known": false}
+//            or  {"kind": "end", "code": 2, "why": "..."}
 //
-// A proof is HMAC-SHA256 under the secret over who proves, both nonces and the node's name. Without
-// --rdzv-secret-file the secret is empty, and whoever knows --rdzv-id takes part, and is told the
-// secret of the job's store.
+// A proof is HMAC-SHA256 under the secret over the prover's role, both nonces and the node's name.
+// Without --rdzv-secret-file the secret is empty: every launcher with the same --rdzv-id is
+// accepted and receives the secret of the job's store.
 #pragma once
 #include <cstdint>
 #include <string>
 
 namespace cohort::launch {
 
-inline constexpr int kProtocolVersion = 4;
+inline constexpr int kProtocolVersion = 5;
 
-/// What a node says first.
+/// A node's first message.
 struct Hello {
   int version = kProtocolVersion;
   std::string node;      ///< The launcher's name: 32 random digits.
-  int64_t session = 0;   ///< Which of the node's sequences of messages goes on.
+  int64_t session = 0;   ///< The node's sequence of messages that resumes.
   std::string nonce;     ///< Random.
   std::string proof;     ///< proof_of_node.
   int64_t received = 0;  ///< The last message of the session that the node has.
@@ -31,25 +31,25 @@ struct Hello {
   int max_restarts = 0;
 };
 
-/// What the coordinator answers.
+/// The rendezvous server's reply.
 struct Welcome {
-  std::string proof;     ///< proof_of_coordinator.
-  int64_t received = 0;  ///< The last message of the session that the coordinator has.
-  bool known = false;    ///< Whether the session goes on; else it begins.
+  std::string proof;     ///< proof_of_server.
+  int64_t received = 0;  ///< The last message of the session that the rendezvous server has.
+  bool known = false;    ///< Whether the session resumes; else it begins.
 };
 
 std::string challenge_line(const std::string& nonce);
 std::string line_of(const Hello& hello);
 std::string line_of(const Welcome& welcome);
-/// How a connection is refused, before or after the proof.
-std::string refusal_line(const std::string& why);
+/// Rejects a connection, before or after the proof.
+std::string rejection_line(const std::string& why);
 
 /// Errors: nlohmann::json::exception: `line` is no hello. One of another version has only that.
 Hello parse_hello(const std::string& line);
 
 std::string proof_of_node(const std::string& secret, const std::string& challenge,
                           const Hello& hello);
-std::string proof_of_coordinator(const std::string& secret, const std::string& challenge,
-                                 const Hello& hello);
+std::string proof_of_server(const std::string& secret, const std::string& challenge,
+                            const Hello& hello);
 
 }  // namespace cohort::launch

@@ -16,15 +16,15 @@
 #include "cohort/base/secret.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/environment.h"
-#include "cohort/launch/guardian.h"
+#include "cohort/launch/hang_detector.h"
 #include "cohort/launch/log_directory.h"
-#include "cohort/launch/meeting.h"
+#include "cohort/launch/reaper.h"
+#include "cohort/launch/rendezvous_thread.h"
 #include "cohort/launch/report.h"
 #include "cohort/launch/server_group.h"
 #include "cohort/launch/signals.h"
 #include "cohort/launch/store_socket.h"
 #include "cohort/launch/terminal.h"
-#include "cohort/launch/watch.h"
 #include "cohort/launch/worker.h"
 #include "cohort/launch/worker_group.h"
 
@@ -34,7 +34,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kCongestedTurn{50};
+constexpr milliseconds kCongestedPoll{50};
 constexpr int kTailLines = 20;
 
 // A process without standard descriptors would give their numbers to its pipes.
@@ -53,61 +53,61 @@ class Launcher {
 
   int run() {
     announce_cores();
-    return options_.elastic() ? run_with_others() : run_alone();
+    return options_.elastic() ? run_elastic() : run_static();
   }
 
  private:
-  int run_alone();
-  int run_with_others();
+  int run_static();
+  int run_elastic();
   void bind_store();
-  void turn_servers();
-  void turn_group();
-  Verdict stop_servers(Verdict verdict);
-  int finish_with_others();
-  std::optional<int> take_part();
-  std::string job_secret(const NodePlace& node) const;
-  void start_round(const NodePlace& node);
+  void poll_servers();
+  void poll_group();
+  JobOutcome stop_servers(JobOutcome job);
+  int finish_elastic();
+  std::optional<int> run_round();
+  std::string job_secret(const NodeInfo& node) const;
+  void start_round(const NodeInfo& node);
   void end_group();
-  void turn();
-  void poll_once();
-  milliseconds patience() const;
-  void answer(int signal);
+  void run_once();
+  void wait_for_events();
+  milliseconds poll_timeout() const;
+  void handle_signal(int signal);
   void suspend();
-  void look();
-  void obey();
-  void tell_failure();
-  bool leaving() const;
+  void check_for_hangs();
+  void handle_directives();
+  void report_failure();
+  bool stop_requested() const;
   void announce_cores();
-  void say(const std::string& text);
-  int conclude(const Verdict& verdict);
-  int conclude(const Order& end);
-  int leave(const std::string& text, int code);
-  std::string report(const Outcome& culprit);
+  void print_line(const std::string& text);
+  int conclude(const JobOutcome& job);
+  int conclude(const Directive& end);
+  int finish(const std::string& text, int code);
+  std::string report(const Outcome& root_cause);
 
   const RunOptions& options_;
   const std::string program_;
   LogDirectory logs_;
   Signals signals_;
-  Guardian guardian_;
-  LogWriter log_writer_;  // Its thread is begun after the guardian's fork.
+  Reaper reaper_;
+  LogWriter log_writer_;  // Its thread is begun after the reaper's fork.
   Terminal out_{STDOUT_FILENO};
   Terminal err_{STDERR_FILENO};
   const std::string& log_dir_ = logs_.path();
-  Watch watch_{options_, log_dir_};
+  HangDetector hang_detector_{options_, log_dir_};
   StoreSocket store_;                     // Bound and not yet inherited.
   std::unique_ptr<ServerGroup> servers_;  // Of a job that has some.
   bool server_failed_first_ = false;
   std::unique_ptr<WorkerGroup> group_;
   int num_stop_requests_ = 0;
   int stop_signal_ = 0;  // The last one that asks the job to stop.
-  Clock::time_point look_at_ = Clock::now();
+  Clock::time_point check_at_ = Clock::now();
 
   // With other nodes only.
-  std::unique_ptr<Meeting> meeting_;
-  std::optional<NodePlace> place_;  // Ordered, not yet started.
-  std::optional<Order> end_;
-  bool stop_ordered_ = false;
-  bool failure_told_ = false;
+  std::unique_ptr<RendezvousThread> rendezvous_;
+  std::optional<NodeInfo> node_;  // Of a round that was directed and not started.
+  std::optional<Directive> end_;
+  bool stop_received_ = false;
+  bool failure_reported_ = false;
 };
 
 void Launcher::announce_cores() {
@@ -115,12 +115,12 @@ void Launcher::announce_cores() {
   const auto shares = share_cores(usable_cores(), options_.nproc_per_node);
   const char* set = std::getenv("OMP_NUM_THREADS");
   const std::string threads = set && *set ? set : std::to_string(shares.front().size());
-  say(describe_cores(shares, threads));
+  print_line(describe_cores(shares, threads));
 }
 
-// One node, or several that know their places and never start again.
-int Launcher::run_alone() {
-  NodePlace node;
+// One node, or several with fixed node ranks and no restarts.
+int Launcher::run_static() {
+  NodeInfo node;
   node.node_rank = options_.node_rank;
   node.num_nodes = options_.nnodes.max;
   node.base_rank = options_.node_rank * options_.nproc_per_node;
@@ -131,57 +131,58 @@ int Launcher::run_alone() {
     node.job_secret = random_hex(16);
   }
   if (options_.servers.count > 0) {
-    servers_ = std::make_unique<ServerGroup>(options_, log_dir_, log_writer_, guardian_, signals_);
+    servers_ = std::make_unique<ServerGroup>(options_, log_dir_, log_writer_, reaper_, signals_);
   }
   while (true) {
     node.master_port = options_.master_port;
     if (node.node_rank == 0) bind_store();
     if (node.node_rank == 0) node.master_port = store_.port;
     start_round(node);
-    while (group_->running()) turn();
+    while (group_->running()) run_once();
     end_group();
-    const Verdict verdict = judge(group_->outcomes());
-    const bool again = verdict.culprit && verdict.meaning != kExitUsage && stop_signal_ == 0 &&
+    const JobOutcome job = job_outcome(group_->outcomes());
+    const bool again = job.root_cause && job.meaning != kExitUsage && stop_signal_ == 0 &&
                        node.restart_count < options_.max_restarts && !server_failed_first_ &&
                        options_.restart_policy == RestartPolicy::kGroup;
-    if (!again) return conclude(stop_servers(verdict));
+    if (!again) return conclude(stop_servers(job));
     ++node.restart_count;
     ++node.round;
     logs_.keep();
-    say(describe(*verdict.culprit, log_dir_) + "; restart " + std::to_string(node.restart_count) +
-        " of " + std::to_string(options_.max_restarts));
+    print_line(describe(*job.root_cause, log_dir_) + "; restart " +
+               std::to_string(node.restart_count) + " of " + std::to_string(options_.max_restarts));
   }
 }
 
-// The workers cannot go on without a server that stays down: SIGTERM at once.
-void Launcher::turn_servers() {
-  for (const std::string& line : servers_->turn()) {
+// The workers cannot continue without a server that stays down: SIGTERM at once.
+void Launcher::poll_servers() {
+  for (const std::string& line : servers_->poll()) {
     logs_.keep();
-    say(line);
+    print_line(line);
   }
   if (!servers_->failure() || !group_ || !group_->running()) return;
-  const Verdict verdict = judge(group_->outcomes());
-  if (!verdict.culprit || verdict.meaning == kExitLostPeer) server_failed_first_ = true;
+  const JobOutcome job = job_outcome(group_->outcomes());
+  if (!job.root_cause || job.meaning == kExitLostPeer) server_failed_first_ = true;
   group_->stop(options_.grace, "server " + std::to_string(servers_->failure()->rank) + " failed");
 }
 
-void Launcher::turn_group() {
-  for (const std::string& line : group_->turn()) {
+void Launcher::poll_group() {
+  for (const std::string& line : group_->poll()) {
     logs_.keep();
-    say(line);
+    print_line(line);
   }
 }
 
 // The servers outlive the workers, who save their last state through them.
-Verdict Launcher::stop_servers(Verdict verdict) {
-  if (!servers_) return verdict;
+JobOutcome Launcher::stop_servers(JobOutcome job) {
+  if (!servers_) return job;
   servers_->stop(options_.grace);
-  while (servers_->running()) turn();
-  for (const std::string& line : servers_->end()) say(line);
+  while (servers_->running()) run_once();
+  for (const std::string& line : servers_->end()) print_line(line);
   log_writer_.flush();
   const auto& failure = servers_->failure();
-  const bool to_blame = failure && (server_failed_first_ || verdict.exit_code == kExitOk);
-  return to_blame ? Verdict{failure->status.exit_code, failure->meaning(), failure} : verdict;
+  const bool server_is_root_cause = failure && (server_failed_first_ || job.exit_code == kExitOk);
+  return server_is_root_cause ? JobOutcome{failure->status.exit_code, failure->meaning(), failure}
+                              : job;
 }
 
 void Launcher::bind_store() {
@@ -193,91 +194,93 @@ void Launcher::bind_store() {
                             : listen_again(reach, store_.port, options_.master_port);
 }
 
-int Launcher::run_with_others() {
-  meeting_ = std::make_unique<Meeting>(options_);
+int Launcher::run_elastic() {
+  rendezvous_ = std::make_unique<RendezvousThread>(options_);
   while (true) {
-    place_.reset();
-    stop_ordered_ = false;
-    failure_told_ = false;
-    if (meeting_->hosts()) bind_store();
-    meeting_->join(meeting_->hosts() ? store_.port : 0);
-    while (!place_ && !end_ && !stop_ordered_ && !leaving()) turn();
-    if (end_ || leaving()) return finish_with_others();
-    if (!place_) continue;  // The round was called off in the turn in which it was ordered.
-    start_round(*std::exchange(place_, std::nullopt));
-    if (const auto code = take_part()) return *code;
+    node_.reset();
+    stop_received_ = false;
+    failure_reported_ = false;
+    if (rendezvous_->hosts()) bind_store();
+    rendezvous_->join(rendezvous_->hosts() ? store_.port : 0);
+    while (!node_ && !end_ && !stop_received_ && !stop_requested()) run_once();
+    if (end_ || stop_requested()) return finish_elastic();
+    if (!node_) continue;  // The round was cancelled before it started.
+    start_round(*std::exchange(node_, std::nullopt));
+    if (const auto code = run_round()) return *code;
   }
 }
 
-// A round with others; returns the job's exit code, or nothing if another round is to come.
-std::optional<int> Launcher::take_part() {
+// Runs one round of an elastic job; returns the job's exit code, or nothing if another round
+// follows.
+std::optional<int> Launcher::run_round() {
   while (group_->running()) {
-    turn();
-    if (stop_ordered_ || end_)
-      group_->stop(options_.grace,
-                   end_ ? "the job ended: " + end_->why : "a new round was ordered");
-    tell_failure();
+    run_once();
+    if (stop_received_ || end_)
+      group_->stop(options_.grace, end_ ? "the job ended: " + end_->why : "a new round begins");
+    report_failure();
   }
   end_group();
-  const Verdict verdict = judge(group_->outcomes());
-  if (!stop_ordered_ && !end_) {
-    if (verdict.culprit && !failure_told_) {
-      meeting_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
-    } else if (!verdict.culprit && verdict.exit_code <= kExitStopped) {
-      meeting_->tell_done(verdict.exit_code);
+  const JobOutcome job = job_outcome(group_->outcomes());
+  if (!stop_received_ && !end_) {
+    if (job.root_cause && !failure_reported_) {
+      rendezvous_->send_failed(job, describe(*job.root_cause, log_dir_));
+    } else if (!job.root_cause && job.exit_code <= kExitStopped) {
+      rendezvous_->send_done(job.exit_code);
     }
   }
-  const bool killed_by_request = !verdict.culprit && verdict.exit_code > 128;
-  while (!stop_ordered_ && !end_ && !killed_by_request && num_stop_requests_ < 2) turn();
-  // The node whose worker ended the job shows more than the others know.
-  const bool own_failure = verdict.culprit && (!stop_ordered_ || leaving());
-  if (end_ && own_failure && end_->code == verdict.exit_code) {
-    meeting_->finish(end_->code, end_->why);
-    return conclude(verdict);
+  const bool killed_by_request = !job.root_cause && job.exit_code > 128;
+  while (!stop_received_ && !end_ && !killed_by_request && num_stop_requests_ < 2) run_once();
+  // The node whose worker ended the job reports more than the others know.
+  const bool own_failure = job.root_cause && (!stop_received_ || stop_requested());
+  if (end_ && own_failure && end_->code == job.exit_code) {
+    rendezvous_->finish(end_->code, end_->why);
+    return conclude(job);
   }
-  if (!end_ && !leaving()) return std::nullopt;
-  return finish_with_others();
+  if (!end_ && !stop_requested()) return std::nullopt;
+  return finish_elastic();
 }
 
-// A failure that is no consequence is told while the other workers still end.
-void Launcher::tell_failure() {
-  if (failure_told_ || stop_ordered_ || end_) return;
-  const Verdict verdict = judge(group_->outcomes());
-  if (!verdict.culprit || verdict.meaning == kExitLostPeer) return;
-  failure_told_ = true;
-  meeting_->tell_failed(verdict, describe(*verdict.culprit, log_dir_));
+// Reports a failure that is not a consequence while the other workers are still stopping.
+void Launcher::report_failure() {
+  if (failure_reported_ || stop_received_ || end_) return;
+  const JobOutcome job = job_outcome(group_->outcomes());
+  if (!job.root_cause || job.meaning == kExitLostPeer) return;
+  failure_reported_ = true;
+  rendezvous_->send_failed(job, describe(*job.root_cause, log_dir_));
 }
 
-bool Launcher::leaving() const {
+bool Launcher::stop_requested() const {
   return stop_signal_ != 0;
 }
 
-int Launcher::finish_with_others() {
+int Launcher::finish_elastic() {
   const int code = end_ ? end_->code : 128 + stop_signal_;
   const std::string why =
       end_ ? end_->why
-           : "its coordinator's node was stopped by signal " + signal_name(stop_signal_);
-  meeting_->finish(code, why);
+           : "the rendezvous server's node was stopped by signal " + signal_name(stop_signal_);
+  rendezvous_->finish(code, why);
   if (end_ && code == kExitOk && !group_)
-    say("the job ended before a round had room for this node");
+    print_line("the job ended before a round admitted this node");
   return conclude(
-      end_ ? *end_
-           : Order{Order::Kind::kEnd, {}, code, "stopped by signal " + signal_name(stop_signal_)});
+      end_
+          ? *end_
+          : Directive{
+                Directive::Kind::kEnd, {}, code, "stopped by signal " + signal_name(stop_signal_)});
 }
 
-// The same in all rounds and on all nodes. What launchers prove to each other is told to no worker.
-std::string Launcher::job_secret(const NodePlace& node) const {
+// The same in all rounds and on all nodes. No worker receives the launchers' own secret.
+std::string Launcher::job_secret(const NodeInfo& node) const {
   if (servers_) return servers_->job_secret();
   if (const auto inherited = env_string("COHORT_JOB_SECRET")) return *inherited;
   if (options_.rdzv_secret.empty()) return node.job_secret;
   return hmac_sha256(options_.rdzv_secret, "store of " + options_.rdzv_id);
 }
 
-void Launcher::start_round(const NodePlace& node) {
+void Launcher::start_round(const NodeInfo& node) {
   const RoundContext context{.options = options_,
                              .program = program_,
                              .log_dir = log_dir_,
-                             .guardian = guardian_,
+                             .reaper = reaper_,
                              .signals = signals_,
                              .logs = log_writer_,
                              .out = out_,
@@ -286,26 +289,26 @@ void Launcher::start_round(const NodePlace& node) {
                              .job_secret = job_secret(node)};
   group_.reset();
   group_ = std::make_unique<WorkerGroup>(context, node, std::move(store_.fd));
-  watch_.begin();
+  hang_detector_.reset();
 }
 
 void Launcher::end_group() {
-  for (const std::string& line : group_->end()) say(line);
+  for (const std::string& line : group_->end()) print_line(line);
 }
 
-// One turn of the loop: wait for something, then look at everything.
-void Launcher::turn() {
-  poll_once();
-  while (const auto signal = signals_.next()) answer(*signal);
-  if (meeting_) obey();
-  if (servers_) turn_servers();
-  if (group_) turn_group();
-  look();
+// One iteration of the event loop: waits for events, then handles all of them.
+void Launcher::run_once() {
+  wait_for_events();
+  while (const auto signal = signals_.next()) handle_signal(*signal);
+  if (rendezvous_) handle_directives();
+  if (servers_) poll_servers();
+  if (group_) poll_group();
+  check_for_hangs();
   out_.flush();
   err_.flush();
 }
 
-milliseconds Launcher::patience() const {
+milliseconds Launcher::poll_timeout() const {
   const auto now = Clock::now();
   milliseconds timeout{-1};
   const auto at_most = [&timeout](milliseconds wait) {
@@ -315,30 +318,30 @@ milliseconds Launcher::patience() const {
   if (const auto deadline = servers_ ? servers_->deadline() : std::nullopt) {
     at_most(std::chrono::ceil<milliseconds>(*deadline - now));
   }
-  if (log_writer_.congested()) at_most(kCongestedTurn);
+  if (log_writer_.congested()) at_most(kCongestedPoll);
   if (!group_ || !group_->running()) return timeout;
-  at_most(std::chrono::ceil<milliseconds>(look_at_ - now));
+  at_most(std::chrono::ceil<milliseconds>(check_at_ - now));
   if (const auto deadline = group_->deadline()) {
     at_most(std::chrono::ceil<milliseconds>(*deadline - now));
   }
   return timeout;
 }
 
-void Launcher::poll_once() {
+void Launcher::wait_for_events() {
   std::vector<pollfd> polls{{signals_.fd(), POLLIN, 0}};
   for (const Terminal* terminal : {&out_, &err_}) {
     if (terminal->pending()) polls.push_back({terminal->fd(), POLLOUT, 0});
   }
-  if (meeting_) polls.push_back({meeting_->fd(), POLLIN, 0});
+  if (rendezvous_) polls.push_back({rendezvous_->fd(), POLLIN, 0});
   if (servers_) servers_->add_polls(polls);
   if (group_) group_->add_polls(polls);
-  ::poll(polls.data(), polls.size(), static_cast<int>(patience().count()));
+  ::poll(polls.data(), polls.size(), static_cast<int>(poll_timeout().count()));
 }
 
-void Launcher::answer(int signal) {
+void Launcher::handle_signal(int signal) {
   const bool runs = group_ && group_->running();
   if (signal == table_signal()) {
-    if (runs) err_.write(watch_.table(group_->workers()));
+    if (runs) err_.write(hang_detector_.table(group_->workers()));
     return;
   }
   switch (signal) {
@@ -358,7 +361,7 @@ void Launcher::answer(int signal) {
   if (signal == SIGINT || signal == SIGTERM) ++num_stop_requests_;
   if (num_stop_requests_ > 1 && servers_) servers_->kill_now();
   if (!runs) return;
-  if (num_stop_requests_ > 1) return group_->kill_now("a second signal asked for it");
+  if (num_stop_requests_ > 1) return group_->kill_now("a second signal was received");
   group_->pass_stop(signal);
 }
 
@@ -368,57 +371,58 @@ void Launcher::suspend() {
   ::kill(::getpid(), SIGSTOP);
   if (servers_) servers_->send(SIGCONT);
   if (group_) group_->send(SIGCONT);
-  watch_.begin();
+  hang_detector_.reset();
 }
 
-void Launcher::look() {
-  if (!group_ || !group_->running() || Clock::now() < look_at_) return;
-  const Watch::Finding finding = watch_.look(group_->workers());
+void Launcher::check_for_hangs() {
+  if (!group_ || !group_->running() || Clock::now() < check_at_) return;
+  const HangDetector::Finding finding = hang_detector_.check(group_->workers());
   err_.write(finding.text);
   if (finding.failed_rank) group_->fail(*finding.failed_rank, finding.why);
-  look_at_ = Clock::now() + watch_.interval();
+  check_at_ = Clock::now() + hang_detector_.interval();
 }
 
-void Launcher::obey() {
-  while (const auto order = meeting_->next()) {
-    if (order->kind == Order::Kind::kRound) {
-      place_ = order->place;
-      say("node " + std::to_string(place_->node_rank) + " of " + std::to_string(place_->num_nodes) +
-          ", " + std::to_string(place_->world_size) + " ranks");
-    } else if (order->kind == Order::Kind::kStop) {
-      place_.reset();
-      stop_ordered_ = true;
-      say("new round: " + order->why);
+void Launcher::handle_directives() {
+  while (const auto directive = rendezvous_->next()) {
+    if (directive->kind == Directive::Kind::kRound) {
+      node_ = directive->node;
+      print_line("node " + std::to_string(node_->node_rank) + " of " +
+                 std::to_string(node_->num_nodes) + ", " + std::to_string(node_->world_size) +
+                 " ranks");
+    } else if (directive->kind == Directive::Kind::kStop) {
+      node_.reset();
+      stop_received_ = true;
+      print_line("new round: " + directive->why);
     } else {
-      end_ = *order;
+      end_ = *directive;
     }
   }
 }
 
 // The launcher's own lines begin on a line of their own, also after a progress bar.
-void Launcher::say(const std::string& text) {
+void Launcher::print_line(const std::string& text) {
   const bool mid_line = !err_.at_line_start() || (out_.is_tty() && !out_.at_line_start());
-  err_.write((mid_line ? "\n" : "") + options_.speaker + ": " + text + "\n");
+  err_.write((mid_line ? "\n" : "") + options_.program_name + ": " + text + "\n");
 }
 
-int Launcher::conclude(const Verdict& verdict) {
-  if (verdict.culprit) return leave(report(*verdict.culprit), verdict.exit_code);
-  if (verdict.exit_code <= 128) return leave("", verdict.exit_code);
-  return leave("stopped by signal " + signal_name(verdict.exit_code - 128), verdict.exit_code);
+int Launcher::conclude(const JobOutcome& job) {
+  if (job.root_cause) return finish(report(*job.root_cause), job.exit_code);
+  if (job.exit_code <= 128) return finish("", job.exit_code);
+  return finish("stopped by signal " + signal_name(job.exit_code - 128), job.exit_code);
 }
 
-int Launcher::conclude(const Order& end) {
-  return leave(end.why.empty() || !end_ ? end.why : "the job ended: " + end.why, end.code);
+int Launcher::conclude(const Directive& end) {
+  return finish(end.why.empty() || !end_ ? end.why : "the job ended: " + end.why, end.code);
 }
 
-int Launcher::leave(const std::string& text, int code) {
+int Launcher::finish(const std::string& text, int code) {
   if (!text.empty()) {
     logs_.keep();
-    say(text);
-    say("logs are in " + log_dir_);
+    print_line(text);
+    print_line("logs are in " + log_dir_);
   }
-  // All workers are gone. Signals that came until now are answered by that; from here on one may
-  // end this process in the plain way, should a reader have stalled.
+  // All workers are gone. Signals until now asked for that; from here on a signal may end this
+  // process by default, in case a reader has stalled.
   while (signals_.next()) {
   }
   signals_.unblock();
@@ -427,19 +431,19 @@ int Launcher::leave(const std::string& text, int code) {
   return code;
 }
 
-std::string Launcher::report(const Outcome& culprit) {
-  const std::string name = "\n" + options_.speaker + ": ";
-  std::string text = describe(culprit, log_dir_);
-  const int local_rank = culprit.rank - group_->node().base_rank;
+std::string Launcher::report(const Outcome& root_cause) {
+  const std::string name = "\n" + options_.program_name + ": ";
+  std::string text = describe(root_cause, log_dir_);
+  const int local_rank = root_cause.rank - group_->node().base_rank;
   const bool shown =
-      !culprit.is_server && options_.shown_streams(culprit.rank, local_rank) & kStderr;
-  const std::string log = culprit.is_server ? server_log_file(log_dir_, culprit.rank)
-                                            : log_file(log_dir_, culprit.rank, "stderr");
+      !root_cause.is_server && options_.shown_streams(root_cause.rank, local_rank) & kStderr;
+  const std::string log = root_cause.is_server ? server_log_file(log_dir_, root_cause.rank)
+                                               : log_file(log_dir_, root_cause.rank, "stderr");
   const std::string tail = shown ? "" : indented_tail(log, kTailLines);
   if (!tail.empty()) {
-    text += name + "last lines of its " + (culprit.is_server ? "log" : "stderr") + ":\n" + tail;
+    text += name + "last lines of its " + (root_cause.is_server ? "log" : "stderr") + ":\n" + tail;
   }
-  const std::string stack = indented_stack(culprit, log_dir_);
+  const std::string stack = indented_stack(root_cause, log_dir_);
   if (!stack.empty())
     text += (text.ends_with('\n') ? name.substr(1) : name) + "raised at:\n" + stack;
   std::set<int> ranks;

@@ -36,7 +36,7 @@ void LineSocket::add_polls(std::vector<pollfd>& polls) const {
   polls.push_back({fd_.get(), static_cast<short>(events), 0});
 }
 
-void LineSocket::turn() {
+void LineSocket::poll() {
   flush();
   incoming_.erase(0, std::exchange(num_taken_, 0));
   std::array<char, 4096> buffer;
@@ -46,7 +46,7 @@ void LineSocket::turn() {
     if (size < 0 && would_block()) return;
     if (size <= 0) return close();
     incoming_.append(buffer.data(), static_cast<size_t>(size));
-    heard_ = Clock::now();
+    last_byte_at_ = Clock::now();
   }
   if (incoming_.size() > kMostBytes && incoming_.find('\n') == std::string::npos) close();
 }

@@ -52,7 +52,7 @@ struct LogWriter::Queue {
 };
 
 LogWriter::LogWriter()
-    : queue_(std::make_shared<Queue>()), thread_([queue = queue_] { live(queue); }) {}
+    : queue_(std::make_shared<Queue>()), thread_([queue = queue_] { run(queue); }) {}
 
 LogWriter::~LogWriter() {
   const bool written = flush();
@@ -92,10 +92,10 @@ bool LogWriter::congested() const {
 
 bool LogWriter::flush() const {
   std::unique_lock lock(queue_->mutex);
-  return queue_->changed.wait_for(lock, kPatience, [this] { return queue_->pieces.empty(); });
+  return queue_->changed.wait_for(lock, kFlushTimeout, [this] { return queue_->pieces.empty(); });
 }
 
-void LogWriter::live(const std::shared_ptr<Queue>& queue) {
+void LogWriter::run(const std::shared_ptr<Queue>& queue) {
   std::unique_lock lock(queue->mutex);
   while (true) {
     queue->changed.wait(lock, [&] { return queue->over || !queue->pieces.empty(); });

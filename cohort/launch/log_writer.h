@@ -1,4 +1,4 @@
-// Log files, written on a thread of their own: a disk that hangs holds up no launcher.
+// Log files, written on a thread of their own: a disk that hangs does not block the launcher.
 #pragma once
 #include <chrono>
 #include <memory>
@@ -17,7 +17,7 @@ class LogWriter {
   class File;
 
   LogWriter();
-  /// Waits up to kPatience for what is queued; then leaves it unwritten.
+  /// Waits up to kFlushTimeout for what is queued; then leaves it unwritten.
   ~LogWriter();
   LogWriter(const LogWriter&) = delete;
   LogWriter& operator=(const LogWriter&) = delete;
@@ -25,18 +25,18 @@ class LogWriter {
   /// Creates the file, or empties it unless `append`. May block.
   /// Errors: ConfigError if it cannot be made.
   std::shared_ptr<File> open(const std::string& path, bool append) const;
-  /// Queues `bytes`. The first error of a file is told on stderr; what follows is dropped.
+  /// Queues `bytes`. The first error of a file is reported on stderr; later bytes are dropped.
   void write(const std::shared_ptr<File>& file, std::string_view bytes);
   /// Whether so much is queued that sources should pause.
   bool congested() const;
-  /// Waits until all is written, up to kPatience; returns whether it is.
+  /// Waits until all is written, up to kFlushTimeout; returns whether it is.
   bool flush() const;
 
-  static constexpr std::chrono::milliseconds kPatience{2000};
+  static constexpr std::chrono::milliseconds kFlushTimeout{2000};
 
  private:
   struct Queue;
-  static void live(const std::shared_ptr<Queue>& queue);
+  static void run(const std::shared_ptr<Queue>& queue);
 
   std::shared_ptr<Queue> queue_;
   std::thread thread_;

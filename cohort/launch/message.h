@@ -1,4 +1,4 @@
-// A message between launchers as text; coordinator.h holds the protocol.
+// A message between launchers as text; rendezvous_server.h holds the protocol.
 #pragma once
 #include <algorithm>
 #include <nlohmann/json.hpp>

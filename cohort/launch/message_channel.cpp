@@ -32,7 +32,7 @@ void MessageChannel::send(std::string text) {
   put(++sent_, unacknowledged_.back());
 }
 
-void MessageChannel::beat() {
+void MessageChannel::send_heartbeat() {
   put(0, "");
 }
 
@@ -57,7 +57,7 @@ std::optional<std::string> MessageChannel::next() {
       return std::nullopt;
     }
     acknowledge(*acknowledged);
-    if (*number <= received_) continue;  // A heartbeat, or one that came before.
+    if (*number <= received_) continue;  // A heartbeat, or a duplicate.
     received_ = *number;
     return std::string(text);
   }

@@ -1,4 +1,4 @@
-// Messages between two processes that outlive the connections that carry them.
+// Reliable messages between two processes over connections that may break.
 #pragma once
 #include <cstdint>
 #include <deque>
@@ -11,8 +11,8 @@
 
 namespace cohort::launch {
 
-/// Delivers each message once and in order, although connections break: a message is kept until
-/// the peer says that it has it, and sent again over the next connection.
+/// Delivers each message once and in order, although connections break: a message is kept until the
+/// peer acknowledges it, and is resent over the next connection.
 ///
 /// A line is "NUMBER RECEIVED TEXT": the message's number, from 1, and the number of the last one
 /// that its sender has received. A heartbeat is a line with number 0 and no text.
@@ -20,24 +20,24 @@ class MessageChannel {
  public:
   using Clock = LineSocket::Clock;
 
-  /// Goes on over `line`, whose peer has received everything up to message `acknowledged`.
+  /// Resumes over `line`, whose peer has received everything up to message `acknowledged`.
   void attach(LineSocket line, int64_t acknowledged);
-  /// Gives up the connection, not the messages.
+  /// Closes the connection; keeps the messages.
   void disconnect() { line_.close(); }
   bool connected() const { return line_.open(); }
-  /// When the last byte came, or the connection was attached.
-  Clock::time_point heard() const { return line_.heard(); }
+  /// When the last byte arrived, or the connection was attached.
+  Clock::time_point last_byte_at() const { return line_.last_byte_at(); }
 
   /// The number of the last message received.
   int64_t received() const { return received_; }
   /// `text` holds no line end.
   void send(std::string text);
-  /// Tells the peer that this side is there, and what it has received.
-  void beat();
+  /// Sends a heartbeat, which also acknowledges what was received.
+  void send_heartbeat();
   void add_polls(std::vector<pollfd>& polls) const { line_.add_polls(polls); }
-  /// Sends and receives what the network takes and gives; never blocks.
-  void turn() { line_.turn(); }
-  /// Returns the next message. A peer that does not keep to the form above is disconnected.
+  /// Sends and receives without blocking.
+  void poll() { line_.poll(); }
+  /// Returns the next message. A peer that sends anything else than the form above is disconnected.
   std::optional<std::string> next();
 
  private:

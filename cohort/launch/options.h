@@ -1,4 +1,4 @@
-// What `cohort run` is told: one field per flag.
+// The options of `cohort run`: one field per flag.
 #pragma once
 #include <chrono>
 #include <map>
@@ -65,7 +65,7 @@ struct ServerOptions {
       0;  ///< Of all servers together; a restarted one has its port and folder again.
 };
 
-/// Who starts again after a worker failed.
+/// What restarts after a worker failed.
 enum class RestartPolicy {
   kGroup,   ///< All workers.
   kSingle,  ///< That worker alone: trainers of servers without a process group.
@@ -74,40 +74,41 @@ enum class RestartPolicy {
 /// On one node.
 inline constexpr int kMostWorkers = 4096;
 
-/// When launchers that have met believe that one of them is gone; torchrun's names.
+/// When a launcher of an elastic job counts as lost; torchrun's names.
 struct KeepAlive {
-  std::chrono::milliseconds interval{5000};  ///< After such a silence one connects again.
-  int max_attempt = 3;                       ///< After so many intervals a node has left.
+  std::chrono::milliseconds interval{5000};  ///< Silence after which a launcher reconnects.
+  int max_attempt = 3;                       ///< Intervals of silence after which a node is lost.
 
   std::chrono::milliseconds limit() const { return interval * max_attempt; }
   /// Time between two heartbeats.
-  std::chrono::milliseconds beat() const { return interval / 5; }
+  std::chrono::milliseconds heartbeat_interval() const { return interval / 5; }
 };
 
 /// Flags of `cohort run`. Every node is given the same values but for node_rank, and nproc_per_node
-/// where nodes meet at rdzv_endpoint.
+/// with rdzv_endpoint.
 struct RunOptions {
   std::vector<std::string> command;  ///< Program (a path, or a name found in PATH) and arguments.
   int nproc_per_node = 1;            ///< Workers on this node; >= 1.
-  NodeCount nnodes;                  ///< Nodes of the job; min < max: they come and go.
+  NodeCount nnodes;                  ///< Nodes of the job; min < max: elastic.
   int node_rank = 0;                 ///< This node, in [0, nnodes.max). Unused with rdzv_endpoint.
   std::string master_addr;           ///< Node 0's address; empty: 127.0.0.1, for one node only.
   int master_port = 0;               ///< Store's port on node 0; 0: a free one.
 
-  /// "host:port" where the nodes' launchers meet (coordinator.h); empty: they do not.
+  /// "host:port" of the rendezvous (rendezvous_server.h); empty: none.
   std::string rdzv_endpoint;
   std::string rdzv_id = "none";  ///< Name of the job: a launcher with another one is refused.
-  /// Limit of waiting for enough nodes, and for a coordinator that cannot be reached.
+  /// Timeout of the rendezvous: for enough nodes, and for a rendezvous server that cannot be
+  /// reached.
   std::chrono::milliseconds rdzv_timeout{600'000};
   /// Wait for more nodes, once there are enough.
   std::chrono::milliseconds last_call_timeout{1000};
   KeepAlive keep_alive;
   /// Launchers prove to each other that they have it; workers get one made from it. Empty: none.
   std::string rdzv_secret;
-  int max_restarts = 0;  ///< Fresh starts after a worker failed.
+  int max_restarts = 0;  ///< Restarts after a worker failed.
   RestartPolicy restart_policy = RestartPolicy::kGroup;
   /// Of the servers, which it is passed to: "fail", "wait" or "continue"; empty: their default.
-  /// Under "continue" the job goes on without a worker that failed for good.
+  /// Under "continue" the job continues without a worker that failed for good.
   std::string on_trainer_loss;
 
   ServerOptions servers;
@@ -123,10 +124,10 @@ struct RunOptions {
   std::chrono::milliseconds stall_timeout{
       60'000};  ///< Wait in a collective worth a report; 0: none.
 
-  std::string speaker = "cohort run";  ///< Whose name begins the launcher's own lines.
+  std::string program_name = "cohort run";  ///< Prefix of the launcher's own lines.
 
   bool elastic() const { return !rdzv_endpoint.empty(); }
-  /// Whether a worker may fail, or start again, while the others go on: they have no process group.
+  /// Whether a worker may fail or restart while the others continue: they have no process group.
   bool independent() const {
     return restart_policy == RestartPolicy::kSingle || on_trainer_loss == "continue";
   }

@@ -72,7 +72,7 @@ bool explains(const std::string& path, int exit_code) {
   return record.is_object() && record.contains("exit_code") && record["exit_code"] == exit_code;
 }
 
-Verdict judge(std::span<const Outcome> outcomes) {
+JobOutcome job_outcome(std::span<const Outcome> outcomes) {
   const auto before =
       first_failure(outcomes, [](const Outcome& o) { return o.passed_signal == 0; });
   if (before) return {before->status.exit_code, before->meaning(), before};
@@ -109,7 +109,7 @@ std::string describe(const Outcome& outcome, const std::string& log_dir) {
 
 std::string left_behind_line(const std::string& name, pid_t pid) {
   return "warning: " + name + " (pid " + std::to_string(pid) +
-         ") does not end after SIGKILL and is left behind: a driver or a file system holds it "
+         ") does not end after SIGKILL and is left behind: a driver or a file system blocks it "
          "(state D)";
 }
 

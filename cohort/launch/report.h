@@ -1,4 +1,5 @@
-// From the workers' ends to one exit code and one short text. Pure: starts and kills nothing.
+// Derives the job's exit code and report from the exits of its processes. Pure: starts and kills
+// nothing.
 #pragma once
 #include <optional>
 #include <span>
@@ -28,19 +29,20 @@ struct Outcome {
   bool failed() const;
 };
 
-/// What the launcher concludes.
-struct Verdict {
+/// The outcome of the whole job.
+struct JobOutcome {
   int exit_code = 0;
   ExitCode meaning = kExitOk;
-  std::optional<Outcome> culprit;  ///< The rank that failed first; none if none did by itself.
+  /// The process that failed first; none if none failed by itself.
+  std::optional<Outcome> root_cause;
 };
 
-/// Judges `outcomes`, in the order in which the ends were noticed.
+/// Returns the job's outcome, given `outcomes` in the order in which the exits were noticed.
 ///
-/// A failure before any signal decides: the first that is no lost peer (a consequence), else the
-/// first. Else, if a passed signal n ended a worker: 128 + n. Else a failure after the signal,
-/// chosen likewise. Else 4 if any worker stopped on request, else 0.
-Verdict judge(std::span<const Outcome> outcomes);
+/// A failure before any signal is the root cause: the first that is not a lost peer (a
+/// consequence), else the first. Else, if a forwarded signal n ended a worker: 128 + n. Else a
+/// failure after the signal, chosen likewise. Else 4 if any worker stopped on request, else 0.
+JobOutcome job_outcome(std::span<const Outcome> outcomes);
 
 /// Whether the error file `path` names `exit_code`.
 bool explains(const std::string& path, int exit_code);

@@ -42,11 +42,11 @@ std::string make_private_folder() {
 }  // namespace
 
 ServerGroup::ServerGroup(Key, const RunOptions& options, const std::string& log_dir,
-                         LogWriter& logs, const Guardian& guardian, const Signals& signals)
+                         LogWriter& logs, const Reaper& reaper, const Signals& signals)
     : options_(options),
       log_dir_(log_dir),
       logs_(logs),
-      guardian_(guardian),
+      reaper_(reaper),
       signals_(signals),
       program_(find_program(options.servers.program)),
       sockets_(make_private_folder()),
@@ -60,8 +60,8 @@ ServerGroup::ServerGroup(Key, const RunOptions& options, const std::string& log_
 // The delegation makes the object whole, so that its destructor runs if a later server cannot
 // start.
 ServerGroup::ServerGroup(const RunOptions& options, const std::string& log_dir, LogWriter& logs,
-                         const Guardian& guardian, const Signals& signals)
-    : ServerGroup(Key{}, options, log_dir, logs, guardian, signals) {
+                         const Reaper& reaper, const Signals& signals)
+    : ServerGroup(Key{}, options, log_dir, logs, reaper, signals) {
   for (int id = 0; id < options.servers.count; ++id) {
     Server server;
     server.id = id;
@@ -107,7 +107,7 @@ void ServerGroup::start(Server& server, bool again) {
     throw ConfigError("--server-dir: expected a folder that can be made, got " + folder(server) +
                       ": " + error.message());
   }
-  const ServerPlace place{server.id, server.endpoint, endpoints_, log_dir_, job_secret_};
+  const ServerInfo info{server.id, server.endpoint, endpoints_, log_dir_, job_secret_};
   std::filesystem::remove(server_error_file(log_dir_, server.id));
   Channel channel = make_pipe();
   Stream::Options log;
@@ -116,10 +116,10 @@ void ServerGroup::start(Server& server, bool again) {
   server.log = std::make_unique<Stream>(std::move(channel.launcher), logs_, std::move(log));
   server.pid = start_process({.program = program_,
                               .command = arguments(server),
-                              .environment = server_environment(own_environment(), options_, place),
+                              .environment = server_environment(own_environment(), options_, info),
                               .stdout_fd = channel.worker.get(),
                               .stderr_fd = channel.worker.get()},
-                             guardian_, signals_);
+                             reaper_, signals_);
   server.running = true;
 }
 
@@ -133,27 +133,28 @@ void ServerGroup::add_polls(std::vector<pollfd>& polls) const {
   }
 }
 
-std::vector<std::string> ServerGroup::turn() {
-  std::vector<std::string> news;
+std::vector<std::string> ServerGroup::poll() {
+  std::vector<std::string> lines;
   for (Server& server : servers_) {
     if (server.log && server.log->wants_more()) server.log->pump();
-    if (auto line = notice_exit(server)) news.push_back(std::move(*line));
+    if (auto line = notice_exit(server)) lines.push_back(std::move(*line));
   }
   if (kill_at_ && Clock::now() >= *kill_at_) {
     for (const Server& server : servers_) {
       if (!server.running) continue;
-      news.push_back("server " + std::to_string(server.id) + " (pid " + std::to_string(server.pid) +
-                     ") was killed because still running after the grace");
+      lines.push_back("server " + std::to_string(server.id) + " (pid " +
+                      std::to_string(server.pid) +
+                      ") was killed because still running after the grace period");
     }
     kill_now();
   }
-  return news;
+  return lines;
 }
 
 std::optional<std::string> ServerGroup::notice_exit(Server& server) {
   if (!server.running) return std::nullopt;
   auto status = peek_exit(server.pid);
-  if (!status && outlives_kill(killed_at_)) status = {128 + SIGKILL, SIGKILL};
+  if (!status && survives_kill(killed_at_)) status = {128 + SIGKILL, SIGKILL};
   if (!status) return std::nullopt;
   server.running = false;
   Outcome outcome;
@@ -176,7 +177,7 @@ std::optional<std::string> ServerGroup::notice_exit(Server& server) {
   if (outcome.meaning() == kExitUsage || num_restarts_ >= max_restarts) {
     failure_ = outcome;
     if (outcome.meaning() == kExitUsage || max_restarts == 0) return std::nullopt;
-    return "server " + std::to_string(server.id) + " is not started again: all " +
+    return "server " + std::to_string(server.id) + " is not restarted: all " +
            std::to_string(max_restarts) + " of --max-server-restarts are used";
   }
   ++num_restarts_;
@@ -195,10 +196,10 @@ void ServerGroup::send(int signal) const {
   signal_sessions(leaders, signal);
 }
 
-void ServerGroup::stop(milliseconds patience) {
+void ServerGroup::stop(milliseconds grace) {
   if (std::exchange(stopping_, true)) return;
   send(SIGTERM);
-  kill_at_ = Clock::now() + patience;
+  kill_at_ = Clock::now() + grace;
 }
 
 void ServerGroup::kill_now() {
@@ -228,9 +229,9 @@ bool ServerGroup::clear(Server& server) {
   bool ended = true;
   if (server.pid > 0) {
     kill_sessions({&server.pid, 1});
-    const bool waited = outlives_kill(killed_at_);
+    const bool waited = survives_kill(killed_at_);
     ended = reap(server.pid, Clock::now() + (waited ? milliseconds(0) : kKillTime));
-    if (ended) guardian_.forget(server.pid);
+    if (ended) reaper_.untrack(server.pid);
   }
   server.pid = -1;
   server.running = false;

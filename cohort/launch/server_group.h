@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "cohort/base/fd.h"
-#include "cohort/launch/guardian.h"
 #include "cohort/launch/log_writer.h"
 #include "cohort/launch/options.h"
+#include "cohort/launch/reaper.h"
 #include "cohort/launch/report.h"
 #include "cohort/launch/signals.h"
 #include "cohort/launch/stream.h"
@@ -35,7 +35,7 @@ class ServerGroup {
   /// Errors: ConfigError if the program cannot be executed, or a folder not be made; no server is
   /// left running.
   ServerGroup(const RunOptions& options, const std::string& log_dir, LogWriter& logs,
-              const Guardian& guardian, const Signals& signals);
+              const Reaper& reaper, const Signals& signals);
   ~ServerGroup();
   ServerGroup(const ServerGroup&) = delete;
   ServerGroup& operator=(const ServerGroup&) = delete;
@@ -46,20 +46,20 @@ class ServerGroup {
   /// What servers and trainers prove by that they are of this job.
   const std::string& job_secret() const { return job_secret_; }
 
-  /// Adds what turn() waits for.
+  /// Adds what poll() waits for.
   void add_polls(std::vector<pollfd>& polls) const;
-  /// When turn() is due at the latest.
+  /// When poll() is due at the latest.
   std::optional<Clock::time_point> deadline() const;
   /// Reads what there is, notices ends, starts again, keeps the deadline; does not block. Returns
   /// lines to tell the user.
-  std::vector<std::string> turn();
+  std::vector<std::string> poll();
   /// The end of a server that the job does not survive.
   const std::optional<Outcome>& failure() const { return failure_; }
 
   /// Sends `signal` to all.
   void send(int signal) const;
-  /// The workers are gone: SIGTERM, and SIGKILL after `patience`. May be called again.
-  void stop(milliseconds patience);
+  /// The workers are gone: SIGTERM, and SIGKILL after `grace`. May be called again.
+  void stop(milliseconds grace);
   void kill_now();
   /// Kills what is left of the servers' sessions and reads the last bytes. Returns a line for each
   /// server that SIGKILL does not end.
@@ -76,7 +76,7 @@ class ServerGroup {
 
   struct Key {};  // For the constructor that the public one delegates to.
   ServerGroup(Key, const RunOptions& options, const std::string& log_dir, LogWriter& logs,
-              const Guardian& guardian, const Signals& signals);
+              const Reaper& reaper, const Signals& signals);
   void start(Server& server, bool again);
   bool clear(Server& server);
   std::vector<std::string> arguments(const Server& server) const;
@@ -86,7 +86,7 @@ class ServerGroup {
   const RunOptions& options_;
   const std::string& log_dir_;
   LogWriter& logs_;
-  const Guardian& guardian_;
+  const Reaper& reaper_;
   const Signals& signals_;
   std::string program_;
   std::string sockets_;  // The folder of the sockets, and of the secret for who asks from outside.

@@ -9,7 +9,7 @@ namespace cohort::launch {
 ///
 /// Programs make groups beside their own: `timeout` does, and a shell with job control. Only a
 /// process that began a session of its own is out of reach. Numbers below 1 are passed over; the
-/// others must not have been reaped, or their number may be a stranger's.
+/// others must not have been reaped, or their number may belong to an unrelated process.
 /// Cost: reads /proc once.
 void signal_sessions(std::span<const pid_t> leaders, int signal);
 

@@ -7,16 +7,16 @@
 namespace cohort::launch {
 
 Signals::Signals() {
-  sigset_t answered;
-  sigemptyset(&answered);
+  sigset_t handled;
+  sigemptyset(&handled);
   for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP}) {
     struct sigaction current {};
     ::sigaction(signal, nullptr, &current);
-    if (current.sa_handler != SIG_IGN) sigaddset(&answered, signal);
+    if (current.sa_handler != SIG_IGN) sigaddset(&handled, signal);
   }
-  sigaddset(&answered, table_signal());
-  sigaddset(&answered, SIGWINCH);
-  sigaddset(&answered, SIGCHLD);
+  sigaddset(&handled, table_signal());
+  sigaddset(&handled, SIGWINCH);
+  sigaddset(&handled, SIGCHLD);
   // An inherited "ignore" would have the kernel reap workers before their status is read.
   struct sigaction plain {};
   plain.sa_handler = SIG_DFL;
@@ -24,8 +24,8 @@ Signals::Signals() {
   struct sigaction ignore {};
   ignore.sa_handler = SIG_IGN;
   ::sigaction(SIGPIPE, &ignore, &old_pipe_);
-  ::sigprocmask(SIG_BLOCK, &answered, &old_mask_);
-  fd_ = Fd(::signalfd(-1, &answered, SFD_NONBLOCK | SFD_CLOEXEC));
+  ::sigprocmask(SIG_BLOCK, &handled, &old_mask_);
+  fd_ = Fd(::signalfd(-1, &handled, SFD_NONBLOCK | SFD_CLOEXEC));
   if (!fd_) {
     const int error = errno;
     restore();

@@ -7,14 +7,13 @@
 
 namespace cohort::launch {
 
-/// Sent to the launcher, it prints where every rank stands. (SIGRTMIN is a function, hence this.)
+/// Sent to the launcher, it prints the state of every rank. (SIGRTMIN is a function, hence this.)
 inline int table_signal() {
   return SIGRTMIN + 5;
 }
 
-/// Blocks the signals that the launcher answers and gives them out one by one.
-///
-/// Answered: SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGWINCH, SIGCHLD,
+/// Blocks the signals that the launcher handles and returns them one by one.
+/// Handled: SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGWINCH, SIGCHLD,
 /// table_signal(). One that was ignored when the launcher began (nohup, a shell's background job)
 /// stays ignored. SIGPIPE is ignored meanwhile. The destructor puts the process back as it was.
 class Signals {

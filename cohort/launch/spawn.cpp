@@ -47,7 +47,7 @@ int spawn(RunOptions options) {
   if (!options.command.empty()) throw ConfigError("spawn: expected no command, got one");
   require_single_thread();
   options.command = own_command();
-  options.speaker = std::filesystem::path(options.command.front()).filename().string();
+  options.program_name = std::filesystem::path(options.command.front()).filename().string();
   ::setenv(kSpawnedVariable, std::to_string(::getpid()).c_str(), 1);
   const int code = run(options);
   ::unsetenv(kSpawnedVariable);

@@ -7,10 +7,10 @@ namespace cohort::launch {
 
 /// Queues bytes for a descriptor and writes them as it takes them.
 ///
-/// A stopped terminal or a stalled pipe must not keep the launcher from answering signals, and its
+/// A stopped terminal or a stalled pipe must not keep the launcher from handling signals, and its
 /// descriptor is shared with the shell, so it cannot be made non-blocking: small pieces are
 /// written, each after poll said that there is room. A reader that went away ends the output
-/// silently; the log files go on. Does not own the descriptor.
+/// silently; log files are still written. Does not own the descriptor.
 class Terminal {
  public:
   explicit Terminal(int fd);

@@ -23,7 +23,7 @@ namespace {
 
 constexpr std::chrono::microseconds kLongestPause{20'000};
 
-// Returns 0, or the errno that executing the file would meet.
+// Returns 0, or the errno that executing the file would fail with.
 int executable_error(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return errno;
@@ -40,7 +40,7 @@ std::vector<char*> pointers(const std::vector<std::string>& texts) {
 
 struct ChildPlan {
   const ProcessOptions& options;
-  const Guardian& guardian;
+  const Reaper& reaper;
   const Signals& signals;
   char* const* argv;
   char* const* envp;
@@ -59,7 +59,7 @@ cpu_set_t core_set(const std::vector<int>& cores) {
 // Between fork and exec: nothing here allocates or locks.
 [[noreturn]] void become_worker(const ChildPlan& plan) {
   ::setsid();
-  plan.guardian.announce(::getpid());
+  plan.reaper.track(::getpid());
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != plan.launcher) ::_exit(128 + SIGKILL);
   const int null = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -94,8 +94,7 @@ std::string find_program(const std::string& name) {
                     "), found none");
 }
 
-pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
-                    const Signals& signals) {
+pid_t start_process(const ProcessOptions& options, const Reaper& reaper, const Signals& signals) {
   const std::vector<char*> argv = pointers(options.command);
   const std::vector<char*> envp = pointers(options.environment);
   int ends[2];
@@ -105,7 +104,7 @@ pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
   Fd failure_reader(ends[0]);
   Fd failure_writer(ends[1]);
   const ChildPlan plan{options,
-                       guardian,
+                       reaper,
                        signals,
                        argv.data(),
                        envp.data(),

@@ -6,7 +6,7 @@
 #include <sys/types.h>
 #include <vector>
 
-#include "cohort/launch/guardian.h"
+#include "cohort/launch/reaper.h"
 #include "cohort/launch/signals.h"
 
 namespace cohort::launch {
@@ -34,23 +34,21 @@ struct ExitStatus {
 std::string find_program(const std::string& name);
 
 /// Starts a process that leads its own session and process group (both numbered as the pid).
-///
-/// It is announced to `guardian` and dies with the launcher (parent-death signal) before its
+/// It is registered with `reaper` and dies with the launcher (parent-death signal) before its
 /// program begins. Returns once the program runs. Call from the main thread, with no other alive.
 /// Errors: ConfigError if the program cannot be executed; nothing is left running.
-pid_t start_process(const ProcessOptions& options, const Guardian& guardian,
-                    const Signals& signals);
+pid_t start_process(const ProcessOptions& options, const Reaper& reaper, const Signals& signals);
 
 /// Returns how the child `pid` ended, or nothing while it runs. The child is not reaped: until
-/// reap() its number, and so its session's, cannot be given to a stranger.
+/// reap() its number, and so its session's, cannot be reused by an unrelated process.
 std::optional<ExitStatus> peek_exit(pid_t pid);
 
-/// A process that has not ended so long after SIGKILL is held by the kernel (state D): a driver or
-/// a file system does not answer.
+/// A process that has not ended this long after SIGKILL is blocked in the kernel (state D) by a
+/// driver or a file system.
 inline constexpr std::chrono::milliseconds kKillTime{5000};
 
 /// Whether a process that was sent SIGKILL at `killed_at` should have ended by now.
-inline bool outlives_kill(const std::optional<std::chrono::steady_clock::time_point>& killed_at) {
+inline bool survives_kill(const std::optional<std::chrono::steady_clock::time_point>& killed_at) {
   return killed_at && std::chrono::steady_clock::now() - *killed_at > kKillTime;
 }
 

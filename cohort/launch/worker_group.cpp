@@ -18,16 +18,16 @@ constexpr std::chrono::milliseconds kTermToKill{3000};
 constexpr std::chrono::milliseconds kSaveTime{25000};  // Beyond the grace, for a checkpoint.
 constexpr std::chrono::milliseconds kDrainTime{1000};  // For the last bytes of killed workers.
 constexpr int kLastReads = 64;                         // More than a pipe holds.
-const char* const kStillRunning = "still running after the grace";
+const char* const kStillRunning = "still running after the grace period";
 
 }  // namespace
 
-WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node)
+WorkerGroup::WorkerGroup(const RoundContext& context, const NodeInfo& node)
     : context_(context), node_(node) {}
 
 // The delegation makes the object whole, so that its destructor runs if a later worker cannot
 // start.
-WorkerGroup::WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store)
+WorkerGroup::WorkerGroup(const RoundContext& context, const NodeInfo& node, Fd store)
     : WorkerGroup(context, node) {
   const int num_workers = context_.options.nproc_per_node;
   const std::vector<int> cores = usable_cores();
@@ -79,23 +79,23 @@ void WorkerGroup::start(Worker& worker, int store_fd) {
         stack_file(context_.log_dir, worker.rank)}) {
     std::filesystem::remove(left_over);
   }
-  const WorkerPlace place{.local_rank = worker.local_rank,
-                          .restarts = worker.restarts,
-                          .log_dir = context_.log_dir,
-                          .store_fd = store_fd,
-                          .num_threads = num_threads_,
-                          .servers = context_.servers,
-                          .job_secret = context_.job_secret};
+  const WorkerInfo info{.local_rank = worker.local_rank,
+                        .restarts = worker.restarts,
+                        .log_dir = context_.log_dir,
+                        .store_fd = store_fd,
+                        .num_threads = num_threads_,
+                        .servers = context_.servers,
+                        .job_secret = context_.job_secret};
   worker.pid = start_process(
       {.program = context_.program,
        .command = context_.options.command,
-       .environment = worker_environment(own_environment(), context_.options, node_, place),
+       .environment = worker_environment(own_environment(), context_.options, node_, info),
        .stdout_fd = out.worker.get(),
        .stderr_fd = err.worker.get(),
-       .inherited_fd = place.store_fd,
+       .inherited_fd = info.store_fd,
        .cores =
            cores_.empty() ? std::vector<int>{} : cores_[static_cast<size_t>(worker.local_rank)]},
-      context_.guardian, context_.signals);
+      context_.reaper, context_.signals);
   worker.running = true;
 }
 
@@ -129,7 +129,7 @@ std::optional<WorkerGroup::Clock::time_point> WorkerGroup::deadline() const {
   return earliest;
 }
 
-std::vector<std::string> WorkerGroup::turn() {
+std::vector<std::string> WorkerGroup::poll() {
   for (Worker& worker : workers_) {
     for (Stream& stream : worker.streams) {
       if (stream.wants_more()) stream.pump();
@@ -137,7 +137,7 @@ std::vector<std::string> WorkerGroup::turn() {
   }
   notice_exits();
   keep_deadlines();
-  return std::exchange(news_, {});
+  return std::exchange(lines_, {});
 }
 
 void WorkerGroup::notice_exits() {
@@ -145,7 +145,7 @@ void WorkerGroup::notice_exits() {
     if (!worker.running) continue;
     if (const auto status = peek_exit(worker.pid)) {
       note_end(worker, *status);
-    } else if (outlives_kill(worker.killed_at)) {
+    } else if (survives_kill(worker.killed_at)) {
       note_end(worker, {128 + SIGKILL, SIGKILL});
     }
   }
@@ -162,19 +162,19 @@ void WorkerGroup::note_end(Worker& worker, ExitStatus status) {
       .stopped = stopped,
       .note = worker.note,
       .explained = explains(error_file(context_.log_dir, worker.rank), status.exit_code)};
-  if (outlive(worker, outcome)) return;
+  if (recover_from(worker, outcome)) return;
   outcomes_.push_back(outcome);
   const bool first_failure = outcome.failed() && !std::exchange(failed_, true);
   if (!first_failure || passed_signal_ != 0 || stopping_) return;
   if (may_start_again() && outcome.meaning() == kExitFailure) {
-    stop(context_.options.grace, "all start again");
+    stop(context_.options.grace, "all workers restart");
   } else {
     term_at_ = Clock::now() + context_.options.grace;
   }
 }
 
-// Whether the job goes on after this end as if it had not been: independent workers alone.
-bool WorkerGroup::outlive(Worker& worker, const Outcome& outcome) {
+// Whether the job continues despite this exit, which only independent workers allow.
+bool WorkerGroup::recover_from(Worker& worker, const Outcome& outcome) {
   const RunOptions& options = context_.options;
   if (!options.independent() || !outcome.failed() || passed_signal_ != 0 || stopping_) return false;
   const std::string what = describe(outcome, context_.log_dir);
@@ -188,23 +188,23 @@ bool WorkerGroup::outlive(Worker& worker, const Outcome& outcome) {
       running() || std::any_of(outcomes_.begin(), outcomes_.end(),
                                [](const Outcome& other) { return !other.failed(); });
   if (options.on_trainer_loss != "continue" || !others_are_left) return false;
-  news_.push_back(what + "; the others go on without it");
+  lines_.push_back(what + "; the others continue without it");
   return true;
 }
 
 void WorkerGroup::start_again(Worker& worker, const std::string& reason) {
   kill_sessions({&worker.pid, 1});
-  const bool waited = outlives_kill(worker.killed_at);
+  const bool waited = survives_kill(worker.killed_at);
   if (reap(worker.pid, Clock::now() + (waited ? milliseconds(0) : kKillTime)))
-    context_.guardian.forget(worker.pid);
+    context_.reaper.untrack(worker.pid);
   worker.pid = -1;
   drain({&worker, 1});
   worker.killed_at.reset();
   worker.note.clear();
   ++worker.restarts;
   ++restarts_;
-  news_.push_back(reason + "; it starts again alone, restart " + std::to_string(restarts_) +
-                  " of " + std::to_string(context_.options.max_restarts));
+  lines_.push_back(reason + "; restarting it alone, restart " + std::to_string(restarts_) + " of " +
+                   std::to_string(context_.options.max_restarts));
   start(worker, -1);
 }
 
@@ -230,12 +230,12 @@ void WorkerGroup::pass_stop(int signal) {
   if (!kill_at_) kill_at_ = Clock::now() + context_.options.grace + kSaveTime;
 }
 
-void WorkerGroup::stop(milliseconds patience, const std::string& why) {
+void WorkerGroup::stop(milliseconds grace, const std::string& why) {
   term_at_.reset();
   if (std::exchange(stopping_, true)) return;
   stopped_because_ = why;
   send(SIGTERM);
-  const auto kill_at = Clock::now() + patience;
+  const auto kill_at = Clock::now() + grace;
   kill_at_ = kill_at_ ? std::min(*kill_at_, kill_at) : kill_at;
 }
 
@@ -274,13 +274,13 @@ void WorkerGroup::pass_window_size() const {
 }
 
 std::vector<std::string> WorkerGroup::end() {
-  std::vector<std::string> news = std::exchange(news_, {});
-  std::ranges::move(kill_workers(), std::back_inserter(news));
+  std::vector<std::string> lines = std::exchange(lines_, {});
+  std::ranges::move(kill_workers(), std::back_inserter(lines));
   drain(workers_);
   if (!context_.logs.flush())
-    news.push_back("warning: the logs in " + context_.log_dir +
-                   " are incomplete: their disk takes nothing");
-  return news;
+    lines.push_back("warning: the logs in " + context_.log_dir +
+                    " are incomplete: their disk accepts no writes");
+  return lines;
 }
 
 std::vector<std::string> WorkerGroup::kill_workers() {
@@ -291,9 +291,9 @@ std::vector<std::string> WorkerGroup::kill_workers() {
   const auto deadline = Clock::now() + kKillTime;
   for (Worker& worker : workers_) {
     // One that was waited for already is not waited for again.
-    const bool waited = outlives_kill(worker.killed_at);
+    const bool waited = survives_kill(worker.killed_at);
     if (worker.pid > 0 && reap(worker.pid, waited ? Clock::now() : deadline)) {
-      context_.guardian.forget(worker.pid);
+      context_.reaper.untrack(worker.pid);
     } else if (worker.pid > 0) {
       left_behind.push_back(left_behind_line("rank " + std::to_string(worker.rank), worker.pid));
     }

@@ -9,7 +9,7 @@
 
 #include "cohort/base/fd.h"
 #include "cohort/launch/environment.h"
-#include "cohort/launch/guardian.h"
+#include "cohort/launch/reaper.h"
 #include "cohort/launch/report.h"
 #include "cohort/launch/signals.h"
 #include "cohort/launch/stream.h"
@@ -22,13 +22,13 @@ struct RoundContext {
   const RunOptions& options;
   const std::string& program;  ///< As find_program returned it.
   const std::string& log_dir;
-  const Guardian& guardian;
+  const Reaper& reaper;
   const Signals& signals;
   LogWriter& logs;
   Terminal& out;
   Terminal& err;
-  std::string servers;     ///< See WorkerPlace::servers.
-  std::string job_secret;  ///< See WorkerPlace::job_secret.
+  std::string servers;     ///< See WorkerInfo::servers.
+  std::string job_secret;  ///< See WorkerInfo::job_secret.
 };
 
 /// One worker, and what the launcher keeps of it.
@@ -40,17 +40,17 @@ struct Worker {
   std::optional<std::chrono::steady_clock::time_point> killed_at{};  ///< SIGKILL went out.
   std::string note;                                                  ///< See Outcome::note.
   std::vector<Stream> streams;                                       ///< stdout, stderr.
-  int restarts = 0;  ///< Times that it was started again alone.
+  int restarts = 0;  ///< Times that it was restarted alone.
 };
 
 /// Starts one worker per local rank, copies what they write, notices how they end, and stops them.
 ///
 /// When a worker fails, the others have options.grace to leave, then SIGTERM, 3 seconds later
-/// SIGKILL. Where the job may start again nothing is gained by waiting: then SIGTERM goes out at
+/// SIGKILL. Where the job may restart nothing is gained by waiting: then SIGTERM goes out at
 /// once and SIGKILL after the grace, unless all that is known is a lost peer (exit code 3). One
 /// that SIGKILL does not end within kKillTime is left behind. Where workers are independent
-/// (RunOptions), one that fails is started again alone, max_restarts times in all, and under
-/// on_trainer_loss "continue" the others then go on without it. Threads: from the main thread,
+/// (RunOptions), one that fails is restarted alone, max_restarts times in all, and under
+/// on_trainer_loss "continue" the others then continue without it. Threads: from the main thread,
 /// while there is no other (it forks).
 class WorkerGroup {
  public:
@@ -60,32 +60,32 @@ class WorkerGroup {
   /// Starts the workers. `store`: rank 0's listening socket, on node 0 only. The job's first round
   /// empties the logs, a later one appends: in a shared folder they may be another node's.
   /// Errors: ConfigError if the program cannot be executed; no worker is left running.
-  WorkerGroup(const RoundContext& context, const NodePlace& node, Fd store);
+  WorkerGroup(const RoundContext& context, const NodeInfo& node, Fd store);
   ~WorkerGroup();
   WorkerGroup(const WorkerGroup&) = delete;
   WorkerGroup& operator=(const WorkerGroup&) = delete;
 
   bool running() const;
-  const NodePlace& node() const { return node_; }
+  const NodeInfo& node() const { return node_; }
   std::span<const Worker> workers() const { return workers_; }
   /// The ends noticed so far, in their order.
   std::span<const Outcome> outcomes() const { return outcomes_; }
 
-  /// Adds what turn() waits for.
+  /// Adds what poll() waits for.
   void add_polls(std::vector<pollfd>& polls) const;
-  /// When turn() is due at the latest.
+  /// When poll() is due at the latest.
   std::optional<Clock::time_point> deadline() const;
   /// Reads what there is, notices ends, keeps deadlines; does not block, but to end what an
   /// independent worker has left behind. Returns lines to tell the user.
-  std::vector<std::string> turn();
+  std::vector<std::string> poll();
 
   /// Passes on a signal that asks the job to stop; SIGKILL follows 25 seconds after the grace.
   void pass_stop(int signal);
   /// Passes on any other signal, as all signals to every process group of the workers' sessions.
   void send(int signal) const;
-  /// Stops the round: SIGTERM, and SIGKILL after `patience`. `why`, "server 0 failed" say, is told
-  /// of the workers that it ended. May be called again: the first reason counts.
-  void stop(milliseconds patience, const std::string& why);
+  /// Stops the round: SIGTERM, and SIGKILL after `grace`. `why`, for example "server 0 failed", is
+  /// reported with the workers that it ended. May be called again: the first reason counts.
+  void stop(milliseconds grace, const std::string& why);
   void kill_now(const std::string& why);
   /// Why workers were stopped, if they were.
   const std::string& stopped_because() const { return stopped_because_; }
@@ -99,7 +99,7 @@ class WorkerGroup {
   std::vector<std::string> end();
 
  private:
-  WorkerGroup(const RoundContext& context, const NodePlace& node);
+  WorkerGroup(const RoundContext& context, const NodeInfo& node);
   void start(Worker& worker, int store_fd);
   Stream make_stream(const Worker& worker, int which, Channel& channel) const;
   Channel make_channel(int rank, int local_rank, int which) const;
@@ -107,19 +107,19 @@ class WorkerGroup {
   bool may_start_again() const;
   void notice_exits();
   void note_end(Worker& worker, ExitStatus status);
-  bool outlive(Worker& worker, const Outcome& outcome);
+  bool recover_from(Worker& worker, const Outcome& outcome);
   void start_again(Worker& worker, const std::string& reason);
   void keep_deadlines();
   std::vector<std::string> kill_workers();
   static void drain(std::span<Worker> workers);
 
   const RoundContext context_;
-  const NodePlace node_;
+  const NodeInfo node_;
   std::vector<std::vector<int>> cores_;  // By local rank; empty: not bound.
   int num_threads_ = 1;
   std::vector<Worker> workers_;
   std::vector<Outcome> outcomes_;
-  std::vector<std::string> news_;
+  std::vector<std::string> lines_;
   int restarts_ = 0;  // Of single workers.
   int passed_signal_ = 0;
   bool failed_ = false;

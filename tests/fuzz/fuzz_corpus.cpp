@@ -12,7 +12,7 @@
 #include "cohort/base/manifest.h"
 #include "cohort/base/safetensors.h"
 #include "cohort/comm/store_protocol.h"
-#include "cohort/launch/coordinator.h"
+#include "cohort/launch/rendezvous_server.h"
 #include "cohort/launch/message.h"
 #include "cohort/ps/id_hash.h"
 #include "cohort/ps/job.h"
@@ -219,7 +219,7 @@ void write_images(const Corpus& corpus) {
 
 void write_lines(const Corpus& corpus) {
   using launch::text_of;
-  const std::string join = text_of({{"say", "join"},
+  const std::string join = text_of({{"kind", "join"},
                                     {"version", launch::kProtocolVersion},
                                     {"id", "none"},
                                     {"nnodes", "1:2"},
@@ -227,17 +227,17 @@ void write_lines(const Corpus& corpus) {
                                     {"nproc", 4},
                                     {"port", 40001}}) +
                            "\n";
-  const std::string alive = text_of({{"say", "alive"}}) + "\n";
+  const std::string alive = text_of({{"kind", "alive"}}) + "\n";
   const auto done = [](int code) {
-    return text_of({{"say", "done"}, {"round", 1}, {"code", code}}) + "\n";
+    return text_of({{"kind", "done"}, {"round", 1}, {"code", code}}) + "\n";
   };
   const std::string failed =
-      text_of({{"say", "failed"}, {"round", 1}, {"code", 1}, {"why", "rank 2 (pid 17) ..."}}) +
+      text_of({{"kind", "failed"}, {"round", 1}, {"code", 1}, {"why", "rank 2 (pid 17) ..."}}) +
       "\n";
   corpus.write("two_nodes",
                "c" + join + "2" + join + alive + "2" + alive + done(0) + "2" + done(4));
   corpus.write("one_fails", "c" + join + "2" + join + "2" + failed + join + "2" + join);
-  const std::string round = text_of({{"say", "round"},
+  const std::string round = text_of({{"kind", "round"},
                                      {"round", 3},
                                      {"node_rank", 1},
                                      {"nodes", 2},
@@ -247,9 +247,9 @@ void write_lines(const Corpus& corpus) {
                                      {"master_port", 40001},
                                      {"restart", 0}}) +
                             "\n";
-  const std::string stop = text_of({{"say", "stop"}, {"why", "node 1 left"}}) + "\n";
-  const std::string end = text_of({{"say", "end"}, {"code", 1}, {"why", "too few"}}) + "\n";
-  corpus.write("orders", "m" + alive + round + stop + round + end);
+  const std::string stop = text_of({{"kind", "stop"}, {"why", "node 1 left"}}) + "\n";
+  const std::string end = text_of({{"kind", "end"}, {"code", 1}, {"why", "too few"}}) + "\n";
+  corpus.write("directives", "m" + alive + round + stop + round + end);
 }
 
 void write_store_messages(const Corpus& corpus) {

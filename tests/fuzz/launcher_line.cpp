@@ -1,16 +1,17 @@
 // Fuzzing of the lines that launchers of several nodes send each other. An input that begins with
-// 'm' is what the coordinator says to a node, without that byte; any other is what two nodes say to
-// the coordinator, line by line: those that begin with '2' are the second's, without that digit. A
-// line that begins with '{' is made a message with its number; one that does not is sent as it is.
-// Where the second byte is '!', the lines stand for the handshake, which otherwise goes well.
+// 'm' is what the rendezvous server sends to a node, without that byte; any other is what two nodes
+// send to the rendezvous server, line by line: those that begin with '2' are the second's, without
+// that digit. A line that begins with '{' is made a message with its number; one that does not is
+// sent as it is. Where the second byte is '!', the lines stand for the handshake, which otherwise
+// goes well.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include "cohort/launch/coordinator.h"
 #include "cohort/launch/handshake.h"
-#include "cohort/launch/member.h"
+#include "cohort/launch/rendezvous_client.h"
+#include "cohort/launch/rendezvous_server.h"
 
 #include "tests/fuzz/input.h"
 
@@ -62,13 +63,13 @@ std::string nonce_of(const std::string& challenge) {
   return challenge.substr(begin, challenge.find('"', begin) - begin);
 }
 
-void greet(const Fd& node, Coordinator& coordinator, const char* name) {
+void shake_hands(const Fd& node, RendezvousServer& server, const char* name) {
   const std::string challenge = nonce_of(receive(node));
   Hello hello{.node = name, .session = 1, .nonce = "n", .id = "none", .nnodes = "1:2"};
   hello.max_restarts = 1;
   hello.proof = proof_of_node("", challenge, hello);
   send(node, line_of(hello) + "\n");
-  coordinator.turn();
+  server.poll();
   TORCH_CHECK(receive(node).find("welcome") != std::string::npos, "not welcomed");
 }
 
@@ -78,20 +79,20 @@ std::string framed(std::string_view line, int& number) {
   return std::to_string(++number) + " 0 " + std::string(line);
 }
 
-void to_coordinator(std::string_view text) {
+void to_server(std::string_view text) {
   sockaddr_un address{};
   socklen_t length = 0;
   Fd listener = listen_without_name(address, length);
   const Fd first = connect_to(address, length);
   const Fd second = connect_to(address, length);
-  Coordinator coordinator(std::move(listener), "127.0.0.1", options());
-  coordinator.turn();
+  RendezvousServer server(std::move(listener), "127.0.0.1", options());
+  server.poll();
   const bool raw = text.starts_with('!');
   if (raw) {
     text.remove_prefix(1);
   } else {
-    greet(first, coordinator, "first");
-    greet(second, coordinator, "second");
+    shake_hands(first, server, "first");
+    shake_hands(second, server, "second");
   }
   int of_first = 0, of_second = 0;
   while (!text.empty()) {
@@ -103,15 +104,15 @@ void to_coordinator(std::string_view text) {
     const std::string sent =
         raw ? std::string(line) : framed(line, is_second ? of_second : of_first);
     send(is_second ? second : first, sent);
-    coordinator.turn();
+    server.poll();
   }
-  coordinator.turn();
+  server.poll();
 }
 
-// The meeting point of all inputs.
-class Meeting {
+// The listener that all inputs share.
+class Listener {
  public:
-  Meeting() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  Listener() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     sockaddr_in address{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
     socklen_t length = sizeof(address);
     auto* const any = reinterpret_cast<sockaddr*>(&address);
@@ -135,32 +136,33 @@ class Meeting {
   Endpoint endpoint_;
 };
 
-void to_member(std::string_view text) {
-  static const Meeting meeting;
-  Member member(meeting.endpoint(), options());
-  member.turn();  // It connects.
+void to_client(std::string_view text) {
+  static const Listener listener;
+  RendezvousClient client(listener.endpoint(), options());
+  client.poll();  // It connects.
   {
-    const Fd coordinator = meeting.accept();
+    const Fd server = listener.accept();
     int number = 0;
     if (text.starts_with('!')) {
-      send(coordinator, text.substr(1));
+      send(server, text.substr(1));
     } else {
-      send(coordinator, challenge_line("c") + "\n");
-      member.turn();
-      std::string line = receive(coordinator);
+      send(server, challenge_line("c") + "\n");
+      client.poll();
+      std::string line = receive(server);
       line.resize(std::min(line.find('\n'), line.size()));
       const Hello hello = parse_hello(line);
-      send(coordinator, line_of(Welcome{.proof = proof_of_coordinator("", "c", hello)}) + "\n");
+      send(server, line_of(Welcome{.proof = proof_of_server("", "c", hello)}) + "\n");
       while (!text.empty()) {
         const size_t end = std::min(text.find('\n'), text.size() - 1) + 1;
-        send(coordinator, framed(text.substr(0, end), number));
+        send(server, framed(text.substr(0, end), number));
         text.remove_prefix(end);
       }
     }
     for (int turn = 0; turn < 3; ++turn) {
-      member.turn();
-      while (const auto order = member.next()) {
-        TORCH_CHECK(order->kind != Order::Kind::kEnd || !member.next(), "an order after the end");
+      client.poll();
+      while (const auto directive = client.next()) {
+        TORCH_CHECK(directive->kind != Directive::Kind::kEnd || !client.next(),
+                    "a directive after the end");
       }
     }
   }
@@ -172,9 +174,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   const std::string_view text(reinterpret_cast<const char*>(data) + 1, size - 1);
   if (data[0] == 'm') {
-    to_member(text);
+    to_client(text);
   } else {
-    to_coordinator(text);
+    to_server(text);
   }
   return 0;
 }

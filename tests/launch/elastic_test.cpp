@@ -1,4 +1,4 @@
-// Launchers of several nodes that meet: nodes come, leave, die and fail.
+// Elastic jobs: nodes join, leave, die and fail.
 #include <algorithm>
 #include <gtest/gtest.h>
 #include <memory>
@@ -26,14 +26,14 @@ bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// A coordinator that sends what a test wants, when it wants. Its job has no secret.
-class FakeCoordinator {
+// A rendezvous server that sends what a test wants, when the test wants. Its job has no secret.
+class FakeRendezvousServer {
  public:
   std::string address() const { return "127.0.0.1:" + std::to_string(listener_.port); }
 
   // Waits for `count` messages of this kind in all; a heartbeat is none.
   void wait_for(const std::string& kind, int count = 1) {
-    wait_for_text("\"say\":\"" + kind + "\"", count);
+    wait_for_text("\"kind\":\"" + kind + "\"", count);
   }
 
   // One write, so that all messages arrive together.
@@ -46,7 +46,7 @@ class FakeCoordinator {
   }
 
   static std::string round(int number) {
-    return R"({"say": "round", "node_rank": 0, "nodes": 1, "base_rank": 0, "world_size": 1,)"
+    return R"({"kind": "round", "node_rank": 0, "nodes": 1, "base_rank": 0, "world_size": 1,)"
            R"( "master_addr": "127.0.0.1", "master_port": 1, "restart": 0, "job_id": "j", "round": )" +
            std::to_string(number) + "}";
   }
@@ -55,23 +55,23 @@ class FakeCoordinator {
   void wait_for_text(const std::string& part, int count) {
     while (true) {
       int found = 0;
-      for (size_t at = 0; (at = heard_.find(part, at)) != std::string::npos; ++at) ++found;
+      for (size_t at = 0; (at = received_.find(part, at)) != std::string::npos; ++at) ++found;
       if (found >= count) return;
-      if (!launcher_) greet();
+      if (!launcher_) shake_hands();
       char buffer[4096];
       pollfd wait{launcher_.get(), POLLIN, 0};
-      if (::poll(&wait, 1, 60'000) != 1) throw std::runtime_error("silence after " + heard_);
+      if (::poll(&wait, 1, 60'000) != 1) throw std::runtime_error("silence after " + received_);
       const ssize_t size = ::read(launcher_.get(), buffer, sizeof(buffer));
-      if (size <= 0) throw std::runtime_error("the launcher left after " + heard_);
-      heard_.append(buffer, static_cast<size_t>(size));
+      if (size <= 0) throw std::runtime_error("the launcher left after " + received_);
+      received_.append(buffer, static_cast<size_t>(size));
     }
   }
-  void greet() {
+  void shake_hands() {
     launcher_ = Fd(::accept(listener_.fd.get(), nullptr, nullptr));
     write(challenge_line("challenge") + "\n");
     wait_for_text("\n", 1);
-    const Hello hello = parse_hello(heard_.substr(0, heard_.find('\n')));
-    write(line_of(Welcome{.proof = proof_of_coordinator("", "challenge", hello)}) + "\n");
+    const Hello hello = parse_hello(received_.substr(0, received_.find('\n')));
+    write(line_of(Welcome{.proof = proof_of_server("", "challenge", hello)}) + "\n");
   }
   void write(const std::string& text) {
     ASSERT_EQ(::write(launcher_.get(), text.data(), text.size()),
@@ -81,61 +81,60 @@ class FakeCoordinator {
   const StoreSocket listener_ = listen_for_store(Reach::kLoopback, 0);
   Fd launcher_;
   int num_sent_ = 0;
-  std::string heard_;
+  std::string received_;
 };
 
 TEST(RendezvousTest, ARoundCalledOffAtOnceIsJoinedAgain) {
-  FakeCoordinator coordinator;
+  FakeRendezvousServer server;
   Launched run(
-      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()}, "echo started"));
-  coordinator.wait_for("join");
-  coordinator.send({FakeCoordinator::round(1), R"({"say": "stop", "why": "a node joined"})"});
-  coordinator.wait_for("join", 2);
-  coordinator.send({FakeCoordinator::round(2)});
-  coordinator.wait_for("done");
-  coordinator.send({R"({"say": "end", "code": 0, "why": ""})"});
+      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()}, "echo started"));
+  server.wait_for("join");
+  server.send({FakeRendezvousServer::round(1), R"({"kind": "stop", "why": "a node joined"})"});
+  server.wait_for("join", 2);
+  server.send({FakeRendezvousServer::round(2)});
+  server.wait_for("done");
+  server.send({R"({"kind": "end", "code": 0, "why": ""})"});
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
   EXPECT_EQ(ended.out, "started\n");
 }
 
-TEST(RendezvousTest, WhatAnotherHostSaysCannotSteerTheTerminal) {
-  FakeCoordinator coordinator;
+TEST(RendezvousTest, MessagesOfAnotherHostCannotSteerTheTerminal) {
+  FakeRendezvousServer server;
   Launched run(
-      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()}, "echo started"));
-  coordinator.wait_for("join");
-  coordinator.send({R"({"say": "end", "code": 1, "why": "\u001b[2Jgone\r\n\u009b31m \u00fc"})"});
+      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()}, "echo started"));
+  server.wait_for("join");
+  server.send({R"({"kind": "end", "code": 1, "why": "\u001b[2Jgone\r\n\u009b31m \u00fc"})"});
   const Ended ended = run.wait();
   EXPECT_TRUE(holds(ended.err, "the job ended:  [2Jgone   31m \u00fc\n")) << ended.err;
 }
 
 TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
-  FakeCoordinator coordinator;
-  Launched run(cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()},
+  FakeRendezvousServer server;
+  Launched run(cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()},
                              "echo started; exec sleep 1000"));
-  coordinator.wait_for("join");
+  server.wait_for("join");
   run.send(SIGSTOP);
   const std::string state = "/proc/" + std::to_string(run.pid()) + "/stat";
   while (!holds(read_file(state), ") T ")) ::usleep(1000);
-  coordinator.send({FakeCoordinator::round(1)});
+  server.send({FakeRendezvousServer::round(1)});
   run.send(SIGTERM);
-  run.send(SIGCONT);  // Both wait for it in the same turn.
+  run.send(SIGCONT);  // It finds both in one iteration of its loop.
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 143) << ended.err;
   EXPECT_EQ(ended.out, "");
 }
 
-TEST(RendezvousTest, ANodeThatNoRoundHadRoomForSaysSo) {
-  FakeCoordinator coordinator;
+TEST(RendezvousTest, ANodeThatNoRoundAdmittedReportsThat) {
+  FakeRendezvousServer server;
   Launched run(
-      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", coordinator.address()}, "echo started"));
-  coordinator.wait_for("join");
-  coordinator.send({R"({"say": "end", "code": 0, "why": ""})"});
+      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()}, "echo started"));
+  server.wait_for("join");
+  server.send({R"({"kind": "end", "code": 0, "why": ""})"});
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
   EXPECT_EQ(ended.out, "");
-  EXPECT_TRUE(holds(ended.err, "the job ended before a round had room for this node\n"))
-      << ended.err;
+  EXPECT_TRUE(holds(ended.err, "the job ended before a round admitted this node\n")) << ended.err;
 }
 
 // Hosts, a folder that they share, and a launcher on each.
@@ -192,7 +191,7 @@ class ElasticTest : public ::testing::Test {
   const TemporaryFolder folder_;
 };
 
-TEST_F(ElasticTest, NodesComeAndGoAndTheStepsGoOn) {
+TEST_F(ElasticTest, NodesJoinAndLeaveAndTrainingContinues) {
   const std::string logs = folder_.path() + "/logs";
   const Lines flags{"--nnodes", "1:3", "--log-dir", logs};
   const std::string script = "echo up;" + counting();
@@ -284,7 +283,7 @@ TEST_F(ElasticTest, TheLastFailureEndsTheJobOnEveryNode) {
                                "until grep -qx $COHORT_RESTART_COUNT " +
                                rounds +
                                "0; do sleep 0.02; done;"
-                               "echo the last words >&2; exit 6";
+                               "echo the last line >&2; exit 6";
     const auto [first, second] = start_two(script, max_restarts);
     const Ended one = first->wait();
     const Ended two = second->wait();
@@ -300,7 +299,7 @@ TEST_F(ElasticTest, TheLastFailureEndsTheJobOnEveryNode) {
   }
 }
 
-TEST_F(ElasticTest, TheCoordinatorsDeathEndsTheJob) {
+TEST_F(ElasticTest, TheRendezvousServersDeathEndsTheJob) {
   const Lines flags{"--nnodes", "1:2"};
   const auto first = start(0, flags, "echo up; exec sleep 1000");
   first->read_lines(1);
@@ -310,7 +309,7 @@ TEST_F(ElasticTest, TheCoordinatorsDeathEndsTheJob) {
   const Ended ended = second->wait();
   EXPECT_EQ(ended.exit_code, 3);
   EXPECT_TRUE(holds(ended.err,
-                    "the job ended: the coordinator at 10.77.0.1:29400 closed the "
+                    "the job ended: the rendezvous server at 10.77.0.1:29400 closed the "
                     "connection\n"))
       << ended.err;
 }
@@ -330,7 +329,7 @@ std::string read_until(Launched& launcher, const std::string& part) {
   return text;
 }
 
-TEST_F(ElasticTest, ASilentNodeIsGivenUpAndComesBackUnderItsOldNumber) {
+TEST_F(ElasticTest, ASilentNodeIsRemovedAndRejoinsUnderItsOldRank) {
   const Lines flags = with({"--nnodes", "2:3"}, kSoon);
   const std::string script = "echo node $GROUP_RANK of $GROUP_WORLD_SIZE;" + counting();
   const auto first = start(0, flags, script);
@@ -341,10 +340,11 @@ TEST_F(ElasticTest, ASilentNodeIsGivenUpAndComesBackUnderItsOldNumber) {
   read_until(*second, "node 1 of 3\n");
   read_until(*third, "node 2 of 3\n");
   hosts_.unplug(1);
-  EXPECT_TRUE(holds(first->wait_for_err("fell silent"), "new round: node 1 fell silent\n"));
+  EXPECT_TRUE(
+      holds(first->wait_for_err("stopped responding"), "new round: node 1 stopped responding\n"));
   read_until(*third, "node 1 of 2\n");
   hosts_.plug(1);
-  EXPECT_TRUE(holds(second->wait_for_err("gave it up"), "heard nothing from this node"));
+  EXPECT_TRUE(holds(second->wait_for_err("removed it"), "received nothing from this node"));
   wait_for_rounds(4);
   wait_for_step_after(steps());
   ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
@@ -354,7 +354,7 @@ TEST_F(ElasticTest, ASilentNodeIsGivenUpAndComesBackUnderItsOldNumber) {
   EXPECT_EQ(three.out, "[rank 2] node 2 of 3\n[rank 1] node 1 of 2\n[rank 2] node 2 of 3\n");
 }
 
-TEST_F(ElasticTest, ACoordinatorThatCannotBeReachedEndsTheJobInTime) {
+TEST_F(ElasticTest, ARendezvousServerThatCannotBeReachedEndsTheJobInTime) {
   const Lines flags{"--nnodes", "1:2", "--rdzv-conf",
                     "keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=3"};
   const auto first = start(0, flags, counting());
@@ -365,14 +365,15 @@ TEST_F(ElasticTest, ACoordinatorThatCannotBeReachedEndsTheJobInTime) {
   wait_for_rounds(3);
   const Ended ended = second->wait();
   EXPECT_EQ(ended.exit_code, 3);
-  EXPECT_TRUE(holds(ended.err, "the coordinator at 10.77.0.1:29400 fell silent\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "the rendezvous server at 10.77.0.1:29400 stopped responding\n"))
+      << ended.err;
   ASSERT_EQ(std::system(("touch " + folder_.path() + "/stop").c_str()), 0);
   EXPECT_EQ(first->wait().exit_code, 0);
 }
 
-// Longer than one heartbeat and shorter than the limit: launchers that stand still, a cable that is
-// out, connections that break.
-TEST_F(ElasticTest, LaunchersThatStandStillForAWhileEndNothing) {
+// Longer than one heartbeat and shorter than the limit: suspended launchers, an unplugged cable,
+// broken connections.
+TEST_F(ElasticTest, LaunchersSuspendedForAWhileEndNothing) {
   const auto [first, second] = start_two(counting());
   wait_for_rounds(1);
   first->send(SIGSTOP);
@@ -397,8 +398,8 @@ TEST_F(ElasticTest, LaunchersThatStandStillForAWhileEndNothing) {
   EXPECT_EQ(read_file(folder_.path() + "/rounds"), "2 0 0\n");
 }
 
-// The coordinator is the one that stands still, for many times the limit: the workers go on.
-TEST_F(ElasticTest, ACoordinatorThatStandsStillForLongIsWaitedFor) {
+// The rendezvous server is suspended for many times the limit: the workers keep running.
+TEST_F(ElasticTest, ASuspendedRendezvousServerIsWaitedFor) {
   const Lines flags = with({"--nnodes", "2"}, kSoon);
   const auto first = start(0, flags, counting());
   const auto second = start(1, flags, counting());
@@ -414,7 +415,7 @@ TEST_F(ElasticTest, ACoordinatorThatStandsStillForLongIsWaitedFor) {
   EXPECT_EQ(read_file(folder_.path() + "/rounds"), "2 0 0\n");
 }
 
-TEST_F(ElasticTest, ANodeThatStandsStillForAMinuteComesBack) {
+TEST_F(ElasticTest, ANodeSuspendedForAMinuteRejoins) {
   const Lines flags{"--nnodes", "1:2"};
   const auto first = start(0, flags, counting());
   wait_for_rounds(1);
@@ -439,15 +440,15 @@ TEST_F(ElasticTest, ANodeThatStandsStillForAMinuteComesBack) {
 }
 
 TEST_F(ElasticTest, ALostPeerIsTheConsequenceOfANodesLoss) {
-  // The survivor's worker exits with 3 before the coordinator can know that its peer's node is
-  // gone.
+  // The survivor's worker exits with 3 before the rendezvous server can know that its peer's node
+  // is gone.
   const Lines flags{"--nnodes", "1:2"};
   const std::string script =
       kExplained +
       "echo $WORLD_SIZE $$ $COHORT_RESTART_COUNT; if [ $WORLD_SIZE = 2 ]; then"
       "  if [ $RANK = 0 ]; then until [ -e gone ]; do sleep 0.02; done; explained 3; fi;"
       "  exec sleep 1000; fi;";
-  const auto second = start(1, flags, script);  // Waits for the coordinator.
+  const auto second = start(1, flags, script);  // Waits for the rendezvous server.
   const auto first = start(0, flags, script);
   std::istringstream words(first->read_lines(1));
   std::string prefix, rank;
@@ -474,7 +475,8 @@ TEST_F(ElasticTest, TooFewNodesAreAnErrorInTime) {
   const auto lonely = start(1, {"--nnodes", "2", "--rdzv-timeout", "1"}, "echo started");
   const Ended alone = lonely->wait();
   EXPECT_EQ(alone.exit_code, 3);
-  EXPECT_TRUE(holds(alone.err, "the coordinator at 10.77.0.1:29400 did not answer in time\n"))
+  EXPECT_TRUE(
+      holds(alone.err, "the rendezvous server at 10.77.0.1:29400 did not respond in time\n"))
       << alone.err;
 }
 

@@ -27,7 +27,7 @@ RunOptions two_nodes() {
   return options;
 }
 
-NodePlace second_node() {
+NodeInfo second_node() {
   return {.node_rank = 1,
           .num_nodes = 2,
           .base_rank = 3,
@@ -70,7 +70,7 @@ TEST(WorkerEnvironmentTest, InheritedValuesAreKeptOrReplacedAsPromised) {
 
 TEST(WorkerEnvironmentTest, AnInheritedSecretStaysWhereThereIsNoOther) {
   const std::vector<std::string> base{"COHORT_JOB_SECRET=inherited"};
-  WorkerPlace worker{.log_dir = "/l"};
+  WorkerInfo worker{.log_dir = "/l"};
   EXPECT_TRUE(holds(worker_environment(base, two_nodes(), second_node(), worker), base.front()));
   worker.job_secret = "drawn";
   EXPECT_TRUE(holds(worker_environment(base, two_nodes(), second_node(), worker),
@@ -79,9 +79,9 @@ TEST(WorkerEnvironmentTest, AnInheritedSecretStaysWhereThereIsNoOther) {
 
 TEST(WorkerEnvironmentTest, ARoundThatAllNodesShareIsTold) {
   RunOptions options = two_nodes();
-  NodePlace node = second_node();
+  NodeInfo node = second_node();
   node.round = 3;
-  const WorkerPlace worker{.log_dir = "/l"};
+  const WorkerInfo worker{.log_dir = "/l"};
   EXPECT_FALSE(holds(worker_environment({}, options, node, worker), "COHORT_ROUND=3"));
   options.rdzv_endpoint = "10.0.0.1:29400";
   EXPECT_TRUE(holds(worker_environment({}, options, node, worker), "COHORT_ROUND=3"));
@@ -139,13 +139,13 @@ TEST(RunOptionsTest, TorchrunsChoiceOfStreamsIsRead) {
   }
 }
 
-TEST(RunOptionsTest, TheMeetingsLimitsAreRead) {
+TEST(RunOptionsTest, TheRendezvousLimitsAreRead) {
   RunOptions options;
   parse_rdzv_conf(
       "keep_alive_interval=0.5,keep_alive_max_attempt=4,last_call_timeout=30,join_timeout=7",
       options);
   EXPECT_EQ(options.keep_alive.limit(), std::chrono::seconds(2));
-  EXPECT_EQ(options.keep_alive.beat(), std::chrono::milliseconds(100));
+  EXPECT_EQ(options.keep_alive.heartbeat_interval(), std::chrono::milliseconds(100));
   EXPECT_EQ(options.last_call_timeout, std::chrono::seconds(30));
   EXPECT_EQ(options.rdzv_timeout, std::chrono::seconds(7));
   for (const char* text :

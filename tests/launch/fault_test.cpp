@@ -23,7 +23,7 @@ bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// Every rank prints "ready" under --tee all before the parent goes on.
+// Every rank prints "ready" under --tee all before the parent continues.
 std::vector<std::string> ready_workers(int num_workers, const std::string& script) {
   return cohort_run_sh({"--nproc-per-node", std::to_string(num_workers), "--tee", "all"}, script);
 }
@@ -79,7 +79,7 @@ TEST(RunFaultTest, AWorkerThatIgnoresSigtermIsKilled) {
                              "until [ -e $flag ]; do :; done; exit 1"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 1);
-  EXPECT_TRUE(holds(ended.err, "after the grace: rank 0\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, "after the grace period: rank 0\n")) << ended.err;
 }
 
 TEST(RunFaultTest, SignalsReachEveryWorkerAndACheckpointMeansFour) {
@@ -159,7 +159,7 @@ TEST(RunFaultTest, AKilledLauncherLeavesNoProcess) {
     watched.emplace_back(grandchild);
     watched.emplace_back(worker);
   }
-  // The launcher's children are the workers and the guardian.
+  // The launcher's children are the workers and the reaper.
   const std::string launcher = std::to_string(run.pid());
   std::istringstream children(read_file("/proc/" + launcher + "/task/" + launcher + "/children"));
   int num_children = 0;
@@ -213,7 +213,7 @@ TEST(RunFaultTest, ALogThatTakesNothingDoesNotHoldUpSignals) {
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 143) << ended.err;
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(25));
-  EXPECT_TRUE(holds(ended.err, " are incomplete: their disk takes nothing\n")) << ended.err;
+  EXPECT_TRUE(holds(ended.err, " are incomplete: their disk accepts no writes\n")) << ended.err;
   EXPECT_NE(::access((logs.path() + "/written").c_str(), F_OK), 0) << "50 MB were kept in memory";
 }
 

@@ -31,7 +31,7 @@
 namespace cohort::launch {
 namespace {
 
-constexpr std::chrono::seconds kPatience{60};
+constexpr std::chrono::seconds kTimeout{60};
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw std::runtime_error("test harness: " + what);
@@ -210,7 +210,7 @@ std::string Launched::read_lines(int num_lines) {
 }
 
 std::string Launched::wait_for_err(const std::string& part, int count) const {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
+  const auto end = std::chrono::steady_clock::now() + kTimeout;
   while (true) {
     const std::string text = read_file(folder_.path() + "/.err");
     int found = 0;
@@ -277,7 +277,7 @@ std::vector<std::string> sorted_lines(const std::string& text) {
 }
 
 std::string wait_for_file(const std::string& path) {
-  const auto end = std::chrono::steady_clock::now() + kPatience;
+  const auto end = std::chrono::steady_clock::now() + kTimeout;
   std::string text;
   while ((text = read_file(path)).empty()) {
     require(std::chrono::steady_clock::now() < end, path + " did not appear");
@@ -292,7 +292,7 @@ Watched::Watched(pid_t pid) : pidfd_(static_cast<int>(::syscall(SYS_pidfd_open, 
 
 bool Watched::wait_for_end() const {
   pollfd wait{pidfd_.get(), POLLIN, 0};
-  return ::poll(&wait, 1, static_cast<int>(std::chrono::milliseconds(kPatience).count())) == 1;
+  return ::poll(&wait, 1, static_cast<int>(std::chrono::milliseconds(kTimeout).count())) == 1;
 }
 
 }  // namespace cohort::launch

@@ -40,12 +40,12 @@ class LineSocketTest : public testing::Test {
 TEST_F(LineSocketTest, LinesComeWholeHoweverTheyWereCut) {
   for (const char* part : {"on", "e\ntw", "", "o\n\nthree"}) {
     send(part);
-    socket_.turn();
+    socket_.poll();
   }
   EXPECT_EQ(socket_.next(), "one");
   EXPECT_EQ(all_lines(), "two\n\n");
   send("\n");
-  socket_.turn();
+  socket_.poll();
   EXPECT_EQ(socket_.next(), "three");
   EXPECT_EQ(socket_.next(), std::nullopt);
   EXPECT_TRUE(socket_.open());
@@ -56,14 +56,14 @@ TEST_F(LineSocketTest, LinesThatNobodyTakesStayWithTheKernel) {
   while (text.size() < 4 * kMostBytes) text += "line " + std::to_string(text.size()) + "\n";
   const size_t sent = send(text);
   ASSERT_GT(sent, 2 * kMostBytes) << "the kernel takes less than this test needs";
-  socket_.turn();
-  socket_.turn();
+  socket_.poll();
+  socket_.poll();
   std::string taken = all_lines();
   EXPECT_GT(taken.size(), kMostBytes / 2);
   EXPECT_LE(taken.size(), kMostBytes + 4096);
   for (size_t before = 0; before != taken.size(); taken += all_lines()) {
     before = taken.size();
-    socket_.turn();
+    socket_.poll();
   }
   EXPECT_EQ(taken, text.substr(0, text.rfind('\n', sent - 1) + 1));
   EXPECT_TRUE(socket_.open());
@@ -71,9 +71,9 @@ TEST_F(LineSocketTest, LinesThatNobodyTakesStayWithTheKernel) {
 
 TEST_F(LineSocketTest, ALineWithoutAnEndIsTheEnd) {
   send("good\n" + std::string(kMostBytes + 1, 'x'));
-  socket_.turn();
+  socket_.poll();
   EXPECT_EQ(socket_.next(), "good");
-  for (int i = 0; i < 3; ++i) socket_.turn();
+  for (int i = 0; i < 3; ++i) socket_.poll();
   EXPECT_FALSE(socket_.open());
   EXPECT_EQ(socket_.next(), std::nullopt);
 }
@@ -81,7 +81,7 @@ TEST_F(LineSocketTest, ALineWithoutAnEndIsTheEnd) {
 TEST_F(LineSocketTest, WhatCameBeforeTheEndCanBeRead) {
   send("last\nhalf");
   peer_.reset();
-  socket_.turn();
+  socket_.poll();
   EXPECT_FALSE(socket_.open());
   EXPECT_EQ(all_lines(), "last\n");
 }

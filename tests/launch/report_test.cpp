@@ -26,34 +26,35 @@ Outcome killed(int rank, int signal, int passed_signal = 0, bool stopped = false
   return {rank, 100 + rank, {128 + signal, signal}, passed_signal, stopped};
 }
 
-// Exit code and the culprit's rank, -1 if none.
-std::pair<int, int> judged(const std::vector<Outcome>& outcomes) {
-  const Verdict verdict = judge(outcomes);
-  return {verdict.exit_code, verdict.culprit ? verdict.culprit->rank : -1};
+// Exit code and the rank of the root cause, -1 if none.
+std::pair<int, int> concluded(const std::vector<Outcome>& outcomes) {
+  const JobOutcome job = job_outcome(outcomes);
+  return {job.exit_code, job.root_cause ? job.root_cause->rank : -1};
 }
 
-TEST(JudgeTest, SuccessAndStopsAreNoFailures) {
-  EXPECT_EQ(judged({exited(0, 0), exited(1, 0)}), std::pair(0, -1));
-  EXPECT_EQ(judged({exited(0, 4), exited(1, 0)}), std::pair(4, -1));
-  EXPECT_EQ(judged({exited(0, 4, SIGTERM), exited(1, 4, SIGTERM)}), std::pair(4, -1));
+TEST(JobOutcomeTest, SuccessAndStopsAreNoFailures) {
+  EXPECT_EQ(concluded({exited(0, 0), exited(1, 0)}), std::pair(0, -1));
+  EXPECT_EQ(concluded({exited(0, 4), exited(1, 0)}), std::pair(4, -1));
+  EXPECT_EQ(concluded({exited(0, 4, SIGTERM), exited(1, 4, SIGTERM)}), std::pair(4, -1));
 }
 
-TEST(JudgeTest, ALostPeerIsAConsequence) {
-  EXPECT_EQ(judged({exited(0, 3), killed(2, SIGKILL), exited(1, 1)}), std::pair(137, 2));
-  EXPECT_EQ(judged({exited(1, 3), exited(0, 3)}), std::pair(3, 1));
+TEST(JobOutcomeTest, ALostPeerIsAConsequence) {
+  EXPECT_EQ(concluded({exited(0, 3), killed(2, SIGKILL), exited(1, 1)}), std::pair(137, 2));
+  EXPECT_EQ(concluded({exited(1, 3), exited(0, 3)}), std::pair(3, 1));
 }
 
-TEST(JudgeTest, CodesOfOtherProgramsMeanNothingSpecial) {
+TEST(JobOutcomeTest, CodesOfOtherProgramsMeanNothingSpecial) {
   for (const int code : {2, 3, 4, 5}) {
     Outcome foreign = exited(1, code);
     foreign.explained = false;
-    EXPECT_EQ(judged({exited(0, 3), foreign}), std::pair(code, 1)) << "a failure, no consequence";
-    EXPECT_EQ(judge(std::vector{foreign}).meaning, kExitFailure);
+    EXPECT_EQ(concluded({exited(0, 3), foreign}), std::pair(code, 1))
+        << "a failure, no consequence";
+    EXPECT_EQ(job_outcome(std::vector{foreign}).meaning, kExitFailure);
   }
-  EXPECT_EQ(judge(std::vector{exited(0, 2)}).meaning, kExitUsage);
+  EXPECT_EQ(job_outcome(std::vector{exited(0, 2)}).meaning, kExitUsage);
 }
 
-TEST(JudgeTest, AnErrorFileExplainsItsOwnCodeOnly) {
+TEST(JobOutcomeTest, AnErrorFileExplainsItsOwnCodeOnly) {
   const TemporaryFolder folder;
   const std::string path = folder.path() + "/error.json";
   EXPECT_FALSE(explains(path, 3)) << "no file";
@@ -64,16 +65,16 @@ TEST(JudgeTest, AnErrorFileExplainsItsOwnCodeOnly) {
   EXPECT_FALSE(explains(path, 3));
 }
 
-TEST(JudgeTest, WhoWasStoppedIsNotToBlame) {
-  EXPECT_EQ(judged({exited(1, 3), killed(0, SIGTERM, 0, true)}), std::pair(3, 1));
+TEST(JobOutcomeTest, AStoppedRankIsNotTheRootCause) {
+  EXPECT_EQ(concluded({exited(1, 3), killed(0, SIGTERM, 0, true)}), std::pair(3, 1));
 }
 
-TEST(JudgeTest, APassedSignalDecidesUnlessARankFailedBefore) {
-  EXPECT_EQ(judged({exited(0, 3, SIGTERM), killed(1, SIGTERM, SIGTERM)}), std::pair(143, -1));
-  EXPECT_EQ(judged({exited(0, 130, SIGINT), exited(1, 4, SIGINT)}), std::pair(130, -1));
-  EXPECT_EQ(judged({killed(0, SIGKILL, SIGINT, true)}), std::pair(130, -1));
-  EXPECT_EQ(judged({exited(1, 7), killed(0, SIGINT, SIGINT)}), std::pair(7, 1));
-  EXPECT_EQ(judged({exited(1, 7, SIGINT), exited(0, 4, SIGINT)}), std::pair(7, 1));
+TEST(JobOutcomeTest, APassedSignalDecidesUnlessARankFailedBefore) {
+  EXPECT_EQ(concluded({exited(0, 3, SIGTERM), killed(1, SIGTERM, SIGTERM)}), std::pair(143, -1));
+  EXPECT_EQ(concluded({exited(0, 130, SIGINT), exited(1, 4, SIGINT)}), std::pair(130, -1));
+  EXPECT_EQ(concluded({killed(0, SIGKILL, SIGINT, true)}), std::pair(130, -1));
+  EXPECT_EQ(concluded({exited(1, 7), killed(0, SIGINT, SIGINT)}), std::pair(7, 1));
+  EXPECT_EQ(concluded({exited(1, 7, SIGINT), exited(0, 4, SIGINT)}), std::pair(7, 1));
 }
 
 TEST(DescribeTest, NamesSignalCodeAndMessage) {
@@ -84,7 +85,7 @@ TEST(DescribeTest, NamesSignalCodeAndMessage) {
   std::ofstream(error_file(folder.path(), 2)) << R"({"message": "loss is not finite"})";
   EXPECT_EQ(describe(exited(2, 1), folder.path()),
             "rank 2 (pid 102) exited with code 1: loss is not finite");
-  // A message of any length fits into a line to the coordinator; no character is cut in two.
+  // A message of any length fits into a line to the rendezvous server; no character is cut in two.
   std::string umlauts;
   while (umlauts.size() < 100'000) umlauts += "\u00fc";
   std::ofstream(error_file(folder.path(), 2)) << R"({"message": "x)" << umlauts << R"("})";

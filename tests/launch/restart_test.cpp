@@ -1,4 +1,4 @@
-// `cohort run --max-restarts`, and what is told of a failed rank.
+// `cohort run --max-restarts`, and what is reported about a failed rank.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sstream>
@@ -12,7 +12,7 @@ bool holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-TEST(RestartTest, AllWorkersStartAfreshAndGoOnFromTheirCheckpoint) {
+TEST(RestartTest, AllWorkersRestartAndResumeFromTheirCheckpoint) {
   const TemporaryFolder folder;
   // A training program in small: counts steps in a file; rank 1 dies once, at step 3.
   Launched run(cohort_run_sh(

@@ -13,7 +13,7 @@ namespace run_test {
 
 using Lines = std::vector<std::string>;
 
-TEST(RunTest, EveryRankFindsItsPlaceInTheEnvironment) {
+TEST(RunTest, EachRankGetsItsVariables) {
   Launched run(cohort_run_sh({"--nproc-per-node", "3", "--tee", "all"},
                              "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK "
                              "$GROUP_WORLD_SIZE $MASTER_ADDR"));
@@ -42,8 +42,8 @@ TEST(RunTest, EveryJobHasASecretOfItsOwn) {
   EXPECT_EQ(run({"COHORT_JOB_SECRET=inherited"}), "inherited");
 }
 
-// Launchers that do not meet make it from the file; nobody is handed what the file holds.
-TEST(RunTest, NodesThatDoNotMeetHaveTheSecretOfTheirFile) {
+// Launchers without a rendezvous derive it from the file; no worker receives the file's text.
+TEST(RunTest, NodesWithoutRendezvousUseTheSecretOfTheirFile) {
   const TemporaryFolder folder;
   const std::string file = folder.path() + "/secret";
   ASSERT_EQ(std::system(("echo the text of the file > " + file).c_str()), 0);

@@ -145,7 +145,7 @@ TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
                            "    the disk is full\n"),
             std::string::npos)
       << ended.err;
-  EXPECT_NE(ended.err.find("cohort run: server 1 is not started again: all 1 of "
+  EXPECT_NE(ended.err.find("cohort run: server 1 is not restarted: all 1 of "
                            "--max-server-restarts are used\n"),
             std::string::npos)
       << ended.err;
@@ -218,7 +218,8 @@ TEST(ServerRunTest, AServerThatIgnoresSigtermIsKilledAfterTheGrace) {
   Launched run(job.run({"--servers", "2", "--grace", "0.1"}, kWaits));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 0);
-  EXPECT_NE(ended.err.find("was killed because still running after the grace"), std::string::npos)
+  EXPECT_NE(ended.err.find("was killed because still running after the grace period"),
+            std::string::npos)
       << ended.err;
 }
 

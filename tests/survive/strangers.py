@@ -3,7 +3,7 @@
 
     strangers.py BUILD_FOLDER [--seconds 60]      prints JSON; fails if the job ends otherwise than an undisturbed one
 
-The job: two trainers that meet at a coordinator (--rdzv-secret-file) and at rank 0's store, and learn through two parameter
+The job: two trainers that join a rendezvous (--rdzv-secret-file) and connect to rank 0's store, and learn through two parameter
 servers over TCP. Its trace pages are files, which nobody can talk to. Strangers connect to all four; they send random bytes,
 well-formed messages with no or a wrong proof, messages that were good in another conversation, floods of connections,
 connections that say nothing or stop in the middle; and they run Cohort's own programs with another secret. Calls to parameter
@@ -64,7 +64,7 @@ class Job:
         self.store_secret = proof(self.secret, "store of " + RDZV_ID)
         self.secret_file = folder / f"{name}.secret"
         self.secret_file.write_text(self.secret + "\n")
-        self.coordinator, self.store, *self.servers = free_ports(4)
+        self.rendezvous, self.store, *self.servers = free_ports(4)
         self.environment = {key: value for key, value in os.environ.items() if key != "COHORT_JOB_SECRET"}
         self.environment["OMP_NUM_THREADS"] = "1"
 
@@ -86,7 +86,7 @@ class Job:
         said = self.folder / f"{self.name}.log"
         job = subprocess.Popen(
             [self.bin / "cohort", "run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-id", RDZV_ID, "--rdzv-endpoint",
-             f"127.0.0.1:{self.coordinator}", "--rdzv-secret-file", self.secret_file, "--master-port", str(self.store),
+             f"127.0.0.1:{self.rendezvous}", "--rdzv-secret-file", self.secret_file, "--master-port", str(self.store),
              "--log-dir", self.folder / f"{self.name}.logs", "--", "sh", "-c", train],
             env=environment, stdout=open(said, "w"), stderr=subprocess.STDOUT)
         code, job_cpu = wait(job)
@@ -113,13 +113,13 @@ class Job:
 
     def targets(self):
         """What strangers know: where to connect, and what was said there in other conversations."""
-        store, line = self.words_of_store(), self.words_of_coordinator()
+        store, line = self.words_of_store(), self.words_of_rendezvous()
         http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">IBI", 0 << 8 | 4, 0, 0)
         rpc = [http2, http2 + os.urandom(300), http2 + struct.pack(">I", 0xffffff << 8 | 1) + b"\x05" + os.urandom(5000),
                b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"]
         hexed = lambda words: [word.hex() for word in words]
         return {"store": {"port": self.store, "words": hexed(store[0]), "replays": hexed(store[1])},
-                "coordinator": {"port": self.coordinator, "words": hexed(line[0]), "replays": hexed(line[1])},
+                "rendezvous server": {"port": self.rendezvous, "words": hexed(line[0]), "replays": hexed(line[1])},
                 "server 0": {"port": self.servers[0], "words": hexed(rpc), "replays": []},
                 "server 1": {"port": self.servers[1], "words": hexed(rpc), "replays": []}}
 
@@ -138,17 +138,17 @@ class Job:
         good = proof(self.store_secret, f"cohort store 1 client {nonce} {old}").encode()
         return words, [hello + good + ask for ask in asks]
 
-    def words_of_coordinator(self):
+    def words_of_rendezvous(self):
         def hello(secret, nonce, **more):
             node = os.urandom(16).hex()
-            says = {"say": "hello", "version": 4, "node": node, "session": 1, "nonce": nonce,
+            says = {"kind": "hello", "version": 5, "node": node, "session": 1, "nonce": nonce,
                     "proof": proof(secret, f"node {os.urandom(16).hex()} {nonce} {node}"), "received": 0, "id": RDZV_ID,
                     "nnodes": "1", "max_restarts": 0}
             return (json.dumps(says | more) + "\n").encode()
-        orders = b'1 0 {"say": "failed", "round": 1, "code": 1, "meaning": 1, "why": "x"}\n{"say": "end", "code": 1, "why": "x"}\n'
+        forged = b'1 0 {"kind": "failed", "round": 1, "code": 1, "meaning": 1, "why": "x"}\n{"kind": "end", "code": 1, "why": "x"}\n'
         words = [hello("", "n"), hello("another", "n"), hello("", "n", id="none"), hello("", "n", version=3),
-                 hello("", "n", received=-1), b"\n\n\n", orders, hello("another", "n") + orders, b'{"say": "join", "nproc": 1}\n']
-        return words, [hello(self.secret, os.urandom(16).hex()) + orders for _ in range(4)]
+                 hello("", "n", received=-1), b"\n\n\n", forged, hello("another", "n") + forged, b'{"kind": "join", "nproc": 1}\n']
+        return words, [hello(self.secret, os.urandom(16).hex()) + forged for _ in range(4)]
 
 
 class Visitors:
@@ -244,7 +244,7 @@ class Visitors:
         commands = [
             ("rank", train, rank),
             ("status", [self.bin / "cohort-ps", "status", "--pservers", servers], {}),
-            ("launcher", [self.bin / "cohort", "run", "--rdzv-endpoint", "127.0.0.1:" + ports["coordinator"], "--rdzv-id", RDZV_ID,
+            ("launcher", [self.bin / "cohort", "run", "--rdzv-endpoint", "127.0.0.1:" + ports["rendezvous server"], "--rdzv-id", RDZV_ID,
                           "--rdzv-secret-file", other, "--log-dir", folder / "other.logs", "--", "true"], {}),
             ("stop", [self.bin / "cohort-ps", "stop", "--pservers", servers, "--job-secret-file", other], {}),
             ("rank", train, rank | {"COHORT_JOB_SECRET": "another secret"})]

@@ -1,4 +1,4 @@
-// Where every rank of this node stands, and which one keeps the others waiting.
+// Detects stalled collectives and reports the ranks that others wait for.
 #pragma once
 #include <chrono>
 #include <map>
@@ -12,14 +12,14 @@
 
 namespace cohort::launch {
 
-/// Reads the workers' trace pages and /proc, and says what is worth saying.
+/// Reads the workers' trace pages and /proc, and reports stalls.
 ///
 /// A stall: a rank waits in one collective for stall_timeout. It is reported once, as a table of
-/// all ranks, with the stacks of those that have not come: they are asked for by signal and have
-/// one second to answer. A stopped rank (state T) counts as not there wherever it stands; one that
-/// was stopped all that time is returned as failed, one that a debugger holds is not. Workers that
-/// keep no trace page are never blamed. Threads: none; nothing blocks.
-class Watch {
+/// all ranks, with the stacks of the missing ranks, which are requested by signal and awaited for
+/// one second. A stopped rank (state T) counts as missing in any collective; one that was stopped
+/// for the whole period is returned as failed, one that a debugger holds is not. Workers without a
+/// trace page are never reported. Threads: none; nothing blocks.
+class HangDetector {
  public:
   using Clock = std::chrono::steady_clock;
   struct Finding {
@@ -29,19 +29,19 @@ class Watch {
   };
 
   /// `options` and `log_dir` outlive it.
-  Watch(const RunOptions& options, const std::string& log_dir);
+  HangDetector(const RunOptions& options, const std::string& log_dir);
 
-  /// Forgets the last round, or the time in which the whole job was suspended.
-  void begin();
-  /// How often look() is due.
+  /// Discards the state of the last round, or the time in which the whole job was suspended.
+  void reset();
+  /// How often check() is due.
   std::chrono::milliseconds interval() const;
-  /// Looks at the workers of a running round.
-  Finding look(std::span<const Worker> workers);
+  /// Checks the workers of a running round.
+  Finding check(std::span<const Worker> workers);
   /// One line for each rank: state, last collective, its number, tensor, call site, since when.
   std::string table(std::span<const Worker> workers) const;
 
  private:
-  struct Sight {
+  struct Snapshot {
     const Worker* worker = nullptr;
     std::optional<TraceRecord> record;
     pid_t pid = -1;    // Of the process that keeps the page, else the worker's.
@@ -51,20 +51,20 @@ class Watch {
     bool waits_in(const TraceRecord& collective) const;
   };
   struct Stall {
-    TraceRecord where;  // The collective that is waited in.
+    TraceRecord where;  // The collective that ranks wait in.
     std::vector<int> missing;
     Clock::time_point report_at;
   };
 
-  std::vector<Sight> see(std::span<const Worker> workers) const;
-  std::chrono::nanoseconds waited(const Sight& sight) const;
-  void note_stopped(const std::vector<Sight>& sights);
-  std::optional<Stall> find_stall(const std::vector<Sight>& sights) const;
-  void ask_for_stacks(const std::vector<Sight>& sights) const;
-  bool stacks_are_there(const std::vector<Sight>& sights) const;
-  std::string report(const std::vector<Sight>& sights) const;
-  std::string table(const std::vector<Sight>& sights) const;
-  Finding judge_stopped(const std::vector<int>& missing) const;
+  std::vector<Snapshot> take_snapshots(std::span<const Worker> workers) const;
+  std::chrono::nanoseconds waited(const Snapshot& snapshot) const;
+  void note_stopped(const std::vector<Snapshot>& snapshots);
+  std::optional<Stall> find_stall(const std::vector<Snapshot>& snapshots) const;
+  void request_stacks(const std::vector<Snapshot>& snapshots) const;
+  bool stacks_are_complete(const std::vector<Snapshot>& snapshots) const;
+  std::string report(const std::vector<Snapshot>& snapshots) const;
+  std::string table(const std::vector<Snapshot>& snapshots) const;
+  Finding find_stopped(const std::vector<int>& missing) const;
 
   const RunOptions& options_;
   const std::string& log_dir_;

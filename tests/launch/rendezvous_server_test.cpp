@@ -1,4 +1,6 @@
-// Launchers that meet over connections that break: messages, sessions, names and secrets.
+// Rendezvous over connections that break: messages, sessions, names and secrets.
+#include "cohort/launch/rendezvous_server.h"
+
 #include <arpa/inet.h>
 #include <functional>
 #include <gtest/gtest.h>
@@ -11,12 +13,11 @@
 #include <unistd.h>
 
 #include "cohort/base/secret.h"
-#include "cohort/launch/coordinator.h"
-#include "cohort/launch/member.h"
+#include "cohort/launch/rendezvous_client.h"
 #include "cohort/launch/store_socket.h"
 
 namespace cohort::launch {
-namespace meeting_test {
+namespace rendezvous_server_test {
 
 using Clock = std::chrono::steady_clock;
 using nlohmann::json;
@@ -39,7 +40,7 @@ TEST(MessageChannelTest, EachMessageComesOnceAndInOrderHoweverOftenTheConnection
   };
   std::vector<std::string> sent_by_a, sent_by_b, got_by_a, got_by_b;
   const auto take = [](MessageChannel& channel, std::vector<std::string>& got) {
-    channel.turn();
+    channel.poll();
     while (const auto text = channel.next()) got.push_back(*text);
   };
   int breaks = 0;
@@ -50,8 +51,8 @@ TEST(MessageChannelTest, EachMessageComesOnceAndInOrderHoweverOftenTheConnection
         ++breaks;
         break;
       case 1:
-        a.beat();
-        b.beat();
+        a.send_heartbeat();
+        b.send_heartbeat();
         break;
       case 2:
         take(a, got_by_a);
@@ -82,7 +83,7 @@ TEST(MessageChannelTest, WhatIsNoMessageEndsTheConnection) {
     channel.attach(std::move(socket), 0);
     const std::string text = std::string(line) + "\n1 0 afterwards\n";
     ASSERT_EQ(::write(peer.get(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
-    channel.turn();
+    channel.poll();
     EXPECT_EQ(channel.next(), std::nullopt) << line;
     EXPECT_FALSE(channel.connected()) << line;
   }
@@ -121,7 +122,7 @@ class Link {
   int num_connections() const { return num_connections_; }
   void cut() { pairs_.clear(); }
   void be_silent(bool silent) { silent_ = silent; }
-  void turn() {
+  void poll() {
     while (Fd fd = Fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC))) {
       pairs_.push_back({std::move(fd), connect_here(port_)});
       ++num_connections_;
@@ -149,18 +150,18 @@ class Link {
   std::list<std::pair<Fd, Fd>> pairs_;
 };
 
-// A coordinator and nodes in one thread, with a link for each node.
-class MeetingTest : public ::testing::Test {
+// A rendezvous server and nodes in one thread, with a link for each node.
+class RendezvousServerTest : public ::testing::Test {
  protected:
   struct Node {
-    Node(int port, const RunOptions& options) : link(port), member(link.endpoint(), options) {}
+    Node(int port, const RunOptions& options) : link(port), client(link.endpoint(), options) {}
     Link link;
-    Member member;
-    std::vector<Order> orders;
-    const Order& last() const { return orders.back(); }
-    int count(Order::Kind kind) const {
-      return static_cast<int>(std::count_if(orders.begin(), orders.end(),
-                                            [&](const Order& o) { return o.kind == kind; }));
+    RendezvousClient client;
+    std::vector<Directive> directives;
+    const Directive& last() const { return directives.back(); }
+    int count(Directive::Kind kind) const {
+      return static_cast<int>(std::count_if(directives.begin(), directives.end(),
+                                            [&](const Directive& o) { return o.kind == kind; }));
     }
   };
 
@@ -168,141 +169,142 @@ class MeetingTest : public ::testing::Test {
     options_.nnodes = {.min = min, .max = max};
     Fd listener = listen_here();
     port_ = port_of(listener);
-    coordinator_.emplace(std::move(listener), "127.0.0.1", options_);
+    server_.emplace(std::move(listener), "127.0.0.1", options_);
   }
   Node& add_node() { return nodes_.emplace_back(port_, options_); }
 
-  void turn() {
+  void poll() {
     std::vector<pollfd> polls;
-    coordinator_->add_polls(polls);
-    for (Node& node : nodes_) node.member.add_polls(polls);
+    server_->add_polls(polls);
+    for (Node& node : nodes_) node.client.add_polls(polls);
     ::poll(polls.data(), polls.size(), 2);
-    coordinator_->turn();
+    server_->poll();
     for (Node& node : nodes_) {
-      node.member.turn();
-      node.link.turn();
-      while (const auto order = node.member.next()) node.orders.push_back(*order);
+      node.client.poll();
+      node.link.poll();
+      while (const auto directive = node.client.next()) node.directives.push_back(*directive);
     }
   }
   void run_for(milliseconds time) {
-    for (const auto end = Clock::now() + time; Clock::now() < end;) turn();
+    for (const auto end = Clock::now() + time; Clock::now() < end;) poll();
   }
   void run_until(const std::string& what, const std::function<bool()>& reached) {
     for (const auto end = Clock::now() + std::chrono::seconds(60); !reached();) {
       if (Clock::now() > end) throw std::runtime_error("in vain: " + what);
-      turn();
+      poll();
     }
   }
   void all_join() {
-    for (Node& node : nodes_) node.member.join(&node == &nodes_.front() ? 1234 : 0);
+    for (Node& node : nodes_) node.client.join(&node == &nodes_.front() ? 1234 : 0);
   }
 
   RunOptions options_{.keep_alive = {.interval = milliseconds(200), .max_attempt = 3}};
   int port_ = 0;
-  std::optional<Coordinator> coordinator_;
+  std::optional<RendezvousServer> server_;
   std::list<Node> nodes_;
 };
 
-TEST_F(MeetingTest, BrokenConnectionsLoseNoMessageAndEndNothing) {
+TEST_F(RendezvousServerTest, BrokenConnectionsLoseNoMessageAndEndNothing) {
   host(2, 2);
   Node& first = add_node();
   Node& second = add_node();
   all_join();
-  run_until("a round", [&] { return !first.orders.empty() && !second.orders.empty(); });
-  ASSERT_EQ(second.last().kind, Order::Kind::kRound);
+  run_until("a round", [&] { return !first.directives.empty() && !second.directives.empty(); });
+  ASSERT_EQ(second.last().kind, Directive::Kind::kRound);
   second.link.cut();
-  second.member.tell_done(0);  // Nobody hears that yet.
+  second.client.send_done(0);  // Not delivered yet.
   first.link.cut();
-  first.member.tell_done(4);
-  run_until("the end", [&] { return first.orders.size() > 1 && second.orders.size() > 1; });
+  first.client.send_done(4);
+  run_until("the end", [&] { return first.directives.size() > 1 && second.directives.size() > 1; });
   for (const Node& node : nodes_) {
-    EXPECT_EQ(node.orders.size(), 2U);
-    EXPECT_EQ(node.last().kind, Order::Kind::kEnd);
+    EXPECT_EQ(node.directives.size(), 2U);
+    EXPECT_EQ(node.last().kind, Directive::Kind::kEnd);
     EXPECT_EQ(node.last().code, 4);
     EXPECT_EQ(node.last().why, "");
     EXPECT_GE(node.link.num_connections(), 2);
   }
 }
 
-TEST_F(MeetingTest, ALinkThatIsSilentForLessThanTheLimitEndsNothing) {
+TEST_F(RendezvousServerTest, ALinkThatIsSilentForLessThanTheLimitEndsNothing) {
   host(2, 2);
   add_node();
   Node& second = add_node();
   all_join();
-  run_until("a round", [&] { return !second.orders.empty(); });
+  run_until("a round", [&] { return !second.directives.empty(); });
   second.link.be_silent(true);
   run_for(milliseconds(350));
   second.link.be_silent(false);
-  second.member.tell_done(0);
-  nodes_.front().member.tell_done(0);
-  run_until("the end", [&] { return second.orders.size() > 1; });
-  EXPECT_EQ(second.last().kind, Order::Kind::kEnd);
+  second.client.send_done(0);
+  nodes_.front().client.send_done(0);
+  run_until("the end", [&] { return second.directives.size() > 1; });
+  EXPECT_EQ(second.last().kind, Directive::Kind::kEnd);
   EXPECT_EQ(second.last().code, 0);
 }
 
-TEST_F(MeetingTest, ANodeThatWasGivenUpJoinsAgainUnderItsOldNumber) {
+TEST_F(RendezvousServerTest, ARemovedNodeRejoinsUnderItsOldRank) {
   // All nodes are of this process: a busy machine that holds it up must silence none of them.
   options_.keep_alive = {.interval = milliseconds(1000), .max_attempt = 5};
   host(2, 3);
   for (int i = 0; i < 3; ++i) {
     add_node();
-    nodes_.back().member.join(i == 0 ? 1234 : 0);
+    nodes_.back().client.join(i == 0 ? 1234 : 0);
     run_for(milliseconds(50));  // In this order.
   }
   Node& first = nodes_.front();
   Node& second = *std::next(nodes_.begin());
   Node& third = nodes_.back();
-  run_until("a round", [&] { return !first.orders.empty() && !third.orders.empty(); });
-  EXPECT_EQ(second.last().place.node_rank, 1);
-  EXPECT_EQ(third.last().place.node_rank, 2);
+  run_until("a round", [&] { return !first.directives.empty() && !third.directives.empty(); });
+  EXPECT_EQ(second.last().node.node_rank, 1);
+  EXPECT_EQ(third.last().node.node_rank, 2);
   second.link.be_silent(true);
-  run_until("a stop", [&] { return first.count(Order::Kind::kStop) >= 1; });
-  EXPECT_EQ(first.last().why, "node 1 fell silent");
-  first.member.join(1234);
-  third.member.join(0);
-  run_until("a round of two", [&] { return third.count(Order::Kind::kRound) == 2; });
-  EXPECT_EQ(third.last().place.node_rank, 1);
-  EXPECT_EQ(third.last().place.num_nodes, 2);
-  EXPECT_EQ(second.orders.size(), 1U);  // It knows nothing yet: its workers go on.
+  run_until("a stop", [&] { return first.count(Directive::Kind::kStop) >= 1; });
+  EXPECT_EQ(first.last().why, "node 1 stopped responding");
+  first.client.join(1234);
+  third.client.join(0);
+  run_until("a round of two", [&] { return third.count(Directive::Kind::kRound) == 2; });
+  EXPECT_EQ(third.last().node.node_rank, 1);
+  EXPECT_EQ(third.last().node.num_nodes, 2);
+  EXPECT_EQ(second.directives.size(), 1U);  // It knows nothing yet: its workers keep running.
   second.link.be_silent(false);
-  run_until("a second order", [&] { return second.orders.size() >= 2; });
-  EXPECT_EQ(second.last().kind, Order::Kind::kStop);
-  EXPECT_NE(second.last().why.find("gave it up"), std::string::npos) << second.last().why;
-  second.member.join(0);
-  run_until("stops", [&] { return third.count(Order::Kind::kStop) == 2; });
+  run_until("a second directive", [&] { return second.directives.size() >= 2; });
+  EXPECT_EQ(second.last().kind, Directive::Kind::kStop);
+  EXPECT_NE(second.last().why.find("removed it"), std::string::npos) << second.last().why;
+  second.client.join(0);
+  run_until("stops", [&] { return third.count(Directive::Kind::kStop) == 2; });
   EXPECT_EQ(third.last().why, "a node joined");
-  first.member.join(1234);
-  third.member.join(0);
-  run_until("a round of three", [&] { return second.count(Order::Kind::kRound) == 2; });
-  run_until("a round of three", [&] { return third.count(Order::Kind::kRound) == 3; });
-  EXPECT_EQ(second.last().place.node_rank, 1);
-  EXPECT_EQ(third.last().place.node_rank, 2);
-  EXPECT_EQ(third.last().place.restart_count, 0);
+  first.client.join(1234);
+  third.client.join(0);
+  run_until("a round of three", [&] { return second.count(Directive::Kind::kRound) == 2; });
+  run_until("a round of three", [&] { return third.count(Directive::Kind::kRound) == 3; });
+  EXPECT_EQ(second.last().node.node_rank, 1);
+  EXPECT_EQ(third.last().node.node_rank, 2);
+  EXPECT_EQ(third.last().node.restart_count, 0);
 }
 
-TEST_F(MeetingTest, ACoordinatorThatIsGoneEndsTheJobAndASilentOneDoesAfterTheTimeout) {
+TEST_F(RendezvousServerTest,
+       ARendezvousServerThatIsGoneEndsTheJobAndASilentOneDoesAfterTheTimeout) {
   options_.rdzv_timeout = milliseconds(1500);
   host(1, 1);
   Node& node = add_node();
   all_join();
-  run_until("a round", [&] { return !node.orders.empty(); });
+  run_until("a round", [&] { return !node.directives.empty(); });
   node.link.be_silent(true);
   const auto begin = Clock::now();
-  run_until("the end", [&] { return node.orders.size() == 2; });
+  run_until("the end", [&] { return node.directives.size() == 2; });
   EXPECT_GE(Clock::now() - begin, options_.rdzv_timeout);
-  EXPECT_EQ(node.last().kind, Order::Kind::kEnd);
+  EXPECT_EQ(node.last().kind, Directive::Kind::kEnd);
   EXPECT_EQ(node.last().code, 3);
-  EXPECT_NE(node.last().why.find("fell silent"), std::string::npos) << node.last().why;
+  EXPECT_NE(node.last().why.find("stopped responding"), std::string::npos) << node.last().why;
 }
 
-// What strangers say: nothing, nonsense, a hello of theirs, the protocol of yesterday.
-TEST_F(MeetingTest, StrangersChangeNothingAndLearnNothing) {
+// What unauthenticated peers send: nothing, nonsense, a forged hello, an older protocol.
+TEST_F(RendezvousServerTest, StrangersChangeNothingAndLearnNothing) {
   options_.rdzv_secret = "the job's own secret";
   options_.rdzv_id = "the job's own name";
   host(1, 3);
   Node& node = add_node();
   all_join();
-  run_until("a round", [&] { return !node.orders.empty(); });
+  run_until("a round", [&] { return !node.directives.empty(); });
   const Hello forged{.node = "stranger", .session = 1, .nonce = "n", .proof = std::string(64, '0')};
   Hello forged_id = forged;
   forged_id.id = options_.rdzv_id;
@@ -312,19 +314,19 @@ TEST_F(MeetingTest, StrangersChangeNothingAndLearnNothing) {
       "\n\n\n",
       line_of(forged) + "\n",
       line_of(forged_id) + "\n",
-      R"({"say": "join", "version": 3, "id": "the job's own name", "nproc": 1, "port": 0})"
+      R"({"kind": "join", "version": 3, "id": "the job's own name", "nproc": 1, "port": 0})"
       "\n",
-      "1 0 {\"say\": \"failed\", \"round\": 1, \"code\": 1, \"meaning\": 1, \"why\": \"x\"}\n",
+      "1 0 {\"kind\": \"failed\", \"round\": 1, \"code\": 1, \"meaning\": 1, \"why\": \"x\"}\n",
       std::string(200'000, 'x'),
-      R"({"say": "hello", "version": 1e300})"
+      R"({"kind": "hello", "version": 1e300})"
       "\n"};
   std::list<Fd> strangers;
-  std::string heard;
-  const auto listen = [&] {
+  std::string received;
+  const auto read_all = [&] {
     char bytes[4096];
     for (const Fd& fd : strangers) {
       const ssize_t size = ::recv(fd.get(), bytes, sizeof(bytes), MSG_DONTWAIT);
-      if (size > 0) heard.append(bytes, static_cast<size_t>(size));
+      if (size > 0) received.append(bytes, static_cast<size_t>(size));
     }
   };
   for (int i = 0; i < 600; ++i) {
@@ -332,62 +334,62 @@ TEST_F(MeetingTest, StrangersChangeNothingAndLearnNothing) {
     const std::string& text = words[static_cast<size_t>(i) % words.size()];
     [[maybe_unused]] const ssize_t size =
         ::send(strangers.back().get(), text.data(), text.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    turn();
-    listen();
+    poll();
+    read_all();
     if (strangers.size() > 300) strangers.pop_front();
   }
   run_for(milliseconds(800));
-  listen();
-  EXPECT_NE(heard.find("--rdzv-secret-file: expected the secret"), std::string::npos) << heard;
-  EXPECT_EQ(heard.find("own name"), std::string::npos);
-  EXPECT_EQ(heard.find("1:3"), std::string::npos);
-  EXPECT_EQ(node.orders.size(), 1U);
+  read_all();
+  EXPECT_NE(received.find("--rdzv-secret-file: expected the secret"), std::string::npos)
+      << received;
+  EXPECT_EQ(received.find("own name"), std::string::npos);
+  EXPECT_EQ(received.find("1:3"), std::string::npos);
+  EXPECT_EQ(node.directives.size(), 1U);
   EXPECT_EQ(node.link.num_connections(), 1);
-  node.member.tell_done(0);
-  run_until("the end", [&] { return node.orders.size() == 2; });
+  node.client.send_done(0);
+  run_until("the end", [&] { return node.directives.size() == 2; });
   EXPECT_EQ(node.last().code, 0);
 }
 
-TEST_F(MeetingTest, ANodeWithAnotherSecretOrNoneIsRefused) {
+TEST_F(RendezvousServerTest, ANodeWithAnotherSecretOrNoneIsRefused) {
   options_.rdzv_secret = "one";
   host(1, 2);
   for (const char* secret : {"", "two"}) {
     options_.rdzv_secret = secret;
     Node& node = add_node();
-    node.member.join(0);
-    run_until("the end", [&] { return !node.orders.empty(); });
-    EXPECT_EQ(node.last().kind, Order::Kind::kEnd);
+    node.client.join(0);
+    run_until("the end", [&] { return !node.directives.empty(); });
+    EXPECT_EQ(node.last().kind, Directive::Kind::kEnd);
     EXPECT_EQ(node.last().code, 2);
-    EXPECT_EQ(node.last().why,
-              "--rdzv-secret-file: expected the secret that the coordinator was given");
+    EXPECT_EQ(node.last().why, "--rdzv-secret-file: expected the secret of the rendezvous server");
   }
 }
 
-TEST_F(MeetingTest, ACoordinatorWithoutTheSecretIsNotBelieved) {
+TEST_F(RendezvousServerTest, ARendezvousServerWithoutTheSecretIsRejected) {
   options_.rdzv_secret = "one";
   const Fd listener = listen_here();
-  Member member({.host = "127.0.0.1", .port = port_of(listener)}, options_);
-  member.turn();
+  RendezvousClient client({.host = "127.0.0.1", .port = port_of(listener)}, options_);
+  client.poll();
   const Fd impostor(::accept(listener.get(), nullptr, nullptr));
   ASSERT_TRUE(impostor);
   const std::string words =
       challenge_line("c") + "\n" +
       line_of(Welcome{.proof = hmac_sha256("", "whatever"), .received = 0, .known = false}) + "\n" +
-      R"(1 0 {"say": "round", "node_rank": 0, "nodes": 1, "base_rank": 0, "world_size": 1,)"
+      R"(1 0 {"kind": "round", "node_rank": 0, "nodes": 1, "base_rank": 0, "world_size": 1,)"
       R"( "master_addr": "127.0.0.1", "master_port": 1, "restart": 0, "round": 1})"
       "\n";
   ASSERT_EQ(::write(impostor.get(), words.data(), words.size()),
             static_cast<ssize_t>(words.size()));
-  std::optional<Order> order;
-  for (int i = 0; i < 1000 && !order; ++i) {
-    member.turn();
-    order = member.next();
+  std::optional<Directive> directive;
+  for (int i = 0; i < 1000 && !directive; ++i) {
+    client.poll();
+    directive = client.next();
     ::usleep(1000);
   }
-  ASSERT_TRUE(order.has_value());
-  EXPECT_EQ(order->kind, Order::Kind::kEnd);
-  EXPECT_EQ(order->code, 2);
-  EXPECT_NE(order->why.find("has another secret"), std::string::npos) << order->why;
+  ASSERT_TRUE(directive.has_value());
+  EXPECT_EQ(directive->kind, Directive::Kind::kEnd);
+  EXPECT_EQ(directive->code, 2);
+  EXPECT_NE(directive->why.find("has a different secret"), std::string::npos) << directive->why;
 }
 
 TEST(SecretTest, HmacIsRfc4231s) {
@@ -402,5 +404,5 @@ TEST(SecretTest, HmacIsRfc4231s) {
   EXPECT_FALSE(equal_secrets("abc", "ab"));
 }
 
-}  // namespace meeting_test
+}  // namespace rendezvous_server_test
 }  // namespace cohort::launch

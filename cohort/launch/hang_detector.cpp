@@ -1,4 +1,4 @@
-#include "cohort/launch/watch.h"
+#include "cohort/launch/hang_detector.h"
 
 #include <algorithm>
 #include <array>
@@ -15,7 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-constexpr milliseconds kAnswerTime{1000};  // For a rank to write its stack.
+constexpr milliseconds kStackTimeout{1000};  // For a rank to write its stack.
 constexpr int kStackLines = 40;
 
 // The state letter of a process: R, S, D, T ... It stands after the name, which may hold anything.
@@ -27,7 +27,7 @@ char process_state(pid_t pid) {
 }
 
 // The process that keeps the page: the worker, or the program that a worker's script started. A
-// page from elsewhere (another pid namespace) must not lead to a stranger.
+// page from elsewhere (another pid namespace) must not select an unrelated process.
 pid_t traced_process(const Worker& worker, const std::optional<TraceRecord>& record) {
   const pid_t pid = record ? static_cast<pid_t>(record->pid) : 0;
   return pid > 0 && ::getsid(pid) == worker.pid ? pid : worker.pid;
@@ -91,12 +91,12 @@ std::string indented(const std::string& path) {
 
 }  // namespace
 
-Watch::Watch(const RunOptions& options, const std::string& log_dir)
+HangDetector::HangDetector(const RunOptions& options, const std::string& log_dir)
     : options_(options), log_dir_(log_dir) {
-  begin();
+  reset();
 }
 
-void Watch::begin() {
+void HangDetector::reset() {
   begun_ns_ = steady_now_ns();
   table_at_ = Clock::now() + options_.watch_period;
   stopped_since_.clear();
@@ -104,7 +104,7 @@ void Watch::begin() {
   reported_.reset();
 }
 
-milliseconds Watch::interval() const {
+milliseconds HangDetector::interval() const {
   milliseconds interval{1000};
   for (const milliseconds limit : {options_.watch_period, options_.stall_timeout}) {
     if (limit.count() > 0) interval = std::min(interval, limit / 10);
@@ -112,102 +112,105 @@ milliseconds Watch::interval() const {
   return stall_ ? milliseconds(20) : std::max(interval, milliseconds(20));
 }
 
-std::vector<Watch::Sight> Watch::see(std::span<const Worker> workers) const {
-  std::vector<Sight> sights;
+std::vector<HangDetector::Snapshot> HangDetector::take_snapshots(
+    std::span<const Worker> workers) const {
+  std::vector<Snapshot> snapshots;
   for (const Worker& worker : workers) {
-    Sight sight{&worker, TracePage::read(trace_file(log_dir_, worker.rank))};
-    sight.pid = traced_process(worker, sight.record);
-    sight.state = worker.running ? process_state(sight.pid) : 'X';
-    sights.push_back(sight);
+    Snapshot snapshot{&worker, TracePage::read(trace_file(log_dir_, worker.rank))};
+    snapshot.pid = traced_process(worker, snapshot.record);
+    snapshot.state = worker.running ? process_state(snapshot.pid) : 'X';
+    snapshots.push_back(snapshot);
   }
-  return sights;
+  return snapshots;
 }
 
-// A stopped process waits for nobody, whatever its page says: the others wait for it.
-bool Watch::Sight::waits() const {
+// A stopped process is not waiting, whatever its page says: the others wait for it.
+bool HangDetector::Snapshot::waits() const {
   return worker->running && state != 'T' && record && record->state == TraceState::kWaiting;
 }
 
-bool Watch::Sight::waits_in(const TraceRecord& collective) const {
+bool HangDetector::Snapshot::waits_in(const TraceRecord& collective) const {
   return waits() && same_collective(*record, collective);
 }
 
 // Time in which the whole job was suspended does not count.
-nanoseconds Watch::waited(const Sight& sight) const {
-  return nanoseconds(sight.waits() ? steady_now_ns() - std::max(sight.record->since_ns, begun_ns_)
-                                   : 0);
+nanoseconds HangDetector::waited(const Snapshot& snapshot) const {
+  return nanoseconds(
+      snapshot.waits() ? steady_now_ns() - std::max(snapshot.record->since_ns, begun_ns_) : 0);
 }
 
-void Watch::note_stopped(const std::vector<Sight>& sights) {
-  for (const Sight& sight : sights) {
-    if (sight.state == 'T') {
-      stopped_since_.emplace(sight.worker->rank, Clock::now());
+void HangDetector::note_stopped(const std::vector<Snapshot>& snapshots) {
+  for (const Snapshot& snapshot : snapshots) {
+    if (snapshot.state == 'T') {
+      stopped_since_.emplace(snapshot.worker->rank, Clock::now());
     } else {
-      stopped_since_.erase(sight.worker->rank);
+      stopped_since_.erase(snapshot.worker->rank);
     }
   }
 }
 
-std::optional<Watch::Stall> Watch::find_stall(const std::vector<Sight>& sights) const {
-  const auto longest =
-      std::max_element(sights.begin(), sights.end(),
-                       [this](const Sight& a, const Sight& b) { return waited(a) < waited(b); });
-  if (longest == sights.end() || waited(*longest) < options_.stall_timeout) return std::nullopt;
-  Stall stall{*longest->record, {}, Clock::now() + kAnswerTime};
-  for (const Sight& sight : sights) {
-    if (!sight.waits_in(stall.where) && sight.record) stall.missing.push_back(sight.worker->rank);
+std::optional<HangDetector::Stall> HangDetector::find_stall(
+    const std::vector<Snapshot>& snapshots) const {
+  const auto longest = std::max_element(
+      snapshots.begin(), snapshots.end(),
+      [this](const Snapshot& a, const Snapshot& b) { return waited(a) < waited(b); });
+  if (longest == snapshots.end() || waited(*longest) < options_.stall_timeout) return std::nullopt;
+  Stall stall{*longest->record, {}, Clock::now() + kStackTimeout};
+  for (const Snapshot& snapshot : snapshots) {
+    if (!snapshot.waits_in(stall.where) && snapshot.record)
+      stall.missing.push_back(snapshot.worker->rank);
   }
   return stall;
 }
 
 // Only to workers with a page: others may die of the signal.
-void Watch::ask_for_stacks(const std::vector<Sight>& sights) const {
-  for (const Sight& sight : sights) {
-    const int rank = sight.worker->rank;
-    if (!sight.worker->running || !contains(stall_->missing, rank)) continue;
+void HangDetector::request_stacks(const std::vector<Snapshot>& snapshots) const {
+  for (const Snapshot& snapshot : snapshots) {
+    const int rank = snapshot.worker->rank;
+    if (!snapshot.worker->running || !contains(stall_->missing, rank)) continue;
     std::error_code ignored;
     std::filesystem::remove(stack_file(log_dir_, rank), ignored);
-    if (sight.pid == sight.record->pid) ::kill(sight.pid, stack_signal());
+    if (snapshot.pid == snapshot.record->pid) ::kill(snapshot.pid, stack_signal());
   }
 }
 
-bool Watch::stacks_are_there(const std::vector<Sight>& sights) const {
-  return std::all_of(sights.begin(), sights.end(), [this](const Sight& sight) {
-    const int rank = sight.worker->rank;
-    return !contains(stall_->missing, rank) || sight.state == 'X' || is_stopped(sight.state) ||
-           std::filesystem::exists(stack_file(log_dir_, rank));
+bool HangDetector::stacks_are_complete(const std::vector<Snapshot>& snapshots) const {
+  return std::all_of(snapshots.begin(), snapshots.end(), [this](const Snapshot& snapshot) {
+    const int rank = snapshot.worker->rank;
+    return !contains(stall_->missing, rank) || snapshot.state == 'X' ||
+           is_stopped(snapshot.state) || std::filesystem::exists(stack_file(log_dir_, rank));
   });
 }
 
-Watch::Finding Watch::look(std::span<const Worker> workers) {
+HangDetector::Finding HangDetector::check(std::span<const Worker> workers) {
   Finding finding;
-  const auto sights = see(workers);
-  note_stopped(sights);
+  const auto snapshots = take_snapshots(workers);
+  note_stopped(snapshots);
   if (options_.watch_period.count() > 0 && Clock::now() >= table_at_) {
     table_at_ = Clock::now() + options_.watch_period;
-    finding.text = table(sights);
+    finding.text = table(snapshots);
   }
   if (options_.stall_timeout.count() == 0) return finding;
   if (!stall_) {
-    const auto found = find_stall(sights);
+    const auto found = find_stall(snapshots);
     if (found && !(reported_ && same_collective(*reported_, found->where))) {
       stall_ = found;
-      ask_for_stacks(sights);
+      request_stacks(snapshots);
     } else if (found) {
-      const Finding stopped = judge_stopped(found->missing);
+      const Finding stopped = find_stopped(found->missing);
       finding.failed_rank = stopped.failed_rank;
       finding.why = stopped.why;
     }
   }
-  if (stall_ && (stacks_are_there(sights) || Clock::now() >= stall_->report_at)) {
-    finding.text += report(sights);
+  if (stall_ && (stacks_are_complete(snapshots) || Clock::now() >= stall_->report_at)) {
+    finding.text += report(snapshots);
     reported_ = stall_->where;
     stall_.reset();
   }
   return finding;
 }
 
-Watch::Finding Watch::judge_stopped(const std::vector<int>& missing) const {
+HangDetector::Finding HangDetector::find_stopped(const std::vector<int>& missing) const {
   for (const auto& [rank, since] : stopped_since_) {
     const auto duration = Clock::now() - since;
     if (duration < options_.stall_timeout || !contains(missing, rank)) continue;
@@ -218,51 +221,51 @@ Watch::Finding Watch::judge_stopped(const std::vector<int>& missing) const {
   return {};
 }
 
-std::string Watch::report(const std::vector<Sight>& sights) const {
+std::string HangDetector::report(const std::vector<Snapshot>& snapshots) const {
   std::vector<int> waiting;
-  for (const Sight& sight : sights) {
-    if (sight.waits_in(stall_->where)) waiting.push_back(sight.worker->rank);
+  for (const Snapshot& snapshot : snapshots) {
+    if (snapshot.waits_in(stall_->where)) waiting.push_back(snapshot.worker->rank);
   }
   std::string text =
-      options_.speaker + ": stalled: " + ranks(waiting) + " in " + where(stall_->where);
+      options_.program_name + ": stalled: " + ranks(waiting) + " in " + where(stall_->where);
   if (!stall_->missing.empty()) {
-    text += ", not there: " + ranks(stall_->missing);
-  } else if (static_cast<int>(sights.size()) < stall_->where.world_size) {
-    text += ", as all of this node: who has not come is on another node";
+    text += ", missing: " + ranks(stall_->missing);
+  } else if (static_cast<int>(snapshots.size()) < stall_->where.world_size) {
+    text += ", like all ranks of this node: the missing ranks are on other nodes";
   } else {
-    text += ", as all ranks: the operation itself does not end";
+    text += ", like all ranks: the operation itself does not complete";
   }
-  text += "\n" + table(sights);
-  for (const Sight& sight : sights) {
-    const int rank = sight.worker->rank;
+  text += "\n" + table(snapshots);
+  for (const Snapshot& snapshot : snapshots) {
+    const int rank = snapshot.worker->rank;
     if (!contains(stall_->missing, rank)) continue;
-    const std::string stack = sight.worker->running ? indented(stack_file(log_dir_, rank)) : "";
-    const std::string name = options_.speaker + ": rank " + std::to_string(rank);
+    const std::string stack = snapshot.worker->running ? indented(stack_file(log_dir_, rank)) : "";
+    const std::string name = options_.program_name + ": rank " + std::to_string(rank);
     if (!stack.empty()) {
       text += name + " is at\n" + stack;
-    } else if (sight.state == 'T') {
-      text += name + " is stopped (state T) and cannot say where it is\n";
-    } else if (sight.state == 't') {
-      text += name + " is held by a debugger (state t) and cannot say where it is\n";
-    } else if (sight.state == 'D') {
-      text += name + " is blocked in the kernel (state D) and cannot say where it is\n";
-    } else if (sight.worker->running) {
-      text += name + " did not say where it is\n";
+    } else if (snapshot.state == 'T') {
+      text += name + " is stopped (state T) and cannot report its stack\n";
+    } else if (snapshot.state == 't') {
+      text += name + " is held by a debugger (state t) and cannot report its stack\n";
+    } else if (snapshot.state == 'D') {
+      text += name + " is blocked in the kernel (state D) and cannot report its stack\n";
+    } else if (snapshot.worker->running) {
+      text += name + " did not report its stack\n";
     }
   }
   return text;
 }
 
-std::string Watch::table(std::span<const Worker> workers) const {
-  return table(see(workers));
+std::string HangDetector::table(std::span<const Worker> workers) const {
+  return table(take_snapshots(workers));
 }
 
-std::string Watch::table(const std::vector<Sight>& sights) const {
+std::string HangDetector::table(const std::vector<Snapshot>& snapshots) const {
   std::vector<Row> rows{{"rank", "state", "last collective", "number", "tensor", "at", "since"}};
-  for (const Sight& sight : sights) {
-    Row row{std::to_string(sight.worker->rank), "no trace"};
-    if (sight.record) {
-      const TraceRecord& record = *sight.record;
+  for (const Snapshot& snapshot : snapshots) {
+    Row row{std::to_string(snapshot.worker->rank), "no trace"};
+    if (snapshot.record) {
+      const TraceRecord& record = *snapshot.record;
       row[1] = record.state == TraceState::kWaiting ? "waiting" : "running";
       row[2] = record.operation.data();
       row[3] = std::to_string(record.sequence);
@@ -270,13 +273,13 @@ std::string Watch::table(const std::vector<Sight>& sights) const {
       row[5] = record.call_site.data();
       row[6] = seconds(nanoseconds(steady_now_ns() - record.since_ns));
     }
-    if (sight.state == 'T') row[1] = "stopped (T)";
-    if (sight.state == 't') row[1] = "traced (t)";
-    if (sight.state == 'D') row[1] = "blocked (D)";
-    if (!sight.worker->running) row[1] = "ended";
+    if (snapshot.state == 'T') row[1] = "stopped (T)";
+    if (snapshot.state == 't') row[1] = "traced (t)";
+    if (snapshot.state == 'D') row[1] = "blocked (D)";
+    if (!snapshot.worker->running) row[1] = "ended";
     rows.push_back(row);
   }
-  return options_.speaker + ": where the ranks are\n" + aligned(rows);
+  return options_.program_name + ": state of the ranks\n" + aligned(rows);
 }
 
 }  // namespace cohort::launch

@@ -1,4 +1,4 @@
-#include "cohort/launch/coordinator.h"
+#include "cohort/launch/rendezvous_server.h"
 
 #include <algorithm>
 #include <fcntl.h>
@@ -15,11 +15,11 @@ namespace {
 using nlohmann::json;
 using std::chrono::milliseconds;
 
-constexpr std::chrono::milliseconds kFarewell{2000};
-constexpr std::chrono::milliseconds kHandshake{10'000};
+constexpr std::chrono::milliseconds kFinishTimeout{2000};
+constexpr std::chrono::milliseconds kHandshakeTimeout{10'000};
 constexpr std::chrono::milliseconds kStopTime{60'000};  // Beyond the grace.
-constexpr std::chrono::milliseconds kStandstill{1000};  // Turns come four times a second.
-constexpr size_t kMostGuests = 256;
+constexpr std::chrono::milliseconds kMaxPollGap{1000};  // poll() runs four times a second.
+constexpr size_t kMaxPending = 256;
 
 std::string seconds(std::chrono::milliseconds duration) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(duration).count()) + " s";
@@ -27,116 +27,118 @@ std::string seconds(std::chrono::milliseconds duration) {
 
 }  // namespace
 
-Coordinator::Coordinator(Fd listener, std::string master_addr, const RunOptions& options)
+RendezvousServer::RendezvousServer(Fd listener, std::string master_addr, const RunOptions& options)
     : listener_(std::move(listener)),
       master_addr_(std::move(master_addr)),
       options_(options),
       job_id_(random_hex(8)),
       job_secret_(options.rdzv_secret.empty() ? random_hex(16) : ""),
-      turned_at_(Clock::now()),
-      awake_since_(turned_at_),
-      too_few_since_(turned_at_),
-      beat_at_(turned_at_) {}
+      polled_at_(Clock::now()),
+      awake_since_(polled_at_),
+      too_few_since_(polled_at_),
+      heartbeat_at_(polled_at_) {}
 
-void Coordinator::add_polls(std::vector<pollfd>& polls) const {
+void RendezvousServer::add_polls(std::vector<pollfd>& polls) const {
   polls.push_back({listener_.get(), POLLIN, 0});
-  for (const Guest& guest : guests_) guest.line.add_polls(polls);
+  for (const PendingConnection& connection : pending_) connection.line.add_polls(polls);
   for (const Node& node : nodes_) node.channel.add_polls(polls);
 }
 
-void Coordinator::turn() {
-  // While this process stood still nobody could be heard: that time is not theirs.
+void RendezvousServer::poll() {
+  // While this process was suspended it received nothing: that time does not count against nodes.
   const auto now = Clock::now();
-  if (now - turned_at_ > kStandstill) awake_since_ = now;
-  turned_at_ = now;
-  accept_guests();
-  listen_to_guests();
-  for (Node& node : nodes_) listen_to(node);
-  drop_lost_nodes();
-  heartbeat();
+  if (now - polled_at_ > kMaxPollGap) awake_since_ = now;
+  polled_at_ = now;
+  accept_connections();
+  poll_pending();
+  for (Node& node : nodes_) handle_messages(node);
+  remove_lost_nodes();
+  send_heartbeats();
   if (ended_) return;
   if (round_runs_) {
-    watch_round();
+    check_round();
   } else {
-    gather();
+    try_begin_round();
   }
 }
 
-// Strangers can fill neither memory nor descriptors: who has waited longest goes first.
-void Coordinator::accept_guests() {
-  for (size_t i = 0; i < kMostGuests; ++i) {
+// Unauthenticated peers can exhaust neither memory nor descriptors: the oldest is dropped first.
+void RendezvousServer::accept_connections() {
+  for (size_t i = 0; i < kMaxPending; ++i) {
     Fd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!fd) return;
-    if (guests_.size() == kMostGuests) guests_.pop_front();
-    Guest& guest = guests_.emplace_back();
-    guest.line = LineSocket(std::move(fd));
-    guest.challenge = random_hex(16);
-    guest.since = Clock::now();
-    guest.line.send(challenge_line(guest.challenge));
+    if (pending_.size() == kMaxPending) pending_.pop_front();
+    PendingConnection& connection = pending_.emplace_back();
+    connection.line = LineSocket(std::move(fd));
+    connection.challenge = random_hex(16);
+    connection.since = Clock::now();
+    connection.line.send(challenge_line(connection.challenge));
   }
 }
 
-void Coordinator::listen_to_guests() {
-  for (auto guest = guests_.begin(); guest != guests_.end();) {
-    guest->line.turn();
-    const auto line = guest->line.next();
-    const bool over = (line && hear(*guest, *line)) || !guest->line.open() ||
-                      Clock::now() - guest->since > kHandshake;
-    guest = over ? guests_.erase(guest) : std::next(guest);
+void RendezvousServer::poll_pending() {
+  for (auto connection = pending_.begin(); connection != pending_.end();) {
+    connection->line.poll();
+    const auto line = connection->line.next();
+    const bool over = (line && handle_hello(*connection, *line)) || !connection->line.open() ||
+                      Clock::now() - connection->since > kHandshakeTimeout;
+    connection = over ? pending_.erase(connection) : std::next(connection);
   }
 }
 
-// Returns whether the guest is one no more. A refused one closes its connection when it has read
-// why.
-bool Coordinator::hear(Guest& guest, const std::string& line) {
-  if (guest.refused) return false;
+// Returns whether the connection is no longer pending. A rejected peer closes it after reading the
+// reason.
+bool RendezvousServer::handle_hello(PendingConnection& connection, const std::string& line) {
+  if (connection.rejected) return false;
   try {
     const Hello hello = parse_hello(line);
-    const std::string refusal = refusal_of(guest, hello);
-    if (refusal.empty()) {
-      admit(guest, hello);
+    const std::string rejection = rejection_reason(connection, hello);
+    if (rejection.empty()) {
+      accept(connection, hello);
       return true;
     }
-    guest.line.send(refusal_line(refusal));
-    guest.refused = true;
+    connection.line.send(rejection_line(rejection));
+    connection.rejected = true;
     return false;
   } catch (const json::exception&) {
-    return true;  // Not one of us.
+    return true;  // Not a launcher.
   }
 }
 
-// Returns why a node may not take part; empty if it may. Who has not the secret learns no setting.
-std::string Coordinator::refusal_of(const Guest& guest, const Hello& hello) const {
+// Returns why a node is rejected; empty if it is accepted. Without the secret it learns no setting.
+std::string RendezvousServer::rejection_reason(const PendingConnection& connection,
+                                               const Hello& hello) const {
   if (hello.version != kProtocolVersion)
-    return "another version of the launcher coordinates this job";
-  if (!equal_secrets(hello.proof, proof_of_node(options_.rdzv_secret, guest.challenge, hello))) {
+    return "the rendezvous server runs another version of the launcher";
+  if (!equal_secrets(hello.proof,
+                     proof_of_node(options_.rdzv_secret, connection.challenge, hello))) {
     return std::string("--rdzv-secret-file: expected ") +
-           (options_.rdzv_secret.empty() ? "none, as the coordinator was given"
-                                         : "the secret that the coordinator was given");
+           (options_.rdzv_secret.empty() ? "none, as on the rendezvous server"
+                                         : "the secret of the rendezvous server");
   }
   const auto differs = [](const std::string& flag, const std::string& ours,
                           const std::string& theirs) {
     return flag + ": expected " + ours + ", got " + theirs;
   };
   if (hello.id != options_.rdzv_id) return differs("--rdzv-id", options_.rdzv_id, hello.id);
-  std::string refusal;
+  std::string rejection;
   if (hello.nnodes != options_.nnodes.text()) {
-    refusal = differs("--nnodes", options_.nnodes.text(), hello.nnodes);
+    rejection = differs("--nnodes", options_.nnodes.text(), hello.nnodes);
   }
   if (hello.max_restarts != options_.max_restarts) {
-    refusal += (refusal.empty() ? "" : "; ") + differs("--max-restarts",
-                                                       std::to_string(options_.max_restarts),
-                                                       std::to_string(hello.max_restarts));
+    rejection += (rejection.empty() ? "" : "; ") + differs("--max-restarts",
+                                                           std::to_string(options_.max_restarts),
+                                                           std::to_string(hello.max_restarts));
   }
-  return refusal.empty() ? "" : refusal + ": every node of the job is started with the same";
+  return rejection.empty() ? "" : rejection + ": start every node of the job with the same values";
 }
 
-// A session that is known goes on over the new connection; any other begins.
-void Coordinator::admit(Guest& guest, const Hello& hello) {
+// A known session resumes over the new connection; any other begins.
+void RendezvousServer::accept(PendingConnection& connection, const Hello& hello) {
   auto node = std::find_if(nodes_.begin(), nodes_.end(),
                            [&](const Node& known) { return known.name == hello.node; });
   if (node != nodes_.end() && node->session != hello.session) {
-    lose(node, "left and came back");
+    remove(node, "restarted its launcher");
     node = nodes_.end();
   }
   const bool known = node != nodes_.end();
@@ -146,19 +148,19 @@ void Coordinator::admit(Guest& guest, const Hello& hello) {
     node->session = hello.session;
   }
   node->closed_since.reset();
-  guest.line.send(
-      line_of(Welcome{.proof = proof_of_coordinator(options_.rdzv_secret, guest.challenge, hello),
+  connection.line.send(
+      line_of(Welcome{.proof = proof_of_server(options_.rdzv_secret, connection.challenge, hello),
                       .received = node->channel.received(),
                       .known = known}));
-  node->channel.attach(std::move(guest.line), hello.received);
+  node->channel.attach(std::move(connection.line), hello.received);
 }
 
-void Coordinator::listen_to(Node& node) {
-  node.channel.turn();
+void RendezvousServer::handle_messages(Node& node) {
+  node.channel.poll();
   while (const auto text = node.channel.next()) {
     const json message = json::parse(*text, nullptr, /*allow_exceptions=*/false);
     try {
-      const std::string kind = message.at("say");
+      const std::string kind = message.at("kind");
       const bool of_this_round =
           message.contains("round") && static_cast<int64_t>(JsonField(message, "round")) == round_;
       if (kind == "join") {
@@ -175,23 +177,23 @@ void Coordinator::listen_to(Node& node) {
         node.has_left = true;
       }
     } catch (const json::exception&) {
-      node.has_left = true;  // Not one of us.
+      node.has_left = true;  // Not a launcher.
       return;
     }
   }
 }
 
-void Coordinator::on_join(Node& node, int num_workers, int store_port) {
+void RendezvousServer::on_join(Node& node, int num_workers, int store_port) {
   if (num_workers < 1 || num_workers > kMostWorkers) {
     node.channel.send(
-        text_of({{"say", "end"},
+        text_of({{"kind", "end"},
                  {"code", kExitUsage},
                  {"why", "--nproc-per-node: expected 1 to " + std::to_string(kMostWorkers) +
                              ", got " + std::to_string(num_workers)}}));
     node.state = State::kNew;
     return;
   }
-  seniority_.emplace(node.name, seniority_.size());
+  join_order_.emplace(node.name, join_order_.size());
   const bool is_new = node.state == State::kNew;
   node.state = State::kReady;
   node.num_workers = num_workers;
@@ -202,7 +204,7 @@ void Coordinator::on_join(Node& node, int num_workers, int store_port) {
   if (is_new && round_runs_ && in_round < options_.nnodes.max) stop_round("a node joined");
 }
 
-void Coordinator::on_failed(const Node& node, Failure failure) {
+void RendezvousServer::on_failed(const Node& node, Failure failure) {
   if (!round_runs_) return;
   const bool consequence = failure.meaning == kExitLostPeer;
   if (failure_ && (failure_->meaning != kExitLostPeer || consequence)) return;
@@ -211,43 +213,43 @@ void Coordinator::on_failed(const Node& node, Failure failure) {
   failure_ = std::move(failure);
 }
 
-// Returns why `node` counts no more; empty if it does.
-std::string Coordinator::why_lost(Node& node) const {
+// Returns why `node` is lost; empty if it is not.
+std::string RendezvousServer::loss_reason(Node& node) const {
   const auto now = Clock::now();
   if (node.has_left) return "left";
-  if (now - std::max(node.channel.heard(), awake_since_) > options_.keep_alive.limit())
-    return "fell silent";
+  if (now - std::max(node.channel.last_byte_at(), awake_since_) > options_.keep_alive.limit())
+    return "stopped responding";
   if (!node.channel.connected() && !node.closed_since) node.closed_since = now;
-  if (node.closed_since && now - *node.closed_since > kReturn) return "left";
+  if (node.closed_since && now - *node.closed_since > kReconnectTime) return "left";
   const bool stuck =
       node.state == State::kStopping && now - node.stopping_since > options_.grace + kStopTime;
   return stuck ? "did not stop its workers" : "";
 }
 
-void Coordinator::lose(std::list<Node>::iterator node, const std::string& why) {
+void RendezvousServer::remove(std::list<Node>::iterator node, const std::string& why) {
   const bool in_round = node->state == State::kInRound || node->state == State::kDone;
   const std::string name = "node " + std::to_string(node->number);
   nodes_.erase(node);
-  // A failure that is known and no consequence of this loss goes first.
+  // A known failure that is not a consequence of this loss takes precedence.
   const bool explained = failure_ && failure_->meaning != kExitLostPeer;
   if (in_round && round_runs_ && !ended_ && !explained) stop_round(name + " " + why);
 }
 
-void Coordinator::drop_lost_nodes() {
+void RendezvousServer::remove_lost_nodes() {
   for (auto node = nodes_.begin(); node != nodes_.end();) {
     const auto here = node++;
-    if (const std::string why = why_lost(*here); !why.empty()) lose(here, why);
+    if (const std::string why = loss_reason(*here); !why.empty()) remove(here, why);
   }
 }
 
-void Coordinator::heartbeat() {
+void RendezvousServer::send_heartbeats() {
   const auto now = Clock::now();
-  if (now < beat_at_) return;
-  beat_at_ = now + options_.keep_alive.beat();
-  for (Node& node : nodes_) node.channel.beat();
+  if (now < heartbeat_at_) return;
+  heartbeat_at_ = now + options_.keep_alive.heartbeat_interval();
+  for (Node& node : nodes_) node.channel.send_heartbeat();
 }
 
-void Coordinator::gather() {
+void RendezvousServer::try_begin_round() {
   std::vector<Node*> members;
   bool stopping = false;
   bool has_host = false;
@@ -276,13 +278,13 @@ void Coordinator::gather() {
     begin_round(members);
 }
 
-void Coordinator::begin_round(const std::vector<Node*>& members) {
+void RendezvousServer::begin_round(const std::vector<Node*>& members) {
   std::vector<Node*> chosen(members);
   std::sort(chosen.begin(), chosen.end(), [this](const Node* a, const Node* b) {
-    const auto place = [this](const Node* n) {
-      return std::pair(n->store_port == 0, seniority_.at(n->name));
+    const auto key = [this](const Node* n) {
+      return std::pair(n->store_port == 0, join_order_.at(n->name));
     };
-    return place(a) < place(b);
+    return key(a) < key(b);
   });
   chosen.resize(std::min(chosen.size(), static_cast<size_t>(options_.nnodes.max)));
   int world_size = 0;
@@ -296,7 +298,7 @@ void Coordinator::begin_round(const std::vector<Node*>& members) {
     Node& node = *chosen[i];
     node.number = static_cast<int>(i);
     node.state = State::kInRound;
-    node.channel.send(text_of({{"say", "round"},
+    node.channel.send(text_of({{"kind", "round"},
                                {"round", round_},
                                {"node_rank", node.number},
                                {"nodes", chosen.size()},
@@ -311,7 +313,7 @@ void Coordinator::begin_round(const std::vector<Node*>& members) {
   }
 }
 
-void Coordinator::watch_round() {
+void RendezvousServer::check_round() {
   if (failure_ && Clock::now() >= failure_->decide_at) return decide_failure();
   int code = 0;
   for (const Node& node : nodes_) {
@@ -321,7 +323,7 @@ void Coordinator::watch_round() {
   if (!failure_) end_job(code, "");
 }
 
-void Coordinator::decide_failure() {
+void RendezvousServer::decide_failure() {
   const Failure failure = *failure_;
   if (failure.meaning == kExitUsage || num_restarts_ >= options_.max_restarts) {
     return end_job(failure.code, failure.why);
@@ -331,7 +333,7 @@ void Coordinator::decide_failure() {
              std::to_string(options_.max_restarts));
 }
 
-void Coordinator::stop_round(const std::string& why) {
+void RendezvousServer::stop_round(const std::string& why) {
   round_runs_ = false;
   failure_.reset();
   too_few_since_ = Clock::now();
@@ -339,28 +341,28 @@ void Coordinator::stop_round(const std::string& why) {
     if (node.state != State::kInRound && node.state != State::kDone) continue;
     node.state = State::kStopping;
     node.stopping_since = Clock::now();
-    node.channel.send(text_of({{"say", "stop"}, {"why", why}}));
+    node.channel.send(text_of({{"kind", "stop"}, {"why", why}}));
   }
 }
 
-void Coordinator::end_job(int code, const std::string& why) {
+void RendezvousServer::end_job(int code, const std::string& why) {
   ended_ = true;
   for (Node& node : nodes_)
-    node.channel.send(text_of({{"say", "end"}, {"code", code}, {"why", why}}));
+    node.channel.send(text_of({{"kind", "end"}, {"code", code}, {"why", why}}));
 }
 
-void Coordinator::finish(int code, const std::string& why) {
+void RendezvousServer::finish(int code, const std::string& why) {
   if (!ended_) end_job(code, why);
-  const auto end = Clock::now() + kFarewell;
+  const auto end = Clock::now() + kFinishTimeout;
   // A socket closed with unread bytes would take back what was sent: wait until nodes close theirs.
-  const auto is_gone = [this](Node& node) { return !why_lost(node).empty(); };
+  const auto is_gone = [this](Node& node) { return !loss_reason(node).empty(); };
   while (!nodes_.empty() && Clock::now() < end) {
     std::vector<pollfd> polls;
     add_polls(polls);
     ::poll(polls.data(), polls.size(), 50);
-    accept_guests();
-    listen_to_guests();
-    for (Node& node : nodes_) listen_to(node);
+    accept_connections();
+    poll_pending();
+    for (Node& node : nodes_) handle_messages(node);
     nodes_.remove_if(is_gone);
   }
 }

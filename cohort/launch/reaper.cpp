@@ -1,4 +1,4 @@
-#include "cohort/launch/guardian.h"
+#include "cohort/launch/reaper.h"
 
 #include <algorithm>
 #include <array>
@@ -14,11 +14,11 @@
 namespace cohort::launch {
 namespace {
 
-// A message is a session to guard, minus a session to forget, or the dismissal.
-constexpr pid_t kDismissal = 0;
+// A message is a session to track, minus a session to untrack, or kShutdown.
+constexpr pid_t kShutdown = 0;
 constexpr size_t kMostSessions = 8192;  // Twice the most workers of a node.
 
-// Leaves the guardian with the pipe alone, so that it holds nobody's terminal or file open.
+// Keeps only the pipe open, so that the reaper holds no terminal or file.
 void keep_only(int fd) {
   const int null = ::open("/dev/null", O_RDWR);
   for (int standard = 0; standard < 3; ++standard) ::dup2(null, standard);
@@ -26,9 +26,9 @@ void keep_only(int fd) {
   ::close_range(static_cast<unsigned>(fd) + 1, ~0U, 0);
 }
 
-[[noreturn]] void guard(int pipe) {
+[[noreturn]] void run_reaper(int pipe) {
   ::setsid();
-  ::prctl(PR_SET_NAME, "cohort-guardian");
+  ::prctl(PR_SET_NAME, "cohort-reaper");
   sigset_t all;
   sigfillset(&all);
   ::sigprocmask(SIG_SETMASK, &all, nullptr);
@@ -39,10 +39,10 @@ void keep_only(int fd) {
     const ssize_t size = ::read(pipe, &message, sizeof(message));
     if (size < 0 && errno == EINTR) continue;
     if (size != sizeof(message)) break;
-    if (message == kDismissal) ::_exit(0);
+    if (message == kShutdown) ::_exit(0);
     const pid_t old = message < 0 ? -message : 0;
-    const auto place = std::find(sessions.begin(), sessions.end(), old);
-    if (place != sessions.end()) *place = std::max(message, 0);
+    const auto slot = std::find(sessions.begin(), sessions.end(), old);
+    if (slot != sessions.end()) *slot = std::max(message, 0);
   }
   kill_sessions(sessions);
   ::_exit(0);
@@ -50,38 +50,38 @@ void keep_only(int fd) {
 
 }  // namespace
 
-Guardian::Guardian() {
+Reaper::Reaper() {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) {
-    throw std::system_error(errno, std::generic_category(), "guardian: pipe");
+    throw std::system_error(errno, std::generic_category(), "reaper: pipe");
   }
   Fd reader(ends[0]);
-  to_guardian_ = Fd(ends[1]);
+  pipe_ = Fd(ends[1]);
   pid_ = ::fork();
-  if (pid_ < 0) throw std::system_error(errno, std::generic_category(), "guardian: fork");
+  if (pid_ < 0) throw std::system_error(errno, std::generic_category(), "reaper: fork");
   if (pid_ == 0) {
-    to_guardian_.reset();
-    guard(reader.get());
+    pipe_.reset();
+    run_reaper(reader.get());
   }
 }
 
-Guardian::~Guardian() {
-  tell(kDismissal);
-  to_guardian_.reset();
+Reaper::~Reaper() {
+  send(kShutdown);
+  pipe_.reset();
   while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
 }
 
-void Guardian::announce(pid_t session) const noexcept {
-  tell(session);
+void Reaper::track(pid_t session) const noexcept {
+  send(session);
 }
 
-void Guardian::forget(pid_t session) const noexcept {
-  tell(-session);
+void Reaper::untrack(pid_t session) const noexcept {
+  send(-session);
 }
 
-void Guardian::tell(pid_t message) const noexcept {
-  while (::write(to_guardian_.get(), &message, sizeof(message)) < 0 && errno == EINTR) {
+void Reaper::send(pid_t message) const noexcept {
+  while (::write(pipe_.get(), &message, sizeof(message)) < 0 && errno == EINTR) {
   }
 }
 
