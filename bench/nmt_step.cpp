@@ -29,8 +29,8 @@
 #include "cohort/parallel/mesh.h"
 #include "cohort/train/metrics.h"
 #include "cohort/train/sharded_checkpoint.h"
-#include "cohort/translate/model_division.h"
 #include "cohort/translate/tensor_memory.h"
+#include "cohort/translate/tensor_parallel_context.h"
 #include "cohort/translate/updater.h"
 
 #include "cohort/cli/parse.h"
@@ -298,15 +298,15 @@ int run(const Options& options) {
   const bool sharded = shards_parameters(strategy);
   cohort::parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
   const cohort::comm::ProcessGroup& data_group = mesh.data();
-  const auto division = mesh.tensor() ? cohort::translate::divide_among(mesh.tensor())
-                                                 : std::make_shared<cohort::nmt::Division>();
-  cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU, division);
+  const auto tensor_parallel = mesh.tensor() ? cohort::translate::make_tensor_parallel_context(mesh.tensor())
+                                                 : std::make_shared<cohort::nmt::TensorParallelContext>();
+  cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU, tensor_parallel);
   if (!sharded) model->initialise(options.seed);
   cohort::translate::Updater updater(
       model, data_group,
       {.mesh = &mesh,
        .strategy = strategy,
-       .fill = cohort::nmt::Initialiser(sizes, options.seed, division),
+       .fill = cohort::nmt::Initialiser(sizes, options.seed, tensor_parallel),
        .gradient_checkpointing = options.gradient_checkpointing,
        .seed = options.seed});
   const auto batches = plan(options);

@@ -107,49 +107,49 @@ void append(std::vector<ElementRange>& ranges, ElementRange range) {
   }
 }
 
-void check(const std::string& where, const StoredSlice& slice) {
-  const auto count = num_elements(slice.shape);
-  const auto [begin, end] = slice.range;
+void check(const std::string& where, const StoredShard& shard) {
+  const auto count = num_elements(shard.shape);
+  const auto [begin, end] = shard.range;
   const bool good = count && 0 <= begin && begin <= end && end <= *count &&
-                    slice.bytes.size() == static_cast<size_t>(end - begin) * item_size(slice.dtype);
+                    shard.bytes.size() == static_cast<size_t>(end - begin) * item_size(shard.dtype);
   if (good) return;
-  throw ConfigError(where + ": " + slice.name + ": expected elements within shape " +
-                    to_string(slice.shape) + " and their bytes, found " + std::to_string(begin) +
-                    " to " + std::to_string(end) + " and " + std::to_string(slice.bytes.size()) +
+  throw ConfigError(where + ": " + shard.name + ": expected elements within shape " +
+                    to_string(shard.shape) + " and their bytes, found " + std::to_string(begin) +
+                    " to " + std::to_string(end) + " and " + std::to_string(shard.bytes.size()) +
                     " bytes");
 }
 
 }  // namespace
 
 Manifest write_share(const std::string& folder, const std::string& part,
-                     const std::vector<StoredSlice>& slices, const ShareInfo& info) {
+                     const std::vector<StoredShard>& shards, const ShareInfo& info) {
   const Names names(part, info);
   const std::string where = folder + "/" + names.stem;
   Manifest share{.update = info.update};
   auto& tensors = share.parts[part];
-  std::vector<const StoredSlice*> order;
-  for (const StoredSlice& slice : slices) {
-    check(where, slice);
-    order.push_back(&slice);
+  std::vector<const StoredShard*> order;
+  for (const StoredShard& shard : shards) {
+    check(where, shard);
+    order.push_back(&shard);
   }
-  std::stable_sort(order.begin(), order.end(), [](const StoredSlice* a, const StoredSlice* b) {
+  std::stable_sort(order.begin(), order.end(), [](const StoredShard* a, const StoredShard* b) {
     return std::pair(a->name, a->range.begin) < std::pair(b->name, b->range.begin);
   });
   std::map<std::string, TensorPieces> pieces;
-  for (const StoredSlice* slice : order) {
-    // An empty slice says only that the tensor exists, unless that is all of it.
-    if (slice->bytes.empty() && num_elements(slice->shape) != 0) continue;
+  for (const StoredShard* shard : order) {
+    // An empty shard says only that the tensor exists, unless that is all of it.
+    if (shard->bytes.empty() && num_elements(shard->shape) != 0) continue;
     const auto [found, is_new] =
-        tensors.try_emplace(slice->name, StoredTensor{slice->dtype, slice->shape, {}});
+        tensors.try_emplace(shard->name, StoredTensor{shard->dtype, shard->shape, {}});
     StoredTensor& tensor = found->second;
     auto& ranges = tensor.ranges[names.key];
-    if (tensor.dtype != slice->dtype || tensor.shape != slice->shape ||
-        (!ranges.empty() && slice->range.begin < ranges.back().end)) {
-      throw ConfigError(where + ": slices of " + slice->name +
+    if (tensor.dtype != shard->dtype || tensor.shape != shard->shape ||
+        (!ranges.empty() && shard->range.begin < ranges.back().end)) {
+      throw ConfigError(where + ": shards of " + shard->name +
                         " overlap or differ in type or shape of the whole");
     }
-    append(ranges, slice->range);
-    pieces[slice->name].pieces.push_back(slice->bytes);
+    append(ranges, shard->range);
+    pieces[shard->name].pieces.push_back(shard->bytes);
   }
   if (tensors.empty() && info.world_size > 1) return share;
   std::vector<TensorPieces> content;

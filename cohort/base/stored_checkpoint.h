@@ -20,7 +20,7 @@
 namespace cohort {
 
 /// Elements [begin, end) of a tensor, to be written.
-struct StoredSlice {
+struct StoredShard {
   std::string name;
   DType dtype = DType::kF32;
   std::vector<int64_t> shape;  ///< The whole tensor's.
@@ -35,14 +35,14 @@ struct ShareInfo {
   int world_size = 1;
 };
 
-/// Writes a rank's slices of `part` as one file into `folder`, which is made if need be, and syncs
-/// it. Several slices may be of one tensor; no slices, no file. The checkpoint in the folder stays.
+/// Writes a rank's shards of `part` as one file into `folder`, which is made if need be, and syncs
+/// it. Several shards may be of one tensor; no shards, no file. The checkpoint in the folder stays.
 ///
 /// Returns: what the manifest must say of it.
-/// Errors:  ConfigError: slices overlap, do not fit their bytes or shapes, or the folder is not
+/// Errors:  ConfigError: shards overlap, do not fit their bytes or shapes, or the folder is not
 ///          writable. c10::Error if writing fails.
 Manifest write_share(const std::string& folder, const std::string& part,
-                     const std::vector<StoredSlice>& slices, const ShareInfo& info);
+                     const std::vector<StoredShard>& shards, const ShareInfo& info);
 
 /// Makes the files that `manifest` names the folder's checkpoint, in one step; then removes the
 /// safetensors files that it does not name, and what killed saves left. So a checkpoint's folder is

@@ -1,4 +1,4 @@
-// The flag --cpu-offload, of programs that share models out.
+// The flag --cpu-offload, of programs that shard models.
 #pragma once
 #include <CLI/CLI.hpp>
 

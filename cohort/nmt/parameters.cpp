@@ -8,14 +8,15 @@
 namespace cohort::nmt {
 
 TensorPart part_of(const std::string& name, const std::vector<int64_t>& part_shape,
-                   const TransformerOptions& options, const Division& division) {
+                   const TransformerOptions& options,
+                   const TensorParallelContext& tensor_parallel) {
   const auto is = [&](const char* word) { return name.find(word) != std::string::npos; };
   TensorPart part{.shape = part_shape};
   // `blocks` of equal length, each cut on its own.
   const auto cut = [&](int64_t dim, int64_t size, int64_t blocks = 1) {
     part.dim = dim;
     part.shape[static_cast<size_t>(dim)] = size * blocks;
-    const auto [begin, end] = division.cut(size);
+    const auto [begin, end] = tensor_parallel.shard_range(size);
     for (int64_t i = 0; i < blocks; ++i) part.pieces.push_back({i * size + begin, i * size + end});
   };
   if (is("in_proj")) {
@@ -35,14 +36,14 @@ TensorPart part_of(const std::string& name, const std::vector<int64_t>& part_sha
 }
 
 Initialiser::Initialiser(const TransformerOptions& options, uint64_t seed,
-                         std::shared_ptr<const Division> division)
+                         std::shared_ptr<const TensorParallelContext> tensor_parallel)
     : options_(options),
       generator_(at::detail::createCPUGenerator(seed)),
-      division_(std::move(division)) {}
+      tensor_parallel_(std::move(tensor_parallel)) {}
 
 void Initialiser::operator()(const std::string& name, at::Tensor& parameter) {
   const at::NoGradGuard no_grad;
-  const TensorPart part = part_of(name, parameter.sizes().vec(), options_, *division_);
+  const TensorPart part = part_of(name, parameter.sizes().vec(), options_, *tensor_parallel_);
   if (part.is_whole()) return draw(name, parameter);
   at::Tensor whole = at::empty(part.shape, parameter.options().requires_grad(false));
   draw(name, whole);

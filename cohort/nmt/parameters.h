@@ -1,5 +1,5 @@
-// A Transformer's parameters by name: what they are at first, and which part of each a part of a
-// divided model has.
+// A Transformer's parameters by name: initial values, and which part of each a shard of a
+// tensor-parallel model holds.
 #pragma once
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -9,27 +9,29 @@
 #include <vector>
 
 #include "cohort/base/tensor_part.h"
-#include "cohort/nmt/division.h"
 #include "cohort/nmt/options.h"
+#include "cohort/nmt/tensor_parallel_context.h"
 
 namespace cohort::nmt {
 
-/// Which part of the whole model's parameter `name` the one of shape `part_shape` is.
+/// Which part of the unsharded model's parameter `name` a shard's of shape `part_shape` is.
 TensorPart part_of(const std::string& name, const std::vector<int64_t>& part_shape,
-                   const TransformerOptions& options, const Division& division);
+                   const TransformerOptions& options, const TensorParallelContext& tensor_parallel);
 
 /// Draws a Transformer's parameters one after the other: all of them, in the order of registration,
 /// are what `initialise` draws from the same seed. So a model made on the meta device can be filled
-/// in parts.
+/// one parameter at a time.
 ///
 /// Threads: one. Copies draw on from one generator.
 class Initialiser {
  public:
-  /// With a `division`, of that part of the model, which gets the whole's values.
+  /// With a `tensor_parallel` context, of that shard of the model, which gets the unsharded model's
+  /// values.
   Initialiser(const TransformerOptions& options, uint64_t seed,
-              std::shared_ptr<const Division> division = std::make_shared<Division>());
-  /// Fills `parameter`, the one called `name`, in place. Memory, where the model is divided: the
-  /// whole one.
+              std::shared_ptr<const TensorParallelContext> tensor_parallel =
+                  std::make_shared<TensorParallelContext>());
+  /// Fills `parameter`, the one called `name`, in place. Memory, where the model is sharded: the
+  /// unsharded parameter.
   void operator()(const std::string& name, at::Tensor& parameter);
 
  private:
@@ -37,7 +39,7 @@ class Initialiser {
 
   TransformerOptions options_;
   at::Generator generator_;
-  std::shared_ptr<const Division> division_;
+  std::shared_ptr<const TensorParallelContext> tensor_parallel_;
 };
 
 }  // namespace cohort::nmt

@@ -24,16 +24,15 @@ std::vector<at::Tensor> split_heads(const at::Tensor& x, int64_t parts, int64_t 
       .unbind(0);
 }
 
-// A block of a layer with dropout, the residual connection and its norm. Parts of a divided model
-// part in front of the block and meet in its last projection. The sum stays in x's type,
-// which is wider than what the block computes in.
+// A block of a layer with dropout, the residual connection and its norm. A tensor-parallel region
+// begins before the block and ends in its last projection. The sum stays in x's type, which is
+// wider than what the block computes in.
 template <class Block>
 at::Tensor residual(const at::Tensor& x, LayerNorm& norm, LayerContext& context, bool training,
                     Block block) {
   const bool pre = context.norm == Norm::kPre;
-  const at::Tensor entered = context.division->enter(pre ? norm->forward(x) : x);
-  const at::Tensor sum =
-      x + dropout(block(entered), training ? context.dropout : 0, context.stream);
+  const at::Tensor input = context.tensor_parallel->copy_to_region(pre ? norm->forward(x) : x);
+  const at::Tensor sum = x + dropout(block(input), training ? context.dropout : 0, context.stream);
   return pre ? sum : norm->keep_type(sum);
 }
 
@@ -41,7 +40,7 @@ at::Tensor feed_forward(const at::Tensor& x, Projection& linear1, Projection& li
                         LayerContext& context, bool training) {
   const double p = training ? context.dropout : 0;
   const at::Tensor inner = linear1->forward(x);
-  const DropoutPart part = context.division->dropout_part(inner.size(-1));
+  const DropoutPart part = context.tensor_parallel->dropout_part(inner.size(-1));
   switch (context.ffn_activation) {
     case Activation::kRelu:
       return linear2->forward(relu_dropout(inner, p, context.stream, part));
@@ -97,7 +96,7 @@ at::Tensor sinusoids(int64_t positions, int64_t width) {
 }
 
 ProjectionImpl::ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<LayerContext> context)
-    : sums_parts_(shape.sums_parts), context_(std::move(context)) {
+    : row_parallel_(shape.row_parallel), context_(std::move(context)) {
   weight = register_parameter("weight", at::zeros({shape.out, shape.in}, context_->device));
   if (shape.bias) bias = register_parameter("bias", at::zeros({shape.out}, context_->device));
 }
@@ -121,9 +120,10 @@ void ProjectionImpl::train(bool on) {
 }
 
 at::Tensor ProjectionImpl::forward(const at::Tensor& x) {
-  const bool sums = sums_parts_ && context_->division->count() > 1;
+  const bool sums = row_parallel_ && context_->tensor_parallel->count() > 1;
   if (!sums) return part(x, 0, weight.size(0));
-  const at::Tensor y = context_->division->leave(product(x, 0, weight.size(0), {}));
+  const at::Tensor y =
+      context_->tensor_parallel->reduce_from_region(product(x, 0, weight.size(0), {}));
   return bias.defined() ? y + bias.to(y.scalar_type()) : y;
 }
 
@@ -155,14 +155,14 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
 }
 
 AttentionImpl::AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context)
-    : heads_(heads / context->division->count()),
-      width_(width / context->division->count()),
+    : heads_(heads / context->tensor_parallel->count()),
+      width_(width / context->tensor_parallel->count()),
       context_(std::move(context)) {
   in_proj = register_module("in_proj",
                             Projection(ProjectionShape{.in = width, .out = 3 * width_}, context_));
   out_proj = register_module(
       "out_proj",
-      Projection(ProjectionShape{.in = width_, .out = width, .sums_parts = true}, context_));
+      Projection(ProjectionShape{.in = width_, .out = width, .row_parallel = true}, context_));
 }
 
 at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD,
@@ -173,7 +173,7 @@ at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_B
   const int64_t width = q_BHTD.size(3);
   const at::Tensor scores = at::matmul(q_BHTD, k_BHSD.transpose(2, 3));
   const DropoutPart part =
-      context_->division->dropout_part(heads_ * queries * scores.size(3));  // of a sentence
+      context_->tensor_parallel->dropout_part(heads_ * queries * scores.size(3));  // of a sentence
   const at::Tensor probs = masked_softmax(
       scores.contiguous(), lengths_B, causal, 1 / std::sqrt(static_cast<double>(width)),
       is_training() ? context_->dropout : 0, context_->stream, part);
@@ -236,27 +236,27 @@ namespace {
 std::pair<Projection, Projection> register_feed_forward(
     torch::nn::Module& layer, const TransformerOptions& o,
     const std::shared_ptr<LayerContext>& context) {
-  const int64_t inner = o.dim_ffn / context->division->count();
+  const int64_t inner = o.dim_ffn / context->tensor_parallel->count();
   return {layer.register_module(
               "linear1",
               Projection(ProjectionShape{.in = o.dim_emb, .out = inner, .bias = true}, context)),
           layer.register_module(
-              "linear2",
-              Projection(
-                  ProjectionShape{.in = inner, .out = o.dim_emb, .bias = true, .sums_parts = true},
-                  context))};
+              "linear2", Projection(
+                             ProjectionShape{
+                                 .in = inner, .out = o.dim_emb, .bias = true, .row_parallel = true},
+                             context))};
 }
 
-// A division must come out even, or a part would be without.
-void check_parts(const TransformerOptions& o, int64_t parts) {
+// Heads and columns must be cut evenly; every shard needs a word.
+void check_shards(const TransformerOptions& o, int64_t count) {
   const auto refuse = [&](const std::string& what, int64_t size) {
-    throw ConfigError("a model in " + std::to_string(parts) + " parts: expected " + what +
+    throw ConfigError("a model in " + std::to_string(count) + " shards: expected " + what +
                       ", got " + std::to_string(size));
   };
-  if (o.heads % parts != 0) refuse("a multiple of that as heads", o.heads);
-  if (o.dim_ffn % parts != 0) refuse("a multiple of that as dim_ffn", o.dim_ffn);
+  if (o.heads % count != 0) refuse("a multiple of that as heads", o.heads);
+  if (o.dim_ffn % count != 0) refuse("a multiple of that as dim_ffn", o.dim_ffn);
   for (const int64_t words : {o.dim_vocab_source, o.dim_vocab_target})
-    if (words < parts) refuse("at least so many words", words);
+    if (words < count) refuse("at least so many words", words);
 }
 
 }  // namespace
@@ -333,13 +333,14 @@ void DecoderState::keep(std::span<const int64_t> kept) {
 }
 
 TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision precision,
-                                 c10::Device device, std::shared_ptr<const Division> division)
+                                 c10::Device device,
+                                 std::shared_ptr<const TensorParallelContext> tensor_parallel)
     : torch::nn::Module("Transformer"),
       options_(options),
       context_(std::make_shared<LayerContext>()) {
   validate(options);
-  check_parts(options, division->count());
-  context_->division = std::move(division);
+  check_shards(options, tensor_parallel->count());
+  context_->tensor_parallel = std::move(tensor_parallel);
   context_->precision = precision;
   context_->norm = options.norm;
   context_->ffn_activation = options.ffn_activation;
@@ -347,7 +348,7 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
   context_->device = device;
   positions_ = sinusoids(options.max_positions, options.dim_emb);
   const auto own_words = [&](int64_t vocabulary) {
-    const auto [begin, end] = context_->division->cut(vocabulary);
+    const auto [begin, end] = context_->tensor_parallel->shard_range(vocabulary);
     return end - begin;
   };
   const auto table = [&](const char* name, int64_t vocabulary) {
@@ -387,7 +388,7 @@ void TransformerImpl::train(bool on) {
 }
 
 void TransformerImpl::initialise(uint64_t seed) {
-  Initialiser draw(options_, seed, context_->division);
+  Initialiser draw(options_, seed, context_->tensor_parallel);
   for (auto& item : named_parameters()) draw(item.key(), item.value());
 }
 
@@ -396,9 +397,9 @@ at::Tensor TransformerImpl::embed(Side side, const at::Tensor& ids, int64_t firs
   const int64_t length = ids.size(1);
   TORCH_CHECK_VALUE(first_position + length <= options_.max_positions, "a sentence of ",
                     first_position + length, " tokens: expected at most ", options_.max_positions);
-  const at::Tensor rows =
-      context_->division->embed(source ? source_embedding_ : target_embedding_, ids,
-                                source ? options_.dim_vocab_source : options_.dim_vocab_target);
+  const at::Tensor rows = context_->tensor_parallel->embed(
+      source ? source_embedding_ : target_embedding_, ids,
+      source ? options_.dim_vocab_source : options_.dim_vocab_target);
   const at::Tensor x = rows * std::sqrt(static_cast<double>(options_.dim_emb));
   const at::Tensor summed = x + positions_.narrow(0, first_position, length).to(x.scalar_type());
   return dropout(summed, is_training() ? options_.dropout : 0, context_->stream);
@@ -414,7 +415,7 @@ int64_t TransformerImpl::num_parameters() const {
   int64_t count = 0;
   for (const auto& item : named_parameters()) {
     const TensorPart part =
-        part_of(item.key(), item.value().sizes().vec(), options_, *context_->division);
+        part_of(item.key(), item.value().sizes().vec(), options_, *context_->tensor_parallel);
     count += c10::multiply_integers(part.shape);
   }
   return count;
@@ -443,9 +444,9 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
   check_range("target lengths", batch.target_lengths_B, 1, batch.input_BT.size(1));
   check_range("labels", batch.labels_BT, 0, options_.dim_vocab_target - 1);
   check_range("target ids", batch.input_BT, 0, options_.dim_vocab_target - 1);
-  // Once for all layers: so their gradients are summed over parts once.
+  // Once for all layers: so their gradients are summed over shards once.
   const at::Tensor memory =
-      context_->division->enter(encode(batch.source_BS, batch.source_lengths_B));
+      context_->tensor_parallel->copy_to_region(encode(batch.source_BS, batch.source_lengths_B));
   at::Tensor x = embed(Side::kTarget, batch.input_BT, 0);
   for (DecoderLayer& layer : decoder_) {
     x = run_layer(*layer, {x, memory},
@@ -464,7 +465,7 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
 
 std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {
   const auto [hidden, labels] = labelled_states(batch);
-  const LossSums sums = context_->division->cross_entropy(
+  const LossSums sums = context_->tensor_parallel->cross_entropy(
       hidden, generator_->weight, labels, is_training() ? options_.label_smoothing : 0,
       options_.dim_vocab_target);
   return {sums.loss, sums.nll};
@@ -495,7 +496,8 @@ at::Tensor TransformerImpl::decoder_output(const at::Tensor& x) {
 }
 
 at::Tensor TransformerImpl::all_scores(const at::Tensor& hidden) {
-  return context_->division->join(generator_->forward(hidden), options_.dim_vocab_target);
+  return context_->tensor_parallel->gather_from_region(generator_->forward(hidden),
+                                                       options_.dim_vocab_target);
 }
 
 DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,

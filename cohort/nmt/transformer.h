@@ -13,11 +13,11 @@
 #include <utility>
 #include <vector>
 
-#include "cohort/nmt/division.h"
 #include "cohort/nmt/fused.h"
 #include "cohort/nmt/options.h"
 #include "cohort/nmt/parameters.h"
 #include "cohort/nmt/prepacked.h"
+#include "cohort/nmt/tensor_parallel_context.h"
 
 namespace cohort::nmt {
 
@@ -43,15 +43,16 @@ struct LayerContext {
   double dropout = 0;
   DropoutStream stream;
   c10::Device device = c10::kCPU;  ///< Where parameters are made.
-  std::shared_ptr<const Division> division = std::make_shared<Division>();
+  std::shared_ptr<const TensorParallelContext> tensor_parallel =
+      std::make_shared<TensorParallelContext>();
 };
 
-/// Sizes of a projection, those of the part where the model is divided.
+/// Sizes of a projection; of the shard in a tensor-parallel model.
 struct ProjectionShape {
   int64_t in = 0;
   int64_t out = 0;
   bool bias = false;
-  bool sums_parts = false;  ///< `in` is a part of the inputs: results are sums over parts.
+  bool row_parallel = false;  ///< `in` is one shard's inputs; outputs are summed over shards.
 };
 
 /// y = x W^T (+ b) in the context's compute type; W and b stay in their own. Inference (evaluation
@@ -78,7 +79,7 @@ class ProjectionImpl : public torch::nn::Module {
   const Prepacked& prepacked(int64_t first, int64_t count);
   at::Tensor product(const at::Tensor& x, int64_t first, int64_t count, const at::Tensor& bias);
 
-  bool sums_parts_;
+  bool row_parallel_;
   std::shared_ptr<LayerContext> context_;
   std::vector<Part> parts_;
 };
@@ -116,7 +117,7 @@ class AttentionImpl : public torch::nn::Module {
                     const at::Tensor& lengths_B, bool causal);
   // The same in inference, for queries [..., D].
   at::Tensor attend(const at::Tensor& queries, const SeenRows& seen);
-  int64_t heads_;  // of this part
+  int64_t heads_;  // of this shard
   int64_t width_;  // of these heads together
   std::shared_ptr<LayerContext> context_;
 };
@@ -196,14 +197,15 @@ struct DecoderState {
 class TransformerImpl : public torch::nn::Module {
  public:
   /// On the meta device parameters have no memory and no values: see Initialiser.
-  /// With a `division` this is the part of the model that it says, whose results are the whole's;
-  /// `part_of` tells which elements of the whole's parameters it has.
-  /// Errors: ConfigError if heads or dim_ffn are no multiples of the parts, or the vocabulary has
-  ///         fewer words.
+  /// With a `tensor_parallel` context this is one shard of the model, whose results are the
+  /// unsharded model's; `part_of` tells which elements of its parameters the shard has.
+  /// Errors: ConfigError if heads or dim_ffn are no multiples of the number of shards, or the
+  ///         vocabulary has fewer words.
   explicit TransformerImpl(const TransformerOptions& options,
                            Precision precision = Precision::kFloat32,
                            c10::Device device = c10::kCPU,
-                           std::shared_ptr<const Division> division = std::make_shared<Division>());
+                           std::shared_ptr<const TensorParallelContext> tensor_parallel =
+                               std::make_shared<TensorParallelContext>());
 
   /// Sums of the losses over the batch's target tokens: {smoothed, plain}. See
   /// smoothed_cross_entropy.
@@ -222,7 +224,7 @@ class TransformerImpl : public torch::nn::Module {
 
   void train(bool on = true) override;
 
-  /// Draws all parameters anew from `seed`; the same seed gives the same model, however divided.
+  /// Draws all parameters anew from `seed`; the same seed gives the same model, however sharded.
   void initialise(uint64_t seed);
   /// The dropout's position: set it per step and rank, and the step can be repeated.
   void set_dropout_stream(DropoutStream stream) { context_->stream = stream; }
@@ -240,9 +242,11 @@ class TransformerImpl : public torch::nn::Module {
   /// Encoder layers, then decoder layers; not owned.
   std::vector<torch::nn::Module*> layers();
 
-  int64_t num_parameters() const;  ///< Elements of the whole model's, however divided.
+  int64_t num_parameters() const;  ///< Elements of the unsharded model's.
   const TransformerOptions& options() const { return options_; }
-  const std::shared_ptr<const Division>& division() const { return context_->division; }
+  const std::shared_ptr<const TensorParallelContext>& tensor_parallel() const {
+    return context_->tensor_parallel;
+  }
   Precision precision() const { return context_->precision; }
 
  private:

@@ -11,7 +11,7 @@
 
 namespace cohort::parallel {
 
-/// The gradients that travel together. Made anew for each call of the hook; the tensors are the
+/// The gradients that are reduced in one call. Made for each call of the hook; the tensors are the
 /// reducer's.
 struct Bucket {
   int64_t index =

@@ -81,7 +81,7 @@ class DistributedDataParallel {
   };
   NoSync no_sync() { return NoSync(engine_); }
 
-  /// Lets `hook` carry the gradients (comm_hook.h). `name` stands in logging_data.
+  /// Lets `hook` carry the gradients (comm_hook.h). `name` appears in logging_data.
   /// Errors: c10::ValueError the second time, after a backward, or beside
   /// mixed_precision.reduce_dtype.
   void register_comm_hook(CommHook hook, const std::string& name = "custom") {

@@ -17,7 +17,7 @@ struct GradScalerOptions {
   int64_t growth_interval = 2000;  ///< Steps in a row without an overflow, > 0.
 };
 
-/// Multiplies losses by a factor that follows what the gradients bear, with the rules of PyTorch's
+/// Multiplies losses by a factor that adapts to the gradients' range, with the rules of PyTorch's
 /// torch.amp.GradScaler.
 ///
 ///   model.backward(scaler.scale(loss));
@@ -26,10 +26,10 @@ struct GradScalerOptions {
 ///
 /// A step whose gradients are not all finite on all ranks is left out by every rank, and the scale
 /// shrinks; after growth_interval good ones it grows. Works with whole gradients
-/// (DistributedDataParallel, optim or torch::optim parameters) and with slices of them
-/// (ShardedDataParallel), which a rank alone may see overflow.
+/// (DistributedDataParallel, optim or torch::optim parameters) and with shards of them
+/// (FullyShardedDataParallel), which a rank alone may see overflow.
 ///
-/// `group`: all ranks, or those that share the model out (a replicate_group's
+/// `group`: all ranks, or those that shard the model (a replicate_group's
 /// ranks have the same gradients).
 /// Collective: unscale. Threads: one.
 /// Numerics:   gradients are multiplied by the float32 reciprocal of the scale, in their type.

@@ -128,7 +128,7 @@ struct GradientEngine::Impl {
 
   void select_parameters();
   std::string describe() const;
-  void share_state();
+  void sync_initial_state();
   void cast_buffers();
   void make_engine();
   void watch_gradients();
@@ -141,11 +141,11 @@ struct GradientEngine::Impl {
   void restore_after_error() noexcept;
   std::string left_out() const;
   [[noreturn]] void report_left_out();
-  Round announce(bool active, bool synchronizing);
+  Round notify_join_context(bool active, bool synchronizing);
   bool will_copy_buffers() const {
     return buffers_differ && options.broadcast_buffers && !buffers.empty();
   }
-  void stand_in(const Round& round);
+  void shadow_collectives(const Round& round);
   bool searches_unused() const { return options.find_unused_parameters && !options.static_graph; }
   // A synchronized forward ran, and no backward after it has averaged all gradients.
   bool unfinished() const { return reducer->unfinished() || (delayed && delayed->unfinished()); }
@@ -159,8 +159,9 @@ struct GradientEngine::Impl {
   size_t trigger = 0;                // of the delayed ones, in `watched`
   std::vector<at::Tensor> buffers;
   std::vector<Form> forms;
-  std::optional<LentParameters> lent;
-  bool lent_by_forward = false;  // by the present one, not by one whose backward is still to come
+  std::optional<LowPrecisionParameters> low_precision;
+  // by this forward, not by one whose backward is still to come
+  bool swapped_in_by_forward = false;
 
   std::shared_ptr<Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
@@ -177,7 +178,7 @@ struct GradientEngine::Impl {
   bool interrupted = false;  // `backward` threw
   std::vector<bool> ready;   // by `watched`: its gradient of this backward is there
   int divisor = group.size();
-  int64_t num_prepared = 0;        // synchronized steps, those of stand_in included
+  int64_t num_prepared = 0;        // synchronized steps, shadowed ones included
   bool all_reduce_queued = false;  // for the end of a static graph's first backward
   bool graph_known = false;        // that backward has been averaged
 
@@ -243,7 +244,7 @@ std::string GradientEngine::Impl::describe() const {
   return out.str();
 }
 
-void GradientEngine::Impl::share_state() {
+void GradientEngine::Impl::sync_initial_state() {
   if (!options.init_sync) return;
   verify_same_model(model, group, options.ignored);
   verify_same_text("options of DistributedDataParallel", describe(), group);
@@ -316,7 +317,7 @@ void GradientEngine::Impl::gradient_arrived(size_t index) {
   ready[index] = true;
 }
 
-// A gradient that no forward of the wrapper announced would stay this rank's own, without a word.
+// A gradient that no forward of the wrapper prepared for would silently stay this rank's own.
 void GradientEngine::Impl::check_expected(size_t index) const {
   if (last_forward == Forward::kLocal) return;
   TORCH_CHECK_VALUE(false, "rank ", group.rank(), ": ", watched[index].name,
@@ -358,7 +359,7 @@ void GradientEngine::Impl::abandon() {
 // A second error must not take the place of the first.
 void GradientEngine::Impl::restore_after_error() noexcept {
   try {
-    if (lent) lent->restore();
+    if (low_precision) low_precision->swap_out();
   } catch (const std::exception& error) {
     TORCH_WARN("parameters stay in low precision: ", error.what());
   }
@@ -383,11 +384,11 @@ void GradientEngine::Impl::check_finished() {
     threw = begun || reducer->begun();
   }
   if (!threw) return;
-  if (lent) lent->restore();
+  if (low_precision) low_precision->swap_out();
   abandon();
 }
 
-Round GradientEngine::Impl::announce(bool active, bool synchronizing) {
+Round GradientEngine::Impl::notify_join_context(bool active, bool synchronizing) {
   const auto width = static_cast<int64_t>(group.size());
   at::Tensor news = at::zeros({width + 1}, at::kLong);
   auto* values = news.data_ptr<int64_t>();
@@ -401,7 +402,7 @@ Round GradientEngine::Impl::announce(bool active, bool synchronizing) {
     round.first_active = rank;
   }
   const bool complete = round.num_active == group.size();
-  // From here on every rank comes to the same verdict.
+  // From here on every rank comes to the same result.
   if (round.num_active > 0) {
     last_round = round;
     TORCH_CHECK(!join->throw_on_early_termination || complete,
@@ -418,13 +419,13 @@ Round GradientEngine::Impl::announce(bool active, bool synchronizing) {
   return round;
 }
 
-void GradientEngine::Impl::stand_in(const Round& round) {
+void GradientEngine::Impl::shadow_collectives(const Round& round) {
   const bool synchronizes = round.num_synchronizing > 0;
   if (synchronizes) group.translate_errors("join", [&] { reducer->rebuild_buckets(); });
   if (will_copy_buffers()) broadcast_tensors(buffers, group, round.first_active);
   buffers_differ = synchronizes;
   if (!synchronizes) return;
-  group.translate_errors("join", [&] { reducer->stand_in(); });
+  group.translate_errors("join", [&] { reducer->shadow_collectives(); });
   ++num_prepared;
 }
 
@@ -434,7 +435,7 @@ GradientEngine::GradientEngine(torch::nn::Module& model, const comm::ProcessGrou
   Impl& my = *impl_;
   check_options(options, model);
   my.select_parameters();
-  my.share_state();
+  my.sync_initial_state();
   my.cast_buffers();
   my.make_engine();
   my.watch_gradients();
@@ -444,7 +445,7 @@ GradientEngine::GradientEngine(torch::nn::Module& model, const comm::ProcessGrou
     for (const auto& item : model.named_parameters()) {
       if (!contains(options.ignored, item.key())) all.push_back(item.value());
     }
-    my.lent.emplace(all, *my.options.mixed_precision.param_dtype);
+    my.low_precision.emplace(all, *my.options.mixed_precision.param_dtype);
   }
 }
 
@@ -455,12 +456,12 @@ void GradientEngine::before_forward() {
   const bool trains = at::GradMode::is_enabled();
   const bool synchronizes = trains && my.synchronized;
   if (trains) {
-    if (!my.lent || !my.lent->is_lent()) my.check_forms();
+    if (!my.low_precision || !my.low_precision->is_swapped_in()) my.check_forms();
     my.check_finished();
   }
   std::optional<Round> round;
   if (my.join && (trains || my.will_copy_buffers())) {
-    round = my.announce(/*active=*/true, synchronizes);
+    round = my.notify_join_context(/*active=*/true, synchronizes);
   }
   if (synchronizes) {
     my.logger->set_runtime_stats_and_log();
@@ -474,9 +475,9 @@ void GradientEngine::before_forward() {
     broadcast_tensors(my.buffers, my.group, round ? round->first_active : 0);
   }
   my.buffers_differ = synchronizes;
-  if (!my.lent) return;
-  my.lent_by_forward = !my.lent->is_lent();
-  my.lent->lend();
+  if (!my.low_precision) return;
+  my.swapped_in_by_forward = !my.low_precision->is_swapped_in();
+  my.low_precision->swap_in();
 }
 
 void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
@@ -509,7 +510,7 @@ void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
 }
 
 void GradientEngine::abandon_forward() {
-  if (impl_->lent && impl_->lent_by_forward) impl_->lent->restore();
+  if (impl_->low_precision && impl_->swapped_in_by_forward) impl_->low_precision->swap_out();
 }
 
 void GradientEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {
@@ -522,7 +523,7 @@ void GradientEngine::backward(const at::Tensor& loss, const at::Tensor& gradient
     my.restore_after_error();
     throw;
   }
-  if (my.lent) my.lent->restore();
+  if (my.low_precision) my.low_precision->swap_out();
   if (my.unfinished()) my.report_left_out();
 }
 
@@ -598,8 +599,10 @@ void GradientEngine::begin_join(const JoinOptions& options) {
 
 void GradientEngine::finish_join() {
   Impl& my = *impl_;
-  const auto announce = [&] { return my.announce(/*active=*/false, /*synchronizing=*/false); };
-  for (Round round = announce(); round.num_active > 0; round = announce()) my.stand_in(round);
+  const auto notify = [&] {
+    return my.notify_join_context(/*active=*/false, /*synchronizing=*/false);
+  };
+  for (Round round = notify(); round.num_active > 0; round = notify()) my.shadow_collectives(round);
   if (my.last_round)
     broadcast_model(my.model, my.group, my.last_round->first_active, my.options.ignored);
 }

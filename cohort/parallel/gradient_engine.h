@@ -14,7 +14,7 @@
 
 namespace cohort::parallel {
 
-/// How ranks whose batches run out stay beside those that go on; see join.h.
+/// What ranks do that run out of batches before others; see join.h.
 struct JoinOptions {
   /// Gradients are divided by the number of ranks (true), or by that of the ranks which still have
   /// batches. A communication hook divides as it pleases; mixed_precision.reduce_dtype follows.
@@ -69,8 +69,8 @@ class GradientEngine {
   int64_t num_buckets() const;  ///< Of the engine's present layout.
 
   void begin_join(const JoinOptions& options);  ///< Collective only in what follows.
-  void finish_join();        ///< Stands in for this rank until no rank has batches.
-  void end_join() noexcept;  ///< Local: forward announces no more.
+  void finish_join();                           ///< Shadows collectives until no rank has batches.
+  void end_join() noexcept;  ///< Local: forward no longer notifies the join context.
 
  private:
   struct Impl;

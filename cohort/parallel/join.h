@@ -6,9 +6,9 @@
 
 namespace cohort::parallel {
 
-/// Runs `body`, the loop over this rank's batches, and then stands in for this rank in the others'
-/// communication, with zero gradients, until they, too, are through; at last every rank has the
-/// model of a rank that went on longest.
+/// Runs `body`, the loop over this rank's batches. Then shadows the collectives of ranks that still
+/// have batches, with zero gradients, until all are done; in the end every rank has the model of a
+/// rank that ran longest.
 ///
 /// Collective: every rank calls it, once per loop; `body` may run any number of steps, none, too,
 ///             and forwards without gradient mode (validation) in between; with buffers, all ranks
@@ -17,14 +17,13 @@ namespace cohort::parallel {
 ///             holds no other collective.
 /// Blocks:     until the last rank has finished its loop.
 /// Cost:       one all-reduce of W + 1 numbers per forward.
-/// Numerics:   see JoinOptions. An optimizer's state does not follow: a rank that stood in keeps
-/// the moments of its
-///             own last step.
+/// Numerics:   see JoinOptions. An optimizer's state does not follow: a rank that ran out of
+///             batches keeps the moments of its own last step.
 /// Errors:     c10::Error on every rank, at the first forward that a rank no longer takes part in,
 /// if
 ///             throw_on_early_termination; c10::ValueError on every rank if the ranks disagree on
-///             no_sync, or if a rank would have to stand in for the very first step of a static
-///             graph. What `body` throws passes through, and the others then lose this rank.
+///             no_sync, or if a rank would have to shadow the first step of a static graph. What
+///             `body` throws passes through, and the others then lose this rank.
 template <class Holder, class Body>
 void join(DistributedDataParallel<Holder>& ddp, Body&& body, const JoinOptions& options = {}) {
   struct Scope {

@@ -1,5 +1,5 @@
-// The ranks of a job in two dimensions: those that compute one model together, and those that hold
-// the same part of it.
+// The ranks of a job in two dimensions: those that compute one model, and those that hold the same
+// part of it.
 #pragma once
 #include <string>
 

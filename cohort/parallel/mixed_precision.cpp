@@ -15,12 +15,12 @@ using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-struct LentParameters::Loan {
+struct LowPrecisionParameters::Swap {
   at::Tensor parameter;
   std::shared_ptr<Node> accumulator;  // the master's; none for a frozen parameter
-  at::Tensor master;                  // defined while the parameter is lent
+  at::Tensor master;                  // defined while the parameter is swapped in
 
-  void give_back() {
+  void swap_out() {
     if (!master.defined()) return;
     const at::NoGradGuard no_grad;
     if (accumulator) torch::autograd::impl::set_gradient_edge(parameter, Edge());
@@ -31,31 +31,31 @@ struct LentParameters::Loan {
   }
 };
 
-struct LentParameters::Loans {
-  std::vector<std::shared_ptr<Loan>> all;
-  bool end_awaited = false;  // a backward runs and will call give_back when it ends
+struct LowPrecisionParameters::Swaps {
+  std::vector<std::shared_ptr<Swap>> all;
+  bool end_awaited = false;  // a backward runs and will call swap_out when it ends
 
-  void give_back() {
+  void swap_out() {
     end_awaited = false;
-    for (const auto& loan : all) loan->give_back();
+    for (const auto& swap : all) swap->swap_out();
   }
 };
 
-class LentParameters::CastBackward : public Node {
+class LowPrecisionParameters::CastBackward : public Node {
  public:
-  CastBackward(std::shared_ptr<Loan> loan, std::weak_ptr<Loans> all)
-      : loan_(std::move(loan)), all_(std::move(all)) {}
+  CastBackward(std::shared_ptr<Swap> swap, std::weak_ptr<Swaps> all)
+      : swap_(std::move(swap)), all_(std::move(all)) {}
 
   variable_list apply(variable_list&& gradients) override {
     // Frozen parameters are consumed by what has still to run: they wait for the end.
     if (const auto all = all_.lock(); all && !std::exchange(all->end_awaited, true)) {
       torch::autograd::Engine::get_default_engine().queue_callback([weak = all_] {
-        if (const auto loans = weak.lock()) loans->give_back();
+        if (const auto swaps = weak.lock()) swaps->swap_out();
       });
     }
-    loan_->give_back();
+    swap_->swap_out();
     const at::Tensor& gradient = gradients[0];
-    const at::Tensor& to = loan_->parameter;
+    const at::Tensor& to = swap_->parameter;
     if (!gradient.defined() || gradient.scalar_type() == to.scalar_type())
       return std::move(gradients);
     if (gradient.is_sparse()) return {gradient.to(to.scalar_type())};
@@ -66,8 +66,8 @@ class LentParameters::CastBackward : public Node {
   }
 
  private:
-  std::shared_ptr<Loan> loan_;
-  std::weak_ptr<Loans> all_;
+  std::shared_ptr<Swap> swap_;
+  std::weak_ptr<Swaps> all_;
 };
 
 at::Tensor cast_floating(const at::Tensor& tensor, c10::ScalarType type) {
@@ -85,46 +85,47 @@ at::Tensor cast_output(const MixedPrecision& types, const at::Tensor& output) {
   return types.output_dtype ? cast_floating(output, *types.output_dtype) : output;
 }
 
-LentParameters::LentParameters(const std::vector<at::Tensor>& parameters, c10::ScalarType type)
-    : type_(type), loans_(std::make_shared<Loans>()) {
+LowPrecisionParameters::LowPrecisionParameters(const std::vector<at::Tensor>& parameters,
+                                               c10::ScalarType type)
+    : type_(type), swaps_(std::make_shared<Swaps>()) {
   std::unordered_set<c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : parameters) {
     if (!parameter.is_floating_point() || parameter.scalar_type() == type) continue;
     if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-    auto loan = std::make_shared<Loan>();
-    loan->parameter = parameter;
+    auto swap = std::make_shared<Swap>();
+    swap->parameter = parameter;
     if (parameter.requires_grad())
-      loan->accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    loans_->all.push_back(std::move(loan));
+      swap->accumulator = torch::autograd::impl::grad_accumulator(parameter);
+    swaps_->all.push_back(std::move(swap));
   }
 }
 
-LentParameters::~LentParameters() {
-  restore();
+LowPrecisionParameters::~LowPrecisionParameters() {
+  swap_out();
 }
 
-void LentParameters::lend() {
-  for (const auto& loan : loans_->all) {
-    if (loan->master.defined()) continue;
+void LowPrecisionParameters::swap_in() {
+  for (const auto& swap : swaps_->all) {
+    if (swap->master.defined()) continue;
     const at::NoGradGuard no_grad;
-    const at::Tensor& parameter = loan->parameter;
-    loan->master = parameter.detach();
-    parameter.set_data(loan->master.to(type_));
-    if (!loan->accumulator) continue;
-    const auto cast = std::make_shared<CastBackward>(loan, loans_);
-    cast->set_next_edges({Edge(loan->accumulator, 0)});
+    const at::Tensor& parameter = swap->parameter;
+    swap->master = parameter.detach();
+    parameter.set_data(swap->master.to(type_));
+    if (!swap->accumulator) continue;
+    const auto cast = std::make_shared<CastBackward>(swap, swaps_);
+    cast->set_next_edges({Edge(swap->accumulator, 0)});
     const uint32_t output = cast->add_input_metadata(parameter);
     torch::autograd::impl::set_gradient_edge(parameter, {cast, output});
   }
 }
 
-bool LentParameters::is_lent() const {
-  return std::any_of(loans_->all.begin(), loans_->all.end(),
-                     [](const auto& loan) { return loan->master.defined(); });
+bool LowPrecisionParameters::is_swapped_in() const {
+  return std::any_of(swaps_->all.begin(), swaps_->all.end(),
+                     [](const auto& swap) { return swap->master.defined(); });
 }
 
-void LentParameters::restore() {
-  loans_->give_back();
+void LowPrecisionParameters::swap_out() {
+  swaps_->swap_out();
 }
 
 }  // namespace cohort::parallel

@@ -1,4 +1,4 @@
-// Lends a module's parameters in low precision to one forward and its backward.
+// Swaps a module's parameters for low-precision copies during one forward and its backward.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -16,34 +16,35 @@ namespace cohort::parallel {
 /// Swaps parameters for copies of another type before a forward, and back.
 ///
 /// A libtorch module holds its parameters by value in typed members, so the copies go into the same
-/// tensors: between `lend` and `restore`, a parameter's data are the copy's, and its gradient
+/// tensors: between `swap_in` and `swap_out`, a parameter's data are the copy's, and its gradient
 /// passes a cast back to the master's type. Every consumer of a parameter has run when that cast
-/// runs, so it gives the parameter its master data back on the spot, and the gradient arrives at a
-/// float32 parameter in float32. What no gradient reaches is restored when the backward ends.
+/// runs, so it swaps the master data back at once, and the gradient arrives at a float32 parameter
+/// in float32. What no gradient reaches is swapped out when the backward ends.
 ///
 /// Owner: GradientEngine. Threads: one. Local. One backward per forward; a retained graph cannot
 /// run a second time.
-class LentParameters {
+class LowPrecisionParameters {
  public:
-  /// `parameters`: leaves; those not of floating point are left alone, and one named twice is lent
-  /// once. `type`: a floating-point type.
-  LentParameters(const std::vector<at::Tensor>& parameters, c10::ScalarType type);
-  /// Restores.
-  ~LentParameters();
-  LentParameters(const LentParameters&) = delete;
-  LentParameters& operator=(const LentParameters&) = delete;
+  /// `parameters`: leaves; those not of floating point are left alone, and one that is listed twice
+  /// is swapped once. `type`: a floating-point type.
+  LowPrecisionParameters(const std::vector<at::Tensor>& parameters, c10::ScalarType type);
+  /// Swaps out.
+  ~LowPrecisionParameters();
+  LowPrecisionParameters(const LowPrecisionParameters&) = delete;
+  LowPrecisionParameters& operator=(const LowPrecisionParameters&) = delete;
 
-  void lend();     ///< Casts anew from the master data. Nothing happens to a parameter that is lent
-                   ///< already.
-  void restore();  ///< Gives back the master data of what is still lent.
-  bool is_lent() const;  ///< Some parameter is.
+  /// Casts the master data. A parameter that is swapped in already stays as it is.
+  void swap_in();
+  /// Puts back the master data of what is still swapped in.
+  void swap_out();
+  bool is_swapped_in() const;  ///< Some parameter is.
 
  private:
-  struct Loan;
-  struct Loans;
+  struct Swap;
+  struct Swaps;
   class CastBackward;
   c10::ScalarType type_;
-  std::shared_ptr<Loans> loans_;
+  std::shared_ptr<Swaps> swaps_;
 };
 
 /// Returns `tensor` in `type` if it is of another floating-point type, else itself.

@@ -1,5 +1,5 @@
 // The types that a wrapped model computes and communicates in: an option of DistributedDataParallel
-// and of ShardedDataParallel.
+// and of FullyShardedDataParallel.
 #pragma once
 #include <c10/core/ScalarType.h>
 #include <optional>

@@ -94,7 +94,8 @@ class Reducer::HookAdapter : public c10d::CommHookInterface {
 
  private:
   // In the first backward of a static graph c10d calls every bucket the first one, so the tensor
-  // decides. The zeros of a rank that stands in are none of them, but have their right number.
+  // decides. The zeros of a rank that shadows collectives are none of them, but have the right
+  // number.
   size_t position_of(c10d::GradBucket& bucket) const {
     const auto& all = reducer_.buckets_;
     for (size_t i = 0; i < all.size(); ++i) {
@@ -138,7 +139,7 @@ void Reducer::abandon_backward() {
   }
 }
 
-void Reducer::stand_in() {
+void Reducer::shadow_collectives() {
   for (Bucket& bucket : buckets_) {
     if (!bucket.expect_sparse_gradient || bucket.gradients.defined()) continue;
     // A rank that never had a gradient does not know its form: rows of an embedding, none of them.

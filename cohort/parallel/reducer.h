@@ -24,11 +24,11 @@ class Reducer : public c10d::Reducer {
   bool has_rebuilt() const { return has_rebuilt_bucket_; }
   /// Lets `hook` carry the buckets.
   void carry_by(CommHook hook, const comm::ProcessGroup& group);
-  /// A forward has announced a backward which has not averaged its gradients yet.
+  /// A forward has prepared a backward which has not averaged its gradients yet.
   bool unfinished() const { return expect_autograd_hooks_; }
   /// That backward has made some bucket's gradient.
   bool begun() const { return require_finalize_; }
-  /// The search of the graph has left parameter `index` out of the announced backward.
+  /// The search of the graph has left parameter `index` out of the prepared backward.
   bool is_unused(size_t index) const;
   /// By the first step of a static graph, parameter `index` still gets a gradient in this backward.
   bool awaits(size_t index) const;
@@ -39,9 +39,10 @@ class Reducer : public c10d::Reducer {
   void set_divisor(int divisor) { div_factor_ = divisor; }
   /// Waits for the buckets that an unfinished backward has sent, then forgets that backward.
   void abandon_backward();
-  /// Joins the peers' reductions of one backward with zeros; not of a static graph's first.
+  /// Takes part in the other ranks' reductions of one backward with zeros; not in a static graph's
+  /// first.
   /// Collective; blocks.
-  void stand_in();
+  void shadow_collectives();
 
  private:
   class HookAdapter;

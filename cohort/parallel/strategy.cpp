@@ -27,11 +27,11 @@ bool shards_parameters(Strategy strategy) {
 
 StrategyGroups::StrategyGroups(const comm::ProcessGroup& group, Strategy strategy) : group_(group) {
   if (strategy == Strategy::kDdp) {
-    if (group.rank() == 0) savers_ = comm::ProcessGroup(comm::RankInfo{});
+    if (group.rank() == 0) checkpoint_writers_ = comm::ProcessGroup(comm::RankInfo{});
     return;
   }
   if (strategy != Strategy::kHybrid) {
-    savers_ = group;
+    checkpoint_writers_ = group;
     return;
   }
   const int per_host = group.rank_info().local_world_size;
@@ -42,18 +42,18 @@ StrategyGroups::StrategyGroups(const comm::ProcessGroup& group, Strategy strateg
   if (num_hosts == 1)
     throw ConfigError("--strategy hybrid: expected several hosts, got one: give --strategy zero3");
   hosts_ = make_rank_grid(group, per_host, "host", "across hosts");
-  if (group.rank() < per_host) savers_ = hosts_.row;
+  if (group.rank() < per_host) checkpoint_writers_ = hosts_.row;
 }
 
-std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module) {
-  std::vector<ParameterSlice> slices;
+std::vector<LocalShard> full_shards_of(const torch::nn::Module& module) {
+  std::vector<LocalShard> shards;
   for (const auto& [name, tensor] : optim::named_parameters(module))
-    slices.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
-  return slices;
+    shards.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor});
+  return shards;
 }
 
-std::vector<ParameterSlice> whole_state_of(const torch::nn::Module& module) {
-  std::vector<ParameterSlice> state = whole_slices_of(module);
+std::vector<LocalShard> whole_state_of(const torch::nn::Module& module) {
+  std::vector<LocalShard> state = full_shards_of(module);
   for (const NamedTensor& each : model_buffers(module))
     state.push_back({each.name, each.tensor.sizes().vec(), 0, each.tensor.numel(), each.tensor});
   return state;

@@ -10,7 +10,7 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/distributed_data_parallel.h"
 #include "cohort/parallel/mesh.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 namespace cohort::parallel {
 
@@ -36,7 +36,7 @@ struct StrategyOptions {
   ShardingOptions sharding;            ///< Of the others, which set `shard` and `replicate_group`.
 };
 
-/// Which ranks share a model out, and which write it. Not a template.
+/// Which ranks shard a model, and which write checkpoints of it. Not a template.
 class StrategyGroups {
  public:
   /// Collective; blocks. Errors: ConfigError for kHybrid if there is one host, or hosts have
@@ -45,33 +45,35 @@ class StrategyGroups {
 
   const comm::ProcessGroup& shards() const { return hosts_.row ? hosts_.row : group_; }
   const comm::ProcessGroup& replicas() const { return hosts_.column; }  ///< Empty: none.
-  const comm::ProcessGroup& savers() const { return savers_; }  ///< Empty: this rank is none.
+  /// Empty: this rank writes none.
+  const comm::ProcessGroup& checkpoint_writers() const { return checkpoint_writers_; }
 
  private:
   comm::ProcessGroup group_;
   RankGrid hosts_;  // kHybrid
-  comm::ProcessGroup savers_;
+  comm::ProcessGroup checkpoint_writers_;
 };
 
-/// Every parameter as one slice that is all of it.
-std::vector<ParameterSlice> whole_slices_of(const torch::nn::Module& module);
+/// Every parameter as one shard that holds all of it.
+std::vector<LocalShard> full_shards_of(const torch::nn::Module& module);
 /// The same of every parameter and buffer.
-std::vector<ParameterSlice> whole_state_of(const torch::nn::Module& module);
+std::vector<LocalShard> whole_state_of(const torch::nn::Module& module);
 /// Norm of the gradients that the module's parameters have. Local.
 double gradient_norm_of(const torch::nn::Module& module);
 
-/// Wraps a module holder in DistributedDataParallel or ShardedDataParallel, as the strategy says.
+/// Wraps a module holder in DistributedDataParallel or FullyShardedDataParallel, as the strategy
+/// says.
 ///
 ///   parallel::ParallelModel<Model> model(module, group, {.strategy = parse_strategy(name)},
-///   blocks); optim::Adam adam(model.named_slices()); model.backward(loss(model(batch)));
+///   blocks); optim::Adam adam(model.named_local_shards()); model.backward(loss(model(batch)));
 ///   adam.step(rate);  adam.zero_grad();
 ///
-/// Collective: constructor, forward, backward, gradient_norm, summon: what the strategy exchanges.
+/// Collective: constructor, forward, backward, gradient_norm, unshard: what the strategy exchanges.
 /// Errors, numerics, threads: as those two.
 template <class Holder>
 class ParallelModel {
  public:
-  /// `units` are the blocks that ShardedDataParallel gathers one by one.
+  /// `units` are the blocks that FullyShardedDataParallel gathers one by one.
   ParallelModel(Holder module, const comm::ProcessGroup& group, const StrategyOptions& options = {},
                 const std::vector<torch::nn::Module*>& units = {})
       : module_(module), groups_(group, options.strategy) {
@@ -84,8 +86,8 @@ class ParallelModel {
                      : options.strategy == Strategy::kZero2 ? Shard::kGradients
                                                             : Shard::kParameters;
     sharding.replicate_group = groups_.replicas();
-    sharded_ =
-        std::make_unique<ShardedDataParallel<Holder>>(module, groups_.shards(), sharding, units);
+    sharded_ = std::make_unique<FullyShardedDataParallel<Holder>>(module, groups_.shards(),
+                                                                  sharding, units);
   }
 
   /// Runs the module's forward.
@@ -95,7 +97,7 @@ class ParallelModel {
                 : (*sharded_)(std::forward<Arguments>(arguments)...);
   }
 
-  /// As loss.backward(gradient): leaves the mean over ranks as the slices' gradients.
+  /// As loss.backward(gradient): leaves the mean over ranks as the local shards' gradients.
   void backward(const at::Tensor& loss, const at::Tensor& gradient = {}) {
     ddp_ ? ddp_->backward(loss, gradient) : sharded_->backward(loss, gradient);
   }
@@ -117,15 +119,16 @@ class ParallelModel {
   };
   NoSync no_sync() { return NoSync(*this); }
 
-  /// What this rank's optimizer updates, leaves with gradients: parameters, or slices of them.
-  std::vector<ParameterSlice> slices() const {
-    return ddp_ ? whole_slices_of(*module_) : sharded_->slices();
+  /// What this rank's optimizer updates, leaves with gradients: parameters, or local shards of
+  /// them.
+  std::vector<LocalShard> local_shards() const {
+    return ddp_ ? full_shards_of(*module_) : sharded_->local_shards();
   }
   /// Names and tensors of those that are trained: what an optimizer is made of.
-  std::vector<std::pair<std::string, at::Tensor>> named_slices() const {
+  std::vector<std::pair<std::string, at::Tensor>> named_local_shards() const {
     std::vector<std::pair<std::string, at::Tensor>> named;
-    for (const ParameterSlice& slice : slices())
-      if (slice.tensor.requires_grad()) named.emplace_back(slice.name, slice.tensor);
+    for (const LocalShard& shard : local_shards())
+      if (shard.tensor.requires_grad()) named.emplace_back(shard.name, shard.tensor);
     return named;
   }
   /// Of the whole gradient, the same on every rank.
@@ -133,34 +136,34 @@ class ParallelModel {
     return ddp_ ? gradient_norm_of(*module_) : sharded_->engine().gradient_norm();
   }
 
-  /// Makes the module's own tensors whole, and those of all slices, until `release`: so it can be
-  /// used without the other ranks. Do not write into them meanwhile: it would be lost, or not reach
-  /// the other ranks. Of one in another, the outer one counts. Between them this wrapper's forward
-  /// is refused where ranks hold slices. Blocks.
-  void summon() {
-    if (sharded_) sharded_->engine().summon();
+  /// Gathers the module's own tensors until `reshard`: so it can be used without the other ranks.
+  /// Do not write into them meanwhile: it would be lost, or not reach the other ranks. If calls
+  /// nest, the outer one counts. In between, this wrapper's forward is rejected if parameters are
+  /// sharded. Blocks.
+  void unshard() {
+    if (sharded_) sharded_->engine().unshard();
   }
-  void release() {
-    if (sharded_) sharded_->engine().release(/*keep=*/false);
+  void reshard() {
+    if (sharded_) sharded_->engine().reshard(/*keep=*/false);
   }
 
-  /// What this rank, one of the savers, writes into a checkpoint of the module: its slices, and on
-  /// the first saver what is not shared out, buffers and ignored parameters. train::slices_of makes
-  /// a checkpoint's part of it.
-  std::vector<ParameterSlice> state_to_save() const {
+  /// What this rank, one of the checkpoint writers, writes of the module: its local shards, and on
+  /// the first writer also what is not sharded, buffers and ignored parameters. train::shards_of
+  /// makes a checkpoint's part of it.
+  std::vector<LocalShard> state_to_save() const {
     return ddp_ ? whole_state_of(*module_) : sharded_->engine().state_to_save();
   }
-  /// What every rank fills from one, whatever strategy wrote it: all ranks get the first saver's
-  /// buffers.
-  std::vector<ParameterSlice> state_to_load() const {
+  /// What every rank fills from a checkpoint, whatever strategy wrote it: all ranks get the first
+  /// writer's buffers.
+  std::vector<LocalShard> state_to_load() const {
     return ddp_ ? whole_state_of(*module_) : sharded_->engine().state_to_load();
   }
 
-  /// Whether ranks hold different slices: then every rank reads a checkpoint, else any one.
+  /// Whether ranks hold different shards: then every rank reads a checkpoint, else any one.
   bool is_sharded() const { return sharded_ != nullptr; }
-  /// The ranks that write checkpoints, each its slices; empty unless this is one of them. Together
-  /// they hold everything once; rank 0 of the whole group is their first.
-  const comm::ProcessGroup& savers() const { return groups_.savers(); }
+  /// The ranks that write checkpoints, each its local shards; empty unless this is one of them.
+  /// Their shards cover everything once; rank 0 of the whole group is the first of them.
+  const comm::ProcessGroup& checkpoint_writers() const { return groups_.checkpoint_writers(); }
 
   Holder& module() { return module_; }
   auto* operator->() { return module_.get(); }
@@ -170,7 +173,7 @@ class ParallelModel {
   Holder module_;
   StrategyGroups groups_;
   std::unique_ptr<DistributedDataParallel<Holder>> ddp_;  // one of the two
-  std::unique_ptr<ShardedDataParallel<Holder>> sharded_;
+  std::unique_ptr<FullyShardedDataParallel<Holder>> sharded_;
 };
 
 /// As loss.backward(), of a loss that several models had part in.
@@ -184,8 +187,8 @@ void backward(const at::Tensor& loss, ParallelModel<Holder>& first, ParallelMode
 template <class Holder>
 class WholeModel {
  public:
-  explicit WholeModel(ParallelModel<Holder>& model) : model_(model) { model_.summon(); }
-  ~WholeModel() { model_.release(); }
+  explicit WholeModel(ParallelModel<Holder>& model) : model_(model) { model_.unshard(); }
+  ~WholeModel() { model_.reshard(); }
   WholeModel(const WholeModel&) = delete;
   WholeModel& operator=(const WholeModel&) = delete;
 

@@ -11,7 +11,7 @@
 namespace cohort::parallel {
 namespace {
 
-// Bytes a parameter: a part that every rank has, and a part that `among` ranks share out.
+// Bytes a parameter: a part that every rank has, and a part that is sharded among `among` ranks.
 struct Formula {
   const char* strategy;
   double whole;
@@ -94,11 +94,11 @@ std::optional<int> ranks_for_zero3(const AdviceRequest& request) {
 
 std::string why(const std::string& strategy) {
   if (strategy == "ddp") return "the whole training state fits on every rank: nothing is simpler";
-  if (strategy == "zero1") return "the optimizer's state must be shared out; that costs no traffic";
-  if (strategy == "zero2") return "gradients must be shared out, too; that costs no traffic";
+  if (strategy == "zero1") return "the optimizer's state must be sharded; that costs no traffic";
+  if (strategy == "zero2") return "gradients must be sharded, too; that costs no traffic";
   if (strategy == "hybrid")
-    return "parameters must be shared out; within each host they need not cross the network";
-  return "parameters must be shared out, too, for half as much traffic again";
+    return "parameters must be sharded; within each host they need not cross the network";
+  return "parameters must be sharded, too, for half as much traffic again";
 }
 
 // Without a word on what would fit where nothing does.
@@ -124,8 +124,8 @@ StrategyAdvice advise_without_remedy(const AdviceRequest& request) {
   return advice;
 }
 
-// The request of one of `count` ranks that compute a model together.
-AdviceRequest divided(const AdviceRequest& request, int count) {
+// The request of one of `count` tensor-parallel ranks.
+AdviceRequest partitioned(const AdviceRequest& request, int count) {
   AdviceRequest part = request;
   part.parameters = (request.parameters + count - 1) / count;
   part.largest_unit = (request.largest_unit + count - 1) / count;
@@ -136,7 +136,7 @@ AdviceRequest divided(const AdviceRequest& request, int count) {
 }
 
 // Hybrid does not go with tensor parallelism.
-std::optional<std::string> first_that_fits_divided(const AdviceRequest& request) {
+std::optional<std::string> first_that_fits_partitioned(const AdviceRequest& request) {
   for (const StrategyFit& each : advise_without_remedy(request).strategies)
     if (each.fits && each.strategy != "hybrid") return each.strategy;
   return {};
@@ -151,7 +151,7 @@ StrategyAdvice advise(const AdviceRequest& request) {
   if (advice.chosen) return advice;
   for (int count = 2; count <= local; ++count) {
     if (local % count != 0) continue;
-    advice.chosen = first_that_fits_divided(divided(request, count));
+    advice.chosen = first_that_fits_partitioned(partitioned(request, count));
     if (!advice.chosen) continue;
     advice.tensor_parallel = count;
     advice.reason = "no strategy fits alone: " + std::to_string(count) +

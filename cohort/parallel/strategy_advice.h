@@ -1,4 +1,4 @@
-// Which way of sharing out a model's training fits into the ranks' memory, by the strategies'
+// Which way of sharding a model's training fits into the ranks' memory, by the strategies'
 // formulas. Pure numbers: opens nothing, measures nothing.
 //
 // Bytes that a rank holds after backward in float32 under Adam (parameter, gradient, two moments:
@@ -28,7 +28,7 @@ struct AdviceRequest {
   /// parameter. They lie with the ranks that save: each rank's share, under ddp all with rank 0.
   double saved_bytes = 0;
   /// The program gathers the whole model on every rank for a while, without gradients: 4 bytes a
-  /// parameter beside the slices of zero3 and hybrid.
+  /// parameter beside the shards of zero3 and hybrid.
   bool gathers_whole = false;
 };
 

@@ -78,8 +78,8 @@ VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const
 
 /// Norm of the whole gradient, the same on every rank: `cut` are parameters of which each rank has
 /// a part, `replicated` those that all `num_parts` ranks of a tensor-parallel group have. Undefined
-/// gradients count 0. `group`: that group; or, where data-parallel ranks share parts out among
-/// themselves, the group of all of them, with each rank's slices in the lists.
+/// gradients count 0. `group`: that group; or, where data-parallel ranks shard parameters among
+/// themselves, the group of all of them, with each rank's local shards in the lists.
 double tensor_parallel_gradient_norm(const std::vector<at::Tensor>& cut,
                                      const std::vector<at::Tensor>& replicated, int num_parts,
                                      const comm::ProcessGroup& group);

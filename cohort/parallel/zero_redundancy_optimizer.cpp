@@ -42,7 +42,7 @@ std::string describe(const std::vector<std::vector<NamedTensor>>& kinds) {
 
 struct OptimizerShards::Impl {
   std::vector<std::unique_ptr<FlatBucket>> buckets;
-  std::vector<ParameterSlice> slices;
+  std::vector<LocalShard> local_shards;
   std::map<std::string, at::Tensor> parameters;
 };
 
@@ -65,31 +65,31 @@ OptimizerShards::OptimizerShards(const Named& parameters, const comm::ProcessGro
     impl_->buckets.push_back(std::make_unique<FlatBucket>(
         std::move(kind), group, ShardingOptions{.shard = Shard::kOptimizer},
         BucketPlace{.name = "parameters of ZeroRedundancyOptimizer"}));
-    const auto& slices = impl_->buckets.back()->slices();
-    impl_->slices.insert(impl_->slices.end(), slices.begin(), slices.end());
+    const auto& shards = impl_->buckets.back()->local_shards();
+    impl_->local_shards.insert(impl_->local_shards.end(), shards.begin(), shards.end());
   }
 }
 
 OptimizerShards::~OptimizerShards() = default;
 
-const std::vector<ParameterSlice>& OptimizerShards::slices() const {
-  return impl_->slices;
+const std::vector<LocalShard>& OptimizerShards::local_shards() const {
+  return impl_->local_shards;
 }
 
 void OptimizerShards::take_gradients() {
   const at::NoGradGuard no_grad;
-  for (ParameterSlice& slice : impl_->slices) {
-    const at::Tensor& gradient = impl_->parameters.at(slice.name).grad();
+  for (LocalShard& shard : impl_->local_shards) {
+    const at::Tensor& gradient = impl_->parameters.at(shard.name).grad();
     if (!gradient.defined()) continue;
-    TORCH_CHECK_VALUE(!gradient.is_sparse(), "ZeroRedundancyOptimizer: ", slice.name,
+    TORCH_CHECK_VALUE(!gradient.is_sparse(), "ZeroRedundancyOptimizer: ", shard.name,
                       " has a sparse gradient: expected dense ones");
-    slice.tensor.mutable_grad() =
-        gradient.contiguous().view({-1}).narrow(0, slice.begin, slice.end - slice.begin);
+    shard.tensor.mutable_grad() =
+        gradient.contiguous().view({-1}).narrow(0, shard.begin, shard.end - shard.begin);
   }
 }
 
-void OptimizerShards::share() {
-  for (ParameterSlice& slice : impl_->slices) slice.tensor.mutable_grad().reset();
+void OptimizerShards::all_gather_updates() {
+  for (LocalShard& shard : impl_->local_shards) shard.tensor.mutable_grad().reset();
   for (const auto& bucket : impl_->buckets) {
     bucket->free();
     bucket->begin_gather();

@@ -1,4 +1,4 @@
-// ZeRO-1 beside plain DistributedDataParallel: the ranks share out the optimizer's work and state.
+// ZeRO-1 beside plain DistributedDataParallel: the optimizer's work and state are sharded.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <memory>
@@ -18,11 +18,11 @@ class OptimizerShards {
                   const comm::ProcessGroup& group);
   ~OptimizerShards();
 
-  const std::vector<ParameterSlice>& slices() const;
-  /// Makes the slices' gradients views of the parameters'. Local.
+  const std::vector<LocalShard>& local_shards() const;
+  /// Makes the local shards' gradients views of the parameters'. Local.
   void take_gradients();
-  /// Brings all ranks' slices into the parameters. Collective; blocks.
-  void share();
+  /// All-gathers the updated shards into the parameters. Collective; blocks.
+  void all_gather_updates();
   void zero_grad();
 
  private:
@@ -30,24 +30,24 @@ class OptimizerShards {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Makes every rank update its W-th part of the parameters with an optimizer of its own, and sends
-/// the updated parts to all.
+/// Makes every rank update its shard, one W-th, of the parameters with an optimizer of its own, and
+/// all-gathers the updated shards.
 ///
 /// The parameters move into one flat buffer for each type and device, of which the ranks hold equal
-/// pieces: of P blocks of 16 elements nobody updates more than P / W, rounded up, however large
-/// single parameters are. `make` gets this rank's slices, flat leaves with the names of their
+/// shards: of P blocks of 16 elements no rank updates more than P / W, rounded up, however large
+/// single parameters are. `make` gets this rank's shards, flat leaves with the names of their
 /// parameters, and returns any optimizer of them, with parameter groups by name if it likes:
 ///
 ///   parallel::DistributedDataParallel<Model> ddp(model, group);
 ///   parallel::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(
-///       optim::named_parameters(*model), group, [](const auto& slices) { ... });
+///       optim::named_parameters(*model), group, [](const auto& shards) { ... });
 ///   ddp.backward(loss(ddp(batch)));  optimizer.step();  optimizer.zero_grad();
 ///
 /// Gradients stay whole on every rank: clip them as in one process, or by the optimizer's own
 /// factor (optim::Adam::step). A parameter without a gradient keeps its value and state.
 ///
 /// An optimizer that needs more of a parameter than its elements (a norm by tensor, a shape, as
-/// LAMB, Adafactor) sees the slice for it and would compute something else.
+/// LAMB, Adafactor) would take the local shard for it and compute something else.
 ///
 /// Collective: constructor and step. Threads: one.
 /// Memory:   4 + 4 + 8/W bytes a parameter in float32 under Adam.
@@ -62,18 +62,18 @@ template <class Optimizer>
 class ZeroRedundancyOptimizer {
  public:
   /// Those of `parameters` that require a gradient; their values must be the same on all ranks, as
-  /// DistributedDataParallel makes them. `make`: const std::vector<ParameterSlice>& -> Optimizer.
+  /// DistributedDataParallel makes them. `make`: const std::vector<LocalShard>& -> Optimizer.
   template <class Make>
   ZeroRedundancyOptimizer(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                           const comm::ProcessGroup& group, Make&& make)
-      : shards_(parameters, group), optimizer_(std::forward<Make>(make)(shards_.slices())) {}
+      : shards_(parameters, group), optimizer_(std::forward<Make>(make)(shards_.local_shards())) {}
 
   /// As optimizer().step(arguments...); then every rank has the updated parameters.
   template <class... Arguments>
   void step(Arguments&&... arguments) {
     shards_.take_gradients();
     optimizer_.step(std::forward<Arguments>(arguments)...);
-    shards_.share();
+    shards_.all_gather_updates();
   }
 
   /// Forgets the gradients: they become undefined.
@@ -81,7 +81,7 @@ class ZeroRedundancyOptimizer {
 
   Optimizer& optimizer() { return optimizer_; }
   /// What this rank's state is of: checkpoints are made from it.
-  const std::vector<ParameterSlice>& slices() const { return shards_.slices(); }
+  const std::vector<LocalShard>& local_shards() const { return shards_.local_shards(); }
 
  private:
   OptimizerShards shards_;

@@ -35,14 +35,14 @@ std::string place_of(const StoredCheckpoint& checkpoint, const std::string& part
   return checkpoint.folder() + "/" + (found == files.end() ? "manifest.json" : found->second.name);
 }
 
-// A slice, and where its elements lie in mapped files.
+// A shard, and where its elements lie in mapped files.
 struct Filling {
-  TensorSlice slice;
+  TensorShard shard;
   std::vector<std::span<const std::byte>> sources;
 
   void fill() const {
     const at::NoGradGuard no_grad;
-    const at::Tensor target = slice.tensor.detach();
+    const at::Tensor target = shard.tensor.detach();
     const at::Tensor flat =
         target.is_contiguous() ? target.view(-1) : at::empty({target.numel()}, target.options());
     int64_t offset = 0;
@@ -57,30 +57,30 @@ struct Filling {
   }
 };
 
-Filling prepare(StoredCheckpoint& checkpoint, const std::string& part, const TensorSlice& slice) {
+Filling prepare(StoredCheckpoint& checkpoint, const std::string& part, const TensorShard& shard) {
   const auto& tensors = checkpoint.part(part);
-  const auto found = tensors.find(slice.name);
+  const auto found = tensors.find(shard.name);
   if (found == tensors.end())
-    fail_other_model(place_of(checkpoint, part), "it has no " + slice.name);
+    fail_other_model(place_of(checkpoint, part), "it has no " + shard.name);
   const StoredTensor& stored = found->second;
-  const DType dtype = dtype_of(slice.tensor);
-  if (stored.dtype != dtype || stored.shape != slice.shape) {
+  const DType dtype = dtype_of(shard.tensor);
+  if (stored.dtype != dtype || stored.shape != shard.shape) {
     fail_other_model(place_of(checkpoint, stored),
-                     slice.name + " is " + to_string(stored.dtype) + " " + to_string(stored.shape) +
-                         ", expected " + to_string(dtype) + " " + to_string(slice.shape));
+                     shard.name + " is " + to_string(stored.dtype) + " " + to_string(stored.shape) +
+                         ", expected " + to_string(dtype) + " " + to_string(shard.shape));
   }
-  check_slice(slice);
-  return {slice, checkpoint.elements(part, slice.name, {slice.begin, slice.end})};
+  check_shard(shard);
+  return {shard, checkpoint.elements(part, shard.name, {shard.begin, shard.end})};
 }
 
-SlicedParts whole(const Parts& parts) {
-  SlicedParts slices;
-  for (const auto& [part, tensors] : parts) slices[part] = whole_slices(tensors);
-  return slices;
+ShardedParts whole(const Parts& parts) {
+  ShardedParts shards;
+  for (const auto& [part, tensors] : parts) shards[part] = full_shards(tensors);
+  return shards;
 }
 
-// Of slices that are everything.
-void save_whole(const std::string& folder, const SlicedParts& parts, int64_t update,
+// Of shards that are everything.
+void save_whole(const std::string& folder, const ShardedParts& parts, int64_t update,
                 const Metadata& metadata) {
   Manifest manifest = write_parts(folder, parts, {.update = update});
   manifest.metadata = metadata;
@@ -126,13 +126,13 @@ int64_t read_update(const std::string& folder) {
 struct CheckpointLoad::Impl {
   explicit Impl(const std::string& folder) : checkpoint(folder) {}
 
-  void prepare_all(const SlicedParts& parts) {
-    for (const auto& [part, slices] : parts) {
+  void prepare_all(const ShardedParts& parts) {
+    for (const auto& [part, shards] : parts) {
       checkpoint.part(part);
       std::set<std::string> names;
-      for (const TensorSlice& slice : slices) {
-        fillings.push_back(prepare(checkpoint, part, slice));
-        names.insert(slice.name);
+      for (const TensorShard& shard : shards) {
+        fillings.push_back(prepare(checkpoint, part, shard));
+        names.insert(shard.name);
       }
       for (const auto& [name, stored] : checkpoint.part(part)) {
         if (!names.contains(name)) missed.emplace_back(place_of(checkpoint, stored), name);
@@ -145,7 +145,7 @@ struct CheckpointLoad::Impl {
   std::vector<std::pair<std::string, std::string>> missed;
 };
 
-CheckpointLoad::CheckpointLoad(const std::string& folder, const SlicedParts& parts) {
+CheckpointLoad::CheckpointLoad(const std::string& folder, const ShardedParts& parts) {
   for (int attempt = 1; attempt <= kMaxAttempts; ++attempt) {
     impl_ = std::make_unique<Impl>(folder);
     try {
@@ -173,7 +173,7 @@ void CheckpointLoad::fill() const {
   for (const Filling& filling : impl_->fillings) filling.fill();
 }
 
-void load_slices(const std::string& folder, const SlicedParts& parts) {
+void load_shards(const std::string& folder, const ShardedParts& parts) {
   CheckpointLoad(folder, parts).fill();
 }
 

@@ -1,7 +1,7 @@
 // A training run on disk: tensors as safetensors under plain names, and a manifest written last.
 //
 // What one process writes whole is here, and reading of every checkpoint, into whole tensors or
-// slices of them, whatever ranks wrote it. Several ranks write by sharded_checkpoint.h, which also
+// shards of them, whatever ranks wrote it. Several ranks write by sharded_checkpoint.h, which also
 // writes in the background. The files are described in base/stored_checkpoint.h.
 #pragma once
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "cohort/train/tensor_slice.h"
+#include "cohort/train/tensor_shard.h"
 
 namespace torch::nn {
 class Module;
@@ -52,22 +52,22 @@ void load_checkpoint(const std::string& folder, const Parts& parts);
 /// The same of a model alone: the part "weights".
 void load_checkpoint(const std::string& folder, torch::nn::Module& model);
 
-/// Fills slices, from those files alone that hold their elements. Local. Memory: no copy of a
-/// tensor. Errors: as load_checkpoint; but tensors that no slice is of are not missed: where ranks
-/// hold slices each, sharded_checkpoint.h's load_slices sees to that.
-void load_slices(const std::string& folder, const SlicedParts& parts);
+/// Fills shards, from those files alone that hold their elements. Local. Memory: no copy of a
+/// tensor. Errors: as load_checkpoint; but tensors that no shard is of are not missed: where ranks
+/// hold shards each, sharded_checkpoint.h's load_shards sees to that.
+void load_shards(const std::string& folder, const ShardedParts& parts);
 
 /// A load in two halves: all that can be wrong is found before a tensor changes. Local.
 class CheckpointLoad {
  public:
-  /// Opens and checks the files that hold elements of these slices. A save by others meanwhile may
-  /// take files away: then the checkpoint that it left is the one. Errors: as load_slices.
-  CheckpointLoad(const std::string& folder, const SlicedParts& parts);
+  /// Opens and checks the files that hold elements of these shards. A save by others meanwhile may
+  /// take files away: then the checkpoint that it left is the one. Errors: as load_shards.
+  CheckpointLoad(const std::string& folder, const ShardedParts& parts);
   ~CheckpointLoad();
   CheckpointLoad(const CheckpointLoad&) = delete;
   CheckpointLoad& operator=(const CheckpointLoad&) = delete;
 
-  /// The checkpoint's tensors that no slice is of, in the parts that were asked for: where they
+  /// The checkpoint's tensors that no shard is of, in the parts that were asked for: where they
   /// lie, then their name.
   std::vector<std::pair<std::string, std::string>> missed() const;
   /// The same for loads of the same save.

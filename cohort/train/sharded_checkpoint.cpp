@@ -91,20 +91,20 @@ void wait_until_seen(const std::string& path, uint64_t bytes,
 
 }  // namespace
 
-std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters) {
-  std::vector<TensorSlice> slices = parameters;
-  for (TensorSlice& slice : slices) slice.tensor = slice.tensor.detach();
-  return slices;
+std::vector<TensorShard> shards_of(const std::vector<TensorShard>& parameters) {
+  std::vector<TensorShard> shards = parameters;
+  for (TensorShard& shard : shards) shard.tensor = shard.tensor.detach();
+  return shards;
 }
 
-void ShardedCheckpointWriter::begin(const std::string& folder, const SlicedParts& parts,
+void ShardedCheckpointWriter::begin(const std::string& folder, const ShardedParts& parts,
                                     int64_t update, const Metadata& metadata) {
   check_idle();
   start(folder, snapshot_.take(parts), update, metadata);
 }
 
 void ShardedCheckpointWriter::begin_without_copy(const std::string& folder,
-                                                 const SlicedParts& parts, int64_t update,
+                                                 const ShardedParts& parts, int64_t update,
                                                  const Metadata& metadata) {
   check_idle();
   start(folder, parts, update, metadata);
@@ -114,7 +114,7 @@ void ShardedCheckpointWriter::check_idle() const {
   TORCH_CHECK_VALUE(!pending_, "checkpoint: expected commit of the save before, into ", folder_);
 }
 
-void ShardedCheckpointWriter::start(const std::string& folder, const SlicedParts& parts,
+void ShardedCheckpointWriter::start(const std::string& folder, const ShardedParts& parts,
                                     int64_t update, const Metadata& metadata) {
   folder_ = folder;
   metadata_ = metadata;
@@ -177,7 +177,7 @@ std::vector<std::string> ShardedCheckpointWriter::commit_shares(const std::strin
   return outdated;
 }
 
-void load_slices(const std::string& folder, const SlicedParts& parts,
+void load_shards(const std::string& folder, const ShardedParts& parts,
                  const comm::ProcessGroup& group) {
   std::optional<CheckpointLoad> load;
   Json report = errors_of([&] { load.emplace(folder, parts); });
@@ -197,7 +197,7 @@ void load_slices(const std::string& folder, const SlicedParts& parts,
     }
     for (const auto& [where, name] : everywhere) {
       throw ConfigError(where + ": a checkpoint of another model: " + name +
-                        " is in no rank's slices");
+                        " is in no rank's shards");
     }
   });
   load->fill();

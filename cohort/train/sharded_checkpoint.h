@@ -1,4 +1,4 @@
-// Checkpoints that all ranks write together, each its own slices, and read together.
+// Checkpoints that all ranks write together, each its own shards, and read together.
 #pragma once
 #include <chrono>
 #include <functional>
@@ -16,23 +16,23 @@
 
 namespace cohort::train {
 
-/// What a rank of a sharded model holds, without gradients.
-std::vector<TensorSlice> slices_of(const std::vector<TensorSlice>& parameters);
+/// The local shards of a sharded model, detached.
+std::vector<TensorShard> shards_of(const std::vector<TensorShard>& parameters);
 
-/// Saves in the background: every rank copies its slices and writes them, then a short collective
+/// Saves in the background: every rank copies its shards and writes them, then a short collective
 /// makes the files one checkpoint.
 ///
-///   writer.begin(folder, slices, update, metadata);     // when all ranks decide to save
+///   writer.begin(folder, shards, update, metadata);     // when all ranks decide to save
 ///   ... training goes on ...
 ///   if (all_ranks(writer.done())) writer.commit();   // the manifest: now it is the checkpoint
 ///
 /// The folder is one that all ranks see, and the checkpoint's own: other safetensors files in it
-/// are removed. Every element must be in one rank's slices: of tensors that all ranks hold, each
+/// are removed. Every element must be in one rank's shards: of tensors that all ranks hold, each
 /// rank gives its share_of; or one rank saves alone, in a group of its own: then the files are what
 /// save_checkpoint writes. Killed at any moment, the folder holds the checkpoint before or the new
 /// one (base/stored_checkpoint.h).
 ///
-/// Memory: a copy of the rank's slices from begin() until they are written. Writing has a low
+/// Memory: a copy of the rank's shards from begin() until they are written. Writing has a low
 /// priority (BackgroundTask), so on a busy computer it may take a while.
 /// Threads: one caller. The destructor waits for the writing of
 /// this rank; what was not committed is lost, and the next commit there removes its files.
@@ -45,14 +45,14 @@ class ShardedCheckpointWriter {
       std::chrono::milliseconds visible_timeout = std::chrono::seconds(10))
       : group_(group), visible_timeout_(visible_timeout) {}
 
-  /// Copies this rank's slices and writes them in the background. `folder`, `update` and the names
+  /// Copies this rank's shards and writes them in the background. `folder`, `update` and the names
   /// of parts are the same on all ranks; `metadata` is rank 0's.
   /// Local; blocks for the copying. Errors: c10::ValueError if the save before is not committed.
-  void begin(const std::string& folder, const SlicedParts& parts, int64_t update,
+  void begin(const std::string& folder, const ShardedParts& parts, int64_t update,
              const Metadata& metadata);
   /// The same without a copy: the caller does not change the tensors of `parts` before commit().
   /// Local; does not block.
-  void begin_without_copy(const std::string& folder, const SlicedParts& parts, int64_t update,
+  void begin_without_copy(const std::string& folder, const ShardedParts& parts, int64_t update,
                           const Metadata& metadata);
 
   /// Whether a save has begun and is not committed.
@@ -67,7 +67,7 @@ class ShardedCheckpointWriter {
   /// manifest. The files of the checkpoint before it removes in the background.
   /// Collective; blocks. Cost: two small messages a rank.
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
-  ///         write and why, or the elements that are in no rank's slices or in two's. The
+  ///         write and why, or the elements that are in no rank's shards or in two's. The
   ///         checkpoint before stays, what was written goes, and the next save may begin.
   void commit();
 
@@ -77,7 +77,7 @@ class ShardedCheckpointWriter {
 
  private:
   void check_idle() const;
-  void start(const std::string& folder, const SlicedParts& parts, int64_t update,
+  void start(const std::string& folder, const ShardedParts& parts, int64_t update,
              const Metadata& metadata);
   std::vector<std::string> commit_shares(const std::string& report);
 
@@ -91,13 +91,13 @@ class ShardedCheckpointWriter {
   BackgroundTask task_{"checkpoint"};  // Last: it reads the snapshot and writes the share.
 };
 
-/// Fills every rank's slices from a checkpoint of any ranks. `parts` has the same parts on all
-/// ranks, and every tensor of these is in some rank's slices.
+/// Fills every rank's shards from a checkpoint of any ranks. `parts` has the same parts on all
+/// ranks, and every tensor of these is in some rank's shards.
 /// Collective; blocks.
 /// Errors: the same on every rank: ConfigError as load_checkpoint's, with the first rank that found
 ///         it, or if a save by others meanwhile gave ranks different ones; no rank's tensors have
 ///         changed then.
-void load_slices(const std::string& folder, const SlicedParts& parts,
+void load_shards(const std::string& folder, const ShardedParts& parts,
                  const comm::ProcessGroup& group);
 
 }  // namespace cohort::train

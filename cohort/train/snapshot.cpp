@@ -18,20 +18,20 @@ Snapshot::~Snapshot() {
   if (!memory_.empty()) ::munmap(memory_.data(), memory_.size());
 }
 
-SlicedParts Snapshot::take(const SlicedParts& parts) {
+ShardedParts Snapshot::take(const ShardedParts& parts) {
   size_t bytes = 0;
-  for (const auto& [part, slices] : parts) {
-    for (const TensorSlice& slice : slices) bytes += round_up(slice.tensor.nbytes(), kAlignment);
+  for (const auto& [part, shards] : parts) {
+    for (const TensorShard& shard : shards) bytes += round_up(shard.tensor.nbytes(), kAlignment);
   }
   if (bytes > memory_.size()) grow(bytes);
   const at::NoGradGuard no_grad;
-  SlicedParts copies = parts;
+  ShardedParts copies = parts;
   std::byte* place = memory_.data();
-  for (auto& [part, slices] : copies) {
-    for (TensorSlice& slice : slices) {
-      const at::Tensor source = slice.tensor.detach();
-      slice.tensor = at::from_blob(place, source.sizes(), at::TensorOptions(source.scalar_type()));
-      slice.tensor.copy_(source);
+  for (auto& [part, shards] : copies) {
+    for (TensorShard& shard : shards) {
+      const at::Tensor source = shard.tensor.detach();
+      shard.tensor = at::from_blob(place, source.sizes(), at::TensorOptions(source.scalar_type()));
+      shard.tensor.copy_(source);
       place += round_up(source.nbytes(), kAlignment);
     }
   }

@@ -1,9 +1,9 @@
-// Copies of slices, to be written while training goes on.
+// Copies of shards, to be written while training goes on.
 #pragma once
 #include <cstddef>
 #include <span>
 
-#include "cohort/train/tensor_slice.h"
+#include "cohort/train/tensor_shard.h"
 
 namespace cohort::train {
 
@@ -17,10 +17,10 @@ class Snapshot {
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
-  /// Copies the slices' tensors; those it copied before are no longer valid. Returns the slices
+  /// Copies the shards' tensors; those it copied before are no longer valid. Returns the shards
   /// with contiguous tensors that lie in this object's memory.
   /// Errors: c10::OutOfMemoryError.
-  SlicedParts take(const SlicedParts& parts);
+  ShardedParts take(const ShardedParts& parts);
 
   /// Ends the copies' validity and gives their pages to the kernel; take() may be called again.
   void free_pages();

@@ -31,40 +31,40 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-void check_slice(const TensorSlice& slice) {
-  const auto count = num_elements(slice.shape);
-  TORCH_CHECK_VALUE(count && 0 <= slice.begin && slice.begin <= slice.end && slice.end <= *count &&
-                        slice.tensor.numel() == slice.end - slice.begin,
-                    "checkpoint: expected a slice's elements within its tensor: ", slice.name,
-                    ", shape ", to_string(slice.shape), ", elements ", slice.begin, " to ",
-                    slice.end, ", a tensor of ", slice.tensor.numel());
+void check_shard(const TensorShard& shard) {
+  const auto count = num_elements(shard.shape);
+  TORCH_CHECK_VALUE(count && 0 <= shard.begin && shard.begin <= shard.end && shard.end <= *count &&
+                        shard.tensor.numel() == shard.end - shard.begin,
+                    "checkpoint: expected a shard's elements within its tensor: ", shard.name,
+                    ", shape ", to_string(shard.shape), ", elements ", shard.begin, " to ",
+                    shard.end, ", a tensor of ", shard.tensor.numel());
 }
 
-std::vector<TensorSlice> on_host(std::vector<TensorSlice> slices) {
-  for (TensorSlice& slice : slices) slice.tensor = slice.tensor.detach().cpu().contiguous();
-  return slices;
+std::vector<TensorShard> on_host(std::vector<TensorShard> shards) {
+  for (TensorShard& shard : shards) shard.tensor = shard.tensor.detach().cpu().contiguous();
+  return shards;
 }
 
-std::vector<StoredSlice> stored_slices(const std::vector<TensorSlice>& slices) {
-  std::vector<StoredSlice> stored;
-  for (const TensorSlice& slice : slices) {
-    check_slice(slice);
+std::vector<StoredShard> stored_shards(const std::vector<TensorShard>& shards) {
+  std::vector<StoredShard> stored;
+  for (const TensorShard& shard : shards) {
+    check_shard(shard);
     stored.push_back(
-        {.name = slice.name,
-         .dtype = dtype_of(slice.tensor),
-         .shape = slice.shape,
-         .range = {slice.begin, slice.end},
-         .bytes = {static_cast<const std::byte*>(slice.tensor.data_ptr()), slice.tensor.nbytes()}});
+        {.name = shard.name,
+         .dtype = dtype_of(shard.tensor),
+         .shape = shard.shape,
+         .range = {shard.begin, shard.end},
+         .bytes = {static_cast<const std::byte*>(shard.tensor.data_ptr()), shard.tensor.nbytes()}});
   }
   return stored;
 }
 
-Manifest write_parts(const std::string& folder, const SlicedParts& parts, const ShareInfo& info) {
+Manifest write_parts(const std::string& folder, const ShardedParts& parts, const ShareInfo& info) {
   Manifest share{.update = info.update};
   try {
-    for (const auto& [part, slices] : parts) {
-      const std::vector<TensorSlice> host = on_host(slices);
-      share.add(write_share(folder, part, stored_slices(host), info), folder);
+    for (const auto& [part, shards] : parts) {
+      const std::vector<TensorShard> host = on_host(shards);
+      share.add(write_share(folder, part, stored_shards(host), info), folder);
     }
   } catch (...) {
     discard_share(folder, share);

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "cohort/base/stored_checkpoint.h"
-#include "cohort/train/tensor_slice.h"
+#include "cohort/train/tensor_shard.h"
 
 namespace cohort::train {
 
@@ -12,16 +12,16 @@ namespace cohort::train {
 DType dtype_of(const at::Tensor& tensor);
 
 /// Errors: c10::ValueError if the elements are not within the shape, or the tensor has others.
-void check_slice(const TensorSlice& slice);
+void check_shard(const TensorShard& shard);
 
-/// The slices with contiguous tensors in the computer's memory: themselves where they are that.
-std::vector<TensorSlice> on_host(std::vector<TensorSlice> slices);
-/// Views of slices that are on the host.
-std::vector<StoredSlice> stored_slices(const std::vector<TensorSlice>& slices);
+/// The shards with contiguous tensors in the computer's memory: themselves where they are that.
+std::vector<TensorShard> on_host(std::vector<TensorShard> shards);
+/// Views of shards that are on the host.
+std::vector<StoredShard> stored_shards(const std::vector<TensorShard>& shards);
 
-/// Writes a rank's slices, a file for each part. If one cannot be written, the others go again.
+/// Writes a rank's shards, a file for each part. If one cannot be written, the others go again.
 /// Returns what the manifest must say. Memory: of a part that is not on the host, a copy.
 /// Errors: write_share's.
-Manifest write_parts(const std::string& folder, const SlicedParts& parts, const ShareInfo& info);
+Manifest write_parts(const std::string& folder, const ShardedParts& parts, const ShareInfo& info);
 
 }  // namespace cohort::train

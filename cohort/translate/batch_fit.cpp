@@ -44,12 +44,12 @@ class WithGradients {
 };
 
 int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width,
-                  const comm::ProcessGroup& together) {
+                  const comm::ProcessGroup& tensor_group) {
   const nmt::Batch batch = full_batch(rows, width);
   const int64_t bytes = peak_tensor_bytes([&] { std::get<0>(model->forward(batch)).backward(); });
-  if (!together) return bytes;
+  if (!tensor_group) return bytes;
   at::Tensor most = at::tensor({bytes}, at::kLong);
-  together.all_reduce(most, comm::ReduceOp::kMax);
+  tensor_group.all_reduce(most, comm::ReduceOp::kMax);
   return most.item<int64_t>();
 }
 
@@ -62,7 +62,7 @@ int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width,
 BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFitOptions& options) {
   const int64_t workspace = options.workspace_bytes;
   int64_t rows = 1;
-  int64_t bytes = run_batch(model, rows, width, options.together);
+  int64_t bytes = run_batch(model, rows, width, options.tensor_group);
   BatchFit::Trial found{.width = width, .rows = 0, .peak_bytes = bytes, .rows_run = 1};
   if (bytes > workspace) return found;
   int64_t possible = options.most_rows;
@@ -74,7 +74,7 @@ BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFit
     // Four times as many at once at most, and half of what is possible if that may be enough.
     const int64_t half = 2 * rows < possible ? (possible + 1) / 2 : possible;
     const int64_t next = std::max(rows + 1, std::min({found.rows, 4 * rows, half}));
-    const int64_t next_bytes = run_batch(model, next, width, options.together);
+    const int64_t next_bytes = run_batch(model, next, width, options.tensor_group);
     found.rows_run += next;
     const int64_t more = next_bytes - bytes;
     if (more > 0 && next_bytes <= workspace) {
@@ -92,7 +92,7 @@ BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFit
 void confirm(nmt::Transformer& model, BatchFit::Trial& found, const BatchFitOptions& options) {
   while (found.rows > 0) {
     found.rows_run += found.rows;
-    found.peak_bytes = run_batch(model, found.rows, found.width, options.together);
+    found.peak_bytes = run_batch(model, found.rows, found.width, options.tensor_group);
     if (found.peak_bytes <= options.workspace_bytes) return;
     found.rows = std::min(found.rows - 1, found.rows * 9 / 10);
   }

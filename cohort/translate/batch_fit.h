@@ -12,8 +12,8 @@ struct BatchFitOptions {
   int64_t workspace_bytes = 0;  ///< For a batch's forward and backward pass, on one rank.
   int64_t longest = 0;          ///< Tokens of the longest sentence, with its end mark; > 0.
   int64_t most_rows = 0;        ///< More rows than this are never asked for; > 0.
-  /// The ranks that compute `model` together, each a part of it (model_division.h): they try the
-  /// same batches, which must fit on all of them. Null: the model is whole.
+  /// The ranks that compute one `model`, each a shard of it (tensor_parallel_context.h): they try
+  /// the same batches, which must fit on all of them. Null: the model is whole.
   comm::ProcessGroup together;
 };
 

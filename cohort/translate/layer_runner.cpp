@@ -1,11 +1,11 @@
 #include "cohort/translate/layer_runner.h"
 
-#include "cohort/parallel/checkpoint.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/activation_checkpoint.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 namespace cohort::translate {
 
-// The unit is outside: backward brings its parameters before the body runs again.
+// The unit is outside: backward gathers its parameters before the body runs again.
 void set_up_layers(nmt::Transformer& model, bool gradient_checkpointing) {
   nmt::DropoutStream& dropout = model->dropout_stream();
   const parallel::RandomSource where_dropout_is = [&dropout] {
@@ -15,13 +15,13 @@ void set_up_layers(nmt::Transformer& model, bool gradient_checkpointing) {
                               const nmt::TransformerImpl::LayerBody& body) {
     return parallel::run_unit(layer, [&] {
       if (!gradient_checkpointing) return body(inputs);
-      const parallel::CheckpointOptions options{.parameters = layer.parameters(),
-                                                .preserve_rng_state = false,
-                                                .random = {where_dropout_is}};
+      const parallel::ActivationCheckpointOptions options{.parameters = layer.parameters(),
+                                                          .preserve_rng_state = false,
+                                                          .random = {where_dropout_is}};
       const auto again = [body](const std::vector<at::Tensor>& given) {
         return std::vector<at::Tensor>{body(given)};
       };
-      return parallel::checkpoint(again, inputs, options).front();
+      return parallel::activation_checkpoint(again, inputs, options).front();
     });
   });
 }

@@ -215,27 +215,27 @@ bool RunCheckpoints::last_has(const std::string& part, const comm::ProcessGroup&
   return group.broadcast_object(answer) == part;
 }
 
-void RunCheckpoints::load_last(const train::SlicedParts& parts, bool sharded,
+void RunCheckpoints::load_last(const train::ShardedParts& parts, bool sharded,
                                const comm::ProcessGroup& group) const {
-  if (sharded) return train::load_slices(last_, parts, group);
+  if (sharded) return train::load_shards(last_, parts, group);
   comm::ProcessGroup alone{comm::RankInfo{}};
   run_on_ranks(group, "last checkpoint", group.rank() == 0, kLoadLimit,
-               [&] { train::load_slices(last_, parts, alone); });
-  for (const auto& [part, slices] : parts) {
-    for (const train::TensorSlice& slice : slices) {
-      at::Tensor shared = slice.tensor.detach();
+               [&] { train::load_shards(last_, parts, alone); });
+  for (const auto& [part, shards] : parts) {
+    for (const train::TensorShard& shard : shards) {
+      at::Tensor shared = shard.tensor.detach();
       group.broadcast(shared, 0);
     }
   }
 }
 
-void RunCheckpoints::save_with(const comm::ProcessGroup& savers) {
-  if (!savers) return;
-  writer_.emplace(savers);
-  is_first_saver_ = savers.rank() == 0;
+void RunCheckpoints::save_with(const comm::ProcessGroup& writers) {
+  if (!writers) return;
+  writer_.emplace(writers);
+  is_first_writer_ = writers.rank() == 0;
 }
 
-void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& parts) {
+void RunCheckpoints::save_last(const RunState& state, const train::ShardedParts& parts) {
   if (!saves()) return;
   servers_newest_ = state.servers;
   write_best();
@@ -251,20 +251,20 @@ void RunCheckpoints::save_last(const RunState& state, const train::SlicedParts& 
 }
 
 void RunCheckpoints::save_best(const RunState& state,
-                               const std::vector<train::TensorSlice>& weights) {
+                               const std::vector<train::TensorShard>& weights) {
   if (!saves()) return;
-  settle();
+  finish_save();
   train::Metadata metadata = model_metadata(state.best_update);
   if (state.best) write_scores(*state.best, "valid_", metadata);
   unwritten_best_ = {.update = state.best_update, .metadata = std::move(metadata)};
-  for (train::TensorSlice slice : weights) {
-    slice.tensor = slice.tensor.detach().to(at::kCPU, false, true);
-    unwritten_best_->parts["weights"].push_back(std::move(slice));
+  for (train::TensorShard shard : weights) {
+    shard.tensor = shard.tensor.detach().to(at::kCPU, false, true);
+    unwritten_best_->parts["weights"].push_back(std::move(shard));
   }
   begin_best();
 }
 
-void RunCheckpoints::save_kept(const RunState& state, const train::SlicedParts& parts) {
+void RunCheckpoints::save_kept(const RunState& state, const train::ShardedParts& parts) {
   if (!saves()) return;
   write_best();
   const auto average = parts.find("average");
@@ -283,21 +283,21 @@ void RunCheckpoints::finish() {
   const std::exception_ptr best_failed = commit();
   wait_written();  // Files of an earlier best/ still go, and may have the names of plain ones.
   // A finished model is one plain file, whoever wrote it.
-  if (is_first_saver_ && fs::exists(best_ + "/manifest.json")) make_checkpoint_whole(best_);
+  if (is_first_writer_ && fs::exists(best_ + "/manifest.json")) make_checkpoint_whole(best_);
   for (const auto& failed : {best_failed, last_failed})
     if (failed) std::rethrow_exception(failed);
 }
 
-void RunCheckpoints::begin(const std::string& folder, const train::SlicedParts& parts,
+void RunCheckpoints::begin(const std::string& folder, const train::ShardedParts& parts,
                            int64_t update, const train::Metadata& metadata) {
-  settle();
+  finish_save();
   begun_ = folder;
   writer_->begin(folder, parts, update, metadata);
 }
 
 // Once more, if it could not be written.
 void RunCheckpoints::write_best() {
-  settle();
+  finish_save();
   if (!unwritten_best_) return;
   log_.info("best/ is written once more", {{"update", unwritten_best_->update}});
   begin_best();
@@ -310,7 +310,7 @@ void RunCheckpoints::begin_best() {
                               unwritten_best_->metadata);
 }
 
-// What went wrong, the same on all savers.
+// What went wrong, the same on all writers.
 std::exception_ptr RunCheckpoints::commit() {
   if (!pending()) return nullptr;
   try {
@@ -326,7 +326,7 @@ std::exception_ptr RunCheckpoints::commit() {
   return nullptr;
 }
 
-void RunCheckpoints::settle() {
+void RunCheckpoints::finish_save() {
   const std::exception_ptr failed = commit();
   if (!failed) return;
   try {
@@ -339,7 +339,7 @@ void RunCheckpoints::settle() {
 // last/ names the servers' checkpoint that belongs to it. The next one may be there already; the
 // others are of earlier saves.
 void RunCheckpoints::prune_servers() const {
-  if (!is_first_saver_ || servers_begun_.empty()) return;
+  if (!is_first_writer_ || servers_begun_.empty()) return;
   const fs::path kept = servers_begun_;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(kept.parent_path(), error)) {
@@ -351,7 +351,7 @@ void RunCheckpoints::prune_servers() const {
 
 // kept_updates lists whole checkpoints, so what could not be written pushes nothing out.
 void RunCheckpoints::prune() {
-  if (!is_first_saver_) return;
+  if (!is_first_writer_) return;
   auto kept = kept_updates(options_.model_dir);
   const auto most = static_cast<size_t>(options_.keep_interval_updates);
   if (kept.size() <= most) return;

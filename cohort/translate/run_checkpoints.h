@@ -32,7 +32,7 @@ void remove_earlier_run(const std::string& model_dir);
 /// Reads and writes a run's checkpoints.
 ///
 /// What is saved is copied and written in the background, by the ranks that hold it: call every
-/// `save_` on all ranks, with each one's slices. A save that fails is said to have failed, the
+/// `save_` on all ranks, with each one's shards. A save that fails is said to have failed, the
 /// checkpoint before it is still there, and training goes on: the occasion comes again, for best/
 /// too, whose weights are kept until they are there.
 /// Threads: one.
@@ -50,42 +50,42 @@ class RunCheckpoints {
   RunState read_last(const comm::ProcessGroup& group) const;
   /// Whether last/ has the part: "average", say. Collective; blocks. Errors: as read_last.
   bool last_has(const std::string& part, const comm::ProcessGroup& group) const;
-  /// Fills the slices of `parts` from last/, whichever ranks wrote it. Where every rank holds all,
-  /// rank 0 reads and the others need not see its folder; where slices are `sharded`, every rank
+  /// Fills the shards of `parts` from last/, whichever ranks wrote it. Where every rank holds all,
+  /// rank 0 reads and the others need not see its folder; where shards are `sharded`, every rank
   /// reads its own. Collective; blocks. Errors: as read_last.
-  void load_last(const train::SlicedParts& parts, bool sharded,
+  void load_last(const train::ShardedParts& parts, bool sharded,
                  const comm::ProcessGroup& group) const;
 
-  /// Who saves: `savers`, if this rank is one of them, each its slices; empty: others do. Call
-  /// it before the first save.
-  void save_with(const comm::ProcessGroup& savers);
+  /// Sets the ranks that write checkpoints, each its local shards: `writers` if this rank is one of
+  /// them, empty if others write. Call it before the first save.
+  void save_with(const comm::ProcessGroup& writers);
   bool saves() const { return writer_.has_value(); }
 
-  // What follows is collective over the savers and does nothing elsewhere. `state` is the run's of
+  // What follows is collective over the writers and does nothing elsewhere. `state` is the run's of
   // now.
 
-  void save_last(const RunState& state, const train::SlicedParts& parts);
+  void save_last(const RunState& state, const train::ShardedParts& parts);
   /// `weights` are the best ones, of `state.best`.
-  void save_best(const RunState& state, const std::vector<train::TensorSlice>& weights);
+  void save_best(const RunState& state, const std::vector<train::TensorShard>& weights);
   /// Keeps the weights of this update, smoothed if there is an average, in checkpoints/. Those that
   /// are too many by --keep-interval-updates go once they are there.
-  void save_kept(const RunState& state, const train::SlicedParts& parts);
+  void save_kept(const RunState& state, const train::ShardedParts& parts);
 
-  /// Whether a save has begun that is no checkpoint yet: the same on all savers.
+  /// Whether a save has begun that is no checkpoint yet: the same on all writers.
   bool pending() const { return writer_ && writer_->pending(); }
-  /// Whether this rank still writes its slices. Local.
+  /// Whether this rank still writes its shards. Local.
   bool writing() const { return pending() && !writer_->done(); }
   /// Blocks until this rank has written them. Local.
   void wait_written();
-  /// Makes what was begun a checkpoint. Blocks until all savers have written.
-  void settle();
+  /// Commits the save that has begun. Blocks until all writers have written.
+  void finish_save();
   /// The same of everything. Errors: c10::Error or ConfigError if the last save failed, or best/
   /// could not be written once more.
   void finish();
 
  private:
   struct Best {
-    train::SlicedParts parts;
+    train::ShardedParts parts;
     int64_t update = 0;
     train::Metadata metadata;
   };
@@ -95,7 +95,7 @@ class RunCheckpoints {
   train::Metadata model_metadata(int64_t update) const;
   void check_same_run(const train::Metadata& found) const;
   void take_best_that_is_there(RunState& state) const;
-  void begin(const std::string& folder, const train::SlicedParts& parts, int64_t update,
+  void begin(const std::string& folder, const train::ShardedParts& parts, int64_t update,
              const train::Metadata& metadata);
   void write_best();
   void begin_best();
@@ -110,8 +110,8 @@ class RunCheckpoints {
   // Of the text and the vocabularies that the run rests on.
   mutable std::optional<train::Metadata> data_metadata_;
   std::optional<Best> unwritten_best_;              // until best/ is known to hold it
-  std::optional<train::ShardedCheckpointWriter> writer_;  // on savers
-  bool is_first_saver_ = false;
+  std::optional<train::ShardedCheckpointWriter> writer_;  // on writers
+  bool is_first_writer_ = false;
   std::string begun_;           // the folder of the save that is pending
   std::string servers_begun_;   // and RunState::servers of it
   std::string servers_newest_;  // RunState::servers of the last save that was asked for

@@ -20,12 +20,12 @@
 #include "cohort/translate/batch_fit.h"
 #include "cohort/translate/gpu_watch.h"
 #include "cohort/translate/layer_runner.h"
-#include "cohort/translate/model_division.h"
 #include "cohort/translate/run_checkpoints.h"
 #include "cohort/translate/run_data.h"
 #include "cohort/translate/run_on_ranks.h"
 #include "cohort/translate/run_record.h"
 #include "cohort/translate/run_state.h"
+#include "cohort/translate/tensor_parallel_context.h"
 #include "cohort/translate/updater.h"
 
 namespace cohort::translate {
@@ -125,7 +125,7 @@ class Run {
   RunState state_;
   Clock::time_point start_;  // of this process's training, after tokenisation and set-up
   Clock::time_point saved_;
-  bool save_is_due_ = false;  // the same on all savers
+  bool save_is_due_ = false;  // the same on all writers
   Clock::time_point gave_back_;
 
   // What this rank has to tell, and what it was told last.
@@ -164,22 +164,22 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
   }
   make_model();
   if (options.mini_batch_fit) fit_batch_sizes();
-  updater_.emplace(
-      model_, data_group_,
-      UpdaterOptions{.mesh = &mesh,
-                     .strategy = options.strategy,
-                     .fill = nmt::Initialiser(options.model, options.seed, model_->division()),
-                     .cpu_offload = options.cpu_offload,
-                     .gradient_checkpointing = options.gradient_checkpointing,
-                     .adam = {.state_folder = options.optimizer_state_dir},
-                     .schedule = {.factor = options.noam_factor,
-                                  .width = options.model.dim_emb,
-                                  .warmup = options.lr_warmup},
-                     .clip_norm = options.clip_norm,
-                     .exponential_smoothing = options.exponential_smoothing,
-                     .seed = options.seed,
-                     .servers = servers_to_begin_with(start)});
-  checkpoints_.save_with(updater_->savers());
+  updater_.emplace(model_, data_group_,
+                   UpdaterOptions{.mesh = &mesh,
+                                  .strategy = options.strategy,
+                                  .fill = nmt::Initialiser(options.model, options.seed,
+                                                           model_->tensor_parallel()),
+                                  .cpu_offload = options.cpu_offload,
+                                  .gradient_checkpointing = options.gradient_checkpointing,
+                                  .adam = {.state_folder = options.optimizer_state_dir},
+                                  .schedule = {.factor = options.noam_factor,
+                                               .width = options.model.dim_emb,
+                                               .warmup = options.lr_warmup},
+                                  .clip_norm = options.clip_norm,
+                                  .exponential_smoothing = options.exponential_smoothing,
+                                  .seed = options.seed,
+                                  .servers = servers_to_begin_with(start)});
+  checkpoints_.save_with(updater_->checkpoint_writers());
   make_folder_ours(start);
   if (start == Start::kResume) {
     load_last();
@@ -202,13 +202,14 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
   }
 }
 
-// Where parameters are sharded, no rank ever has the whole model: the updater fills in its slices.
+// Where parameters are sharded, no rank ever has the whole model: the updater fills in its local
+// shards.
 void Run::make_model() {
-  const auto division =
-      mesh_.tensor() ? divide_among(mesh_.tensor()) : std::make_shared<nmt::Division>();
+  const auto tensor_parallel = mesh_.tensor() ? make_tensor_parallel_context(mesh_.tensor())
+                                              : std::make_shared<nmt::TensorParallelContext>();
   const bool sharded = parallel::shards_parameters(options_.strategy);
   model_ = nmt::Transformer(options_.model, options_.precision, sharded ? at::kMeta : at::kCPU,
-                            division);
+                            tensor_parallel);
   if (!sharded) model_->initialise(options_.seed);
 }
 
@@ -245,7 +246,7 @@ std::optional<ps::SessionOptions> Run::servers_to_begin_with(Start start) const 
 
 // The average may be asked for, or no longer, as the run goes on.
 void Run::load_last() {
-  train::SlicedParts parts = updater_->parts();
+  train::ShardedParts parts = updater_->parts();
   if (options_.servers) parts.erase("weights");  // Came from the servers.
   const bool is_there = checkpoints_.last_has("average", group_);
   const bool begins = updater_->average() != nullptr && !is_there;
@@ -302,7 +303,7 @@ void Run::fit_batch_sizes() {
                              {.workspace_bytes = options_.workspace_mib << 20,
                               .longest = longest,
                               .most_rows = data_.train.corpus.size(),
-                              .together = mesh_.tensor()},
+                              .tensor_group = mesh_.tensor()},
                              group_);
   for (const BatchFit::Trial& trial : fit.trials) {
     log_.info("batch fits", {{"tokens_per_sentence", trial.width},
@@ -592,7 +593,7 @@ void Run::exchange_statistics(const Update& update, const UpdateReport& own) {
     state_.token_sum += own.num_tokens;
   }
   save_is_due_ = sums[kSaveIsDue] > 0;
-  if (sums[kWriting] == 0) checkpoints_.settle();
+  if (sums[kWriting] == 0) checkpoints_.finish_save();
   conclude(/*at_one_update=*/true);
 }
 
@@ -606,7 +607,7 @@ void Run::tell_in_background(const Update& update, const UpdateReport& own) {
     state_.skipped_in_a_row = 0;
   }
   save_is_due_ = is_save_due();
-  if (!checkpoints_.writing()) checkpoints_.settle();
+  if (!checkpoints_.writing()) checkpoints_.finish_save();
   async_sum_->poll();
   time_is_up_ = time_is_up_ || is_time_up();
   was_asked_ = was_asked_ || stop_request_.signal() != 0;
@@ -716,7 +717,7 @@ void Run::report_validation(const ValidScores& scores, double train_loss,
 void Run::validate() {
   const auto start = Clock::now();
   progress_.clear();
-  updater_->settle();
+  updater_->wait_for_updates();
   const auto gpu_use = group_.gather_object(gpu_watch_.take());
   // Not a number before the first update: 0 / 0.
   const double train_loss = state_.loss_sum / static_cast<double>(state_.token_sum);

@@ -60,19 +60,19 @@ Updater::Updater(nmt::Transformer model, const comm::ProcessGroup& group,
       tensor_(options.mesh != nullptr ? options.mesh->tensor() : comm::ProcessGroup()),
       model_(std::move(model)),
       parallel_(model_, group, strategy_options(options), model_->layers()) {
-  TORCH_CHECK_VALUE(model_->division()->count() == (tensor_ ? tensor_.size() : 1),
-                    "updater: a model in ", model_->division()->count(),
-                    " parts: expected a mesh with as many ranks to a model");
+  TORCH_CHECK_VALUE(model_->tensor_parallel()->count() == (tensor_ ? tensor_.size() : 1),
+                    "updater: a model in ", model_->tensor_parallel()->count(),
+                    " shards: expected a mesh with as many ranks to a model");
   TORCH_CHECK_VALUE(!options.servers || (options.strategy == parallel::Strategy::kDdp && !tensor_),
                     "updater: servers need a model that is whole on each rank");
   set_up_layers(model_, options.gradient_checkpointing);
-  for (const auto& [name, tensor] : parallel_.named_slices()) trained_.push_back(tensor);
+  for (const auto& [name, tensor] : parallel_.named_local_shards()) trained_.push_back(tensor);
   if (options.servers) {
     session_.emplace(session_options(options));
     session_->add("model", *model_);
     start_session();
   } else {
-    adam_.emplace(parallel_.named_slices(), options.adam);
+    adam_.emplace(parallel_.named_local_shards(), options.adam);
   }
   if (options.exponential_smoothing > 0) {
     average_ = std::make_unique<optim::ExponentialAverage>(trained_, options.exponential_smoothing);
@@ -101,21 +101,21 @@ Updater::~Updater() {
   for (auto& [parameter, hook] : hooks_) parameter.remove_hook(hook);
 }
 
-train::SlicedParts Updater::parts(Replicated replicated) {
-  const std::vector<train::TensorSlice> weights = train::slices_of(parallel_.slices());
-  train::SlicedParts parts{{"weights", weights}};
-  if (adam_) parts["optimizer"] = train::slices_like(weights, adam_->state());
+train::ShardedParts Updater::parts(Replicated replicated) {
+  const std::vector<train::TensorShard> weights = train::shards_of(parallel_.local_shards());
+  train::ShardedParts parts{{"weights", weights}};
+  if (adam_) parts["optimizer"] = train::shards_like(weights, adam_->state());
   if (average_) {
     parts["average"] = weights;
     for (size_t i = 0; i < weights.size(); ++i)
       parts["average"][i].tensor = average_->averages()[i];
   }
-  for (auto& [part, slices] : parts) slices = whole_model_slices(*model_, slices, replicated);
+  for (auto& [part, shards] : parts) shards = full_model_shards(*model_, shards, replicated);
   return parts;
 }
 
-comm::ProcessGroup Updater::savers() const {
-  if (!tensor_) return parallel_.savers();
+comm::ProcessGroup Updater::checkpoint_writers() const {
+  if (!tensor_) return parallel_.checkpoint_writers();
   if (parallel_.is_sharded()) return options_.mesh->world();
   return group_.rank() == 0 ? tensor_ : comm::ProcessGroup();
 }
@@ -127,9 +127,9 @@ bool Updater::is_sharded() const {
 double Updater::gradient_norm() {
   if (!tensor_) return parallel_.gradient_norm();
   std::vector<at::Tensor> cut, replicated;
-  for (const parallel::ParameterSlice& slice : parallel_.slices()) {
-    const bool divided = is_divided(*model_, slice.name, slice.shape);
-    (divided ? cut : replicated).push_back(slice.tensor);
+  for (const parallel::LocalShard& shard : parallel_.local_shards()) {
+    const bool partitioned = is_partitioned(*model_, shard.name, shard.shape);
+    (partitioned ? cut : replicated).push_back(shard.tensor);
   }
   return parallel::tensor_parallel_gradient_norm(
       cut, replicated, tensor_.size(), parallel_.is_sharded() ? options_.mesh->world() : tensor_);
@@ -166,7 +166,7 @@ void Updater::forget_gradients() {
   for (at::Tensor& parameter : trained_) parameter.mutable_grad() = at::Tensor();
 }
 
-void Updater::settle() {
+void Updater::wait_for_updates() {
   if (!session_) return;
   session_->flush();
   group_.barrier("last pushes");
@@ -227,10 +227,10 @@ std::vector<std::string> Updater::found_by_all(const std::string& own) {
 // Where gradients are sharded, only the ranks that hold a part of the bad one see it.
 std::string Updater::first_bad_sum() {
   std::string own;
-  for (const auto& slice : parallel_.slices()) {
-    const at::Tensor& gradient = slice.tensor.grad();
+  for (const auto& shard : parallel_.local_shards()) {
+    const at::Tensor& gradient = shard.tensor.grad();
     if (!own.empty() || !gradient.defined() || is_finite(gradient)) continue;
-    own = slice.name;
+    own = shard.name;
   }
   for (const std::string& found : found_by_all(own))
     if (!found.empty()) return found;

@@ -18,13 +18,13 @@
 #include "cohort/parallel/strategy.h"
 #include "cohort/ps/module/session.h"
 #include "cohort/train/checkpoint.h"
-#include "cohort/translate/model_division.h"
+#include "cohort/translate/tensor_parallel_context.h"
 
 namespace cohort::translate {
 
 struct UpdaterOptions {
-  /// Of a model that is divided among its tensor() ranks (model_division.h), of which `group` is
-  /// the data() then. Must outlive the updater; null: the model is whole.
+  /// Of a model that is sharded among its tensor() ranks (tensor_parallel_context.h), of which
+  /// `group` is the data() then. Must outlive the updater; null: the model is whole.
   parallel::Mesh* mesh = nullptr;
   parallel::Strategy strategy = parallel::Strategy::kDdp;
   /// First values of a model on the meta device, which the strategy shards: ShardingOptions::fill.
@@ -78,7 +78,7 @@ struct UpdateReport {
 /// gradient, of its own share of the mean, is clipped by its own norm, and so their mean has at
 /// most clip_norm, too. kAsync: each rank's gradient, of the mean loss over its own tokens and
 /// clipped by its own norm, is an update at once, at the rate divided by the number of ranks; no
-/// rank waits for another, and the ranks' parameters differ between two `settle`.
+/// rank waits for another, and the ranks' parameters differ between two `wait_for_updates`.
 ///
 /// Owner: holds the model. Threads: one.
 /// Errors: PeerError from constructor and `update` when a rank is lost.
@@ -101,10 +101,10 @@ class Updater {
   /// number, it pushes nothing; `num_updates` counts the update all the same, so that every rank
   /// comes to update N after as many calls.
   UpdateReport update(const std::vector<nmt::Batch>& batches);
-  /// All ranks hold the same parameters after it, until the next update. Collective; blocks until
-  /// every rank has come, after as many updates as it likes with kAsync.
-  /// Without servers there is nothing to do.
-  void settle();
+  /// Waits until all ranks hold the same parameters, until the next update. Collective; blocks
+  /// until every rank has come, after as many updates as it likes with kAsync. Without servers
+  /// there is nothing to do.
+  void wait_for_updates();
   /// Writes a checkpoint of the servers, if there are any, to `folder`, which they see: of the
   /// state after num_updates(); kAsync: of what they hold meanwhile. kSync: collective. Blocks.
   /// Errors: as Client::save, on all ranks that call it.
@@ -112,13 +112,14 @@ class Updater {
   /// Leaves the servers, if there are any: no update may follow. Blocks.
   void finish();
 
-  /// This rank's slices of a checkpoint's parts: "weights", "optimizer" unless servers have it, and
+  /// This rank's shards of a checkpoint's parts: "weights", "optimizer" unless servers have it, and
   /// "average" if there is one. They share memory with this; after filling them, call
-  /// `set_num_updates`. To save them, kOnce: those of all savers are then everything once.
-  train::SlicedParts parts(Replicated replicated = Replicated::kEverywhere);
-  /// The ranks that save, if this is one of them; else null. Rank 0 of all is their first.
-  comm::ProcessGroup savers() const;
-  /// Whether ranks hold different slices: then every rank reads a checkpoint, else any one.
+  /// `set_num_updates`. To save them, kOnce: those of all writers then cover everything once.
+  train::ShardedParts parts(Replicated replicated = Replicated::kEverywhere);
+  /// The ranks that write checkpoints, if this is one of them; else empty. Rank 0 of all is their
+  /// first.
+  comm::ProcessGroup checkpoint_writers() const;
+  /// Whether ranks hold different shards: then every rank reads a checkpoint, else any one.
   bool is_sharded() const;
   void set_num_updates(int64_t num_updates);
 
@@ -148,7 +149,7 @@ class Updater {
   comm::ProcessGroup tensor_;  // empty: the model is whole
   nmt::Transformer model_;
   parallel::ParallelModel<nmt::Transformer> parallel_;
-  std::vector<at::Tensor> trained_;  // what is updated: parameters, or slices of them
+  std::vector<at::Tensor> trained_;  // what is updated: parameters, or shards of them
   std::optional<optim::Adam> adam_;  // one of the two
   std::optional<ps::Session> session_;
   int64_t num_updates_ = 0;

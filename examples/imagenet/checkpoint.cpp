@@ -28,9 +28,9 @@ std::string exact(double number) {
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), number).ptr};
 }
 
-cohort::train::SlicedParts parts_of(std::vector<cohort::train::TensorSlice> weights,
-                                    const std::vector<cohort::train::TensorSlice>& momentum) {
-  cohort::train::SlicedParts parts{{"weights", std::move(weights)}};
+cohort::train::ShardedParts parts_of(std::vector<cohort::train::TensorShard> weights,
+                                     const std::vector<cohort::train::TensorShard>& momentum) {
+  cohort::train::ShardedParts parts{{"weights", std::move(weights)}};
   if (!momentum.empty()) parts["optimizer"] = momentum;
   return parts;
 }
@@ -38,16 +38,16 @@ cohort::train::SlicedParts parts_of(std::vector<cohort::train::TensorSlice> weig
 }  // namespace
 
 void save_run(const std::string& folder, Model& model,
-              const std::vector<cohort::train::TensorSlice>& momentum, const RunState& state) {
-  const cohort::comm::ProcessGroup& savers = model.savers();
-  if (!savers) return;
+              const std::vector<cohort::train::TensorShard>& momentum, const RunState& state) {
+  const cohort::comm::ProcessGroup& writers = model.checkpoint_writers();
+  if (!writers) return;
   cohort::train::Metadata metadata{{"arch", state.arch},
                                    {"epochs_done", std::to_string(state.epochs_done)},
                                    {"best_top1", exact(state.best_top1)}};
   if (!state.servers.empty()) metadata["servers"] = state.servers;
   if (const auto job = cohort::env_string("COHORT_JOB_ID")) metadata["job"] = *job;
-  cohort::train::ShardedCheckpointWriter writer(savers);
-  writer.begin(folder, parts_of(cohort::train::slices_of(model.state_to_save()), momentum),
+  cohort::train::ShardedCheckpointWriter writer(writers);
+  writer.begin(folder, parts_of(cohort::train::shards_of(model.state_to_save()), momentum),
                state.epochs_done, metadata);
   writer.commit();
 }
@@ -79,10 +79,10 @@ RunState read_run(const std::string& folder) {
 }
 
 void load_run(const std::string& folder, Model& model,
-              const std::vector<cohort::train::TensorSlice>& momentum,
+              const std::vector<cohort::train::TensorShard>& momentum,
               const cohort::comm::ProcessGroup& group) {
-  cohort::train::load_slices(
-      folder, parts_of(cohort::train::slices_of(model.state_to_load()), momentum), group);
+  cohort::train::load_shards(
+      folder, parts_of(cohort::train::shards_of(model.state_to_load()), momentum), group);
 }
 
 void load_weights(const std::string& folder, ResNet& model) {

@@ -27,7 +27,7 @@ struct RunState {
 /// blocks until the disk has it. Errors: ConfigError if the folder is not writable, c10::Error if
 /// writing fails.
 void save_run(const std::string& folder, Model& model,
-              const std::vector<cohort::train::TensorSlice>& momentum, const RunState& state);
+              const std::vector<cohort::train::TensorShard>& momentum, const RunState& state);
 
 /// Whether `folder` holds a checkpoint that an earlier round of this job wrote: a launcher that
 /// starts ranks again tells them which job they are of (COHORT_JOB_ID, COHORT_ROUND).
@@ -40,7 +40,7 @@ RunState read_run(const std::string& folder);
 /// reads the folder. Collective; blocks. Errors: ConfigError that names the file: damaged, or
 /// another model's.
 void load_run(const std::string& folder, Model& model,
-              const std::vector<cohort::train::TensorSlice>& momentum,
+              const std::vector<cohort::train::TensorShard>& momentum,
               const cohort::comm::ProcessGroup& group);
 
 /// Fills a plain model. Local. Errors: as load_run.

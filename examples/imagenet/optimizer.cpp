@@ -26,21 +26,21 @@ class RankOptimizer final : public Optimizer {
     sgd_.zero_grad();
   }
 
-  // One slice per parameter's; one that has taken no step yet has zeros, which come to the same.
-  std::vector<cohort::train::TensorSlice> momentum() override {
-    std::vector<cohort::train::TensorSlice> slices;
-    for (const auto& [name, shape, begin, end, tensor] : model_.slices()) {
+  // One shard per parameter's; one that has taken no step yet has zeros, which come to the same.
+  std::vector<cohort::train::TensorShard> momentum() override {
+    std::vector<cohort::train::TensorShard> shards;
+    for (const auto& [name, shape, begin, end, tensor] : model_.local_shards()) {
       auto& state = sgd_.state()[tensor.unsafeGetTensorImpl()];
       if (!state) state = std::make_unique<torch::optim::SGDParamState>();
       auto& own = static_cast<torch::optim::SGDParamState&>(*state);
       if (!own.momentum_buffer().defined()) own.momentum_buffer(at::zeros_like(tensor.detach()));
-      slices.push_back({name, shape, begin, end, own.momentum_buffer()});
+      shards.push_back({name, shape, begin, end, own.momentum_buffer()});
     }
-    return slices;
+    return shards;
   }
 
   // Every rank has what it needs.
-  void settle() override {}
+  void wait_for_updates() override {}
   void save(RunState& /*state*/) override {}
   void saved(const RunState& /*state*/) override {}
   void check_resumed(const std::string& /*checkpoint*/, const RunState& /*state*/) override {}
@@ -49,7 +49,7 @@ class RankOptimizer final : public Optimizer {
  private:
   static std::vector<at::Tensor> trained(const Model& model) {
     std::vector<at::Tensor> tensors;
-    for (const auto& [name, tensor] : model.named_slices()) tensors.push_back(tensor);
+    for (const auto& [name, tensor] : model.named_local_shards()) tensors.push_back(tensor);
     return tensors;
   }
 

@@ -26,9 +26,9 @@ class Optimizer {
   /// are up to date then; of ps-async, as far as pushes came by.
   virtual void step() = 0;
   /// All ranks hold the same parameters after it, until the next step. Blocks.
-  virtual void settle() = 0;
+  virtual void wait_for_updates() = 0;
   /// To be saved beside the weights, and filled from there; empty where servers have it.
-  virtual std::vector<cohort::train::TensorSlice> momentum() = 0;
+  virtual std::vector<cohort::train::TensorShard> momentum() = 0;
   /// Saves what is on servers for a checkpoint of `state`, and notes in it where. Blocks.
   virtual void save(RunState& state) = 0;
   /// The checkpoint for which save was called is complete: what earlier ones needed may go. Local.

@@ -7,7 +7,7 @@
 #include <torch/nn/modules/batchnorm.h>
 
 #include "cohort/base/error.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 namespace imagenet {
 namespace {

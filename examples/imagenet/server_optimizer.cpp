@@ -72,13 +72,13 @@ class ServerOptimizer final : public Optimizer {
     session_.pull();
   }
 
-  void settle() override {
+  void wait_for_updates() override {
     session_.flush();
     group_.barrier("last pushes");
     session_.pull();
   }
 
-  std::vector<cohort::train::TensorSlice> momentum() override { return {}; }
+  std::vector<cohort::train::TensorShard> momentum() override { return {}; }
 
   void save(RunState& state) override {
     state.servers = (folder_ / ("epoch-" + std::to_string(state.epochs_done))).string();

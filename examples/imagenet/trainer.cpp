@@ -224,7 +224,7 @@ void Trainer::print_step(int64_t epoch, int64_t step, int64_t num_steps,
 }
 
 void Trainer::finish_epoch(int64_t epoch, const EpochReport& report) {
-  optimizer_->settle();
+  optimizer_->wait_for_updates();
   // Plain batch normalisation keeps running statistics of each rank's own pictures: rank 0's are
   // the ones that are saved, so they are what all ranks evaluate.
   cohort::parallel::broadcast_tensors(model_->buffers(), group_, 0);

@@ -724,7 +724,7 @@ TEST_F(NmtCommandTest, KeptCheckpointsAreAveraged) {
 void set_weight(const std::string& folder, const std::string& name, float value) {
   cohort::StoredCheckpoint checkpoint(folder);
   cohort::Manifest manifest = checkpoint.manifest();
-  std::vector<cohort::StoredSlice> slices;
+  std::vector<cohort::StoredShard> shards;
   std::vector<float> values;
   for (const auto& [weight, stored] : checkpoint.part("weights")) {
     const auto count = cohort::num_elements(stored.shape).value();
@@ -733,10 +733,10 @@ void set_weight(const std::string& folder, const std::string& name, float value)
       values.assign(static_cast<size_t>(count), value);
       bytes = std::as_bytes(std::span(values));
     }
-    slices.push_back({weight, stored.dtype, stored.shape, {0, count}, bytes});
+    shards.push_back({weight, stored.dtype, stored.shape, {0, count}, bytes});
   }
   manifest.files["weights"] =
-      write_share(folder, "weights", slices, {.update = *manifest.update}).files.at("weights");
+      write_share(folder, "weights", shards, {.update = *manifest.update}).files.at("weights");
   commit_manifest(folder, manifest);
 }
 

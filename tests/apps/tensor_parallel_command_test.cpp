@@ -101,7 +101,7 @@ TEST_F(TensorParallelCommandTest, DivisionsThatDoNotComeOutEvenAreRefused) {
   flags.replace(flags.find("--transformer-dim-ffn 64"), 24, "--transformer-dim-ffn 33");
   const Ended odd = shell(on_ranks(2, flags + "--tensor-parallel 2"));
   EXPECT_EQ(odd.code, 2) << odd.output;
-  EXPECT_NE(odd.output.find("a model in 2 parts: expected a multiple of that as dim_ffn, got 33"),
+  EXPECT_NE(odd.output.find("a model in 2 shards: expected a multiple of that as dim_ffn, got 33"),
             std::string::npos)
       << odd.output;
 }

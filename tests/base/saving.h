@@ -17,7 +17,7 @@ inline std::vector<int32_t> numbers(int32_t first) {
   return values;
 }
 
-// Two parts of one tensor [4, 6], whose columns are shared out among `world_size` ranks.
+// Two parts of one tensor [4, 6], whose columns are sharded among `world_size` ranks.
 class Saving {
  public:
   Saving(int64_t update, int world_size, int32_t first)
@@ -26,15 +26,15 @@ class Saving {
   Manifest share(const std::string& folder, int rank) const {
     Manifest share{.update = update_};
     for (const char* part : {"a", "b"}) {
-      std::vector<StoredSlice> slices;
+      std::vector<StoredShard> shards;
       for (int64_t row = 0; row < 4; ++row) {
         const int64_t begin = row * 6 + 6 * rank / world_size_;
         const int64_t end = row * 6 + 6 * (rank + 1) / world_size_;
         const auto elements = std::span(values_).subspan(static_cast<size_t>(begin),
                                                          static_cast<size_t>(end - begin));
-        slices.push_back({"w", DType::kI32, {4, 6}, {begin, end}, std::as_bytes(elements)});
+        shards.push_back({"w", DType::kI32, {4, 6}, {begin, end}, std::as_bytes(elements)});
       }
-      share.add(write_share(folder, part, slices, {update_, rank, world_size_}), folder);
+      share.add(write_share(folder, part, shards, {update_, rank, world_size_}), folder);
     }
     return share;
   }

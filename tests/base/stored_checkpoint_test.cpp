@@ -206,22 +206,22 @@ TEST(StoredCheckpointTest, AShareMissingFromACommitLeavesTheCheckpointBefore) {
   EXPECT_EQ(read(checkpoint, "a", {0, 24}), numbers(0));
 }
 
-TEST(StoredCheckpointTest, SlicesThatOverlapOrDoNotFitAreRefused) {
+TEST(StoredCheckpointTest, ShardsThatOverlapOrDoNotFitAreRefused) {
   const TemporaryFolder folder;
   const auto values = numbers(0);
-  const auto slice = [&](int64_t begin, int64_t end, size_t count) {
-    return StoredSlice{
+  const auto shard = [&](int64_t begin, int64_t end, size_t count) {
+    return StoredShard{
         "w", DType::kI32, {4, 6}, {begin, end}, std::as_bytes(std::span(values).first(count))};
   };
-  const auto refused = [&](const std::vector<StoredSlice>& slices) {
+  const auto refused = [&](const std::vector<StoredShard>& shards) {
     return test::message_of<ConfigError>([&] {
-      write_share(folder.path().string(), "a", slices, {1, 0, 2});
+      write_share(folder.path().string(), "a", shards, {1, 0, 2});
     });
   };
-  EXPECT_NE(refused({slice(0, 4, 4), slice(3, 5, 2)}).find("overlap"), std::string::npos);
-  EXPECT_NE(refused({slice(0, 4, 3)}).find("12 bytes"), std::string::npos);
-  EXPECT_NE(refused({slice(22, 26, 4)}).find("22 to 26"), std::string::npos);
-  EXPECT_NE(refused({slice(4, 2, 0)}).find("4 to 2"), std::string::npos);
+  EXPECT_NE(refused({shard(0, 4, 4), shard(3, 5, 2)}).find("overlap"), std::string::npos);
+  EXPECT_NE(refused({shard(0, 4, 3)}).find("12 bytes"), std::string::npos);
+  EXPECT_NE(refused({shard(22, 26, 4)}).find("22 to 26"), std::string::npos);
+  EXPECT_NE(refused({shard(4, 2, 0)}).find("4 to 2"), std::string::npos);
   EXPECT_TRUE(fs::is_empty(folder.path()));
 }
 

@@ -110,7 +110,7 @@ TEST(DdpJoinTest, WithUnusedParameters) {
   expect_join_equals_one_process({.batches = {1, 3, 2}, .ddp = {.find_unused_parameters = true}});
 }
 
-// The rank that stands in has used the extra layer once; those that go on never do.
+// The rank that shadows collectives has used the extra layer once; those that continue never do.
 TEST(DdpJoinTest, WhatNoActiveRankUsesGetsNoGradient) {
   test::ranks(3, [](const ProcessGroup& group) {
     Branches model;

@@ -8,7 +8,7 @@
 
 #include "cohort/base/trace_page.h"
 #include "cohort/comm/backend.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 #include "tests/parallel/ddp_support.h"
 #include "tests/support/ranks.h"
@@ -51,7 +51,7 @@ TEST(DdpOptionsTest, AModelThatTheGroupsBackendDoesNotServeIsRefused) {
       "is on the CPU, which the group's backend meta_only does not serve: move the model, or make the group with a "
       "backend of CPU tensors (gloo)");
   test::expect_error<c10::ValueError>(
-      [&] { parallel::ShardedDataParallel<Branches> sharded(model, group); }, "which the group's backend meta_only");
+      [&] { parallel::FullyShardedDataParallel<Branches> sharded(model, group); }, "which the group's backend meta_only");
   ProcessGroup gloo(comm::RankInfo{}, {});
   Ddp ddp(model, gloo);
   EXPECT_NO_THROW(ddp.backward(loss_of(ddp(batch_of(0)))));
@@ -638,9 +638,10 @@ TEST(DdpOptionsTest, OptionsThatDecideWhatTravelsMustAgree) {
     refused({.delay_all_reduce_named_params = {"last.bias"},
              .param_to_hook_all_reduce = other ? "first.bias" : "first.weight"},
             "rank 1 has param_to_hook_all_reduce first.bias where");
-    parallel::MixedPrecision lent;
-    if (other) lent.param_dtype = at::kFloat;
-    refused({.mixed_precision = lent}, "rank 1 has mixed_precision.param_dtype Float where");
+    parallel::MixedPrecision low_precision;
+    if (other) low_precision.param_dtype = at::kFloat;
+    refused({.mixed_precision = low_precision},
+            "rank 1 has mixed_precision.param_dtype Float where");
     parallel::MixedPrecision reduced;
     if (other) reduced.reduce_dtype = at::kFloat;
     refused({.mixed_precision = reduced}, "rank 1 has mixed_precision.reduce_dtype Float where");

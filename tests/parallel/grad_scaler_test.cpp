@@ -7,7 +7,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "cohort/optim/adam.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 #include "tests/parallel/ddp_support.h"
 #include "tests/support/ranks.h"
@@ -145,13 +145,13 @@ TEST(GradScalerTest, WithDistributedDataParallelAndShardedModelsAStepThatOverflo
     for (const auto shard :
          {parallel::Shard::kOptimizer, parallel::Shard::kGradients, parallel::Shard::kParameters}) {
       Head head;
-      parallel::ShardedDataParallel<Head> sharded(head, group,
-                                                  {.shard = shard, .mixed_precision = types});
-      train(group, sharded, sharded.named_slices());
-      sharded.engine().summon();
+      parallel::FullyShardedDataParallel<Head> sharded(head, group,
+                                                       {.shard = shard, .mixed_precision = types});
+      train(group, sharded, sharded.named_local_shards());
+      sharded.engine().unshard();
       EXPECT_LE((head->a.to(at::kFloat) - whole->a).abs().max().item<double>(), 1e-3)
           << "the gathered parameters are float16: 5e-4 of 1";
-      sharded.engine().release(false);
+      sharded.engine().reshard(false);
     }
   });
 }

@@ -57,7 +57,7 @@ struct RandomCase {
   bool rebuild = false;
   bool delayed = false;
   bool own_buffers = false;  ///< No broadcast_buffers.
-  // ShardedDataParallel.
+  // FullyShardedDataParallel.
   bool units = false;  ///< The blocks; else the model is one.
   bool keep = false;   ///< No reshard_after_forward.
   bool pairs = false;  ///< reshard_ranks = 2.

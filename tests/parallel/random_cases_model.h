@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "cohort/optim/adam.h"
-#include "cohort/parallel/checkpoint.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/activation_checkpoint.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 #include "tests/parallel/random_cases.h"
 
@@ -81,9 +81,10 @@ struct NetImpl : torch::nn::Module {
 
   at::Tensor run(Block& block, const at::Tensor& x) {
     return parallel::run_unit(*block, [&]() -> at::Tensor {
-      if (recompute == Recompute::kModule) return parallel::checkpoint_module(block, {}, x);
+      if (recompute == Recompute::kModule)
+        return parallel::activation_checkpoint_module(block, {}, x);
       if (recompute == Recompute::kNone) return block->forward(x);
-      return parallel::checkpoint_call(
+      return parallel::activation_checkpoint(
           {}, [block](const at::Tensor& h) mutable { return block->forward(h); }, x);
     });
   }

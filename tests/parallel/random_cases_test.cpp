@@ -13,7 +13,7 @@
 #include <sstream>
 
 #include "cohort/parallel/join.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 #include "cohort/parallel/zero_redundancy_optimizer.h"
 
 #include "tests/parallel/random_cases_model.h"
@@ -70,8 +70,8 @@ class Comparison {
   std::vector<std::string> faults_;
 };
 
-at::Tensor part_of(const at::Tensor& whole, const parallel::ParameterSlice& slice) {
-  return whole.defined() ? whole.reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin) : whole;
+at::Tensor part_of(const at::Tensor& whole, const parallel::LocalShard& local_shard) {
+  return whole.defined() ? whole.reshape({-1}).narrow(0, local_shard.begin, local_shard.end - local_shard.begin) : whole;
 }
 
 struct Ddp {
@@ -80,9 +80,10 @@ struct Ddp {
 
   Ddp(const RandomCase& c, Net& net, const comm::ProcessGroup& group) : c_(c), net_(net), wrapper(net, group, options_of(c)) {
     if (c.strategy == Strategy::kZeroRedundancy) {
-      zero.emplace(optim::named_parameters(*net), group, [&](const auto& slices) {
+      zero.emplace(optim::named_parameters(*net), group, [&](const auto& shards) {
         std::vector<std::pair<std::string, at::Tensor>> named;
-        for (const auto& slice : slices) named.emplace_back(slice.name, slice.tensor);
+        for (const auto& local_shard : shards)
+          named.emplace_back(local_shard.name, local_shard.tensor);
         return Optimizer(named, c.sgd);
       });
     } else {
@@ -124,9 +125,9 @@ struct Ddp {
       return;
     }
     auto own = zero->optimizer().moments();
-    for (const auto& slice : zero->slices())
+    for (const auto& local_shard : zero->local_shards())
       for (const char* moment : {".exp_avg", ".exp_avg_sq"})
-        found.near(own[slice.name + moment], part_of(moments[slice.name + moment], slice), slice.name + moment);
+        found.near(own[local_shard.name + moment], part_of(moments[local_shard.name + moment], local_shard), local_shard.name + moment);
   }
   void compare_whole(OneProcess&, Comparison&) {}
 
@@ -138,11 +139,11 @@ struct Ddp {
 };
 
 struct Sharded {
-  using Wrapper = parallel::ShardedDataParallel<Net>;
+  using Wrapper = parallel::FullyShardedDataParallel<Net>;
 
   Sharded(const RandomCase& c, Net& net, const comm::ProcessGroup& group)
       : wrapper(net, group, options_of(c), c.units ? net->units() : std::vector<torch::nn::Module*>{}),
-        optimizer(wrapper.named_slices(), c.sgd) {}
+        optimizer(wrapper.named_local_shards(), c.sgd) {}
 
   static parallel::ShardingOptions options_of(const RandomCase& c) {
     const auto shard = c.strategy == Strategy::kZero1   ? parallel::Shard::kOptimizer
@@ -162,35 +163,36 @@ struct Sharded {
 
   void compare_gradients(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
-    for (const auto& slice : wrapper.slices())
-      found.gradient(slice.tensor.grad(), part_of(expected[slice.name].grad(), slice), "gradient of " + slice.name,
+    for (const auto& local_shard : wrapper.local_shards())
+      found.gradient(local_shard.tensor.grad(), part_of(expected[local_shard.name].grad(), local_shard), "gradient of " + local_shard.name,
                      true);
   }
   void compare_state(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
     auto moments = alone.adam->moments();
     auto own = optimizer.moments();
-    for (const auto& slice : wrapper.slices()) {
-      found.near(slice.tensor, part_of(expected[slice.name], slice), slice.name);
+    for (const auto& local_shard : wrapper.local_shards()) {
+      found.near(local_shard.tensor, part_of(expected[local_shard.name], local_shard),
+                 local_shard.name);
       for (const char* moment : {".exp_avg", ".exp_avg_sq", ".momentum"}) {
-        const at::Tensor& mine = own[slice.name + moment];
-        const at::Tensor& theirs = moments[slice.name + moment];
+        const at::Tensor& mine = own[local_shard.name + moment];
+        const at::Tensor& theirs = moments[local_shard.name + moment];
         // SGD has one once a gradient has come, and a shard may have one of zeros.
-        found.gradient(mine, part_of(theirs, slice), slice.name + moment, true);
+        found.gradient(mine, part_of(theirs, local_shard), local_shard.name + moment, true);
       }
     }
   }
   void compare_whole(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
-    wrapper.summon();
+    wrapper.unshard();
     for (const auto& item : wrapper.module()->named_parameters())
       found.near(item.value(), expected[item.key()], "whole " + item.key());
-    wrapper.release();
+    wrapper.reshard();
   }
 
   Wrapper wrapper;
   Optimizer optimizer;
-  parallel::ShardedDataParallel<torch::nn::Linear>* head = nullptr;
+  parallel::FullyShardedDataParallel<torch::nn::Linear>* head = nullptr;
 };
 
 // Five steps of this rank.
@@ -210,7 +212,8 @@ class Training {
     if (c.head == Head::kSharded)
       sharded_head_.emplace(head_, group, parallel::ShardingOptions{.shard = parallel::Shard::kOptimizer});
     if constexpr (requires { model_.head; }) model_.head = sharded_head_ ? &*sharded_head_ : nullptr;
-    head_optimizer_.emplace(sharded_head_ ? sharded_head_->named_slices() : trained(*head_), c.sgd);
+    head_optimizer_.emplace(sharded_head_ ? sharded_head_->named_local_shards() : trained(*head_),
+                            c.sgd);
     leaf_ = at::full({}, 1.5, c.single ? at::kFloat : at::kDouble).requires_grad_(true);
   }
 
@@ -315,8 +318,9 @@ class Training {
       for (const auto& item : head_->named_parameters())
         found_.near(item.value(), expected[item.key()], "the head's " + item.key());
     if (sharded_head_)
-      for (const auto& slice : sharded_head_->slices())
-        found_.near(slice.tensor, part_of(expected[slice.name], slice), "the head's " + slice.name);
+      for (const auto& local_shard : sharded_head_->local_shards())
+        found_.near(local_shard.tensor, part_of(expected[local_shard.name], local_shard),
+                    "the head's " + local_shard.name);
   }
 
   void compare_buffers(int rank) {
@@ -359,7 +363,7 @@ class Training {
   OneProcess alone_;
   Comparison found_;
   std::optional<parallel::DistributedDataParallel<torch::nn::Linear>> ddp_head_;
-  std::optional<parallel::ShardedDataParallel<torch::nn::Linear>> sharded_head_;
+  std::optional<parallel::FullyShardedDataParallel<torch::nn::Linear>> sharded_head_;
   std::optional<Optimizer> head_optimizer_;
   at::Tensor leaf_;
   int step_ = 0;

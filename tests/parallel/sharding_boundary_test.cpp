@@ -20,17 +20,17 @@ namespace sharding_boundary_test {
 
 using comm::ProcessGroup;
 using parallel::DistributedDataParallel;
-using parallel::ParameterSlice;
+using parallel::LocalShard;
 using test::message_of;
 using test::sharding::batch_of;
+using test::sharding::FullyShardedDataParallel;
 using test::sharding::kRounding;
 using test::sharding::kShards;
 using test::sharding::loss_of;
 using test::sharding::Shard;
-using test::sharding::ShardedDataParallel;
 using test::sharding::ShardingOptions;
 using test::sharding::Tower;
-using Sharded = ShardedDataParallel<Tower>;
+using Sharded = FullyShardedDataParallel<Tower>;
 
 Tower half_tower() {
   Tower tower;
@@ -52,15 +52,16 @@ void expect_near(const at::Tensor& found, const at::Tensor& expected, const std:
       << expected.flatten().slice(0, 0, 4);
 }
 
-// What the slices hold of gradients against the whole gradients of a plain model.
-void expect_gradients(const std::vector<ParameterSlice>& slices, torch::nn::Module& plain) {
+// What the shards hold of gradients against the whole gradients of a plain model.
+void expect_gradients(const std::vector<LocalShard>& shards, torch::nn::Module& plain) {
   const auto expected = plain.named_parameters();
-  for (const ParameterSlice& slice : slices) {
-    const at::Tensor& whole = expected[slice.name].grad();
-    ASSERT_EQ(slice.tensor.grad().defined(), whole.defined()) << slice.name;
+  for (const LocalShard& local_shard : shards) {
+    const at::Tensor& whole = expected[local_shard.name].grad();
+    ASSERT_EQ(local_shard.tensor.grad().defined(), whole.defined()) << local_shard.name;
     if (!whole.defined()) continue;
-    expect_near(slice.tensor.grad().flatten(),
-                whole.flatten().narrow(0, slice.begin, slice.end - slice.begin), slice.name);
+    expect_near(local_shard.tensor.grad().flatten(),
+                whole.flatten().narrow(0, local_shard.begin, local_shard.end - local_shard.begin),
+                local_shard.name);
   }
 }
 
@@ -93,7 +94,7 @@ void expect_leaves_outside(const ProcessGroup& group) {
     expect_near(found.x.grad(), expected.x.grad(), "the input");
     expect_near(found.temperature.grad(), expected.temperature.grad(), "the temperature");
     expect_near(found.bias.grad(), expected.bias.grad(), "the bias");
-    expect_gradients(sharded.slices(), *plain);
+    expect_gradients(sharded.local_shards(), *plain);
   }
 }
 
@@ -124,20 +125,21 @@ void expect_other_models(const ProcessGroup& group) {
     Sharded b(model_b, group, {.shard = shard}, model_b->units());
     DistributedDataParallel<Tower> c(model_c, group);
     parallel::backward(loss(a, b, c, group.rank()), a, b);
-    expect_gradients(a.slices(), *plain_a);
-    expect_gradients(b.slices(), *plain_b);
-    expect_gradients(parallel::whole_slices_of(*model_c), *plain_c);
+    expect_gradients(a.local_shards(), *plain_a);
+    expect_gradients(b.local_shards(), *plain_b);
+    expect_gradients(parallel::full_shards_of(*model_c), *plain_c);
     // Beside one sharded model, which then needs no other's name.
     c.module()->zero_grad();
     plain_a->zero_grad();
     plain_c->zero_grad();
-    for (const ParameterSlice& slice : a.slices()) slice.tensor.mutable_grad().reset();
+    for (const LocalShard& local_shard : a.local_shards())
+      local_shard.tensor.mutable_grad().reset();
     const auto none = [](const at::Tensor& x) { return x.detach(); };
     for (int rank = 0; rank < group.size(); ++rank)
       (loss(plainly(plain_a), none, plainly(plain_c), rank) / group.size()).backward();
     a.backward(loss(a, none, c, group.rank()));
-    expect_gradients(a.slices(), *plain_a);
-    expect_gradients(parallel::whole_slices_of(*model_c), *plain_c);
+    expect_gradients(a.local_shards(), *plain_a);
+    expect_gradients(parallel::full_shards_of(*model_c), *plain_c);
   }
 }
 
@@ -153,7 +155,7 @@ void expect_named(const std::function<void()>& use, const std::vector<std::strin
 
 // All that reads a parameter's elements; names and shapes are there.
 void expect_unreadable(Tower& model) {
-  const std::vector<std::string> parts{"sharding: ", "between summon() and release()"};
+  const std::vector<std::string> parts{"sharding: ", "between unshard() and reshard()"};
   expect_named([&] { model->forward(batch_of(0, 0)); }, parts);
   expect_named([&] { model->parameters()[0].clone(); }, parts);
   expect_named([&] { model->parameters()[3].mean().item<double>(); }, parts);
@@ -173,9 +175,9 @@ std::vector<at::Tensor> trained(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
-std::vector<at::Tensor> tensors_of(const std::vector<ParameterSlice>& slices) {
+std::vector<at::Tensor> tensors_of(const std::vector<LocalShard>& shards) {
   std::vector<at::Tensor> result;
-  for (const ParameterSlice& slice : slices) result.push_back(slice.tensor);
+  for (const LocalShard& local_shard : shards) result.push_back(local_shard.tensor);
   return result;
 }
 
@@ -194,9 +196,9 @@ void expect_whole_or_named(const ProcessGroup& group, Shard shard, bool sgd, Bet
   const auto plain_optimizer = make_optimizer(sgd, trained(plain->parameters()));
   Tower model;
   Sharded sharded(model, group, {.shard = shard}, model->units());
-  std::vector<at::Tensor> slices;
-  for (const ParameterSlice& slice : sharded.slices()) slices.push_back(slice.tensor);
-  const auto optimizer = make_optimizer(sgd, trained(slices));
+  std::vector<at::Tensor> shards;
+  for (const LocalShard& local_shard : sharded.local_shards()) shards.push_back(local_shard.tensor);
+  const auto optimizer = make_optimizer(sgd, trained(shards));
   expect_unreadable(model);
   for (int step = 0; step < 3; ++step) {
     plain_optimizer->zero_grad();
@@ -215,10 +217,10 @@ void expect_whole_or_named(const ProcessGroup& group, Shard shard, bool sgd, Bet
     plain_optimizer->step();
     optimizer->step();
     expect_unreadable(model);
-    sharded.summon();
+    sharded.unshard();
     EXPECT_LE(test::difference(*model, *plain), kRounding);
     expect_near(model->forward(batch_of(1, 8)), plain->forward(batch_of(1, 8)), "the module's own");
-    sharded.release();
+    sharded.reshard();
     expect_unreadable(model);
     expect_near(sharded(batch_of(1, 8)), plain->forward(batch_of(1, 8)), "the next forward");
   }
@@ -249,7 +251,7 @@ TEST(ShardingBoundaryTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) 
         torch::optim::SGD before(model->parameters(), 0.1);
         Sharded sharded(model, group, {.shard = shard}, model->units());
         torch::optim::SGD after(model->parameters(), 0.1);
-        torch::optim::SGD right(trained(tensors_of(sharded.slices())), 0.1);
+        torch::optim::SGD right(trained(tensors_of(sharded.local_shards())), 0.1);
         for (int step = 0; step < 2; ++step) {
           before.zero_grad();
           after.zero_grad();
@@ -277,7 +279,7 @@ TEST(ShardingBoundaryTest, AForwardThatThrowsLeavesNoParametersToRead) {
   }
 }
 
-TEST(ShardingBoundaryTest, WhoWritesIntoSlicesWhileGradientsWaitIsTold) {
+TEST(ShardingBoundaryTest, WritingIntoShardsWhileGradientsWaitIsAnError) {
   ProcessGroup alone(comm::RankInfo{});
   for (const Shard shard : {Shard::kOptimizer, Shard::kGradients}) {
     Tower model;
@@ -288,8 +290,8 @@ TEST(ShardingBoundaryTest, WhoWritesIntoSlicesWhileGradientsWaitIsTold) {
     }
     {
       const at::NoGradGuard no_grad;
-      for (const ParameterSlice& slice : sharded.slices())
-        if (slice.tensor.requires_grad()) slice.tensor.mul_(0.5);
+      for (const LocalShard& local_shard : sharded.local_shards())
+        if (local_shard.tensor.requires_grad()) local_shard.tensor.mul_(0.5);
     }
     expect_named([&] { sharded(batch_of(0, 0)); },
                  {"was written to while gradients wait since no_sync()"});
@@ -314,7 +316,7 @@ TEST(ShardingBoundaryTest, RanksMaySkipABackwardWhileTheyAccumulate) {
                              loss_of(plain->forward(batch_of(1, 0))) +
                              loss_of(plain->forward(batch_of(1, 1)));
       (sum / 2).backward();
-      expect_gradients(sharded.slices(), *plain);
+      expect_gradients(sharded.local_shards(), *plain);
     }
   });
 }
@@ -330,8 +332,9 @@ TEST(ShardingBoundaryTest, AStepBesideGradientsThatWaitIsSeenByAllRanks) {
         const auto guard = sharded.no_sync();
         sharded.backward(loss_of(sharded(batch_of(1, group.rank()))));
       }
-      for (const ParameterSlice& slice : sharded.slices())
-        if (slice.tensor.grad().defined()) slice.tensor.data().sub_(0.1 * slice.tensor.grad());
+      for (const LocalShard& local_shard : sharded.local_shards())
+        if (local_shard.tensor.grad().defined())
+          local_shard.tensor.data().sub_(0.1 * local_shard.tensor.grad());
       const at::Tensor mine = sharded(batch_of(0, 0)).detach();
       at::Tensor theirs = mine.clone();
       group.broadcast(theirs, 0);
@@ -342,7 +345,7 @@ TEST(ShardingBoundaryTest, AStepBesideGradientsThatWaitIsSeenByAllRanks) {
 }
 
 // Frozen parameters are not gathered again and again, but when a checkpoint is loaded, say.
-TEST(ShardingBoundaryTest, AForwardSeesWhatWasWrittenIntoFrozenSlices) {
+TEST(ShardingBoundaryTest, AForwardSeesWhatWasWrittenIntoFrozenLocalShards) {
   test::ranks(3, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Tower plain;
@@ -352,8 +355,8 @@ TEST(ShardingBoundaryTest, AForwardSeesWhatWasWrittenIntoFrozenSlices) {
         expect_near(sharded(batch_of(0, 0)), plain->forward(batch_of(0, 0)), "output");
         const at::NoGradGuard no_grad;
         for (const at::Tensor& each : plain->frozen->parameters()) at::Tensor(each).mul_(0.5);
-        for (const ParameterSlice& slice : sharded.slices())
-          if (slice.name.starts_with("frozen.")) at::Tensor(slice.tensor).mul_(0.5);
+        for (const LocalShard& local_shard : sharded.local_shards())
+          if (local_shard.name.starts_with("frozen.")) at::Tensor(local_shard.tensor).mul_(0.5);
       }
     }
   });
@@ -415,14 +418,14 @@ TEST(ShardingBoundaryTest, ALossThatAUnitKeepsCountsBesideThatOfItsOutput) {
             }
             Gates model;
             for (Gate& gate : model->gates) gate->keeps_last = keeps_last;
-            ShardedDataParallel<Gates> sharded(model, group, {.shard = shard, .prefetch = prefetch},
-                                               model->units());
+            FullyShardedDataParallel<Gates> sharded(
+                model, group, {.shard = shard, .prefetch = prefetch}, model->units());
             for (int step = 0; step < 2; ++step) {
-              for (const ParameterSlice& slice : sharded.slices())
-                slice.tensor.mutable_grad().reset();
+              for (const LocalShard& local_shard : sharded.local_shards())
+                local_shard.tensor.mutable_grad().reset();
               const at::Tensor output = sharded(gate_batch(group.rank()));
               sharded.backward(loss_of(output) + model->auxiliary() * 0.1);
-              expect_gradients(sharded.slices(), *plain);
+              expect_gradients(sharded.local_shards(), *plain);
             }
           }
         }
@@ -435,13 +438,13 @@ TEST(ShardingBoundaryTest, ALossThatAUnitKeepsIsRefusedByTheUnitsNameWithoutItsO
   test::ranks(2, [](const ProcessGroup& group) {
     for (const bool prefetch : {true, false}) {
       Gates model;
-      ShardedDataParallel<Gates> sharded(model, group, {.prefetch = prefetch}, model->units());
+      FullyShardedDataParallel<Gates> sharded(model, group, {.prefetch = prefetch}, model->units());
       for (int step = 0; step < 2; ++step) {
         const at::Tensor output = sharded(gate_batch(group.rank()));
         expect_named([&] { sharded.backward(model->gates[0]->auxiliary); },
                      {"sharding: ", "gate0", "expected "});
         expect_named([&] { sharded.backward(model->gates[1]->weight.t().square().sum()); },
-                     {"sharding: gate1.weight is shared out"});
+                     {"sharding: gate1.weight is sharded"});
       }
       const auto loss = loss_of(sharded(gate_batch(group.rank())));
       sharded.backward(loss);
@@ -456,13 +459,13 @@ TEST(ShardingBoundaryTest, ABackwardAfterTheEndOfTheWrapperIsRefusedByName) {
       at::Tensor auxiliary;
       {
         Gates model;
-        ShardedDataParallel<Gates> sharded(model, group, {.shard = shard}, model->units());
+        FullyShardedDataParallel<Gates> sharded(model, group, {.shard = shard}, model->units());
         loss = loss_of(sharded(gate_batch(0)));
         auxiliary = model->gates[0]->auxiliary;
       }
       const std::vector<at::Tensor> other{at::ones({1 << 20})};  // Where the engine was, perhaps.
-      expect_named([&] { loss.backward(); },
-                   {"sharding: a backward through ", "after the end of its ShardedDataParallel"});
+      expect_named([&] { loss.backward(); }, {"sharding: a backward through ",
+                                              "after the end of its FullyShardedDataParallel"});
     }
   });
 }
@@ -485,7 +488,8 @@ TEST(ShardingBoundaryTest, APenaltyOnTheInputsGradientWorksWhereParametersAreWho
       Tower model;
       Sharded sharded(model, group, {.shard = shard}, model->units());
       for (int step = 0; step < 2; ++step) {
-        for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+        for (const LocalShard& local_shard : sharded.local_shards())
+          local_shard.tensor.mutable_grad().reset();
         const auto run = [&] {
           penalty([&](const at::Tensor& x) { return sharded(x); }, group.rank()).backward();
         };
@@ -495,12 +499,14 @@ TEST(ShardingBoundaryTest, APenaltyOnTheInputsGradientWorksWhereParametersAreWho
         }
         run();
         expect_unreadable(model);
-        for (const ParameterSlice& slice : sharded.slices()) {
-          const at::Tensor whole = plain->named_parameters()[slice.name].grad();
+        for (const LocalShard& local_shard : sharded.local_shards()) {
+          const at::Tensor whole = plain->named_parameters()[local_shard.name].grad();
           if (!whole.defined()) continue;
-          ASSERT_TRUE(slice.tensor.grad().defined()) << slice.name;
-          expect_near(slice.tensor.grad(),
-                      whole.flatten().narrow(0, slice.begin, slice.end - slice.begin), slice.name);
+          ASSERT_TRUE(local_shard.tensor.grad().defined()) << local_shard.name;
+          expect_near(
+              local_shard.tensor.grad(),
+              whole.flatten().narrow(0, local_shard.begin, local_shard.end - local_shard.begin),
+              local_shard.name);
         }
         expect_named(
             [&] { loss_of(sharded(batch_of(0, 0))).backward({}, {}, /*create_graph=*/true); },
@@ -527,9 +533,10 @@ TEST(ShardingBoundaryTest, AfterAPlainBackwardThatThrewTheNextOneIsRight) {
       EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), std::out_of_range);
       throws = false;
       for (int i = 0; i < 2; ++i) {
-        for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+        for (const LocalShard& local_shard : sharded.local_shards())
+          local_shard.tensor.mutable_grad().reset();
         loss.backward({}, /*retain_graph=*/true);
-        expect_gradients(sharded.slices(), *plain);
+        expect_gradients(sharded.local_shards(), *plain);
       }
     }
   });
@@ -550,7 +557,7 @@ TEST(ShardingBoundaryTest, AChannelsLastParameterIsRefusedByName) {
   for (const Shard shard : kShards) {
     Convolution model;
     expect_named(
-        [&] { ShardedDataParallel<Convolution>(model, alone, {.shard = shard}); },
+        [&] { FullyShardedDataParallel<Convolution>(model, alone, {.shard = shard}); },
         {"sharding: weight [4, 3, 2, 2] has strides [12, 1, 6, 3]: expected a contiguous"});
   }
 }
@@ -570,7 +577,7 @@ TEST(ShardingBoundaryTest, AnErrorInsideNoSyncLeavesAParallelModelSynchronized) 
       };
       EXPECT_THROW(bad_batch(), c10::Error);
       wrapped.backward(loss_of(wrapped(batch_of(group.rank(), 0))));
-      expect_gradients(wrapped.slices(), *plain);
+      expect_gradients(wrapped.local_shards(), *plain);
     }
   });
 }

@@ -103,30 +103,30 @@ TEST(ShardingExamplesTest, TrainingAndSummon) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Net net = make_net();
-    parallel::ShardedDataParallel<Net> sharded(net, group, {.shard = parallel::Shard::kParameters},
-                                               net->units());
-    optim::Adam adam(sharded.named_slices());
+    parallel::FullyShardedDataParallel<Net> sharded(
+        net, group, {.shard = parallel::Shard::kParameters}, net->units());
+    optim::Adam adam(sharded.named_local_shards());
     for (int step = 0; step < 3; ++step) {
       loss_of(sharded(batch(step))).backward();
       adam.step(1e-2);
       adam.zero_grad();
     }
     Net expected = trained_plain(3);
-    sharded.summon();
+    sharded.unshard();
     expect_equal(net, expected);
-    sharded.release();
+    sharded.reshard();
 
-    sharded.summon();
+    sharded.unshard();
     const double largest = net->first->weight.abs().max().item<double>();
     {
       const at::NoGradGuard no_grad;
       for (at::Tensor& parameter : net->parameters()) parameter.clamp_(-0.5, 0.5);
     }
-    sharded.release(/*keep=*/true);
+    sharded.reshard(/*keep=*/true);
     EXPECT_GT(largest, 0.5);
-    sharded.summon();
+    sharded.unshard();
     EXPECT_EQ(net->first->weight.abs().max().item<double>(), 0.5);
-    sharded.release();
+    sharded.reshard();
   });
 }
 
@@ -138,8 +138,8 @@ TEST(ShardingExamplesTest, Clipping) {
       (loss_of(plain->forward(batch_of(rank, 0))) / 2).backward();
     const double plain_norm = std::sqrt(optim::gradient_norm_squared(plain->parameters()));
     Net net = make_net();
-    parallel::ShardedDataParallel<Net> sharded(net, group, {}, net->units());
-    optim::Adam adam(sharded.named_slices());
+    parallel::FullyShardedDataParallel<Net> sharded(net, group, {}, net->units());
+    optim::Adam adam(sharded.named_local_shards());
     loss_of(sharded(batch_of(group.rank(), 0))).backward();
     const double norm = sharded.engine().gradient_norm();
     adam.step(rate, norm > max_norm ? max_norm / norm : 1);
@@ -152,8 +152,8 @@ TEST(ShardingExamplesTest, NoSync) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Net net = make_net();
-    parallel::ShardedDataParallel<Net> sharded(net, group, {}, net->units());
-    optim::Adam adam(sharded.named_slices());
+    parallel::FullyShardedDataParallel<Net> sharded(net, group, {}, net->units());
+    optim::Adam adam(sharded.named_local_shards());
     {
       const auto guard = sharded.no_sync();
       loss_of(sharded(batch(0))).backward();
@@ -162,9 +162,9 @@ TEST(ShardingExamplesTest, NoSync) {
     adam.step(1e-2);
     Net expected = make_net();
     train_plain(expected, 1, expected->parameters(), /*delay=*/2);
-    sharded.summon();
+    sharded.unshard();
     expect_equal(net, expected);
-    sharded.release();
+    sharded.reshard();
   });
 }
 
@@ -180,18 +180,18 @@ TEST(ShardingExamplesTest, TwoModelsInOneLoss) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Coder inner;
     Coder outer;
-    parallel::ShardedDataParallel<Coder> encoder(inner, group, {}, {inner->linear.get()});
-    parallel::ShardedDataParallel<Coder> decoder(outer, group, {}, {outer->linear.get()});
+    parallel::FullyShardedDataParallel<Coder> encoder(inner, group, {}, {inner->linear.get()});
+    parallel::FullyShardedDataParallel<Coder> decoder(outer, group, {}, {outer->linear.get()});
     const at::Tensor hidden = encoder(batch(0));
     (loss_of(decoder(hidden)) + loss_of(hidden)).backward();
     // Both are rank 0's now.
-    const auto plain = [&](parallel::ShardedDataParallel<Coder>& model) {
+    const auto plain = [&](parallel::FullyShardedDataParallel<Coder>& model) {
       Coder copy;
-      model.summon();
+      model.unshard();
       const at::NoGradGuard no_grad;
       for (size_t i = 0; i < copy->parameters().size(); ++i)
         copy->parameters()[i].copy_(model->parameters()[i]);
-      model.release();
+      model.reshard();
       return copy;
     };
     Coder first = plain(encoder);
@@ -216,13 +216,13 @@ TEST(ShardingExamplesTest, NestedUnitsAndReshardRanks) {
     };
     Net net = make_net();
     const int ranks_of_a_host = 2;
-    parallel::ShardedDataParallel<Net> sharded(net, group, {.reshard_ranks = ranks_of_a_host},
-                                               net->units());
+    parallel::FullyShardedDataParallel<Net> sharded(net, group, {.reshard_ranks = ranks_of_a_host},
+                                                    net->units());
     Net other = make_net();
     std::vector<torch::nn::Module*> units = other->units();
     for (Block& block : other->blocks)
       units.insert(units.end(), {block->up.get(), block->down.get()});
-    parallel::ShardedDataParallel<Net> finer(other, group, {}, units);
+    parallel::FullyShardedDataParallel<Net> finer(other, group, {}, units);
     EXPECT_EQ(finer.engine().num_units(), 1 + 9);
     EXPECT_NEAR(norm_of(finer) / norm_of(sharded), 1, 1e-5);
   });
@@ -233,8 +233,8 @@ TEST(ShardingExamplesTest, FrozenParameters) {
     Net net = make_net();
     for (Block& block : net->blocks)
       for (at::Tensor& parameter : block->parameters()) parameter.set_requires_grad(false);
-    parallel::ShardedDataParallel<Net> sharded(net, group, {}, net->units());
-    optim::Adam adam(sharded.named_slices());  // of what is in `first`
+    parallel::FullyShardedDataParallel<Net> sharded(net, group, {}, net->units());
+    optim::Adam adam(sharded.named_local_shards());  // of what is in `first`
     for (int step = 0; step < 2; ++step) {
       sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
       adam.step(1e-2);
@@ -242,17 +242,18 @@ TEST(ShardingExamplesTest, FrozenParameters) {
     }
     Net expected = make_net();
     train_plain(expected, 2, expected->first->parameters());
-    sharded.summon();
+    sharded.unshard();
     expect_equal(net, expected);
-    sharded.release();
+    sharded.reshard();
   });
 }
 
 TEST(ShardingExamplesTest, IgnoredParameters) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     Net net = make_net();
-    parallel::ShardedDataParallel<Net> sharded(net, group, {.ignored = {"first"}}, net->units());
-    optim::Adam adam(sharded.named_slices());
+    parallel::FullyShardedDataParallel<Net> sharded(net, group, {.ignored = {"first"}},
+                                                    net->units());
+    optim::Adam adam(sharded.named_local_shards());
     optim::Adam own(optim::named_parameters(*net->first));
     sharded.backward(loss_of(sharded(batch_of(group.rank(), 0))));
     Net plain = make_net();
@@ -288,21 +289,21 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
     Net net = make_net();
     parallel::ParallelModel<Net> model(net, group, {.strategy = parallel::Strategy::kZero3},
                                        net->units());
-    optim::Adam adam(model.named_slices());
+    optim::Adam adam(model.named_local_shards());
     const auto moments = [&] {
-      return train::slices_like(train::slices_of(model.slices()), adam.state());
+      return train::shards_like(train::shards_of(model.local_shards()), adam.state());
     };
     const auto save = [&] {
-      if (!model.savers()) return;
-      train::ShardedCheckpointWriter writer(model.savers());
+      if (!model.checkpoint_writers()) return;
+      train::ShardedCheckpointWriter writer(model.checkpoint_writers());
       writer.begin(folder,
-                   {{"weights", train::slices_of(model.state_to_save())}, {"optimizer", moments()}},
+                   {{"weights", train::shards_of(model.state_to_save())}, {"optimizer", moments()}},
                    adam.num_steps(), {});
       writer.commit();
     };
     const auto load = [&] {
-      train::load_slices(
-          folder, {{"weights", train::slices_of(model.state_to_load())}, {"optimizer", moments()}},
+      train::load_shards(
+          folder, {{"weights", train::shards_of(model.state_to_load())}, {"optimizer", moments()}},
           group);
       adam.set_num_steps(train::read_update(folder));
     };
@@ -331,7 +332,7 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
     EXPECT_EQ(plain->steps.item<float>(), 8);
     Net replica;
     parallel::ParallelModel<Net> ddp(replica, group);
-    train::load_slices(folder, {{"weights", train::slices_of(ddp.state_to_load())}}, group);
+    train::load_shards(folder, {{"weights", train::shards_of(ddp.state_to_load())}}, group);
     expect_equal(replica, expected);
     EXPECT_EQ(replica->steps.item<float>(), 8);
   });
@@ -345,9 +346,9 @@ TEST(ShardingExamplesTest, ZeroRedundancyOptimizerAndItsCheckpoint) {
     Net net = make_net();
     parallel::DistributedDataParallel<Net> ddp(net, group);
     parallel::ZeroRedundancyOptimizer<optim::Adam> zero(
-        optim::named_parameters(*net), group, [](const auto& slices) {
+        optim::named_parameters(*net), group, [](const auto& shards) {
           std::vector<std::pair<std::string, at::Tensor>> named;
-          for (const auto& slice : slices) named.emplace_back(slice.name, slice.tensor);
+          for (const auto& shard : shards) named.emplace_back(shard.name, shard.tensor);
           return optim::Adam(named);
         });
     for (int step = 0; step < 3; ++step) {
@@ -355,9 +356,9 @@ TEST(ShardingExamplesTest, ZeroRedundancyOptimizerAndItsCheckpoint) {
       zero.step(1e-2);
       zero.zero_grad();
     }
-    const auto weights = [&] { return train::whole_slices(train::state_of(*net)); };
+    const auto weights = [&] { return train::full_shards(train::state_of(*net)); };
     const auto moments = [&] {
-      return train::slices_like(train::slices_of(zero.slices()), zero.optimizer().state());
+      return train::shards_like(train::shards_of(zero.local_shards()), zero.optimizer().state());
     };
     const auto save = [&] {
       auto parts = train::share_of({{"weights", weights()}}, group.rank(), group.size());
@@ -367,7 +368,7 @@ TEST(ShardingExamplesTest, ZeroRedundancyOptimizerAndItsCheckpoint) {
       writer.commit();
     };
     const auto load = [&] {
-      train::load_slices(folder, {{"weights", weights()}, {"optimizer", moments()}}, group);
+      train::load_shards(folder, {{"weights", weights()}, {"optimizer", moments()}}, group);
       zero.optimizer().set_num_steps(train::read_update(folder));
     };
     const auto train_step = [&](int step) {

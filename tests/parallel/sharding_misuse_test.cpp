@@ -12,18 +12,18 @@ namespace cohort {
 namespace sharding_misuse_test {
 
 using comm::ProcessGroup;
+using parallel::LocalShard;
 using parallel::ParallelModel;
-using parallel::ParameterSlice;
 using parallel::WholeModel;
 using test::message_of;
 using test::sharding::batch_of;
+using test::sharding::FullyShardedDataParallel;
 using test::sharding::kRounding;
 using test::sharding::loss_of;
 using test::sharding::Shard;
-using test::sharding::ShardedDataParallel;
 using test::sharding::ShardingOptions;
 using test::sharding::Tower;
-using Sharded = ShardedDataParallel<Tower>;
+using Sharded = FullyShardedDataParallel<Tower>;
 
 void expect_text(const std::string& text, const std::vector<std::string>& parts) {
   for (const std::string& part : parts)
@@ -38,16 +38,18 @@ Tower half_tower() {
   return tower;
 }
 
-// The sum over ranks of the elements that the slices hold of gradients, by parameter, against the
+// The sum over ranks of the elements that the shards hold of gradients, by parameter, against the
 // plain models' gradients.
 void expect_gradients(const Sharded& sharded, Tower& plain) {
   const auto expected = plain->named_parameters();
-  for (const ParameterSlice& slice : sharded.slices()) {
-    const at::Tensor& whole = expected[slice.name].grad();
-    ASSERT_EQ(slice.tensor.grad().defined(), whole.defined()) << slice.name;
+  for (const LocalShard& local_shard : sharded.local_shards()) {
+    const at::Tensor& whole = expected[local_shard.name].grad();
+    ASSERT_EQ(local_shard.tensor.grad().defined(), whole.defined()) << local_shard.name;
     if (!whole.defined()) continue;
-    const at::Tensor part = whole.reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin);
-    EXPECT_LE((slice.tensor.grad() - part).abs().max().item<double>(), kRounding) << slice.name;
+    const at::Tensor part =
+        whole.reshape({-1}).narrow(0, local_shard.begin, local_shard.end - local_shard.begin);
+    EXPECT_LE((local_shard.tensor.grad() - part).abs().max().item<double>(), kRounding)
+        << local_shard.name;
   }
 }
 
@@ -73,7 +75,8 @@ TEST(ShardingMisuseTest, ALossOfTwoShardedModelsIsThatOfOneProcess) {
         return joint_loss(y, b(y));
       };
       const auto forget = [](const Sharded& model) {
-        for (const ParameterSlice& slice : model.slices()) slice.tensor.mutable_grad().reset();
+        for (const LocalShard& local_shard : model.local_shards())
+          local_shard.tensor.mutable_grad().reset();
       };
       // Three names for one thing.
       loss().backward();
@@ -150,8 +153,8 @@ TEST(ShardingMisuseTest, AParameterThatIsElsewhereIsNamed) {
     const at::Tensor x = batch_of(group.rank(), 0);
     const auto expect_named = [&](const std::string& name, const std::function<void()>& use) {
       expect_text(message_of<c10::Error>(use),
-                  {"sharding: " + name + " is shared out", "parallel::unit", "(a penalty)",
-                   "between summon() and release()"});
+                  {"sharding: " + name + " is sharded", "parallel::unit", "(a penalty)",
+                   "between unshard() and reshard()"});
     };
     const at::Tensor& weight = model->block->first->weight;
     const std::string name = "block.first.weight";
@@ -166,9 +169,9 @@ TEST(ShardingMisuseTest, AParameterThatIsElsewhereIsNamed) {
     expect_named("block.first.bias", [&] { model->block->forward(at::ones({2, 3}, at::kDouble)); });
     expect_named("table", [&] { model->forward(x); });
     // Recorded while it was there, needed when it is gone.
-    sharded.summon();
+    sharded.unshard();
     const at::Tensor recorded = penalty();
-    sharded.release();
+    sharded.reshard();
     expect_named(name, [&] { sharded.backward(recorded); });
     EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{7, 3})) << "its shape is there";
     sharded.backward(loss_of(sharded(x)));
@@ -192,12 +195,12 @@ TEST(ShardingMisuseTest, WholeModelsLieInOneAnother) {
       }
       EXPECT_TRUE(is_whole()) << "the inner one has ended, the outer one lives";
       const std::string text = message_of<c10::ValueError>([&] { zero3(batch_of(0, 0)); });
-      expect_text(text, {"a forward of the wrapped model between summon() and release()"});
+      expect_text(text, {"a forward of the wrapped model between unshard() and reshard()"});
       EXPECT_TRUE(is_whole());
     }
     EXPECT_THROW(is_whole(), c10::Error);
-    expect_text(message_of<c10::ValueError>([&] { zero3.release(); }),
-                {"release() without summon()"});
+    expect_text(message_of<c10::ValueError>([&] { zero3.reshard(); }),
+                {"reshard() without unshard()"});
   });
 }
 
@@ -210,11 +213,11 @@ TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
       Tower model;
       Sharded sharded(model, group, {.reshard_ranks = reshard_ranks}, model->units());
       const at::Tensor loss = loss_of(sharded(batch_of(group.rank(), 0)));
-      sharded.summon();
+      sharded.unshard();
       const auto backward = [&] { loss.backward({}, /*retain_graph=*/true); };
       expect_text(message_of<c10::ValueError>(backward),
-                  {"a backward between summon() and release()"});
-      sharded.release();
+                  {"a backward between unshard() and reshard()"});
+      sharded.reshard();
       backward();
       expect_gradients(sharded, plain);
     }
@@ -222,19 +225,19 @@ TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
 }
 
 // Some parameters stay gathered after a forward that no backward follows.
-TEST(ShardingMisuseTest, WhatIsSummonedAfterAForwardIsWhatSlicesHold) {
+TEST(ShardingMisuseTest, WhatIsUnshardedAfterAForwardIsWhatLocalShardsHold) {
   test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
     Sharded sharded(model, group, {}, model->units());
     const at::Tensor loss = loss_of(sharded(batch_of(0, 0)));
     {
       const at::NoGradGuard no_grad;
-      for (const ParameterSlice& slice : sharded.slices()) slice.tensor.fill_(2);
+      for (const LocalShard& local_shard : sharded.local_shards()) local_shard.tensor.fill_(2);
     }
-    sharded.summon();
+    sharded.unshard();
     for (const auto& item : model->named_parameters())
       EXPECT_TRUE(item.value().eq(2).all().item<bool>()) << item.key();
-    sharded.release();
+    sharded.reshard();
   });
 }
 
@@ -285,7 +288,7 @@ TORCH_MODULE(Stack);
 
 void train_with_a_gap(const ProcessGroup& group, bool prefetch, int first_bad_step) {
   Stack model;
-  ShardedDataParallel<Stack> sharded(model, group, {.prefetch = prefetch}, model->units());
+  FullyShardedDataParallel<Stack> sharded(model, group, {.prefetch = prefetch}, model->units());
   for (int step = 0; step < 3; ++step) {
     if (step == first_bad_step && group.rank() == 1) model->without_block = 1;
     sharded.backward(loss_of(sharded(at::ones({2, 3}, at::kDouble))));
@@ -312,7 +315,7 @@ TEST(ShardingMisuseTest, AParameterThatOneRankLeavesOutIsNamed) {
                       "rank 1 has no gradient of block1.scale", [](const ProcessGroup& group) {
                         Stack model;
                         if (group.rank() == 1) model->without_scale = 1;
-                        ShardedDataParallel<Stack> sharded(model, group, {}, model->units());
+                        FullyShardedDataParallel<Stack> sharded(model, group, {}, model->units());
                         sharded.backward(loss_of(sharded(at::ones({2, 3}, at::kDouble))));
                       });
 }

@@ -14,14 +14,14 @@ namespace cohort {
 namespace sharding_options_test {
 
 using comm::ProcessGroup;
+using parallel::LocalShard;
 using parallel::MixedPrecision;
-using parallel::ParameterSlice;
 using test::sharding::batch_of;
 using test::sharding::expect_plain_training;
+using test::sharding::FullyShardedDataParallel;
 using test::sharding::kShards;
 using test::sharding::loss_of;
 using test::sharding::Shard;
-using test::sharding::ShardedDataParallel;
 using test::sharding::ShardingOptions;
 using test::sharding::Tower;
 constexpr auto kLow = at::kBFloat16;
@@ -66,7 +66,7 @@ void expect_emulated_training(const ProcessGroup& group, const ShardingOptions& 
                std::to_string(delay));
   Tower master(at::kFloat);
   Tower model(at::kFloat);
-  ShardedDataParallel<Tower> sharded(model, group, options, model->units());
+  FullyShardedDataParallel<Tower> sharded(model, group, options, model->units());
   for (int step = 0; step < 4; ++step) {
     const auto own = low_gradients(master, 0, step, delay);
     const auto other = low_gradients(master, 1, step, delay);
@@ -84,13 +84,14 @@ void expect_emulated_training(const ProcessGroup& group, const ShardingOptions& 
       sharded.engine().set_synchronized(was);
     }
     const auto whole = master->named_parameters();
-    for (const ParameterSlice& slice : sharded.slices()) {
-      EXPECT_EQ(slice.tensor.scalar_type(), at::kFloat);
-      if (slice.tensor.grad().defined()) descend(slice.tensor, slice.tensor.grad());
-      slice.tensor.mutable_grad().reset();
-      EXPECT_TRUE(slice.tensor.equal(
-          whole[slice.name].reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin)))
-          << slice.name << ", step " << step;
+    for (const LocalShard& local_shard : sharded.local_shards()) {
+      EXPECT_EQ(local_shard.tensor.scalar_type(), at::kFloat);
+      if (local_shard.tensor.grad().defined())
+        descend(local_shard.tensor, local_shard.tensor.grad());
+      local_shard.tensor.mutable_grad().reset();
+      EXPECT_TRUE(local_shard.tensor.equal(whole[local_shard.name].reshape({-1}).narrow(
+          0, local_shard.begin, local_shard.end - local_shard.begin)))
+          << local_shard.name << ", step " << step;
     }
   }
 }
@@ -143,18 +144,18 @@ TEST(ShardingOptionsTest, InputsOutputsAndBuffersComeInTheTypesAskedFor) {
   ProcessGroup alone(comm::RankInfo{});
   const at::Tensor x = at::ones({2, 3});
   Watches cast;
-  ShardedDataParallel<Watches> casting(cast, alone,
-                                       {.mixed_precision = {.param_dtype = kLow,
-                                                            .buffer_dtype = at::kHalf,
-                                                            .output_dtype = at::kDouble}},
-                                       {cast->first.get(), cast->second.get()});
+  FullyShardedDataParallel<Watches> casting(cast, alone,
+                                            {.mixed_precision = {.param_dtype = kLow,
+                                                                 .buffer_dtype = at::kHalf,
+                                                                 .output_dtype = at::kDouble}},
+                                            {cast->first.get(), cast->second.get()});
   EXPECT_EQ(casting(x).scalar_type(), at::kDouble);
   EXPECT_EQ(cast->seen, kLow);
   EXPECT_EQ(cast->second->seen, (std::vector{kLow, kLow, at::kHalf, at::kLong}))
       << "a unit's inputs are cast, too";
 
   Watches kept;
-  ShardedDataParallel<Watches> keeping(
+  FullyShardedDataParallel<Watches> keeping(
       kept, alone, {.mixed_precision = {.param_dtype = kLow, .cast_forward_inputs = false}},
       {kept->first.get(), kept->second.get()});
   EXPECT_EQ(keeping(x).scalar_type(), kLow);
@@ -164,7 +165,8 @@ TEST(ShardingOptionsTest, InputsOutputsAndBuffersComeInTheTypesAskedFor) {
   Watches bad;
   test::expect_error<c10::ValueError>(
       [&] {
-        ShardedDataParallel<Watches>(bad, alone, {.mixed_precision = {.output_dtype = at::kInt}});
+        FullyShardedDataParallel<Watches>(bad, alone,
+                                          {.mixed_precision = {.output_dtype = at::kInt}});
       },
       "mixed_precision.output_dtype: expected a floating-point type, got Int");
 }
@@ -174,12 +176,13 @@ TEST(ShardingOptionsTest, RanksWhoseOptionsDifferAreNamed) {
     Tower model;
     ShardingOptions options;
     if (group.rank() == 1) options.shard = Shard::kGradients;
-    test::expect_error<c10::ValueError>([&] { ShardedDataParallel<Tower>(model, group, options); },
-                                        "rank 1 has shard 1 where");
+    test::expect_error<c10::ValueError>(
+        [&] { FullyShardedDataParallel<Tower>(model, group, options); },
+        "rank 1 has shard 1 where");
   });
 }
 
-// 2 x 2 ranks: neighbours share the model out, ranks of equal parity hold the same slices.
+// 2 x 2 ranks: neighbours shard the model, ranks of equal parity hold the same shards.
 struct Mesh {
   explicit Mesh(const ProcessGroup& world) {
     for (const int first : {0, 2}) keep(row, world.subgroup({first, first + 1}, "shard"));
@@ -207,7 +210,7 @@ TEST(ShardingOptionsTest, GroupsThatAreNoMeshAreRefused) {
   test::ranks(2, [](const ProcessGroup& world) {
     Tower model;
     test::expect_error<c10::ValueError>(
-        [&] { ShardedDataParallel<Tower>(model, world, {.replicate_group = world}); },
+        [&] { FullyShardedDataParallel<Tower>(model, world, {.replicate_group = world}); },
         "places in the sharding groups of one replicate_group");
   });
 }
@@ -220,15 +223,15 @@ TEST(ShardingOptionsTest, ReplicasStartFromTheFirstOnesValues) {
       const at::NoGradGuard no_grad;
       for (auto& parameter : model->parameters()) parameter.add_(world.rank());
     }
-    ShardedDataParallel<Tower> sharded(model, mesh.row, {.replicate_group = mesh.column});
-    sharded.engine().summon();
+    FullyShardedDataParallel<Tower> sharded(model, mesh.row, {.replicate_group = mesh.column});
+    sharded.engine().unshard();
     Tower expected;
     EXPECT_EQ(test::difference(*model, *expected), 0);
-    sharded.engine().release(false);
+    sharded.engine().reshard(false);
   });
 }
 
-TEST(ShardingOptionsTest, SlicesOfTheirOwnInHostMemoryTrainAsOneProcess) {
+TEST(ShardingOptionsTest, ShardsOfTheirOwnInHostMemoryTrainAsOneProcess) {
   for (const int ranks : {2, 3}) {
     test::ranks(ranks, [](const ProcessGroup& group) {
       for (const Shard shard : kShards) {
@@ -258,7 +261,7 @@ TEST(ShardingOptionsTest, ATransformerMadeOnMetaIsFilledPartByPart) {
       nmt::Transformer model(options, nmt::Precision::kFloat32, at::kMeta);
       std::vector<torch::nn::Module*> layers = model->layers();
       translate::set_up_layers(model, /*gradient_checkpointing=*/false);
-      std::optional<ShardedDataParallel<nmt::Transformer>> sharded;
+      std::optional<FullyShardedDataParallel<nmt::Transformer>> sharded;
       const int64_t peak = translate::peak_tensor_bytes([&] {
         sharded.emplace(model, group,
                         ShardingOptions{.shard = shard, .fill = nmt::Initialiser(options, kSeed)},
@@ -274,11 +277,11 @@ TEST(ShardingOptionsTest, ATransformerMadeOnMetaIsFilledPartByPart) {
       const at::NoGradGuard no_grad;
       const at::Tensor loss = std::get<0>((*sharded)(batch));
       EXPECT_TRUE(loss.equal(std::get<0>(plain->forward(batch))));
-      sharded->engine().summon();
+      sharded->engine().unshard();
       const auto expected = plain->named_parameters();
       for (const auto& item : model->named_parameters())
         EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key();
-      sharded->engine().release(false);
+      sharded->engine().reshard(false);
     }
   });
 }
@@ -308,18 +311,18 @@ TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
         names.push_back(name);
         tensor.copy_(at::arange(tensor.numel(), at::kDouble).sin().view(tensor.sizes()));
       };
-      ShardedDataParallel<Deferred> sharded(model, group, {.fill = fill});
+      FullyShardedDataParallel<Deferred> sharded(model, group, {.fill = fill});
       if (device.is_meta()) {
         EXPECT_EQ(names, (std::vector<std::string>{"a", "b", "scale"}));
       } else {
         EXPECT_TRUE(names.empty());
-        sharded.engine().summon();
+        sharded.engine().unshard();
         const at::NoGradGuard no_grad;
         for (at::Tensor tensor : {model->a, model->b, model->scale})
           tensor.copy_(at::arange(tensor.numel(), at::kDouble).sin().view(tensor.sizes()));
-        sharded.engine().release(/*keep=*/true);
+        sharded.engine().reshard(/*keep=*/true);
       }
-      optim::Adam adam(sharded.named_slices());
+      optim::Adam adam(sharded.named_local_shards());
       for (int step = 0; step < 3; ++step) {
         sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
         adam.step(1e-2);
@@ -330,7 +333,7 @@ TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
     };
     EXPECT_TRUE(train(at::kMeta).equal(train(at::kCPU)));
     Deferred model(at::kMeta);
-    test::expect_error<c10::ValueError>([&] { ShardedDataParallel<Deferred>(model, group); },
+    test::expect_error<c10::ValueError>([&] { FullyShardedDataParallel<Deferred>(model, group); },
                                         "a is on the meta device");
   });
 }
@@ -340,26 +343,27 @@ TEST(ShardingOptionsTest, EachRankKeepsItsPartOfWhatItWrote) {
     for (const Shard shard : kShards) {
       Tower model(at::kDouble);
       model->parameters().front().requires_grad_(false);
-      ShardedDataParallel<Tower> sharded(model, group, {.shard = shard}, model->units());
+      FullyShardedDataParallel<Tower> sharded(model, group, {.shard = shard}, model->units());
       auto& engine = sharded.engine();
-      engine.summon();
+      engine.unshard();
       {
         const at::NoGradGuard no_grad;
         for (at::Tensor& each : model->parameters()) each.fill_(group.rank() + 1);
       }
-      engine.release(/*keep=*/true);
-      engine.summon();
+      engine.reshard(/*keep=*/true);
+      engine.unshard();
       for (const auto& item : model->named_parameters()) {
         at::Tensor expected = at::zeros(item.value().numel(), at::kDouble);
-        for (const ParameterSlice& slice : engine.slices()) {
-          if (slice.name == item.key())
-            expected.narrow(0, slice.begin, slice.end - slice.begin).fill_(group.rank() + 1);
+        for (const LocalShard& local_shard : engine.local_shards()) {
+          if (local_shard.name == item.key())
+            expected.narrow(0, local_shard.begin, local_shard.end - local_shard.begin)
+                .fill_(group.rank() + 1);
         }
         group.all_reduce(expected);
         EXPECT_TRUE(item.value().detach().flatten().equal(expected))
             << item.key() << ", shard " << static_cast<int>(shard);
       }
-      engine.release(/*keep=*/false);
+      engine.reshard(/*keep=*/false);
     }
   });
 }
@@ -368,24 +372,24 @@ TEST(ShardingOptionsTest, WhatNobodyWroteKeepsItsPrecision) {
   test::ranks(2, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Tower model(at::kFloat);
-      ShardedDataParallel<Tower> sharded(
+      FullyShardedDataParallel<Tower> sharded(
           model, group, {.shard = shard, .mixed_precision = {.param_dtype = kLow}}, model->units());
       std::vector<at::Tensor> before;
-      for (const ParameterSlice& slice : sharded.engine().slices())
-        before.push_back(slice.tensor.detach().clone());
-      sharded.engine().summon();
+      for (const LocalShard& local_shard : sharded.engine().local_shards())
+        before.push_back(local_shard.tensor.detach().clone());
+      sharded.engine().unshard();
       {
         const at::NoGradGuard no_grad;
         for (at::Tensor& each : model->parameters())
           each.flatten().slice(0, 0, at::nullopt, 2).fill_(3);
       }
-      sharded.engine().release(/*keep=*/true);
-      const auto& slices = sharded.engine().slices();
-      for (size_t i = 0; i < slices.size(); ++i) {
-        for (int64_t k = slices[i].begin; k < slices[i].end; ++k) {
-          const auto found = slices[i].tensor[k - slices[i].begin].item<float>();
-          EXPECT_EQ(found, k % 2 == 0 ? 3 : before[i][k - slices[i].begin].item<float>())
-              << slices[i].name << " " << k;
+      sharded.engine().reshard(/*keep=*/true);
+      const auto& shards = sharded.engine().local_shards();
+      for (size_t i = 0; i < shards.size(); ++i) {
+        for (int64_t k = shards[i].begin; k < shards[i].end; ++k) {
+          const auto found = shards[i].tensor[k - shards[i].begin].item<float>();
+          EXPECT_EQ(found, k % 2 == 0 ? 3 : before[i][k - shards[i].begin].item<float>())
+              << shards[i].name << " " << k;
         }
       }
     }

@@ -13,14 +13,14 @@ namespace cohort {
 namespace sharding_partial_test {
 
 using comm::ProcessGroup;
-using parallel::ParameterSlice;
+using parallel::LocalShard;
 using test::message_of;
 using test::sharding::batch_of;
 using test::sharding::expect_plain_training;
+using test::sharding::FullyShardedDataParallel;
 using test::sharding::kShards;
 using test::sharding::loss_of;
 using test::sharding::Shard;
-using test::sharding::ShardedDataParallel;
 using test::sharding::ShardingOptions;
 using test::sharding::Tower;
 
@@ -73,24 +73,26 @@ void expect_frozen_units_freed(const ProcessGroup& group) {
     for (int rank = 0; rank < group.size(); ++rank)
       (loss_of(plain->forward(wide_batch(rank))) / group.size()).backward();
     Lora model(first_trained);
-    ShardedDataParallel<Lora> sharded(model, group, {}, model->units());
+    FullyShardedDataParallel<Lora> sharded(model, group, {}, model->units());
     const translate::TensorMemory memory;
     for (int step = 0; step < 2; ++step) {
-      for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+      for (const LocalShard& local_shard : sharded.local_shards())
+        local_shard.tensor.mutable_grad().reset();
       sharded.backward(loss_of(sharded(wide_batch(group.rank()))));
       EXPECT_LE(memory.now(), kLayerBytes / 8) << "after backward gradients alone are held";
     }
     EXPECT_LE(memory.peak(), 3 * kLayerBytes + kLayerBytes / 4)
         << "first trained " << first_trained;
     const auto expected = plain->named_parameters();
-    for (const ParameterSlice& slice : sharded.slices()) {
-      const at::Tensor& whole = expected[slice.name].grad();
-      ASSERT_EQ(slice.tensor.grad().defined(), whole.defined()) << slice.name;
+    for (const LocalShard& local_shard : sharded.local_shards()) {
+      const at::Tensor& whole = expected[local_shard.name].grad();
+      ASSERT_EQ(local_shard.tensor.grad().defined(), whole.defined()) << local_shard.name;
       if (!whole.defined()) continue;
       // A sum of two or three, each of few hundred float32 products.
-      EXPECT_TRUE(slice.tensor.grad().allclose(
-          whole.reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-4, 1e-5))
-          << slice.name;
+      EXPECT_TRUE(local_shard.tensor.grad().allclose(
+          whole.reshape({-1}).narrow(0, local_shard.begin, local_shard.end - local_shard.begin),
+          1e-4, 1e-5))
+          << local_shard.name;
     }
   }
 }
@@ -102,7 +104,7 @@ TEST(ShardingPartialTest, AFrozenUnitIsFreedAsSoonAsBackwardHasPassedIt) {
 TEST(ShardingPartialTest, AFrozenModelsForwardHoldsNothingAfterwards) {
   test::ranks(2, [](const ProcessGroup& group) {
     Lora model(LoraImpl::kLayers);
-    ShardedDataParallel<Lora> sharded(model, group, {}, model->units());
+    FullyShardedDataParallel<Lora> sharded(model, group, {}, model->units());
     const translate::TensorMemory memory;
     at::Tensor x = wide_batch(0);
     sharded(x.requires_grad_(false));
@@ -152,11 +154,11 @@ void expect_ignored_parameters_kept(const ProcessGroup& group) {
   loss_of(plain->forward(x)).backward();
   for (const Shard shard : kShards) {
     WithOwn model(group.rank());
-    ShardedDataParallel<WithOwn> sharded(model, group,
-                                         {.shard = shard, .ignored = {"own", "offset"}},
-                                         {model->shared.get(), model->own.get()});
-    for (const ParameterSlice& slice : sharded.slices())
-      EXPECT_TRUE(slice.name.starts_with("shared.")) << slice.name;
+    FullyShardedDataParallel<WithOwn> sharded(model, group,
+                                              {.shard = shard, .ignored = {"own", "offset"}},
+                                              {model->shared.get(), model->own.get()});
+    for (const LocalShard& local_shard : sharded.local_shards())
+      EXPECT_TRUE(local_shard.name.starts_with("shared.")) << local_shard.name;
     EXPECT_EQ(model->offset.numel(), 1 + group.rank());
     EXPECT_EQ(model->count.item<double>(), group.rank());
     sharded.backward(loss_of(sharded(x)));
@@ -170,15 +172,16 @@ void expect_ignored_parameters_kept(const ProcessGroup& group) {
     // The shared part's is the mean of all ranks'.
     at::Tensor mean = plain->shared->first->weight.grad().clone();
     group.all_reduce(mean, comm::ReduceOp::kAvg);
-    for (const ParameterSlice& slice : sharded.slices()) {
-      if (slice.name != "shared.first.weight") continue;
-      EXPECT_TRUE(slice.tensor.grad().allclose(
-          mean.view({-1}).narrow(0, slice.begin, slice.end - slice.begin), 1e-12, 1e-12));
+    for (const LocalShard& local_shard : sharded.local_shards()) {
+      if (local_shard.name != "shared.first.weight") continue;
+      EXPECT_TRUE(local_shard.tensor.grad().allclose(
+          mean.view({-1}).narrow(0, local_shard.begin, local_shard.end - local_shard.begin), 1e-12,
+          1e-12));
     }
   }
   WithOwn model(0);
   const auto shard = [&](const std::vector<std::string>& ignored) {
-    ShardedDataParallel<WithOwn>(model, group, {.ignored = ignored});
+    FullyShardedDataParallel<WithOwn>(model, group, {.ignored = ignored});
   };
   const std::string text = message_of<c10::ValueError>([&] { shard({"offset", "ow"}); });
   EXPECT_NE(text.find("ignored ow: expected a parameter or buffer"), std::string::npos) << text;
@@ -225,10 +228,12 @@ TEST(ShardingPartialTest, TwoOfFourRanksKeepHalfOfEachUnitAndGatherItBetweenThem
     std::vector<at::Tensor> expected;
     for (const int ranks : {0, 2}) {
       Linears model;
-      ShardedDataParallel<Linears> sharded(model, group, {.reshard_ranks = ranks}, model->units());
+      FullyShardedDataParallel<Linears> sharded(model, group, {.reshard_ranks = ranks},
+                                                model->units());
       const translate::TensorMemory memory;
       for (int step = 0; step < 2; ++step) {
-        for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+        for (const LocalShard& local_shard : sharded.local_shards())
+          local_shard.tensor.mutable_grad().reset();
         group.barrier("forward");
         at::Tensor loss = loss_of(sharded(x));
         const auto held = static_cast<double>(memory.now()) / kLayerBytes;
@@ -242,12 +247,12 @@ TEST(ShardingPartialTest, TwoOfFourRanksKeepHalfOfEachUnitAndGatherItBetweenThem
         EXPECT_NEAR(bytes, again * (ranks == 0 ? 0.75 : 0.5) + 8 * 0.75, 0.2);
         EXPECT_LE(static_cast<double>(memory.now()) / kLayerBytes, 8.0 / 4 + 0.2) << "gradients";
       }
-      for (size_t i = 0; i < sharded.slices().size(); ++i) {
-        const at::Tensor& gradient = sharded.slices()[i].tensor.grad();
+      for (size_t i = 0; i < sharded.local_shards().size(); ++i) {
+        const at::Tensor& gradient = sharded.local_shards()[i].tensor.grad();
         if (ranks == 0) {
           expected.push_back(gradient);
         } else {
-          EXPECT_TRUE(gradient.equal(expected[i])) << sharded.slices()[i].name;
+          EXPECT_TRUE(gradient.equal(expected[i])) << sharded.local_shards()[i].name;
         }
       }
     }
@@ -258,7 +263,7 @@ TEST(ShardingPartialTest, ReshardRanksThatDivideNothingAreRefused) {
   ProcessGroup alone(comm::RankInfo{});
   const auto text_of = [&](const ShardingOptions& options) {
     return message_of<c10::ValueError>(
-        [&] { ShardedDataParallel<Tower>(Tower(), alone, options); });
+        [&] { FullyShardedDataParallel<Tower>(Tower(), alone, options); });
   };
   EXPECT_EQ(text_of({.reshard_ranks = 2}),
             "reshard_ranks: expected 0 or a divisor above 1 of the number of ranks, 1, got 2");
@@ -296,8 +301,8 @@ TEST(ShardingPartialTest, AParameterThatNoRankUsesStaysWhereItIs) {
         for (const bool no_sync : {false, true}) {
           Resting plain, model;
           optim::Adam plain_adam({{"always", plain->always}, {"at_first", plain->at_first}});
-          ShardedDataParallel<Resting> sharded(model, group, {.shard = shard});
-          optim::Adam adam(sharded.named_slices());
+          FullyShardedDataParallel<Resting> sharded(model, group, {.shard = shard});
+          optim::Adam adam(sharded.named_local_shards());
           for (int step = 0; step < 5; ++step) {
             for (int batch = 0; batch < 2; ++batch) {
               at::Tensor loss = at::zeros({}, at::kDouble);
@@ -309,20 +314,22 @@ TEST(ShardingPartialTest, AParameterThatNoRankUsesStaysWhereItIs) {
               sharded.backward(sharded(x(rank, step, batch), uses(rank, step, batch)).sum());
               sharded.engine().set_synchronized(was);
             }
-            for (const ParameterSlice& slice : sharded.engine().slices())
-              EXPECT_EQ(slice.tensor.grad().defined(),
-                        plain->named_parameters()[slice.name].grad().defined())
-                  << slice.name << ", step " << step << ", shard " << static_cast<int>(shard);
+            for (const LocalShard& local_shard : sharded.engine().local_shards())
+              EXPECT_EQ(local_shard.tensor.grad().defined(),
+                        plain->named_parameters()[local_shard.name].grad().defined())
+                  << local_shard.name << ", step " << step << ", shard " << static_cast<int>(shard);
             for (optim::Adam* each : {&plain_adam, &adam}) {
               each->step(1e-2);
               each->zero_grad();
             }
           }
-          for (const ParameterSlice& slice : sharded.engine().slices()) {
-            const at::Tensor expected = plain->named_parameters()[slice.name].detach();
-            EXPECT_TRUE(at::allclose(slice.tensor.detach(),
-                                     expected.slice(0, slice.begin, slice.end), 1e-13, 1e-15))
-                << slice.name << ", shard " << static_cast<int>(shard) << ", no_sync " << no_sync;
+          for (const LocalShard& local_shard : sharded.engine().local_shards()) {
+            const at::Tensor expected = plain->named_parameters()[local_shard.name].detach();
+            EXPECT_TRUE(at::allclose(local_shard.tensor.detach(),
+                                     expected.slice(0, local_shard.begin, local_shard.end), 1e-13,
+                                     1e-15))
+                << local_shard.name << ", shard " << static_cast<int>(shard) << ", no_sync "
+                << no_sync;
           }
         }
       }

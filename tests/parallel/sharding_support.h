@@ -7,14 +7,14 @@
 #include <torch/utils.h>
 
 #include "cohort/optim/adam.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 #include "tests/support/difference.h"
 
 namespace cohort::test::sharding {
 
+using parallel::FullyShardedDataParallel;
 using parallel::Shard;
-using parallel::ShardedDataParallel;
 using parallel::ShardingOptions;
 using parallel::unit;
 
@@ -122,7 +122,7 @@ struct Case {
   int delay = 1;
   bool synchronize_always = false;  // no no_sync around the first batches
   double clip = 0;
-  comm::ProcessGroup shard_group;  ///< That share the model out; empty: all.
+  comm::ProcessGroup shard_group;  ///< That shard the model; empty: all.
 };
 
 /// Expects 20 steps of all ranks of `group` to be those of one process.
@@ -131,10 +131,10 @@ inline void expect_plain_training(const comm::ProcessGroup& group, const Case& c
                std::to_string(c.with_units) + " delay " + std::to_string(c.delay));
   Plain plain(group.size());
   Tower model;
-  ShardedDataParallel<Tower> sharded(
+  FullyShardedDataParallel<Tower> sharded(
       model, c.shard_group ? c.shard_group : group, c.options,
       c.with_units ? model->units() : std::vector<torch::nn::Module*>{});
-  optim::Adam adam(sharded.named_slices());
+  optim::Adam adam(sharded.named_local_shards());
   for (int step = 0; step < 20; ++step) {
     const auto run = [&](int i) {
       loss_of(sharded(batch_of(group.rank(), step * c.delay + i))).backward();
@@ -161,9 +161,9 @@ inline void expect_plain_training(const comm::ProcessGroup& group, const Case& c
     EXPECT_LE((output - plain.model->forward(batch_of(0, 100))).abs().max().item<double>(),
               kRounding);
   }
-  sharded.engine().summon();
+  sharded.engine().unshard();
   EXPECT_LE(difference(*model, *plain.model), kRounding);
-  sharded.engine().release(/*keep=*/false);
+  sharded.engine().reshard(/*keep=*/false);
 }
 
 }  // namespace cohort::test::sharding

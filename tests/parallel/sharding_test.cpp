@@ -102,13 +102,13 @@ TEST(ShardingTest, OnTwoRanksEveryFloat32BitIsPlainDdps) {
       DistributedDataParallel<Odd> ddp(plain, group);
       optim::Adam plain_adam(optim::named_parameters(*plain));
       std::vector<Odd> models;
-      std::vector<std::unique_ptr<ShardedDataParallel<Odd>>> sharded;
+      std::vector<std::unique_ptr<FullyShardedDataParallel<Odd>>> sharded;
       std::vector<optim::Adam> adams;
       for (const Shard shard : kShards) {
         models.emplace_back(width);
-        sharded.push_back(std::make_unique<ShardedDataParallel<Odd>>(
+        sharded.push_back(std::make_unique<FullyShardedDataParallel<Odd>>(
             models.back(), group, ShardingOptions{.shard = shard}, models.back()->units()));
-        adams.emplace_back(sharded.back()->named_slices());
+        adams.emplace_back(sharded.back()->named_local_shards());
       }
       for (int step = 0; step < 10; ++step) {
         const at::Tensor x = odd_batch(group.rank(), step, width);
@@ -123,25 +123,26 @@ TEST(ShardingTest, OnTwoRanksEveryFloat32BitIsPlainDdps) {
       }
       const auto expected = plain->named_parameters();
       for (size_t i = 0; i < sharded.size(); ++i) {
-        sharded[i]->engine().summon();
+        sharded[i]->engine().unshard();
         for (const auto& item : models[i]->named_parameters())
           EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key() << ", ZeRO " << i + 1;
-        sharded[i]->engine().release(false);
+        sharded[i]->engine().reshard(false);
       }
     }
   });
 }
 
-TEST(ShardingTest, AForwardSeesWhatWasWrittenIntoSlicesAfterOneWithoutABackward) {
+TEST(ShardingTest, AForwardSeesWhatWasWrittenIntoLocalShardsAfterOneWithoutABackward) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Odd model(31);
-      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
       const at::Tensor x = odd_batch(0, 0, 31);
       for (int i = 0; i < 2; ++i) sharded(x);
       {
         const at::NoGradGuard no_grad;
-        for (const ParameterSlice& slice : sharded.slices()) at::Tensor(slice.tensor).zero_();
+        for (const LocalShard& local_shard : sharded.local_shards())
+          at::Tensor(local_shard.tensor).zero_();
       }
       EXPECT_TRUE(sharded(x).equal(x)) << static_cast<int>(shard);
     }
@@ -153,8 +154,8 @@ TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
     for (const Shard shard : kShards) {
       Odd model(31);
       Odd calm(31);
-      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
-      ShardedDataParallel<Odd> expected(calm, group, {.shard = shard}, calm->units());
+      FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      FullyShardedDataParallel<Odd> expected(calm, group, {.shard = shard}, calm->units());
       const at::Tensor x = odd_batch(group.rank(), 0, 31);
       // Other layers' gradients have been sent, the second's are under way.
       bool throws = true;
@@ -163,29 +164,31 @@ TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
       });
       EXPECT_THROW(sharded.backward(sharded(x).pow(2).sum()), std::runtime_error);
       throws = false;
-      for (const ParameterSlice& slice : sharded.slices()) slice.tensor.mutable_grad().reset();
+      for (const LocalShard& local_shard : sharded.local_shards())
+        local_shard.tensor.mutable_grad().reset();
       sharded.backward(sharded(x).pow(2).sum());
       expected.backward(expected(x).pow(2).sum());
-      for (size_t i = 0; i < sharded.slices().size(); ++i) {
-        const at::Tensor& gradient = sharded.slices()[i].tensor.grad();
-        EXPECT_TRUE(gradient.equal(expected.slices()[i].tensor.grad())) << sharded.slices()[i].name;
+      for (size_t i = 0; i < sharded.local_shards().size(); ++i) {
+        const at::Tensor& gradient = sharded.local_shards()[i].tensor.grad();
+        EXPECT_TRUE(gradient.equal(expected.local_shards()[i].tensor.grad()))
+            << sharded.local_shards()[i].name;
       }
     }
   });
 }
 
-// As a checkpoint fills them: every rank its own slices.
+// As a checkpoint fills them: every rank its own shards.
 TEST(ShardingTest, FrozenParametersThatWereFilledReachAllRanks) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Shard shard : kShards) {
       Odd model(31);
       for (size_t i = 0; i < 4; ++i)
         for (const at::Tensor& each : model->layers[i]->parameters()) each.set_requires_grad(false);
-      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
       const at::NoGradGuard no_grad;
       const at::Tensor x = odd_batch(0, 0, 31);
       sharded(x);
-      for (const ParameterSlice& slice : sharded.slices()) slice.tensor.fill_(0.01);
+      for (const LocalShard& local_shard : sharded.local_shards()) local_shard.tensor.fill_(0.01);
       Odd expected(31);
       for (const at::Tensor& each : expected->parameters()) each.fill_(0.01);
       EXPECT_TRUE(sharded(x).equal(expected->forward(x)));
@@ -218,9 +221,9 @@ void expect_bytes(const comm::ProcessGroup& group) {
     double parameters = 0;
     for (const at::Tensor& each : model->parameters())
       parameters += static_cast<double>(each.numel());
-    ShardedDataParallel<Odd> sharded(model, group, {.shard = shard, .fill = fill_layer},
-                                     model->units());
-    optim::Adam adam(sharded.named_slices());
+    FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard, .fill = fill_layer},
+                                          model->units());
+    optim::Adam adam(sharded.named_local_shards());
     memory.reset_peak();
     for (int step = 0; step < 3; ++step) {
       const at::Tensor x = odd_batch(group.rank(), step, kWidth);
@@ -259,8 +262,8 @@ TEST(ShardingTest, RanksSendWhatTheFormulasSay) {
       double bytes = 0;
       for (const at::Tensor& each : model->parameters())
         bytes += static_cast<double>(each.nbytes());
-      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
-      optim::Adam adam(sharded.named_slices());
+      FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      optim::Adam adam(sharded.named_local_shards());
       int64_t before = 0;
       for (int step = 0; step < 2 + kSteps; ++step) {
         if (step == 2) before = bench::tcp_bytes_sent();
@@ -277,7 +280,7 @@ TEST(ShardingTest, RanksSendWhatTheFormulasSay) {
 }
 
 // Its zero_grad detaches gradients in place.
-TEST(ShardingTest, LibtorchsOptimizersTrainSlices) {
+TEST(ShardingTest, LibtorchsOptimizersTrainLocalShards) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto loss_of = [](const at::Tensor& y) { return y.square().mean(); };
     const at::Tensor x = at::linspace(-1, 1, 4 * 12).view({4, 12});
@@ -285,10 +288,11 @@ TEST(ShardingTest, LibtorchsOptimizersTrainSlices) {
     torch::optim::SGD plain_sgd(plain->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
     for (const Shard shard : kShards) {
       Odd model(12);
-      ShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
-      std::vector<at::Tensor> slices;
-      for (const ParameterSlice& slice : sharded.slices()) slices.push_back(slice.tensor);
-      torch::optim::SGD sgd(slices, torch::optim::SGDOptions(0.1).momentum(0.9));
+      FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
+      std::vector<at::Tensor> shards;
+      for (const LocalShard& local_shard : sharded.local_shards())
+        shards.push_back(local_shard.tensor);
+      torch::optim::SGD sgd(shards, torch::optim::SGDOptions(0.1).momentum(0.9));
       at::Tensor loss;
       for (int step = 0; step < 3; ++step) {
         loss = loss_of(sharded(x));

@@ -1,4 +1,4 @@
-// An optimizer that the ranks share out, against one that every rank has whole.
+// A sharded optimizer against one that every rank has whole.
 #include "cohort/parallel/zero_redundancy_optimizer.h"
 
 #include <gtest/gtest.h>
@@ -15,20 +15,20 @@ namespace cohort {
 namespace zero_redundancy_optimizer_test {
 
 using comm::ProcessGroup;
-using parallel::ParameterSlice;
+using parallel::LocalShard;
 using parallel::ZeroRedundancyOptimizer;
 using test::Branches;
 using test::difference;
 using Ddp = parallel::DistributedDataParallel<Branches>;
 
-std::vector<std::pair<std::string, at::Tensor>> named(const std::vector<ParameterSlice>& slices) {
+std::vector<std::pair<std::string, at::Tensor>> named(const std::vector<LocalShard>& shards) {
   std::vector<std::pair<std::string, at::Tensor>> result;
-  for (const ParameterSlice& slice : slices) result.emplace_back(slice.name, slice.tensor);
+  for (const LocalShard& shard : shards) result.emplace_back(shard.name, shard.tensor);
   return result;
 }
 
-optim::Adam adam_of(const std::vector<ParameterSlice>& slices) {
-  return optim::Adam(named(slices));
+optim::Adam adam_of(const std::vector<LocalShard>& shards) {
+  return optim::Adam(named(shards));
 }
 
 // Both models see all ranks' batches; steps of 1e-2.
@@ -43,7 +43,7 @@ void expect_plain_adam(const ProcessGroup& group) {
   Ddp ddp(shared, group, {.gradient_as_bucket_view = true});
   ZeroRedundancyOptimizer<optim::Adam> zero(optim::named_parameters(*shared), group, adam_of);
   int64_t held = 0;
-  for (const ParameterSlice& slice : zero.slices()) held += slice.tensor.numel();
+  for (const LocalShard& shard : zero.local_shards()) held += shard.tensor.numel();
   int64_t blocks = 0;
   for (const auto& each : trained) blocks += (each.second.numel() + 15) / 16;
   EXPECT_LE(held, 16 * ((blocks + group.size() - 1) / group.size()));
@@ -92,7 +92,7 @@ struct MatricesImpl : torch::nn::Module {
 };
 TORCH_MODULE(Matrices);
 
-// Largest difference of float32 parameters between optim::Adam on all and on shared-out slices.
+// Largest difference of float32 parameters between optim::Adam on whole parameters and on shards.
 double float32_difference(const ProcessGroup& group, int64_t width) {
   using Parallel = parallel::DistributedDataParallel<Matrices>;
   Matrices whole(width);
@@ -144,7 +144,7 @@ TEST(ZeroRedundancyOptimizerTest, LibtorchsOptimizersWithGroupsAndClippingOfThei
     AdamW whole = make(optim::named_parameters(*plain));
     ZeroRedundancyOptimizer<AdamW> zero(
         optim::named_parameters(*shared), group,
-        [&](const std::vector<ParameterSlice>& slices) { return make(named(slices)); });
+        [&](const std::vector<LocalShard>& shards) { return make(named(shards)); });
     for (int step = 0; step < 5; ++step) {
       for (Ddp* ddp : {&plain_ddp, &shared_ddp}) {
         ddp->backward(test::loss_of((*ddp)(test::batch_of(group.rank(), step))));

@@ -102,7 +102,7 @@ TEST(PartsTest, AManifestOfVersionOneIsRead) {
   EXPECT_EQ(first(found, "optimizer"), -3);
   EXPECT_EQ(read_manifest(path).at("a"), "b");
   at::Tensor some = at::zeros(2);
-  load_slices(path, {{"weights", {{"w", {3, 2}, 2, 4, some}}}});
+  load_shards(path, {{"weights", {{"w", {3, 2}, 2, 4, some}}}});
   EXPECT_TRUE(some.equal(at::full(2, 3.)));
   found["weights"].emplace_back("more", at::zeros(1));
   EXPECT_NE(test::message_of<ConfigError>([&] {

@@ -26,8 +26,8 @@ void save_and_be_killed(const comm::ProcessGroup& group) {
   if (group.rank() == *env_int("COHORT_TEST_VICTIM"))
     test::kill_at(folder, static_cast<int>(*env_int("COHORT_TEST_KILL_AT")));
   const int64_t value = *env_int("COHORT_TEST_VALUE");
-  const SlicedParts state{
-      {"weights", whole_slices({{"w", at::full(kSize, static_cast<double>(value))}})}};
+  const ShardedParts state{
+      {"weights", full_shards({{"w", at::full(kSize, static_cast<double>(value))}})}};
   ShardedCheckpointWriter writer(group);
   writer.begin(folder, share_of(state, group.rank(), group.size()), value, {});
   writer.commit();

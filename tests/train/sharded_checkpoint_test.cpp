@@ -13,7 +13,7 @@
 #include "cohort/base/stored_checkpoint.h"
 #include "cohort/optim/adam.h"
 #include "cohort/parallel/sharding/flat_layout.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 #include "cohort/train/stored_tensor.h"
 
 #include "tests/base/temporary_folder.h"
@@ -64,20 +64,20 @@ void expect_equal(const Parts& found, const Parts& expected, const std::string& 
   }
 }
 
-// How ranks share a state out. Slices share its memory.
+// How a state is sharded. Shards share its memory.
 enum class Cut {
   kFlat,     // as ZeRO and FSDP: one flat buffer for all, cut by elements
   kEach,     // each tensor by itself
   kColumns,  // as tensor parallelism: of matrices with enough columns each row in pieces
 };
 
-std::vector<TensorSlice> cut(const NamedTensors& tensors, Cut how, int rank, int world_size) {
+std::vector<TensorShard> cut(const NamedTensors& tensors, Cut how, int rank, int world_size) {
   if (how == Cut::kEach)
-    return share_of({{"all", whole_slices(tensors)}}, rank, world_size).at("all");
-  std::vector<TensorSlice> slices;
+    return share_of({{"all", full_shards(tensors)}}, rank, world_size).at("all");
+  std::vector<TensorShard> shards;
   const auto add = [&](const auto& named, int64_t begin, int64_t end) {
     const at::Tensor& tensor = named.second;
-    slices.push_back({named.first, tensor.sizes().vec(), begin, end,
+    shards.push_back({named.first, tensor.sizes().vec(), begin, end,
                       tensor.view(-1).narrow(0, begin, end - begin)});
   };
   if (how == Cut::kFlat) {
@@ -90,7 +90,7 @@ std::vector<TensorSlice> cut(const NamedTensors& tensors, Cut how, int rank, int
     for (const auto& named : tensors) {
       if (named.second.numel() == 0 && rank == 0) add(named, 0, 0);
     }
-    return slices;
+    return shards;
   }
   for (const auto& named : tensors) {
     const at::Tensor& tensor = named.second;
@@ -104,13 +104,13 @@ std::vector<TensorSlice> cut(const NamedTensors& tensors, Cut how, int rank, int
           row * columns + columns * (rank + 1) / world_size);
     }
   }
-  return slices;
+  return shards;
 }
 
-SlicedParts cut(const Parts& parts, Cut how, int rank, int world_size) {
-  SlicedParts sliced;
-  for (const auto& [part, tensors] : parts) sliced[part] = cut(tensors, how, rank, world_size);
-  return sliced;
+ShardedParts cut(const Parts& parts, Cut how, int rank, int world_size) {
+  ShardedParts sharded;
+  for (const auto& [part, tensors] : parts) sharded[part] = cut(tensors, how, rank, world_size);
+  return sharded;
 }
 
 // What `world_size` ranks do one after another here, without a group.
@@ -118,8 +118,8 @@ void save(const std::string& folder, const Parts& parts, Cut how, int world_size
   fs::create_directories(folder);
   Manifest manifest{.update = 5};
   for (int rank = 0; rank < world_size; ++rank) {
-    for (const auto& [part, slices] : cut(parts, how, rank, world_size)) {
-      manifest.add(write_share(folder, part, stored_slices(on_host(slices)), {5, rank, world_size}),
+    for (const auto& [part, shards] : cut(parts, how, rank, world_size)) {
+      manifest.add(write_share(folder, part, stored_shards(on_host(shards)), {5, rank, world_size}),
                    folder);
     }
   }
@@ -132,10 +132,10 @@ TEST(ReshardTest, WhatAnyRanksSavedAnyOthersLoadBitForBit) {
   const Parts state = make_state(0.5);
   int num_cases = 0;
   for (const Cut saved_as : {Cut::kFlat, Cut::kEach, Cut::kColumns}) {
-    for (const int savers : {1, 2, 3, 4}) {
+    for (const int writers : {1, 2, 3, 4}) {
       const std::string path =
-          folder / (std::to_string(static_cast<int>(saved_as)) + "-" + std::to_string(savers));
-      save(path, state, saved_as, savers);
+          folder / (std::to_string(static_cast<int>(saved_as)) + "-" + std::to_string(writers));
+      save(path, state, saved_as, writers);
       Parts whole = zeros_like(state);
       load_checkpoint(path, whole);
       expect_equal(whole, state, path);
@@ -144,7 +144,7 @@ TEST(ReshardTest, WhatAnyRanksSavedAnyOthersLoadBitForBit) {
         for (const int loaders : {1, 2, 3, 4}) {
           Parts found = zeros_like(state);
           for (int rank = 0; rank < loaders; ++rank)
-            load_slices(path, cut(found, loaded_as, rank, loaders));
+            load_shards(path, cut(found, loaded_as, rank, loaders));
           expect_equal(found, state, path + " by " + std::to_string(loaders));
           ++num_cases;
         }
@@ -156,13 +156,13 @@ TEST(ReshardTest, WhatAnyRanksSavedAnyOthersLoadBitForBit) {
 
 TEST(ReshardTest, OfOneRankAreThePlainFiles) {
   const TemporaryFolder folder;
-  save(folder / "slices", make_state(1), Cut::kColumns, 1);
+  save(folder / "shards", make_state(1), Cut::kColumns, 1);
   save_checkpoint(folder / "plain", make_state(1), 5, {});
   for (const char* name : {"weights-5.safetensors", "optimizer-5.safetensors", "manifest.json"})
-    EXPECT_EQ(read_file(folder / "slices" + "/" + name), read_file(folder / "plain" + "/" + name));
+    EXPECT_EQ(read_file(folder / "shards" + "/" + name), read_file(folder / "plain" + "/" + name));
 }
 
-TEST(ReshardTest, OnlyTheFilesWithTheSlicesElementsAreRead) {
+TEST(ReshardTest, OnlyTheFilesWithTheShardsElementsAreRead) {
   const TemporaryFolder folder;
   const Parts state = make_state(2);
   save(folder / "last", state, Cut::kFlat, 3);
@@ -170,17 +170,17 @@ TEST(ReshardTest, OnlyTheFilesWithTheSlicesElementsAreRead) {
     if (!key.ends_with("1-of-3")) write_file(folder / "last" + "/" + file.name, "damaged");
   }
   Parts found = zeros_like(state);
-  load_slices(folder / "last", cut(found, Cut::kFlat, 1, 3));
+  load_shards(folder / "last", cut(found, Cut::kFlat, 1, 3));
   EXPECT_NE(found["weights"][4].second.abs().sum().item<double>(), 0);
-  EXPECT_THROW(load_slices(folder / "last", cut(found, Cut::kFlat, 1, 2)), ConfigError);
+  EXPECT_THROW(load_shards(folder / "last", cut(found, Cut::kFlat, 1, 2)), ConfigError);
 }
 
-TEST(ReshardTest, SlicesOfAnotherModelAreNamed) {
+TEST(ReshardTest, ShardsOfAnotherModelAreNamed) {
   const TemporaryFolder folder;
   save(folder / "last", make_state(2), Cut::kFlat, 2);
-  const auto text = [&](const TensorSlice& slice) {
+  const auto text = [&](const TensorShard& shard) {
     return test::message_of<c10::ValueError>([&] {
-      load_slices(folder / "last", {{"weights", {slice}}});
+      load_shards(folder / "last", {{"weights", {shard}}});
     });
   };
   const std::string prefix = folder / "last" + "/manifest.json: a checkpoint of another model: ";
@@ -191,17 +191,17 @@ TEST(ReshardTest, SlicesOfAnotherModelAreNamed) {
             std::string::npos);
 }
 
-TEST(SlicesLikeTest, OptimizerStateHasThePlaceOfItsParameter) {
-  const std::vector<TensorSlice> parameters{{"a", {4, 4}, 3, 9, at::zeros(6)},
+TEST(ShardsLikeTest, OptimizerStateHasThePlaceOfItsParameter) {
+  const std::vector<TensorShard> parameters{{"a", {4, 4}, 3, 9, at::zeros(6)},
                                             {"a.b", {5}, 0, 2, at::zeros(2)}};
-  const auto slices =
-      slices_like(parameters, {{"a.exp_avg", at::ones(6)}, {"a.b.exp_avg", at::ones(2)}});
-  EXPECT_EQ(slices[0].shape, (std::vector<int64_t>{4, 4}));
-  EXPECT_EQ(slices[0].begin, 3);
-  EXPECT_EQ(slices[0].end, 9);
-  EXPECT_EQ(slices[1].shape, std::vector<int64_t>{5});
-  EXPECT_THROW(slices_like(parameters, {{"c.exp_avg", at::ones(6)}}), c10::ValueError);
-  EXPECT_THROW(slices_like(parameters, {{"a.b.exp_avg", at::ones(6)}}), c10::ValueError);
+  const auto shards =
+      shards_like(parameters, {{"a.exp_avg", at::ones(6)}, {"a.b.exp_avg", at::ones(2)}});
+  EXPECT_EQ(shards[0].shape, (std::vector<int64_t>{4, 4}));
+  EXPECT_EQ(shards[0].begin, 3);
+  EXPECT_EQ(shards[0].end, 9);
+  EXPECT_EQ(shards[1].shape, std::vector<int64_t>{5});
+  EXPECT_THROW(shards_like(parameters, {{"c.exp_avg", at::ones(6)}}), c10::ValueError);
+  EXPECT_THROW(shards_like(parameters, {{"a.b.exp_avg", at::ones(6)}}), c10::ValueError);
 }
 
 // A folder that all ranks of a test know: their parent made it.
@@ -251,7 +251,7 @@ TEST(ShardedCheckpointWriterTest, RanksSaveTogetherInTheBackgroundAndLoadTogethe
     }
     const Parts state = make_state(20);
     Parts found = zeros_like(state);
-    load_slices(path, cut(found, Cut::kColumns, group.rank(), group.size()), group);
+    load_shards(path, cut(found, Cut::kColumns, group.rank(), group.size()), group);
     for (auto& [part, tensors] : found) {
       for (auto& [name, tensor] : tensors) {
         if (tensor.numel() > 0) group.all_reduce(tensor);
@@ -265,8 +265,8 @@ TEST(ShardedCheckpointWriterTest, OneRankAloneWritesPlainFiles) {
   const TemporaryFolder folder;
   const Parts state = make_state(1);
   save_checkpoint(folder / "plain", state, 7, {{"a", "b"}});
-  SlicedParts whole;
-  for (const auto& [part, tensors] : state) whole[part] = whole_slices(tensors);
+  ShardedParts whole;
+  for (const auto& [part, tensors] : state) whole[part] = full_shards(tensors);
   comm::ProcessGroup alone{comm::RankInfo{}};
   ShardedCheckpointWriter writer(alone);
   writer.begin(folder / "last", whole, 7, {{"a", "b"}});
@@ -281,7 +281,7 @@ TEST(ShardedCheckpointWriterTest, NoCopyStaysOnceItIsWritten) {
   comm::ProcessGroup alone{comm::RankInfo{}};
   ShardedCheckpointWriter writer(alone);
   const at::Tensor weights = at::ones(16 * kMiB);
-  const SlicedParts parts{{"weights", {{"w", {16 * kMiB}, 0, 16 * kMiB, weights}}}};
+  const ShardedParts parts{{"weights", {{"w", {16 * kMiB}, 0, 16 * kMiB, weights}}}};
   const int64_t before = test::resident_bytes();
   writer.begin(folder / "copied", parts, 7, {});
   writer.wait_written();
@@ -305,8 +305,8 @@ TEST(ShardedCheckpointWriterTest, WhatIsOutdatedIsRemoved) {
         found.insert(entry.path().filename().string());
       return found;
     };
-    SlicedParts state;
-    for (const auto& [part, tensors] : make_state(1)) state[part] = whole_slices(tensors);
+    ShardedParts state;
+    for (const auto& [part, tensors] : make_state(1)) state[part] = full_shards(tensors);
     ShardedCheckpointWriter writer(group);
     for (const int64_t update : {7, 8}) {
       if (group.rank() == 0 && update == 8)
@@ -332,8 +332,8 @@ TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointSt
     ShardedCheckpointWriter writer(group, std::chrono::milliseconds(300));
     const Parts state = make_state(1);
     const auto mine = cut(state, Cut::kFlat, group.rank(), 2);
-    const auto commit = [&](const std::string& into, const SlicedParts& slices, int64_t update) {
-      writer.begin(into, slices, update, {});
+    const auto commit = [&](const std::string& into, const ShardedParts& shards, int64_t update) {
+      writer.begin(into, shards, update, {});
       return test::message_of<ConfigError>([&] { writer.commit(); });
     };
     EXPECT_EQ(commit(path, mine, 1), "nothing was thrown");
@@ -349,7 +349,7 @@ TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointSt
     expect_word(commit(second ? folder / "file" + "/x" : path, mine, 2), "rank 1: ");
     expect_word(commit(second ? folder / "elsewhere" : path, mine, 2), "expected one folder");
     expect_word(commit(path, mine, second ? 3 : 2), "rank 1 update 3");
-    expect_word(commit(path, second ? SlicedParts{} : mine, 2), "are in no file");
+    expect_word(commit(path, second ? ShardedParts{} : mine, 2), "are in no file");
     expect_word(commit(path, cut(state, Cut::kEach, 0, 1), 2), "are in two files");
     // Written by rank 1 to a folder that rank 0 does not see.
     writer.begin(path, mine, 4, {});
@@ -366,7 +366,7 @@ TEST(ShardedCheckpointWriterTest, AnErrorOfOneRankIsEveryRanksAndTheCheckpointSt
     expect_word(test::message_of<ConfigError>([&] { writer.commit(); }), "expected begin");
 
     Parts found = zeros_like(state);
-    load_slices(path, cut(found, Cut::kFlat, group.rank(), 2), group);
+    load_shards(path, cut(found, Cut::kFlat, group.rank(), 2), group);
     EXPECT_EQ(commit(path, mine, 5), "nothing was thrown");
     EXPECT_EQ(Manifest::read(path).update, 5);
   });
@@ -378,14 +378,14 @@ TEST(ShardedCheckpointWriterTest, ADamagedFileChangesNoRanksTensors) {
   if (folder.is_parent()) save(path, make_state(3), Cut::kFlat, 2);
   const std::string file = path + "/" + Manifest::read(path).files.at("weights.1-of-2").name;
   test::ranks(2, [&](const comm::ProcessGroup& group) {
-    const auto text = [&](const SlicedParts& parts) {
-      return test::message_of<ConfigError>([&] { load_slices(path, parts, group); });
+    const auto text = [&](const ShardedParts& parts) {
+      return test::message_of<ConfigError>([&] { load_shards(path, parts, group); });
     };
     Parts found = zeros_like(make_state(3));
     auto mine = cut(found, Cut::kFlat, group.rank(), 2);
-    std::erase_if(mine["weights"], [](const auto& slice) { return slice.name == "scalar"; });
+    std::erase_if(mine["weights"], [](const auto& shard) { return shard.name == "scalar"; });
     const std::string missing = text(mine);
-    EXPECT_NE(missing.find("scalar is in no rank's slices"), std::string::npos) << missing;
+    EXPECT_NE(missing.find("scalar is in no rank's shards"), std::string::npos) << missing;
     group.barrier("tried");
     if (group.rank() == 0) write_file(file, "damaged");
     group.barrier("damaged");
@@ -395,10 +395,10 @@ TEST(ShardedCheckpointWriterTest, ADamagedFileChangesNoRanksTensors) {
   });
 }
 
-// The models of a training whose state is shared out, by world size.
+// The models of a training whose state is sharded, by world size.
 struct Training {
   explicit Training(const comm::ProcessGroup& group)
-      : sharded(make_model(), group), adam(sharded.named_slices()) {}
+      : sharded(make_model(), group), adam(sharded.named_local_shards()) {}
 
   static torch::nn::Linear make_model() {
     torch::nn::Linear model(5, 3);
@@ -417,12 +417,12 @@ struct Training {
     adam.zero_grad();
   }
 
-  SlicedParts slices() {
-    const std::vector<TensorSlice> weights = slices_of(sharded.slices());
-    return {{"weights", weights}, {"optimizer", slices_like(weights, adam.state())}};
+  ShardedParts local_shards() {
+    const std::vector<TensorShard> weights = shards_of(sharded.local_shards());
+    return {{"weights", weights}, {"optimizer", shards_like(weights, adam.state())}};
   }
 
-  parallel::ShardedDataParallel<torch::nn::Linear> sharded;
+  parallel::FullyShardedDataParallel<torch::nn::Linear> sharded;
   optim::Adam adam;
 };
 
@@ -435,26 +435,26 @@ TEST(ShardedCheckpointWriterTest, AShardedTrainingGoesOnWithOtherRanks) {
     ShardedCheckpointWriter writer(group);
     for (int step = 1; step <= 4; ++step) {
       training.step();
-      if (step == 2) writer.begin(path, training.slices(), step, {});
+      if (step == 2) writer.begin(path, training.local_shards(), step, {});
     }
     writer.commit();
-    writer.begin(end, training.slices(), 4, {});
+    writer.begin(end, training.local_shards(), 4, {});
     writer.commit();
   };
   const auto go_on = [&](const comm::ProcessGroup& group) {
     Training training(group);
-    load_slices(path, training.slices(), group);
+    load_shards(path, training.local_shards(), group);
     training.adam.set_num_steps(2);
     for (int step = 3; step <= 4; ++step) training.step();
     Training expected(group);
-    const SlicedParts wanted = expected.slices();
-    load_slices(end, wanted, group);
-    const SlicedParts found = training.slices();
-    for (const auto& [part, slices] : wanted) {
-      for (size_t i = 0; i < slices.size(); ++i) {
+    const ShardedParts wanted = expected.local_shards();
+    load_shards(end, wanted, group);
+    const ShardedParts found = training.local_shards();
+    for (const auto& [part, shards] : wanted) {
+      for (size_t i = 0; i < shards.size(); ++i) {
         // float64: the mean over 3 ranks of equal gradients is rounded otherwise than over 2.
-        EXPECT_TRUE(found.at(part)[i].tensor.allclose(slices[i].tensor, 1e-12, 1e-12))
-            << slices[i].name;
+        EXPECT_TRUE(found.at(part)[i].tensor.allclose(shards[i].tensor, 1e-12, 1e-12))
+            << shards[i].name;
       }
     }
   };

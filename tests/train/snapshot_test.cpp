@@ -13,12 +13,12 @@ TEST(SnapshotTest, CopiesEveryFormOfTensor) {
   const at::Tensor whole = at::arange(12, at::kFloat);
   at::Tensor turned = at::arange(6, at::kDouble).view({2, 3}).t();
   turned.requires_grad_();
-  const SlicedParts parts{{"a",
-                           {{"part", {12}, 3, 8, whole.narrow(0, 3, 5)},
-                            {"turned", {3, 2}, 0, 6, turned},
-                            {"none", {0, 4}, 0, 0, at::empty({0, 4})}}},
-                          {"b", {{"flag", {}, 0, 1, at::ones({}, at::kBool)}}}};
-  const SlicedParts copies = snapshot.take(parts);
+  const ShardedParts parts{{"a",
+                            {{"part", {12}, 3, 8, whole.narrow(0, 3, 5)},
+                             {"turned", {3, 2}, 0, 6, turned},
+                             {"none", {0, 4}, 0, 0, at::empty({0, 4})}}},
+                           {"b", {{"flag", {}, 0, 1, at::ones({}, at::kBool)}}}};
+  const ShardedParts copies = snapshot.take(parts);
   whole.fill_(-1);
   const auto& a = copies.at("a");
   EXPECT_TRUE(a[0].tensor.equal(at::arange(3, 8, at::kFloat)));
@@ -34,9 +34,9 @@ TEST(SnapshotTest, CopiesEveryFormOfTensor) {
 TEST(SnapshotTest, FreedPagesAreNotResidentAndServeTheNextCopy) {
   constexpr int64_t kMiB = 1 << 20;
   const auto of_bytes = [](int64_t bytes, int value) {
-    return SlicedParts{{"a", {{"w", {bytes}, 0, bytes, at::full(bytes, value, at::kByte)}}}};
+    return ShardedParts{{"a", {{"w", {bytes}, 0, bytes, at::full(bytes, value, at::kByte)}}}};
   };
-  const SlicedParts large = of_bytes(64 * kMiB, 1);
+  const ShardedParts large = of_bytes(64 * kMiB, 1);
   Snapshot snapshot;
   snapshot.free_pages();
   const int64_t before = test::resident_bytes();

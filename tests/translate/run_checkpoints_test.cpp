@@ -32,7 +32,7 @@ class RunCheckpointsTest : public testing::Test {
             .best = ValidScores{.loss = 2, .bleu = bleu, .chrf = 40},
             .best_update = best_update};
   }
-  static train::SlicedParts parts(double value) {
+  static train::ShardedParts parts(double value) {
     return {{"weights", {{"w", {3}, 0, 3, at::full({3}, value)}}}};
   }
   std::string update_in(const std::string& name) const {
@@ -54,7 +54,7 @@ TEST_F(RunCheckpointsTest, TheBestIsWrittenOnceMoreWhenItCanBe) {
   RunCheckpoints checkpoints(options_, "text", log_);
   checkpoints.save_with(alone_);
   write_file(folder_ / "best", "in the way");
-  train::SlicedParts now = parts(7);
+  train::ShardedParts now = parts(7);
   checkpoints.save_best(state(7, 7), now.at("weights"));
   now.at("weights")[0].tensor.fill_(8);  // trained on
   checkpoints.save_last(state(8, 7), now);
@@ -78,7 +78,7 @@ TEST_F(RunCheckpointsTest, TheServersCheckpointThatLastNamesIsThere) {
     checkpoints.save_last(now, parts(1));
   };
   for (int64_t update = 1; update <= 3; ++update) save(update);
-  checkpoints.settle();
+  checkpoints.finish_save();
   EXPECT_EQ(update_in("last"), "3");
   EXPECT_TRUE(fs::exists(folder_ / "servers/update-3"));
   EXPECT_FALSE(fs::exists(folder_ / "servers/update-1"));

@@ -204,7 +204,7 @@ TEST(ServerUpdaterTest, AsyncLearnsAsMuchAsDdpAndSettlesToOneModel) {
       own_loss(through.update(batches_of(update % 4, group.rank())));
       ddp.update(batches_of(update % 4, group.rank()));
     }
-    through.settle();
+    through.wait_for_updates();
     const auto all = group.all_gather_object(bytes_of(model));
     EXPECT_TRUE(all[0] == all[1]);
     const double first = loss_of(untrained), expected = loss_of(control), found = loss_of(model);
@@ -231,7 +231,7 @@ TEST(ServerUpdaterTest, AsyncDividesTheLearningRateByTheNumberOfTrainers) {
       EXPECT_NEAR(at::stack(moved).max().item<double>(), through.learning_rate() / 2,
                   0.01 * through.learning_rate());
     }
-    through.settle();
+    through.wait_for_updates();
     through.finish();
   });
 }
@@ -252,7 +252,7 @@ TEST(ServerUpdaterTest, AsyncWaitsForNoOtherTrainer) {
           if (group.rank() == first) train();
           group.barrier("the first trainer is done");
           if (group.rank() != first) train();
-          through.settle();
+          through.wait_for_updates();
         }
         EXPECT_EQ(through.num_updates(), 2 * kNumUpdates);
         through.finish();
@@ -285,7 +285,7 @@ TEST(ServerUpdaterTest, AsyncSkipsABadGradientOnItsTrainerAlone) {
       spoil = false;
       own_loss(through.update(batches_of(3, 1)));
     }
-    through.settle();
+    through.wait_for_updates();
     for (const at::Tensor& p : model->parameters()) EXPECT_TRUE(at::isfinite(p).all().item<bool>());
     through.finish();
   });

@@ -156,9 +156,9 @@ TEST(StrategiesTest, HybridWantsSeveralHosts) {
 
 // Saves and loads as a run does.
 void save(Updater& updater, const std::string& folder, int update) {
-  const comm::ProcessGroup savers = updater.model().savers();
-  if (!savers) return;
-  train::ShardedCheckpointWriter writer(savers);
+  const comm::ProcessGroup writers = updater.model().checkpoint_writers();
+  if (!writers) return;
+  train::ShardedCheckpointWriter writer(writers);
   writer.begin(folder, updater.parts(), update, {});
   writer.commit();
 }
@@ -207,7 +207,7 @@ void go_on_from_every_checkpoint(const comm::ProcessGroup& group, const JobsFold
                      parallel::to_string(strategy) + " of " + std::to_string(group.size()));
         auto model = make_model();
         Updater updater(model, group, options_of(strategy));
-        train::load_slices(folder.of(before, ranks_before), updater.parts(), group);
+        train::load_shards(folder.of(before, ranks_before), updater.parts(), group);
         updater.set_num_updates(kSavedAt);
         train(updater, group, kSavedAt + 1, kLoadedTo);
         undisturbed.expect_equal(model, updater);

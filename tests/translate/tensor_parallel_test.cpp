@@ -1,4 +1,4 @@
-// A Transformer divided among ranks against the whole one, in float64 and with dropout: the same
+// A tensor-parallel Transformer against the unsharded one, in float64 and with dropout: the same
 // results and gradients, and the same checkpoints.
 #include "cohort/parallel/tensor_parallel.h"
 
@@ -12,7 +12,7 @@
 #include "cohort/optim/adam.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/layer_runner.h"
-#include "cohort/translate/model_division.h"
+#include "cohort/translate/tensor_parallel_context.h"
 #include "cohort/translate/updater.h"
 
 #include "tests/base/temporary_folder.h"
@@ -40,8 +40,8 @@ nmt::TransformerOptions options_of(const std::string& tied) {
 }
 
 nmt::Transformer make_model(const nmt::TransformerOptions& options,
-                            std::shared_ptr<const nmt::Division> division) {
-  nmt::Transformer model(options, nmt::Precision::kFloat32, at::kCPU, std::move(division));
+                            std::shared_ptr<const nmt::TensorParallelContext> tensor_parallel) {
+  nmt::Transformer model(options, nmt::Precision::kFloat32, at::kCPU, std::move(tensor_parallel));
   model->initialise(7);
   model->to(at::kDouble);
   model->set_dropout_stream(kDropout);
@@ -51,8 +51,8 @@ nmt::Transformer make_model(const nmt::TransformerOptions& options,
 // The whole model, and this rank's part of it.
 struct Pair {
   Pair(const nmt::TransformerOptions& options, const comm::ProcessGroup& group)
-      : whole(make_model(options, std::make_shared<nmt::Division>())),
-        part(make_model(options, divide_among(group))) {}
+      : whole(make_model(options, std::make_shared<nmt::TensorParallelContext>())),
+        part(make_model(options, make_tensor_parallel_context(group))) {}
   nmt::Transformer whole, part;
 };
 
@@ -80,12 +80,12 @@ double gradient_difference(Pair& pair, const std::string& only = "") {
     const at::Tensor& own = item.value().grad();
     EXPECT_TRUE(own.defined() && expected.defined()) << name;
     if (!own.defined() || !expected.defined()) continue;
-    const auto slices = whole_model_slices(
+    const auto shards = full_model_shards(
         *pair.part, {{name, own.sizes().vec(), 0, own.numel(), own}}, Replicated::kEverywhere);
-    for (const train::TensorSlice& slice : slices) {
+    for (const train::TensorShard& shard : shards) {
       const at::Tensor elements =
-          expected.reshape({-1}).narrow(0, slice.begin, slice.end - slice.begin);
-      largest = greater(largest, difference(slice.tensor, elements));
+          expected.reshape({-1}).narrow(0, shard.begin, shard.end - shard.begin);
+      largest = greater(largest, difference(shard.tensor, elements));
     }
   }
   return largest;
@@ -137,8 +137,8 @@ void expect_whole_models(const nmt::TransformerOptions& options, const comm::Pro
 
   std::vector<at::Tensor> cut, replicated;
   for (const auto& item : pair.part->named_parameters()) {
-    const bool divided = is_divided(*pair.part, item.key(), item.value().sizes().vec());
-    (divided ? cut : replicated).push_back(item.value());
+    const bool partitioned = is_partitioned(*pair.part, item.key(), item.value().sizes().vec());
+    (partitioned ? cut : replicated).push_back(item.value());
   }
   const double norm = std::sqrt(optim::gradient_norm_squared(pair.whole->parameters()));
   EXPECT_NEAR(parallel::tensor_parallel_gradient_norm(cut, replicated, group.size(), group), norm,
@@ -203,14 +203,14 @@ TEST(TensorParallelTransformerTest, ARankHoldsItsPartOfTheParameters) {
     for (const auto& item : pair.part->named_parameters()) {
       own += static_cast<int64_t>(item.value().storage().nbytes());
       const auto whole = static_cast<int64_t>(pair.whole->named_parameters()[item.key()].nbytes());
-      const bool divided = is_divided(*pair.part, item.key(), item.value().sizes().vec());
+      const bool partitioned = is_partitioned(*pair.part, item.key(), item.value().sizes().vec());
       const bool is_table = item.key().find("embedding") != std::string::npos ||
                             item.key().find("generator") != std::string::npos;
-      expected += is_table  ? static_cast<int64_t>(item.value().nbytes())
-                  : divided ? whole / 4
-                            : whole;
-      EXPECT_EQ(divided, item.key().find("norm") == std::string::npos &&
-                             item.key().find("linear2.bias") == std::string::npos)
+      expected += is_table      ? static_cast<int64_t>(item.value().nbytes())
+                  : partitioned ? whole / 4
+                                : whole;
+      EXPECT_EQ(partitioned, item.key().find("norm") == std::string::npos &&
+                                 item.key().find("linear2.bias") == std::string::npos)
           << item.key();
     }
     EXPECT_EQ(own, expected);
@@ -231,16 +231,16 @@ optim::Adam adam_of(nmt::Transformer& model, const nmt::Batch& batch) {
   return adam;
 }
 
-std::vector<train::TensorSlice> slices_of(nmt::Transformer& model,
+std::vector<train::TensorShard> shards_of(nmt::Transformer& model,
                                           const train::NamedTensors& tensors,
                                           Replicated replicated) {
-  return whole_model_slices(*model, train::whole_slices(tensors), replicated);
+  return full_model_shards(*model, train::full_shards(tensors), replicated);
 }
 
-train::SlicedParts parts_of(nmt::Transformer& model, const optim::Adam& adam,
-                            Replicated replicated) {
-  return {{"weights", slices_of(model, train::state_of(*model), replicated)},
-          {"optimizer", slices_of(model, adam.state(), replicated)}};
+train::ShardedParts parts_of(nmt::Transformer& model, const optim::Adam& adam,
+                             Replicated replicated) {
+  return {{"weights", shards_of(model, train::state_of(*model), replicated)},
+          {"optimizer", shards_of(model, adam.state(), replicated)}};
 }
 
 void expect_equal(const train::NamedTensors& a, const train::NamedTensors& b, double bound) {
@@ -270,7 +270,7 @@ TEST(TensorParallelTransformerTest, CheckpointsAreThePlainModels) {
     train::ShardedCheckpointWriter writer(group);
     writer.begin(folder + "/parts", parts_of(pair.part, own, Replicated::kOnce), 1, {});
     writer.commit();
-    auto other = make_model(options_of("target"), std::make_shared<nmt::Division>());
+    auto other = make_model(options_of("target"), std::make_shared<nmt::TensorParallelContext>());
     optim::Adam other_adam(optim::named_parameters(*other));
     train::load_checkpoint(folder + "/parts", {{"weights", train::state_of(*other)},
                                                {"optimizer", other_adam.state()}});
@@ -289,7 +289,7 @@ TEST(TensorParallelTransformerTest, CheckpointsAreThePlainModels) {
     for (const auto& [name, tensor] : own.state()) moments.emplace_back(name, tensor.clone());
     fill(train::state_of(*pair.part), NAN);
     fill(own.state(), NAN);
-    train::load_slices(folder + "/plain", parts_of(pair.part, own, Replicated::kEverywhere), group);
+    train::load_shards(folder + "/plain", parts_of(pair.part, own, Replicated::kEverywhere), group);
     expect_equal(train::state_of(*pair.part), weights, 0);
     expect_equal(own.state(), moments, 0);
     group.barrier("read");
@@ -327,34 +327,34 @@ std::vector<UpdateReport> train(Updater& updater, const comm::ProcessGroup& data
   return reports;
 }
 
-// Slices of everything by part, as one process has them.
-train::SlicedParts plain_parts(int num_updates, std::vector<UpdateReport>& reports) {
+// Shards of everything by part, as one process has them.
+train::ShardedParts plain_parts(int num_updates, std::vector<UpdateReport>& reports) {
   comm::ProcessGroup alone(comm::RankInfo{});
-  Updater updater(make_model(options_of("all"), std::make_shared<nmt::Division>()), alone,
-                  updater_options(parallel::Strategy::kDdp, nullptr));
+  Updater updater(make_model(options_of("all"), std::make_shared<nmt::TensorParallelContext>()),
+                  alone, updater_options(parallel::Strategy::kDdp, nullptr));
   reports = train(updater, alone, 1, num_updates);
   return updater.parts();
 }
 
-// The greatest difference of slices from those elements of the whole tensors.
-double difference(const std::vector<train::TensorSlice>& slices,
-                  const std::vector<train::TensorSlice>& whole) {
+// The greatest difference of shards from those elements of the whole tensors.
+double difference(const std::vector<train::TensorShard>& shards,
+                  const std::vector<train::TensorShard>& whole) {
   std::map<std::string, at::Tensor> tensors;
   for (const auto& each : whole) tensors[each.name] = each.tensor.detach().reshape({-1});
   double largest = 0;
-  for (const auto& slice : slices) {
-    if (slice.begin == slice.end) continue;
+  for (const auto& shard : shards) {
+    if (shard.begin == shard.end) continue;
     const at::Tensor expected =
-        tensors.at(slice.name).narrow(0, slice.begin, slice.end - slice.begin);
-    largest = greater(largest, difference(slice.tensor.detach().reshape({-1}), expected));
+        tensors.at(shard.name).narrow(0, shard.begin, shard.end - shard.begin);
+    largest = greater(largest, difference(shard.tensor.detach().reshape({-1}), expected));
   }
   return largest;
 }
 
 void save(Updater& updater, const std::string& folder) {
-  const comm::ProcessGroup savers = updater.savers();
-  if (!savers) return;
-  train::ShardedCheckpointWriter writer(savers);
+  const comm::ProcessGroup writers = updater.checkpoint_writers();
+  if (!writers) return;
+  train::ShardedCheckpointWriter writer(writers);
   writer.begin(folder, updater.parts(Replicated::kOnce), updater.num_updates(), {});
   writer.commit();
 }
@@ -373,31 +373,31 @@ TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
     for (const auto strategy : {parallel::Strategy::kDdp, parallel::Strategy::kZero1,
                                 parallel::Strategy::kZero2, parallel::Strategy::kZero3}) {
       SCOPED_TRACE(parallel::to_string(strategy));
-      Updater updater(make_model(options_of("all"), divide_among(mesh.tensor())), mesh.data(),
-                      updater_options(strategy, &mesh));
-      if (done > 0) train::load_slices(folder, updater.parts(), world);
+      Updater updater(make_model(options_of("all"), make_tensor_parallel_context(mesh.tensor())),
+                      mesh.data(), updater_options(strategy, &mesh));
+      if (done > 0) train::load_shards(folder, updater.parts(), world);
       updater.set_num_updates(done);
       const auto reports = train(updater, mesh.data(), done + 1, done + kUpdates);
       done += kUpdates;
       std::vector<UpdateReport> expected_reports;
-      const train::SlicedParts expected = plain_parts(done, expected_reports);
+      const train::ShardedParts expected = plain_parts(done, expected_reports);
       for (int i = 0; i < kUpdates; ++i) {
         const UpdateReport& report = reports[static_cast<size_t>(i)];
         const UpdateReport& plain = expected_reports[static_cast<size_t>(done - kUpdates + i)];
         EXPECT_EQ(report.num_tokens, plain.num_tokens);
         EXPECT_NEAR(report.gradient_norm, plain.gradient_norm, kBound);
       }
-      for (const auto& [part, slices] : updater.parts())
-        EXPECT_LE(difference(slices, expected.at(part)), kBound) << part;
+      for (const auto& [part, shards] : updater.parts())
+        EXPECT_LE(difference(shards, expected.at(part)), kBound) << part;
       save(updater, folder);
       world.barrier("saved");
 
       comm::ProcessGroup nobody_else(comm::RankInfo{});
-      Updater alone(make_model(options_of("all"), std::make_shared<nmt::Division>()), nobody_else,
-                    updater_options(parallel::Strategy::kDdp, nullptr));
-      train::load_slices(folder, alone.parts());
-      for (const auto& [part, slices] : alone.parts())
-        EXPECT_LE(difference(slices, expected.at(part)), kBound) << part;
+      Updater alone(make_model(options_of("all"), std::make_shared<nmt::TensorParallelContext>()),
+                    nobody_else, updater_options(parallel::Strategy::kDdp, nullptr));
+      train::load_shards(folder, alone.parts());
+      for (const auto& [part, shards] : alone.parts())
+        EXPECT_LE(difference(shards, expected.at(part)), kBound) << part;
     }
     world.barrier("read");
     if (world.rank() == 0) std::filesystem::remove_all(folder);
@@ -408,7 +408,7 @@ TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
 TEST(TensorParallelUpdaterTest, ABadNumberIsNamedAlike) {
   test::ranks(4, [](const comm::ProcessGroup& world) {
     parallel::Mesh mesh(world, 2);
-    auto model = make_model(options_of("all"), divide_among(mesh.tensor()));
+    auto model = make_model(options_of("all"), make_tensor_parallel_context(mesh.tensor()));
     Updater updater(model, mesh.data(), updater_options(parallel::Strategy::kDdp, &mesh));
     if (mesh.tensor().rank() == 1) {  // one part of both models
       const at::NoGradGuard no_grad;

@@ -176,7 +176,7 @@ TEST(UpdaterTest, ThreeRanksMakePlainUpdates) {
 }
 
 // Of the sharding strategies, too: what they leave of the model is gathered by a forward. And with
-// slices of their own in host memory.
+// shards of their own in host memory.
 TEST(UpdaterTest, EveryStrategyMakesTheSameUpdates) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     comm::ProcessGroup alone(comm::RankInfo{});

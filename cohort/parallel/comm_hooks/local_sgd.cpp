@@ -34,9 +34,9 @@ PostLocalSgdState::PostLocalSgdState(const PostLocalSgdOptions& options) : optio
 CommHook post_local_sgd_hook(std::shared_ptr<PostLocalSgdState> state) {
   return [state = std::move(state), everyone = all_reduce_hook()](const comm::ProcessGroup& group,
                                                                   const Bucket& bucket) {
-    const bool together = state->iteration_ < state->options_.start_local_sgd_iter;
+    const bool reduces_globally = state->iteration_ < state->options_.start_local_sgd_iter;
     if (bucket.is_last) ++state->iteration_;
-    if (together) return everyone(group, bucket);
+    if (reduces_globally) return everyone(group, bucket);
     const comm::ProcessGroup& subgroup = state->options_.subgroup;
     return subgroup ? everyone(subgroup, bucket) : ready(bucket.buffer);
   };

@@ -1,5 +1,5 @@
-// Post-local SGD: all ranks together at first, then each on its own with a mean of the models now
-// and then.
+// Post-local SGD: all ranks reduce gradients at first, then each trains on its own with a mean of
+// the models now and then.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
@@ -12,8 +12,8 @@
 namespace cohort::parallel {
 
 struct PostLocalSgdOptions {
-  int64_t start_local_sgd_iter = 100;  ///< Backward passes that all ranks reduce together, >= 0.
-  /// Ranks that go on reducing together afterwards, such as those of one host. Empty:
+  int64_t start_local_sgd_iter = 100;  ///< Backward passes that all ranks reduce, >= 0.
+  /// Ranks that continue to reduce as one group afterwards, such as those of one host. Empty:
   /// gradients are no longer sent at all.
   comm::ProcessGroup subgroup;
 };
@@ -38,7 +38,7 @@ class PostLocalSgdState {
 /// Returns the hook that averages gradients over all ranks for `start_local_sgd_iter` passes, then
 /// over the subgroup, or not at all.
 ///
-/// Use with PeriodicModelAverager, which then keeps the ranks together; its warmup_steps is
+/// Use with PeriodicModelAverager, which then keeps the ranks' models in step; its warmup_steps is
 /// start_local_sgd_iter. Collective: as all_reduce_hook, over the group of the phase.
 /// Numerics: as all_reduce_hook; the divisor is the size of the group of the phase.
 /// Source: Lin et al. 2018, arXiv:1808.07217.

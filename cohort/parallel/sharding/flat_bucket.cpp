@@ -77,21 +77,22 @@ at::Tensor absent_parameter(const FlatTensor& place, const at::TensorOptions& op
   return absent(
       place, options,
       "sharding: " + place.name +
-          (sharded ? " is shared out, and whole only while its unit runs"
+          (sharded ? " is sharded, and whole only while its unit runs"
                    : " is updated in parts, and whole only in forward and backward") +
           ": expected its unit to be called by parallel::unit in the forward of the "
           "wrapped model, what else is computed with it (a penalty) to be in that forward, "
-          "too, and who reads it to do so between summon() and release()");
+          "too, and reads of it to be between unshard() and reshard()");
 }
 
 // Without it an optimizer made from the module's own parameters would skip them all, and train
 // nothing.
 at::Tensor absent_gradient(const FlatTensor& place, const at::TensorOptions& options) {
-  return absent(place, options,
-                "sharding: the gradient of " + place.name +
-                    " is in the ranks' slices: expected the optimizer to be made from the wrapped "
-                    "model's slices(), the norm from gradient_norm(), and zero_grad() of that "
-                    "optimizer");
+  return absent(
+      place, options,
+      "sharding: the gradient of " + place.name +
+          " is in the ranks' local shards: expected the optimizer to be made from the wrapped "
+          "model's local_shards(), the norm from gradient_norm(), and zero_grad() of that "
+          "optimizer");
 }
 
 }  // namespace
@@ -150,7 +151,7 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, const comm::ProcessG
     const FlatTensor& place = layout_.tensors()[slice.tensor];
     at::Tensor tensor = shard_.narrow(0, slice.offset, slice.end - slice.begin);
     tensor.set_requires_grad(!frozen_);
-    slices_.push_back({place.name, place.shape, slice.begin, slice.end, tensor});
+    local_shards_.push_back({place.name, place.shape, slice.begin, slice.end, tensor});
   }
 }
 
@@ -226,7 +227,7 @@ void FlatBucket::free() {
   hide();
   if (sharded()) {
     drop_memory(full_, "sharding: a view of a parameter of " + place_.name +
-                           ", is read while they are shared out: expected the unit to return what "
+                           ", is read while they are sharded: expected the unit to return what "
                            "is computed with them for a loss (an auxiliary loss that is kept in a "
                            "member), so that backward gathers them first");
   }
@@ -346,8 +347,8 @@ at::Tensor FlatBucket::take_gradients(double factor) {
 void FlatBucket::begin_reduce(double factor) {
   const at::NoGradGuard no_grad;
   const at::Tensor whole = take_gradients(factor);
-  // Where gradients are whole, this rank's part of the sum comes to lie in its place. Elsewhere the
-  // rest is given back.
+  // Where gradients are whole, this rank's shard of the sum is written in place. Elsewhere the rest
+  // is freed.
   at::Tensor part = own_part(whole);
   if (options_.shard != Shard::kOptimizer) part = at::empty_like(part);
   comm::Work work = group_.reduce_scatter_async(part, whole, comm::ReduceOp::kSum, place_.name);
@@ -364,7 +365,7 @@ void FlatBucket::finish_reduce() {
   replication_.emplace(Replication{part, std::move(work)});
 }
 
-void FlatBucket::settle() {
+void FlatBucket::finish_replication() {
   if (!replication_) return;
   replication_->work.wait();
   const at::Tensor part = replication_->part;
@@ -376,10 +377,10 @@ void FlatBucket::keep_gradients(const at::Tensor& reduced) {
   const at::NoGradGuard no_grad;
   const at::Tensor part = reduced.to(shard_.device(), shard_.scalar_type());
   const auto places = layout_.slices(group_.rank());
-  began_.assign(slices_.size(), false);
-  for (size_t i = 0; i < slices_.size(); ++i) {
+  began_.assign(local_shards_.size(), false);
+  for (size_t i = 0; i < local_shards_.size(); ++i) {
     const at::Tensor piece = part_of(part, places[i].offset, places[i].end - places[i].begin);
-    at::Tensor& gradient = slices_[i].tensor.mutable_grad();
+    at::Tensor& gradient = local_shards_[i].tensor.mutable_grad();
     if (gradient.defined()) {
       gradient.add_(piece);
     } else {
@@ -391,8 +392,8 @@ void FlatBucket::keep_gradients(const at::Tensor& reduced) {
 
 void FlatBucket::drop_unused(const int64_t* used) {
   const auto places = layout_.slices(group_.rank());
-  for (size_t i = 0; i < slices_.size(); ++i)
-    if (began_[i] && used[places[i].tensor] == 0) slices_[i].tensor.mutable_grad().reset();
+  for (size_t i = 0; i < local_shards_.size(); ++i)
+    if (began_[i] && used[places[i].tensor] == 0) local_shards_[i].tensor.mutable_grad().reset();
   sent_.clear();
 }
 

@@ -1,4 +1,4 @@
-// Parameters of one unit in one flat buffer, of which this rank holds a part. For the sharding
+// Parameters of one unit in one flat buffer, of which this rank holds a shard. For the sharding
 // engine alone.
 #pragma once
 #include <optional>
@@ -42,15 +42,15 @@ class FlatBucket {
   bool frozen() const { return frozen_; }
   bool deferred() const { return deferred_; }  ///< They were on the meta device: `place` each.
   at::ScalarType kept_type() const { return shard_.scalar_type(); }
-  /// Makes `value` the whole value of the parameter `index`, of which this rank keeps its part.
+  /// Makes `value` the whole value of the parameter `index`, of which this rank keeps its shard.
   void place(size_t index, const at::Tensor& value);
 
   /// Starts to bring the whole of the parameters here, unless they are; `gather` waits for it, and
   /// makes the module's parameters views of it.
   void begin_gather();
   void gather();
-  /// Whether this rank's part was written to, other than through data(), since it was gathered. The
-  /// ranks may differ in it.
+  /// Whether this rank's shard was written to, other than through data(), since it was gathered.
+  /// The ranks may differ in it.
   bool changed() const { return static_cast<int64_t>(shard_._version()) != gathered_version_; }
   /// Takes the parameters from the module; what was gathered stays for the next `gather`. Neither
   /// waits nor gives memory back.
@@ -61,36 +61,38 @@ class FlatBucket {
   /// The same of sharded ones, but keeps what the next gather needs to be one among the
   /// reshard_group.
   void reshard();
-  /// Keeps what was written into the gathered parameters as this rank's part.
+  /// Keeps what was written into the gathered parameters as this rank's shard.
   void keep_written();
 
   /// Starts to sum the parameters' gradients, times `factor`, over ranks, absent ones counting 0,
-  /// and takes them from the parameters; `finish_reduce` waits, and adds this rank's part to its
-  /// slices' gradients, or, with a replicate_group, starts the sum across, for which `settle`
-  /// waits.
+  /// and takes them from the parameters; `finish_reduce` waits, and adds this rank's shard of the
+  /// sum to its local shards' gradients, or, with a replicate_group, starts the sum across
+  /// replicas, for which `finish_replication` waits.
   void begin_reduce(double factor);
   void finish_reduce();
-  void settle();
+  void finish_replication();
   /// Adds gradients that do not travel yet to a sum in the type in which they will, if that is not
   /// theirs.
   void hold_gradients();
   /// By parameter: whether this rank had a gradient of it in the sum that `begin_reduce` started.
   /// Empty if it did not.
   const std::vector<bool>& sent() const { return sent_; }
-  /// After `settle`: slices of a parameter of which no rank had a gradient lose the zeros that they
-  /// got. `used`: by parameter, how many had one. Only after such a sum; empties `sent`.
+  /// After `finish_replication`: local shards of a parameter of which no rank had a gradient lose
+  /// the zeros that they got. `used`: by parameter, how many had one. Only after such a sum;
+  /// empties `sent`.
   void drop_unused(const int64_t* used);
   bool reducing() const { return static_cast<bool>(reduction_); }
   bool has_gradients() const;
   /// Names of parameters whose gradient has not come, if those of others have.
   std::vector<std::string> absent_gradients() const;
-  /// Forgets what the parameters have of gradients, sums that wait or travel; slices keep theirs.
+  /// Drops the parameters' gradients and sums that wait or are under way; local shards keep their
+  /// gradients.
   void drop_gradients();
   /// Errors: c10::ValueError if a frozen parameter requires a gradient by now.
   void check_frozen() const;
 
-  /// This rank's part by parameter.
-  const std::vector<ParameterSlice>& slices() const { return slices_; }
+  /// This rank's shard of each parameter.
+  const std::vector<LocalShard>& local_shards() const { return local_shards_; }
 
  private:
   struct Gathering {
@@ -138,10 +140,10 @@ class FlatBucket {
   std::optional<Gathering> gathering_;
   std::optional<Reduction> reduction_;
   std::optional<Replication> replication_;
-  std::vector<ParameterSlice> slices_;
+  std::vector<LocalShard> local_shards_;
   std::vector<bool> had_;    // by parameter: a gradient of it waits in held_
   std::vector<bool> sent_;   // by parameter: it had a gradient in the sum of this backward
-  std::vector<bool> began_;  // by slice: that sum was the first of its gradient
+  std::vector<bool> began_;  // by shard: that sum was the first of its gradient
 };
 
 }  // namespace cohort::parallel

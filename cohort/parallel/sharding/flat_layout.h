@@ -1,4 +1,4 @@
-// Tensors end to end in one flat buffer, and the equal pieces that ranks hold of it. Pure numbers.
+// Tensors end to end in one flat buffer, and the equal shards that ranks hold of it. Pure numbers.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -84,15 +84,15 @@ void ShardingEngine::Impl::clean_up() {
 void ShardingEngine::Impl::begin_backward() {
   if (in_backward && !alive.expired()) return;
   clean_up();
-  TORCH_CHECK_VALUE(summoned == 0,
-                    "sharding: a backward between summon() and release(): expected it after "
-                    "release()");
+  TORCH_CHECK_VALUE(unsharded == 0,
+                    "sharding: a backward between unshard() and reshard(): expected it after "
+                    "reshard()");
   in_backward = true;
   has_reduced = false;
   ++num_backwards;
   for (const auto& bucket : buckets) bucket->missing = bucket->flat.parameters().size();
   if (!sharded()) {
-    together(0, [this] {
+    with_unit_context(0, [this] {
       for (const auto& bucket : buckets) bucket->flat.gather();
     });
   }
@@ -107,7 +107,7 @@ void ShardingEngine::Impl::begin_backward() {
 // A parameter's gradient is there once, after all of the graph that uses the parameter.
 void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
   const bool with_graph = at::GradMode::is_enabled();
-  if (summoned > 0 || with_graph)
+  if (unsharded > 0 || with_graph)
     for (const auto& each : buckets) each->flat.drop_gradients();
   TORCH_CHECK_NOT_IMPLEMENTED(
       !with_graph, "sharding: backward with create_graph: gradients of gradients of parameters, ",
@@ -116,7 +116,7 @@ void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
   begin_backward();
   if (--bucket.missing > 0) return;
   if (synchronized) {
-    together(bucket.unit, [&] { reduce(bucket); });
+    with_unit_context(bucket.unit, [&] { reduce(bucket); });
   } else {
     bucket.flat.hold_gradients();
   }
@@ -137,14 +137,14 @@ int ShardingEngine::Impl::num_replicas() const {
 
 // `with_graph`: another backward through this one's graph may follow.
 void ShardingEngine::Impl::finish_backward(bool with_graph) {
-  together(0, [this] {
+  with_unit_context(0, [this] {
     for (const auto& bucket : buckets)
       if (synchronized && bucket->missing > 0 && bucket->flat.has_gradients()) reduce(*bucket);
     if (reduction) reduction->flat.finish_reduce();
   });
   reduction = nullptr;
-  for (const auto& bucket : buckets) bucket->flat.settle();
-  if (has_reduced) together(0, [this] { drop_unused(); });
+  for (const auto& bucket : buckets) bucket->flat.finish_replication();
+  if (has_reduced) with_unit_context(0, [this] { drop_unused(); });
   for (const auto& bucket : buckets) {
     if (!synchronized) bucket->flat.hold_gradients();
     // Whole parameters are gathered again once a step may have come.

@@ -7,11 +7,11 @@
 #include <map>
 #include <torch/types.h>
 
-#include "cohort/parallel/checkpoint.h"
+#include "cohort/parallel/activation_checkpoint.h"
 #include "cohort/parallel/mixed_precision.h"
 #include "cohort/parallel/sharding/graph_section.h"
 #include "cohort/parallel/sharding/sharding_engine_impl.h"
-#include "cohort/parallel/sharding/shared_start.h"
+#include "cohort/parallel/sharding/sync_initial_state.h"
 
 namespace cohort::parallel {
 namespace {
@@ -80,13 +80,14 @@ void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& mod
     units.push_back(std::move(unit));
   }
   for (const auto& bucket : buckets)
-    slices.insert(slices.end(), bucket->flat.slices().begin(), bucket->flat.slices().end());
+    local_shards.insert(local_shards.end(), bucket->flat.local_shards().begin(),
+                        bucket->flat.local_shards().end());
 }
 
 // `direction`: which neighbour in the order of running comes next.
 void ShardingEngine::Impl::gather(size_t unit, int direction) {
   for (Bucket* bucket : units[unit].buckets) bucket->flat.begin_gather();
-  // Backward comes from the whole model's end to the unit that ran last.
+  // The root's backward starts first: prefetch the unit that ran last.
   const size_t place = unit == 0 && direction < 0 ? order.size() : *units[unit].place;
   const size_t next = place + static_cast<size_t>(direction);  // beyond both ends: no unit
   if (options.prefetch && next < order.size()) {
@@ -102,17 +103,17 @@ void ShardingEngine::Impl::gather(size_t unit, int direction) {
   for (Bucket* bucket : units[unit].buckets) bucket->flat.gather();
 }
 
-// Since the last forward an optimizer may have written into slices, or who loads a checkpoint. No
-// rank can tell for sure: libtorch's optimizers write through data(), which no version counter
-// sees. So every forward gathers what is trained, but for those of one step: while gradients wait
-// on every rank, and no slice has one for an optimizer, none comes.
+// Since the last forward an optimizer or the load of a checkpoint may have written into local
+// shards. No rank can tell for sure: libtorch's optimizers write through data(), which no version
+// counter sees. So every forward gathers what is trained, except within one step: while gradients
+// wait on every rank and no local shard has one, no optimizer has run.
 void ShardingEngine::Impl::refresh() {
   clean_up();
   const auto [accumulates, changed] = agree();
   for (const auto& bucket : buckets) {
     FlatBucket& flat = bucket->flat;
     const bool stays = !sharded() && (flat.frozen() ? !changed : accumulates);
-    TORCH_CHECK_VALUE(!stays || !flat.changed(), "sharding: the slice of ",
+    TORCH_CHECK_VALUE(!stays || !flat.changed(), "sharding: the shard of ",
                       flat.parameters().front().name,
                       " was written to while gradients wait since no_sync(): expected the step "
                       "after the backward that synchronizes");
@@ -128,8 +129,8 @@ ShardingEngine::Impl::Agreement ShardingEngine::Impl::agree() {
   if (sharded()) return {.accumulates = false, .frozen_changed = true};
   constexpr int64_t kFrozenVote = int64_t{1} << 32;
   const bool accumulates =
-      gradients_wait() && std::ranges::none_of(slices, [](const ParameterSlice& slice) {
-        return slice.tensor.grad().defined();
+      gradients_wait() && std::ranges::none_of(local_shards, [](const LocalShard& shard) {
+        return shard.tensor.grad().defined();
       });
   const bool changed = std::ranges::any_of(
       buckets, [](const auto& bucket) { return bucket->flat.frozen() && bucket->flat.changed(); });
@@ -148,17 +149,17 @@ void ShardingEngine::Impl::free(size_t unit) {
 }
 
 void ShardingEngine::Impl::hide() {
-  if (summoned > 0) return;
+  if (unsharded > 0) return;
   for (const auto& bucket : buckets) bucket->flat.hide();
 }
 
 // Buffers and ignored parameters.
-std::vector<ParameterSlice> ShardingEngine::Impl::unshared_state() const {
+std::vector<LocalShard> ShardingEngine::Impl::unsharded_state() const {
   std::vector<NamedTensor> whole;
   for (const NamedTensor& each : all_parameters(model))
     if (contains(ignored, each.name)) whole.push_back(each);
   for (const NamedTensor& each : model_buffers(model)) whole.push_back(each);
-  std::vector<ParameterSlice> result;
+  std::vector<LocalShard> result;
   for (const auto& [name, tensor, sparse] : whole)
     result.push_back({name, tensor.sizes().vec(), 0, tensor.numel(), tensor.detach()});
   return result;
@@ -168,7 +169,7 @@ ShardingEngine::ShardingEngine(torch::nn::Module& model, const comm::ProcessGrou
                                const ShardingOptions& options,
                                const std::vector<torch::nn::Module*>& units)
     : impl_(std::make_shared<Impl>(model, group, options)) {
-  share_state(model, group, options, impl_->ignored);
+  sync_initial_state(model, group, options, impl_->ignored);
   impl_->make_units(units);
   impl_->fill_deferred();
   impl_->cast_buffers();
@@ -201,16 +202,17 @@ std::optional<size_t> ShardingEngine::find_unit(const torch::nn::Module& block) 
 uint64_t ShardingEngine::before_forward(size_t unit) {
   Impl& my = *impl_;
   // Its parameters would not be there when the body runs again.
-  TORCH_CHECK_VALUE(!inside_checkpoint(), "sharding: ", my.units[unit].name,
-                    " runs inside a checkpoint's body: expected the checkpoint inside the unit");
-  TORCH_CHECK_VALUE(my.summoned == 0,
-                    "sharding: a forward of the wrapped model between summon() and release(): "
-                    "expected it after release(), or the module's own forward");
+  TORCH_CHECK_VALUE(
+      !inside_activation_checkpoint(), "sharding: ", my.units[unit].name,
+      " runs inside the body of an activation checkpoint: expected that inside the unit");
+  TORCH_CHECK_VALUE(my.unsharded == 0,
+                    "sharding: a forward of the wrapped model between unshard() and reshard(): "
+                    "expected it after reshard(), or the module's own forward");
   if (!my.units[unit].place) {
     my.units[unit].place = my.order.size();
     my.order.push_back(unit);
   }
-  my.together(unit, [&] {
+  my.with_unit_context(unit, [&] {
     if (unit == 0) {
       for (const auto& bucket : my.buckets) bucket->flat.check_frozen();
       for (Impl::Unit& each : my.units) each.ran = each.awaits_backward = false;
@@ -231,10 +233,11 @@ void ShardingEngine::after_forward(size_t unit, const std::vector<at::Tensor*>& 
     inner.push_back(*output);
     watch_output(*output, [weak = my.weak_from_this(), unit, name = my.units[unit].name] {
       const auto engine = weak.lock();
-      TORCH_CHECK(engine, "sharding: a backward through ", name,
-                  " after the end of its ShardedDataParallel: expected that to live until then");
+      TORCH_CHECK(
+          engine, "sharding: a backward through ", name,
+          " after the end of its FullyShardedDataParallel: expected that to live until then");
       engine->begin_backward();
-      engine->together(unit, [&] { engine->gather(unit, -1); });
+      engine->with_unit_context(unit, [&] { engine->gather(unit, -1); });
     });
   }
   const bool has_backward = !inner.empty();
@@ -266,15 +269,15 @@ bool ShardingEngine::set_synchronized(bool on) {
   return std::exchange(impl_->synchronized, on);
 }
 
-const std::vector<ParameterSlice>& ShardingEngine::slices() const {
-  return impl_->slices;
+const std::vector<LocalShard>& ShardingEngine::local_shards() const {
+  return impl_->local_shards;
 }
 
 double ShardingEngine::gradient_norm() {
   const at::NoGradGuard no_grad;
   double sum = 0;
-  for (const ParameterSlice& slice : impl_->slices) {
-    const at::Tensor& gradient = slice.tensor.grad();
+  for (const LocalShard& shard : impl_->local_shards) {
+    const at::Tensor& gradient = shard.tensor.grad();
     if (!gradient.defined()) continue;
     // In the gradient's own type unless that is a low one: another would cost a copy. Squares add
     // up in double, so that small tensors are not lost.
@@ -288,40 +291,40 @@ double ShardingEngine::gradient_norm() {
   return std::sqrt(total.item<double>());
 }
 
-void ShardingEngine::summon() {
+void ShardingEngine::unshard() {
   Impl& my = *impl_;
   TORCH_CHECK_VALUE(
       current_engine != this,
-      "sharding: summon() inside a forward of the wrapped model: expected it outside");
-  if (my.summoned == 0) {
-    my.together(0, [&] {
+      "sharding: unshard() inside a forward of the wrapped model: expected it outside");
+  if (my.unsharded == 0) {
+    my.with_unit_context(0, [&] {
       my.refresh();
       for (const auto& bucket : my.buckets) bucket->flat.begin_gather();
       for (const auto& bucket : my.buckets) bucket->flat.gather();
     });
   }
-  ++my.summoned;
+  ++my.unsharded;
 }
 
-void ShardingEngine::release(bool keep) {
+void ShardingEngine::reshard(bool keep) {
   Impl& my = *impl_;
-  TORCH_CHECK_VALUE(my.summoned > 0, "sharding: release() without summon()");
-  --my.summoned;
+  TORCH_CHECK_VALUE(my.unsharded > 0, "sharding: reshard() without unshard()");
+  --my.unsharded;
   for (const auto& bucket : my.buckets) {
     if (keep) bucket->flat.keep_written();
-    if (my.summoned > 0) continue;
+    if (my.unsharded > 0) continue;
     // What was kept differs from what the other ranks gathered.
     my.sharded() || keep ? bucket->flat.free() : bucket->flat.hide();
   }
 }
 
-std::vector<ParameterSlice> ShardingEngine::state_to_save() const {
-  return impl_->group.rank() == 0 ? state_to_load() : impl_->slices;
+std::vector<LocalShard> ShardingEngine::state_to_save() const {
+  return impl_->group.rank() == 0 ? state_to_load() : impl_->local_shards;
 }
 
-std::vector<ParameterSlice> ShardingEngine::state_to_load() const {
-  std::vector<ParameterSlice> state = impl_->slices;
-  for (ParameterSlice& each : impl_->unshared_state()) state.push_back(std::move(each));
+std::vector<LocalShard> ShardingEngine::state_to_load() const {
+  std::vector<LocalShard> state = impl_->local_shards;
+  for (LocalShard& each : impl_->unsharded_state()) state.push_back(std::move(each));
   return state;
 }
 

@@ -1,4 +1,4 @@
-// What ShardedDataParallel does around the forward and backward of its units. Not a template.
+// What FullyShardedDataParallel does around the forward and backward of its units. Not a template.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace cohort::parallel {
 
-/// What the ranks share out. Bytes a parameter in float32 under Adam, N ranks, after a backward;
+/// What is sharded. Bytes a parameter in float32 under Adam, N ranks, after a backward;
 /// without those of the gradient once the optimizer has forgotten it. On the way a rank holds more
 /// for a moment: what the other ranks send of one bucket's gradients (a bucket is 25 MiB of
 /// parameters, or one larger parameter), and from kGradients on that bucket's gradients themselves.
@@ -38,33 +38,33 @@ struct ShardingOptions {
   /// bytes a parameter from forward to backward. A divisor of the group's size above 1; 0: all.
   int reshard_ranks = 0;
   /// Parameters and buffers that are left alone, by their names or by those of modules which hold
-  /// them: whole on every rank, of any value there, in no slice, not verified, copied, cast,
+  /// them: whole on every rank, of any value there, in no shard, not verified, copied, cast,
   /// gathered, summed over ranks or counted in the gradient's norm. `backward` leaves each rank's
   /// own gradient in them, for an optimizer of the caller's.
   std::vector<std::string> ignored;
   bool prefetch = true;  ///< The next unit's parameters travel while this one computes.
-  /// Slices and optimizer stay in the parameters' own type. Inputs are cast for the whole model and
-  /// for every unit, outputs for the whole model.
+  /// Local shards and optimizer stay in the parameters' own type. Inputs are cast for the whole
+  /// model and for every unit, outputs for the whole model.
   MixedPrecision mixed_precision;
-  /// The ranks that hold the same slices as this one, across the groups that share a model out
+  /// The ranks that hold the same shards as this one, across the groups that shard the model
   /// (HSDP): gradients are summed within `group`, then the sums across. With hosts of H ranks and
-  /// `group` a host's, what crosses the network is the H-th part. Empty: nobody has the same
-  /// slices.
+  /// `group` a host's, what crosses the network is the H-th part. Empty: no other rank has the same
+  /// shards.
   comm::ProcessGroup replicate_group;
-  /// Slices, their gradients and so the optimizer live in host memory (pinned, under a model on a
-  /// GPU); parameters are gathered on the model's device. A model on the CPU has them there anyway,
-  /// and pays for a copy where parameters are whole.
+  /// Local shards, their gradients and so the optimizer live in host memory (pinned, under a model
+  /// on a GPU); parameters are gathered on the model's device. For a model on the CPU this only
+  /// adds a copy where parameters are whole.
   bool cpu_offload = false;
   /// Fills one parameter or buffer of a model that was made on the meta device, on `fill_device`;
   /// called once for each that lies on meta, parameters first, in the order of registration. Every
-  /// rank calls it, and must fill in the same values. No rank then holds more than its slices and
+  /// rank calls it, and must fill in the same values. No rank then holds more than its shards and
   /// one whole parameter.
   std::function<void(const std::string& name, at::Tensor& tensor)> fill;
   c10::Device fill_device = c10::kCPU;  ///< Where the model comes to lie.
 };
 
-/// The elements [begin, end) of a parameter, counted row by row, that this rank holds.
-struct ParameterSlice {
+/// One rank's shard of a parameter: the elements [begin, end), counted row by row.
+struct LocalShard {
   std::string name;            ///< The parameter's, as in the plain model.
   std::vector<int64_t> shape;  ///< The whole parameter's.
   int64_t begin = 0;
@@ -72,7 +72,7 @@ struct ParameterSlice {
   at::Tensor tensor;  ///< One dimension; a leaf with a gradient after backward.
 };
 
-/// Shards a model. Owner: ShardedDataParallel; the model must outlive it.
+/// Shards a model. Owner: FullyShardedDataParallel; the model must outlive it.
 /// Threads: one.
 class ShardingEngine {
  public:
@@ -118,24 +118,25 @@ class ShardingEngine {
 
   bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.
 
-  const std::vector<ParameterSlice>& slices() const;
+  const std::vector<LocalShard>& local_shards() const;
   /// Norm of the whole gradient, the same on every rank. Collective; blocks.
   double gradient_norm();
 
-  /// Gathers all parameters, so that the module's own tensors are whole; `release` frees them, and
-  /// with `keep` this rank's part of what was written into them stays; with param_dtype, elements
-  /// that nobody changed keep the slice's own precision. Within another `summon` they
-  /// are whole until the outer one's `release`. Collective; blocks.
-  /// Errors: c10::ValueError inside a forward of the wrapped model, or if nothing was summoned. A
+  /// Gathers all parameters, so that the module's own tensors are whole; `reshard` frees them. With
+  /// `keep` this rank's shard of what was written into them stays; with param_dtype, elements that
+  /// were not changed keep the shard's own precision. Within another `unshard` they are whole until
+  /// the outer one's `reshard`. Collective; blocks.
+  /// Errors: c10::ValueError inside a forward of the wrapped model, or if nothing was unsharded. A
   /// forward or backward in between is refused: the module's own forward, without ranks, is not.
-  void summon();
-  void release(bool keep);
+  void unshard();
+  void reshard(bool keep);
 
-  /// What each of the ranks that hold one copy of the model writes into a checkpoint: its slices,
-  /// and on the group's first rank whole what is not shared out, buffers and ignored parameters.
-  std::vector<ParameterSlice> state_to_save() const;
-  /// What each rank fills from one: its slices, and on every rank what is not shared out.
-  std::vector<ParameterSlice> state_to_load() const;
+  /// What each rank of `group` writes into a checkpoint: its local shards, and on the group's first
+  /// rank also what is not sharded, buffers and ignored parameters.
+  std::vector<LocalShard> state_to_save() const;
+  /// What each rank fills from a checkpoint: its local shards and, on every rank, what is not
+  /// sharded.
+  std::vector<LocalShard> state_to_load() const;
 
   int64_t num_units() const;
 

@@ -65,9 +65,9 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   Agreement agree();
   bool gradients_wait() const;
   bool sharded() const { return options.shard == Shard::kParameters; }
-  std::vector<ParameterSlice> unshared_state() const;
+  std::vector<LocalShard> unsharded_state() const;
   template <class Body>
-  void together(size_t unit, const Body& body);
+  void with_unit_context(size_t unit, const Body& body);
   std::string left_out(size_t unit) const;
 
   torch::nn::Module& model;
@@ -79,11 +79,11 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   std::vector<std::unique_ptr<Bucket>> buckets;
   std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>>
       hooks;  // to be taken off again
-  std::vector<ParameterSlice> slices;
+  std::vector<LocalShard> local_shards;
 
   std::vector<size_t> order;  // of the units' first forwards
   bool order_known = false;   // a whole forward has run
-  int summoned = 0;           // one within another
+  int unsharded = 0;          // one within another
   bool synchronized = true;
   bool in_backward = false;   // one has begun and not finished ...
   std::weak_ptr<void> alive;  // ... and owns this until it ends, by an error, too
@@ -92,9 +92,10 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   Bucket* reduction = nullptr;  // under way in this backward
 };
 
-// Adds to the error of ranks that part while `body` communicates for `unit` what to look for.
+// Runs `body`, which communicates for `unit`. To the error of mismatched collectives it adds what
+// to look for.
 template <class Body>
-void ShardingEngine::Impl::together(size_t unit, const Body& body) {
+void ShardingEngine::Impl::with_unit_context(size_t unit, const Body& body) {
   try {
     body();
   } catch (const PeerError& error) {

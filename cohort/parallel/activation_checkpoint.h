@@ -1,4 +1,4 @@
-// Gradient checkpointing of any computation: memory for time. (A run's checkpoints on disk are
+// Activation checkpointing of any computation: memory for time. (A run's checkpoints on disk are
 // train/checkpoint.h.)
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ namespace cohort::parallel {
 /// `[&c] { return [&c, there = c] { c = there; }; }`.
 using RandomSource = std::function<std::function<void()>()>;
 
-struct CheckpointOptions {
+struct ActivationCheckpointOptions {
   /// Tensors that the body knows by itself: those of its modules. Leaves may be left out, unless
   /// they lie on devices that no input lies on. Others must be named: parameters in low precision
   /// (mixed_precision.h).
@@ -31,7 +31,8 @@ struct CheckpointOptions {
   std::vector<RandomSource> random;  ///< The same for other sources.
 };
 
-using CheckpointBody = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
+using ActivationCheckpointBody =
+    std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
 
 /// Returns body(inputs), of which only the inputs are kept: backward runs the body again.
 ///
@@ -41,28 +42,30 @@ using CheckpointBody = std::function<std::vector<at::Tensor>(const std::vector<a
 /// uses, once each. With gradients disabled this is a plain call. Inside the body of another one it
 /// is one within the other.
 ///
-/// With sharded parameters (sharding/) the unit is outside and the checkpoint inside: backward
-/// brings a unit's parameters before the body runs again. A unit inside a body is refused. Under
-/// DistributedDataParallel it may stand anywhere in the model.
+/// With sharded parameters (sharding/) the unit is outside and the activation checkpoint inside:
+/// backward gathers a unit's parameters before the body runs again. A unit inside a body is
+/// rejected. Under DistributedDataParallel it may be anywhere in the model.
 /// Owner:   the body is kept until its part of the graph goes; sources must live until the
 /// backward. Memory:  during backward, what one body keeps. Cost: the body's forward once more, and
 /// in the first run a visit of each node that it records.
-/// Threads: as the forward it stands in. Local.
+/// Threads: as the forward around it. Local.
 /// Errors:  c10::ValueError for a tensor that the body uses, that has a history, and that is neither
 ///          an input nor a parameter; and for a parameter computed from others that it uses.
 ///          c10::NotImplementedError for a backward with create_graph.
 /// Source:  Chen et al. 2016, arXiv:1604.06174.
-std::vector<at::Tensor> checkpoint(CheckpointBody body, const std::vector<at::Tensor>& inputs,
-                                   const CheckpointOptions& options = {});
+std::vector<at::Tensor> activation_checkpoint(ActivationCheckpointBody body,
+                                              const std::vector<at::Tensor>& inputs,
+                                              const ActivationCheckpointOptions& options = {});
 
 /// Whether this thread is inside a body.
-bool inside_checkpoint();
+bool inside_activation_checkpoint();
 
 /// The same of `call(inputs...)`: inputs and result are anything that tensor_tree.h can look into.
 /// `call` is copied, a module's holder in it likewise. Of what is no tensor in the result, the
 /// first run's is returned.
 template <class Call, class... Inputs>
-auto checkpoint_call(const CheckpointOptions& options, Call call, const Inputs&... inputs) {
+auto activation_checkpoint(const ActivationCheckpointOptions& options, Call call,
+                           const Inputs&... inputs) {
   using Output = std::decay_t<decltype(call(inputs...))>;
   std::tuple<Inputs...> frame(inputs...);  // Its tensors come with each run.
   std::vector<at::Tensor> tensors;
@@ -79,7 +82,7 @@ auto checkpoint_call(const CheckpointOptions& options, Call call, const Inputs&.
     if (const auto place = first.lock(); place && !*place) place->emplace(std::move(result));
     return found;
   };
-  const std::vector<at::Tensor> found = checkpoint(body, tensors, options);
+  const std::vector<at::Tensor> found = activation_checkpoint(body, tensors, options);
   size_t next = 0;
   for_each_tensor(**output, [&](at::Tensor& tensor) { tensor = found[next++]; });
   return std::move(**output);
@@ -87,9 +90,10 @@ auto checkpoint_call(const CheckpointOptions& options, Call call, const Inputs&.
 
 /// The same of block->forward(inputs...), for all of the block's parameters.
 template <class Holder, class... Inputs>
-auto checkpoint_module(Holder block, CheckpointOptions options, const Inputs&... inputs) {
+auto activation_checkpoint_module(Holder block, ActivationCheckpointOptions options,
+                                  const Inputs&... inputs) {
   for (const at::Tensor& parameter : block->parameters()) options.parameters.push_back(parameter);
-  return checkpoint_call(
+  return activation_checkpoint(
       options, [block](const Inputs&... each) mutable { return block->forward(each...); },
       inputs...);
 }

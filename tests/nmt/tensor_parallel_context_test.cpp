@@ -1,5 +1,5 @@
 // Parts of a model: their dropouts take the whole's elements, their parameters are the whole's.
-#include "cohort/nmt/division.h"
+#include "cohort/nmt/tensor_parallel_context.h"
 
 #include <functional>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 #include "cohort/nmt/transformer.h"
 
 namespace cohort::nmt {
-namespace division_test {
+namespace tensor_parallel_context_test {
 
 constexpr double kDropout = 0.4;
 constexpr DropoutStream kStream{.seed = 5, .call = 2};
@@ -28,14 +28,14 @@ void expect_parts_of_whole(
   EXPECT_GT((expected == 0).sum().item<int64_t>(), 0);
   for (int64_t index = 0; index < count; ++index) {
     SCOPED_TRACE("part " + std::to_string(index) + " of " + std::to_string(count));
-    const Division division(index, count);
-    const auto [begin, end] = division.cut(values.size(dim));
+    const TensorParallelContext tensor_parallel(index, count);
+    const auto [begin, end] = tensor_parallel.shard_range(values.size(dim));
     const at::Tensor own =
         values.narrow(dim, begin, end - begin).clone().contiguous().requires_grad_(true);
     int64_t neighbours = 1;
     for (int64_t d = dim; d < own.dim(); ++d) neighbours *= own.size(d);
     DropoutStream own_stream = kStream;
-    const at::Tensor result = apply(own, own_stream, division.dropout_part(neighbours));
+    const at::Tensor result = apply(own, own_stream, tensor_parallel.dropout_part(neighbours));
     EXPECT_TRUE(at::equal(result, expected.narrow(dim, begin, end - begin)));
     result.backward(grad.narrow(dim, begin, end - begin).contiguous());
     EXPECT_TRUE(at::equal(own.grad(), whole.grad().narrow(dim, begin, end - begin)));
@@ -45,7 +45,7 @@ void expect_parts_of_whole(
 
 // 9 columns of 27: parts that begin between the four numbers of a hash; 1,200 of 2,400: more than a
 // block of the kernels.
-TEST(DivisionTest, DropoutsOfPartsTakeTheElementsOfTheWhole) {
+TEST(TensorParallelContextTest, DropoutsOfPartsTakeTheElementsOfTheWhole) {
   torch::manual_seed(3);
   for (const auto& [columns, count] : {std::pair{27, 3}, std::pair{2400, 2}, std::pair{8, 4}}) {
     for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
@@ -59,7 +59,7 @@ TEST(DivisionTest, DropoutsOfPartsTakeTheElementsOfTheWhole) {
   }
 }
 
-TEST(DivisionTest, AttentionsDropoutTakesTheElementsOfTheWhole) {
+TEST(TensorParallelContextTest, AttentionsDropoutTakesTheElementsOfTheWhole) {
   torch::manual_seed(4);
   const at::Tensor lengths = at::tensor({3, 7, 1}, at::kLong);
   for (const int64_t count : {2, 4}) {
@@ -70,7 +70,7 @@ TEST(DivisionTest, AttentionsDropoutTakesTheElementsOfTheWhole) {
   }
 }
 
-TEST(DivisionTest, PartsThatDoNotFitAreRefused) {
+TEST(TensorParallelContextTest, PartsThatDoNotFitAreRefused) {
   DropoutStream stream;
   EXPECT_THROW(relu_dropout(at::ones({3, 5}), 0.5, stream, {.size = 4, .whole = 8}),
                c10::ValueError);
@@ -89,7 +89,7 @@ TransformerOptions options(bool tied) {
           .tied_embeddings_all = tied};
 }
 
-TEST(DivisionTest, PartsAreDrawnAsTheWholeModelIs) {
+TEST(TensorParallelContextTest, PartsAreDrawnAsTheWholeModelIs) {
   for (const bool tied : {false, true}) {
     Transformer whole(options(tied));
     whole->initialise(9);
@@ -97,12 +97,12 @@ TEST(DivisionTest, PartsAreDrawnAsTheWholeModelIs) {
       std::map<std::string, at::Tensor> joined;
       for (int64_t index = 0; index < count; ++index) {
         Transformer own(options(tied), Precision::kFloat32, at::kCPU,
-                        std::make_shared<Division>(index, count));
+                        std::make_shared<TensorParallelContext>(index, count));
         own->initialise(9);
         for (const auto& item : own->named_parameters()) {
           const at::Tensor expected = whole->named_parameters()[item.key()];
-          const TensorPart part =
-              part_of(item.key(), item.value().sizes().vec(), options(tied), *own->division());
+          const TensorPart part = part_of(item.key(), item.value().sizes().vec(), options(tied),
+                                          *own->tensor_parallel());
           EXPECT_EQ(part.shape, expected.sizes().vec()) << item.key();
           EXPECT_EQ(part.part_shape(), item.value().sizes().vec()) << item.key();
           const at::Tensor elements = item.value().detach().view(-1);
@@ -122,10 +122,10 @@ TEST(DivisionTest, PartsAreDrawnAsTheWholeModelIs) {
 }
 
 // The base model's 93,255,680 parameters: all are cut but 38,912 of norms and biases of outputs.
-TEST(DivisionTest, PartsHoldTheirShareOfTheBaseModel) {
+TEST(TensorParallelContextTest, PartsHoldTheirShareOfTheBaseModel) {
   const auto parameters_of = [](int64_t index, int64_t count) {
     Transformer part(preset("base"), Precision::kFloat32, at::kMeta,
-                     std::make_shared<Division>(index, count));
+                     std::make_shared<TensorParallelContext>(index, count));
     EXPECT_EQ(part->num_parameters(), 93'255'680);
     return count_parameters(*part);
   };
@@ -135,15 +135,15 @@ TEST(DivisionTest, PartsHoldTheirShareOfTheBaseModel) {
   EXPECT_EQ(parameters_of(3, 4), 23'343'104);
 }
 
-TEST(DivisionTest, ModelsThatComeOutUnevenAreRefused) {
+TEST(TensorParallelContextTest, ModelsThatComeOutUnevenAreRefused) {
   const auto make = [](int64_t count) {
     return Transformer(options(false), Precision::kFloat32, at::kCPU,
-                       std::make_shared<Division>(0, count));
+                       std::make_shared<TensorParallelContext>(0, count));
   };
   EXPECT_NO_THROW(make(4));
   EXPECT_THROW(make(3), c10::ValueError);   // heads
   EXPECT_THROW(make(16), c10::ValueError);  // inner columns, and heads
 }
 
-}  // namespace division_test
+}  // namespace tensor_parallel_context_test
 }  // namespace cohort::nmt

@@ -1,4 +1,4 @@
-#include "cohort/parallel/sharding/shared_start.h"
+#include "cohort/parallel/sharding/sync_initial_state.h"
 
 #include <numeric>
 #include <sstream>
@@ -41,7 +41,7 @@ void check_types(const MixedPrecision& types) {
   floating("output_dtype", types.output_dtype);
 }
 
-// Rows of the mesh share a model out, its columns hold the same slices.
+// Rows of the mesh shard a model, its columns hold the same shards.
 void check_mesh(const comm::ProcessGroup& row, const comm::ProcessGroup& column) {
   const auto place = [](const comm::ProcessGroup& group) {
     return "rank " + std::to_string(group.rank()) + " of " + std::to_string(group.size()) + "\n";
@@ -78,16 +78,17 @@ std::vector<std::string> left_alone(const torch::nn::Module& model, const Shardi
 
 }  // namespace
 
-void share_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
-                 const ShardingOptions& options, const std::vector<std::string>& ignored) {
+void sync_initial_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
+                        const ShardingOptions& options, const std::vector<std::string>& ignored) {
   check_types(options.mixed_precision);
   check_reshard(options, group.size());
   const std::vector<std::string> alone = left_alone(model, options, ignored);
-  verify_same_text("options of ShardedDataParallel", describe(options), group);
+  verify_same_text("options of FullyShardedDataParallel", describe(options), group);
   verify_same_model(model, group, ignored);
   if (options.replicate_group) {
     check_mesh(group, options.replicate_group);
-    verify_same_text("options of ShardedDataParallel", describe(options), options.replicate_group);
+    verify_same_text("options of FullyShardedDataParallel", describe(options),
+                     options.replicate_group);
     verify_same_model(model, options.replicate_group, ignored);
     broadcast_model(model, options.replicate_group, 0, alone);
   }

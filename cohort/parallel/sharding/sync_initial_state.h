@@ -1,4 +1,4 @@
-// What the ranks do before a model is shared out: compare it and the options, and copy the state.
+// Before a model is sharded: compares model and options between ranks, and broadcasts the state.
 // For the sharding engine alone.
 #pragma once
 #include <string>
@@ -10,12 +10,12 @@
 
 namespace cohort::parallel {
 
-/// Copies the state of rank 0, of the first replica's, to all; `ignored` are full names, which are
-/// left alone, and so is what lies on the meta device.
+/// Broadcasts the state of rank 0 of the first replica to all ranks, except what `ignored` (full
+/// names) lists and what lies on the meta device.
 /// Collective over `group` and options.replicate_group; blocks.
 /// Errors: c10::ValueError if models or options differ between ranks, or contradict.
-void share_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
-                 const ShardingOptions& options, const std::vector<std::string>& ignored);
+void sync_initial_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
+                        const ShardingOptions& options, const std::vector<std::string>& ignored);
 
 /// The neighbours of this rank among which a unit stays from its forward to its backward; null
 /// where it stays among all of `group`, or with none. Collective; blocks.

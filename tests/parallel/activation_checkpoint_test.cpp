@@ -1,4 +1,6 @@
-// Recomputed bodies against plain calls: every bit the same.
+// Activation checkpoints against plain calls: every bit the same.
+#include "cohort/parallel/activation_checkpoint.h"
+
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -6,15 +8,14 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include "cohort/parallel/checkpoint.h"
 #include "cohort/parallel/distributed_data_parallel.h"
-#include "cohort/parallel/sharding/sharded_data_parallel.h"
+#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 #include "cohort/translate/tensor_memory.h"
 
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
-namespace parallel_checkpoint_test {
+namespace activation_checkpoint_test {
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width = 6, int64_t inner = 9) {
@@ -28,7 +29,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// Some blocks, recomputed or not.
+// Some blocks, with or without activation checkpoint.
 struct TowerImpl : torch::nn::Module {
   explicit TowerImpl(std::vector<bool> selected, bool as_units = false)
       : recompute(std::move(selected)), units(as_units) {
@@ -45,7 +46,8 @@ struct TowerImpl : torch::nn::Module {
   at::Tensor forward(at::Tensor x) {
     for (size_t i = 0; i < blocks.size(); ++i) {
       const auto body = [&] {
-        return recompute[i] ? checkpoint_module(blocks[i], {}, x) : blocks[i]->forward(x);
+        return recompute[i] ? activation_checkpoint_module(blocks[i], {}, x)
+                            : blocks[i]->forward(x);
       };
       x = units ? run_unit(*blocks[i], body) : body();
     }
@@ -97,7 +99,7 @@ std::vector<at::Tensor> two_steps(const std::vector<bool>& recompute) {
   return found;
 }
 
-TEST(CheckpointTest, DropoutOfTheDefaultGeneratorChangesNoBitWhicheverBlocksAreChosen) {
+TEST(ActivationCheckpointTest, DropoutOfTheDefaultGeneratorChangesNoBitWhicheverBlocksAreChosen) {
   const auto expected = two_steps({false, false, false});
   expect_same_bits(two_steps({true, true, true}), expected);
   expect_same_bits(two_steps({false, true, false}), expected);
@@ -116,7 +118,7 @@ struct CapturingImpl : torch::nn::Module {
         ++runs;
         return block->forward(h);
       };
-      const auto body = [&] { return recompute ? checkpoint_call({}, call, x) : call(x); };
+      const auto body = [&] { return recompute ? activation_checkpoint({}, call, x) : call(x); };
       x = units ? run_unit(*block, body) : body();
     }
     return x;
@@ -128,7 +130,7 @@ struct CapturingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Capturing);
 
-TEST(CheckpointTest, WhatABodyCapturesGetsItsGradient) {
+TEST(ActivationCheckpointTest, WhatABodyCapturesGetsItsGradient) {
   const auto run = [](bool recompute) {
     Capturing model(recompute);
     torch::manual_seed(3);
@@ -141,15 +143,16 @@ TEST(CheckpointTest, WhatABodyCapturesGetsItsGradient) {
   expect_same_bits(run(true), run(false));
 }
 
-TEST(CheckpointTest, HooksOfALeafRunOnce) {
+TEST(ActivationCheckpointTest, HooksOfALeafRunOnce) {
   for (const bool named : {false, true}) {
     at::Tensor weight = at::full({2}, 3.0).requires_grad_(true);
     int calls = 0;
     weight.register_hook([&](const at::Tensor& gradient) { return ++calls, gradient * 2; });
     const at::Tensor x = at::ones({2}).requires_grad_(true);
-    CheckpointOptions options;
+    ActivationCheckpointOptions options;
     if (named) options.parameters = {weight};
-    checkpoint([&](const auto& in) { return std::vector{in[0] * weight}; }, {x}, options)[0]
+    activation_checkpoint([&](const auto& in) { return std::vector{in[0] * weight}; }, {x},
+                          options)[0]
         .sum()
         .backward();
     EXPECT_EQ(calls, 1);
@@ -158,47 +161,48 @@ TEST(CheckpointTest, HooksOfALeafRunOnce) {
   }
 }
 
-TEST(CheckpointTest, ACapturedTensorThatHasAHistoryIsNamed) {
+TEST(ActivationCheckpointTest, ACapturedTensorThatHasAHistoryIsNamed) {
   const at::Tensor weight = at::ones({2}).requires_grad_(true);
   const at::Tensor scale = weight.exp();
   const at::Tensor x = at::ones({2}).requires_grad_(true);
   const auto body = [&](const std::vector<at::Tensor>& in) { return std::vector{in[0] * scale}; };
   try {
-    checkpoint(body, {x});
+    activation_checkpoint(body, {x});
     FAIL() << "nothing was thrown";
   } catch (const c10::ValueError& error) {
-    EXPECT_NE(
-        std::string(error.what())
-            .find("checkpoint: the body uses a result of ExpBackward0 from outside; expected it "
-                  "among the inputs"),
-        std::string::npos)
+    EXPECT_NE(std::string(error.what())
+                  .find("activation checkpoint: the body uses a result of ExpBackward0 from "
+                        "outside; expected it "
+                        "among the inputs"),
+              std::string::npos)
         << error.what();
   }
   // Named, it gets its gradient; but beside what it was computed from, that would get it twice.
-  checkpoint(body, {x}, {.parameters = {scale}})[0].sum().backward();
+  activation_checkpoint(body, {x}, {.parameters = {scale}})[0].sum().backward();
   EXPECT_TRUE(weight.grad().equal(scale)) << weight.grad();
   const at::Tensor again = weight.exp();
   const auto both = [&](const std::vector<at::Tensor>& in) {
     return std::vector{in[0] * again * weight};
   };
   for (const bool named : {false, true}) {
-    CheckpointOptions options{.parameters = {again}};
+    ActivationCheckpointOptions options{.parameters = {again}};
     if (named) options.parameters.push_back(weight);
-    EXPECT_THROW(checkpoint(both, {x}, options), c10::ValueError);
+    EXPECT_THROW(activation_checkpoint(both, {x}, options), c10::ValueError);
   }
 }
 
-TEST(CheckpointTest, ANamedSourceIsPutBackAndItsPresentPlaceKept) {
+TEST(ActivationCheckpointTest, ANamedSourceIsPutBackAndItsPresentPlaceKept) {
   uint64_t calls = 0;
   const RandomSource source = [&calls] { return [&calls, there = calls] { calls = there; }; };
   std::vector<uint64_t> drawn;
-  const CheckpointOptions options{.preserve_rng_state = false, .random = {source}};
+  const ActivationCheckpointOptions options{.preserve_rng_state = false, .random = {source}};
   const auto body = [&](const std::vector<at::Tensor>& in) {
     drawn.push_back(++calls);
     return std::vector{in[0] * static_cast<double>(calls)};
   };
   const at::Tensor x = at::ones({2}, at::kDouble).requires_grad_(true);
-  const at::Tensor y = checkpoint(body, checkpoint(body, {x}, options), options)[0];
+  const at::Tensor y =
+      activation_checkpoint(body, activation_checkpoint(body, {x}, options), options)[0];
   ++calls;
   y.sum().backward();
   EXPECT_EQ(drawn, (std::vector<uint64_t>{1, 2, 2, 1}));
@@ -206,9 +210,9 @@ TEST(CheckpointTest, ANamedSourceIsPutBackAndItsPresentPlaceKept) {
   EXPECT_TRUE(x.grad().equal(at::full({2}, 2.0, at::kDouble)));
 }
 
-TEST(CheckpointTest, ABodyMayReturnSeveralTensorsOfWhichSomeAreLeftOut) {
+TEST(ActivationCheckpointTest, ABodyMayReturnSeveralTensorsOfWhichSomeAreLeftOut) {
   Block block;
-  const CheckpointOptions options{.parameters = block->parameters()};
+  const ActivationCheckpointOptions options{.parameters = block->parameters()};
   auto call = [block](const at::Tensor& x, const std::vector<at::Tensor>& more,
                       double factor) mutable {
     const at::Tensor y = block->forward(x + more[0]);
@@ -220,7 +224,7 @@ TEST(CheckpointTest, ABodyMayReturnSeveralTensorsOfWhichSomeAreLeftOut) {
     const at::Tensor x = at::ones({2, 6}).requires_grad_(true);
     const std::vector<at::Tensor> more{at::full({6}, 0.5).requires_grad_(true)};
     const auto [scaled, left_out, count, number] =
-        recompute ? checkpoint_call(options, call, x, more, 2.0) : call(x, more, 2.0);
+        recompute ? activation_checkpoint(options, call, x, more, 2.0) : call(x, more, 2.0);
     EXPECT_EQ(number, 7);
     EXPECT_FALSE(count.requires_grad());
     EXPECT_TRUE(left_out.requires_grad());
@@ -233,12 +237,12 @@ TEST(CheckpointTest, ABodyMayReturnSeveralTensorsOfWhichSomeAreLeftOut) {
   expect_same_bits(run(true), run(false));
 }
 
-TEST(CheckpointTest, OneWithinAnother) {
+TEST(ActivationCheckpointTest, OneWithinAnother) {
   const auto run = [](bool outer, bool inner) {
     Tower tower(std::vector<bool>{inner, inner});
     torch::manual_seed(9);
     const at::Tensor x = batch_of(1).requires_grad_(true);
-    const at::Tensor y = outer ? checkpoint_module(tower, {}, x) : tower->forward(x);
+    const at::Tensor y = outer ? activation_checkpoint_module(tower, {}, x) : tower->forward(x);
     loss_of(y).backward();
     std::vector<at::Tensor> found{y.detach(), x.grad()};
     for (const auto& parameter : tower->parameters()) found.push_back(parameter.grad());
@@ -249,7 +253,7 @@ TEST(CheckpointTest, OneWithinAnother) {
   expect_same_bits(run(true, false), expected);
 }
 
-TEST(CheckpointTest, AutocastIsThatOfTheFirstRun) {
+TEST(ActivationCheckpointTest, AutocastIsThatOfTheFirstRun) {
   const auto run = [](bool recompute) {
     torch::manual_seed(2);
     Block block(16, 24);
@@ -257,7 +261,7 @@ TEST(CheckpointTest, AutocastIsThatOfTheFirstRun) {
     at::autocast::set_autocast_enabled(at::kCPU, true);
     at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
     at::autocast::increment_nesting();
-    const at::Tensor y = recompute ? checkpoint_module(block, {}, x) : block->forward(x);
+    const at::Tensor y = recompute ? activation_checkpoint_module(block, {}, x) : block->forward(x);
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
     at::autocast::set_autocast_enabled(at::kCPU, false);
     EXPECT_FALSE(y.equal(block->forward(x))) << "bfloat16 shows";
@@ -271,28 +275,30 @@ TEST(CheckpointTest, AutocastIsThatOfTheFirstRun) {
   expect_same_bits(run(true), run(false));
 }
 
-TEST(CheckpointTest, WithoutGradientsItIsAPlainCall) {
+TEST(ActivationCheckpointTest, WithoutGradientsItIsAPlainCall) {
   int runs = 0;
   const auto body = [&](const std::vector<at::Tensor>& in) {
     ++runs;
-    EXPECT_EQ(inside_checkpoint(), at::GradMode::is_enabled());
+    EXPECT_EQ(inside_activation_checkpoint(), at::GradMode::is_enabled());
     return std::vector{in[0] * 2};
   };
-  EXPECT_FALSE(checkpoint(body, {at::ones({2})})[0].requires_grad());
+  EXPECT_FALSE(activation_checkpoint(body, {at::ones({2})})[0].requires_grad());
   const at::NoGradGuard no_grad;
-  EXPECT_FALSE(checkpoint(body, {at::ones({2}).requires_grad_(true)})[0].requires_grad());
+  EXPECT_FALSE(
+      activation_checkpoint(body, {at::ones({2}).requires_grad_(true)})[0].requires_grad());
   EXPECT_EQ(runs, 2);
 }
 
-TEST(CheckpointTest, GradientsOfGradientsAreRefused) {
+TEST(ActivationCheckpointTest, GradientsOfGradientsAreRefused) {
   const at::Tensor x = at::ones({2}).requires_grad_(true);
   const at::Tensor y =
-      checkpoint([](const auto& in) { return std::vector{in[0] * in[0]}; }, {x})[0].sum();
+      activation_checkpoint([](const auto& in) { return std::vector{in[0] * in[0]}; }, {x})[0]
+          .sum();
   EXPECT_THROW(torch::autograd::grad({y}, {x}, {}, true, /*create_graph=*/true),
                c10::NotImplementedError);
 }
 
-TEST(CheckpointTest, ItKeepsTheInputsAlone) {
+TEST(ActivationCheckpointTest, ItKeepsTheInputsAlone) {
   // 8 blocks of 64 x 6 inputs and inner width 600: what a block computes is 400 times its input.
   const auto peak = [](bool recompute) {
     std::vector<Block> blocks;
@@ -300,7 +306,7 @@ TEST(CheckpointTest, ItKeepsTheInputsAlone) {
     const auto step = [&] {
       at::Tensor x = at::ones({64, 6}).requires_grad_(true);
       for (Block& block : blocks)
-        x = recompute ? checkpoint_module(block, {}, x) : block->forward(x);
+        x = recompute ? activation_checkpoint_module(block, {}, x) : block->forward(x);
       x.sum().backward();
     };
     step();  // Gradients are there from now on.
@@ -309,7 +315,7 @@ TEST(CheckpointTest, ItKeepsTheInputsAlone) {
   EXPECT_LT(peak(true), peak(false) / 3);
 }
 
-TEST(CheckpointTest, UnderDistributedDataParallelNoBitChanges) {
+TEST(ActivationCheckpointTest, UnderDistributedDataParallelNoBitChanges) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     std::vector<std::vector<at::Tensor>> found;
     for (const bool recompute : {false, true}) {
@@ -324,25 +330,26 @@ TEST(CheckpointTest, UnderDistributedDataParallelNoBitChanges) {
   });
 }
 
-TEST(CheckpointTest, InsideShardedUnitsNoBitChanges) {
+TEST(ActivationCheckpointTest, InsideShardedUnitsNoBitChanges) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
       std::vector<std::vector<at::Tensor>> found;
       for (const bool recompute : {false, true}) {
         Tower tower(std::vector<bool>{recompute, recompute, false}, /*as_units=*/true);
-        ShardedDataParallel<Tower> sharded(tower, group, {.shard = shard}, tower->list());
+        FullyShardedDataParallel<Tower> sharded(tower, group, {.shard = shard}, tower->list());
         torch::manual_seed(static_cast<uint64_t>(group.rank()));
         for (int step = 0; step < 3; ++step)
           sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
         found.emplace_back();
-        for (const auto& slice : sharded.slices()) found.back().push_back(slice.tensor.grad());
+        for (const auto& local_shard : sharded.local_shards())
+          found.back().push_back(local_shard.tensor.grad());
       }
       expect_same_bits(found[1], found[0]);
     }
   });
 }
 
-TEST(CheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
+TEST(ActivationCheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
   test::ranks(3, [](const comm::ProcessGroup& group) {
     std::vector<std::vector<at::Tensor>> found;
     const auto train = [&](auto& model, auto& wrapped, const auto& tensors) {
@@ -366,12 +373,13 @@ TEST(CheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
     for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
       for (const bool recompute : {false, true}) {
         Capturing model(recompute, /*as_units=*/true);
-        ShardedDataParallel<Capturing> sharded(model, group, {.shard = shard},
-                                               model->tower->list());
+        FullyShardedDataParallel<Capturing> sharded(model, group, {.shard = shard},
+                                                    model->tower->list());
         train(model, sharded, [&] {
-          std::vector<at::Tensor> slices;
-          for (const auto& slice : sharded.slices()) slices.push_back(slice.tensor);
-          return slices;
+          std::vector<at::Tensor> shards;
+          for (const auto& local_shard : sharded.local_shards())
+            shards.push_back(local_shard.tensor);
+          return shards;
         });
       }
       expect_same_bits(found[1], found[0]);
@@ -380,7 +388,7 @@ TEST(CheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
   });
 }
 
-TEST(CheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
+TEST(ActivationCheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
   comm::ProcessGroup alone(comm::RankInfo{});
   Capturing model(true);
   DistributedDataParallel<Capturing> ddp(model, alone,
@@ -389,18 +397,20 @@ TEST(CheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
     ddp(batch_of(0));
     FAIL() << "nothing was thrown";
   } catch (const c10::ValueError& error) {
-    EXPECT_NE(std::string(error.what()).find("CheckpointOptions::parameters"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("ActivationCheckpointOptions::parameters"),
+              std::string::npos)
         << error.what();
   }
 }
 
-TEST(CheckpointTest, AUnitInsideABodyIsRefused) {
+TEST(ActivationCheckpointTest, AUnitInsideABodyIsRefused) {
   comm::ProcessGroup alone(comm::RankInfo{});
   struct BackwardsImpl : torch::nn::Module {
     BackwardsImpl() { block = register_module("block", Block()); }
     at::Tensor forward(const at::Tensor& x) {
-      return checkpoint([this](const auto& in) { return std::vector{unit(block, in[0])}; }, {x},
-                        {.parameters = block->parameters()})[0];
+      return activation_checkpoint(
+          [this](const auto& in) { return std::vector{unit(block, in[0])}; }, {x},
+          {.parameters = block->parameters()})[0];
     }
     Block block{nullptr};
   };
@@ -408,9 +418,9 @@ TEST(CheckpointTest, AUnitInsideABodyIsRefused) {
     using torch::nn::ModuleHolder<BackwardsImpl>::ModuleHolder;
   };
   Backwards model;
-  ShardedDataParallel<Backwards> sharded(model, alone, {}, {model->block.get()});
+  FullyShardedDataParallel<Backwards> sharded(model, alone, {}, {model->block.get()});
   EXPECT_THROW(sharded(at::ones({2, 6})), c10::ValueError);
 }
 
-}  // namespace parallel_checkpoint_test
+}  // namespace activation_checkpoint_test
 }  // namespace cohort::parallel

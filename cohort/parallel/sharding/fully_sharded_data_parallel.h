@@ -1,5 +1,5 @@
-// Data parallelism in which the ranks share out what each of them would hold again: optimizer
-// state, gradients, parameters.
+// Data parallelism that shards what every rank would hold a copy of: optimizer state, gradients,
+// parameters.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -10,24 +10,24 @@
 
 namespace cohort::parallel {
 
-/// Wraps a module holder so that every rank keeps the W-th part of what `options.shard` names.
+/// Wraps a module holder. Each of the W ranks keeps one W-th of what `options.shard` selects.
 ///
-/// Parameters lie in flat buffers, one for each unit: the blocks given to the constructor, and what
-/// is in none of them. The ranks hold equal pieces of each buffer. `slices` are what this rank
-/// holds: make any optimizer from them, it needs to know nothing of ranks.
+/// Parameters lie in flat buffers, one for each FSDP unit: the blocks given to the constructor, and
+/// the rest of the model. Each rank holds an equal shard of each buffer. `local_shards` are this
+/// rank's: make any optimizer from them, it needs to know nothing of ranks.
 ///
-///   parallel::ShardedDataParallel<Model> sharded(model, group, {}, blocks);
-///   optim::Adam adam(sharded.named_slices());
+///   parallel::FullyShardedDataParallel<Model> sharded(model, group, {}, blocks);
+///   optim::Adam adam(sharded.named_local_shards());
 ///   loss(sharded(batch)).backward();  adam.step(rate);  adam.zero_grad();
 ///
 /// A block is called through parallel::unit in the model's forward, so that its parameters can be
 /// gathered before and freed after; one that is called plainly must not be given as a unit. The
-/// module's own parameters are there in the wrapper's forward and its backward, and between summon
-/// and release. Whoever reads one elsewhere gets a c10::Error that names it, under every Shard:
-/// after an optimizer's step each rank has the new values of its part alone.
-/// docs/sharding.md shows each option at work.
+/// module's own parameters are there in the wrapper's forward and its backward, and between unshard
+/// and reshard. Reading one elsewhere is a c10::Error with its name, under every Shard: after an
+/// optimizer's step each rank has the new values of its own shards only. docs/sharding.md shows
+/// each option at work.
 ///
-/// Collective: constructor, every forward, backward, gradient_norm, summon. Every rank runs the
+/// Collective: constructor, every forward, backward, gradient_norm, unshard. Every rank runs the
 ///             same units in the same order.
 /// Numerics: gradients are divided by the number of ranks, travel in the parameters' own type (or
 ///           in mixed_precision.reduce_dtype), and are summed in the order of ranks; with
@@ -40,13 +40,13 @@ namespace cohort::parallel {
 ///           with its name.
 /// Source:   Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
 template <class Holder>
-class ShardedDataParallel {
+class FullyShardedDataParallel {
  public:
-  /// Copies rank 0's state to all, then keeps this rank's part. `units`
+  /// Broadcasts rank 0's state, then keeps this rank's shards. `units`
   /// are modules below `module`, as nested as they come; not owned.
-  ShardedDataParallel(Holder module, const comm::ProcessGroup& group,
-                      const ShardingOptions& options = {},
-                      const std::vector<torch::nn::Module*>& units = {})
+  FullyShardedDataParallel(Holder module, const comm::ProcessGroup& group,
+                           const ShardingOptions& options = {},
+                           const std::vector<torch::nn::Module*>& units = {})
       : module_(std::move(module)), engine_(*module_, group, options, units) {}
 
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
@@ -61,8 +61,7 @@ class ShardedDataParallel {
     });
   }
 
-  /// The same as loss.backward(gradient): then the slices have this step's gradients, added to
-  /// those they have.
+  /// The same as loss.backward(gradient): adds this step's gradients to those of the local shards.
   void backward(const at::Tensor& loss, const at::Tensor& gradient = {}) {
     loss.backward(gradient);
   }
@@ -82,13 +81,13 @@ class ShardedDataParallel {
   };
   NoSync no_sync() { return NoSync(engine_); }
 
-  /// As summon and release of the engine.
-  void summon() { engine_.summon(); }
-  void release(bool keep = false) { engine_.release(keep); }
+  /// As unshard and reshard of the engine.
+  void unshard() { engine_.unshard(); }
+  void reshard(bool keep = false) { engine_.reshard(keep); }
 
-  const std::vector<ParameterSlice>& slices() const { return engine_.slices(); }
-  /// Name and tensor of every slice that is trained: what an optimizer is made of.
-  std::vector<std::pair<std::string, at::Tensor>> named_slices() const;
+  const std::vector<LocalShard>& local_shards() const { return engine_.local_shards(); }
+  /// Name and tensor of every local shard that is trained: what an optimizer is made of.
+  std::vector<std::pair<std::string, at::Tensor>> named_local_shards() const;
 
   Holder& module() { return module_; }
   auto* operator->() { return module_.get(); }
@@ -100,17 +99,18 @@ class ShardedDataParallel {
 };
 
 template <class Holder>
-std::vector<std::pair<std::string, at::Tensor>> ShardedDataParallel<Holder>::named_slices() const {
+std::vector<std::pair<std::string, at::Tensor>>
+FullyShardedDataParallel<Holder>::named_local_shards() const {
   std::vector<std::pair<std::string, at::Tensor>> named;
-  for (const ParameterSlice& slice : slices())
-    if (slice.tensor.requires_grad()) named.emplace_back(slice.name, slice.tensor);
+  for (const LocalShard& shard : local_shards())
+    if (shard.tensor.requires_grad()) named.emplace_back(shard.name, shard.tensor);
   return named;
 }
 
 /// The same as loss.backward(), of a loss that several sharded models had part in, each as often as
 /// it likes. Collective over all of the models' groups.
 template <class... Holders>
-void backward(const at::Tensor& loss, ShardedDataParallel<Holders>&...) {
+void backward(const at::Tensor& loss, FullyShardedDataParallel<Holders>&...) {
   loss.backward();
 }
 

@@ -1,4 +1,4 @@
-#include "cohort/parallel/checkpoint.h"
+#include "cohort/parallel/activation_checkpoint.h"
 
 #include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
@@ -81,7 +81,7 @@ void go_to(const Places& places) {
 
 // What backward needs besides tensors.
 struct Recipe : torch::CustomClassHolder {
-  Recipe(CheckpointBody wanted, size_t count, std::vector<RandomSource> drawn,
+  Recipe(ActivationCheckpointBody wanted, size_t count, std::vector<RandomSource> drawn,
          std::set<c10::DeviceType> on)
       : body(std::move(wanted)),
         num_inputs(count),
@@ -89,7 +89,7 @@ struct Recipe : torch::CustomClassHolder {
         types(std::move(on)),
         start(places_of(random)),
         autocast(types) {}
-  CheckpointBody body;
+  ActivationCheckpointBody body;
   size_t num_inputs;  // The other tensors are parameters.
   std::vector<RandomSource> random;
   std::set<c10::DeviceType> types;
@@ -187,9 +187,9 @@ variable_list captured_leaves(const Graph& graph, at::TensorList parameters, uin
     // Its gradient would have to flow through operations that ran before the body. Numbers of other
     // threads tell nothing.
     TORCH_CHECK_VALUE(node.thread_id() != thread || node.sequence_nr() >= position,
-                      "checkpoint: the body uses a result of ", node.name(),
+                      "activation checkpoint: the body uses a result of ", node.name(),
                       " from outside; expected it among the inputs, or in "
-                      "CheckpointOptions::parameters");
+                      "ActivationCheckpointOptions::parameters");
     return true;
   });
   std::vector<Edge> behind_named;
@@ -198,10 +198,11 @@ variable_list captured_leaves(const Graph& graph, at::TensorList parameters, uin
       if (next.is_valid()) behind_named.push_back(next);
   }
   walk(behind_named, [&](const Edge& edge) {
-    TORCH_CHECK_VALUE(!ends.contains(edge),
-                      "checkpoint: the body uses a tensor and, named in "
-                      "CheckpointOptions::parameters, another one computed from it; expected the "
-                      "latter among the inputs");
+    TORCH_CHECK_VALUE(
+        !ends.contains(edge),
+        "activation checkpoint: the body uses a tensor and, named in "
+        "ActivationCheckpointOptions::parameters, another one computed from it; expected the "
+        "latter among the inputs");
     return true;
   });
   return leaves;
@@ -234,7 +235,7 @@ class HooksAside {
 
 // The parameters are arguments although the body knows them: so the gradients of backward flow to
 // them as from any other operation, and whoever waits for those is not surprised.
-struct Recomputed : torch::autograd::Function<Recomputed> {
+struct Checkpointed : torch::autograd::Function<Checkpointed> {
   // `first`: the results of the first run.
   static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Recipe>& recipe,
                                const variable_list* first, at::TensorList tensors) {
@@ -252,8 +253,9 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
-                                "checkpoint: backward with create_graph is not recorded");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !at::GradMode::is_enabled(),
+        "activation checkpoint: backward with create_graph is not recorded");
     const auto capsule = context->saved_data["recipe"].toCapsule();
     const auto& recipe = static_cast<const Recipe&>(*capsule);
     const variable_list tensors = context->get_saved_variables();
@@ -290,12 +292,13 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
 
 }  // namespace
 
-bool inside_checkpoint() {
+bool inside_activation_checkpoint() {
   return depth > 0;
 }
 
-std::vector<at::Tensor> checkpoint(CheckpointBody body, const std::vector<at::Tensor>& inputs,
-                                   const CheckpointOptions& options) {
+std::vector<at::Tensor> activation_checkpoint(ActivationCheckpointBody body,
+                                              const std::vector<at::Tensor>& inputs,
+                                              const ActivationCheckpointOptions& options) {
   std::vector<at::Tensor> tensors = inputs;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : options.parameters)
@@ -321,7 +324,7 @@ std::vector<at::Tensor> checkpoint(CheckpointBody body, const std::vector<at::Te
   const at::TensorList parameters = at::TensorList(tensors).slice(inputs.size());
   const variable_list captured = captured_leaves(graph, parameters, position);
   tensors.insert(tensors.end(), captured.begin(), captured.end());
-  return Recomputed::apply(recipe, &graph.results, at::TensorList(tensors));
+  return Checkpointed::apply(recipe, &graph.results, at::TensorList(tensors));
 }
 
 }  // namespace cohort::parallel
