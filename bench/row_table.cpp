@@ -26,8 +26,8 @@ namespace {
 
 namespace fs = std::filesystem;
 using cohort::bench::median_of;
-using cohort::ps::ColdStore;
 using cohort::ps::RowTable;
+using cohort::ps::SpillStore;
 using cohort::ps::TableOptions;
 using Clock = std::chrono::steady_clock;
 
@@ -158,11 +158,11 @@ nlohmann::json spilled(const Options& options) {
   fs::remove_all(folder);
   const auto gradients = random_gradients(options.batch * kWidth);
   const int64_t before = resident_bytes();
-  RowTable table(capped, std::make_unique<ColdStore>(
-                             folder, ColdStore::Options{.width = kWidth,
-                                                        .state_width = 1,
-                                                        .memory_bytes = capped.memory_cap_bytes /
-                                                                        2}));  // As a server's.
+  RowTable table(capped, std::make_unique<SpillStore>(
+                             folder, SpillStore::Options{.width = kWidth,
+                                                         .state_width = 1,
+                                                         .memory_bytes = capped.memory_cap_bytes /
+                                                                         2}));  // As a server's.
   auto start = Clock::now();
   fill(table, options.cold_rows, options.batch, gradients);
   const double filling = seconds_since(start);
@@ -190,7 +190,7 @@ nlohmann::json spilled(const Options& options) {
   }
   start = Clock::now();
   fs::remove_all(folder + ".checkpoint");
-  table.cold_store()->checkpoint(folder + ".checkpoint");
+  table.spill_store()->checkpoint(folder + ".checkpoint");
   result["checkpoint_s"] = seconds_since(start);
   result["resident_bytes"] = resident_bytes() - before;
   result["memory_cap_bytes"] = capped.memory_cap_bytes;

@@ -331,7 +331,8 @@ int run(TrainFlags& flags, const CLI::App& app) {
                                        static_cast<double>(options.lr_warmup));
   }
   const auto group = flags.group.connect();
-  if (servers) options.servers = ps::place_among_servers(group, *servers, flags.security).session;
+  if (servers)
+    options.servers = ps::trainer_info_from_environment(group, *servers, flags.security).session;
   const auto result = translate::train(options, group);
   group.close();
   print_result(result, options, Console(group.rank()));

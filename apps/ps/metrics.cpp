@@ -21,7 +21,7 @@ using prometheus::MetricFamily;
 using prometheus::MetricType;
 using Labels = std::vector<ClientMetric::Label>;
 
-constexpr std::chrono::seconds kPatience{2};
+constexpr std::chrono::seconds kStatusTimeout{2};
 
 struct Line {
   const char* key;  // In the server's status.
@@ -85,7 +85,7 @@ class ServerMetrics final : public prometheus::Collectable {
     server_.submit({.call = ps::Call::kStatus},
                    [answer](const ps::Reply& reply) { answer->set_value(reply.text); });
     std::vector<MetricFamily> families;
-    if (text.wait_for(kPatience) != std::future_status::ready) return families;
+    if (text.wait_for(kStatusTimeout) != std::future_status::ready) return families;
     const json status = json::parse(text.get(), nullptr, false);
     if (status.is_discarded()) return families;
     for (const Line& line : kOfServer) add(families, line, json::array({status}), nullptr, nullptr);

@@ -39,7 +39,7 @@ constexpr double kMebibyte = 1024.0 * 1024;
 struct ServerFlags {
   ps::ServerOptions server;
   ps::RpcServerOptions rpc;
-  std::string acknowledge = "logged";
+  std::string durability = "logged";
   std::string on_trainer_loss = "fail";
   std::string device = "host";
   std::string port_file;
@@ -52,11 +52,11 @@ struct ServerFlags {
 
 // What Paddle's environment says counts where the flags do not.
 void take_role(const CLI::App& app, ServerFlags& flags) {
-  const auto place = ps::discover_role();
-  if (!place || place->role != ps::Role::kServer) return;
-  if (app.count("--endpoint") == 0) flags.rpc.endpoint = place->endpoint();
-  if (app.count("--server-id") == 0) flags.server.server = place->server_id;
-  if (app.count("--servers") == 0) flags.server.servers = static_cast<int>(place->servers.size());
+  const auto info = ps::role_from_environment();
+  if (!info || info->role != ps::Role::kServer) return;
+  if (app.count("--endpoint") == 0) flags.rpc.endpoint = info->endpoint();
+  if (app.count("--server-id") == 0) flags.server.server = info->server_id;
+  if (app.count("--servers") == 0) flags.server.servers = static_cast<int>(info->servers.size());
 }
 
 int64_t mebibytes(double number) {
@@ -91,16 +91,16 @@ int serve(const CLI::App& app, ServerFlags flags) {
   // Whoever started this one may ignore it: then nobody would learn how a snapshot's child ended.
   std::signal(SIGCHLD, SIG_DFL);
   take_role(app, flags);
-  const std::map<std::string, ps::Acknowledge> levels{{"applied", ps::Acknowledge::kApplied},
-                                                      {"logged", ps::Acknowledge::kLogged},
-                                                      {"synced", ps::Acknowledge::kSynced}};
+  const std::map<std::string, ps::Durability> levels{{"applied", ps::Durability::kApplied},
+                                                     {"logged", ps::Durability::kLogged},
+                                                     {"synced", ps::Durability::kSynced}};
   const std::map<std::string, ps::OnTrainerLoss> losses{{"fail", ps::OnTrainerLoss::kFail},
                                                         {"wait", ps::OnTrainerLoss::kWait},
                                                         {"continue", ps::OnTrainerLoss::kContinue}};
   check_device(flags.device);
   ps::ServerOptions& options = flags.server;
   options.make_block = blocks_on(flags.device);
-  options.acknowledge = levels.at(flags.acknowledge);
+  options.durability = levels.at(flags.durability);
   options.on_trainer_loss = losses.at(flags.on_trainer_loss);
   options.trainer_timeout = seconds(flags.trainer_timeout_s);
   options.evict_period = seconds(flags.evict_period_s);
@@ -132,7 +132,7 @@ int serve(const CLI::App& app, ServerFlags flags) {
   log.info("serving", {{"endpoint", flags.rpc.endpoint},
                        where,
                        {"folder", options.folder},
-                       {"acknowledge", flags.acknowledge}});
+                       {"acknowledge", flags.durability}});
   // A signal's handler may only set a flag: somebody must look at it.
   const std::jthread watcher([&](const std::stop_token& stop) {
     while (!stop.stop_requested()) {
@@ -149,15 +149,14 @@ int serve(const CLI::App& app, ServerFlags flags) {
 
 void add_security_flags(CLI::App& app, ps::SecurityOptions& security) {
   add_client_security_flags(app, security);
-  app.add_option("--tls-trainer-names", security.trainer_names,
-                 "Names that certificates of trainers bear")
+  app.add_option("--tls-trainer-names", security.trainer_names, "Names in certificates of trainers")
       ->capture_default_str()
       ->group(kSecurity);
 }
 
 void add_server_command(CLI::App& app, PsCommand& command) {
   auto flags = std::make_shared<ServerFlags>();
-  CLI::App* const server = app.add_subcommand("server", "Serves until it is told to stop");
+  CLI::App* const server = app.add_subcommand("server", "Runs a server until it is stopped");
   const char* place = "Place";
   server->add_option("--endpoint", flags->rpc.endpoint, "Listen here: HOST:PORT or unix:PATH")
       ->capture_default_str()
@@ -200,34 +199,35 @@ void add_server_command(CLI::App& app, PsCommand& command) {
       ->group(place);
   const char* reliability = "Reliability";
   server
-      ->add_option("--acknowledge", flags->acknowledge,
+      ->add_option("--acknowledge", flags->durability,
                    "A push is acknowledged when it is applied (no log: lost with the process), "
                    "logged (outlives the process) or synced (outlives the loss of power)")
       ->capture_default_str()
       ->check(one_of({"applied", "logged", "synced"}))
       ->group(reliability);
   server
-      ->add_option(
-          "--on-trainer-loss", flags->on_trainer_loss,
-          "When a trainer is silent for too long: fail, wait for it, or continue without it")
+      ->add_option("--on-trainer-loss", flags->on_trainer_loss,
+                   "When a trainer is lost: fail, wait for it, or continue without it")
       ->capture_default_str()
       ->check(one_of({"fail", "wait", "continue"}))
       ->group(reliability);
-  server->add_option("--trainer-timeout", flags->trainer_timeout_s, "Too long")
+  server
+      ->add_option("--trainer-timeout", flags->trainer_timeout_s,
+                   "A trainer that is silent for longer is lost")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->check(above_zero())
       ->group(reliability);
   server
       ->add_option("--snapshot-log", flags->snapshot_log_mib,
-                   "A snapshot after so much log (0: never)")
+                   "Log size after which a snapshot is taken (0: never)")
       ->type_name(kMebibytes)
       ->capture_default_str()
       ->check(zero_or_more())
       ->group(reliability);
   server
       ->add_option("--max-queue", flags->max_queue_mib,
-                   "Messages that wait; trainers are told to come back with more")
+                   "Limit of queued messages; beyond it trainers retry")
       ->type_name(kMebibytes)
       ->capture_default_str()
       ->check(above_zero())

@@ -30,7 +30,7 @@ struct AskFlags {
 void add_ask_flags(CLI::App& app, AskFlags& flags) {
   app.add_option("--pservers", flags.servers,
                  "Endpoints, \"host:port,unix:PATH\" (default: of the environment)");
-  app.add_option("--timeout", flags.timeout_s, "Wait so long for an answer")
+  app.add_option("--timeout", flags.timeout_s, "Time to wait for a reply")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->check(above_zero());
@@ -39,7 +39,7 @@ void add_ask_flags(CLI::App& app, AskFlags& flags) {
 
 std::vector<std::string> endpoints_of(const AskFlags& flags) {
   if (!flags.servers.empty()) return ps::parse_server_endpoints("--pservers", flags.servers);
-  if (const auto place = ps::discover_role()) return place->servers;
+  if (const auto info = ps::role_from_environment()) return info->servers;
   throw ConfigError("--pservers: expected the servers' endpoints");
 }
 
@@ -75,7 +75,7 @@ void print_server(const json& status, const std::string& endpoint) {
       rates.at("bytes_in").get<double>() / (1 << 20),
       rates.at("bytes_out").get<double>() / (1 << 20));
   for (const json& table : status.at("tables")) {
-    std::printf("  table %-16s %12lld rows %12lld cold %10.1f MiB %6.1f bytes a row\n",
+    std::printf("  table %-16s %12lld rows %12lld spilled %10.1f MiB %6.1f bytes a row\n",
                 table.at("name").get<std::string>().c_str(), table.at("rows").get<long long>(),
                 table.at("cold_rows").get<long long>(), table.at("bytes").get<double>() / (1 << 20),
                 table.at("bytes_per_row").get<double>());
@@ -125,7 +125,7 @@ int stop(const AskFlags& flags) {
   }
   if (silent > 0)
     C10_THROW_ERROR(DistError, std::to_string(silent) + " of " + std::to_string(endpoints.size()) +
-                                   " servers gave no answer and may run still: " + reasons);
+                                   " servers did not reply and may still be running: " + reasons);
   return kExitOk;
 }
 
@@ -134,7 +134,7 @@ int stop(const AskFlags& flags) {
 void add_status_command(CLI::App& app, PsCommand& command) {
   auto flags = std::make_shared<AskFlags>();
   CLI::App* const status =
-      app.add_subcommand("status", "Shows tables, rates and who trains, of running servers");
+      app.add_subcommand("status", "Shows tables, rates and trainers of running servers");
   add_ask_flags(*status, *flags);
   status->add_flag("--json", flags->as_json, "As JSON");
   status->callback([flags, &command] { command.run = [flags] { return show_status(*flags); }; });

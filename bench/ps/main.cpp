@@ -107,11 +107,11 @@ enum class Logged { kNo, kYes };
 Child start_server(const std::string& folder, Logged logged, int64_t snapshot_log_bytes = 0) {
   return start([&](const auto& ready) {
     const Log log({.console = LogConsole::kNever});
-    ps::Server server({.folder = folder,
-                       .acknowledge = logged == Logged::kYes ? ps::Acknowledge::kLogged
-                                                             : ps::Acknowledge::kApplied,
-                       .snapshot_log_bytes = snapshot_log_bytes},
-                      log);
+    ps::Server server(
+        {.folder = folder,
+         .durability = logged == Logged::kYes ? ps::Durability::kLogged : ps::Durability::kApplied,
+         .snapshot_log_bytes = snapshot_log_bytes},
+        log);
     const ps::RpcServer rpc(server, {});
     ready(rpc.port());
     server.wait();
@@ -181,7 +181,7 @@ double gather_cost(int64_t rows, const Batches& batches) {
   const ps::Pages place_pages = pages(count * sizeof(uint64_t));
   const ps::Pages row_pages = pages(count * 64);
   auto* const places = reinterpret_cast<uint64_t*>(place_pages.data());
-  for (uint64_t i = 0; i < count; ++i) places[i] = ps::mix(i) % count;
+  for (uint64_t i = 0; i < count; ++i) places[i] = ps::splitmix64_finalizer(i) % count;
   std::byte* const weights = row_pages.data();
   std::memset(weights, 0, count * 64);
   std::vector<std::byte> out(batches.front().size() * 64);

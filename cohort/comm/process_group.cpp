@@ -58,14 +58,14 @@ std::string terms(const RankInfo& info, const ProcessGroupOptions& options) {
          ", check_collectives " + (options.check_collectives ? "on" : "off");
 }
 
-uint64_t mix(uint64_t hash, const void* data, size_t size) {
+uint64_t fnv1a(uint64_t hash, const void* data, size_t size) {
   const auto* bytes = static_cast<const unsigned char*>(data);
-  for (size_t i = 0; i < size; ++i) hash = (hash ^ bytes[i]) * 0x100000001b3ULL;  // FNV-1a
+  for (size_t i = 0; i < size; ++i) hash = (hash ^ bytes[i]) * 0x100000001b3ULL;
   return hash;
 }
 
-uint64_t mix(uint64_t hash, const std::string& text) {
-  return mix(hash, text.c_str(), text.size() + 1);
+uint64_t fnv1a(uint64_t hash, const std::string& text) {
+  return fnv1a(hash, text.c_str(), text.size() + 1);
 }
 
 // What must be equal on all ranks, in full: a trace record cuts it.
@@ -313,7 +313,7 @@ void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& bod
                     .number = ++num_matched,
                     .what = text_of(call),
                     .site = entry.call_site.data()};
-    history = mix(history, matched_call->what);
+    history = fnv1a(history, matched_call->what);
   }
   job->log.begin(entry, std::move(matched_call));
   try {
@@ -410,7 +410,7 @@ Work ProcessGroup::Impl::begun(const Call& call, bool matched,
                                                          .work = {},
                                                          .finish = std::move(finish)});
   guarded(call, matched, [&] {
-    if (matched && known.insert(mix(0, text_of(call))).second) compare(call);
+    if (matched && known.insert(fnv1a(0, text_of(call))).second) compare(call);
     if (matched) number_data();
     state->work = begin();
   });

@@ -56,7 +56,8 @@ Dropping next_dropping(double p, DropoutStream& stream, const DropoutPart& part)
   DropoutRule rule;
   rule.threshold = static_cast<uint16_t>(std::min<long>(std::lround(p * 65536), 65535));
   rule.scale = 65536.0F / static_cast<float>(65536 - rule.threshold);
-  rule.key = mix(mix(stream.seed + 0x9e3779b97f4a7c15ULL) + ++stream.call);
+  rule.key = splitmix64_finalizer(splitmix64_finalizer(stream.seed + 0x9e3779b97f4a7c15ULL) +
+                                  ++stream.call);
   return {rule, part};
 }
 
@@ -318,7 +319,7 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
 
 }  // namespace
 
-uint64_t mix(uint64_t bits) {
+uint64_t splitmix64_finalizer(uint64_t bits) {
   bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
   bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
   return bits ^ (bits >> 31);

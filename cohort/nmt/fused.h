@@ -10,8 +10,8 @@
 
 namespace cohort::nmt {
 
-/// Scatters 64 bits over 64 bits, one to one: the finalizer of splitmix64.
-uint64_t mix(uint64_t bits);
+/// The finalizer of SplitMix64: a one-to-one hash of 64 bits.
+uint64_t splitmix64_finalizer(uint64_t bits);
 
 /// The dropout of one model on one rank: which elements fall is a function of (seed, number of the
 /// call).

@@ -45,7 +45,7 @@ void validate(const SamplingOptions& options) {
 double sampling_number(uint64_t seed, int64_t sentence, int64_t sample, int64_t position) {
   uint64_t bits = seed;
   for (const int64_t part : {sentence, sample, position})
-    bits = mix(bits + 0x9e3779b97f4a7c15ULL * (static_cast<uint64_t>(part) + 1));
+    bits = splitmix64_finalizer(bits + 0x9e3779b97f4a7c15ULL * (static_cast<uint64_t>(part) + 1));
   return static_cast<double>(bits >> 11) * 0x1.0p-53;
 }
 

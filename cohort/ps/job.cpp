@@ -30,9 +30,10 @@ constexpr Words<Schedule::Kind, 5> kSchedules{{{Schedule::Kind::kConstant, "cons
 constexpr Words<Initializer::Kind, 3> kInitializers{{{Initializer::Kind::kZeros, "zeros"},
                                                      {Initializer::Kind::kUniform, "uniform"},
                                                      {Initializer::Kind::kNormal, "normal"}}};
-constexpr Words<Admission::Kind, 3> kAdmissions{{{Admission::Kind::kAll, "all"},
-                                                 {Admission::Kind::kCount, "count"},
-                                                 {Admission::Kind::kProbability, "probability"}}};
+constexpr Words<EntryPolicy::Kind, 3> kEntryKinds{
+    {{EntryPolicy::Kind::kAll, "all"},
+     {EntryPolicy::Kind::kCount, "count"},
+     {EntryPolicy::Kind::kProbability, "probability"}}};
 constexpr Words<AtCap, 3> kAtCaps{{{AtCap::kRefuse, "refuse"},
                                    {AtCap::kEvictLeastUsed, "evict_least_used"},
                                    {AtCap::kSpill, "spill"}}};
@@ -105,9 +106,9 @@ json to_json_value(const TableOptions& table) {
            {{"kind", word_of(kInitializers, table.initializer.kind)},
             {"scale", table.initializer.scale}}},
           {"admission",
-           {{"kind", word_of(kAdmissions, table.admission.kind)},
-            {"pushes", table.admission.pushes},
-            {"probability", table.admission.probability}}},
+           {{"kind", word_of(kEntryKinds, table.entry.kind)},
+            {"pushes", table.entry.pushes},
+            {"probability", table.entry.probability}}},
           {"eviction",
            {{"time_to_live_s", table.eviction.time_to_live_s},
             {"minimum_score", table.eviction.minimum_score},
@@ -118,7 +119,7 @@ json to_json_value(const TableOptions& table) {
 
 TableOptions table_from(const json& object) {
   const json& initializer = object.at("initializer");
-  const json& admission = object.at("admission");
+  const json& entry = object.at("admission");
   const json& eviction = object.at("eviction");
   return {.name = object.at("name"),
           .width = JsonField(object, "width"),
@@ -126,9 +127,9 @@ TableOptions table_from(const json& object) {
           .rule = rule_from(object.at("rule")),
           .initializer = {.kind = value_of(kInitializers, initializer, "kind"),
                           .scale = initializer.at("scale")},
-          .admission = {.kind = value_of(kAdmissions, admission, "kind"),
-                        .pushes = JsonField(admission, "pushes"),
-                        .probability = admission.at("probability")},
+          .entry = {.kind = value_of(kEntryKinds, entry, "kind"),
+                    .pushes = JsonField(entry, "pushes"),
+                    .probability = entry.at("probability")},
           .eviction = {.time_to_live_s = JsonField(eviction, "time_to_live_s"),
                        .minimum_score = eviction.at("minimum_score"),
                        .decay = eviction.at("decay")},
@@ -205,7 +206,7 @@ JobOptions JobOptions::parse(const std::string& text) {
 
 uint64_t JobOptions::fingerprint() const {
   uint64_t hash = 0;
-  for (const char c : to_json()) hash = mix(hash ^ static_cast<unsigned char>(c));
+  for (const char c : to_json()) hash = splitmix64_finalizer(hash ^ static_cast<unsigned char>(c));
   return hash;
 }
 

@@ -12,7 +12,7 @@
 namespace cohort::ps {
 namespace {
 
-constexpr int64_t kMostElements = int64_t{1} << 60;
+constexpr int64_t kMaxElements = int64_t{1} << 60;
 
 [[noreturn]] void refuse(const std::string& what, const std::string& expected,
                          const std::string& got) {
@@ -41,7 +41,7 @@ void check_parameters(const std::vector<ParameterShape>& parameters) {
       if (size <= 0) {
         refuse("parameter " + parameter.name, "positive dimensions", std::to_string(size));
       }
-      if (size > kMostElements / elements) {
+      if (size > kMaxElements / elements) {
         refuse("parameter " + parameter.name, "at most 2^60 elements", "more");
       }
       elements *= size;
@@ -125,12 +125,12 @@ void place(Plan& plan) {
   }
 }
 
-GroupPlace group_of(const PlanOptions& options) {
+GroupInfo group_of(const PlanOptions& options) {
   if (!options.pservers.empty()) refuse("pservers", "none in mode collective", options.pservers);
   if (options.trainer_endpoints.empty()) {
     refuse("trainer_endpoints", "host:port,host:port in mode collective", "none");
   }
-  GroupPlace group;
+  GroupInfo group;
   group.endpoints = parse_endpoints("trainer_endpoints", options.trainer_endpoints);
   group.world_size = static_cast<int>(group.endpoints.size());
   group.rank = options.trainer_id;

@@ -52,7 +52,7 @@ struct PlanOptions {
     kCollective,  ///< The trainers form a process group, and there are no servers.
   };
   int trainer_id = 0;    ///< This trainer, in [0, trainers). Servers: unused.
-  int trainers = 1;      ///< Collective: the number of trainer_endpoints, or 1, which says nothing.
+  int trainers = 1;      ///< Collective: the number of trainer_endpoints, or 1 (unset).
   std::string pservers;  ///< "host:port,unix:PATH".
   std::string trainer_endpoints;  ///< Likewise; collective only.
   std::string current_endpoint;   ///< A server's own, one of pservers; empty for a trainer.
@@ -68,8 +68,8 @@ struct PlanOptions {
 /// Reads "pserver" or "collective". Errors: ConfigError that names both.
 PlanOptions::Mode plan_mode_named(const std::string& name);
 
-/// The place of this trainer in the group that mode collective uses instead of servers.
-struct GroupPlace {
+/// This trainer's rank in the group that mode collective uses instead of servers.
+struct GroupInfo {
   std::vector<std::string>
       endpoints;  ///< Of the trainers; the first one's host and port is the store's.
   int rank = 0;
@@ -84,10 +84,9 @@ struct Plan {
   std::vector<std::string> servers;  ///< Endpoints; empty in mode collective.
   std::vector<Block>
       blocks;  ///< By parameter, then element; they cover each parameter. Collective: none.
-  std::optional<GroupPlace> group;  ///< In mode collective only.
+  std::optional<GroupInfo> group;  ///< In mode collective only.
 
-  /// Whether this process's parameters are the ones that all begin with: trainer 0's. The others
-  /// pull.
+  /// Whether all trainers begin with this process's parameters: trainer 0. The others pull.
   bool initialises() const;
   /// This server's number. Errors: ConfigError if options.current_endpoint is empty.
   int server_id() const;

@@ -60,7 +60,7 @@ std::string share_text(const Plan& plan, int server) {
          count_of(own, "element") + ", " + percent;
 }
 
-std::string group_text(const GroupPlace& group) {
+std::string group_text(const GroupInfo& group) {
   std::string text =
       "mode collective: a process group of " + count_of(group.world_size, "trainer") + "\n";
   for (size_t rank = 0; rank < group.endpoints.size(); ++rank) {

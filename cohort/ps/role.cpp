@@ -93,24 +93,24 @@ std::pair<std::string, std::string> own_endpoint(Needs& needs) {
 
 }  // namespace
 
-std::optional<RolePlace> discover_role() {
+std::optional<RoleInfo> role_from_environment() {
   const char* found = first_set({"PADDLE_TRAINING_ROLE", kServerList, kServerHosts});
   if (!found) return std::nullopt;
   Needs needs(found);
-  RolePlace place;
+  RoleInfo info;
   const char* role = needs.any_of({"PADDLE_TRAINING_ROLE", "TRAINING_ROLE"});
-  if (role) place.role = read_role(role);
-  place.servers = read_servers(needs);
+  if (role) info.role = read_role(role);
+  info.servers = read_servers(needs);
   const char* trainers = needs.any_of({"PADDLE_TRAINERS_NUM", "PADDLE_TRAINERS"});
-  const bool serves = role && place.role == Role::kServer;
-  const bool trains = role && place.role == Role::kTrainer;
+  const bool serves = role && info.role == Role::kServer;
+  const bool trains = role && info.role == Role::kTrainer;
   const auto own = serves ? own_endpoint(needs) : std::pair<std::string, std::string>();
   if (trains) needs.any_of({kTrainerId});
   needs.check();
-  place.trainers = static_cast<int>(*env_int(trainers, 1, kMaxTrainers));
-  if (trains) place.trainer_id = static_cast<int>(*env_int(kTrainerId, 0, place.trainers - 1));
-  if (serves) place.server_id = index_of_endpoint(own.first, own.second, place.servers);
-  return place;
+  info.trainers = static_cast<int>(*env_int(trainers, 1, kMaxTrainers));
+  if (trains) info.trainer_id = static_cast<int>(*env_int(kTrainerId, 0, info.trainers - 1));
+  if (serves) info.server_id = index_of_endpoint(own.first, own.second, info.servers);
+  return info;
 }
 
 }  // namespace cohort::ps

@@ -9,8 +9,8 @@ namespace cohort::ps {
 
 enum class Role { kTrainer, kServer };
 
-/// One process's place in a job with parameter servers.
-struct RolePlace {
+/// One process's role in a job with parameter servers.
+struct RoleInfo {
   Role role = Role::kTrainer;
   int trainers = 1;    ///< Trainers of the job.
   int trainer_id = 0;  ///< A trainer's number, in [0, trainers).
@@ -22,7 +22,7 @@ struct RolePlace {
   const std::string& endpoint() const { return servers[static_cast<size_t>(server_id)]; }
 };
 
-/// Finds this process's role; nothing if no variable of the contract is set.
+/// Reads this process's role; nothing if none of the variables is set.
 ///
 /// Variables, of alternatives the first that is set:
 /// - role: PADDLE_TRAINING_ROLE or TRAINING_ROLE, which say PSERVER or TRAINER;
@@ -33,11 +33,11 @@ struct RolePlace {
 /// - a server's endpoint: PADDLE_CURRENT_ENDPOINT, or POD_IP with PADDLE_PORT, or
 ///   PADDLE_CURRENT_IP with PADDLE_PSERVER_PORT.
 ///
-/// The contract is meant where PADDLE_TRAINING_ROLE or a list of servers is set: the others have
-/// uses elsewhere (comm/rank_info.h).
+/// A process has a role where PADDLE_TRAINING_ROLE or a list of servers is set: the other variables
+/// have uses elsewhere (comm/rank_info.h).
 /// Local. Errors: ConfigError that lists the missing variables of an incomplete environment, or the
 /// variable whose value is none: a role of another name, a number out of range, a server that is
 /// not in the list.
-std::optional<RolePlace> discover_role();
+std::optional<RoleInfo> role_from_environment();
 
 }  // namespace cohort::ps

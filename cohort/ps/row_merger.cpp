@@ -19,14 +19,14 @@ void RowMerger::begin(int64_t width, size_t expected) {
 void RowMerger::grow(size_t places) {
   places_.assign(places, 0);
   for (size_t row = 0; row < ids_.size(); ++row) {
-    size_t place = mix(ids_[row]) & (places - 1);
+    size_t place = splitmix64_finalizer(ids_[row]) & (places - 1);
     while (places_[place] != 0) place = (place + 1) & (places - 1);
     places_[place] = static_cast<uint32_t>(row + 1);
   }
 }
 
 size_t RowMerger::row_of(uint64_t id) {
-  size_t place = mix(id) & (places_.size() - 1);
+  size_t place = splitmix64_finalizer(id) & (places_.size() - 1);
   while (places_[place] != 0) {
     const size_t row = places_[place] - 1;
     if (ids_[row] == id) return row;

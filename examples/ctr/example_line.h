@@ -37,7 +37,7 @@ struct LineFault {
 /// that is empty is a category of its own.
 constexpr uint64_t category_id(int slot, std::optional<uint32_t> value) {
   const uint64_t number = value ? *value : uint64_t{1} << 32;
-  return cohort::ps::mix(static_cast<uint64_t>(slot + 1) << 33 | number);
+  return cohort::ps::splitmix64_finalizer(static_cast<uint64_t>(slot + 1) << 33 | number);
 }
 
 /// Parses the line at `begin`, whose last character is at end - 1 and is followed by '\n' at `end`.

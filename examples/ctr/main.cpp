@@ -1,4 +1,4 @@
-// Trains a click model on data in Criteo's format:  ctr train
+// Trains a CTR model on data in Criteo's format:  ctr train
 // Through servers:  cohort run --servers 1 --trainers 2 -- ctr train --mode async
 //
 // docs/ctr.md has the tour.
@@ -25,7 +25,7 @@ using cohort::cli::zero_or_more;
 using ctr::Options;
 
 constexpr int64_t kLargestBatch = 1 << 20;  // Its examples alone fill 280 MB.
-constexpr double kMostMebibytes = 0x1p40;   // Bytes of more are no 64-bit number.
+constexpr double kMaxMebibytes = 0x1p40;    // Bytes of more are no 64-bit number.
 
 // Everything that the commands read their flags into.
 struct Flags {
@@ -54,7 +54,7 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
                  "Memory for rows, of each server (0, and without it: any)")
       ->type_name(cohort::cli::kMebibytes)
       ->check(
-          cohort::cli::number_that([](double n) { return n < kMostMebibytes; }, "less than 2^40"))
+          cohort::cli::number_that([](double n) { return n < kMaxMebibytes; }, "less than 2^40"))
       ->group(kTable);
   app.add_option("--at-cap", limits.at_cap,
                  "What happens there: no new rows, the least used ones go, or rows go to disk "
@@ -62,13 +62,14 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
       ->check(cohort::cli::one_of({"refuse", "evict_least_used", "spill"}))
       ->group(kTable);
   CLI::Option* after = app.add_option("--admit-after", limits.admit_after,
-                                      "A category gets a row with its so many-th push, 1 to 256")
+                                      "A category gets a row at its N-th push, 1 to 256")
                            ->group(kTable);
   app.add_option("--admit-probability", limits.admit_probability,
                  "A category without a row gets one with this probability at each push")
       ->group(kTable)
       ->excludes(after);
-  app.add_option("--row-ttl", limits.row_ttl_s, "Rows not pushed to for so long go (0: none)")
+  app.add_option("--row-ttl", limits.row_ttl_s,
+                 "Evict rows without a push for this time (0: never)")
       ->type_name(cohort::cli::kSeconds)
       ->check(zero_or_more())
       ->group(kTable);
@@ -105,7 +106,7 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--max-merge", o.max_merge, "half-async: pushes summed into one")
       ->check(above_zero())
       ->capture_default_str();
-  app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two exchanges")
+  app.add_option("--geo-steps", o.geo_steps, "geo: local steps between two synchronisations")
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--error-if-nonfinite", o.error_if_nonfinite,
@@ -151,8 +152,7 @@ int with_trainer(Flags& flags, const std::function<void(ctr::Trainer&)>& work) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("A click model on data in Criteo's format, alone or through parameter servers",
-               "ctr");
+  CLI::App app("A CTR model on data in Criteo's format, alone or through parameter servers", "ctr");
   app.require_subcommand(1);
   Flags flags;
   CLI::App* made = app.add_subcommand("generate", "Makes data up whose attainable AUC is known");

@@ -23,7 +23,7 @@ struct Options {
   double row_learning_rate = 0.005;  ///< Of rows, by row-wise Adagrad.
   int64_t max_staleness = -1;        ///< Async: steps ahead of the slowest trainer; -1: any.
   int64_t max_merge = 20;            ///< Half-async: pushes summed into one.
-  int64_t geo_steps = 100;           ///< Geo: local steps between exchanges.
+  int64_t geo_steps = 100;           ///< Geo: local steps between synchronisations.
   bool error_if_nonfinite = true;    ///< A gradient with a NaN or an infinity ends the training.
   uint64_t seed = 1;                 ///< Of parameters, rows and made-up data.
   bool skip_damaged = false;         ///< Leave malformed lines out, and count them.

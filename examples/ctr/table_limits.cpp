@@ -9,8 +9,8 @@ namespace ctr {
 namespace {
 
 using cohort::ConfigError;
-using cohort::ps::Admission;
 using cohort::ps::AtCap;
+using cohort::ps::EntryPolicy;
 using cohort::ps::TableOptions;
 
 constexpr std::pair<const char*, AtCap> kAtCaps[] = {{"refuse", AtCap::kRefuse},
@@ -55,14 +55,14 @@ void set_cap(TableOptions& table, const TableLimits& limits) {
   }
 }
 
-void set_admission(TableOptions& table, const TableLimits& limits) {
+void set_entry_policy(TableOptions& table, const TableLimits& limits) {
   if (limits.admit_after) {
-    table.admission = {.kind = Admission::Kind::kCount, .pushes = *limits.admit_after};
+    table.entry = {.kind = EntryPolicy::Kind::kCount, .pushes = *limits.admit_after};
     check(table, text_of("--admit-after", *limits.admit_after));
   }
   if (limits.admit_probability) {
-    table.admission = {.kind = Admission::Kind::kProbability,
-                       .probability = *limits.admit_probability};
+    table.entry = {.kind = EntryPolicy::Kind::kProbability,
+                   .probability = *limits.admit_probability};
     check(table, text_of("--admit-probability", *limits.admit_probability));
   }
 }
@@ -71,7 +71,7 @@ void set_admission(TableOptions& table, const TableLimits& limits) {
 
 TableOptions with_limits(TableOptions table, const TableLimits& limits) {
   set_cap(table, limits);
-  set_admission(table, limits);
+  set_entry_policy(table, limits);
   if (limits.row_ttl_s) {
     table.eviction.time_to_live_s = *limits.row_ttl_s;
     check(table, text_of("--row-ttl", *limits.row_ttl_s));

@@ -50,7 +50,7 @@ double cpu_seconds() {
 
 Training training_of(const Options& options) {
   if (!options.mode.empty()) return cohort::ps::training_named(options.mode);
-  return cohort::ps::discover_role() ? Training::kSync : Training::kLocal;
+  return cohort::ps::role_from_environment() ? Training::kSync : Training::kLocal;
 }
 
 bool names_files(const Options& options) {
@@ -143,7 +143,7 @@ void refuse_same_file(const std::string& input, const std::string& output) {
 // Whether those who write checkpoints are on this host for certain.
 bool saves_here(Training training) {
   if (training == Training::kLocal) return true;
-  const auto role = cohort::ps::discover_role();
+  const auto role = cohort::ps::role_from_environment();
   return role &&
          std::all_of(role->servers.begin(), role->servers.end(), [](const std::string& server) {
            return cohort::ps::unix_path(server) || cohort::ps::is_loopback(server);
@@ -242,14 +242,16 @@ cohort::ps::SessionOptions Trainer::session_options() {
   } else {
     if (!options_.load.empty()) {
       throw ConfigError(
-          "--load: with servers it is they who load: cohort run --server-arg=--load=" +
+          "--load: with servers, the servers load it: cohort run --server-arg=--load=" +
           options_.load);
     }
     if (group_.size() > 1) {
-      session = cohort::ps::place_among_servers(group_, training_, options_.security).session;
+      session =
+          cohort::ps::trainer_info_from_environment(group_, training_, options_.security).session;
     } else {
       if (training_ == Training::kHalfAsync || training_ == Training::kGeo) {
-        if (cohort::ps::discover_role() && cohort::ps::discover_role()->trainers > 1)
+        if (cohort::ps::role_from_environment() &&
+            cohort::ps::role_from_environment()->trainers > 1)
           throw ConfigError("--mode " + options_.mode +
                             ": expected sync or async where trainers start again, or are lost, one "
                             "by one: servers do not know how far it has come");
@@ -465,7 +467,7 @@ void Trainer::train() {
     if (epoch == first && session_.steps_before() > 0)
       done = std::max<int64_t>(0, session_.steps_before() - (epoch - 1) * num_steps);
     if (done > 0)
-      console_.print("epoch %lld goes on behind step %lld\n", static_cast<long long>(epoch),
+      console_.print("epoch %lld resumes after step %lld\n", static_cast<long long>(epoch),
                      static_cast<long long>(done));
     const EpochReport report = train_epoch(epoch, done, num_steps);
     tell_damaged(report.damaged, "");
@@ -483,7 +485,7 @@ void Trainer::train() {
           static_cast<long long>(epoch), examples, total[3].item<double>() / examples,
           examples / report.seconds, is_alone() ? "this trainer" : "all trainers",
           total[2].item<double>() / examples);
-    settle();
+    wait_for_updates();
     const bool first_here = is_first();
     // First what was learnt: the test files may have a line that ends the run.
     if (!options_.save.empty() && first_here) save(epoch);
@@ -505,15 +507,15 @@ void Trainer::tell_damaged(int64_t lines, const char* where) const {
 }
 
 // Waits until the servers have what all trainers pushed.
-void Trainer::settle() {
+void Trainer::wait_for_updates() {
   session_.flush();
-  if (group_.size() > 1) group_.barrier("ctr settled");
+  if (group_.size() > 1) group_.barrier("ctr updates");
 }
 
 std::optional<Metrics> Trainer::evaluate() {
   if (test_files_.empty()) throw ConfigError("--test: expected files to evaluate on, got none");
   start();
-  settle();
+  wait_for_updates();
   session_.pull();
   rows_->eval();
   network_->eval();

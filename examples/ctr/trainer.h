@@ -76,7 +76,7 @@ class Trainer {
   int64_t agreed_steps() const;
   EpochReport train_epoch(int64_t epoch, int64_t done, int64_t num_steps);
   void tell_damaged(int64_t lines, const char* where) const;
-  void settle();
+  void wait_for_updates();
   std::optional<Tensors> next_tensors(ExampleReader& reader, Batch& batch) const;
   double learn(const Tensors& tensors);
   at::Tensor logits_of(const Tensors& tensors);

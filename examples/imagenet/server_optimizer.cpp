@@ -19,8 +19,8 @@ namespace ps = cohort::ps;
 // The others wait while servers write some gigabytes.
 constexpr std::chrono::minutes kSaveLimit{30};
 
-cohort::ps::TrainerPlace place_of(const cohort::comm::ProcessGroup& group, const Options& options,
-                                    const OptimizerOptions& optimizer, const RunState& state) {
+cohort::ps::TrainerInfo place_of(const cohort::comm::ProcessGroup& group, const Options& options,
+                                 const OptimizerOptions& optimizer, const RunState& state) {
   const ps::Training training = cohort::ps::server_training(options.strategy).value();
   const bool async = training == ps::Training::kAsync;
   const std::string with = " with --strategy " + options.strategy;
@@ -33,8 +33,8 @@ cohort::ps::TrainerPlace place_of(const cohort::comm::ProcessGroup& group, const
   if (options.sync_bn && async)
     throw ConfigError("--sync-bn: expected none" + with +
                       ": its statistics would make trainers wait for each other");
-  auto place =
-      cohort::ps::place_among_servers(group, training, options.security, options.ps_host_ranks);
+  auto place = cohort::ps::trainer_info_from_environment(group, training, options.security,
+                                                         options.ps_host_ranks);
   place.session.dense_rule = server_rule(optimizer, async ? place.session.trainers : 1);
   // Or to the beginning: they may hold what an earlier run or start has left.
   place.session.client.restore = state.servers;
@@ -112,7 +112,7 @@ class ServerOptimizer final : public Optimizer {
   cohort::comm::ProcessGroup group_;
   double weight_decay_;
   fs::path folder_;
-  cohort::ps::TrainerPlace place_;
+  cohort::ps::TrainerInfo place_;
   ps::Session session_;
 };
 

@@ -55,7 +55,7 @@ class PsCommandTest : public testing::Test {
   std::string checkpoint() const {
     const cohort::Log log({.console = cohort::LogConsole::kNever});
     const auto server = std::make_shared<ps::Server>(
-        ps::ServerOptions{.acknowledge = ps::Acknowledge::kApplied}, log);
+        ps::ServerOptions{.durability = ps::Durability::kApplied}, log);
     const ps::JobOptions job{
         .trainers = 1, .blocks = {{"w", 0, 4, 0}}, .tables = {{.name = "rows", .width = 16}}};
     ps::Client client({.servers = {"in-process"}}, job,
@@ -106,7 +106,8 @@ TEST_F(PsCommandTest, DenseParametersLiveOnADeviceThroughLibtorch) {
   }
 }
 
-// A rule that the processor's own blocks know and libtorch's do not tells which of them a server has.
+// A rule that the processor's own blocks know and libtorch's do not tells which of them a server
+// has.
 TEST_F(PsCommandTest, BlocksAreLibtorchsWithADeviceAlone) {
   const ps::JobOptions job{
       .trainers = 1, .dense_rule = {.rule = ps::Rule::kRowwiseAdagrad}, .blocks = {{"w", 0, 4, 0}}};
@@ -172,9 +173,10 @@ TEST_F(PsCommandTest, StopEndsAllThatAnswerAndNamesTheOthers) {
           "kill -0 $SERVER 2> /dev/null && echo runs; true");
   EXPECT_NE(ended.output.find("code 3\n"), std::string::npos) << ended.output;
   EXPECT_EQ(ended.output.find("runs\n"), std::string::npos) << ended.output;
-  EXPECT_NE(ended.output.find("cohort ps: error: 2 of 3 servers gave no answer and may run still: "
-                              "server 0 (127.0.0.1:1): "),
-            std::string::npos)
+  EXPECT_NE(
+      ended.output.find("cohort ps: error: 2 of 3 servers did not reply and may still be running: "
+                        "server 0 (127.0.0.1:1): "),
+      std::string::npos)
       << ended.output;
   EXPECT_NE(ended.output.find("; server 2 (127.0.0.1:2): "), std::string::npos) << ended.output;
 }

@@ -158,9 +158,9 @@ TEST_F(CtrCommandTest, KilledTrainersGoOnWithinTheEpochWithTheSameBits) {
     EXPECT_TRUE(files_of(policy) == files_of("calm")) << policy;
     const std::string log = cohort::read_file(folder_ / policy + "-logs/rank1.stdout.log");
     if (policy == "single") {
-      EXPECT_NE(log.find("goes on behind step"), std::string::npos) << log;
+      EXPECT_NE(log.find("resumes after step"), std::string::npos) << log;
     } else {
-      EXPECT_NE(ended.output.find("goes on behind step"), std::string::npos) << ended.output;
+      EXPECT_NE(ended.output.find("resumes after step"), std::string::npos) << ended.output;
     }
   }
 }
@@ -175,7 +175,7 @@ TEST_F(CtrCommandTest, ATrainerThatIsKilledWhenItIsDoneDoesNotBeginOnceMore) {
   ASSERT_EQ(ended.code, 0) << ended.output;
   EXPECT_NE(ended.output.find("restart 1 of 1"), std::string::npos) << ended.output;
   const std::string log = cohort::read_file(folder_ / "logs/rank1.stdout.log");
-  const size_t again = log.find("epoch 2 goes on behind step");
+  const size_t again = log.find("epoch 2 resumes after step");
   ASSERT_NE(again, std::string::npos) << log;
   EXPECT_EQ(log.find("step", log.find('\n', again)), std::string::npos) << log;
 }
@@ -363,7 +363,7 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
                  "--mode local: expected one process, got 2");
   expect_refused(
       through_servers(1, 1, "--load somewhere"),
-      "--load: with servers it is they who load: cohort run --server-arg=--load=somewhere");
+      "--load: with servers, the servers load it: cohort run --server-arg=--load=somewhere");
   expect_refused(bin("ctr") + " evaluate --load " + folder_ / "nothing", "nothing");
   expect_refused(bin("ctr") + " generate --rows 0 --output " + folder_ / "x",
                  "--rows: expected 1 or more, got 0");

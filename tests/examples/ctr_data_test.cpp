@@ -394,21 +394,21 @@ TEST(ClickGeneratorTest, CategoriesFollowZipf) {
 }
 
 TEST(TableLimitsTest, FlagsSetTheTablesOptions) {
-  using cohort::ps::Admission;
   using cohort::ps::AtCap;
+  using cohort::ps::EntryPolicy;
   const cohort::ps::TableOptions plain{.name = "categories"};
   EXPECT_EQ(to_text(with_limits(plain, {})), to_text(plain));
   const auto table =
       with_limits(plain, {.memory_mib = 3, .at_cap = "spill", .admit_after = 4, .row_ttl_s = 5});
   EXPECT_EQ(table.memory_cap_bytes, 3 << 20);
   EXPECT_EQ(table.at_cap, AtCap::kSpill);
-  EXPECT_EQ(table.admission.kind, Admission::Kind::kCount);
-  EXPECT_EQ(table.admission.pushes, 4u);
+  EXPECT_EQ(table.entry.kind, EntryPolicy::Kind::kCount);
+  EXPECT_EQ(table.entry.pushes, 4u);
   EXPECT_EQ(table.eviction.time_to_live_s, 5);
   const auto drawn = with_limits(plain, {.memory_mib = 3, .admit_probability = 0.5});
   EXPECT_EQ(drawn.at_cap, AtCap::kRefuse);
-  EXPECT_EQ(drawn.admission.kind, Admission::Kind::kProbability);
-  EXPECT_EQ(drawn.admission.probability, 0.5);
+  EXPECT_EQ(drawn.entry.kind, EntryPolicy::Kind::kProbability);
+  EXPECT_EQ(drawn.entry.probability, 0.5);
 }
 
 TEST(TableLimitsTest, RefusalsNameTheFlag) {
@@ -419,11 +419,10 @@ TEST(TableLimitsTest, RefusalsNameTheFlag) {
                   .starts_with("--table-memory-mib -1: table \"categories\": memory_cap_bytes: "
                                "expected 0 or at least "))
       << refusal({.memory_mib = -1});
-  EXPECT_EQ(
-      refusal({.admit_after = 257}),
-      "--admit-after 257: table \"categories\": admission.pushes: expected 1 to 256, found 257");
+  EXPECT_EQ(refusal({.admit_after = 257}),
+            "--admit-after 257: table \"categories\": entry.pushes: expected 1 to 256, found 257");
   EXPECT_EQ(refusal({.admit_probability = 2}),
-            "--admit-probability 2: table \"categories\": admission.probability: expected a number "
+            "--admit-probability 2: table \"categories\": entry.probability: expected a number "
             "in (0, 1], found 2");
   EXPECT_EQ(refusal({.at_cap = "spill"}),
             "--at-cap spill: expected with --table-memory-mib, the cap that it speaks of");

@@ -123,7 +123,7 @@ class Caller {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const Log log({.console = LogConsole::kNever});
-  RequestHandler handler({.acknowledge = Acknowledge::kApplied,
+  RequestHandler handler({.durability = Durability::kApplied,
                           .on_trainer_loss = OnTrainerLoss::kContinue,
                           .max_queue_bytes = 1 << 16},
                          log);

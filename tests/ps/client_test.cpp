@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 
 #include "tests/ps/cluster.h"
 #include "tests/support/message_of.h"
@@ -23,8 +23,9 @@ using cohort::test::message_of;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-// A server that lives (joins and beats are answered at once) and takes its time for all else: what
-// is not answered in time has seen a beat that was, and one more, which was sent after it.
+// A server that lives (joins and heartbeats are answered at once) and takes its time for all else:
+// what is not answered in time has seen a heartbeat that was, and one more, which was sent after
+// it.
 class SlowChannel : public Channel {
  public:
   SlowChannel(milliseconds takes, std::atomic<int>& sendings)
@@ -43,18 +44,18 @@ class SlowChannel : public Channel {
     if (request.call == Call::kHeartbeat) {
       done({});
       const std::lock_guard lock(mutex_);
-      ++beats_;
+      ++heartbeats_;
       return changed_.notify_all();
     }
     ++sendings_;
     const milliseconds timeout(timeout_ms);
     const std::lock_guard lock(mutex_);
-    calls_.emplace_back([this, timeout, before = beats_, done = std::move(done)] {
+    calls_.emplace_back([this, timeout, before = heartbeats_, done = std::move(done)] {
       {
         std::unique_lock call_lock(mutex_);
         changed_.wait_for(call_lock, std::min(takes_, timeout), [this] { return closed_; });
         if (takes_ >= timeout)
-          changed_.wait(call_lock, [&] { return closed_ || beats_ > before + 1; });
+          changed_.wait(call_lock, [&] { return closed_ || heartbeats_ > before + 1; });
       }
       if (takes_ < timeout) return done({});
       done({.code = Code::kLost, .text = "the time is up"});
@@ -66,7 +67,7 @@ class SlowChannel : public Channel {
   std::atomic<int>& sendings_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int beats_ = 0;
+  int heartbeats_ = 0;
   bool closed_ = false;
   std::vector<std::jthread> calls_;
 };
@@ -76,7 +77,7 @@ LinkOptions slow_link() {
           .trainer = 0,
           .attempt_timeout = milliseconds(50),
           .server_timeout = milliseconds(30'000),
-          .beat_period = milliseconds(20)};
+          .heartbeat_period = milliseconds(20)};
 }
 
 TEST(ServerLinkTest, AnAnswerThatTakesLongerThanTheFirstAttemptArrives) {
@@ -111,10 +112,11 @@ TEST(ServerLinkTest, WhatIsNeverAnsweredIsAnErrorThoughTheServerLives) {
   EXPECT_EQ(answer.wait_for(std::chrono::seconds(20)), std::future_status::ready);
   link.reset();
   const std::string text = answer.get();
-  EXPECT_EQ(text.find("server 0 (slow): it lives, but gave no answer to a call for "), 0U) << text;
+  EXPECT_EQ(text.find("server 0 (slow): it is alive, but did not reply to a call for "), 0U)
+      << text;
 }
 
-// Answers joins and beats at once, all else when `go_on` is ready.
+// Answers joins and heartbeats at once, all else when `go_on` is ready.
 class HeldChannel : public Channel {
  public:
   explicit HeldChannel(std::shared_future<void> go_on) : go_on_(std::move(go_on)) {}
@@ -151,7 +153,7 @@ TEST(ServerLinkTest, ItSaysForWhomItWaitsWhileTheCallIsThere) {
   ASSERT_GE(said.size(), 2U);
   EXPECT_LE(static_cast<int64_t>(said.size()), (steady_clock::now() - began) / kPeriod)
       << "one a period";
-  EXPECT_EQ(said.front(), "server 0 (slow): waiting: no answer yet");
+  EXPECT_EQ(said.front(), "server 0 (slow): waiting: no reply yet");
 }
 
 // Lives, and has no room.
@@ -202,7 +204,7 @@ TEST(ServerLinkTest, AServerThatLostWhatItHadAcknowledgedIsNamed) {
   link.join(1);
   link.push(MessageWriter({}), 1).wait();
   EXPECT_EQ(message_of<c10::DistError>([&] { link.push(MessageWriter({}), 2).wait(); }),
-            "server 0 (slow): it was started again without push 1, which it had acknowledged: it "
+            "server 0 (slow): it restarted without push 1, which it had acknowledged: it "
             "has 0 of this trainer's");
 }
 
@@ -229,7 +231,7 @@ TEST(ClientTest, OneThreadPullsWhileAnotherPushes) {
   EXPECT_EQ(now, std::vector<float>(8, kPushes));
 }
 
-TEST(MergingExchangeTest, ItEndsAtOnceWhileItsPushWaitsForALostServer) {
+TEST(HalfAsyncCommunicatorTest, ItEndsAtOnceWhileItsPushWaitsForALostServer) {
   Cluster cluster(1);
   LinkOptions link = quick_link();
   link.max_in_flight_bytes = 1;
@@ -237,11 +239,11 @@ TEST(MergingExchangeTest, ItEndsAtOnceWhileItsPushWaitsForALostServer) {
   cluster.end(0);
   const std::vector<uint64_t> ids{1};
   const std::vector<float> gradient(2, -1);
-  auto exchange = make_merging_exchange(*client, 1);
+  auto communicator = make_half_async_communicator(*client, 1);
   // One is in flight, one waits for its credit, one for its turn.
-  for (int i = 0; i < 3; ++i) exchange->push({{0, ids, gradient}}, {});
+  for (int i = 0; i < 3; ++i) communicator->push({{0, ids, gradient}}, {});
   const auto began = steady_clock::now();
-  exchange.reset();
+  communicator.reset();
   EXPECT_LT(steady_clock::now() - began, std::chrono::seconds(15)) << "a server has 20 s";
 }
 
@@ -261,7 +263,7 @@ class RefusingChannel : public Channel {
   std::atomic<bool> refused_ = false;
 };
 
-TEST(GeoExchangeTest, APullThatFailsLeavesNoRowBehind) {
+TEST(GeoCommunicatorTest, APullThatFailsLeavesNoRowBehind) {
   Cluster cluster(1);
   JobOptions job = ledger_job(1, 1, Mode::kAsync);
   job.tables[0].rule = {.rule = Rule::kAdd};
@@ -269,13 +271,13 @@ TEST(GeoExchangeTest, APullThatFailsLeavesNoRowBehind) {
   Client client(
       {.servers = {"refusing"}, .trainer = 0, .link = quick_link()}, job,
       [&](int server) { return std::make_unique<RefusingChannel>(cluster.channel(server)); });
-  const auto exchange =
-      make_geo_exchange(client, {.table_rules = {{.rule = Rule::kSgd, .learning_rate = 1}}});
+  const auto communicator =
+      make_geo_communicator(client, {.table_rules = {{.rule = Rule::kSgd, .learning_rate = 1}}});
   const std::vector<uint64_t> ids{1, 2, 3};
   std::vector<float> rows(6), expected(6);
-  EXPECT_THROW(exchange->pull({{0, std::span(ids).first(2), std::span(rows).first(4)}}, {})(),
+  EXPECT_THROW(communicator->pull({{0, std::span(ids).first(2), std::span(rows).first(4)}}, {})(),
                c10::ValueError);
-  exchange->pull({{0, ids, rows}}, {})();
+  communicator->pull({{0, ids, rows}}, {})();
   const PullRows asked{0, ids, expected};
   client.pull(std::span(&asked, 1), {}).wait();
   EXPECT_EQ(rows, expected);

@@ -28,7 +28,7 @@ inline LinkOptions quick_link() {
   return {.attempt_timeout = std::chrono::milliseconds(300),
           .server_timeout = std::chrono::milliseconds(20'000),
           .trainer_timeout = std::chrono::milliseconds(20'000),
-          .beat_period = std::chrono::milliseconds(100)};
+          .heartbeat_period = std::chrono::milliseconds(100)};
 }
 
 /// Servers that are started, ended and started again.

@@ -26,16 +26,16 @@ TEST(ExportRowsTest, AFileHasEveryRowOrThoseSinceSortedById) {
   const TemporaryFolder folder;
   TableOptions options{.name = "clicks", .width = kWidth, .at_cap = AtCap::kSpill};
   options.memory_cap_bytes = 200 * row_bytes(options);
-  RowTable table(
-      options, std::make_unique<ColdStore>(folder / "cold",
-                                           ColdStore::Options{.width = kWidth, .state_width = 1}));
+  RowTable table(options,
+                 std::make_unique<SpillStore>(
+                     folder / "cold", SpillStore::Options{.width = kWidth, .state_width = 1}));
   auto pushes = some_pushes(60, 10'000, kWidth);
   for (Push& push : pushes) {
     for (uint64_t& id : push.ids) id *= 0x9e3779b97f4a7c15;
     apply(table, push);
   }
   const auto all = rows_of(table);
-  ASSERT_GT(table.statistics().cold_rows, 1000);
+  ASSERT_GT(table.statistics().spilled_rows, 1000);
   for (const uint32_t since : {0U, pushes[40].now}) {
     const std::string path = folder / "rows.safetensors";
     const ExportedRows exported = export_rows(table, path, since);

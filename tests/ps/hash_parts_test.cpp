@@ -21,8 +21,8 @@ TEST(IdHashTest, UnmixUndoesMix) {
   std::mt19937_64 random(1);
   for (int i = 0; i < 1000; ++i) {
     const uint64_t value = i < 64 ? uint64_t{1} << i : random();
-    EXPECT_EQ(unmix(mix(value)), value);
-    EXPECT_EQ(mix(unmix(value)), value);
+    EXPECT_EQ(inverse_splitmix64_finalizer(splitmix64_finalizer(value)), value);
+    EXPECT_EQ(splitmix64_finalizer(inverse_splitmix64_finalizer(value)), value);
   }
 }
 
@@ -53,7 +53,7 @@ TEST(HashPartsTest, HoldsWhatAMapWouldThroughRandomChanges) {
 
 TEST(HashPartsTest, ValuesOfOneKeyAreToldApartByTheCaller) {
   HashParts<32> parts;
-  const uint64_t hash = mix(5);
+  const uint64_t hash = splitmix64_finalizer(5);
   const uint64_t same_key = hash ^ uint64_t { 1 } << 60;  // Beyond the 40 bits that places keep.
   parts.insert(hash, 1);
   parts.insert(same_key, 2);
@@ -83,7 +83,7 @@ TEST(HashPartsTest, EveryValueIsFoundWhileSomePartsAreMuchLarger) {
   HashParts<32> parts;
   const auto hash_of = [](uint64_t i) {
     const uint64_t part = i % 8 != 0 ? 3 : i % HashParts<32>::kParts;
-    return mix(i) >> 8 << 8 | part;
+    return splitmix64_finalizer(i) >> 8 << 8 | part;
   };
   const uint64_t values = 200'000;
   for (uint64_t i = 1; i <= values; ++i) parts.insert(hash_of(i), i);
@@ -101,7 +101,8 @@ TEST(LeastKeysTest, FindsTheNthOfKeysThatShareManyDigits) {
     const uint64_t uses = 1 + random() % 3;
     const uint64_t seconds = uint64_t{1} << random() % 20;
     for (uint64_t id = 0; id < 3000; ++id) {
-      keys.push_back({(1 + random() % uses) << 32 | (1'700'000'000 + random() % seconds), mix(id)});
+      keys.push_back({(1 + random() % uses) << 32 | (1'700'000'000 + random() % seconds),
+                      splitmix64_finalizer(id)});
     }
     const auto scan = [&](const auto& visit) {
       for (const OrderKey& key : keys) visit(key);

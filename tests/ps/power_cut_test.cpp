@@ -148,7 +148,7 @@ void serve(const ServerOptions& options, const std::string& log_file, uint64_t s
     in_flight.pop_front();
     if (reply.code != Code::kOk) throw std::runtime_error("a push was refused: " + reply.text);
     ++shared.acknowledged;
-    if (options.acknowledge == Acknowledge::kLogged)  // As fast as syncs: many small tails.
+    if (options.durability == Durability::kLogged)  // As fast as syncs: many small tails.
       std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
   }
 }
@@ -201,11 +201,10 @@ class PowerCutTest : public testing::Test {
     while (::kill(-pid, 0) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
-  void run(Acknowledge acknowledge, int rounds, uint64_t seed) {
+  void run(Durability durability, int rounds, uint64_t seed) {
     std::mt19937_64 random(seed);
-    const ServerOptions options{.folder = folder_.path("server"),
-                                .acknowledge = acknowledge,
-                                .snapshot_log_bytes = 1 << 20};
+    const ServerOptions options{
+        .folder = folder_.path("server"), .durability = durability, .snapshot_log_bytes = 1 << 20};
     int64_t safe = 0;  // What must be there after the cut.
     std::map<std::string, int64_t> on_disk;
     for (int round = 0; round < rounds; ++round) {
@@ -217,7 +216,7 @@ class PowerCutTest : public testing::Test {
       safe = shared_.recovered;
       std::vector<int64_t> acknowledged;
       const auto end = Clock::now() +
-                       std::chrono::milliseconds(acknowledge == Acknowledge::kSynced
+                       std::chrono::milliseconds(durability == Durability::kSynced
                                                      ? random() % 60
                                                      : random() % (random() % 8 == 0 ? 6000 : 200));
       while (Clock::now() < end) {
@@ -225,10 +224,10 @@ class PowerCutTest : public testing::Test {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
       // In `synced` all that was acknowledged before the process was gone.
-      if (acknowledge == Acknowledge::kLogged && acknowledged.size() > kWindow)
+      if (durability == Durability::kLogged && acknowledged.size() > kWindow)
         safe = std::max(safe, acknowledged[acknowledged.size() - 1 - kWindow]);
       kill(std::exchange(process_, -1));
-      if (acknowledge == Acknowledge::kSynced) safe = shared_.acknowledged;
+      if (durability == Durability::kSynced) safe = shared_.acknowledged;
       cut_power(options.folder, on_disk, random);
       if (HasFailure()) return;
     }
@@ -257,11 +256,11 @@ uint64_t seed() {
 }
 
 TEST_F(PowerCutTest, ASyncedServerStartsAgainWithAllThatItAcknowledged) {
-  run(Acknowledge::kSynced, rounds(), seed());
+  run(Durability::kSynced, rounds(), seed());
 }
 
 TEST_F(PowerCutTest, ALoggedServerStartsAgainWithAllButTheLastMoments) {
-  run(Acknowledge::kLogged, rounds(), seed());
+  run(Durability::kLogged, rounds(), seed());
 }
 
 void append(UpdateLog& log, size_t bytes) {

@@ -337,7 +337,7 @@ TEST(RecoveryTest, AJobThatBeganWithoutTheCheckpointIsRefused) {
   cluster.end(0);
   cluster.options(0).load = folder;
   EXPECT_EQ(message_of<ConfigError>([&] { cluster.start(0); }),
-            cluster.folder(0) + ": its job went on without the checkpoint " + folder +
+            cluster.folder(0) + ": its job has continued without the checkpoint " + folder +
                 ": expected an empty folder");
 }
 
@@ -355,7 +355,7 @@ TEST(RecoveryTest, TheWrongFolderIsRefused) {
               Server({.server = 0,
                       .servers = 2,
                       .folder = cluster.folder(0),
-                      .acknowledge = Acknowledge::kApplied},
+                      .durability = Durability::kApplied},
                      log);
             }),
             cluster.folder(0) +
@@ -391,7 +391,7 @@ TEST(RecoveryTest, AFolderWhoseLogIsGoneIsNoNewOne) {
     return message_of<ConfigError>([&] { Server({.folder = cluster.folder(0)}, log); });
   };
   const std::string gone = cluster.folder(0) + ": its log is gone: expected the job that " +
-                           cluster.folder(0) + "/job.json is of; an empty folder begins anew";
+                           cluster.folder(0) + "/job.json is of; an empty folder starts a new job";
   for (const auto& entry : std::filesystem::directory_iterator(cluster.folder(0) + "/log"))
     std::filesystem::resize_file(entry.path(), 0);
   EXPECT_EQ(refusal(), gone);
@@ -441,7 +441,7 @@ TEST(RecoveryTest, ASnapshotWithoutItsLogIsRefused) {
   cluster.end(0);
   fs::remove_all(cluster.folder(0) + "/log");
   const std::string text = message_of<ConfigError>([&] { cluster.start(0); });
-  EXPECT_EQ(text.find(cluster.folder(0) + "/log: expected a log that goes on with record "), 0U)
+  EXPECT_EQ(text.find(cluster.folder(0) + "/log: expected a log that continues with record "), 0U)
       << text;
 }
 
@@ -522,7 +522,7 @@ TEST(RecoveryTest, WhatEarlierStartsLoggedCountsTowardsASnapshot) {
 }
 
 TEST(RecoveryTest, AServerThatAcknowledgesWhatIsAppliedHasLostAllAndSaysSo) {
-  Cluster cluster(1, {.acknowledge = Acknowledge::kApplied});
+  Cluster cluster(1, {.durability = Durability::kApplied});
   const auto client = cluster.client(0, ledger_job(1, 1, Mode::kAsync));
   std::vector<uint64_t> ids{1};
   std::vector<float> row(2, -1);
@@ -534,7 +534,7 @@ TEST(RecoveryTest, AServerThatAcknowledgesWhatIsAppliedHasLostAllAndSaysSo) {
               client->push(std::span(&pushed, 1), {});
               client->flush();
             }),
-            "server 0 (in-process:0): it was started again without what it had held");
+            "server 0 (in-process:0): it restarted without its state");
 }
 
 }  // namespace recovery_test

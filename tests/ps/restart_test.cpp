@@ -288,7 +288,7 @@ TEST_F(RestartTest, APushOfAStepThatClosedWithoutItIsRefused) {
   RawTrainer second(cluster_, job_, 1);
   const Reply reply = cluster_.ask(0, second.push(1, ids_[0]));
   EXPECT_EQ(reply.code, Code::kInvalid);
-  EXPECT_EQ(reply.text, "push: step 1 was closed without this trainer, which came at step 1");
+  EXPECT_EQ(reply.text, "push: step 1 was closed without this trainer, which joined after step 1");
   EXPECT_EQ(cluster_.ask(0, second.push(2, ids_[0])).code, Code::kOk);
 }
 

@@ -106,13 +106,13 @@ class Trainer {
 int main(int count, char** arguments) {
   if (count != 3) return 2;
   try {
-    const auto place = discover_role();
-    const auto number = static_cast<uint32_t>(place->trainer_id);
+    const auto info = role_from_environment();
+    const auto number = static_cast<uint32_t>(info->trainer_id);
     Trainer trainer(arguments[1], number);
     const bool is_first_round = std::string(std::getenv("COHORT_RESTART_COUNT")) == "0";
     const auto first = static_cast<uint32_t>(std::atoi(arguments[2]));
     if (!is_first_round && number != first) trainer.await("joined", first);
-    trainer.join(place->servers);
+    trainer.join(info->servers);
     if (is_first_round) trainer.first_round();
     trainer.say("joined");
     trainer.second_round();

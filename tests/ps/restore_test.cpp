@@ -47,7 +47,7 @@ class RestoreTest : public testing::TestWithParam<Mode> {
   int times_gone_back() const {
     const std::string log = cluster_.log();
     int times = 0;
-    for (size_t at = 0; (at = log.find("went back", at)) != std::string::npos; ++at) ++times;
+    for (size_t at = 0; (at = log.find("rolled back", at)) != std::string::npos; ++at) ++times;
     return times;
   }
 
@@ -126,7 +126,8 @@ TEST_P(RestoreTest, AProcessThatHadJoinedIsRefused) {
   EXPECT_EQ(rows(*again), then);
 }
 
-// In memory there is half of it: nobody trains on that, nor on servers of which one alone went back.
+// In memory there is half of it: nobody trains on that, nor on servers of which one alone went
+// back.
 TEST_P(RestoreTest, ADamagedCheckpointIsRefusedByFile) {
   const std::string good = cluster_.path("good");
   std::vector<float> then;
@@ -150,7 +151,7 @@ TEST_P(RestoreTest, ADamagedCheckpointIsRefusedByFile) {
   }
   ASSERT_NE(damaged, "");
   const std::string refused = message_of<ConfigError>([&] { join(saved_); });
-  EXPECT_NE(refused.find("it cannot go back: " + damaged), std::string::npos) << refused;
+  EXPECT_NE(refused.find("cannot roll back: " + damaged), std::string::npos) << refused;
   EXPECT_THROW(join(), c10::DistError);
   for (const int server : {0, 1}) cluster_.restart(server);
   if (GetParam() == Mode::kSync) {

@@ -33,9 +33,9 @@ class Environment {
   }
 };
 
-std::optional<RolePlace> role_of(const Variables& variables) {
+std::optional<RoleInfo> role_of(const Variables& variables) {
   const Environment environment(variables);
-  return discover_role();
+  return role_from_environment();
 }
 
 std::string error_of(const Variables& variables) {

@@ -119,7 +119,7 @@ TEST(RowTableTest, ARepeatedIdOfAPushIsUpdatedTwice) {
 TEST(RowTableTest, CountedIdsGetARowAtTheirNthPush) {
   TableOptions options = options_of(Rule::kAdd);
   options.initializer.kind = Initializer::Kind::kZeros;
-  options.admission = {.kind = Admission::Kind::kCount, .pushes = 3};
+  options.entry = {.kind = EntryPolicy::Kind::kCount, .pushes = 3};
   RowTable table(options);
   const std::vector<uint64_t> id = {42};
   const std::vector<float> gradient(kWidth, 1);
@@ -138,7 +138,7 @@ TEST(RowTableTest, CountedIdsGetARowAtTheirNthPush) {
 
 TEST(RowTableTest, EachPushAdmitsWithTheGivenProbability) {
   TableOptions options = options_of(Rule::kAdd);
-  options.admission = {.kind = Admission::Kind::kProbability, .probability = 0.25};
+  options.entry = {.kind = EntryPolicy::Kind::kProbability, .probability = 0.25};
   RowTable table(options);
   std::vector<uint64_t> ids(10000);
   std::iota(ids.begin(), ids.end(), 0);
@@ -197,7 +197,7 @@ TEST(RowTableTest, AFullTableDropsItsLeastUsedSixteenth) {
 
 TEST(RowTableTest, MemoryStaysBelowTheCap) {
   TableOptions options = capped(AtCap::kEvictLeastUsed, 50'000);
-  options.admission = {.kind = Admission::Kind::kCount, .pushes = 2};
+  options.entry = {.kind = EntryPolicy::Kind::kCount, .pushes = 2};
   RowTable table(options);
   std::vector<uint64_t> ids(10'000);
   const std::vector<float> gradients(ids.size() * kWidth, 1);
@@ -245,16 +245,16 @@ TEST(RowTableTest, BadInputIsNamed) {
   EXPECT_EQ(message_of<ConfigError>([&] { RowTable table(options); }),
             "table \"clicks\": width: expected 1 to 1048576 weights a row, found 0");
   options = options_of(Rule::kSgd);
-  options.admission.pushes = 257;
+  options.entry.pushes = 257;
   EXPECT_EQ(message_of<ConfigError>([&] { RowTable table(options); }),
-            "table \"clicks\": admission.pushes: expected 1 to 256, found 257");
+            "table \"clicks\": entry.pushes: expected 1 to 256, found 257");
   options = options_of(Rule::kSgd);
   options.rule.learning_rate = NAN;
   EXPECT_EQ(message_of<ConfigError>([&] { RowTable table(options); }),
             "table \"clicks\": learning_rate: expected a finite number above 0, found nan");
   options = capped(AtCap::kSpill, 100);
   EXPECT_EQ(message_of<ConfigError>([&] { RowTable table(options); }),
-            "table \"clicks\": at_cap spill: expected a cold store, found none");
+            "table \"clicks\": at_cap spill: expected a spill store, found none");
   RowTable table(options_of(Rule::kSgd));
   EXPECT_EQ(message_of<c10::ValueError>(
                 [&] { table.push(std::vector<uint64_t>(2), std::vector<float>(9), 1, 1); }),
@@ -272,7 +272,7 @@ TEST(RowTableTest, BadInputIsNamed) {
 TEST(TableOptionsTest, TextGivesTheSameOptions) {
   TableOptions options = capped(AtCap::kEvictLeastUsed, 100);
   options.rule = {.rule = Rule::kFtrl, .learning_rate = 0.1F, .schedule = {.decay = 1.0 / 3}};
-  options.admission = {.kind = Admission::Kind::kProbability, .probability = 0.7};
+  options.entry = {.kind = EntryPolicy::Kind::kProbability, .probability = 0.7};
   const std::string text = to_text(options);
   EXPECT_EQ(to_text(table_options_of(text)), text);
   EXPECT_EQ(table_options_of(text).rule.learning_rate, 0.1F);

@@ -1,4 +1,4 @@
-// Servers over gRPC: who may talk to them, and how much at once.
+// Servers over gRPC: which clients have access, and limits on messages.
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -84,7 +84,7 @@ class RpcTest : public testing::Test {
 
   const ScratchFolder folder_;
   const Log log_{LogOptions{.console = LogConsole::kNever}};
-  Server server_{{.acknowledge = Acknowledge::kApplied}, log_};
+  Server server_{{.durability = Durability::kApplied}, log_};
 };
 
 TEST_F(RpcTest, BothSidesShowACertificateOfOneAuthorityWithTheRightName) {
@@ -97,7 +97,7 @@ TEST_F(RpcTest, BothSidesShowACertificateOfOneAuthorityWithTheRightName) {
 
   const Reply misnamed = status(endpoint, authority.issue("misnamed", "somebody"));
   EXPECT_EQ(misnamed.code, Code::kFailed);
-  EXPECT_EQ(misnamed.text, "the caller's certificate bears no name that may talk to this server");
+  EXPECT_EQ(misnamed.text, "the caller's certificate has no name that is allowed here");
 
   // Of another authority: the handshake ends it, so the text is the library's.
   SecurityOptions foreign = stranger.issue("foreign", "cohort-trainer");
@@ -216,11 +216,11 @@ TEST_F(RpcTest, AServersCertificateBearsTheNameOfServers) {
   const Authority authority(folder_, "authority");
   SecurityOptions security = authority.issue("server", "cohort-trainer");
   EXPECT_EQ(refusal(security), security.certificate +
-                                   ": expected a certificate that bears the name cohort-server "
+                                   ": expected a certificate with the name cohort-server "
                                    "(--tls-server-names)");
   EXPECT_NO_THROW(make_rpc_channel({.endpoint = "127.0.0.1:1", .security = security}));
   security.server_names = {"a-server", "b-server"};
-  EXPECT_NE(refusal(security).find("bears the name a-server or b-server"), std::string::npos);
+  EXPECT_NE(refusal(security).find("with the name a-server or b-server"), std::string::npos);
   security.server_names.push_back("cohort-trainer");
   EXPECT_EQ(refusal(security), "");
 }

@@ -260,7 +260,7 @@ TEST(SaveTest, ACheckpointThatDoesNotGrowIsGivenUp) {
   initialise(*client);
   const std::string text =
       message_of<c10::DistError>([&] { client->save(cluster.path("checkpoint")); });
-  EXPECT_NE(text.find(" s: a checkpoint is written"), std::string::npos) << text;
+  EXPECT_NE(text.find(" s: a checkpoint is being written"), std::string::npos) << text;
 }
 
 TEST(SaveTest, WhatCannotBeginOrBeFinishedIsAnError) {
@@ -386,7 +386,7 @@ TEST(SaveTest, ACheckpointWithoutItsRowsOnDiskIsRefused) {
   {
     Cluster loaded(1, {.load = folder});
     EXPECT_EQ(message_of<c10::Error>([&] { loaded.client(0, spilling_job(1)); }),
-              "server 0 (in-process:0): cold store: expected a checkpoint, found no folder " +
+              "server 0 (in-process:0): spill store: expected a checkpoint, found no folder " +
                   (part / "cold.0").string());
   }
   // There, but empty.
@@ -408,8 +408,9 @@ TEST(SaveTest, ASnapshotWithoutItsRowsOnDiskIsRefused) {
   ASSERT_TRUE(fs::exists(snapshot));
   cluster.end(0);
   fs::rename(snapshot / "cold.0", cluster.path("elsewhere"));
-  EXPECT_EQ(message_of<ConfigError>([&] { cluster.start(0); }),
-            "cold store: expected a checkpoint, found no folder " + (snapshot / "cold.0").string());
+  EXPECT_EQ(
+      message_of<ConfigError>([&] { cluster.start(0); }),
+      "spill store: expected a checkpoint, found no folder " + (snapshot / "cold.0").string());
   fs::rename(cluster.path("elsewhere"), snapshot / "cold.0");
   cluster.start(0);
   const std::vector<uint64_t> ids{39'999};

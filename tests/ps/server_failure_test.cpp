@@ -173,7 +173,7 @@ TEST(ServerFailureTest, AJobThatNoTableCanServeIsRefusedBeforeItIsLogged) {
     EXPECT_NE(reply.text.find(text), std::string::npos) << reply.text;
   };
   refused([](JobOptions& job) { job.dense_rule.rule = Rule::kRowwiseAdagrad; }, "no such rule");
-  refused([](JobOptions& job) { job.tables[0].admission.pushes = 300; }, "admission.pushes");
+  refused([](JobOptions& job) { job.tables[0].entry.pushes = 300; }, "entry.pushes");
   refused([](JobOptions& job) { job.tables[0].memory_cap_bytes = 100; }, "memory_cap_bytes");
   refused([](JobOptions& job) { job.tables[0].at_cap = AtCap::kSpill; }, "at_cap");
   refused([](JobOptions& job) { job.tables[0].eviction.decay = 2; }, "eviction.decay");
@@ -186,7 +186,7 @@ TEST(ServerFailureTest, AJobThatNoTableCanServeIsRefusedBeforeItIsLogged) {
 
   // Where rows can go nowhere, because the server has no folder.
   const Log log(LogOptions{.console = LogConsole::kNever});
-  Server homeless({.acknowledge = Acknowledge::kApplied}, log);
+  Server homeless({.durability = Durability::kApplied}, log);
   JobOptions job = ledger_job(1, 1, Mode::kAsync);
   job.tables[0].memory_cap_bytes = 1 << 20;
   job.tables[0].at_cap = AtCap::kSpill;

@@ -20,7 +20,7 @@ LinkOptions options_of_link() {
   return {.endpoint = "test",
           .trainer = 0,
           .attempt_timeout = milliseconds(5'000),
-          .beat_period = milliseconds(20)};
+          .heartbeat_period = milliseconds(20)};
 }
 
 // A server that was started again without its state. Never says what its status is.
@@ -54,14 +54,14 @@ TEST(ServerLinkEndTest, WhatFailedToJoinAgainIsNotTriedForEver) {
   std::promise<void> said;
   int notices = 0;
   LinkOptions options = options_of_link();
-  options.notice_period = milliseconds(100);  // Five beats.
+  options.notice_period = milliseconds(100);  // Five heartbeats.
   options.on_wait = [&](const std::string&) {
     if (++notices == 4) said.set_value();
   };
   auto link = std::make_unique<ServerLink>(std::make_unique<EmptyServerChannel>(joins), options);
   link->join(1);
-  const Ticket held = link->begin({.call = Call::kStatus});
-  const std::string expected = "server 0 (test): it was started again without what it had held";
+  const ReplyFuture held = link->begin({.call = Call::kStatus});
+  const std::string expected = "server 0 (test): it restarted without its state";
   EXPECT_EQ(message_of<c10::DistError>([&] { link->push(MessageWriter({}), 1).wait(); }), expected);
   EXPECT_EQ(said.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
   EXPECT_EQ(joins, 2) << "the first, and the one that failed";
@@ -78,23 +78,23 @@ TEST(ServerLinkEndTest, WhatFailedToJoinAgainIsNotTriedForEver) {
 // Another process has this trainer's number. The server has no room for now.
 class ReplacedChannel : public Channel {
  public:
-  explicit ReplacedChannel(std::atomic<int>& beats) : beats_(beats) {}
+  explicit ReplacedChannel(std::atomic<int>& heartbeats) : heartbeats_(heartbeats) {}
 
   void send(const Request& request, int64_t /*timeout_ms*/, Done done) override {
     if (request.call == Call::kJoin) return done({});
     if (request.call != Call::kHeartbeat) return done({.code = Code::kBusy, .text = "no room"});
-    ++beats_;
+    ++heartbeats_;
     done({.code = Code::kReplaced, .text = "trainer 0: another process has joined"});
   }
 
  private:
-  std::atomic<int>& beats_;
+  std::atomic<int>& heartbeats_;
 };
 
-TEST(ServerLinkEndTest, ATrainerThatWasReplacedLearnsItFromItsBeats) {
-  std::atomic<int> beats{0};
-  auto link =
-      std::make_unique<ServerLink>(std::make_unique<ReplacedChannel>(beats), options_of_link());
+TEST(ServerLinkEndTest, ATrainerThatWasReplacedLearnsItFromItsHeartbeats) {
+  std::atomic<int> heartbeats{0};
+  auto link = std::make_unique<ServerLink>(std::make_unique<ReplacedChannel>(heartbeats),
+                                           options_of_link());
   link->join(1);
   auto answer = std::async(std::launch::async, [&] {
     return message_of<c10::DistError>([&] { link->push(MessageWriter({}), 1).wait(); });
@@ -102,7 +102,7 @@ TEST(ServerLinkEndTest, ATrainerThatWasReplacedLearnsItFromItsBeats) {
   EXPECT_EQ(answer.wait_for(std::chrono::seconds(20)), std::future_status::ready);
   link.reset();
   EXPECT_EQ(answer.get(), "server 0 (test): trainer 0: another process has joined");
-  EXPECT_EQ(beats, 1) << "no word more of a process that was replaced";
+  EXPECT_EQ(heartbeats, 1) << "no word more of a process that was replaced";
 }
 
 }  // namespace server_link_end_test

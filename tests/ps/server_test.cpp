@@ -160,7 +160,7 @@ TEST(ServerTest, ALostTrainerEndsTheJobByName) {
     }
   });
   EXPECT_TRUE(std::regex_match(
-      text, std::regex(R"(server 0 \(in-process:0\): trainer 1 was not heard of for \d+ s; )"
+      text, std::regex(R"(server 0 \(in-process:0\): trainer 1 sent nothing for \d+ s; )"
                        "its last push was number 1.*")))
       << text;
   EXPECT_LT(steady_clock::now() - began, std::chrono::seconds(15)) << "its call waits for 20 s";
@@ -172,20 +172,19 @@ TEST(ServerTest, AProcessThatWasReplacedDoesNotKeepItsSuccessorAlive) {
   const JobOptions job = ledger_job(1, 1, Mode::kAsync);
   const RawTrainer old(cluster, job, 0, 11);
   const RawTrainer successor(cluster, job, 0, 12);
-  const Request beat{
+  const Request heartbeat{
       .call = Call::kHeartbeat, .trainer = 0, .incarnation = old.joined.trainer_incarnation};
   const auto end = steady_clock::now() + std::chrono::seconds(20);
   std::string failure;
   while (failure.empty() && steady_clock::now() < end) {
-    const Reply reply = cluster.ask(0, beat);
+    const Reply reply = cluster.ask(0, heartbeat);
     if (reply.code == Code::kFailed) break;
     ASSERT_EQ(reply.code, Code::kReplaced);
     EXPECT_EQ(reply.text, "trainer 0: another process has joined under this number");
     for (const Request& late : {old.push(1), old.pull({1})}) cluster.ask(0, late);
     cluster.ask(0, {.call = Call::kStatus, .trainer = 0});
   }
-  EXPECT_EQ(status_of(cluster)["failure"].get<std::string>().find("trainer 0 was not heard of"),
-            0U);
+  EXPECT_EQ(status_of(cluster)["failure"].get<std::string>().find("trainer 0 sent nothing"), 0U);
 }
 
 // The answer to what was sent, which may have waited for longer than a server lets it.
@@ -230,7 +229,7 @@ TEST(ServerTest, WithoutALostTrainerStepsGoOnAndItIsToldSo) {
   const Reply reply = cluster.ask(0, lost.push(1));
   EXPECT_EQ(reply.code, Code::kReplaced);
   EXPECT_EQ(reply.text,
-            "trainer 1 has left, or was given up after it was silent for 3 s: start it again to join");
+            "trainer 1 has left, or was dropped after it was silent for 3 s: restart it to join");
 }
 
 // A server that stood still itself (here: a callback that holds its thread, elsewhere SIGSTOP, or
@@ -656,7 +655,7 @@ TEST(ServerTest, AServerThatComesBackAndGoesAgainIsGivenUpInTime) {
     client->push(std::span(&pushed, 1), {});
     client->flush();
   });
-  EXPECT_EQ(text.find("server 0 (in-process:0): no answer for "), 0U) << text;
+  EXPECT_EQ(text.find("server 0 (in-process:0): no reply for "), 0U) << text;
   EXPECT_LT(steady_clock::now() - began, std::chrono::seconds(20));
   over = true;
   ender.join();

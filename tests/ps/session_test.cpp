@@ -25,12 +25,11 @@ class Servers {
  public:
   explicit Servers(int count) {
     for (int server = 0; server < count; ++server) {
-      servers_.push_back(
-          std::make_unique<Server>(ServerOptions{.server = server,
-                                                 .servers = count,
-                                                 .acknowledge = Acknowledge::kApplied,
-                                                 .snapshot_log_bytes = 0},
-                                   log_));
+      servers_.push_back(std::make_unique<Server>(ServerOptions{.server = server,
+                                                                .servers = count,
+                                                                .durability = Durability::kApplied,
+                                                                .snapshot_log_bytes = 0},
+                                                  log_));
       rpc_.push_back(std::make_unique<RpcServer>(*servers_.back(), RpcServerOptions{}));
       endpoints_.push_back("127.0.0.1:" + std::to_string(rpc_.back()->port()));
     }
@@ -257,21 +256,21 @@ const TableOptions kCounts{.name = "counts",
                            .rule = {.rule = Rule::kSgd, .learning_rate = 1},
                            .initializer = {.kind = Initializer::Kind::kZeros}};
 
-TEST(SessionTest, EveryStepsGradientsReachTheirRowsAnnouncedOrNot) {
+TEST(SessionTest, EveryStepsGradientsReachTheirRowsPrefetchedOrNot) {
   const at::Tensor ids = at::tensor({1, 2, 3}, at::kLong);
-  for (const int announced_steps : {0, 1, 3}) {
+  for (const int prefetched_steps : {0, 1, 3}) {
     Session session(local_options());
     Embedding rows = session.embedding(kCounts);
     session.start();
     for (int step = 0; step < 3; ++step) {
-      if (step < announced_steps) rows->prefetch(ids);
+      if (step < prefetched_steps) rows->prefetch(ids);
       session.pull();
       const at::Tensor output = rows->forward(ids);
-      EXPECT_EQ(output[0][0].item<float>(), step) << announced_steps << " steps announced";
+      EXPECT_EQ(output[0][0].item<float>(), step) << prefetched_steps << " steps prefetched";
       (-output.sum()).backward();
       session.push();
     }
-    EXPECT_EQ(rows->forward(ids)[0][0].item<float>(), 3) << announced_steps << " steps announced";
+    EXPECT_EQ(rows->forward(ids)[0][0].item<float>(), 3) << prefetched_steps << " steps prefetched";
   }
 }
 
@@ -308,7 +307,7 @@ TEST(SessionTest, ItSaysForWhomItWaits) {
   const Servers servers(1);
   SessionOptions options = server_options(servers, Training::kSync, 0, 2);
   options.client.link.trainer_timeout = std::chrono::seconds(5);
-  options.client.link.beat_period = std::chrono::milliseconds(100);
+  options.client.link.heartbeat_period = std::chrono::milliseconds(100);
   options.client.link.notice_period = std::chrono::milliseconds(300);
   Session session(options);
   Model model(session);

@@ -1,4 +1,4 @@
-// Acknowledge::kSynced: what was answered, the disk has.
+// Durability::kSynced: acknowledged pushes are on the disk.
 #include <algorithm>
 #include <filesystem>
 #include <future>
@@ -34,7 +34,7 @@ int64_t unsynced_at_the_answer(Cluster& cluster, const Request& request) {
 }
 
 TEST(SyncedTest, WhateverIsAnsweredIsOnTheDisk) {
-  Cluster cluster(1, {.acknowledge = Acknowledge::kSynced});
+  Cluster cluster(1, {.durability = Durability::kSynced});
   const JobOptions job = ledger_job(1, 1, Mode::kAsync);
   const Request set_job{.call = Call::kJob, .trainer = 0, .text = job.to_json()};
   EXPECT_EQ(unsynced_at_the_answer(cluster, set_job), 0);
@@ -54,7 +54,7 @@ TEST(SyncedTest, APushOfAnEarlierStartIsOnTheDiskBeforeItIsAcknowledgedAgain) {
   RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
   ASSERT_EQ(cluster.ask(0, trainer.push(1)).code, Code::kOk);
   cluster.end(0);
-  cluster.options(0).acknowledge = Acknowledge::kSynced;
+  cluster.options(0).durability = Durability::kSynced;
   disk_calls::forget();
   cluster.start(0);
   trainer.header.server_incarnation = 2;

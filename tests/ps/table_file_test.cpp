@@ -40,11 +40,11 @@ bool every(uint64_t /*id*/) {
   return true;
 }
 
-TableOptions options_of(AtCap at_cap, int64_t cap_rows, const Admission& admission) {
+TableOptions options_of(AtCap at_cap, int64_t cap_rows, const EntryPolicy& entry) {
   TableOptions options{.name = "t",
                        .width = kWidth,
                        .rule = {.rule = Rule::kAdam},
-                       .admission = admission,
+                       .entry = entry,
                        .eviction = {.time_to_live_s = 40'000},
                        .at_cap = at_cap};
   options.memory_cap_bytes = cap_rows * row_bytes(options);
@@ -54,7 +54,7 @@ TableOptions options_of(AtCap at_cap, int64_t cap_rows, const Admission& admissi
 // Two tables get the same pushes and evictions; one goes through a file after each third of them.
 TEST(TableFileTest, ATableThatWentThroughAFileGoesOnAsIfItHadNot) {
   const TemporaryFolder folder;
-  using Kind = Admission::Kind;
+  using Kind = EntryPolicy::Kind;
   for (const TableOptions& options :
        {options_of(AtCap::kRefuse, 0, {}), options_of(AtCap::kRefuse, 300, {}),
         options_of(AtCap::kEvictLeastUsed, 300, {}),
@@ -78,13 +78,13 @@ TEST(TableFileTest, ATableThatWentThroughAFileGoesOnAsIfItHadNot) {
     EXPECT_GT(straight.statistics().evicted, 0);
     EXPECT_EQ(rows_of(straight), rows_of(*stored)) << to_text(options);
     EXPECT_EQ(counts_of(straight), counts_of(*stored)) << to_text(options);
-    EXPECT_EQ(counts_of(straight).empty(), options.admission.kind != Kind::kCount);
+    EXPECT_EQ(counts_of(straight).empty(), options.entry.kind != Kind::kCount);
   }
 }
 
 TEST(TableFileTest, WritingTakesNoMemory) {
   const TemporaryFolder folder;
-  RowTable table(options_of(AtCap::kRefuse, 0, {.kind = Admission::Kind::kCount, .pushes = 2}));
+  RowTable table(options_of(AtCap::kRefuse, 0, {.kind = EntryPolicy::Kind::kCount, .pushes = 2}));
   for (const Push& push : some_pushes(3000, 100'000, kWidth)) apply(table, push);
   ASSERT_GT(table.statistics().rows * 40, 1 << 20);  // Several blocks.
   TableFileWriter writer(table);
@@ -118,7 +118,7 @@ TEST(TableFileTest, AServerLoadsTheRowsThatItWants) {
 
 TEST(TableFileTest, EveryDamageIsRefusedWithFileAndOffset) {
   const TemporaryFolder folder;
-  RowTable table(options_of(AtCap::kRefuse, 0, {.kind = Admission::Kind::kCount, .pushes = 2}));
+  RowTable table(options_of(AtCap::kRefuse, 0, {.kind = EntryPolicy::Kind::kCount, .pushes = 2}));
   for (const Push& push : some_pushes(4, 60, kWidth, 10)) apply(table, push);
   const std::string path = folder / "table";
   write_table_file(table, path);

@@ -175,7 +175,7 @@ TEST(UpdateLogTest, SegmentsFollowEachOtherAndAMissingOneIsNamed) {
   // A snapshot never comes without the log behind it: with nothing there, records may be lost.
   EXPECT_NE(message_of<ConfigError>([&] {
               records_of(folder.path("log"), 31);
-            }).find("expected a log that goes on with record 31, found none"),
+            }).find("expected a log that continues with record 31, found none"),
             std::string::npos);
 }
 

@@ -38,7 +38,7 @@ class Servers {
         servers_.push_back(
             std::make_unique<ps::Server>(ps::ServerOptions{.server = id,
                                                            .servers = kNumServers,
-                                                           .acknowledge = ps::Acknowledge::kApplied,
+                                                           .durability = ps::Durability::kApplied,
                                                            .snapshot_log_bytes = 0},
                                          log_));
         rpc_.push_back(std::make_unique<ps::RpcServer>(*servers_.back(), ps::RpcServerOptions{}));

@@ -52,7 +52,7 @@ struct PendingPull::State {
   std::vector<std::span<float>> parameters;
   // Where the values of each section of a server's reply go.
   struct Part {
-    Ticket ticket;
+    ReplyFuture future;
     std::vector<uint32_t> blocks;
   };
   std::vector<Part> parts;  // By server.
@@ -113,7 +113,7 @@ uint64_t PendingPull::wait() {
   uint64_t steps = UINT64_MAX;
   for (size_t server = 0; server < state_->parts.size(); ++server) {
     auto& part = state_->parts[server];
-    const Reply reply = part.ticket.wait();
+    const Reply reply = part.future.wait();
     steps = std::min(steps, reply.steps);
     const Message message = state_->checked(server, reply);
     size_t number = 0;
@@ -171,15 +171,15 @@ Client::Client(const ClientOptions& options, const JobOptions& job, const Channe
   } catch (const ConfigError&) {
     throw;
   } catch (const c10::ValueError& error) {
-    throw ConfigError(one_line(error));  // Another job, say: no other start makes it this one.
+    throw ConfigError(one_line(error));  // Another job, for example: a restart does not help.
   }
 }
 
 Client::~Client() = default;
 
-// Before anything is set anywhere: a server that were to serve another's part would keep the job.
+// Before any server is changed: one that were given the wrong part would keep the job.
 void Client::check_numbers() {
-  std::vector<Ticket> answers;
+  std::vector<ReplyFuture> answers;
   for (auto& link : links_)
     answers.push_back(link->begin({.call = Call::kStatus, .trainer = options_.trainer}));
   for (size_t server = 0; server < answers.size(); ++server) {
@@ -191,14 +191,14 @@ void Client::check_numbers() {
 }
 
 void Client::restore(const std::string& checkpoint) {
-  std::vector<Ticket> answers;
+  std::vector<ReplyFuture> answers;
   for (auto& link : links_) {
     answers.push_back(link->begin({.call = Call::kRestore,
                                    .trainer = options_.trainer,
                                    .job = fingerprint_,
                                    .text = checkpoint}));
   }
-  for (Ticket& answer : answers) answer.wait();
+  for (ReplyFuture& answer : answers) answer.wait();
 }
 
 void Client::join() {
@@ -230,8 +230,8 @@ void Client::join() {
                     " is at step ", *least, ", ", options_.servers[most - steps.begin()],
                     " at step ", closed,
                     ": expected one step of all servers, which may go back to a checkpoint");
-  // Since it is a member everywhere no step closes without it. What one server has closed the
-  // others have the pushes of, its own among them; where it was no member it abstains.
+  // It is a member on every server, so no step closes without it. If one server has closed a step,
+  // the others have all pushes of it, its own among them; where it was not a member it abstains.
   step_ = closed;
   for (size_t server = 0; server < links_.size(); ++server) {
     while (sequences_[server] < closed)
@@ -239,7 +239,7 @@ void Client::join() {
   }
 }
 
-// Whether a step closes only when this trainer says that all servers have its push of it.
+// Whether a step closes only after this trainer confirms that all servers have its push.
 bool Client::confirms() const {
   return job_.mode == Mode::kSync && job_.servers > 1 && options_.trainer != kNoTrainer;
 }
@@ -265,7 +265,7 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
   TORCH_CHECK_VALUE(!parameters.empty() || parameters_.empty(), "initialise: expected ",
                     parameters_.size(), " parameters, got none");
   check_parameters("initialise", std::vector(parameters.begin(), parameters.end()));
-  // Here, before any server has its part: one that refused would leave the others initialised.
+  // Before any server gets its part: if one rejected it, the others would be initialised.
   for (size_t i = 0; job_.error_if_nonfinite && i < parameters.size(); ++i) {
     const auto values = parameters[i];
     const auto bad =
@@ -274,7 +274,7 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
                       ": expected finite values, got ", *bad, " at element ", bad - values.begin(),
                       " (error_if_nonfinite)");
   }
-  std::vector<Ticket> tickets;
+  std::vector<ReplyFuture> futures;
   for (int server = 0; server < job_.servers; ++server) {
     const auto shapes = block_shapes(server, true);
     if (shapes.empty()) continue;
@@ -284,10 +284,10 @@ void Client::initialise(std::span<const std::span<const float>> parameters) {
       const auto values = parameters[parameter_of_block_[shapes[i].table]];
       std::copy_n(values.begin() + block.begin, shapes[i].count, message.values(i).begin());
     }
-    tickets.push_back(
+    futures.push_back(
         links_[static_cast<size_t>(server)]->push(std::move(message), 0, 0, kInitialValues));
   }
-  for (Ticket& ticket : tickets) ticket.wait();
+  for (ReplyFuture& future : futures) future.wait();
   is_initialised_ = true;
 }
 
@@ -362,13 +362,13 @@ void Client::push(std::span<const PushRows> rows, std::vector<std::span<const fl
     check_rows("push", pushed.table, pushed.ids.size(), pushed.gradients.size());
     spreads.emplace_back(pushed.ids, static_cast<uint32_t>(job_.servers));
   }
-  whole_or_none([&] { send_push(rows, parameters, spreads); });
+  all_or_nothing([&] { send_push(rows, parameters, spreads); });
 }
 
 void Client::send_push(std::span<const PushRows> rows,
                        const std::vector<std::span<const float>>& parameters,
                        const std::vector<Spread>& spreads) {
-  // A refused push may have been told by a pull: no server gets the next one then.
+  // A pull may have reported a rejected push: then no server gets the next one.
   for (auto& link : links_) link->check_pushes();
   if (confirms()) await_acknowledged();
   const uint64_t confirmed = confirms() ? step() : 0;
@@ -405,20 +405,20 @@ void Client::send_push(std::span<const PushRows> rows,
     }
     const uint64_t sequence = job_.mode == Mode::kSync ? step() : sequences_[at] + 1;
     links_[at]->push(std::move(message), sequence, confirmed);
-    sequences_[at] = sequence;  // A pull meanwhile does not wait for what is not sent yet.
+    sequences_[at] = sequence;  // A concurrent pull does not wait for a push that is not sent yet.
   }
 }
 
 void Client::flush() {
-  whole_or_none([this] {
+  all_or_nothing([this] {
     await_acknowledged();
     if (!confirms()) return;
     for (auto& link : links_) link->confirm(step());
   });
 }
 
-// Where one server refused a push that others have, the next one would be their second.
-void Client::whole_or_none(const std::function<void()>& pushes) {
+// If one server rejected a push that others have, no server may get the next one.
+void Client::all_or_nothing(const std::function<void()>& pushes) {
   try {
     pushes();
   } catch (...) {
@@ -439,9 +439,9 @@ void Client::save(const std::string& folder) {
                   .step = step_,
                   .nonce = draw_nonce(),
                   .text = folder};
-  std::vector<Ticket> parts;
+  std::vector<ReplyFuture> parts;
   for (auto& link : links_) parts.push_back(link->begin(request));
-  for (Ticket& part : parts) part.wait();
+  for (ReplyFuture& part : parts) part.wait();
   request.call = Call::kFinishSave;
   links_.front()->call(request);
 }

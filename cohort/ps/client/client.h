@@ -1,4 +1,4 @@
-// A trainer's view of all servers of a job: parameters and rows, wherever they lie.
+// A trainer's access to all servers of a job: parameters and rows, on whichever server they are.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,12 +16,12 @@ namespace cohort::ps {
 
 struct ClientOptions {
   std::vector<std::string> servers;  ///< Endpoints, in the order of their numbers.
-  uint32_t trainer = 0;              ///< kNoTrainer: to look only.
+  uint32_t trainer = 0;              ///< kNoTrainer: reads only.
   SecurityOptions security;
   int connections = 1;  ///< To each server.
-  /// Trainer 0: the job goes back to this checkpoint of all servers, to its beginning ("") or
-  /// goes on (none). The servers see the folder. The other trainers join afterwards: a process that
-  /// had joined before is refused.
+  /// Trainer 0: rolls the job back to this checkpoint of all servers, or to its beginning ("").
+  /// None: the job continues. The servers must see the folder. The other trainers join afterwards:
+  /// a process that joined before is rejected.
   std::optional<std::string> restore;
   LinkOptions link;  ///< Timeouts and credits; number, endpoint and trainer are filled in.
 };
@@ -45,16 +45,17 @@ struct PushRows {
   std::span<const float> gradients{};  ///< [ids.size() x width]
 };
 
-/// Values under way.
+/// A pull in flight.
 class PendingPull {
  public:
   PendingPull(PendingPull&&) noexcept;
   PendingPull& operator=(PendingPull&&) noexcept;
   ~PendingPull();
-  /// Blocks until all servers answered, and puts the values into their places. Once.
+  /// Blocks until all servers have replied, and copies the values into the caller's spans. Call it
+  /// once.
   /// Returns: the least number of steps among the servers' states.
-  /// Errors: as Ticket::wait; c10::DistError also where an answer is not what was asked for:
-  /// nothing beyond the places that were given is ever written.
+  /// Errors: as ReplyFuture::wait; also c10::DistError if a reply does not match the request:
+  /// nothing outside the given spans is ever written.
   uint64_t wait();
 
  private:
@@ -70,37 +71,37 @@ class PendingPull {
 /// that had returned when it was called.
 class Client {
  public:
-  /// Way to a server: for tests, which need no network.
+  /// Makes the channel to a server; for tests without a network.
   using ChannelMaker = std::function<std::unique_ptr<Channel>(int server)>;
 
-  /// Connects and joins; trainer 0 hands the servers the job. Blocks until all servers answered and
-  /// know the job. Errors: ConfigError: options, servers that have another job, a checkpoint that
-  /// is none; c10::DistError: no answer.
+  /// Connects and joins; trainer 0 sends the job to the servers. Blocks until all servers have
+  /// replied and know the job. Errors: ConfigError: bad options, servers with another job, an
+  /// invalid checkpoint; c10::DistError: no reply.
   Client(const ClientOptions& options, const JobOptions& job, const ChannelMaker& channels = {});
-  /// Closes the connections without a word: the trainer then counts as lost.
+  /// Closes the connections without leaving: the trainer then counts as lost.
   ~Client();
 
   const JobOptions& job() const { return job_; }
   /// Dense parameters in the order of the job's blocks: what `parameters` below must be.
   const std::vector<ParameterSize>& parameters() const { return parameters_; }
 
-  /// Whether the servers wait for values of the dense parameters (they have none to go on with).
+  /// Whether the servers still need initial values of the dense parameters.
   bool needs_initial_values() const { return !is_initialised_; }
-  /// Hands them over. Blocks. Trainer 0 only; what others send is too late.
+  /// Sends the initial values. Blocks. Trainer 0 only.
   void initialise(std::span<const std::span<const float>> parameters);
 
   /// kSync: steps that this trainer has pushed or need not push; its next push is of step() + 1.
-  /// After the constructor: steps that are closed. All trainers that have come anew find the same
-  /// number there, and the parameters after it. One that comes back pushes what comes after it
-  /// again; a server that has that push already keeps the one it has.
+  /// After the constructor: the closed steps. All trainers that join find the same number, and the
+  /// parameters after it. A restarted trainer pushes the next step again; a server that has that
+  /// push already keeps the first one.
   uint64_t step() const { return step_; }
 
-  /// Where a program goes on whose earlier process was killed. kSync: steps that were closed since
+  /// The step after which a restarted program resumes. kSync: steps that were closed since
   /// the job began, with this trainer or without; kAsync: pushes of this trainer that all servers
-  /// have. 0 in a job that begins.
+  /// have. 0 in a new job.
   uint64_t pushed_before() const { return pushed_before_; }
 
-  /// Asks for rows, and for all parameters unless `parameters` is empty. kSync: of the state after
+  /// Requests rows, and all parameters unless `parameters` is empty. kSync: of the state after
   /// step() steps. Returns at once.
   PendingPull pull(std::span<const PullRows> rows, std::vector<std::span<float>> parameters,
                    bool is_prediction = false);
@@ -108,25 +109,27 @@ class Client {
   /// Pushes gradients: of rows, and of all parameters unless `parameters` is empty. kSync: closes
   /// this trainer's step. Blocks only while too many bytes are in flight; kSync with several
   /// servers: until all of them have acknowledged the push before, and so does pull().
-  /// Errors: as Ticket::wait, of this or an earlier push. Servers may then have different parts of
-  /// a push, so that none gets another one: every later push and flush fails.
+  /// Errors: as ReplyFuture::wait, of this or an earlier push. The servers may then have different
+  /// parts of a push: every later push and flush fails.
   void push(std::span<const PushRows> rows, std::vector<std::span<const float>> parameters);
-  /// Waits until every push is acknowledged; kSync: and says so, so that steps can close that no
-  /// pull follows. Errors: as push.
+  /// Waits until every push is acknowledged; kSync: also confirms them, so that steps can close
+  /// that no pull follows. Errors: as push.
   void flush();
-  /// Ends calls of `push` and `flush` that block in other threads, and all later ones, with
+  /// Makes calls of `push` and `flush` that block in other threads, and all later ones, throw
   /// c10::DistError.
   void give_up_pushes();
 
   /// Writes a checkpoint of all servers after step() steps to `folder`, a path that they all see.
-  /// What `folder` held before loads until the new one is whole. Blocks. One trainer calls it; with
-  /// others training on in kAsync, servers write theirs at different moments.
+  /// The previous checkpoint in `folder` stays loadable until the new one is complete. Blocks. One
+  /// trainer calls it; with others training on in kAsync, servers write theirs at different
+  /// moments.
   void save(const std::string& folder);
   /// One line of JSON a server. Blocks.
   std::vector<std::string> status();
   /// Ends the servers. Blocks.
   void stop_servers();
-  /// Flushes, and says that no push will come any more: steps close without this trainer. Blocks.
+  /// Flushes, and tells the servers that no more pushes follow: steps close without this trainer.
+  /// Blocks.
   void leave();
 
  private:
@@ -137,7 +140,7 @@ class Client {
   void join();
   bool confirms() const;
   void await_acknowledged();
-  void whole_or_none(const std::function<void()>& pushes);
+  void all_or_nothing(const std::function<void()>& pushes);
   void send_push(std::span<const PushRows> rows,
                  const std::vector<std::span<const float>>& parameters,
                  const std::vector<Spread>& spreads);

@@ -18,7 +18,7 @@ void DistinctIds::assign(std::span<const int64_t> ids, const int64_t* padding) {
       continue;
     }
     const auto id = static_cast<uint64_t>(ids[i]);
-    size_t place = mix(id) & mask;
+    size_t place = splitmix64_finalizer(id) & mask;
     while (places_[place] != 0 && ids_[static_cast<size_t>(places_[place] - 1)] != id)
       place = (place + 1) & mask;
     if (places_[place] == 0) {

@@ -20,7 +20,7 @@ namespace {
 
 constexpr milliseconds kFirstPause{20};
 constexpr milliseconds kLongestPause{1'000};
-constexpr milliseconds kClocksDiffer{5};
+constexpr milliseconds kClockTolerance{5};
 
 int64_t seconds_since(steady_clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::seconds>(steady_clock::now() - time).count();
@@ -28,7 +28,7 @@ int64_t seconds_since(steady_clock::time_point time) {
 
 [[noreturn]] void fail(const Reply& reply) {
   if (reply.code == Code::kInvalid) C10_THROW_ERROR(ValueError, reply.text);
-  // No peer is lost: the same disk would be full for a job that starts again, too.
+  // No peer is lost: a restarted job would find the same full disk.
   if (reply.code == Code::kNotWritten) C10_THROW_ERROR(Error, reply.text);
   C10_THROW_ERROR(DistError, reply.text);
 }
@@ -40,7 +40,7 @@ uint64_t draw_nonce() {
   return uint64_t{random()} << 32 | random() | 1;
 }
 
-struct Ticket::State {
+struct ReplyFuture::State {
   Request request;
   Header header;  // Of pushes and pulls, to be sealed again after a restart.
   int64_t push_bytes = 0;
@@ -57,14 +57,14 @@ struct Ticket::State {
   Reply reply;
 };
 
-Ticket::Ticket(std::shared_ptr<State> state) : state_(std::move(state)) {}
+ReplyFuture::ReplyFuture(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-bool Ticket::is_done() const {
+bool ReplyFuture::is_done() const {
   const std::lock_guard lock(state_->mutex);
   return state_->done;
 }
 
-Reply Ticket::wait() {
+Reply ReplyFuture::wait() {
   std::unique_lock lock(state_->mutex);
   state_->changed.wait(lock, [this] { return state_->done; });
   if (state_->reply.code != Code::kOk) fail(state_->reply);
@@ -74,7 +74,7 @@ Reply Ticket::wait() {
 // Shared with the callbacks of calls under way, which may outlive the link.
 class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
  public:
-  using Operation = std::shared_ptr<Ticket::State>;
+  using Operation = std::shared_ptr<ReplyFuture::State>;
 
   Worker(std::unique_ptr<Channel> channel, const LinkOptions& options)
       : options_(options), channel_(std::move(channel)) {}
@@ -102,7 +102,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   }
 
   Operation begin(Request request) {
-    auto operation = std::make_shared<Ticket::State>();
+    auto operation = std::make_shared<ReplyFuture::State>();
     operation->request = std::move(request);
     start(operation);
     return operation;
@@ -110,7 +110,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
 
   Operation begin(Call call, MessageWriter message, uint64_t sequence, uint64_t step,
                   uint32_t flags) {
-    auto operation = std::make_shared<Ticket::State>();
+    auto operation = std::make_shared<ReplyFuture::State>();
     {
       const std::lock_guard lock(mutex_);
       operation->header = {.kind = call == Call::kPush ? MessageKind::kPush : MessageKind::kPull,
@@ -144,7 +144,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
                           .job = job,
                           .nonce = draw_nonce(),
                           .text = text};
-    Reply reply = Ticket(begin(request)).wait();
+    Reply reply = ReplyFuture(begin(request)).wait();
     const std::lock_guard lock(mutex_);
     joined_ = true;
     server_incarnation_ = reply.server_incarnation;
@@ -159,7 +159,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       request.incarnation = trainer_incarnation_;
       confirmed_ = std::max(confirmed_, step);
     }
-    Ticket(begin(std::move(request))).wait();
+    ReplyFuture(begin(std::move(request))).wait();
   }
 
   void flush() {
@@ -177,7 +177,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     {
       const std::lock_guard lock(mutex_);
       if (failure_.code == Code::kOk)
-        failure_ = {.code = Code::kLost, .text = name() + ": the pushes were given up"};
+        failure_ = {.code = Code::kLost, .text = name() + ": the pushes were abandoned"};
     }
     credit_.notify_all();
   }
@@ -187,9 +187,9 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     {
       const std::lock_guard lock(mutex_);
       request.incarnation = trainer_incarnation_;
-      joined_ = false;  // No beats, which would be those of a stranger.
+      joined_ = false;  // No heartbeats: the server would reject them now.
     }
-    Ticket(begin(std::move(request))).wait();
+    ReplyFuture(begin(std::move(request))).wait();
   }
 
  private:
@@ -197,11 +197,11 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return "server " + std::to_string(options_.server) + " (" + options_.endpoint + ")";
   }
 
-  std::string silence(const std::string& last_word) const {
-    return "no answer for " + std::to_string(seconds_since(last_answer_)) + " s: " + last_word;
+  std::string no_reply_text(const std::string& last_word) const {
+    return "no reply for " + std::to_string(seconds_since(last_answer_)) + " s: " + last_word;
   }
 
-  // This process has no part in the job any more: what waits and what comes is told `why`.
+  // This process is no longer part of the job: waiting and later requests fail with `why`.
   void end(Code code, const std::string& why) {
     end_ = {.code = code, .text = name() + ": " + why};
     must_join_ = false;
@@ -216,7 +216,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
 
   void await_credit(int64_t bytes) {
     std::unique_lock lock(mutex_);
-    // One push always goes, however large.
+    // A single push is always sent, however large.
     credit_.wait(lock, [&] {
       return in_flight_bytes_ == 0 || in_flight_bytes_ + bytes <= options_.max_in_flight_bytes ||
              failure_.code != Code::kOk;
@@ -249,7 +249,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       last_progress_ = steady_clock::now();
       last_word_.clear();
       in_flight_bytes_ -= operation->push_bytes;
-      // A push that failed is a hole in the count: nothing can follow it.
+      // A failed push leaves a gap in the sequence: no later push can be applied.
       if (reply.code != Code::kOk && operation->request.call == Call::kPush &&
           failure_.code == Code::kOk)
         failure_ = {.code = reply.code, .text = reply.text};
@@ -266,8 +266,8 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   void answered(const Operation& operation, Reply reply) {
     const auto now = steady_clock::now();
     // The deadline's clock may be a little ahead of this one.
-    const bool late =
-        reply.code == Code::kLost && now - operation->sent_at >= operation->timeout - kClocksDiffer;
+    const bool late = reply.code == Code::kLost &&
+                      now - operation->sent_at >= operation->timeout - kClockTolerance;
     std::unique_lock lock(mutex_);
     if (reply.code != Code::kLost) last_answer_ = now;
     switch (reply.code) {
@@ -276,7 +276,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       case Code::kReplaced:
       case Code::kFailed:
       case Code::kNotWritten:
-        if (operation->request.call == Call::kPush) hurry_next_push(now);
+        if (operation->request.call == Call::kPush) retry_next_push_now(now);
         if (operation->request.call == Call::kPush && reply.code == Code::kOk)
           acknowledged_ = std::max(acknowledged_, operation->header.sequence);
         lock.unlock();
@@ -323,10 +323,10 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     if (stopped_ || was_last ||
         now - std::max(last_answer_, operation->began) > options_.server_timeout) {
       const std::string text = was_last && last_answer_ > operation->sent_at
-                                   ? name() + ": it lives, but gave no answer to a call for " +
+                                   ? name() + ": it is alive, but did not reply to a call for " +
                                          std::to_string(seconds_since(operation->began)) +
                                          " s: " + reply.text
-                                   : name() + ": " + silence(reply.text);
+                                   : name() + ": " + no_reply_text(reply.text);
       lock.unlock();
       return finish(operation, {.code = Code::kLost, .text = text});
     }
@@ -336,12 +336,12 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     changed_.notify_all();
   }
 
-  static milliseconds longer_pause(const Ticket::State& operation) {
+  static milliseconds longer_pause(const ReplyFuture::State& operation) {
     return std::clamp(2 * operation.pause, kFirstPause, kLongestPause);
   }
 
-  // Where a server had no room, the push that it can take next does not wait for its turn.
-  void hurry_next_push(steady_clock::time_point now) {
+  // Once a server has space, the push that it can take next is retried at once.
+  void retry_next_push_now(steady_clock::time_point now) {
     Operation next;
     for (const Operation& operation : waiting_) {
       if (operation->request.call != Call::kPush) continue;
@@ -359,7 +359,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
                           .job = job_,
                           .incarnation = trainer_incarnation_};
     lock.unlock();
-    auto answer = std::make_shared<Ticket::State>();
+    auto answer = std::make_shared<ReplyFuture::State>();
     channel_->send(request, options_.attempt_timeout.count(), [answer](Reply reply) {
       const std::lock_guard answer_lock(answer->mutex);
       answer->reply = std::move(reply);
@@ -373,7 +373,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     lock.lock();
     const Reply& reply = answer->reply;
     if (reply.code == Code::kOk && reply.last_sequence < acknowledged_) {
-      end(Code::kFailed, "it was started again without push " + std::to_string(acknowledged_) +
+      end(Code::kFailed, "it restarted without push " + std::to_string(acknowledged_) +
                              ", which it had acknowledged: it has " +
                              std::to_string(reply.last_sequence) + " of this trainer's");
     } else if (reply.code == Code::kOk) {
@@ -381,24 +381,24 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       server_incarnation_ = reply.server_incarnation;
       last_answer_ = steady_clock::now();
     } else if (reply.code == Code::kNotYet) {
-      end(Code::kFailed, "it was started again without what it had held");
+      end(Code::kFailed, "it restarted without its state");
     } else if (reply.code == Code::kLost &&
                steady_clock::now() - last_answer_ > options_.server_timeout) {
-      end(Code::kLost, silence(reply.text));
+      end(Code::kLost, no_reply_text(reply.text));
     } else if (reply.code != Code::kLost && reply.code != Code::kBusy) {
       end(reply.code, reply.text);
     }
   }
 
-  // Under the lock, which sending does without.
-  Request beat() const {
+  // Needs the lock; sending does not.
+  Request heartbeat() const {
     return {.call = Call::kHeartbeat,
             .trainer = options_.trainer,
             .incarnation = trainer_incarnation_,
             .step = confirmed_};
   }
 
-  void send_beat(const Request& request) {
+  void send_heartbeat(const Request& request) {
     auto self = shared_from_this();
     channel_->send(request, options_.attempt_timeout.count(), [self](const Reply& reply) {
       const std::lock_guard lock(self->mutex_);
@@ -408,7 +408,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   }
 
   // Gives a message the server's present incarnation.
-  void readdress(Ticket::State& operation) {
+  void update_incarnation(ReplyFuture::State& operation) {
     if (!operation.request.message || operation.header.server_incarnation == server_incarnation_)
       return;
     operation.header.server_incarnation = server_incarnation_;
@@ -430,18 +430,18 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return due;
   }
 
-  // What to say of a wait, once a period.
+  // The notice about a wait, once a period.
   std::optional<std::string> notice(steady_clock::time_point now) {
     if (open_ == 0 || now - last_progress_ < options_.notice_period) return std::nullopt;
     last_progress_ = now;
-    return name() + ": waiting: " + (last_word_.empty() ? "no answer yet" : last_word_);
+    return name() + ": waiting: " + (last_word_.empty() ? "no reply yet" : last_word_);
   }
 
   void run(const std::stop_token& stop) {
-    auto next_beat = steady_clock::now() + options_.beat_period;
+    auto next_heartbeat = steady_clock::now() + options_.heartbeat_period;
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {
-      auto until = next_beat;
+      auto until = next_heartbeat;
       for (const Operation& operation : waiting_) until = std::min(until, operation->retry_at);
       if (must_join_) until = std::min(until, steady_clock::now() + milliseconds(100));
       changed_.wait_until(lock, until, [&] {
@@ -466,13 +466,14 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         lock.lock();
       }
       const auto due = take_due(now);
-      for (const Operation& operation : due) readdress(*operation);
-      const bool beats = joined_ && options_.trainer != kNoTrainer && now >= next_beat;
-      if (now >= next_beat) next_beat = now + options_.beat_period;
-      const Request present = beat();
+      for (const Operation& operation : due) update_incarnation(*operation);
+      const bool is_heartbeat_due =
+          joined_ && options_.trainer != kNoTrainer && now >= next_heartbeat;
+      if (now >= next_heartbeat) next_heartbeat = now + options_.heartbeat_period;
+      const Request present = heartbeat();
       lock.unlock();
       for (const Operation& operation : due) send(operation);
-      if (beats) send_beat(present);
+      if (is_heartbeat_due) send_heartbeat(present);
       lock.lock();
     }
   }
@@ -490,7 +491,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   uint64_t server_incarnation_ = 0;
   uint64_t trainer_incarnation_ = 0;
   uint64_t acknowledged_ = 0;  // The last push.
-  uint64_t confirmed_ = 0;     // The last step that all servers have, as far as was said here.
+  uint64_t confirmed_ = 0;     // The last step that was confirmed here.
   bool joined_ = false;
   bool must_join_ = false;
   bool stopped_ = false;
@@ -510,8 +511,8 @@ ServerLink::~ServerLink() {
   worker_->stop();
 }
 
-Ticket ServerLink::begin(Request request) {
-  return Ticket(worker_->begin(std::move(request)));
+ReplyFuture ServerLink::begin(Request request) {
+  return ReplyFuture(worker_->begin(std::move(request)));
 }
 
 Reply ServerLink::call(Request request) {
@@ -526,13 +527,14 @@ void ServerLink::confirm(uint64_t step) {
   worker_->confirm(step);
 }
 
-Ticket ServerLink::push(MessageWriter message, uint64_t sequence, uint64_t confirmed,
-                        uint32_t flags) {
-  return Ticket(worker_->begin(Call::kPush, std::move(message), sequence, confirmed, flags));
+ReplyFuture ServerLink::push(MessageWriter message, uint64_t sequence, uint64_t confirmed,
+                             uint32_t flags) {
+  return ReplyFuture(worker_->begin(Call::kPush, std::move(message), sequence, confirmed, flags));
 }
 
-Ticket ServerLink::pull(MessageWriter message, uint64_t sequence, uint64_t step, uint32_t flags) {
-  return Ticket(worker_->begin(Call::kPull, std::move(message), sequence, step, flags));
+ReplyFuture ServerLink::pull(MessageWriter message, uint64_t sequence, uint64_t step,
+                             uint32_t flags) {
+  return ReplyFuture(worker_->begin(Call::kPull, std::move(message), sequence, step, flags));
 }
 
 void ServerLink::flush() {

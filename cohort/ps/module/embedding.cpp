@@ -6,7 +6,7 @@
 #include <torch/types.h>
 #include <vector>
 
-#include "cohort/ps/module/looked_up_rows.h"
+#include "cohort/ps/module/prefetched_rows.h"
 
 namespace cohort::ps {
 
@@ -18,8 +18,8 @@ using torch::autograd::variable_list;
 // One forward's way from a batch's rows to its output: groups of ids (one id each without pooling)
 // are summed, and a mean divides.
 struct LookUp : torch::CustomClassHolder {
-  std::shared_ptr<LookedUpRows> rows;
-  std::shared_ptr<LookedUpRows::Batch> batch;
+  std::shared_ptr<PrefetchedRows> rows;
+  std::shared_ptr<PrefetchedRows::Batch> batch;
   int64_t group = 1;  // Ids of an output row.
   Pooling pooling = Pooling::kNone;
 
@@ -80,7 +80,7 @@ struct LookUpFunction : torch::autograd::Function<LookUpFunction> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const auto capsule = context->saved_data["look_up"].toCapsule();
     const auto& look_up = static_cast<const LookUp&>(*capsule);
-    LookedUpRows::Batch& batch = *look_up.batch;
+    PrefetchedRows::Batch& batch = *look_up.batch;
     if (batch.gradients.empty()) {
       batch.gradients.assign(batch.weights.size(), 0.0f);
       look_up.rows->used().push_back(look_up.batch);
@@ -103,12 +103,12 @@ struct LookUpFunction : torch::autograd::Function<LookUpFunction> {
 
 }  // namespace
 
-EmbeddingImpl::EmbeddingImpl(std::shared_ptr<LookedUpRows> rows, int64_t width,
+EmbeddingImpl::EmbeddingImpl(std::shared_ptr<PrefetchedRows> rows, int64_t width,
                              const EmbeddingOptions& options)
     : rows_(std::move(rows)), width_(width), options_(options) {}
 
 void EmbeddingImpl::prefetch(const at::Tensor& ids) {
-  rows_->announce(ids, options_.padding_id ? &*options_.padding_id : nullptr);
+  rows_->prefetch(ids, options_.padding_id ? &*options_.padding_id : nullptr);
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {

@@ -17,31 +17,32 @@ struct EmbeddingOptions {
   std::optional<int64_t> padding_id;
 };
 
-class LookedUpRows;
+class PrefetchedRows;
 
-/// Looks up rows by 64-bit id. A batch's distinct ids travel once, whatever their number; backward
-/// sums the gradients of an id, and Session::push sends them.
+/// Looks up rows by 64-bit id. Each distinct id of a batch is sent once; backward sums the
+/// gradients of an id, and Session::push sends them.
 ///
 /// Made by Session::embedding. In evaluation (eval()) rows that are not there are zeros and none is
 /// made; there is no backward then. Threads: one.
 class EmbeddingImpl : public torch::nn::Module {
  public:
-  EmbeddingImpl(std::shared_ptr<LookedUpRows> rows, int64_t width, const EmbeddingOptions& options);
+  EmbeddingImpl(std::shared_ptr<PrefetchedRows> rows, int64_t width,
+                const EmbeddingOptions& options);
 
-  /// Announces the ids of the next forward: the next Session::pull brings them, to be used until
-  /// the push or pull after it. `ids_N...`: int64, any shape, on the CPU.
+  /// Prefetches the rows of the next forward: the next Session::pull receives them. They are valid
+  /// until the push or pull after it. `ids_N...`: int64, any shape, on the CPU.
   void prefetch(const at::Tensor& ids);
 
   /// Rows of `ids` [N...], int64 on the CPU -> float32 [N..., width]; with pooling over the last
-  /// dimension of ids -> [N..., width] without it. Ids that were not announced for this step are
-  /// asked for now, and waited for; so are those of predictions. Among the ranks of a host
+  /// dimension of ids -> [N..., width] without it. Rows that were not prefetched for this step are
+  /// pulled now, which blocks; so are those of predictions. Among the ranks of a host
   /// (SessionOptions::host) that is collective.
   at::Tensor forward(const at::Tensor& ids);
 
   int64_t width() const { return width_; }
 
  private:
-  std::shared_ptr<LookedUpRows> rows_;
+  std::shared_ptr<PrefetchedRows> rows_;
   int64_t width_;
   EmbeddingOptions options_;
 };

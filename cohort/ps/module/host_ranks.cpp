@@ -29,7 +29,7 @@ std::optional<Training> server_training(const std::string& strategy) {
 }
 
 void refuse_servers(const std::string& strategy) {
-  const auto role = discover_role();
+  const auto role = role_from_environment();
   if (!role || role->servers.empty()) return;
   throw ConfigError("--strategy " + strategy + " uses no parameter servers, and " +
                     std::to_string(role->servers.size()) +
@@ -54,18 +54,18 @@ HostRanks host_ranks(const comm::ProcessGroup& group) {
               }};
 }
 
-TrainerPlace place_among_servers(const comm::ProcessGroup& group, Training training,
-                                 const SecurityOptions& security, int ranks_per_trainer) {
-  TrainerPlace place;
-  place.session = with_environment({.training = training});
-  place.session.client.security = security;
-  if (place.session.trainers != group.size() || place.session.trainer != group.rank()) {
+TrainerInfo trainer_info_from_environment(const comm::ProcessGroup& group, Training training,
+                                          const SecurityOptions& security, int ranks_per_trainer) {
+  TrainerInfo info;
+  info.session = with_environment({.training = training});
+  info.session.client.security = security;
+  if (info.session.trainers != group.size() || info.session.trainer != group.rank()) {
     throw ConfigError("PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM: expected this process's rank " +
                       std::to_string(group.rank()) + " of " + std::to_string(group.size()) +
-                      ", got " + std::to_string(place.session.trainer) + " of " +
-                      std::to_string(place.session.trainers));
+                      ", got " + std::to_string(info.session.trainer) + " of " +
+                      std::to_string(info.session.trainers));
   }
-  if (ranks_per_trainer == 1) return place;
+  if (ranks_per_trainer == 1) return info;
   if (ranks_per_trainer < 1 || group.size() % ranks_per_trainer != 0) {
     throw ConfigError("--ps-host-ranks " + std::to_string(ranks_per_trainer) +
                       ": expected a divisor of the number of ranks, " +
@@ -75,12 +75,12 @@ TrainerPlace place_among_servers(const comm::ProcessGroup& group, Training train
     std::vector<int> ranks(static_cast<size_t>(ranks_per_trainer));
     std::iota(ranks.begin(), ranks.end(), first);
     auto members = group.subgroup(ranks, "trainer");
-    if (members) place.host = std::move(members);
+    if (members) info.host = std::move(members);
   }
-  place.session.trainer /= ranks_per_trainer;
-  place.session.trainers /= ranks_per_trainer;
-  place.session.host = host_ranks(place.host);
-  return place;
+  info.session.trainer /= ranks_per_trainer;
+  info.session.trainers /= ranks_per_trainer;
+  info.session.host = host_ranks(info.host);
+  return info;
 }
 
 }  // namespace cohort::ps

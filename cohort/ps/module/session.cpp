@@ -9,7 +9,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/log.h"
 #include "cohort/ps/client/local_channel.h"
-#include "cohort/ps/module/looked_up_rows.h"
+#include "cohort/ps/module/prefetched_rows.h"
 #include "cohort/ps/role.h"
 #include "cohort/ps/row_merger.h"
 
@@ -42,7 +42,7 @@ SessionOptions checked(SessionOptions options) {
                       ": expected -1, only async has a bound, got " + name_of(options.training));
   if (options.training != Training::kLocal) {
     if (!options.load.empty())
-      throw ConfigError("session: with servers it is they who load a checkpoint (" + options.load +
+      throw ConfigError("session: with servers, the servers load a checkpoint (" + options.load +
                         "), by `cohort ps server --load`");
     return options;
   }
@@ -67,17 +67,17 @@ Training training_named(const std::string& name) {
 }
 
 SessionOptions with_environment(SessionOptions options) {
-  const auto place = discover_role();
-  if (!place)
+  const auto info = role_from_environment();
+  if (!info)
     throw ConfigError(
         "PADDLE_TRAINING_ROLE, PADDLE_PSERVERS_IP_PORT_LIST, PADDLE_TRAINERS_NUM and "
-        "PADDLE_TRAINER_ID: expected a trainer's place among parameter servers; `cohort run "
+        "PADDLE_TRAINER_ID: expected the variables of a trainer with servers; `cohort run "
         "--servers N --trainers M -- PROGRAM` sets them");
-  if (place->role != Role::kTrainer)
+  if (info->role != Role::kTrainer)
     throw ConfigError("PADDLE_TRAINING_ROLE: expected TRAINER, this is a server's environment");
-  options.servers = place->servers;
-  options.trainer = place->trainer_id;
-  options.trainers = place->trainers;
+  options.servers = info->servers;
+  options.trainer = info->trainer_id;
+  options.trainers = info->trainers;
   return options;
 }
 
@@ -86,9 +86,9 @@ class Session::Work {
   explicit Work(const SessionOptions& options) : options_(checked(options)) {}
 
   Embedding embedding(const TableOptions& table, const EmbeddingOptions& options) {
-    TORCH_CHECK_VALUE(!exchange_, "session: tables are added before start()");
+    TORCH_CHECK_VALUE(!communicator_, "session: tables are added before start()");
     const auto number = static_cast<uint32_t>(tables_.size());
-    auto rows = std::make_shared<LookedUpRows>(
+    auto rows = std::make_shared<PrefetchedRows>(
         table, [this, number](std::span<const uint64_t> ids, std::span<float> weights,
                               bool prediction) { fetch(number, ids, weights, prediction); });
     tables_.push_back(rows);
@@ -96,7 +96,7 @@ class Session::Work {
   }
 
   void add(const std::string& name, const torch::nn::Module& module) {
-    TORCH_CHECK_VALUE(!exchange_, "session: modules are added before start()");
+    TORCH_CHECK_VALUE(!communicator_, "session: modules are added before start()");
     for (const auto& parameter : module.named_parameters()) {
       const at::Tensor& value = parameter.value();
       if (!value.requires_grad()) continue;
@@ -112,7 +112,7 @@ class Session::Work {
   }
 
   void start() {
-    TORCH_CHECK_VALUE(!exchange_, "session: it was started before");
+    TORCH_CHECK_VALUE(!communicator_, "session: it was started before");
     make_plan();
     const JobOptions job = job_options();
     ClientOptions client = options_.client;
@@ -121,20 +121,20 @@ class Session::Work {
     if (!client.link.on_wait)
       client.link.on_wait = [this](const std::string& line) { log_.warn(line); };
     if (options_.host.rank > 0) {
-      // Rank 0 talks.
+      // Rank 0 has the client.
     } else if (options_.training == Training::kLocal) {
       local_ = std::make_shared<Server>(
           ServerOptions{
-              .load = options_.load, .acknowledge = Acknowledge::kApplied, .snapshot_log_bytes = 0},
+              .load = options_.load, .durability = Durability::kApplied, .snapshot_log_bytes = 0},
           log_);
       client_ = std::make_unique<Client>(
           client, job, [this](int) { return std::make_unique<LocalChannel>(local_); });
     } else {
       client_ = std::make_unique<Client>(client, job);
     }
-    exchange_ = client_ ? make_exchange() : nullptr;
+    communicator_ = client_ ? make_communicator() : nullptr;
     if (options_.host.size > 1)
-      exchange_ = make_host_exchange(job, options_.host, std::move(exchange_));
+      communicator_ = make_host_communicator(job, options_.host, std::move(communicator_));
     if (options_.trainer == 0 && client_ && client_->needs_initial_values()) {
       std::vector<std::span<const float>> values;
       for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
@@ -145,32 +145,32 @@ class Session::Work {
   }
 
   void start_pull() {
-    TORCH_CHECK_VALUE(exchange_, "session: start() comes first");
+    TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
     TORCH_CHECK_VALUE(!finish_pull_, "session: a pull is under way already");
     std::vector<PullRows> rows;
     arriving_.assign(tables_.size(), nullptr);
     for (uint32_t number = 0; number < tables_.size(); ++number) {
-      auto& announced = tables_[number]->announced();
-      if (!announced) continue;
-      arriving_[number] = std::move(announced);
-      announced = nullptr;
+      auto& prefetched = tables_[number]->prefetched();
+      if (!prefetched) continue;
+      arriving_[number] = std::move(prefetched);
+      prefetched = nullptr;
       rows.push_back({number, arriving_[number]->distinct.ids(), arriving_[number]->weights});
     }
     std::vector<std::span<float>> values;
     for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
-    finish_pull_ = exchange_->pull(std::move(rows), std::move(values));
+    finish_pull_ = communicator_->pull(std::move(rows), std::move(values));
   }
 
   void pull() {
     if (!finish_pull_) start_pull();
     std::exchange(finish_pull_, nullptr)();
-    // Rows of an earlier pull are out of date, also where none were announced for this one.
+    // Rows of an earlier pull are out of date, also where none were prefetched for this one.
     for (size_t number = 0; number < tables_.size(); ++number)
       tables_[number]->ready() = std::move(arriving_[number]);
   }
 
   void push() {
-    TORCH_CHECK_VALUE(exchange_, "session: start() comes first");
+    TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
     std::vector<PushRows> rows;
     for (uint32_t number = 0; number < tables_.size(); ++number) rows.push_back(rows_of(number));
     std::vector<std::span<const float>> values;
@@ -180,7 +180,7 @@ class Session::Work {
       gradient = gradient.contiguous();
       values.push_back(values_of(gradient));
     }
-    exchange_->push(std::move(rows), std::move(values));
+    communicator_->push(std::move(rows), std::move(values));
     ++steps_;
     for (at::Tensor& parameter : learning_) parameter.mutable_grad() = at::Tensor();
     for (auto& table : tables_) table->forget();
@@ -192,13 +192,13 @@ class Session::Work {
   }
 
   int64_t steps_before() const {
-    TORCH_CHECK_VALUE(exchange_, "session: start() comes first");
+    TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
     const bool counts =
         options_.training == Training::kSync || options_.training == Training::kAsync;
     return client_ && counts ? static_cast<int64_t>(client_->pushed_before()) : 0;
   }
 
-  void flush() { exchange_->flush(); }
+  void flush() { communicator_->flush(); }
 
   void finish() {
     flush();
@@ -206,7 +206,7 @@ class Session::Work {
   }
 
   void save(const std::string& folder) {
-    exchange_->flush();
+    communicator_->flush();
     if (client_) client_->save(folder);
   }
 
@@ -257,22 +257,22 @@ class Session::Work {
     return job;
   }
 
-  std::unique_ptr<Exchange> make_exchange() {
+  std::unique_ptr<Communicator> make_communicator() {
     if (options_.training == Training::kHalfAsync)
-      return make_merging_exchange(*client_, options_.max_merge);
-    if (options_.training != Training::kGeo) return make_direct_exchange(*client_);
+      return make_half_async_communicator(*client_, options_.max_merge);
+    if (options_.training != Training::kGeo) return make_direct_communicator(*client_);
     GeoOptions geo{.dense_rule = options_.dense_rule,
                    .steps = options_.geo_steps,
                    .trainers = options_.trainers};
     for (const auto& table : tables_) geo.table_rules.push_back(table->table().rule);
-    return make_geo_exchange(*client_, geo);
+    return make_geo_communicator(*client_, geo);
   }
 
-  // Rows that nobody announced.
+  // Rows that were not prefetched.
   void fetch(uint32_t number, std::span<const uint64_t> ids, std::span<float> weights,
              bool prediction) {
-    TORCH_CHECK_VALUE(exchange_, "session: start() comes before forward");
-    exchange_->pull({{number, ids, weights}}, {}, prediction)();
+    TORCH_CHECK_VALUE(communicator_, "session: start() comes before forward");
+    communicator_->pull({{number, ids, weights}}, {}, prediction)();
   }
 
   // The gradients of a table's rows since the last push. Several batches become one.
@@ -295,15 +295,15 @@ class Session::Work {
                       .level = LogLevel::kWarn,
                       .console = LogConsole::kAlways}};
   Plan plan_;
-  std::vector<std::shared_ptr<LookedUpRows>> tables_;
+  std::vector<std::shared_ptr<PrefetchedRows>> tables_;
   std::vector<std::string> names_;
   std::vector<at::Tensor> parameters_;  // Values, without autograd.
   std::vector<at::Tensor> learning_;    // The same, with gradients.
   std::shared_ptr<Server> local_;
   std::unique_ptr<Client> client_;
-  std::unique_ptr<Exchange> exchange_;
+  std::unique_ptr<Communicator> communicator_;
   std::function<void()> finish_pull_;
-  std::vector<std::shared_ptr<LookedUpRows::Batch>> arriving_;
+  std::vector<std::shared_ptr<PrefetchedRows::Batch>> arriving_;
   std::map<uint32_t, RowMerger> mergers_;
   int64_t steps_ = 0;
 };

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "cohort/ps/client/client.h"
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 #include "cohort/ps/module/embedding.h"
 #include "cohort/ps/plan.h"
 
@@ -35,9 +35,9 @@ namespace cohort::ps {
 enum class Training {
   kLocal,      ///< No servers: rows and parameters in this process, updated by the same rules.
   kSync,       ///< Each step waits for all trainers; equal to one process on all their batches.
-  kAsync,      ///< Each push takes effect at once; nobody waits.
-  kHalfAsync,  ///< As kAsync, from a thread of its own, which sums pushes that wait to be sent.
-  kGeo,        ///< Steps are local; every so many, what changed is added up on the servers.
+  kAsync,      ///< Each push takes effect at once; no trainer waits.
+  kHalfAsync,  ///< As kAsync, but a thread sends the pushes and sums those that wait.
+  kGeo,        ///< Steps are local; every `geo_steps`, changes are added on the servers.
 };
 
 /// "local", "sync" ... Errors: ConfigError that lists the names.
@@ -54,12 +54,12 @@ struct SessionOptions {
   std::string load;            ///< kLocal: a checkpoint to begin with, of any number of servers.
   int64_t max_staleness = -1;  ///< See JobOptions; -1 except for kAsync.
   int64_t max_merge = 20;      ///< kHalfAsync: pushes summed into one.
-  int64_t geo_steps = 100;     ///< kGeo: local steps between two exchanges.
+  int64_t geo_steps = 100;     ///< kGeo: local steps between two synchronisations.
   SplitMethod split_method = round_robin();
   bool slice_var_up = true;
   int64_t min_block_size = 8192;
   /// The ranks of a host are one trainer (`trainer` counts hosts then), of which rank 0 talks to
-  /// the servers: hierarchical reduction. One rank: no such thing.
+  /// the servers: hierarchical reduction. One rank: unused.
   HostRanks host;
   /// Security, timeouts, connections. Without a `link.on_wait` waits are warnings on stderr.
   ClientOptions client;
@@ -85,20 +85,21 @@ class Session {
   /// start(). Those that need no gradient stay as they are, everywhere.
   void add(const std::string& name, const torch::nn::Module& module);
 
-  /// Joins. Trainer 0's values are what all begin with, unless the servers have some already.
+  /// Joins the job. All trainers begin with trainer 0's values, unless the servers have some
+  /// already.
   void start();
 
-  /// Brings parameters, and the rows of the ids that were announced (Embedding::prefetch), up to
-  /// date. kSync: after all trainers' last step.
+  /// Pulls the parameters and the prefetched rows (Embedding::prefetch). kSync: after all trainers'
+  /// last step.
   void pull();
-  /// Begins what pull() then finishes, so that it travels while the caller computes: parameters and
-  /// rows keep their values until then. kSync: may be called after push() only.
+  /// Starts a pull that pull() completes, so that it overlaps with computation: parameters and rows
+  /// keep their values until then. kSync: may be called after push() only.
   void start_pull();
   /// Sends the gradients of the parameters (undefined ones count 0) and of the rows that forward()
   /// looked up since the last push, and forgets them and the rows.
   void push();
 
-  /// Where the program goes on, after start(): 0 in a job that begins. kSync: steps that were
+  /// The step from which the program resumes, after start(): 0 in a new job. kSync: steps that were
   /// closed since the job began, with this trainer or without; kAsync: this trainer's own that all
   /// servers have. A program whose step s is a function of s then ends as if it had not been
   /// killed:
@@ -107,7 +108,7 @@ class Session {
   ///
   /// 0 with the other kinds, whose pushes are no steps. Errors: c10::ValueError before start().
   int64_t steps_before() const;
-  /// Steps so far (of the job, for a trainer that came back).
+  /// Steps so far (of the job, for a restarted trainer).
   int64_t step() const;
   /// Waits until all that was pushed is acknowledged.
   void flush();

@@ -108,8 +108,8 @@ void check_server_name(const SecurityOptions& security, const PemFiles& files) {
     names += (names.empty() ? "" : " or ") + name;
   }
   if (!names.empty())
-    throw ConfigError(security.certificate + ": expected a certificate that bears the name " +
-                      names + " (--tls-server-names)");
+    throw ConfigError(security.certificate + ": expected a certificate with the name " + names +
+                      " (--tls-server-names)");
 }
 
 }  // namespace cohort::ps

@@ -5,8 +5,8 @@
 
 namespace cohort::ps {
 
-/// Errors say in one line what gRPC says in several of its own, which then do not appear. Whoever
-/// sets GRPC_VERBOSITY sees them. Of the whole process; any number of times.
+/// Silences gRPC's own lines, which errors repeat in one. Set GRPC_VERBOSITY to see them. Affects
+/// the whole process; may be called repeatedly.
 inline void quiet_grpc() {
   if (std::getenv("GRPC_VERBOSITY") == nullptr) gpr_set_log_function([](gpr_log_func_args*) {});
 }

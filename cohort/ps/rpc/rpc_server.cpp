@@ -29,7 +29,7 @@ using Base =
         ParameterServer::WithRawCallbackMethod_Pull<ParameterServer::Service>>>;
 
 // More wait with their sender.
-constexpr int kMostCallsOfAConnection = 128;
+constexpr int kMaxCallsOfConnection = 128;
 
 // By its number: a name that begins with 127 may be anybody's.
 bool is_local(const std::string& endpoint) {
@@ -77,14 +77,14 @@ struct RpcServer::Service : Base {
   std::string job_secret;
   std::unique_ptr<grpc::Server> grpc_server;
 
-  // Returns why the caller is refused; OK if it is not.
-  grpc::Status judge(const CallbackServerContext& context) const {
+  // Returns OK, or why the caller is rejected.
+  grpc::Status authorize(const CallbackServerContext& context) const {
     if (!has_secret(context))
       return {grpc::StatusCode::PERMISSION_DENIED,
               "the caller does not have the job's secret (--job-secret-file, COHORT_JOB_SECRET)"};
-    if (!bears_a_name(context))
+    if (!is_authorized(context))
       return {grpc::StatusCode::PERMISSION_DENIED,
-              "the caller's certificate bears no name that may talk to this server"};
+              "the caller's certificate has no name that is allowed here"};
     return grpc::Status::OK;
   }
 
@@ -95,8 +95,8 @@ struct RpcServer::Service : Base {
            equal_secrets({found->second.data(), found->second.size()}, job_secret);
   }
 
-  // Whether the caller's certificate bears a name that may talk to servers.
-  bool bears_a_name(const CallbackServerContext& context) const {
+  // Whether the caller's certificate has an allowed name.
+  bool is_authorized(const CallbackServerContext& context) const {
     if (!security.tls()) return true;
     const auto peer = context.auth_context();
     for (const char* property : {GRPC_X509_CN_PROPERTY_NAME, GRPC_X509_SAN_PROPERTY_NAME}) {
@@ -114,7 +114,7 @@ struct RpcServer::Service : Base {
   ServerUnaryReactor* Control(CallbackServerContext* context, const ControlRequest* asked,
                               ControlReply* answer) override {
     auto* const reactor = context->DefaultReactor();
-    if (const grpc::Status refusal = judge(*context); !refusal.ok()) {
+    if (const grpc::Status refusal = authorize(*context); !refusal.ok()) {
       reactor->Finish(refusal);
       return reactor;
     }
@@ -145,7 +145,7 @@ struct RpcServer::Service : Base {
   ServerUnaryReactor* hot(Call call, CallbackServerContext* context, const ByteBuffer* asked,
                           ByteBuffer* answer) {
     auto* const reactor = context->DefaultReactor();
-    if (const grpc::Status refusal = judge(*context); !refusal.ok()) {
+    if (const grpc::Status refusal = authorize(*context); !refusal.ok()) {
       reactor->Finish(refusal);
       return reactor;
     }
@@ -199,7 +199,7 @@ RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
   builder.RegisterService(service_.get());
   builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   builder.SetMaxSendMessageSize(-1);
-  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMostCallsOfAConnection);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxCallsOfConnection);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);

@@ -1,21 +1,21 @@
-// Who may talk to whom.
+// Authentication of clients and servers.
 #pragma once
 #include <string>
 #include <vector>
 
 namespace cohort::ps {
 
-/// Mutual TLS: both sides show a certificate of one authority, and look at the name in the other's.
-/// Paths of PEM files; all empty: no TLS, and then servers listen on this host alone.
+/// Mutual TLS: both sides present a certificate of one authority, and check the name in the
+/// other's. Paths of PEM files; all empty: no TLS, and then servers listen on this host alone.
 ///
-/// A secret of the job beside it: a server that has one refuses calls without it.
+/// In addition a job can have a secret: a server that has one rejects calls without it.
 struct SecurityOptions {
   std::string authority;    ///< The authority's certificate.
   std::string certificate;  ///< One's own.
   std::string key;          ///< One's own.
   /// Names (common name or subject alternative name) of certificates: roles rather than hosts. A
-  /// server lets in who bears one of either list, and bears one of `server_names` itself; a client
-  /// expects the first of `server_names`.
+  /// server accepts clients with a name of either list, and has one of `server_names` itself; a
+  /// client expects the first of `server_names`.
   std::vector<std::string> server_names{"cohort-server"};
   std::vector<std::string> trainer_names{"cohort-trainer"};
 

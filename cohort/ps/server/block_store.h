@@ -1,4 +1,4 @@
-// One block of a dense parameter and its optimizer, wherever they live.
+// One block of a dense parameter and its optimizer, on the host or a device.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -26,7 +26,7 @@ class BlockStore {
   virtual void update(int64_t step, std::span<const float> gradient) = 0;
 };
 
-/// Makes a block of so many elements: zeros, and the state that the rule begins with.
+/// Makes a block of `elements` zeros, with the rule's initial state.
 using BlockMaker =
     std::function<std::unique_ptr<BlockStore>(const RuleOptions& rule, int64_t elements)>;
 

@@ -26,7 +26,7 @@ using std::chrono::steady_clock;
 
 // After a snapshot that failed, most likely for want of room: the tries take a small part of the
 // disk's time, and what they write is mostly not there.
-constexpr std::chrono::seconds kLeastPause{1};
+constexpr std::chrono::seconds kMinPause{1};
 constexpr int kPauseFactor = 10;
 
 const std::string kSnapshot = "snapshot.";
@@ -124,7 +124,7 @@ uint64_t next_incarnation(const std::string& folder) {
 DurableState::DurableState(const ServerOptions& options, const Log& log)
     : options_(options), log_(log), state_(empty_state()) {
   if (options_.folder.empty()) {
-    TORCH_CHECK_VALUE(options_.acknowledge == Acknowledge::kApplied,
+    TORCH_CHECK_VALUE(options_.durability == Durability::kApplied,
                       "server: without a folder there is no log");
     if (!options_.load.empty()) saved_folders(options_.load);
     incarnation_ = 1;
@@ -150,14 +150,14 @@ void DurableState::set_job(const JobOptions& job) {
 }
 
 ParameterState DurableState::empty_state() const {
-  const std::string cold =
+  const std::string spill_folder =
       options_.folder.empty() ? "" : (fs::path(options_.folder) / "cold").string();
-  return {options_.server, cold, options_.make_block};
+  return {options_.server, spill_folder, options_.make_block};
 }
 
 // Tells a folder whose log is gone from a new one: the log is to outlive a power cut before it.
 void DurableState::note_job() {
-  if (options_.acknowledge == Acknowledge::kApplied || options_.folder.empty()) return;
+  if (options_.durability == Durability::kApplied || options_.folder.empty()) return;
   const fs::path path = job_path(options_.folder);
   if (fs::exists(path)) return;
   update_log_->sync();
@@ -165,7 +165,7 @@ void DurableState::note_job() {
 }
 
 void DurableState::load_checkpoint(const std::string& checkpoint) {
-  state_.begin_with(checkpoint);
+  state_.load_checkpoint(checkpoint);
   write_snapshot();
   log_.info("began with a checkpoint", {{"folder", checkpoint}, {"steps", state_.steps()}});
 }
@@ -201,7 +201,7 @@ void DurableState::restore(const std::string& checkpoint) {
   }
 }
 
-// Somebody else's folder is left as it is.
+// A folder that is not a server's is left as it is.
 void DurableState::check_kind() const {
   bool is_empty = true;
   for (const auto& entry : fs::directory_iterator(options_.folder)) {
@@ -232,14 +232,13 @@ void DurableState::check_owner() const {
   } else {
     write_atomically(path, own + "\n");
   }
-  if (options_.acknowledge == Acknowledge::kApplied &&
-      fs::exists(fs::path(options_.folder) / "log"))
+  if (options_.durability == Durability::kApplied && fs::exists(fs::path(options_.folder) / "log"))
     throw ConfigError(options_.folder +
                       ": it has a log, which a server that acknowledges what is applied would "
                       "forget");
 }
 
-// Without a power cut the system's cache has outlived the server's process.
+// Without a power cut the system's cache survives the server's process.
 PowerCut DurableState::power_cut() const {
   std::string id;
   if (std::ifstream file(boot_path(options_.folder)); file) std::getline(file, id);
@@ -258,7 +257,7 @@ void DurableState::recover() {
     if (entry.path().extension() == ".unfinished") fs::remove_all(entry.path());
   }
   uint64_t replayed = 0;
-  if (options_.acknowledge != Acknowledge::kApplied) {
+  if (options_.durability != Durability::kApplied) {
     update_log_.emplace((fs::path(options_.folder) / "log").string(), last_number_ + 1,
                         [&](const Record& record) {
                           state_.apply(record);
@@ -268,17 +267,18 @@ void DurableState::recover() {
                         },
                         power_cut());
     if (!update_log_->cut_off_text().empty())
-      log_.warn("a power cut took the end of the log: it goes on behind its last whole record",
-                {{"cut off", update_log_->cut_off_text()}, {"record", last_number_}});
+      log_.warn(
+          "a power cut damaged the end of the log: it continues after its last complete record",
+          {{"cut off", update_log_->cut_off_text()}, {"record", last_number_}});
     write_atomically(boot_path(options_.folder).string(), boot_id() + "\n");
   }
-  // What an earlier start had only logged is acknowledged when it comes again.
+  // Pushes that an earlier start had logged but not synced are acknowledged when they are repeated.
   unsynced_ = replayed > 0;
   sync();
   const fs::path job = job_path(options_.folder);
   if (!state_.job() && fs::exists(job))
     throw ConfigError(options_.folder + ": its log is gone: expected the job that " + job.string() +
-                      " is of; an empty folder begins anew");
+                      " is of; an empty folder starts a new job");
   if (last_number_ == 0) return;
   note_job();
   if (!snapshots.empty() && !options_.load.empty())
@@ -287,7 +287,7 @@ void DurableState::recover() {
   if (snapshots.empty() && !options_.load.empty()) {
     // The record of the job is the first; a server that ended behind it has not loaded yet.
     if (last_number_ > 1)
-      throw ConfigError(options_.folder + ": its job went on without the checkpoint " +
+      throw ConfigError(options_.folder + ": its job has continued without the checkpoint " +
                         options_.load + ": expected an empty folder");
     load_checkpoint(options_.load);
   }
@@ -335,7 +335,7 @@ uint64_t DurableState::append(const Record& record) {
 }
 
 void DurableState::sync() {
-  if (options_.acknowledge != Acknowledge::kSynced || !unsynced_) return;
+  if (options_.durability != Durability::kSynced || !unsynced_) return;
   update_log_->sync();
   unsynced_ = false;
 }
@@ -368,7 +368,7 @@ void DurableState::begin_snapshot() {
   const auto try_later = [this, began] {
     const auto now = steady_clock::now();
     next_snapshot_ =
-        now + std::max<steady_clock::duration>(kLeastPause, kPauseFactor * (now - began));
+        now + std::max<steady_clock::duration>(kMinPause, kPauseFactor * (now - began));
   };
   try {
     update_log_->begin_segment();

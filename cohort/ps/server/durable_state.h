@@ -1,4 +1,4 @@
-// A server's state with what makes it outlive the process: the update log and snapshots.
+// A server's state and what keeps it on disk: the update log and snapshots.
 //
 //   FOLDER/lock                    held while a server runs
 //   FOLDER/server                  whose it is: "0 of 2"
@@ -7,8 +7,8 @@
 //   FOLDER/log/                    update_log.h
 //   FOLDER/snapshot.<number>/      the state after record <number> (ParameterState::save)
 //
-// A snapshot is written by a forked child: what it sees is the state at one moment, and the server
-// goes on meanwhile. It counts when it has its name, by a rename; then what it replaces is removed.
+// A forked child writes a snapshot: it sees the state of one moment while the server continues. A
+// rename makes the snapshot valid; then the files that it replaces are removed.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -43,18 +43,19 @@ class DurableState {
   /// Begins `job`: with the checkpoint that the options name, or from nothing.
   /// Errors: as change; ConfigError that names what is missing or damaged in the checkpoint.
   void set_job(const JobOptions& job);
-  /// Goes back to `checkpoint`, one of all servers of the job, or to the job's beginning (""), as a
-  /// new incarnation that no trainer has joined. The folder then holds that state or the one
-  /// before. Errors: ConfigError that names what is missing or damaged: the state in memory may be
-  /// half of it then, and must not be used, that in the folder is the one before.
+  /// Rolls back to `checkpoint`, one of all servers of the job, or to the job's beginning (""), as
+  /// a new incarnation that no trainer has joined. The folder then holds that state or the one
+  /// before. Errors: ConfigError that names what is missing or damaged: the state in memory is then
+  /// incomplete and must not be used; the folder holds the state before.
   void restore(const std::string& checkpoint);
-  /// Makes what was logged outlive the loss of power, where the options ask for it.
+  /// Syncs the log, if the options ask for that.
   void sync();
 
   /// Begins this server's part of save `nonce` in `folder` (saved_state.h; made, replaced if it is
   /// there). `done` gets "" or why there is none; nothing of it is left then.
   void begin_save(const std::string& folder, uint64_t nonce, std::function<void(std::string)> done);
-  /// Looks after the disk, snapshots and checkpoints. Call it a few times a second.
+  /// Checks the disk, and starts and finishes snapshots and checkpoints. Call it a few times a
+  /// second.
   /// Errors: as change; c10::Error if the disk has refused what was logged.
   void poll();
   bool is_saving() const { return saving_ != nullptr; }
@@ -62,8 +63,8 @@ class DurableState {
   uint64_t saved_bytes() const { return saving_ ? saving_->written_bytes() : 0; }
   /// Why the last record could not be logged; "" if it could.
   const std::string& log_failure() const { return log_failure_; }
-  /// Whether the server must end: a record was logged but not applied, so that what is in memory is
-  /// worth nothing, or the disk refused what was logged.
+  /// Whether the server must end: a record was logged but not applied, so that the state in memory
+  /// is invalid, or the disk failed to write the log.
   bool is_broken() const { return is_broken_ || (update_log_ && update_log_->is_broken()); }
 
  private:

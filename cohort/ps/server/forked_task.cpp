@@ -17,28 +17,28 @@ namespace cohort::ps {
 
 namespace {
 
-constexpr int kWordsDescriptor = 3;
+constexpr int kErrorDescriptor = 3;
 
 // No more than a pipe takes at once: the parent reads when the child has ended.
-void say(const std::string& text) {
+void report(const std::string& text) {
   std::string_view rest = std::string_view(text).substr(0, 4096);
   while (!rest.empty()) {
-    const ssize_t written = ::write(kWordsDescriptor, rest.data(), rest.size());
+    const ssize_t written = ::write(kErrorDescriptor, rest.data(), rest.size());
     if (written <= 0) return;
     rest.remove_prefix(static_cast<size_t>(written));
   }
 }
 
-[[noreturn]] void run_child(const std::function<void()>& work, int words, pid_t parent) {
+[[noreturn]] void run_child(const std::function<void()>& work, int error_pipe, pid_t parent) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);
   // Sockets that the child held open would keep the port of a server that was killed.
-  ::dup2(words, kWordsDescriptor);
-  ::close_range(kWordsDescriptor + 1, ~0U, 0);
+  ::dup2(error_pipe, kErrorDescriptor);
+  ::close_range(kErrorDescriptor + 1, ~0U, 0);
   try {
     work();
   } catch (const std::exception& error) {
-    say(one_line(error));
+    report(one_line(error));
     ::_exit(1);
   }
   ::_exit(0);
@@ -50,7 +50,7 @@ ForkedTask::ForkedTask(const std::function<void()>& work, std::function<void(std
     : done_(std::move(done)) {
   std::array<int, 2> ends{};
   TORCH_CHECK(::pipe2(ends.data(), O_CLOEXEC) == 0, "pipe: ", system_reason(errno));
-  words_ = Fd(ends[0]);
+  error_pipe_ = Fd(ends[0]);
   const Fd child_end(ends[1]);
   const pid_t parent = ::getpid();
   child_ = ::fork();
@@ -87,7 +87,7 @@ bool ForkedTask::poll() {
   }
   if (!reason.empty()) {
     std::array<char, 4096> text{};
-    const ssize_t bytes = ::read(words_.get(), text.data(), text.size());
+    const ssize_t bytes = ::read(error_pipe_.get(), text.data(), text.size());
     if (bytes > 0) reason.assign(text.data(), static_cast<size_t>(bytes));
   }
   done_(reason);

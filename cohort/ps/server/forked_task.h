@@ -1,4 +1,4 @@
-// Work on a process's memory as it is now, beside the process.
+// Work on the process's memory of this moment, in a child process.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -9,15 +9,15 @@
 
 namespace cohort::ps {
 
-/// Runs a function in a forked child: what it reads stays as it was, page by page, while the parent
-/// goes on. The child has one thread, none of the parent's descriptors, and dies with it.
+/// Runs a function in a forked child, which sees the memory as of the fork while the parent
+/// continues. The child has one thread, none of the parent's descriptors, and dies with it.
 ///
 /// The function must not touch what other threads may hold locked at the fork: sockets, logs.
 /// Threads: made and polled by one thread, which must live as long as the child.
 class ForkedTask {
  public:
-  /// Forks. `done` gets "", or what `work` threw or else befell the child, from `poll`. A process
-  /// that ignores SIGCHLD never learns that a child ended well.
+  /// Forks. `poll` calls `done` with "", or with the error of `work` or of the child. A process
+  /// that ignores SIGCHLD never learns that a child succeeded.
   /// Errors: c10::Error with the system's reason if there is no child.
   ForkedTask(const std::function<void()>& work, std::function<void(std::string)> done);
   /// Kills the child if it is not done.
@@ -32,7 +32,7 @@ class ForkedTask {
 
  private:
   pid_t child_ = -1;
-  Fd words_;  // What the child says of its failure.
+  Fd error_pipe_;  // The child writes its error to it.
   std::function<void(std::string)> done_;
 };
 

@@ -10,13 +10,13 @@
 #include "cohort/base/atomic_file.h"
 #include "cohort/ps/id_hash.h"
 #include "cohort/ps/row_merger.h"
-#include "cohort/ps/table/cold_store.h"
+#include "cohort/ps/table/spill_store.h"
 
 namespace cohort::ps {
 
 namespace {
 
-constexpr int64_t kMostReplyBytes = std::numeric_limits<int32_t>::max();  // What gRPC carries.
+constexpr int64_t kMaxReplyBytes = std::numeric_limits<int32_t>::max();  // What gRPC carries.
 
 // What a record's payload lies in; a record that was read lies in the log's memory: copied.
 std::shared_ptr<const Buffer> message_of(const Record& record) {
@@ -41,14 +41,14 @@ uint64_t elements_of(const BlockOptions& block) {
 
 // What RocksDB may hold for a table that spills, beside the table's cap. Less than half of the cap
 // costs a third of the pushes; less than 8 MiB writes many small files.
-int64_t cold_memory(const TableOptions& table) {
+int64_t spill_memory(const TableOptions& table) {
   return std::clamp(table.memory_cap_bytes / 2, int64_t{8} << 20, int64_t{256} << 20);
 }
 
 }  // namespace
 
-ParameterState::ParameterState(int server, std::string cold_folder, BlockMaker make_block)
-    : server_(server), cold_folder_(std::move(cold_folder)), make_block_(std::move(make_block)) {}
+ParameterState::ParameterState(int server, std::string spill_folder, BlockMaker make_block)
+    : server_(server), spill_folder_(std::move(spill_folder)), make_block_(std::move(make_block)) {}
 
 ParameterState::~ParameterState() = default;
 ParameterState::ParameterState(ParameterState&&) noexcept = default;
@@ -74,7 +74,7 @@ std::vector<uint32_t> ParameterState::missing_trainers() const {
   return missing;
 }
 
-bool ParameterState::all_came() const {
+bool ParameterState::all_joined() const {
   for (uint32_t id = 0; id < static_cast<uint32_t>(job_->trainers); ++id) {
     if (!trainer(id)) return false;
   }
@@ -82,7 +82,7 @@ bool ParameterState::all_came() const {
 }
 
 uint64_t ParameterState::slowest_clock() const {
-  if (!all_came()) return 0;
+  if (!all_joined()) return 0;
   std::optional<uint64_t> slowest;
   for (const auto& [id, state] : trainers_) {
     if (state.is_member) slowest = std::min(slowest.value_or(state.clock), state.clock);
@@ -144,8 +144,9 @@ void ParameterState::check(const Message& message) const {
 }
 
 void ParameterState::check_job(const JobOptions& job) const {
-  const std::string folder = cold_folder_.empty() ? "" : cold_folder_ + ".trial";
-  if (!folder.empty()) std::filesystem::remove_all(folder);  // Of a server that was killed here.
+  const std::string folder = spill_folder_.empty() ? "" : spill_folder_ + ".trial";
+  if (!folder.empty())
+    std::filesystem::remove_all(folder);  // Left by a server that was killed here.
   {
     ParameterState trial(server_, folder, make_block_);
     trial.set_job(job.to_json());
@@ -193,24 +194,24 @@ void ParameterState::set_job(const std::string& json) {
     blocks_[number] = make_block_(job_->dense_rule, options.end - options.begin);
   }
   for (const TableOptions& table : job_->tables) {
-    std::unique_ptr<ColdStore> cold;
+    std::unique_ptr<SpillStore> store;
     if (table.at_cap == AtCap::kSpill) {
-      TORCH_CHECK_VALUE(!cold_folder_.empty(), "table '", table.name,
+      TORCH_CHECK_VALUE(!spill_folder_.empty(), "table '", table.name,
                         "': it spills to disk, and this server has no folder");
-      make_folder(cold_folder_);
-      cold = std::make_unique<ColdStore>(
-          cold_path(tables_.size()),
-          ColdStore::Options{.width = table.width,
-                             .state_width = state_width(table.rule.rule, table.width),
-                             .memory_bytes = cold_memory(table)});
+      make_folder(spill_folder_);
+      store = std::make_unique<SpillStore>(
+          spill_path(tables_.size()),
+          SpillStore::Options{.width = table.width,
+                              .state_width = state_width(table.rule.rule, table.width),
+                              .memory_bytes = spill_memory(table)});
     }
-    tables_.push_back(std::make_unique<RowTable>(table, std::move(cold)));
+    tables_.push_back(std::make_unique<RowTable>(table, std::move(store)));
   }
   is_initialised_ = blocks_.empty();
 }
 
-std::string ParameterState::cold_path(size_t table) const {
-  return (std::filesystem::path(cold_folder_) / std::to_string(table)).string();
+std::string ParameterState::spill_path(size_t table) const {
+  return (std::filesystem::path(spill_folder_) / std::to_string(table)).string();
 }
 
 void ParameterState::set_initial(const Message& message) {
@@ -230,7 +231,7 @@ void ParameterState::join(const JoinRecord& record) {
     trainer.is_member = true;
     trainer.joined_after = steps_;
     trainer.clock = slowest;
-    // Steps that are closed are none of its own.
+    // Closed steps are not its own.
     if (job_ && job_->mode == Mode::kSync)
       trainer.last_sequence = std::max(trainer.last_sequence, steps_);
   }
@@ -259,15 +260,15 @@ void ParameterState::accept_push(const Record& record) {
 
 int64_t ParameterState::schedule_step() const {
   if (job_->mode == Mode::kSync) return static_cast<int64_t>(steps_);
-  // As many pushes as there are trainers make what a step of kSync is to a schedule.
+  // To a schedule, one push of each trainer together is a step of kSync.
   const auto trainers = static_cast<uint64_t>(job_->trainers);
   return static_cast<int64_t>((steps_ + trainers - 1) / trainers);
 }
 
 bool ParameterState::is_step_complete() const {
   const uint64_t step = steps_ + 1;
-  // One that never came: a step of fewer is not what was asked for.
-  return !pending_.empty() && pending_.begin()->first == step && all_came() &&
+  // A step needs the job's number of trainers: all must have joined.
+  return !pending_.empty() && pending_.begin()->first == step && all_joined() &&
          std::all_of(trainers_.begin(), trainers_.end(), [step](const auto& entry) {
            return !entry.second.is_member || entry.second.last_sequence >= step;
          });
@@ -283,13 +284,13 @@ void ParameterState::close_step(uint32_t time) {
 }
 
 void ParameterState::apply_step(const Pushes& pushes, uint32_t time) {
-  // std::map walks them in the order of trainers: the order of summation.
+  // std::map is sorted by trainer: the order of summation.
   std::vector<Message> messages;
   for (const auto& [trainer, push] : pushes) {
     messages.push_back(parse_message(push->span(), Checksums::kIgnored));
   }
   const int64_t step = schedule_step();
-  // A push without sections abstains: its trainer came when the step was open here, but closed on
+  // A push without sections abstains: its trainer joined when the step was open here, but closed on
   // another server.
   const auto pushed = std::count_if(messages.begin(), messages.end(),
                                     [](const Message& push) { return !push.sections.empty(); });
@@ -350,8 +351,8 @@ Buffer ParameterState::pull(const Message& request) const {
   check(request);
   const std::vector<SectionShape> shapes = shapes_of_answer(request);
   const int64_t bytes = bytes_of_pull(request);
-  TORCH_CHECK_VALUE(bytes <= kMostReplyBytes, "pull: its answer would have ", bytes,
-                    " bytes, a message has ", kMostReplyBytes,
+  TORCH_CHECK_VALUE(bytes <= kMaxReplyBytes, "pull: its answer would have ", bytes,
+                    " bytes, a message has ", kMaxReplyBytes,
                     " at most: ask for fewer rows at once");
   const auto unknown = (request.header.flags & kPrediction) ? RowTable::Unknown::kZeros
                                                             : RowTable::Unknown::kInitial;

@@ -1,5 +1,5 @@
-// What a server holds, as a deterministic machine: its state is a function of the records applied
-// to it, in their order. The server (server.h) decides which records there are.
+// The state of a server, as a deterministic state machine: a function of the records applied to it,
+// in their order. The server (server.h) decides which records there are.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -18,7 +18,8 @@
 
 namespace cohort::ps {
 
-/// Payload of kJoin: the trainer's new incarnation. What an older one sends is refused from now on.
+/// Payload of kJoin: the trainer's new incarnation. Messages of older ones are rejected from now
+/// on.
 struct JoinRecord {
   uint32_t trainer = 0;
   uint32_t reserved = 0;
@@ -26,7 +27,7 @@ struct JoinRecord {
   uint64_t nonce = 0;  ///< Of the request.
 };
 
-/// Payload of kLeave: no step waits for this trainer any more.
+/// Payload of kLeave: steps no longer wait for this trainer.
 struct LeaveRecord {
   uint32_t trainer = 0;
   uint32_t reserved = 0;
@@ -35,20 +36,20 @@ struct LeaveRecord {
 struct TrainerState {
   uint64_t incarnation = 0;
   uint64_t last_sequence = 0;  ///< Of its pushes applied (kSync: accepted: the step).
-  uint64_t clock = 0;          ///< Its pushes, from where the slowest stood when it came.
+  uint64_t clock = 0;          ///< Its pushes, from the slowest clock when it joined.
   bool is_member = true;       ///< Steps wait for it.
   uint64_t nonce = 0;          ///< Of its process's request to join.
   uint64_t joined_after = 0;   ///< The last step that was closed without it.
 };
 
-/// Tables and blocks of one server, who trains them, and the open steps.
+/// Tables and blocks of one server, its trainers, and the open steps.
 ///
 /// Threads: one at a time. Local.
 class ParameterState {
  public:
-  /// `cold_folder`: for rows that leave memory (AtCap::kSpill); it is empty, or not there yet.
+  /// `spill_folder`: for spilled rows (AtCap::kSpill); empty, or not there yet.
   /// `make_block`: where dense blocks live.
-  ParameterState(int server, std::string cold_folder, BlockMaker make_block = make_host_block);
+  ParameterState(int server, std::string spill_folder, BlockMaker make_block = make_host_block);
   ~ParameterState();
   ParameterState(ParameterState&&) noexcept;
   ParameterState& operator=(ParameterState&&) noexcept;
@@ -60,27 +61,27 @@ class ParameterState {
   bool is_initialised() const { return job_ && is_initialised_; }
   /// kSync: steps closed. kAsync: pushes applied.
   uint64_t steps() const { return steps_; }
-  /// The same when the job began: what the checkpoint that it began with had.
+  /// steps() when the job began: those of the checkpoint that it loaded.
   uint64_t steps_at_start() const { return steps_at_start_; }
   const std::map<uint32_t, TrainerState>& trainers() const { return trainers_; }
   const TrainerState* trainer(uint32_t id) const;
-  /// Those that never came, and members whose push the open step waits for; kAsync: the slowest.
+  /// Trainers that never joined, and members whose push the open step waits for; kAsync: the
+  /// slowest.
   std::vector<uint32_t> missing_trainers() const;
-  /// kSync: whether every member's push of step steps() + 1 is here. It is open until a kClose
-  /// record: another server may lack one, or a member that came anew may not know of its own.
+  /// kSync: whether every member's push of step steps() + 1 is here. It stays open until a kClose
+  /// record: another server may lack a push, or a restarted member may not know of its own.
   bool is_step_complete() const;
-  /// By how many pushes `trainer` is ahead of the slowest member; 0 if it is none.
+  /// By how many pushes `trainer` is ahead of the slowest member; 0 if it is not a member.
   uint64_t lead_of(uint32_t trainer) const;
   /// Bytes of pushes that wait for their step.
   int64_t pending_bytes() const { return pending_bytes_; }
   std::vector<TableStatistics> table_statistics() const;
 
-  /// Holds a push or initial values against the job: sections, widths, ids of this server.
+  /// Checks a push or initial values against the job: sections, widths, ids of this server.
   /// Errors: c10::ValueError that says what does not fit.
   void check(const Message& message) const;
 
-  /// Makes the tables and blocks that `job` would have here, for a moment.
-  /// Errors: whatever would come of applying it.
+  /// Builds the tables and blocks of `job` on trial, and drops them. Errors: those of applying it.
   void check_job(const JobOptions& job) const;
 
   /// Changes the state. The record was checked before, or comes from the log.
@@ -92,18 +93,18 @@ class ParameterState {
   /// How many bytes of weights the answer to a pull has.
   int64_t bytes_of_pull(const Message& request) const;
 
-  /// Saving has two halves, `folder` (made) being the same. First what a forked child could not:
-  /// rows on disk, mostly hard links, and blocks on devices.
+  /// Saving has two parts with the same `folder`, which is made. The first does what a forked child
+  /// cannot: rows on disk, mostly hard links, and blocks on devices.
   void begin_save(const std::string& folder) const;
-  /// Then all that is in memory; in a forked child, too.
+  /// The second saves what is in memory; it may run in a forked child.
   void save(const std::string& folder) const;
-  /// Reads `folder` into a state that has seen no record.
+  /// Loads `folder` into a state to which no record was applied.
   /// Errors: ConfigError that names file and damage.
   void load(const std::string& folder);
-  /// Fills a new job's tables and blocks with what a checkpoint, of any number of servers, holds
-  /// for this one, and goes on counting steps where it ended. Errors: ConfigError that names file
-  /// and what is missing or damaged.
-  void begin_with(const std::string& checkpoint);
+  /// Fills a new job's tables and blocks with this server's share of a checkpoint of any number of
+  /// servers, and continues its count of steps. Errors: ConfigError that names file and what is
+  /// missing or damaged.
+  void load_checkpoint(const std::string& checkpoint);
 
   /// A dense block's values, for export.
   struct BlockView {
@@ -118,20 +119,20 @@ class ParameterState {
   using Pushes = std::map<uint32_t, std::shared_ptr<const Buffer>>;  // By trainer.
 
   void set_job(const std::string& json);
-  std::string cold_path(size_t table) const;
+  std::string spill_path(size_t table) const;
   void load_tables(const std::string& folder, const JobOptions& stored_job);
   std::vector<SectionShape> shapes_of_answer(const Message& request) const;
   void set_initial(const Message& message);
   void join(const JoinRecord& record);
   void accept_push(const Record& record);
   void close_step(uint32_t time);
-  bool all_came() const;
+  bool all_joined() const;
   uint64_t slowest_clock() const;
   void apply_step(const Pushes& pushes, uint32_t time);
   int64_t schedule_step() const;
 
   int server_;
-  std::string cold_folder_;
+  std::string spill_folder_;
   BlockMaker make_block_;
   std::optional<JobOptions> job_;
   uint64_t fingerprint_ = 0;

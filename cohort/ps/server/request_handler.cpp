@@ -18,14 +18,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A request waits here for so long; then its trainer is told for whom, and asks again. So both
-// notice when the other is gone.
-constexpr milliseconds kPatience{1000};
+// A request waits here for at most this time; then the reply says for what, and the trainer
+// retries. So both sides notice a lost peer.
+constexpr milliseconds kLongPollTimeout{1000};
 
 // Ticks come ten times a second.
-constexpr milliseconds kStandstill{1000};
+constexpr milliseconds kStallThreshold{1000};
 constexpr std::chrono::seconds kRatePeriod{5};
-constexpr std::chrono::seconds kUnwritablePeriod{10};
+constexpr std::chrono::seconds kWriteFailurePeriod{10};
 
 template <class Payload>
 std::span<const std::byte> bytes_of(const Payload& payload) {
@@ -46,8 +46,8 @@ std::string seconds_text(std::chrono::steady_clock::duration time) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
 }
 
-// "/trainers is 2, this trainer's 3" of two jobs' JSON; "" where they are equal. Of lists that
-// differ in length it is their lengths.
+// "/trainers is 2, this trainer's 3" of two jobs' JSON; "" where they are equal. For lists of
+// different lengths: the lengths.
 std::string first_difference(const nlohmann::json& here, const nlohmann::json& there,
                              const std::string& place = "") {
   if (here == there) return "";
@@ -65,9 +65,8 @@ std::string first_difference(const nlohmann::json& here, const nlohmann::json& t
   return "";
 }
 
-// Which of its fields makes `theirs` another job. The number of servers first: all blocks hang on
-// it.
-std::string what_differs(const JobOptions& own, const std::string& theirs) {
+// The field in which `theirs` differs. The number of servers first: all blocks depend on it.
+std::string job_difference(const JobOptions& own, const std::string& theirs) {
   using nlohmann::json;
   const std::string text = "job: this server has another one";
   if (theirs.empty()) return text;
@@ -75,7 +74,7 @@ std::string what_differs(const JobOptions& own, const std::string& theirs) {
              there = json::parse(JobOptions::parse(theirs).to_json());
   std::string difference = first_difference(here.at("servers"), there.at("servers"), "/servers");
   if (difference.empty()) difference = first_difference(here, there);
-  // What a program of another version does not name has its default in both texts.
+  // A field that a program of another version does not have is at its default in both texts.
   if (difference.empty()) difference = "expected a program of this server's version";
   return text + ": " + difference;
 }
@@ -86,9 +85,9 @@ RequestHandler::RequestHandler(const ServerOptions& options, const Log& log)
     : options_(options), log_(log), durable_(options, log) {
   started_ = last_eviction_ = last_tick_ = std::chrono::steady_clock::now();
   rates_from_.time = rates_next_.time = started_;
-  // Those who were there have as long to come back as a lost one would have been waited for.
+  // Members have trainer_timeout to come back.
   for (const auto& [id, trainer] : durable_.state().trainers()) {
-    if (trainer.is_member) heard_[id] = started_;
+    if (trainer.is_member) last_message_[id] = started_;
   }
 }
 
@@ -97,11 +96,12 @@ RequestHandler::~RequestHandler() {
 }
 
 void RequestHandler::close() {
-  for (Pending& pending : waiting_) pending.done(reply(Code::kLost, "the server ends"));
-  for (auto& [place, pending] : ahead_) pending.done(reply(Code::kLost, "the server ends"));
-  for (Unsynced& answer : unsynced_) answer.done(reply(Code::kLost, "the server ends"));
+  for (Pending& pending : waiting_) pending.done(reply(Code::kLost, "the server is shutting down"));
+  for (auto& [place, pending] : out_of_order_)
+    pending.done(reply(Code::kLost, "the server is shutting down"));
+  for (Unsynced& answer : unsynced_) answer.done(reply(Code::kLost, "the server is shutting down"));
   waiting_.clear();
-  ahead_.clear();
+  out_of_order_.clear();
   unsynced_.clear();
 }
 
@@ -118,21 +118,21 @@ Reply RequestHandler::reply(Code code, std::string text) const {
 void RequestHandler::handle(Pending pending) {
   const uint64_t incarnation = pending.request.message ? pending.message.header.trainer_incarnation
                                                        : pending.request.incarnation;
-  const auto heard = heard_.find(pending.request.trainer);
-  if (heard != heard_.end() && !stranger(pending.request.trainer, incarnation))
+  const auto heard = last_message_.find(pending.request.trainer);
+  if (heard != last_message_.end() && !membership_error(pending.request.trainer, incarnation))
     heard->second = pending.arrived;
   if (pending.request.message) counts_.bytes_in += bytes_of_message(pending);
   const bool is_push = pending.request.call == Call::kPush;
   const uint32_t trainer = pending.request.trainer;
   answer(pending);
-  if (is_push && !ahead_.empty()) take_overtaken(trainer);
+  if (is_push && !out_of_order_.empty()) process_out_of_order(trainer);
 }
 
 void RequestHandler::answer(Pending& pending) {
   const Call call = pending.request.call;
-  // A job that failed may go back to a checkpoint.
-  const bool goes_back = call == Call::kRestore || (call == Call::kJob && !has_no_start_);
-  if (!failure_.empty() && call != Call::kStatus && call != Call::kStop && !goes_back)
+  // A failed job may be rolled back to a checkpoint.
+  const bool is_rollback = call == Call::kRestore || (call == Call::kJob && !initial_load_failed_);
+  if (!failure_.empty() && call != Call::kStatus && call != Call::kStop && !is_rollback)
     return pending.done(reply(Code::kFailed, failure_));
   try {
     switch (call) {
@@ -149,7 +149,7 @@ void RequestHandler::answer(Pending& pending) {
       case Call::kRestore:
         return restore(pending);
       case Call::kHeartbeat:
-        return beat(pending);
+        return heartbeat(pending);
       case Call::kLeave:
         return leave(pending);
       case Call::kSave:
@@ -178,16 +178,16 @@ void RequestHandler::answer(Pending& pending) {
         log_.error("cannot save", {{"reason", reason}});
         return pending.done(reply(Code::kNotWritten, reason));
       }
-      // The log cannot be written: nothing changed, and there may be room again.
-      say_unwritable("cannot log", reason, pending.arrived);
+      // The log cannot be written: nothing has changed, and a retry may succeed.
+      log_write_failure("cannot log", reason, pending.arrived);
       return pending.done(reply(Code::kBusy, reason));
     }
-    // The standard library's errors are memory that is not to be had, or a path that no system
-    // takes: asked again it would be the same.
+    // The standard library throws for failed allocations and invalid paths: a retry would fail
+    // again.
     ++counts_.refused;
     pending.done(reply(Code::kInvalid, (is_own ? "" : "the server cannot do it: ") + reason));
   } catch (...) {
-    pending.done(reply(Code::kLost, "the server ends"));
+    pending.done(reply(Code::kLost, "the server is shutting down"));
     throw;
   }
 }
@@ -202,22 +202,22 @@ std::optional<Reply> RequestHandler::refusal(const Header& header, const Message
   if (header.job != state.fingerprint())
     return reply(Code::kInvalid, "the message is of another job");
   if (header.trainer != kNoTrainer) {
-    if (auto refused = stranger(header.trainer, header.trainer_incarnation)) return refused;
+    if (auto refused = membership_error(header.trainer, header.trainer_incarnation)) return refused;
   }
   state.check(message);
   return std::nullopt;
 }
 
-std::optional<Reply> RequestHandler::stranger(uint32_t id, uint64_t incarnation) const {
+std::optional<Reply> RequestHandler::membership_error(uint32_t id, uint64_t incarnation) const {
   const TrainerState* const trainer = durable_.state().trainer(id);
   const std::string name = "trainer " + std::to_string(id);
   if (!trainer) return reply(Code::kRestarted, name + " has not joined");
   if (trainer->incarnation != incarnation)
     return reply(Code::kReplaced, name + ": another process has joined under this number");
   if (!trainer->is_member)
-    return reply(Code::kReplaced, name + " has left, or was given up after it was silent for " +
+    return reply(Code::kReplaced, name + " has left, or was dropped after it was silent for " +
                                       seconds_text(options_.trainer_timeout) +
-                                      ": start it again to join");
+                                      ": restart it to join");
   return std::nullopt;
 }
 
@@ -238,21 +238,23 @@ void RequestHandler::push(Pending& pending) {
   TORCH_CHECK_VALUE(state.job()->mode != Mode::kSync || pending.message.sections.empty() ||
                         header.sequence > trainer.joined_after,
                     "push: step ", header.sequence,
-                    " was closed without this trainer, which came at step ", trainer.joined_after);
+                    " was closed without this trainer, which joined after step ",
+                    trainer.joined_after);
   if (header.sequence > last + 1) {
-    if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too much has overtaken"));
+    if (!has_room(pending))
+      return pending.done(reply(Code::kBusy, "too many pushes are out of order"));
     kept_bytes_ += bytes_of_message(pending);
-    ahead_.emplace(std::pair(header.trainer, header.sequence), std::move(pending));
+    out_of_order_.emplace(std::pair(header.trainer, header.sequence), std::move(pending));
     return;
   }
-  // All servers have it then.
+  // With one server the push itself confirms the step.
   if (header.sequence <= last + 1 && state.job()->servers == 1)
     note_confirmed(header.trainer, header.sequence);
   if (header.sequence <= last) {
     ++counts_.duplicates;
     return unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
   }
-  // The open step's pushes always have room, so that it can close.
+  // The open step's pushes are always accepted, so that it can close.
   const bool is_early = state.job()->mode == Mode::kSync && header.sequence > state.steps() + 1;
   if (is_early && state.pending_bytes() + bytes_of_message(pending) > options_.max_queue_bytes)
     return pending.done(reply(Code::kBusy, waiting_for()));
@@ -294,34 +296,34 @@ void RequestHandler::check_finite(const Pending& pending) const {
                    "false");
 }
 
-void RequestHandler::take_overtaken(uint32_t trainer) {
+void RequestHandler::process_out_of_order(uint32_t trainer) {
   const TrainerState* const state = durable_.state().trainer(trainer);
   while (state) {
-    const auto next = ahead_.lower_bound({trainer, 0});
-    if (next == ahead_.end() || next->first.first != trainer ||
+    const auto next = out_of_order_.lower_bound({trainer, 0});
+    if (next == out_of_order_.end() || next->first.first != trainer ||
         next->first.second > state->last_sequence + 1)
       return;
     Pending ready = std::move(next->second);
-    ahead_.erase(next);
+    out_of_order_.erase(next);
     kept_bytes_ -= bytes_of_message(ready);
     answer(ready);
   }
 }
 
-// What is kept may take half of the queue's bytes: so there is always room for what it waits for.
+// Kept requests may take half of the queue's bytes, so that the requests they wait for always fit.
 bool RequestHandler::has_room(const Pending& pending) const {
   return kept_bytes_ == 0 ||
          kept_bytes_ + bytes_of_message(pending) <= options_.max_queue_bytes / 2;
 }
 
 void RequestHandler::wait(Pending& pending) {
-  if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too much is waiting"));
+  if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too many requests are waiting"));
   kept_bytes_ += bytes_of_message(pending);
   waiting_.push_back(std::move(pending));
 }
 
 void RequestHandler::initial(Pending& pending) {
-  // Again after a lost answer, or from a trainer 0 that was started again: the first counts.
+  // Repeated after a lost reply, or by a restarted trainer 0: the first values count.
   if (!durable_.state().is_initialised())
     durable_.change(RecordKind::kInitial, pending.request.message->span());
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
@@ -340,14 +342,14 @@ void RequestHandler::pull(Pending& pending) {
   const bool too_early =
       is_trainer && ((job.mode == Mode::kSync && state.steps() < header.step) ||
                      state.trainer(header.trainer)->last_sequence < header.sequence);
-  // A prediction's values are not what its trainer's next push is made of.
+  // The next push of a trainer does not depend on its predictions.
   const bool is_bounded = is_trainer && job.mode == Mode::kAsync && job.max_staleness >= 0 &&
                           !(header.flags & kPrediction);
   const bool too_far =
       is_bounded && state.lead_of(header.trainer) > static_cast<uint64_t>(job.max_staleness);
   if (!state.is_initialised() || too_early || too_far) return wait(pending);
   const int64_t bytes = state.bytes_of_pull(pending.message);
-  // One answer always goes, however large.
+  // A single reply is always sent, however large.
   const int64_t held = *reply_bytes_;
   if (held > 0 && held + bytes > options_.max_queue_bytes)
     return pending.done(reply(Code::kBusy, "answers of " + std::to_string(held) +
@@ -367,7 +369,7 @@ void RequestHandler::set_job(Pending& pending) {
   const JobOptions job = JobOptions::parse(pending.request.text);
   if (state.job()) {
     TORCH_CHECK_VALUE(state.fingerprint() == job.fingerprint(),
-                      what_differs(*state.job(), pending.request.text));
+                      job_difference(*state.job(), pending.request.text));
     return pending.done(reply(Code::kOk));
   }
   TORCH_CHECK_VALUE(job.servers == options_.servers, "job: it has ", job.servers,
@@ -381,10 +383,10 @@ void RequestHandler::set_job(Pending& pending) {
     durable_.set_job(job);
   } catch (const std::exception& error) {
     if (!state.job() || durable_.is_broken()) throw;
-    // The checkpoint to begin with is half there. No record follows that of the job, so the next
-    // start in this folder loads it again.
+    // The checkpoint to begin with is loaded in part. No record follows that of the job, so the
+    // next start in this folder loads it again.
     failure_ = one_line(error);
-    has_no_start_ = true;
+    initial_load_failed_ = true;
     log_.error("job failed", {{"reason", failure_}});
     const bool is_value_error = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
     return pending.done(reply(is_value_error ? Code::kInvalid : Code::kFailed, failure_));
@@ -400,7 +402,7 @@ void RequestHandler::join(Pending& pending) {
   const ParameterState& state = durable_.state();
   const Request& request = pending.request;
   if (!state.job()) return pending.done(reply(Code::kNotYet, "trainer 0 has not set the job yet"));
-  TORCH_CHECK_VALUE(request.job == state.fingerprint(), what_differs(*state.job(), request.text));
+  TORCH_CHECK_VALUE(request.job == state.fingerprint(), job_difference(*state.job(), request.text));
   const TrainerState* trainer = state.trainer(request.trainer);
   if (request.trainer != kNoTrainer) {
     const auto most = static_cast<uint32_t>(state.job()->max_trainers);
@@ -413,8 +415,8 @@ void RequestHandler::join(Pending& pending) {
           .incarnation = trainer ? trainer->incarnation + 1 : durable_.incarnation(),
           .nonce = request.nonce};
       durable_.change(RecordKind::kJoin, bytes_of(record));
-      confirmed_.erase(request.trainer);  // What the process before it knew, this one may not.
-      heard_[request.trainer] = pending.arrived;
+      confirmed_.erase(request.trainer);  // The new process may know less.
+      last_message_[request.trainer] = pending.arrived;
       trainer = state.trainer(request.trainer);
       log_.info("trainer joined",
                 {{"trainer", request.trainer}, {"incarnation", trainer->incarnation}});
@@ -422,26 +424,26 @@ void RequestHandler::join(Pending& pending) {
                (!repeated && trainer->incarnation != request.incarnation)) {
       return pending.done(
           reply(Code::kReplaced, "trainer " + std::to_string(request.trainer) +
-                                     ": it was given up, or another process has its number"));
+                                     ": it was dropped, or another process uses its number"));
     }
   }
-  unsynced_.push_back({std::move(pending.done), place_of(request.trainer)});
+  unsynced_.push_back({std::move(pending.done), join_reply(request.trainer)});
 }
 
-Reply RequestHandler::place_of(uint32_t id) const {
-  Reply place = reply(Code::kOk);
-  place.steps_at_start = durable_.state().steps_at_start();
+Reply RequestHandler::join_reply(uint32_t id) const {
+  Reply joined = reply(Code::kOk);
+  joined.steps_at_start = durable_.state().steps_at_start();
   if (const TrainerState* const trainer = durable_.state().trainer(id)) {
-    place.joined_after = trainer->joined_after;
-    place.trainer_incarnation = trainer->incarnation;
-    place.last_sequence = trainer->last_sequence;
+    joined.joined_after = trainer->joined_after;
+    joined.trainer_incarnation = trainer->incarnation;
+    joined.last_sequence = trainer->last_sequence;
   }
-  return place;
+  return joined;
 }
 
 void RequestHandler::confirm(Pending& pending) {
   const uint32_t id = pending.request.trainer;
-  if (auto refused = stranger(id, pending.request.incarnation))
+  if (auto refused = membership_error(id, pending.request.incarnation))
     return pending.done(std::move(*refused));
   note_confirmed(id, pending.request.step);
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
@@ -458,33 +460,33 @@ void RequestHandler::restore(Pending& pending) {
   const bool is_held =
       checkpoint.empty() ? is_new : save != 0 && save == save_held_ && state.steps() == steps_held_;
   if (is_held) return pending.done(reply(Code::kOk));
-  if (!checkpoint.empty()) saved_folders(checkpoint);  // One that is not there changes nothing.
-  if (durable_.is_saving()) return pending.done(reply(Code::kBusy, "a snapshot is written"));
+  if (!checkpoint.empty()) saved_folders(checkpoint);  // A missing checkpoint changes nothing.
+  if (durable_.is_saving()) return pending.done(reply(Code::kBusy, "a snapshot is being written"));
   save_held_ = 0;
   try {
     durable_.restore(checkpoint);
   } catch (const std::exception& error) {
-    failure_ = "it cannot go back: " + one_line(error);
+    failure_ = "cannot roll back: " + one_line(error);
     log_.error("job failed", {{"reason", failure_}});
     const bool is_damaged = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
     return pending.done(reply(is_damaged ? Code::kInvalid : Code::kFailed, failure_));
   }
   save_held_ = save;
   steps_held_ = state.steps();
-  heard_.clear();
+  last_message_.clear();
   confirmed_.clear();
   job_since_.reset();
   failure_.clear();
-  has_no_start_ = false;
+  initial_load_failed_ = false;
   const auto refuse = [this](Pending& old) {
     kept_bytes_ -= bytes_of_message(old);
-    old.done(reply(Code::kReplaced, "the job went back to a checkpoint"));
+    old.done(reply(Code::kReplaced, "the job was rolled back to a checkpoint"));
   };
   for (Pending& old : waiting_) refuse(old);
-  for (auto& [place, old] : ahead_) refuse(old);
+  for (auto& [place, old] : out_of_order_) refuse(old);
   waiting_.clear();
-  ahead_.clear();
-  log_.info("went back", {{"checkpoint", checkpoint}, {"steps", state.steps()}});
+  out_of_order_.clear();
+  log_.info("rolled back", {{"checkpoint", checkpoint}, {"steps", state.steps()}});
   pending.done(reply(Code::kOk));
 }
 
@@ -513,16 +515,16 @@ void RequestHandler::close_confirmed(Time now) {
       durable_.change(RecordKind::kClose, {});
   } catch (const std::exception& error) {
     if (durable_.is_broken()) throw;
-    // The disk is full, or so: it is tried again with the next batch.
-    say_unwritable("cannot log", one_line(error), now);
+    // A full disk, for example: the next batch retries.
+    log_write_failure("cannot log", one_line(error), now);
   }
 }
 
-void RequestHandler::beat(Pending& pending) {
+void RequestHandler::heartbeat(Pending& pending) {
   const uint32_t id = pending.request.trainer;
-  if (auto refused = stranger(id, pending.request.incarnation))
+  if (auto refused = membership_error(id, pending.request.incarnation))
     return pending.done(std::move(*refused));
-  heard_[id] = pending.arrived;  // Also after it was lost.
+  last_message_[id] = pending.arrived;  // Also after it was lost.
   note_confirmed(id, pending.request.step);
   pending.done(reply(Code::kOk));
 }
@@ -532,7 +534,7 @@ void RequestHandler::leave(Pending& pending) {
   if (trainer && trainer->is_member && trainer->incarnation == pending.request.incarnation) {
     const LeaveRecord record{.trainer = pending.request.trainer};
     durable_.change(RecordKind::kLeave, bytes_of(record));
-    heard_.erase(pending.request.trainer);
+    last_message_.erase(pending.request.trainer);
     log_.info("trainer left", {{"trainer", pending.request.trainer}});
   }
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
@@ -561,11 +563,11 @@ void RequestHandler::save(Pending& pending) {
     const Code code = saving_.outcome->empty() ? Code::kOk : Code::kNotWritten;
     return pending.done(reply(code, *saving_.outcome));
   }
-  // A message that comes late must not replace a part of what loads by a newer state.
+  // A late message must not replace a part of a finished save by a newer state.
   if (is_finished(pending.request.text, nonce)) return pending.done(reply(Code::kOk));
   const uint64_t step = pending.request.step;
   const bool is_sync = state.job()->mode == Mode::kSync;
-  // Steps go on without a trainer that was given up.
+  // Steps continue without a dropped trainer.
   if (is_sync && state.steps() > step)
     return pending.done(reply(Code::kFailed, "save: expected the state after step " +
                                                  std::to_string(step) + ", it is that after step " +
@@ -584,12 +586,12 @@ void RequestHandler::save(Pending& pending) {
   wait(pending);
 }
 
-// Whose part is there waits for the other servers' until the trainer that saves goes on.
+// A server that has written its part waits for the others, until the trainer that saves continues.
 uint64_t RequestHandler::save_progress() {
   const TrainerState* const saver = durable_.state().trainer(saving_.trainer);
   const bool others_write = saving_.outcome == "" && saver && saver->is_member &&
                             saver->last_sequence == saving_.last_sequence &&
-                            heard_.contains(saving_.trainer);
+                            last_message_.contains(saving_.trainer);
   if (!durable_.is_saving() && !others_write) return 0;
   const uint64_t bytes = durable_.saved_bytes();
   const bool grows = !durable_.is_saving() || bytes != saving_.bytes;
@@ -609,7 +611,7 @@ std::string RequestHandler::waiting_for() const {
   for (const uint32_t trainer : missing) {
     names += (names.empty() ? "trainer " : ", ") + std::to_string(trainer);
   }
-  // Those who push are told by themselves; who waits for them sees nothing of it.
+  // Trainers that push get this reason directly; those that wait for them do not.
   const std::string& unwritable = durable_.log_failure();
   const std::string reason = unwritable.empty() ? ""
                                                 : "; server " + std::to_string(options_.server) +
@@ -625,65 +627,66 @@ void RequestHandler::finish_batch(Time now) {
   for (Unsynced& answer : unsynced_) answer.done(std::move(answer.reply));
   unsynced_.clear();
   std::optional<uint64_t> progress;
-  // Each once: those that must wait on go to the end.
+  // Each once: those that must wait longer go to the end.
   for (size_t left = waiting_.size(); left > 0; --left) {
     Pending pending = std::move(waiting_.front());
     waiting_.pop_front();
     kept_bytes_ -= bytes_of_message(pending);
-    if (failure_.empty() && now - pending.arrived >= kPatience) {
+    if (failure_.empty() && now - pending.arrived >= kLongPollTimeout) {
       if (!progress) progress = save_progress();
       const bool saves = pending.request.call == Call::kSave && durable_.is_saving();
-      Reply not_yet = reply(Code::kNotYet, saves ? "a checkpoint is written" : waiting_for());
+      Reply not_yet = reply(Code::kNotYet, saves ? "a checkpoint is being written" : waiting_for());
       not_yet.progress = *progress;
       pending.done(std::move(not_yet));
     } else {
       answer(pending);
     }
   }
-  for (auto entry = ahead_.begin(); entry != ahead_.end();) {
+  for (auto entry = out_of_order_.begin(); entry != out_of_order_.end();) {
     Pending& pending = entry->second;
-    if (now - pending.arrived < kPatience && failure_.empty()) {
+    if (now - pending.arrived < kLongPollTimeout && failure_.empty()) {
       ++entry;
       continue;
     }
     kept_bytes_ -= bytes_of_message(pending);
     pending.done(reply(Code::kNotYet, "an earlier push of this trainer is missing"));
-    entry = ahead_.erase(entry);
+    entry = out_of_order_.erase(entry);
   }
 }
 
 void RequestHandler::tick(Time now) {
-  // While this process stood still nobody could be heard: that time is not theirs.
-  if (now - last_tick_ > kStandstill) {
-    for (auto& [trainer, time] : heard_) time += now - last_tick_;
+  // A stopped server receives nothing: that time does not count against the trainers.
+  if (now - last_tick_ > kStallThreshold) {
+    for (auto& [trainer, time] : last_message_) time += now - last_tick_;
   }
   last_tick_ = now;
   if (now - rates_next_.time >= kRatePeriod)
     rates_from_ = std::exchange(rates_next_, {counts_, now});
   try {
-    for (auto heard = heard_.begin(); heard != heard_.end();) {
+    for (auto heard = last_message_.begin(); heard != last_message_.end();) {
       const auto [trainer, time] = *heard++;
-      if (now - time > options_.trainer_timeout) lose(trainer, now);
+      if (now - time > options_.trainer_timeout) handle_lost_trainer(trainer, now);
     }
     if (!failure_.empty()) return;
-    give_up_absent(now);
+    drop_absent_trainers(now);
     evict(now);
     durable_.poll();
   } catch (const std::exception& error) {
     if (durable_.is_broken()) throw;
-    // The disk is full, or so: what was to be done is due again.
-    say_unwritable("cannot write", one_line(error), now);
+    // A full disk, for example: the next tick retries.
+    log_write_failure("cannot write", one_line(error), now);
   }
 }
 
-void RequestHandler::say_unwritable(const char* what, const std::string& reason, Time now) {
-  if (unwritable_said_ && now - *unwritable_said_ < kUnwritablePeriod) return;
-  unwritable_said_ = now;
+void RequestHandler::log_write_failure(const char* what, const std::string& reason, Time now) {
+  if (write_failure_logged_ && now - *write_failure_logged_ < kWriteFailurePeriod) return;
+  write_failure_logged_ = now;
   log_.error(what, {{"reason", reason}});
 }
 
-// One that never came is lost like one that is silent, counted from the job, or this start.
-void RequestHandler::give_up_absent(Time now) {
+// A trainer that never joined is lost like a silent one, counted from the start of the job or of
+// this server.
+void RequestHandler::drop_absent_trainers(Time now) {
   const ParameterState& state = durable_.state();
   if (!state.job()) return;
   if (!job_since_) job_since_ = now;
@@ -696,8 +699,9 @@ void RequestHandler::give_up_absent(Time now) {
     durable_.change(RecordKind::kJoin, bytes_of(came));
     const LeaveRecord left{.trainer = id};
     durable_.change(RecordKind::kLeave, bytes_of(left));
-    log_.warn("going on without a trainer",
-              {{"trainer", id}, {"reason", "it did not come within " + seconds_text(now - *job_since_)}});
+    log_.warn(
+        "continuing without a trainer",
+        {{"trainer", id}, {"reason", "it did not join within " + seconds_text(now - *job_since_)}});
   }
 }
 
@@ -711,12 +715,12 @@ void RequestHandler::evict(Time now) {
     durable_.change(RecordKind::kEvict, {});
 }
 
-void RequestHandler::lose(uint32_t trainer, Time now) {
-  const std::string text = "trainer " + std::to_string(trainer) + " was not heard of for " +
-                           seconds_text(now - heard_.at(trainer));
+void RequestHandler::handle_lost_trainer(uint32_t trainer, Time now) {
+  const std::string text = "trainer " + std::to_string(trainer) + " sent nothing for " +
+                           seconds_text(now - last_message_.at(trainer));
   switch (options_.on_trainer_loss) {
     case OnTrainerLoss::kFail:
-      if (!failure_.empty()) break;  // Others end because of the first.
+      if (!failure_.empty()) break;  // The others ended because of the first.
       failure_ = text + "; its last push was number " +
                  std::to_string(durable_.state().trainer(trainer)->last_sequence);
       log_.error("job failed", {{"reason", failure_}});
@@ -727,11 +731,11 @@ void RequestHandler::lose(uint32_t trainer, Time now) {
     case OnTrainerLoss::kContinue: {
       const LeaveRecord record{.trainer = trainer};
       durable_.change(RecordKind::kLeave, bytes_of(record));
-      log_.warn("going on without a trainer", {{"trainer", trainer}, {"reason", text}});
+      log_.warn("continuing without a trainer", {{"trainer", trainer}, {"reason", text}});
       break;
     }
   }
-  heard_.erase(trainer);
+  last_message_.erase(trainer);
 }
 
 Reply RequestHandler::status() const {
@@ -772,9 +776,9 @@ Reply RequestHandler::status() const {
               {"last_push", trainer.last_sequence},
               {"lead", state.lead_of(id)},
               {"member", trainer.is_member}};
-    const auto heard = heard_.find(id);
-    line["lost"] = trainer.is_member && heard == heard_.end();
-    if (heard != heard_.end())
+    const auto heard = last_message_.find(id);
+    line["lost"] = trainer.is_member && heard == last_message_.end();
+    if (heard != last_message_.end())
       line["silent_s"] = std::chrono::duration<double>(now - heard->second).count();
     object["trainers"].push_back(std::move(line));
   }
@@ -783,7 +787,7 @@ Reply RequestHandler::status() const {
     const TableStatistics& table = statistics[i];
     object["tables"].push_back({{"name", state.tables()[i]->options().name},
                                 {"rows", table.rows},
-                                {"cold_rows", table.cold_rows},
+                                {"cold_rows", table.spilled_rows},
                                 {"bytes", table.bytes},
                                 {"bytes_per_row", table.bytes_per_row()},
                                 {"created", table.created},

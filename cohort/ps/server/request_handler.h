@@ -1,5 +1,4 @@
-// What a server answers: the rules of the game, one request at a time. docs/ps.md has them as a
-// contract.
+// Handles requests one at a time, by the contract in docs/ps.md.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -18,11 +17,11 @@
 
 namespace cohort::ps {
 
-/// A request on its way through the server.
+/// A request inside the server.
 struct Pending {
   Request request;
   Message message;                        ///< Of a push or pull: into request.message.
-  std::optional<ValuePlace> nonfinite{};  ///< Of a push: its first NaN or infinity.
+  std::optional<ValuePosition> nonfinite{};  ///< Of a push: its first NaN or infinity.
   Done done;
   std::chrono::steady_clock::time_point arrived;
 };
@@ -36,22 +35,24 @@ class RequestHandler {
   RequestHandler(const ServerOptions& options, const Log& log);
   ~RequestHandler();
 
-  /// Answers it, or keeps it for later. Errors: whatever breaks the server; it is answered first.
+  /// Replies to it, or keeps it for later. Errors: those that end the server; the request gets a
+  /// reply first.
   void handle(Pending pending);
-  /// After each batch of requests: acknowledges what must be synced first, answers what can be
-  /// answered now.
+  /// After each batch of requests: syncs the log, acknowledges what waited for that, and replies to
+  /// waiting requests that can proceed.
   void finish_batch(Time now);
-  /// A few times a second: lost trainers, and unless the job has failed, evictions and snapshots.
+  /// A few times a second: detects lost trainers and, unless the job has failed, starts evictions
+  /// and snapshots.
   void tick(Time now);
 
   bool is_stopped() const { return stopped_; }
 
-  /// Answers what waits with kLost. Nothing is handled after it.
+  /// Replies kLost to waiting requests. The last call.
   void close();
 
  private:
   void answer(Pending& pending);
-  // Each answers, or keeps the request (moved from) for later.
+  // Each replies, or keeps the request (moved from) for later.
   void push(Pending& pending);
   void initial(Pending& pending);
   void pull(Pending& pending);
@@ -59,7 +60,7 @@ class RequestHandler {
   void join(Pending& pending);
   void confirm(Pending& pending);
   void restore(Pending& pending);
-  void beat(Pending& pending);
+  void heartbeat(Pending& pending);
   void leave(Pending& pending);
   void save(Pending& pending);
   Reply status() const;
@@ -69,41 +70,41 @@ class RequestHandler {
   void check_finite(const Pending& pending) const;
   /// Errors: c10::ValueError that names `call`: `folder` is not below options.save_root.
   void check_folder(const char* call, const std::string& folder) const;
-  void take_overtaken(uint32_t trainer);
+  void process_out_of_order(uint32_t trainer);
   bool has_room(const Pending& pending) const;
   void wait(Pending& pending);
-  void lose(uint32_t trainer, Time now);
-  void give_up_absent(Time now);
+  void handle_lost_trainer(uint32_t trainer, Time now);
+  void drop_absent_trainers(Time now);
   void evict(Time now);
-  /// Once a period: what cannot be written is tried again and again.
-  void say_unwritable(const char* what, const std::string& reason, Time now);
-  /// Why a message is refused, if it is.
+  /// Logs once a period: a failed write is retried often.
+  void log_write_failure(const char* what, const std::string& reason, Time now);
+  /// The reply that rejects a message, if it is not valid.
   std::optional<Reply> refusal(const Header& header, const Message& message) const;
-  /// Why the process `incarnation` of a trainer has no part in the job, if it has none.
-  std::optional<Reply> stranger(uint32_t trainer, uint64_t incarnation) const;
-  /// Takes down what a member says of its pushes (Call::kConfirm).
+  /// The reply that rejects process `incarnation` of a trainer, if it is not a member of the job.
+  std::optional<Reply> membership_error(uint32_t trainer, uint64_t incarnation) const;
+  /// Records a member's confirmation (Call::kConfirm).
   void note_confirmed(uint32_t trainer, uint64_t step);
   bool has_confirmed(uint32_t trainer, uint64_t step) const;
   /// Closes the steps that every member has confirmed.
   void close_confirmed(Time now);
   std::string waiting_for() const;
-  /// Reply::progress for those who wait while a checkpoint is written, here or by another server of
-  /// the same save; 0 if none is.
+  /// Reply::progress for requests that wait while a checkpoint is written, here or by another
+  /// server of the same save; 0 if none is.
   uint64_t save_progress();
   Reply reply(Code code, std::string text = "") const;
-  /// What a trainer that has joined is told.
-  Reply place_of(uint32_t trainer) const;
+  /// The reply to a trainer that has joined.
+  Reply join_reply(uint32_t trainer) const;
 
   ServerOptions options_;
   const Log& log_;
   DurableState durable_;
-  std::map<uint32_t, Time> heard_;  // When a member was last heard of.
-  // By trainer: the last step of which its process knows that all servers have its push. Not in the
-  // log: it is said again with every beat.
+  std::map<uint32_t, Time> last_message_;  // When a member's last message came.
+  // By trainer: the last step that its process has confirmed. Not in the log: every heartbeat
+  // repeats it.
   std::map<uint32_t, uint64_t> confirmed_;
   std::list<Pending> waiting_;  // Pulls and checkpoints that cannot be answered yet.
-  // Pushes that overtook an earlier one of their trainer: by trainer and sequence.
-  std::multimap<std::pair<uint32_t, uint64_t>, Pending> ahead_;
+  // Pushes that arrived before an earlier one of their trainer: by trainer and sequence.
+  std::multimap<std::pair<uint32_t, uint64_t>, Pending> out_of_order_;
   int64_t kept_bytes_ = 0;  // Of messages in the two.
   // Applied; answered after the next sync.
   struct Unsynced {
@@ -111,25 +112,25 @@ class RequestHandler {
     Reply reply;
   };
   std::list<Unsynced> unsynced_;
-  std::string failure_;        // Why the job cannot go on.
+  std::string failure_;            // Why the job cannot continue.
   std::optional<Time> job_since_;  // When it was first seen by this process.
-  bool has_no_start_ = false;  // For the checkpoint that it was to begin with could not be loaded.
+  bool initial_load_failed_ = false;  // The checkpoint to begin with could not be loaded.
   Time last_eviction_;
   Time last_tick_;
-  std::optional<Time> unwritable_said_;
+  std::optional<Time> write_failure_logged_;
   bool stopped_ = false;
 
-  // The last checkpoint that was asked for, and what came of it, "" if it is there.
+  // The last checkpoint that was requested, and its outcome: "" if it was written.
   struct Saving {
     uint64_t nonce = 0;
     std::optional<std::string> outcome;
-    uint32_t trainer = kNoTrainer;  // Who asked, and its last push then.
+    uint32_t trainer = kNoTrainer;  // The requester, and its last push then.
     uint64_t last_sequence = 0;
-    uint64_t bytes = 0;  // When progress was looked at last.
+    uint64_t bytes = 0;  // At the last look at progress.
     uint64_t progress = 0;
   };
   Saving saving_;
-  // The save that the state is or was last, and its steps: written or loaded since the start.
+  // The save that was written or loaded last since the start, and its steps.
   uint64_t save_held_ = 0;
   uint64_t steps_held_ = 0;
   std::shared_ptr<std::atomic<int64_t>> reply_bytes_ =

@@ -15,7 +15,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/system_error.h"
 #include "cohort/ps/id_hash.h"
-#include "cohort/ps/table/cold_store.h"
+#include "cohort/ps/table/spill_store.h"
 #include "cohort/ps/table/table_file.h"
 
 namespace cohort::ps {
@@ -36,24 +36,24 @@ struct BlockHeader {
   uint64_t state = 0;
 };
 
-// Where stored cold rows are copied to be read, for opening a store writes to it: below the cold
-// folder, or among temporary files where there is none. Goes with this object.
+// Where stored spilled rows are copied to be read, because opening a store writes to it: below the
+// spill folder, or among temporary files where there is none. Removed with this object.
 class CopyFolder {
  public:
-  explicit CopyFolder(const std::string& cold_folder) {
-    make_folder(cold_folder);
-    std::string parent = cold_folder;
+  explicit CopyFolder(const std::string& spill_folder) {
+    make_folder(spill_folder);
+    std::string parent = spill_folder;
     if (parent.empty()) {
       parent = (fs::temp_directory_path() / "cohort-loading-XXXXXX").string();
       if (::mkdtemp(parent.data()) == nullptr)
         throw_without_stack(parent + ": cannot make this folder: " + system_reason(errno));
     }
     path_ = fs::path(parent) / "loading";
-    goes_ = cold_folder.empty() ? fs::path(parent) : path_;
+    removed_at_end_ = spill_folder.empty() ? fs::path(parent) : path_;
   }
   ~CopyFolder() {
     std::error_code ignored;
-    fs::remove_all(goes_, ignored);
+    fs::remove_all(removed_at_end_, ignored);
   }
   CopyFolder(const CopyFolder&) = delete;
   CopyFolder& operator=(const CopyFolder&) = delete;
@@ -62,7 +62,7 @@ class CopyFolder {
 
  private:
   fs::path path_;
-  fs::path goes_;
+  fs::path removed_at_end_;
 };
 
 // "server-0-of-2".
@@ -122,7 +122,7 @@ std::string table_path(const std::string& folder, size_t number) {
   return (fs::path(folder) / ("table." + std::to_string(number))).string();
 }
 
-fs::path saved_cold_path(const std::string& folder, size_t number) {
+fs::path saved_spill_path(const std::string& folder, size_t number) {
   return fs::path(folder) / ("cold." + std::to_string(number));
 }
 
@@ -260,8 +260,8 @@ void ParameterState::begin_save(const std::string& folder) const {
     block->state();
   }
   for (size_t number = 0; number < tables_.size(); ++number) {
-    ColdStore* const cold = tables_[number]->cold_store();
-    if (cold) cold->checkpoint(saved_cold_path(folder, number).string());
+    SpillStore* const store = tables_[number]->spill_store();
+    if (store) store->checkpoint(saved_spill_path(folder, number).string());
   }
 }
 
@@ -315,8 +315,8 @@ void ParameterState::load(const std::string& folder) {
       const auto stored = JobOptions::parse(text_of(record)).tables;
       for (size_t number = 0; number < stored.size(); ++number) {
         if (stored[number].at_cap != AtCap::kSpill) continue;
-        make_folder(cold_folder_);
-        ColdStore::restore(saved_cold_path(folder, number).string(), cold_path(number));
+        make_folder(spill_folder_);
+        SpillStore::restore(saved_spill_path(folder, number).string(), spill_path(number));
       }
       set_job(text_of(record));
     } else if (record.kind == kProgress) {
@@ -358,7 +358,7 @@ bool rows_overlap(size_t i, size_t n, size_t j, size_t m) {
   return i * m < (j + 1) * n && j * n < (i + 1) * m;
 }
 
-void ParameterState::begin_with(const std::string& checkpoint) {
+void ParameterState::load_checkpoint(const std::string& checkpoint) {
   TORCH_CHECK_VALUE(job_ && steps_ == 0, "a checkpoint is loaded into a new job only");
   // Blocks as they are put together from those of other cuts.
   struct Parts {
@@ -433,11 +433,11 @@ void ParameterState::load_tables(const std::string& folder, const JobOptions& st
     RowTable& table = **found;
     load_table_file(table_path(folder, stored), table, is_own);
     if (stored_job.tables[stored].at_cap != AtCap::kSpill) continue;
-    const CopyFolder copy(cold_folder_);
-    ColdStore::restore(saved_cold_path(folder, stored).string(), copy.path());
+    const CopyFolder copy(spill_folder_);
+    SpillStore::restore(saved_spill_path(folder, stored).string(), copy.path());
     const TableOptions& options = table.options();
-    ColdStore(copy.path(), {.width = options.width,
-                            .state_width = state_width(options.rule.rule, options.width)})
+    SpillStore(copy.path(), {.width = options.width,
+                             .state_width = state_width(options.rule.rule, options.width)})
         .for_each([&](const RowView& row) {
           if (is_own(row.id)) table.insert(row);
         });

@@ -2,13 +2,13 @@
 //
 //   state.records    records in the form of the update log: the job, progress, blocks, open pushes
 //   table.<n>        rows of the n-th table (table_file.h)
-//   cold.<n>/        its rows on disk (ColdStore::checkpoint)
+//   cold.<n>/        its rows on disk (SpillStore::checkpoint)
 // A checkpoint of a job's servers, which a job with any number of them can begin with:
 //
 //   FOLDER/checkpoint                        the name of the save that loads: "save-<16 digits>"
 //   FOLDER/save-<nonce>/server-<i>-of-<n>/   server i's files
-// Each save has a folder of its own, and gets named when all parts are there: what loads are always
-// parts of one save. Then the others are removed.
+// Each save has a folder of its own, and `checkpoint` names it when all parts are there: a load
+// reads the parts of one save only. Then the others are removed.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -23,7 +23,7 @@ constexpr milliseconds kTick{100};
 
 }  // namespace
 
-// The queue, and the thread that works it off.
+// The queue, and the thread that processes it.
 class Server::Owner {
  public:
   Owner(const ServerOptions& options, const Log& log)
@@ -46,7 +46,7 @@ class Server::Owner {
         return;
       }
     }
-    Reply refused{.code = Code::kLost, .text = "the server ends"};
+    Reply refused{.code = Code::kLost, .text = "the server is shutting down"};
     if (!is_stopping()) refused = {.code = Code::kBusy, .text = "the server's queue is full"};
     pending.done(std::move(refused));
   }
@@ -114,11 +114,12 @@ class Server::Owner {
       error_ = error;
       queued.swap(queue_);
     }
-    // Whoever carries requests waits for all answers before it ends.
+    // The transport waits for all replies before it ends.
     handler_.close();
     batch.erase(batch.begin(), batch.begin() + static_cast<std::ptrdiff_t>(handled));
     for (auto* const left : {&batch, &queued}) {
-      for (Pending& pending : *left) pending.done({.code = Code::kLost, .text = "the server ends"});
+      for (Pending& pending : *left)
+        pending.done({.code = Code::kLost, .text = "the server is shutting down"});
     }
     ended_.notify_all();
   }
@@ -143,13 +144,13 @@ Server::~Server() = default;
 void Server::submit(Request request, Done done) {
   Pending pending{.request = std::move(request), .arrived = steady_clock::now()};
   const Call call = pending.request.call;
-  if (const size_t bytes = pending.request.text.size(); bytes > kMostTextBytes)
+  if (const size_t bytes = pending.request.text.size(); bytes > kMaxTextBytes)
     return done({.code = Code::kInvalid,
                  .text = "a request's text has " + std::to_string(bytes) +
-                         " bytes; expected at most " + std::to_string(kMostTextBytes) +
+                         " bytes; expected at most " + std::to_string(kMaxTextBytes) +
                          ": of a job, cut the parameters into fewer slices"});
   if (call == Call::kPush || call == Call::kPull) {
-    // Here, not in the owner's thread: it is the one that everybody waits for.
+    // Here, not in the owner's thread, for which all requests wait.
     try {
       TORCH_CHECK_VALUE(pending.request.message, "message: there is none");
       pending.message = parse_message(pending.request.message->span());

@@ -1,8 +1,8 @@
-// A parameter server: one thread that owns the state, and answers in the order of asking.
+// A parameter server: one thread owns the state and handles requests in the order of their arrival.
 //
-// Whoever carries requests (rpc/rpc_server.h, or a test) calls `submit` from any thread; the owner
-// takes them in batches, logs what changes the state, applies it and answers. Pulls see every push
-// answered before them. More cores: more servers.
+// The transport (rpc/rpc_server.h, or a test) calls `submit` from any thread. The owner takes
+// requests in batches, logs each change of the state, applies it and replies. A pull sees every
+// push that was acknowledged before it. To use more cores, run more servers.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -16,34 +16,34 @@
 
 namespace cohort::ps {
 
-/// What an acknowledged push has outlived.
-enum class Acknowledge {
-  kApplied,  ///< Nothing: there is no log. A server that ends has lost its state.
-  kLogged,   ///< The death of the server's process. The loss of power may cost the last second, and
-             ///< what the disk had not taken by then.
-  kSynced,   ///< The loss of power. One fdatasync for all pushes that wait.
+/// What an acknowledged push survives: `cohort ps server --acknowledge`.
+enum class Durability {
+  kApplied,  ///< Nothing: there is no log. A server that ends loses its state.
+  kLogged,   ///< The death of the server's process. A power failure may cost the last second, and
+             ///< what the disk had not written by then.
+  kSynced,   ///< A power failure. One fdatasync for all pushes that wait.
 };
 
 enum class OnTrainerLoss {
-  kFail,      ///< The job ends: everybody is told who was lost.
+  kFail,      ///< The job ends: all trainers get an error that names the lost one.
   kWait,      ///< Steps wait until the trainer is back.
-  kContinue,  ///< It is given up: steps close without it.
+  kContinue,  ///< It is dropped: steps close without it.
 };
 
 struct ServerOptions {
   int server = 0;  ///< This one's number, in [0, servers).
   int servers = 1;
-  std::string folder;  ///< Its own: log and snapshots. Empty: none, under kApplied alone.
+  std::string folder;  ///< Its own: log and snapshots. Empty: none, only under kApplied.
   std::string load;    ///< A checkpoint to begin with, of any number of servers; empty: none.
   BlockMaker make_block = make_host_block;  ///< Where dense parameters live.
-  Acknowledge acknowledge = Acknowledge::kLogged;
+  Durability durability = Durability::kLogged;
   OnTrainerLoss on_trainer_loss = OnTrainerLoss::kFail;
   std::chrono::milliseconds trainer_timeout{
       30'000};  ///< A trainer that is silent for longer is lost.
-  /// Checkpoints are written below this folder alone; empty: anywhere.
+  /// Checkpoints are written only below this folder; empty: anywhere.
   std::string save_root;
-  int64_t snapshot_log_bytes = int64_t{4} << 30;  ///< A snapshot after so much log; 0: never.
-  int64_t max_queue_bytes = int64_t{256} << 20;  ///< Of messages that wait; more is answered kBusy.
+  int64_t snapshot_log_bytes = int64_t{4} << 30;   ///< Log before a snapshot; 0: never.
+  int64_t max_queue_bytes = int64_t{256} << 20;    ///< Of queued messages; beyond it kBusy.
   std::chrono::milliseconds evict_period{60'000};  ///< Between evictions, where a table has rules.
 };
 
@@ -56,13 +56,13 @@ class Server {
   /// Stops as `stop`, without a snapshot.
   ~Server();
 
-  /// Takes a request; `done` is called from the owner's thread, or at once where there is no room.
+  /// Queues a request; `done` is called from the owner's thread, or at once if the queue is full.
   void submit(Request request, Done done);
 
-  /// Blocks until a client asked to stop, or `stop` was called. Errors: what ended the owner's
-  /// thread (a log that cannot be written is not among it: see Code::kBusy).
+  /// Blocks until a client requests a stop, or `stop` is called. Errors: the exception that ended
+  /// the owner's thread (a log that cannot be written does not end it: see Code::kBusy).
   void wait();
-  /// From any thread, also from a signal's watcher: answers what waits with kLost, and ends.
+  /// From any thread: replies kLost to waiting requests, and ends.
   void stop();
 
  private:

@@ -63,7 +63,7 @@ std::vector<ServingFile> export_for_serving(const std::string& checkpoint,
   const std::string text = job.to_json();
   ParameterState state(0, work.path());
   state.apply({.kind = RecordKind::kJob, .payload = std::as_bytes(std::span(text))});
-  state.begin_with(checkpoint);
+  state.load_checkpoint(checkpoint);
   std::vector<ServingFile> written;
   std::map<std::string, std::vector<float>> parameters;
   for (const auto& block : state.blocks()) {

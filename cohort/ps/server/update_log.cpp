@@ -225,8 +225,8 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
   while (first + 1 < segments.size() && segments[first + 1].first <= from) ++first;
   // A snapshot is named only when the segment behind it is there.
   if (segments.empty() && from > 1) {
-    throw ConfigError(folder + ": expected a log that goes on with record " + std::to_string(from) +
-                      ", found none");
+    throw ConfigError(folder + ": expected a log that continues with record " +
+                      std::to_string(from) + ", found none");
   }
   if (!segments.empty() && segments[first].first > from) {
     throw ConfigError(segments[first].path + ": expected a log that holds record " +
@@ -262,7 +262,7 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
           segment.path + ": it ends within a record, at byte " + std::to_string(result.whole_bytes);
     if (!result.finished && !last) {
       throw ConfigError(segment.path + ": damaged at byte " + std::to_string(result.whole_bytes) +
-                        ": it ends within a record, and " + segments[i + 1].path + " goes on");
+                        ": it ends within a record, and " + segments[i + 1].path + " continues");
     }
     if (!last && segments[i + 1].first != expected) {
       throw ConfigError(segment.path + ": expected " + segment_name(expected) +

@@ -8,9 +8,9 @@
 // other damage is refused with file and offset: the header has a checksum of its own, so that a
 // damaged length is never taken for an unfinished record.
 //
-// A power cut is another matter: pages that were not synced may be missing, or be there without
-// those before them. Then the log is cut off where damage begins, unless a record behind it says
-// that the disk had been given what is damaged.
+// After a power cut, pages that were not synced may be missing, or be there without those before
+// them. Then the log is cut off where damage begins, unless a later record says that a sync had
+// covered the damaged part.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -10,7 +10,7 @@ namespace cohort::ps {
 
 namespace {
 
-// What says nothing of the disk: such a file cannot be synced, or memory is short.
+// Errors that are not the disk's: such a file cannot be synced, or memory is short.
 bool is_of_the_call(int error) {
   return error == ENOSYS || error == EINVAL || error == EROFS || error == ENOMEM;
 }

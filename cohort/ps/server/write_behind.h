@@ -1,8 +1,8 @@
-// Syncs a growing file while it grows, and then lets go of the memory that held it.
+// Syncs a file while it grows, and then drops it from the system's page cache.
 //
-// Without it a log reaches the disk when the system likes, half a minute later, and all of it stays
-// in the system's cache: each record is copied to memory that nobody had touched before, which
-// costs several times as much as memory in use, and pushes out what others read.
+// Otherwise the system writes the log half a minute later and keeps all of it in its cache: each
+// record is copied to fresh pages, which costs several times as much as pages in use, and evicts
+// what other processes read.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -14,9 +14,9 @@
 
 namespace cohort::ps {
 
-/// Syncs what is kWindowBytes, or kPeriod old; where the disk does not keep up, later. An error of
-/// the disk is kept for the caller, for the system tells it once. Threads: one calls, one of its
-/// own works.
+/// Syncs every kWindowBytes or kPeriod; later if the disk does not keep up. An error of the disk is
+/// kept for the caller, because the system reports it once. Threads: one caller; the work is on a
+/// thread of its own.
 class WriteBehind {
  public:
   static constexpr int64_t kWindowBytes = int64_t{32} << 20;

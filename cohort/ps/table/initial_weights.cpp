@@ -13,7 +13,8 @@ constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;  // SplitMix64 steps by it.
 
 uint64_t hash_of(std::string_view text) {
   uint64_t hash = text.size();
-  for (const char c : text) hash = mix(hash * kGolden + static_cast<unsigned char>(c) + 1);
+  for (const char c : text)
+    hash = splitmix64_finalizer(hash * kGolden + static_cast<unsigned char>(c) + 1);
   return hash;
 }
 
@@ -57,23 +58,24 @@ double normal_quantile(double p) {
 }  // namespace
 
 double uniform_of(uint64_t seed, uint64_t id, uint64_t number) {
-  const uint64_t bits = mix(mix(seed + kGolden) ^ mix(id + number * kGolden));
+  const uint64_t bits = splitmix64_finalizer(splitmix64_finalizer(seed + kGolden) ^
+                                             splitmix64_finalizer(id + number * kGolden));
   return static_cast<double>(bits >> 11) * 0x1p-53;
 }
 
 InitialWeights::InitialWeights(const TableOptions& options)
     : initializer_(options.initializer),
-      key_(mix(options.seed + kGolden) ^ hash_of(options.name)) {}
+      key_(splitmix64_finalizer(options.seed + kGolden) ^ hash_of(options.name)) {}
 
 void InitialWeights::fill(uint64_t id, std::span<float> weights) const {
   if (initializer_.kind == Initializer::Kind::kZeros) {
     std::fill(weights.begin(), weights.end(), 0.0F);
     return;
   }
-  const uint64_t row = mix(key_ ^ mix(id));
+  const uint64_t row = splitmix64_finalizer(key_ ^ splitmix64_finalizer(id));
   for (size_t i = 0; i < weights.size(); ++i) {
     // SplitMix64 from `row` on, of which each number serves two weights.
-    const uint64_t bits = mix(row + (i / 2 + 1) * kGolden);
+    const uint64_t bits = splitmix64_finalizer(row + (i / 2 + 1) * kGolden);
     const auto number = static_cast<uint32_t>(i % 2 == 0 ? bits : bits >> 32) >> 8;  // 24 bits
     if (initializer_.kind == Initializer::Kind::kUniform) {
       const float unit = static_cast<float>(number) * 0x1p-23F - 1;  // Exact, in [-1, 1).

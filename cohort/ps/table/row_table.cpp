@@ -46,15 +46,15 @@ bool is_expired(const Eviction& eviction, uint32_t last_push, uint32_t pushes, u
 }  // namespace
 
 struct RowTable::Rows {
-  Rows(const TableOptions& given, std::unique_ptr<ColdStore> cold_store)
+  Rows(const TableOptions& given, std::unique_ptr<SpillStore> spill_store)
       : options(given),
         width(static_cast<size_t>(given.width)),
         state_width(static_cast<size_t>(ps::state_width(given.rule.rule, given.width))),
         initial(given),
         slabs(static_cast<int64_t>(width + state_width)),
-        cold(std::move(cold_store)) {
+        spilled(std::move(spill_store)) {
     if (options.memory_cap_bytes == 0) return;
-    const bool counted = options.admission.kind == Admission::Kind::kCount;
+    const bool counted = options.entry.kind == EntryPolicy::Kind::kCount;
     const int64_t for_counts = counted ? options.memory_cap_bytes / 8 : 0;
     max_rows = (options.memory_cap_bytes - for_counts) / row_bytes(options);
     max_counts =
@@ -90,7 +90,8 @@ struct RowTable::Rows {
 
   void remove(uint32_t place) {
     const uint64_t value = uint64_t{place} + 1;
-    index.erase(mix(slabs.at(place)->id), [&](uint64_t found) { return found == value; });
+    index.erase(splitmix64_finalizer(slabs.at(place)->id),
+                [&](uint64_t found) { return found == value; });
     slabs.free(place);
   }
 
@@ -113,7 +114,7 @@ struct RowTable::Rows {
     };
     for (size_t group = 0; group < groups + 2; ++group) {
       for_group(group, [&](size_t i, Asked& entry) {
-        entry.hash = mix(ids[i]);
+        entry.hash = splitmix64_finalizer(ids[i]);
         index.prefetch(entry.hash);
       });
       for_group(group - 1, [&](size_t /*i*/, Asked& entry) {
@@ -137,21 +138,21 @@ struct RowTable::Rows {
   }
 
   void begin_with(uint64_t id, std::span<float> weights, Unknown unknown) const {
-    if (unknown == Unknown::kZeros || options.admission.kind != Admission::Kind::kAll) {
+    if (unknown == Unknown::kZeros || options.entry.kind != EntryPolicy::Kind::kAll) {
       std::fill(weights.begin(), weights.end(), 0.0F);
     } else {
       initial.fill(id, weights);
     }
   }
 
-  bool is_admitted(uint64_t id, uint64_t hash, int64_t step) {
-    const Admission& admission = options.admission;
-    if (admission.kind == Admission::Kind::kAll) return true;
-    if (admission.kind == Admission::Kind::kProbability) {
-      return uniform_of(options.seed, id, static_cast<uint64_t>(step)) < admission.probability;
+  bool passes_entry_policy(uint64_t id, uint64_t hash, int64_t step) {
+    const EntryPolicy& entry = options.entry;
+    if (entry.kind == EntryPolicy::Kind::kAll) return true;
+    if (entry.kind == EntryPolicy::Kind::kProbability) {
+      return uniform_of(options.seed, id, static_cast<uint64_t>(step)) < entry.probability;
     }
     const uint64_t before = counts.find(hash, always);
-    if (before + 1 >= admission.pushes) {
+    if (before + 1 >= entry.pushes) {
       if (before > 0) counts.erase(hash, always);
       return true;
     }
@@ -197,9 +198,9 @@ struct RowTable::Rows {
     std::vector<uint32_t> going;
     std::vector<RowView> views;
     const auto go = [&] {
-      if (spills) cold->put(views);
+      if (spills) spilled->put(views);
       for (const uint32_t place : going) remove(place);
-      (spills ? did.demoted : did.evicted) += static_cast<int64_t>(going.size());
+      (spills ? events.demoted : events.evicted) += static_cast<int64_t>(going.size());
       going.clear();
       views.clear();
     };
@@ -212,9 +213,9 @@ struct RowTable::Rows {
     go();
   }
 
-  // Brings those of `ids` that the cold store has to memory.
+  // Brings those of `ids` that the spill store has to memory.
   void promote(std::span<const uint64_t> ids) {
-    if (!cold || cold->rows() == 0) return;
+    if (!spilled || spilled->rows() == 0) return;
     std::vector<uint64_t> missing;
     walk(ids, [&](size_t i, uint64_t, const Row* row) {
       if (row == nullptr) missing.push_back(ids[i]);
@@ -222,16 +223,16 @@ struct RowTable::Rows {
     std::sort(missing.begin(), missing.end());
     missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
     std::vector<uint64_t> found;
-    cold->get(missing, [&](size_t, const RowView& row) {
+    spilled->get(missing, [&](size_t, const RowView& row) {
       put(row);
       found.push_back(row.id);
     });
-    cold->erase(found);
-    did.promoted += static_cast<int64_t>(found.size());
+    spilled->erase(found);
+    events.promoted += static_cast<int64_t>(found.size());
   }
 
   void put(const RowView& from) {
-    Row* row = make_row(from.id, mix(from.id));
+    Row* row = make_row(from.id, splitmix64_finalizer(from.id));
     row->last_push = from.last_push;
     row->pushes = from.pushes;
     std::copy(from.weights.begin(), from.weights.end(), row->floats());
@@ -246,14 +247,14 @@ struct RowTable::Rows {
     const UpdateKernel update = *supported_update_kernels();
     walk(ids, [&](size_t i, uint64_t hash, Row* row) {
       if (row == nullptr) {
-        if (size() >= max_rows || !is_admitted(ids[i], hash, step)) {
-          ++did.refused;
+        if (size() >= max_rows || !passes_entry_policy(ids[i], hash, step)) {
+          ++events.refused;
           return;
         }
         row = make_row(ids[i], hash);
         initial.fill(ids[i], {row->floats(), width});
         initialise_state(options.rule, {row->floats() + width, state_width});
-        ++did.created;
+        ++events.created;
       }
       update(constants, options.width, row->floats(), row->floats() + width, gradients + i * width);
       row->last_push = now;
@@ -270,8 +271,8 @@ struct RowTable::Rows {
     std::vector<uint64_t> ids;
     for (const RowView& row : rows) ids.push_back(row.id);
     make_room(ids);
-    if (cold) {
-      cold->get(ids, [&](size_t, const RowView& row) { refuse(row.id, "is there already"); });
+    if (spilled) {
+      spilled->get(ids, [&](size_t, const RowView& row) { refuse(row.id, "is there already"); });
     }
     walk(ids, [&](size_t i, uint64_t, const Row* there) {
       const RowView& row = rows[i];
@@ -305,23 +306,23 @@ struct RowTable::Rows {
   InitialWeights initial;
   RowSlabs slabs;
   HashParts<32> index;  // Place in `slabs`, plus 1.
-  HashParts<8> counts;  // Pushes of ids that were not admitted yet.
-  std::unique_ptr<ColdStore> cold;
+  HashParts<8> counts;  // Pushes of ids that have no row yet.
+  std::unique_ptr<SpillStore> spilled;
   int64_t max_rows = kUnlimited;
   int64_t max_counts = kUnlimited;
-  TableStatistics did;  // The counts of events alone.
+  TableStatistics events;  // The counts of events alone.
 };
 
-RowTable::RowTable(const TableOptions& options, std::unique_ptr<ColdStore> cold_store) {
+RowTable::RowTable(const TableOptions& options, std::unique_ptr<SpillStore> spill_store) {
   validate(options);
   const bool spills = options.at_cap == AtCap::kSpill && options.memory_cap_bytes > 0;
-  if (spills != (cold_store != nullptr)) {
+  if (spills != (spill_store != nullptr)) {
     throw ConfigError("table \"" + options.name +
                       (spills
-                           ? "\": at_cap spill: expected a cold store, found none"
-                           : "\": expected no cold store without a memory cap and at_cap spill"));
+                           ? "\": at_cap spill: expected a spill store, found none"
+                           : "\": expected no spill store without a memory cap and at_cap spill"));
   }
-  rows_ = std::make_unique<Rows>(options, std::move(cold_store));
+  rows_ = std::make_unique<Rows>(options, std::move(spill_store));
 }
 RowTable::~RowTable() = default;
 RowTable::RowTable(RowTable&&) noexcept = default;
@@ -335,9 +336,9 @@ void RowTable::pull(std::span<const uint64_t> ids, std::span<float> weights,
   const Rows& rows = *rows_;
   rows.check("pull", ids.size(), weights.size());
   const size_t width = rows.width;
-  std::vector<uint64_t> cold_ids;
-  std::vector<size_t> cold_positions;
-  const bool is_cold = rows.cold && rows.cold->rows() > 0;
+  std::vector<uint64_t> spilled_ids;
+  std::vector<size_t> spilled_positions;
+  const bool has_spilled_rows = rows.spilled && rows.spilled->rows() > 0;
   rows.walk(ids, [&](size_t i, uint64_t, const Row* row) {
     float* to = weights.data() + i * width;
     if (row != nullptr) {
@@ -345,14 +346,14 @@ void RowTable::pull(std::span<const uint64_t> ids, std::span<float> weights,
       return;
     }
     rows.begin_with(ids[i], {to, width}, unknown);
-    if (!is_cold) return;
-    cold_ids.push_back(ids[i]);
-    cold_positions.push_back(i);
+    if (!has_spilled_rows) return;
+    spilled_ids.push_back(ids[i]);
+    spilled_positions.push_back(i);
   });
-  if (cold_ids.empty()) return;
-  rows.cold->get(cold_ids, [&](size_t i, const RowView& row) {
+  if (spilled_ids.empty()) return;
+  rows.spilled->get(spilled_ids, [&](size_t i, const RowView& row) {
     std::copy(row.weights.begin(), row.weights.end(),
-              weights.begin() + static_cast<std::ptrdiff_t>(cold_positions[i] * width));
+              weights.begin() + static_cast<std::ptrdiff_t>(spilled_positions[i] * width));
   });
 }
 
@@ -375,20 +376,20 @@ void RowTable::evict(uint32_t now) {
   rows.for_each_place([&](uint32_t place, const Row& row) {
     if (!is_expired(eviction, row.last_push, row.pushes, now)) return;
     rows.remove(place);
-    ++rows.did.evicted;
+    ++rows.events.evicted;
   });
-  if (!rows.cold) return;
+  if (!rows.spilled) return;
   std::vector<uint64_t> expired;
-  rows.cold->for_each([&](const RowView& row) {
+  rows.spilled->for_each([&](const RowView& row) {
     if (is_expired(eviction, row.last_push, row.pushes, now)) expired.push_back(row.id);
   });
-  rows.cold->erase(expired);
-  rows.did.evicted += static_cast<int64_t>(expired.size());
+  rows.spilled->erase(expired);
+  rows.events.evicted += static_cast<int64_t>(expired.size());
 }
 
 void RowTable::for_each(const std::function<void(const RowView&)>& visit) const {
   for_each_in_memory(visit);
-  if (rows_->cold) rows_->cold->for_each(visit);
+  if (rows_->spilled) rows_->spilled->for_each(visit);
 }
 
 void RowTable::for_each_in_memory(const std::function<void(const RowView&)>& visit) const {
@@ -396,8 +397,9 @@ void RowTable::for_each_in_memory(const std::function<void(const RowView&)>& vis
 }
 
 void RowTable::for_each_count(const std::function<void(uint64_t, uint32_t)>& visit) const {
-  rows_->counts.for_each(
-      [&](uint64_t hash, uint64_t pushes) { visit(unmix(hash), static_cast<uint32_t>(pushes)); });
+  rows_->counts.for_each([&](uint64_t hash, uint64_t pushes) {
+    visit(inverse_splitmix64_finalizer(hash), static_cast<uint32_t>(pushes));
+  });
 }
 
 void RowTable::insert(std::span<const RowView> rows) {
@@ -409,26 +411,26 @@ void RowTable::insert(std::span<const RowView> rows) {
 
 void RowTable::insert_count(uint64_t id, uint32_t pushes) {
   Rows& rows = *rows_;
-  const Admission& admission = rows.options.admission;
-  if (admission.kind != Admission::Kind::kCount || admission.pushes == 1 || pushes == 0) return;
-  const uint64_t hash = mix(id);
+  const EntryPolicy& entry = rows.options.entry;
+  if (entry.kind != EntryPolicy::Kind::kCount || entry.pushes == 1 || pushes == 0) return;
+  const uint64_t hash = splitmix64_finalizer(id);
   TORCH_CHECK_VALUE(rows.counts.find(hash, always) == 0, "table \"", rows.options.name,
                     "\": the count of id ", id, " is there already");
   if (rows.counts.size() >= rows.max_counts) rows.halve_counts();
-  rows.counts.insert(hash, std::min(pushes, admission.pushes - 1));
+  rows.counts.insert(hash, std::min(pushes, entry.pushes - 1));
 }
 
 TableStatistics RowTable::statistics() const {
-  TableStatistics result = rows_->did;
+  TableStatistics result = rows_->events;
   result.rows = rows_->size();
-  result.cold_rows = rows_->cold ? rows_->cold->rows() : 0;
+  result.spilled_rows = rows_->spilled ? rows_->spilled->rows() : 0;
   result.counted_ids = rows_->counts.size();
   result.bytes = rows_->slabs.bytes() + rows_->index.bytes() + rows_->counts.bytes();
   return result;
 }
 
-ColdStore* RowTable::cold_store() {
-  return rows_->cold.get();
+SpillStore* RowTable::spill_store() {
+  return rows_->spilled.get();
 }
 
 }  // namespace cohort::ps

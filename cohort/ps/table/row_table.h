@@ -6,23 +6,23 @@
 #include <span>
 #include <string>
 
-#include "cohort/ps/table/cold_store.h"
 #include "cohort/ps/table/row_view.h"
+#include "cohort/ps/table/spill_store.h"
 #include "cohort/ps/table/table_options.h"
 
 namespace cohort::ps {
 
-/// What a table holds and did; counts since it was made or loaded.
+/// Contents of a table, and counts of events since it was made or loaded.
 struct TableStatistics {
   int64_t rows = 0;         ///< In memory.
-  int64_t cold_rows = 0;    ///< In the cold store alone.
-  int64_t counted_ids = 0;  ///< Without a row, but counted for admission.
+  int64_t spilled_rows = 0;  ///< In the spill store only.
+  int64_t counted_ids = 0;   ///< Without a row, but counted by the entry policy.
   int64_t bytes = 0;        ///< Of memory: rows, index, counts, free places.
   int64_t created = 0;
   int64_t evicted = 0;   ///< Dropped for good.
-  int64_t demoted = 0;   ///< Moved to the cold store.
+  int64_t demoted = 0;   ///< Moved to the spill store.
   int64_t promoted = 0;  ///< Moved back by a push.
-  int64_t refused = 0;   ///< Pushes to ids that were not admitted, or found no room.
+  int64_t refused = 0;   ///< Pushes to ids that get no row: entry policy, or the cap.
   double bytes_per_row() const {
     return rows ? static_cast<double>(bytes) / static_cast<double>(rows) : 0;
   }
@@ -36,13 +36,13 @@ struct TableStatistics {
 /// Layout: rows lie in slabs of memory, weights and state together (16 + 4 (width + state_width)
 /// bytes each); the index has 10 to 12.5 bytes for a row, in many small parts, so that none takes
 /// long to grow. Batches are walked with prefetches: the time goes to memory, not to arithmetic.
-/// With a cold store a row is in one of the two: a push brings it to memory, a pull leaves it.
+/// With a spill store a row is in one of the two: a push brings it to memory, a pull leaves it.
 /// Threads: one at a time. Local.
 class RowTable {
  public:
-  /// `cold_store`: given for AtCap::kSpill, and only then; its rows are the table's.
+  /// `spill_store`: given for AtCap::kSpill, and only then; its rows are the table's.
   /// Errors: ConfigError that names the option.
-  explicit RowTable(const TableOptions& options, std::unique_ptr<ColdStore> cold_store = nullptr);
+  explicit RowTable(const TableOptions& options, std::unique_ptr<SpillStore> spill_store = nullptr);
   ~RowTable();
   RowTable(RowTable&&) noexcept;
 
@@ -50,7 +50,7 @@ class RowTable {
 
   /// Copies the weights of `ids` (any, also repeated) to `weights` [ids.size() x width]. Ids
   /// without a row get what their first push would begin with: initial weights; zeros where the
-  /// table admits rows only later, and under Unknown::kZeros.
+  /// entry policy makes rows only later, and under Unknown::kZeros.
   enum class Unknown { kInitial, kZeros };
   void pull(std::span<const uint64_t> ids, std::span<float> weights, Unknown unknown) const;
 
@@ -60,14 +60,14 @@ class RowTable {
             uint32_t now);
 
   /// Drops rows by the table's options (age, score); `now` as in push. Cost: a pass over all rows,
-  /// those of the cold store included.
+  /// those of the spill store included.
   void evict(uint32_t now);
 
-  /// Calls `visit` for every row, in no order that matters. With a cold store: its rows, too.
+  /// Calls `visit` for every row, in no order that matters. With a spill store: its rows, too.
   void for_each(const std::function<void(const RowView&)>& visit) const;
   /// The rows in memory alone: takes no memory and no lock, as a forked child needs it.
   void for_each_in_memory(const std::function<void(const RowView&)>& visit) const;
-  /// Calls `visit(id, pushes)` for every id that is counted for admission. Likewise.
+  /// Calls `visit(id, pushes)` for every id that the entry policy counts. Likewise.
   void for_each_count(const std::function<void(uint64_t, uint32_t)>& visit) const;
 
   /// Puts rows in as `for_each` showed them; makes room as a push does.
@@ -75,14 +75,14 @@ class RowTable {
   /// before it are in.
   void insert(std::span<const RowView> rows);
   void insert(const RowView& row) { insert(std::span(&row, 1)); }
-  /// Puts a count in as `for_each_count` showed it. Where the options now admit at fewer pushes the
-  /// next one does; where they do not count, it is forgotten.
+  /// Puts a count in as `for_each_count` showed it. If the options now need fewer pushes, the next
+  /// one makes the row; if they do not count, it is dropped.
   /// Errors: c10::ValueError: it is there already.
   void insert_count(uint64_t id, uint32_t pushes);
 
   TableStatistics statistics() const;
   /// nullptr: there is none.
-  ColdStore* cold_store();
+  SpillStore* spill_store();
 
  private:
   struct Rows;

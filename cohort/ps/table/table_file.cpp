@@ -20,7 +20,7 @@ static_assert(std::endian::native == std::endian::little, "files hold little-end
 
 constexpr std::array<char, 8> kMagic = {'C', 'O', 'H', 'O', 'R', 'T', 'T', 'B'};
 constexpr uint32_t kVersion = 1;
-constexpr uint32_t kMostText = 1 << 20;
+constexpr uint32_t kMaxOptionsBytes = 1 << 20;
 constexpr size_t kBlockBytes = size_t{1} << 20;
 
 struct FileHeader {
@@ -68,8 +68,8 @@ size_t block_size(const TableOptions& options) {
 TableFileWriter::TableFileWriter(const RowTable& table)
     : table_(table), block_(sizeof(BlockHeader) + block_size(table.options())) {
   const std::string text = to_text(table.options());
-  TORCH_CHECK_VALUE(text.size() <= kMostText, "table \"", table.options().name,
-                    "\": its options have more than ", kMostText, " bytes");
+  TORCH_CHECK_VALUE(text.size() <= kMaxOptionsBytes, "table \"", table.options().name,
+                    "\": its options have more than ", kMaxOptionsBytes, " bytes");
   FileHeader header{kMagic, kVersion, static_cast<uint32_t>(text.size()), 0};
   header.checksum =
       crc32c(std::as_bytes(std::span(text)), crc32c(bytes_of(header).first(kChecked)));
@@ -149,8 +149,8 @@ TableFileReader::TableFileReader(const std::string& path)
     fail("expected version " + std::to_string(kVersion) + ", found " +
          std::to_string(header.version));
   }
-  if (header.text_bytes > kMostText) {
-    fail("expected at most " + std::to_string(kMostText) + " bytes of options, found " +
+  if (header.text_bytes > kMaxOptionsBytes) {
+    fail("expected at most " + std::to_string(kMaxOptionsBytes) + " bytes of options, found " +
          std::to_string(header.text_bytes));
   }
   std::string text(header.text_bytes, ' ');

@@ -20,7 +20,7 @@
 
 namespace cohort::ps {
 
-/// Writes a table's rows in memory and its counts; rows of a cold store have their own checkpoint.
+/// Writes a table's rows in memory and its counts; rows of a spill store have their own checkpoint.
 ///
 /// Made to be used in a forked child of a process with threads: what memory it needs is taken when
 /// it is made, write() calls nothing but write(2).

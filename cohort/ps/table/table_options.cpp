@@ -22,8 +22,8 @@ const Names<Initializer::Kind>& names_of(Initializer::Kind) {
       {Kind::kZeros, "zeros"}, {Kind::kUniform, "uniform"}, {Kind::kNormal, "normal"}};
   return names;
 }
-const Names<Admission::Kind>& names_of(Admission::Kind) {
-  using Kind = Admission::Kind;
+const Names<EntryPolicy::Kind>& names_of(EntryPolicy::Kind) {
+  using Kind = EntryPolicy::Kind;
   static const Names<Kind> names = {
       {Kind::kAll, "all"}, {Kind::kCount, "count"}, {Kind::kProbability, "probability"}};
   return names;
@@ -77,16 +77,37 @@ void from_json(const nlohmann::json& json, Rule& rule) {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Schedule, kind, warmup, decay, width, period, fall)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Initializer, kind, scale)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Admission, kind, pushes, probability)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(EntryPolicy, kind, pushes, probability)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Eviction, time_to_live_s, minimum_score, decay)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RuleOptions, rule, learning_rate, momentum, beta1, beta2, eps,
                                    initial_accumulator, l1, l2, clip_value, clip_norm, schedule)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TableOptions, name, width, seed, rule, initializer, admission,
-                                   eviction, memory_cap_bytes, at_cap)
+// The key of the entry policy is that of files which older versions wrote.
+void to_json(nlohmann::json& json, const TableOptions& options) {
+  json["name"] = options.name;
+  json["width"] = options.width;
+  json["seed"] = options.seed;
+  json["rule"] = options.rule;
+  json["initializer"] = options.initializer;
+  json["admission"] = options.entry;
+  json["eviction"] = options.eviction;
+  json["memory_cap_bytes"] = options.memory_cap_bytes;
+  json["at_cap"] = options.at_cap;
+}
+void from_json(const nlohmann::json& json, TableOptions& options) {
+  json.at("name").get_to(options.name);
+  json.at("width").get_to(options.width);
+  json.at("seed").get_to(options.seed);
+  json.at("rule").get_to(options.rule);
+  json.at("initializer").get_to(options.initializer);
+  json.at("admission").get_to(options.entry);
+  json.at("eviction").get_to(options.eviction);
+  json.at("memory_cap_bytes").get_to(options.memory_cap_bytes);
+  json.at("at_cap").get_to(options.at_cap);
+}
 
 namespace {
 
-constexpr int64_t kLeastRows = 16;  // Of a table with a cap: a sixteenth is a row.
+constexpr int64_t kMinRows = 16;  // Of a table with a cap: a sixteenth is a row.
 
 // The first key of `found` that `known` does not have; empty if there is none.
 std::string unknown_key(const nlohmann::json& found, const nlohmann::json& known) {
@@ -119,9 +140,9 @@ int64_t row_bytes(const TableOptions& options) {
 }
 
 void validate(const TableOptions& options) {
-  constexpr int64_t kMostWidth = 1 << 20;
+  constexpr int64_t kMaxWidth = 1 << 20;
   expect(!options.name.empty(), options, "name", "a name", "none");
-  expect(options.width >= 1 && options.width <= kMostWidth, options, "width",
+  expect(options.width >= 1 && options.width <= kMaxWidth, options, "width",
          "1 to 1048576 weights a row", options.width);
   try {
     validate(options.rule);
@@ -131,17 +152,17 @@ void validate(const TableOptions& options) {
   const float scale = options.initializer.scale;
   expect(std::isfinite(scale) && scale >= 0, options, "initializer.scale",
          "a finite number of at least 0", scale);
-  const Admission& admission = options.admission;
-  expect(admission.pushes >= 1 && admission.pushes <= 256, options, "admission.pushes", "1 to 256",
-         admission.pushes);
-  expect(admission.probability > 0 && admission.probability <= 1, options, "admission.probability",
-         "a number in (0, 1]", admission.probability);
+  const EntryPolicy& entry = options.entry;
+  expect(entry.pushes >= 1 && entry.pushes <= 256, options, "entry.pushes", "1 to 256",
+         entry.pushes);
+  expect(entry.probability > 0 && entry.probability <= 1, options, "entry.probability",
+         "a number in (0, 1]", entry.probability);
   const Eviction& eviction = options.eviction;
   expect(eviction.decay > 0 && eviction.decay <= 1, options, "eviction.decay", "a number in (0, 1]",
          eviction.decay);
   expect(std::isfinite(eviction.minimum_score), options, "eviction.minimum_score",
          "a finite number", eviction.minimum_score);
-  const int64_t least = 2 * kLeastRows * row_bytes(options);
+  const int64_t least = 2 * kMinRows * row_bytes(options);
   expect(options.memory_cap_bytes == 0 || options.memory_cap_bytes >= least, options,
          "memory_cap_bytes", ("0 or at least " + std::to_string(least)).c_str(),
          options.memory_cap_bytes);

@@ -14,21 +14,22 @@ struct Initializer {
   float scale = 0.01f;  ///< Uniform in [-scale, scale), or the standard deviation.
 };
 
-/// Which ids get a row. One that is not admitted is pulled as zeros, and pushes to it are dropped.
+/// Entry policy: which ids get a row. Without a row an id is pulled as zeros, and pushes to it are
+/// dropped. The key in JSON is "admission".
 ///
 /// kCount counts ids without a row in 10 to 13 bytes each. Under a memory cap an eighth of it is
 /// for the counts: when that is full, all are halved until half of it is free, and those at 0
 /// forgotten. Without a cap nothing is forgotten.
-struct Admission {
+struct EntryPolicy {
   enum class Kind { kAll, kCount, kProbability };
   Kind kind = Kind::kAll;
-  uint32_t pushes = 1;     ///< kCount: from its so many-th push on; at most 256.
+  uint32_t pushes = 1;     ///< kCount: a row from this push on; at most 256.
   double probability = 1;  ///< kProbability: of each push; drawn from (seed, id, step).
 };
 
 /// Which rows an eviction drops; 0 or less turns a rule off.
 struct Eviction {
-  int64_t time_to_live_s = 0;  ///< Rows not pushed to for so long.
+  int64_t time_to_live_s = 0;  ///< Rows without a push for this time.
   double minimum_score = 0;  ///< Rows of a lower score: pushes * decay^(whole days since the last).
   double decay = 0.98;
 };
@@ -38,7 +39,7 @@ struct Eviction {
 enum class AtCap {
   kRefuse,          ///< New rows are not made, pushes to them are dropped and counted.
   kEvictLeastUsed,  ///< A sixteenth of the rows goes: fewest pushes first, then the oldest.
-  kSpill,           ///< A sixteenth goes to the cold store: longest not pushed to first.
+  kSpill,           ///< A sixteenth goes to RocksDB: longest not pushed to first.
 };
 
 struct TableOptions {
@@ -47,7 +48,7 @@ struct TableOptions {
   uint64_t seed = 1;
   RuleOptions rule{.rule = Rule::kRowwiseAdagrad};
   Initializer initializer;
-  Admission admission;
+  EntryPolicy entry;
   Eviction eviction;
   /// Of one server; 0: none. Counted by arithmetic: a row takes row_bytes(). A table that spills
   /// holds half as much again (8 to 256 MiB) and what RocksDB itself needs: docs/ps.md has figures.
@@ -67,8 +68,8 @@ std::string to_text(const TableOptions& options);
 TableOptions table_options_of(const std::string& text);
 
 /// Errors: ConfigError that names the table and the option, unless rows of a table with options
-/// `stored` can go on in one with `wanted`: name, width, seed, rule and initializer must be the
-/// same. The rule's numbers, admission, eviction and memory may change.
+/// `stored` can be used in one with `wanted`: name, width, seed, rule and initializer must be the
+/// same. The rule's numbers, entry policy, eviction and memory may change.
 void check_same_rows(const TableOptions& stored, const TableOptions& wanted);
 
 }  // namespace cohort::ps

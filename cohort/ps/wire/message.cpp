@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kNoIds = 1;
 constexpr uint32_t kNoValues = 2;
-constexpr uint32_t kMostWidth = 65536;
+constexpr uint32_t kMaxWidth = 65536;
 // Where the checksum's bytes begin: behind magic and checksum.
 constexpr size_t kCheckedFrom = 2 * sizeof(uint32_t);
 
@@ -53,13 +53,13 @@ Buffer::Buffer(size_t size)
 MessageWriter::MessageWriter(std::span<const SectionShape> shapes) {
   size_t end = sizeof(Header);
   for (const SectionShape& shape : shapes) {
-    Place place{};
-    place.ids = end + sizeof(SectionHeader);
-    place.num_ids = has_ids(shape) ? shape.count : 0;
-    place.values = place.ids + place.num_ids * sizeof(uint64_t);
-    place.num_values = shape.has_values ? shape.count * shape.width : 0;
-    end = place.values + padded(place.num_values * sizeof(float));
-    places_.push_back(place);
+    Offsets offsets{};
+    offsets.ids = end + sizeof(SectionHeader);
+    offsets.num_ids = has_ids(shape) ? shape.count : 0;
+    offsets.values = offsets.ids + offsets.num_ids * sizeof(uint64_t);
+    offsets.num_values = shape.has_values ? shape.count * shape.width : 0;
+    end = offsets.values + padded(offsets.num_values * sizeof(float));
+    offsets_.push_back(offsets);
   }
   buffer_ = Buffer(end);
   for (size_t i = 0; i < shapes.size(); ++i) {
@@ -69,26 +69,26 @@ MessageWriter::MessageWriter(std::span<const SectionShape> shapes) {
         .count = shapes[i].count,
         .width = shapes[i].width,
         .flags = (has_ids(shapes[i]) ? 0 : kNoIds) | (shapes[i].has_values ? 0 : kNoValues)};
-    std::memcpy(buffer_.data() + places_[i].ids - sizeof(section), &section, sizeof(section));
-    const size_t values_end = places_[i].values + places_[i].num_values * sizeof(float);
+    std::memcpy(buffer_.data() + offsets_[i].ids - sizeof(section), &section, sizeof(section));
+    const size_t values_end = offsets_[i].values + offsets_[i].num_values * sizeof(float);
     std::memset(
         buffer_.data() + values_end, 0,
-        padded(places_[i].num_values * sizeof(float)) - places_[i].num_values * sizeof(float));
+        padded(offsets_[i].num_values * sizeof(float)) - offsets_[i].num_values * sizeof(float));
   }
 }
 
 std::span<uint64_t> MessageWriter::ids(size_t section) {
-  const Place& place = places_.at(section);
-  return {reinterpret_cast<uint64_t*>(buffer_.data() + place.ids), place.num_ids};
+  const Offsets& offsets = offsets_.at(section);
+  return {reinterpret_cast<uint64_t*>(buffer_.data() + offsets.ids), offsets.num_ids};
 }
 
 std::span<float> MessageWriter::values(size_t section) {
-  const Place& place = places_.at(section);
-  return {reinterpret_cast<float*>(buffer_.data() + place.values), place.num_values};
+  const Offsets& offsets = offsets_.at(section);
+  return {reinterpret_cast<float*>(buffer_.data() + offsets.values), offsets.num_values};
 }
 
 Buffer MessageWriter::finish(Header header) {
-  header.num_sections = static_cast<uint32_t>(places_.size());
+  header.num_sections = static_cast<uint32_t>(offsets_.size());
   reseal(buffer_.span(), header);
   return std::move(buffer_);
 }
@@ -131,7 +131,7 @@ Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {
                       static_cast<uint32_t>(section.kind));
     TORCH_CHECK_VALUE(section.flags <= (kNoIds | kNoValues), "message: section ", i,
                       " has unknown flags");
-    TORCH_CHECK_VALUE(section.width >= 1 && section.width <= kMostWidth, "message: section ", i,
+    TORCH_CHECK_VALUE(section.width >= 1 && section.width <= kMaxWidth, "message: section ", i,
                       " has width ", section.width);
     const bool with_ids = section.kind == SectionKind::kRows && !(section.flags & kNoIds);
     const bool with_values = !(section.flags & kNoValues);
@@ -161,13 +161,13 @@ Message parse_message(std::span<const std::byte> bytes, Checksums checksums) {
   return message;
 }
 
-std::optional<ValuePlace> find_nonfinite(const Message& message) {
+std::optional<ValuePosition> find_nonfinite(const Message& message) {
   for (size_t section = 0; section < message.sections.size(); ++section) {
     const auto values = message.sections[section].values;
     if (!has_nonfinite(values)) continue;
     const auto found = std::find_if(values.begin(), values.end(),
                                     [](float value) { return !std::isfinite(value); });
-    return ValuePlace{section, static_cast<size_t>(found - values.begin())};
+    return ValuePosition{section, static_cast<size_t>(found - values.begin())};
   }
   return std::nullopt;
 }

@@ -99,12 +99,12 @@ class MessageWriter {
   Buffer finish(Header header);
 
  private:
-  struct Place {
+  struct Offsets {
     size_t ids, values;
     size_t num_ids, num_values;
   };
   Buffer buffer_;
-  std::vector<Place> places_;
+  std::vector<Offsets> offsets_;
 };
 
 /// A message that was read; views into `bytes`, which must outlive it and be aligned to 8.
@@ -120,12 +120,12 @@ enum class Checksums { kChecked, kIgnored };
 Message parse_message(std::span<const std::byte> bytes, Checksums checksums = Checksums::kChecked);
 
 /// A value of a message.
-struct ValuePlace {
+struct ValuePosition {
   size_t section = 0;
   size_t value = 0;  ///< In the section's values.
 };
 /// The first value that is a NaN or an infinity. Cost: one pass over all values.
-std::optional<ValuePlace> find_nonfinite(const Message& message);
+std::optional<ValuePosition> find_nonfinite(const Message& message);
 
 /// Gives `message` another header (retries after a server's restart) and seals it again.
 void reseal(std::span<std::byte> message, const Header& header);

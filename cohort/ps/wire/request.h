@@ -1,5 +1,5 @@
-// What clients ask of a server and what it answers, as plain values: gRPC (rpc/) carries them
-// between processes, tests hand them over directly.
+// Requests of clients and replies of servers, as plain values: gRPC (rpc/) carries them between
+// processes, tests pass them directly.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -10,33 +10,34 @@
 
 namespace cohort::ps {
 
-/// The trainer number of those that only look: predictions, status.
+/// The trainer number of clients that only read: predictions, status.
 inline constexpr uint32_t kNoTrainer = 0xffffffff;
 
-/// Numbers are for good, for servers and clients of other versions: new calls are appended.
+/// The numbers are part of the protocol: new calls are appended.
 enum class Call : uint32_t {
   kPush = 0,  ///< `message`: gradients, or initial values (kInitialValues).
   kPull = 1,  ///< `message`: which rows and blocks.
-  kJob = 2,   ///< `text`: JSON of JobOptions. Once; the same again is fine.
-  /// Trainer `trainer` comes, or comes back as `incarnation` after a server's restart. `text` as of
-  /// kJob, so that a job that differs can be named.
+  kJob = 2,   ///< `text`: JSON of JobOptions. Once; the same job again is ignored.
+  /// Trainer `trainer` joins, or rejoins as `incarnation` after a server's restart. `text` as of
+  /// kJob, so that an error can say how the jobs differ.
   kJoin = 3,
-  kHeartbeat = 4,  ///< It lives. `step` as of kConfirm.
-  kLeave = 5,      ///< It has no more data.
+  kHeartbeat = 4,  ///< The trainer is alive. `step` as of kConfirm.
+  kLeave = 5,      ///< The trainer has no more data.
   /// This server's part of a checkpoint of the state after `step` steps, to folder `text`.
   kSave = 6,
-  /// All parts of save `nonce` are in folder `text`: from now on it is what loads.
+  /// All parts of save `nonce` are in folder `text`: loading uses this save from now on.
   kFinishSave = 7,
   kStatus = 8,  ///< `text` of the reply: JSON.
   kStop = 9,    ///< The server ends.
   /// kSync: all servers have acknowledged the trainer's pushes up to `step`, or one of them has
-  /// closed it. A server closes a step when every member's process has said so of it: what one
-  /// server applies the others can apply, too, whoever is killed, and no step closes that a trainer
-  /// which comes anew has still to make. Pushes (of the one before; to a single server, of the
-  /// same) and pulls (of `step`) say it, too.
+  /// closed it. A server closes a step when every member has confirmed it: a step that one server
+  /// applies can be applied by all others, whichever process is killed, and no step closes that a
+  /// restarted trainer has still to push. Pushes (for the step before; with a single server, for
+  /// the same step) and pulls (for `step`) confirm as well.
   kConfirm = 10,
-  /// The job goes back to the checkpoint of all servers in folder `text`, unless the state is that
-  /// one already; "": to its beginning. Trainers join anew; processes that had joined are refused.
+  /// Rolls the job back to the checkpoint of all servers in folder `text`, unless the state is that
+  /// one already; "": to its beginning. Trainers join again; processes that joined before are
+  /// rejected.
   kRestore = 11,
 };
 
@@ -47,7 +48,7 @@ struct Request {
   uint64_t incarnation = 0;  ///< kJoin: 0 for a new process.
   uint64_t step = 0;
   /// kJoin of a new process, kSave, kFinishSave: drawn by the caller, for a save once for all
-  /// servers. A call that is repeated has the same one, and gets the answer of the first.
+  /// servers. A repeated call has the same nonce, and gets the reply of the first.
   uint64_t nonce = 0;
   std::string text{};
   std::shared_ptr<const Buffer> message{};  ///< Of kPush and kPull.
@@ -55,14 +56,14 @@ struct Request {
 
 enum class Code {
   kOk,
-  kNotYet,      ///< Ask again: what was asked for must be waited for; `text` says for whom.
-  kBusy,        ///< Ask again later: the server's queue is full, or its disk.
+  kNotYet,      ///< Retry: the request has to wait; `text` says for what.
+  kBusy,        ///< Retry later: the server's queue or disk is full.
   kRestarted,   ///< The server is another incarnation than the message says: join again.
-  kReplaced,    ///< Another process is this trainer now, or it was given up: end.
+  kReplaced,    ///< Another process is this trainer now, or it was dropped: end.
   kInvalid,     ///< The request is wrong; `text` says what.
-  kFailed,      ///< The job cannot go on, or what kSave asks for is no more; `text` says why.
-  kLost,        ///< No answer: the connection broke, or the time was up.
-  kNotWritten,  ///< kSave and kFinishSave came to nothing: the disk refuses; `text` says why.
+  kFailed,      ///< The job cannot continue, or the step of kSave has passed; `text` says why.
+  kLost,        ///< No reply: the connection broke, or the request timed out.
+  kNotWritten,  ///< kSave and kFinishSave: a disk error; `text` says why.
 };
 constexpr Code kLastCode = Code::kNotWritten;
 
@@ -78,21 +79,21 @@ struct Reply {
   uint64_t joined_after = 0;    ///< The last step that is none of the trainer's: `steps` when it,
                                 ///< as whatever process, became a member.
   uint64_t steps_at_start = 0;  ///< `steps` when the job began, with a checkpoint maybe.
-  int server = 0;               ///< The one that answers, by its number.
-  /// Of kNotYet: changes from answer to answer while what is waited for makes progress by itself (a
-  /// checkpoint is written), so that the wait does not age; 0: nothing of the kind.
+  int server = 0;               ///< Number of the server that replies.
+  /// Of kNotYet: changes from reply to reply while the awaited work makes progress (a checkpoint is
+  /// being written), so that the wait does not time out; 0: no such work.
   uint64_t progress = 0;
-  /// Of kPull: its bytes count as the server's until this goes.
+  /// Of kPull: its bytes count towards the server's limit until this is destroyed.
   std::shared_ptr<void> hold{};
 };
 
 /// The longest text of a request: the JSON of a job, a folder's name.
-inline constexpr size_t kMostTextBytes = size_t{1} << 20;
+inline constexpr size_t kMaxTextBytes = size_t{1} << 20;
 
 /// Called once, from any thread; must not block.
 using Done = std::function<void(Reply)>;
 
-/// A way to one server.
+/// A channel to one server.
 class Channel {
  public:
   virtual ~Channel() = default;

@@ -40,7 +40,7 @@ constexpr int kServers = 2;
 constexpr int kTrainers = 2;
 // A step or a start that takes longer is a failure. Long, because servers sync each push: a disk
 // that others write to may hold a sync up for half a minute.
-constexpr std::chrono::seconds kPatience{120};
+constexpr std::chrono::seconds kTimeout{120};
 
 struct ServerRole {
   int server = 0;
@@ -52,7 +52,7 @@ int serve(const ServerRole& role) {
   Server server({.server = role.server,
                  .servers = kServers,
                  .folder = role.folder,
-                 .acknowledge = Acknowledge::kSynced,
+                 .durability = Durability::kSynced,
                  .on_trainer_loss = OnTrainerLoss::kWait,
                  .trainer_timeout = milliseconds(5'000),
                  .snapshot_log_bytes = 1 << 14},
@@ -156,7 +156,7 @@ class Run {
 
   json play() {
     const auto began = steady_clock::now();
-    await_progress(kPatience);
+    await_progress(kTimeout);
     if (options_.stop_s > 0) stop_one();
     while (kills_ < options_.kills || trainer_kills_ < options_.trainer_kills) {
       disturb();
@@ -164,8 +164,8 @@ class Run {
       if (options_.mode == "model" && all_done()) break;
     }
     page_->stop = true;
-    const auto until = steady_clock::now() +
-                       (options_.mode == "model" ? std::chrono::seconds(900) : 3 * kPatience);
+    const auto until =
+        steady_clock::now() + (options_.mode == "model" ? std::chrono::seconds(900) : 3 * kTimeout);
     while (!trainers_ended()) {
       revive();
       TORCH_CHECK(steady_clock::now() < until, options_.mode, ": the trainers have not ended; see ",
@@ -197,7 +197,7 @@ class Run {
     servers_[at] = Process({"server", "--id", std::to_string(server), "--folder", path(name),
                             "--port-file", port_file},
                            kill_point, path(name + ".stderr"));
-    const auto until = steady_clock::now() + kPatience;
+    const auto until = steady_clock::now() + kTimeout;
     int port = 0;
     while (!(std::ifstream(port_file) >> port)) {
       int status = 0;
@@ -205,7 +205,7 @@ class Run {
                   " did not start; see ", path(name + ".stderr"));
       if (servers_[at].has_ended()) return;  // Killed already: at a point in its recovery.
       TORCH_CHECK(steady_clock::now() < until, "server ", server, " did not start in ",
-                  kPatience.count(), " s");
+                  kTimeout.count(), " s");
       std::this_thread::sleep_for(milliseconds(2));
     }
     proxies_[at]->set_target(port);
@@ -255,7 +255,7 @@ class Run {
   }
 
   void disturb() {
-    await_progress(kPatience);
+    await_progress(kTimeout);
     std::this_thread::sleep_for(milliseconds(random_() % 150));
     const auto server = static_cast<size_t>(random_() % kServers);
     if (trainer_kills_ < options_.trainer_kills && random_() % 2 == 0) {
@@ -281,7 +281,7 @@ class Run {
   // process: the server goes on.
   void await_death(size_t server) {
     const bool only_child = points_[server] == "snapshot written";
-    const auto until = steady_clock::now() + (only_child ? std::chrono::seconds(1) : kPatience);
+    const auto until = steady_clock::now() + (only_child ? std::chrono::seconds(1) : kTimeout);
     while (!servers_[server].has_ended() && steady_clock::now() < until && !all_done()) {
       check_trainers();
       std::this_thread::sleep_for(milliseconds(2));
@@ -289,7 +289,7 @@ class Run {
     if (only_child) ++killed_at_[points_[server]];
     TORCH_CHECK(only_child || servers_[server].has_ended() || all_done(), options_.mode,
                 ": server ", server, " did not come by \"", points_[server], "\" in ",
-                kPatience.count(), " s");
+                kTimeout.count(), " s");
     revive();
   }
 
@@ -297,7 +297,7 @@ class Run {
     servers_[0].signal(SIGSTOP);
     std::this_thread::sleep_for(std::chrono::seconds(options_.stop_s));
     servers_[0].signal(SIGCONT);
-    await_progress(kPatience);
+    await_progress(kTimeout);
   }
 
   void check_trainers() {

@@ -12,7 +12,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/fd.h"
 #include "cohort/ps/client/client.h"
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 #include "cohort/ps/rpc/rpc_channel.h"
 
 #include "tests/ps/chaos_channel.h"
@@ -37,7 +37,7 @@ LinkOptions patient_link() {
   return {.attempt_timeout = milliseconds(1'000),
           .server_timeout = milliseconds(180'000),
           .trainer_timeout = milliseconds(180'000),
-          .beat_period = milliseconds(200)};
+          .heartbeat_period = milliseconds(200)};
 }
 
 // Rows of a step: each once; the same when a successor repeats it.
@@ -50,11 +50,11 @@ std::vector<uint64_t> rows_of(uint64_t seed, uint32_t trainer, uint64_t step) {
   return ids;
 }
 
-std::unique_ptr<Exchange> exchange_of(const TrainerOptions& options, Client& client) {
-  if (options.mode == "half-async") return make_merging_exchange(client, 8);
-  if (options.mode != "geo") return make_direct_exchange(client);
+std::unique_ptr<Communicator> communicator_of(const TrainerOptions& options, Client& client) {
+  if (options.mode == "half-async") return make_half_async_communicator(client, 8);
+  if (options.mode != "geo") return make_direct_communicator(client);
   const RuleOptions plain{.rule = Rule::kSgd, .learning_rate = 1};
-  return make_geo_exchange(
+  return make_geo_communicator(
       client,
       {.dense_rule = plain, .table_rules = {plain}, .steps = 5, .trainers = options.trainers});
 }
@@ -74,7 +74,7 @@ void note_lead(Page& page, const TrainerOptions& options) {
 // Adds 1 to rows until it is told to stop.
 void add_up(const TrainerOptions& options, Client& client, Page& page) {
   auto& own = page.trainers[options.trainer];
-  const auto exchange = exchange_of(options, client);
+  const auto communicator = communicator_of(options, client);
   std::mt19937_64 random(options.seed + options.trainer);
   std::vector<uint32_t> in_flight(kLedgerRows);
   const bool repeats = client.job().mode == Mode::kSync;
@@ -87,7 +87,7 @@ void add_up(const TrainerOptions& options, Client& client, Page& page) {
   for (; !page.stop; ++step) {
     const auto ids = rows_of(options.seed, options.trainer, repeats ? step : random());
     std::vector<float> values(ids.size() * kWidth);
-    exchange->pull({{0, ids, values}}, {})();
+    communicator->pull({{0, ids, values}}, {})();
     if (options.mode == "ssp") note_lead(page, options);
     for (const uint64_t id : ids) {
       if (!repeats || step >= own.sent_steps) ++own.sent[id];
@@ -96,14 +96,14 @@ void add_up(const TrainerOptions& options, Client& client, Page& page) {
     own.sent_steps = step + 1;
     std::fill(values.begin(), values.end(), -1.0f);
     ++own.begun;
-    exchange->push({{0, ids, values}}, {});
+    communicator->push({{0, ids, values}}, {});
     // Only now and then: most pushes are in flight while others are made.
     if (options.mode != "ssp" && random() % 8 != 0) continue;
-    exchange->flush();
+    communicator->flush();
     acknowledge(step + 1);
     ++own.steps;
   }
-  exchange->flush();
+  communicator->flush();
   acknowledge(step);
 }
 

@@ -1,4 +1,4 @@
-// Rows on disk: those that a table has no memory for.
+// Spilled rows: on disk, for a table that has no memory for them.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -12,13 +12,13 @@ namespace cohort::ps {
 
 /// A folder of rows by id, of one width, in RocksDB.
 ///
-/// It has no log of its own: after a crash the folder is worth nothing, and is made again from a
-/// checkpoint() and from the server's update log. Beside `memory_bytes` RocksDB holds in memory
-/// what tells it that a row is not there, some 2 bytes for each that is, and 10 to 60 MB to merge.
+/// It has no log of its own: after a crash the folder is discarded, and made again from a
+/// checkpoint() and the server's update log. Beside `memory_bytes` RocksDB has filters in memory,
+/// some 2 bytes a row, and 10 to 60 MB for compaction.
 ///
 /// Threads: one at a time; RocksDB has its own for merging files. Not to be used in a forked child.
 /// Errors of all: c10::Error with the folder and RocksDB's words; damaged blocks are among them.
-class ColdStore {
+class SpillStore {
  public:
   struct Options {
     int64_t width = 0;  ///< Weights of a row.
@@ -28,9 +28,9 @@ class ColdStore {
 
   /// Begins an empty store in `folder`, which is not there, or opens a copy of a checkpoint.
   /// Errors: ConfigError if its rows have another width, or if it is no such copy.
-  ColdStore(const std::string& folder, const Options& options);
-  ~ColdStore();
-  ColdStore(ColdStore&&) noexcept;
+  SpillStore(const std::string& folder, const Options& options);
+  ~SpillStore();
+  SpillStore(SpillStore&&) noexcept;
 
   int64_t rows() const;
 

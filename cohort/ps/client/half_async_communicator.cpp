@@ -5,7 +5,7 @@
 #include <pthread.h>
 #include <thread>
 
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 #include "cohort/ps/row_merger.h"
 
 namespace cohort::ps {
@@ -23,17 +23,17 @@ struct Step {
   std::vector<std::vector<float>> parameters;
 };
 
-class MergingExchange final : public Exchange {
+class HalfAsyncCommunicator final : public Communicator {
  public:
-  MergingExchange(Client& client, int64_t max_merge)
+  HalfAsyncCommunicator(Client& client, int64_t max_merge)
       : client_(client),
-        servers_(make_direct_exchange(client)),
+        servers_(make_direct_communicator(client)),
         max_merge_(static_cast<size_t>(max_merge)),
         thread_([this] { run(); }) {
     pthread_setname_np(thread_.native_handle(), "ps-merge");
   }
 
-  ~MergingExchange() override {
+  ~HalfAsyncCommunicator() override {
     bool sending = false;
     {
       const std::lock_guard lock(mutex_);
@@ -41,7 +41,7 @@ class MergingExchange final : public Exchange {
       sending = sending_;
     }
     changed_.notify_all();
-    if (sending) client_.give_up_pushes();  // Or the thread might end as late as a lost server.
+    if (sending) client_.give_up_pushes();  // Else the thread might wait for a lost server.
   }
 
   std::function<void()> pull(std::vector<PullRows> rows, std::vector<std::span<float>> parameters,
@@ -130,7 +130,7 @@ class MergingExchange final : public Exchange {
     servers_->push(std::move(rows), std::move(parameters));
   }
 
-  // A step may have no ids of a table; then another one says how wide its rows are.
+  // A step may have no ids of a table; then the width is that of another step.
   static int64_t width_of(const std::deque<Step>& steps, size_t table, size_t otherwise) {
     for (const Step& step : steps) {
       const Step::Rows& rows = step.rows[table];
@@ -140,7 +140,7 @@ class MergingExchange final : public Exchange {
   }
 
   Client& client_;
-  const std::unique_ptr<Exchange> servers_;
+  const std::unique_ptr<Communicator> servers_;
   const size_t max_merge_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -153,8 +153,8 @@ class MergingExchange final : public Exchange {
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_merging_exchange(Client& client, int64_t max_merge) {
-  return std::make_unique<MergingExchange>(client, max_merge);
+std::unique_ptr<Communicator> make_half_async_communicator(Client& client, int64_t max_merge) {
+  return std::make_unique<HalfAsyncCommunicator>(client, max_merge);
 }
 
 }  // namespace cohort::ps

@@ -1,4 +1,4 @@
-#include "cohort/ps/module/looked_up_rows.h"
+#include "cohort/ps/module/prefetched_rows.h"
 
 #include <algorithm>
 
@@ -25,19 +25,20 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-LookedUpRows::LookedUpRows(const TableOptions& table, Fetch fetch)
+PrefetchedRows::PrefetchedRows(const TableOptions& table, Fetch fetch)
     : table_(table), fetch_(std::move(fetch)) {}
 
-void LookedUpRows::announce(const at::Tensor& ids, const int64_t* padding) {
-  announced_ = std::make_shared<Batch>();
-  announced_->ids = checked(ids);
-  announced_->distinct.assign(ids_of(announced_->ids), padding);
-  announced_->weights.resize(announced_->distinct.ids().size() * static_cast<size_t>(table_.width));
+void PrefetchedRows::prefetch(const at::Tensor& ids, const int64_t* padding) {
+  prefetched_ = std::make_shared<Batch>();
+  prefetched_->ids = checked(ids);
+  prefetched_->distinct.assign(ids_of(prefetched_->ids), padding);
+  prefetched_->weights.resize(prefetched_->distinct.ids().size() *
+                              static_cast<size_t>(table_.width));
 }
 
-std::shared_ptr<LookedUpRows::Batch> LookedUpRows::look_up(const at::Tensor& ids,
-                                                           const int64_t* padding,
-                                                           bool prediction) {
+std::shared_ptr<PrefetchedRows::Batch> PrefetchedRows::look_up(const at::Tensor& ids,
+                                                               const int64_t* padding,
+                                                               bool prediction) {
   const at::Tensor own = checked(ids);
   if (ready_ && !prediction && is_same(ready_->ids, own)) return ready_;
   auto batch = std::make_shared<Batch>();
@@ -48,7 +49,7 @@ std::shared_ptr<LookedUpRows::Batch> LookedUpRows::look_up(const at::Tensor& ids
   return batch;
 }
 
-void LookedUpRows::forget() {
+void PrefetchedRows::forget() {
   for (const auto& batch : used_) batch->gradients.clear();
   used_.clear();
   ready_.reset();

@@ -3,14 +3,14 @@
 #include <map>
 #include <unordered_map>
 
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 #include "cohort/ps/id_hash.h"
 
 namespace cohort::ps {
 
 namespace {
 
-// A row, or a dense parameter, here: what the servers had, and what it has become.
+// The local replica of a row or dense parameter: the servers' values and the present ones.
 struct Replica {
   std::vector<float> base;
   std::vector<float> weights;
@@ -32,9 +32,9 @@ std::vector<float> new_state(const RuleOptions& rule, size_t width) {
   return state;
 }
 
-class GeoExchange final : public Exchange {
+class GeoCommunicator final : public Communicator {
  public:
-  GeoExchange(Client& client, const GeoOptions& options)
+  GeoCommunicator(Client& client, const GeoOptions& options)
       : client_(client), options_(options), tables_(client.job().tables.size()) {
     TORCH_CHECK_VALUE(options_.table_rules.size() == tables_.size(), "geo: expected ",
                       tables_.size(), " rules of tables, got ", options_.table_rules.size());
@@ -91,20 +91,20 @@ class GeoExchange final : public Exchange {
           table.changed.push_back(pushed.ids[i]);
       }
     }
-    if (steps_ % options_.steps == 0) exchange();
+    if (steps_ % options_.steps == 0) synchronise();
   }
 
   void flush() override {
-    exchange();
+    synchronise();
     client_.flush();
   }
 
  private:
   struct Table {
-    std::unordered_map<uint64_t, Replica, MixedHash> rows;  // Used since the last exchange.
-    // The optimizer's, of every row that was ever pushed: it outlives the replica.
-    std::unordered_map<uint64_t, std::vector<float>, MixedHash> states;
-    std::unordered_map<uint64_t, bool, MixedHash> is_changed;
+    std::unordered_map<uint64_t, Replica, IdHash> rows;  // Used since the last synchronisation.
+    // The optimizer's, of every row that was ever pushed: kept when the replica is dropped.
+    std::unordered_map<uint64_t, std::vector<float>, IdHash> states;
+    std::unordered_map<uint64_t, bool, IdHash> is_changed;
     std::vector<uint64_t> changed;  // In the order of their first change.
   };
 
@@ -131,7 +131,7 @@ class GeoExchange final : public Exchange {
       table.rows[missing[i]].take(std::span(weights).subspan(i * width, width));
   }
 
-  void exchange() {
+  void synchronise() {
     const auto divisor = static_cast<float>(options_.trainers);
     std::vector<std::vector<float>> changes;
     changes.reserve(tables_.size() + parameters_.size());
@@ -172,8 +172,8 @@ class GeoExchange final : public Exchange {
       const auto width = static_cast<size_t>(client_.job().tables[number].width);
       for (size_t i = 0; i < table.changed.size(); ++i)
         table.rows.at(table.changed[i]).take(rows[number].weights.subspan(i * width, width));
-      // Others change rows, too: those not used since the last exchange are asked for again when
-      // they are, and the replica holds no more than is used.
+      // Other trainers change rows as well: a row that was not used since the last synchronisation
+      // is dropped here and pulled again at its next use.
       std::erase_if(table.rows,
                     [&](const auto& row) { return !table.is_changed.contains(row.first); });
       table.changed.clear();
@@ -191,8 +191,8 @@ class GeoExchange final : public Exchange {
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_geo_exchange(Client& client, const GeoOptions& options) {
-  return std::make_unique<GeoExchange>(client, options);
+std::unique_ptr<Communicator> make_geo_communicator(Client& client, const GeoOptions& options) {
+  return std::make_unique<GeoCommunicator>(client, options);
 }
 
 }  // namespace cohort::ps

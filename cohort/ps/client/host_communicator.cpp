@@ -3,7 +3,7 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 #include "cohort/ps/id_hash.h"
 #include "cohort/ps/row_merger.h"
 
@@ -47,9 +47,10 @@ class Reader {
   size_t position_ = 0;
 };
 
-class HostExchange final : public Exchange {
+class HostCommunicator final : public Communicator {
  public:
-  HostExchange(const JobOptions& job, const HostRanks& host, std::unique_ptr<Exchange> servers)
+  HostCommunicator(const JobOptions& job, const HostRanks& host,
+                   std::unique_ptr<Communicator> servers)
       : job_(job), host_(host), servers_(std::move(servers)) {
     TORCH_CHECK_VALUE((host_.rank == 0) == (servers_ != nullptr),
                       "host: rank 0, and no other, talks to servers");
@@ -157,7 +158,7 @@ class HostExchange final : public Exchange {
   void pick(const PullRows& rows, const std::vector<uint64_t>& ids,
             const std::vector<float>& weights) const {
     const size_t width = width_of(rows.table);
-    std::unordered_map<uint64_t, size_t, MixedHash> places;
+    std::unordered_map<uint64_t, size_t, IdHash> places;
     for (size_t i = 0; i < ids.size(); ++i) places.emplace(ids[i], i);
     for (size_t i = 0; i < rows.ids.size(); ++i) {
       std::copy_n(weights.begin() + static_cast<int64_t>(places.at(rows.ids[i]) * width), width,
@@ -175,14 +176,14 @@ class HostExchange final : public Exchange {
 
   JobOptions job_;
   HostRanks host_;
-  std::unique_ptr<Exchange> servers_;
+  std::unique_ptr<Communicator> servers_;
 };
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_host_exchange(const JobOptions& job, const HostRanks& host,
-                                             std::unique_ptr<Exchange> servers) {
-  return std::make_unique<HostExchange>(job, host, std::move(servers));
+std::unique_ptr<Communicator> make_host_communicator(const JobOptions& job, const HostRanks& host,
+                                                     std::unique_ptr<Communicator> servers) {
+  return std::make_unique<HostCommunicator>(job, host, std::move(servers));
 }
 
 }  // namespace cohort::ps

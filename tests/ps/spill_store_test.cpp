@@ -1,4 +1,4 @@
-#include "cohort/ps/table/cold_store.h"
+#include "cohort/ps/table/spill_store.h"
 
 #include <filesystem>
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 #include "tests/support/resident.h"
 
 namespace cohort::ps {
-namespace cold_store_test {
+namespace spill_store_test {
 
 using test::message_of;
 
@@ -31,11 +31,11 @@ TableOptions spilling(TableOptions options, int64_t cap_rows) {
   return options;
 }
 
-std::unique_ptr<ColdStore> store_in(const std::string& folder, const TableOptions& options) {
-  return std::make_unique<ColdStore>(
-      folder, ColdStore::Options{.width = options.width,
-                                 .state_width = state_width(options.rule.rule, options.width),
-                                 .memory_bytes = 1 << 20});
+std::unique_ptr<SpillStore> store_in(const std::string& folder, const TableOptions& options) {
+  return std::make_unique<SpillStore>(
+      folder, SpillStore::Options{.width = options.width,
+                                  .state_width = state_width(options.rule.rule, options.width),
+                                  .memory_bytes = 1 << 20});
 }
 
 struct StoredRow {
@@ -46,9 +46,9 @@ struct StoredRow {
   }
 };
 
-TEST(ColdStoreTest, GivesBackTheRowsThatItHas) {
+TEST(SpillStoreTest, GivesBackTheRowsThatItHas) {
   const TemporaryFolder folder;
-  ColdStore store(folder / "cold", {.width = 2});
+  SpillStore store(folder / "cold", {.width = 2});
   const StoredRow a{1, {1, 2}};
   const StoredRow b{~uint64_t{0}, {3, 4}};
   const StoredRow c{0x0100, {5, 6}};
@@ -73,53 +73,53 @@ TEST(ColdStoreTest, GivesBackTheRowsThatItHas) {
   EXPECT_EQ(all, (std::vector<uint64_t>{0x0100, ~uint64_t{0}}));
 }
 
-TEST(ColdStoreTest, ACheckpointKeepsWhatItHadWhateverIsDoneToItsCopies) {
+TEST(SpillStoreTest, ACheckpointKeepsWhatItHadWhateverIsDoneToItsCopies) {
   const TemporaryFolder folder;
   const StoredRow a{1, {1, 2}};
   const StoredRow b{2, {3, 4}};
   {
-    ColdStore store(folder / "cold", {.width = 2});
+    SpillStore store(folder / "cold", {.width = 2});
     store.put(std::vector<RowView>{a.view()});
     store.checkpoint(folder / "checkpoint");
     store.put(std::vector<RowView>{b.view()});
   }
   for (const char* name : {"first", "second"}) {
-    ColdStore::restore(folder / "checkpoint", folder / name);
-    ColdStore copy(folder / name, {.width = 2});
+    SpillStore::restore(folder / "checkpoint", folder / name);
+    SpillStore copy(folder / name, {.width = 2});
     EXPECT_EQ(copy.rows(), 1) << name;
     copy.erase(std::vector<uint64_t>{1});
     copy.put(std::vector<RowView>{b.view()});
     copy.checkpoint(folder / (std::string("of ") + name));
   }
-  EXPECT_EQ(message_of<ConfigError>([&] { ColdStore store(folder / "first", {.width = 3}); }),
-            "cold store " + (folder / "first") +
+  EXPECT_EQ(message_of<ConfigError>([&] { SpillStore store(folder / "first", {.width = 3}); }),
+            "spill store " + (folder / "first") +
                 ": expected rows of 3 weights and 0 floats of state, found 2 and 0");
-  EXPECT_EQ(
-      message_of<ConfigError>([&] { ColdStore::restore(folder / "checkpoint", folder / "first"); }),
-      "cold store " + (folder / "first") + ": is there already");
+  EXPECT_EQ(message_of<ConfigError>(
+                [&] { SpillStore::restore(folder / "checkpoint", folder / "first"); }),
+            "spill store " + (folder / "first") + ": is there already");
 }
 
-TEST(ColdStoreTest, AFolderThatIsNoCheckpointIsNoEmptyStore) {
+TEST(SpillStoreTest, AFolderThatIsNoCheckpointIsNoEmptyStore) {
   const TemporaryFolder folder;
   std::filesystem::create_directory(folder / "empty");
   EXPECT_NE(message_of<c10::Error>([&] {
-              ColdStore store(folder / "empty", {.width = 2});
-            }).find("cold store " + (folder / "empty") + ": opening: "),
+              SpillStore store(folder / "empty", {.width = 2});
+            }).find("spill store " + (folder / "empty") + ": opening: "),
             std::string::npos);
-  { const ColdStore store(folder / "killed", {.width = 2}); }
-  EXPECT_EQ(message_of<ConfigError>([&] { ColdStore store(folder / "killed", {.width = 2}); }),
-            "cold store " + (folder / "killed") +
+  { const SpillStore store(folder / "killed", {.width = 2}); }
+  EXPECT_EQ(message_of<ConfigError>([&] { SpillStore store(folder / "killed", {.width = 2}); }),
+            "spill store " + (folder / "killed") +
                 ": expected a checkpoint, it does not say how many rows it has");
 }
 
-TEST(ColdStoreTest, ADamagedBlockIsRefused) {
+TEST(SpillStoreTest, ADamagedBlockIsRefused) {
   const TemporaryFolder folder;
   std::vector<StoredRow> rows;
   std::vector<RowView> views;
   for (uint64_t id = 0; id < 1000; ++id) rows.push_back({id, {1, 2}});
   for (const StoredRow& row : rows) views.push_back(row.view());
   {
-    ColdStore store(folder / "cold", {.width = 2});
+    SpillStore store(folder / "cold", {.width = 2});
     store.put(views);
     store.checkpoint(folder / "checkpoint");
   }
@@ -129,14 +129,14 @@ TEST(ColdStoreTest, ADamagedBlockIsRefused) {
     content[100] = static_cast<char>(content[100] ^ 1);
     write_file(entry.path(), content);
   }
-  ColdStore store(folder / "checkpoint", {.width = 2});
+  SpillStore store(folder / "checkpoint", {.width = 2});
   const std::string message = message_of<c10::Error>([&] { store.for_each([](const auto&) {}); });
-  EXPECT_EQ(message.rfind("cold store " + (folder / "checkpoint") + ": reading: Corruption", 0), 0)
+  EXPECT_EQ(message.rfind("spill store " + (folder / "checkpoint") + ": reading: Corruption", 0), 0)
       << message;
 }
 
 // A cap of a quarter of the rows, and of less than one push.
-TEST(ColdStoreTest, ATableOfFourTimesItsCapEqualsOneWithout) {
+TEST(SpillStoreTest, ATableOfFourTimesItsCapEqualsOneWithout) {
   for (const Rule rule : {Rule::kSgd, Rule::kRowwiseAdagrad, Rule::kAdam}) {
     for (const int64_t cap_rows : {350, 64}) {
       if (cap_rows == 64 && rule != Rule::kAdam) continue;
@@ -160,23 +160,23 @@ TEST(ColdStoreTest, ATableOfFourTimesItsCapEqualsOneWithout) {
         ASSERT_EQ(pulled, expected);
       }
       const auto statistics = table.statistics();
-      EXPECT_GT(statistics.rows + statistics.cold_rows, 4 * cap_rows);
+      EXPECT_GT(statistics.rows + statistics.spilled_rows, 4 * cap_rows);
       EXPECT_GT(statistics.promoted, 500);
       EXPECT_GT(statistics.evicted, 300);
-      EXPECT_EQ(statistics.rows + statistics.cold_rows, unlimited.statistics().rows);
+      EXPECT_EQ(statistics.rows + statistics.spilled_rows, unlimited.statistics().rows);
       EXPECT_EQ(statistics.evicted, unlimited.statistics().evicted);
       EXPECT_EQ(rows_of(table), rows_of(unlimited)) << to_string(rule);
     }
   }
 }
 
-TEST(ColdStoreTest, TheExampleOfTheGuideWorks) {
+TEST(SpillStoreTest, TheExampleOfTheGuideWorks) {
   // As docs/ps.md shows it.
   const TableOptions clicks{
       .name = "clicks",
       .width = 16,
       .rule = {.rule = Rule::kRowwiseAdagrad, .learning_rate = 0.05f},
-      .admission = {.kind = Admission::Kind::kCount, .pushes = 3},
+      .entry = {.kind = EntryPolicy::Kind::kCount, .pushes = 3},
       .eviction = {.time_to_live_s = 30 * 86'400, .minimum_score = 0.5},
       .memory_cap_bytes = int64_t{4} << 30,
       .at_cap = AtCap::kSpill,
@@ -196,7 +196,7 @@ TEST(ColdStoreTest, TheExampleOfTheGuideWorks) {
   EXPECT_EQ(table.statistics().rows, 0);
 }
 
-TEST(ColdStoreTest, AServersTableThatSpillsStaysNearItsCap) {
+TEST(SpillStoreTest, AServersTableThatSpillsStaysNearItsCap) {
   JobOptions job;
   job.tables = {{.name = "t", .width = 16, .memory_cap_bytes = 4 << 20, .at_cap = AtCap::kSpill}};
   const TemporaryFolder folder;
@@ -211,18 +211,18 @@ TEST(ColdStoreTest, AServersTableThatSpillsStaysNearItsCap) {
     std::iota(ids.begin(), ids.end(), batch * ids.size());
     table.push(ids, gradients, 1, 1);
   }
-  EXPECT_EQ(table.statistics().rows + table.statistics().cold_rows, 400'000);
+  EXPECT_EQ(table.statistics().rows + table.statistics().spilled_rows, 400'000);
   EXPECT_LT(test::resident_bytes() - before, 48 << 20);
 }
 
-TEST(ColdStoreTest, PullsOfColdRowsLeaveThemThere) {
+TEST(SpillStoreTest, PullsOfSpilledRowsLeaveThemThere) {
   const TemporaryFolder folder;
   const TableOptions options = spilling(options_of(Rule::kAdd), 40);
   RowTable table(options, store_in(folder / "cold", options));
   const auto pushes = some_pushes(10, 3000, kWidth);
   for (const Push& push : pushes) apply(table, push);
   const auto rows = rows_of(table);
-  const int64_t cold = table.statistics().cold_rows;
+  const int64_t spilled = table.statistics().spilled_rows;
   std::vector<uint64_t> ids;
   for (const auto& [id, row] : rows) {
     ids.push_back(id);
@@ -230,7 +230,7 @@ TEST(ColdStoreTest, PullsOfColdRowsLeaveThemThere) {
   }
   std::vector<float> weights(ids.size() * kWidth);
   table.pull(ids, weights, RowTable::Unknown::kZeros);
-  EXPECT_EQ(table.statistics().cold_rows, cold);
+  EXPECT_EQ(table.statistics().spilled_rows, spilled);
   EXPECT_GT(cold, 200);
   for (size_t i = 0; i < ids.size(); ++i) {
     ASSERT_TRUE(std::equal(rows.at(ids[i]).weights.begin(), rows.at(ids[i]).weights.end(),
@@ -238,7 +238,7 @@ TEST(ColdStoreTest, PullsOfColdRowsLeaveThemThere) {
   }
 }
 
-TEST(ColdStoreTest, ATableGoesOnFromItsFileAndTheCheckpoint) {
+TEST(SpillStoreTest, ATableGoesOnFromItsFileAndTheCheckpoint) {
   const TemporaryFolder folder;
   const TableOptions options = spilling(options_of(Rule::kAdam), 100);
   RowTable straight(options, store_in(folder / "straight", options));
@@ -249,12 +249,12 @@ TEST(ColdStoreTest, ATableGoesOnFromItsFileAndTheCheckpoint) {
     if (push.step % 30 != 0) continue;
     const std::string number = std::to_string(push.step);
     write_table_file(*stored, folder / "table");
-    stored->cold_store()->checkpoint(folder / ("checkpoint" + number));
-    ColdStore::restore(folder / ("checkpoint" + number), folder / ("cold" + number));
+    stored->spill_store()->checkpoint(folder / ("checkpoint" + number));
+    SpillStore::restore(folder / ("checkpoint" + number), folder / ("cold" + number));
     stored = std::make_unique<RowTable>(options, store_in(folder / ("cold" + number), options));
     load_table_file(folder / "table", *stored, [](uint64_t) { return true; });
     EXPECT_EQ(stored->statistics().rows, straight.statistics().rows);
-    EXPECT_EQ(stored->statistics().cold_rows, straight.statistics().cold_rows);
+    EXPECT_EQ(stored->statistics().spilled_rows, straight.statistics().spilled_rows);
   }
   EXPECT_EQ(rows_of(*stored), rows_of(straight));
   // Rows of both go into the tables of other servers, too.
@@ -263,7 +263,7 @@ TEST(ColdStoreTest, ATableGoesOnFromItsFileAndTheCheckpoint) {
   EXPECT_EQ(rows_of(elsewhere), rows_of(straight));
   const auto cold_row = [&] {
     uint64_t id = 0;
-    elsewhere.cold_store()->for_each([&](const RowView& row) { id = row.id; });
+    elsewhere.spill_store()->for_each([&](const RowView& row) { id = row.id; });
     return id;
   }();
   const std::vector<float> weights(kWidth);
@@ -274,5 +274,5 @@ TEST(ColdStoreTest, ATableGoesOnFromItsFileAndTheCheckpoint) {
             "table \"t\": row " + std::to_string(cold_row) + ": is there already");
 }
 
-}  // namespace cold_store_test
+}  // namespace spill_store_test
 }  // namespace cohort::ps

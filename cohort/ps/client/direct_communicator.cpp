@@ -1,12 +1,12 @@
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 
 namespace cohort::ps {
 
 namespace {
 
-class DirectExchange final : public Exchange {
+class DirectCommunicator final : public Communicator {
  public:
-  explicit DirectExchange(Client& client) : client_(client) {}
+  explicit DirectCommunicator(Client& client) : client_(client) {}
 
   std::function<void()> pull(std::vector<PullRows> rows, std::vector<std::span<float>> parameters,
                              bool is_prediction) override {
@@ -27,8 +27,8 @@ class DirectExchange final : public Exchange {
 
 }  // namespace
 
-std::unique_ptr<Exchange> make_direct_exchange(Client& client) {
-  return std::make_unique<DirectExchange>(client);
+std::unique_ptr<Communicator> make_direct_communicator(Client& client) {
+  return std::make_unique<DirectCommunicator>(client);
 }
 
 }  // namespace cohort::ps

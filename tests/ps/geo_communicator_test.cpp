@@ -5,13 +5,13 @@
 #include <span>
 #include <vector>
 
-#include "cohort/ps/client/exchange.h"
+#include "cohort/ps/client/communicator.h"
 #include "cohort/ps/update_rule.h"
 
 #include "tests/ps/cluster.h"
 
 namespace cohort::ps {
-namespace geo_exchange_test {
+namespace geo_communicator_test {
 
 constexpr int64_t kSteps = 24;
 constexpr size_t kWidth = 2;
@@ -50,27 +50,28 @@ std::vector<float> trained_by_geo(const RuleOptions& rule, int64_t geo_steps) {
   JobOptions job = ledger_job(1, 1, Mode::kAsync, kWidth);
   job.tables[0].rule = {.rule = Rule::kAdd};
   const auto client = cluster.client(0, job);
-  const auto exchange = make_geo_exchange(*client, {.table_rules = {rule}, .steps = geo_steps});
+  const auto communicator =
+      make_geo_communicator(*client, {.table_rules = {rule}, .steps = geo_steps});
   std::vector<float> rows(2 * kWidth);
   for (int64_t step = 1; step <= kSteps; ++step) {
     const auto ids = ids_of(step);
     const auto gradients = gradients_of(step);
-    exchange->pull({{0, ids, std::span(rows).first(gradients.size())}}, {})();
-    exchange->push({{0, ids, gradients}}, {});
+    communicator->pull({{0, ids, std::span(rows).first(gradients.size())}}, {})();
+    communicator->push({{0, ids, gradients}}, {});
   }
-  exchange->flush();
+  communicator->flush();
   const std::vector<uint64_t> both{1, 2};
   const PullRows asked{0, both, rows};
   client->pull(std::span(&asked, 1), {}).wait();
   return rows;
 }
 
-// A row that was not used between two exchanges goes on where it was.
-TEST(GeoExchangeTest, OneTrainerTrainsAsWithoutServersWhateverTheStepsBetweenExchanges) {
+// A row that was not used between two synchronisations keeps its state.
+TEST(GeoCommunicatorTest, OneTrainerTrainsAsWithoutServersWhateverTheStepsBetweenSynchronisations) {
   for (const Rule rule : {Rule::kAdagrad, Rule::kRowwiseAdagrad, Rule::kAdam, Rule::kMomentum}) {
     const RuleOptions options{.rule = rule, .learning_rate = 0.1f};
     const std::vector<float> expected = trained_alone(options);
-    // An exchange rounds a change and a sum, by half an ulp of a weight each.
+    // A synchronisation rounds a change and a sum, by half an ulp of a weight each.
     const float bound = kSteps * std::numeric_limits<float>::epsilon() * std::abs(expected[0]);
     for (const int64_t geo_steps : {1, 2, 4, 100}) {
       const std::vector<float> weights = trained_by_geo(options, geo_steps);
@@ -81,5 +82,5 @@ TEST(GeoExchangeTest, OneTrainerTrainsAsWithoutServersWhateverTheStepsBetweenExc
   }
 }
 
-}  // namespace geo_exchange_test
+}  // namespace geo_communicator_test
 }  // namespace cohort::ps

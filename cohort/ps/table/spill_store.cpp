@@ -1,4 +1,4 @@
-#include "cohort/ps/table/cold_store.h"
+#include "cohort/ps/table/spill_store.h"
 
 #include <algorithm>
 #include <bit>
@@ -69,13 +69,13 @@ rocksdb::Options options_of(int64_t memory_bytes) {
 
 }  // namespace
 
-struct ColdStore::Database {
+struct SpillStore::Database {
   std::string folder;
   Facts facts;
   std::unique_ptr<rocksdb::DB> db;
 
   void check(const rocksdb::Status& status, const char* doing) const {
-    TORCH_CHECK(status.ok(), "cold store ", folder, ": ", doing, ": ", status.ToString());
+    TORCH_CHECK(status.ok(), "spill store ", folder, ": ", doing, ": ", status.ToString());
   }
 
   void write(rocksdb::WriteBatch& batch) {
@@ -92,7 +92,7 @@ struct ColdStore::Database {
   template <class Visit>
   void show(const rocksdb::Slice& key, const rocksdb::Slice& value, std::vector<float>& floats,
             const Visit& visit) const {
-    TORCH_CHECK(value.size() == value_bytes(), "cold store ", folder, ": expected rows of ",
+    TORCH_CHECK(value.size() == value_bytes(), "spill store ", folder, ": expected rows of ",
                 value_bytes(), " bytes, found one of ", value.size());
     uint64_t id = 0;
     std::memcpy(&id, key.data(), sizeof(id));
@@ -107,7 +107,7 @@ struct ColdStore::Database {
   }
 };
 
-ColdStore::ColdStore(const std::string& folder, const Options& options)
+SpillStore::SpillStore(const std::string& folder, const Options& options)
     : database_(std::make_unique<Database>()) {
   static_assert(std::endian::native == std::endian::little, "values hold little-endian numbers");
   Database& database = *database_;
@@ -122,30 +122,30 @@ ColdStore::ColdStore(const std::string& folder, const Options& options)
   const auto status = db->Get({}, kFacts, &text);
   if (status.IsNotFound()) {
     if (!its_options.create_if_missing)
-      throw ConfigError("cold store " + folder +
+      throw ConfigError("spill store " + folder +
                         ": expected a checkpoint, it does not say how many rows it has");
     database.facts = {0, options.width, options.state_width};
     return;
   }
   database.check(status, "opening");
-  TORCH_CHECK(text.size() == sizeof(Facts), "cold store ", folder, ": its facts are damaged");
+  TORCH_CHECK(text.size() == sizeof(Facts), "spill store ", folder, ": its facts are damaged");
   std::memcpy(&database.facts, text.data(), sizeof(Facts));
   const Facts& facts = database.facts;
   if (facts.width != options.width || facts.state_width != options.state_width) {
-    throw ConfigError("cold store " + folder + ": expected rows of " +
+    throw ConfigError("spill store " + folder + ": expected rows of " +
                       std::to_string(options.width) + " weights and " +
                       std::to_string(options.state_width) + " floats of state, found " +
                       std::to_string(facts.width) + " and " + std::to_string(facts.state_width));
   }
 }
-ColdStore::~ColdStore() = default;
-ColdStore::ColdStore(ColdStore&&) noexcept = default;
+SpillStore::~SpillStore() = default;
+SpillStore::SpillStore(SpillStore&&) noexcept = default;
 
-int64_t ColdStore::rows() const {
+int64_t SpillStore::rows() const {
   return database_->facts.rows;
 }
 
-void ColdStore::put(std::span<const RowView> rows) {
+void SpillStore::put(std::span<const RowView> rows) {
   if (rows.empty()) return;
   rocksdb::WriteBatch batch;
   std::vector<char> value(database_->value_bytes());
@@ -164,8 +164,8 @@ void ColdStore::put(std::span<const RowView> rows) {
   database_->facts.rows += static_cast<int64_t>(rows.size());
 }
 
-void ColdStore::get(std::span<const uint64_t> ids,
-                    const std::function<void(size_t, const RowView&)>& visit) const {
+void SpillStore::get(std::span<const uint64_t> ids,
+                     const std::function<void(size_t, const RowView&)>& visit) const {
   constexpr size_t kBatch = 1024;
   std::vector<size_t> order(ids.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -195,7 +195,7 @@ void ColdStore::get(std::span<const uint64_t> ids,
   }
 }
 
-void ColdStore::erase(std::span<const uint64_t> ids) {
+void SpillStore::erase(std::span<const uint64_t> ids) {
   if (ids.empty()) return;
   rocksdb::WriteBatch batch;
   for (const uint64_t id : ids) {
@@ -206,7 +206,7 @@ void ColdStore::erase(std::span<const uint64_t> ids) {
   database_->facts.rows -= static_cast<int64_t>(ids.size());
 }
 
-void ColdStore::for_each(const std::function<void(const RowView&)>& visit) const {
+void SpillStore::for_each(const std::function<void(const RowView&)>& visit) const {
   rocksdb::ReadOptions options;
   options.fill_cache = false;
   options.total_order_seek = true;
@@ -221,7 +221,7 @@ void ColdStore::for_each(const std::function<void(const RowView&)>& visit) const
   database_->check(all->status(), "reading");
 }
 
-void ColdStore::checkpoint(const std::string& copy) {
+void SpillStore::checkpoint(const std::string& copy) {
   Database& database = *database_;
   rocksdb::WriteBatch batch;
   batch.Put(kFacts, {reinterpret_cast<const char*>(&database.facts), sizeof(Facts)});
@@ -235,11 +235,11 @@ void ColdStore::checkpoint(const std::string& copy) {
   database.check(maker->CreateCheckpoint(copy), ("checkpoint to " + copy).c_str());
 }
 
-void ColdStore::restore(const std::string& checkpoint, const std::string& folder) {
+void SpillStore::restore(const std::string& checkpoint, const std::string& folder) {
   if (!fs::is_directory(checkpoint)) {
-    throw ConfigError("cold store: expected a checkpoint, found no folder " + checkpoint);
+    throw ConfigError("spill store: expected a checkpoint, found no folder " + checkpoint);
   }
-  if (fs::exists(folder)) throw ConfigError("cold store " + folder + ": is there already");
+  if (fs::exists(folder)) throw ConfigError("spill store " + folder + ": is there already");
   make_folder(folder);
   for (const auto& entry : fs::directory_iterator(checkpoint)) {
     const fs::path to = fs::path(folder) / entry.path().filename();
@@ -247,7 +247,7 @@ void ColdStore::restore(const std::string& checkpoint, const std::string& folder
     // Files of rows never change; all others might.
     if (entry.path().extension() == ".sst") fs::create_hard_link(entry.path(), to, failed);
     if (failed) fs::copy_file(entry.path(), to, failed);
-    TORCH_CHECK(!failed, "cold store ", folder, ": copying ", entry.path().string(), ": ",
+    TORCH_CHECK(!failed, "spill store ", folder, ": copying ", entry.path().string(), ": ",
                 failed.message());
   }
 }

@@ -1,4 +1,4 @@
-// The rows of a table that a trainer uses in one step: which, their values, their gradients.
+// The rows of a table that a trainer uses in one step: ids, values and gradients.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
@@ -12,41 +12,41 @@
 namespace cohort::ps {
 
 /// Threads: one.
-class LookedUpRows {
+class PrefetchedRows {
  public:
-  /// `fetch` brings the rows of ids at once, `prediction` as for a pull; for ids nobody announced.
+  /// `fetch` pulls rows that were not prefetched, and blocks; `prediction` as for a pull.
   using Fetch =
       std::function<void(std::span<const uint64_t> ids, std::span<float> weights, bool prediction)>;
-  LookedUpRows(const TableOptions& table, Fetch fetch);
+  PrefetchedRows(const TableOptions& table, Fetch fetch);
 
   const TableOptions& table() const { return table_; }
 
-  /// Rows that were announced and are under way or here.
+  /// Rows that were prefetched: requested, or received.
   struct Batch {
-    at::Tensor ids;  // As the user gave them: to know them again.
+    at::Tensor ids;  // As the user gave them: compared with those of forward.
     DistinctIds distinct;
     std::vector<float> weights;    // [distinct x width]
     std::vector<float> gradients;  // Likewise, empty until backward.
   };
 
-  void announce(const at::Tensor& ids, const int64_t* padding);
-  /// Announced and not yet pulled; empty if there is none.
-  std::shared_ptr<Batch>& announced() { return announced_; }
+  void prefetch(const at::Tensor& ids, const int64_t* padding);
+  /// Prefetched and not yet pulled; empty if there is none.
+  std::shared_ptr<Batch>& prefetched() { return prefetched_; }
   /// Pulled, for the next forward.
   std::shared_ptr<Batch>& ready() { return ready_; }
 
   /// The batch of `ids`: the ready one, or one that is fetched now.
   std::shared_ptr<Batch> look_up(const at::Tensor& ids, const int64_t* padding, bool prediction);
 
-  /// Batches whose backward came since the last `forget`.
+  /// Batches whose backward ran since the last `forget`.
   std::vector<std::shared_ptr<Batch>>& used() { return used_; }
-  /// After a push: gradients begin with zeros again, and the rows are out of date.
+  /// After a push: clears the gradients and drops the rows, which are out of date.
   void forget();
 
  private:
   TableOptions table_;
   Fetch fetch_;
-  std::shared_ptr<Batch> announced_;
+  std::shared_ptr<Batch> prefetched_;
   std::shared_ptr<Batch> ready_;
   std::vector<std::shared_ptr<Batch>> used_;
 };
