@@ -7,6 +7,7 @@
 #include "cohort/base/program.h"
 #include "cohort/base/stop_request.h"
 #include "cohort/comm/process_group.h"
+#include "cohort/comm/profiler.h"
 #include "cohort/data/distributed_sampler.h"
 #include "cohort/optim/adam.h"
 #include "cohort/optim/exponential_average.h"

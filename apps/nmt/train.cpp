@@ -22,6 +22,7 @@
 #include "apps/nmt/text_flags.h"
 #include "cohort/cli/offload_flag.h"
 #include "cohort/cli/parse.h"
+#include "cohort/cli/profile_flags.h"
 #include "cohort/cli/security_flags.h"
 #include "cohort/ps/module/host_ranks.h"
 
@@ -256,6 +257,7 @@ void add_output_flags(CLI::App& app, TrainFlags& flags) {
       ->group(kOutput);
   add("--log-level", flags.log_level, "Least level that is logged")
       ->check(one_of({"debug", "info", "warn", "error"}));
+  add_profile_flags(app, flags.options.profile, kOutput);
 }
 
 void add_flags(CLI::App& app, TrainFlags& flags) {

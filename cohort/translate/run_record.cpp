@@ -84,6 +84,9 @@ void visit_options(const TrainingOptions& options, Visit visit) {
   visit("disp_freq_updates", options.disp_freq_updates);
   visit("quiet", options.quiet);
   visit("log_level", name_of(options.log_level));
+  visit("profile", options.profile.file);
+  visit("profile_skip", options.profile.skip_steps);
+  visit("profile_steps", options.profile.num_steps);
 }
 
 void write_config(const TrainingOptions& options, const RunStart& start) {

@@ -118,6 +118,7 @@ class Run {
   GpuWatch gpu_watch_{group_.rank_info().local_rank == 0 ? GpuWatch::Role::kSamples
                                                          : GpuWatch::Role::kRests};
   train::Progress progress_;
+  Profiler profiler_;
 
   RunCheckpoints checkpoints_;
   StopRequest stop_request_;
@@ -157,6 +158,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
       log_(make_log()),
       data_(std::move(data)),
       early_stopping_(stopping_options(options)),
+      profiler_(options.profile, group_.rank(), group_.size()),
       checkpoints_(options, data_.train.sha256, log_) {
   if (start == Start::kResume) {
     state_ = checkpoints_.read_last(group_);
@@ -453,6 +455,7 @@ void Run::run() {
                     {"updates", state_.updates},
                     {best, early_stopping_.state().best},
                     {"minutes", seconds() / 60}});
+  profiler_.finish();
 }
 
 data::BatchOptions Run::batch_options() const {
@@ -642,6 +645,7 @@ void Run::conclude(bool at_one_update) {
 }
 
 void Run::update(const Update& update, int64_t step, int64_t num_steps) {
+  profiler_.step();
   const auto start = Clock::now();
   // Of the ranks that compute a model together, one speaks.
   const bool speaks = !mesh_.tensor() || mesh_.tensor().rank() == 0;

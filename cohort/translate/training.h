@@ -8,6 +8,7 @@
 
 #include "cohort/base/log.h"
 #include "cohort/comm/process_group.h"
+#include "cohort/comm/profiler.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/parallel/strategy.h"
 #include "cohort/ps/module/session.h"
@@ -74,6 +75,7 @@ struct TrainingOptions {
   int64_t disp_freq_updates = 0;  ///< ... or, if above 0, every so many updates.
   bool quiet = false;             ///< No progress bar.
   LogLevel log_level = LogLevel::kInfo;  ///< Lines below it are left out.
+  ProfilerOptions profile;               ///< A trace of some updates; a step is an update.
 };
 
 /// "ddp", "zero1" ...; with servers "ps-sync", "ps-async".

@@ -150,6 +150,7 @@ double Updater::root_mean_square(double norm) {
 
 void Updater::apply(double gradient_factor) {
   ++num_updates_;
+  const ProfileScope scope("Optimizer.step");
   if (adam_) {
     adam_->step(learning_rate(), gradient_factor);
   } else {
@@ -195,6 +196,10 @@ double Updater::learning_rate() const {
 // without smoothing.
 double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight) {
   double nll_sum = 0;
+  const auto forward = [&](const nmt::Batch& batch) {
+    const ProfileScope scope("forward");
+    return parallel_(batch);
+  };
   const auto run = [&](size_t index) {
     batch_ = static_cast<int64_t>(index);
     // Named by the batch's number in the whole update, so it matters not which rank computes it.
@@ -202,7 +207,8 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
                         static_cast<uint64_t>(group_.rank());
     model_->set_dropout_stream({.seed = options_.seed * 1000003 + number,
                                 .call = static_cast<uint64_t>(num_updates()) << 20});
-    const auto [loss, nll] = parallel_(batches[index]);
+    const auto [loss, nll] = forward(batches[index]);
+    const ProfileScope scope("backward");
     // 0 times a loss that is not finite is NaN: it makes the gradients so, and all ranks see it in
     // them, without an exchange of its own.
     parallel_.backward(loss, at::full_like(loss, weight) + (nll.detach() * 0).to(loss));

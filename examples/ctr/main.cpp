@@ -10,6 +10,7 @@
 #include "cohort/base/program.h"
 
 #include "cohort/cli/group_flags.h"
+#include "cohort/cli/profile_flags.h"
 #include "cohort/cli/parse.h"
 #include "cohort/cli/security_flags.h"
 #include "examples/ctr/click_generator.h"
@@ -117,6 +118,7 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--save", o.save, "Write a checkpoint here after each epoch")->type_name(kFolder);
+  cohort::cli::add_profile_flags(app, o.profile, "Profile");
   add_table_flags(app, o.table);
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cohort/comm/profiler.h"
 #include "cohort/ps/rpc/security.h"
 
 #include "examples/ctr/table_limits.h"
@@ -31,6 +32,7 @@ struct Options {
   std::string load;                  ///< A checkpoint's folder to begin with; empty: none.
   std::string save;                  ///< Gets a checkpoint after each epoch; empty: none.
   TableLimits table;                 ///< What each server holds of the rows.
+  cohort::ProfilerOptions profile;   ///< A trace of some steps of this trainer.
   /// Of the connections to servers.
   cohort::ps::SecurityOptions security;
 };

@@ -357,9 +357,16 @@ at::Tensor Trainer::logits_of(const Tensors& tensors) {
 
 // Returns the sum of the examples' losses.
 double Trainer::learn(const Tensors& tensors) {
-  const at::Tensor loss =
-      at::binary_cross_entropy_with_logits(logits_of(tensors), tensors.labels_B);
-  loss.backward();
+  const auto forward = [&] {
+    const cohort::ProfileScope scope("forward");
+    return at::binary_cross_entropy_with_logits(logits_of(tensors), tensors.labels_B);
+  };
+  const at::Tensor loss = forward();
+  {
+    const cohort::ProfileScope scope("backward");
+    loss.backward();
+  }
+  const cohort::ProfileScope scope("push");
   session_.push();
   return loss.item<double>() * static_cast<double>(tensors.labels_B.size(0));
 }
@@ -392,6 +399,7 @@ EpochReport Trainer::train_epoch(int64_t epoch, int64_t done, int64_t num_steps)
       rows_->prefetch(next->ids_BS);
       session_.start_pull();
     };
+    profiler_.step();
     if (next && overlaps) ask();
     report.loss += learn(*now);
     report.examples += now->labels_B.size(0);
@@ -591,6 +599,7 @@ void Trainer::predict(const std::string& input, const std::string& output) {
 
 void Trainer::finish() {
   session_.finish();
+  profiler_.finish();
 }
 
 }  // namespace ctr

@@ -94,6 +94,7 @@ class Trainer {
   cohort::ps::Session session_;
   cohort::ps::Embedding rows_;
   DeepFm network_;
+  cohort::Profiler profiler_{options_.profile, share_.number, share_.count};
 };
 
 }  // namespace ctr

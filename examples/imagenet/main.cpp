@@ -12,6 +12,7 @@
 #include "cohort/cli/group_flags.h"
 #include "cohort/cli/offload_flag.h"
 #include "cohort/cli/parse.h"
+#include "cohort/cli/profile_flags.h"
 #include "cohort/cli/security_flags.h"
 #include "cohort/ps/module/host_ranks.h"
 #include "examples/imagenet/trainer.h"
@@ -84,6 +85,7 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");
   app.add_option("--output", o.output, "Folder for checkpoint/, model_best/ and history.jsonl")
       ->capture_default_str();
+  cohort::cli::add_profile_flags(app, o.profile, "Output");
 }
 
 // Flags that are good each by itself.

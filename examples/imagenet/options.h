@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "cohort/comm/profiler.h"
 #include "cohort/ps/rpc/security.h"
 
 namespace imagenet {
@@ -32,6 +33,7 @@ struct Options {
   int64_t image_size = 224;
   std::string precision = "float32";  ///< Or float64.
   bool skip_damaged = false;          ///< Leave damaged pictures out, and count them.
+  cohort::ProfilerOptions profile;    ///< A trace of some training steps.
   /// Of the connections to servers.
   cohort::ps::SecurityOptions security;
 };

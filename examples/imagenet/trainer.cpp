@@ -193,6 +193,7 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
   };
   int64_t step = 0;
   while (const auto batch = loader.next()) {
+    profiler_.step();
     TORCH_CHECK_VALUE(batch->labels_B.numel() > 0, "epoch ", epoch, ", step ", step,
                       ": every picture of the batch is damaged");
     const at::Tensor scores_BC = (*parallel_)(batch->images_BCHW.to(scalar_type(options_)));
@@ -265,6 +266,7 @@ void Trainer::train() {
     finish_epoch(epoch, train_epoch(epoch));
   }
   optimizer_->finish();
+  profiler_.finish();
 }
 
 }  // namespace imagenet

@@ -62,6 +62,7 @@ class Trainer {
   std::optional<Model> parallel_;         // None with --evaluate, ...
   std::unique_ptr<Optimizer> optimizer_;  // ... this neither.
   RunState state_;
+  cohort::Profiler profiler_{options_.profile, group_.rank(), group_.size()};
 };
 
 }  // namespace imagenet
