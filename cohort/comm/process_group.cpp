@@ -50,7 +50,7 @@ Rendezvous rendezvous_of_one() {
           .watch = {},
           .address = "127.0.0.1",
           .interface = {},
-          .hosts = {}};
+          .hosts = {own_host()}};
 }
 
 std::string terms(const RankInfo& info, const ProcessGroupOptions& options) {
@@ -230,6 +230,12 @@ int ProcessGroup::global_rank(int rank) const {
                     "), got ", rank);
   return impl().ranks[static_cast<size_t>(rank)];
 }
+std::vector<std::string> ProcessGroup::hosts() const {
+  std::vector<std::string> hosts;
+  for (const int member : impl().ranks)
+    hosts.push_back(impl_->job->rendezvous.hosts[static_cast<size_t>(member)]);
+  return hosts;
+}
 const std::string& ProcessGroup::name() const {
   return impl().name;
 }
@@ -250,13 +256,14 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   if (options.backend) find_backend(*options.backend);
   TORCH_CHECK_VALUE(!options.timeout || options.timeout->count() > 0, "subgroup \"", name,
                     "\": expected a timeout above 0, got ", options.timeout->count(), " ms");
-  std::vector<int> members = ranks;
-  std::sort(members.begin(), members.end());
-  TORCH_CHECK_VALUE(!members.empty(), "subgroup \"", name, "\": expected at least one rank");
-  TORCH_CHECK_VALUE(members.front() >= 0 && members.back() < size(), "subgroup \"", name,
+  std::vector<int> sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  TORCH_CHECK_VALUE(!sorted.empty(), "subgroup \"", name, "\": expected at least one rank");
+  TORCH_CHECK_VALUE(sorted.front() >= 0 && sorted.back() < size(), "subgroup \"", name,
                     "\": expected ranks in [0, ", size(), "), got ", ranks);
-  TORCH_CHECK_VALUE(std::adjacent_find(members.begin(), members.end()) == members.end(),
+  TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
                     "subgroup \"", name, "\": expected every rank once, got ", ranks);
+  std::vector<int> members = options.keep_order ? ranks : sorted;
   std::string operation = "subgroup \"" + name + "\" of";
   for (int& member : members) {
     operation += " " + std::to_string(member);

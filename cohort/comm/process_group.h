@@ -60,6 +60,9 @@ class [[nodiscard]] Work {
 struct SubgroupOptions {
   std::optional<std::chrono::milliseconds> timeout;  ///< Of every operation.
   std::optional<std::string> backend;                ///< As ProcessGroupOptions::backend.
+  /// Number the members as they are listed. false: in the order of their ranks, as
+  /// torch.distributed does.
+  bool keep_order = false;
 };
 
 /// A handle to a process group: this rank's connections to its peers. Copies refer to one group,
@@ -103,12 +106,15 @@ class ProcessGroup {
   int rank() const;  ///< Within this group.
   int size() const;
   int global_rank(int rank) const;  ///< Number in the whole job of this group's `rank`.
+  /// The host of each rank, by rank: equal for ranks of one host (and network and process
+  /// namespace). Text up to the first "/" is the host's name (COHORT_HOST_NAME, else the system's).
+  std::vector<std::string> hosts() const;
   const std::string& name() const;  ///< "world", or the sub-group's name.
   const RankInfo& rank_info() const;  ///< Of this process in the whole job.
 
   /// Returns the group of some of this group's ranks; an empty handle on ranks outside of it.
   /// Collective over this group: every rank calls it, with the same arguments. Ranks are this
-  /// group's numbers; they are sorted, as torch.distributed does. Several sub-groups may have one
+  /// group's numbers, in any order (SubgroupOptions::keep_order). Several sub-groups may have one
   /// name. Blocks until its members have joined. The new group shares this one's fate: a lost rank
   /// is named by its number in the job.
   ProcessGroup subgroup(const std::vector<int>& ranks, const std::string& name,

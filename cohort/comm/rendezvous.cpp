@@ -12,6 +12,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/comm/agent_store.h"
 #include "cohort/comm/listen.h"
@@ -46,6 +47,15 @@ std::string start_time(pid_t pid) {
   return fields ? field : "";
 }
 
+std::string host_name_of_environment() {
+  std::array<char, 256> own{};
+  gethostname(own.data(), own.size() - 1);
+  const std::string name = env_string("COHORT_HOST_NAME").value_or(own.data());
+  if (name.find_first_of(" \t\n/") != std::string::npos)
+    throw ConfigError("COHORT_HOST_NAME=" + name + ": expected a name without spaces and slashes");
+  return name;
+}
+
 // A rank's entry in the member list.
 struct Member {
   std::string host_name;
@@ -55,13 +65,12 @@ struct Member {
   std::string token;  // differs between two groups of one process
 
   static Member self() {
-    std::array<char, 256> name{};
-    gethostname(name.data(), name.size() - 1);
     std::ifstream boot("/proc/sys/kernel/random/boot_id");
     std::string boot_id;
     std::getline(boot, boot_id);
-    return {name.data(), boot_id + read_link("/proc/self/ns/net") + read_link("/proc/self/ns/pid"),
-            getpid(), start_time(getpid()), std::to_string(std::random_device()())};
+    return {host_name_of_environment(),
+            boot_id + read_link("/proc/self/ns/net") + read_link("/proc/self/ns/pid"), getpid(),
+            start_time(getpid()), std::to_string(std::random_device()())};
   }
   static Member parse(const std::string& line) {
     Member member;
@@ -72,6 +81,7 @@ struct Member {
   std::string line() const {
     return host_name + " " + host + " " + std::to_string(pid) + " " + started + " " + token;
   }
+  std::string named_host() const { return host_name + "/" + host; }
   std::string describe() const { return "pid " + std::to_string(pid) + " on " + host_name; }
   // Known of processes of this host only.
   bool is_gone(const Member& self) const { return host == self.host && start_time(pid) != started; }
@@ -274,6 +284,10 @@ StorePtr part_of(const StorePtr& store, int64_t generation, const std::string& n
 
 }  // namespace
 
+std::string own_host() {
+  return Member::self().named_host();
+}
+
 void find_host(RankInfo& info, const std::vector<std::string>& hosts) {
   const auto own = hosts.begin() + info.rank;
   info.local_rank = static_cast<int>(std::count(hosts.begin(), own, *own));
@@ -307,10 +321,9 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
     MemberList list = list_of(generation.number);
     list.register_rank(options.terms);
     const auto members = list.wait_for_all();
-    for (const Member& member : members) rendezvous.hosts.push_back(member.host);
-    const bool several_hosts =
-        std::any_of(rendezvous.hosts.begin(), rendezvous.hosts.end(),
-                    [&](const std::string& other) { return other != list.self().host; });
+    for (const Member& member : members) rendezvous.hosts.push_back(member.named_host());
+    const bool several_hosts = std::ranges::any_of(
+        members, [&](const Member& other) { return other.host != list.self().host; });
     if (several_hosts && asked.name.empty() && is_loopback(rendezvous.address))
       rendezvous.address = first_outside_address();
     connection.store->setTimeout(options.timeout);

@@ -24,7 +24,7 @@ struct Rendezvous {
   StoreConnection watch;           ///< A second connection, for the watching thread.
   std::string address;             ///< Of this host, reachable by the other ranks.
   std::string interface;           ///< The interface asked for; empty: none.
-  std::vector<std::string> hosts;  ///< By rank: equal for those of one host (and namespace).
+  std::vector<std::string> hosts;  ///< By rank, as own_host().
 };
 
 /// Joins the rendezvous of the job of `info`, whose world size is above 1. Collective; blocks at
@@ -41,6 +41,12 @@ struct Rendezvous {
 ///         PeerError for ranks that did not come, and for a store that does not answer, at most a
 ///         second after `timeout`.
 Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& options);
+
+/// The host of this process: its name (COHORT_HOST_NAME, else the system's), "/" and what tells
+/// apart machines, and network and process namespaces of one. Equal for processes of one host; with
+/// different COHORT_HOST_NAME, ranks of one machine count as ranks of several hosts.
+/// Local. Errors: ConfigError if COHORT_HOST_NAME has a space or a slash.
+std::string own_host();
 
 /// Gives `info` the local rank and world size that `hosts`, one for each rank, imply. Local.
 void find_host(RankInfo& info, const std::vector<std::string>& hosts);

@@ -1,5 +1,6 @@
 // Process groups as handles; tensors of any strides; the asynchronous form of every operation.
 #include <ATen/ATen.h>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <functional>
@@ -8,6 +9,7 @@
 #include <string>
 #include <thread>
 #include <torch/autograd.h>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 
+#include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
@@ -327,6 +330,55 @@ TEST(SubgroupOptionsTest, BadOnesAreRefusedBeforeAnythingIsSent) {
     EXPECT_EQ(world.all_reduce_sum(1), 2);
     EXPECT_EQ(world.subgroup({0, 1}, "s", {.backend = "gloo"}).all_reduce_sum(1), 2);
   });
+}
+
+TEST(SubgroupOptionsTest, MembersMayBeNumberedAsListed) {
+  test::ranks(3, [](const ProcessGroup& group) {
+    for (const bool keep_order : {true, false}) {
+      const ProcessGroup pair = group.subgroup({2, 0}, "pair", {.keep_order = keep_order});
+      if (!pair) continue;
+      EXPECT_EQ(pair.rank(), (group.rank() == 2) == keep_order ? 0 : 1);
+      EXPECT_EQ(pair.global_rank(0), keep_order ? 2 : 0);
+      EXPECT_EQ(pair.broadcast_object(std::to_string(group.rank()), 0), keep_order ? "2" : "0");
+      const auto all = pair.all_gather(at::full({1}, group.rank(), at::kLong));
+      EXPECT_EQ(all.front().item<int64_t>(), keep_order ? 2 : 0);
+    }
+  });
+}
+
+TEST(HostsTest, RanksOfOneMachineShareAHost) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    std::array<char, 256> name{};
+    gethostname(name.data(), name.size() - 1);
+    const std::vector<std::string> hosts = group.hosts();
+    ASSERT_EQ(hosts.size(), 2);
+    EXPECT_EQ(hosts[0], hosts[1]);
+    EXPECT_TRUE(hosts[0].starts_with(std::string(name.data()) + "/")) << hosts[0];
+    EXPECT_EQ(ProcessGroup(RankInfo{}).hosts(), std::vector{hosts[0]}) << "of one process";
+  });
+}
+
+TEST(HostsTest, RanksWithDifferentHostNamesAreOnDifferentHosts) {
+  test::ranks(3, [](const ProcessGroup& group) {
+    test::on_hosts(group, {"left", "right", "left"}, [](const ProcessGroup& ranks) {
+      const std::vector<std::string> hosts = ranks.hosts();
+      ASSERT_EQ(hosts.size(), 3);
+      EXPECT_EQ(hosts[0], hosts[2]);
+      EXPECT_TRUE(hosts[0].starts_with("left/")) << hosts[0];
+      EXPECT_TRUE(hosts[1].starts_with("right/")) << hosts[1];
+      EXPECT_EQ(ranks.rank_info().local_world_size, ranks.rank() == 1 ? 1 : 2);
+      EXPECT_EQ(ranks.rank_info().local_rank, ranks.rank() == 2 ? 1 : 0);
+      const ProcessGroup pair = ranks.subgroup({1, 2}, "pair");
+      if (pair) EXPECT_EQ(pair.hosts(), (std::vector{hosts[1], hosts[2]}));
+    });
+  });
+}
+
+TEST(HostsTest, AHostNameThatIsNoneIsRefused) {
+  setenv("COHORT_HOST_NAME", "left right", 1);
+  EXPECT_EQ(test::message_of<ConfigError>([] { const ProcessGroup group(RankInfo{}); }),
+            "COHORT_HOST_NAME=left right: expected a name without spaces and slashes");
+  unsetenv("COHORT_HOST_NAME");
 }
 
 TEST(StoreTest, AProgramSharesKeysThroughIt) {
