@@ -26,7 +26,7 @@
 #include "cohort/base/program.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
-#include "cohort/parallel/mesh.h"
+#include "cohort/parallel/strategy.h"
 #include "cohort/train/metrics.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/tensor_memory.h"
@@ -296,15 +296,17 @@ int run(const Options& options) {
   const auto strategy = cohort::parallel::parse_strategy(options.strategy);
   // As training does: where parameters are sharded, no rank ever has the whole model.
   const bool sharded = shards_parameters(strategy);
-  cohort::parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
-  const cohort::comm::ProcessGroup& data_group = mesh.data();
-  const auto tensor_parallel = mesh.tensor() ? cohort::translate::make_tensor_parallel_context(mesh.tensor())
-                                                 : std::make_shared<cohort::nmt::TensorParallelContext>();
+  const auto mesh = cohort::parallel::init_strategy_mesh(
+      group, strategy, static_cast<int>(options.tensor_parallel));
+  const cohort::comm::ProcessGroup data_group = cohort::parallel::data_axes(mesh).group();
+  const auto tensor_parallel =
+      mesh.has("tp") ? cohort::translate::make_tensor_parallel_context(mesh.group("tp"))
+                     : std::make_shared<cohort::nmt::TensorParallelContext>();
   cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU, tensor_parallel);
   if (!sharded) model->initialise(options.seed);
   cohort::translate::Updater updater(
-      model, data_group,
-      {.mesh = &mesh,
+      model, group,
+      {.mesh = mesh,
        .strategy = strategy,
        .fill = cohort::nmt::Initialiser(sizes, options.seed, tensor_parallel),
        .gradient_checkpointing = options.gradient_checkpointing,

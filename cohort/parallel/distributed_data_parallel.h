@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cohort/parallel/gradient_engine.h"
+#include "cohort/parallel/mesh.h"
 #include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
@@ -44,6 +45,10 @@ class DistributedDataParallel {
   DistributedDataParallel(Holder module, const comm::ProcessGroup& group,
                           const DistributedDataParallelOptions& options = {})
       : module_(std::move(module)), engine_(*module_, group, options) {}
+  /// The same among the ranks along all axes of a mesh.
+  DistributedDataParallel(Holder module, const DeviceMesh& mesh,
+                          const DistributedDataParallelOptions& options = {})
+      : DistributedDataParallel(std::move(module), mesh.group(), options) {}
 
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>

@@ -151,7 +151,7 @@ struct GradientEngine::Impl {
   bool unfinished() const { return reducer->unfinished() || (delayed && delayed->unfinished()); }
 
   torch::nn::Module& model;
-  const comm::ProcessGroup& group;
+  const comm::ProcessGroup group;
   DistributedDataParallelOptions options;
   std::vector<NamedTensor> bucketed;
   std::optional<DelayedParameters> delayed;

@@ -1,7 +1,8 @@
 #include "cohort/parallel/strategy.h"
 
+#include <algorithm>
 #include <array>
-#include <set>
+#include <map>
 
 #include "cohort/base/error.h"
 #include "cohort/optim/adam.h"
@@ -25,24 +26,53 @@ bool shards_parameters(Strategy strategy) {
   return strategy == Strategy::kZero3 || strategy == Strategy::kHybrid;
 }
 
-StrategyGroups::StrategyGroups(const comm::ProcessGroup& group, Strategy strategy) : group_(group) {
-  if (strategy == Strategy::kDdp) {
-    if (group.rank() == 0) checkpoint_writers_ = comm::ProcessGroup(comm::RankInfo{});
-    return;
+namespace {
+
+// Whether models of so many ranks fit into hosts.
+bool fit_hosts(const comm::ProcessGroup& group, int ranks_of_model) {
+  std::map<std::string, int> counts;
+  for (const std::string& host : group.hosts()) ++counts[host];
+  return std::ranges::all_of(counts,
+                             [&](const auto& count) { return count.second % ranks_of_model == 0; });
+}
+
+}  // namespace
+
+DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy,
+                              int tensor_parallel) {
+  if (tensor_parallel < 1 || group.size() % tensor_parallel != 0) {
+    throw ConfigError("--tensor-parallel " + std::to_string(tensor_parallel) +
+                      ": expected a divisor of the number of ranks, " +
+                      std::to_string(group.size()));
   }
-  if (strategy != Strategy::kHybrid) {
-    checkpoint_writers_ = group;
-    return;
-  }
-  const int per_host = group.rank_info().local_world_size;
-  const auto all = group.all_gather_object(std::to_string(per_host));
-  const int num_hosts = group.size() / per_host;
-  if (std::set(all.begin(), all.end()).size() != 1 || per_host * num_hosts != group.size())
-    throw ConfigError("--strategy hybrid: expected as many ranks on each host");
-  if (num_hosts == 1)
+  const bool is_hybrid = strategy == Strategy::kHybrid;
+  std::vector<MeshAxis> axes;
+  if (is_hybrid) axes.push_back({"dp_replicate"});
+  axes.push_back({is_hybrid ? "dp_shard" : "dp"});
+  if (tensor_parallel > 1) axes.push_back({"tp", tensor_parallel});
+  const auto hosts = group.hosts();
+  if (is_hybrid && std::ranges::all_of(hosts, [&](const auto& host) { return host == hosts[0]; }))
     throw ConfigError("--strategy hybrid: expected several hosts, got one: give --strategy zero3");
-  hosts_ = make_rank_grid(group, per_host, "host", "across hosts");
-  if (group.rank() < per_host) checkpoint_writers_ = hosts_.row;
+  DeviceMeshOptions options;
+  if (is_hybrid)
+    options.within_host = "dp_shard";
+  else if (tensor_parallel > 1 && fit_hosts(group, tensor_parallel))
+    options.within_host = "tp";
+  return init_device_mesh(group, std::move(axes), options);
+}
+
+DeviceMesh data_axes(const DeviceMesh& mesh) {
+  return mesh.has("dp_shard") ? mesh[{"dp_replicate", "dp_shard"}] : mesh["dp"];
+}
+
+comm::ProcessGroup savers_of(const DeviceMesh& mesh, Strategy strategy) {
+  if (strategy == Strategy::kDdp)
+    return mesh.group().rank() == 0 ? comm::ProcessGroup(comm::RankInfo{}) : comm::ProcessGroup();
+  const size_t num_axes = strategy == Strategy::kHybrid ? 2 : 1;
+  TORCH_CHECK_VALUE(mesh.axis_names().size() == num_axes, "strategy ", to_string(strategy),
+                    ": expected a mesh with number of axes ", num_axes, ", got ", mesh.describe());
+  const ShardingGroups groups = sharding_groups(mesh);
+  return groups.replicate && groups.replicate.rank() > 0 ? comm::ProcessGroup() : groups.shard;
 }
 
 std::vector<LocalShard> full_shards_of(const torch::nn::Module& module) {

@@ -33,26 +33,22 @@ bool shards_parameters(Strategy strategy);
 struct StrategyOptions {
   Strategy strategy = Strategy::kDdp;
   DistributedDataParallelOptions ddp;  ///< Of kDdp.
-  ShardingOptions sharding;            ///< Of the others, which set `shard` and `replicate_group`.
+  ShardingOptions sharding;            ///< Of the others, which set `shard`.
 };
 
-/// Which ranks shard a model, and which write checkpoints of it. Not a template.
-class StrategyGroups {
- public:
-  /// Collective; blocks. Errors: ConfigError for kHybrid if there is one host, or hosts have
-  /// different numbers of ranks.
-  StrategyGroups(const comm::ProcessGroup& group, Strategy strategy);
-
-  const comm::ProcessGroup& shards() const { return hosts_.row ? hosts_.row : group_; }
-  const comm::ProcessGroup& replicas() const { return hosts_.column; }  ///< Empty: none.
-  /// Empty: this rank writes none.
-  const comm::ProcessGroup& checkpoint_writers() const { return checkpoint_writers_; }
-
- private:
-  comm::ProcessGroup group_;
-  RankGrid hosts_;  // kHybrid
-  comm::ProcessGroup checkpoint_writers_;
-};
+/// Makes the mesh of all ranks of `group` that a strategy wants: one axis, "dp"; for kHybrid two,
+/// "dp_replicate" across hosts and "dp_shard" within a host. With `tensor_parallel` above 1 a last
+/// axis "tp" of that size: ranks that compute one model together, on one host if each host's number
+/// of ranks is a multiple of it, else neighbours by number.
+/// Collective; blocks. Errors: ConfigError for kHybrid on one host, and if `tensor_parallel` does
+/// not divide the number of ranks; c10::ValueError for kHybrid on hosts with different numbers of
+/// ranks.
+DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy,
+                              int tensor_parallel = 1);
+/// The axes of such a mesh along which ranks compute different batches: all but "tp".
+DeviceMesh data_axes(const DeviceMesh& mesh);
+/// The ranks of a strategy's mesh that write checkpoints, if this is one of them; else empty.
+comm::ProcessGroup savers_of(const DeviceMesh& mesh, Strategy strategy);
 
 /// Every parameter as one shard that holds all of it.
 std::vector<LocalShard> full_shards_of(const torch::nn::Module& module);
@@ -73,21 +69,24 @@ double gradient_norm_of(const torch::nn::Module& module);
 template <class Holder>
 class ParallelModel {
  public:
-  /// `units` are the blocks that FullyShardedDataParallel gathers one by one.
+  /// `units` are the blocks that FullyShardedDataParallel gathers one by one. `mesh` has one axis,
+  /// for kHybrid two: ranks along the first hold the same, ranks along the second share the model
+  /// out. A group stands for init_strategy_mesh(group, options.strategy).
   ParallelModel(Holder module, const comm::ProcessGroup& group, const StrategyOptions& options = {},
                 const std::vector<torch::nn::Module*>& units = {})
-      : module_(module), groups_(group, options.strategy) {
+      : ParallelModel(module, init_strategy_mesh(group, options.strategy), options, units) {}
+  ParallelModel(Holder module, const DeviceMesh& mesh, const StrategyOptions& options = {},
+                const std::vector<torch::nn::Module*>& units = {})
+      : module_(module), checkpoint_writers_(savers_of(mesh, options.strategy)) {
     if (options.strategy == Strategy::kDdp) {
-      ddp_ = std::make_unique<DistributedDataParallel<Holder>>(module, group, options.ddp);
+      ddp_ = std::make_unique<DistributedDataParallel<Holder>>(module, mesh, options.ddp);
       return;
     }
     ShardingOptions sharding = options.sharding;
     sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
                      : options.strategy == Strategy::kZero2 ? Shard::kGradients
                                                             : Shard::kParameters;
-    sharding.replicate_group = groups_.replicas();
-    sharded_ = std::make_unique<FullyShardedDataParallel<Holder>>(module, groups_.shards(),
-                                                                  sharding, units);
+    sharded_ = std::make_unique<FullyShardedDataParallel<Holder>>(module, mesh, sharding, units);
   }
 
   /// Runs the module's forward.
@@ -163,7 +162,7 @@ class ParallelModel {
   bool is_sharded() const { return sharded_ != nullptr; }
   /// The ranks that write checkpoints, each its local shards; empty unless this is one of them.
   /// Their shards cover everything once; rank 0 of the whole group is the first of them.
-  const comm::ProcessGroup& checkpoint_writers() const { return groups_.checkpoint_writers(); }
+  const comm::ProcessGroup& checkpoint_writers() const { return checkpoint_writers_; }
 
   Holder& module() { return module_; }
   auto* operator->() { return module_.get(); }
@@ -171,7 +170,7 @@ class ParallelModel {
 
  private:
   Holder module_;
-  StrategyGroups groups_;
+  comm::ProcessGroup checkpoint_writers_;
   std::unique_ptr<DistributedDataParallel<Holder>> ddp_;  // one of the two
   std::unique_ptr<FullyShardedDataParallel<Holder>> sharded_;
 };

@@ -13,7 +13,7 @@
 #include "cohort/base/log.h"
 #include "cohort/base/stop_request.h"
 #include "cohort/data/prefetch.h"
-#include "cohort/parallel/mesh.h"
+#include "cohort/parallel/strategy.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/progress.h"
 #include "cohort/translate/async_sum.h"
@@ -58,7 +58,7 @@ enum Statistic : size_t { kLoss, kTokens, kTimeIsUp, kAsked, kSaveIsDue, kWritin
 // One run on one rank; `run` below is its outline.
 class Run {
  public:
-  Run(const TrainingOptions& options, Start start, RunData data, parallel::Mesh& mesh);
+  Run(const TrainingOptions& options, Start start, RunData data, const parallel::DeviceMesh& mesh);
   TrainingResult loop();
 
  private:
@@ -107,8 +107,8 @@ class Run {
 
   const TrainingOptions& options_;
   comm::ProcessGroup group_;
-  parallel::Mesh& mesh_;
-  comm::ProcessGroup data_group_;  // mesh_.data(): each has batches of its own
+  comm::ProcessGroup data_group_;    // each rank has batches of its own
+  comm::ProcessGroup tensor_group_;  // of the ranks that compute one model; empty: it is whole
   Log log_;
   RunData data_;
   nmt::Transformer model_{nullptr};
@@ -150,11 +150,12 @@ Log Run::make_log() const {
               .level = options_.log_level});
 }
 
-Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Mesh& mesh)
+Run::Run(const TrainingOptions& options, Start start, RunData data,
+         const parallel::DeviceMesh& mesh)
     : options_(options),
       group_(mesh.world()),
-      mesh_(mesh),
-      data_group_(mesh.data()),
+      data_group_(parallel::data_axes(mesh).group()),
+      tensor_group_(mesh.has("tp") ? mesh.group("tp") : comm::ProcessGroup()),
       log_(make_log()),
       data_(std::move(data)),
       early_stopping_(stopping_options(options)),
@@ -166,8 +167,8 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
   }
   make_model();
   if (options.mini_batch_fit) fit_batch_sizes();
-  updater_.emplace(model_, data_group_,
-                   UpdaterOptions{.mesh = &mesh,
+  updater_.emplace(model_, group_,
+                   UpdaterOptions{.mesh = mesh,
                                   .strategy = options.strategy,
                                   .fill = nmt::Initialiser(options.model, options.seed,
                                                            model_->tensor_parallel()),
@@ -207,8 +208,8 @@ Run::Run(const TrainingOptions& options, Start start, RunData data, parallel::Me
 // Where parameters are sharded, no rank ever has the whole model: the updater fills in its local
 // shards.
 void Run::make_model() {
-  const auto tensor_parallel = mesh_.tensor() ? make_tensor_parallel_context(mesh_.tensor())
-                                              : std::make_shared<nmt::TensorParallelContext>();
+  const auto tensor_parallel = tensor_group_ ? make_tensor_parallel_context(tensor_group_)
+                                             : std::make_shared<nmt::TensorParallelContext>();
   const bool sharded = parallel::shards_parameters(options_.strategy);
   model_ = nmt::Transformer(options_.model, options_.precision, sharded ? at::kMeta : at::kCPU,
                             tensor_parallel);
@@ -305,7 +306,7 @@ void Run::fit_batch_sizes() {
                              {.workspace_bytes = options_.workspace_mib << 20,
                               .longest = longest,
                               .most_rows = data_.train.corpus.size(),
-                              .tensor_group = mesh_.tensor()},
+                              .tensor_group = tensor_group_},
                              group_);
   for (const BatchFit::Trial& trial : fit.trials) {
     log_.info("batch fits", {{"tokens_per_sentence", trial.width},
@@ -648,7 +649,7 @@ void Run::update(const Update& update, int64_t step, int64_t num_steps) {
   profiler_.step();
   const auto start = Clock::now();
   // Of the ranks that compute a model together, one speaks.
-  const bool speaks = !mesh_.tensor() || mesh_.tensor().rank() == 0;
+  const bool speaks = !tensor_group_ || tensor_group_.rank() == 0;
   const UpdateReport own = updater_->update(update.batches);
   state_.updates = updater_->num_updates();
   gpu_watch_.sample_if_due();
@@ -792,9 +793,8 @@ void check_servers(const TrainingOptions& options) {
 
 TrainingResult train(const TrainingOptions& options, const comm::ProcessGroup& group) {
   check_servers(options);
-  if (options.tensor_parallel > 1 && options.strategy == parallel::Strategy::kHybrid)
-    throw ConfigError("--tensor-parallel: expected ddp, zero1, zero2 or zero3 as --strategy");
-  parallel::Mesh mesh(group, static_cast<int>(options.tensor_parallel));
+  const parallel::DeviceMesh mesh = parallel::init_strategy_mesh(
+      group, options.strategy, static_cast<int>(options.tensor_parallel));
   auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
   Fd held_folder;
   std::string decision;

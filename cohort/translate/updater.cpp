@@ -56,15 +56,21 @@ bool is_async(const std::optional<ps::SessionOptions>& servers) {
 Updater::Updater(nmt::Transformer model, const comm::ProcessGroup& group,
                  const UpdaterOptions& options)
     : options_(options),
-      group_(group),
-      tensor_(options.mesh != nullptr ? options.mesh->tensor() : comm::ProcessGroup()),
+      mesh_(options.mesh ? options.mesh : parallel::init_strategy_mesh(group, options.strategy)),
+      group_(parallel::data_axes(mesh_).group()),
+      tensor_(mesh_.has("tp") ? mesh_.group("tp") : comm::ProcessGroup()),
       model_(std::move(model)),
-      parallel_(model_, group, strategy_options(options), model_->layers()) {
+      parallel_(model_, parallel::data_axes(mesh_), strategy_options(options), model_->layers()) {
   TORCH_CHECK_VALUE(model_->tensor_parallel()->count() == (tensor_ ? tensor_.size() : 1),
                     "updater: a model in ", model_->tensor_parallel()->count(),
                     " shards: expected a mesh with as many ranks to a model");
   TORCH_CHECK_VALUE(!options.servers || (options.strategy == parallel::Strategy::kDdp && !tensor_),
                     "updater: servers need a model that is whole on each rank");
+  if (tensor_ && parallel_.is_sharded()) {
+    model_group_ = mesh_.has("dp_shard") ? mesh_[{"dp_shard", "tp"}].group() : mesh_.group();
+  } else {
+    model_group_ = tensor_;
+  }
   set_up_layers(model_, options.gradient_checkpointing);
   for (const auto& [name, tensor] : parallel_.named_local_shards()) trained_.push_back(tensor);
   if (options.servers) {
@@ -115,9 +121,7 @@ train::ShardedParts Updater::parts(Replicated replicated) {
 }
 
 comm::ProcessGroup Updater::checkpoint_writers() const {
-  if (!tensor_) return parallel_.checkpoint_writers();
-  if (parallel_.is_sharded()) return options_.mesh->world();
-  return group_.rank() == 0 ? tensor_ : comm::ProcessGroup();
+  return tensor_ && parallel_.checkpoint_writers() ? model_group_ : parallel_.checkpoint_writers();
 }
 
 bool Updater::is_sharded() const {
@@ -131,8 +135,7 @@ double Updater::gradient_norm() {
     const bool partitioned = is_partitioned(*model_, shard.name, shard.shape);
     (partitioned ? cut : replicated).push_back(shard.tensor);
   }
-  return parallel::tensor_parallel_gradient_norm(
-      cut, replicated, tensor_.size(), parallel_.is_sharded() ? options_.mesh->world() : tensor_);
+  return parallel::tensor_parallel_gradient_norm(cut, replicated, tensor_.size(), model_group_);
 }
 
 void Updater::set_num_updates(int64_t num_updates) {

@@ -23,9 +23,10 @@
 namespace cohort::translate {
 
 struct UpdaterOptions {
-  /// Of a model that is sharded among its tensor() ranks (tensor_parallel_context.h), of which
-  /// `group` is the data() then. Must outlive the updater; null: the model is whole.
-  parallel::Mesh* mesh = nullptr;
+  /// parallel::init_strategy_mesh of the updater's group and `strategy`. With an axis "tp" the model
+  /// is partitioned among the ranks along it (tensor_parallel_context.h). Empty: the updater makes
+  /// one, for a model that is whole on each rank.
+  parallel::DeviceMesh mesh;
   parallel::Strategy strategy = parallel::Strategy::kDdp;
   /// First values of a model on the meta device, which the strategy shards: ShardingOptions::fill.
   std::function<void(const std::string& name, at::Tensor& parameter)> fill;
@@ -37,7 +38,7 @@ struct UpdaterOptions {
   double exponential_smoothing = 0;  ///< Weight of the newest parameters in the average; 0: none.
   uint64_t seed = 1;                 ///< Of dropout.
   /// Parameter servers, which hold the moments and run Adam under the schedule (dense_rule is
-  /// filled in): kSync or kAsync, each rank a trainer, `strategy` kDdp, no mesh. `client.restore`:
+  /// filled in): kSync or kAsync, each rank a trainer, `strategy` kDdp, no axis "tp". `client.restore`:
   /// what they go back to, and their weights with them.
   std::optional<ps::SessionOptions> servers;
 };
@@ -70,7 +71,7 @@ struct UpdateReport {
 /// The gradient of an update is that of the mean loss over all its target tokens, on all ranks and
 /// in all batches: how the sentences are spread over ranks and batches changes nothing but the
 /// order of summation and the elements that dropout takes. Those hang on the batch's number in the
-/// update, i * (number of ranks) + rank for a rank's batch i: two ranks with a batch each compute
+/// update, i * (number of ranks) + rank for a rank's batch i, where ranks of one model are one: two ranks with a batch each compute
 /// what one rank does with two. The gradient's global norm is clipped, and the average takes the
 /// new parameters in.
 ///
@@ -133,7 +134,7 @@ class Updater {
 
  private:
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
-  const comm::ProcessGroup& everyone() { return tensor_ ? options_.mesh->world() : group_; }
+  const comm::ProcessGroup& everyone() { return mesh_.world(); }
   std::vector<std::string> found_by_all(const std::string& own);
   double gradient_norm();
   void start_session();
@@ -145,10 +146,12 @@ class Updater {
   std::string first_bad_sum();
 
   UpdaterOptions options_;
-  comm::ProcessGroup group_;
+  parallel::DeviceMesh mesh_;
+  comm::ProcessGroup group_;   // along the data axes: each rank has batches of its own
   comm::ProcessGroup tensor_;  // empty: the model is whole
   nmt::Transformer model_;
   parallel::ParallelModel<nmt::Transformer> parallel_;
+  comm::ProcessGroup model_group_;   // with tensor_: the ranks that hold one model together
   std::vector<at::Tensor> trained_;  // what is updated: parameters, or shards of them
   std::optional<optim::Adam> adam_;  // one of the two
   std::optional<ps::Session> session_;

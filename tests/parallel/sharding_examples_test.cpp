@@ -228,6 +228,25 @@ TEST(ShardingExamplesTest, NestedUnitsAndReshardRanks) {
   });
 }
 
+TEST(ShardingExamplesTest, HybridOnAMesh) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
+    Net net = make_net();
+    const auto mesh = cohort::init_device_mesh(group, {{"dp_replicate", -1}, {"dp_shard", 2}});
+    parallel::FullyShardedDataParallel<Net> sharded(net, mesh, {}, net->units());
+    optim::Adam adam(sharded.named_local_shards());
+    for (int step = 0; step < 2; ++step) {
+      sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+      adam.step(1e-2);
+      adam.zero_grad();
+    }
+    Net expected = make_net();
+    train_plain(expected, 2, expected->parameters());
+    sharded.unshard();
+    expect_equal(net, expected);
+    sharded.reshard();
+  });
+}
+
 TEST(ShardingExamplesTest, FrozenParameters) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     Net net = make_net();

@@ -182,26 +182,17 @@ TEST(ShardingOptionsTest, RanksWhoseOptionsDifferAreNamed) {
   });
 }
 
-// 2 x 2 ranks: neighbours shard the model, ranks of equal parity hold the same shards.
-struct Mesh {
-  explicit Mesh(const ProcessGroup& world) {
-    for (const int first : {0, 2}) keep(row, world.subgroup({first, first + 1}, "shard"));
-    for (const int first : {0, 1}) keep(column, world.subgroup({first, first + 2}, "replicate"));
-  }
-  static void keep(ProcessGroup& place, const ProcessGroup& group) {
-    if (group) place = group;
-  }
-  ProcessGroup row, column;
-};
+// Neighbours share the model out, ranks of equal parity hold the same shards.
+DeviceMesh two_by_two(const ProcessGroup& world) {
+  return init_device_mesh(world, {{"dp_replicate", 2}, {"dp_shard", 2}});
+}
 
 TEST(ShardingOptionsTest, TwoGroupsOfTwoRanksTrainAsOneProcess) {
   test::ranks(4, [](const ProcessGroup& world) {
-    const Mesh mesh(world);
+    const DeviceMesh mesh = two_by_two(world);
     for (const Shard shard : kShards) {
-      expect_plain_training(world, {.options = {.shard = shard, .replicate_group = mesh.column},
-                                    .delay = 2,
-                                    .clip = 0.5,
-                                    .shard_group = mesh.row});
+      expect_plain_training(
+          world, {.options = {.shard = shard}, .delay = 2, .clip = 0.5, .mesh = mesh});
     }
   });
 }
@@ -217,13 +208,13 @@ TEST(ShardingOptionsTest, GroupsThatAreNoMeshAreRefused) {
 
 TEST(ShardingOptionsTest, ReplicasStartFromTheFirstOnesValues) {
   test::ranks(4, [](const ProcessGroup& world) {
-    const Mesh mesh(world);
+    const DeviceMesh mesh = two_by_two(world);
     Tower model;
     {
       const at::NoGradGuard no_grad;
       for (auto& parameter : model->parameters()) parameter.add_(world.rank());
     }
-    FullyShardedDataParallel<Tower> sharded(model, mesh.row, {.replicate_group = mesh.column});
+    FullyShardedDataParallel<Tower> sharded(model, mesh);
     sharded.engine().unshard();
     Tower expected;
     EXPECT_EQ(test::difference(*model, *expected), 0);

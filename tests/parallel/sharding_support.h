@@ -122,7 +122,7 @@ struct Case {
   int delay = 1;
   bool synchronize_always = false;  // no no_sync around the first batches
   double clip = 0;
-  comm::ProcessGroup shard_group;  ///< That shard the model; empty: all.
+  parallel::DeviceMesh mesh;  ///< As the constructor's; empty: all ranks share the model out.
 };
 
 /// Expects 20 steps of all ranks of `group` to be those of one process.
@@ -132,7 +132,7 @@ inline void expect_plain_training(const comm::ProcessGroup& group, const Case& c
   Plain plain(group.size());
   Tower model;
   FullyShardedDataParallel<Tower> sharded(
-      model, c.shard_group ? c.shard_group : group, c.options,
+      model, c.mesh ? c.mesh : parallel::init_device_mesh(group, {{"dp", -1}}), c.options,
       c.with_units ? model->units() : std::vector<torch::nn::Module*>{});
   optim::Adam adam(sharded.named_local_shards());
   for (int step = 0; step < 20; ++step) {

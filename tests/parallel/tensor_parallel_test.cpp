@@ -9,9 +9,7 @@
 #include <torch/utils.h>
 
 #include "cohort/base/tensor_part.h"
-#include "cohort/parallel/mesh.h"
 
-#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
 namespace cohort::parallel {
@@ -190,32 +188,6 @@ TEST(TensorParallelTest, AGraphKeepsItsGroup) {
   EXPECT_TRUE(x.grad().equal(at::full({2, 3}, 4.0)));
   others.sum().backward();
   EXPECT_TRUE(x.grad().equal(at::full({2, 3}, 6.0)));
-}
-
-TEST(MeshTest, RanksOfOneModelAreNeighbours) {
-  test::ranks(4, [](const comm::ProcessGroup& world) {
-    Mesh mesh(world, 2);
-    ASSERT_TRUE(mesh.tensor());
-    EXPECT_EQ(mesh.tensor().size(), 2);
-    EXPECT_EQ(mesh.tensor().rank(), world.rank() % 2);
-    EXPECT_EQ(mesh.data().size(), 2);
-    EXPECT_EQ(mesh.data().rank(), world.rank() / 2);
-    EXPECT_EQ(mesh.tensor().all_reduce_sum(world.rank()), world.rank() < 2 ? 1 : 5);
-    EXPECT_EQ(mesh.data().all_reduce_sum(world.rank()), world.rank() % 2 == 0 ? 2 : 4);
-    Mesh plain(world, 1);
-    EXPECT_FALSE(plain.tensor());
-    EXPECT_EQ(plain.data(), world);
-    const std::string message = test::message_of<c10::ValueError>([&] { Mesh(world, 3); });
-    EXPECT_EQ(message, "--tensor-parallel 3: expected a divisor of the number of ranks, 4");
-  });
-}
-
-TEST(MeshTest, AllRanksMayComputeOneModel) {
-  test::ranks(2, [](const comm::ProcessGroup& world) {
-    Mesh mesh(world, 2);
-    EXPECT_EQ(mesh.data().size(), 1);
-    EXPECT_EQ(mesh.tensor().size(), 2);
-  });
 }
 
 }  // namespace tensor_parallel_test

@@ -2,7 +2,6 @@
 #include <array>
 #include <cstdlib>
 #include <filesystem>
-#include <functional>
 #include <gtest/gtest.h>
 #include <optional>
 #include <torch/types.h>
@@ -11,7 +10,7 @@
 #include "cohort/translate/updater.h"
 
 #include "tests/base/temporary_folder.h"
-#include "tests/support/message_of.h"
+#include "tests/support/hosts.h"
 #include "tests/support/ranks.h"
 #include "tests/support/sentences.h"
 
@@ -121,36 +120,11 @@ TEST(StrategiesTest, TwentyUpdatesOfFourRanksAreOneProcesss) {
   });
 }
 
-// Four ranks that say they are on two hosts.
-void on_two_hosts(const comm::ProcessGroup& group,
-                  const std::function<void(const comm::ProcessGroup&)>& body) {
-  const std::string store = group.broadcast_object(
-      (std::filesystem::temp_directory_path() / ("cohort-hosts-" + std::to_string(getpid())))
-          .string());
-  comm::ProcessGroup hosts({.rank = group.rank(),
-                            .world_size = group.size(),
-                            .local_rank = group.rank() % 2,
-                            .local_world_size = 2,
-                            .store_file = store});
-  body(hosts);
-  hosts.close();
-  group.barrier("all have left the file");
-  if (group.rank() == 0) std::filesystem::remove(store);
-}
-
 TEST(StrategiesTest, HybridOnTwoHostsIsOneProcesssTraining) {
   test::ranks(4, [](const comm::ProcessGroup& group) {
-    on_two_hosts(group, [](const comm::ProcessGroup& hosts) {
+    test::on_hosts(group, {"a", "a", "b", "b"}, [](const comm::ProcessGroup& hosts) {
       expect_the_same_training(hosts, {Strategy::kHybrid});
     });
-  });
-}
-
-TEST(StrategiesTest, HybridWantsSeveralHosts) {
-  test::ranks(2, [](const comm::ProcessGroup& group) {
-    EXPECT_EQ(test::message_of<ConfigError>(
-                  [&] { const parallel::StrategyGroups groups(group, Strategy::kHybrid); }),
-              "--strategy hybrid: expected several hosts, got one: give --strategy zero3");
   });
 }
 

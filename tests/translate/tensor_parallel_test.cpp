@@ -16,6 +16,7 @@
 #include "cohort/translate/updater.h"
 
 #include "tests/base/temporary_folder.h"
+#include "tests/support/hosts.h"
 #include "tests/support/ranks.h"
 #include "tests/support/sentences.h"
 
@@ -297,11 +298,11 @@ TEST(TensorParallelTransformerTest, CheckpointsAreThePlainModels) {
   });
 }
 
-// The same, trained: two models of two ranks each, batches and dropout by the number in the update.
+// The same, trained: models of two ranks each, batches and dropout by the number in the update.
 
 constexpr int kBatches = 4;
 
-UpdaterOptions updater_options(parallel::Strategy strategy, parallel::Mesh* mesh) {
+UpdaterOptions updater_options(parallel::Strategy strategy, const parallel::DeviceMesh& mesh) {
   return {.mesh = mesh,
           .strategy = strategy,
           .fill = {},
@@ -331,7 +332,7 @@ std::vector<UpdateReport> train(Updater& updater, const comm::ProcessGroup& data
 train::ShardedParts plain_parts(int num_updates, std::vector<UpdateReport>& reports) {
   comm::ProcessGroup alone(comm::RankInfo{});
   Updater updater(make_model(options_of("all"), std::make_shared<nmt::TensorParallelContext>()),
-                  alone, updater_options(parallel::Strategy::kDdp, nullptr));
+                  alone, updater_options(parallel::Strategy::kDdp, {}));
   reports = train(updater, alone, 1, num_updates);
   return updater.parts();
 }
@@ -360,61 +361,80 @@ void save(Updater& updater, const std::string& folder) {
 }
 
 // Every strategy in turn goes on from the checkpoint of the one before; in between is one process.
+void expect_one_processs_training(const comm::ProcessGroup& world,
+                                  const std::vector<parallel::Strategy>& strategies) {
+  constexpr int kUpdates = 5;
+  // Adam divides what 1e-15 is in a gradient by its size; a wrong one moves parameters by 1e-3.
+  constexpr double kBound = 1e-8;
+  const std::string folder = world.broadcast_object(
+      (std::filesystem::temp_directory_path() / ("cohort-tp-" + std::to_string(getpid())))
+          .string());
+  int done = 0;
+  for (const auto strategy : strategies) {
+    SCOPED_TRACE(parallel::to_string(strategy));
+    const auto mesh = parallel::init_strategy_mesh(world, strategy, 2);
+    Updater updater(make_model(options_of("all"), make_tensor_parallel_context(mesh.group("tp"))),
+                    world, updater_options(strategy, mesh));
+    if (done > 0) train::load_shards(folder, updater.parts(), world);
+    updater.set_num_updates(done);
+    const auto reports =
+        train(updater, parallel::data_axes(mesh).group(), done + 1, done + kUpdates);
+    done += kUpdates;
+    std::vector<UpdateReport> expected_reports;
+    const train::ShardedParts expected = plain_parts(done, expected_reports);
+    for (int i = 0; i < kUpdates; ++i) {
+      const UpdateReport& report = reports[static_cast<size_t>(i)];
+      const UpdateReport& plain = expected_reports[static_cast<size_t>(done - kUpdates + i)];
+      EXPECT_EQ(report.num_tokens, plain.num_tokens);
+      EXPECT_NEAR(report.gradient_norm, plain.gradient_norm, kBound);
+    }
+    for (const auto& [part, shards] : updater.parts())
+      EXPECT_LE(difference(shards, expected.at(part)), kBound) << part;
+    save(updater, folder);
+    world.barrier("saved");
+
+    comm::ProcessGroup nobody_else(comm::RankInfo{});
+    Updater alone(make_model(options_of("all"), std::make_shared<nmt::TensorParallelContext>()),
+                  nobody_else, updater_options(parallel::Strategy::kDdp, {}));
+    train::load_shards(folder, alone.parts());
+    for (const auto& [part, shards] : alone.parts())
+      EXPECT_LE(difference(shards, expected.at(part)), kBound) << part;
+  }
+  world.barrier("read");
+  if (world.rank() == 0) std::filesystem::remove_all(folder);
+}
+
 TEST(TensorParallelUpdaterTest, TwoModelsOfTwoRanksTrainAsOneProcess) {
   test::ranks(4, [](const comm::ProcessGroup& world) {
-    constexpr int kUpdates = 5;
-    // Adam divides what 1e-15 is in a gradient by its size; a wrong one moves parameters by 1e-3.
-    constexpr double kBound = 1e-8;
-    const std::string folder = world.broadcast_object(
-        (std::filesystem::temp_directory_path() / ("cohort-tp-" + std::to_string(getpid())))
-            .string());
-    parallel::Mesh mesh(world, 2);
-    int done = 0;
-    for (const auto strategy : {parallel::Strategy::kDdp, parallel::Strategy::kZero1,
-                                parallel::Strategy::kZero2, parallel::Strategy::kZero3}) {
-      SCOPED_TRACE(parallel::to_string(strategy));
-      Updater updater(make_model(options_of("all"), make_tensor_parallel_context(mesh.tensor())),
-                      mesh.data(), updater_options(strategy, &mesh));
-      if (done > 0) train::load_shards(folder, updater.parts(), world);
-      updater.set_num_updates(done);
-      const auto reports = train(updater, mesh.data(), done + 1, done + kUpdates);
-      done += kUpdates;
-      std::vector<UpdateReport> expected_reports;
-      const train::ShardedParts expected = plain_parts(done, expected_reports);
-      for (int i = 0; i < kUpdates; ++i) {
-        const UpdateReport& report = reports[static_cast<size_t>(i)];
-        const UpdateReport& plain = expected_reports[static_cast<size_t>(done - kUpdates + i)];
-        EXPECT_EQ(report.num_tokens, plain.num_tokens);
-        EXPECT_NEAR(report.gradient_norm, plain.gradient_norm, kBound);
-      }
-      for (const auto& [part, shards] : updater.parts())
-        EXPECT_LE(difference(shards, expected.at(part)), kBound) << part;
-      save(updater, folder);
-      world.barrier("saved");
+    expect_one_processs_training(world, {parallel::Strategy::kDdp, parallel::Strategy::kZero1,
+                                         parallel::Strategy::kZero2, parallel::Strategy::kZero3});
+  });
+}
 
-      comm::ProcessGroup nobody_else(comm::RankInfo{});
-      Updater alone(make_model(options_of("all"), std::make_shared<nmt::TensorParallelContext>()),
-                    nobody_else, updater_options(parallel::Strategy::kDdp, nullptr));
-      train::load_shards(folder, alone.parts());
-      for (const auto& [part, shards] : alone.parts())
-        EXPECT_LE(difference(shards, expected.at(part)), kBound) << part;
-    }
-    world.barrier("read");
-    if (world.rank() == 0) std::filesystem::remove_all(folder);
+// 2 hosts of 4 ranks that are no neighbours: each host's two models of two ranks share their parts
+// out, and the hosts hold the same.
+TEST(TensorParallelUpdaterTest, HybridOnEightRanksTrainsAsOneProcess) {
+  test::ranks(8, [](const comm::ProcessGroup& group) {
+    test::on_hosts(
+        group, {"a", "b", "b", "a", "a", "b", "a", "b"}, [](const comm::ProcessGroup& world) {
+          expect_one_processs_training(
+              world,
+              {parallel::Strategy::kHybrid, parallel::Strategy::kDdp, parallel::Strategy::kHybrid});
+        });
   });
 }
 
 // A rank's number that is not finite stops all, and all name the same.
 TEST(TensorParallelUpdaterTest, ABadNumberIsNamedAlike) {
   test::ranks(4, [](const comm::ProcessGroup& world) {
-    parallel::Mesh mesh(world, 2);
-    auto model = make_model(options_of("all"), make_tensor_parallel_context(mesh.tensor()));
-    Updater updater(model, mesh.data(), updater_options(parallel::Strategy::kDdp, &mesh));
-    if (mesh.tensor().rank() == 1) {  // one part of both models
+    const auto mesh = parallel::init_strategy_mesh(world, parallel::Strategy::kDdp, 2);
+    auto model = make_model(options_of("all"), make_tensor_parallel_context(mesh.group("tp")));
+    Updater updater(model, world, updater_options(parallel::Strategy::kDdp, mesh));
+    if (mesh.coordinate("tp") == 1) {  // one part of both models
       const at::NoGradGuard no_grad;
       model->named_parameters()["encoder.layers.0.linear1.weight"].fill_(NAN);
     }
-    const UpdateReport report = train(updater, mesh.data(), 1, 1).front();
+    const UpdateReport report = train(updater, mesh.group("dp"), 1, 1).front();
     EXPECT_TRUE(report.skipped);
     EXPECT_EQ(updater.num_updates(), 0);
     const std::string said = std::to_string(report.bad.rank) + report.bad.parameter;

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/parallel/mesh.h"
 #include "cohort/parallel/sharding/sharding_engine.h"
 #include "cohort/parallel/tensor_tree.h"
 
@@ -48,6 +49,13 @@ class FullyShardedDataParallel {
                            const ShardingOptions& options = {},
                            const std::vector<torch::nn::Module*>& units = {})
       : module_(std::move(module)), engine_(*module_, group, options, units) {}
+  /// The same on a mesh of one axis, or of two: the ranks along the second share the model out,
+  /// those along the first hold the same shards (hybrid sharding, HSDP; replicate_group is set).
+  FullyShardedDataParallel(Holder module, const DeviceMesh& mesh,
+                           const ShardingOptions& options = {},
+                           const std::vector<torch::nn::Module*>& units = {})
+      : module_(std::move(module)),
+        engine_(*module_, sharding_groups(mesh).shard, on_mesh(options, mesh), units) {}
 
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>
@@ -94,6 +102,11 @@ class FullyShardedDataParallel {
   ShardingEngine& engine() { return engine_; }
 
  private:
+  static ShardingOptions on_mesh(ShardingOptions options, const DeviceMesh& mesh) {
+    options.replicate_group = sharding_groups(mesh).replicate;
+    return options;
+  }
+
   Holder module_;
   ShardingEngine engine_;
 };

@@ -71,7 +71,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   std::string left_out(size_t unit) const;
 
   torch::nn::Module& model;
-  const comm::ProcessGroup& group;
+  const comm::ProcessGroup group;
   ShardingOptions options;
   std::vector<std::string> ignored;  // full names
   comm::ProcessGroup reshard_group;
