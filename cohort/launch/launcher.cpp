@@ -46,8 +46,9 @@ void open_standard_descriptors() {
 
 class Launcher {
  public:
-  explicit Launcher(const RunOptions& options)
+  Launcher(const RunOptions& options, const WorkerFunction& function)
       : options_(options),
+        function_(function),
         program_(find_program(options.command.front())),
         logs_(options.log_dir) {}
 
@@ -85,11 +86,12 @@ class Launcher {
   std::string report(const Outcome& root_cause);
 
   const RunOptions& options_;
+  const WorkerFunction& function_;
   const std::string program_;
   LogDirectory logs_;
   Signals signals_;
   Reaper reaper_;
-  LogWriter log_writer_;  // Its thread is begun after the reaper's fork.
+  LogWriter log_writer_;
   Terminal out_{STDOUT_FILENO};
   Terminal err_{STDERR_FILENO};
   const std::string& log_dir_ = logs_.path();
@@ -279,6 +281,7 @@ std::string Launcher::job_secret(const NodeInfo& node) const {
 void Launcher::start_round(const NodeInfo& node) {
   const RoundContext context{.options = options_,
                              .program = program_,
+                             .function = function_,
                              .log_dir = log_dir_,
                              .reaper = reaper_,
                              .signals = signals_,
@@ -463,10 +466,10 @@ std::string Launcher::report(const Outcome& root_cause) {
 
 }  // namespace
 
-int run(const RunOptions& options) {
+int run(const RunOptions& options, const WorkerFunction& function) {
   validate(options);
   open_standard_descriptors();
-  return Launcher(options).run();
+  return Launcher(options, function).run();
 }
 
 }  // namespace cohort::launch

@@ -4,7 +4,8 @@
 
 namespace cohort::launch {
 
-/// Runs options.command once per local rank and returns the exit code for the whole job.
+/// Runs options.command once per local rank and returns the exit code for the whole job. With
+/// `function`, a worker is a fork of this process that runs it instead of the command.
 ///
 /// Before any worker exists, node 0 binds and listens on the store's port; rank 0 inherits that
 /// socket (COHORT_STORE_FD). Each worker leads its own session; its stdout and stderr go to
@@ -32,6 +33,6 @@ namespace cohort::launch {
 ///           process is killed.
 /// Threads:  call from the main thread, while there is no other (it forks).
 /// Errors:   ConfigError: bad options, port in use, program missing; no worker is left running.
-int run(const RunOptions& options);
+int run(const RunOptions& options, const WorkerFunction& function = {});
 
 }  // namespace cohort::launch

@@ -51,10 +51,10 @@ struct LogWriter::Queue {
   bool over = false;
 };
 
-LogWriter::LogWriter()
-    : queue_(std::make_shared<Queue>()), thread_([queue = queue_] { run(queue); }) {}
+LogWriter::LogWriter() : queue_(std::make_shared<Queue>()) {}
 
 LogWriter::~LogWriter() {
+  if (!thread_.joinable()) return;
   const bool written = flush();
   {
     const std::lock_guard lock(queue_->mutex);
@@ -79,6 +79,7 @@ std::shared_ptr<LogWriter::File> LogWriter::open(const std::string& path, bool a
 }
 
 void LogWriter::write(const std::shared_ptr<File>& file, std::string_view bytes) {
+  if (!thread_.joinable()) thread_ = std::thread([queue = queue_] { run(queue); });
   const std::lock_guard lock(queue_->mutex);
   queue_->pieces.emplace_back(file, bytes);
   queue_->bytes += bytes.size();

@@ -11,7 +11,9 @@
 namespace cohort::launch {
 
 /// Writes to files what it is given, in that order.
-/// Threads: used by one; its own blocks no signal's handling, for the launcher blocks them first.
+/// Threads: used by one. Its own begins with the first write(), and blocks no signal's handling,
+/// for
+///          the launcher blocks them first.
 class LogWriter {
  public:
   class File;

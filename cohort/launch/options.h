@@ -1,6 +1,7 @@
 // The options of `cohort run`: one field per flag.
 #pragma once
 #include <chrono>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -134,6 +135,9 @@ struct RunOptions {
   /// The streams of a worker that are shown on the launcher's own.
   int shown_streams(int rank, int local_rank) const;
 };
+
+/// What a forked worker runs (spawn.h). It returns the worker's exit code.
+using WorkerFunction = std::function<int(int local_rank)>;
 
 /// Checks ranges and combinations.
 /// Errors: ConfigError that names the flag.

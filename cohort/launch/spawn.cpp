@@ -5,9 +5,11 @@
 #include <iterator>
 #include <stdlib.h>
 #include <unistd.h>
+#include <utility>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/program.h"
 #include "cohort/launch/launcher.h"
 
 namespace cohort::launch {
@@ -34,13 +36,8 @@ void require_single_thread() {
   }
 }
 
-}  // namespace
-
-bool is_spawned() {
-  return env_string(kSpawnedVariable) == std::to_string(::getppid());
-}
-
-int spawn(RunOptions options) {
+// `function`: empty where workers execute the program again.
+int start(RunOptions options, const WorkerFunction& function) {
   if (is_spawned()) {
     throw ConfigError("spawn: expected a process that is no worker, ask is_spawned() first");
   }
@@ -49,9 +46,28 @@ int spawn(RunOptions options) {
   options.command = own_command();
   options.program_name = std::filesystem::path(options.command.front()).filename().string();
   ::setenv(kSpawnedVariable, std::to_string(::getpid()).c_str(), 1);
-  const int code = run(options);
+  const WorkerFunction reported = [&](int local_rank) {
+    return run_program(options.program_name, [&] { return function(local_rank); });
+  };
+  const int code = run(options, function ? reported : WorkerFunction());
   ::unsetenv(kSpawnedVariable);
   return code;
+}
+
+}  // namespace
+
+bool is_spawned() {
+  return env_string(kSpawnedVariable) == std::to_string(::getppid());
+}
+
+int spawn(RunOptions options) {
+  return start(std::move(options), {});
+}
+
+int spawn(const WorkerFunction& function, int nprocs, RunOptions options) {
+  if (!function) throw ConfigError("spawn: expected a function, got an empty one");
+  options.nproc_per_node = nprocs;
+  return start(std::move(options), function);
 }
 
 }  // namespace cohort::launch

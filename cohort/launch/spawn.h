@@ -1,4 +1,4 @@
-// `cohort run` from inside a program: it starts itself once per rank.
+// `cohort run` from inside a program: it starts itself once per rank, or a function of it.
 #pragma once
 #include "cohort/launch/options.h"
 
@@ -22,5 +22,19 @@ bool is_spawned();
 ///           signals are taken from this thread).
 /// Errors:   ConfigError: as run(); other threads exist; called by a spawned worker.
 int spawn(RunOptions options);
+
+/// Calls `function` with the local rank, 0 to nprocs - 1, in as many forks of this process: what
+/// torch.multiprocessing.spawn does. All else is as above: a worker finds its rank in its
+/// environment, and the first failure is reported and decides the exit code.
+///
+///     return cohort::launch::spawn([&](int local_rank) { return train(options, local_rank); }, 4);
+///
+/// A worker has what `function` captured, as it was before the call; what it changes, it alone
+/// sees. It ends with what `function` returns, or as under run_program: an exception becomes an
+/// exit code, and its text is in the report. Its standard input is empty, descriptors that are
+/// marked close-on-exec are closed, and neither atexit functions nor destructors of static objects
+/// run. options.nproc_per_node is not read: it is `nprocs`. Threads:  as above. Tensor operations
+/// and devices start threads: use none of them before. Errors:   as above, and an empty function.
+int spawn(const WorkerFunction& function, int nprocs, RunOptions options = {});
 
 }  // namespace cohort::launch

@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
+#include <filesystem>
+#include <iostream>
 #include <sched.h>
 #include <signal.h>
 #include <sstream>
@@ -56,7 +60,34 @@ cpu_set_t core_set(const std::vector<int>& cores) {
   return set;
 }
 
-// Between fork and exec: nothing here allocates or locks.
+// What exec closes: all that the launcher has opened.
+void close_on_exec() {
+  std::vector<int> open;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    open.push_back(std::atoi(entry.path().filename().c_str()));
+  for (const int fd : open) {
+    const int flags = ::fcntl(fd, F_GETFD);
+    if (flags >= 0 && (flags & FD_CLOEXEC) != 0) ::close(fd);
+  }
+}
+
+void flush_output() {
+  std::cout.flush();
+  std::fflush(stdout);
+  std::fflush(stderr);
+}
+
+// Static objects are the launcher's: _exit leaves them alone. An exception would unwind the
+// launcher.
+[[noreturn]] void run_function(const ProcessOptions& options, char** environment) noexcept {
+  close_on_exec();
+  ::environ = environment;
+  const int code = options.function(options.local_rank);
+  flush_output();
+  ::_exit(code);
+}
+
+// Between fork and exec: nothing here allocates or locks, but for a function.
 [[noreturn]] void become_worker(const ChildPlan& plan) {
   ::setsid();
   plan.reaper.track(::getpid());
@@ -69,6 +100,7 @@ cpu_set_t core_set(const std::vector<int>& cores) {
   if (!plan.options.cores.empty()) ::sched_setaffinity(0, sizeof(plan.cores), &plan.cores);
   if (plan.options.inherited_fd >= 0) ::fcntl(plan.options.inherited_fd, F_SETFD, 0);
   plan.signals.restore();
+  if (plan.options.function) run_function(plan.options, const_cast<char**>(plan.envp));
   ::execve(plan.options.program.c_str(), plan.argv, plan.envp);
   const int error = errno;
   while (::write(plan.failure_fd, &error, sizeof(error)) < 0 && errno == EINTR) {
@@ -111,6 +143,7 @@ pid_t start_process(const ProcessOptions& options, const Reaper& reaper, const S
                        ::getpid(),
                        failure_writer.get(),
                        core_set(options.cores)};
+  if (options.function) flush_output();  // Or the worker would write it once more.
   const pid_t pid = ::fork();
   if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
   if (pid == 0) become_worker(plan);

@@ -6,6 +6,7 @@
 #include <sys/types.h>
 #include <vector>
 
+#include "cohort/launch/options.h"
 #include "cohort/launch/reaper.h"
 #include "cohort/launch/signals.h"
 
@@ -20,6 +21,10 @@ struct ProcessOptions {
   int stderr_fd = -1;
   int inherited_fd = -1;   ///< Kept open in the worker under its number; -1: none.
   std::vector<int> cores;  ///< Those it is pinned to; empty: those of this process.
+  /// If there is one, the process calls it with `local_rank` instead of executing the program, and
+  /// ends by _exit with what it returns. It must not throw.
+  WorkerFunction function{};
+  int local_rank = 0;
 };
 
 /// How a worker ended: by exit code, or by signal (then exit_code is 128 + signal).
@@ -35,7 +40,9 @@ std::string find_program(const std::string& name);
 
 /// Starts a process that leads its own session and process group (both numbered as the pid).
 /// It is registered with `reaper` and dies with the launcher (parent-death signal) before its
-/// program begins. Returns once the program runs. Call from the main thread, with no other alive.
+/// program begins. Returns once the program runs. A function finds the environment and standard
+/// streams of `options`; of other descriptors it has `inherited_fd` and those that exec would not
+/// close. Call from the main thread, with no other alive.
 /// Errors: ConfigError if the program cannot be executed; nothing is left running.
 pid_t start_process(const ProcessOptions& options, const Reaper& reaper, const Signals& signals);
 

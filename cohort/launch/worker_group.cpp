@@ -94,7 +94,9 @@ void WorkerGroup::start(Worker& worker, int store_fd) {
        .stderr_fd = err.worker.get(),
        .inherited_fd = info.store_fd,
        .cores =
-           cores_.empty() ? std::vector<int>{} : cores_[static_cast<size_t>(worker.local_rank)]},
+           cores_.empty() ? std::vector<int>{} : cores_[static_cast<size_t>(worker.local_rank)],
+       .function = context_.function,
+       .local_rank = worker.local_rank},
       context_.reaper, context_.signals);
   worker.running = true;
 }

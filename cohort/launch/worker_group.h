@@ -20,7 +20,8 @@ namespace cohort::launch {
 /// What outlives a round. All references outlive the group.
 struct RoundContext {
   const RunOptions& options;
-  const std::string& program;  ///< As find_program returned it.
+  const std::string& program;      ///< As find_program returned it.
+  const WorkerFunction& function;  ///< Empty: workers execute the program.
   const std::string& log_dir;
   const Reaper& reaper;
   const Signals& signals;

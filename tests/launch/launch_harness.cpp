@@ -73,11 +73,39 @@ int spawning_program(const std::string& what) {
   return 0;
 }
 
-int threaded_spawner() {
+// Calls a function in two forks of itself.
+int forking_program(const std::string& what) {
+  const std::string captured = "seen by both";
+  std::printf("before the fork\n");  // Not flushed: one line, whatever the workers do.
+  return run_program("spawner", [&] {
+    const int code = spawn(
+        [&](int local_rank) -> int {
+          if (what == "throw" && local_rank == 1) throw ConfigError("no such flag");
+          if (what == "throw-other" && local_rank == 1) throw 1;
+          if (what == "fail" && local_rank == 1) return 7;
+          if (what == "restart" && std::getenv("COHORT_RESTART_COUNT") == std::string("0"))
+            return 1;
+          if (what == "stopped") return kExitStopped;
+          if (what == "store") return store_worker();
+          if (what == "again") return spawn([](int) { return 0; }, 1);
+          std::printf("rank %s of %s is local rank %d, %s, %s\n", std::getenv("RANK"),
+                      std::getenv("WORLD_SIZE"), local_rank, captured.c_str(),
+                      is_spawned() ? "spawned" : "on its own");
+          return 0;
+        },
+        2, {.max_restarts = what == "restart" ? 1 : 0, .tee = Tee::kAll});
+    std::printf("%s after the end\n", is_spawned() ? "spawned" : "on its own");
+    return code;
+  });
+}
+
+int threaded_spawner(bool forks) {
   std::jthread thread([](std::stop_token stop) {
     while (!stop.stop_requested()) std::this_thread::yield();
   });
-  return run_program("spawner", [] { return spawn({.nproc_per_node = 2}); });
+  return run_program("spawner", [&] {
+    return forks ? spawn([](int) { return 0; }, 2) : spawn({.nproc_per_node = 2});
+  });
 }
 
 // Keeps a trace page: rank 1 computes for ever, all others wait in all_reduce #5. `what` may have
@@ -117,7 +145,9 @@ int tracing_worker(const std::string& what) {
 int run_worker(const std::string& name) {
   if (name == "store") return store_worker();
   if (name.starts_with("spawn-")) return spawning_program(name.substr(6));
-  if (name == "threaded") return threaded_spawner();
+  if (name.starts_with("fork-")) return forking_program(name.substr(5));
+  if (name == "threaded") return threaded_spawner(/*forks=*/false);
+  if (name == "threaded-fork") return threaded_spawner(/*forks=*/true);
   if (name.starts_with("trace-")) return tracing_worker(name.substr(6));
   if (name == "throw") {
     return run_program("thrower", []() -> int { C10_THROW_ERROR(Error, "the sky fell"); });
