@@ -3,23 +3,18 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cerrno>
-#include <fcntl.h>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <system_error>
 #include <tuple>
-#include <unistd.h>
 #include <utility>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/block_writer.h"
 #include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
+#include "cohort/base/json_keys.h"
 
 namespace cohort {
 namespace {
@@ -30,22 +25,6 @@ using Json = nlohmann::json;
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr const char* kMetadataKey = "__metadata__";
-
-struct DTypeInfo {
-  DType dtype;
-  const char* name;
-  size_t bytes;
-};
-constexpr std::array<DTypeInfo, 10> kDTypes = {{{DType::kF64, "F64", 8},
-                                                {DType::kF32, "F32", 4},
-                                                {DType::kF16, "F16", 2},
-                                                {DType::kBF16, "BF16", 2},
-                                                {DType::kI64, "I64", 8},
-                                                {DType::kI32, "I32", 4},
-                                                {DType::kI16, "I16", 2},
-                                                {DType::kI8, "I8", 1},
-                                                {DType::kU8, "U8", 1},
-                                                {DType::kBool, "BOOL", 1}}};
 
 // Returns the size in bytes; nothing if a dimension is negative or the product overflows.
 std::optional<uint64_t> byte_count(const std::vector<int64_t>& shape, DType dtype) {
@@ -61,29 +40,6 @@ std::optional<uint64_t> byte_count(const std::vector<int64_t>& shape, DType dtyp
 [[noreturn]] void fail(const std::string& path, const std::string& what) {
   throw ConfigError(path + ": not a valid safetensors file: " + what);
 }
-
-// The JSON library keeps the last of two equal keys without a word, so keys are watched here.
-class KeyWatch {
- public:
-  explicit KeyWatch(const std::string& path) : path_(path) {}
-
-  bool operator()(int depth, Json::parse_event_t event, Json& value) {
-    if (depth > 3) fail(path_, "the header is nested too deeply");
-    if (event == Json::parse_event_t::key) {
-      auto& seen = depth == 1 ? names_ : fields_;
-      const auto& key = value.get_ref<const std::string&>();
-      if (!seen.insert(key).second) fail(path_, "\"" + key + "\" occurs twice in the header");
-    } else if (event == Json::parse_event_t::object_start) {
-      fields_.clear();
-    }
-    return true;
-  }
-
- private:
-  const std::string& path_;
-  std::set<std::string> names_;
-  std::set<std::string> fields_;
-};
 
 // A tensor's entry in the header, checked as far as it goes alone.
 struct Entry {
@@ -259,26 +215,6 @@ class Content {
 
 }  // namespace
 
-size_t item_size(DType dtype) {
-  return kDTypes[static_cast<size_t>(dtype)].bytes;
-}
-const char* to_string(DType dtype) {
-  return kDTypes[static_cast<size_t>(dtype)].name;
-}
-std::optional<DType> dtype_named(std::string_view name) {
-  for (const DTypeInfo& info : kDTypes) {
-    if (name == info.name) return info.dtype;
-  }
-  return std::nullopt;
-}
-std::optional<int64_t> num_elements(std::span<const int64_t> shape) {
-  int64_t count = 1;
-  for (const int64_t size : shape) {
-    if (size < 0 || __builtin_mul_overflow(count, size, &count)) return std::nullopt;
-  }
-  return count;
-}
-
 std::string write_safetensors(const std::string& path, std::span<const TensorView> tensors,
                               const TensorMetadata& metadata) {
   std::vector<TensorPieces> whole;
@@ -309,50 +245,16 @@ WrittenFile write_safetensors(
   return written;
 }
 
-SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
-  const auto reason = [] { return std::generic_category().message(errno); };
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) throw ConfigError(path + ": expected a readable safetensors file: " + reason());
-  struct stat info {};
-  const bool regular = ::fstat(file, &info) == 0 && S_ISREG(info.st_mode);
-  const auto size = static_cast<size_t>(regular ? info.st_size : 0);
-  void* address = nullptr;
-  std::string map_error;
-  if (size >= 8) {
-    address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0);
-    if (address == MAP_FAILED) map_error = reason();
-  }
-  ::close(file);
-  if (!regular) throw ConfigError(path + ": expected a regular file");
-  if (size < 8) fail(path, "expected 8 bytes of header length, found " + std::to_string(size));
-  if (!map_error.empty()) throw ConfigError(path + ": cannot map into memory: " + map_error);
-  mapping_ = {static_cast<const std::byte*>(address), size};
-  try {
-    parse();
-  } catch (...) {
-    ::munmap(address, size);
-    throw;
-  }
-}
-
-SafetensorsFile::~SafetensorsFile() {
-  if (!mapping_.empty()) ::munmap(const_cast<std::byte*>(mapping_.data()), mapping_.size());
-}
-
-SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
-    : path_(std::move(other.path_)),
-      mapping_(std::exchange(other.mapping_, {})),
-      tensors_(std::move(other.tensors_)),
-      index_(std::move(other.index_)),
-      metadata_(std::move(other.metadata_)) {}
-
-void SafetensorsFile::parse() {
+SafetensorsFile::SafetensorsFile(const std::string& path) : TensorFile(path, "safetensors file") {
+  const auto whole = mapping();
+  if (whole.size() < 8)
+    fail(path, "expected 8 bytes of header length, found " + std::to_string(whole.size()));
   uint64_t header_bytes = 0;
-  std::copy_n(mapping_.data(), 8, reinterpret_cast<std::byte*>(&header_bytes));
-  const auto rest = mapping_.subspan(8);
+  std::copy_n(whole.data(), 8, reinterpret_cast<std::byte*>(&header_bytes));
+  const auto rest = whole.subspan(8);
   if (header_bytes > kMaxHeaderBytes || header_bytes > rest.size()) {
-    fail(path_, "the header length is " + std::to_string(header_bytes) + ", expected at most " +
-                    std::to_string(std::min<uint64_t>(kMaxHeaderBytes, rest.size())));
+    fail(path, "the header length is " + std::to_string(header_bytes) + ", expected at most " +
+                   std::to_string(std::min<uint64_t>(kMaxHeaderBytes, rest.size())));
   }
   const auto header = rest.first(header_bytes);
   parse_header({reinterpret_cast<const char*>(header.data()), header.size()},
@@ -362,17 +264,19 @@ void SafetensorsFile::parse() {
 void SafetensorsFile::parse_header(std::string_view header, std::span<const std::byte> data) {
   Json json;
   try {
-    json = Json::parse(header.begin(), header.end(), KeyWatch(path_));
+    json = Json::parse(header.begin(), header.end(), UniqueKeys([&](const std::string& what) {
+                         fail(path(), what + " in the header");
+                       }));
   } catch (const Json::exception& error) {
-    fail(path_, std::string("the header is not JSON: ") + error.what());
+    fail(path(), std::string("the header is not JSON: ") + error.what());
   }
-  if (!json.is_object()) fail(path_, "expected the header to be a JSON object");
+  if (!json.is_object()) fail(path(), "expected the header to be a JSON object");
   std::vector<Entry> entries;
   for (const auto& [name, value] : json.items()) {
     if (name == kMetadataKey) {
-      metadata_ = read_metadata(path_, value);
+      metadata_ = read_metadata(path(), value);
     } else {
-      entries.push_back(read_entry(path_, name, value));
+      entries.push_back(read_entry(path(), name, value));
     }
   }
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
@@ -382,33 +286,21 @@ void SafetensorsFile::parse_header(std::string_view header, std::span<const std:
   for (Entry& entry : entries) {
     const std::string tensor = "tensor \"" + entry.view.name + "\"";
     if (entry.begin != offset) {
-      fail(path_, tensor + " begins at " + std::to_string(entry.begin) + ", expected " +
-                      std::to_string(offset));
+      fail(path(), tensor + " begins at " + std::to_string(entry.begin) + ", expected " +
+                       std::to_string(offset));
     }
     if (entry.end > data.size()) {
-      fail(path_, tensor + " ends at " + std::to_string(entry.end) + " of " +
-                      std::to_string(data.size()) + " bytes: the file is cut short");
+      fail(path(), tensor + " ends at " + std::to_string(entry.end) + " of " +
+                       std::to_string(data.size()) + " bytes: the file is cut short");
     }
     entry.view.bytes = data.subspan(entry.begin, entry.end - entry.begin);
     offset = entry.end;
-    index_.emplace(entry.view.name, tensors_.size());
-    tensors_.push_back(std::move(entry.view));
+    add(std::move(entry.view));
   }
   if (offset != data.size()) {
-    fail(path_, "expected " + std::to_string(offset) + " bytes of data, found " +
-                    std::to_string(data.size()));
+    fail(path(), "expected " + std::to_string(offset) + " bytes of data, found " +
+                     std::to_string(data.size()));
   }
-}
-
-const TensorView* SafetensorsFile::find(std::string_view name) const {
-  const auto found = index_.find(name);
-  return found == index_.end() ? nullptr : &tensors_[found->second];
-}
-
-const TensorView& SafetensorsFile::at(std::string_view name) const {
-  if (const TensorView* tensor = find(name)) return *tensor;
-  throw ConfigError(path_ + ": expected a tensor named \"" + std::string(name) + "\", found " +
-                    std::to_string(tensors_.size()) + " others");
 }
 
 }  // namespace cohort

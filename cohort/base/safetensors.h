@@ -7,32 +7,14 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "cohort/base/tensor_file.h"
+
 namespace cohort {
-
-enum class DType { kF64, kF32, kF16, kBF16, kI64, kI32, kI16, kI8, kU8, kBool };
-
-/// Returns the bytes of one element.
-size_t item_size(DType dtype);
-/// Returns the name in the file: "F32", "BF16", "BOOL" ...
-const char* to_string(DType dtype);
-/// Returns the type of that name.
-std::optional<DType> dtype_named(std::string_view name);
-/// Returns the number of elements; nothing if a size is negative or the product exceeds 2^63.
-std::optional<int64_t> num_elements(std::span<const int64_t> shape);
-
-/// A tensor's description and a borrowed view of its elements.
-struct TensorView {
-  std::string name{};
-  DType dtype = DType::kF32;
-  std::vector<int64_t> shape{};        ///< Empty: a scalar.
-  std::span<const std::byte> bytes{};  ///< product(shape) * item_size(dtype) bytes.
-};
 
 using TensorMetadata = std::map<std::string, std::string>;
 
@@ -85,36 +67,19 @@ WrittenFile write_safetensors(const std::string& path, std::span<const TensorPie
                               const std::function<std::string(const std::string& sha256)>& name_of);
 
 /// A safetensors file mapped into memory, checked whole on opening. Nothing in it is executed.
-///
-/// Owner: the views point into this object and die with it. The file must not be shortened
-///        meanwhile (replacing it by rename, as this project does, is safe).
-/// Threads: immutable after construction.
-class SafetensorsFile {
+/// Tensors are in the order of their bytes.
+class SafetensorsFile : public TensorFile {
  public:
   /// Errors: ConfigError that names the file and the damage: header length, JSON, a missing or
   ///         doubled or unknown entry, an unknown dtype, offsets that overlap, leave a gap or end
   ///         elsewhere than the file, a shape that does not match its bytes.
   explicit SafetensorsFile(const std::string& path);
-  ~SafetensorsFile();
-  SafetensorsFile(SafetensorsFile&& other) noexcept;
-  SafetensorsFile& operator=(SafetensorsFile&&) = delete;
 
-  /// Returns all tensors in the order of their bytes.
-  const std::vector<TensorView>& tensors() const { return tensors_; }
   const TensorMetadata& metadata() const { return metadata_; }
-  /// Returns the tensor, or nullptr.
-  const TensorView* find(std::string_view name) const;
-  /// Returns the tensor. Errors: ConfigError that names file and tensor if there is none.
-  const TensorView& at(std::string_view name) const;
 
  private:
-  void parse();
   void parse_header(std::string_view header, std::span<const std::byte> data);
 
-  std::string path_;
-  std::span<const std::byte> mapping_;
-  std::vector<TensorView> tensors_;
-  std::map<std::string, size_t, std::less<>> index_;
   TensorMetadata metadata_;
 };
 

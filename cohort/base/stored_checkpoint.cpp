@@ -10,6 +10,7 @@
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/checksum.h"
 #include "cohort/base/error.h"
+#include "cohort/base/imported_checkpoint.h"
 
 namespace cohort {
 namespace {
@@ -205,10 +206,28 @@ void discard_share(const std::string& folder, const Manifest& share) {
   for (const std::string& name : names) fs::remove(folder + "/" + name, ignored);
 }
 
-StoredCheckpoint::StoredCheckpoint(const std::string& folder)
-    : folder_(folder), manifest_(Manifest::read(folder)) {}
+StoredCheckpoint::StoredCheckpoint(const std::string& path, const std::string& key)
+    : folder_(path), path_(path + "/manifest.json") {
+  std::error_code ignored;
+  const bool has_manifest = fs::exists(path_, ignored);
+  if (!has_manifest && fs::exists(path, ignored)) {
+    if (auto imported = open_imported(path, key)) {
+      path_ = imported->path;
+      folder_ = fs::path(path_).parent_path().string();
+      if (folder_.empty()) folder_ = ".";
+      is_imported_ = true;
+      manifest_ = std::move(imported->manifest);
+      files_ = std::move(imported->files);
+      return;
+    }
+  }
+  if (has_manifest && !key.empty())
+    throw ConfigError(path_ + ": expected a file of torch.save, for a key was given: " + key);
+  manifest_ = Manifest::read(path);
+}
 
 bool StoredCheckpoint::is_replaced() const {
+  if (is_imported_) return false;
   const auto now = manifest_in(folder_);
   return now && now->files != manifest_.files;
 }
@@ -234,7 +253,7 @@ const std::map<std::string, StoredTensor>& StoredCheckpoint::part(const std::str
   }
   const auto found = manifest_.parts.find(name);
   if (found == manifest_.parts.end()) {
-    throw ConfigError(folder_ + "/manifest.json: the checkpoint has no " + name +
+    throw ConfigError(path_ + ": the checkpoint has no " + name +
                       ": expected one of a training run");
   }
   return found->second;
@@ -270,9 +289,9 @@ std::string StoredCheckpoint::path_of(const std::string& key) const {
   return folder_ + "/" + manifest_.files.at(key).name;
 }
 
-const SafetensorsFile& StoredCheckpoint::file(const std::string& key) {
+const TensorFile& StoredCheckpoint::file(const std::string& key) {
   const auto open = files_.find(key);
-  if (open != files_.end()) return open->second;
+  if (open != files_.end()) return *open->second;
   const StoredFile& expected = manifest_.files.at(key);
   const std::string path = path_of(key);
   std::error_code error;
@@ -300,9 +319,9 @@ const SafetensorsFile& StoredCheckpoint::file(const std::string& key) {
                       "or is another save's" +
                       found);
   }
-  SafetensorsFile opened(path);
-  if (manifest_.version > 1) check_tensors(key, opened);
-  return files_.emplace(key, std::move(opened)).first->second;
+  auto opened = std::make_unique<const SafetensorsFile>(path);
+  if (manifest_.version > 1) check_tensors(key, *opened);
+  return *files_.emplace(key, std::move(opened)).first->second;
 }
 
 // The manifest and the file's header must say the same.

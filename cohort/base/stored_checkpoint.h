@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -60,18 +61,26 @@ void commit_manifest(const std::string& folder, const Manifest& manifest);
 /// Without that, saves that fail would fill a disk. Never throws: what cannot be removed stays.
 void discard_share(const std::string& folder, const Manifest& share);
 
-/// A checkpoint opened for reading. A file is mapped into memory, and checked whole against the
-/// manifest, when its first element is asked for.
+/// A checkpoint opened for reading: one of this project's, or one that open_imported() knows.
+///
+/// Of the former a file is mapped into memory, and checked whole against the manifest, when its
+/// first element is asked for. Those of other programs have no checksums: files are mapped and
+/// their headers checked by the constructor, elements are read when they are asked for.
 ///
 /// Owner: of the mappings; spans die with it. Threads: one.
 /// Errors: ConfigError that names the file: missing, of another size, another SHA-256, of another
 ///         save, or with other tensors than the manifest says.
 class StoredCheckpoint {
  public:
-  /// Errors: as Manifest::read.
-  explicit StoredCheckpoint(const std::string& folder);
+  /// `path`: a folder, or a file of another program. `key`: as TorchFile's.
+  /// Errors: as Manifest::read and open_imported; ConfigError for a `key` of a folder with a
+  ///         manifest.
+  explicit StoredCheckpoint(const std::string& path, const std::string& key = {});
 
   const Manifest& manifest() const { return manifest_; }
+  /// Of the manifest, or of the index or only file of another program.
+  const std::string& path() const { return path_; }
+  bool is_imported() const { return is_imported_; }  ///< Whether another program wrote it.
   const std::string& folder() const { return folder_; }
   /// Whether a later save has taken its place: files that are not open may be gone.
   bool is_replaced() const;
@@ -82,15 +91,17 @@ class StoredCheckpoint {
   std::vector<std::span<const std::byte>> elements(const std::string& part,
                                                    const std::string& tensor, ElementRange range);
   /// Opens and checks a file by its key in the manifest.
-  const SafetensorsFile& file(const std::string& key);
+  const TensorFile& file(const std::string& key);
 
  private:
   void check_tensors(const std::string& key, const SafetensorsFile& file) const;
   std::string path_of(const std::string& key) const;
 
   std::string folder_;
+  std::string path_;
+  bool is_imported_ = false;
   Manifest manifest_;
-  std::map<std::string, SafetensorsFile> files_;
+  std::map<std::string, std::unique_ptr<const TensorFile>> files_;
 };
 
 /// What becomes of a checkpoint in the folder where one is to be written.

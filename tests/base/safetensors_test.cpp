@@ -60,8 +60,7 @@ std::string with_header(const std::string& header, size_t data_bytes) {
 }
 
 TEST_F(SafetensorsFileTest, ReadsBackWhatWasWritten) {
-  SafetensorsFile opened(path_);
-  const SafetensorsFile file = std::move(opened);
+  const SafetensorsFile file(path_);
   EXPECT_EQ(file.metadata(), (TensorMetadata{{"format", "pt"}, {"step", "7"}}));
   ASSERT_EQ(file.tensors().size(), tensors_.size());
   for (const TensorView& expected : tensors_) {

@@ -2,7 +2,8 @@
 //
 //     build/release/tests/fuzz_corpus tests/fuzz/corpus
 //
-// What is there under other names, as inputs that were found, stays.
+// What is there under other names, as inputs that were found, stays. That of torch_file is
+// make_torch_files.py's.
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -274,6 +275,13 @@ int main(int argc, char** argv) {
   write_steps({root, "ps_sync"});
   write_calls({root, "ps_control"});
   write_checkpoint_files({root, "safetensors"}, {root, "manifest"});
+  Corpus(root, "weight_map")
+      .write("two_files",
+             nlohmann::json{{"metadata", {{"total_size", 40}}},
+                            {"weight_map",
+                             {{"layers.0.weight", "model-00001-of-00002.safetensors"},
+                              {"layers.1.weight", "model-00002-of-00002.safetensors"}}}}
+                 .dump());
   write_text({root, "parallel_text"});
   write_token_cache({root, "token_cache"});
   write_images({root, "image"});
