@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <set>
 
 #include "cohort/base/atomic_file.h"
@@ -61,19 +62,32 @@ double mean_speed(const RunHistory& history) {
   return lines.empty() ? std::nan("") : sum / static_cast<double>(lines.size());
 }
 
+// Replaces each {{name}} of `page` by its value. What a value holds is not looked at again.
+std::string fill_template(const std::string& page,
+                          const std::map<std::string, std::string>& values) {
+  std::string filled;
+  size_t from = 0;
+  for (size_t open; (open = page.find("{{", from)) != std::string::npos;) {
+    const size_t close = page.find("}}", open);
+    filled += page.substr(from, open - from) + values.at(page.substr(open + 2, close - open - 2));
+    from = close + 2;
+  }
+  return filled + page.substr(from);
+}
+
 // ---- the page's parts, from top to bottom
 
-std::string header(const std::string& name, const RunHistory& history) {
-  const Json* last = history.last();
-  std::string state = "<span class=\"state\">no end recorded yet</span>";
-  if (history.end.is_object())
-    state =
-        "<span class=\"state ended\">" + escape_html(text_of(history.end, "reason")) + "</span>";
-  std::string facts;
-  const auto add = [&](const std::string& fact) {
-    facts += (facts.empty() ? "" : " \xC2\xB7 ") + fact;
+std::string state_badge(const RunHistory& history) {
+  if (!history.end.is_object()) return "<span class=\"state\">no end recorded yet</span>";
+  return "<span class=\"state ended\">" + escape_html(text_of(history.end, "reason")) + "</span>";
+}
+
+std::string summary_line(const RunHistory& history) {
+  std::string line;
+  const auto add = [&](const std::string& item) {
+    line += (line.empty() ? "" : " \xC2\xB7 ") + item;
   };
-  if (last != nullptr) add(counted(number_of(*last, "update"), "update"));
+  if (const Json* last = history.last()) add(counted(number_of(*last, "update"), "update"));
   if (!history.starts.empty()) {
     const Json& start = history.starts.back();
     add(counted(number_of(start, "ranks"), "rank"));
@@ -81,8 +95,7 @@ std::string header(const std::string& name, const RunHistory& history) {
     add(escape_html(text_of(start, "precision")));
     add("started " + escape_html(shown_time(start)));
   }
-  return "<header><h1>" + escape_html(name) + "</h1><p>" + state + "</p><p>" + facts +
-         "</p></header>";
+  return line;
 }
 
 std::string tile(const std::string& name, const std::string& value,
@@ -275,9 +288,8 @@ std::string samples(const RunHistory& history) {
             escape_html(references[i]) + "</dd></dl><dl class=\"later\">" +
             hypotheses(validations, i, references[i]) + "</dl></article>";
   }
-  return "<h2>Translations over time</h2><p class=\"note\">A few sentences of the validation set; "
-         "words that "
-         "the reference has, too, are <span class=\"best-word\">marked</span>.</p>" +
+  return "<h2>Translations over time</h2><p class=\"note\">A few sentences of the validation set. "
+         "Words that the reference has as well are <span class=\"best-word\">marked</span>.</p>" +
          html;
 }
 
@@ -401,16 +413,14 @@ std::string report_html(const std::string& model_dir) {
   const RunHistory history = read_history(model_dir);
   std::string name = fs::absolute(model_dir).lexically_normal().filename().string();
   if (name.empty()) name = fs::absolute(model_dir).lexically_normal().parent_path().filename();
-  return "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">"
-         "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>" +
-         escape_html(name) + " \xC2\xB7 Cohort</title><link rel=\"icon\" href=\"data:,\"><style>" +
-         kReportStyle + "</style></head>\n<body><main>" + header(name, history) + tiles(history) +
-         charts(history) + samples(history) + machines(history) + starts(history) +
-         configuration(history) +
-         "<footer>From history.jsonl and config.json; <code>cohort nmt report --model-dir "
-         "DIR</code> "
-         "writes this page anew.</footer></main>\n<script>" +
-         kReportScript + "</script></body></html>\n";
+  return fill_template(
+      kReportPage, {{"name", escape_html(name)},
+                    {"state", state_badge(history)},
+                    {"summary", summary_line(history)},
+                    {"body", tiles(history) + charts(history) + samples(history) +
+                                 machines(history) + starts(history) + configuration(history)},
+                    {"style", kReportStyle},
+                    {"script", kReportScript}});
 }
 
 void write_report(const std::string& model_dir) {

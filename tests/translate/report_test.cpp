@@ -243,6 +243,16 @@ TEST(ReportTest, TextsAreEscapedOnce) {
   EXPECT_EQ(count(html, "&amp;"), 0);
 }
 
+TEST(ReportTest, APlaceholderInATextIsText) {
+  const TemporaryFolder folder;
+  write_file(folder / "history.jsonl", "{\"type\":\"start\",\"time\":\"{{script}}\"}\n");
+  write_file(folder / "config.json", R"({"note": "{{unknown}}"})");
+  const std::string html = report_html(folder.path());
+  EXPECT_EQ(count(html, "{{"), 2) << "the two texts, and no placeholder of the page";
+  EXPECT_EQ(count(html, "{{script}}"), 1);
+  EXPECT_EQ(count(html, "{{unknown}}"), 1);
+}
+
 TEST(ReportTest, TheSummaryFitsTheWidth) {
   const TemporaryFolder folder;
   write_run(folder / "run");
