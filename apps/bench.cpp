@@ -58,11 +58,11 @@ double median(std::vector<double> values) {
 // Seconds of one forward and backward, with the averaging or without.
 double step_time(const ProcessGroup& group, Ddp& ddp, const at::Tensor& input, bool averaging) {
   for (auto& parameter : ddp.module()->parameters()) parameter.mutable_grad().reset();
-  std::optional<Ddp::NoSync> local;
-  if (!averaging) local.emplace(ddp.engine());
+  std::optional<cohort::parallel::NoSync> local;
+  if (!averaging) local.emplace(ddp);
   group.barrier("step");
   const auto start = Clock::now();
-  ddp.backward(ddp(input).pow(2).mean());
+  ddp(input).pow(2).mean().backward();
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 

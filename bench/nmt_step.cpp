@@ -273,7 +273,7 @@ int64_t bytes_after_backward(cohort::translate::Updater& updater, const std::vec
   {
     const auto batch = fill(rows, options.seed, options.vocabulary);
     auto& model = updater.model();
-    model.backward(std::get<0>(model(batch)));
+    std::get<0>(model(batch)).backward();
   }
   return memory.now();
 }

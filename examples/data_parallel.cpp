@@ -11,15 +11,15 @@ int train() {
   const at::Tensor x = torch::linspace(-1, 1, 1000).unsqueeze(1),
                    y = 3 * x + 1;  // what is to be learnt
   torch::nn::Linear model(1, 1);
-  cohort::parallel::DistributedDataParallel<torch::nn::Linear> ddp(model, group);
-  torch::optim::SGD sgd(model->parameters(), 0.5);
+  cohort::parallel::DistributedDataParallel ddp(model, group);
+  torch::optim::SGD sgd(ddp.parameters(), 0.5);
   cohort::data::DistributedSampler sampler(
       {.num_examples = x.size(0), .rank = group.rank(), .world_size = group.size(), .seed = 1});
   for (int epoch = 0; epoch < 40; ++epoch) {
     sampler.set_epoch(epoch);
     const at::Tensor mine = torch::tensor(sampler.indices());
     sgd.zero_grad();
-    ddp.backward(torch::mse_loss(ddp(x.index_select(0, mine)), y.index_select(0, mine)));
+    torch::mse_loss(ddp(x.index_select(0, mine)), y.index_select(0, mine)).backward();
     sgd.step();
   }
   if (group.rank() == 0) {

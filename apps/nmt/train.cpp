@@ -172,7 +172,7 @@ void add_batch_flags(CLI::App& app, TrainFlags& flags) {
       ->group(kTraining);
   add("--workspace", o.workspace_mib,
       "For the tensors of a rank's batch, with --mini-batch-fit: beside parameters, gradients and "
-      "Adam's moments")
+      "Adam's moments, or this rank's shards of them")
       ->type_name(kMebibytes)
       ->needs("--mini-batch-fit")
       ->check(CLI::Range(1, 1 << 24));
@@ -291,12 +291,6 @@ void print_result(const translate::TrainingResult& result,
 void check_together(const TrainFlags& flags) {
   const auto& options = flags.options;
   refuse_offload(options.cpu_offload);
-  if (options.mini_batch_fit && parallel::shards_parameters(options.strategy)) {
-    throw ConfigError(
-        "--mini-batch-fit: its trials need the whole model on each rank, expected "
-        "--mini-batch-words with --strategy " +
-        flags.strategy);
-  }
   if (options.mini_batch == 0 && options.mini_batch_words == 0 && !options.mini_batch_fit) {
     throw ConfigError(
         "--mini-batch 0 and --mini-batch-words 0: expected one of them above 0, or "

@@ -25,7 +25,7 @@ struct AdamOptions {
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters);
 
 /// Name and tensor of every parameter, in the order of registration: what Adam is made of. Frozen
-/// ones are among them, and not among named_local_shards() of parallel models: moments of an Adam
+/// ones are among them, and not among named_parameters() of the parallel models: moments of an Adam
 /// made of the one are no checkpoint for an Adam made of the other.
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model);
 

@@ -37,7 +37,7 @@ using CommHook = std::function<TensorFuture(const comm::ProcessGroup&, Bucket)>;
 ///
 /// Collective, does not block. Numerics: in the tensor's dtype, nothing is divided. A sparse tensor
 /// is summed as a sparse one. The tensor belongs to the call until the future is complete. Errors:
-/// a lost peer's is thrown or ends in the future; DistributedDataParallel::backward makes it a
+/// a lost peer's is thrown or ends in the future; the end of loss.backward() makes it a
 /// PeerError.
 TensorFuture start_all_reduce(const comm::ProcessGroup& group, const at::Tensor& tensor);
 

@@ -41,7 +41,9 @@ void DelayedParameters::start() {
 
 void DelayedParameters::finish() {
   const at::NoGradGuard no_grad;
-  const at::Tensor flat = wait_tensor(std::exchange(average_, {}));
+  at::Tensor flat;
+  group_.translate_errors("all_reduce of gradients",
+                          [&] { flat = wait_tensor(std::exchange(average_, {})); });
   int64_t offset = 0;
   for (const NamedTensor& each : parameters_) {
     at::Tensor gradient = each.tensor.grad();

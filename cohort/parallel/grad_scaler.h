@@ -20,7 +20,7 @@ struct GradScalerOptions {
 /// Multiplies losses by a factor that adapts to the gradients' range, with the rules of PyTorch's
 /// torch.amp.GradScaler.
 ///
-///   model.backward(scaler.scale(loss));
+///   scaler.scale(loss).backward();
 ///   if (scaler.unscale(parameters)) optimizer.step();  // Clip between the two.
 ///   scaler.update();
 ///

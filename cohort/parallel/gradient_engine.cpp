@@ -2,6 +2,7 @@
 
 #include <ATen/ops/zeros.h>
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <sstream>
 #include <torch/csrc/autograd/engine.h>
@@ -12,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/logger.hpp>
 
 #include "cohort/base/error.h"
+#include "cohort/optim/adam.h"
 #include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/delayed_parameters.h"
 #include "cohort/parallel/mixed_precision.h"
@@ -121,10 +123,12 @@ struct Round {
 
 }  // namespace
 
-struct GradientEngine::Impl {
-  Impl(torch::nn::Module& m, const comm::ProcessGroup& g, const DistributedDataParallelOptions& o)
-      : model(m), group(g), options(o) {}
+struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
+  Impl(std::shared_ptr<torch::nn::Module> m, comm::ProcessGroup g,
+       const DistributedDataParallelOptions& o)
+      : owned_model(std::move(m)), model(*owned_model), group(std::move(g)), options(o) {}
   ~Impl();
+  struct Backward;
 
   void select_parameters();
   std::string describe() const;
@@ -134,6 +138,9 @@ struct GradientEngine::Impl {
   void watch_gradients();
   void check_expected(size_t index) const;
   void gradient_arrived(size_t index);
+  void watch_backward(const std::vector<at::Tensor*>& outputs);
+  void backward_begins();
+  void backward_ends();
 
   void check_forms() const;
   void check_finished();
@@ -150,6 +157,7 @@ struct GradientEngine::Impl {
   // A synchronized forward ran, and no backward after it has averaged all gradients.
   bool unfinished() const { return reducer->unfinished() || (delayed && delayed->unfinished()); }
 
+  const std::shared_ptr<torch::nn::Module> owned_model;
   torch::nn::Module& model;
   const comm::ProcessGroup group;
   DistributedDataParallelOptions options;
@@ -175,7 +183,7 @@ struct GradientEngine::Impl {
   bool buffers_differ = true;
   bool begun = false;        // some gradient of the last synchronized forward is there
   bool ended = false;        // and the backward that brought it has ended without an error
-  bool interrupted = false;  // `backward` threw
+  int64_t backward = -1;     // autograd's number of the backward that reached outputs last
   std::vector<bool> ready;   // by `watched`: its gradient of this backward is there
   int divisor = group.size();
   int64_t num_prepared = 0;        // synchronized steps, shadowed ones included
@@ -297,6 +305,51 @@ void GradientEngine::Impl::watch_gradients() {
   }
 }
 
+// Lives as long as one backward.
+struct GradientEngine::Impl::Backward {
+  explicit Backward(std::weak_ptr<Impl> engine) : of(std::move(engine)) {}
+  ~Backward() {
+    const auto engine = of.lock();
+    if (engine && !completed) engine->restore_after_error();
+  }
+  std::weak_ptr<Impl> of;
+  bool completed = false;
+};
+
+// What the loss takes from `outputs` is reached by backward before any parameter.
+void GradientEngine::Impl::watch_backward(const std::vector<at::Tensor*>& outputs) {
+  for (const at::Tensor* output : outputs) {
+    if (!output->defined() || !output->grad_fn()) continue;
+    output->register_hook([weak = weak_from_this()](const at::Tensor&) {
+      if (const auto engine = weak.lock()) engine->backward_begins();
+    });
+  }
+}
+
+// Callbacks run in the order in which they were queued: this one before the Reducer's, which takes
+// the averages, and the one that it queues after that.
+void GradientEngine::Impl::backward_begins() {
+  const int64_t number = torch::autograd::get_current_graph_task_id();
+  if (std::exchange(backward, number) == number) return;
+  auto& autograd = torch::autograd::Engine::get_default_engine();
+  autograd.queue_callback([this, &autograd, life = std::make_shared<Backward>(weak_from_this())] {
+    // Gradients of inputs alone are no business of the ranks; the parameters' are still to come.
+    life->completed = !begun || last_forward != Forward::kSynchronized;
+    if (life->completed) return;
+    group.translate_errors("all_reduce of gradients", [this] { reducer->wait_for_averages(); });
+    autograd.queue_callback([this, life] {
+      backward_ends();
+      life->completed = true;
+    });
+  });
+}
+
+void GradientEngine::Impl::backward_ends() {
+  reducer->restore_end_of_compute();
+  ended = true;
+  if (unfinished()) report_left_out();
+}
+
 void GradientEngine::Impl::gradient_arrived(size_t index) {
   if (!unfinished()) return check_expected(index);
   if (!std::exchange(begun, true)) {
@@ -375,15 +428,12 @@ void GradientEngine::Impl::report_left_out() {
                     "; this step's gradients are not averaged (", hint, ")");
 }
 
-// After a backward that threw, or that the caller ran past `backward`.
+// After a backward that threw, or that reached parameters past the outputs.
 void GradientEngine::Impl::check_finished() {
-  bool threw = std::exchange(interrupted, false);
-  if (!threw && unfinished()) {
-    if (begun && ended) report_left_out();
-    // Else no backward followed, or one whose error the caller has seen.
-    threw = begun || reducer->begun();
-  }
-  if (!threw) return;
+  if (!unfinished()) return;
+  if (begun && ended) report_left_out();
+  // Else no backward followed, or one whose error the caller has seen.
+  if (!begun && !reducer->begun()) return;
   if (low_precision) low_precision->swap_out();
   abandon();
 }
@@ -429,11 +479,12 @@ void GradientEngine::Impl::shadow_collectives(const Round& round) {
   ++num_prepared;
 }
 
-GradientEngine::GradientEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
+GradientEngine::GradientEngine(std::shared_ptr<torch::nn::Module> module,
+                               const comm::ProcessGroup& group,
                                const DistributedDataParallelOptions& options)
-    : impl_(std::make_unique<Impl>(model, group, options)) {
+    : impl_(std::make_shared<Impl>(std::move(module), group, options)) {
   Impl& my = *impl_;
-  check_options(options, model);
+  check_options(options, my.model);
   my.select_parameters();
   my.sync_initial_state();
   my.cast_buffers();
@@ -442,7 +493,7 @@ GradientEngine::GradientEngine(torch::nn::Module& model, const comm::ProcessGrou
   for (const NamedTensor& each : my.watched) my.forms.push_back(form_of(each));
   if (my.options.mixed_precision.param_dtype) {
     std::vector<at::Tensor> all;
-    for (const auto& item : model.named_parameters()) {
+    for (const auto& item : my.model.named_parameters()) {
       if (!contains(options.ignored, item.key())) all.push_back(item.value());
     }
     my.low_precision.emplace(all, *my.options.mixed_precision.param_dtype);
@@ -484,6 +535,7 @@ void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
   Impl& my = *impl_;
   if (!at::GradMode::is_enabled()) return abandon_forward();
   my.last_forward = my.synchronized ? Impl::Forward::kSynchronized : Impl::Forward::kLocal;
+  my.watch_backward(outputs);
   if (!my.synchronized) return;
   std::vector<at::Tensor> search;
   for (const at::Tensor* output : outputs) {
@@ -498,13 +550,14 @@ void GradientEngine::after_forward(const std::vector<at::Tensor*>& outputs) {
   if (!my.searches_unused() && !my.options.static_graph) return;
   // In every step of a static graph, or outputs that the loss leaves out would bring gradients in
   // the first one alone.
-  pass_through_sink(outputs, [&my, weak = std::weak_ptr<Reducer>(my.reducer)] {
-    const auto reducer = weak.lock();
-    if (!reducer || !my.options.static_graph || my.graph_known) return;
-    if (std::exchange(my.all_reduce_queued, true)) return;
-    torch::autograd::Engine::get_default_engine().queue_callback([&my, reducer] {
-      reducer->delay_all_reduce();
-      my.graph_known = true;
+  pass_through_sink(outputs, [weak = my.weak_from_this()] {
+    const auto engine = weak.lock();
+    if (!engine || !engine->options.static_graph || engine->graph_known) return;
+    if (std::exchange(engine->all_reduce_queued, true)) return;
+    torch::autograd::Engine::get_default_engine().queue_callback([engine] {
+      engine->group.translate_errors("all_reduce of gradients",
+                                     [&] { engine->reducer->delay_all_reduce(); });
+      engine->graph_known = true;
     });
   });
 }
@@ -513,18 +566,21 @@ void GradientEngine::abandon_forward() {
   if (impl_->low_precision && impl_->swapped_in_by_forward) impl_->low_precision->swap_out();
 }
 
-void GradientEngine::backward(const at::Tensor& loss, const at::Tensor& gradient) {
-  Impl& my = *impl_;
-  const bool awaited = my.unfinished();
-  try {
-    my.group.translate_errors("all_reduce of gradients", [&] { loss.backward(gradient); });
-  } catch (...) {
-    my.interrupted = awaited;
-    my.restore_after_error();
-    throw;
-  }
-  if (my.low_precision) my.low_precision->swap_out();
-  if (my.unfinished()) my.report_left_out();
+std::vector<std::pair<std::string, at::Tensor>> GradientEngine::named_parameters() const {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const NamedTensor& each : trainable_parameters(impl_->model))
+    named.emplace_back(each.name, each.tensor);
+  return named;
+}
+
+std::vector<at::Tensor> GradientEngine::averaged_parameters() const {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& each : impl_->watched) tensors.push_back(each.tensor);
+  return tensors;
+}
+
+double GradientEngine::gradient_norm() {
+  return std::sqrt(optim::gradient_norm_squared(averaged_parameters()));
 }
 
 bool GradientEngine::set_synchronized(bool on) {

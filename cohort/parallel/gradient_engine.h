@@ -5,12 +5,14 @@
 #include <memory>
 #include <string>
 #include <torch/nn/module.h>
+#include <utility>
 #include <vector>
 
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/comm_hook.h"
 #include "cohort/parallel/distributed_data_parallel_options.h"
 #include "cohort/parallel/model_state.h"
+#include "cohort/parallel/model_wrapper.h"
 
 namespace cohort::parallel {
 
@@ -39,27 +41,29 @@ struct DdpLoggingData {
 
 /// Averages gradients over ranks while backward runs.
 ///
-/// Owner: DistributedDataParallel; holds a reference to the model, which must outlive it. Threads:
-/// one. Collective: constructor, before_forward, the backward, finish_join.
-class GradientEngine {
+/// Owner: DistributedDataParallel; owns the model. Threads: one.
+/// Collective: constructor, before_forward, the backward, finish_join.
+class GradientEngine final : public ModelEngine {
  public:
-  GradientEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
+  GradientEngine(std::shared_ptr<torch::nn::Module> model, const comm::ProcessGroup& group,
                  const DistributedDataParallelOptions& options);
-  ~GradientEngine();
+  ~GradientEngine() override;
+
+  std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
+  double gradient_norm() override;  ///< Local: every rank has the whole gradient.
+  std::vector<at::Tensor> averaged_parameters() const override;
 
   /// Everything before the module's forward. Rank 0's buffers are sent where a synchronized forward
   /// was the last one, whatever this one is.
   /// Errors: c10::ValueError if a parameter or buffer changed its type, shape or device, or if the
-  /// last backward left out parameters; not if it threw: it is forgotten.
+  /// last backward left out parameters without saying so itself, as one does whose loss does not
+  /// come from the outputs; not if it threw: it is forgotten.
   void before_forward();
   /// Everything after it. Replaces tensors of `outputs` by others of equal value where the engine
   /// must see their backward begin.
   void after_forward(const std::vector<at::Tensor*>& outputs);
   /// Call instead of after_forward when the module's forward threw. Local.
   void abandon_forward();
-  /// As loss.backward(gradient). Errors: c10::ValueError if parameters were left out; PeerError.
-  void backward(const at::Tensor& loss, const at::Tensor& gradient);
-  bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.
   at::Tensor cast_input(const at::Tensor& input) const;
   at::Tensor cast_output(const at::Tensor& output) const;
 
@@ -73,8 +77,12 @@ class GradientEngine {
   void end_join() noexcept;  ///< Local: forward no longer notifies the join context.
 
  private:
+  bool set_synchronized(bool on) override;
+  void unshard() override {}  // Parameters are always whole.
+  void reshard(bool /*write_back*/) override {}
+
   struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<Impl> impl_;  // graphs refer to it
 };
 
 }  // namespace cohort::parallel

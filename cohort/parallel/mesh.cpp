@@ -18,7 +18,7 @@ std::string text_of(const std::vector<MeshAxis>& axes) {
 }
 
 [[noreturn]] void refuse(const std::vector<MeshAxis>& axes, const std::string& expected) {
-  TORCH_CHECK_VALUE(false, "device mesh ", text_of(axes), ": expected ", expected);
+  throw ConfigError("device mesh " + text_of(axes) + ": expected " + expected);
 }
 
 void check(const std::vector<MeshAxis>& axes) {

@@ -81,8 +81,8 @@ class DeviceMesh {
 
 /// Makes a mesh of all ranks of `world`, with a process group for each axis: row by row, as
 /// torch.distributed's init_device_mesh. Collective over `world`, with the same arguments; blocks.
-/// Errors: c10::ValueError that names axes and sizes unless these multiply to the number of ranks;
-///         with `within_host` also for hosts with a number of ranks that does not fit, by name.
+/// Errors: ConfigError that names axes and sizes unless these multiply to the number of ranks; with
+///         `within_host` also for hosts with a number of ranks that does not fit, by name.
 DeviceMesh init_device_mesh(const comm::ProcessGroup& world, std::vector<MeshAxis> axes,
                             const DeviceMeshOptions& options = {});
 

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/logger.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <utility>
 
 namespace cohort::parallel {
@@ -127,6 +128,21 @@ void Reducer::forget_unsynchronized() {
   num_bwd_calls_ = 0;
   first_autograd_hook_called_ = false;
   numGradHooksTriggeredMap_.clear();
+}
+
+void Reducer::wait_for_averages() {
+  if (timer_ && should_collect_runtime_stats()) {
+    record_backward_compute_end_time();
+    end_of_compute_ = timer_->getTimeRef(c10d::Timer::Event::kBackwardComputeEnd);
+  }
+  for (Bucket& bucket : buckets_)
+    if (bucket.future_work) bucket.future_work->waitAndThrow();
+  if (find_unused_parameters_ && !static_graph_ && local_used_work_) local_used_work_->wait();
+}
+
+void Reducer::restore_end_of_compute() {
+  if (timer_ && should_collect_runtime_stats())
+    timer_->getTimeRef(c10d::Timer::Event::kBackwardComputeEnd) = end_of_compute_;
 }
 
 void Reducer::abandon_backward() {

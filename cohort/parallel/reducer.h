@@ -1,6 +1,7 @@
 // c10d's Reducer with what PyTorch's Python side reaches by other ways, or lacks. For the gradient
 // engine alone.
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <vector>
@@ -37,6 +38,12 @@ class Reducer : public c10d::Reducer {
   void forget_unsynchronized();
   /// What the next backward divides gradients by; after it the world size holds again.
   void set_divisor(int divisor) { div_factor_ = divisor; }
+  /// Waits for the buckets that this backward has sent, and keeps when it ended to compute.
+  /// Errors: what a bucket's future holds.
+  void wait_for_averages();
+  /// After the averages were taken: makes the time that wait_for_averages kept the one that counts,
+  /// in place of the time at which the averages were there.
+  void restore_end_of_compute();
   /// Waits for the buckets that an unfinished backward has sent, then forgets that backward.
   void abandon_backward();
   /// Takes part in the other ranks' reductions of one backward with zeros; not in a static graph's
@@ -46,6 +53,7 @@ class Reducer : public c10d::Reducer {
 
  private:
   class HookAdapter;
+  int64_t end_of_compute_ = -1;
 };
 
 /// Returns the buckets that `options` ask for: its layout, or cuts by size.

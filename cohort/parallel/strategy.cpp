@@ -89,8 +89,4 @@ std::vector<LocalShard> whole_state_of(const torch::nn::Module& module) {
   return state;
 }
 
-double gradient_norm_of(const torch::nn::Module& module) {
-  return std::sqrt(optim::gradient_norm_squared(module.parameters()));
-}
-
 }  // namespace cohort::parallel

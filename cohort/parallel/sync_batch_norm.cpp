@@ -2,6 +2,7 @@
 
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/batch_norm.h>
+#include <ATen/ops/batch_norm_native.h>
 #include <ATen/ops/batch_norm_update_stats.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -14,12 +15,12 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <algorithm>
-#include <map>
+#include <memory>
 #include <optional>
-#include <set>
-#include <string>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/nn/modules/container/sequential.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
 #include <utility>
 #include <vector>
 
@@ -30,6 +31,12 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+using MaybeTensor = std::optional<at::Tensor>;
+
+// A Function takes a tensor that may be undefined as an optional one.
+MaybeTensor only_defined(const MaybeTensor& tensor) {
+  return tensor && tensor->defined() ? tensor : std::nullopt;
+}
 
 // Over all ranks, per channel, float64.
 struct Statistics {
@@ -83,6 +90,12 @@ Statistics combined_statistics(const at::Tensor& local, const comm::ProcessGroup
   return result;
 }
 
+void check_channels(const at::Tensor& input, int64_t channels) {
+  TORCH_CHECK_VALUE(input.dim() >= 2 && input.size(1) == channels,
+                    "batch normalisation: expected an input [B, ", channels, ", ...], got ",
+                    input.sizes());
+}
+
 void check_count(const at::Tensor& input, const Statistics& statistics) {
   // A rank with two values or more need not wait for the device to know; with fewer in all, every
   // rank asks.
@@ -112,9 +125,6 @@ at::Tensor affine(const at::Tensor& input, const at::Tensor& scale, const at::Te
 }
 
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
-  // A Function takes a tensor that may be undefined as an optional one.
-  using MaybeTensor = std::optional<at::Tensor>;
-
   static at::Tensor forward(AutogradContext* context, const at::Tensor& any_input,
                             const MaybeTensor& maybe_weight, const MaybeTensor& maybe_bias,
                             const MaybeTensor& running_mean, const MaybeTensor& running_var,
@@ -196,51 +206,30 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
   }
 };
 
-BatchNormImpl::Tensors fresh_tensors(const torch::nn::BatchNormOptions& options) {
-  BatchNormImpl::Tensors tensors;
-  const int64_t channels = options.num_features();
-  if (options.affine()) {
-    tensors.weight = at::ones({channels}).requires_grad_();
-    tensors.bias = at::zeros({channels}).requires_grad_();
-  }
-  if (options.track_running_stats()) {
-    tensors.running_mean = at::zeros({channels});
-    tensors.running_var = at::ones({channels});
-    tensors.num_batches_tracked = at::zeros({}, at::kLong);
-  }
-  return tensors;
-}
-
 }  // namespace
 
-BatchNormImpl::BatchNormImpl(const torch::nn::BatchNormOptions& options_,
-                             const comm::ProcessGroup& group)
-    : BatchNormImpl(options_, fresh_tensors(options_), group) {}
-
-BatchNormImpl::BatchNormImpl(const torch::nn::BatchNormOptions& options_, const Tensors& tensors,
-                             const comm::ProcessGroup& group)
+SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& options_,
+                                     const comm::ProcessGroup& group)
     : options(options_) {
-  if (group) synchronize_over(group);
-  register_tensors(tensors);
+  synchronize_over(group);
+  SyncBatchNormImpl::reset();
 }
 
-void BatchNormImpl::register_tensors(const Tensors& tensors) {
-  const auto parameter = [this](const char* name, const at::Tensor& tensor) {
-    return register_parameter(name, tensor, tensor.defined() && tensor.requires_grad());
-  };
-  weight = parameter("weight", tensors.weight);
-  bias = parameter("bias", tensors.bias);
-  running_mean = register_buffer("running_mean", tensors.running_mean);
-  running_var = register_buffer("running_var", tensors.running_var);
-  num_batches_tracked = register_buffer("num_batches_tracked", tensors.num_batches_tracked);
+void SyncBatchNormImpl::reset() {
+  const int64_t channels = options.num_features();
+  const bool affine = options.affine();
+  const bool tracks = options.track_running_stats();
+  const at::Tensor none;
+  weight = register_parameter("weight", affine ? at::ones({channels}) : none, affine);
+  bias = register_parameter("bias", affine ? at::zeros({channels}) : none, affine);
+  running_mean = register_buffer("running_mean", tracks ? at::zeros({channels}) : none);
+  running_var = register_buffer("running_var", tracks ? at::ones({channels}) : none);
+  num_batches_tracked =
+      register_buffer("num_batches_tracked", tracks ? at::zeros({}, at::kLong) : none);
 }
 
-void BatchNormImpl::reset() {
-  register_tensors(fresh_tensors(options));
-}
-
-void BatchNormImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "cohort::parallel::BatchNorm(" << options.num_features()
+void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "cohort::parallel::SyncBatchNorm(" << options.num_features()
          << ", eps=" << options.eps() << ", momentum=";
   if (options.momentum()) {
     stream << *options.momentum();
@@ -253,24 +242,20 @@ void BatchNormImpl::pretty_print(std::ostream& stream) const {
 }
 
 // Returns the weight of the new batch in the running statistics.
-double BatchNormImpl::count_batch() {
+double SyncBatchNormImpl::count_batch() {
   if (!is_training() || !options.track_running_stats()) return 0;
   num_batches_tracked += 1;
   return options.momentum().value_or(1.0 /
                                      static_cast<double>(num_batches_tracked.item<int64_t>()));
 }
 
-at::Tensor BatchNormImpl::forward(const at::Tensor& input) {
-  TORCH_CHECK_VALUE(input.dim() >= 2 && input.size(1) == options.num_features(),
-                    "batch normalisation: expected an input [B, ", options.num_features(),
-                    ", ...], got ", input.sizes());
+at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
+  check_channels(input, options.num_features());
   const double momentum = count_batch();
   if (is_training() && num_ranks_ > 1) {
-    const auto maybe = [](const at::Tensor& tensor) {
-      return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-    };
-    return SyncBatchNormFunction::apply(input, maybe(weight), maybe(bias), maybe(running_mean),
-                                        maybe(running_var), momentum, options.eps(), group_);
+    return SyncBatchNormFunction::apply(input, only_defined(weight), only_defined(bias),
+                                        only_defined(running_mean), only_defined(running_var),
+                                        momentum, options.eps(), group_);
   }
   const bool of_batch = is_training() || !options.track_running_stats();
   TORCH_CHECK_VALUE(
@@ -284,81 +269,84 @@ at::Tensor BatchNormImpl::forward(const at::Tensor& input) {
 
 namespace {
 
-using ModulePtr = std::shared_ptr<torch::nn::Module>;
+// The conversion of a torch::nn::BatchNorm, kept by its running mean. libtorch has one such object
+// for each tensor and calls it when a leaf's gradient is ready, which a buffer never has. to() and
+// load() leave it where it is, and it ends with the tensor.
+struct Conversion final : torch::autograd::PostAccumulateGradHook {
+  Conversion(comm::ProcessGroup g, std::weak_ptr<torch::nn::Module> module)
+      : group(std::move(g)), untracked(std::move(module)) {}
+  void operator()(const at::Tensor&) override {}
 
-template <class Impl>
-std::shared_ptr<BatchNormImpl> convert_one(torch::nn::Module& module,
-                                           const comm::ProcessGroup& group) {
-  auto* found = module.as<Impl>();
-  if (found == nullptr) return nullptr;
-  const BatchNormImpl::Tensors tensors{found->weight, found->bias, found->running_mean,
-                                       found->running_var, found->num_batches_tracked};
-  auto result = std::make_shared<BatchNormImpl>(found->options, tensors, group);
-  result->train(found->is_training());
-  return result;
-}
-
-// nullptr if `module` is none of libtorch's batch normalisations.
-std::shared_ptr<BatchNormImpl> convert_any(torch::nn::Module& module,
-                                           const comm::ProcessGroup& group) {
-  if (auto result = convert_one<torch::nn::BatchNorm1dImpl>(module, group)) return result;
-  if (auto result = convert_one<torch::nn::BatchNorm2dImpl>(module, group)) return result;
-  return convert_one<torch::nn::BatchNorm3dImpl>(module, group);
-}
-
-// What is to be done, found before anything is changed.
-struct Conversion {
-  const comm::ProcessGroup& group;
-  std::map<const torch::nn::Module*, std::shared_ptr<BatchNormImpl>>
-      replacements;  // one each, however often it occurs
-  std::vector<std::pair<torch::nn::SequentialImpl*, size_t>> elements;
-  std::vector<BatchNormImpl*> own;
-  std::set<const torch::nn::Module*> seen;
-  std::string refused;
-
-  void visit(const std::string& name, torch::nn::Module& module, torch::nn::SequentialImpl* parent,
-             size_t position) {
-    if (auto* ours = module.as<BatchNormImpl>()) own.push_back(ours);
-    if (auto converted = convert_any(module, group)) {
-      if (parent != nullptr) {
-        replacements.emplace(&module, std::move(converted));
-        elements.emplace_back(parent, position);
-      } else {
-        refused += (refused.empty() ? "" : ", ") +
-                   (name.empty() ? std::string("the module itself") : name);
-      }
-    }
-    if (!seen.insert(&module).second) return;
-    auto* sequential = module.as<torch::nn::SequentialImpl>();
-    size_t index = 0;
-    for (const auto& child : module.named_children()) {
-      visit(name.empty() ? child.key() : name + "." + child.key(), *child.value(), sequential,
-            index++);
-    }
-  }
+  const comm::ProcessGroup group;
+  // The module, if it has no running statistics: then the tensor is there for this object alone.
+  const std::weak_ptr<torch::nn::Module> untracked;
 };
 
-void replace_element(torch::nn::SequentialImpl& sequential, size_t position,
-                     const std::shared_ptr<BatchNormImpl>& replacement) {
-  const std::string key = sequential.named_children()[position].key();
-  *(sequential.begin() + static_cast<std::ptrdiff_t>(position)) = torch::nn::AnyModule(replacement);
-  sequential.replace_module(key, replacement);
+// nullptr: not converted.
+const Conversion* conversion_of(const std::optional<at::Tensor>& running_mean) {
+  namespace impl = torch::autograd::impl;
+  if (!running_mean || !running_mean->defined() || !impl::get_autograd_meta(*running_mean))
+    return nullptr;
+  return dynamic_cast<const Conversion*>(impl::post_acc_grad_hooks(*running_mean).get());
+}
+
+// aten::batch_norm of the whole process.
+at::Tensor batch_norm(const at::Tensor& input, const MaybeTensor& weight, const MaybeTensor& bias,
+                      const MaybeTensor& running_mean, const MaybeTensor& running_var,
+                      bool training, double momentum, double eps, bool cudnn_enabled) {
+  const Conversion* conversion = conversion_of(running_mean);
+  if (conversion == nullptr)
+    return at::native::batch_norm(input, weight, bias, running_mean, running_var, training,
+                                  momentum, eps, cudnn_enabled);
+  const bool tracked = running_var && running_var->defined();
+  const MaybeTensor mean = tracked ? running_mean : std::nullopt;
+  // Without running statistics `training` is always set.
+  const auto module = conversion->untracked.lock();
+  const bool in_training = training && (tracked || (module && module->is_training()));
+  if (!in_training || conversion->group.size() == 1)
+    return at::native::batch_norm(input, weight, bias, mean, running_var, training, momentum, eps,
+                                  cudnn_enabled);
+  check_channels(input, running_mean->numel());
+  return SyncBatchNormFunction::apply(input, only_defined(weight), only_defined(bias), mean,
+                                      only_defined(running_var), momentum, eps, conversion->group);
+}
+
+// Takes the place of libtorch's kernel, which warns of that.
+const torch::Library kKernel = [] {
+  struct : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silence;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CompositeImplicitAutograd,
+                         __FILE__, __LINE__);
+  library.impl("batch_norm", TORCH_FN(batch_norm));
+  return library;
+}();
+
+template <class Impl>
+void convert(torch::nn::Module& module, const comm::ProcessGroup& group) {
+  auto* norm = module.as<Impl>();
+  if (norm == nullptr) return;
+  const bool tracked = norm->options.track_running_stats();
+  TORCH_CHECK_VALUE(tracked || !module.weak_from_this().expired(),
+                    "convert_sync_batchnorm: expected a batch normalisation without running "
+                    "statistics to be held by a shared_ptr, as module holders do");
+  if (!tracked) norm->running_mean = at::empty({norm->options.num_features()});
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      norm->running_mean,
+      std::make_unique<Conversion>(
+          group, tracked ? std::weak_ptr<torch::nn::Module>() : module.weak_from_this()));
 }
 
 }  // namespace
 
 void convert_sync_batchnorm(torch::nn::Module& module, const comm::ProcessGroup& group) {
-  Conversion plan{
-      .group = group, .replacements = {}, .elements = {}, .own = {}, .seen = {}, .refused = {}};
-  plan.visit("", module, nullptr, 0);
-  TORCH_CHECK_VALUE(plan.refused.empty(),
-                    "convert_sync_batchnorm can replace elements of a Sequential only: write "
-                    "cohort::parallel::BatchNorm instead of torch::nn::BatchNorm for ",
-                    plan.refused);
-  for (BatchNormImpl* own : plan.own) own->synchronize_over(group);
-  for (const auto& [sequential, position] : plan.elements) {
-    replace_element(*sequential, position, plan.replacements.at(sequential->ptr(position).get()));
-  }
+  module.apply([&group](torch::nn::Module& each) {
+    if (auto* own = each.as<SyncBatchNormImpl>()) own->synchronize_over(group);
+    convert<torch::nn::BatchNorm1dImpl>(each, group);
+    convert<torch::nn::BatchNorm2dImpl>(each, group);
+    convert<torch::nn::BatchNorm3dImpl>(each, group);
+  });
 }
 
 }  // namespace cohort::parallel

@@ -26,30 +26,38 @@ nmt::Batch full_batch(int64_t rows, int64_t width) {
           .num_target_tokens = rows * width};
 }
 
-// Gives the model gradients, as an update finds them, for as long as this lives.
+// Gives what is trained gradients, as an update finds them, for as long as this lives.
 class WithGradients {
  public:
-  explicit WithGradients(nmt::Transformer& model) : model_(model) {
-    for (at::Tensor& parameter : model_->parameters())
-      parameter.mutable_grad() = at::zeros_like(parameter);
+  WithGradients(nmt::Transformer& model, const BatchFitOptions& options) {
+    if (options.sharded == nullptr) {
+      trained_ = model->parameters();
+    } else {
+      trained_ = options.sharded->parameters();
+    }
+    for (at::Tensor& tensor : trained_) tensor.mutable_grad() = at::zeros_like(tensor);
   }
   ~WithGradients() {
-    for (at::Tensor& parameter : model_->parameters()) parameter.mutable_grad().reset();
+    for (at::Tensor& tensor : trained_) tensor.mutable_grad().reset();
   }
   WithGradients(const WithGradients&) = delete;
   WithGradients& operator=(const WithGradients&) = delete;
 
  private:
-  nmt::Transformer& model_;
+  std::vector<at::Tensor> trained_;
 };
 
 int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width,
-                  const comm::ProcessGroup& tensor_group) {
+                  const BatchFitOptions& options) {
   const nmt::Batch batch = full_batch(rows, width);
-  const int64_t bytes = peak_tensor_bytes([&] { std::get<0>(model->forward(batch)).backward(); });
-  if (!tensor_group) return bytes;
+  const int64_t bytes = peak_tensor_bytes([&] {
+    const auto loss = options.sharded ? std::get<0>((*options.sharded)(batch))
+                                      : std::get<0>(model->forward(batch));
+    loss.backward();
+  });
+  if (!options.tensor_group) return bytes;
   at::Tensor most = at::tensor({bytes}, at::kLong);
-  tensor_group.all_reduce(most, comm::ReduceOp::kMax);
+  options.tensor_group.all_reduce(most, comm::ReduceOp::kMax);
   return most.item<int64_t>();
 }
 
@@ -62,7 +70,7 @@ int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width,
 BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFitOptions& options) {
   const int64_t workspace = options.workspace_bytes;
   int64_t rows = 1;
-  int64_t bytes = run_batch(model, rows, width, options.tensor_group);
+  int64_t bytes = run_batch(model, rows, width, options);
   BatchFit::Trial found{.width = width, .rows = 0, .peak_bytes = bytes, .rows_run = 1};
   if (bytes > workspace) return found;
   int64_t possible = options.most_rows;
@@ -74,7 +82,7 @@ BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFit
     // Four times as many at once at most, and half of what is possible if that may be enough.
     const int64_t half = 2 * rows < possible ? (possible + 1) / 2 : possible;
     const int64_t next = std::max(rows + 1, std::min({found.rows, 4 * rows, half}));
-    const int64_t next_bytes = run_batch(model, next, width, options.tensor_group);
+    const int64_t next_bytes = run_batch(model, next, width, options);
     found.rows_run += next;
     const int64_t more = next_bytes - bytes;
     if (more > 0 && next_bytes <= workspace) {
@@ -92,7 +100,7 @@ BatchFit::Trial most_rows(nmt::Transformer& model, int64_t width, const BatchFit
 void confirm(nmt::Transformer& model, BatchFit::Trial& found, const BatchFitOptions& options) {
   while (found.rows > 0) {
     found.rows_run += found.rows;
-    found.peak_bytes = run_batch(model, found.rows, found.width, options.tensor_group);
+    found.peak_bytes = run_batch(model, found.rows, found.width, options);
     if (found.peak_bytes <= options.workspace_bytes) return;
     found.rows = std::min(found.rows - 1, found.rows * 9 / 10);
   }
@@ -100,9 +108,10 @@ void confirm(nmt::Transformer& model, BatchFit::Trial& found, const BatchFitOpti
 
 }  // namespace
 
-int64_t batch_bytes(nmt::Transformer& model, int64_t rows, int64_t width) {
-  const WithGradients gradients(model);
-  return run_batch(model, rows, width, {});
+int64_t batch_bytes(nmt::Transformer& model, int64_t rows, int64_t width,
+                    const BatchFitOptions& options) {
+  const WithGradients gradients(model, options);
+  return run_batch(model, rows, width, options);
 }
 
 BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
@@ -114,7 +123,9 @@ BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
   BatchFit fit;
   std::vector<int64_t> needed;
   {
-    const WithGradients gradients(model);
+    const WithGradients gradients(model, options);
+    // A sharded model learns in its first pass what to gather ahead.
+    if (options.sharded != nullptr) run_batch(model, 1, width_of(0), options);
     for (const int64_t bucket : std::set<int64_t>{0, (buckets - 1) / 2, buckets - 1}) {
       BatchFit::Trial trial = most_rows(model, width_of(bucket), options);
       if (bucket == buckets - 1) confirm(model, trial, options);

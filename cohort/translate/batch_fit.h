@@ -5,6 +5,7 @@
 
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
+#include "cohort/parallel/strategy.h"
 
 namespace cohort::translate {
 
@@ -12,9 +13,14 @@ struct BatchFitOptions {
   int64_t workspace_bytes = 0;  ///< For a batch's forward and backward pass, on one rank.
   int64_t longest = 0;          ///< Tokens of the longest sentence, with its end mark; > 0.
   int64_t most_rows = 0;        ///< More rows than this are never asked for; > 0.
-  /// The ranks that compute one `model`, each a shard of it (tensor_parallel_context.h): they try
-  /// the same batches, which must fit on all of them. Null: the model is whole.
-  comm::ProcessGroup together;
+  /// The ranks that `model`'s forward and backward are collective over, because each has a part of
+  /// it (tensor_parallel_context.h, or `sharded`): they try the same batches, which must fit on all
+  /// of them.
+  /// Empty: the model is whole.
+  comm::ProcessGroup tensor_group;
+  /// What shards the parameters of `model`, so that only its forward and backward work. Null:
+  /// nothing does.
+  parallel::ParallelModel<nmt::Transformer>* sharded = nullptr;
 };
 
 struct BatchFit {
@@ -30,7 +36,8 @@ struct BatchFit {
 };
 
 /// Measures the tensors that forward and backward of `model` hold at most beyond parameters and
-/// gradients, and finds the largest batches within the workspace: for the longest sentences, for
+/// gradients (of a sharded model: beyond this rank's shards of them, so that what it gathers and
+/// reduces counts), and finds the largest batches within the workspace: for the longest sentences, for
 /// half as long ones and for the shortest by trial with batches that grow until what is sure to fit
 /// is nine tenths of what may fit, between them by the straight line through the bytes a row takes,
 /// which is above the true curve. The largest batch of the longest sentences is run, so memory that
@@ -43,8 +50,9 @@ struct BatchFit {
 BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
                      const comm::ProcessGroup& group);
 
-/// Returns the bytes that one batch of `rows` pairs, `width` tokens on either side, takes so.
-/// Local.
-int64_t batch_bytes(nmt::Transformer& model, int64_t rows, int64_t width);
+/// Returns the bytes that one batch of `rows` pairs, `width` tokens on either side, takes so, on
+/// the rank of `options.tensor_group` where it takes most. Collective over that; local without.
+int64_t batch_bytes(nmt::Transformer& model, int64_t rows, int64_t width,
+                    const BatchFitOptions& options = {});
 
 }  // namespace cohort::translate

@@ -166,7 +166,8 @@ Run::Run(const TrainingOptions& options, Start start, RunData data,
     early_stopping_ = train::EarlyStopping(stopping_options(options), state_.early_stopping);
   }
   make_model();
-  if (options.mini_batch_fit) fit_batch_sizes();
+  const bool sharded = parallel::shards_parameters(options.strategy);
+  if (options.mini_batch_fit && !sharded) fit_batch_sizes();
   updater_.emplace(model_, group_,
                    UpdaterOptions{.mesh = mesh,
                                   .strategy = options.strategy,
@@ -182,6 +183,7 @@ Run::Run(const TrainingOptions& options, Start start, RunData data,
                                   .exponential_smoothing = options.exponential_smoothing,
                                   .seed = options.seed,
                                   .servers = servers_to_begin_with(start)});
+  if (options.mini_batch_fit && sharded) fit_batch_sizes();
   checkpoints_.save_with(updater_->checkpoint_writers());
   make_folder_ours(start);
   if (start == Start::kResume) {
@@ -282,16 +284,19 @@ void Run::open_record() {
   });
 }
 
-// Before there is an Updater: the trials' gradients are nobody's. What a trial finds depends on the
-// memory's state, too, so a run that goes on as it was uses what it found.
+// Before there is an Updater, unless that shards the parameters: then only it can run the model.
+// What a trial finds depends on the memory's state, too, so a run that goes on as it was uses what
+// it found.
 void Run::fit_batch_sizes() {
+  const bool sharded = parallel::shards_parameters(options_.strategy);
   const std::string wanted =
       "workspace_mib=" + std::to_string(options_.workspace_mib) +
       " ranks=" + std::to_string(group_.size()) +
       " precision=" + nmt::to_string(options_.precision) +
       " gradient_checkpointing=" + std::to_string(options_.gradient_checkpointing) +
       (options_.tensor_parallel > 1 ? " tensor_parallel=" + std::to_string(options_.tensor_parallel)
-                                    : "");
+                                    : "") +
+      (sharded ? " strategy=" + parallel::to_string(options_.strategy) : "");
   if (state_.fitted_for == wanted) {
     log_.info("batches are those that were fitted before", {{"for", wanted}});
     return;
@@ -301,12 +306,13 @@ void Run::fit_batch_sizes() {
   for (const auto& [source, target] : data_.train.corpus.lengths())
     longest = std::max<int64_t>({longest, source, target});
   model_->train();
-  set_up_layers(model_, options_.gradient_checkpointing);
+  if (!sharded) set_up_layers(model_, options_.gradient_checkpointing);
   BatchFit fit = fit_batches(model_,
                              {.workspace_bytes = options_.workspace_mib << 20,
                               .longest = longest,
                               .most_rows = data_.train.corpus.size(),
-                              .tensor_group = tensor_group_},
+                              .tensor_group = sharded ? group_ : tensor_group_,
+                              .sharded = sharded ? &updater_->model() : nullptr},
                              group_);
   for (const BatchFit::Trial& trial : fit.trials) {
     log_.info("batch fits", {{"tokens_per_sentence", trial.width},
@@ -732,7 +738,7 @@ void Run::validate() {
   state_.train_seconds = 0;
   const optim::AveragesInPlace smoothed(
       updater_->average());  // scored and saved as they are used later
-  const parallel::WholeModel whole(updater_->model());
+  const auto whole = updater_->model().unsharded();
   const Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
                                          data_.tokenizers.target, data_group_, options_.evaluation);
   ValidScores scores{.loss = evaluation.loss};

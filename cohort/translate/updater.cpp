@@ -72,13 +72,13 @@ Updater::Updater(nmt::Transformer model, const comm::ProcessGroup& group,
     model_group_ = tensor_;
   }
   set_up_layers(model_, options.gradient_checkpointing);
-  for (const auto& [name, tensor] : parallel_.named_local_shards()) trained_.push_back(tensor);
+  for (const auto& [name, tensor] : parallel_.named_parameters()) trained_.push_back(tensor);
   if (options.servers) {
     session_.emplace(session_options(options));
     session_->add("model", *model_);
     start_session();
   } else {
-    adam_.emplace(parallel_.named_local_shards(), options.adam);
+    adam_.emplace(parallel_.named_parameters(), options.adam);
   }
   if (options.exponential_smoothing > 0) {
     average_ = std::make_unique<optim::ExponentialAverage>(trained_, options.exponential_smoothing);
@@ -214,11 +214,11 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
     const ProfileScope scope("backward");
     // 0 times a loss that is not finite is NaN: it makes the gradients so, and all ranks see it in
     // them, without an exchange of its own.
-    parallel_.backward(loss, at::full_like(loss, weight) + (nll.detach() * 0).to(loss));
+    loss.backward(at::full_like(loss, weight) + (nll.detach() * 0).to(loss));
     nll_sum += nll.item<double>();
   };
   for (size_t i = 0; i < batches.size(); ++i) {
-    std::optional<parallel::ParallelModel<nmt::Transformer>::NoSync> guard;
+    std::optional<parallel::NoSync> guard;
     if (session_ || i + 1 < batches.size()) guard.emplace(parallel_);
     run(i);
   }

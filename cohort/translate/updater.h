@@ -71,9 +71,9 @@ struct UpdateReport {
 /// The gradient of an update is that of the mean loss over all its target tokens, on all ranks and
 /// in all batches: how the sentences are spread over ranks and batches changes nothing but the
 /// order of summation and the elements that dropout takes. Those hang on the batch's number in the
-/// update, i * (number of ranks) + rank for a rank's batch i, where ranks of one model are one: two ranks with a batch each compute
-/// what one rank does with two. The gradient's global norm is clipped, and the average takes the
-/// new parameters in.
+/// update, i * size + rank for batch i of a rank of data_axes(mesh).group(): two ranks with a batch
+/// each compute what one does with two. The gradient's global norm is clipped, and the average
+/// takes the new parameters in.
 ///
 /// With servers no gradient travels between ranks. kSync: the same, but for clipping: each rank's
 /// gradient, of its own share of the mean, is clipped by its own norm, and so their mean has at

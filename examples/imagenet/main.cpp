@@ -3,6 +3,7 @@
 // The flags are those of PyTorch's examples/imagenet; docs/imagenet.md tells what differs.
 #include <CLI/CLI.hpp>
 #include <cstdlib>
+#include <utility>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
@@ -137,21 +138,37 @@ void check_ranks_of_node(const cohort::comm::RankInfoOptions& node) {
   }
 }
 
+int run_rank(Options options, cohort::cli::GroupFlags group_flags) {
+  const auto group = group_flags.connect();
+  go_on_where_the_job_was(options);
+  imagenet::Trainer trainer(options, group);
+  if (options.evaluate) {
+    trainer.evaluate();
+  } else {
+    trainer.train();
+  }
+  group.close();
+  return cohort::kExitOk;
+}
+
 // --multiprocessing-distributed: this process stands for a node, and --rank and --world-size count
 // nodes. It starts the node's ranks, which find their places in their environment.
-int spawn_ranks(cohort::comm::RankInfoOptions node) {
+int spawn_ranks(const Options& options, cohort::cli::GroupFlags group_flags) {
+  const cohort::comm::RankInfoOptions node = std::exchange(group_flags.rank_info, {});
   if (!node.rank || !node.world_size || is_one_of_several()) refuse_launchers();
   check_ranks_of_node(node);
-  cohort::launch::RunOptions ranks{.nproc_per_node = *node.nproc_per_node};
-  node.nproc_per_node.reset();
+  cohort::launch::RunOptions ranks;
   if (node.rank || node.world_size) {
-    const cohort::comm::RankInfo info = cohort::comm::rank_info_from_environment(node);
+    cohort::comm::RankInfoOptions of_node = node;
+    of_node.nproc_per_node.reset();
+    const cohort::comm::RankInfo info = cohort::comm::rank_info_from_environment(of_node);
     ranks.node_rank = info.rank;
     ranks.nnodes = {.min = info.world_size, .max = info.world_size};
     ranks.master_addr = info.master_addr;
     ranks.master_port = info.master_port;
   }
-  return cohort::launch::spawn(ranks);
+  return cohort::launch::spawn([&](int) { return run_rank(options, group_flags); },
+                               *node.nproc_per_node, ranks);
 }
 
 int run(int argc, char** argv) {
@@ -169,24 +186,10 @@ int run(int argc, char** argv) {
       ->group("Ranks");
   if (const auto ended = cohort::cli::parse(app, argc, argv, "imagenet --help lists the flags"))
     return *ended;
-  if (cohort::launch::is_spawned()) {
-    group_flags.rank_info = {};
-  } else if (spawns && !is_local_rank()) {
-    return spawn_ranks(group_flags.rank_info);
-  } else if (spawns) {
-    check_ranks_of_node(group_flags.rank_info);
-  }
   check_together(options);
-  const auto group = group_flags.connect();
-  go_on_where_the_job_was(options);
-  imagenet::Trainer trainer(options, group);
-  if (options.evaluate) {
-    trainer.evaluate();
-  } else {
-    trainer.train();
-  }
-  group.close();
-  return cohort::kExitOk;
+  if (spawns && !is_local_rank()) return spawn_ranks(options, group_flags);
+  if (spawns) check_ranks_of_node(group_flags.rank_info);
+  return run_rank(options, group_flags);
 }
 
 }  // namespace

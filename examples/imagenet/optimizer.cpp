@@ -49,7 +49,7 @@ class RankOptimizer final : public Optimizer {
  private:
   static std::vector<at::Tensor> trained(const Model& model) {
     std::vector<at::Tensor> tensors;
-    for (const auto& [name, tensor] : model.named_local_shards()) tensors.push_back(tensor);
+    for (const auto& [name, tensor] : model.named_parameters()) tensors.push_back(tensor);
     return tensors;
   }
 

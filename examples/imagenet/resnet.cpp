@@ -4,10 +4,8 @@
 #include <torch/nn/functional/activation.h>
 #include <torch/nn/functional/pooling.h>
 #include <torch/nn/init.h>
-#include <torch/nn/modules/batchnorm.h>
 
 #include "cohort/base/error.h"
-#include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 namespace imagenet {
 namespace {
@@ -48,50 +46,45 @@ struct BlockOptions {
 // Two convolutions of 3 x 3, or three of 1, 3 and 1, beside a short cut.
 class BlockImpl : public nn::Module {
  public:
-  BlockImpl(const BlockOptions& o, const NormFactory& norm) {
+  explicit BlockImpl(const BlockOptions& o) {
     if (o.bottleneck) {
-      add(convolution(o.in, o.width, 1, 1), norm(o.width));
-      add(convolution(o.width, o.width, 3, o.stride), norm(o.width));
-      add(convolution(o.width, o.out(), 1, 1), norm(o.out()));
+      add(o.in, o.width, 1, 1);
+      add(o.width, o.width, 3, o.stride);
+      add(o.width, o.out(), 1, 1);
     } else {
-      add(convolution(o.in, o.width, 3, o.stride), norm(o.width));
-      add(convolution(o.width, o.width, 3, 1), norm(o.width));
+      add(o.in, o.width, 3, o.stride);
+      add(o.width, o.width, 3, 1);
     }
     if (o.stride != 1 || o.in != o.out()) {
       downsample_ = register_module("downsample", nn::Sequential());
       downsample_->push_back(convolution(o.in, o.out(), 1, o.stride));
-      downsample_->push_back(norm(o.out()));
+      downsample_->push_back(nn::BatchNorm2d(o.out()));
     }
   }
 
   at::Tensor forward(const at::Tensor& input) {
     at::Tensor x = input;
     for (size_t i = 0; i < convolutions_.size(); ++i) {
-      x = norms_[i].forward(convolutions_[i]->forward(x));
+      x = norms_[i](convolutions_[i](x));
       if (i + 1 < convolutions_.size()) x = x.relu_();
     }
     return (x + (downsample_ ? downsample_->forward(input) : input)).relu_();
   }
 
  private:
-  void add(nn::Conv2d conv, nn::AnyModule norm) {
+  void add(int64_t in, int64_t out, int64_t kernel, int64_t stride) {
     const std::string number = std::to_string(convolutions_.size() + 1);
-    convolutions_.push_back(register_module("conv" + number, std::move(conv)));
-    register_module("bn" + number, norm.ptr());
-    norms_.push_back(std::move(norm));
+    convolutions_.push_back(register_module("conv" + number, convolution(in, out, kernel, stride)));
+    norms_.push_back(register_module("bn" + number, nn::BatchNorm2d(out)));
   }
 
   std::vector<nn::Conv2d> convolutions_;
-  std::vector<nn::AnyModule> norms_;
+  std::vector<nn::BatchNorm2d> norms_;
   nn::Sequential downsample_{nullptr};
 };
 TORCH_MODULE(Block);
 
 }  // namespace
-
-torch::nn::AnyModule batch_norm(int64_t channels) {
-  return nn::AnyModule(nn::BatchNorm2d(channels));
-}
 
 std::vector<std::string> architectures() {
   std::vector<std::string> names;
@@ -103,16 +96,15 @@ ResNetImpl::ResNetImpl(const ResNetOptions& options) {
   const Architecture& architecture = find_architecture(options.arch);
   int64_t in = 64;
   conv1_ = register_module("conv1", convolution(3, in, 7, 2));
-  bn1_ = options.norm(in);
-  register_module("bn1", bn1_.ptr());
+  bn1_ = register_module("bn1", nn::BatchNorm2d(in));
   for (size_t layer = 0; layer < architecture.blocks.size(); ++layer) {
-    nn::Sequential blocks;
+    cohort::parallel::Unit<Layer> blocks;
     for (int i = 0; i < architecture.blocks[layer]; ++i) {
       const BlockOptions block{.bottleneck = architecture.bottleneck,
                                .in = in,
                                .width = int64_t{64} << layer,
                                .stride = i == 0 && layer > 0 ? 2 : 1};
-      blocks->push_back(Block(block, options.norm));
+      blocks->push_back(Block(block));
       in = block.out();
     }
     layers_.push_back(register_module("layer" + std::to_string(layer + 1), blocks));
@@ -125,16 +117,10 @@ ResNetImpl::ResNetImpl(const ResNetOptions& options) {
   }
 }
 
-std::vector<nn::Module*> ResNetImpl::blocks() {
-  std::vector<nn::Module*> blocks;
-  for (auto& layer : layers_) blocks.push_back(layer.get());
-  return blocks;
-}
-
 at::Tensor ResNetImpl::forward(const at::Tensor& pictures_BCHW) {
-  at::Tensor x = bn1_.forward(conv1_->forward(pictures_BCHW)).relu_();
+  at::Tensor x = bn1_(conv1_(pictures_BCHW)).relu_();
   x = nn::functional::max_pool2d(x, nn::functional::MaxPool2dFuncOptions(3).stride(2).padding(1));
-  for (auto& layer : layers_) x = cohort::parallel::unit(layer, x);
+  for (auto& layer : layers_) x = layer(x);
   return fc_->forward(x.mean({2, 3}));
 }
 

@@ -2,30 +2,30 @@
 // interchangeable.
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <string>
-#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 #include <vector>
 
+#include "cohort/parallel/sharding/unit.h"
+
 namespace imagenet {
-
-/// Makes a normalisation of so many channels: a module from [B, C, H, W] to the same.
-using NormFactory = std::function<torch::nn::AnyModule(int64_t channels)>;
-
-/// BatchNorm2d, on the rank's own examples.
-torch::nn::AnyModule batch_norm(int64_t channels);
 
 struct ResNetOptions {
   std::string arch = "resnet18";  ///< One of architectures().
   int64_t num_classes = 1000;
-  NormFactory norm = batch_norm;
 };
 
 /// Returns the names that ResNetOptions::arch may have.
 std::vector<std::string> architectures();
+
+/// Blocks one after the other: a Sequential whose forward is no template.
+struct LayerImpl : torch::nn::SequentialImpl {
+  at::Tensor forward(const at::Tensor& x) { return torch::nn::SequentialImpl::forward(x); }
+};
+TORCH_MODULE(Layer);
 
 /// From pictures [B, 3, H, W] to scores [B, num_classes]. Parameters are drawn from torch's global
 /// generator: convolutions as He et al., the rest as libtorch does.
@@ -38,13 +38,10 @@ class ResNetImpl : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& pictures_BCHW);
 
-  /// The four layers, which run through parallel::unit; not owned.
-  std::vector<torch::nn::Module*> blocks();
-
  private:
   torch::nn::Conv2d conv1_{nullptr};
-  torch::nn::AnyModule bn1_;
-  std::vector<torch::nn::Sequential> layers_;
+  torch::nn::BatchNorm2d bn1_{nullptr};
+  std::vector<cohort::parallel::Unit<Layer>> layers_;  // what a sharded model gathers at once
   torch::nn::Linear fc_{nullptr};
 };
 TORCH_MODULE(ResNet);

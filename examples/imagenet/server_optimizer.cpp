@@ -50,8 +50,8 @@ class ServerOptimizer final : public Optimizer {
         weight_decay_(optimizer.weight_decay),
         folder_(fs::absolute(options.output) / "servers"),  // Theirs may be another work folder.
         place_(place_of(group, options, optimizer, state)),
-        session_(place_.session) {
-    model_.set_synchronized(false);
+        session_(place_.session),
+        no_sync_(model.no_sync()) {
     session_.add("resnet", *model_.module());
     // Trainer 0 alone sends the servers back to a checkpoint, before the others join.
     const bool is_first = place_.session.trainer == 0;
@@ -114,6 +114,7 @@ class ServerOptimizer final : public Optimizer {
   fs::path folder_;
   cohort::ps::TrainerInfo place_;
   ps::Session session_;
+  cohort::parallel::NoSync no_sync_;  // Gradients go to the servers.
 };
 
 }  // namespace

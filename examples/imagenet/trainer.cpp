@@ -34,14 +34,8 @@ at::ScalarType scalar_type(const Options& options) {
 
 ResNet make_model(const Options& options, int64_t num_classes, const cohort::comm::ProcessGroup& group) {
   torch::manual_seed(options.seed);
-  NormFactory norm = batch_norm;
-  if (options.sync_bn) {
-    norm = [&group](int64_t channels) {
-      return torch::nn::AnyModule(cohort::parallel::SyncBatchNorm(channels, group).ptr());
-    };
-  }
-  ResNet model(
-      ResNetOptions{.arch = options.arch, .num_classes = num_classes, .norm = std::move(norm)});
+  ResNet model(ResNetOptions{.arch = options.arch, .num_classes = num_classes});
+  if (options.sync_bn) cohort::parallel::convert_sync_batchnorm(*model, group);
   model->to(scalar_type(options));
   return model;
 }
@@ -100,8 +94,7 @@ void Trainer::make_optimizer() {
       cohort::parallel::StrategyOptions{
           .strategy = cohort::parallel::parse_strategy(servers ? "ddp" : options_.strategy),
           .ddp = {.broadcast_buffers = !servers},
-          .sharding = {.cpu_offload = options_.cpu_offload}},
-      model_->blocks());
+          .sharding = {.cpu_offload = options_.cpu_offload}});
   const OptimizerOptions optimizer{.learning_rate = learning_rate_,
                                    .momentum = options_.momentum,
                                    .weight_decay = options_.weight_decay,
@@ -149,7 +142,7 @@ Scores Trainer::evaluate() {
   ImageLoader loader(validation_set_, cohort::data::cut_batches(sampler.indices(), local_batch_),
                      loader_options(Transform::kEvaluation, 0));
   const at::NoGradGuard no_grad;
-  std::optional<cohort::parallel::WholeModel<ResNet>> whole;
+  std::optional<cohort::parallel::Unsharded> whole;
   if (parallel_) whole.emplace(*parallel_);
   model_->eval();
   ScoreSums sums;
@@ -199,7 +192,7 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
     const at::Tensor scores_BC = (*parallel_)(batch->images_BCHW.to(scalar_type(options_)));
     const at::Tensor losses_B = losses_of(scores_BC, batch->labels_B);
     // Not the mean: a batch with pictures left out counts for what it has.
-    parallel_->backward(losses_B.sum() / local_batch_);
+    (losses_B.sum() / local_batch_).backward();
     optimizer_->step();
     sums.add(losses_B, scores_BC, batch->labels_B);
     if (++step % options_.print_freq == 0) {

@@ -255,8 +255,6 @@ TEST_F(NmtCommandTest, ARunGoesOnWithAnotherStrategy) {
                                path("r") + " --output-dir " + path("exported"));
   EXPECT_EQ(exported.code, 0) << exported.output;
   expect_refused(train_flags("x") + "--strategy hybrid", "expected several hosts, got one");
-  expect_refused(train_flags("x") + "--strategy zero3 --mini-batch-fit",
-                 "--mini-batch-fit: its trials need the whole model");
 }
 
 TEST_F(NmtCommandTest, AManifestOfBeforeANewOptionMeansTheDefault) {

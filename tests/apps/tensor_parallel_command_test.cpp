@@ -96,6 +96,9 @@ TEST_F(TensorParallelCommandTest, BatchesAreFittedToWhatTheRanksHoldTogether) {
   const int64_t one = rows("one", 1, ""), two = rows("two", 2, "--tensor-parallel 2");
   EXPECT_GT(two, one);
   EXPECT_LT(two, 2 * one) << "what goes from layer to layer is whole on both";
+  const int64_t sharded = rows("sharded", 2, "--strategy zero3");
+  EXPECT_LT(sharded, one) << "gathered parameters take some of the workspace";
+  EXPECT_GT(sharded, one / 2);
 }
 
 TEST_F(TensorParallelCommandTest, DivisionsThatDoNotComeOutEvenAreRefused) {

@@ -58,15 +58,6 @@ TEST(ResNetTest, ScoresEachPictureAndEveryParameterLearns) {
   }
 }
 
-TEST(ResNetTest, NormsComeFromTheFactory) {
-  int64_t num_made = 0;
-  const ResNet model(ResNetOptions{.norm = [&](int64_t channels) {
-    ++num_made;
-    return batch_norm(channels);
-  }});
-  EXPECT_EQ(num_made, 20) << "ResNet-18: the stem, 2 in each of 8 blocks, 3 short cuts";
-}
-
 TEST(ResNetTest, UnknownArchitectureIsNamed) {
   try {
     ResNet model(ResNetOptions{.arch = "resnet19"});

@@ -322,7 +322,7 @@ TEST(ActivationCheckpointTest, UnderDistributedDataParallelNoBitChanges) {
       Tower tower(std::vector<bool>{recompute, recompute});
       DistributedDataParallel<Tower> ddp(tower, group);
       torch::manual_seed(static_cast<uint64_t>(group.rank()));
-      for (int step = 0; step < 3; ++step) ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+      for (int step = 0; step < 3; ++step) loss_of(ddp(batch_of(group.rank(), step))).backward();
       found.emplace_back();
       for (const auto& parameter : tower->parameters()) found.back().push_back(parameter.grad());
     }
@@ -339,7 +339,7 @@ TEST(ActivationCheckpointTest, InsideShardedUnitsNoBitChanges) {
         FullyShardedDataParallel<Tower> sharded(tower, group, {.shard = shard}, tower->list());
         torch::manual_seed(static_cast<uint64_t>(group.rank()));
         for (int step = 0; step < 3; ++step)
-          sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+          loss_of(sharded(batch_of(group.rank(), step))).backward();
         found.emplace_back();
         for (const auto& local_shard : sharded.local_shards())
           found.back().push_back(local_shard.tensor.grad());
@@ -355,7 +355,7 @@ TEST(ActivationCheckpointTest, WhatABodyCapturesLearnsOnSeveralRanksToo) {
     const auto train = [&](auto& model, auto& wrapped, const auto& tensors) {
       torch::manual_seed(static_cast<uint64_t>(group.rank()));
       for (int step = 0; step < 3; ++step)
-        wrapped.backward(loss_of(wrapped(batch_of(group.rank(), step))));
+        loss_of(wrapped(batch_of(group.rank(), step))).backward();
       EXPECT_GT(model->runs, 0);
       found.emplace_back();
       for (const auto& tensor : tensors()) found.back().push_back(tensor.grad());
@@ -406,19 +406,18 @@ TEST(ActivationCheckpointTest, CapturedParametersOfLowPrecisionAreNamed) {
 TEST(ActivationCheckpointTest, AUnitInsideABodyIsRefused) {
   comm::ProcessGroup alone(comm::RankInfo{});
   struct BackwardsImpl : torch::nn::Module {
-    BackwardsImpl() { block = register_module("block", Block()); }
+    BackwardsImpl() { block = register_module("block", parallel::Unit<Block>()); }
     at::Tensor forward(const at::Tensor& x) {
-      return activation_checkpoint(
-          [this](const auto& in) { return std::vector{unit(block, in[0])}; }, {x},
-          {.parameters = block->parameters()})[0];
+      return activation_checkpoint([this](const auto& in) { return std::vector{block(in[0])}; },
+                                   {x}, {.parameters = block->parameters()})[0];
     }
-    Block block{nullptr};
+    parallel::Unit<Block> block{nullptr};
   };
   struct Backwards : torch::nn::ModuleHolder<BackwardsImpl> {
     using torch::nn::ModuleHolder<BackwardsImpl>::ModuleHolder;
   };
   Backwards model;
-  FullyShardedDataParallel<Backwards> sharded(model, alone, {}, {model->block.get()});
+  FullyShardedDataParallel<Backwards> sharded(model, alone);
   EXPECT_THROW(sharded(at::ones({2, 6})), c10::ValueError);
 }
 

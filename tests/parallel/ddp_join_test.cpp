@@ -55,7 +55,7 @@ void expect_join_equals_one_process(const Plan& plan) {
         [&] {
           for (int step = 0; step < plan.batches[static_cast<size_t>(group.rank())]; ++step) {
             const bool use_extra = group.rank() != 1 || !plan.ddp.find_unused_parameters;
-            ddp.backward(loss_of(ddp(batch_of(group.rank(), step), use_extra)));
+            loss_of(ddp(batch_of(group.rank(), step), use_extra)).backward();
             test::descend(*model, kRate);
             const at::NoGradGuard no_grad;
             ddp(batch_of(0));  // validation, by those that train
@@ -118,7 +118,7 @@ TEST(DdpJoinTest, WhatNoActiveRankUsesGetsNoGradient) {
     int steps = 0;
     parallel::join(ddp, [&] {
       for (int step = 0; step < (group.rank() == 0 ? 1 : 3); ++step) {
-        ddp.backward(loss_of(ddp(batch_of(group.rank(), step), group.rank() == 0)));
+        loss_of(ddp(batch_of(group.rank(), step), group.rank() == 0)).backward();
         EXPECT_EQ(model->extra->weight.grad().defined(), step == 0) << "step " << step;
         EXPECT_TRUE(model->first->weight.grad().defined()) << "step " << step;
         test::descend(*model, kRate);
@@ -157,7 +157,7 @@ TEST(DdpJoinTest, EarlyTerminationThrowsOnEveryRank) {
           parallel::join(ddp,
                          [&] {
                            for (int step = 0; step < 2 + group.rank(); ++step) {
-                             ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+                             loss_of(ddp(batch_of(group.rank(), step))).backward();
                              ++steps;
                            }
                          },
@@ -175,7 +175,7 @@ TEST(DdpJoinTest, BuffersComeFromARankThatStillTrains) {
     Ddp ddp(model, group);
     parallel::join(ddp, [&] {
       for (int step = 0; step < 1 + group.rank(); ++step) {
-        ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+        loss_of(ddp(batch_of(group.rank(), step))).backward();
         model->zero_grad();
         // Steps 1 and 2 take rank 1's and rank 2's value: rank 0 has run out.
         EXPECT_EQ(model->calls.item<double>(), step == 0 ? 0 : step == 1 ? 11 : 12);
@@ -195,9 +195,9 @@ TEST(DdpJoinTest, AccumulationInsideNoSync) {
       for (int pair = 0; pair < 2 - group.rank(); ++pair) {
         {
           const auto guard = ddp.no_sync();
-          ddp.backward(loss_of(ddp(batch_of(group.rank(), 2 * pair))));
+          loss_of(ddp(batch_of(group.rank(), 2 * pair))).backward();
         }
-        ddp.backward(loss_of(ddp(batch_of(group.rank(), 2 * pair + 1))));
+        loss_of(ddp(batch_of(group.rank(), 2 * pair + 1))).backward();
         test::descend(*model, kRate);
       }
     });
@@ -224,7 +224,7 @@ TEST(DdpJoinTest, ARankThatNeverSawASparseGradientFollows) {
     parallel::DistributedDataParallel<torch::nn::EmbeddingBag> ddp(bag, group);
     parallel::join(ddp, [&] {
       if (group.rank() == 0) return;
-      ddp.backward(ddp(at::tensor({int64_t{4}}).view({1, 1})).sum());
+      ddp(at::tensor({int64_t{4}}).view({1, 1})).sum().backward();
       EXPECT_EQ(bag->weight.grad().to_dense()[4][0].item<float>(), 0.5);
     });
   });
@@ -237,8 +237,8 @@ TEST(DdpJoinTest, RanksMustAgreeOnNoSync) {
     test::expect_error<c10::ValueError>(
         [&] {
           parallel::join(ddp, [&] {
-            std::optional<Ddp::NoSync> guard;
-            if (group.rank() == 0) guard.emplace(ddp.engine());
+            std::optional<parallel::NoSync> guard;
+            if (group.rank() == 0) guard.emplace(ddp);
             ddp(batch_of(0));
           });
         },

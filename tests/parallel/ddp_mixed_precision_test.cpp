@@ -86,7 +86,7 @@ TEST(DdpMixedPrecisionTest, ComputesInLowPrecisionAndKeepsMasters) {
         const at::Tensor output = ddp(batch_of(group.rank(), step));
         EXPECT_EQ(output.scalar_type(), kLow);
         EXPECT_EQ(model->seen, (std::vector{kLow, kLow, at::kFloat}));
-        ddp.backward(loss_of(output));
+        loss_of(output).backward();
         for (size_t i = 0; i < before.size(); ++i) {
           EXPECT_TRUE(model->parameters()[i].is_leaf());
           EXPECT_TRUE(model->parameters()[i].equal(before[i]))
@@ -108,7 +108,7 @@ TEST(DdpMixedPrecisionTest, OutputsComeInTheirOwnTypeAndInputsAreCastUnlessAsked
         mean(low_gradients(model, batch_of(0)), low_gradients(model, batch_of(1)));
     const at::Tensor output = ddp(batch_of(group.rank()));
     EXPECT_EQ(output.scalar_type(), at::kDouble);
-    ddp.backward(loss_of(output));
+    loss_of(output).backward();
     expect_equal(model->parameters(), expected);
 
     Watched strict;
@@ -144,7 +144,7 @@ TEST(DdpMixedPrecisionTest, MastersAreBackAfterAForwardWithoutGradientOrOneThatT
     EXPECT_EQ(model->first->weight.scalar_type(), at::kFloat);
     EXPECT_THROW(ddp(at::ones({3, 3})), c10::Error);
     EXPECT_EQ(model->first->weight.scalar_type(), at::kFloat);
-    ddp.backward(loss_of(ddp(batch_of(0))));
+    loss_of(ddp(batch_of(0))).backward();
     expect_equal(model->parameters(), low_gradients(model, batch_of(0)));
   });
 }
@@ -162,12 +162,12 @@ TEST(DdpMixedPrecisionTest, MastersAreBackAfterABackwardThatThrows) {
         TORCH_CHECK_VALUE(false, "the gradient is broken");
         return gradient;
       });
-      test::expect_error<c10::ValueError>([&] { ddp.backward(loss_of(output)); },
+      test::expect_error<c10::ValueError>([&] { loss_of(output).backward(); },
                                           "the gradient is broken");
       for (const auto& parameter : model->parameters())
         EXPECT_EQ(parameter.scalar_type(), at::kFloat);
       model->zero_grad();
-      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+      loss_of(ddp(batch_of(group.rank()))).backward();
       expect_equal(model->parameters(),
                    mean(low_gradients(model, batch_of(0)), low_gradients(model, batch_of(1))));
     }
@@ -185,7 +185,7 @@ TEST(DdpMixedPrecisionTest, AForwardWithoutGradientLeavesThoseOfAnotherLent) {
     }
     EXPECT_THROW(ddp(at::ones({3, 3})), c10::Error);
     EXPECT_EQ(model->first->weight.scalar_type(), kLow) << "its backward is still to come";
-    ddp.backward(loss);
+    loss.backward();
     EXPECT_EQ(model->first->weight.scalar_type(), at::kFloat);
     expect_equal(model->parameters(), low_gradients(model, batch_of(0)));
   });
@@ -197,9 +197,9 @@ TEST(DdpMixedPrecisionTest, AccumulatesInFloat32) {
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
     {
       const auto guard = ddp.no_sync();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), 0))));
+      loss_of(ddp(batch_of(group.rank(), 0))).backward();
     }
-    ddp.backward(loss_of(ddp(batch_of(group.rank(), 1))));
+    loss_of(ddp(batch_of(group.rank(), 1))).backward();
     std::vector<at::Tensor> sums[2];
     for (int rank = 0; rank < 2; ++rank) {
       sums[rank] = low_gradients(model, batch_of(rank, 0));
@@ -216,7 +216,7 @@ TEST(DdpMixedPrecisionTest, SeveralForwardsBeforeOneBackward) {
     Ddp ddp(model, group, {.mixed_precision = {.param_dtype = kLow}});
     const at::Tensor one = ddp(batch_of(0, 0));
     const at::Tensor two = ddp(batch_of(0, 1));
-    ddp.backward(loss_of(one) + loss_of(two));
+    (loss_of(one) + loss_of(two)).backward();
     const auto a = low_gradients(model, batch_of(0, 0));
     const auto b = low_gradients(model, batch_of(0, 1));
     for (size_t i = 0; i < a.size(); ++i) {
@@ -230,7 +230,7 @@ TEST(DdpMixedPrecisionTest, GradientsTravelInTheReduceType) {
   test::ranks(2, [](const ProcessGroup& group) {
     Watched model;
     Ddp ddp(model, group, {.mixed_precision = {.reduce_dtype = kLow}});
-    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    loss_of(ddp(batch_of(group.rank()))).backward();
     EXPECT_EQ(model->seen[1], at::kFloat);
     std::vector<at::Tensor> halves[2];
     for (int rank = 0; rank < 2; ++rank) {
@@ -283,7 +283,7 @@ TEST(DdpMixedPrecisionTest, TiedParametersAreLentOnce) {
     parallel::DistributedDataParallel<Tied> ddp(model, group,
                                                 {.mixed_precision = {.param_dtype = kLow}});
     const at::Tensor before = model->tied.detach().clone();
-    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    loss_of(ddp(batch_of(group.rank()))).backward();
     EXPECT_TRUE(model->tied.equal(before)) << "with every bit";
     EXPECT_EQ(model->tied.grad().scalar_type(), at::kFloat);
   });

@@ -54,7 +54,7 @@ TEST(DdpOptionsTest, AModelThatTheGroupsBackendDoesNotServeIsRefused) {
       [&] { parallel::FullyShardedDataParallel<Branches> sharded(model, group); }, "which the group's backend meta_only");
   ProcessGroup gloo(comm::RankInfo{}, {});
   Ddp ddp(model, gloo);
-  EXPECT_NO_THROW(ddp.backward(loss_of(ddp(batch_of(0)))));
+  EXPECT_NO_THROW(loss_of(ddp(batch_of(0))).backward());
 }
 
 TEST(DdpOptionsTest, UnusedParametersAreNamedAtOnceAndTheGroupGoesOn) {
@@ -62,20 +62,21 @@ TEST(DdpOptionsTest, UnusedParametersAreNamedAtOnceAndTheGroupGoesOn) {
     Branches model;
     Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}});
     test::expect_error<c10::ValueError>(
-        [&] { ddp.backward(loss_of(ddp(batch_of(0), false))); },
+        [&] { loss_of(ddp(batch_of(0), false)).backward(); },
         "rank " + std::to_string(group.rank()) +
             ": backward made no gradient for extra.weight, extra.bias;");
     model->zero_grad();
-    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    loss_of(ddp(batch_of(group.rank()))).backward();
     test::expect_gradients(model, mean_gradients(2));
   });
 }
 
-TEST(DdpOptionsTest, AfterAPlainBackwardTheNextForwardNamesThem) {
+TEST(DdpOptionsTest, AfterABackwardThatDidNotPassTheOutputsTheNextForwardNamesThem) {
   test::ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
-    loss_of(ddp(batch_of(0), false)).backward();
+    ddp(batch_of(0));
+    loss_of(model->forward(batch_of(0), false)).backward();
     test::expect_error<c10::ValueError>([&] { ddp(batch_of(0)); },
                                         "no gradient for extra.weight, extra.bias;");
     model->zero_grad();
@@ -88,7 +89,7 @@ TEST(DdpOptionsTest, ARankAloneInLeavingOutParametersNamesThemAndTheOthersLoseIt
   const auto ends = test::run_ranks(2, [](const ProcessGroup& group) {
     Branches model;
     Ddp ddp(model, group);
-    ddp.backward(loss_of(ddp(batch_of(0), group.rank() == 0)));
+    loss_of(ddp(batch_of(0), group.rank() == 0)).backward();
   });
   EXPECT_EQ(ends[0].exit_code, 3) << ends[0].output;
   EXPECT_EQ(ends[1].exit_code, 1) << ends[1].output;
@@ -101,7 +102,7 @@ TEST(DdpOptionsTest, AForwardWithoutBackwardIsNoError) {
     Branches model;
     Ddp ddp(model, group);
     ddp(batch_of(0));
-    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    loss_of(ddp(batch_of(group.rank()))).backward();
     test::expect_gradients(model, mean_gradients(2));
   });
 }
@@ -114,7 +115,7 @@ TEST(DdpOptionsTest, FindUnusedLetsOneRankLeaveOutParameters) {
     const auto expected = test::expected_gradients(reference, 3, [](Branches& each, int rank) {
       return loss_of(each->forward(batch_of(rank), rank == 1));
     });
-    ddp.backward(loss_of(ddp(batch_of(group.rank()), group.rank() == 1)));
+    loss_of(ddp(batch_of(group.rank()), group.rank() == 1)).backward();
     test::expect_gradients(model, expected);
   });
 }
@@ -125,7 +126,7 @@ TEST(DdpOptionsTest, FindUnusedLeavesTheGradientOfWhatNobodyUsesUndefined) {
     Ddp ddp(model, group, {.find_unused_parameters = true});
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), step), false)));
+      loss_of(ddp(batch_of(group.rank(), step), false)).backward();
       EXPECT_FALSE(model->extra->weight.grad().defined());
       test::expect_gradients(model, mean_gradients(2, false, step));
     }
@@ -171,9 +172,10 @@ TEST(DdpOptionsTest, OutputsThatTheLossLeavesOutAreFoundInsideAnyContainer) {
     for (int used = 0; used < 3; ++used) {
       net->zero_grad();
       Nested out = ddp(batch_of(group.rank()));
-      ddp.backward(used == 0   ? out.scores.sum()
-                   : used == 1 ? out.states[0]->sum()
-                               : std::get<0>(out.named.at("b")).sum());
+      const at::Tensor loss = used == 0   ? out.scores.sum()
+                              : used == 1 ? out.states[0]->sum()
+                                          : std::get<0>(out.named.at("b")).sum();
+      loss.backward();
       for (int i = 0; i < 4; ++i) {
         const at::Tensor& weight =
             net->layers[static_cast<size_t>(i)]->as<torch::nn::Linear>()->weight;
@@ -219,7 +221,7 @@ TEST(DdpOptionsTest, StaticGraphAveragesUnusedAndReusedParameters) {
         model, group, {.bucket_cap_mb_list = {1e-4}, .static_graph = true});
     for (int step = 0; step < 3; ++step) {
       model->zero_grad();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+      loss_of(ddp(batch_of(group.rank(), step))).backward();
       test::expect_gradients(same, mean_gradients(2, false, step));
     }
   });
@@ -233,9 +235,9 @@ TEST(DdpOptionsTest, StaticGraphAveragesWhatWasAccumulatedFromTheFirstStepOn) {
       model->zero_grad();
       {
         const auto guard = ddp.no_sync();
-        ddp.backward(loss_of(ddp(batch_of(group.rank(), 2 * step))));
+        loss_of(ddp(batch_of(group.rank(), 2 * step))).backward();
       }
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), 2 * step + 1))));
+      loss_of(ddp(batch_of(group.rank(), 2 * step + 1))).backward();
       auto expected = mean_gradients(2, true, 2 * step);
       const auto more = mean_gradients(2, true, 2 * step + 1);
       for (size_t i = 0; i < expected.size(); ++i) expected[i] = expected[i] + more[i];
@@ -250,7 +252,7 @@ TEST(DdpOptionsTest, StaticGraphAveragesWhenTheLossLeavesOutAnOutput) {
     parallel::DistributedDataParallel<NestedNet> ddp(net, group, {.static_graph = true});
     for (int step = 0; step < 3; ++step) {
       net->zero_grad();
-      ddp.backward(ddp(batch_of(group.rank(), step)).scores.sum());
+      ddp(batch_of(group.rank(), step)).scores.sum().backward();
       // Each row of the weight has the sum of the inputs.
       const at::Tensor mean = (batch_of(0, step) + batch_of(1, step)).sum(0) / 2;
       test::expect_near(net->layers[0]->as<torch::nn::Linear>()->weight.grad(), mean.expand({4, 4}),
@@ -262,25 +264,23 @@ TEST(DdpOptionsTest, StaticGraphAveragesWhenTheLossLeavesOutAnOutput) {
 
 TEST(DdpOptionsTest, StaticGraphNamesWhatALaterStepLeavesOutAndTheGroupGoesOn) {
   test::ranks(2, [](const ProcessGroup& group) {
-    for (const bool plain : {false, true}) {
-      Branches model;
+    Branches model;
+    {
       Ddp ddp(model, group, {.bucket_cap_mb_list = {1e-6}, .static_graph = true});
-      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
-      const at::Tensor loss = loss_of(ddp(batch_of(group.rank()), false));
-      if (plain) loss.backward();
+      loss_of(ddp(batch_of(group.rank()))).backward();
       test::expect_error<c10::ValueError>(
-          [&] { plain ? void(ddp(batch_of(0))) : ddp.backward(loss); },
+          [&] { loss_of(ddp(batch_of(group.rank()), false)).backward(); },
           "backward made no gradient for extra.weight, extra.bias;");
       model->zero_grad();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), 1))));
+      loss_of(ddp(batch_of(group.rank(), 1))).backward();
       test::expect_gradients(model, mean_gradients(2, true, 1));
     }
-    Branches model;
     Ddp ddp(model, group, {.static_graph = true});
-    ddp.backward(loss_of(ddp(batch_of(0), false)));
+    loss_of(ddp(batch_of(0), false)).backward();
     ddp(batch_of(0), false);
+    model->first(batch_of(0)).sum().backward();
     test::expect_error<c10::ValueError>(
-        [&] { ddp.backward(model->first(batch_of(0)).sum()); },
+        [&] { ddp(batch_of(0), false); },
         "no gradient for shared.weight, shared.bias, last.weight, last.bias;");
   });
 }
@@ -301,7 +301,7 @@ TEST(DdpOptionsTest, StaticGraphTellsHooksWhichBucketTheyGet) {
     for (int step = 0; step < 2; ++step) {
       order.clear();
       model->zero_grad();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+      loss_of(ddp(batch_of(group.rank(), step))).backward();
       EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
       test::expect_gradients(model, mean_gradients(2, true, step));
     }
@@ -310,30 +310,27 @@ TEST(DdpOptionsTest, StaticGraphTellsHooksWhichBucketTheyGet) {
 
 TEST(DdpOptionsTest, AfterABackwardThatThrewTheGroupGoesOn) {
   test::ranks(2, [](const ProcessGroup& group) {
-    for (const bool plain : {false, true}) {
-      for (const DistributedDataParallelOptions& options :
-           {DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6}},
-            DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6},
-            .find_unused_parameters = true},
-            DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6}, .static_graph = true}}) {
-        Branches model;
-        Ddp ddp(model, group, options);
-        bool broken = false;
-        model->first->weight.register_hook([&](const at::Tensor& gradient) {
-          TORCH_CHECK_VALUE(!broken, "the gradient is broken");
-          return gradient;
-        });
-        for (int step = 0; step < 4; ++step) {
-          model->zero_grad();
-          broken = step % 2 == 0;
-          const at::Tensor loss = loss_of(ddp(batch_of(group.rank(), step)));
-          const auto run = [&] { plain ? loss.backward() : ddp.backward(loss); };
-          if (broken) {
-            test::expect_error<c10::ValueError>(run, "the gradient is broken");
-          } else {
-            run();
-            test::expect_gradients(model, mean_gradients(2, true, step));
-          }
+    for (const DistributedDataParallelOptions& options :
+         {DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6}},
+          DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6},
+          .find_unused_parameters = true},
+          DistributedDataParallelOptions{.bucket_cap_mb_list = {1e-6}, .static_graph = true}}) {
+      Branches model;
+      Ddp ddp(model, group, options);
+      bool broken = false;
+      model->first->weight.register_hook([&](const at::Tensor& gradient) {
+        TORCH_CHECK_VALUE(!broken, "the gradient is broken");
+        return gradient;
+      });
+      for (int step = 0; step < 4; ++step) {
+        model->zero_grad();
+        broken = step % 2 == 0;
+        const at::Tensor loss = loss_of(ddp(batch_of(group.rank(), step)));
+        if (broken) {
+          test::expect_error<c10::ValueError>([&] { loss.backward(); }, "the gradient is broken");
+        } else {
+          loss.backward();
+          test::expect_gradients(model, mean_gradients(2, true, step));
         }
       }
     }
@@ -353,7 +350,7 @@ TEST(DdpOptionsTest, SkippedBucketsAreNotSent) {
         ++sent;
         return parallel::start_all_reduce(peers, bucket.buffer.div_(peers.size()));
       });
-      ddp.backward(loss_of(ddp(batch_of(group.rank()), false)));
+      loss_of(ddp(batch_of(group.rank()), false)).backward();
       EXPECT_EQ(ddp.num_buckets(), 8) << "one parameter each";
       EXPECT_EQ(sent, skip ? 6 : 8) << "extra's weight and bias are unused";
       test::expect_gradients(model, mean_gradients(2, false));
@@ -371,7 +368,7 @@ TEST(DdpOptionsTest, SeveralForwardsBeforeOneBackward) {
     });
     const auto one = ddp(batch_of(group.rank()));
     const auto two = ddp(batch_of(group.rank(), 1));
-    ddp.backward(loss_of(one) + loss_of(two));
+    (loss_of(one) + loss_of(two)).backward();
     test::expect_gradients(model, expected);
   });
 }
@@ -381,7 +378,7 @@ TEST(DdpOptionsTest, FrozenParametersStayOut) {
     Branches model;
     model->first->weight.set_requires_grad(false);
     Ddp ddp(model, group);
-    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    loss_of(ddp(batch_of(group.rank()))).backward();
     auto expected = mean_gradients(2);
     expected[0] = at::Tensor();
     test::expect_gradients(model, expected);
@@ -421,7 +418,7 @@ TEST(DdpOptionsTest, SparseGradientsOfEmbeddings) {
     for (int step = 0; step < 2; ++step) {
       net->zero_grad();
       reference->zero_grad();
-      ddp.backward(ddp(ids(group.rank())).pow(2).sum());
+      ddp(ids(group.rank())).pow(2).sum().backward();
       for (int rank = 0; rank < 3; ++rank) {
         const at::Tensor out =
             at::linear(reference(ids(rank)), linear.weight.detach(), linear.bias.detach());
@@ -439,7 +436,7 @@ TEST(DdpOptionsTest, SparseGradientsOfEmbeddingBags) {
     torch::nn::EmbeddingBag bag(
         torch::nn::EmbeddingBagOptions(5, 3).sparse(true).mode(torch::kSum));
     parallel::DistributedDataParallel<torch::nn::EmbeddingBag> ddp(bag, group);
-    ddp.backward(ddp(at::tensor({int64_t{group.rank()}, int64_t{4}}).view({1, 2})).sum());
+    ddp(at::tensor({int64_t{group.rank()}, int64_t{4}}).view({1, 2})).sum().backward();
     const at::Tensor expected = at::zeros({5, 3});
     expected[0].fill_(0.5);
     expected[1].fill_(0.5);
@@ -474,7 +471,7 @@ TEST(DdpOptionsTest, GradientsAreViewsOfBucketsOnlyOnRequest) {
     for (const bool views : {false, true}) {
       Branches model;
       Ddp ddp(model, group, {.gradient_as_bucket_view = views});
-      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+      loss_of(ddp(batch_of(group.rank()))).backward();
       EXPECT_EQ(model->first->weight.grad().is_alias_of(model->first->bias.grad()), views);
       test::expect_gradients(model, mean_gradients(2));
     }
@@ -499,7 +496,7 @@ TEST(DdpOptionsTest, BuffersStayWithTheirRankOnRequest) {
       Branches model;
       Ddp ddp(model, group, {.broadcast_buffers = follow});
       model->calls.fill_(group.rank() + 5);
-      ddp.backward(loss_of(ddp(batch_of(0))));
+      loss_of(ddp(batch_of(0))).backward();
       EXPECT_EQ(model->calls.item<double>(), follow ? 5 : group.rank() + 5);
     }
   });
@@ -516,7 +513,7 @@ TEST(DdpOptionsTest, IgnoredTensorsAreLeftAlone) {
     }
     Ddp ddp(model, group, {.ignored = {"last.bias", "calls"}});
     EXPECT_EQ(model->last->bias[0].item<double>(), group.rank());
-    ddp.backward(ddp(batch_of(0)).sum() * (group.rank() + 1));
+    (ddp(batch_of(0)).sum() * (group.rank() + 1)).backward();
     EXPECT_EQ(model->calls[0].item<double>(), group.rank());
     EXPECT_EQ(model->last->bias.grad().sum().item<double>(), 6 * (group.rank() + 1))
         << "not averaged";
@@ -561,7 +558,7 @@ TEST(DdpOptionsTest, DelayedParametersStartTogetherAfterTheTrigger) {
     });
     const at::Tensor loss = loss_of(ddp(batch_of(group.rank())));
     const Starts starts;
-    ddp.backward(loss);
+    loss.backward();
     EXPECT_EQ(Starts::seen, "rrrrtrr")
         << "four buckets of one, the trigger, its bucket and the delayed ones";
     auto expected = mean_gradients(2);
@@ -581,15 +578,15 @@ TEST(DdpOptionsTest, DelayedParametersAreAveragedInOnePiece) {
     }
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), step))));
+      loss_of(ddp(batch_of(group.rank(), step))).backward();
       test::expect_gradients(model, mean_gradients(3, true, step));
     }
     model->zero_grad();
     {
       const auto guard = ddp.no_sync();
-      ddp.backward(loss_of(ddp(batch_of(group.rank(), 0))));
+      loss_of(ddp(batch_of(group.rank(), 0))).backward();
     }
-    ddp.backward(loss_of(ddp(batch_of(group.rank(), 1))));
+    loss_of(ddp(batch_of(group.rank(), 1))).backward();
     auto expected = mean_gradients(3, true, 0);
     const auto more = mean_gradients(3, true, 1);
     for (size_t i = 0; i < expected.size(); ++i) expected[i] = expected[i] + more[i];
@@ -704,7 +701,7 @@ TEST(DdpOptionsTest, AHookCarriesTheGradients) {
             return send_float32(peers, bucket);
           },
           "float32");
-      ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+      loss_of(ddp(batch_of(group.rank()))).backward();
       EXPECT_EQ(order, (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7}));
       const auto expected = mean_gradients(2);
       size_t i = 0;
@@ -731,11 +728,11 @@ TEST(DdpOptionsTest, WhatAHookThrowsArrivesAndTheGroupGoesOn) {
       TORCH_CHECK_VALUE(!broken, "hook is broken");
       return send_float32(peers, bucket);
     });
-    test::expect_error<c10::ValueError>([&] { ddp.backward(loss_of(ddp(batch_of(0)))); },
+    test::expect_error<c10::ValueError>([&] { loss_of(ddp(batch_of(0))).backward(); },
                                         "hook is broken");
     broken = false;
     model->zero_grad();
-    ddp.backward(loss_of(ddp(batch_of(group.rank()))));
+    loss_of(ddp(batch_of(group.rank()))).backward();
     test::expect_near(model->first->weight.grad(), mean_gradients(2)[0], "first.weight", 2e-7);
   });
 }
@@ -767,7 +764,7 @@ TEST(DdpOptionsTest, TimesAreMeasured) {
       const int64_t start = steady_now_ns();
       const at::Tensor output = ddp(batch_of(group.rank(), step));
       const int64_t middle = steady_now_ns();
-      ddp.backward(loss_of(output));
+      loss_of(output).backward();
       longest_forward = std::max(longest_forward, steady_now_ns() - start);
       longest_backward = std::max(longest_backward, steady_now_ns() - middle);
     }
@@ -812,7 +809,7 @@ using ShuffledDdp = parallel::DistributedDataParallel<Shuffled>;
 void train(ShuffledDdp& ddp, int rank, int from, int to) {
   for (int step = from; step < to; ++step) {
     const at::Tensor x = at::arange(400).mul(1 + rank + 0.1 * step).sin().view({10, 40});
-    ddp.backward(ddp(x).pow(2).sum());
+    ddp(x).pow(2).sum().backward();
     test::descend(*ddp.module(), 0.1);
   }
 }

@@ -85,7 +85,7 @@ void expect_ranks_equal_one_process(const ProcessGroup& group, at::ScalarType ty
       const std::vector<test::Sentence> some(all.begin() + 11 * part,
                                              all.begin() + 11 * (part + 1));
       const nmt::Batch batch = test::make_test_batch(share(some, group.rank(), group.size()));
-      const auto run = [&] { ddp.backward(std::get<0>(ddp(batch)), weight); };
+      const auto run = [&] { std::get<0>(ddp(batch)).backward(weight); };
       if (part + 1 < accumulation) {
         const auto guard = ddp.no_sync();
         run();
@@ -171,7 +171,7 @@ TEST(DdpTest, BuffersFollowRankZeroAtEachForward) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
     net->calls.fill_(group.rank() + 5);
-    ddp.backward(ddp(at::ones({2, 4})).sum());
+    ddp(at::ones({2, 4})).sum().backward();
     EXPECT_EQ(net->calls.item<float>(), 5);
   });
 }
@@ -183,7 +183,7 @@ TEST(DdpTest, ValidationComputesWithRankZerosStatistics) {
       torch::nn::BatchNorm1d net(torch::nn::BatchNorm1dOptions(4));
       DistributedDataParallel<torch::nn::BatchNorm1d> ddp(net, group);
       const at::Tensor x = at::arange(24, at::kFloat).view({6, 4});
-      for (int step = 0; step < 2; ++step) ddp.backward(ddp(x * (1 + group.rank())).sum());
+      for (int step = 0; step < 2; ++step) ddp(x * (1 + group.rank())).sum().backward();
       net->eval();
       const at::NoGradGuard no_grad;
       const at::Tensor scores = ddp(x);
@@ -214,9 +214,9 @@ TEST(DdpTest, BuffersAreSentInTheForwardAfterASynchronizedOne) {
         const at::NoGradGuard no_grad;
         ddp(at::ones({2, 4}));
       } else {
-        std::optional<DistributedDataParallel<Net>::NoSync> guard;
-        if (kind == kNoSync) guard.emplace(ddp.engine());
-        ddp.backward(ddp(at::ones({2, 4})).sum());
+        std::optional<parallel::NoSync> guard;
+        if (kind == kNoSync) guard.emplace(ddp);
+        ddp(at::ones({2, 4})).sum().backward();
       }
       EXPECT_EQ(net->calls.item<double>(), static_cast<double>(10 * i) + (sent ? 0 : group.rank()))
           << "forward " << i;
@@ -229,10 +229,10 @@ TEST(DdpTest, BuffersFollowRankZeroWhenTheirStorageIsReplaced) {
     Net net(8);
     DistributedDataParallel<Net> ddp(net, group);
     net->calls.set_(at::full({1}, group.rank() + 5.0F));
-    ddp.backward(ddp(at::ones({2, 4})).sum());
+    ddp(at::ones({2, 4})).sum().backward();
     EXPECT_EQ(net->calls.item<float>(), 5);
     net->calls.set_data(at::full({1}, group.rank() + 7.0F));
-    ddp.backward(ddp(at::ones({2, 4})).sum());
+    ddp(at::ones({2, 4})).sum().backward();
     EXPECT_EQ(net->calls.item<float>(), 7);
   });
 }
@@ -243,11 +243,11 @@ TEST(DdpTest, NoSyncSendsNothing) {
     DistributedDataParallel<Net> ddp(net, group);
     {
       const auto guard = ddp.no_sync();
-      ddp.backward((ddp(at::ones({2, 4})) * (group.rank() + 1)).sum());
+      (ddp(at::ones({2, 4})) * (group.rank() + 1)).sum().backward();
     }
     // Two rows, weighted by rank + 1; the mean over ranks would be 3 on both.
     EXPECT_EQ(net->second->bias.grad().item<float>(), 2 * (group.rank() + 1));
-    ddp.backward((ddp(at::ones({2, 4})) * 0).sum());
+    (ddp(at::ones({2, 4})) * 0).sum().backward();
     EXPECT_EQ(net->second->bias.grad().item<float>(), 3) << "the next backward sends the sum";
   });
 }
@@ -264,13 +264,12 @@ TEST(DdpTest, ABackwardThatNoForwardOfTheWrapperAnnouncedIsRefusedByName) {
       net->zero_grad();
     };
     refused([&] { net->forward(input).sum().backward(); });
-    refused([&] { ddp.backward(net->forward(input).sum()); });
     const at::Tensor loss = (ddp(input) * (group.rank() + 1)).sum();
     loss.backward({}, /*retain_graph=*/true);
     EXPECT_EQ(net->second->bias.grad().item<float>(), 3);
     refused([&] { loss.backward(); });
     refused([&] { net->forward(input).sum().backward(); });
-    ddp.backward((ddp(input) * (group.rank() + 1)).sum());
+    (ddp(input) * (group.rank() + 1)).sum().backward();
     EXPECT_EQ(net->second->bias.grad().item<float>(), 3) << "the next step is right";
   });
 }

@@ -43,7 +43,6 @@ struct RandomCase {
   bool input = false;  ///< Batches require gradients.
   // The step.
   bool synchronize_always = false;  ///< No no_sync() around the first batches of a step.
-  bool plain_backward = false;      ///< loss.backward() in place of the wrapper's.
   bool divide_by_active = false;    ///< join: by the ranks that have batches.
   bool evaluation = false;          ///< Between steps.
   bool whole = false;               ///< The module is whole and read between steps.
@@ -78,7 +77,6 @@ inline constexpr std::array kSwitches{
     std::pair{"leaf", &RandomCase::leaf},
     std::pair{"input", &RandomCase::input},
     std::pair{"synchronize_always", &RandomCase::synchronize_always},
-    std::pair{"plain_backward", &RandomCase::plain_backward},
     std::pair{"divide_by_active", &RandomCase::divide_by_active},
     std::pair{"evaluation", &RandomCase::evaluation},
     std::pair{"whole", &RandomCase::whole},

@@ -106,8 +106,7 @@ struct Ddp {
     return options;
   }
 
-  void backward(const at::Tensor& loss) { wrapper.backward(loss); }
-  double norm() { return std::sqrt(optim::gradient_norm_squared(net_->parameters())); }
+  double norm() { return wrapper.gradient_norm(); }
   void step(double factor) { zero ? zero->step(factor) : plain->step(factor); }
   void zero_grad() { zero ? zero->zero_grad() : plain->zero_grad(); }
 
@@ -143,7 +142,7 @@ struct Sharded {
 
   Sharded(const RandomCase& c, Net& net, const comm::ProcessGroup& group)
       : wrapper(net, group, options_of(c), c.units ? net->units() : std::vector<torch::nn::Module*>{}),
-        optimizer(wrapper.named_local_shards(), c.sgd) {}
+        optimizer(wrapper.named_parameters(), c.sgd) {}
 
   static parallel::ShardingOptions options_of(const RandomCase& c) {
     const auto shard = c.strategy == Strategy::kZero1   ? parallel::Shard::kOptimizer
@@ -156,8 +155,7 @@ struct Sharded {
             .cpu_offload = c.offload};
   }
 
-  void backward(const at::Tensor& loss) { head ? parallel::backward(loss, wrapper, *head) : wrapper.backward(loss); }
-  double norm() { return wrapper.engine().gradient_norm(); }
+  double norm() { return wrapper.gradient_norm(); }
   void step(double factor) { optimizer.step(factor); }
   void zero_grad() { optimizer.zero_grad(); }
 
@@ -184,15 +182,13 @@ struct Sharded {
   }
   void compare_whole(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
-    wrapper.unshard();
+    const auto whole = wrapper.unsharded();
     for (const auto& item : wrapper.module()->named_parameters())
       found.near(item.value(), expected[item.key()], "whole " + item.key());
-    wrapper.reshard();
   }
 
   Wrapper wrapper;
   Optimizer optimizer;
-  parallel::FullyShardedDataParallel<torch::nn::Linear>* head = nullptr;
 };
 
 // Five steps of this rank.
@@ -211,9 +207,7 @@ class Training {
     if (c.head == Head::kDdp) ddp_head_.emplace(head_, group);
     if (c.head == Head::kSharded)
       sharded_head_.emplace(head_, group, parallel::ShardingOptions{.shard = parallel::Shard::kOptimizer});
-    if constexpr (requires { model_.head; }) model_.head = sharded_head_ ? &*sharded_head_ : nullptr;
-    head_optimizer_.emplace(sharded_head_ ? sharded_head_->named_local_shards() : trained(*head_),
-                            c.sgd);
+    head_optimizer_.emplace(sharded_head_ ? sharded_head_->named_parameters() : trained(*head_), c.sgd);
     leaf_ = at::full({}, 1.5, c.single ? at::kFloat : at::kDouble).requires_grad_(true);
   }
 
@@ -289,11 +283,7 @@ class Training {
     if (c_.leaf) y = y * leaf_;
     at::Tensor loss = y.square().mean();
     if (c_.average) group_.all_reduce(loss, comm::ReduceOp::kAvg);
-    if (c_.plain_backward) {
-      loss.backward();
-    } else {
-      model_.backward(loss);
-    }
+    loss.backward();
     if (c_.input)
       found_.gradient(batch.x.grad(), alone_.inputs[static_cast<size_t>(rank_)].grad() * alone_.own_factor,
                       "gradient of the batch", false);

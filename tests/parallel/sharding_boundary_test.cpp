@@ -90,7 +90,7 @@ void expect_leaves_outside(const ProcessGroup& group) {
     Tower model;
     Sharded sharded(model, group, {.shard = shard}, model->units());
     const Outside found(group.rank());
-    sharded.backward(loss([&](const at::Tensor& x) { return sharded(x); }, found));
+    loss([&](const at::Tensor& x) { return sharded(x); }, found).backward();
     expect_near(found.x.grad(), expected.x.grad(), "the input");
     expect_near(found.temperature.grad(), expected.temperature.grad(), "the temperature");
     expect_near(found.bias.grad(), expected.bias.grad(), "the bias");
@@ -124,11 +124,11 @@ void expect_other_models(const ProcessGroup& group) {
     Sharded a(model_a, group, {.shard = shard}, model_a->units());
     Sharded b(model_b, group, {.shard = shard}, model_b->units());
     DistributedDataParallel<Tower> c(model_c, group);
-    parallel::backward(loss(a, b, c, group.rank()), a, b);
+    loss(a, b, c, group.rank()).backward();
     expect_gradients(a.local_shards(), *plain_a);
     expect_gradients(b.local_shards(), *plain_b);
     expect_gradients(parallel::full_shards_of(*model_c), *plain_c);
-    // Beside one sharded model, which then needs no other's name.
+    // Beside one sharded model.
     c.module()->zero_grad();
     plain_a->zero_grad();
     plain_c->zero_grad();
@@ -137,7 +137,7 @@ void expect_other_models(const ProcessGroup& group) {
     const auto none = [](const at::Tensor& x) { return x.detach(); };
     for (int rank = 0; rank < group.size(); ++rank)
       (loss(plainly(plain_a), none, plainly(plain_c), rank) / group.size()).backward();
-    a.backward(loss(a, none, c, group.rank()));
+    loss(a, none, c, group.rank()).backward();
     expect_gradients(a.local_shards(), *plain_a);
     expect_gradients(parallel::full_shards_of(*model_c), *plain_c);
   }
@@ -155,7 +155,7 @@ void expect_named(const std::function<void()>& use, const std::vector<std::strin
 
 // All that reads a parameter's elements; names and shapes are there.
 void expect_unreadable(Tower& model) {
-  const std::vector<std::string> parts{"sharding: ", "between unshard() and reshard()"};
+  const std::vector<std::string> parts{"sharding: ", "while unsharded() lives"};
   expect_named([&] { model->forward(batch_of(0, 0)); }, parts);
   expect_named([&] { model->parameters()[0].clone(); }, parts);
   expect_named([&] { model->parameters()[3].mean().item<double>(); }, parts);
@@ -175,12 +175,6 @@ std::vector<at::Tensor> trained(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
-std::vector<at::Tensor> tensors_of(const std::vector<LocalShard>& shards) {
-  std::vector<at::Tensor> result;
-  for (const LocalShard& local_shard : shards) result.push_back(local_shard.tensor);
-  return result;
-}
-
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(bool sgd, std::vector<at::Tensor> tensors) {
   if (!sgd) return std::make_unique<torch::optim::AdamW>(tensors, torch::optim::AdamWOptions(1e-2));
   return std::make_unique<torch::optim::SGD>(tensors, torch::optim::SGDOptions(1e-3).momentum(0.9));
@@ -196,16 +190,14 @@ void expect_whole_or_named(const ProcessGroup& group, Shard shard, bool sgd, Bet
   const auto plain_optimizer = make_optimizer(sgd, trained(plain->parameters()));
   Tower model;
   Sharded sharded(model, group, {.shard = shard}, model->units());
-  std::vector<at::Tensor> shards;
-  for (const LocalShard& local_shard : sharded.local_shards()) shards.push_back(local_shard.tensor);
-  const auto optimizer = make_optimizer(sgd, trained(shards));
+  const auto optimizer = make_optimizer(sgd, sharded.parameters());
   expect_unreadable(model);
   for (int step = 0; step < 3; ++step) {
     plain_optimizer->zero_grad();
     for (int rank = 0; rank < group.size(); ++rank)
       (loss_of(plain->forward(batch_of(rank, step))) / group.size()).backward();
     optimizer->zero_grad();
-    sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+    loss_of(sharded(batch_of(group.rank(), step))).backward();
     expect_unreadable(model);
     at::Tensor output;
     if (between == Between::kForwardWithAGraph) output = sharded(batch_of(0, 9));
@@ -217,10 +209,12 @@ void expect_whole_or_named(const ProcessGroup& group, Shard shard, bool sgd, Bet
     plain_optimizer->step();
     optimizer->step();
     expect_unreadable(model);
-    sharded.unshard();
-    EXPECT_LE(test::difference(*model, *plain), kRounding);
-    expect_near(model->forward(batch_of(1, 8)), plain->forward(batch_of(1, 8)), "the module's own");
-    sharded.reshard();
+    {
+      const auto whole = sharded.unsharded();
+      EXPECT_LE(test::difference(*model, *plain), kRounding);
+      expect_near(model->forward(batch_of(1, 8)), plain->forward(batch_of(1, 8)),
+                  "the module's own");
+    }
     expect_unreadable(model);
     expect_near(sharded(batch_of(1, 8)), plain->forward(batch_of(1, 8)), "the next forward");
   }
@@ -251,17 +245,17 @@ TEST(ShardingBoundaryTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) 
         torch::optim::SGD before(model->parameters(), 0.1);
         Sharded sharded(model, group, {.shard = shard}, model->units());
         torch::optim::SGD after(model->parameters(), 0.1);
-        torch::optim::SGD right(trained(tensors_of(sharded.local_shards())), 0.1);
+        torch::optim::SGD right(sharded.parameters(), 0.1);
         for (int step = 0; step < 2; ++step) {
           before.zero_grad();
           after.zero_grad();
           right.zero_grad();
-          sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+          loss_of(sharded(batch_of(group.rank(), step))).backward();
           const std::vector<std::string> why{"sharding: ", "expected"};
           expect_named([&] { before.step(); }, why);
           expect_named([&] { after.step(); }, why);
           expect_named([&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1); },
-                       {"the gradient of ", "gradient_norm()"});
+                       {"the gradient of ", "parallel::clip_grad_norm_"});
           right.step();
         }
       }
@@ -286,7 +280,7 @@ TEST(ShardingBoundaryTest, WritingIntoShardsWhileGradientsWaitIsAnError) {
     Sharded sharded(model, alone, {.shard = shard}, model->units());
     {
       const auto guard = sharded.no_sync();
-      sharded.backward(loss_of(sharded(batch_of(0, 0))));
+      loss_of(sharded(batch_of(0, 0))).backward();
     }
     {
       const at::NoGradGuard no_grad;
@@ -309,9 +303,9 @@ TEST(ShardingBoundaryTest, RanksMaySkipABackwardWhileTheyAccumulate) {
       {
         const auto guard = sharded.no_sync();
         const at::Tensor loss = loss_of(sharded(batch_of(0, group.rank())));
-        if (group.rank() == 0) sharded.backward(loss);
+        if (group.rank() == 0) loss.backward();
       }
-      sharded.backward(loss_of(sharded(batch_of(1, group.rank()))));
+      loss_of(sharded(batch_of(1, group.rank()))).backward();
       const at::Tensor sum = loss_of(plain->forward(batch_of(0, 0))) +
                              loss_of(plain->forward(batch_of(1, 0))) +
                              loss_of(plain->forward(batch_of(1, 1)));
@@ -327,10 +321,10 @@ TEST(ShardingBoundaryTest, AStepBesideGradientsThatWaitIsSeenByAllRanks) {
     for (const Shard shard : kShards) {
       Tower model;
       Sharded sharded(model, group, {.shard = shard}, model->units());
-      sharded.backward(loss_of(sharded(batch_of(0, group.rank()))));
+      loss_of(sharded(batch_of(0, group.rank()))).backward();
       {
         const auto guard = sharded.no_sync();
-        sharded.backward(loss_of(sharded(batch_of(1, group.rank()))));
+        loss_of(sharded(batch_of(1, group.rank()))).backward();
       }
       for (const LocalShard& local_shard : sharded.local_shards())
         if (local_shard.tensor.grad().defined())
@@ -386,7 +380,7 @@ struct GatesImpl : torch::nn::Module {
       gates.push_back(register_module("gate" + std::to_string(i), Gate(0.1 * i)));
   }
   at::Tensor forward(at::Tensor x) {
-    for (Gate& gate : gates) x = parallel::unit(gate, x);
+    for (Gate& gate : gates) x = test::sharding::unit(gate, x);
     return x;
   }
   at::Tensor auxiliary() const {
@@ -424,7 +418,7 @@ TEST(ShardingBoundaryTest, ALossThatAUnitKeepsCountsBesideThatOfItsOutput) {
               for (const LocalShard& local_shard : sharded.local_shards())
                 local_shard.tensor.mutable_grad().reset();
               const at::Tensor output = sharded(gate_batch(group.rank()));
-              sharded.backward(loss_of(output) + model->auxiliary() * 0.1);
+              (loss_of(output) + model->auxiliary() * 0.1).backward();
               expect_gradients(sharded.local_shards(), *plain);
             }
           }
@@ -441,13 +435,13 @@ TEST(ShardingBoundaryTest, ALossThatAUnitKeepsIsRefusedByTheUnitsNameWithoutItsO
       FullyShardedDataParallel<Gates> sharded(model, group, {.prefetch = prefetch}, model->units());
       for (int step = 0; step < 2; ++step) {
         const at::Tensor output = sharded(gate_batch(group.rank()));
-        expect_named([&] { sharded.backward(model->gates[0]->auxiliary); },
+        expect_named([&] { model->gates[0]->auxiliary.backward(); },
                      {"sharding: ", "gate0", "expected "});
-        expect_named([&] { sharded.backward(model->gates[1]->weight.t().square().sum()); },
+        expect_named([&] { model->gates[1]->weight.t().square().sum().backward(); },
                      {"sharding: gate1.weight is sharded"});
       }
       const auto loss = loss_of(sharded(gate_batch(group.rank())));
-      sharded.backward(loss);
+      loss.backward();
     }
   });
 }
@@ -576,7 +570,7 @@ TEST(ShardingBoundaryTest, AnErrorInsideNoSyncLeavesAParallelModelSynchronized) 
         wrapped(at::ones({2, 2}, at::kDouble));
       };
       EXPECT_THROW(bad_batch(), c10::Error);
-      wrapped.backward(loss_of(wrapped(batch_of(group.rank(), 0))));
+      loss_of(wrapped(batch_of(group.rank(), 0))).backward();
       expect_gradients(wrapped.local_shards(), *plain);
     }
   });

@@ -3,9 +3,12 @@
 #include <filesystem>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/serialize.h>
 #include <torch/utils.h>
 
 #include "cohort/optim/adam.h"
+#include "cohort/parallel/clip_grad.h"
 #include "cohort/parallel/strategy.h"
 #include "cohort/parallel/zero_redundancy_optimizer.h"
 #include "cohort/train/sharded_checkpoint.h"
@@ -17,37 +20,31 @@ namespace cohort {
 namespace sharding_examples_test {
 
 struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(int64_t width) {
-    up = register_module("up", torch::nn::Linear(width, 2 * width));
-    down = register_module("down", torch::nn::Linear(2 * width, width));
+  explicit BlockImpl(int64_t width) : up(width, 2 * width), down(2 * width, width) {
+    register_module("up", up);
+    register_module("down", down);
     scale = register_parameter("scale", at::ones({1}));
   }
-  at::Tensor forward(const at::Tensor& x) {
-    return scale * parallel::unit(down, at::tanh(parallel::unit(up, x)));
-  }
-  torch::nn::Linear up{nullptr}, down{nullptr};
+  at::Tensor forward(const at::Tensor& x) { return scale * down(at::tanh(up(x))); }
+  parallel::Unit<torch::nn::Linear> up, down;
   at::Tensor scale;
 };
 TORCH_MODULE(Block);
 
 struct NetImpl : torch::nn::Module {
   NetImpl() {
-    first = register_module("first", torch::nn::Linear(4, 8));
     for (int i = 0; i < 3; ++i)
-      blocks.push_back(register_module("block" + std::to_string(i), Block(8)));
+      blocks.push_back(register_module("block" + std::to_string(i), parallel::Unit<Block>(8)));
     steps = register_buffer("steps", at::zeros({1}));
   }
   at::Tensor forward(at::Tensor x) {
     steps.add_(1);
     x = first(x);
-    for (Block& block : blocks) x = parallel::unit(block, x);
+    for (auto& block : blocks) x = block(x);
     return x;
   }
-  std::vector<torch::nn::Module*> units() {
-    return {blocks[0].get(), blocks[1].get(), blocks[2].get()};
-  }
-  torch::nn::Linear first{nullptr};
-  std::vector<Block> blocks;
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(4, 8));
+  std::vector<parallel::Unit<Block>> blocks;
   at::Tensor steps;
 };
 TORCH_MODULE(Net);
@@ -99,52 +96,59 @@ void expect_equal(Net& found, Net& expected) {
     EXPECT_TRUE(item.value().allclose(other[item.key()], 1e-4, 1e-4)) << item.key();
 }
 
-TEST(ShardingExamplesTest, TrainingAndSummon) {
+TEST(ShardingExamplesTest, TrainingAndWholeParameters) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Net net = make_net();
-    parallel::FullyShardedDataParallel<Net> sharded(
-        net, group, {.shard = parallel::Shard::kParameters}, net->units());
-    optim::Adam adam(sharded.named_local_shards());
+    parallel::FullyShardedDataParallel sharded(net, group, {.shard = parallel::Shard::kParameters});
+    torch::optim::Adam optimizer(sharded.parameters(), 1e-2);
     for (int step = 0; step < 3; ++step) {
       loss_of(sharded(batch(step))).backward();
-      adam.step(1e-2);
-      adam.zero_grad();
+      optimizer.step();
+      optimizer.zero_grad();
     }
-    Net expected = trained_plain(3);
-    sharded.unshard();
-    expect_equal(net, expected);
-    sharded.reshard();
-
-    sharded.unshard();
-    const double largest = net->first->weight.abs().max().item<double>();
+    Net expected = make_net();
+    torch::optim::Adam plain(expected->parameters(), 1e-2);
+    for (int step = 0; step < 3; ++step) {
+      for (int rank = 0; rank < 2; ++rank)
+        (loss_of(expected->forward(batch_of(rank, step))) / 2).backward();
+      plain.step();
+      plain.zero_grad();
+    }
+    const TemporaryFolder folder;
+    const std::string path = folder / "net.pt";
     {
+      auto whole = sharded.unsharded();
+      expect_equal(net, expected);
+      torch::save(net, path);
+    }
+    Net loaded;
+    torch::load(loaded, path);
+    expect_equal(loaded, expected);
+    {
+      auto whole = sharded.unsharded({.write_back = true});
       const at::NoGradGuard no_grad;
       for (at::Tensor& parameter : net->parameters()) parameter.clamp_(-0.5, 0.5);
     }
-    sharded.reshard(/*keep=*/true);
-    EXPECT_GT(largest, 0.5);
-    sharded.unshard();
+    auto whole = sharded.unsharded();
+    EXPECT_GT(expected->first->weight.abs().max().item<double>(), 0.5);
     EXPECT_EQ(net->first->weight.abs().max().item<double>(), 0.5);
-    sharded.reshard();
   });
 }
 
 TEST(ShardingExamplesTest, Clipping) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
-    constexpr double rate = 1e-2, max_norm = 1e-3;
+    constexpr double max_norm = 1e-3;
     Net plain = make_net();
     for (int rank = 0; rank < 2; ++rank)
       (loss_of(plain->forward(batch_of(rank, 0))) / 2).backward();
     const double plain_norm = std::sqrt(optim::gradient_norm_squared(plain->parameters()));
     Net net = make_net();
-    parallel::FullyShardedDataParallel<Net> sharded(net, group, {}, net->units());
-    optim::Adam adam(sharded.named_local_shards());
+    parallel::FullyShardedDataParallel sharded(net, group);
     loss_of(sharded(batch_of(group.rank(), 0))).backward();
-    const double norm = sharded.engine().gradient_norm();
-    adam.step(rate, norm > max_norm ? max_norm / norm : 1);
+    const double norm = parallel::clip_grad_norm_(sharded, max_norm);
     EXPECT_NEAR(norm, plain_norm, 1e-5 * plain_norm);
-    EXPECT_NEAR(sharded.engine().gradient_norm(), max_norm, 1e-5 * max_norm);
+    EXPECT_NEAR(sharded.gradient_norm(), max_norm, 1e-3 * max_norm);
   });
 }
 
@@ -152,26 +156,25 @@ TEST(ShardingExamplesTest, NoSync) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Net net = make_net();
-    parallel::FullyShardedDataParallel<Net> sharded(net, group, {}, net->units());
-    optim::Adam adam(sharded.named_local_shards());
+    parallel::FullyShardedDataParallel sharded(net, group);
+    optim::Adam adam(sharded.named_parameters());
     {
-      const auto guard = sharded.no_sync();
+      auto local = sharded.no_sync();
       loss_of(sharded(batch(0))).backward();
     }
     loss_of(sharded(batch(1))).backward();
     adam.step(1e-2);
     Net expected = make_net();
     train_plain(expected, 1, expected->parameters(), /*delay=*/2);
-    sharded.unshard();
+    auto whole = sharded.unsharded();
     expect_equal(net, expected);
-    sharded.reshard();
   });
 }
 
 struct CoderImpl : torch::nn::Module {
-  CoderImpl() { linear = register_module("linear", torch::nn::Linear(4, 4)); }
-  at::Tensor forward(const at::Tensor& x) { return at::tanh(parallel::unit(linear, x)); }
-  torch::nn::Linear linear{nullptr};
+  CoderImpl() : linear(4, 4) { register_module("linear", linear); }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(linear(x)); }
+  parallel::Unit<torch::nn::Linear> linear;
 };
 TORCH_MODULE(Coder);
 
@@ -180,18 +183,17 @@ TEST(ShardingExamplesTest, TwoModelsInOneLoss) {
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Coder inner;
     Coder outer;
-    parallel::FullyShardedDataParallel<Coder> encoder(inner, group, {}, {inner->linear.get()});
-    parallel::FullyShardedDataParallel<Coder> decoder(outer, group, {}, {outer->linear.get()});
+    parallel::FullyShardedDataParallel encoder(inner, group);
+    parallel::FullyShardedDataParallel decoder(outer, group);
     const at::Tensor hidden = encoder(batch(0));
     (loss_of(decoder(hidden)) + loss_of(hidden)).backward();
     // Both are rank 0's now.
     const auto plain = [&](parallel::FullyShardedDataParallel<Coder>& model) {
       Coder copy;
-      model.unshard();
+      auto whole = model.unsharded();
       const at::NoGradGuard no_grad;
       for (size_t i = 0; i < copy->parameters().size(); ++i)
         copy->parameters()[i].copy_(model->parameters()[i]);
-      model.reshard();
       return copy;
     };
     Coder first = plain(encoder);
@@ -203,28 +205,23 @@ TEST(ShardingExamplesTest, TwoModelsInOneLoss) {
     const auto norm = [](Coder& model) {
       return std::sqrt(optim::gradient_norm_squared(model->parameters()));
     };
-    EXPECT_NEAR(encoder.engine().gradient_norm() / norm(first), 1, 1e-5);
-    EXPECT_NEAR(decoder.engine().gradient_norm() / norm(second), 1, 1e-5);
+    EXPECT_NEAR(encoder.gradient_norm() / norm(first), 1, 1e-5);
+    EXPECT_NEAR(decoder.gradient_norm() / norm(second), 1, 1e-5);
   });
 }
 
 TEST(ShardingExamplesTest, NestedUnitsAndReshardRanks) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
-    const auto norm_of = [&](auto& sharded) {
-      sharded.backward(loss_of(sharded(batch_of(group.rank(), 0))));
-      return sharded.engine().gradient_norm();
-    };
+    Net plain = make_net();
+    for (int rank = 0; rank < 2; ++rank)
+      (loss_of(plain->forward(batch_of(rank, 0))) / 2).backward();
     Net net = make_net();
     const int ranks_of_a_host = 2;
-    parallel::FullyShardedDataParallel<Net> sharded(net, group, {.reshard_ranks = ranks_of_a_host},
-                                                    net->units());
-    Net other = make_net();
-    std::vector<torch::nn::Module*> units = other->units();
-    for (Block& block : other->blocks)
-      units.insert(units.end(), {block->up.get(), block->down.get()});
-    parallel::FullyShardedDataParallel<Net> finer(other, group, {}, units);
-    EXPECT_EQ(finer.engine().num_units(), 1 + 9);
-    EXPECT_NEAR(norm_of(finer) / norm_of(sharded), 1, 1e-5);
+    parallel::FullyShardedDataParallel sharded(net, group, {.reshard_ranks = ranks_of_a_host});
+    EXPECT_EQ(sharded.engine().num_units(), 1 + 9);
+    loss_of(sharded(batch_of(group.rank(), 0))).backward();
+    const double norm = std::sqrt(optim::gradient_norm_squared(plain->parameters()));
+    EXPECT_NEAR(sharded.gradient_norm() / norm, 1, 1e-5);
   });
 }
 
@@ -232,49 +229,46 @@ TEST(ShardingExamplesTest, HybridOnAMesh) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     Net net = make_net();
     const auto mesh = cohort::init_device_mesh(group, {{"dp_replicate", -1}, {"dp_shard", 2}});
-    parallel::FullyShardedDataParallel<Net> sharded(net, mesh, {}, net->units());
-    optim::Adam adam(sharded.named_local_shards());
+    parallel::FullyShardedDataParallel sharded(net, mesh);
+    optim::Adam adam(sharded.named_parameters());
     for (int step = 0; step < 2; ++step) {
-      sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+      loss_of(sharded(batch_of(group.rank(), step))).backward();
       adam.step(1e-2);
       adam.zero_grad();
     }
     Net expected = make_net();
     train_plain(expected, 2, expected->parameters());
-    sharded.unshard();
+    auto whole = sharded.unsharded();
     expect_equal(net, expected);
-    sharded.reshard();
   });
 }
 
 TEST(ShardingExamplesTest, FrozenParameters) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     Net net = make_net();
-    for (Block& block : net->blocks)
+    for (auto& block : net->blocks)
       for (at::Tensor& parameter : block->parameters()) parameter.set_requires_grad(false);
-    parallel::FullyShardedDataParallel<Net> sharded(net, group, {}, net->units());
-    optim::Adam adam(sharded.named_local_shards());  // of what is in `first`
+    parallel::FullyShardedDataParallel sharded(net, group);
+    optim::Adam adam(sharded.named_parameters());  // of what is in `first`
     for (int step = 0; step < 2; ++step) {
-      sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+      loss_of(sharded(batch_of(group.rank(), step))).backward();
       adam.step(1e-2);
       adam.zero_grad();
     }
     Net expected = make_net();
     train_plain(expected, 2, expected->first->parameters());
-    sharded.unshard();
+    auto whole = sharded.unsharded();
     expect_equal(net, expected);
-    sharded.reshard();
   });
 }
 
 TEST(ShardingExamplesTest, IgnoredParameters) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
     Net net = make_net();
-    parallel::FullyShardedDataParallel<Net> sharded(net, group, {.ignored = {"first"}},
-                                                    net->units());
-    optim::Adam adam(sharded.named_local_shards());
+    parallel::FullyShardedDataParallel sharded(net, group, {.ignored = {"first"}});
+    optim::Adam adam(sharded.named_parameters());
     optim::Adam own(optim::named_parameters(*net->first));
-    sharded.backward(loss_of(sharded(batch_of(group.rank(), 0))));
+    loss_of(sharded(batch_of(group.rank(), 0))).backward();
     Net plain = make_net();
     loss_of(plain->forward(batch_of(group.rank(), 0))).backward();
     EXPECT_TRUE(net->first->weight.grad().allclose(plain->first->weight.grad(), 1e-4, 1e-6));
@@ -306,9 +300,8 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
     const RankFolder shared(group);
     const std::string folder = shared.path();
     Net net = make_net();
-    parallel::ParallelModel<Net> model(net, group, {.strategy = parallel::Strategy::kZero3},
-                                       net->units());
-    optim::Adam adam(model.named_local_shards());
+    parallel::ParallelModel model(net, group, {.strategy = parallel::Strategy::kZero3});
+    optim::Adam adam(model.named_parameters());
     const auto moments = [&] {
       return train::shards_like(train::shards_of(model.local_shards()), adam.state());
     };
@@ -327,7 +320,7 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
       adam.set_num_steps(train::read_update(folder));
     };
     const auto train_step = [&](int step) {
-      model.backward(loss_of(model(batch_of(group.rank(), step))));
+      loss_of(model(batch_of(group.rank(), step))).backward();
       adam.step(1e-2);
       adam.zero_grad();
     };
@@ -340,7 +333,7 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
     train_step(1);
     Net expected = trained_plain(2);
     {
-      const parallel::WholeModel<Net> whole(model);
+      auto whole = model.unsharded();
       expect_equal(net, expected);
     }
     // Another strategy, and a plain module.
@@ -350,7 +343,7 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
     expect_equal(plain, expected);
     EXPECT_EQ(plain->steps.item<float>(), 8);
     Net replica;
-    parallel::ParallelModel<Net> ddp(replica, group);
+    parallel::ParallelModel ddp(replica, group);
     train::load_shards(folder, {{"weights", train::shards_of(ddp.state_to_load())}}, group);
     expect_equal(replica, expected);
     EXPECT_EQ(replica->steps.item<float>(), 8);
@@ -363,15 +356,15 @@ TEST(ShardingExamplesTest, ZeroRedundancyOptimizerAndItsCheckpoint) {
     const std::string folder = shared.path();
     const auto batch = [&](int step) { return batch_of(group.rank(), step); };
     Net net = make_net();
-    parallel::DistributedDataParallel<Net> ddp(net, group);
+    parallel::DistributedDataParallel ddp(net, group);
     parallel::ZeroRedundancyOptimizer<optim::Adam> zero(
-        optim::named_parameters(*net), group, [](const auto& shards) {
+        ddp.named_parameters(), group, [](const auto& shards) {
           std::vector<std::pair<std::string, at::Tensor>> named;
           for (const auto& shard : shards) named.emplace_back(shard.name, shard.tensor);
           return optim::Adam(named);
         });
     for (int step = 0; step < 3; ++step) {
-      ddp.backward(loss_of(ddp(batch(step))));
+      loss_of(ddp(batch(step))).backward();
       zero.step(1e-2);
       zero.zero_grad();
     }
@@ -391,7 +384,7 @@ TEST(ShardingExamplesTest, ZeroRedundancyOptimizerAndItsCheckpoint) {
       zero.optimizer().set_num_steps(train::read_update(folder));
     };
     const auto train_step = [&](int step) {
-      ddp.backward(loss_of(ddp(batch(step))));
+      loss_of(ddp(batch(step))).backward();
       zero.step(1e-2);
       zero.zero_grad();
     };
@@ -424,7 +417,7 @@ TEST(ShardingExamplesTest, ThePageShowsWhatStandsHere) {
     EXPECT_NE(here.find(squeezed(block)), std::string::npos) << block;
     ++blocks;
   }
-  EXPECT_EQ(blocks, 13);
+  EXPECT_EQ(blocks, 14);
 }
 
 }  // namespace sharding_examples_test

@@ -14,7 +14,6 @@ namespace sharding_misuse_test {
 using comm::ProcessGroup;
 using parallel::LocalShard;
 using parallel::ParallelModel;
-using parallel::WholeModel;
 using test::message_of;
 using test::sharding::batch_of;
 using test::sharding::FullyShardedDataParallel;
@@ -78,14 +77,10 @@ TEST(ShardingMisuseTest, ALossOfTwoShardedModelsIsThatOfOneProcess) {
         for (const LocalShard& local_shard : model.local_shards())
           local_shard.tensor.mutable_grad().reset();
       };
-      // Three names for one thing.
-      loss().backward();
-      expect_gradients(a, plain_a);
-      expect_gradients(b, plain_b);
-      for (const bool of_both : {true, false}) {
+      for (int step = 0; step < 2; ++step) {
         forget(a);
         forget(b);
-        of_both ? parallel::backward(loss(), a, b) : a.backward(loss());
+        loss().backward();
         expect_gradients(a, plain_a);
         expect_gradients(b, plain_b);
       }
@@ -135,7 +130,7 @@ TEST(ShardingMisuseTest, ParallelModelsMeetInALossUnderEveryStrategy) {
       ParallelModel<Tower> a(model_a, group, {.strategy = of_a}, model_a->units());
       ParallelModel<Tower> b(model_b, group, {.strategy = of_b}, model_b->units());
       const at::Tensor y = a(batch_of(group.rank(), 0));
-      parallel::backward(joint_loss(y, b(y)), a, b);
+      joint_loss(y, b(y)).backward();
       for (auto& [model, plain] : {std::pair{&a, &plain_a}, {&b, &plain_b}}) {
         double sum = 0;
         for (const auto& parameter : (*plain)->parameters())
@@ -153,14 +148,14 @@ TEST(ShardingMisuseTest, AParameterThatIsElsewhereIsNamed) {
     const at::Tensor x = batch_of(group.rank(), 0);
     const auto expect_named = [&](const std::string& name, const std::function<void()>& use) {
       expect_text(message_of<c10::Error>(use),
-                  {"sharding: " + name + " is sharded", "parallel::unit", "(a penalty)",
-                   "between unshard() and reshard()"});
+                  {"sharding: " + name + " is sharded", "within its unit", "(a penalty on it",
+                   "while unsharded() lives"});
     };
     const at::Tensor& weight = model->block->first->weight;
     const std::string name = "block.first.weight";
     const auto penalty = [&] { return weight.pow(2).sum(); };
     expect_named(name, penalty);
-    expect_named(name, [&] { sharded.backward(loss_of(sharded(x)) + 0.1 * penalty()); });
+    expect_named(name, [&] { (loss_of(sharded(x)) + 0.1 * penalty()).backward(); });
     expect_named(name, [&] { weight.detach().clone(); });
     expect_named(name, [&] {
       const at::NoGradGuard no_grad;
@@ -169,16 +164,18 @@ TEST(ShardingMisuseTest, AParameterThatIsElsewhereIsNamed) {
     expect_named("block.first.bias", [&] { model->block->forward(at::ones({2, 3}, at::kDouble)); });
     expect_named("table", [&] { model->forward(x); });
     // Recorded while it was there, needed when it is gone.
-    sharded.unshard();
-    const at::Tensor recorded = penalty();
-    sharded.reshard();
-    expect_named(name, [&] { sharded.backward(recorded); });
+    at::Tensor recorded;
+    {
+      const auto whole = sharded.unsharded();
+      recorded = penalty();
+    }
+    expect_named(name, [&] { recorded.backward(); });
     EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{7, 3})) << "its shape is there";
-    sharded.backward(loss_of(sharded(x)));
+    loss_of(sharded(x)).backward();
   });
 }
 
-TEST(ShardingMisuseTest, WholeModelsLieInOneAnother) {
+TEST(ShardingMisuseTest, GuardsOfWholeParametersLieInOneAnother) {
   test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
     ParallelModel<Tower> zero3(model, group, {.strategy = parallel::Strategy::kZero3},
@@ -188,23 +185,21 @@ TEST(ShardingMisuseTest, WholeModelsLieInOneAnother) {
       return model->block->first->weight.equal(expected->block->first->weight);
     };
     {
-      const WholeModel outer(zero3);
+      const auto outer = zero3.unsharded();
       {
-        const WholeModel inner(zero3);
+        const auto inner = zero3.unsharded();
         EXPECT_TRUE(is_whole());
       }
       EXPECT_TRUE(is_whole()) << "the inner one has ended, the outer one lives";
       const std::string text = message_of<c10::ValueError>([&] { zero3(batch_of(0, 0)); });
-      expect_text(text, {"a forward of the wrapped model between unshard() and reshard()"});
+      expect_text(text, {"a forward of the wrapped model while unsharded() lives"});
       EXPECT_TRUE(is_whole());
     }
     EXPECT_THROW(is_whole(), c10::Error);
-    expect_text(message_of<c10::ValueError>([&] { zero3.reshard(); }),
-                {"reshard() without unshard()"});
   });
 }
 
-TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
+TEST(ShardingMisuseTest, UnshardedBetweenForwardAndBackwardChangesNothing) {
   test::ranks(4, [](const ProcessGroup& group) {
     Tower plain;
     for (int rank = 0; rank < 4; ++rank)
@@ -213,11 +208,11 @@ TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
       Tower model;
       Sharded sharded(model, group, {.reshard_ranks = reshard_ranks}, model->units());
       const at::Tensor loss = loss_of(sharded(batch_of(group.rank(), 0)));
-      sharded.unshard();
       const auto backward = [&] { loss.backward({}, /*retain_graph=*/true); };
-      expect_text(message_of<c10::ValueError>(backward),
-                  {"a backward between unshard() and reshard()"});
-      sharded.reshard();
+      {
+        const auto whole = sharded.unsharded();
+        expect_text(message_of<c10::ValueError>(backward), {"a backward while unsharded() lives"});
+      }
       backward();
       expect_gradients(sharded, plain);
     }
@@ -225,7 +220,7 @@ TEST(ShardingMisuseTest, WhoSummonsBetweenForwardAndBackwardChangesNothing) {
 }
 
 // Some parameters stay gathered after a forward that no backward follows.
-TEST(ShardingMisuseTest, WhatIsUnshardedAfterAForwardIsWhatLocalShardsHold) {
+TEST(ShardingMisuseTest, WhatIsUnshardedAfterAForwardIsWhatSlicesHold) {
   test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
     Sharded sharded(model, group, {}, model->units());
@@ -234,10 +229,9 @@ TEST(ShardingMisuseTest, WhatIsUnshardedAfterAForwardIsWhatLocalShardsHold) {
       const at::NoGradGuard no_grad;
       for (const LocalShard& local_shard : sharded.local_shards()) local_shard.tensor.fill_(2);
     }
-    sharded.unshard();
+    const auto whole = sharded.unsharded();
     for (const auto& item : model->named_parameters())
       EXPECT_TRUE(item.value().eq(2).all().item<bool>()) << item.key();
-    sharded.reshard();
   });
 }
 
@@ -271,7 +265,7 @@ struct StackImpl : torch::nn::Module {
     for (size_t i = 0; i < blocks.size(); ++i) {
       if (i == without_block) continue;
       blocks[i]->scaled = i != without_scale;
-      x = parallel::unit(blocks[i], x);
+      x = test::sharding::unit(blocks[i], x);
     }
     return x;
   }
@@ -291,7 +285,7 @@ void train_with_a_gap(const ProcessGroup& group, bool prefetch, int first_bad_st
   FullyShardedDataParallel<Stack> sharded(model, group, {.prefetch = prefetch}, model->units());
   for (int step = 0; step < 3; ++step) {
     if (step == first_bad_step && group.rank() == 1) model->without_block = 1;
-    sharded.backward(loss_of(sharded(at::ones({2, 3}, at::kDouble))));
+    loss_of(sharded(at::ones({2, 3}, at::kDouble))).backward();
   }
 }
 
@@ -316,7 +310,7 @@ TEST(ShardingMisuseTest, AParameterThatOneRankLeavesOutIsNamed) {
                         Stack model;
                         if (group.rank() == 1) model->without_scale = 1;
                         FullyShardedDataParallel<Stack> sharded(model, group, {}, model->units());
-                        sharded.backward(loss_of(sharded(at::ones({2, 3}, at::kDouble))));
+                        loss_of(sharded(at::ones({2, 3}, at::kDouble))).backward();
                       });
 }
 

@@ -77,11 +77,11 @@ void expect_emulated_training(const ProcessGroup& group, const ShardingOptions& 
               (own[k].mul(0.5).to(travel) + other[k].mul(0.5).to(travel)).to(at::kFloat));
     }
     for (int i = 0; i < delay; ++i) {
-      const bool was = sharded.engine().set_synchronized(i + 1 == delay);
+      std::optional<parallel::NoSync> local;
+      if (i + 1 < delay) local.emplace(sharded);
       const at::Tensor output = sharded(batch_of(group.rank(), step * delay + i).to(at::kFloat));
       EXPECT_EQ(output.scalar_type(), options.mixed_precision.output_dtype.value_or(kLow));
-      sharded.backward(low_loss(output));
-      sharded.engine().set_synchronized(was);
+      low_loss(output).backward();
     }
     const auto whole = master->named_parameters();
     for (const LocalShard& local_shard : sharded.local_shards()) {
@@ -133,7 +133,7 @@ struct WatchesImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     seen = x.scalar_type();
-    return parallel::unit(second, parallel::unit(first, x).to(at::kDouble));
+    return test::sharding::unit(second, test::sharding::unit(first, x).to(at::kDouble));
   }
   at::ScalarType seen = at::kDouble;
   Watch first{nullptr}, second{nullptr};
@@ -215,10 +215,9 @@ TEST(ShardingOptionsTest, ReplicasStartFromTheFirstOnesValues) {
       for (auto& parameter : model->parameters()) parameter.add_(world.rank());
     }
     FullyShardedDataParallel<Tower> sharded(model, mesh);
-    sharded.engine().unshard();
+    const auto whole = sharded.unsharded();
     Tower expected;
     EXPECT_EQ(test::difference(*model, *expected), 0);
-    sharded.engine().reshard(false);
   });
 }
 
@@ -268,11 +267,10 @@ TEST(ShardingOptionsTest, ATransformerMadeOnMetaIsFilledPartByPart) {
       const at::NoGradGuard no_grad;
       const at::Tensor loss = std::get<0>((*sharded)(batch));
       EXPECT_TRUE(loss.equal(std::get<0>(plain->forward(batch))));
-      sharded->engine().unshard();
+      const auto whole = sharded->unsharded();
       const auto expected = plain->named_parameters();
       for (const auto& item : model->named_parameters())
         EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key();
-      sharded->engine().reshard(false);
     }
   });
 }
@@ -307,15 +305,14 @@ TEST(ShardingOptionsTest, DeferredParametersAndBuffersAreTrainedLikeOthers) {
         EXPECT_EQ(names, (std::vector<std::string>{"a", "b", "scale"}));
       } else {
         EXPECT_TRUE(names.empty());
-        sharded.engine().unshard();
+        const auto whole = sharded.unsharded({.write_back = true});
         const at::NoGradGuard no_grad;
         for (at::Tensor tensor : {model->a, model->b, model->scale})
           tensor.copy_(at::arange(tensor.numel(), at::kDouble).sin().view(tensor.sizes()));
-        sharded.engine().reshard(/*keep=*/true);
       }
-      optim::Adam adam(sharded.named_local_shards());
+      optim::Adam adam(sharded.named_parameters());
       for (int step = 0; step < 3; ++step) {
-        sharded.backward(loss_of(sharded(batch_of(group.rank(), step))));
+        loss_of(sharded(batch_of(group.rank(), step))).backward();
         adam.step(1e-2);
         adam.zero_grad();
       }
@@ -335,17 +332,15 @@ TEST(ShardingOptionsTest, EachRankKeepsItsPartOfWhatItWrote) {
       Tower model(at::kDouble);
       model->parameters().front().requires_grad_(false);
       FullyShardedDataParallel<Tower> sharded(model, group, {.shard = shard}, model->units());
-      auto& engine = sharded.engine();
-      engine.unshard();
       {
+        const auto whole = sharded.unsharded({.write_back = true});
         const at::NoGradGuard no_grad;
         for (at::Tensor& each : model->parameters()) each.fill_(group.rank() + 1);
       }
-      engine.reshard(/*keep=*/true);
-      engine.unshard();
+      const auto whole = sharded.unsharded();
       for (const auto& item : model->named_parameters()) {
         at::Tensor expected = at::zeros(item.value().numel(), at::kDouble);
-        for (const LocalShard& local_shard : engine.local_shards()) {
+        for (const LocalShard& local_shard : sharded.local_shards()) {
           if (local_shard.name == item.key())
             expected.narrow(0, local_shard.begin, local_shard.end - local_shard.begin)
                 .fill_(group.rank() + 1);
@@ -354,7 +349,6 @@ TEST(ShardingOptionsTest, EachRankKeepsItsPartOfWhatItWrote) {
         EXPECT_TRUE(item.value().detach().flatten().equal(expected))
             << item.key() << ", shard " << static_cast<int>(shard);
       }
-      engine.reshard(/*keep=*/false);
     }
   });
 }
@@ -366,16 +360,15 @@ TEST(ShardingOptionsTest, WhatNobodyWroteKeepsItsPrecision) {
       FullyShardedDataParallel<Tower> sharded(
           model, group, {.shard = shard, .mixed_precision = {.param_dtype = kLow}}, model->units());
       std::vector<at::Tensor> before;
-      for (const LocalShard& local_shard : sharded.engine().local_shards())
+      for (const LocalShard& local_shard : sharded.local_shards())
         before.push_back(local_shard.tensor.detach().clone());
-      sharded.engine().unshard();
       {
+        const auto whole = sharded.unsharded({.write_back = true});
         const at::NoGradGuard no_grad;
         for (at::Tensor& each : model->parameters())
           each.flatten().slice(0, 0, at::nullopt, 2).fill_(3);
       }
-      sharded.engine().reshard(/*keep=*/true);
-      const auto& shards = sharded.engine().local_shards();
+      const auto& shards = sharded.local_shards();
       for (size_t i = 0; i < shards.size(); ++i) {
         for (int64_t k = shards[i].begin; k < shards[i].end; ++k) {
           const auto found = shards[i].tensor[k - shards[i].begin].item<float>();

@@ -49,8 +49,8 @@ struct LoraImpl : torch::nn::Module {
       layers.push_back(register_module(std::to_string(i), LoraLayer(i >= first_trained)));
   }
   at::Tensor forward(at::Tensor x) {
-    for (auto& layer : layers) x = parallel::unit(layer, x);
-    return parallel::unit(layers.front(), x);
+    for (auto& layer : layers) x = test::sharding::unit(layer, x);
+    return test::sharding::unit(layers.front(), x);
   }
   std::vector<torch::nn::Module*> units() {
     std::vector<torch::nn::Module*> all;
@@ -78,7 +78,7 @@ void expect_frozen_units_freed(const ProcessGroup& group) {
     for (int step = 0; step < 2; ++step) {
       for (const LocalShard& local_shard : sharded.local_shards())
         local_shard.tensor.mutable_grad().reset();
-      sharded.backward(loss_of(sharded(wide_batch(group.rank()))));
+      loss_of(sharded(wide_batch(group.rank()))).backward();
       EXPECT_LE(memory.now(), kLayerBytes / 8) << "after backward gradients alone are held";
     }
     EXPECT_LE(memory.peak(), 3 * kLayerBytes + kLayerBytes / 4)
@@ -141,7 +141,7 @@ struct WithOwnImpl : torch::nn::Module {
     for (auto& parameter : own->parameters()) parameter.fill_(0.1 * (1 + rank));
   }
   at::Tensor forward(const at::Tensor& x) {
-    return parallel::unit(own, parallel::unit(shared, x)) * offset.sum();
+    return test::sharding::unit(own, test::sharding::unit(shared, x)) * offset.sum();
   }
   test::sharding::Block shared{nullptr}, own{nullptr};
   at::Tensor offset, count;
@@ -161,7 +161,7 @@ void expect_ignored_parameters_kept(const ProcessGroup& group) {
       EXPECT_TRUE(local_shard.name.starts_with("shared.")) << local_shard.name;
     EXPECT_EQ(model->offset.numel(), 1 + group.rank());
     EXPECT_EQ(model->count.item<double>(), group.rank());
-    sharded.backward(loss_of(sharded(x)));
+    loss_of(sharded(x)).backward();
     const auto expected = plain->named_parameters();
     for (const auto& item : model->named_parameters()) {
       if (item.key().starts_with("shared.")) continue;
@@ -208,7 +208,7 @@ struct LinearsImpl : torch::nn::Module {
     }
   }
   at::Tensor forward(at::Tensor x) {
-    for (auto& linear : linears) x = at::tanh(parallel::unit(linear, x));
+    for (auto& linear : linears) x = at::tanh(test::sharding::unit(linear, x));
     return x;
   }
   std::vector<torch::nn::Module*> units() {
@@ -238,7 +238,7 @@ TEST(ShardingPartialTest, TwoOfFourRanksKeepHalfOfEachUnitAndGatherItBetweenThem
         at::Tensor loss = loss_of(sharded(x));
         const auto held = static_cast<double>(memory.now()) / kLayerBytes;
         const int64_t sent = bench::tcp_bytes_sent();
-        sharded.backward(loss);
+        loss.backward();
         const auto bytes = static_cast<double>(bench::tcp_bytes_sent() - sent) / kLayerBytes;
         group.barrier("bytes counted");  // A rank that has ended closes its connections.
         // In the first step nobody knows yet which unit comes last: all eight go, and come again.
@@ -302,19 +302,19 @@ TEST(ShardingPartialTest, AParameterThatNoRankUsesStaysWhereItIs) {
           Resting plain, model;
           optim::Adam plain_adam({{"always", plain->always}, {"at_first", plain->at_first}});
           FullyShardedDataParallel<Resting> sharded(model, group, {.shard = shard});
-          optim::Adam adam(sharded.named_local_shards());
+          optim::Adam adam(sharded.named_parameters());
           for (int step = 0; step < 5; ++step) {
             for (int batch = 0; batch < 2; ++batch) {
               at::Tensor loss = at::zeros({}, at::kDouble);
               for (int rank = 0; rank < world; ++rank)
                 loss = loss + plain(x(rank, step, batch), uses(rank, step, batch)).sum() / world;
               loss.backward();
-              const bool was = sharded.engine().set_synchronized(!no_sync || batch == 1);
+              std::optional<parallel::NoSync> local;
+              if (no_sync && batch == 0) local.emplace(sharded);
               const int rank = group.rank();
-              sharded.backward(sharded(x(rank, step, batch), uses(rank, step, batch)).sum());
-              sharded.engine().set_synchronized(was);
+              sharded(x(rank, step, batch), uses(rank, step, batch)).sum().backward();
             }
-            for (const LocalShard& local_shard : sharded.engine().local_shards())
+            for (const LocalShard& local_shard : sharded.local_shards())
               EXPECT_EQ(local_shard.tensor.grad().defined(),
                         plain->named_parameters()[local_shard.name].grad().defined())
                   << local_shard.name << ", step " << step << ", shard " << static_cast<int>(shard);
@@ -323,7 +323,7 @@ TEST(ShardingPartialTest, AParameterThatNoRankUsesStaysWhereItIs) {
               each->zero_grad();
             }
           }
-          for (const LocalShard& local_shard : sharded.engine().local_shards()) {
+          for (const LocalShard& local_shard : sharded.local_shards()) {
             const at::Tensor expected = plain->named_parameters()[local_shard.name].detach();
             EXPECT_TRUE(at::allclose(local_shard.tensor.detach(),
                                      expected.slice(0, local_shard.begin, local_shard.end), 1e-13,

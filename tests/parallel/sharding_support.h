@@ -16,12 +16,21 @@ namespace cohort::test::sharding {
 using parallel::FullyShardedDataParallel;
 using parallel::Shard;
 using parallel::ShardingOptions;
-using parallel::unit;
 
 /// float64; per step some hundred roundings of 1e-16 in a gradient, which Adam divides by its own
 /// size: a wrong gradient moves parameters by the rate, 1e-2.
 inline constexpr double kRounding = 1e-9;
 inline constexpr double kRate = 1e-2;
+
+/// Calls block->forward(arguments...) as a runner of blocks does: a unit of those that are given to
+/// the wrapper's constructor.
+template <class Block, class... Arguments>
+auto unit(Block& block, Arguments&&... arguments) {
+  const auto forward = [&](auto&&... each) {
+    return block->forward(std::forward<decltype(each)>(each)...);
+  };
+  return parallel::run_unit(*block, forward, std::forward<Arguments>(arguments)...);
+}
 inline constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
 
 struct BlockImpl : torch::nn::Module {
@@ -134,7 +143,7 @@ inline void expect_plain_training(const comm::ProcessGroup& group, const Case& c
   FullyShardedDataParallel<Tower> sharded(
       model, c.mesh ? c.mesh : parallel::init_device_mesh(group, {{"dp", -1}}), c.options,
       c.with_units ? model->units() : std::vector<torch::nn::Module*>{});
-  optim::Adam adam(sharded.named_local_shards());
+  optim::Adam adam(sharded.named_parameters());
   for (int step = 0; step < 20; ++step) {
     const auto run = [&](int i) {
       loss_of(sharded(batch_of(group.rank(), step * c.delay + i))).backward();
@@ -148,7 +157,7 @@ inline void expect_plain_training(const comm::ProcessGroup& group, const Case& c
       }
     }
     run(c.delay - 1);
-    const double norm = sharded.engine().gradient_norm();
+    const double norm = sharded.gradient_norm();
     adam.step(kRate, c.clip > 0 && norm > c.clip ? c.clip / norm : 1);
     adam.zero_grad();
     plain.step(step, c.delay, c.clip);
@@ -161,9 +170,8 @@ inline void expect_plain_training(const comm::ProcessGroup& group, const Case& c
     EXPECT_LE((output - plain.model->forward(batch_of(0, 100))).abs().max().item<double>(),
               kRounding);
   }
-  sharded.engine().unshard();
+  const auto whole = sharded.unsharded();
   EXPECT_LE(difference(*model, *plain.model), kRounding);
-  sharded.engine().reshard(/*keep=*/false);
 }
 
 }  // namespace cohort::test::sharding

@@ -15,6 +15,7 @@ namespace sharding_test {
 
 using test::sharding::expect_plain_training;
 using test::sharding::kShards;
+using test::sharding::unit;
 
 void expect_plain_training_in_all_cases(const comm::ProcessGroup& group) {
   for (const Shard shard : kShards) {
@@ -102,31 +103,30 @@ TEST(ShardingTest, OnTwoRanksEveryFloat32BitIsPlainDdps) {
       DistributedDataParallel<Odd> ddp(plain, group);
       optim::Adam plain_adam(optim::named_parameters(*plain));
       std::vector<Odd> models;
-      std::vector<std::unique_ptr<FullyShardedDataParallel<Odd>>> sharded;
+      std::vector<FullyShardedDataParallel<Odd>> sharded;
       std::vector<optim::Adam> adams;
       for (const Shard shard : kShards) {
         models.emplace_back(width);
-        sharded.push_back(std::make_unique<FullyShardedDataParallel<Odd>>(
-            models.back(), group, ShardingOptions{.shard = shard}, models.back()->units()));
-        adams.emplace_back(sharded.back()->named_local_shards());
+        sharded.emplace_back(models.back(), group, ShardingOptions{.shard = shard},
+                             models.back()->units());
+        adams.emplace_back(sharded.back().named_parameters());
       }
       for (int step = 0; step < 10; ++step) {
         const at::Tensor x = odd_batch(group.rank(), step, width);
-        ddp.backward(ddp(x).pow(2).sum());
+        ddp(x).pow(2).sum().backward();
         plain_adam.step(1e-2);
         plain_adam.zero_grad();
         for (size_t i = 0; i < sharded.size(); ++i) {
-          sharded[i]->backward((*sharded[i])(x).pow(2).sum());
+          sharded[i](x).pow(2).sum().backward();
           adams[i].step(1e-2);
           adams[i].zero_grad();
         }
       }
       const auto expected = plain->named_parameters();
       for (size_t i = 0; i < sharded.size(); ++i) {
-        sharded[i]->engine().unshard();
+        const auto whole = sharded[i].unsharded();
         for (const auto& item : models[i]->named_parameters())
           EXPECT_TRUE(item.value().equal(expected[item.key()])) << item.key() << ", ZeRO " << i + 1;
-        sharded[i]->engine().reshard(false);
       }
     }
   });
@@ -162,12 +162,12 @@ TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
       model->layers[0]->weight.register_hook([&](const at::Tensor&) {
         if (throws) throw std::runtime_error("once");
       });
-      EXPECT_THROW(sharded.backward(sharded(x).pow(2).sum()), std::runtime_error);
+      EXPECT_THROW(sharded(x).pow(2).sum().backward(), std::runtime_error);
       throws = false;
       for (const LocalShard& local_shard : sharded.local_shards())
         local_shard.tensor.mutable_grad().reset();
-      sharded.backward(sharded(x).pow(2).sum());
-      expected.backward(expected(x).pow(2).sum());
+      sharded(x).pow(2).sum().backward();
+      expected(x).pow(2).sum().backward();
       for (size_t i = 0; i < sharded.local_shards().size(); ++i) {
         const at::Tensor& gradient = sharded.local_shards()[i].tensor.grad();
         EXPECT_TRUE(gradient.equal(expected.local_shards()[i].tensor.grad()))
@@ -223,11 +223,11 @@ void expect_bytes(const comm::ProcessGroup& group) {
       parameters += static_cast<double>(each.numel());
     FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard, .fill = fill_layer},
                                           model->units());
-    optim::Adam adam(sharded.named_local_shards());
+    optim::Adam adam(sharded.named_parameters());
     memory.reset_peak();
     for (int step = 0; step < 3; ++step) {
       const at::Tensor x = odd_batch(group.rank(), step, kWidth);
-      sharded.backward(sharded(x).pow(2).sum());
+      sharded(x).pow(2).sum().backward();
       adam.step(1e-3);
       adam.zero_grad();
     }
@@ -263,12 +263,12 @@ TEST(ShardingTest, RanksSendWhatTheFormulasSay) {
       for (const at::Tensor& each : model->parameters())
         bytes += static_cast<double>(each.nbytes());
       FullyShardedDataParallel<Odd> sharded(model, group, {.shard = shard}, model->units());
-      optim::Adam adam(sharded.named_local_shards());
+      optim::Adam adam(sharded.named_parameters());
       int64_t before = 0;
       for (int step = 0; step < 2 + kSteps; ++step) {
         if (step == 2) before = bench::tcp_bytes_sent();
         const at::Tensor x = odd_batch(group.rank(), step, kWidth);
-        sharded.backward(sharded(x).pow(2).sum());
+        sharded(x).pow(2).sum().backward();
         adam.step(1e-3);
         adam.zero_grad();
       }
@@ -302,7 +302,7 @@ TEST(ShardingTest, LibtorchsOptimizersTrainLocalShards) {
           plain_sgd.step();
         }
         sgd.zero_grad();
-        sharded.backward(loss);
+        loss.backward();
         sgd.step();
       }
       const at::NoGradGuard no_grad;

@@ -1,5 +1,6 @@
 #include "cohort/parallel/sync_batch_norm.h"
 
+#include <c10/core/InferenceMode.h>
 #include <functional>
 #include <gtest/gtest.h>
 #include <sstream>
@@ -7,10 +8,14 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 #include <torch/utils.h>
+
+#include "cohort/parallel/distributed_data_parallel.h"
 
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -65,18 +70,19 @@ Batch make_batch(const Case& c, int rank, int step) {
   return batch;
 }
 
-// torch::nn::BatchNorm's own mathematics for any number of dimensions.
-struct Reference {
-  explicit Reference(const BatchNormOptions& options) : one(options), two(options), three(options) {
-    one->to(at::kDouble);
-    two->to(at::kDouble);
-    three->to(at::kDouble);
+// As libtorch's users write it: typed members, of which one takes inputs of a given dimension.
+struct TypedImpl : torch::nn::Module {
+  explicit TypedImpl(const BatchNormOptions& options)
+      : one(register_module("one", torch::nn::BatchNorm1d(options))),
+        two(register_module("two", torch::nn::BatchNorm2d(options))),
+        three(register_module("three", torch::nn::BatchNorm3d(options))) {
+    to(at::kDouble);
   }
   at::Tensor forward(const at::Tensor& x) {
     if (x.dim() <= 3) return one(x);
     return x.dim() == 4 ? two(x) : three(x);
   }
-  torch::nn::Module& module(int64_t dim) {
+  torch::nn::Module& member(int64_t dim) {
     if (dim <= 3) return *one;
     if (dim == 4) return *two;
     return *three;
@@ -91,50 +97,65 @@ void randomise(torch::nn::Module& module) {
   for (auto& parameter : module.parameters()) parameter.set_data(at::randn_like(parameter));
 }
 
-void expect_equals_whole_batch(const ProcessGroup& group, const Case& c) {
-  SyncBatchNorm norm(c.options, group);
-  norm->to(at::kDouble);
-  Reference reference(c.options);
-  const int64_t dim = static_cast<int64_t>(c.rest.size()) + 2;
-  torch::nn::Module& whole = reference.module(dim);
-  randomise(*norm);
+// `norm`: one that spans the group; `forward` calls it.
+void expect_equals_whole_batch(const ProcessGroup& group, const Case& c, torch::nn::Module& norm,
+                               const std::function<at::Tensor(const at::Tensor&)>& forward) {
+  TypedImpl reference(c.options);
+  torch::nn::Module& whole = reference.member(static_cast<int64_t>(c.rest.size()) + 2);
+  randomise(norm);
   randomise(whole);
   for (int step = 0; step < 3; ++step) {
     const Batch batch = make_batch(c, group.rank(), step);
     at::Tensor x =
         batch.x.narrow(0, batch.start, batch.rows).clone().contiguous(c.format).requires_grad_();
     at::Tensor whole_x = batch.x.clone().requires_grad_();
-    const at::Tensor y = norm(x);
+    const at::Tensor y = forward(x);
     const at::Tensor whole_y = reference.forward(whole_x);
     EXPECT_EQ(y.suggest_memory_format(), x.suggest_memory_format());
     EXPECT_LE(difference(y, whole_y.narrow(0, batch.start, batch.rows)), kBound64);
     (y * batch.dy.narrow(0, batch.start, batch.rows)).sum().backward();
     (whole_y * batch.dy).sum().backward();
     EXPECT_LE(difference(x.grad(), whole_x.grad().narrow(0, batch.start, batch.rows)), kBound64);
-    const auto parameters = norm->parameters();
+    const auto parameters = norm.parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
       EXPECT_LE(difference(summed(group, parameters[i].grad()), whole.parameters()[i].grad()),
                 kBound64);
     }
-    const auto buffers = norm->named_buffers();
+    const auto buffers = norm.named_buffers();
     ASSERT_EQ(buffers.size(), whole.named_buffers().size());
     for (const auto& buffer : buffers) {
       EXPECT_LE(difference(buffer.value(), whole.named_buffers()[buffer.key()]), kBound64)
           << buffer.key();
     }
-    norm->zero_grad();
+    norm.zero_grad();
     whole.zero_grad();
   }
-  norm->eval();
+  norm.eval();
   whole.eval();
   const Batch batch = make_batch(c, group.rank(), 9);
-  EXPECT_LE(difference(norm(batch.x), reference.forward(batch.x)), kBound64)
+  EXPECT_LE(difference(forward(batch.x), reference.forward(batch.x)), kBound64)
       << "evaluation is local";
+}
+
+void expect_layer_equals_whole_batch(const ProcessGroup& group, const Case& c) {
+  SyncBatchNorm norm(c.options, group);
+  norm->to(at::kDouble);
+  expect_equals_whole_batch(group, c, *norm, [&](const at::Tensor& x) { return norm(x); });
+}
+
+// The layer, and typed members that are converted.
+void expect_equals_whole_batch(const ProcessGroup& group, const Case& c) {
+  expect_layer_equals_whole_batch(group, c);
+  const auto typed = std::make_shared<TypedImpl>(c.options);
+  convert_sync_batchnorm(*typed, group);
+  expect_equals_whole_batch(group, c, typed->member(static_cast<int64_t>(c.rest.size()) + 2),
+                            [&](const at::Tensor& x) { return typed->forward(x); });
 }
 
 TEST(SyncBatchNormTest, TwoUnevenRanksEqualTheWholeBatch) {
   test::ranks(2, [](const ProcessGroup& group) {
-    expect_equals_whole_batch(group, {.rows = {3, 1}, .rest = {}});
+    expect_layer_equals_whole_batch(group, {.rows = {3, 1}, .rest = {}});
+    expect_equals_whole_batch(group, {.rows = {3, 2}, .rest = {}});
     expect_equals_whole_batch(group, {.rows = {2, 5}, .rest = {3}});
     expect_equals_whole_batch(group, {.rows = {1, 3}, .rest = {3, 5}});
     expect_equals_whole_batch(group, {.rows = {2, 1}, .rest = {2, 3, 2}});
@@ -303,69 +324,202 @@ TEST(SyncBatchNormTest, BadInputIsExplainedOnEveryRank) {
   });
 }
 
-struct TypedImpl : torch::nn::Module {
-  TypedImpl() {
-    norm = register_module("norm", torch::nn::BatchNorm2d(3));
-    other = register_module("other", torch::nn::BatchNorm1d(3));
-    stack = register_module(
-        "stack", torch::nn::Sequential(torch::nn::Linear(3, 3), torch::nn::BatchNorm1d(3)));
+// 1 rank: the union is its own batch.
+TEST(ConvertSyncBatchNormTest, OneRankComputesWhatItDidBefore) {
+  const ProcessGroup group(comm::RankInfo{});
+  TypedImpl model{BatchNormOptions(4)};
+  TypedImpl before{BatchNormOptions(4)};
+  convert_sync_batchnorm(model, group);
+  const at::Tensor x = at::randn({6, 4, 5}, at::kDouble);
+  EXPECT_TRUE(at::equal(model.forward(x), before.forward(x)));
+  EXPECT_TRUE(at::equal(model.one->running_var, before.one->running_var));
+}
+
+struct MixedImpl : torch::nn::Module {
+  MixedImpl() {
+    to(at::kDouble);
+    randomise(*this);
   }
-  torch::nn::BatchNorm2d norm{nullptr};
-  torch::nn::BatchNorm1d other{nullptr};
-  torch::nn::Sequential stack{nullptr};
+  at::Tensor forward(const at::Tensor& x) { return any.forward(own(stack->forward(norm(x)))); }
+  torch::nn::BatchNorm1d norm = register_module("norm", torch::nn::BatchNorm1d(3));
+  torch::nn::Sequential stack =
+      register_module("stack", torch::nn::Sequential({{"linear", torch::nn::Linear(3, 3)},
+                                                      {"norm", torch::nn::BatchNorm1d(3)}}));
+  SyncBatchNorm own =
+      register_module("own", SyncBatchNorm(BatchNormOptions(3), ProcessGroup(comm::RankInfo{})));
+  torch::nn::AnyModule any{
+      register_module("any", std::make_shared<torch::nn::BatchNorm1dImpl>(BatchNormOptions(3)))};
 };
 
-struct OwnImpl : torch::nn::Module {
-  OwnImpl() {
-    norm = register_module("norm", BatchNorm(BatchNormOptions(3)));
-    stack = register_module("stack", torch::nn::Sequential({{"linear", torch::nn::Linear(3, 3)},
-                                                            {"norm", torch::nn::BatchNorm1d(3)}}));
-  }
-  at::Tensor forward(const at::Tensor& x) { return stack->forward(norm(x)); }
-  BatchNorm norm{nullptr};
-  torch::nn::Sequential stack{nullptr};
-};
+// Four layers in a row, each of which multiplies what its input differs by with weight / deviation,
+// of 6 values some 3.
+constexpr double kChainBound = 50 * kBound64;
 
-TEST(ConvertSyncBatchNormTest, EveryConvertibleOneSpansTheGroupAndKeepsItsTensors) {
-  test::ranks(2, [](const ProcessGroup& group) {
-    OwnImpl model;
-    OwnImpl whole;
-    const auto before = model.named_parameters();
-    convert_sync_batchnorm(model, group);
-    const auto after = model.named_parameters();
-    ASSERT_EQ(before.keys(), after.keys());
-    for (const auto& item : before)
-      EXPECT_TRUE(item.value().is_same(after[item.key()])) << item.key();
-    for (OwnImpl* each : {&model, &whole}) {
-      each->to(at::kDouble);
-      randomise(*each);
-    }
-    const at::Tensor x = at::randn({6, 3}, at::kDouble);
-    const int64_t start = group.rank() == 0 ? 0 : 2;
+// Trains `model` on this rank's rows of a batch of 6, and `whole` on all of it.
+void expect_step_equals_one_process(const ProcessGroup& group, MixedImpl& model, MixedImpl& whole) {
+  const at::Tensor x = at::randn({6, 3}, at::kDouble);
+  const auto mine = [&](const at::Tensor& t) {
     const int64_t rows = group.rank() == 0 ? 2 : 4;
+    return t.narrow(0, group.rank() == 0 ? 0 : 2, rows);
+  };
+  const at::Tensor y = model.forward(mine(x));
+  const at::Tensor whole_y = whole.forward(x);
+  EXPECT_LE(difference(y, mine(whole_y)), kChainBound);
+  y.pow(3).sum().backward();
+  whole_y.pow(3).sum().backward();
+  for (const auto& item : whole.named_parameters()) {
+    const at::Tensor sum = summed(group, model.named_parameters()[item.key()].grad());
+    EXPECT_LE(difference(sum, item.value().grad()),
+              kChainBound * std::max(1.0, item.value().grad().abs().max().item<double>()))
+        << item.key();
+  }
+  for (const auto& item : whole.named_buffers())
+    EXPECT_LE(difference(model.named_buffers()[item.key()], item.value()), kChainBound)
+        << item.key();
+  model.zero_grad();
+  whole.zero_grad();
+}
+
+TEST(ConvertSyncBatchNormTest, EveryHolderIsConvertedAndKeepsItsModuleAndTensors) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    MixedImpl model;
+    MixedImpl whole;
+    const auto before = model.named_parameters();
+    const auto buffers = model.named_buffers();
+    convert_sync_batchnorm(model, group);
+    ASSERT_EQ(before.keys(), model.named_parameters().keys());
+    ASSERT_EQ(buffers.keys(), model.named_buffers().keys());
+    for (const auto& item : model.named_parameters())
+      EXPECT_TRUE(item.value().is_same(before[item.key()])) << item.key();
+    for (const auto& item : model.named_buffers())
+      EXPECT_TRUE(item.value().is_same(buffers[item.key()])) << item.key();
+    EXPECT_NE(model.stack[1]->as<torch::nn::BatchNorm1d>(), nullptr);
     torch::manual_seed(4);
-    EXPECT_LE(difference(model.forward(x.narrow(0, start, rows)),
-                         whole.forward(x).narrow(0, start, rows)),
-              kBound64);
-    EXPECT_LE(difference(model.named_buffers()["stack.norm.running_var"],
-                         whole.named_buffers()["stack.norm.running_var"]),
-              kBound64);
+    for (int step = 0; step < 2; ++step) expect_step_equals_one_process(group, model, whole);
   });
 }
 
-TEST(ConvertSyncBatchNormTest, ThoseThatCannotBeReplacedAreNamedAndNothingChanges) {
-  ProcessGroup group(comm::RankInfo{});
-  TypedImpl model;
-  const std::string text =
-      test::message_of<c10::ValueError>([&] { convert_sync_batchnorm(model, group); });
-  EXPECT_NE(text.find("for norm, other"), std::string::npos) << text;
-  EXPECT_EQ(text.find("stack"), std::string::npos) << text;
-  EXPECT_NE(model.stack[1]->as<torch::nn::BatchNorm1d>(), nullptr);
-  torch::nn::BatchNorm1d alone(3);
-  EXPECT_NE(test::message_of<c10::ValueError>([&] {
-              convert_sync_batchnorm(*alone, group);
-            }).find("the module itself"),
-            std::string::npos);
+TEST(ConvertSyncBatchNormTest, ItOutlivesToAndLoad) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    const auto model = std::make_shared<MixedImpl>();
+    MixedImpl whole;
+    convert_sync_batchnorm(*model, group);
+    model->to(at::kFloat);
+    model->to(at::kDouble);
+    std::stringstream file;
+    torch::save(std::make_shared<MixedImpl>(), file);
+    torch::load(model, file);
+    torch::manual_seed(4);
+    expect_step_equals_one_process(group, *model, whole);
+  });
+}
+
+// Local: neither waits for another rank, and both compute what libtorch does.
+TEST(ConvertSyncBatchNormTest, OtherModulesAndClonesStayLocal) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    const auto model = std::make_shared<TypedImpl>(BatchNormOptions(4));
+    convert_sync_batchnorm(*model, group);
+    if (group.rank() == 0) {
+      torch::nn::BatchNorm1d other(4);
+      torch::nn::BatchNorm1d copy(
+          std::dynamic_pointer_cast<torch::nn::BatchNorm1dImpl>(model->one->clone()));
+      copy->to(at::kFloat);
+      const at::Tensor x = at::randn({5, 4}).add_(3);
+      const at::Tensor expected = (x - x.mean(0)) * (x.var(0, false) + 1e-5).rsqrt();
+      for (auto* local : {&other, &copy})
+        EXPECT_LE(difference((*local)->forward(x), expected), 1e-5);
+      EXPECT_TRUE(at::equal(other->running_mean, copy->running_mean));
+    }
+    EXPECT_EQ(group.all_reduce_sum(1), 2);
+  });
+}
+
+TEST(ConvertSyncBatchNormTest, EachModelSpansItsOwnGroupAndTheLastCallCounts) {
+  test::ranks(3, [](const ProcessGroup& world) {
+    const auto pair = world.subgroup({0, 1}, "pair");
+    const Case all{.rows = {2, 3, 4}, .rest = {2}};
+    const auto wide = std::make_shared<TypedImpl>(all.options);
+    const auto narrow = std::make_shared<TypedImpl>(all.options);
+    convert_sync_batchnorm(*wide, world);
+    if (world.rank() < 2) {
+      const Case two{.rows = {3, 2}, .rest = {}};
+      convert_sync_batchnorm(*narrow, world);
+      convert_sync_batchnorm(*narrow, pair);
+      expect_equals_whole_batch(pair, two, *narrow->one,
+                                [&](const at::Tensor& x) { return narrow->forward(x); });
+    }
+    expect_equals_whole_batch(world, all, *wide->one,
+                              [&](const at::Tensor& x) { return wide->forward(x); });
+  });
+}
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    to(at::kDouble);
+    randomise(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return head(norm(conv(x)).relu().mean({2, 3})); }
+  torch::nn::Conv2d conv =
+      register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3)));
+  torch::nn::BatchNorm2d norm = register_module("norm", torch::nn::BatchNorm2d(4));
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(4, 1));
+};
+TORCH_MODULE(Net);
+
+TEST(ConvertSyncBatchNormTest, UnderDdpTrainingEqualsOneProcess) {
+  test::ranks(3, [](const ProcessGroup& group) {
+    Net net;
+    Net whole;
+    convert_sync_batchnorm(*net, group);
+    DistributedDataParallel<Net> ddp(net, group);
+    torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::optim::SGD whole_optimizer(whole->parameters(),
+                                      torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::manual_seed(8);
+    for (int step = 0; step < 4; ++step) {
+      const at::Tensor x = at::randn({6, 2, 5, 5}, at::kDouble);
+      (ddp(x.narrow(0, 2 * group.rank(), 2)).square().mean()).backward();
+      whole->forward(x).square().mean().backward();
+      for (auto* each : {&optimizer, &whole_optimizer}) {
+        each->step();
+        each->zero_grad();
+      }
+    }
+    for (const auto& item : whole->named_parameters())
+      EXPECT_LE(difference(net->named_parameters()[item.key()], item.value()), 1e-11) << item.key();
+    for (const auto& item : whole->named_buffers())
+      EXPECT_LE(difference(net->named_buffers()[item.key()], item.value()), 1e-11) << item.key();
+  });
+}
+
+TEST(ConvertSyncBatchNormTest, InferenceModeIsNoWayPastIt) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    TypedImpl model{BatchNormOptions(4).momentum(1.0)};
+    convert_sync_batchnorm(model, group);
+    const c10::InferenceMode inference;
+    model.forward(at::full({2, 4}, 1.0 + group.rank(), at::kDouble));
+    EXPECT_LE(difference(model.one->running_mean, at::full({4}, 1.5, at::kDouble)), kBound64);
+  });
+}
+
+TEST(ConvertSyncBatchNormTest, BadInputsAndOwnersAreRefusedByName) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    TypedImpl model{BatchNormOptions(4)};
+    convert_sync_batchnorm(model, group);
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                model.forward(at::ones({2, 3}, at::kDouble));
+              }).find("expected an input [B, 4, ...], got [2, 3]"),
+              std::string::npos);
+    EXPECT_NE(test::message_of<c10::Error>([&] {
+                model.forward(at::ones({1, 4}, at::kDouble));
+              }).find("Expected more than 1 value per channel"),
+              std::string::npos);
+    torch::nn::BatchNorm1dImpl nobodys(BatchNormOptions(3).track_running_stats(false));
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                convert_sync_batchnorm(nobodys, group);
+              }).find("to be held by a shared_ptr"),
+              std::string::npos);
+  });
 }
 
 TEST(SyncBatchNormTest, AfterTheGroupIsClosedTrainingIsRefused) {
@@ -387,14 +541,13 @@ TEST(SyncBatchNormTest, AfterTheGroupIsClosedTrainingIsRefused) {
   });
 }
 
-TEST(BatchNormTest, WithoutAGroupItIsLibtorchsBatchNorm) {
-  BatchNorm ours(BatchNormOptions(3));
+TEST(SyncBatchNormTest, OnOneRankItIsLibtorchsBatchNorm) {
+  SyncBatchNorm ours(BatchNormOptions(3), ProcessGroup(comm::RankInfo{}));
   torch::nn::BatchNorm1d theirs(3);
   const at::Tensor x = at::randn({4, 3});
   EXPECT_TRUE(at::equal(ours(x), theirs(x)));
   EXPECT_TRUE(at::equal(ours->running_var, theirs->running_var));
-  EXPECT_FALSE(ours->is_synchronized());
-  const auto copy = std::dynamic_pointer_cast<BatchNormImpl>(ours->clone());
+  const auto copy = std::dynamic_pointer_cast<SyncBatchNormImpl>(ours->clone());
   EXPECT_TRUE(at::equal(copy->forward(x), theirs(x)));
 }
 

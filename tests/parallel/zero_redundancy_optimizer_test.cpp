@@ -54,7 +54,7 @@ void expect_plain_adam(const ProcessGroup& group) {
     const double factor = norm > 0.5 ? 0.5 / norm : 1;
     adam.step(1e-2, factor);
     adam.zero_grad();
-    ddp.backward(test::loss_of(ddp(test::batch_of(group.rank(), step))));
+    test::loss_of(ddp(test::batch_of(group.rank(), step))).backward();
     zero.step(1e-2, factor);
     zero.zero_grad();
     for (const auto& parameter : shared->parameters()) EXPECT_FALSE(parameter.grad().defined());
@@ -104,8 +104,8 @@ double float32_difference(const ProcessGroup& group, int64_t width) {
   for (int step = 0; step < 8; ++step) {
     const at::Tensor x =
         at::arange(4 * width).mul(1 + group.rank() + 0.37 * step).cos().view({4, width});
-    whole_ddp.backward(test::loss_of(whole_ddp(x)));
-    shared_ddp.backward(test::loss_of(shared_ddp(x)));
+    test::loss_of(whole_ddp(x)).backward();
+    test::loss_of(shared_ddp(x)).backward();
     adam.step(1e-3);
     zero.step(1e-3);
     adam.zero_grad();
@@ -147,7 +147,7 @@ TEST(ZeroRedundancyOptimizerTest, LibtorchsOptimizersWithGroupsAndClippingOfThei
         [&](const std::vector<LocalShard>& shards) { return make(named(shards)); });
     for (int step = 0; step < 5; ++step) {
       for (Ddp* ddp : {&plain_ddp, &shared_ddp}) {
-        ddp->backward(test::loss_of((*ddp)(test::batch_of(group.rank(), step))));
+        test::loss_of((*ddp)(test::batch_of(group.rank(), step))).backward();
         EXPECT_GT(torch::nn::utils::clip_grad_norm_((*ddp)->parameters(), 0.5), 0.5);
       }
       whole.step();
@@ -168,7 +168,7 @@ TEST(ZeroRedundancyOptimizerTest, AParameterWithoutAGradientKeepsItsValue) {
     const at::Tensor unused = model->extra->weight.detach().clone();
     const at::Tensor used = model->first->weight.detach().clone();
     const auto version = model->first->weight._version();
-    ddp.backward(test::loss_of(ddp(test::batch_of(group.rank()), false)));
+    test::loss_of(ddp(test::batch_of(group.rank()), false)).backward();
     zero.step(1e-2);
     EXPECT_TRUE(model->extra->weight.equal(unused));
     EXPECT_FALSE(model->first->weight.equal(used));

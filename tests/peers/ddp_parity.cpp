@@ -89,8 +89,9 @@ void train(Holder model, const SafetensorsFile& start, const std::string& result
   const at::Tensor x = tensor_of(start.at("data.x")), y = tensor_of(start.at("data.y"));
   for (int64_t step = 0; step < x.size(0); ++step) {
     sgd.zero_grad();
-    ddp.backward(torch::nn::functional::cross_entropy(ddp(x[step][group.rank()]),
-                                                      y[step][group.rank()].flatten()));
+    torch::nn::functional::cross_entropy(ddp(x[step][group.rank()]),
+                                         y[step][group.rank()].flatten())
+        .backward();
     sgd.step();
   }
   if (group.rank() == 0) {

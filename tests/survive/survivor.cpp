@@ -74,7 +74,7 @@ int survive(const std::string& folder, int64_t steps, const Fault& fault) {
     maybe_fail(fault, group.rank(), step);
     const at::Tensor x = batch_of(step, group.rank());
     sgd.zero_grad();
-    ddp.backward((ddp(x) - x.roll(1, 1)).square().mean());
+    (ddp(x) - x.roll(1, 1)).square().mean().backward();
     sgd.step();
     ++step;
     std::this_thread::sleep_for(pause);

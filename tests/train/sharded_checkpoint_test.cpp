@@ -398,7 +398,7 @@ TEST(ShardedCheckpointWriterTest, ADamagedFileChangesNoRanksTensors) {
 // The models of a training whose state is sharded, by world size.
 struct Training {
   explicit Training(const comm::ProcessGroup& group)
-      : sharded(make_model(), group), adam(sharded.named_local_shards()) {}
+      : sharded(make_model(), group), adam(sharded.named_parameters()) {}
 
   static torch::nn::Linear make_model() {
     torch::nn::Linear model(5, 3);
@@ -412,7 +412,7 @@ struct Training {
   // Every rank has the same batch, so the world size changes nothing but roundings.
   void step() {
     const at::Tensor x = at::arange(20, at::kDouble).cos().view({4, 5});
-    sharded.backward(sharded(x).square().sum());
+    sharded(x).square().sum().backward();
     adam.step(1e-2);
     adam.zero_grad();
   }

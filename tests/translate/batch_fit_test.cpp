@@ -4,6 +4,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/data/token_batches.h"
+#include "cohort/translate/layer_runner.h"
 
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -94,6 +95,35 @@ TEST(BatchFitTest, RanksAgree) {
     std::string rows;
     for (const int64_t n : fit.rows) rows += std::to_string(n) + " ";
     EXPECT_EQ(group.broadcast_object(rows), rows);
+  });
+}
+
+// Each rank holds half of the parameters: layers are gathered for the trials as for training.
+TEST(BatchFitTest, BatchesOfAShardedModelAreFittedWithWhatItGathers) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
+    auto model = small_model();
+    set_up_layers(model, /*gradient_checkpointing=*/false);
+    parallel::ParallelModel<nmt::Transformer> sharded(
+        model, group, {.strategy = parallel::Strategy::kZero3}, model->layers());
+    const BatchFitOptions options{.workspace_bytes = 8 * kMiB,
+                                  .longest = 30,
+                                  .most_rows = 1'000'000,
+                                  .tensor_group = group,
+                                  .sharded = &sharded};
+    const BatchFit fit = fit_batches(model, options, group);
+    ASSERT_EQ(fit.rows.size(), 3);
+    for (size_t i = 0; i < fit.rows.size(); ++i) {
+      const int64_t width = (static_cast<int64_t>(i) + 1) * data::kFitStep;
+      const int64_t bytes = batch_bytes(model, fit.rows[i], width, options);
+      EXPECT_LE(bytes, options.workspace_bytes) << width;
+      EXPECT_GT(bytes * 10, options.workspace_bytes * 7) << width;
+    }
+    for (const auto& shard : sharded.local_shards()) EXPECT_FALSE(shard.tensor.grad().defined());
+
+    // A row of one token takes next to nothing: what is left is what the ranks exchange.
+    auto whole = small_model();
+    EXPECT_GT(batch_bytes(model, 1, 1, options), batch_bytes(whole, 1, 1) + 4 * 300 * 32 / 2)
+        << "the tables, of which a rank holds half, are whole in forward and backward";
   });
 }
 

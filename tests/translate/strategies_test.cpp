@@ -71,11 +71,11 @@ class Alone {
 
   void expect_equal(nmt::Transformer& model, Updater& updater) const {
     {
-      const parallel::WholeModel whole(updater.model());
+      const auto whole = updater.model().unsharded();
       EXPECT_LE(difference(model, parameters_), kRounding) << "of the parameters";
     }
     const optim::AveragesInPlace smoothed(updater.average());
-    const parallel::WholeModel whole(updater.model());
+    const auto whole = updater.model().unsharded();
     EXPECT_LE(difference(model, averages_), kRounding) << "of the averages";
   }
 

@@ -79,9 +79,8 @@ at::Tensor absent_parameter(const FlatTensor& place, const at::TensorOptions& op
       "sharding: " + place.name +
           (sharded ? " is sharded, and whole only while its unit runs"
                    : " is updated in parts, and whole only in forward and backward") +
-          ": expected its unit to be called by parallel::unit in the forward of the "
-          "wrapped model, what else is computed with it (a penalty) to be in that forward, "
-          "too, and reads of it to be between unshard() and reshard()");
+          ": expected it to be used in the forward of the wrapped model, within its unit if it has "
+          "one (a penalty on it, too), and to be read elsewhere while unsharded() lives");
 }
 
 // Without it an optimizer made from the module's own parameters would skip them all, and train
@@ -91,8 +90,8 @@ at::Tensor absent_gradient(const FlatTensor& place, const at::TensorOptions& opt
       place, options,
       "sharding: the gradient of " + place.name +
           " is in the ranks' local shards: expected the optimizer to be made from the wrapped "
-          "model's local_shards(), the norm from gradient_norm(), and zero_grad() of that "
-          "optimizer");
+          "model's parameters(), its zero_grad(), and parallel::clip_grad_norm_ of the "
+          "wrapped model");
 }
 
 }  // namespace

@@ -85,8 +85,7 @@ void ShardingEngine::Impl::begin_backward() {
   if (in_backward && !alive.expired()) return;
   clean_up();
   TORCH_CHECK_VALUE(unsharded == 0,
-                    "sharding: a backward between unshard() and reshard(): expected it after "
-                    "reshard()");
+                    "sharding: a backward while unsharded() lives: expected it after that");
   in_backward = true;
   has_reduced = false;
   ++num_backwards;

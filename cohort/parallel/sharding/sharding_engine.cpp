@@ -165,11 +165,11 @@ std::vector<LocalShard> ShardingEngine::Impl::unsharded_state() const {
   return result;
 }
 
-ShardingEngine::ShardingEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
-                               const ShardingOptions& options,
+ShardingEngine::ShardingEngine(std::shared_ptr<torch::nn::Module> model,
+                               const comm::ProcessGroup& group, const ShardingOptions& options,
                                const std::vector<torch::nn::Module*>& units)
-    : impl_(std::make_shared<Impl>(model, group, options)) {
-  sync_initial_state(model, group, options, impl_->ignored);
+    : impl_(std::make_shared<Impl>(std::move(model), group, options)) {
+  sync_initial_state(impl_->model, group, options, impl_->ignored);
   impl_->make_units(units);
   impl_->fill_deferred();
   impl_->cast_buffers();
@@ -206,8 +206,8 @@ uint64_t ShardingEngine::before_forward(size_t unit) {
       !inside_activation_checkpoint(), "sharding: ", my.units[unit].name,
       " runs inside the body of an activation checkpoint: expected that inside the unit");
   TORCH_CHECK_VALUE(my.unsharded == 0,
-                    "sharding: a forward of the wrapped model between unshard() and reshard(): "
-                    "expected it after reshard(), or the module's own forward");
+                    "sharding: a forward of the wrapped model while unsharded() lives: expected it "
+                    "after that, or the module's own forward");
   if (!my.units[unit].place) {
     my.units[unit].place = my.order.size();
     my.order.push_back(unit);
@@ -273,11 +273,24 @@ const std::vector<LocalShard>& ShardingEngine::local_shards() const {
   return impl_->local_shards;
 }
 
+std::vector<std::pair<std::string, at::Tensor>> ShardingEngine::named_parameters() const {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const LocalShard& shard : local_shards())
+    if (shard.tensor.requires_grad()) named.emplace_back(shard.name, shard.tensor);
+  return named;
+}
+
+std::vector<at::Tensor> ShardingEngine::averaged_parameters() const {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : named_parameters()) tensors.push_back(tensor);
+  return tensors;
+}
+
 double ShardingEngine::gradient_norm() {
   const at::NoGradGuard no_grad;
   double sum = 0;
-  for (const LocalShard& shard : impl_->local_shards) {
-    const at::Tensor& gradient = shard.tensor.grad();
+  for (const at::Tensor& parameter : averaged_parameters()) {
+    const at::Tensor& gradient = parameter.grad();
     if (!gradient.defined()) continue;
     // In the gradient's own type unless that is a low one: another would cost a copy. Squares add
     // up in double, so that small tensors are not lost.
@@ -295,7 +308,7 @@ void ShardingEngine::unshard() {
   Impl& my = *impl_;
   TORCH_CHECK_VALUE(
       current_engine != this,
-      "sharding: unshard() inside a forward of the wrapped model: expected it outside");
+      "sharding: unsharded() inside a forward of the wrapped model: expected it outside");
   if (my.unsharded == 0) {
     my.with_unit_context(0, [&] {
       my.refresh();
@@ -306,15 +319,14 @@ void ShardingEngine::unshard() {
   ++my.unsharded;
 }
 
-void ShardingEngine::reshard(bool keep) {
+void ShardingEngine::reshard(bool write_back) {
   Impl& my = *impl_;
-  TORCH_CHECK_VALUE(my.unsharded > 0, "sharding: reshard() without unshard()");
   --my.unsharded;
   for (const auto& bucket : my.buckets) {
-    if (keep) bucket->flat.keep_written();
+    if (write_back) bucket->flat.keep_written();
     if (my.unsharded > 0) continue;
     // What was kept differs from what the other ranks gathered.
-    my.sharded() || keep ? bucket->flat.free() : bucket->flat.hide();
+    my.sharded() || write_back ? bucket->flat.free() : bucket->flat.hide();
   }
 }
 

@@ -7,10 +7,12 @@
 #include <optional>
 #include <string>
 #include <torch/nn/module.h>
+#include <utility>
 #include <vector>
 
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/mixed_precision_options.h"
+#include "cohort/parallel/model_wrapper.h"
 #include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
@@ -72,15 +74,13 @@ struct LocalShard {
   at::Tensor tensor;  ///< One dimension; a leaf with a gradient after backward.
 };
 
-/// Shards a model. Owner: FullyShardedDataParallel; the model must outlive it.
-/// Threads: one.
-class ShardingEngine {
+/// Shards a model. Owner: FullyShardedDataParallel; owns the model. Threads: one.
+class ShardingEngine final : public ModelEngine {
  public:
-  ShardingEngine(torch::nn::Module& model, const comm::ProcessGroup& group,
+  /// The units are those that the model declares (unit.h) and `units`.
+  ShardingEngine(std::shared_ptr<torch::nn::Module> model, const comm::ProcessGroup& group,
                  const ShardingOptions& options, const std::vector<torch::nn::Module*>& units);
-  ~ShardingEngine();
-  ShardingEngine(const ShardingEngine&) = delete;
-  ShardingEngine& operator=(const ShardingEngine&) = delete;
+  ~ShardingEngine() override;
 
   /// The engine whose model's forward this thread is in; null outside.
   static ShardingEngine* current();
@@ -112,24 +112,15 @@ class ShardingEngine {
     return output;
   }
 
-  bool is_unit(const torch::nn::Module& block) const { return find_unit(block).has_value(); }
+  /// Whether `block` is a unit below the model.
+  bool is_unit(const torch::nn::Module& block) const { return find_unit(block).value_or(0) > 0; }
   at::Tensor cast_input(const at::Tensor& input) const;
   at::Tensor cast_output(const at::Tensor& output) const;
 
-  bool set_synchronized(bool on);  ///< Returns what it was; false inside no_sync.
-
   const std::vector<LocalShard>& local_shards() const;
-  /// Norm of the whole gradient, the same on every rank. Collective; blocks.
-  double gradient_norm();
-
-  /// Gathers all parameters, so that the module's own tensors are whole; `reshard` frees them. With
-  /// `keep` this rank's shard of what was written into them stays; with param_dtype, elements that
-  /// were not changed keep the shard's own precision. Within another `unshard` they are whole until
-  /// the outer one's `reshard`. Collective; blocks.
-  /// Errors: c10::ValueError inside a forward of the wrapped model, or if nothing was unsharded. A
-  /// forward or backward in between is refused: the module's own forward, without ranks, is not.
-  void unshard();
-  void reshard(bool keep);
+  std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
+  std::vector<at::Tensor> averaged_parameters() const override;
+  double gradient_norm() override;  ///< Collective; blocks.
 
   /// What each rank of `group` writes into a checkpoint: its local shards, and on the group's first
   /// rank also what is not sharded, buffers and ignored parameters.
@@ -141,6 +132,14 @@ class ShardingEngine {
   int64_t num_units() const;
 
  private:
+  // false inside no_sync.
+  bool set_synchronized(bool on) override;
+  // Gathers all parameters, so that the module's own tensors are whole, until `reshard`. Within
+  // another `unshard` they are whole until the outer one's `reshard`. Collective; blocks.
+  // Errors: c10::ValueError inside a forward of the wrapped model.
+  void unshard() override;
+  void reshard(bool write_back) override;
+
   std::optional<size_t> find_unit(const torch::nn::Module& block) const;
   uint64_t before_forward(size_t unit);
   void after_forward(size_t unit, const std::vector<at::Tensor*>& outputs, uint64_t position);

@@ -37,8 +37,12 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
     int64_t backward = -1;  // this backward
   };
 
-  Impl(torch::nn::Module& m, const comm::ProcessGroup& g, const ShardingOptions& o)
-      : model(m), group(g), options(o), ignored(resolve_names(m, o.ignored)) {}
+  Impl(std::shared_ptr<torch::nn::Module> m, comm::ProcessGroup g, const ShardingOptions& o)
+      : owned_model(std::move(m)),
+        model(*owned_model),
+        group(std::move(g)),
+        options(o),
+        ignored(resolve_names(model, o.ignored)) {}
   ~Impl();
 
   void make_units(const std::vector<torch::nn::Module*>& modules);
@@ -70,6 +74,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   void with_unit_context(size_t unit, const Body& body);
   std::string left_out(size_t unit) const;
 
+  const std::shared_ptr<torch::nn::Module> owned_model;
   torch::nn::Module& model;
   const comm::ProcessGroup group;
   ShardingOptions options;
@@ -83,7 +88,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
 
   std::vector<size_t> order;  // of the units' first forwards
   bool order_known = false;   // a whole forward has run
-  int unsharded = 0;          // one within another
+  int unsharded = 0;          // guards, one within another
   bool synchronized = true;
   bool in_backward = false;   // one has begun and not finished ...
   std::weak_ptr<void> alive;  // ... and owns this until it ends, by an error, too

@@ -7,6 +7,8 @@
 #include <set>
 #include <tuple>
 
+#include "cohort/parallel/sharding/unit.h"
+
 namespace cohort::parallel {
 namespace {
 
@@ -32,6 +34,19 @@ std::optional<std::string> name_below(const torch::nn::Module& model,
        const_cast<torch::nn::Module&>(model).named_modules("", /*include_self=*/false))
     if (item.value().get() == module) return item.key();
   return std::nullopt;
+}
+
+// Those that the model declares, then those of `others` that it does not; each once.
+std::vector<const torch::nn::Module*> all_units(const torch::nn::Module& model,
+                                                const std::vector<torch::nn::Module*>& others) {
+  std::vector<const torch::nn::Module*> units;
+  const auto add = [&](const torch::nn::Module* module) {
+    if (std::ranges::find(units, module) == units.end()) units.push_back(module);
+  };
+  for (const auto& each : const_cast<torch::nn::Module&>(model).modules(/*include_self=*/false))
+    if (dynamic_cast<const UnitBase*>(each.get()) != nullptr) add(each.get());
+  for (const torch::nn::Module* module : others) add(module);
+  return units;
 }
 
 // Parameters that can lie in one bucket, last ones first, as backward reaches them.
@@ -99,7 +114,7 @@ std::vector<UnitParameters> divide_into_units(const torch::nn::Module& model,
   std::vector<UnitParameters> units(1);
   units.front().module = &model;
   std::vector<Tensors> inside{parameters_of(model)};
-  for (const torch::nn::Module* module : modules) {
+  for (const torch::nn::Module* module : all_units(model, modules)) {
     const auto name = name_below(model, module);
     TORCH_CHECK_VALUE(name, "sharding: a unit is expected to be a module below the model");
     units.push_back({.module = module, .name = *name, .buckets = {}});

@@ -25,9 +25,9 @@ std::vector<NamedTensor> all_parameters(const torch::nn::Module& model);
 std::vector<std::string> resolve_names(const torch::nn::Module& model,
                                        const std::vector<std::string>& names);
 
-/// Gives each parameter but those named in `ignored` (full names) to the innermost of the `modules`
-/// around it; one that lies in two side by side, to the whole model. The whole model comes first,
-/// then the modules in their order.
+/// Gives each parameter but those named in `ignored` (full names) to the innermost unit around it;
+/// one that lies in two side by side, to the whole model. The whole model comes first, then the
+/// units: what the model declares (unit.h), in its order, and the other `modules` in theirs.
 /// Errors: c10::ValueError if a module is not below the model.
 std::vector<UnitParameters> divide_into_units(const torch::nn::Module& model,
                                               const std::vector<torch::nn::Module*>& modules,

@@ -19,9 +19,8 @@ namespace cohort::ps {
 /// What an acknowledged push survives: `cohort ps server --acknowledge`.
 enum class Durability {
   kApplied,  ///< Nothing: there is no log. A server that ends loses its state.
-  kLogged,   ///< The death of the server's process. A power failure may cost the last second, and
-             ///< what the disk had not written by then.
-  kSynced,   ///< A power failure. One fdatasync for all pushes that wait.
+  kLogged,  ///< The death of the server's process. A power failure may cost the last second, and what the disk had not written by then.
+  kSynced,  ///< A power failure. One fdatasync for all pushes that wait.
 };
 
 enum class OnTrainerLoss {

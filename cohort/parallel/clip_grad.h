@@ -1,0 +1,33 @@
+// Gradient clipping for every wrapper of a model, by the rules of torch::nn::utils.
+#pragma once
+#include "cohort/parallel/model_wrapper.h"
+
+namespace cohort::parallel {
+
+struct ClipGradNormOptions {
+  /// Throw on every rank if the norm is NaN or infinite. Otherwise the gradients become NaN, as
+  /// torch's do.
+  bool error_if_nonfinite = false;
+};
+
+/// Scales the model's gradients by max_norm / (norm + 1e-6) if that is less than 1. `norm` is the 2
+/// norm of the whole gradient, averaged over ranks. Call it between backward and the optimizer's
+/// step.
+///
+///   loss.backward();
+///   parallel::clip_grad_norm_(model, 1.0);
+///   optimizer.step();
+///
+/// Returns:    the norm before clipping, the same on every rank.
+/// Collective: where the model is sharded; blocks. One number is sent.
+/// Numerics:   squares of the norms of single tensors add up in float64. Parameters in `ignored`
+///             neither count nor change.
+/// Errors:     c10::ValueError if max_norm is negative; c10::Error if error_if_nonfinite.
+double clip_grad_norm_(const ModelWrapper& model, double max_norm,
+                       const ClipGradNormOptions& options = {});
+
+/// Clamps each element of the model's gradients to [-clip_value, clip_value]. Local.
+/// Errors: c10::ValueError if clip_value is negative.
+void clip_grad_value_(const ModelWrapper& model, double clip_value);
+
+}  // namespace cohort::parallel

@@ -1,0 +1,153 @@
+// What DistributedDataParallel, FullyShardedDataParallel and ParallelModel have in common: handles
+// to a module and to the engine that keeps the ranks' copies of it together.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <concepts>
+#include <memory>
+#include <string>
+#include <torch/nn/module.h>
+#include <utility>
+#include <vector>
+
+namespace cohort::parallel {
+
+/// A TORCH_MODULE holder or a shared_ptr to a module. A module by value would be copied.
+template <class T>
+concept ModuleHolder = requires(T& holder) {
+  { *holder } -> std::convertible_to<torch::nn::Module&>;
+};
+
+/// The part of a wrapper that stays in place when the wrapper moves. It owns the module.
+class ModelEngine : public std::enable_shared_from_this<ModelEngine> {
+ public:
+  ModelEngine() = default;
+  virtual ~ModelEngine() = default;
+  ModelEngine(const ModelEngine&) = delete;
+  ModelEngine& operator=(const ModelEngine&) = delete;
+
+  /// As ModelWrapper's functions of these names.
+  virtual std::vector<std::pair<std::string, at::Tensor>> named_parameters() const = 0;
+  virtual double gradient_norm() = 0;
+  /// The tensors whose gradients backward averages over ranks, each once.
+  virtual std::vector<at::Tensor> averaged_parameters() const = 0;
+
+ protected:
+  friend class NoSync;
+  friend class Unsharded;
+  virtual bool set_synchronized(bool on) = 0;  // Returns what it was.
+  virtual void unshard() = 0;
+  virtual void reshard(bool write_back) = 0;
+};
+
+class ModelWrapper;
+
+/// Gradients add up on this rank while this lives: a backward sends nothing, and the first one
+/// afterwards sends the sum. The forward must run while it lives, too. Local.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(const ModelWrapper& model);
+  ~NoSync() { engine_->set_synchronized(before_); }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<ModelEngine> engine_;
+  bool before_;
+};
+
+struct UnshardedOptions {
+  /// Keep what is written into the module's parameters: each rank keeps its part of what it wrote,
+  /// so every rank must write the same values. Elements in param_dtype that nobody changed keep the
+  /// precision of the local shard.
+  bool write_back = false;
+};
+
+/// The module's own parameters are whole while this lives; see ModelWrapper::unsharded.
+class [[nodiscard]] Unsharded {
+ public:
+  explicit Unsharded(const ModelWrapper& model, const UnshardedOptions& options = {});
+  ~Unsharded() { engine_->reshard(options_.write_back); }
+  Unsharded(const Unsharded&) = delete;
+  Unsharded& operator=(const Unsharded&) = delete;
+
+ private:
+  std::shared_ptr<ModelEngine> engine_;
+  UnshardedOptions options_;
+};
+
+/// The base of every wrapper, whatever its module.
+///
+/// Owner: a movable handle; guards and autograd graphs may outlive it. Threads: one.
+/// Errors: c10::ValueError from every function of a wrapper that was moved from.
+class ModelWrapper {
+ public:
+  /// What an optimizer is made of: name and tensor of everything that this rank trains, each shared
+  /// parameter once under its first name. Under DistributedDataParallel these are the module's
+  /// parameters. Sharded, they are this rank's shards of them: one dimension, leaves with a
+  /// gradient after backward, with names as in the plain model. Local.
+  std::vector<std::pair<std::string, at::Tensor>> named_parameters() const {
+    return engine().named_parameters();
+  }
+  std::vector<at::Tensor> parameters() const;
+
+  /// Norm of the whole averaged gradient, the same on every rank. Ignored parameters do not count.
+  /// Collective where the model is sharded; blocks.
+  double gradient_norm() const { return engine().gradient_norm(); }
+
+  /// Accumulates locally while the returned guard lives; sharded, that costs the memory of a whole
+  /// gradient.
+  NoSync no_sync() const { return NoSync(*this); }
+
+  /// Makes the module's own parameters whole while the returned guard lives:
+  ///
+  ///   { auto whole = model.unsharded(); torch::save(net, path); }
+  ///
+  /// The module's own forward then runs without the other ranks. A forward or backward of the
+  /// wrapper is refused where ranks hold shards. Guards may lie in one another: the outer one
+  /// counts. Without write_back, write nothing into the parameters: it would be lost, or would not
+  /// reach the other ranks.
+  /// Collective, the call; blocks. The end of the guard is local.
+  Unsharded unsharded(const UnshardedOptions& options = {}) const {
+    return Unsharded(*this, options);
+  }
+
+  ModelEngine& engine() const;
+
+ protected:
+  explicit ModelWrapper(std::shared_ptr<ModelEngine> engine) : engine_(std::move(engine)) {}
+  ~ModelWrapper() = default;
+  ModelWrapper(ModelWrapper&&) noexcept = default;
+  ModelWrapper& operator=(ModelWrapper&&) noexcept = default;
+
+ private:
+  std::shared_ptr<ModelEngine> engine_;
+};
+
+/// Access to a wrapper's module, as with a holder. Names carry no prefix.
+template <ModuleHolder Holder>
+class ModelHandle : public ModelWrapper {
+ public:
+  Holder& module() const {
+    engine();  // checks that there is one
+    return module_;
+  }
+  auto* operator->() const { return &*module(); }
+  auto& operator*() const { return *module(); }
+  operator torch::nn::Module&() const { return *module(); }  // NOLINT(google-explicit-constructor)
+
+ protected:
+  ModelHandle(Holder module, std::shared_ptr<ModelEngine> engine)
+      : ModelWrapper(std::move(engine)), module_(std::move(module)) {}
+
+ private:
+  mutable Holder module_;
+};
+
+/// The module of a holder. Errors: c10::ValueError if it is empty.
+template <ModuleHolder Holder>
+std::shared_ptr<torch::nn::Module> shared_module(Holder& holder) {
+  TORCH_CHECK_VALUE(static_cast<bool>(holder), "expected a module, got an empty holder");
+  return holder->shared_from_this();
+}
+
+}  // namespace cohort::parallel

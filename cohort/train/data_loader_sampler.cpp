@@ -1,0 +1,85 @@
+#include "cohort/train/data_loader_sampler.h"
+
+#include <algorithm>
+#include <string>
+#include <torch/serialize/archive.h>
+
+#include "cohort/base/error.h"
+
+namespace cohort::train {
+
+struct DataLoaderSampler::State {
+  int64_t num_examples;
+  data::DistributedSampler sampler;
+  std::vector<int64_t> indices{};  // Of the pass that has begun.
+  size_t given = 0;                // Of them.
+  bool begun = false;              // A pass from the sampler's place.
+};
+
+DataLoaderSampler::DataLoaderSampler(const data::DistributedSamplerOptions& options)
+    : state_(
+          std::make_shared<State>(State{options.num_examples, data::DistributedSampler(options)})) {
+}
+
+void DataLoaderSampler::set_epoch(int64_t epoch) {
+  state_->sampler.set_epoch(epoch);
+  state_->begun = false;
+}
+
+int64_t DataLoaderSampler::epoch() const {
+  return state_->sampler.epoch();
+}
+
+void DataLoaderSampler::resume(int64_t consumed) {
+  state_->sampler.resume(consumed);
+  state_->begun = false;
+}
+
+int64_t DataLoaderSampler::consumed_after(int64_t taken) const {
+  return state_->sampler.consumed_after(taken);
+}
+
+int64_t DataLoaderSampler::size() const {
+  return state_->sampler.size();
+}
+
+void DataLoaderSampler::reset(std::optional<size_t> new_size) {
+  State& my = *state_;
+  if (new_size && static_cast<int64_t>(*new_size) != my.num_examples) {
+    throw ConfigError("DataLoaderSampler: expected a data set of " +
+                      std::to_string(my.num_examples) + " examples, found " +
+                      std::to_string(*new_size));
+  }
+  if (my.begun) my.sampler.resume(0);
+  my.indices = my.sampler.indices();
+  my.given = 0;
+  my.begun = true;
+}
+
+std::optional<std::vector<size_t>> DataLoaderSampler::next(size_t batch_size) {
+  State& my = *state_;
+  if (batch_size == 0) throw ConfigError("DataLoaderSampler: expected a batch size > 0, found 0");
+  if (!my.begun) reset();
+  const size_t count = std::min(batch_size, my.indices.size() - my.given);
+  if (count == 0) return std::nullopt;
+  const auto first = my.indices.begin() + static_cast<std::ptrdiff_t>(my.given);
+  my.given += count;
+  return std::vector<size_t>(first, first + static_cast<std::ptrdiff_t>(count));
+}
+
+void DataLoaderSampler::save(torch::serialize::OutputArchive& archive) const {
+  const int64_t taken = state_->begun ? static_cast<int64_t>(state_->given) : 0;
+  archive.write("epoch", c10::IValue(epoch()));
+  archive.write("consumed", c10::IValue(consumed_after(taken)));
+}
+
+void DataLoaderSampler::load(torch::serialize::InputArchive& archive) {
+  c10::IValue epoch;
+  c10::IValue consumed;
+  archive.read("epoch", epoch);
+  archive.read("consumed", consumed);
+  set_epoch(epoch.toInt());
+  resume(consumed.toInt());
+}
+
+}  // namespace cohort::train
