@@ -41,8 +41,8 @@ struct TrainedModel {
   translate::Tokenizers tokenizers;
 };
 
-/// Loads best/ of the run in `model_dir`. Errors: ConfigError that names the file, also for
-/// vocabularies of another model.
+/// Loads best/ of the run in `model_dir`.
+/// Errors: ConfigError that names the file, also for vocabularies of another model.
 inline TrainedModel load_trained(const std::string& model_dir,
                                  const std::vector<std::filesystem::path>& vocabs,
                                  nmt::Precision precision) {

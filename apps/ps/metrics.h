@@ -14,8 +14,9 @@ void check_metrics(const std::string& endpoint);
 /// anew.
 class MetricsEndpoint {
  public:
-  /// `server` must outlive this. Errors: ConfigError that names the endpoint: not an address of
-  /// this host alone (there is no TLS here), or in use.
+  /// `server` must outlive this.
+  /// Errors: ConfigError that names the endpoint: not an address of this host alone (there is no
+  ///         TLS here), or in use.
   MetricsEndpoint(ps::Server& server, const std::string& endpoint);
   ~MetricsEndpoint();
 

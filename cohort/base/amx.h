@@ -10,7 +10,8 @@ bool amx_has_no_tiles();
 
 /// Where amx_has_no_tiles(), sets ONEDNN_MAX_CPU_ISA so that oneDNN goes without AMX, unless it is
 /// set, and says so in one line on stderr. run_program() calls it; a program of your own calls it
-/// before its first tensor. Threads: one, as for setenv.
+/// before its first tensor.
+/// Threads: one, as for setenv.
 void avoid_amx_without_tiles();
 
 }  // namespace cohort

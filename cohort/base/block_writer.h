@@ -13,7 +13,10 @@ namespace cohort {
 /// and drive out what is read more often. Where a file system wants it otherwise, it gets what it
 /// wants.
 ///
-/// Memory: one block. Owner: `file` must outlive this. Threads: one. Errors: FileWriter's.
+/// Memory:  one block.
+/// Owner:   `file` must outlive this.
+/// Threads: one.
+/// Errors:  FileWriter's.
 class BlockWriter {
  public:
   explicit BlockWriter(FileWriter& file);

@@ -14,7 +14,8 @@ struct GpuUse {
 };
 
 /// Asks NVML, libnvidia-ml.so.1, which comes with the driver and is looked for at run time. A
-/// machine without it has no GPUs. Local. Threads: one caller at a time.
+/// machine without it has no GPUs. Local.
+/// Threads: one caller at a time.
 class GpuMonitor {
  public:
   GpuMonitor();
@@ -23,7 +24,8 @@ class GpuMonitor {
   GpuMonitor& operator=(const GpuMonitor&) = delete;
 
   /// Returns the machine's GPUs, in the driver's order, whoever uses them. A figure that the driver
-  /// does not give is NaN. Cost: about a millisecond a GPU.
+  /// does not give is NaN.
+  /// Cost: about a millisecond a GPU.
   std::vector<GpuUse> sample() const;
 
  private:

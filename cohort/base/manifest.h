@@ -57,7 +57,8 @@ struct Manifest {
   /// Errors: ConfigError that names the file: there is none, it is no manifest, was changed, was
   ///         written by a later version, or its ranges are not every element of every tensor once.
   static Manifest read(const std::string& folder);
-  /// Reads JSON, whole or a share. Errors: ConfigError that begins with `where`.
+  /// Reads JSON, whole or a share.
+  /// Errors: ConfigError that begins with `where`.
   static Manifest parse(const std::string& json, const std::string& where);
   /// Errors: ConfigError if a name or the metadata is not UTF-8.
   std::string to_json() const;

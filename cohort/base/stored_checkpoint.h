@@ -49,8 +49,7 @@ Manifest write_share(const std::string& folder, const std::string& part,
 /// safetensors files that it does not name, and what killed saves left. So a checkpoint's folder is
 /// its own.
 /// Errors: ConfigError if it is not whole, or its metadata is not UTF-8; c10::Error if writing
-/// fails:
-///         the checkpoint before stays.
+///         fails: the checkpoint before stays.
 void commit_manifest(const std::string& folder, const Manifest& manifest);
 /// The same, but the files of the checkpoint that was there before stay: removing gigabytes takes
 /// time. Returns their paths, for the caller to remove.
@@ -67,9 +66,10 @@ void discard_share(const std::string& folder, const Manifest& share);
 /// first element is asked for. Those of other programs have no checksums: files are mapped and
 /// their headers checked by the constructor, elements are read when they are asked for.
 ///
-/// Owner: of the mappings; spans die with it. Threads: one.
-/// Errors: ConfigError that names the file: missing, of another size, another SHA-256, of another
-///         save, or with other tensors than the manifest says.
+/// Owner:   of the mappings; spans die with it.
+/// Threads: one.
+/// Errors:  ConfigError that names the file: missing, of another size, another SHA-256, of another
+///          save, or with other tensors than the manifest says.
 class StoredCheckpoint {
  public:
   /// `path`: a folder, or a file of another program. `key`: as TorchFile's.
@@ -85,7 +85,8 @@ class StoredCheckpoint {
   /// Whether a later save has taken its place: files that are not open may be gone.
   bool is_replaced() const;
   std::vector<std::string> parts() const;
-  /// The part's tensors. Version 1 opens its file for that. Errors: ConfigError if there is none.
+  /// The part's tensors. Version 1 opens its file for that.
+  /// Errors: ConfigError if there is none.
   const std::map<std::string, StoredTensor>& part(const std::string& name);
   /// Where elements [begin, end) of a tensor that exists lie, in order.
   std::vector<std::span<const std::byte>> elements(const std::string& part,
@@ -108,8 +109,8 @@ class StoredCheckpoint {
 enum class CheckpointThere { kStays, kIsReplaced };
 
 /// Writes `parts` of a checkpoint into another folder as one rank would: a plain file for each,
-/// with whole tensors. Update and metadata go along. Cost: memory for no more than the disk's
-/// cache.
+/// with whole tensors. Update and metadata go along.
+/// Cost:   memory for no more than the disk's cache.
 /// Errors: as StoredCheckpoint, write_share and commit_manifest; ConfigError if `folder` is the
 ///         checkpoint's own, holds other things than a checkpoint, or a checkpoint that stays: it
 ///         says what would be lost.

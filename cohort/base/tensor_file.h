@@ -45,12 +45,13 @@ class TensorFile {
   const std::vector<TensorView>& tensors() const { return tensors_; }
   /// Returns the tensor, or nullptr.
   const TensorView* find(std::string_view name) const;
-  /// Returns the tensor. Errors: ConfigError that names file and tensor if there is none.
+  /// Returns the tensor.
+  /// Errors: ConfigError that names file and tensor if there is none.
   const TensorView& at(std::string_view name) const;
 
  protected:
-  /// `kind`: what is expected there, "safetensors file" say. Errors: ConfigError that names the
-  /// file: it cannot be read, or is no regular file.
+  /// `kind`: what is expected there, "safetensors file" say.
+  /// Errors: ConfigError that names the file: it cannot be read, or is no regular file.
   TensorFile(const std::string& path, const std::string& kind);
 
   /// Returns whether the name is new.

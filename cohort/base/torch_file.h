@@ -13,7 +13,8 @@ namespace cohort {
 /// that torch::pickle_save wrote, or a module that C++ torch::save wrote, mapped into memory.
 ///
 /// Tensors are in the order of the file, under the keys of the dict, or for modules under the names
-/// of parameters and buffers. Memory: tensors that are not contiguous in the file are copied.
+/// of parameters and buffers.
+/// Memory: tensors that are not contiguous in the file are copied.
 class TorchFile : public TensorFile {
  public:
   /// `key`: where in a dict the state dict is, "state_dict" say; empty: it is the whole file.

@@ -70,8 +70,9 @@ int64_t steady_now_ns();
 
 /// One record in shared memory. A reader in any process sees whole records only (a sequence lock).
 ///
-/// Owner: maps the file until destruction; the file stays. Threads: any may write; writers take
-/// turns. Cost of a write: tens of nanoseconds (bench/trace_cost.cpp).
+/// Owner:   maps the file until destruction; the file stays.
+/// Threads: any may write; writers take turns. Cost of a write: tens of nanoseconds
+///          (bench/trace_cost.cpp).
 class TracePage {
  public:
   /// `path` empty: in this process's memory only. Otherwise the file is made, or taken over.

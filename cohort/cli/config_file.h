@@ -24,9 +24,10 @@ struct FlagOrigin {
 /// Puts the values of the files that `arguments` (without program and commands) name into
 /// `arguments`, but for what the command line or a later file beats: a flag that is given there,
 /// one that a flag there excludes, and one that needs a flag which is false there. Does nothing for
-/// a command without --config. Errors: ConfigError, one line that names file, line and key: cannot
-/// be read; no YAML map; several documents; a key that is no flag of `command`, or twice there; a
-/// value of another form.
+/// a command without --config.
+/// Errors: ConfigError, one line that names file, line and key: cannot be read; no YAML map;
+///         several documents; a key that is no flag of `command`, or twice there; a value of
+///         another form.
 std::vector<FlagOrigin> add_config_values(CLI::App& command, std::vector<std::string>& arguments);
 
 /// The flags of `command`, which has been parsed, by topic, as a file that --config reads. Those

@@ -16,7 +16,8 @@ namespace cohort::comm {
 Fd await_agent_store(const RankInfo& info, Deadline deadline);
 
 /// Asks the store at the other end of `connection` for a sign of life. Returns why none came;
-/// nothing if one did. Errors: ConfigError if it is no store.
+/// nothing if one did.
+/// Errors: ConfigError if it is no store.
 std::string ping(const Fd& connection, const RankInfo& info, Deadline deadline);
 
 /// Connects to the agent's store, which answers already. A wait for it ends after `timeout`.

@@ -28,14 +28,16 @@ struct BackendRequest {
 struct BackendPlugin {
   c10::DeviceType device = c10::DeviceType::CPU;  ///< Where its tensors live.
   /// Connects this rank to its peers. Collective over the ranks of the request's store; blocks, at
-  /// most `timeout`. Errors: ConfigError or c10::ValueError for bad settings; what the backend
-  /// throws for the network's fault.
+  /// most `timeout`.
+  /// Errors: ConfigError or c10::ValueError for bad settings; what the backend throws for the
+  ///         network's fault.
   std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)> make;
 };
 
-/// Makes `plugin` known as `name` in this process; it goes before a backend of that name in a
-/// file. Threads: any. Errors: c10::ValueError if the name is not [a-z0-9_]+, is
-/// registered or in use already, or `make` is empty.
+/// Makes `plugin` known as `name` in this process; it goes before a backend of that name in a file.
+/// Threads: any.
+/// Errors:  c10::ValueError if the name is not [a-z0-9_]+, is registered or in use already, or
+///          `make` is empty.
 void register_backend(const std::string& name, BackendPlugin plugin);
 
 /// Returns the backend called `name`; the reference stays good until the process ends.

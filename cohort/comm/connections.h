@@ -18,7 +18,8 @@ using Endpoint = std::string;
 /// Gloo has no way to end a waiting operation before its timeout, and the client of c10d's store
 /// has no limit where its host is silent: shutting their connections down does it, with an error.
 /// Descriptors stay open and stay their owner's; one that was closed meanwhile, and perhaps given
-/// to another socket, is left alone. Threads: const functions from any thread.
+/// to another socket, is left alone.
+/// Threads: const functions from any thread.
 class Connections {
  public:
   Connections() = default;

@@ -43,8 +43,8 @@ struct FailureWatchCalls {
 /// compares them and declares a failure if two ranks called different collectives. Otherwise
 /// nothing but one look at the store every quarter of a second.
 ///
-/// Owner: the group of all ranks. Threads: `report` from one thread; blocks at most about six
-/// seconds.
+/// Owner:   the group of all ranks.
+/// Threads: `report` from one thread; blocks at most about six seconds.
 class FailureWatch {
  public:
   /// `connection` belongs to the watch: nobody else uses it. `host_dies_with_rank_0`: rank 0 holds

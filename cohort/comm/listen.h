@@ -26,8 +26,9 @@ int port_of(int fd);
 /// Errors: ConfigError that names MASTER_ADDR if it does not resolve.
 Addresses resolve_master(const std::string& host, int port, int type);
 
-/// Returns the IP address of the interface through which packets to `host`:`port` leave.
-/// Nothing is sent. Errors: ConfigError if `host` does not resolve or no route leads to it.
+/// Returns the IP address of the interface through which packets to `host`:`port` leave. Nothing is
+/// sent.
+/// Errors: ConfigError if `host` does not resolve or no route leads to it.
 std::string local_address_towards(const std::string& host, int port);
 
 /// A network interface and its first address; IPv4 before IPv6.
@@ -47,12 +48,13 @@ Interface find_interface(const std::string& name, const std::string& asked_by);
 
 /// Returns the interface that the environment asks for: GLOO_SOCKET_IFNAME is a name,
 /// NCCL_SOCKET_IFNAME NCCL's list of prefixes ("eth,ib", "^docker" excludes, "=eth0" is exact). An
-/// interface without a name if neither is set. Errors: ConfigError if no usable interface fits;
-/// lists them.
+/// interface without a name if neither is set.
+/// Errors: ConfigError if no usable interface fits; lists them.
 Interface interface_of_environment();
 
 /// Returns an address at which other hosts can reach this one: of the first interface that is no
-/// loopback. Errors: ConfigError if there is none.
+/// loopback.
+/// Errors: ConfigError if there is none.
 std::string first_outside_address();
 
 }  // namespace cohort::comm

@@ -43,7 +43,8 @@ void check_written(const at::Tensor& tensor, const char* operation,
                    const c10d::ProcessGroup& backend);
 void check_rank(int rank, int size, const char* operation, const char* role);
 
-/// The collectives of process_group.h. Errors: c10::ValueError for bad arguments.
+/// The collectives of process_group.h.
+/// Errors: c10::ValueError for bad arguments.
 Operation all_reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, ReduceOp op,
                         CallSite site);
 Operation reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, int root, ReduceOp op,

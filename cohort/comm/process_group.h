@@ -39,14 +39,16 @@ class ProcessGroup;
 /// An operation that has begun. Its tensors belong to it until `wait` has returned: destroying it
 /// before leaves what they hold undefined. It keeps its group and its tensors alive.
 ///
-/// Owner: the caller. Threads: one.
+/// Owner:   the caller.
+/// Threads: one.
 class [[nodiscard]] Work {
  public:
   Work(Work&&) noexcept;
   Work& operator=(Work&&) noexcept;
   ~Work();
 
-  /// Blocks until the result is there. A second call returns at once. Errors: as ProcessGroup.
+  /// Blocks until the result is there. A second call returns at once.
+  /// Errors: as ProcessGroup.
   void wait(CallSite site = CallSite::here());
 
  private:
@@ -68,24 +70,25 @@ struct SubgroupOptions {
 /// A handle to a process group: this rank's connections to its peers. Copies refer to one group,
 /// which lives as long as one of them or what was made with it. An empty handle refers to none.
 ///
-/// Threads: one caller at a time. A watching thread of its own answers when a peer asks who is
-/// alive. Collective: the constructor, every operation and `close`; same order on every rank.
-/// Names and meanings of the collectives are torch.distributed's.
-/// Tensors: on a device that the backend serves, of the same shape and dtype on every rank
-///          (all_to_all: its splits may differ). Of any strides: what is not contiguous is copied
-///          before, and after where it is written. Tensors are handles, so a temporary view will
-///          do: `group.all_reduce(x.narrow(0, 0, 4))`. Collectives that move data take every
-///          dtype; those that reduce take bool (kMax, kMin, kBand, kBor), uint8, int8, int32,
-///          int64, float16, bfloat16, float32 and float64. Autograd records none of them: what is
-///          written in place keeps its history, and a leaf that requires a gradient may be
-///          written. Its version goes up: a backward that needs the old values is an error.
-/// Blocks:  every operation, until its result is there, except those called `_async`.
-/// Errors:  PeerError from any of them when a rank is lost or late, or when ranks call different
-///          things; it names the ranks as far as the survivors can tell. The group, its parent and
-///          its sub-groups are dead after it. c10::ValueError for bad arguments, of an empty
-///          handle and after `close`, before anything is sent.
-/// `site`, a last argument everywhere, is filled in by the compiler: where the call stands, for
-/// traces and errors.
+/// Threads:    one caller at a time. A watching thread of its own answers when a peer asks who is
+///             alive.
+/// Collective: the constructor, every operation and `close`; same order on every rank. Names and
+///             meanings of the collectives are torch.distributed's.
+/// Tensors:    on a device that the backend serves, of the same shape and dtype on every rank
+///             (all_to_all: its splits may differ). Of any strides: what is not contiguous is
+///             copied before, and after where it is written. Tensors are handles, so a temporary
+///             view will do: `group.all_reduce(x.narrow(0, 0, 4))`. Collectives that move data take
+///             every dtype; those that reduce take bool (kMax, kMin, kBand, kBor), uint8, int8,
+///             int32, int64, float16, bfloat16, float32 and float64. Autograd records none of them:
+///             what is written in place keeps its history, and a leaf that requires a gradient may
+///             be written. Its version goes up: a backward that needs the old values is an error.
+/// Blocks:     every operation, until its result is there, except those called `_async`.
+/// Errors:     PeerError from any of them when a rank is lost or late, or when ranks call different
+///             things; it names the ranks as far as the survivors can tell. The group, its parent
+///             and its sub-groups are dead after it. c10::ValueError for bad arguments, of an empty
+///             handle and after `close`, before anything is sent. `site`, a last argument
+///             everywhere, is filled in by the compiler: where the call stands, for traces and
+///             errors.
 class ProcessGroup {
  public:
   /// An empty handle.
@@ -122,8 +125,10 @@ class ProcessGroup {
                         CallSite site = CallSite::here()) const;
 
   /// Replaces `tensor` by the sum (or other `op`) over ranks, in place, on every rank, and returns
-  /// it. Shapes: any. Numerics: in the tensor's dtype. Cost: 2 (W-1)/W of the bytes sent per rank
-  /// (ring).
+  /// it.
+  /// Shapes:   any.
+  /// Numerics: in the tensor's dtype.
+  /// Cost:     2 (W-1)/W of the bytes sent per rank (ring).
   at::Tensor all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
                         CallSite site = CallSite::here()) const;
   Work all_reduce_async(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
@@ -148,10 +153,11 @@ class ProcessGroup {
   /// Fills `outputs`, W tensors of `tensor`'s shape and dtype, with every rank's tensor, by rank.
   Work all_gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& tensor,
                         CallSite site = CallSite::here()) const;
-  /// Fills `output` with every rank's `input`, by rank. Shapes: `output` has W times `input`'s
-  /// elements, same dtype; `input` may be this rank's part of it, which saves a copy. Cost: W-1
-  /// times `input`'s bytes sent and received per rank, over Gloo on one host straight from rank to
-  /// rank, in place.
+  /// Fills `output` with every rank's `input`, by rank.
+  /// Shapes: `output` has W times `input`'s elements, same dtype; `input` may be this rank's part
+  ///         of it, which saves a copy.
+  /// Cost:   W-1 times `input`'s bytes sent and received per rank, over Gloo on one host straight
+  ///         from rank to rank, in place.
   void all_gather_into(const at::Tensor& output, const at::Tensor& input,
                        CallSite site = CallSite::here()) const;
   /// `of`: what is gathered, which ranks then compare, too, and errors name.
@@ -171,11 +177,12 @@ class ProcessGroup {
   Work scatter_async(const at::Tensor& output, const std::vector<at::Tensor>& inputs, int root = 0,
                      CallSite site = CallSite::here()) const;
   /// Reduces `input` over ranks and leaves the rank-th of its W equal parts in `output`.
-  /// Shapes: `input` has W times `output`'s elements, same dtype. `output` may be this rank's part
-  /// of `input`; otherwise `input` keeps its content.
-  /// Numerics: in the tensor's dtype; over Gloo in the order of ranks. Cost: (W-1)/W of the bytes
-  /// sent per rank; over Gloo straight from rank to rank, then a local sum (its own sends more,
-  /// docs/comm.md), which needs memory for W-2 parts, and for one more where `output` is `input`'s.
+  /// Shapes:   `input` has W times `output`'s elements, same dtype. `output` may be this rank's
+  ///           part of `input`; otherwise `input` keeps its content.
+  /// Numerics: in the tensor's dtype; over Gloo in the order of ranks.
+  /// Cost:     (W-1)/W of the bytes sent per rank; over Gloo straight from rank to rank, then a
+  ///           local sum (its own sends more, docs/comm.md), which needs memory for W-2 parts, and
+  ///           for one more where `output` is `input`'s.
   void reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                       ReduceOp op = ReduceOp::kSum, CallSite site = CallSite::here()) const;
   /// `of`: as all_gather_into_async's.
@@ -200,9 +207,9 @@ class ProcessGroup {
   void send(const at::Tensor& tensor, int to, int tag = 0, CallSite site = CallSite::here()) const;
   Work send_async(const at::Tensor& tensor, int to, int tag = 0,
                   CallSite site = CallSite::here()) const;
-  /// Fills `tensor` with what rank `from` sends, and returns it. Errors: c10::ValueError, from
-  /// `wait` of the asynchronous form, if the sender's dtype or number of elements differs; that
-  /// message is lost then, and others are not.
+  /// Fills `tensor` with what rank `from` sends, and returns it.
+  /// Errors: c10::ValueError, from `wait` of the asynchronous form, if the sender's dtype or number
+  ///         of elements differs; that message is lost then, and others are not.
   at::Tensor recv(const at::Tensor& tensor, int from, int tag = 0,
                   CallSite site = CallSite::here()) const;
   Work recv_async(const at::Tensor& tensor, int from, int tag = 0,
@@ -212,7 +219,8 @@ class ProcessGroup {
   /// differ between ranks; so with the two below.
   std::string broadcast_object(const std::string& object, int root = 0,
                                CallSite site = CallSite::here()) const;
-  /// Returns every rank's object, by rank, on every rank. Memory: W times the longest.
+  /// Returns every rank's object, by rank, on every rank.
+  /// Memory: W times the longest.
   std::vector<std::string> all_gather_object(const std::string& object,
                                              CallSite site = CallSite::here()) const;
   /// Returns every rank's object, by rank, on rank `root`; nothing elsewhere.

@@ -39,7 +39,8 @@ struct ProfilerOptions {
 /// step as "ProfilerStep#N", and what the backend of the process group did on tracks of its own,
 /// called "communication", with the bytes of this rank's tensors beside each operation.
 ///
-/// Local. Threads: one, the training loop's. One at a time in a process.
+/// Local.
+/// Threads: one, the training loop's. One at a time in a process.
 class Profiler {
  public:
   /// Errors: c10::ValueError for numbers of steps out of range; ConfigError that names a folder

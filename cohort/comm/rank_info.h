@@ -48,16 +48,17 @@ struct RankInfoOptions {
 /// variables, Open MPI's, Slurm's, Paddle's. If none is set, the job is one process (source says
 /// so).
 ///
-/// Local. Errors: ConfigError that lists the missing variables of an incomplete environment, or
-/// names the variable that is no number or out of range, or a dist_url of another form, or one
-/// given beside master_addr or master_port. An incomplete environment never becomes a job of one
-/// process. docs/comm.md lists each launcher's variables.
+/// Local.
+/// Errors: ConfigError that lists the missing variables of an incomplete environment, or names the
+///         variable that is no number or out of range, or a dist_url of another form, or one given
+///         beside master_addr or master_port. An incomplete environment never becomes a job of one
+///         process. docs/comm.md lists each launcher's variables.
 RankInfo rank_info_from_environment(const RankInfoOptions& options = {});
 
 /// Returns the rank info of `rank` among `endpoints`, "host:port" each, in the order of ranks; rank
 /// 0's store listens at the first one. (What Paddle's environment and ps::plan's mode kCollective
-/// list.) Local. Errors: ConfigError that names `name`: no such rank, or an endpoint of another
-/// form.
+/// list.) Local.
+/// Errors: ConfigError that names `name`: no such rank, or an endpoint of another form.
 RankInfo rank_info_from_endpoints(const std::vector<std::string>& endpoints, int rank,
                                   const std::string& name = "endpoints");
 
@@ -66,8 +67,9 @@ RankInfo rank_info_from_endpoints(const std::vector<std::string>& endpoints, int
 std::optional<std::pair<std::string, std::string>> launcher_rank_variable();
 
 /// Returns the device that this rank computes on: its local rank, or 0 where the rank sees one
-/// device only (as under Slurm's --gpus-per-task). Errors: ConfigError if this host runs more ranks
-/// than it has devices, or has none, or if the local rank is not known yet.
+/// device only (as under Slurm's --gpus-per-task).
+/// Errors: ConfigError if this host runs more ranks than it has devices, or has none, or if the
+///         local rank is not known yet.
 int device_index(const RankInfo& info, int num_devices);
 
 }  // namespace cohort::comm

@@ -17,11 +17,13 @@ class CollectiveLog;
 /// The trace page of one file, shared by the logs of all groups.
 ///
 /// While one group waits inside a collective, another one's end does not hide that: the page shows
-/// the wait that began last. Threads: any.
+/// the wait that began last.
+/// Threads: any.
 class RankTrace {
  public:
   /// The trace of `file`: there is one in a process while somebody holds it. Empty: a new one, in
-  /// memory only. Errors: ConfigError that names a file that cannot be made.
+  /// memory only.
+  /// Errors: ConfigError that names a file that cannot be made.
   static std::shared_ptr<RankTrace> open(const std::string& file);
 
   /// Shows what `log` does now.

@@ -44,8 +44,8 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
 
 /// The host of this process: its name (COHORT_HOST_NAME, else the system's), "/" and what tells
 /// apart machines, and network and process namespaces of one. Equal for processes of one host; with
-/// different COHORT_HOST_NAME, ranks of one machine count as ranks of several hosts.
-/// Local. Errors: ConfigError if COHORT_HOST_NAME has a space or a slash.
+/// different COHORT_HOST_NAME, ranks of one machine count as ranks of several hosts. Local.
+/// Errors: ConfigError if COHORT_HOST_NAME has a space or a slash.
 std::string own_host();
 
 /// Gives `info` the local rank and world size that `hosts`, one for each rank, imply. Local.

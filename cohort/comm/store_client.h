@@ -34,20 +34,23 @@ std::mutex& connecting();
 /// Connects to a port of rank 0's host; tries again until `talk` finds there what it looks for.
 ///
 /// `talk`: speaks first over the new connection, at most until the deadline; returns why nobody is
-/// there, or nothing. Errors: ConfigError if the host does not resolve; what `talk` throws;
-/// c10::DistNetworkError if nobody is there before `deadline`.
+/// there, or nothing.
+/// Errors: ConfigError if the host does not resolve; what `talk` throws; c10::DistNetworkError if
+///         nobody is there before `deadline`.
 Fd find_store(const std::string& host, int port, Deadline deadline,
               const std::function<std::string(const Fd& connection)>& talk);
 
 /// A connection to a StoreServer, as c10d's users expect it.
 ///
-/// Owner: shared. Threads: any; one call at a time, the others wait for it, also where it waits for
-/// keys. Every call ends within the store's timeout (`wait`: within its own; 0: never), or at most
-/// kAnswerTime later; what came too late for one call is not taken for the answer to another.
-/// Errors: c10::DistStoreError: keys that did not come in time, a value that is no number (`add`).
-///         c10::DistNetworkError: the server is gone or silent; then the connection is dead.
-///         c10::ValueError: a key above 4 KiB, a message above 256 MiB. Nothing was sent.
-/// There are no queues, and no list of keys. Nothing is written to stderr.
+/// Owner:   shared.
+/// Threads: any; one call at a time, the others wait for it, also where it waits for keys. Every
+///          call ends within the store's timeout (`wait`: within its own; 0: never), or at most
+///          kAnswerTime later; what came too late for one call is not taken for the answer to
+///          another.
+/// Errors:  c10::DistStoreError: keys that did not come in time, a value that is no number (`add`).
+///          c10::DistNetworkError: the server is gone or silent; then the connection is dead.
+///          c10::ValueError: a key above 4 KiB, a message above 256 MiB. Nothing was sent. There
+///          are no queues, and no list of keys. Nothing is written to stderr.
 class StoreClient final : public c10d::Store {
  public:
   /// Waits for a server that starts later, at most until `deadline`.

@@ -54,7 +54,8 @@ struct StoreMessage {
 std::string store_proof(const std::string& secret, const std::string& who,
                         std::string_view client_nonce, std::string_view server_nonce);
 
-/// Returns a message's frame. Errors: c10::ValueError if it is longer than kLongestStoreMessage.
+/// Returns a message's frame.
+/// Errors: c10::ValueError if it is longer than kLongestStoreMessage.
 std::string frame_of(StoreWord kind, const std::vector<std::string_view>& fields);
 
 /// Returns the message at the front of `bytes`; nothing if it is not whole yet.

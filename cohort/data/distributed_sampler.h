@@ -57,7 +57,8 @@ class DistributedSampler {
   explicit DistributedSampler(const DistributedSamplerOptions& options);
 
   /// Chooses the epoch (>= 0; first: 0) and starts at its beginning. Call it on all ranks before
-  /// indices(), or every epoch has the same order. Errors: ConfigError if negative.
+  /// indices(), or every epoch has the same order.
+  /// Errors: ConfigError if negative.
   void set_epoch(int64_t epoch);
   int64_t epoch() const { return epoch_; }
 

@@ -126,7 +126,8 @@ struct EpochPart {
 /// number of ranks say, the sentences that nobody has trained on are planned anew; too few of them
 /// for an update are left out, and counted in `num_dropped`.
 ///
-/// Local. Errors: as plan_batches(), and ConfigError if a part has more batches than its plan.
+/// Local.
+/// Errors: as plan_batches(), and ConfigError if a part has more batches than its plan.
 BatchPlan plan_rest(std::span<const PairLength> lengths, const BatchOptions& options, int64_t epoch,
                     std::span<const EpochPart> done);
 

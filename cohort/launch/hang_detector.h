@@ -18,7 +18,8 @@ namespace cohort::launch {
 /// all ranks, with the stacks of the missing ranks, which are requested by signal and awaited for
 /// one second. A stopped rank (state T) counts as missing in any collective; one that was stopped
 /// for the whole period is returned as failed, one that a debugger holds is not. Workers without a
-/// trace page are never reported. Threads: none; nothing blocks.
+/// trace page are never reported.
+/// Threads: none; nothing blocks.
 class HangDetector {
  public:
   using Clock = std::chrono::steady_clock;

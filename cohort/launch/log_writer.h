@@ -12,8 +12,7 @@ namespace cohort::launch {
 
 /// Writes to files what it is given, in that order.
 /// Threads: used by one. Its own begins with the first write(), and blocks no signal's handling,
-/// for
-///          the launcher blocks them first.
+///          for the launcher blocks them first.
 class LogWriter {
  public:
   class File;

@@ -45,7 +45,8 @@ struct NodeCount {
   std::string text() const;  ///< "2" or "1:4".
 };
 
-/// Reads "2" or "1:4". Errors: ConfigError that names --nnodes.
+/// Reads "2" or "1:4".
+/// Errors: ConfigError that names --nnodes.
 NodeCount parse_node_count(const std::string& text);
 
 struct RunOptions;

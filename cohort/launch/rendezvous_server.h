@@ -48,8 +48,8 @@ inline constexpr std::chrono::milliseconds kReconnectTime{3000};
 /// failed; only the last counts as a restart. A lost peer (exit code 3) counts as the failure only
 /// if no other cause appears in the time in which a lost node would be noticed. The job ends when
 /// all nodes of a round are done; when a worker failed for its configuration, or once more than
-/// max_restarts; and when fewer than nnodes.min nodes are connected for rdzv_timeout. Threads: none
-/// of its own; poll() never blocks.
+/// max_restarts; and when fewer than nnodes.min nodes are connected for rdzv_timeout.
+/// Threads: none of its own; poll() never blocks.
 class RendezvousServer {
  public:
   /// `listener`: as listen_if_local returned it. `master_addr`: sent to the nodes.

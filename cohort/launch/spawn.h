@@ -33,8 +33,9 @@ int spawn(RunOptions options);
 /// sees. It ends with what `function` returns, or as under run_program: an exception becomes an
 /// exit code, and its text is in the report. Its standard input is empty, descriptors that are
 /// marked close-on-exec are closed, and neither atexit functions nor destructors of static objects
-/// run. options.nproc_per_node is not read: it is `nprocs`. Threads:  as above. Tensor operations
-/// and devices start threads: use none of them before. Errors:   as above, and an empty function.
+/// run. options.nproc_per_node is not read: it is `nprocs`.
+/// Threads: as above. Tensor operations and devices start threads: use none of them before.
+/// Errors:  as above, and an empty function.
 int spawn(const WorkerFunction& function, int nprocs, RunOptions options = {});
 
 }  // namespace cohort::launch

@@ -47,12 +47,12 @@ struct Worker {
 /// Starts one worker per local rank, copies what they write, notices how they end, and stops them.
 ///
 /// When a worker fails, the others have options.grace to leave, then SIGTERM, 3 seconds later
-/// SIGKILL. Where the job may restart nothing is gained by waiting: then SIGTERM goes out at
-/// once and SIGKILL after the grace, unless all that is known is a lost peer (exit code 3). One
-/// that SIGKILL does not end within kKillTime is left behind. Where workers are independent
+/// SIGKILL. Where the job may restart nothing is gained by waiting: then SIGTERM goes out at once
+/// and SIGKILL after the grace, unless all that is known is a lost peer (exit code 3). One that
+/// SIGKILL does not end within kKillTime is left behind. Where workers are independent
 /// (RunOptions), one that fails is restarted alone, max_restarts times in all, and under
-/// on_trainer_loss "continue" the others then continue without it. Threads: from the main thread,
-/// while there is no other (it forks).
+/// on_trainer_loss "continue" the others then continue without it.
+/// Threads: from the main thread, while there is no other (it forks).
 class WorkerGroup {
  public:
   using Clock = std::chrono::steady_clock;

@@ -16,8 +16,8 @@ uint64_t splitmix64_finalizer(uint64_t bits);
 /// The dropout of one model on one rank: which elements fall is a function of (seed, number of the
 /// call).
 ///
-/// Owner: the model. Threads: one. `call` is the whole state: put back, the same elements fall
-/// again.
+/// Owner:   the model.
+/// Threads: one. `call` is the whole state: put back, the same elements fall again.
 struct DropoutStream {
   uint64_t seed = 0;
   uint64_t call = 0;
@@ -40,8 +40,9 @@ at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream);
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part = {});
 /// Returns dropout(gelu(x)), the exact gelu, and dropout(x * logistic(x)) in one pass. An element's
-/// result is the same bits wherever it stands and whatever stands beside it. Numerics: float32
-/// inside (float64 for float64); the error of gelu is below 1e-7 |x|, and what rounding adds.
+/// result is the same bits wherever it stands and whatever stands beside it.
+/// Numerics: float32 inside (float64 for float64); the error of gelu is below 1e-7 |x|, and what
+///           rounding adds.
 at::Tensor gelu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part = {});
 at::Tensor swish_dropout(const at::Tensor& x, double p, DropoutStream& stream,
@@ -51,7 +52,8 @@ at::Tensor swish_dropout(const at::Tensor& x, double p, DropoutStream& stream,
 /// sequence's length and, if `causal`, not after the query. Others get 0.
 ///
 /// Shapes: scores_BHQK, contiguous; key_lengths_B int64 in [1, K]. part.size is that of whole
-/// sentences, H Q K. Errors: c10::ValueError for others.
+///         sentences, H Q K.
+/// Errors: c10::ValueError for others.
 at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B,
                           bool causal, double scale, double p, DropoutStream& stream,
                           const DropoutPart& part = {});
@@ -101,10 +103,12 @@ struct Candidate {
 };
 
 /// Log softmax of rows of scores, computed where it is asked for; a row's answers depend on that
-/// row alone. Keeps the scores' tensor. Threads: one.
+/// row alone. Keeps the scores' tensor.
+/// Threads: one.
 class LogProbs {
  public:
-  /// scores_NV in the compute type. Errors: c10::Error if a row holds what is not finite.
+  /// scores_NV in the compute type.
+  /// Errors: c10::Error if a row holds what is not finite.
   explicit LogProbs(const at::Tensor& scores_NV);
 
   double at(int64_t row, int64_t column) const;

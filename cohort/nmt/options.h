@@ -41,10 +41,12 @@ struct TransformerOptions {
 /// Errors: ConfigError for another name.
 TransformerOptions preset(const std::string& name);
 
-/// Parses Marian's --transformer-postprocess: "da" is kPre, "dan" kPost. Errors: ConfigError.
+/// Parses Marian's --transformer-postprocess: "da" is kPre, "dan" kPost.
+/// Errors: ConfigError.
 Norm parse_norm(const std::string& text);
 std::string to_string(Norm norm);  ///< As parse_norm reads it.
-/// Parses "relu", "gelu" or "swish". Errors: ConfigError.
+/// Parses "relu", "gelu" or "swish".
+/// Errors: ConfigError.
 Activation parse_activation(const std::string& text);
 std::string to_string(Activation activation);
 
@@ -57,8 +59,8 @@ enum class Precision { kFloat32, kBFloat16 };
 
 /// Returns bfloat16 if this CPU multiplies it natively, else float32.
 Precision best_precision();
-/// Parses "float32", "bfloat16" or "auto". Errors: ConfigError, also for bfloat16 that this CPU
-/// cannot multiply.
+/// Parses "float32", "bfloat16" or "auto".
+/// Errors: ConfigError, also for bfloat16 that this CPU cannot multiply.
 Precision parse_precision(const std::string& text);
 std::string to_string(Precision precision);
 

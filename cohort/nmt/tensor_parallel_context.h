@@ -17,7 +17,8 @@ namespace cohort::nmt {
 /// what communicates.
 ///
 /// All shards make the same calls in the same order, in backward too. "Replicated": the same on
-/// every shard, bit by bit. Threads: one.
+/// every shard, bit by bit.
+/// Threads: one.
 class TensorParallelContext {
  public:
   /// Of an unsharded model.

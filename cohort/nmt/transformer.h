@@ -192,8 +192,9 @@ struct DecoderState {
 ///
 /// Parameters carry the names of torch.nn.Transformer's where it has them. With tied embeddings
 /// there is no "generator.weight"; with tied_embeddings_all the one table is "embedding". A
-/// post-norm model has no "encoder.norm" and "decoder.norm". Threads: one. Local. Errors:
-/// c10::ValueError for ids or lengths out of range.
+/// post-norm model has no "encoder.norm" and "decoder.norm".
+/// Threads: one. Local.
+/// Errors:  c10::ValueError for ids or lengths out of range.
 class TransformerImpl : public torch::nn::Module {
  public:
   /// On the meta device parameters have no memory and no values: see Initialiser.
@@ -211,8 +212,8 @@ class TransformerImpl : public torch::nn::Module {
   /// smoothed_cross_entropy.
   std::tuple<at::Tensor, at::Tensor> forward(const Batch& batch);
   /// Log p (natural) of each of the batch's labels that is no padding, row by row: float64, without
-  /// gradients; their sum is the negative of forward's plain loss. Errors: c10::Error if one is not
-  /// finite.
+  /// gradients; their sum is the negative of forward's plain loss.
+  /// Errors: c10::Error if one is not finite.
   at::Tensor log_probabilities(const Batch& batch);
 
   at::Tensor encode(const at::Tensor& source_BS, const at::Tensor& lengths_B);

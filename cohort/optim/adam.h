@@ -36,15 +36,15 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn
 /// Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 class Adam {
  public:
-  /// `parameters`: name and tensor; contiguous, float32 or float64, and one type for all.
-  /// With a state_folder: on the CPU. Errors: ConfigError if the folder has no room for the
-  /// moments.
+  /// `parameters`: name and tensor; contiguous, float32 or float64, and one type for all. With a
+  /// state_folder: on the CPU.
+  /// Errors: ConfigError if the folder has no room for the moments.
   explicit Adam(std::vector<std::pair<std::string, at::Tensor>> parameters,
                 const AdamOptions& options = {});
 
   /// Updates every parameter from its gradient times `gradient_factor` (the clipping, without a
-  /// pass of its own). Errors: c10::ValueError for a gradient that is not contiguous or of another
-  /// shape.
+  /// pass of its own).
+  /// Errors: c10::ValueError for a gradient that is not contiguous or of another shape.
   void step(double learning_rate, double gradient_factor = 1);
 
   /// Forgets the gradients: they become undefined. The next backward then writes each one once,

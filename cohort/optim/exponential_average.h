@@ -10,10 +10,10 @@ namespace cohort::optim {
 /// Exponential moving average of parameters.
 ///
 /// After update t (from 1): average += rate * (parameter - average), with rate = max(alpha, 9 / (t
-/// + 9)), so that the first updates, which are far from any good value, are soon forgotten. Owner:
-/// the averages, one tensor of the same shape and type per parameter. Threads: one. Local: ranks
-/// with equal parameters have equal averages. Source of the idea: Polyak and Juditsky 1992; the
-/// warm start is TensorFlow's.
+/// + 9)), so that the first updates, which are far from any good value, are soon forgotten.
+/// Owner:   the averages, one tensor of the same shape and type per parameter.
+/// Threads: one. Local: ranks with equal parameters have equal averages. Source of the idea: Polyak
+///          and Juditsky 1992; the warm start is TensorFlow's.
 class ExponentialAverage {
  public:
   /// `alpha` in (0, 1): the weight of the newest parameters.

@@ -46,12 +46,14 @@ using ActivationCheckpointBody =
 /// backward gathers a unit's parameters before the body runs again. A unit inside a body is
 /// rejected. Under DistributedDataParallel it may be anywhere in the model.
 /// Owner:   the body is kept until its part of the graph goes; sources must live until the
-/// backward. Memory:  during backward, what one body keeps. Cost: the body's forward once more, and
-/// in the first run a visit of each node that it records.
+///          backward.
+/// Memory:  during backward, what one body keeps.
+/// Cost:    the body's forward once more, and in the first run a visit of each node that it
+///          records.
 /// Threads: as the forward around it. Local.
-/// Errors:  c10::ValueError for a tensor that the body uses, that has a history, and that is neither
-///          an input nor a parameter; and for a parameter computed from others that it uses.
-///          c10::NotImplementedError for a backward with create_graph.
+/// Errors:  c10::ValueError for a tensor that the body uses, that has a history, and that is
+///          neither an input nor a parameter; and for a parameter computed from others that it
+///          uses. c10::NotImplementedError for a backward with create_graph.
 /// Source:  Chen et al. 2016, arXiv:1604.06174.
 std::vector<at::Tensor> activation_checkpoint(ActivationCheckpointBody body,
                                               const std::vector<at::Tensor>& inputs,

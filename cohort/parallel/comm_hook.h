@@ -35,10 +35,11 @@ using CommHook = std::function<TensorFuture(const comm::ProcessGroup&, Bucket)>;
 
 /// Starts the sum of `tensor` over ranks, in place, and returns its future.
 ///
-/// Collective, does not block. Numerics: in the tensor's dtype, nothing is divided. A sparse tensor
-/// is summed as a sparse one. The tensor belongs to the call until the future is complete. Errors:
-/// a lost peer's is thrown or ends in the future; the end of loss.backward() makes it a
-/// PeerError.
+/// Collective, does not block.
+/// Numerics: in the tensor's dtype, nothing is divided. A sparse tensor is summed as a sparse one.
+///           The tensor belongs to the call until the future is complete.
+/// Errors:   a lost peer's is thrown or ends in the future; the end of loss.backward() makes it a
+///           PeerError.
 TensorFuture start_all_reduce(const comm::ProcessGroup& group, const at::Tensor& tensor);
 
 /// Returns the future of `next(value)`. `next` runs without gradient mode on the thread that
@@ -49,7 +50,8 @@ TensorFuture then(const TensorFuture& future, std::function<at::Tensor(const at:
 /// Returns a future that holds `tensor` already.
 TensorFuture ready(const at::Tensor& tensor);
 
-/// Waits for `future` and returns its tensor. Errors: what the future holds.
+/// Waits for `future` and returns its tensor.
+/// Errors: what the future holds.
 at::Tensor wait_tensor(const TensorFuture& future);
 
 }  // namespace cohort::parallel

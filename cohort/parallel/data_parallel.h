@@ -28,11 +28,13 @@ std::vector<Chunk> split_rows(int64_t rows, size_t num_devices);
 
 /// Copies of a module that follow it: the first device has the module itself.
 ///
-/// Owner: DataParallel. Threads: one.
+/// Owner:   DataParallel.
+/// Threads: one.
 class Replicas {
  public:
-  /// `copies[i]` belongs to devices[i + 1]. Errors: c10::ValueError if a parameter or buffer of
-  /// `original` is on another device than devices[0], or a copy is not made like it.
+  /// `copies[i]` belongs to devices[i + 1].
+  /// Errors: c10::ValueError if a parameter or buffer of `original` is on another device than
+  ///         devices[0], or a copy is not made like it.
   Replicas(std::shared_ptr<torch::nn::Module> original,
            std::vector<std::shared_ptr<torch::nn::Module>> copies,
            std::vector<c10::Device> devices);
@@ -42,8 +44,8 @@ class Replicas {
   void refresh(size_t count);
 
   /// Runs `work(i)` for the first `count` devices, each on a thread of its own (the first on this
-  /// one) with this thread's gradient mode and autocast. Errors: the first device's exception, with
-  /// the device's name.
+  /// one) with this thread's gradient mode and autocast.
+  /// Errors: the first device's exception, with the device's name.
   void run(size_t count, const std::function<void(size_t)>& work) const;
 
   const std::vector<c10::Device>& devices() const { return devices_; }
@@ -90,14 +92,16 @@ struct DataParallelOptions {
 /// is the first device's. backward() through the output adds to the original parameters' grad; it
 /// may run in any thread.
 ///
-/// Replicas are made once; each forward copies values into them, without allocating. The
-/// first device runs the module itself, so only its buffers are updated (batch statistics are its
+/// Replicas are made once; each forward copies values into them, without allocating. The first
+/// device runs the module itself, so only its buffers are updated (batch statistics are its
 /// chunk's). Other members of the module are copied only at construction. The module must be
 /// clonable (torch::nn::Cloneable) and lie on the first device. The same device may be named
-/// several times, the CPU too: that is what tests do. Numerics: the gradient of a parameter is the
-/// sum over devices, the copies' in the order of devices. Threads:  one caller. Errors:
-/// c10::ValueError: no device, or arguments whose rows differ; what a replica throws, with its
-/// device.
+/// several times, the CPU too: that is what tests do.
+/// Numerics: the gradient of a parameter is the sum over devices, the copies' in the order of
+///           devices.
+/// Threads:  one caller.
+/// Errors:   c10::ValueError: no device, or arguments whose rows differ; what a replica throws,
+///           with its device.
 template <class Holder>
 class DataParallel {
  public:

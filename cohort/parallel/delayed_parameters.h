@@ -9,9 +9,10 @@ namespace cohort::parallel {
 
 /// Averages the gradients of its parameters in one all-reduce per backward.
 ///
-/// Owner: GradientEngine, which reports each gradient once. Threads: the one that runs backward.
+/// Owner:      GradientEngine, which reports each gradient once.
+/// Threads:    the one that runs backward.
 /// Collective: the report after which every gradient is there; all ranks must come to it at the
-/// same place between the buckets, as ranks with the same graph do.
+///             same place between the buckets, as ranks with the same graph do.
 class DelayedParameters {
  public:
   /// `parameters`: of one type and device. `num_gradients`: theirs and, if it is none of them, the

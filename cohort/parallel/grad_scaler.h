@@ -29,9 +29,10 @@ struct GradScalerOptions {
 /// (DistributedDataParallel, optim or torch::optim parameters) and with shards of them
 /// (FullyShardedDataParallel), which a rank alone may see overflow.
 ///
-/// `group`: all ranks, or those that shard the model (a replicate_group's
-/// ranks have the same gradients).
-/// Collective: unscale. Threads: one.
+/// `group`: all ranks, or those that shard the model (a replicate_group's ranks have the same
+/// gradients).
+/// Collective: unscale.
+/// Threads:    one.
 /// Numerics:   gradients are multiplied by the float32 reciprocal of the scale, in their type.
 /// Source:     Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 class GradScaler {

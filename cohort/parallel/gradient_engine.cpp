@@ -79,21 +79,17 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
                     "skip_all_reduce_unused_params: expected find_unused_parameters with it");
   TORCH_CHECK_VALUE(
       !options.rebuild_buckets || !options.find_unused_parameters || options.static_graph,
-      "rebuild_buckets: expected no find_unused_parameters with "
-      "it, which varies the order of "
+      "rebuild_buckets: expected no find_unused_parameters with it, which varies the order of "
       "gradients");
   TORCH_CHECK_VALUE(!options.rebuild_buckets || options.bucket_layout.empty(),
-                    "rebuild_buckets: expected no bucket_layout with it, which "
-                    "is kept as it is");
+                    "rebuild_buckets: expected no bucket_layout with it, which is kept as it is");
   TORCH_CHECK_VALUE(
       options.delay_all_reduce_named_params.empty() == options.param_to_hook_all_reduce.empty(),
-      "delay_all_reduce_named_params and "
-      "param_to_hook_all_reduce: expected both or neither");
+      "delay_all_reduce_named_params and param_to_hook_all_reduce: expected both or neither");
   TORCH_CHECK_VALUE(options.delay_all_reduce_named_params.empty() ||
                         (!options.find_unused_parameters && !options.static_graph),
-                    "delay_all_reduce_named_params: expected neither find_unused_parameters "
-                    "nor static_graph "
-                    "with it, which vary when and how often gradients come");
+                    "delay_all_reduce_named_params: expected neither find_unused_parameters nor "
+                    "static_graph with it, which vary when and how often gradients come");
   const auto floating = [](const char* name, const std::optional<at::ScalarType>& type) {
     TORCH_CHECK_VALUE(!type || at::isFloatingType(*type), name,
                       ": expected a floating-point type, got ", c10::toString(*type));
@@ -205,8 +201,7 @@ void GradientEngine::Impl::select_parameters() {
     (contains(names, each.name) ? late : bucketed).push_back(std::move(each));
   }
   TORCH_CHECK_VALUE(late.size() == names.size(),
-                    "delay_all_reduce_named_params: expected names of "
-                    "parameters that require a "
+                    "delay_all_reduce_named_params: expected names of parameters that require a "
                     "gradient, each once");
   TORCH_CHECK_VALUE(!bucketed.empty() || !late.empty(),
                     "the model has no parameter that requires a gradient");
@@ -219,8 +214,7 @@ void GradientEngine::Impl::select_parameters() {
   const auto found = std::find_if(watched.begin(), watched.end(),
                                   [&](const auto& each) { return each.name == name; });
   TORCH_CHECK_VALUE(found != watched.end(),
-                    "param_to_hook_all_reduce: expected a parameter that "
-                    "requires a gradient, got ",
+                    "param_to_hook_all_reduce: expected a parameter that requires a gradient, got ",
                     name);
   trigger = static_cast<size_t>(found - watched.begin());
   const size_t num_gradients = late.size() + (trigger < bucketed.size() ? 1 : 0);
@@ -282,8 +276,7 @@ void GradientEngine::Impl::make_engine() {
   if (const auto& type = options.mixed_precision.reduce_dtype) {
     for (const NamedTensor& each : bucketed) {
       TORCH_CHECK_VALUE(!each.sparse_gradient,
-                        "mixed_precision.reduce_dtype: expected dense "
-                        "gradients, got the sparse "
+                        "mixed_precision.reduce_dtype: expected dense gradients, got the sparse "
                         "one of ",
                         each.name);
     }
@@ -362,8 +355,7 @@ void GradientEngine::Impl::gradient_arrived(size_t index) {
   }
   if (delayed && (index >= bucketed.size() || index == trigger)) {
     TORCH_CHECK_VALUE(!ready[index], watched[index].name,
-                      ": expected one gradient per backward, as "
-                      "delay_all_reduce_named_params "
+                      ": expected one gradient per backward, as delay_all_reduce_named_params "
                       "needs it, got another");
     delayed->arrived();
   }
@@ -463,8 +455,7 @@ Round GradientEngine::Impl::notify_join_context(bool active, bool synchronizing)
                       round.num_synchronizing, " of ", round.num_active,
                       " outside (validation counts as within)");
     TORCH_CHECK_VALUE(complete || !options.static_graph || num_prepared > 0,
-                      "join: expected a batch on every rank in the first step "
-                      "of a static graph");
+                      "join: expected a batch on every rank in the first step of a static graph");
   }
   return round;
 }

@@ -41,7 +41,8 @@ struct DdpLoggingData {
 
 /// Averages gradients over ranks while backward runs.
 ///
-/// Owner: DistributedDataParallel; owns the model. Threads: one.
+/// Owner:      DistributedDataParallel; owns the model.
+/// Threads:    one.
 /// Collective: constructor, before_forward, the backward, finish_join.
 class GradientEngine final : public ModelEngine {
  public:

@@ -92,7 +92,8 @@ struct ShardingGroups {
   comm::ProcessGroup replicate;  ///< Its ranks hold the same shards; empty: nobody does.
 };
 /// One axis: shard. Two: the ranks along the second shard, those along the first replicate (hybrid
-/// sharding, HSDP). Errors: c10::ValueError for more.
+/// sharding, HSDP).
+/// Errors: c10::ValueError for more.
 ShardingGroups sharding_groups(const DeviceMesh& mesh);
 
 }  // namespace cohort::parallel

@@ -21,8 +21,8 @@ namespace cohort::parallel {
 /// runs, so it swaps the master data back at once, and the gradient arrives at a float32 parameter
 /// in float32. What no gradient reaches is swapped out when the backward ends.
 ///
-/// Owner: GradientEngine. Threads: one. Local. One backward per forward; a retained graph cannot
-/// run a second time.
+/// Owner:   GradientEngine.
+/// Threads: one. Local. One backward per forward; a retained graph cannot run a second time.
 class LowPrecisionParameters {
  public:
   /// `parameters`: leaves; those not of floating point are left alone, and one that is listed twice

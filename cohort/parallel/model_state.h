@@ -14,8 +14,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name);
 
 /// Throws unless every rank passes the same `text`, lines that describe `what` ("models").
 ///
-/// Collective; blocks. Errors: c10::ValueError on every rank, naming the first line that differs
-/// and its rank.
+/// Collective; blocks.
+/// Errors: c10::ValueError on every rank, naming the first line that differs and its rank.
 void verify_same_text(const std::string& what, const std::string& text,
                       const comm::ProcessGroup& group);
 
@@ -23,8 +23,8 @@ void verify_same_text(const std::string& what, const std::string& text,
 /// the same order, and lies where the group's backend serves tensors; names in `ignored` do not
 /// count.
 ///
-/// Collective; blocks. Errors: c10::ValueError on every rank, naming the first difference and the
-/// rank, or the backend.
+/// Collective; blocks.
+/// Errors: c10::ValueError on every rank, naming the first difference and the rank, or the backend.
 void verify_same_model(const torch::nn::Module& model, const comm::ProcessGroup& group,
                        const std::vector<std::string>& ignored = {});
 

@@ -77,8 +77,9 @@ class [[nodiscard]] Unsharded {
 
 /// The base of every wrapper, whatever its module.
 ///
-/// Owner: a movable handle; guards and autograd graphs may outlive it. Threads: one.
-/// Errors: c10::ValueError from every function of a wrapper that was moved from.
+/// Owner:   a movable handle; guards and autograd graphs may outlive it.
+/// Threads: one.
+/// Errors:  c10::ValueError from every function of a wrapper that was moved from.
 class ModelWrapper {
  public:
   /// What an optimizer is made of: name and tensor of everything that this rank trains, each shared
@@ -143,7 +144,8 @@ class ModelHandle : public ModelWrapper {
   mutable Holder module_;
 };
 
-/// The module of a holder. Errors: c10::ValueError if it is empty.
+/// The module of a holder.
+/// Errors: c10::ValueError if it is empty.
 template <ModuleHolder Holder>
 std::shared_ptr<torch::nn::Module> shared_module(Holder& holder) {
   TORCH_CHECK_VALUE(static_cast<bool>(holder), "expected a module, got an empty holder");

@@ -20,8 +20,8 @@ struct MuonOptions {
 
 /// Returns about U V^T of `matrix` = U S V^T: all singular values come to lie between 0.68
 /// and 1.13, but those below some 1e-3 of the matrix's norm. 0 stays 0. `matrix`: [R, C], of a
-/// floating-point type in which all is computed. Local. Source: K. Jordan et al. 2024,
-/// https://kellerjordan.github.io/posts/muon: five iterations of
+/// floating-point type in which all is computed. Local.
+/// Source: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon: five iterations of
 ///         X <- a X + (b A + c A A) X with A = X X^T, (a, b, c) = (3.4445, -4.7750, 2.0315).
 at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 
@@ -34,24 +34,28 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 ///   std::vector<parallel::LocalShard> matrices, others;
 ///   for (const auto& shard : sharded.local_shards())
 ///     (shard.shape.size() == 2 ? matrices : others).push_back(shard);
-///   parallel::Muon muon(matrices, group);    // hidden layers; the others, and as a rule
-///   embeddings loss(sharded(batch)).backward();         // and the head, belong to another
-///   optimizer muon.step(0.02);  muon.zero_grad();
+///   // Hidden layers. All others, and as a rule embeddings and the head, belong to another
+///   // optimizer.
+///   parallel::Muon muon(matrices, group);
+///   loss(sharded(batch)).backward();
+///   muon.step(0.02);
+///   muon.zero_grad();
 ///
 /// Parameters of more dimensions are [shape[0], the rest]. Frozen ones are passed over.
 ///
 /// Update: m <- beta m + (1 - beta) g;  u = (1 - beta) g + beta m (nesterov) or m;
 ///         p <- p - rate (weight_decay p + sqrt(max(1, R / C)) orthogonalize(u)).
 /// Collective: constructor, and step where ranks hold shards. Both block.
-/// Memory:   4 bytes of momentum for each float32 element that this rank holds; while step runs,
-/// one
-///           whole matrix and some four of its size.
-/// Cost:     step sends 2 (W-1)/W of the bytes of all matrices that are shared out, and every rank
-///           orthogonalizes every matrix: some 10 num_iterations R C min(R, C) multiplications.
-/// Numerics: in the parameters' own type. Every rank computes the same update of a matrix.
-/// Threads:  one.
-/// Errors:   c10::ValueError: a parameter of fewer than two dimensions. PeerError: a rank is lost.
-/// Source:   as orthogonalize, muon.py (MIT license).
+/// Memory:     4 bytes of momentum for each float32 element that this rank holds; while step runs,
+///             one whole matrix and some four of its size.
+/// Cost:       step sends 2 (W-1)/W of the bytes of all matrices that are shared out, and every
+///             rank orthogonalizes every matrix: some 10 num_iterations R C min(R, C)
+///             multiplications.
+/// Numerics:   in the parameters' own type. Every rank computes the same update of a matrix.
+/// Threads:    one.
+/// Errors:     c10::ValueError: a parameter of fewer than two dimensions. PeerError: a rank is
+///             lost.
+/// Source:     as orthogonalize, muon.py (MIT license).
 class Muon {
  public:
   /// `shards`: this rank's, of the same parameters on all ranks; `group`: the ranks that share them

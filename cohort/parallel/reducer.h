@@ -15,7 +15,8 @@ namespace cohort::parallel {
 /// Bucket by bucket, indices into the list of parameters.
 using BucketIndices = std::vector<std::vector<size_t>>;
 
-/// Owner: GradientEngine. Threads: as c10d::Reducer: the one that runs backward.
+/// Owner:   GradientEngine.
+/// Threads: as c10d::Reducer: the one that runs backward.
 class Reducer : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;

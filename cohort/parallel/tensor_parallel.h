@@ -26,11 +26,12 @@
 namespace cohort::parallel {
 
 /// x (replicated) as it is; its gradient becomes the sum over ranks. What is before ranks compute
-/// different things of x. Paper: f. Cost: backward, an all_reduce of x.
+/// different things of x. Paper: f.
+/// Cost: backward, an all_reduce of x.
 at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group);
 
-/// The sum of the ranks' x, replicated; the gradient passes as it is. Paper: g. Cost: forward, an
-/// all_reduce of x.
+/// The sum of the ranks' x, replicated; the gradient passes as it is. Paper: g.
+/// Cost: forward, an all_reduce of x.
 at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group);
 
 /// The ranks' columns (last dimension) side by side, replicated: rank r's are cut_of(num_columns,
@@ -49,7 +50,8 @@ at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
 
 /// Rows of a table of which rank r has cut_of(vocabulary, r, K): `table` [V/K, D]. ids: int64 of
 /// any shape, in [0, vocabulary), the same on every rank. Returns [ids..., D], replicated,
-/// bit-equal to the whole table's rows. Cost: forward, an all_reduce of the result.
+/// bit-equal to the whole table's rows.
+/// Cost: forward, an all_reduce of the result.
 at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tensor& ids,
                                          int64_t vocabulary, const comm::ProcessGroup& group);
 

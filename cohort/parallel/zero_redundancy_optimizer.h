@@ -49,15 +49,16 @@ class OptimizerShards {
 /// An optimizer that needs more of a parameter than its elements (a norm by tensor, a shape, as
 /// LAMB, Adafactor) would take the local shard for it and compute something else.
 ///
-/// Collective: constructor and step. Threads: one.
-/// Memory:   4 + 4 + 8/W bytes a parameter in float32 under Adam.
-/// Cost:     step sends (W-1)/W of the parameters' bytes.
-/// Numerics: the same arithmetic by element, bit for bit. libtorch's fused Adam computes the last
-///           size % 8 (AVX2) or 16 (AVX-512) elements of a tensor in double precision; cuts lie at
-///           multiples of 16 elements, so that those are the same ones.
-/// Errors:   c10::ValueError if ranks' parameters differ, a name comes twice, or a gradient is
-///           sparse; PeerError when a rank is lost.
-/// Source:   Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1.
+/// Collective: constructor and step.
+/// Threads:    one.
+/// Memory:     4 + 4 + 8/W bytes a parameter in float32 under Adam.
+/// Cost:       step sends (W-1)/W of the parameters' bytes.
+/// Numerics:   the same arithmetic by element, bit for bit. libtorch's fused Adam computes the last
+///             size % 8 (AVX2) or 16 (AVX-512) elements of a tensor in double precision; cuts lie
+///             at multiples of 16 elements, so that those are the same ones.
+/// Errors:     c10::ValueError if ranks' parameters differ, a name comes twice, or a gradient is
+///             sparse; PeerError when a rank is lost.
+/// Source:     Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1.
 template <class Optimizer>
 class ZeroRedundancyOptimizer {
  public:

@@ -9,8 +9,7 @@ namespace cohort::ps {
 /// Reads "host:port,host:port" ("[ipv6]:port" likewise), keeping the order.
 ///
 /// Errors: ConfigError that begins with `name` (a flag or variable): an entry of another form, a
-/// port
-///         out of 1 to 65535, an entry given twice, or none.
+///         port out of 1 to 65535, an entry given twice, or none.
 std::vector<std::string> parse_endpoints(const std::string& name, const std::string& text);
 
 /// The same for servers, which may also be "unix:PATH" (a path without commas).

@@ -8,8 +8,8 @@ namespace cohort::ps {
 /// The finalizer of SplitMix64: every bit of `value` affects all bits of the result; one to one.
 ///
 /// Ids are often structured (a slot number in the high bits, counters in the low ones): id % n
-/// would map them to few values. Source: Stafford 2011, "Better bit mixing", variant 13, as in
-/// SplitMix64.
+/// would map them to few values.
+/// Source: Stafford 2011, "Better bit mixing", variant 13, as in SplitMix64.
 constexpr uint64_t splitmix64_finalizer(uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
   value = (value ^ (value >> 27)) * 0x94d049bb133111eb;

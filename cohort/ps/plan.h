@@ -42,7 +42,8 @@ SplitMethod round_robin();
 /// By a hash of the block's name that is the same on every machine: a block stays where it is
 /// whatever other parameters the model has.
 SplitMethod hash_name();
-/// "RoundRobin" or "HashName". Errors: ConfigError that names both.
+/// "RoundRobin" or "HashName".
+/// Errors: ConfigError that names both.
 SplitMethod split_method_named(const std::string& name);
 
 /// What a plan is made from: the arguments of Fluid's DistributeTranspiler, by their names.
@@ -65,7 +66,8 @@ struct PlanOptions {
   int64_t min_block_size = 8192;  ///< A parameter is not cut into blocks of fewer elements.
 };
 
-/// Reads "pserver" or "collective". Errors: ConfigError that names both.
+/// Reads "pserver" or "collective".
+/// Errors: ConfigError that names both.
 PlanOptions::Mode plan_mode_named(const std::string& name);
 
 /// This trainer's rank in the group that mode collective uses instead of servers.
@@ -88,7 +90,8 @@ struct Plan {
 
   /// Whether all trainers begin with this process's parameters: trainer 0. The others pull.
   bool initialises() const;
-  /// This server's number. Errors: ConfigError if options.current_endpoint is empty.
+  /// This server's number.
+  /// Errors: ConfigError if options.current_endpoint is empty.
   int server_id() const;
   /// The blocks that live on `server`, in the plan's order.
   std::vector<Block> blocks_of(int server) const;
@@ -99,7 +102,8 @@ struct Plan {
   std::string text() const;
   /// Whole lines: what this trainer does at the start, in each step and at the end.
   std::string trainer_program() const;
-  /// Whole lines: what `server` holds and does. Errors: ConfigError if there is no such server.
+  /// Whole lines: what `server` holds and does.
+  /// Errors: ConfigError if there is no such server.
   std::string server_program(int server) const;
 };
 
@@ -109,9 +113,10 @@ struct Plan {
 /// blocks of equal size, the last one with what is left; with two dimensions or more a block is
 /// whole rows of the first. Without slice_var_up each parameter is one block, and blocks are dealt
 /// out in a shuffled order that depends on their number alone: weights and biases alternate in
-/// models, and taking turns would give one server all the weights. Local. Errors: ConfigError that
-/// names the option or parameter: no servers, a trainer_id out of range, a name given twice, a
-/// dimension that is not positive, more than 2^60 elements, a split_method that names no server.
+/// models, and taking turns would give one server all the weights. Local.
+/// Errors: ConfigError that names the option or parameter: no servers, a trainer_id out of range, a
+///         name given twice, a dimension that is not positive, more than 2^60 elements, a
+///         split_method that names no server.
 /// Source: Paddle Fluid 1.8, distribute_transpiler.py, slice_variable.
 Plan plan(std::vector<ParameterShape> parameters, const PlanOptions& options);
 

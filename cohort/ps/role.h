@@ -34,10 +34,10 @@ struct RoleInfo {
 ///   PADDLE_CURRENT_IP with PADDLE_PSERVER_PORT.
 ///
 /// A process has a role where PADDLE_TRAINING_ROLE or a list of servers is set: the other variables
-/// have uses elsewhere (comm/rank_info.h).
-/// Local. Errors: ConfigError that lists the missing variables of an incomplete environment, or the
-/// variable whose value is none: a role of another name, a number out of range, a server that is
-/// not in the list.
+/// have uses elsewhere (comm/rank_info.h). Local.
+/// Errors: ConfigError that lists the missing variables of an incomplete environment, or the
+///         variable whose value is none: a role of another name, a number out of range, a server
+///         that is not in the list.
 std::optional<RoleInfo> role_from_environment();
 
 }  // namespace cohort::ps

@@ -9,7 +9,8 @@ namespace cohort::ps {
 /// Adds rows up by id. The sum of a row is that of its gradients in the order of `add`'s calls, so
 /// its bits are given by that order alone.
 ///
-/// Memory: that of all distinct rows; kept for the next use. Threads: one.
+/// Memory:  that of all distinct rows; kept for the next use.
+/// Threads: one.
 class RowMerger {
  public:
   /// Forgets all; rows have `width` values from now on, about `expected` of them.

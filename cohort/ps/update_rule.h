@@ -68,9 +68,9 @@ Rule rule_named(const std::string& name);
 void initialise_state(const RuleOptions& options, std::span<float> state);
 
 /// Updates `weights` by `gradient` (as long) and `state` (state_width), which do not overlap.
-/// `step`
-/// >= 1 counts the updates of the whole job, for the schedule. The gradient is clipped by value
-/// first, then by norm. Local; cost: one pass, two with a norm. Errors: c10::ValueError: sizes.
+/// `step` >= 1 counts the updates of the whole job, for the schedule. The gradient is clipped by
+/// value first, then by norm. Local; cost: one pass, two with a norm.
+/// Errors: c10::ValueError: sizes.
 void update(const RuleOptions& options, int64_t step, std::span<float> weights,
             std::span<float> state, std::span<const float> gradient);
 

@@ -38,7 +38,8 @@ enum class BleuSmoothing {
   kNone,   ///< A precision of zero makes the score zero.
 };
 
-/// Parses sacreBLEU's name of a smoothing, "exp", "floor", "add-k" or "none". Errors: ConfigError.
+/// Parses sacreBLEU's name of a smoothing, "exp", "floor", "add-k" or "none".
+/// Errors: ConfigError.
 BleuSmoothing parse_bleu_smoothing(const std::string& text);
 std::string to_string(BleuSmoothing smoothing);
 

@@ -28,9 +28,9 @@ std::string short_signature(const std::string& signature);
 
 /// Draws corpora from sentences with replacement and scores each by `score_of` the sums of its
 /// sentences' counts. `counts` are those of all sentences, each of `width` numbers; a sum is added
-/// up in float32, as sacreBLEU's are.
-/// Local. Cost: num_samples times the number of sentences. Errors: c10::ValueError if `counts` are
-/// no whole number of sentences, or none.
+/// up in float32, as sacreBLEU's are. Local.
+/// Cost:   num_samples times the number of sentences.
+/// Errors: c10::ValueError if `counts` are no whole number of sentences, or none.
 Confidence bootstrap(const std::vector<int64_t>& counts, size_t width,
                      const BootstrapOptions& options,
                      const std::function<double(std::span<const float>)>& score_of);

@@ -39,11 +39,13 @@ int64_t for_each_pair(std::span<const std::filesystem::path> paths, const TakePa
 /// Errors: ConfigError that names the first of `paths` that is missing or no regular file.
 void check_regular_files(std::span<const std::filesystem::path> paths);
 
-/// Returns all pairs of for_each_pair. Errors: as that.
+/// Returns all pairs of for_each_pair.
+/// Errors: as that.
 ParallelText read_parallel_text(std::span<const std::filesystem::path> paths);
 
 /// Returns `most` of the pairs at most, each as likely as any other, the same ones for the same
-/// text; all of them, in order, if there are no more. Memory: that of what is returned.
+/// text; all of them, in order, if there are no more.
+/// Memory: that of what is returned.
 /// Errors: as for_each_pair.
 ParallelText sample_parallel_text(std::span<const std::filesystem::path> paths, int64_t most);
 

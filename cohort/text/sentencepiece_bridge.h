@@ -12,7 +12,8 @@
 
 namespace cohort::text::bridge {
 
-/// A loaded model. Threads: const calls from any thread.
+/// A loaded model.
+/// Threads: const calls from any thread.
 class [[gnu::visibility("default")]] PieceModel {
  public:
   /// Returns the model in `bytes` (a model file's content), or null and the reason in `error`.

@@ -25,8 +25,9 @@ enum class ByteOrderMark { kIsNoText, kIsText };
 ///
 /// Lines end at "\n" or "\r\n" only; the last line's end is optional. A byte order mark at the
 /// start is removed, unless it is text. `name` stands for the stream in errors. Memory is bounded
-/// whatever comes. Errors: ConfigError that names `name` and the line (from 1) if a line is not
-/// valid UTF-8 or has more than kMaxLineBytes, or if reading fails.
+/// whatever comes.
+/// Errors: ConfigError that names `name` and the line (from 1) if a line is not valid UTF-8 or has
+///         more than kMaxLineBytes, or if reading fails.
 class LineReader {
  public:
   static constexpr size_t kMaxLineBytes = size_t{16} << 20;

@@ -36,7 +36,8 @@ struct TokenizerOptions {
   int num_threads = 4;  ///< In [1, 1024]; recorded in the file, so not taken from the machine.
 };
 
-/// A loaded model. Threads: const calls from any thread. Copies share the model.
+/// A loaded model.
+/// Threads: const calls from any thread. Copies share the model.
 class Tokenizer {
  public:
   /// Loads `model_file`, as train_tokenizer or SentencePiece itself wrote it.

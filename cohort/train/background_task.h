@@ -23,7 +23,8 @@ class BackgroundTask {
   void start(std::function<void()> work);
   /// Blocks until nothing runs, whether it succeeded or not.
   void wait_idle();
-  /// The same. Errors: of the works since the last call, the first that was thrown.
+  /// The same.
+  /// Errors: of the works since the last call, the first that was thrown.
   void wait();
   bool busy() const;
 

@@ -20,7 +20,8 @@ enum class LearningRateRule {
   kSquareRoot,  ///< With the root. Source: Krizhevsky 2014, arXiv:1404.5997, section 5.
 };
 
-/// Reads "none", "linear" or "sqrt". Errors: ConfigError that lists them.
+/// Reads "none", "linear" or "sqrt".
+/// Errors: ConfigError that lists them.
 LearningRateRule parse_learning_rate_rule(const std::string& text);
 
 /// Returns the learning rate for batches of `batch`, where `base` is right for `base_batch`.

@@ -41,7 +41,8 @@ void save_checkpoint(const std::string& folder, const torch::nn::Module& model, 
 /// Errors: ConfigError that names the file if there is none, or it is no manifest.
 Metadata read_manifest(const std::string& folder);
 /// Returns the update that the checkpoint was saved after: the optimizer's step number, where that
-/// was given. Errors: as read_manifest, and if the manifest has none.
+/// was given.
+/// Errors: as read_manifest, and if the manifest has none.
 int64_t read_update(const std::string& folder);
 
 /// Fills the tensors of all `parts`.
@@ -52,16 +53,18 @@ void load_checkpoint(const std::string& folder, const Parts& parts);
 /// The same of a model alone: the part "weights".
 void load_checkpoint(const std::string& folder, torch::nn::Module& model);
 
-/// Fills shards, from those files alone that hold their elements. Local. Memory: no copy of a
-/// tensor. Errors: as load_checkpoint; but tensors that no shard is of are not missed: where ranks
-/// hold shards each, sharded_checkpoint.h's load_shards sees to that.
+/// Fills shards, from those files alone that hold their elements. Local.
+/// Memory: no copy of a tensor.
+/// Errors: as load_checkpoint; but tensors that no shard is of are not missed: where ranks hold
+///         shards each, sharded_checkpoint.h's load_shards sees to that.
 void load_shards(const std::string& folder, const ShardedParts& parts);
 
 /// A load in two halves: all that can be wrong is found before a tensor changes. Local.
 class CheckpointLoad {
  public:
   /// Opens and checks the files that hold elements of these shards. A save by others meanwhile may
-  /// take files away: then the checkpoint that it left is the one. Errors: as load_shards.
+  /// take files away: then the checkpoint that it left is the one.
+  /// Errors: as load_shards.
   CheckpointLoad(const std::string& folder, const ShardedParts& parts);
   ~CheckpointLoad();
   CheckpointLoad(const CheckpointLoad&) = delete;

@@ -28,7 +28,8 @@ class EventFile {
   /// Adds one value to each curve named. A number that is not finite is left out.
   /// Errors: c10::Error that names the file; the event is not there then, not even half.
   void add_scalars(int64_t step, const Scalars& scalars);
-  /// Adds a text, which TensorBoard reads as Markdown. Errors: as above.
+  /// Adds a text, which TensorBoard reads as Markdown.
+  /// Errors: as above.
   void add_text(int64_t step, std::string_view tag, std::string_view markdown);
 
  private:

@@ -12,8 +12,9 @@ namespace cohort::train {
 
 /// Returns the sums of `values` over the ranks of `group`, on every rank.
 ///
-/// Collective; blocks. Every rank gives as many values. Numerics: float64.
-/// Errors: PeerError if a rank is lost.
+/// Collective; blocks. Every rank gives as many values.
+/// Numerics: float64.
+/// Errors:   PeerError if a rank is lost.
 std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const double> values);
 
 /// A mean weighted by numbers of examples.
@@ -29,7 +30,8 @@ class MeanMetric {
   /// Returns this rank's mean; NaN without examples.
   double local_mean() const;
   /// Returns the mean over the examples of all ranks, on every rank; NaN without examples.
-  /// Collective; blocks. Errors: PeerError if a rank is lost.
+  /// Collective; blocks.
+  /// Errors: PeerError if a rank is lost.
   double mean(const comm::ProcessGroup& group) const;
 
  private:

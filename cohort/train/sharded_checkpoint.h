@@ -46,8 +46,8 @@ class ShardedCheckpointWriter {
       : group_(group), visible_timeout_(visible_timeout) {}
 
   /// Copies this rank's shards and writes them in the background. `folder`, `update` and the names
-  /// of parts are the same on all ranks; `metadata` is rank 0's.
-  /// Local; blocks for the copying. Errors: c10::ValueError if the save before is not committed.
+  /// of parts are the same on all ranks; `metadata` is rank 0's. Local; blocks for the copying.
+  /// Errors: c10::ValueError if the save before is not committed.
   void begin(const std::string& folder, const ShardedParts& parts, int64_t update,
              const Metadata& metadata);
   /// The same without a copy: the caller does not change the tensors of `parts` before commit().
@@ -64,8 +64,8 @@ class ShardedCheckpointWriter {
   void wait_written() { task_.wait_idle(); }
 
   /// Waits until every rank has written, then rank 0 checks that it sees all files and writes the
-  /// manifest. The files of the checkpoint before it removes in the background.
-  /// Collective; blocks. Cost: two small messages a rank.
+  /// manifest. The files of the checkpoint before it removes in the background. Collective; blocks.
+  /// Cost:   two small messages a rank.
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
   ///         write and why, or the elements that are in no rank's shards or in two's. The
   ///         checkpoint before stays, what was written goes, and the next save may begin.

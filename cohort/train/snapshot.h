@@ -8,8 +8,8 @@
 namespace cohort::train {
 
 /// Copies in the computer's memory, on huge pages where the kernel has them: small fresh pages cost
-/// more time than the copying. The memory goes back to the kernel with free_pages(). Threads: one
-/// at a time.
+/// more time than the copying. The memory goes back to the kernel with free_pages().
+/// Threads: one at a time.
 class Snapshot {
  public:
   Snapshot() = default;

@@ -20,7 +20,8 @@ std::vector<TensorShard> on_host(std::vector<TensorShard> shards);
 std::vector<StoredShard> stored_shards(const std::vector<TensorShard>& shards);
 
 /// Writes a rank's shards, a file for each part. If one cannot be written, the others go again.
-/// Returns what the manifest must say. Memory: of a part that is not on the host, a copy.
+/// Returns what the manifest must say.
+/// Memory: of a part that is not on the host, a copy.
 /// Errors: write_share's.
 Manifest write_parts(const std::string& folder, const ShardedParts& parts, const ShareInfo& info);
 

@@ -26,8 +26,8 @@ using ShardedParts = std::map<std::string, std::vector<TensorShard>>;
 /// Each tensor as one shard that holds all of it.
 std::vector<TensorShard> full_shards(const NamedTensors& tensors);
 /// Rank's share of shards that `world_size` ranks hold alike: the rank-th of `world_size` cuts of
-/// each, so that they write together what each of them has. Shares their memory. Errors:
-/// c10::ValueError if a tensor is not contiguous.
+/// each, so that they write together what each of them has. Shares their memory.
+/// Errors: c10::ValueError if a tensor is not contiguous.
 ShardedParts share_of(const ShardedParts& parts, int rank, int world_size);
 /// Optimizer state of sharded parameters as shards: "<parameter>.exp_avg" has the shape and
 /// elements of the shard of <parameter>.

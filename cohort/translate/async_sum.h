@@ -15,9 +15,9 @@ namespace cohort::translate {
 /// rank waits for one except in `synchronize`. All ranks see the same rounds in the same order.
 ///
 /// Threads: one.
-/// Blocks: the constructor and `synchronize`; the destructor until a round that was joined has
-/// ended or failed. Errors: PeerError from all of them if a rank is lost, or later than the group's
-/// timeout.
+/// Blocks:  the constructor and `synchronize`; the destructor until a round that was joined has
+///          ended or failed.
+/// Errors:  PeerError from all of them if a rank is lost, or later than the group's timeout.
 class AsyncSum {
  public:
   /// Returns what this rank adds to the next round: `count` numbers.

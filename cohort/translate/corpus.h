@@ -17,7 +17,8 @@ namespace cohort::translate {
 /// Sentence pairs as ids, without begin and end marks: a view of a mapped file, or of memory of its
 /// own.
 ///
-/// Copies share what is viewed. Threads: const calls from any thread.
+/// Copies share what is viewed.
+/// Threads: const calls from any thread.
 class Corpus {
  public:
   Corpus() = default;

@@ -32,7 +32,8 @@ struct Evaluation {
 
 /// Loss, BLEU and chrF of `model` on `corpus`, whose raw target text is `references`.
 ///
-/// Collective; blocks. Every rank gets the same loss and scores. Errors: PeerError.
+/// Collective; blocks. Every rank gets the same loss and scores.
+/// Errors: PeerError.
 Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,
                     const comm::ProcessGroup& group, const EvaluationOptions& options);

@@ -21,13 +21,15 @@ struct GpuUseSummary {
   MeanAndPeak memory_gib;  ///< Used, by whomever.
 };
 
-/// Samples this host's GPUs now and then. Local. Threads: one.
+/// Samples this host's GPUs now and then. Local.
+/// Threads: one.
 class GpuWatch {
  public:
   enum class Role { kSamples, kRests };  ///< One rank of a host samples.
   explicit GpuWatch(Role role, std::chrono::milliseconds period = std::chrono::seconds(5));
 
-  /// Samples if the last time is `period` ago. Cost: then about a millisecond a GPU.
+  /// Samples if the last time is `period` ago.
+  /// Cost: then about a millisecond a GPU.
   void sample_if_due();
   /// Returns a summary of each GPU since the last call as text for `parse_gpu_use`; "" from one
   /// that rests. Samples if it has not since then.

@@ -17,7 +17,8 @@ std::vector<std::filesystem::path> vocab_files_of(const TrainingOptions& options
 /// options.sentencepiece_max_lines pairs at most, or uses those that are there.
 ///
 /// Collective; blocks while rank 0 works. The text is read once if a vocabulary is made, else not
-/// at all. Errors: as check_regular_files, for_each_pair and make_tokenizers.
+/// at all.
+/// Errors: as check_regular_files, for_each_pair and make_tokenizers.
 MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
                                     const comm::ProcessGroup& group);
 

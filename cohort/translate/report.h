@@ -11,7 +11,8 @@ namespace cohort::translate {
 /// Errors: ConfigError if there is no history.
 std::string report_html(const std::string& model_dir);
 
-/// Writes it as report.html in `model_dir`, atomically. Errors: those of write_atomically, too.
+/// Writes it as report.html in `model_dir`, atomically.
+/// Errors: those of write_atomically, too.
 void write_report(const std::string& model_dir);
 
 struct SummaryOptions {

@@ -48,11 +48,13 @@ class RunCheckpoints {
   /// Collective; blocks. Errors, on all ranks: ConfigError if last/ or best/ is damaged, or last/
   /// of a run with other text, vocabularies, model or first metric: it names what differs.
   RunState read_last(const comm::ProcessGroup& group) const;
-  /// Whether last/ has the part: "average", say. Collective; blocks. Errors: as read_last.
+  /// Whether last/ has the part: "average", say. Collective; blocks.
+  /// Errors: as read_last.
   bool last_has(const std::string& part, const comm::ProcessGroup& group) const;
   /// Fills the shards of `parts` from last/, whichever ranks wrote it. Where every rank holds all,
   /// rank 0 reads and the others need not see its folder; where shards are `sharded`, every rank
-  /// reads its own. Collective; blocks. Errors: as read_last.
+  /// reads its own. Collective; blocks.
+  /// Errors: as read_last.
   void load_last(const train::ShardedParts& parts, bool sharded,
                  const comm::ProcessGroup& group) const;
 
@@ -79,8 +81,9 @@ class RunCheckpoints {
   void wait_written();
   /// Commits the save that has begun. Blocks until all writers have written.
   void finish_save();
-  /// The same of everything. Errors: c10::Error or ConfigError if the last save failed, or best/
-  /// could not be written once more.
+  /// The same of everything.
+  /// Errors: c10::Error or ConfigError if the last save failed, or best/ could not be written once
+  ///         more.
   void finish();
 
  private:

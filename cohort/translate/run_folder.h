@@ -21,8 +21,8 @@ struct Tokenizers {
 enum class Dictionary { kTwo, kJoined };
 
 /// Returns the two model files of a run: `vocabs`, or source.spm and target.spm in `model_dir`. Of
-/// a joined vocabulary both are the same path (and a run's target.spm is a copy). Errors:
-/// ConfigError if `vocabs` has neither no nor two entries, or two that differ for kJoined.
+/// a joined vocabulary both are the same path (and a run's target.spm is a copy).
+/// Errors: ConfigError if `vocabs` has neither no nor two entries, or two that differ for kJoined.
 std::vector<std::filesystem::path> vocab_files(const std::string& model_dir,
                                                const std::vector<std::filesystem::path>& vocabs,
                                                Dictionary dictionary = Dictionary::kTwo);
@@ -56,11 +56,12 @@ struct MadeTokenizers {
 };
 
 /// Loads both tokenizers; rank 0 first trains one whose file is absent (`anew`: both), on its side
-/// of `text`, with character coverage 0.9995 where 1 % or more of the characters
-/// are Chinese, else full. One file that
-/// stands for both sides is trained on both. Collective; blocks while rank 0 trains. Errors:
-/// ConfigError that names the side; if a file that was there has another number of pieces than the
-/// model asks for; if the model needs one vocabulary for both sides and there are two.
+/// of `text`, with character coverage 0.9995 where 1 % or more of the characters are Chinese, else
+/// full. One file that stands for both sides is trained on both. Collective; blocks while rank 0
+/// trains.
+/// Errors: ConfigError that names the side; if a file that was there has another number of pieces
+///         than the model asks for; if the model needs one vocabulary for both sides and there are
+///         two.
 MadeTokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
                                const text::ParallelText& text, const nmt::TransformerOptions& model,
                                bool anew, const comm::ProcessGroup& group);

@@ -71,7 +71,8 @@ class RunRecord {
  public:
   /// Writes config.json, and opens the history and a new file of events, which go on after
   /// `start.update`: what the run will do again is cut off. `options`, `valid_text` and `log` must
-  /// outlive this. Errors: ConfigError, or c10::Error if the disk is full.
+  /// outlive this.
+  /// Errors: ConfigError, or c10::Error if the disk is full.
   RunRecord(const TrainingOptions& options, const RunStart& start,
             const text::ParallelText& valid_text, const Log& log);
 

@@ -45,7 +45,8 @@ struct RunState {
 /// Adds the scores that there are to `metadata`, as <prefix>loss, <prefix>bleu and <prefix>chrf,
 /// exact to the last bit.
 void write_scores(const ValidScores& scores, const std::string& prefix, train::Metadata& metadata);
-/// Nothing if there is no <prefix>loss. Errors: ConfigError for what is no number.
+/// Nothing if there is no <prefix>loss.
+/// Errors: ConfigError for what is no number.
 std::optional<ValidScores> read_scores(const std::string& prefix, const train::Metadata& metadata);
 
 /// Adds the state to `metadata`, exact to the last bit.

@@ -15,11 +15,12 @@ namespace cohort::translate {
 /// constructor: rank r has shard r. Every rank then makes the same calls with the same batches and
 /// dropout stream, and gets the unsharded model's results; gradients are those of its shard.
 ///
-/// Cost: an all_reduce of [sentences, tokens, width] in the compute
-/// type for each block of a layer, in forward and again in backward; one for each embedding, one
-/// for the encoder's output; and the loss's (parallel/tensor_parallel.h). Numerics: with more than
-/// two ranks Gloo's order of a sum depends on where in the tensor an element lies, so the last bits
-/// of a translation may depend on its batch. Errors of the model: PeerError.
+/// Cost:     an all_reduce of [sentences, tokens, width] in the compute type for each block of a
+///           layer, in forward and again in backward; one for each embedding, one for the encoder's
+///           output; and the loss's (parallel/tensor_parallel.h).
+/// Numerics: with more than two ranks Gloo's order of a sum depends on where in the tensor an
+///           element lies, so the last bits of a translation may depend on its batch. Errors of the
+///           model: PeerError.
 std::shared_ptr<const nmt::TensorParallelContext> make_tensor_parallel_context(
     const comm::ProcessGroup& group);
 

@@ -99,12 +99,12 @@ OpenedCache open_token_cache(const std::filesystem::path& file, const TokenCache
 
 /// Tokenises the text, which is read twice (checksum, tokens), and writes `file`, atomically.
 ///
-/// Local; runs on all cores that the process may use. Memory: that of a few thousand pairs. Disk:
-/// while it is written, twice the file's size.
+/// Local; runs on all cores that the process may use.
+/// Memory: that of a few thousand pairs. Disk: while it is written, twice the file's size.
 /// Errors: ConfigError: as for_each_pair; a text is no regular file; every pair is too long; text
-///         that changes meanwhile; the folder cannot be made, or not be written in.
-///         c10::Error that names the file if it cannot be written (disk full ...); then neither it
-///         nor a temporary file is left, and an earlier file stays as it was.
+///         that changes meanwhile; the folder cannot be made, or not be written in. c10::Error that
+///         names the file if it cannot be written (disk full ...); then neither it nor a temporary
+///         file is left, and an earlier file stays as it was.
 void build_token_cache(const std::filesystem::path& file, const TokenCacheInputs& inputs,
                        const text::Tokenizer& source, const text::Tokenizer& target,
                        const BuildNews& news = {});

@@ -101,11 +101,11 @@ struct TrainingResult {
 ///
 /// Collective; blocks until the run ends; every rank stops at the same update for the same reason.
 /// The gradient of an update is that of the mean loss over all its target tokens on all ranks. With
-/// ps-async every rank makes updates of its own and waits for the others only where all validate;
-/// a signal or the time limit stops each at the update it is at.
+/// ps-async every rank makes updates of its own and waits for the others only where all validate; a
+/// signal or the time limit stops each at the update it is at.
 /// Errors: ConfigError for bad input, and for a folder whose run has another model or other
-/// training
-///         text; PeerError; c10::Error if the loss is no finite number, or the last save fails.
+///         training text; PeerError; c10::Error if the loss is no finite number, or the last save
+///         fails.
 TrainingResult train(const TrainingOptions& options, const comm::ProcessGroup& group);
 
 }  // namespace cohort::translate

@@ -81,8 +81,9 @@ struct UpdateReport {
 /// clipped by its own norm, is an update at once, at the rate divided by the number of ranks; no
 /// rank waits for another, and the ranks' parameters differ between two `wait_for_updates`.
 ///
-/// Owner: holds the model. Threads: one.
-/// Errors: PeerError from constructor and `update` when a rank is lost.
+/// Owner:   holds the model.
+/// Threads: one.
+/// Errors:  PeerError from constructor and `update` when a rank is lost.
 class Updater {
  public:
   /// Collective; blocks: verifies that the ranks' models agree, then copies rank 0's to all.
@@ -95,8 +96,8 @@ class Updater {
   ///
   /// Collective; blocks until every rank has computed. Where one rank's loss or gradient is no
   /// finite number, no rank updates anything, `num_updates` stays, and all compute once more to
-  /// find out whose it was. Cost: one all-reduce of a number, one of the gradients, however many
-  /// batches there are.
+  /// find out whose it was.
+  /// Cost: one all-reduce of a number, one of the gradients, however many batches there are.
   ///
   /// kAsync: local; blocks for the servers alone. Where this rank's loss or gradient is no finite
   /// number, it pushes nothing; `num_updates` counts the update all the same, so that every rank

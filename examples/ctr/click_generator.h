@@ -30,8 +30,8 @@ struct MadeExample {
 ///
 /// The model: a bias, a weight for each category among the 100 most frequent of its slot, a slope
 /// for log(x + 1) of each number, and products of two slots' hidden factors for four pairs of
-/// slots. Slots have as many categories as those of Criteo's Kaggle set. Threads: immutable after
-/// construction.
+/// slots. Slots have as many categories as those of Criteo's Kaggle set.
+/// Threads: immutable after construction.
 class ClickModel {
  public:
   /// Errors: ConfigError for an exponent that is not above 0 and below 10.

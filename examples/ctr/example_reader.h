@@ -40,10 +40,10 @@ struct ReaderCounts {
 /// the block that its first byte is in. So shares have about equally many lines from all parts of
 /// the file, no reader looks at more than its share, and which lines a share has depends on the
 /// file's size and the number of shares alone.
-/// Owner: of the open file and a buffer of a block. Threads: one. Blocks on the disk.
-/// Errors: ConfigError that names the file if it cannot be read, and for a malformed line file,
-/// line,
-///         field and what was expected, unless such lines are left out.
+/// Owner:   of the open file and a buffer of a block.
+/// Threads: one. Blocks on the disk.
+/// Errors:  ConfigError that names the file if it cannot be read, and for a malformed line file,
+///          line, field and what was expected, unless such lines are left out.
 class ExampleReader {
  public:
   /// Errors: ConfigError for an option out of range, or a file that cannot be opened.
@@ -76,7 +76,8 @@ class ExampleReader {
 };
 
 /// Counts the lines of the share, malformed ones included, without parsing them: as many as a
-/// reader with these options meets. Errors: as ExampleReader's constructor and next.
+/// reader with these options meets.
+/// Errors: as ExampleReader's constructor and next.
 int64_t count_lines(ReaderOptions options);
 
 /// Whether the first line of `file` has one field less than a labelled one.

@@ -25,7 +25,8 @@ std::string auc_text(const Metrics& metrics);
 /// were shared out, to the last bit. A score is a logit: p(click) = 1 / (1 + exp(-score)).
 class ScoreSet {
  public:
-  /// Adds scores with labels 0 or 1, equally many. Errors: c10::ValueError for a score that is NaN.
+  /// Adds scores with labels 0 or 1, equally many.
+  /// Errors: c10::ValueError for a score that is NaN.
   void add(std::span<const float> scores, std::span<const float> labels);
   /// Adds all of `other`.
   void merge(const ScoreSet& other);
@@ -34,7 +35,8 @@ class ScoreSet {
   /// Source: the AUC is the Wilcoxon-Mann-Whitney statistic, Hanley and McNeil 1982.
   Metrics metrics();
 
-  /// The set as bytes, and back. Errors: c10::ValueError for other bytes.
+  /// The set as bytes, and back.
+  /// Errors: c10::ValueError for other bytes.
   std::string to_bytes() const;
   static ScoreSet from_bytes(const std::string& bytes);
 

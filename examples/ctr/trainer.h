@@ -26,12 +26,13 @@ struct EpochReport {
   double cpu_us = 0;  ///< Of this process, in all.
 };
 
-/// Owner:   `group`, whose ranks are the trainers, and `options` must outlive it. A group of one
-///          process beside other trainers: none waits for another but through the servers, and the
-///          first trainer that is there evaluates and saves. Threads: one.
+/// Owner:      `group`, whose ranks are the trainers, and `options` must outlive it. A group of one
+///             process beside other trainers: none waits for another but through the servers, and
+///             the first trainer that is there evaluates and saves.
+/// Threads:    one.
 /// Collective: constructor, train() and evaluate(). Rank 0 alone prints.
-/// Errors:  ConfigError for flags, files and examples, of which too few are refused on every rank;
-///          PeerError and c10::DistError when a trainer or a server is lost.
+/// Errors:     ConfigError for flags, files and examples, of which too few are refused on every
+///             rank; PeerError and c10::DistError when a trainer or a server is lost.
 class Trainer {
  public:
   Trainer(const Options& options, const cohort::comm::ProcessGroup& group);
@@ -43,8 +44,9 @@ class Trainer {
   std::optional<Metrics> evaluate();
   /// The same, printed.
   void print_evaluation();
-  /// Writes p(click) of each line of `input`, with labels or without, a line each, to `output`.
-  /// For one process. Errors: ConfigError for more, and if `output` is `input`; Interrupted.
+  /// Writes p(click) of each line of `input`, with labels or without, a line each, to `output`. For
+  /// one process.
+  /// Errors: ConfigError for more, and if `output` is `input`; Interrupted.
   void predict(const std::string& input, const std::string& output);
   /// Leaves the servers.
   void finish();

@@ -24,8 +24,8 @@ struct RunState {
 
 /// Writes weights, momentum (if it is not empty) and state to `folder`, each rank what it holds;
 /// the manifest comes last, so that a save cut short leaves the checkpoint before it. Collective;
-/// blocks until the disk has it. Errors: ConfigError if the folder is not writable, c10::Error if
-/// writing fails.
+/// blocks until the disk has it.
+/// Errors: ConfigError if the folder is not writable, c10::Error if writing fails.
 void save_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorShard>& momentum, const RunState& state);
 
@@ -33,17 +33,19 @@ void save_run(const std::string& folder, Model& model,
 /// starts ranks again tells them which job they are of (COHORT_JOB_ID, COHORT_ROUND).
 bool is_of_this_job(const std::string& folder);
 
-/// Reads the state alone. Errors: ConfigError if `folder` holds no checkpoint of this program.
+/// Reads the state alone.
+/// Errors: ConfigError if `folder` holds no checkpoint of this program.
 RunState read_run(const std::string& folder);
 
 /// Fills what this rank holds, from a checkpoint of any strategy and number of ranks; every rank
-/// reads the folder. Collective; blocks. Errors: ConfigError that names the file: damaged, or
-/// another model's.
+/// reads the folder. Collective; blocks.
+/// Errors: ConfigError that names the file: damaged, or another model's.
 void load_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorShard>& momentum,
               const cohort::comm::ProcessGroup& group);
 
-/// Fills a plain model. Local. Errors: as load_run.
+/// Fills a plain model. Local.
+/// Errors: as load_run.
 void load_weights(const std::string& folder, ResNet& model);
 
 }  // namespace imagenet

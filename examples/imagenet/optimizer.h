@@ -15,7 +15,8 @@ namespace imagenet {
 
 /// SGD with momentum and weight decay; the learning rate falls to a tenth every 30 epochs.
 ///
-/// Collective: all but begin_epoch and momentum. Threads: one.
+/// Collective: all but begin_epoch and momentum.
+/// Threads:    one.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
@@ -33,8 +34,8 @@ class Optimizer {
   virtual void save(RunState& state) = 0;
   /// The checkpoint for which save was called is complete: what earlier ones needed may go. Local.
   virtual void saved(const RunState& state) = 0;
-  /// After the weights of `checkpoint` were loaded. Errors: ConfigError if it does not fit to what
-  /// is elsewhere.
+  /// After the weights of `checkpoint` were loaded.
+  /// Errors: ConfigError if it does not fit to what is elsewhere.
   virtual void check_resumed(const std::string& checkpoint, const RunState& state) = 0;
   /// At the end of the run.
   virtual void finish() = 0;
@@ -46,8 +47,8 @@ std::unique_ptr<Optimizer> make_rank_optimizer(Model& model, const OptimizerOpti
 /// Servers hold the parameters: every rank's gradient goes there as it is, and `model`, which is
 /// that of ddp, exchanges none any more. Weight decay is added to gradients on the ranks. Begins
 /// with rank 0's parameters; where `state` names a checkpoint of servers, they go back to that.
-/// Collective; blocks. `model` must outlive it. Errors: ConfigError: options
-/// that servers cannot follow; as ps::Session's.
+/// Collective; blocks. `model` must outlive it.
+/// Errors: ConfigError: options that servers cannot follow; as ps::Session's.
 std::unique_ptr<Optimizer> make_server_optimizer(Model& model, const cohort::comm::ProcessGroup& group,
                                                  const Options& options,
                                                  const OptimizerOptions& optimizer,

@@ -27,9 +27,10 @@ struct EpochReport {
 ///
 /// Every rank draws the same parameters from the seed and takes its share of each global batch; the
 /// gradient is that of the mean over the global batch; of ps-async, over the rank's own share.
-/// Owner:   `options` must outlive it. Threads: one.
+/// Owner:      `options` must outlive it.
+/// Threads:    one.
 /// Collective: constructor, evaluate() and train(). Rank 0 alone prints and writes.
-/// Errors:  ConfigError for flags, files and pictures; PeerError when a rank is lost.
+/// Errors:     ConfigError for flags, files and pictures; PeerError when a rank is lost.
 class Trainer {
  public:
   Trainer(const Options& options, const cohort::comm::ProcessGroup& group);

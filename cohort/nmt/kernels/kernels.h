@@ -106,7 +106,8 @@ const Kernels* const* supported_kernels();
 /// Returns the table in use: the best, unless `use_kernels` has named another.
 const Kernels& kernels();
 
-/// For tests of every table on one machine. Threads: while none is in a kernel.
+/// For tests of every table on one machine.
+/// Threads: while none is in a kernel.
 void use_kernels(const Kernels& table);
 
 }  // namespace cohort::nmt

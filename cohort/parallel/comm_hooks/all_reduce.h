@@ -6,9 +6,10 @@ namespace cohort::parallel {
 
 /// Returns the hook that does what DistributedDataParallel does without one, bit by bit.
 ///
-/// Collective: one all-reduce per bucket. Numerics: each rank multiplies by 1 / world size in the
-/// gradient's dtype, then ranks sum in that dtype. A sparse bucket stays sparse. Source: the start
-/// of any hook of one's own.
+/// Collective: one all-reduce per bucket.
+/// Numerics:   each rank multiplies by 1 / world size in the gradient's dtype, then ranks sum in
+///             that dtype. A sparse bucket stays sparse.
+/// Source:     the start of any hook of one's own.
 CommHook all_reduce_hook();
 
 /// Returns the hook that sends nothing: every rank keeps its own gradient, not divided.

@@ -10,11 +10,11 @@ namespace cohort::parallel {
 /// Returns the hook that sends float16: half the bytes of float32.
 ///
 /// Collective: one all-reduce per bucket. Sparse buckets are refused.
-/// Numerics: each rank multiplies by 1 / world size in the gradient's dtype and rounds to float16;
-/// ranks sum in
-///           float16, W - 1 roundings on the way. With u = 2^-11 an element's error is at most
-///           ((1 + u)^W - 1) * (|g_1| + ... + |g_W|) / W, and W * 2^-25 more where float16 is
-///           subnormal (below 6e-5). A mean above 65504 becomes infinite, on every rank alike.
+/// Numerics:   each rank multiplies by 1 / world size in the gradient's dtype and rounds to
+///             float16; ranks sum in float16, W - 1 roundings on the way. With u = 2^-11 an
+///             element's error is at most ((1 + u)^W - 1) * (|g_1| + ... + |g_W|) / W, and W *
+///             2^-25 more where float16 is subnormal (below 6e-5). A mean above 65504 becomes
+///             infinite, on every rank alike.
 CommHook fp16_compress_hook();
 
 /// Returns the hook that sends bfloat16: half the bytes of float32 with float32's range.

@@ -18,8 +18,8 @@ struct PostLocalSgdOptions {
   comm::ProcessGroup subgroup;
 };
 
-/// Where a run of post_local_sgd_hook stands. Shared by the hook and by whoever saves it. Threads:
-/// one.
+/// Where a run of post_local_sgd_hook stands. Shared by the hook and by whoever saves it.
+/// Threads: one.
 class PostLocalSgdState {
  public:
   /// Errors: c10::ValueError if start_local_sgd_iter is negative.
@@ -39,9 +39,10 @@ class PostLocalSgdState {
 /// over the subgroup, or not at all.
 ///
 /// Use with PeriodicModelAverager, which then keeps the ranks' models in step; its warmup_steps is
-/// start_local_sgd_iter. Collective: as all_reduce_hook, over the group of the phase.
-/// Numerics: as all_reduce_hook; the divisor is the size of the group of the phase.
-/// Source: Lin et al. 2018, arXiv:1808.07217.
+/// start_local_sgd_iter.
+/// Collective: as all_reduce_hook, over the group of the phase.
+/// Numerics:   as all_reduce_hook; the divisor is the size of the group of the phase.
+/// Source:     Lin et al. 2018, arXiv:1808.07217.
 CommHook post_local_sgd_hook(std::shared_ptr<PostLocalSgdState> state);
 
 struct PeriodicModelAveragerOptions {
@@ -63,8 +64,10 @@ class PeriodicModelAverager {
   /// step.
   ///
   /// Collective on the steps that average; the same tensors in the same order on every rank.
-  /// Blocks. Numerics: each rank multiplies by 1 / W in the tensor's dtype, then ranks sum. Memory:
-  /// one 25 MiB buffer, or the largest tensor. Errors: PeerError.
+  /// Blocks.
+  /// Numerics: each rank multiplies by 1 / W in the tensor's dtype, then ranks sum.
+  /// Memory:   one 25 MiB buffer, or the largest tensor.
+  /// Errors:   PeerError.
   bool average_parameters(const std::vector<at::Tensor>& parameters);
 
   int64_t step() const {

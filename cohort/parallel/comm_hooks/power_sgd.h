@@ -27,8 +27,8 @@ struct PowerSgdOptions {
 
 /// What PowerSGD remembers from step to step: the second factors, and this rank's error.
 ///
-/// Owner: a shared_ptr, held by the hook and by whoever saves it. Threads: one; not while a
-/// backward runs.
+/// Owner:   a shared_ptr, held by the hook and by whoever saves it.
+/// Threads: one; not while a backward runs.
 class PowerSgdState : public std::enable_shared_from_this<PowerSgdState> {
  public:
   /// Errors: c10::ValueError if an option is out of range.
@@ -41,8 +41,8 @@ class PowerSgdState : public std::enable_shared_from_this<PowerSgdState> {
   std::map<std::string, at::Tensor> state_dict() const;
 
   /// Takes over what state_dict returned on the same rank of a run with the same options, world
-  /// size and bucket layout. Errors: c10::ValueError if an entry is missing; a later hook call if a
-  /// bucket's size differs.
+  /// size and bucket layout.
+  /// Errors: c10::ValueError if an entry is missing; a later hook call if a bucket's size differs.
   void load_state_dict(const std::map<std::string, at::Tensor>& state);
 
   int64_t iteration() const;  ///< Backward passes so far.
@@ -65,20 +65,21 @@ class PowerSgdState : public std::enable_shared_from_this<PowerSgdState> {
 /// transpose(M) P; the result is P transpose(Q). Small gradients and vectors travel whole, with Q.
 ///
 /// Collective: two all-reduces per bucket, of P [n, r] each, then of Q [m, r] each with the whole
-/// gradients. The call waits for the first and leaves the second under way: so all collectives
-/// start in the order of the calls, from the calling thread, and match between ranks whatever the
-/// timing of replies. Numerics: messages are sent and summed in the gradient's dtype, after each
-/// rank multiplied by 1 / W; a 16-bit
-///           gradient's factors are computed in float32 between them. Bases come from a Householder
-///           QR, which needs no epsilon and survives a zero gradient. The error is M - P
-///           transpose(own Q): what this rank's part lost. Its mean over ranks is that of the
-///           paper's, but the difference between ranks does not pile up in it.
-///           A step with a NaN or infinity, or whose messages overflow, yields some on all ranks
-///           and leaves the memory as it was.
-///           Ranks on unlike processors may differ in the last bits of P, hence of the parameters.
-/// Memory: the error, as large as the compressed gradients; the factors, (n + m) r.
-/// Errors: PeerError from the backward; c10::ValueError for a sparse bucket, or one of another size
-/// than before. Source: Vogels et al. 2019, arXiv:1905.13727, algorithms 1 and 2.
+///             gradients. The call waits for the first and leaves the second under way: so all
+///             collectives start in the order of the calls, from the calling thread, and match
+///             between ranks whatever the timing of replies.
+/// Numerics:   messages are sent and summed in the gradient's dtype, after each rank multiplied by
+///             1 / W; a 16-bit gradient's factors are computed in float32 between them. Bases come
+///             from a Householder QR, which needs no epsilon and survives a zero gradient. The
+///             error is M - P transpose(own Q): what this rank's part lost. Its mean over ranks is
+///             that of the paper's, but the difference between ranks does not pile up in it. A step
+///             with a NaN or infinity, or whose messages overflow, yields some on all ranks and
+///             leaves the memory as it was. Ranks on unlike processors may differ in the last bits
+///             of P, hence of the parameters.
+/// Memory:     the error, as large as the compressed gradients; the factors, (n + m) r.
+/// Errors:     PeerError from the backward; c10::ValueError for a sparse bucket, or one of another
+///             size than before.
+/// Source:     Vogels et al. 2019, arXiv:1905.13727, algorithms 1 and 2.
 CommHook power_sgd_hook(std::shared_ptr<PowerSgdState> state);
 
 }  // namespace cohort::parallel

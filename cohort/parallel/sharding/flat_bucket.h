@@ -25,11 +25,13 @@ struct BucketPlace {
 
 /// From `gather` to `hide` or `free` the module's parameters are views of the flat buffer. Before
 /// and after, who reads a parameter, or the gradient that it has not, or writes to one gets a
-/// c10::Error that names it. Where
-/// parameters are sharded, the buffer's memory comes and goes under autograd's saved tensors, too;
-/// a backward that reads one while it is away gets an error with the bucket's name.
+/// c10::Error that names it. Where parameters are sharded, the buffer's memory comes and goes under
+/// autograd's saved tensors, too; a backward that reads one while it is away gets an error with the
+/// bucket's name.
 ///
-/// Owner: the engine. Threads: one. Collective: begin_gather, begin_reduce.
+/// Owner:      the engine.
+/// Threads:    one.
+/// Collective: begin_gather, begin_reduce.
 class FlatBucket {
  public:
   /// Takes the parameters' present values. All have one type and device, and are either trained or

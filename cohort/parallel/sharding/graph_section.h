@@ -17,9 +17,10 @@ uint64_t recording_position();
 
 /// Of the nodes that lead to `outputs` and were recorded since `position`, those from which
 /// gradients leave, to older nodes or to leaves. A backward that has passed all of them has passed
-/// every node of that stretch. Empty if nothing was recorded.
-/// Nodes of other threads count as recorded since: their numbers tell nothing. Memory: the graph
-/// owns the nodes. Cost: one visit for each node.
+/// every node of that stretch. Empty if nothing was recorded. Nodes of other threads count as
+/// recorded since: their numbers tell nothing.
+/// Memory: the graph owns the nodes.
+/// Cost:   one visit for each node.
 std::vector<torch::autograd::Node*> first_nodes(const std::vector<at::Tensor>& outputs,
                                                 uint64_t position);
 

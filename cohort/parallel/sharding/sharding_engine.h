@@ -74,7 +74,9 @@ struct LocalShard {
   at::Tensor tensor;  ///< One dimension; a leaf with a gradient after backward.
 };
 
-/// Shards a model. Owner: FullyShardedDataParallel; owns the model. Threads: one.
+/// Shards a model.
+/// Owner:   FullyShardedDataParallel; owns the model.
+/// Threads: one.
 class ShardingEngine final : public ModelEngine {
  public:
   /// The units are those that the model declares (unit.h) and `units`.

@@ -75,8 +75,9 @@ class Client {
   using ChannelMaker = std::function<std::unique_ptr<Channel>(int server)>;
 
   /// Connects and joins; trainer 0 sends the job to the servers. Blocks until all servers have
-  /// replied and know the job. Errors: ConfigError: bad options, servers with another job, an
-  /// invalid checkpoint; c10::DistError: no reply.
+  /// replied and know the job.
+  /// Errors: ConfigError: bad options, servers with another job, an invalid checkpoint;
+  ///         c10::DistError: no reply.
   Client(const ClientOptions& options, const JobOptions& job, const ChannelMaker& channels = {});
   /// Closes the connections without leaving: the trainer then counts as lost.
   ~Client();
@@ -113,7 +114,8 @@ class Client {
   /// parts of a push: every later push and flush fails.
   void push(std::span<const PushRows> rows, std::vector<std::span<const float>> parameters);
   /// Waits until every push is acknowledged; kSync: also confirms them, so that steps can close
-  /// that no pull follows. Errors: as push.
+  /// that no pull follows.
+  /// Errors: as push.
   void flush();
   /// Makes calls of `push` and `flush` that block in other threads, and all later ones, throw
   /// c10::DistError.

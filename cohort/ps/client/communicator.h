@@ -18,9 +18,9 @@ class Communicator {
  public:
   virtual ~Communicator() = default;
 
-  /// Starts a pull of rows and parameters (Client::pull). Returns: a function that completes it;
-  /// call it once, it blocks. For a prediction every communicator takes the servers' rows, and
-  /// zeros for missing ones.
+  /// Starts a pull of rows and parameters (Client::pull).
+  /// Returns: a function that completes it; call it once, it blocks. For a prediction every
+  ///          communicator takes the servers' rows, and zeros for missing ones.
   virtual std::function<void()> pull(std::vector<PullRows> rows,
                                      std::vector<std::span<float>> parameters,
                                      bool is_prediction = false) = 0;
@@ -40,9 +40,10 @@ std::unique_ptr<Communicator> make_half_async_communicator(Client& client, int64
 
 /// Local replicas of what this trainer uses, updated by these rules. Every `steps` pushes the
 /// changes since the last synchronisation, divided by the number of trainers, are added on the
-/// servers (whose rules are kAdd), and the servers' values replace the replicas. Memory: the rows
-/// used since the last synchronisation, and the optimizer's state of every row that this trainer
-/// ever pushed. That state is stored nowhere else: a restarted trainer begins with a new one.
+/// servers (whose rules are kAdd), and the servers' values replace the replicas.
+/// Memory: the rows used since the last synchronisation, and the optimizer's state of every row
+///         that this trainer ever pushed. That state is stored nowhere else: a restarted trainer
+///         begins with a new one.
 struct GeoOptions {
   RuleOptions dense_rule;
   std::vector<RuleOptions> table_rules;  ///< By number of the table.

@@ -8,7 +8,8 @@ namespace cohort::ps {
 
 /// Distinct ids of a batch, in the order of their first, and where each one's row is among them.
 ///
-/// Memory: kept for the next batch. Threads: one.
+/// Memory:  kept for the next batch.
+/// Threads: one.
 class DistinctIds {
  public:
   /// `ids`: any; `padding`: left out.

@@ -63,11 +63,13 @@ class ServerLink {
 
   /// Sends a request other than a push or pull.
   ReplyFuture begin(Request request);
-  /// Sends it and returns the reply. Blocks. Errors: as ReplyFuture::wait.
+  /// Sends it and returns the reply. Blocks.
+  /// Errors: as ReplyFuture::wait.
   Reply call(Request request);
 
   /// Joins the job of this fingerprint as a new process. Blocks, also until the job is set. `text`:
-  /// the job's JSON, for the error of a server that has another job. Errors: as ReplyFuture::wait.
+  /// the job's JSON, for the error of a server that has another job.
+  /// Errors: as ReplyFuture::wait.
   Reply join(uint64_t job, const std::string& text = "");
   /// Confirms that all servers have this trainer's pushes up to `step` (Call::kConfirm). Blocks.
   /// Errors: likewise.
@@ -81,9 +83,11 @@ class ServerLink {
   /// steps, which it confirms.
   ReplyFuture pull(MessageWriter message, uint64_t sequence, uint64_t step, uint32_t flags = 0);
 
-  /// Waits until every push is acknowledged. Errors: as ReplyFuture::wait.
+  /// Waits until every push is acknowledged.
+  /// Errors: as ReplyFuture::wait.
   void flush();
-  /// Throws the error of a failed push, if there is one. Errors: as ReplyFuture::wait.
+  /// Throws the error of a failed push, if there is one.
+  /// Errors: as ReplyFuture::wait.
   void check_pushes();
   /// Makes calls of `push` and `flush` that block in other threads, and all later ones, throw
   /// c10::DistError.

@@ -23,7 +23,8 @@ class PrefetchedRows;
 /// gradients of an id, and Session::push sends them.
 ///
 /// Made by Session::embedding. In evaluation (eval()) rows that are not there are zeros and none is
-/// made; there is no backward then. Threads: one.
+/// made; there is no backward then.
+/// Threads: one.
 class EmbeddingImpl : public torch::nn::Module {
  public:
   EmbeddingImpl(std::shared_ptr<PrefetchedRows> rows, int64_t width,

@@ -40,7 +40,8 @@ enum class Training {
   kGeo,        ///< Steps are local; every `geo_steps`, changes are added on the servers.
 };
 
-/// "local", "sync" ... Errors: ConfigError that lists the names.
+/// "local", "sync" ...
+/// Errors: ConfigError that lists the names.
 Training training_named(const std::string& name);
 
 struct SessionOptions {
@@ -72,8 +73,9 @@ SessionOptions with_environment(SessionOptions options);
 /// A trainer's side of a job. Everything that begins with pull, push, start, finish or save may
 /// block for servers and other trainers, with the timeouts of ClientOptions::link.
 ///
-/// Owner: holds the parameters that were added (by handle) and the tables.
-/// Threads: one. Errors: as Client's.
+/// Owner:   holds the parameters that were added (by handle) and the tables.
+/// Threads: one.
+/// Errors:  as Client's.
 class Session {
  public:
   explicit Session(const SessionOptions& options);
@@ -106,7 +108,8 @@ class Session {
   ///
   ///   for (int64_t s = session.steps_before(); s < steps; ++s) ...
   ///
-  /// 0 with the other kinds, whose pushes are no steps. Errors: c10::ValueError before start().
+  /// 0 with the other kinds, whose pushes are no steps.
+  /// Errors: c10::ValueError before start().
   int64_t steps_before() const;
   /// Steps so far (of the job, for a restarted trainer).
   int64_t step() const;
@@ -117,7 +120,8 @@ class Session {
   void finish();
   /// A checkpoint of all servers, in a folder that they see (a relative path is from theirs). One
   /// trainer calls it, before finish(); kSync: it is of the state after step(), for which it waits.
-  /// kLocal: of this process. Errors: also c10::DistError where it cannot be written.
+  /// kLocal: of this process.
+  /// Errors: also c10::DistError where it cannot be written.
   void save(const std::string& folder);
   const Plan& plan() const;
   /// Errors: c10::ValueError on ranks of a host that have none.

@@ -19,7 +19,8 @@ struct RpcServerOptions {
 /// Errors: as RpcServer's constructor.
 void check_rpc_server(const RpcServerOptions& options);
 
-/// Listens, and hands what comes to a Server. Threads: any.
+/// Listens, and hands what comes to a Server.
+/// Threads: any.
 class RpcServer {
  public:
   /// Owner: `server` must outlive this.

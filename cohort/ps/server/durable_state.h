@@ -29,7 +29,8 @@ namespace cohort::ps {
 /// Threads: one, also for the tasks' results.
 class DurableState {
  public:
-  /// Recovers. Errors: as Server's constructor.
+  /// Recovers.
+  /// Errors: as Server's constructor.
   DurableState(const ServerOptions& options, const Log& log);
 
   const ParameterState& state() const { return state_; }
@@ -45,8 +46,9 @@ class DurableState {
   void set_job(const JobOptions& job);
   /// Rolls back to `checkpoint`, one of all servers of the job, or to the job's beginning (""), as
   /// a new incarnation that no trainer has joined. The folder then holds that state or the one
-  /// before. Errors: ConfigError that names what is missing or damaged: the state in memory is then
-  /// incomplete and must not be used; the folder holds the state before.
+  /// before.
+  /// Errors: ConfigError that names what is missing or damaged: the state in memory is then
+  ///         incomplete and must not be used; the folder holds the state before.
   void restore(const std::string& checkpoint);
   /// Syncs the log, if the options ask for that.
   void sync();

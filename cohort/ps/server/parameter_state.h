@@ -81,7 +81,8 @@ class ParameterState {
   /// Errors: c10::ValueError that says what does not fit.
   void check(const Message& message) const;
 
-  /// Builds the tables and blocks of `job` on trial, and drops them. Errors: those of applying it.
+  /// Builds the tables and blocks of `job` on trial, and drops them.
+  /// Errors: those of applying it.
   void check_job(const JobOptions& job) const;
 
   /// Changes the state. The record was checked before, or comes from the log.
@@ -102,8 +103,8 @@ class ParameterState {
   /// Errors: ConfigError that names file and damage.
   void load(const std::string& folder);
   /// Fills a new job's tables and blocks with this server's share of a checkpoint of any number of
-  /// servers, and continues its count of steps. Errors: ConfigError that names file and what is
-  /// missing or damaged.
+  /// servers, and continues its count of steps.
+  /// Errors: ConfigError that names file and what is missing or damaged.
   void load_checkpoint(const std::string& checkpoint);
 
   /// A dense block's values, for export.

@@ -31,12 +31,13 @@ class RequestHandler {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  /// Recovers the state. Errors: as Server's constructor.
+  /// Recovers the state.
+  /// Errors: as Server's constructor.
   RequestHandler(const ServerOptions& options, const Log& log);
   ~RequestHandler();
 
-  /// Replies to it, or keeps it for later. Errors: those that end the server; the request gets a
-  /// reply first.
+  /// Replies to it, or keeps it for later.
+  /// Errors: those that end the server; the request gets a reply first.
   void handle(Pending pending);
   /// After each batch of requests: syncs the log, acknowledges what waited for that, and replies to
   /// waiting requests that can proceed.

@@ -36,7 +36,8 @@ void finish_checkpoint(const std::string& folder, uint64_t nonce);
 /// Errors: ConfigError that names `folder`, or the save and the server whose part is not there.
 std::vector<std::string> saved_folders(const std::string& folder);
 
-/// The job of a saved state. Errors: ConfigError that names the file.
+/// The job of a saved state.
+/// Errors: ConfigError that names the file.
 JobOptions saved_job(const std::string& folder);
 
 }  // namespace cohort::ps

@@ -58,8 +58,9 @@ class Server {
   /// Queues a request; `done` is called from the owner's thread, or at once if the queue is full.
   void submit(Request request, Done done);
 
-  /// Blocks until a client requests a stop, or `stop` is called. Errors: the exception that ended
-  /// the owner's thread (a log that cannot be written does not end it: see Code::kBusy).
+  /// Blocks until a client requests a stop, or `stop` is called.
+  /// Errors: the exception that ended the owner's thread (a log that cannot be written does not end
+  ///         it: see Code::kBusy).
   void wait();
   /// From any thread: replies kLost to waiting requests, and ends.
   void stop();

@@ -47,7 +47,8 @@ struct Record {
 /// Whether the system that wrote a log may have lost what it had not synced.
 enum class PowerCut { kImpossible, kPossible };
 
-/// The file of records at its end. Threads: one.
+/// The file of records at its end.
+/// Threads: one.
 class UpdateLog {
  public:
   /// Reads the records of `folder` from number `from` on, in order, through `visit`, cuts off an
@@ -62,21 +63,23 @@ class UpdateLog {
   const std::string& cut_off_text() const { return cut_off_text_; }
 
   /// Hands a record to the system: it survives the death of this process.
-  /// Returns: its number. Errors: c10::Error that names the file and the system's reason (a full
-  /// disk); unless the log is broken it is then as before, and the next record may be tried.
+  /// Returns: its number.
+  /// Errors:  c10::Error that names the file and the system's reason (a full disk); unless the log
+  ///          is broken it is then as before, and the next record may be tried.
   uint64_t append(RecordKind kind, uint32_t time, std::span<const std::byte> payload);
-  /// Waits until the disk has all records: they survive the loss of power. Errors: c10::Error that
-  /// names the file and the system's reason; the log is broken then.
+  /// Waits until the disk has all records: they survive the loss of power.
+  /// Errors: c10::Error that names the file and the system's reason; the log is broken then.
   void sync();
   /// Whether the disk has refused what was handed to the system before. Which records it has is not
   /// known then, and a later sync would not tell: append, sync and begin_segment throw from then
   /// on.
   bool is_broken() const { return !broken_.empty(); }
-  /// Looks whether it has. Errors: as sync.
+  /// Looks whether it has.
+  /// Errors: as sync.
   void check_disk();
 
-  /// Further records go to a new file. Errors: as sync; ConfigError if there can be none, as
-  /// before.
+  /// Further records go to a new file.
+  /// Errors: as sync; ConfigError if there can be none, as before.
   void begin_segment();
   /// Removes the segments that hold only records before `number`.
   void remove_before(uint64_t number);
@@ -102,11 +105,12 @@ class UpdateLog {
   std::string broken_;    // Why; "" if it is not.
 };
 
-/// Writes `records` to a file of the same form. Errors: c10::ValueError that names the file and a
-/// record of 4 GiB or more, before anything is written; as write_atomically.
+/// Writes `records` to a file of the same form.
+/// Errors: c10::ValueError that names the file and a record of 4 GiB or more, before anything is
+///         written; as write_atomically.
 void write_records(const std::string& path, std::span<const Record> records);
-/// Reads one, or no more of it than its first `most` records. Errors: ConfigError that names file
-/// and offset: damage, or that its end is missing.
+/// Reads one, or no more of it than its first `most` records.
+/// Errors: ConfigError that names file and offset: damage, or that its end is missing.
 void read_records(const std::string& path, const std::function<void(const Record&)>& visit,
                   size_t most = SIZE_MAX);
 

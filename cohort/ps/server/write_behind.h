@@ -15,8 +15,8 @@
 namespace cohort::ps {
 
 /// Syncs every kWindowBytes or kPeriod; later if the disk does not keep up. An error of the disk is
-/// kept for the caller, because the system reports it once. Threads: one caller; the work is on a
-/// thread of its own.
+/// kept for the caller, because the system reports it once.
+/// Threads: one caller; the work is on a thread of its own.
 class WriteBehind {
  public:
   static constexpr int64_t kWindowBytes = int64_t{32} << 20;

@@ -19,7 +19,8 @@ struct ExportedRows {
 /// With `pushed_since` > 0 (seconds since 1970) only rows pushed to then or later: the difference
 /// to an export that was begun before. Rows that were dropped meanwhile are in no such file: a full
 /// export forgets them.
-/// Memory: 8 bytes a row. Errors: ConfigError, c10::Error: the file's, the spill store's.
+/// Memory: 8 bytes a row.
+/// Errors: ConfigError, c10::Error: the file's, the spill store's.
 ExportedRows export_rows(const RowTable& table, const std::string& path, uint32_t pushed_since = 0);
 
 }  // namespace cohort::ps

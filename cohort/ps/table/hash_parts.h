@@ -15,9 +15,10 @@ namespace cohort::ps {
 /// Maps hashes to values of `kValueBits` bits, never 0, beside which a place keeps as much of the
 /// hash as fits: several values may seem to fit one hash, and the caller tells which is meant.
 ///
-/// Open addressing in 256 parts by the hash's low 8 bits, each 0.64 to 0.8 full: 10 to 12.5 bytes
-/// a value. A part grows alone, by a quarter: no push waits for all of them. Of a place's key the
-/// low 32 bits say where it belongs: no row is read to move it. Threads: one at a time.
+/// Open addressing in 256 parts by the hash's low 8 bits, each 0.64 to 0.8 full: 10 to 12.5 bytes a
+/// value. A part grows alone, by a quarter: no push waits for all of them. Of a place's key the low
+/// 32 bits say where it belongs: no row is read to move it.
+/// Threads: one at a time.
 template <int kValueBits>
 class HashParts {
  public:
@@ -52,7 +53,8 @@ class HashParts {
     return place != nullptr ? *place & kMaxValue : 0;
   }
 
-  /// Adds a value in [1, kMaxValue]. Errors: std::bad_alloc.
+  /// Adds a value in [1, kMaxValue].
+  /// Errors: std::bad_alloc.
   void insert(uint64_t hash, uint64_t value) {
     Part& part = part_of(hash);
     if ((uint64_t{part.used} + 1) * 5 > uint64_t{part.capacity} * 4) grow(part);

@@ -12,7 +12,8 @@ namespace cohort::ps {
 double uniform_of(uint64_t seed, uint64_t id, uint64_t number);
 
 /// The initial weights of a table's rows. The bits are the same on every machine: no function of
-/// the C library is in them. Threads: immutable after construction.
+/// the C library is in them.
+/// Threads: immutable after construction.
 class InitialWeights {
  public:
   /// Of `options`: seed, name and initializer.

@@ -25,7 +25,8 @@ struct [[gnu::packed, gnu::aligned(4)]] Row {
 static_assert(sizeof(Row) == 16);
 
 /// Owns rows of `floats` floats each. A row stays where it is until it is freed; places of freed
-/// rows are used again, the last first. Threads: one at a time.
+/// rows are used again, the last first.
+/// Threads: one at a time.
 class RowSlabs {
  public:
   static constexpr uint64_t kMaxRows = 0xffff'fffe;

@@ -59,8 +59,8 @@ class RowTable {
   void push(std::span<const uint64_t> ids, std::span<const float> gradients, int64_t step,
             uint32_t now);
 
-  /// Drops rows by the table's options (age, score); `now` as in push. Cost: a pass over all rows,
-  /// those of the spill store included.
+  /// Drops rows by the table's options (age, score); `now` as in push.
+  /// Cost: a pass over all rows, those of the spill store included.
   void evict(uint32_t now);
 
   /// Calls `visit` for every row, in no order that matters. With a spill store: its rows, too.

@@ -59,7 +59,8 @@ class TableFileWriter {
   uint64_t counts_ = 0;
 };
 
-/// Reads such a file block by block: a block of memory, however large it is. Threads: one.
+/// Reads such a file block by block: a block of memory, however large it is.
+/// Threads: one.
 class TableFileReader {
  public:
   /// Errors of both: ConfigError that names the file, the offset and what is wrong there.
@@ -86,8 +87,8 @@ class TableFileReader {
 /// Errors: c10::Error that names the file and the system's reason.
 void write_table_file(const RowTable& table, const std::string& path);
 
-/// Puts the rows and counts of a file whose ids `keep` wants into `table`. Errors: the reader's;
-/// check_same_rows(); RowTable::insert.
+/// Puts the rows and counts of a file whose ids `keep` wants into `table`.
+/// Errors: the reader's; check_same_rows(); RowTable::insert.
 void load_table_file(const std::string& path, RowTable& table,
                      const std::function<bool(uint64_t id)>& keep);
 

@@ -124,7 +124,8 @@ struct ValuePosition {
   size_t section = 0;
   size_t value = 0;  ///< In the section's values.
 };
-/// The first value that is a NaN or an infinity. Cost: one pass over all values.
+/// The first value that is a NaN or an infinity.
+/// Cost: one pass over all values.
 std::optional<ValuePosition> find_nonfinite(const Message& message);
 
 /// Gives `message` another header (retries after a server's restart) and seals it again.

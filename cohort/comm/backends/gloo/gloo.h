@@ -12,8 +12,8 @@ namespace cohort::comm {
 /// the one that owns its address.
 ///
 /// Collective: every rank calls it; blocks until all have, at most the request's timeout, which
-/// then bounds every operation of the backend too. Errors: what c10d and Gloo throw; the caller
-/// maps it.
+///             then bounds every operation of the backend too.
+/// Errors:     what c10d and Gloo throw; the caller maps it.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
 
 /// Gives the next collective of `backend` that number, and those after it the following ones.

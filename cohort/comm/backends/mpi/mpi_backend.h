@@ -17,15 +17,17 @@ namespace cohort::comm {
 ///
 /// Every operation is non-blocking: it is started on the process's MPI thread in the order of the
 /// calls, several may be under way, and `wait()` or the future of its Work ends with it. A future's
-/// callbacks run on the MPI thread: they may start operations and must not wait for one. Shapes:
-/// contiguous CPU tensors; lists as c10d's ProcessGroup passes them, one tensor a rank. Numerics:
-/// see mpi_reduction; AVG is a sum and one division after it. Threads:  one caller at a time. Cost:
-/// what MPI's non-blocking collectives do; a message above 1 GiB goes in pieces of that size.
+/// callbacks run on the MPI thread: they may start operations and must not wait for one.
+/// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them, one tensor a rank.
+/// Numerics: see mpi_reduction; AVG is a sum and one division after it.
+/// Threads:  one caller at a time.
+/// Cost:     what MPI's non-blocking collectives do; a message above 1 GiB goes in pieces of that
+///           size.
 /// Errors:   c10::ValueError: bad tensors or an unsupported dtype, before anything is sent.
 ///           c10::DistBackendError (thrown by `wait`): what MPI reports, or the time is up. The
 ///           group is dead after it.
 /// Owner:    the communicators stay until MPI ends: giving one back is a collective, which a
-/// destructor may not do.
+///           destructor may not do.
 class MpiBackend : public c10d::Backend {
  public:
   /// `world_ranks`: the group's ranks as numbers of MPI_COMM_WORLD, in the group's order; `rank` is

@@ -17,7 +17,8 @@
 namespace cohort::comm {
 
 /// Turns a return code of MPI into c10::DistBackendError, with the name of `call` and MPI's own
-/// text. Threads: any.
+/// text.
+/// Threads: any.
 void check_mpi(int code, const char* call);
 
 /// Non-blocking requests of one operation, and how each ended.
@@ -44,8 +45,9 @@ struct MpiOperation {
 /// both on its thread. A program that exits with another status leaves MPI unfinalised, which is
 /// how mpirun learns to end the other ranks at once. If the program itself has initialised MPI, it
 /// also finalises it. An operation whose time is up fails; its buffers are kept for ever, because
-/// MPI may still write to them. Threads: any may call. A callback runs on the MPI thread and must
-/// not wait for another operation.
+/// MPI may still write to them.
+/// Threads: any may call. A callback runs on the MPI thread and must not wait for another
+///          operation.
 class MpiThread {
  public:
   /// The process's own, made on the first call; never destroyed.

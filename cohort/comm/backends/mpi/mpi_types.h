@@ -19,8 +19,9 @@ void create_narrow_operations();
 /// Returns how MPI reduces `dtype` by `op`; AVG is the sum (the caller divides).
 ///
 /// Numerics: in the dtype itself; half and bfloat16 are added in float32 and rounded after every
-/// addition. bool: SUM, MAX and BOR are "or", PRODUCT, MIN and BAND are "and". Threads: any.
-/// Errors: c10::ValueError for a dtype or an operation on it that there is not.
+///           addition. bool: SUM, MAX and BOR are "or", PRODUCT, MIN and BAND are "and".
+/// Threads:  any.
+/// Errors:   c10::ValueError for a dtype or an operation on it that there is not.
 MpiReduction mpi_reduction(at::ScalarType dtype, c10d::ReduceOp::RedOpType op);
 
 }  // namespace cohort::comm

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""scripts/check-style finds what it is for, and repairs what it can.
+
+Usage: check_style_test.py SOURCE_FOLDER [CASES OF unittest]
+"""
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SOURCE = pathlib.Path(sys.argv.pop(1)).resolve()
+GOOD = """/// Sends `tensor`.
+///
+/// Errors: c10::ValueError for another dtype.
+/// Cost:   one message.
+"""
+
+
+class CheckStyleTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.tree = pathlib.Path(folder.name)
+        for name in ("scripts", "cohort", "apps", "examples", "tests", "bench", "docs"):
+            (self.tree / name).mkdir()
+        for name in ("README.md", "CONTRIBUTING.md"):
+            (self.tree / name).write_text("")
+        shutil.copy(SOURCE / "scripts/check-style", self.tree / "scripts")
+        self.dropped("")
+
+    def dropped(self, words):
+        (self.tree / "scripts/dropped-words.txt").write_text(words)
+
+    def run_on(self, text, *flags):
+        path = self.tree / "cohort/sample.h"
+        path.write_text(text)
+        done = subprocess.run([self.tree / "scripts/check-style", *flags], capture_output=True, text=True)
+        self.assertEqual(done.stderr, "")
+        return done.returncode, done.stdout, path.read_text()
+
+    def expect_fixed(self, bad, good):
+        code, output, _ = self.run_on(bad)
+        self.assertEqual(code, 1)
+        self.assertIn("cohort/sample.h:1: expected", output)
+        self.assertEqual(self.run_on(bad, "--fix"), (0, "", good))
+        self.assertEqual(self.run_on(good), (0, "", good))
+
+    def test_labels_stand_on_lines_of_their_own(self):
+        self.expect_fixed("/// Sends `tensor`.\n///\n/// Errors: c10::ValueError for another\n/// dtype. Cost: one message.\n", GOOD)
+
+    def test_a_torn_label_is_repaired(self):
+        self.expect_fixed("/// Sends.\n/// Errors:     c10::Error on every rank,\n/// if\n///             a rank is lost.\n",
+                          "/// Sends.\n/// Errors: c10::Error on every rank, if a rank is lost.\n")
+
+    def test_code_and_lists_stay(self):
+        text = "/// Uses it:\n///\n///   auto x = f();\n///   g(x);\n///\n/// - one\n/// - two\n"
+        self.assertEqual(self.run_on(text, "--fix"), (0, "", text))
+
+    def test_cut_literals_are_joined(self):
+        self.expect_fixed('  check(x, "a message that "\n      "was cut");\n', '  check(x, "a message that was cut");\n')
+        long = f'  check(x, "{"word " * 15}"\n      "{"more " * 10}end");\n'
+        self.assertEqual(self.run_on(long)[0], 0)
+
+    def test_a_dropped_word_is_found_wherever_it_is(self):
+        self.dropped("# comment\nOldName NewName\n")
+        for name in ("cohort/a.h", "docs/a.md", "tests/a.cpp", "README.md"):
+            with self.subTest(name=name):
+                (self.tree / name).write_text("It is OldName, not OldNames.\n")
+                code, output, _ = self.run_on(GOOD)
+                self.assertEqual((code, output), (1, f"{name}:1: expected NewName instead of OldName\n"))
+                (self.tree / name).write_text("OldNames\n")
+        self.assertEqual(self.run_on(GOOD)[0], 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
