@@ -14,7 +14,6 @@
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/base/stored_checkpoint.h"
-
 #include "cohort/cli/parse.h"
 
 namespace {
@@ -146,13 +145,32 @@ struct ConsolidateFlags {
   bool overwrite = false;
 };
 
+cohort::CheckpointThere what_becomes(bool overwrite) {
+  return overwrite ? cohort::CheckpointThere::kIsReplaced : cohort::CheckpointThere::kStays;
+}
+
 int consolidate(const ConsolidateFlags& flags) {
   StoredCheckpoint checkpoint(flags.folder);
   const auto parts = flags.parts.empty() ? checkpoint.parts() : flags.parts;
-  const auto there =
-      flags.overwrite ? cohort::CheckpointThere::kIsReplaced : cohort::CheckpointThere::kStays;
-  cohort::consolidate_checkpoint(checkpoint, parts, flags.output, there);
+  cohort::consolidate_checkpoint(checkpoint, parts, flags.output, what_becomes(flags.overwrite));
   std::printf("%s: %zu parts\n", flags.output.c_str(), parts.size());
+  return cohort::kExitOk;
+}
+
+struct ImportFlags {
+  std::string source;
+  std::string output;
+  std::string key;
+  bool overwrite = false;
+};
+
+int import_weights(const ImportFlags& flags) {
+  StoredCheckpoint checkpoint(flags.source, flags.key);
+  if (!checkpoint.is_imported())
+    throw ConfigError(flags.source + ": is a checkpoint already: cohort checkpoint consolidate");
+  cohort::consolidate_checkpoint(checkpoint, checkpoint.parts(), flags.output,
+                                 what_becomes(flags.overwrite));
+  std::printf("%s: %zu tensors\n", flags.output.c_str(), checkpoint.part("weights").size());
   return cohort::kExitOk;
 }
 
@@ -195,14 +213,36 @@ void add_consolidate(CLI::App& app, Action& action) {
   command->callback([flags, &action] { action = [flags] { return consolidate(*flags); }; });
 }
 
+void add_import(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand(
+      "import", "Makes a checkpoint of weights that another program wrote; executes nothing");
+  auto flags = std::make_shared<ImportFlags>();
+  command
+      ->add_option("source", flags->source,
+                   "A safetensors file, a Hugging Face index or folder, or a file of torch.save")
+      ->required()
+      ->type_name(cohort::cli::kFile);
+  command->add_option("--to", flags->output, "Gets the new checkpoint")
+      ->required()
+      ->type_name(cohort::cli::kFolder);
+  command
+      ->add_option("--key", flags->key,
+                   "Where in a file of torch.save the state dict is: state_dict, model ...")
+      ->type_name("KEY");
+  command->add_flag("--overwrite", flags->overwrite,
+                    "Replace a checkpoint in --to, with all of its parts");
+  command->callback([flags, &action] { action = [flags] { return import_weights(*flags); }; });
+}
+
 int run(int argc, char** argv) {
-  CLI::App app("Looks at checkpoints, verifies them and joins what many ranks wrote",
+  CLI::App app("Looks at checkpoints, verifies them, joins what many ranks wrote, imports weights",
                "cohort checkpoint");
   app.require_subcommand(1);
   Action action;
   add_inspect(app, action);
   add_verify(app, action);
   add_consolidate(app, action);
+  add_import(app, action);
   if (const auto ended =
           cohort::cli::parse(app, argc, argv, "cohort checkpoint --help lists commands and flags"))
     return *ended;

@@ -34,4 +34,5 @@
 #include "cohort/train/data_loader_sampler.h"
 #include "cohort/train/early_stopping.h"
 #include "cohort/train/metrics.h"
+#include "cohort/train/model_checkpoint.h"
 #include "cohort/train/sharded_checkpoint.h"

@@ -93,7 +93,7 @@ struct TorchFile::Reader {
       if (bytes.size() > kMaxPickleBytes) fail("expected a pickle of at most 100 MB");
       return bytes;
     }
-    fail("expected an archive of torch.save: it has no data.pkl");
+    fail("expected an archive of torch.save: it has no data.pkl that is not compressed");
   }
 
   const PickleValue& at_key(const PickleValue& root, const std::string& key) const {

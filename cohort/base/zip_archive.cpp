@@ -125,16 +125,15 @@ std::map<std::string, std::span<const std::byte>, std::less<>> zip_entries(
     const std::string name = archive.text(offset + 46, name_size, record);
     const std::string what = "entry " + name;
     const Entry entry = read_entry(archive, offset, what);
-    if (method != 0 || (flags & 1) != 0 || entry.stored != entry.size)
-      archive.fail(what + " is compressed or encrypted: expected an archive of torch.save");
+    offset += 46 + name_size + archive.number<uint16_t>(offset + 30, record) +
+              archive.number<uint16_t>(offset + 32, record);
+    if (method != 0 || (flags & 1) != 0 || entry.stored != entry.size) continue;
     if (archive.number<uint32_t>(entry.header, what) != kLocalHeader)
       archive.fail(what + ": its header is damaged");
     const uint64_t begin = entry.header + 30 + archive.number<uint16_t>(entry.header + 26, what) +
                            archive.number<uint16_t>(entry.header + 28, what);
     if (!entries.emplace(name, archive.bytes(begin, entry.size, what)).second)
       archive.fail(what + " occurs twice");
-    offset += 46 + name_size + archive.number<uint16_t>(offset + 30, record) +
-              archive.number<uint16_t>(offset + 32, record);
   }
   return entries;
 }

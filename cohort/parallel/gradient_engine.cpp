@@ -629,6 +629,10 @@ DdpLoggingData GradientEngine::logging_data() const {
           .comm_hook = impl_->comm_hook};
 }
 
+comm::ProcessGroup GradientEngine::group() const {
+  return impl_->group;
+}
+
 int64_t GradientEngine::num_buckets() const {
   return static_cast<int64_t>(impl_->reducer->layout().size());
 }

@@ -71,6 +71,7 @@ class GradientEngine final : public ModelEngine {
   void register_comm_hook(CommHook hook, const std::string& name);
   BucketLayout bucket_layout() const;
   DdpLoggingData logging_data() const;
+  comm::ProcessGroup group() const;
   int64_t num_buckets() const;  ///< Of the engine's present layout.
 
   void begin_join(const JoinOptions& options);  ///< Collective only in what follows.

@@ -65,7 +65,7 @@ DeviceMesh data_axes(const DeviceMesh& mesh) {
   return mesh.has("dp_shard") ? mesh[{"dp_replicate", "dp_shard"}] : mesh["dp"];
 }
 
-comm::ProcessGroup savers_of(const DeviceMesh& mesh, Strategy strategy) {
+comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy) {
   if (strategy == Strategy::kDdp)
     return mesh.group().rank() == 0 ? comm::ProcessGroup(comm::RankInfo{}) : comm::ProcessGroup();
   const size_t num_axes = strategy == Strategy::kHybrid ? 2 : 1;

@@ -48,7 +48,7 @@ DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy
 /// The axes of such a mesh along which ranks compute different batches: all but "tp".
 DeviceMesh data_axes(const DeviceMesh& mesh);
 /// The ranks of a strategy's mesh that write checkpoints, if this is one of them; else empty.
-comm::ProcessGroup savers_of(const DeviceMesh& mesh, Strategy strategy);
+comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy);
 
 /// Every parameter as one shard that holds all of it.
 std::vector<LocalShard> full_shards_of(const torch::nn::Module& module);
@@ -107,13 +107,14 @@ class ParallelModel : public ModelHandle<Holder> {
   /// The ranks that write checkpoints, each its local shards; empty unless this is one of them.
   /// Their shards cover everything once; rank 0 of the whole group is the first of them.
   const comm::ProcessGroup& checkpoint_writers() const { return parts_.writers; }
+  const comm::ProcessGroup& group() const { return parts_.group; }  ///< All ranks that train it.
 
  private:
   // One of the two wrappers.
   struct Parts {
     Parts(Holder& module, const DeviceMesh& mesh, const StrategyOptions& options,
           const std::vector<torch::nn::Module*>& units)
-        : writers(savers_of(mesh, options.strategy)) {
+        : group(mesh.group()), writers(checkpoint_writers_of(mesh, options.strategy)) {
       if (options.strategy == Strategy::kDdp) {
         ddp.emplace(module, mesh, options.ddp);
         return;
@@ -129,7 +130,7 @@ class ParallelModel : public ModelHandle<Holder> {
       return ddp ? static_cast<ModelEngine&>(ddp->engine()) : sharded->engine();
     }
 
-    comm::ProcessGroup writers;
+    comm::ProcessGroup group, writers;
     std::optional<DistributedDataParallel<Holder>> ddp;
     std::optional<FullyShardedDataParallel<Holder>> sharded;
   };

@@ -5,8 +5,10 @@
 // writes in the background. The files are described in base/stored_checkpoint.h.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +17,10 @@
 
 namespace torch::nn {
 class Module;
+}
+
+namespace cohort {
+class StoredCheckpoint;
 }
 
 namespace cohort::train {
@@ -45,34 +51,70 @@ Metadata read_manifest(const std::string& folder);
 /// Errors: as read_manifest, and if the manifest has none.
 int64_t read_update(const std::string& folder);
 
-/// Fills the tensors of all `parts`.
-/// Errors: ConfigError that names file and tensor: damage, a checksum that differs, a tensor that
-///         is missing, left over, or of another shape or type (a checkpoint of another model).
-///         Tensors are changed only if everything fits.
-void load_checkpoint(const std::string& folder, const Parts& parts);
+/// Returns a tensor's name in the model from its name in the checkpoint.
+using Rename = std::function<std::string(const std::string&)>;
+/// Replaces the first of these prefixes that a name begins with, {"model.", ""} say. Other names
+/// stay.
+Rename rename_prefixes(std::vector<std::pair<std::string, std::string>> prefixes);
+
+/// How names and types of a checkpoint become those of a model. The same on all ranks.
+struct LoadOptions {
+  /// A tensor of the loaded parts that no rank asks for, or one that is asked for and not there, is
+  /// an error that names the first few. false: the others are loaded, and the names returned.
+  bool strict = true;
+  Rename rename;  ///< Empty: names are the same.
+  /// Elements of one floating-point type are converted into another, rounded to nearest. false:
+  /// another type is an error.
+  bool convert_dtype = false;
+  /// Of a file of torch.save: where in it the state dict is, "state_dict" or "model", say. Empty:
+  /// it is the whole file.
+  std::string key;
+};
+
+/// As torch.nn.Module.load_state_dict returns it; the same on all ranks; empty if strict.
+struct IncompatibleKeys {
+  std::vector<std::string> missing;     ///< Asked for, but not in the checkpoint.
+  std::vector<std::string> unexpected;  ///< Only in the checkpoint: its names.
+};
+
+/// Fills the tensors of all `parts`. Tensors that are missing stay as they are. Local.
+///
+/// `path`: a checkpoint's folder; or what other programs wrote, which has the part "weights" alone:
+/// a safetensors file; an index of several (`*.index.json`) as Hugging Face writes it; a folder
+/// with model.safetensors.index.json or model.safetensors; a state dict of Python's torch.save or a
+/// module of C++ torch::save, of which nothing is executed.
+/// Errors: ConfigError that names file and tensor: damage, a checksum that differs, a tensor of
+///         another shape or type, two that are renamed to one name, names that do not fit if
+///         `strict`. Tensors are changed only if everything fits.
+IncompatibleKeys load_checkpoint(const std::string& path, const Parts& parts,
+                                 const LoadOptions& options = {});
 /// The same of a model alone: the part "weights".
-void load_checkpoint(const std::string& folder, torch::nn::Module& model);
+IncompatibleKeys load_checkpoint(const std::string& path, torch::nn::Module& model,
+                                 const LoadOptions& options = {});
 
 /// Fills shards, from those files alone that hold their elements. Local.
 /// Memory: no copy of a tensor.
 /// Errors: as load_checkpoint; but tensors that no shard is of are not missed: where ranks hold
 ///         shards each, sharded_checkpoint.h's load_shards sees to that.
-void load_shards(const std::string& folder, const ShardedParts& parts);
+void load_shards(const std::string& path, const ShardedParts& parts);
+
+/// Shards that depend on what a checkpoint holds.
+using MakeParts = std::function<ShardedParts(StoredCheckpoint&)>;
 
 /// A load in two halves: all that can be wrong is found before a tensor changes. Local.
 class CheckpointLoad {
  public:
   /// Opens and checks the files that hold elements of these shards. A save by others meanwhile may
-  /// take files away: then the checkpoint that it left is the one.
-  /// Errors: as load_shards.
-  CheckpointLoad(const std::string& folder, const ShardedParts& parts);
+  /// take files away: then the checkpoint that it left is read, and `parts` is called again.
+  /// Errors: as load_checkpoint, but for `strict`: see check_strict.
+  CheckpointLoad(const std::string& path, const MakeParts& parts, const LoadOptions& options);
   ~CheckpointLoad();
   CheckpointLoad(const CheckpointLoad&) = delete;
   CheckpointLoad& operator=(const CheckpointLoad&) = delete;
 
-  /// The checkpoint's tensors that no shard is of, in the parts that were asked for: where they
-  /// lie, then their name.
-  std::vector<std::pair<std::string, std::string>> missed() const;
+  using Keys = std::set<std::pair<std::string, std::string>>;  ///< The file, then the name.
+  const Keys& missing() const;
+  const Keys& unexpected() const;
   /// The same for loads of the same save.
   std::string identity() const;
   void fill() const;
@@ -81,5 +123,15 @@ class CheckpointLoad {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+/// The part's tensors by their names in the model; the values are their names in the checkpoint.
+/// Errors: ConfigError if two have one name, or there is no such part.
+std::map<std::string, std::string> renamed_tensors(StoredCheckpoint& checkpoint,
+                                                   const std::string& part, const Rename& rename);
+/// Errors: ConfigError that names the first few, if there are any.
+void check_strict(const CheckpointLoad::Keys& missing, const CheckpointLoad::Keys& unexpected);
+/// The names alone.
+IncompatibleKeys incompatible_keys(const CheckpointLoad::Keys& missing,
+                                   const CheckpointLoad::Keys& unexpected);
 
 }  // namespace cohort::train

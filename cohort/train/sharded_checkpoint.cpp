@@ -57,20 +57,24 @@ void throw_first_error(const std::vector<Json>& reports) {
   }
 }
 
-// Rank 0 judges all ranks' reports; what it throws, every rank throws.
+// Rank 0 judges all ranks' reports; what it returns or throws, every rank returns or throws.
 template <class Judge>
-void judge(const comm::ProcessGroup& group, const std::string& report, const Judge& on_root) {
+Json judge(const comm::ProcessGroup& group, const std::string& report, const Judge& on_root) {
   const std::vector<std::string> texts = group.gather_object(report);
-  Json result = Json::object();
+  Json outcome = Json::object();
   if (group.rank() == 0) {
-    result = errors_of([&] {
+    Json result;
+    outcome = errors_of([&] {
       std::vector<Json> reports;
       for (const std::string& text : texts) reports.push_back(Json::parse(text));
       throw_first_error(reports);
-      on_root(reports);
+      result = on_root(reports);
     });
+    if (outcome.empty()) outcome = {{"result", result}};
   }
-  throw_if_error(Json::parse(group.broadcast_object(text_of(result))));
+  outcome = Json::parse(group.broadcast_object(text_of(outcome)));
+  throw_if_error(outcome);
+  return outcome["result"];
 }
 
 // A file may take a moment to be seen on another computer.
@@ -173,34 +177,44 @@ std::vector<std::string> ShardedCheckpointWriter::commit_shares(const std::strin
     for (const auto& [key, file] : manifest.files)
       wait_until_seen(folder_ + "/" + file.name, file.bytes.value(), deadline);
     outdated = commit_manifest_keeping(folder_, manifest);
+    return Json();
   });
   return outdated;
 }
 
-void load_shards(const std::string& folder, const ShardedParts& parts,
-                 const comm::ProcessGroup& group) {
+IncompatibleKeys load_shards(const std::string& path, const ShardedParts& parts,
+                             const comm::ProcessGroup& group, const LoadOptions& options) {
+  return load_shards(
+      path, [&](StoredCheckpoint&) { return parts; }, group, options);
+}
+
+IncompatibleKeys load_shards(const std::string& path, const MakeParts& parts,
+                             const comm::ProcessGroup& group, const LoadOptions& options) {
+  using Keys = CheckpointLoad::Keys;
   std::optional<CheckpointLoad> load;
-  Json report = errors_of([&] { load.emplace(folder, parts); });
-  if (load) report = {{"missed", load->missed()}, {"identity", load->identity()}};
-  judge(group, text_of(report), [&](const std::vector<Json>& reports) {
-    for (size_t rank = 1; rank < reports.size(); ++rank) {
+  Json report = errors_of([&] { load.emplace(path, parts, options); });
+  if (load) {
+    report = {{"missing", load->missing()},
+              {"unexpected", load->unexpected()},
+              {"identity", load->identity()}};
+  }
+  const Json keys = judge(group, text_of(report), [&](const std::vector<Json>& reports) {
+    Keys missing;
+    auto unexpected = reports.front()["unexpected"].get<Keys>();
+    for (size_t rank = 0; rank < reports.size(); ++rank) {
       if (reports[rank]["identity"] != reports[0]["identity"])
-        throw ConfigError(folder + ": ranks 0 and " + std::to_string(rank) +
+        throw ConfigError(path + ": ranks 0 and " + std::to_string(rank) +
                           " read different saves: expected that nobody saves there meanwhile, and "
                           "a folder that all ranks share");
+      missing.merge(reports[rank]["missing"].get<Keys>());
+      const auto here = reports[rank]["unexpected"].get<Keys>();
+      std::erase_if(unexpected, [&](const auto& key) { return !here.contains(key); });
     }
-    using Missed = std::set<std::pair<std::string, std::string>>;
-    auto everywhere = reports.front()["missed"].get<Missed>();
-    for (const Json& other : reports) {
-      const auto missed = other["missed"].get<Missed>();
-      std::erase_if(everywhere, [&](const auto& tensor) { return !missed.contains(tensor); });
-    }
-    for (const auto& [where, name] : everywhere) {
-      throw ConfigError(where + ": a checkpoint of another model: " + name +
-                        " is in no rank's shards");
-    }
+    if (options.strict) check_strict(missing, unexpected);
+    return Json{{"missing", missing}, {"unexpected", unexpected}};
   });
   load->fill();
+  return incompatible_keys(keys["missing"].get<Keys>(), keys["unexpected"].get<Keys>());
 }
 
 }  // namespace cohort::train

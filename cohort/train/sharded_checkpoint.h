@@ -92,12 +92,15 @@ class ShardedCheckpointWriter {
 };
 
 /// Fills every rank's shards from a checkpoint of any ranks. `parts` has the same parts on all
-/// ranks, and every tensor of these is in some rank's shards.
-/// Collective; blocks.
+/// ranks. Collective; blocks.
+/// Returns: what is missing on some rank, and what no rank asks for.
 /// Errors: the same on every rank: ConfigError as load_checkpoint's, with the first rank that found
 ///         it, or if a save by others meanwhile gave ranks different ones; no rank's tensors have
 ///         changed then.
-void load_shards(const std::string& folder, const ShardedParts& parts,
-                 const comm::ProcessGroup& group);
+IncompatibleKeys load_shards(const std::string& path, const ShardedParts& parts,
+                             const comm::ProcessGroup& group, const LoadOptions& options = {});
+/// The same of shards that depend on the checkpoint.
+IncompatibleKeys load_shards(const std::string& path, const MakeParts& parts,
+                             const comm::ProcessGroup& group, const LoadOptions& options = {});
 
 }  // namespace cohort::train

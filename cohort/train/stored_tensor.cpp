@@ -1,34 +1,36 @@
 #include "cohort/train/stored_tensor.h"
 
+#include <array>
 #include <torch/types.h>
+#include <utility>
 
 namespace cohort::train {
 
+namespace {
+
+constexpr std::array<std::pair<DType, at::ScalarType>, 10> kTypes = {{{DType::kF64, at::kDouble},
+                                                                      {DType::kF32, at::kFloat},
+                                                                      {DType::kF16, at::kHalf},
+                                                                      {DType::kBF16, at::kBFloat16},
+                                                                      {DType::kI64, at::kLong},
+                                                                      {DType::kI32, at::kInt},
+                                                                      {DType::kI16, at::kShort},
+                                                                      {DType::kI8, at::kChar},
+                                                                      {DType::kU8, at::kByte},
+                                                                      {DType::kBool, at::kBool}}};
+
+}  // namespace
+
 DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kDouble:
-      return DType::kF64;
-    case at::kFloat:
-      return DType::kF32;
-    case at::kHalf:
-      return DType::kF16;
-    case at::kBFloat16:
-      return DType::kBF16;
-    case at::kLong:
-      return DType::kI64;
-    case at::kInt:
-      return DType::kI32;
-    case at::kShort:
-      return DType::kI16;
-    case at::kChar:
-      return DType::kI8;
-    case at::kByte:
-      return DType::kU8;
-    case at::kBool:
-      return DType::kBool;
-    default:
-      TORCH_CHECK_VALUE(false, "checkpoint: tensors of type ", tensor.dtype(), " are not written");
-  }
+  for (const auto& [dtype, type] : kTypes)
+    if (type == tensor.scalar_type()) return dtype;
+  TORCH_CHECK_VALUE(false, "checkpoint: tensors of type ", tensor.dtype(), " are not written");
+}
+
+at::ScalarType scalar_type(DType dtype) {
+  for (const auto& [each, type] : kTypes)
+    if (each == dtype) return type;
+  TORCH_INTERNAL_ASSERT(false);
 }
 
 void check_shard(const TensorShard& shard) {

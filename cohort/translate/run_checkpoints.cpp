@@ -217,7 +217,10 @@ bool RunCheckpoints::last_has(const std::string& part, const comm::ProcessGroup&
 
 void RunCheckpoints::load_last(const train::ShardedParts& parts, bool sharded,
                                const comm::ProcessGroup& group) const {
-  if (sharded) return train::load_shards(last_, parts, group);
+  if (sharded) {
+    train::load_shards(last_, parts, group);
+    return;
+  }
   comm::ProcessGroup alone{comm::RankInfo{}};
   run_on_ranks(group, "last checkpoint", group.rank() == 0, kLoadLimit,
                [&] { train::load_shards(last_, parts, alone); });

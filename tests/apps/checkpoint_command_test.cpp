@@ -104,6 +104,29 @@ TEST(CheckpointCommandTest, ConsolidateReplacesACheckpointOnlyIfTold) {
   EXPECT_NE(checkpoint(command).output.find("(a damaged one)"), std::string::npos);
 }
 
+TEST(CheckpointCommandTest, ImportMakesACheckpointOfATorchFileAndRunsNothing) {
+  const TemporaryFolder folder;
+  const std::string files = COHORT_TORCH_FILES;
+  const std::string to = " --to " + folder / "new";
+  const Ended made = checkpoint("import " + files + "/training --key state_dict" + to);
+  EXPECT_EQ(made.code, 0) << made.output;
+  EXPECT_NE(made.output.find("new: 5 tensors"), std::string::npos) << made.output;
+  EXPECT_EQ(checkpoint("verify " + folder / "new").code, 0);
+  EXPECT_EQ(StoredCheckpoint(folder / "new").part("weights").at("turned").shape,
+            (std::vector<int64_t>{3, 2}));
+  const Ended there = checkpoint("import " + files + "/state_dict" + to);
+  EXPECT_EQ(there.code, 2);
+  EXPECT_NE(there.output.find("holds a checkpoint, which would be lost"), std::string::npos);
+  const Ended again = checkpoint("import " + folder / "new" + " --to " + folder / "x");
+  EXPECT_EQ(again.code, 2);
+  EXPECT_NE(again.output.find("is a checkpoint already"), std::string::npos) << again.output;
+  const Ended hostile = checkpoint("import " + files + "/os_system --to " + folder / "x");
+  EXPECT_EQ(hostile.code, 2);
+  EXPECT_NE(hostile.output.find("the name os.system"), std::string::npos) << hostile.output;
+  EXPECT_EQ(hostile.output.find("it runs\n"), std::string::npos) << hostile.output;
+  EXPECT_FALSE(fs::exists(folder / "x"));
+}
+
 // The process may hold 16 MiB of its own beside mapped files; the tensor has 32.
 TEST(CheckpointCommandTest, ConsolidateNeedsNoMemoryForATensor) {
   const TemporaryFolder folder;

@@ -126,6 +126,14 @@ TEST(TorchFileTest, StateDictsAreReadWhateverTheirStrides) {
   }
 }
 
+TEST(TorchFileTest, ModulesHaveTheNamesOfTheirTensors) {
+  const TorchFile file(torch_file("module"));
+  ASSERT_EQ(file.tensors().size(), 2U);
+  EXPECT_EQ(file.at("linear.weight").shape, (std::vector<int64_t>{2, 1}));
+  EXPECT_EQ(values_of<float>(file.at("linear.weight").bytes), (std::vector<float>{1, 2}));
+  EXPECT_EQ(values_of<int64_t>(file.at("steps").bytes), std::vector<int64_t>{5});
+}
+
 TEST(TorchFileTest, WhatIsNoStateDictIsRefusedByName) {
   const auto error = [](const std::string& name, const std::string& key) {
     return test::message_of<ConfigError>([&] { TorchFile file(torch_file(name), key); });

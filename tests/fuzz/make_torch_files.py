@@ -96,6 +96,16 @@ def state_dict():
     return state
 
 
+def module():
+    """As C++ torch::save writes one: objects of TorchScript classes."""
+    script = stand_in("Module", "__torch__")
+    outer, inner = script(), script()
+    inner.weight = Tensor(Storage("f", [1.0, 2.0]), (2, 1), (1, 1))
+    outer.linear, outer.training = inner, True
+    outer.steps = Tensor(Storage("q", [5]), (), ())
+    return outer
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +114,7 @@ def main():
     groups = [{"lr": 0.1, "params": [0, 1], "amsgrad": False, "foreach": None}]
     optimizer = {"state": {0: {"step": 12345, "momentum_buffer": None}}, "param_groups": groups}
     save(folder / "training", {"epoch": 3, "state_dict": state_dict(), "optimizer": optimizer})
+    save(folder / "module", module())
     # {"weight": os.system("echo it runs")}
     write(folder / "os_system", b"\x80\x02}X\x06\0\0\0weightcos\nsystem\nX\x0c\0\0\0echo it runs\x85Rs.")
 

@@ -344,4 +344,12 @@ int64_t ShardingEngine::num_units() const {
   return std::ssize(impl_->units);
 }
 
+comm::ProcessGroup ShardingEngine::group() const {
+  return impl_->group;
+}
+
+bool ShardingEngine::has_replicas() const {
+  return static_cast<bool>(impl_->options.replicate_group);
+}
+
 }  // namespace cohort::parallel

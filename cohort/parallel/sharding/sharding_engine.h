@@ -132,6 +132,8 @@ class ShardingEngine final : public ModelEngine {
   std::vector<LocalShard> state_to_load() const;
 
   int64_t num_units() const;
+  comm::ProcessGroup group() const;  ///< The ranks that share the model out.
+  bool has_replicas() const;         ///< Whether there is a replicate_group.
 
  private:
   // false inside no_sync.

@@ -1,0 +1,111 @@
+#include "cohort/train/model_checkpoint.h"
+
+#include <algorithm>
+#include <map>
+#include <torch/types.h>
+#include <utility>
+
+#include "cohort/base/error.h"
+#include "cohort/base/stored_checkpoint.h"
+#include "cohort/train/optimizer_state.h"
+
+namespace cohort::checkpoint {
+namespace {
+
+constexpr const char* kWeights = "weights";
+constexpr const char* kOptimizer = "optimizer";
+
+optim::Adam* adam_of(const OptimizerState& optimizer) {
+  const auto* found = std::get_if<optim::Adam*>(&optimizer.optimizer);
+  return found == nullptr ? nullptr : *found;
+}
+
+torch::optim::Optimizer* torch_of(const OptimizerState& optimizer) {
+  const auto* found = std::get_if<torch::optim::Optimizer*>(&optimizer.optimizer);
+  return found == nullptr ? nullptr : *found;
+}
+
+int64_t step_of(const OptimizerState& optimizer, const SaveOptions& options) {
+  const optim::Adam* adam = adam_of(optimizer);
+  if (adam == nullptr) return options.step.value_or(0);
+  TORCH_CHECK_VALUE(!options.step || *options.step == adam->num_steps(),
+                    "checkpoint: expected Adam's number of steps, ", adam->num_steps(),
+                    ", as step, got ", *options.step);
+  return adam->num_steps();
+}
+
+}  // namespace
+
+class Session {
+ public:
+  static SaveHandle save(const ModelState& model, const train::ShardedParts& parts,
+                         const std::string& folder, int64_t step, const SaveOptions& options) {
+    SaveHandle handle;
+    handle.writer_ = std::make_unique<train::ShardedCheckpointWriter>(model.group);
+    if (options.async) {
+      handle.writer_->begin(folder, parts, step, options.metadata);
+    } else {
+      handle.writer_->begin_without_copy(folder, parts, step, options.metadata);
+      handle.wait();
+    }
+    return handle;
+  }
+};
+
+void SaveHandle::wait() {
+  const auto writer = std::exchange(writer_, nullptr);
+  if (writer) writer->commit();
+}
+
+SaveHandle save_state(const ModelState& model, const OptimizerState& optimizer,
+                      const std::string& folder, const SaveOptions& options) {
+  train::ShardedParts parts{{kWeights, {}}};
+  if (model.saves) parts[kWeights] = train::shards_of(model.to_save);
+  const int64_t step = step_of(optimizer, options);
+  std::vector<train::TensorShard> state;
+  if (optim::Adam* adam = adam_of(optimizer))
+    state = train::shards_like(optimizer.parameters, adam->state());
+  if (torch::optim::Optimizer* other = torch_of(optimizer))
+    state = train::optimizer_slices(*other, optimizer.parameters);
+  if (optimizer.optimizer.index() != 0) {
+    parts[kOptimizer];
+    if (optimizer.saves) parts[kOptimizer] = train::shards_of(state);
+  }
+  return Session::save(model, parts, folder, step, options);
+}
+
+IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optimizer,
+                            const std::string& path, const LoadOptions& options) {
+  optim::Adam* const adam = adam_of(optimizer);
+  torch::optim::Optimizer* const other = torch_of(optimizer);
+  std::optional<train::OptimizerLoad> load;
+  std::optional<int64_t> num_steps;
+  const auto make_parts = [&](StoredCheckpoint& checkpoint) {
+    train::ShardedParts parts{{kWeights, train::shards_of(model.to_load)}};
+    load.reset();
+    const auto there = checkpoint.parts();
+    const bool has_state = std::find(there.begin(), there.end(), kOptimizer) != there.end();
+    if (adam != nullptr) {
+      parts[kOptimizer] = train::shards_like(optimizer.parameters, adam->state());
+      num_steps = checkpoint.manifest().update;
+      if (has_state && !num_steps)
+        throw ConfigError(checkpoint.path() + ": expected the update that it was saved after");
+      if (!has_state) num_steps.reset();
+    }
+    if (other != nullptr) {
+      std::map<std::string, std::string> names;
+      if (has_state) names = train::renamed_tensors(checkpoint, kOptimizer, options.rename);
+      load.emplace(*other, optimizer.parameters,
+                   [&](const std::string& name) { return names.contains(name); });
+      parts[kOptimizer] = load->local_shards();
+      if (!has_state) load.reset();
+    }
+    return parts;
+  };
+  IncompatibleKeys keys = train::load_shards(path, make_parts, model.group, options);
+  if (load) load->install();
+  if (num_steps) adam->set_num_steps(*num_steps);
+  return keys;
+}
+
+}  // namespace cohort::checkpoint

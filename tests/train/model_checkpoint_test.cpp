@@ -1,0 +1,317 @@
+// Saving and loading of wrapped models with their optimizers.
+#include "cohort/train/model_checkpoint.h"
+
+#include <gtest/gtest.h>
+#include <memory>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+
+#include "cohort/base/error.h"
+#include "cohort/base/safetensors.h"
+#include "cohort/optim/adam.h"
+
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+#include "tests/support/shared_folder.h"
+
+namespace cohort::checkpoint {
+namespace model_checkpoint_test {
+
+using TorchOptimizer = std::unique_ptr<torch::optim::Optimizer>;
+
+// A buffer, and a parameter without a gradient.
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(double first = 0.5) {
+    to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    for (auto& parameter : parameters())
+      parameter.copy_(
+          at::arange(parameter.numel(), at::kDouble).add(first).sin().view(parameter.sizes()));
+  }
+  at::Tensor forward(const at::Tensor& x) { return head(at::tanh(body(x))); }
+
+  torch::nn::Linear body = register_module("body", torch::nn::Linear(5, 7));
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(7, 3));
+  at::Tensor steps = register_buffer("steps", at::zeros({}));
+  at::Tensor unused = register_parameter("unused", at::ones(3), /*requires_grad=*/false);
+};
+TORCH_MODULE(Net);
+
+// Every rank has the same batch: the number of ranks changes nothing but roundings.
+at::Tensor loss_of(const at::Tensor& output) {
+  return output.square().sum();
+}
+at::Tensor batch() {
+  return at::arange(20, at::kDouble).cos().view({4, 5});
+}
+
+const std::vector<std::string> kKinds = {"sgd", "adam", "adamw", "rmsprop", "adagrad"};
+
+TorchOptimizer make_optimizer(const std::string& kind, const std::vector<at::Tensor>& parameters) {
+  using namespace torch::optim;
+  if (kind == "sgd") return std::make_unique<SGD>(parameters, SGDOptions(0.01).momentum(0.9));
+  if (kind == "adam") return std::make_unique<Adam>(parameters, AdamOptions(0.01).amsgrad(true));
+  if (kind == "adamw") return std::make_unique<AdamW>(parameters, AdamWOptions(0.01));
+  if (kind == "rmsprop")
+    return std::make_unique<RMSprop>(parameters, RMSpropOptions(0.01).momentum(0.9).centered(true));
+  return std::make_unique<Adagrad>(parameters, AdagradOptions(0.05).lr_decay(0.1));
+}
+
+std::vector<at::Tensor> trained(const std::vector<train::TensorShard>& shards) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& shard : shards)
+    if (shard.tensor.requires_grad()) tensors.push_back(shard.tensor);
+  return tensors;
+}
+
+template <class Model>
+void step(Model& model, torch::optim::Optimizer& optimizer) {
+  loss_of(model(batch())).backward();
+  optimizer.step();
+  optimizer.zero_grad();
+}
+
+// What one process has after `steps`.
+Net plain(const std::string& kind, int steps) {
+  Net net;
+  const auto optimizer = make_optimizer(kind, trained(parallel::full_shards_of(*net)));
+  for (int i = 0; i < steps; ++i) {
+    loss_of(net->forward(batch())).backward();
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  return net;
+}
+
+void expect_equal(const std::vector<train::TensorShard>& found, const Net& expected,
+                  const std::string& what) {
+  for (const auto& shard : found) {
+    if (shard.name == "steps") continue;
+    const at::Tensor whole = expected->named_parameters()[shard.name].detach().view(-1);
+    // float64: the mean over ranks of equal gradients is rounded otherwise than one gradient.
+    EXPECT_TRUE(shard.tensor.detach().view(-1).allclose(
+        whole.narrow(0, shard.begin, shard.end - shard.begin), 1e-11, 1e-11))
+        << what << ": " << shard.name;
+  }
+}
+
+const std::vector<std::string> kWrappers = {"ddp", "sharded", "zero1", "zero2", "zero3"};
+
+template <class Call>
+void with_model(const std::string& wrapper, Net net, const comm::ProcessGroup& group,
+                const Call& call) {
+  if (wrapper == "ddp") {
+    parallel::DistributedDataParallel<Net> model(net, group);
+    call(model);
+  } else if (wrapper == "sharded") {
+    parallel::FullyShardedDataParallel<Net> model(net, group);
+    call(model);
+  } else {
+    parallel::ParallelModel<Net> model(net, group, {.strategy = parallel::parse_strategy(wrapper)});
+    call(model);
+  }
+}
+
+// Saved by 2 ranks, as two of the wrappers, in the foreground and the background; loaded by 1 and 3
+// as every wrapper.
+TEST(ModelCheckpointTest, AnyTrainingResumesAsAnyOther) {
+  const test::SharedFolder folder;
+  const auto path = [&](const std::string& kind, const std::string& wrapper) {
+    return folder / (kind + "-" + wrapper);
+  };
+  const auto begin = [&](const comm::ProcessGroup& group) {
+    for (const std::string& kind : kKinds) {
+      for (const std::string wrapper : {"ddp", "zero3"}) {
+        Net net;
+        with_model(wrapper, net, group, [&](auto& model) {
+          const auto optimizer = make_optimizer(kind, trained(state_of(model).trained));
+          for (int i = 0; i < 2; ++i) step(model, *optimizer);
+          net->steps.fill_(2 + group.rank());
+          const SaveOptions options{.async = wrapper == "zero3", .step = 2};
+          SaveHandle handle = save(model, *optimizer, path(kind, wrapper), options);
+          step(model, *optimizer);
+          handle.wait();
+          EXPECT_TRUE(handle.done());
+          EXPECT_EQ(train::read_update(path(kind, wrapper)), 2);
+          expect_equal(state_of(model).to_load, plain(kind, 3), "undisturbed " + kind);
+        });
+      }
+    }
+  };
+  const auto resume = [&](const comm::ProcessGroup& group) {
+    for (const std::string& kind : kKinds) {
+      const Net expected = plain(kind, 3);
+      for (const std::string saved : {"ddp", "zero3"}) {
+        for (const std::string& wrapper : kWrappers) {
+          Net net(7);
+          with_model(wrapper, net, group, [&](auto& model) {
+            const auto optimizer = make_optimizer(kind, trained(state_of(model).trained));
+            step(model, *optimizer);  // What it has is replaced.
+            load(model, *optimizer, path(kind, saved));
+            step(model, *optimizer);
+            expect_equal(state_of(model).to_load, expected,
+                         kind + " of " + saved + " as " + wrapper);
+            EXPECT_EQ(net->steps.template item<double>(), 2) << "rank 0's buffers";
+          });
+        }
+      }
+    }
+  };
+  const auto body = [&](const comm::ProcessGroup& group) {
+    group.size() == 2 ? begin(group) : resume(group);
+  };
+  test::ranks(2, body);
+  test::ranks(1, body);
+  test::ranks(3, body);
+}
+
+// Cohort's Adam, with its number of steps, and ZeroRedundancyOptimizer.
+TEST(ModelCheckpointTest, AdamOfDdpFsdpAndZeroResumesAsAnyOther) {
+  const test::SharedFolder folder;
+  const std::string path = folder / "last";
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    const auto named = [](const std::vector<train::TensorShard>& shards) {
+      std::vector<std::pair<std::string, at::Tensor>> parameters;
+      for (const auto& shard : shards)
+        if (shard.tensor.requires_grad()) parameters.emplace_back(shard.name, shard.tensor);
+      return parameters;
+    };
+    const auto make = [&](const auto& shards) { return optim::Adam(named(shards)); };
+    const auto make_zero = [](const auto& shards) {
+      std::vector<std::pair<std::string, at::Tensor>> parameters;
+      for (const auto& shard : shards) parameters.emplace_back(shard.name, shard.tensor);
+      return optim::Adam(parameters);
+    };
+    const auto train_step = [](auto& model, auto& optimizer) {
+      loss_of(model(batch())).backward();
+      optimizer.step(1e-2);
+      optimizer.zero_grad();
+    };
+    Net expected;
+    optim::Adam plain_adam(named(parallel::full_shards_of(*expected)));
+    for (int i = 0; i < 4; ++i) {
+      loss_of(expected->forward(batch())).backward();
+      plain_adam.step(1e-2);
+      plain_adam.zero_grad();
+    }
+    // DDP with Zero, then FSDP, then DDP: each goes on where the one before was saved.
+    {
+      Net net;
+      parallel::DistributedDataParallel<Net> model(net, group);
+      parallel::ZeroRedundancyOptimizer<optim::Adam> zero(optim::named_parameters(*net), group,
+                                                          make_zero);
+      train_step(model, zero);
+      save(model, zero, path);
+      EXPECT_THROW(save(model, zero, path, {.step = 7}), c10::ValueError);
+    }
+    {
+      Net net(3);
+      parallel::FullyShardedDataParallel<Net> model(net, group);
+      optim::Adam adam = make(model.local_shards());
+      load(model, adam, path);
+      EXPECT_EQ(adam.num_steps(), 1);
+      train_step(model, adam);
+      save(model, adam, path, {.metadata = {{"of", std::to_string(group.rank())}}});
+      EXPECT_EQ(train::read_manifest(path).at("of"), "0");
+    }
+    {
+      Net net(4);
+      parallel::DistributedDataParallel<Net> model(net, group);
+      parallel::ZeroRedundancyOptimizer<optim::Adam> zero(optim::named_parameters(*net), group,
+                                                          make_zero);
+      load(model, zero, path);
+      train_step(model, zero);
+      save(model, zero, path);
+    }
+    Net net(5);
+    parallel::DistributedDataParallel<Net> model(net, group);
+    optim::Adam adam = make(parallel::full_shards_of(*net));
+    load(model, adam, path);
+    EXPECT_EQ(adam.num_steps(), 3);
+    train_step(model, adam);
+    expect_equal(state_of(model).to_load, expected, "after four steps");
+  });
+}
+
+TEST(ModelCheckpointTest, WhatDoesNotFitIsNamedOnEveryRankAndChangesNothing) {
+  const test::SharedFolder folder;
+  const std::string path = folder / "last";
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    Net net;
+    parallel::FullyShardedDataParallel<Net> model(net, group);
+    const auto leaves = trained(model.local_shards());
+    const auto sgd = make_optimizer("sgd", leaves);
+    step(model, *sgd);
+    save(model, *sgd, path);
+    const auto adam = make_optimizer("adam", leaves);
+    const auto error = [&](auto call) { return test::message_of<ConfigError>(call); };
+    const std::string other = error([&] { load(model, *adam, path); });
+    EXPECT_NE(other.find("the model has no body.bias.momentum_buffer, body.weight.momentum_buffer, "
+                         "head.bias.momentum_buffer and 1 more"),
+              std::string::npos)
+        << other;
+    EXPECT_TRUE(adam->state().empty());
+    const IncompatibleKeys keys = load(model, *adam, path, {.strict = false});
+    EXPECT_EQ(keys.unexpected.size(), 4U);
+    EXPECT_TRUE(keys.missing.empty());
+    torch::optim::LBFGS lbfgs(leaves);
+    EXPECT_THROW(save(model, lbfgs, path), c10::ValueError);
+    const auto strange = make_optimizer("sgd", {at::ones(3).requires_grad_()});
+    EXPECT_THROW(save(model, *strange, path), c10::ValueError);
+    EXPECT_NE(error([&] { load(model, *strange, path); }).find("none of the model's"),
+              std::string::npos);
+  });
+}
+
+// Each rank reads its part; the names that do not fit are the same on all.
+TEST(ModelCheckpointTest, RanksImportWhatOtherProgramsWrote) {
+  const test::SharedFolder folder;
+  const std::string path = folder / "model.safetensors.index.json";
+  if (folder.is_parent()) {
+    std::string map;
+    std::vector<at::Tensor> kept;
+    for (const auto& [name, tensor] : train::state_of(*Net(2))) {
+      kept.push_back(tensor.to(at::kBFloat16));
+      const std::vector<TensorView> one{
+          {"model." + name,
+           DType::kBF16,
+           tensor.sizes().vec(),
+           {static_cast<const std::byte*>(kept.back().data_ptr()), kept.back().nbytes()}}};
+      if (name == "unused") continue;
+      write_safetensors(folder / (name + ".safetensors"), one);
+      map += (map.empty() ? "" : ", ") + ("\"model." + name + "\": \"" + name + ".safetensors\"");
+    }
+    write_file(path, "{\"weight_map\": {" + map + "}}");
+  }
+  test::ranks(3, [&](const comm::ProcessGroup& group) {
+    for (const std::string& wrapper : kWrappers) {
+      Net net;
+      with_model(wrapper, net, group, [&](auto& model) {
+        const auto rename = train::rename_prefixes({{"model.", ""}});
+        const std::string error = test::message_of<ConfigError>(
+            [&] { load(model, path, {.rename = rename, .convert_dtype = true}); });
+        EXPECT_NE(error.find("it has no unused"), std::string::npos) << error;
+        expect_equal(state_of(model).to_load, Net(), "after an error");
+        const auto keys =
+            load(model, path, {.strict = false, .rename = rename, .convert_dtype = true});
+        EXPECT_EQ(keys.missing, std::vector<std::string>{"unused"});
+        EXPECT_TRUE(keys.unexpected.empty());
+        Net expected(2);
+        const at::NoGradGuard no_grad;
+        for (auto& parameter : expected->parameters())
+          parameter.copy_(parameter.to(at::kBFloat16).to(at::kDouble));
+        expected->unused.copy_(Net()->unused);
+        expect_equal(state_of(model).to_load, expected, wrapper);
+      });
+    }
+  });
+}
+
+}  // namespace model_checkpoint_test
+}  // namespace cohort::checkpoint
