@@ -41,7 +41,7 @@ class OptimizerShards {
 ///   parallel::DistributedDataParallel<Model> ddp(model, group);
 ///   parallel::ZeroRedundancyOptimizer<torch::optim::AdamW> optimizer(
 ///       optim::named_parameters(*model), group, [](const auto& shards) { ... });
-///   ddp.backward(loss(ddp(batch)));  optimizer.step();  optimizer.zero_grad();
+///   loss(ddp(batch)).backward();  optimizer.step();  optimizer.zero_grad();
 ///
 /// Gradients stay whole on every rank: clip them as in one process, or by the optimizer's own
 /// factor (optim::Adam::step). A parameter without a gradient keeps its value and state.

@@ -231,7 +231,7 @@ TEST(SpillStoreTest, PullsOfSpilledRowsLeaveThemThere) {
   std::vector<float> weights(ids.size() * kWidth);
   table.pull(ids, weights, RowTable::Unknown::kZeros);
   EXPECT_EQ(table.statistics().spilled_rows, spilled);
-  EXPECT_GT(cold, 200);
+  EXPECT_GT(spilled, 200);
   for (size_t i = 0; i < ids.size(); ++i) {
     ASSERT_TRUE(std::equal(rows.at(ids[i]).weights.begin(), rows.at(ids[i]).weights.end(),
                            weights.begin() + static_cast<int64_t>(i) * kWidth));
