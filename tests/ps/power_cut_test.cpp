@@ -235,7 +235,7 @@ class PowerCutTest : public testing::Test {
     RecordProperty("rounds", rounds);
     RecordProperty("pushes", static_cast<int>(safe));
     const std::string log = bytes_of(folder_.path("server.log"));
-    EXPECT_NE(log.find("a power cut took the end of the log"), std::string::npos)
+    EXPECT_NE(log.find("a power cut damaged the end of the log"), std::string::npos)
         << "no round damaged anything: the test tests nothing";
   }
 
@@ -378,7 +378,7 @@ TEST_F(DamagedLogTest, AServerOfTheSameRunOfTheSystemRefusesDamage) {
   EXPECT_THROW(Server(options, log), ConfigError);
   std::ofstream(folder + "/boot") << "another-run-of-the-system\n";
   EXPECT_NO_THROW(Server(options, log));
-  EXPECT_NE(bytes_of(folder_.path("server.log")).find("a power cut took the end of the log"),
+  EXPECT_NE(bytes_of(folder_.path("server.log")).find("a power cut damaged the end of the log"),
             std::string::npos);
 }
 
