@@ -46,6 +46,29 @@ TEST_F(NmtFlagsTest, FlagsThatNeedAnotherAreNotIgnored) {
   EXPECT_FALSE(fs::exists(path("run")));
 }
 
+TEST_F(NmtFlagsTest, AProfileHasTheUpdatesAskedFor) {
+  const std::string flags = "--after-batches 5 --profile " + path("trace.json");
+  ASSERT_EQ(train(flags + " --profile-skip 2 --profile-steps 2 ").code, 0);
+  const std::string trace = contents(path("trace.json"));
+  ASSERT_TRUE(nlohmann::json::parse(trace).contains("traceEvents"));
+  for (int update = 0; update < 5; ++update) {
+    EXPECT_EQ(trace.find("\"ProfilerStep#" + std::to_string(update) + '"') != std::string::npos,
+              update == 2 || update == 3)
+        << update;
+  }
+  for (const char* name : {"\"forward\"", "\"backward\"", "\"Optimizer.step\""})
+    EXPECT_NE(trace.find(name), std::string::npos) << name;
+  // One that skips more than the run has is told so, and the run is saved all the same.
+  const Ended late = train(flags + "2 --profile-skip 100 --overwrite ");
+  EXPECT_EQ(late.code, 2);
+  EXPECT_NE(late.output.find("trace.json2: the loop ended after 5 steps"), std::string::npos)
+      << late.output;
+  EXPECT_TRUE(fs::exists(path("run/last")));
+  expect_refused(train_flags("other") + "--profile-steps 3", "--profile-steps requires --profile");
+  expect_refused(train_flags("other") + "--profile " + path("none/trace.json"),
+                 "none: No such file or directory");
+}
+
 TEST_F(NmtFlagsTest, RatesAreOfASensibleSize) {
   std::string flags = train_flags("run");
   flags.erase(flags.find("--learn-rate 5e-3"), 17);
