@@ -20,6 +20,8 @@ struct ClipGradNormOptions {
 ///
 /// Returns:    the norm before clipping, the same on every rank.
 /// Collective: where the model is sharded; blocks. One number is sent.
+/// Limits:     the ranks of a tensor-parallel group hold different parts of one model, and this
+///             norm is of a rank's own part. Scale by tensor_parallel_gradient_norm there.
 /// Numerics:   squares of the norms of single tensors add up in float64. Parameters in `ignored`
 ///             neither count nor change.
 /// Errors:     c10::ValueError if max_norm is negative; c10::Error if error_if_nonfinite.

@@ -34,7 +34,7 @@ struct SaveOptions {
   /// What train::read_update returns, and files are numbered by. Empty: the number of steps of an
   /// optim::Adam, for which it must not be another one; else 0.
   std::optional<int64_t> step;
-  train::Metadata metadata;  ///< Rank 0's, for train::read_manifest.
+  train::Metadata metadata{};  ///< Rank 0's, for train::read_manifest.
 };
 
 /// A save. Movable; one at a time for each folder. Without wait() a save with `async` is lost: the
