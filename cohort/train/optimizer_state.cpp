@@ -23,21 +23,22 @@ void visit(torch_optim::SGDParamState& state, const torch_optim::SGDOptions& opt
            const Field& field) {
   field("momentum_buffer", state.momentum_buffer(), options.momentum() != 0);
 }
-template <class Field>
-void visit(torch_optim::AdamParamState& state, const torch_optim::AdamOptions& options,
-           const Field& field) {
+template <class State, class Options, class Field>
+void visit_adam(State& state, const Options& options, const Field& field) {
   field("step", state.step(), true);
   field("exp_avg", state.exp_avg(), true);
   field("exp_avg_sq", state.exp_avg_sq(), true);
   field("max_exp_avg_sq", state.max_exp_avg_sq(), options.amsgrad());
 }
 template <class Field>
+void visit(torch_optim::AdamParamState& state, const torch_optim::AdamOptions& options,
+           const Field& field) {
+  visit_adam(state, options, field);
+}
+template <class Field>
 void visit(torch_optim::AdamWParamState& state, const torch_optim::AdamWOptions& options,
            const Field& field) {
-  field("step", state.step(), true);
-  field("exp_avg", state.exp_avg(), true);
-  field("exp_avg_sq", state.exp_avg_sq(), true);
-  field("max_exp_avg_sq", state.max_exp_avg_sq(), options.amsgrad());
+  visit_adam(state, options, field);
 }
 template <class Field>
 void visit(torch_optim::RMSpropParamState& state, const torch_optim::RMSpropOptions& options,
