@@ -51,7 +51,7 @@ function(cohort_add_backend name)
   if(ARG_FOLDER)
     set_target_properties(cohort_${name} PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${ARG_FOLDER})
   else()
-    install(TARGETS cohort_${name} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+    install(TARGETS cohort_${name} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}/cohort/lib)
   endif()
 endfunction()
 
