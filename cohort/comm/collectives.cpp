@@ -57,12 +57,12 @@ Work start(Impl& impl, const Operation& operation) {
 }  // namespace
 
 at::Tensor ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op, CallSite site) const {
-  run(impl(), all_reduce_of(backend(), tensor, op, site));
+  run(impl(), all_reduce_of(c10d_group(), tensor, op, site));
   return tensor;
 }
 
 Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op, CallSite site) const {
-  return start(impl(), all_reduce_of(backend(), tensor, op, site));
+  return start(impl(), all_reduce_of(c10d_group(), tensor, op, site));
 }
 
 int64_t ProcessGroup::all_reduce_sum(int64_t value, CallSite site) const {
@@ -71,26 +71,26 @@ int64_t ProcessGroup::all_reduce_sum(int64_t value, CallSite site) const {
 
 at::Tensor ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op,
                                 CallSite site) const {
-  run(impl(), reduce_of(backend(), tensor, root, op, site));
+  run(impl(), reduce_of(c10d_group(), tensor, root, op, site));
   return tensor;
 }
 
 Work ProcessGroup::reduce_async(const at::Tensor& tensor, int root, ReduceOp op,
                                 CallSite site) const {
-  return start(impl(), reduce_of(backend(), tensor, root, op, site));
+  return start(impl(), reduce_of(c10d_group(), tensor, root, op, site));
 }
 
 at::Tensor ProcessGroup::broadcast(const at::Tensor& tensor, int root, CallSite site) const {
-  run(impl(), broadcast_of(backend(), tensor, root, site));
+  run(impl(), broadcast_of(c10d_group(), tensor, root, site));
   return tensor;
 }
 
 Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root, CallSite site) const {
-  return start(impl(), broadcast_of(backend(), tensor, root, site));
+  return start(impl(), broadcast_of(c10d_group(), tensor, root, site));
 }
 
 std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallSite site) const {
-  check_tensor(tensor, "all_gather", backend());
+  check_tensor(tensor, "all_gather", c10d_group());
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape.insert(shape.begin(), size());
   const at::Tensor output = at::empty(shape, tensor.options());
@@ -100,46 +100,46 @@ std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallS
 
 Work ProcessGroup::all_gather_async(const std::vector<at::Tensor>& outputs,
                                     const at::Tensor& tensor, CallSite site) const {
-  return start(impl(), all_gather_of(backend(), outputs, tensor, site));
+  return start(impl(), all_gather_of(c10d_group(), outputs, tensor, site));
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& input,
                                    CallSite site) const {
-  run(impl(), all_gather_of(backend(), output, input, site));
+  run(impl(), all_gather_of(c10d_group(), output, input, site));
 }
 
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& input,
                                          const std::string& of, CallSite site) const {
-  Operation operation = all_gather_of(backend(), output, input, site);
+  Operation operation = all_gather_of(c10d_group(), output, input, site);
   operation.call.operation = with_subject(operation.call.operation, of);
   return start(impl(), operation);
 }
 
 std::vector<at::Tensor> ProcessGroup::gather(const at::Tensor& tensor, int root,
                                              CallSite site) const {
-  check_tensor(tensor, "gather", backend());
+  check_tensor(tensor, "gather", c10d_group());
   Tensors outputs;
   if (rank() == root) {
     for (int peer = 0; peer < size(); ++peer)
       outputs.push_back(at::empty(tensor.sizes(), tensor.options()));
   }
-  run(impl(), gather_of(backend(), outputs, tensor, root, site));
+  run(impl(), gather_of(c10d_group(), outputs, tensor, root, site));
   return outputs;
 }
 
 Work ProcessGroup::gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& tensor,
                                 int root, CallSite site) const {
-  return start(impl(), gather_of(backend(), outputs, tensor, root, site));
+  return start(impl(), gather_of(c10d_group(), outputs, tensor, root, site));
 }
 
 void ProcessGroup::scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
                            int root, CallSite site) const {
-  run(impl(), scatter_of(backend(), output, inputs, root, site));
+  run(impl(), scatter_of(c10d_group(), output, inputs, root, site));
 }
 
 Work ProcessGroup::scatter_async(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
                                  int root, CallSite site) const {
-  return start(impl(), scatter_of(backend(), output, inputs, root, site));
+  return start(impl(), scatter_of(c10d_group(), output, inputs, root, site));
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
@@ -149,7 +149,7 @@ void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& in
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
                                         ReduceOp op, const std::string& of, CallSite site) const {
-  Operation operation = reduce_scatter_of(backend(), output, input, op, site);
+  Operation operation = reduce_scatter_of(c10d_group(), output, input, op, site);
   operation.call.operation = with_subject(operation.call.operation, of);
   return start(impl(), operation);
 }
@@ -157,13 +157,14 @@ Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tens
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
                               const std::vector<int64_t>& output_splits,
                               const std::vector<int64_t>& input_splits, CallSite site) const {
-  run(impl(), all_to_all_of(backend(), output, input, output_splits, input_splits, site));
+  run(impl(), all_to_all_of(c10d_group(), output, input, output_splits, input_splits, site));
 }
 
 Work ProcessGroup::all_to_all_async(const at::Tensor& output, const at::Tensor& input,
                                     const std::vector<int64_t>& output_splits,
                                     const std::vector<int64_t>& input_splits, CallSite site) const {
-  return start(impl(), all_to_all_of(backend(), output, input, output_splits, input_splits, site));
+  return start(impl(),
+               all_to_all_of(c10d_group(), output, input, output_splits, input_splits, site));
 }
 
 std::string ProcessGroup::broadcast_object(const std::string& object, int root,
@@ -213,13 +214,13 @@ void ProcessGroup::barrier(const std::string& name, std::optional<std::chrono::m
   impl().run({.operation = "barrier \"" + name + "\"", .site = site, .limit = limit}, [&] {
     // The comparison of calls is itself a barrier, and one rank waits for nobody.
     if (impl_->compares() || size() == 1) return;
-    begin_barrier(backend(), limit.value_or(impl_->timeout))->wait();
+    begin_barrier(c10d_group(), limit.value_or(impl_->timeout))->wait();
   });
 }
 
 Work ProcessGroup::barrier_async(const std::string& name, CallSite site) const {
   return impl().start({.operation = "barrier \"" + name + "\"", .site = site},
-                      [&] { return begin_barrier(backend(), impl_->timeout); }, {});
+                      [&] { return begin_barrier(c10d_group(), impl_->timeout); }, {});
 }
 
 }  // namespace cohort::comm

@@ -87,17 +87,17 @@ void ProcessGroup::send(const at::Tensor& tensor, int to, int tag, CallSite site
 }
 
 Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSite site) const {
-  check_tensor(tensor, "send", backend());
-  check_peer(to, tag, backend(), "send", "receiver");
+  check_tensor(tensor, "send", c10d_group());
+  check_peer(to, tag, c10d_group(), "send", "receiver");
   return impl().start_unmatched(
       {.operation = "send to " + std::to_string(to), .tensor = tensor, .site = site},
       [&, read = readable(tensor)] {
         Tensors data{as_bytes(read)};
-        if (!impl().compares()) return backend().send(data, to, tag);
+        if (!impl().compares()) return c10d_group().send(data, to, tag);
         Tensors form{form_of(tensor)};
-        BackendWork form_sent = backend().send(form, to, tag);
+        BackendWork form_sent = c10d_group().send(form, to, tag);
         BackendWork sent =
-            backend().send(data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
+            c10d_group().send(data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
         return BackendWork(c10::make_intrusive<MessageSent>(Tensors{form[0], data[0]},
                                                             std::move(form_sent), std::move(sent)));
       },
@@ -110,8 +110,8 @@ at::Tensor ProcessGroup::recv(const at::Tensor& tensor, int from, int tag, CallS
 }
 
 Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallSite site) const {
-  check_written(tensor, "recv", backend());
-  check_peer(from, tag, backend(), "recv", "sender");
+  check_written(tensor, "recv", c10d_group());
+  check_peer(from, tag, c10d_group(), "recv", "sender");
   const Written written = filled(tensor);
   return impl().start_unmatched(
       {.operation = "recv from " + std::to_string(from), .tensor = tensor, .site = site},
@@ -119,10 +119,10 @@ Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallS
         written.bump_version();
         if (impl().compares()) {
           return BackendWork(
-              c10::make_intrusive<MessageReceived>(backend(), written.memory, from, tag));
+              c10::make_intrusive<MessageReceived>(c10d_group(), written.memory, from, tag));
         }
         Tensors data{as_bytes(written.memory)};
-        return backend().recv(data, from, tag);
+        return c10d_group().recv(data, from, tag);
       },
       [written] { written.finish(); });
 }

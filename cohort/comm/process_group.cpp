@@ -242,7 +242,7 @@ const std::string& ProcessGroup::name() const {
 const RankInfo& ProcessGroup::rank_info() const {
   return impl().job->info;
 }
-c10d::ProcessGroup& ProcessGroup::backend() const {
+c10d::ProcessGroup& ProcessGroup::c10d_group() const {
   impl().check_open();
   return *impl_->backend;
 }
@@ -261,8 +261,8 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   TORCH_CHECK_VALUE(!sorted.empty(), "subgroup \"", name, "\": expected at least one rank");
   TORCH_CHECK_VALUE(sorted.front() >= 0 && sorted.back() < size(), "subgroup \"", name,
                     "\": expected ranks in [0, ", size(), "), got ", ranks);
-  TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
-                    "subgroup \"", name, "\": expected every rank once, got ", ranks);
+  TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(), "subgroup \"",
+                    name, "\": expected every rank once, got ", ranks);
   std::vector<int> members = options.keep_order ? ranks : sorted;
   std::string operation = "subgroup \"" + name + "\" of";
   for (int& member : members) {

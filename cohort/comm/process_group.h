@@ -112,7 +112,7 @@ class ProcessGroup {
   /// The host of each rank, by rank: equal for ranks of one host (and network and process
   /// namespace). Text up to the first "/" is the host's name (COHORT_HOST_NAME, else the system's).
   std::vector<std::string> hosts() const;
-  const std::string& name() const;  ///< "world", or the sub-group's name.
+  const std::string& name() const;    ///< "world", or the sub-group's name.
   const RankInfo& rank_info() const;  ///< Of this process in the whole job.
 
   /// Returns the group of some of this group's ranks; an empty handle on ranks outside of it.
@@ -247,7 +247,7 @@ class ProcessGroup {
 
   /// The c10d process group with its backends, for code that drives it, like
   /// DistributedDataParallel.
-  c10d::ProcessGroup& backend() const;
+  c10d::ProcessGroup& c10d_group() const;
   /// A store of keys and values that this group's ranks share, for the program's own use.
   c10d::Store& store() const;
 

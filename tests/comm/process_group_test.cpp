@@ -126,7 +126,7 @@ TEST(ProcessGroupTest, AfterCloseEveryOperationIsRefused) {
         [&] { group.barrier("x"); },
         [&] { group.subgroup({0}, "x"); },
         [&] { group.translate_errors("x", [] {}); },
-        [&] { group.backend(); },
+        [&] { group.c10d_group(); },
     };
     for (size_t i = 0; i < operations.size(); ++i) {
       try {
