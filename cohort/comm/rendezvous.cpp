@@ -14,6 +14,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/process_stat.h"
 #include "cohort/comm/agent_store.h"
 #include "cohort/comm/listen.h"
 
@@ -35,16 +36,9 @@ std::string read_link(const char* path) {
   return {text.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))};
 }
 
-// When the process began, in clock ticks since the machine's start; empty if there is no such
-// process.
+// Empty if there is no such process.
 std::string start_time(pid_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string text;
-  std::getline(file, text);
-  std::istringstream fields(text.substr(std::min(text.size(), text.rfind(')') + 1)));
-  std::string field;
-  for (int i = 3; i <= 22; ++i) fields >> field;  // the 22nd; the name in parentheses is the 2nd
-  return fields ? field : "";
+  return process_stat(pid, 22);
 }
 
 std::string host_name_of_environment() {

@@ -31,8 +31,10 @@ Fd listening_socket(const RankInfo& info) {
   if (!info.store_fd) return Fd(listen_on(info.master_port, info.master_addr));
   const int fd = *info.store_fd;
   if (port_of(fd) != info.master_port) {
-    throw ConfigError("COHORT_STORE_FD listens on port " + std::to_string(port_of(fd)) +
-                      ": expected MASTER_PORT=" + std::to_string(info.master_port));
+    throw ConfigError("COHORT_STORE_FD=" + std::to_string(fd) +
+                      ": expected a socket bound to MASTER_PORT=" +
+                      std::to_string(info.master_port) + ", its port is " +
+                      std::to_string(port_of(fd)));
   }
   return Fd(fd);
 }
