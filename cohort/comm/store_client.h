@@ -82,6 +82,9 @@ class StoreClient final : public c10d::Store {
 
   /// Ends the connection for good: calls that wait, and later ones, throw. From any thread.
   void shut_down() const;
+  /// Ends the wait for keys that is under way, or else the next one, as if its time were over. From
+  /// any thread.
+  void interrupt() const;
 
  private:
   using Bytes = std::vector<uint8_t>;
@@ -95,12 +98,13 @@ class StoreClient final : public c10d::Store {
   std::vector<Bytes> wait_for(StoreWord word, const std::vector<std::string>& keys,
                               std::chrono::milliseconds limit);
   void say(const std::string& frame, Deadline deadline);
-  std::optional<Answer> hear(Deadline deadline);
+  std::optional<Answer> hear(Deadline deadline, bool until_interrupted = false);
   std::optional<Answer> cancel();
   [[noreturn]] void lose(const std::string& how) const;
 
   const StoreAddress address_;
   const Fd connection_;
+  const Fd interrupted_;  // Readable: see `interrupt`.
   std::mutex mutex_;
   std::string in_;  // Guarded by mutex_.
 };

@@ -31,10 +31,9 @@ Fd listening_socket(const RankInfo& info) {
   if (!info.store_fd) return Fd(listen_on(info.master_port, info.master_addr));
   const int fd = *info.store_fd;
   if (port_of(fd) != info.master_port) {
-    throw ConfigError("COHORT_STORE_FD=" + std::to_string(fd) +
-                      ": expected a socket bound to MASTER_PORT=" +
-                      std::to_string(info.master_port) + ", its port is " +
-                      std::to_string(port_of(fd)));
+    throw ConfigError(
+        "COHORT_STORE_FD=" + std::to_string(fd) + ": expected a socket bound to MASTER_PORT=" +
+        std::to_string(info.master_port) + ", its port is " + std::to_string(port_of(fd)));
   }
   return Fd(fd);
 }
@@ -62,7 +61,7 @@ StoreConnection connect_tcp(const RankInfo& info, Deadline deadline, millisecond
                    .port = info.master_port,
                    .secret = job_secret()},
       deadline, timeout);
-  return {client, [client] { client->shut_down(); }};
+  return {client, [client] { client->shut_down(); }, [client] { client->interrupt(); }};
 }
 
 // Keeps the file until this process ends. Between two groups that follow each other nobody may have

@@ -22,6 +22,9 @@ struct StoreConnection {
   /// Ends the connection for good: what waits for the store throws. From any thread; nothing
   /// happens to a file.
   std::function<void()> cut;
+  /// Ends `store->wait` where it waits, or where it is called next, as if its time were over. From
+  /// any thread. Empty: no wait of this store can be ended.
+  std::function<void()> interrupt{};
 };
 
 /// Connects to the store of `info`, of which every call ends after `timeout`; a store that starts
