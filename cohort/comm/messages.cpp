@@ -89,19 +89,20 @@ void ProcessGroup::send(const at::Tensor& tensor, int to, int tag, CallSite site
 Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSite site) const {
   check_tensor(tensor, "send", c10d_group());
   check_peer(to, tag, c10d_group(), "send", "receiver");
-  return impl().start_unmatched(
-      {.operation = "send to " + std::to_string(to), .tensor = tensor, .site = site},
-      [&, read = readable(tensor)] {
-        Tensors data{as_bytes(read)};
-        if (!impl().compares()) return c10d_group().send(data, to, tag);
-        Tensors form{form_of(tensor)};
-        BackendWork form_sent = c10d_group().send(form, to, tag);
-        BackendWork sent =
-            c10d_group().send(data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
-        return BackendWork(c10::make_intrusive<MessageSent>(Tensors{form[0], data[0]},
-                                                            std::move(form_sent), std::move(sent)));
-      },
-      {});
+  return impl().start({.call = {.operation = "send to " + std::to_string(to),
+                                .tensor = tensor,
+                                .site = site,
+                                .matched = false},
+                       .begin = [&, read = readable(tensor)] {
+                         Tensors data{as_bytes(read)};
+                         if (!impl_->matcher.is_on()) return c10d_group().send(data, to, tag);
+                         Tensors form{form_of(tensor)};
+                         BackendWork form_sent = c10d_group().send(form, to, tag);
+                         BackendWork sent = c10d_group().send(
+                             data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
+                         return BackendWork(c10::make_intrusive<MessageSent>(
+                             Tensors{form[0], data[0]}, std::move(form_sent), std::move(sent)));
+                       }});
 }
 
 at::Tensor ProcessGroup::recv(const at::Tensor& tensor, int from, int tag, CallSite site) const {
@@ -113,18 +114,21 @@ Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallS
   check_written(tensor, "recv", c10d_group());
   check_peer(from, tag, c10d_group(), "recv", "sender");
   const Written written = filled(tensor);
-  return impl().start_unmatched(
-      {.operation = "recv from " + std::to_string(from), .tensor = tensor, .site = site},
-      [&] {
-        written.bump_version();
-        if (impl().compares()) {
-          return BackendWork(
-              c10::make_intrusive<MessageReceived>(c10d_group(), written.memory, from, tag));
-        }
-        Tensors data{as_bytes(written.memory)};
-        return c10d_group().recv(data, from, tag);
-      },
-      [written] { written.finish(); });
+  return impl().start({.call = {.operation = "recv from " + std::to_string(from),
+                                .tensor = tensor,
+                                .site = site,
+                                .matched = false},
+                       .begin =
+                           [&] {
+                             written.bump_version();
+                             if (impl_->matcher.is_on()) {
+                               return BackendWork(c10::make_intrusive<MessageReceived>(
+                                   c10d_group(), written.memory, from, tag));
+                             }
+                             Tensors data{as_bytes(written.memory)};
+                             return c10d_group().recv(data, from, tag);
+                           },
+                       .finish = [written] { written.finish(); }});
 }
 
 }  // namespace cohort::comm

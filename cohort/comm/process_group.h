@@ -18,6 +18,13 @@ class Store;
 
 namespace cohort::comm {
 
+/// When ranks compare what they call, before data move (docs/comm.md: what is found, what it costs).
+enum class CheckCollectives {
+  kOff,     ///< Never.
+  kOn,      ///< At every call that blocks; of others, the first time that their kind occurs.
+  kAlways,  ///< At every call: what differs is found at once.
+};
+
 struct ProcessGroupOptions {
   std::string backend = "gloo";                           ///< "gloo" or another of backend.h.
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
@@ -25,9 +32,8 @@ struct ProcessGroupOptions {
   /// Network interface of the backend, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
   /// by route.
   std::string interface;
-  /// Compare what the ranks call before data moves (docs/comm.md: what is found, what it costs).
-  /// The same on all ranks. COHORT_CHECK_COLLECTIVES=0 turns it off, too.
-  bool check_collectives = true;
+  /// The same on all ranks. COHORT_CHECK_COLLECTIVES=0, 1 or 2 replaces it.
+  CheckCollectives check_collectives = CheckCollectives::kOn;
 };
 
 /// How ranks' values become one. kAvg is the sum, then one division, for floating types. kBand,
@@ -114,6 +120,10 @@ class ProcessGroup {
   std::vector<std::string> hosts() const;
   const std::string& name() const;    ///< "world", or the sub-group's name.
   const RankInfo& rank_info() const;  ///< Of this process in the whole job.
+  /// Where this rank computes, as `net->to(group.device())`: the CPU if the backend serves that
+  /// (gloo, mpi), else the accelerator that device_index() chooses (rank_info.h).
+  /// Errors: as device_index().
+  at::Device device() const;
 
   /// Returns the group of some of this group's ranks; an empty handle on ranks outside of it.
   /// Collective over this group: every rank calls it, with the same arguments. Ranks are this

@@ -196,7 +196,7 @@ TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
                                         group.all_reduce(x);
                                       }
                                     },
-                                    {.timeout = seconds(60), .check_collectives = false});
+                                    {.timeout = seconds(60), .check_collectives = CheckCollectives::kOff});
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 3);
@@ -214,7 +214,9 @@ TEST(MismatchWatchTest, TermsOfTheRanksMustAgree) {
   const auto ends = test::run_ranks(
       2, [](const ProcessGroup&) {},
       {.rendezvous_timeout = seconds(20),
-       .check_collectives = std::string(std::getenv("RANK") ? std::getenv("RANK") : "0") == "0"});
+       .check_collectives = std::string(std::getenv("RANK") ? std::getenv("RANK") : "0") == "0"
+                                ? CheckCollectives::kOn
+                                : CheckCollectives::kOff});
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 2) << end.output;
     EXPECT_NE(end.output.find("check_collectives off"), std::string::npos) << end.output;
