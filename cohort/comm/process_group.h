@@ -21,7 +21,7 @@ namespace cohort::comm {
 /// When ranks compare what they call, before data move (docs/comm.md: what is found, what it costs).
 enum class CheckCollectives {
   kOff,     ///< Never.
-  kOn,      ///< At every call that blocks; of others, the first time that their kind occurs.
+  kOn,      ///< The first time that a kind of call occurs. Later ones match by number.
   kAlways,  ///< At every call: what differs is found at once.
 };
 
