@@ -6,7 +6,7 @@
 namespace cohort {
 
 /// Returns field `number` of /proc/PID/stat, counted from 1 as in proc(5): 3 is the state, 22 the
-/// start in clock ticks since the machine's. Fields 1 and 2 are not there. Empty if there is no such
+/// start in clock ticks since the machine's. Not of fields 1 and 2. Empty if there is no such
 /// process.
 std::string process_stat(pid_t pid, int number);
 

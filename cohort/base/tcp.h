@@ -15,8 +15,8 @@ bool is_loopback(const std::string& host);
 
 /// Returns a listening TCP socket (close-on-exec) on `port` (0: a free one): of the loopback alone
 /// where `host`, by which others find it, is that, else of all interfaces, of both families where
-/// the machine has IPv6. Without a socket `error` receives errno's number, EINVAL for a host that is
-/// no address.
+/// the machine has IPv6. Without a socket `error` receives errno's number, EINVAL for a loopback
+/// host that is no address.
 Fd listen_on(int port, const std::string& host, int& error);
 
 /// Returns the port that a socket is bound to; 0 for what is no bound socket.

@@ -34,7 +34,7 @@ struct FailureWatchCalls {
 /// A rank's part in the liveness check after a failure.
 ///
 /// The first rank whose operation fails declares it in the store. Every rank's watching thread sees
-/// that, answers with its rank's flight record, even while its main thread is stuck in an operation,
+/// that, answers with its rank's flight record even while its main thread is stuck in an operation,
 /// and ends that operation. A rank that has not answered within two seconds, dead or not, is lost;
 /// the declarer writes the failure report, and every watcher keeps it, so that all survivors name
 /// the same ranks. A store that is gone, or silent, means that rank 0, its host, is lost.
@@ -42,8 +42,8 @@ struct FailureWatchCalls {
 /// A rank that waits for more than two seconds publishes its flight record; rank 0's watcher
 /// compares them and declares a failure if two ranks called different collectives.
 ///
-/// Cost: the watch waits for the declaration in the store, and asks again every two seconds; rank 0,
-/// and where the store only can be polled every rank, asks every quarter of a second.
+/// Cost: one wait for the declaration in the store every two seconds; on rank 0, and on every rank
+/// where the store can only be polled, one every quarter of a second.
 ///
 /// Owner:   the group of all ranks.
 /// Threads: `report` from one thread; blocks at most about six seconds.

@@ -37,7 +37,7 @@ class MessageSent : public c10d::Work {
 };
 
 // Both receives are posted at once: a rank that waits for its own message to be taken before it
-// waits for this one holds up nobody.
+// waits for this one blocks no other.
 class MessageReceived : public c10d::Work {
  public:
   MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag)

@@ -18,7 +18,7 @@ class Store;
 
 namespace cohort::comm {
 
-/// When ranks compare what they call, before data move (docs/comm.md: what is found, what it costs).
+/// When ranks compare what they call before data move (docs/comm.md: what is found, what it costs).
 enum class CheckCollectives {
   kOff,     ///< Never.
   kOn,      ///< The first time that a kind of call occurs. Later ones match by number.
@@ -76,8 +76,8 @@ struct SubgroupOptions {
 /// A handle to a process group: this rank's connections to its peers. Copies refer to one group,
 /// which lives as long as one of them or what was made with it. An empty handle refers to none.
 ///
-/// Threads:    one caller at a time. A watching thread of its own answers when a peer asks who is
-///             alive.
+/// Threads:    one caller at a time. A watching thread of its own answers its peers' liveness
+///             checks.
 /// Collective: the constructor, every operation and `close`; same order on every rank. Names and
 ///             meanings of the collectives are torch.distributed's.
 /// Tensors:    on a device that the backend serves, of the same shape and dtype on every rank
@@ -128,8 +128,8 @@ class ProcessGroup {
   /// Returns the group of some of this group's ranks; an empty handle on ranks outside of it.
   /// Collective over this group: every rank calls it, with the same arguments. Ranks are this
   /// group's numbers, in any order (SubgroupOptions::keep_order). Several sub-groups may have one
-  /// name. Blocks until its members have joined. The new group shares this one's fate: a lost rank
-  /// is named by its number in the job.
+  /// name. Blocks until its members have joined. The new group shares this one's fate: errors
+  /// give a lost rank's number in the job.
   ProcessGroup subgroup(const std::vector<int>& ranks, const std::string& name,
                         const SubgroupOptions& options = {},
                         CallSite site = CallSite::here()) const;
@@ -251,7 +251,7 @@ class ProcessGroup {
   void translate_errors(const std::string& operation, const std::function<void()>& call,
                         CallSite site = CallSite::here()) const;
 
-  /// Says good-bye: a barrier that rank 0, the store's host, leaves last. No operation may follow,
+  /// Leaves the group: a barrier that rank 0, the store's host, leaves last. No call may follow,
   /// through any handle. A sub-group's is a barrier only; the group of all ranks goes last.
   void close(CallSite site = CallSite::here()) const;
 

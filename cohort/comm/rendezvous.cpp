@@ -236,8 +236,8 @@ class MemberList {
 
 // A store serves one group of all ranks after another, each with its own generation of keys. A
 // generation that this process has been in is over for it, whether the rendezvous succeeded or not.
-// Ranks may have tried a different number of times, and one may be a new process: which generation
-// is open is for the store to say.
+// Ranks may have tried a different number of times, and one may be a new process: the store
+// tells which generation is open.
 class Generation {
  public:
   Generation(c10d::Store& store, int rank)

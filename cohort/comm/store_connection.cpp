@@ -64,9 +64,9 @@ StoreConnection connect_tcp(const RankInfo& info, Deadline deadline, millisecond
   return {client, [client] { client->shut_down(); }, [client] { client->interrupt(); }};
 }
 
-// Keeps the file until this process ends. Between two groups that follow each other nobody may have
-// it open on any rank: the last rank of the first group would remove it while those of the second
-// one join.
+// Keeps the file until this process ends. Between two groups that follow each other no rank may
+// have it open: the last rank of the first group would remove it while those of the second one
+// join.
 void keep_file(const std::string& path) {
   static std::mutex mutex;
   static std::map<std::string, c10::intrusive_ptr<c10d::FileStore>> kept;

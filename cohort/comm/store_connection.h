@@ -36,7 +36,7 @@ struct StoreConnection {
 /// have COHORT_JOB_SECRET. Keys are those of `info.job` alone.
 /// Errors: ConfigError for a port that is taken, a host that does not resolve, another secret,
 ///         something else than a store at the port, or a file that is none;
-///         c10::DistNetworkError if nobody answers before `deadline`.
+///         c10::DistNetworkError if there is no answer before `deadline`.
 StoreConnection connect_store(const RankInfo& info, Deadline deadline,
                               std::chrono::milliseconds timeout);
 
