@@ -157,7 +157,7 @@ TEST(FailureWatchTest, AStuckRankPublishesItsRecordOnce) {
                             return (std::chrono::steady_clock::now() - start).count();
                           },
                           .abort = [] {}});
-    store->wait({"num_records"}, std::chrono::seconds(20));
+    store->wait({"record/1"}, std::chrono::seconds(20));
     EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
     std::this_thread::sleep_for(std::chrono::milliseconds(2500));
