@@ -4,8 +4,7 @@
 //
 // Rank 0 prints one JSON line: nanoseconds of one record written to the page (in memory, in a
 // mapped file), of an empty guarded call (two records), and per size of an all_reduce its
-// microseconds without (a known asynchronous one) and with the comparison. Medians of --repeats
-// rounds.
+// microseconds without and with a comparison at every call. Medians of --repeats rounds.
 #include <ATen/ops/ones.h>
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -19,9 +18,9 @@
 
 #include "cohort/base/program.h"
 #include "cohort/base/trace_page.h"
+#include "cohort/cli/parse.h"
 #include "cohort/comm/process_group.h"
 
-#include "cohort/cli/parse.h"
 #include "bench/median.h"
 
 namespace {
@@ -62,16 +61,15 @@ double page_write_ns(const Options& options, const std::string& file) {
 
 // Both ways in turn, so that a slow minute of the machine touches both.
 nlohmann::json all_reduce_us(const Options& options, const cohort::comm::ProcessGroup& group,
-                             int64_t num_elements) {
+                             const cohort::comm::ProcessGroup& comparing, int64_t num_elements) {
   at::Tensor x = at::ones({num_elements});
   const int64_t calls =
       std::max<int64_t>(5, std::min<int64_t>(options.calls, 20'000'000 / num_elements));
   std::vector<double> plain;
   std::vector<double> compared;
   for (int64_t i = 0; i < options.repeats; ++i) {
-    plain.push_back(
-        once(calls, [&] { group.all_reduce_async(x, cohort::comm::ReduceOp::kMax).wait(); }));
-    compared.push_back(once(calls, [&] { group.all_reduce(x, cohort::comm::ReduceOp::kMax); }));
+    plain.push_back(once(calls, [&] { group.all_reduce(x, cohort::comm::ReduceOp::kMax); }));
+    compared.push_back(once(calls, [&] { comparing.all_reduce(x, cohort::comm::ReduceOp::kMax); }));
   }
   return {{"bytes", num_elements * 4},
           {"plain_us", median_of(plain) / 1000},
@@ -80,7 +78,9 @@ nlohmann::json all_reduce_us(const Options& options, const cohort::comm::Process
 }
 
 int run(const Options& options) {
-  cohort::comm::ProcessGroup group(cohort::comm::rank_info_from_environment());
+  const auto group = cohort::init_process_group();
+  const auto comparing =
+      cohort::init_process_group({.check_collectives = cohort::comm::CheckCollectives::kAlways});
   nlohmann::json result{{"bench", "trace_cost"}, {"ranks", group.size()}};
   const auto file =
       std::filesystem::temp_directory_path() / ("cohort-trace-cost-" + std::to_string(getpid()));
@@ -90,8 +90,9 @@ int run(const Options& options) {
   result["empty_guard_ns"] =
       time_of(options, 20'000, [&] { group.translate_errors("nothing", [] {}); });
   for (const int64_t num_elements : {1, 1 << 14, 1 << 20, 1 << 23}) {
-    result["all_reduce"].push_back(all_reduce_us(options, group, num_elements));
+    result["all_reduce"].push_back(all_reduce_us(options, group, comparing, num_elements));
   }
+  comparing.close();
   group.close();
   if (group.rank() == 0) std::printf("%s\n", result.dump().c_str());
   return 0;

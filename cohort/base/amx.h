@@ -1,4 +1,4 @@
-// Processors that list AMX and do not say how to use it.
+// Processors that list AMX without the tiles that it needs.
 #pragma once
 
 namespace cohort {

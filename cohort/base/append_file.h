@@ -25,8 +25,8 @@ class AppendFile {
   /// Errors: ConfigError that names the file.
   void truncate(off_t length);
 
-  /// Hands `record` to the system at once. What a full disk took of it is cut off again, so that a
-  /// later call may go on where this one began.
+  /// Hands `record` to the system at once. The part that a full disk took is cut off again, so that
+  /// a later call writes where this one began.
   /// Errors: c10::Error that names the file and gives the system's reason.
   void append(std::string_view record);
 

@@ -46,8 +46,8 @@ class FileWriter {
 /// straight into, as it comes; likewise an open descriptor by its name (/dev/stdout, /dev/fd/3), at
 /// its position, whatever it leads to.
 /// Blocks:  until the disk has it.
-/// Errors:  ConfigError if the folder is missing or not writable; c10::Error for what another path
-///          would not mend (disk full ...). Both name `path` and give the system's reason.
+/// Errors:  ConfigError if the folder is missing or not writable; c10::Error where another path
+///          would not help (disk full ...). Both name `path` and give the system's reason.
 void write_atomically(const std::string& path, std::string_view content);
 void write_atomically(const std::string& path, std::span<const std::byte> content);
 

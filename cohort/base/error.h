@@ -29,12 +29,12 @@ class PeerError : public c10::DistError {
  public:
   struct Facts {
     int rank = -1;                ///< The rank that reports.
-    std::vector<int> lost_ranks;  ///< Who is gone, where known; may be empty.
+    std::vector<int> lost_ranks;  ///< The lost ranks, as far as known.
     std::string operation;        ///< "all_reduce", "barrier", "rendezvous" ...
     int64_t sequence = -1;        ///< How many collectives this rank began before; -1 unknown.
     std::chrono::milliseconds elapsed{0};  ///< How long the operation ran.
     std::string cause;                     ///< The backend's message; newlines become spaces.
-    bool disagreement = false;             ///< Nobody is lost: the ranks called different things.
+    bool disagreement = false;             ///< No rank is lost: the ranks called different things.
   };
   explicit PeerError(Facts facts);
   const Facts& facts() const { return facts_; }

@@ -14,7 +14,7 @@ namespace cohort {
 
 enum class LogLevel { kDebug, kInfo, kWarn, kError };
 
-/// Who writes to stderr as well as to the log file.
+/// Which ranks write to stderr as well as to the log file.
 enum class LogConsole {
   kRankZero,  ///< Rank 0 only.
   kAlways,    ///< Every rank.

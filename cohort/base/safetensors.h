@@ -40,7 +40,7 @@ struct TensorPieces {
 /// Takes the next bytes of a file.
 using ByteSink = std::function<void(std::span<const std::byte>)>;
 
-/// A tensor that is made while it is written: nobody needs memory for all of it.
+/// A tensor that is made while it is written: no process needs memory for all of it.
 struct TensorStream {
   std::string name{};
   DType dtype = DType::kF32;

@@ -386,7 +386,7 @@ void consolidate_checkpoint(StoredCheckpoint& checkpoint, const std::vector<std:
   std::error_code error;
   if (fs::equivalent(folder, checkpoint.folder(), error))
     throw ConfigError(folder + ": expected another folder than the checkpoint's own");
-  // What is beside a checkpoint's files is removed, so it must not be somebody's.
+  // Other files of the folder are removed, so they must not be the user's own.
   if (fs::exists(folder, error) && !fs::is_empty(folder, error) &&
       !fs::exists(folder + "/manifest.json", error))
     throw ConfigError(folder + ": expected no folder yet, an empty one, or that of a checkpoint");

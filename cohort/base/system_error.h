@@ -6,7 +6,7 @@
 
 namespace cohort {
 
-/// Returns the system's words for an errno, "No space left on device" say.
+/// Returns the system's text for an errno, such as "No space left on device".
 inline std::string system_reason(int error) {
   return std::generic_category().message(error);
 }

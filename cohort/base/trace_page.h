@@ -2,8 +2,8 @@
 // locks, no syscalls.
 //
 // The launcher names a file in COHORT_TRACE_FILE; the worker maps it and keeps one record in it up
-// to date. It stays readable after the worker's death. docs/comm.md describes the record for
-// people.
+// to date. It stays readable after the worker's death. docs/comm.md describes the
+// record.
 #pragma once
 #include <array>
 #include <atomic>

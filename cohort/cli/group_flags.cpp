@@ -59,11 +59,11 @@ void GroupFlags::add_to(CLI::App& app) {
       ->capture_default_str()
       ->group(section);
   app.add_option("--rendezvous-timeout", rendezvous_timeout_s,
-                 "Wait so long until every rank has come")
+                 "Time limit until all ranks have joined")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->group(section);
-  app.add_option("--timeout", timeout_s, "One collective may take so long")
+  app.add_option("--timeout", timeout_s, "Time limit of one collective")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->group(section);

@@ -5,9 +5,8 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/secret.h"
-#include "cohort/ps/rpc/security.h"
-
 #include "cohort/cli/parse.h"
+#include "cohort/ps/rpc/security.h"
 
 namespace cohort::cli {
 
@@ -34,13 +33,13 @@ inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& securi
          [&security](const std::string& path) {
            security.job_secret = read_secret("--job-secret-file", path);
          },
-         "File with a secret: servers that have one refuse who has not (default: "
+         "File with a secret: servers that have one refuse clients without it (default: "
          "COHORT_JOB_SECRET)")
       ->type_name(kFile)
       ->group(kSecurity);
 }
 
-/// Refuses certificates where nobody is there to show them to; `expected` says what was left out.
+/// Refuses certificates where no server can check them; `expected` says what was left out.
 /// Errors: ConfigError.
 inline void refuse_security(const ps::SecurityOptions& security, const std::string& expected) {
   if (!security.tls()) return;

@@ -12,7 +12,7 @@ namespace cohort::comm {
 /// Waits until the agent's store answers; returns a connection for `ping`. Nothing is written to
 /// stderr, where c10d's client would write a page for each try.
 /// Errors: ConfigError if the host does not resolve, or if something else than a store answers;
-/// c10::DistNetworkError if nobody answers before `deadline`.
+/// c10::DistNetworkError if there is no answer before `deadline`.
 Fd await_agent_store(const RankInfo& info, Deadline deadline);
 
 /// Asks the store at the other end of `connection` for a sign of life. Returns why none came;

@@ -21,7 +21,7 @@ struct BackendRequest {
   std::chrono::milliseconds timeout{
       0};                 ///< Of connecting, and of every operation until setTimeout; > 0.
   std::string address;    ///< IP or host name of this machine to bind to; empty: any.
-  std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none named.
+  std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none chosen.
 };
 
 /// A backend: which tensors it serves, and how to connect one.

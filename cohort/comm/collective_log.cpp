@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <sstream>
 #include <unistd.h>
 
 namespace cohort::comm {
@@ -11,58 +10,9 @@ namespace {
 
 constexpr size_t kKept = 64;
 
-// A flight record: one line each, fields separated by tabs. The first line is the present, the
-// others are the past:
-//   <state>\t<milliseconds>\t<text>         state: 1 running, 2 waiting
-//   <group>\t<sequence>\t<what>\t<site>     what must be equal on all ranks, site need not be
-struct Present {
-  bool waiting = false;
-  int64_t ms = 0;
-  std::string text;
-};
-
-struct Past {
-  std::string what;
-  std::string site;
-};
-
-using Number = std::pair<std::string, int64_t>;  // group, number
-
-std::vector<std::string> split(const std::string& line) {
-  std::vector<std::string> fields;
-  std::istringstream in(line);
-  for (std::string field; std::getline(in, field, '\t');) fields.push_back(field);
-  return fields;
-}
-
-std::string clean(std::string text) {
-  std::replace_if(
-      text.begin(), text.end(), [](char c) { return c == '\t' || c == '\n'; }, ' ');
-  return text;
-}
-
-std::optional<Present> present_of(const std::string& record) {
-  const auto fields = split(record.substr(0, record.find('\n')));
-  if (fields.size() != 3) return std::nullopt;
-  return Present{fields[0] == "2", std::atoll(fields[1].c_str()), fields[2]};
-}
-
-// In the order in which the rank called them.
-std::vector<std::pair<Number, Past>> past_of(const std::string& record) {
-  std::vector<std::pair<Number, Past>> result;
-  std::istringstream in(record);
-  std::string line;
-  std::getline(in, line);
-  while (std::getline(in, line)) {
-    const auto fields = split(line);
-    if (fields.size() == 4)
-      result.push_back({{fields[0], std::atoll(fields[1].c_str())}, {fields[2], fields[3]}});
-  }
-  return result;
-}
-
-std::string call(int rank, const Past& past) {
-  return "rank " + std::to_string(rank) + " calls " + past.what + " at " + past.site;
+std::string describe(int rank, const MatchedCall& call) {
+  return "rank " + std::to_string(rank) + " calls " + call.what + " at " +
+         (call.site.empty() ? "an unknown location" : call.site);
 }
 
 TraceRecord blank(int rank, int world_size) {
@@ -120,33 +70,29 @@ std::optional<int64_t> CollectiveLog::waiting_ns() const {
   return steady_now_ns() - underway_.back().since_ns;
 }
 
-std::string CollectiveLog::flight_record() const {
+FlightRecord CollectiveLog::flight_record() const {
   const std::lock_guard lock(mutex_);
-  std::ostringstream out;
-  out << (underway_.empty() ? 1 : 2) << '\t' << (steady_now_ns() - last_.since_ns) / 1'000'000
-      << '\t' << clean(describe(last_)) << '\n';
-  for (const MatchedCall& call : matched_) {
-    out << clean(call.group) << '\t' << call.number << '\t' << clean(call.what) << '\t'
-        << (call.site.empty() ? "an unknown location" : clean(call.site)) << '\n';
-  }
-  return out.str();
+  return {.waiting = !underway_.empty(),
+          .ms = (steady_now_ns() - last_.since_ns) / 1'000'000,
+          .last = describe(last_),
+          .matched = {matched_.begin(), matched_.end()}};
 }
 
 std::optional<std::string> find_mismatch(const FlightRecords& records) {
   struct Entry {
     int rank;
     size_t position;  // among the rank's calls
-    Past past;
+    const MatchedCall* call;
   };
   // A collective is compared with that of the lowest rank that knows it.
-  std::map<Number, Entry> known_calls;
+  std::map<std::pair<std::string, int64_t>, Entry> known_calls;  // by group and number
   std::vector<std::pair<Entry, Entry>> differences;
   for (const auto& [rank, record] : records) {
     size_t position = 0;
-    for (const auto& [number, past] : past_of(record)) {
-      const Entry entry{rank, position++, past};
-      const auto [known, is_new] = known_calls.try_emplace(number, entry);
-      if (!is_new && known->second.past.what != past.what)
+    for (const MatchedCall& call : record.matched) {
+      const Entry entry{rank, position++, &call};
+      const auto [known, is_new] = known_calls.try_emplace({call.group, call.number}, entry);
+      if (!is_new && known->second.call->what != call.what)
         differences.emplace_back(entry, known->second);
     }
   }
@@ -165,32 +111,28 @@ std::optional<std::string> find_mismatch(const FlightRecords& records) {
   };
   const auto found = std::find_if(differences.begin(), differences.end(), is_first);
   const auto& [mine, theirs] = found == differences.end() ? differences.front() : *found;
-  return call(mine.rank, mine.past) + " where " + call(theirs.rank, theirs.past);
+  return describe(mine.rank, *mine.call) + " where " + describe(theirs.rank, *theirs.call);
 }
 
 std::string describe_others(const FlightRecords& records) {
   std::map<std::string, int> votes;
-  std::map<int, Present> presents;
   for (const auto& [rank, record] : records) {
-    const auto present = present_of(record);
-    if (!present) continue;
-    presents[rank] = *present;
-    if (present->waiting) ++votes[present->text];
+    if (record.waiting) ++votes[record.last];
   }
   if (votes.empty()) return "";
   // Where fewer than half of the ranks wait in one call, none is the one that the others miss.
   const auto most = std::max_element(
       votes.begin(), votes.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   std::string result;
-  for (const auto& [rank, present] : presents) {
-    const bool with_most = present.waiting && present.text == most->first;
-    if (with_most && 2 * most->second > static_cast<int>(presents.size())) continue;
+  for (const auto& [rank, record] : records) {
+    const bool with_most = record.waiting && record.last == most->first;
+    if (with_most && 2 * most->second > static_cast<int>(records.size())) continue;
     std::array<char, 32> seconds{};
-    std::snprintf(seconds.data(), seconds.size(), "%.1f s", static_cast<double>(present.ms) / 1000);
+    std::snprintf(seconds.data(), seconds.size(), "%.1f s", static_cast<double>(record.ms) / 1000);
     result += (result.empty() ? "" : "; ") + std::string("rank ") + std::to_string(rank) +
-              (present.waiting ? " waits in " + present.text + " since " + seconds.data()
-                               : " has not come: outside of collectives since " +
-                                     std::string(seconds.data()) + ", last called " + present.text);
+              (record.waiting ? " waits in " + record.last + " since " + seconds.data()
+                              : " has not come: outside of collectives since " +
+                                    std::string(seconds.data()) + ", last called " + record.last);
   }
   return result;
 }

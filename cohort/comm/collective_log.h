@@ -20,7 +20,16 @@ struct MatchedCall {
   std::string group;   ///< Equal on the group's ranks, different for each group of the job.
   int64_t number = 0;  ///< Among the group's matched collectives, from 1.
   std::string what;    ///< What must be equal: operation, dtype, shape.
-  std::string site;    ///< Where it was called.
+  std::string site;    ///< Where it was called; may be empty.
+  bool operator==(const MatchedCall&) const = default;
+};
+
+/// What a rank does at one moment.
+struct FlightRecord {
+  bool waiting = false;              ///< Inside a collective, else outside of all.
+  int64_t ms = 0;                    ///< Since when.
+  std::string last;                  ///< The present collective, or the last one.
+  std::vector<MatchedCall> matched;  ///< The last 64 at most, the oldest first.
 };
 
 /// One rank's log, shared by the group of all ranks and its sub-groups.
@@ -42,8 +51,7 @@ class CollectiveLog {
   /// How long this rank has been inside its collective; nothing if it is outside.
   std::optional<int64_t> waiting_ns() const;
 
-  /// The last matched collectives (64 at most) and the present one, as text for `compare`.
-  std::string flight_record() const;
+  FlightRecord flight_record() const;
 
  private:
   const TraceRecord blank_;  // pid, rank, world size
@@ -55,7 +63,7 @@ class CollectiveLog {
 };
 
 /// By rank. Ranks without a record are absent.
-using FlightRecords = std::map<int, std::string>;
+using FlightRecords = std::map<int, FlightRecord>;
 
 /// Finds the first collective that ranks of a group called differently, such as
 /// "rank 1 calls broadcast from 0 of float32[4] at x.cpp:12 where rank 0 calls all_reduce(sum) of

@@ -41,28 +41,15 @@ std::vector<int64_t> gather_lengths(const ProcessGroup& group, const std::string
   return {values, values + group.size()};
 }
 
-template <class Impl>
-void run(Impl& impl, const Operation& operation) {
-  impl.run(operation.call, [&] {
-    operation.begin()->wait();
-    if (operation.finish) operation.finish();
-  });
-}
-
-template <class Impl>
-Work start(Impl& impl, const Operation& operation) {
-  return impl.start(operation.call, operation.begin, operation.finish);
-}
-
 }  // namespace
 
 at::Tensor ProcessGroup::all_reduce(const at::Tensor& tensor, ReduceOp op, CallSite site) const {
-  run(impl(), all_reduce_of(backend(), tensor, op, site));
+  impl().run(all_reduce_of(c10d_group(), tensor, op, site));
   return tensor;
 }
 
 Work ProcessGroup::all_reduce_async(const at::Tensor& tensor, ReduceOp op, CallSite site) const {
-  return start(impl(), all_reduce_of(backend(), tensor, op, site));
+  return impl().start(all_reduce_of(c10d_group(), tensor, op, site));
 }
 
 int64_t ProcessGroup::all_reduce_sum(int64_t value, CallSite site) const {
@@ -71,26 +58,26 @@ int64_t ProcessGroup::all_reduce_sum(int64_t value, CallSite site) const {
 
 at::Tensor ProcessGroup::reduce(const at::Tensor& tensor, int root, ReduceOp op,
                                 CallSite site) const {
-  run(impl(), reduce_of(backend(), tensor, root, op, site));
+  impl().run(reduce_of(c10d_group(), tensor, root, op, site));
   return tensor;
 }
 
 Work ProcessGroup::reduce_async(const at::Tensor& tensor, int root, ReduceOp op,
                                 CallSite site) const {
-  return start(impl(), reduce_of(backend(), tensor, root, op, site));
+  return impl().start(reduce_of(c10d_group(), tensor, root, op, site));
 }
 
 at::Tensor ProcessGroup::broadcast(const at::Tensor& tensor, int root, CallSite site) const {
-  run(impl(), broadcast_of(backend(), tensor, root, site));
+  impl().run(broadcast_of(c10d_group(), tensor, root, site));
   return tensor;
 }
 
 Work ProcessGroup::broadcast_async(const at::Tensor& tensor, int root, CallSite site) const {
-  return start(impl(), broadcast_of(backend(), tensor, root, site));
+  return impl().start(broadcast_of(c10d_group(), tensor, root, site));
 }
 
 std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallSite site) const {
-  check_tensor(tensor, "all_gather", backend());
+  check_tensor(tensor, "all_gather", c10d_group());
   std::vector<int64_t> shape = tensor.sizes().vec();
   shape.insert(shape.begin(), size());
   const at::Tensor output = at::empty(shape, tensor.options());
@@ -100,70 +87,71 @@ std::vector<at::Tensor> ProcessGroup::all_gather(const at::Tensor& tensor, CallS
 
 Work ProcessGroup::all_gather_async(const std::vector<at::Tensor>& outputs,
                                     const at::Tensor& tensor, CallSite site) const {
-  return start(impl(), all_gather_of(backend(), outputs, tensor, site));
+  return impl().start(all_gather_of(c10d_group(), outputs, tensor, site));
 }
 
 void ProcessGroup::all_gather_into(const at::Tensor& output, const at::Tensor& input,
                                    CallSite site) const {
-  run(impl(), all_gather_of(backend(), output, input, site));
+  impl().run(all_gather_of(c10d_group(), output, input, site));
 }
 
 Work ProcessGroup::all_gather_into_async(const at::Tensor& output, const at::Tensor& input,
                                          const std::string& of, CallSite site) const {
-  Operation operation = all_gather_of(backend(), output, input, site);
+  Operation operation = all_gather_of(c10d_group(), output, input, site);
   operation.call.operation = with_subject(operation.call.operation, of);
-  return start(impl(), operation);
+  return impl().start(operation);
 }
 
 std::vector<at::Tensor> ProcessGroup::gather(const at::Tensor& tensor, int root,
                                              CallSite site) const {
-  check_tensor(tensor, "gather", backend());
+  check_tensor(tensor, "gather", c10d_group());
   Tensors outputs;
   if (rank() == root) {
     for (int peer = 0; peer < size(); ++peer)
       outputs.push_back(at::empty(tensor.sizes(), tensor.options()));
   }
-  run(impl(), gather_of(backend(), outputs, tensor, root, site));
+  impl().run(gather_of(c10d_group(), outputs, tensor, root, site));
   return outputs;
 }
 
 Work ProcessGroup::gather_async(const std::vector<at::Tensor>& outputs, const at::Tensor& tensor,
                                 int root, CallSite site) const {
-  return start(impl(), gather_of(backend(), outputs, tensor, root, site));
+  return impl().start(gather_of(c10d_group(), outputs, tensor, root, site));
 }
 
 void ProcessGroup::scatter(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
                            int root, CallSite site) const {
-  run(impl(), scatter_of(backend(), output, inputs, root, site));
+  impl().run(scatter_of(c10d_group(), output, inputs, root, site));
 }
 
 Work ProcessGroup::scatter_async(const at::Tensor& output, const std::vector<at::Tensor>& inputs,
                                  int root, CallSite site) const {
-  return start(impl(), scatter_of(backend(), output, inputs, root, site));
+  return impl().start(scatter_of(c10d_group(), output, inputs, root, site));
 }
 
 void ProcessGroup::reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op,
                                   CallSite site) const {
-  reduce_scatter_async(output, input, op, {}, site).wait(site);
+  impl().run(reduce_scatter_of(c10d_group(), output, input, op, site));
 }
 
 Work ProcessGroup::reduce_scatter_async(const at::Tensor& output, const at::Tensor& input,
                                         ReduceOp op, const std::string& of, CallSite site) const {
-  Operation operation = reduce_scatter_of(backend(), output, input, op, site);
+  Operation operation = reduce_scatter_of(c10d_group(), output, input, op, site);
   operation.call.operation = with_subject(operation.call.operation, of);
-  return start(impl(), operation);
+  return impl().start(operation);
 }
 
 void ProcessGroup::all_to_all(const at::Tensor& output, const at::Tensor& input,
                               const std::vector<int64_t>& output_splits,
                               const std::vector<int64_t>& input_splits, CallSite site) const {
-  run(impl(), all_to_all_of(backend(), output, input, output_splits, input_splits, site));
+  impl().run(all_to_all_of(c10d_group(), output, input, output_splits, input_splits, site));
 }
 
 Work ProcessGroup::all_to_all_async(const at::Tensor& output, const at::Tensor& input,
                                     const std::vector<int64_t>& output_splits,
                                     const std::vector<int64_t>& input_splits, CallSite site) const {
-  return start(impl(), all_to_all_of(backend(), output, input, output_splits, input_splits, site));
+  return impl().start(
+      all_to_all_of(c10d_group(), output, input, output_splits, input_splits, site));
 }
 
 std::string ProcessGroup::broadcast_object(const std::string& object, int root,
@@ -199,27 +187,33 @@ std::vector<std::string> ProcessGroup::gather_object(const std::string& object, 
 
 namespace {
 
-BackendWork begin_barrier(c10d::ProcessGroup& backend, std::chrono::milliseconds timeout) {
+BackendWork begin_barrier(c10d::ProcessGroup& group, std::chrono::milliseconds timeout) {
   Tensors tensors{at::zeros({1}, at::kByte)};
   c10d::AllreduceOptions options;
   options.timeout = timeout;
-  return backend.allreduce(tensors, options);
+  return group.allreduce(tensors, options);
+}
+
+std::string barrier_text(const std::string& name) {
+  return "barrier \"" + name + "\"";
 }
 
 }  // namespace
 
 void ProcessGroup::barrier(const std::string& name, std::optional<std::chrono::milliseconds> limit,
                            CallSite site) const {
-  impl().run({.operation = "barrier \"" + name + "\"", .site = site, .limit = limit}, [&] {
-    // The comparison of calls is itself a barrier, and one rank waits for nobody.
-    if (impl_->compares() || size() == 1) return;
-    begin_barrier(backend(), limit.value_or(impl_->timeout))->wait();
-  });
+  impl().run(
+      {.call = {.operation = barrier_text(name), .site = site, .limit = limit, .moves_data = false},
+       .begin = [&] {
+         // The comparison of calls is itself a barrier.
+         if (impl_->matcher.is_on() || size() == 1) return BackendWork();
+         return begin_barrier(c10d_group(), limit.value_or(impl_->timeout));
+       }});
 }
 
 Work ProcessGroup::barrier_async(const std::string& name, CallSite site) const {
-  return impl().start({.operation = "barrier \"" + name + "\"", .site = site},
-                      [&] { return begin_barrier(backend(), impl_->timeout); }, {});
+  return impl().start({.call = {.operation = barrier_text(name), .site = site},
+                       .begin = [&] { return begin_barrier(c10d_group(), impl_->timeout); }});
 }
 
 }  // namespace cohort::comm

@@ -1,62 +1,54 @@
 #include "cohort/comm/failure_watch.h"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <pthread.h>
-#include <sstream>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "cohort/comm/collective_log.h"
-
 namespace cohort::comm {
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MatchedCall, group, number, what, site)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FlightRecord, waiting, ms, last, matched)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FailureReport, lost, mismatch, others)
+
 namespace {
 
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kPollInterval{250};
+constexpr milliseconds kShortPollInterval{20};  // while ranks answer
 constexpr milliseconds kAnswerLimit{2000};
 constexpr milliseconds kReportLimit{5000};
-// For the look at the store that is under way when the group closes.
+// For the call of the store that is under way when the group closes.
 constexpr milliseconds kLastCallLimit{2000};
-constexpr int64_t kStuckNs = 2'000'000'000;
+constexpr milliseconds kStuck{2000};
 const char* const kDeclared = "declared";
-const char* const kReport = "verdict";
-const char* const kNumRecords = "num_stories";
+const char* const kReport = "report";
+const char* const kNumRecords = "num_records";
 
 std::string key(const char* what, int rank) {
   return std::string(what) + "/" + std::to_string(rank);
 }
 
-std::vector<uint8_t> bytes(const std::string& text) {
-  return {text.begin(), text.end()};
+template <class T>
+std::vector<uint8_t> encode(const T& value) {
+  return nlohmann::json::to_cbor(value);
 }
 
-// Three lines: lost ranks, mismatch, others.
-std::string to_text(const FailureReport& report) {
-  std::ostringstream out;
-  for (int rank : report.lost) out << rank << ' ';
-  out << '\n' << report.mismatch << '\n' << report.others << '\n';
-  return out.str();
+template <class T>
+T decode(const std::vector<uint8_t>& bytes) {
+  return nlohmann::json::from_cbor(bytes).get<T>();
 }
 
-FailureReport from_text(const std::string& text) {
-  std::istringstream in(text);
-  std::string ranks;
-  FailureReport report;
-  std::getline(in, ranks);
-  std::getline(in, report.mismatch);
-  std::getline(in, report.others);
-  std::istringstream numbers(ranks);
-  for (int rank = 0; numbers >> rank;) report.lost.push_back(rank);
-  return report;
+milliseconds until(Clock::time_point time) {
+  return std::max(std::chrono::ceil<milliseconds>(time - Clock::now()), milliseconds(1));
 }
 
 }  // namespace
 
 FailureWatch::FailureWatch(StoreConnection connection, int rank, int world_size,
                            bool host_dies_with_rank_0, FailureWatchCalls calls)
-    : store_(std::move(connection.store)),
-      cut_store_(std::move(connection.cut)),
+    : connection_(std::move(connection)),
       rank_(rank),
       world_size_(world_size),
       host_dies_with_rank_0_(host_dies_with_rank_0),
@@ -72,26 +64,30 @@ FailureWatch::FailureWatch(StoreConnection connection, int rank, int world_size,
 
 FailureWatch::~FailureWatch() {
   thread_.request_stop();
+  wake();
   {
     // c10d's client prints a trace of a call that is cut off: only a silent host needs that.
     std::unique_lock lock(mutex_);
     changed_.wait_for(lock, kLastCallLimit, [&] { return ended_; });
   }
-  cut_store_();
+  connection_.cut();
   thread_.join();
 }
 
 FailureReport FailureWatch::report() {
+  {
+    const std::lock_guard lock(mutex_);
+    declare_ = true;
+  }
+  wake();
   std::unique_lock lock(mutex_);
-  declare_ = true;
-  changed_.notify_all();
   if (changed_.wait_for(lock, kReportLimit + milliseconds(1000),
                         [&] { return report_.has_value(); })) {
     return *report_;
   }
   // The watching thread hangs in the store, whose host does not answer but has not closed the
   // connection either. It will find it closed, and end what else waits.
-  cut_store_();
+  connection_.cut();
   return store_lost("does not answer");
 }
 
@@ -110,27 +106,31 @@ FailureReport FailureWatch::store_lost(const std::string& how) const {
 }
 
 void FailureWatch::watch_store(const std::stop_token& stop) {
-  while (!stop.stop_requested()) {
-    bool declare = false;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, stop, kPollInterval, [&] { return declare_; });
-      declare = declare_;
-    }
+  while (true) {
+    const bool declared = wait_or_wake(kDeclared, until_next_look());
     if (stop.stop_requested()) return;
-    if (!declare) publish_if_stuck();
-    if (declare || store_->check({kDeclared}) || published_records_differ())
-      return check_liveness();
+    const bool declare = [&] {
+      const std::lock_guard lock(mutex_);
+      return declare_;
+    }();
+    if (!declared && !declare) publish_if_stuck();
+    if (declared || declare || published_records_differ()) return check_liveness();
   }
 }
 
+// A collective that this rank enters meanwhile is not yet stuck then.
+milliseconds FailureWatch::until_next_look() const {
+  if (rank_ == 0 || !connection_.interrupt) return kPollInterval;
+  const std::chrono::nanoseconds waited(calls_.waiting_ns().value_or(0));
+  return waited < kStuck ? std::chrono::ceil<milliseconds>(kStuck - waited) : kStuck;
+}
+
 void FailureWatch::publish_if_stuck() {
-  if (calls_.waiting_ns().value_or(0) < kStuckNs) return;
-  std::string record = calls_.flight_record();
-  const std::string past = record.substr(record.find('\n'));  // the first line holds a running time
-  if (past == published_) return;
-  published_ = past;
-  store_->set(key("story", rank_), bytes(record));
+  if (std::chrono::nanoseconds(calls_.waiting_ns().value_or(0)) < kStuck) return;
+  const FlightRecord record = calls_.flight_record();
+  if (record.matched == published_) return;
+  published_ = record.matched;
+  store_->set(key("record", rank_), encode(record));
   store_->add(kNumRecords, 1);
 }
 
@@ -142,7 +142,8 @@ bool FailureWatch::published_records_differ() {
   num_published_ = num_published;
   FlightRecords records;
   for (int peer = 0; peer < world_size_; ++peer) {
-    if (store_->check({key("story", peer)})) records[peer] = store_->get_to_str(key("story", peer));
+    if (store_->check({key("record", peer)}))
+      records[peer] = decode<FlightRecord>(store_->get(key("record", peer)));
   }
   return find_mismatch(records).has_value();
 }
@@ -152,9 +153,8 @@ FailureReport FailureWatch::collect_records() {
   FlightRecords records;
   const auto deadline = Clock::now() + kAnswerLimit;
   for (int peer = 0; peer < world_size_; ++peer) {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
-    if (wait_for_key(key("alive", peer), left)) {
-      records[peer] = store_->get_to_str(key("alive", peer));
+    if (wait_for_key(key("alive", peer), until(deadline))) {
+      records[peer] = decode<FlightRecord>(store_->get(key("alive", peer)));
     } else {
       report.lost.push_back(peer);
     }
@@ -167,18 +167,18 @@ FailureReport FailureWatch::collect_records() {
 }
 
 void FailureWatch::check_liveness() {
-  const auto mine = bytes(std::to_string(rank_));
-  store_->set(key("alive", rank_), bytes(calls_.flight_record()));
+  const auto mine = encode(rank_);
+  store_->set(key("alive", rank_), encode(calls_.flight_record()));
   if (store_->compareSet(kDeclared, {}, mine) == mine)
-    store_->set(kReport, bytes(to_text(collect_records())));
+    store_->set(kReport, encode(collect_records()));
   if (!wait_for_key(kReport, kReportLimit)) return decide({});
-  const FailureReport report = from_text(store_->get_to_str(kReport));
-  store_->set(key("heard", rank_), mine);
+  const auto report = decode<FailureReport>(store_->get(kReport));
+  store_->set(key("ack", rank_), mine);
   if (rank_ == 0 && host_dies_with_rank_0_) {
     // The store dies with this process: wait until every survivor has acknowledged the report.
     for (int peer = 1; peer < world_size_; ++peer) {
       if (std::find(report.lost.begin(), report.lost.end(), peer) == report.lost.end()) {
-        wait_for_key(key("heard", peer), milliseconds(1000));
+        wait_for_key(key("ack", peer), milliseconds(1000));
       }
     }
   }
@@ -187,11 +187,36 @@ void FailureWatch::check_liveness() {
 
 bool FailureWatch::wait_for_key(const std::string& key, milliseconds limit) {
   const auto deadline = Clock::now() + limit;
-  while (!store_->check({key})) {
-    if (Clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(milliseconds(20));
+  do {
+    const auto left = until(deadline);
+    if (wait_or_wake(key, connection_.interrupt ? left : std::min(left, kShortPollInterval)))
+      return true;
+  } while (Clock::now() < deadline);
+  return false;
+}
+
+// Returns whether `key` is there: after `limit` at the latest, earlier for a `wake` meanwhile or
+// before.
+bool FailureWatch::wait_or_wake(const std::string& key, milliseconds limit) {
+  if (!connection_.interrupt) {
+    if (store_->check({key})) return true;
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, limit, [&] { return std::exchange(woken_, false); });
+    return false;
   }
-  return true;
+  try {
+    store_->wait({key}, limit);
+    return true;
+  } catch (const c10::DistStoreError&) {
+    return false;
+  }
+}
+
+void FailureWatch::wake() {
+  if (connection_.interrupt) return connection_.interrupt();
+  const std::lock_guard lock(mutex_);
+  woken_ = true;
+  changed_.notify_all();
 }
 
 void FailureWatch::decide(FailureReport report) {

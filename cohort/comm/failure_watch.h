@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "cohort/comm/collective_log.h"
 #include "cohort/comm/store_connection.h"
 
 namespace cohort::comm {
@@ -25,7 +26,7 @@ struct FailureReport {
 
 /// What the watching thread asks of its rank, and does to it. Called from that thread.
 struct FailureWatchCalls {
-  std::function<std::string()> flight_record;          ///< CollectiveLog::flight_record.
+  std::function<FlightRecord()> flight_record;         ///< CollectiveLog::flight_record.
   std::function<std::optional<int64_t>()> waiting_ns;  ///< CollectiveLog::waiting_ns.
   std::function<void()> abort;  ///< Ends this rank's waiting: the group is dead.
 };
@@ -33,21 +34,22 @@ struct FailureWatchCalls {
 /// A rank's part in the liveness check after a failure.
 ///
 /// The first rank whose operation fails declares it in the store. Every rank's watching thread sees
-/// that within a quarter of a second, answers with its rank's flight record, even while its main
-/// thread is stuck in an operation, and ends that operation. A rank that has not answered within
-/// two seconds, dead or not, is lost; the declarer writes the failure report, and every watcher
-/// keeps it, so that all survivors name the same ranks. A store that is gone, or silent, means that
-/// rank 0, its host, is lost.
+/// that, answers with its rank's flight record even while its main thread is stuck in an operation,
+/// and ends that operation. A rank that has not answered within two seconds, dead or not, is lost;
+/// the declarer writes the failure report, and every watcher keeps it, so that all survivors name
+/// the same ranks. A store that is gone, or silent, means that rank 0, its host, is lost.
 ///
 /// A rank that waits for more than two seconds publishes its flight record; rank 0's watcher
-/// compares them and declares a failure if two ranks called different collectives. Otherwise
-/// nothing but one look at the store every quarter of a second.
+/// compares them and declares a failure if two ranks called different collectives.
+///
+/// Cost: one wait for the declaration in the store every two seconds; on rank 0, and on every rank
+/// where the store can only be polled, one every quarter of a second.
 ///
 /// Owner:   the group of all ranks.
 /// Threads: `report` from one thread; blocks at most about six seconds.
 class FailureWatch {
  public:
-  /// `connection` belongs to the watch: nobody else uses it. `host_dies_with_rank_0`: rank 0 holds
+  /// The watch owns `connection`. `host_dies_with_rank_0`: rank 0 holds
   /// the store.
   FailureWatch(StoreConnection connection, int rank, int world_size, bool host_dies_with_rank_0,
                FailureWatchCalls calls);
@@ -65,21 +67,25 @@ class FailureWatch {
   void check_liveness();
   FailureReport collect_records();
   FailureReport store_lost(const std::string& how) const;
+  std::chrono::milliseconds until_next_look() const;
   bool wait_for_key(const std::string& key, std::chrono::milliseconds limit);
+  bool wait_or_wake(const std::string& key, std::chrono::milliseconds limit);
+  void wake();
   void decide(FailureReport report);
 
-  const StorePtr store_;                   // used by the watching thread alone
-  const std::function<void()> cut_store_;  // ends what store_ waits for
+  const StoreConnection connection_;
+  const StorePtr& store_ = connection_.store;  // used by the watching thread alone
   const int rank_;
   const int world_size_;
   const bool host_dies_with_rank_0_;
   const FailureWatchCalls calls_;
-  std::string published_;      // the watching thread's
-  int64_t num_published_ = 0;  // the watching thread's
+  std::vector<MatchedCall> published_;  // the watching thread's
+  int64_t num_published_ = 0;           // the watching thread's
   std::mutex mutex_;
   std::condition_variable_any changed_;
-  bool declare_ = false;            // guarded by mutex_
-  bool ended_ = false;              // guarded by mutex_: the thread looks at the store no more
+  bool declare_ = false;                 // guarded by mutex_
+  bool woken_ = false;                   // guarded by mutex_
+  bool ended_ = false;                   // guarded by mutex_: the thread uses the store no more
   std::optional<FailureReport> report_;  // guarded by mutex_
   std::jthread thread_;
 };

@@ -1,7 +1,6 @@
 #include "cohort/comm/listen.h"
 
 #include <algorithm>
-#include <arpa/inet.h>
 #include <cerrno>
 #include <cstring>
 #include <ifaddrs.h>
@@ -18,10 +17,6 @@
 
 namespace cohort::comm {
 namespace {
-
-std::string errno_text() {
-  return std::strerror(errno);
-}
 
 // Numeric text of an IPv4 or routable IPv6 address; empty for others.
 std::string numeric(const sockaddr* address) {
@@ -57,51 +52,16 @@ bool fits(const std::string& rule, const std::string& name) {
 
 }  // namespace
 
-bool is_loopback(const std::string& host) {
-  return host == "localhost" || host.starts_with("127.") || host == "::1" ||
-         host.starts_with("::ffff:127.");
-}
-
 int listen_on(int port, const std::string& host) {
-  const bool loopback = is_loopback(host);
-  const std::string bound = host == "localhost" ? "127.0.0.1" : host;
-  sockaddr_in6 address6{};
-  address6.sin6_family = AF_INET6;
-  address6.sin6_port = htons(static_cast<uint16_t>(port));
-  sockaddr_in address4{};
-  address4.sin_family = AF_INET;
-  address4.sin_port = htons(static_cast<uint16_t>(port));
-  if (loopback && inet_pton(AF_INET, bound.c_str(), &address4.sin_addr) != 1 &&
-      inet_pton(AF_INET6, bound.c_str(), &address6.sin6_addr) != 1)
+  int error = 0;
+  Fd fd = cohort::listen_on(port, host, error);
+  if (error == EINVAL)
     throw ConfigError("MASTER_ADDR=" + host + ": expected an address or a host's name");
-  const bool is_v4_loopback = loopback && bound.find(':') == std::string::npos;
-  Fd fd(is_v4_loopback ? -1 : socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const bool v6 = static_cast<bool>(fd);
-  // A host without IPv6 serves all interfaces by IPv4, but not in place of ::1.
-  if (!v6 && (is_v4_loopback || !loopback))
-    fd = Fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (!fd) throw ConfigError("no TCP socket to listen on: " + errno_text());
-  const int yes = 1;
-  const int no = 0;
-  setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  if (v6) setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no);
-  const auto* address = v6 ? reinterpret_cast<const sockaddr*>(&address6)
-                           : reinterpret_cast<const sockaddr*>(&address4);
-  if (bind(fd.get(), address, v6 ? sizeof address6 : sizeof address4) != 0 ||
-      listen(fd.get(), 2048) != 0)
-    throw ConfigError("port " + std::to_string(port) + " cannot be listened on: " + errno_text());
-  return fd.release();
-}
-
-int port_of(int fd) {
-  sockaddr_storage address{};
-  socklen_t length = sizeof address;
-  if (getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
-    throw ConfigError("COHORT_STORE_FD=" + std::to_string(fd) +
-                      ": expected a bound socket: " + errno_text());
+  if (!fd) {
+    throw ConfigError("port " + std::to_string(port) +
+                      " cannot be listened on: " + std::strerror(error));
   }
-  return ntohs(address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&address)->sin6_port
-                                             : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
+  return fd.release();
 }
 
 Addresses resolve_master(const std::string& host, int port, int type) {

@@ -9,18 +9,9 @@
 
 namespace cohort::comm {
 
-/// Whether `host` is this machine by its own words: "localhost", "127.0.0.1", "::1". A host name
-/// may stand for 127.0.1.1 here and for another address elsewhere: it is none.
-bool is_loopback(const std::string& host);
-
-/// Returns a listening TCP socket on `port` (0: a free one); the caller owns it. Of all interfaces,
-/// but of the loopback alone where `host`, by which others find it, is that.
+/// The same as cohort::listen_on; the caller owns the socket.
 /// Errors: ConfigError that names the port, for one that is taken or forbidden.
 int listen_on(int port, const std::string& host = "");
-
-/// Returns the port that the listening socket `fd` is bound to.
-/// Errors: ConfigError if `fd` is not a bound socket.
-int port_of(int fd);
 
 /// Returns the addresses of rank 0's host for sockets of `type`; at least one.
 /// Errors: ConfigError that names MASTER_ADDR if it does not resolve.

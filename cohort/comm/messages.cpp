@@ -37,7 +37,7 @@ class MessageSent : public c10d::Work {
 };
 
 // Both receives are posted at once: a rank that waits for its own message to be taken before it
-// waits for this one holds up nobody.
+// waits for this one blocks no other.
 class MessageReceived : public c10d::Work {
  public:
   MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag)
@@ -87,21 +87,22 @@ void ProcessGroup::send(const at::Tensor& tensor, int to, int tag, CallSite site
 }
 
 Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSite site) const {
-  check_tensor(tensor, "send", backend());
-  check_peer(to, tag, backend(), "send", "receiver");
-  return impl().start_unmatched(
-      {.operation = "send to " + std::to_string(to), .tensor = tensor, .site = site},
-      [&, read = readable(tensor)] {
-        Tensors data{as_bytes(read)};
-        if (!impl().compares()) return backend().send(data, to, tag);
-        Tensors form{form_of(tensor)};
-        BackendWork form_sent = backend().send(form, to, tag);
-        BackendWork sent =
-            backend().send(data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
-        return BackendWork(c10::make_intrusive<MessageSent>(Tensors{form[0], data[0]},
-                                                            std::move(form_sent), std::move(sent)));
-      },
-      {});
+  check_tensor(tensor, "send", c10d_group());
+  check_peer(to, tag, c10d_group(), "send", "receiver");
+  return impl().start({.call = {.operation = "send to " + std::to_string(to),
+                                .tensor = tensor,
+                                .site = site,
+                                .matched = false},
+                       .begin = [&, read = readable(tensor)] {
+                         Tensors data{as_bytes(read)};
+                         if (!impl_->matcher.is_on()) return c10d_group().send(data, to, tag);
+                         Tensors form{form_of(tensor)};
+                         BackendWork form_sent = c10d_group().send(form, to, tag);
+                         BackendWork sent = c10d_group().send(
+                             data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
+                         return BackendWork(c10::make_intrusive<MessageSent>(
+                             Tensors{form[0], data[0]}, std::move(form_sent), std::move(sent)));
+                       }});
 }
 
 at::Tensor ProcessGroup::recv(const at::Tensor& tensor, int from, int tag, CallSite site) const {
@@ -110,21 +111,24 @@ at::Tensor ProcessGroup::recv(const at::Tensor& tensor, int from, int tag, CallS
 }
 
 Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallSite site) const {
-  check_written(tensor, "recv", backend());
-  check_peer(from, tag, backend(), "recv", "sender");
+  check_written(tensor, "recv", c10d_group());
+  check_peer(from, tag, c10d_group(), "recv", "sender");
   const Written written = filled(tensor);
-  return impl().start_unmatched(
-      {.operation = "recv from " + std::to_string(from), .tensor = tensor, .site = site},
-      [&] {
-        written.bump_version();
-        if (impl().compares()) {
-          return BackendWork(
-              c10::make_intrusive<MessageReceived>(backend(), written.memory, from, tag));
-        }
-        Tensors data{as_bytes(written.memory)};
-        return backend().recv(data, from, tag);
-      },
-      [written] { written.finish(); });
+  return impl().start({.call = {.operation = "recv from " + std::to_string(from),
+                                .tensor = tensor,
+                                .site = site,
+                                .matched = false},
+                       .begin =
+                           [&] {
+                             written.bump_version();
+                             if (impl_->matcher.is_on()) {
+                               return BackendWork(c10::make_intrusive<MessageReceived>(
+                                   c10d_group(), written.memory, from, tag));
+                             }
+                             Tensors data{as_bytes(written.memory)};
+                             return c10d_group().recv(data, from, tag);
+                           },
+                       .finish = [written] { written.finish(); }});
 }
 
 }  // namespace cohort::comm

@@ -1,6 +1,5 @@
 // What each collective checks, asks of the backend, and leaves to do afterwards. Not installed.
 #pragma once
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -9,14 +8,6 @@
 namespace cohort::comm {
 
 using Tensors = std::vector<at::Tensor>;
-using BackendWork = c10::intrusive_ptr<c10d::Work>;
-
-/// One operation, ready to begin. `begin` uses the backend that it was made for.
-struct Operation {
-  Call call;
-  std::function<BackendWork()> begin;
-  std::function<void()> finish;  ///< What is left to do locally; may be empty.
-};
 
 /// A tensor that a backend writes to. `memory` is contiguous: the tensor itself, or a copy that
 /// `finish` copies back.

@@ -2,13 +2,10 @@
 
 #include <ATen/ops/tensor.h>
 #include <algorithm>
-#include <csignal>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <numeric>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <unistd.h>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/comm/backend.h"
 #include "cohort/comm/backends/gloo/gloo.h"
@@ -21,51 +18,6 @@ using std::chrono::milliseconds;
 
 c10d::ProcessGroup::BackendType backend_type(const std::string& backend) {
   return c10d::ProcessGroup::strToBackendType(backend);
-}
-
-ProcessGroupOptions with_environment(ProcessGroupOptions options) {
-  if (env_int("COHORT_CHECK_COLLECTIVES", 0, 1).value_or(1) == 0) options.check_collectives = false;
-  return options;
-}
-
-// Numbers of collectives that carry data; comparisons have those below.
-constexpr uint32_t kDataNumbers = 1U << 31;
-
-void do_nothing(int) {}
-
-// Backends and stores write to sockets whose other end may be gone: the error they get then names
-// the lost rank, and a signal would end this one before. A handler, unlike SIG_IGN, is not
-// inherited by programs that this one starts.
-void outlive_broken_pipes() {
-  struct sigaction action {};
-  sigaction(SIGPIPE, nullptr, &action);
-  if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler != SIG_DFL) return;
-  action.sa_handler = do_nothing;
-  action.sa_flags = SA_RESTART;
-  sigaction(SIGPIPE, &action, nullptr);
-}
-
-Rendezvous rendezvous_of_one() {
-  return {.store = c10::make_intrusive<c10d::HashStore>(),
-          .watch = {},
-          .address = "127.0.0.1",
-          .interface = {},
-          .hosts = {own_host()}};
-}
-
-std::string terms(const RankInfo& info, const ProcessGroupOptions& options) {
-  return "world size " + std::to_string(info.world_size) + ", backend " + options.backend +
-         ", check_collectives " + (options.check_collectives ? "on" : "off");
-}
-
-uint64_t fnv1a(uint64_t hash, const void* data, size_t size) {
-  const auto* bytes = static_cast<const unsigned char*>(data);
-  for (size_t i = 0; i < size; ++i) hash = (hash ^ bytes[i]) * 0x100000001b3ULL;
-  return hash;
-}
-
-uint64_t fnv1a(uint64_t hash, const std::string& text) {
-  return fnv1a(hash, text.c_str(), text.size() + 1);
 }
 
 // What must be equal on all ranks, in full: a trace record cuts it.
@@ -100,32 +52,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPlugin& plugin,
   }
 }
 
-// The group is dead: of a backend that cannot be aborted the timeout remains.
-void abort_backend(c10d::ProcessGroup& backend) {
-  try {
-    backend.abort();
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-  }
-}
-
 }  // namespace
-
-Job::Job(const RankInfo& p, const ProcessGroupOptions& o, const std::string& trace_file)
-    : info(p), options(o), log(p.rank, p.world_size, RankTrace::open(trace_file)) {}
-
-void Job::add_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& backend) {
-  const std::lock_guard lock(mutex_);
-  if (aborted_) abort_backend(*backend);
-  backends_.emplace_back(backend);
-}
-
-void Job::abort() {
-  const std::lock_guard lock(mutex_);
-  aborted_ = true;
-  for (const auto& entry : backends_) {
-    if (const auto backend = entry.lock()) abort_backend(*backend);
-  }
-}
 
 ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
                          std::vector<int> global_ranks, int own_rank,
@@ -136,76 +63,51 @@ ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::stri
       ranks(std::move(global_ranks)),
       rank(own_rank),
       backend_name(own_options.backend.value_or(job->options.backend)),
-      timeout(own_options.timeout.value_or(job->options.timeout)) {}
+      timeout(own_options.timeout.value_or(job->options.timeout)),
+      matcher(ranks.size() > 1 ? job->options.check_collectives : CheckCollectives::kOff) {}
 
 void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, milliseconds limit) {
   store = std::move(group_store);
   users_store = c10::make_intrusive<c10d::PrefixStore>("user", store);
-  const int size = static_cast<int>(ranks.size());
-  backend = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  c10d_group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size());
   const auto add = [&](const std::string& type, c10::DeviceType device,
                        const BackendPlugin& plugin) {
     BackendRequest request{
         .store = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(device, true), store),
         .rank = rank,
-        .world_size = size,
+        .world_size = size(),
         .timeout = limit,
         .address = job->rendezvous.address,
         .interface = job->rendezvous.interface};
     auto made = make_backend(plugin, request);
     made->setTimeout(timeout);
-    backend->setBackend(device, backend_type(type), made);
+    c10d_group->setBackend(device, backend_type(type), made);
   };
   const BackendPlugin& plugin = find_backend(backend_name);
   const bool is_gloo = backend_name == "gloo";
-  backend->setDefaultBackend(backend_type(backend_name));
+  c10d_group->setDefaultBackend(backend_type(backend_name));
   if (!is_gloo) add(backend_name, plugin.device, plugin);
   // Lengths, comparisons and barriers stay on the CPU.
   if (is_gloo || plugin.device != c10::DeviceType::CPU)
     add("gloo", c10::DeviceType::CPU, find_backend("gloo"));
-  backend->setGroupName(is_world() ? "cohort" : "cohort/" + name);
-  job->add_backend(backend);
+  c10d_group->setGroupName(is_world() ? "cohort" : "cohort/" + name);
+  job->add(c10d_group);
 }
-
-namespace {
-
-// A launcher whose ranks start again, or are lost, one by one says so.
-void check_job_has_groups() {
-  if (env_string("COHORT_PROCESS_GROUP").value_or("") != "none") return;
-  throw ConfigError(
-      "COHORT_PROCESS_GROUP=none: --restart-policy single and --on-trainer-loss continue are for "
-      "trainers of servers without a process group, which this program has: expected "
-      "--restart-policy group, and no --on-trainer-loss continue");
-}
-
-}  // namespace
 
 ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& options) {
   find_backend(options.backend);
-  if (info.world_size > 1) check_job_has_groups();
-  if (info.world_size > 1) outlive_broken_pipes();
   std::vector<int> ranks(static_cast<size_t>(info.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
-  auto job = std::make_shared<Job>(info, with_environment(options),
-                                   env_string(kTraceFileVariable).value_or(""));
+  const auto job = std::make_shared<Job>(info, options);
   impl_ = std::make_shared<Impl>(job, "", "world", std::move(ranks), info.rank, SubgroupOptions{});
   const int64_t start = steady_now_ns();
-  impl_->run_unmatched({.operation = "rendezvous at " + rendezvous_point(info), .site = {}}, [&] {
-    job->rendezvous = info.world_size == 1
-                          ? rendezvous_of_one()
-                          : join_rendezvous(info, {.timeout = options.rendezvous_timeout,
-                                                   .interface = options.interface,
-                                                   .terms = terms(info, job->options)});
-    if (job->info.finds_host) find_host(job->info, job->rendezvous.hosts);
+  const Call call{
+      .operation = "rendezvous at " + rendezvous_point(info), .site = {}, .matched = false};
+  impl_->guarded(call, [&] {
+    job->join();
     impl_->connect(job->rendezvous.store, left_of(options.rendezvous_timeout, start));
   });
-  if (info.world_size == 1) return;
-  const bool rank_0_hosts = info.store_file.empty() && !info.agent_store;
-  job->watch = std::make_unique<FailureWatch>(
-      std::move(job->rendezvous.watch), info.rank, info.world_size, rank_0_hosts,
-      FailureWatchCalls{.flight_record = [job = job.get()] { return job->log.flight_record(); },
-                        .waiting_ns = [job = job.get()] { return job->log.waiting_ns(); },
-                        .abort = [job = job.get()] { job->abort(); }});
+  job->start_watch();
 }
 
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -223,7 +125,7 @@ int ProcessGroup::rank() const {
   return impl().rank;
 }
 int ProcessGroup::size() const {
-  return static_cast<int>(impl().ranks.size());
+  return impl().size();
 }
 int ProcessGroup::global_rank(int rank) const {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size(), "global_rank: expected a rank in [0, ", size(),
@@ -242,9 +144,16 @@ const std::string& ProcessGroup::name() const {
 const RankInfo& ProcessGroup::rank_info() const {
   return impl().job->info;
 }
-c10d::ProcessGroup& ProcessGroup::backend() const {
+at::Device ProcessGroup::device() const {
+  const c10::DeviceType type = find_backend(impl().backend_name).device;
+  if (type == c10::DeviceType::CPU) return type;
+  const bool has_driver = c10::impl::hasDeviceGuardImpl(type);
+  const int count = has_driver ? c10::impl::getDeviceGuardImpl(type)->deviceCount() : 0;
+  return {type, static_cast<c10::DeviceIndex>(device_index(rank_info(), count))};
+}
+c10d::ProcessGroup& ProcessGroup::c10d_group() const {
   impl().check_open();
-  return *impl_->backend;
+  return *impl_->c10d_group;
 }
 c10d::Store& ProcessGroup::store() const {
   impl().check_open();
@@ -261,8 +170,8 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   TORCH_CHECK_VALUE(!sorted.empty(), "subgroup \"", name, "\": expected at least one rank");
   TORCH_CHECK_VALUE(sorted.front() >= 0 && sorted.back() < size(), "subgroup \"", name,
                     "\": expected ranks in [0, ", size(), "), got ", ranks);
-  TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
-                    "subgroup \"", name, "\": expected every rank once, got ", ranks);
+  TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(), "subgroup \"",
+                    name, "\": expected every rank once, got ", ranks);
   std::vector<int> members = options.keep_order ? ranks : sorted;
   std::string operation = "subgroup \"" + name + "\" of";
   for (int& member : members) {
@@ -271,7 +180,8 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   }
   if (options.backend) operation += ", backend " + *options.backend;
   if (options.timeout) operation += ", timeout " + std::to_string(options.timeout->count()) + " ms";
-  impl_->run({.operation = operation, .site = site}, [] {});
+  impl_->run({.call = {.operation = operation, .site = site, .moves_data = false},
+              .begin = [] { return BackendWork(); }});
   const std::string unique = name + "#" + std::to_string(impl_->num_subgroups++);
   const auto own = std::find(members.begin(), members.end(), impl_->job->info.rank);
   if (own == members.end()) return {};
@@ -280,9 +190,9 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
                                     .backend = options.backend.value_or(impl_->backend_name)};
   auto impl = std::make_shared<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
                                      own_rank, own_options);
-  auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->backend->getStore());
-  impl->run_unmatched({.operation = operation, .site = site},
-                      [&] { impl->connect(store, impl_->job->options.rendezvous_timeout); });
+  auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->store);
+  impl->guarded({.operation = operation, .site = site, .matched = false},
+                [&] { impl->connect(store, impl_->job->options.rendezvous_timeout); });
   return ProcessGroup(std::move(impl));
 }
 
@@ -307,22 +217,19 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
                    .disagreement = disagreement});
 }
 
-// Does `body` under the log's eyes; what a backend throws for a lost peer becomes PeerError.
-template <class Body>
-void ProcessGroup::Impl::guarded(const Call& call, bool matched, const Body& body) {
+void ProcessGroup::Impl::guarded(const Call& call, const std::function<void()>& body) {
   check_open();
+  if (call.matched) ++sequence;
   const int64_t start = steady_now_ns();
   if (job->dead) fail(call.operation, start, "the group is dead since it lost a peer", false);
   const TraceRecord entry = record(call);
-  std::optional<MatchedCall> matched_call;
-  if (matched) {
-    matched_call = {.group = id,
-                    .number = ++num_matched,
-                    .what = text_of(call),
-                    .site = entry.call_site.data()};
-    history = fnv1a(history, matched_call->what);
+  std::optional<MatchedCall> matched;
+  if (call.matched) {
+    const std::string what = text_of(call);
+    matched = {
+        .group = id, .number = matcher.add(what), .what = what, .site = entry.call_site.data()};
   }
-  job->log.begin(entry, std::move(matched_call));
+  job->log.begin(entry, std::move(matched));
   try {
     body();
     job->log.end();
@@ -362,79 +269,58 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
   return result;
 }
 
-// The greatest history and the greatest complement of one, which is the complement of the least:
-// equal if all are.
+// Gloo only matches data of one number, so ranks whose calls differ wait for each other until the
+// watching threads compare their records. Otherwise it would take one's data for the other's, and
+// end the process from its own thread, where nothing can catch, if they are longer than expected.
+void ProcessGroup::Impl::match(const Call& call, bool blocking) {
+  if (!call.matched || !matcher.is_on()) return;
+  const bool has_numbers = backend_name == "gloo";
+  if (matcher.must_compare(!call.moves_data || (blocking && !has_numbers))) compare(call);
+  number_next(matcher.data_number());
+}
+
 void ProcessGroup::Impl::compare(const Call& call) {
-  if (!compares()) return;
   const int64_t start = steady_now_ns();
-  number_next_collective(*backend->getBackend(c10::DeviceType::CPU), num_compared++ % kDataNumbers);
-  const auto mine = static_cast<int64_t>(history);
-  at::Tensor extremes = at::tensor({mine, ~mine});
-  std::vector<at::Tensor> tensors{extremes};
+  number_next(matcher.next_comparison());
+  const at::Tensor maxima = at::tensor(matcher.fingerprint());
+  std::vector<at::Tensor> tensors{maxima};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.timeout = call.limit.value_or(timeout);
-  backend->allreduce(tensors, options)->wait();
-  const auto* values = extremes.const_data_ptr<int64_t>();
-  if (values[0] != ~values[1])
-    fail(call.operation, start, "their calls part more than 64 calls ago", true);
+  c10d_group->allreduce(tensors, options)->wait();
+  const auto* values = maxima.const_data_ptr<int64_t>();
+  if (!CallMatcher::agree({values[0], values[1]}))
+    fail(call.operation, start, "their calls differ since more than 64 calls ago", true);
 }
 
-// Ranks whose calls differ then wait for each other until the watching threads compare their logs.
-// Gloo would take one's data for the other's, and end the process from its own thread, where nobody
-// can catch, if they are longer than expected.
-void ProcessGroup::Impl::number_data() {
-  if (!compares()) return;
-  const auto hash = static_cast<uint32_t>(history ^ (history >> 32));
-  number_next_collective(*backend->getBackend(c10::DeviceType::CPU), kDataNumbers | hash);
+void ProcessGroup::Impl::number_next(uint32_t number) {
+  number_next_collective(*c10d_group->getBackend(c10::DeviceType::CPU), number);
 }
 
 void ProcessGroup::Impl::check_open() const {
   TORCH_CHECK_VALUE(!closed, "expected an open group, but \"", name, "\" was closed");
 }
 
-void ProcessGroup::Impl::run(const Call& call, const std::function<void()>& body) {
+void ProcessGroup::Impl::run(const Operation& operation) {
   const at::NoGradGuard no_grad;
-  ++sequence;
-  guarded(call, /*matched=*/true, [&] {
-    compare(call);
-    number_data();
-    body();
+  guarded(operation.call, [&] {
+    match(operation.call, /*blocking=*/true);
+    if (const BackendWork work = operation.begin()) work->wait();
+    if (operation.finish) operation.finish();
   });
 }
 
-void ProcessGroup::Impl::run_unmatched(const Call& call, const std::function<void()>& body) {
-  const at::NoGradGuard no_grad;
-  guarded(call, /*matched=*/false, body);
-}
-
-Work ProcessGroup::Impl::begun(const Call& call, bool matched,
-                               const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
-                               std::function<void()> finish) {
+Work ProcessGroup::Impl::start(const Operation& operation) {
   const at::NoGradGuard no_grad;
   auto state = std::make_unique<Work::State>(Work::State{.group = shared_from_this(),
-                                                         .operation = call.operation,
+                                                         .operation = operation.call.operation,
                                                          .work = {},
-                                                         .finish = std::move(finish)});
-  guarded(call, matched, [&] {
-    if (matched && known.insert(fnv1a(0, text_of(call))).second) compare(call);
-    if (matched) number_data();
-    state->work = begin();
+                                                         .finish = operation.finish});
+  guarded(operation.call, [&] {
+    match(operation.call, /*blocking=*/false);
+    state->work = operation.begin();
   });
   return Work(std::move(state));
-}
-
-Work ProcessGroup::Impl::start(const Call& call,
-                               const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
-                               std::function<void()> finish) {
-  ++sequence;
-  return begun(call, /*matched=*/true, begin, std::move(finish));
-}
-
-Work ProcessGroup::Impl::start_unmatched(
-    const Call& call, const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
-    std::function<void()> finish) {
-  return begun(call, /*matched=*/false, begin, std::move(finish));
 }
 
 Work::Work(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -445,7 +331,8 @@ Work::~Work() = default;
 void Work::wait(CallSite site) {
   if (!state_ || !state_->work) return;
   const auto work = std::move(state_->work);
-  state_->group->run_unmatched({.operation = state_->operation, .site = site}, [&] {
+  const at::NoGradGuard no_grad;
+  state_->group->guarded({.operation = state_->operation, .site = site, .matched = false}, [&] {
     work->wait();
     if (state_->finish) state_->finish();
   });
@@ -454,21 +341,16 @@ void Work::wait(CallSite site) {
 void ProcessGroup::translate_errors(const std::string& operation, const std::function<void()>& call,
                                     CallSite site) const {
   ++impl().sequence;
-  impl_->guarded({.operation = operation, .site = site}, /*matched=*/false, call);
+  impl_->guarded({.operation = operation, .site = site, .matched = false}, call);
 }
 
-void ProcessGroup::Impl::count(const std::string& key) {
-  store->add(key, 1);
+void ProcessGroup::Impl::arrive(const std::string& point) {
+  if (store->add(point, 1) == size()) store->set(point + "/all", "");
 }
 
-void ProcessGroup::Impl::wait_for_counter(const std::string& key) {
-  // All ranks have just left a barrier, so none is far behind.
-  const auto limit = std::min<milliseconds>(timeout, milliseconds(30'000));
-  const int64_t start = steady_now_ns();
-  while (store->add(key, 0) < static_cast<int64_t>(ranks.size())) {
-    if (since(start) > limit) C10_THROW_ERROR(DistError, "waited in vain for " + key);
-    usleep(500);
-  }
+// All ranks have just left a barrier, so none is far behind.
+void ProcessGroup::Impl::wait_for_all(const std::string& point) {
+  store->wait({point + "/all"}, std::min<milliseconds>(timeout, milliseconds(30'000)));
 }
 
 void ProcessGroup::close(CallSite site) const {
@@ -482,13 +364,13 @@ void ProcessGroup::close(CallSite site) const {
       "close",
       [&] {
         // A rank that leaves right after its last collective may leave another waiting in it.
-        impl_->count("closing");
-        impl_->wait_for_counter("closing");
+        impl_->arrive("closing");
+        impl_->wait_for_all("closing");
         if (impl_->is_world()) impl_->job->watch.reset();
         impl_->closed = true;
-        impl_->backend.reset();
-        impl_->count("closed");
-        if (rank() == 0) impl_->wait_for_counter("closed");
+        impl_->c10d_group.reset();
+        impl_->arrive("closed");
+        if (rank() == 0) impl_->wait_for_all("closed");
       },
       site);
 }

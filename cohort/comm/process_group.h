@@ -18,6 +18,13 @@ class Store;
 
 namespace cohort::comm {
 
+/// When ranks compare what they call before data move (docs/comm.md: what is found, what it costs).
+enum class CheckCollectives {
+  kOff,     ///< Never.
+  kOn,      ///< The first time that a kind of call occurs. Later ones match by number.
+  kAlways,  ///< At every call: what differs is found at once.
+};
+
 struct ProcessGroupOptions {
   std::string backend = "gloo";                           ///< "gloo" or another of backend.h.
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
@@ -25,9 +32,8 @@ struct ProcessGroupOptions {
   /// Network interface of the backend, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
   /// by route.
   std::string interface;
-  /// Compare what the ranks call before data moves (docs/comm.md: what is found, what it costs).
-  /// The same on all ranks. COHORT_CHECK_COLLECTIVES=0 turns it off, too.
-  bool check_collectives = true;
+  /// The same on all ranks. COHORT_CHECK_COLLECTIVES=0, 1 or 2 replaces it.
+  CheckCollectives check_collectives = CheckCollectives::kOn;
 };
 
 /// How ranks' values become one. kAvg is the sum, then one division, for floating types. kBand,
@@ -70,8 +76,8 @@ struct SubgroupOptions {
 /// A handle to a process group: this rank's connections to its peers. Copies refer to one group,
 /// which lives as long as one of them or what was made with it. An empty handle refers to none.
 ///
-/// Threads:    one caller at a time. A watching thread of its own answers when a peer asks who is
-///             alive.
+/// Threads:    one caller at a time. A watching thread of its own answers its peers' liveness
+///             checks.
 /// Collective: the constructor, every operation and `close`; same order on every rank. Names and
 ///             meanings of the collectives are torch.distributed's.
 /// Tensors:    on a device that the backend serves, of the same shape and dtype on every rank
@@ -112,14 +118,18 @@ class ProcessGroup {
   /// The host of each rank, by rank: equal for ranks of one host (and network and process
   /// namespace). Text up to the first "/" is the host's name (COHORT_HOST_NAME, else the system's).
   std::vector<std::string> hosts() const;
-  const std::string& name() const;  ///< "world", or the sub-group's name.
+  const std::string& name() const;    ///< "world", or the sub-group's name.
   const RankInfo& rank_info() const;  ///< Of this process in the whole job.
+  /// Where this rank computes, as `net->to(group.device())`: the CPU if the backend serves that
+  /// (gloo, mpi), else the accelerator that device_index() chooses (rank_info.h).
+  /// Errors: as device_index().
+  at::Device device() const;
 
   /// Returns the group of some of this group's ranks; an empty handle on ranks outside of it.
   /// Collective over this group: every rank calls it, with the same arguments. Ranks are this
   /// group's numbers, in any order (SubgroupOptions::keep_order). Several sub-groups may have one
-  /// name. Blocks until its members have joined. The new group shares this one's fate: a lost rank
-  /// is named by its number in the job.
+  /// name. Blocks until its members have joined. The new group shares this one's fate: errors
+  /// give a lost rank's number in the job.
   ProcessGroup subgroup(const std::vector<int>& ranks, const std::string& name,
                         const SubgroupOptions& options = {},
                         CallSite site = CallSite::here()) const;
@@ -241,13 +251,13 @@ class ProcessGroup {
   void translate_errors(const std::string& operation, const std::function<void()>& call,
                         CallSite site = CallSite::here()) const;
 
-  /// Says good-bye: a barrier that rank 0, the store's host, leaves last. No operation may follow,
+  /// Leaves the group: a barrier that rank 0, the store's host, leaves last. No call may follow,
   /// through any handle. A sub-group's is a barrier only; the group of all ranks goes last.
   void close(CallSite site = CallSite::here()) const;
 
   /// The c10d process group with its backends, for code that drives it, like
   /// DistributedDataParallel.
-  c10d::ProcessGroup& backend() const;
+  c10d::ProcessGroup& c10d_group() const;
   /// A store of keys and values that this group's ranks share, for the program's own use.
   c10d::Store& store() const;
 

@@ -1,117 +1,86 @@
-// The inside of ProcessGroup, shared by process_group.cpp (its life) and collectives.cpp (its
-// operations). Not installed.
+// The inside of ProcessGroup, shared by process_group.cpp (its life) and collectives.cpp and
+// messages.cpp (its operations). Not installed.
 #pragma once
 #include <c10/util/intrusive_ptr.h>
-#include <mutex>
+#include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <unordered_set>
 
-#include "cohort/comm/collective_log.h"
-#include "cohort/comm/failure_watch.h"
+#include "cohort/comm/call_matcher.h"
+#include "cohort/comm/job.h"
 #include "cohort/comm/process_group.h"
-#include "cohort/comm/rendezvous.h"
 
 namespace cohort::comm {
 
-/// What this process has once, whatever the number of sub-groups.
-struct Job {
-  Job(const RankInfo& p, const ProcessGroupOptions& o, const std::string& trace_file);
+using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
-  RankInfo info;  // complete after the rendezvous
-  const ProcessGroupOptions options;
-  Rendezvous rendezvous;
-  CollectiveLog log;
-  bool dead = false;
-
-  /// Ends all waiting in all groups' backends; any thread.
-  void abort();
-  /// Makes `abort` know a backend.
-  void add_backend(const c10::intrusive_ptr<c10d::ProcessGroup>& backend);
-
- private:
-  std::mutex mutex_;
-  std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> backends_;  // guarded by mutex_
-  bool aborted_ = false;                                              // guarded by mutex_
-
- public:
-  std::unique_ptr<FailureWatch>
-      watch;  // none in a group of one; last: its thread uses all the others
-};
-
-/// One operation as it is traced, compared and named in errors.
+/// One operation as it is traced, compared and reported in errors.
 struct Call {
-  std::string operation;  // "all_reduce(sum)"
-  at::Tensor tensor{};    // whose dtype and shape are compared; undefined: the name only
+  std::string operation;  ///< "all_reduce(sum)".
+  at::Tensor tensor{};    ///< Whose dtype and shape are compared; undefined: the name only.
   CallSite site;
-  std::optional<std::chrono::milliseconds> limit{};  // instead of the group's timeout
+  std::optional<std::chrono::milliseconds> limit{};  ///< Instead of the group's timeout.
+  bool matched = true;                               ///< All ranks of the group call it alike.
+  bool moves_data = true;  ///< false: the comparison is all that ranks exchange.
 };
 
+/// One operation, ready to begin. `begin` uses the backend that it was made for.
+struct Operation {
+  Call call;
+  std::function<BackendWork()> begin;  ///< Returns nothing if there is nothing to wait for.
+  std::function<void()> finish{};      ///< What is left to do locally; may be empty.
+};
+
+/// A group: its ranks, and their connections in c10d's process group.
 struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
        std::vector<int> global_ranks, int own_rank, const SubgroupOptions& own_options);
 
-  /// Connects the backend through the group's own store: collective over the group's ranks; blocks,
-  /// at most `limit`.
+  /// Connects the backends through the group's own store. Collective over the group's ranks;
+  /// blocks, at most `limit`.
   void connect(c10::intrusive_ptr<c10d::Store> group_store, std::chrono::milliseconds limit);
 
-  // What runs in `run`, `start` and `run_unmatched` is not recorded by autograd.
+  /// Runs or starts an operation, which autograd does not record. Ranks compare a matched one
+  /// before its data move, as docs/comm.md says.
+  void run(const Operation& operation);
+  Work start(const Operation& operation);
+  /// Runs `body` while the log and the trace show `call`. What a backend throws for a lost peer
+  /// becomes PeerError.
+  void guarded(const Call& call, const std::function<void()>& body);
 
-  /// Runs a collective that all ranks of the group call alike: comparison first, then `body`.
-  void run(const Call& call, const std::function<void()>& body);
-  /// Starts one. It is compared before when it is the first of its kind (operation, dtype, shape)
-  /// here, otherwise by the next `run`: what every step repeats costs nothing. Until then its data
-  /// match none of another history.
-  Work start(const Call& call, const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
-             std::function<void()> finish);
-  /// Runs what only some ranks call, or what is not known here.
-  void run_unmatched(const Call& call, const std::function<void()>& body);
-  Work start_unmatched(const Call& call,
-                       const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
-                       std::function<void()> finish);
-  /// Adds one to a counter in the store, which every rank of the group does.
-  void count(const std::string& key);
-  void wait_for_counter(const std::string& key);
-
-  bool is_world() const { return id.empty(); }
-  TraceRecord record(const Call& call) const;
-  template <class Body>
-  void guarded(const Call& call, bool matched, const Body& body);
-  /// Calls are compared before they run.
-  bool compares() const { return job->options.check_collectives && ranks.size() > 1; }
+  void match(const Call& call, bool blocking);
   void compare(const Call& call);
-  /// Gives the next data a number made of `history`, where calls are compared at all.
-  void number_data();
-  Work begun(const Call& call, bool matched,
-             const std::function<c10::intrusive_ptr<c10d::Work>()>& begin,
-             std::function<void()> finish);
+  void number_next(uint32_t number);
+  bool is_world() const { return id.empty(); }
+  int size() const { return static_cast<int>(ranks.size()); }
+  TraceRecord record(const Call& call) const;
   void check_open() const;  // c10::ValueError once `close` has run
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
                          bool disagreement);
+  /// Adds this rank to those that have reached a point of `close`, which `wait_for_all` waits for.
+  void arrive(const std::string& point);
+  void wait_for_all(const std::string& point);
 
   std::shared_ptr<Job> job;
   std::string id;          // different for each group of the job; empty: all ranks
-  std::string name;        // for people; several groups may have one
+  std::string name;        // for users; several groups may have one
   std::vector<int> ranks;  // global numbers, by this group's rank
   int rank;
   std::string backend_name;
-  std::chrono::milliseconds timeout;            // of every operation
+  std::chrono::milliseconds timeout;  // of every operation
+  CallMatcher matcher;
   c10::intrusive_ptr<c10d::Store> store;        // seen by this group only
   c10::intrusive_ptr<c10d::Store> users_store;  // the part of it that is the program's
-  c10::intrusive_ptr<c10d::ProcessGroup> backend;
-  int64_t sequence = 0;       // operations begun here, but send and recv
-  int64_t num_matched = 0;    // of them, those that are compared
-  uint64_t history = 0;       // a hash of all those
-  uint32_t num_compared = 0;  // comparisons begun here
+  c10::intrusive_ptr<c10d::ProcessGroup> c10d_group;
+  int64_t sequence = 0;  // operations begun here, but send and recv
   bool closed = false;
-  std::unordered_set<uint64_t> known;  // kinds that `start` has compared
   int num_subgroups = 0;
 };
 
 struct Work::State {
   std::shared_ptr<ProcessGroup::Impl> group;
   std::string operation;
-  c10::intrusive_ptr<c10d::Work> work;
-  std::function<void()> finish;  // what is left to do locally; may be empty
+  BackendWork work;
+  std::function<void()> finish;  // may be empty
 };
 
 /// "float32"; torch's Python names.

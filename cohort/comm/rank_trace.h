@@ -21,8 +21,8 @@ class CollectiveLog;
 /// Threads: any.
 class RankTrace {
  public:
-  /// The trace of `file`: there is one in a process while somebody holds it. Empty: a new one, in
-  /// memory only.
+  /// The trace of `file`: a process has one as long as it is held. Empty: a new one, in memory
+  /// only.
   /// Errors: ConfigError that names a file that cannot be made.
   static std::shared_ptr<RankTrace> open(const std::string& file);
 

@@ -14,6 +14,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/process_stat.h"
 #include "cohort/comm/agent_store.h"
 #include "cohort/comm/listen.h"
 
@@ -35,16 +36,9 @@ std::string read_link(const char* path) {
   return {text.data(), static_cast<size_t>(std::max<ssize_t>(length, 0))};
 }
 
-// When the process began, in clock ticks since the machine's start; empty if there is no such
-// process.
+// Empty if there is no such process.
 std::string start_time(pid_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string text;
-  std::getline(file, text);
-  std::istringstream fields(text.substr(std::min(text.size(), text.rfind(')') + 1)));
-  std::string field;
-  for (int i = 3; i <= 22; ++i) fields >> field;  // the 22nd; the name in parentheses is the 2nd
-  return fields ? field : "";
+  return process_stat(pid, 22);
 }
 
 std::string host_name_of_environment() {
@@ -242,8 +236,8 @@ class MemberList {
 
 // A store serves one group of all ranks after another, each with its own generation of keys. A
 // generation that this process has been in is over for it, whether the rendezvous succeeded or not.
-// Ranks may have tried a different number of times, and one may be a new process: which generation
-// is open is for the store to say.
+// Ranks may have tried a different number of times, and one may be a new process: the store
+// tells which generation is open.
 class Generation {
  public:
   Generation(c10d::Store& store, int rank)

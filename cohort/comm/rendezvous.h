@@ -32,7 +32,7 @@ struct Rendezvous {
 ///
 /// Each rank registers in the store: number, terms, host and process. So two processes with
 /// one number, ranks that bring other terms, a rank that does not come, and a file left by an
-/// earlier job are found and named, on every rank that reaches the store. Address: of the interface
+/// earlier job are reported, on every rank that reaches the store. Address: of the interface
 /// asked for; otherwise of the route to the store. Where that is the loopback although the ranks
 /// are on several hosts (a host name that stands for 127.0.1.1), the first address that is not.
 /// A rank waits for a store that starts later; nothing is written to stderr meanwhile.

@@ -7,7 +7,9 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <system_error>
 #include <thread>
 
 #include "cohort/base/error.h"
@@ -63,9 +65,9 @@ std::string read_exactly(const Fd& connection, size_t size, std::string_view fro
   return "";
 }
 
-[[noreturn]] void refuse_secret(const StoreAddress& address, const std::string& who) {
+[[noreturn]] void refuse_secret(const StoreAddress& address, const std::string& server) {
   throw ConfigError("COHORT_JOB_SECRET: expected the same in all processes of the job, or none; " +
-                    who + " " + text_of(address) +
+                    server + " " + text_of(address) +
                     " has another one than this process, which has " +
                     (address.secret.empty() ? "none" : "one"));
 }
@@ -133,9 +135,12 @@ Fd find_store(const std::string& host, int port, Deadline deadline,
 StoreClient::StoreClient(StoreAddress address, Deadline deadline, milliseconds timeout)
     : Store(timeout),
       address_(std::move(address)),
-      connection_(find_store(address_.host, address_.port, deadline, [&](const Fd& connection) {
-        return shake_hands(address_, connection, deadline);
-      })) {}
+      connection_(find_store(
+          address_.host, address_.port, deadline,
+          [&](const Fd& connection) { return shake_hands(address_, connection, deadline); })),
+      interrupted_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!interrupted_) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
 
 c10::intrusive_ptr<c10d::Store> StoreClient::clone() {
   return c10::make_intrusive<StoreClient>(address_, deadline_in(timeout_), timeout_);
@@ -209,6 +214,10 @@ void StoreClient::shut_down() const {
   ::shutdown(connection_.get(), SHUT_RDWR);
 }
 
+void StoreClient::interrupt() const {
+  ::eventfd_write(interrupted_.get(), 1);
+}
+
 void StoreClient::lose(const std::string& how) const {
   shut_down();
   C10_THROW_ERROR(DistNetworkError, "the store at " + text_of(address_) + " " + how);
@@ -224,8 +233,8 @@ std::vector<uint8_t> StoreClient::ask(StoreWord word, const Fields& fields) {
   const std::string frame = frame_of(word, fields);
   const std::lock_guard lock(mutex_);
   const Deadline deadline = std::max(deadline_in(timeout_), Clock::now() + kAnswerTime);
-  say(frame, deadline);
-  auto answer = hear(deadline);
+  send(frame, deadline);
+  auto answer = receive(deadline);
   if (!answer) lose("does not answer");
   return std::move(fields_of(*answer).at(0));
 }
@@ -237,9 +246,13 @@ std::vector<std::vector<uint8_t>> StoreClient::wait_for(StoreWord word,
   const std::string frame = frame_of(word, {keys.begin(), keys.end()});
   const std::lock_guard lock(mutex_);
   const Deadline deadline = deadline_in(limit);
-  say(frame, std::max(deadline, Clock::now() + kAnswerTime));
-  auto answer = hear(deadline);
-  if (!answer) answer = cancel();
+  send(frame, std::max(deadline, Clock::now() + kAnswerTime));
+  auto answer = receive(deadline, /*until_interrupted=*/true);
+  if (!answer) {
+    eventfd_t ignored = 0;
+    ::eventfd_read(interrupted_.get(), &ignored);
+    answer = cancel();
+  }
   if (answer) return std::move(fields_of(*answer));
   std::string list;
   for (const std::string& key : keys) list += (list.empty() ? "" : ", ") + key;
@@ -249,17 +262,17 @@ std::vector<std::vector<uint8_t>> StoreClient::wait_for(StoreWord word,
 
 // Returns the answer that was on its way all the same, if one was.
 std::optional<StoreClient::Answer> StoreClient::cancel() {
-  say(frame_of(StoreWord::kCancel, {}), Clock::now() + kAnswerTime);
+  send(frame_of(StoreWord::kCancel, {}), Clock::now() + kAnswerTime);
   std::optional<Answer> found;
   while (true) {
-    auto answer = hear(Clock::now() + kAnswerTime);
+    auto answer = receive(Clock::now() + kAnswerTime);
     if (!answer) lose("does not answer");
     if (answer->kind == StoreWord::kCancelled) return found;
     found = std::move(answer);
   }
 }
 
-void StoreClient::say(const std::string& frame, Deadline deadline) {
+void StoreClient::send(const std::string& frame, Deadline deadline) {
   for (size_t num_sent = 0; num_sent < frame.size();) {
     const ssize_t size =
         ::send(connection_.get(), frame.data() + num_sent, frame.size() - num_sent, MSG_NOSIGNAL);
@@ -274,10 +287,11 @@ void StoreClient::say(const std::string& frame, Deadline deadline) {
 }
 
 // Returns the next answer; nothing if it is not there in time.
-std::optional<StoreClient::Answer> StoreClient::hear(Deadline deadline) {
+std::optional<StoreClient::Answer> StoreClient::receive(Deadline deadline, bool until_interrupted) {
+  const Fd* interrupt = until_interrupted ? &interrupted_ : nullptr;
   std::optional<StoreMessage> message;
   while (!(message = first_message(in_))) {
-    if (!is_ready(connection_, POLLIN, deadline)) return std::nullopt;
+    if (!is_ready(connection_, POLLIN, deadline, interrupt)) return std::nullopt;
     std::array<char, 65536> buffer;
     const ssize_t size = ::recv(connection_.get(), buffer.data(), buffer.size(), 0);
     if (size < 0 && would_block()) continue;

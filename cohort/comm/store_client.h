@@ -27,16 +27,16 @@ struct StoreAddress {
   std::string secret;  ///< As StoreServerOptions::secret.
 };
 
-/// Held by find_store while it connects: who finds by its port the connection that c10d makes must
-/// not take one of these.
+/// Held by find_store while it connects: a search by port for the connection that c10d makes must
+/// not find one of these.
 std::mutex& connecting();
 
 /// Connects to a port of rank 0's host; tries again until `talk` finds there what it looks for.
 ///
-/// `talk`: speaks first over the new connection, at most until the deadline; returns why nobody is
-/// there, or nothing.
+/// `talk`: speaks first over the new connection, at most until the deadline; returns why it is
+/// not there, or nothing.
 /// Errors: ConfigError if the host does not resolve; what `talk` throws; c10::DistNetworkError if
-///         nobody is there before `deadline`.
+///         it is not there before `deadline`.
 Fd find_store(const std::string& host, int port, Deadline deadline,
               const std::function<std::string(const Fd& connection)>& talk);
 
@@ -55,7 +55,7 @@ class StoreClient final : public c10d::Store {
  public:
   /// Waits for a server that starts later, at most until `deadline`.
   /// Errors: ConfigError if the host does not resolve, if something else than a store of Cohort's
-  ///         answers, or one with another secret; c10::DistNetworkError if nobody does in time.
+  ///         answers, or one with another secret; c10::DistNetworkError if nothing answers in time.
   StoreClient(StoreAddress address, Deadline deadline, std::chrono::milliseconds timeout);
 
   /// Another connection to the same server.
@@ -82,6 +82,9 @@ class StoreClient final : public c10d::Store {
 
   /// Ends the connection for good: calls that wait, and later ones, throw. From any thread.
   void shut_down() const;
+  /// Ends the wait for keys that is under way, or else the next one, as if its time were over. From
+  /// any thread.
+  void interrupt() const;
 
  private:
   using Bytes = std::vector<uint8_t>;
@@ -94,13 +97,14 @@ class StoreClient final : public c10d::Store {
   Bytes ask(StoreWord word, const Fields& fields);
   std::vector<Bytes> wait_for(StoreWord word, const std::vector<std::string>& keys,
                               std::chrono::milliseconds limit);
-  void say(const std::string& frame, Deadline deadline);
-  std::optional<Answer> hear(Deadline deadline);
+  void send(const std::string& frame, Deadline deadline);
+  std::optional<Answer> receive(Deadline deadline, bool until_interrupted = false);
   std::optional<Answer> cancel();
   [[noreturn]] void lose(const std::string& how) const;
 
   const StoreAddress address_;
   const Fd connection_;
+  const Fd interrupted_;  // Readable: see `interrupt`.
   std::mutex mutex_;
   std::string in_;  // Guarded by mutex_.
 };

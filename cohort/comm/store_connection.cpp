@@ -31,8 +31,9 @@ Fd listening_socket(const RankInfo& info) {
   if (!info.store_fd) return Fd(listen_on(info.master_port, info.master_addr));
   const int fd = *info.store_fd;
   if (port_of(fd) != info.master_port) {
-    throw ConfigError("COHORT_STORE_FD listens on port " + std::to_string(port_of(fd)) +
-                      ": expected MASTER_PORT=" + std::to_string(info.master_port));
+    throw ConfigError(
+        "COHORT_STORE_FD=" + std::to_string(fd) + ": expected a socket bound to MASTER_PORT=" +
+        std::to_string(info.master_port) + ", its port is " + std::to_string(port_of(fd)));
   }
   return Fd(fd);
 }
@@ -60,12 +61,12 @@ StoreConnection connect_tcp(const RankInfo& info, Deadline deadline, millisecond
                    .port = info.master_port,
                    .secret = job_secret()},
       deadline, timeout);
-  return {client, [client] { client->shut_down(); }};
+  return {client, [client] { client->shut_down(); }, [client] { client->interrupt(); }};
 }
 
-// Keeps the file until this process ends. Between two groups that follow each other nobody may have
-// it open on any rank: the last rank of the first group would remove it while those of the second
-// one join.
+// Keeps the file until this process ends. Between two groups that follow each other no rank may
+// have it open: the last rank of the first group would remove it while those of the second one
+// join.
 void keep_file(const std::string& path) {
   static std::mutex mutex;
   static std::map<std::string, c10::intrusive_ptr<c10d::FileStore>> kept;

@@ -22,6 +22,9 @@ struct StoreConnection {
   /// Ends the connection for good: what waits for the store throws. From any thread; nothing
   /// happens to a file.
   std::function<void()> cut;
+  /// Ends `store->wait` where it waits, or where it is called next, as if its time were over. From
+  /// any thread. Empty: no wait of this store can be ended.
+  std::function<void()> interrupt{};
 };
 
 /// Connects to the store of `info`, of which every call ends after `timeout`; a store that starts
@@ -33,7 +36,7 @@ struct StoreConnection {
 /// have COHORT_JOB_SECRET. Keys are those of `info.job` alone.
 /// Errors: ConfigError for a port that is taken, a host that does not resolve, another secret,
 ///         something else than a store at the port, or a file that is none;
-///         c10::DistNetworkError if nobody answers before `deadline`.
+///         c10::DistNetworkError if there is no answer before `deadline`.
 StoreConnection connect_store(const RankInfo& info, Deadline deadline,
                               std::chrono::milliseconds timeout);
 

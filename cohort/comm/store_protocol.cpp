@@ -22,14 +22,14 @@ size_t length_at(std::string_view bytes) {
 }
 
 [[noreturn]] void refuse() {
-  C10_THROW_ERROR(DistNetworkError, "what came is no message of a store");
+  C10_THROW_ERROR(DistNetworkError, "received something else than a message of a store");
 }
 
 }  // namespace
 
-std::string store_proof(const std::string& secret, const std::string& who,
+std::string store_proof(const std::string& secret, const std::string& role,
                         std::string_view client_nonce, std::string_view server_nonce) {
-  std::string text = "cohort store 1 " + who + " ";
+  std::string text = "cohort store 1 " + role + " ";
   text.append(client_nonce).append(" ").append(server_nonce);
   return hmac_sha256(secret, text);
 }

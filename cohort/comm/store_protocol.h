@@ -1,9 +1,10 @@
-// What a client of Cohort's store and its server say to each other.
+// The protocol between Cohort's store and its clients.
 //
 //   client  kStoreGreeting, nonce          both at once
 //   server  kStoreGreeting, nonce
-//   client  proof                          HMAC-SHA256 under the job's secret over who proves and
-//   both nonces server  proof, or kStoreRefusal and the end
+//   client  proof                          HMAC-SHA256 under the job's secret, over the role of the
+//                                          prover and both nonces
+//   server  proof, or kStoreRefusal and the end
 //
 // Then the client asks, one request at a time, and the server answers each: frames of a 32-bit
 // length, a kind and fields, each a 32-bit length and bytes, in the byte order of the hosts.
@@ -50,8 +51,8 @@ struct StoreMessage {
   size_t size = 0;  ///< Bytes of the frame.
 };
 
-/// Returns how client or server ("client", "server") prove that they have `secret`.
-std::string store_proof(const std::string& secret, const std::string& who,
+/// Returns how the `role` ("client", "server") proves that it has `secret`.
+std::string store_proof(const std::string& secret, const std::string& role,
                         std::string_view client_nonce, std::string_view server_nonce);
 
 /// Returns a message's frame.

@@ -29,7 +29,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kTurn{100};  // Between two looks at what has a limit in time.
 constexpr size_t kHelloSize = kStoreGreeting.size() + kStoreNonceSize + kStoreProofSize;
-constexpr size_t kMostReads = 16;  // Of one peer in one turn.
+constexpr size_t kMaxReads = 16;  // Of one peer in one turn.
 
 // A long message leaves no memory behind.
 void take_off(std::string& text, size_t size) {
@@ -39,7 +39,7 @@ void take_off(std::string& text, size_t size) {
 
 void receive(int fd, std::string& text, size_t most, bool& open) {
   std::array<char, 65536> buffer;
-  for (size_t i = 0; i < kMostReads && text.size() < most; ++i) {
+  for (size_t i = 0; i < kMaxReads && text.size() < most; ++i) {
     const ssize_t size =
         ::recv(fd, buffer.data(), std::min(buffer.size(), most - text.size()), MSG_DONTWAIT);
     if (size < 0 && would_block()) return;
@@ -136,70 +136,70 @@ bool StoreServer::turn() {
   sort_peers();
   std::vector<pollfd> polls{{wake_.get(), POLLIN, 0},
                             {may_accept() ? listener_.get() : -1, POLLIN, 0}};
-  for (const auto* peers : {&strangers_, &members_}) {
+  for (const auto* peers : {&newcomers_, &clients_}) {
     for (const Peer& peer : *peers) {
       const int event = peer.out.empty() ? POLLIN : POLLOUT;
       polls.push_back({peer.fd.get(), static_cast<short>(event), 0});
     }
   }
-  ::poll(polls.data(), polls.size(), patience());
+  ::poll(polls.data(), polls.size(), poll_timeout());
   if (polls[0].revents != 0) return false;
   auto poll = polls.begin() + 2;
-  for (auto* peers : {&strangers_, &members_}) {
+  for (auto* peers : {&newcomers_, &clients_}) {
     for (Peer& peer : *peers) {
-      if ((poll++)->revents != 0) attend(peer);
+      if ((poll++)->revents != 0) serve_peer(peer);
     }
   }
-  if (polls[1].revents != 0) accept_strangers();
+  if (polls[1].revents != 0) accept_newcomers();
   return true;
 }
 
-int StoreServer::patience() const {
+int StoreServer::poll_timeout() const {
   const bool has_limits =
-      !strangers_.empty() || accept_at_ > Clock::now() ||
-      std::any_of(members_.begin(), members_.end(), [](const Peer& p) { return !p.out.empty(); });
+      !newcomers_.empty() || accept_at_ > Clock::now() ||
+      std::any_of(clients_.begin(), clients_.end(), [](const Peer& p) { return !p.out.empty(); });
   return has_limits ? static_cast<int>(kTurn.count()) : -1;
 }
 
-// Who came a moment ago need not go: ranks that come all at once would drive each other out.
+// A connection that is new is not closed: ranks that connect all at once would close each other's.
 bool StoreServer::may_accept() const {
   const auto now = Clock::now();
   return now >= accept_at_ &&
-         (strangers_.size() < options_.most_strangers || now - strangers_.front().since >= kTurn);
+         (newcomers_.size() < options_.max_newcomers || now - newcomers_.front().since >= kTurn);
 }
 
-void StoreServer::accept_strangers() {
+void StoreServer::accept_newcomers() {
   while (may_accept()) {
     Fd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!fd && (would_block() || errno == ECONNABORTED)) return;
     if (!fd) {
       // The listening socket stays readable, which must not keep this thread busy.
-      strangers_.clear();
+      newcomers_.clear();
       accept_at_ = Clock::now() + kTurn;
       return;
     }
     const int yes = 1;
     ::setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
-    if (strangers_.size() >= options_.most_strangers) strangers_.pop_front();
-    Peer& peer = strangers_.emplace_back();
+    if (newcomers_.size() >= options_.max_newcomers) newcomers_.pop_front();
+    Peer& peer = newcomers_.emplace_back();
     peer.fd = std::move(fd);
     peer.nonce = random_hex(kStoreNonceSize / 2);
     peer.since = Clock::now();
     peer.out = std::string(kStoreGreeting) + peer.nonce;
-    attend(peer);
+    serve_peer(peer);
   }
 }
 
 // What goes wrong with one peer ends that one, and nothing else.
-void StoreServer::attend(Peer& peer) {
+void StoreServer::serve_peer(Peer& peer) {
   try {
     send(peer);
     if (!peer.out.empty()) return;
     receive(peer.fd.get(), peer.in, peer.proven ? kLongestStoreMessage + 4 : kHelloSize, peer.open);
     if (peer.proven) {
-      hear_member(peer);
+      read_requests(peer);
     } else {
-      hear_stranger(peer);
+      authenticate(peer);
     }
   } catch (const std::exception&) {
     peer.open = false;
@@ -208,20 +208,20 @@ void StoreServer::attend(Peer& peer) {
 
 void StoreServer::sort_peers() {
   const auto now = Clock::now();
-  for (auto next = strangers_.begin(); next != strangers_.end();) {
+  for (auto next = newcomers_.begin(); next != newcomers_.end();) {
     const auto peer = next++;
     if (!peer->open || (!peer->proven && now - peer->since > options_.handshake_limit)) {
-      strangers_.erase(peer);
+      newcomers_.erase(peer);
     } else if (peer->proven) {
-      members_.splice(members_.end(), strangers_, peer);
+      clients_.splice(clients_.end(), newcomers_, peer);
     }
   }
-  members_.remove_if([&](const Peer& peer) {
+  clients_.remove_if([&](const Peer& peer) {
     return !peer.open || (!peer.out.empty() && now - peer.since > options_.answer_limit);
   });
 }
 
-void StoreServer::hear_stranger(Peer& peer) {
+void StoreServer::authenticate(Peer& peer) {
   const std::string_view said = peer.in;
   if (said.substr(0, kStoreGreeting.size()) != kStoreGreeting.substr(0, said.size())) {
     peer.open = false;
@@ -241,17 +241,17 @@ void StoreServer::hear_stranger(Peer& peer) {
 }
 
 // One answer at a time: a client that does not read it gets no further one.
-void StoreServer::hear_member(Peer& peer) {
+void StoreServer::read_requests(Peer& peer) {
   while (peer.out.empty()) {
     const auto request = first_message(peer.in);
     if (!request) return;
     if (!is_well_formed(*request)) throw std::invalid_argument("no request");
-    obey(peer, *request);
+    handle(peer, *request);
     take_off(peer.in, request->size);
   }
 }
 
-void StoreServer::obey(Peer& peer, const StoreMessage& request) {
+void StoreServer::handle(Peer& peer, const StoreMessage& request) {
   if (request.kind == StoreWord::kCancel) {
     peer.waits = StoreWord::kDone;
     return answer(peer, StoreWord::kCancelled, {});
@@ -323,7 +323,7 @@ void StoreServer::answer_if_there(Peer& peer) {
 }
 
 void StoreServer::answer_waiting() {
-  for (Peer& peer : members_) {
+  for (Peer& peer : clients_) {
     try {
       answer_if_there(peer);
     } catch (const std::exception&) {  // No memory.

@@ -1,4 +1,4 @@
-// The store that rank 0 serves: keys and values in memory, for who has the job's secret.
+// The store that rank 0 serves: keys and values in memory, for clients with the job's secret.
 #pragma once
 #include <chrono>
 #include <list>
@@ -15,16 +15,16 @@ namespace cohort::comm {
 
 struct StoreServerOptions {
   std::string secret;  ///< The job's; empty: whoever reaches the port takes part.
-  std::chrono::milliseconds handshake_limit{10'000};  ///< Then a stranger is sent away.
-  /// A client that takes nothing of an answer for so long is sent away.
+  std::chrono::milliseconds handshake_limit{10'000};  ///< Then a newcomer is disconnected.
+  /// A client that reads nothing of an answer for this time is disconnected.
   std::chrono::milliseconds answer_limit{60'000};
-  size_t most_strangers = 256;  ///< At a time: who has waited longest goes first.
+  size_t max_newcomers = 256;  ///< At a time: beyond, the oldest is disconnected.
 };
 
 /// Serves StoreClients on a thread of its own, from the constructor to the destructor.
 ///
-/// A stranger, which has not proven yet that it has the secret, is told a random number and nothing
-/// else. No peer holds up another: nothing blocks, and of each at most one message and one answer
+/// A newcomer, which has not proven yet that it has the secret, gets a random number and nothing
+/// else. No peer delays another: nothing blocks, and of each at most one message and one answer
 /// are kept. Programs that this process starts inherit none of its sockets.
 /// Threads: made and destroyed by one thread.
 class StoreServer {
@@ -54,14 +54,14 @@ class StoreServer {
 
   void serve();
   bool turn();
-  int patience() const;
+  int poll_timeout() const;
   bool may_accept() const;
-  void accept_strangers();
+  void accept_newcomers();
   void sort_peers();
-  void attend(Peer& peer);
-  void hear_stranger(Peer& peer);
-  void hear_member(Peer& peer);
-  void obey(Peer& peer, const StoreMessage& request);
+  void serve_peer(Peer& peer);
+  void authenticate(Peer& peer);
+  void read_requests(Peer& peer);
+  void handle(Peer& peer, const StoreMessage& request);
   std::string apply(const StoreMessage& request);
   void answer_if_there(Peer& peer);
   void answer_waiting();
@@ -72,8 +72,8 @@ class StoreServer {
   const StoreServerOptions options_;
   const Fd wake_;  // Readable: the end.
   std::map<std::string, std::string, std::less<>> values_;
-  std::list<Peer> strangers_;  // The oldest first.
-  std::list<Peer> members_;
+  std::list<Peer> newcomers_;  // The oldest first.
+  std::list<Peer> clients_;
   Clock::time_point accept_at_;  // Out of descriptors: not before.
   std::jthread thread_;
 };

@@ -29,10 +29,6 @@ bool is_loopback(const addrinfo& address) {
   return IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address.ai_addr)->sin6_addr);
 }
 
-bool means_loopback(const std::string& host) {
-  return host == "localhost" || host == "::1" || host.starts_with("127.");
-}
-
 // Turns an address into that of all interfaces.
 void widen(addrinfo& address) {
   if (address.ai_family == AF_INET) {
@@ -73,7 +69,7 @@ std::optional<Fd> listen_if_local(const Endpoint& endpoint) {
     Fd fd(::socket(address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (!fd) continue;
     set_option(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-    if (is_loopback(*address) && !means_loopback(endpoint.host)) widen(*address);
+    if (is_loopback(*address) && !cohort::is_loopback(endpoint.host)) widen(*address);
     if (::bind(fd.get(), address->ai_addr, address->ai_addrlen) == 0 &&
         ::listen(fd.get(), SOMAXCONN) == 0) {
       return fd;

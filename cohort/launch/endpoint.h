@@ -20,7 +20,7 @@ struct Endpoint {
 /// Errors: ConfigError that names --rdzv-endpoint.
 Endpoint parse_endpoint(const std::string& text);
 
-/// Listens at `endpoint` if its host is this machine and nobody listens there yet; else nothing.
+/// Listens at `endpoint` if its host is this machine and the port is free; else nothing.
 ///
 /// A host name that resolves to a loopback address, as a machine's own name often does, is
 /// listened for on all interfaces; "localhost" and 127.x stay on the loopback.

@@ -10,9 +10,9 @@ namespace {
 
 using nlohmann::json;
 
-std::string proof(const std::string& secret, const std::string& who, const std::string& challenge,
+std::string proof(const std::string& secret, const std::string& role, const std::string& challenge,
                   const Hello& hello) {
-  return hmac_sha256(secret, who + " " + challenge + " " + hello.nonce + " " + hello.node);
+  return hmac_sha256(secret, role + " " + challenge + " " + hello.nonce + " " + hello.node);
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
 #include "cohort/launch/hang_detector.h"
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <signal.h>
-#include <sstream>
 #include <unistd.h>
+
+#include "cohort/base/columns.h"
+#include "cohort/base/process_stat.h"
 
 namespace cohort::launch {
 namespace {
@@ -18,12 +18,10 @@ using std::chrono::nanoseconds;
 constexpr milliseconds kStackTimeout{1000};  // For a rank to write its stack.
 constexpr int kStackLines = 40;
 
-// The state letter of a process: R, S, D, T ... It stands after the name, which may hold anything.
+// R, S, D, T ... 'X': ended.
 char process_state(pid_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  const size_t name_end = text.rfind(") ");
-  return name_end == std::string::npos ? 'X' : text[name_end + 2];
+  const std::string state = process_stat(pid, 3);
+  return state.empty() ? 'X' : state[0];
 }
 
 // The process that keeps the page: the worker, or the program that a worker's script started. A
@@ -57,28 +55,6 @@ std::string where(const TraceRecord& record) {
 std::string ranks(const std::vector<int>& numbers) {
   std::string text = numbers.size() == 1 ? "rank" : "ranks";
   for (const int number : numbers) text += " " + std::to_string(number);
-  return text;
-}
-
-using Row = std::array<std::string, 7>;
-
-// Columns as wide as their widest entry; numbers to the right.
-std::string aligned(const std::vector<Row>& rows) {
-  std::array<size_t, std::tuple_size_v<Row>> widths{};
-  for (const Row& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string text;
-  for (const Row& row : rows) {
-    std::string line = "   ";
-    for (size_t i = 0; i < row.size(); ++i) {
-      const bool to_right = i == 0 || i == 3 || i == 6;
-      const std::string space(widths[i] - row[i].size(), ' ');
-      line += " " + (to_right ? space + row[i] : row[i] + space) + " ";
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    text += line + "\n";
-  }
   return text;
 }
 
@@ -263,7 +239,7 @@ std::string HangDetector::table(std::span<const Worker> workers) const {
 std::string HangDetector::table(const std::vector<Snapshot>& snapshots) const {
   std::vector<Row> rows{{"rank", "state", "last collective", "number", "tensor", "at", "since"}};
   for (const Snapshot& snapshot : snapshots) {
-    Row row{std::to_string(snapshot.worker->rank), "no trace"};
+    Row row{std::to_string(snapshot.worker->rank), "no trace", "", "", "", "", ""};
     if (snapshot.record) {
       const TraceRecord& record = *snapshot.record;
       row[1] = record.state == TraceState::kWaiting ? "waiting" : "running";
@@ -279,7 +255,7 @@ std::string HangDetector::table(const std::vector<Snapshot>& snapshots) const {
     if (!snapshot.worker->running) row[1] = "ended";
     rows.push_back(row);
   }
-  return options_.program_name + ": state of the ranks\n" + aligned(rows);
+  return options_.program_name + ": state of the ranks\n" + align_columns(rows, "    ", {0, 3, 6});
 }
 
 }  // namespace cohort::launch

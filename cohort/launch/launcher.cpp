@@ -174,7 +174,7 @@ void Launcher::poll_group() {
   }
 }
 
-// The servers outlive the workers, who save their last state through them.
+// The servers outlive the workers, which save their last state through them.
 JobOutcome Launcher::stop_servers(JobOutcome job) {
   if (!servers_) return job;
   servers_->stop(options_.grace);

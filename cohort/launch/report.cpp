@@ -96,14 +96,15 @@ std::string signal_name(int signal) {
 }
 
 std::string describe(const Outcome& outcome, const std::string& log_dir) {
-  const std::string who = (outcome.is_server ? "server " : "rank ") + std::to_string(outcome.rank) +
-                          " (pid " + std::to_string(outcome.pid) + ") ";
-  if (!outcome.note.empty()) return who + outcome.note;
+  const std::string subject = (outcome.is_server ? "server " : "rank ") +
+                              std::to_string(outcome.rank) + " (pid " +
+                              std::to_string(outcome.pid) + ") ";
+  if (!outcome.note.empty()) return subject + outcome.note;
   if (outcome.status.signal != 0) {
-    return who + "was killed by signal " + signal_name(outcome.status.signal);
+    return subject + "was killed by signal " + signal_name(outcome.status.signal);
   }
   const std::string message = cut(error_field(outcome, log_dir, "message"), kMessageBytes);
-  return who + "exited with code " + std::to_string(outcome.status.exit_code) +
+  return subject + "exited with code " + std::to_string(outcome.status.exit_code) +
          (message.empty() ? "" : ": ") + message;
 }
 

@@ -89,7 +89,8 @@ class ServerGroup {
   const Reaper& reaper_;
   const Signals& signals_;
   std::string program_;
-  std::string sockets_;  // The folder of the sockets, and of the secret for who asks from outside.
+  std::string
+      sockets_;  // The folder of the sockets, and of the secret for clients outside of the job.
   const std::string job_secret_;
   std::string endpoints_;
   std::vector<Server> servers_;

@@ -19,8 +19,8 @@ struct StoreSocket {
 /// Errors: ConfigError that names the port if it is in use or not permitted.
 StoreSocket listen_for_store(Reach reach, int port);
 
-/// Like listen_for_store, for a later round of the same job: tries `last_port` first. If somebody
-/// took it meanwhile, `wanted_port` decides: 0 gives a free one, else it is the error.
+/// Like listen_for_store, for a later round of the same job: tries `last_port` first. If it
+/// is in use by now, `wanted_port` decides: 0 gives a free one, else it is the error.
 StoreSocket listen_again(Reach reach, int last_port, int wanted_port);
 
 }  // namespace cohort::launch

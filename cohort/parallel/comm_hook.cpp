@@ -20,7 +20,7 @@ at::Tensor tensor_of(const c10::IValue& value) {
 
 TensorFuture start_all_reduce(const comm::ProcessGroup& group, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors{tensor};
-  const TensorFuture future = group.backend().allreduce(tensors)->getFuture();
+  const TensorFuture future = group.c10d_group().allreduce(tensors)->getFuture();
   return then(future, [](const at::Tensor& sum) { return sum; });
 }
 

@@ -49,7 +49,7 @@ std::string first_difference(const std::string& mine, const std::string& theirs)
 // model without a word.
 void verify_backend(const torch::nn::Module& model, const comm::ProcessGroup& group,
                     const std::vector<std::string>& ignored) {
-  c10d::ProcessGroup& backend = group.backend();
+  c10d::ProcessGroup& backend = group.c10d_group();
   const auto named = backend.getDefaultBackend();
   if (backend.getBackend(c10::DeviceType::CPU) == named) return;
   for (const auto& item : model.named_parameters()) {
@@ -92,7 +92,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, const comm::Proce
                        int root) {
   if (tensors.empty() || group.size() == 1) return;
   const at::NoGradGuard no_grad;
-  const auto backend = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.backend());
+  const auto backend = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.c10d_group());
   group.translate_errors("broadcast of the model", [&] {
     c10d::broadcast_coalesced(backend, tensors, kBroadcastBytes, root);
   });

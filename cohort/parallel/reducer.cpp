@@ -199,9 +199,9 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters
   const std::vector<int64_t> limits = caps(options);
   auto reducer = std::make_shared<Reducer>(
       tensors, initial_buckets(parameters, options),
-      c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.backend()), sparse, limits.back(),
-      options.find_unused_parameters, options.gradient_as_bucket_view, names, limits.front(),
-      options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
+      c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.c10d_group()), sparse,
+      limits.back(), options.find_unused_parameters, options.gradient_as_bucket_view, names,
+      limits.front(), options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
       options.bucket_cap_mb_list.empty() ? std::vector<int64_t>{} : limits);
   if (!options.rebuild_buckets || !options.bucket_layout.empty()) reducer->keep_layout();
   return reducer;

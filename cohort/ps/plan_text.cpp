@@ -1,33 +1,12 @@
 // What a plan looks like to people.
-#include <algorithm>
-#include <array>
 #include <cstdio>
 
+#include "cohort/base/columns.h"
 #include "cohort/base/error.h"
 #include "cohort/ps/plan.h"
 
 namespace cohort::ps {
 namespace {
-
-using Row = std::array<std::string, 5>;
-
-// Columns as wide as their widest entry.
-std::string aligned(const std::vector<Row>& rows) {
-  std::array<size_t, std::tuple_size_v<Row>> widths{};
-  for (const Row& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string text;
-  for (const Row& row : rows) {
-    std::string line;
-    for (size_t i = 0; i < row.size(); ++i) {
-      line += "  " + row[i] + std::string(widths[i] - row[i].size(), ' ');
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    text += line + "\n";
-  }
-  return text;
-}
 
 std::string count_of(int64_t count, const std::string& thing) {
   return std::to_string(count) + " " + thing + (count == 1 ? "" : "s");
@@ -100,7 +79,7 @@ std::string Plan::text() const {
                     range_text(block), std::to_string(block.size()),
                     server_text(*this, block.server).substr(7)});
   }
-  text += aligned(rows);
+  text += align_columns(rows, "  ");
   for (int server = 0; server < static_cast<int>(servers.size()); ++server) {
     text += server_text(*this, server) + ": " + share_text(*this, server) + "\n";
   }

@@ -37,7 +37,7 @@ void AsyncSum::join(bool is_synchronizing) {
   round->sums = at::tensor(numbers, at::kDouble);
   group_.translate_errors("async sum", [&] {
     std::vector<at::Tensor> tensors{round->sums};
-    round->work = group_.backend().allreduce(tensors);
+    round->work = group_.c10d_group().allreduce(tensors);
   });
   round_ = std::move(round);
 }

@@ -119,6 +119,11 @@ TEST_F(BackendTest, AFileOnThePathIsLoadedOnceWithItsDevice) {
   for (const auto* plugin : seen) EXPECT_EQ(plugin, &first);
 }
 
+TEST_F(BackendTest, AGroupComputesOnItsBackendsDevice) {
+  const ProcessGroup group(RankInfo{}, {.backend = "hccl_meta"});
+  EXPECT_EQ(group.device(), at::Device(at::kMeta, 0));
+}
+
 TEST_F(BackendTest, TheFirstFolderOfThePathWins) {
   const TemporaryFolder first;
   const TemporaryFolder second;

@@ -2,6 +2,7 @@
 #include "cohort/comm/failure_watch.h"
 
 #include <array>
+#include <atomic>
 #include <future>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -31,7 +32,7 @@ struct SlowStore : c10d::HashStore {
   std::function<bool()> is_open;
 };
 
-std::string record_of(int rank, const std::vector<MatchedCall>& calls) {
+FlightRecord record_of(int rank, const std::vector<MatchedCall>& calls) {
   CollectiveLog log(rank, 3, RankTrace::open(""));
   for (const MatchedCall& call : calls) {
     log.begin({}, call);
@@ -41,7 +42,8 @@ std::string record_of(int rank, const std::vector<MatchedCall>& calls) {
 }
 
 MatchedCall call_of(const std::string& group, int64_t number, const std::string& what) {
-  return {.group = group, .number = number, .what = what, .site = "a.cpp:" + std::to_string(number)};
+  return {
+      .group = group, .number = number, .what = what, .site = "a.cpp:" + std::to_string(number)};
 }
 
 // Numbers of two groups do not compare: the later difference has the lower one here.
@@ -57,7 +59,8 @@ TEST(CollectiveLogTest, TheFirstDifferenceIsTheFirstInARanksOwnOrder) {
 
 TEST(CollectiveLogTest, OfTwoRanksThatPartTheEarlierIsNamed) {
   const auto whole = [](const std::string& third, const std::string& fourth) {
-    return std::vector{call_of("", 1, "a"), call_of("", 2, "b"), call_of("", 3, third), call_of("", 4, fourth)};
+    return std::vector{call_of("", 1, "a"), call_of("", 2, "b"), call_of("", 3, third),
+                       call_of("", 4, fourth)};
   };
   const FlightRecords records{{0, record_of(0, whole("c", "d"))},
                               {1, record_of(1, whole("c", "other"))},
@@ -69,7 +72,8 @@ TEST(CollectiveLogTest, OfTwoRanksThatPartTheEarlierIsNamed) {
   const FlightRecords crossed{{0, record_of(0, {call_of("a", 1, "y"), call_of("b", 1, "y")})},
                               {1, record_of(1, {b, a})}};
   EXPECT_TRUE(find_mismatch(crossed).has_value());
-  EXPECT_EQ(find_mismatch({{0, records.at(0)}, {2, record_of(2, {call_of("", 1, "a")})}}), std::nullopt);
+  EXPECT_EQ(find_mismatch({{0, records.at(0)}, {2, record_of(2, {call_of("", 1, "a")})}}),
+            std::nullopt);
 }
 
 // The last look may take up to two seconds. A machine that stands still for longer tries again.
@@ -81,7 +85,7 @@ TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
     store->is_open = [&] { return loopback.is_open(); };
     auto watch = std::make_unique<FailureWatch>(
         StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
-        FailureWatchCalls{.flight_record = [] { return std::string(); },
+        FailureWatchCalls{.flight_record = [] { return FlightRecord(); },
                           .waiting_ns = [] { return std::nullopt; },
                           .abort = [] {}});
     store->asked.get_future().wait();
@@ -101,7 +105,7 @@ TEST(FailureWatchTest, ASilentStoreIsCutOff) {
   store->is_open = [&] { return loopback.is_open(); };
   auto watch = std::make_unique<FailureWatch>(
       StoreConnection{store, [&] { ::shutdown(loopback.near.get(), SHUT_RDWR); }}, 0, 2, false,
-      FailureWatchCalls{.flight_record = [] { return std::string(); },
+      FailureWatchCalls{.flight_record = [] { return FlightRecord(); },
                         .waiting_ns = [] { return std::nullopt; },
                         .abort = [] {}});
   store->asked.get_future().wait();
@@ -111,6 +115,54 @@ TEST(FailureWatchTest, ASilentStoreIsCutOff) {
   EXPECT_FALSE(loopback.is_open());
   store->go_on.set_value();
   end.wait();
+}
+
+// Counts how often it is asked.
+struct CountingStore : c10d::HashStore {
+  using HashStore::wait;
+  bool check(const std::vector<std::string>& keys) override {
+    ++num_asked;
+    return HashStore::check(keys);
+  }
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& limit) override {
+    ++num_asked;
+    HashStore::wait(keys, limit);
+  }
+  std::atomic<int> num_asked = 0;
+};
+
+TEST(FailureWatchTest, AStoreThatCanWaitIsAskedEveryTwoSeconds) {
+  auto store = c10::make_intrusive<CountingStore>();
+  {
+    const FailureWatch watch(StoreConnection{store, [] {}, [] {}}, 1, 2, false,
+                             FailureWatchCalls{.flight_record = [] { return FlightRecord(); },
+                                               .waiting_ns = [] { return std::nullopt; },
+                                               .abort = [] {}});
+    std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+    EXPECT_GE(store->num_asked, 1);
+    EXPECT_LE(store->num_asked, 2) << "ten times if it polls";
+  }
+}
+
+// Rank 1 waits in its collective: what it published is what rank 0 would compare.
+TEST(FailureWatchTest, AStuckRankPublishesItsRecordOnce) {
+  auto store = c10::make_intrusive<CountingStore>();
+  const FlightRecord record = record_of(1, {call_of("", 1, "barrier \"a\"\t\xff")});
+  const auto start = std::chrono::steady_clock::now();
+  {
+    const FailureWatch watch(
+        StoreConnection{store, [] {}, [] {}}, 1, 2, false,
+        FailureWatchCalls{.flight_record = [&] { return record; },
+                          .waiting_ns = [&]() -> std::optional<int64_t> {
+                            return (std::chrono::steady_clock::now() - start).count();
+                          },
+                          .abort = [] {}});
+    store->wait({"record/1"}, std::chrono::seconds(20));
+    EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+    std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  }
+  EXPECT_EQ(store->add("num_records", 0), 1);
 }
 
 }  // namespace failure_watch_test

@@ -19,9 +19,11 @@ using std::chrono::seconds;
 // Every rank must end with a PeerError that holds all of `texts`, long before the group's timeout
 // of 60 s.
 void expect_named(int world_size, const std::vector<std::string>& texts,
-                  const std::function<void(const ProcessGroup&)>& body) {
+                  const std::function<void(const ProcessGroup&)>& body,
+                  CheckCollectives check = CheckCollectives::kOn) {
   const auto start = std::chrono::steady_clock::now();
-  const auto ends = test::run_ranks(world_size, body, {.timeout = seconds(60)});
+  const auto ends =
+      test::run_ranks(world_size, body, {.timeout = seconds(60), .check_collectives = check});
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (size_t rank = 0; rank < ends.size(); ++rank) {
     EXPECT_EQ(ends[rank].exit_code, 3) << "rank " << rank << " wrote: " << ends[rank].output;
@@ -102,6 +104,67 @@ TEST_P(MismatchTest, Order) {
         if (!is_odd_one(group)) group.all_reduce(x);
         group.barrier("end");
       });
+}
+
+// The second time round, calls are known and not compared: the data never match, and after two
+// seconds the watching threads compare.
+TEST_P(MismatchTest, OrderOfCallsThatAreKnown) {
+  expect_named(world_size(),
+               {"the ranks disagree in all_reduce(", odd_one() + "all_reduce(max) of float32[4] at",
+                "where rank 0 calls all_reduce(sum) of float32[4] at"},
+               [](const ProcessGroup& group) {
+                 at::Tensor x = at::ones({4});
+                 group.all_reduce(x);
+                 group.all_reduce(x, ReduceOp::kMax);
+                 group.all_reduce(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum);
+                 TORCH_CHECK_VALUE(false, "continued with ", x);
+               });
+}
+
+TEST_P(MismatchTest, ShapesOfCallsThatAreKnown) {
+  expect_named(
+      world_size(),
+      {"the ranks disagree in all_reduce(sum) #3", odd_one() + "all_reduce(sum) of float32[8]",
+       "where rank 0 calls all_reduce(sum) of float32[4]"},
+      [](const ProcessGroup& group) {
+        at::Tensor small = at::ones({4});
+        at::Tensor large = at::ones({8});
+        group.all_reduce(small);
+        group.all_reduce(large);
+        group.all_reduce(is_odd_one(group) ? large : small);
+        TORCH_CHECK_VALUE(false, "continued");
+      });
+}
+
+TEST_P(MismatchTest, KnownBarriersAndCallsAreToldApart) {
+  expect_named(world_size(), {odd_one() + "barrier \"end\"", "where rank 0 calls all_reduce(sum)"},
+               [](const ProcessGroup& group) {
+                 at::Tensor x = at::ones({4});
+                 for (int round = 0; round < 3; ++round) {
+                   group.barrier("end");
+                   if (round < 2 || !is_odd_one(group)) group.all_reduce(x);
+                 }
+                 group.barrier("end");
+               });
+}
+
+// At once, not after the two seconds of the watching threads.
+TEST_P(MismatchTest, KnownCallsAreComparedOnRequest) {
+  expect_named(
+      world_size(), {odd_one() + "all_reduce(max) of float32[4] at"},
+      [](const ProcessGroup& group) {
+        at::Tensor x = at::ones({4});
+        group.all_reduce(x);
+        group.all_reduce(x, ReduceOp::kMax);
+        const auto start = std::chrono::steady_clock::now();
+        try {
+          group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
+        } catch (const PeerError&) {
+          EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(2));
+          throw;
+        }
+      },
+      CheckCollectives::kAlways);
 }
 
 // The second time round, the call is known and goes out unasked: the data never match, and after
@@ -186,17 +249,18 @@ INSTANTIATE_TEST_SUITE_P(Worlds, MismatchTest, testing::Values(2, 3));
 // notes.
 TEST(MismatchWatchTest, StuckRanksAreFoundWithoutComparison) {
   const auto start = std::chrono::steady_clock::now();
-  const auto ends = test::run_ranks(3,
-                                    [](const ProcessGroup& group) {
-                                      at::Tensor x = at::ones({4});
-                                      if (group.rank() == 1) {
-                                        group.broadcast(x, 1);
-                                        group.barrier("end");
-                                      } else {
-                                        group.all_reduce(x);
-                                      }
-                                    },
-                                    {.timeout = seconds(60), .check_collectives = false});
+  const auto ends =
+      test::run_ranks(3,
+                      [](const ProcessGroup& group) {
+                        at::Tensor x = at::ones({4});
+                        if (group.rank() == 1) {
+                          group.broadcast(x, 1);
+                          group.barrier("end");
+                        } else {
+                          group.all_reduce(x);
+                        }
+                      },
+                      {.timeout = seconds(60), .check_collectives = CheckCollectives::kOff});
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 3);
@@ -214,7 +278,9 @@ TEST(MismatchWatchTest, TermsOfTheRanksMustAgree) {
   const auto ends = test::run_ranks(
       2, [](const ProcessGroup&) {},
       {.rendezvous_timeout = seconds(20),
-       .check_collectives = std::string(std::getenv("RANK") ? std::getenv("RANK") : "0") == "0"});
+       .check_collectives = std::string(std::getenv("RANK") ? std::getenv("RANK") : "0") == "0"
+                                ? CheckCollectives::kOn
+                                : CheckCollectives::kOff});
   for (const auto& end : ends) {
     EXPECT_EQ(end.exit_code, 2) << end.output;
     EXPECT_NE(end.output.find("check_collectives off"), std::string::npos) << end.output;

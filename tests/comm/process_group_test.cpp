@@ -42,6 +42,16 @@ TEST(ProcessGroupTest, CollectivesGiveEveryRankTheSame) {
   });
 }
 
+TEST(ProcessGroupTest, OverGlooRanksComputeOnTheCpu) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    EXPECT_EQ(group.device(), at::Device(at::kCPU));
+    const at::Tensor sum = group.all_reduce(at::ones({3}, group.device()));
+    EXPECT_TRUE(sum.equal(at::full({3}, 2.0)));
+    EXPECT_EQ(group.subgroup({0, 1}, "both").device(), group.device());
+  });
+  EXPECT_THROW((void)ProcessGroup().device(), c10::ValueError);
+}
+
 TEST(ProcessGroupTest, ProgramsThatRank0StartsDoNotInheritTheStoresSocket) {
   test::ranks(2, [](const ProcessGroup& group) {
     const char* fd = std::getenv("COHORT_STORE_FD");
@@ -126,7 +136,7 @@ TEST(ProcessGroupTest, AfterCloseEveryOperationIsRefused) {
         [&] { group.barrier("x"); },
         [&] { group.subgroup({0}, "x"); },
         [&] { group.translate_errors("x", [] {}); },
-        [&] { group.backend(); },
+        [&] { group.c10d_group(); },
     };
     for (size_t i = 0; i < operations.size(); ++i) {
       try {

@@ -267,6 +267,26 @@ TEST(StoreTest, AfterATimeoutTheConnectionGoesOn) {
   std::printf("%d of 200 gave up\n", num_late);
 }
 
+TEST(StoreTest, AWaitIsInterruptedAndNothingElseIs) {
+  const Served served;
+  const auto store = served.client();
+  const auto start = Clock::now();
+  std::jthread interrupter([&] {
+    std::this_thread::sleep_for(milliseconds(100));
+    store->interrupt();
+  });
+  EXPECT_THROW(store->wait({"never"}, seconds(30)), c10::DistStoreError);
+  interrupter.join();
+  store->interrupt();  // before a wait: ends the next one, and no other call
+  store->set("there", bytes("1"));
+  EXPECT_TRUE(store->check({"there"}));
+  EXPECT_THROW(store->wait({"never"}, seconds(30)), c10::DistStoreError);
+  EXPECT_LT(Clock::now() - start, seconds(20));
+  EXPECT_THROW(store->wait({"never"}, milliseconds(300)), c10::DistStoreError);
+  EXPECT_GE(Clock::now() - start, milliseconds(400));
+  EXPECT_EQ(text(store->get("there")), "1");
+}
+
 TEST(StoreTest, AServerThatIsGoneEndsEveryCallAndNothingIsWritten) {
   testing::internal::CaptureStderr();
   auto served = std::make_unique<Served>();

@@ -106,7 +106,7 @@ std::vector<RankEnd> run_ranks(int world_size,
                                const comm::ProcessGroupOptions& options) {
   if (std::getenv("COHORT_TEST_RANK") != nullptr) be_a_rank(body, options);
   const int listen_fd = comm::listen_on(0);
-  const int port = comm::port_of(listen_fd);
+  const int port = port_of(listen_fd);
   std::vector<Child> children;
   for (int rank = 0; rank < world_size; ++rank)
     children.push_back(start(rank, world_size, port, listen_fd));

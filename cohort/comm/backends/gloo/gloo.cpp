@@ -77,7 +77,7 @@ Device make_device(const BackendRequest& request, Endpoint& endpoint) {
 
 // c10d's flight recorder notes each group's first operation in a map of the whole process without a
 // lock (libtorch 2.11): two groups that begin in two threads end the process. The trace page
-// (docs/comm.md) tells the same. Who sets its size wants it all the same.
+// (docs/comm.md) shows the same. A user who sets its size has it all the same.
 void turn_flight_recorder_off() {
   static std::once_flag once;
   std::call_once(once, [] {

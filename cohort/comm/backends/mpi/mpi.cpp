@@ -32,7 +32,7 @@ void check_mpi_rank(const BackendRequest& request, const MpiThread& mpi) {
                     ", and let it find its rank there");
 }
 
-// Who this group's ranks are in MPI_COMM_WORLD, told through the store.
+// The numbers of this group's ranks in MPI_COMM_WORLD, through the store.
 std::vector<int> exchange_world_ranks(const BackendRequest& request, int own) {
   const auto key = [](int rank) { return "mpi_world_rank/" + std::to_string(rank); };
   request.store->set(key(request.rank), std::to_string(own));

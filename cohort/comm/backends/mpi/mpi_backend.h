@@ -68,7 +68,7 @@ class MpiBackend : public c10d::Backend {
                    const c10d::AllToAllOptions& options) override;
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
-  /// At most 1 GiB; `sourceRank()` of the Work says who sent it.
+  /// At most 1 GiB; `sourceRank()` of the Work is the sender.
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 

@@ -1,0 +1,104 @@
+#include "cohort/comm/job.h"
+
+#include <csignal>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+
+namespace cohort::comm {
+namespace {
+
+constexpr std::array<const char*, 3> kChecks{"off", "on", "always"};
+
+ProcessGroupOptions with_environment(ProcessGroupOptions options) {
+  if (const auto check = env_int("COHORT_CHECK_COLLECTIVES", 0, 2))
+    options.check_collectives = static_cast<CheckCollectives>(*check);
+  return options;
+}
+
+std::string terms(const RankInfo& info, const ProcessGroupOptions& options) {
+  return "world size " + std::to_string(info.world_size) + ", backend " + options.backend +
+         ", check_collectives " + kChecks[static_cast<size_t>(options.check_collectives)];
+}
+
+// A launcher whose ranks restart, or are lost, one by one says so.
+void check_job_has_groups() {
+  if (env_string("COHORT_PROCESS_GROUP").value_or("") != "none") return;
+  throw ConfigError(
+      "COHORT_PROCESS_GROUP=none: --restart-policy single and --on-trainer-loss continue are for "
+      "trainers of servers without a process group, which this program has: expected "
+      "--restart-policy group, and no --on-trainer-loss continue");
+}
+
+void do_nothing(int) {}
+
+// Backends and stores write to sockets whose other end may be gone. The error of that write names
+// the lost rank; a signal would end the process before. Programs that this one starts do not
+// inherit a handler, unlike SIG_IGN.
+void outlive_broken_pipes() {
+  struct sigaction action {};
+  sigaction(SIGPIPE, nullptr, &action);
+  if ((action.sa_flags & SA_SIGINFO) != 0 || action.sa_handler != SIG_DFL) return;
+  action.sa_handler = do_nothing;
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGPIPE, &action, nullptr);
+}
+
+// The group is dead: of a backend that cannot be aborted the timeout remains.
+void abort_backends(c10d::ProcessGroup& group) {
+  try {
+    group.abort();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+  }
+}
+
+}  // namespace
+
+Job::Job(const RankInfo& i, const ProcessGroupOptions& o)
+    : info(i),
+      options(with_environment(o)),
+      log(i.rank, i.world_size, RankTrace::open(env_string(kTraceFileVariable).value_or(""))) {
+  if (info.world_size == 1) return;
+  check_job_has_groups();
+  outlive_broken_pipes();
+}
+
+void Job::join() {
+  if (info.world_size == 1) {
+    rendezvous.store = c10::make_intrusive<c10d::HashStore>();
+    rendezvous.address = "127.0.0.1";
+    rendezvous.hosts = {own_host()};
+  } else {
+    rendezvous = join_rendezvous(info, {.timeout = options.rendezvous_timeout,
+                                        .interface = options.interface,
+                                        .terms = terms(info, options)});
+  }
+  if (info.finds_host) find_host(info, rendezvous.hosts);
+}
+
+void Job::start_watch() {
+  if (info.world_size == 1) return;
+  const bool rank_0_hosts = info.store_file.empty() && !info.agent_store;
+  watch = std::make_unique<FailureWatch>(
+      std::move(rendezvous.watch), info.rank, info.world_size, rank_0_hosts,
+      FailureWatchCalls{.flight_record = [this] { return log.flight_record(); },
+                        .waiting_ns = [this] { return log.waiting_ns(); },
+                        .abort = [this] { abort(); }});
+}
+
+void Job::add(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) abort_backends(*group);
+  groups_.emplace_back(group);
+}
+
+void Job::abort() {
+  const std::lock_guard lock(mutex_);
+  aborted_ = true;
+  for (const auto& entry : groups_) {
+    if (const auto group = entry.lock()) abort_backends(*group);
+  }
+}
+
+}  // namespace cohort::comm
