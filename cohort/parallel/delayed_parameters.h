@@ -26,7 +26,7 @@ class DelayedParameters {
   /// One more of the gradients is complete. Starts the all-reduce once all are, and has the
   /// averages copied back when the backward ends.
   void arrived();
-  bool unfinished() const { return awaited_ > 0; }  ///< Prepared, but not all have arrived.
+  bool expects_gradients() const { return awaited_ > 0; }  ///< Prepared, but not all have arrived.
   void abandon();  ///< Waits for what an unfinished backward has sent, then forgets it.
 
  private:

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/comm/profiler.h"
 #include "cohort/parallel/gradient_engine.h"
 #include "cohort/parallel/mesh.h"
 #include "cohort/parallel/model_wrapper.h"
@@ -58,6 +59,7 @@ class DistributedDataParallel : public ModelHandle<Holder> {
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
+    const ProfileScope scope("DistributedDataParallel.forward");
     engine().before_forward();
     auto output = forward(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor*> tensors;

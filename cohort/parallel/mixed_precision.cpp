@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <algorithm>
+#include <sstream>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -14,6 +15,32 @@ namespace cohort::parallel {
 using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+
+namespace {
+
+constexpr struct {
+  const char* name;
+  std::optional<c10::ScalarType> MixedPrecision::*type;
+} kTypes[] = {{"mixed_precision.param_dtype", &MixedPrecision::param_dtype},
+              {"mixed_precision.reduce_dtype", &MixedPrecision::reduce_dtype},
+              {"mixed_precision.buffer_dtype", &MixedPrecision::buffer_dtype},
+              {"mixed_precision.output_dtype", &MixedPrecision::output_dtype}};
+
+}  // namespace
+
+void check_types(const MixedPrecision& types) {
+  for (const auto& [name, type] : kTypes)
+    TORCH_CHECK_VALUE(!(types.*type) || at::isFloatingType(*(types.*type)), name,
+                      ": expected a floating-point type, got ", c10::toString(*(types.*type)));
+}
+
+std::string describe(const MixedPrecision& types) {
+  std::ostringstream out;
+  for (const auto& [name, type] : kTypes)
+    out << name << ' ' << (types.*type ? c10::toString(*(types.*type)) : "unset") << '\n';
+  out << "mixed_precision.cast_forward_inputs " << types.cast_forward_inputs << '\n';
+  return out.str();
+}
 
 struct LowPrecisionParameters::Swap {
   at::Tensor parameter;

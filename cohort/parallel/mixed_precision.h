@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "cohort/parallel/mixed_precision_options.h"
@@ -52,5 +53,10 @@ at::Tensor cast_floating(const at::Tensor& tensor, c10::ScalarType type);
 /// What comes into a model's forward, and what leaves it, in the types that `types` asks for.
 at::Tensor cast_input(const MixedPrecision& types, const at::Tensor& input);
 at::Tensor cast_output(const MixedPrecision& types, const at::Tensor& output);
+
+/// Errors: c10::ValueError if a type is not a floating-point one.
+void check_types(const MixedPrecision& types);
+/// A line for each field, for ranks to compare.
+std::string describe(const MixedPrecision& types);
 
 }  // namespace cohort::parallel

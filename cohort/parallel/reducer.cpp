@@ -10,6 +10,8 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <utility>
 
+#include "cohort/comm/profiler.h"
+
 namespace cohort::parallel {
 namespace {
 
@@ -84,6 +86,8 @@ class Reducer::HookAdapter : public c10d::CommHookInterface {
     const at::Tensor& buffer = bucket.getBufferRef();
     const auto& all = reducer_.buckets_;
     const size_t index = position_of(bucket);
+    const std::string label = "comm_hook bucket " + std::to_string(index);
+    const ProfileScope scope(label);
     return hook_(group_, {.index = static_cast<int64_t>(index),
                           .is_last = index + 1 == all.size(),
                           .buffer = buffer,
@@ -135,8 +139,11 @@ void Reducer::wait_for_averages() {
     record_backward_compute_end_time();
     end_of_compute_ = timer_->getTimeRef(c10d::Timer::Event::kBackwardComputeEnd);
   }
-  for (Bucket& bucket : buckets_)
-    if (bucket.future_work) bucket.future_work->waitAndThrow();
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    const std::string label = "all_reduce.wait bucket " + std::to_string(i);
+    const ProfileScope scope(label);
+    if (buckets_[i].future_work) buckets_[i].future_work->waitAndThrow();
+  }
   if (find_unused_parameters_ && !static_graph_ && local_used_work_) local_used_work_->wait();
 }
 

@@ -27,7 +27,7 @@ class Reducer : public c10d::Reducer {
   /// Lets `hook` carry the buckets.
   void carry_by(CommHook hook, const comm::ProcessGroup& group);
   /// A forward has prepared a backward which has not averaged its gradients yet.
-  bool unfinished() const { return expect_autograd_hooks_; }
+  bool expects_gradients() const { return expect_autograd_hooks_; }
   /// That backward has made some bucket's gradient.
   bool begun() const { return require_finalize_; }
   /// The search of the graph has left parameter `index` out of the prepared backward.

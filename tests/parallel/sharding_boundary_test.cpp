@@ -2,6 +2,7 @@
 // parameters between steps, side outputs of its units, graphs that outlive it.
 #include <gtest/gtest.h>
 #include <sstream>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>

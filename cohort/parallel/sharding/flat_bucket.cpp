@@ -7,6 +7,8 @@
 #include <torch/types.h>
 #include <utility>
 
+#include "cohort/comm/profiler.h"
+
 namespace cohort::parallel {
 namespace {
 
@@ -175,6 +177,8 @@ at::Tensor FlatBucket::own_part(const at::Tensor& flat) const {
 
 void FlatBucket::begin_gather() {
   if (content_ != Content::kStale) return;
+  const std::string label = "gather " + place_.name;
+  const ProfileScope scope(label);
   const at::NoGradGuard no_grad;
   const bool among_neighbours = kept_.defined();
   const at::Tensor sent =
@@ -200,6 +204,8 @@ void FlatBucket::gather() {
 void FlatBucket::finish_gather() {
   auto gathering = std::exchange(gathering_, std::nullopt);
   if (!gathering) return;
+  const std::string label = "gather.wait " + place_.name;
+  const ProfileScope scope(label);
   gathering->work.wait();
   if (sharded()) take_memory(full_, std::move(gathering->arriving));
   content_ = Content::kWhole;
@@ -344,6 +350,8 @@ at::Tensor FlatBucket::take_gradients(double factor) {
 }
 
 void FlatBucket::begin_reduce(double factor) {
+  const std::string label = "reduce " + place_.name;
+  const ProfileScope scope(label);
   const at::NoGradGuard no_grad;
   const at::Tensor whole = take_gradients(factor);
   // Where gradients are whole, this rank's shard of the sum is written in place. Elsewhere the rest
@@ -356,6 +364,8 @@ void FlatBucket::begin_reduce(double factor) {
 
 void FlatBucket::finish_reduce() {
   if (!reduction_) return;
+  const std::string label = "reduce.wait " + place_.name;
+  const ProfileScope scope(label);
   reduction_->work.wait();
   at::Tensor part = reduction_->part;
   reduction_.reset();

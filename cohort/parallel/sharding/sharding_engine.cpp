@@ -70,6 +70,8 @@ void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& mod
   for (UnitParameters& each : divide_into_units(model, modules, ignored)) {
     Unit unit{.module = each.module, .name = "unit " + each.name, .buckets = {}, .place = {}};
     if (units.empty()) unit.name = "the parameters of no unit";
+    unit.forward_label =
+        units.empty() ? "FullyShardedDataParallel.forward" : "forward " + unit.name;
     for (auto& parameters : each.buckets) {
       const BucketPlace place{.name = unit.name + ", " + parameters.front().name + " and on",
                               .reshard_group = reshard_group};
@@ -197,6 +199,10 @@ std::optional<size_t> ShardingEngine::find_unit(const torch::nn::Module& block) 
   for (size_t i = 0; i < impl_->units.size(); ++i)
     if (impl_->units[i].module == &block) return i;
   return std::nullopt;
+}
+
+const std::string& ShardingEngine::forward_label(size_t unit) const {
+  return impl_->units[unit].forward_label;
 }
 
 uint64_t ShardingEngine::before_forward(size_t unit) {

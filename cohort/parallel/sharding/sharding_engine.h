@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cohort/comm/process_group.h"
+#include "cohort/comm/profiler.h"
 #include "cohort/parallel/mixed_precision_options.h"
 #include "cohort/parallel/model_wrapper.h"
 #include "cohort/parallel/tensor_tree.h"
@@ -106,6 +107,7 @@ class ShardingEngine final : public ModelEngine {
   auto run(const torch::nn::Module& block, Call forward) {
     const auto index = find_unit(block);
     if (!index) return forward();
+    const ProfileScope scope(forward_label(*index));
     const uint64_t position = before_forward(*index);
     auto output = forward();
     std::vector<at::Tensor*> tensors;
@@ -145,6 +147,7 @@ class ShardingEngine final : public ModelEngine {
   void reshard(bool write_back) override;
 
   std::optional<size_t> find_unit(const torch::nn::Module& block) const;
+  const std::string& forward_label(size_t unit) const;  // For the profiler.
   uint64_t before_forward(size_t unit);
   void after_forward(size_t unit, const std::vector<at::Tensor*>& outputs, uint64_t position);
 

@@ -24,6 +24,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   struct Unit {
     const torch::nn::Module* module = nullptr;
     std::string name;
+    std::string forward_label;  // for the profiler
     std::vector<Bucket*> buckets;
     std::optional<size_t> place;   // in the order of running; none if it has never run
     bool ran = false;              // in the present forward, or the last one

@@ -3,42 +3,23 @@
 #include <numeric>
 #include <sstream>
 
+#include "cohort/parallel/mixed_precision.h"
 #include "cohort/parallel/model_state.h"
 
 namespace cohort::parallel {
 namespace {
 
-std::string text_of(const std::optional<at::ScalarType>& type) {
-  return type ? c10::toString(*type) : "unset";
-}
-
 // What must agree between ranks beside the model.
 std::string describe(const ShardingOptions& options) {
-  const MixedPrecision& types = options.mixed_precision;
   std::ostringstream out;
   out << "shard " << static_cast<int>(options.shard) << "\nreshard_after_forward "
       << options.reshard_after_forward << "\nreshard_ranks " << options.reshard_ranks
-      << "\nprefetch " << options.prefetch << "\nmixed_precision.param_dtype "
-      << text_of(types.param_dtype) << "\nmixed_precision.reduce_dtype "
-      << text_of(types.reduce_dtype) << "\nmixed_precision.buffer_dtype "
-      << text_of(types.buffer_dtype) << "\nmixed_precision.output_dtype "
-      << text_of(types.output_dtype) << "\nmixed_precision.cast_forward_inputs "
-      << types.cast_forward_inputs << "\nreplicate_group "
+      << "\nprefetch " << options.prefetch << '\n'
+      << describe(options.mixed_precision) << "replicate_group "
       << (options.replicate_group ? "set" : "unset") << "\ncpu_offload " << options.cpu_offload
       << '\n';
   for (const std::string& name : options.ignored) out << "ignored " << name << '\n';
   return out.str();
-}
-
-void check_types(const MixedPrecision& types) {
-  const auto floating = [](const char* name, const std::optional<at::ScalarType>& type) {
-    TORCH_CHECK_VALUE(!type || at::isFloatingType(*type), "mixed_precision.", name,
-                      ": expected a floating-point type, got ", c10::toString(*type));
-  };
-  floating("param_dtype", types.param_dtype);
-  floating("reduce_dtype", types.reduce_dtype);
-  floating("buffer_dtype", types.buffer_dtype);
-  floating("output_dtype", types.output_dtype);
 }
 
 // Rows of the mesh shard a model, its columns hold the same shards.
