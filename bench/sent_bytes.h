@@ -10,10 +10,19 @@
 
 namespace cohort::bench {
 
+/// `name`: getsockname or getpeername. 0 if the socket has no such name.
+inline int port_of(int fd, int (*name)(int, sockaddr*, socklen_t*)) {
+  sockaddr_in6 address{};  // IPv4 has its port in the same place
+  socklen_t length = sizeof address;
+  if (name(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return 0;
+  return ntohs(address.sin6_port);
+}
+
 /// Bytes of data, without headers, that were handed to the TCP connections which are open now: each
 /// once, whether it has left yet, still waits for the peer's window, or had to be sent again. What
-/// went over a connection that has been closed since, by either side, is not in it.
-inline int64_t tcp_bytes_sent() {
+/// went over a connection that has been closed since, by either side, is not in it. Nor are those
+/// from or to `except_port`: a group's rank_info().master_port leaves out its store's.
+inline int64_t tcp_bytes_sent(int except_port = 0) {
   int64_t bytes = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     const int fd = std::atoi(entry.path().filename().c_str());
@@ -21,6 +30,9 @@ inline int64_t tcp_bytes_sent() {
     socklen_t length = sizeof info;
     if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) continue;
     if (length < offsetof(tcp_info, tcpi_bytes_retrans) + sizeof info.tcpi_bytes_retrans) continue;
+    if (except_port != 0 &&
+        (port_of(fd, getsockname) == except_port || port_of(fd, getpeername) == except_port))
+      continue;
     bytes += static_cast<int64_t>(info.tcpi_bytes_sent - info.tcpi_bytes_retrans) +
              info.tcpi_notsent_bytes;
   }

@@ -26,8 +26,9 @@ namespace {
 using Json = nlohmann::json;
 namespace autograd_profiler = torch::autograd::profiler;
 
-// Thread numbers of the communication tracks: above those of the system.
-constexpr int64_t kFirstTrack = int64_t{1} << 32;
+// Thread numbers of the communication tracks: above those of Linux, which end at 2^22, and within 32
+// bits, without which Perfetto leaves a track out.
+constexpr int64_t kFirstTrack = int64_t{1} << 30;
 
 std::string file_of_rank(const std::string& file, int rank) {
   if (rank == 0) return file;

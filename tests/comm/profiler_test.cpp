@@ -82,6 +82,7 @@ TEST(ProfilerTest, ATraceHasTheStepsAskedForAndCommunicationOnTracksOfItsOwn) {
       ++bytes[event.at("args").at("bytes").get<int64_t>()];
       const int64_t track = event.at("tid");
       ASSERT_TRUE(tracks.contains(track));
+      EXPECT_LT(track, int64_t{1} << 31) << "Perfetto leaves out what does not fit into 32 bits";
       EXPECT_EQ(tracks.at(track).rfind("communication", 0), 0) << tracks.at(track);
       const double from = event.at("ts"), until = from + event.at("dur").get<double>();
       const auto [first, last] = times.equal_range(track);
