@@ -12,3 +12,6 @@ breathe_default_members = ("members",)
 html_theme = "furo"
 html_title = f"Cohort {release}"
 html_copy_source = False
+html_show_copyright = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
