@@ -8,8 +8,8 @@
 
 int train() {
   auto group = cohort::init_process_group();
-  const at::Tensor x = torch::linspace(-1, 1, 1000).unsqueeze(1),
-                   y = 3 * x + 1;  // what is to be learnt
+  const at::Tensor x = torch::linspace(-1, 1, 1000).unsqueeze(1);
+  const at::Tensor y = 3 * x + 1;
   torch::nn::Linear model(1, 1);
   cohort::parallel::DistributedDataParallel ddp(model, group);
   torch::optim::SGD sgd(ddp.parameters(), 0.5);

@@ -17,7 +17,7 @@ SOURCE = pathlib.Path(sys.argv.pop(1)).resolve()
 sys.path.insert(0, str(SOURCE / "bench"))
 import record  # noqa: E402
 
-PARTS = ["CMakeLists.txt", "CHANGELOG.md", "README.md", "apps", "bench", "cmake", "cohort", "docs", "examples", "scripts", "tests"]
+PARTS = ["CITATION.cff", "CMakeLists.txt", "CHANGELOG.md", "README.md", "apps", "bench", "cmake", "cohort", "docs", "examples", "scripts", "tests"]
 INVENTED, FORGOTTEN = "COHORT_" + "INVENTED", "COHORT_" + "FORGOTTEN"  # in two parts: this file is checked, too
 RECORD = "bench/results/invented.json"
 BLOCK = "\n<!-- figures r=invented.json\n- Rate: {r.rate:.1f} rows/s\n-->\n<!-- end -->\n"
@@ -187,6 +187,10 @@ class CheckReadmeTest(unittest.TestCase):
     def test_versions_differ(self):
         self.change("CHANGELOG.md", r"(?m)^## \d+\.\d+\.\d+", "## 9.8.7")
         self.expect_fault("CHANGELOG.md begins with 9.8.7")
+
+    def test_the_citation_has_another_version(self):
+        self.change("CITATION.cff", r"(?m)^version: .*", "version: 9.8.7")
+        self.expect_fault("CITATION.cff has 9.8.7")
 
     def test_the_consumer_asks_for_another_version(self):
         self.change("tests/consumer/CMakeLists.txt", r"cohort \d+\.\d+", "cohort 9.8")

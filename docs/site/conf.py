@@ -1,0 +1,17 @@
+# Sphinx's settings of the documentation site; scripts/site calls it.
+import os
+
+project = "Cohort"
+author = "The Cohort project"
+release = os.environ["COHORT_SITE_VERSION"]
+extensions = ["myst_parser", "breathe"]
+myst_heading_anchors = 3
+breathe_projects = {"cohort": os.environ["COHORT_SITE_XML"]}
+breathe_default_project = "cohort"
+breathe_default_members = ("members",)
+html_theme = "furo"
+html_title = f"Cohort {release}"
+html_copy_source = False
+html_show_copyright = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
