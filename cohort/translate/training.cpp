@@ -53,7 +53,7 @@ constexpr std::chrono::minutes kFolderLimit{10};
 
 // What ranks tell each other while they train, as sums over them. With ps-async each tells what has
 // become known since it told the last time, the others what is of the last update.
-enum Statistic : size_t { kLoss, kTokens, kTimeIsUp, kAsked, kSaveIsDue, kWriting, kSpeeds };
+enum Statistic : size_t { kLoss, kTokenSum, kTimeIsUp, kAsked, kSaveIsDue, kWriting, kSpeeds };
 
 // One run on one rank; `run` below is its outline.
 class Run {
@@ -175,7 +175,10 @@ Run::Run(const TrainingOptions& options, Start start, RunData data,
                                                            model_->tensor_parallel()),
                                   .cpu_offload = options.cpu_offload,
                                   .gradient_checkpointing = options.gradient_checkpointing,
-                                  .adam = {.state_folder = options.optimizer_state_dir},
+                                  .adam = {.beta1 = options.optimizer_params[0],
+                                           .beta2 = options.optimizer_params[1],
+                                           .eps = options.optimizer_params[2],
+                                           .state_folder = options.optimizer_state_dir},
                                   .schedule = {.factor = options.noam_factor,
                                                .width = options.model.dim_emb,
                                                .warmup = options.lr_warmup},
@@ -199,10 +202,10 @@ Run::Run(const TrainingOptions& options, Start start, RunData data,
         [this](const std::vector<double>& own, const std::vector<double>& sums) {
           take_statistics(sums);
           state_.loss_sum += sums[kLoss];
-          state_.token_sum += static_cast<int64_t>(sums[kTokens]);
+          state_.token_sum += static_cast<int64_t>(sums[kTokenSum]);
           if (record_)
             record_->trained_elsewhere(sums[kLoss] - own[kLoss],
-                                       static_cast<int64_t>(sums[kTokens] - own[kTokens]), 0);
+                                       static_cast<int64_t>(sums[kTokenSum] - own[kTokenSum]), 0);
         });
   }
 }
@@ -260,11 +263,11 @@ void Run::load_last() {
   updater_->set_num_updates(state_.updates);
   if (begins) {
     updater_->average()->begin_anew();
-    log_.warn("--exponential-smoothing is new to this run: the average begins at last/'s weights",
+    log_.warn("--exponential-smoothing is new to this run: the average starts from last/'s weights",
               {{"update", state_.updates}});
   } else if (is_there && updater_->average() == nullptr) {
     log_.warn(
-        "this run goes on without --exponential-smoothing: its average is dropped, the weights "
+        "--exponential-smoothing is no longer given: the average is dropped, the weights "
         "themselves are validated",
         {{"update", state_.updates}});
   }
@@ -573,7 +576,7 @@ bool Run::is_time_up() const {
 std::vector<double> Run::own_statistics() {
   std::vector<double> statistics(kSpeeds + static_cast<size_t>(data_group_.size()));
   statistics[kLoss] = std::exchange(untold_loss_, 0);
-  statistics[kTokens] = static_cast<double>(std::exchange(untold_tokens_, 0));
+  statistics[kTokenSum] = static_cast<double>(std::exchange(untold_tokens_, 0));
   statistics[kTimeIsUp] = is_time_up() ? 1 : 0;
   statistics[kAsked] = stop_request_.signal() != 0 ? 1 : 0;
   statistics[kSaveIsDue] = group_.rank() == 0 && is_save_due() ? 1 : 0;
@@ -698,8 +701,7 @@ void Run::report_trained(const UpdateReport& own, int64_t step, int64_t num_step
 
 // Batches of all lengths leave holes of all lengths.
 void Run::release_free_memory_sometimes() {
-  constexpr double kSeconds = 30;
-  if (seconds_since(gave_back_) < kSeconds) return;
+  if (seconds_since(gave_back_) < 30) return;
   release_free_memory();
   gave_back_ = Clock::now();
 }
@@ -776,29 +778,8 @@ void Run::validate() {
 
 }  // namespace
 
-std::string strategy_name(const TrainingOptions& options) {
-  if (!options.servers) return parallel::to_string(options.strategy);
-  return is_async(options.servers) ? "ps-async" : "ps-sync";
-}
-
-namespace {
-
-// What makes no sense where servers have the optimizer.
-void check_servers(const TrainingOptions& options) {
-  if (!options.servers) return;
-  const std::string with = ": expected none with --strategy " + strategy_name(options);
-  if (options.tensor_parallel > 1) throw ConfigError("--tensor-parallel" + with);
-  if (!options.optimizer_state_dir.empty()) throw ConfigError("--optimizer-state-dir" + with);
-  if (is_async(options.servers) && options.exponential_smoothing > 0) {
-    throw ConfigError("--exponential-smoothing" + with +
-                      ": each trainer would have an average of its own");
-  }
-}
-
-}  // namespace
-
-TrainingResult train(const TrainingOptions& options, const comm::ProcessGroup& group) {
-  check_servers(options);
+TrainingResult train(const TrainingOptions& given, const comm::ProcessGroup& group) {
+  const TrainingOptions options = resolve(given);
   const parallel::DeviceMesh mesh = parallel::init_strategy_mesh(
       group, options.strategy, static_cast<int>(options.tensor_parallel));
   auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
