@@ -22,9 +22,9 @@ struct TrainingResult {
 /// (unless `vocabs` names them), history.jsonl, best/ (the checkpoint that the first metric calls
 /// best), last/ (where training stands), checkpoints/<update>/ (if asked for) and result-dev.txt.
 ///
-/// A folder with last/ in it is gone on with: on the same number of ranks the result is bit-equal
-/// to a run that was never stopped; on another, the epoch goes on with the sentences that it has
-/// not seen. With servers such a folder is refused: last/ then has no moments, which are the
+/// A run with last/ in its folder resumes: on the same number of ranks the result is bit-equal to a
+/// run that was never stopped; on another, the epoch continues with the sentences that it has not
+/// seen. With servers such a folder is refused: last/ then has no moments, which are the
 /// servers'. SIGTERM and SIGINT, to any rank, end the run after the update at hand with last/
 /// written.
 ///
