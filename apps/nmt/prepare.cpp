@@ -36,7 +36,7 @@ int run(PrepareFlags& flags) {
   }
   const auto start = std::chrono::steady_clock::now();
   comm::ProcessGroup alone(comm::RankInfo{});
-  auto made = translate::prepare_vocabularies(options, /*anew=*/false, alone);
+  auto made = translate::prepare_vocabularies(options, /*rebuild=*/false, alone);
   const auto text = translate::prepare_tokens(options, made, alone);
   made.fresh.keep();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;

@@ -53,8 +53,8 @@ class Stream {
   Stream(const TranslateFlags& flags, TrainedModel& trained)
       : trained_(trained), n_best_(flags.n_best), options_(flags.evaluation) {
     options_.mini_batch = flags.mini_batch;
-    // Who types a line wants its translation before the next. Elsewhere the window does not depend
-    // on when lines come, so that equal input gives equal batches.
+    // On a terminal a line is translated before the next is typed. Elsewhere the window does not
+    // depend on when lines come, so that equal input gives equal batches.
     window_ =
         ::isatty(STDIN_FILENO) == 1 ? 1 : static_cast<size_t>(flags.mini_batch * flags.maxi_batch);
     max_tokens_ = trained.model->options().max_positions - 1;

@@ -48,11 +48,8 @@ void write_config(const TrainingOptions& options, const RunStart& start) {
     }
   }
   for (const auto& [name, value] : metadata_of(options.model)) config[name] = value;
-  config["train_pairs"] = {{"read", start.pairs.read},
-                           {"kept", start.pairs.kept},
-                           {"cropped", start.pairs.cropped},
-                           {"dropped_long", start.pairs.dropped_long},
-                           {"dropped_empty", start.pairs.dropped_empty}};
+  visit_counts(start.pairs,
+               [&](const char* name, int64_t count) { config["train_pairs"][name] = count; });
   write_atomically(options.model_dir + "/config.json", config.dump(2) + "\n");
 }
 
@@ -123,7 +120,7 @@ void RunRecord::attempt(const std::string& file, const std::function<void()>& wr
     failing_.erase(file);
   } catch (const std::exception& error) {
     if (failing_.insert(file).second) {
-      log_.error("a file of the record was not written; training goes on",
+      log_.error("a file of the record was not written; training continues",
                  {{"file", file}, {"why", one_line(error)}});
     }
   }

@@ -1,4 +1,4 @@
-// Flags that are at odds with each other, with the machine, or with the run that goes on: each is
+// Flags that are at odds with each other, with the machine, or with the run that resumes: each is
 // one clear line, and nothing is silently ignored.
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>

@@ -253,7 +253,7 @@ TEST_F(RunRecordTest, TheConfigurationHoldsEveryOption) {
 }
 
 // Folders stand where files should be written: no right is needed to be refused there.
-TEST_F(RunRecordTest, WhatCannotBeWrittenIsSaidOnceAndTrainingGoesOn) {
+TEST_F(RunRecordTest, WhatCannotBeWrittenIsSaidOnceAndTrainingContinues) {
   RunRecord record = make();
   fs::create_directories(folder_ / "report.html/x");
   fs::create_directories(folder_ / "result-dev.txt/x");
@@ -263,7 +263,7 @@ TEST_F(RunRecordTest, WhatCannotBeWrittenIsSaidOnceAndTrainingGoesOn) {
   EXPECT_EQ(lines("valid").size(), 2) << "the other files are written";
   const std::string log = read_file(folder_ / "log");
   EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 2) << log;
-  EXPECT_NE(log.find("error a file of the record was not written; training goes on "
+  EXPECT_NE(log.find("error a file of the record was not written; training continues "
                      "file=report.html why="),
             std::string::npos)
       << log;
