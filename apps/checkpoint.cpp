@@ -177,7 +177,7 @@ int import_weights(const ImportFlags& flags) {
 void add_folder(CLI::App& command, std::string& folder) {
   command.add_option("folder", folder, "The checkpoint: the folder with manifest.json")
       ->required()
-      ->type_name(cohort::cli::kFolder);
+      ->type_name(cohort::kFolder);
 }
 
 void add_inspect(CLI::App& app, Action& action) {
@@ -205,7 +205,7 @@ void add_consolidate(CLI::App& app, Action& action) {
   add_folder(*command, flags->folder);
   command->add_option("--output", flags->output, "Gets the new checkpoint")
       ->required()
-      ->type_name(cohort::cli::kFolder);
+      ->type_name(cohort::kFolder);
   command->add_option("--parts", flags->parts, "Only these: weights, optimizer ... [all]")
       ->type_name("PART");
   command->add_flag("--overwrite", flags->overwrite,
@@ -221,10 +221,10 @@ void add_import(CLI::App& app, Action& action) {
       ->add_option("source", flags->source,
                    "A safetensors file, a Hugging Face index or folder, or a file of torch.save")
       ->required()
-      ->type_name(cohort::cli::kFile);
+      ->type_name(cohort::kFile);
   command->add_option("--to", flags->output, "Gets the new checkpoint")
       ->required()
-      ->type_name(cohort::cli::kFolder);
+      ->type_name(cohort::kFolder);
   command
       ->add_option("--key", flags->key,
                    "Where in a file of torch.save the state dict is: state_dict, model ...")

@@ -109,7 +109,7 @@ int print_completion(int argc, char** argv) {
     lines.insert(lines.end(), more.begin(), more.end());
   };
   add(flags_of_run());
-  lines.push_back({.kind = "positional", .command = "run", .value = cohort::cli::kFile});
+  lines.push_back({.kind = "positional", .command = "run", .value = cohort::kFile});
   for (const std::string& name : commands_beside())
     add(cohort::cli::flags_of_program(own_folder() / ("cohort-" + name)));
   add(cohort::cli::list_flags(app));

@@ -18,9 +18,9 @@
 namespace {
 
 using cohort::ConfigError;
-using cohort::cli::kFile;
-using cohort::cli::kFolder;
-using cohort::cli::kSeconds;
+using cohort::kFile;
+using cohort::kFolder;
+using cohort::kSeconds;
 using cohort::cli::one_of;
 using cohort::launch::BindCores;
 using cohort::launch::kMostWorkers;

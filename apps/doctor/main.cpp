@@ -267,7 +267,7 @@ int run(int argc, char** argv) {
       app.add_option("--model", flags.model,
                      "Suggest a strategy to train this model with `cohort nmt train`: a run's or a "
                      "checkpoint's folder, or a number of parameters such as 93M")
-          ->type_name(cohort::cli::kFolder);
+          ->type_name(cohort::kFolder);
   auto* ranks = app.add_option("--ranks", flags.ranks, "On so many ranks (default: one a core)")
                     ->needs(model_flag)
                     ->check(CLI::Range(1, 1 << 20));

@@ -6,11 +6,11 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/option_flags.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/run_folder.h"
 
 #include "apps/nmt/commands.h"
-#include "cohort/cli/parse.h"
 
 namespace cohort::cli {
 namespace {
@@ -77,15 +77,15 @@ void add_average_command(CLI::App& app, Action& action) {
   auto* command =
       app.add_subcommand("average", "Average the weights that train --save-interval-updates kept");
   auto flags = std::make_shared<AverageFlags>();
-  command->add_option("--model-dir", flags->model_dir, "The run's folder")
-      ->type_name(kFolder)
-      ->required();
-  command->add_option("--output", flags->output, "A new folder, used as --model-dir afterwards")
-      ->type_name(kFolder)
-      ->required();
-  command->add_option("--last", flags->last, "Only the newest so many checkpoints (0: all)")
-      ->capture_default_str()
-      ->check(zero_or_more());
+  add_options(
+      *command,
+      {{"--model-dir", &flags->model_dir, "The run's folder", {.unit = kFolder, .required = true}},
+       {"--output",
+        &flags->output,
+        "A new folder, used as --model-dir afterwards",
+        {.unit = kFolder, .required = true}},
+       {"--last", &flags->last, "Only the newest so many checkpoints (0: all)",
+        rule(kZeroOrMore)}});
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

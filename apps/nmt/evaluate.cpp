@@ -6,14 +6,13 @@
 #include <span>
 
 #include "cohort/base/atomic_file.h"
-#include "cohort/translate/evaluation.h"
-
 #include "cohort/cli/group_flags.h"
+#include "cohort/cli/option_flags.h"
+#include "cohort/translate/training_options.h"
+
 #include "apps/nmt/commands.h"
-#include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/model_flags.h"
 #include "apps/nmt/trained_model.h"
-#include "cohort/cli/parse.h"
 
 namespace cohort::cli {
 namespace {
@@ -24,7 +23,7 @@ struct EvaluateFlags {
   std::string output;
   int64_t samples = 0;
   bool json = false;
-  EvaluationFlags evaluation{full_search()};
+  translate::EvaluationOptions evaluation = full_search();
   GroupFlags group;
 };
 
@@ -47,8 +46,8 @@ void print_samples(const text::ParallelText& pairs, const std::vector<std::strin
 }
 
 int run(EvaluateFlags& flags) {
-  const auto options = flags.evaluation.resolve();
-  const auto precision = nmt::parse_precision(flags.model.precision);
+  const auto& options = flags.evaluation;
+  const auto precision = flags.model.precision;
   const auto group = flags.group.connect();
   auto [model, tokenizers] = load_trained(flags.model);
   const auto pairs = text::read_parallel_text(flags.test_sets);
@@ -101,26 +100,19 @@ void add_evaluate_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("evaluate", "Loss, BLEU and chrF of a trained model");
   auto flags = std::make_shared<EvaluateFlags>();
   flags->model.add_to(*command);
-  command
-      ->add_option("--test-sets", flags->test_sets,
-                   "Source and target text, or one .tsv or .json file")
-      ->required()
-      ->expected(1, 2)
-      ->type_name(kFile)
-      ->group("Texts");
-  command->add_option("--output", flags->output, "Write the translations to this file")
-      ->type_name(kFile)
-      ->group("Output");
-  command
-      ->add_option("--samples", flags->samples,
-                   "Print so many translations with source and reference")
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group("Output");
-  command->add_flag("--json", flags->json, "Print one JSON line instead")
-      ->excludes("--samples")
-      ->group("Output");
-  flags->evaluation.add_to(*command, "Search and score");
+  add_options(*command,
+              {{"--test-sets",
+                &flags->test_sets,
+                "Source and target text, or one .tsv or .json file",
+                {.unit = kFile, .max_values = 2, .required = true}}},
+              "Texts");
+  add_options(*command,
+              {{"--output", &flags->output, "Write the translations to this file", rule(kFile)},
+               {"--samples", &flags->samples,
+                "Print so many translations with source and reference", rule(kZeroOrMore)},
+               {"--json", &flags->json, "Print one JSON line instead", {.excludes = "--samples"}}},
+              "Output");
+  add_options(*command, translate::evaluation_options(flags->evaluation), "Search and score");
   flags->group.add_to(*command);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/parse.h"
 #include "cohort/translate/ctranslate2.h"
 
 #include "apps/nmt/commands.h"
@@ -37,17 +38,14 @@ void add_export_command(CLI::App& app, Action& action) {
   command->add_option("--to", flags->to, "The other program")
       ->check(one_of({"ctranslate2"}))
       ->required();
-  command->add_option("--model-dir", flags->model_dir, "The run's folder")
-      ->type_name(kFolder)
-      ->required();
-  command->add_option("--output-dir", flags->output_dir, "A new folder")
-      ->type_name(kFolder)
-      ->required();
-  command
-      ->add_option("--vocabs", flags->vocabs,
-                   "Source and target .spm file (default: in --model-dir)")
-      ->type_name(kFile)
-      ->expected(2);
+  add_options(
+      *command,
+      {{"--model-dir", &flags->model_dir, "The run's folder", {.unit = kFolder, .required = true}},
+       {"--output-dir", &flags->output_dir, "A new folder", {.unit = kFolder, .required = true}},
+       {"--vocabs",
+        &flags->vocabs,
+        "Source and target .spm file (default: in --model-dir)",
+        {.unit = kFile, .min_values = 2, .max_values = 2}}});
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

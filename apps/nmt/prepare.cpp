@@ -8,10 +8,9 @@
 #include <memory>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/option_flags.h"
 
 #include "apps/nmt/commands.h"
-#include "apps/nmt/text_flags.h"
-#include "cohort/cli/parse.h"
 
 namespace cohort::cli {
 namespace {
@@ -37,7 +36,7 @@ int run(PrepareFlags& flags) {
   }
   const auto start = std::chrono::steady_clock::now();
   comm::ProcessGroup alone(comm::RankInfo{});
-  auto made = translate::prepare_vocabularies(options, /*anew=*/false, alone);
+  auto made = translate::prepare_vocabularies(options, /*rebuild=*/false, alone);
   const auto text = translate::prepare_tokens(options, made, alone);
   made.fresh.keep();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
@@ -56,7 +55,7 @@ int run(PrepareFlags& flags) {
 void add_prepare_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("prepare", "Make vocabularies and tokenise ahead of training");
   auto flags = std::make_shared<PrepareFlags>();
-  add_text_flags(*command, flags->options);
+  add_options(*command, translate::text_options(flags->options), "Data");
   command->add_option("--dim-vocabs", flags->dim_vocabs, "Pieces of source and target vocabulary")
       ->expected(2)
       ->capture_default_str()

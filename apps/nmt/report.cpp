@@ -1,17 +1,18 @@
-// `cohort nmt report`: the page about a run, made anew from the run's record.
+// `cohort nmt report`: the page about a run, made again from the run's record.
 #include "cohort/translate/report.h"
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <memory>
 
-#include "apps/nmt/commands.h"
 #include "cohort/cli/parse.h"
+
+#include "apps/nmt/commands.h"
 
 namespace cohort::cli {
 
 void add_report_command(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("report", "Write a run's report.html anew from its record");
+  auto* command = app.add_subcommand("report", "Write a run's report.html again, from its record");
   auto model_dir = std::make_shared<std::string>();
   command->add_option("--model-dir", *model_dir, "The run's folder")
       ->type_name(kFolder)

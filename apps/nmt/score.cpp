@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/option_flags.h"
 #include "cohort/text/text_file.h"
 #include "cohort/translate/scoring.h"
 
 #include "apps/nmt/commands.h"
 #include "apps/nmt/trained_model.h"
-#include "cohort/cli/parse.h"
 
 namespace cohort::cli {
 namespace {
@@ -168,34 +168,22 @@ void add_score_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("score", "Log-probabilities of given translations");
   auto flags = std::make_shared<ScoreFlags>();
   flags->model.add_to(*command);
-  command
-      ->add_option("--test-sets", flags->test_sets,
-                   "Source and target text, or one .tsv file; empty lines have scores, too")
-      ->required()
-      ->expected(1, 2)
-      ->type_name(kFile)
-      ->group("Texts");
-  command
-      ->add_option("--normalize", flags->normalize,
-                   "Print log p / length^this, the end mark counted")
-      ->check(finite())
-      ->capture_default_str()
-      ->group("Output");
-  command
-      ->add_flag("--word-scores", flags->word_scores,
-                 "Print log p of each token, too, the end mark's last")
-      ->group("Output");
-  command
-      ->add_flag("--json", flags->json,
-                 "Print a JSON line for each pair: score, log_prob, tokens (the end mark counted)")
-      ->group("Output");
-  command
-      ->add_option("--mini-batch-words", flags->mini_batch_words,
-                   "Tokens of a batch, padding included")
-      ->type_name(kTokens)
-      ->check(above_zero())
-      ->capture_default_str()
-      ->group("Texts");
+  add_options(*command,
+              {{"--test-sets",
+                &flags->test_sets,
+                "Source and target text, or one .tsv file; empty lines have scores, too",
+                {.unit = kFile, .max_values = 2, .required = true}},
+               {"--mini-batch-words", &flags->mini_batch_words,
+                "Tokens of a batch, padding included", rule(kAboveZero, kTokens)}},
+              "Texts");
+  add_options(*command,
+              {{"--normalize", &flags->normalize, "Print log p / length^this, the end mark counted",
+                rule(kFinite)},
+               {"--word-scores", &flags->word_scores,
+                "Print log p of each token, too, the end mark's last"},
+               {"--json", &flags->json,
+                "Print a JSON line for each pair: score, log_prob, tokens (the end mark counted)"}},
+              "Output");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

@@ -5,34 +5,37 @@
 #include <string>
 #include <vector>
 
+#include "cohort/cli/option_flags.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/run_folder.h"
-
-#include "cohort/cli/parse.h"
+#include "cohort/translate/training_options.h"
 
 namespace cohort::cli {
+
+/// For translations that are read.
+inline translate::EvaluationOptions full_search() {
+  return {.search = {.beam_size = 6, .normalize = 1}};
+}
 
 /// Which model, as flags.
 struct ModelPlace {
   std::string model_dir;
   std::vector<std::filesystem::path> vocabs;
-  std::string precision = "auto";
+  nmt::Precision precision = nmt::best_precision();
 
   void add_to(CLI::App& app) {
-    const char* group = "Model";
-    app.add_option("--model-dir", model_dir, "The run's folder")
-        ->required()
-        ->type_name(kFolder)
-        ->group(group);
-    app.add_option("--vocabs", vocabs,
-                   "Source and target vocabulary, .spm (default: in --model-dir)")
-        ->expected(2)
-        ->type_name(kFile)
-        ->group(group);
-    app.add_option("--precision", precision, "Of matrix products")
-        ->check(one_of({"auto", "bfloat16", "float32"}))
-        ->capture_default_str()
-        ->group(group);
+    add_options(
+        app,
+        {{"--model-dir", &model_dir, "The run's folder", {.unit = kFolder, .required = true}},
+         {"--vocabs",
+          &vocabs,
+          "Source and target vocabulary, .spm (default: in --model-dir)",
+          {.unit = kFile, .min_values = 2, .max_values = 2}},
+         {"--precision",
+          words_for(precision, {"auto", "bfloat16", "float32"}, nmt::parse_precision),
+          "Of matrix products",
+          {.shown_default = "auto"}}},
+        "Model");
   }
 };
 
@@ -58,7 +61,7 @@ inline TrainedModel load_trained(const std::string& model_dir,
   return trained;
 }
 inline TrainedModel load_trained(const ModelPlace& place) {
-  return load_trained(place.model_dir, place.vocabs, nmt::parse_precision(place.precision));
+  return load_trained(place.model_dir, place.vocabs, place.precision);
 }
 
 }  // namespace cohort::cli

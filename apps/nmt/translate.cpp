@@ -9,13 +9,12 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/cli/option_flags.h"
 #include "cohort/text/text_file.h"
 #include "cohort/translate/evaluation.h"
 
 #include "apps/nmt/commands.h"
-#include "apps/nmt/evaluation_flags.h"
 #include "apps/nmt/trained_model.h"
-#include "cohort/cli/parse.h"
 
 namespace cohort::cli {
 namespace {
@@ -24,10 +23,9 @@ struct TranslateFlags {
   ModelPlace model;
   int64_t mini_batch = 64;
   int64_t maxi_batch = 16;
-  int64_t mini_batch_words = 2048;
   bool max_length_crop = false;
   bool n_best = false;
-  EvaluationFlags evaluation{full_search()};
+  translate::EvaluationOptions evaluation = full_search();
 };
 
 // A text may hold a NUL, where printf would end it.
@@ -53,11 +51,10 @@ void print(int64_t number, const std::vector<translate::Translation>& translatio
 class Stream {
  public:
   Stream(const TranslateFlags& flags, TrainedModel& trained)
-      : trained_(trained), n_best_(flags.n_best), options_(flags.evaluation.resolve()) {
+      : trained_(trained), n_best_(flags.n_best), options_(flags.evaluation) {
     options_.mini_batch = flags.mini_batch;
-    options_.mini_batch_words = flags.mini_batch_words;
-    // Who types a line wants its translation before the next. Elsewhere the window does not depend
-    // on when lines come, so that equal input gives equal batches.
+    // On a terminal a line is translated before the next is typed. Elsewhere the window does not
+    // depend on when lines come, so that equal input gives equal batches.
     window_ =
         ::isatty(STDIN_FILENO) == 1 ? 1 : static_cast<size_t>(flags.mini_batch * flags.maxi_batch);
     max_tokens_ = trained.model->options().max_positions - 1;
@@ -113,6 +110,29 @@ class Stream {
   int64_t number_ = 0;
 };
 
+Options sampling_options(nmt::SamplingOptions& o) {
+  return {
+      {"--sampling", &o.enabled, "Draw translations at random instead of searching the likeliest"},
+      {"--sampling-topk",
+       &o.topk,
+       "Draw from so many likeliest tokens; 0: from all",
+       {.limits = kWholeNumber, .needs = "--sampling"}},
+      {"--sampling-topp",
+       &o.topp,
+       "Draw from the likeliest tokens that reach this share",
+       {.limits = {[](double p) { return p > 0 && p <= 1; }, "above 0, at most 1"},
+        .needs = "--sampling"}},
+      {"--temperature",
+       &o.temperature,
+       "Below 1 the likely become likelier",
+       {.limits = kAboveZero, .needs = "--sampling"}},
+      {"--seed",
+       &o.seed,
+       "The same seed draws the same translations",
+       {.limits = kWholeNumber, .needs = "--sampling"}},
+  };
+}
+
 int run(const TranslateFlags& flags) {
   TrainedModel trained = load_trained(flags.model);
   Stream(flags, trained).run();
@@ -126,36 +146,27 @@ void add_translate_command(CLI::App& app, Action& action) {
       app.add_subcommand("translate", "Translate lines from standard input to standard output");
   auto flags = std::make_shared<TranslateFlags>();
   flags->model.add_to(*command);
-  command->add_option("--mini-batch", flags->mini_batch, "Most sentences of a batch")
-      ->capture_default_str()
-      ->check(CLI::Range(1, 1 << 20))
-      ->group("Batches");
-  command
-      ->add_option("--mini-batch-words", flags->mini_batch_words,
-                   "Most tokens of a batch, padding included")
-      ->type_name(kTokens)
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group("Batches");
-  command
-      ->add_option("--maxi-batch", flags->maxi_batch,
-                   "Read the lines of so many batches ahead and sort them by length; with "
-                   "--mini-batch 1 --maxi-batch 1, and on a terminal, each line is answered at "
-                   "once")
-      ->capture_default_str()
-      ->check(CLI::Range(1, 1 << 20))
-      ->group("Batches");
-  command
-      ->add_flag("--max-length-crop", flags->max_length_crop,
-                 "Cut lines with more tokens than the model has positions instead of refusing them")
-      ->group("Batches");
-  command
-      ->add_flag("--n-best", flags->n_best,
-                 "Print all translations of the beam with their scores, best first: number ||| "
-                 "text ||| Logprob= log p ||| score")
-      ->group("Output");
-  flags->evaluation.add_search_to(*command, "Search");
-  flags->evaluation.add_sampling_to(*command, "Sampling");
+  const Limits size = {[](double n) { return n >= 1 && n <= 1 << 20; }, "1 to 1048576"};
+  add_options(*command,
+              {{"--mini-batch", &flags->mini_batch, "Most sentences of a batch", rule(size)},
+               {"--mini-batch-words", &flags->evaluation.mini_batch_words,
+                "Most tokens of a batch, padding included", rule(kAboveZero, kTokens)},
+               {"--maxi-batch", &flags->maxi_batch,
+                "Read the lines of so many batches ahead and sort them by length; with "
+                "--mini-batch 1 --maxi-batch 1, and on a terminal, each line is answered at once",
+                rule(size)},
+               {"--max-length-crop", &flags->max_length_crop,
+                "Cut lines with more tokens than the model has positions instead of refusing "
+                "them"}},
+              "Batches");
+  add_options(*command,
+              {{"--n-best", &flags->n_best,
+                "Print all translations of the beam with their scores, best first: number ||| "
+                "text ||| Logprob= log p ||| score"}},
+              "Output");
+  nmt::SearchOptions& search = flags->evaluation.search;
+  add_options(*command, translate::search_options(search), "Search");
+  add_options(*command, sampling_options(search.sampling), "Sampling");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

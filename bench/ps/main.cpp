@@ -635,7 +635,7 @@ int run(int argc, char** argv) {
                  "Rows of the table of which a snapshot is written (0: none)")
       ->capture_default_str();
   app.add_option("--snapshot-log", flags.snapshot_log_mib, "Log before that snapshot")
-      ->type_name(cli::kMebibytes)
+      ->type_name(cohort::kMebibytes)
       ->check(cli::above_zero())
       ->capture_default_str();
   app.add_flag("--keys-only", flags.keys_only, "Only the keys of two trainers");

@@ -7,23 +7,13 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/base/option.h"
 
 namespace cohort::cli {
 
 inline std::string in_brackets(const std::string& hint) {
   return hint.empty() ? "" : " (" + hint + ")";
 }
-
-// What the value of an option is, for CLI::Option::type_name: help shows it, and shells complete
-// FILE and FOLDER. The other names are units.
-inline constexpr const char* kFile = "FILE";
-inline constexpr const char* kFolder = "FOLDER";
-inline constexpr const char* kTokens = "TOKENS";
-inline constexpr const char* kUpdates = "UPDATES";
-inline constexpr const char* kEpochs = "EPOCHS";
-inline constexpr const char* kSeconds = "SECONDS";
-inline constexpr const char* kMinutes = "MINUTES";
-inline constexpr const char* kMebibytes = "MIB";
 
 /// Accepts numbers below 9e18 for which `holds`, and else says what was `expected`.
 inline CLI::Validator number_that(bool (*holds)(double), const std::string& expected) {
@@ -37,18 +27,20 @@ inline CLI::Validator number_that(bool (*holds)(double), const std::string& expe
       },
       "");
 }
+inline CLI::Validator number_that(const Limits& limits) {
+  return number_that(limits.holds, limits.expected);
+}
 inline CLI::Validator above_zero() {
-  return number_that([](double n) { return n > 0; }, "a number above 0");
+  return number_that(kAboveZero);
 }
 inline CLI::Validator zero_or_more() {
-  return number_that([](double n) { return n >= 0; }, "0 or more");
+  return number_that(kZeroOrMore);
 }
 inline CLI::Validator finite() {
-  return number_that([](double) { return true; }, "a finite number");
+  return number_that(kFinite);
 }
 inline CLI::Validator whole_number() {
-  return number_that([](double n) { return n >= 0 && n < 9e18 && n == std::floor(n); },
-                     "a whole number of 0 or more");
+  return number_that(kWholeNumber);
 }
 
 /// Accepts one of `words`, and else names them; help lists and shells complete them.

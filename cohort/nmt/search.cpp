@@ -131,7 +131,7 @@ class Search {
                  sampling_number(sampling.seed, sentence.number, beginning.sample, length)));
         continue;
       }
-      // Twice the beam: if half of the best extensions end, enough are left to go on.
+      // Twice the beam: if half of the best extensions end, enough are left to continue.
       for (const Candidate& next : log_probs.greatest(row, 2 * options_.beam_size, banned))
         add(next);
     }

@@ -13,11 +13,11 @@ namespace cohort::nmt {
 /// A translation's score is  log p / length^normalize - word_penalty * length,  where the length
 /// counts the end id: without them short translations win, for every token costs probability.
 struct SearchOptions {
-  int64_t beam_size = 1;    ///< Unfinished translations kept per sentence, at least 1; in sampling:
-                            ///< translations drawn.
-  double normalize = 0;     ///< Exponent of the length; 0 compares log p itself.
-  double word_penalty = 0;  ///< Per token; below 0 it lengthens.
-  bool allow_unk = false;   ///< true: the id for unknown pieces may be chosen.
+  /// Unfinished translations kept per sentence, at least 1; in sampling: translations drawn.
+  int64_t beam_size = 1;
+  double normalize = 0;          ///< Exponent of the length; 0 compares log p itself.
+  double word_penalty = 0;       ///< Per token; below 0 it lengthens.
+  bool allow_unk = false;        ///< true: the id for unknown pieces may be chosen.
   double max_length_factor = 3;  ///< At most this times the source's tokens, plus 10 ...
   int64_t max_length = 256;      ///< ... and at most so many tokens, the end id not counted.
   int64_t min_length = 0;        ///< At least so many, as far as that allows.

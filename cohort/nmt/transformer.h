@@ -225,7 +225,7 @@ class TransformerImpl : public torch::nn::Module {
 
   void train(bool on = true) override;
 
-  /// Draws all parameters anew from `seed`; the same seed gives the same model, however sharded.
+  /// Draws all parameters from `seed`; the same seed gives the same model, however sharded.
   void initialise(uint64_t seed);
   /// The dropout's position: set it per step and rank, and the step can be repeated.
   void set_dropout_stream(DropoutStream stream) { context_->stream = stream; }

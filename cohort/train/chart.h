@@ -10,9 +10,9 @@ using Points = std::vector<std::pair<double, double>>;
 
 /// One curve.
 struct Series {
-  std::string name;   ///< May be "" if it is the chart's only one: the title says what it is.
-  Points points;      ///< x ascending; left out are those of which x or y is no finite number
-                      ///< below 1e300.
+  std::string name;  ///< May be "" if it is the chart's only one: the title says what it is.
+  /// x ascending. Left out are those of which x or y is no finite number below 1e300.
+  Points points;
   bool dots = false;  ///< Each point has a dot, for curves with few.
 };
 

@@ -20,12 +20,12 @@ class EventFile {
   using Scalars = std::vector<std::pair<std::string, double>>;
 
   /// Makes `folder` if need be, and a new file in it that sorts after those that are there. They
-  /// may hold steps from `first_step` on, of a run that went on longer than its last checkpoint:
+  /// may hold steps from `first_step` on, of a run that trained past its last checkpoint:
   /// TensorBoard is told to forget these.
   /// Errors: ConfigError that names the folder or file that cannot be made.
   EventFile(const std::string& folder, int64_t first_step);
 
-  /// Adds one value to each curve named. A number that is not finite is left out.
+  /// Adds one value to each named curve. A number that is not finite is left out.
   /// Errors: c10::Error that names the file; the event is not there then, not even half.
   void add_scalars(int64_t step, const Scalars& scalars);
   /// Adds a text, which TensorBoard reads as Markdown.

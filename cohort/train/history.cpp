@@ -8,7 +8,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Returns the length of the whole lines up to where the run goes on.
+// Returns the length of the whole lines up to where the run resumes.
 off_t kept_length(const std::string& path, int64_t last_update,
                   const std::optional<std::string>& later_type) {
   std::ifstream file(path, std::ios::binary);

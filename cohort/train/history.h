@@ -43,7 +43,7 @@ class History {
   using Field = std::pair<std::string_view, HistoryValue>;
 
   /// Opens `path` for appending. A last line that a killed run left half written is cut off, and so
-  /// are the lines at whose end the run went on longer than its last checkpoint: from the first
+  /// are the last lines of a run that trained past its last checkpoint: from the first
   /// whose "update" is above `last_update`, or is it and whose "type" is `later_type`.
   /// Errors: ConfigError that names the file if it cannot be opened.
   explicit History(const std::string& path,

@@ -23,7 +23,7 @@ std::vector<TensorShard> shards_of(const std::vector<TensorShard>& parameters);
 /// makes the files one checkpoint.
 ///
 ///   writer.begin(folder, shards, update, metadata);     // when all ranks decide to save
-///   ... training goes on ...
+///   ... training continues ...
 ///   if (all_ranks(writer.done())) writer.commit();   // the manifest: now it is the checkpoint
 ///
 /// The folder is one that all ranks see, and the checkpoint's own: other safetensors files in it

@@ -1,4 +1,4 @@
-// Copies of shards, to be written while training goes on.
+// Copies of shards, to be written while training continues.
 #pragma once
 #include <cstddef>
 #include <span>

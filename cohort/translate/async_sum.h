@@ -34,8 +34,8 @@ class AsyncSum {
   /// Takes the round under way if it has ended, and joins the next one. Local.
   void poll();
   /// Returns when all ranks are in `synchronize` and what they gave before has been taken.
-  /// Collective. Rounds go on meanwhile: ranks that still `poll` hear from this one, and a wait is
-  /// as long as the slowest rank takes from one `poll` to the next.
+  /// Collective. Rounds continue meanwhile: ranks that still `poll` hear from this one, and a wait
+  /// is as long as the slowest rank takes from one `poll` to the next.
   void synchronize();
 
  private:

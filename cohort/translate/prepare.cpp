@@ -24,7 +24,7 @@ std::vector<fs::path> vocab_files_of(const TrainingOptions& options) {
                      options.joined_dictionary ? Dictionary::kJoined : Dictionary::kTwo);
 }
 
-MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
+MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool rebuild,
                                     const comm::ProcessGroup& group) {
   if (options.max_length >= options.model.max_positions) {
     throw ConfigError("--max-length " + std::to_string(options.max_length) + ": expected at most " +
@@ -32,14 +32,14 @@ MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
   }
   const auto files = vocab_files_of(options);
   const bool makes_one =
-      anew || !std::ranges::all_of(files, [](const fs::path& file) { return fs::exists(file); });
+      rebuild || !std::ranges::all_of(files, [](const fs::path& file) { return fs::exists(file); });
   text::ParallelText sample;
   run_on_ranks(
       group, "a sample of the training text", group.rank() == 0 && makes_one, kSampleLimit, [&] {
         text::check_regular_files(options.train_sets);
         sample = text::sample_parallel_text(options.train_sets, options.sentencepiece_max_lines);
       });
-  return make_tokenizers(files, sample, options.model, anew, group);
+  return make_tokenizers(files, sample, options.model, rebuild, group);
 }
 
 TrainingText prepare_tokens(const TrainingOptions& options, const MadeTokenizers& vocabularies,

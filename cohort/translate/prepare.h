@@ -13,13 +13,13 @@ namespace cohort::translate {
 /// Returns the vocabularies' files that `options` ask for, see vocab_files in run_folder.h.
 std::vector<std::filesystem::path> vocab_files_of(const TrainingOptions& options);
 
-/// Makes the vocabularies that are missing (`anew`: all) on a sample of the text of
+/// Makes the vocabularies that are missing (`rebuild`: all) on a sample of the text of
 /// options.sentencepiece_max_lines pairs at most, or uses those that are there.
 ///
 /// Collective; blocks while rank 0 works. The text is read once if a vocabulary is made, else not
 /// at all.
 /// Errors: as check_regular_files, for_each_pair and make_tokenizers.
-MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool anew,
+MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool rebuild,
                                     const comm::ProcessGroup& group);
 
 /// Makes the token cache of the training text, or uses the one that is there.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <filesystem>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include "cohort/base/atomic_file.h"
@@ -54,12 +55,14 @@ std::string shown_time(const Json& start) {
   return time.substr(0, 16) + " UTC";
 }
 
+// Not a number without values.
+double mean_of(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.) / static_cast<double>(values.size());
+}
+
 double mean_speed(const RunHistory& history) {
   const auto all = values_of(points_of(history.validations, "tgt_tokens_per_s"));
-  const auto lines = all.empty() ? values_of(points_of(history.trains, "tgt_tokens_per_s")) : all;
-  double sum = 0;
-  for (const double one : lines) sum += one;
-  return lines.empty() ? std::nan("") : sum / static_cast<double>(lines.size());
+  return mean_of(all.empty() ? values_of(points_of(history.trains, "tgt_tokens_per_s")) : all);
 }
 
 // Replaces each {{name}} of `page` by its value. What a value holds is not looked at again.
@@ -309,9 +312,7 @@ std::string table(const std::vector<std::string>& names, const std::string& rows
 std::string mean_and_peak(const train::Points& means, const train::Points& peaks) {
   const auto all = values_of(means), highest = values_of(peaks);
   if (all.empty() || highest.empty()) return readable(std::nan(""));
-  double sum = 0;
-  for (const double one : all) sum += one;
-  return readable(sum / static_cast<double>(all.size())) + " / " +
+  return readable(mean_of(all)) + " / " +
          readable(*std::max_element(highest.begin(), highest.end()));
 }
 
@@ -413,14 +414,14 @@ std::string report_html(const std::string& model_dir) {
   const RunHistory history = read_history(model_dir);
   std::string name = fs::absolute(model_dir).lexically_normal().filename().string();
   if (name.empty()) name = fs::absolute(model_dir).lexically_normal().parent_path().filename();
-  return fill_template(
-      kReportPage, {{"name", escape_html(name)},
-                    {"state", state_badge(history)},
-                    {"summary", summary_line(history)},
-                    {"body", tiles(history) + charts(history) + samples(history) +
-                                 machines(history) + starts(history) + configuration(history)},
-                    {"style", kReportStyle},
-                    {"script", kReportScript}});
+  return fill_template(kReportPage,
+                       {{"name", escape_html(name)},
+                        {"state", state_badge(history)},
+                        {"summary", summary_line(history)},
+                        {"body", tiles(history) + charts(history) + samples(history) +
+                                     machines(history) + starts(history) + configuration(history)},
+                        {"style", kReportStyle},
+                        {"script", kReportScript}});
 }
 
 void write_report(const std::string& model_dir) {

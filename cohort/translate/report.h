@@ -7,7 +7,7 @@ namespace cohort::translate {
 /// Returns the report of the run in `model_dir` as one HTML page that needs no other file and no
 /// script: scores, curves, translations of a few sentences over time, machines and configuration.
 ///
-/// Read from history.jsonl and config.json, whether the run still goes on, has ended or was killed.
+/// Read from history.jsonl and config.json, whether the run still trains, has ended or was killed.
 /// Errors: ConfigError if there is no history.
 std::string report_html(const std::string& model_dir);
 

@@ -53,8 +53,8 @@ std::optional<train::Metadata> metadata_in(const std::string& folder) {
     for (const auto& [key, file] : checkpoint.manifest().files) checkpoint.file(key);
     return checkpoint.manifest().metadata;
   } catch (const ConfigError& error) {
-    throw ConfigError(one_line(error) + "; the run goes on without its best weights so far once " +
-                      folder + " is moved away");
+    throw ConfigError(one_line(error) + "; once " + folder +
+                      " is moved away, the run resumes without its best weights so far");
   }
 }
 
@@ -95,9 +95,10 @@ Start find_start(const TrainingOptions& options) {
   }
   if (options.overwrite) return Start::kFresh;
   if (fs::exists(folder / "history.jsonl") || fs::exists(folder / "best")) {
-    throw ConfigError("--model-dir " + options.model_dir +
-                      " holds a run without last/, so it cannot go on: name another folder, or "
-                      "pass --overwrite");
+    throw ConfigError(
+        "--model-dir " + options.model_dir +
+        " holds a run without last/, so it cannot resume: name another folder, or pass "
+        "--overwrite");
   }
   for (const char* made : kMadeByARun) {
     const auto kind = fs::symlink_status(folder / made);
@@ -366,7 +367,7 @@ void RunCheckpoints::prune() {
       fs::remove(folder / "manifest.json", error);  // First: half a checkpoint is none.
       if (!error) fs::remove_all(folder, error);
       if (error)
-        log_.warn("an earlier checkpoint cannot be removed; training goes on",
+        log_.warn("an earlier checkpoint cannot be removed; training continues",
                   {{"folder", folder.string()}, {"why", error.message()}});
     }
   });

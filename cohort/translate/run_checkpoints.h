@@ -19,11 +19,11 @@ namespace cohort::translate {
 enum class Start { kFresh, kResume };
 
 /// Makes the run's folder and keeps other trainings out until the descriptor is closed. (A file
-/// system without flock keeps nobody out.) Local, for rank 0.
+/// system without flock does not.) Local, for rank 0.
 /// Errors: ConfigError if it cannot be made, or another process holds it.
 Fd hold_run_folder(const std::string& model_dir);
 
-/// Says whether the run in the folder goes on. Local, for rank 0.
+/// Returns whether the run in the folder resumes. Local, for rank 0.
 /// Errors: ConfigError if it holds a run that can be neither continued nor replaced.
 Start find_start(const TrainingOptions& options);
 /// Removes what an earlier run left there, but for its vocabularies and tokens.
@@ -32,9 +32,9 @@ void remove_earlier_run(const std::string& model_dir);
 /// Reads and writes a run's checkpoints.
 ///
 /// What is saved is copied and written in the background, by the ranks that hold it: call every
-/// `save_` on all ranks, with each one's shards. A save that fails is said to have failed, the
-/// checkpoint before it is still there, and training goes on: the occasion comes again, for best/
-/// too, whose weights are kept until they are there.
+/// `save_` on all ranks, with each one's shards. A save that fails is logged, the checkpoint before
+/// it is still there, and training continues: a later save replaces it. The weights of best/ are kept
+/// until they are written.
 /// Threads: one.
 class RunCheckpoints {
  public:
@@ -112,7 +112,7 @@ class RunCheckpoints {
   const std::string text_sha256_;
   // Of the text and the vocabularies that the run rests on.
   mutable std::optional<train::Metadata> data_metadata_;
-  std::optional<Best> unwritten_best_;              // until best/ is known to hold it
+  std::optional<Best> unwritten_best_;                    // until best/ is known to hold it
   std::optional<train::ShardedCheckpointWriter> writer_;  // on writers
   bool is_first_writer_ = false;
   std::string begun_;           // the folder of the save that is pending

@@ -33,8 +33,8 @@ void check_lengths(const Corpus& corpus, int64_t max_positions) {
 RunData prepare_data(const TrainingOptions& options, text::ParallelText valid_text, Start start,
                      const comm::ProcessGroup& group) {
   const auto begin = Clock::now();
-  const bool anew = start == Start::kFresh && options.overwrite && options.vocabs.empty();
-  MadeTokenizers made = prepare_vocabularies(options, anew, group);
+  const bool rebuild = start == Start::kFresh && options.overwrite && options.vocabs.empty();
+  MadeTokenizers made = prepare_vocabularies(options, rebuild, group);
   Corpus valid = tokenize(valid_text, made.tokenizers.source, made.tokenizers.target);
   check_lengths(valid, options.model.max_positions);
   TrainingText train = prepare_tokens(options, made, group);

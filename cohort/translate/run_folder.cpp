@@ -114,7 +114,7 @@ void FreshFiles::keep() {
 }
 
 MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::ParallelText& text,
-                               const nmt::TransformerOptions& model, bool anew,
+                               const nmt::TransformerOptions& model, bool rebuild,
                                const comm::ProcessGroup& group) {
   const bool joined = files[0] == files[1];
   if (joined && model.dim_vocab_source != model.dim_vocab_target) {
@@ -122,12 +122,12 @@ MadeTokenizers make_tokenizers(const std::vector<fs::path>& files, const text::P
                       std::to_string(model.dim_vocab_target) +
                       ": expected the same number twice, for one vocabulary serves both sides");
   }
-  if (model.tied_embeddings_all && !joined && (anew || !same_content(files[0], files[1]))) {
+  if (model.tied_embeddings_all && !joined && (rebuild || !same_content(files[0], files[1]))) {
     throw ConfigError(
         "--tied-embeddings-all: expected one vocabulary for both sides (--joined-dictionary, or "
         "the same file twice in --vocabs)");
   }
-  const auto is_made = [&](size_t side) { return anew || !fs::exists(files[side]); };
+  const auto is_made = [&](size_t side) { return rebuild || !fs::exists(files[side]); };
   const std::vector<bool> made{is_made(0), is_made(1)};
   group.barrier("which vocabularies are there");
   FreshFiles fresh;

@@ -55,8 +55,8 @@ struct MadeTokenizers {
   std::vector<std::filesystem::path> files;  ///< Where they are until `fresh` is kept.
 };
 
-/// Loads both tokenizers; rank 0 first trains one whose file is absent (`anew`: both), on its side
-/// of `text`, with character coverage 0.9995 where 1 % or more of the characters are Chinese, else
+/// Loads both tokenizers; rank 0 first trains one whose file is absent (`rebuild`: both), on its
+/// side of `text`, with character coverage 0.9995 where 1 % or more of the characters are Chinese, else
 /// full. One file that stands for both sides is trained on both. Collective; blocks while rank 0
 /// trains.
 /// Errors: ConfigError that names the side; if a file that was there has another number of pieces
@@ -64,7 +64,7 @@ struct MadeTokenizers {
 ///         two.
 MadeTokenizers make_tokenizers(const std::vector<std::filesystem::path>& files,
                                const text::ParallelText& text, const nmt::TransformerOptions& model,
-                               bool anew, const comm::ProcessGroup& group);
+                               bool rebuild, const comm::ProcessGroup& group);
 
 /// What a manifest says of the vocabularies in `model_dir`, so that a model is never used with
 /// others.

@@ -15,7 +15,7 @@ using Json = nlohmann::ordered_json;
 /// line may be missing, or of another kind than it should be.
 struct RunHistory {
   std::vector<Json> starts, trains, validations;
-  Json end;     ///< The last line of the run; null if it has not ended, or went on after it.
+  Json end;     ///< The last line of the run; null if it has not ended, or resumed after it.
   Json config;  ///< Null if it is missing.
 
   /// The validation whose weights are in best/; nullptr if there is none.

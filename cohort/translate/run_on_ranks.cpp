@@ -26,9 +26,10 @@ void run_on_ranks(const comm::ProcessGroup& group, const std::string& name, bool
   if (error) std::rethrow_exception(error);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;
-    const std::string who = "rank " + std::to_string(rank) + ": ";
+    const std::string rank_name = "rank " + std::to_string(rank) + ": ";
     std::string text = all[rank].substr(1);
-    if (!text.starts_with(who)) text = who + text;  // A sharded checkpoint's errors name it.
+    if (!text.starts_with(rank_name))
+      text = rank_name + text;  // A sharded checkpoint's errors name it.
     if (all[rank].front() == 'C') throw ConfigError(text);
     throw_without_stack(text);
   }

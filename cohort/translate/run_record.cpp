@@ -19,85 +19,37 @@
 namespace cohort::translate {
 namespace {
 
-const char* name_of(LogLevel level) {
-  constexpr std::array kNames = {"debug", "info", "warn", "error"};
-  return kNames.at(static_cast<size_t>(level));
-}
-
-// One list of all options but the model's (metadata_of), in the order of their flags.
-template <class Visit>
-void visit_options(const TrainingOptions& options, Visit visit) {
-  const auto texts = [](const std::vector<std::filesystem::path>& paths) {
-    return std::vector<std::string>(paths.begin(), paths.end());
-  };
-  visit("train_sets", texts(options.train_sets));
-  visit("valid_sets", texts(options.valid_sets));
-  visit("vocabs", texts(options.vocabs));
-  visit("joined_dictionary", options.joined_dictionary);
-  visit("sentencepiece_max_lines", options.sentencepiece_max_lines);
-  visit("model_dir", options.model_dir);
-  visit("cache_dir", options.cache_dir);
-  visit("overwrite", options.overwrite);
-  visit("strategy", strategy_name(options));
-  visit("tensor_parallel", options.tensor_parallel);
-  visit("precision", nmt::to_string(options.precision));
-  visit("gradient_checkpointing", options.gradient_checkpointing);
-  visit("cpu_offload", options.cpu_offload);
-  visit("optimizer_state_dir", options.optimizer_state_dir);
-  visit("mini_batch", options.mini_batch);
-  visit("mini_batch_words", options.mini_batch_words);
-  visit("mini_batch_fit", options.mini_batch_fit);
-  visit("workspace_mib", options.workspace_mib);
-  visit("maxi_batch", options.maxi_batch);
-  visit("max_length", options.max_length);
-  visit("max_length_crop", options.max_length_crop);
-  visit("optimizer_delay", options.optimizer_delay);
-  visit("noam_factor", options.noam_factor);
-  visit("lr_warmup", options.lr_warmup);
-  visit("clip_norm", options.clip_norm);
-  visit("exponential_smoothing", options.exponential_smoothing);
-  visit("seed", options.seed);
-  visit("after_epochs", options.after_epochs);
-  visit("after_batches", options.after_batches);
-  visit("time_limit_min", options.time_limit_min);
-  std::vector<std::string> metrics;
-  for (const ValidMetric metric : options.valid_metrics) metrics.push_back(to_string(metric));
-  visit("valid_metrics", metrics);
-  visit("early_stopping", options.early_stopping);
-  visit("valid_on_start", options.valid_on_start);
-  visit("valid_freq_epochs", options.valid_freq_epochs);
-  visit("valid_freq_updates", options.valid_freq_updates);
-  visit("valid_mini_batch_words", options.evaluation.mini_batch_words);
-  visit("tokenize", text::to_string(options.evaluation.bleu.tokenizer));
-  const nmt::SearchOptions& search = options.evaluation.search;
-  visit("beam_size", search.beam_size);
-  visit("normalize", search.normalize);
-  visit("word_penalty", search.word_penalty);
-  visit("allow_unk", search.allow_unk);
-  visit("max_length_factor", search.max_length_factor);
-  visit("min_output_length", search.min_length);
-  visit("max_output_length", search.max_length);
-  visit("save_freq_min", options.save_freq_min);
-  visit("save_interval_updates", options.save_interval_updates);
-  visit("keep_interval_updates", options.keep_interval_updates);
-  visit("disp_freq_s", options.disp_freq_s);
-  visit("disp_freq_updates", options.disp_freq_updates);
-  visit("quiet", options.quiet);
-  visit("log_level", name_of(options.log_level));
-  visit("profile", options.profile.file);
-  visit("profile_skip", options.profile.skip_steps);
-  visit("profile_steps", options.profile.num_steps);
-}
+// As JSON: null for what is not given.
+struct ToJson {
+  using Json = nlohmann::ordered_json;
+  template <class T>
+  Json operator()(const T* value) const {
+    return *value;
+  }
+  Json operator()(const std::optional<double>* value) const {
+    return *value ? Json(**value) : Json();
+  }
+  Json operator()(const std::vector<std::filesystem::path>* paths) const {
+    return std::vector<std::string>(paths->begin(), paths->end());
+  }
+  Json operator()(const TextValue& value) const { return value.get(); }
+};
 
 void write_config(const TrainingOptions& options, const RunStart& start) {
   nlohmann::ordered_json config = {{"world_size", start.machines.size()}};
-  visit_options(options, [&](const char* name, const auto& value) { config[name] = value; });
+  TrainingOptions values = options;  // The tables are for flags: they may write.
+  for (const auto& group : {data_options(values), optimization_options(values),
+                            validation_options(values), output_options(values)}) {
+    for (const Option& option : group) {
+      nlohmann::ordered_json value = std::visit(ToJson(), option.value);
+      const bool is_word =
+          std::holds_alternative<TextValue>(option.value) && option.rule.max_values == 1;
+      config[record_name(option)] = is_word ? value.front() : value;
+    }
+  }
   for (const auto& [name, value] : metadata_of(options.model)) config[name] = value;
-  config["train_pairs"] = {{"read", start.pairs.read},
-                           {"kept", start.pairs.kept},
-                           {"cropped", start.pairs.cropped},
-                           {"dropped_long", start.pairs.dropped_long},
-                           {"dropped_empty", start.pairs.dropped_empty}};
+  visit_counts(start.pairs,
+               [&](const char* name, int64_t count) { config["train_pairs"][name] = count; });
   write_atomically(options.model_dir + "/config.json", config.dump(2) + "\n");
 }
 
@@ -168,7 +120,7 @@ void RunRecord::attempt(const std::string& file, const std::function<void()>& wr
     failing_.erase(file);
   } catch (const std::exception& error) {
     if (failing_.insert(file).second) {
-      log_.error("a file of the record was not written; training goes on",
+      log_.error("a file of the record was not written; training continues",
                  {{"file", file}, {"why", one_line(error)}});
     }
   }

@@ -1,4 +1,4 @@
-// What rank 0 writes about a run for those who watch it.
+// What rank 0 writes about a run: figures, curves and a report.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -24,7 +24,7 @@ std::string describe_machine();
 
 /// What a start of a run is told with.
 struct RunStart {
-  int64_t update = 0;         ///< Where the run goes on; 0 for a new one.
+  int64_t update = 0;         ///< Where the run resumes; 0 for a new one.
   bool is_validated = false;  ///< ... with the weights of then already validated.
   int64_t num_parameters = 0;
   int64_t train_pairs = 0;
@@ -63,13 +63,12 @@ struct Validation {
 /// Writes config.json, history.jsonl, tensorboard/, result-dev.txt and report.html of a run's
 /// folder. For rank 0. docs/run-record.md describes the files.
 ///
-/// What cannot be written when the run starts is an error: another folder is needed. Later on a
-/// record is not worth a run: the log says so, once for each file until it can be written again,
-/// and training goes on.
+/// What cannot be written when the run starts is an error: another folder is needed. A later
+/// failure is logged, once for each file until it can be written again, and training continues.
 /// Threads: one.
 class RunRecord {
  public:
-  /// Writes config.json, and opens the history and a new file of events, which go on after
+  /// Writes config.json, and opens the history and a new file of events, which continue after
   /// `start.update`: what the run will do again is cut off. `options`, `valid_text` and `log` must
   /// outlive this.
   /// Errors: ConfigError, or c10::Error if the disk is full.

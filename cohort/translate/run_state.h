@@ -12,7 +12,7 @@
 
 namespace cohort::translate {
 
-/// All that a run must know to go on as if it had not been stopped, beside its tensors. Parameters,
+/// What a run needs to resume as if it had not been stopped, beside its tensors. Parameters,
 /// order of the data and dropout are functions of the seed and of these numbers, so no random
 /// generator's state is among them.
 struct RunState {

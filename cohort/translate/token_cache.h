@@ -85,7 +85,7 @@ struct OpenedCache {
   std::string why;  ///< Empty: there is no file.
 };
 
-/// Who hears how a tokenisation gets on.
+/// Where the progress of a tokenisation is reported.
 struct BuildNews {
   /// Called on the thread that builds with the pairs that are done; may be empty.
   std::function<void(int64_t num_pairs)> tell;

@@ -59,8 +59,9 @@ struct UpdateReport {
   double nll_sum = 0;      ///< Of this rank's target tokens, without smoothing; natural logarithm.
   int64_t own_tokens = 0;  ///< This rank's target tokens.
   int64_t num_tokens = 0;  ///< All ranks' target tokens.
-  double gradient_norm = 0;  ///< Global, before clipping; the same on all ranks. kSync servers: the
-                             ///< root mean square over ranks of their own gradients' norms.
+  /// Global, before clipping; the same on all ranks. kSync servers: the root mean square over ranks
+  /// of their own gradients' norms.
+  double gradient_norm = 0;
   bool skipped = false;      ///< A loss or the norm is not finite: nothing was updated, anywhere.
   BadNumber bad;             ///< If skipped: where that came from; the same on all ranks.
   double compute_seconds = 0;  ///< Of this rank's own work: without waiting for other ranks.

@@ -20,8 +20,8 @@
 namespace {
 
 using cohort::cli::above_zero;
-using cohort::cli::kFile;
-using cohort::cli::kFolder;
+using cohort::kFile;
+using cohort::kFolder;
 using cohort::cli::zero_or_more;
 using ctr::Options;
 
@@ -53,7 +53,7 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
   constexpr const char* kTable = "Table";
   app.add_option("--table-memory-mib", limits.memory_mib,
                  "Memory for rows, of each server (0, and without it: any)")
-      ->type_name(cohort::cli::kMebibytes)
+      ->type_name(cohort::kMebibytes)
       ->check(
           cohort::cli::number_that([](double n) { return n < kMaxMebibytes; }, "less than 2^40"))
       ->group(kTable);
@@ -71,7 +71,7 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
       ->excludes(after);
   app.add_option("--row-ttl", limits.row_ttl_s,
                  "Evict rows without a push for this time (0: never)")
-      ->type_name(cohort::cli::kSeconds)
+      ->type_name(cohort::kSeconds)
       ->check(zero_or_more())
       ->group(kTable);
 }

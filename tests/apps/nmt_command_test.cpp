@@ -217,7 +217,7 @@ TEST_F(NmtCommandTest, MomentsOnDiskChangeNoWeight) {
   expect_refused(train_flags("x") + "--optimizer-state-dir " + path("absent"), path("absent"));
 }
 
-// One run that goes on under another strategy again and again, beside one under plain DDP.
+// One run that resumes under another strategy again and again, beside one under plain DDP.
 TEST_F(NmtCommandTest, ARunGoesOnWithAnotherStrategy) {
   const std::string flags =
       "--precision float32 --exponential-smoothing 0.1 --save-interval-updates 4 --after-batches ";
@@ -822,11 +822,11 @@ TEST_F(NmtCommandTest, FittedBatchesAreNotFittedAgain) {
   const std::string same = run("--after-batches 3");
   EXPECT_FALSE(has(same, "batch fits ")) << same;
   EXPECT_TRUE(has(same, "batches are those that were fitted before")) << same;
-  EXPECT_FALSE(has(same, "planned anew")) << same;
+  EXPECT_FALSE(has(same, "planned again")) << same;
   flags.replace(flags.find("--workspace 2"), 13, "--workspace 1");
   const std::string other = run("--after-batches 4");
   EXPECT_TRUE(has(other, "batch fits ")) << other;
-  EXPECT_TRUE(has(other, "the rest of the epoch is planned anew")) << other;
+  EXPECT_TRUE(has(other, "the rest of the epoch is planned again")) << other;
 }
 
 // The other ranks say what rank 0 found, not that they lost it.
@@ -865,7 +865,7 @@ TEST_F(NmtCommandTest, KeptCheckpointsGoOnlyForOnesThatAreThere) {
   const Ended kept = shell("unshare -m sh -c 'mount -t tmpfs none " + mounted + " && " +
                            bin("cohort-nmt") + " " + flags + "--after-batches 15'");
   EXPECT_EQ(kept.code, 0) << kept.output;
-  EXPECT_NE(kept.output.find("an earlier checkpoint cannot be removed; training goes on"),
+  EXPECT_NE(kept.output.find("an earlier checkpoint cannot be removed; training continues"),
             std::string::npos)
       << kept.output;
   EXPECT_TRUE(fs::exists(path("k/checkpoints/15/manifest.json")));

@@ -1,4 +1,4 @@
-// Flags that are at odds with each other, with the machine, or with the run that goes on: each is
+// Flags that are at odds with each other, with the machine, or with the run that resumes: each is
 // one clear line, and nothing is silently ignored.
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -78,6 +78,29 @@ TEST_F(NmtFlagsTest, RatesAreOfASensibleSize) {
   expect_refused(flags + "--noam-factor 1e30", "--noam-factor 1e30: expected a number above 0 and at most");
 }
 
+// The default, once given and once not, and others: of the same updates, other weights.
+TEST_F(NmtFlagsTest, AdamsParametersAreTheFlags) {
+  const auto weights = [&](const std::string& more) {
+    EXPECT_EQ(train("--after-batches 2 --overwrite " + more).code, 0);
+    return last("weights", "generator.weight");
+  };
+  const auto recorded = [&] {
+    return nlohmann::json::parse(contents(path("run/config.json")))["optimizer_params"];
+  };
+  const auto usual = weights("");
+  EXPECT_EQ(recorded(), nlohmann::json::parse("[0.9, 0.98, 1e-9]"));
+  EXPECT_EQ(weights("--optimizer-params 0.9 0.98 1e-9"), usual);
+  for (const char* params : {"0.5 0.98 1e-9", "0.9 0.5 1e-9", "0.9 0.98 1e-2"})
+    EXPECT_NE(weights("--optimizer-params " + std::string(params)), usual) << params;
+  EXPECT_EQ(recorded(), nlohmann::json::parse("[0.9, 0.98, 0.01]"));
+  const std::string flags = train_flags("other") + "--optimizer-params ";
+  for (const char* params : {"1 0.98 1e-09", "0.9 -0.5 1e-09", "0.9 0.98 0"}) {
+    expect_refused(flags + params, "--optimizer-params " + std::string(params) +
+                                       ": expected beta1 and beta2 of 0 to below 1, and epsilon above 0");
+  }
+  expect_refused(flags + "0.9 0.98", "--optimizer-params: ");
+}
+
 // Update 5 takes its parameters into the average at a rate of 9 / (5 + 9).
 TEST_F(NmtFlagsTest, AnAverageThatIsNewToARunBeginsAtItsWeights) {
   ASSERT_EQ(train("--after-batches 4 ").code, 0);
@@ -85,7 +108,7 @@ TEST_F(NmtFlagsTest, AnAverageThatIsNewToARunBeginsAtItsWeights) {
   const auto before = last("weights", name);
   const Ended on = train("--after-batches 5 --exponential-smoothing 0.01");
   EXPECT_EQ(on.code, 0) << on.output;
-  EXPECT_NE(on.output.find("--exponential-smoothing is new to this run: the average begins at"),
+  EXPECT_NE(on.output.find("--exponential-smoothing is new to this run: the average starts from"),
             std::string::npos)
       << on.output;
   const auto after = last("weights", name), average = last("average", name);
@@ -102,7 +125,7 @@ TEST_F(NmtFlagsTest, AnAverageThatIsNewToARunBeginsAtItsWeights) {
   EXPECT_EQ(same.output.find("is new to this run"), std::string::npos) << same.output;
   const Ended off = train("--after-batches 7");
   EXPECT_EQ(off.code, 0) << off.output;
-  EXPECT_NE(off.output.find("goes on without --exponential-smoothing: its average is dropped"),
+  EXPECT_NE(off.output.find("--exponential-smoothing is no longer given: the average is dropped"),
             std::string::npos)
       << off.output;
   const auto parts = StoredCheckpoint(path("run/last")).parts();

@@ -83,7 +83,7 @@ TEST_F(ServerTrainingCommandTest, TrainsThroughServersAsDdpDoes) {
   EXPECT_NEAR(valid_loss("sync"), valid_loss("ddp"), 1.2e-4);
   EXPECT_EQ(nlohmann::json::parse(contents(path("sync/config.json")))["strategy"], "ps-sync");
 
-  // Nobody goes on with such a run without servers: last/ has no moments.
+  // Such a run does not resume without servers: last/ has no moments.
   expect_refused(train("--nproc-per-node 2", "sync", updates), "a run through parameter servers");
 }
 

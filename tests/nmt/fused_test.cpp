@@ -352,7 +352,7 @@ TEST(FusedTest, DropoutKeepsItsShareAndItsScaleAndRepeats) {
     EXPECT_NEAR(once.max().item<double>(), 1 / 0.9, 0.005);
     DropoutStream again{.seed = 5, .call = 9};
     EXPECT_TRUE(at::equal(dropout(x, 0.1, again), once));
-    EXPECT_FALSE(at::equal(dropout(x, 0.1, again), once)) << "the next call draws anew";
+    EXPECT_FALSE(at::equal(dropout(x, 0.1, again), once)) << "the next call draws other numbers";
     DropoutStream other{.seed = 6, .call = 9};
     EXPECT_FALSE(at::equal(dropout(x, 0.1, other), once));
   }

@@ -58,7 +58,7 @@ TEST(BatchFitTest, EveryLengthsBatchFitsAndTriedOnesFillTheWorkspace) {
 TEST(BatchFitTest, MemoryIsThatOfATrainingStep) {
   auto model = small_model();
   const int64_t one = batch_bytes(model, 8, 40);
-  EXPECT_EQ(batch_bytes(model, 8, 40), one) << "the same every time, so a run goes on exactly";
+  EXPECT_EQ(batch_bytes(model, 8, 40), one) << "the same every time, so a run resumes exactly";
   const int64_t more = batch_bytes(model, 32, 40);
   // Logits alone: 32 x 40 x 300 floats, and as much again for their gradient.
   EXPECT_GT(more, 2 * 32 * 40 * 300 * 4);

@@ -104,7 +104,7 @@ TEST_F(RunCheckpointsTest, ABestThatIsNotThereAtTheEndIsAnError) {
   checkpoints.save_last(state(8, 7), parts(8));
   EXPECT_ANY_THROW(checkpoints.finish());
   EXPECT_EQ(update_in("last"), "8");
-  // Such a run goes on with the best that there is: none.
+  // Such a run resumes with the best that there is: none.
   fs::remove(folder_ / "best");
   const RunState none = RunCheckpoints(options_, "text", log_).read_last(alone_);
   EXPECT_FALSE(none.best);

@@ -185,7 +185,11 @@ TEST_F(RunRecordTest, TheConfigurationHoldsEveryOption) {
   const json config = json::parse(read_file(folder_ / "config.json"));
   EXPECT_EQ(config["valid_metrics"], json::parse(R"(["chrf", "ce-mean-words"])"));
   EXPECT_EQ(config["log_level"], "warn");
-  EXPECT_EQ(config["disp_freq_updates"], 10);
+  EXPECT_EQ(config["disp_freq"], "10u");
+  EXPECT_EQ(config["valid_freq"], "1e");
+  EXPECT_EQ(config["optimizer_params"], json::parse("[0.9, 0.98, 1e-9]"));
+  EXPECT_TRUE(config["learn_rate"].is_null());
+  EXPECT_EQ(config["strategy"], "ddp");
   EXPECT_EQ(config["min_output_length"], 3);
   for (const char* name : {"train_sets",
                            "valid_sets",
@@ -201,10 +205,12 @@ TEST_F(RunRecordTest, TheConfigurationHoldsEveryOption) {
                            "gradient_checkpointing",
                            "cpu_offload",
                            "optimizer_state_dir",
+                           "optimizer_params",
+                           "learn_rate",
                            "mini_batch",
                            "mini_batch_words",
                            "mini_batch_fit",
-                           "workspace_mib",
+                           "workspace",
                            "maxi_batch",
                            "max_length",
                            "max_length_crop",
@@ -216,12 +222,11 @@ TEST_F(RunRecordTest, TheConfigurationHoldsEveryOption) {
                            "seed",
                            "after_epochs",
                            "after_batches",
-                           "time_limit_min",
+                           "time_limit",
                            "valid_metrics",
                            "early_stopping",
                            "valid_on_start",
-                           "valid_freq_epochs",
-                           "valid_freq_updates",
+                           "valid_freq",
                            "valid_mini_batch_words",
                            "tokenize",
                            "beam_size",
@@ -231,11 +236,11 @@ TEST_F(RunRecordTest, TheConfigurationHoldsEveryOption) {
                            "max_length_factor",
                            "min_output_length",
                            "max_output_length",
-                           "save_freq_min",
+                           "save_freq",
                            "save_interval_updates",
                            "keep_interval_updates",
-                           "disp_freq_s",
-                           "disp_freq_updates",
+                           "disp_freq",
+                           "profile_steps",
                            "quiet",
                            "log_level",
                            "world_size",
@@ -248,7 +253,7 @@ TEST_F(RunRecordTest, TheConfigurationHoldsEveryOption) {
 }
 
 // Folders stand where files should be written: no right is needed to be refused there.
-TEST_F(RunRecordTest, WhatCannotBeWrittenIsSaidOnceAndTrainingGoesOn) {
+TEST_F(RunRecordTest, WhatCannotBeWrittenIsSaidOnceAndTrainingContinues) {
   RunRecord record = make();
   fs::create_directories(folder_ / "report.html/x");
   fs::create_directories(folder_ / "result-dev.txt/x");
@@ -258,7 +263,7 @@ TEST_F(RunRecordTest, WhatCannotBeWrittenIsSaidOnceAndTrainingGoesOn) {
   EXPECT_EQ(lines("valid").size(), 2) << "the other files are written";
   const std::string log = read_file(folder_ / "log");
   EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 2) << log;
-  EXPECT_NE(log.find("error a file of the record was not written; training goes on "
+  EXPECT_NE(log.find("error a file of the record was not written; training continues "
                      "file=report.html why="),
             std::string::npos)
       << log;

@@ -1,4 +1,4 @@
-// Every strategy trains the same model, and goes on from every other's checkpoints.
+// Every strategy trains the same model, and resumes from every other's checkpoints.
 #include <array>
 #include <cstdlib>
 #include <filesystem>
@@ -190,7 +190,7 @@ void go_on_from_every_checkpoint(const comm::ProcessGroup& group, const JobsFold
   }
 }
 
-// 4 strategies by 4 numbers of ranks, each to each: 256 ways to go on.
+// 4 strategies by 4 numbers of ranks, each to each: 256 ways to resume.
 TEST(ReshardTest, EveryStrategyAndNumberOfRanksGoesOnFromEveryOthers) {
   const JobsFolder folder;
   const char* phase = std::getenv("COHORT_TEST_PHASE");

@@ -360,7 +360,7 @@ void save(Updater& updater, const std::string& folder) {
   writer.commit();
 }
 
-// Every strategy in turn goes on from the checkpoint of the one before; in between is one process.
+// Every strategy in turn resumes from the checkpoint of the one before; in between is one process.
 void expect_one_processs_training(const comm::ProcessGroup& world,
                                   const std::vector<parallel::Strategy>& strategies) {
   constexpr int kUpdates = 5;
