@@ -2,7 +2,6 @@
 
 #include <ATen/ops/zeros.h>
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <sstream>
 #include <torch/csrc/autograd/engine.h>
@@ -13,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/logger.hpp>
 
 #include "cohort/base/error.h"
-#include "cohort/optim/adam.h"
 #include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/delayed_parameters.h"
 #include "cohort/parallel/mixed_precision.h"
@@ -564,14 +562,10 @@ std::vector<std::pair<std::string, at::Tensor>> GradientEngine::named_parameters
   return named;
 }
 
-std::vector<at::Tensor> GradientEngine::averaged_parameters() const {
-  std::vector<at::Tensor> tensors;
-  for (const NamedTensor& each : impl_->watched) tensors.push_back(each.tensor);
-  return tensors;
-}
-
-double GradientEngine::gradient_norm() {
-  return std::sqrt(optim::gradient_norm_squared(averaged_parameters()));
+std::vector<std::pair<std::string, at::Tensor>> GradientEngine::averaged_parameters() const {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const NamedTensor& each : impl_->watched) named.emplace_back(each.name, each.tensor);
+  return named;
 }
 
 bool GradientEngine::set_synchronized(bool on) {
