@@ -1,5 +1,7 @@
 #include "cohort/optim/adam.h"
 
+#include <ATen/OpMathType.h>
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <torch/nn/module.h>
@@ -10,13 +12,22 @@
 namespace cohort::optim {
 
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters) {
+  const auto is_trained = [](const at::Tensor& each) {
+    return each.is_leaf() && each.requires_grad();
+  };
+  TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters, is_trained),
+                    "gradient_norm_squared: expected parameters, of which one at least requires a "
+                    "gradient: pass parameters, not their gradients");
   const at::NoGradGuard no_grad;
   double sum = 0;
   for (const at::Tensor& parameter : parameters) {
     const at::Tensor& grad = parameter.grad();
     if (!grad.defined() || grad.numel() == 0) continue;
-    // norm() sums in float32; squaring its result in double keeps small tensors from being lost.
-    const double norm = at::norm(grad).item<double>();
+    // In the gradient's own type unless that is a low one: another would cost a copy. Squaring in
+    // double keeps small tensors from being lost.
+    const double norm = at::linalg_vector_norm(grad, 2, at::OptionalIntArrayRef{}, false,
+                                               at::toOpMathType(grad.scalar_type()))
+                            .item<double>();
     sum += norm * norm;
   }
   return sum;

@@ -22,6 +22,7 @@ struct AdamOptions {
 };
 
 /// Sum of squares of all gradients, undefined ones counting 0; float64 scalar. Local.
+/// Errors: c10::ValueError if no leaf among them requires a gradient, as in a list of gradients.
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters);
 
 /// Name and tensor of every parameter, in the order of registration: what Adam is made of. Frozen

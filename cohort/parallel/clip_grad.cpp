@@ -16,7 +16,7 @@ double clip_grad_norm_(const ModelWrapper& model, double max_norm,
   const double factor = max_norm / (norm + 1e-6);
   if (factor >= 1) return norm;
   const at::NoGradGuard no_grad;
-  for (const at::Tensor& parameter : model.engine().averaged_parameters())
+  for (const auto& [name, parameter] : model.engine().averaged_parameters())
     if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
   return norm;
 }
@@ -24,7 +24,7 @@ double clip_grad_norm_(const ModelWrapper& model, double max_norm,
 void clip_grad_value_(const ModelWrapper& model, double clip_value) {
   TORCH_CHECK_VALUE(clip_value >= 0, "clip_grad_value_: expected 0 or more, got ", clip_value);
   const at::NoGradGuard no_grad;
-  for (const at::Tensor& parameter : model.engine().averaged_parameters())
+  for (const auto& [name, parameter] : model.engine().averaged_parameters())
     if (parameter.grad().defined()) parameter.mutable_grad().clamp_(-clip_value, clip_value);
 }
 

@@ -11,19 +11,16 @@ struct ClipGradNormOptions {
 };
 
 /// Scales the model's gradients by max_norm / (norm + 1e-6) if that is less than 1. `norm` is the 2
-/// norm of the whole gradient, averaged over ranks. Call it between backward and the optimizer's
-/// step.
+/// norm of the whole gradient, averaged over ranks, of all parts of a tensor-parallel model. Call it
+/// between backward and the optimizer's step.
 ///
 ///   loss.backward();
 ///   parallel::clip_grad_norm_(model, 1.0);
 ///   optimizer.step();
 ///
 /// Returns:    the norm before clipping, the same on every rank.
-/// Collective: where the model is sharded; blocks. One number is sent.
-/// Limits:     the ranks of a tensor-parallel group hold different parts of one model, and this
-///             norm is of a rank's own part. Scale by tensor_parallel_gradient_norm there.
-/// Numerics:   squares of the norms of single tensors add up in float64. Parameters in `ignored`
-///             neither count nor change.
+/// Collective: where the model is sharded or tensor-parallel; blocks. One number is sent for each.
+/// Numerics:   as ModelWrapper::gradient_norm. Parameters in `ignored` neither count nor change.
 /// Errors:     c10::ValueError if max_norm is negative; c10::Error if error_if_nonfinite.
 double clip_grad_norm_(const ModelWrapper& model, double max_norm,
                        const ClipGradNormOptions& options = {});

@@ -9,6 +9,7 @@
 #include "cohort/parallel/gradient_engine.h"
 #include "cohort/parallel/mesh.h"
 #include "cohort/parallel/model_wrapper.h"
+#include "cohort/parallel/tensor_parallel_layout.h"
 #include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
@@ -49,12 +50,15 @@ class DistributedDataParallel : public ModelHandle<Holder> {
   /// copies rank 0's state to all.
   DistributedDataParallel(Holder module, const comm::ProcessGroup& group,
                           const DistributedDataParallelOptions& options = {})
-      : DistributedDataParallel(
-            module, std::make_shared<GradientEngine>(shared_module(module), group, options)) {}
-  /// The same among the ranks along all axes of a mesh.
+      : DistributedDataParallel(model_ranks(group, options.tensor_parallel), module, group,
+                                options) {}
+  /// The same among the ranks along the data axes of a mesh, "dp", or "dp_replicate" and "dp_shard".
+  /// Along an axis "tp", of this mesh or of that which it is a part of, ranks hold parts of the
+  /// model: options.tensor_parallel says which.
   DistributedDataParallel(Holder module, const DeviceMesh& mesh,
                           const DistributedDataParallelOptions& options = {})
-      : DistributedDataParallel(std::move(module), mesh.group(), options) {}
+      : DistributedDataParallel(model_ranks(*shared_module(module), mesh, options.tensor_parallel),
+                                module, data_axes(mesh).group(), options) {}
 
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>
@@ -85,8 +89,11 @@ class DistributedDataParallel : public ModelHandle<Holder> {
   DdpLoggingData logging_data() const { return engine().logging_data(); }
 
  private:
-  DistributedDataParallel(Holder module, std::shared_ptr<GradientEngine> engine)
-      : ModelHandle<Holder>(std::move(module), std::move(engine)) {}
+  DistributedDataParallel(ModelRanks ranks, Holder& module, const comm::ProcessGroup& group,
+                          const DistributedDataParallelOptions& options)
+      : ModelHandle<Holder>(module,
+                            std::make_shared<GradientEngine>(shared_module(module), group, options),
+                            std::move(ranks)) {}
 
   template <class... Arguments>
   auto forward(Arguments&&... arguments) try {

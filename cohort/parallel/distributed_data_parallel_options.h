@@ -1,9 +1,11 @@
 // Options of DistributedDataParallel, with PyTorch's names and meanings; docs/ddp.md has the table.
 #pragma once
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cohort/parallel/mixed_precision_options.h"
+#include "cohort/parallel/tensor_parallel_plan.h"
 
 namespace cohort::parallel {
 
@@ -45,6 +47,8 @@ struct DistributedDataParallelOptions {
   MixedPrecision mixed_precision;
   int logging_sample_rate =
       100;  ///< Times are taken in the first 10 steps, then in every so many, > 0.
+  /// What the ranks along the mesh's axis "tp" hold in parts; needed if there is such an axis.
+  std::optional<TensorParallelPlan> tensor_parallel;
 };
 
 }  // namespace cohort::parallel

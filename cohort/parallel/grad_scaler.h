@@ -29,7 +29,7 @@ struct GradScalerOptions {
 /// (DistributedDataParallel, optim or torch::optim parameters) and with shards of them
 /// (FullyShardedDataParallel), which a rank alone may see overflow.
 ///
-/// `group`: all ranks, or those that shard the model (a replicate_group's ranks have the same
+/// `group`: all ranks, or those that shard the model (ranks along "dp_replicate" have the same
 /// gradients).
 /// Collective: unscale.
 /// Threads:    one.

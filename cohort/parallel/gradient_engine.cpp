@@ -1,10 +1,8 @@
 #include "cohort/parallel/gradient_engine.h"
 
 #include <algorithm>
-#include <cmath>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include "cohort/optim/adam.h"
 #include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/gradient_engine_impl.h"
 
@@ -173,14 +171,10 @@ std::vector<std::pair<std::string, at::Tensor>> GradientEngine::named_parameters
   return named;
 }
 
-std::vector<at::Tensor> GradientEngine::averaged_parameters() const {
-  std::vector<at::Tensor> tensors;
-  for (const NamedTensor& each : impl_->watched) tensors.push_back(each.tensor);
-  return tensors;
-}
-
-double GradientEngine::gradient_norm() {
-  return std::sqrt(optim::gradient_norm_squared(averaged_parameters()));
+std::vector<std::pair<std::string, at::Tensor>> GradientEngine::averaged_parameters() const {
+  std::vector<std::pair<std::string, at::Tensor>> named;
+  for (const NamedTensor& each : impl_->watched) named.emplace_back(each.name, each.tensor);
+  return named;
 }
 
 bool GradientEngine::set_synchronized(bool on) {

@@ -51,8 +51,8 @@ class GradientEngine final : public ModelEngine {
   ~GradientEngine() override;
 
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
-  double gradient_norm() override;  ///< Local: every rank has the whole gradient.
-  std::vector<at::Tensor> averaged_parameters() const override;
+  std::vector<std::pair<std::string, at::Tensor>> averaged_parameters() const override;
+  comm::ProcessGroup shard_group() const override { return {}; }
 
   /// Everything before the module's forward. Rank 0's buffers are sent where a synchronized forward
   /// was the last one, whatever this one is.

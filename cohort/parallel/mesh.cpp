@@ -188,8 +188,9 @@ std::string DeviceMesh::describe() const {
 }
 
 std::vector<std::string> DeviceMesh::axis_names() const {
+  const Impl& my = impl();
   std::vector<std::string> names;
-  for (const size_t axis : axes_) names.push_back(impl().axes[axis].name);
+  for (const size_t axis : axes_) names.push_back(my.axes[axis].name);
   return names;
 }
 
@@ -237,14 +238,41 @@ const comm::ProcessGroup& DeviceMesh::world() const {
   return impl().world;
 }
 
+DeviceMesh data_axes(const DeviceMesh& mesh) {
+  std::vector<size_t> found;
+  for (const std::string& name : mesh.axis_names()) {
+    const bool is_data = name == "dp" || name == "dp_replicate" || name == "dp_shard";
+    if (is_data) found.push_back(mesh.find(name));
+    TORCH_CHECK_VALUE(is_data || name == "tp", "device mesh ", mesh.describe(),
+                      ": expected \"dp\", or \"dp_replicate\" and \"dp_shard\", as data axes, and "
+                      "\"tp\" for tensor parallelism, got \"",
+                      name, "\": pass the data axes alone, as mesh[\"dp\"]");
+  }
+  TORCH_CHECK_VALUE(!found.empty(), "device mesh ", mesh.describe(),
+                    ": expected a data axis, \"dp\", or \"dp_replicate\" and \"dp_shard\"; it may "
+                    "have size 1");
+  return {mesh.impl_, std::move(found)};
+}
+
+DeviceMesh model_axes(const DeviceMesh& mesh) {
+  const DeviceMesh data = data_axes(mesh);
+  std::vector<size_t> found;
+  for (size_t axis = 0; axis < mesh.impl_->axes.size(); ++axis) {
+    const std::string& name = mesh.impl_->axes[axis].name;
+    if (name == "tp" || data.has(name)) found.push_back(axis);
+  }
+  return {mesh.impl_, std::move(found)};
+}
+
 ShardingGroups sharding_groups(const DeviceMesh& mesh) {
-  const auto axes = mesh.axis_names();
-  if (axes.size() == 1) return {mesh.group(), {}};
-  TORCH_CHECK_VALUE(axes.size() == 2,
-                    "sharding: expected a mesh of one axis, or of two of which the first "
-                    "replicates, got ",
-                    mesh.describe());
-  return {mesh.group(axes[1]), mesh.group(axes[0])};
+  const DeviceMesh data = data_axes(mesh);
+  const size_t count = data.axis_names().size();
+  if (count == 1) return {data.group(), {}};
+  TORCH_CHECK_VALUE(
+      count == 2 && !data.has("dp"),
+      "sharding: expected the data axis \"dp\", or \"dp_replicate\" and \"dp_shard\", got ",
+      data.describe());
+  return {data.group("dp_shard"), data.group("dp_replicate")};
 }
 
 }  // namespace cohort::parallel

@@ -71,6 +71,8 @@ class DeviceMesh {
   struct Impl;
   friend DeviceMesh init_device_mesh(const comm::ProcessGroup& world, std::vector<MeshAxis> axes,
                                      const DeviceMeshOptions& options);
+  friend DeviceMesh data_axes(const DeviceMesh& mesh);
+  friend DeviceMesh model_axes(const DeviceMesh& mesh);
   DeviceMesh(std::shared_ptr<Impl> impl, std::vector<size_t> axes);
   Impl& impl() const;                          // c10::ValueError of an empty handle
   size_t find(const std::string& axis) const;  // its place in impl_->axes
@@ -86,14 +88,23 @@ class DeviceMesh {
 DeviceMesh init_device_mesh(const comm::ProcessGroup& world, std::vector<MeshAxis> axes,
                             const DeviceMeshOptions& options = {});
 
+/// The axes along which ranks compute different batches, by their names: "dp", "dp_replicate" and
+/// "dp_shard"; all but "tp". Local.
+/// Errors: c10::ValueError for an axis of another name, and if there is none of these.
+DeviceMesh data_axes(const DeviceMesh& mesh);
+/// The axes of the ranks that train one model: the data axes of `mesh`, and "tp" if there is one in
+/// `mesh` or in the mesh that this is a part of. Local.
+/// Errors: as data_axes.
+DeviceMesh model_axes(const DeviceMesh& mesh);
+
 /// What a sharded model makes of a mesh.
 struct ShardingGroups {
   comm::ProcessGroup shard;      ///< Its ranks share the model out.
   comm::ProcessGroup replicate;  ///< Its ranks hold the same shards; empty: nobody does.
 };
-/// One axis: shard. Two: the ranks along the second shard, those along the first replicate (hybrid
-/// sharding, HSDP).
-/// Errors: c10::ValueError for more.
+/// One data axis: its ranks shard. Two: the ranks along "dp_shard" shard, those along "dp_replicate"
+/// replicate (hybrid sharding, HSDP).
+/// Errors: c10::ValueError for others, and as data_axes.
 ShardingGroups sharding_groups(const DeviceMesh& mesh);
 
 }  // namespace cohort::parallel

@@ -9,7 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/comm/process_group.h"
+
 namespace cohort::parallel {
+
+class TensorParallelLayout;
 
 /// A TORCH_MODULE holder or a shared_ptr to a module. A module by value would be copied.
 template <class T>
@@ -27,9 +31,10 @@ class ModelEngine : public std::enable_shared_from_this<ModelEngine> {
 
   /// As ModelWrapper's functions of these names.
   virtual std::vector<std::pair<std::string, at::Tensor>> named_parameters() const = 0;
-  virtual double gradient_norm() = 0;
-  /// The tensors whose gradients backward averages over ranks, each once.
-  virtual std::vector<at::Tensor> averaged_parameters() const = 0;
+  /// Those of them whose gradients backward averages over ranks.
+  virtual std::vector<std::pair<std::string, at::Tensor>> averaged_parameters() const = 0;
+  /// The ranks that hold different shards of the parameters; empty: each has whole ones.
+  virtual comm::ProcessGroup shard_group() const = 0;
 
  protected:
   friend class NoSync;
@@ -75,6 +80,13 @@ class [[nodiscard]] Unsharded {
   UnshardedOptions options_;
 };
 
+/// Which ranks train a model together.
+struct ModelRanks {
+  comm::ProcessGroup all;  ///< Also those that hold other parts of it, by tensor parallelism.
+  /// What is cut, and between which ranks; null: every rank computes the model alone.
+  std::shared_ptr<const TensorParallelLayout> tensor_parallel;
+};
+
 /// The base of every wrapper, whatever its module.
 ///
 /// Owner:   a movable handle; guards and autograd graphs may outlive it.
@@ -91,9 +103,11 @@ class ModelWrapper {
   }
   std::vector<at::Tensor> parameters() const;
 
-  /// Norm of the whole averaged gradient, the same on every rank. Ignored parameters do not count.
-  /// Collective where the model is sharded; blocks.
-  double gradient_norm() const { return engine().gradient_norm(); }
+  /// Norm of the whole averaged gradient, of all parts of a tensor-parallel model, the same on every
+  /// rank. Ignored parameters do not count.
+  /// Collective where the model is sharded or tensor-parallel; blocks.
+  /// Numerics: squares of the norms of single tensors add up in float64.
+  double gradient_norm() const;
 
   /// Accumulates locally while the returned guard lives; sharded, that costs the memory of a whole
   /// gradient.
@@ -113,15 +127,18 @@ class ModelWrapper {
   }
 
   ModelEngine& engine() const;
+  const ModelRanks& ranks() const { return ranks_; }
 
  protected:
-  explicit ModelWrapper(std::shared_ptr<ModelEngine> engine) : engine_(std::move(engine)) {}
+  ModelWrapper(std::shared_ptr<ModelEngine> engine, ModelRanks ranks)
+      : engine_(std::move(engine)), ranks_(std::move(ranks)) {}
   ~ModelWrapper() = default;
   ModelWrapper(ModelWrapper&&) noexcept = default;
   ModelWrapper& operator=(ModelWrapper&&) noexcept = default;
 
  private:
   std::shared_ptr<ModelEngine> engine_;
+  ModelRanks ranks_;
 };
 
 /// Access to a wrapper's module, as with a holder. Names carry no prefix.
@@ -137,8 +154,8 @@ class ModelHandle : public ModelWrapper {
   operator torch::nn::Module&() const { return *module(); }  // NOLINT(google-explicit-constructor)
 
  protected:
-  ModelHandle(Holder module, std::shared_ptr<ModelEngine> engine)
-      : ModelWrapper(std::move(engine)), module_(std::move(module)) {}
+  ModelHandle(Holder module, std::shared_ptr<ModelEngine> engine, ModelRanks ranks)
+      : ModelWrapper(std::move(engine), std::move(ranks)), module_(std::move(module)) {}
 
  private:
   mutable Holder module_;

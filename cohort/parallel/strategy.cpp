@@ -61,18 +61,20 @@ DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy
   return init_device_mesh(group, std::move(axes), options);
 }
 
-DeviceMesh data_axes(const DeviceMesh& mesh) {
-  return mesh.has("dp_shard") ? mesh[{"dp_replicate", "dp_shard"}] : mesh["dp"];
-}
-
 comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy) {
-  if (strategy == Strategy::kDdp)
-    return mesh.group().rank() == 0 ? comm::ProcessGroup(comm::RankInfo{}) : comm::ProcessGroup();
+  const DeviceMesh data = data_axes(mesh), all = model_axes(mesh);
+  if (strategy == Strategy::kDdp) {
+    if (data.group().rank() > 0) return {};
+    return all.has("tp") ? all.group("tp") : comm::ProcessGroup(comm::RankInfo{});
+  }
   const size_t num_axes = strategy == Strategy::kHybrid ? 2 : 1;
-  TORCH_CHECK_VALUE(mesh.axis_names().size() == num_axes, "strategy ", to_string(strategy),
-                    ": expected a mesh with number of axes ", num_axes, ", got ", mesh.describe());
-  const ShardingGroups groups = sharding_groups(mesh);
-  return groups.replicate && groups.replicate.rank() > 0 ? comm::ProcessGroup() : groups.shard;
+  TORCH_CHECK_VALUE(data.axis_names().size() == num_axes, "strategy ", to_string(strategy),
+                    ": expected a mesh with number of data axes ", num_axes, ", got ",
+                    data.describe());
+  const comm::ProcessGroup replicate = sharding_groups(data).replicate;
+  const comm::ProcessGroup writers =
+      (replicate ? model_axes(data["dp_shard"]) : all).group();  // Made on every rank.
+  return replicate && replicate.rank() > 0 ? comm::ProcessGroup() : writers;
 }
 
 std::vector<LocalShard> full_shards_of(const torch::nn::Module& module) {

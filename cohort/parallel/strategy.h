@@ -34,6 +34,9 @@ struct StrategyOptions {
   Strategy strategy = Strategy::kDdp;
   DistributedDataParallelOptions ddp;  ///< Of kDdp.
   ShardingOptions sharding;            ///< Of the others, which set `shard`.
+  /// What the ranks along the mesh's axis "tp" hold in parts, under every strategy; needed if there
+  /// is such an axis. It replaces that of `ddp` and `sharding`.
+  std::optional<TensorParallelPlan> tensor_parallel;
 };
 
 /// Makes the mesh of all ranks of `group` that a strategy wants: one axis, "dp"; for kHybrid two,
@@ -45,9 +48,8 @@ struct StrategyOptions {
 ///         `tensor_parallel` does not divide the number of ranks.
 DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy,
                               int tensor_parallel = 1);
-/// The axes of such a mesh along which ranks compute different batches: all but "tp".
-DeviceMesh data_axes(const DeviceMesh& mesh);
 /// The ranks of a strategy's mesh that write checkpoints, if this is one of them; else empty.
+/// Collective over the mesh's world; blocks.
 comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy);
 
 /// Every parameter as one shard that holds all of it.
@@ -68,8 +70,9 @@ std::vector<LocalShard> whole_state_of(const torch::nn::Module& module);
 template <ModuleHolder Holder>
 class ParallelModel : public ModelHandle<Holder> {
  public:
-  /// `mesh` has one axis, for kHybrid two: ranks along the first hold the same, ranks along the
-  /// second share the model out. A group stands for init_strategy_mesh(group, options.strategy).
+  /// `mesh` has one data axis, for kHybrid two: ranks along "dp_replicate" hold the same, ranks
+  /// along "dp_shard" share the model out; and "tp", if ranks hold parts of the model. A group
+  /// stands for init_strategy_mesh(group, options.strategy).
   /// `units`: as FullyShardedDataParallel's, for models that call their blocks through a runner.
   ParallelModel(Holder module, const comm::ProcessGroup& group, const StrategyOptions& options = {},
                 const std::vector<torch::nn::Module*>& units = {})
@@ -102,41 +105,44 @@ class ParallelModel : public ModelHandle<Holder> {
     return parts_.ddp ? whole_state_of(**this) : sharded().engine().state_to_load();
   }
 
-  /// Whether ranks hold different shards: then every rank reads a checkpoint, else any one.
-  bool is_sharded() const { return parts_.sharded.has_value(); }
+  /// Whether ranks hold different shards or parts: then every rank reads a checkpoint, else any one.
+  bool is_sharded() const { return parts_.sharded || this->ranks().tensor_parallel; }
   /// The ranks that write checkpoints, each its local shards; empty unless this is one of them.
   /// Their shards cover everything once; rank 0 of the whole group is the first of them.
   const comm::ProcessGroup& checkpoint_writers() const { return parts_.writers; }
-  const comm::ProcessGroup& group() const { return parts_.group; }  ///< All ranks that train it.
 
  private:
   // One of the two wrappers.
   struct Parts {
     Parts(Holder& module, const DeviceMesh& mesh, const StrategyOptions& options,
           const std::vector<torch::nn::Module*>& units)
-        : group(mesh.group()), writers(checkpoint_writers_of(mesh, options.strategy)) {
+        : writers(checkpoint_writers_of(mesh, options.strategy)) {
       if (options.strategy == Strategy::kDdp) {
-        ddp.emplace(module, mesh, options.ddp);
+        DistributedDataParallelOptions whole = options.ddp;
+        whole.tensor_parallel = options.tensor_parallel;
+        ddp.emplace(module, mesh, whole);
         return;
       }
       ShardingOptions sharding = options.sharding;
+      sharding.tensor_parallel = options.tensor_parallel;
       sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
                        : options.strategy == Strategy::kZero2 ? Shard::kGradients
                                                               : Shard::kParameters;
       sharded.emplace(module, mesh, sharding, units);
     }
     Holder& module() const { return ddp ? ddp->module() : sharded->module(); }
-    ModelEngine& engine() const {
-      return ddp ? static_cast<ModelEngine&>(ddp->engine()) : sharded->engine();
+    const ModelWrapper& wrapper() const {
+      return ddp ? static_cast<const ModelWrapper&>(*ddp) : *sharded;
     }
 
-    comm::ProcessGroup group, writers;
+    comm::ProcessGroup writers;
     std::optional<DistributedDataParallel<Holder>> ddp;
     std::optional<FullyShardedDataParallel<Holder>> sharded;
   };
 
   explicit ParallelModel(Parts parts)
-      : ModelHandle<Holder>(parts.module(), parts.engine().shared_from_this()),
+      : ModelHandle<Holder>(parts.module(), parts.wrapper().engine().shared_from_this(),
+                            parts.wrapper().ranks()),
         parts_(std::move(parts)) {}
   const FullyShardedDataParallel<Holder>& sharded() const { return *parts_.sharded; }
   FullyShardedDataParallel<Holder>& sharded() { return *parts_.sharded; }

@@ -1,13 +1,11 @@
 #include "cohort/parallel/tensor_parallel.h"
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 
 #include "cohort/base/tensor_part.h"
-#include "cohort/optim/adam.h"
 #include "cohort/parallel/saved_group.h"
 
 namespace cohort::parallel {
@@ -226,16 +224,6 @@ VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const
   const variable_list sums = VocabularyCrossEntropy::apply(
       hidden.contiguous(), weight, labels, smoothing, vocabulary, with_gradient, group);
   return {sums[0], sums[1]};
-}
-
-double tensor_parallel_gradient_norm(const std::vector<at::Tensor>& cut,
-                                     const std::vector<at::Tensor>& replicated, int num_parts,
-                                     const comm::ProcessGroup& group) {
-  const double squares =
-      optim::gradient_norm_squared(cut) + optim::gradient_norm_squared(replicated) / num_parts;
-  at::Tensor sum = at::scalar_tensor(squares, at::TensorOptions().dtype(at::kDouble));
-  group.all_reduce(sum);
-  return std::sqrt(sum.item<double>());
 }
 
 }  // namespace cohort::parallel

@@ -8,8 +8,9 @@
 //   y = row_parallel_linear(h, second, bias, group);           // whole on every rank
 //
 // Legend: K ranks, N rows, D width, V vocabulary. "Replicated": the same on every rank of `group`,
-// bit by bit. What autograd gives for replicated tensors is replicated, too: nobody need send the
-// gradients of biases and norms.
+// bit by bit. What autograd gives for replicated tensors is replicated, too: no rank needs to send
+// the gradients of biases and norms. Wrappers are told what is cut (tensor_parallel_plan.h); then
+// clip_grad_norm_ and checkpoint::save are those of the whole model.
 //
 // Collective: every function below, and its backward: all ranks of `group` call them in the same
 //             order. They block.
@@ -19,7 +20,6 @@
 // Source:     Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 #pragma once
 #include <ATen/core/Tensor.h>
-#include <vector>
 
 #include "cohort/comm/process_group.h"
 
@@ -77,13 +77,5 @@ VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const
                                                  const at::Tensor& labels, double smoothing,
                                                  int64_t vocabulary,
                                                  const comm::ProcessGroup& group);
-
-/// Norm of the whole gradient, the same on every rank: `cut` are parameters of which each rank has
-/// a part, `replicated` those that all `num_parts` ranks of a tensor-parallel group have. Undefined
-/// gradients count 0. `group`: that group; or, where data-parallel ranks shard parameters among
-/// themselves, the group of all of them, with each rank's local shards in the lists.
-double tensor_parallel_gradient_norm(const std::vector<at::Tensor>& cut,
-                                     const std::vector<at::Tensor>& replicated, int num_parts,
-                                     const comm::ProcessGroup& group);
 
 }  // namespace cohort::parallel

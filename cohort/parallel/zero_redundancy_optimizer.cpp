@@ -63,7 +63,7 @@ OptimizerShards::OptimizerShards(const Named& parameters, const comm::ProcessGro
   verify_same_text("parameters of ZeroRedundancyOptimizer", describe(kinds), group);
   for (auto& kind : kinds) {
     impl_->buckets.push_back(std::make_unique<FlatBucket>(
-        std::move(kind), group, ShardingOptions{.shard = Shard::kOptimizer},
+        std::move(kind), group, ShardingEngineOptions{{.shard = Shard::kOptimizer}, {}},
         BucketPlace{.name = "parameters of ZeroRedundancyOptimizer"}));
     const auto& shards = impl_->buckets.back()->local_shards();
     impl_->local_shards.insert(impl_->local_shards.end(), shards.begin(), shards.end());

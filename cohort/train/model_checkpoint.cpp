@@ -7,6 +7,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/stored_checkpoint.h"
+#include "cohort/parallel/tensor_parallel_layout.h"
 #include "cohort/train/optimizer_state.h"
 
 namespace cohort::checkpoint {
@@ -34,34 +35,17 @@ int64_t step_of(const OptimizerState& optimizer, const SaveOptions& options) {
   return adam->num_steps();
 }
 
-}  // namespace
-
-class Session {
- public:
-  static SaveHandle save(const ModelState& model, const train::ShardedParts& parts,
-                         const std::string& folder, int64_t step, const SaveOptions& options) {
-    SaveHandle handle;
-    handle.writer_ = std::make_unique<train::ShardedCheckpointWriter>(model.group);
-    if (options.async) {
-      handle.writer_->begin(folder, parts, step, options.metadata);
-    } else {
-      handle.writer_->begin_without_copy(folder, parts, step, options.metadata);
-      handle.wait();
-    }
-    return handle;
-  }
-};
-
-void SaveHandle::wait() {
-  const auto writer = std::exchange(writer_, nullptr);
-  if (writer) writer->commit();
+// Those of the whole model.
+std::vector<train::TensorShard> full_shards(const ModelState& model,
+                                            const std::vector<train::TensorShard>& shards,
+                                            parallel::Replicated replicated) {
+  const auto& layout = model.ranks.tensor_parallel;
+  return layout ? layout->full_model_shards(shards, replicated) : shards;
 }
 
-SaveHandle save_state(const ModelState& model, const OptimizerState& optimizer,
-                      const std::string& folder, const SaveOptions& options) {
+train::ShardedParts parts_to_save(const ModelState& model, const OptimizerState& optimizer) {
   train::ShardedParts parts{{kWeights, {}}};
   if (model.saves) parts[kWeights] = train::shards_of(model.to_save);
-  const int64_t step = step_of(optimizer, options);
   std::vector<train::TensorShard> state;
   if (optim::Adam* adam = adam_of(optimizer))
     state = train::shards_like(optimizer.parameters, adam->state());
@@ -71,7 +55,38 @@ SaveHandle save_state(const ModelState& model, const OptimizerState& optimizer,
     parts[kOptimizer];
     if (optimizer.saves) parts[kOptimizer] = train::shards_of(state);
   }
-  return Session::save(model, parts, folder, step, options);
+  for (auto& [part, shards] : parts)
+    shards = full_shards(model, shards, parallel::Replicated::kOnce);
+  return parts;
+}
+
+}  // namespace
+
+void SaveHandle::wait() {
+  const auto writer = std::exchange(writer_, nullptr);
+  if (writer) writer->commit();
+}
+
+void SaveHandle::drop() {
+  if (!writer_) return;
+  TORCH_WARN("checkpoint: a SaveHandle goes without wait(): its save is lost");
+  writer_ = nullptr;
+}
+
+void save_state(const ModelState& model, const OptimizerState& optimizer, const std::string& folder,
+                const SaveOptions& options) {
+  train::ShardedCheckpointWriter writer(model.ranks.all);
+  writer.begin_without_copy(folder, parts_to_save(model, optimizer), step_of(optimizer, options),
+                            options.metadata);
+  writer.commit();
+}
+
+SaveHandle async_save_state(const ModelState& model, const OptimizerState& optimizer,
+                            const std::string& folder, const SaveOptions& options) {
+  auto writer = std::make_unique<train::ShardedCheckpointWriter>(model.ranks.all);
+  writer->begin(folder, parts_to_save(model, optimizer), step_of(optimizer, options),
+                options.metadata);
+  return SaveHandle(std::move(writer));
 }
 
 IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optimizer,
@@ -100,9 +115,11 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
       parts[kOptimizer] = load->local_shards();
       if (!has_state) load.reset();
     }
+    for (auto& [part, shards] : parts)
+      shards = full_shards(model, shards, parallel::Replicated::kEverywhere);
     return parts;
   };
-  IncompatibleKeys keys = train::load_shards(path, make_parts, model.group, options);
+  IncompatibleKeys keys = train::load_shards(path, make_parts, model.ranks.all, options);
   if (load) load->install();
   if (num_steps) adam->set_num_steps(*num_steps);
   return keys;

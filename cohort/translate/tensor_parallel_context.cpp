@@ -38,15 +38,6 @@ class GroupContext : public nmt::TensorParallelContext {
   comm::ProcessGroup group_;
 };
 
-// "a.weight" of itself and of "a.weight.exp_avg".
-std::string parameter_of(const nmt::TransformerImpl& model, const std::string& name) {
-  const auto parameters = model.named_parameters();
-  for (size_t end = name.size(); end != std::string::npos; end = name.rfind('.', end - 1))
-    if (parameters.contains(name.substr(0, end))) return name.substr(0, end);
-  TORCH_CHECK_VALUE(false, "tensor-parallel shards: expected those of the model's parameters, got ",
-                    name);
-}
-
 }  // namespace
 
 std::shared_ptr<const nmt::TensorParallelContext> make_tensor_parallel_context(
@@ -54,34 +45,14 @@ std::shared_ptr<const nmt::TensorParallelContext> make_tensor_parallel_context(
   return std::make_shared<GroupContext>(group);
 }
 
-bool is_partitioned(const nmt::TransformerImpl& model, const std::string& parameter,
-                    const std::vector<int64_t>& shape) {
-  return !nmt::part_of(parameter, shape, model.options(), *model.tensor_parallel()).is_whole();
-}
-
-std::vector<train::TensorShard> full_model_shards(const nmt::TransformerImpl& model,
-                                                  const std::vector<train::TensorShard>& shards,
-                                                  Replicated replicated) {
-  std::vector<train::TensorShard> result;
-  for (const train::TensorShard& shard : shards) {
-    const TensorPart part = nmt::part_of(parameter_of(model, shard.name), shard.shape,
-                                         model.options(), *model.tensor_parallel());
-    TORCH_CHECK_VALUE(shard.shape == part.part_shape() && shard.tensor.is_contiguous(),
-                      "tensor-parallel shards: expected contiguous ones of the shard's shape: ",
-                      shard.name, ", shape ", to_string(shard.shape));
-    const at::Tensor elements = shard.tensor.detach().view(-1);
-    ElementRange wanted{shard.begin, shard.end};
-    if (part.is_whole() && replicated == Replicated::kOnce) {
-      const ElementRange own = model.tensor_parallel()->shard_range(shard.end - shard.begin);
-      wanted = {shard.begin + own.begin, shard.begin + own.end};
-    }
-    for (const PartRun& run : part.runs(wanted)) {
-      result.push_back(
-          {shard.name, part.shape, run.whole.begin, run.whole.end,
-           elements.narrow(0, run.part_begin - shard.begin, run.whole.end - run.whole.begin)});
-    }
+parallel::TensorParallelPlan tensor_parallel_plan(const nmt::TransformerImpl& model) {
+  parallel::TensorParallelPlan plan;
+  for (const auto& item : model.named_parameters()) {
+    const TensorPart part = nmt::part_of(item.key(), item.value().sizes().vec(), model.options(),
+                                         *model.tensor_parallel());
+    if (!part.is_whole()) plan[item.key()] = {.dim = part.dim, .blocks = std::ssize(part.pieces)};
   }
-  return result;
+  return plan;
 }
 
 }  // namespace cohort::translate

@@ -1,13 +1,10 @@
 // Tensor parallelism of a translator: its parameters are sharded among ranks.
 #pragma once
-#include <cstdint>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
-#include "cohort/train/tensor_shard.h"
+#include "cohort/parallel/tensor_parallel_plan.h"
 
 namespace cohort::translate {
 
@@ -24,22 +21,7 @@ namespace cohort::translate {
 std::shared_ptr<const nmt::TensorParallelContext> make_tensor_parallel_context(
     const comm::ProcessGroup& group);
 
-/// Whether each shard has other elements of this parameter, which has `shape` in the shard; if not,
-/// it is replicated.
-bool is_partitioned(const nmt::TransformerImpl& model, const std::string& parameter,
-                    const std::vector<int64_t>& shape);
-
-/// How replicated parameters appear among the shards of the full model.
-enum class Replicated {
-  kEverywhere,  ///< On every rank: to load them.
-  kOnce,        ///< Each rank has its share: to save them.
-};
-/// A rank's shards as shards of the full model, under its shapes, so that a checkpoint of all ranks
-/// is the unsharded model's. Rows that are cut make a shard each. `shards` are of the rank's
-/// parameters, or of tensors like them, "<parameter>.exp_avg"; they share memory with the result.
-/// Errors: c10::ValueError for a shard of no parameter, of another shape, or not contiguous.
-std::vector<train::TensorShard> full_model_shards(const nmt::TransformerImpl& model,
-                                                  const std::vector<train::TensorShard>& shards,
-                                                  Replicated replicated);
+/// Which parameters of such a model are cut, and how.
+parallel::TensorParallelPlan tensor_parallel_plan(const nmt::TransformerImpl& model);
 
 }  // namespace cohort::translate

@@ -3,7 +3,6 @@
 #include <cmath>
 #include <torch/types.h>
 
-#include "cohort/parallel/tensor_parallel.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/layer_runner.h"
 #include "cohort/translate/run_on_ranks.h"
@@ -17,10 +16,16 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
 }
 
-parallel::StrategyOptions strategy_options(const UpdaterOptions& options) {
-  return {.strategy = options.strategy,
-          .ddp = {.broadcast_buffers = !options.servers, .gradient_as_bucket_view = true},
-          .sharding = {.cpu_offload = options.cpu_offload, .fill = options.fill}};
+parallel::StrategyOptions strategy_options(const UpdaterOptions& options,
+                                           const nmt::TransformerImpl& model,
+                                           const parallel::DeviceMesh& mesh) {
+  parallel::StrategyOptions strategy{
+      .strategy = options.strategy,
+      .ddp = {.broadcast_buffers = !options.servers, .gradient_as_bucket_view = true},
+      .sharding = {.cpu_offload = options.cpu_offload, .fill = options.fill},
+      .tensor_parallel = {}};
+  if (mesh.has("tp")) strategy.tensor_parallel = tensor_parallel_plan(model);
+  return strategy;
 }
 
 // Servers read or write some gigabytes.
@@ -58,19 +63,14 @@ Updater::Updater(nmt::Transformer model, const comm::ProcessGroup& group,
     : options_(options),
       mesh_(options.mesh ? options.mesh : parallel::init_strategy_mesh(group, options.strategy)),
       group_(parallel::data_axes(mesh_).group()),
-      tensor_(mesh_.has("tp") ? mesh_.group("tp") : comm::ProcessGroup()),
       model_(std::move(model)),
-      parallel_(model_, parallel::data_axes(mesh_), strategy_options(options), model_->layers()) {
-  TORCH_CHECK_VALUE(model_->tensor_parallel()->count() == (tensor_ ? tensor_.size() : 1),
+      parallel_(model_, mesh_, strategy_options(options, *model_, mesh_), model_->layers()) {
+  TORCH_CHECK_VALUE(model_->tensor_parallel()->count() == (mesh_.has("tp") ? mesh_.size("tp") : 1),
                     "updater: a model in ", model_->tensor_parallel()->count(),
                     " shards: expected a mesh with as many ranks to a model");
-  TORCH_CHECK_VALUE(!options.servers || (options.strategy == parallel::Strategy::kDdp && !tensor_),
-                    "updater: servers need a model that is whole on each rank");
-  if (tensor_ && parallel_.is_sharded()) {
-    model_group_ = mesh_.has("dp_shard") ? mesh_[{"dp_shard", "tp"}].group() : mesh_.group();
-  } else {
-    model_group_ = tensor_;
-  }
+  TORCH_CHECK_VALUE(
+      !options.servers || (options.strategy == parallel::Strategy::kDdp && !mesh_.has("tp")),
+      "updater: servers need a model that is whole on each rank");
   set_up_layers(model_, options.gradient_checkpointing);
   for (const auto& [name, tensor] : parallel_.named_parameters()) trained_.push_back(tensor);
   if (options.servers) {
@@ -116,26 +116,9 @@ train::ShardedParts Updater::parts(Replicated replicated) {
     for (size_t i = 0; i < weights.size(); ++i)
       parts["average"][i].tensor = average_->averages()[i];
   }
-  for (auto& [part, shards] : parts) shards = full_model_shards(*model_, shards, replicated);
+  if (const auto& layout = parallel_.ranks().tensor_parallel)
+    for (auto& [part, shards] : parts) shards = layout->full_model_shards(shards, replicated);
   return parts;
-}
-
-comm::ProcessGroup Updater::checkpoint_writers() const {
-  return tensor_ && parallel_.checkpoint_writers() ? model_group_ : parallel_.checkpoint_writers();
-}
-
-bool Updater::is_sharded() const {
-  return tensor_ || parallel_.is_sharded();
-}
-
-double Updater::gradient_norm() {
-  if (!tensor_) return parallel_.gradient_norm();
-  std::vector<at::Tensor> cut, replicated;
-  for (const parallel::LocalShard& shard : parallel_.local_shards()) {
-    const bool partitioned = is_partitioned(*model_, shard.name, shard.shape);
-    (partitioned ? cut : replicated).push_back(shard.tensor);
-  }
-  return parallel::tensor_parallel_gradient_norm(cut, replicated, tensor_.size(), model_group_);
 }
 
 void Updater::set_num_updates(int64_t num_updates) {
@@ -284,7 +267,7 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   report.nll_sum = accumulate_gradients(batches, weight);
   const auto all_gradients = Clock::now();
   const double waiting = seconds_between(last_gradient_, all_gradients);
-  const double norm = gradient_norm();
+  const double norm = parallel_.gradient_norm();
   report.gradient_norm = session_ && !alone ? root_mean_square(norm) : norm;
   // The gradients, or with servers in step this number, are over all ranks by now: one rank's bad
   // number is in everybody's.

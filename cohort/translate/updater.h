@@ -16,11 +16,14 @@
 #include "cohort/optim/noam.h"
 #include "cohort/parallel/mesh.h"
 #include "cohort/parallel/strategy.h"
+#include "cohort/parallel/tensor_parallel_layout.h"
 #include "cohort/ps/module/session.h"
 #include "cohort/train/checkpoint.h"
 #include "cohort/translate/tensor_parallel_context.h"
 
 namespace cohort::translate {
+
+using parallel::Replicated;
 
 struct UpdaterOptions {
   /// parallel::init_strategy_mesh of the updater's group and `strategy`. With an axis "tp" the model
@@ -121,9 +124,9 @@ class Updater {
   train::ShardedParts parts(Replicated replicated = Replicated::kEverywhere);
   /// The ranks that write checkpoints, if this is one of them; else empty. Rank 0 of all is their
   /// first.
-  comm::ProcessGroup checkpoint_writers() const;
+  const comm::ProcessGroup& checkpoint_writers() const { return parallel_.checkpoint_writers(); }
   /// Whether ranks hold different shards: then every rank reads a checkpoint, else any one.
-  bool is_sharded() const;
+  bool is_sharded() const { return parallel_.is_sharded(); }
   void set_num_updates(int64_t num_updates);
 
   int64_t num_updates() const { return num_updates_; }
@@ -138,7 +141,6 @@ class Updater {
   double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
   const comm::ProcessGroup& everyone() { return mesh_.world(); }
   std::vector<std::string> found_by_all(const std::string& own);
-  double gradient_norm();
   void start_session();
   double root_mean_square(double norm);
   void apply(double gradient_factor);
@@ -149,11 +151,9 @@ class Updater {
 
   UpdaterOptions options_;
   parallel::DeviceMesh mesh_;
-  comm::ProcessGroup group_;   // along the data axes: each rank has batches of its own
-  comm::ProcessGroup tensor_;  // empty: the model is whole
+  comm::ProcessGroup group_;  // along the data axes: each rank has batches of its own
   nmt::Transformer model_;
   parallel::ParallelModel<nmt::Transformer> parallel_;
-  comm::ProcessGroup model_group_;   // with tensor_: the ranks that hold one model together
   std::vector<at::Tensor> trained_;  // what is updated: parameters, or shards of them
   std::optional<optim::Adam> adam_;  // one of the two
   std::optional<ps::Session> session_;

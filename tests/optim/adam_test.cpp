@@ -105,6 +105,15 @@ TEST(AdamTest, TheNormCountsEveryGradient) {
   EXPECT_DOUBLE_EQ(std::sqrt(gradient_norm_squared({a, b, without})), 5);
 }
 
+// A gradient has none itself: the norm was 0.
+TEST(AdamTest, TheNormRefusesGradientsInThePlaceOfParameters) {
+  at::Tensor a = at::zeros({2}).requires_grad_(true);
+  a.mutable_grad() = at::ones({2});
+  EXPECT_THROW(gradient_norm_squared({a.grad()}), c10::ValueError);
+  EXPECT_THROW(gradient_norm_squared({a * 2}), c10::ValueError);
+  EXPECT_DOUBLE_EQ(gradient_norm_squared({a, at::ones({2})}), 2) << "a frozen parameter counts 0";
+}
+
 TEST(ExponentialAverageTest, FollowsItsFormulaAndGivesTheParametersBack) {
   at::Tensor w = at::zeros({2}, at::kDouble).requires_grad_(true);
   ExponentialAverage average({w}, 0.25);

@@ -107,9 +107,62 @@ TEST(MeshTest, AxesThatAreNotThereAreNamed) {
   EXPECT_EQ(refused([&] { mesh[{"b", "a"}]; }), order);
   EXPECT_EQ(refused([&] { mesh[{"a", "a"}]; }), order);
   EXPECT_EQ(refused([&] { DeviceMesh().group(); }), "expected a device mesh, got an empty handle");
-  EXPECT_EQ(refused([&] { sharding_groups(mesh); }),
-            "sharding: expected a mesh of one axis, or of two of which the first replicates, got "
-            "a 1 x b 1 x c 1");
+}
+
+TEST(MeshTest, AWrapperKnowsAxesByTheirNames) {
+  const ProcessGroup alone(comm::RankInfo{});
+  const auto mesh = [&](const std::vector<std::string>& names) {
+    std::vector<MeshAxis> axes;
+    for (const std::string& name : names) axes.push_back({name, 1});
+    return init_device_mesh(alone, axes);
+  };
+  EXPECT_EQ(data_axes(mesh({"dp_shard", "tp"})).describe(), "dp_shard 1");
+  EXPECT_EQ(data_axes(mesh({"dp_replicate", "dp_shard", "tp"})).describe(),
+            "dp_replicate 1 x dp_shard 1");
+  EXPECT_EQ(data_axes(mesh({"pp", "dp", "tp"})["dp"]).describe(), "dp 1");
+  EXPECT_EQ(model_axes(mesh({"pp", "dp", "tp"})["dp"]).describe(), "dp 1 x tp 1");
+  const std::string expected =
+      ": expected \"dp\", or \"dp_replicate\" and \"dp_shard\", as data axes, and \"tp\" for "
+      "tensor "
+      "parallelism, got \"pp\": pass the data axes alone, as mesh[\"dp\"]";
+  const auto refused = [](const auto& call) { return message_of<c10::ValueError>(call); };
+  torch::nn::Linear net(1, 1);
+  EXPECT_EQ(refused([&] {
+              DistributedDataParallel<torch::nn::Linear> ddp(net, mesh({"pp", "dp"}));
+            }),
+            "device mesh pp 1 x dp 1" + expected);
+  EXPECT_EQ(refused([&] {
+              FullyShardedDataParallel<torch::nn::Linear> fsdp(net, mesh({"pp", "dp"}));
+            }),
+            "device mesh pp 1 x dp 1" + expected);
+  EXPECT_EQ(
+      refused([&] { data_axes(mesh({"tp"})); }),
+      "device mesh tp 1: expected a data axis, \"dp\", or \"dp_replicate\" and \"dp_shard\"; it "
+      "may have size 1");
+  EXPECT_EQ(
+      refused([&] {
+        sharding_groups(mesh({"dp", "dp_shard"}));
+      }),
+      "sharding: expected the data axis \"dp\", or \"dp_replicate\" and \"dp_shard\", got dp 1 x "
+      "dp_shard 1");
+}
+
+// It was taken for hybrid sharding, and ranks that hold parts of one model were averaged.
+TEST(MeshTest, AModelOnAMeshWithTensorParallelismNeedsItsPlan) {
+  test::ranks(2, [](const ProcessGroup& world) {
+    const DeviceMesh mesh = init_device_mesh(world, {{"dp_shard", 1}, {"tp", 2}});
+    torch::nn::Linear net(1, 1);
+    for (const DeviceMesh& part : {mesh, mesh["dp_shard"]}) {
+      const auto refused = [](const auto& call) {
+        EXPECT_EQ(message_of<c10::ValueError>(call),
+                  "device mesh dp_shard 1 x tp 2: the ranks along \"tp\" hold parts of one model: "
+                  "expected the option tensor_parallel, which names the parameters that are cut");
+      };
+      refused([&] { DistributedDataParallel<torch::nn::Linear> ddp(net, part); });
+      refused([&] { FullyShardedDataParallel<torch::nn::Linear> fsdp(net, part); });
+      refused([&] { ParallelModel<torch::nn::Linear> model(net, part); });
+    }
+  });
 }
 
 // Each host's second rank is another one in the order of numbers than its first.
@@ -189,8 +242,8 @@ TEST(MeshTest, AModelShardedWithinScatteredHostsTrainsAsOneProcess) {
 
 TEST(MeshTest, DistributedDataParallelAveragesAlongTheGivenAxes) {
   test::ranks(4, [](const ProcessGroup& world) {
-    const DeviceMesh mesh = init_device_mesh(world, {{"dp", 2}, {"tp", 2}});
-    for (const DeviceMesh& part : {mesh["dp"], mesh}) {
+    const DeviceMesh mesh = init_device_mesh(world, {{"dp_replicate", 2}, {"dp_shard", 2}});
+    for (const DeviceMesh& part : {mesh["dp_replicate"], mesh}) {
       torch::nn::Linear net(1, 1);
       DistributedDataParallel<torch::nn::Linear> ddp(net, part);
       const at::Tensor x = at::full({1, 1}, world.rank(), at::kFloat);
@@ -208,8 +261,8 @@ TEST(MeshTest, AStrategyRefusesAMeshOfOtherAxes) {
   EXPECT_EQ(message_of<c10::ValueError>([&] {
               ParallelModel<torch::nn::Linear> model(net, mesh, {.strategy = Strategy::kZero3});
             }),
-            "strategy zero3: expected a mesh with number of axes 1, got dp_replicate 1 x dp_shard "
-            "1");
+            "strategy zero3: expected a mesh with number of data axes 1, got dp_replicate 1 x "
+            "dp_shard 1");
 }
 
 }  // namespace mesh_test

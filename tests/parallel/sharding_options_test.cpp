@@ -197,15 +197,6 @@ TEST(ShardingOptionsTest, TwoGroupsOfTwoRanksTrainAsOneProcess) {
   });
 }
 
-TEST(ShardingOptionsTest, GroupsThatAreNoMeshAreRefused) {
-  test::ranks(2, [](const ProcessGroup& world) {
-    Tower model;
-    test::expect_error<c10::ValueError>(
-        [&] { FullyShardedDataParallel<Tower>(model, world, {.replicate_group = world}); },
-        "places in the sharding groups of one replicate_group");
-  });
-}
-
 TEST(ShardingOptionsTest, ReplicasStartFromTheFirstOnesValues) {
   test::ranks(4, [](const ProcessGroup& world) {
     const DeviceMesh mesh = two_by_two(world);

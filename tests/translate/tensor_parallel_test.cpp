@@ -10,6 +10,7 @@
 
 #include "cohort/nmt/search.h"
 #include "cohort/optim/adam.h"
+#include "cohort/parallel/tensor_parallel_layout.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/layer_runner.h"
 #include "cohort/translate/tensor_parallel_context.h"
@@ -53,8 +54,10 @@ nmt::Transformer make_model(const nmt::TransformerOptions& options,
 struct Pair {
   Pair(const nmt::TransformerOptions& options, const comm::ProcessGroup& group)
       : whole(make_model(options, std::make_shared<nmt::TensorParallelContext>())),
-        part(make_model(options, make_tensor_parallel_context(group))) {}
+        part(make_model(options, make_tensor_parallel_context(group))),
+        layout(*part, tensor_parallel_plan(*part), group) {}
   nmt::Transformer whole, part;
+  parallel::TensorParallelLayout layout;
 };
 
 nmt::Batch make_batch() {
@@ -81,8 +84,8 @@ double gradient_difference(Pair& pair, const std::string& only = "") {
     const at::Tensor& own = item.value().grad();
     EXPECT_TRUE(own.defined() && expected.defined()) << name;
     if (!own.defined() || !expected.defined()) continue;
-    const auto shards = full_model_shards(
-        *pair.part, {{name, own.sizes().vec(), 0, own.numel(), own}}, Replicated::kEverywhere);
+    const auto shards = pair.layout.full_model_shards(
+        {{name, own.sizes().vec(), 0, own.numel(), own}}, Replicated::kEverywhere);
     for (const train::TensorShard& shard : shards) {
       const at::Tensor elements =
           expected.reshape({-1}).narrow(0, shard.begin, shard.end - shard.begin);
@@ -135,15 +138,6 @@ void expect_whole_models(const nmt::TransformerOptions& options, const comm::Pro
   for (auto* model : {&pair.whole, &pair.part}) (*model)->set_dropout_stream(kDropout);
   EXPECT_LE(difference(pair.part->log_probabilities(batch), pair.whole->log_probabilities(batch)),
             kRounding);
-
-  std::vector<at::Tensor> cut, replicated;
-  for (const auto& item : pair.part->named_parameters()) {
-    const bool partitioned = is_partitioned(*pair.part, item.key(), item.value().sizes().vec());
-    (partitioned ? cut : replicated).push_back(item.value());
-  }
-  const double norm = std::sqrt(optim::gradient_norm_squared(pair.whole->parameters()));
-  EXPECT_NEAR(parallel::tensor_parallel_gradient_norm(cut, replicated, group.size(), group), norm,
-              kRounding * norm);
 }
 
 void expect_every_option(const comm::ProcessGroup& group) {
@@ -204,7 +198,7 @@ TEST(TensorParallelTransformerTest, ARankHoldsItsPartOfTheParameters) {
     for (const auto& item : pair.part->named_parameters()) {
       own += static_cast<int64_t>(item.value().storage().nbytes());
       const auto whole = static_cast<int64_t>(pair.whole->named_parameters()[item.key()].nbytes());
-      const bool partitioned = is_partitioned(*pair.part, item.key(), item.value().sizes().vec());
+      const bool partitioned = pair.layout.is_cut(item.key());
       const bool is_table = item.key().find("embedding") != std::string::npos ||
                             item.key().find("generator") != std::string::npos;
       expected += is_table      ? static_cast<int64_t>(item.value().nbytes())
@@ -232,16 +226,12 @@ optim::Adam adam_of(nmt::Transformer& model, const nmt::Batch& batch) {
   return adam;
 }
 
-std::vector<train::TensorShard> shards_of(nmt::Transformer& model,
-                                          const train::NamedTensors& tensors,
-                                          Replicated replicated) {
-  return full_model_shards(*model, train::full_shards(tensors), replicated);
-}
-
-train::ShardedParts parts_of(nmt::Transformer& model, const optim::Adam& adam,
-                             Replicated replicated) {
-  return {{"weights", shards_of(model, train::state_of(*model), replicated)},
-          {"optimizer", shards_of(model, adam.state(), replicated)}};
+train::ShardedParts parts_of(const Pair& pair, const optim::Adam& adam, Replicated replicated) {
+  const auto shards_of = [&](const train::NamedTensors& tensors) {
+    return pair.layout.full_model_shards(train::full_shards(tensors), replicated);
+  };
+  return {{"weights", shards_of(train::state_of(*pair.part))},
+          {"optimizer", shards_of(adam.state())}};
 }
 
 void expect_equal(const train::NamedTensors& a, const train::NamedTensors& b, double bound) {
@@ -269,7 +259,7 @@ TEST(TensorParallelTransformerTest, CheckpointsAreThePlainModels) {
     optim::Adam own = adam_of(pair.part, batch), plain = adam_of(pair.whole, batch);
 
     train::ShardedCheckpointWriter writer(group);
-    writer.begin(folder + "/parts", parts_of(pair.part, own, Replicated::kOnce), 1, {});
+    writer.begin(folder + "/parts", parts_of(pair, own, Replicated::kOnce), 1, {});
     writer.commit();
     auto other = make_model(options_of("target"), std::make_shared<nmt::TensorParallelContext>());
     optim::Adam other_adam(optim::named_parameters(*other));
@@ -290,7 +280,7 @@ TEST(TensorParallelTransformerTest, CheckpointsAreThePlainModels) {
     for (const auto& [name, tensor] : own.state()) moments.emplace_back(name, tensor.clone());
     fill(train::state_of(*pair.part), NAN);
     fill(own.state(), NAN);
-    train::load_shards(folder + "/plain", parts_of(pair.part, own, Replicated::kEverywhere), group);
+    train::load_shards(folder + "/plain", parts_of(pair, own, Replicated::kEverywhere), group);
     expect_equal(train::state_of(*pair.part), weights, 0);
     expect_equal(own.state(), moments, 0);
     group.barrier("read");

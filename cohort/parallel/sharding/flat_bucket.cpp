@@ -105,7 +105,7 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
 }
 
 FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, const comm::ProcessGroup& group,
-                       const ShardingOptions& options, BucketPlace where)
+                       const ShardingEngineOptions& options, BucketPlace where)
     : group_(group),
       options_(options),
       place_(std::move(where)),

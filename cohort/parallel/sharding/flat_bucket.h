@@ -38,7 +38,7 @@ class FlatBucket {
   /// all frozen. Those that are whole on every rank are there until `hide` or `free`.
   /// Errors: c10::ValueError if one's elements do not lie row by row.
   FlatBucket(std::vector<NamedTensor> parameters, const comm::ProcessGroup& group,
-             const ShardingOptions& options, BucketPlace place);
+             const ShardingEngineOptions& options, BucketPlace place);
 
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
   bool frozen() const { return frozen_; }
@@ -122,7 +122,7 @@ class FlatBucket {
   }
 
   comm::ProcessGroup group_;
-  const ShardingOptions options_;
+  const ShardingEngineOptions options_;
   const BucketPlace place_;
   std::vector<NamedTensor> parameters_;
   bool frozen_ = false;

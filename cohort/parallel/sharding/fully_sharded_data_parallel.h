@@ -8,6 +8,7 @@
 #include "cohort/parallel/mesh.h"
 #include "cohort/parallel/sharding/sharding_engine.h"
 #include "cohort/parallel/sharding/unit.h"
+#include "cohort/parallel/tensor_parallel_layout.h"
 #include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
@@ -33,8 +34,8 @@ namespace cohort::parallel {
 /// Collective: constructor, every forward, backward, gradient_norm, unsharded. Every rank runs the
 ///             same units in the same order.
 /// Numerics: gradients are divided by the number of ranks, travel in the parameters' own type (or
-///           in mixed_precision.reduce_dtype), and are summed in the order of ranks; with
-///           replicate_group, the sums of its ranks after that. What is no parameter of the model
+///           in mixed_precision.reduce_dtype), and are summed in the order of ranks; on a
+///           mesh of two data axes, the sums along "dp_replicate" after that. What is no parameter of the model
 ///           (an input, a temperature beside it) keeps this rank's own gradient, and hooks of
 ///           parameters see this rank's.
 /// Threads:  one.
@@ -51,15 +52,17 @@ class FullyShardedDataParallel : public ModelHandle<Holder> {
   FullyShardedDataParallel(Holder module, const comm::ProcessGroup& group,
                            const ShardingOptions& options = {},
                            const std::vector<torch::nn::Module*>& units = {})
-      : FullyShardedDataParallel(module, std::make_shared<ShardingEngine>(shared_module(module),
-                                                                          group, options, units)) {}
-  /// The same on a mesh of one axis, or of two: the ranks along the second share the model out,
-  /// those along the first hold the same shards (hybrid sharding, HSDP; replicate_group is set).
+      : FullyShardedDataParallel(model_ranks(group, options.tensor_parallel), module,
+                                 {.shard = group, .replicate = {}}, options, units) {}
+  /// The same along the data axis of a mesh, "dp", or along two: the ranks along "dp_shard" share
+  /// the model out, those along "dp_replicate" hold the same shards (hybrid sharding, HSDP).
+  /// Along an axis "tp", of this mesh or of that which it is a part of, ranks hold parts of the
+  /// model: options.tensor_parallel says which.
   FullyShardedDataParallel(Holder module, const DeviceMesh& mesh,
                            const ShardingOptions& options = {},
                            const std::vector<torch::nn::Module*>& units = {})
-      : FullyShardedDataParallel(std::move(module), sharding_groups(mesh).shard,
-                                 on_mesh(options, mesh), units) {}
+      : FullyShardedDataParallel(model_ranks(*shared_module(module), mesh, options.tensor_parallel),
+                                 module, sharding_groups(mesh), options, units) {}
 
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>
@@ -81,12 +84,12 @@ class FullyShardedDataParallel : public ModelHandle<Holder> {
   ShardingEngine& engine() const { return static_cast<ShardingEngine&>(ModelWrapper::engine()); }
 
  private:
-  static ShardingOptions on_mesh(ShardingOptions options, const DeviceMesh& mesh) {
-    options.replicate_group = sharding_groups(mesh).replicate;
-    return options;
-  }
-  FullyShardedDataParallel(Holder module, std::shared_ptr<ShardingEngine> engine)
-      : ModelHandle<Holder>(std::move(module), std::move(engine)) {}
+  FullyShardedDataParallel(ModelRanks ranks, Holder& module, const ShardingGroups& groups,
+                           const ShardingOptions& options,
+                           const std::vector<torch::nn::Module*>& units)
+      : ModelHandle<Holder>(
+            module, std::make_shared<ShardingEngine>(shared_module(module), groups, options, units),
+            std::move(ranks)) {}
 };
 
 }  // namespace cohort::parallel

@@ -1,8 +1,6 @@
 #include "cohort/parallel/sharding/sharding_engine.h"
 
-#include <ATen/OpMathType.h>
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <map>
 #include <torch/types.h>
@@ -168,10 +166,11 @@ std::vector<LocalShard> ShardingEngine::Impl::unsharded_state() const {
 }
 
 ShardingEngine::ShardingEngine(std::shared_ptr<torch::nn::Module> model,
-                               const comm::ProcessGroup& group, const ShardingOptions& options,
+                               const ShardingGroups& groups, const ShardingOptions& options,
                                const std::vector<torch::nn::Module*>& units)
-    : impl_(std::make_shared<Impl>(std::move(model), group, options)) {
-  sync_initial_state(impl_->model, group, options, impl_->ignored);
+    : impl_(std::make_shared<Impl>(std::move(model), groups.shard,
+                                   ShardingEngineOptions{options, groups.replicate})) {
+  sync_initial_state(impl_->model, groups.shard, impl_->options, impl_->ignored);
   impl_->make_units(units);
   impl_->fill_deferred();
   impl_->cast_buffers();
@@ -286,30 +285,6 @@ std::vector<std::pair<std::string, at::Tensor>> ShardingEngine::named_parameters
   return named;
 }
 
-std::vector<at::Tensor> ShardingEngine::averaged_parameters() const {
-  std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : named_parameters()) tensors.push_back(tensor);
-  return tensors;
-}
-
-double ShardingEngine::gradient_norm() {
-  const at::NoGradGuard no_grad;
-  double sum = 0;
-  for (const at::Tensor& parameter : averaged_parameters()) {
-    const at::Tensor& gradient = parameter.grad();
-    if (!gradient.defined()) continue;
-    // In the gradient's own type unless that is a low one: another would cost a copy. Squares add
-    // up in double, so that small tensors are not lost.
-    const double norm = at::linalg_vector_norm(gradient, 2, at::OptionalIntArrayRef{}, false,
-                                               at::toOpMathType(gradient.scalar_type()))
-                            .item<double>();
-    sum += norm * norm;
-  }
-  at::Tensor total = at::tensor({sum}, at::kDouble);
-  impl_->group.all_reduce(total);
-  return std::sqrt(total.item<double>());
-}
-
 void ShardingEngine::unshard() {
   Impl& my = *impl_;
   TORCH_CHECK_VALUE(
@@ -354,8 +329,9 @@ comm::ProcessGroup ShardingEngine::group() const {
   return impl_->group;
 }
 
-bool ShardingEngine::has_replicas() const {
-  return static_cast<bool>(impl_->options.replicate_group);
+bool ShardingEngine::is_first_replica() const {
+  const comm::ProcessGroup& replicas = impl_->options.replicate_group;
+  return !replicas || replicas.rank() == 0;
 }
 
 }  // namespace cohort::parallel

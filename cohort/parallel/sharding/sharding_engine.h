@@ -12,8 +12,10 @@
 
 #include "cohort/comm/process_group.h"
 #include "cohort/comm/profiler.h"
+#include "cohort/parallel/mesh.h"
 #include "cohort/parallel/mixed_precision_options.h"
 #include "cohort/parallel/model_wrapper.h"
+#include "cohort/parallel/tensor_parallel_plan.h"
 #include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
@@ -49,11 +51,6 @@ struct ShardingOptions {
   /// Local shards and optimizer stay in the parameters' own type. Inputs are cast for the whole
   /// model and for every unit, outputs for the whole model.
   MixedPrecision mixed_precision;
-  /// The ranks that hold the same shards as this one, across the groups that shard the model
-  /// (HSDP): gradients are summed within `group`, then the sums across. With hosts of H ranks and
-  /// `group` a host's, what crosses the network is the H-th part. Empty: no other rank has the same
-  /// shards.
-  comm::ProcessGroup replicate_group;
   /// Local shards, their gradients and so the optimizer live in host memory (pinned, under a model
   /// on a GPU); parameters are gathered on the model's device. For a model on the CPU this only
   /// adds a copy where parameters are whole.
@@ -64,6 +61,13 @@ struct ShardingOptions {
   /// one whole parameter.
   std::function<void(const std::string& name, at::Tensor& tensor)> fill;
   c10::Device fill_device = c10::kCPU;  ///< Where the model comes to lie.
+  /// What the ranks along the mesh's axis "tp" hold in parts; needed if there is such an axis.
+  std::optional<TensorParallelPlan> tensor_parallel;
+};
+
+/// The options as the engine has them.
+struct ShardingEngineOptions : ShardingOptions {
+  comm::ProcessGroup replicate_group;  ///< ShardingGroups::replicate.
 };
 
 /// One rank's shard of a parameter: the elements [begin, end), counted row by row.
@@ -81,7 +85,7 @@ struct LocalShard {
 class ShardingEngine final : public ModelEngine {
  public:
   /// The units are those that the model declares (unit.h) and `units`.
-  ShardingEngine(std::shared_ptr<torch::nn::Module> model, const comm::ProcessGroup& group,
+  ShardingEngine(std::shared_ptr<torch::nn::Module> model, const ShardingGroups& groups,
                  const ShardingOptions& options, const std::vector<torch::nn::Module*>& units);
   ~ShardingEngine() override;
 
@@ -123,8 +127,10 @@ class ShardingEngine final : public ModelEngine {
 
   const std::vector<LocalShard>& local_shards() const;
   std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
-  std::vector<at::Tensor> averaged_parameters() const override;
-  double gradient_norm() override;  ///< Collective; blocks.
+  std::vector<std::pair<std::string, at::Tensor>> averaged_parameters() const override {
+    return named_parameters();
+  }
+  comm::ProcessGroup shard_group() const override { return group(); }
 
   /// What each rank of `group` writes into a checkpoint: its local shards, and on the group's first
   /// rank also what is not sharded, buffers and ignored parameters.
@@ -135,7 +141,7 @@ class ShardingEngine final : public ModelEngine {
 
   int64_t num_units() const;
   comm::ProcessGroup group() const;  ///< The ranks that share the model out.
-  bool has_replicas() const;         ///< Whether there is a replicate_group.
+  bool is_first_replica() const;     ///< Of the ranks that hold the same shards.
 
  private:
   // false inside no_sync.

@@ -38,7 +38,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
     int64_t backward = -1;  // this backward
   };
 
-  Impl(std::shared_ptr<torch::nn::Module> m, comm::ProcessGroup g, const ShardingOptions& o)
+  Impl(std::shared_ptr<torch::nn::Module> m, comm::ProcessGroup g, const ShardingEngineOptions& o)
       : owned_model(std::move(m)),
         model(*owned_model),
         group(std::move(g)),
@@ -78,7 +78,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   const std::shared_ptr<torch::nn::Module> owned_model;
   torch::nn::Module& model;
   const comm::ProcessGroup group;
-  ShardingOptions options;
+  ShardingEngineOptions options;
   std::vector<std::string> ignored;  // full names
   comm::ProcessGroup reshard_group;
   std::vector<Unit> units;  // the first is the whole model's own

@@ -10,28 +10,17 @@ namespace cohort::parallel {
 namespace {
 
 // What must agree between ranks beside the model.
-std::string describe(const ShardingOptions& options) {
+std::string describe(const ShardingEngineOptions& options) {
   std::ostringstream out;
   out << "shard " << static_cast<int>(options.shard) << "\nreshard_after_forward "
       << options.reshard_after_forward << "\nreshard_ranks " << options.reshard_ranks
       << "\nprefetch " << options.prefetch << '\n'
-      << describe(options.mixed_precision) << "replicate_group "
-      << (options.replicate_group ? "set" : "unset") << "\ncpu_offload " << options.cpu_offload
-      << '\n';
+      << describe(options.mixed_precision) << "cpu_offload " << options.cpu_offload << '\n';
   for (const std::string& name : options.ignored) out << "ignored " << name << '\n';
   return out.str();
 }
 
-// Rows of the mesh shard a model, its columns hold the same shards.
-void check_mesh(const comm::ProcessGroup& row, const comm::ProcessGroup& column) {
-  const auto place = [](const comm::ProcessGroup& group) {
-    return "rank " + std::to_string(group.rank()) + " of " + std::to_string(group.size()) + "\n";
-  };
-  verify_same_text("places in the sharding groups of one replicate_group", place(row), column);
-  verify_same_text("places in the replicate groups of one sharding group", place(column), row);
-}
-
-void check_reshard(const ShardingOptions& options, int world_size) {
+void check_reshard(const ShardingEngineOptions& options, int world_size) {
   const int ranks = options.reshard_ranks;
   TORCH_CHECK_VALUE(ranks == 0 || (ranks > 1 && world_size % ranks == 0),
                     "reshard_ranks: expected 0 or a divisor above 1 of the number of ranks, ",
@@ -43,7 +32,8 @@ void check_reshard(const ShardingOptions& options, int world_size) {
 }
 
 // Names of what lies on the meta device, and `ignored`.
-std::vector<std::string> left_alone(const torch::nn::Module& model, const ShardingOptions& options,
+std::vector<std::string> left_alone(const torch::nn::Module& model,
+                                    const ShardingEngineOptions& options,
                                     const std::vector<std::string>& ignored) {
   std::vector<std::string> names = ignored;
   const auto look = [&](const std::string& name, const at::Tensor& tensor) {
@@ -60,14 +50,14 @@ std::vector<std::string> left_alone(const torch::nn::Module& model, const Shardi
 }  // namespace
 
 void sync_initial_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
-                        const ShardingOptions& options, const std::vector<std::string>& ignored) {
+                        const ShardingEngineOptions& options,
+                        const std::vector<std::string>& ignored) {
   check_types(options.mixed_precision);
   check_reshard(options, group.size());
   const std::vector<std::string> alone = left_alone(model, options, ignored);
   verify_same_text("options of FullyShardedDataParallel", describe(options), group);
   verify_same_model(model, group, ignored);
   if (options.replicate_group) {
-    check_mesh(group, options.replicate_group);
     verify_same_text("options of FullyShardedDataParallel", describe(options),
                      options.replicate_group);
     verify_same_model(model, options.replicate_group, ignored);
@@ -77,7 +67,7 @@ void sync_initial_state(const torch::nn::Module& model, const comm::ProcessGroup
 }
 
 comm::ProcessGroup make_reshard_group(const comm::ProcessGroup& group,
-                                      const ShardingOptions& options) {
+                                      const ShardingEngineOptions& options) {
   comm::ProcessGroup own;
   const int count = options.reshard_ranks;
   if (count == 0 || count == group.size()) return own;

@@ -15,11 +15,12 @@ namespace cohort::parallel {
 /// Collective over `group` and options.replicate_group; blocks.
 /// Errors: c10::ValueError if models or options differ between ranks, or contradict.
 void sync_initial_state(const torch::nn::Module& model, const comm::ProcessGroup& group,
-                        const ShardingOptions& options, const std::vector<std::string>& ignored);
+                        const ShardingEngineOptions& options,
+                        const std::vector<std::string>& ignored);
 
 /// The neighbours of this rank among which a unit stays from its forward to its backward; null
 /// where it stays among all of `group`, or with none. Collective; blocks.
 comm::ProcessGroup make_reshard_group(const comm::ProcessGroup& group,
-                                      const ShardingOptions& options);
+                                      const ShardingEngineOptions& options);
 
 }  // namespace cohort::parallel
