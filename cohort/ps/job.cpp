@@ -25,6 +25,25 @@ bool is_file_name(const std::string& name) {
          std::all_of(name.begin(), name.end(), is_plain);
 }
 
+// "/trainers is 2, this trainer's 3" of two jobs' JSON; "" where they are equal. For lists of
+// different lengths: the lengths.
+std::string difference(const nlohmann::json& here, const nlohmann::json& there,
+                       const std::string& place = "") {
+  if (here == there) return "";
+  const bool is_list = here.is_array();
+  if (is_list && here.size() != there.size())
+    return place + " are " + std::to_string(here.size()) + ", this trainer's " +
+           std::to_string(there.size());
+  if (!here.is_structured())
+    return place + " is " + here.dump() + ", this trainer's " + there.dump();
+  for (const auto& [name, value] : here.items()) {
+    const auto& other = is_list ? there.at(std::stoul(name)) : there.at(name);
+    std::string found = difference(value, other, place + "/" + name);
+    if (!found.empty()) return found;
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string to_string(Mode mode) {
@@ -51,12 +70,20 @@ uint64_t JobOptions::fingerprint() const {
   return hash;
 }
 
+std::string first_difference(const JobOptions& here, const JobOptions& there) {
+  const nlohmann::json own = here, other = there;
+  std::string found = difference(own.at("servers"), other.at("servers"), "/servers");
+  if (found.empty()) found = difference(own, other);
+  // A field that a program of another version does not have is at its default in both.
+  return found.empty() ? "expected a program of this server's version" : found;
+}
+
 void validate(const JobOptions& options) {
   check(options.trainers >= 1, "expected at least 1 trainer");
   constexpr int kMostTrainers = 1 << 20;
-  check(options.max_trainers <= kMostTrainers,
-        "max_trainers: expected at most " + std::to_string(kMostTrainers) + ", got " +
-            std::to_string(options.max_trainers));
+  check(options.max_trainers <= kMostTrainers, "max_trainers: expected at most " +
+                                                   std::to_string(kMostTrainers) + ", got " +
+                                                   std::to_string(options.max_trainers));
   check(options.max_trainers >= options.trainers,
         "max_trainers: expected at least as many as trainers, " + std::to_string(options.trainers) +
             ", got " + std::to_string(options.max_trainers));
