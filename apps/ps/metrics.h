@@ -10,8 +10,8 @@ namespace cohort::cli {
 /// Errors: as MetricsEndpoint's constructor, before there is a server.
 void check_metrics(const std::string& endpoint);
 
-/// Serves GET /metrics at `endpoint` ("127.0.0.1:9100"): what `cohort ps status` shows, each time
-/// anew.
+/// Serves GET /metrics at `endpoint` ("127.0.0.1:9100"): what `cohort ps status` shows, at
+/// the time of each request.
 class MetricsEndpoint {
  public:
   /// `server` must outlive this.

@@ -88,7 +88,7 @@ void check_before_anything_is_made(const ServerFlags& flags) {
 }
 
 int serve(const CLI::App& app, ServerFlags flags) {
-  // Whoever started this one may ignore it: then nobody would learn how a snapshot's child ended.
+  // The parent process may have left it ignored: then the exit status of a snapshot's child is lost.
   std::signal(SIGCHLD, SIG_DFL);
   take_role(app, flags);
   const std::map<std::string, ps::Durability> levels{{"applied", ps::Durability::kApplied},

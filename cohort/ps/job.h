@@ -56,6 +56,10 @@ struct JobOptions {
 /// block without elements, whatever else a table would refuse ...
 void validate(const JobOptions& options);
 
+/// The first field in which a server's job and a trainer's differ: "/trainers is 2, this trainer's
+/// 3". The number of servers first: all blocks depend on it.
+std::string first_difference(const JobOptions& here, const JobOptions& there);
+
 std::string to_string(Mode mode);
 std::string to_string(Reduce reduce);
 

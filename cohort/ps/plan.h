@@ -1,5 +1,5 @@
 // The partition of a model's dense parameters over servers: which block of which parameter lives
-// where, and what each role does. A value; nothing is opened or sent here.
+// where. A value; nothing is opened or sent here.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -100,11 +100,6 @@ struct Plan {
 
   /// Whole lines for people: the options, each block with its place, each server's share.
   std::string text() const;
-  /// Whole lines: what this trainer does at the start, in each step and at the end.
-  std::string trainer_program() const;
-  /// Whole lines: what `server` holds and does.
-  /// Errors: ConfigError if there is no such server.
-  std::string server_program(int server) const;
 };
 
 /// Cuts and places `parameters`, given in the model's order.

@@ -2,7 +2,6 @@
 #include <cstdio>
 
 #include "cohort/base/columns.h"
-#include "cohort/base/error.h"
 #include "cohort/ps/plan.h"
 
 namespace cohort::ps {
@@ -49,18 +48,6 @@ std::string group_text(const GroupInfo& group) {
   return text;
 }
 
-// One line for each server that has blocks.
-std::string with_each_server(const Plan& plan, const std::string& verb) {
-  std::string text;
-  for (int server = 0; server < static_cast<int>(plan.servers.size()); ++server) {
-    const auto blocks = static_cast<int64_t>(plan.blocks_of(server).size());
-    if (blocks == 0) continue;
-    text +=
-        "    " + verb + " " + server_text(plan, server) + ": " + count_of(blocks, "block") + "\n";
-  }
-  return text;
-}
-
 }  // namespace
 
 std::string Plan::text() const {
@@ -84,37 +71,6 @@ std::string Plan::text() const {
     text += server_text(*this, server) + ": " + share_text(*this, server) + "\n";
   }
   return text + "trainer 0 initialises\n";
-}
-
-std::string Plan::trainer_program() const {
-  if (group) {
-    return "rank " + std::to_string(group->rank) + " of " + std::to_string(group->world_size) +
-           ", by a process group\n  begin: " +
-           (initialises() ? "broadcast the parameters\n" : "take rank 0's parameters\n") +
-           "  step: forward, backward, all-reduce the gradients, update\n";
-  }
-  return "trainer " + std::to_string(options.trainer_id) + " of " +
-         std::to_string(options.trainers) + "\n  begin\n" +
-         with_each_server(*this, initialises() ? "initialise" : "pull from") +
-         "  step: forward, backward, then\n" + with_each_server(*this, "push gradients to") +
-         (options.sync_mode ? "    wait until every trainer has pushed\n" : "") +
-         with_each_server(*this, "pull from") + "  end: leave the servers\n";
-}
-
-std::string Plan::server_program(int server) const {
-  if (server < 0 || server >= static_cast<int>(servers.size())) {
-    throw ConfigError("server: expected one of " + std::to_string(servers.size()) + ", got " +
-                      std::to_string(server));
-  }
-  std::string text = server_text(*this, server) + "\n  holds " + share_text(*this, server) + "\n";
-  for (const Block& block : blocks_of(server)) {
-    text += "    " + block.name + " " + range_text(block) + "\n";
-  }
-  return text + "  begin: take them from trainer 0\n  " +
-         (options.sync_mode
-              ? "step: sum the gradients of " + count_of(options.trainers, "trainer") +
-                    " in the order of trainers, update once, then answer pulls\n"
-              : "each push: update; each pull: answer with what there is\n");
 }
 
 }  // namespace cohort::ps

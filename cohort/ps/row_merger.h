@@ -4,6 +4,8 @@
 #include <span>
 #include <vector>
 
+#include "cohort/ps/id_numbers.h"
+
 namespace cohort::ps {
 
 /// Adds rows up by id. The sum of a row is that of its gradients in the order of `add`'s calls, so
@@ -20,17 +22,13 @@ class RowMerger {
   /// Divides every sum.
   void divide(float divisor);
 
-  std::span<const uint64_t> ids() const { return ids_; }  ///< Each once, in the order of arrival.
+  std::span<const uint64_t> ids() const { return numbers_.ids(); }  ///< In the order of arrival.
   std::span<const float> gradients() const { return sums_; }  ///< [ids().size() x width]
 
  private:
-  void grow(size_t places);
-  size_t row_of(uint64_t id);
-
   size_t width_ = 1;
-  std::vector<uint64_t> ids_;
+  IdNumbers numbers_;
   std::vector<float> sums_;
-  std::vector<uint32_t> places_;  // 1 + the row's number, or 0; a power of two of them.
 };
 
 }  // namespace cohort::ps

@@ -42,16 +42,6 @@ struct Gradient {
   }
 };
 
-// By squaring: pow of the C library rounds as its version and the machine like.
-double power(double base, int64_t exponent) {
-  double result = 1;
-  for (; exponent > 0; exponent /= 2) {
-    if (exponent % 2 == 1) result *= base;
-    base *= base;
-  }
-  return result;
-}
-
 void adam(const RuleConstants& rule, int64_t width, float* __restrict w, float* __restrict state,
           const Gradient& g) {
   state[0] += 1;  // Stays at 2^24, where both corrections have long been 1.

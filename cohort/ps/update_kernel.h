@@ -21,6 +21,9 @@ struct RuleConstants {
 };
 RuleConstants constants_of(const RuleOptions& options, int64_t step);
 
+/// base^exponent by squaring: pow of the C library rounds as its version and the machine like.
+double power(double base, int64_t exponent);
+
 /// update() without its checks. The pointers are to different memory, of any alignment.
 using UpdateKernel = void (*)(const RuleConstants&, int64_t width, float* weights, float* state,
                               const float* gradient);

@@ -158,6 +158,15 @@ RuleConstants constants_of(const RuleOptions& options, int64_t step) {
           .clip_norm = options.clip_norm};
 }
 
+double power(double base, int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent /= 2) {
+    if (exponent % 2 == 1) result *= base;
+    base *= base;
+  }
+  return result;
+}
+
 const UpdateKernel* supported_update_kernels() {
   static constexpr UpdateKernel kAll[] = {update_avx512, update_avx2, update_sse2, nullptr};
   static const int first =

@@ -6,7 +6,8 @@
 
 namespace ctr {
 
-/// Thrown through those who own half a file. No std::exception: it is no error to be told.
+/// Unwinds the stack, so that unfinished files are removed. No std::exception: it is no error to
+/// report.
 struct Interrupted {
   int signal = 0;
 };

@@ -141,8 +141,8 @@ int generate(const Flags& flags) {
   return cohort::kExitOk;
 }
 
-// Joins the other trainers, does `work`, and leaves. Where a launcher starts trainers again, or
-// goes on without them, one by one, they meet through their servers alone.
+// Joins the other trainers, does `work`, and leaves. Where a launcher restarts or drops single
+// trainers, there is no process group: they work together through their servers alone.
 int with_trainer(Flags& flags, const std::function<void(ctr::Trainer&)>& work) {
   const bool alone = cohort::env_string("COHORT_PROCESS_GROUP").value_or("") == "none";
   const auto group = alone ? flags.group.stay_alone() : flags.group.connect();

@@ -71,7 +71,7 @@ std::string joined(const std::vector<std::string>& files) {
   return text;
 }
 
-// Of files that cannot be read, that are empty or that begin with no example nobody should learn
+// Refuses files that cannot be read, are empty or do not begin with an example at the start, not
 // after an hour's epoch.
 void check_files(const std::string& flag, const std::vector<std::string>& files,
                  bool skip_damaged) {
@@ -140,7 +140,7 @@ void refuse_same_file(const std::string& input, const std::string& output) {
   throw ConfigError("--output " + output + ": expected another file than --input's");
 }
 
-// Whether those who write checkpoints are on this host for certain.
+// Whether the processes that write checkpoints certainly run on this host.
 bool saves_here(Training training) {
   if (training == Training::kLocal) return true;
   const auto role = cohort::ps::role_from_environment();
@@ -323,8 +323,8 @@ int64_t Trainer::agreed_steps() const {
   return std::min(most, steps.item<int64_t>());
 }
 
-// The epoch in which the trainers go on, whose end at least is still to come. Of those who meet,
-// one that was killed before it could is an epoch behind: it goes on with the others.
+// The epoch in which the trainers resume: the last one whose end is not reached. A trainer that was
+// killed before it reached the common end of an epoch is one behind, and resumes with the others.
 int64_t Trainer::first_epoch(int64_t num_steps) const {
   const int64_t before = session_.steps_before();
   const int64_t epoch =

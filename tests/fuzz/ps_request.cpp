@@ -31,6 +31,7 @@ std::unique_ptr<ParameterState> make_state() {
 // What RequestHandler does with it behind the questions of who and when.
 void take(ParameterState& state, const Message& message, std::span<const std::byte> bytes) {
   if (message.header.kind == MessageKind::kPull) {
+    state.check(message);
     state.pull(message);
     return;
   }

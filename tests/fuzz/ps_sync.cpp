@@ -96,6 +96,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       }
     }
   }
-  for (const auto& block : state->blocks()) fuzz::touch(std::as_bytes(block.weights));
+  for (const auto& block : state->shard().blocks()) fuzz::touch(std::as_bytes(block.weights));
   return 0;
 }

@@ -183,25 +183,6 @@ TEST(PlanTest, PrintsWhatLivesWhere) {
             "server 0 a:1: 2 blocks, 16388 elements, 50.0 %\n"
             "server 1 b:2: 1 block, 16384 elements, 50.0 %\n"
             "trainer 0 initialises\n");
-  EXPECT_EQ(made.trainer_program(),
-            "trainer 0 of 2\n"
-            "  begin\n"
-            "    initialise server 0 a:1: 2 blocks\n"
-            "    initialise server 1 b:2: 1 block\n"
-            "  step: forward, backward, then\n"
-            "    push gradients to server 0 a:1: 2 blocks\n"
-            "    push gradients to server 1 b:2: 1 block\n"
-            "    wait until every trainer has pushed\n"
-            "    pull from server 0 a:1: 2 blocks\n"
-            "    pull from server 1 b:2: 1 block\n"
-            "  end: leave the servers\n");
-  EXPECT_EQ(made.server_program(1),
-            "server 1 b:2\n"
-            "  holds 1 block, 16384 elements, 50.0 %\n"
-            "    w.block1 [16384, 32768)\n"
-            "  begin: take them from trainer 0\n"
-            "  step: sum the gradients of 2 trainers in the order of trainers, update once, then "
-            "answer pulls\n");
 }
 
 TEST(PlanTest, BadOptionsAreNamed) {

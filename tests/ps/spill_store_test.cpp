@@ -204,7 +204,7 @@ TEST(SpillStoreTest, AServersTableThatSpillsStaysNearItsCap) {
   const std::string text = job.to_json();
   const int64_t before = test::resident_bytes();
   state.apply({.kind = RecordKind::kJob, .payload = std::as_bytes(std::span(text))});
-  RowTable& table = *state.tables()[0];
+  RowTable& table = *state.shard().tables()[0];
   const std::vector<float> gradients(size_t{10'000} * 16, 1.0f);
   std::vector<uint64_t> ids(10'000);
   for (uint64_t batch = 0; batch < 40; ++batch) {

@@ -4,6 +4,8 @@
 #include <span>
 #include <vector>
 
+#include "cohort/ps/id_numbers.h"
+
 namespace cohort::ps {
 
 /// Distinct ids of a batch, in the order of their first, and where each one's row is among them.
@@ -14,14 +16,13 @@ class DistinctIds {
  public:
   /// `ids`: any; `padding`: left out.
   void assign(std::span<const int64_t> ids, const int64_t* padding);
-  std::span<const uint64_t> ids() const { return ids_; }
+  std::span<const uint64_t> ids() const { return numbers_.ids(); }
   /// For each id of assign(), its row's number; -1 for padding.
   std::span<const int32_t> positions() const { return positions_; }
 
  private:
-  std::vector<uint64_t> ids_;
+  IdNumbers numbers_;
   std::vector<int32_t> positions_;
-  std::vector<int32_t> places_;  // Open addressing: row number + 1, or 0.
 };
 
 }  // namespace cohort::ps

@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 #include <map>
 #include <unordered_map>
+#include <utility>
 
 #include "cohort/ps/client/communicator.h"
 #include "cohort/ps/id_hash.h"
@@ -14,6 +15,7 @@ namespace {
 struct Replica {
   std::vector<float> base;
   std::vector<float> weights;
+  bool is_changed = false;  // Since the last synchronisation.
 
   void take(std::span<const float> values) {
     base.assign(values.begin(), values.end());
@@ -87,8 +89,7 @@ class GeoCommunicator final : public Communicator {
         }
         update(rule, steps_, row->second.weights, state,
                pushed.gradients.subspan(i * width, width));
-        if (table.is_changed.emplace(pushed.ids[i], true).second)
-          table.changed.push_back(pushed.ids[i]);
+        if (!std::exchange(row->second.is_changed, true)) table.changed.push_back(pushed.ids[i]);
       }
     }
     if (steps_ % options_.steps == 0) synchronise();
@@ -104,7 +105,6 @@ class GeoCommunicator final : public Communicator {
     std::unordered_map<uint64_t, Replica, IdHash> rows;  // Used since the last synchronisation.
     // The optimizer's, of every row that was ever pushed: kept when the replica is dropped.
     std::unordered_map<uint64_t, std::vector<float>, IdHash> states;
-    std::unordered_map<uint64_t, bool, IdHash> is_changed;
     std::vector<uint64_t> changed;  // In the order of their first change.
   };
 
@@ -170,14 +170,15 @@ class GeoCommunicator final : public Communicator {
     for (uint32_t number = 0; number < tables_.size(); ++number) {
       Table& table = tables_[number];
       const auto width = static_cast<size_t>(client_.job().tables[number].width);
-      for (size_t i = 0; i < table.changed.size(); ++i)
-        table.rows.at(table.changed[i]).take(rows[number].weights.subspan(i * width, width));
       // Other trainers change rows as well: a row that was not used since the last synchronisation
       // is dropped here and pulled again at its next use.
-      std::erase_if(table.rows,
-                    [&](const auto& row) { return !table.is_changed.contains(row.first); });
+      std::erase_if(table.rows, [](const auto& row) { return !row.second.is_changed; });
+      for (size_t i = 0; i < table.changed.size(); ++i) {
+        Replica& row = table.rows.at(table.changed[i]);
+        row.take(rows[number].weights.subspan(i * width, width));
+        row.is_changed = false;
+      }
       table.changed.clear();
-      table.is_changed.clear();
     }
   }
 

@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <c10/util/Exception.h>
 #include <cstring>
-#include <unordered_map>
 
 #include "cohort/ps/client/communicator.h"
-#include "cohort/ps/id_hash.h"
+#include "cohort/ps/id_numbers.h"
 #include "cohort/ps/row_merger.h"
 
 namespace cohort::ps {
@@ -124,16 +123,15 @@ class HostCommunicator final : public Communicator {
     for (const PullRows& part : rows) append(bytes, part.ids);
     const std::vector<Bytes> all = host_.gather(bytes);
     bytes.clear();
-    std::vector<RowMerger> unions(rows.size());
-    for (RowMerger& distinct : unions) distinct.begin(1, 1024);
+    std::vector<IdNumbers> unions(rows.size());
+    for (IdNumbers& distinct : unions) distinct.reset(1024);
     for (const Bytes& of_rank : all) {
       Reader reader(of_rank);
-      for (RowMerger& distinct : unions) {
-        const auto asked = reader.take<uint64_t>();
-        distinct.add(asked, std::vector<float>(asked.size()));
+      for (IdNumbers& distinct : unions) {
+        for (const uint64_t id : reader.take<uint64_t>()) distinct.number_of(id);
       }
     }
-    for (const RowMerger& distinct : unions) append(bytes, distinct.ids());
+    for (const IdNumbers& distinct : unions) append(bytes, distinct.ids());
     host_.broadcast(bytes);
     Reader reader(bytes);
     for (size_t i = 0; i < rows.size(); ++i) ids.push_back(reader.take<uint64_t>());
@@ -158,10 +156,13 @@ class HostCommunicator final : public Communicator {
   void pick(const PullRows& rows, const std::vector<uint64_t>& ids,
             const std::vector<float>& weights) const {
     const size_t width = width_of(rows.table);
-    std::unordered_map<uint64_t, size_t, IdHash> places;
-    for (size_t i = 0; i < ids.size(); ++i) places.emplace(ids[i], i);
+    IdNumbers numbers;
+    numbers.reset(ids.size());
+    for (const uint64_t id : ids) numbers.number_of(id);
     for (size_t i = 0; i < rows.ids.size(); ++i) {
-      std::copy_n(weights.begin() + static_cast<int64_t>(places.at(rows.ids[i]) * width), width,
+      const size_t row = numbers.number_of(rows.ids[i]);
+      TORCH_CHECK_VALUE(row < ids.size(), "host: rank 0 did not send row ", rows.ids[i]);
+      std::copy_n(weights.begin() + static_cast<int64_t>(row * width), width,
                   rows.weights.begin() + static_cast<int64_t>(i * width));
     }
   }

@@ -146,7 +146,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
                           .text = text};
     Reply reply = ReplyFuture(begin(request)).wait();
     const std::lock_guard lock(mutex_);
-    joined_ = true;
+    state_ = State::kJoined;
     server_incarnation_ = reply.server_incarnation;
     trainer_incarnation_ = reply.trainer_incarnation;
     return reply;
@@ -187,25 +187,35 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     {
       const std::lock_guard lock(mutex_);
       request.incarnation = trainer_incarnation_;
-      joined_ = false;  // No heartbeats: the server would reject them now.
+      // No heartbeats: the server would reject them now.
+      if (state_ != State::kFailed) state_ = State::kLeft;
     }
     ReplyFuture(begin(std::move(request))).wait();
   }
 
  private:
+  enum class State {
+    kConnecting,  // Until the first join.
+    kJoined,
+    kRejoining,  // The server restarted: messages wait until it knows this process again.
+    kLeft,
+    kFailed,  // This process is no longer part of the job: requests fail with `end_`.
+  };
+
+  // The server expects heartbeats.
+  bool is_member() const { return state_ == State::kJoined || state_ == State::kRejoining; }
+
   std::string name() const {
     return "server " + std::to_string(options_.server) + " (" + options_.endpoint + ")";
   }
 
-  std::string no_reply_text(const std::string& last_word) const {
-    return "no reply for " + std::to_string(seconds_since(last_answer_)) + " s: " + last_word;
+  std::string no_reply_text(const std::string& reason) const {
+    return "no reply for " + std::to_string(seconds_since(last_answer_)) + " s: " + reason;
   }
 
-  // This process is no longer part of the job: waiting and later requests fail with `why`.
   void end(Code code, const std::string& why) {
+    state_ = State::kFailed;
     end_ = {.code = code, .text = name() + ": " + why};
-    must_join_ = false;
-    joined_ = false;
   }
 
   static Header parse_header(std::span<const std::byte> message) {
@@ -247,7 +257,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       const std::lock_guard lock(mutex_);
       --open_;
       last_progress_ = steady_clock::now();
-      last_word_.clear();
+      wait_reason_.clear();
       in_flight_bytes_ -= operation->push_bytes;
       // A failed push leaves a gap in the sequence: no later push can be applied.
       if (reply.code != Code::kOk && operation->request.call == Call::kPush &&
@@ -284,7 +294,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         return finish(operation, std::move(reply));
       case Code::kNotYet:
       case Code::kBusy:
-        last_word_ = reply.text;
+        wait_reason_ = reply.text;
         if (reply.progress != 0 && reply.progress != operation->progress) {
           operation->progress = reply.progress;
           operation->began = now;
@@ -307,14 +317,14 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         operation->pause = reply.code == Code::kBusy ? longer_pause(*operation) : milliseconds(0);
         break;
       case Code::kRestarted:
-        if (!must_join_) must_join_ = joined_;
+        if (state_ == State::kJoined) state_ = State::kRejoining;
         break;
       case Code::kLost:
-        last_word_ = reply.text;
+        wait_reason_ = reply.text;
         operation->pause = longer_pause(*operation);
         break;
     }
-    if (end_.code != Code::kOk) {
+    if (state_ == State::kFailed) {
       Reply ended{.code = end_.code, .text = end_.text};
       lock.unlock();
       return finish(operation, std::move(ended));
@@ -371,13 +381,14 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       answer->changed.wait(answer_lock, [&] { return answer->done; });
     }
     lock.lock();
+    if (state_ != State::kRejoining) return;  // It left, or failed, meanwhile.
     const Reply& reply = answer->reply;
     if (reply.code == Code::kOk && reply.last_sequence < acknowledged_) {
       end(Code::kFailed, "it restarted without push " + std::to_string(acknowledged_) +
                              ", which it had acknowledged: it has " +
                              std::to_string(reply.last_sequence) + " of this trainer's");
     } else if (reply.code == Code::kOk) {
-      must_join_ = false;
+      state_ = State::kJoined;
       server_incarnation_ = reply.server_incarnation;
       last_answer_ = steady_clock::now();
     } else if (reply.code == Code::kNotYet) {
@@ -403,7 +414,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     channel_->send(request, options_.attempt_timeout.count(), [self](const Reply& reply) {
       const std::lock_guard lock(self->mutex_);
       if (reply.code == Code::kOk) self->last_answer_ = steady_clock::now();
-      if (reply.code == Code::kReplaced && self->joined_) self->end(reply.code, reply.text);
+      if (reply.code == Code::kReplaced && self->is_member()) self->end(reply.code, reply.text);
     });
   }
 
@@ -422,7 +433,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   std::vector<Operation> take_due(steady_clock::time_point now) {
     std::vector<Operation> due;
     waiting_.remove_if([&](const Operation& operation) {
-      if (must_join_ && operation->request.message) return false;
+      if (state_ == State::kRejoining && operation->request.message) return false;
       if (operation->retry_at > now) return false;
       due.push_back(operation);
       return true;
@@ -434,7 +445,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   std::optional<std::string> notice(steady_clock::time_point now) {
     if (open_ == 0 || now - last_progress_ < options_.notice_period) return std::nullopt;
     last_progress_ = now;
-    return name() + ": waiting: " + (last_word_.empty() ? "no reply yet" : last_word_);
+    return name() + ": waiting: " + (wait_reason_.empty() ? "no reply yet" : wait_reason_);
   }
 
   void run(const std::stop_token& stop) {
@@ -443,21 +454,21 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     while (!stop.stop_requested()) {
       auto until = next_heartbeat;
       for (const Operation& operation : waiting_) until = std::min(until, operation->retry_at);
-      if (must_join_) until = std::min(until, steady_clock::now() + milliseconds(100));
+      if (state_ == State::kRejoining) until = std::min(until, steady_clock::now() + milliseconds(100));
       changed_.wait_until(lock, until, [&] {
         return stop.stop_requested() || steady_clock::now() >= until ||
                std::any_of(waiting_.begin(), waiting_.end(),
                            [&](const Operation& one) { return one->retry_at < until; });
       });
       if (stop.stop_requested()) return;
-      if (must_join_) rejoin(lock);
+      if (state_ == State::kRejoining) rejoin(lock);
       const auto now = steady_clock::now();
       if (const auto said = notice(now); said && options_.on_wait) {
         lock.unlock();
         options_.on_wait(*said);
         lock.lock();
       }
-      if (end_.code != Code::kOk) {
+      if (state_ == State::kFailed) {
         std::list<Operation> failed;
         failed.swap(waiting_);
         lock.unlock();
@@ -468,7 +479,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
       const auto due = take_due(now);
       for (const Operation& operation : due) update_incarnation(*operation);
       const bool is_heartbeat_due =
-          joined_ && options_.trainer != kNoTrainer && now >= next_heartbeat;
+          is_member() && options_.trainer != kNoTrainer && now >= next_heartbeat;
       if (now >= next_heartbeat) next_heartbeat = now + options_.heartbeat_period;
       const Request present = heartbeat();
       lock.unlock();
@@ -486,16 +497,15 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   std::list<Operation> waiting_;  // For their next sending.
   int64_t in_flight_bytes_ = 0;
   Reply failure_;  // Of a push.
-  Reply end_;      // kOk: it has not come.
+  State state_ = State::kConnecting;
+  Reply end_;  // kFailed: why.
   uint64_t job_ = 0;
   uint64_t server_incarnation_ = 0;
   uint64_t trainer_incarnation_ = 0;
   uint64_t acknowledged_ = 0;  // The last push.
   uint64_t confirmed_ = 0;     // The last step that was confirmed here.
-  bool joined_ = false;
-  bool must_join_ = false;
   bool stopped_ = false;
-  std::string last_word_;  // Since the last progress.
+  std::string wait_reason_;  // The last one since the last progress.
   int64_t open_ = 0;       // Operations that were started and are not finished.
   steady_clock::time_point last_answer_ = steady_clock::now();
   steady_clock::time_point last_progress_ = steady_clock::now();  // Or notice.

@@ -49,6 +49,20 @@ std::shared_ptr<PrefetchedRows::Batch> PrefetchedRows::look_up(const at::Tensor&
   return batch;
 }
 
+std::shared_ptr<PrefetchedRows::Batch> PrefetchedRows::start_pull() {
+  return arriving_ = std::exchange(prefetched_, nullptr);
+}
+
+PrefetchedRows::Gradients PrefetchedRows::gradients() {
+  if (used_.empty()) return {};
+  if (used_.size() == 1) return {used_[0]->distinct.ids(), used_[0]->gradients};
+  size_t most = 0;
+  for (const auto& batch : used_) most += batch->distinct.ids().size();
+  merger_.begin(table_.width, most);
+  for (const auto& batch : used_) merger_.add(batch->distinct.ids(), batch->gradients);
+  return {merger_.ids(), merger_.gradients()};
+}
+
 void PrefetchedRows::forget() {
   for (const auto& batch : used_) batch->gradients.clear();
   used_.clear();

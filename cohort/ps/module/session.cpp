@@ -1,17 +1,14 @@
 #include "cohort/ps/module/session.h"
 
 #include <algorithm>
-#include <map>
 #include <torch/nn/module.h>
 #include <torch/types.h>
 #include <utility>
 
 #include "cohort/base/error.h"
-#include "cohort/base/log.h"
 #include "cohort/ps/client/local_channel.h"
 #include "cohort/ps/module/prefetched_rows.h"
 #include "cohort/ps/role.h"
-#include "cohort/ps/row_merger.h"
 
 namespace cohort::ps {
 
@@ -81,286 +78,201 @@ SessionOptions with_environment(SessionOptions options) {
   return options;
 }
 
-class Session::Work {
- public:
-  explicit Work(const SessionOptions& options) : options_(checked(options)) {}
-
-  Embedding embedding(const TableOptions& table, const EmbeddingOptions& options) {
-    TORCH_CHECK_VALUE(!communicator_, "session: tables are added before start()");
-    const auto number = static_cast<uint32_t>(tables_.size());
-    auto rows = std::make_shared<PrefetchedRows>(
-        table, [this, number](std::span<const uint64_t> ids, std::span<float> weights,
-                              bool prediction) { fetch(number, ids, weights, prediction); });
-    tables_.push_back(rows);
-    return Embedding(std::move(rows), table.width, options);
-  }
-
-  void add(const std::string& name, const torch::nn::Module& module) {
-    TORCH_CHECK_VALUE(!communicator_, "session: modules are added before start()");
-    for (const auto& parameter : module.named_parameters()) {
-      const at::Tensor& value = parameter.value();
-      if (!value.requires_grad()) continue;
-      const std::string full = name + "." + parameter.key();
-      TORCH_CHECK_VALUE(
-          value.scalar_type() == at::kFloat && value.device().is_cpu() && value.is_contiguous(),
-          "session: parameter '", full, "': expected contiguous float32 on the CPU, got ",
-          value.toString());
-      names_.push_back(full);
-      parameters_.push_back(value.detach());
-      learning_.push_back(value);
-    }
-  }
-
-  void start() {
-    TORCH_CHECK_VALUE(!communicator_, "session: it was started before");
-    make_plan();
-    const JobOptions job = job_options();
-    ClientOptions client = options_.client;
-    client.servers = plan_.servers;
-    client.trainer = static_cast<uint32_t>(options_.trainer);
-    if (!client.link.on_wait)
-      client.link.on_wait = [this](const std::string& line) { log_.warn(line); };
-    if (options_.host.rank > 0) {
-      // Rank 0 has the client.
-    } else if (options_.training == Training::kLocal) {
-      local_ = std::make_shared<Server>(
-          ServerOptions{
-              .load = options_.load, .durability = Durability::kApplied, .snapshot_log_bytes = 0},
-          log_);
-      client_ = std::make_unique<Client>(
-          client, job, [this](int) { return std::make_unique<LocalChannel>(local_); });
-    } else {
-      client_ = std::make_unique<Client>(client, job);
-    }
-    communicator_ = client_ ? make_communicator() : nullptr;
-    if (options_.host.size > 1)
-      communicator_ = make_host_communicator(job, options_.host, std::move(communicator_));
-    if (options_.trainer == 0 && client_ && client_->needs_initial_values()) {
-      std::vector<std::span<const float>> values;
-      for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
-      client_->initialise(values);
-    }
-    start_pull();
-    pull();
-  }
-
-  void start_pull() {
-    TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
-    TORCH_CHECK_VALUE(!finish_pull_, "session: a pull is under way already");
-    std::vector<PullRows> rows;
-    arriving_.assign(tables_.size(), nullptr);
-    for (uint32_t number = 0; number < tables_.size(); ++number) {
-      auto& prefetched = tables_[number]->prefetched();
-      if (!prefetched) continue;
-      arriving_[number] = std::move(prefetched);
-      prefetched = nullptr;
-      rows.push_back({number, arriving_[number]->distinct.ids(), arriving_[number]->weights});
-    }
-    std::vector<std::span<float>> values;
-    for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
-    finish_pull_ = communicator_->pull(std::move(rows), std::move(values));
-  }
-
-  void pull() {
-    if (!finish_pull_) start_pull();
-    std::exchange(finish_pull_, nullptr)();
-    // Rows of an earlier pull are out of date, also where none were prefetched for this one.
-    for (size_t number = 0; number < tables_.size(); ++number)
-      tables_[number]->ready() = std::move(arriving_[number]);
-  }
-
-  void push() {
-    TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
-    std::vector<PushRows> rows;
-    for (uint32_t number = 0; number < tables_.size(); ++number) rows.push_back(rows_of(number));
-    std::vector<std::span<const float>> values;
-    for (at::Tensor& parameter : learning_) {
-      at::Tensor& gradient = parameter.mutable_grad();
-      if (!gradient.defined()) gradient = at::zeros_like(parameter);
-      gradient = gradient.contiguous();
-      values.push_back(values_of(gradient));
-    }
-    communicator_->push(std::move(rows), std::move(values));
-    ++steps_;
-    for (at::Tensor& parameter : learning_) parameter.mutable_grad() = at::Tensor();
-    for (auto& table : tables_) table->forget();
-  }
-
-  int64_t step() const {
-    const bool counts = client_ && options_.training == Training::kSync;
-    return counts ? static_cast<int64_t>(client_->step()) : steps_;
-  }
-
-  int64_t steps_before() const {
-    TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
-    const bool counts =
-        options_.training == Training::kSync || options_.training == Training::kAsync;
-    return client_ && counts ? static_cast<int64_t>(client_->pushed_before()) : 0;
-  }
-
-  void flush() { communicator_->flush(); }
-
-  void finish() {
-    flush();
-    if (client_) client_->leave();
-  }
-
-  void save(const std::string& folder) {
-    communicator_->flush();
-    if (client_) client_->save(folder);
-  }
-
-  const Plan& plan() const { return plan_; }
-  Client& client() {
-    TORCH_CHECK_VALUE(client_,
-                      "session: before start(), and on other ranks of a host than 0, there is "
-                      "no client");
-    return *client_;
-  }
-
- private:
-  void make_plan() {
-    std::vector<ParameterShape> shapes;
-    for (size_t i = 0; i < names_.size(); ++i)
-      shapes.push_back({names_[i], parameters_[i].sizes().vec()});
-    std::string servers;
-    for (const std::string& server : options_.servers)
-      servers += (servers.empty() ? "" : ",") + server;
-    plan_ = ps::plan(std::move(shapes), {.trainer_id = options_.trainer,
-                                         .trainers = options_.trainers,
-                                         .pservers = servers,
-                                         .sync_mode = options_.training == Training::kSync,
-                                         .slice_var_up = options_.slice_var_up,
-                                         .split_method = options_.split_method,
-                                         .min_block_size = options_.min_block_size});
-  }
-
-  JobOptions job_options() const {
-    const bool waits = options_.training == Training::kSync;
-    JobOptions job{.mode = waits ? Mode::kSync : Mode::kAsync,
-                   .reduce = options_.reduce,
-                   .trainers = options_.trainers,
-                   .max_trainers = std::max(JobOptions().max_trainers, options_.trainers),
-                   .servers = static_cast<int>(plan_.servers.size()),
-                   .max_staleness = options_.max_staleness,
-                   .error_if_nonfinite = options_.error_if_nonfinite,
-                   .dense_rule = options_.dense_rule};
-    for (const Block& block : plan_.blocks) {
-      job.blocks.push_back({plan_.parameters[static_cast<size_t>(block.parameter)].name,
-                            block.begin, block.end, block.server});
-    }
-    for (const auto& table : tables_) job.tables.push_back(table->table());
-    if (options_.training == Training::kGeo) {
-      job.dense_rule = {.rule = Rule::kAdd};
-      for (TableOptions& table : job.tables) table.rule = {.rule = Rule::kAdd};
-    }
-    return job;
-  }
-
-  std::unique_ptr<Communicator> make_communicator() {
-    if (options_.training == Training::kHalfAsync)
-      return make_half_async_communicator(*client_, options_.max_merge);
-    if (options_.training != Training::kGeo) return make_direct_communicator(*client_);
-    GeoOptions geo{.dense_rule = options_.dense_rule,
-                   .steps = options_.geo_steps,
-                   .trainers = options_.trainers};
-    for (const auto& table : tables_) geo.table_rules.push_back(table->table().rule);
-    return make_geo_communicator(*client_, geo);
-  }
-
-  // Rows that were not prefetched.
-  void fetch(uint32_t number, std::span<const uint64_t> ids, std::span<float> weights,
-             bool prediction) {
-    TORCH_CHECK_VALUE(communicator_, "session: start() comes before forward");
-    communicator_->pull({{number, ids, weights}}, {}, prediction)();
-  }
-
-  // The gradients of a table's rows since the last push. Several batches become one.
-  PushRows rows_of(uint32_t number) {
-    const auto& used = tables_[number]->used();
-    if (used.empty()) return {.table = number};
-    if (used.size() == 1)
-      return {.table = number, .ids = used[0]->distinct.ids(), .gradients = used[0]->gradients};
-    RowMerger& merger = mergers_[number];
-    size_t most = 0;
-    for (const auto& batch : used) most += batch->distinct.ids().size();
-    merger.begin(tables_[number]->table().width, most);
-    for (const auto& batch : used) merger.add(batch->distinct.ids(), batch->gradients);
-    return {.table = number, .ids = merger.ids(), .gradients = merger.gradients()};
-  }
-
-  SessionOptions options_;
-  Log log_{LogOptions{.rank = options_.trainer,
+Session::Session(const SessionOptions& options)
+    : options_(checked(options)),
+      log_(LogOptions{.rank = options_.trainer,
                       .world_size = options_.trainers,
                       .level = LogLevel::kWarn,
-                      .console = LogConsole::kAlways}};
-  Plan plan_;
-  std::vector<std::shared_ptr<PrefetchedRows>> tables_;
-  std::vector<std::string> names_;
-  std::vector<at::Tensor> parameters_;  // Values, without autograd.
-  std::vector<at::Tensor> learning_;    // The same, with gradients.
-  std::shared_ptr<Server> local_;
-  std::unique_ptr<Client> client_;
-  std::unique_ptr<Communicator> communicator_;
-  std::function<void()> finish_pull_;
-  std::vector<std::shared_ptr<PrefetchedRows::Batch>> arriving_;
-  std::map<uint32_t, RowMerger> mergers_;
-  int64_t steps_ = 0;
-};
+                      .console = LogConsole::kAlways}) {}
 
-Session::Session(const SessionOptions& options) : work_(std::make_unique<Work>(options)) {}
 Session::~Session() = default;
 
 Embedding Session::embedding(const TableOptions& table, const EmbeddingOptions& options) {
-  return work_->embedding(table, options);
+  TORCH_CHECK_VALUE(!communicator_, "session: tables are added before start()");
+  const auto number = static_cast<uint32_t>(tables_.size());
+  auto rows = std::make_shared<PrefetchedRows>(
+      table, [this, number](std::span<const uint64_t> ids, std::span<float> weights,
+                            bool prediction) { fetch(number, ids, weights, prediction); });
+  tables_.push_back(rows);
+  return Embedding(std::move(rows), table.width, options);
 }
 
 void Session::add(const std::string& name, const torch::nn::Module& module) {
-  work_->add(name, module);
+  TORCH_CHECK_VALUE(!communicator_, "session: modules are added before start()");
+  for (const auto& parameter : module.named_parameters()) {
+    const at::Tensor& value = parameter.value();
+    if (!value.requires_grad()) continue;
+    const std::string full = name + "." + parameter.key();
+    TORCH_CHECK_VALUE(
+        value.scalar_type() == at::kFloat && value.device().is_cpu() && value.is_contiguous(),
+        "session: parameter '", full, "': expected contiguous float32 on the CPU, got ",
+        value.toString());
+    names_.push_back(full);
+    parameters_.push_back(value.detach());
+    learning_.push_back(value);
+  }
 }
 
 void Session::start() {
-  work_->start();
-}
-
-void Session::pull() {
-  work_->pull();
+  TORCH_CHECK_VALUE(!communicator_, "session: it was started before");
+  make_plan();
+  const JobOptions job = job_options();
+  ClientOptions client = options_.client;
+  client.servers = plan_.servers;
+  client.trainer = static_cast<uint32_t>(options_.trainer);
+  if (!client.link.on_wait)
+    client.link.on_wait = [this](const std::string& line) { log_.warn(line); };
+  if (options_.host.rank > 0) {
+    // Rank 0 has the client.
+  } else if (options_.training == Training::kLocal) {
+    local_ = std::make_shared<Server>(
+        ServerOptions{
+            .load = options_.load, .durability = Durability::kApplied, .snapshot_log_bytes = 0},
+        log_);
+    client_ = std::make_unique<Client>(
+        client, job, [this](int) { return std::make_unique<LocalChannel>(local_); });
+  } else {
+    client_ = std::make_unique<Client>(client, job);
+  }
+  communicator_ = client_ ? make_communicator() : nullptr;
+  if (options_.host.size > 1)
+    communicator_ = make_host_communicator(job, options_.host, std::move(communicator_));
+  if (options_.trainer == 0 && client_ && client_->needs_initial_values()) {
+    std::vector<std::span<const float>> values;
+    for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
+    client_->initialise(values);
+  }
+  start_pull();
+  pull();
 }
 
 void Session::start_pull() {
-  work_->start_pull();
+  TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
+  TORCH_CHECK_VALUE(!finish_pull_, "session: a pull is under way already");
+  std::vector<PullRows> rows;
+  for (uint32_t number = 0; number < tables_.size(); ++number) {
+    if (const auto batch = tables_[number]->start_pull())
+      rows.push_back({number, batch->distinct.ids(), batch->weights});
+  }
+  std::vector<std::span<float>> values;
+  for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
+  finish_pull_ = communicator_->pull(std::move(rows), std::move(values));
+}
+
+void Session::pull() {
+  if (!finish_pull_) start_pull();
+  std::exchange(finish_pull_, nullptr)();
+  for (const auto& table : tables_) table->finish_pull();
 }
 
 void Session::push() {
-  work_->push();
-}
-
-int64_t Session::steps_before() const {
-  return work_->steps_before();
+  TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
+  std::vector<PushRows> rows;
+  for (uint32_t number = 0; number < tables_.size(); ++number) {
+    const auto gradients = tables_[number]->gradients();
+    rows.push_back({.table = number, .ids = gradients.ids, .gradients = gradients.values});
+  }
+  std::vector<std::span<const float>> values;
+  for (at::Tensor& parameter : learning_) {
+    at::Tensor& gradient = parameter.mutable_grad();
+    if (!gradient.defined()) gradient = at::zeros_like(parameter);
+    gradient = gradient.contiguous();
+    values.push_back(values_of(gradient));
+  }
+  communicator_->push(std::move(rows), std::move(values));
+  ++steps_;
+  for (at::Tensor& parameter : learning_) parameter.mutable_grad() = at::Tensor();
+  for (auto& table : tables_) table->forget();
 }
 
 int64_t Session::step() const {
-  return work_->step();
+  const bool counts = client_ && options_.training == Training::kSync;
+  return counts ? static_cast<int64_t>(client_->step()) : steps_;
+}
+
+int64_t Session::steps_before() const {
+  TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
+  const bool counts =
+      options_.training == Training::kSync || options_.training == Training::kAsync;
+  return client_ && counts ? static_cast<int64_t>(client_->pushed_before()) : 0;
 }
 
 void Session::flush() {
-  work_->flush();
+  communicator_->flush();
 }
 
 void Session::finish() {
-  work_->finish();
+  flush();
+  if (client_) client_->leave();
 }
 
 void Session::save(const std::string& folder) {
-  work_->save(folder);
-}
-
-const Plan& Session::plan() const {
-  return work_->plan();
+  communicator_->flush();
+  if (client_) client_->save(folder);
 }
 
 Client& Session::client() {
-  return work_->client();
+  TORCH_CHECK_VALUE(client_,
+                    "session: before start(), and on other ranks of a host than 0, there is "
+                    "no client");
+  return *client_;
+}
+
+
+void Session::make_plan() {
+  std::vector<ParameterShape> shapes;
+  for (size_t i = 0; i < names_.size(); ++i)
+    shapes.push_back({names_[i], parameters_[i].sizes().vec()});
+  std::string servers;
+  for (const std::string& server : options_.servers)
+    servers += (servers.empty() ? "" : ",") + server;
+  plan_ = ps::plan(std::move(shapes), {.trainer_id = options_.trainer,
+                                       .trainers = options_.trainers,
+                                       .pservers = servers,
+                                       .sync_mode = options_.training == Training::kSync,
+                                       .slice_var_up = options_.slice_var_up,
+                                       .split_method = options_.split_method,
+                                       .min_block_size = options_.min_block_size});
+}
+
+JobOptions Session::job_options() const {
+  const bool waits = options_.training == Training::kSync;
+  JobOptions job{.mode = waits ? Mode::kSync : Mode::kAsync,
+                 .reduce = options_.reduce,
+                 .trainers = options_.trainers,
+                 .max_trainers = std::max(JobOptions().max_trainers, options_.trainers),
+                 .servers = static_cast<int>(plan_.servers.size()),
+                 .max_staleness = options_.max_staleness,
+                 .error_if_nonfinite = options_.error_if_nonfinite,
+                 .dense_rule = options_.dense_rule};
+  for (const Block& block : plan_.blocks) {
+    job.blocks.push_back({plan_.parameters[static_cast<size_t>(block.parameter)].name,
+                          block.begin, block.end, block.server});
+  }
+  for (const auto& table : tables_) job.tables.push_back(table->table());
+  if (options_.training == Training::kGeo) {
+    job.dense_rule = {.rule = Rule::kAdd};
+    for (TableOptions& table : job.tables) table.rule = {.rule = Rule::kAdd};
+  }
+  return job;
+}
+
+std::unique_ptr<Communicator> Session::make_communicator() {
+  if (options_.training == Training::kHalfAsync)
+    return make_half_async_communicator(*client_, options_.max_merge);
+  if (options_.training != Training::kGeo) return make_direct_communicator(*client_);
+  GeoOptions geo{.dense_rule = options_.dense_rule,
+                 .steps = options_.geo_steps,
+                 .trainers = options_.trainers};
+  for (const auto& table : tables_) geo.table_rules.push_back(table->table().rule);
+  return make_geo_communicator(*client_, geo);
+}
+
+// Rows that were not prefetched.
+void Session::fetch(uint32_t number, std::span<const uint64_t> ids, std::span<float> weights,
+           bool prediction) {
+  TORCH_CHECK_VALUE(communicator_, "session: start() comes before forward");
+  communicator_->pull({{number, ids, weights}}, {}, prediction)();
 }
 
 }  // namespace cohort::ps

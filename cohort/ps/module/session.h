@@ -17,9 +17,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "cohort/base/log.h"
 #include "cohort/ps/client/client.h"
 #include "cohort/ps/client/communicator.h"
 #include "cohort/ps/module/embedding.h"
@@ -30,6 +32,8 @@ class Module;
 }
 
 namespace cohort::ps {
+
+class Server;
 
 /// How a trainer works with its servers.
 enum class Training {
@@ -123,13 +127,30 @@ class Session {
   /// kLocal: of this process.
   /// Errors: also c10::DistError where it cannot be written.
   void save(const std::string& folder);
-  const Plan& plan() const;
+  const Plan& plan() const { return plan_; }
   /// Errors: c10::ValueError on ranks of a host that have none.
   Client& client();
 
  private:
-  class Work;
-  std::unique_ptr<Work> work_;
+  void make_plan();
+  JobOptions job_options() const;
+  std::unique_ptr<Communicator> make_communicator();
+  // Pulls rows that were not prefetched.
+  void fetch(uint32_t number, std::span<const uint64_t> ids, std::span<float> weights,
+             bool prediction);
+
+  SessionOptions options_;
+  Log log_;
+  Plan plan_;
+  std::vector<std::shared_ptr<PrefetchedRows>> tables_;
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> parameters_;  // Values, without autograd.
+  std::vector<at::Tensor> learning_;    // The same, with gradients.
+  std::shared_ptr<Server> local_;
+  std::unique_ptr<Client> client_;
+  std::unique_ptr<Communicator> communicator_;
+  std::function<void()> finish_pull_;
+  int64_t steps_ = 0;
 };
 
 }  // namespace cohort::ps

@@ -185,7 +185,7 @@ void DurableState::restore(const std::string& checkpoint) {
   TORCH_CHECK_VALUE(!saving_, "restore: a snapshot is being written");
   const std::string job = state_.job()->to_json();
   // Greater than any number that a process of a trainer has had here (RequestHandler::join).
-  for (const auto& [id, trainer] : state_.trainers())
+  for (const auto& [id, trainer] : state_.members().trainers())
     incarnation_ = std::max(incarnation_, trainer.incarnation);
   ++incarnation_;
   if (!options_.folder.empty())

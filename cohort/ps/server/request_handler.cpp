@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
 
@@ -24,7 +23,6 @@ constexpr milliseconds kLongPollTimeout{1000};
 
 // Ticks come ten times a second.
 constexpr milliseconds kStallThreshold{1000};
-constexpr std::chrono::seconds kRatePeriod{5};
 constexpr std::chrono::seconds kWriteFailurePeriod{10};
 
 template <class Payload>
@@ -46,48 +44,25 @@ std::string seconds_text(std::chrono::steady_clock::duration time) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
 }
 
-// "/trainers is 2, this trainer's 3" of two jobs' JSON; "" where they are equal. For lists of
-// different lengths: the lengths.
-std::string first_difference(const nlohmann::json& here, const nlohmann::json& there,
-                             const std::string& place = "") {
-  if (here == there) return "";
-  const bool is_list = here.is_array();
-  if (is_list && here.size() != there.size())
-    return place + " are " + std::to_string(here.size()) + ", this trainer's " +
-           std::to_string(there.size());
-  if (!here.is_structured())
-    return place + " is " + here.dump() + ", this trainer's " + there.dump();
-  for (const auto& [name, value] : here.items()) {
-    const auto& other = is_list ? there.at(std::stoul(name)) : there.at(name);
-    const std::string difference = first_difference(value, other, place + "/" + name);
-    if (!difference.empty()) return difference;
-  }
-  return "";
+// For a trainer whose job, `theirs`, is another one; empty text: it did not say which.
+std::string job_difference(const JobOptions& own, const std::string& theirs) {
+  const std::string text = "job: this server has another one";
+  return theirs.empty() ? text : text + ": " + first_difference(own, JobOptions::parse(theirs));
 }
 
-// The field in which `theirs` differs. The number of servers first: all blocks depend on it.
-std::string job_difference(const JobOptions& own, const std::string& theirs) {
-  using nlohmann::json;
-  const std::string text = "job: this server has another one";
-  if (theirs.empty()) return text;
-  const json here = json::parse(own.to_json()),
-             there = json::parse(JobOptions::parse(theirs).to_json());
-  std::string difference = first_difference(here.at("servers"), there.at("servers"), "/servers");
-  if (difference.empty()) difference = first_difference(here, there);
-  // A field that a program of another version does not have is at its default in both texts.
-  if (difference.empty()) difference = "expected a program of this server's version";
-  return text + ": " + difference;
+// What a request is told that failed with `error`; `of_system`: unless its sender is to blame.
+Code code_of(const std::exception& error, Code of_system) {
+  return dynamic_cast<const c10::ValueError*>(&error) ? Code::kInvalid : of_system;
 }
 
 }  // namespace
 
 RequestHandler::RequestHandler(const ServerOptions& options, const Log& log)
     : options_(options), log_(log), durable_(options, log) {
-  started_ = last_eviction_ = last_tick_ = std::chrono::steady_clock::now();
-  rates_from_.time = rates_next_.time = started_;
+  last_eviction_ = last_tick_ = activity_.started;
   // Members have trainer_timeout to come back.
-  for (const auto& [id, trainer] : durable_.state().trainers()) {
-    if (trainer.is_member) last_message_[id] = started_;
+  for (const auto& [id, trainer] : durable_.state().members().trainers()) {
+    if (trainer.is_member) last_message_[id] = activity_.started;
   }
 }
 
@@ -121,7 +96,7 @@ void RequestHandler::handle(Pending pending) {
   const auto heard = last_message_.find(pending.request.trainer);
   if (heard != last_message_.end() && !membership_error(pending.request.trainer, incarnation))
     heard->second = pending.arrived;
-  if (pending.request.message) counts_.bytes_in += bytes_of_message(pending);
+  if (pending.request.message) activity_.counts.bytes_in += bytes_of_message(pending);
   const bool is_push = pending.request.call == Call::kPush;
   const uint32_t trainer = pending.request.trainer;
   answer(pending);
@@ -172,28 +147,26 @@ void RequestHandler::answer(Pending& pending) {
       pending.done(reply(Code::kLost, reason));
       throw;
     }
-    const bool is_own = dynamic_cast<const c10::Error*>(&error) != nullptr;
-    if (is_own && dynamic_cast<const c10::ValueError*>(&error) == nullptr) {
-      if (call == Call::kSave || call == Call::kFinishSave) {
-        log_.error("cannot save", {{"reason", reason}});
-        return pending.done(reply(Code::kNotWritten, reason));
-      }
-      // The log cannot be written: nothing has changed, and a retry may succeed.
-      log_write_failure("cannot log", reason, pending.arrived);
-      return pending.done(reply(Code::kBusy, reason));
-    }
+    const bool saves = call == Call::kSave || call == Call::kFinishSave;
     // The standard library throws for failed allocations and invalid paths: a retry would fail
     // again.
-    ++counts_.refused;
-    pending.done(reply(Code::kInvalid, (is_own ? "" : "the server cannot do it: ") + reason));
+    const bool is_own = dynamic_cast<const c10::Error*>(&error) != nullptr;
+    const Code code =
+        is_own ? code_of(error, saves ? Code::kNotWritten : Code::kBusy) : Code::kInvalid;
+    if (code == Code::kInvalid) ++activity_.counts.refused;
+    if (code == Code::kNotWritten) log_.error("cannot save", {{"reason", reason}});
+    // The log cannot be written: nothing has changed, and a retry may succeed.
+    if (code == Code::kBusy) log_write_failure("cannot log", reason, pending.arrived);
+    pending.done(reply(code, (is_own ? "" : "the server cannot do it: ") + reason));
   } catch (...) {
     pending.done(reply(Code::kLost, "the server is shutting down"));
     throw;
   }
 }
 
-std::optional<Reply> RequestHandler::refusal(const Header& header, const Message& message) const {
+std::optional<Reply> RequestHandler::refusal(Pending& pending) const {
   const ParameterState& state = durable_.state();
+  const Header& header = pending.message.header;
   if (!state.job()) return reply(Code::kRestarted, "the server has no job yet");
   if (header.server_incarnation != durable_.incarnation())
     return reply(Code::kRestarted,
@@ -204,7 +177,8 @@ std::optional<Reply> RequestHandler::refusal(const Header& header, const Message
   if (header.trainer != kNoTrainer) {
     if (auto refused = membership_error(header.trainer, header.trainer_incarnation)) return refused;
   }
-  state.check(message);
+  // Once: a job has the same tables and blocks for good.
+  if (!std::exchange(pending.is_checked, true)) state.check(pending.message);
   return std::nullopt;
 }
 
@@ -223,8 +197,8 @@ std::optional<Reply> RequestHandler::membership_error(uint32_t id, uint64_t inca
 
 void RequestHandler::push(Pending& pending) {
   const Header header = pending.message.header;
-  if (auto refused = refusal(header, pending.message)) {
-    ++counts_.refused;
+  if (auto refused = refusal(pending)) {
+    ++activity_.counts.refused;
     return pending.done(std::move(*refused));
   }
   TORCH_CHECK_VALUE(header.trainer != kNoTrainer, "push: it names no trainer");
@@ -251,7 +225,7 @@ void RequestHandler::push(Pending& pending) {
   if (header.sequence <= last + 1 && state.job()->servers == 1)
     note_confirmed(header.trainer, header.sequence);
   if (header.sequence <= last) {
-    ++counts_.duplicates;
+    ++activity_.counts.duplicates;
     return unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
   }
   // The open step's pushes are always accepted, so that it can close.
@@ -259,8 +233,8 @@ void RequestHandler::push(Pending& pending) {
   if (is_early && state.pending_bytes() + bytes_of_message(pending) > options_.max_queue_bytes)
     return pending.done(reply(Code::kBusy, waiting_for()));
   durable_.change(RecordKind::kPush, pending.request.message->span(), pending.request.message);
-  ++counts_.pushes;
-  counts_.rows_pushed += rows_in(pending.message);
+  ++activity_.counts.pushes;
+  activity_.counts.rows_pushed += rows_in(pending.message);
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
 }
 
@@ -331,8 +305,8 @@ void RequestHandler::initial(Pending& pending) {
 
 void RequestHandler::pull(Pending& pending) {
   const Header& header = pending.message.header;
-  if (auto refused = refusal(header, pending.message)) {
-    ++counts_.refused;
+  if (auto refused = refusal(pending)) {
+    ++activity_.counts.refused;
     return pending.done(std::move(*refused));
   }
   const ParameterState& state = durable_.state();
@@ -345,10 +319,10 @@ void RequestHandler::pull(Pending& pending) {
   // The next push of a trainer does not depend on its predictions.
   const bool is_bounded = is_trainer && job.mode == Mode::kAsync && job.max_staleness >= 0 &&
                           !(header.flags & kPrediction);
-  const bool too_far =
-      is_bounded && state.lead_of(header.trainer) > static_cast<uint64_t>(job.max_staleness);
+  const bool too_far = is_bounded && state.members().lead_of(header.trainer) >
+                                         static_cast<uint64_t>(job.max_staleness);
   if (!state.is_initialised() || too_early || too_far) return wait(pending);
-  const int64_t bytes = state.bytes_of_pull(pending.message);
+  const int64_t bytes = state.shard().bytes_of_pull(pending.message);
   // A single reply is always sent, however large.
   const int64_t held = *reply_bytes_;
   if (held > 0 && held + bytes > options_.max_queue_bytes)
@@ -358,9 +332,9 @@ void RequestHandler::pull(Pending& pending) {
   answer.message = state.pull(pending.message);
   *reply_bytes_ += bytes;
   answer.hold = {nullptr, [held_bytes = reply_bytes_, bytes](void*) { *held_bytes -= bytes; }};
-  ++counts_.pulls;
-  counts_.rows_pulled += rows_in(pending.message);
-  counts_.bytes_out += static_cast<int64_t>(answer.message.size());
+  ++activity_.counts.pulls;
+  activity_.counts.rows_pulled += rows_in(pending.message);
+  activity_.counts.bytes_out += static_cast<int64_t>(answer.message.size());
   pending.done(std::move(answer));
 }
 
@@ -375,7 +349,7 @@ void RequestHandler::set_job(Pending& pending) {
   TORCH_CHECK_VALUE(job.servers == options_.servers, "job: it has ", job.servers,
                     " servers, this server was started as one of ", options_.servers);
   try {
-    state.check_job(job);
+    state.shard().check_job(job);
   } catch (const std::exception& error) {
     return pending.done(reply(Code::kInvalid, one_line(error)));
   }
@@ -388,13 +362,12 @@ void RequestHandler::set_job(Pending& pending) {
     failure_ = one_line(error);
     initial_load_failed_ = true;
     log_.error("job failed", {{"reason", failure_}});
-    const bool is_value_error = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
-    return pending.done(reply(is_value_error ? Code::kInvalid : Code::kFailed, failure_));
+    return pending.done(reply(code_of(error, Code::kFailed), failure_));
   }
   log_.info("job", {{"mode", to_string(job.mode)},
                     {"trainers", job.trainers},
                     {"tables", job.tables.size()},
-                    {"blocks", state.blocks().size()}});
+                    {"blocks", state.shard().blocks().size()}});
   pending.done(reply(Code::kOk));
 }
 
@@ -456,7 +429,8 @@ void RequestHandler::restore(Pending& pending) {
   TORCH_CHECK_VALUE(pending.request.job == state.fingerprint(), "restore: the job is another one");
   if (!checkpoint.empty()) check_folder("restore", checkpoint);
   const uint64_t save = checkpoint.empty() ? 0 : finished_save(checkpoint);
-  const bool is_new = state.steps() == 0 && state.pending_bytes() == 0 && state.trainers().empty();
+  const bool is_new =
+      state.steps() == 0 && state.pending_bytes() == 0 && state.members().trainers().empty();
   const bool is_held =
       checkpoint.empty() ? is_new : save != 0 && save == save_held_ && state.steps() == steps_held_;
   if (is_held) return pending.done(reply(Code::kOk));
@@ -468,8 +442,7 @@ void RequestHandler::restore(Pending& pending) {
   } catch (const std::exception& error) {
     failure_ = "cannot roll back: " + one_line(error);
     log_.error("job failed", {{"reason", failure_}});
-    const bool is_damaged = dynamic_cast<const c10::ValueError*>(&error) != nullptr;
-    return pending.done(reply(is_damaged ? Code::kInvalid : Code::kFailed, failure_));
+    return pending.done(reply(code_of(error, Code::kFailed), failure_));
   }
   save_held_ = save;
   steps_held_ = state.steps();
@@ -505,7 +478,7 @@ bool RequestHandler::has_confirmed(uint32_t trainer, uint64_t step) const {
 void RequestHandler::close_confirmed(Time now) {
   const ParameterState& state = durable_.state();
   const auto is_confirmed = [&] {
-    return std::ranges::all_of(state.trainers(), [&](const auto& entry) {
+    return std::ranges::all_of(state.members().trainers(), [&](const auto& entry) {
       return !entry.second.is_member || has_confirmed(entry.first, state.steps() + 1);
     });
   };
@@ -605,7 +578,7 @@ std::string RequestHandler::waiting_for() const {
   std::string names;
   std::vector<uint32_t> missing = state.missing_trainers();
   if (state.job()->mode == Mode::kSync && state.is_step_complete()) {
-    for (const auto& [id, trainer] : state.trainers())
+    for (const auto& [id, trainer] : state.members().trainers())
       if (trainer.is_member && !has_confirmed(id, state.steps() + 1)) missing.push_back(id);
   }
   for (const uint32_t trainer : missing) {
@@ -660,8 +633,7 @@ void RequestHandler::tick(Time now) {
     for (auto& [trainer, time] : last_message_) time += now - last_tick_;
   }
   last_tick_ = now;
-  if (now - rates_next_.time >= kRatePeriod)
-    rates_from_ = std::exchange(rates_next_, {counts_, now});
+  activity_.tick(now);
   try {
     for (auto heard = last_message_.begin(); heard != last_message_.end();) {
       const auto [trainer, time] = *heard++;
@@ -739,64 +711,13 @@ void RequestHandler::handle_lost_trainer(uint32_t trainer, Time now) {
 }
 
 Reply RequestHandler::status() const {
-  using nlohmann::json;
-  const ParameterState& state = durable_.state();
-  const auto now = std::chrono::steady_clock::now();
-  json object{{"server", options_.server},
-              {"incarnation", durable_.incarnation()},
-              {"up_s", std::chrono::duration<double>(now - started_).count()},
-              {"steps", state.steps()},
-              {"initialised", state.is_initialised()},
-              {"failure", failure_},
-              {"waiting", waiting_.size()},
-              {"pending_bytes", state.pending_bytes()},
-              {"pushes", counts_.pushes},
-              {"duplicates", counts_.duplicates},
-              {"refused", counts_.refused},
-              {"pulls", counts_.pulls},
-              {"rows_pushed", counts_.rows_pushed},
-              {"rows_pulled", counts_.rows_pulled},
-              {"bytes_in", counts_.bytes_in},
-              {"bytes_out", counts_.bytes_out},
-              {"trainers", json::array()},
-              {"tables", json::array()}};
-  if (state.job()) object["mode"] = to_string(state.job()->mode);
-  const auto rate = [&](int64_t Counts::*count) {
-    const std::chrono::duration<double> seconds = now - rates_from_.time;
-    return static_cast<double>(counts_.*count - rates_from_.counts.*count) /
-           std::max(seconds.count(), 0.1);
-  };
-  object["per_s"] = {
-      {"pushes", rate(&Counts::pushes)},           {"pulls", rate(&Counts::pulls)},
-      {"rows_pushed", rate(&Counts::rows_pushed)}, {"rows_pulled", rate(&Counts::rows_pulled)},
-      {"bytes_in", rate(&Counts::bytes_in)},       {"bytes_out", rate(&Counts::bytes_out)}};
-  for (const auto& [id, trainer] : state.trainers()) {
-    json line{{"trainer", id},
-              {"incarnation", trainer.incarnation},
-              {"last_push", trainer.last_sequence},
-              {"lead", state.lead_of(id)},
-              {"member", trainer.is_member}};
-    const auto heard = last_message_.find(id);
-    line["lost"] = trainer.is_member && heard == last_message_.end();
-    if (heard != last_message_.end())
-      line["silent_s"] = std::chrono::duration<double>(now - heard->second).count();
-    object["trainers"].push_back(std::move(line));
-  }
-  const auto statistics = state.table_statistics();
-  for (size_t i = 0; i < statistics.size(); ++i) {
-    const TableStatistics& table = statistics[i];
-    object["tables"].push_back({{"name", state.tables()[i]->options().name},
-                                {"rows", table.rows},
-                                {"cold_rows", table.spilled_rows},
-                                {"bytes", table.bytes},
-                                {"bytes_per_row", table.bytes_per_row()},
-                                {"created", table.created},
-                                {"evicted", table.evicted},
-                                {"demoted", table.demoted},
-                                {"refused", table.refused}});
-  }
-  Reply answer = reply(Code::kOk, object.dump());
-  return answer;
+  return reply(Code::kOk, status_text({.server = options_.server,
+                                       .incarnation = durable_.incarnation(),
+                                       .state = durable_.state(),
+                                       .activity = activity_,
+                                       .last_message = last_message_,
+                                       .failure = failure_,
+                                       .waiting = waiting_.size()}));
 }
 
 }  // namespace cohort::ps

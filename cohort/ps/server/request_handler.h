@@ -13,6 +13,7 @@
 #include "cohort/base/log.h"
 #include "cohort/ps/server/durable_state.h"
 #include "cohort/ps/server/server.h"
+#include "cohort/ps/server/status.h"
 #include "cohort/ps/wire/request.h"
 
 namespace cohort::ps {
@@ -24,6 +25,7 @@ struct Pending {
   std::optional<ValuePosition> nonfinite{};  ///< Of a push: its first NaN or infinity.
   Done done;
   std::chrono::steady_clock::time_point arrived;
+  bool is_checked = false;  ///< Its message fits the job.
 };
 
 /// Threads: one.
@@ -79,8 +81,8 @@ class RequestHandler {
   void evict(Time now);
   /// Logs once a period: a failed write is retried often.
   void log_write_failure(const char* what, const std::string& reason, Time now);
-  /// The reply that rejects a message, if it is not valid.
-  std::optional<Reply> refusal(const Header& header, const Message& message) const;
+  /// The reply that rejects a push or pull, if its message is not valid.
+  std::optional<Reply> refusal(Pending& pending) const;
   /// The reply that rejects process `incarnation` of a trainer, if it is not a member of the job.
   std::optional<Reply> membership_error(uint32_t trainer, uint64_t incarnation) const;
   /// Records a member's confirmation (Call::kConfirm).
@@ -137,18 +139,7 @@ class RequestHandler {
   std::shared_ptr<std::atomic<int64_t>> reply_bytes_ =
       std::make_shared<std::atomic<int64_t>>(0);  // Of pulls' answers that are not sent yet.
 
-  struct Counts {
-    int64_t pushes = 0, duplicates = 0, pulls = 0, refused = 0;
-    int64_t rows_pushed = 0, rows_pulled = 0, bytes_in = 0, bytes_out = 0;
-  };
-  Counts counts_;
-  // Counts of 5 to 10 seconds ago and of the last 5: what rates are taken from.
-  struct Counted {
-    Counts counts;
-    Time time;
-  };
-  Counted rates_from_, rates_next_;
-  Time started_;
+  Activity activity_;
 };
 
 }  // namespace cohort::ps

@@ -14,9 +14,24 @@
 #include <string>
 #include <vector>
 
-#include "cohort/ps/server/parameter_state.h"
+#include "cohort/ps/job.h"
+#include "cohort/ps/server/update_log.h"
 
 namespace cohort::ps {
+
+// Records that only saved states have, beside those of the log.
+constexpr auto kProgress = static_cast<RecordKind>(101);  // JSON: steps, trainers.
+constexpr auto kBlock = static_cast<RecordKind>(102);     // Of Shard::block_records.
+
+/// The files above of a saved state in `folder`.
+std::string records_path(const std::string& folder);
+std::string saved_table_path(const std::string& folder, size_t number);
+std::string saved_spill_path(const std::string& folder, size_t number);
+
+/// The payload of a record of text.
+std::string text_of(const Record& record);
+/// The steps of a kProgress record.
+uint64_t steps_of(const Record& progress);
 
 /// Where server `server` puts its part of save `nonce`.
 std::string part_folder(const std::string& folder, uint64_t nonce, int server, int servers);

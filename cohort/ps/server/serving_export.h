@@ -12,9 +12,9 @@ struct ServingFile {
   std::string what;  ///< "parameters" or "rows".
 };
 
-/// Writes to `output` (made; files are replaced one by one, each in one step): "dense.safetensors",
-/// every dense parameter in one dimension under its name, and for each table "<name>.safetensors",
-/// table/export_rows.h. With `pushed_since` > 0 tables are deltas.
+/// Writes to `output` (made): "dense.safetensors", every dense parameter in one dimension under its
+/// name, and for each table "<name>.safetensors", table/export_rows.h. With `pushed_since` > 0
+/// tables are deltas. What is in `output` stays until all of the new files are written.
 ///
 /// Memory: that of all servers together, but for rows beyond the memory cap of a table that spills.
 /// Errors: ConfigError that names file and damage.

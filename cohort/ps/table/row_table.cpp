@@ -25,21 +25,11 @@ bool always(uint64_t /*value*/) {
   return true;
 }
 
-// decay^days by squaring: the bits are the same on every machine.
-double power(double base, uint32_t exponent) {
-  double result = 1;
-  for (; exponent > 0; exponent /= 2) {
-    if (exponent % 2 == 1) result *= base;
-    base *= base;
-  }
-  return result;
-}
-
 bool is_expired(const Eviction& eviction, uint32_t last_push, uint32_t pushes, uint32_t now) {
   const int64_t age = std::max<int64_t>(int64_t{now} - last_push, 0);
   if (eviction.time_to_live_s > 0 && age >= eviction.time_to_live_s) return true;
   if (eviction.minimum_score <= 0) return false;
-  const double score = pushes * power(eviction.decay, static_cast<uint32_t>(age / 86400));
+  const double score = pushes * power(eviction.decay, age / 86400);
   return score < eviction.minimum_score;
 }
 

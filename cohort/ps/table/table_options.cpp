@@ -1,109 +1,14 @@
 #include "cohort/ps/table/table_options.h"
 
 #include <cmath>
-#include <nlohmann/json.hpp>
 #include <sstream>
-#include <utility>
-#include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/ps/options_json.h"
 #include "cohort/ps/table/hash_parts.h"
 #include "cohort/ps/table/row_slabs.h"
 
 namespace cohort::ps {
-
-// Enums by their names in JSON: the library's own macro takes an unknown name for the first.
-template <class Enum>
-using Names = std::vector<std::pair<Enum, const char*>>;
-
-const Names<Initializer::Kind>& names_of(Initializer::Kind) {
-  using Kind = Initializer::Kind;
-  static const Names<Kind> names = {
-      {Kind::kZeros, "zeros"}, {Kind::kUniform, "uniform"}, {Kind::kNormal, "normal"}};
-  return names;
-}
-const Names<EntryPolicy::Kind>& names_of(EntryPolicy::Kind) {
-  using Kind = EntryPolicy::Kind;
-  static const Names<Kind> names = {
-      {Kind::kAll, "all"}, {Kind::kCount, "count"}, {Kind::kProbability, "probability"}};
-  return names;
-}
-const Names<AtCap>& names_of(AtCap) {
-  static const Names<AtCap> names = {{AtCap::kRefuse, "refuse"},
-                                     {AtCap::kEvictLeastUsed, "evict_least_used"},
-                                     {AtCap::kSpill, "spill"}};
-  return names;
-}
-const Names<Schedule::Kind>& names_of(Schedule::Kind) {
-  using Kind = Schedule::Kind;
-  static const Names<Kind> names = {{Kind::kConstant, "constant"},
-                                    {Kind::kWarmup, "warmup"},
-                                    {Kind::kNoam, "noam"},
-                                    {Kind::kInverseTime, "inverse_time"},
-                                    {Kind::kSteps, "steps"}};
-  return names;
-}
-
-template <class Enum>
-concept Named = requires(Enum value) {
-  names_of(value);
-};
-
-template <Named Enum>
-void to_json(nlohmann::json& json, const Enum& value) {
-  for (const auto& [known, name] : names_of(value)) {
-    if (known == value) json = name;
-  }
-}
-template <Named Enum>
-void from_json(const nlohmann::json& json, Enum& value) {
-  const auto text = json.get<std::string>();
-  std::string all;
-  for (const auto& [known, name] : names_of(value)) {
-    if (text == name) {
-      value = known;
-      return;
-    }
-    all += (all.empty() ? "" : ", ") + std::string(name);
-  }
-  throw ConfigError("options of a table: expected one of " + all + ", found \"" + text + "\"");
-}
-void to_json(nlohmann::json& json, const Rule& rule) {
-  json = to_string(rule);
-}
-void from_json(const nlohmann::json& json, Rule& rule) {
-  rule = rule_named(json.get<std::string>());
-}
-
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Schedule, kind, warmup, decay, width, period, fall)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Initializer, kind, scale)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(EntryPolicy, kind, pushes, probability)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Eviction, time_to_live_s, minimum_score, decay)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RuleOptions, rule, learning_rate, momentum, beta1, beta2, eps,
-                                   initial_accumulator, l1, l2, clip_value, clip_norm, schedule)
-// The key of the entry policy is that of files which older versions wrote.
-void to_json(nlohmann::json& json, const TableOptions& options) {
-  json["name"] = options.name;
-  json["width"] = options.width;
-  json["seed"] = options.seed;
-  json["rule"] = options.rule;
-  json["initializer"] = options.initializer;
-  json["admission"] = options.entry;
-  json["eviction"] = options.eviction;
-  json["memory_cap_bytes"] = options.memory_cap_bytes;
-  json["at_cap"] = options.at_cap;
-}
-void from_json(const nlohmann::json& json, TableOptions& options) {
-  json.at("name").get_to(options.name);
-  json.at("width").get_to(options.width);
-  json.at("seed").get_to(options.seed);
-  json.at("rule").get_to(options.rule);
-  json.at("initializer").get_to(options.initializer);
-  json.at("admission").get_to(options.entry);
-  json.at("eviction").get_to(options.eviction);
-  json.at("memory_cap_bytes").get_to(options.memory_cap_bytes);
-  json.at("at_cap").get_to(options.at_cap);
-}
 
 namespace {
 
@@ -173,15 +78,11 @@ std::string to_text(const TableOptions& options) {
 }
 
 TableOptions table_options_of(const std::string& text) {
-  try {
-    const auto json = nlohmann::json::parse(text);
-    auto options = json.get<TableOptions>();
-    const std::string unknown = unknown_key(json, options);
-    if (!unknown.empty()) throw ConfigError("options of a table: unknown: " + unknown);
-    return options;
-  } catch (const nlohmann::json::exception& error) {
-    throw ConfigError(std::string("options of a table: expected them as JSON: ") + error.what());
-  }
+  const std::string what = "options of a table";
+  auto options = parse_options<TableOptions>(what, text);
+  const std::string unknown = unknown_key(nlohmann::json::parse(text), options);
+  if (!unknown.empty()) throw ConfigError(what + ": unknown: " + unknown);
+  return options;
 }
 
 void check_same_rows(const TableOptions& stored, const TableOptions& wanted) {
