@@ -28,7 +28,7 @@ struct DistributedSamplerOptions {
   bool shuffle = true;       ///< false: the epoch's order is 0, 1, ... N-1.
   Tail tail = Tail::kPad;
   /// E, examples of an epoch over all ranks; 0: num_examples. For a fixed number of batches, give
-  /// batches x global batch. Without weights, epochs then go on where the one before ended, and
+  /// batches x global batch. Without weights, each epoch continues where the last one ended, and
   /// every example comes once before any comes again: if W divides E, or with kUneven. Otherwise
   /// padding repeats positions, and kDropLast leaves some out of every epoch.
   int64_t epoch_size = 0;
@@ -41,7 +41,7 @@ struct DistributedSamplerOptions {
 ///
 /// The order depends on seed and epoch alone, not on the number of ranks. After each rank has
 /// taken k examples, the first k W positions of the order are used up; that number and the epoch
-/// are all that a checkpoint needs. resume() deals the positions after them to the present ranks,
+/// are all that a checkpoint needs. resume() deals the remaining positions to the current ranks,
 /// however many those are, so that an epoch begun by 3 ranks and ended by 2 holds each example
 /// once.
 ///
@@ -63,7 +63,7 @@ class DistributedSampler {
   int64_t epoch() const { return epoch_; }
 
   /// Leaves out the first `consumed` positions of the epoch's order: those that all ranks together
-  /// took before a stop. Past the epoch's end (the padding), nothing is left.
+  /// took before a stop. Beyond the epoch's end (the padding) nothing remains.
   /// Errors: ConfigError if negative.
   void resume(int64_t consumed);
   int64_t consumed() const { return consumed_; }

@@ -1,4 +1,4 @@
-// Prepares items on a thread of its own while the caller works on the one before.
+// Prepares items on its own thread while the caller works on the previous one.
 #pragma once
 #include <condition_variable>
 #include <cstddef>
@@ -34,7 +34,7 @@ class Prefetcher {
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
-  /// Returns the next item, or nothing at the end and ever after.
+  /// Returns the next item, or nothing once the end is reached.
   /// Blocks: until `produce` has made it.
   /// Errors: what `produce` threw, after the items made before it, and on every later call.
   std::optional<T> next() {

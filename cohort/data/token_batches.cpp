@@ -43,9 +43,9 @@ int64_t width_of(const PairLength& length) {
   return std::max<int64_t>({1, length.source, length.target});
 }
 
-// Orders by target length, then by source length, upwards and downwards by turns, so that sources
-// are alike, too, where the target's length changes. Equals stay in the order they have: where a
-// window is the whole corpus, an epoch's shuffle still decides who is in a batch with whom.
+// Orders by target length, then by source length, ascending and descending in turn, so that sources
+// are also alike where the target's length changes. Equals keep their order: where a
+// window is the whole corpus, an epoch's shuffle still decides which sentences share a batch.
 void sort_by_length(Lengths lengths, std::span<int32_t> sentences, bool upwards) {
   struct Item {
     uint64_t length;
@@ -78,7 +78,7 @@ struct Limits {
   int64_t fit_of(int64_t width) const {
     return fit_rows[static_cast<size_t>((width - 1) / kFitStep)];
   }
-  // Whether `count` sentences of which the longest are so long are too many.
+  // Whether `count` sentences, the longest of which have these lengths, are too many.
   bool exceeded_by(int64_t count, int64_t width, int64_t target) const {
     return (rows > 0 && count > rows) || (target_words > 0 && count * target > target_words) ||
            (words > 0 && count * width > words) || (!fit_rows.empty() && count > fit_of(width));
@@ -145,7 +145,7 @@ int64_t size_of(const Range& batch) {
 }
 
 // Makes the number of batches a multiple of `group` by halving those of the last group, the one
-// with most rows first, or removes them if they have too few sentences. Returns how many it lost.
+// with most rows first, or removes them if they have too few sentences. Returns the number removed.
 int64_t complete_last_group(std::vector<Range>& batches, size_t group) {
   size_t missing = (group - batches.size() % group) % group;
   if (missing == 0) return 0;
@@ -345,7 +345,7 @@ BatchPlan plan_rest(Lengths lengths, const BatchOptions& options, int64_t epoch,
     all.batches.erase(all.batches.begin(), all.batches.begin() + taken);
     if (&part == &done.back() && same_plan(part.options, options))
       return of_rank(lengths, std::move(all), options.rank, options.world_size);
-    // What nobody has trained on, in the corpus's order: also what the part's plan left out.
+    // What was not trained on yet, in the corpus's order, including what the part's plan left out.
     std::vector<bool> trained(lengths.size(), true);
     for (const auto& [begin, end] : all.batches) {
       for (int64_t i = begin; i < end; ++i)

@@ -22,10 +22,10 @@ struct BatchOptions {
   int64_t mini_batch = 0;           ///< Most sentences in a rank's batch; 0: no such limit.
   int64_t mini_batch_words = 0;     ///< Most target tokens of a rank's batch, end marks and padding
                                     ///< included: rows x longest target; 0: no such limit.
-  std::vector<int64_t> fit_rows{};  ///< Most rows of a batch whose longest sentence, on whichever
+  std::vector<int64_t> fit_rows{};  ///< Most rows of a batch whose longest sentence, on either
                                     ///< side, has up to (index + 1) * kFitStep tokens; each >= 1
                                     ///< and never rising; empty: no such limit.
-  int64_t maxi_batch = 1000;        ///< Sort by length inside windows of about so many batches.
+  int64_t maxi_batch = 1000;        ///< Sort by length inside windows of about this many batches.
   int64_t optimizer_delay = 1;      ///< Batches that a rank takes for one update of the parameters.
   uint64_t seed = 0;                ///< Same on all ranks.
   int rank = 0;                     ///< In [0, world_size).
@@ -92,12 +92,12 @@ struct BatchPlan {
 ///
 /// All ranks shuffle the corpus alike, sort each window by target, then source length, cut the
 /// order into batches within the limits, sort the batches by cost (rows x (longest source + longest
-/// target)), and share out each run of world_size * optimizer_delay neighbours, an update: its
+/// target)), and deal out each run of world_size * optimizer_delay neighbours, an update: its
 /// ranks have equal work, and what it trains on depends on that product alone: two ranks, or one
 /// with twice the delay, make the same updates. Then the order of the updates is shuffled; in epoch
-/// 0 the dearest changes places with the first and the one with the longest sentence, if that is
-/// another, with the second: what is too much for the memory shows at once. Windows are sorted
-/// upwards and downwards by turns, so that neighbours across a border are alike.
+/// 0 the dearest is swapped with the first and the one with the longest sentence, if that is
+/// another, with the second, so that running out of memory shows at once. Windows are sorted
+/// in ascending and descending order in turn, so that neighbours across a border are alike.
 ///
 /// All ranks get the same number of batches, a multiple of optimizer_delay, and every sentence is
 /// in exactly one batch of one rank. The last update's batches are halved until there are enough;
@@ -122,8 +122,8 @@ struct EpochPart {
 /// Plans what is left of `epoch` after the parts `done`, each planned on what the one before left.
 ///
 /// With the options of the last part (but for the rank) the plan is the rest of that part's plan,
-/// in its order: a run that was stopped goes on as if it had not been. With others, on another
-/// number of ranks say, the sentences that nobody has trained on are planned anew; too few of them
+/// in its order: a stopped run resumes as if it had not been stopped. With others, on another
+/// number of ranks say, the sentences not trained on yet are planned again; too few of them
 /// for an update are left out, and counted in `num_dropped`.
 ///
 /// Local.

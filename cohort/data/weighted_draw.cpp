@@ -12,7 +12,7 @@ std::vector<int64_t> draw_with_replacement(std::span<const double> weights, int6
   std::partial_sum(weights.begin(), weights.end(), ends.begin());
   std::vector<int64_t> drawn(static_cast<size_t>(count));
   for (int64_t& number : drawn) {
-    // The first end above the point: a number of weight 0 has an empty range and is never met.
+    // The first end above the point: a number of weight 0 has an empty range and is never hit.
     const auto end = std::upper_bound(ends.begin(), ends.end(), random.uniform() * ends.back());
     number = std::min<int64_t>(end - ends.begin(), static_cast<int64_t>(ends.size()) - 1);
   }

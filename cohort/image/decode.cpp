@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::array<uint8_t, 3> kJpegStart = {0xff, 0xd8, 0xff};
 constexpr std::array<uint8_t, 8> kPngStart = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1a, '\n'};
-constexpr int64_t kMaxPixels = int64_t{1} << 28;  // More is a damaged or hostile header.
+constexpr int64_t kMaxPixels = int64_t{1} << 28;  // More is a corrupt or hostile header.
 
 bool starts_with(const std::vector<uint8_t>& bytes, std::span<const uint8_t> start) {
   return bytes.size() >= start.size() && std::equal(start.begin(), start.end(), bytes.begin());
@@ -36,8 +36,8 @@ class PngReader {
   Size size() const { return {.height = image_.height, .width = image_.width}; }
 
   Image read() {
-    // With alpha, or libpng would blend transparent pixels with a background. 16-bit files without
-    // a word on gamma are not linear.
+    // With alpha, or libpng would blend transparent pixels with a background. 16-bit files that do
+    // not specify gamma are not linear.
     image_.format = PNG_FORMAT_RGBA;
     image_.flags |= PNG_IMAGE_FLAG_16BIT_sRGB;
     std::vector<uint8_t> rgba(PNG_IMAGE_SIZE(image_));

@@ -29,23 +29,23 @@ struct Box {
   double width = 0;
 };
 
-/// Decoded pixels, and what they show of the picture.
+/// Decoded pixels, and which part of the image they show.
 struct Region {
   Image image{};
-  Box covers{};  ///< In pixels of the picture's full size.
+  Box covers{};  ///< In pixels of the full-size image.
 };
 
-/// A picture as it lies in its file, with its header read.
+/// An image file's content, with its header read.
 ///
 /// The content decides what a file is, not its name. JPEG: gray, YCbCr, RGB, CMYK and YCCK,
 /// baseline and progressive. PNG: every kind; 16 bits become 8, transparency is left out. EXIF
 /// orientation is not applied, as in torchvision's ImageFolder.
 /// Threads: immutable after construction.
-/// Errors:  ConfigError that names the file: unreadable, empty, no JPEG or PNG, damaged or cut
-///          short (as far as the damage lies in what is read).
+/// Errors:  ConfigError with the file's name: unreadable, empty, no JPEG or PNG, corrupt or cut
+///          short (if the part that is read is affected).
 class EncodedImage {
  public:
-  /// Takes a file's bytes; `name` stands in errors.
+  /// Takes a file's bytes; `name` is what errors call it.
   EncodedImage(std::string name, std::vector<uint8_t> bytes);
   /// Reads the file at `path`.
   static EncodedImage read(const std::string& path);
@@ -54,10 +54,10 @@ class EncodedImage {
   int64_t height() const { return height_; }
   int64_t width() const { return width_; }
 
-  /// Decodes the whole picture.
+  /// Decodes the whole image.
   Image decode() const;
 
-  /// Decodes `part`, which lies inside the picture and is not empty.
+  /// Decodes `part`, which lies inside the image and is not empty.
   ///
   /// `shrink` is 1, 2, 4 or 8: a JPEG is decoded at 1/shrink of its size, which takes about
   /// 1/shrink of the time; the result then covers `part` and up to shrink - 1 pixels more on each

@@ -52,7 +52,7 @@ ImageFolder::ImageFolder(const std::string& root, const std::vector<std::string>
     const fs::path folder = fs::path(root) / classes_[label];
     const auto paths = pictures_below(folder, extensions);
     if (paths.empty()) {
-      throw ConfigError(folder.string() + ": class without pictures (" + listed(extensions) + ")");
+      throw ConfigError(folder.string() + ": class without images (" + listed(extensions) + ")");
     }
     for (const auto& path : paths) pictures_.push_back({path, static_cast<int64_t>(label)});
   }

@@ -1,4 +1,4 @@
-// A data set of pictures as a folder of folders: ROOT/<class>/.../<picture>.
+// A data set of images as a folder of folders: ROOT/<class>/.../<image>.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -6,21 +6,21 @@
 
 namespace cohort::image {
 
-/// One picture of the set.
+/// One image of the set.
 struct LabelledPath {
   std::string path{};
-  int64_t label = 0;  ///< The place of its class in classes().
+  int64_t label = 0;  ///< The index of its class in classes().
 };
 
-/// Lists the pictures below `root`. Classes are the names of its folders, sorted by bytes; within
-/// a class, paths are sorted likewise: the same numbers on every machine, and torchvision's.
+/// Lists the images below `root`. Classes are the names of its folders, sorted by bytes; within
+/// a class, paths are sorted likewise: the same numbers on every machine and in torchvision.
 ///
 /// Threads: immutable after construction.
 class ImageFolder {
  public:
-  /// `extensions` in small letters with their dot; capitals count as small ones.
-  /// Errors: ConfigError that names the folder: missing, without folders, or a class without
-  ///         pictures.
+  /// `extensions` in lower case with their dot; the case of a file's extension is ignored.
+  /// Errors: ConfigError with the folder's name: missing, without folders, or a class without
+  ///         images.
   explicit ImageFolder(const std::string& root,
                        const std::vector<std::string>& extensions = {".jpg", ".jpeg", ".png"});
 

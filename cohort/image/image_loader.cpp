@@ -43,8 +43,8 @@ struct ImageLoader::Impl {
   std::vector<std::vector<int64_t>> batches;
   size_t num_opened = 0;  // Of `batches`, moved into slots.
   std::deque<std::shared_ptr<Slot>> slots;
-  std::exception_ptr failure;  // Of a thread, not of a picture: no memory for a batch.
-  int64_t num_skipped = 0;     // This and the next are the caller's thread's.
+  std::exception_ptr failure;  // Of a thread, not of an image: no memory for a batch.
+  int64_t num_skipped = 0;     // This and the next belong to the caller's thread.
   std::chrono::nanoseconds waited{0};
   std::vector<std::jthread> threads;  // Last: they use all of the above.
 };
@@ -60,7 +60,7 @@ std::shared_ptr<Slot> ImageLoader::Impl::new_slot(std::vector<int64_t> pictures)
   return slot;
 }
 
-// The first batch with a row nobody has begun, if memory allows one; called with the lock held.
+// The first batch with a row that no thread has begun, if memory allows one. The lock is held.
 std::shared_ptr<Slot> ImageLoader::Impl::slot_with_work() {
   for (const auto& slot : slots) {
     if (slot->num_begun < slot->pictures.size()) return slot;
@@ -137,7 +137,7 @@ ImageBatch ImageLoader::Impl::finish(Slot& slot) {
     try {
       std::rethrow_exception(slot.damage[row]);
     } catch (const ConfigError&) {
-      ++num_skipped;  // Only damaged files are skipped: memory that ran out is not.
+      ++num_skipped;  // Only corrupt files are skipped; running out of memory is not.
     }
   }
   if (good.size() == slot.damage.size()) return std::move(slot.batch);

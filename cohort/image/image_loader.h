@@ -1,4 +1,4 @@
-// Decodes and transforms pictures on several threads while the network computes.
+// Decodes and transforms images on several threads while the network computes.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <chrono>
@@ -12,7 +12,7 @@
 
 namespace cohort::image {
 
-/// Pictures and their classes.
+/// Images and their classes.
 struct ImageBatch {
   at::Tensor images_BCHW{};  ///< float32, contiguous.
   at::Tensor labels_B{};     ///< int64.
@@ -20,17 +20,17 @@ struct ImageBatch {
 
 enum class Transform { kTraining, kEvaluation };
 
-/// What a picture that cannot be decoded does.
+/// What to do with an image that cannot be decoded.
 enum class OnDamage {
-  kThrow,  ///< next() throws when it comes to the picture's batch.
-  kSkip,   ///< Its batch is one smaller, and num_skipped() one more.
+  kThrow,  ///< next() throws when it comes to the image's batch.
+  kSkip,   ///< Its batch is one smaller; num_skipped() counts it.
 };
 
 struct ImageLoaderOptions {
   Transform transform = Transform::kTraining;
   TransformOptions transforms{};
   int num_threads = 4;        ///< > 0.
-  int64_t batches_ahead = 2;  ///< Batches in memory that next() has not handed out, > 0.
+  int64_t batches_ahead = 2;  ///< Batches in memory that next() has not returned, > 0.
   uint64_t seed = 0;          ///< Same on all ranks.
   int64_t epoch = 0;
   OnDamage on_damage = OnDamage::kThrow;
@@ -38,14 +38,14 @@ struct ImageLoaderOptions {
 
 /// Delivers the given batches in their order.
 ///
-/// The random choices for a picture depend on (seed, epoch, its number in the folder) alone: not on
-/// the number of threads, of ranks, or its place in a batch.
+/// The random choices for an image depend on (seed, epoch, its number in the folder) alone: not on
+/// the number of threads or ranks, or its position in a batch.
 /// Owner:   refers to `folder`, which must outlive it.
-/// Memory:  batches_ahead batches, and one picture a thread.
-/// Threads: one caller. The destructor waits for the pictures that are being decoded.
+/// Memory:  batches_ahead batches, and one image a thread.
+/// Threads: one caller. The destructor waits for the images that are being decoded.
 class ImageLoader {
  public:
-  /// `batches` are numbers of pictures in `folder`: of DistributedSampler and cut_batches().
+  /// `batches` are numbers of images in `folder`, from DistributedSampler and cut_batches().
   ImageLoader(const ImageFolder& folder, std::vector<std::vector<int64_t>> batches,
               const ImageLoaderOptions& options);
   ~ImageLoader();
@@ -53,13 +53,13 @@ class ImageLoader {
   ImageLoader& operator=(const ImageLoader&) = delete;
 
   /// Returns the next batch, or nothing after the last. Blocks until it is complete.
-  /// Errors: ConfigError that names the file: of the batch's damaged pictures, the first in its
+  /// Errors: ConfigError with the file's name: of the batch's corrupt images, the first in its
   ///         order.
   std::optional<ImageBatch> next();
 
-  /// Returns how many pictures were left out of the batches handed out so far.
+  /// Returns how many images were left out of the batches returned so far.
   int64_t num_skipped() const;
-  /// Returns how long next() has blocked so far, in all.
+  /// Returns how long next() has blocked so far, in total.
   std::chrono::nanoseconds waited() const;
 
  private:

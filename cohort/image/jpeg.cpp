@@ -16,7 +16,7 @@ namespace cohort::image {
 namespace {
 
 // Chroma is interpolated between neighbours: so many more columns on each side make the wanted ones
-// equal to those of the whole picture.
+// equal to those of the whole image.
 constexpr int64_t kMargin = 4;
 
 struct Errors {
@@ -31,7 +31,7 @@ struct Errors {
   std::longjmp(errors->jump, 1);
 }
 
-// libjpeg only warns of missing and damaged data, and paints it gray.
+// libjpeg only warns of missing and corrupt data, and paints it gray.
 void on_message(j_common_ptr info, int level) {
   if (level >= 0) return;
   switch (info->err->msg_code) {
@@ -45,7 +45,7 @@ void on_message(j_common_ptr info, int level) {
   }
 }
 
-// One picture being read. libjpeg leaves by longjmp: what runs under guarded() must not own
+// One image being read. libjpeg reports errors by longjmp: code under guarded() must not own
 // anything.
 class Reader {
  public:

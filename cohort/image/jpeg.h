@@ -13,7 +13,7 @@ struct Size {
   int64_t width = 0;
 };
 
-/// Both throw as EncodedImage does; `name` stands in errors.
+/// Both throw as EncodedImage does; `name` is what errors call the file.
 Size jpeg_size(const std::string& name, std::span<const uint8_t> bytes);
 Region decode_jpeg(const std::string& name, std::span<const uint8_t> bytes, const Rect& part,
                    int shrink);

@@ -16,7 +16,7 @@ struct Normalisation {
 
 enum class Flip { kNo, kHorizontal };
 
-/// Writes `source`, a box of the picture in full-size pixels, as 3 x height x width numbers.
+/// Writes `source`, a box of the image in full-size pixels, as 3 x height x width numbers.
 ///
 /// Bilinear with antialiasing, separable, over the pixels that `region` has: torch's
 /// upsample_bilinear2d with antialias and align_corners = false on those pixels, when `source` is

@@ -91,7 +91,7 @@ void transform_for_evaluation(const EncodedImage& picture, const TransformOption
                    .left = offset(resized.width) * scale_x,
                    .height = size * scale_y,
                    .width = size * scale_x};
-  // What the filter reaches, and not beyond the picture.
+  // What the filter reaches, clipped to the image.
   const auto reach = [](double begin, double extent, double scale, int64_t all) {
     const double margin = std::max(scale, 1.0) + 1;
     const auto first = std::max<int64_t>(static_cast<int64_t>(std::floor(begin - margin)), 0);

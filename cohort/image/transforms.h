@@ -1,4 +1,4 @@
-// From a picture's file to a network's input: crop, resize, flip, normalise. torchvision's usual
+// From an image file to a network's input: crop, resize, flip, normalise. torchvision's usual
 // pair of transforms, with its names and numbers.
 #pragma once
 #include <span>
@@ -12,7 +12,7 @@ namespace cohort::image {
 struct TransformOptions {
   int64_t size = 224;           ///< Height and width of the result.
   int64_t resize = 256;         ///< Evaluation: the shorter side before the centre is cut out.
-  double min_area = 0.08;       ///< Training: share of the picture that a crop covers ...
+  double min_area = 0.08;       ///< Training: share of the image that a crop covers ...
   double max_area = 1;          ///< ... at least and at most, in (0, 1].
   double min_aspect = 3.0 / 4;  ///< Width / height of a crop, at least ...
   double max_aspect = 4.0 / 3;  ///< ... and at most.

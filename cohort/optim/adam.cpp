@@ -74,7 +74,7 @@ void Adam::step(double learning_rate, double gradient_factor) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& grad = parameters_[i].grad();
     if (!grad.defined()) continue;
-    // The fused kernel walks raw memory: another layout would be updated wrongly without a word.
+    // The fused kernel walks raw memory: another layout would be updated wrongly without an error.
     TORCH_CHECK_VALUE(grad.is_contiguous() && grad.sizes() == parameters_[i].sizes(),
                       "Adam: the gradient of ", names_[i], " has shape ", grad.sizes(), " strides ",
                       grad.strides(), ": expected contiguous ", parameters_[i].sizes());
@@ -97,8 +97,8 @@ void Adam::step(double learning_rate, double gradient_factor) {
                    learning_rate, options_.beta1, options_.beta2, /*weight_decay=*/0, options_.eps,
                    /*amsgrad=*/false,
                    /*maximize=*/false, scale, /*found_inf=*/std::nullopt);
-  // The fused call returns nothing, so autograd does not count it as a change. Who keeps something
-  // derived from a parameter asks its version.
+  // The fused call returns nothing, so autograd does not count it as a change. Code that caches
+  // something derived from a parameter checks its version.
   for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -16,8 +16,8 @@ struct AdamOptions {
   double beta1 = 0.9;
   double beta2 = 0.98;
   double eps = 1e-9;
-  /// Moments lie in a file of this folder, mapped into memory, which has no name and goes with the
-  /// optimizer: the kernel keeps of it what fits. Empty: in memory.
+  /// Moments are in an unnamed file in this folder, mapped into memory; the file is removed with the
+  /// optimizer, and the kernel keeps in memory what fits. Empty: in memory.
   std::string state_folder;
 };
 
@@ -25,9 +25,9 @@ struct AdamOptions {
 /// Errors: c10::ValueError if no leaf among them requires a gradient, as in a list of gradients.
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters);
 
-/// Name and tensor of every parameter, in the order of registration: what Adam is made of. Frozen
-/// ones are among them, and not among named_parameters() of the parallel models: moments of an Adam
-/// made of the one are no checkpoint for an Adam made of the other.
+/// Name and tensor of every parameter, in the order of registration, as Adam takes them. Frozen
+/// ones are included, but not in named_parameters() of the parallel models: the moments of an Adam
+/// made from one list do not fit an Adam made from the other.
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model);
 
 /// Adam without weight decay.
@@ -43,13 +43,13 @@ class Adam {
   explicit Adam(std::vector<std::pair<std::string, at::Tensor>> parameters,
                 const AdamOptions& options = {});
 
-  /// Updates every parameter from its gradient times `gradient_factor` (the clipping, without a
-  /// pass of its own).
+  /// Updates every parameter from its gradient times `gradient_factor` (clipping without a separate
+  /// pass).
   /// Errors: c10::ValueError for a gradient that is not contiguous or of another shape.
   void step(double learning_rate, double gradient_factor = 1);
 
-  /// Forgets the gradients: they become undefined. The next backward then writes each one once,
-  /// into its bucket, where zeros would have to be written, read and added to.
+  /// Makes the gradients undefined. The next backward then writes each one once, into its bucket;
+  /// zeros would have to be written, read and added to.
   void zero_grad();
 
   int64_t num_steps() const { return num_steps_; }

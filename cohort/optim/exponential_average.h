@@ -19,10 +19,10 @@ class ExponentialAverage {
   /// `alpha` in (0, 1): the weight of the newest parameters.
   ExponentialAverage(std::vector<at::Tensor> parameters, double alpha);
 
-  /// Takes the parameters of one more update into the average.
+  /// Adds the parameters of one more update to the average.
   void update();
 
-  /// Forgets the past: the averages are the parameters of now.
+  /// Resets the averages to the current parameters.
   void begin_anew();
 
   /// Exchanges parameters and averages; a second call restores. Call `update` only after an even
@@ -41,7 +41,7 @@ class ExponentialAverage {
   int64_t num_updates_ = 0;
 };
 
-/// The parameters hold their averages as long as this lives. A null average does nothing.
+/// The parameters hold their averages while this object lives. A null average does nothing.
 class AveragesInPlace {
  public:
   explicit AveragesInPlace(ExponentialAverage* average) : average_(average) {

@@ -21,7 +21,7 @@ constexpr int64_t kAlignment = 64;
   throw ConfigError(folder + ": " + what);
 }
 
-// A file without a name. O_TMPFILE is not to be had on every file system.
+// A file without a name. Not every file system has O_TMPFILE.
 int open_nameless(const std::string& folder) {
   std::string path = folder + "/.cohort-state-XXXXXX";
   const int file = ::mkostemp(path.data(), O_CLOEXEC);

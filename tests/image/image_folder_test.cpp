@@ -52,7 +52,7 @@ TEST(ImageFolderTest, WhatIsMissingIsNamed) {
   expect_refused(folder.path().string(), "expected one folder for each class, found none");
   add(folder, "cat/a.jpg");
   add(folder, "dog/a.gif");
-  expect_refused(folder.path().string(), "dog: class without pictures (.jpg, .jpeg, .png)");
+  expect_refused(folder.path().string(), "dog: class without images (.jpg, .jpeg, .png)");
 }
 
 }  // namespace image_folder_test
