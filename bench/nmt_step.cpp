@@ -24,6 +24,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/parallel/strategy.h"
@@ -33,7 +34,6 @@
 #include "cohort/translate/tensor_parallel_context.h"
 #include "cohort/translate/updater.h"
 
-#include "cohort/cli/parse.h"
 #include "bench/median.h"
 #include "bench/sent_bytes.h"
 
@@ -178,7 +178,8 @@ double flop_of(const std::vector<Lengths>& rows, const cohort::nmt::TransformerO
   for (const Lengths& row : rows) {
     const auto source = static_cast<double>(row.source + 1);  // with the end mark
     const auto target = static_cast<double>(row.target + 1);
-    const double pairs = encoder_layers * source * source + decoder_layers * (target * target + target * source);
+    const double pairs =
+        encoder_layers * source * source + decoder_layers * (target * target + target * source);
     flop += 6 * (source * of_source + target * of_target) + 12 * width * pairs;
   }
   return flop;
@@ -296,8 +297,8 @@ int run(const Options& options) {
   const auto strategy = cohort::parallel::parse_strategy(options.strategy);
   // As training does: where parameters are sharded, no rank ever has the whole model.
   const bool sharded = shards_parameters(strategy);
-  const auto mesh = cohort::parallel::init_strategy_mesh(
-      group, strategy, static_cast<int>(options.tensor_parallel));
+  const auto mesh = cohort::parallel::init_strategy_mesh(group, strategy,
+                                                         static_cast<int>(options.tensor_parallel));
   const cohort::comm::ProcessGroup data_group = cohort::parallel::data_axes(mesh).group();
   const auto tensor_parallel =
       mesh.has("tp") ? cohort::translate::make_tensor_parallel_context(mesh.group("tp"))
@@ -413,7 +414,7 @@ int main(int argc, char** argv) {
       ->check(cohort::cli::above_zero());
   app.add_option("--rows", options.rows, "Sentences of a batch, all alike (0: of many lengths) ...")
       ->capture_default_str();
-  app.add_option("--length", options.length, "... and so long on both sides, end marks apart")
+  app.add_option("--length", options.length, "... and their length on both sides without end marks")
       ->capture_default_str();
   app.add_option("--mini-batch-words", options.mini_batch_words,
                  "Target tokens per rank and step, padded")
@@ -425,11 +426,11 @@ int main(int argc, char** argv) {
   auto* save_to =
       app.add_option("--save-to", options.save_to, "Folder of the checkpoints of --save-every");
   app.add_option("--save-every", options.save_every,
-                 "Save in the first of so many steps, not in the next so many, and so on")
+                 "Save in every second block of this many steps, from the first on")
       ->check(CLI::Range(2, 1000))
       ->needs(save_to);
   app.add_option("--save-by", options.save_by,
-                 "Who writes what all ranks hold: all their shares, or one everything")
+                 "Ranks that write what all hold: all (their shares) or one (everything)")
       ->capture_default_str()
       ->check(CLI::IsMember({"all", "one"}));
   app.add_option("--vocabulary", options.vocabulary, "Pieces on each side")->capture_default_str();

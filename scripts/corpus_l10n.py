@@ -44,7 +44,7 @@ def find_package(deb_dir, name):
 
 
 def refresh_package_lists(name):
-    """Runs apt-get update where apt has never heard of the package, which a bare image has not."""
+    """Runs apt-get update where apt does not know the package, as in a bare image."""
     if subprocess.run(["apt-cache", "show", name], capture_output=True, check=False).stdout:
         return
     if os.getuid() != 0:
@@ -62,7 +62,7 @@ def download(deb_dir, names):
     partial.mkdir(parents=True, exist_ok=True)
     command = ["apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", *missing]
     result = subprocess.run(command, cwd=partial, capture_output=True, text=True, check=False)
-    if result.returncode == 0:  # Otherwise one may be cut short; apt goes on from there next time.
+    if result.returncode == 0:  # Otherwise one may be cut short; apt resumes there next time.
         for path in partial.glob("*.deb"):
             path.rename(deb_dir / path.name)
     absent = [name for name in missing if not find_package(deb_dir, name)]
@@ -149,7 +149,7 @@ def write(out_dir, splits, text):
 
 
 def recipe_name(quick):
-    """Changes whenever one of these scripts does, so that an old corpus is made anew."""
+    """Changes whenever one of these scripts does, so that an old corpus is made again."""
     digest = hashlib.sha256()
     for file in ("corpus_l10n.py", "l10n_catalogue.py", "l10n_clean.py"):
         digest.update(pathlib.Path(__file__).with_name(file).read_bytes())

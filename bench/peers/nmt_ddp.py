@@ -130,7 +130,7 @@ class Attention(nn.Module):
             k, v = self.kv(memory_BSD).unflatten(-1, (2, *heads)).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # B H T D/H
         if self.kind == "sdpa":
-            # The CPU flash kernel knows no dropout: it goes on the output instead.
+            # The CPU flash kernel has no dropout: it is applied to the output instead.
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
             out = F.dropout(out, DROPOUT, self.training)
         else:
@@ -250,7 +250,7 @@ def parse():
     parser.add_argument("--mini-batch-words", type=int, default=4096,
                         help="rows x (longest target + 1) of a rank's batch, at most")
     parser.add_argument("--rows", type=int, default=0, help="sentences of a batch, all alike ...")
-    parser.add_argument("--length", type=int, default=12, help="... and so long on both sides")
+    parser.add_argument("--length", type=int, default=12, help="... and their length on both sides")
     parser.add_argument("--strategy", choices=("ddp", "zero1", "fsdp2"), default="ddp")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--attention", choices=("sdpa", "bmm", "auto"), default="auto")

@@ -9,10 +9,9 @@
 #include <vector>
 
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/ps/client/client.h"
 #include "cohort/ps/endpoints.h"
-
-#include "cohort/cli/parse.h"
 
 namespace {
 
@@ -110,7 +109,7 @@ int run(int argc, char** argv) {
   app.add_option("--trainer", flags.trainer, "Its number");
   app.add_option("--trainers", flags.trainers, "Those that a step needs at least");
   app.add_option("--mode", flags.mode, "sync or async")->check(cli::one_of({"sync", "async"}));
-  app.add_option("--seconds", flags.seconds, "Trains so long, then leaves");
+  app.add_option("--seconds", flags.seconds, "Trains for this time, then leaves");
   app.add_option("--pause", flags.pause_ms, "Milliseconds between pushes");
   app.add_flag("--read", flags.read, "Only prints the weights");
   if (const auto ended = cli::parse(app, argc, argv)) return *ended;

@@ -24,6 +24,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/log.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/ps/client/client.h"
 #include "cohort/ps/client/distinct_ids.h"
 #include "cohort/ps/id_hash.h"
@@ -31,7 +32,6 @@
 #include "cohort/ps/rpc/rpc_server.h"
 #include "cohort/ps/table/pages.h"
 
-#include "cohort/cli/parse.h"
 #include "bench/median.h"
 #include "bench/ps/plain_server.h"
 
@@ -88,7 +88,7 @@ Child start(const std::function<void(const std::function<void(int)>&)>& body) {
   if (::pipe(ends.data()) != 0) throw std::runtime_error("pipe");
   const pid_t process = ::fork();
   if (process == 0) {
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // Also after an error of who started it.
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // Also after an error of its parent.
     body([&](int number) { (void)!::write(ends[1], &number, sizeof(number)); });
     ::pause();
     ::_exit(0);

@@ -80,7 +80,7 @@ struct PlainServer::Service final : Base {
   grpc::ServerUnaryReactor* RawPull(grpc::CallbackServerContext* context, const ByteBuffer* asked,
                                     ByteBuffer* answer) override {
     const size_t rows = asked->Length() / sizeof(uint64_t);
-    // Taken anew each time, as an answer is.
+    // Allocated each time, as a reply is.
     auto* const zeros = new std::vector<float>(rows * kWidth);
     const grpc::Slice slice(
         zeros->data(), zeros->size() * sizeof(float),

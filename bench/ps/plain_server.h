@@ -27,7 +27,7 @@ class PlainClient {
   ~PlainClient();
   void pull(std::span<const uint64_t> ids, std::span<float> weights);
   void push(std::span<const uint64_t> ids, std::span<const float> gradients);
-  /// As many bytes as a pull or push of so many rows, sent without a copy.
+  /// As many bytes as a pull or push of these rows, sent without a copy.
   void raw_pull(std::span<const uint64_t> ids, std::span<float> weights);
   void raw_push(std::span<const uint64_t> ids, std::span<const float> gradients);
 

@@ -8,14 +8,14 @@
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
-#include "cohort/launch/spawn.h"
-
 #include "cohort/cli/group_flags.h"
 #include "cohort/cli/offload_flag.h"
 #include "cohort/cli/parse.h"
 #include "cohort/cli/profile_flags.h"
 #include "cohort/cli/security_flags.h"
+#include "cohort/launch/spawn.h"
 #include "cohort/ps/module/host_ranks.h"
+
 #include "examples/imagenet/trainer.h"
 
 namespace {
@@ -67,7 +67,7 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->check(cohort::cli::zero_or_more());
   app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; then a tenth, and so on")
       ->check(cohort::cli::number_that([](double n) { return n >= 0 && n <= 100; },
-                                        "a number from 0 to 100"))
+                                       "a number from 0 to 100"))
       ->capture_default_str();
   app.add_option("--lr-rule", o.lr_rule, "Scale --lr by batch / 256: none, linear or sqrt")
       ->capture_default_str();
@@ -82,7 +82,7 @@ void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
       ->check(cohort::cli::above_zero())
       ->capture_default_str();
-  app.add_option("--resume", o.resume, "Checkpoint's folder to go on from");
+  app.add_option("--resume", o.resume, "Folder of the checkpoint to resume from");
   app.add_flag("-e,--evaluate", o.evaluate, "Only evaluate on val/");
   app.add_option("--output", o.output, "Folder for checkpoint/, model_best/ and history.jsonl")
       ->capture_default_str();
@@ -100,7 +100,7 @@ void check_together(const Options& options) {
   cohort::cli::refuse_security(options.security, "--strategy ps-sync or ps-async");
 }
 
-// Ranks that a launcher starts again go on at the last epoch that the job has saved.
+// Ranks that a launcher restarts resume at the last epoch that the job has saved.
 void go_on_where_the_job_was(Options& options) {
   const std::string last = options.output + "/checkpoint";
   if (options.evaluate || !imagenet::is_of_this_job(last)) return;
@@ -113,9 +113,10 @@ bool is_local_rank() {
   return cohort::env_string("LOCAL_RANK") && !cohort::comm::launcher_rank_variable();
 }
 
-// Whether a launcher has put more processes than this one on the node. Slurm's number may go on: "2(x3),1".
+// Whether a launcher has put more processes than this one on the node. Slurm's number may have a tail: "2(x3),1".
 bool is_one_of_several() {
-  for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"}) {
+  for (const char* name :
+       {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"}) {
     if (std::atoi(cohort::env_string(name).value_or("1").c_str()) > 1) return true;
   }
   return false;
@@ -125,16 +126,18 @@ bool is_one_of_several() {
 void refuse_launchers() {
   const auto launched = cohort::comm::launcher_rank_variable();
   if (!launched) return;
-  throw cohort::ConfigError("--multiprocessing-distributed: a launcher started this process (" +
-                            launched->first + "=" + launched->second +
-                            "): leave the flag out, or start one process a node and give --rank and "
-                            "--world-size, which then count nodes");
+  throw cohort::ConfigError(
+      "--multiprocessing-distributed: a launcher started this process (" + launched->first + "=" +
+      launched->second +
+      "): leave the flag out, or start one process a node and give --rank and "
+      "--world-size, which then count nodes");
 }
 
 // Without it --rank and --world-size, which count nodes here, would be taken for those of processes.
 void check_ranks_of_node(const cohort::comm::RankInfoOptions& node) {
   if (!node.nproc_per_node) {
-    throw cohort::ConfigError("--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");
+    throw cohort::ConfigError(
+        "--multiprocessing-distributed: expected --nproc-per-node, the ranks of each node");
   }
 }
 

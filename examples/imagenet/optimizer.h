@@ -1,4 +1,4 @@
-// Who turns gradients into updates: SGD on the ranks, or parameter servers.
+// What turns gradients into updates: SGD on the ranks, or parameter servers.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -49,7 +49,8 @@ std::unique_ptr<Optimizer> make_rank_optimizer(Model& model, const OptimizerOpti
 /// with rank 0's parameters; where `state` names a checkpoint of servers, they go back to that.
 /// Collective; blocks. `model` must outlive it.
 /// Errors: ConfigError: options that servers cannot follow; as ps::Session's.
-std::unique_ptr<Optimizer> make_server_optimizer(Model& model, const cohort::comm::ProcessGroup& group,
+std::unique_ptr<Optimizer> make_server_optimizer(Model& model,
+                                                 const cohort::comm::ProcessGroup& group,
                                                  const Options& options,
                                                  const OptimizerOptions& optimizer,
                                                  const RunState& state);

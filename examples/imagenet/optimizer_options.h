@@ -1,4 +1,4 @@
-// Numbers of the optimizer, whoever runs it.
+// Hyperparameters of the optimizer, on ranks and on servers.
 #pragma once
 #include <algorithm>
 #include <cstdint>

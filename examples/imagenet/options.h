@@ -13,7 +13,7 @@ struct Options {
   std::string data;  ///< Folder with train/<class>/ and val/<class>/.
   std::string arch = "resnet18";
   std::string output = ".";            ///< Gets checkpoint/, model_best/ and history.jsonl.
-  std::string resume;                  ///< A checkpoint's folder to go on from; empty: none.
+  std::string resume;                  ///< Folder of the checkpoint to resume from; empty: none.
   bool evaluate = false;               ///< Only evaluate on val/, and leave.
   int64_t epochs = 90;                 ///< Epochs in all, those before --resume included.
   std::optional<int64_t> start_epoch;  ///< First epoch; default: where the checkpoint ended, or 0.

@@ -4,7 +4,6 @@
 #include <sstream>
 
 #include "bench/median.h"
-
 #include "tests/apps/nmt_command.h"
 #include "tests/support/shell.h"
 
@@ -63,15 +62,16 @@ TEST(HelpTest, FlagsStandByTopicWithUnitAndDefault) {
   EXPECT_LT(help.find("\nRanks:\n"), help.find("\nOther:\n"));
 }
 
-// The backend would carry nothing: the ranks' tensors are on the CPU, and Gloo would take them
-// without a word.
+// The backend would transfer nothing: the ranks' tensors are on the CPU, and Gloo would take them
+// without an error.
 TEST(BackendFlagTest, ABackendOfAnotherDeviceIsRefused) {
   const std::string path = "COHORT_BACKEND_PATH=" + bin("../tests/plugins") + " ";
   const std::string bench = " bench ddp --layers 1 --width 8 --batch 2 --steps 1 --warmup 1";
   const Ended refused = shell(path + bin("cohort") + bench + " --dist-backend hccl_meta");
   EXPECT_EQ(refused.code, 2) << refused.output;
-  EXPECT_NE(refused.output.find("--dist-backend hccl_meta: expected a backend of CPU tensors (gloo, mpi), for "
-                                "this program computes on the CPU, got one of meta tensors\n"),
+  EXPECT_NE(refused.output.find(
+                "--dist-backend hccl_meta: expected a backend of CPU tensors (gloo, mpi), for "
+                "this program computes on the CPU, got one of meta tensors\n"),
             std::string::npos)
       << refused.output;
   const Ended taken = shell(path + bin("cohort") + bench + " --dist-backend hccl");
@@ -311,9 +311,11 @@ TEST(BenchTest, TheMedianOfAnEvenNumberIsTheMeanOfTheTwoInTheMiddle) {
 TEST(BenchTest, TheStepsWorkFollowsTheModelsSizes) {
   constexpr double width = 512, inner = 2048, sentences = 2, tokens = 13;
   for (const auto& [depth, vocabulary] : {std::pair{1, 100}, {2, 300}}) {
-    const Ended ended = shell(bin("nmt_step") +
-                              " --precision float32 --steps 1 --warmup 0 --mini-batch-words 26 --rows 2 --length 12 --depth " +
-                              std::to_string(depth) + " --vocabulary " + std::to_string(vocabulary));
+    const Ended ended =
+        shell(bin("nmt_step") +
+              " --precision float32 --steps 1 --warmup 0 --mini-batch-words 26 --rows 2 --length "
+              "12 --depth " +
+              std::to_string(depth) + " --vocabulary " + std::to_string(vocabulary));
     ASSERT_EQ(ended.code, 0) << ended.output;
     const double encoder_layer = 4 * width * width + 2 * width * inner;
     const double decoder_layer = 8 * width * width + 2 * width * inner;

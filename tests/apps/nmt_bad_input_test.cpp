@@ -193,7 +193,7 @@ TEST_F(NmtBadInputTest, AFullDiskCostsNoCheckpoint) {
     EXPECT_NE(ended.output.find(text), std::string::npos) << text << "\nin " << ended.output;
   };
   has("first 0\n");
-  has("a checkpoint was not written");  // said, and training went on
+  has("a checkpoint was not written");  // reported, and training continued
   has("second 1\n\"update\": \"4\n");   // the last one ends the run: the earlier one is there
   has("cannot write: No space left on device\n");
   has("translated 0\n");

@@ -718,7 +718,7 @@ TEST_F(NmtCommandTest, KeptCheckpointsAreAveraged) {
   EXPECT_FALSE(fs::exists(path("new")));
 }
 
-// Writes the checkpoint of `folder` anew, with all elements of one of its weights set to `value`.
+// Rewrites the checkpoint of `folder`, with all elements of one of its weights set to `value`.
 void set_weight(const std::string& folder, const std::string& name, float value) {
   cohort::StoredCheckpoint checkpoint(folder);
   cohort::Manifest manifest = checkpoint.manifest();

@@ -41,7 +41,8 @@ TEST_F(NmtFlagsTest, FlagsThatNeedAnotherAreNotIgnored) {
                  "--keep-interval-updates 3: expected --save-interval-updates");
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}) {
     expect_refused(flags + "--cpu-offload --strategy " + strategy,
-                   "--cpu-offload: this program computes on the CPU, where there is nothing to offload: leave it out");
+                   "--cpu-offload: this program computes on the CPU, where there is nothing to "
+                   "offload: leave it out");
   }
   EXPECT_FALSE(fs::exists(path("run")));
 }
@@ -75,7 +76,8 @@ TEST_F(NmtFlagsTest, RatesAreOfASensibleSize) {
   expect_refused(flags + "--learn-rate 1e30",
                  "--learn-rate 1e30: expected a number above 0 and at most 100");
   expect_refused(flags + "--learn-rate 101", "--learn-rate 101: expected");
-  expect_refused(flags + "--noam-factor 1e30", "--noam-factor 1e30: expected a number above 0 and at most");
+  expect_refused(flags + "--noam-factor 1e30",
+                 "--noam-factor 1e30: expected a number above 0 and at most");
 }
 
 // The default, once given and once not, and others: of the same updates, other weights.

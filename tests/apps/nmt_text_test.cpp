@@ -258,7 +258,7 @@ TEST_F(NmtTextTest, AReaderThatLeavesEndsTheStreamQuietly) {
   const Ended ended =
       shell("bash -c 'yes red cat | " + nmt("translate --mini-batch 8 --maxi-batch 1") +
             " | head -1 > /dev/null; echo ${PIPESTATUS[1]}'");
-  EXPECT_EQ(ended.output, "141\n") << "ended by SIGPIPE, without a word";
+  EXPECT_EQ(ended.output, "141\n") << "ended by SIGPIPE, without a message";
 }
 
 TEST_F(NmtTextTest, ABadLineIsNamedAfterTheTranslationsBeforeIt) {

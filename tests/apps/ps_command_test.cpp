@@ -136,7 +136,7 @@ TEST_F(PsCommandTest, BlocksAreLibtorchsWithADeviceAlone) {
             std::string::npos);
 }
 
-// Whoever starts a server may ignore the ends of its children, and a program inherits that.
+// The parent of a server may ignore SIGCHLD, and a program inherits that.
 TEST_F(PsCommandTest, AServerLearnsHowItsChildrenEndWhoeverStartedIt) {
   const Ended ended = with_server("", "grep SigIgn /proc/$SERVER/status",
                                   "/usr/bin/python3 -c 'import os,signal,sys; "

@@ -148,7 +148,7 @@ TEST_F(SafetensorsFileTest, DamagedHeadersAreErrorsOrDescribeTheSameData) {
   size_t refused = 0;
   size_t accepted = 0;
   const auto check = [&](const std::string& damaged) {
-    // In place: making the file anew each time takes the disk too long.
+    // In place: writing the whole file each time takes the disk too long.
     std::fstream(path_, std::ios::in | std::ios::out | std::ios::binary) << damaged;
     try {
       const SafetensorsFile file(path_);

@@ -49,7 +49,7 @@ TEST(StoredCheckpointTest, FilesOfAnEarlierSaveAndOfAKilledOneGo) {
   EXPECT_EQ(num_files, 6U);
 }
 
-// What may befall a file, and how the complaint goes on after its path.
+// What may happen to a file, and what the error says after its path.
 TEST(StoredCheckpointTest, ADamagedMissingOrForeignFileIsNamed) {
   const TemporaryFolder folder;
   const std::string path = folder / "last";

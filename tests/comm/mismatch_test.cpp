@@ -179,7 +179,7 @@ TEST_P(MismatchTest, OrderOfAsynchronousCallsThatAreKnown) {
         group.all_reduce_async(x).wait();
         group.all_reduce_async(x, ReduceOp::kMax).wait();
         group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
-        TORCH_CHECK_VALUE(false, "went on with ", x);
+        TORCH_CHECK_VALUE(false, "continued with ", x);
       });
 }
 

@@ -106,7 +106,7 @@ TEST(ProcessGroupTest, WhatTheCallersCodeThrowsInAGuardIsNoLostPeer) {
     EXPECT_EQ(error.what(), text);
     EXPECT_EQ(dynamic_cast<const PeerError*>(&error), nullptr);
   }
-  EXPECT_EQ(group.all_reduce_sum(4), 4) << "the group goes on";
+  EXPECT_EQ(group.all_reduce_sum(4), 4) << "the group continues";
 }
 
 TEST(ProcessGroupTest, AfterCloseEveryOperationIsRefused) {
@@ -227,7 +227,7 @@ TEST(ProcessGroupTest, AHostNameThatDoesNotResolveIsNamed) {
 // every 20 ms. Twice the sum, for a busy machine.
 constexpr int kMostMsUntilNamed = 2 * (250 + 2000 + 20);
 
-// Runs `call`. A PeerError of it goes on, after a line that says how long the call took.
+// Runs `call`. Rethrows its PeerError, after a line that says how long the call took.
 void time_error_of(const std::function<void()>& call) {
   const int64_t start = steady_now_ns();
   try {

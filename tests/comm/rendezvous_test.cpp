@@ -287,7 +287,7 @@ TEST(RendezvousTest, AHostThatComesLaterIsWaitedFor) {
   const int port = port_of(fd);
   std::vector<std::string> first, second;
   std::jthread early([&] { first = join_all({info_of(1, 2, port)}); });
-  ::close(accept(fd, nullptr, nullptr));  // Rank 1 has tried, in vain.
+  ::close(accept(fd, nullptr, nullptr));  // Rank 1 has tried and failed.
   ::close(fd);
   second = join_all({info_of(0, 2, port)});
   early.join();

@@ -1,4 +1,4 @@
-// Cohort's own store: what c10d's stores do, for who has the secret, and nothing for anybody else.
+// Cohort's own store: what c10d's stores do, for clients with the secret, and nothing for others.
 #include <algorithm>
 #include <barrier>
 #include <csignal>
@@ -522,7 +522,7 @@ TEST_F(StrangersTest, AThousandConnectionsKeepNobodyOut) {
   expect_unmoved();
 }
 
-// Of who proved himself, what is no request ends the connection, and nothing else.
+// An authenticated client that sends an invalid request loses its connection, nothing else.
 TEST_F(StrangersTest, MembersThatBreakTheRulesAreSentAway) {
   const auto length = [](uint32_t size) {
     return std::string(reinterpret_cast<const char*>(&size), sizeof size);

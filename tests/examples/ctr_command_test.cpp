@@ -180,7 +180,7 @@ TEST_F(CtrCommandTest, ATrainerThatIsKilledWhenItIsDoneDoesNotBeginOnceMore) {
   EXPECT_EQ(log.find("step", log.find('\n', again)), std::string::npos) << log;
 }
 
-// Whoever is lost, the others come to the end, and the first of them evaluates.
+// Whichever trainer is lost, the others finish, and the first of them evaluates.
 TEST_F(CtrCommandTest, TrainersGoOnWithoutOneThatIsLost) {
   ASSERT_EQ(shell(bin("ctr") + " generate --rows 30000 --output " + folder_ / "data").code, 0);
   for (const std::string lost : {"0", "1"}) {
@@ -466,7 +466,7 @@ TEST_F(CtrCommandTest, ASpillingTableLearnsWhatOneWithoutACapLearns) {
   EXPECT_GT(number_after(spilled, "\"cold_rows\":"), 4 * number_after(spilled, "\"rows\":"))
       << spilled;
   EXPECT_EQ(test_line(spilled), test_line(plain));
-  // Whoever reads the checkpoint leaves the folder that it is in alone.
+  // A reader of the checkpoint leaves its parent folder alone.
   const std::string aside = folder_ / "aside";
   ASSERT_EQ(shell("mkdir -p " + aside + "/loading").code, 0);
   const std::string here = "cd " + aside + " && ";

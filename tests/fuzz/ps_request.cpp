@@ -28,7 +28,7 @@ std::unique_ptr<ParameterState> make_state() {
   return state;
 }
 
-// What RequestHandler does with it behind the questions of who and when.
+// What RequestHandler does with it once sender and order are checked.
 void take(ParameterState& state, const Message& message, std::span<const std::byte> bytes) {
   if (message.header.kind == MessageKind::kPull) {
     state.check(message);

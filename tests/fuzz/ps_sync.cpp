@@ -44,7 +44,7 @@ void join(ParameterState& state, uint32_t trainer) {
         JoinRecord{.trainer = trainer, .incarnation = before ? before->incarnation + 1 : 1});
 }
 
-// What RequestHandler does with a push behind the questions of who and when: its number is the next
+// What RequestHandler does with a push once sender and order are checked: its number is the next
 // of its trainer.
 void push(ParameterState& state, uint32_t trainer, std::span<const uint8_t> message) {
   auto buffer = std::make_shared<Buffer>(message.size());

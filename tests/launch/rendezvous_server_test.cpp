@@ -190,7 +190,7 @@ class RendezvousServerTest : public ::testing::Test {
   }
   void run_until(const std::string& what, const std::function<bool()>& reached) {
     for (const auto end = Clock::now() + std::chrono::seconds(60); !reached();) {
-      if (Clock::now() > end) throw std::runtime_error("in vain: " + what);
+      if (Clock::now() > end) throw std::runtime_error("not reached: " + what);
       poll();
     }
   }

@@ -179,7 +179,7 @@ TEST(TransformerTest, APostNormModelHasNoFinalNorms) {
   EXPECT_EQ(pre - count_parameters(*Transformer(options)), 2 * 2 * options.dim_emb);
 }
 
-// Loss, then every parameter's gradient, of two steps whose dropout goes on from the first to the
+// Loss, then every parameter's gradient, of two steps whose dropout continues from the first to the
 // second.
 std::vector<at::Tensor> losses_and_gradients(const TransformerOptions& options, Precision precision,
                                              bool gradient_checkpointing = false) {

@@ -41,17 +41,20 @@ class MetaBackend : public c10d::Backend {
 
 // PyTorch has no backend for the tensors then; Gloo, which a group always has, must not step in unasked.
 TEST(DdpOptionsTest, AModelThatTheGroupsBackendDoesNotServeIsRefused) {
-  comm::register_backend("meta_only", {.device = c10::DeviceType::Meta, .make = [](const comm::BackendRequest& request) {
-                           return c10::make_intrusive<MetaBackend>(request.rank, request.world_size);
-                         }});
+  comm::register_backend(
+      "meta_only",
+      {.device = c10::DeviceType::Meta, .make = [](const comm::BackendRequest& request) {
+         return c10::make_intrusive<MetaBackend>(request.rank, request.world_size);
+       }});
   ProcessGroup group(comm::RankInfo{}, {.backend = "meta_only"});
   Branches model;
+  test::expect_error<c10::ValueError>([&] { Ddp ddp(model, group); },
+                                      "is on the CPU, which the group's backend meta_only does not "
+                                      "serve: move the model, or make the group with a "
+                                      "backend of CPU tensors (gloo)");
   test::expect_error<c10::ValueError>(
-      [&] { Ddp ddp(model, group); },
-      "is on the CPU, which the group's backend meta_only does not serve: move the model, or make the group with a "
-      "backend of CPU tensors (gloo)");
-  test::expect_error<c10::ValueError>(
-      [&] { parallel::FullyShardedDataParallel<Branches> sharded(model, group); }, "which the group's backend meta_only");
+      [&] { parallel::FullyShardedDataParallel<Branches> sharded(model, group); },
+      "which the group's backend meta_only");
   ProcessGroup gloo(comm::RankInfo{}, {});
   Ddp ddp(model, gloo);
   EXPECT_NO_THROW(loss_of(ddp(batch_of(0))).backward());
@@ -185,7 +188,7 @@ TEST(DdpOptionsTest, OutputsThatTheLossLeavesOutAreFoundInsideAnyContainer) {
   });
 }
 
-// Computes a layer anew in its backward, in a backward within, which brings the layer's parameters
+// Recomputes a layer in its backward, in a nested backward, which gives the layer's parameters
 // a gradient each time.
 struct Recomputed : torch::autograd::Function<Recomputed> {
   using Context = torch::autograd::AutogradContext;
@@ -857,8 +860,9 @@ TEST(DdpOptionsTest, ResumedIsBitEqualWithTheFixedLayout) {
 }
 
 TEST(DdpOptionsTest, ResumedIsBitEqualWithTheSavedLayoutOfRebuiltBuckets) {
-  test::ranks(
-      3, [](const ProcessGroup& group) { EXPECT_TRUE(resumed_equals_uninterrupted(group, true, true)); });
+  test::ranks(3, [](const ProcessGroup& group) {
+    EXPECT_TRUE(resumed_equals_uninterrupted(group, true, true));
+  });
 }
 
 // Shows that the two tests above can fail.

@@ -40,13 +40,15 @@ inline at::Tensor values(uint64_t seed, uint64_t which, at::IntArrayRef shape) {
 inline void fill(torch::nn::Module& module, uint64_t seed, int rank) {
   const at::NoGradGuard no_grad;
   uint64_t which = 1'000;
-  for (at::Tensor& each : module.parameters()) each.copy_(values(seed, which++, each.sizes()) + 0.25 * rank);
+  for (at::Tensor& each : module.parameters())
+    each.copy_(values(seed, which++, each.sizes()) + 0.25 * rank);
 }
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width) {
     first = register_module("first", torch::nn::Linear(width, 4));
-    second = register_module("second", torch::nn::Linear(torch::nn::LinearOptions(4, width).bias(false)));
+    second = register_module("second",
+                             torch::nn::Linear(torch::nn::LinearOptions(4, width).bias(false)));
   }
   at::Tensor forward(const at::Tensor& x) { return x + second(at::tanh(first(x))); }
   torch::nn::Linear first{nullptr}, second{nullptr};
@@ -54,8 +56,9 @@ struct BlockImpl : torch::nn::Module {
 TORCH_MODULE(Block);
 
 struct NetImpl : torch::nn::Module {
-  // Another rank's state is not rank 0's: whoever wraps the model copies that.
-  NetImpl(const RandomCase& c, int rank) : is_tied(c.tied), runs_twice(c.twice), recompute(c.recompute) {
+  // Another rank's state is not rank 0's: the wrapper of the model copies that.
+  NetImpl(const RandomCase& c, int rank)
+      : is_tied(c.tied), runs_twice(c.twice), recompute(c.recompute) {
     if (c.tied) {
       table = register_parameter("table", at::zeros({kInputs, c.width}));
     } else {
@@ -64,7 +67,8 @@ struct NetImpl : torch::nn::Module {
     }
     scale = register_parameter("scale", at::zeros({}));
     if (c.empty) empty = register_parameter("empty", at::zeros({0, 3}));
-    for (int i = 0; i < c.blocks; ++i) blocks.push_back(register_module("block" + std::to_string(i), Block(c.width)));
+    for (int i = 0; i < c.blocks; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), Block(c.width)));
     if (c.sometimes) extra = register_module("extra", Block(c.width));
     if (c.unused) register_module("unused", Block(c.width));
     if (c.buffers) {
@@ -90,7 +94,8 @@ struct NetImpl : torch::nn::Module {
   }
 
   // `uses_extra` [rows, 1]: 1 where the extra block takes part. `running_mean`: in evaluation, in place of the own one.
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& uses_extra, const at::Tensor& running_mean = {}) {
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& uses_extra,
+                     const at::Tensor& running_mean = {}) {
     at::Tensor y = (is_tied ? at::matmul(x, table) : first(x)) * scale;
     if (empty.defined()) y = y + empty.sum();
     if (offset.defined()) y = y + offset;
@@ -141,17 +146,21 @@ inline Batch batch_of(const RandomCase& c, int rank, int step, int index) {
   const auto which = static_cast<uint64_t>((step * 8 + index) * 8 + rank);
   const auto type = c.single ? at::kFloat : at::kDouble;
   const bool uses = (c.seed / 3 + which * 5 + static_cast<uint64_t>(step)) % 3 != 0;
-  return {values(c.seed, which, {c.rows, kInputs}).to(type), at::full({c.rows, 1}, uses ? 1 : 0, type)};
+  return {values(c.seed, which, {c.rows, kInputs}).to(type),
+          at::full({c.rows, 1}, uses ? 1 : 0, type)};
 }
 
 inline int num_steps_of(const RandomCase& c, int rank) {
-  return c.join == 0 || rank == 0 ? kSteps : 1 + static_cast<int>((static_cast<uint64_t>(rank * c.join) + c.seed) % 5);
+  return c.join == 0 || rank == 0
+             ? kSteps
+             : 1 + static_cast<int>((static_cast<uint64_t>(rank * c.join) + c.seed) % 5);
 }
 
 // Adam or SGD, of tensors with names.
 class Optimizer {
  public:
-  Optimizer(std::vector<std::pair<std::string, at::Tensor>> named, bool sgd) : named_(std::move(named)) {
+  Optimizer(std::vector<std::pair<std::string, at::Tensor>> named, bool sgd)
+      : named_(std::move(named)) {
     std::vector<at::Tensor> tensors;
     for (const auto& [name, tensor] : named_) tensors.push_back(tensor);
     if (sgd) {
@@ -177,7 +186,8 @@ class Optimizer {
       if (adam_) break;
       const auto state = sgd_->state().find(tensor.unsafeGetTensorImpl());
       if (state == sgd_->state().end()) continue;
-      found[name + ".momentum"] = static_cast<torch::optim::SGDParamState&>(*state->second).momentum_buffer();
+      found[name + ".momentum"] =
+          static_cast<torch::optim::SGDParamState&>(*state->second).momentum_buffer();
     }
     return found;
   }
@@ -212,7 +222,9 @@ class OneProcess {
     double_precision(*shared_head);
     if (net->offset.defined()) net->offset.set_data(net->offset.to(at::kDouble));
     for (int rank = 0; rank < c.ranks; ++rank) {
-      if (c.buffers) buffers_[static_cast<size_t>(rank)] = {net->mean.to(at::kDouble).clone(), net->count.clone()};
+      if (c.buffers)
+        buffers_[static_cast<size_t>(rank)] = {net->mean.to(at::kDouble).clone(),
+                                               net->count.clone()};
       leaves.push_back(at::full({}, 1.5, at::kDouble).requires_grad_(true));
       heads.push_back(make_head(c));
       double_precision(*heads.back());
@@ -239,7 +251,8 @@ class OneProcess {
     if (c_.head == Head::kPlain) {
       std::vector<at::Tensor> parts;
       for (size_t i = 0; i < active.size(); ++i)
-        parts.push_back(heads[static_cast<size_t>(active[i])](y.narrow(0, static_cast<int64_t>(i) * c_.rows, c_.rows)));
+        parts.push_back(heads[static_cast<size_t>(active[i])](
+            y.narrow(0, static_cast<int64_t>(i) * c_.rows, c_.rows)));
       y = at::cat(parts);
     } else if (c_.head != Head::kNone) {
       y = shared_head(y);
@@ -276,7 +289,8 @@ class OneProcess {
     const at::NoGradGuard no_grad;
     share_buffers(active_in(step), /*differ_after=*/false);
     net->eval();
-    at::Tensor y = net->forward(batch.x.to(at::kDouble), batch.uses_extra.to(at::kDouble), buffers_of(rank).mean);
+    at::Tensor y = net->forward(batch.x.to(at::kDouble), batch.uses_extra.to(at::kDouble),
+                                buffers_of(rank).mean);
     net->train();
     return y;
   }

@@ -30,7 +30,8 @@ constexpr size_t kCasesOfOneSet = 50;  // of rank processes
 class Comparison {
  public:
   explicit Comparison(const RandomCase& c)
-      : rank_type_eps_(c.single ? std::numeric_limits<float>::epsilon() : std::numeric_limits<double>::epsilon()) {}
+      : rank_type_eps_(c.single ? std::numeric_limits<float>::epsilon()
+                                : std::numeric_limits<double>::epsilon()) {}
 
   void at(std::string where) { where_ = std::move(where); }
 
@@ -41,14 +42,19 @@ class Comparison {
     if (got.numel() == 0) return;
     const double scale = std::max(1.0, expected.abs().max().item<double>());
     const double difference =
-        (got.to(at::kDouble).reshape({-1}) - expected.to(at::kDouble).reshape({-1})).abs().max().item<double>();
+        (got.to(at::kDouble).reshape({-1}) - expected.to(at::kDouble).reshape({-1}))
+            .abs()
+            .max()
+            .item<double>();
     if (difference <= 5'000 * rank_type_eps_ * scale) return;
     std::ostringstream out;
-    out << what << ": off by " << difference << ", of at most " << expected.abs().max().item<double>();
+    out << what << ": off by " << difference << ", of at most "
+        << expected.abs().max().item<double>();
     add(out.str());
   }
   // A gradient of nothing and zeros are the same where `zero_is_none`.
-  void gradient(const at::Tensor& got, const at::Tensor& expected, const std::string& what, bool zero_is_none) {
+  void gradient(const at::Tensor& got, const at::Tensor& expected, const std::string& what,
+                bool zero_is_none) {
     if (got.defined() && expected.defined()) return near(got, expected, what);
     if (got.defined() == expected.defined()) return;
     const at::Tensor& one = got.defined() ? got : expected;
@@ -71,14 +77,17 @@ class Comparison {
 };
 
 at::Tensor part_of(const at::Tensor& whole, const parallel::LocalShard& local_shard) {
-  return whole.defined() ? whole.reshape({-1}).narrow(0, local_shard.begin, local_shard.end - local_shard.begin) : whole;
+  return whole.defined()
+             ? whole.reshape({-1}).narrow(0, local_shard.begin, local_shard.end - local_shard.begin)
+             : whole;
 }
 
 struct Ddp {
   using Wrapper = parallel::DistributedDataParallel<Net>;
   using ZeroOptimizer = parallel::ZeroRedundancyOptimizer<Optimizer>;
 
-  Ddp(const RandomCase& c, Net& net, const comm::ProcessGroup& group) : c_(c), net_(net), wrapper(net, group, options_of(c)) {
+  Ddp(const RandomCase& c, Net& net, const comm::ProcessGroup& group)
+      : c_(c), net_(net), wrapper(net, group, options_of(c)) {
     if (c.strategy == Strategy::kZeroRedundancy) {
       zero.emplace(optim::named_parameters(*net), group, [&](const auto& shards) {
         std::vector<std::pair<std::string, at::Tensor>> named;
@@ -113,11 +122,13 @@ struct Ddp {
   void compare_gradients(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
     for (const auto& item : net_->named_parameters())
-      found.gradient(item.value().grad(), expected[item.key()].grad(), "gradient of " + item.key(), c_.static_graph);
+      found.gradient(item.value().grad(), expected[item.key()].grad(), "gradient of " + item.key(),
+                     c_.static_graph);
   }
   void compare_state(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
-    for (const auto& item : net_->named_parameters()) found.near(item.value(), expected[item.key()], item.key());
+    for (const auto& item : net_->named_parameters())
+      found.near(item.value(), expected[item.key()], item.key());
     auto moments = alone.adam->moments();
     if (plain) {
       for (auto& [name, tensor] : plain->moments()) found.near(tensor, moments[name], name);
@@ -126,7 +137,9 @@ struct Ddp {
     auto own = zero->optimizer().moments();
     for (const auto& local_shard : zero->local_shards())
       for (const char* moment : {".exp_avg", ".exp_avg_sq"})
-        found.near(own[local_shard.name + moment], part_of(moments[local_shard.name + moment], local_shard), local_shard.name + moment);
+        found.near(own[local_shard.name + moment],
+                   part_of(moments[local_shard.name + moment], local_shard),
+                   local_shard.name + moment);
   }
   void compare_whole(OneProcess&, Comparison&) {}
 
@@ -141,7 +154,8 @@ struct Sharded {
   using Wrapper = parallel::FullyShardedDataParallel<Net>;
 
   Sharded(const RandomCase& c, Net& net, const comm::ProcessGroup& group)
-      : wrapper(net, group, options_of(c), c.units ? net->units() : std::vector<torch::nn::Module*>{}),
+      : wrapper(net, group, options_of(c),
+                c.units ? net->units() : std::vector<torch::nn::Module*>{}),
         optimizer(wrapper.named_parameters(), c.sgd) {}
 
   static parallel::ShardingOptions options_of(const RandomCase& c) {
@@ -162,8 +176,9 @@ struct Sharded {
   void compare_gradients(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
     for (const auto& local_shard : wrapper.local_shards())
-      found.gradient(local_shard.tensor.grad(), part_of(expected[local_shard.name].grad(), local_shard), "gradient of " + local_shard.name,
-                     true);
+      found.gradient(local_shard.tensor.grad(),
+                     part_of(expected[local_shard.name].grad(), local_shard),
+                     "gradient of " + local_shard.name, true);
   }
   void compare_state(OneProcess& alone, Comparison& found) {
     const auto expected = alone.net->named_parameters();
@@ -206,8 +221,10 @@ class Training {
         found_(c) {
     if (c.head == Head::kDdp) ddp_head_.emplace(head_, group);
     if (c.head == Head::kSharded)
-      sharded_head_.emplace(head_, group, parallel::ShardingOptions{.shard = parallel::Shard::kOptimizer});
-    head_optimizer_.emplace(sharded_head_ ? sharded_head_->named_parameters() : trained(*head_), c.sgd);
+      sharded_head_.emplace(head_, group,
+                            parallel::ShardingOptions{.shard = parallel::Shard::kOptimizer});
+    head_optimizer_.emplace(sharded_head_ ? sharded_head_->named_parameters() : trained(*head_),
+                            c.sgd);
     leaf_ = at::full({}, 1.5, c.single ? at::kFloat : at::kDouble).requires_grad_(true);
   }
 
@@ -256,7 +273,8 @@ class Training {
     compare_outside();
     const double norm = model_.norm();
     alone_.step();
-    found_.near(at::tensor(norm, at::kDouble), at::tensor(alone_.norm, at::kDouble), "norm of the gradient");
+    found_.near(at::tensor(norm, at::kDouble), at::tensor(alone_.norm, at::kDouble),
+                "norm of the gradient");
     model_.step(OneProcess::clip_factor(c_, norm));
     model_.compare_state(alone_, found_);
     model_.zero_grad();
@@ -285,15 +303,16 @@ class Training {
     if (c_.average) group_.all_reduce(loss, comm::ReduceOp::kAvg);
     loss.backward();
     if (c_.input)
-      found_.gradient(batch.x.grad(), alone_.inputs[static_cast<size_t>(rank_)].grad() * alone_.own_factor,
+      found_.gradient(batch.x.grad(),
+                      alone_.inputs[static_cast<size_t>(rank_)].grad() * alone_.own_factor,
                       "gradient of the batch", false);
   }
 
   void compare_outside() {
     const auto me = static_cast<size_t>(rank_);
     if (c_.leaf)
-      found_.gradient(leaf_.grad(), alone_.leaves[me].grad() * alone_.own_factor, "gradient of the factor outside",
-                      false);
+      found_.gradient(leaf_.grad(), alone_.leaves[me].grad() * alone_.own_factor,
+                      "gradient of the factor outside", false);
     if (c_.head == Head::kPlain) {
       const auto expected = alone_.heads[me]->named_parameters();
       for (const auto& item : head_->named_parameters())
@@ -330,7 +349,7 @@ class Training {
     found_.near(y, alone_.evaluate(batch, rank_, step_), "evaluation");
   }
 
-  // After join: what a rank has that went on longest.
+  // After join: what the last rank to join has.
   void compare_end() {
     found_.at("after join");
     for (int step = step_; step < kSteps; ++step) {
@@ -341,7 +360,8 @@ class Training {
     }
     compare_buffers(/*rank=*/0);
     const auto expected = alone_.net->named_parameters();
-    for (const auto& item : net_->named_parameters()) found_.near(item.value(), expected[item.key()], item.key());
+    for (const auto& item : net_->named_parameters())
+      found_.near(item.value(), expected[item.key()], item.key());
   }
 
   RandomCase c_;
@@ -371,7 +391,8 @@ void run_cases(const std::vector<RandomCase>& cases, const comm::ProcessGroup& g
       for (const std::string& fault : run_case(c, group))
         ADD_FAILURE() << "rank " << group.rank() << " of case " << describe(c) << ": " << fault;
     } catch (const std::exception& error) {
-      std::cout << "rank " << group.rank() << " of case " << describe(c) << " threw: " << error.what() << std::endl;
+      std::cout << "rank " << group.rank() << " of case " << describe(c)
+                << " threw: " << error.what() << std::endl;
       throw;
     }
     group.barrier("case");
@@ -393,16 +414,19 @@ struct Found {
 };
 
 Found run_set(int ranks, const std::vector<RandomCase>& cases) {
-  const auto ends = test::run_ranks(ranks, [&](const comm::ProcessGroup& group) { run_cases(cases, group); },
-                                    {.timeout = std::chrono::seconds(60)});
+  const auto ends =
+      test::run_ranks(ranks, [&](const comm::ProcessGroup& group) { run_cases(cases, group); },
+                      {.timeout = std::chrono::seconds(60)});
   Found found{.num_run = lines_with(ends.front().output, "begin case ").size(), .faults = {}};
   for (size_t rank = 0; rank < ends.size(); ++rank) {
     const auto faults = lines_with(ends[rank].output, " of case {");
     found.faults.insert(found.faults.end(), faults.begin(), faults.end());
     if (ends[rank].exit_code > 1 || (ends[rank].exit_code == 1 && faults.empty()))
       found.faults.push_back(
-          "rank " + std::to_string(rank) + " ended with " + std::to_string(ends[rank].exit_code) + ": " +
-          ends[rank].output.substr(ends[rank].output.size() - std::min<size_t>(400, ends[rank].output.size())));
+          "rank " + std::to_string(rank) + " ended with " + std::to_string(ends[rank].exit_code) +
+          ": " +
+          ends[rank].output.substr(ends[rank].output.size() -
+                                   std::min<size_t>(400, ends[rank].output.size())));
   }
   return found;
 }
@@ -414,7 +438,7 @@ std::vector<uint64_t> numbers_in(const std::string& text) {
   return numbers;
 }
 
-// The seeds of so many ranks among those of COHORT_RANDOM_CASES ("first:count") that the record has not.
+// The seeds for this number of ranks in COHORT_RANDOM_CASES ("first:count") that the record lacks.
 std::vector<uint64_t> seeds_to_run(int ranks, const char* record) {
   const char* range = std::getenv("COHORT_RANDOM_CASES");
   uint64_t first = 0, count = 30;
@@ -442,7 +466,8 @@ std::vector<RandomCase> cases_of(const std::vector<uint64_t>& seeds) {
 }
 
 void expect_one_process(int ranks) {
-  constexpr const char* kSeeds = "COHORT_RANDOM_SEEDS";  // tells a rank's process which cases it is started for
+  constexpr const char* kSeeds =
+      "COHORT_RANDOM_SEEDS";  // tells a rank's process which cases it is started for
   if (const char* seeds = std::getenv(kSeeds)) {
     run_set(ranks, cases_of(numbers_in(seeds)));
     return;
@@ -451,7 +476,8 @@ void expect_one_process(int ranks) {
   std::vector<uint64_t> left = seeds_to_run(ranks, record);
   ASSERT_TRUE(record || !left.empty());
   while (!left.empty()) {
-    std::vector<uint64_t> set(left.begin(), left.begin() + static_cast<int64_t>(std::min(left.size(), kCasesOfOneSet)));
+    std::vector<uint64_t> set(
+        left.begin(), left.begin() + static_cast<int64_t>(std::min(left.size(), kCasesOfOneSet)));
     std::string text;
     for (const uint64_t seed : set) text += (text.empty() ? "" : ",") + std::to_string(seed);
     ::setenv(kSeeds, text.c_str(), 1);

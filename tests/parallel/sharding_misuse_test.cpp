@@ -1,5 +1,5 @@
-// What who uses a sharded model in another way than it expects gets: what works, and what is
-// refused with the name of what and the remedy.
+// Unexpected uses of a sharded model: which ones work, and which ones are rejected with an error
+// that says what is wrong and how to fix it.
 #include <gtest/gtest.h>
 
 #include "cohort/parallel/strategy.h"

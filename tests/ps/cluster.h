@@ -62,7 +62,7 @@ class Cluster {
     const auto at = static_cast<size_t>(server);
     slots_[at].set(std::make_shared<Server>(options_[at], log_));
   }
-  /// Ends it without a word to anybody: what it had not logged is lost.
+  /// Ends it without notice: what it had not logged is lost.
   void end(int server) { slots_[static_cast<size_t>(server)].end(); }
   void restart(int server) {
     end(server);

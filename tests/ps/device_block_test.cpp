@@ -50,7 +50,7 @@ TEST_P(DeviceBlockTest, FollowsTheHostsRules) {
     for (size_t i = 0; i < host->state().size(); ++i)
       EXPECT_NEAR(device->state()[i], host->state()[i], 1e-4) << i;
     EXPECT_GT(moved, 0.1);
-    // A state that was saved is gone on from.
+    // A saved state can be resumed from.
     const auto other = device_blocks(c10::kCPU)(rule, kElements);
     other->set_weights(device->weights());
     other->set_state(device->state());

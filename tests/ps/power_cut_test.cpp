@@ -346,7 +346,7 @@ TEST_F(DamagedLogTest, WhatCameBeforeTheLastSegmentIsDamage) {
   EXPECT_THROW(records_in(folder_.path("log"), PowerCut::kPossible), ConfigError);
 }
 
-// A sync of its own each second, whoever waits for it or not.
+// One sync each second, whether a client waits for it or not.
 TEST(UpdateLogSyncTest, WhatIsASecondOldIsSynced) {
   const ScratchFolder folder;
   disk_calls::forget();

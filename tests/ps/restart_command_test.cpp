@@ -1,4 +1,4 @@
-// `cohort run --max-restarts` with servers: all trainers start afresh, the servers stay.
+// `cohort run --max-restarts` with servers: all trainers restart, the servers stay.
 #include <gtest/gtest.h>
 #include <string>
 

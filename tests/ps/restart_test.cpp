@@ -1,4 +1,4 @@
-// Trainers start afresh while their servers stay: the step that was open is made again, with the
+// Trainers restart while their servers stay: the step that was open is repeated, with the
 // same bits.
 #include <algorithm>
 #include <array>

@@ -288,7 +288,7 @@ TEST_F(RpcTest, AnUnknownCallIsRefusedByItsNumber) {
     EXPECT_EQ(reply.code, Code::kInvalid);
     EXPECT_EQ(reply.text, "unknown call " + std::to_string(number));
   }
-  EXPECT_EQ(ask(*channel, {.call = Call::kStatus}).code, Code::kOk) << "it goes on";
+  EXPECT_EQ(ask(*channel, {.call = Call::kStatus}).code, Code::kOk) << "it continues";
 }
 
 // gRPC ends a program when its last connection is given up in one of its own threads: here there is

@@ -59,7 +59,7 @@ std::vector<fs::path> entries_of(const fs::path& folder) {
   return paths;
 }
 
-// Its trainer was given up, say, and the steps went on.
+// Its trainer was declared lost, say, and the steps continued.
 TEST(SaveTest, AStepThatIsOverIsNotSavedAsALaterOne) {
   Cluster cluster(1);
   const auto client = cluster.client(0, ledger_job(1, 1, Mode::kSync));
@@ -155,7 +155,7 @@ TEST(SaveTest, AChildThatEndsWellWithoutAResultCostsNothing) {
 }
 
 // What the system refuses once it may refuse for ever: the trainer hears of it.
-// Whoever may ask a server for a save names the folder.
+// A client that may ask a server for a save chooses the folder.
 TEST(SaveTest, NothingIsWrittenOutsideOfTheRoot) {
   const ScratchFolder scratch;
   const std::string root = scratch.path("root"), outside = scratch.path("outside");
@@ -189,7 +189,7 @@ TEST(SaveTest, NothingIsWrittenOutsideOfTheRoot) {
   EXPECT_TRUE(fs::exists(root + "/not/there/yet/checkpoint"));
 }
 
-// Of a trainer that waits for others for so long.
+// Of a trainer that waits this long for others.
 LinkOptions impatient_link(std::chrono::milliseconds trainer_timeout) {
   LinkOptions link = quick_link();
   link.trainer_timeout = trainer_timeout;

@@ -1,5 +1,5 @@
 // What ends a server and what does not: jobs it cannot serve, requests it cannot answer, memory and
-// disks that are full. Whatever happens, whoever asked is answered.
+// disks that are full. Whatever happens, every request gets a reply.
 #include <algorithm>
 #include <array>
 #include <atomic>

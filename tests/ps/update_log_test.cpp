@@ -153,7 +153,7 @@ TEST(UpdateLogTest, SegmentsFollowEachOtherAndAMissingOneIsNamed) {
   EXPECT_EQ(records_of(folder.path("log")).size(), 30U);
   EXPECT_EQ(records_of(folder.path("log"), 31).size(), 0U);
 
-  // A record cut off where the log goes on behind it is damage.
+  // A truncated record before the end of the log is corruption.
   const std::string second = bytes_of(segments[1]);
   write_bytes(segments[1], second.substr(0, second.size() - 1));
   EXPECT_NE(message_of<ConfigError>([&] {

@@ -9,8 +9,8 @@
 
 namespace cohort::test {
 
-/// Returns a port that was free a moment ago, of those that the system gives to nobody by itself:
-/// neither to who asks for any, nor to who connects.
+/// Returns a port that was free a moment ago, outside of the range from which the system picks
+/// ports for bind() to port 0 and for connect().
 inline int free_port() {
   std::random_device random;
   for (int tries = 0; tries < 1000; ++tries) {

@@ -18,7 +18,7 @@ class Namespaces {
   /// Returns `command` as it is run on host `index`; it replaces itself, so its pid stays.
   std::vector<std::string> on(int index, const std::vector<std::string>& command) const;
   static std::string address(int index);
-  /// Cuts the host's cable without a word, as a pulled plug does.
+  /// Cuts the host's link silently, as a pulled plug does.
   void unplug(int index) const;
   /// Puts it back.
   void plug(int index) const;

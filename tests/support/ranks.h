@@ -16,7 +16,7 @@ struct RankEnd {
 
 /// Runs `body` on `world_size` ranks and returns how each ended.
 ///
-/// The test binary is executed anew per rank (never forked: libtorch has threads), with the rank's
+/// The test binary is executed again per rank (never forked: libtorch has threads), with the rank's
 /// environment and the running case as its filter, so the same call is reached and runs `body`
 /// there; it does not return in a child. A child ends with run_program's codes; failed expectations
 /// give 1.

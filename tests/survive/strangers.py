@@ -291,7 +291,7 @@ def disturb(build, folder):
             texts = (folder / "texts").read_bytes() + json.dumps(visits["programs"]).encode()
             secrets = [job.secret, job.store_secret]
             visits["learned"] = [word for word in PRIVATE + secrets if word.encode() in texts]
-            # Who has no secret hears a greeting, a random number and at most a refusal.
+            # A client without the secret gets a greeting, a random number and at most a rejection.
             visits["learned"] += ["the store says more"] * (visits["longest_heard"]["store"] > 15 + 32 + 64)
             visits["programs_refused"] = all(code != 0 for _, code, _ in visits["programs"])
             return visits

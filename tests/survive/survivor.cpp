@@ -2,7 +2,7 @@
 // Usage: survivor FOLDER STEPS KIND RANK STEP, KIND one of none, kill, stop, throw: what RANK does
 // before STEP, in the first attempt only. Rank 0 saves every 4 steps into FOLDER/checkpoint; a
 // later attempt continues from there. At the end rank 0 prints the SHA-256 of the weights.
-// COHORT_TEST_STEP_MS: so long a pause after each step.
+// COHORT_TEST_STEP_MS: the pause after each step.
 #include <csignal>
 #include <filesystem>
 #include <thread>

@@ -205,7 +205,7 @@ TEST(ModelCheckpointTest, AdamOfDdpFsdpAndZeroResumesAsAnyOther) {
       plain_adam.step(1e-2);
       plain_adam.zero_grad();
     }
-    // DDP with Zero, then FSDP, then DDP: each goes on where the one before was saved.
+    // DDP with Zero, then FSDP, then DDP: each resumes from the checkpoint of the one before.
     {
       Net net;
       parallel::DistributedDataParallel<Net> model(net, group);

@@ -57,7 +57,7 @@ void train(Updater& updater, const comm::ProcessGroup& group, int first, int las
     EXPECT_FALSE(updater.update(batches_of(update, group.rank(), group.size())).skipped) << update;
 }
 
-// What one process has after so many updates: parameters, then averages.
+// What one process has after a number of updates: parameters, then averages.
 class Alone {
  public:
   explicit Alone(int num_updates) {

@@ -122,7 +122,7 @@ struct RunOptions {
   std::string mode;
   int kills = 20;  ///< Of servers, half of them at kill points.
   int trainer_kills = 0;
-  int stop_s = 0;       ///< One server is stopped for so long (SIGSTOP).
+  int stop_s = 0;       ///< How long one server is stopped (SIGSTOP).
   uint64_t steps = 60;  ///< Of "model".
   double break_probability = 0.01;
   uint64_t seed = 1;
@@ -278,7 +278,7 @@ class Run {
   }
 
   // The trainers' pushes bring it to its point. What a point in a snapshot's process kills is that
-  // process: the server goes on.
+  // process: the server continues.
   void await_death(size_t server) {
     const bool only_child = points_[server] == "snapshot written";
     const auto until = steady_clock::now() + (only_child ? std::chrono::seconds(1) : kTimeout);

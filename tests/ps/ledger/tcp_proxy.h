@@ -17,7 +17,7 @@
 namespace cohort::ps {
 
 /// Every piece that it carries may be late (2 %), or the last one (`break_probability`): then both
-/// sides are reset, or one direction dies silently and the other goes on for a while.
+/// sides are reset, or one direction dies silently and the other lives for a while.
 class TcpProxy {
  public:
   TcpProxy(uint64_t seed, double break_probability)

@@ -80,7 +80,7 @@ void add_up(const TrainerOptions& options, Client& client, Page& page) {
   const bool repeats = client.job().mode == Mode::kSync;
   uint64_t step = client.step();
   const auto acknowledge = [&](uint64_t steps) {
-    own.acknowledged_steps = steps;  // First: whoever is killed in between has counted too few.
+    own.acknowledged_steps = steps;  // First: a trainer killed in between has counted too few.
     for (uint64_t id = 0; id < kLedgerRows; ++id)
       own.acknowledged[id] += std::exchange(in_flight[id], 0);
   };
