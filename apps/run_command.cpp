@@ -58,7 +58,7 @@ milliseconds to_milliseconds(const std::string& flag, double seconds) {
 }
 
 // torchrun takes its flags with underscores as well.
-std::string both_spellings(std::string name) {
+std::string both_spellings(const std::string& name) {
   std::string underscores = name.substr(2);
   std::replace(underscores.begin(), underscores.end(), '-', '_');
   return name + ",--" + underscores;

@@ -39,7 +39,7 @@ void tighten(std::optional<T>& limit, std::optional<T> other) {
 
 void add_memory(const fs::path& file, CgroupLimits& limits) {
   const auto bytes = first_number(file);
-  if (bytes && *bytes < kNoMemoryLimit)
+  if (bytes && *bytes < static_cast<double>(kNoMemoryLimit))
     tighten(limits.memory_bytes, std::optional(static_cast<int64_t>(*bytes)));
 }
 

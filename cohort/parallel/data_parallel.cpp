@@ -88,7 +88,7 @@ at::Tensor gather_tensors(const std::vector<at::Tensor>& tensors, c10::Device de
 }
 
 Replicas::Replicas(std::shared_ptr<torch::nn::Module> original,
-                   std::vector<std::shared_ptr<torch::nn::Module>> copies,
+                   const std::vector<std::shared_ptr<torch::nn::Module>>& copies,
                    std::vector<c10::Device> devices)
     : modules_(all_modules(original)),
       parameters_(original->parameters()),

@@ -36,7 +36,7 @@ class Replicas {
   /// Errors: c10::ValueError if a parameter or buffer of `original` is on another device than
   ///         devices[0], or a copy is not made like it.
   Replicas(std::shared_ptr<torch::nn::Module> original,
-           std::vector<std::shared_ptr<torch::nn::Module>> copies,
+           const std::vector<std::shared_ptr<torch::nn::Module>>& copies,
            std::vector<c10::Device> devices);
 
   /// Brings the first `count` replicas up to date: copies parameters, buffers and training modes,

@@ -50,7 +50,7 @@ struct Axis {
 };
 
 Axis x_axis(const std::vector<Series>& series) {
-  Axis axis{.ticks = {}, .low = INFINITY, .high = -INFINITY};
+  Axis axis{.ticks = {}, .low = HUGE_VAL, .high = -HUGE_VAL};
   for (const Series& one : series) {
     for (const auto& [x, y] : one.points) {
       axis.low = std::min(axis.low, x);
@@ -66,7 +66,7 @@ Axis x_axis(const std::vector<Series>& series) {
 }
 
 Axis y_axis(const std::vector<Series>& series, bool from_zero) {
-  double low = INFINITY, high = -INFINITY;
+  double low = HUGE_VAL, high = -HUGE_VAL;
   for (const Series& one : series) {
     for (const auto& [x, y] : one.points) {
       low = std::min(low, y);

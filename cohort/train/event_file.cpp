@@ -75,16 +75,16 @@ constexpr uint64_t kValueTag = 1, kValueNumber = 2, kValueTensor = 8, kValueMeta
 
 // A session begins here: what other files hold of this step and later ones is void.
 std::string session_start() {
-  return message(kEventSessionLog, integer(/*status=*/1, /*START=*/1));
+  return message(kEventSessionLog, integer(/*status*/ 1, /*START*/ 1));
 }
 
 std::string text_value(std::string_view tag, std::string_view text) {
   constexpr int64_t kDtString = 7, kDataClassTensor = 2;
-  const std::string shape = message(/*dim=*/2, integer(/*size=*/1, 1));
-  const std::string tensor = integer(/*dtype=*/1, kDtString) + message(/*tensor_shape=*/2, shape) +
-                             message(/*string_val=*/8, text);
-  const std::string metadata = message(/*plugin_data=*/1, message(/*plugin_name=*/1, "text")) +
-                               integer(/*data_class=*/4, kDataClassTensor);
+  const std::string shape = message(/*dim*/ 2, integer(/*size*/ 1, 1));
+  const std::string tensor = integer(/*dtype*/ 1, kDtString) + message(/*tensor_shape*/ 2, shape) +
+                             message(/*string_val*/ 8, text);
+  const std::string metadata = message(/*plugin_data*/ 1, message(/*plugin_name*/ 1, "text")) +
+                               integer(/*data_class*/ 4, kDataClassTensor);
   return message(kValueTag, tag) + message(kValueTensor, tensor) +
          message(kValueMetadata, metadata);
 }

@@ -70,7 +70,7 @@ std::string fill_template(const std::string& page,
                           const std::map<std::string, std::string>& values) {
   std::string filled;
   size_t from = 0;
-  for (size_t open; (open = page.find("{{", from)) != std::string::npos;) {
+  for (size_t open = 0; (open = page.find("{{", from)) != std::string::npos;) {
     const size_t close = page.find("}}", open);
     filled += page.substr(from, open - from) + values.at(page.substr(open + 2, close - open - 2));
     from = close + 2;

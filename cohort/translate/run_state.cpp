@@ -78,7 +78,7 @@ void write_metadata(const RunState& state, train::Metadata& metadata) {
   Json parts = Json::array();
   for (const data::EpochPart& part : state.trained) {
     Json entry;
-    visit_part(part, [&](const char* name, auto value) { entry[name] = value; });
+    visit_part(part, [&](const char* name, const auto& value) { entry[name] = value; });
     parts.push_back(entry);
   }
   metadata["trained"] = parts.dump();

@@ -339,7 +339,7 @@ constexpr int64_t kRegisterBytes = 16;
 template <class Element, int64_t kBytes = kRegisterBytes>
 struct Register {
   static constexpr int64_t kLanes = kBytes / static_cast<int64_t>(sizeof(Element));
-  typedef Element Type __attribute__((vector_size(kBytes)));
+  using Type __attribute__((vector_size(kBytes))) = Element;
 };
 template <class Element>
 using RegisterOf = typename Register<Element>::Type;

@@ -348,15 +348,16 @@ void DurableState::begin_task(const std::string& path, std::function<void(std::s
   };
   try {
     begin_saving(state_, path);
-    saving_ = std::make_unique<ForkedTask>([this, path] { finish_saving(state_, path); },
-                                           [clear, done, path](std::string reason) {
-                                             // What it replaces is removed next.
-                                             std::error_code ignored;
-                                             if (reason.empty() && !fs::exists(path, ignored))
-                                               reason = path + ": it was not written";
-                                             if (!reason.empty()) clear();
-                                             done(reason);
-                                           });
+    saving_ =
+        std::make_unique<ForkedTask>([this, path] { finish_saving(state_, path); },
+                                     [clear, done = std::move(done), path](std::string reason) {
+                                       // What it replaces is removed next.
+                                       std::error_code ignored;
+                                       if (reason.empty() && !fs::exists(path, ignored))
+                                         reason = path + ": it was not written";
+                                       if (!reason.empty()) clear();
+                                       done(reason);
+                                     });
   } catch (...) {
     clear();
     throw;
