@@ -73,6 +73,11 @@ class CheckStyleTest(unittest.TestCase):
                 (self.tree / name).write_text("OldNames\n")
         self.assertEqual(self.run_on(GOOD)[0], 0)
 
+    def test_a_phrase_is_found_with_capitals_and_in_words_alone(self):
+        self.dropped("(?i:old\\sphrase) new\n")
+        self.assertEqual(self.run_on("// Old phrase, an old\n// phrase, old phrases.\n")[:2],
+                         (1, "cohort/sample.h:1: expected new instead of Old phrase\n"))
+
 
 if __name__ == "__main__":
     unittest.main()
