@@ -1,4 +1,4 @@
-// A training run on disk: cohort's checkpoint, with the optimizer's momentum beside the weights.
+// A training run on disk: a checkpoint with the optimizer's momentum beside the weights.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -14,16 +14,16 @@ namespace imagenet {
 
 using Model = cohort::parallel::ParallelModel<ResNet>;
 
-/// Where a run stands.
+/// Progress of a run.
 struct RunState {
   std::string arch;
   int64_t epochs_done = 0;
   double best_top1 = -1;  ///< Percent; below 0: not evaluated yet.
-  std::string servers;  ///< Where their part of it is: parameters and momentum; empty: no servers.
+  std::string servers;    ///< Where servers saved parameters and momentum; empty: no servers.
 };
 
 /// Writes weights, momentum (if it is not empty) and state to `folder`, each rank what it holds;
-/// the manifest comes last, so that a save cut short leaves the checkpoint before it. Collective;
+/// the manifest comes last, so an interrupted save leaves the previous checkpoint. Collective;
 /// blocks until the disk has it.
 /// Errors: ConfigError if the folder is not writable, c10::Error if writing fails.
 void save_run(const std::string& folder, Model& model,
@@ -39,7 +39,7 @@ RunState read_run(const std::string& folder);
 
 /// Fills what this rank holds, from a checkpoint of any strategy and number of ranks; every rank
 /// reads the folder. Collective; blocks.
-/// Errors: ConfigError that names the file: damaged, or another model's.
+/// Errors: ConfigError with the file's name if it is corrupt or another model's.
 void load_run(const std::string& folder, Model& model,
               const std::vector<cohort::train::TensorShard>& momentum,
               const cohort::comm::ProcessGroup& group);

@@ -1,6 +1,6 @@
-// Trains a ResNet on pictures:  cohort run --nproc-per-node 2 -- imagenet --arch resnet18 DATA
+// Trains a ResNet on images:  cohort run --nproc-per-node 2 -- imagenet --arch resnet18 DATA
 //
-// The flags are those of PyTorch's examples/imagenet; docs/imagenet.md tells what differs.
+// The flags are those of PyTorch's examples/imagenet; docs/imagenet.md lists the differences.
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <utility>
@@ -27,16 +27,15 @@ void add_model_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
   app.add_option("--precision", o.precision, "float32 or float64")->capture_default_str();
-  app.add_option(
-         "--strategy", o.strategy,
-         "What of the model each rank holds: ddp, zero1, zero2, zero3 (or fsdp), hybrid; or "
-         "through parameter servers, in step or not: ps-sync, ps-async")
+  app.add_option("--strategy", o.strategy,
+                 "How the model is trained: ddp, zero1, zero2, zero3 (or fsdp), hybrid; or through "
+                 "parameter servers, in step or not: ps-sync, ps-async")
       ->check(cohort::cli::one_of(
           {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "ps-sync", "ps-async"}))
       ->capture_default_str();
   app.add_option("--ps-host-ranks", o.ps_host_ranks,
-                 "ps-sync, ps-async: so many neighbouring ranks are one trainer; they average "
-                 "their gradients first, and one of them talks to the servers")
+                 "ps-sync, ps-async: number of neighbouring ranks that form one trainer: they "
+                 "average their gradients, and one of them exchanges with the servers")
       ->check(cohort::cli::above_zero())
       ->capture_default_str();
   cohort::cli::add_offload_flag(app, o.cpu_offload);
@@ -50,22 +49,22 @@ void add_data_flags(CLI::App& app, Options& o) {
   app.add_option("--image-size", o.image_size, "Pixels on each side of the network's input")
       ->check(cohort::cli::above_zero())
       ->capture_default_str();
-  app.add_flag("--skip-damaged", o.skip_damaged, "Leave damaged pictures out, and count them");
-  app.add_option("-b,--batch-size", o.batch_size, "Pictures of a step, of all ranks together")
+  app.add_flag("--skip-damaged", o.skip_damaged, "Skip corrupt images, and count them");
+  app.add_option("-b,--batch-size", o.batch_size, "Images of a step over all ranks")
       ->check(cohort::cli::above_zero())
       ->capture_default_str();
-  app.add_option("--batch-size-per-rank", o.batch_size_per_rank, "The same, of each rank")
+  app.add_option("--batch-size-per-rank", o.batch_size_per_rank, "Images of a step on each rank")
       ->check(cohort::cli::above_zero())
       ->excludes("--batch-size");
 }
 
 void add_training_flags(CLI::App& app, Options& o) {
-  app.add_option("--epochs", o.epochs, "Epochs in all")
+  app.add_option("--epochs", o.epochs, "Total number of epochs")
       ->check(cohort::cli::above_zero())
       ->capture_default_str();
   app.add_option("--start-epoch", o.start_epoch, "First epoch (default: as --resume says, or 0)")
       ->check(cohort::cli::zero_or_more());
-  app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; then a tenth, and so on")
+  app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; falls to a tenth every 30")
       ->check(cohort::cli::number_that([](double n) { return n >= 0 && n <= 100; },
                                        "a number from 0 to 100"))
       ->capture_default_str();
@@ -89,7 +88,7 @@ void add_training_flags(CLI::App& app, Options& o) {
   cohort::cli::add_profile_flags(app, o.profile, "Output");
 }
 
-// Flags that are good each by itself.
+// Checks flags that are valid alone, but not together.
 void check_together(const Options& options) {
   const bool servers = cohort::ps::server_training(options.strategy).has_value();
   if (options.ps_host_ranks > 1 && !servers)

@@ -23,29 +23,29 @@ class Optimizer {
 
   /// Before the steps of an epoch.
   virtual void begin_epoch(int64_t epoch) = 0;
-  /// Updates the model's parameters by their gradients, and forgets these. Servers: the parameters
-  /// are up to date then; of ps-async, as far as pushes came by.
+  /// Updates the model's parameters by their gradients, and clears these. Servers: the parameters
+  /// are then up to date; with ps-async, up to the pushes that have arrived.
   virtual void step() = 0;
   /// All ranks hold the same parameters after it, until the next step. Blocks.
   virtual void wait_for_updates() = 0;
-  /// To be saved beside the weights, and filled from there; empty where servers have it.
+  /// To be saved beside the weights, and filled from there; empty if servers hold it.
   virtual std::vector<cohort::train::TensorShard> momentum() = 0;
-  /// Saves what is on servers for a checkpoint of `state`, and notes in it where. Blocks.
+  /// Saves what is on servers for a checkpoint of `state`, and records in it where. Blocks.
   virtual void save(RunState& state) = 0;
-  /// The checkpoint for which save was called is complete: what earlier ones needed may go. Local.
+  /// Call when the checkpoint of the last save is complete: removes what earlier ones needed. Local.
   virtual void saved(const RunState& state) = 0;
   /// After the weights of `checkpoint` were loaded.
-  /// Errors: ConfigError if it does not fit to what is elsewhere.
+  /// Errors: ConfigError if it does not fit the servers' part.
   virtual void check_resumed(const std::string& checkpoint, const RunState& state) = 0;
   /// At the end of the run.
   virtual void finish() = 0;
 };
 
-/// torch's SGD, on what the strategy leaves on each rank. `model` must outlive it.
+/// torch's SGD on each rank's shard. `model` must outlive it.
 std::unique_ptr<Optimizer> make_rank_optimizer(Model& model, const OptimizerOptions& options);
 
 /// Servers hold the parameters: every rank's gradient goes there as it is, and `model`, which is
-/// that of ddp, exchanges none any more. Weight decay is added to gradients on the ranks. Begins
+/// that of ddp, no longer averages them. Weight decay is added to gradients on the ranks. Begins
 /// with rank 0's parameters; where `state` names a checkpoint of servers, they go back to that.
 /// Collective; blocks. `model` must outlive it.
 /// Errors: ConfigError: options that servers cannot follow; as ps::Session's.

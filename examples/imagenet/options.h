@@ -1,4 +1,4 @@
-// What `imagenet` is asked to do.
+// The options of `imagenet`.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -14,11 +14,11 @@ struct Options {
   std::string arch = "resnet18";
   std::string output = ".";            ///< Gets checkpoint/, model_best/ and history.jsonl.
   std::string resume;                  ///< Folder of the checkpoint to resume from; empty: none.
-  bool evaluate = false;               ///< Only evaluate on val/, and leave.
-  int64_t epochs = 90;                 ///< Epochs in all, those before --resume included.
+  bool evaluate = false;               ///< Only evaluate on val/.
+  int64_t epochs = 90;                 ///< Total number of epochs, those before --resume included.
   std::optional<int64_t> start_epoch;  ///< First epoch; default: where the checkpoint ended, or 0.
-  int64_t batch_size = 256;            ///< Of all ranks together ...
-  std::optional<int64_t> batch_size_per_rank;  ///< ... or of each.
+  int64_t batch_size = 256;            ///< Over all ranks ...
+  std::optional<int64_t> batch_size_per_rank;  ///< ... or on each.
   double lr = 0.1;                             ///< For a global batch of 256, if lr_rule scales it.
   std::string lr_rule = "none";
   double momentum = 0.9;
@@ -32,7 +32,7 @@ struct Options {
   bool sync_bn = false;          ///< Normalise over the batches of all ranks.
   int64_t image_size = 224;
   std::string precision = "float32";  ///< Or float64.
-  bool skip_damaged = false;          ///< Leave damaged pictures out, and count them.
+  bool skip_damaged = false;          ///< Skip corrupt images, and count them.
   cohort::ProfilerOptions profile;    ///< A trace of some training steps.
   /// Of the connections to servers.
   cohort::ps::SecurityOptions security;

@@ -27,7 +27,7 @@ struct LayerImpl : torch::nn::SequentialImpl {
 };
 TORCH_MODULE(Layer);
 
-/// From pictures [B, 3, H, W] to scores [B, num_classes]. Parameters are drawn from torch's global
+/// From images [B, 3, H, W] to scores [B, num_classes]. Parameters are drawn from torch's global
 /// generator: convolutions as He et al., the rest as libtorch does.
 /// Source: He et al. 2015, arXiv:1512.03385, table 1; the stride of a bottleneck is in its 3 x 3
 ///         convolution, as in torchvision.

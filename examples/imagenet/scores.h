@@ -1,4 +1,4 @@
-// What is counted about a network's answers.
+// Loss and accuracy of a network's scores.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace imagenet {
 
-/// Figures over pictures; NaN without any.
+/// Means over images; NaN without any.
 struct Scores {
   int64_t count = 0;
   double loss = 0;  ///< Mean cross-entropy.
@@ -15,10 +15,10 @@ struct Scores {
   double top5 = 0;  ///< Percent.
 };
 
-/// Returns the cross-entropy of each picture.
+/// Returns the cross-entropy of each image.
 at::Tensor losses_of(const at::Tensor& scores_BC, const at::Tensor& labels_B);
 
-/// Sums over pictures, in float64.
+/// Sums over images, in float64.
 class ScoreSums {
  public:
   /// `losses_B` are losses_of(scores_BC, labels_B), in any floating type.

@@ -1,4 +1,4 @@
-// Trains a ResNet on a folder of pictures, on all ranks of a group.
+// Trains a ResNet on a folder of images, on all ranks of a group.
 #pragma once
 #include <memory>
 #include <optional>
@@ -16,11 +16,11 @@
 
 namespace imagenet {
 
-/// How an epoch of training went.
+/// Results of an epoch of training.
 struct EpochReport {
-  Scores scores;  ///< Of the pictures as they were met, before each step.
+  Scores scores;  ///< Of the images as they came, before each step.
   double images_per_s = 0;
-  double wait_share = 0;  ///< Of the epoch's time, spent waiting for pictures; in [0, 1].
+  double wait_share = 0;  ///< Of the epoch's time, spent waiting for images; in [0, 1].
 };
 
 /// One run: model, optimizer and data.
@@ -30,12 +30,12 @@ struct EpochReport {
 /// Owner:      `options` must outlive it.
 /// Threads:    one.
 /// Collective: constructor, evaluate() and train(). Rank 0 alone prints and writes.
-/// Errors:     ConfigError for flags, files and pictures; PeerError when a rank is lost.
+/// Errors:     ConfigError for flags, files and images; PeerError when a rank is lost.
 class Trainer {
  public:
   Trainer(const Options& options, const cohort::comm::ProcessGroup& group);
 
-  /// Returns the scores over val/, each picture counted once, whatever the number of ranks.
+  /// Returns the scores over val/, each image counted once, whatever the number of ranks.
   Scores evaluate();
   /// Trains to options.epochs; evaluates and saves after each epoch. Leaves the servers, if there
   /// are any.
