@@ -34,7 +34,7 @@ using Json = nlohmann::ordered_json;
 using std::chrono::milliseconds;
 
 // What `cohort nmt train` keeps to save, bytes a parameter: the copy that it writes while training
-// goes on, of the weights and both moments, and the best weights until they are in best/. It also
+// continues, of the weights and both moments, and the best weights until they are in best/. It also
 // gathers the whole model to validate.
 constexpr double kSavedBytes = 12 + 4;
 

@@ -75,7 +75,7 @@ void check_device(const std::string& device) {
                     "expected host or cpu");
 }
 
-// Whoever is refused finds the folder afterwards as it was before.
+// A server that is refused leaves the folder as it was.
 void check_before_anything_is_made(const ServerFlags& flags) {
   if (!flags.server.load.empty()) ps::saved_folders(flags.server.load);
   if (!flags.metrics.empty()) check_metrics(flags.metrics);

@@ -23,7 +23,7 @@ class GpuMonitor {
   GpuMonitor(const GpuMonitor&) = delete;
   GpuMonitor& operator=(const GpuMonitor&) = delete;
 
-  /// Returns the machine's GPUs, in the driver's order, whoever uses them. A figure that the driver
+  /// Returns the machine's GPUs, in the driver's order, in use or not. A figure that the driver
   /// does not give is NaN.
   /// Cost: about a millisecond a GPU.
   std::vector<GpuUse> sample() const;

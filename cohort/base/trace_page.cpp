@@ -139,7 +139,7 @@ TraceRecord TracePage::record() const {
   return std::bit_cast<TraceRecord>(words);
 }
 
-// Not mapped: whoever cuts the file short would end this process by SIGBUS.
+// Not mapped: a process that truncates the file would end this one by SIGBUS.
 std::optional<TraceRecord> TracePage::read(const std::string& path) noexcept {
   const Fd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   struct stat status {};

@@ -1,4 +1,4 @@
-// The flags by which trainers, and whoever asks servers, show and check certificates.
+// The flags by which trainers, and other clients of servers, show and check certificates.
 #pragma once
 #include <CLI/CLI.hpp>
 #include <string>

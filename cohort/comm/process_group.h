@@ -103,7 +103,7 @@ class ProcessGroup {
   /// A process may make several groups, one after another or at a time; all ranks in one order.
   /// One process is a group of size 1 and needs no network; with more, SIGPIPE no longer ends the
   /// process (a write to a lost rank is an error instead), unless the program handles it itself.
-  /// When the last handle goes, connections are closed without a word: call `close` first on the
+  /// When the last handle goes, connections are closed without notice: call `close` first on the
   /// good path.
   /// Errors: ConfigError if the backend is unknown, rank 0 cannot listen on the port, or the ranks'
   ///         numbers and options clash; PeerError that names the ranks that have not come.

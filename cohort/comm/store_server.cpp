@@ -50,7 +50,7 @@ void receive(int fd, std::string& text, size_t most, bool& open) {
 }
 
 // Held while a proof is made; for good at exit, when OpenSSL takes down what a proof needs though
-// the servers of the process go on.
+// the servers of the process still run.
 std::timed_mutex& proving() {
   static auto& mutex = *new std::timed_mutex;
   return mutex;

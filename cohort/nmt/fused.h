@@ -81,7 +81,7 @@ LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& w
                                 const at::Tensor& labels_N, double smoothing);
 
 /// The rows of keys and values that each query of an attention sees. A row is 2 D elements long,
-/// the key before the value, in the queries' type; whoever lists it keeps its tensor alive.
+/// the key before the value, in the queries' type; the caller keeps its tensor alive.
 struct SeenRows {
   struct Range {
     size_t first, count;  ///< Of `rows`; count > 0.

@@ -182,7 +182,7 @@ struct DecoderState {
   at::Tensor source_lengths_B;
   int64_t position = 0;  ///< Tokens decoded so far.
 
-  /// Goes on with the translations `kept` (indices into `paths`, may repeat), in that order.
+  /// Keeps the translations `kept` (indices into `paths`, may repeat), in that order.
   void keep(std::span<const int64_t> kept);
 };
 
@@ -234,7 +234,7 @@ class TransformerImpl : public torch::nn::Module {
   /// A layer's forward: of `inputs`, its parameters and dropout from `dropout_stream`. May be kept.
   using LayerBody = std::function<at::Tensor(const std::vector<at::Tensor>& inputs)>;
   /// What is around each layer's forward in `forward` and `encode`; it returns `body(inputs)`.
-  /// Whoever shards a model gathers the layer's parameters there, whoever is short of memory
+  /// Sharding gathers the layer's parameters there; activation checkpointing
   /// computes the body once more in backward.
   using LayerRunner =
       std::function<at::Tensor(const torch::nn::Module& layer,

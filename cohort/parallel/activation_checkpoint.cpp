@@ -154,7 +154,7 @@ std::vector<Edge> edges_of(at::TensorList tensors) {
   return edges;
 }
 
-// Visits the nodes behind `edges`, each once; goes on behind those for which `visit` returns true.
+// Visits the nodes behind `edges`, each once; continues behind those for which `visit` is true.
 void walk(const std::vector<Edge>& edges, const std::function<bool(const Edge&)>& visit) {
   std::vector<Edge> waiting = edges;
   std::unordered_set<Edge> seen(waiting.begin(), waiting.end());
@@ -234,7 +234,7 @@ class HooksAside {
 };
 
 // The parameters are arguments although the body knows them: so the gradients of backward flow to
-// them as from any other operation, and whoever waits for those is not surprised.
+// them as from any other operation, and hooks that wait for those still work.
 struct Checkpointed : torch::autograd::Function<Checkpointed> {
   // `first`: the results of the first run.
   static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<Recipe>& recipe,

@@ -31,7 +31,7 @@ struct DistributedDataParallelOptions {
   /// With find_unused_parameters: buckets that this step does not touch are not sent. Every rank
   /// must leave out the same parameters.
   bool skip_all_reduce_unused_params = false;
-  /// Cut the buckets anew after the first step, in the order in which its gradients came, as
+  /// Cut the buckets again after the first step, in the order in which its gradients came, as
   /// PyTorch does. Off: they are cut once, in reverse order of registration, and the order of
   /// summation never changes (bucket_layout).
   bool rebuild_buckets = false;

@@ -46,7 +46,7 @@ std::string first_difference(const std::string& mine, const std::string& theirs)
 }
 
 // Every group has Gloo for CPU tensors, whatever backend it was asked for: Gloo would carry the
-// model without a word.
+// model without an error.
 void verify_backend(const torch::nn::Module& model, const comm::ProcessGroup& group,
                     const std::vector<std::string>& ignored) {
   c10d::ProcessGroup& backend = group.c10d_group();

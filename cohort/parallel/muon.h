@@ -25,11 +25,11 @@ struct MuonOptions {
 ///         X <- a X + (b A + c A A) X with A = X X^T, (a, b, c) = (3.4445, -4.7750, 2.0315).
 at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 
-/// Muon for the matrices of a model, whole or shared out.
+/// Muon for the matrices of a model, whole or sharded.
 ///
 /// An update needs its whole matrix, so where ranks hold shards (FullyShardedDataParallel), each
 /// matrix's momentum is gathered when it is used, one matrix at a time; momentum itself stays
-/// shared out. Of DistributedDataParallel's parameters every rank has the whole.
+/// sharded. Of DistributedDataParallel's parameters every rank has the whole.
 ///
 ///   std::vector<parallel::LocalShard> matrices, others;
 ///   for (const auto& shard : sharded.local_shards())
@@ -48,7 +48,7 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 /// Collective: constructor, and step where ranks hold shards. Both block.
 /// Memory:     4 bytes of momentum for each float32 element that this rank holds; while step runs,
 ///             one whole matrix and some four of its size.
-/// Cost:       step sends 2 (W-1)/W of the bytes of all matrices that are shared out, and every
+/// Cost:       step sends 2 (W-1)/W of the bytes of all matrices that are sharded, and every
 ///             rank orthogonalizes every matrix: some 10 num_iterations R C min(R, C)
 ///             multiplications.
 /// Numerics:   in the parameters' own type. Every rank computes the same update of a matrix.

@@ -21,7 +21,7 @@ class Reducer : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;
 
-  void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut anew.
+  void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut again.
   BucketIndices layout() const;
   bool has_rebuilt() const { return has_rebuilt_bucket_; }
   /// Lets `hook` carry the buckets.

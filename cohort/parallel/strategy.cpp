@@ -28,7 +28,7 @@ bool shards_parameters(Strategy strategy) {
 
 namespace {
 
-// Whether models of so many ranks fit into hosts.
+// Whether models of `ranks_of_model` ranks fit into hosts.
 bool fit_hosts(const comm::ProcessGroup& group, int ranks_of_model) {
   std::map<std::string, int> counts;
   for (const std::string& host : group.hosts()) ++counts[host];

@@ -101,7 +101,7 @@ std::string why(const std::string& strategy) {
   return "parameters must be sharded, too, for half as much traffic again";
 }
 
-// Without a word on what would fit where nothing does.
+// Without advice on what would fit where nothing does.
 StrategyAdvice advise_without_remedy(const AdviceRequest& request) {
   const int ranks = request.world_size, local = request.local_world_size;
   std::vector<Formula> formulas = {{"ddp", 16, 0, 1, 2 * others(ranks), false},

@@ -6,7 +6,7 @@
 
 namespace cohort::ps {
 
-/// CRC-32C (Castagnoli) of `bytes`, going on from `crc` of what came before; about 20 GB/s.
+/// CRC-32C (Castagnoli) of `bytes`, continuing from `crc` of what came before; about 20 GB/s.
 uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc = 0);
 
 }  // namespace cohort::ps

@@ -79,7 +79,7 @@ void check_unix_socket(const std::string& flag, const std::string& path) {
     throw ConfigError(flag + ": expected a path of at most " +
                       std::to_string(sizeof(address.sun_path) - 1) + " bytes");
   path.copy(address.sun_path, path.size());
-  // gRPC takes a socket's path away from whoever listens there.
+  // gRPC takes a socket's path away from the process that listens there.
   const Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (fd && ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0)
     cannot_listen(flag, EADDRINUSE);

@@ -6,8 +6,8 @@
 namespace cohort::translate {
 
 /// Calls `work` with ranges [begin, end) that make up [0, count), on all cores that the process may
-/// use, the caller's thread among them; returns when all is done. Whoever is free takes the next
-/// few: a thread on a busy core holds up nobody.
+/// use, the caller's thread among them; returns when all is done. A free thread takes the next
+/// few, so a busy core delays no other.
 ///
 /// Threads: `work` is called on several at once.
 /// Errors:  the first that `work` threw, when all threads have ended; what is left then is not

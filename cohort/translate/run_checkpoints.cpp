@@ -286,7 +286,7 @@ void RunCheckpoints::finish() {
   write_best();
   const std::exception_ptr best_failed = commit();
   wait_written();  // Files of an earlier best/ still go, and may have the names of plain ones.
-  // A finished model is one plain file, whoever wrote it.
+  // A finished model is one plain file, whichever strategy wrote it.
   if (is_first_writer_ && fs::exists(best_ + "/manifest.json")) make_checkpoint_whole(best_);
   for (const auto& failed : {best_failed, last_failed})
     if (failed) std::rethrow_exception(failed);

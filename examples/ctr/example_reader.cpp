@@ -114,7 +114,7 @@ bool ExampleReader::next(Batch& batch) {
   return batch.size > 0;
 }
 
-// Goes on to this share's next block; false if there is none in any file.
+// Advances to this share's next block; false if there is none in any file.
 bool ExampleReader::next_block() {
   while (descriptor_) {
     if (block_ * block_bytes_ < size_) {

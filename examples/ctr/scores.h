@@ -22,7 +22,7 @@ std::string auc_text(const Metrics& metrics);
 /// Scores of examples with their labels: 4 bytes each.
 ///
 /// The metrics are functions of the set alone: not of the order of adding, nor of how the examples
-/// were shared out, to the last bit. A score is a logit: p(click) = 1 / (1 + exp(-score)).
+/// were divided, to the last bit. A score is a logit: p(click) = 1 / (1 + exp(-score)).
 class ScoreSet {
  public:
   /// Adds scores with labels 0 or 1, equally many.

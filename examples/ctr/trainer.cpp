@@ -278,7 +278,7 @@ bool Trainer::is_alone() const {
   return group_.size() == 1 && share_.count > 1;
 }
 
-// Who does what is done once. Of trainers that do not meet the first that the servers have.
+// Whether this trainer does what is done once: rank 0, or the first that the servers know.
 bool Trainer::is_first() {
   if (!is_alone()) return group_.rank() == 0;
   const auto status = nlohmann::json::parse(session_.client().status().front());
@@ -371,7 +371,7 @@ double Trainer::learn(const Tensors& tensors) {
   return loss.item<double>() * static_cast<double>(tensors.labels_B.size(0));
 }
 
-// Goes on behind the first `done` steps.
+// Resumes behind the first `done` steps.
 EpochReport Trainer::train_epoch(int64_t epoch, int64_t done, int64_t num_steps) {
   rows_->train();
   network_->train();

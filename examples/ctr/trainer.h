@@ -16,7 +16,7 @@
 
 namespace ctr {
 
-/// How an epoch of training went on this trainer.
+/// Results of an epoch of training on this trainer.
 struct EpochReport {
   int64_t steps = 0;
   int64_t examples = 0;

@@ -162,7 +162,7 @@ TEST(UpdateLogTest, SegmentsFollowEachOtherAndAMissingOneIsNamed) {
             std::string::npos);
   fs::remove(segments[1]);
   EXPECT_EQ(message_of<ConfigError>([&] { records_of(folder.path("log")); }),
-            segments[0].string() + ": expected 00000000000000000011.log to go on, found " +
+            segments[0].string() + ": expected 00000000000000000011.log to follow, found " +
                 segments[2].string());
   EXPECT_EQ(records_of(folder.path("log"), 21).size(), 10U);  // A snapshot has what is missing.
   fs::remove(segments[0]);

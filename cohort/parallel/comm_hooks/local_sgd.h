@@ -18,7 +18,7 @@ struct PostLocalSgdOptions {
   comm::ProcessGroup subgroup;
 };
 
-/// Where a run of post_local_sgd_hook stands. Shared by the hook and by whoever saves it.
+/// Where a run of post_local_sgd_hook stands. Shared by the hook and the code that saves it.
 /// Threads: one.
 class PostLocalSgdState {
  public:

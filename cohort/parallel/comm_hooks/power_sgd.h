@@ -15,7 +15,7 @@ struct PowerSgdOptions {
   int64_t matrix_approximation_rank =
       1;  ///< Columns of the two factors, >= 1. More: closer, and more bytes.
   /// Backward passes that send whole gradients first, >= 0; at least 2 with error feedback or warm
-  /// start, whose memory goes by bucket, since DistributedDataParallel cuts its buckets anew after
+  /// start, whose memory goes by bucket, since DistributedDataParallel cuts its buckets again after
   /// the first pass.
   int64_t start_power_sgd_iter = 1000;
   double min_compression_rate =
@@ -27,7 +27,7 @@ struct PowerSgdOptions {
 
 /// What PowerSGD remembers from step to step: the second factors, and this rank's error.
 ///
-/// Owner:   a shared_ptr, held by the hook and by whoever saves it.
+/// Owner:   a shared_ptr, held by the hook and the code that saves it.
 /// Threads: one; not while a backward runs.
 class PowerSgdState : public std::enable_shared_from_this<PowerSgdState> {
  public:

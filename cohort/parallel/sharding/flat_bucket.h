@@ -24,8 +24,8 @@ struct BucketPlace {
 };
 
 /// From `gather` to `hide` or `free` the module's parameters are views of the flat buffer. Before
-/// and after, who reads a parameter, or the gradient that it has not, or writes to one gets a
-/// c10::Error that names it. Where parameters are sharded, the buffer's memory comes and goes under
+/// and after, reading a parameter, or the gradient that it lacks, or writing to one throws a
+/// c10::Error with its name. Where parameters are sharded, the buffer's memory comes and goes under
 /// autograd's saved tensors, too; a backward that reads one while it is away gets an error with the
 /// bucket's name.
 ///

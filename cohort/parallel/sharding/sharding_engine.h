@@ -38,7 +38,7 @@ struct ShardingOptions {
   /// kParameters: a unit's parameters are freed between its forward and its backward. false saves
   /// their second gathering and keeps the memory.
   bool reshard_after_forward = true;
-  /// Between these two: of so many neighbours in the group (a host's, say) each keeps its part of
+  /// Between these two: of this many neighbours in the group (a host's, say) each keeps its part of
   /// the whole unit from its forward on, and the second gathering is among them alone. 4/ranks
   /// bytes a parameter from forward to backward. A divisor of the group's size above 1; 0: all.
   int reshard_ranks = 0;

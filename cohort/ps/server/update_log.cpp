@@ -266,7 +266,7 @@ UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
     }
     if (!last && segments[i + 1].first != expected) {
       throw ConfigError(segment.path + ": expected " + segment_name(expected) +
-                        " to go on, found " + segments[i + 1].path);
+                        " to follow, found " + segments[i + 1].path);
     }
     if (last) {
       path_ = segment.path;

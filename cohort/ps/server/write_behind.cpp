@@ -64,8 +64,8 @@ void WriteBehind::work() {
   }
 }
 
-// The file is opened anew: an error of the disk is told once to each opening, and the log must hear
-// of it, too. After an error nothing is let go: what the disk has not got is in memory alone.
+// The file is opened again: an error of the disk is reported once per opening, and the log must see
+// it, too. After an error nothing is let go: what the disk has not got is in memory alone.
 void WriteBehind::sync(const std::string& path, int64_t bytes, uint64_t number) {
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file || error_ != 0) return;

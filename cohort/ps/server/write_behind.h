@@ -28,7 +28,7 @@ class WriteBehind {
   WriteBehind(const WriteBehind&) = delete;
   WriteBehind& operator=(const WriteBehind&) = delete;
 
-  /// A new file begins at `path`, or one goes on, whose first `bytes` are not looked after.
+  /// A new file begins at `path`, or an existing one continues, whose first `bytes` are ignored.
   void begin(const std::string& path, int64_t bytes);
   /// The file has grown to `bytes`; `number` is the last record in it. Does not block.
   void grown_to(int64_t bytes, uint64_t number);

@@ -111,7 +111,7 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
   Endpoint endpoint;
   options->devices.push_back(make_device(request, endpoint));
   options->threads = 1;  // Buckets arrive one after another; a second thread only takes a core.
-  // Before Gloo connects, so that whoever is connected finds it.
+  // Before Gloo connects, so that connected peers find it.
   request.store->set(endpoint_key(request.rank), endpoint);
   auto backend =
       c10::make_intrusive<GlooBackend>(request.store, request.rank, request.world_size, options);

@@ -15,7 +15,7 @@ using c10d::OpType;
 using Tensors = std::vector<at::Tensor>;
 using std::chrono::milliseconds;
 
-// MPI counts in int. Every longer message goes in pieces of so many bytes, on both sides.
+// MPI counts in int. Every longer message goes in pieces of this many bytes, on both sides.
 constexpr int64_t kPieceBytes = int64_t{1} << 30;
 constexpr int kTag = 0;
 
