@@ -17,13 +17,12 @@
 
 #include "cohort/base/console.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/group_flags.h"
+#include "cohort/cli/parse.h"
 #include "cohort/parallel/comm_hooks/all_reduce.h"
 #include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/comm_hooks/power_sgd.h"
 #include "cohort/parallel/distributed_data_parallel.h"
-
-#include "cohort/cli/group_flags.h"
-#include "cohort/cli/parse.h"
 
 namespace {
 

@@ -13,9 +13,9 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 
 #include "apps/completion.h"
-#include "cohort/cli/parse.h"
 #include "apps/run_command.h"
 
 namespace {

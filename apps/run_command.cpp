@@ -10,10 +10,9 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/secret.h"
+#include "cohort/cli/parse.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/launcher.h"
-
-#include "cohort/cli/parse.h"
 
 namespace {
 

@@ -16,9 +16,9 @@
 #include <torch/utils.h>
 
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/image/image_loader.h"
 
-#include "cohort/cli/parse.h"
 #include "examples/imagenet/resnet.h"
 #include "tests/base/temporary_folder.h"
 #include "tests/image/drawn_images.h"

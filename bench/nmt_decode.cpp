@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/nmt/search.h"
 
-#include "cohort/cli/parse.h"
 #include "bench/median.h"
 
 namespace {

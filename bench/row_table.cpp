@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/ps/table/table_file.h"
 
-#include "cohort/cli/parse.h"
 #include "bench/median.h"
 
 namespace {

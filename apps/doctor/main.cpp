@@ -15,6 +15,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/machine.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/comm/backend.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/spawn.h"
@@ -22,7 +23,6 @@
 
 #include "apps/doctor/measure.h"
 #include "apps/doctor/model_size.h"
-#include "cohort/cli/parse.h"
 
 namespace {
 

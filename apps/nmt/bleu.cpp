@@ -13,12 +13,11 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/text/bleu.h"
 #include "cohort/text/chrf.h"
 #include "cohort/text/text_file.h"
 #include "cohort/text/utf8.h"
-
-#include "cohort/cli/parse.h"
 
 namespace cohort::cli {
 namespace {

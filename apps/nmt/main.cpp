@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "cohort/base/program.h"
-
 #include "cohort/cli/config_file.h"
+#include "cohort/cli/parse.h"
+
 #include "apps/nmt/bleu.h"
 #include "apps/nmt/commands.h"
-#include "cohort/cli/parse.h"
 
 namespace {
 
@@ -33,7 +33,7 @@ int run(int argc, char** argv) {
   std::vector<std::string> arguments(argv + 1, argv + argc);
   cohort::cli::spell_out_bleu_names(arguments);
   if (const auto ended = cohort::cli::parse(app, std::move(arguments),
-                                             "cohort nmt --help lists commands and flags"))
+                                            "cohort nmt --help lists commands and flags"))
     return *ended;
   return action();
 }

@@ -115,7 +115,7 @@ Options sampling_options(nmt::SamplingOptions& o) {
       {"--sampling", &o.enabled, "Draw translations at random instead of searching the likeliest"},
       {"--sampling-topk",
        &o.topk,
-       "Draw from so many likeliest tokens; 0: from all",
+       "Draw from this many likeliest tokens; 0: from all",
        {.limits = kWholeNumber, .needs = "--sampling"}},
       {"--sampling-topp",
        &o.topp,
@@ -152,7 +152,7 @@ void add_translate_command(CLI::App& app, Action& action) {
                {"--mini-batch-words", &flags->evaluation.mini_batch_words,
                 "Most tokens of a batch, padding included", rule(kAboveZero, kTokens)},
                {"--maxi-batch", &flags->maxi_batch,
-                "Read the lines of so many batches ahead and sort them by length; with "
+                "Read the lines of this many batches ahead and sort them by length; with "
                 "--mini-batch 1 --maxi-batch 1, and on a terminal, each line is answered at once",
                 rule(size)},
                {"--max-length-crop", &flags->max_length_crop,

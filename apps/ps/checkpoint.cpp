@@ -5,9 +5,9 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/ps/server/serving_export.h"
 
-#include "cohort/cli/parse.h"
 #include "apps/ps/commands.h"
 
 namespace cohort::cli {

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "cohort/base/program.h"
-
 #include "cohort/cli/parse.h"
+
 #include "apps/ps/commands.h"
 
 namespace {

@@ -16,16 +16,16 @@
 #include "cohort/base/log.h"
 #include "cohort/base/program.h"
 #include "cohort/base/stop_request.h"
+#include "cohort/cli/parse.h"
+#include "cohort/cli/security_flags.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_server.h"
 #include "cohort/ps/server/saved_state.h"
 
-#include "cohort/cli/parse.h"
 #include "apps/ps/commands.h"
 #include "apps/ps/device.h"
 #include "apps/ps/metrics.h"
-#include "cohort/cli/security_flags.h"
 
 namespace cohort::cli {
 

@@ -6,12 +6,12 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
 #include "cohort/ps/client/server_link.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_channel.h"
 
-#include "cohort/cli/parse.h"
 #include "apps/ps/commands.h"
 
 namespace cohort::cli {

@@ -50,7 +50,7 @@ struct Manifest {
   int version = 2;
   std::optional<int64_t> update;
   std::map<std::string, std::string> metadata;  ///< "facts" in the file.
-  std::map<std::string, StoredFile> files;  ///< By key: the part, and which share of it.
+  std::map<std::string, StoredFile> files;      ///< By key: the part, and which share of it.
   std::map<std::string, std::map<std::string, StoredTensor>> parts;  ///< Then by tensor.
 
   /// Reads a folder's manifest.

@@ -11,7 +11,6 @@
 #include <yaml-cpp/yaml.h>
 
 #include "cohort/base/error.h"
-
 #include "cohort/cli/flag_list.h"
 #include "cohort/cli/parse.h"
 

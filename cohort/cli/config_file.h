@@ -17,7 +17,7 @@ void add_config_flags(CLI::App& command);
 
 /// Where a flag's value comes from.
 struct FlagOrigin {
-  std::string name;   ///< "--clip-norm".
+  std::string name;      ///< "--clip-norm".
   std::string location;  ///< "run.yaml: line 3".
 };
 

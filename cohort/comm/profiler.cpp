@@ -40,10 +40,9 @@ std::string file_of_rank(const std::string& file, int rank) {
 // Element sizes by the type names that Kineto writes.
 int64_t size_of_type(const std::string& name) {
   static const std::map<std::string, int64_t> kSizes = {
-      {"bool", 1},       {"unsigned char", 1}, {"signed char", 1},    {"short", 2},
-      {"int", 4},        {"long int", 8},      {"c10::Half", 2},      {"c10::BFloat16", 2},
-      {"float", 4},      {"double", 8},        {"c10::complex<float>", 8},
-      {"c10::complex<double>", 16}};
+      {"bool", 1},  {"unsigned char", 1}, {"signed char", 1},         {"short", 2},
+      {"int", 4},   {"long int", 8},      {"c10::Half", 2},           {"c10::BFloat16", 2},
+      {"float", 4}, {"double", 8},        {"c10::complex<float>", 8}, {"c10::complex<double>", 16}};
   const auto found = kSizes.find(name);
   return found == kSizes.end() ? 0 : found->second;
 }
@@ -182,7 +181,8 @@ void Profiler::write() {
   std::ifstream stream(raw);
   Json trace = Json::parse(stream, nullptr, /*allow_exceptions=*/false);
   std::filesystem::remove(raw);
-  TORCH_CHECK(trace.is_object(), "profile ", file, ": libtorch wrote no trace: the disk may be full");
+  TORCH_CHECK(trace.is_object(), "profile ", file,
+              ": libtorch wrote no trace: the disk may be full");
   move_communication_to_own_tracks(trace);
   name_process(trace, rank_);
   write_atomically(file, trace.dump());

@@ -14,7 +14,7 @@
 namespace cohort::comm {
 
 struct StoreServerOptions {
-  std::string secret;  ///< The job's; empty: whoever reaches the port takes part.
+  std::string secret;  ///< The job's; empty: any client that reaches the port takes part.
   std::chrono::milliseconds handshake_limit{10'000};  ///< Then a newcomer is disconnected.
   /// A client that reads nothing of an answer for this time is disconnected.
   std::chrono::milliseconds answer_limit{60'000};

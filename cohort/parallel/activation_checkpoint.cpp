@@ -213,7 +213,8 @@ class HooksAside {
  public:
   explicit HooksAside(const variable_list& tensors) {
     for (const at::Tensor& tensor : tensors) {
-      if (tensor.defined() && tensor.is_leaf() && tensor.requires_grad()) hooks_.emplace_back(tensor);
+      if (tensor.defined() && tensor.is_leaf() && tensor.requires_grad())
+        hooks_.emplace_back(tensor);
     }
     exchange();
   }

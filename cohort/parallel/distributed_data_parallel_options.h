@@ -46,7 +46,7 @@ struct DistributedDataParallelOptions {
   std::string param_to_hook_all_reduce;  ///< Set together with delay_all_reduce_named_params.
   MixedPrecision mixed_precision;
   int logging_sample_rate =
-      100;  ///< Times are taken in the first 10 steps, then in every so many, > 0.
+      100;  ///< Times are taken in the first 10 steps, then in every this many, > 0.
   /// What the ranks along the mesh's axis "tp" hold in parts; needed if there is such an axis.
   std::optional<TensorParallelPlan> tensor_parallel;
 };

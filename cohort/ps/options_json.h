@@ -158,7 +158,8 @@ template <HasFields Options>
 void to_json(nlohmann::json& json, const Options& options) {
   Options copy = options;  // visit_fields serves both directions.
   json = nlohmann::json::object();
-  visit_fields(copy, [&](const char* name, const auto& field, bool = false) { json[name] = field; });
+  visit_fields(copy,
+               [&](const char* name, const auto& field, bool = false) { json[name] = field; });
 }
 template <HasFields Options>
 void from_json(const nlohmann::json& json, Options& options) {

@@ -52,9 +52,9 @@ struct PlanOptions {
     kPserver,     ///< Servers hold the parameters.
     kCollective,  ///< The trainers form a process group, and there are no servers.
   };
-  int trainer_id = 0;    ///< This trainer, in [0, trainers). Servers: unused.
-  int trainers = 1;      ///< Collective: the number of trainer_endpoints, or 1 (unset).
-  std::string pservers;  ///< "host:port,unix:PATH".
+  int trainer_id = 0;             ///< This trainer, in [0, trainers). Servers: unused.
+  int trainers = 1;               ///< Collective: the number of trainer_endpoints, or 1 (unset).
+  std::string pservers;           ///< "host:port,unix:PATH".
   std::string trainer_endpoints;  ///< Likewise; collective only.
   std::string current_endpoint;   ///< A server's own, one of pservers; empty for a trainer.
                                   ///< Collective: trainer_id's own, or empty.

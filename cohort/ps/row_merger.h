@@ -23,7 +23,7 @@ class RowMerger {
   void divide(float divisor);
 
   std::span<const uint64_t> ids() const { return numbers_.ids(); }  ///< In the order of arrival.
-  std::span<const float> gradients() const { return sums_; }  ///< [ids().size() x width]
+  std::span<const float> gradients() const { return sums_; }        ///< [ids().size() x width]
 
  private:
   size_t width_ = 1;

@@ -64,16 +64,16 @@ struct TrainingOptions {
                                             ValidMetric::kLoss};
   int64_t early_stopping = 10;
   bool valid_on_start = false;
-  int64_t valid_freq_epochs = 1;   ///< Validate every so many epochs (0: not) ...
-  int64_t valid_freq_updates = 0;  ///< ... and every so many updates (0: not).
+  int64_t valid_freq_epochs = 1;   ///< Validate every this many epochs (0: not) ...
+  int64_t valid_freq_updates = 0;  ///< ... and every this many updates (0: not).
   double save_freq_min = 1;
   int64_t save_interval_updates = 0;
   int64_t keep_interval_updates = 0;
   /// Validation translates often, and only to compare: greedily, and short, so that a model that
   /// never ends a sentence costs little.
   EvaluationOptions evaluation{.search = {.beam_size = 1, .max_length = 60}};
-  double disp_freq_s = 5;         ///< A line about training in the record every so many seconds ...
-  int64_t disp_freq_updates = 0;  ///< ... or, if above 0, every so many updates.
+  double disp_freq_s = 5;  ///< A line about training in the record every this many seconds ...
+  int64_t disp_freq_updates = 0;  ///< ... or, if above 0, every this many updates.
   bool quiet = false;
   LogLevel log_level = LogLevel::kInfo;
   ProfilerOptions profile;  ///< A step is an update.

@@ -8,20 +8,20 @@
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
-
 #include "cohort/cli/group_flags.h"
-#include "cohort/cli/profile_flags.h"
 #include "cohort/cli/parse.h"
+#include "cohort/cli/profile_flags.h"
 #include "cohort/cli/security_flags.h"
+
 #include "examples/ctr/click_generator.h"
 #include "examples/ctr/interruption.h"
 #include "examples/ctr/trainer.h"
 
 namespace {
 
-using cohort::cli::above_zero;
 using cohort::kFile;
 using cohort::kFolder;
+using cohort::cli::above_zero;
 using cohort::cli::zero_or_more;
 using ctr::Options;
 
@@ -187,8 +187,7 @@ int run(int argc, char** argv) {
       ->required();
   add_load_flag(*predict, flags.options, "The checkpoint");
   for (CLI::App* command : {evaluate, predict}) command->get_option("--load")->required();
-  if (const auto ended =
-          cohort::cli::parse(app, argc, argv, "ctr --help lists commands and flags"))
+  if (const auto ended = cohort::cli::parse(app, argc, argv, "ctr --help lists commands and flags"))
     return *ended;
   if (*made) return generate(flags);
   if (*train) return with_trainer(flags, [](ctr::Trainer& trainer) { trainer.train(); });

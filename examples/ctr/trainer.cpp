@@ -23,11 +23,11 @@
 #include "cohort/base/error.h"
 #include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
+#include "cohort/cli/security_flags.h"
 #include "cohort/ps/endpoints.h"
+#include "cohort/ps/module/host_ranks.h"
 #include "cohort/ps/role.h"
 
-#include "cohort/cli/security_flags.h"
-#include "cohort/ps/module/host_ranks.h"
 #include "examples/ctr/click_generator.h"
 #include "examples/ctr/interruption.h"
 

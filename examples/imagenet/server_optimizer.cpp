@@ -4,9 +4,9 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/ps/module/host_ranks.h"
 #include "cohort/ps/module/session.h"
 
-#include "cohort/ps/module/host_ranks.h"
 #include "examples/imagenet/optimizer.h"
 
 namespace imagenet {
@@ -119,7 +119,8 @@ class ServerOptimizer final : public Optimizer {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_server_optimizer(Model& model, const cohort::comm::ProcessGroup& group,
+std::unique_ptr<Optimizer> make_server_optimizer(Model& model,
+                                                 const cohort::comm::ProcessGroup& group,
                                                  const Options& options,
                                                  const OptimizerOptions& optimizer,
                                                  const RunState& state) {

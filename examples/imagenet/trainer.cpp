@@ -9,10 +9,9 @@
 #include "cohort/data/distributed_sampler.h"
 #include "cohort/parallel/model_state.h"
 #include "cohort/parallel/sync_batch_norm.h"
+#include "cohort/ps/module/host_ranks.h"
 #include "cohort/train/batch_rules.h"
 #include "cohort/train/history.h"
-
-#include "cohort/ps/module/host_ranks.h"
 
 namespace imagenet {
 namespace {
@@ -32,7 +31,8 @@ at::ScalarType scalar_type(const Options& options) {
   throw ConfigError("--precision " + options.precision + ": expected float32 or float64");
 }
 
-ResNet make_model(const Options& options, int64_t num_classes, const cohort::comm::ProcessGroup& group) {
+ResNet make_model(const Options& options, int64_t num_classes,
+                  const cohort::comm::ProcessGroup& group) {
   torch::manual_seed(options.seed);
   ResNet model(ResNetOptions{.arch = options.arch, .num_classes = num_classes});
   if (options.sync_bn) cohort::parallel::convert_sync_batchnorm(*model, group);

@@ -97,8 +97,9 @@ TEST_F(NmtFlagsTest, AdamsParametersAreTheFlags) {
   EXPECT_EQ(recorded(), nlohmann::json::parse("[0.9, 0.98, 0.01]"));
   const std::string flags = train_flags("other") + "--optimizer-params ";
   for (const char* params : {"1 0.98 1e-09", "0.9 -0.5 1e-09", "0.9 0.98 0"}) {
-    expect_refused(flags + params, "--optimizer-params " + std::string(params) +
-                                       ": expected beta1 and beta2 of 0 to below 1, and epsilon above 0");
+    expect_refused(flags + params,
+                   "--optimizer-params " + std::string(params) +
+                       ": expected beta1 and beta2 of 0 to below 1, and epsilon above 0");
   }
   expect_refused(flags + "0.9 0.98", "--optimizer-params: ");
 }

@@ -59,8 +59,8 @@ void train(Profiler& profiler, const ProcessGroup& group, int num_steps) {
 TEST(ProfilerTest, ATraceHasTheStepsAskedForAndCommunicationOnTracksOfItsOwn) {
   test::ranks(2, [](const ProcessGroup& group) {
     const TemporaryFolder folder;
-    Profiler profiler({.file = folder / "trace.json", .skip_steps = 2, .num_steps = 3}, group.rank(),
-                      group.size());
+    Profiler profiler({.file = folder / "trace.json", .skip_steps = 2, .num_steps = 3},
+                      group.rank(), group.size());
     train(profiler, group, 7);
     profiler.finish();
     const Json trace =

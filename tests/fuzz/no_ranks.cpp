@@ -13,8 +13,8 @@ std::vector<std::string> comm::ProcessGroup::all_gather_object(const std::string
   TORCH_CHECK(false, "a fuzz target has no ranks");
 }
 
-void translate::run_on_ranks(const comm::ProcessGroup&, const std::string&, bool, std::chrono::milliseconds,
-                           const std::function<void()>&) {
+void translate::run_on_ranks(const comm::ProcessGroup&, const std::string&, bool,
+                             std::chrono::milliseconds, const std::function<void()>&) {
   TORCH_CHECK(false, "a fuzz target has no ranks");
 }
 

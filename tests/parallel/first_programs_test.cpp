@@ -1,11 +1,11 @@
 // The first programs of a user who knows PyTorch: a data-parallel training, then one on a mesh of three axes. What they
 // compute is tested elsewhere; here their source compiles as it is, from the umbrella header, and trains.
-#include "cohort/cohort.h"
-
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 #include <torch/serialize.h>
+
+#include "cohort/cohort.h"
 
 #include "tests/base/temporary_folder.h"
 #include "tests/support/ranks.h"
@@ -112,7 +112,7 @@ TEST(FirstProgramsTest, ACheckpointInTheBackground) {
     torch::optim::AdamW optimizer(model.parameters(), 3e-4);
     loss_of(model(batch_of(world.rank(), 0))).backward();
     optimizer.step();
-    auto saving = checkpoint::save(model, optimizer, folder, {.async = true});
+    auto saving = checkpoint::async_save(model, optimizer, folder);
     saving.wait();
     EXPECT_TRUE(checkpoint::load(model, optimizer, folder).missing.empty());
   });

@@ -27,7 +27,8 @@ struct RandomCase {
   double clip = 0;       ///< Largest norm of the gradient; 0: any.
   Head head = Head::kNone;
   Recompute recompute = Recompute::kNone;
-  int join = 0;         ///< Not 0: rank r has batches for 1 + (r * join + seed) % 5 steps, rank 0 for all five.
+  int join =
+      0;  ///< Not 0: rank r has batches for 1 + (r * join + seed) % 5 steps, rank 0 for all five.
   bool single = false;  ///< float32, else float64.
   bool sgd = false;     ///< SGD with momentum, else Adam.
   // The model.
@@ -46,7 +47,7 @@ struct RandomCase {
   bool divide_by_active = false;    ///< join: by the ranks that have batches.
   bool evaluation = false;          ///< Between steps.
   bool whole = false;               ///< The module is whole and read between steps.
-  bool average = false;             ///< The loss is averaged over ranks for a log line, before backward.
+  bool average = false;  ///< The loss is averaged over ranks for a log line, before backward.
   // DistributedDataParallel.
   bool small_buckets = false;
   bool bucket_view = false;
@@ -103,7 +104,8 @@ inline bool is_sharded(const RandomCase& c) {
 /// Takes back what the options' documentation forbids beside the rest.
 inline void make_legal(RandomCase& c) {
   if (is_sharded(c)) {
-    c.delayed = c.small_buckets = c.bucket_view = c.static_graph = c.rebuild = c.own_buffers = false;
+    c.delayed = c.small_buckets = c.bucket_view = c.static_graph = c.rebuild = c.own_buffers =
+        false;
     c.find_unused = c.skip_unused = false;
     c.join = 0;
     c.keep = c.keep && c.strategy == Strategy::kZero3;

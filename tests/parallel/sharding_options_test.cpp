@@ -191,8 +191,8 @@ TEST(ShardingOptionsTest, TwoGroupsOfTwoRanksTrainAsOneProcess) {
   test::ranks(4, [](const ProcessGroup& world) {
     const DeviceMesh mesh = two_by_two(world);
     for (const Shard shard : kShards) {
-      expect_plain_training(
-          world, {.options = {.shard = shard}, .delay = 2, .clip = 0.5, .mesh = mesh});
+      expect_plain_training(world,
+                            {.options = {.shard = shard}, .delay = 2, .clip = 0.5, .mesh = mesh});
     }
   });
 }

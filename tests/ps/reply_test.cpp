@@ -243,8 +243,9 @@ TEST(ReplyTest, InitialValuesThatOneServerWouldRefuseReachNone) {
     const std::span<const float> parameter = values;
     client.initialise(std::span(&parameter, 1));
   };
-  EXPECT_EQ(message_of<c10::ValueError>(initialise),
-            "initialise: net.bias: expected finite values, got nan at element 6 (error_if_nonfinite)");
+  EXPECT_EQ(
+      message_of<c10::ValueError>(initialise),
+      "initialise: net.bias: expected finite values, got nan at element 6 (error_if_nonfinite)");
   values = {8, 7, 6, 5, 4, 3, 2, 1};
   initialise();
   std::vector<float> found(8);

@@ -4,8 +4,9 @@
 #include <iterator>
 #include <sstream>
 
-#include "apps/nmt/bleu.h"
 #include "cohort/cli/parse.h"
+
+#include "apps/nmt/bleu.h"
 #include "tests/support/message_of.h"
 #include "tests/text/text_test_files.h"
 

@@ -454,7 +454,8 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     while (!stop.stop_requested()) {
       auto until = next_heartbeat;
       for (const Operation& operation : waiting_) until = std::min(until, operation->retry_at);
-      if (state_ == State::kRejoining) until = std::min(until, steady_clock::now() + milliseconds(100));
+      if (state_ == State::kRejoining)
+        until = std::min(until, steady_clock::now() + milliseconds(100));
       changed_.wait_until(lock, until, [&] {
         return stop.stop_requested() || steady_clock::now() >= until ||
                std::any_of(waiting_.begin(), waiting_.end(),
@@ -506,7 +507,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   uint64_t confirmed_ = 0;     // The last step that was confirmed here.
   bool stopped_ = false;
   std::string wait_reason_;  // The last one since the last progress.
-  int64_t open_ = 0;       // Operations that were started and are not finished.
+  int64_t open_ = 0;         // Operations that were started and are not finished.
   steady_clock::time_point last_answer_ = steady_clock::now();
   steady_clock::time_point last_progress_ = steady_clock::now();  // Or notice.
   std::jthread thread_;

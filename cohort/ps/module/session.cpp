@@ -192,8 +192,7 @@ int64_t Session::step() const {
 
 int64_t Session::steps_before() const {
   TORCH_CHECK_VALUE(communicator_, "session: start() comes first");
-  const bool counts =
-      options_.training == Training::kSync || options_.training == Training::kAsync;
+  const bool counts = options_.training == Training::kSync || options_.training == Training::kAsync;
   return client_ && counts ? static_cast<int64_t>(client_->pushed_before()) : 0;
 }
 
@@ -217,7 +216,6 @@ Client& Session::client() {
                     "no client");
   return *client_;
 }
-
 
 void Session::make_plan() {
   std::vector<ParameterShape> shapes;
@@ -246,8 +244,8 @@ JobOptions Session::job_options() const {
                  .error_if_nonfinite = options_.error_if_nonfinite,
                  .dense_rule = options_.dense_rule};
   for (const Block& block : plan_.blocks) {
-    job.blocks.push_back({plan_.parameters[static_cast<size_t>(block.parameter)].name,
-                          block.begin, block.end, block.server});
+    job.blocks.push_back({plan_.parameters[static_cast<size_t>(block.parameter)].name, block.begin,
+                          block.end, block.server});
   }
   for (const auto& table : tables_) job.tables.push_back(table->table());
   if (options_.training == Training::kGeo) {
@@ -270,7 +268,7 @@ std::unique_ptr<Communicator> Session::make_communicator() {
 
 // Rows that were not prefetched.
 void Session::fetch(uint32_t number, std::span<const uint64_t> ids, std::span<float> weights,
-           bool prediction) {
+                    bool prediction) {
   TORCH_CHECK_VALUE(communicator_, "session: start() comes before forward");
   communicator_->pull({{number, ids, weights}}, {}, prediction)();
 }

@@ -21,7 +21,7 @@ namespace cohort::ps {
 /// A request inside the server.
 struct Pending {
   Request request;
-  Message message;                        ///< Of a push or pull: into request.message.
+  Message message;                           ///< Of a push or pull: into request.message.
   std::optional<ValuePosition> nonfinite{};  ///< Of a push: its first NaN or infinity.
   Done done;
   std::chrono::steady_clock::time_point arrived;
@@ -115,8 +115,8 @@ class RequestHandler {
     Reply reply;
   };
   std::list<Unsynced> unsynced_;
-  std::string failure_;            // Why the job cannot continue.
-  std::optional<Time> job_since_;  // When it was first seen by this process.
+  std::string failure_;               // Why the job cannot continue.
+  std::optional<Time> job_since_;     // When it was first seen by this process.
   bool initial_load_failed_ = false;  // The checkpoint to begin with could not be loaded.
   Time last_eviction_;
   Time last_tick_;

@@ -14,10 +14,10 @@ namespace cohort::ps {
 
 /// Contents of a table, and counts of events since it was made or loaded.
 struct TableStatistics {
-  int64_t rows = 0;         ///< In memory.
+  int64_t rows = 0;          ///< In memory.
   int64_t spilled_rows = 0;  ///< In the spill store only.
   int64_t counted_ids = 0;   ///< Without a row, but counted by the entry policy.
-  int64_t bytes = 0;        ///< Of memory: rows, index, counts, free places.
+  int64_t bytes = 0;         ///< Of memory: rows, index, counts, free places.
   int64_t created = 0;
   int64_t evicted = 0;   ///< Dropped for good.
   int64_t demoted = 0;   ///< Moved to the spill store.
