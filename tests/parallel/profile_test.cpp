@@ -1,6 +1,8 @@
 // What a trace shows of data-parallel and sharded training.
+#include <algorithm>
 #include <fstream>
 #include <gtest/gtest.h>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -29,8 +31,15 @@ std::map<std::string, int> ranges_of_two_steps(Model& model, const comm::Process
   std::ifstream stream(folder / (group.rank() == 0 ? "trace.json" : "trace.rank-1.json"));
   const auto trace = nlohmann::json::parse(stream);
   std::map<std::string, int> counts;
-  for (const auto& event : trace.at("traceEvents"))
-    if (event.value("ph", "") == "X") ++counts[event.at("name")];
+  double first = std::numeric_limits<double>::infinity(), last = 0;  // microseconds
+  for (const auto& event : trace.at("traceEvents")) {
+    if (event.value("ph", "") != "X") continue;
+    ++counts[event.at("name")];
+    const double begin = event.at("ts");
+    first = std::min(first, begin);
+    last = std::max(last, begin + event.at("dur").get<double>());
+  }
+  EXPECT_LT(last - first, 600e6) << "what a viewer shows first is all of the trace";
   return counts;
 }
 
