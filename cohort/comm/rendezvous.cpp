@@ -322,7 +322,8 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
       rendezvous.address = first_outside_address();
     connection.store->setTimeout(options.timeout);
     rendezvous.store = part_of(connection.store, generation.number, "group");
-    rendezvous.watch = connect_store(info, deadline, options.timeout);
+    // A host that is suspended for a while is not lost.
+    rendezvous.watch = connect_store(info, deadline, options.timeout, /*silence=*/options.timeout);
     rendezvous.watch.store = part_of(rendezvous.watch.store, generation.number, "watch");
     return rendezvous;
   } catch (const c10::ValueError&) {

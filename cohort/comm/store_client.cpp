@@ -132,9 +132,11 @@ Fd find_store(const std::string& host, int port, Deadline deadline,
   }
 }
 
-StoreClient::StoreClient(StoreAddress address, Deadline deadline, milliseconds timeout)
+StoreClient::StoreClient(StoreAddress address, Deadline deadline, milliseconds timeout,
+                         milliseconds silence)
     : Store(timeout),
       address_(std::move(address)),
+      silence_(std::max(silence, kAnswerTime)),
       connection_(find_store(
           address_.host, address_.port, deadline,
           [&](const Fd& connection) { return shake_hands(address_, connection, deadline); })),
@@ -143,7 +145,7 @@ StoreClient::StoreClient(StoreAddress address, Deadline deadline, milliseconds t
 }
 
 c10::intrusive_ptr<c10d::Store> StoreClient::clone() {
-  return c10::make_intrusive<StoreClient>(address_, deadline_in(timeout_), timeout_);
+  return c10::make_intrusive<StoreClient>(address_, deadline_in(timeout_), timeout_, silence_);
 }
 
 void StoreClient::set(const std::string& key, const Bytes& value) {
@@ -246,7 +248,7 @@ std::vector<std::vector<uint8_t>> StoreClient::wait_for(StoreWord word,
   const std::string frame = frame_of(word, {keys.begin(), keys.end()});
   const std::lock_guard lock(mutex_);
   const Deadline deadline = deadline_in(limit);
-  send(frame, std::max(deadline, Clock::now() + kAnswerTime));
+  send(frame, std::max(deadline, Clock::now() + silence_));
   auto answer = receive(deadline, /*until_interrupted=*/true);
   if (!answer) {
     eventfd_t ignored = 0;
@@ -262,10 +264,10 @@ std::vector<std::vector<uint8_t>> StoreClient::wait_for(StoreWord word,
 
 // Returns the answer that was on its way all the same, if one was.
 std::optional<StoreClient::Answer> StoreClient::cancel() {
-  send(frame_of(StoreWord::kCancel, {}), Clock::now() + kAnswerTime);
+  send(frame_of(StoreWord::kCancel, {}), Clock::now() + silence_);
   std::optional<Answer> found;
   while (true) {
-    auto answer = receive(Clock::now() + kAnswerTime);
+    auto answer = receive(Clock::now() + silence_);
     if (!answer) lose("does not answer");
     if (answer->kind == StoreWord::kCancelled) return found;
     found = std::move(answer);

@@ -45,7 +45,7 @@ Fd find_store(const std::string& host, int port, Deadline deadline,
 /// Owner:   shared.
 /// Threads: any; one call at a time, the others wait for it, also where it waits for keys. Every
 ///          call ends within the store's timeout (`wait`: within its own; 0: never), or at most
-///          kAnswerTime later; what came too late for one call is not taken for the answer to
+///          `silence` later; what came too late for one call is not taken for the answer to
 ///          another.
 /// Errors:  c10::DistStoreError: keys that did not come in time, a value that is no number (`add`).
 ///          c10::DistNetworkError: the server is gone or silent; then the connection is dead.
@@ -53,10 +53,12 @@ Fd find_store(const std::string& host, int port, Deadline deadline,
 ///          are no queues, and no list of keys. Nothing is written to stderr.
 class StoreClient final : public c10d::Store {
  public:
-  /// Waits for a server that starts later, at most until `deadline`.
+  /// Waits for a server that starts later, at most until `deadline`. `silence`: how long a wait that
+  /// is over, or interrupted, waits for the server to confirm that; then the server is lost.
   /// Errors: ConfigError if the host does not resolve, if something else than a store of Cohort's
   ///         answers, or one with another secret; c10::DistNetworkError if nothing answers in time.
-  StoreClient(StoreAddress address, Deadline deadline, std::chrono::milliseconds timeout);
+  StoreClient(StoreAddress address, Deadline deadline, std::chrono::milliseconds timeout,
+              std::chrono::milliseconds silence = kAnswerTime);
 
   /// Another connection to the same server.
   c10::intrusive_ptr<c10d::Store> clone() override;
@@ -103,6 +105,7 @@ class StoreClient final : public c10d::Store {
   [[noreturn]] void lose(const std::string& how) const;
 
   const StoreAddress address_;
+  const std::chrono::milliseconds silence_;
   const Fd connection_;
   const Fd interrupted_;  // Readable: see `interrupt`.
   std::mutex mutex_;

@@ -53,14 +53,15 @@ std::string own_address(const RankInfo& info) {
   return is_loopback(info.master_addr) ? info.master_addr : "localhost";
 }
 
-StoreConnection connect_tcp(const RankInfo& info, Deadline deadline, milliseconds timeout) {
+StoreConnection connect_tcp(const RankInfo& info, Deadline deadline, milliseconds timeout,
+                            milliseconds silence) {
   if (info.agent_store) return connect_agent_store(info, deadline, timeout);
   if (info.rank == 0) serve_store(info);
   const auto client = c10::make_intrusive<StoreClient>(
       StoreAddress{.host = info.rank == 0 ? own_address(info) : info.master_addr,
                    .port = info.master_port,
                    .secret = job_secret()},
-      deadline, timeout);
+      deadline, timeout, silence);
   return {client, [client] { client->shut_down(); }, [client] { client->interrupt(); }};
 }
 
@@ -105,9 +106,10 @@ std::string rendezvous_point(const RankInfo& info) {
                                  : info.store_file;
 }
 
-StoreConnection connect_store(const RankInfo& info, Deadline deadline, milliseconds timeout) {
+StoreConnection connect_store(const RankInfo& info, Deadline deadline, milliseconds timeout,
+                              milliseconds silence) {
   StoreConnection made =
-      info.store_file.empty() ? connect_tcp(info, deadline, timeout) : connect_file(info);
+      info.store_file.empty() ? connect_tcp(info, deadline, timeout, silence) : connect_file(info);
   const std::string prefix = info.job.empty() ? "cohort" : "cohort/" + info.job;
   made.store = c10::make_intrusive<c10d::PrefixStore>(prefix, made.store);
   made.store->setTimeout(timeout);

@@ -28,7 +28,7 @@ struct StoreConnection {
 };
 
 /// Connects to the store of `info`, of which every call ends after `timeout`; a store that starts
-/// later is waited for. Nothing is written to stderr.
+/// later is waited for. `silence`: StoreClient's. Nothing is written to stderr.
 ///
 /// Rank 0 is its host, where no agent serves one: the first call serves it, on the launcher's
 /// socket or one that is bound here, until the process ends. So groups can follow each other, and
@@ -38,6 +38,7 @@ struct StoreConnection {
 ///         something else than a store at the port, or a file that is none;
 ///         c10::DistNetworkError if there is no answer before `deadline`.
 StoreConnection connect_store(const RankInfo& info, Deadline deadline,
-                              std::chrono::milliseconds timeout);
+                              std::chrono::milliseconds timeout,
+                              std::chrono::milliseconds silence = kAnswerTime);
 
 }  // namespace cohort::comm

@@ -359,6 +359,20 @@ TEST(MismatchFaultTest, WhatAnErrorCutsIsComparedInFull) {
   });
 }
 
+TEST(MismatchFaultTest, ASuspendedStoreHostIsWaitedFor) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    group.barrier();
+    if (group.rank() == 0) {
+      const std::string waker =
+          "(sleep 6; kill -CONT " + std::to_string(getpid()) + ") >/dev/null 2>&1 &";
+      ASSERT_EQ(std::system(waker.c_str()), 0);
+      kill(getpid(), SIGSTOP);
+    }
+    EXPECT_EQ(group.all_reduce_sum(1), 2);
+    EXPECT_EQ(group.all_reduce_sum(group.rank()), 1);
+  });
+}
+
 TEST(MismatchFaultTest, AStoppedStoreHostIsNamedWithinSeconds) {
   const auto start = std::chrono::steady_clock::now();
   const auto ends =
