@@ -116,8 +116,7 @@ int64_t sent_bytes(const ProcessGroup& group) {
 
 struct Case {
   const char* name;
-  Traffic traffic;       // of this rank, without the comparison of calls
-  bool compared;         // each time
+  Traffic traffic;       // of this rank, for a call whose kind is known
   int64_t extra_memory;  // of this rank, beside the tensors that the caller gives
   std::function<void()> call;
 };
@@ -135,27 +134,25 @@ std::vector<Case> cases(const ProcessGroup& group, int64_t bytes) {
   const auto outputs = on_root(whole), inputs = on_root(other);
   const int64_t scratch = 2 * std::min(ceil_div(bytes, 2 * size), kMaxSegmentBytes);
   std::vector<Case> all{
-      {"all_reduce", all_reduce_traffic(bytes, rank, size), true, scratch,
+      {"all_reduce", all_reduce_traffic(bytes, rank, size), scratch,
        [=] { group.all_reduce(whole, cohort::comm::ReduceOp::kMax); }},
-      {"reduce", reduce_traffic(bytes, 0, rank, size), true, scratch,
+      {"reduce", reduce_traffic(bytes, 0, rank, size), scratch,
        [=] { group.reduce(whole, 0, cohort::comm::ReduceOp::kMax); }},
-      {"broadcast", broadcast_traffic(bytes, 0, rank, size), true, 0,
-       [=] { group.broadcast(whole, 0); }},
-      {"all_gather_into", exchange_traffic(part, size), true, 0,
+      {"broadcast", broadcast_traffic(bytes, 0, rank, size), 0, [=] { group.broadcast(whole, 0); }},
+      {"all_gather_into", exchange_traffic(part, size), 0,
        [=] { group.all_gather_into(whole, own); }},
-      {"reduce_scatter", exchange_traffic(part, size), false, (size - 2) * part,
+      {"reduce_scatter", exchange_traffic(part, size), (size - 2) * part,
        [=] { group.reduce_scatter(own, whole); }},
-      {"all_to_all", exchange_traffic(part, size), true, 0,
-       [=] { group.all_to_all(whole, other); }},
-      {"gather", gather_traffic(part, 0, rank, size), false, rank == 0 ? bytes : 0,
+      {"all_to_all", exchange_traffic(part, size), 0, [=] { group.all_to_all(whole, other); }},
+      {"gather", gather_traffic(part, 0, rank, size), rank == 0 ? bytes : 0,
        [=] { group.gather_async(outputs, own, 0).wait(); }},
       // libtorch makes an empty tensor of all parts to keep its records by.
-      {"scatter", scatter_traffic(part, 0, rank, size), true, rank == 0 ? bytes : 0,
+      {"scatter", scatter_traffic(part, 0, rank, size), rank == 0 ? bytes : 0,
        [=] { group.scatter(own, inputs, 0); }},
-      {"barrier", {}, true, 0, [=] { group.barrier("measured"); }}};
+      {"barrier", comparison_traffic(rank, size), 0, [=] { group.barrier("measured"); }}};
   // Rank 0 to rank 1; the others do nothing.
   const int64_t form_bytes = 16;
-  Case message{"send", {}, false, 0, [] {}};
+  Case message{"send", {}, 0, [] {}};
   if (rank == 0) {
     message.traffic = {.bytes = bytes + form_bytes, .sent = 2};
     message.call = [=] { group.send(whole, 1); };
@@ -190,11 +187,9 @@ json measure(const Options& options, const ProcessGroup& group, const Case& each
   at::Tensor slowest = at::tensor(times, at::kDouble);  // of all ranks, round by round
   group.all_reduce(slowest, cohort::comm::ReduceOp::kMax);
   times.assign(slowest.data_ptr<double>(), slowest.data_ptr<double>() + slowest.numel());
-  const Traffic comparison =
-      each.compared ? cohort::bench::comparison_traffic(group.rank(), group.size()) : Traffic{};
   return {{"predicted_bytes", by_rank(group, each.traffic.bytes)},
           {"predicted_messages", by_rank(group, each.traffic.sent)},
-          {"predicted_wire_bytes", by_rank(group, (each.traffic + comparison).wire_bytes())},
+          {"predicted_wire_bytes", by_rank(group, each.traffic.wire_bytes())},
           {"wire_bytes", by_rank(group, sent / kCalls)},
           {"predicted_memory", by_rank(group, each.extra_memory)},
           {"memory", by_rank(group, memory)},

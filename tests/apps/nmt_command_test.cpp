@@ -821,7 +821,7 @@ TEST_F(NmtCommandTest, FittedBatchesAreNotFittedAgain) {
   EXPECT_TRUE(has(first, "batch fits ")) << first;
   const std::string same = run("--after-batches 3");
   EXPECT_FALSE(has(same, "batch fits ")) << same;
-  EXPECT_TRUE(has(same, "batches are those that were fitted before")) << same;
+  EXPECT_TRUE(has(same, "batch sizes fitted earlier are used again")) << same;
   EXPECT_FALSE(has(same, "planned again")) << same;
   flags.replace(flags.find("--workspace 2"), 13, "--workspace 1");
   const std::string other = run("--after-batches 4");

@@ -361,7 +361,7 @@ TEST(MismatchFaultTest, WhatAnErrorCutsIsComparedInFull) {
 
 TEST(MismatchFaultTest, ASuspendedStoreHostIsWaitedFor) {
   test::ranks(2, [](const ProcessGroup& group) {
-    group.barrier();
+    group.barrier("before one is suspended");
     if (group.rank() == 0) {
       const std::string waker =
           "(sleep 6; kill -CONT " + std::to_string(getpid()) + ") >/dev/null 2>&1 &";

@@ -16,12 +16,10 @@ namespace traffic_test {
 
 using namespace bench;
 
-// `traffic`: of this rank, without the comparison of calls. `compared`: whether every call has one;
-// others have it the first time.
-void expect_sent(const ProcessGroup& group, const std::string& what, Traffic traffic, bool compared,
+// `traffic`: of this rank, for a call whose kind is known. The first one is compared, too.
+void expect_sent(const ProcessGroup& group, const std::string& what, const Traffic& traffic,
                  const std::function<void()>& call) {
   call();
-  if (compared) traffic = traffic + comparison_traffic(group.rank(), group.size());
   const int64_t before = tcp_bytes_sent(group.rank_info().master_port);
   call();
   EXPECT_EQ(tcp_bytes_sent(group.rank_info().master_port) - before, traffic.wire_bytes())
@@ -37,29 +35,29 @@ void expect_traffic(const ProcessGroup& group, int64_t numel) {
   const auto of_root = [&](int root) {
     return rank == root ? out.unbind(0) : std::vector<at::Tensor>();
   };
-  expect_sent(group, "all_reduce", all_reduce_traffic(bytes, rank, size), true,
+  expect_sent(group, "all_reduce", all_reduce_traffic(bytes, rank, size),
               [&] { group.all_reduce(one, ReduceOp::kMax); });
-  expect_sent(group, "all_gather_into", exchange_traffic(bytes, size), true,
+  expect_sent(group, "all_gather_into", exchange_traffic(bytes, size),
               [&] { group.all_gather_into(all, one); });
-  expect_sent(group, "reduce_scatter", exchange_traffic(bytes, size), false,
+  expect_sent(group, "reduce_scatter", exchange_traffic(bytes, size),
               [&] { group.reduce_scatter(one, all); });
-  expect_sent(group, "all_to_all", exchange_traffic(bytes, size), true,
+  expect_sent(group, "all_to_all", exchange_traffic(bytes, size),
               [&] { group.all_to_all(out, all); });
   for (const int root : {0, last}) {
-    expect_sent(group, "reduce", reduce_traffic(bytes, root, rank, size), true,
+    expect_sent(group, "reduce", reduce_traffic(bytes, root, rank, size),
                 [&] { group.reduce(one, root, ReduceOp::kMax); });
-    expect_sent(group, "broadcast", broadcast_traffic(bytes, root, rank, size), true,
+    expect_sent(group, "broadcast", broadcast_traffic(bytes, root, rank, size),
                 [&] { group.broadcast(one, root); });
-    expect_sent(group, "gather", gather_traffic(bytes, root, rank, size), true,
+    expect_sent(group, "gather", gather_traffic(bytes, root, rank, size),
                 [&] { group.gather(one, root); });
-    expect_sent(group, "scatter", scatter_traffic(bytes, root, rank, size), true,
+    expect_sent(group, "scatter", scatter_traffic(bytes, root, rank, size),
                 [&] { group.scatter(one, of_root(root), root); });
   }
   // Dtype and number of elements, 16 bytes, go ahead.
   const Traffic message = rank == 0      ? Traffic{.bytes = bytes + 16, .sent = 2}
                           : rank == last ? Traffic{.received = 2}
                                          : Traffic{};
-  expect_sent(group, "send", message, false, [&] {
+  expect_sent(group, "send", message, [&] {
     if (rank == 0) group.send(one, last);
     if (rank == last) group.recv(one, 0);
   });
@@ -70,7 +68,8 @@ void expect_traffic_of_all_sizes(const ProcessGroup& group) {
     SCOPED_TRACE(std::to_string(numel) + " elements");
     expect_traffic(group, numel);
   }
-  expect_sent(group, "barrier", {}, true, [&] { group.barrier("of all"); });
+  expect_sent(group, "barrier", comparison_traffic(group.rank(), group.size()),
+              [&] { group.barrier("of all"); });
 }
 
 TEST(TrafficTest, TwoRanksSendWhatIsPredicted) {

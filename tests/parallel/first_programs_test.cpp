@@ -51,7 +51,7 @@ TEST(FirstProgramsTest, DataParallel) {
     Net net;
     net->to(world.device());
     EXPECT_EQ(world.device(), at::kCPU);
-    parallel::DistributedDataParallel ddp(net, world, {.gradient_as_bucket_view = true});
+    parallel::DistributedDataParallel ddp(net, world);
     torch::optim::AdamW optimizer(ddp.parameters(), 3e-4);
     std::vector<double> losses;
     for (int step = 0; step < 20; ++step) {
@@ -73,7 +73,8 @@ TEST(FirstProgramsTest, AMeshOfThreeAxes) {
     torch::manual_seed(1);
     Net net;
     parallel::FullyShardedDataParallel model(net, mesh[{"dp_replicate", "dp_shard"}],
-                                             {.mixed_precision = {.param_dtype = at::kBFloat16}});
+                                             {.mixed_precision = {.param_dtype = at::kBFloat16},
+                                              .tensor_parallel = parallel::TensorParallelPlan{}});
     torch::optim::AdamW optimizer(model.parameters(), 3e-4);
     loss_of(model(batch_of(world.rank() / 2, 0))).backward();
     optimizer.step();
