@@ -73,8 +73,7 @@ TEST(FirstProgramsTest, AMeshOfThreeAxes) {
     torch::manual_seed(1);
     Net net;
     parallel::FullyShardedDataParallel model(net, mesh[{"dp_replicate", "dp_shard"}],
-                                             {.mixed_precision = {.param_dtype = at::kBFloat16},
-                                              .tensor_parallel = parallel::TensorParallelPlan{}});
+                                             {.tensor_parallel = parallel::TensorParallelPlan{}});
     torch::optim::AdamW optimizer(model.parameters(), 3e-4);
     loss_of(model(batch_of(world.rank() / 2, 0))).backward();
     optimizer.step();
