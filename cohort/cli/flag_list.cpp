@@ -134,7 +134,7 @@ std::string any_of(const std::vector<std::string>& words) {
 
 std::vector<FlagLine> list_flags(const CLI::App& app) {
   std::vector<FlagLine> lines;
-  const std::string name = app.get_name();
+  const std::string& name = app.get_name();
   const std::string first = "cohort ";
   add_lines(app, name.starts_with(first) ? name.substr(first.size()) : name, lines);
   return lines;
