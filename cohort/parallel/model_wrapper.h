@@ -62,8 +62,7 @@ class [[nodiscard]] NoSync {
 
 struct UnshardedOptions {
   /// Keep what is written into the module's parameters: each rank keeps its part of what it wrote,
-  /// so every rank must write the same values. Elements in param_dtype that nobody changed keep the
-  /// precision of the local shard.
+  /// so every rank must write the same values.
   bool write_back = false;
 };
 
@@ -117,7 +116,8 @@ class ModelWrapper {
   ///
   ///   { auto whole = model.unsharded(); torch::save(net, path); }
   ///
-  /// The module's own forward then runs without the other ranks. A forward or backward of the
+  /// They have their own type, whatever type mixed_precision computes in: what is saved is what the
+  /// optimizer has. The module's own forward then runs without the other ranks. A forward or backward of the
   /// wrapper is refused where ranks hold shards. Guards may lie in one another: the outer one
   /// counts. Without write_back, write nothing into the parameters: it would be lost, or would not
   /// reach the other ranks.

@@ -73,7 +73,8 @@ TEST(FirstProgramsTest, AMeshOfThreeAxes) {
     torch::manual_seed(1);
     Net net;
     parallel::FullyShardedDataParallel model(net, mesh[{"dp_replicate", "dp_shard"}],
-                                             {.tensor_parallel = parallel::TensorParallelPlan{}});
+                                             {.mixed_precision = {.param_dtype = at::kBFloat16},
+                                              .tensor_parallel = parallel::TensorParallelPlan{}});
     torch::optim::AdamW optimizer(model.parameters(), 3e-4);
     loss_of(model(batch_of(world.rank() / 2, 0))).backward();
     optimizer.step();
@@ -84,8 +85,11 @@ TEST(FirstProgramsTest, AMeshOfThreeAxes) {
     }
     Net loaded;
     torch::load(loaded, folder / "net.pt");
-    EXPECT_EQ(loaded->parameters().size(), 10);
-    EXPECT_EQ(loaded->blocks[0]->linear->weight.sizes(), (at::IntArrayRef{64, 64}));
+    const auto saved = loaded->named_parameters();
+    EXPECT_EQ(saved.size(), 10);
+    for (const parallel::LocalShard& shard : model.local_shards())
+      EXPECT_TRUE(saved[shard.name].flatten().slice(0, shard.begin, shard.end).equal(shard.tensor))
+          << shard.name;
 
     at::Tensor numbers = at::full({8}, world.rank(), at::kLong);
     world.all_reduce(numbers.narrow(0, 0, 4));

@@ -344,6 +344,46 @@ TEST(ShardingOptionsTest, EachRankKeepsItsPartOfWhatItWrote) {
   });
 }
 
+// Training in low precision continues between them, and hooks on gradients still run.
+TEST(ShardingOptionsTest, UnshardedParametersHaveTheirOwnType) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const Shard shard : kShards) {
+      Tower model(at::kFloat);
+      FullyShardedDataParallel<Tower> sharded(
+          model, group, {.shard = shard, .mixed_precision = {.param_dtype = kLow}}, model->units());
+      for (int step = 0; step < 3; ++step) {
+        const bool waits = step == 1;
+        {
+          std::optional<parallel::NoSync> local;
+          if (waits) local.emplace(sharded);
+          low_loss(sharded(batch_of(group.rank(), step).to(at::kFloat))).backward();
+        }
+        int num_gradients = 0;
+        for (const LocalShard& each : sharded.local_shards()) {
+          if (!each.tensor.grad().defined()) continue;
+          ++num_gradients;
+          descend(each.tensor, each.tensor.grad());
+          each.tensor.mutable_grad().reset();
+        }
+        EXPECT_EQ(num_gradients > 0, !waits) << "step " << step;
+        const auto whole = sharded.unsharded({.write_back = step == 2});
+        const auto parameters = model->named_parameters();
+        for (const LocalShard& each : sharded.local_shards()) {
+          const at::Tensor parameter = parameters[each.name];
+          ASSERT_EQ(parameter.scalar_type(), at::kFloat);
+          EXPECT_TRUE(parameter.flatten().slice(0, each.begin, each.end).equal(each.tensor));
+        }
+        const at::NoGradGuard no_grad;
+        if (step == 2) model->parameters()[0].fill_(1 + 1e-5);
+      }
+      for (const LocalShard& each : sharded.local_shards()) {
+        if (each.name != model->named_parameters().keys()[0]) continue;
+        EXPECT_TRUE(each.tensor.eq(static_cast<float>(1 + 1e-5)).all().item<bool>());
+      }
+    }
+  });
+}
+
 TEST(ShardingOptionsTest, WhatNobodyWroteKeepsItsPrecision) {
   test::ranks(2, [](const ProcessGroup& group) {
     for (const Shard shard : kShards) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <c10/core/Allocator.h>
 #include <c10/util/accumulate.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/types.h>
 #include <utility>
 
@@ -99,7 +100,15 @@ at::Tensor absent_gradient(const FlatTensor& place, const at::TensorOptions& opt
 }  // namespace
 
 void set_data(const at::Tensor& tensor, const at::Tensor& data) {
-  if (!tensor.is_meta()) return tensor.set_data(data);
+  if (!tensor.is_meta()) {
+    // Of another type, set_data forgets the accumulator, and with it the hooks that hang there.
+    const auto accumulator = tensor.scalar_type() == data.scalar_type()
+                                 ? nullptr
+                                 : torch::autograd::impl::try_get_grad_accumulator(tensor);
+    tensor.set_data(data);
+    if (accumulator) torch::autograd::impl::set_grad_accumulator(tensor, accumulator);
+    return;
+  }
   // Tensor::set_data does not lead away from the meta device.
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
@@ -195,10 +204,30 @@ void FlatBucket::begin_gather() {
 void FlatBucket::gather() {
   begin_gather();
   finish_gather();
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    set_data(parameters_[i].tensor, views_[i]);
-    if (!gradient(i).defined()) parameters_[i].tensor.mutable_grad().reset();
-  }
+  for (size_t i = 0; i < parameters_.size(); ++i) show(i, views_[i]);
+}
+
+void FlatBucket::show(size_t index, const at::Tensor& value) {
+  set_data(parameters_[index].tensor, value);
+  if (!gradient(index).defined()) parameters_[index].tensor.mutable_grad().reset();
+}
+
+void FlatBucket::begin_unshard() {
+  if (full_.scalar_type() == kept_type()) return begin_gather();
+  const at::NoGradGuard no_grad;
+  const at::Tensor sent = shard_.to(full_.device(), /*non_blocking=*/true);
+  at::Tensor arriving = at::empty(full_.sizes(), full_.options().dtype(kept_type()));
+  comm::Work work = group_.all_gather_into_async(arriving, sent, place_.name);
+  unsharding_.emplace(Gathering{sent, arriving, std::move(work)});
+}
+
+void FlatBucket::unshard() {
+  if (full_.scalar_type() == kept_type()) return gather();
+  auto gathering = std::exchange(unsharding_, std::nullopt);
+  gathering->work.wait();
+  unsharded_ = std::move(gathering->arriving);
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    show(i, view_of(unsharded_, layout_.tensors()[i]));
 }
 
 void FlatBucket::finish_gather() {
@@ -213,6 +242,7 @@ void FlatBucket::finish_gather() {
 }
 
 void FlatBucket::hide() {
+  unsharded_.reset();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     set_data(parameters_[i].tensor, absent_[i]);
     if (!frozen_ && !gradient(i).defined())
@@ -252,13 +282,8 @@ void FlatBucket::reshard() {
 
 void FlatBucket::keep_written() {
   const at::NoGradGuard no_grad;
-  const at::Tensor own = own_part(full_);
-  if (own.scalar_type() != shard_.scalar_type()) {
-    // What nobody wrote is the shard's, rounded: it keeps its precision.
-    shard_.copy_(at::where(own.eq(shard_.to(own.scalar_type())), shard_, own.to(shard_.options())));
-  } else if (own.data_ptr() != shard_.data_ptr()) {
-    shard_.copy_(own);
-  }
+  const at::Tensor own = own_part(unsharded_.defined() ? unsharded_ : full_);
+  if (own.data_ptr() != shard_.data_ptr()) shard_.copy_(own);
   gathered_version_ = static_cast<int64_t>(shard_._version());
 }
 

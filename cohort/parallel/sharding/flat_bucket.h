@@ -12,7 +12,8 @@
 
 namespace cohort::parallel {
 
-/// Gives `tensor` the memory and type of `data`, as set_data; a tensor on the meta device, too.
+/// Gives `tensor` the memory and type of `data`, as set_data, also to a tensor on the meta device.
+/// Hooks on its gradient stay.
 void set_data(const at::Tensor& tensor, const at::Tensor& data);
 
 /// What a bucket is part of.
@@ -31,7 +32,7 @@ struct BucketPlace {
 ///
 /// Owner:      the engine.
 /// Threads:    one.
-/// Collective: begin_gather, begin_reduce.
+/// Collective: begin_gather, begin_unshard, begin_reduce.
 class FlatBucket {
  public:
   /// Takes the parameters' present values. All have one type and device, and are either trained or
@@ -63,7 +64,11 @@ class FlatBucket {
   /// The same of sharded ones, but keeps what the next gather needs to be one among the
   /// reshard_group.
   void reshard();
-  /// Keeps what was written into the gathered parameters as this rank's shard.
+  /// As begin_gather and gather, but of the parameters' own type, whatever they are computed in.
+  /// Waits for `begin_unshard`, which every `unshard` needs before it.
+  void begin_unshard();
+  void unshard();
+  /// Keeps what was written into the parameters since `unshard` as this rank's shard.
   void keep_written();
 
   /// Starts to sum the parameters' gradients, times `factor`, over ranks, absent ones counting 0,
@@ -116,6 +121,7 @@ class FlatBucket {
   void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
   void finish_gather();
+  void show(size_t index, const at::Tensor& value);
   bool sharded() const { return options_.shard == Shard::kParameters; }
   at::ScalarType travel_type() const {
     return options_.mixed_precision.reduce_dtype.value_or(shard_.scalar_type());
@@ -132,6 +138,7 @@ class FlatBucket {
   at::Tensor full_;                // [padded], in the type of computing; its memory may be away
   at::Tensor shard_;               // [shard], in the parameters' type; a view of full_ if it can be
   at::Tensor kept_;                // [padded / ranks of the reshard_group], of full_
+  at::Tensor unsharded_;           // [padded], in the parameters' type, where full_ has another
   at::Tensor held_;                // [padded], in the type of travelling: gradients that wait
   std::vector<at::Tensor> views_;  // of full_, by parameter
   std::vector<at::Tensor> absent_;            // what parameters are while they are not there
@@ -140,6 +147,7 @@ class FlatBucket {
   enum class Content { kStale, kGathering, kWhole };
   Content content_ = Content::kStale;  // of full_
   std::optional<Gathering> gathering_;
+  std::optional<Gathering> unsharding_;
   std::optional<Reduction> reduction_;
   std::optional<Replication> replication_;
   std::vector<LocalShard> local_shards_;

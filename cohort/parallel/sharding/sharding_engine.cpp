@@ -293,8 +293,8 @@ void ShardingEngine::unshard() {
   if (my.unsharded == 0) {
     my.with_unit_context(0, [&] {
       my.refresh();
-      for (const auto& bucket : my.buckets) bucket->flat.begin_gather();
-      for (const auto& bucket : my.buckets) bucket->flat.gather();
+      for (const auto& bucket : my.buckets) bucket->flat.begin_unshard();
+      for (const auto& bucket : my.buckets) bucket->flat.unshard();
     });
   }
   ++my.unsharded;
