@@ -22,8 +22,8 @@ struct DistributedDataParallelOptions {
   std::vector<double> bucket_cap_mb_list;
   bool broadcast_buffers = true;        ///< Buffers follow rank 0's before each forward.
   bool find_unused_parameters = false;  ///< Some parameters take no part in some steps.
-  /// Gradients live in the buckets: less memory and no copy. Only with an optimizer whose zero_grad
-  /// lets them go, as optim::Adam's; libtorch's own calls detach_(), which views forbid.
+  /// Gradients live in the buckets: less memory and no copy. Saves most with an optimizer whose
+  /// zero_grad resets them, as is the default of libtorch's.
   bool gradient_as_bucket_view = false;
   bool static_graph = false;  ///< The same parameters take part, as often, in every step.
   bool init_sync = true;  ///< Verify that the models agree and copy rank 0's state; else that is

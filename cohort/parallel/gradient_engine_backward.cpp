@@ -116,6 +116,13 @@ void GradientEngine::Impl::backward_begins() {
 
 void GradientEngine::Impl::backward_ends() {
   reducer->restore_end_of_compute();
+  // libtorch's optimizers detach gradients in place.
+  if (options.gradient_as_bucket_view) {
+    for (const NamedTensor& each : watched) {
+      at::Tensor& gradient = each.tensor.mutable_grad();
+      if (gradient.defined() && gradient.is_view()) gradient = alias_of(gradient);
+    }
+  }
   backward = Backward::kEnded;
   if (expects_gradients()) report_left_out();
 }

@@ -136,4 +136,9 @@ std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,
   return found;
 }
 
+at::Tensor alias_of(const at::Tensor& view) {
+  return at::empty({0}, view.options())
+      .set_(view.storage(), view.storage_offset(), view.sizes(), view.strides());
+}
+
 }  // namespace cohort::parallel

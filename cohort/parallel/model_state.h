@@ -55,4 +55,7 @@ std::vector<NamedTensor> trainable_parameters(const torch::nn::Module& model,
 std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,
                                        const std::vector<std::string>& ignored = {});
 
+/// The same memory as a tensor that autograd does not know for a view: detach_() of it is allowed.
+at::Tensor alias_of(const at::Tensor& view);
+
 }  // namespace cohort::parallel

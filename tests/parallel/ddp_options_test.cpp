@@ -5,6 +5,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
+#include <torch/optim/sgd.h>
 
 #include "cohort/base/trace_page.h"
 #include "cohort/comm/backend.h"
@@ -478,6 +479,32 @@ TEST(DdpOptionsTest, GradientsAreViewsOfBucketsOnlyOnRequest) {
       EXPECT_EQ(model->first->weight.grad().is_alias_of(model->first->bias.grad()), views);
       test::expect_gradients(model, mean_gradients(2));
     }
+  });
+}
+
+TEST(DdpOptionsTest, LibtorchsOptimizersTakeGradientsThatAreViews) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    std::vector<std::vector<at::Tensor>> results;
+    for (const bool views : {false, true}) {
+      for (const bool set_to_none : {false, true}) {
+        Branches model;
+        Ddp ddp(model, group, {.gradient_as_bucket_view = views});
+        torch::optim::SGD sgd(ddp.parameters(), 0.1);
+        for (int step = 0; step < 4; ++step) {
+          {
+            const auto local = ddp.no_sync();
+            loss_of(ddp(batch_of(group.rank(), step))).backward();
+          }
+          loss_of(ddp(batch_of(group.rank(), step + 4))).backward();
+          sgd.step();
+          sgd.zero_grad(set_to_none);
+        }
+        results.push_back(model->parameters());
+      }
+    }
+    for (const auto& result : results)
+      for (size_t i = 0; i < result.size(); ++i)
+        EXPECT_TRUE(result[i].equal(results.front()[i])) << i;
   });
 }
 

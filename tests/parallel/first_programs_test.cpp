@@ -51,7 +51,7 @@ TEST(FirstProgramsTest, DataParallel) {
     Net net;
     net->to(world.device());
     EXPECT_EQ(world.device(), at::kCPU);
-    parallel::DistributedDataParallel ddp(net, world);
+    parallel::DistributedDataParallel ddp(net, world, {.gradient_as_bucket_view = true});
     torch::optim::AdamW optimizer(ddp.parameters(), 3e-4);
     std::vector<double> losses;
     for (int step = 0; step < 20; ++step) {

@@ -122,8 +122,6 @@ inline void make_legal(RandomCase& c) {
     c.skip_unused = c.skip_unused && c.find_unused && !c.sometimes;
     c.rebuild = c.rebuild && !c.find_unused;
     c.delayed = c.delayed && !c.find_unused && !c.static_graph;
-    // libtorch's zero_grad needs gradients of its own.
-    c.bucket_view = c.bucket_view && !c.sgd;
   }
   if (c.strategy != Strategy::kDdp) c.join = 0;
   if (c.strategy == Strategy::kZeroRedundancy) c.sgd = false;

@@ -51,13 +51,6 @@ void take_memory(at::Tensor& tensor, at::Tensor&& from) {
       from.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, tensor.device())));
 }
 
-// Elements of `flat`, in its memory, as a tensor that autograd does not know for a view: libtorch's
-// optimizers detach gradients in place.
-at::Tensor part_of(const at::Tensor& flat, int64_t offset, int64_t count) {
-  return at::empty({0}, flat.options())
-      .set_(flat.storage(), flat.storage_offset() + offset, {count}, {1});
-}
-
 // A tensor for which memory is to come; views of it can be made.
 at::Tensor without_memory(at::IntArrayRef sizes, const at::TensorOptions& options) {
   at::Tensor tensor = at::empty({0}, options);
@@ -413,7 +406,9 @@ void FlatBucket::keep_gradients(const at::Tensor& reduced) {
   const auto places = layout_.slices(group_.rank());
   began_.assign(local_shards_.size(), false);
   for (size_t i = 0; i < local_shards_.size(); ++i) {
-    const at::Tensor piece = part_of(part, places[i].offset, places[i].end - places[i].begin);
+    // libtorch's optimizers detach gradients in place.
+    const at::Tensor piece =
+        alias_of(part.narrow(0, places[i].offset, places[i].end - places[i].begin));
     at::Tensor& gradient = local_shards_[i].tensor.mutable_grad();
     if (gradient.defined()) {
       gradient.add_(piece);
