@@ -1,5 +1,5 @@
-// The inside of ShardingEngine, shared by sharding_engine.cpp (its life, forward) and
-// sharding_backward.cpp. Not installed.
+// The inside of ShardingEngine, shared by sharding_engine.cpp (construction, state),
+// sharding_forward.cpp and sharding_backward.cpp. Not installed.
 #pragma once
 #include <memory>
 #include <optional>
