@@ -37,7 +37,7 @@ void Console::print(const char* format, ...) const {
   va_end(arguments);
 }
 
-void Console::insist(const char* format, ...) const {
+void Console::force_print(const char* format, ...) const {
   std::va_list arguments;
   va_start(arguments, format);
   write(with_rank_before_lines(rank_, formatted(format, arguments)));

@@ -5,8 +5,8 @@
 
 namespace cohort {
 
-/// Rank 0 speaks for all ranks; any rank may insist. A call's text leaves in one piece and at once,
-/// so that the lines of several ranks on one terminal or in one pipe do not mix.
+/// Prints on rank 0 only, or by force on the calling rank. A call's text is written in one piece and
+/// flushed, so that the lines of several ranks on one terminal or in one pipe do not mix.
 ///
 /// Local:   no communication.
 /// Threads: any may call.
@@ -20,7 +20,7 @@ class Console {
   [[gnu::format(printf, 2, 3)]] void print(const char* format, ...) const;
 
   /// Prints on the rank that calls it, whichever it is, with "[rank r] " before each line.
-  [[gnu::format(printf, 2, 3)]] void insist(const char* format, ...) const;
+  [[gnu::format(printf, 2, 3)]] void force_print(const char* format, ...) const;
 
  private:
   void write(const std::string& text) const;

@@ -25,7 +25,7 @@ TEST(ConsoleTest, Rank0SpeaksForAll) {
 }
 
 TEST(ConsoleTest, AnyRankMayInsistAndIsNamedOnEachLine) {
-  const auto speak = [](const Console& console) { console.insist("one\ntwo %d\n", 2); };
+  const auto speak = [](const Console& console) { console.force_print("one\ntwo %d\n", 2); };
   EXPECT_EQ(printed_on(0, speak), "[rank 0] one\n[rank 0] two 2\n");
   EXPECT_EQ(printed_on(3, speak), "[rank 3] one\n[rank 3] two 2\n");
 }
