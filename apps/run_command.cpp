@@ -197,7 +197,8 @@ void add_output_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->type_name(kFolder)
       ->group(group);
   app.add_option("--tee", words.tee,
-                 "Ranks whose output is also shown: rank0, all, none, or in torchrun's form: "
+                 "Ranks whose output is also shown: rank0 (and lines of others that begin with "
+                 "'[rank R] '), all, none, or in torchrun's form: "
                  "3, or 0:1,1:2 (local rank:1 stdout, 2 stderr, 3 both)")
       ->capture_default_str()
       ->group(group);

@@ -19,7 +19,8 @@ class Console {
   /// the caller's.
   [[gnu::format(printf, 2, 3)]] void print(const char* format, ...) const;
 
-  /// Prints on the rank that calls it, whichever it is, with "[rank r] " before each line.
+  /// Prints on the rank that calls it, whichever it is, with "[rank r] " before each line. The
+  /// launcher shows such lines under --tee rank0, too.
   [[gnu::format(printf, 2, 3)]] void force_print(const char* format, ...) const;
 
  private:

@@ -10,7 +10,9 @@ namespace cohort::launch {
 
 /// Which ranks' output goes to the launcher's own stdout and stderr, beside the log files.
 enum class Tee {
-  kRank0,   ///< Rank 0's bytes as they are; a terminal stays a terminal for it.
+  /// Rank 0's bytes as they are; a terminal stays a terminal for it. Of other ranks R only lines
+  /// that begin with "[rank R] " (Console::force_print).
+  kRank0,
   kAll,     ///< Every local rank, line by line, each line after "[rank r] ".
   kNone,    ///< Log files only.
   kChosen,  ///< What RunOptions::tee_streams names, line by line like kAll.

@@ -79,30 +79,30 @@ bool Stream::pump() {
 
 void Stream::finish() {
   source_.reset();
-  if (line_.empty()) return;
-  line_ += '\n';
-  options_.terminal->write(options_.prefix + line_);
+  if (!line_.empty()) show_line(line_);
   line_.clear();
 }
 
 void Stream::show(std::string_view bytes) {
-  if (options_.prefix.empty()) {
+  if (options_.prefix.empty() && options_.line_start.empty()) {
     options_.terminal->write(bytes);
     return;
   }
   line_.append(bytes);
-  std::string whole;
   size_t begin = 0;
   for (size_t end = line_.find('\n'); end != std::string::npos; end = line_.find('\n', begin)) {
-    whole.append(options_.prefix).append(line_, begin, end + 1 - begin);
+    show_line(std::string_view(line_).substr(begin, end - begin));
     begin = end + 1;
   }
   line_.erase(0, begin);
-  if (line_.size() > kLongestLine) {
-    whole.append(options_.prefix).append(line_).append("\n");
-    line_.clear();
-  }
-  options_.terminal->write(whole);
+  if (line_.size() <= kLongestLine) return;
+  show_line(line_);
+  line_.clear();
+}
+
+void Stream::show_line(std::string_view line) {
+  if (!line.starts_with(options_.line_start)) return;
+  options_.terminal->write((options_.prefix + std::string(line)).append("\n"));
 }
 
 }  // namespace cohort::launch

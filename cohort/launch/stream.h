@@ -33,6 +33,8 @@ class Stream {
     bool append = false;           ///< Not emptied: what an earlier round wrote stays.
     Terminal* terminal = nullptr;  ///< Outlives the stream; null: log file only.
     std::string prefix;  ///< Not empty: whole lines go to the terminal, each after this text.
+    /// Not empty: only whole lines that begin with this text go to the terminal.
+    std::string line_start;
   };
   /// `logs` outlives the stream.
   /// Errors: ConfigError if the log file cannot be made.
@@ -52,12 +54,13 @@ class Stream {
 
  private:
   void show(std::string_view bytes);
+  void show_line(std::string_view line);
 
   Fd source_;
   LogWriter* logs_;
   Options options_;
   std::shared_ptr<LogWriter::File> log_;
-  std::string line_;  // The unfinished line, when prefixing.
+  std::string line_;  // The unfinished line, where whole lines are shown.
 };
 
 }  // namespace cohort::launch

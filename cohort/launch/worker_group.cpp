@@ -59,11 +59,14 @@ Stream WorkerGroup::make_stream(const Worker& worker, int which, Channel& channe
   options.log_path =
       log_file(context_.log_dir, worker.rank, which == kStdout ? "stdout" : "stderr");
   options.append = node_.round > 1 || worker.restarts > 0;
+  const std::string name = "[rank " + std::to_string(worker.rank) + "] ";
   if (context_.options.shown_streams(worker.rank, worker.local_rank) & which) {
     options.terminal = &terminal(which);
-    if (context_.options.tee != Tee::kRank0) {
-      options.prefix = "[rank " + std::to_string(worker.rank) + "] ";
-    }
+    if (context_.options.tee != Tee::kRank0) options.prefix = name;
+  } else if (context_.options.tee == Tee::kRank0 && worker.rank != 0) {
+    // What this rank prints by force.
+    options.terminal = &terminal(which);
+    options.line_start = name;
   }
   return Stream(std::move(channel.launcher), context_.logs, std::move(options));
 }

@@ -511,7 +511,8 @@ void Trainer::save(int64_t epoch) {
 
 void Trainer::tell_damaged(int64_t lines, const char* where) const {
   if (lines > 0)
-    console_.force_print("%lld malformed lines%s were left out\n", static_cast<long long>(lines), where);
+    console_.force_print("%lld malformed lines%s were left out\n", static_cast<long long>(lines),
+                         where);
 }
 
 // Waits until the servers have what all trainers pushed.
