@@ -9,6 +9,7 @@
 #include <netinet/in.h>
 #include <sstream>
 #include <sys/socket.h>
+#include <thread>
 #include <unistd.h>
 
 #include "cohort/base/env.h"
@@ -16,6 +17,9 @@
 #include "cohort/base/fd.h"
 
 namespace cohort::comm {
+
+using Clock = std::chrono::steady_clock;
+
 namespace {
 
 // Numeric text of an IPv4 or routable IPv6 address; empty for others.
@@ -64,17 +68,20 @@ int listen_on(int port, const std::string& host) {
   return fd.release();
 }
 
-Addresses resolve_master(const std::string& host, int port, int type) {
-  int error = 0;
-  Addresses addresses = resolve(host, port, type, error);
-  if (error != 0) {
-    throw ConfigError("MASTER_ADDR=" + host + " does not resolve: " + gai_strerror(error));
+Addresses resolve_master(const std::string& host, int port, int type, Clock::time_point deadline) {
+  while (true) {
+    int error = 0;
+    Addresses addresses = resolve(host, port, type, error);
+    if (error == 0) return addresses;
+    if (Clock::now() >= deadline)
+      throw ConfigError("MASTER_ADDR=" + host + " does not resolve: " + gai_strerror(error));
+    std::this_thread::sleep_until(
+        std::min(deadline, Clock::now() + std::chrono::milliseconds(500)));
   }
-  return addresses;
 }
 
-std::string local_address_towards(const std::string& host, int port) {
-  const Addresses addresses = resolve_master(host, port, SOCK_DGRAM);
+std::string local_address_towards(const std::string& host, int port, Clock::time_point deadline) {
+  const Addresses addresses = resolve_master(host, port, SOCK_DGRAM, deadline);
   std::string result;
   for (const addrinfo* a = addresses.get(); a != nullptr && result.empty(); a = a->ai_next) {
     const Fd fd(socket(a->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));

@@ -1,6 +1,7 @@
 // The socket questions of a rendezvous: the port that rank 0 listens on, this machine's addresses
 // and interfaces.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -13,14 +14,17 @@ namespace cohort::comm {
 /// Errors: ConfigError that names the port, for one that is taken or forbidden.
 int listen_on(int port, const std::string& host = "");
 
-/// Returns the addresses of rank 0's host for sockets of `type`; at least one.
+/// Returns the addresses of rank 0's host for sockets of `type`; at least one. Looks again until
+/// `deadline`: a pod's name resolves once the pod has an address.
 /// Errors: ConfigError that names MASTER_ADDR if it does not resolve.
-Addresses resolve_master(const std::string& host, int port, int type);
+Addresses resolve_master(const std::string& host, int port, int type,
+                         std::chrono::steady_clock::time_point deadline);
 
 /// Returns the IP address of the interface through which packets to `host`:`port` leave. Nothing is
 /// sent.
-/// Errors: ConfigError if `host` does not resolve or no route leads to it.
-std::string local_address_towards(const std::string& host, int port);
+/// Errors: ConfigError if `host` does not resolve until `deadline`, or no route leads to it.
+std::string local_address_towards(const std::string& host, int port,
+                                  std::chrono::steady_clock::time_point deadline);
 
 /// A network interface and its first address; IPv4 before IPv6.
 struct Interface {

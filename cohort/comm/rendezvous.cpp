@@ -300,7 +300,7 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
     rendezvous.interface = asked.name;
     rendezvous.address = !asked.name.empty() ? asked.address
                          : info.store_file.empty()
-                             ? local_address_towards(info.master_addr, info.master_port)
+                             ? local_address_towards(info.master_addr, info.master_port, deadline)
                              : "127.0.0.1";
     const Fd agent = info.agent_store ? await_agent_store(info, deadline) : Fd();
     const StoreConnection connection = connect_store(info, deadline, options.timeout);

@@ -112,7 +112,7 @@ std::mutex& connecting() {
 
 Fd find_store(const std::string& host, int port, Deadline deadline,
               const std::function<std::string(const Fd& connection)>& talk) {
-  const Addresses addresses = resolve_master(host, port, SOCK_STREAM);
+  const Addresses addresses = resolve_master(host, port, SOCK_STREAM, deadline);
   std::string why;
   for (milliseconds pause{10};; pause = std::min(pause * 2, milliseconds(500))) {
     for (const addrinfo* address = addresses.get(); address != nullptr;

@@ -8,12 +8,14 @@
 #include <poll.h>
 #include <set>
 #include <string>
+#include <sys/socket.h>
 #include <unistd.h>
 #include <vector>
 
 #include "cohort/base/env.h"
 #include "cohort/base/program.h"
 #include "cohort/base/secret.h"
+#include "cohort/base/tcp.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/hang_detector.h"
@@ -36,6 +38,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kCongestedPoll{50};
 constexpr int kTailLines = 20;
+constexpr int kResolvePollMs = 500;
 
 // A process without standard descriptors would give their numbers to its pipes.
 void open_standard_descriptors() {
@@ -60,11 +63,13 @@ class Launcher {
  private:
   int run_static();
   int run_elastic();
+  void wait_for_endpoint();
   void bind_store();
   void poll_servers();
   void poll_group();
   JobOutcome stop_servers(JobOutcome job);
   int finish_elastic();
+  Directive stopped() const;
   std::optional<int> run_round();
   std::string job_secret(const NodeInfo& node) const;
   void start_round(const NodeInfo& node);
@@ -196,7 +201,28 @@ void Launcher::bind_store() {
                             : listen_again(reach, store_.port, options_.master_port);
 }
 
+// A host's name may come to resolve later: a pod's does once the pod has an address.
+void Launcher::wait_for_endpoint() {
+  const Endpoint endpoint = parse_endpoint(options_.rdzv_endpoint);
+  const auto deadline = Clock::now() + options_.rdzv_timeout;
+  for (bool told = false; Clock::now() < deadline && !stop_requested(); told = true) {
+    int error = 0;
+    resolve(endpoint.host, endpoint.port, SOCK_STREAM, error);
+    if (error == 0) return;
+    if (!told) {
+      print_line("--rdzv-endpoint " + endpoint.text() + " does not resolve yet: " +
+                 ::gai_strerror(error) + "; waiting until --rdzv-timeout");
+      err_.flush();
+    }
+    pollfd signal{signals_.fd(), POLLIN, 0};
+    ::poll(&signal, 1, kResolvePollMs);
+    while (const auto arrived = signals_.next()) handle_signal(*arrived);
+  }
+}
+
 int Launcher::run_elastic() {
+  wait_for_endpoint();
+  if (stop_requested()) return conclude(stopped());
   rendezvous_ = std::make_unique<RendezvousThread>(options_);
   while (true) {
     node_.reset();
@@ -263,11 +289,14 @@ int Launcher::finish_elastic() {
   rendezvous_->finish(code, why);
   if (end_ && code == kExitOk && !group_)
     print_line("the job ended before a round admitted this node");
-  return conclude(
-      end_
-          ? *end_
-          : Directive{
-                Directive::Kind::kEnd, {}, code, "stopped by signal " + signal_name(stop_signal_)});
+  return conclude(end_ ? *end_ : stopped());
+}
+
+Directive Launcher::stopped() const {
+  return {Directive::Kind::kEnd,
+          {},
+          128 + stop_signal_,
+          "stopped by signal " + signal_name(stop_signal_)};
 }
 
 // The same in all rounds and on all nodes. No worker receives the launchers' own secret.

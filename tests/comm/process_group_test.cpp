@@ -214,7 +214,7 @@ TEST(ProcessGroupTest, AnUnreachableMasterIsNamedWithinTheTimeout) {
 
 TEST(ProcessGroupTest, AHostNameThatDoesNotResolveIsNamed) {
   try {
-    local_address_towards("no-such-host.invalid", 80);
+    local_address_towards("no-such-host.invalid", 80, std::chrono::steady_clock::now());
     FAIL();
   } catch (const ConfigError& error) {
     EXPECT_NE(one_line(error).find("MASTER_ADDR=no-such-host.invalid does not resolve"),

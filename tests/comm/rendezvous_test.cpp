@@ -273,9 +273,10 @@ TEST(RendezvousTest, DifferentWorldSizesAreNamedOnEveryRank) {
 TEST(RendezvousTest, AHostThatDoesNotResolveIsNamed) {
   RankInfo lost = info_of(1, 2, 80);
   lost.master_addr = "no-such-host.invalid";
-  expect_each_says(join_all({lost}), "MASTER_ADDR=no-such-host.invalid does not resolve");
+  expect_each_says(join_all({lost}, seconds(1)),
+                   "MASTER_ADDR=no-such-host.invalid does not resolve");
   try {
-    ProcessGroup group(lost, {.interface = "lo"});
+    ProcessGroup group(lost, {.rendezvous_timeout = seconds(1), .interface = "lo"});
     FAIL();
   } catch (const ConfigError& error) {
     expect_each_says({one_line(error)}, "MASTER_ADDR=no-such-host.invalid does not resolve");

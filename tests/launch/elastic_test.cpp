@@ -480,6 +480,27 @@ TEST_F(ElasticTest, TooFewNodesAreAnErrorInTime) {
       << alone.err;
 }
 
+TEST(EndpointTest, AHostThatDoesNotResolveIsWaitedForAndNamed) {
+  const auto start = [](const std::string& timeout) {
+    return std::make_unique<Launched>(cohort_run_sh(
+        {"--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid", "--rdzv-timeout", timeout},
+        "echo started"));
+  };
+  const std::string waits = "--rdzv-endpoint no-such-host.invalid:29400 does not resolve yet: ";
+  const Ended late = start("1")->wait();
+  EXPECT_EQ(late.exit_code, 2);
+  EXPECT_EQ(late.out, "");
+  EXPECT_TRUE(holds(late.err, waits)) << late.err;
+  EXPECT_TRUE(holds(late.err, "no-such-host.invalid:29400: expected a host that resolves, got "))
+      << late.err;
+  const auto waiting = start("600");
+  waiting->wait_for_err(waits);
+  waiting->send(SIGTERM);
+  const Ended stopped = waiting->wait();
+  EXPECT_EQ(stopped.exit_code, 143);
+  EXPECT_TRUE(holds(stopped.err, "stopped by signal 15")) << stopped.err;
+}
+
 TEST_F(ElasticTest, ANodeOfAnotherJobIsRefused) {
   const auto first = start(0, {"--nnodes", "1:2", "--rdzv-id", "a"}, "echo up; exec sleep 1000");
   first->read_lines(1);

@@ -228,6 +228,18 @@ class CheckReadmeTest(unittest.TestCase):
         self.append("examples/data_parallel.cpp", "// changed\n")
         self.expect_fault("README.md: its example or figures are not the present ones")
 
+    def test_a_listing_that_is_not_the_file(self):
+        self.append("examples/clusters/ssh.sh", "# changed\n")
+        self.expect_fault("clusters.md: its example or figures are not the present ones")
+        self.assertEqual(self.check("--write")[0], 0)
+        self.assertIn("# changed\n```\n", self.text("docs/clusters.md"))
+
+    def test_a_listing_of_no_file_or_without_a_block(self):
+        self.append("docs/ddp.md", "\n<!-- file examples/absent.sh -->\n```sh\n```\n")
+        self.append("docs/ps.md", "\n<!-- file examples/clusters/ssh.sh -->\n")
+        self.expect_fault("ddp.md lists examples/absent.sh: No such file or directory")
+        self.expect_fault("ps.md: expected a block of code after each <!-- file ... -->")
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -46,6 +46,7 @@ def one_node_cluster():
         settings = {
             "ClusterName": "ways", "SlurmctldHost": f"{host}(127.0.0.1)", "SlurmUser": "root", "SlurmdUser": "root",
             "AuthType": "auth/none", "CredType": "cred/none", "MpiDefault": "none", "ProctrackType": "proctrack/pgid",
+            "AuthInfo": "cred_expire=5", "SchedulerParameters": "sched_interval=1,batch_sched_delay=0",
             "TaskPlugin": "task/none", "JobAcctGatherType": "jobacct_gather/none", "SelectType": "select/linear",
             "SlurmctldPort": free_port(), "SlurmdPort": free_port(), "StateSaveLocation": folder,
             "SlurmdSpoolDir": folder + "/spool", "SlurmctldPidFile": folder + "/ctld.pid",
