@@ -8,6 +8,7 @@
 #include "cohort/base/atomic_file.h"
 #include "cohort/cli/group_flags.h"
 #include "cohort/cli/option_flags.h"
+#include "cohort/train/progress.h"
 #include "cohort/translate/training_options.h"
 
 #include "apps/nmt/commands.h"
@@ -46,14 +47,21 @@ void print_samples(const text::ParallelText& pairs, const std::vector<std::strin
 }
 
 int run(EvaluateFlags& flags) {
-  const auto& options = flags.evaluation;
+  auto options = flags.evaluation;
   const auto precision = flags.model.precision;
   const auto group = flags.group.connect();
   auto [model, tokenizers] = load_trained(flags.model);
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
+  train::Progress progress;
+  if (group.rank() == 0 && train::is_terminal(STDERR_FILENO)) {
+    options.on_batch = [&](int64_t done, int64_t total) {
+      progress.update({.phase = "evaluation", .step = done, .num_steps = total});
+    };
+  }
   const auto result =
       translate::evaluate(model, corpus, pairs.target, tokenizers.target, group, options);
+  progress.finish();
   group.close();
   if (group.rank() != 0) return 0;
   if (!flags.output.empty()) {

@@ -1,7 +1,8 @@
 // Progress of training for the eye: bars redrawn in place on a terminal, plain lines elsewhere.
 //
 //   epoch 3 [===>       ] 120/400  loss 3.412  lr 2.1e-04  8,115 tok/s  01:12 left
-//   2 ranks: rank 0 [============] 4,060 | rank 1 [===========>] 4,055 tok/s
+//   2 ranks: rank 0 [============] 4,060 loss 3.402 | rank 1 [===========>] 4,055 loss 3.421 tok/s
+//   validation [===>       ] 12/40  00:31 left
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -15,12 +16,14 @@ namespace cohort::train {
 
 /// How far training is. The step counts from 1 within the epoch.
 struct ProgressState {
+  std::string phase{};  ///< Empty: training, by its epoch. Else shown in the epoch's place.
   int64_t epoch = 0;
   int64_t step = 0;
   int64_t num_steps = 0;  ///< Steps of the epoch; 0: not known, and no bar is drawn.
-  double loss = 0.0;
+  double loss = 0.0;      ///< Shown while training, as is the learning rate.
   double learning_rate = 0.0;
   std::vector<double> rank_tokens_per_s{};  ///< One figure a rank.
+  std::vector<double> rank_losses{};        ///< One a rank, or none.
   /// All ranks' together; unset: the sum of the above, which is too much if that leaves out
   /// waiting.
   std::optional<double> tokens_per_s{};

@@ -78,7 +78,8 @@ double total(const std::vector<double>& values) {
 std::string epoch_line(const ProgressState& state, const ProgressTimes& times, int width,
                        ProgressGlyphs glyphs) {
   const bool counted = state.num_steps > 0;
-  const std::string head = "epoch " + std::to_string(state.epoch);
+  const std::string head =
+      state.phase.empty() ? "epoch " + std::to_string(state.epoch) : state.phase;
   std::string count = std::to_string(state.step);
   if (counted) {
     const std::string all = std::to_string(state.num_steps);
@@ -94,8 +95,9 @@ std::string epoch_line(const ProgressState& state, const ProgressTimes& times, i
     std::string text;
     int importance;
   };
-  std::vector<Figure> figures = {{print("loss %.3f", state.loss), 4},
-                                 {print("lr %.1e", state.learning_rate), 1}};
+  std::vector<Figure> figures;
+  if (state.phase.empty())
+    figures = {{print("loss %.3f", state.loss), 4}, {print("lr %.1e", state.learning_rate), 1}};
   if (!state.rank_tokens_per_s.empty()) {
     const double all = state.tokens_per_s.value_or(total(state.rank_tokens_per_s));
     figures.push_back({grouped(all) + " tok/s", 2});
@@ -127,23 +129,28 @@ std::string epoch_line(const ProgressState& state, const ProgressTimes& times, i
   return assemble(bar(share, std::min(room, kMaxBar), glyphs) + " ");
 }
 
-std::string ranks_line(const std::vector<double>& rates, int width, ProgressGlyphs glyphs) {
+std::string ranks_line(const ProgressState& state, int width, ProgressGlyphs glyphs) {
+  const std::vector<double>& rates = state.rank_tokens_per_s;
+  const bool has_losses = state.rank_losses.size() == rates.size();
   const std::string head = std::to_string(rates.size()) + " ranks";
   const double fastest = *std::max_element(rates.begin(), rates.end());
-  const auto all = [&](const char* label, int cells) {
+  const auto all = [&](const char* label, int cells, bool losses) {
     std::string line = head + ": ";
     for (size_t rank = 0; rank < rates.size(); ++rank) {
       line += (rank == 0 ? "" : " | ") + std::string(label) + std::to_string(rank) + " ";
       if (cells > 0) line += bar(fastest > 0 ? rates[rank] / fastest : 0.0, cells, glyphs) + " ";
       line += grouped(rates[rank]);
+      if (losses) line += print(" loss %.3f", state.rank_losses[rank]);
     }
     return line + " tok/s";
   };
   const bool bars = glyphs != ProgressGlyphs::kNone;
-  for (const auto& [label, cells] :
-       {std::pair{"rank ", 12}, {"rank ", 8}, {"", 8}, {"", 4}, {"", 0}}) {
-    std::string line = all(label, bars ? cells : 0);
-    if (columns(line) <= width) return line;
+  for (const bool losses : {has_losses, false}) {
+    for (const auto& [label, cells] :
+         {std::pair{"rank ", 12}, {"rank ", 8}, {"", 8}, {"", 4}, {"", 0}}) {
+      std::string line = all(label, bars ? cells : 0, losses);
+      if (columns(line) <= width) return line;
+    }
   }
   const auto end = [&](const char* name, auto place) {
     return std::string(name) + " rank " + std::to_string(place - rates.begin()) + " " +
@@ -164,7 +171,7 @@ std::vector<std::string> render_progress(const ProgressState& state, const Progr
   width = std::max(width, 1);
   std::vector<std::string> lines = {epoch_line(state, times, width, glyphs)};
   if (state.rank_tokens_per_s.size() > 1) {
-    std::string ranks = ranks_line(state.rank_tokens_per_s, width, glyphs);
+    std::string ranks = ranks_line(state, width, glyphs);
     if (glyphs == ProgressGlyphs::kNone) {
       lines[0] += "  " + ranks;
     } else {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <nlohmann/json.hpp>
 #include <torch/types.h>
 
@@ -54,12 +55,14 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   text::ChrfStats chrf;
   std::vector<int64_t> numbers;
   std::vector<std::string> translations;
-  for (const auto& indices : plan.batches) {
-    const nmt::Batch batch = make_batch(corpus, indices);
+  Evaluation result;
+  const auto timed = [](double& seconds, const auto& work) {
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  const auto translate_batch = [&](const nmt::Batch& batch, std::span<const int32_t> indices) {
     const std::vector<int64_t> batch_numbers(indices.begin(), indices.end());
-    nll_sum += std::get<1>(model->forward(batch)).item<double>();
-    num_tokens += batch.num_target_tokens;
-    if (!options.translate) continue;
     const auto results =
         nmt::search(model, batch.source_BS, batch.source_lengths_B, options.search, batch_numbers);
     for (size_t row = 0; row < indices.size(); ++row) {
@@ -70,6 +73,16 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
       bleu += text::bleu_statistics(translations.back(), reference, options.bleu);
       chrf += text::chrf_statistics(translations.back(), reference, options.chrf);
     }
+  };
+  int64_t num_done = 0;
+  for (const auto& indices : plan.batches) {
+    const nmt::Batch batch = make_batch(corpus, indices);
+    timed(result.loss_seconds,
+          [&] { nll_sum += std::get<1>(model->forward(batch)).item<double>(); });
+    num_tokens += batch.num_target_tokens;
+    if (options.translate)
+      timed(result.translate_seconds, [&] { translate_batch(batch, indices); });
+    if (options.on_batch) options.on_batch(++num_done, std::ssize(plan.batches));
   }
   at::Tensor loss = at::tensor({nll_sum}, at::kDouble);
   group.all_reduce(loss);
@@ -81,7 +94,6 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   bleu.sys_len = totals[1];
   bleu.ref_len = totals[2];
 
-  Evaluation result;
   result.loss = loss.item<double>() / static_cast<double>(std::max<int64_t>(totals[0], 1));
   if (options.translate) {
     result.bleu = text::bleu_score(bleu, options.bleu);

@@ -1,5 +1,6 @@
 // Distributed evaluation: every sentence once, on some rank; sums over ranks equal one process's.
 #pragma once
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,9 @@ struct EvaluationOptions {
   text::BleuOptions bleu;
   text::ChrfOptions chrf;
   bool translate = true;  ///< false: only the loss.
+  /// evaluate: called after each of this rank's batches, with how many are done and how many there
+  /// are.
+  std::function<void(int64_t done, int64_t total)> on_batch;
 };
 
 struct Evaluation {
@@ -28,6 +32,8 @@ struct Evaluation {
   text::BleuScore bleu;
   text::ChrfScore chrf;
   std::vector<std::string> translations;  ///< On rank 0, in the corpus's order; empty elsewhere.
+  double loss_seconds = 0;                ///< This rank's time to compute the loss ...
+  double translate_seconds = 0;  ///< ... and to translate, without waiting for other ranks.
 };
 
 /// Loss, BLEU and chrF of `model` on `corpus`, whose raw target text is `references`.

@@ -16,8 +16,9 @@ struct StepVotes {
   /// By rank along the data axes: target tokens per second. A rank fills in its own, the others
   /// are 0.
   std::vector<double> rank_tokens_per_s;
+  std::vector<double> rank_losses;  ///< Likewise, as many: mean over its target tokens.
 
-  /// Returns 6 + rank_tokens_per_s.size() numbers, whose sums over ranks `unpack` reads.
+  /// Returns 6 + 2 * rank_tokens_per_s.size() numbers, whose sums over ranks `unpack` reads.
   std::vector<double> pack() const;
   static StepVotes unpack(std::span<const double> sums);
 };

@@ -237,6 +237,21 @@ void TrainingRun::report_validation(const ValidScores& scores, double train_loss
   }
 }
 
+// A line for each GPU of each host.
+void TrainingRun::report_gpus(const std::vector<std::string>& gpu_use) const {
+  for (size_t rank = 0; rank < gpu_use.size(); ++rank) {
+    const std::vector<GpuUseSummary> gpus = parse_gpu_use(gpu_use[rank]);
+    for (size_t i = 0; i < gpus.size(); ++i) {
+      log_.info("gpu", {{"host_of_rank", rank},
+                        {"gpu", i},
+                        {"busy_percent", gpus[i].percent.mean},
+                        {"busy_percent_peak", gpus[i].percent.peak},
+                        {"memory_gib", gpus[i].memory_gib.mean},
+                        {"memory_gib_peak", gpus[i].memory_gib.peak}});
+    }
+  }
+}
+
 void TrainingRun::validate() {
   const auto start = Clock::now();
   progress_.clear();
@@ -244,15 +259,24 @@ void TrainingRun::validate() {
   const auto gpu_use = group_.gather_object(gpu_watch_.take());
   // Not a number before the first update: 0 / 0.
   const double train_loss = state_.loss_sum / static_cast<double>(state_.token_sum);
-  const double tokens_per_s = static_cast<double>(state_.token_sum) / state_.train_seconds;
+  const double train_seconds = state_.train_seconds;
+  const double tokens_per_s = static_cast<double>(state_.token_sum) / train_seconds;
   state_.loss_sum = 0;
   state_.token_sum = 0;
   state_.train_seconds = 0;
   // Scored and saved as they are used later.
   const optim::AveragesInPlace smoothed(updater_->average());
   const auto whole = updater_->model().unsharded();
+  EvaluationOptions evaluation_options = options_.evaluation;
+  train::Progress progress;  // of its own: the epoch's clock runs on
+  if (group_.rank() == 0 && !options_.quiet) {
+    evaluation_options.on_batch = [&](int64_t done, int64_t total) {
+      progress.update({.phase = "validation", .step = done, .num_steps = total});
+    };
+  }
   const Evaluation evaluation = evaluate(model_, data_.valid, data_.valid_text.target,
-                                         data_.tokenizers.target, data_group_, options_.evaluation);
+                                         data_.tokenizers.target, data_group_, evaluation_options);
+  progress.finish();
   ValidScores scores{.loss = evaluation.loss};
   if (options_.evaluation.translate) {
     scores.bleu = evaluation.bleu.score;
@@ -267,6 +291,10 @@ void TrainingRun::validate() {
     state_.best_update = state_.updates;
   }
   report_validation(scores, train_loss, tokens_per_s);
+  log_.info("seconds", {{"training", train_seconds},
+                        {"validation", evaluation.loss_seconds},
+                        {"translation", evaluation.translate_seconds}});
+  report_gpus(gpu_use);
   if (improved)
     checkpoints_.save_best(state_now(), updater_->parts(Replicated::kOnce).at("weights"));
   if (group_.rank() == 0) {

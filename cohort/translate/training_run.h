@@ -73,6 +73,7 @@ class TrainingRun {
   data::BatchOptions batch_options() const;
   void validate();
   void report_validation(const ValidScores& scores, double train_loss, double tokens_per_s) const;
+  void report_gpus(const std::vector<std::string>& gpu_use) const;
   void release_free_memory_sometimes();
   bool is_valid_update() const;
   bool is_save_due() const;
@@ -112,9 +113,9 @@ class TrainingRun {
   bool save_is_due_ = false;  // the same on all writers
   Clock::time_point released_;
 
-  StepVotes own_;        // loss, tokens and speed that this rank has not sent yet
+  StepVotes own_;        // losses, tokens and speed that this rank has not sent yet
   double loss_sum_ = 0;  // of the last update
-  std::vector<double> rank_speeds_;
+  std::vector<double> rank_speeds_, rank_losses_;
   bool time_is_up_ = false;
   bool is_asked_ = false;
   std::optional<AsyncSum> async_sum_;  // ps-async: how votes travel

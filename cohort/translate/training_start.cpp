@@ -72,7 +72,9 @@ TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData da
   open_record();
   report_start();
   rank_speeds_.resize(static_cast<size_t>(data_group_.size()));
+  rank_losses_.resize(rank_speeds_.size());
   own_.rank_tokens_per_s = rank_speeds_;
+  own_.rank_losses = rank_losses_;
   if (!is_async(options.servers)) return;
   async_sum_.emplace(
       group_, own_.pack().size(), [this] { return own_votes().pack(); },

@@ -17,8 +17,10 @@ void TrainingRun::update(const Update& update, int64_t step, int64_t num_steps) 
     own_.loss_sum += own.nll_sum;
     own_.tokens += static_cast<double>(own.own_tokens);
   }
-  own_.rank_tokens_per_s[static_cast<size_t>(data_group_.rank())] =
-      is_counted ? static_cast<double>(own.own_tokens) / own.compute_seconds : 0;
+  const auto rank = static_cast<size_t>(data_group_.rank());
+  const auto own_tokens = static_cast<double>(own.own_tokens);
+  own_.rank_tokens_per_s[rank] = is_counted ? own_tokens / own.compute_seconds : 0;
+  own_.rank_losses[rank] = is_counted ? own.nll_sum / own_tokens : 0;
   if (async_sum_) {
     exchange_in_background(update, own);
   } else {
@@ -45,6 +47,7 @@ void TrainingRun::take_votes(const StepVotes& all) {
   time_is_up_ = time_is_up_ || all.time_is_up;
   is_asked_ = is_asked_ || all.is_asked_to_stop;
   rank_speeds_ = all.rank_tokens_per_s;
+  rank_losses_ = all.rank_losses;
 }
 
 void TrainingRun::exchange_votes(const Update& update, const UpdateReport& own) {
@@ -130,6 +133,7 @@ void TrainingRun::report_trained(const UpdateReport& own, int64_t step, int64_t 
                     .loss = loss_sum_ / tokens,
                     .learning_rate = updater_->learning_rate(),
                     .rank_tokens_per_s = rank_speeds_,
+                    .rank_losses = rank_losses_,
                     .tokens_per_s = async_sum_ ? std::nullopt : std::optional(tokens / seconds)});
 }
 

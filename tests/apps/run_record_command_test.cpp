@@ -60,6 +60,9 @@ TEST_F(RunRecordCommandTest, ARunOnTwoRanksLeavesItsRecordAndItsPage) {
   const Ended first = shell(gpus + train("--after-epochs 2 --disp-freq 4u --quiet"));
   ASSERT_EQ(first.code, 0) << first.output;
   EXPECT_EQ(first.output.find("report: "), std::string::npos) << "--quiet: " << first.output;
+  EXPECT_EQ(first.output.find("validation "), std::string::npos) << "--quiet: " << first.output;
+  EXPECT_EQ(count(first.output, " gpu host_of_rank=0 gpu=0 busy_percent=87 "), 2) << first.output;
+  EXPECT_EQ(count(first.output, " seconds training="), 2) << first.output;
   const Ended second = shell(gpus + train("--after-epochs 3 --disp-freq 4u --quiet"));
   ASSERT_EQ(second.code, 0) << second.output;
   std::map<std::string, int> types;
@@ -118,6 +121,9 @@ TEST_F(RunRecordCommandTest, TheLastLinesAreCurvesOnATerminalAndPlainElsewhere) 
     const Ended ended = shell(std::string("LC_ALL=") + locale + " TERM=xterm script -qec '" +
                               train("--after-epochs 4 --overwrite") + "' /dev/null");
     ASSERT_EQ(ended.code, 0) << ended.output;
+    EXPECT_NE(ended.output.find("\nvalidation "), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find(" | rank 1 "), std::string::npos) << ended.output;
+    EXPECT_GT(count(ended.output, " loss "), 2) << ended.output;
     const size_t summary = ended.output.find("loss, training");
     ASSERT_NE(summary, std::string::npos) << ended.output;
     EXPECT_EQ(ended.output.find("\xE2\x96\x88", summary) != std::string::npos, blocks)

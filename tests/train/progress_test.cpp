@@ -57,6 +57,26 @@ TEST(RenderProgressTest, GivesEachRankItsBar) {
             "64 ranks: slowest rank 0 1,000 | fastest rank 0 1,000 tok/s");
 }
 
+TEST(RenderProgressTest, ShowsEachRanksLossWhereItFits) {
+  auto two = state({4060, 3045});
+  two.rank_losses = {3.402, 3.4219};
+  EXPECT_EQ(render_progress(two, kTimes, 100, ProgressGlyphs::kAscii)[1],
+            "2 ranks: rank 0 [============] 4,060 loss 3.402 | rank 1 [=========>  ] 3,045 loss "
+            "3.422 tok/s");
+  EXPECT_EQ(render_progress(two, kTimes, 70, ProgressGlyphs::kAscii)[1],
+            "2 ranks: 0 [====] 4,060 loss 3.402 | 1 [===>] 3,045 loss 3.422 tok/s");
+  EXPECT_EQ(render_progress(two, kTimes, 53, ProgressGlyphs::kAscii)[1],
+            "2 ranks: 0 [====] 4,060 | 1 [===>] 3,045 tok/s");
+}
+
+TEST(RenderProgressTest, APhaseHasABarAndATimeAndNoLoss) {
+  const ProgressState validation{.phase = "validation", .step = 12, .num_steps = 40};
+  EXPECT_EQ(render_progress(validation, kTimes, 60, ProgressGlyphs::kNone)[0],
+            "validation 12/40  01:12 left");
+  EXPECT_EQ(render_progress(validation, kTimes, 44, ProgressGlyphs::kAscii)[0],
+            "validation [===>         ] 12/40  01:12 left");
+}
+
 TEST(RenderProgressTest, TheTotalMayBeLessThanTheRanksSpeedsWithoutWaiting) {
   auto waited = state({4060, 3045});
   waited.tokens_per_s = 6090;

@@ -1,5 +1,6 @@
 #include "cohort/translate/evaluation.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
@@ -74,7 +75,21 @@ TEST(EvaluationTest, ThreeRanksGiveTheLossAndScoreOfOne) {
         evaluate(model, corpus, references, tokenizer, alone, options).translations;
     for (size_t i = 0; i < references.size(); i += 2) references[i] = translations[i];
     const Evaluation one = evaluate(model, corpus, references, tokenizer, alone, options);
-    const Evaluation all = evaluate(model, corpus, references, tokenizer, group, options);
+    auto watched = options;
+    std::vector<int64_t> done;
+    int64_t total = 0;
+    watched.on_batch = [&](int64_t batches, int64_t of) {
+      done.push_back(batches);
+      total = of;
+    };
+    const Evaluation all = evaluate(model, corpus, references, tokenizer, group, watched);
+    ASSERT_FALSE(done.empty());
+    EXPECT_TRUE(std::ranges::is_sorted(done));
+    EXPECT_EQ(done.front(), 1);
+    EXPECT_EQ(done.back(), total);
+    EXPECT_EQ(std::ssize(done), total);
+    EXPECT_GT(all.loss_seconds, 0);
+    EXPECT_GT(all.translate_seconds, 0);
     EXPECT_NEAR(all.loss, one.loss, 1e-12);  // sums of some 200 terms near 4 in another order
     EXPECT_GT(one.bleu.score, 10);
     EXPECT_LT(one.bleu.score, 90);

@@ -14,12 +14,13 @@ std::vector<double> sum(const StepVotes& first, const StepVotes& second) {
 }
 
 TEST(StepVotesTest, NumbersAreSummedOverRanks) {
-  const StepVotes all =
-      StepVotes::unpack(sum({.loss_sum = 1.5, .tokens = 3, .rank_tokens_per_s = {7, 0}},
-                            {.loss_sum = 2, .tokens = 5, .rank_tokens_per_s = {0, 9}}));
+  const StepVotes all = StepVotes::unpack(
+      sum({.loss_sum = 1.5, .tokens = 3, .rank_tokens_per_s = {7, 0}, .rank_losses = {0.5, 0}},
+          {.loss_sum = 2, .tokens = 5, .rank_tokens_per_s = {0, 9}, .rank_losses = {0, 0.4}}));
   EXPECT_EQ(all.loss_sum, 3.5);
   EXPECT_EQ(all.tokens, 8);
   EXPECT_EQ(all.rank_tokens_per_s, (std::vector<double>{7, 9}));
+  EXPECT_EQ(all.rank_losses, (std::vector<double>{0.5, 0.4}));
 }
 
 // Each flag by itself, of either rank or of both, and no other with it.
