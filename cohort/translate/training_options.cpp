@@ -48,7 +48,7 @@ TextValue valid_freq(TrainingOptions& o) {
   };
   const auto set = [&o](const std::vector<std::string>& given) {
     const auto [count, unit] =
-        parse_frequency("--valid-freq", given.front(), "ue", "500u (updates) or 1e (epochs)");
+        parse_frequency("--valid-freq", given.front(), "eu", "500u (updates) or 1e (epochs)");
     o.valid_freq_updates = unit == 'u' ? static_cast<int64_t>(count) : 0;
     o.valid_freq_epochs = unit == 'e' ? static_cast<int64_t>(count) : 0;
   };

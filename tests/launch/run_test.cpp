@@ -80,9 +80,10 @@ TEST(RunTest, EachStreamOfEachRankHasItsLog) {
 }
 
 TEST(RunTest, LinesThatARankForcesAreShown) {
-  Launched run(cohort_run_sh({"--nproc-per-node", "3"},
-                             "printf \"[rank $RANK] \"; echo forced; echo ' [rank 1] no'; echo '[rank 2]'; "
-                             "echo '[rank 0] of another'; [ $RANK != 2 ] || printf '[rank 2] last' >&2"));
+  Launched run(
+      cohort_run_sh({"--nproc-per-node", "3"},
+                    "printf \"[rank $RANK] \"; echo forced; echo ' [rank 1] no'; echo '[rank 2]'; "
+                    "echo '[rank 0] of another'; [ $RANK != 2 ] || printf '[rank 2] last' >&2"));
   const Ended ended = run.wait();
   EXPECT_EQ(sorted_lines(ended.out),
             (Lines{" [rank 1] no", "[rank 0] forced", "[rank 0] of another", "[rank 1] forced",
