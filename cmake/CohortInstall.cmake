@@ -47,6 +47,8 @@ if(COHORT_BUILD_APPS)
     endif()
   endforeach()
 endif()
+configure_file(${PROJECT_SOURCE_DIR}/cmake/cohort.pc.in ${PROJECT_BINARY_DIR}/cohort.pc @ONLY)
+install(FILES ${PROJECT_BINARY_DIR}/cohort.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/cohortConfig.cmake.in
   ${PROJECT_BINARY_DIR}/cohortConfig.cmake INSTALL_DESTINATION ${destination})
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/cohortConfigVersion.cmake

@@ -56,7 +56,8 @@ function(cohort_add_backend name)
 endfunction()
 
 function(cohort_warnings target)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers -Werror)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers
+    $<$<BOOL:${COHORT_WERROR}>:-Werror>)
 endfunction()
 
 # Precompiled headers (libtorch takes 20 seconds to read) reused by every target that asks. What more of libtorch they

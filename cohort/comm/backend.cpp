@@ -57,6 +57,15 @@ std::vector<fs::path> search_folders() {
     folders.push_back(program.parent_path());
     folders.push_back((program.parent_path() / "../lib").lexically_normal());
   }
+  // Every program loads this library; the backends installed with it lie beside it or below.
+  Dl_info base{};
+  if (dladdr(reinterpret_cast<const void*>(&env_string), &base) != 0) {
+    const fs::path library = fs::canonical(base.dli_fname, error);
+    if (!error) {
+      folders.push_back(library.parent_path());
+      folders.push_back(library.parent_path() / "cohort/lib");
+    }
+  }
   return folders;
 }
 

@@ -44,7 +44,8 @@ void register_backend(const std::string& name, BackendPlugin plugin);
 ///
 /// Looks at backends that the program registered, at those built in ("gloo"), then for the file
 /// `libcohort_<name>.so` in the folders of COHORT_BACKEND_PATH (a colon between two), the program's
-/// folder, its ../lib, and where the dynamic loader looks. A file is loaded once and never
+/// folder, its ../lib, the folder of libcohort_base.so and cohort/lib in it, where an installation
+/// has its own, and where the dynamic loader looks. A file is loaded once and never
 /// unloaded. Threads: any. Local; reads files. Errors: ConfigError if the name is not [a-z0-9_]+,
 /// if nothing is called so (lists the names that exist and the
 ///         places that were searched), or if the file cannot be loaded, exports no
