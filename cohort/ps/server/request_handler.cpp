@@ -71,7 +71,8 @@ RequestHandler::~RequestHandler() {
 }
 
 void RequestHandler::close() {
-  for (Pending& pending : waiting_) pending.done(reply(Code::kLost, "the server is shutting down"));
+  for (auto& [step, pending] : waiting_)
+    pending.done(reply(Code::kLost, "the server is shutting down"));
   for (auto& [place, pending] : out_of_order_)
     pending.done(reply(Code::kLost, "the server is shutting down"));
   for (Unsynced& answer : unsynced_) answer.done(reply(Code::kLost, "the server is shutting down"));
@@ -290,10 +291,10 @@ bool RequestHandler::has_room(const Pending& pending) const {
          kept_bytes_ + bytes_of_message(pending) <= options_.max_queue_bytes / 2;
 }
 
-void RequestHandler::wait(Pending& pending) {
+void RequestHandler::wait(Pending& pending, uint64_t step) {
   if (!has_room(pending)) return pending.done(reply(Code::kBusy, "too many requests are waiting"));
   kept_bytes_ += bytes_of_message(pending);
-  waiting_.push_back(std::move(pending));
+  waiting_.emplace(step, std::move(pending));
 }
 
 void RequestHandler::initial(Pending& pending) {
@@ -313,9 +314,10 @@ void RequestHandler::pull(Pending& pending) {
   const JobOptions& job = *state.job();
   const bool is_trainer = header.trainer != kNoTrainer;
   if (is_trainer) note_confirmed(header.trainer, header.step);
+  if (is_trainer && job.mode == Mode::kSync && state.steps() < header.step)
+    return wait(pending, header.step);
   const bool too_early =
-      is_trainer && ((job.mode == Mode::kSync && state.steps() < header.step) ||
-                     state.trainer(header.trainer)->last_sequence < header.sequence);
+      is_trainer && state.trainer(header.trainer)->last_sequence < header.sequence;
   // The next push of a trainer does not depend on its predictions.
   const bool is_bounded = is_trainer && job.mode == Mode::kAsync && job.max_staleness >= 0 &&
                           !(header.flags & kPrediction);
@@ -455,7 +457,7 @@ void RequestHandler::restore(Pending& pending) {
     kept_bytes_ -= bytes_of_message(old);
     old.done(reply(Code::kReplaced, "the job was rolled back to a checkpoint"));
   };
-  for (Pending& old : waiting_) refuse(old);
+  for (auto& [step, old] : waiting_) refuse(old);
   for (auto& [place, old] : out_of_order_) refuse(old);
   waiting_.clear();
   out_of_order_.clear();
@@ -545,7 +547,8 @@ void RequestHandler::save(Pending& pending) {
     return pending.done(reply(Code::kFailed, "save: expected the state after step " +
                                                  std::to_string(step) + ", it is that after step " +
                                                  std::to_string(state.steps())));
-  if (durable_.is_saving() || (is_sync && state.steps() < step)) return wait(pending);
+  if (is_sync && state.steps() < step) return wait(pending, step);
+  if (durable_.is_saving()) return wait(pending);
   durable_.begin_save(pending.request.text, nonce,
                       [this, nonce, steps = state.steps()](const std::string& reason) {
                         saving_.outcome = reason;
@@ -599,32 +602,53 @@ void RequestHandler::finish_batch(Time now) {
   kill_point("before the answer");
   for (Unsynced& answer : unsynced_) answer.done(std::move(answer.reply));
   unsynced_.clear();
-  std::optional<uint64_t> progress;
-  // Each once: those that must wait longer go to the end.
-  for (size_t left = waiting_.size(); left > 0; --left) {
-    Pending pending = std::move(waiting_.front());
-    waiting_.pop_front();
-    kept_bytes_ -= bytes_of_message(pending);
-    if (failure_.empty() && now - pending.arrived >= kLongPollTimeout) {
-      if (!progress) progress = save_progress();
-      const bool saves = pending.request.call == Call::kSave && durable_.is_saving();
-      Reply not_yet = reply(Code::kNotYet, saves ? "a checkpoint is being written" : waiting_for());
-      not_yet.progress = *progress;
-      pending.done(std::move(not_yet));
-    } else {
+  answer_waiting();
+  end_long_polls(now);
+}
+
+// Each once: those that must wait longer come back. An error that ends the server leaves the others
+// to close().
+void RequestHandler::answer_waiting() {
+  const uint64_t closed = failure_.empty() ? durable_.state().steps() : UINT64_MAX;
+  std::multimap<uint64_t, Pending> due;
+  while (!waiting_.empty() && waiting_.begin()->first <= closed)
+    due.insert(waiting_.extract(waiting_.begin()));
+  try {
+    while (!due.empty()) {
+      Pending pending = std::move(due.extract(due.begin()).mapped());
+      kept_bytes_ -= bytes_of_message(pending);
       answer(pending);
     }
+  } catch (...) {
+    waiting_.merge(due);
+    throw;
   }
-  for (auto entry = out_of_order_.begin(); entry != out_of_order_.end();) {
-    Pending& pending = entry->second;
-    if (now - pending.arrived < kLongPollTimeout && failure_.empty()) {
-      ++entry;
-      continue;
+}
+
+void RequestHandler::end_long_polls(Time now) {
+  const auto end_in = [&](auto& kept, bool at_once, const auto& not_yet) {
+    for (auto entry = kept.begin(); entry != kept.end();) {
+      Pending& pending = entry->second;
+      if (now - pending.arrived < kLongPollTimeout && !at_once) {
+        ++entry;
+        continue;
+      }
+      kept_bytes_ -= bytes_of_message(pending);
+      pending.done(not_yet(pending));
+      entry = kept.erase(entry);
     }
-    kept_bytes_ -= bytes_of_message(pending);
-    pending.done(reply(Code::kNotYet, "an earlier push of this trainer is missing"));
-    entry = out_of_order_.erase(entry);
-  }
+  };
+  std::optional<uint64_t> progress;
+  end_in(waiting_, /*at_once=*/false, [&](const Pending& pending) {
+    if (!progress) progress = save_progress();
+    const bool saves = pending.request.call == Call::kSave && durable_.is_saving();
+    Reply answer = reply(Code::kNotYet, saves ? "a checkpoint is being written" : waiting_for());
+    answer.progress = *progress;
+    return answer;
+  });
+  end_in(out_of_order_, !failure_.empty(), [this](const Pending&) {
+    return reply(Code::kNotYet, "an earlier push of this trainer is missing");
+  });
 }
 
 void RequestHandler::tick(Time now) {

@@ -75,7 +75,10 @@ class RequestHandler {
   void check_folder(const char* call, const std::string& folder) const;
   void process_out_of_order(uint32_t trainer);
   bool has_room(const Pending& pending) const;
-  void wait(Pending& pending);
+  /// Keeps the request until `step` is closed; 0: until the next batch.
+  void wait(Pending& pending, uint64_t step = 0);
+  void answer_waiting();
+  void end_long_polls(Time now);
   void handle_lost_trainer(uint32_t trainer, Time now);
   void drop_absent_trainers(Time now);
   void evict(Time now);
@@ -105,7 +108,9 @@ class RequestHandler {
   // By trainer: the last step that its process has confirmed. Not in the log: every heartbeat
   // repeats it.
   std::map<uint32_t, uint64_t> confirmed_;
-  std::list<Pending> waiting_;  // Pulls and checkpoints that cannot be answered yet.
+  // Pulls and checkpoints that cannot be answered yet, by the step that they wait for; 0: for what
+  // any batch may bring.
+  std::multimap<uint64_t, Pending> waiting_;
   // Pushes that arrived before an earlier one of their trainer: by trainer and sequence.
   std::multimap<std::pair<uint32_t, uint64_t>, Pending> out_of_order_;
   int64_t kept_bytes_ = 0;  // Of messages in the two.
