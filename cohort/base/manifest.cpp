@@ -218,9 +218,11 @@ std::string Manifest::to_json() const {
 void Manifest::add(const Manifest& other, const std::string& where) {
   files.insert(other.files.begin(), other.files.end());
   for (const auto& [part, tensors] : other.parts) {
+    auto& known_tensors = parts[part];  // may be empty: an optimizer without state
     for (const auto& [name, tensor] : tensors) {
       StoredTensor& known =
-          parts[part].try_emplace(name, StoredTensor{tensor.dtype, tensor.shape, {}}).first->second;
+          known_tensors.try_emplace(name, StoredTensor{tensor.dtype, tensor.shape, {}})
+              .first->second;
       if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
         throw ConfigError(where + ": ranks do not agree on " + name + " of " + part + ": " +
                           cohort::to_string(known.dtype) + " " + cohort::to_string(known.shape) +

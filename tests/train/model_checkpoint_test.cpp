@@ -51,10 +51,11 @@ at::Tensor batch() {
   return at::arange(20, at::kDouble).cos().view({4, 5});
 }
 
-const std::vector<std::string> kKinds = {"sgd", "adam", "adamw", "rmsprop", "adagrad"};
+const std::vector<std::string> kKinds = {"plain sgd", "sgd", "adam", "adamw", "rmsprop", "adagrad"};
 
 TorchOptimizer make_optimizer(const std::string& kind, const std::vector<at::Tensor>& parameters) {
   using namespace torch::optim;
+  if (kind == "plain sgd") return std::make_unique<SGD>(parameters, SGDOptions(0.01));
   if (kind == "sgd") return std::make_unique<SGD>(parameters, SGDOptions(0.01).momentum(0.9));
   if (kind == "adam") return std::make_unique<Adam>(parameters, AdamOptions(0.01).amsgrad(true));
   if (kind == "adamw") return std::make_unique<AdamW>(parameters, AdamWOptions(0.01));
@@ -116,6 +117,20 @@ void with_model(const std::string& wrapper, Net net, const comm::ProcessGroup& g
     parallel::ParallelModel<Net> model(net, group, {.strategy = parallel::parse_strategy(wrapper)});
     call(model);
   }
+}
+
+TEST(ModelCheckpointTest, AnOptimizerWithoutStateIsSavedAndLoaded) {
+  const test::SharedFolder folder;
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    Net net;
+    parallel::FullyShardedDataParallel<Net> model(net, group);
+    torch::optim::Adam adam(model.parameters());
+    save(model, adam, folder / "before the first step");
+    save(model, folder / "no optimizer");
+    load(model, adam, folder / "before the first step");
+    EXPECT_TRUE(adam.state().empty());
+    EXPECT_THROW(load(model, adam, folder / "no optimizer"), ConfigError);
+  });
 }
 
 // Saved by 2 ranks, as two of the wrappers, in the foreground and the background; loaded by 1 and 3
