@@ -122,7 +122,7 @@ TEST_F(RunRecordCommandTest, TheLastLinesAreCurvesOnATerminalAndPlainElsewhere) 
                               train("--after-epochs 4 --overwrite") + "' /dev/null");
     ASSERT_EQ(ended.code, 0) << ended.output;
     EXPECT_NE(ended.output.find("\nvalidation "), std::string::npos) << ended.output;
-    EXPECT_NE(ended.output.find(" | rank 1 "), std::string::npos) << ended.output;
+    EXPECT_NE(ended.output.find(" | 1 "), std::string::npos) << ended.output;
     EXPECT_GT(count(ended.output, " loss "), 2) << ended.output;
     const size_t summary = ended.output.find("loss, training");
     ASSERT_NE(summary, std::string::npos) << ended.output;
