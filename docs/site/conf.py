@@ -9,6 +9,8 @@ myst_heading_anchors = 3
 breathe_projects = {"cohort": os.environ["COHORT_SITE_XML"]}
 breathe_default_project = "cohort"
 breathe_default_members = ("members",)
+# Each header opens namespace cohort again.
+suppress_warnings = ["duplicate_declaration.cpp"]
 html_theme = "furo"
 html_title = f"Cohort {release}"
 html_copy_source = False
