@@ -1,4 +1,4 @@
-// Training with shared-out state against one process that holds everything.
+// Training with sharded state against one process that holds everything.
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>
 
