@@ -47,6 +47,7 @@ if(COHORT_BUILD_APPS)
     endif()
   endforeach()
 endif()
+file(RELATIVE_PATH COHORT_PC_PREFIX ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 configure_file(${PROJECT_SOURCE_DIR}/cmake/cohort.pc.in ${PROJECT_BINARY_DIR}/cohort.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/cohort.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 configure_package_config_file(${PROJECT_SOURCE_DIR}/cmake/cohortConfig.cmake.in

@@ -14,7 +14,7 @@
 
 namespace cohort::parallel {
 
-/// The ladder; docs/strategies.md tells when to take which.
+/// What each rank holds; docs/strategies.md tells when to take which.
 enum class Strategy {
   kDdp,     ///< Everything.
   kZero1,   ///< A share of the optimizer's state: Shard::kOptimizer.

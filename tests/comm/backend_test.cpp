@@ -192,15 +192,16 @@ TEST_F(BackendTest, AFolderCalledLikeABackendIsNone) {
 
 // As in an installation, whose backends lie in lib/cohort/lib: a program of the user's finds them.
 TEST_F(BackendTest, AFileBelowTheFolderOfTheBaseLibraryIsFound) {
-  const fs::path lib = fs::path(std::getenv("COHORT_BIN")) / "../lib";
-  const fs::path installed = lib.lexically_normal() / "cohort/lib";
+  const char* bin = std::getenv("COHORT_BIN");
+  ASSERT_NE(bin, nullptr) << "expected COHORT_BIN, the folder of the programs that were built";
+  const fs::path installed = (fs::path(bin) / "../lib/cohort/lib").lexically_normal();
   fs::create_directories(installed);
   fs::copy_file(plugin_folder() / "libcohort_hccl_meta.so", installed / "libcohort_beside_base.so",
                 fs::copy_options::overwrite_existing);
   search({});
   EXPECT_EQ(error_of("beside_base"), "no error");
   EXPECT_TRUE(contains(error_of("nonesuch"), installed.string() + ", the dynamic loader's path"));
-  fs::remove_all(installed.parent_path());
+  fs::remove(installed / "libcohort_beside_base.so");
 }
 
 // Runs `body` on ranks that are threads of this process with a backend each.
