@@ -14,7 +14,7 @@
 namespace cohort::launch {
 namespace {
 
-constexpr size_t kMostBytes = 4 << 20;
+constexpr size_t kMostQueuedBytes = 4 << 20;
 
 }  // namespace
 
@@ -88,7 +88,7 @@ void LogWriter::write(const std::shared_ptr<File>& file, std::string_view bytes)
 
 bool LogWriter::congested() const {
   const std::lock_guard lock(queue_->mutex);
-  return queue_->bytes > kMostBytes;
+  return queue_->bytes > kMostQueuedBytes;
 }
 
 bool LogWriter::flush() const {

@@ -20,7 +20,7 @@
 namespace cohort::launch {
 namespace {
 
-constexpr int kLastReads = 64;     // More than a pipe holds.
+constexpr int kLastLogReads = 64;  // More than a pipe holds.
 constexpr size_t kSocketName = 8;  // "/4095" and more.
 
 // A folder that this user alone may enter; a socket's path has 107 bytes at most.
@@ -236,7 +236,7 @@ bool ServerGroup::clear(Server& server) {
   server.pid = -1;
   server.running = false;
   if (!server.log) return ended;
-  for (int reads = 0; reads < kLastReads && server.log->pump(); ++reads) {
+  for (int reads = 0; reads < kLastLogReads && server.log->pump(); ++reads) {
   }
   server.log->finish();
   server.log.reset();
