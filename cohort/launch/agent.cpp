@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <set>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include "cohort/base/env.h"
 #include "cohort/base/program.h"
@@ -102,7 +100,6 @@ void Agent::end_group() {
   for (const std::string& line : group_->end()) print_line(line);
 }
 
-// One iteration of the event loop: waits for events, then handles all of them.
 void Agent::run_once() {
   wait_for_events();
   while (const auto signal = signals_.next()) handle_signal(*signal);

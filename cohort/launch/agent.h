@@ -5,6 +5,7 @@
 #include <memory>
 #include <poll.h>
 #include <string>
+#include <unistd.h>
 #include <vector>
 
 #include "cohort/launch/hang_detector.h"

@@ -79,7 +79,7 @@ bool Stream::pump() {
 
 void Stream::finish() {
   source_.reset();
-  if (!line_.empty()) show_line(line_);
+  if (!line_.empty()) options_.terminal->write(shown(line_));
   line_.clear();
 }
 
@@ -89,20 +89,24 @@ void Stream::show(std::string_view bytes) {
     return;
   }
   line_.append(bytes);
+  std::string whole;
   size_t begin = 0;
   for (size_t end = line_.find('\n'); end != std::string::npos; end = line_.find('\n', begin)) {
-    show_line(std::string_view(line_).substr(begin, end - begin));
+    whole += shown(std::string_view(line_).substr(begin, end - begin));
     begin = end + 1;
   }
   line_.erase(0, begin);
-  if (line_.size() <= kLongestLine) return;
-  show_line(line_);
-  line_.clear();
+  if (line_.size() > kLongestLine) {
+    whole += shown(line_);
+    line_.clear();
+  }
+  options_.terminal->write(whole);
 }
 
-void Stream::show_line(std::string_view line) {
-  if (!line.starts_with(options_.line_start)) return;
-  options_.terminal->write((options_.prefix + std::string(line)).append("\n"));
+// What the terminal gets of a line: nothing if the line is not to be shown.
+std::string Stream::shown(std::string_view line) const {
+  if (!line.starts_with(options_.line_start)) return "";
+  return options_.prefix + std::string(line) + "\n";
 }
 
 }  // namespace cohort::launch

@@ -54,7 +54,7 @@ class Stream {
 
  private:
   void show(std::string_view bytes);
-  void show_line(std::string_view line);
+  std::string shown(std::string_view line) const;
 
   Fd source_;
   LogWriter* logs_;
