@@ -39,9 +39,9 @@ def main():
         if f"{expected['updates'] + 5} updates" not in resumed:
             sys.exit(f"expected a run that resumes after update {expected['updates']}, got: {resumed}")
         lines = [json.loads(line) for line in (model / "history.jsonl").read_text().splitlines()]
-        first = [line["update"] for line in lines if line["type"] == "train"][-1]
-        if first <= expected["updates"]:
-            sys.exit(f"expected updates after {expected['updates']} in the history, got {first}")
+        last = [line["update"] for line in lines if line["type"] == "train"][-1]
+        if last <= expected["updates"]:
+            sys.exit(f"expected updates after {expected['updates']} in the history, got {last}")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ std::string printed_on(int rank, const Speak& speak) {
   return text;
 }
 
-TEST(ConsoleTest, Rank0SpeaksForAll) {
+TEST(ConsoleTest, PrintIsOfRank0Alone) {
   const auto speak = [](const Console& console) { console.print("%d of %s\n", 7, "nine"); };
   EXPECT_EQ(printed_on(0, speak), "7 of nine\n");
   EXPECT_EQ(printed_on(1, speak), "");
 }
 
-TEST(ConsoleTest, AnyRankMayInsistAndIsNamedOnEachLine) {
+TEST(ConsoleTest, ForcePrintNamesTheRankOnEachLine) {
   const auto speak = [](const Console& console) { console.force_print("one\ntwo %d\n", 2); };
   EXPECT_EQ(printed_on(0, speak), "[rank 0] one\n[rank 0] two 2\n");
   EXPECT_EQ(printed_on(3, speak), "[rank 3] one\n[rank 3] two 2\n");
