@@ -108,8 +108,8 @@ class RequestHandler {
   // By trainer: the last step that its process has confirmed. Not in the log: every heartbeat
   // repeats it.
   std::map<uint32_t, uint64_t> confirmed_;
-  // Pulls and checkpoints that cannot be answered yet, by the step that they wait for; 0: for what
-  // any batch may bring.
+  // Pulls and checkpoints that cannot be answered yet, by the step that they wait for. Those of key
+  // 0 wait for something else and are tried again after every batch.
   std::multimap<uint64_t, Pending> waiting_;
   // Pushes that arrived before an earlier one of their trainer: by trainer and sequence.
   std::multimap<std::pair<uint32_t, uint64_t>, Pending> out_of_order_;
