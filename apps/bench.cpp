@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
 //
 //   cohort run --nproc-per-node 2 -- cohort bench ddp --layers 8 --width 1024 --hook bf16

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort checkpoint`: what a checkpoint holds, whether it is whole, and one file for each part.
 #include <CLI/CLI.hpp>
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The dispatcher: `cohort run` and `cohort completion` are built in, `cohort NAME` executes
 // `cohort-NAME` beside it.
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort completion SHELL`: the script that completes cohort's commands, flags and values.
 #pragma once
 #include <filesystem>

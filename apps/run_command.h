@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run`: flags to options.
 #pragma once
 #include <vector>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each collective over Gloo, or a step of one strategy, sends and takes, beside what is predicted.
 //
 //   cohort run --nproc-per-node 4 -- build/release/bin/collective_costs [--strategy zero3]

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank sends in each collective of ProcessGroup over Gloo on one host, message by message.
 // docs/collectives.md has the formulas.
 //

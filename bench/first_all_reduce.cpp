@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The least that a distributed program does: meet, sum one number, leave. bench/compare-start times
 // it from outside.
 #include <ATen/ops/full.h>

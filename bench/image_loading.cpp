@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast pictures are decoded and augmented, and how long a ResNet-18 step waits for them.
 //
 //   build/release/bin/image_loading --workers 2 --steps 10

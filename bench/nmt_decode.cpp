@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Speed of the search with the base translator and random weights, on one thread.
 //
 //   build/release/bin/nmt_decode --beam-size 4 --precision bfloat16

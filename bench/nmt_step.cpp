@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training speed of the base translator on synthetic sentences with a news corpus's lengths.
 //
 //   cohort run --nproc-per-node 2 -- build/release/bin/nmt_step --steps 5

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """What every record in bench/results says of itself, and whether it still speaks of this code.
 
 A benchmark calls start() before it measures and prints finish()'s result after. scripts/check-readme asks why_stale() before

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an embedding table does by itself, without a network: rows pulled and pushed in a second on
 // one core, memory of a row, files, and a table that is four times as large as its memory.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this process has sent over TCP.
 #pragma once
 #include <cstddef>

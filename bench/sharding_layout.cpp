@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two ways to share the base translator's parameters out to ranks: flat, where a bucket's
 // parameters lie end to end in one buffer that is cut evenly (parallel/sharding), and by rows, where
 // each parameter is cut along dimension 0, as PyTorch's FSDP2 does.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the trace and the comparison of calls cost a collective.
 //
 //   cohort run --nproc-per-node 2 -- build/release/bin/trace_cost

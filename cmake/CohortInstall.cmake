@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Installs libraries, public headers and programs, and what find_package(cohort) reads. A library is a component of the same
 # name; components that need the same packages share a file of targets.
 include(CMakePackageConfigHelpers)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The functions that every folder of the project uses.
 
 # cohort_add_library(NAME [SHARED] SOURCES ... HEADERS ... DEPS ... [TORCH])
@@ -61,7 +62,7 @@ function(cohort_warnings target)
 endfunction()
 
 # Precompiled headers (libtorch takes 20 seconds to read) reused by every target that asks. What more of libtorch they
-# held, every source would pay for: GCC instantiates the templates of a precompiled header anew in each, four seconds
+# held, every source would pay for: GCC instantiates the templates of a precompiled header again in each, four seconds
 # a source. Batches of sources (COHORT_UNITY_BUILD) share that cost.
 function(cohort_use_torch_pch target)
   if(NOT TARGET cohort_torch_pch)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds an unpacked libtorch or Python torch, without the CUDA toolkit that TorchConfig.cmake demands.
 #
 # Input:   COHORT_LIBTORCH, a cache variable or environment variable: the folder that holds

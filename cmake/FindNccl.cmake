@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds the headers of NCCL and of the CUDA 13 toolkit that libtorch's NCCL backend is compiled with.
 #
 # Input:   COHORT_NCCL, a cache variable or environment variable: a folder that holds include/nccl.h, where the toolkit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Finds the SentencePiece that scripts/setup builds from its source archive.
 #
 # Input:   COHORT_SENTENCEPIECE, the folder that holds include/ and lib/libsentencepiece*.a.

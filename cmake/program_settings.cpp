@@ -1,5 +1,6 @@
-// Settings of the allocator that a program which computes with tensors is better off with. Whoever
-// sets its own variable, MALLOC_CONF, goes before.
+// SPDX-License-Identifier: Apache-2.0
+// Settings of the allocator that a program which computes with tensors is better off with. A value of
+// your own in MALLOC_CONF takes precedence.
 
 // jemalloc keeps freed pages for the next step rather than give them back to the system. With any
 // finite decay it gave back gigabytes within each step of the base translator and spent a fifth of

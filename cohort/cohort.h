@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All of Cohort that a training program on libtorch uses: process groups, samplers, wrappers of models, optimizers,
 // checkpoints. Needs the components parallel, train and data of find_package(cohort). It does without torch/torch.h, which
 // takes long to read: include what your model needs of it. Parameter servers, images, text and the translator have

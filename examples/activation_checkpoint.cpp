@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory for time: a block keeps its input only, and backward computes the rest again.
 //
 //   $ cohort run --nproc-per-node 2 -- ./activation_checkpoint

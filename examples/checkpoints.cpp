@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Save, save in the background, and load on another number of ranks: the first run stops at step
 // 20, the second one ends what it began.
 //

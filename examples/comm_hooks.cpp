@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Communication hooks of DistributedDataParallel: what travels between ranks instead of gradients.
 //
 //   $ cohort run --nproc-per-node 2 -- ./comm_hooks

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The whole of data parallelism in thirty lines.
 //
 //   $ cohort run --nproc-per-node 2 -- ./data_parallel

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A worker is killed, the launcher starts all of them again, and they resume from the last save.
 //
 //   $ cohort run --nproc-per-node 2 --max-restarts 1 -- ./elastic

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // FSDP: parameters, gradients and optimizer state are sharded; each block is gathered while it runs.
 //
 //   $ cohort run --nproc-per-node 2 -- ./fsdp

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks with unequal numbers of batches: a rank that has run out takes part in the others' steps.
 //
 //   $ cohort run --nproc-per-node 2 -- ./join

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward and backward in 16 bits, parameters and optimizer in float32. float16 needs a scaled loss.
 //
 //   $ cohort run --nproc-per-node 2 -- ./mixed_precision

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameter servers: rows of a table by 64-bit id beside a network, trained by two trainers, each of
 // which sends what it used. Ids get a row when they are first learnt.
 //

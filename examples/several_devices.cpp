@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One process that drives several devices: a replica of the module and a thread for each. Take
 // DistributedDataParallel (data_parallel.cpp) where the program may be several processes.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Batch normalisation over the batches of all ranks, which may differ in size.
 //
 //   $ cohort run --nproc-per-node 2 -- ./sync_batchnorm

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism on a mesh: two ranks compute each layer together, and two such pairs train on
 // different rows.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DDP and ZeRO's three stages by one interface: they train alike, and differ in what a rank holds.
 //
 //   $ cohort run --nproc-per-node 2 -- ./zero

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ZeRO-1 beside DistributedDataParallel: each rank's optimizer updates its shard of the parameters,
 // and holds the state of that shard alone.
 //

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes an English-Chinese corpus from the zh_CN message catalogues of Debian packages.
 
 Usage: corpus_l10n.py OUT_DIR DEB_DIR [--quick]; scripts/corpus-l10n calls it and explains it.

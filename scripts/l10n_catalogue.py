@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the zh_CN message catalogues (GNU .mo files) out of a Debian package, without installing it."""
 import re
 import struct

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides which catalogue entries are sentences that people wrote, and frees them of program marks."""
 import html
 import re

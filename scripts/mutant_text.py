@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutants as text: each names a text of the sources and what to put in its place. No build, no running.
 
 tests/mutants/*.toml hold the mutants. A text must occur exactly once in the .cpp and .h files of cohort/, apps/ and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy of the checkout with its build, in which mutants are built and tested while the checkout stays as it is.
 
 The copy (build/mutants/tree) is mounted over the checkout's own path, in a mount namespace that this process alone

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash disable=SC2034
 # Sourced by the other scripts: where scripts/setup keeps what it makes, and which versions those are.
 # COHORT_CACHE moves the folder; COHORT_LIBTORCH names a libtorch of your own; COHORT_BUNDLE an archive of scripts/bundle.

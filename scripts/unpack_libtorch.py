@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacks the parts of the libtorch wheels that a C++ program on the CPU needs.
 
 Usage: unpack_libtorch.py OUT_DIR WHEEL...

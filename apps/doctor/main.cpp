@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort doctor`: what this machine is and how fast, and which strategy a model needs on it.
 //
 // What is measured between processes takes two of them: the program runs itself twice, and the

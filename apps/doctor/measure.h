@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How fast this machine multiplies matrices and how fast two of its processes sum a tensor.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How large a model is that a command line names.
 #pragma once
 #include <cstdint>

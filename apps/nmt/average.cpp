@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt average`: one model whose weights are the mean of several checkpoints of a run.
 #include <CLI/CLI.hpp>
 #include <cstdio>

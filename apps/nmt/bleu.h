@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt bleu`: sacreBLEU's scores of translated text, with the arguments and the output of
 // the program sacrebleu.
 #pragma once

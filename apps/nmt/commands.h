@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The subcommands of `cohort nmt`: each registers itself and, if chosen, sets what is to run.
 #pragma once
 #include <functional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt evaluate`: loss, BLEU and chrF of a trained model, on one or many ranks.
 #include <CLI/CLI.hpp>
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt export`: a run's best model for another program.
 #include <CLI/CLI.hpp>
 #include <cstdio>

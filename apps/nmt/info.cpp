@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt info`: a model's sizes and its number of parameters.
 #include <CLI/CLI.hpp>
 #include <cstdio>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt`: the translator's commands.
 #include <CLI/CLI.hpp>
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "apps/nmt/model_flags.h"
 
 #include "cohort/cli/parse.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Flags that several commands share: the model's sizes.
 #pragma once
 #include <CLI/CLI.hpp>

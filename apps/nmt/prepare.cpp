@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt prepare`: vocabularies and token cache ahead of training.
 #include "cohort/translate/prepare.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt report`: the page about a run, made again from the run's record.
 #include "cohort/translate/report.h"
 

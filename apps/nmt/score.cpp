@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt score`: log-probabilities of given translations, one line a pair, in order.
 #include <CLI/CLI.hpp>
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt train`: flags, wiring and the last lines.
 #include <CLI/CLI.hpp>
 #include <memory>

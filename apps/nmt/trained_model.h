@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A run's best model with its tokenizers, as the commands that use it find and load it.
 #pragma once
 #include <CLI/CLI.hpp>

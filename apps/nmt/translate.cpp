@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt translate`: lines from stdin to stdout, in order.
 #include <CLI/CLI.hpp>
 #include <cstdio>

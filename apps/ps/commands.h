@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The commands of `cohort ps`, one file each.
 #pragma once
 #include <CLI/CLI.hpp>

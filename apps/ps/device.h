@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a server's dense parameters live.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <c10/core/Device.h>
 
 #include "cohort/ps/module/device_block.h"

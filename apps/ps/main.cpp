@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort ps`: parameter servers, and what to ask them.
 #include <CLI/CLI.hpp>
 #include <functional>

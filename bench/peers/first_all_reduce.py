@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """The peer of `bench/first_all_reduce`: meet through Gloo, sum one number, leave.
 
     torchrun --nproc-per-node 2 bench/peers/first_all_reduce.py

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch training step of the base translator under a strategy: the peer of `bench/nmt_step`.
 
     torchrun --nproc-per-node 2 bench/peers/nmt_ddp.py --steps 5 --warmup 2

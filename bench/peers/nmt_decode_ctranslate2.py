@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """CTranslate2's search with the base translator: the peer of `bench/nmt_decode`.
 
     python bench/peers/nmt_decode_ctranslate2.py --beam-size 4 --precision float32

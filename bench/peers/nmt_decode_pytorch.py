@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Search with the base translator as a PyTorch tutorial writes it: a peer of `bench/nmt_decode`.
 
     python bench/peers/nmt_decode_pytorch.py --beam-size 4

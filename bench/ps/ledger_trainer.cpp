@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trainer whose pushes can be counted afterwards: every gradient is -1, every learning rate 1,
 // all begins with zeros and is summed. So a weight is the number of pushes to it.
 #include <CLI/CLI.hpp>

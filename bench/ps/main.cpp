@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows and keys a second through a parameter server on this machine, beside a plain protobuf
 // service and beside gRPC alone. Prints one line of JSON.
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the parameter server is measured beside: a plain gRPC service, and gRPC alone.
 #pragma once
 #include <cstdint>

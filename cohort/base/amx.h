@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Processors that list AMX without the tiles that it needs.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files that are either complete or absent, even when the power fails.
 #pragma once
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes large files without the page cache.
 #pragma once
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a function was called: a default argument fills it in at the caller's line.
 #pragma once
 

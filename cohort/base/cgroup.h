@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The limits that Linux cgroups (version 1 or 2) set for a process.
 #pragma once
 #include <cstdint>

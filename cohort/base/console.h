@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Printing from a program of many ranks.
 #pragma once
 #include <cstdio>

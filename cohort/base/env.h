@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Typed reading of environment variables. A value that does not parse is an error, never a default.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two error types that Cohort adds to c10's tree, and one-line texts of any exception.
 //
 // c10::Error            what TORCH_CHECK throws

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory that was freed, and that the allocator keeps.
 #pragma once
 

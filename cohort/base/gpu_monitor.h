@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How busy a machine's NVIDIA GPUs are, by the driver's own library.
 #pragma once
 #include <memory>

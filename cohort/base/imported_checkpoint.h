@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints that other programs wrote, in the form of this project's: whole tensors in one or
 // several files. Knows nothing of torch.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of JSON on their way into the fields of structs.
 #pragma once
 #include <concepts>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Refuses JSON in which a key occurs twice. For the readers of this folder's files.
 #pragma once
 #include <functional>

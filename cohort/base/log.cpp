@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The only file that sees spdlog. Its fmt is older than the one libtorch ships, so this file is
 // compiled without libtorch's include folders and includes no header that needs them.
 #include "cohort/base/log.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A rank-tagged log. Each process owns its own Log object; there is no global one.
 //
 // Line on the terminal:  [rank 0/2] info epoch done epoch=3 loss=2.1

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Private to log.cpp: the part of opening a log file that throws our own errors. It is apart
 // because log.cpp cannot include error.h, which needs libtorch's headers.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the machine is that a process runs on.
 #pragma once
 #include <cstdint>

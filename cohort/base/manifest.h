@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a checkpoint's manifest.json says: which tensors there are, and which file holds which of
 // their elements. Knows nothing of torch.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Options as data: one table gives a program's flags with their help, and the record of their values.
 #pragma once
 #include <algorithm>

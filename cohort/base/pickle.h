@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the pickles of state dicts. Nothing that a pickle names is called or looked up: the few
 // names that torch.save writes are understood here, and others refused.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What Linux tells of a process.
 #pragma once
 #include <string>

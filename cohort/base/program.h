@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The outermost frame of every program: exceptions become one line and a stable exit code.
 #pragma once
 #include <functional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads and writes safetensors files: named, typed, shaped byte ranges. Knows nothing of torch.
 //
 // Layout: 8 bytes little-endian header length, JSON header padded with spaces to a multiple of 8,

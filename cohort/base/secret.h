@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A secret that two processes share, and how one proves to the other that it has it.
 #pragma once
 #include <cstddef>

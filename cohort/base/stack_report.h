@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes the main thread's stack to a file when a launcher asks by signal: where does a silent rank
 // hang?
 #pragma once

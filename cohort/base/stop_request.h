@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A request to stop, made by SIGTERM or SIGINT, that a program follows at the next good moment.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints on disk, as files and bytes: writing a rank's share, making the shares one
 // checkpoint, reading elements of whatever shares there are. Knows nothing of torch or ranks.
 //

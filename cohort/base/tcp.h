@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Addresses and connections, as the launcher and the rendezvous of ranks need them.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files of named, typed, shaped tensors that are mapped into memory. Knows nothing of torch.
 #pragma once
 #include <cstddef>

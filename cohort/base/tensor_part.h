@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which elements of a tensor a part of it holds, where it is cut along a dimension: as numbers.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the tensors of files that torch.save wrote. Nothing in them is executed.
 #pragma once
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank is doing at this moment, in a page of memory that its launcher reads: no torch, no
 // locks, no syscalls.
 //

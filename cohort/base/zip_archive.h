@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Entries of a zip archive that are stored as they are: what torch.save writes.
 #pragma once
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Flags from files: --config and --dump-config. The files are YAML, as Marian's: a flag's name
 // without its dashes, and its value; lists for flags of several values, true or false for those of
 // none.

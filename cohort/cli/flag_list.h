@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What CLI11 knows of a program's commands and flags, in the form that help, configuration files
 // and shell completion share.
 #pragma once

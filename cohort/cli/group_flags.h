@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flags of every program for its rank, the rendezvous and the backend.
 #pragma once
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How `--help` looks: the usage with what is required, then flags by topic, two columns, at most
 // 100 wide; a flag's default stands in brackets behind its description.
 #pragma once

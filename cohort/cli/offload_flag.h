@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flag --cpu-offload, of programs that shard models.
 #pragma once
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tables of options (cohort/base/option.h) as flags.
 #pragma once
 #include <CLI/CLI.hpp>

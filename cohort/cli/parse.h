@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads a command line with CLI11; errors are Cohort's.
 #pragma once
 #include <CLI/CLI.hpp>

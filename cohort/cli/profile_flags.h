@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flags that trace some steps of a training program.
 #pragma once
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flags by which trainers, and other clients of servers, show and check certificates.
 #pragma once
 #include <CLI/CLI.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store of torchrun's agent, which c10d serves and c10d's client asks.
 #pragma once
 #include <chrono>

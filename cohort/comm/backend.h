@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backends that carry collectives, by name: built in, registered by the program, or in a shared
 // object beside it. Knows nothing of groups; cohort/comm/process_group.h asks here for the backend
 // that its options name.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether the ranks of a group call the same: when they compare their calls, and the numbers that
 // keep the data of different calls apart. Knows nothing of the network.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/collective_log.h"
 
 #include <algorithm>

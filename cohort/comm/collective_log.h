@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this rank has called, group by group: for the trace page, for the flight record that a rank
 // publishes when a job has failed, and to find where two ranks' calls differ. Knows nothing of the
 // network.

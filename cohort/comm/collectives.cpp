@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The collectives of ProcessGroup, and the object collectives made of them.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>

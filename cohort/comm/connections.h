@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TCP connections of this process, found by where they lead, so that what waits on them can be
 // ended from outside.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds out which ranks are lost, and which called what, after an operation of one rank has failed.
 #pragma once
 #include <ATen/core/ivalue.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a process has once for a group of all ranks and its sub-groups. Not installed.
 #pragma once
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The socket questions of a rendezvous: the port that rank 0 listens on, this machine's addresses
 // and interfaces.
 #pragma once

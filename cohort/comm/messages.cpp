@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // send and recv: messages between two ranks.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What each collective checks, asks of the backend, and leaves to do afterwards. Not installed.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks of one job and their collectives on tensors, over c10d.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inside of ProcessGroup, shared by process_group.cpp (its life) and collectives.cpp and
 // messages.cpp (its operations). Not installed.
 #pragma once

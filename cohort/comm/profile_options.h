@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The options of a Profiler as flags.
 #pragma once
 #include "cohort/base/option.h"

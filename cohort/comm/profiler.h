@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trace of some training steps, for chrome://tracing and Perfetto.
 #pragma once
 #include <ATen/record_function.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rank, world size and rendezvous address of this process, from options or a launcher's
 // environment.
 // Pure: reads variables, opens nothing.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What this process shows its launcher: the page of its last collective and, on a signal, its main
 // thread's stack. One for all groups of the process.
 #pragma once

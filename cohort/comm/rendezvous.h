@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How the ranks of a job find each other: one store, the members registered in it, and this
 // machine's address for the backend.
 #pragma once

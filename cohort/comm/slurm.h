@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the compact lists in Slurm's environment.
 #pragma once
 #include <string>

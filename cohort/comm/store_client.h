@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The client of Cohort's own store.
 #pragma once
 #include <ATen/core/ivalue.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store of a job's rendezvous: which process serves it, and connections to it.
 #pragma once
 #include <ATen/core/ivalue.h>

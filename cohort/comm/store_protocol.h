@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The protocol between Cohort's store and its clients.
 //
 //   client  kStoreGreeting, nonce          both at once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The store that rank 0 serves: keys and values in memory, for clients with the job's secret.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Splits an epoch of examples between ranks. Knows nothing of text, images or networks.
 #pragma once
 #include <cstdint>

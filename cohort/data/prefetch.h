@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prepares items on its own thread while the caller works on the previous one.
 #pragma once
 #include <condition_variable>

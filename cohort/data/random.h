@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A random generator and a shuffle whose results are the same with every compiler and library
 // (those of std::shuffle and std::uniform_int_distribution are not).
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plans batches of sentence pairs of similar length, so that little of a batch is padding, and
 // splits them between ranks so that all ranks take the same number of steps.
 #pragma once

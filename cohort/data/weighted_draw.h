@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Draws numbers in proportion to weights.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads JPEG and PNG files as RGB. Knows nothing of tensors.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A data set of images as a folder of folders: ROOT/<class>/.../<image>.
 #pragma once
 #include <cstdint>

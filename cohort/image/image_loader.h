@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decodes and transforms images on several threads while the network computes.
 #pragma once
 #include <ATen/core/Tensor.h>

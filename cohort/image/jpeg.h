@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // JPEG through libjpeg-turbo: the part of decode.h that is private to this layer.
 #pragma once
 #include <cstdint>

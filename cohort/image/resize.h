@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Resizes decoded pixels into planes of float32, antialiased. Knows nothing of tensors.
 #pragma once
 #include <array>

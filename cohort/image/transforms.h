@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // From an image file to a network's input: crop, resize, flip, normalise. torchvision's usual
 // pair of transforms, with its names and numbers.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What runs the workers of one node: the event loop over signals, terminals, servers and workers.
 // How rounds follow each other is for LocalAgent and ElasticAgent to decide.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The cores of this node, and how its workers share them.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/launch/elastic_agent.h"
 
 #include <netdb.h>

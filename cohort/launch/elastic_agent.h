@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The agent of a node of an elastic job: a rendezvous decides who is in each round.
 #pragma once
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rendezvous endpoint: parses "host:port", listens and connects there.
 #pragma once
 #include <optional>

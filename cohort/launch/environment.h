@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The environment of a worker. The table for users is docs/launch.md.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The handshake of a launcher and the rendezvous server: each proves that it has the job's secret
 // and sends the number of the last message received.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Detects stalled collectives and reports the ranks that others wait for.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starts the workers of one node, monitors them, and cleans up all processes at the end.
 #pragma once
 #include "cohort/launch/options.h"

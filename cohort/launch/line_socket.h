@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lines of text over a TCP connection, without ever waiting.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/launch/local_agent.h"
 
 #include "cohort/base/program.h"

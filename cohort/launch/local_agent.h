@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The agent of a job whose nodes and their ranks are given.
 #pragma once
 #include "cohort/launch/agent.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The folder that holds the workers' logs and error files.
 #pragma once
 #include <string>

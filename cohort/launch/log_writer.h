@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Log files, written on a thread of their own: a disk that hangs does not block the launcher.
 #pragma once
 #include <chrono>

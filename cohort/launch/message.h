@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A message between launchers as text; rendezvous_server.h holds the protocol.
 #pragma once
 #include <algorithm>

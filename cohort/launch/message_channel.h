@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reliable messages between two processes over connections that may break.
 #pragma once
 #include <cstdint>

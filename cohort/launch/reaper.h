@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A helper process that kills the workers of a launcher that was killed.
 #pragma once
 #include <sys/types.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A launcher's connection to the rendezvous server of its job; rendezvous_server.h holds the
 // protocol.
 #pragma once

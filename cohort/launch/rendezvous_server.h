@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rendezvous of the launchers of a multi-node job: assigns node ranks, begins and ends rounds.
 //
 // The launcher that can listen at --rdzv-endpoint hosts it and is node 0; every launcher, that one

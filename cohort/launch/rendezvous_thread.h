@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The thread of a launcher that talks to the other launchers of a multi-node job.
 #pragma once
 #include <deque>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Derives the job's exit code and report from the exits of its processes. Pure: starts and kills
 // nothing.
 #pragma once

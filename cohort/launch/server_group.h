@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parameter servers of a job on this node, beside its workers.
 #pragma once
 #include <chrono>

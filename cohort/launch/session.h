@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The processes of a worker's session, which holds more than the worker's own process group.
 #pragma once
 #include <span>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Signals as data: what would interrupt the launcher becomes something to read.
 #pragma once
 #include <optional>

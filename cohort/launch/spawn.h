@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run` from inside a program: it starts itself once per rank, or a function of it.
 #pragma once
 #include "cohort/launch/options.h"

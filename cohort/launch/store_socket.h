@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The listening socket of the rendezvous store, bound by the launcher before any worker exists.
 #pragma once
 #include "cohort/base/fd.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One stream (stdout or stderr) of one worker, from the worker to its log file and the terminal.
 #pragma once
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The launcher's own stdout or stderr, written without ever making the launcher wait.
 #pragma once
 #include <string>

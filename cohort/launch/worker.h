@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Starting one worker process, and asking how it ended.
 #pragma once
 #include <chrono>

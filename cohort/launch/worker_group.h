@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The workers of one round on this node, from their start to their last byte.
 #pragma once
 #include <chrono>

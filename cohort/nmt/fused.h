@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations of the Transformer for which ATen has no fused form: differentiable ones, then those
 // of inference alone. Values in kernels/. All of them compute on the CPU, on tensors that are
 // there: others are a c10::ValueError. Legend: B sentences, H heads, Q queries, K keys, N rows, D

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sizes of a Transformer. A plain value: flags write it, checkpoints store it.
 #pragma once
 #include <cstdint>

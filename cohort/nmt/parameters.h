@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A Transformer's parameters by name: initial values, and which part of each a shard of a
 // tensor-parallel model holds.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A matrix in the layout that the machine's products like best, for weights that many products
 // share.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Draws a translation's next token at random instead of taking the likeliest.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Search for the likeliest translations: beam search, of which greedy search is the beam of one; or
 // sampling, which draws them at random.
 #pragma once

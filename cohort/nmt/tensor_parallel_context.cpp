@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/nmt/tensor_parallel_context.h"
 
 #include <torch/types.h>

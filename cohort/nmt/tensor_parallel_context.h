@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a Transformer needs from the other ranks where several compute one model (tensor
 // parallelism) and each holds a shard of its parameters. Knows nothing of ranks and of
 // communication.

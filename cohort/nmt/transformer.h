@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The encoder-decoder Transformer as a pure function of tensors; it knows nothing of ranks.
 // Legend: B sentences, S source tokens, T target tokens, D width, H heads, V vocabulary, N rows.
 // Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745.

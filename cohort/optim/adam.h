@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Adam through ATen's fused kernel: one pass over parameter, gradient and both moments.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A smoothed copy of the parameters, which translates better than the last update's.
 #pragma once
 #include <ATen/core/Tensor.h>

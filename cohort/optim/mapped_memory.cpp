@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/optim/mapped_memory.h"
 
 #include <cerrno>

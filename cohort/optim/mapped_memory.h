@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Memory for tensors in a file, for what is used once a step and need not fit into memory.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The learning-rate schedule of the Transformer paper.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/activation_checkpoint.h"
 
 #include <ATen/Context.h>

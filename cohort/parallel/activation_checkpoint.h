@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activation checkpointing of any computation: memory for time. (A run's checkpoints on disk are
 // train/checkpoint.h.)
 #pragma once

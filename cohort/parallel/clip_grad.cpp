@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/clip_grad.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Gradient clipping for every wrapper of a model, by the rules of torch::nn::utils.
 #pragma once
 #include "cohort/parallel/model_wrapper.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a communication hook of DistributedDataParallel is, and the few calls that hooks are written
 // with. The hooks that Cohort brings along are in comm_hooks/.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data parallelism inside one process: a thread per device. DistributedDataParallel is faster; see
 // DataParallel.
 #pragma once

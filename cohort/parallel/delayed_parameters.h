@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parameters that travel outside the buckets, in one piece.
 #pragma once
 #include <vector>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data parallelism: every rank holds the whole model and computes on its own share of the batch.
 #pragma once
 #include <memory>

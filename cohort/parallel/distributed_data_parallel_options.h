@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Options of DistributedDataParallel, with PyTorch's names and meanings; docs/ddp.md has the table.
 #pragma once
 #include <optional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loss scaling for float16, in which small gradients vanish and large ones overflow.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What DistributedDataParallel does around forward and backward, over c10d's Reducer. Not a
 // template.
 #pragma once

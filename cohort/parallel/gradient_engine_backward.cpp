@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backward under DistributedDataParallel: when it begins, what it has brought, how it ends.
 #include <functional>
 #include <torch/csrc/autograd/engine.h>

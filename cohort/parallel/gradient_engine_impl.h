@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inside of GradientEngine, shared by gradient_engine.cpp (its life, forward),
 // gradient_engine_backward.cpp, gradient_engine_join.cpp and gradient_engine_options.cpp. Not
 // installed.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Steps of DistributedDataParallel while ranks run out of batches (join.h).
 #include <ATen/ops/zeros.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The options of DistributedDataParallel: what is refused, and what must agree between ranks.
 #include <sstream>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training when the ranks have unequal numbers of batches.
 #pragma once
 #include <utility>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ranks of a process group as a grid with named axes, one for each kind of parallelism, and the
 // process groups along them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/mixed_precision.h"
 
 #include <ATen/ops/empty_strided.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Swaps a module's parameters for low-precision copies during one forward and its backward.
 #pragma once
 #include <ATen/core/Tensor.h>

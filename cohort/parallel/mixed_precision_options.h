@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The types that a wrapped model computes and communicates in: an option of DistributedDataParallel
 // and of FullyShardedDataParallel.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks' replicas of a model have in common: names, shapes and, once copied, values.
 #pragma once
 #include <ATen/core/Tensor.h>

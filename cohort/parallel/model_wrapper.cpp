@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/model_wrapper.h"
 
 #include <c10/util/Exception.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What DistributedDataParallel, FullyShardedDataParallel and ParallelModel have in common: handles
 // to a module and to the engine that keeps the ranks' copies of it together.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Muon: momentum whose every update is made an orthogonal matrix.
 #pragma once
 #include <ATen/core/Tensor.h>

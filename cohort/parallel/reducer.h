@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // c10d's Reducer with what PyTorch's Python side reaches by other ways, or lacks. For the gradient
 // engine alone.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The process group of an autograd function, from its forward to its backward.
 #pragma once
 #include <torch/csrc/autograd/custom_function.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One interface to the strategies of data parallelism: what of a model each rank holds.
 #pragma once
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which way of sharding a model's training fits into the ranks' memory, by the strategies'
 // formulas. Pure numbers: opens nothing, measures nothing.
 //

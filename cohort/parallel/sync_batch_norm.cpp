@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/sync_batch_norm.h"
 
 #include <ATen/ops/addcmul.h>

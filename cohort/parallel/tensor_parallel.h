@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism: a matrix is cut between the ranks of a group, each computes with its part,
 // and sums over ranks make the results whole. Pieces of autograd for any module.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The parts of a model that the ranks of a tensor-parallel group hold, as parts of the whole model.
 #pragma once
 #include <map>

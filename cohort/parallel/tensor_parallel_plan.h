@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which tensors of a model the ranks of a tensor-parallel group hold in parts: an option of the
 // wrappers.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Finds the tensors inside what a module takes and returns: tensors, tuples, containers, optionals,
 // and structs of the user's. Knows nothing of ranks.
 #pragma once

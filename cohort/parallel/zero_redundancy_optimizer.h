@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ZeRO-1 beside plain DistributedDataParallel: the optimizer's work and state are sharded.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The checksum of messages, log records and files of the parameter server.
 #pragma once
 #include <cstddef>

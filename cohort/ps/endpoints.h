@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lists of "host:port" and "unix:PATH", as flags and environments spell them.
 #pragma once
 #include <optional>

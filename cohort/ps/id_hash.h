@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The hash of 64-bit ids, which spreads them over servers, slots and random streams.
 #pragma once
 #include <cstddef>

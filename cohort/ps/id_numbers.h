@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Distinct ids, numbered in the order of their arrival.
 #pragma once
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a job is: the tables and dense blocks of its servers, and how its trainers work together.
 // Trainer 0 hands it to every server; all must be told the same.
 #pragma once

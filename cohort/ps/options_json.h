@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job's options to and from JSON: one list of fields for each struct, read in both directions.
 #pragma once
 #include <nlohmann/json.hpp>

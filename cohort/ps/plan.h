@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The partition of a model's dense parameters over servers: which block of which parameter lives
 // where. A value; nothing is opened or sent here.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which role this process has in a job with parameter servers: read from Paddle's environment,
 // which `cohort run --servers` sets. Pure: reads variables, opens nothing.
 #pragma once

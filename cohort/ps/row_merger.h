@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums sparse gradients of one table from several pushes.
 #pragma once
 #include <cstdint>

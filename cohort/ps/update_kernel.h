@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loop of update_rule.h, compiled once per instruction set; all give the same bits.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The optimizers that servers run, on plain floats: a dense block or one row of a table.
 //
 // Every rule is made of operations on single elements, in float32 without fused multiply-add: the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A folder for files that are needed for a while.
 #pragma once
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // BLEU as sacreBLEU 2.6.0 computes it, to the last digit of its output line.
 //
 // Papineni et al. 2002; Post 2018 for the signature; Chen and Cherry 2014 for smoothing.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cuts a segment into tokens as sacreBLEU 2.6.0 does before it counts n-grams. Internal to bleu.h.
 #pragma once
 #include <string>

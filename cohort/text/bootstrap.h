@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How sure a score is: the confidence interval that sacreBLEU 2.6.0 finds by drawing sentences
 // again, with the same draws to the last bit.
 //

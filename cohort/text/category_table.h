@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Written by make_category_table.py from regex 2026.11.15, not by hand.
 #pragma once
 

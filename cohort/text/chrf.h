@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // chrF as sacreBLEU 2.6.0 computes it: F-score of character n-grams, and with them (chrF++) of
 // word n-grams.
 //

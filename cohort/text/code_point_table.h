@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Looks a code point up in a generated table. Internal to this folder.
 #pragma once
 #include <algorithm>

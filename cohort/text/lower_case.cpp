@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/text/lower_case.h"
 
 #include <algorithm>

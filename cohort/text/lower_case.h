@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lower case as Python's str.lower gives it: all of Unicode 14, no locale.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Written by make_case_table.py from Unicode 14.0.0, not by hand.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes lower_case_table.h from the Unicode data of the running Python.
 
     python3 cohort/text/make_case_table.py > cohort/text/lower_case_table.h
@@ -57,7 +58,7 @@ def main():
     ignorable = [c for c in LETTERS
                  if ends_in_final_sigma("a" + chr(c)) and not ends_in_final_sigma(chr(c))]
     version = unicodedata.unidata_version
-    print(f"// Written by make_case_table.py from Unicode {version}, not by hand.")
+    print(f"// SPDX-License-Identifier: Apache-2.0\n// Written by make_case_table.py from Unicode {version}, not by hand.")
     print("#pragma once\n#include <cstdint>\n\nnamespace cohort::text::case_table {\n")
     print("struct Mapping {\n  char32_t first, last;\n  uint32_t stride;\n  int32_t distance;\n};")
     print("struct Range {\n  char32_t first, last;\n};")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes category_table.h from the Unicode categories that the package `regex` knows.
 
     python3 cohort/text/make_category_table.py > cohort/text/category_table.h
@@ -13,7 +14,7 @@ CATEGORIES = [("P", "kPunctuation"), ("S", "kSymbol"), ("N", "kNumber")]
 
 def main():
     letters = "".join(map(chr, LETTERS))
-    print(f"// Written by make_category_table.py from regex {regex.__version__}, not by hand.")
+    print(f"// SPDX-License-Identifier: Apache-2.0\n// Written by make_category_table.py from regex {regex.__version__}, not by hand.")
     print("#pragma once\n\nnamespace cohort::text::category_table {\n")
     print("struct Range {\n  char32_t first, last;\n};")
     for category, name in CATEGORIES:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads sentence pairs from the three forms in which parallel text comes.
 #pragma once
 #include <cstdint>

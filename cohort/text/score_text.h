@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How sacreBLEU writes a score. Internal to bleu.h and chrf.h.
 #pragma once
 #include <optional>

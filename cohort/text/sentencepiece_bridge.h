@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The only door to SentencePiece: everything behind it lives in one shared library with hidden
 // symbols, because SentencePiece's own (flags, protobuf) clash with libtorch's and gRPC's.
 //

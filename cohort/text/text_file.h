@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads text files, whole or line by line; shared by the tokenizer and the readers of parallel
 // text.
 #pragma once

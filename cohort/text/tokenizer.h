@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Words to piece ids and back: training and use of a SentencePiece model.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // UTF-8: strict validation, code points, and the white space that Python's str.split knows.
 #pragma once
 #include <cstddef>

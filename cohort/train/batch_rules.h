@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How batch size and learning rate follow the number of ranks.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Curves as HTML with inline SVG: a piece of a page that needs no script and no other file.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training run on disk: tensors as safetensors under plain names, and a manifest written last.
 //
 // What one process writes whole is here, and reading of every checkpoint, into whole tensors or

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The distributed sampler of libtorch's own data loaders.
 #pragma once
 #include <cstddef>

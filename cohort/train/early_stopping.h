@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Decides when validation has stopped improving. Local: decide on one rank and broadcast.
 #pragma once
 #include <cstdint>

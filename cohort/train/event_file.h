@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // TensorBoard's event files: curves and texts of a run, for `tensorboard --logdir`.
 #pragma once
 #include <cstdint>

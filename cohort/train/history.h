@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The history of a run: a file with one JSON object a line, to be read by any tool.
 #pragma once
 #include <concepts>

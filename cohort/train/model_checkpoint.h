@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints of a wrapped model and its optimizer: what a training program calls.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/train/optimizer_state.h"
 
 #include <c10/core/TensorImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of torch::optim's optimizers, by parameter and element. For model_checkpoint.cpp.
 #pragma once
 #include <functional>

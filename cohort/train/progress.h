@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Progress of training for the eye: bars redrawn in place on a terminal, plain lines elsewhere.
 //
 //   epoch 3 [===>       ] 120/400  loss 3.412  lr 2.1e-04  8,115 tok/s  01:12 left

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The drawing half of progress.h: pure functions from figures to text.
 #include <algorithm>
 #include <array>

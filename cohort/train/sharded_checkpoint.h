@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints that all ranks write together, each its own shards, and read together.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Copies of shards, to be written while training continues.
 #pragma once
 #include <cstddef>

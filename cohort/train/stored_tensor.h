@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors as the bytes that checkpoints hold. For the checkpoints' own sources.
 #pragma once
 #include <string>

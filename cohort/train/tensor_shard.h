@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Named tensors, and the shards of them that ranks hold.
 #pragma once
 #include <ATen/core/Tensor.h>

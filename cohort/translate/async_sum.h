@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums of a few numbers over ranks that do not wait for each other.
 #pragma once
 #include <cstddef>

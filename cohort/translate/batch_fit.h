@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How many sentences of each length make a batch that fits into memory, found by trial.
 #pragma once
 #include <cstdint>

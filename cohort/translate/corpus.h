@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parallel text as token ids, and its batches as tensors.
 #pragma once
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trained translator as the folder that CTranslate2 loads, a fast translator of its own.
 #pragma once
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Distributed evaluation: every sentence once, on some rank; sums over ranks equal one process's.
 #pragma once
 #include <functional>

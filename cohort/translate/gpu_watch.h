@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the GPUs of a host do between two validations.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/translate/layer_runner.h"
 
 #include "cohort/parallel/activation_checkpoint.h"

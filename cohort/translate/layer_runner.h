@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a translator's layers run in training.
 #pragma once
 #include "cohort/nmt/transformer.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A parallel loop over the cores of a process.
 #pragma once
 #include <cstddef>

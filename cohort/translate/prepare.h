@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a run makes of its text before it trains: vocabularies and the token cache.
 #pragma once
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a run's folder tells a person: a page, and a few lines for the terminal.
 #pragma once
 #include <string>

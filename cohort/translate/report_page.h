@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fixed parts of a report. They are the files of cohort/translate/report, embedded at build time.
 #pragma once
 

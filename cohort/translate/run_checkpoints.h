@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The checkpoints of a run: last/, best/ and checkpoints/<update>/ in its folder.
 #pragma once
 #include <cstdint>

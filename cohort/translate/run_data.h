@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A run's text, as training and validation use it.
 #pragma once
 #include "cohort/comm/process_group.h"

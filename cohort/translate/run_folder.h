@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The files of a run: where they are, and what a checkpoint's manifest says of the model.
 #pragma once
 #include <filesystem>

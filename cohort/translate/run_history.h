@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a run's folder holds about its course, as read back from history.jsonl and config.json.
 #pragma once
 #include <nlohmann/json.hpp>

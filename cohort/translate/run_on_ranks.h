@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work of some ranks, for which the others wait; all of them throw its errors.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What rank 0 writes about a run: figures, curves and a report.
 #pragma once
 #include <chrono>

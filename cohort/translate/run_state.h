@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a training run stands, as its checkpoint says it.
 #pragma once
 #include <cstdint>

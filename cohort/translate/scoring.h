@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How likely a model finds given translations.
 #pragma once
 #include <cstdint>

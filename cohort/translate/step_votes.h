@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the ranks of a run exchange with each update, as one vector of numbers to be summed.
 #pragma once
 #include <span>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How many bytes of tensors a piece of code holds at most.
 #pragma once
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor parallelism of a translator: its parameters are sharded among ranks.
 #pragma once
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training text as ids, in a file: tokenised once, then mapped into memory by every start.
 //
 // The file is safetensors, so other tools can read it: "ids" (int16 if both vocabularies have at

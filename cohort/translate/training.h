@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The main job: N ranks train one translator together.
 #pragma once
 #include <cstdint>

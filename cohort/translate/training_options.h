@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a run is told: the struct, and the one table of it that flags, help and config.json come from.
 #pragma once
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One run on one rank, for the files that train() is made of: training_start.cpp sets it up,
 // training_step.cpp makes an update, training.cpp is the loop around it.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One update of a translator's parameters, which all ranks of a run make together.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The numbers by which a run is judged while it trains.
 #pragma once
 #include <optional>

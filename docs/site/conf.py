@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Sphinx's settings of the documentation site; scripts/site calls it.
 import os
 

@@ -1,4 +1,5 @@
 #!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
 # Starts a program by Open MPI:  ./mpirun.sh host0:4,host1:4 ./train
 # What follows a host's name is its number of ranks. Rank 0 runs on the first one.
 set -euo pipefail

@@ -1,4 +1,5 @@
 #!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
 # Starts one launcher on each host by ssh:  ./ssh.sh 4 host0 host1 -- ./train
 # The number is that of ranks on each host. Run it in a folder that all hosts see. It ends with the code of the first host
 # that fails; when it is stopped, ssh's terminals end, and so do the launchers.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Made-up clicks in Criteo's format, drawn from a logistic model that is known: so is the AUC that
 // can be attained.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One line of Criteo's click data, from text to numbers.
 //
 //   label \t 13 whole numbers \t 26 categories of up to 8 hexadecimal digits \n

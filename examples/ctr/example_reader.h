@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads files of examples, one trainer's share of them, batch by batch.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows to the network's input and the factorization machine's value, and back.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ctrl-C while files are written: it ends the program, but leaves no part of a file.
 #pragma once
 #include <csignal>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a CTR model on data in Criteo's format:  ctr train
 // Through servers:  cohort run --servers 1 --trainers 2 -- ctr train --mode async
 //

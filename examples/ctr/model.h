@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // DeepFM: a linear model, a factorization machine and a deep network that share one table of rows.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What `ctr` is asked to do.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How well scores tell clicks from the rest: exact, whatever trainers computed them.
 #pragma once
 #include <cstdint>

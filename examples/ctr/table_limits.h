@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The flags of `ctr train` for what its table may hold, as options of the table.
 #pragma once
 #include <cstdint>

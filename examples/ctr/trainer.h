@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains, evaluates and predicts: one trainer of a job, with servers or alone.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A training run on disk: a checkpoint with the optimizer's momentum beside the weights.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a ResNet on images:  cohort run --nproc-per-node 2 -- imagenet --arch resnet18 DATA
 //
 // The flags are those of PyTorch's examples/imagenet; docs/imagenet.md lists the differences.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What turns gradients into updates: SGD on the ranks, or parameter servers.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hyperparameters of the optimizer, on ranks and on servers.
 #pragma once
 #include <algorithm>

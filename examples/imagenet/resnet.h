@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ResNet, with the parameter names and the arithmetic of torchvision's: weights are
 // interchangeable.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loss and accuracy of a network's scores.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a ResNet on a folder of images, on all ranks of a group.
 #pragma once
 #include <memory>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The form of the command line: help, configuration files and shell completion.
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort doctor` as a user runs it.
 #include <algorithm>
 #include <filesystem>

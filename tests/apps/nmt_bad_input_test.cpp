@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a user can get wrong, flag by flag and file by file: one line that names it, exit code 2,
 // nothing half-written. And a disk that fills up while training saves.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A toy corpus, the flags that train on it in a second, and the translator's commands as a user
 // runs them.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The translator's commands as a user runs them: real processes, real files.
 #include "tests/apps/nmt_command.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the translator's commands do with training text, as a user runs them.
 #include <filesystem>
 #include <fstream>

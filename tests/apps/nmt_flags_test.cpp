@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Flags that are at odds with each other, with the machine, or with the run that resumes: each is
 // one clear line, and nothing is silently ignored.
 #include <gtest/gtest.h>

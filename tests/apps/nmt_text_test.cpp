@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt translate` as a stream, and `cohort nmt score`.
 #include <algorithm>
 #include <array>

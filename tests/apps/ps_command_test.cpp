@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort ps` as a user runs it.
 #include <chrono>
 #include <csignal>

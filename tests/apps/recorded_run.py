@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Today's programs read a run that version 0.3 recorded on 2 ranks under zero2: checkpoints of two parts in shards, its history and
 its vocabularies.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Takes the place of the C library's log: each call adds a little more to the result than the one
 // before, as if another CPU rounded otherwise.
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a run shows: its record, its page and its last lines, with real processes on 2 ranks.
 #include <cstdlib>
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt train --strategy ps-sync` as a user runs it.
 #include <algorithm>
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort nmt train --tensor-parallel` as a user runs it.
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>

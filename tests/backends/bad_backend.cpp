@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Plug-ins that find_backend must refuse; the build says which by a definition.
 #include "cohort/comm/backend.h"
 

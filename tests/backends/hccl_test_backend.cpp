@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libcohort_hccl.so, the shortest backend that works: every tensor goes through the group's store.
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A plug-in that serves another device than the CPU, and no collective: who would compute on the CPU must be told.
 #include "cohort/comm/backend.h"
 

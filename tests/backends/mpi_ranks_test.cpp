@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every operation of the MPI backend against values computed locally. mpirun starts this program;
 // all ranks run all cases.
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stands for the NVIDIA driver's libnvidia-ml.so.1: two GPUs, the second of which gives no figures.
 #include <cstdlib>
 #include <cstring>

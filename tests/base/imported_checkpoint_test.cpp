@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints of other programs: safetensors files with an index, and files of torch.save.
 #include "cohort/base/imported_checkpoint.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saves a checkpoint and is killed meanwhile; `killed_save_test` starts it many times.
 // Usage: killed_save FOLDER UPDATE RANKS FIRST KILL_AT. Prints the calls that kill_at.h counts.
 #include <cstdio>

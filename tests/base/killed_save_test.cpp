@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A save that is killed before each of its system calls, and in the middle of each write.
 #include <filesystem>
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A checkpoint of small numbers, saved by ranks that are a loop.
 #pragma once
 #include <cstdint>

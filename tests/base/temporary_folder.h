@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A folder of its own for a test case, removed at its end; and whole files read at once.
 #pragma once
 #include <cstdlib>

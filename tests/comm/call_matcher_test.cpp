@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // When ranks compare their calls, and that different calls have different numbers.
 #include "cohort/comm/call_matcher.h"
 

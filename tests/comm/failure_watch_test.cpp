@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a watch does to its connections when it ends.
 #include "cohort/comm/failure_watch.h"
 

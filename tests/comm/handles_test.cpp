@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Process groups as handles; tensors of any strides; the asynchronous form of every operation.
 #include <ATen/ATen.h>
 #include <array>

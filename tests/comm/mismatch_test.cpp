@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks that call different collectives: what each gets to read, and how soon.
 #include <ATen/ATen.h>
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Traces of training steps, as a viewer reads them.
 #include "cohort/comm/profiler.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How ranks find each other, and what they report when they do not.
 #include "cohort/comm/rendezvous.h"
 

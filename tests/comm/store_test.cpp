@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cohort's own store: what c10d's stores do, for clients with the secret, and nothing for others.
 #include <algorithm>
 #include <barrier>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a launcher reads of a rank: the trace page and the stack.
 #include <ATen/ATen.h>
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a rank sends in each collective, to the byte: what docs/collectives.md says of them.
 #include <ATen/ATen.h>
 #include <functional>

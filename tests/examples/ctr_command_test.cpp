@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ctr program as a user runs it, on data that it makes up.
 #include <algorithm>
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The data of examples/ctr: lines, files, generator.
 #include <algorithm>
 #include <atomic>

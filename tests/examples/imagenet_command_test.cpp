@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The imagenet program as a user runs it, on pictures that the test draws.
 #include <cmath>
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The imagenet program through parameter servers, as a user runs it.
 #include <algorithm>
 #include <cmath>

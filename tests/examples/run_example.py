@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs an example as its head comment says, and expects the output that stands there.
 
 Usage: run_example.py COHORT PROGRAM SOURCE. In the comment a command stands behind "//   $ ", what it prints to stdout in the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Writes the kept corpora of the fuzz targets, with the encoders that the readers belong to:
 //
 //     build/release/tests/fuzz_corpus tests/fuzz/corpus

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of what reads JPEG and PNG files: their headers, and the decoding of small pictures.
 #include "cohort/base/error.h"
 #include "cohort/image/decode.h"

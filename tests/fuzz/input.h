@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the fuzz targets share: an input as a file, and an input taken apart into pieces.
 #pragma once
 #include <algorithm>

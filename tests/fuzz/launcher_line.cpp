@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the lines that launchers of several nodes send each other. An input that begins with
 // 'm' is what the rendezvous server sends to a node, without that byte; any other is what two nodes
 // send to the rendezvous server, line by line: those that begin with '2' are the second's, without

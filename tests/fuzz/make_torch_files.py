@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Writes the corpus of the reader of torch.save's files: make_torch_files.py tests/fuzz/corpus/torch_file
 
 Needs no torch: stand-ins with its names are pickled with the arguments that torch.save gives them, and put into the same archive.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the reader of checkpoints' manifests. What is read is written and read again.
 #include "cohort/base/manifest.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Stands for what the collective half of token_cache.cpp calls, and a fuzz target never does: so
 // libtorch's half of the project need not be built for it.
 #include "cohort/comm/process_group.h"

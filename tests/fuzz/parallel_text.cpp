@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the readers of parallel text. The first byte says which: 't' source<TAB>target lines,
 // 'j' JSON, anything else two files, of which a zero byte begins the second.
 #include "cohort/text/parallel_text.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of a server's rules: a list of calls that one trainer or several make, the hot ones among
 // them, as they come out of the network's library.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of what a trainer does with the bytes that servers answer to a pull. The channel stands
 // for the network: it answers all other calls as a server does, and a pull with the input.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of what a server does with bytes from the network: the decoder, with checksums off so
 // that inputs get past them, then the state that a message that fits its job is applied to.
 #include <c10/util/Exception.h>

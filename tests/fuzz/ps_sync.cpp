@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of what a server in mode sync does with pushes: steps of two trainers that open, wait and
 // close, trainers that leave and come back.
 //

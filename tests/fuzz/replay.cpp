@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a fuzz target on the files of a folder, whole, cut off and with bytes changed: what CI does
 // in the place of libFuzzer.
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the reader of safetensors files.
 #include "cohort/base/safetensors.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the messages that a client of the store and its server send each other. What is read
 // is written again.
 #include "cohort/comm/store_protocol.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the reader of token caches: an input as it is, and once more with checksums and inputs
 // that fit, so that it gets past them. Every pair of a cache that is taken is read.
 #include "cohort/translate/token_cache.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the reader of torch.save's files.
 #include "cohort/base/torch_file.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Fuzzing of the reader of Hugging Face's index of safetensors files.
 #include "cohort/base/error.h"
 #include "cohort/base/imported_checkpoint.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pictures that a test draws by itself, and writes as JPEG or PNG.
 #pragma once
 #include <cstdint>

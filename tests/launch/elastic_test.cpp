@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elastic jobs: nodes join, leave, die and fail.
 #include <algorithm>
 #include <gtest/gtest.h>

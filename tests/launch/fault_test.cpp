@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run` when workers fail, signals come, or the launcher itself is killed.
 #include <cerrno>
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run` and ranks that hang.
 #include <gtest/gtest.h>
 #include <signal.h>

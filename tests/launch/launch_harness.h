@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the real `cohort` program in tests: streams, signals, exit code.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a peer may send, and what it may not make of the memory at this end.
 #include "cohort/launch/line_socket.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rendezvous over connections that break: messages, sessions, names and secrets.
 #include "cohort/launch/rendezvous_server.h"
 

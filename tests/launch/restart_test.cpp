@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run --max-restarts`, and what is reported about a failed rank.
 #include <gtest/gtest.h>
 #include <signal.h>

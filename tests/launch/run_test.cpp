@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run` from outside, where nothing goes wrong but the command line.
 #include <algorithm>
 #include <gtest/gtest.h>

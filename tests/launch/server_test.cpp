@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run --servers`: the servers are shell scripts here, which say what they were given.
 #include <algorithm>
 #include <cerrno>

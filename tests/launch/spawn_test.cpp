@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A program that starts itself once per rank.
 #include <gtest/gtest.h>
 #include <signal.h>

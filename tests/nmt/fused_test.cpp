@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The fused operations and their gradients against plain forms in ATen. In float64 they agree to
 // its rounding; in float32 and bfloat16 they stay within what rounding allows, in every instruction
 // set.

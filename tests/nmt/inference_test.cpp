@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What inference computes by its own operations, against ATen's; and that a row's result is a
 // function of that row: bit for bit the same whatever other rows there are.
 #include <ATen/Parallel.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parts of a model: their dropouts take the whole's elements, their parameters are the whole's.
 #include "cohort/nmt/tensor_parallel_context.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activation checkpoints against plain calls: every bit the same.
 #include "cohort/parallel/activation_checkpoint.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <torch/nn/modules/embedding.h>
 
 #include "cohort/parallel/join.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include <ATen/record_function.h>
 #include <map>
 #include <optional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Small models, batches that every rank can make for any rank, and the one-process gradient to
 // compare with.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The first programs of a user who knows PyTorch: a data-parallel training, then one on a mesh of three axes. What they
 // compute is tested elsewhere; here their source compiles as it is, from the umbrella header, and trains.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loss scaling: PyTorch's rules, and that all ranks agree.
 #include "cohort/parallel/grad_scaler.h"
 

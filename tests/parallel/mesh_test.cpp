@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where ranks are in a mesh, the groups along its axes, and models on it.
 #include "cohort/parallel/mesh.h"
 

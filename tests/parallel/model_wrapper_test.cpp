@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What every wrapper of a model offers: parameters, clipping, guards, moves, units.
 #include <gtest/gtest.h>
 #include <limits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Muon on ranks, against one process that has every matrix whole.
 #include "cohort/parallel/muon.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a trace shows of data-parallel and sharded training.
 #include <algorithm>
 #include <fstream>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Cases of training drawn from a seed: the model, what stands outside of it, the strategy, what happens between steps.
 #pragma once
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The model of a random case, its batches, and one process that trains it on the union of all ranks' batches.
 #pragma once
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training in cases drawn from a seed, beside one process that trains on the union of all ranks' batches.
 //
 // Thirty seeds run by default. More, each set of rank processes running 50 of them, with a record that is resumed:

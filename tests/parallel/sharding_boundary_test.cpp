@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What meets a sharded model from outside: leaves and other models in its loss, who reads its
 // parameters between steps, side outputs of its units, graphs that outlive it.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The examples of docs/sharding.md, at work: the page shows nothing that does not stand here.
 #include <cctype>
 #include <filesystem>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Unexpected uses of a sharded model: which ones work, and which ones are rejected with an error
 // that says what is wrong and how to fix it.
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Mixed precision, two groups of ranks, offload and models that come into being in parts.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sharded models of which a part is frozen, ignored, or kept by few ranks: results and memory.
 #include <gtest/gtest.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A model with everything that sharding must cope with, and one process that trains it whole.
 #pragma once
 #include <cmath>

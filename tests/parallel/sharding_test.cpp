@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Training with sharded state against one process that holds everything.
 #include <gtest/gtest.h>
 #include <torch/optim/sgd.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pieces of tensor parallelism against the same formulas on whole matrices, in float64.
 #include "cohort/parallel/tensor_parallel.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A sharded optimizer against one that every rank has whole.
 #include "cohort/parallel/zero_redundancy_optimizer.h"
 

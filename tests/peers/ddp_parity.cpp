@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trains a small model under DistributedDataParallel on weights and data that ddp_parity.py made,
 // and writes the weights. Usage: ddp_parity convolution|transformer START.safetensors
 // RESULT.safetensors BUCKET_CAP_MB, on two ranks.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """20 steps of two small models on 2 ranks: PyTorch's DDP and Cohort's must end with the same bits.
 
 In one bucket, and in several, cut in the order of gradients. On 3 ranks, where the order of summation shows, the bits

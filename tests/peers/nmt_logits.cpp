@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scores that a trained model gives to every next token of a batch, for nmt_parity.py to
 // compare. Usage: nmt_logits MODEL_DIR RESULT.safetensors: "source" [B, S] and "input" [B, T] are
 // ids, "logits" is [B, T, V].

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Trained translators elsewhere: PyTorch's modules compute the same scores from best/, CTranslate2 the same
 translations from `cohort nmt export`.
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A network within the process: it carries requests to servers that can be replaced, and loses,
 // doubles, delays and reorders them and their answers by a seed.
 #pragma once

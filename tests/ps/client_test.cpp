@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a trainer's side does with slow servers, threads and its own end. Without gRPC.
 #include "cohort/ps/client/client.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Servers within the process, a network to them, and jobs to run on them.
 #pragma once
 #include <array>

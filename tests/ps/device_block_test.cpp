@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks as libtorch's operations, on the CPU: the same code as on a GPU.
 #include "cohort/ps/module/device_block.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The system calls by which a file reaches the disk and leaves memory, watched and made to fail.
 // disk_calls.cpp replaces them for all of the program that it is linked into.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server makes of a disk that fails, and what it has given to the disk before it relies on
 // it.
 #include <cerrno>

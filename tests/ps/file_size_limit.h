@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A full disk, without a disk.
 #pragma once
 #include <csignal>

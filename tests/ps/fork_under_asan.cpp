@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server forks to write a checkpoint, and the child allocates memory. glibc holds the locks of its
 // malloc during fork(); the address sanitizer's allocator does so from LLVM 17 on. Before that, a
 // child waits for ever on a lock that another thread of the parent held. This file takes these locks

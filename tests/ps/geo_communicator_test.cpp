@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Geo training against the same steps without servers. Without gRPC.
 #include <cmath>
 #include <gtest/gtest.h>

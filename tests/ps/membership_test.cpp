@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The trainers of a job, and the pushes of its open steps. Without a server.
 #include "cohort/ps/server/membership.h"
 

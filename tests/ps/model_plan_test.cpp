@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A libtorch model's partition, and the process group that the same call gives instead.
 #include "cohort/ps/module/model_plan.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pushes that hold a value which is no finite number.
 #include <array>
 #include <cmath>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Servers that lose power: pages that were not synced are gone, or there without those before them.
 #include <algorithm>
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server has acknowledged is there when it is started again; what is damaged is refused.
 #include <chrono>
 #include <filesystem>

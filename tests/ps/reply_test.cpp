@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a trainer does with answers that do not fit what it asked for. Without gRPC.
 #include <algorithm>
 #include <atomic>

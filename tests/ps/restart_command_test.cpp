@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // `cohort run --max-restarts` with servers: all trainers restart, the servers stay.
 #include <gtest/gtest.h>
 #include <string>

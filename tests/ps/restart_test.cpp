@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trainers restart while their servers stay: the step that was open is repeated, with the
 // same bits.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trainer of `cohort run --max-restarts 1`: in the first round trainer 1 is killed when trainer 0
 // has pushed a step and it has none; in the second both meet, as trainers with a process group do,
 // after their first pull and before their first push. usage: ps_restart_trainer FOLDER FIRST

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A job that goes back to a checkpoint while its servers live.
 #include <filesystem>
 #include <fstream>

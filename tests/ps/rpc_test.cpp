@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Servers over gRPC: which clients have access, and limits on messages.
 #include <array>
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a save must not do: mix steps, hold its trainer up for ever, lose the rows on disk.
 #include <algorithm>
 #include <atomic>

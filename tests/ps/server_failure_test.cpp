@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What ends a server and what does not: jobs it cannot serve, requests it cannot answer, memory and
 // disks that are full. Whatever happens, every request gets a reply.
 #include <algorithm>

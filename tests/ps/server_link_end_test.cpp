@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a trainer's line to a server ends for good. Without gRPC.
 #include <atomic>
 #include <chrono>

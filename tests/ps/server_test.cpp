@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rules of the game, one promise a case: what a server answers to pushes and pulls that come
 // twice, too early, from the wrong ones or not at all.
 #include "cohort/ps/server/server.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Session and Embedding: a libtorch program as a trainer.
 #include "cohort/ps/module/session.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One server's tables and blocks. Without a server.
 #include "cohort/ps/server/shard.h"
 

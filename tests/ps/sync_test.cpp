@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Synchronous training: the bits of any number of servers and trainers are those of one of each.
 #include <algorithm>
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Durability::kSynced: acknowledged pushes are on the disk.
 #include <algorithm>
 #include <filesystem>

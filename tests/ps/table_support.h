@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tables to compare, and pushes to fill them with.
 #pragma once
 #include <cstdint>

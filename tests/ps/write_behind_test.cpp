@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a file that was written lets go of.
 #include "cohort/ps/server/write_behind.h"
 

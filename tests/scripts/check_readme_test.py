@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """scripts/check-readme finds what it is for: each case damages a copy of the source tree in one place.
 
 Usage: check_readme_test.py SOURCE_FOLDER [CASES OF unittest]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """scripts/check-style finds what it is for, and repairs what it can.
 
 Usage: check_style_test.py SOURCE_FOLDER [CASES OF unittest]
@@ -11,6 +12,7 @@ import tempfile
 import unittest
 
 SOURCE = pathlib.Path(sys.argv.pop(1)).resolve()
+LICENCE = "// SPDX-License-Identifier: Apache-2.0\n"
 GOOD = """/// Sends `tensor`.
 ///
 /// Errors: c10::ValueError for another dtype.
@@ -35,15 +37,15 @@ class CheckStyleTest(unittest.TestCase):
 
     def run_on(self, text, *flags):
         path = self.tree / "cohort/sample.h"
-        path.write_text(text)
+        path.write_text(LICENCE + text)
         done = subprocess.run([self.tree / "scripts/check-style", *flags], capture_output=True, text=True)
         self.assertEqual(done.stderr, "")
-        return done.returncode, done.stdout, path.read_text()
+        return done.returncode, done.stdout, path.read_text().removeprefix(LICENCE)
 
     def expect_fixed(self, bad, good):
         code, output, _ = self.run_on(bad)
         self.assertEqual(code, 1)
-        self.assertIn("cohort/sample.h:1: expected", output)
+        self.assertIn("cohort/sample.h:2: expected", output)
         self.assertEqual(self.run_on(bad, "--fix"), (0, "", good))
         self.assertEqual(self.run_on(good), (0, "", good))
 
@@ -67,16 +69,25 @@ class CheckStyleTest(unittest.TestCase):
         self.dropped("# comment\nOldName NewName\n")
         for name in ("cohort/a.h", "docs/a.md", "tests/a.cpp", "README.md"):
             with self.subTest(name=name):
-                (self.tree / name).write_text("It is OldName, not OldNames.\n")
+                (self.tree / name).write_text(LICENCE + "It is OldName, not OldNames.\n")
                 code, output, _ = self.run_on(GOOD)
-                self.assertEqual((code, output), (1, f"{name}:1: expected NewName instead of OldName\n"))
-                (self.tree / name).write_text("OldNames\n")
+                self.assertEqual((code, output), (1, f"{name}:2: expected NewName instead of OldName\n"))
+                (self.tree / name).write_text(LICENCE + "OldNames\n")
         self.assertEqual(self.run_on(GOOD)[0], 0)
+
+    def test_source_without_its_licence_is_found(self):
+        for name, text, line in (("cohort/a.h", "#pragma once\n", 1), ("scripts/a", "#!/bin/sh\nls\n", 2), ("tests/CMakeLists.txt", "", 1)):
+            with self.subTest(name=name):
+                path = self.tree / name
+                path.write_text(text)
+                self.assertEqual(self.run_on(GOOD)[:2],
+                                 (1, f"{name}:{line}: expected a comment with SPDX-License-Identifier: Apache-2.0\n"))
+                path.unlink()
 
     def test_a_phrase_is_found_with_capitals_and_in_words_alone(self):
         self.dropped("(?i:old\\sphrase) new\n")
         self.assertEqual(self.run_on("// Old phrase, an old\n// phrase, old phrases.\n")[:2],
-                         (1, "cohort/sample.h:1: expected new instead of Old phrase\n"))
+                         (1, "cohort/sample.h:2: expected new instead of Old phrase\n"))
 
 
 if __name__ == "__main__":

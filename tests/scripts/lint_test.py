@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """scripts/lint finds what its tools are for, in what changed.
 
 Usage: lint_test.py SOURCE_FOLDER [CASES OF unittest]
@@ -36,7 +37,8 @@ class LintTest(unittest.TestCase):
         self.commit()
 
     def write(self, name, text):
-        (self.tree / name).write_text(text)
+        licence = "// SPDX-License-Identifier: Apache-2.0\n" if name.endswith((".cpp", ".h")) else ""
+        (self.tree / name).write_text(licence + text)
 
     def git(self, *words):
         subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false", *words], cwd=self.tree,
@@ -75,7 +77,7 @@ class LintTest(unittest.TestCase):
         self.commit()
         self.write("cohort/a.cpp", "// changed\n" + CLEAN.format("a"))
         self.expect(0, "read 1 units", "HEAD")
-        self.expect(1, "cohort/c.cpp:1:5: error: invalid case style for function 'Wrong'", "HEAD~1")
+        self.expect(1, "cohort/c.cpp:2:5: error: invalid case style for function 'Wrong'", "HEAD~1")
         self.expect(1, "'Wrong'")
 
     def test_a_header_is_read_with_a_source_that_includes_it(self):
@@ -84,7 +86,7 @@ class LintTest(unittest.TestCase):
         self.write("cohort/b.cpp", "#include \"cohort/outer.h\"\n\n" + CLEAN.format("b"))
         self.commit()
         self.write("cohort/inner.h", "#pragma once\nint Wrong();\n")
-        self.expect(1, "cohort/inner.h:2:5: error: invalid case style", "HEAD")
+        self.expect(1, "cohort/inner.h:3:5: error: invalid case style", "HEAD")
 
     def test_what_changed_last_is_read_first_up_to_a_limit(self):
         for number in range(12):
@@ -100,7 +102,7 @@ class LintTest(unittest.TestCase):
         self.write("docs/a.md", "It recieves OldName.\n")  # codespell:ignore
         self.write("scripts/dropped-words.txt", "OldName NewName\n")
         self.commit()
-        output = self.expect(1, "cohort/c.cpp:1:4: error: code should be clang-formatted")
+        output = self.expect(1, "cohort/c.cpp:2:4: error: code should be clang-formatted")
         self.assertIn("docs/a.md:1: recieves ==> receives", output)  # codespell:ignore
         self.assertIn("docs/a.md:1: expected NewName instead of OldName", output)
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """bench/record.py: what a record says, and when it is stale.  Usage: record_test.py SOURCE_FOLDER"""
 import json
 import pathlib

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs the recipes of examples/clusters as a user would, on one machine: its Slurm, two network namespaces as hosts.
 
 Usage: recipes.py BUILD_FOLDER SOURCE_FOLDER [NAME OF A TEST ...]. The program is `cohort bench ddp`, whose rank 0 prints one JSON

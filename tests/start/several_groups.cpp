@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ten process groups of all ranks, one after another, then three side by side; rank 0 prints the
 // number of ranks as JSON. Whatever is wrong ends it with an error.
 #include <cstdio>

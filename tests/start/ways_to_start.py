@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Starts one program, unchanged, in every way there is, and expects one group of ranks that trains together.
 
 Usage: ways_to_start.py BUILD_FOLDER [NAME OF A TEST ...]. The program is `cohort bench ddp`, or one that makes several

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How far two models are from each other.
 #pragma once
 #include <ATen/core/Tensor.h>

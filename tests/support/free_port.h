@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A port that nobody listens on.
 #pragma once
 #include <random>

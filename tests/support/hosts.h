@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of one machine that count as ranks of several hosts.
 #pragma once
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kills this process at a chosen system call that changes files: linked into a program, it stands
 // between it and the C library (open, write, fsync, close, rename, unlink, remove, mkdir).
 #pragma once

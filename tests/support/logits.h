@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The scores of every next token of a batch, as the search computes them.
 #pragma once
 #include <torch/types.h>

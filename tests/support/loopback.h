@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A TCP connection of the process to itself; nothing is ever sent.
 #pragma once
 #include <gtest/gtest.h>

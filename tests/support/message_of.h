@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an error says.
 #pragma once
 #include <string>

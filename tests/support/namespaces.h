@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Several hosts on one machine: network namespaces joined by a bridge.
 #pragma once
 #include <string>

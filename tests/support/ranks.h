@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the body of a test on several ranks, each a process of its own.
 #pragma once
 #include <functional>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Made-up batches for tests of model and training: uneven lengths, the same on every rank.
 #pragma once
 #include <random>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A folder that all ranks of a test know.
 #pragma once
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs the built programs as a user does, from a shell.
 #pragma once
 #include <string>

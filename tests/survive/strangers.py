@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """A job among strangers: a process without the job's secret says what it likes to everything that the job listens with.
 
     strangers.py BUILD_FOLDER [--seconds 60]      prints JSON; fails if the job ends otherwise than an undisturbed one

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Starts many runs of three ranks; in each, a random rank is killed, stopped or throws at a random step.
 
 Usage: survive.py BUILD_FOLDER [--runs 100] [--seed 1]. Every second run may restart (--max-restarts 1) and must end with

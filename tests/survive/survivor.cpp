@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A short training run in which one rank fails on purpose; `survive` starts it many times.
 // Usage: survivor FOLDER STEPS KIND RANK STEP, KIND one of none, kill, stop, throw: what RANK does
 // before STEP, in the first attempt only. Rank 0 saves every 4 steps into FOLDER/checkpoint; a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // sacreBLEU's own scores, recorded and live, and random text to score.
 #pragma once
 #include <gtest/gtest.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A folder for a test's files, and the Python that the oracle runs in.
 #pragma once
 #include <cstdio>

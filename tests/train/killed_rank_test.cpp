@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One of two ranks is killed while both save, before each of its calls:
 // tests/base/killed_save_test.cpp with a group.
 #include <algorithm>

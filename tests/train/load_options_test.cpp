@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checkpoints whose names and types are not the model's, and those of other programs.
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saving and loading of wrapped models with their optimizers.
 #include "cohort/train/model_checkpoint.h"
 

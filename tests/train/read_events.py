@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints as JSON what TensorBoard itself finds in a folder of event files: the curves and the texts."""
 import json
 import sys

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Saving and loading by ranks whose parts of the state differ.
 #include "cohort/train/sharded_checkpoint.h"
 

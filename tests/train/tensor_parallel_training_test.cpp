@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Models that are cut between ranks train, save and load as one process, in float64.
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Trained models whose scores PyTorch's modules computed, in float64, from the same files: what
 // tests/peers/nmt_parity.py --record has left in recorded_logits/.
 #include <cstdlib>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The page about a run, as a browser (Debian's chromium, which scripts/setup installs) reads it.
 #include "cohort/translate/report.h"
 

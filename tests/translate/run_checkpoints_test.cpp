@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What becomes of checkpoints that cannot be written. A file in the way of a folder stands for a
 // disk that is full: no right is needed to be refused there.
 #include "cohort/translate/run_checkpoints.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Updates through parameter servers against those of DDP.
 #include <array>
 #include <cmath>

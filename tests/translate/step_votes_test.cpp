@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/translate/step_votes.h"
 
 #include <gtest/gtest.h>

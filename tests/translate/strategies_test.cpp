@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Every strategy trains the same model, and resumes from every other's checkpoints.
 #include <array>
 #include <cstdlib>

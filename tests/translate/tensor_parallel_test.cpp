@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tensor-parallel Transformer against the unsharded one, in float64 and with dropout: the same
 // results and gradients, and the same checkpoints.
 #include "cohort/parallel/tensor_parallel.h"

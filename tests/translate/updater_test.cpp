@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Updates of a job of ranks against those of plain autograd and Adam on the union of the batches.
 #include "cohort/translate/updater.h"
 

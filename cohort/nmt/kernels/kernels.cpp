@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Compiled once per instruction set, with COHORT_KERNELS naming the table that it defines.
 // Includes nothing with inline functions that other files share: the linker might keep the wrong
 // copy.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Loops over raw memory for which libtorch has no fused form. No torch, no threads, no allocation.
 //
 // kernels.cpp is compiled once per instruction set; `kernels()` picks the best for this machine.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/comm_hooks/all_reduce.h"
 
 namespace cohort::parallel {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The two plainest communication hooks: the backend's own all-reduce, and none at all.
 #pragma once
 #include "cohort/parallel/comm_hook.h"

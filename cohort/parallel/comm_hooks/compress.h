@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Communication hooks that send gradients in 16 bits, or in another type.
 #pragma once
 #include <c10/core/ScalarType.h>

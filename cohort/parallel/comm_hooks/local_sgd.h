@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Post-local SGD: all ranks reduce gradients at first, then each trains on its own with a mean of
 // the models now and then.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/comm_hooks/power_sgd.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // PowerSGD: gradients travel as products of two thin matrices.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters of one unit in one flat buffer, of which this rank holds a shard. For the sharding
 // engine alone.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensors end to end in one flat buffer, and the equal shards that ranks hold of it. Pure numbers.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Data parallelism that shards what every rank would hold a copy of: optimizer state, gradients,
 // parameters.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/sharding/graph_section.h"
 
 #include <ATen/SequenceNumber.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The part of autograd's graph that one stretch of a forward has recorded. Local; for the sharding
 // engine alone.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The backward of a sharded model: when gradients travel, and when parameters go.
 #include <algorithm>
 #include <torch/csrc/autograd/engine.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What FullyShardedDataParallel does around the forward and backward of its units. Not a template.
 #pragma once
 #include <ATen/core/Tensor.h>

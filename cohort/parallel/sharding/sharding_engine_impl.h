@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The inside of ShardingEngine, shared by sharding_engine.cpp (construction, state),
 // sharding_forward.cpp and sharding_backward.cpp. Not installed.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // ShardingEngine, forward: what is gathered before a unit runs, what stays after it.
 #include <algorithm>
 #include <exception>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/parallel/sharding/sync_initial_state.h"
 
 #include <numeric>

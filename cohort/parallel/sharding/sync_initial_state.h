@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Before a model is sharded: compares model and options between ranks, and broadcasts the state.
 // For the sharding engine alone.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Unit<Block>: declares, where the model has a block, that it is gathered as one.
 #pragma once
 #include <torch/nn/pimpl.h>

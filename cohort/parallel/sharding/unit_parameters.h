@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which parameters of a model each of its units has, and which of those can lie in one buffer.
 // Local; for the sharding engine alone.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trainer's access to all servers of a job: parameters and rows, on whichever server they are.
 #pragma once
 #include <atomic>

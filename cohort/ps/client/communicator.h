@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a trainer communicates with the servers: at every step, merged by a thread, or every N steps.
 // The names are Paddle's; the direct communicator serves local, sync and async.
 #pragma once

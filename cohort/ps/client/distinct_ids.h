@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A batch's ids, each once: what travels.
 #pragma once
 #include <cstdint>

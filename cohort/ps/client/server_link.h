@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A trainer's link to one server: each request takes effect once and gets one reply, whatever
 // happens to messages, connections and the server.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Dense blocks on a GPU: the rules of update_rule.h as operations of libtorch.
 #pragma once
 #include <c10/core/Device.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of a table as a libtorch module.
 #pragma once
 #include <ATen/core/Tensor.h>

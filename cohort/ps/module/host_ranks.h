@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Ranks of a process group that train through parameter servers: --strategy ps-sync and ps-async.
 #pragma once
 #include <memory>

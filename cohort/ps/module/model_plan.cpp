@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/ps/module/model_plan.h"
 
 #include <torch/nn/module.h>

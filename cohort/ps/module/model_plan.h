@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The partition of a libtorch model over servers (plan.h).
 #pragma once
 #include "cohort/ps/plan.h"

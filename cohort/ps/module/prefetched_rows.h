@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The rows of a table that a trainer uses in one step: ids, values and gradients.
 #pragma once
 #include <ATen/core/Tensor.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A libtorch program as a trainer of parameter servers: pull, forward, backward, push.
 //
 //   ps::Session session(ps::SessionOptions{.servers = ..., .trainer = 0, .trainers = 2});

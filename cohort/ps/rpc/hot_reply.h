@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The answer to a push or pull as bytes: code u32, bytes of text u32, steps u64, progress u64, text
 // padded to 8, message.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Certificates and keys from files, checked before anybody is shown them.
 #pragma once
 #include <string>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // gRPC's own lines on stderr.
 #pragma once
 #include <cstdlib>

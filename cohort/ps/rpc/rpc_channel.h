@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A way to a server over gRPC.
 #pragma once
 #include <cstdint>

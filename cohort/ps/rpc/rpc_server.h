@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Serves a parameter server over gRPC.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Authentication of clients and servers.
 #pragma once
 #include <string>

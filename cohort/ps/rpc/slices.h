@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Buffers as gRPC's slices: without copies on the way out, with one on the way in.
 #pragma once
 #include <cstring>

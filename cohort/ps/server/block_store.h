@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One block of a dense parameter and its optimizer, on the host or a device.
 #pragma once
 #include <cstdint>

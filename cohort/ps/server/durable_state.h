@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A server's state and what keeps it on disk: the update log and snapshots.
 //
 //   FOLDER/lock                    held while a server runs

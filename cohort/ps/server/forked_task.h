@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Work on the process's memory of this moment, in a child process.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Points at which tests kill a server: between two steps that must stay consistent.
 #pragma once
 

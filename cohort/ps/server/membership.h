@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The trainers of a job: which of them steps wait for, and how far each is.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pushes of the steps of a sync job that are not closed.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The state of a server, as a deterministic state machine: a function of the records applied to it,
 // in their order. The server (server.h) decides which records there are.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Handles requests one at a time, by the contract in docs/ps.md.
 #pragma once
 #include <atomic>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The files of a saved state: a server's snapshots, and checkpoints of all servers of a job.
 //
 //   state.records    records in the form of the update log: the job, progress, blocks, open pushes

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A parameter server: one thread owns the state and handles requests in the order of their arrival.
 //
 // The transport (rpc/rpc_server.h, or a test) calls `submit` from any thread. The owner takes

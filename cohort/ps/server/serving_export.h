@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Files for serving out of a checkpoint: what predicts, without what only training needs.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One server's part of a job: its tables and its blocks of dense parameters.
 #pragma once
 #include <cstddef>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a server tells about itself: `cohort ps status`.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The update log: every change of a server's state, in order, on disk before it is acknowledged.
 //
 // A folder of segments "<number of the first record>.log", each a sequence of records:

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Syncs a file while it grows, and then drops it from the system's page cache.
 //
 // Otherwise the system writes the log half a minute later and keeps all of it in its cache: each

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows for serving: ids and vectors without what only training needs.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A hash table of 8-byte places in many small parts, by mixed hashes (id_hash.h).
 #pragma once
 #include <array>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The weights that a row begins with: a function, so that no server needs to tell another.
 #pragma once
 #include <cstdint>

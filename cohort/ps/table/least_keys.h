@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The n smallest of very many keys, in little memory.
 #pragma once
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zeroed memory from the system, in huge pages where it has them.
 #pragma once
 #include <cstddef>

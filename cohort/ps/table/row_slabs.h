@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Rows of one width in large pieces of memory, by the number of their place.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One server's share of an embedding table: rows by 64-bit id, in memory.
 #pragma once
 #include <cstdint>

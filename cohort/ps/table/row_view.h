@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A row of an embedding table as others see it.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Spilled rows: on disk, for a table that has no memory for them.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an embedding table is: plain values that every server of a job is given alike.
 #pragma once
 #include <cstdint>

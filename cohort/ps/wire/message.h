@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The bytes of the hot calls: pushes, pulls and their replies, little-endian, as they also lie in
 // the update log. Knows nothing of sockets.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Requests of clients and replies of servers, as plain values: gRPC (rpc/) carries them between
 // processes, tests pass them directly.
 #pragma once

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores segments with sacreBLEU 2.6.0, the oracle of tests/text/bleu_test.cpp.
 
     python3 make_bleu_oracle.py > bleu_oracle.json         writes the recorded cases

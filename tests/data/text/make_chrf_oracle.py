@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores segments with sacreBLEU 2.6.0's chrF, the oracle of tests/text/chrf_test.cpp.
 
     python3 -B make_chrf_oracle.py > chrf_oracle.json       writes the recorded cases

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ledger: servers and trainers are processes, killed, stopped and cut off from each other while
 // trainers add 1 to rows. What the rows hold afterwards is held against what was acknowledged.
 #include <CLI/CLI.hpp>

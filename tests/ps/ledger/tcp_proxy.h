@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A bad cable: carries TCP connections to a port of this host, delays them, and breaks them.
 #pragma once
 #include <arpa/inet.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a trainer of the ledger does, and what it writes down for the auditor.
 #pragma once
 #include <array>

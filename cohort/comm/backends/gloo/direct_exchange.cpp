@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/backends/gloo/direct_exchange.h"
 
 #include <ATen/ops/add.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Collectives over Gloo that go straight from rank to rank, without the copies that Gloo's own
 // make. Made of its send and recv.
 #pragma once

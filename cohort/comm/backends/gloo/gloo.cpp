@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Debian's Gloo headers describe an older Gloo than the one inside libtorch: this file only passes
 // shared pointers around and never touches a Gloo object.
 #define USE_C10D_GLOO

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // libtorch's Gloo backend, behind one function: no other file sees Gloo's headers.
 #pragma once
 #include <chrono>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plug-in libcohort_mpi.so: how a group finds its ranks within MPI.
 #include <string>
 #include <vector>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/backends/mpi/mpi_backend.h"
 
 #include <ATen/ops/cat.h>

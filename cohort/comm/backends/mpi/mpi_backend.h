@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // c10d::Backend over MPI: collectives and point-to-point messages of one group's CPU
 // tensors.
 #pragma once

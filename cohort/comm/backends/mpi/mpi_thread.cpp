@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/backends/mpi/mpi_thread.h"
 
 #include <ATen/core/grad_mode.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one thread of a process that calls MPI, for all of its groups: it starts operations in order,
 // drives them until they end or their time is up, and says so. Knows nothing of tensors.
 #pragma once

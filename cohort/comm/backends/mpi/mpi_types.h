@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which MPI type and operation reduce tensors of a dtype. MPI knows no half and no bfloat16: their
 // operations are our own.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The plug-in libcohort_nccl.so: c10d's NCCL backend from libtorch_cuda, for tensors on CUDA
 // devices.
 #define USE_C10D_NCCL
