@@ -229,17 +229,21 @@ std::string Agent::report(const Outcome& root_cause) {
   const std::string stack = indented_stack(root_cause, log_dir_);
   if (!stack.empty())
     text += (text.ends_with('\n') ? name.substr(1) : name) + "raised at:\n" + stack;
-  std::set<int> ranks;
-  for (const Outcome& outcome : group_->outcomes()) {
-    if (outcome.stopped) ranks.insert(outcome.rank);
+  const auto add_ranks = [&](const std::string& what, const auto& counts) {
+    std::set<int> ranks;
+    for (const Outcome& outcome : group_->outcomes())
+      if (!outcome.is_server && counts(outcome)) ranks.insert(outcome.rank);
+    std::string list;
+    for (const int rank : ranks)
+      list += (list.empty() ? "rank " : ", rank ") + std::to_string(rank);
+    if (!list.empty()) text += (text.ends_with('\n') ? name.substr(1) : name) + what + ": " + list;
+  };
+  if (root_cause.meaning() == kExitLostPeer) {
+    add_ranks("ended with exit code 0, perhaps too early",
+              [](const Outcome& o) { return o.status.signal == 0 && o.meaning() == kExitOk; });
   }
-  std::string stopped;
-  for (const int rank : ranks)
-    stopped += (stopped.empty() ? "rank " : ", rank ") + std::to_string(rank);
-  if (!stopped.empty()) {
-    text += (text.ends_with('\n') ? name.substr(1) : name) + "stopped because " +
-            group_->stopped_because() + ": " + stopped;
-  }
+  add_ranks("stopped because " + group_->stopped_because(),
+            [](const Outcome& o) { return o.stopped; });
   if (text.ends_with('\n')) text.pop_back();
   return text;
 }

@@ -62,6 +62,15 @@ TEST(RunFaultTest, ARankKilledBySignalIsNamedAndTheOthersLeaveByThemselves) {
   EXPECT_FALSE(holds(ended.err, "still running")) << ended.err;
 }
 
+TEST(RunFaultTest, ARankThatEndsWellWhileTheOthersNeedItIsNamed) {
+  Launched run(
+      cohort_run_sh({"--nproc-per-node", "3"},
+                    kExplained + "if [ $RANK = 1 ]; then exit 0; fi; sleep 1; explained 3"));
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 3);
+  EXPECT_TRUE(holds(ended.err, "ended with exit code 0, perhaps too early: rank 1\n")) << ended.err;
+}
+
 // Rank 0 would end well by itself 3 seconds after the grace, and before that of the second failure.
 TEST(RunFaultTest, TheGraceBeginsWithTheFirstFailure) {
   Launched run(cohort_run_sh({"--nproc-per-node", "3", "--grace", "5"},
