@@ -19,8 +19,8 @@ class CallMatcher {
   explicit CallMatcher(CheckCollectives check) : check_(check) {}
 
   bool is_on() const { return check_ != CheckCollectives::kOff; }
-  /// Adds a call. `what` must be equal on all ranks. Returns its number, from 1.
-  int64_t add(const std::string& what);
+  /// Adds a call. `what` must be equal on all ranks.
+  void add(const std::string& what);
   /// Whether the ranks must compare their calls before the data of the last one move. `always`:
   /// also if its kind is known, because no number protects its data.
   bool must_compare(bool always);
@@ -36,7 +36,6 @@ class CallMatcher {
 
  private:
   const CheckCollectives check_;
-  int64_t num_calls_ = 0;
   uint64_t history_ = 0;  // a hash of all calls
   uint64_t kind_ = 0;     // a hash of the last one
   uint32_t num_comparisons_ = 0;

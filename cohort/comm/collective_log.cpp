@@ -46,6 +46,7 @@ void CollectiveLog::begin(TraceRecord record, std::optional<MatchedCall> matched
   const std::lock_guard lock(mutex_);
   if (matched) {
     if (matched_.size() == kKept) matched_.pop_front();
+    matched->number = ++num_matched_[matched->group];
     matched_.push_back(std::move(*matched));
   }
   underway_.push_back(record);

@@ -19,7 +19,7 @@ namespace cohort::comm {
 /// A collective that all ranks of its group must call alike.
 struct MatchedCall {
   std::string group;   ///< Equal on the group's ranks, different for each group of the job.
-  int64_t number = 0;  ///< Among the group's matched collectives, from 1.
+  int64_t number = 0;  ///< Among the group's matched collectives, from 1: the log's to set.
   std::string what;    ///< What must be equal: operation, dtype, shape.
   std::string site;    ///< Where it was called; may be empty.
   bool operator==(const MatchedCall&) const = default;
@@ -58,9 +58,10 @@ class CollectiveLog {
   const TraceRecord blank_;  // pid, rank, world size
   const std::shared_ptr<RankTrace> trace_;
   mutable std::mutex mutex_;
-  std::deque<MatchedCall> matched_;    // guarded by mutex_; oldest first
-  std::vector<TraceRecord> underway_;  // guarded by mutex_; innermost last
-  TraceRecord last_;                   // guarded by mutex_; the present, or what was called last
+  std::deque<MatchedCall> matched_;             // guarded by mutex_; oldest first
+  std::map<std::string, int64_t> num_matched_;  // guarded by mutex_; by group
+  std::vector<TraceRecord> underway_;           // guarded by mutex_; innermost last
+  TraceRecord last_;  // guarded by mutex_; the present, or what was called last
 };
 
 /// By rank. Ranks without a record are absent.

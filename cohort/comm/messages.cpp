@@ -93,7 +93,7 @@ Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSit
   return impl().start({.call = {.operation = "send to " + std::to_string(to),
                                 .tensor = tensor,
                                 .site = site,
-                                .matched = false},
+                                .compared = Compared::kNever},
                        .begin = [&, read = readable(tensor)] {
                          Tensors data{as_bytes(read)};
                          if (!impl_->matcher.is_on()) return c10d_group().send(data, to, tag);
@@ -118,7 +118,7 @@ Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallS
   return impl().start({.call = {.operation = "recv from " + std::to_string(from),
                                 .tensor = tensor,
                                 .site = site,
-                                .matched = false},
+                                .compared = Compared::kNever},
                        .begin =
                            [&] {
                              written.bump_version();

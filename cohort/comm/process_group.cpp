@@ -102,8 +102,9 @@ ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& opti
   const auto job = std::make_shared<Job>(info, options);
   impl_ = std::make_shared<Impl>(job, "", "world", std::move(ranks), info.rank, SubgroupOptions{});
   const int64_t start = steady_now_ns();
-  const Call call{
-      .operation = "rendezvous at " + rendezvous_point(info), .site = {}, .matched = false};
+  const Call call{.operation = "rendezvous at " + rendezvous_point(info),
+                  .site = {},
+                  .compared = Compared::kNever};
   impl_->guarded(call, [&] {
     job->join();
     impl_->connect(job->rendezvous.store, left_of(options.rendezvous_timeout, start));
@@ -192,7 +193,7 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   auto impl = std::make_shared<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
                                      own_rank, own_options);
   auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->store);
-  impl->guarded({.operation = operation, .site = site, .matched = false},
+  impl->guarded({.operation = operation, .site = site, .compared = Compared::kNever},
                 [&] { impl->connect(store, impl_->job->options.rendezvous_timeout); });
   return ProcessGroup(std::move(impl));
 }
@@ -220,15 +221,14 @@ void ProcessGroup::Impl::fail(const std::string& operation, int64_t start_ns,
 
 void ProcessGroup::Impl::guarded(const Call& call, const std::function<void()>& body) {
   check_open();
-  if (call.matched) ++sequence;
+  if (call.compared == Compared::kBeforeData) ++sequence;
   const int64_t start = steady_now_ns();
   if (job->dead) fail(call.operation, start, "the group is dead since it lost a peer", false);
   const TraceRecord entry = record(call);
   std::optional<MatchedCall> matched;
-  if (call.matched) {
-    const std::string what = text_of(call);
-    matched = {
-        .group = id, .number = matcher.add(what), .what = what, .site = entry.call_site.data()};
+  if (call.compared != Compared::kNever) {
+    matched = {.group = id, .what = text_of(call), .site = entry.call_site.data()};
+    if (call.compared == Compared::kBeforeData) matcher.add(matched->what);
   }
   job->log.begin(entry, std::move(matched));
   try {
@@ -274,7 +274,7 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
 // watching threads compare their records. Otherwise it would take one's data for the other's, and
 // end the process from its own thread, where nothing can catch, if they are longer than expected.
 void ProcessGroup::Impl::match(const Call& call, bool blocking) {
-  if (!call.matched || !matcher.is_on()) return;
+  if (call.compared != Compared::kBeforeData || !matcher.is_on()) return;
   const bool has_numbers = backend_name == "gloo";
   if (matcher.must_compare(!call.moves_data || (blocking && !has_numbers))) compare(call);
   number_next(matcher.data_number());
@@ -333,16 +333,23 @@ void Work::wait(CallSite site) {
   if (!state_ || !state_->work) return;
   const auto work = std::move(state_->work);
   const at::NoGradGuard no_grad;
-  state_->group->guarded({.operation = state_->operation, .site = site, .matched = false}, [&] {
-    work->wait();
-    if (state_->finish) state_->finish();
-  });
+  state_->group->guarded(
+      {.operation = state_->operation, .site = site, .compared = Compared::kNever}, [&] {
+        work->wait();
+        if (state_->finish) state_->finish();
+      });
 }
 
 void ProcessGroup::translate_errors(const std::string& operation, const std::function<void()>& call,
                                     CallSite site) const {
   ++impl().sequence;
-  impl_->guarded({.operation = operation, .site = site, .matched = false}, call);
+  impl_->guarded({.operation = operation, .site = site, .compared = Compared::kNever}, call);
+}
+
+void ProcessGroup::run_collective(const std::string& operation, const std::function<void()>& call,
+                                  CallSite site) const {
+  ++impl().sequence;
+  impl_->guarded({.operation = operation, .site = site, .compared = Compared::kWhenStuck}, call);
 }
 
 void ProcessGroup::Impl::arrive(const std::string& point) {

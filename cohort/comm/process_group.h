@@ -251,6 +251,10 @@ class ProcessGroup {
   /// PeerError. The trace shows `operation` meanwhile; what ranks call here is not compared.
   void translate_errors(const std::string& operation, const std::function<void()>& call,
                         CallSite site = CallSite::here()) const;
+  /// The same for what every rank of the group calls in the same place among its collectives:
+  /// where ranks wait for longer than two seconds, it takes part in the comparison.
+  void run_collective(const std::string& operation, const std::function<void()>& call,
+                      CallSite site = CallSite::here()) const;
 
   /// Leaves the group: a barrier that rank 0, the store's host, leaves last. No call may follow,
   /// through any handle. A sub-group's is a barrier only; the group of all ranks goes last.

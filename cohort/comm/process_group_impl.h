@@ -14,13 +14,16 @@ namespace cohort::comm {
 
 using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
+/// When ranks compare what they call: before its data move, once they have waited for long, never.
+enum class Compared { kBeforeData, kWhenStuck, kNever };
+
 /// One operation as it is traced, compared and reported in errors.
 struct Call {
   std::string operation;  ///< "all_reduce(sum)".
   at::Tensor tensor{};    ///< Whose dtype and shape are compared; undefined: the name only.
   CallSite site;
   std::optional<std::chrono::milliseconds> limit{};  ///< Instead of the group's timeout.
-  bool matched = true;                               ///< All ranks of the group call it alike.
+  Compared compared = Compared::kBeforeData;
   bool moves_data = true;  ///< false: the comparison is all that ranks exchange.
 };
 

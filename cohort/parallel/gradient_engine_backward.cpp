@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
+#include "cohort/base/error.h"
 #include "cohort/parallel/gradient_engine_impl.h"
 
 namespace cohort::parallel {
@@ -64,9 +65,10 @@ struct GradientEngine::Impl::RestoreAfterError {
   explicit RestoreAfterError(std::weak_ptr<Impl> engine) : of(std::move(engine)) {}
   ~RestoreAfterError() {
     const auto engine = of.lock();
-    if (engine && !completed) engine->restore_after_error();
+    if (engine && !completed) engine->restore_after_error(counted);
   }
   std::weak_ptr<Impl> of;
+  bool counted = false;  // among the rank's collectives
   bool completed = false;
 };
 
@@ -89,8 +91,7 @@ void GradientEngine::Impl::watch_static_graph(const std::vector<at::Tensor*>& ou
       return;
     engine->static_graph = StaticGraph::kQueued;
     torch::autograd::Engine::get_default_engine().queue_callback([engine] {
-      engine->group.translate_errors("all_reduce of gradients",
-                                     [&] { engine->reducer->delay_all_reduce(); });
+      engine->group.translate_errors(kReduction, [&] { engine->reducer->delay_all_reduce(); });
       engine->static_graph = StaticGraph::kKnown;
     });
   });
@@ -107,7 +108,8 @@ void GradientEngine::Impl::backward_begins() {
     // Gradients of inputs alone are no business of the ranks; the parameters' are still to come.
     life->completed = backward == Backward::kAwaited || last_forward != Forward::kSynchronized;
     if (life->completed) return;
-    group.translate_errors("all_reduce of gradients", [this] { reducer->wait_for_averages(); });
+    life->counted = true;
+    group.run_collective(kReduction, [this] { reducer->wait_for_averages(); });
     autograd.queue_callback([this, life] {
       backward_ends();
       life->completed = true;
@@ -170,18 +172,25 @@ std::string GradientEngine::Impl::left_out() const {
 // Makes the next forward independent of a backward that is not to be averaged any more.
 void GradientEngine::Impl::abandon() {
   backward = Backward::kAwaited;
-  group.translate_errors("all_reduce of gradients", [&] {
+  group.translate_errors(kReduction, [&] {
     if (delayed) delayed->abandon();
     reducer->abandon_backward();
   });
 }
 
 // A second error must not take the place of the first.
-void GradientEngine::Impl::restore_after_error() noexcept {
+void GradientEngine::Impl::restore_after_error(bool counted) noexcept {
   try {
     if (low_precision) low_precision->swap_out();
   } catch (const std::exception& error) {
     TORCH_WARN("parameters stay in low precision: ", error.what());
+  }
+  // A backward without an error takes this place among the collectives of the other ranks.
+  if (counted || !expects_gradients() || backward != Backward::kBegun) return;
+  try {
+    group.run_collective(kReduction, [] {});
+  } catch (const PeerError&) {
+    // The next collective throws it again.
   }
 }
 

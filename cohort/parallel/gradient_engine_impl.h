@@ -48,6 +48,9 @@ struct Round {
   int64_t num_synchronizing = 0;
 };
 
+/// As it is called in traces and errors.
+inline constexpr const char* kReduction = "all_reduce of gradients";
+
 struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
   Impl(std::shared_ptr<torch::nn::Module> m, comm::ProcessGroup g,
        const DistributedDataParallelOptions& o)
@@ -70,7 +73,7 @@ struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
   void check_expected(size_t index) const;
   void check_finished();
   void abandon();
-  void restore_after_error() noexcept;
+  void restore_after_error(bool counted) noexcept;
   std::string left_out() const;
   [[noreturn]] void report_left_out();
 

@@ -42,7 +42,7 @@ void GradientEngine::Impl::shadow_collectives(const Round& round) {
   if (will_copy_buffers()) broadcast_tensors(buffers, group, round.first_active);
   buffers_differ = synchronizes;
   if (!synchronizes) return;
-  group.translate_errors("join", [&] { reducer->shadow_collectives(); });
+  group.run_collective(kReduction, [&] { reducer->shadow_collectives(); });
   ++num_prepared;
 }
 

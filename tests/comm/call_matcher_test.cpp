@@ -21,8 +21,7 @@ TEST(CallMatcherTest, RanksAgreeAsLongAsTheirCallsAreTheSame) {
   std::vector<CallMatcher> ranks(3, CallMatcher(CheckCollectives::kOn));
   EXPECT_TRUE(agree(ranks));
   for (int call = 0; call < 5; ++call) {
-    for (CallMatcher& rank : ranks)
-      EXPECT_EQ(rank.add("all_reduce of float32[" + std::to_string(call) + "]"), call + 1);
+    for (CallMatcher& rank : ranks) rank.add("all_reduce of float32[" + std::to_string(call) + "]");
     EXPECT_TRUE(agree(ranks));
     EXPECT_EQ(ranks[0].data_number(), ranks[2].data_number());
   }

@@ -2,6 +2,7 @@
 #include <ATen/record_function.h>
 #include <map>
 #include <optional>
+#include <thread>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -100,6 +101,49 @@ TEST(DdpOptionsTest, ARankAloneInLeavingOutParametersNamesThemAndTheOthersLoseIt
   EXPECT_EQ(ends[1].exit_code, 1) << ends[1].output;
   EXPECT_NE(ends[1].output.find("rank 1: backward made no gradient for extra.weight, extra.bias"),
             std::string::npos);
+}
+
+// As calls that do not match anywhere: within some three seconds, long before the timeout.
+TEST(DdpOptionsTest, ARankThatCallsAnotherCollectiveThanBackwardIsNamed) {
+  const auto ends = test::run_ranks(3, [](const ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    loss_of(ddp(batch_of(0))).backward();
+    const at::Tensor loss = loss_of(ddp(batch_of(1)));
+    if (group.rank() == 1) return group.barrier("skipped the step");
+    loss.backward();
+    group.barrier("after the step");
+  });
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, 3);
+    EXPECT_NE(end.output.find("rank 1 calls barrier \"skipped the step\" at ddp_options_test.cpp"),
+              std::string::npos)
+        << end.output;
+    EXPECT_NE(end.output.find("where rank 0 calls all_reduce of gradients"), std::string::npos)
+        << end.output;
+  }
+}
+
+// Its reduction counts among the collectives as those of the other ranks, which come to the barrier
+// while it is late: they wait for longer than it takes to compare.
+TEST(DdpOptionsTest, ARankWhoseBackwardThrewAtItsEndStaysInStep) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    Branches model;
+    Ddp ddp(model, group);
+    const at::Tensor leaf = batch_of(group.rank()).requires_grad_();
+    const at::Tensor input = leaf * 1;  // whose gradient comes after those of all parameters
+    if (group.rank() == 1)
+      leaf.register_hook([](const at::Tensor&) { TORCH_CHECK(false, "planted"); });
+    if (group.rank() == 0) {
+      loss_of(ddp(input)).backward();
+    } else {
+      test::expect_error<c10::Error>([&] { loss_of(ddp(input)).backward(); }, "planted");
+      std::this_thread::sleep_for(std::chrono::seconds(4));
+    }
+    group.barrier("after the step");
+    if (group.rank() == 0) std::this_thread::sleep_for(std::chrono::seconds(4));
+    EXPECT_EQ(group.all_reduce_sum(1), 2);
+  });
 }
 
 TEST(DdpOptionsTest, AForwardWithoutBackwardIsNoError) {
