@@ -110,7 +110,8 @@ void write_steps(const Corpus& corpus) {
                                event(3, 1, whole) + event(3, 0, whole));
 }
 
-// A call of ps_control.cpp. Marks: 1 the right job, 2 the right incarnation, 4 a nonce, 8 later.
+// A call of ps_control.cpp. Marks: 1 the right job, 2 the right incarnation, 4 a nonce, 8 later, 16
+// handled behind the next call.
 std::string call(Call kind, int trainer, int marks, int step, const std::string& bytes = "") {
   const std::string head{static_cast<char>(kind), static_cast<char>(trainer),
                          static_cast<char>(marks), static_cast<char>(step)};
@@ -147,6 +148,14 @@ void write_calls(const Corpus& corpus) {
                    call(Call::kPush, 0, 3, 1, push) + call(Call::kPull, 0, 3, 1, pull) +
                    call(Call::kJoin, 1, 1, 0) + call(Call::kPush, 1, 3, 1, push) +
                    call(Call::kPull, 1, 11, 2, pull) + call(Call::kStatus, 255, 8, 0));
+  const JobOptions declared = job(Mode::kAsync, 1);
+  const std::string early =
+      message({rows(0, 3, 2), block(0, 5)},
+              {.job = declared.fingerprint(), .trainer_incarnation = 1, .server_incarnation = 1});
+  corpus.write("before_the_job",
+               call(Call::kPush, 0, 16, 1, early) + call(Call::kJob, 0, 0, 0, declared.to_json()) +
+                   call(Call::kJoin, 0, 1, 0) + call(Call::kPush, 0, 3, 0, initial) +
+                   call(Call::kPush, 0, 0, 1, early));
 }
 
 void write_checkpoint_files(const Corpus& files, const Corpus& manifests) {

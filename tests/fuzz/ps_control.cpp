@@ -6,6 +6,8 @@
 // left out: it would write wherever the input says.
 #include <limits>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "cohort/base/error.h"
 #include "cohort/ps/server/request_handler.h"
@@ -28,6 +30,8 @@ constexpr uint8_t kRightJob = 1;
 constexpr uint8_t kRightIncarnation = 2;
 constexpr uint8_t kNonce = 4;
 constexpr uint8_t kLater = 8;  // A second passes first.
+// It arrives now, and is handled behind the next call: a job may be declared in between.
+constexpr uint8_t kOvertaken = 16;
 
 // Whether a job is one for the memory that a fuzzer has. A server makes what it is told to.
 bool is_small(const std::string& text) {
@@ -54,20 +58,44 @@ class Caller {
     if (call == Call::kSave || call == Call::kFinishSave) return;
     if (head.marks & kLater) now_ += std::chrono::seconds(1);
     const uint32_t trainer = head.trainer == 255 ? kNoTrainer : head.trainer % 4;
-    Pending pending{.request = {.call = call, .trainer = trainer}, .arrived = now_};
-    pending.done = [this](const Reply& reply) { hear(reply); };
+    Request request{.call = call, .trainer = trainer};
     if (call == Call::kPush || call == Call::kPull) {
-      if (!set_message(pending, head, bytes)) return;
+      if (!set_message(request, head, bytes)) return;
     } else {
-      set_control(pending.request, head, bytes);
-      if (call == Call::kJob && !is_small(pending.request.text)) return;
+      set_control(request, head, bytes);
+      if (call == Call::kJob && !is_small(request.text)) return;
     }
+    auto overtaken = std::exchange(overtaken_, std::nullopt);
+    if (auto pending = arrive(std::move(request))) {
+      if (head.marks & kOvertaken) {
+        overtaken_ = std::move(pending);
+      } else {
+        handle(std::move(*pending));
+      }
+    }
+    if (overtaken) handle(std::move(*overtaken));
+  }
+
+ private:
+  // As Server::submit takes it.
+  std::optional<Pending> arrive(Request request) {
+    try {
+      Pending pending = handler_.arrival_check().check(std::move(request));
+      pending.arrived = now_;
+      pending.done = [this](const Reply& reply) { hear(reply); };
+      return pending;
+    } catch (const c10::ValueError&) {
+      return std::nullopt;  // Refused, as it should be.
+    }
+  }
+
+  void handle(Pending pending) {
+    if (handler_.is_stopped()) return;
     handler_.handle(std::move(pending));
     handler_.finish_batch(now_);
     handler_.tick(now_);
   }
 
- private:
   void set_control(Request& request, const Head& head, std::span<const uint8_t> bytes) const {
     request.text = fuzz::text_of(bytes);
     if (request.call == Call::kJob) job_of(request.text);
@@ -77,15 +105,14 @@ class Caller {
     request.nonce = head.marks & kNonce ? 1 + head.step % 4 : 0;
   }
 
-  // As Server::submit takes it.
-  bool set_message(Pending& pending, const Head& head, std::span<const uint8_t> bytes) const {
+  bool set_message(Request& request, const Head& head, std::span<const uint8_t> bytes) const {
     auto buffer = std::make_shared<Buffer>(bytes.size());
     std::copy(bytes.begin(), bytes.end(), reinterpret_cast<uint8_t*>(buffer->data()));
     try {
       Message message = parse_message(buffer->span(), Checksums::kIgnored);
       Header& header = message.header;
-      header.kind = pending.request.call == Call::kPush ? MessageKind::kPush : MessageKind::kPull;
-      header.trainer = pending.request.trainer;
+      header.kind = request.call == Call::kPush ? MessageKind::kPush : MessageKind::kPull;
+      header.trainer = request.trainer;
       header.sequence = header.step = head.step;
       if (head.marks & kRightJob) header.job = job_;
       if (head.marks & kRightIncarnation) {
@@ -93,11 +120,10 @@ class Caller {
         header.server_incarnation = server_incarnation_;
       }
       reseal(buffer->span(), header);
-      pending.message = parse_message(buffer->span());
     } catch (const c10::ValueError&) {
       return false;  // Refused, as it should be.
     }
-    pending.request.message = std::move(buffer);
+    request.message = std::move(buffer);
     return true;
   }
 
@@ -114,6 +140,7 @@ class Caller {
   }
 
   RequestHandler& handler_;
+  std::optional<Pending> overtaken_;
   std::chrono::steady_clock::time_point now_ = std::chrono::steady_clock::now();
   mutable uint64_t job_ = 0;
   uint64_t server_incarnation_ = 0;

@@ -28,6 +28,7 @@ std::unique_ptr<ParameterState> make_state(Reduce reduce, int servers) {
       .reduce = reduce,
       .trainers = 2,
       .servers = servers,
+      .error_if_nonfinite = false,
       .dense_rule = {.rule = Rule::kAdam, .learning_rate = 0.1f},
       .blocks = {{"w", 0, 5, 0}, {"w", 5, 13, 0}},
       .tables = {
@@ -54,10 +55,11 @@ void push(ParameterState& state, uint32_t trainer, std::span<const uint8_t> mess
     Message parsed = parse_message(buffer->span(), Checksums::kIgnored);
     parsed.header.kind = MessageKind::kPush;
     parsed.header.flags = 0;
+    parsed.header.job = state.shard().declared_job()->fingerprint();
     parsed.header.trainer = trainer;
     parsed.header.sequence = state.trainer(trainer)->last_sequence + 1;
     reseal(buffer->span(), parsed.header);
-    state.check(parsed);
+    state.shard().declared_job()->check(parsed);
   } catch (const c10::ValueError&) {
     return;  // Refused, as it should be. Anything else that is thrown ends the program.
   }

@@ -257,9 +257,6 @@ TEST(RowTableTest, BadInputIsNamed) {
   EXPECT_EQ(message_of<ConfigError>([&] { RowTable table(options); }),
             "table \"clicks\": at_cap spill: expected a spill store, found none");
   RowTable table(options_of(Rule::kSgd));
-  EXPECT_EQ(message_of<c10::ValueError>(
-                [&] { table.push(std::vector<uint64_t>(2), std::vector<float>(9), 1, 1); }),
-            "table \"clicks\": push of 2 ids: expected 2 x 5 floats, found 9");
   const std::vector<float> weights(kWidth);
   table.insert({.id = 8, .pushes = 1, .weights = weights});
   EXPECT_EQ(message_of<c10::ValueError>(

@@ -5,18 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <gtest/gtest.h>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "cohort/ps/id_hash.h"
 
-#include "tests/support/message_of.h"
-
 namespace cohort::ps {
 namespace shard_test {
-
-using cohort::test::message_of;
 
 constexpr float kInitial = 10;
 
@@ -77,8 +72,7 @@ std::pair<float, float> pulled(const Shard& shard) {
   SectionShape row = kRow, block = kFirstBlock;
   row.has_values = block.has_values = false;
   const Built request(MessageKind::kPull, {row, block});
-  shard.check(request.message);
-  EXPECT_EQ(shard.bytes_of_pull(request.message), 5 * 4);
+  EXPECT_EQ(shard.declared_job()->answer_bytes(request.message), 5 * 4);
   const Buffer reply = shard.pull(request.message, {.kind = MessageKind::kReply});
   const Message message = parse_message(reply.span());
   EXPECT_EQ(message.sections[1].values.size(), 3U);
@@ -89,7 +83,6 @@ TEST(ShardTest, APushIsAppliedToRowsAndBlocks) {
   Shard shard = shard_of(job_of());
   EXPECT_TRUE(shard.has_blocks());
   const Built initial(MessageKind::kPush, {kFirstBlock}, 0, kInitial, kInitialValues);
-  shard.check(initial.message);
   shard.set_initial(initial.message);
   EXPECT_EQ(pulled(shard), std::pair(0.0f, kInitial));
   shard.push(push_of(1).message, 1, 1);
@@ -107,42 +100,6 @@ TEST(ShardTest, PushesOfAStepAreOneUpdateAndAbstentionsDoNotCount) {
     shard.push_sum(pushes, 1, 1);
     EXPECT_EQ(pulled(shard), std::pair(-update, -update));
   }
-}
-
-TEST(ShardTest, AMessageThatDoesNotFitTheJobIsRefusedByName) {
-  const Shard shard = shard_of(job_of());
-  const auto refusal = [&](const std::vector<SectionShape>& shapes, uint64_t id = id_of_server(0),
-                           uint32_t flags = 0) {
-    return message_of<c10::ValueError>(
-        [&] { shard.check(Built(MessageKind::kPush, shapes, id, 0, flags).message); });
-  };
-  EXPECT_EQ(refusal({kRow, kFirstBlock}), "nothing was thrown");
-  EXPECT_EQ(refusal({{.table = 1, .width = 2, .count = 1}}),
-            "message: the job has 1 tables, got number 1");
-  EXPECT_EQ(refusal({{.table = 0, .width = 3, .count = 1}}),
-            "message: rows of table 'rows' have 2 values, got 3");
-  EXPECT_EQ(refusal({{.table = 0, .width = 2, .count = 2, .has_values = false}}),
-            "message: table 'rows': 2 ids with 0 values");
-  const uint64_t other = id_of_server(1);
-  EXPECT_EQ(refusal({kRow}, other), "message: row " + std::to_string(other) +
-                                        " of table 'rows' is server 1's, this is server 0");
-  EXPECT_EQ(refusal({{.kind = SectionKind::kBlock, .table = 1, .count = 3}}),
-            "message: server 0 has no block 1");
-  EXPECT_EQ(refusal({{.kind = SectionKind::kBlock, .table = 0, .count = 2}}),
-            "message: block 0 has 3 elements, got 2");
-  EXPECT_EQ(refusal({kFirstBlock, kRow}),
-            "message: expected its sections in the order of tables, each once");
-  EXPECT_EQ(refusal({kRow, kRow}),
-            "message: expected its sections in the order of tables, each once");
-  EXPECT_EQ(refusal({}, 0, kInitialValues), "message: initial values of 0 blocks, server 0 has 1");
-  EXPECT_EQ(refusal({kRow}, id_of_server(0), kInitialValues),
-            "message: initial values are of blocks, got those of rows");
-}
-
-TEST(ShardTest, WithoutAJobNoMessageFits) {
-  const Shard shard(0, "", make_host_block);
-  EXPECT_EQ(message_of<c10::ValueError>([&] { shard.check(push_of(1).message); }),
-            "message: this server has no job yet");
 }
 
 }  // namespace shard_test

@@ -68,7 +68,6 @@ void ParameterState::apply(const Record& record) {
 }
 
 void ParameterState::note_job() {
-  fingerprint_ = job()->fingerprint();
   members_.set_expected(job()->trainers);
   is_initialised_ = !shard_.has_blocks();
 }
@@ -104,7 +103,7 @@ void ParameterState::close_step(uint32_t time) {
 
 Buffer ParameterState::pull(const Message& request) const {
   return shard_.pull(request, {.kind = MessageKind::kReply,
-                               .job = fingerprint_,
+                               .job = shard_.declared_job()->fingerprint(),
                                .trainer = request.header.trainer,
                                .step = steps_});
 }

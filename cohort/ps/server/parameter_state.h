@@ -43,7 +43,6 @@ class ParameterState {
   const Membership& members() const { return members_; }
   const JobOptions* job() const { return shard_.job(); }
   const TrainerState* trainer(uint32_t id) const { return members_.find(id); }
-  uint64_t fingerprint() const { return fingerprint_; }
   /// Whether the blocks have values (without blocks: from the start).
   bool is_initialised() const { return job() && is_initialised_; }
   /// kSync: steps closed. kAsync: pushes applied.
@@ -59,16 +58,11 @@ class ParameterState {
   /// Bytes of pushes that wait for their step.
   int64_t pending_bytes() const { return open_steps_.bytes(); }
 
-  /// Checks a pull, a push or initial values against the job: sections, widths, ids of this server.
-  /// Errors: c10::ValueError that says what does not fit.
-  void check(const Message& message) const { shard_.check(message); }
-
   /// Changes the state. The record was checked before, or comes from the log.
   void apply(const Record& record);
 
   /// The values that `request` (kPull), which was checked, asks for, as a message whose header says
   /// `steps()`.
-  /// Errors: c10::ValueError that it would have more bytes than a message can.
   Buffer pull(const Message& request) const;
 
   /// Saving has two parts with the same `folder`, which is made. The first does what a forked child
@@ -95,7 +89,6 @@ class ParameterState {
   Shard shard_;
   Membership members_;
   OpenSteps open_steps_;
-  uint64_t fingerprint_ = 0;
   bool is_initialised_ = false;
   uint64_t steps_ = 0;
   uint64_t steps_at_start_ = 0;

@@ -2,9 +2,7 @@
 #include "cohort/ps/server/request_handler.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <utility>
 #include <vector>
 
@@ -45,12 +43,6 @@ std::string seconds_text(std::chrono::steady_clock::duration time) {
   return std::to_string(std::chrono::duration_cast<std::chrono::seconds>(time).count()) + " s";
 }
 
-// For a trainer whose job, `theirs`, is another one; empty text: it did not say which.
-std::string job_difference(const JobOptions& own, const std::string& theirs) {
-  const std::string text = "job: this server has another one";
-  return theirs.empty() ? text : text + ": " + first_difference(own, JobOptions::parse(theirs));
-}
-
 // What a request is told that failed with `error`; `of_system`: unless its sender is to blame.
 Code code_of(const std::exception& error, Code of_system) {
   return dynamic_cast<const c10::ValueError*>(&error) ? Code::kInvalid : of_system;
@@ -59,7 +51,8 @@ Code code_of(const std::exception& error, Code of_system) {
 }  // namespace
 
 RequestHandler::RequestHandler(const ServerOptions& options, const Log& log)
-    : options_(options), log_(log), durable_(options, log) {
+    : options_(options), log_(log), durable_(options, log), arrival_check_(options) {
+  arrival_check_.set_job(durable_.state().shard().declared_job());
   last_eviction_ = last_tick_ = activity_.started;
   // Members have trainer_timeout to come back.
   for (const auto& [id, trainer] : durable_.state().members().trainers()) {
@@ -93,14 +86,13 @@ Reply RequestHandler::reply(Code code, std::string text) const {
 }
 
 void RequestHandler::handle(Pending pending) {
-  const uint64_t incarnation = pending.request.message ? pending.message.header.trainer_incarnation
-                                                       : pending.request.incarnation;
-  const auto heard = last_message_.find(pending.request.trainer);
-  if (heard != last_message_.end() && !membership_error(pending.request.trainer, incarnation))
+  const Request& request = pending.request;
+  const auto heard = last_message_.find(request.trainer);
+  if (heard != last_message_.end() && !membership_error(request.trainer, request.incarnation))
     heard->second = pending.arrived;
-  if (pending.request.message) activity_.counts.bytes_in += bytes_of_message(pending);
-  const bool is_push = pending.request.call == Call::kPush;
-  const uint32_t trainer = pending.request.trainer;
+  activity_.counts.bytes_in += bytes_of_message(pending);
+  const bool is_push = request.call == Call::kPush;
+  const uint32_t trainer = request.trainer;
   answer(pending);
   if (is_push && !out_of_order_.empty()) process_out_of_order(trainer);
 }
@@ -111,6 +103,10 @@ void RequestHandler::answer(Pending& pending) {
   const bool is_rollback = call == Call::kRestore || (call == Call::kJob && !initial_load_failed_);
   if (!failure_.empty() && call != Call::kStatus && call != Call::kStop && !is_rollback)
     return pending.done(reply(Code::kFailed, failure_));
+  if (auto refused = refusal(pending)) {
+    ++activity_.counts.refused;
+    return pending.done(std::move(*refused));
+  }
   try {
     switch (call) {
       case Call::kPush:
@@ -132,7 +128,6 @@ void RequestHandler::answer(Pending& pending) {
       case Call::kSave:
         return save(pending);
       case Call::kFinishSave:
-        check_folder("save", pending.request.text);
         finish_checkpoint(pending.request.text, pending.request.nonce);
         return pending.done(reply(Code::kOk));
       case Call::kStatus:
@@ -141,8 +136,6 @@ void RequestHandler::answer(Pending& pending) {
         stopped_ = true;
         return pending.done(reply(Code::kOk));
     }
-    // Of a newer client.
-    TORCH_CHECK_VALUE(false, "unknown call ", static_cast<uint32_t>(call));
   } catch (const std::exception& error) {
     const std::string reason = one_line(error);
     if (durable_.is_broken()) {
@@ -150,8 +143,7 @@ void RequestHandler::answer(Pending& pending) {
       throw;
     }
     const bool saves = call == Call::kSave || call == Call::kFinishSave;
-    // The standard library throws for failed allocations and invalid paths: a retry would fail
-    // again.
+    // A retry of what the standard library throws for would fail again.
     const bool is_own = dynamic_cast<const c10::Error*>(&error) != nullptr;
     const Code code =
         is_own ? code_of(error, saves ? Code::kNotWritten : Code::kBusy) : Code::kInvalid;
@@ -159,28 +151,30 @@ void RequestHandler::answer(Pending& pending) {
     if (code == Code::kNotWritten) log_.error("cannot save", {{"reason", reason}});
     // The log cannot be written: nothing has changed, and a retry may succeed.
     if (code == Code::kBusy) log_write_failure("cannot log", reason, pending.arrived);
-    pending.done(reply(code, (is_own ? "" : "the server cannot do it: ") + reason));
+    pending.done(reply(code, refusal_text(error)));
   } catch (...) {
     pending.done(reply(Code::kLost, "the server is shutting down"));
     throw;
   }
 }
 
-std::optional<Reply> RequestHandler::refusal(Pending& pending) const {
-  const ParameterState& state = durable_.state();
-  const Header& header = pending.message.header;
-  if (!state.job()) return reply(Code::kRestarted, "the server has no job yet");
-  if (header.server_incarnation != durable_.incarnation())
-    return reply(Code::kRestarted,
-                 "the server is incarnation " + std::to_string(durable_.incarnation()) +
-                     " now, the message is for " + std::to_string(header.server_incarnation));
-  if (header.job != state.fingerprint())
-    return reply(Code::kInvalid, "the message is of another job");
-  if (header.trainer != kNoTrainer) {
-    if (auto refused = membership_error(header.trainer, header.trainer_incarnation)) return refused;
+std::optional<Reply> RequestHandler::refusal(const Pending& pending) const {
+  if (pending.request.message) {
+    const auto& job = durable_.state().shard().declared_job();
+    const Header& header = pending.message.header;
+    if (!job) return reply(Code::kRestarted, "the server has no job yet");
+    if (header.server_incarnation != durable_.incarnation())
+      return reply(Code::kRestarted,
+                   "the server is incarnation " + std::to_string(durable_.incarnation()) +
+                       " now, the message is for " + std::to_string(header.server_incarnation));
+    if (pending.job != job)
+      return reply(Code::kRestarted, "the server had no job yet when the message arrived");
+    if (header.trainer != kNoTrainer) {
+      if (auto refused = membership_error(header.trainer, header.trainer_incarnation))
+        return refused;
+    }
   }
-  // Once: a job has the same tables and blocks for good.
-  if (!std::exchange(pending.is_checked, true)) state.check(pending.message);
+  if (!pending.mismatch.empty()) return reply(Code::kInvalid, pending.mismatch);
   return std::nullopt;
 }
 
@@ -199,13 +193,7 @@ std::optional<Reply> RequestHandler::membership_error(uint32_t id, uint64_t inca
 
 void RequestHandler::push(Pending& pending) {
   const Header header = pending.message.header;
-  if (auto refused = refusal(pending)) {
-    ++activity_.counts.refused;
-    return pending.done(std::move(*refused));
-  }
-  TORCH_CHECK_VALUE(header.trainer != kNoTrainer, "push: it names no trainer");
   note_confirmed(header.trainer, header.step);
-  check_finite(pending);
   if (header.flags & kInitialValues) return initial(pending);
   const ParameterState& state = durable_.state();
   TORCH_CHECK_VALUE(state.is_initialised(), "push: the blocks have no values yet");
@@ -238,38 +226,6 @@ void RequestHandler::push(Pending& pending) {
   ++activity_.counts.pushes;
   activity_.counts.rows_pushed += rows_in(pending.message);
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
-}
-
-void RequestHandler::check_finite(const Pending& pending) const {
-  const JobOptions& job = *durable_.state().job();
-  if (!pending.nonfinite || !job.error_if_nonfinite) return;
-  const Header& header = pending.message.header;
-  const bool is_initial = (header.flags & kInitialValues) != 0;
-  const Section& section = pending.message.sections[pending.nonfinite->section];
-  const size_t at = pending.nonfinite->value;
-  const float value = section.values[at];
-  std::string of;
-  size_t element = at;
-  if (section.kind == SectionKind::kRows) {
-    of = "row " + std::to_string(section.ids[at / section.width]) + " of table '" +
-         job.tables[section.table].name + "'";
-    element = at % section.width;
-  } else {
-    const BlockOptions& block = job.blocks[section.table];
-    of = "parameter '" + block.parameter + "'";
-    element = at + static_cast<size_t>(block.begin);
-  }
-  TORCH_CHECK_VALUE(
-      false, is_initial ? "initial values" : "push " + std::to_string(header.sequence),
-      " of trainer ", header.trainer, ": the ", is_initial ? "value" : "gradient", " of ", of,
-      " is ",
-      std::isnan(value) ? "nan"
-      : value > 0       ? "inf"
-                        : "-inf",
-      " at element ", element, ": expected finite values",
-      is_initial ? ""
-                 : ": lower the learning rate, clip the gradients, or set error_if_nonfinite to "
-                   "false");
 }
 
 void RequestHandler::process_out_of_order(uint32_t trainer) {
@@ -307,10 +263,6 @@ void RequestHandler::initial(Pending& pending) {
 
 void RequestHandler::pull(Pending& pending) {
   const Header& header = pending.message.header;
-  if (auto refused = refusal(pending)) {
-    ++activity_.counts.refused;
-    return pending.done(std::move(*refused));
-  }
   const ParameterState& state = durable_.state();
   const JobOptions& job = *state.job();
   const bool is_trainer = header.trainer != kNoTrainer;
@@ -325,7 +277,7 @@ void RequestHandler::pull(Pending& pending) {
   const bool too_far = is_bounded && state.members().lead_of(header.trainer) >
                                          static_cast<uint64_t>(job.max_staleness);
   if (!state.is_initialised() || too_early || too_far) return wait(pending);
-  const int64_t bytes = state.shard().bytes_of_pull(pending.message);
+  const int64_t bytes = pending.job->answer_bytes(pending.message);
   // A single reply is always sent, however large.
   const int64_t held = *reply_bytes_;
   if (held > 0 && held + bytes > options_.max_queue_bytes)
@@ -343,10 +295,9 @@ void RequestHandler::pull(Pending& pending) {
 
 void RequestHandler::set_job(Pending& pending) {
   const ParameterState& state = durable_.state();
-  const JobOptions job = JobOptions::parse(pending.request.text);
-  if (state.job()) {
-    TORCH_CHECK_VALUE(state.fingerprint() == job.fingerprint(),
-                      job_difference(*state.job(), pending.request.text));
+  const JobOptions& job = pending.job->options();
+  if (const auto& own = state.shard().declared_job()) {
+    own->check_same(pending.job->fingerprint(), pending.request.text);
     return pending.done(reply(Code::kOk));
   }
   TORCH_CHECK_VALUE(job.servers == options_.servers, "job: it has ", job.servers,
@@ -367,6 +318,7 @@ void RequestHandler::set_job(Pending& pending) {
     log_.error("job failed", {{"reason", failure_}});
     return pending.done(reply(code_of(error, Code::kFailed), failure_));
   }
+  arrival_check_.set_job(state.shard().declared_job());
   log_.info("job", {{"mode", to_string(job.mode)},
                     {"trainers", job.trainers},
                     {"tables", job.tables.size()},
@@ -377,13 +329,9 @@ void RequestHandler::set_job(Pending& pending) {
 void RequestHandler::join(Pending& pending) {
   const ParameterState& state = durable_.state();
   const Request& request = pending.request;
-  if (!state.job()) return pending.done(reply(Code::kNotYet, "trainer 0 has not set the job yet"));
-  TORCH_CHECK_VALUE(request.job == state.fingerprint(), job_difference(*state.job(), request.text));
+  if (!pending.job) return pending.done(reply(Code::kNotYet, "trainer 0 has not set the job yet"));
   const TrainerState* trainer = state.trainer(request.trainer);
   if (request.trainer != kNoTrainer) {
-    const auto most = static_cast<uint32_t>(state.job()->max_trainers);
-    TORCH_CHECK_VALUE(request.trainer < most, "join: trainer ", request.trainer,
-                      ": expected a number below max_trainers, ", most);
     const bool repeated = trainer && request.nonce != 0 && trainer->nonce == request.nonce;
     if (request.incarnation == 0 && !repeated) {
       const JoinRecord record{
@@ -428,9 +376,7 @@ void RequestHandler::confirm(Pending& pending) {
 void RequestHandler::restore(Pending& pending) {
   const ParameterState& state = durable_.state();
   const std::string& checkpoint = pending.request.text;
-  TORCH_CHECK_VALUE(state.job(), "restore: this server has no job yet");
-  TORCH_CHECK_VALUE(pending.request.job == state.fingerprint(), "restore: the job is another one");
-  if (!checkpoint.empty()) check_folder("restore", checkpoint);
+  TORCH_CHECK_VALUE(pending.job, "restore: this server has no job yet");
   const uint64_t save = checkpoint.empty() ? 0 : finished_save(checkpoint);
   const bool is_new =
       state.steps() == 0 && state.pending_bytes() == 0 && state.members().trainers().empty();
@@ -447,6 +393,7 @@ void RequestHandler::restore(Pending& pending) {
     log_.error("job failed", {{"reason", failure_}});
     return pending.done(reply(code_of(error, Code::kFailed), failure_));
   }
+  arrival_check_.set_job(state.shard().declared_job());
   save_held_ = save;
   steps_held_ = state.steps();
   last_message_.clear();
@@ -516,24 +463,10 @@ void RequestHandler::leave(Pending& pending) {
   unsynced_.push_back({std::move(pending.done), reply(Code::kOk)});
 }
 
-// A caller may name any path, with links and ".." in it.
-void RequestHandler::check_folder(const char* call, const std::string& folder) const {
-  if (options_.save_root.empty()) return;
-  namespace fs = std::filesystem;
-  const fs::path root = fs::weakly_canonical(fs::absolute(options_.save_root));
-  const fs::path path = fs::weakly_canonical(fs::absolute(folder));
-  const auto [end, ignored] = std::mismatch(root.begin(), root.end(), path.begin(), path.end());
-  TORCH_CHECK_VALUE(end == root.end(), call, ": ", folder, ": expected a folder below ",
-                    root.string(), " (--save-root)");
-}
-
 void RequestHandler::save(Pending& pending) {
   const ParameterState& state = durable_.state();
   TORCH_CHECK_VALUE(state.is_initialised(), "save: there is nothing to save yet");
   const uint64_t nonce = pending.request.nonce;
-  TORCH_CHECK_VALUE(nonce != 0 && !pending.request.text.empty(),
-                    "save: expected a folder and a nonce");
-  check_folder("save", pending.request.text);
   if (saving_.nonce == nonce) {
     if (!saving_.outcome) return wait(pending);
     const Code code = saving_.outcome->empty() ? Code::kOk : Code::kNotWritten;

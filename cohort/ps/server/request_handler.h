@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cohort/base/log.h"
+#include "cohort/ps/server/arrival_check.h"
 #include "cohort/ps/server/durable_state.h"
 #include "cohort/ps/server/server.h"
 #include "cohort/ps/server/status.h"
@@ -19,17 +20,7 @@
 
 namespace cohort::ps {
 
-/// A request inside the server.
-struct Pending {
-  Request request;
-  Message message;                           ///< Of a push or pull: into request.message.
-  std::optional<ValuePosition> nonfinite{};  ///< Of a push: its first NaN or infinity.
-  Done done;
-  std::chrono::steady_clock::time_point arrived;
-  bool is_checked = false;  ///< Its message fits the job.
-};
-
-/// Threads: one.
+/// Threads: one, but for arrival_check().
 class RequestHandler {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -38,6 +29,9 @@ class RequestHandler {
   /// Errors: as Server's constructor.
   RequestHandler(const ServerOptions& options, const Log& log);
   ~RequestHandler();
+
+  /// Makes of requests what `handle` takes. Any thread.
+  const ArrivalCheck& arrival_check() const { return arrival_check_; }
 
   /// Replies to it, or keeps it for later.
   /// Errors: those that end the server; the request gets a reply first.
@@ -69,11 +63,6 @@ class RequestHandler {
   void save(Pending& pending);
   Reply status() const;
 
-  /// Errors: c10::ValueError that names trainer, push and value, if the job takes finite ones
-  /// alone.
-  void check_finite(const Pending& pending) const;
-  /// Errors: c10::ValueError that names `call`: `folder` is not below options.save_root.
-  void check_folder(const char* call, const std::string& folder) const;
   void process_out_of_order(uint32_t trainer);
   bool has_room(const Pending& pending) const;
   /// Keeps the request until `step` is closed; 0: until the next batch.
@@ -85,8 +74,9 @@ class RequestHandler {
   void evict(Time now);
   /// Logs once a period: a failed write is retried often.
   void log_write_failure(const char* what, const std::string& reason, Time now);
-  /// The reply that rejects a push or pull, if its message is not valid.
-  std::optional<Reply> refusal(Pending& pending) const;
+  /// The reply that rejects a request, if it does not fit the job, or a push's or pull's sender is
+  /// not a member of it.
+  std::optional<Reply> refusal(const Pending& pending) const;
   /// The reply that rejects process `incarnation` of a trainer, if it is not a member of the job.
   std::optional<Reply> membership_error(uint32_t trainer, uint64_t incarnation) const;
   /// Records a member's confirmation (Call::kConfirm).
@@ -105,6 +95,7 @@ class RequestHandler {
   ServerOptions options_;
   const Log& log_;
   DurableState durable_;
+  ArrivalCheck arrival_check_;
   std::map<uint32_t, Time> last_message_;  // When a member's last message came.
   // By trainer: the last step that its process has confirmed. Not in the log: every heartbeat
   // repeats it.

@@ -35,6 +35,10 @@ class Server::Owner {
 
   ~Owner() { stop(); }
 
+  Pending check(Request request) const {
+    return handler_.arrival_check().check(std::move(request));
+  }
+
   void submit(Pending pending) {
     const int64_t bytes = bytes_of(pending);
     {
@@ -143,26 +147,11 @@ Server::Server(const ServerOptions& options, const Log& log)
 Server::~Server() = default;
 
 void Server::submit(Request request, Done done) {
-  Pending pending{.request = std::move(request), .arrived = steady_clock::now()};
-  const Call call = pending.request.call;
-  if (const size_t bytes = pending.request.text.size(); bytes > kMaxTextBytes)
-    return done({.code = Code::kInvalid,
-                 .text = "a request's text has " + std::to_string(bytes) +
-                         " bytes; expected at most " + std::to_string(kMaxTextBytes) +
-                         ": of a job, cut the parameters into fewer slices"});
-  if (call == Call::kPush || call == Call::kPull) {
-    // Here, not in the owner's thread, for which all requests wait.
-    try {
-      TORCH_CHECK_VALUE(pending.request.message, "message: there is none");
-      pending.message = parse_message(pending.request.message->span());
-      const auto expected = call == Call::kPush ? MessageKind::kPush : MessageKind::kPull;
-      TORCH_CHECK_VALUE(pending.message.header.kind == expected,
-                        "message: it is of another kind than its call");
-      if (call == Call::kPush) pending.nonfinite = find_nonfinite(pending.message);
-    } catch (const c10::Error& error) {
-      return done({.code = Code::kInvalid, .text = one_line(error)});
-    }
-    pending.request.trainer = pending.message.header.trainer;
+  Pending pending;
+  try {
+    pending = owner_->check(std::move(request));
+  } catch (const std::exception& error) {
+    return done({.code = Code::kInvalid, .text = refusal_text(error)});
   }
   pending.done = std::move(done);
   owner_->submit(std::move(pending));

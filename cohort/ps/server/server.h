@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A parameter server: one thread owns the state and handles requests in the order of their arrival.
 //
-// The transport (rpc/rpc_server.h, or a test) calls `submit` from any thread. The owner takes
-// requests in batches, logs each change of the state, applies it and replies. A pull sees every
+// The transport (rpc/rpc_server.h, or a test) calls `submit` from any thread, which checks the
+// request's form there. The owner takes requests in batches, logs each change of the state, applies it and replies. A pull sees every
 // push that was acknowledged before it. To use more cores, run more servers.
 #pragma once
 #include <chrono>
@@ -56,7 +56,8 @@ class Server {
   /// Stops as `stop`, without a snapshot.
   ~Server();
 
-  /// Queues a request; `done` is called from the owner's thread, or at once if the queue is full.
+  /// Checks a request as far as the state does not matter, and queues it; `done` is called from the
+  /// owner's thread, or at once if the message cannot be read or the queue is full.
   void submit(Request request, Done done);
 
   /// Blocks until a client requests a stop, or `stop` is called.

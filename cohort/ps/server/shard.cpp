@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 #include <cstring>
 #include <filesystem>
-#include <limits>
 
 #include "cohort/base/atomic_file.h"
 #include "cohort/base/error.h"
@@ -20,12 +19,6 @@ namespace cohort::ps {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int64_t kMaxReplyBytes = std::numeric_limits<int32_t>::max();  // What gRPC carries.
-
-uint64_t elements_of(const BlockOptions& block) {
-  return static_cast<uint64_t>(block.end - block.begin);
-}
 
 // What RocksDB may hold for a table that spills, beside the table's cap. Less than half of the cap
 // costs a third of the pushes; less than 8 MiB writes many small files.
@@ -98,14 +91,14 @@ std::vector<TableStatistics> Shard::table_statistics() const {
   return statistics;
 }
 
-void Shard::set_job(JobOptions job) {
-  job_ = std::move(job);
-  for (uint32_t number = 0; number < job_->blocks.size(); ++number) {
-    const BlockOptions& options = job_->blocks[number];
-    if (options.server != server_) continue;
-    blocks_[number] = make_block_(job_->dense_rule, options.end - options.begin);
+void Shard::set_job(JobOptions options) {
+  job_ = std::make_shared<const DeclaredJob>(std::move(options), server_);
+  for (uint32_t number = 0; number < job()->blocks.size(); ++number) {
+    const BlockOptions& block = job()->blocks[number];
+    if (block.server != server_) continue;
+    blocks_[number] = make_block_(job()->dense_rule, block.end - block.begin);
   }
-  for (const TableOptions& table : job_->tables) {
+  for (const TableOptions& table : job()->tables) {
     std::unique_ptr<SpillStore> store;
     if (table.at_cap == AtCap::kSpill) {
       TORCH_CHECK_VALUE(!spill_folder_.empty(), "table '", table.name,
@@ -135,48 +128,6 @@ std::string Shard::spill_path(size_t table) const {
   return (fs::path(spill_folder_) / std::to_string(table)).string();
 }
 
-void Shard::check(const Message& message) const {
-  TORCH_CHECK_VALUE(job_.has_value(), "message: this server has no job yet");
-  const bool push = message.header.kind == MessageKind::kPush;
-  const bool initial = push && (message.header.flags & kInitialValues);
-  TORCH_CHECK_VALUE(!initial || message.sections.size() == blocks_.size(),
-                    "message: initial values of ", message.sections.size(), " blocks, server ",
-                    server_, " has ", blocks_.size());
-  const Section* before = nullptr;
-  for (const Section& section : message.sections) {
-    TORCH_CHECK_VALUE(!initial || section.kind == SectionKind::kBlock,
-                      "message: initial values are of blocks, got those of rows");
-    TORCH_CHECK_VALUE(!before || before->kind < section.kind ||
-                          (before->kind == section.kind && before->table < section.table),
-                      "message: expected its sections in the order of tables, each once");
-    before = &section;
-    if (section.kind == SectionKind::kBlock) {
-      TORCH_CHECK_VALUE(blocks_.contains(section.table), "message: server ", server_,
-                        " has no block ", section.table);
-      TORCH_CHECK_VALUE(section.width == 1, "message: block ", section.table, " has width 1, got ",
-                        section.width);
-      const uint64_t elements = elements_of(job_->blocks[section.table]);
-      TORCH_CHECK_VALUE(!push || section.values.size() == elements, "message: block ",
-                        section.table, " has ", elements, " elements, got ", section.values.size());
-      continue;
-    }
-    TORCH_CHECK_VALUE(section.table < tables_.size(), "message: the job has ", tables_.size(),
-                      " tables, got number ", section.table);
-    const TableOptions& table = tables_[section.table]->options();
-    TORCH_CHECK_VALUE(section.width == table.width, "message: rows of table '", table.name,
-                      "' have ", table.width, " values, got ", section.width);
-    TORCH_CHECK_VALUE(!push || section.values.size() == section.ids.size() * section.width,
-                      "message: table '", table.name, "': ", section.ids.size(), " ids with ",
-                      section.values.size(), " values");
-    const auto servers = static_cast<uint32_t>(job_->servers);
-    for (const uint64_t id : section.ids) {
-      TORCH_CHECK_VALUE(server_of(id, servers) == static_cast<uint32_t>(server_), "message: row ",
-                        id, " of table '", table.name, "' is server ", server_of(id, servers),
-                        "'s, this is server ", server_);
-    }
-  }
-}
-
 void Shard::set_initial(const Message& message) {
   for (const Section& section : message.sections) {
     blocks_.at(section.table)->set_weights(section.values);
@@ -198,7 +149,7 @@ void Shard::push_sum(std::span<const Message> messages, int64_t step, uint32_t t
   // another server.
   const auto pushed =
       std::ranges::count_if(messages, [](const Message& push) { return !push.sections.empty(); });
-  const auto divisor = job_->reduce == Reduce::kMean ? static_cast<float>(pushed) : 1.0f;
+  const auto divisor = job()->reduce == Reduce::kMean ? static_cast<float>(pushed) : 1.0f;
   std::map<std::pair<SectionKind, uint32_t>, std::vector<const Section*>> parts;
   for (const Message& message : messages) {
     for (const Section& section : message.sections) {
@@ -233,34 +184,8 @@ void Shard::evict(uint32_t time) {
   for (auto& table : tables_) table->evict(time);
 }
 
-// What the sections of the answer to a pull look like.
-std::vector<SectionShape> Shard::shapes_of_answer(const Message& request) const {
-  std::vector<SectionShape> shapes;
-  for (const Section& section : request.sections) {
-    const bool is_block = section.kind == SectionKind::kBlock;
-    shapes.push_back(
-        {.kind = section.kind,
-         .table = section.table,
-         .width = section.width,
-         .count = is_block ? elements_of(job_->blocks[section.table]) : section.ids.size(),
-         .has_ids = false});
-  }
-  return shapes;
-}
-
-int64_t Shard::bytes_of_pull(const Message& request) const {
-  int64_t bytes = 0;
-  for (const SectionShape& shape : shapes_of_answer(request))
-    bytes += static_cast<int64_t>(shape.count * shape.width * sizeof(float));
-  return bytes;
-}
-
 Buffer Shard::pull(const Message& request, const Header& header) const {
-  const std::vector<SectionShape> shapes = shapes_of_answer(request);
-  const int64_t bytes = bytes_of_pull(request);
-  TORCH_CHECK_VALUE(bytes <= kMaxReplyBytes, "pull: its answer would have ", bytes,
-                    " bytes, a message has ", kMaxReplyBytes,
-                    " at most: ask for fewer rows at once");
+  const std::vector<SectionShape> shapes = job_->answer_to(request);
   const auto unknown = (request.header.flags & kPrediction) ? RowTable::Unknown::kZeros
                                                             : RowTable::Unknown::kInitial;
   MessageWriter reply(shapes);
@@ -279,7 +204,7 @@ Buffer Shard::pull(const Message& request, const Header& header) const {
 std::vector<BlockView> Shard::blocks() const {
   std::vector<BlockView> views;
   for (const auto& [number, block] : blocks_) {
-    views.push_back({&job_->blocks[number], block->weights(), block->state()});
+    views.push_back({&job()->blocks[number], block->weights(), block->state()});
   }
   return views;
 }
@@ -353,9 +278,9 @@ uint64_t Shard::load_checkpoint(const std::string& checkpoint) {
     const std::string& folder = folders[part_number];
     const std::string path = records_path(folder);
     const JobOptions stored_job = saved_job(folder);
-    if (stored_job.dense_rule.rule != job_->dense_rule.rule)
+    if (stored_job.dense_rule.rule != job()->dense_rule.rule)
       throw ConfigError(path + ": its dense rule is " + to_string(stored_job.dense_rule.rule) +
-                        ", the job's " + to_string(job_->dense_rule.rule));
+                        ", the job's " + to_string(job()->dense_rule.rule));
     read_records(path, [&](const Record& record) {
       if (record.kind == kProgress) {
         const uint64_t its = steps_of(record);
@@ -369,24 +294,24 @@ uint64_t Shard::load_checkpoint(const std::string& checkpoint) {
       const StoredBlock stored = block_of(path, record);
       const BlockOptions& from = stored_job.blocks.at(stored.number);
       for (auto& [number, part] : parts) {
-        const BlockOptions& to = job_->blocks[number];
+        const BlockOptions& to = job()->blocks[number];
         if (to.parameter != from.parameter) continue;
         const int64_t begin = std::max(from.begin, to.begin);
         const int64_t count = std::min(from.end, to.end) - begin;
         if (count <= 0) continue;
         std::copy_n(stored.weights.begin() + (begin - from.begin), count,
                     part.weights.begin() + (begin - to.begin));
-        copy_state(job_->dense_rule.rule, stored.state, from.end - from.begin, begin - from.begin,
+        copy_state(job()->dense_rule.rule, stored.state, from.end - from.begin, begin - from.begin,
                    part.state, to.end - to.begin, begin - to.begin, count);
         part.filled += count;
       }
     });
     if (rows_overlap(part_number, folders.size(), static_cast<size_t>(server_),
-                     static_cast<size_t>(job_->servers)))
+                     static_cast<size_t>(job()->servers)))
       load_own_rows(folder, stored_job);
   }
   for (const auto& [number, part] : parts) {
-    const BlockOptions& options = job_->blocks[number];
+    const BlockOptions& options = job()->blocks[number];
     if (part.filled != options.end - options.begin)
       throw ConfigError(checkpoint + ": expected elements " + std::to_string(options.begin) +
                         " to " + std::to_string(options.end) + " of parameter '" +
@@ -398,7 +323,7 @@ uint64_t Shard::load_checkpoint(const std::string& checkpoint) {
 }
 
 void Shard::load_own_rows(const std::string& folder, const JobOptions& stored_job) {
-  const auto servers = static_cast<uint32_t>(job_->servers);
+  const auto servers = static_cast<uint32_t>(job()->servers);
   const auto is_own = [&](uint64_t id) {
     return server_of(id, servers) == static_cast<uint32_t>(server_);
   };

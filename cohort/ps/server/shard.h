@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "cohort/ps/job.h"
 #include "cohort/ps/row_merger.h"
 #include "cohort/ps/server/block_store.h"
+#include "cohort/ps/server/declared_job.h"
 #include "cohort/ps/server/update_log.h"
 #include "cohort/ps/table/row_table.h"
 #include "cohort/ps/wire/message.h"
@@ -38,11 +38,13 @@ class Shard {
   Shard& operator=(Shard&&) noexcept;
 
   int server() const { return server_; }
-  const JobOptions* job() const { return job_ ? &*job_ : nullptr; }
-  /// Builds the tables and blocks of `job`. Once.
-  void set_job(JobOptions job);
-  void check_job(const JobOptions& job) const;  ///< As ParameterState's, and so is check().
-  void check(const Message& message) const;
+  /// nullptr: none yet.
+  const std::shared_ptr<const DeclaredJob>& declared_job() const { return job_; }
+  const JobOptions* job() const { return job_ ? &job_->options() : nullptr; }
+  /// Builds the tables and blocks of a job. Once.
+  void set_job(JobOptions options);
+  /// Errors: those of set_job, which changes nothing here.
+  void check_job(const JobOptions& job) const;
 
   bool has_blocks() const { return !blocks_.empty(); }
   std::vector<BlockView> blocks() const;
@@ -58,9 +60,7 @@ class Shard {
   void evict(uint32_t time);
 
   /// The values that `request`, which was checked, asks for, as a message with this header.
-  /// Errors: c10::ValueError that it would have more bytes than a message can.
   Buffer pull(const Message& request, const Header& header) const;
-  int64_t bytes_of_pull(const Message& request) const;
 
   /// Saving (saved_state.h); the first as ParameterState::begin_save.
   void begin_save(const std::string& folder) const;
@@ -81,13 +81,12 @@ class Shard {
 
  private:
   std::string spill_path(size_t table) const;
-  std::vector<SectionShape> shapes_of_answer(const Message& request) const;
   void load_own_rows(const std::string& folder, const JobOptions& stored_job);
 
   int server_;
   std::string spill_folder_;
   BlockMaker make_block_;
-  std::optional<JobOptions> job_;
+  std::shared_ptr<const DeclaredJob> job_;
   std::map<uint32_t, std::unique_ptr<BlockStore>> blocks_;  // By number in the job.
   std::vector<std::unique_ptr<RowTable>> tables_;
   // What a step is summed in: kept for its memory alone.

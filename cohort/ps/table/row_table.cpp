@@ -286,11 +286,6 @@ struct RowTable::Rows {
     TORCH_CHECK_VALUE(false, "table \"", options.name, "\": row ", id, ": ", why);
   }
 
-  void check(const char* what, size_t ids, size_t floats) const {
-    TORCH_CHECK_VALUE(floats == ids * width, "table \"", options.name, "\": ", what, " of ", ids,
-                      " ids: expected ", ids, " x ", width, " floats, found ", floats);
-  }
-
   TableOptions options;
   size_t width;
   size_t state_width;
@@ -325,7 +320,6 @@ const TableOptions& RowTable::options() const {
 void RowTable::pull(std::span<const uint64_t> ids, std::span<float> weights,
                     Unknown unknown) const {
   const Rows& rows = *rows_;
-  rows.check("pull", ids.size(), weights.size());
   const size_t width = rows.width;
   std::vector<uint64_t> spilled_ids;
   std::vector<size_t> spilled_positions;
@@ -351,7 +345,6 @@ void RowTable::pull(std::span<const uint64_t> ids, std::span<float> weights,
 void RowTable::push(std::span<const uint64_t> ids, std::span<const float> gradients, int64_t step,
                     uint32_t now) {
   Rows& rows = *rows_;
-  rows.check("push", ids.size(), gradients.size());
   const RuleConstants constants = constants_of(rows.options.rule, step);
   const size_t portion = rows.portion(ids.size());
   for (size_t begin = 0; begin < ids.size(); begin += portion) {

@@ -38,7 +38,8 @@ struct TableStatistics {
 /// bytes each); the index has 10 to 12.5 bytes for a row, in many small parts, so that none takes
 /// long to grow. Batches are walked with prefetches: the time goes to memory, not to arithmetic.
 /// With a spill store a row is in one of the two: a push brings it to memory, a pull leaves it.
-/// Threads: one at a time. Local.
+/// Threads: one at a time. Local. Sizes of spans are the caller's promise: a server checks them when
+/// a message arrives (DeclaredJob).
 class RowTable {
  public:
   /// `spill_store`: given for AtCap::kSpill, and only then; its rows are the table's.
