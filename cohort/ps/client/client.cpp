@@ -39,10 +39,10 @@ struct Client::Spread {
 
 namespace {
 
-std::string section_text(const Section& section, size_t values) {
-  const bool is_rows = section.kind == SectionKind::kRows;
-  return std::to_string(values) + " values of " + (is_rows ? "rows of table " : "block ") +
-         std::to_string(section.table) + ", " + std::to_string(section.width) + " wide";
+std::string shape_text(SectionKind kind, uint32_t table, uint32_t width, size_t values) {
+  return std::to_string(values) + " values of " +
+         (kind == SectionKind::kRows ? "rows of table " : "block ") + std::to_string(table) + ", " +
+         std::to_string(width) + " wide";
 }
 
 }  // namespace
@@ -51,10 +51,9 @@ struct PendingPull::State {
   std::vector<PullRows> rows;
   std::vector<Client::Spread> spreads;  // As `rows`.
   std::vector<std::span<float>> parameters;
-  // Where the values of each section of a server's reply go.
   struct Part {
     ReplyFuture future;
-    std::vector<uint32_t> blocks;
+    std::vector<SectionShape> shapes;  // What was asked for: rows, then blocks.
   };
   std::vector<Part> parts;  // By server.
   const Client* client = nullptr;
@@ -62,7 +61,7 @@ struct PendingPull::State {
   Message checked(size_t server, const Reply& reply) const;
 };
 
-// The sections of `reply`, each as long as the place that it is to be copied to.
+// The sections of `reply`, each of the shape that was asked for.
 Message PendingPull::State::checked(size_t server, const Reply& reply) const {
   const auto refuse = [&](const std::string& what) {
     C10_THROW_ERROR(DistError, "server " + std::to_string(server) + " (" +
@@ -77,29 +76,19 @@ Message PendingPull::State::checked(size_t server, const Reply& reply) const {
   }
   if (message.header.kind != MessageKind::kReply) refuse("is of another kind of message");
   if (message.header.job != client->fingerprint_) refuse("is of another job");
-  const auto& blocks = parts[server].blocks;
-  if (message.sections.size() != rows.size() + blocks.size())
+  const auto& shapes = parts[server].shapes;
+  if (message.sections.size() != shapes.size())
     refuse("has " + std::to_string(message.sections.size()) + " sections, expected " +
-           std::to_string(rows.size() + blocks.size()));
-  for (size_t i = 0; i < message.sections.size(); ++i) {
-    const bool is_rows = i < rows.size();
-    Section expected{.kind = is_rows ? SectionKind::kRows : SectionKind::kBlock};
-    size_t values = 0;
-    if (is_rows) {
-      expected.table = rows[i].table;
-      expected.width = static_cast<uint32_t>(client->job_.tables[expected.table].width);
-      values = spreads[i].count(server) * expected.width;
-    } else {
-      expected.table = blocks[i - rows.size()];
-      const BlockOptions& block = client->job_.blocks[expected.table];
-      values = static_cast<size_t>(block.end - block.begin);
-    }
+           std::to_string(shapes.size()));
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const SectionShape& asked = shapes[i];
+    const size_t values = asked.count * asked.width;
     const Section& section = message.sections[i];
-    if (section.kind != expected.kind || section.table != expected.table ||
-        section.width != expected.width || section.values.size() != values)
+    if (section.kind != asked.kind || section.table != asked.table ||
+        section.width != asked.width || section.values.size() != values)
       refuse("has in section " + std::to_string(i) + " " +
-             section_text(section, section.values.size()) + ", expected " +
-             section_text(expected, values));
+             shape_text(section.kind, section.table, section.width, section.values.size()) +
+             ", expected " + shape_text(asked.kind, asked.table, asked.width, values));
   }
   return message;
 }
@@ -113,13 +102,12 @@ uint64_t PendingPull::wait() {
   const Client& client = *state_->client;
   uint64_t steps = UINT64_MAX;
   for (size_t server = 0; server < state_->parts.size(); ++server) {
-    auto& part = state_->parts[server];
-    const Reply reply = part.future.wait();
+    const Reply reply = state_->parts[server].future.wait();
     steps = std::min(steps, reply.steps);
     const Message message = state_->checked(server, reply);
-    size_t number = 0;
+    const std::span sections(message.sections);
     for (size_t i = 0; i < state_->rows.size(); ++i) {
-      const Section& section = message.sections[number++];
+      const Section& section = sections[i];
       const Client::Spread& spread = state_->spreads[i];
       const size_t width = section.width;
       const float* values = section.values.data();
@@ -132,11 +120,10 @@ uint64_t PendingPull::wait() {
         std::copy_n(values, width, out + spread.positions[j] * width);
       }
     }
-    for (const uint32_t block : part.blocks) {
-      const Section& section = message.sections[number++];
-      const BlockOptions& options = client.job_.blocks[block];
+    for (const Section& section : sections.subspan(state_->rows.size())) {
+      const auto parameter = state_->parameters[client.parameter_of_block_[section.table]];
       std::copy(section.values.begin(), section.values.end(),
-                state_->parameters[client.parameter_of_block_[block]].begin() + options.begin);
+                parameter.begin() + client.job_.blocks[section.table].begin);
     }
   }
   return steps;
@@ -334,12 +321,9 @@ PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<f
                         .count = state->spreads[i].count(at),
                         .has_values = false});
     }
-    std::vector<uint32_t> blocks;
     if (!state->parameters.empty()) {
-      for (const SectionShape& shape : block_shapes(server, false)) {
-        shapes.push_back(shape);
-        blocks.push_back(shape.table);
-      }
+      const auto blocks = block_shapes(server, false);
+      shapes.insert(shapes.end(), blocks.begin(), blocks.end());
     }
     MessageWriter message(shapes);
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -351,7 +335,7 @@ PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<f
     state->parts.push_back(
         {links_[at]->pull(std::move(message), is_prediction ? 0 : sequences_[at].load(),
                           is_prediction ? 0 : step(), is_prediction ? kPrediction : 0),
-         std::move(blocks)});
+         std::move(shapes)});
   }
   return PendingPull(std::move(state));
 }
