@@ -9,6 +9,7 @@
 #include "cohort/base/program.h"
 #include "cohort/cli/parse.h"
 #include "cohort/ps/client/server_link.h"
+#include "cohort/ps/client/timer_thread.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_channel.h"
@@ -46,11 +47,13 @@ std::vector<std::string> endpoints_of(const AskFlags& flags) {
 
 ps::Reply ask(const AskFlags& flags, const std::string& endpoint, int server, ps::Call call) {
   const std::chrono::milliseconds timeout(static_cast<int64_t>(flags.timeout_s * 1000));
+  ps::TimerThread timer;
   ps::ServerLink link(ps::make_rpc_channel({.endpoint = endpoint, .security = flags.security}),
                       {.server = server,
                        .endpoint = endpoint,
                        .attempt_timeout = timeout,
-                       .server_timeout = timeout});
+                       .server_timeout = timeout},
+                      timer);
   return link.call({.call = call});
 }
 

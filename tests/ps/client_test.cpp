@@ -5,14 +5,18 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <filesystem>
+#include <fstream>
 #include <future>
 #include <gtest/gtest.h>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "cohort/ps/client/communicator.h"
+#include "cohort/ps/client/timer_thread.h"
 
 #include "tests/ps/cluster.h"
 #include "tests/support/message_of.h"
@@ -83,8 +87,9 @@ LinkOptions slow_link() {
 
 TEST(ServerLinkTest, AnAnswerThatTakesLongerThanTheFirstAttemptArrives) {
   std::atomic<int> sendings{0};
+  TimerThread timer;
   auto link = std::make_unique<ServerLink>(
-      std::make_unique<SlowChannel>(milliseconds(300), sendings), slow_link());
+      std::make_unique<SlowChannel>(milliseconds(300), sendings), slow_link(), timer);
   link->join(1);
   auto answer =
       std::async(std::launch::async, [&] { return link->call({.call = Call::kStatus}).code; });
@@ -104,8 +109,9 @@ TEST(ServerLinkTest, WhatIsNeverAnsweredIsAnErrorThoughTheServerLives) {
   LinkOptions options = slow_link();
   options.attempt_timeout = milliseconds(500);
   options.server_timeout = milliseconds(2'000);
+  TimerThread timer;
   auto link = std::make_unique<ServerLink>(
-      std::make_unique<SlowChannel>(milliseconds(60'000), sendings), options);
+      std::make_unique<SlowChannel>(milliseconds(60'000), sendings), options, timer);
   link->join(1);
   auto answer = std::async(std::launch::async, [&] {
     return message_of<c10::DistError>([&] { link->call({.call = Call::kStatus}); });
@@ -147,7 +153,8 @@ TEST(ServerLinkTest, ItSaysForWhomItWaitsWhileTheCallIsThere) {
   };
   const auto began = steady_clock::now();
   {
-    ServerLink link(std::make_unique<HeldChannel>(go_on.get_future().share()), options);
+    TimerThread timer;
+    ServerLink link(std::make_unique<HeldChannel>(go_on.get_future().share()), options, timer);
     link.join(1);
     link.call({.call = Call::kStatus});
   }
@@ -169,7 +176,8 @@ class FullChannel : public Channel {
 TEST(ServerLinkTest, AServerWhoseDiskStaysFullIsGivenUp) {
   LinkOptions options = slow_link();
   options.trainer_timeout = milliseconds(100);
-  auto link = std::make_unique<ServerLink>(std::make_unique<FullChannel>(), options);
+  TimerThread timer;
+  auto link = std::make_unique<ServerLink>(std::make_unique<FullChannel>(), options, timer);
   link->join(1);
   auto answers = std::async(std::launch::async, [&] {
     link->push(MessageWriter({}), 1);
@@ -201,12 +209,31 @@ class ForgetfulChannel : public Channel {
 };
 
 TEST(ServerLinkTest, AServerThatLostWhatItHadAcknowledgedIsNamed) {
-  ServerLink link(std::make_unique<ForgetfulChannel>(), slow_link());
+  TimerThread timer;
+  ServerLink link(std::make_unique<ForgetfulChannel>(), slow_link(), timer);
   link.join(1);
   link.push(MessageWriter({}), 1).wait();
   EXPECT_EQ(message_of<c10::DistError>([&] { link.push(MessageWriter({}), 2).wait(); }),
             "server 0 (slow): it restarted without push 1, which it had acknowledged: it "
             "has 0 of this trainer's");
+}
+
+// A thread of its own for each server would be many.
+TEST(ClientTest, OneThreadServesTheLinksToAllServers) {
+  const auto threads = [] {
+    std::map<std::string, int> counts;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name;
+      std::getline(std::ifstream(task.path() / "comm"), name);
+      if (name.starts_with("ps-")) ++counts[name];
+    }
+    return counts;
+  };
+  Cluster cluster(3);
+  auto before = threads();
+  const auto client = cluster.client(0, ledger_job(1, 3, Mode::kAsync));
+  ++before["ps-timer"];
+  EXPECT_EQ(threads(), before);
 }
 
 // Under the thread sanitizer it is the counts that are looked at.

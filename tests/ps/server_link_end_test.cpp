@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cohort/ps/client/server_link.h"
+#include "cohort/ps/client/timer_thread.h"
 
 #include "tests/support/message_of.h"
 
@@ -49,7 +50,7 @@ class EmptyServerChannel : public Channel {
   Done held_;
 };
 
-// Notices of the call that waits come from the link's thread: it runs on meanwhile.
+// Notices of the call that waits come from the timer's thread: it runs on meanwhile.
 TEST(ServerLinkEndTest, WhatFailedToJoinAgainIsNotTriedForEver) {
   std::atomic<int> joins{0};
   std::promise<void> said;
@@ -59,7 +60,9 @@ TEST(ServerLinkEndTest, WhatFailedToJoinAgainIsNotTriedForEver) {
   options.on_wait = [&](const std::string&) {
     if (++notices == 4) said.set_value();
   };
-  auto link = std::make_unique<ServerLink>(std::make_unique<EmptyServerChannel>(joins), options);
+  TimerThread timer;
+  auto link =
+      std::make_unique<ServerLink>(std::make_unique<EmptyServerChannel>(joins), options, timer);
   link->join(1);
   const ReplyFuture held = link->begin({.call = Call::kStatus});
   const std::string expected = "server 0 (test): it restarted without its state";
@@ -94,8 +97,9 @@ class ReplacedChannel : public Channel {
 
 TEST(ServerLinkEndTest, ATrainerThatWasReplacedLearnsItFromItsHeartbeats) {
   std::atomic<int> heartbeats{0};
+  TimerThread timer;
   auto link = std::make_unique<ServerLink>(std::make_unique<ReplacedChannel>(heartbeats),
-                                           options_of_link());
+                                           options_of_link(), timer);
   link->join(1);
   auto answer = std::async(std::launch::async, [&] {
     return message_of<c10::DistError>([&] { link->push(MessageWriter({}), 1).wait(); });

@@ -7,6 +7,7 @@
 #include <map>
 
 #include "cohort/base/error.h"
+#include "cohort/ps/client/timer_thread.h"
 #include "cohort/ps/id_hash.h"
 #include "cohort/ps/rpc/rpc_channel.h"
 
@@ -130,7 +131,10 @@ uint64_t PendingPull::wait() {
 }
 
 Client::Client(const ClientOptions& options, const JobOptions& job, const ChannelMaker& channels)
-    : options_(options), job_(job), fingerprint_(job.fingerprint()) {
+    : options_(options),
+      job_(job),
+      fingerprint_(job.fingerprint()),
+      timer_(std::make_unique<TimerThread>()) {
   validate(job_);
   if (static_cast<int>(options_.servers.size()) != job_.servers)
     throw ConfigError("client: the job has " + std::to_string(job_.servers) + " servers, " +
@@ -152,7 +156,7 @@ Client::Client(const ClientOptions& options, const JobOptions& job, const Channe
                             : make_rpc_channel({.endpoint = link.endpoint,
                                                 .security = options_.security,
                                                 .connections = options_.connections});
-    links_.push_back(std::make_unique<ServerLink>(std::move(channel), link));
+    links_.push_back(std::make_unique<ServerLink>(std::move(channel), link, *timer_));
   }
   try {
     join();

@@ -157,6 +157,7 @@ class Client {
   uint64_t fingerprint_;  // Of the job.
   std::vector<ParameterSize> parameters_;
   std::vector<size_t> parameter_of_block_;
+  const std::unique_ptr<TimerThread> timer_;
   std::vector<std::unique_ptr<ServerLink>> links_;
   bool is_initialised_ = false;
   std::atomic<uint64_t> step_ = 0;

@@ -7,10 +7,10 @@
 #include <list>
 #include <mutex>
 #include <optional>
-#include <pthread.h>
 #include <random>
-#include <thread>
 #include <vector>
+
+#include "cohort/ps/client/timer_thread.h"
 
 namespace cohort::ps {
 
@@ -21,6 +21,7 @@ namespace {
 
 constexpr milliseconds kFirstPause{20};
 constexpr milliseconds kLongestPause{1'000};
+constexpr milliseconds kRejoinPause{100};
 constexpr milliseconds kClockTolerance{5};
 
 int64_t seconds_since(steady_clock::time_point time) {
@@ -77,18 +78,20 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
  public:
   using Operation = std::shared_ptr<ReplyFuture::State>;
 
-  Worker(std::unique_ptr<Channel> channel, const LinkOptions& options)
-      : options_(options), channel_(std::move(channel)) {}
+  Worker(std::unique_ptr<Channel> channel, const LinkOptions& options, TimerThread& timer)
+      : options_(options), timer_(timer), channel_(std::move(channel)) {}
 
   void start() {
-    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
-    pthread_setname_np(thread_.native_handle(), "ps-link");
+    const std::lock_guard lock(mutex_);
+    call_at(steady_clock::now() + options_.heartbeat_period, &Worker::tick);
   }
 
   void stop() {
-    thread_.request_stop();
-    changed_.notify_all();
-    if (thread_.joinable()) thread_.join();
+    {
+      const std::lock_guard lock(mutex_);
+      closing_ = true;
+    }
+    timer_.cancel(this);
     // Here rather than with the last callback: in a channel to this process that one runs in the
     // server's thread, which cannot end the server.
     channel_.reset();
@@ -214,9 +217,15 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return "no reply for " + std::to_string(seconds_since(last_answer_)) + " s: " + reason;
   }
 
+  // Needs the lock. `work` runs on the timer's thread, which it must not block; never after stop().
+  void call_at(steady_clock::time_point time, void (Worker::*work)()) {
+    if (!closing_) timer_.call_at(this, time, [this, work] { (this->*work)(); });
+  }
+
   void end(Code code, const std::string& why) {
     state_ = State::kFailed;
     end_ = {.code = code, .text = name() + ": " + why};
+    call_at(steady_clock::now(), &Worker::send_due);
   }
 
   static Header parse_header(std::span<const std::byte> message) {
@@ -318,7 +327,10 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         operation->pause = reply.code == Code::kBusy ? longer_pause(*operation) : milliseconds(0);
         break;
       case Code::kRestarted:
-        if (state_ == State::kJoined) state_ = State::kRejoining;
+        if (state_ == State::kJoined) {
+          state_ = State::kRejoining;
+          call_at(now, &Worker::rejoin);
+        }
         break;
       case Code::kLost:
         wait_reason_ = reply.text;
@@ -344,7 +356,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     if (late) operation->timeout = std::min(2 * operation->timeout, options_.server_timeout);
     operation->retry_at = now + operation->pause;
     waiting_.push_back(operation);
-    changed_.notify_all();
+    call_at(operation->retry_at, &Worker::send_due);
   }
 
   static milliseconds longer_pause(const ReplyFuture::State& operation) {
@@ -360,30 +372,26 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     }
     if (!next) return;
     next->retry_at = now;
-    changed_.notify_all();
+    call_at(now, &Worker::send_due);
   }
 
-  // Joins again with the same number: the server knows what it has applied. Blocks one attempt.
-  void rejoin(std::unique_lock<std::mutex>& lock) {
-    const Request request{.call = Call::kJoin,
-                          .trainer = options_.trainer,
-                          .job = job_,
-                          .incarnation = trainer_incarnation_};
-    lock.unlock();
-    auto answer = std::make_shared<ReplyFuture::State>();
-    channel_->send(request, options_.attempt_timeout.count(), [answer](Reply reply) {
-      const std::lock_guard answer_lock(answer->mutex);
-      answer->reply = std::move(reply);
-      answer->done = true;
-      answer->changed.notify_all();
-    });
+  // Joins again with the same number: the server knows what it has applied.
+  void rejoin() {
+    Request request{.call = Call::kJoin, .trainer = options_.trainer};
     {
-      std::unique_lock answer_lock(answer->mutex);
-      answer->changed.wait(answer_lock, [&] { return answer->done; });
+      const std::lock_guard lock(mutex_);
+      if (state_ != State::kRejoining) return;
+      request.job = job_;
+      request.incarnation = trainer_incarnation_;
     }
-    lock.lock();
+    channel_->send(request, options_.attempt_timeout.count(),
+                   [self = shared_from_this()](const Reply& reply) { self->rejoined(reply); });
+  }
+
+  void rejoined(const Reply& reply) {
+    const std::lock_guard lock(mutex_);
+    const auto now = steady_clock::now();
     if (state_ != State::kRejoining) return;  // It left, or failed, meanwhile.
-    const Reply& reply = answer->reply;
     if (reply.code == Code::kOk && reply.last_sequence < acknowledged_) {
       end(Code::kFailed, "it restarted without push " + std::to_string(acknowledged_) +
                              ", which it had acknowledged: it has " +
@@ -391,14 +399,16 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     } else if (reply.code == Code::kOk) {
       state_ = State::kJoined;
       server_incarnation_ = reply.server_incarnation;
-      last_answer_ = steady_clock::now();
+      last_answer_ = now;
+      call_at(now, &Worker::send_due);
     } else if (reply.code == Code::kNotYet) {
       end(Code::kFailed, "it restarted without its state");
-    } else if (reply.code == Code::kLost &&
-               steady_clock::now() - last_answer_ > options_.server_timeout) {
+    } else if (reply.code == Code::kLost && now - last_answer_ > options_.server_timeout) {
       end(Code::kLost, no_reply_text(reply.text));
     } else if (reply.code != Code::kLost && reply.code != Code::kBusy) {
       end(reply.code, reply.text);
+    } else {
+      call_at(now + kRejoinPause, &Worker::rejoin);
     }
   }
 
@@ -431,15 +441,28 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     operation.request.message = std::make_shared<const Buffer>(std::move(copy));
   }
 
-  std::vector<Operation> take_due(steady_clock::time_point now) {
+  // Sends what is due again; ends all that waits if this process is no longer part of the job.
+  void send_due() {
+    const auto now = steady_clock::now();
+    std::unique_lock lock(mutex_);
+    const bool has_failed = state_ == State::kFailed;
     std::vector<Operation> due;
     waiting_.remove_if([&](const Operation& operation) {
-      if (state_ == State::kRejoining && operation->request.message) return false;
-      if (operation->retry_at > now) return false;
+      const bool must_wait =
+          operation->retry_at > now || (state_ == State::kRejoining && operation->request.message);
+      if (must_wait && !has_failed) return false;
       due.push_back(operation);
       return true;
     });
-    return due;
+    for (const Operation& operation : due) update_incarnation(*operation);
+    lock.unlock();
+    for (const Operation& operation : due) {
+      if (has_failed) {
+        finish(operation, {.code = end_.code, .text = end_.text});
+      } else {
+        send(operation);
+      }
+    }
   }
 
   // The notice about a wait, once a period.
@@ -449,52 +472,22 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     return name() + ": waiting: " + (wait_reason_.empty() ? "no reply yet" : wait_reason_);
   }
 
-  void run(const std::stop_token& stop) {
-    auto next_heartbeat = steady_clock::now() + options_.heartbeat_period;
+  void tick() {
+    const auto now = steady_clock::now();
     std::unique_lock lock(mutex_);
-    while (!stop.stop_requested()) {
-      auto until = next_heartbeat;
-      for (const Operation& operation : waiting_) until = std::min(until, operation->retry_at);
-      if (state_ == State::kRejoining)
-        until = std::min(until, steady_clock::now() + milliseconds(100));
-      changed_.wait_until(lock, until, [&] {
-        return stop.stop_requested() || steady_clock::now() >= until ||
-               std::any_of(waiting_.begin(), waiting_.end(),
-                           [&](const Operation& one) { return one->retry_at < until; });
-      });
-      if (stop.stop_requested()) return;
-      if (state_ == State::kRejoining) rejoin(lock);
-      const auto now = steady_clock::now();
-      if (const auto said = notice(now); said && options_.on_wait) {
-        lock.unlock();
-        options_.on_wait(*said);
-        lock.lock();
-      }
-      if (state_ == State::kFailed) {
-        std::list<Operation> failed;
-        failed.swap(waiting_);
-        lock.unlock();
-        for (const Operation& operation : failed)
-          finish(operation, {.code = end_.code, .text = end_.text});
-        lock.lock();
-      }
-      const auto due = take_due(now);
-      for (const Operation& operation : due) update_incarnation(*operation);
-      const bool is_heartbeat_due =
-          is_member() && options_.trainer != kNoTrainer && now >= next_heartbeat;
-      if (now >= next_heartbeat) next_heartbeat = now + options_.heartbeat_period;
-      const Request present = heartbeat();
-      lock.unlock();
-      for (const Operation& operation : due) send(operation);
-      if (is_heartbeat_due) send_heartbeat(present);
-      lock.lock();
-    }
+    call_at(now + options_.heartbeat_period, &Worker::tick);
+    const auto said = notice(now);
+    const bool beats = is_member() && options_.trainer != kNoTrainer;
+    const Request present = heartbeat();
+    lock.unlock();
+    if (said && options_.on_wait) options_.on_wait(*said);
+    if (beats) send_heartbeat(present);
   }
 
   const LinkOptions options_;
+  TimerThread& timer_;  // It may have ended once stop() has returned.
   std::unique_ptr<Channel> channel_;
   std::mutex mutex_;
-  std::condition_variable_any changed_;
   std::condition_variable credit_;
   std::list<Operation> waiting_;  // For their next sending.
   int64_t in_flight_bytes_ = 0;
@@ -506,16 +499,17 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   uint64_t trainer_incarnation_ = 0;
   uint64_t acknowledged_ = 0;  // The last push.
   uint64_t confirmed_ = 0;     // The last step that was confirmed here.
-  bool stopped_ = false;
-  std::string wait_reason_;  // The last one since the last progress.
-  int64_t open_ = 0;         // Operations that were started and are not finished.
+  bool closing_ = false;       // stop() was called, and has
+  bool stopped_ = false;       // closed the channel.
+  std::string wait_reason_;    // The last one since the last progress.
+  int64_t open_ = 0;           // Operations that were started and are not finished.
   steady_clock::time_point last_answer_ = steady_clock::now();
   steady_clock::time_point last_progress_ = steady_clock::now();  // Or notice.
-  std::jthread thread_;
 };
 
-ServerLink::ServerLink(std::unique_ptr<Channel> channel, const LinkOptions& options)
-    : worker_(std::make_shared<Worker>(std::move(channel), options)) {
+ServerLink::ServerLink(std::unique_ptr<Channel> channel, const LinkOptions& options,
+                       TimerThread& timer)
+    : worker_(std::make_shared<Worker>(std::move(channel), options, timer)) {
   worker_->start();
 }
 

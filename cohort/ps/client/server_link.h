@@ -12,6 +12,8 @@
 
 namespace cohort::ps {
 
+class TimerThread;
+
 struct LinkOptions {
   int server = 0;        ///< Number, for messages and errors.
   std::string endpoint;  ///< Likewise.
@@ -28,8 +30,8 @@ struct LinkOptions {
   std::chrono::milliseconds heartbeat_period{1'000};
   int64_t max_in_flight_bytes = int64_t{64} << 20;  ///< Of pushes not acknowledged; more block.
   std::chrono::milliseconds notice_period{10'000};  ///< Between two calls of `on_wait`.
-  /// Called with one line of text while requests wait without a reply; on a thread of the link,
-  /// which it blocks. May be empty.
+  /// Called with one line of text while requests wait without a reply; on the timer's thread, which
+  /// it must not block. May be empty.
   std::function<void(const std::string&)> on_wait;
 };
 
@@ -59,7 +61,8 @@ class ReplyFuture {
 /// in flight; other calls return at once unless stated otherwise.
 class ServerLink {
  public:
-  ServerLink(std::unique_ptr<Channel> channel, const LinkOptions& options);
+  /// `timer` must outlive this; one serves all links of a client.
+  ServerLink(std::unique_ptr<Channel> channel, const LinkOptions& options, TimerThread& timer);
   ~ServerLink();
 
   /// Sends a request other than a push or pull.
