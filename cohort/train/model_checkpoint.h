@@ -70,21 +70,21 @@ struct ModelState {
 };
 
 template <class Holder>
-ModelState state_of(parallel::DistributedDataParallel<Holder>& model) {
+ModelState state_of(const parallel::DistributedDataParallel<Holder>& model) {
   const auto state = parallel::whole_state_of(*model.module());
   return {model.ranks(), model.engine().group().rank() == 0, state, state,
           parallel::full_shards_of(*model.module())};
 }
 
 template <class Holder>
-ModelState state_of(parallel::FullyShardedDataParallel<Holder>& model) {
+ModelState state_of(const parallel::FullyShardedDataParallel<Holder>& model) {
   const parallel::ShardingEngine& engine = model.engine();
   return {model.ranks(), engine.is_first_replica(), engine.state_to_save(), engine.state_to_load(),
           engine.local_shards()};
 }
 
 template <class Holder>
-ModelState state_of(parallel::ParallelModel<Holder>& model) {
+ModelState state_of(const parallel::ParallelModel<Holder>& model) {
   return {model.ranks(), static_cast<bool>(model.checkpoint_writers()), model.state_to_save(),
           model.state_to_load(), model.local_shards()};
 }
@@ -112,6 +112,54 @@ OptimizerState state_of(parallel::ZeroRedundancyOptimizer<Optimizer>& optimizer,
 template <class T>
 concept IsOptimizer = !std::is_convertible_v<T&, std::string>;
 
+template <class T>
+inline constexpr bool kIsModel = requires(const T& model) {
+  state_of(model);
+};
+template <class T>
+inline constexpr bool kIsSaved = requires(T& optimizer, const ModelState& model) {
+  state_of(optimizer, model);
+};
+
+/// The states of what save and load are given, or a sentence from the compiler.
+template <class Model>
+ModelState state_to_keep(const Model& model) {
+  static_assert(kIsModel<Model>,
+                "checkpoint: expected a model in DistributedDataParallel, FullyShardedDataParallel "
+                "or ParallelModel first; for a plain module call train::save_checkpoint(folder, "
+                "*module, ...) or train::load_checkpoint(folder, *module)");
+  if constexpr (kIsModel<Model>) return state_of(model);
+  return {};
+}
+template <class Optimizer>
+OptimizerState state_to_keep(Optimizer& optimizer, const ModelState& model) {
+  static_assert(
+      kIsSaved<Optimizer>,
+      "checkpoint: expected an optimizer second, no pointer: cohort::optim::Adam, "
+      "torch::optim's SGD, Adam, AdamW, RMSprop or Adagrad, or ZeroRedundancyOptimizer of "
+      "one of these; save the state() of others with train::ShardedCheckpointWriter");
+  if constexpr (kIsSaved<Optimizer>) return state_of(optimizer, model);
+  return {};
+}
+
+/// What save, async_save and load take. Not defined.
+template <class Options, class Model>
+void expects(const Model& model, const std::string& folder, const Options& options = {});
+template <class Options, class Model, IsOptimizer Optimizer>
+void expects(const Model& model, Optimizer& optimizer, const std::string& folder,
+             const Options& options = {});
+template <class Options, class... Arguments>
+concept Unexpected = !requires(Arguments & ... arguments) {
+  expects<Options>(arguments...);
+};
+template <class Result, class First, class... Others>
+Result refuse(const First& first, const Others&...) {
+  state_to_keep(first);
+  static_assert(!kIsModel<First>,
+                "checkpoint: expected (model, folder) or (model, optimizer, folder), then options");
+  throw;
+}
+
 void save_state(const ModelState& model, const OptimizerState& optimizer, const std::string& folder,
                 const SaveOptions& options);
 SaveHandle async_save_state(const ModelState& model, const OptimizerState& optimizer,
@@ -133,29 +181,40 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
 /// Errors: c10::ValueError for another optimizer, or one that updates other tensors than the
 ///         model's; else as ShardedCheckpointWriter::commit.
 template <class Model, IsOptimizer Optimizer>
-void save(Model& model, Optimizer& optimizer, const std::string& folder,
+void save(const Model& model, Optimizer& optimizer, const std::string& folder,
           const SaveOptions& options = {}) {
-  const ModelState state = state_of(model);
-  save_state(state, state_of(optimizer, state), folder, options);
+  const ModelState state = state_to_keep(model);
+  save_state(state, state_to_keep(optimizer, state), folder, options);
 }
 /// The same of the weights alone.
 template <class Model>
-void save(Model& model, const std::string& folder, const SaveOptions& options = {}) {
-  save_state(state_of(model), {}, folder, options);
+void save(const Model& model, const std::string& folder, const SaveOptions& options = {}) {
+  save_state(state_to_keep(model), {}, folder, options);
+}
+template <class... Arguments>
+requires Unexpected<SaveOptions, Arguments...>
+void save(const Arguments&... arguments) {
+  refuse<void>(arguments...);
 }
 
 /// The same in the background: wait() on the handle makes the checkpoint.
 /// Local; blocks for the copying.
 /// Memory: a copy of what this rank writes.
 template <class Model, IsOptimizer Optimizer>
-SaveHandle async_save(Model& model, Optimizer& optimizer, const std::string& folder,
+SaveHandle async_save(const Model& model, Optimizer& optimizer, const std::string& folder,
                       const SaveOptions& options = {}) {
-  const ModelState state = state_of(model);
-  return async_save_state(state, state_of(optimizer, state), folder, options);
+  const ModelState state = state_to_keep(model);
+  return async_save_state(state, state_to_keep(optimizer, state), folder, options);
 }
 template <class Model>
-SaveHandle async_save(Model& model, const std::string& folder, const SaveOptions& options = {}) {
-  return async_save_state(state_of(model), {}, folder, options);
+SaveHandle async_save(const Model& model, const std::string& folder,
+                      const SaveOptions& options = {}) {
+  return async_save_state(state_to_keep(model), {}, folder, options);
+}
+template <class... Arguments>
+requires Unexpected<SaveOptions, Arguments...> SaveHandle
+async_save(const Arguments&... arguments) {
+  return refuse<SaveHandle>(arguments...);
 }
 
 /// Loads what save() wrote, or train::save_checkpoint of the same parts. Optimizer state that the
@@ -165,15 +224,21 @@ SaveHandle async_save(Model& model, const std::string& folder, const SaveOptions
 /// Errors: the same on every rank, as train::load_shards; c10::ValueError as save(). Nothing has
 ///         changed then.
 template <class Model, IsOptimizer Optimizer>
-IncompatibleKeys load(Model& model, Optimizer& optimizer, const std::string& path,
+IncompatibleKeys load(const Model& model, Optimizer& optimizer, const std::string& path,
                       const LoadOptions& options = {}) {
-  const ModelState state = state_of(model);
-  return load_state(state, state_of(optimizer, state), path, options);
+  const ModelState state = state_to_keep(model);
+  return load_state(state, state_to_keep(optimizer, state), path, options);
 }
 /// The same of the weights alone: also what other programs wrote (train::load_checkpoint).
 template <class Model>
-IncompatibleKeys load(Model& model, const std::string& path, const LoadOptions& options = {}) {
-  return load_state(state_of(model), {}, path, options);
+IncompatibleKeys load(const Model& model, const std::string& path,
+                      const LoadOptions& options = {}) {
+  return load_state(state_to_keep(model), {}, path, options);
+}
+template <class... Arguments>
+requires Unexpected<LoadOptions, Arguments...> IncompatibleKeys
+load(const Arguments&... arguments) {
+  return refuse<IncompatibleKeys>(arguments...);
 }
 
 }  // namespace cohort::checkpoint
