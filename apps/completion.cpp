@@ -97,7 +97,11 @@ _cohort() {
     fi
   fi
 }
-compdef _cohort cohort
+if [[ ${funcstack[1]} == _cohort ]]; then  # Autoloaded: this is the first time that it completes.
+  _cohort "$@"
+else
+  compdef _cohort cohort
+fi
 )";
 
 constexpr const char* kFish = R"(

@@ -344,6 +344,13 @@ TEST_F(CompletionTest, ZshAndFishTakeTheirScriptsAndComplete) {
   EXPECT_NE(offered("cohort nmt train --pre", 4).find("--preset:Sizes"), std::string::npos);
   EXPECT_EQ(offered("cohort nmt train --preset ti", 5), "tiny\nsmall\nbase\nbig\n");
   EXPECT_EQ(offered("cohort nmt train --model-dir x", 5), "files -/\n");
+  fs::rename(zsh, path("_cohort"));
+  EXPECT_EQ(
+      shell("zsh -fc 'compadd() { shift; print -l -- $@ }; fpath=(" + folder_.string() +
+            "); autoload -U _cohort; words=(cohort nmt train --preset ti); CURRENT=5; _cohort'")
+          .output,
+      "tiny\nsmall\nbase\nbig\n")
+      << "from a folder of functions, the first time";
 
   const std::string fish = path("fish");
   ASSERT_EQ(shell(bin("cohort") + " completion fish > " + fish + "; fish -n " + fish).output, "");
