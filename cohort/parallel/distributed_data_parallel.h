@@ -65,6 +65,7 @@ class DistributedDataParallel : public ModelHandle<Holder> {
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     const ProfileScope scope("DistributedDataParallel.forward");
+    this->check_first_inputs(arguments...);
     engine().before_forward();
     auto output = forward(std::forward<Arguments>(arguments)...);
     std::vector<at::Tensor*> tensors;

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 #include <cmath>
+#include <functional>
 #include <torch/types.h>
 
 #include "cohort/optim/adam.h"
@@ -35,6 +36,24 @@ double ModelWrapper::gradient_norm() const {
   if (const comm::ProcessGroup shards = engine().shard_group()) shards.all_reduce(sum);
   if (layout) layout->group().all_reduce(sum);
   return std::sqrt(sum.item<double>());
+}
+
+void ModelWrapper::check_equal_inputs(const std::vector<at::Tensor>& inputs) const {
+  const comm::ProcessGroup& group = ranks_.tensor_parallel->group();
+  std::string own;
+  for (const at::Tensor& input : inputs) {
+    if (!input.defined()) continue;
+    const at::Tensor bytes = input.detach().cpu().contiguous();
+    own += c10::str(input.dtype(), input.sizes()) +
+           std::string(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+  }
+  const auto all = group.all_gather_object(std::to_string(std::hash<std::string>()(own)));
+  for (int rank = 1; rank < group.size(); ++rank) {
+    TORCH_CHECK_VALUE(
+        all[static_cast<size_t>(rank)] == all[0], "forward: ranks 0 and ", rank,
+        " along \"tp\" got different inputs; expected the same, since they compute one "
+        "model: give DistributedSampler the coordinate along \"dp\" as its rank");
+  }
 }
 
 ModelEngine& ModelWrapper::engine() const {

@@ -7,10 +7,12 @@
 #include <memory>
 #include <string>
 #include <torch/nn/module.h>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "cohort/comm/process_group.h"
+#include "cohort/parallel/tensor_tree.h"
 
 namespace cohort::parallel {
 
@@ -137,9 +139,28 @@ class ModelWrapper {
   ModelWrapper(ModelWrapper&&) noexcept = default;
   ModelWrapper& operator=(ModelWrapper&&) noexcept = default;
 
+  /// In the first forward, ranks that hold parts of one model compare what it gets.
+  /// Collective along "tp" then; blocks.
+  /// Errors: c10::ValueError, the same on these ranks, if they differ.
+  template <class... Arguments>
+  void check_first_inputs(const Arguments&... arguments) {
+    if (!ranks_.tensor_parallel || std::exchange(inputs_checked_, true)) return;
+    std::vector<at::Tensor> inputs;
+    const auto keep = [&](const at::Tensor& tensor) { return inputs.emplace_back(tensor); };
+    const auto look_into = [&](const auto& argument) {
+      if constexpr (std::is_copy_constructible_v<std::remove_cvref_t<decltype(argument)>>)
+        static_cast<void>(with_tensors(argument, keep));
+    };
+    (look_into(arguments), ...);
+    check_equal_inputs(inputs);
+  }
+
  private:
+  void check_equal_inputs(const std::vector<at::Tensor>& inputs) const;
+
   std::shared_ptr<ModelEngine> engine_;
   ModelRanks ranks_;
+  bool inputs_checked_ = false;
 };
 
 /// Access to a wrapper's module, as with a holder. Names carry no prefix.

@@ -107,6 +107,24 @@ TEST(FirstProgramsTest, AMeshOfThreeAxes) {
   });
 }
 
+// As a sampler over all ranks would give it.
+TEST(FirstProgramsTest, DifferentInputsAlongTpAreRefused) {
+  test::ranks(4, [](const comm::ProcessGroup& world) {
+    auto mesh = init_device_mesh(world, {{"dp", 2}, {"tp", 2}});
+    const auto refused = [&](auto&& model) {
+      test::expect_error<c10::ValueError>([&] { model(batch_of(world.rank(), 0)); },
+                                          "ranks 0 and 1 along \"tp\" got different inputs");
+    };
+    torch::manual_seed(1);
+    Net net, other;
+    refused(parallel::DistributedDataParallel(net, mesh["dp"],
+                                              {.tensor_parallel = parallel::TensorParallelPlan{}}));
+    parallel::FullyShardedDataParallel model(other, mesh["dp"],
+                                             {.tensor_parallel = parallel::TensorParallelPlan{}});
+    refused(model);
+  });
+}
+
 TEST(FirstProgramsTest, ACheckpointInTheBackground) {
   const test::SharedFolder shared;
   const std::string folder = shared / "run";

@@ -70,6 +70,7 @@ class FullyShardedDataParallel : public ModelHandle<Holder> {
   auto operator()(Arguments&&... arguments) {
     ShardingEngine& sharding = engine();
     Holder& model = this->module();
+    this->check_first_inputs(arguments...);
     const ShardingEngine::Forward forward(sharding);
     const auto cast = [&](const at::Tensor& tensor) { return sharding.cast_input(tensor); };
     return sharding.run(*model, [&] {
