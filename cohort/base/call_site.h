@@ -16,4 +16,20 @@ struct CallSite {
   }
 };
 
+/// While one lives, whatever its thread calls is at `site` for traces and errors: a function that
+/// calls several collectives gives its caller's line to each. Of several the outermost counts.
+class CallSiteScope {
+ public:
+  explicit CallSiteScope(CallSite site);
+  ~CallSiteScope();
+  CallSiteScope(const CallSiteScope&) = delete;
+  CallSiteScope& operator=(const CallSiteScope&) = delete;
+
+  /// The outermost scope's; `site` outside of all.
+  static CallSite outermost_or(CallSite site);
+
+ private:
+  bool is_outermost_;
+};
+
 }  // namespace cohort

@@ -260,7 +260,8 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
   TraceRecord result;
   set_field(result.group, name);
   set_field(result.operation, call.operation);
-  if (call.site.line > 0) set_call_site(result, call.site);
+  const CallSite site = CallSiteScope::outermost_or(call.site);
+  if (site.line > 0) set_call_site(result, site);
   result.sequence = sequence;
   if (call.tensor.defined()) {
     set_field(result.dtype, type_name(call.tensor.scalar_type()));

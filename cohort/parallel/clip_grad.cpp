@@ -8,9 +8,9 @@
 namespace cohort::parallel {
 
 double clip_grad_norm_(const ModelWrapper& model, double max_norm,
-                       const ClipGradNormOptions& options) {
+                       const ClipGradNormOptions& options, CallSite site) {
   TORCH_CHECK_VALUE(max_norm >= 0, "clip_grad_norm_: max_norm: expected 0 or more, got ", max_norm);
-  const double norm = model.gradient_norm();
+  const double norm = model.gradient_norm(site);
   TORCH_CHECK(!options.error_if_nonfinite || std::isfinite(norm),
               "clip_grad_norm_: the norm of the gradient is ", norm,
               ": expected a finite one, as error_if_nonfinite is set");

@@ -24,7 +24,7 @@ struct ClipGradNormOptions {
 /// Numerics:   as ModelWrapper::gradient_norm. Parameters in `ignored` neither count nor change.
 /// Errors:     c10::ValueError if max_norm is negative; c10::Error if error_if_nonfinite.
 double clip_grad_norm_(const ModelWrapper& model, double max_norm,
-                       const ClipGradNormOptions& options = {});
+                       const ClipGradNormOptions& options = {}, CallSite site = CallSite::here());
 
 /// Clamps each element of the model's gradients to [-clip_value, clip_value]. Local.
 /// Errors: c10::ValueError if clip_value is negative.

@@ -50,16 +50,20 @@ class DistributedDataParallel : public ModelHandle<Holder> {
   /// `module`: a TORCH_MODULE holder or a shared_ptr. Checks that the ranks' models agree, then
   /// copies rank 0's state to all.
   DistributedDataParallel(Holder module, const comm::ProcessGroup& group,
-                          const DistributedDataParallelOptions& options = {})
-      : DistributedDataParallel(model_ranks(group, options.tensor_parallel), module, group,
-                                options) {}
+                          const DistributedDataParallelOptions& options = {},
+                          CallSite site = CallSite::here())
+      : DistributedDataParallel(CallSiteScope(site), model_ranks(group, options.tensor_parallel),
+                                module, group, options) {}
   /// The same among the ranks along the data axes of a mesh, "dp", or "dp_replicate" and "dp_shard".
   /// Along an axis "tp", of this mesh or of that which it is a part of, ranks hold parts of the
   /// model: options.tensor_parallel says which.
   DistributedDataParallel(Holder module, const DeviceMesh& mesh,
-                          const DistributedDataParallelOptions& options = {})
-      : DistributedDataParallel(model_ranks(*shared_module(module), mesh, options.tensor_parallel),
-                                module, data_axes(mesh).group(), options) {}
+                          const DistributedDataParallelOptions& options = {},
+                          CallSite site = CallSite::here())
+      : DistributedDataParallel(
+            CallSiteScope(site),
+            model_ranks(*shared_module(module), mesh, options.tensor_parallel, site), module,
+            data_axes(mesh).group(site), options) {}
 
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>
@@ -91,7 +95,8 @@ class DistributedDataParallel : public ModelHandle<Holder> {
   DdpLoggingData logging_data() const { return engine().logging_data(); }
 
  private:
-  DistributedDataParallel(ModelRanks ranks, Holder& module, const comm::ProcessGroup& group,
+  DistributedDataParallel(const CallSiteScope&, ModelRanks ranks, Holder& module,
+                          const comm::ProcessGroup& group,
                           const DistributedDataParallelOptions& options)
       : ModelHandle<Holder>(module,
                             std::make_shared<GradientEngine>(shared_module(module), group, options),

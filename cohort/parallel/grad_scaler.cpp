@@ -29,7 +29,7 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) const {
   return loss * scale();
 }
 
-bool GradScaler::unscale(const std::vector<at::Tensor>& parameters) {
+bool GradScaler::unscale(const std::vector<at::Tensor>& parameters, CallSite site) {
   TORCH_CHECK_VALUE(!found_inf_.defined(), "GradScaler: unscale was called since the last update");
   const at::NoGradGuard no_grad;
   std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> kinds;
@@ -49,7 +49,7 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& parameters) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse.to(device));
     found.add_(here.to(at::kCPU));
   }
-  group_.all_reduce(found, comm::ReduceOp::kMax);
+  group_.all_reduce(found, comm::ReduceOp::kMax, site);
   found_inf_ = found;
   return found.item<float>() == 0;
 }

@@ -51,7 +51,7 @@ class GradScaler {
   /// none at all.
   /// Errors: c10::ValueError if called twice before `update`, or for float16 gradients, whose small
   ///         ones would vanish here: parameters are expected in float32.
-  bool unscale(const std::vector<at::Tensor>& parameters);
+  bool unscale(const std::vector<at::Tensor>& parameters, CallSite site = CallSite::here());
 
   /// Moves the scale by what `unscale` has found. Local.
   /// Errors: c10::ValueError without an `unscale` before.

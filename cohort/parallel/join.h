@@ -25,7 +25,8 @@ namespace cohort::parallel {
 ///             on no_sync, or if a rank would have to shadow the first step of a static graph. What
 ///             `body` throws passes through, and the others then lose this rank.
 template <class Holder, class Body>
-void join(DistributedDataParallel<Holder>& ddp, Body&& body, const JoinOptions& options = {}) {
+void join(DistributedDataParallel<Holder>& ddp, Body&& body, const JoinOptions& options = {},
+          CallSite site = CallSite::here()) {
   struct Scope {
     GradientEngine& engine;
     ~Scope() { engine.end_join(); }
@@ -33,6 +34,7 @@ void join(DistributedDataParallel<Holder>& ddp, Body&& body, const JoinOptions& 
   ddp.engine().begin_join(options);
   const Scope scope{ddp.engine()};
   std::forward<Body>(body)();
+  const CallSiteScope at_end(site);  // Not of what `body` calls.
   ddp.engine().finish_join();
 }
 

@@ -158,7 +158,8 @@ DeviceMesh::DeviceMesh(std::shared_ptr<Impl> impl, std::vector<size_t> axes)
     : impl_(std::move(impl)), axes_(std::move(axes)) {}
 
 DeviceMesh init_device_mesh(const comm::ProcessGroup& world, std::vector<MeshAxis> axes,
-                            const DeviceMeshOptions& options) {
+                            const DeviceMeshOptions& options, CallSite site) {
+  const CallSiteScope scope(site);
   check(axes);
   std::vector<int> ranks = lay_out(world, axes, options.within_host);
   auto impl = std::make_shared<DeviceMesh::Impl>(
@@ -229,7 +230,8 @@ DeviceMesh DeviceMesh::operator[](std::initializer_list<const char*> axes) const
   return {impl_, std::move(found)};
 }
 
-comm::ProcessGroup DeviceMesh::group() const {
+comm::ProcessGroup DeviceMesh::group(CallSite site) const {
+  const CallSiteScope scope(site);
   const auto known = impl().groups.find(axes_);
   if (known != impl_->groups.end()) return known->second;
   return impl_->groups[axes_] = impl_->make_group(axes_);

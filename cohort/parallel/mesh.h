@@ -63,7 +63,7 @@ class DeviceMesh {
   /// The ranks that differ from this one in no axis but those of this (sub-)mesh, row by row. Of
   /// several axes the first call for them makes the groups: it is collective over `world` and
   /// blocks. Where that is all ranks in the order of their numbers, it is `world` itself.
-  comm::ProcessGroup group() const;
+  comm::ProcessGroup group(CallSite site = CallSite::here()) const;
   const comm::ProcessGroup& world() const;  ///< What the mesh was made of.
 
   std::string describe() const;  ///< "dp 2 x tp 4"
@@ -71,7 +71,7 @@ class DeviceMesh {
  private:
   struct Impl;
   friend DeviceMesh init_device_mesh(const comm::ProcessGroup& world, std::vector<MeshAxis> axes,
-                                     const DeviceMeshOptions& options);
+                                     const DeviceMeshOptions& options, CallSite site);
   friend DeviceMesh data_axes(const DeviceMesh& mesh);
   friend DeviceMesh model_axes(const DeviceMesh& mesh);
   DeviceMesh(std::shared_ptr<Impl> impl, std::vector<size_t> axes);
@@ -87,7 +87,8 @@ class DeviceMesh {
 /// Errors: ConfigError that names axes and sizes unless these multiply to the number of ranks; with
 ///         `within_host` also for hosts with a number of ranks that does not fit, by name.
 DeviceMesh init_device_mesh(const comm::ProcessGroup& world, std::vector<MeshAxis> axes,
-                            const DeviceMeshOptions& options = {});
+                            const DeviceMeshOptions& options = {},
+                            CallSite site = CallSite::here());
 
 /// The axes along which ranks compute different batches, by their names: "dp", "dp_replicate" and
 /// "dp_shard"; all but "tp". Local.

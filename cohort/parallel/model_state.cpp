@@ -74,7 +74,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 }
 
 void verify_same_text(const std::string& what, const std::string& text,
-                      const comm::ProcessGroup& group) {
+                      const comm::ProcessGroup& group, CallSite site) {
+  const CallSiteScope scope(site);
   const std::string difference = first_difference(text, group.broadcast_object(text));
   const std::vector<std::string> all = group.all_gather_object(difference);
   for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -84,29 +85,29 @@ void verify_same_text(const std::string& what, const std::string& text,
 }
 
 void verify_same_model(const torch::nn::Module& model, const comm::ProcessGroup& group,
-                       const std::vector<std::string>& ignored) {
+                       const std::vector<std::string>& ignored, CallSite site) {
   verify_backend(model, group, ignored);
-  verify_same_text("models", describe(model, ignored), group);
+  verify_same_text("models", describe(model, ignored), group, site);
 }
 
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, const comm::ProcessGroup& group,
-                       int root) {
+                       int root, CallSite site) {
   if (tensors.empty() || group.size() == 1) return;
   const at::NoGradGuard no_grad;
   const auto backend = c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.c10d_group());
-  group.translate_errors("broadcast of the model", [&] {
-    c10d::broadcast_coalesced(backend, tensors, kBroadcastBytes, root);
-  });
+  group.translate_errors(
+      "broadcast of the model",
+      [&] { c10d::broadcast_coalesced(backend, tensors, kBroadcastBytes, root); }, site);
 }
 
 void broadcast_model(const torch::nn::Module& model, const comm::ProcessGroup& group, int root,
-                     const std::vector<std::string>& ignored) {
+                     const std::vector<std::string>& ignored, CallSite site) {
   std::vector<at::Tensor> state;
   for (const auto& item : model.named_parameters()) {
     if (!contains(ignored, item.key())) state.push_back(item.value().detach());
   }
   for (const NamedTensor& buffer : model_buffers(model, ignored)) state.push_back(buffer.tensor);
-  broadcast_tensors(state, group, root);
+  broadcast_tensors(state, group, root, site);
 }
 
 std::vector<NamedTensor> trainable_parameters(const torch::nn::Module& model,

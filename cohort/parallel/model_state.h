@@ -18,7 +18,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name);
 /// Collective; blocks.
 /// Errors: c10::ValueError on every rank, naming the first line that differs and its rank.
 void verify_same_text(const std::string& what, const std::string& text,
-                      const comm::ProcessGroup& group);
+                      const comm::ProcessGroup& group, CallSite site = CallSite::here());
 
 /// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in
 /// the same order, and lies where the group's backend serves tensors; names in `ignored` do not
@@ -27,17 +27,19 @@ void verify_same_text(const std::string& what, const std::string& text,
 /// Collective; blocks.
 /// Errors: c10::ValueError on every rank, naming the first difference and the rank, or the backend.
 void verify_same_model(const torch::nn::Module& model, const comm::ProcessGroup& group,
-                       const std::vector<std::string>& ignored = {});
+                       const std::vector<std::string>& ignored = {},
+                       CallSite site = CallSite::here());
 
 /// Copies rank `root`'s parameters and buffers to every rank, but for those in `ignored`.
 /// Collective; blocks.
 void broadcast_model(const torch::nn::Module& model, const comm::ProcessGroup& group, int root = 0,
-                     const std::vector<std::string>& ignored = {});
+                     const std::vector<std::string>& ignored = {},
+                     CallSite site = CallSite::here());
 
 /// Copies `tensors` from rank `root` to all, in place, few messages for many tensors. Collective;
 /// blocks.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, const comm::ProcessGroup& group,
-                       int root);
+                       int root, CallSite site = CallSite::here());
 
 struct NamedTensor {
   std::string name;

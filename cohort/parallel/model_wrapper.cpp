@@ -14,8 +14,9 @@ namespace cohort::parallel {
 NoSync::NoSync(const ModelWrapper& model)
     : engine_(model.engine().shared_from_this()), before_(engine_->set_synchronized(false)) {}
 
-Unsharded::Unsharded(const ModelWrapper& model, const UnshardedOptions& options)
+Unsharded::Unsharded(const ModelWrapper& model, const UnshardedOptions& options, CallSite site)
     : engine_(model.engine().shared_from_this()), options_(options) {
+  const CallSiteScope scope(site);
   engine_->unshard();
 }
 
@@ -25,7 +26,8 @@ std::vector<at::Tensor> ModelWrapper::parameters() const {
   return tensors;
 }
 
-double ModelWrapper::gradient_norm() const {
+double ModelWrapper::gradient_norm(CallSite site) const {
+  const CallSiteScope scope(site);
   const auto& layout = ranks_.tensor_parallel;
   double squares = 0;
   for (const auto& [name, tensor] : engine().averaged_parameters()) {

@@ -72,7 +72,8 @@ struct UnshardedOptions {
 /// The module's own parameters are whole while this lives; see ModelWrapper::unsharded.
 class [[nodiscard]] Unsharded {
  public:
-  explicit Unsharded(const ModelWrapper& model, const UnshardedOptions& options = {});
+  explicit Unsharded(const ModelWrapper& model, const UnshardedOptions& options = {},
+                     CallSite site = CallSite::here());
   ~Unsharded() { engine_->reshard(options_.write_back); }
   Unsharded(const Unsharded&) = delete;
   Unsharded& operator=(const Unsharded&) = delete;
@@ -109,7 +110,7 @@ class ModelWrapper {
   /// rank. Ignored parameters do not count.
   /// Collective where the model is sharded or tensor-parallel; blocks.
   /// Numerics: squares of the norms of single tensors add up in float64.
-  double gradient_norm() const;
+  double gradient_norm(CallSite site = CallSite::here()) const;
 
   /// Accumulates locally while the returned guard lives; sharded, that costs the memory of a whole
   /// gradient.
@@ -125,8 +126,9 @@ class ModelWrapper {
   /// counts. Without write_back, write nothing into the parameters: it would be lost, or would not
   /// reach the other ranks.
   /// Collective, the call; blocks. The end of the guard is local.
-  Unsharded unsharded(const UnshardedOptions& options = {}) const {
-    return Unsharded(*this, options);
+  Unsharded unsharded(const UnshardedOptions& options = {},
+                      CallSite site = CallSite::here()) const {
+    return Unsharded(*this, options, site);
   }
 
   ModelEngine& engine() const;

@@ -31,7 +31,7 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations) {
 }
 
 Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& group,
-           const MuonOptions& options)
+           const MuonOptions& options, CallSite site)
     : group_(group), options_(options) {
   std::map<std::string, Matrix> own;
   std::ostringstream listed;
@@ -55,7 +55,7 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
   }
   // A rank may hold nothing of a matrix, and takes part in its gathering.
   std::map<std::string, int> num_whole;
-  for (const std::string& text : group_.all_gather_object(listed.str())) {
+  for (const std::string& text : group_.all_gather_object(listed.str(), site)) {
     std::istringstream lines(text);
     Matrix other;
     int type = 0;
@@ -81,7 +81,7 @@ at::Tensor Muon::own_update(Matrix& matrix) const {
   return options_.nesterov ? gradient.lerp(matrix.momentum, options_.momentum) : matrix.momentum;
 }
 
-void Muon::step(double learning_rate) {
+void Muon::step(double learning_rate, CallSite site) {
   const at::NoGradGuard no_grad;
   for (Matrix& matrix : matrices_) {
     const at::Tensor own = own_update(matrix);
@@ -90,7 +90,7 @@ void Muon::step(double learning_rate) {
       whole =
           at::zeros({matrix.rows * matrix.columns}, at::TensorOptions(device_).dtype(matrix.type));
       if (own.defined()) whole.narrow(0, matrix.begin, own.numel()).copy_(own);
-      group_.all_reduce(whole);
+      group_.all_reduce(whole, comm::ReduceOp::kSum, site);
     }
     if (!own.defined()) continue;
     const double scale = std::sqrt(

@@ -62,11 +62,11 @@ class Muon {
   /// `shards`: this rank's, of the same parameters on all ranks; `group`: the ranks that share them
   /// out, or hold them whole.
   Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& group,
-       const MuonOptions& options = {});
+       const MuonOptions& options = {}, CallSite site = CallSite::here());
 
   /// Updates every parameter from its gradient. One without a gradient keeps its value and
   /// momentum.
-  void step(double learning_rate);
+  void step(double learning_rate, CallSite site = CallSite::here());
   /// Forgets the gradients: they become undefined.
   void zero_grad();
 

@@ -40,7 +40,7 @@ bool fit_hosts(const comm::ProcessGroup& group, int ranks_of_model) {
 }  // namespace
 
 DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy,
-                              int tensor_parallel) {
+                              int tensor_parallel, CallSite site) {
   if (tensor_parallel < 1 || group.size() % tensor_parallel != 0) {
     throw ConfigError("--tensor-parallel " + std::to_string(tensor_parallel) +
                       ": expected a divisor of the number of ranks, " +
@@ -59,10 +59,11 @@ DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy
     options.within_host = "dp_shard";
   else if (tensor_parallel > 1 && fit_hosts(group, tensor_parallel))
     options.within_host = "tp";
-  return init_device_mesh(group, std::move(axes), options);
+  return init_device_mesh(group, std::move(axes), options, site);
 }
 
-comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy) {
+comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy, CallSite site) {
+  const CallSiteScope scope(site);
   const DeviceMesh data = data_axes(mesh), all = model_axes(mesh);
   if (strategy == Strategy::kDdp) {
     if (data.group().rank() > 0) return {};

@@ -48,10 +48,11 @@ struct StrategyOptions {
 /// Errors: ConfigError for kHybrid on one host or on hosts with different numbers of ranks, and if
 ///         `tensor_parallel` does not divide the number of ranks.
 DeviceMesh init_strategy_mesh(const comm::ProcessGroup& group, Strategy strategy,
-                              int tensor_parallel = 1);
+                              int tensor_parallel = 1, CallSite site = CallSite::here());
 /// The ranks of a strategy's mesh that write checkpoints, if this is one of them; else empty.
 /// Collective over the mesh's world; blocks.
-comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy);
+comm::ProcessGroup checkpoint_writers_of(const DeviceMesh& mesh, Strategy strategy,
+                                         CallSite site = CallSite::here());
 
 /// Every parameter as one shard that holds all of it.
 std::vector<LocalShard> full_shards_of(const torch::nn::Module& module);
@@ -76,12 +77,12 @@ class ParallelModel : public ModelHandle<Holder> {
   /// stands for init_strategy_mesh(group, options.strategy).
   /// `units`: as FullyShardedDataParallel's, for models that call their blocks through a runner.
   ParallelModel(Holder module, const comm::ProcessGroup& group, const StrategyOptions& options = {},
-                const std::vector<torch::nn::Module*>& units = {})
-      : ParallelModel(std::move(module), init_strategy_mesh(group, options.strategy), options,
-                      units) {}
+                const std::vector<torch::nn::Module*>& units = {}, CallSite site = CallSite::here())
+      : ParallelModel(std::move(module), init_strategy_mesh(group, options.strategy, 1, site),
+                      options, units, site) {}
   ParallelModel(Holder module, const DeviceMesh& mesh, const StrategyOptions& options = {},
-                const std::vector<torch::nn::Module*>& units = {})
-      : ParallelModel(Parts(module, mesh, options, units)) {}
+                const std::vector<torch::nn::Module*>& units = {}, CallSite site = CallSite::here())
+      : ParallelModel(Parts(module, mesh, options, units, site)) {}
 
   /// Runs the module's forward.
   template <class... Arguments>
@@ -116,12 +117,12 @@ class ParallelModel : public ModelHandle<Holder> {
   // One of the two wrappers.
   struct Parts {
     Parts(Holder& module, const DeviceMesh& mesh, const StrategyOptions& options,
-          const std::vector<torch::nn::Module*>& units)
-        : writers(checkpoint_writers_of(mesh, options.strategy)) {
+          const std::vector<torch::nn::Module*>& units, CallSite site)
+        : writers(checkpoint_writers_of(mesh, options.strategy, site)) {
       if (options.strategy == Strategy::kDdp) {
         DistributedDataParallelOptions whole = options.ddp;
         whole.tensor_parallel = options.tensor_parallel;
-        ddp.emplace(module, mesh, whole);
+        ddp.emplace(module, mesh, whole, site);
         return;
       }
       ShardingOptions sharding = options.sharding;
@@ -129,7 +130,7 @@ class ParallelModel : public ModelHandle<Holder> {
       sharding.shard = options.strategy == Strategy::kZero1   ? Shard::kOptimizer
                        : options.strategy == Strategy::kZero2 ? Shard::kGradients
                                                               : Shard::kParameters;
-      sharded.emplace(module, mesh, sharding, units);
+      sharded.emplace(module, mesh, sharding, units, site);
     }
     Holder& module() const { return ddp ? ddp->module() : sharded->module(); }
     const ModelWrapper& wrapper() const {

@@ -173,16 +173,19 @@ std::optional<at::Tensor> optional(const at::Tensor& tensor) {
 
 }  // namespace
 
-at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group) {
+at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group, CallSite site) {
+  const CallSiteScope scope(site);
   return CopyToGroup::apply(x, group);
 }
 
-at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group) {
+at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group, CallSite site) {
+  const CallSiteScope scope(site);
   return ReduceFromGroup::apply(x, group);
 }
 
 at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns,
-                             const comm::ProcessGroup& group) {
+                             const comm::ProcessGroup& group, CallSite site) {
+  const CallSiteScope scope(site);
   const auto [begin, end] = own_cut(num_columns, group);
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(-1) == end - begin,
                     "gather_from_group: expected columns ", begin, " to ", end, " of ", num_columns,
@@ -191,18 +194,24 @@ at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns,
 }
 
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                                  const at::Tensor& bias, const comm::ProcessGroup& group) {
+                                  const at::Tensor& bias, const comm::ProcessGroup& group,
+                                  CallSite site) {
+  const CallSiteScope scope(site);
   return at::linear(copy_to_group(x, group), weight, optional(bias));
 }
 
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                               const at::Tensor& bias, const comm::ProcessGroup& group) {
+                               const at::Tensor& bias, const comm::ProcessGroup& group,
+                               CallSite site) {
+  const CallSiteScope scope(site);
   const at::Tensor sum = reduce_from_group(at::linear(x, weight), group);
   return bias.defined() ? sum + bias : sum;
 }
 
 at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tensor& ids,
-                                         int64_t vocabulary, const comm::ProcessGroup& group) {
+                                         int64_t vocabulary, const comm::ProcessGroup& group,
+                                         CallSite site) {
+  const CallSiteScope scope(site);
   check_rows("vocabulary_parallel_embedding", table, vocabulary, group);
   const auto [begin, end] = own_cut(vocabulary, group);
   const at::Tensor is_mine = at::logical_and(ids >= begin, ids < end);
@@ -213,7 +222,8 @@ at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tens
 VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                                  const at::Tensor& labels, double smoothing,
                                                  int64_t vocabulary,
-                                                 const comm::ProcessGroup& group) {
+                                                 const comm::ProcessGroup& group, CallSite site) {
+  const CallSiteScope scope(site);
   check_rows("vocabulary_parallel_cross_entropy", weight, vocabulary, group);
   TORCH_CHECK_VALUE(hidden.dim() == 2 && hidden.size(1) == weight.size(1) && labels.dim() == 1 &&
                         labels.size(0) == hidden.size(0) && labels.dtype() == at::kLong,

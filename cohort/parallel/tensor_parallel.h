@@ -29,32 +29,37 @@ namespace cohort::parallel {
 /// x (replicated) as it is; its gradient becomes the sum over ranks. What is before ranks compute
 /// different things of x. Paper: f.
 /// Cost: backward, an all_reduce of x.
-at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group);
+at::Tensor copy_to_group(const at::Tensor& x, const comm::ProcessGroup& group,
+                         CallSite site = CallSite::here());
 
 /// The sum of the ranks' x, replicated; the gradient passes as it is. Paper: g.
 /// Cost: forward, an all_reduce of x.
-at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group);
+at::Tensor reduce_from_group(const at::Tensor& x, const comm::ProcessGroup& group,
+                             CallSite site = CallSite::here());
 
 /// The ranks' columns (last dimension) side by side, replicated: rank r's are cut_of(num_columns,
 /// r, K) of base/tensor_part.h. A rank's gradient is that of its own columns.
 at::Tensor gather_from_group(const at::Tensor& x, int64_t num_columns,
-                             const comm::ProcessGroup& group);
+                             const comm::ProcessGroup& group, CallSite site = CallSite::here());
 
 /// This rank's columns of x W^T + b, for rows of W and b. `bias` may be undefined.
 at::Tensor column_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                                  const at::Tensor& bias, const comm::ProcessGroup& group);
+                                  const at::Tensor& bias, const comm::ProcessGroup& group,
+                                  CallSite site = CallSite::here());
 
 /// x W^T + b, replicated, for columns of x and of W; b (replicated) is added after the sum and may
 /// be undefined.
 at::Tensor row_parallel_linear(const at::Tensor& x, const at::Tensor& weight,
-                               const at::Tensor& bias, const comm::ProcessGroup& group);
+                               const at::Tensor& bias, const comm::ProcessGroup& group,
+                               CallSite site = CallSite::here());
 
 /// Rows of a table of which rank r has cut_of(vocabulary, r, K): `table` [V/K, D]. ids: int64 of
 /// any shape, in [0, vocabulary), the same on every rank. Returns [ids..., D], replicated,
 /// bit-equal to the whole table's rows.
 /// Cost: forward, an all_reduce of the result.
 at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tensor& ids,
-                                         int64_t vocabulary, const comm::ProcessGroup& group);
+                                         int64_t vocabulary, const comm::ProcessGroup& group,
+                                         CallSite site = CallSite::here());
 
 /// Sums over rows, scalars, replicated.
 struct VocabularyLoss {
@@ -77,6 +82,7 @@ struct VocabularyLoss {
 VocabularyLoss vocabulary_parallel_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
                                                  const at::Tensor& labels, double smoothing,
                                                  int64_t vocabulary,
-                                                 const comm::ProcessGroup& group);
+                                                 const comm::ProcessGroup& group,
+                                                 CallSite site = CallSite::here());
 
 }  // namespace cohort::parallel

@@ -79,8 +79,9 @@ std::string first_difference(const torch::nn::Module& model, const TensorParalle
 
 TensorParallelLayout::TensorParallelLayout(const torch::nn::Module& model,
                                            const TensorParallelPlan& plan,
-                                           const comm::ProcessGroup& group)
+                                           const comm::ProcessGroup& group, CallSite site)
     : group_(group) {
+  const CallSiteScope scope(site);
   const auto tensors = tensors_of(model);
   check_names(tensors, plan);
   verify_same_text("tensor-parallel models", describe(tensors, plan), group);
@@ -147,7 +148,8 @@ std::vector<LocalShard> TensorParallelLayout::full_model_shards(
 }
 
 ModelRanks model_ranks(const torch::nn::Module& model, const DeviceMesh& mesh,
-                       const std::optional<TensorParallelPlan>& plan) {
+                       const std::optional<TensorParallelPlan>& plan, CallSite site) {
+  const CallSiteScope scope(site);
   const DeviceMesh axes = model_axes(mesh);
   const bool has_axis = axes.has("tp");
   TORCH_CHECK_VALUE(plan || !has_axis || axes.size("tp") == 1, "device mesh ", axes.describe(),

@@ -31,7 +31,7 @@ class TensorParallelLayout {
   ///         dimension that it does not have, and, the same on every rank, for replicated tensors
   ///         of different shapes and sizes that are not those of the cuts.
   TensorParallelLayout(const torch::nn::Module& model, const TensorParallelPlan& plan,
-                       const comm::ProcessGroup& group);
+                       const comm::ProcessGroup& group, CallSite site = CallSite::here());
 
   const comm::ProcessGroup& group() const { return group_; }
   bool is_cut(const std::string& name) const { return parts_.contains(name); }
@@ -56,7 +56,8 @@ class TensorParallelLayout {
 ///         than one rank and there is no plan, or the other way round; the same on every rank, if
 ///         a tensor outside the plan differs along "tp"; and as TensorParallelLayout.
 ModelRanks model_ranks(const torch::nn::Module& model, const DeviceMesh& mesh,
-                       const std::optional<TensorParallelPlan>& plan);
+                       const std::optional<TensorParallelPlan>& plan,
+                       CallSite site = CallSite::here());
 /// The same in a group, where no plan can be followed. Local.
 ModelRanks model_ranks(const comm::ProcessGroup& group,
                        const std::optional<TensorParallelPlan>& plan);

@@ -47,8 +47,10 @@ struct OptimizerShards::Impl {
   std::map<std::string, at::Tensor> parameters;
 };
 
-OptimizerShards::OptimizerShards(const Named& parameters, const comm::ProcessGroup& group)
+OptimizerShards::OptimizerShards(const Named& parameters, const comm::ProcessGroup& group,
+                                 CallSite site)
     : impl_(std::make_unique<Impl>()) {
+  const CallSiteScope scope(site);
   auto kinds = by_kind(parameters);
   TORCH_CHECK_VALUE(!kinds.empty(),
                     "ZeroRedundancyOptimizer: expected a parameter that requires a gradient");

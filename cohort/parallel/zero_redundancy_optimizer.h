@@ -16,7 +16,7 @@ namespace cohort::parallel {
 class OptimizerShards {
  public:
   OptimizerShards(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                  const comm::ProcessGroup& group);
+                  const comm::ProcessGroup& group, CallSite site = CallSite::here());
   ~OptimizerShards();
 
   const std::vector<LocalShard>& local_shards() const;
@@ -67,8 +67,10 @@ class ZeroRedundancyOptimizer {
   /// DistributedDataParallel makes them. `make`: const std::vector<LocalShard>& -> Optimizer.
   template <class Make>
   ZeroRedundancyOptimizer(const std::vector<std::pair<std::string, at::Tensor>>& parameters,
-                          const comm::ProcessGroup& group, Make&& make)
-      : shards_(parameters, group), optimizer_(std::forward<Make>(make)(shards_.local_shards())) {}
+                          const comm::ProcessGroup& group, Make&& make,
+                          CallSite site = CallSite::here())
+      : shards_(parameters, group, site),
+        optimizer_(std::forward<Make>(make)(shards_.local_shards())) {}
 
   /// As optimizer().step(arguments...); then every rank has the updated parameters.
   template <class... Arguments>

@@ -14,11 +14,12 @@ double quotient(double sum, double count) {
 
 }  // namespace
 
-std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const double> values) {
+std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const double> values,
+                                CallSite site) {
   at::Tensor sums = torch::empty({static_cast<int64_t>(values.size())}, at::kDouble);
   auto* data = sums.mutable_data_ptr<double>();
   std::copy(values.begin(), values.end(), data);
-  if (!values.empty()) group.all_reduce(sums);
+  if (!values.empty()) group.all_reduce(sums, comm::ReduceOp::kSum, site);
   return {data, data + values.size()};
 }
 
@@ -38,8 +39,8 @@ double MeanMetric::local_mean() const {
   return quotient(sum_, static_cast<double>(count_));
 }
 
-double MeanMetric::mean(const comm::ProcessGroup& group) const {
-  const auto sums = reduce_sums(group, std::array{sum_, static_cast<double>(count_)});
+double MeanMetric::mean(const comm::ProcessGroup& group, CallSite site) const {
+  const auto sums = reduce_sums(group, std::array{sum_, static_cast<double>(count_)}, site);
   return quotient(sums[0], sums[1]);
 }
 

@@ -16,7 +16,8 @@ namespace cohort::train {
 /// Collective; blocks. Every rank gives as many values.
 /// Numerics: float64.
 /// Errors:   PeerError if a rank is lost.
-std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const double> values);
+std::vector<double> reduce_sums(const comm::ProcessGroup& group, std::span<const double> values,
+                                CallSite site = CallSite::here());
 
 /// A mean weighted by numbers of examples.
 class MeanMetric {
@@ -33,7 +34,7 @@ class MeanMetric {
   /// Returns the mean over the examples of all ranks, on every rank; NaN without examples.
   /// Collective; blocks.
   /// Errors: PeerError if a rank is lost.
-  double mean(const comm::ProcessGroup& group) const;
+  double mean(const comm::ProcessGroup& group, CallSite site = CallSite::here()) const;
 
  private:
   double sum_ = 0;

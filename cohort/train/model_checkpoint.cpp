@@ -63,9 +63,9 @@ train::ShardedParts parts_to_save(const ModelState& model, const OptimizerState&
 
 }  // namespace
 
-void SaveHandle::wait() {
+void SaveHandle::wait(CallSite site) {
   const auto writer = std::exchange(writer_, nullptr);
-  if (writer) writer->commit();
+  if (writer) writer->commit(site);
 }
 
 void SaveHandle::drop() {
@@ -75,11 +75,11 @@ void SaveHandle::drop() {
 }
 
 void save_state(const ModelState& model, const OptimizerState& optimizer, const std::string& folder,
-                const SaveOptions& options) {
+                const SaveOptions& options, CallSite site) {
   train::ShardedCheckpointWriter writer(model.ranks.all);
   writer.begin_without_copy(folder, parts_to_save(model, optimizer), step_of(optimizer, options),
                             options.metadata);
-  writer.commit();
+  writer.commit(site);
 }
 
 SaveHandle async_save_state(const ModelState& model, const OptimizerState& optimizer,
@@ -91,7 +91,7 @@ SaveHandle async_save_state(const ModelState& model, const OptimizerState& optim
 }
 
 IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optimizer,
-                            const std::string& path, const LoadOptions& options) {
+                            const std::string& path, const LoadOptions& options, CallSite site) {
   optim::Adam* const adam = adam_of(optimizer);
   torch::optim::Optimizer* const other = torch_of(optimizer);
   std::optional<train::OptimizerLoad> load;
@@ -120,7 +120,7 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
       shards = full_shards(model, shards, parallel::Replicated::kEverywhere);
     return parts;
   };
-  IncompatibleKeys keys = train::load_shards(path, make_parts, model.ranks.all, options);
+  IncompatibleKeys keys = train::load_shards(path, make_parts, model.ranks.all, options, site);
   if (load) load->install();
   if (num_steps) adam->set_num_steps(*num_steps);
   return keys;

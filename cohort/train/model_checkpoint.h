@@ -53,7 +53,7 @@ class [[nodiscard]] SaveHandle {
   bool done() const { return !writer_ || writer_->done(); }
   /// Makes it the folder's checkpoint. Returns at once if it is that already. Collective; blocks.
   /// Errors: the same on every rank, as ShardedCheckpointWriter::commit.
-  void wait();
+  void wait(CallSite site = CallSite::here());
 
  private:
   void drop();
@@ -144,10 +144,11 @@ OptimizerState state_to_keep(Optimizer& optimizer, const ModelState& model) {
 
 /// What save, async_save and load take. Not defined.
 template <class Options, class Model>
-void expects(const Model& model, const std::string& folder, const Options& options = {});
+void expects(const Model& model, const std::string& folder, const Options& options = {},
+             CallSite site = {});
 template <class Options, class Model, IsOptimizer Optimizer>
 void expects(const Model& model, Optimizer& optimizer, const std::string& folder,
-             const Options& options = {});
+             const Options& options = {}, CallSite site = {});
 template <class Options, class... Arguments>
 concept Unexpected = !requires(Arguments & ... arguments) {
   expects<Options>(arguments...);
@@ -161,11 +162,11 @@ Result refuse(const First& first, const Others&...) {
 }
 
 void save_state(const ModelState& model, const OptimizerState& optimizer, const std::string& folder,
-                const SaveOptions& options);
+                const SaveOptions& options, CallSite site);
 SaveHandle async_save_state(const ModelState& model, const OptimizerState& optimizer,
                             const std::string& folder, const SaveOptions& options);
 IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optimizer,
-                            const std::string& path, const LoadOptions& options);
+                            const std::string& path, const LoadOptions& options, CallSite site);
 
 /// Saves a model in DistributedDataParallel, FullyShardedDataParallel or ParallelModel and its
 /// optimizer: optim::Adam; torch::optim's SGD, Adam, AdamW, RMSprop or Adagrad; or
@@ -182,14 +183,15 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
 ///         model's; else as ShardedCheckpointWriter::commit.
 template <class Model, IsOptimizer Optimizer>
 void save(const Model& model, Optimizer& optimizer, const std::string& folder,
-          const SaveOptions& options = {}) {
+          const SaveOptions& options = {}, CallSite site = CallSite::here()) {
   const ModelState state = state_to_keep(model);
-  save_state(state, state_to_keep(optimizer, state), folder, options);
+  save_state(state, state_to_keep(optimizer, state), folder, options, site);
 }
 /// The same of the weights alone.
 template <class Model>
-void save(const Model& model, const std::string& folder, const SaveOptions& options = {}) {
-  save_state(state_to_keep(model), {}, folder, options);
+void save(const Model& model, const std::string& folder, const SaveOptions& options = {},
+          CallSite site = CallSite::here()) {
+  save_state(state_to_keep(model), {}, folder, options, site);
 }
 template <class... Arguments>
 requires Unexpected<SaveOptions, Arguments...>
@@ -225,15 +227,15 @@ async_save(const Arguments&... arguments) {
 ///         changed then.
 template <class Model, IsOptimizer Optimizer>
 IncompatibleKeys load(const Model& model, Optimizer& optimizer, const std::string& path,
-                      const LoadOptions& options = {}) {
+                      const LoadOptions& options = {}, CallSite site = CallSite::here()) {
   const ModelState state = state_to_keep(model);
-  return load_state(state, state_to_keep(optimizer, state), path, options);
+  return load_state(state, state_to_keep(optimizer, state), path, options, site);
 }
 /// The same of the weights alone: also what other programs wrote (train::load_checkpoint).
 template <class Model>
-IncompatibleKeys load(const Model& model, const std::string& path,
-                      const LoadOptions& options = {}) {
-  return load_state(state_to_keep(model), {}, path, options);
+IncompatibleKeys load(const Model& model, const std::string& path, const LoadOptions& options = {},
+                      CallSite site = CallSite::here()) {
+  return load_state(state_to_keep(model), {}, path, options, site);
 }
 template <class... Arguments>
 requires Unexpected<LoadOptions, Arguments...> IncompatibleKeys

@@ -132,7 +132,8 @@ void ShardedCheckpointWriter::start(const std::string& folder, const ShardedPart
   });
 }
 
-void ShardedCheckpointWriter::commit() {
+void ShardedCheckpointWriter::commit(CallSite site) {
+  const CallSiteScope scope(site);
   const bool was_pending = std::exchange(pending_, false);
   Json report;
   const Json error = errors_of([&] {
@@ -184,13 +185,16 @@ std::vector<std::string> ShardedCheckpointWriter::commit_shares(const std::strin
 }
 
 IncompatibleKeys load_shards(const std::string& path, const ShardedParts& parts,
-                             const comm::ProcessGroup& group, const LoadOptions& options) {
+                             const comm::ProcessGroup& group, const LoadOptions& options,
+                             CallSite site) {
   return load_shards(
-      path, [&](StoredCheckpoint&) { return parts; }, group, options);
+      path, [&](StoredCheckpoint&) { return parts; }, group, options, site);
 }
 
 IncompatibleKeys load_shards(const std::string& path, const MakeParts& parts,
-                             const comm::ProcessGroup& group, const LoadOptions& options) {
+                             const comm::ProcessGroup& group, const LoadOptions& options,
+                             CallSite site) {
+  const CallSiteScope scope(site);
   using Keys = CheckpointLoad::Keys;
   std::optional<CheckpointLoad> load;
   Json report = errors_of([&] { load.emplace(path, parts, options); });

@@ -70,7 +70,7 @@ class ShardedCheckpointWriter {
   /// Errors: the same on every rank: ConfigError or c10::Error that names the rank which could not
   ///         write and why, or the elements that are in no rank's shards or in two's. The
   ///         checkpoint before stays, what was written goes, and the next save may begin.
-  void commit();
+  void commit(CallSite site = CallSite::here());
 
   /// Runs `work` on the thread that writes, with its low priority, after what that does. It must
   /// not throw. Local; blocks while this rank writes.
@@ -99,9 +99,11 @@ class ShardedCheckpointWriter {
 ///         it, or if a save by others meanwhile gave ranks different ones; no rank's tensors have
 ///         changed then.
 IncompatibleKeys load_shards(const std::string& path, const ShardedParts& parts,
-                             const comm::ProcessGroup& group, const LoadOptions& options = {});
+                             const comm::ProcessGroup& group, const LoadOptions& options = {},
+                             CallSite site = CallSite::here());
 /// The same of shards that depend on the checkpoint.
 IncompatibleKeys load_shards(const std::string& path, const MakeParts& parts,
-                             const comm::ProcessGroup& group, const LoadOptions& options = {});
+                             const comm::ProcessGroup& group, const LoadOptions& options = {},
+                             CallSite site = CallSite::here());
 
 }  // namespace cohort::train

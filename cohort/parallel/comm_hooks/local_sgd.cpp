@@ -51,7 +51,9 @@ PeriodicModelAverager::PeriodicModelAverager(const comm::ProcessGroup& group,
                     options.warmup_steps);
 }
 
-bool PeriodicModelAverager::average_parameters(const std::vector<at::Tensor>& parameters) {
+bool PeriodicModelAverager::average_parameters(const std::vector<at::Tensor>& parameters,
+                                               CallSite site) {
+  const CallSiteScope scope(site);
   const int64_t since_warmup = step_++ - options_.warmup_steps;
   if (since_warmup < 0 || since_warmup % options_.period != 0) return false;
   const at::NoGradGuard no_grad;

@@ -69,7 +69,8 @@ class PeriodicModelAverager {
   /// Numerics: each rank multiplies by 1 / W in the tensor's dtype, then ranks sum.
   /// Memory:   one 25 MiB buffer, or the largest tensor.
   /// Errors:   PeerError.
-  bool average_parameters(const std::vector<at::Tensor>& parameters);
+  bool average_parameters(const std::vector<at::Tensor>& parameters,
+                          CallSite site = CallSite::here());
 
   int64_t step() const {
     return step_;

@@ -52,18 +52,22 @@ class FullyShardedDataParallel : public ModelHandle<Holder> {
   /// Unit<Block>; not owned.
   FullyShardedDataParallel(Holder module, const comm::ProcessGroup& group,
                            const ShardingOptions& options = {},
-                           const std::vector<torch::nn::Module*>& units = {})
-      : FullyShardedDataParallel(model_ranks(group, options.tensor_parallel), module,
-                                 {.shard = group, .replicate = {}}, options, units) {}
+                           const std::vector<torch::nn::Module*>& units = {},
+                           CallSite site = CallSite::here())
+      : FullyShardedDataParallel(CallSiteScope(site), model_ranks(group, options.tensor_parallel),
+                                 module, {.shard = group, .replicate = {}}, options, units) {}
   /// The same along the data axis of a mesh, "dp", or along two: the ranks along "dp_shard" share
   /// the model out, those along "dp_replicate" hold the same shards (hybrid sharding, HSDP).
   /// Along an axis "tp", of this mesh or of that which it is a part of, ranks hold parts of the
   /// model: options.tensor_parallel says which.
   FullyShardedDataParallel(Holder module, const DeviceMesh& mesh,
                            const ShardingOptions& options = {},
-                           const std::vector<torch::nn::Module*>& units = {})
-      : FullyShardedDataParallel(model_ranks(*shared_module(module), mesh, options.tensor_parallel),
-                                 module, sharding_groups(mesh), options, units) {}
+                           const std::vector<torch::nn::Module*>& units = {},
+                           CallSite site = CallSite::here())
+      : FullyShardedDataParallel(
+            CallSiteScope(site),
+            model_ranks(*shared_module(module), mesh, options.tensor_parallel, site), module,
+            sharding_groups(mesh), options, units) {}
 
   /// Runs the module's forward. It may return any value that tensor_tree.h can look into.
   template <class... Arguments>
@@ -86,8 +90,8 @@ class FullyShardedDataParallel : public ModelHandle<Holder> {
   ShardingEngine& engine() const { return static_cast<ShardingEngine&>(ModelWrapper::engine()); }
 
  private:
-  FullyShardedDataParallel(ModelRanks ranks, Holder& module, const ShardingGroups& groups,
-                           const ShardingOptions& options,
+  FullyShardedDataParallel(const CallSiteScope&, ModelRanks ranks, Holder& module,
+                           const ShardingGroups& groups, const ShardingOptions& options,
                            const std::vector<torch::nn::Module*>& units)
       : ModelHandle<Holder>(
             module, std::make_shared<ShardingEngine>(shared_module(module), groups, options, units),

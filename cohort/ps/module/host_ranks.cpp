@@ -56,7 +56,8 @@ HostRanks host_ranks(const comm::ProcessGroup& group) {
 }
 
 TrainerInfo trainer_info_from_environment(const comm::ProcessGroup& group, Training training,
-                                          const SecurityOptions& security, int ranks_per_trainer) {
+                                          const SecurityOptions& security, int ranks_per_trainer,
+                                          CallSite site) {
   TrainerInfo info;
   info.session = with_environment({.training = training});
   info.session.client.security = security;
@@ -75,7 +76,7 @@ TrainerInfo trainer_info_from_environment(const comm::ProcessGroup& group, Train
   for (int first = 0; first < group.size(); first += ranks_per_trainer) {
     std::vector<int> ranks(static_cast<size_t>(ranks_per_trainer));
     std::iota(ranks.begin(), ranks.end(), first);
-    auto members = group.subgroup(ranks, "trainer");
+    auto members = group.subgroup(ranks, "trainer", {}, site);
     if (members) info.host = std::move(members);
   }
   info.session.trainer /= ranks_per_trainer;

@@ -36,6 +36,7 @@ struct TrainerInfo {
 ///         ranks_per_trainer does not divide the ranks; PeerError.
 TrainerInfo trainer_info_from_environment(const comm::ProcessGroup& group, Training training,
                                           const SecurityOptions& security,
-                                          int ranks_per_trainer = 1);
+                                          int ranks_per_trainer = 1,
+                                          CallSite site = CallSite::here());
 
 }  // namespace cohort::ps
