@@ -11,7 +11,6 @@
 #include <filesystem>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
 #include <vector>
 
@@ -68,33 +67,12 @@ RecordHeader header_of(const Record& record, uint64_t synced) {
   return header;
 }
 
-// Writes header, payload and padding; returns 0 or errno's number.
-int write_record(int file, const Record& record, uint64_t synced) {
+void write_record(FileWriter& file, const Record& record, uint64_t synced = 0) {
   static constexpr std::array<std::byte, 8> kZeros{};
   const RecordHeader header = header_of(record, synced);
-  std::array<iovec, 3> pieces{
-      iovec{const_cast<RecordHeader*>(&header), sizeof(header)},
-      iovec{const_cast<std::byte*>(record.payload.data()), record.payload.size()},
-      iovec{const_cast<std::byte*>(kZeros.data()), padding_of(record.payload.size())}};
-  size_t first = 0;
-  while (first < pieces.size()) {
-    if (pieces[first].iov_len == 0) {
-      ++first;
-      continue;
-    }
-    const ssize_t written = ::writev(file, &pieces[first], static_cast<int>(pieces.size() - first));
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return errno;
-    size_t left = static_cast<size_t>(written);
-    while (first < pieces.size() && left >= pieces[first].iov_len) {
-      left -= pieces[first++].iov_len;
-    }
-    if (first < pieces.size()) {
-      pieces[first].iov_base = static_cast<std::byte*>(pieces[first].iov_base) + left;
-      pieces[first].iov_len -= left;
-    }
-  }
-  return 0;
+  file.write(std::as_bytes(std::span(&header, 1)));
+  file.write(record.payload);
+  file.write(std::span(kZeros).first(padding_of(record.payload.size())));
 }
 
 // A file in memory, read only.
@@ -326,13 +304,17 @@ uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::
                     " bytes; expected less than 2 GiB");
   check_disk();
   const Record record{.number = next_number_, .kind = kind, .time = time, .payload = payload};
-  // Nothing may follow half a record.
-  const int error =
-      is_torn_ && !cut_off()
-          ? EIO
-          : write_record(file_.get(), record, std::max(synced_, write_behind_.synced()));
-  is_torn_ = error != 0 && !cut_off();
-  if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
+  try {
+    // Nothing may follow half a record.
+    if (is_torn_ && !cut_off())
+      throw_without_stack(path_ + ": cannot write: " + system_reason(EIO));
+    FileWriter file(file_.get(), path_);
+    write_record(file, record, std::max(synced_, write_behind_.synced()));
+    is_torn_ = false;
+  } catch (...) {
+    is_torn_ = !cut_off();
+    throw;
+  }
   segment_bytes_ += bytes_of(record);
   total_bytes_ += bytes_of(record);
   write_behind_.grown_to(segment_bytes_, record.number);
@@ -365,15 +347,8 @@ void write_records(const std::string& path, std::span<const Record> records) {
                       " has ", record.payload.size(), " bytes; expected less than 4 GiB");
   }
   write_atomically(path, [&](FileWriter& file) {
-    static constexpr std::array<std::byte, 8> kZeros{};
-    const auto write = [&](const Record& record) {
-      const RecordHeader header = header_of(record, 0);
-      file.write(std::as_bytes(std::span(&header, 1)));
-      file.write(record.payload);
-      file.write(std::span(kZeros).first(padding_of(record.payload.size())));
-    };
-    for (const Record& record : records) write(record);
-    write({.number = records.size() + 1, .kind = kEnd});
+    for (const Record& record : records) write_record(file, record);
+    write_record(file, {.number = records.size() + 1, .kind = kEnd});
   });
 }
 
