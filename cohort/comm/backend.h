@@ -59,8 +59,8 @@ inline constexpr int kBackendAbiVersion = 1;
 
 /// What a shared object says about its backend. The first two fields never move.
 ///
-/// The object exports one C function, and needs no symbol of the program (docs/backends.md has a
-/// whole example):
+/// The object exports one C function, and needs no symbol of the program (docs/tutorial-backend.md
+/// has a whole example):
 ///   extern "C" const cohort::comm::BackendAbi* cohort_backend();
 /// Owner: the shared object, for as long as the process lives.
 struct BackendAbi {

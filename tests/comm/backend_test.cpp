@@ -259,15 +259,5 @@ TEST_F(BackendTest, AGroupRunsOnThePluginThatItsOptionsName) {
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
 }
 
-// docs/backends.md shows the plug-in of these tests, whole and as it is.
-TEST_F(BackendTest, TheGuideShowsTheBackendThatIsTested) {
-  const auto text = [](const std::string& file) {
-    return read_file(std::getenv("COHORT_SOURCE") + ("/" + file));
-  };
-  const std::string example = text("tests/backends/hccl_test_backend.cpp");
-  ASSERT_FALSE(example.empty());
-  EXPECT_TRUE(contains(text("docs/backends.md"), "```cpp\n" + example + "```\n"));
-}
-
 }  // namespace backend_test
 }  // namespace cohort::comm
