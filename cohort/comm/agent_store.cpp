@@ -11,12 +11,12 @@
 #include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/tcp.h"
 #include "cohort/comm/connections.h"
+#include "cohort/comm/libtorch_version.h"
 
 namespace cohort::comm {
 namespace {

@@ -15,6 +15,8 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "cohort/comm/libtorch_version.h"
+
 namespace cohort::parallel {
 namespace {
 
@@ -150,7 +152,7 @@ void Replicas::tie_gradients(size_t num_copies) {
         torch::autograd::impl::set_gradient_edge(copies_[i].parameters[k], {});
       continue;
     }
-    auto sum = std::make_shared<SumOfCopies>(original.device());
+    auto sum = comm::make_node<SumOfCopies>(original.device());
     sum->set_next_edges(torch::autograd::collect_next_edges(original));
     for (size_t i = 0; i < num_copies; ++i)
       torch::autograd::set_history(copies_[i].parameters[k], sum);

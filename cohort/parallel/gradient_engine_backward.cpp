@@ -35,7 +35,7 @@ void pass_through_sink(const std::vector<at::Tensor*>& outputs, std::function<vo
     edges.push_back(torch::autograd::impl::gradient_edge(*output));
   }
   if (inner.empty()) return;
-  const auto sink = std::make_shared<OutputSink>(std::move(on_backward));
+  const auto sink = comm::make_node<OutputSink>(std::move(on_backward));
   sink->set_next_edges(std::move(edges));
   for (at::Tensor* output : inner) {
     at::Tensor same = output->detach();

@@ -6,11 +6,11 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/distributed/c10d/logger.hpp>
 #include <utility>
 #include <vector>
 
+#include "cohort/comm/libtorch_version.h"
 #include "cohort/parallel/delayed_parameters.h"
 #include "cohort/parallel/gradient_engine.h"
 #include "cohort/parallel/mixed_precision.h"
@@ -105,8 +105,7 @@ struct GradientEngine::Impl : std::enable_shared_from_this<Impl> {
 
   std::shared_ptr<Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>>
-      hooks;  // to be taken off again
+  std::vector<std::pair<comm::NodePointer, uintptr_t>> hooks;  // to be taken off again
   std::string comm_hook;
 
   bool synchronized = true;

@@ -11,6 +11,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "cohort/comm/libtorch_version.h"
+
 namespace cohort::parallel {
 
 using torch::autograd::Edge;
@@ -45,8 +47,8 @@ std::string describe(const MixedPrecision& types) {
 
 struct LowPrecisionParameters::Swap {
   at::Tensor parameter;
-  std::shared_ptr<Node> accumulator;  // the master's; none for a frozen parameter
-  at::Tensor master;                  // defined while the parameter is swapped in
+  comm::NodePointer accumulator;  // the master's; none for a frozen parameter
+  at::Tensor master;              // defined while the parameter is swapped in
 
   void swap_out() {
     if (!master.defined()) return;
@@ -54,7 +56,7 @@ struct LowPrecisionParameters::Swap {
     if (accumulator) torch::autograd::impl::set_gradient_edge(parameter, Edge());
     parameter.set_data(master);
     // set_data forgets the accumulator of another type, and with it the hooks that hang there.
-    if (accumulator) torch::autograd::impl::set_grad_accumulator(parameter, accumulator);
+    if (accumulator) comm::set_grad_accumulator(parameter, accumulator);
     master.reset();
   }
 };
@@ -140,7 +142,7 @@ void LowPrecisionParameters::swap_in() {
     swap->master = parameter.detach();
     parameter.set_data(swap->master.to(type_));
     if (!swap->accumulator) continue;
-    const auto cast = std::make_shared<CastBackward>(swap, swaps_);
+    const auto cast = comm::make_node<CastBackward>(swap, swaps_);
     cast->set_next_edges({Edge(swap->accumulator, 0)});
     const uint32_t output = cast->add_input_metadata(parameter);
     torch::autograd::impl::set_gradient_edge(parameter, {cast, output});

@@ -141,8 +141,9 @@ TEST_F(BackendTest, AFileThatDoesNotFitIsNamedWithItsVersions) {
   EXPECT_EQ(error_of("bad_version"),
             file("bad_version") +
                 " was built for version 42 of Cohort's backend interface: expected version 1");
-  EXPECT_EQ(error_of("bad_libtorch"),
-            file("bad_libtorch") + " was built for libtorch 1.13.1: expected libtorch 2.11.0");
+  EXPECT_EQ(
+      error_of("bad_libtorch"),
+      file("bad_libtorch") + " was built for libtorch 1.13.1: expected libtorch " TORCH_VERSION);
   EXPECT_EQ(error_of("bad_make"),
             file("bad_make") + " is no backend of Cohort: its make function is missing");
   EXPECT_EQ(error_of("bad_null"),

@@ -17,10 +17,10 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStoreBackend.hpp>
 #include <unistd.h>
 
 #include "cohort/base/error.h"
+#include "cohort/comm/libtorch_version.h"
 #include "cohort/comm/listen.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/comm/store_client.h"

@@ -9,6 +9,7 @@
 #include <torch/types.h>
 #include <utility>
 
+#include "cohort/comm/libtorch_version.h"
 #include "cohort/comm/profiler.h"
 
 namespace cohort::parallel {
@@ -100,7 +101,7 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
                                  ? nullptr
                                  : torch::autograd::impl::try_get_grad_accumulator(tensor);
     tensor.set_data(data);
-    if (accumulator) torch::autograd::impl::set_grad_accumulator(tensor, accumulator);
+    if (accumulator) comm::set_grad_accumulator(tensor, accumulator);
     return;
   }
   // Tensor::set_data does not lead away from the meta device.

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <unordered_set>
 
+#include "cohort/comm/libtorch_version.h"
+
 namespace cohort::parallel {
 
 using torch::autograd::Node;
@@ -27,7 +29,7 @@ struct WatchedOutput : Node {
 }  // namespace
 
 void watch_output(at::Tensor& output, std::function<void()> on_gradient) {
-  const auto node = std::make_shared<WatchedOutput>(std::move(on_gradient));
+  const auto node = comm::make_node<WatchedOutput>(std::move(on_gradient));
   node->add_next_edge(torch::autograd::impl::gradient_edge(output));
   at::Tensor same = output.detach();
   torch::autograd::set_history(same, node);

@@ -5,11 +5,11 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/csrc/autograd/function.h>
 #include <utility>
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/comm/libtorch_version.h"
 #include "cohort/parallel/sharding/flat_bucket.h"
 #include "cohort/parallel/sharding/sharding_engine.h"
 #include "cohort/parallel/sharding/unit_parameters.h"
@@ -84,8 +84,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   comm::ProcessGroup reshard_group;
   std::vector<Unit> units;  // the first is the whole model's own
   std::vector<std::unique_ptr<Bucket>> buckets;
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>>
-      hooks;  // to be taken off again
+  std::vector<std::pair<comm::NodePointer, uintptr_t>> hooks;  // to be taken off again
   std::vector<LocalShard> local_shards;
 
   std::vector<size_t> order;  // of the units' first forwards

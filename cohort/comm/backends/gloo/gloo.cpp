@@ -123,7 +123,6 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
   backend->set_one_host(std::all_of(peers.begin(), peers.end(), [&](const Endpoint& peer) {
     return host_of(peer) == host_of(endpoint);
   }));
-  backend->setSequenceNumberForGroup();
   return backend;
 }
 

@@ -3,15 +3,9 @@
 // devices.
 #define USE_C10D_NCCL
 #include <cstdlib>
-#include <nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "cohort/comm/backend.h"
-
-// The backend's options hold NCCL's own structs, so the header must be that of the NCCL that
-// libtorch was built with.
-static_assert(NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9),
-              "libtorch 2.11.0 needs nccl.h of NCCL 2.28.9");
 
 namespace cohort::comm {
 namespace {
@@ -24,7 +18,6 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& reques
   options->timeout = request.timeout;
   auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank,
                                                              request.world_size, options);
-  backend->setSequenceNumberForGroup();
   return backend;
 }
 
