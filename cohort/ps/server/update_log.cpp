@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 #include <vector>
 
@@ -67,12 +68,33 @@ RecordHeader header_of(const Record& record, uint64_t synced) {
   return header;
 }
 
-void write_record(FileWriter& file, const Record& record, uint64_t synced = 0) {
+// Writes header, payload and padding; returns 0 or errno's number.
+int write_record(int file, const Record& record, uint64_t synced) {
   static constexpr std::array<std::byte, 8> kZeros{};
   const RecordHeader header = header_of(record, synced);
-  file.write(std::as_bytes(std::span(&header, 1)));
-  file.write(record.payload);
-  file.write(std::span(kZeros).first(padding_of(record.payload.size())));
+  std::array<iovec, 3> pieces{
+      iovec{const_cast<RecordHeader*>(&header), sizeof(header)},
+      iovec{const_cast<std::byte*>(record.payload.data()), record.payload.size()},
+      iovec{const_cast<std::byte*>(kZeros.data()), padding_of(record.payload.size())}};
+  size_t first = 0;
+  while (first < pieces.size()) {
+    if (pieces[first].iov_len == 0) {
+      ++first;
+      continue;
+    }
+    const ssize_t written = ::writev(file, &pieces[first], static_cast<int>(pieces.size() - first));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return errno;
+    size_t left = static_cast<size_t>(written);
+    while (first < pieces.size() && left >= pieces[first].iov_len) {
+      left -= pieces[first++].iov_len;
+    }
+    if (first < pieces.size()) {
+      pieces[first].iov_base = static_cast<std::byte*>(pieces[first].iov_base) + left;
+      pieces[first].iov_len -= left;
+    }
+  }
+  return 0;
 }
 
 // A file in memory, read only.
@@ -304,17 +326,13 @@ uint64_t UpdateLog::append(RecordKind kind, uint32_t time, std::span<const std::
                     " bytes; expected less than 2 GiB");
   check_disk();
   const Record record{.number = next_number_, .kind = kind, .time = time, .payload = payload};
-  try {
-    // Nothing may follow half a record.
-    if (is_torn_ && !cut_off())
-      throw_without_stack(path_ + ": cannot write: " + system_reason(EIO));
-    FileWriter file(file_.get(), path_);
-    write_record(file, record, std::max(synced_, write_behind_.synced()));
-    is_torn_ = false;
-  } catch (...) {
-    is_torn_ = !cut_off();
-    throw;
-  }
+  // Nothing may follow half a record.
+  const int error =
+      is_torn_ && !cut_off()
+          ? EIO
+          : write_record(file_.get(), record, std::max(synced_, write_behind_.synced()));
+  is_torn_ = error != 0 && !cut_off();
+  if (error != 0) throw_without_stack(path_ + ": cannot write: " + system_reason(error));
   segment_bytes_ += bytes_of(record);
   total_bytes_ += bytes_of(record);
   write_behind_.grown_to(segment_bytes_, record.number);
@@ -347,8 +365,15 @@ void write_records(const std::string& path, std::span<const Record> records) {
                       " has ", record.payload.size(), " bytes; expected less than 4 GiB");
   }
   write_atomically(path, [&](FileWriter& file) {
-    for (const Record& record : records) write_record(file, record);
-    write_record(file, {.number = records.size() + 1, .kind = kEnd});
+    static constexpr std::array<std::byte, 8> kZeros{};
+    const auto write = [&](const Record& record) {
+      const RecordHeader header = header_of(record, 0);
+      file.write(std::as_bytes(std::span(&header, 1)));
+      file.write(record.payload);
+      file.write(std::span(kZeros).first(padding_of(record.payload.size())));
+    };
+    for (const Record& record : records) write(record);
+    write({.number = records.size() + 1, .kind = kEnd});
   });
 }
 
