@@ -3,9 +3,17 @@
 // devices.
 #define USE_C10D_NCCL
 #include <cstdlib>
+#include <nccl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <torch/headeronly/version.h>
 
 #include "cohort/comm/backend.h"
+
+// The backend's options hold NCCL's own structs, so the header must be that of the NCCL that
+// libtorch was built with.
+static_assert(NCCL_VERSION_CODE ==
+                  (TORCH_VERSION_MINOR < 15 ? NCCL_VERSION(2, 28, 9) : NCCL_VERSION(2, 30, 7)),
+              "libtorch 2.11.0 needs nccl.h of NCCL 2.28.9, libtorch 2.15.0 that of 2.30.7");
 
 namespace cohort::comm {
 namespace {
