@@ -232,7 +232,7 @@ std::string Agent::report(const Outcome& root_cause) {
   const auto add_ranks = [&](const std::string& what, const auto& counts) {
     std::set<int> ranks;
     for (const Outcome& outcome : group_->outcomes())
-      if (!outcome.is_server && counts(outcome)) ranks.insert(outcome.rank);
+      if (counts(outcome)) ranks.insert(outcome.rank);
     std::string list;
     for (const int rank : ranks)
       list += (list.empty() ? "rank " : ", rank ") + std::to_string(rank);
