@@ -112,6 +112,7 @@ OptimizerState state_of(parallel::ZeroRedundancyOptimizer<Optimizer>& optimizer,
 template <class T>
 concept IsOptimizer = !std::is_convertible_v<T&, std::string>;
 
+// Constants, not concepts: of a concept that is not met the compiler prints six lines more.
 template <class T>
 inline constexpr bool kIsModel = requires(const T& model) {
   state_of(model);
