@@ -101,6 +101,13 @@ IncompatibleKeys load_state(const ModelState& model, const OptimizerState& optim
     load.reset();
     const auto there = checkpoint.parts();
     const bool has_state = std::find(there.begin(), there.end(), kOptimizer) != there.end();
+    if (options.strict && has_state && optimizer.optimizer.index() != 0) {
+      std::vector<std::string> state;
+      for (const auto& [name, tensor] : checkpoint.part(kOptimizer)) state.push_back(name);
+      train::check_optimizer_class(
+          checkpoint.path(), state,
+          other == nullptr ? "cohort::optim::Adam" : train::class_of(*other));
+    }
     if (adam != nullptr) {
       parts[kOptimizer] = train::shards_like(optimizer.parameters, adam->state());
       num_steps = checkpoint.manifest().update;

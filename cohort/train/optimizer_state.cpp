@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/train/optimizer_state.h"
 
+#include <algorithm>
 #include <c10/core/TensorImpl.h>
 #include <map>
+#include <set>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -11,6 +13,7 @@
 #include <torch/types.h>
 #include <utility>
 
+#include "cohort/base/error.h"
 #include "cohort/base/manifest.h"
 
 namespace cohort::train {
@@ -56,25 +59,44 @@ void visit(torch_optim::AdagradParamState& state, const torch_optim::AdagradOpti
   field("sum", state.sum(), true);
 }
 
+// What state of a class has: by every options, and by some.
+struct ClassFields {
+  const char* name;
+  std::set<std::string> always;
+  std::set<std::string> sometimes;
+};
+const ClassFields kClasses[] = {
+    {"torch::optim::SGD", {"momentum_buffer"}, {}},
+    {"torch::optim::Adam", {"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}},
+    {"torch::optim::AdamW", {"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}},
+    {"torch::optim::RMSprop", {"step", "square_avg"}, {"momentum_buffer", "grad_avg"}},
+    {"torch::optim::Adagrad", {"step", "sum"}, {}},
+    {"cohort::optim::Adam", {"exp_avg", "exp_avg_sq"}, {}},
+};
+
 template <class State, class Options>
 struct Kind {
   using StateType = State;
   using OptionsType = Options;
+  const char* name;
 };
 
 // Calls call(Kind) of the optimizer's type.
 template <class Call>
 void with_kind(const torch_optim::Optimizer& optimizer, const Call& call) {
   if (dynamic_cast<const torch_optim::SGD*>(&optimizer) != nullptr)
-    return call(Kind<torch_optim::SGDParamState, torch_optim::SGDOptions>());
+    return call(Kind<torch_optim::SGDParamState, torch_optim::SGDOptions>{"torch::optim::SGD"});
   if (dynamic_cast<const torch_optim::Adam*>(&optimizer) != nullptr)
-    return call(Kind<torch_optim::AdamParamState, torch_optim::AdamOptions>());
+    return call(Kind<torch_optim::AdamParamState, torch_optim::AdamOptions>{"torch::optim::Adam"});
   if (dynamic_cast<const torch_optim::AdamW*>(&optimizer) != nullptr)
-    return call(Kind<torch_optim::AdamWParamState, torch_optim::AdamWOptions>());
+    return call(
+        Kind<torch_optim::AdamWParamState, torch_optim::AdamWOptions>{"torch::optim::AdamW"});
   if (dynamic_cast<const torch_optim::RMSprop*>(&optimizer) != nullptr)
-    return call(Kind<torch_optim::RMSpropParamState, torch_optim::RMSpropOptions>());
+    return call(
+        Kind<torch_optim::RMSpropParamState, torch_optim::RMSpropOptions>{"torch::optim::RMSprop"});
   if (dynamic_cast<const torch_optim::Adagrad*>(&optimizer) != nullptr)
-    return call(Kind<torch_optim::AdagradParamState, torch_optim::AdagradOptions>());
+    return call(
+        Kind<torch_optim::AdagradParamState, torch_optim::AdagradOptions>{"torch::optim::Adagrad"});
   TORCH_CHECK_VALUE(
       false,
       "checkpoint: expected an optimizer whose state is by element: SGD, Adam, AdamW, "
@@ -92,10 +114,11 @@ void for_each_parameter(torch_optim::Optimizer& optimizer,
     const auto& options = static_cast<const Options&>(group.options());
     for (const at::Tensor& parameter : group.params()) {
       const auto found = shards.find(parameter.unsafeGetTensorImpl());
-      TORCH_CHECK_VALUE(found != shards.end(),
-                        "checkpoint: the optimizer updates a tensor of shape ",
-                        to_string(parameter.sizes().vec()),
-                        " that is none of the model's: make it from what the wrapper has");
+      TORCH_CHECK_VALUE(found != shards.end(), "checkpoint: the optimizer, ", class_of(optimizer),
+                        ", updates a tensor of shape ", to_string(parameter.sizes().vec()),
+                        " that is none of the wrapped model's parameters(): make it from those, "
+                        "after wrapping; FullyShardedDataParallel trains shards of its own in the "
+                        "place of the module's parameters");
       if (num_elements(found->second->shape) != 0) call(parameter, *found->second, options);
     }
   }
@@ -126,6 +149,31 @@ std::vector<TensorShard> optimizer_slices(torch_optim::Optimizer& optimizer,
     for_each_parameter<Options>(optimizer, parameters, add);
   });
   return shards;
+}
+
+std::string class_of(const torch_optim::Optimizer& optimizer) {
+  std::string name;
+  with_kind(optimizer, [&](const auto& kind) { name = kind.name; });
+  return name;
+}
+
+void check_optimizer_class(const std::string& path, const std::vector<std::string>& state,
+                           const std::string& own) {
+  std::set<std::string> fields;
+  for (const std::string& name : state) fields.insert(name.substr(name.rfind('.') + 1));
+  std::string writers;
+  for (const auto& [name, always, sometimes] : kClasses) {
+    auto all = always;
+    all.insert(sometimes.begin(), sometimes.end());
+    if (!std::ranges::includes(fields, always) || !std::ranges::includes(all, fields)) continue;
+    if (own == name) return;
+    writers += (writers.empty() ? "" : " or ") + std::string(name);
+  }
+  if (writers.empty()) return;  // Nothing, or what no class has: names tell more.
+  throw ConfigError(path + ": it has the state of " + writers + ", and the optimizer to load is " +
+                    own +
+                    ": load it into one of the same class, or the weights alone, by "
+                    "checkpoint::load(model, path)");
 }
 
 OptimizerLoad::OptimizerLoad(torch_optim::Optimizer& optimizer,

@@ -20,6 +20,16 @@ namespace cohort::train {
 std::vector<TensorShard> optimizer_slices(torch::optim::Optimizer& optimizer,
                                           const std::vector<TensorShard>& parameters);
 
+/// "torch::optim::AdamW".
+/// Errors: as optimizer_slices.
+std::string class_of(const torch::optim::Optimizer& optimizer);
+
+/// Throws if the `state` of a checkpoint, such as "weight.exp_avg", is of other optimizers than
+/// `own`, a class_of or "cohort::optim::Adam".
+/// Errors: ConfigError that names `path`, those and `own`.
+void check_optimizer_class(const std::string& path, const std::vector<std::string>& state,
+                           const std::string& own);
+
 /// State that is on its way into an optimizer.
 class OptimizerLoad {
  public:
