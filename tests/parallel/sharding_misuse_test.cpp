@@ -2,6 +2,8 @@
 // Unexpected uses of a sharded model: which ones work, and which ones are rejected with an error
 // that says what is wrong and how to fix it.
 #include <gtest/gtest.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include "cohort/parallel/strategy.h"
 
@@ -173,6 +175,45 @@ TEST(ShardingMisuseTest, AParameterThatIsElsewhereIsNamed) {
     expect_named(name, [&] { recorded.backward(); });
     EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{7, 3})) << "its shape is there";
     loss_of(sharded(x)).backward();
+  });
+}
+
+TEST(ShardingMisuseTest, AnOptimizerOfTheModulesOwnParametersIsRefusedByName) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
+      Tower model;
+      torch::optim::AdamW adamw(model->parameters(), torch::optim::AdamWOptions(0.1));
+      torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
+      Sharded sharded(model, group, {.shard = shard}, model->units());
+      loss_of(sharded(batch_of(group.rank(), 0))).backward();
+      for (torch::optim::Optimizer* each :
+           std::initializer_list<torch::optim::Optimizer*>{&adamw, &sgd})
+        expect_text(message_of<c10::Error>([&] { each->step(); }),
+                    {"An optimizer that holds it was made from the module's own parameters, which "
+                     "FullyShardedDataParallel has taken: make it from the wrapped model's "
+                     "parameters(), after wrapping"});
+    }
+  });
+}
+
+TEST(ShardingMisuseTest, TheModulesOwnZeroGradIsRefusedAtTheNextForward) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
+      Tower model;
+      Sharded sharded(model, group, {.shard = shard}, model->units());
+      torch::optim::SGD sgd(sharded.parameters(), torch::optim::SGDOptions(0.1));
+      const at::Tensor x = batch_of(group.rank(), 0);
+      model->zero_grad();  // There is nothing to clear yet.
+      loss_of(sharded(x)).backward();
+      loss_of(sharded(x)).backward();  // Accumulates.
+      model->zero_grad();
+      expect_text(message_of<c10::ValueError>([&] { sharded(x); }),
+                  {"sharding: the module's own zero_grad() has not cleared the gradient of ",
+                   "expected the optimizer's zero_grad()"});
+      model->zero_grad();
+      sgd.zero_grad();
+      loss_of(sharded(x)).backward();
+    }
   });
 }
 

@@ -78,7 +78,10 @@ at::Tensor absent_parameter(const FlatTensor& place, const at::TensorOptions& op
           (sharded ? " is sharded, and whole only while its unit runs"
                    : " is updated in parts, and whole only in forward and backward") +
           ": expected it to be used in the forward of the wrapped model, within its unit if it has "
-          "one (a penalty on it, too), and to be read elsewhere while unsharded() lives");
+          "one (a penalty on it, too), and to be read elsewhere while unsharded() lives. An "
+          "optimizer that holds it was made from the module's own parameters, which "
+          "FullyShardedDataParallel has taken: make it from the wrapped model's parameters(), "
+          "after wrapping");
 }
 
 // Without it an optimizer made from the module's own parameters would skip them all, and train
@@ -294,6 +297,18 @@ std::vector<std::string> FlatBucket::absent_gradients() const {
   for (size_t i = 0; i < parameters_.size(); ++i)
     if (has_gradients() && !gradient(i).defined()) names.push_back(parameters_[i].name);
   return names;
+}
+
+void FlatBucket::check_cleared() const {
+  const auto slices = layout_.slices(group_.rank());
+  for (size_t i = 0; !frozen_ && i < slices.size(); ++i) {
+    TORCH_CHECK_VALUE(parameters_[slices[i].tensor].tensor.grad().defined() ||
+                          !local_shards_[i].tensor.grad().defined(),
+                      "sharding: the module's own zero_grad() has not cleared the gradient of ",
+                      local_shards_[i].name,
+                      ", which is in the ranks' local shards: expected the optimizer's "
+                      "zero_grad(), of one that is made from the wrapped model's parameters()");
+  }
 }
 
 void FlatBucket::drop_gradients() {

@@ -98,6 +98,10 @@ class FlatBucket {
   void drop_gradients();
   /// Errors: c10::ValueError if a frozen parameter requires a gradient by now.
   void check_frozen() const;
+  /// Outside a forward and its backward.
+  /// Errors: c10::ValueError if a hidden parameter has lost what stands for its gradient, by the
+  ///         module's zero_grad(), and its local shard has one.
+  void check_cleared() const;
 
   /// This rank's shard of each parameter.
   const std::vector<LocalShard>& local_shards() const { return local_shards_; }

@@ -119,7 +119,10 @@ uint64_t ShardingEngine::before_forward(size_t unit) {
   }
   my.with_unit_context(unit, [&] {
     if (unit == 0) {
-      for (const auto& bucket : my.buckets) bucket->flat.check_frozen();
+      for (const auto& bucket : my.buckets) {
+        bucket->flat.check_frozen();
+        bucket->flat.check_cleared();
+      }
       for (Impl::Unit& each : my.units) each.ran = each.awaits_backward = false;
       my.refresh();
     }
