@@ -2,8 +2,10 @@
 #include "cohort/parallel/tensor_parallel_layout.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <sstream>
+#include <string_view>
 #include <torch/types.h>
 
 #include "cohort/parallel/model_state.h"
@@ -61,16 +63,49 @@ int64_t whole_size(const std::string& name, const TensorCut& cut,
   return whole;
 }
 
-// The first tensor outside the plan that differs from that of the group's first rank; empty: none.
-std::string first_difference(const torch::nn::Module& model, const TensorParallelPlan& plan,
-                             const comm::ProcessGroup& group) {
+// The same for equal values. What is all one value may be so in every part: each rank's own then.
+int64_t fingerprint(const at::Tensor& part, int rank) {
+  if (part.is_meta() || part.numel() == 0) return rank;
+  const at::Tensor flat = part.detach().contiguous().view(-1);
+  if (flat.eq(flat[0]).all().item<bool>()) return rank;
+  const at::Tensor bytes = flat.view(at::kByte).cpu();
+  const std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+  return static_cast<int64_t>(std::hash<std::string_view>()(text));
+}
+
+// What is wrong with the values along "tp"; empty: nothing.
+std::string first_fault(const torch::nn::Module& model, const TensorParallelPlan& plan,
+                        const comm::ProcessGroup& group) {
   std::string found;
-  for (const auto& [name, tensor] : tensors_of(model)) {
+  const auto tensors = tensors_of(model);
+  std::vector<int64_t> own;
+  for (const auto& [name, cut] : plan) own.push_back(fingerprint(tensors.at(name), group.rank()));
+  const at::Tensor prints = at::tensor(own, at::kLong);
+  const auto all = plan.empty() ? std::vector{prints} : group.all_gather(prints);
+  int64_t index = 0;
+  for (const auto& [name, cut] : plan) {
+    const auto is_same = [&](const at::Tensor& each) {
+      return each[index].item<int64_t>() == all[0][index].item<int64_t>();
+    };
+    if (found.empty() && group.size() > 1 && std::ranges::all_of(all, is_same)) {
+      std::ostringstream out;
+      out << name << " is in the plan, and all ranks along \"tp\" have the same "
+          << tensors.at(name).sizes() << ": expected each to have its own part of dimension "
+          << cut.dim << ", by cut_of; take it out of the plan if each has the whole";
+      found = out.str();
+    }
+    ++index;
+  }
+  for (const auto& [name, tensor] : tensors) {
     if (plan.contains(name) || tensor.is_meta() || tensor.numel() == 0) continue;
-    const at::Tensor own = tensor.detach().contiguous().view(-1).view(at::kByte);
-    at::Tensor first = own.clone();
+    const at::Tensor bytes = tensor.detach().contiguous().view(-1).view(at::kByte);
+    at::Tensor first = bytes.clone();
     group.broadcast(first, 0);
-    if (found.empty() && !at::equal(own, first)) found = name;
+    if (found.empty() && !at::equal(bytes, first)) {
+      found = name +
+              " is not in the plan, and differs between the ranks along \"tp\": name it if "
+              "it is cut; else give it the same values, by the same seed";
+    }
   }
   return found;
 }
@@ -162,14 +197,12 @@ ModelRanks model_ranks(const torch::nn::Module& model, const DeviceMesh& mesh,
   const comm::ProcessGroup group = axes.group("tp");
   ranks.tensor_parallel = std::make_shared<const TensorParallelLayout>(model, *plan, group);
   // Along the data axes all get the first rank's values.
-  const std::string own = first_difference(model, *plan, group);
+  const std::string own = first_fault(model, *plan, group);
   const DeviceMesh data = data_axes(mesh);
   const bool is_first = std::ranges::all_of(
       data.axis_names(), [&](const std::string& axis) { return data.coordinate(axis) == 0; });
-  for (const std::string& name : ranks.all.all_gather_object(is_first ? own : ""))
-    TORCH_CHECK_VALUE(name.empty(), "tensor_parallel: ", name,
-                      " is not in the plan, and differs between the ranks along \"tp\": name it if "
-                      "it is cut; else give it the same values, by the same seed");
+  for (const std::string& fault : ranks.all.all_gather_object(is_first ? own : ""))
+    TORCH_CHECK_VALUE(fault.empty(), "tensor_parallel: ", fault);
   return ranks;
 }
 

@@ -229,6 +229,11 @@ TEST(TensorParallelTrainingTest, PlansThatDoNotFitAreRefusedOnEveryRank) {
               }),
               "tensor_parallel: bias is not in the plan, and differs between the ranks along "
               "\"tp\": name it if it is cut; else give it the same values, by the same seed");
+    EXPECT_EQ(
+        refused(changed("scale", {})),
+        "tensor_parallel: scale is in the plan, and all ranks along \"tp\" have the same [50]: "
+        "expected each to have its own part of dimension 0, by cut_of; take it out of the plan "
+        "if each has the whole");
     const auto expected = [](const std::string& got) {
       return "tensor_parallel: expected a mesh with an axis \"tp\", got " + got;
     };
