@@ -3,6 +3,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -13,7 +14,46 @@
 #include <map>
 #include <sstream>
 
+#include "cohort/base/tensor_part.h"
+#include "cohort/parallel/tensor_parallel_layout.h"
+
 namespace cohort::parallel {
+namespace {
+
+// Calls call(elements of the part's dimension, the same of the whole's) for each piece.
+template <class Call>
+void for_each_piece(const TensorPart& part, const Call& call) {
+  int64_t first = 0;
+  for (const auto& [begin, end] : part.pieces) {
+    call(ElementRange{first, first + end - begin}, ElementRange{begin, end});
+    first += end - begin;
+  }
+}
+
+at::Tensor narrowed(const at::Tensor& tensor, int64_t dim, ElementRange range) {
+  return tensor.narrow(dim, range.begin, range.end - range.begin);
+}
+
+// The whole tensor of the ranks' parts.
+at::Tensor gather_parts(const at::Tensor& part, const TensorPart& place,
+                        const comm::ProcessGroup& group, CallSite site) {
+  const at::Tensor own = part.reshape(place.part_shape());
+  const at::Tensor whole = at::zeros(place.shape, own.options());
+  for_each_piece(place, [&](ElementRange in_part, ElementRange in_whole) {
+    narrowed(whole, place.dim, in_whole).copy_(narrowed(own, place.dim, in_part));
+  });
+  return group.all_reduce(whole, comm::ReduceOp::kSum, site);
+}
+
+at::Tensor take_part(const at::Tensor& whole, const TensorPart& place) {
+  const at::Tensor part = at::empty(place.part_shape(), whole.options());
+  for_each_piece(place, [&](ElementRange in_part, ElementRange in_whole) {
+    narrowed(part, place.dim, in_part).copy_(narrowed(whole, place.dim, in_whole));
+  });
+  return part;
+}
+
+}  // namespace
 
 at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations) {
   constexpr double a = 3.4445;
@@ -69,6 +109,7 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
   }
   for (auto& [name, matrix] : own) {
     matrix.is_shared = num_whole.at(name) < group_.size();
+    if (options_.tensor_parallel) matrix.cut = options_.tensor_parallel->part_of(name);
     matrices_.push_back(std::move(matrix));
   }
 }
@@ -81,26 +122,43 @@ at::Tensor Muon::own_update(Matrix& matrix) const {
   return options_.nesterov ? gradient.lerp(matrix.momentum, options_.momentum) : matrix.momentum;
 }
 
+// This rank's elements of the orthogonalized update; undefined if it has none.
+at::Tensor Muon::orthogonal_update(const Matrix& matrix, const at::Tensor& own,
+                                   CallSite site) const {
+  at::Tensor whole = own;
+  if (matrix.is_shared || (matrix.cut != nullptr && !own.defined())) {
+    whole =
+        at::zeros({matrix.rows * matrix.columns}, at::TensorOptions(device_).dtype(matrix.type));
+    if (own.defined()) whole.narrow(0, matrix.begin, own.numel()).copy_(own);
+    if (matrix.is_shared) group_.all_reduce(whole, comm::ReduceOp::kSum, site);
+  }
+  // All ranks along "tp" do it: their shards of a matrix need not be the same.
+  if (matrix.cut != nullptr)
+    whole = gather_parts(whole, *matrix.cut, options_.tensor_parallel->group(), site);
+  if (!own.defined()) return {};
+  const int64_t rows = matrix.cut == nullptr ? matrix.rows : matrix.cut->shape[0];
+  at::Tensor update = orthogonalize(whole.reshape({rows, -1}), options_.num_iterations);
+  if (matrix.cut != nullptr) update = take_part(update.reshape(matrix.cut->shape), *matrix.cut);
+  return update.reshape({-1}).narrow(0, matrix.begin, matrix.end - matrix.begin);
+}
+
+// sqrt(max(1, R / C))
+double Muon::scale_of(const Matrix& matrix) {
+  auto rows = static_cast<double>(matrix.rows), columns = static_cast<double>(matrix.columns);
+  if (matrix.cut != nullptr) {
+    rows = static_cast<double>(matrix.cut->shape[0]);
+    columns = static_cast<double>(c10::multiply_integers(matrix.cut->shape)) / rows;
+  }
+  return std::sqrt(std::max(1.0, rows / columns));
+}
+
 void Muon::step(double learning_rate, CallSite site) {
   const at::NoGradGuard no_grad;
   for (Matrix& matrix : matrices_) {
-    const at::Tensor own = own_update(matrix);
-    at::Tensor whole = own;
-    if (matrix.is_shared) {
-      whole =
-          at::zeros({matrix.rows * matrix.columns}, at::TensorOptions(device_).dtype(matrix.type));
-      if (own.defined()) whole.narrow(0, matrix.begin, own.numel()).copy_(own);
-      group_.all_reduce(whole, comm::ReduceOp::kSum, site);
-    }
-    if (!own.defined()) continue;
-    const double scale = std::sqrt(
-        std::max(1.0, static_cast<double>(matrix.rows) / static_cast<double>(matrix.columns)));
-    const at::Tensor update =
-        orthogonalize(whole.reshape({matrix.rows, matrix.columns}), options_.num_iterations)
-            .reshape({-1})
-            .narrow(0, matrix.begin, matrix.end - matrix.begin);
+    const at::Tensor update = orthogonal_update(matrix, own_update(matrix), site);
+    if (!update.defined()) continue;
     matrix.tensor.mul_(1 - learning_rate * options_.weight_decay)
-        .sub_(update.view_as(matrix.tensor), learning_rate * scale);
+        .sub_(update.view_as(matrix.tensor), learning_rate * scale_of(matrix));
   }
 }
 

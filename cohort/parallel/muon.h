@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,13 +11,22 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/parallel/sharding/sharding_engine.h"
 
+namespace cohort {
+struct TensorPart;
+}
+
 namespace cohort::parallel {
+
+class TensorParallelLayout;
 
 struct MuonOptions {
   double momentum = 0.95;
   bool nesterov = true;
   double weight_decay = 0;  ///< Decoupled: parameters shrink by learning_rate * weight_decay.
   int num_iterations = 5;   ///< Of Newton and Schulz.
+  /// Of a tensor-parallel model, whose parts would be taken for whole matrices without it: the
+  /// wrapper's ranks().tensor_parallel.
+  std::shared_ptr<const TensorParallelLayout> tensor_parallel{};
 };
 
 /// Returns about U V^T of `matrix` = U S V^T: all singular values come to lie between 0.68
@@ -30,14 +40,15 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 ///
 /// An update needs its whole matrix, so where ranks hold shards (FullyShardedDataParallel), each
 /// matrix's momentum is gathered when it is used, one matrix at a time; momentum itself stays
-/// sharded. Of DistributedDataParallel's parameters every rank has the whole.
+/// sharded. Of DistributedDataParallel's parameters every rank has the whole. Where tensor
+/// parallelism cuts a matrix, its parts are gathered along "tp", too.
 ///
 ///   std::vector<parallel::LocalShard> matrices, others;
 ///   for (const auto& shard : sharded.local_shards())
 ///     (shard.shape.size() == 2 ? matrices : others).push_back(shard);
 ///   // Hidden layers. All others, and as a rule embeddings and the head, belong to another
 ///   // optimizer.
-///   parallel::Muon muon(matrices, group);
+///   parallel::Muon muon(matrices, group, {.tensor_parallel = sharded.ranks().tensor_parallel});
 ///   loss(sharded(batch)).backward();
 ///   muon.step(0.02);
 ///   muon.zero_grad();
@@ -46,11 +57,11 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 ///
 /// Update: m <- beta m + (1 - beta) g;  u = (1 - beta) g + beta m (nesterov) or m;
 ///         p <- p - rate (weight_decay p + sqrt(max(1, R / C)) orthogonalize(u)).
-/// Collective: constructor, and step where ranks hold shards. Both block.
+/// Collective: constructor, and step where ranks hold shards or parts. Both block.
 /// Memory:     4 bytes of momentum for each float32 element that this rank holds; while step runs,
 ///             one whole matrix and some four of its size.
-/// Cost:       step sends 2 (W-1)/W of the bytes of all matrices that are sharded, and every
-///             rank orthogonalizes every matrix: some 10 num_iterations R C min(R, C)
+/// Cost:       step sends 2 (W-1)/W of the bytes of all matrices that are sharded, as much among
+///             the K ranks along "tp" of those that are cut, and every rank orthogonalizes every matrix: some 10 num_iterations R C min(R, C)
 ///             multiplications.
 /// Numerics:   in the parameters' own type. Every rank computes the same update of a matrix.
 /// Threads:    one.
@@ -83,9 +94,12 @@ class Muon {
     at::Tensor tensor;    // undefined then
     at::Tensor momentum;  // like tensor
     at::ScalarType type = at::kFloat;
-    bool is_shared = false;  // on some rank less than the whole
+    bool is_shared = false;           // on some rank less than the whole
+    const TensorPart* cut = nullptr;  // all this is of this part
   };
   at::Tensor own_update(Matrix& matrix) const;
+  at::Tensor orthogonal_update(const Matrix& matrix, const at::Tensor& own, CallSite site) const;
+  static double scale_of(const Matrix& matrix);
 
   std::vector<Matrix> matrices_;  // the same names in the same order on all ranks
   comm::ProcessGroup group_;

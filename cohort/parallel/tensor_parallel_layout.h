@@ -35,6 +35,11 @@ class TensorParallelLayout {
 
   const comm::ProcessGroup& group() const { return group_; }
   bool is_cut(const std::string& name) const { return parts_.contains(name); }
+  /// This rank's part of a parameter or buffer; null: it has the whole.
+  const TensorPart* part_of(const std::string& name) const {
+    const auto found = parts_.find(name);
+    return found == parts_.end() ? nullptr : &found->second;
+  }
 
   /// A rank's shards as shards of the whole model, under its shapes: a checkpoint of all ranks is
   /// then the plain model's. Where a cut is not of the first dimension, each row makes a shard.

@@ -8,6 +8,7 @@
 
 #include "cohort/base/tensor_part.h"
 #include "cohort/parallel/clip_grad.h"
+#include "cohort/parallel/muon.h"
 #include "cohort/parallel/tensor_parallel.h"
 #include "cohort/train/model_checkpoint.h"
 
@@ -193,6 +194,52 @@ TEST(TensorParallelTrainingTest, ThreeRanksOfOneModelTrainAndSaveAsOneProcess) {
 TEST(TensorParallelTrainingTest, TwoModelsOfTwoRanksTrainAndSaveAsOneProcess) {
   const test::SharedFolder folder;
   test::ranks(4, [&](const ProcessGroup& world) { expect_every_wrapper(world, 2, folder / "4"); });
+}
+
+// Three steps of Muon on the two matrices that are cut, against one process.
+template <class Model>
+void expect_muon_of_one_process(Model& model, const ProcessGroup& data) {
+  const auto matrices = [](std::vector<parallel::LocalShard> shards) {
+    std::erase_if(shards, [](const auto& each) { return each.shape.size() < 2; });
+    return shards;
+  };
+  const auto run = [&](auto& any, parallel::Muon& muon, const ProcessGroup& of) {
+    for (int step = 0; step < 3; ++step) {
+      for (const at::Tensor& parameter : any.parameters()) parameter.mutable_grad().reset();
+      loss_of(any, step, of).backward();
+      muon.step(0.02);
+    }
+  };
+  const ModelState state = state_of(model);
+  parallel::Muon parts(matrices(state.trained), data,
+                       {.weight_decay = 0.1, .tensor_parallel = model.ranks().tensor_parallel});
+  run(model, parts, data);
+  OneProcess expected;
+  parallel::Muon whole(matrices(state_of(expected.model).trained), expected.alone,
+                       {.weight_decay = 0.1});
+  run(expected.model, whole, expected.alone);
+  const auto guard = model.unsharded();
+  Net& net = model.module();
+  Net& plain = expected.model.module();
+  EXPECT_TRUE(net->fused.allclose(net->own(plain->fused, 0, 2), kBound, kBound));
+  EXPECT_TRUE(net->second.allclose(net->own(plain->second, 1), kBound, kBound));
+  EXPECT_FALSE(plain->second.allclose(plain_net()->second, 1e-2, 1e-2)) << "nothing was trained";
+}
+
+TEST(TensorParallelTrainingTest, MuonTakesWholeMatricesUnderEveryWrapper) {
+  const auto body = [](const ProcessGroup& world) {
+    const DeviceMesh mesh = init_device_mesh(world, {{"dp", -1}, {"tp", 2}});
+    const ProcessGroup data = mesh.group("dp");
+    for (const auto strategy : {parallel::Strategy::kDdp, parallel::Strategy::kZero1,
+                                parallel::Strategy::kZero2, parallel::Strategy::kZero3}) {
+      SCOPED_TRACE(parallel::to_string(strategy));
+      parallel::ParallelModel<Net> model(Net(mesh.group("tp")), mesh,
+                                         {.strategy = strategy, .tensor_parallel = kPlan});
+      expect_muon_of_one_process(model, data);
+    }
+  };
+  test::ranks(2, body);
+  test::ranks(4, body);
 }
 
 TEST(TensorParallelTrainingTest, PlansThatDoNotFitAreRefusedOnEveryRank) {
