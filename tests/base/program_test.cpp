@@ -10,6 +10,7 @@
 
 #include "cohort/base/amx.h"
 #include "cohort/base/atomic_file.h"
+#include "cohort/base/error.h"
 
 #include "tests/base/temporary_folder.h"
 
@@ -51,6 +52,16 @@ TEST(ProgramTest, WhatAProgramDoesWithASignalStays) {
         });
       },
       testing::ExitedWithCode(7), "");
+}
+
+// what() has the stack below the message.
+TEST(ProgramTest, OneLineOfAnErrorIsItsMessage) {
+  try {
+    TORCH_CHECK_VALUE(false, "expected 1, got ", 2);
+  } catch (const std::exception& error) {
+    EXPECT_EQ(one_line(error), "expected 1, got 2");
+    EXPECT_NE(std::string(error.what()).find('\n'), std::string::npos);
+  }
 }
 
 // It shows no stack, for its place in the program explains nothing.
