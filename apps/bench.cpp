@@ -114,21 +114,21 @@ int run(int argc, char** argv) {
   const auto number = [&](const char* name, auto& value, const char* text) {
     ddp.add_option(name, value, text)->capture_default_str()->check(cohort::cli::above_zero());
   };
-  number("--layers", options.layers, "Square layers of the model");
-  number("--width", options.width, "Their width");
+  number("--layers", options.layers, "Number of square linear layers");
+  number("--width", options.width, "Width of each layer");
   number("--batch", options.batch, "Rows per rank");
   number("--steps", options.steps, "Measured steps");
-  number("--warmup", options.warmup, "Steps before, not measured");
-  number("--bucket-cap-mb", options.ddp.bucket_cap_mb, "Largest bucket, MiB");
-  number("--first-bucket-mb", options.ddp.first_bucket_mb, "First bucket, MiB");
-  ddp.add_option("--hook", options.hook, "What carries a bucket")
+  number("--warmup", options.warmup, "Warm-up steps, which are not measured");
+  number("--bucket-cap-mb", options.ddp.bucket_cap_mb, "Largest size of a bucket, MiB");
+  number("--first-bucket-mb", options.ddp.first_bucket_mb, "Size of the first bucket, MiB");
+  ddp.add_option("--hook", options.hook, "Communication hook that averages a bucket")
       ->capture_default_str()
       ->check(CLI::IsMember({"none", "all_reduce", "fp16", "bf16", "power_sgd", "noop"}));
   ddp.add_flag("--rebuild-buckets", options.ddp.rebuild_buckets,
-               "Cut buckets in the order of gradients");
+               "Rebuild buckets in the order in which gradients arrive");
   ddp.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
-               "Search the graph in each step");
-  ddp.add_flag("--static-graph", options.ddp.static_graph, "The graph never changes");
+               "Look for unused parameters in each step");
+  ddp.add_flag("--static-graph", options.ddp.static_graph, "Assume that the graph never changes");
   cohort::cli::GroupFlags flags;
   flags.add_to(ddp);
   if (const auto ended =

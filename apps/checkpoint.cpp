@@ -182,11 +182,12 @@ void add_folder(CLI::App& command, std::string& folder) {
 }
 
 void add_inspect(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("inspect", "What a checkpoint holds, by its manifest");
+  auto* command =
+      app.add_subcommand("inspect", "Prints what a checkpoint holds, from its manifest");
   auto flags = std::make_shared<InspectFlags>();
   add_folder(*command, flags->folder);
-  command->add_flag("--tensors", flags->tensors, "Every tensor: type, shape, number of files");
-  command->add_flag("--json", flags->json, "All of it, ranges and sums included, as JSON");
+  command->add_flag("--tensors", flags->tensors, "List every tensor: type, shape, number of files");
+  command->add_flag("--json", flags->json, "Print everything as JSON, with ranges and checksums");
   command->callback([flags, &action] { action = [flags] { return inspect(*flags); }; });
 }
 
@@ -195,7 +196,7 @@ void add_verify(CLI::App& app, Action& action) {
       "verify", "Reads every file: sizes, checksums, contents, and that no element is missing");
   auto folder = std::make_shared<std::string>();
   add_folder(*command, *folder);
-  command->footer("Ends with 0 if the checkpoint is whole, with 1 if it is not.");
+  command->footer("The exit code is 0 if the checkpoint is complete and intact, else 1.");
   command->callback([folder, &action] { action = [folder] { return verify(*folder); }; });
 }
 
@@ -204,10 +205,11 @@ void add_consolidate(CLI::App& app, Action& action) {
       "consolidate", "Writes whole tensors, one plain safetensors file for each part");
   auto flags = std::make_shared<ConsolidateFlags>();
   add_folder(*command, flags->folder);
-  command->add_option("--output", flags->output, "Gets the new checkpoint")
+  command->add_option("--output", flags->output, "Folder for the new checkpoint")
       ->required()
       ->type_name(cohort::kFolder);
-  command->add_option("--parts", flags->parts, "Only these: weights, optimizer ... [all]")
+  command
+      ->add_option("--parts", flags->parts, "Parts to write, such as weights and optimizer [all]")
       ->type_name("PART");
   command->add_flag("--overwrite", flags->overwrite,
                     "Replace a checkpoint in --output, with all of its parts");
@@ -216,19 +218,20 @@ void add_consolidate(CLI::App& app, Action& action) {
 
 void add_import(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand(
-      "import", "Makes a checkpoint of weights that another program wrote; executes nothing");
+      "import",
+      "Makes a checkpoint of weights that another program wrote, without executing code in them");
   auto flags = std::make_shared<ImportFlags>();
   command
       ->add_option("source", flags->source,
                    "A safetensors file, a Hugging Face index or folder, or a file of torch.save")
       ->required()
       ->type_name(cohort::kFile);
-  command->add_option("--to", flags->output, "Gets the new checkpoint")
+  command->add_option("--to", flags->output, "Folder for the new checkpoint")
       ->required()
       ->type_name(cohort::kFolder);
   command
       ->add_option("--key", flags->key,
-                   "Where in a file of torch.save the state dict is: state_dict, model ...")
+                   "Key of the state dict in a file of torch.save, such as state_dict or model")
       ->type_name("KEY");
   command->add_flag("--overwrite", flags->overwrite,
                     "Replace a checkpoint in --to, with all of its parts");
@@ -236,8 +239,7 @@ void add_import(CLI::App& app, Action& action) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Looks at checkpoints, verifies them, joins what many ranks wrote, imports weights",
-               "cohort checkpoint");
+  CLI::App app("Inspects, verifies, consolidates and imports checkpoints", "cohort checkpoint");
   app.require_subcommand(1);
   Action action;
   add_inspect(app, action);

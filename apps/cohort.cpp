@@ -95,9 +95,9 @@ int print_help() {
 
 int print_completion(int argc, char** argv) {
   std::string shell;
-  CLI::App app("Prints a script that completes cohort's commands, flags and their values",
+  CLI::App app("Prints a shell script that completes cohort's commands, flags and their values",
                "cohort completion");
-  app.add_option("shell", shell, "For this shell")
+  app.add_option("shell", shell, "Your shell")
       ->required()
       ->check(cohort::cli::one_of({"bash", "zsh", "fish"}));
   app.footer(

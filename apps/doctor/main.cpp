@@ -259,21 +259,23 @@ int report(const DoctorFlags& flags, const std::optional<ModelSize>& model,
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("Says what this machine is, how fast, and which strategy a model needs on it",
-               "cohort doctor");
+  CLI::App app(
+      "Reports this machine's hardware and speed, and the strategy that a model needs on it",
+      "cohort doctor");
   DoctorFlags flags;
-  app.add_flag("--json", flags.json, "The same as JSON");
-  app.add_flag("--no-measure", flags.no_measure, "Leave out what takes seconds: the speeds");
+  app.add_flag("--json", flags.json, "Print JSON");
+  app.add_flag("--no-measure", flags.no_measure,
+               "Skip the measurements of speed, which take seconds");
   auto* model_flag =
       app.add_option("--model", flags.model,
                      "Suggest a strategy to train this model with `cohort nmt train`: a run's or a "
                      "checkpoint's folder, or a number of parameters such as 93M")
           ->type_name(cohort::kFolder);
-  auto* ranks = app.add_option("--ranks", flags.ranks, "On so many ranks (default: one a core)")
+  auto* ranks = app.add_option("--ranks", flags.ranks, "Number of ranks (default: one per core)")
                     ->needs(model_flag)
                     ->check(CLI::Range(1, 1 << 20));
   app.add_option("--nproc-per-node", flags.nproc_per_node,
-                 "So many of them on each host like this one (default: all)")
+                 "Ranks on each host; all hosts are like this one (default: all ranks)")
       ->needs(ranks)
       ->check(CLI::Range(1, 1 << 20));
   if (const auto ended = cohort::cli::parse(app, argc, argv, "cohort doctor --help lists flags"))

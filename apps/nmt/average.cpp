@@ -85,7 +85,7 @@ void add_average_command(CLI::App& app, Action& action) {
         &flags->output,
         "A new folder, used as --model-dir afterwards",
         {.unit = kFolder, .required = true}},
-       {"--last", &flags->last, "Only the newest so many checkpoints (0: all)",
+       {"--last", &flags->last, "Number of checkpoints to average, the newest (0: all)",
         rule(kZeroOrMore)}});
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }

@@ -245,23 +245,23 @@ int run(BleuCommand& command, const CLI::App& app) {
 
 void add_bleu_options(CLI::App& app, BleuCommand& command) {
   const auto group = "BLEU";
-  app.add_option("--tokenize", command.tokenize, "-tok: How words are told apart")
+  app.add_option("--tokenize", command.tokenize, "-tok: Tokenizer")
       ->check(one_of({"13a", "intl", "zh", "char", "none"}))
       ->capture_default_str()
       ->group(group);
-  app.add_option("-l,--language-pair", command.language_pair,
-                 "Source and target language, en-zh say; chooses --tokenize: zh for Chinese, else "
-                 "13a")
+  app.add_option(
+         "-l,--language-pair", command.language_pair,
+         "Source and target language, such as en-zh; chooses --tokenize: zh for Chinese, else 13a")
       ->type_name("TEXT")
       ->group(group);
   app.add_flag("--lowercase", command.bleu.lowercase, "-lc: Compare in lower case")->group(group);
   app.add_option("-s,--smooth-method", command.smooth_method,
-                 "What becomes of orders without a common n-gram")
+                 "Smoothing of n-gram orders without a match")
       ->check(one_of({"exp", "floor", "add-k", "none"}))
       ->capture_default_str()
       ->group(group);
   app.add_option("--smooth-value", command.bleu.smoothing_value,
-                 "-sv: Of floor (0.1 unless given) and add-k (1)")
+                 "-sv: Value of the methods floor (default: 0.1) and add-k (default: 1)")
       ->check(zero_or_more())
       ->group(group);
 }
@@ -277,15 +277,15 @@ void add_chrf_options(CLI::App& app, text::ChrfOptions& options) {
       ->check(CLI::Range(0, text::kMaxChrfWordOrder))
       ->capture_default_str()
       ->group(group);
-  app.add_option("--chrf-beta", options.beta, "Recall weighs so many times as precision")
+  app.add_option("--chrf-beta", options.beta, "Weight of recall relative to precision")
       ->check(CLI::Range(0, 1000))
       ->capture_default_str()
       ->group(group);
   app.add_flag("--chrf-lowercase", options.lowercase, "Compare in lower case")->group(group);
-  app.add_flag("--chrf-whitespace", options.whitespace, "White space counts as characters")
+  app.add_flag("--chrf-whitespace", options.whitespace, "Count white space as characters")
       ->group(group);
   app.add_flag("--chrf-eps-smoothing", options.eps_smoothing,
-               "Orders without n-grams count, as next to nothing")
+               "Count orders without n-grams, with a tiny value")
       ->group(group);
 }
 
@@ -303,13 +303,13 @@ void add_options(CLI::App& app, BleuCommand& command) {
       ->capture_default_str()
       ->group("Output");
   app.add_flag("--sentence-level", command.sentence_level,
-               "-sl: A line for each sentence, of one metric")
+               "-sl: Print a line for each sentence, of one metric")
       ->group("Output");
-  app.add_option("-f,--format", command.format, "Of a score")
+  app.add_option("-f,--format", command.format, "Format of a score")
       ->check(one_of({"text", "json"}))
       ->capture_default_str()
       ->group("Output");
-  app.add_option("-w,--width", command.width, "Decimals of the score")
+  app.add_option("-w,--width", command.width, "Decimals of a score")
       ->check(CLI::Range(0, 17))
       ->capture_default_str()
       ->group("Output");
@@ -317,12 +317,11 @@ void add_options(CLI::App& app, BleuCommand& command) {
   app.add_flag("--short", command.short_signature, "-sh: Short names in the signature")
       ->group("Output");
   app.add_flag("-q,--quiet", command.quiet, "No warnings")->group("Output");
-  auto* confidence =
-      app.add_flag("--confidence", command.confidence,
-                   "-ci: Say how sure the score is: mean and 95 % range over corpora "
-                   "drawn from the sentences, with sacrebleu's seed 12345")
-          ->group("Output");
-  app.add_option("--confidence-n", command.confidence_n, "-cin: So many drawn corpora")
+  auto* confidence = app.add_flag("--confidence", command.confidence,
+                                  "-ci: Print mean and 95 % range of the score over resampled "
+                                  "corpora, with sacrebleu's seed 12345")
+                         ->group("Output");
+  app.add_option("--confidence-n", command.confidence_n, "-cin: Number of resampled corpora")
       ->check(CLI::Range(2, 1'000'000))
       ->needs(confidence)
       ->capture_default_str()

@@ -115,12 +115,13 @@ void add_evaluate_command(CLI::App& app, Action& action) {
                 "Source and target text, or one .tsv or .json file",
                 {.unit = kFile, .max_values = 2, .required = true}}},
               "Texts");
-  add_options(*command,
-              {{"--output", &flags->output, "Write the translations to this file", rule(kFile)},
-               {"--samples", &flags->samples,
-                "Print so many translations with source and reference", rule(kZeroOrMore)},
-               {"--json", &flags->json, "Print one JSON line instead", {.excludes = "--samples"}}},
-              "Output");
+  add_options(
+      *command,
+      {{"--output", &flags->output, "Write the translations to this file", rule(kFile)},
+       {"--samples", &flags->samples, "Number of translations to print, with source and reference",
+        rule(kZeroOrMore)},
+       {"--json", &flags->json, "Print one line of JSON instead", {.excludes = "--samples"}}},
+      "Output");
   add_options(*command, translate::evaluation_options(flags->evaluation), "Search and score");
   flags->group.add_to(*command);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });

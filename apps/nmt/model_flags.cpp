@@ -11,7 +11,7 @@ void ModelFlags::add_to(CLI::App& app) {
       ->check(one_of({"tiny", "small", "base", "big"}))
       ->capture_default_str()
       ->group(group);
-  app.add_option("--dim-vocabs", dim_vocabs, "Pieces of source and target vocabulary")
+  app.add_option("--dim-vocabs", dim_vocabs, "Sizes of the source and the target vocabulary")
       ->expected(2)
       ->default_str("[32000,32000]")
       ->group(group);
@@ -22,13 +22,14 @@ void ModelFlags::add_to(CLI::App& app) {
   app.add_option("--transformer-dim-ffn", dim_ffn, "Inner width of the feed-forward blocks")
       ->group(group);
   app.add_option("--transformer-dropout", dropout, "Dropout probability, in [0, 1)")->group(group);
-  app.add_option("--label-smoothing", label_smoothing, "Share spread over all words, in [0, 1)")
+  app.add_option("--label-smoothing", label_smoothing,
+                 "Probability that is spread over all words, in [0, 1)")
       ->group(group);
   app.add_flag("--tied-embeddings", tied_embeddings,
                "The output projection is the target embedding's table")
       ->group(group);
   app.add_flag("--tied-embeddings-all", tied_embeddings_all,
-               "... and the source embedding's, with one vocabulary for both sides")
+               "The same, for the source embedding, too; needs one vocabulary for both sides")
       ->group(group);
   app.add_option("--transformer-postprocess", postprocess,
                  "da: pre-norm, a block's input is normalised; dan: post-norm, its output with "
@@ -36,7 +37,8 @@ void ModelFlags::add_to(CLI::App& app) {
       ->check(one_of({"da", "dan"}))
       ->capture_default_str()
       ->group(group);
-  app.add_option("--transformer-ffn-activation", ffn_activation, "Of the feed-forward blocks")
+  app.add_option("--transformer-ffn-activation", ffn_activation,
+                 "Activation of the feed-forward blocks")
       ->check(one_of({"relu", "gelu", "swish"}))
       ->capture_default_str()
       ->group(group);

@@ -57,7 +57,9 @@ void add_prepare_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("prepare", "Make vocabularies and tokenise ahead of training");
   auto flags = std::make_shared<PrepareFlags>();
   add_options(*command, translate::text_options(flags->options), "Data");
-  command->add_option("--dim-vocabs", flags->dim_vocabs, "Pieces of source and target vocabulary")
+  command
+      ->add_option("--dim-vocabs", flags->dim_vocabs,
+                   "Sizes of the source and the target vocabulary")
       ->expected(2)
       ->capture_default_str()
       ->group("Data");

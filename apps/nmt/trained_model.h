@@ -34,7 +34,7 @@ struct ModelPlace {
           {.unit = kFile, .min_values = 2, .max_values = 2}},
          {"--precision",
           words_for(precision, {"auto", "bfloat16", "float32"}, nmt::parse_precision),
-          "Of matrix products",
+          "Precision of matrix products",
           {.shown_default = "auto"}}},
         "Model");
   }

@@ -113,23 +113,23 @@ class Stream {
 
 Options sampling_options(nmt::SamplingOptions& o) {
   return {
-      {"--sampling", &o.enabled, "Draw translations at random instead of searching the likeliest"},
+      {"--sampling", &o.enabled, "Sample translations instead of searching for the most likely"},
       {"--sampling-topk",
        &o.topk,
-       "Draw from this many likeliest tokens; 0: from all",
+       "Sample from the N most likely tokens (0: from all)",
        {.limits = kWholeNumber, .needs = "--sampling"}},
       {"--sampling-topp",
        &o.topp,
-       "Draw from the likeliest tokens that reach this share",
+       "Sample from the most likely tokens whose probabilities add up to X",
        {.limits = {[](double p) { return p > 0 && p <= 1; }, "above 0, at most 1"},
         .needs = "--sampling"}},
       {"--temperature",
        &o.temperature,
-       "Below 1 the likely become likelier",
+       "Temperature of the distribution; below 1 likely tokens become likelier",
        {.limits = kAboveZero, .needs = "--sampling"}},
       {"--seed",
        &o.seed,
-       "The same seed draws the same translations",
+       "Random seed; the same seed gives the same translations",
        {.limits = kWholeNumber, .needs = "--sampling"}},
   };
 }
@@ -148,18 +148,18 @@ void add_translate_command(CLI::App& app, Action& action) {
   auto flags = std::make_shared<TranslateFlags>();
   flags->model.add_to(*command);
   const Limits size = {[](double n) { return n >= 1 && n <= 1 << 20; }, "1 to 1048576"};
-  add_options(*command,
-              {{"--mini-batch", &flags->mini_batch, "Most sentences of a batch", rule(size)},
-               {"--mini-batch-words", &flags->evaluation.mini_batch_words,
-                "Most tokens of a batch, padding included", rule(kAboveZero, kTokens)},
-               {"--maxi-batch", &flags->maxi_batch,
-                "Read the lines of this many batches ahead and sort them by length; with "
-                "--mini-batch 1 --maxi-batch 1, and on a terminal, each line is answered at once",
-                rule(size)},
-               {"--max-length-crop", &flags->max_length_crop,
-                "Cut lines with more tokens than the model has positions instead of refusing "
-                "them"}},
-              "Batches");
+  add_options(
+      *command,
+      {{"--mini-batch", &flags->mini_batch, "Largest number of sentences in a batch", rule(size)},
+       {"--mini-batch-words", &flags->evaluation.mini_batch_words,
+        "Largest number of tokens in a batch, padding included", rule(kAboveZero, kTokens)},
+       {"--maxi-batch", &flags->maxi_batch,
+        "Read the lines of this many batches ahead and sort them by length; with "
+        "--mini-batch 1 --maxi-batch 1, and on a terminal, each line is answered at once",
+        rule(size)},
+       {"--max-length-crop", &flags->max_length_crop,
+        "Truncate lines with more tokens than the model has positions, instead of rejecting them"}},
+      "Batches");
   add_options(*command,
               {{"--n-best", &flags->n_best,
                 "Print all translations of the beam with their scores, best first: number ||| "

@@ -38,17 +38,18 @@ int run_export(const ExportFlags& flags) {
 void add_export_command(CLI::App& app, PsCommand& command) {
   auto flags = std::make_shared<ExportFlags>();
   CLI::App* const subcommand =
-      app.add_subcommand("export", "Makes files for serving from a checkpoint of servers");
+      app.add_subcommand("export", "Exports a checkpoint of servers to files for serving");
   subcommand->add_option("checkpoint", flags->checkpoint, "Folder that Session::save wrote")
       ->required()
       ->type_name(kFolder);
   subcommand
-      ->add_option("--output", flags->output, "Folder of dense.safetensors and TABLE.safetensors")
+      ->add_option("--output", flags->output,
+                   "Folder that receives dense.safetensors and TABLE.safetensors")
       ->required()
       ->type_name(kFolder);
   subcommand
       ->add_option("--pushed-since", flags->pushed_since,
-                   "Only rows pushed to since then (seconds since 1970): a delta")
+                   "Export only rows with a push since this time, in seconds since 1970")
       ->check(whole_number());
   subcommand->callback([flags, &command] { command.run = [flags] { return run_export(*flags); }; });
 }

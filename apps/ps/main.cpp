@@ -13,7 +13,7 @@
 namespace {
 
 int run(int argc, char** argv) {
-  CLI::App app("Parameter servers: they hold what trainers push to and pull from", "cohort ps");
+  CLI::App app("Runs and queries parameter servers", "cohort ps");
   app.require_subcommand(1);
   cohort::cli::PsCommand command;
   cohort::cli::add_server_command(app, command);

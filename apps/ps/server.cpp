@@ -150,7 +150,8 @@ int serve(const CLI::App& app, ServerFlags flags) {
 
 void add_security_flags(CLI::App& app, ps::SecurityOptions& security) {
   add_client_security_flags(app, security);
-  app.add_option("--tls-trainer-names", security.trainer_names, "Names in certificates of trainers")
+  app.add_option("--tls-trainer-names", security.trainer_names,
+                 "Names that a trainer's certificate may have")
       ->capture_default_str()
       ->group(kSecurity);
 }
@@ -158,51 +159,57 @@ void add_security_flags(CLI::App& app, ps::SecurityOptions& security) {
 void add_server_command(CLI::App& app, PsCommand& command) {
   auto flags = std::make_shared<ServerFlags>();
   CLI::App* const server = app.add_subcommand("server", "Runs a server until it is stopped");
-  const char* place = "Place";
-  server->add_option("--endpoint", flags->rpc.endpoint, "Listen here: HOST:PORT or unix:PATH")
+  const char* place = "Server";
+  server
+      ->add_option("--endpoint", flags->rpc.endpoint,
+                   "Address to listen on: HOST:PORT or unix:PATH")
       ->capture_default_str()
       ->group(place);
   server->add_option("--server-id", flags->server.server, "This server's number, from 0")
       ->capture_default_str()
       ->group(place);
-  server->add_option("--servers", flags->server.servers, "Servers of the job")
+  server->add_option("--servers", flags->server.servers, "Number of servers of the job")
       ->capture_default_str()
       ->check(CLI::Range(1, 4096))
       ->group(place);
-  server->add_option("--folder", flags->server.folder, "Log and snapshots (default: ps-server-ID)")
+  server
+      ->add_option("--folder", flags->server.folder,
+                   "Folder of the log and the snapshots (default: ps-server-ID)")
       ->type_name(kFolder)
       ->group(place);
   server
       ->add_option("--load", flags->server.load,
-                   "Begin with this checkpoint, of any number of servers")
+                   "Start a new job from this checkpoint, written by any number of servers")
       ->type_name(kFolder)
       ->group(place);
   server
       ->add_option("--save-root", flags->server.save_root,
-                   "Checkpoints are written below this folder alone (default: the working folder "
-                   "without a secret and TLS, else any)")
+                   "Write checkpoints only below this folder (default: the working folder without "
+                   "a secret and TLS, else any)")
       ->type_name(kFolder)
       ->group(place);
   server
       ->add_option("--port-file", flags->port_file,
-                   "Write the port here once it listens (0: a unix socket)")
+                   "File that receives the port once the server listens (0: a unix socket)")
       ->type_name(kFile)
       ->group(place);
   server
-      ->add_option("--device", flags->device,
-                   "Dense parameters and their optimizer live here: host, or cpu (libtorch's)")
+      ->add_option(
+          "--device", flags->device,
+          "Memory of dense parameters and their optimizer: host, or cpu (tensors of libtorch)")
       ->capture_default_str()
       ->group(place);
   server
-      ->add_option("--metrics", flags->metrics,
-                   "Serve figures for Prometheus at http://HOST:PORT/metrics, of this host")
+      ->add_option(
+          "--metrics", flags->metrics,
+          "Serve metrics for Prometheus at http://HOST:PORT/metrics; an address of this host")
       ->type_name("HOST:PORT")
       ->group(place);
   const char* reliability = "Reliability";
   server
       ->add_option("--acknowledge", flags->durability,
-                   "A push is acknowledged when it is applied (no log: lost with the process), "
-                   "logged (outlives the process) or synced (outlives the loss of power)")
+                   "When a push is acknowledged: applied (no log: lost with the process), logged "
+                   "(survives the process) or synced (survives a power failure)")
       ->capture_default_str()
       ->check(one_of({"applied", "logged", "synced"}))
       ->group(reliability);
@@ -214,7 +221,7 @@ void add_server_command(CLI::App& app, PsCommand& command) {
       ->group(reliability);
   server
       ->add_option("--trainer-timeout", flags->trainer_timeout_s,
-                   "A trainer that is silent for longer is lost")
+                   "Time without a message after which a trainer is lost")
       ->type_name(kSeconds)
       ->capture_default_str()
       ->check(above_zero())

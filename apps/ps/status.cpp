@@ -30,8 +30,9 @@ struct AskFlags {
 };
 
 void add_ask_flags(CLI::App& app, AskFlags& flags) {
-  app.add_option("--pservers", flags.servers,
-                 "Endpoints, \"host:port,unix:PATH\" (default: of the environment)");
+  app.add_option(
+      "--pservers", flags.servers,
+      "Endpoints of the servers, \"host:port,unix:PATH\" (default: from the environment)");
   app.add_option("--timeout", flags.timeout_s, "Time to wait for a reply")
       ->type_name(kSeconds)
       ->capture_default_str()
@@ -140,7 +141,7 @@ void add_status_command(CLI::App& app, PsCommand& command) {
   CLI::App* const status =
       app.add_subcommand("status", "Shows tables, rates and trainers of running servers");
   add_ask_flags(*status, *flags);
-  status->add_flag("--json", flags->as_json, "As JSON");
+  status->add_flag("--json", flags->as_json, "Print JSON");
   status->callback([flags, &command] { command.run = [flags] { return show_status(*flags); }; });
 }
 

@@ -178,9 +178,9 @@ void emit(const FlagInfo& flag, const std::vector<std::string>& values, YAML::Em
 
 void add_config_flags(CLI::App& command) {
   command
-      .add_option("-c,--config",
-                  "Take flags from this file of YAML; those on the command line, and in later "
-                  "files, win")
+      .add_option(
+          "-c,--config",
+          "Read flags from this YAML file; the command line and later files take precedence")
       ->type_name(kFile)
       ->expected(1)
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeLast)
@@ -188,8 +188,8 @@ void add_config_flags(CLI::App& command) {
       ->group(kOtherFlags);
   command.add_flag(kDumpConfig)
       ->description(
-          "Print what is given in the form of --config, with the defaults of the rest as comments, "
-          "then end")
+          "Print the given flags as a --config file, with the defaults of all others as comments, "
+          "and exit")
       ->configurable(false)
       ->group(kOtherFlags);
 }

@@ -10,7 +10,7 @@ namespace cohort::cli {
 /// Takes the flag, so that refuse_offload can say why it is of no use.
 inline CLI::Option* add_offload_flag(CLI::App& app, bool& offloads) {
   return app.add_flag("--cpu-offload", offloads,
-                      "Refused: for a model on a GPU, and this program computes on the CPU");
+                      "Rejected: it is for models on a GPU, and this program computes on the CPU");
 }
 
 /// Errors: ConfigError if `offloads`: the programs compute on the CPU, where all is in host memory.

@@ -17,7 +17,7 @@ namespace {
 void set_formatter(CLI::App& app, const std::shared_ptr<CLI::FormatterBase>& formatter) {
   app.formatter(formatter);
   if (CLI::Option* help = app.get_help_ptr())
-    help->description("Print this help, then end")->group(kOtherFlags);
+    help->description("Print this help and exit")->group(kOtherFlags);
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; }))
     set_formatter(*command, formatter);
 }

@@ -16,17 +16,18 @@ inline constexpr const char* kSecurity = "Security";
 /// --tls-authority, --tls-certificate, --tls-key and --tls-server-names: mutual TLS with parameter
 /// servers, of which the first three are needed together. --job-secret-file: read at once.
 inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& security) {
-  app.add_option("--tls-authority", security.authority, "Certificate of the authority (PEM)")
+  app.add_option("--tls-authority", security.authority,
+                 "Certificate of the certificate authority (PEM)")
       ->type_name(kFile)
       ->group(kSecurity);
-  app.add_option("--tls-certificate", security.certificate, "One's own certificate (PEM)")
+  app.add_option("--tls-certificate", security.certificate, "Certificate of this process (PEM)")
       ->type_name(kFile)
       ->group(kSecurity);
-  app.add_option("--tls-key", security.key, "One's own key (PEM)")
+  app.add_option("--tls-key", security.key, "Private key of this process (PEM)")
       ->type_name(kFile)
       ->group(kSecurity);
   app.add_option("--tls-server-names", security.server_names,
-                 "Names that certificates of servers bear")
+                 "Names that a server's certificate may have")
       ->capture_default_str()
       ->group(kSecurity);
   app.add_option_function<std::string>(
@@ -34,7 +35,7 @@ inline void add_client_security_flags(CLI::App& app, ps::SecurityOptions& securi
          [&security](const std::string& path) {
            security.job_secret = read_secret("--job-secret-file", path);
          },
-         "File with a secret: servers that have one refuse clients without it (default: "
+         "File with the job's secret; a server with a secret rejects clients without it (default: "
          "COHORT_JOB_SECRET)")
       ->type_name(kFile)
       ->group(kSecurity);

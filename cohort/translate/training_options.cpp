@@ -166,11 +166,11 @@ Options text_options(TrainingOptions& o) {
        "Train vocabularies on a sample of this many pairs at most", rule(kAboveZero, "PAIRS")},
       {"--model-dir", &o.model_dir, "The run's folder", {.unit = kFolder, .required = true}},
       {"--cache-dir", &o.cache_dir,
-       "Keep the text as tokens here, for several runs (default: in --model-dir)", rule(kFolder)},
-      {"--max-length", &o.max_length, "Drop training pairs with more on a side",
+       "Folder of the tokenised text, which several runs may share (default: in --model-dir)",
+       rule(kFolder)},
+      {"--max-length", &o.max_length, "Drop training pairs with a longer side",
        rule(kAboveZero, kTokens)},
-      {"--max-length-crop", &o.max_length_crop,
-       "Cut sides that are longer to --max-length instead"},
+      {"--max-length-crop", &o.max_length_crop, "Truncate longer sides to --max-length instead"},
   };
 }
 
@@ -178,7 +178,7 @@ Options data_options(TrainingOptions& o) {
   Options options = text_options(o);
   options.push_back({"--valid-sets",
                      &o.valid_sets,
-                     "The same for validation",
+                     "Validation text, in the same forms",
                      {.unit = kFile, .max_values = 2, .required = true}});
   options.push_back({"--overwrite", &o.overwrite,
                      "Replace an earlier run in --model-dir; without it, that run resumes"});
@@ -194,21 +194,21 @@ Options optimization_options(TrainingOptions& o) {
       {"--strategy", strategy(o),
        "What of the model each rank holds: all (ddp), a share of the optimizer's state (zero1), of "
        "gradients too (zero2), of parameters too (zero3 or fsdp), the last within each host "
-       "(hybrid); or through parameter servers, in step or each at once (ps-sync, ps-async)"},
+       "(hybrid); or parameter servers, synchronous or asynchronous (ps-sync, ps-async)"},
       {"--tensor-parallel", &o.tensor_parallel,
        "Ranks that compute one model together, each with a part of every matrix; a divisor of the "
        "number of ranks, of --transformer-heads and of --transformer-dim-ffn",
        rule(Limits{[](double n) { return n >= 1 && n <= 1 << 16; }, "1 to 65536"})},
       {"--cpu-offload", &o.cpu_offload,
-       "Refused: for a model on a GPU, and this program computes on the CPU"},
+       "Rejected: it is for models on a GPU, and this program computes on the CPU"},
       {"--optimizer-state-dir", &o.optimizer_state_dir,
-       "Folder on a disk where Adam's moments lie, mapped into memory: for a model whose moments "
-       "do not fit there",
+       "Folder of a file with Adam's moments, which is mapped into memory: for moments that do not "
+       "fit into memory",
        rule(kFolder)},
       {"--optimizer-params", &o.optimizer_params, "Adam's beta1, beta2 and epsilon", rule("X")},
       {"--precision",
        words_for(o.precision, {"auto", "bfloat16", "float32"}, nmt::parse_precision),
-       "Of matrix products",
+       "Precision of matrix products",
        {.shown_default = "auto"}},
       {"--mini-batch", &o.mini_batch, "Sentences per rank and batch (0: no limit)",
        rule(kZeroOrMore)},
@@ -216,11 +216,11 @@ Options optimization_options(TrainingOptions& o) {
        "Target tokens per rank and batch, padding included (0: no limit)",
        rule(kZeroOrMore, kTokens)},
       {"--mini-batch-fit", &o.mini_batch_fit,
-       "Batches as large as --workspace lets them be, found by trial at the start"},
+       "Use the largest batches that fit into --workspace, found by trial at the start"},
       {"--workspace",
        &o.workspace_mib,
-       "For the tensors of a rank's batch, with --mini-batch-fit: beside parameters, gradients and "
-       "Adam's moments, or this rank's shards of them",
+       "Memory for the tensors of a rank's batch, with --mini-batch-fit; parameters, gradients and "
+       "Adam's moments are not counted",
        {.unit = kMebibytes,
         .limits = {[](double n) { return n >= 1 && n <= 1 << 24; }, "1 to 16777216"},
         .needs = "--mini-batch-fit"}},
@@ -239,10 +239,10 @@ Options optimization_options(TrainingOptions& o) {
         .excludes = "--noam-factor"}},
       {"--clip-norm", &o.clip_norm, "Largest gradient norm (0: no clipping)", rule(kZeroOrMore)},
       {"--exponential-smoothing", &o.exponential_smoothing,
-       "Validate and save a moving average of the parameters with this weight of the newest (0: "
-       "do not)",
+       "Validate and save a moving average of the parameters, in which the newest have this weight "
+       "(0: no average)",
        rule(Limits{[](double n) { return n >= 0 && n <= 0.5; }, "0 to 0.5"})},
-      {"--seed", &o.seed, "Of parameters, data order and dropout", rule(kWholeNumber)},
+      {"--seed", &o.seed, "Random seed of parameters, data order and dropout", rule(kWholeNumber)},
       {"--after-epochs", &o.after_epochs, "Stop after this many epochs (0: no limit)",
        rule(kZeroOrMore, kEpochs)},
       {"--after-batches", &o.after_batches, "Stop after this many updates (0: no limit)",
@@ -250,13 +250,13 @@ Options optimization_options(TrainingOptions& o) {
       {"--time-limit", &o.time_limit_min, "Stop after this many minutes (0: no limit)",
        rule(kZeroOrMore, kMinutes)},
       {"--save-freq", &o.save_freq_min,
-       "Save what is needed to resume every this many minutes (0: only at the end)",
+       "Time between saves of what is needed to resume (0: only at the end)",
        rule(kZeroOrMore, kMinutes)},
       {"--save-interval-updates", &o.save_interval_updates,
-       "Keep the weights of every this many updates in checkpoints/, to be averaged (0: none)",
+       "Updates between copies of the weights in checkpoints/, for `cohort nmt average` (0: none)",
        rule(kZeroOrMore, kUpdates)},
       {"--keep-interval-updates", &o.keep_interval_updates,
-       "Of those, keep the newest this many (0: all)", rule(kZeroOrMore)},
+       "Number of these copies to keep, the newest (0: all)", rule(kZeroOrMore)},
   };
 }
 
@@ -269,8 +269,8 @@ Options validation_options(TrainingOptions& o) {
        rule("FREQ")},
       {"--valid-metrics",
        words_for(o.valid_metrics, {"bleu", "chrf", "ce-mean-words"}, parse_valid_metric),
-       "The first decides what is best, and --early-stopping; without bleu and chrf nothing is "
-       "translated",
+       "Metrics of a validation. The first decides which weights are best, and --early-stopping; "
+       "without bleu and chrf nothing is translated",
        {.max_values = 3}},
       {"--valid-on-start", &o.valid_on_start, "Validate before the first update, too"},
   };
@@ -293,14 +293,16 @@ Options evaluation_options(EvaluationOptions& o) {
 
 Options search_options(nmt::SearchOptions& o) {
   return {
-      {"--beam-size", &o.beam_size, "Translations followed at a time; 1 is greedy search",
+      {"--beam-size", &o.beam_size, "Width of the beam; 1 is greedy search",
        rule(Limits{[](double n) { return n >= 1 && n <= 1000; }, "1 to 1000"})},
-      {"--normalize", &o.normalize, "Compare translations by log p / length^this", rule(kFinite)},
+      {"--normalize", &o.normalize, "Compare translations by log p / length^X", rule(kFinite)},
       {"--word-penalty", &o.word_penalty,
-       "Subtract this times the length; below 0 it favours long ones", rule(kFinite)},
-      {"--allow-unk", &o.allow_unk, "Let the unknown piece appear in translations"},
+       "Subtract X times the length from a score; a value below 0 favours long translations",
+       rule(kFinite)},
+      {"--allow-unk", &o.allow_unk, "Allow the unknown token in translations"},
       {"--max-length-factor", &o.max_length_factor,
-       "Translations are at most this times the source's tokens, plus 10", rule(kAboveZero)},
+       "Limit the length of a translation to X times the source's tokens, plus 10",
+       rule(kAboveZero)},
       {"--min-output-length", &o.min_length,
        "Translations have at least this many tokens, as far as the longest length allows",
        rule(kWholeNumber, kTokens)},
@@ -312,10 +314,10 @@ Options search_options(nmt::SearchOptions& o) {
 Options output_options(TrainingOptions& o) {
   Options options = {
       {"--disp-freq", disp_freq(o),
-       "A line about training in the run's record every 5s (seconds), 500u (updates), ...",
+       "Write figures of training to the run's record every 5s (seconds), 500u (updates), ...",
        rule("FREQ")},
       {"--quiet", &o.quiet, "No progress bars or lines, and no summary at the end"},
-      {"--log-level", log_level(o.log_level), "Least level that is logged"},
+      {"--log-level", log_level(o.log_level), "Lowest level that is logged"},
   };
   std::ranges::move(profile_options(o.profile), std::back_inserter(options));
   return options;

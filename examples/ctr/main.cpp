@@ -42,36 +42,36 @@ void add_data_flags(CLI::App& app, Options& o, const std::string& data) {
   app.add_option("--data", o.data, data)->type_name(kFolder)->capture_default_str();
   app.add_option("--test", o.test, "Files to evaluate on, instead of the folder's")
       ->type_name(kFile);
-  app.add_option("--batch", o.batch_size, "Examples of a step, of each trainer")
+  app.add_option("--batch", o.batch_size, "Examples of a trainer in a step")
       ->check(cohort::cli::number_that(
           [](double n) { return n >= 1 && n <= static_cast<double>(kLargestBatch); },
           "1 to " + std::to_string(kLargestBatch)))
       ->capture_default_str();
-  app.add_flag("--skip-damaged", o.skip_damaged, "Leave malformed lines out, and count them");
+  app.add_flag("--skip-damaged", o.skip_damaged, "Skip malformed lines, and count them");
 }
 
 void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
   constexpr const char* kTable = "Table";
   app.add_option("--table-memory-mib", limits.memory_mib,
-                 "Memory for rows, of each server (0, and without it: any)")
+                 "Memory of each server for rows (0, or without the flag: no limit)")
       ->type_name(cohort::kMebibytes)
       ->check(
           cohort::cli::number_that([](double n) { return n < kMaxMebibytes; }, "less than 2^40"))
       ->group(kTable);
   app.add_option("--at-cap", limits.at_cap,
-                 "What happens there: no new rows, the least used ones go, or rows go to disk "
-                 "(default: refuse)")
+                 "At that limit: refuse new rows, evict the least used ones, or spill rows to the "
+                 "disk (default: refuse)")
       ->check(cohort::cli::one_of({"refuse", "evict_least_used", "spill"}))
       ->group(kTable);
   CLI::Option* after = app.add_option("--admit-after", limits.admit_after,
-                                      "A category gets a row at its N-th push, 1 to 256")
+                                      "Make a category's row at its N-th push, 1 to 256")
                            ->group(kTable);
   app.add_option("--admit-probability", limits.admit_probability,
-                 "A category without a row gets one with this probability at each push")
+                 "Probability that a push makes the row of a category without one")
       ->group(kTable)
       ->excludes(after);
   app.add_option("--row-ttl", limits.row_ttl_s,
-                 "Evict rows without a push for this time (0: never)")
+                 "Evict rows that had no push for this time (0: never)")
       ->type_name(cohort::kSeconds)
       ->check(zero_or_more())
       ->group(kTable);
@@ -80,29 +80,29 @@ void add_table_flags(CLI::App& app, ctr::TableLimits& limits) {
 void add_training_flags(CLI::App& app, Options& o) {
   app.add_option("--train", o.train, "Files to train on, instead of the folder's")
       ->type_name(kFile);
-  app.add_option("--rows", o.rows, "Examples made up for training, where there are none")
+  app.add_option("--rows", o.rows, "Number of examples to generate if there are none")
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--mode", o.mode,
-                 "How trainers work together (default: sync with servers, local without)")
+                 "How trainers share updates (default: sync with servers, local without)")
       ->check(cohort::cli::one_of({"local", "sync", "async", "half-async", "geo"}));
   app.add_option("--epochs", o.epochs, "Passes over the data")
       ->check(above_zero())
       ->capture_default_str();
-  app.add_option("--max-steps", o.max_steps, "Steps of an epoch at most (0: all)")
+  app.add_option("--max-steps", o.max_steps, "Largest number of steps in an epoch (0: all)")
       ->check(zero_or_more())
       ->capture_default_str();
-  app.add_option(
-         "--lr", o.learning_rate,
-         "Learning rate of the network, by Adam, of each push (async: not divided by trainers)")
+  app.add_option("--lr", o.learning_rate,
+                 "Learning rate of the network under Adam, for each push; under async not divided "
+                 "by the number of trainers")
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--row-lr", o.row_learning_rate,
-                 "Learning rate of rows, by row-wise Adagrad, of each push likewise")
+                 "Learning rate of rows under row-wise Adagrad, for each push likewise")
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--max-staleness", o.max_staleness,
-                 "async: steps that a trainer may be ahead of the slowest (-1: any)")
+                 "async: steps that a trainer may be ahead of the slowest one (-1: no limit)")
       ->check(cohort::cli::number_that([](double n) { return n >= -1; }, "-1 (any) or more"))
       ->capture_default_str();
   app.add_option("--max-merge", o.max_merge, "half-async: pushes summed into one")
@@ -112,9 +112,10 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->check(above_zero())
       ->capture_default_str();
   app.add_option("--error-if-nonfinite", o.error_if_nonfinite,
-                 "A gradient with a NaN or an infinity ends the training (false: it is applied)")
+                 "End the training at a gradient with a NaN or an infinity (false: apply it)")
       ->default_str("true");
-  app.add_option("--seed", o.seed, "Of parameters, rows and made-up data")->capture_default_str();
+  app.add_option("--seed", o.seed, "Random seed of parameters, rows and generated data")
+      ->capture_default_str();
   app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
       ->check(above_zero())
       ->capture_default_str();
@@ -158,32 +159,34 @@ int run(int argc, char** argv) {
   CLI::App app("A CTR model on data in Criteo's format, alone or through parameter servers", "ctr");
   app.require_subcommand(1);
   Flags flags;
-  CLI::App* made = app.add_subcommand("generate", "Makes data up whose attainable AUC is known");
+  CLI::App* made =
+      app.add_subcommand("generate", "Generates data whose best attainable AUC is known");
   made->add_option("--rows", flags.generator.rows, "Training examples")->capture_default_str();
   made->add_option("--test-rows", flags.generator.test_rows, "Test examples (default: a tenth)");
-  made->add_option("--seed", flags.generator.seed, "Of all that is drawn")->capture_default_str();
+  made->add_option("--seed", flags.generator.seed, "Random seed")->capture_default_str();
   made->add_option("--zipf", flags.generator.zipf, "Exponent of the categories' frequencies")
       ->capture_default_str();
-  made->add_option("--output", flags.output, "Gets train.tsv, test.tsv and truth.json")
+  made->add_option("--output", flags.output, "Folder for train.tsv, test.tsv and truth.json")
       ->type_name(kFolder)
       ->required();
   made->add_flag("--overwrite", flags.generator.overwrite, "Replace these files");
   CLI::App* train = app.add_subcommand("train", "Trains, and evaluates after each epoch");
   add_data_flags(*train, flags.options,
-                 "Folder with train.tsv and test.tsv; made up if they are not there");
+                 "Folder with train.tsv and test.tsv; generated if they are not there");
   add_training_flags(*train, flags.options);
-  add_load_flag(*train, flags.options, "local: begin with this checkpoint");
+  add_load_flag(*train, flags.options, "local: start from this checkpoint");
   flags.group.add_to(*train);
   cohort::cli::add_client_security_flags(*train, flags.options.security);
-  CLI::App* evaluate = app.add_subcommand("evaluate", "Says AUC and log-loss of a checkpoint");
+  CLI::App* evaluate = app.add_subcommand("evaluate", "Prints AUC and log-loss of a checkpoint");
   add_data_flags(*evaluate, flags.options, "Folder with test.tsv");
   add_load_flag(*evaluate, flags.options, "The checkpoint");
   CLI::App* predict =
       app.add_subcommand("predict", "Writes the probability of a click for each line");
-  predict->add_option("--input", flags.input, "Lines, with labels or without")
+  predict->add_option("--input", flags.input, "File of lines, with labels or without")
       ->type_name(kFile)
       ->required();
-  predict->add_option("--output", flags.output, "Gets a probability a line; -: standard output")
+  predict
+      ->add_option("--output", flags.output, "File for a probability per line; -: standard output")
       ->type_name(kFile)
       ->required();
   add_load_flag(*predict, flags.options, "The checkpoint");

@@ -29,8 +29,8 @@ void add_model_flags(CLI::App& app, Options& o) {
   app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
   app.add_option("--precision", o.precision, "float32 or float64")->capture_default_str();
   app.add_option("--strategy", o.strategy,
-                 "How the model is trained: ddp, zero1, zero2, zero3 (or fsdp), hybrid; or through "
-                 "parameter servers, in step or not: ps-sync, ps-async")
+                 "What of the model each rank holds (docs/strategies.md), or parameter servers, "
+                 "synchronous or asynchronous")
       ->check(cohort::cli::one_of(
           {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "ps-sync", "ps-async"}))
       ->capture_default_str();
@@ -65,19 +65,20 @@ void add_training_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_option("--start-epoch", o.start_epoch, "First epoch (default: as --resume says, or 0)")
       ->check(cohort::cli::zero_or_more());
-  app.add_option("--lr,--learning-rate", o.lr, "Of the first 30 epochs; falls to a tenth every 30")
+  app.add_option("--lr,--learning-rate", o.lr,
+                 "Learning rate of the first 30 epochs; it falls to a tenth every 30")
       ->check(cohort::cli::number_that([](double n) { return n >= 0 && n <= 100; },
                                        "a number from 0 to 100"))
       ->capture_default_str();
   app.add_option("--lr-rule", o.lr_rule, "Scale --lr by batch / 256: none, linear or sqrt")
       ->capture_default_str();
-  app.add_option("--momentum", o.momentum, "Of SGD")
+  app.add_option("--momentum", o.momentum, "Momentum of SGD")
       ->check(cohort::cli::zero_or_more())
       ->capture_default_str();
-  app.add_option("--wd,--weight-decay", o.weight_decay, "Of SGD")
+  app.add_option("--wd,--weight-decay", o.weight_decay, "Weight decay of SGD")
       ->check(cohort::cli::zero_or_more())
       ->capture_default_str();
-  app.add_option("--seed", o.seed, "Of parameters, data order and augmentation")
+  app.add_option("--seed", o.seed, "Random seed of parameters, data order and augmentation")
       ->capture_default_str();
   app.add_option("-p,--print-freq", o.print_freq, "Steps between progress lines")
       ->check(cohort::cli::above_zero())

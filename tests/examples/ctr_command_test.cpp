@@ -373,7 +373,7 @@ TEST_F(CtrCommandTest, BadInputIsRefusedByName) {
   expect_refused(train("--mode local --table-memory-mib 1 --at-cap spill"),
                  "--at-cap spill: expected servers");
   expect_refused(train("--admit-after 2 --admit-probability 0.5"), "--admit-after excludes");
-  EXPECT_EQ(shell(bin("ctr") + " evaluate --help | grep -c 'made up'").output, "0\n");
+  EXPECT_EQ(shell(bin("ctr") + " evaluate --help | grep -c 'generated'").output, "0\n");
 }
 
 TEST_F(CtrCommandTest, PredictionsGoStraightToWhatIsNoFile) {
