@@ -61,8 +61,8 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 /// Memory:     4 bytes of momentum for each float32 element that this rank holds; while step runs,
 ///             one whole matrix and some four of its size.
 /// Cost:       step sends 2 (W-1)/W of the bytes of all matrices that are sharded, as much among
-///             the K ranks along "tp" of those that are cut, and every rank orthogonalizes every matrix: some 10 num_iterations R C min(R, C)
-///             multiplications.
+///             the K ranks along "tp" of those that are cut, and every rank orthogonalizes every
+///             matrix: some 10 num_iterations R C min(R, C) multiplications.
 /// Numerics:   in the parameters' own type. Every rank computes the same update of a matrix.
 /// Threads:    one.
 /// Errors:     c10::ValueError: a parameter of fewer than two dimensions. PeerError: a rank is
