@@ -10,7 +10,7 @@
 #include <torch/types.h>
 #include <vector>
 
-#include "cohort/nmt/kernels/kernels.h"
+#include "cohort/nmt/kernels/cpu/loops.h"
 
 namespace cohort::nmt {
 namespace {
@@ -30,11 +30,11 @@ void for_type(const at::Tensor& tensor, Body body) {
   check_is_on_cpu(tensor, "fused operation");
   switch (tensor.scalar_type()) {
     case at::kFloat:
-      return body(kernels().f32, static_cast<float*>(nullptr));
+      return body(loops().f32, static_cast<float*>(nullptr));
     case at::kDouble:
-      return body(kernels().f64, static_cast<double*>(nullptr));
+      return body(loops().f64, static_cast<double*>(nullptr));
     case at::kBFloat16:
-      return body(kernels().bf16, static_cast<BFloat16Bits*>(nullptr));
+      return body(loops().bf16, static_cast<BFloat16Bits*>(nullptr));
     default:
       TORCH_CHECK_VALUE(false, "expected float32, float64 or bfloat16, got ", tensor.dtype());
   }
@@ -93,11 +93,11 @@ void for_runs(int64_t num_elements, const Dropping& dropping, Body body) {
     body(first, part.size, rule);
 }
 
-// kernel_of(kernels): which of them computes elements of the result from those of `in`.
+// kernel_of(loops): which of them computes elements of the result from those of `in`.
 template <class KernelOf>
 at::Tensor run_kernel(const at::Tensor& in, const Dropping& dropping, KernelOf kernel_of) {
   at::Tensor out = at::empty_like(in);
-  for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
+  for_type(in, [&]<class T>(const LoopsOf<T>& table, T*) {
     for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
       kernel_of(table)(data<T>(in) + first, data<T>(out) + first, count, rule);
     });
@@ -134,7 +134,7 @@ struct ReluDropout : torch::autograd::Function<ReluDropout> {
     const at::Tensor grad = grads[0].contiguous();
     at::Tensor grad_x = at::empty_like(grad);
     const float scale = saved_dropping(context).rule.scale;
-    for_type(out, [&]<class T>(const KernelsOf<T>& table, T*) {
+    for_type(out, [&]<class T>(const LoopsOf<T>& table, T*) {
       table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(),
                                   scale);
     });
@@ -144,14 +144,14 @@ struct ReluDropout : torch::autograd::Function<ReluDropout> {
 
 struct Gelu {
   template <class T>
-  static const ActivationOf<T>& of(const KernelsOf<T>& table) {
+  static const ActivationOf<T>& of(const LoopsOf<T>& table) {
     return table.gelu;
   }
 };
 
 struct Swish {
   template <class T>
-  static const ActivationOf<T>& of(const KernelsOf<T>& table) {
+  static const ActivationOf<T>& of(const LoopsOf<T>& table) {
     return table.swish;
   }
 };
@@ -172,7 +172,7 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout<Activatio
     const at::Tensor grad = grads[0].contiguous();
     at::Tensor grad_x = at::empty_like(grad);
     const Dropping dropping = saved_dropping(context);
-    for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
+    for_type(in, [&]<class T>(const LoopsOf<T>& table, T*) {
       for_runs(grad.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
         Activation::of(table).backward(data<T>(in) + first, data<T>(grad) + first,
                                        data<T>(grad_x) + first, count, rule);
@@ -225,7 +225,7 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
     const SoftmaxShape shape = shape_of(scores, key_lengths, causal, scale);
     at::Tensor probs = at::empty_like(scores);
     at::Tensor dropped = dropping.rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
-    for_type(scores, [&]<class T>(const KernelsOf<T>& table, T*) {
+    for_type(scores, [&]<class T>(const LoopsOf<T>& table, T*) {
       for_runs(scores.numel(), dropping,
                [&](int64_t first, int64_t count, const DropoutRule& rule) {
                  table.softmax(data<T>(scores) + first, data<T>(probs) + first,
@@ -247,7 +247,7 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
     const at::Tensor grad = grads[0].contiguous();
     at::Tensor grad_scores = at::empty_like(grad);
     const Dropping dropping = saved_dropping(context);
-    for_type(probs, [&]<class T>(const KernelsOf<T>& table, T*) {
+    for_type(probs, [&]<class T>(const LoopsOf<T>& table, T*) {
       for_runs(probs.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
         table.softmax_backward(data<T>(probs) + first, data<T>(grad) + first,
                                data<T>(grad_scores) + first, sentences_of(shape, first, count),
@@ -277,7 +277,7 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
       const int64_t count = std::min(kChunkRows, rows - first);
       const at::Tensor h = hidden.narrow(0, first, count);
       at::Tensor logits = at::mm(h, w.t());
-      for_type(logits, [&]<class T>(const KernelsOf<T>& table, T*) {
+      for_type(logits, [&]<class T>(const LoopsOf<T>& table, T*) {
         table.cross_entropy(data<T>(logits), labels.data_ptr<int64_t>() + first, count, columns,
                             smoothing, with_gradient, scratch.data_ptr<float>(), sums);
       });
@@ -385,10 +385,10 @@ at::Tensor attend(const at::Tensor& queries_ND, const SeenRows& seen, int64_t he
   size_t most = 0;
   for (const SeenRows::Range& range : seen.of_query) most = std::max(most, range.count);
   at::Tensor out = at::empty(queries_ND.sizes(), queries_ND.options());
-  for_type(queries_ND, [&]<class T>(const KernelsOf<T>& table, T*) {
+  for_type(queries_ND, [&]<class T>(const LoopsOf<T>& table, T*) {
     const int64_t unit = kScoresUnit;
     const int64_t scores = (static_cast<int64_t>(most) + unit - 1) / unit * unit;
-    std::vector<typename KernelsOf<T>::Sum> scratch(static_cast<size_t>(width + heads * scores));
+    std::vector<typename LoopsOf<T>::Sum> scratch(static_cast<size_t>(width + heads * scores));
     std::vector<const T*> rows(most);
     for (int64_t n = 0; n < queries_ND.size(0); ++n) {
       const auto [first, count] = seen.of_query[static_cast<size_t>(n)];
@@ -407,8 +407,8 @@ LogProbs::LogProbs(const at::Tensor& scores_NV) : scores_NV_(scores_NV.contiguou
   const bool wide = scores_NV_.scalar_type() == at::kDouble;
   tops_ = at::empty({rows, blocks}, wide ? at::kDouble : at::kFloat);
   log_sums_.resize(static_cast<size_t>(rows));
-  for_type(scores_NV_, [&]<class T>(const KernelsOf<T>& table, T*) {
-    using Sum = typename KernelsOf<T>::Sum;
+  for_type(scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
+    using Sum = typename LoopsOf<T>::Sum;
     for (int64_t n = 0; n < rows; ++n) {
       log_sums_[static_cast<size_t>(n)] = table.log_sum_exp(data<T>(scores_NV_) + n * columns,
                                                             columns, data<Sum>(tops_) + n * blocks);

@@ -11,7 +11,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include "cohort/nmt/kernels/kernels.h"
+#include "cohort/nmt/kernels/cpu/loops.h"
 
 #include "tests/support/message_of.h"
 
@@ -94,15 +94,15 @@ double unit_of(at::ScalarType type) {
 
 template <class Body>
 void in_every_table(const Body& body) {
-  for (const Kernels* const* table = supported_kernels(); *table != nullptr; ++table) {
-    use_kernels(**table);
+  for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
+    use_loops(**table);
     for (const auto type : {at::kFloat, at::kBFloat16}) {
       SCOPED_TRACE(std::string((*table)->name) + " " + c10::toString(type));
       torch::manual_seed(6);
       body(type);
     }
   }
-  use_kernels(*supported_kernels()[0]);
+  use_loops(*supported_loops()[0]);
 }
 
 // `bound` has an element per element; higher orders take the last percent. A NaN is out of bounds.

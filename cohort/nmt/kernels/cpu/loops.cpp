@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled once per instruction set, with COHORT_KERNELS naming the table that it defines.
+// Compiled once per instruction set, with COHORT_LOOPS naming the table that it defines.
 // Includes nothing with inline functions that other files share: the linker might keep the wrong
 // copy.
-#include "cohort/nmt/kernels/kernels.h"
+#include "cohort/nmt/kernels/cpu/loops.h"
 
 namespace cohort::nmt {
 namespace {
@@ -529,7 +529,7 @@ double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
 }
 
 template <class T>
-constexpr KernelsOf<T> table() {
+constexpr LoopsOf<T> table() {
   return {dropout<T>,
           relu_dropout<T>,
           relu_dropout_backward<T>,
@@ -546,8 +546,8 @@ constexpr KernelsOf<T> table() {
 
 #define COHORT_STRING_OF(x) #x
 #define COHORT_NAME(x) COHORT_STRING_OF(x)
-extern const Kernels COHORT_KERNELS;
-const Kernels COHORT_KERNELS = {COHORT_NAME(COHORT_KERNELS), table<float>(), table<double>(),
-                                table<BFloat16Bits>()};
+extern const Loops COHORT_LOOPS;
+const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS), table<float>(), table<double>(),
+                            table<BFloat16Bits>()};
 
 }  // namespace cohort::nmt

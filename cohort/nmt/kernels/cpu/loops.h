@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Loops over raw memory for which libtorch has no fused form. No torch, no threads, no allocation.
 //
-// kernels.cpp is compiled once per instruction set; `kernels()` picks the best for this machine.
+// loops.cpp is compiled once per instruction set; `loops()` picks the best for this machine.
 // Legend: R rows, C columns (last dimension, contiguous). bf16 values are 16-bit patterns.
 // Sums run in float (double for double), in an order that the instruction set fixes.
 #pragma once
@@ -63,7 +63,7 @@ struct ActivationOf {
 };
 
 template <class T>
-struct KernelsOf {
+struct LoopsOf {
   using Sum = typename SumOf<T>::Type;
   /// out[i] = rule(x[i]).
   void (*dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
@@ -94,21 +94,21 @@ struct KernelsOf {
   double (*log_sum_exp)(const T* row, int64_t columns, Sum* tops);
 };
 
-struct Kernels {
+struct Loops {
   const char* name;  ///< Instruction set: "avx512", "avx2" or "sse2".
-  KernelsOf<float> f32;
-  KernelsOf<double> f64;
-  KernelsOf<BFloat16Bits> bf16;
+  LoopsOf<float> f32;
+  LoopsOf<double> f64;
+  LoopsOf<BFloat16Bits> bf16;
 };
 
 /// Returns the tables of the instruction sets that this machine has, the best first, then null.
-const Kernels* const* supported_kernels();
+const Loops* const* supported_loops();
 
-/// Returns the table in use: the best, unless `use_kernels` has named another.
-const Kernels& kernels();
+/// Returns the table in use: the best, unless `use_loops` has named another.
+const Loops& loops();
 
 /// For tests of every table on one machine.
 /// Threads: while none is in a kernel.
-void use_kernels(const Kernels& table);
+void use_loops(const Loops& table);
 
 }  // namespace cohort::nmt
