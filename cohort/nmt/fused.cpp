@@ -10,6 +10,7 @@
 #include <torch/types.h>
 #include <vector>
 
+#include "cohort/nmt/kernels/cpu/for_type.h"
 #include "cohort/nmt/kernels/kernels.h"
 
 namespace cohort::nmt {
@@ -18,42 +19,15 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The loops read the host's memory.
-void check_is_on_cpu(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), name, ": expected a tensor on the CPU, got one on ",
-                    tensor.device());
-}
-
-// Calls body(table, typed pointer tag) for the tensor's dtype.
-template <class Body>
-void for_type(const at::Tensor& tensor, Body body) {
-  check_is_on_cpu(tensor, "fused operation");
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return body(kernels().f32, static_cast<float*>(nullptr));
-    case at::kDouble:
-      return body(kernels().f64, static_cast<double*>(nullptr));
-    case at::kBFloat16:
-      return body(kernels().bf16, static_cast<BFloat16Bits*>(nullptr));
-    default:
-      TORCH_CHECK_VALUE(false, "expected float32, float64 or bfloat16, got ", tensor.dtype());
-  }
-}
-
-template <class T>
-T* data(const at::Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-// What one call drops. Crosses to backward as numbers.
-struct Dropping {
-  DropoutRule rule;
-  DropoutPart part;
-};
-
-Dropping next_dropping(double p, DropoutStream& stream, const DropoutPart& part) {
+// What the next call on `stream` drops of `x`.
+Dropping next_dropping(const at::Tensor& x, double p, DropoutStream& stream,
+                       const DropoutPart& part) {
   if (p == 0) return {};
   TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout: expected a probability in [0, 1), got ", p);
+  TORCH_CHECK_VALUE(part.size > 0 && x.numel() % part.size == 0 && part.first >= 0 &&
+                        part.first + part.size <= part.whole,
+                    "dropout: ", x.numel(), " elements are no parts of ", part.size, " from ",
+                    part.first, " on of ", part.whole);
   DropoutRule rule;
   rule.threshold = static_cast<uint16_t>(std::min<long>(std::lround(p * 65536), 65535));
   rule.scale = 65536.0F / static_cast<float>(65536 - rule.threshold);
@@ -62,6 +36,7 @@ Dropping next_dropping(double p, DropoutStream& stream, const DropoutPart& part)
   return {rule, part};
 }
 
+// Crosses to backward as numbers.
 void save(AutogradContext* context, const Dropping& dropping) {
   const auto& [rule, part] = dropping;
   context->saved_data["key"] = static_cast<int64_t>(rule.key);
@@ -78,112 +53,54 @@ Dropping saved_dropping(AutogradContext* context) {
           .part = {.size = part[0], .whole = part[1], .first = part[2]}};
 }
 
-// Calls body(first element here, how many, rule) for elements that are neighbours in the whole,
-// too.
-template <class Body>
-void for_runs(int64_t num_elements, const Dropping& dropping, Body body) {
-  auto [rule, part] = dropping;
-  if (rule.threshold == 0 || part.size == part.whole) return body(int64_t{0}, num_elements, rule);
-  TORCH_CHECK_VALUE(part.size > 0 && num_elements % part.size == 0 && part.first >= 0 &&
-                        part.first + part.size <= part.whole,
-                    "dropout: ", num_elements, " elements are no parts of ", part.size, " from ",
-                    part.first, " on of ", part.whole);
-  rule.first = part.first;
-  for (int64_t first = 0; first < num_elements; first += part.size, rule.first += part.whole)
-    body(first, part.size, rule);
-}
-
-// kernel_of(kernels): which of them computes elements of the result from those of `in`.
-template <class KernelOf>
-at::Tensor run_kernel(const at::Tensor& in, const Dropping& dropping, KernelOf kernel_of) {
-  at::Tensor out = at::empty_like(in);
-  for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
-    for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
-      kernel_of(table)(data<T>(in) + first, data<T>(out) + first, count, rule);
-    });
-  });
-  return out;
-}
-
-at::Tensor apply_dropout(const at::Tensor& x, const Dropping& dropping) {
-  return run_kernel(x.contiguous(), dropping, [](const auto& table) { return table.dropout; });
-}
-
 struct Dropout : torch::autograd::Function<Dropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
     save(context, dropping);
-    return apply_dropout(x, dropping);
+    return kernels_for(x).dropout(x.contiguous(), dropping);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    return {apply_dropout(grads[0], saved_dropping(context)), at::Tensor()};
+    const at::Tensor grad = grads[0].contiguous();
+    return {kernels_for(grad).dropout(grad, saved_dropping(context)), at::Tensor()};
   }
 };
 
 struct ReluDropout : torch::autograd::Function<ReluDropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
-    const at::Tensor out =
-        run_kernel(x.contiguous(), dropping, [](const auto& table) { return table.relu_dropout; });
+    const at::Tensor out = kernels_for(x).relu_dropout(x.contiguous(), dropping);
     save(context, dropping);
     context->save_for_backward({out});
     return out;
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const at::Tensor out = context->get_saved_variables()[0];
-    const at::Tensor grad = grads[0].contiguous();
-    at::Tensor grad_x = at::empty_like(grad);
     const float scale = saved_dropping(context).rule.scale;
-    for_type(out, [&]<class T>(const KernelsOf<T>& table, T*) {
-      table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(),
-                                  scale);
-    });
-    return {grad_x, at::Tensor()};
+    return {kernels_for(out).relu_dropout_backward(out, grads[0].contiguous(), scale),
+            at::Tensor()};
   }
 };
 
-struct Gelu {
-  template <class T>
-  static const ActivationOf<T>& of(const KernelsOf<T>& table) {
-    return table.gelu;
-  }
-};
-
-struct Swish {
-  template <class T>
-  static const ActivationOf<T>& of(const KernelsOf<T>& table) {
-    return table.swish;
-  }
-};
-
-template <class Activation>
-struct ActivationDropout : torch::autograd::Function<ActivationDropout<Activation>> {
+template <ActivationKernels Kernels::*kActivation>
+struct ActivationDropout : torch::autograd::Function<ActivationDropout<kActivation>> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
     const at::Tensor in = x.contiguous();
-    const at::Tensor out =
-        run_kernel(in, dropping, [](const auto& table) { return Activation::of(table).forward; });
     save(context, dropping);
     context->save_for_backward({in});
-    return out;
+    return (kernels_for(in).*kActivation).forward(in, dropping);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const at::Tensor in = context->get_saved_variables()[0];
-    const at::Tensor grad = grads[0].contiguous();
-    at::Tensor grad_x = at::empty_like(grad);
-    const Dropping dropping = saved_dropping(context);
-    for_type(in, [&]<class T>(const KernelsOf<T>& table, T*) {
-      for_runs(grad.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
-        Activation::of(table).backward(data<T>(in) + first, data<T>(grad) + first,
-                                       data<T>(grad_x) + first, count, rule);
-      });
-    });
-    return {grad_x, at::Tensor()};
+    return {
+        (kernels_for(in).*kActivation).backward(in, grads[0].contiguous(), saved_dropping(context)),
+        at::Tensor()};
   }
 };
 
-// The loops index by them.
+// Kernels index by them. What lies elsewhere is not read back: its device checks it, if anyone.
 void check_range(const at::Tensor& numbers, int64_t least, int64_t most, const char* name) {
+  if (!numbers.is_cpu()) return;
   for (const int64_t number :
        std::span(numbers.const_data_ptr<int64_t>(), static_cast<size_t>(numbers.numel()))) {
     TORCH_CHECK_VALUE(number >= least && number <= most, name, ": expected ", least, " to ", most,
@@ -191,72 +108,39 @@ void check_range(const at::Tensor& numbers, int64_t least, int64_t most, const c
   }
 }
 
-SoftmaxShape shape_of(const at::Tensor& scores, const at::Tensor& key_lengths, bool causal,
-                      double scale) {
-  TORCH_CHECK_VALUE(
-      scores.dim() == 4 && scores.is_contiguous() && key_lengths.dtype() == at::kLong &&
-          key_lengths.dim() == 1 && key_lengths.size(0) == scores.size(0) &&
-          key_lengths.is_contiguous(),
-      "masked_softmax: expected contiguous scores [B, H, Q, K] and int64 lengths [B], got ",
-      scores.sizes(), " and ", key_lengths.sizes());
-  check_is_on_cpu(key_lengths, "masked_softmax: lengths");
-  check_range(key_lengths, 1, scores.size(3), "masked_softmax: lengths");
-  return {.batch = scores.size(0),
-          .heads = scores.size(1),
-          .queries = scores.size(2),
-          .keys = scores.size(3),
-          .key_lengths = key_lengths.data_ptr<int64_t>(),
-          .causal = causal,
-          .scale = static_cast<float>(scale)};
-}
-
-// The shape of `count` elements of it, from `first` on: of whole sentences.
-SoftmaxShape sentences_of(SoftmaxShape shape, int64_t first, int64_t count) {
-  const int64_t sentence = shape.heads * shape.queries * shape.keys;
-  shape.batch = count / sentence;
-  shape.key_lengths += first / sentence;
-  return shape;
+void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char* name) {
+  TORCH_CHECK_VALUE(tensor.device() == beside.device(), name, ": expected a tensor on ",
+                    beside.device(), ", got one on ", tensor.device());
 }
 
 struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& scores,
-                            const at::Tensor& key_lengths, bool causal, double scale,
-                            const Dropping& dropping) {
-    const SoftmaxShape shape = shape_of(scores, key_lengths, causal, scale);
-    at::Tensor probs = at::empty_like(scores);
-    at::Tensor dropped = dropping.rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
-    for_type(scores, [&]<class T>(const KernelsOf<T>& table, T*) {
-      for_runs(scores.numel(), dropping,
-               [&](int64_t first, int64_t count, const DropoutRule& rule) {
-                 table.softmax(data<T>(scores) + first, data<T>(probs) + first,
-                               dropped.defined() ? data<T>(dropped) + first : nullptr,
-                               sentences_of(shape, first, count), rule);
-               });
-    });
+                            const SoftmaxMask& mask, const Dropping& dropping) {
+    const auto [probs, dropped] = kernels_for(scores).softmax(scores, mask, dropping);
     save(context, dropping);
-    context->saved_data["causal"] = causal;
-    context->saved_data["softmax_scale"] = scale;
-    context->save_for_backward({probs, key_lengths});
+    context->saved_data["causal"] = mask.causal;
+    context->saved_data["softmax_scale"] = static_cast<double>(mask.scale);
+    context->save_for_backward({probs, mask.key_lengths_B});
     return dropped.defined() ? dropped : probs;
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
-    const at::Tensor& probs = saved[0];
-    const SoftmaxShape shape = shape_of(probs, saved[1], context->saved_data["causal"].toBool(),
-                                        context->saved_data["softmax_scale"].toDouble());
-    const at::Tensor grad = grads[0].contiguous();
-    at::Tensor grad_scores = at::empty_like(grad);
-    const Dropping dropping = saved_dropping(context);
-    for_type(probs, [&]<class T>(const KernelsOf<T>& table, T*) {
-      for_runs(probs.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
-        table.softmax_backward(data<T>(probs) + first, data<T>(grad) + first,
-                               data<T>(grad_scores) + first, sentences_of(shape, first, count),
-                               rule);
-      });
-    });
-    return {grad_scores, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    const SoftmaxMask mask{
+        .key_lengths_B = saved[1],
+        .causal = context->saved_data["causal"].toBool(),
+        .scale = static_cast<float>(context->saved_data["softmax_scale"].toDouble())};
+    return {kernels_for(saved[0]).softmax_backward(saved[0], grads[0].contiguous(), mask,
+                                                   saved_dropping(context)),
+            at::Tensor(), at::Tensor()};
   }
 };
+
+// x times a scalar tensor, which is not read back from its device. May write into x.
+at::Tensor scaled(const at::Tensor& x, const at::Tensor& factor) {
+  if (!factor.is_cpu()) return (x.to(factor.scalar_type()) * factor).to(x.scalar_type());
+  const double value = factor.item<double>();
+  return value == 1 ? x : x.mul_(value);
+}
 
 constexpr int64_t kChunkRows = 1024;
 
@@ -268,19 +152,15 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor w = weight.to(hidden.scalar_type());
     const int64_t rows = hidden.size(0);
-    const int64_t columns = w.size(0);
     at::Tensor grad_hidden = with_gradient ? at::empty_like(hidden) : at::Tensor();
     at::Tensor grad_weight;
-    at::Tensor scratch = at::empty({columns}, at::kFloat);
-    double sums[2] = {0, 0};
+    const at::Tensor sums = at::zeros({2}, at::TensorOptions(hidden.device()).dtype(at::kDouble));
     for (int64_t first = 0; first < rows; first += kChunkRows) {
       const int64_t count = std::min(kChunkRows, rows - first);
       const at::Tensor h = hidden.narrow(0, first, count);
       at::Tensor logits = at::mm(h, w.t());
-      for_type(logits, [&]<class T>(const KernelsOf<T>& table, T*) {
-        table.cross_entropy(data<T>(logits), labels.data_ptr<int64_t>() + first, count, columns,
-                            smoothing, with_gradient, scratch.data_ptr<float>(), sums);
-      });
+      kernels_for(logits).cross_entropy(logits, labels.narrow(0, first, count), smoothing,
+                                        with_gradient, sums);
       if (!with_gradient) continue;
       at::Tensor grad_h = grad_hidden.narrow(0, first, count);
       at::mm_out(grad_h, logits, w);
@@ -296,8 +176,8 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
       context->saved_data["grad_hidden"] = grad_hidden;
       context->saved_data["grad_weight"] = grad_weight;
     }
-    at::Tensor loss = at::scalar_tensor(sums[0], at::TensorOptions().dtype(wide));
-    at::Tensor nll = at::scalar_tensor(sums[1], at::TensorOptions().dtype(at::kDouble));
+    at::Tensor loss = sums.select(0, 0).to(wide, /*non_blocking=*/false, /*copy=*/true);
+    at::Tensor nll = sums.select(0, 1).clone();
     context->mark_non_differentiable({nll});
     return {loss, nll};
   }
@@ -306,15 +186,11 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     TORCH_CHECK(context->saved_data.count("grad_hidden") != 0,
                 "smoothed_cross_entropy: expected one backward, but its gradients were given away "
                 "in the first (retain_graph does not keep them)");
-    at::Tensor grad_hidden = context->saved_data["grad_hidden"].toTensor();
-    at::Tensor grad_weight = context->saved_data["grad_weight"].toTensor();
+    const at::Tensor grad_hidden = context->saved_data["grad_hidden"].toTensor();
+    const at::Tensor grad_weight = context->saved_data["grad_weight"].toTensor();
     context->saved_data.clear();
-    const double factor = grads[0].item<double>();
-    if (factor != 1) {
-      grad_hidden.mul_(factor);
-      grad_weight.mul_(factor);
-    }
-    return {grad_hidden, grad_weight, at::Tensor(), at::Tensor(), at::Tensor()};
+    return {scaled(grad_hidden, grads[0]), scaled(grad_weight, grads[0]), at::Tensor(),
+            at::Tensor(), at::Tensor()};
   }
 };
 
@@ -328,29 +204,41 @@ uint64_t splitmix64_finalizer(uint64_t bits) {
 
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
   if (p == 0) return x;
-  return Dropout::apply(x, next_dropping(p, stream, {}));
+  return Dropout::apply(x, next_dropping(x, p, stream, {}));
 }
 
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part) {
-  return ReluDropout::apply(x, next_dropping(p, stream, part));
+  return ReluDropout::apply(x, next_dropping(x, p, stream, part));
 }
 
 at::Tensor gelu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part) {
-  return ActivationDropout<Gelu>::apply(x, next_dropping(p, stream, part));
+  return ActivationDropout<&Kernels::gelu>::apply(x, next_dropping(x, p, stream, part));
 }
 
 at::Tensor swish_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                          const DropoutPart& part) {
-  return ActivationDropout<Swish>::apply(x, next_dropping(p, stream, part));
+  return ActivationDropout<&Kernels::swish>::apply(x, next_dropping(x, p, stream, part));
 }
 
 at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B,
                           bool causal, double scale, double p, DropoutStream& stream,
                           const DropoutPart& part) {
-  return MaskedSoftmax::apply(scores_BHQK, key_lengths_B, causal, scale,
-                              next_dropping(p, stream, part));
+  TORCH_CHECK_VALUE(scores_BHQK.dim() == 4 && scores_BHQK.is_contiguous() &&
+                        key_lengths_B.dtype() == at::kLong && key_lengths_B.dim() == 1 &&
+                        key_lengths_B.size(0) == scores_BHQK.size(0) &&
+                        key_lengths_B.is_contiguous(),
+                    "masked_softmax: expected contiguous scores [B, H, Q, K] and int64 lengths "
+                    "[B], got ",
+                    scores_BHQK.sizes(), " and ", key_lengths_B.sizes());
+  check_device(key_lengths_B, scores_BHQK, "masked_softmax: lengths");
+  check_range(key_lengths_B, 1, scores_BHQK.size(3), "masked_softmax: lengths");
+  return MaskedSoftmax::apply(
+      scores_BHQK,
+      SoftmaxMask{
+          .key_lengths_B = key_lengths_B, .causal = causal, .scale = static_cast<float>(scale)},
+      next_dropping(scores_BHQK, p, stream, part));
 }
 
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,
@@ -361,8 +249,8 @@ LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& w
           labels_N.dtype() == at::kLong && labels_N.is_contiguous(),
       "smoothed_cross_entropy: expected hidden [N, D], weight [V, D], int64 labels [N], got ",
       hidden_ND.sizes(), ", ", weight_VD.sizes(), ", ", labels_N.sizes());
-  check_is_on_cpu(hidden_ND, "smoothed_cross_entropy: hidden");
-  check_is_on_cpu(labels_N, "smoothed_cross_entropy: labels");
+  check_device(weight_VD, hidden_ND, "smoothed_cross_entropy: weight");
+  check_device(labels_N, hidden_ND, "smoothed_cross_entropy: labels");
   check_range(labels_N, 0, weight_VD.size(0) - 1, "smoothed_cross_entropy: labels");
   const bool with_gradient =
       at::GradMode::is_enabled() && (hidden_ND.requires_grad() || weight_VD.requires_grad());
@@ -385,10 +273,10 @@ at::Tensor attend(const at::Tensor& queries_ND, const SeenRows& seen, int64_t he
   size_t most = 0;
   for (const SeenRows::Range& range : seen.of_query) most = std::max(most, range.count);
   at::Tensor out = at::empty(queries_ND.sizes(), queries_ND.options());
-  for_type(queries_ND, [&]<class T>(const KernelsOf<T>& table, T*) {
+  for_type(queries_ND, [&]<class T>(const LoopsOf<T>& table, T*) {
     const int64_t unit = kScoresUnit;
     const int64_t scores = (static_cast<int64_t>(most) + unit - 1) / unit * unit;
-    std::vector<typename KernelsOf<T>::Sum> scratch(static_cast<size_t>(width + heads * scores));
+    std::vector<typename LoopsOf<T>::Sum> scratch(static_cast<size_t>(width + heads * scores));
     std::vector<const T*> rows(most);
     for (int64_t n = 0; n < queries_ND.size(0); ++n) {
       const auto [first, count] = seen.of_query[static_cast<size_t>(n)];
@@ -407,8 +295,8 @@ LogProbs::LogProbs(const at::Tensor& scores_NV) : scores_NV_(scores_NV.contiguou
   const bool wide = scores_NV_.scalar_type() == at::kDouble;
   tops_ = at::empty({rows, blocks}, wide ? at::kDouble : at::kFloat);
   log_sums_.resize(static_cast<size_t>(rows));
-  for_type(scores_NV_, [&]<class T>(const KernelsOf<T>& table, T*) {
-    using Sum = typename KernelsOf<T>::Sum;
+  for_type(scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
+    using Sum = typename LoopsOf<T>::Sum;
     for (int64_t n = 0; n < rows; ++n) {
       log_sums_[static_cast<size_t>(n)] = table.log_sum_exp(data<T>(scores_NV_) + n * columns,
                                                             columns, data<Sum>(tops_) + n * blocks);

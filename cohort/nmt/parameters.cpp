@@ -45,8 +45,10 @@ Initialiser::Initialiser(const TransformerOptions& options, uint64_t seed,
 void Initialiser::operator()(const std::string& name, at::Tensor& parameter) {
   const at::NoGradGuard no_grad;
   const TensorPart part = part_of(name, parameter.sizes().vec(), options_, *tensor_parallel_);
-  if (part.is_whole()) return draw(name, parameter);
-  at::Tensor whole = at::empty(part.shape, parameter.options().requires_grad(false));
+  if (part.is_whole() && parameter.is_cpu()) return draw(name, parameter);
+  // On the CPU, whose generator gives the same numbers for every device.
+  at::Tensor whole =
+      at::empty(part.shape, parameter.options().device(at::kCPU).requires_grad(false));
   draw(name, whole);
   std::vector<at::Tensor> pieces;
   for (const auto& [begin, end] : part.pieces)

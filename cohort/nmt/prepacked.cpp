@@ -10,7 +10,7 @@
 #include <torch/types.h>
 #include <vector>
 
-#include "cohort/nmt/kernels/kernels.h"
+#include "cohort/nmt/kernels/cpu/loops.h"
 
 namespace cohort::nmt {
 namespace {
@@ -36,14 +36,14 @@ const c10::TypedOperatorHandle<Signature>& onednn(const char* name) {
 constexpr int64_t kFewestRows = 16;
 constexpr int64_t kBlockRows = 24;
 
-bool has_avx512(const Kernels& table) {
+bool has_avx512(const Loops& table) {
   return std::string_view(table.name) == "avx512";
 }
 
 // In float32 oneDNN lets several threads share the sums of wide rows where there are few rows.
 bool sums_in_one_order(at::ScalarType type, int64_t width) {
   constexpr int64_t kWidestWhole = 1024;
-  return has_avx512(kernels()) &&
+  return has_avx512(loops()) &&
          (type != at::kFloat || width <= kWidestWhole || at::get_num_threads() == 1);
 }
 
@@ -57,7 +57,7 @@ Prepacked::Prepacked(const at::Tensor& weight) : weight_(weight) {
   const auto type = weight.scalar_type();
   packed_ = at::globalContext().hasMKLDNN() && at::globalContext().userEnabledMkldnn() &&
             weight.device().is_cpu() &&
-            (type == at::kFloat || (type == at::kBFloat16 && has_avx512(*supported_kernels()[0])));
+            (type == at::kFloat || (type == at::kBFloat16 && has_avx512(*supported_loops()[0])));
   if (packed_) {
     const std::optional<c10::SymInt> any_rows;
     weight_ = onednn<Reorder>("mkldnn::_reorder_linear_weight")

@@ -7,6 +7,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/nmt/kernels/kernels.h"
 
 namespace cohort::nmt {
 namespace {
@@ -53,8 +54,9 @@ at::Tensor feed_forward(const at::Tensor& x, Projection& linear1, Projection& li
   TORCH_INTERNAL_ASSERT(false);
 }
 
-bool infers(const torch::nn::Module& module) {
-  return !module.is_training() && !at::GradMode::is_enabled();
+// Whether the operations of inference alone compute what `module` makes of x.
+bool infers(const torch::nn::Module& module, const at::Tensor& x) {
+  return !module.is_training() && !at::GradMode::is_enabled() && kernels_for(x).has_inference;
 }
 
 const void* row_of(const at::Tensor& rows, int64_t index) {
@@ -78,8 +80,9 @@ SeenRows see_sentences(const at::Tensor& kv_BSE, const at::Tensor& lengths_B, in
   return seen;
 }
 
-// The kernels walk raw memory by these numbers.
+// The kernels walk raw memory by these numbers. From another device they are not read back.
 void check_range(const char* what, const at::Tensor& numbers, int64_t low, int64_t high) {
+  if (!numbers.is_cpu()) return;
   const auto [least, most] = at::aminmax(numbers);
   TORCH_CHECK_VALUE(least.item<int64_t>() >= low && most.item<int64_t>() <= high, what,
                     ": expected ", low, " to ", high, ", got ", least.item<int64_t>(), " to ",
@@ -87,6 +90,21 @@ void check_range(const char* what, const at::Tensor& numbers, int64_t low, int64
 }
 
 }  // namespace
+
+Batch Batch::to(c10::Device device) const {
+  const auto moved = [&](const at::Tensor& tensor) {
+    return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
+  };
+  const at::Tensor rows =
+      label_rows_N.defined() ? label_rows_N : at::nonzero(labels_BT.reshape({-1})).squeeze(1);
+  return {.source_BS = moved(source_BS),
+          .source_lengths_B = moved(source_lengths_B),
+          .input_BT = moved(input_BT),
+          .labels_BT = moved(labels_BT),
+          .target_lengths_B = moved(target_lengths_B),
+          .num_target_tokens = num_target_tokens,
+          .label_rows_N = moved(rows)};
+}
 
 at::Tensor sinusoids(int64_t positions, int64_t width) {
   const at::Tensor position = at::arange(positions, at::kDouble).unsqueeze(1);
@@ -136,7 +154,7 @@ at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t c
                                    const at::Tensor& added) {
   const auto type = compute_type(weight, context_->precision);
   const at::Tensor b = added.defined() ? added.to(type) : added;
-  if (infers(*this)) return prepacked(first, count).multiply(x.to(type), b);
+  if (infers(*this, x)) return prepacked(first, count).multiply(x.to(type), b);
   return at::linear(x.to(type), weight.narrow(0, first, count).to(type),
                     b.defined() ? std::optional(b) : std::nullopt);
 }
@@ -189,7 +207,7 @@ at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen
 
 at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal) {
   const at::Tensor qkv = in_proj->forward(x_BTD);
-  if (infers(*this)) {
+  if (infers(*this, qkv)) {
     return attend(qkv.narrow(2, 0, width_), see_sentences(qkv.narrow(2, width_, 2 * width_),
                                                           lengths_B, x_BTD.size(1), causal));
   }
@@ -204,7 +222,7 @@ at::Tensor AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
 at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
                                 const at::Tensor& lengths_B) {
   const at::Tensor q = in_proj->part(x_BTD, 0, width_);
-  if (infers(*this))
+  if (infers(*this, q))
     return attend(q, see_sentences(memory_BSE, lengths_B, x_BTD.size(1), /*causal=*/false));
   const auto kv = split_heads(memory_BSE, 2, heads_);
   return attend(split_heads(q, 1, heads_)[0], kv[0], kv[1], lengths_B, /*causal=*/false);
@@ -402,6 +420,7 @@ at::Tensor TransformerImpl::embed(Side side, const at::Tensor& ids, int64_t firs
       source ? source_embedding_ : target_embedding_, ids,
       source ? options_.dim_vocab_source : options_.dim_vocab_target);
   const at::Tensor x = rows * std::sqrt(static_cast<double>(options_.dim_emb));
+  if (positions_.device() != x.device()) positions_ = positions_.to(x.device());
   const at::Tensor summed = x + positions_.narrow(0, first_position, length).to(x.scalar_type());
   return dropout(summed, is_training() ? options_.dropout : 0, context_->stream);
 }
@@ -459,7 +478,8 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
   }
   // Only rows that carry a label reach the projection to the vocabulary.
   const at::Tensor labels = batch.labels_BT.reshape({-1});
-  const at::Tensor rows = at::nonzero(labels).squeeze(1);
+  const at::Tensor rows =
+      batch.label_rows_N.defined() ? batch.label_rows_N : at::nonzero(labels).squeeze(1);
   return {decoder_output(x.reshape({-1, x.size(2)}).index_select(0, rows)),
           labels.index_select(0, rows)};
 }
@@ -477,7 +497,7 @@ at::Tensor TransformerImpl::log_probabilities(const Batch& batch) {
   const at::NoGradGuard no_grad;
   const auto [hidden, labels] = labelled_states(batch);
   const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor result = at::empty({labels.size(0)}, at::kDouble);
+  at::Tensor result = at::empty({labels.size(0)}, labels.options().dtype(at::kDouble));
   for (int64_t first = 0; first < labels.size(0); first += kRows) {
     const int64_t rows = std::min(kRows, labels.size(0) - first);
     const at::Tensor scores = all_scores(hidden.narrow(0, first, rows));
@@ -503,7 +523,11 @@ at::Tensor TransformerImpl::all_scores(const at::Tensor& hidden) {
 
 DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
                                              const at::Tensor& lengths_B) {
-  TORCH_INTERNAL_ASSERT(infers(*this));
+  TORCH_CHECK_VALUE(memory_BSD.is_cpu(),
+                    "begin_decoding: expected encodings on the CPU, where all decoding runs, got "
+                    "some on ",
+                    memory_BSD.device());
+  TORCH_INTERNAL_ASSERT(infers(*this, memory_BSD));
   DecoderState state;
   for (auto& layer : decoder_) state.memory.push_back(layer->project_memory(memory_BSD));
   state.past.resize(decoder_.size());
@@ -513,7 +537,7 @@ DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
 }
 
 at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state) {
-  TORCH_INTERNAL_ASSERT(infers(*this));
+  TORCH_INTERNAL_ASSERT(infers(*this, last_N));
   TORCH_CHECK_VALUE(last_N.dim() == 1 && last_N.size(0) == std::ssize(state.paths),
                     "decode_step: expected a token for each of ", state.paths.size(),
                     " translations, got ", last_N.sizes());

@@ -30,6 +30,13 @@ struct Batch {
   at::Tensor labels_BT;         ///< int64, input moved by one, ends with the end id, then padding.
   at::Tensor target_lengths_B;  ///< int64 in [1, T]; counts labels.
   int64_t num_target_tokens = 0;  ///< Labels that are no padding.
+  /// int64 [num_target_tokens], which of labels_BT's elements those are. If it is undefined, they
+  /// are looked for when they are needed, for which the host waits for the labels' device.
+  at::Tensor label_rows_N{};
+
+  /// Returns the batch on another device, with label_rows_N. From pinned memory the copies do not
+  /// wait for the device.
+  Batch to(c10::Device device) const;
 };
 
 /// Returns the encodings of positions that embeddings are added to, [positions, width] float32:
@@ -195,6 +202,8 @@ struct DecoderState {
 /// there is no "generator.weight"; with tied_embeddings_all the one table is "embedding". A
 /// post-norm model has no "encoder.norm" and "decoder.norm".
 /// Threads: one. Local.
+/// Devices: forward and encode run where parameters and batch are, decoding on the CPU alone. Ids
+///          and lengths are checked on the CPU; elsewhere they are not read back.
 /// Errors:  c10::ValueError for ids or lengths out of range.
 class TransformerImpl : public torch::nn::Module {
  public:
@@ -219,6 +228,7 @@ class TransformerImpl : public torch::nn::Module {
 
   at::Tensor encode(const at::Tensor& source_BS, const at::Tensor& lengths_B);
   /// Decoding is inference: evaluation mode, no gradients.
+  /// Errors: c10::ValueError for a memory elsewhere than on the CPU.
   DecoderState begin_decoding(const at::Tensor& memory_BSD, const at::Tensor& lengths_B);
   /// Scores [N, V] (before softmax) of the token after `last_N` of each of the state's N
   /// translations; advances `state`. A translation's scores do not depend on the others.

@@ -93,16 +93,25 @@ double unit_of(at::ScalarType type) {
 }
 
 template <class Body>
-void in_every_table(const Body& body) {
-  for (const Kernels* const* table = supported_kernels(); *table != nullptr; ++table) {
-    use_kernels(**table);
-    for (const auto type : {at::kFloat, at::kBFloat16}) {
-      SCOPED_TRACE(std::string((*table)->name) + " " + c10::toString(type));
-      torch::manual_seed(6);
-      body(type);
-    }
+void in_both_types(const std::string& table, const Body& body) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    SCOPED_TRACE(table + " " + c10::toString(type));
+    torch::manual_seed(6);
+    body(type);
   }
-  use_kernels(*supported_kernels()[0]);
+}
+
+// The loops of every instruction set, then the operations of ATen that other devices run.
+template <class Body>
+void in_every_table(const Body& body) {
+  for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
+    use_loops(**table);
+    in_both_types((*table)->name, body);
+  }
+  use_loops(*supported_loops()[0]);
+  use_aten_kernels(true);
+  in_both_types("aten", body);
+  use_aten_kernels(false);
 }
 
 // `bound` has an element per element; higher orders take the last percent. A NaN is out of bounds.
@@ -390,28 +399,33 @@ TEST(FusedTest, EveryBFloat16NaNStaysOne) {
   });
 }
 
-TEST(FusedTest, TensorsElsewhereThanOnTheCpuAreRefused) {
+TEST(FusedTest, TensorsOfTwoDevicesAreRefused) {
   const at::Tensor here = at::ones({2, 3}), there = at::ones({2, 3}, at::kMeta);
-  const at::Tensor labels = at::zeros({2}, at::kLong);
+  const at::Tensor labels = at::zeros({2}, at::kLong), lengths = at::ones({1}, at::kLong);
   DropoutStream stream;
-  const auto expect_refused = [](const auto& call) {
-    const std::string message = test::message_of<c10::ValueError>(call);
-    EXPECT_NE(message.find("expected a tensor on the CPU, got one on meta"), std::string::npos)
-        << message;
+  const auto expect_refused = [](const std::string& expected, const auto& call) {
+    EXPECT_EQ(test::message_of<c10::ValueError>(call), expected);
   };
-  expect_refused([&] { dropout(there, 0.3, stream); });
-  expect_refused([&] { relu_dropout(there, 0.3, stream); });
-  expect_refused([&] { gelu_dropout(there, 0, stream); });
-  expect_refused([&] {
-    masked_softmax(there.view({1, 1, 2, 3}), at::ones({1}, at::kLong), false, 1, 0, stream);
+  expect_refused("masked_softmax: lengths: expected a tensor on meta, got one on cpu", [&] {
+    masked_softmax(there.view({1, 1, 2, 3}), lengths, false, 1, 0, stream);
   });
-  expect_refused([&] {
-    const at::Tensor lengths = at::ones({1}, at::TensorOptions(at::kMeta).dtype(at::kLong));
-    masked_softmax(here.view({1, 1, 2, 3}), lengths, false, 1, 0, stream);
+  expect_refused("masked_softmax: lengths: expected a tensor on cpu, got one on meta", [&] {
+    masked_softmax(here.view({1, 1, 2, 3}), lengths.to(at::kMeta), false, 1, 0, stream);
   });
-  expect_refused([&] { smoothed_cross_entropy(there, there, labels, 0.1); });
-  expect_refused([&] { smoothed_cross_entropy(here, here, labels.to(at::kMeta), 0.1); });
-  expect_refused([&] { const LogProbs scores(there); });
+  expect_refused("smoothed_cross_entropy: weight: expected a tensor on meta, got one on cpu",
+                 [&] { smoothed_cross_entropy(there, here, labels, 0.1); });
+  expect_refused("smoothed_cross_entropy: labels: expected a tensor on cpu, got one on meta",
+                 [&] { smoothed_cross_entropy(here, here, labels.to(at::kMeta), 0.1); });
+}
+
+TEST(FusedTest, InferenceElsewhereThanOnTheCpuIsRefused) {
+  const at::Tensor there = at::ones({2, 3}, at::kMeta);
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] { const LogProbs scores(there); }),
+            "expected a tensor on the CPU, got one on meta");
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] {
+              attend(there, {.rows = {nullptr}, .of_query = {{0, 1}, {0, 1}}}, 1);
+            }),
+            "expected a tensor on the CPU, got one on meta");
 }
 
 TEST(FusedTest, LabelsAndLengthsOutOfRangeAreRefused) {

@@ -10,7 +10,7 @@
 #include <torch/types.h>
 
 #include "cohort/nmt/fused.h"
-#include "cohort/nmt/kernels/kernels.h"
+#include "cohort/nmt/kernels/cpu/loops.h"
 #include "cohort/nmt/prepacked.h"
 #include "cohort/nmt/transformer.h"
 
@@ -23,15 +23,15 @@ constexpr double kU = 0x1p-24;  // half the distance of 1 to its neighbour in fl
 
 template <class Body>
 void in_every_table(const Body& body) {
-  for (const Kernels* const* table = supported_kernels(); *table != nullptr; ++table) {
-    use_kernels(**table);
+  for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
+    use_loops(**table);
     for (const auto type : {at::kFloat, at::kBFloat16}) {
       SCOPED_TRACE(std::string((*table)->name) + " " + c10::toString(type));
       torch::manual_seed(6);
       body(type);
     }
   }
-  use_kernels(*supported_kernels()[0]);
+  use_loops(*supported_loops()[0]);
 }
 
 struct AttentionCase {

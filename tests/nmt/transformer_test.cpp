@@ -7,6 +7,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/nmt/kernels/kernels.h"
 #include "cohort/nmt/search.h"
 #include "cohort/optim/adam.h"
 #include "cohort/translate/layer_runner.h"
@@ -63,6 +64,57 @@ TEST(TransformerTest, PaddingChangesNothing) {
     for (const auto& s : sentences)
       apart += std::get<0>(model->forward(test::make_test_batch({s}))).item<double>();
     EXPECT_NEAR(together, apart, 1e-11) << name_of(options);
+  }
+}
+
+struct Step {
+  at::Tensor loss, nll;
+  std::vector<at::Tensor> gradients;
+};
+
+// With dropout, whose elements are the same ones everywhere.
+Step one_step(TransformerOptions options, const Batch& batch) {
+  options.dropout = 0.2;
+  Transformer model(options);
+  model->to(at::kDouble);
+  model->set_dropout_stream({.seed = 3});
+  Step step;
+  std::tie(step.loss, step.nll) = model->forward(batch);
+  step.loss.backward();
+  for (const at::Tensor& parameter : model->parameters())
+    step.gradients.push_back(parameter.grad());
+  return step;
+}
+
+TEST(TransformerTest, AStepByOperationsOfAtenEqualsOneByLoops) {
+  const auto batch = test::make_test_batch(test::make_sentences(6, 2));
+  for (const auto& options : variants()) {
+    SCOPED_TRACE(name_of(options));
+    const Step loops = one_step(options, batch);
+    use_aten_kernels(true);
+    const Step aten = one_step(options, batch.to(at::kCPU));
+    use_aten_kernels(false);
+    EXPECT_NEAR(loops.loss.item<double>(), aten.loss.item<double>(), 1e-11);
+    EXPECT_NEAR(loops.nll.item<double>(), aten.nll.item<double>(), 1e-11);
+    for (size_t i = 0; i < loops.gradients.size(); ++i)
+      EXPECT_TRUE(loops.gradients[i].allclose(aten.gradients[i], 1e-11, 1e-12)) << i;
+    EXPECT_GT(loops.gradients[0].abs().sum().item<double>(), 0);
+  }
+}
+
+// Without the operations of inference alone: what another device does in evaluation.
+TEST(TransformerTest, EvaluationByOperationsOfAtenEqualsThatByLoops) {
+  const at::NoGradGuard no_grad;
+  const auto batch = test::make_test_batch(test::make_sentences(6, 2));
+  for (const auto& options : variants()) {
+    Transformer model(options);
+    model->to(at::kDouble);
+    model->eval();
+    const at::Tensor loops = model->log_probabilities(batch);
+    use_aten_kernels(true);
+    const at::Tensor aten = model->log_probabilities(batch);
+    use_aten_kernels(false);
+    EXPECT_TRUE(loops.allclose(aten, 1e-11, 1e-12)) << name_of(options);
   }
 }
 

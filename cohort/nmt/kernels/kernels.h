@@ -1,114 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loops over raw memory for which libtorch has no fused form. No torch, no threads, no allocation.
-//
-// kernels.cpp is compiled once per instruction set; `kernels()` picks the best for this machine.
-// Legend: R rows, C columns (last dimension, contiguous). bf16 values are 16-bit patterns.
-// Sums run in float (double for double), in an order that the instruction set fixes.
+// What fused.h computes with, chosen by the device of its tensors: cpu/ has loops over the host's
+// memory, aten/ plain operations of ATen, which every device has. None of them records gradients.
+// Legend as in fused.h.
 #pragma once
-#include <cstdint>
+#include <ATen/core/Tensor.h>
+#include <utility>
+
+#include "cohort/nmt/fused.h"
+#include "cohort/nmt/kernels/cpu/loops.h"
 
 namespace cohort::nmt {
 
-struct BFloat16Bits {
-  uint16_t bits;
+/// What one call drops. The same elements fall on every device.
+struct Dropping {
+  DropoutRule rule;
+  DropoutPart part;
 };
 
-/// What sums of T run in.
-template <class T>
-struct SumOf {
-  using Type = T;
-};
-template <>
-struct SumOf<BFloat16Bits> {
-  using Type = float;
-};
-
-/// How a dropout decides: element i is dropped if the 16-bit hash of (key, first + i) is below
-/// `threshold`. Nothing is stored: backward hashes again. Kept elements are multiplied by `scale`.
-struct DropoutRule {
-  uint64_t key = 0;
-  uint16_t threshold = 0;  ///< round(p * 65536); 0 keeps everything.
-  float scale = 1;         ///< 65536 / (65536 - threshold).
-  int64_t first = 0;       ///< Number of the first element, where these are some of many.
-};
-
-/// Which keys a query row sees: key < length of its sequence and, if causal, key <= query.
-struct SoftmaxShape {
-  int64_t batch = 0, heads = 0, queries = 0, keys = 0;
-  const int64_t* key_lengths = nullptr;  ///< [batch], each in [1, keys].
+/// Which keys a query sees: those before its sequence's length and, if `causal`, not after it.
+struct SoftmaxMask {
+  at::Tensor key_lengths_B;
   bool causal = false;
   float scale = 1;  ///< Multiplies the scores first.
 };
 
-/// Sizes of attention by heads; a row of D elements holds one head after the other.
-struct HeadShape {
-  int64_t heads = 0, width = 0;  ///< D = heads * width.
-  float scale = 1;               ///< Multiplies the scores.
+/// Element by element, with the dropout behind it.
+struct ActivationKernels {
+  /// Returns dropped(f(x)).
+  at::Tensor (*forward)(const at::Tensor& x, const Dropping& dropping);
+  /// Returns f'(x) * dropped(grad).
+  at::Tensor (*backward)(const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping);
 };
 
-/// A multiple of every instruction set's registers.
-inline constexpr int64_t kScoresUnit = 16;
-
-/// Columns whose greatest value `log_sum_exp` reports together.
-inline constexpr int64_t kTopColumns = 256;
-
-/// An activation and the dropout behind it. What an element comes to is a function of that element:
-/// not of how many there are, nor of where it stands among them.
-template <class T>
-struct ActivationOf {
-  /// out[i] = rule(f(x[i])).
-  void (*forward)(const T* x, T* out, int64_t n, DropoutRule rule);
-  /// grad_x[i] = rule(f'(x[i]) * grad[i]).
-  void (*backward)(const T* x, const T* grad, T* grad_x, int64_t n, DropoutRule rule);
-};
-
-template <class T>
-struct KernelsOf {
-  using Sum = typename SumOf<T>::Type;
-  /// out[i] = rule(x[i]).
-  void (*dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
-  /// out[i] = rule(max(x[i], 0)).
-  void (*relu_dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
-  /// grad_x[i] = out[i] > 0 ? grad[i] * scale : 0.
-  void (*relu_dropout_backward)(const T* out, const T* grad, T* grad_x, int64_t n, float scale);
-  ActivationOf<T> gelu;   ///< f(x) = x times the normal distribution's share below x.
-  ActivationOf<T> swish;  ///< f(x) = x / (1 + exp(-x)).
-  /// probs = softmax of visible scores (0 elsewhere); dropped = rule(probs), unless it is null.
-  void (*softmax)(const T* scores, T* probs, T* dropped, SoftmaxShape shape, DropoutRule rule);
-  /// grad_scores from the gradient of `dropped`, recomputing the rule.
-  void (*softmax_backward)(const T* probs, const T* grad, T* grad_scores, SoftmaxShape shape,
-                           DropoutRule rule);
-  /// For each row of logits [R, C]: adds the loss -(1-e) log p[label] - e/C sum log p to sums[0]
-  /// and -log p[label] to sums[1]; then, if `with_gradient`, overwrites the row by p - q. labels in
-  /// [0, C).
-  void (*cross_entropy)(T* logits, const int64_t* labels, int64_t rows, int64_t columns,
-                        double smoothing, bool with_gradient, float* scratch, double* sums);
-  /// Attention of one query over `count` > 0 rows of 2 D elements, the key before the value:
-  /// out[D] = for each head the mean of the values, weighted by softmax(scale * query . key).
-  /// scratch [D + heads * (count, rounded up to kScoresUnit)]. The result is a function of these
-  /// operands alone: not of how many queries there are, nor of where their rows lie.
-  void (*attend)(const T* query, const T* const* rows, int64_t count, HeadShape shape, Sum* scratch,
-                 T* out);
-  /// Returns log(sum of exp(row)) over C columns, not finite if any is NaN or infinite upwards;
-  /// tops[i] becomes the greatest of columns [i, i + 1) * kTopColumns.
-  double (*log_sum_exp)(const T* row, int64_t columns, Sum* tops);
-};
-
+/// Operands are contiguous, of one device, and float32, float64 or bfloat16 unless it says another
+/// type. Results are of the operands' type; sums run in float32 (float64 for float64).
 struct Kernels {
-  const char* name;  ///< Instruction set: "avx512", "avx2" or "sse2".
-  KernelsOf<float> f32;
-  KernelsOf<double> f64;
-  KernelsOf<BFloat16Bits> bf16;
+  bool has_inference = false;  ///< Whether fused.h's operations of inference alone run there.
+  at::Tensor (*dropout)(const at::Tensor& x, const Dropping& dropping);
+  at::Tensor (*relu_dropout)(const at::Tensor& x, const Dropping& dropping);
+  /// Returns grad * scale where `out`, of relu_dropout, is above 0, and 0 elsewhere.
+  at::Tensor (*relu_dropout_backward)(const at::Tensor& out, const at::Tensor& grad, float scale);
+  ActivationKernels gelu;
+  ActivationKernels swish;
+  /// Returns the softmax of visible scores_BHQK, 0 elsewhere, and what dropout leaves of it
+  /// (undefined if nothing is to be dropped).
+  std::pair<at::Tensor, at::Tensor> (*softmax)(const at::Tensor& scores_BHQK,
+                                               const SoftmaxMask& mask, const Dropping& dropping);
+  /// Returns the gradient of the scores from that of what `softmax` dropped.
+  at::Tensor (*softmax_backward)(const at::Tensor& probs_BHQK, const at::Tensor& grad_BHQK,
+                                 const SoftmaxMask& mask, const Dropping& dropping);
+  /// Adds the rows' smoothed losses to sums[0] and -log p[label] to sums[1], both float64; then, if
+  /// `with_gradient`, overwrites logits_NV by the losses' gradient. labels_N int64 in [0, V).
+  void (*cross_entropy)(const at::Tensor& logits_NV, const at::Tensor& labels_N, double smoothing,
+                        bool with_gradient, const at::Tensor& sums);
 };
 
-/// Returns the tables of the instruction sets that this machine has, the best first, then null.
-const Kernels* const* supported_kernels();
+/// Returns the kernels of the tensor's device.
+const Kernels& kernels_for(const at::Tensor& tensor);
 
-/// Returns the table in use: the best, unless `use_kernels` has named another.
-const Kernels& kernels();
-
-/// For tests of every table on one machine.
+/// For tests: takes those of aten/ on the CPU, too.
 /// Threads: while none is in a kernel.
-void use_kernels(const Kernels& table);
+void use_aten_kernels(bool on);
 
 }  // namespace cohort::nmt

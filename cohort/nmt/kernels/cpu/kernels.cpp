@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/nmt/kernels/kernels.h"
+
+#include <torch/types.h>
+
+#include "cohort/nmt/kernels/cpu/for_type.h"
+
+namespace cohort::nmt {
+namespace {
+
+// Calls body(first element here, how many, rule) for elements that are neighbours in the whole,
+// too.
+template <class Body>
+void for_runs(int64_t num_elements, const Dropping& dropping, const Body& body) {
+  auto [rule, part] = dropping;
+  if (rule.threshold == 0 || part.size == part.whole) return body(int64_t{0}, num_elements, rule);
+  rule.first = part.first;
+  for (int64_t first = 0; first < num_elements; first += part.size, rule.first += part.whole)
+    body(first, part.size, rule);
+}
+
+// loop_of(loops): which of them computes elements of the result from those of `in`.
+template <class LoopOf>
+at::Tensor run_loop(const at::Tensor& in, const Dropping& dropping, LoopOf loop_of) {
+  at::Tensor out = at::empty_like(in);
+  for_type(in, [&]<class T>(const LoopsOf<T>& table, T*) {
+    for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+      loop_of(table)(data<T>(in) + first, data<T>(out) + first, count, rule);
+    });
+  });
+  return out;
+}
+
+at::Tensor relu_backward_by_loops(const at::Tensor& out, const at::Tensor& grad, float scale) {
+  at::Tensor grad_x = at::empty_like(grad);
+  for_type(out, [&]<class T>(const LoopsOf<T>& table, T*) {
+    table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(), scale);
+  });
+  return grad_x;
+}
+
+template <class ActivationIn>
+at::Tensor activation_backward_by_loops(const at::Tensor& x, const at::Tensor& grad,
+                                        const Dropping& dropping, ActivationIn activation_in) {
+  at::Tensor grad_x = at::empty_like(grad);
+  for_type(x, [&]<class T>(const LoopsOf<T>& table, T*) {
+    for_runs(grad.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+      activation_in(table).backward(data<T>(x) + first, data<T>(grad) + first,
+                                    data<T>(grad_x) + first, count, rule);
+    });
+  });
+  return grad_x;
+}
+
+// Of `count` elements of the scores, from `first` on: of whole sentences.
+SoftmaxShape shape_of(const at::Tensor& scores, const SoftmaxMask& mask, int64_t first,
+                      int64_t count) {
+  const int64_t sentence = scores.size(1) * scores.size(2) * scores.size(3);
+  return {.batch = sentence == 0 ? 0 : count / sentence,
+          .heads = scores.size(1),
+          .queries = scores.size(2),
+          .keys = scores.size(3),
+          .key_lengths =
+              mask.key_lengths_B.data_ptr<int64_t>() + (sentence == 0 ? 0 : first / sentence),
+          .causal = mask.causal,
+          .scale = mask.scale};
+}
+
+std::pair<at::Tensor, at::Tensor> softmax_by_loops(const at::Tensor& scores,
+                                                   const SoftmaxMask& mask,
+                                                   const Dropping& dropping) {
+  at::Tensor probs = at::empty_like(scores);
+  at::Tensor dropped = dropping.rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
+  for_type(scores, [&]<class T>(const LoopsOf<T>& table, T*) {
+    for_runs(scores.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+      table.softmax(data<T>(scores) + first, data<T>(probs) + first,
+                    dropped.defined() ? data<T>(dropped) + first : nullptr,
+                    shape_of(scores, mask, first, count), rule);
+    });
+  });
+  return {probs, dropped};
+}
+
+at::Tensor softmax_backward_by_loops(const at::Tensor& probs, const at::Tensor& grad,
+                                     const SoftmaxMask& mask, const Dropping& dropping) {
+  at::Tensor grad_scores = at::empty_like(grad);
+  for_type(probs, [&]<class T>(const LoopsOf<T>& table, T*) {
+    for_runs(probs.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+      table.softmax_backward(data<T>(probs) + first, data<T>(grad) + first,
+                             data<T>(grad_scores) + first, shape_of(probs, mask, first, count),
+                             rule);
+    });
+  });
+  return grad_scores;
+}
+
+void cross_entropy_by_loops(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
+                            bool with_gradient, const at::Tensor& sums) {
+  const int64_t columns = logits.size(1);
+  at::Tensor scratch = at::empty({columns}, at::kFloat);
+  for_type(logits, [&]<class T>(const LoopsOf<T>& table, T*) {
+    table.cross_entropy(data<T>(logits), labels.const_data_ptr<int64_t>(), logits.size(0), columns,
+                        smoothing, with_gradient, scratch.data_ptr<float>(),
+                        sums.data_ptr<double>());
+  });
+}
+
+}  // namespace
+
+extern const Kernels cpu_kernels;
+const Kernels cpu_kernels = {
+    .has_inference = true,
+    .dropout =
+        [](const at::Tensor& x, const Dropping& dropping) {
+          return run_loop(x, dropping, [](const auto& table) { return table.dropout; });
+        },
+    .relu_dropout =
+        [](const at::Tensor& x, const Dropping& dropping) {
+          return run_loop(x, dropping, [](const auto& table) { return table.relu_dropout; });
+        },
+    .relu_dropout_backward = relu_backward_by_loops,
+    .gelu = {.forward =
+                 [](const at::Tensor& x, const Dropping& dropping) {
+                   return run_loop(x, dropping,
+                                   [](const auto& table) { return table.gelu.forward; });
+                 },
+             .backward =
+                 [](const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping) {
+                   return activation_backward_by_loops(
+                       x, grad, dropping, [](const auto& table) { return table.gelu; });
+                 }},
+    .swish = {.forward =
+                  [](const at::Tensor& x, const Dropping& dropping) {
+                    return run_loop(x, dropping,
+                                    [](const auto& table) { return table.swish.forward; });
+                  },
+              .backward =
+                  [](const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping) {
+                    return activation_backward_by_loops(
+                        x, grad, dropping, [](const auto& table) { return table.swish; });
+                  }},
+    .softmax = softmax_by_loops,
+    .softmax_backward = softmax_backward_by_loops,
+    .cross_entropy = cross_entropy_by_loops};
+
+}  // namespace cohort::nmt

@@ -1,0 +1,553 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiled once per instruction set, with COHORT_LOOPS naming the table that it defines.
+// Includes nothing with inline functions that other files share: the linker might keep the wrong
+// copy.
+#include "cohort/nmt/kernels/cpu/loops.h"
+
+namespace cohort::nmt {
+namespace {
+
+template <class T>
+struct Math {  // float and double compute in themselves
+  using Acc = typename SumOf<T>::Type;
+  static Acc load(T x) { return x; }
+  static T store(Acc x) { return x; }
+};
+
+template <>
+struct Math<BFloat16Bits> {
+  using Acc = SumOf<BFloat16Bits>::Type;
+  static float load(BFloat16Bits x) {
+    return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
+  }
+  // Round to nearest even. A NaN stays one: what was loaded has its payload in the upper half, what
+  // arithmetic makes is 0x7fc00000, so that nothing is carried into the sign.
+  static BFloat16Bits store(float x) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+    return {static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16)};
+  }
+};
+
+// exp for x <= 0 with a relative error near 1e-7: 2^k * polynomial on [-ln2/2, ln2/2] (Cephes'
+// split of ln 2).
+inline float exponential(float x) {
+  x = x < -87.0F ? -87.0F : x;
+  const float k = __builtin_floorf(x * 1.44269504F + 0.5F);
+  const float r = (x - k * 0.693359375F) - k * -2.12194440e-4F;
+  float p = 1.9875691500e-4F;
+  p = p * r + 1.3981999507e-3F;
+  p = p * r + 8.3334519073e-3F;
+  p = p * r + 4.1665795894e-2F;
+  p = p * r + 1.6666665459e-1F;
+  p = p * r + 5.0000001201e-1F;
+  p = p * r * r + r + 1.0F;
+  const auto exponent = static_cast<uint32_t>(static_cast<int32_t>(k) + 127) << 23;
+  return p * __builtin_bit_cast(float, exponent);
+}
+inline double exponential(double x) {
+  return __builtin_exp(x);
+}
+
+// The standard normal distribution at x: its share below x, and its density. The share's error in
+// float is below 1e-7: Abramowitz and Stegun 1964, equation 7.1.26, at |x| / sqrt(2).
+inline void normal(float x, float& below, float& density) {
+  const float bell = exponential(-0.5F * x * x);
+  const float t = 1 / (1 + 0.231641888F * (x < 0 ? -x : x));
+  float p = 1.061405429F;
+  p = p * t - 1.453152027F;
+  p = p * t + 1.421413741F;
+  p = p * t - 0.284496736F;
+  p = p * t + 0.254829592F;
+  const float tail = 0.5F * p * t * bell;
+  below = x < 0 ? tail : 1 - tail;
+  density = 0.398942280F * bell;
+}
+inline void normal(double x, double& below, double& density) {
+  below = 0.5 * __builtin_erfc(-0.70710678118654752 * x);
+  density = 0.39894228040143268 * exponential(-0.5 * x * x);
+}
+inline double logarithm(double x) {
+  return __builtin_log(x);
+}
+
+constexpr int64_t kBlock = 512;
+
+inline uint64_t random_word(uint64_t key, int64_t number) {
+  uint64_t z = key + static_cast<uint64_t>(number) * 0x9e3779b97f4a7c15ULL;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+  return z ^ (z >> 31);
+}
+
+// Four 16-bit random numbers from each hashed counter (finalizer of splitmix64): those of the
+// elements from rule.first + first on.
+inline void random_block(const DropoutRule& rule, int64_t first, uint16_t* out) {
+  constexpr int64_t kWords = kBlock / 4;
+  const int64_t begin = rule.first + first;
+  const int64_t skipped = begin % 4;
+  uint64_t words[kWords + 1];
+#pragma omp simd
+  for (int64_t w = 0; w < kWords; ++w) words[w] = random_word(rule.key, begin / 4 + w);
+  if (skipped != 0) words[kWords] = random_word(rule.key, begin / 4 + kWords);
+  __builtin_memcpy(out, reinterpret_cast<const uint16_t*>(words) + skipped,
+                   kBlock * sizeof(uint16_t));
+}
+
+template <class T>
+void dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  uint16_t random[kBlock];
+  for (int64_t first = 0; first < n; first += kBlock) {
+    random_block(rule, first, random);
+    const int64_t count = n - first < kBlock ? n - first : kBlock;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const typename M::Acc kept = M::load(x[first + i]) * rule.scale;
+      out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
+    }
+  }
+}
+
+template <class T>
+void relu_dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  uint16_t random[kBlock];
+  for (int64_t first = 0; first < n; first += kBlock) {
+    random_block(rule, first, random);
+    const int64_t count = n - first < kBlock ? n - first : kBlock;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const typename M::Acc value = M::load(x[first + i]);
+      const typename M::Acc kept = value > 0 ? value * rule.scale : 0;
+      out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
+    }
+  }
+}
+
+template <class T>
+void relu_dropout_backward(const T* out, const T* grad, T* grad_x, int64_t n, float scale) {
+  using M = Math<T>;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const typename M::Acc passed = M::load(grad[i]) * scale;
+    grad_x[i] = M::store(M::load(out[i]) > 0 ? passed : 0);
+  }
+}
+
+struct Gelu {
+  template <class Acc>
+  static Acc value(Acc x) {
+    Acc below, density;
+    normal(x, below, density);
+    return x * below;
+  }
+  template <class Acc>
+  static Acc slope(Acc x) {
+    Acc below, density;
+    normal(x, below, density);
+    return below + x * density;
+  }
+};
+
+struct Swish {
+  template <class Acc>
+  static Acc logistic(Acc x) {
+    const Acc e = exponential(x < 0 ? x : -x);
+    return (x < 0 ? e : 1) / (1 + e);
+  }
+  template <class Acc>
+  static Acc value(Acc x) {
+    return x * logistic(x);
+  }
+  template <class Acc>
+  static Acc slope(Acc x) {
+    const Acc share = logistic(x);
+    return share * (1 + x * (1 - share));
+  }
+};
+
+// Of an activation whole blocks are computed, whatever lies behind the last element: what is left
+// over when registers are full, the compiler may compute by other instructions, with another
+// rounding.
+template <class T, class Function>
+void activate(const T* x, T* out, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  typename M::Acc values[kBlock] = {};
+  uint16_t random[kBlock];
+  for (int64_t first = 0; first < n; first += kBlock) {
+    random_block(rule, first, random);
+    const int64_t count = n - first < kBlock ? n - first : kBlock;
+    for (int64_t i = 0; i < count; ++i) values[i] = M::load(x[first + i]);
+#pragma omp simd
+    for (int64_t i = 0; i < kBlock; ++i) values[i] = Function::value(values[i]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const typename M::Acc kept = values[i] * rule.scale;
+      out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
+    }
+  }
+}
+
+template <class T, class Function>
+void activate_backward(const T* x, const T* grad, T* grad_x, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  typename M::Acc slopes[kBlock] = {};
+  uint16_t random[kBlock];
+  for (int64_t first = 0; first < n; first += kBlock) {
+    random_block(rule, first, random);
+    const int64_t count = n - first < kBlock ? n - first : kBlock;
+    for (int64_t i = 0; i < count; ++i) slopes[i] = M::load(x[first + i]);
+#pragma omp simd
+    for (int64_t i = 0; i < kBlock; ++i) slopes[i] = Function::slope(slopes[i]);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const typename M::Acc passed = slopes[i] * rule.scale * M::load(grad[first + i]);
+      grad_x[first + i] = M::store(random[i] < rule.threshold ? 0 : passed);
+    }
+  }
+}
+
+inline int64_t visible_keys(const SoftmaxShape& shape, int64_t b, int64_t q) {
+  const int64_t length = shape.key_lengths[b];
+  return shape.causal && q + 1 < length ? q + 1 : length;
+}
+
+// One row of softmax: probs of the first `visible` keys, zeros behind them.
+template <class T>
+void softmax_row(const T* scores, T* probs, int64_t visible, int64_t keys, float scale) {
+  using M = Math<T>;
+  using Acc = typename M::Acc;
+  Acc top = M::load(scores[0]);
+#pragma omp simd reduction(max : top)
+  for (int64_t k = 1; k < visible; ++k) {
+    const Acc s = M::load(scores[k]);
+    top = s > top ? s : top;
+  }
+  Acc sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t k = 0; k < visible; ++k) {
+    sum += exponential((M::load(scores[k]) - top) * scale);
+  }
+  const Acc inverse = 1 / sum;
+#pragma omp simd
+  for (int64_t k = 0; k < visible; ++k) {
+    probs[k] = M::store(exponential((M::load(scores[k]) - top) * scale) * inverse);
+  }
+  for (int64_t k = visible; k < keys; ++k) probs[k] = M::store(0);
+}
+
+template <class T>
+void softmax(const T* scores, T* probs, T* dropped, SoftmaxShape shape, DropoutRule rule) {
+  int64_t row = 0;
+  for (int64_t b = 0; b < shape.batch; ++b) {
+    for (int64_t h = 0; h < shape.heads; ++h) {
+      for (int64_t q = 0; q < shape.queries; ++q, ++row) {
+        softmax_row(scores + row * shape.keys, probs + row * shape.keys, visible_keys(shape, b, q),
+                    shape.keys, shape.scale);
+      }
+    }
+  }
+  if (dropped != nullptr) dropout(probs, dropped, row * shape.keys, rule);
+}
+
+template <class T>
+void softmax_backward(const T* probs, const T* grad, T* grad_scores, SoftmaxShape shape,
+                      DropoutRule rule) {
+  using M = Math<T>;
+  using Acc = typename M::Acc;
+  const int64_t rows = shape.batch * shape.heads * shape.queries;
+  // grad_scores first holds the gradient of the probabilities.
+  const T* grad_probs = grad;
+  if (rule.threshold != 0) {
+    dropout(grad, grad_scores, rows * shape.keys, rule);
+    grad_probs = grad_scores;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* p = probs + row * shape.keys;
+    const T* g = grad_probs + row * shape.keys;
+    T* out = grad_scores + row * shape.keys;
+    Acc dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t k = 0; k < shape.keys; ++k) dot += M::load(p[k]) * M::load(g[k]);
+#pragma omp simd
+    for (int64_t k = 0; k < shape.keys; ++k) {
+      out[k] = M::store(M::load(p[k]) * (M::load(g[k]) - dot) * shape.scale);
+    }
+  }
+}
+
+template <class T>
+void cross_entropy(T* logits, const int64_t* labels, int64_t rows, int64_t columns,
+                   double smoothing, bool with_gradient, float* scratch, double* sums) {
+  using M = Math<T>;
+  using Acc = typename M::Acc;
+  const double uniform = smoothing / static_cast<double>(columns);
+  for (int64_t row = 0; row < rows; ++row) {
+    T* x = logits + row * columns;
+    Acc top = M::load(x[0]);
+    Acc total = 0;
+#pragma omp simd reduction(max : top) reduction(+ : total)
+    for (int64_t c = 0; c < columns; ++c) {
+      const Acc value = M::load(x[c]);
+      top = value > top ? value : top;
+      total += value;
+    }
+    Acc sum = 0;
+    // float rows keep their exponentials for the gradient; double computes them twice.
+    if constexpr (sizeof(Acc) == sizeof(float)) {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t c = 0; c < columns; ++c) {
+        scratch[c] = exponential(M::load(x[c]) - top);
+        sum += scratch[c];
+      }
+    } else {
+      for (int64_t c = 0; c < columns; ++c) sum += exponential(M::load(x[c]) - top);
+    }
+    const double log_norm = logarithm(static_cast<double>(sum)) + static_cast<double>(top);
+    const double nll = log_norm - static_cast<double>(M::load(x[labels[row]]));
+    const double mean_nll = log_norm * smoothing - uniform * static_cast<double>(total);
+    sums[0] += (1 - smoothing) * nll + mean_nll;
+    sums[1] += nll;
+    if (!with_gradient) continue;
+    const Acc inverse = 1 / sum;
+    const Acc background = static_cast<Acc>(uniform);
+    const Acc at_label = M::load(x[labels[row]]);
+    if constexpr (sizeof(Acc) == sizeof(float)) {
+#pragma omp simd
+      for (int64_t c = 0; c < columns; ++c) {
+        x[c] = M::store(scratch[c] * inverse - background);
+      }
+    } else {
+      for (int64_t c = 0; c < columns; ++c) {
+        x[c] = M::store(exponential(M::load(x[c]) - top) * inverse - background);
+      }
+    }
+    x[labels[row]] = M::store(exponential(at_label - top) * inverse - background -
+                              static_cast<Acc>(1 - smoothing));
+  }
+}
+
+// Registers of this instruction set, for what the compiler does not find by itself. Passed by
+// reference only: how such values are passed differs between instruction sets.
+#if defined(__AVX512F__)
+constexpr int64_t kRegisterBytes = 64;
+#elif defined(__AVX__)
+constexpr int64_t kRegisterBytes = 32;
+#else
+constexpr int64_t kRegisterBytes = 16;
+#endif
+
+template <class Element, int64_t kBytes = kRegisterBytes>
+struct Register {
+  static constexpr int64_t kLanes = kBytes / static_cast<int64_t>(sizeof(Element));
+  using Type __attribute__((vector_size(kBytes))) = Element;
+};
+template <class Element>
+using RegisterOf = typename Register<Element>::Type;
+
+// Two registers of neighbouring elements, in an order that load and store agree on.
+template <class Acc>
+struct Pair {
+  static constexpr int64_t kLanes = 2 * Register<Acc>::kLanes;
+  RegisterOf<Acc> a, b;
+};
+
+template <class Acc>
+inline void load(const Acc* from, Pair<Acc>& to) {
+  __builtin_memcpy(&to.a, from, sizeof to.a);
+  __builtin_memcpy(&to.b, from + Register<Acc>::kLanes, sizeof to.b);
+}
+template <class Acc>
+inline void store(const Pair<Acc>& from, Acc* to) {
+  __builtin_memcpy(to, &from.a, sizeof from.a);
+  __builtin_memcpy(to + Register<Acc>::kLanes, &from.b, sizeof from.b);
+}
+
+// Of bfloat16 the elements with even numbers come first: so widening is one operation.
+inline void load(const BFloat16Bits* from, Pair<float>& to) {
+  RegisterOf<uint32_t> bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  const RegisterOf<uint32_t> even = bits << 16;
+  const RegisterOf<uint32_t> odd = bits & 0xffff0000U;
+  __builtin_memcpy(&to.a, &even, sizeof even);
+  __builtin_memcpy(&to.b, &odd, sizeof odd);
+}
+inline void store(const Pair<float>& from, BFloat16Bits* to) {
+  RegisterOf<uint32_t> even, odd;
+  __builtin_memcpy(&even, &from.a, sizeof even);
+  __builtin_memcpy(&odd, &from.b, sizeof odd);
+  even = (even + 0x7fffU + ((even >> 16) & 1U)) >> 16;  // as Math's store rounds
+  odd = (odd + 0x7fffU + ((odd >> 16) & 1U)) & 0xffff0000U;
+  const RegisterOf<uint32_t> bits = even | odd;
+  __builtin_memcpy(to, &bits, sizeof bits);
+}
+
+// A register's lanes combined: its halves, until one lane is left.
+template <class Acc, int64_t kBytes = kRegisterBytes, class Combine>
+inline Acc combine(const typename Register<Acc, kBytes>::Type& lanes, Combine operation) {
+  if constexpr (kBytes == 2 * sizeof(Acc)) {
+    return operation(lanes[0], lanes[1]);
+  } else {
+    typename Register<Acc, kBytes / 2>::Type halves[2];
+    __builtin_memcpy(halves, &lanes, sizeof halves);
+    return combine<Acc, kBytes / 2>(operation(halves[0], halves[1]), operation);
+  }
+}
+template <class Acc>
+inline Acc sum_of(const RegisterOf<Acc>& lanes) {
+  return combine<Acc>(lanes, [](const auto& x, const auto& y) { return x + y; });
+}
+template <class Acc>
+inline Acc greatest_of(const RegisterOf<Acc>& lanes) {
+  return combine<Acc>(lanes, [](const auto& x, const auto& y) { return x > y ? x : y; });
+}
+
+// A query of `width` elements in the order of `load`, what fills no pair behind it.
+template <class T>
+inline void widen(const T* query, int64_t width, typename Math<T>::Acc* wide) {
+  using P = Pair<typename Math<T>::Acc>;
+  int64_t j = 0;
+  for (; j + P::kLanes <= width; j += P::kLanes) {
+    P pair;
+    load(query + j, pair);
+    store(pair, wide + j);
+  }
+  for (; j < width; ++j) wide[j] = Math<T>::load(query[j]);
+}
+
+template <class T>
+inline typename Math<T>::Acc dot(const typename Math<T>::Acc* wide_query, const T* key,
+                                 int64_t width) {
+  using Acc = typename Math<T>::Acc;
+  Pair<Acc> sums = {};
+  int64_t j = 0;
+  for (; j + Pair<Acc>::kLanes <= width; j += Pair<Acc>::kLanes) {
+    Pair<Acc> q, k;
+    load(wide_query + j, q);
+    load(key + j, k);
+    sums.a += q.a * k.a;
+    sums.b += q.b * k.b;
+  }
+  Acc sum = sum_of<Acc>(sums.a + sums.b);
+  for (; j < width; ++j) sum += wide_query[j] * Math<T>::load(key[j]);
+  return sum;
+}
+
+// scores = softmax(scale * scores), of whole registers.
+template <class Acc>
+inline void softmax_of_registers(Acc* scores, int64_t size, float scale) {
+  RegisterOf<Acc> lanes, tops, sums = {};
+  __builtin_memcpy(&tops, scores, sizeof tops);
+  for (int64_t i = Register<Acc>::kLanes; i < size; i += Register<Acc>::kLanes) {
+    __builtin_memcpy(&lanes, scores + i, sizeof lanes);
+    tops = lanes > tops ? lanes : tops;
+  }
+  const Acc top = greatest_of<Acc>(tops);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) scores[i] = exponential((scores[i] - top) * scale);
+  for (int64_t i = 0; i < size; i += Register<Acc>::kLanes) {
+    __builtin_memcpy(&lanes, scores + i, sizeof lanes);
+    sums += lanes;
+  }
+  const Acc inverse = 1 / sum_of<Acc>(sums);
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) scores[i] *= inverse;
+}
+
+// The rows' mean by `weights`, for kPairs pairs of registers from element `first` on.
+template <int kPairs, class T>
+inline void weighted_mean(const typename Math<T>::Acc* weights, const T* const* rows, int64_t first,
+                          int64_t count, T* out) {
+  using P = Pair<typename Math<T>::Acc>;
+  P sums[kPairs] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    for (int p = 0; p < kPairs; ++p) {
+      P value;
+      load(rows[i] + first + p * P::kLanes, value);
+      sums[p].a += weights[i] * value.a;
+      sums[p].b += weights[i] * value.b;
+    }
+  }
+  for (int p = 0; p < kPairs; ++p) store(sums[p], out + p * P::kLanes);
+}
+
+template <class T>
+void attend(const T* query, const T* const* rows, int64_t count, HeadShape shape,
+            typename Math<T>::Acc* scratch, T* out) {
+  using M = Math<T>;
+  using Acc = typename M::Acc;
+  constexpr int64_t kLanes = Pair<Acc>::kLanes;
+  const int64_t width = shape.heads * shape.width;
+  const int64_t size = (count + kScoresUnit - 1) / kScoresUnit * kScoresUnit;
+  Acc* scores = scratch + width;  // [heads, size]; those behind `count` come to nothing
+  for (int64_t h = 0; h < shape.heads; ++h) {
+    widen(query + h * shape.width, shape.width, scratch + h * shape.width);
+    for (int64_t i = count; i < size; ++i) scores[h * size + i] = -__builtin_inff();
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t h = 0; h < shape.heads; ++h) {
+      scores[h * size + i] = dot(scratch + h * shape.width, rows[i] + h * shape.width, shape.width);
+    }
+  }
+  for (int64_t h = 0; h < shape.heads; ++h) {
+    Acc* weights = scores + h * size;
+    softmax_of_registers(weights, size, shape.scale);
+    int64_t j = h * shape.width;
+    const int64_t end = j + shape.width;
+    for (; j + 2 * kLanes <= end; j += 2 * kLanes)
+      weighted_mean<2>(weights, rows, width + j, count, out + j);
+    for (; j + kLanes <= end; j += kLanes)
+      weighted_mean<1>(weights, rows, width + j, count, out + j);
+    for (; j < end; ++j) {
+      Acc sum = 0;
+      for (int64_t i = 0; i < count; ++i) sum += weights[i] * M::load(rows[i][width + j]);
+      out[j] = M::store(sum);
+    }
+  }
+}
+
+template <class T>
+double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
+  using M = Math<T>;
+  using Acc = typename M::Acc;
+  Acc top = M::load(row[0]);
+  for (int64_t first = 0; first < columns; first += kTopColumns) {
+    const int64_t end = first + kTopColumns < columns ? first + kTopColumns : columns;
+    Acc highest = M::load(row[first]);
+#pragma omp simd reduction(max : highest)
+    for (int64_t c = first; c < end; ++c) {
+      const Acc value = M::load(row[c]);
+      highest = value > highest ? value : highest;
+    }
+    tops[first / kTopColumns] = highest;
+    top = highest > top ? highest : top;
+  }
+  Acc sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t c = 0; c < columns; ++c) sum += exponential(M::load(row[c]) - top);
+  return logarithm(static_cast<double>(sum)) + static_cast<double>(top);
+}
+
+template <class T>
+constexpr LoopsOf<T> table() {
+  return {dropout<T>,
+          relu_dropout<T>,
+          relu_dropout_backward<T>,
+          {activate<T, Gelu>, activate_backward<T, Gelu>},
+          {activate<T, Swish>, activate_backward<T, Swish>},
+          softmax<T>,
+          softmax_backward<T>,
+          cross_entropy<T>,
+          attend<T>,
+          log_sum_exp<T>};
+}
+
+}  // namespace
+
+#define COHORT_STRING_OF(x) #x
+#define COHORT_NAME(x) COHORT_STRING_OF(x)
+extern const Loops COHORT_LOOPS;
+const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS), table<float>(), table<double>(),
+                            table<BFloat16Bits>()};
+
+}  // namespace cohort::nmt

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Loops over raw memory for which libtorch has no fused form. No torch, no threads, no allocation.
+//
+// loops.cpp is compiled once per instruction set; `loops()` picks the best for this machine.
+// Legend: R rows, C columns (last dimension, contiguous). bf16 values are 16-bit patterns.
+// Sums run in float (double for double), in an order that the instruction set fixes.
+#pragma once
+#include <cstdint>
+
+namespace cohort::nmt {
+
+struct BFloat16Bits {
+  uint16_t bits;
+};
+
+/// What sums of T run in.
+template <class T>
+struct SumOf {
+  using Type = T;
+};
+template <>
+struct SumOf<BFloat16Bits> {
+  using Type = float;
+};
+
+/// How a dropout decides: element i is dropped if the 16-bit hash of (key, first + i) is below
+/// `threshold`. Nothing is stored: backward hashes again. Kept elements are multiplied by `scale`.
+struct DropoutRule {
+  uint64_t key = 0;
+  uint16_t threshold = 0;  ///< round(p * 65536); 0 keeps everything.
+  float scale = 1;         ///< 65536 / (65536 - threshold).
+  int64_t first = 0;       ///< Number of the first element, where these are some of many.
+};
+
+/// Which keys a query row sees: key < length of its sequence and, if causal, key <= query.
+struct SoftmaxShape {
+  int64_t batch = 0, heads = 0, queries = 0, keys = 0;
+  const int64_t* key_lengths = nullptr;  ///< [batch], each in [1, keys].
+  bool causal = false;
+  float scale = 1;  ///< Multiplies the scores first.
+};
+
+/// Sizes of attention by heads; a row of D elements holds one head after the other.
+struct HeadShape {
+  int64_t heads = 0, width = 0;  ///< D = heads * width.
+  float scale = 1;               ///< Multiplies the scores.
+};
+
+/// A multiple of every instruction set's registers.
+inline constexpr int64_t kScoresUnit = 16;
+
+/// Columns whose greatest value `log_sum_exp` reports together.
+inline constexpr int64_t kTopColumns = 256;
+
+/// An activation and the dropout behind it. What an element comes to is a function of that element:
+/// not of how many there are, nor of where it stands among them.
+template <class T>
+struct ActivationOf {
+  /// out[i] = rule(f(x[i])).
+  void (*forward)(const T* x, T* out, int64_t n, DropoutRule rule);
+  /// grad_x[i] = rule(f'(x[i]) * grad[i]).
+  void (*backward)(const T* x, const T* grad, T* grad_x, int64_t n, DropoutRule rule);
+};
+
+template <class T>
+struct LoopsOf {
+  using Sum = typename SumOf<T>::Type;
+  /// out[i] = rule(x[i]).
+  void (*dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
+  /// out[i] = rule(max(x[i], 0)).
+  void (*relu_dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
+  /// grad_x[i] = out[i] > 0 ? grad[i] * scale : 0.
+  void (*relu_dropout_backward)(const T* out, const T* grad, T* grad_x, int64_t n, float scale);
+  ActivationOf<T> gelu;   ///< f(x) = x times the normal distribution's share below x.
+  ActivationOf<T> swish;  ///< f(x) = x / (1 + exp(-x)).
+  /// probs = softmax of visible scores (0 elsewhere); dropped = rule(probs), unless it is null.
+  void (*softmax)(const T* scores, T* probs, T* dropped, SoftmaxShape shape, DropoutRule rule);
+  /// grad_scores from the gradient of `dropped`, recomputing the rule.
+  void (*softmax_backward)(const T* probs, const T* grad, T* grad_scores, SoftmaxShape shape,
+                           DropoutRule rule);
+  /// For each row of logits [R, C]: adds the loss -(1-e) log p[label] - e/C sum log p to sums[0]
+  /// and -log p[label] to sums[1]; then, if `with_gradient`, overwrites the row by p - q. labels in
+  /// [0, C).
+  void (*cross_entropy)(T* logits, const int64_t* labels, int64_t rows, int64_t columns,
+                        double smoothing, bool with_gradient, float* scratch, double* sums);
+  /// Attention of one query over `count` > 0 rows of 2 D elements, the key before the value:
+  /// out[D] = for each head the mean of the values, weighted by softmax(scale * query . key).
+  /// scratch [D + heads * (count, rounded up to kScoresUnit)]. The result is a function of these
+  /// operands alone: not of how many queries there are, nor of where their rows lie.
+  void (*attend)(const T* query, const T* const* rows, int64_t count, HeadShape shape, Sum* scratch,
+                 T* out);
+  /// Returns log(sum of exp(row)) over C columns, not finite if any is NaN or infinite upwards;
+  /// tops[i] becomes the greatest of columns [i, i + 1) * kTopColumns.
+  double (*log_sum_exp)(const T* row, int64_t columns, Sum* tops);
+};
+
+struct Loops {
+  const char* name;  ///< Instruction set: "avx512", "avx2" or "sse2".
+  LoopsOf<float> f32;
+  LoopsOf<double> f64;
+  LoopsOf<BFloat16Bits> bf16;
+};
+
+/// Returns the tables of the instruction sets that this machine has, the best first, then null.
+const Loops* const* supported_loops();
+
+/// Returns the table in use: the best, unless `use_loops` has named another.
+const Loops& loops();
+
+/// For tests of every table on one machine.
+/// Threads: while none is in a kernel.
+void use_loops(const Loops& table);
+
+}  // namespace cohort::nmt
