@@ -438,7 +438,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   }
 
   // Gives a message the server's present incarnation.
-  void update_incarnation(ReplyFuture::State& operation) {
+  void update_incarnation(ReplyFuture::State& operation) const {
     if (!operation.request.message || operation.header.server_incarnation == server_incarnation_)
       return;
     operation.header.server_incarnation = server_incarnation_;
