@@ -150,6 +150,7 @@ void add_place_flags(CLI::App& server, ServerFlags& flags) {
   const char* place = "Server";
   server
       .add_option("--endpoint", flags.rpc.endpoint, "Address to listen on: HOST:PORT or unix:PATH")
+      ->type_name("ADDRESS")
       ->capture_default_str()
       ->group(place);
   server.add_option("--server-id", flags.server.server, "This server's number, from 0")
@@ -190,7 +191,7 @@ void add_place_flags(CLI::App& server, ServerFlags& flags) {
       .add_option(
           "--metrics", flags.metrics,
           "Serve metrics for Prometheus at http://HOST:PORT/metrics; an address of this host")
-      ->type_name("HOST:PORT")
+      ->type_name("ADDRESS")
       ->group(place);
 }
 
