@@ -146,6 +146,98 @@ int serve(const CLI::App& app, ServerFlags flags) {
   return kExitOk;
 }
 
+void add_place_flags(CLI::App& server, ServerFlags& flags) {
+  const char* place = "Server";
+  server
+      .add_option("--endpoint", flags.rpc.endpoint, "Address to listen on: HOST:PORT or unix:PATH")
+      ->type_name("ADDRESS")
+      ->capture_default_str()
+      ->group(place);
+  server.add_option("--server-id", flags.server.server, "This server's number, from 0")
+      ->capture_default_str()
+      ->group(place);
+  server.add_option("--servers", flags.server.servers, "Number of servers of the job")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 4096))
+      ->group(place);
+  server
+      .add_option("--folder", flags.server.folder,
+                  "Folder of the log and the snapshots (default: ps-server-ID)")
+      ->type_name(kFolder)
+      ->group(place);
+  server
+      .add_option("--load", flags.server.load,
+                  "Start a new job from this checkpoint, written by any number of servers")
+      ->type_name(kFolder)
+      ->group(place);
+  server
+      .add_option("--save-root", flags.server.save_root,
+                  "Write checkpoints only below this folder (default: the working folder without "
+                  "a secret and TLS, else any)")
+      ->type_name(kFolder)
+      ->group(place);
+  server
+      .add_option("--port-file", flags.port_file,
+                  "File that receives the port once the server listens (0: a unix socket)")
+      ->type_name(kFile)
+      ->group(place);
+  server
+      .add_option(
+          "--device", flags.device,
+          "Memory of dense parameters and their optimizer: host, or cpu (tensors of libtorch)")
+      ->capture_default_str()
+      ->group(place);
+  server
+      .add_option(
+          "--metrics", flags.metrics,
+          "Serve metrics for Prometheus at http://HOST:PORT/metrics; an address of this host")
+      ->type_name("ADDRESS")
+      ->group(place);
+}
+
+void add_reliability_flags(CLI::App& server, ServerFlags& flags) {
+  const char* reliability = "Reliability";
+  server
+      .add_option("--acknowledge", flags.durability,
+                  "When a push is acknowledged: applied (no log: lost with the process), logged "
+                  "(survives the process) or synced (survives a power failure)")
+      ->capture_default_str()
+      ->check(one_of({"applied", "logged", "synced"}))
+      ->group(reliability);
+  server
+      .add_option("--on-trainer-loss", flags.on_trainer_loss,
+                  "When a trainer is lost: fail, wait for it, or continue without it")
+      ->capture_default_str()
+      ->check(one_of({"fail", "wait", "continue"}))
+      ->group(reliability);
+  server
+      .add_option("--trainer-timeout", flags.trainer_timeout_s,
+                  "Time without a message after which a trainer is lost")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->check(above_zero())
+      ->group(reliability);
+  server
+      .add_option("--snapshot-log", flags.snapshot_log_mib,
+                  "Log size after which a snapshot is taken (0: never)")
+      ->type_name(kMebibytes)
+      ->capture_default_str()
+      ->check(zero_or_more())
+      ->group(reliability);
+  server
+      .add_option("--max-queue", flags.max_queue_mib,
+                  "Limit of queued messages; beyond it trainers retry")
+      ->type_name(kMebibytes)
+      ->capture_default_str()
+      ->check(above_zero())
+      ->group(reliability);
+  server.add_option("--evict-period", flags.evict_period_s, "Time between evictions")
+      ->type_name(kSeconds)
+      ->capture_default_str()
+      ->check(above_zero())
+      ->group(reliability);
+}
+
 }  // namespace
 
 void add_security_flags(CLI::App& app, ps::SecurityOptions& security) {
@@ -159,93 +251,8 @@ void add_security_flags(CLI::App& app, ps::SecurityOptions& security) {
 void add_server_command(CLI::App& app, PsCommand& command) {
   auto flags = std::make_shared<ServerFlags>();
   CLI::App* const server = app.add_subcommand("server", "Runs a server until it is stopped");
-  const char* place = "Server";
-  server
-      ->add_option("--endpoint", flags->rpc.endpoint,
-                   "Address to listen on: HOST:PORT or unix:PATH")
-      ->type_name("ADDRESS")
-      ->capture_default_str()
-      ->group(place);
-  server->add_option("--server-id", flags->server.server, "This server's number, from 0")
-      ->capture_default_str()
-      ->group(place);
-  server->add_option("--servers", flags->server.servers, "Number of servers of the job")
-      ->capture_default_str()
-      ->check(CLI::Range(1, 4096))
-      ->group(place);
-  server
-      ->add_option("--folder", flags->server.folder,
-                   "Folder of the log and the snapshots (default: ps-server-ID)")
-      ->type_name(kFolder)
-      ->group(place);
-  server
-      ->add_option("--load", flags->server.load,
-                   "Start a new job from this checkpoint, written by any number of servers")
-      ->type_name(kFolder)
-      ->group(place);
-  server
-      ->add_option("--save-root", flags->server.save_root,
-                   "Write checkpoints only below this folder (default: the working folder without "
-                   "a secret and TLS, else any)")
-      ->type_name(kFolder)
-      ->group(place);
-  server
-      ->add_option("--port-file", flags->port_file,
-                   "File that receives the port once the server listens (0: a unix socket)")
-      ->type_name(kFile)
-      ->group(place);
-  server
-      ->add_option(
-          "--device", flags->device,
-          "Memory of dense parameters and their optimizer: host, or cpu (tensors of libtorch)")
-      ->capture_default_str()
-      ->group(place);
-  server
-      ->add_option(
-          "--metrics", flags->metrics,
-          "Serve metrics for Prometheus at http://HOST:PORT/metrics; an address of this host")
-      ->type_name("ADDRESS")
-      ->group(place);
-  const char* reliability = "Reliability";
-  server
-      ->add_option("--acknowledge", flags->durability,
-                   "When a push is acknowledged: applied (no log: lost with the process), logged "
-                   "(survives the process) or synced (survives a power failure)")
-      ->capture_default_str()
-      ->check(one_of({"applied", "logged", "synced"}))
-      ->group(reliability);
-  server
-      ->add_option("--on-trainer-loss", flags->on_trainer_loss,
-                   "When a trainer is lost: fail, wait for it, or continue without it")
-      ->capture_default_str()
-      ->check(one_of({"fail", "wait", "continue"}))
-      ->group(reliability);
-  server
-      ->add_option("--trainer-timeout", flags->trainer_timeout_s,
-                   "Time without a message after which a trainer is lost")
-      ->type_name(kSeconds)
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group(reliability);
-  server
-      ->add_option("--snapshot-log", flags->snapshot_log_mib,
-                   "Log size after which a snapshot is taken (0: never)")
-      ->type_name(kMebibytes)
-      ->capture_default_str()
-      ->check(zero_or_more())
-      ->group(reliability);
-  server
-      ->add_option("--max-queue", flags->max_queue_mib,
-                   "Limit of queued messages; beyond it trainers retry")
-      ->type_name(kMebibytes)
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group(reliability);
-  server->add_option("--evict-period", flags->evict_period_s, "Time between evictions")
-      ->type_name(kSeconds)
-      ->capture_default_str()
-      ->check(above_zero())
-      ->group(reliability);
+  add_place_flags(*server, *flags);
+  add_reliability_flags(*server, *flags);
   add_security_flags(*server, flags->rpc.security);
   server->callback([server, flags, &command] {
     command.run = [server, flags] { return serve(*server, *flags); };

@@ -164,7 +164,7 @@ void FileWriter::write_direct(std::span<const std::byte> bytes) {
   write(bytes);
 }
 
-bool FileWriter::set_direct(bool on) {
+bool FileWriter::set_direct(bool on) const {
   struct stat status {};
   // To a pipe the flag means something else: packets.
   if (::fstat(descriptor_, &status) != 0 || !S_ISREG(status.st_mode)) return false;

@@ -30,7 +30,7 @@ class FileWriter {
   static constexpr size_t kDirectUnit = 4096;
 
  private:
-  bool set_direct(bool on);
+  bool set_direct(bool on) const;
 
   int descriptor_;
   const std::string& path_;

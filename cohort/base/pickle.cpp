@@ -68,7 +68,8 @@ class PickleReader {
     while (true) {
       const auto operation = number<uint8_t>();
       if (operation == '.') break;
-      if (!push_constant(operation) && !use_memo(operation) && !build(operation)) {
+      if (!push_constant(operation) && !use_memo(operation) && !build_container(operation) &&
+          !build_object(operation)) {
         fail("operation " + std::to_string(operation) +
              ", which a state dict of tensors does not need");
       }
@@ -230,7 +231,7 @@ class PickleReader {
     return found->second;
   }
 
-  bool build(uint8_t operation) {
+  bool build_container(uint8_t operation) {
     switch (operation) {
       case '(':
         marks_.push_back(stack_.size());
@@ -263,6 +264,13 @@ class PickleReader {
         append(top(Kind::kList), items);
         return true;
       }
+      default:
+        return false;
+    }
+  }
+
+  bool build_object(uint8_t operation) {
+    switch (operation) {
       case 'c': {
         const std::string module(line());
         push(name(module, std::string(line())));

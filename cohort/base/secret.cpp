@@ -35,7 +35,7 @@ std::string random_hex(size_t bytes) {
 }
 
 std::string hmac_sha256(std::string_view key, std::string_view text) {
-  std::array<unsigned char, EVP_MAX_MD_SIZE> sum;
+  std::array<unsigned char, EVP_MAX_MD_SIZE> sum{};
   unsigned size = 0;
   const auto* data = reinterpret_cast<const unsigned char*>(text.data());
   if (!::HMAC(::EVP_sha256(), key.data(), static_cast<int>(key.size()), data, text.size(),

@@ -75,7 +75,7 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
 }
 
-comm::ProcessGroup GroupFlags::stay_alone() {
+comm::ProcessGroup GroupFlags::stay_alone() const {
   if (cpu_threads > 0) at::set_num_threads(cpu_threads);
   return comm::ProcessGroup(comm::RankInfo{});
 }

@@ -21,7 +21,7 @@ struct GroupFlags {
   comm::ProcessGroup connect();
   /// The same without the other ranks: a group of this process alone, for a program that can do
   /// without them. Local.
-  comm::ProcessGroup stay_alone();
+  comm::ProcessGroup stay_alone() const;
 };
 
 }  // namespace cohort::cli

@@ -295,7 +295,7 @@ void ProcessGroup::Impl::compare(const Call& call) {
     fail(call.operation, start, "their calls differ since more than 64 calls ago", true);
 }
 
-void ProcessGroup::Impl::number_next(uint32_t number) {
+void ProcessGroup::Impl::number_next(uint32_t number) const {
   number_next_collective(*c10d_group->getBackend(c10::DeviceType::CPU), number);
 }
 
@@ -353,12 +353,12 @@ void ProcessGroup::run_collective(const std::string& operation, const std::funct
   impl_->guarded({.operation = operation, .site = site, .compared = Compared::kWhenStuck}, call);
 }
 
-void ProcessGroup::Impl::arrive(const std::string& point) {
+void ProcessGroup::Impl::arrive(const std::string& point) const {
   if (store->add(point, 1) == size()) store->set(point + "/all", "");
 }
 
 // All ranks have just left a barrier, so none is far behind.
-void ProcessGroup::Impl::wait_for_all(const std::string& point) {
+void ProcessGroup::Impl::wait_for_all(const std::string& point) const {
   store->wait({point + "/all"}, std::min<milliseconds>(timeout, milliseconds(30'000)));
 }
 

@@ -53,7 +53,7 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
 
   void match(const Call& call, bool blocking);
   void compare(const Call& call);
-  void number_next(uint32_t number);
+  void number_next(uint32_t number) const;
   bool is_world() const { return id.empty(); }
   int size() const { return static_cast<int>(ranks.size()); }
   TraceRecord record(const Call& call) const;
@@ -61,8 +61,8 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
                          bool disagreement);
   /// Adds this rank to those that have reached a point of `close`, which `wait_for_all` waits for.
-  void arrive(const std::string& point);
-  void wait_for_all(const std::string& point);
+  void arrive(const std::string& point) const;
+  void wait_for_all(const std::string& point) const;
 
   std::shared_ptr<Job> job;
   std::string id;          // different for each group of the job; empty: all ranks

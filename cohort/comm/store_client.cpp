@@ -54,7 +54,7 @@ std::string read_exactly(const Fd& connection, size_t size, std::string_view fro
   text.clear();
   while (text.size() < size) {
     if (!is_ready(connection, POLLIN, deadline)) return "the port is open, but silent";
-    std::array<char, 128> buffer;
+    std::array<char, 128> buffer{};
     const ssize_t count =
         ::recv(connection.get(), buffer.data(), std::min(buffer.size(), size - text.size()), 0);
     if (count < 0 && would_block()) continue;
@@ -295,6 +295,7 @@ std::optional<StoreClient::Answer> StoreClient::receive(Deadline deadline, bool 
   std::optional<StoreMessage> message;
   while (!(message = first_message(in_))) {
     if (!is_ready(connection_, POLLIN, deadline, interrupt)) return std::nullopt;
+    // NOLINTNEXTLINE(cppcoreguidelines-pro-type-member-init): 64 KiB, which recv fills.
     std::array<char, 65536> buffer;
     const ssize_t size = ::recv(connection_.get(), buffer.data(), buffer.size(), 0);
     if (size < 0 && would_block()) continue;

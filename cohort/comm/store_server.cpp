@@ -39,6 +39,7 @@ void take_off(std::string& text, size_t size) {
 }
 
 void receive(int fd, std::string& text, size_t most, bool& open) {
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-member-init): 64 KiB, which recv fills.
   std::array<char, 65536> buffer;
   for (size_t i = 0; i < kMaxReads && text.size() < most; ++i) {
     const ssize_t size =

@@ -40,7 +40,7 @@ void LineSocket::add_polls(std::vector<pollfd>& polls) const {
 void LineSocket::poll() {
   flush();
   incoming_.erase(0, std::exchange(num_taken_, 0));
-  std::array<char, 4096> buffer;
+  std::array<char, 4096> buffer{};
   // What is more stays with the kernel until the lines that are here have been taken.
   while (open() && incoming_.size() <= kMostBytes) {
     const ssize_t size = ::recv(fd_.get(), buffer.data(), buffer.size(), 0);

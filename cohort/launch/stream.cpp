@@ -64,7 +64,7 @@ Stream::Stream(Fd source, LogWriter& logs, Options options)
 
 bool Stream::pump() {
   if (!source_) return false;
-  std::array<char, 16 * 1024> buffer;
+  std::array<char, 16 * 1024> buffer{};
   const ssize_t size = ::read(source_.get(), buffer.data(), buffer.size());
   if (size > 0) {
     const std::string_view bytes(buffer.data(), static_cast<size_t>(size));

@@ -79,9 +79,9 @@ class ProjectionImpl : public torch::nn::Module {
  private:
   // Rows of the weight as inference multiplies by them, and which weight they are of.
   struct Part {
-    int64_t first, count;
-    const void* data;
-    int64_t version;
+    int64_t first = 0, count = 0;
+    const void* data = nullptr;
+    int64_t version = 0;
     Prepacked rows;
   };
   const Prepacked& prepacked(int64_t first, int64_t count);

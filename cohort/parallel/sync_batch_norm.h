@@ -65,7 +65,7 @@ class SyncBatchNormImpl : public torch::nn::Cloneable<SyncBatchNormImpl> {
   double count_batch();
 
   comm::ProcessGroup group_;
-  int num_ranks_;
+  int num_ranks_ = 1;
 };
 
 TORCH_MODULE(SyncBatchNorm);

@@ -12,8 +12,8 @@ constexpr int64_t kLanes = 16;
 
 // Element i of the gradient as the rule sees it.
 struct Gradient {
-  const float* values;
-  float limit;
+  const float* values = nullptr;
+  float limit = 0;
   float factor = 1;
 
   [[gnu::always_inline]] float clamped(int64_t i) const {

@@ -120,6 +120,25 @@ void check_valid_metrics(const std::vector<ValidMetric>& metrics) {
   throw ConfigError("--valid-metrics" + text + ": expected each of them once");
 }
 
+Options stop_and_save_options(TrainingOptions& o) {
+  return {
+      {"--after-epochs", &o.after_epochs, "Stop after this many epochs (0: no limit)",
+       rule(kZeroOrMore, kEpochs)},
+      {"--after-batches", &o.after_batches, "Stop after this many updates (0: no limit)",
+       rule(kZeroOrMore, kUpdates)},
+      {"--time-limit", &o.time_limit_min, "Stop after this many minutes (0: no limit)",
+       rule(kZeroOrMore, kMinutes)},
+      {"--save-freq", &o.save_freq_min,
+       "Time between saves of what is needed to resume (0: only at the end)",
+       rule(kZeroOrMore, kMinutes)},
+      {"--save-interval-updates", &o.save_interval_updates,
+       "Updates between copies of the weights in checkpoints/, for `cohort nmt average` (0: none)",
+       rule(kZeroOrMore, kUpdates)},
+      {"--keep-interval-updates", &o.keep_interval_updates,
+       "Number of these copies to keep, the newest (0: all)", rule(kZeroOrMore)},
+  };
+}
+
 }  // namespace
 
 std::string strategy_name(const TrainingOptions& options) {
@@ -187,7 +206,7 @@ Options data_options(TrainingOptions& o) {
 
 // Rates beyond these make no sense: parameters are of the order of 1.
 Options optimization_options(TrainingOptions& o) {
-  return {
+  Options options = {
       {"--gradient-checkpointing", &o.gradient_checkpointing,
        "Keep only the inputs of layers and compute the rest again in backward: less memory, more "
        "time, the same numbers"},
@@ -243,21 +262,9 @@ Options optimization_options(TrainingOptions& o) {
        "(0: no average)",
        rule(Limits{[](double n) { return n >= 0 && n <= 0.5; }, "0 to 0.5"})},
       {"--seed", &o.seed, "Random seed of parameters, data order and dropout", rule(kWholeNumber)},
-      {"--after-epochs", &o.after_epochs, "Stop after this many epochs (0: no limit)",
-       rule(kZeroOrMore, kEpochs)},
-      {"--after-batches", &o.after_batches, "Stop after this many updates (0: no limit)",
-       rule(kZeroOrMore, kUpdates)},
-      {"--time-limit", &o.time_limit_min, "Stop after this many minutes (0: no limit)",
-       rule(kZeroOrMore, kMinutes)},
-      {"--save-freq", &o.save_freq_min,
-       "Time between saves of what is needed to resume (0: only at the end)",
-       rule(kZeroOrMore, kMinutes)},
-      {"--save-interval-updates", &o.save_interval_updates,
-       "Updates between copies of the weights in checkpoints/, for `cohort nmt average` (0: none)",
-       rule(kZeroOrMore, kUpdates)},
-      {"--keep-interval-updates", &o.keep_interval_updates,
-       "Number of these copies to keep, the newest (0: all)", rule(kZeroOrMore)},
   };
+  std::ranges::move(stop_and_save_options(o), std::back_inserter(options));
+  return options;
 }
 
 Options validation_options(TrainingOptions& o) {

@@ -93,7 +93,7 @@ double product_of(uint64_t seed, int slot, int64_t category, int other, int64_t 
 }
 
 void append_number(std::string& text, int64_t number) {
-  std::array<char, 24> digits;
+  std::array<char, 24> digits{};
   text.append(digits.data(),
               std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr);
 }
@@ -172,7 +172,7 @@ MadeExample ClickModel::draw(int64_t row) const {
       example.logit += law.slope * (std::log1p(static_cast<double>(number)) - law.middle);
     }
   }
-  std::array<int64_t, kCategories> categories;
+  std::array<int64_t, kCategories> categories{};
   for (int slot = 0; slot < kCategories; ++slot) {
     const auto s = static_cast<size_t>(slot);
     categories[s] = draw_category(random.uniform(), kVocabulary[s], zipf_);

@@ -27,32 +27,35 @@ struct SoftmaxMask {
 /// Element by element, with the dropout behind it.
 struct ActivationKernels {
   /// Returns dropped(f(x)).
-  at::Tensor (*forward)(const at::Tensor& x, const Dropping& dropping);
+  at::Tensor (*forward)(const at::Tensor& x, const Dropping& dropping) = nullptr;
   /// Returns f'(x) * dropped(grad).
-  at::Tensor (*backward)(const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping);
+  at::Tensor (*backward)(const at::Tensor& x, const at::Tensor& grad,
+                         const Dropping& dropping) = nullptr;
 };
 
 /// Operands are contiguous, of one device, and float32, float64 or bfloat16 unless it says another
 /// type. Results are of the operands' type; sums run in float32 (float64 for float64).
 struct Kernels {
   bool has_inference = false;  ///< Whether fused.h's operations of inference alone run there.
-  at::Tensor (*dropout)(const at::Tensor& x, const Dropping& dropping);
-  at::Tensor (*relu_dropout)(const at::Tensor& x, const Dropping& dropping);
+  at::Tensor (*dropout)(const at::Tensor& x, const Dropping& dropping) = nullptr;
+  at::Tensor (*relu_dropout)(const at::Tensor& x, const Dropping& dropping) = nullptr;
   /// Returns grad * scale where `out`, of relu_dropout, is above 0, and 0 elsewhere.
-  at::Tensor (*relu_dropout_backward)(const at::Tensor& out, const at::Tensor& grad, float scale);
+  at::Tensor (*relu_dropout_backward)(const at::Tensor& out, const at::Tensor& grad,
+                                      float scale) = nullptr;
   ActivationKernels gelu;
   ActivationKernels swish;
   /// Returns the softmax of visible scores_BHQK, 0 elsewhere, and what dropout leaves of it
   /// (undefined if nothing is to be dropped).
   std::pair<at::Tensor, at::Tensor> (*softmax)(const at::Tensor& scores_BHQK,
-                                               const SoftmaxMask& mask, const Dropping& dropping);
+                                               const SoftmaxMask& mask,
+                                               const Dropping& dropping) = nullptr;
   /// Returns the gradient of the scores from that of what `softmax` dropped.
   at::Tensor (*softmax_backward)(const at::Tensor& probs_BHQK, const at::Tensor& grad_BHQK,
-                                 const SoftmaxMask& mask, const Dropping& dropping);
+                                 const SoftmaxMask& mask, const Dropping& dropping) = nullptr;
   /// Adds the rows' smoothed losses to sums[0] and -log p[label] to sums[1], both float64; then, if
   /// `with_gradient`, overwrites logits_NV by the losses' gradient. labels_N int64 in [0, V).
   void (*cross_entropy)(const at::Tensor& logits_NV, const at::Tensor& labels_N, double smoothing,
-                        bool with_gradient, const at::Tensor& sums);
+                        bool with_gradient, const at::Tensor& sums) = nullptr;
 };
 
 /// Returns the kernels of the tensor's device.

@@ -33,8 +33,8 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   };
   // One forward of a unit with frozen parameters.
   struct Run {
-    size_t unit;
-    size_t num_nodes;       // where gradients leave its part of the graph
+    size_t unit = 0;
+    size_t num_nodes = 0;   // where gradients leave its part of the graph
     size_t left = 0;        // of these in
     int64_t backward = -1;  // this backward
   };

@@ -119,7 +119,7 @@ class HostCommunicator final : public Communicator {
   size_t width_of(uint32_t table) const { return static_cast<size_t>(job_.tables.at(table).width); }
 
   // The ids that any rank asks for, in the order of ranks, on all of them.
-  void share_ids(const std::vector<PullRows>& rows, std::vector<std::vector<uint64_t>>& ids) {
+  void share_ids(const std::vector<PullRows>& rows, std::vector<std::vector<uint64_t>>& ids) const {
     Bytes bytes;
     for (const PullRows& part : rows) append(bytes, part.ids);
     const std::vector<Bytes> all = host_.gather(bytes);

@@ -283,6 +283,30 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     operation->changed.notify_all();
   }
 
+  // Needs the lock. Whether to send again what the server put off; if not, `reply` becomes the
+  // operation's end.
+  bool may_wait_on(const Operation& operation, Reply& reply, steady_clock::time_point now) {
+    wait_reason_ = reply.text;
+    if (reply.progress != 0 && reply.progress != operation->progress) {
+      operation->progress = reply.progress;
+      operation->began = now;
+    }
+    // It waits for a push that failed.
+    if (failure_.code != Code::kOk &&
+        (operation->request.call == Call::kPull || operation->request.call == Call::kPush) &&
+        operation->header.sequence > acknowledged_) {
+      reply = {.code = failure_.code, .text = failure_.text};
+      return false;
+    }
+    if (now - operation->began > options_.trainer_timeout) {
+      reply.code = Code::kFailed;
+      reply.text = name() + ": waited " + std::to_string(seconds_since(operation->began)) +
+                   " s: " + reply.text;
+      return false;
+    }
+    return true;
+  }
+
   void answered(const Operation& operation, Reply reply) {
     const auto now = steady_clock::now();
     // The deadline's clock may be a little ahead of this one.
@@ -304,24 +328,8 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
         return finish(operation, std::move(reply));
       case Code::kNotYet:
       case Code::kBusy:
-        wait_reason_ = reply.text;
-        if (reply.progress != 0 && reply.progress != operation->progress) {
-          operation->progress = reply.progress;
-          operation->began = now;
-        }
-        // It waits for a push that failed.
-        if (failure_.code != Code::kOk &&
-            (operation->request.call == Call::kPull || operation->request.call == Call::kPush) &&
-            operation->header.sequence > acknowledged_) {
-          Reply failed{.code = failure_.code, .text = failure_.text};
+        if (!may_wait_on(operation, reply, now)) {
           lock.unlock();
-          return finish(operation, std::move(failed));
-        }
-        if (now - operation->began > options_.trainer_timeout) {
-          lock.unlock();
-          reply.code = Code::kFailed;
-          reply.text = name() + ": waited " + std::to_string(seconds_since(operation->began)) +
-                       " s: " + reply.text;
           return finish(operation, std::move(reply));
         }
         operation->pause = reply.code == Code::kBusy ? longer_pause(*operation) : milliseconds(0);
@@ -430,7 +438,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   }
 
   // Gives a message the server's present incarnation.
-  void update_incarnation(ReplyFuture::State& operation) {
+  void update_incarnation(ReplyFuture::State& operation) const {
     if (!operation.request.message || operation.header.server_incarnation == server_incarnation_)
       return;
     operation.header.server_incarnation = server_incarnation_;

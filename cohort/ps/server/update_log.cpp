@@ -215,26 +215,32 @@ std::vector<Segment> segments_of(const std::string& folder) {
   return segments;
 }
 
+// From the last one on that begins at record `from` or before it.
+std::vector<Segment> segments_from(const std::string& folder, uint64_t from) {
+  auto segments = segments_of(folder);
+  // A snapshot is named only when the segment behind it is there.
+  if (segments.empty() && from > 1) {
+    throw ConfigError(folder + ": expected a log that continues with record " +
+                      std::to_string(from) + ", found none");
+  }
+  auto first = segments.begin();
+  while (segments.end() - first > 1 && (first + 1)->first <= from) ++first;
+  if (!segments.empty() && first->first > from) {
+    throw ConfigError(first->path + ": expected a log that holds record " + std::to_string(from) +
+                      ", it begins with " + std::to_string(first->first));
+  }
+  segments.erase(segments.begin(), first);
+  return segments;
+}
+
 }  // namespace
 
 UpdateLog::UpdateLog(const std::string& folder, uint64_t from,
                      const std::function<void(const Record&)>& visit, PowerCut power_cut)
     : folder_(folder), next_number_(from) {
   make_folder(folder);
-  const auto segments = segments_of(folder);
-  size_t first = 0;  // The last segment that begins at `from` or before it.
-  while (first + 1 < segments.size() && segments[first + 1].first <= from) ++first;
-  // A snapshot is named only when the segment behind it is there.
-  if (segments.empty() && from > 1) {
-    throw ConfigError(folder + ": expected a log that continues with record " +
-                      std::to_string(from) + ", found none");
-  }
-  if (!segments.empty() && segments[first].first > from) {
-    throw ConfigError(segments[first].path + ": expected a log that holds record " +
-                      std::to_string(from) + ", it begins with " +
-                      std::to_string(segments[first].first));
-  }
-  for (size_t i = first; i < segments.size(); ++i) {
+  const auto segments = segments_from(folder, from);
+  for (size_t i = 0; i < segments.size(); ++i) {
     const Segment& segment = segments[i];
     forget_cached(segment.path);
     const Mapping mapping(segment.path);

@@ -96,7 +96,7 @@ struct RowTable::Rows {
       uint64_t hash;
       uint64_t value;
     };
-    std::array<Asked, 4 * kGroup> asked;
+    std::array<Asked, 4 * kGroup> asked{};
     const size_t groups = (ids.size() + kGroup - 1) / kGroup;
     const auto for_group = [&](size_t group, const auto& step) {
       if (group >= groups) return;  // Also those before the first.

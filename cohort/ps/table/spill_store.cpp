@@ -79,7 +79,7 @@ struct SpillStore::Database {
     TORCH_CHECK(status.ok(), "spill store ", folder, ": ", doing, ": ", status.ToString());
   }
 
-  void write(rocksdb::WriteBatch& batch) {
+  void write(rocksdb::WriteBatch& batch) const {
     rocksdb::WriteOptions options;
     options.disableWAL = true;  // The server's update log has every change.
     check(db->Write(options, &batch), "writing");

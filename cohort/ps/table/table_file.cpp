@@ -186,6 +186,30 @@ void TableFileReader::read_exactly(std::span<std::byte> bytes, const char* what)
   }
 }
 
+TableFileWriter::Kind TableFileReader::read_block(std::vector<std::byte>& block) {
+  using Kind = TableFileWriter::Kind;
+  BlockHeader header{};
+  read_exactly(std::as_writable_bytes(std::span(&header, 1)), "the header of a block");
+  const uint64_t start = offset_;
+  const size_t entry = header.kind == static_cast<uint32_t>(Kind::kRows)     ? row_size(options_)
+                       : header.kind == static_cast<uint32_t>(Kind::kCounts) ? sizeof(CountEntry)
+                       : header.kind == static_cast<uint32_t>(Kind::kEnd)    ? sizeof(EndEntry)
+                                                                             : 0;
+  if (entry == 0 || header.bytes != uint64_t{header.entries} * entry ||
+      header.bytes > block_size(options_)) {
+    fail("no block of this table: kind " + std::to_string(header.kind) + ", " +
+         std::to_string(header.entries) + " entries, " + std::to_string(header.bytes) + " bytes");
+  }
+  block.resize(header.bytes);
+  const std::span content(block);
+  read_exactly(content, "a block");
+  offset_ = start;
+  if (crc32c(content, crc32c(bytes_of(header).first(kChecked))) != header.checksum) {
+    fail("the block's checksum is wrong");
+  }
+  return static_cast<Kind>(header.kind);
+}
+
 void TableFileReader::read(const std::function<void(std::span<const RowView>)>& rows,
                            const std::function<void(uint64_t id, uint32_t pushes)>& count) {
   using Kind = TableFileWriter::Kind;
@@ -196,26 +220,9 @@ void TableFileReader::read(const std::function<void(std::span<const RowView>)>& 
   std::vector<RowView> views;
   EndEntry seen{};
   for (bool ended = false; !ended;) {
-    BlockHeader header{};
-    read_exactly(std::as_writable_bytes(std::span(&header, 1)), "the header of a block");
-    const uint64_t start = offset_;
-    const size_t entry = header.kind == static_cast<uint32_t>(Kind::kRows)     ? row_bytes
-                         : header.kind == static_cast<uint32_t>(Kind::kCounts) ? sizeof(CountEntry)
-                         : header.kind == static_cast<uint32_t>(Kind::kEnd)    ? sizeof(EndEntry)
-                                                                               : 0;
-    if (entry == 0 || header.bytes != uint64_t{header.entries} * entry ||
-        header.bytes > block_size(options_)) {
-      fail("no block of this table: kind " + std::to_string(header.kind) + ", " +
-           std::to_string(header.entries) + " entries, " + std::to_string(header.bytes) + " bytes");
-    }
-    block.resize(header.bytes);
+    const Kind kind = read_block(block);
     const std::span content(block);
-    read_exactly(content, "a block");
-    offset_ = start;
-    if (crc32c(content, crc32c(bytes_of(header).first(kChecked))) != header.checksum) {
-      fail("the block's checksum is wrong");
-    }
-    switch (static_cast<Kind>(header.kind)) {
+    switch (kind) {
       case Kind::kRows:
         views.clear();
         for (const std::byte* at = content.data(); at != content.data() + content.size();
@@ -225,16 +232,17 @@ void TableFileReader::read(const std::function<void(std::span<const RowView>)>& 
           views.push_back(
               {row->id, row->last_push, row->pushes, all.first(width), all.subspan(width)});
         }
-        seen.rows += header.entries;
+        seen.rows += views.size();
         rows(views);
         break;
       case Kind::kCounts:
-        for (size_t i = 0; i < header.entries; ++i) {
+        for (const std::byte* at = content.data(); at != content.data() + content.size();
+             at += sizeof(CountEntry)) {
           CountEntry found{};
-          std::memcpy(&found, content.data() + i * sizeof(found), sizeof(found));
+          std::memcpy(&found, at, sizeof(found));
           count(found.id, found.pushes);
         }
-        seen.counts += header.entries;
+        seen.counts += content.size() / sizeof(CountEntry);
         break;
       case Kind::kEnd: {
         EndEntry end{};

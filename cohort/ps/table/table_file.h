@@ -76,6 +76,8 @@ class TableFileReader {
  private:
   [[noreturn]] void fail(const std::string& what) const;
   void read_exactly(std::span<std::byte> bytes, const char* what);
+  // Whole entries of the kind that it returns.
+  TableFileWriter::Kind read_block(std::vector<std::byte>& block);
 
   std::string path_;
   Fd file_;

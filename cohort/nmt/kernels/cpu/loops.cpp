@@ -422,7 +422,7 @@ inline typename Math<T>::Acc dot(const typename Math<T>::Acc* wide_query, const 
   Pair<Acc> sums = {};
   int64_t j = 0;
   for (; j + Pair<Acc>::kLanes <= width; j += Pair<Acc>::kLanes) {
-    Pair<Acc> q, k;
+    Pair<Acc> q, k;  // NOLINT(cppcoreguidelines-pro-type-member-init): load fills them.
     load(wide_query + j, q);
     load(key + j, k);
     sums.a += q.a * k.a;
