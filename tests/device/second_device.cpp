@@ -226,7 +226,7 @@ class Aliases {
       c10::StorageImpl& to = *device.unsafeGetStorageImpl();
       c10::StorageImpl& from = *cpu.unsafeGetStorageImpl();
       if (arena().host(address(to)) != address(from)) to.set_data_ptr_noswap(taken_from(from));
-      to.set_nbytes(from.nbytes());
+      if (to.nbytes() != from.nbytes()) to.set_nbytes(from.nbytes());
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
       const auto [device, cpu] = tensors_[i];
@@ -282,17 +282,19 @@ class Aliases {
     return storages_.back().device;
   }
 
-  // Makes the memory of `cpu` the device's, and leaves an alias of it there.
+  // Makes the memory of `cpu` the device's and leaves an alias of it there. What the allocator did not give, such as a
+  // constant or a library's own memory, is copied.
   static at::DataPtr taken_from(c10::StorageImpl& cpu) {
-    if (cpu._mutable_data_ptr_no_checks().get_deleter() != &Arena::release) {
-      at::DataPtr block =
-          arena().allocate(cpu.nbytes());  // Not of the allocator: a constant, or a library's own.
-      if (cpu.nbytes() > 0) std::memcpy(block.get(), cpu.data(), cpu.nbytes());
-      cpu.set_data_ptr_noswap(std::move(block));
-    }
     char* const host = address(cpu);
-    at::DataPtr block = cpu.set_data_ptr({host, at::kCPU});
-    return {arena().device(host), block.release_context(), &Arena::release, kSecondDevice};
+    at::DataPtr block;
+    if (cpu._mutable_data_ptr_no_checks().get_deleter() == &Arena::release) {
+      block = cpu.set_data_ptr({host, at::kCPU});
+    } else {
+      block = arena().allocate(cpu.nbytes());
+      if (cpu.nbytes() > 0) std::memcpy(block.get(), host, cpu.nbytes());
+    }
+    char* const device = arena().device(block.get());
+    return {device, block.release_context(), &Arena::release, kSecondDevice};
   }
 
   std::vector<Pair<c10::Storage>> storages_;
