@@ -34,6 +34,7 @@
 #include "cohort/train/checkpoint.h"
 #include "cohort/train/data_loader_sampler.h"
 #include "cohort/train/early_stopping.h"
+#include "cohort/train/event_file.h"
 #include "cohort/train/metrics.h"
 #include "cohort/train/model_checkpoint.h"
 #include "cohort/train/sharded_checkpoint.h"

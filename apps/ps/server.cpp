@@ -163,6 +163,7 @@ void add_server_command(CLI::App& app, PsCommand& command) {
   server
       ->add_option("--endpoint", flags->rpc.endpoint,
                    "Address to listen on: HOST:PORT or unix:PATH")
+      ->type_name("ADDRESS")
       ->capture_default_str()
       ->group(place);
   server->add_option("--server-id", flags->server.server, "This server's number, from 0")
@@ -203,7 +204,7 @@ void add_server_command(CLI::App& app, PsCommand& command) {
       ->add_option(
           "--metrics", flags->metrics,
           "Serve metrics for Prometheus at http://HOST:PORT/metrics; an address of this host")
-      ->type_name("HOST:PORT")
+      ->type_name("ADDRESS")
       ->group(place);
   const char* reliability = "Reliability";
   server

@@ -42,8 +42,9 @@ void add_ask_flags(CLI::App& app, AskFlags& flags) {
 
 std::vector<std::string> endpoints_of(const AskFlags& flags) {
   if (!flags.servers.empty()) return ps::parse_server_endpoints("--pservers", flags.servers);
-  if (const auto info = ps::role_from_environment()) return info->servers;
-  throw ConfigError("--pservers: expected the servers' endpoints");
+  std::vector<std::string> servers = ps::servers_from_environment();
+  if (servers.empty()) throw ConfigError("--pservers: expected the servers' endpoints");
+  return servers;
 }
 
 ps::Reply ask(const AskFlags& flags, const std::string& endpoint, int server, ps::Call call) {

@@ -211,7 +211,10 @@ StoredCheckpoint::StoredCheckpoint(const std::string& path, const std::string& k
     : folder_(path), path_(path + "/manifest.json") {
   std::error_code ignored;
   const bool has_manifest = fs::exists(path_, ignored);
-  if (!has_manifest && fs::exists(path, ignored)) {
+  const bool is_there = fs::exists(path, ignored);
+  if (!is_there && fs::path(path).has_extension())
+    throw ConfigError(path + ": there is no such file or folder");
+  if (!has_manifest && is_there) {
     if (auto imported = open_imported(path, key)) {
       path_ = imported->path;
       folder_ = fs::path(path_).parent_path().string();

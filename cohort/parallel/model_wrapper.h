@@ -50,13 +50,16 @@ class ModelEngine : public std::enable_shared_from_this<ModelEngine> {
 class ModelWrapper;
 
 /// Gradients add up on this rank while this lives: a backward sends nothing, and the first one
-/// afterwards sends the sum. The forward must run while it lives, too. Local.
+/// afterwards sends the sum. The forward must run while it lives, too. Movable, into a
+/// std::optional for instance. Local.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(const ModelWrapper& model);
-  ~NoSync() { engine_->set_synchronized(before_); }
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
+  ~NoSync() {
+    if (engine_) engine_->set_synchronized(before_);
+  }
+  NoSync(NoSync&&) = default;
+  NoSync& operator=(NoSync&&) = delete;
 
  private:
   std::shared_ptr<ModelEngine> engine_;

@@ -32,7 +32,7 @@ struct JobOptions {
   Mode mode = Mode::kSync;
   Reduce reduce =
       Reduce::kMean;        ///< kSync: over the trainers that pushed the step, in their order.
-  int trainers = 1;         ///< Numbered from 0; more may join later.
+  int trainers = 1;         ///< Numbered from 0; a bare Client may have a higher number.
   int max_trainers = 4096;  ///< Every number is less: each is remembered, and waited for, for good.
   int servers = 1;
   int64_t max_staleness =

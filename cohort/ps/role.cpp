@@ -114,4 +114,13 @@ std::optional<RoleInfo> role_from_environment() {
   return info;
 }
 
+std::vector<std::string> servers_from_environment() {
+  const char* found = first_set({kServerList, kServerHosts});
+  if (!found) return {};
+  Needs needs(found);
+  std::vector<std::string> servers = read_servers(needs);
+  needs.check();
+  return servers;
+}
+
 }  // namespace cohort::ps

@@ -41,4 +41,9 @@ struct RoleInfo {
 ///         that is not in the list.
 std::optional<RoleInfo> role_from_environment();
 
+/// Reads the servers alone, of whatever role the process is and if it has none; empty if no
+/// variable lists them. Local.
+/// Errors: ConfigError that names the variable of a list that is none, or the missing port.
+std::vector<std::string> servers_from_environment();
+
 }  // namespace cohort::ps

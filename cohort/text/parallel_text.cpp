@@ -159,6 +159,10 @@ void read_json(const fs::path& path, Filter& filter) {
 }
 
 void read_any(std::span<const fs::path> paths, Filter& filter) {
+  for (const fs::path& path : paths) {
+    if (path.extension() == ".gz")
+      throw ConfigError(path.string() + ": expected unpacked text (gunzip --keep)");
+  }
   if (paths.size() == 2) return read_two_files(paths[0], paths[1], filter);
   if (paths.size() != 1) {
     throw ConfigError("parallel text: expected one or two files, found " +

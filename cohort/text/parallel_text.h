@@ -33,7 +33,7 @@ using TakePair = std::function<void(std::string& source, std::string& target)>;
 /// Errors: ConfigError, one line that names the file, and the line (from 1) or item (from 0), found
 ///         while or after pairs before it were taken: cannot be read; not valid UTF-8; line counts
 ///         differ (both counts, both files); not exactly one tab; not JSON of this form; not one or
-///         two files; no pair left.
+///         two files; a name in ".gz"; no pair left.
 int64_t for_each_pair(std::span<const std::filesystem::path> paths, const TakePair& take);
 
 /// Refuses what cannot be read twice, a pipe say, before anything is read of it.

@@ -89,7 +89,9 @@ Tokenizer::Tokenizer(const std::filesystem::path& model_file) {
   if (model->pad_id() != kPadId || model->unk_id() != kUnkId || model->bos_id() != kBosId ||
       model->eos_id() != kEosId) {
     std::ostringstream message;
-    message << model_file.string() << ": expected pad 0, unk 1, bos 2, eos 3, found pad "
+    message << model_file.string()
+            << ": expected pad 0, unk 1, bos 2, eos 3 (spm_train --pad_id=0 "
+               "--unk_id=1 --bos_id=2 --eos_id=3), found pad "
             << model->pad_id() << ", unk " << model->unk_id() << ", bos " << model->bos_id()
             << ", eos " << model->eos_id();
     throw ConfigError(message.str());

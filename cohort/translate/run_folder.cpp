@@ -30,7 +30,7 @@ double character_coverage(const std::vector<std::string>& sentences) {
 void check_size(const text::Tokenizer& tokenizer, const fs::path& file, int64_t expected) {
   if (tokenizer.num_pieces() != expected) {
     throw ConfigError(file.string() + " has " + std::to_string(tokenizer.num_pieces()) +
-                      " pieces: the model has " + std::to_string(expected));
+                      " pieces: expected " + std::to_string(expected) + " (--dim-vocabs)");
   }
 }
 

@@ -126,6 +126,9 @@ TEST_F(NmtDataTest, RunsShareACacheFolder) {
   expect_in("token cache state=built ", shell(nmt(train_flags("one") + flags + vocabs)));
   expect_in("token cache state=used ", shell(nmt(train_flags("two") + flags + vocabs)));
   EXPECT_FALSE(fs::exists(path("two/train-tokens.safetensors")));
+  std::string other = train_flags("three") + "--vocabs " + vocabs;
+  expect_refused(other.replace(other.find("60 60"), 5, "60 70"),
+                 path("v/target.spm") + " has 60 pieces: expected 70 (--dim-vocabs)");
   expect_refused(
       train_flags("three") + "--cache-dir " + path("train.en/x"),
       path("train.en/x") +

@@ -186,8 +186,7 @@ TEST_F(PsCommandTest, AUnixSocketServesStatusTrainersAndStop) {
   const std::string endpoint = "unix:" + folder_ / "socket";
   const Ended ended = with_server(
       "",
-      train("", endpoint) + " && PADDLE_TRAINING_ROLE=TRAINER PADDLE_TRAINERS_NUM=1 " +
-          "PADDLE_TRAINER_ID=0 PADDLE_PSERVERS_IP_PORT_LIST=" + endpoint + " " + bin("cohort") +
+      train("", endpoint) + " && PADDLE_PSERVERS_IP_PORT_LIST=" + endpoint + " " + bin("cohort") +
           " ps status && (cd " + folder_.path().string() + " && " + bin("cohort") +
           " ps stop --pservers unix:socket) && wait $SERVER && echo stopped",
       "", endpoint);

@@ -15,6 +15,14 @@ namespace stored_checkpoint_test {
 
 namespace fs = std::filesystem;
 
+TEST(StoredCheckpointTest, WhatIsNotThereIsNamed) {
+  const TemporaryFolder folder;
+  EXPECT_EQ(test::message_of<ConfigError>([&] { StoredCheckpoint(folder / "best.pt"); }),
+            folder / "best.pt: there is no such file or folder");
+  EXPECT_EQ(test::message_of<ConfigError>([&] { StoredCheckpoint(folder / "best"); }),
+            folder / "best/manifest.json: no checkpoint here");
+}
+
 TEST(StoredCheckpointTest, AnyElementsAreReadFromAnyShares) {
   const TemporaryFolder folder;
   for (const int world_size : {1, 2, 3, 4}) {

@@ -78,6 +78,26 @@ TEST(RoleTest, TrainerIsReadWhole) {
   EXPECT_EQ(place->servers, (std::vector<std::string>{"10.0.0.1:6174", "10.0.0.2:6175"}));
 }
 
+TEST(RoleTest, ServersAreReadWithoutARole) {
+  const auto servers_of = [](const Variables& variables) {
+    const Environment environment(variables);
+    return servers_from_environment();
+  };
+  EXPECT_TRUE(servers_of({}).empty());
+  EXPECT_TRUE(servers_of({{"PADDLE_TRAINING_ROLE", "TRAINER"}}).empty());
+  EXPECT_EQ(servers_of({{"PADDLE_PSERVERS_IP_PORT_LIST", "h:1,unix:a"}}),
+            (std::vector<std::string>{"h:1", "unix:a"}));
+  EXPECT_EQ(servers_of({{"PADDLE_PSERVER_IPS", "g,h"}, {"PADDLE_PSERVER_PORT", "7"}}),
+            (std::vector<std::string>{"g:7", "h:7"}));
+  try {
+    servers_of({{"PADDLE_PSERVER_IPS", "g"}});
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(one_line(error),
+              "PADDLE_PSERVER_IPS is set but PADDLE_PSERVER_PORT is not: set all of them, or none");
+  }
+}
+
 TEST(RoleTest, ServerFindsItselfByEachSpellingOfItsEndpoint) {
   const Variables server =
       with(without(kTrainer, "PADDLE_TRAINER_ID"), {{"PADDLE_TRAINING_ROLE", "PSERVER"}});

@@ -184,6 +184,8 @@ TEST_F(ParallelTextTest, OtherNumbersAndKindsOfFilesAreErrors) {
             "parallel text: expected one or two files, found 3");
   EXPECT_EQ(error({{"a.txt", "x"}}),
             "@/a.txt: expected a .tsv or .json file, or two files (source, target)");
+  EXPECT_EQ(error({{"a.en", "x"}, {"a.zh.gz", "x"}}),
+            "@/a.zh.gz: expected unpacked text (gunzip --keep)");
 }
 
 TEST_F(ParallelTextTest, NoPairIsAnError) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <thread>
 
+#include "cohort/text/sentencepiece_bridge.h"
 #include "cohort/text/text_file.h"
 
 #include "tests/support/message_of.h"
@@ -177,6 +178,18 @@ TEST_F(TokenizerTest, FilesThatAreNoModelAreNamed) {
             "@/empty.spm: expected a whole SentencePiece model, found 0 bytes that are none");
   EXPECT_EQ(load_error(folder_.write("text.spm", "no model")),
             "@/text.spm: expected a whole SentencePiece model, found 8 bytes that are none");
+}
+
+// As spm_train writes them, unless it is told otherwise.
+TEST_F(TokenizerTest, OtherSpecialIdsAreRefusedWithTheFlagsOfTheRightOnes) {
+  std::string error;
+  const std::vector<bridge::TrainerFlag> flags = {{"vocab_size", std::to_string(kVocabSize)},
+                                                  {"model_type", "bpe"}};
+  const std::string bytes = bridge::train(sentences_, flags, error);
+  ASSERT_EQ(error, "");
+  EXPECT_EQ(load_error(folder_.write("other.spm", bytes)),
+            "@/other.spm: expected pad 0, unk 1, bos 2, eos 3 (spm_train --pad_id=0 --unk_id=1 "
+            "--bos_id=2 --eos_id=3), found pad -1, unk 0, bos 1, eos 2");
 }
 
 TEST_F(TokenizerTest, AFileCutShortIsAnErrorWhereverTheCut) {
