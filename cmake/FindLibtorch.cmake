@@ -38,6 +38,7 @@ endif()
 if(Libtorch_FOUND AND NOT TARGET libtorch::c10)
   add_library(libtorch::c10 INTERFACE IMPORTED)
   set_target_properties(libtorch::c10 PROPERTIES
+    INTERFACE_COMPILE_FEATURES cxx_std_20  # 2.15.0's headers refuse less.
     INTERFACE_INCLUDE_DIRECTORIES "${COHORT_LIBTORCH}/include;${COHORT_LIBTORCH}/include/torch/csrc/api/include"
     INTERFACE_LINK_LIBRARIES "${COHORT_LIBTORCH}/lib/libc10.so"
     INTERFACE_LINK_OPTIONS "-Wl,-rpath,${COHORT_LIBTORCH}/lib")
