@@ -17,6 +17,7 @@
 #include "cohort/base/machine.h"
 #include "cohort/base/program.h"
 #include "cohort/cli/parse.h"
+#include "cohort/comm/accelerator.h"
 #include "cohort/comm/backend.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/spawn.h"
@@ -78,6 +79,15 @@ Json versions() {
   return {{"cohort", COHORT_VERSION},    {"libtorch", TORCH_VERSION},
           {"products", products},        {"kernels", at::get_cpu_capability()},
           {"compiler", COHORT_COMPILER}, {"backends", backends}};
+}
+
+// Whether libtorch can compute on CUDA devices here, and what is missing if not.
+Json cuda() {
+  try {
+    return {{"devices", cohort::comm::init_cuda()}};
+  } catch (const ConfigError& error) {
+    return {{"devices", 0}, {"reason", error.what()}};
+  }
 }
 
 Json products(int threads) {
@@ -177,6 +187,13 @@ void print_versions(const Json& versions) {
   line("backends", joined(versions["backends"]));
 }
 
+void print_cuda(const Json& cuda) {
+  line("accelerator", cuda.contains("reason")
+                          ? cuda["reason"].get<std::string>()
+                          : std::to_string(cuda["devices"].get<int>()) +
+                                " devices; no program of Cohort computes on them yet");
+}
+
 void print_measured(const Json& facts) {
   const Json& rates = facts["products"];
   for (const char* type : {"float32", "bfloat16"}) {
@@ -240,7 +257,7 @@ std::optional<Json> measure_between_processes() {
 int report(const DoctorFlags& flags, const std::optional<ModelSize>& model,
            const std::optional<Json>& all_reduce_rate) {
   const Machine machine = cohort::this_machine();
-  Json facts = {{"machine", describe(machine)}, {"versions", versions()}};
+  Json facts = {{"machine", describe(machine)}, {"versions", versions()}, {"cuda", cuda()}};
   if (model) facts["advice"] = advice(flags, *model, machine);
   if (all_reduce_rate) {
     const double threads = std::min<double>(machine.cores, std::floor(machine.core_limit));
@@ -253,6 +270,7 @@ int report(const DoctorFlags& flags, const std::optional<ModelSize>& model,
   }
   print_machine(machine, facts);
   print_versions(facts["versions"]);
+  print_cuda(facts["cuda"]);
   if (all_reduce_rate) print_measured(facts);
   if (model) print_advice(facts["advice"]);
   return cohort::kExitOk;

@@ -66,6 +66,24 @@ TEST(DoctorCommandTest, TellsAPersonTheSame) {
   }
 }
 
+// With the driver of tests/comm/fake_cuda_driver.cpp.
+TEST(DoctorCommandTest, SaysWhatCudaLacks) {
+  const std::string command =
+      "LD_LIBRARY_PATH=" + bin("../tests/fake_cuda") + " " + bin("cohort") + " doctor --no-measure";
+  const Ended ended = shell(command);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  EXPECT_NE(ended.output.find("\naccelerator   CUDA cannot be used: the NVIDIA driver, "
+                              "libcuda.so.1, does not tell its version\n"),
+            std::string::npos)
+      << ended.output;
+  const json cuda = json::parse(shell("FAKE_CUDA_VERSION=13000 " + command + " --json").output,
+                                nullptr, /*allow_exceptions=*/false)["cuda"];
+  EXPECT_EQ(cuda["devices"], 0);
+  EXPECT_NE(cuda["reason"].get<std::string>().find("this libtorch has no CUDA half"),
+            std::string::npos)
+      << cuda;
+}
+
 TEST(DoctorCommandTest, SuggestsAStrategyForANumberOfParameters) {
   const json advice = facts("--no-measure --model 1.5B --ranks 8 --nproc-per-node 2")["advice"];
   EXPECT_EQ(advice["parameters"], 1'500'000'000);

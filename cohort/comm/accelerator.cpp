@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/comm/accelerator.h"
+
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <charconv>
+#include <dlfcn.h>
+#include <filesystem>
+#include <optional>
+
+#include "cohort/base/env.h"
+#include "cohort/base/error.h"
+
+namespace cohort::comm {
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw ConfigError("CUDA cannot be used: " + what);
+}
+
+// 13000: 13.0.
+std::string version_text(long version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+std::string loader_says() {
+  const char* text = dlerror();
+  return text == nullptr ? "unknown error" : text;
+}
+
+// Of the driver's interface, as its libcuda.so.1 says.
+int driver_version() {
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (driver == nullptr) refuse("no NVIDIA driver is installed (" + loader_says() + ")");
+  auto* get_version = reinterpret_cast<int (*)(int*)>(dlsym(driver, "cuDriverGetVersion"));
+  int version = 0;
+  if (get_version == nullptr || get_version(&version) != 0)
+    refuse("the NVIDIA driver, libcuda.so.1, does not tell its version");
+  return version;
+}
+
+void load_cuda_half() {
+  Dl_info half{};
+  dladdr(reinterpret_cast<const void*>(&at::globalContext), &half);
+  const auto library = std::filesystem::path(half.dli_fname).parent_path() / "libtorch_cuda.so";
+  std::error_code error;
+  if (!std::filesystem::exists(library, error)) {
+    refuse("this libtorch has no CUDA half, " + library.string() +
+           ": expected COHORT_LIBTORCH to name one that has, such as the torch of a Python");
+  }
+  // Its guard, allocator and kernels register themselves.
+  if (dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) refuse(loader_says());
+}
+
+int count_devices() {
+  const int driver = driver_version();
+  load_cuda_half();
+  const long needed = at::detail::getCUDAHooks().versionCUDART();
+  if (driver / 1000 < needed / 1000) {
+    refuse("the NVIDIA driver is of CUDA " + version_text(driver) + ": expected " +
+           version_text(needed) + " or later, which libtorch is built for");
+  }
+  const int count = c10::impl::getDeviceGuardImpl(c10::DeviceType::CUDA)->deviceCount();
+  if (count == 0) {
+    const auto visible = env_string("CUDA_VISIBLE_DEVICES");
+    refuse("the NVIDIA driver finds no device" +
+           (visible ? " among CUDA_VISIBLE_DEVICES=" + *visible : ""));
+  }
+  return count;
+}
+
+}  // namespace
+
+int init_cuda() {
+  static const int count = count_devices();  // What throws is tried again.
+  return count;
+}
+
+at::Device init_accelerator(const std::string& name, const RankInfo& info) {
+  if (name == "cpu") return at::kCPU;
+  const std::string kind = name.substr(0, name.find(':'));
+  std::optional<int> index;
+  bool good = kind == "cuda";
+  if (kind != name) {
+    const char *begin = name.data() + kind.size() + 1, *end = name.data() + name.size();
+    const auto [read, error] = std::from_chars(begin, end, index.emplace());
+    good = good && error == std::errc() && read == end && *index >= 0;
+  }
+  if (!good) throw ConfigError("device \"" + name + "\": expected cpu, cuda or cuda:N");
+  const int count = init_cuda();
+  if (index && *index >= count) {
+    throw ConfigError("device " + name + ": expected a number below " + std::to_string(count) +
+                      ", this process's CUDA devices");
+  }
+  return {c10::DeviceType::CUDA,
+          static_cast<c10::DeviceIndex>(index ? *index : device_index(info, count))};
+}
+
+}  // namespace cohort::comm

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// CUDA at run time: programs link libtorch's CPU half alone.
+#pragma once
+#include <c10/core/Device.h>
+#include <string>
+
+#include "cohort/comm/rank_info.h"
+
+namespace cohort::comm {
+
+/// Loads libtorch's CUDA half into this process, once, and returns how many CUDA devices it has:
+/// those of CUDA_VISIBLE_DEVICES if that is set.
+///
+/// libtorch_cuda.so is taken from the folder of libtorch_cpu.so. Loading takes about a second and
+/// half a gigabyte, and is done only where there is a driver.
+/// Errors:  ConfigError in one line that names what is missing: the driver, its version, libtorch's
+///          CUDA half or a library that it needs, or a device.
+/// Threads: any. Local; before the first CUDA tensor.
+int init_cuda();
+
+/// Returns the device that `name` asks for: "cpu", "cuda" (of this rank, as device_index()) or
+/// "cuda:N", after init_cuda() if it is needed.
+/// Errors: ConfigError for other names, for an N that is not there, and as init_cuda() and
+///         device_index().
+at::Device init_accelerator(const std::string& name, const RankInfo& info);
+
+}  // namespace cohort::comm
