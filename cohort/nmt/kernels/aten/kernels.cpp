@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Nothing here reads a number back to the host.
+// Nothing here reads a number back to the host. Of operations whose form in ATen depends on the
+// device (at::silu_backward) none is used, so that devices differ in rounding alone.
 #include "cohort/nmt/kernels/kernels.h"
 
 #include <cmath>
@@ -80,7 +81,9 @@ at::Tensor aten_swish(const at::Tensor& x, const Dropping& dropping) {
 
 at::Tensor aten_swish_backward(const at::Tensor& x, const at::Tensor& grad,
                                const Dropping& dropping) {
-  return drop(at::silu_backward(widened(grad), widened(x)), x, dropping);
+  const at::Tensor values = widened(x);
+  const at::Tensor share = at::sigmoid(values);
+  return drop(share * (1 + values * (1 - share)) * widened(grad), x, dropping);
 }
 
 std::pair<at::Tensor, at::Tensor> aten_softmax(const at::Tensor& scores, const SoftmaxMask& mask,
