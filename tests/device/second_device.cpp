@@ -163,7 +163,7 @@ struct SecondDeviceGuard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(MTIA, SecondDeviceGuard);
 
 struct SecondDeviceHooks final : at::MTIAHooksInterface {
-  explicit SecondDeviceHooks(at::MTIAHooksArgs) {}
+  explicit SecondDeviceHooks(at::MTIAHooksArgs = {}) {}
   bool hasMTIA() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
