@@ -202,8 +202,8 @@ int Agent::finish(const std::string& text, int code) {
   if (!text.empty()) {
     logs_.keep();
     print_line(text);
-    print_line("logs are in " + log_dir_);
   }
+  if (logs_.stays()) print_line("logs are in " + log_dir_);
   // All workers are gone. Signals until now asked for that; from here on a signal may end this
   // process by default, in case a reader has stalled.
   while (signals_.next()) {

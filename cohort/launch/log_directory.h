@@ -18,6 +18,7 @@ class LogDirectory {
 
   const std::string& path() const { return path_; }
   void keep() { temporary_ = false; }
+  bool stays() const { return !temporary_; }  ///< When this ends.
 
  private:
   std::string path_;

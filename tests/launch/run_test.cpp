@@ -73,7 +73,7 @@ TEST(RunTest, EachStreamOfEachRankHasItsLog) {
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(ended.out, "out 0\n");
-  EXPECT_EQ(ended.err, "err 0\n");
+  EXPECT_EQ(ended.err, "err 0\ncohort run: logs are in " + logs.path() + "/a/b\n");
   for (const std::string rank : {"0", "1"}) {
     EXPECT_EQ(read_file(logs.path() + "/a/b/rank" + rank + ".stdout.log"), "out " + rank + "\n");
     EXPECT_EQ(read_file(logs.path() + "/a/b/rank" + rank + ".stderr.log"), "err " + rank + "\n");
