@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 "use strict";
 const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 0});
 const readable = (n) => {
