@@ -14,6 +14,18 @@
 #include <torch/csrc/distributed/c10d/store/TCPStoreBackend.hpp>
 #endif
 
+// Collectives of c10d::ProcessGroup and of Gloo, to call and to override. A backend of its own may
+// override the older name with both versions: 2.15 forwards the newer to it.
+#if TORCH_VERSION_MINOR < 15
+#define COHORT_ALL_GATHER_SINGLE _allgather_base
+#define COHORT_REDUCE_SCATTER_SINGLE _reduce_scatter_base
+#define COHORT_ALL_TO_ALL_SINGLE alltoall_base
+#else
+#define COHORT_ALL_GATHER_SINGLE all_gather_single
+#define COHORT_REDUCE_SCATTER_SINGLE reduce_scatter_single
+#define COHORT_ALL_TO_ALL_SINGLE all_to_all_single
+#endif
+
 namespace cohort::comm {
 
 /// What owns a node of autograd's graph.

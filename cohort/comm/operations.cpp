@@ -7,6 +7,8 @@
 #include <array>
 #include <numeric>
 
+#include "cohort/comm/libtorch_version.h"
+
 namespace cohort::comm {
 std::string type_name(at::ScalarType type) {
   switch (type) {
@@ -282,7 +284,7 @@ Operation all_gather_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
                 at::Tensor input_bytes = as_bytes(read_beside(read, written.memory, backend));
-                return backend._allgather_base(output_bytes, input_bytes);
+                return backend.COHORT_ALL_GATHER_SINGLE(output_bytes, input_bytes);
               },
           .finish = [written] { written.finish(); }};
 }
@@ -367,7 +369,7 @@ Operation reduce_scatter_of(c10d::ProcessGroup& backend, const at::Tensor& outpu
                 at::Tensor whole = read_beside(read, part, backend);
                 c10d::ReduceScatterOptions options;
                 options.reduceOp = backend_op(op);
-                return backend._reduce_scatter_base(part, whole, options);
+                return backend.COHORT_REDUCE_SCATTER_SINGLE(part, whole, options);
               },
           .finish = rest_of(op, written, backend.getSize())};
 }
@@ -411,7 +413,8 @@ Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
                 at::Tensor input_bytes = as_bytes(read);
-                return backend.alltoall_base(output_bytes, input_bytes, out_counts, in_counts);
+                return backend.COHORT_ALL_TO_ALL_SINGLE(output_bytes, input_bytes, out_counts,
+                                                        in_counts);
               },
           .finish = [written] { written.finish(); }};
 }

@@ -418,7 +418,10 @@ TEST(StoreSecretTest, AnImpostorIsNotBelieved) {
   });
   const StoreAddress address{.host = "127.0.0.1", .port = port, .secret = kSecret};
   expect_refused(
-      [&] { c10::make_intrusive<StoreClient>(address, Clock::now() + seconds(30), seconds(1)); },
+      [&] {
+        const auto client =
+            c10::make_intrusive<StoreClient>(address, Clock::now() + seconds(30), seconds(1));
+      },
       "none; what answers at 127.0.0.1:" + std::to_string(port) + " has another one");
 }
 

@@ -14,6 +14,7 @@
 #include "cohort/base/env.h"
 #include "cohort/comm/backends/gloo/direct_exchange.h"
 #include "cohort/comm/connections.h"
+#include "cohort/comm/libtorch_version.h"
 
 namespace cohort::comm {
 namespace {
@@ -32,12 +33,12 @@ class GlooBackend : public Gloo {
   void abort() override { connections_.shut_down(); }
 
   // Over one host all paths are alike; between hosts Gloo's ring crosses the network less often.
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                                 const c10d::AllgatherOptions& options) override {
-    if (!one_host_) return ProcessGroupGloo::_allgather_base(output, input, options);
+  c10::intrusive_ptr<c10d::Work> COHORT_ALL_GATHER_SINGLE(
+      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    if (!one_host_) return ProcessGroupGloo::COHORT_ALL_GATHER_SINGLE(output, input, options);
     return direct_all_gather(*this, output, input, next_tag());
   }
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+  c10::intrusive_ptr<c10d::Work> COHORT_REDUCE_SCATTER_SINGLE(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
     return direct_reduce_scatter(*this, output, input, options.reduceOp, next_tag());
   }
