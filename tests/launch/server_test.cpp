@@ -69,7 +69,7 @@ TEST(ServerRunTest, TrainersAndServersFindEachOther) {
                {"PADDLE_PSERVER_IPS=elsewhere", "TRAINING_ROLE=PSERVER"});
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
-  EXPECT_EQ(ended.err, "");
+  EXPECT_EQ(ended.err, "cohort run: logs are in " + job.path("logs") + "\n");
   std::string endpoints;
   for (const int server : {0, 1}) {
     const std::string id = std::to_string(server);
