@@ -56,6 +56,11 @@ void load_cuda_half() {
 int count_devices() {
   const int driver = driver_version();
   load_cuda_half();
+  if (!at::detail::getCUDAHooks().hasCUDA()) {  // libtorch keeps the first answer that it gave.
+    refuse(
+        "this program asked libtorch for CUDA before it was loaded: expected init_cuda() before "
+        "torch::manual_seed, the first backward and the like");
+  }
   const long needed = at::detail::getCUDAHooks().versionCUDART();
   if (driver / 1000 < needed / 1000) {
     refuse("the NVIDIA driver is of CUDA " + version_text(driver) + ": expected " +
@@ -73,8 +78,14 @@ int count_devices() {
 }  // namespace
 
 int init_cuda() {
-  static const int count = count_devices();  // What throws is tried again.
-  return count;
+  try {
+    static const int count = count_devices();  // What throws is tried again.
+    return count;
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const c10::Error& error) {  // Of libtorch's CUDA half.
+    refuse(one_line(error));
+  }
 }
 
 at::Device init_accelerator(const std::string& name, const RankInfo& info) {

@@ -15,7 +15,8 @@ namespace cohort::comm {
 /// half a gigabyte, and is done only where there is a driver.
 /// Errors:  ConfigError in one line that names what is missing: the driver, its version, libtorch's
 ///          CUDA half or a library that it needs, or a device.
-/// Threads: any. Local; before the first CUDA tensor.
+/// Threads: one. Local. Early in main: before torch::manual_seed, a backward and whatever else asks
+///          libtorch for CUDA, for libtorch keeps the answer that there is none.
 int init_cuda();
 
 /// Returns the device that `name` asks for: "cpu", "cuda" (of this rank, as device_index()) or

@@ -2,8 +2,8 @@
 // Operations of the Transformer for which ATen has no fused form: differentiable ones, on every
 // device (kernels/kernels.h), then those of inference alone, on the CPU. Tensors of another device
 // than these, or of two, are a c10::ValueError. Numbers that index (lengths, labels) are checked
-// on the CPU alone: elsewhere that would wait for the device. Legend: B sentences, H heads, Q queries, K keys, N rows, D
-// model width, V vocabulary.
+// on the CPU alone: elsewhere that would wait for the device. Legend: B sentences, H heads, Q
+// queries, K keys, N rows, D model width, V vocabulary.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>

@@ -93,10 +93,11 @@ void check_range(const char* what, const at::Tensor& numbers, int64_t low, int64
 
 Batch Batch::to(c10::Device device) const {
   const auto moved = [&](const at::Tensor& tensor) {
-    return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
+    return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
   };
-  const at::Tensor rows =
+  at::Tensor rows =
       label_rows_N.defined() ? label_rows_N : at::nonzero(labels_BT.reshape({-1})).squeeze(1);
+  if (labels_BT.is_pinned() && !rows.is_pinned()) rows = rows.pin_memory();
   return {.source_BS = moved(source_BS),
           .source_lengths_B = moved(source_lengths_B),
           .input_BT = moved(input_BT),
@@ -537,6 +538,8 @@ DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
 }
 
 at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state) {
+  TORCH_CHECK_VALUE(last_N.is_cpu(), "decode_step: expected tokens on the CPU, got some on ",
+                    last_N.device());
   TORCH_INTERNAL_ASSERT(infers(*this, last_N));
   TORCH_CHECK_VALUE(last_N.dim() == 1 && last_N.size(0) == std::ssize(state.paths),
                     "decode_step: expected a token for each of ", state.paths.size(),

@@ -94,7 +94,11 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
     own.emplace(shard.name, std::move(matrix));
   }
   // A rank may hold nothing of a matrix, and takes part in its gathering.
-  std::map<std::string, int> num_whole;
+  struct Holders {
+    int whole = 0;
+    int64_t elements = 0;
+  };
+  std::map<std::string, Holders> holders;
   for (const std::string& text : group_.all_gather_object(listed.str(), site)) {
     std::istringstream lines(text);
     Matrix other;
@@ -103,12 +107,18 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
     while (lines >> other.rows >> other.columns >> type >> held && lines.ignore() &&
            std::getline(lines, other.name)) {
       other.type = static_cast<at::ScalarType>(type);
-      num_whole[other.name] += held == other.rows * other.columns;
+      holders[other.name].whole += held == other.rows * other.columns;
+      holders[other.name].elements += held;
       own.emplace(other.name, other);
     }
   }
   for (auto& [name, matrix] : own) {
-    matrix.is_shared = num_whole.at(name) < group_.size();
+    const auto [whole, elements] = holders.at(name);
+    matrix.is_shared = whole < group_.size();
+    TORCH_CHECK_VALUE(!matrix.is_shared || elements == matrix.rows * matrix.columns,
+                      "Muon: expected a group whose ranks divide the ",
+                      matrix.rows * matrix.columns, " elements of ", name,
+                      ", such as mesh.group(\"dp\"), got one that holds ", elements);
     if (options_.tensor_parallel) matrix.cut = options_.tensor_parallel->part_of(name);
     matrices_.push_back(std::move(matrix));
   }

@@ -48,7 +48,8 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 ///     (shard.shape.size() == 2 ? matrices : others).push_back(shard);
 ///   // Hidden layers. All others, and as a rule embeddings and the head, belong to another
 ///   // optimizer.
-///   parallel::Muon muon(matrices, group, {.tensor_parallel = sharded.ranks().tensor_parallel});
+///   parallel::Muon muon(matrices, mesh.group("dp"),
+///                       {.tensor_parallel = sharded.ranks().tensor_parallel});
 ///   loss(sharded(batch)).backward();
 ///   muon.step(0.02);
 ///   muon.zero_grad();
@@ -70,8 +71,10 @@ at::Tensor orthogonalize(const at::Tensor& matrix, int num_iterations = 5);
 /// Source:     as orthogonalize, muon.py (MIT license).
 class Muon {
  public:
-  /// `shards`: this rank's, of the same parameters on all ranks; `group`: the ranks that share them
-  /// out, or hold them whole.
+  /// `shards`: this rank's, of the same parameters on all ranks; `group`: the ranks that divide them,
+  /// or hold them whole.
+  /// Errors: c10::ValueError for parameters of one dimension, and for a group that does neither: of
+  ///         replicas of shards, or of ranks with several parts of a tensor-parallel model.
   Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& group,
        const MuonOptions& options = {}, CallSite site = CallSite::here());
 

@@ -87,11 +87,14 @@ std::string first_fault(const torch::nn::Module& model, const TensorParallelPlan
     const auto is_same = [&](const at::Tensor& each) {
       return each[index].item<int64_t>() == all[0][index].item<int64_t>();
     };
-    if (found.empty() && group.size() > 1 && std::ranges::all_of(all, is_same)) {
+    if (found.empty() && !cut.equal_parts && group.size() > 1 &&
+        std::ranges::all_of(all, is_same)) {
       std::ostringstream out;
       out << name << " is in the plan, and all ranks along \"tp\" have the same "
           << tensors.at(name).sizes() << ": expected each to have its own part of dimension "
-          << cut.dim << ", by cut_of; take it out of the plan if each has the whole";
+          << cut.dim
+          << ", by cut_of; take it out of the plan if each has the whole, or set equal_parts "
+             "if they are to begin equal";
       found = out.str();
     }
     ++index;

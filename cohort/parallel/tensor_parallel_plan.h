@@ -15,6 +15,9 @@ struct TensorCut {
   /// Dimension `dim` is so many blocks of equal size, each cut on its own: 3 where one matrix
   /// holds query, key and value.
   int64_t blocks = 1;
+  /// The ranks' parts may begin with the same values, as heads that were repeated do. Wrappers
+  /// refuse others that do: each rank probably has the whole.
+  bool equal_parts = false;
 };
 
 /// Cuts by the names of parameters and buffers in the plain model. All others are replicated: the

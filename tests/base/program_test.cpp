@@ -58,6 +58,7 @@ TEST(ProgramTest, WhatAProgramDoesWithASignalStays) {
 TEST(ProgramTest, OneLineOfAnErrorIsItsMessage) {
   try {
     TORCH_CHECK_VALUE(false, "expected 1, got ", 2);
+    FAIL();
   } catch (const std::exception& error) {
     EXPECT_EQ(one_line(error), "expected 1, got 2");
     EXPECT_NE(std::string(error.what()).find('\n'), std::string::npos);

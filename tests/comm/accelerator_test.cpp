@@ -32,7 +32,7 @@ TEST(AcceleratorTest, ADriverThatTellsNoVersionIsRefused) {
             "CUDA cannot be used: the NVIDIA driver, libcuda.so.1, does not tell its version");
 }
 
-// Twice: the first refusal is not remembered.
+// That of scripts/setup has none. Twice: the first refusal is not remembered.
 TEST(AcceleratorTest, ALibtorchWithoutItsCudaHalfIsNamed) {
   setenv("FAKE_CUDA_VERSION", "13000", 1);
   for (const char* device : {"cuda", "cuda:1"}) {

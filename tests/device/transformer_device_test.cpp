@@ -5,10 +5,10 @@
 #include <torch/optim/adamw.h>
 #include <torch/types.h>
 
-#include "cohort/nmt/kernels/kernels.h"
 #include "cohort/nmt/transformer.h"
 
 #include "tests/device/second_device.h"
+#include "tests/support/aten_kernels.h"
 #include "tests/support/message_of.h"
 #include "tests/support/sentences.h"
 
@@ -60,9 +60,10 @@ TEST(TransformerDeviceTest, TrainingHasTheBitsOfTheCpuWithTheSameOperations) {
       for (const auto precision : {Precision::kFloat32, Precision::kBFloat16}) {
         SCOPED_TRACE(to_string(norm) + " " + to_string(activation));
         const Case c{norm, activation, precision};
-        use_aten_kernels(true);
-        const auto expected = train_on(at::kCPU, c);
-        use_aten_kernels(false);
+        const auto expected = [&] {
+          const test::AtenKernels guard;
+          return train_on(at::kCPU, c);
+        }();
         const auto got = train_on(test::second_device(), c);
         ASSERT_EQ(got.size(), expected.size());
         for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
@@ -96,10 +97,20 @@ TEST(TransformerDeviceTest, EvaluationHasTheBitsOfTheCpuWithTheSameOperations) {
     model->eval();
     return model->log_probabilities(batch.to(device)).cpu();
   };
-  use_aten_kernels(true);
-  const at::Tensor expected = evaluate(at::kCPU);
-  use_aten_kernels(false);
+  const at::Tensor expected = [&] {
+    const test::AtenKernels guard;
+    return evaluate(at::kCPU);
+  }();
   EXPECT_TRUE(at::equal(evaluate(test::second_device()), expected));
+}
+
+TEST(TransformerDeviceTest, ParametersAreDrawnAsOnTheCpu) {
+  Transformer here = model_of({}, at::kCPU), there = model_of({}, test::second_device());
+  here->initialise(5);
+  there->initialise(5);
+  for (const auto& item : here->named_parameters()) {
+    EXPECT_TRUE(at::equal(there->named_parameters()[item.key()].cpu(), item.value())) << item.key();
+  }
 }
 
 TEST(TransformerDeviceTest, DecodingElsewhereThanOnTheCpuIsRefused) {

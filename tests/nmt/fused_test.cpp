@@ -13,6 +13,7 @@
 
 #include "cohort/nmt/kernels/kernels.h"
 
+#include "tests/support/aten_kernels.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::nmt {
@@ -109,9 +110,8 @@ void in_every_table(const Body& body) {
     in_both_types((*table)->name, body);
   }
   use_loops(*supported_loops()[0]);
-  use_aten_kernels(true);
+  const test::AtenKernels aten;
   in_both_types("aten", body);
-  use_aten_kernels(false);
 }
 
 // `bound` has an element per element; higher orders take the last percent. A NaN is out of bounds.

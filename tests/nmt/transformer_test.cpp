@@ -7,12 +7,12 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
-#include "cohort/nmt/kernels/kernels.h"
 #include "cohort/nmt/search.h"
 #include "cohort/optim/adam.h"
 #include "cohort/translate/layer_runner.h"
 #include "cohort/translate/tensor_memory.h"
 
+#include "tests/support/aten_kernels.h"
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
@@ -91,9 +91,8 @@ TEST(TransformerTest, AStepByOperationsOfAtenEqualsOneByLoops) {
   for (const auto& options : variants()) {
     SCOPED_TRACE(name_of(options));
     const Step loops = one_step(options, batch);
-    use_aten_kernels(true);
+    const test::AtenKernels guard;
     const Step aten = one_step(options, batch.to(at::kCPU));
-    use_aten_kernels(false);
     EXPECT_NEAR(loops.loss.item<double>(), aten.loss.item<double>(), 1e-11);
     EXPECT_NEAR(loops.nll.item<double>(), aten.nll.item<double>(), 1e-11);
     for (size_t i = 0; i < loops.gradients.size(); ++i)
@@ -111,9 +110,8 @@ TEST(TransformerTest, EvaluationByOperationsOfAtenEqualsThatByLoops) {
     model->to(at::kDouble);
     model->eval();
     const at::Tensor loops = model->log_probabilities(batch);
-    use_aten_kernels(true);
+    const test::AtenKernels guard;
     const at::Tensor aten = model->log_probabilities(batch);
-    use_aten_kernels(false);
     EXPECT_TRUE(loops.allclose(aten, 1e-11, 1e-12)) << name_of(options);
   }
 }

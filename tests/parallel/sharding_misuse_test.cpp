@@ -217,6 +217,35 @@ TEST(ShardingMisuseTest, TheModulesOwnZeroGradIsRefusedAtTheNextForward) {
   });
 }
 
+// Nobody has cleared anything: parameters were left whole by what ended half way.
+TEST(ShardingMisuseTest, AForwardAfterABackwardThatThrewIsNotTakenForZeroGrad) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients, Shard::kParameters}) {
+      Tower model;
+      Sharded sharded(model, group, {.shard = shard}, model->units());
+      const at::Tensor x = batch_of(group.rank(), 0);
+      loss_of(sharded(x)).backward();  // Gradients wait in the shards.
+      const at::Tensor out = sharded(x);
+      out.register_hook([](const at::Tensor&) -> at::Tensor { throw std::out_of_range("once"); });
+      EXPECT_THROW(loss_of(out).backward(), std::out_of_range);
+      loss_of(sharded(x)).backward();
+    }
+  });
+}
+
+TEST(ShardingMisuseTest, AForwardAfterAGradientOfGradientsIsNotTakenForZeroGrad) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    for (const Shard shard : {Shard::kOptimizer, Shard::kGradients}) {
+      Tower model;
+      Sharded sharded(model, group, {.shard = shard}, model->units());
+      const at::Tensor x = batch_of(group.rank(), 0).requires_grad_();
+      loss_of(sharded(x)).backward();
+      torch::autograd::grad({sharded(x).sum()}, {x}, {}, true, /*create_graph=*/true);
+      loss_of(sharded(x)).backward();
+    }
+  });
+}
+
 TEST(ShardingMisuseTest, GuardsOfWholeParametersLieInOneAnother) {
   test::ranks(2, [](const ProcessGroup& group) {
     Tower model;

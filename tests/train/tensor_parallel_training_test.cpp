@@ -236,6 +236,14 @@ TEST(TensorParallelTrainingTest, MuonTakesWholeMatricesUnderEveryWrapper) {
       parallel::ParallelModel<Net> model(Net(mesh.group("tp")), mesh,
                                          {.strategy = strategy, .tensor_parallel = kPlan});
       expect_muon_of_one_process(model, data);
+      if (strategy != parallel::Strategy::kZero3 || data.size() == 1) continue;
+      const std::string refusal = test::message_of<c10::ValueError>([&] {
+        std::vector<parallel::LocalShard> matrices = state_of(model).trained;
+        std::erase_if(matrices, [](const auto& each) { return each.shape.size() < 2; });
+        parallel::Muon(matrices, world, {.tensor_parallel = model.ranks().tensor_parallel});
+      });
+      EXPECT_NE(refusal.find("such as mesh.group(\"dp\"), got one that holds"), std::string::npos)
+          << refusal << " of ranks of two parts";
     }
   };
   test::ranks(2, body);
@@ -280,7 +288,8 @@ TEST(TensorParallelTrainingTest, PlansThatDoNotFitAreRefusedOnEveryRank) {
         refused(changed("scale", {})),
         "tensor_parallel: scale is in the plan, and all ranks along \"tp\" have the same [50]: "
         "expected each to have its own part of dimension 0, by cut_of; take it out of the plan "
-        "if each has the whole");
+        "if each has the whole, or set equal_parts if they are to begin equal");
+    EXPECT_EQ(refused(changed("scale", {.equal_parts = true})), "nothing was thrown");
     const auto expected = [](const std::string& got) {
       return "tensor_parallel: expected a mesh with an axis \"tp\", got " + got;
     };

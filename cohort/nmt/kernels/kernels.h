@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What fused.h computes with, chosen by the device of its tensors: cpu/ has loops over the host's
-// memory, aten/ plain operations of ATen, which every device has. None of them records gradients.
-// Legend as in fused.h.
+// memory, aten/ plain operations of ATen, for every device with float64. None of them records
+// gradients. Legend as in fused.h.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <utility>

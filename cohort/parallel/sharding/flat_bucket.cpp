@@ -206,6 +206,7 @@ void FlatBucket::gather() {
 }
 
 void FlatBucket::show(size_t index, const at::Tensor& value) {
+  hidden_ = false;
   set_data(parameters_[index].tensor, value);
   if (!gradient(index).defined()) parameters_[index].tensor.mutable_grad().reset();
 }
@@ -240,6 +241,7 @@ void FlatBucket::finish_gather() {
 }
 
 void FlatBucket::hide() {
+  hidden_ = true;
   unsharded_.reset();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     set_data(parameters_[i].tensor, absent_[i]);
@@ -301,7 +303,7 @@ std::vector<std::string> FlatBucket::absent_gradients() const {
 
 void FlatBucket::check_cleared() const {
   const auto slices = layout_.slices(group_.rank());
-  for (size_t i = 0; !frozen_ && i < slices.size(); ++i) {
+  for (size_t i = 0; hidden_ && !frozen_ && i < slices.size(); ++i) {
     TORCH_CHECK_VALUE(parameters_[slices[i].tensor].tensor.grad().defined() ||
                           !local_shards_[i].tensor.grad().defined(),
                       "sharding: the module's own zero_grad() has not cleared the gradient of ",

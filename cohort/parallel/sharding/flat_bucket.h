@@ -98,7 +98,7 @@ class FlatBucket {
   void drop_gradients();
   /// Errors: c10::ValueError if a frozen parameter requires a gradient by now.
   void check_frozen() const;
-  /// Outside a forward and its backward.
+  /// Before a forward. Local: a rank without an element of the bucket sees nothing.
   /// Errors: c10::ValueError if a hidden parameter has lost what stands for its gradient, by the
   ///         module's zero_grad(), and its local shard has one.
   void check_cleared() const;
@@ -139,6 +139,7 @@ class FlatBucket {
   bool frozen_ = false;
   bool deferred_ = false;
   bool own_memory_ = true;  // shard_ is no part of full_
+  bool hidden_ = false;     // parameters are not there, and something stands for their gradients
   FlatLayout layout_;
   at::Tensor full_;                // [padded], in the type of computing; its memory may be away
   at::Tensor shard_;               // [shard], in the parameters' type; a view of full_ if it can be

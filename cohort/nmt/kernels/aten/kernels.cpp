@@ -57,8 +57,8 @@ at::Tensor aten_relu_dropout_backward(const at::Tensor& out, const at::Tensor& g
   return at::where(out > 0, widened(grad) * scale, 0).to(grad.scalar_type());
 }
 
-// The standard normal distribution's share below x. at::gelu takes it by erf, which leaves few right
-// digits where it is small.
+// The standard normal distribution's share below x. at::gelu takes it by erf, which leaves few
+// right digits where it is small.
 at::Tensor normal_share(const at::Tensor& x) {
   return at::erfc(x * -M_SQRT1_2) * 0.5;
 }
