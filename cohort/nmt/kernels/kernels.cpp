@@ -5,15 +5,15 @@
 
 namespace cohort::nmt {
 
-extern const Kernels cpu_kernels;
-extern const Kernels aten_kernels;
+extern const Kernels kCpuKernels;
+extern const Kernels kAtenKernels;
 
 namespace {
 bool aten_everywhere = false;
 }  // namespace
 
 const Kernels& kernels_for(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && !aten_everywhere ? cpu_kernels : aten_kernels;
+  return tensor.device().is_cpu() && !aten_everywhere ? kCpuKernels : kAtenKernels;
 }
 
 void use_aten_kernels(bool on) {

@@ -128,8 +128,8 @@ void aten_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, doub
 
 }  // namespace
 
-extern const Kernels aten_kernels;
-const Kernels aten_kernels = {.dropout = aten_dropout,
+extern const Kernels kAtenKernels;
+const Kernels kAtenKernels = {.dropout = aten_dropout,
                               .relu_dropout = aten_relu_dropout,
                               .relu_dropout_backward = aten_relu_dropout_backward,
                               .gelu = {aten_gelu, aten_gelu_backward},

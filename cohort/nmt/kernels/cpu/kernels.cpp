@@ -107,8 +107,8 @@ void cross_entropy_by_loops(const at::Tensor& logits, const at::Tensor& labels, 
 
 }  // namespace
 
-extern const Kernels cpu_kernels;
-const Kernels cpu_kernels = {
+extern const Kernels kCpuKernels;
+const Kernels kCpuKernels = {
     .has_inference = true,
     .dropout =
         [](const at::Tensor& x, const Dropping& dropping) {
