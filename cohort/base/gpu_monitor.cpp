@@ -7,23 +7,22 @@
 
 namespace cohort {
 namespace {
-
-// The few declarations of nvml.h that are used; NVML keeps them stable within the ".1" of its name.
-using Device = void*;
-struct Utilization {
-  unsigned gpu;
-  unsigned memory;
-};
-struct Memory {
-  unsigned long long total;
-  unsigned long long free;
-  unsigned long long used;
-};
 constexpr int kSuccess = 0;
-
 }  // namespace
 
+// The few declarations of nvml.h that are used; NVML keeps them stable within the ".1" of its name.
 struct GpuMonitor::Library {
+  using Device = void*;
+  struct Utilization {
+    unsigned gpu;
+    unsigned memory;
+  };
+  struct Memory {
+    unsigned long long total;
+    unsigned long long free;
+    unsigned long long used;
+  };
+
   void* handle = nullptr;
   int (*init)() = nullptr;
   int (*shutdown)() = nullptr;
@@ -65,14 +64,14 @@ std::vector<GpuUse> GpuMonitor::sample() const {
                .busy_percent = std::nan(""),
                .memory_used_bytes = std::nan(""),
                .memory_bytes = std::nan("")};
-    Device device = nullptr;
+    Library::Device device = nullptr;
     if (library_->device(i, &device) == kSuccess) {
       std::array<char, 96> name{};
       if (library_->name(device, name.data(), name.size()) == kSuccess) gpu.name = name.data();
-      Utilization utilization{};
+      Library::Utilization utilization{};
       if (library_->utilization(device, &utilization) == kSuccess)
         gpu.busy_percent = utilization.gpu;
-      Memory memory{};
+      Library::Memory memory{};
       if (library_->memory(device, &memory) == kSuccess) {
         gpu.memory_used_bytes = static_cast<double>(memory.used);
         gpu.memory_bytes = static_cast<double>(memory.total);
