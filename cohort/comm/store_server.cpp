@@ -18,6 +18,7 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <system_error>
+#include <tuple>
 #include <utility>
 
 #include "cohort/base/secret.h"
@@ -62,7 +63,8 @@ void make_no_proof_at_exit() {
   static std::once_flag once;
   std::call_once(once, [] {
     hmac_sha256("", "");  // OpenSSL's handler is registered before this one, which runs first.
-    std::atexit([] { proving().try_lock_for(std::chrono::seconds(1)); });
+    // Kept locked if it can be had: no proof begins any more.
+    std::atexit([] { std::ignore = proving().try_lock_for(std::chrono::seconds(1)); });
   });
 }
 
