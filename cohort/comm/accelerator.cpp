@@ -24,15 +24,10 @@ std::string version_text(long version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-std::string loader_says() {
-  const char* text = dlerror();
-  return text == nullptr ? "unknown error" : text;
-}
-
 // Of the driver's interface, as its libcuda.so.1 says.
 int driver_version() {
   void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (driver == nullptr) refuse("no NVIDIA driver is installed (" + loader_says() + ")");
+  if (driver == nullptr) refuse("no NVIDIA driver is installed (" + std::string(dlerror()) + ")");
   auto* get_version = reinterpret_cast<int (*)(int*)>(dlsym(driver, "cuDriverGetVersion"));
   int version = 0;
   if (get_version == nullptr || get_version(&version) != 0)
@@ -50,7 +45,7 @@ void load_cuda_half() {
            ": expected COHORT_LIBTORCH to name one that has, such as the torch of a Python");
   }
   // Its guard, allocator and kernels register themselves.
-  if (dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) refuse(loader_says());
+  if (dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) refuse(dlerror());
 }
 
 int count_devices() {

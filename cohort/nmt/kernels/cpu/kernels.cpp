@@ -105,6 +105,20 @@ void cross_entropy_by_loops(const at::Tensor& logits, const at::Tensor& labels, 
   });
 }
 
+// ActivationIn: which activation of a table it is.
+template <class ActivationIn>
+constexpr ActivationKernels activation_by_loops(ActivationIn) {
+  return {.forward =
+              [](const at::Tensor& x, const Dropping& dropping) {
+                return run_loop(x, dropping,
+                                [](const auto& table) { return ActivationIn()(table).forward; });
+              },
+          .backward =
+              [](const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping) {
+                return activation_backward_by_loops(x, grad, dropping, ActivationIn());
+              }};
+}
+
 }  // namespace
 
 extern const Kernels kCpuKernels;
@@ -119,26 +133,8 @@ const Kernels kCpuKernels = {
           return run_loop(x, dropping, [](const auto& table) { return table.relu_dropout; });
         },
     .relu_dropout_backward = relu_backward_by_loops,
-    .gelu = {.forward =
-                 [](const at::Tensor& x, const Dropping& dropping) {
-                   return run_loop(x, dropping,
-                                   [](const auto& table) { return table.gelu.forward; });
-                 },
-             .backward =
-                 [](const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping) {
-                   return activation_backward_by_loops(
-                       x, grad, dropping, [](const auto& table) { return table.gelu; });
-                 }},
-    .swish = {.forward =
-                  [](const at::Tensor& x, const Dropping& dropping) {
-                    return run_loop(x, dropping,
-                                    [](const auto& table) { return table.swish.forward; });
-                  },
-              .backward =
-                  [](const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping) {
-                    return activation_backward_by_loops(
-                        x, grad, dropping, [](const auto& table) { return table.swish; });
-                  }},
+    .gelu = activation_by_loops([](const auto& table) { return table.gelu; }),
+    .swish = activation_by_loops([](const auto& table) { return table.swish; }),
     .softmax = softmax_by_loops,
     .softmax_backward = softmax_backward_by_loops,
     .cross_entropy = cross_entropy_by_loops};
