@@ -4,7 +4,6 @@
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <charconv>
 #include <dlfcn.h>
 #include <filesystem>
 #include <optional>
@@ -84,23 +83,27 @@ int init_cuda() {
 }
 
 at::Device init_accelerator(const std::string& name, const RankInfo& info) {
-  if (name == "cpu") return at::kCPU;
-  const std::string kind = name.substr(0, name.find(':'));
-  std::optional<int> index;
-  bool good = kind == "cuda";
-  if (kind != name) {
-    const char *begin = name.data() + kind.size() + 1, *end = name.data() + name.size();
-    const auto [read, error] = std::from_chars(begin, end, index.emplace());
-    good = good && error == std::errc() && read == end && *index >= 0;
+  std::optional<at::Device> asked;
+  try {
+    asked = at::Device(name);
+  } catch (const c10::Error&) {  // Its text lists devices that this process cannot have.
   }
-  if (!good) throw ConfigError("device \"" + name + "\": expected cpu, cuda or cuda:N");
-  const int count = init_cuda();
-  if (index && *index >= count) {
+  const bool is_cuda = asked && asked->is_cuda();
+  if (!asked || (!asked->is_cpu() && !is_cuda && !c10::impl::hasDeviceGuardImpl(asked->type())))
+    throw ConfigError("device \"" + name + "\": expected cpu, cuda or cuda:N");
+  if (asked->is_cpu()) return at::kCPU;
+  const auto* driver = is_cuda ? nullptr : c10::impl::getDeviceGuardImpl(asked->type());
+  const int count = is_cuda ? init_cuda() : driver->deviceCount();
+  if (asked->has_index() && asked->index() >= count) {
     throw ConfigError("device " + name + ": expected a number below " + std::to_string(count) +
-                      ", this process's CUDA devices");
+                      ", this process's " +
+                      c10::DeviceTypeName(asked->type(), /*lower_case=*/!is_cuda) + " devices");
   }
-  return {c10::DeviceType::CUDA,
-          static_cast<c10::DeviceIndex>(index ? *index : device_index(info, count))};
+  const at::Device device(
+      asked->type(), asked->has_index() ? asked->index()
+                                        : static_cast<c10::DeviceIndex>(device_index(info, count)));
+  c10::impl::getDeviceGuardImpl(device.type())->setDevice(device);
+  return device;
 }
 
 }  // namespace cohort::comm

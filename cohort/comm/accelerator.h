@@ -20,7 +20,9 @@ namespace cohort::comm {
 int init_cuda();
 
 /// Returns the device that `name` asks for: "cpu", "cuda" (of this rank, as device_index()) or
-/// "cuda:N", after init_cuda() if it is needed.
+/// "cuda:N", after init_cuda() if it is needed; likewise of another type whose driver this process
+/// has loaded ("privateuseone:N", say, after find_backend of a plug-in that brings it). The device
+/// is the current one of the calling thread then.
 /// Errors: ConfigError for other names, for an N that is not there, and as init_cuda() and
 ///         device_index().
 at::Device init_accelerator(const std::string& name, const RankInfo& info);

@@ -96,7 +96,12 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
 }
 
 ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& options) {
-  find_backend(options.backend);
+  const c10::DeviceType served = find_backend(options.backend).device;
+  if (options.device && options.device->type() != served) {
+    throw ConfigError("backend " + options.backend + ": expected one of tensors on " +
+                      options.device->str() + ", got one of " +
+                      c10::DeviceTypeName(served, /*lower_case=*/true) + " tensors");
+  }
   std::vector<int> ranks(static_cast<size_t>(info.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto job = std::make_shared<Job>(info, options);
@@ -143,12 +148,17 @@ std::vector<std::string> ProcessGroup::hosts() const {
 const std::string& ProcessGroup::name() const {
   return impl().name;
 }
+const std::string& ProcessGroup::backend() const {
+  return impl().backend_name;
+}
 const RankInfo& ProcessGroup::rank_info() const {
   return impl().job->info;
 }
 at::Device ProcessGroup::device() const {
   const c10::DeviceType type = find_backend(impl().backend_name).device;
   if (type == c10::DeviceType::CPU) return type;
+  const auto& chosen = impl().job->options.device;
+  if (chosen && chosen->type() == type) return *chosen;
   const bool has_driver = c10::impl::hasDeviceGuardImpl(type);
   const int count = has_driver ? c10::impl::getDeviceGuardImpl(type)->deviceCount() : 0;
   return {type, static_cast<c10::DeviceIndex>(device_index(rank_info(), count))};

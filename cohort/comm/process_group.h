@@ -33,6 +33,9 @@ struct ProcessGroupOptions {
   /// Network interface of the backend, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
   /// by route.
   std::string interface;
+  /// Where this rank computes, as torch's device_id: ProcessGroup::device(). Empty: by the backend
+  /// and the local rank.
+  std::optional<c10::Device> device;
   /// The same on all ranks. COHORT_CHECK_COLLECTIVES=0, 1 or 2 replaces it.
   CheckCollectives check_collectives = CheckCollectives::kOn;
 };
@@ -106,8 +109,8 @@ class ProcessGroup {
   /// process (a write to a lost rank is an error instead), unless the program handles it itself.
   /// When the last handle goes, connections are closed without notice: call `close` first on the
   /// good path.
-  /// Errors: ConfigError if the backend is unknown, rank 0 cannot listen on the port, or the ranks'
-  ///         numbers and options clash; PeerError that names the ranks that have not come.
+  /// Errors: ConfigError if the backend is unknown or serves no tensors of `device`, rank 0 cannot
+  ///         listen on the port, or the ranks' numbers and options clash; PeerError that names the ranks that have not come.
   explicit ProcessGroup(const RankInfo& info, const ProcessGroupOptions& options = {});
 
   explicit operator bool() const { return impl_ != nullptr; }
@@ -119,10 +122,12 @@ class ProcessGroup {
   /// The host of each rank, by rank: equal for ranks of one host (and network and process
   /// namespace). Text up to the first "/" is the host's name (COHORT_HOST_NAME, else the system's).
   std::vector<std::string> hosts() const;
-  const std::string& name() const;    ///< "world", or the sub-group's name.
-  const RankInfo& rank_info() const;  ///< Of this process in the whole job.
+  const std::string& name() const;     ///< "world", or the sub-group's name.
+  const std::string& backend() const;  ///< As ProcessGroupOptions::backend.
+  const RankInfo& rank_info() const;   ///< Of this process in the whole job.
   /// Where this rank computes, as `net->to(group.device())`: the CPU if the backend serves that
-  /// (gloo, mpi), else the accelerator that device_index() chooses (rank_info.h).
+  /// (gloo, mpi), else ProcessGroupOptions::device, or without it the accelerator that
+  /// device_index() chooses (rank_info.h).
   /// Errors: as device_index().
   at::Device device() const;
 
