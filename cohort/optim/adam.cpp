@@ -3,7 +3,8 @@
 
 #include <ATen/OpMathType.h>
 #include <algorithm>
-#include <cmath>
+#include <map>
+#include <numeric>
 #include <optional>
 #include <torch/nn/module.h>
 #include <torch/types.h>
@@ -12,6 +13,36 @@
 
 namespace cohort::optim {
 
+std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parameters) {
+  const at::NoGradGuard no_grad;
+  std::vector<double> squares(parameters.size(), 0);
+  std::map<c10::DeviceIndex, std::vector<size_t>> places;  // By device; the CPU's number is -1.
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& grad = parameters[i].grad();
+    if (grad.defined() && grad.numel() > 0) places[grad.device().index()].push_back(i);
+  }
+  for (const auto& [device, indices] : places) {
+    std::vector<at::Tensor> grads;
+    for (const size_t i : indices) grads.push_back(parameters[i].grad());
+    // In the gradients' own types unless one is a low one: another would cost a copy.
+    std::optional<at::ScalarType> type;
+    for (const at::Tensor& grad : grads)
+      if (const auto wide = at::toOpMathType(grad.scalar_type()); wide != grad.scalar_type())
+        type = wide;
+    for (const at::Tensor& grad : grads)
+      if (type && grad.scalar_type() == at::kDouble) type = at::kDouble;
+    std::vector<at::Tensor> norms = at::_foreach_norm(grads, 2, type);
+    for (at::Tensor& norm : norms) norm = norm.to(at::kDouble);
+    const at::Tensor here = at::stack(norms).cpu();
+    // Squaring in double keeps small tensors from being lost.
+    for (size_t i = 0; i < indices.size(); ++i) {
+      const double norm = here.const_data_ptr<double>()[i];
+      squares[indices[i]] = norm * norm;
+    }
+  }
+  return squares;
+}
+
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters) {
   const auto is_trained = [](const at::Tensor& each) {
     return each.is_leaf() && each.requires_grad();
@@ -19,19 +50,8 @@ double gradient_norm_squared(const std::vector<at::Tensor>& parameters) {
   TORCH_CHECK_VALUE(parameters.empty() || std::ranges::any_of(parameters, is_trained),
                     "gradient_norm_squared: expected parameters, of which one at least requires a "
                     "gradient: pass parameters, not their gradients");
-  const at::NoGradGuard no_grad;
-  double sum = 0;
-  for (const at::Tensor& parameter : parameters) {
-    const at::Tensor& grad = parameter.grad();
-    if (!grad.defined() || grad.numel() == 0) continue;
-    // In the gradient's own type unless that is a low one: another would cost a copy. Squaring in
-    // double keeps small tensors from being lost.
-    const double norm = at::linalg_vector_norm(grad, 2, at::OptionalIntArrayRef{}, false,
-                                               at::toOpMathType(grad.scalar_type()))
-                            .item<double>();
-    sum += norm * norm;
-  }
-  return sum;
+  const std::vector<double> squares = gradient_norms_squared(parameters);
+  return std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& model) {
@@ -56,6 +76,10 @@ Adam::Adam(std::vector<std::pair<std::string, at::Tensor>> parameters, const Ada
   for (auto& [name, tensor] : parameters) {
     TORCH_CHECK_VALUE(tensor.is_contiguous(), "Adam: expected contiguous parameters; ", name,
                       " is not");
+    TORCH_CHECK_VALUE(parameters_.empty() || tensor.device() == parameters_.front().device(),
+                      "Adam: expected all parameters on one device, got some on ",
+                      parameters_.empty() ? tensor.device() : parameters_.front().device(), ", ",
+                      name, " on ", tensor.device());
     names_.push_back(name);
     for (auto* moments : {&exp_avgs_, &exp_avg_sqs_}) {
       moments->push_back(disk ? disk->zeros_like(tensor)
@@ -85,14 +109,15 @@ void Adam::step(double learning_rate, double gradient_factor) {
     exp_avg_sqs.push_back(exp_avg_sqs_[i]);
   }
   if (parameters.empty()) return;
+  const auto number = at::TensorOptions(parameters.front().device()).dtype(at::kFloat);
   const std::vector<at::Tensor> steps(parameters.size(),
-                                      at::full({}, static_cast<double>(num_steps_), at::kFloat));
+                                      at::full({}, static_cast<double>(num_steps_), number));
   // The kernel divides by grad_scale, a float32, and writes the scaled gradient back.
   std::optional<at::Tensor> scale;
   if (gradient_factor != 1 && parameters.front().scalar_type() == at::kDouble) {
     for (at::Tensor& grad : grads) grad.mul_(gradient_factor);
   } else if (gradient_factor != 1) {
-    scale = at::full({}, 1 / gradient_factor, at::kFloat);
+    scale = at::full({}, 1 / gradient_factor, number);
   }
   at::_fused_adam_(parameters, grads, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, steps,
                    learning_rate, options_.beta1, options_.beta2, /*weight_decay=*/0, options_.eps,

@@ -22,7 +22,11 @@ struct AdamOptions {
   std::string state_folder;
 };
 
-/// Sum of squares of all gradients, undefined ones counting 0; float64 scalar. Local.
+/// Sum of squares of each parameter's gradient, 0 for an undefined one. The host waits for each of
+/// the gradients' devices once, however many there are. Local.
+std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parameters);
+
+/// Their sum.
 /// Errors: c10::ValueError if no leaf among them requires a gradient, as in a list of gradients.
 double gradient_norm_squared(const std::vector<at::Tensor>& parameters);
 
@@ -38,14 +42,14 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn
 /// Source: Kingma and Ba 2015, arXiv:1412.6980, algorithm 1.
 class Adam {
  public:
-  /// `parameters`: name and tensor; contiguous, float32 or float64, and one type for all. With a
-  /// state_folder: on the CPU.
+  /// `parameters`: name and tensor; contiguous, float32 or float64, and one type and device for
+  /// all. With a state_folder: on the CPU.
   /// Errors: ConfigError if the folder has no room for the moments.
   explicit Adam(std::vector<std::pair<std::string, at::Tensor>> parameters,
                 const AdamOptions& options = {});
 
   /// Updates every parameter from its gradient times `gradient_factor` (clipping without a separate
-  /// pass).
+  /// pass). Does not wait for the parameters' device.
   /// Errors: c10::ValueError for a gradient that is not contiguous or of another shape.
   void step(double learning_rate, double gradient_factor = 1);
 

@@ -29,11 +29,15 @@ std::vector<at::Tensor> ModelWrapper::parameters() const {
 double ModelWrapper::gradient_norm(CallSite site) const {
   const CallSiteScope scope(site);
   const auto& layout = ranks_.tensor_parallel;
-  double squares = 0;
+  std::vector<at::Tensor> parameters;
+  std::vector<int> copies;
   for (const auto& [name, tensor] : engine().averaged_parameters()) {
-    const int copies = layout && !layout->is_cut(name) ? layout->group().size() : 1;
-    squares += optim::gradient_norm_squared({tensor}) / copies;
+    parameters.push_back(tensor);
+    copies.push_back(layout && !layout->is_cut(name) ? layout->group().size() : 1);
   }
+  double squares = 0;
+  const std::vector<double> own = optim::gradient_norms_squared(parameters);
+  for (size_t i = 0; i < own.size(); ++i) squares += own[i] / copies[i];
   at::Tensor sum = at::tensor({squares}, at::kDouble);
   if (const comm::ProcessGroup shards = engine().shard_group()) shards.all_reduce(sum);
   if (layout) layout->group().all_reduce(sum);
