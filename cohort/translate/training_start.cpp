@@ -42,6 +42,9 @@ TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData da
     state_ = checkpoints_.read_last(group_);
     early_stopping_ = train::EarlyStopping(stopping_options(options), state_.early_stopping);
   }
+  if (options.mini_batch_fit && !group_.device().is_cpu())
+    throw ConfigError("--mini-batch-fit measures memory of the CPU: expected --device cpu, or " +
+                      std::string("--mini-batch-words"));
   make_model();
   const bool sharded = parallel::shards_parameters(options.strategy);
   if (options.mini_batch_fit && !sharded) fit_batch_sizes();
@@ -96,8 +99,8 @@ void TrainingRun::make_model() {
   const auto tensor_parallel = tensor_group_ ? make_tensor_parallel_context(tensor_group_)
                                              : std::make_shared<nmt::TensorParallelContext>();
   const bool sharded = parallel::shards_parameters(options_.strategy);
-  model_ = nmt::Transformer(options_.model, options_.precision, sharded ? at::kMeta : at::kCPU,
-                            tensor_parallel);
+  model_ = nmt::Transformer(options_.model, options_.precision,
+                            sharded ? at::Device(at::kMeta) : group_.device(), tensor_parallel);
   if (!sharded) model_->initialise(options_.seed);
 }
 
@@ -212,6 +215,8 @@ void TrainingRun::report_start() const {
   log_.info("start", {{"ranks", group_.size()},
                       {"found_by", group_.rank_info().source},
                       {"threads_per_rank", at::get_num_threads()},
+                      {"device", group_.device().str()},
+                      {"backend", group_.backend()},
                       {"strategy", strategy_name(options_)},
                       {"precision", nmt::to_string(options_.precision)},
                       {"tensor_parallel", options_.tensor_parallel},

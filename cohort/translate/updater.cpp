@@ -4,6 +4,7 @@
 #include <cmath>
 #include <torch/types.h>
 
+#include "cohort/comm/host_copy.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/layer_runner.h"
 #include "cohort/translate/run_on_ranks.h"
@@ -23,7 +24,9 @@ parallel::StrategyOptions strategy_options(const UpdaterOptions& options,
   parallel::StrategyOptions strategy{
       .strategy = options.strategy,
       .ddp = {.broadcast_buffers = !options.servers, .gradient_as_bucket_view = true},
-      .sharding = {.cpu_offload = options.cpu_offload, .fill = options.fill},
+      .sharding = {.cpu_offload = options.cpu_offload,
+                   .fill = options.fill,
+                   .fill_device = mesh.world().device()},
       .tensor_parallel = {}};
   if (mesh.has("tp")) strategy.tensor_parallel = tensor_parallel_plan(model);
   return strategy;
@@ -180,12 +183,12 @@ double Updater::learning_rate() const {
 }
 
 // Leaves the mean over ranks of sum(loss) * weight as gradients; returns this rank's sum of losses
-// without smoothing.
-double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight) {
-  double nll_sum = 0;
+// without smoothing, where the model is.
+at::Tensor Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight) {
+  at::Tensor nll_sum = at::zeros({}, at::TensorOptions(group_.device()).dtype(at::kDouble));
   const auto forward = [&](const nmt::Batch& batch) {
     const ProfileScope scope("forward");
-    return parallel_(batch);
+    return parallel_(batch.to(group_.device()));
   };
   const auto run = [&](size_t index) {
     batch_ = static_cast<int64_t>(index);
@@ -199,7 +202,7 @@ double Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, dou
     // 0 times a loss that is not finite is NaN: it makes the gradients so, and all ranks see it in
     // them, without an exchange of its own.
     loss.backward(at::full_like(loss, weight) + (nll.detach() * 0).to(loss));
-    nll_sum += nll.item<double>();
+    nll_sum.add_(nll.detach());
   };
   for (size_t i = 0; i < batches.size(); ++i) {
     std::optional<parallel::NoSync> guard;
@@ -265,10 +268,11 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
   // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
   const double weight =
       static_cast<double>(alone ? 1 : group_.size()) / static_cast<double>(report.num_tokens);
-  report.nll_sum = accumulate_gradients(batches, weight);
+  comm::HostCopy nll_sum(accumulate_gradients(batches, weight));
   const auto all_gradients = Clock::now();
   const double waiting = seconds_between(last_gradient_, all_gradients);
   const double norm = parallel_.gradient_norm();
+  report.nll_sum = nll_sum.wait().item<double>();  // It has come before the norm.
   report.gradient_norm = session_ && !alone ? root_mean_square(norm) : norm;
   // The gradients, or with servers in step this number, are over all ranks by now: one rank's bad
   // number is in everybody's.

@@ -87,6 +87,8 @@ struct UpdateReport {
 /// rank waits for another, and the ranks' parameters differ between two `wait_for_updates`.
 ///
 /// Owner:   holds the model.
+/// Devices: the model is where the group computes (ProcessGroup::device()); one on the meta device
+///          comes to lie there. Batches are on the host, best in pinned memory (corpus.h: pinned).
 /// Threads: one.
 /// Errors:  PeerError from constructor and `update` when a rank is lost.
 class Updater {
@@ -102,7 +104,8 @@ class Updater {
   /// Collective; blocks until every rank has computed. Where one rank's loss or gradient is no
   /// finite number, no rank updates anything, `num_updates` stays, and all compute once more to
   /// find out whose it was.
-  /// Cost: one all-reduce of a number, one of the gradients, however many batches there are.
+  /// Cost: one all-reduce of a number, one of the gradients, however many batches there are. The
+  /// host waits for the device once, for the norm; nothing but the batches is copied to it.
   ///
   /// kAsync: local; blocks for the servers alone. Where this rank's loss or gradient is no finite
   /// number, it pushes nothing; `num_updates` counts the update all the same, so that every rank
@@ -139,7 +142,7 @@ class Updater {
   parallel::ParallelModel<nmt::Transformer>& model() { return parallel_; }
 
  private:
-  double accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
+  at::Tensor accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight);
   const comm::ProcessGroup& everyone() { return mesh_.world(); }
   std::vector<std::string> found_by_all(const std::string& own);
   void start_session();

@@ -5,6 +5,8 @@
 #include <ATen/core/stack.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
+#include <torch/types.h>
+#include <utility>
 #include <vector>
 
 #include "cohort/comm/backend.h"
@@ -14,9 +16,29 @@
 namespace cohort::test {
 namespace {
 
-at::Tensor alias_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device() == second_device() ? host_alias(tensor) : tensor;
-}
+// The host's tensors that stand for the device's during one call. Those that share memory share a storage there, too: a backend
+// asks whether its output is a part of its input.
+class HostAliases {
+ public:
+  at::Tensor of(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.device() != second_device()) return tensor;
+    return at::empty({0}, tensor.options().device(at::kCPU))
+        .set_(whole(tensor).storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
+  }
+
+ private:
+  at::Tensor whole(const at::Tensor& tensor) {
+    for (const auto& [device, host] : known_)
+      if (device.is_alias_of(tensor)) return host;
+    const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
+    const at::Tensor all =
+        at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1});
+    known_.emplace_back(all, host_alias(all));
+    return known_.back().second;
+  }
+
+  std::vector<std::pair<at::Tensor, at::Tensor>> known_;
+};
 
 std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
   if (value.isTensor()) return {value.toTensor()};
@@ -27,13 +49,14 @@ std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
 void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   const c10::IValue outputs = (*stack)[first];
+  HostAliases aliases;
   for (size_t i = first; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
     if (value.isTensor()) {
-      value = alias_of(value.toTensor());
+      value = aliases.of(value.toTensor());
     } else if (value.isTensorList()) {
       std::vector<at::Tensor> tensors = value.toTensorVector();
-      for (auto& tensor : tensors) tensor = alias_of(tensor);
+      for (auto& tensor : tensors) tensor = aliases.of(tensor);
       value = tensors;
     }
   }

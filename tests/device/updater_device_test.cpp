@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// Updates of a translator on a device whose memory the host may not touch: bit by bit those of the
+// CPU with the same operations.
+#include <cstdlib>
+#include <gtest/gtest.h>
+#include <numeric>
+#include <torch/types.h>
+
+#include "cohort/translate/corpus.h"
+#include "cohort/translate/updater.h"
+
+#include "tests/device/second_backend.h"
+#include "tests/device/second_device.h"
+#include "tests/support/aten_kernels.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+#include "tests/support/sentences.h"
+
+namespace cohort::translate {
+namespace updater_device_test {
+
+using parallel::Strategy;
+
+constexpr int kNumUpdates = 4;
+
+struct Case {
+  Strategy strategy = Strategy::kDdp;
+  bool cpu_offload = false;
+  bool gradient_checkpointing = false;
+};
+
+nmt::Transformer model_of(at::Device device) {
+  auto options = test::tiny_options();
+  options.dropout = 0.2;
+  nmt::Transformer model(options, nmt::Precision::kFloat32, device);
+  model->initialise(7);
+  return model;
+}
+
+UpdaterOptions options_of(const Case& c) {
+  return {.strategy = c.strategy,
+          .cpu_offload = c.cpu_offload,
+          .gradient_checkpointing = c.gradient_checkpointing,
+          .schedule = {.factor = 0.05, .width = 16, .warmup = 3},
+          .clip_norm = 0.8,
+          .exponential_smoothing = 0.75};
+}
+
+// Two of this rank's own.
+std::vector<nmt::Batch> batches_of(int update, const comm::ProcessGroup& group) {
+  std::vector<nmt::Batch> batches;
+  for (int i = 0; i < 2; ++i) {
+    const auto seed = static_cast<uint32_t>(10 * update + 2 * group.rank() + i);
+    batches.push_back(test::make_test_batch(test::make_sentences(4, seed)));
+    if (!group.device().is_cpu()) batches.back() = pinned(batches.back());
+  }
+  return batches;
+}
+
+// All that a checkpoint holds, and what the updates said, on the CPU.
+std::vector<at::Tensor> results_on(const comm::ProcessGroup& group, const Case& c) {
+  Updater updater(model_of(group.device()), group, options_of(c));
+  std::vector<at::Tensor> results;
+  for (int update = 0; update < kNumUpdates; ++update) {
+    const UpdateReport report = updater.update(batches_of(update, group));
+    EXPECT_FALSE(report.skipped);
+    results.push_back(at::tensor({report.nll_sum, report.gradient_norm}, at::kDouble));
+  }
+  const at::Device kept = c.cpu_offload ? at::Device(at::kCPU) : group.device();
+  for (const auto& [part, shards] : updater.parts()) {
+    for (const auto& shard : shards) {
+      EXPECT_EQ(shard.tensor.device(), kept) << part << ": " << shard.name;
+      results.push_back(shard.tensor.detach().cpu());
+    }
+  }
+  return results;
+}
+
+void expect_bits_of_the_cpu(const comm::ProcessGroup& group, const Case& c) {
+  SCOPED_TRACE(to_string(c.strategy) + (c.cpu_offload ? ", offload" : "") +
+               (c.gradient_checkpointing ? ", gradient checkpointing" : ""));
+  const test::AtenKernels same_operations;
+  std::vector<int> everyone(static_cast<size_t>(group.size()));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto expected = results_on(group.subgroup(everyone, "cpu", {.backend = "gloo"}), c);
+  const auto got = results_on(group, c);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
+}
+
+void on_the_device(int num_ranks, const std::function<void(const comm::ProcessGroup&)>& body) {
+  if (std::getenv("COHORT_TEST_RANK") != nullptr) test::register_second_backend();
+  for (const auto& end : test::run_ranks(num_ranks, body, {.backend = "second"}))
+    EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+TEST(UpdaterDeviceTest, OneRankUpdatesAsOnTheCpu) {
+  on_the_device(1, [](const comm::ProcessGroup& group) {
+    EXPECT_EQ(group.device(), test::second_device());
+    expect_bits_of_the_cpu(group, {});
+    expect_bits_of_the_cpu(group, {.gradient_checkpointing = true});
+  });
+}
+
+TEST(UpdaterDeviceTest, TwoRanksOfEachStrategyUpdateAsOnTheCpu) {
+  on_the_device(2, [](const comm::ProcessGroup& group) {
+    for (const Strategy strategy :
+         {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3})
+      expect_bits_of_the_cpu(group, {.strategy = strategy});
+    expect_bits_of_the_cpu(group, {.strategy = Strategy::kZero3, .gradient_checkpointing = true});
+    for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero3})
+      expect_bits_of_the_cpu(group, {.strategy = strategy, .cpu_offload = true});
+  });
+}
+
+TEST(UpdaterDeviceTest, ThreeRanksUpdateAsOnTheCpu) {
+  on_the_device(3, [](const comm::ProcessGroup& group) {
+    for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero3})
+      expect_bits_of_the_cpu(group, {.strategy = strategy});
+  });
+}
+
+// What a step asks of the device. A batch is six tensors.
+TEST(UpdaterDeviceTest, AnUpdateWaitsForTheDeviceOnce) {
+  on_the_device(2, [](const comm::ProcessGroup& group) {
+    for (const Strategy strategy :
+         {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+      SCOPED_TRACE(to_string(strategy));
+      Updater updater(model_of(group.device()), group, options_of({.strategy = strategy}));
+      test::DeviceCounts counts;
+      for (int update = 0; update < kNumUpdates; ++update) {
+        const auto batches = batches_of(0, group);
+        test::reset_device_counts();
+        EXPECT_FALSE(updater.update(batches).skipped);
+        counts = test::device_counts();
+      }
+      EXPECT_EQ(counts.synchronisations, 1) << "for the norm";
+      EXPECT_EQ(counts.device_to_host, 2) << "norms and loss";
+      EXPECT_EQ(counts.host_to_device, 2 * 6) << "two batches";
+      EXPECT_EQ(counts.new_blocks, 0);
+    }
+  });
+}
+
+TEST(UpdaterDeviceTest, ABadGradientSkipsTheUpdate) {
+  on_the_device(2, [](const comm::ProcessGroup& group) {
+    const nmt::Transformer model = model_of(group.device());
+    bool spoil = group.rank() == 1;
+    model->named_parameters()["encoder.layers.1.linear1.weight"].register_hook(
+        [&](const at::Tensor& gradient) { return spoil ? gradient * NAN : gradient; });
+    Updater updater(model, group, options_of({}));
+    const UpdateReport bad = updater.update(batches_of(0, group));
+    EXPECT_TRUE(bad.skipped);
+    EXPECT_EQ(bad.bad.rank, 1);
+    EXPECT_EQ(bad.bad.parameter, "encoder.layers.1.linear1.weight");
+    spoil = false;
+    EXPECT_FALSE(updater.update(batches_of(1, group)).skipped);
+    EXPECT_EQ(updater.num_updates(), 1);
+  });
+}
+
+TEST(UpdaterDeviceTest, AModelElsewhereThanTheGroupIsRefused) {
+  on_the_device(1, [](const comm::ProcessGroup& group) {
+    const std::string error = test::message_of<c10::ValueError>(
+        [&] { Updater(model_of(at::kCPU), group, options_of({})); });
+    EXPECT_NE(error.find("parameter source_embedding is on the CPU"), std::string::npos) << error;
+  });
+}
+
+}  // namespace updater_device_test
+}  // namespace cohort::translate
