@@ -67,7 +67,7 @@ std::string both_spellings(const std::string& name) {
 void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
   const char* group = "Job";
   app.add_option(both_spellings("--nproc-per-node"), words.nproc_per_node,
-                 "Workers on this node: a number, or cpu or auto (one per core)")
+                 "Workers on this node: a number, cpu or auto (one per core), or gpu (one per GPU)")
       ->type_name("N")
       ->capture_default_str()
       ->group(group);

@@ -52,6 +52,7 @@ int run(EvaluateFlags& flags) {
   const auto precision = flags.model.precision;
   const auto group = flags.group.connect();
   auto [model, tokenizers] = load_trained(flags.model);
+  model->to(group.device());
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   train::Progress progress;
@@ -123,7 +124,7 @@ void add_evaluate_command(CLI::App& app, Action& action) {
        {"--json", &flags->json, "Print one line of JSON instead", {.excludes = "--samples"}}},
       "Output");
   add_options(*command, translate::evaluation_options(flags->evaluation), "Search and score");
-  flags->group.add_to(*command);
+  flags->group.add_to(*command, GroupFlags::Devices::kAny);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

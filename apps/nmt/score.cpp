@@ -169,6 +169,7 @@ void add_score_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("score", "Log-probabilities of given translations");
   auto flags = std::make_shared<ScoreFlags>();
   flags->model.add_to(*command);
+  flags->model.add_device_to(*command);
   add_options(*command,
               {{"--test-sets",
                 &flags->test_sets,

@@ -49,7 +49,7 @@ void add_flags(CLI::App& app, TrainFlags& flags) {
   flags.model.add_to(app);
   add_options(app, translate::optimization_options(options), "Training");
   add_options(app, translate::validation_options(options), "Validation");
-  flags.group.add_to(app);
+  flags.group.add_to(app, GroupFlags::Devices::kAny);
   add_client_security_flags(app, flags.security);
   add_options(app, translate::output_options(options), "Output");
 }
@@ -72,7 +72,7 @@ int run(TrainFlags& flags) {
   auto& options = flags.options;
   options.model = flags.model.resolve();
   options = translate::resolve(options);
-  refuse_offload(options.cpu_offload);
+  check_offload(options.cpu_offload, flags.group.device);
   if (!options.servers) {
     ps::refuse_servers(translate::strategy_name(options));
     refuse_security(flags.security, "--strategy ps-sync or ps-async");

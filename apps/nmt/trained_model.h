@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cohort/cli/option_flags.h"
+#include "cohort/comm/accelerator.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/run_folder.h"
 #include "cohort/translate/training_options.h"
@@ -23,7 +24,14 @@ struct ModelPlace {
   std::string model_dir;
   std::vector<std::filesystem::path> vocabs;
   nmt::Precision precision = nmt::best_precision();
+  std::string device = "cpu";  // comm::init_accelerator
 
+  // For a command of one process; ranks have GroupFlags.
+  void add_device_to(CLI::App& app) {
+    add_options(app,
+                {{"--device", &device, "Where to compute: cpu, cuda or cuda:N", {.unit = "NAME"}}},
+                "Model");
+  }
   void add_to(CLI::App& app) {
     add_options(
         app,
@@ -62,7 +70,10 @@ inline TrainedModel load_trained(const std::string& model_dir,
   return trained;
 }
 inline TrainedModel load_trained(const ModelPlace& place) {
-  return load_trained(place.model_dir, place.vocabs, place.precision);
+  const at::Device device = comm::init_accelerator(place.device, {});
+  TrainedModel trained = load_trained(place.model_dir, place.vocabs, place.precision);
+  trained.model->to(device);
+  return trained;
 }
 
 }  // namespace cohort::cli

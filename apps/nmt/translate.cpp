@@ -147,6 +147,7 @@ void add_translate_command(CLI::App& app, Action& action) {
       app.add_subcommand("translate", "Translate lines from standard input to standard output");
   auto flags = std::make_shared<TranslateFlags>();
   flags->model.add_to(*command);
+  flags->model.add_device_to(*command);
   const Limits size = {[](double n) { return n >= 1 && n <= 1 << 20; }, "1 to 1048576"};
   add_options(
       *command,

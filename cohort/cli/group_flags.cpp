@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/cli/group_flags.h"
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
 #include "cohort/base/error.h"
 #include "cohort/cli/parse.h"
+#include "cohort/comm/accelerator.h"
 #include "cohort/comm/backend.h"
 
 namespace cohort::cli {
@@ -18,20 +20,19 @@ std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// All programs compute on the CPU: a backend of another device would carry nothing, and Gloo
-// everything instead.
-void check_backend(const std::string& name) {
-  const c10::DeviceType device = comm::find_backend(name).device;
-  if (device == c10::DeviceType::CPU) return;
-  throw ConfigError("--dist-backend " + name +
-                    ": expected a backend of CPU tensors (gloo, mpi), for this program computes on "
-                    "the CPU, got one of " +
-                    c10::DeviceTypeName(device, /*lower_case=*/true) + " tensors");
+// A backend of another device would carry nothing, and Gloo everything instead.
+void check_backend(const std::string& name, at::Device device) {
+  const c10::DeviceType served = comm::find_backend(name).device;
+  if (served == device.type()) return;
+  throw ConfigError("--dist-backend " + name + ": expected a backend of " +
+                    c10::DeviceTypeName(device.type(), /*lower_case=*/true) +
+                    " tensors, for this program computes on " + device.str() + ", got one of " +
+                    c10::DeviceTypeName(served, /*lower_case=*/true) + " tensors");
 }
 
 }  // namespace
 
-void GroupFlags::add_to(CLI::App& app) {
+void GroupFlags::add_to(CLI::App& app, Devices allowed) {
   const std::string section = "Ranks";
   app.add_option("--rank", rank_info.rank,
                  "This process's rank (with --nproc-per-node: this node's)")
@@ -55,7 +56,25 @@ void GroupFlags::add_to(CLI::App& app) {
                  "Network interface of the backend (default: GLOO_SOCKET_IFNAME, else by route)")
       ->type_name("NAME")
       ->group(section);
-  app.add_option("--dist-backend", group.backend, "Backend of the collectives")
+  if (allowed == Devices::kAny) {
+    app.add_option("--device", device,
+                   "Where to compute: cpu, cuda (the card of this rank's number on its host) or "
+                   "cuda:N")
+        ->type_name("NAME")
+        ->capture_default_str()
+        ->group(section);
+    app.add_option("--devices", devices,
+                   "Numbers of CUDA devices: of this host's ranks the first computes on the first "
+                   "of them, and so on")
+        ->type_name("N...")
+        ->excludes("--device")
+        ->group(section);
+    app.add_flag("--allow-tf32", allow_tf32,
+                 "CUDA: multiply float32 matrices with mantissas of 10 bits")
+        ->group(section);
+  }
+  app.add_option("--dist-backend", backend,
+                 "Backend of the collectives (auto: nccl for cuda, else gloo)")
       ->type_name("NAME")
       ->capture_default_str()
       ->group(section);
@@ -75,17 +94,34 @@ void GroupFlags::add_to(CLI::App& app) {
       ->group(section);
 }
 
-comm::ProcessGroup GroupFlags::stay_alone() const {
+void GroupFlags::choose_device(const comm::RankInfo& info) {
+  if (!devices.empty()) {
+    const int index = comm::device_index(info, static_cast<int>(devices.size()));
+    device = "cuda:" + std::to_string(devices[static_cast<size_t>(index)]);
+  }
+  const bool chooses = backend == "auto";
+  if (!chooses) comm::find_backend(backend);  // Its file may bring the device's driver.
+  group.device = comm::init_accelerator(device, info);
+  group.backend = !chooses ? backend : group.device->is_cuda() ? "nccl" : "gloo";
+  check_backend(group.backend, *group.device);
+  if (allow_tf32 && !group.device->is_cuda())
+    throw ConfigError("--allow-tf32: expected a CUDA --device, got " + group.device->str());
+  if (allow_tf32) at::globalContext().setAllowTF32CuBLAS(true);
   if (cpu_threads > 0) at::set_num_threads(cpu_threads);
-  return comm::ProcessGroup(comm::RankInfo{});
+}
+
+comm::ProcessGroup GroupFlags::stay_alone() {
+  const comm::RankInfo info;
+  choose_device(info);
+  return comm::ProcessGroup(info, group);
 }
 
 comm::ProcessGroup GroupFlags::connect() {
   group.rendezvous_timeout = milliseconds("--rendezvous-timeout", rendezvous_timeout_s);
   group.timeout = milliseconds("--timeout", timeout_s);
-  check_backend(group.backend);
-  if (cpu_threads > 0) at::set_num_threads(cpu_threads);
-  return comm::ProcessGroup(comm::rank_info_from_environment(rank_info), group);
+  const comm::RankInfo info = comm::rank_info_from_environment(rank_info);
+  choose_device(info);
+  return comm::ProcessGroup(info, group);
 }
 
 }  // namespace cohort::cli

@@ -2,6 +2,8 @@
 // The flags of every program for its rank, the rendezvous and the backend.
 #pragma once
 #include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
 
 #include "cohort/comm/process_group.h"
 
@@ -9,19 +11,31 @@ namespace cohort::cli {
 
 /// Rank info, group options and threads as flags.
 struct GroupFlags {
+  /// Where the program's tensors may be. kCpu: it has no flag --device.
+  enum class Devices { kCpu, kAny };
+
   comm::RankInfoOptions rank_info;
   comm::ProcessGroupOptions group;
+  std::string device = "cpu";  ///< "cpu", "cuda", "cuda:N": comm::init_accelerator.
+  /// CUDA devices, by local rank, instead of `device`, as Marian's --devices. Empty: not given.
+  std::vector<int> devices;
+  bool allow_tf32 = false;  ///< As torch's allow_tf32 of CUDA's products.
+  std::string backend = "auto";  ///< "auto": "nccl" for CUDA devices, else "gloo".
   double rendezvous_timeout_s = 300;
   double timeout_s = 600;
   int cpu_threads = 0;
 
-  void add_to(CLI::App& app);
-  /// Finds the rank, sets the threads and joins the rendezvous. Collective; blocks.
+  void add_to(CLI::App& app, Devices allowed = Devices::kCpu);
+  /// Finds the rank and its device, which the group's device() is then, sets the threads and joins
+  /// the rendezvous. Collective; blocks.
   /// Errors: ConfigError that names the flag or variable; PeerError for ranks that did not come.
   comm::ProcessGroup connect();
   /// The same without the other ranks: a group of this process alone, for a program that can do
   /// without them. Local.
-  comm::ProcessGroup stay_alone() const;
+  comm::ProcessGroup stay_alone();
+
+ private:
+  void choose_device(const comm::RankInfo& info);
 };
 
 }  // namespace cohort::cli

@@ -2,12 +2,17 @@
 #include "cohort/launch/cores.h"
 
 #include <sched.h>
+#include <sstream>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/base/gpu_monitor.h"
 #include "cohort/launch/to_int.h"
 
 namespace cohort::launch {
 namespace {
+
+constexpr const char* kVisibleGpus = "CUDA_VISIBLE_DEVICES";
 
 std::string ranges(const std::vector<int>& cores) {
   std::string text;
@@ -36,15 +41,28 @@ std::vector<int> usable_cores() {
   return cores;
 }
 
+int count_gpus() {
+  const auto visible = env_string(kVisibleGpus);
+  if (!visible) return static_cast<int>(GpuMonitor().sample().size());
+  int count = 0;
+  std::istringstream entries(*visible);
+  // CUDA's rule: what stands behind a number below 0 is not seen.
+  for (std::string entry; std::getline(entries, entry, ',') && !entry.starts_with('-'); ++count) {
+  }
+  return count;
+}
+
 int parse_nproc_per_node(const std::string& text) {
   if (text == "cpu" || text == "auto") return static_cast<int>(usable_cores().size());
   if (text == "gpu") {
-    throw ConfigError(
-        "--nproc-per-node gpu: Cohort's programs compute on the CPU; give a number, or cpu for one "
-        "worker a core");
+    if (const int gpus = count_gpus(); gpus > 0) return gpus;
+    const auto visible = env_string(kVisibleGpus);
+    throw ConfigError("--nproc-per-node gpu: expected a GPU on this node, got none: " +
+                      (visible ? std::string(kVisibleGpus) + "=" + *visible
+                               : "the NVIDIA driver's libnvidia-ml.so.1 finds none"));
   }
   if (const auto number = to_int(text)) return *number;
-  throw ConfigError("--nproc-per-node: expected a number, auto or cpu, got " + text);
+  throw ConfigError("--nproc-per-node: expected a number, auto, cpu or gpu, got " + text);
 }
 
 std::vector<std::vector<int>> share_cores(const std::vector<int>& cores, int num_workers) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cores of this node, and how its workers share them.
+// The cores and GPUs of this node, and how its workers share the cores.
 #pragma once
 #include <string>
 #include <vector>
@@ -9,8 +9,12 @@ namespace cohort::launch {
 /// Returns the numbers of the cores that this process may run on, ascending; never empty.
 std::vector<int> usable_cores();
 
-/// Reads --nproc-per-node: a number, or "cpu" or "auto", the usable cores.
-/// Errors: ConfigError for other texts, "gpu" among them: no program computes on one.
+/// Returns how many GPUs a program of this environment sees: those of CUDA_VISIBLE_DEVICES if that
+/// is set, else those of the machine (gpu_monitor.h).
+int count_gpus();
+
+/// Reads --nproc-per-node: a number, "cpu" or "auto", the usable cores, or "gpu", the GPUs.
+/// Errors: ConfigError for other texts, and for "gpu" where there is none.
 int parse_nproc_per_node(const std::string& text);
 
 /// Returns the cores of each of `num_workers` workers: contiguous parts of `cores`, equally many

@@ -71,10 +71,20 @@ TEST(BackendFlagTest, ABackendOfAnotherDeviceIsRefused) {
   const Ended refused = shell(path + bin("cohort") + bench + " --dist-backend hccl_meta");
   EXPECT_EQ(refused.code, 2) << refused.output;
   EXPECT_NE(refused.output.find(
-                "--dist-backend hccl_meta: expected a backend of CPU tensors (gloo, mpi), for "
-                "this program computes on the CPU, got one of meta tensors\n"),
+                "--dist-backend hccl_meta: expected a backend of cpu tensors, for this program "
+                "computes on cpu, got one of meta tensors\n"),
             std::string::npos)
       << refused.output;
+  const std::string train = " nmt train --train-sets a b --valid-sets a b --model-dir m";
+  for (const auto& [flags, text] :
+       {std::pair{" --device tpu", "device \"tpu\": expected cpu, cuda or cuda:N"},
+        {" --allow-tf32", "--allow-tf32: expected a CUDA --device, got cpu"},
+        {" --dist-backend nccl", "expected a backend of cpu tensors, for this program computes on"},
+        {" --device cuda:0 --devices 0 1", "--devices excludes --device"}}) {
+    const Ended ended = shell(bin("cohort") + train + flags);
+    EXPECT_EQ(ended.code, 2) << ended.output;
+    EXPECT_NE(ended.output.find(text), std::string::npos) << ended.output << "expected " << text;
+  }
   const Ended taken = shell(path + bin("cohort") + bench + " --dist-backend hccl");
   EXPECT_EQ(taken.code, 0) << taken.output;
 }

@@ -137,19 +137,21 @@ TEST(RunTest, WorkersCanBeCountedByCores) {
   EXPECT_EQ(world_of("cpu"), cores);
   EXPECT_EQ(world_of("auto"), cores) << "whatever GPUs there are";
   EXPECT_EQ(world_of("many"),
-            "cohort run: error: --nproc-per-node: expected a number, auto or cpu, got many\n");
+            "cohort run: error: --nproc-per-node: expected a number, auto, cpu or gpu, got many\n");
 }
 
-// No program of Cohort computes on a GPU: one worker a GPU would be as many workers on the CPU.
-TEST(RunTest, WorkersAreNotCountedByGpus) {
-  Launched run(cohort_run_sh({"--nproc-per-node", "gpu"}, "echo $WORLD_SIZE"),
-               {"CUDA_VISIBLE_DEVICES=0,2,5"});
-  const Ended ended = run.wait();
-  EXPECT_EQ(ended.out, "");
-  EXPECT_EQ(ended.err,
-            "cohort run: error: --nproc-per-node gpu: Cohort's programs compute on the CPU; give a "
-            "number, or "
-            "cpu for one worker a core\n");
+TEST(RunTest, WorkersCanBeCountedByGpus) {
+  const auto run_with = [](const std::string& visible) {
+    Launched run(cohort_run_sh({"--nproc-per-node", "gpu"}, "echo $WORLD_SIZE"), {visible});
+    return run.wait();
+  };
+  EXPECT_EQ(run_with("CUDA_VISIBLE_DEVICES=0,2,5").out, "3\n");
+  EXPECT_EQ(run_with("CUDA_VISIBLE_DEVICES=1,-1,0").out, "1\n") << "CUDA's rule";
+  const Ended none = run_with("CUDA_VISIBLE_DEVICES=-1");
+  EXPECT_EQ(none.out, "");
+  EXPECT_EQ(none.err,
+            "cohort run: error: --nproc-per-node gpu: expected a GPU on this node, got none: "
+            "CUDA_VISIBLE_DEVICES=-1\n");
 }
 
 TEST(RunTest, EachWorkerHasCoresOfItsOwn) {
