@@ -54,8 +54,9 @@ std::shared_ptr<Slot> ImageLoader::Impl::new_slot(std::vector<int64_t> pictures)
   auto slot = std::make_shared<Slot>();
   const auto size = static_cast<int64_t>(pictures.size());
   const int64_t side = options.transforms.size;
-  slot->batch.images_BCHW = torch::empty({size, 3, side, side}, at::kFloat);
-  slot->batch.labels_B = torch::empty({size}, at::kLong);
+  const auto memory = at::TensorOptions().pinned_memory(options.pin_memory);
+  slot->batch.images_BCHW = torch::empty({size, 3, side, side}, memory.dtype(at::kFloat));
+  slot->batch.labels_B = torch::empty({size}, memory.dtype(at::kLong));
   slot->damage.resize(pictures.size());
   slot->pictures = std::move(pictures);
   return slot;

@@ -35,6 +35,7 @@ struct ImageLoaderOptions {
   uint64_t seed = 0;          ///< Same on all ranks.
   int64_t epoch = 0;
   OnDamage on_damage = OnDamage::kThrow;
+  bool pin_memory = false;  ///< Batches are in pinned memory, for copies that do not wait.
 };
 
 /// Delivers the given batches in their order.

@@ -44,19 +44,22 @@ double MeanMetric::mean(const comm::ProcessGroup& group, CallSite site) const {
   return quotient(sums[0], sums[1]);
 }
 
-int64_t count_top_k(const at::Tensor& scores_BC, const at::Tensor& labels_B, int64_t k) {
+at::Tensor top_k_hits(const at::Tensor& scores_BC, const at::Tensor& labels_B, int64_t k) {
   TORCH_CHECK_VALUE(scores_BC.dim() == 2 && labels_B.dim() == 1 &&
                         labels_B.size(0) == scores_BC.size(0) && k >= 1,
-                    "count_top_k: expected scores [B, C], labels [B] and k >= 1, found ",
+                    "top_k: expected scores [B, C], labels [B] and k >= 1, found ",
                     scores_BC.sizes(), ", ", labels_B.sizes(), " and ", k);
-  if (labels_B.numel() == 0) return 0;
   const at::Tensor scores = scores_BC.detach();
   const at::Tensor labels_B1 = labels_B.unsqueeze(1);
   const at::Tensor own_B1 = scores.gather(1, labels_B1);
   const at::Tensor classes_C = torch::arange(scores.size(1), labels_B.options());
   const at::Tensor before_BC = (scores > own_B1) | ((scores == own_B1) & (classes_C < labels_B1));
   const at::Tensor among_B = before_BC.sum(1) < k;
-  return (among_B & ~own_B1.squeeze(1).isnan()).sum().item<int64_t>();
+  return (among_B & ~own_B1.squeeze(1).isnan()).sum();
+}
+
+int64_t count_top_k(const at::Tensor& scores_BC, const at::Tensor& labels_B, int64_t k) {
+  return top_k_hits(scores_BC, labels_B, k).item<int64_t>();
 }
 
 }  // namespace cohort::train

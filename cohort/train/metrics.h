@@ -41,12 +41,15 @@ class MeanMetric {
   int64_t count_ = 0;
 };
 
-/// Returns how many examples have their label among the `k` highest scores.
+/// Counts the examples that have their label among the `k` highest scores. Returns an int64 scalar
+/// on the scores' device, for which the host does not wait.
 ///
 /// Shapes: B examples, C classes; `scores_BC` floating, `labels_B` int64 in [0, C); k in [1, C]
 ///         (more counts as C). Equal scores rank by class, the lower first, so that the result does
 ///         not depend on the machine. An example whose label's score is NaN does not count.
 /// Errors: c10::ValueError for other shapes or k < 1.
+at::Tensor top_k_hits(const at::Tensor& scores_BC, const at::Tensor& labels_B, int64_t k);
+/// The same as a number.
 int64_t count_top_k(const at::Tensor& scores_BC, const at::Tensor& labels_B, int64_t k);
 
 }  // namespace cohort::train

@@ -27,7 +27,12 @@ void add_model_flags(CLI::App& app, Options& o) {
   app.add_option("-a,--arch", o.arch, "resnet18, resnet34, resnet50, resnet101 or resnet152")
       ->capture_default_str();
   app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
-  app.add_option("--precision", o.precision, "float32 or float64")->capture_default_str();
+  app.add_option("--precision", o.precision,
+                 "float32, float64, or bfloat16: convolutions and products in bfloat16, parameters "
+                 "in float32 (autocast)")
+      ->capture_default_str();
+  app.add_flag("--channels-last", o.channels_last,
+               "Keep the channels of a pixel together in memory, as torch.channels_last");
   app.add_option("--strategy", o.strategy,
                  "What of the model each rank holds (docs/strategies.md), or parameter servers, "
                  "synchronous or asynchronous")
@@ -91,11 +96,11 @@ void add_training_flags(CLI::App& app, Options& o) {
 }
 
 // Checks flags that are valid alone, but not together.
-void check_together(const Options& options) {
+void check_together(const Options& options, const std::string& device) {
   const bool servers = cohort::ps::server_training(options.strategy).has_value();
   if (options.ps_host_ranks > 1 && !servers)
     throw cohort::ConfigError("--ps-host-ranks: expected --strategy ps-sync or ps-async");
-  cohort::cli::refuse_offload(options.cpu_offload);
+  cohort::cli::check_offload(options.cpu_offload, device);
   if (servers) return;
   if (!options.evaluate) cohort::ps::refuse_servers(options.strategy);
   cohort::cli::refuse_security(options.security, "--strategy ps-sync or ps-async");
@@ -182,7 +187,7 @@ int run(int argc, char** argv) {
   add_data_flags(app, options);
   add_model_flags(app, options);
   add_training_flags(app, options);
-  group_flags.add_to(app);
+  group_flags.add_to(app, cohort::cli::GroupFlags::Devices::kAny);
   cohort::cli::add_client_security_flags(app, options.security);
   bool spawns = false;
   app.add_flag("--multiprocessing-distributed", spawns,
@@ -190,7 +195,7 @@ int run(int argc, char** argv) {
       ->group("Ranks");
   if (const auto ended = cohort::cli::parse(app, argc, argv, "imagenet --help lists the flags"))
     return *ended;
-  check_together(options);
+  check_together(options, group_flags.device);
   if (spawns && !is_local_rank()) return spawn_ranks(options, group_flags);
   if (spawns) check_ranks_of_node(group_flags.rank_info);
   return run_rank(options, group_flags);

@@ -1,13 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "examples/imagenet/scores.h"
 
-#include <array>
 #include <cmath>
+#include <span>
 #include <torch/nn/functional/loss.h>
+#include <torch/types.h>
 
 #include "cohort/train/metrics.h"
 
 namespace imagenet {
+namespace {
+
+Scores scores_of(std::span<const double> sums) {
+  const double count = sums[3];
+  return {.count = std::llround(count),
+          .loss = sums[0] / count,
+          .top1 = 100 * sums[1] / count,
+          .top5 = 100 * sums[2] / count};
+}
+
+}  // namespace
 
 at::Tensor losses_of(const at::Tensor& scores_BC, const at::Tensor& labels_B) {
   return torch::nn::functional::cross_entropy(
@@ -17,27 +29,27 @@ at::Tensor losses_of(const at::Tensor& scores_BC, const at::Tensor& labels_B) {
 
 void ScoreSums::add(const at::Tensor& losses_B, const at::Tensor& scores_BC,
                     const at::Tensor& labels_B) {
-  loss_ += losses_B.detach().to(at::kDouble).sum().item<double>();
-  top1_ += static_cast<double>(cohort::train::count_top_k(scores_BC, labels_B, 1));
-  top5_ += static_cast<double>(cohort::train::count_top_k(scores_BC, labels_B, 5));
-  count_ += static_cast<double>(labels_B.size(0));
+  const at::Tensor sums =
+      at::stack({losses_B.detach().to(at::kDouble).sum(),
+                 cohort::train::top_k_hits(scores_BC, labels_B, 1).to(at::kDouble),
+                 cohort::train::top_k_hits(scores_BC, labels_B, 5).to(at::kDouble)});
+  sums_ = sums_.defined() ? sums_ + sums : sums;
+  count_ += labels_B.size(0);
+}
+
+std::array<double, 4> ScoreSums::sums() const {
+  if (count_ == 0) return {};
+  const at::Tensor here = sums_.cpu();
+  const double* sums = here.const_data_ptr<double>();
+  return {sums[0], sums[1], sums[2], static_cast<double>(count_)};
 }
 
 Scores ScoreSums::scores() const {
-  return {.count = std::llround(count_),
-          .loss = loss_ / count_,
-          .top1 = 100 * top1_ / count_,
-          .top5 = 100 * top5_ / count_};
+  return scores_of(sums());
 }
 
 Scores ScoreSums::scores(const cohort::comm::ProcessGroup& group) const {
-  const auto all = cohort::train::reduce_sums(group, std::array{loss_, top1_, top5_, count_});
-  ScoreSums sums;
-  sums.loss_ = all[0];
-  sums.top1_ = all[1];
-  sums.top5_ = all[2];
-  sums.count_ = all[3];
-  return sums.scores();
+  return scores_of(cohort::train::reduce_sums(group, sums()));
 }
 
 }  // namespace imagenet

@@ -2,6 +2,7 @@
 // Loss and accuracy of a network's scores.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <array>
 #include <cstdint>
 
 #include "cohort/comm/process_group.h"
@@ -19,10 +20,10 @@ struct Scores {
 /// Returns the cross-entropy of each image.
 at::Tensor losses_of(const at::Tensor& scores_BC, const at::Tensor& labels_B);
 
-/// Sums over images, in float64.
+/// Sums over images, in float64, where the scores are.
 class ScoreSums {
  public:
-  /// `losses_B` are losses_of(scores_BC, labels_B), in any floating type.
+  /// `losses_B` are losses_of(scores_BC, labels_B), in any floating type. The host does not wait.
   void add(const at::Tensor& losses_B, const at::Tensor& scores_BC, const at::Tensor& labels_B);
 
   /// Returns the scores over what was added here ...
@@ -31,10 +32,10 @@ class ScoreSums {
   Scores scores(const cohort::comm::ProcessGroup& group) const;
 
  private:
-  double loss_ = 0;
-  double top1_ = 0;
-  double top5_ = 0;
-  double count_ = 0;
+  std::array<double, 4> sums() const;  // And the count.
+
+  at::Tensor sums_;  // Of loss, top1 and top5; undefined before the first images.
+  int64_t count_ = 0;
 };
 
 }  // namespace imagenet

@@ -25,7 +25,7 @@ cohort::ps::TrainerInfo place_of(const cohort::comm::ProcessGroup& group, const 
   const ps::Training training = cohort::ps::server_training(options.strategy).value();
   const bool async = training == ps::Training::kAsync;
   const std::string with = " with --strategy " + options.strategy;
-  if (options.precision != "float32")
+  if (options.precision == "float64")
     throw ConfigError("--precision " + options.precision + ": expected float32" + with +
                       ": servers compute in it");
   if (options.start_epoch)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "examples/imagenet/trainer.h"
 
+#include <ATen/autocast_mode.h>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -26,18 +27,43 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kBaseBatch = 256;  // What --lr is meant for.
 
+// Of parameters and inputs.
 at::ScalarType scalar_type(const Options& options) {
-  if (options.precision == "float32") return at::kFloat;
+  if (options.precision == "float32" || options.precision == "bfloat16") return at::kFloat;
   if (options.precision == "float64") return at::kDouble;
-  throw ConfigError("--precision " + options.precision + ": expected float32 or float64");
+  throw ConfigError("--precision " + options.precision + ": expected float32, bfloat16 or float64");
 }
+
+// As torch.autocast: convolutions and products are computed in bfloat16 while this lives.
+class Autocast {
+ public:
+  Autocast(const Options& options, at::Device device)
+      : type_(device.type()), on_(options.precision == "bfloat16") {
+    if (!on_) return;
+    at::autocast::increment_nesting();
+    at::autocast::set_autocast_dtype(type_, at::kBFloat16);
+    at::autocast::set_autocast_enabled(type_, true);
+  }
+  ~Autocast() {
+    if (!on_) return;
+    at::autocast::set_autocast_enabled(type_, false);
+    // Casts of parameters that the next step changes.
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  const at::DeviceType type_;
+  const bool on_;
+};
 
 ResNet make_model(const Options& options, int64_t num_classes,
                   const cohort::comm::ProcessGroup& group) {
   torch::manual_seed(options.seed);
   ResNet model(ResNetOptions{.arch = options.arch, .num_classes = num_classes});
   if (options.sync_bn) cohort::parallel::convert_sync_batchnorm(*model, group);
-  model->to(scalar_type(options));
+  model->to(group.device(), scalar_type(options));
   return model;
 }
 
@@ -127,11 +153,21 @@ cohort::image::ImageLoaderOptions Trainer::loader_options(Transform transform,
   cohort::image::ImageLoaderOptions result{.transform = transform,
                                            .num_threads = options_.workers,
                                            .seed = options_.seed,
-                                           .epoch = epoch};
+                                           .epoch = epoch,
+                                           .pin_memory = !group_.device().is_cpu()};
   result.transforms.size = options_.image_size;
   result.transforms.resize = options_.image_size * 8 / 7;  // 256 for 224.
   if (options_.skip_damaged) result.on_damage = cohort::image::OnDamage::kSkip;
   return result;
+}
+
+ImageBatch Trainer::on_device(const ImageBatch& batch) const {
+  const at::Device device = group_.device();
+  const bool non_blocking = !device.is_cpu();
+  at::Tensor images_BCHW = batch.images_BCHW.to(device, scalar_type(options_), non_blocking);
+  if (options_.channels_last) images_BCHW = images_BCHW.contiguous(at::MemoryFormat::ChannelsLast);
+  return {.images_BCHW = images_BCHW,
+          .labels_B = batch.labels_B.to(device, at::kLong, non_blocking)};
 }
 
 Scores Trainer::evaluate() {
@@ -150,8 +186,12 @@ Scores Trainer::evaluate() {
   // Ranks have different numbers of batches: nothing in this loop communicates.
   while (const auto batch = loader.next()) {
     if (batch->labels_B.numel() == 0) continue;
-    const at::Tensor scores_BC = model_->forward(batch->images_BCHW.to(scalar_type(options_)));
-    sums.add(losses_of(scores_BC.to(at::kDouble), batch->labels_B), scores_BC, batch->labels_B);
+    const auto [images_BCHW, labels_B] = on_device(*batch);
+    const at::Tensor scores_BC = [&, &images = images_BCHW] {
+      const Autocast autocast(options_, group_.device());
+      return model_->forward(images);
+    }();
+    sums.add(losses_of(scores_BC.to(at::kDouble), labels_B), scores_BC, labels_B);
   }
   model_->train();
   const Scores scores = sums.scores(group_);
@@ -190,12 +230,16 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
     profiler_.step();
     TORCH_CHECK_VALUE(batch->labels_B.numel() > 0, "epoch ", epoch, ", step ", step,
                       ": every picture of the batch is damaged");
-    const at::Tensor scores_BC = (*parallel_)(batch->images_BCHW.to(scalar_type(options_)));
-    const at::Tensor losses_B = losses_of(scores_BC, batch->labels_B);
+    const auto [images_BCHW, labels_B] = on_device(*batch);
+    const at::Tensor scores_BC = [&, &images = images_BCHW] {
+      const Autocast autocast(options_, group_.device());
+      return (*parallel_)(images).to(scalar_type(options_));
+    }();
+    const at::Tensor losses_B = losses_of(scores_BC, labels_B);
     // Not the mean: a batch with pictures left out counts for what it has.
     (losses_B.sum() / local_batch_).backward();
     optimizer_->step();
-    sums.add(losses_B, scores_BC, batch->labels_B);
+    sums.add(losses_B, scores_BC, labels_B);
     if (++step % options_.print_freq == 0) {
       print_step(epoch, step, num_steps, report(sums.scores()));
     }

@@ -49,6 +49,7 @@ class Trainer {
   void print_step(int64_t epoch, int64_t step, int64_t num_steps, const EpochReport& so_far) const;
   cohort::image::ImageLoaderOptions loader_options(cohort::image::Transform transform,
                                                    int64_t epoch) const;
+  cohort::image::ImageBatch on_device(const cohort::image::ImageBatch& batch) const;
   void make_optimizer();
   void resume();
   int64_t global_batch() const { return local_batch_ * group_.size(); }

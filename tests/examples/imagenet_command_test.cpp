@@ -67,12 +67,31 @@ TEST_F(ImagenetCommandTest, LearnsShapes) {
   EXPECT_EQ(rows.back()["valid_top5"].get<double>(), 100) << "three classes are always among five";
 }
 
+// The same pictures in the same order: bfloat16 has 8 bits, so a loss near 1 moves by some
+// hundredths; images in another order of memory change nothing but the order of sums.
+TEST_F(ImagenetCommandTest, LearnsInBfloat16AndWithChannelsLast) {
+  expect_trained(2, "plain", "--epochs 3");
+  const double loss = history("plain").back()["train_loss"];
+  expect_trained(2, "last", "--epochs 3 --channels-last");
+  EXPECT_NEAR(history("last").back()["train_loss"].get<double>(), loss, 1e-2);
+  for (const char* strategy : {"ddp", "zero3"}) {
+    const std::string run = std::string("low-") + strategy;
+    expect_trained(
+        2, run,
+        std::string("--epochs 3 --precision bfloat16 --channels-last --strategy ") + strategy);
+    const double low = history(run).back()["train_loss"];
+    EXPECT_NEAR(low, loss, 0.1) << strategy;
+    EXPECT_NE(low, loss) << "in bfloat16";
+  }
+}
+
 TEST_F(ImagenetCommandTest, FlagsThatCannotHoldAreRefused) {
   for (const auto& [more, text] :
        {std::pair{"--cpu-offload --strategy zero3",
-                  "--cpu-offload: this program computes on the CPU, where there "
-                  "is nothing to offload: leave it out"},
-        {"--cpu-offload", "--cpu-offload: this program computes on the CPU"},
+                  "--cpu-offload: this run computes on the CPU, where there is nothing to "
+                  "offload: leave it out, or choose a --device"},
+        {"--cpu-offload", "--cpu-offload: this run computes on the CPU"},
+        {"--device tpu", "device \"tpu\": expected cpu, cuda or cuda:N"},
         {"--lr 1e30", "--lr 1e30: expected a number from 0 to 100"}}) {
     expect_refused(2, shell(bin("imagenet") + " " + flags("run", more)), text);
   }
