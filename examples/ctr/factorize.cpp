@@ -88,18 +88,29 @@ struct Factorize : torch::autograd::Function<Factorize> {
   }
 };
 
+// The same in libtorch's operations, which other devices have, too.
+std::pair<at::Tensor, at::Tensor> factorize_by_operations(const at::Tensor& numbers_BN,
+                                                          const at::Tensor& rows_BSD) {
+  const at::Tensor factors_BSF = rows_BSD.narrow(2, 1, rows_BSD.size(2) - 1);
+  const at::Tensor sums_BF = factors_BSF.sum(1);
+  return {at::cat({numbers_BN, rows_BSD.flatten(1)}, 1),
+          rows_BSD.select(2, 0).sum(1) +
+              0.5 * (sums_BF.square().sum(1) - factors_BSF.square().sum({1, 2}))};
+}
+
 }  // namespace
 
 std::pair<at::Tensor, at::Tensor> factorize(const at::Tensor& numbers_BN,
                                             const at::Tensor& rows_BSD) {
   for (const at::Tensor& tensor : {numbers_BN, rows_BSD}) {
-    TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat && tensor.device().is_cpu(),
-                      "factorize: expected float32 on the CPU, got ", tensor.toString());
+    TORCH_CHECK_VALUE(tensor.scalar_type() == at::kFloat, "factorize: expected float32, got ",
+                      tensor.toString());
   }
   TORCH_CHECK_VALUE(
       numbers_BN.dim() == 2 && rows_BSD.dim() == 3 && numbers_BN.size(0) == rows_BSD.size(0),
       "factorize: expected [B, N] and [B, S, D], got ", numbers_BN.sizes(), " and ",
       rows_BSD.sizes());
+  if (!rows_BSD.is_cpu()) return factorize_by_operations(numbers_BN, rows_BSD);
   const auto both = Factorize::apply(numbers_BN.contiguous(), rows_BSD.contiguous());
   return {both[0], both[1]};
 }

@@ -175,7 +175,7 @@ int run(int argc, char** argv) {
                  "Folder with train.tsv and test.tsv; generated if they are not there");
   add_training_flags(*train, flags.options);
   add_load_flag(*train, flags.options, "local: start from this checkpoint");
-  flags.group.add_to(*train);
+  flags.group.add_to(*train, cohort::cli::GroupFlags::Devices::kAny);
   cohort::cli::add_client_security_flags(*train, flags.options.security);
   CLI::App* evaluate = app.add_subcommand("evaluate", "Prints AUC and log-loss of a checkpoint");
   add_data_flags(*evaluate, flags.options, "Folder with test.tsv");

@@ -38,7 +38,7 @@ TORCH_MODULE(DeepFm);
 
 /// The network's input [B, N + S D], numbers beside rows, and the factorization machine's value
 /// [B]: sum_s w_s + 1/2 sum_f ((sum_s v_sf)^2 - sum_s v_sf^2), where a row is w, v_1, ... v_(D -
-/// 1). One pass forward and one back. Float32, on the CPU. Numbers get no gradient.
+/// 1). Float32, on one device; on the CPU one pass forward and one back. Numbers get no gradient.
 std::pair<at::Tensor, at::Tensor> factorize(const at::Tensor& numbers_BN,
                                             const at::Tensor& rows_BSD);
 

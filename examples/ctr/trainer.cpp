@@ -186,10 +186,12 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
                        .seed = options.seed,
                        .rule = {.rule = cohort::ps::Rule::kRowwiseAdagrad,
                                 .learning_rate = static_cast<float>(options.row_learning_rate)}},
-                      options.table))),
+                      options.table),
+          {.device = group.device()})),
       network_(seeded_network(options.seed)) {
   train_files_ = files_or(options.train, options, "train.tsv");
   test_files_ = files_or(options.test, options, "test.tsv");
+  network_->to(group_.device());
   session_.add("net", *network_);
 }
 
@@ -339,8 +341,10 @@ int64_t Trainer::first_epoch(int64_t num_steps) const {
 std::optional<Trainer::Tensors> Trainer::next_tensors(ExampleReader& reader, Batch& batch) const {
   if (!reader.next(batch)) return std::nullopt;
   Tensors tensors;
-  tensors.labels_B = at::empty({batch.size}, at::kFloat);
-  tensors.numbers_BN = at::zeros({batch.size, kNumbersWidth}, at::kFloat);
+  const at::Device device = group_.device();
+  const auto host = at::TensorOptions(at::kFloat).pinned_memory(!device.is_cpu());
+  tensors.labels_B = at::empty({batch.size}, host);
+  tensors.numbers_BN = at::zeros({batch.size, kNumbersWidth}, host);
   tensors.ids_BS = at::empty({batch.size, kCategories}, at::kLong);
   std::copy(batch.labels.begin(), batch.labels.end(), tensors.labels_B.mutable_data_ptr<float>());
   std::copy(batch.ids.begin(), batch.ids.end(), tensors.ids_BS.mutable_data_ptr<int64_t>());
@@ -349,6 +353,8 @@ std::optional<Trainer::Tensors> Trainer::next_tensors(ExampleReader& reader, Bat
     std::copy_n(&batch.numbers[static_cast<size_t>(i * kNumbers)], kNumbers,
                 numbers + i * kNumbersWidth);
   }
+  for (at::Tensor* tensor : {&tensors.labels_B, &tensors.numbers_BN})
+    *tensor = tensor->to(device, at::kFloat, /*non_blocking=*/!device.is_cpu());
   return tensors;
 }
 
@@ -534,7 +540,7 @@ std::optional<Metrics> Trainer::evaluate() {
   ScoreSet scores;
   Batch batch;
   while (const auto tensors = next_tensors(reader, batch)) {
-    const at::Tensor logits_B = logits_of(*tensors).contiguous();
+    const at::Tensor logits_B = logits_of(*tensors).cpu().contiguous();
     scores.add({logits_B.const_data_ptr<float>(), static_cast<size_t>(logits_B.numel())},
                batch.labels);
   }
@@ -584,7 +590,7 @@ void Trainer::predict(const std::string& input, const std::string& output) {
     Batch batch;
     while (const auto tensors = next_tensors(reader, batch)) {
       check_interruption(stop);
-      const at::Tensor probabilities_B = at::sigmoid(logits_of(*tensors)).contiguous();
+      const at::Tensor probabilities_B = at::sigmoid(logits_of(*tensors)).cpu().contiguous();
       std::string text;
       for (int64_t i = 0; i < batch.size; ++i) {
         char line[32];

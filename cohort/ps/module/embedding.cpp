@@ -21,7 +21,8 @@ using torch::autograd::variable_list;
 struct LookUp : torch::CustomClassHolder {
   std::shared_ptr<PrefetchedRows> rows;
   std::shared_ptr<PrefetchedRows::Batch> batch;
-  int64_t group = 1;  // Ids of an output row.
+  bool pinned = false;  // The output is, for its copy to a device.
+  int64_t group = 1;    // Ids of an output row.
   Pooling pooling = Pooling::kNone;
 
   size_t width() const { return static_cast<size_t>(rows->table().width); }
@@ -54,7 +55,8 @@ struct LookUpFunction : torch::autograd::Function<LookUpFunction> {
   }
 
   static at::Tensor values(const LookUp& look_up, const std::vector<int64_t>& shape) {
-    at::Tensor output = at::empty(shape, at::kFloat);
+    at::Tensor output =
+        at::empty(shape, at::TensorOptions(at::kFloat).pinned_memory(look_up.pinned));
     float* const out = output.mutable_data_ptr<float>();
     const float* const weights = look_up.batch->weights.data();
     const size_t width = look_up.width();
@@ -120,14 +122,19 @@ at::Tensor EmbeddingImpl::forward(const at::Tensor& ids) {
   look_up->batch =
       rows_->look_up(ids, options_.padding_id ? &*options_.padding_id : nullptr, !is_training());
   look_up->pooling = options_.pooling;
+  const bool moves = !options_.device.is_cpu();
+  look_up->pinned = moves;
   std::vector<int64_t> shape = ids.sizes().vec();
   if (options_.pooling != Pooling::kNone) {
     look_up->group = shape.back();
     shape.pop_back();
   }
   shape.push_back(width_);
-  if (!is_training() || !at::GradMode::is_enabled()) return LookUpFunction::values(*look_up, shape);
-  return LookUpFunction::apply(at::empty({0}).requires_grad_(), look_up, shape);
+  const bool learns = is_training() && at::GradMode::is_enabled();
+  const at::Tensor rows =
+      learns ? LookUpFunction::apply(at::empty({0}).requires_grad_(), look_up, shape)
+             : LookUpFunction::values(*look_up, shape);
+  return moves ? rows.to(options_.device, at::kFloat, /*non_blocking=*/true) : rows;
 }
 
 }  // namespace cohort::ps

@@ -16,6 +16,7 @@ struct EmbeddingOptions {
   Pooling pooling = Pooling::kNone;
   /// Its rows are zeros, are not counted by kMean and get no gradient.
   std::optional<int64_t> padding_id;
+  c10::Device device = c10::kCPU;  ///< Where forward's results are; rows stay on the host.
 };
 
 class PrefetchedRows;
@@ -35,8 +36,9 @@ class EmbeddingImpl : public torch::nn::Module {
   /// until the push or pull after it. `ids_N...`: int64, any shape, on the CPU.
   void prefetch(const at::Tensor& ids);
 
-  /// Rows of `ids` [N...], int64 on the CPU -> float32 [N..., width]; with pooling over the last
-  /// dimension of ids -> [N..., width] without it. Rows that were not prefetched for this step are
+  /// Rows of `ids` [N...], int64 on the CPU -> float32 [N..., width] on the options' device; with
+  /// pooling over the last dimension of ids -> [N..., width] without it. The copy to a device does
+  /// not wait for it, backward's copy of the gradient to the host does. Rows that were not prefetched for this step are
   /// pulled now, which blocks; so are those of predictions. Among the ranks of a host
   /// (SessionOptions::host) that is collective.
   at::Tensor forward(const at::Tensor& ids);

@@ -2,11 +2,13 @@
 #include "cohort/ps/module/session.h"
 
 #include <algorithm>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/nn/module.h>
 #include <torch/types.h>
 #include <utility>
 
 #include "cohort/base/error.h"
+#include "cohort/comm/host_copy.h"
 #include "cohort/ps/client/local_channel.h"
 #include "cohort/ps/module/prefetched_rows.h"
 #include "cohort/ps/role.h"
@@ -104,14 +106,22 @@ void Session::add(const std::string& name, const torch::nn::Module& module) {
     const at::Tensor& value = parameter.value();
     if (!value.requires_grad()) continue;
     const std::string full = name + "." + parameter.key();
-    TORCH_CHECK_VALUE(
-        value.scalar_type() == at::kFloat && value.device().is_cpu() && value.is_contiguous(),
-        "session: parameter '", full, "': expected contiguous float32 on the CPU, got ",
-        value.toString());
+    TORCH_CHECK_VALUE(value.scalar_type() == at::kFloat && value.is_contiguous() &&
+                          (value.is_cpu() || c10::impl::hasDeviceGuardImpl(value.device().type())),
+                      "session: parameter '", full, "': expected contiguous float32, got ",
+                      value.toString());
+    TORCH_CHECK_VALUE(learning_.empty() || value.device() == learning_.front().device(),
+                      "session: parameter '", full, "' is on ", value.device(),
+                      ": expected all on one device, as those before, on ",
+                      learning_.empty() ? value.device() : learning_.front().device());
     names_.push_back(full);
-    parameters_.push_back(value.detach());
+    parameters_.push_back(value.is_cpu() ? value.detach() : value.detach().cpu().pin_memory());
     learning_.push_back(value);
   }
+}
+
+bool Session::is_on_host() const {
+  return learning_.empty() || learning_.front().is_cpu();
 }
 
 void Session::start() {
@@ -139,6 +149,8 @@ void Session::start() {
   if (options_.host.size > 1)
     communicator_ = make_host_communicator(job, options_.host, std::move(communicator_));
   if (options_.trainer == 0 && client_ && client_->needs_initial_values()) {
+    if (!is_on_host())  // They may have changed since add().
+      for (size_t i = 0; i < learning_.size(); ++i) parameters_[i].copy_(learning_[i].detach());
     std::vector<std::span<const float>> values;
     for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
     client_->initialise(values);
@@ -155,6 +167,8 @@ void Session::start_pull() {
     if (const auto batch = tables_[number]->start_pull())
       rows.push_back({number, batch->distinct.ids(), batch->weights});
   }
+  // The last pull's values may still be on their way to the device.
+  if (copied_ && !copied_->query()) copied_->synchronize();
   std::vector<std::span<float>> values;
   for (const at::Tensor& parameter : parameters_) values.push_back(values_of(parameter));
   finish_pull_ = communicator_->pull(std::move(rows), std::move(values));
@@ -163,6 +177,14 @@ void Session::start_pull() {
 void Session::pull() {
   if (!finish_pull_) start_pull();
   std::exchange(finish_pull_, nullptr)();
+  if (!is_on_host()) {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < learning_.size(); ++i)
+      learning_[i].copy_(parameters_[i], /*non_blocking=*/true);
+    const auto* device = c10::impl::getDeviceGuardImpl(learning_.front().device().type());
+    copied_.emplace(learning_.front().device().type());
+    copied_->record(device->getStream(learning_.front().device()));
+  }
   for (const auto& table : tables_) table->finish_pull();
 }
 
@@ -173,13 +195,13 @@ void Session::push() {
     const auto gradients = tables_[number]->gradients();
     rows.push_back({.table = number, .ids = gradients.ids, .gradients = gradients.values});
   }
-  std::vector<std::span<const float>> values;
-  for (at::Tensor& parameter : learning_) {
-    at::Tensor& gradient = parameter.mutable_grad();
-    if (!gradient.defined()) gradient = at::zeros_like(parameter);
-    gradient = gradient.contiguous();
-    values.push_back(values_of(gradient));
+  std::vector<comm::HostCopy> gradients;
+  for (const at::Tensor& parameter : learning_) {
+    const at::Tensor& gradient = parameter.grad();
+    gradients.emplace_back(gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter));
   }
+  std::vector<std::span<const float>> values;
+  for (comm::HostCopy& gradient : gradients) values.push_back(values_of(gradient.wait()));
   communicator_->push(std::move(rows), std::move(values));
   ++steps_;
   for (at::Tensor& parameter : learning_) parameter.mutable_grad() = at::Tensor();

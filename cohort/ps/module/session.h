@@ -15,9 +15,11 @@
 //   session.finish();
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -88,8 +90,9 @@ class Session {
 
   /// A table of rows, and the module that looks them up. Before start().
   Embedding embedding(const TableOptions& table, const EmbeddingOptions& options = {});
-  /// The module's parameters, by "<name>.<parameter>": float32 on the CPU, contiguous. Before
-  /// start(). Those that need no gradient stay as they are, everywhere.
+  /// The module's parameters, by "<name>.<parameter>": float32, contiguous, on one device. Before
+  /// start(). Those that need no gradient stay as they are, everywhere. Of parameters on another
+  /// device than the CPU the session has copies in pinned memory, which travel.
   void add(const std::string& name, const torch::nn::Module& module);
 
   /// Joins the job. All trainers begin with trainer 0's values, unless the servers have some
@@ -103,7 +106,8 @@ class Session {
   /// keep their values until then. kSync: may be called after push() only.
   void start_pull();
   /// Sends the gradients of the parameters (undefined ones count 0) and of the rows that forward()
-  /// looked up since the last push, and forgets them and the rows.
+  /// looked up since the last push, and forgets them and the rows. Waits for the parameters' device
+  /// once.
   void push();
 
   /// The step from which the program resumes, after start(): 0 in a new job. kSync: steps that were
@@ -133,6 +137,7 @@ class Session {
   Client& client();
 
  private:
+  bool is_on_host() const;  // All parameters are.
   void make_plan();
   JobOptions job_options() const;
   std::unique_ptr<Communicator> make_communicator();
@@ -145,12 +150,13 @@ class Session {
   Plan plan_;
   std::vector<std::shared_ptr<PrefetchedRows>> tables_;
   std::vector<std::string> names_;
-  std::vector<at::Tensor> parameters_;  // Values, without autograd.
-  std::vector<at::Tensor> learning_;    // The same, with gradients.
+  std::vector<at::Tensor> parameters_;  // Values on the host, without autograd.
+  std::vector<at::Tensor> learning_;    // Where they are trained, with gradients; often the same.
   std::shared_ptr<Server> local_;
   std::unique_ptr<Client> client_;
   std::unique_ptr<Communicator> communicator_;
   std::function<void()> finish_pull_;
+  std::optional<c10::Event> copied_;  // The last pull's values, to the device.
   int64_t steps_ = 0;
 };
 
