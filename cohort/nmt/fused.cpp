@@ -98,16 +98,6 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout<kActivati
   }
 };
 
-// Kernels index by them. What lies elsewhere is not read back: its device checks it, if anyone.
-void check_range(const at::Tensor& numbers, int64_t least, int64_t most, const char* name) {
-  if (!numbers.is_cpu()) return;
-  for (const int64_t number :
-       std::span(numbers.const_data_ptr<int64_t>(), static_cast<size_t>(numbers.numel()))) {
-    TORCH_CHECK_VALUE(number >= least && number <= most, name, ": expected ", least, " to ", most,
-                      ", got ", number);
-  }
-}
-
 void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char* name) {
   TORCH_CHECK_VALUE(tensor.device() == beside.device(), name, ": expected a tensor on ",
                     beside.device(), ", got one on ", tensor.device());
@@ -233,7 +223,7 @@ at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_l
                     "[B], got ",
                     scores_BHQK.sizes(), " and ", key_lengths_B.sizes());
   check_device(key_lengths_B, scores_BHQK, "masked_softmax: lengths");
-  check_range(key_lengths_B, 1, scores_BHQK.size(3), "masked_softmax: lengths");
+  check_range("masked_softmax: lengths", key_lengths_B, 1, scores_BHQK.size(3));
   return MaskedSoftmax::apply(
       scores_BHQK,
       SoftmaxMask{
@@ -251,7 +241,7 @@ LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& w
       hidden_ND.sizes(), ", ", weight_VD.sizes(), ", ", labels_N.sizes());
   check_device(weight_VD, hidden_ND, "smoothed_cross_entropy: weight");
   check_device(labels_N, hidden_ND, "smoothed_cross_entropy: labels");
-  check_range(labels_N, 0, weight_VD.size(0) - 1, "smoothed_cross_entropy: labels");
+  check_range("smoothed_cross_entropy: labels", labels_N, 0, weight_VD.size(0) - 1);
   const bool with_gradient =
       at::GradMode::is_enabled() && (hidden_ND.requires_grad() || weight_VD.requires_grad());
   const variable_list sums = SmoothedCrossEntropy::apply(hidden_ND.contiguous(), weight_VD,
@@ -273,7 +263,7 @@ at::Tensor attend(const at::Tensor& queries_ND, const SeenRows& seen, int64_t he
   size_t most = 0;
   for (const SeenRows::Range& range : seen.of_query) most = std::max(most, range.count);
   at::Tensor out = at::empty(queries_ND.sizes(), queries_ND.options());
-  for_type(queries_ND, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type("attend", queries_ND, [&]<class T>(const LoopsOf<T>& table, T*) {
     const int64_t unit = kScoresUnit;
     const int64_t scores = (static_cast<int64_t>(most) + unit - 1) / unit * unit;
     std::vector<typename LoopsOf<T>::Sum> scratch(static_cast<size_t>(width + heads * scores));
@@ -295,7 +285,7 @@ LogProbs::LogProbs(const at::Tensor& scores_NV) : scores_NV_(scores_NV.contiguou
   const bool wide = scores_NV_.scalar_type() == at::kDouble;
   tops_ = at::empty({rows, blocks}, wide ? at::kDouble : at::kFloat);
   log_sums_.resize(static_cast<size_t>(rows));
-  for_type(scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type("LogProbs", scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
     using Sum = typename LoopsOf<T>::Sum;
     for (int64_t n = 0; n < rows; ++n) {
       log_sums_[static_cast<size_t>(n)] = table.log_sum_exp(data<T>(scores_NV_) + n * columns,

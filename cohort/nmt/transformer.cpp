@@ -80,15 +80,6 @@ SeenRows see_sentences(const at::Tensor& kv_BSE, const at::Tensor& lengths_B, in
   return seen;
 }
 
-// The kernels walk raw memory by these numbers. From another device they are not read back.
-void check_range(const char* what, const at::Tensor& numbers, int64_t low, int64_t high) {
-  if (!numbers.is_cpu()) return;
-  const auto [least, most] = at::aminmax(numbers);
-  TORCH_CHECK_VALUE(least.item<int64_t>() >= low && most.item<int64_t>() <= high, what,
-                    ": expected ", low, " to ", high, ", got ", least.item<int64_t>(), " to ",
-                    most.item<int64_t>());
-}
-
 }  // namespace
 
 Batch Batch::to(c10::Device device) const {

@@ -420,12 +420,30 @@ TEST(FusedTest, TensorsOfTwoDevicesAreRefused) {
 
 TEST(FusedTest, InferenceElsewhereThanOnTheCpuIsRefused) {
   const at::Tensor there = at::ones({2, 3}, at::kMeta);
-  EXPECT_EQ(test::message_of<c10::ValueError>([&] { const LogProbs scores(there); }),
-            "expected a tensor on the CPU, got one on meta");
   EXPECT_EQ(test::message_of<c10::ValueError>([&] {
               attend(there, {.rows = {nullptr}, .of_query = {{0, 1}, {0, 1}}}, 1);
             }),
-            "expected a tensor on the CPU, got one on meta");
+            "attend: expected a tensor on the CPU, got one on meta");
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] { const LogProbs scores(there); }),
+            "LogProbs: expected a tensor on the CPU, got one on meta");
+}
+
+TEST(FusedTest, OtherTypesAreRefusedByTheOperationsName) {
+  const at::Tensor half = at::ones({2, 3}, at::kHalf);
+  DropoutStream stream;
+  const auto message = [](const auto& call) { return test::message_of<c10::ValueError>(call); };
+  const std::string expected = ": expected float32, float64 or bfloat16, got ";
+  const std::string type = c10::str(half.dtype());
+  EXPECT_EQ(message([&] { dropout(half, 0.5, stream); }), "dropout" + expected + type);
+  EXPECT_EQ(message([&] { relu_dropout(half, 0, stream); }), "relu_dropout" + expected + type);
+  EXPECT_EQ(message([&] { gelu_dropout(half, 0, stream); }), "gelu_dropout" + expected + type);
+  EXPECT_EQ(message([&] { swish_dropout(half, 0, stream); }), "swish_dropout" + expected + type);
+  EXPECT_EQ(
+      message([&] {
+        masked_softmax(half.view({1, 1, 2, 3}), at::ones({1}, at::kLong), false, 1, 0, stream);
+      }),
+      "masked_softmax" + expected + type);
+  EXPECT_EQ(message([&] { const LogProbs scores(half); }), "LogProbs" + expected + type);
 }
 
 TEST(FusedTest, LabelsAndLengthsOutOfRangeAreRefused) {

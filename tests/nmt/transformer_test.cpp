@@ -13,6 +13,7 @@
 #include "cohort/translate/tensor_memory.h"
 
 #include "tests/support/aten_kernels.h"
+#include "tests/support/message_of.h"
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
@@ -284,10 +285,13 @@ TEST(TransformerTest, IdsAndLengthsOutOfRangeAreRefused) {
   Transformer model(test::tiny_options());
   auto batch = test::make_test_batch(test::make_sentences(3, 6));
   batch.labels_BT[0][0] = test::kVocabulary;
-  EXPECT_THROW(model->forward(batch), c10::ValueError);
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] { model->forward(batch); }),
+            "labels: expected 0 to 39, got 40");
   batch = test::make_test_batch(test::make_sentences(3, 6));
   batch.source_lengths_B[0] = batch.source_BS.size(1) + 1;
-  EXPECT_THROW(model->forward(batch), c10::ValueError);
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] { model->forward(batch); }),
+            "source lengths: expected 1 to " + std::to_string(batch.source_BS.size(1)) + ", got " +
+                std::to_string(batch.source_BS.size(1) + 1));
 }
 
 TEST(TransformerTest, ItLearnsToCopy) {

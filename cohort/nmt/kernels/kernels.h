@@ -61,6 +61,11 @@ struct Kernels {
 /// Returns the kernels of the tensor's device.
 const Kernels& kernels_for(const at::Tensor& tensor);
 
+/// Checks int64 numbers that kernels index by. What lies elsewhere than on the CPU is not read back:
+/// its device checks it, if anyone.
+/// Errors: c10::ValueError that begins with `what` for a number below `least` or above `most`.
+void check_range(const char* what, const at::Tensor& numbers, int64_t least, int64_t most);
+
 /// For tests: takes those of aten/ on the CPU, too.
 /// Threads: while none is in a kernel.
 void use_aten_kernels(bool on);

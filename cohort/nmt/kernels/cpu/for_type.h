@@ -7,12 +7,13 @@
 
 namespace cohort::nmt {
 
-/// Calls body(table of loops, typed null pointer) for the tensor's dtype.
-/// Errors: c10::ValueError for other types, and for a tensor elsewhere than on the CPU.
+/// Calls body(table of loops, typed null pointer) for the dtype of what `operation` got.
+/// Errors: c10::ValueError that begins with `operation` for other types, and for a tensor elsewhere
+///         than on the CPU.
 template <class Body>
-void for_type(const at::Tensor& tensor, const Body& body) {
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "expected a tensor on the CPU, got one on ",
-                    tensor.device());
+void for_type(const char* operation, const at::Tensor& tensor, const Body& body) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), operation,
+                    ": expected a tensor on the CPU, got one on ", tensor.device());
   switch (tensor.scalar_type()) {
     case at::kFloat:
       return body(loops().f32, static_cast<float*>(nullptr));
@@ -21,7 +22,8 @@ void for_type(const at::Tensor& tensor, const Body& body) {
     case at::kBFloat16:
       return body(loops().bf16, static_cast<BFloat16Bits*>(nullptr));
     default:
-      TORCH_CHECK_VALUE(false, "expected float32, float64 or bfloat16, got ", tensor.dtype());
+      TORCH_CHECK_VALUE(false, operation, ": expected float32, float64 or bfloat16, got ",
+                        tensor.dtype());
   }
 }
 

@@ -21,9 +21,10 @@ void for_runs(int64_t num_elements, const Dropping& dropping, const Body& body) 
 
 // loop_of(loops): which of them computes elements of the result from those of `in`.
 template <class LoopOf>
-at::Tensor run_loop(const at::Tensor& in, const Dropping& dropping, LoopOf loop_of) {
+at::Tensor run_loop(const char* operation, const at::Tensor& in, const Dropping& dropping,
+                    LoopOf loop_of) {
   at::Tensor out = at::empty_like(in);
-  for_type(in, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type(operation, in, [&]<class T>(const LoopsOf<T>& table, T*) {
     for_runs(in.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
       loop_of(table)(data<T>(in) + first, data<T>(out) + first, count, rule);
     });
@@ -33,20 +34,20 @@ at::Tensor run_loop(const at::Tensor& in, const Dropping& dropping, LoopOf loop_
 
 at::Tensor relu_backward_by_loops(const at::Tensor& out, const at::Tensor& grad, float scale) {
   at::Tensor grad_x = at::empty_like(grad);
-  for_type(out, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type("relu_dropout", out, [&]<class T>(const LoopsOf<T>& table, T*) {
     table.relu_dropout_backward(data<T>(out), data<T>(grad), data<T>(grad_x), grad.numel(), scale);
   });
   return grad_x;
 }
 
-template <class ActivationIn>
+template <class ActivationLoops>
 at::Tensor activation_backward_by_loops(const at::Tensor& x, const at::Tensor& grad,
-                                        const Dropping& dropping, ActivationIn activation_in) {
+                                        const Dropping& dropping) {
   at::Tensor grad_x = at::empty_like(grad);
-  for_type(x, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type(ActivationLoops::kName, x, [&]<class T>(const LoopsOf<T>& table, T*) {
     for_runs(grad.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
-      activation_in(table).backward(data<T>(x) + first, data<T>(grad) + first,
-                                    data<T>(grad_x) + first, count, rule);
+      ActivationLoops::of(table).backward(data<T>(x) + first, data<T>(grad) + first,
+                                          data<T>(grad_x) + first, count, rule);
     });
   });
   return grad_x;
@@ -71,7 +72,7 @@ std::pair<at::Tensor, at::Tensor> softmax_by_loops(const at::Tensor& scores,
                                                    const Dropping& dropping) {
   at::Tensor probs = at::empty_like(scores);
   at::Tensor dropped = dropping.rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
-  for_type(scores, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type("masked_softmax", scores, [&]<class T>(const LoopsOf<T>& table, T*) {
     for_runs(scores.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
       table.softmax(data<T>(scores) + first, data<T>(probs) + first,
                     dropped.defined() ? data<T>(dropped) + first : nullptr,
@@ -84,7 +85,7 @@ std::pair<at::Tensor, at::Tensor> softmax_by_loops(const at::Tensor& scores,
 at::Tensor softmax_backward_by_loops(const at::Tensor& probs, const at::Tensor& grad,
                                      const SoftmaxMask& mask, const Dropping& dropping) {
   at::Tensor grad_scores = at::empty_like(grad);
-  for_type(probs, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type("masked_softmax", probs, [&]<class T>(const LoopsOf<T>& table, T*) {
     for_runs(probs.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
       table.softmax_backward(data<T>(probs) + first, data<T>(grad) + first,
                              data<T>(grad_scores) + first, shape_of(probs, mask, first, count),
@@ -98,25 +99,32 @@ void cross_entropy_by_loops(const at::Tensor& logits, const at::Tensor& labels, 
                             bool with_gradient, const at::Tensor& sums) {
   const int64_t columns = logits.size(1);
   at::Tensor scratch = at::empty({columns}, at::kFloat);
-  for_type(logits, [&]<class T>(const LoopsOf<T>& table, T*) {
+  for_type("smoothed_cross_entropy", logits, [&]<class T>(const LoopsOf<T>& table, T*) {
     table.cross_entropy(data<T>(logits), labels.const_data_ptr<int64_t>(), logits.size(0), columns,
                         smoothing, with_gradient, scratch.data_ptr<float>(),
                         sums.data_ptr<double>());
   });
 }
 
-// ActivationIn: which activation of a table it is.
-template <class ActivationIn>
-constexpr ActivationKernels activation_by_loops(ActivationIn) {
+struct GeluLoops {
+  static constexpr const char* kName = "gelu_dropout";
+  static const auto& of(const auto& table) { return table.gelu; }
+};
+
+struct SwishLoops {
+  static constexpr const char* kName = "swish_dropout";
+  static const auto& of(const auto& table) { return table.swish; }
+};
+
+template <class ActivationLoops>
+constexpr ActivationKernels activation_by_loops() {
   return {.forward =
               [](const at::Tensor& x, const Dropping& dropping) {
-                return run_loop(x, dropping,
-                                [](const auto& table) { return ActivationIn()(table).forward; });
+                return run_loop(ActivationLoops::kName, x, dropping, [](const auto& table) {
+                  return ActivationLoops::of(table).forward;
+                });
               },
-          .backward =
-              [](const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping) {
-                return activation_backward_by_loops(x, grad, dropping, ActivationIn());
-              }};
+          .backward = activation_backward_by_loops<ActivationLoops>};
 }
 
 }  // namespace
@@ -126,15 +134,16 @@ const Kernels kCpuKernels = {
     .has_inference = true,
     .dropout =
         [](const at::Tensor& x, const Dropping& dropping) {
-          return run_loop(x, dropping, [](const auto& table) { return table.dropout; });
+          return run_loop("dropout", x, dropping, [](const auto& table) { return table.dropout; });
         },
     .relu_dropout =
         [](const at::Tensor& x, const Dropping& dropping) {
-          return run_loop(x, dropping, [](const auto& table) { return table.relu_dropout; });
+          return run_loop("relu_dropout", x, dropping,
+                          [](const auto& table) { return table.relu_dropout; });
         },
     .relu_dropout_backward = relu_backward_by_loops,
-    .gelu = activation_by_loops([](const auto& table) { return table.gelu; }),
-    .swish = activation_by_loops([](const auto& table) { return table.swish; }),
+    .gelu = activation_by_loops<GeluLoops>(),
+    .swish = activation_by_loops<SwishLoops>(),
     .softmax = softmax_by_loops,
     .softmax_backward = softmax_backward_by_loops,
     .cross_entropy = cross_entropy_by_loops};
