@@ -278,7 +278,18 @@ at::Tensor attend(const at::Tensor& queries_ND, const SeenRows& seen, int64_t he
   return out;
 }
 
-LogProbs::LogProbs(const at::Tensor& scores_NV) : scores_NV_(scores_NV.contiguous()) {
+LogProbs::LogProbs(const at::Tensor& scores_NV, const std::optional<Questions>& questions) {
+  if (questions && !kernels_for(scores_NV).has_inference) {
+    read_answers(scores_NV, *questions);
+  } else {
+    read_all(scores_NV);
+  }
+  TORCH_CHECK(std::ranges::all_of(log_sums_, [](double sum) { return std::isfinite(sum); }),
+              "the model's scores are not finite: it has diverged, or its parameters are damaged");
+}
+
+void LogProbs::read_all(const at::Tensor& scores_NV) {
+  scores_NV_ = scores_NV.cpu().contiguous();
   const int64_t rows = scores_NV_.size(0);
   const int64_t columns = scores_NV_.size(1);
   const int64_t blocks = (columns + kTopColumns - 1) / kTopColumns;
@@ -292,8 +303,32 @@ LogProbs::LogProbs(const at::Tensor& scores_NV) : scores_NV_(scores_NV.contiguou
                                                             columns, data<Sum>(tops_) + n * blocks);
     }
   });
-  TORCH_CHECK(std::ranges::all_of(log_sums_, [](double sum) { return std::isfinite(sum); }),
-              "the model's scores are not finite: it has diverged, or its parameters are damaged");
+}
+
+void LogProbs::read_answers(const at::Tensor& scores_NV, const Questions& questions) {
+  scores_NV_ = scores_NV;
+  column_ = questions.column;
+  const int64_t columns = scores_NV.size(1);
+  const int64_t count = std::min(questions.greatest, columns);
+  const at::Tensor scores =
+      scores_NV.scalar_type() == at::kDouble ? scores_NV : scores_NV.to(at::kFloat);
+  const at::Tensor top = std::get<0>(scores.topk(count, 1));
+  // Which of equal columns topk takes is left to the device. So the columns are taken by numbers of
+  // which no two are equal: above the last of the greatest more than 1, the same as it more than 0,
+  // in units of `columns`; of the same score the first columns have the greatest numbers.
+  const at::Tensor last = top.narrow(1, count - 1, 1);
+  const at::Tensor rank = (scores.gt(last).to(at::kInt) + scores.ge(last)) * columns -
+                          at::arange(columns, scores.options().dtype(at::kInt));
+  const at::Tensor chosen = std::get<1>(rank.topk(count, 1));
+  const at::Tensor first = top.narrow(1, 0, 1);
+  const at::Tensor log_sums =
+      at::log(at::exp(scores - first).sum(1, /*keepdim=*/true).to(at::kDouble)) + first;
+  answers_ = at::cat({log_sums, scores.narrow(1, column_, 1).to(at::kDouble),
+                      scores.gather(1, chosen).to(at::kDouble), chosen.to(at::kDouble)},
+                     1)
+                 .cpu();
+  for (int64_t n = 0; n < answers_.size(0); ++n)
+    log_sums_.push_back(answers_.const_data_ptr<double>()[n * answers_.size(1)]);
 }
 
 namespace {
@@ -316,16 +351,22 @@ auto with_row(const at::Tensor& scores, const at::Tensor& tops, int64_t row, Bod
 }  // namespace
 
 double LogProbs::at(int64_t row, int64_t column) const {
+  if (answers_.defined()) {
+    TORCH_INTERNAL_ASSERT(column == column_);
+    return answers_.const_data_ptr<double>()[row * answers_.size(1) + 1] -
+           log_sums_[static_cast<size_t>(row)];
+  }
   return with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto*) {
     return static_cast<double>(scores[column]) - log_sums_[static_cast<size_t>(row)];
   });
 }
 
 std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banned) const {
+  TORCH_INTERNAL_ASSERT(!answers_.defined());
   std::vector<Candidate> found;
-  found.reserve(static_cast<size_t>(num_columns()));
+  found.reserve(static_cast<size_t>(scores_NV_.size(1)));
   with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto*) {
-    for (int64_t c = 0; c < num_columns(); ++c) {
+    for (int64_t c = 0; c < scores_NV_.size(1); ++c) {
       if (std::ranges::find(banned, c) == banned.end())
         found.push_back({c, static_cast<double>(scores[c]) - log_sums_[static_cast<size_t>(row)]});
     }
@@ -333,11 +374,20 @@ std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banne
   return found;
 }
 
-std::vector<Candidate> LogProbs::greatest(int64_t row, int64_t count,
-                                          std::span<const int64_t> banned) const {
-  const int64_t columns = num_columns();
-  const auto wanted = static_cast<size_t>(count) + banned.size();
+std::vector<Candidate> LogProbs::likely(int64_t row, size_t wanted,
+                                        std::span<const int64_t> banned) const {
+  const int64_t columns = scores_NV_.size(1);
   std::vector<Candidate> found;
+  if (answers_.defined()) {
+    const int64_t read = (answers_.size(1) - 2) / 2;
+    TORCH_INTERNAL_ASSERT(read == columns || read >= static_cast<int64_t>(wanted));
+    const double* scores = answers_.const_data_ptr<double>() + row * answers_.size(1) + 2;
+    for (int64_t i = 0; i < read; ++i) {
+      const auto column = static_cast<int64_t>(scores[read + i]);
+      if (std::ranges::find(banned, column) == banned.end()) found.push_back({column, scores[i]});
+    }
+    return found;
+  }
   with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto* tops) {
     // As many blocks as are wanted hold a value of at least `bound` each, so whatever is below it
     // is not among the greatest: few blocks are left to look into.
@@ -359,6 +409,12 @@ std::vector<Candidate> LogProbs::greatest(int64_t row, int64_t count,
       }
     }
   });
+  return found;
+}
+
+std::vector<Candidate> LogProbs::greatest(int64_t row, int64_t count,
+                                          std::span<const int64_t> banned) const {
+  std::vector<Candidate> found = likely(row, static_cast<size_t>(count) + banned.size(), banned);
   const auto kept = std::min(found.size(), static_cast<size_t>(count));
   std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(kept), found.end(),
                     [](const Candidate& a, const Candidate& b) {

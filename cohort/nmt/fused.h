@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operations of the Transformer for which ATen has no fused form: differentiable ones, on every
-// device (kernels/kernels.h), then those of inference alone, on the CPU. Tensors of another device
-// than these, or of two, are a c10::ValueError. Numbers that index (lengths, labels) are checked
-// on the CPU alone: elsewhere that would wait for the device. Legend: B sentences, H heads, Q
-// queries, K keys, N rows, D model width, V vocabulary.
+// device (kernels/kernels.h), then those of inference alone: `attend` on the CPU, LogProbs on every
+// device. Tensors of another device than these, or of two, are a c10::ValueError. Numbers that index
+// (lengths, labels) are checked on the CPU alone: elsewhere that would wait for the device. Legend: B
+// sentences, H heads, Q queries, K keys, N rows, D model width, V vocabulary.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -104,28 +105,47 @@ struct Candidate {
   double log_prob = 0;
 };
 
-/// Log softmax of rows of scores, computed where it is asked for; a row's answers depend on that
-/// row alone. Keeps the scores' tensor.
+/// All that will be asked of a LogProbs.
+struct Questions {
+  int64_t greatest = 0;  ///< `count` of LogProbs::greatest, and how many are banned.
+  int64_t column = 0;    ///< `column` of LogProbs::at.
+};
+
+/// Log softmax of rows of scores, computed where it is asked for. Keeps the scores' tensor.
+///
+/// Devices: answers are given on the host, for which scores of another device than the CPU are read
+///          back in one copy: all of them; or, if it is known what will be asked, the answers alone.
+/// Numerics: a row's answers depend on that row alone, but for the rounding of the sum of a row that
+///           another device has added up.
 /// Threads: one.
 class LogProbs {
  public:
   /// scores_NV in the compute type.
   /// Errors: c10::Error if a row holds what is not finite.
-  explicit LogProbs(const at::Tensor& scores_NV);
+  explicit LogProbs(const at::Tensor& scores_NV,
+                    const std::optional<Questions>& questions = std::nullopt);
 
   double at(int64_t row, int64_t column) const;
   /// The `count` columns with the greatest values, the greatest first and equal ones in order;
   /// fewer if there are not so many beside the `banned`, which are no candidates.
   std::vector<Candidate> greatest(int64_t row, int64_t count,
                                   std::span<const int64_t> banned) const;
-  /// All columns but the `banned`, in order.
+  /// All columns but the `banned`, in order. Not where `questions` have told what is asked.
   std::vector<Candidate> all(int64_t row, std::span<const int64_t> banned) const;
-  int64_t num_columns() const { return scores_NV_.size(1); }
 
  private:
+  void read_all(const at::Tensor& scores_NV);
+  void read_answers(const at::Tensor& scores_NV, const Questions& questions);
+  // At least the `wanted` greatest but for the `banned` among them, with their scores, in any order.
+  std::vector<Candidate> likely(int64_t row, size_t wanted, std::span<const int64_t> banned) const;
+
   at::Tensor scores_NV_;
   at::Tensor tops_;  // [N, blocks of columns]: the greatest score of each block
   std::vector<double> log_sums_;
+  // Of scores that stay on their device, else undefined; float64. A row: the logarithm of its sum,
+  // the score in `column_`, the greatest scores, their columns.
+  at::Tensor answers_;
+  int64_t column_ = 0;
 };
 
 }  // namespace cohort::nmt

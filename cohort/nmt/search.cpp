@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <c10/util/StringUtil.h>
 #include <cmath>
+#include <optional>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
@@ -42,13 +43,19 @@ Hypothesis finish(Beginning beginning, double log_prob, const SearchOptions& opt
           log_prob / std::pow(length, options.normalize) - options.word_penalty * length};
 }
 
+DecoderState begin_search(Transformer& model, const at::Tensor& source_BS,
+                          const at::Tensor& lengths_B) {
+  const at::Tensor lengths = lengths_B.to(model->device());
+  return model->begin_decoding(model->encode(source_BS.to(model->device()), lengths), lengths);
+}
+
 class Search {
  public:
   Search(Transformer& model, const at::Tensor& source_BS, const at::Tensor& lengths_B,
          const SearchOptions& options, std::span<const int64_t> numbers)
       : model_(model),
         options_(options),
-        state_(model->begin_decoding(model->encode(source_BS, lengths_B), lengths_B)),
+        state_(begin_search(model, source_BS, lengths_B)),
         results_(static_cast<size_t>(source_BS.size(0))) {
     // All places of a beam begin alike: one of them is followed until they differ.
     const int64_t places = options.sampling.enabled ? options.beam_size : 1;
@@ -85,8 +92,8 @@ class Search {
 
   void step() {
     const int64_t length = state_.position;  // of all beginnings
-    const LogProbs log_probs(model_->decode_step(last_N_, state_));
     const std::vector<int64_t> banned = banned_at(length);
+    const LogProbs log_probs(model_->decode_step(last_N_, state_), questions(banned));
     std::vector<Sentence> going;
     std::vector<int64_t> kept, last;
     int64_t first_row = 0;  // of the sentence's beam in log_probs
@@ -106,6 +113,15 @@ class Search {
     state_.keep(kept);
     last_N_ = at::tensor(last, at::kLong);
   }
+
+  // Sampling may ask for any column.
+  std::optional<Questions> questions(std::span<const int64_t> banned) const {
+    if (options_.sampling.enabled) return std::nullopt;
+    return Questions{.greatest = num_extensions() + std::ssize(banned), .column = kEnd};
+  }
+
+  // Of a beginning. Twice the beam: if half of the best extensions end, enough are left to continue.
+  int64_t num_extensions() const { return 2 * options_.beam_size; }
 
   std::vector<int64_t> banned_at(int64_t length) const {
     std::vector<int64_t> banned{kPad,
@@ -132,9 +148,7 @@ class Search {
                  sampling_number(sampling.seed, sentence.number, beginning.sample, length)));
         continue;
       }
-      // Twice the beam: if half of the best extensions end, enough are left to continue.
-      for (const Candidate& next : log_probs.greatest(row, 2 * options_.beam_size, banned))
-        add(next);
+      for (const Candidate& next : log_probs.greatest(row, num_extensions(), banned)) add(next);
     }
     std::ranges::stable_sort(result, std::greater{}, &Extension::log_prob);
     return result;
@@ -211,6 +225,9 @@ std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor
                                             const SearchOptions& options,
                                             std::span<const int64_t> numbers) {
   validate(options);
+  TORCH_CHECK_VALUE(source_BS.is_cpu() && source_lengths_B.is_cpu(),
+                    "search: expected sentences and lengths on the CPU, got them on ",
+                    source_BS.device(), " and ", source_lengths_B.device());
   TORCH_CHECK_VALUE(numbers.empty() || std::ssize(numbers) == source_BS.size(0),
                     "search: ", numbers.size(), " sentence numbers for ", source_BS.size(0),
                     " sentences");

@@ -40,13 +40,17 @@ struct Hypothesis {
 /// the end id follows, whatever its probability. In sampling each translation draws its own tokens.
 ///
 /// A sentence's translations do not depend on the batch it is in: not on the other sentences, their
-/// order or their number. In sampling, `numbers` names the sentences: a sentence's random numbers
-/// depend on the seed and on its own number, which is its row unless given.
+/// order or their number. (On other devices than the CPU its scores may round otherwise.) In
+/// sampling, `numbers` names the sentences: a sentence's random numbers depend on the seed and on its
+/// own number, which is its row unless given.
 ///
 /// Local. Puts the model in evaluation mode and back. No gradients.
-/// Errors: ConfigError for bad options; c10::Error if the model's scores are not finite.
+/// Devices: the source tensors are on the CPU, the model anywhere. On another device a step copies
+///          its tokens there and its candidates back, once each; in sampling, all scores.
+/// Errors:  ConfigError for bad options; c10::ValueError for source tensors elsewhere; c10::Error if
+///          the model's scores are not finite.
 /// Returns: by row of `source_BS`, `beam_size` hypotheses (fewer only if the vocabulary is
-/// smaller), the greatest score first.
+///          smaller), the greatest score first.
 std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor& source_BS,
                                             const at::Tensor& source_lengths_B,
                                             const SearchOptions& options = {},

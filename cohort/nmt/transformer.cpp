@@ -54,9 +54,13 @@ at::Tensor feed_forward(const at::Tensor& x, Projection& linear1, Projection& li
   TORCH_INTERNAL_ASSERT(false);
 }
 
+bool in_inference(const torch::nn::Module& module) {
+  return !module.is_training() && !at::GradMode::is_enabled();
+}
+
 // Whether the operations of inference alone compute what `module` makes of x.
 bool infers(const torch::nn::Module& module, const at::Tensor& x) {
-  return !module.is_training() && !at::GradMode::is_enabled() && kernels_for(x).has_inference;
+  return in_inference(module) && kernels_for(x).has_inference;
 }
 
 const void* row_of(const at::Tensor& rows, int64_t index) {
@@ -78,6 +82,21 @@ SeenRows see_sentences(const at::Tensor& kv_BSE, const at::Tensor& lengths_B, in
     }
   }
   return seen;
+}
+
+// Copies a step's numbers to the model's device, all at once. Returns the tokens there.
+at::Tensor copy_step(const at::Tensor& last_N, DecoderState& state) {
+  std::vector<int64_t> sentences, continued;
+  for (const Path& path : state.paths) {
+    sentences.push_back(path.sentence);
+    continued.push_back(path.rows.empty() ? 0 : path.rows.back());
+  }
+  const at::Tensor numbers =
+      at::stack({last_N, at::tensor(sentences, at::kLong), at::tensor(continued, at::kLong)})
+          .to(state.source_lengths_B.device(), at::kLong, /*non_blocking=*/true);
+  state.sentences_N = numbers.select(0, 1);
+  state.continued_N = numbers.select(0, 2);
+  return numbers.select(0, 0);
 }
 
 }  // namespace
@@ -192,6 +211,12 @@ at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_B
   return out_proj->forward(mixed.transpose(1, 2).reshape({batch, queries, width_}));
 }
 
+at::Tensor AttentionImpl::attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE,
+                                 const at::Tensor& lengths_B) {
+  const auto kv = split_heads(kv_BSE, 2, heads_);
+  return attend(split_heads(q_BTD, 1, heads_)[0], kv[0], kv[1], lengths_B, /*causal=*/false);
+}
+
 at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen) {
   const at::Tensor mixed = nmt::attend(queries.reshape({-1, queries.size(-1)}), seen, heads_);
   return out_proj->forward(mixed.view(queries.sizes()));
@@ -216,28 +241,43 @@ at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const at::Tensor& memor
   const at::Tensor q = in_proj->part(x_BTD, 0, width_);
   if (infers(*this, q))
     return attend(q, see_sentences(memory_BSE, lengths_B, x_BTD.size(1), /*causal=*/false));
-  const auto kv = split_heads(memory_BSE, 2, heads_);
-  return attend(split_heads(q, 1, heads_)[0], kv[0], kv[1], lengths_B, /*causal=*/false);
+  return attend(q, memory_BSE, lengths_B);
 }
 
-at::Tensor AttentionImpl::self_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
-                                    std::vector<at::Tensor>& past) {
+at::Tensor AttentionImpl::self_step(const at::Tensor& x_ND, DecoderState& state, size_t layer) {
   const at::Tensor qkv = in_proj->forward(x_ND);
-  past.push_back(qkv.narrow(1, width_, 2 * width_).contiguous());
+  const at::Tensor q_ND = qkv.narrow(1, 0, width_), kv_NE = qkv.narrow(1, width_, 2 * width_);
+  std::vector<at::Tensor>& past = state.past[layer];
+  if (!infers(*this, qkv)) {
+    at::Tensor kv_NTE = kv_NE.unsqueeze(1);
+    if (!past.empty())
+      kv_NTE = at::cat({past.front().index_select(0, state.continued_N), kv_NTE}, 1);
+    past = {kv_NTE};
+    const at::Tensor lengths_N = at::full_like(state.continued_N, kv_NTE.size(1));
+    return attend(q_ND.unsqueeze(1), kv_NTE, lengths_N).squeeze(1);
+  }
+  past.push_back(kv_NE.contiguous());
   SeenRows seen;
-  for (const Path& path : paths) {
+  for (const Path& path : state.paths) {
     seen.of_query.push_back({seen.rows.size(), path.rows.size()});
     for (size_t t = 0; t < path.rows.size(); ++t)
       seen.rows.push_back(row_of(past[t], path.rows[t]));
   }
-  return attend(qkv.narrow(1, 0, width_), seen);
+  return attend(q_ND, seen);
 }
 
-at::Tensor AttentionImpl::cross_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
-                                     const at::Tensor& memory_BSE, const at::Tensor& lengths_B) {
-  const SeenRows of_sentences = see_sentences(memory_BSE, lengths_B, 1, /*causal=*/false);
+at::Tensor AttentionImpl::cross_step(const at::Tensor& x_ND, const DecoderState& state,
+                                     size_t layer) {
+  const at::Tensor& memory_BSE = state.memory[layer];
+  if (!infers(*this, x_ND)) {
+    return cross(x_ND.unsqueeze(1), memory_BSE.index_select(0, state.sentences_N),
+                 state.source_lengths_B.index_select(0, state.sentences_N))
+        .squeeze(1);
+  }
+  const SeenRows of_sentences =
+      see_sentences(memory_BSE, state.source_lengths_B, 1, /*causal=*/false);
   SeenRows seen{.rows = of_sentences.rows};
-  for (const Path& path : paths)
+  for (const Path& path : state.paths)
     seen.of_query.push_back(of_sentences.of_query[static_cast<size_t>(path.sentence)]);
   return attend(in_proj->part(x_ND, 0, width_), seen);
 }
@@ -317,15 +357,12 @@ at::Tensor DecoderLayerImpl::forward(const at::Tensor& x_BTD, const at::Tensor& 
   });
 }
 
-at::Tensor DecoderLayerImpl::step(const at::Tensor& x_ND, const std::vector<Path>& paths,
-                                  std::vector<at::Tensor>& past, const at::Tensor& memory_BSE,
-                                  const at::Tensor& source_lengths_B) {
+at::Tensor DecoderLayerImpl::step(const at::Tensor& x_ND, DecoderState& state, size_t layer) {
   const at::Tensor x = residual(x_ND, norm1_, *context_, is_training(), [&](const at::Tensor& y) {
-    return self_attn_->self_step(y, paths, past);
+    return self_attn_->self_step(y, state, layer);
   });
-  return after_self(x, [&](const at::Tensor& y) {
-    return multihead_attn_->cross_step(y, paths, memory_BSE, source_lengths_B);
-  });
+  return after_self(
+      x, [&](const at::Tensor& y) { return multihead_attn_->cross_step(y, state, layer); });
 }
 
 template <class Cross>
@@ -515,11 +552,10 @@ at::Tensor TransformerImpl::all_scores(const at::Tensor& hidden) {
 
 DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
                                              const at::Tensor& lengths_B) {
-  TORCH_CHECK_VALUE(memory_BSD.is_cpu(),
-                    "begin_decoding: expected encodings on the CPU, where all decoding runs, got "
-                    "some on ",
-                    memory_BSD.device());
-  TORCH_INTERNAL_ASSERT(infers(*this, memory_BSD));
+  TORCH_CHECK_VALUE(memory_BSD.device() == device() && lengths_B.device() == device(),
+                    "begin_decoding: expected encodings and lengths on the model's device, ",
+                    device(), ", got them on ", memory_BSD.device(), " and ", lengths_B.device());
+  TORCH_INTERNAL_ASSERT(in_inference(*this));
   DecoderState state;
   for (auto& layer : decoder_) state.memory.push_back(layer->project_memory(memory_BSD));
   state.past.resize(decoder_.size());
@@ -531,16 +567,19 @@ DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
 at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state) {
   TORCH_CHECK_VALUE(last_N.is_cpu(), "decode_step: expected tokens on the CPU, got some on ",
                     last_N.device());
-  TORCH_INTERNAL_ASSERT(infers(*this, last_N));
+  TORCH_INTERNAL_ASSERT(in_inference(*this));
   TORCH_CHECK_VALUE(last_N.dim() == 1 && last_N.size(0) == std::ssize(state.paths),
                     "decode_step: expected a token for each of ", state.paths.size(),
                     " translations, got ", last_N.sizes());
-  at::Tensor x = embed(Side::kTarget, last_N.unsqueeze(1), state.position).squeeze(1);
+  check_range("decode_step: tokens", last_N, 0, options_.dim_vocab_target - 1);
+  const at::Tensor tokens_N =
+      infers(*this, state.source_lengths_B) ? last_N : copy_step(last_N, state);
+  at::Tensor x = embed(Side::kTarget, tokens_N.unsqueeze(1), state.position).squeeze(1);
   ++state.position;
   for (size_t n = 0; n < state.paths.size(); ++n)
     state.paths[n].rows.push_back(static_cast<int64_t>(n));
   for (size_t i = 0; i < decoder_.size(); ++i) {
-    x = decoder_[i]->step(x, state.paths, state.past[i], state.memory[i], state.source_lengths_B);
+    x = decoder_[i]->step(x, state, i);
   }
   return all_scores(decoder_output(x));
 }

@@ -99,6 +99,26 @@ struct Path {
   std::vector<int64_t> rows;  ///< By position: the row of that step's keys and values.
 };
 
+/// What decoding B sentences keeps between steps. On the CPU keys and values stay where the step that
+/// made them has put them, and translations with a common beginning share them: when translations
+/// end, multiply or change places, nothing but their paths is copied. On other devices each step
+/// gathers those of its translations.
+struct DecoderState {
+  std::vector<Path> paths;  ///< One per translation; of each sentence one at first.
+  /// By layer: on the CPU by position [N of that step, 2 D], elsewhere [N of the last step,
+  /// position, 2 D] alone.
+  std::vector<std::vector<at::Tensor>> past;
+  std::vector<at::Tensor> memory;  ///< By layer: [B, S, 2 D].
+  at::Tensor source_lengths_B;
+  int64_t position = 0;  ///< Tokens decoded so far.
+  /// On other devices than the CPU, by translation of this step: its sentence, and the row of the
+  /// last step that it continues.
+  at::Tensor sentences_N, continued_N;
+
+  /// Keeps the translations `kept` (indices into `paths`, may repeat), in that order.
+  void keep(std::span<const int64_t> kept);
+};
+
 class AttentionImpl : public torch::nn::Module {
  public:
   AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context);
@@ -109,13 +129,11 @@ class AttentionImpl : public torch::nn::Module {
   at::Tensor cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
                    const at::Tensor& lengths_B);
 
-  /// `self` for the next token of each of N translations, in inference: keys beside values of the
-  /// tokens are appended to `past`, by position.
-  at::Tensor self_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
-                       std::vector<at::Tensor>& past);
+  /// `self` for the next token of each of the state's N translations, in inference, in decoder layer
+  /// `layer`: keys beside values of the tokens become part of its past.
+  at::Tensor self_step(const at::Tensor& x_ND, DecoderState& state, size_t layer);
   /// `cross` for the same.
-  at::Tensor cross_step(const at::Tensor& x_ND, const std::vector<Path>& paths,
-                        const at::Tensor& memory_BSE, const at::Tensor& lengths_B);
+  at::Tensor cross_step(const at::Tensor& x_ND, const DecoderState& state, size_t layer);
 
   Projection in_proj{nullptr};  ///< Rows: queries, keys, values.
   Projection out_proj{nullptr};
@@ -123,6 +141,8 @@ class AttentionImpl : public torch::nn::Module {
  private:
   at::Tensor attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD, const at::Tensor& v_BHSD,
                     const at::Tensor& lengths_B, bool causal);
+  // The same for keys beside values, of which each query sees `lengths_B`.
+  at::Tensor attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE, const at::Tensor& lengths_B);
   // The same in inference, for queries [..., D].
   at::Tensor attend(const at::Tensor& queries, const SeenRows& seen);
   int64_t heads_;  // of this shard
@@ -163,10 +183,8 @@ class DecoderLayerImpl : public torch::nn::Module {
   DecoderLayerImpl(const TransformerOptions& options, std::shared_ptr<LayerContext> context);
   at::Tensor forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
                      const at::Tensor& memory_BSE, const at::Tensor& source_lengths_B);
-  /// The next token of each of N translations, whose keys and values `past` keeps by position.
-  at::Tensor step(const at::Tensor& x_ND, const std::vector<Path>& paths,
-                  std::vector<at::Tensor>& past, const at::Tensor& memory_BSE,
-                  const at::Tensor& source_lengths_B);
+  /// The next token of each of the state's N translations; this is decoder layer `layer`.
+  at::Tensor step(const at::Tensor& x_ND, DecoderState& state, size_t layer);
   at::Tensor project_memory(const at::Tensor& memory_BSD);
 
  private:
@@ -180,20 +198,6 @@ class DecoderLayerImpl : public torch::nn::Module {
 };
 TORCH_MODULE(DecoderLayer);
 
-/// What decoding B sentences keeps between steps. Keys and values stay where the step that made
-/// them has put them, and translations with a common beginning share them: when translations end,
-/// multiply or change places, nothing but their paths is copied.
-struct DecoderState {
-  std::vector<Path> paths;  ///< One per translation; of each sentence one at first.
-  std::vector<std::vector<at::Tensor>> past;  ///< By layer and position: [N of that step, 2 D].
-  std::vector<at::Tensor> memory;             ///< By layer: [B, S, 2 D].
-  at::Tensor source_lengths_B;
-  int64_t position = 0;  ///< Tokens decoded so far.
-
-  /// Keeps the translations `kept` (indices into `paths`, may repeat), in that order.
-  void keep(std::span<const int64_t> kept);
-};
-
 /// Encoder and decoder, sinusoidal positions, embeddings scaled by sqrt(D), no bias in attention
 /// and output projection; pre-norm, ReLU and nothing tied unless asked for: 93,255,680 parameters
 /// at the default sizes.
@@ -202,8 +206,8 @@ struct DecoderState {
 /// there is no "generator.weight"; with tied_embeddings_all the one table is "embedding". A
 /// post-norm model has no "encoder.norm" and "decoder.norm".
 /// Threads: one. Local.
-/// Devices: forward and encode run where parameters and batch are, decoding on the CPU alone. Ids
-///          and lengths are checked on the CPU; elsewhere they are not read back.
+/// Devices: runs where parameters and batch are. Ids and lengths are checked on the CPU; elsewhere
+///          they are not read back.
 /// Errors:  c10::ValueError for ids or lengths out of range.
 class TransformerImpl : public torch::nn::Module {
  public:
@@ -227,11 +231,16 @@ class TransformerImpl : public torch::nn::Module {
   at::Tensor log_probabilities(const Batch& batch);
 
   at::Tensor encode(const at::Tensor& source_BS, const at::Tensor& lengths_B);
-  /// Decoding is inference: evaluation mode, no gradients.
-  /// Errors: c10::ValueError for a memory elsewhere than on the CPU.
+  /// Decoding is inference: evaluation mode, no gradients. Both tensors are on the model's device.
   DecoderState begin_decoding(const at::Tensor& memory_BSD, const at::Tensor& lengths_B);
   /// Scores [N, V] (before softmax) of the token after `last_N` of each of the state's N
-  /// translations; advances `state`. A translation's scores do not depend on the others.
+  /// translations; advances `state`.
+  ///
+  /// Devices:  `last_N`, int64, is on the CPU, the scores on the model's device. To another device
+  ///           there is one copy a step, and the host does not wait for it.
+  /// Numerics: on the CPU a translation's scores do not depend on the others; elsewhere they do as
+  ///           far as the device's products round otherwise when they have other rows.
+  /// Errors:   c10::ValueError for tokens elsewhere, or not one for each translation.
   at::Tensor decode_step(const at::Tensor& last_N, DecoderState& state);
 
   void train(bool on = true) override;
@@ -256,6 +265,7 @@ class TransformerImpl : public torch::nn::Module {
 
   int64_t num_parameters() const;  ///< Elements of the unsharded model's.
   const TransformerOptions& options() const { return options_; }
+  c10::Device device() const { return target_embedding_.device(); }  ///< Of the parameters.
   const std::shared_ptr<const TensorParallelContext>& tensor_parallel() const {
     return context_->tensor_parallel;
   }

@@ -15,9 +15,10 @@ namespace {
 // Adds up the counts of all ranks.
 template <class Counts>
 void sum_over_ranks(Counts& counts, const comm::ProcessGroup& group) {
-  at::Tensor sums = at::tensor(at::ArrayRef<int64_t>(counts.data(), counts.size()), at::kLong);
+  at::Tensor sums =
+      at::tensor(at::ArrayRef<int64_t>(counts.data(), counts.size()), at::kLong).to(group.device());
   group.all_reduce(sums);
-  std::copy_n(sums.const_data_ptr<int64_t>(), counts.size(), counts.begin());
+  std::copy_n(sums.cpu().const_data_ptr<int64_t>(), counts.size(), counts.begin());
 }
 
 // Rank 0 collects {sentence number: translation} of all ranks into corpus order.
@@ -50,7 +51,7 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   const nmt::InEvaluation evaluating(*model);
   const auto plan = data::plan_eval_batches(corpus.lengths(), options.mini_batch_words,
                                             group.rank(), group.size());
-  double nll_sum = 0;
+  at::Tensor nll_sum = at::zeros({1}, at::TensorOptions(model->device()).dtype(at::kDouble));
   int64_t num_tokens = 0;
   text::BleuStats bleu;
   text::ChrfStats chrf;
@@ -79,13 +80,13 @@ Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
   for (const auto& indices : plan.batches) {
     const nmt::Batch batch = make_batch(corpus, indices);
     timed(result.loss_seconds,
-          [&] { nll_sum += std::get<1>(model->forward(batch)).item<double>(); });
+          [&] { nll_sum += std::get<1>(model->forward(batch.to(model->device()))); });
     num_tokens += batch.num_target_tokens;
     if (options.translate)
       timed(result.translate_seconds, [&] { translate_batch(batch, indices); });
     if (options.on_batch) options.on_batch(++num_done, std::ssize(plan.batches));
   }
-  at::Tensor loss = at::tensor({nll_sum}, at::kDouble);
+  at::Tensor loss = nll_sum.to(group.device());
   group.all_reduce(loss);
   std::array<int64_t, 3> totals{num_tokens, bleu.sys_len, bleu.ref_len};
   sum_over_ranks(totals, group);

@@ -33,13 +33,16 @@ struct Evaluation {
   text::BleuScore bleu;
   text::ChrfScore chrf;
   std::vector<std::string> translations;  ///< On rank 0, in the corpus's order; empty elsewhere.
-  double loss_seconds = 0;                ///< This rank's time to compute the loss ...
-  double translate_seconds = 0;  ///< ... and to translate, without waiting for other ranks.
+  /// This rank's time to compute the loss and to translate, without waiting for other ranks. Another
+  /// device than the CPU may still compute the loss when the host translates, which waits for it.
+  double loss_seconds = 0;
+  double translate_seconds = 0;
 };
 
 /// Loss, BLEU and chrF of `model` on `corpus`, whose raw target text is `references`.
 ///
-/// Collective; blocks. Every rank gets the same loss and scores.
+/// Collective; blocks. Every rank gets the same loss and scores. The model may be on any device; its
+/// losses are read back once.
 /// Errors: PeerError.
 Evaluation evaluate(nmt::Transformer& model, const Corpus& corpus,
                     const std::vector<std::string>& references, const text::Tokenizer& target,

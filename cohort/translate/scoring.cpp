@@ -10,7 +10,7 @@ std::vector<std::vector<double>> token_log_probs(nmt::Transformer& model, const 
   std::vector<std::vector<double>> result(static_cast<size_t>(corpus.size()));
   for (const auto& indices : plan.batches) {
     const nmt::Batch batch = make_batch(corpus, indices);
-    const at::Tensor log_probs = model->log_probabilities(batch);
+    const at::Tensor log_probs = model->log_probabilities(batch.to(model->device())).cpu();
     const double* next = log_probs.const_data_ptr<double>();
     const int64_t* lengths = batch.target_lengths_B.const_data_ptr<int64_t>();
     for (size_t row = 0; row < indices.size(); next += lengths[row], ++row)

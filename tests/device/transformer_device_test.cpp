@@ -9,7 +9,6 @@
 
 #include "tests/device/second_device.h"
 #include "tests/support/aten_kernels.h"
-#include "tests/support/message_of.h"
 #include "tests/support/sentences.h"
 
 namespace cohort::nmt {
@@ -111,18 +110,6 @@ TEST(TransformerDeviceTest, ParametersAreDrawnAsOnTheCpu) {
   for (const auto& item : here->named_parameters()) {
     EXPECT_TRUE(at::equal(there->named_parameters()[item.key()].cpu(), item.value())) << item.key();
   }
-}
-
-TEST(TransformerDeviceTest, DecodingElsewhereThanOnTheCpuIsRefused) {
-  const at::NoGradGuard no_grad;
-  Transformer model = model_of({}, test::second_device());
-  model->eval();
-  const Batch batch = test::make_test_batch(test::make_sentences(2, 1)).to(test::second_device());
-  const at::Tensor memory = model->encode(batch.source_BS, batch.source_lengths_B);
-  EXPECT_EQ(test::message_of<c10::ValueError>(
-                [&] { model->begin_decoding(memory, batch.source_lengths_B); }),
-            "begin_decoding: expected encodings on the CPU, where all decoding runs, got some on "
-            "mtia:0");
 }
 
 }  // namespace transformer_device_test

@@ -292,6 +292,15 @@ TEST(TransformerTest, IdsAndLengthsOutOfRangeAreRefused) {
   EXPECT_EQ(test::message_of<c10::ValueError>([&] { model->forward(batch); }),
             "source lengths: expected 1 to " + std::to_string(batch.source_BS.size(1)) + ", got " +
                 std::to_string(batch.source_BS.size(1) + 1));
+  const at::NoGradGuard no_grad;
+  model->eval();
+  batch = test::make_test_batch(test::make_sentences(3, 6));
+  const at::Tensor memory = model->encode(batch.source_BS, batch.source_lengths_B);
+  DecoderState state = model->begin_decoding(memory, batch.source_lengths_B);
+  EXPECT_EQ(test::message_of<c10::ValueError>([&] {
+              model->decode_step(at::tensor({2, 2, -1}, at::kLong), state);
+            }),
+            "decode_step: tokens: expected 0 to 39, got -1");
 }
 
 TEST(TransformerTest, ItLearnsToCopy) {

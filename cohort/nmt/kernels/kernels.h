@@ -36,7 +36,7 @@ struct ActivationKernels {
 /// Operands are contiguous, of one device, and float32, float64 or bfloat16 unless it says another
 /// type. Results are of the operands' type; sums run in float32 (float64 for float64).
 struct Kernels {
-  bool has_inference = false;  ///< Whether fused.h's operations of inference alone run there.
+  bool has_inference = false;  ///< Whether inference has operations of its own: fused.h's attend.
   at::Tensor (*dropout)(const at::Tensor& x, const Dropping& dropping) = nullptr;
   at::Tensor (*relu_dropout)(const at::Tensor& x, const Dropping& dropping) = nullptr;
   /// Returns grad * scale where `out`, of relu_dropout, is above 0, and 0 elsewhere.

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// Evaluation of a model on a device, by ranks whose group is on that device.
+#include <cstdlib>
+#include <filesystem>
+#include <gtest/gtest.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include "cohort/translate/evaluation.h"
+
+#include "tests/device/second_backend.h"
+#include "tests/device/second_device.h"
+#include "tests/support/aten_kernels.h"
+#include "tests/support/ranks.h"
+#include "tests/support/sentences.h"
+
+namespace cohort::translate {
+namespace evaluation_device_test {
+
+namespace fs = std::filesystem;
+
+text::ParallelText make_text() {
+  const std::vector<std::string> words{"red", "green", "blue", "one", "two", "three", "cat", "dog"};
+  text::ParallelText pairs;
+  for (size_t i = 0; i < 17; ++i) {
+    std::string source = words[i % 8];
+    for (size_t k = 0; k < i % 6; ++k) source += " " + words[(i * 7 + k * 3) % 8];
+    pairs.source.push_back(source);
+    pairs.target.push_back(source + " end");
+  }
+  return pairs;
+}
+
+text::Tokenizer make_tokenizer(const text::ParallelText& pairs) {
+  const fs::path file =
+      fs::temp_directory_path() / ("cohort-test-device-" + std::to_string(getpid()) + ".spm");
+  text::train_tokenizer(pairs.target, file,
+                        {.vocab_size = test::kVocabulary, .character_coverage = 1.0});
+  const text::Tokenizer tokenizer(file);
+  fs::remove(file);
+  return tokenizer;
+}
+
+nmt::Transformer model_on(at::Device device) {
+  nmt::Transformer model(test::tiny_options());
+  model->initialise(3);
+  model->to(device);
+  return model;
+}
+
+void expect_equal_evaluations(const comm::ProcessGroup& group) {
+  const auto pairs = make_text();
+  const auto tokenizer = make_tokenizer(pairs);
+  const Corpus corpus = tokenize(pairs, tokenizer, tokenizer);
+  const EvaluationOptions options{.mini_batch_words = 30,
+                                  .search = {.beam_size = 2, .normalize = 1, .max_length = 20}};
+  const auto evaluated = [&](at::Device device, const comm::ProcessGroup& ranks) {
+    nmt::Transformer model = model_on(device);
+    return evaluate(model, corpus, pairs.source, tokenizer, ranks, options);
+  };
+  const comm::ProcessGroup on_cpu = group.subgroup({0, 1}, "cpu", {.backend = "gloo"});
+  const Evaluation expected = [&] {
+    const test::AtenKernels guard;
+    return evaluated(at::kCPU, on_cpu);
+  }();
+  // Also a model on the device in a group of the CPU.
+  for (const comm::ProcessGroup* ranks : {&group, &on_cpu}) {
+    const Evaluation got = evaluated(test::second_device(), *ranks);
+    EXPECT_EQ(got.loss, expected.loss);
+    EXPECT_EQ(got.bleu.sys_len, expected.bleu.sys_len);
+    EXPECT_EQ(got.bleu.ref_len, expected.bleu.ref_len);
+    EXPECT_EQ(got.chrf.score, expected.chrf.score);
+    EXPECT_EQ(got.translations, expected.translations);
+  }
+  EXPECT_GT(expected.loss, 1);
+  EXPECT_GT(expected.bleu.sys_len, 0);
+
+  // On each device, and all at the end.
+  nmt::Transformer model = model_on(test::second_device());
+  auto loss_alone = options;
+  loss_alone.translate = false;
+  int64_t num_batches = 0;
+  loss_alone.on_batch = [&](int64_t, int64_t total) { num_batches = total; };
+  evaluate(model, corpus, pairs.source, tokenizer, on_cpu, loss_alone);  // Positions move once.
+  test::reset_device_counts();
+  evaluate(model, corpus, pairs.source, tokenizer, on_cpu, loss_alone);
+  const test::DeviceCounts counts = test::device_counts();
+  EXPECT_GT(num_batches, 2);
+  EXPECT_EQ(counts.host_to_device, 6 * num_batches);
+  EXPECT_EQ(counts.device_to_host, 1);
+  EXPECT_EQ(counts.synchronisations, 1);
+}
+
+TEST(EvaluationDeviceTest, LossAndTranslationsHaveTheBitsOfTheCpuAndTheLossIsReadOnce) {
+  if (std::getenv("COHORT_TEST_RANK") != nullptr) test::register_second_backend();
+  for (const auto& end : test::run_ranks(2, expect_equal_evaluations, {.backend = "second"}))
+    EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+}  // namespace evaluation_device_test
+}  // namespace cohort::translate
