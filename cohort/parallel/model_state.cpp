@@ -52,12 +52,20 @@ void verify_backend(const torch::nn::Module& model, const comm::ProcessGroup& gr
                     const std::vector<std::string>& ignored) {
   c10d::ProcessGroup& backend = group.c10d_group();
   const auto named = backend.getDefaultBackend();
-  if (backend.getBackend(c10::DeviceType::CPU) == named) return;
+  const bool serves_cpu = backend.getBackend(c10::DeviceType::CPU) == named;
+  const auto devices = backend.getDeviceTypes();
   for (const auto& item : model.named_parameters()) {
-    TORCH_CHECK_VALUE(
-        !item.value().is_cpu() || contains(ignored, item.key()), "parameter ", item.key(),
-        " is on the CPU, which the group's backend ", named->getBackendName(),
-        " does not serve: move the model, or make the group with a backend of CPU tensors (gloo)");
+    const at::Tensor& tensor = item.value();
+    if (tensor.is_meta() || contains(ignored, item.key())) continue;
+    const bool served =
+        tensor.is_cpu() ? serves_cpu : std::ranges::any_of(devices, [&](const auto& each) {
+          return each.type() == tensor.device().type();
+        });
+    TORCH_CHECK_VALUE(served, "parameter ", item.key(), " is on ",
+                      tensor.is_cpu() ? "the CPU" : tensor.device().str(),
+                      ", which the group's backend ", named->getBackendName(),
+                      " does not serve: move the model, or make the group with a backend of ",
+                      tensor.is_cpu() ? "CPU tensors (gloo)" : "such tensors");
   }
 }
 

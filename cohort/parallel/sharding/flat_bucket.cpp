@@ -182,15 +182,19 @@ at::Tensor FlatBucket::own_part(const at::Tensor& flat) const {
   return flat.narrow(0, group_.rank() * layout_.shard_numel(), layout_.shard_numel());
 }
 
+// Before any cast: on the host that would be the host's work, into memory that is not pinned.
+at::Tensor FlatBucket::on_device(const at::Tensor& shard) const {
+  return shard.to(full_.device(), shard.scalar_type(), /*non_blocking=*/true);
+}
+
 void FlatBucket::begin_gather() {
   if (content_ != Content::kStale) return;
   const std::string label = "gather " + place_.name;
   const ProfileScope scope(label);
   const at::NoGradGuard no_grad;
   const bool among_neighbours = kept_.defined();
-  const at::Tensor sent =
-      among_neighbours ? std::exchange(kept_, at::Tensor())
-                       : shard_.to(full_.device(), full_.scalar_type(), /*non_blocking=*/true);
+  const at::Tensor sent = among_neighbours ? std::exchange(kept_, at::Tensor())
+                                           : on_device(shard_).to(full_.scalar_type());
   // Of its own memory: nobody sees it before all of it is there.
   at::Tensor arriving = sharded() ? at::empty(full_.sizes(), full_.options()) : full_;
   const comm::ProcessGroup& group = among_neighbours ? place_.reshard_group : group_;
@@ -214,7 +218,7 @@ void FlatBucket::show(size_t index, const at::Tensor& value) {
 void FlatBucket::begin_unshard() {
   if (full_.scalar_type() == kept_type()) return begin_gather();
   const at::NoGradGuard no_grad;
-  const at::Tensor sent = shard_.to(full_.device(), /*non_blocking=*/true);
+  const at::Tensor sent = on_device(shard_);
   at::Tensor arriving = at::empty(full_.sizes(), full_.options().dtype(kept_type()));
   comm::Work work = group_.all_gather_into_async(arriving, sent, place_.name);
   unsharding_.emplace(Gathering{sent, arriving, std::move(work)});
@@ -323,6 +327,7 @@ void FlatBucket::drop_gradients() {
   reduction_.reset();
   if (replication_) replication_->work.wait();
   replication_.reset();
+  copied_.reset();
 }
 
 void FlatBucket::check_frozen() const {
@@ -406,7 +411,7 @@ void FlatBucket::finish_reduce() {
   reduction_->work.wait();
   at::Tensor part = reduction_->part;
   reduction_.reset();
-  if (!options_.replicate_group) return keep_gradients(part);
+  if (!options_.replicate_group) return begin_copy(part);
   comm::Work work = options_.replicate_group.all_reduce_async(part);
   replication_.emplace(Replication{part, std::move(work)});
 }
@@ -416,12 +421,23 @@ void FlatBucket::finish_replication() {
   replication_->work.wait();
   const at::Tensor part = replication_->part;
   replication_.reset();
-  keep_gradients(part);
+  begin_copy(part);
 }
 
-void FlatBucket::keep_gradients(const at::Tensor& reduced) {
+void FlatBucket::begin_copy(const at::Tensor& reduced) {
   const at::NoGradGuard no_grad;
-  const at::Tensor part = reduced.to(shard_.device(), shard_.scalar_type());
+  const at::Tensor part = reduced.to(shard_.scalar_type());
+  if (part.device() == shard_.device()) return keep_gradients(part);
+  copied_ = at::empty(part.sizes(), part.options().device(at::kCPU).pinned_memory(true));
+  copied_.copy_(part, /*non_blocking=*/true);
+}
+
+void FlatBucket::finish_copy() {
+  if (copying()) keep_gradients(std::exchange(copied_, at::Tensor()));
+}
+
+void FlatBucket::keep_gradients(const at::Tensor& part) {
+  const at::NoGradGuard no_grad;
   const auto places = layout_.slices(group_.rank());
   began_.assign(local_shards_.size(), false);
   for (size_t i = 0; i < local_shards_.size(); ++i) {

@@ -75,21 +75,25 @@ class FlatBucket {
   /// Starts to sum the parameters' gradients, times `factor`, over ranks, absent ones counting 0,
   /// and takes them from the parameters; `finish_reduce` waits, and adds this rank's shard of the
   /// sum to its local shards' gradients, or, with a replicate_group, starts the sum across
-  /// replicas, for which `finish_replication` waits.
+  /// replicas, for which `finish_replication` waits. To shards in another memory the sum is then on
+  /// its way until the device has done its work, and `finish_copy` adds it.
   void begin_reduce(double factor);
   void finish_reduce();
   void finish_replication();
+  bool copying() const { return copied_.defined(); }
+  void finish_copy();
   /// Adds gradients that do not travel yet to a sum in the type in which they will, if that is not
   /// theirs.
   void hold_gradients();
   /// By parameter: whether this rank had a gradient of it in the sum that `begin_reduce` started.
   /// Empty if it did not.
   const std::vector<bool>& sent() const { return sent_; }
-  /// After `finish_replication`: local shards of a parameter of which no rank had a gradient lose
+  /// After `finish_copy`: local shards of a parameter of which no rank had a gradient lose
   /// the zeros that they got. `used`: by parameter, how many had one. Only after such a sum;
   /// empties `sent`.
   void drop_unused(const int64_t* used);
   bool reducing() const { return static_cast<bool>(reduction_); }
+  c10::Device device() const { return full_.device(); }  ///< Where its unit computes.
   bool has_gradients() const;
   /// Names of parameters whose gradient has not come, if those of others have.
   std::vector<std::string> absent_gradients() const;
@@ -123,6 +127,8 @@ class FlatBucket {
   at::Tensor dense_gradient(size_t index) const;
   at::Tensor take_gradients(double factor);
   at::Tensor own_part(const at::Tensor& flat) const;
+  at::Tensor on_device(const at::Tensor& shard) const;
+  void begin_copy(const at::Tensor& reduced);
   void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
   void finish_gather();
@@ -156,6 +162,7 @@ class FlatBucket {
   std::optional<Gathering> unsharding_;
   std::optional<Reduction> reduction_;
   std::optional<Replication> replication_;
+  at::Tensor copied_;  // [shard], beside shard_: the sum, on its way from the device
   std::vector<LocalShard> local_shards_;
   std::vector<bool> had_;    // by parameter: a gradient of it waits in held_
   std::vector<bool> sent_;   // by parameter: it had a gradient in the sum of this backward

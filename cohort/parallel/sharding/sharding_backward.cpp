@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of a sharded model: when gradients travel, and when parameters go.
 #include <algorithm>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -144,6 +145,7 @@ void ShardingEngine::Impl::finish_backward(bool with_graph) {
   });
   reduction = nullptr;
   for (const auto& bucket : buckets) bucket->flat.finish_replication();
+  finish_copies();
   if (has_reduced) with_unit_context(0, [this] { drop_unused(); });
   for (const auto& bucket : buckets) {
     if (!synchronized) bucket->flat.hold_gradients();
@@ -155,6 +157,16 @@ void ShardingEngine::Impl::finish_backward(bool with_graph) {
     }
   }
   in_backward = false;
+}
+
+// The optimizer reads them on the host. Copies back to back on one stream: one wait is for all.
+void ShardingEngine::Impl::finish_copies() {
+  const auto copying =
+      std::ranges::find_if(buckets, [](const auto& each) { return each->flat.copying(); });
+  if (copying == buckets.end()) return;
+  const c10::Device device = (*copying)->flat.device();
+  c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+  for (const auto& bucket : buckets) bucket->flat.finish_copy();
 }
 
 // A parameter that no rank has used has no gradient, as in one process: by zeros an optimizer with

@@ -53,15 +53,15 @@ struct ShardingOptions {
   /// model and for every unit, outputs for the whole model.
   MixedPrecision mixed_precision;
   /// Local shards, their gradients and so the optimizer live in host memory (pinned, under a model
-  /// on a GPU); parameters are gathered on the model's device. For a model on the CPU this only
-  /// adds a copy where parameters are whole.
+  /// on a GPU, with copies that do not wait: docs/sharding.md); parameters are gathered on the
+  /// model's device. For a model on the CPU this only adds a copy where parameters are whole.
   bool cpu_offload = false;
   /// Fills one parameter or buffer of a model that was made on the meta device, on `fill_device`;
   /// called once for each that lies on meta, parameters first, in the order of registration. Every
   /// rank calls it, and must fill in the same values. No rank then holds more than its shards and
   /// one whole parameter.
   std::function<void(const std::string& name, at::Tensor& tensor)> fill;
-  c10::Device fill_device = c10::kCPU;  ///< Where the model comes to lie.
+  c10::Device fill_device = c10::kCPU;  ///< Where the model comes to lie: as the group's device().
   /// What the ranks along the mesh's axis "tp" hold in parts; needed if there is such an axis.
   std::optional<TensorParallelPlan> tensor_parallel;
 };

@@ -57,6 +57,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   void reduce(Bucket& bucket);
   void begin_backward();
   void finish_backward(bool with_graph);
+  void finish_copies();
   void drop_unused();
   void clean_up();
   void gather(size_t unit, int direction);

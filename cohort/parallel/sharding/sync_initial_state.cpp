@@ -33,7 +33,7 @@ void check_reshard(const ShardingEngineOptions& options, int world_size) {
 }
 
 // Names of what lies on the meta device, and `ignored`.
-std::vector<std::string> left_alone(const torch::nn::Module& model,
+std::vector<std::string> left_alone(const torch::nn::Module& model, const comm::ProcessGroup& group,
                                     const ShardingEngineOptions& options,
                                     const std::vector<std::string>& ignored) {
   std::vector<std::string> names = ignored;
@@ -41,6 +41,10 @@ std::vector<std::string> left_alone(const torch::nn::Module& model,
     if (!tensor.is_meta()) return;
     TORCH_CHECK_VALUE(options.fill, "sharding: ", name,
                       " is on the meta device: expected ShardingOptions::fill");
+    TORCH_CHECK_VALUE(options.fill_device.type() == group.device().type(), "sharding: ", name,
+                      " is on the meta device: expected a fill_device that the group's backend "
+                      "serves, ",
+                      group.device(), ", got ", options.fill_device);
     names.push_back(name);
   };
   for (const auto& item : model.named_parameters()) look(item.key(), item.value());
@@ -55,7 +59,7 @@ void sync_initial_state(const torch::nn::Module& model, const comm::ProcessGroup
                         const std::vector<std::string>& ignored) {
   check_types(options.mixed_precision);
   check_reshard(options, group.size());
-  const std::vector<std::string> alone = left_alone(model, options, ignored);
+  const std::vector<std::string> alone = left_alone(model, group, options, ignored);
   verify_same_text("options of FullyShardedDataParallel", describe(options), group);
   verify_same_model(model, group, ignored);
   if (options.replicate_group) {
