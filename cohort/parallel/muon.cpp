@@ -87,10 +87,11 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
                   .end = shard.end,
                   .tensor = shard.tensor,
                   .momentum = at::zeros_like(shard.tensor.detach()),
-                  .type = shard.tensor.scalar_type()};
+                  .type = shard.tensor.scalar_type(),
+                  .device = shard.tensor.device()};
     listed << matrix.rows << ' ' << matrix.columns << ' ' << static_cast<int>(matrix.type) << ' '
-           << matrix.end - matrix.begin << ' ' << matrix.name << '\n';
-    device_ = shard.tensor.device();
+           << matrix.device.is_cpu() << ' ' << matrix.end - matrix.begin << ' ' << matrix.name
+           << '\n';
     own.emplace(shard.name, std::move(matrix));
   }
   // A rank may hold nothing of a matrix, and takes part in its gathering.
@@ -103,10 +104,12 @@ Muon::Muon(const std::vector<LocalShard>& shards, const comm::ProcessGroup& grou
     std::istringstream lines(text);
     Matrix other;
     int type = 0;
+    bool on_cpu = true;
     int64_t held = 0;
-    while (lines >> other.rows >> other.columns >> type >> held && lines.ignore() &&
+    while (lines >> other.rows >> other.columns >> type >> on_cpu >> held && lines.ignore() &&
            std::getline(lines, other.name)) {
       other.type = static_cast<at::ScalarType>(type);
+      other.device = on_cpu ? at::kCPU : group_.device();
       holders[other.name].whole += held == other.rows * other.columns;
       holders[other.name].elements += held;
       own.emplace(other.name, other);
@@ -137,8 +140,8 @@ at::Tensor Muon::orthogonal_update(const Matrix& matrix, const at::Tensor& own,
                                    CallSite site) const {
   at::Tensor whole = own;
   if (matrix.is_shared || (matrix.cut != nullptr && !own.defined())) {
-    whole =
-        at::zeros({matrix.rows * matrix.columns}, at::TensorOptions(device_).dtype(matrix.type));
+    whole = at::zeros({matrix.rows * matrix.columns},
+                      at::TensorOptions(matrix.device).dtype(matrix.type));
     if (own.defined()) whole.narrow(0, matrix.begin, own.numel()).copy_(own);
     if (matrix.is_shared) group_.all_reduce(whole, comm::ReduceOp::kSum, site);
   }

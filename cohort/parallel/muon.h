@@ -97,6 +97,7 @@ class Muon {
     at::Tensor tensor;    // undefined then
     at::Tensor momentum;  // like tensor
     at::ScalarType type = at::kFloat;
+    at::Device device = at::kCPU;
     bool is_shared = false;           // on some rank less than the whole
     const TensorPart* cut = nullptr;  // all this is of this part
   };
@@ -107,7 +108,6 @@ class Muon {
   std::vector<Matrix> matrices_;  // the same names in the same order on all ranks
   comm::ProcessGroup group_;
   MuonOptions options_;
-  at::Device device_ = at::kCPU;
 };
 
 }  // namespace cohort::parallel
