@@ -119,7 +119,9 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
       grad_hidden = at::empty_like(hidden);
       grad_weight = at::zeros(w.sizes(), w.options().dtype(wide));
     }
-    double loss = 0, nll = 0;
+    // On hidden's device: nothing waits for the sums.
+    at::Tensor nll = at::zeros({}, hidden.options().dtype(at::kDouble));
+    at::Tensor loss = nll.clone();
     for (int64_t first = 0; first < hidden.size(0); first += kChunkRows) {
       const int64_t rows = std::min(kChunkRows, hidden.size(0) - first);
       const at::Tensor h = hidden.narrow(0, first, rows);
@@ -131,9 +133,9 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
       const at::Tensor nlls = (sums.log_norm - sums.at_label).to(at::kDouble);
       const at::Tensor means =
           sums.log_norm.to(at::kDouble) * smoothing - sums.total.to(at::kDouble) * uniform;
-      const double own_nll = nlls.sum().item<double>();
-      nll += own_nll;
-      loss += (1 - smoothing) * own_nll + means.sum().item<double>();
+      const at::Tensor own_nll = nlls.sum();
+      nll.add_(own_nll);
+      loss.add_((own_nll * (1 - smoothing)).add_(means.sum()));
       if (!with_gradient) continue;
       scores.sub_(sums.log_norm.unsqueeze(1)).exp_().sub_(uniform);
       const at::Tensor one = is_mine.to(wide).mul_(smoothing - 1);
@@ -148,19 +150,21 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
       context->saved_data["grad_hidden"] = grad_hidden;
       context->saved_data["grad_weight"] = grad_weight;
     }
-    const at::Tensor plain = at::scalar_tensor(nll, at::TensorOptions().dtype(at::kDouble));
-    context->mark_non_differentiable({plain});
-    return {at::scalar_tensor(loss, at::TensorOptions().dtype(wide)), plain};
+    context->mark_non_differentiable({nll});
+    return {loss.to(wide), nll};
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     // Once: the gradients are scaled in place and given away.
     at::Tensor grad_hidden = context->saved_data["grad_hidden"].toTensor();
     at::Tensor grad_weight = context->saved_data["grad_weight"].toTensor();
     context->saved_data.clear();
-    const double factor = grads[0].item<double>();
-    if (factor != 1) {
-      grad_hidden.mul_(factor);
+    const at::Tensor& factor = grads[0];
+    if (!factor.is_cpu()) {
+      grad_hidden.copy_(grad_hidden.to(factor.scalar_type()).mul_(factor));
       grad_weight.mul_(factor);
+    } else if (const double value = factor.item<double>(); value != 1) {
+      grad_hidden.mul_(value);
+      grad_weight.mul_(value);
     }
     return {grad_hidden,  grad_weight,  at::Tensor(), at::Tensor(),
             at::Tensor(), at::Tensor(), at::Tensor()};

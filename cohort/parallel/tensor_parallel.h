@@ -61,7 +61,7 @@ at::Tensor vocabulary_parallel_embedding(const at::Tensor& table, const at::Tens
                                          int64_t vocabulary, const comm::ProcessGroup& group,
                                          CallSite site = CallSite::here());
 
-/// Sums over rows, scalars, replicated.
+/// Sums over rows, scalars on hidden's device, replicated.
 struct VocabularyLoss {
   at::Tensor loss;  ///< With label smoothing; differentiable. float32 (float64 for float64 hidden).
   at::Tensor nll;   ///< Without; float64, no gradient.
