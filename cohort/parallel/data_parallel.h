@@ -165,7 +165,8 @@ class DataParallel {
     for_each_tensor(result, [&](at::Tensor& tensor) {
       if (!tensor.defined()) return;
       if (tensor.dim() > 0) tensor = tensor.narrow(0, chunk.start, chunk.length);
-      tensor = tensor.to(device, /*non_blocking=*/true);
+      // To the host only what has arrived: a replica there does not wait for another device.
+      tensor = tensor.to(device, /*non_blocking=*/!device.is_cpu());
     });
     return result;
   }

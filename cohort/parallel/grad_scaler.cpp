@@ -41,14 +41,18 @@ bool GradScaler::unscale(const std::vector<at::Tensor>& parameters, CallSite sit
     TORCH_CHECK_VALUE(!gradient.is_sparse(), "GradScaler: a sparse gradient: expected dense ones");
     kinds[{gradient.device().str(), gradient.scalar_type()}].push_back(gradient);
   }
-  const at::Tensor inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);
   at::Tensor found = at::zeros({}, at::kFloat);
+  const double inverse = 1 / scale();
+  std::map<std::string, at::Tensor> by_device;
   for (const auto& [kind, gradients] : kinds) {
-    const c10::Device device = gradients.front().device();
-    at::Tensor here = at::zeros({}, found.options().device(device));
-    at::_amp_foreach_non_finite_check_and_unscale_(gradients, here, inverse.to(device));
-    found.add_(here.to(at::kCPU));
+    const auto options = found.options().device(gradients.front().device());
+    const auto [place, fresh] = by_device.try_emplace(kind.first);
+    if (fresh) place->second = at::zeros({}, options);
+    // A number, which a device takes without a copy.
+    at::_amp_foreach_non_finite_check_and_unscale_(gradients, place->second,
+                                                   at::full({}, inverse, options));
   }
+  for (const auto& [device, here] : by_device) found.add_(here.to(at::kCPU));
   group_.all_reduce(found, comm::ReduceOp::kMax, site);
   found_inf_ = found;
   return found.item<float>() == 0;

@@ -47,7 +47,8 @@ class GradScaler {
   /// Divides the gradients of `parameters` by the scale, in place, once per step. Returns whether
   /// they are finite on all ranks: the caller steps then, and only then.
   ///
-  /// Collective; blocks: one element is sent. Undefined gradients count as finite; a rank may have
+  /// Collective; blocks, until gradients on a device are there: one element is read back from it,
+  /// and sent. Undefined gradients count as finite; a rank may have
   /// none at all.
   /// Errors: c10::ValueError if called twice before `update`, or for float16 gradients, whose small
   ///         ones would vanish here: parameters are expected in float32.

@@ -169,7 +169,7 @@ void Reducer::shadow_collectives() {
     // A rank that never had a gradient does not know its form: rows of an embedding, none of them.
     const at::Tensor& weight = bucket.variables.front();
     bucket.gradients = at::sparse_coo_tensor(
-        at::empty({1, 0}, at::kLong),
+        at::empty({1, 0}, weight.options().dtype(at::kLong).requires_grad(false)),
         at::empty({0, weight.size(1)}, weight.options().requires_grad(false)), weight.sizes());
   }
   std::vector<TensorFuture> futures;

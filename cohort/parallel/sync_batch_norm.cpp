@@ -246,8 +246,8 @@ void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
 double SyncBatchNormImpl::count_batch() {
   if (!is_training() || !options.track_running_stats()) return 0;
   num_batches_tracked += 1;
-  return options.momentum().value_or(1.0 /
-                                     static_cast<double>(num_batches_tracked.item<int64_t>()));
+  if (options.momentum()) return *options.momentum();  // Without waiting for the device.
+  return 1.0 / static_cast<double>(num_batches_tracked.item<int64_t>());
 }
 
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {

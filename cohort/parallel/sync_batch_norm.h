@@ -24,6 +24,8 @@ namespace cohort::parallel {
 /// Collective: on more than one rank, forward in training mode (one all-gather of 2 C + 1 numbers)
 ///             and, if the input needs a gradient, its backward (one all-reduce of 2 C numbers).
 ///             Both block. Evaluation sends nothing.
+/// Devices:    the host waits for a device where momentum is none, for the number of batches, and
+///             where this rank's batch has fewer than two values per channel.
 /// Numerics:   counts, means and sums of squared differences are combined in float64, in a form
 ///             that does not cancel. Running variance is unbiased over N. momentum none: cumulative
 ///             averages. With 16-bit inputs or weights all else is float32, and results are rounded
