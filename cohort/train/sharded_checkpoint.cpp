@@ -2,6 +2,7 @@
 #include "cohort/train/sharded_checkpoint.h"
 
 #include <algorithm>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -94,6 +95,19 @@ void wait_until_seen(const std::string& path, uint64_t bytes,
   }
 }
 
+// For what this thread has started: the one that writes reads on a stream of its own.
+void wait_for_devices(const ShardedParts& parts) {
+  c10::Device last = c10::kCPU;
+  for (const auto& [part, shards] : parts) {
+    for (const TensorShard& shard : shards) {
+      const c10::Device device = shard.tensor.device();
+      if (device.is_cpu() || device == last) continue;
+      c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+      last = device;
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<TensorShard> shards_of(const std::vector<TensorShard>& parameters) {
@@ -112,6 +126,7 @@ void ShardedCheckpointWriter::begin_without_copy(const std::string& folder,
                                                  const ShardedParts& parts, int64_t update,
                                                  const Metadata& metadata) {
   check_idle();
+  wait_for_devices(parts);
   start(folder, parts, update, metadata);
 }
 
