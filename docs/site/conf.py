@@ -2,6 +2,8 @@
 # Sphinx's settings of the documentation site; scripts/site calls it.
 import os
 
+from docutils import nodes
+
 project = "Cohort"
 author = "The Cohort project"
 release = os.environ["COHORT_SITE_VERSION"]
@@ -18,3 +20,14 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
+
+
+# scripts/site writes the "." of a designated initializer as a word, for the parser of C++.
+def restore_designators(app, doctree):
+    for text in list(doctree.findall(nodes.Text)):
+        if "designated_" in text:
+            text.parent.replace(text, nodes.Text(text.replace("designated_", ".")))
+
+
+def setup(app):
+    app.connect("doctree-read", restore_designators)
