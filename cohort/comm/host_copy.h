@@ -7,7 +7,7 @@
 
 namespace cohort::comm {
 
-/// Copies a tensor to the host while the device goes on. Of a tensor on the CPU it is that tensor.
+/// Copies a tensor to the host while the device works. Of a tensor on the CPU it is that tensor.
 ///
 /// Owner:   holds the copy.
 /// Threads: one.
