@@ -70,7 +70,6 @@ std::vector<SearchOptions> searches() {
           {.beam_size = 4, .normalize = 0.6, .max_length = 15},
           {.beam_size = 4, .normalize = 1, .allow_unk = true, .max_length = 12, .min_length = 5},
           {.beam_size = 3, .word_penalty = -100, .max_length = 9},
-          {.beam_size = 30, .max_length = 4},
           {.beam_size = 50, .max_length = 3},
           {.beam_size = 3, .max_length = 12, .sampling = {.enabled = true, .seed = 7}},
           {.beam_size = 2,

@@ -142,6 +142,11 @@ TEST(TransformerTest, CachedDecodingEqualsTheWholeSentence) {
   for (const auto& options : variants()) expect_cached_decoding_equals_the_whole_sentence(options);
 }
 
+TEST(TransformerTest, CachedDecodingByOperationsOfAtenEqualsTheWholeSentence) {
+  const test::AtenKernels guard;
+  for (const auto& options : variants()) expect_cached_decoding_equals_the_whole_sentence(options);
+}
+
 // What decoding keeps of the weights in bfloat16 must not outlive an update.
 TEST(TransformerTest, DecodingAfterAnUpdateUsesTheNewWeights) {
   const auto batch = test::make_test_batch(test::make_sentences(8, 5));
