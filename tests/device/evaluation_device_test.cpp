@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "cohort/translate/evaluation.h"
+#include "cohort/translate/tensor_parallel_context.h"
 
 #include "tests/device/second_backend.h"
 #include "tests/device/second_device.h"
@@ -94,6 +95,37 @@ void expect_equal_evaluations(const comm::ProcessGroup& group) {
 TEST(EvaluationDeviceTest, LossAndTranslationsHaveTheBitsOfTheCpuAndTheLossIsReadOnce) {
   if (std::getenv("COHORT_TEST_RANK") != nullptr) test::register_second_backend();
   for (const auto& end : test::run_ranks(2, expect_equal_evaluations, {.backend = "second"}))
+    EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+void expect_equal_translations(const comm::ProcessGroup& group) {
+  const nmt::Batch batch = test::make_test_batch(test::make_sentences(9, 5));
+  const auto translated = [&](at::Device device, const comm::ProcessGroup& ranks) {
+    nmt::Transformer model(test::tiny_options(), nmt::Precision::kFloat32, at::kCPU,
+                           make_tensor_parallel_context(ranks));
+    model->initialise(3);
+    model->to(device);
+    return nmt::search(model, batch.source_BS, batch.source_lengths_B,
+                       {.beam_size = 3, .max_length = 12});
+  };
+  const auto expected = [&] {
+    const test::AtenKernels guard;
+    return translated(at::kCPU, group.subgroup({0, 1}, "cpu", {.backend = "gloo"}));
+  }();
+  const auto got = translated(test::second_device(), group);
+  ASSERT_EQ(got.size(), 9);
+  for (size_t i = 0; i < got.size(); ++i) {
+    ASSERT_EQ(got[i].size(), 3);
+    for (size_t k = 0; k < 3; ++k) {
+      EXPECT_EQ(got[i][k].tokens, expected[i][k].tokens);
+      EXPECT_EQ(got[i][k].log_prob, expected[i][k].log_prob);
+    }
+  }
+}
+
+TEST(EvaluationDeviceTest, TranslationsOfATensorParallelModelHaveTheBitsOfTheCpu) {
+  if (std::getenv("COHORT_TEST_RANK") != nullptr) test::register_second_backend();
+  for (const auto& end : test::run_ranks(2, expect_equal_translations, {.backend = "second"}))
     EXPECT_EQ(end.exit_code, 0) << end.output;
 }
 
