@@ -5,16 +5,21 @@
 
 namespace cohort::cli {
 
+void add_dim_vocabs(CLI::App& app, std::vector<int64_t>& sizes, const std::string& group) {
+  app.add_option("--dim-vocabs", sizes,
+                 "Sizes of the source and the target vocabulary; not needed for files that exist")
+      ->expected(2)
+      ->default_str("[32000,32000]")
+      ->group(group);
+}
+
 void ModelFlags::add_to(CLI::App& app) {
   const std::string group = "Model";
   app.add_option("--preset", preset, "Sizes to start from")
       ->check(one_of({"tiny", "small", "base", "big"}))
       ->capture_default_str()
       ->group(group);
-  app.add_option("--dim-vocabs", dim_vocabs, "Sizes of the source and the target vocabulary")
-      ->expected(2)
-      ->default_str("[32000,32000]")
-      ->group(group);
+  add_dim_vocabs(app, dim_vocabs, group);
   app.add_option("--dim-emb", dim_emb, "Model width")->group(group);
   app.add_option("--transformer-heads", heads, "Attention heads")->group(group);
   app.add_option("--enc-depth", enc_depth, "Encoder layers")->group(group);

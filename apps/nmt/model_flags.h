@@ -10,6 +10,9 @@
 
 namespace cohort::cli {
 
+/// Adds --dim-vocabs, whose default is no value.
+void add_dim_vocabs(CLI::App& app, std::vector<int64_t>& sizes, const std::string& group);
+
 /// Sizes as flags; those not given keep the preset's.
 struct ModelFlags {
   std::string preset = "base";

@@ -12,13 +12,14 @@
 #include "cohort/cli/option_flags.h"
 
 #include "apps/nmt/commands.h"
+#include "apps/nmt/model_flags.h"
 
 namespace cohort::cli {
 namespace {
 
 struct PrepareFlags {
   translate::TrainingOptions options;
-  std::vector<int64_t> dim_vocabs = {32000, 32000};
+  std::vector<int64_t> dim_vocabs;
 };
 
 long long number(int64_t value) {
@@ -27,6 +28,7 @@ long long number(int64_t value) {
 
 int run(PrepareFlags& flags) {
   auto& options = flags.options;
+  if (flags.dim_vocabs.empty()) flags.dim_vocabs = translate::vocabulary_sizes(options);
   options.model.dim_vocab_source = flags.dim_vocabs[0];
   options.model.dim_vocab_target = flags.dim_vocabs[1];
   nmt::validate(options.model);
@@ -57,12 +59,7 @@ void add_prepare_command(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("prepare", "Make vocabularies and tokenise ahead of training");
   auto flags = std::make_shared<PrepareFlags>();
   add_options(*command, translate::text_options(flags->options), "Data");
-  command
-      ->add_option("--dim-vocabs", flags->dim_vocabs,
-                   "Sizes of the source and the target vocabulary")
-      ->expected(2)
-      ->capture_default_str()
-      ->group("Data");
+  add_dim_vocabs(*command, flags->dim_vocabs, "Data");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

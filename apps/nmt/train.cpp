@@ -13,6 +13,7 @@
 #include "cohort/cli/security_flags.h"
 #include "cohort/ps/module/host_ranks.h"
 #include "cohort/train/progress.h"
+#include "cohort/translate/prepare.h"
 #include "cohort/translate/report.h"
 #include "cohort/translate/training.h"
 
@@ -70,6 +71,7 @@ void print_result(const translate::TrainingResult& result,
 
 int run(TrainFlags& flags) {
   auto& options = flags.options;
+  if (flags.model.dim_vocabs.empty()) flags.model.dim_vocabs = translate::vocabulary_sizes(options);
   options.model = flags.model.resolve();
   options = translate::resolve(options);
   check_offload(options.cpu_offload, flags.group.device);

@@ -18,11 +18,39 @@ namespace fs = std::filesystem;
 // Reading a hundred million lines takes minutes.
 constexpr std::chrono::hours kSampleLimit{2};
 
+bool is_missing(const fs::path& file) {
+  return !fs::exists(file);
+}
+
+// A folder that is not there would show only when the vocabulary is written, after minutes.
+void check_folder(const fs::path& file) {
+  const fs::path folder = file.has_parent_path() ? file.parent_path() : ".";
+  if (fs::is_directory(folder)) return;
+  throw ConfigError("--vocabs " + file.string() + ": expected a folder that exists, got " +
+                    folder.string());
+}
+
+// The line says it before the time that it takes: a mistyped path is a file that is missing.
+void announce(const Log& log, const fs::path& file, int64_t pieces, const std::string& reason) {
+  log.info("training a new SentencePiece vocabulary of " + std::to_string(pieces) +
+           " pieces into " + file.string() + ": " + reason);
+}
+
 }  // namespace
 
 std::vector<fs::path> vocab_files_of(const TrainingOptions& options) {
   return vocab_files(options.model_dir, options.vocabs,
                      options.joined_dictionary ? Dictionary::kJoined : Dictionary::kTwo);
+}
+
+std::vector<int64_t> vocabulary_sizes(const TrainingOptions& options) {
+  std::vector<int64_t> sizes{options.model.dim_vocab_source, options.model.dim_vocab_target};
+  if (options.overwrite && options.vocabs.empty()) return sizes;
+  const auto files = vocab_files_of(options);
+  for (size_t side = 0; side < files.size(); ++side) {
+    if (!is_missing(files[side])) sizes[side] = text::Tokenizer(files[side]).num_pieces();
+  }
+  return sizes;
 }
 
 MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool rebuild,
@@ -32,12 +60,20 @@ MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool rebuild
                       std::to_string(options.model.max_positions - 1));
   }
   const auto files = vocab_files_of(options);
-  const bool makes_one =
-      rebuild || !std::ranges::all_of(files, [](const fs::path& file) { return fs::exists(file); });
+  const bool makes_one = rebuild || std::ranges::any_of(files, is_missing);
+  const Log log({.rank = group.rank(), .world_size = group.size(), .level = options.log_level});
   text::ParallelText sample;
   run_on_ranks(
       group, "a sample of the training text", group.rank() == 0 && makes_one, kSampleLimit, [&] {
         text::check_regular_files(options.train_sets);
+        for (const fs::path& file : files) check_folder(file);
+        const size_t num_files = files[0] == files[1] ? 1 : 2;
+        for (size_t side = 0; side < num_files && !options.quiet; ++side) {
+          if (!rebuild && !is_missing(files[side])) continue;
+          announce(log, files[side],
+                   side == 0 ? options.model.dim_vocab_source : options.model.dim_vocab_target,
+                   is_missing(files[side]) ? "there is no such file" : "--overwrite");
+        }
         sample = text::sample_parallel_text(options.train_sets, options.sentencepiece_max_lines);
       });
   return make_tokenizers(files, sample, options.model, rebuild, group);

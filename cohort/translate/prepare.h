@@ -14,12 +14,18 @@ namespace cohort::translate {
 /// Returns the vocabularies' files that `options` ask for, see vocab_files in run_folder.h.
 std::vector<std::filesystem::path> vocab_files_of(const TrainingOptions& options);
 
+/// Returns the sizes of the source and the target vocabulary: of one whose file exists its own, of
+/// one that will be made what options.model says. Local; reads the files.
+/// Errors: as vocab_files, and those of a file that is no vocabulary.
+std::vector<int64_t> vocabulary_sizes(const TrainingOptions& options);
+
 /// Makes the vocabularies that are missing (`rebuild`: all) on a sample of the text of
 /// options.sentencepiece_max_lines pairs at most, or uses those that are there.
 ///
 /// Collective; blocks while rank 0 works. The text is read once if a vocabulary is made, else not
-/// at all.
-/// Errors: as check_regular_files, for_each_pair and make_tokenizers.
+/// at all. Rank 0 logs each that it makes before it begins, unless options.quiet.
+/// Errors: ConfigError for a path in a folder that does not exist; as check_regular_files,
+///         for_each_pair and make_tokenizers.
 MadeTokenizers prepare_vocabularies(const TrainingOptions& options, bool rebuild,
                                     const comm::ProcessGroup& group);
 

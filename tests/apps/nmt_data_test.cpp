@@ -135,9 +135,59 @@ TEST_F(NmtDataTest, RunsShareACacheFolder) {
           ": expected a folder in which the token cache can be written: Not a directory");
   // A folder that is there, and takes no files.
   for (const std::string& prefix : {train_flags("four"), prepare_flags("five")}) {
-    expect_refused(prefix + "--cache-dir /proc/self",
+    expect_refused(prefix + "--cache-dir /proc/self --vocabs " + vocabs,
                    "/proc/self: expected a folder in which the token cache can be written: ");
   }
+}
+
+// A mistyped --vocabs must not pass unnoticed: it costs minutes, and then another vocabulary.
+TEST_F(NmtDataTest, AVocabularyThatIsMissingIsAnnouncedBeforeItIsMade) {
+  const auto line = [&](const std::string& name) {
+    return "info training a new SentencePiece vocabulary of 60 pieces into " + path(name) +
+           ": there is no such file\n";
+  };
+  const auto prepare = [&](const std::string& source, const std::string& target) {
+    return shell(nmt(prepare_flags("p") + "--vocabs " + path(source) + " " + path(target)));
+  };
+  const Ended two = prepare("a.spm", "b.spm");
+  expect_in(line("a.spm"), two);
+  expect_in(line("b.spm"), two);
+  EXPECT_LT(two.output.find(line("b.spm")), two.output.find("pairs read")) << two.output;
+  const Ended one = prepare("a.spm", "c.spm");
+  expect_in(line("c.spm"), one);
+  EXPECT_EQ(one.output.find(line("a.spm")), std::string::npos) << one.output;
+  const Ended joined = prepare("d.spm", "d.spm");
+  expect_in(line("d.spm"), joined);
+  EXPECT_EQ(joined.output.find(line("d.spm")), joined.output.rfind(line("d.spm")));
+  const std::string none = path("none") + "/a.spm";
+  const std::string refused = "--vocabs " + none + ": expected a folder that exists, got ";
+  for (const std::string& flags : {train_flags("t"), prepare_flags("q")})
+    expect_refused(flags + "--vocabs " + none + " " + path("b.spm"), refused + path("none"));
+}
+
+TEST_F(NmtDataTest, TheSizesOfVocabulariesThatExistNeedNotBeRepeated) {
+  const std::string size = "--dim-vocabs 60 60 ";
+  const auto without_size = [&](std::string flags) {
+    return flags.erase(flags.find(size), size.size());
+  };
+  const auto recorded = [&](const std::string& run) {
+    const auto config = nlohmann::json::parse(contents(path(run + "/config.json")));
+    return std::pair{config["model.dim_vocab_source"], config["model.dim_vocab_target"]};
+  };
+  std::string flags = prepare_flags("v");
+  ASSERT_EQ(shell(nmt(flags.replace(flags.find("60 60"), 5, "60 55"))).code, 0);
+  const std::pair<nlohmann::json, nlohmann::json> own{"60", "55"};
+  const std::string vocabs = "--vocabs " + path("v/source.spm") + " " + path("v/target.spm");
+  expect_in("", shell(on_ranks(2, without_size(train_flags("t")) + "--after-batches 1 " + vocabs)));
+  EXPECT_EQ(recorded("t"), own);
+  expect_in("", shell(nmt(without_size(prepare_flags("p")) + vocabs)));
+  // Those of the run's folder, as it was prepared, and as it resumes.
+  for (const char* updates : {"1", "2"}) {
+    expect_in("", shell(nmt(without_size(train_flags("v")) + "--after-batches " + updates)));
+    EXPECT_EQ(recorded("v"), own);
+  }
+  expect_refused(train_flags("u") + vocabs,
+                 path("v/target.spm") + " has 55 pieces: expected 60 (--dim-vocabs)");
 }
 
 TEST_F(NmtDataTest, TextFromAPipeIsRefusedByName) {
