@@ -152,6 +152,11 @@ void add_server_flags(CLI::App& app, RunOptions& options, Words& words) {
       ->type_name("N")
       ->capture_default_str()
       ->group(group);
+  app.add_option("--pservers", options.pservers,
+                 "Endpoints of servers that are started by hand, HOST:PORT,HOST:PORT in the order "
+                 "of their numbers; the program's processes, on all nodes, are the trainers")
+      ->type_name("LIST")
+      ->group(group);
   app.add_option("--trainers", words.trainers,
                  "Number of trainers: --nproc-per-node of a job with servers")
       ->type_name("N")

@@ -84,8 +84,9 @@ std::vector<std::string> worker_environment(const std::vector<std::string>& base
     variables["GLOO_SOCKET_IFNAME"] = options.interface;
     variables["NCCL_SOCKET_IFNAME"] = options.interface;
   }
-  if (!info.servers.empty()) {
-    set_paddles(variables, "TRAINER", info.servers, node.world_size);
+  const std::string& servers = info.servers.empty() ? options.pservers : info.servers;
+  if (!servers.empty()) {
+    set_paddles(variables, "TRAINER", servers, node.world_size);
     variables["PADDLE_TRAINER_ID"] = std::to_string(rank);
   }
   if (!info.job_secret.empty()) variables["COHORT_JOB_SECRET"] = info.job_secret;

@@ -30,7 +30,7 @@ struct WorkerInfo {
   std::string log_dir;
   int store_fd = -1;       ///< The inherited listening socket; rank 0 only.
   int num_threads = 1;     ///< This worker's share of the node's cores.
-  std::string servers;     ///< Endpoints of the parameter servers, with commas; empty: none.
+  std::string servers;     ///< Endpoints of the launcher's own servers, with commas; empty: none.
   std::string job_secret;  ///< Shared by the job's processes; empty: none drawn.
 };
 
@@ -48,8 +48,8 @@ struct ServerInfo {
 /// RANK and its companions replace what `base` holds; OMP_NUM_THREADS is set only where it is
 /// missing or empty, COHORT_JOB_SECRET only where there is one; COHORT_STORE_FD is removed for
 /// ranks without a socket, COHORT_ROUND for several launchers without a rendezvous, and
-/// TORCHELASTIC_USE_AGENT_STORE for all: here rank 0 serves the store. With servers, Paddle's
-/// variables say TRAINER and where they are.
+/// TORCHELASTIC_USE_AGENT_STORE for all: here rank 0 serves the store. With servers
+/// (the launcher's or options.pservers), Paddle's variables say TRAINER and where they are.
 std::vector<std::string> worker_environment(const std::vector<std::string>& base,
                                             const RunOptions& options, const NodeInfo& node,
                                             const WorkerInfo& info);

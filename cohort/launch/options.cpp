@@ -79,10 +79,14 @@ void validate_servers(const RunOptions& options) {
             "group, or --servers beside it: a rank of a process group cannot start again alone",
             "single");
     require(options.on_trainer_loss.empty(), "--on-trainer-loss", "--servers beside it", "none");
+    require(options.pservers.empty() || options.nnodes.min == options.nnodes.max, "--nnodes",
+            "one number with --pservers, whose number of trainers is fixed", options.nnodes.text());
     return;
   }
+  require(options.pservers.empty(), "--pservers", "none with --servers, which starts its own",
+          options.pservers);
   require(options.nnodes.max == 1 && !options.elastic(), "--servers",
-          "one node: on several, start `cohort ps server` on each by hand",
+          "one node: on several, start `cohort ps server` by hand and name it in --pservers",
           options.elastic() ? "--rdzv-endpoint" : "--nnodes " + options.nnodes.text());
 }
 

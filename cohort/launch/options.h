@@ -117,6 +117,9 @@ struct RunOptions {
   std::string on_trainer_loss;
 
   ServerOptions servers;
+  /// "host:port,unix:PATH" of servers that were started otherwise, in the order of their numbers:
+  /// the workers are their trainers. Empty: none.
+  std::string pservers;
 
   std::string log_dir;  ///< Empty: a fresh folder under TMPDIR, kept only after a failure.
   Tee tee = Tee::kRank0;

@@ -98,6 +98,21 @@ TEST(WorkerEnvironmentTest, TheInterfaceIsToldToBothBackends) {
   EXPECT_TRUE(holds(entries, "NCCL_SOCKET_IFNAME=eth1"));
 }
 
+TEST(WorkerEnvironmentTest, WorkersOfAllNodesAreTheTrainersOfServersStartedByHand) {
+  RunOptions options = two_nodes();
+  options.pservers = "host0:7000,host1:7000";
+  const auto entries =
+      worker_environment({"PADDLE_TRAINER_ID=0", "PADDLE_PSERVER_IPS=elsewhere"}, options,
+                         second_node(), {.local_rank = 2, .log_dir = "/l"});
+  for (const char* entry :
+       {"PADDLE_TRAINING_ROLE=TRAINER", "PADDLE_PSERVERS_IP_PORT_LIST=host0:7000,host1:7000",
+        "PADDLE_TRAINERS_NUM=7", "PADDLE_TRAINER_ID=5"}) {
+    EXPECT_TRUE(holds(entries, entry)) << entry;
+  }
+  EXPECT_FALSE(holds(entries, "PADDLE_TRAINER_ID=0"));
+  EXPECT_FALSE(holds(entries, "PADDLE_PSERVER_IPS=elsewhere"));
+}
+
 TEST(RunOptionsTest, EveryBadValueNamesItsFlag) {
   EXPECT_NO_THROW(validate(two_nodes()));
   const auto starts = [](auto change, const std::string& flag) {
@@ -125,6 +140,21 @@ TEST(RunOptionsTest, EveryBadValueNamesItsFlag) {
   starts([](RunOptions& o) { o.redirects.of_rank[7] = kStderr; },
          "--redirects: expected local ranks 0 to nproc-per-node - 1 = 3, got 7");
   starts([](RunOptions& o) { o.stall_timeout = std::chrono::milliseconds(-1); }, "--stall-timeout");
+  starts(
+      [](RunOptions& o) {
+        o.pservers = "a:1";
+        o.servers.count = 1;
+      },
+      "--pservers: expected none with --servers, which starts its own, got a:1");
+  starts(
+      [](RunOptions& o) {
+        o.pservers = "a:1";
+        o.rdzv_endpoint = "a:2";
+        o.master_addr = "";
+        o.nnodes = {1, 2};
+        o.node_rank = 0;
+      },
+      "--nnodes: expected one number with --pservers, whose number of trainers is fixed, got 1:2");
 }
 
 TEST(RunOptionsTest, TorchrunsChoiceOfStreamsIsRead) {

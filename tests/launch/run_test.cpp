@@ -26,6 +26,14 @@ TEST(RunTest, EachRankGetsItsVariables) {
   EXPECT_EQ(ended.err, "");
 }
 
+TEST(RunTest, RanksAreTheTrainersOfServersThatWereStartedByHand) {
+  Launched run(cohort_run_sh({"--nproc-per-node", "2", "--tee", "all", "--pservers", "a:1,b:2"},
+                             "echo $PADDLE_TRAINING_ROLE $PADDLE_TRAINER_ID of "
+                             "$PADDLE_TRAINERS_NUM at $PADDLE_PSERVERS_IP_PORT_LIST"));
+  EXPECT_EQ(sorted_lines(run.wait().out),
+            (Lines{"[rank 0] TRAINER 0 of 2 at a:1,b:2", "[rank 1] TRAINER 1 of 2 at a:1,b:2"}));
+}
+
 TEST(RunTest, EveryJobHasASecretOfItsOwn) {
   const auto run = [](const Lines& environment) {
     Launched job(

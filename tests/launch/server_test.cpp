@@ -271,7 +271,7 @@ TEST(ServerRunTest, BadFlagsAreNamed) {
   EXPECT_EQ(
       refusal({"--servers", "1", "--nnodes", "2", "--master-addr", "h", "--master-port", "9"}),
       "cohort run: error: --servers: expected one node: on several, start `cohort ps server` "
-      "on each by hand, got --nnodes 2\n");
+      "by hand and name it in --pservers, got --nnodes 2\n");
   EXPECT_EQ(refusal({"--servers", "1", "--server-program", "/nowhere/ps"}),
             "cohort run: error: /nowhere/ps: expected a program that can be executed, got No such "
             "file or directory\n");
