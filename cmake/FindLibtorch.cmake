@@ -4,7 +4,7 @@
 # Input:   COHORT_LIBTORCH, a cache variable or environment variable: the folder that holds
 #          include/ and lib/libtorch_cpu.so. Without it the one that scripts/setup made, of COHORT_LIBTORCH_VERSION.
 #          The version must be the one asked for, or else one of COHORT_LIBTORCH_VERSIONS.
-# Targets: libtorch::c10, libtorch::torch_cpu; libtorch::torch_cuda where that libtorch has its CUDA half.
+# Targets: libtorch::c10, libtorch::torch_cpu. Nothing links its CUDA half: cohort/comm/accelerator.h loads it.
 set(COHORT_LIBTORCH "$ENV{COHORT_LIBTORCH}" CACHE PATH "Folder of libtorch (holds include/ and lib/)")
 set(_versions ${COHORT_LIBTORCH_VERSIONS})
 if(Libtorch_FIND_VERSION)
@@ -48,10 +48,4 @@ if(Libtorch_FOUND AND NOT TARGET libtorch::c10)
     INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED"
     INTERFACE_LINK_LIBRARIES "-Wl,--no-as-needed,${COHORT_LIBTORCH}/lib/libtorch_cpu.so,--as-needed;libtorch::c10"
     INTERFACE_LINK_OPTIONS "-Wl,--allow-shlib-undefined")
-  if(EXISTS "${COHORT_LIBTORCH}/lib/libtorch_cuda.so")
-    add_library(libtorch::torch_cuda INTERFACE IMPORTED)
-    set_target_properties(libtorch::torch_cuda PROPERTIES
-      INTERFACE_LINK_LIBRARIES
-        "-Wl,--no-as-needed,${COHORT_LIBTORCH}/lib/libtorch_cuda.so,${COHORT_LIBTORCH}/lib/libc10_cuda.so,--as-needed;libtorch::torch_cpu")
-  endif()
 endif()

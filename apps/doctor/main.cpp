@@ -81,13 +81,16 @@ Json versions() {
           {"compiler", COHORT_COMPILER}, {"backends", backends}};
 }
 
-// Whether libtorch can compute on CUDA devices here, and what is missing if not.
+// Whether libtorch can compute on CUDA devices here, and what is missing if not; Cohort's kernels.
 Json cuda() {
+  const std::string kernels = cohort::comm::cuda_kernels_file();
+  Json facts = {{"devices", 0}, {"kernels", kernels.empty() ? Json(nullptr) : Json(kernels)}};
   try {
-    return {{"devices", cohort::comm::init_cuda()}};
+    facts["devices"] = cohort::comm::init_cuda();
   } catch (const ConfigError& error) {
-    return {{"devices", 0}, {"reason", error.what()}};
+    facts["reason"] = error.what();
   }
+  return facts;
 }
 
 Json products(int threads) {
@@ -192,6 +195,9 @@ void print_cuda(const Json& cuda) {
                           ? cuda["reason"].get<std::string>()
                           : std::to_string(cuda["devices"].get<int>()) +
                                 " devices; no program of Cohort computes on them yet");
+  line("CUDA kernels", cuda["kernels"].is_null()
+                           ? "none beside the programs: libtorch's operations take their place"
+                           : cuda["kernels"].get<std::string>());
 }
 
 void print_measured(const Json& facts) {

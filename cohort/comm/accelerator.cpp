@@ -10,6 +10,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/comm/plugin_file.h"
 
 namespace cohort::comm {
 namespace {
@@ -50,7 +51,7 @@ void load_cuda_half() {
 int count_devices() {
   const int driver = driver_version();
   load_cuda_half();
-  if (!at::detail::getCUDAHooks().hasCUDA()) {  // libtorch keeps the first answer that it gave.
+  if (!at::detail::getCUDAHooks().hasCUDART()) {  // libtorch keeps the first answer that it gave.
     refuse(
         "this program asked libtorch for CUDA before it was loaded: expected init_cuda() before "
         "torch::manual_seed, the first backward and the like");
@@ -66,10 +67,17 @@ int count_devices() {
     refuse("the NVIDIA driver finds no device" +
            (visible ? " among CUDA_VISIBLE_DEVICES=" + *visible : ""));
   }
+  // Global: cohort::nmt finds its entry among the process's symbols.
+  if (const std::string kernels = cuda_kernels_file(); !kernels.empty())
+    load_plugin_file("CUDA kernels", kernels, RTLD_NOW | RTLD_GLOBAL);
   return count;
 }
 
 }  // namespace
+
+std::string cuda_kernels_file() {
+  return find_plugin_file("libcohort_cuda.so", plugin_folders());
+}
 
 int init_cuda() {
   try {

@@ -12,12 +12,18 @@ namespace cohort::comm {
 /// those of CUDA_VISIBLE_DEVICES if that is set.
 ///
 /// libtorch_cuda.so is taken from the folder of libtorch_cpu.so. Loading takes about a second and
-/// half a gigabyte, and is done only where there is a driver.
+/// half a gigabyte, and is done only where there is a driver. Then cuda_kernels_file() is loaded.
 /// Errors:  ConfigError in one line that names what is missing: the driver, its version, libtorch's
-///          CUDA half or a library that it needs, or a device.
+///          CUDA half or a library that it needs, or a device; or why the kernels cannot be loaded.
 /// Threads: one. Local. Early in main: before torch::manual_seed, a backward and whatever else asks
 ///          libtorch for CUDA, for libtorch keeps the answer that there is none.
 int init_cuda();
+
+/// Returns the file with Cohort's own CUDA kernels, libcohort_cuda.so, which is searched for as
+/// backends are (backend.h), but not where the dynamic loader looks. Empty if there is none:
+/// operations of libtorch take their place.
+/// Local; reads folders, loads nothing.
+std::string cuda_kernels_file();
 
 /// Returns the device that `name` asks for: "cpu", "cuda" (of this rank, as device_index()) or
 /// "cuda:N", after init_cuda() if it is needed; likewise of another type whose driver this process

@@ -2,20 +2,18 @@
 #include "cohort/comm/backend.h"
 
 #include <algorithm>
-#include <cstring>
 #include <dlfcn.h>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <link.h>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <vector>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/comm/backends/gloo/gloo.h"
+#include "cohort/comm/plugin_file.h"
 
 namespace cohort::comm {
 namespace {
@@ -41,79 +39,6 @@ Registry& registry() {
 bool is_name(const std::string& name) {
   return !name.empty() &&
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos;
-}
-
-// The folders to search, in order; the dynamic loader's own come after them.
-std::vector<fs::path> search_folders() {
-  std::vector<fs::path> folders;
-  const std::string path = env_string("COHORT_BACKEND_PATH").value_or("");
-  for (size_t begin = 0; begin < path.size();) {
-    const size_t end = std::min(path.find(':', begin), path.size());
-    if (end > begin) folders.emplace_back(path.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  std::error_code error;
-  const fs::path program = fs::read_symlink("/proc/self/exe", error);
-  if (!error) {
-    folders.push_back(program.parent_path());
-    folders.push_back((program.parent_path() / "../lib").lexically_normal());
-  }
-  // Every program loads this library; the backends installed with it lie beside it or below.
-  Dl_info base{};
-  if (dladdr(reinterpret_cast<const void*>(&env_string), &base) != 0) {
-    const fs::path library = fs::canonical(base.dli_fname, error);
-    if (!error) {
-      folders.push_back(library.parent_path());
-      folders.push_back(library.parent_path() / "cohort/lib");
-    }
-  }
-  return folders;
-}
-
-std::string loader_error() {
-  const char* text = dlerror();
-  return text == nullptr ? "unknown error" : text;
-}
-
-[[noreturn]] void cannot_load(const std::string& file, const std::string& why) {
-  throw ConfigError("backend in " + file + " cannot be loaded: " + why);
-}
-
-// Refuses what is no shared object, or not all of one. The loader maps a file that was cut short (a
-// full disk, a copy under way), and the process dies by SIGBUS when the loader reads what is
-// missing.
-void check_object(const std::string& file) {
-  std::error_code error;
-  const uint64_t size = fs::file_size(file, error);
-  if (error) cannot_load(file, error.message());
-  std::ifstream in(file, std::ios::binary);
-  if (!in) return;  // The loader says why.
-  const auto read = [&in](auto& result) {
-    in.read(reinterpret_cast<char*>(&result), sizeof(result));
-    return in.good();
-  };
-  ElfW(Ehdr) header{};
-  if (!read(header) || std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 ||
-      header.e_type != ET_DYN || header.e_phentsize != sizeof(ElfW(Phdr)))
-    cannot_load(file, "expected an ELF shared object");
-  in.seekg(static_cast<std::streamoff>(header.e_phoff));
-  for (int i = 0; i < header.e_phnum; ++i) {
-    ElfW(Phdr) segment{};
-    if (!read(segment) || segment.p_offset > size || segment.p_filesz > size - segment.p_offset) {
-      cannot_load(
-          file, "it is cut short: its segments end behind its " + std::to_string(size) + " bytes");
-    }
-  }
-}
-
-// Returns the handle of `file`, or nothing if the dynamic loader finds no such file.
-void* open_object(const std::string& file) {
-  void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle != nullptr) return handle;
-  const std::string error = loader_error();
-  // A missing dependency of the file gives the same words after the dependency's name.
-  if (error.starts_with(file + ": cannot open shared object file: No such file")) return nullptr;
-  cannot_load(file, error);
 }
 
 BackendPlugin read_plugin(void* handle, const std::string& file) {
@@ -142,20 +67,11 @@ BackendPlugin read_plugin(void* handle, const std::string& file) {
 std::optional<BackendPlugin> load_plugin(const std::string& name,
                                          const std::vector<fs::path>& folders) {
   const std::string file = "libcohort_" + name + ".so";
-  for (const fs::path& folder : folders) {
-    // A path with a slash, or the loader would search its own folders.
-    const std::string path = (folder.is_absolute() ? folder / file : "." / folder / file).string();
-    std::error_code error;
-    if (!fs::exists(path, error)) continue;
-    check_object(path);
-    void* handle = open_object(path);
-    if (handle == nullptr)
-      throw ConfigError("backend file " + path + " vanished while it was loaded");
-    return read_plugin(handle, path);
-  }
-  void* handle = open_object(file);
+  const std::string found = find_plugin_file(file, folders);
+  const std::string path = found.empty() ? file : found;
+  void* handle = load_plugin_file("backend", path, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) return std::nullopt;
-  return read_plugin(handle, file);
+  return read_plugin(handle, path);
 }
 
 // Does the file hold the entry's name? Only for the text of an error: nothing is loaded for it.
@@ -217,7 +133,7 @@ const BackendPlugin& find_backend(const std::string& name) {
   const std::lock_guard lock(all.mutex);
   const auto known = all.plugins.find(name);
   if (known != all.plugins.end()) return known->second;
-  const auto folders = search_folders();
+  const auto folders = plugin_folders();
   auto plugin = load_plugin(name, folders);
   if (!plugin) {
     throw ConfigError("backend \"" + name + "\" is unknown: there is " +

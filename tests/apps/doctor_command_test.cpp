@@ -76,12 +76,24 @@ TEST(DoctorCommandTest, SaysWhatCudaLacks) {
                               "libcuda.so.1, does not tell its version\n"),
             std::string::npos)
       << ended.output;
+  EXPECT_NE(ended.output.find("\nCUDA kernels  "), std::string::npos) << ended.output;
   const json cuda = json::parse(shell("FAKE_CUDA_VERSION=13000 " + command + " --json").output,
                                 nullptr, /*allow_exceptions=*/false)["cuda"];
   EXPECT_EQ(cuda["devices"], 0);
   EXPECT_NE(cuda["reason"].get<std::string>().find("this libtorch has no CUDA half"),
             std::string::npos)
       << cuda;
+}
+
+// Found where backends are; none of the folders of a build without CUDA has it.
+TEST(DoctorCommandTest, NamesTheFileOfCudasKernels) {
+  const TemporaryFolder folder;
+  write_file(folder / "libcohort_cuda.so", "");
+  const json cuda = json::parse(shell("COHORT_BACKEND_PATH=" + folder.path().string() + " " +
+                                      bin("cohort") + " doctor --no-measure --json")
+                                    .output,
+                                nullptr, /*allow_exceptions=*/false)["cuda"];
+  EXPECT_EQ(cuda["kernels"], folder / "libcohort_cuda.so");
 }
 
 TEST(DoctorCommandTest, SuggestsAStrategyForANumberOfParameters) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plug-in libcohort_nccl.so: c10d's NCCL backend from libtorch_cuda, for tensors on CUDA
-// devices.
+// devices. docs/backends.md says what follows from the settings below.
 #define USE_C10D_NCCL
 #include <cstdlib>
 #include <nccl.h>
@@ -18,15 +18,29 @@ static_assert(NCCL_VERSION_CODE ==
 namespace cohort::comm {
 namespace {
 
+// NCCL and c10d have no other way to be told; what the user has set stays.
+void set_default(const char* variable, const char* value) {
+  setenv(variable, value, /*overwrite=*/0);
+}
+
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request) {
-  // NCCL has no other way to be told; what the user has set stays.
-  if (!request.interface.empty())
-    setenv("NCCL_SOCKET_IFNAME", request.interface.c_str(), /*overwrite=*/0);
+  if (!request.interface.empty()) set_default("NCCL_SOCKET_IFNAME", request.interface.c_str());
+  // Work::wait returns when the operation has ended, and throws when it failed, was aborted or has
+  // taken longer than the timeout, as every backend must: the group then says which rank is lost.
+  // As c10d would have it, wait only puts the operation into the stream; its watchdog would end the
+  // process for a lost peer, and until then a step would compute with what never arrived.
+  set_default("TORCH_NCCL_BLOCKING_WAIT", "1");
+  // For users who set that to 0: the watchdog then aborts communicators (CleanUpOnly), and the next
+  // operation throws. c10d's default (SkipCleanUp) is std::terminate in a thread of its own.
+  set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2");
   auto options = c10d::ProcessGroupNCCL::Options::create();
+  // Of every operation: wait counts from its begin.
   options->timeout = request.timeout;
-  auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank,
-                                                             request.world_size, options);
-  return backend;
+  // The first operation blocks until NCCL has connected. c10d gave up the other mode as a default
+  // because NCCL 2.26 hung in it.
+  options->config.blocking = 1;
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank,
+                                                     request.world_size, options);
 }
 
 }  // namespace
