@@ -14,6 +14,7 @@
 #include "cohort/nmt/kernels/kernels.h"
 
 #include "tests/support/aten_kernels.h"
+#include "tests/support/host_launches.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::nmt {
@@ -102,7 +103,8 @@ void in_both_types(const std::string& table, const Body& body) {
   }
 }
 
-// The loops of every instruction set, then the operations of ATen that other devices run.
+// The loops of every instruction set, then the operations of ATen that other devices run, then the
+// kernels for CUDA with their arithmetic on the host.
 template <class Body>
 void in_every_table(const Body& body) {
   for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
@@ -110,8 +112,13 @@ void in_every_table(const Body& body) {
     in_both_types((*table)->name, body);
   }
   use_loops(*supported_loops()[0]);
-  const test::AtenKernels aten;
-  in_both_types("aten", body);
+  {
+    const test::AtenKernels aten;
+    in_both_types("aten", body);
+  }
+  const test::HostLaunches cuda;
+  in_both_types("cuda", body);
+  EXPECT_GT(cuda.calls(), 0);
 }
 
 // `bound` has an element per element; higher orders take the last percent. A NaN is out of bounds.

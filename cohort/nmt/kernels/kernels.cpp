@@ -8,12 +8,14 @@ namespace cohort::nmt {
 
 extern const Kernels kCpuKernels;
 extern const Kernels kAtenKernels;
+extern const Kernels kCudaKernels;
 
 namespace {
 bool aten_everywhere = false;
 }  // namespace
 
 const Kernels& kernels_for(const at::Tensor& tensor) {
+  if (cuda_launches_for(tensor.device().type()) != nullptr) return kCudaKernels;
   return tensor.device().is_cpu() && !aten_everywhere ? kCpuKernels : kAtenKernels;
 }
 

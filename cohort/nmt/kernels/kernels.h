@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What fused.h computes with, chosen by the device of its tensors: cpu/ has loops over the host's
-// memory, aten/ plain operations of ATen, for every device with float64. None of them records
-// gradients. Legend as in fused.h.
+// memory, aten/ plain operations of ATen, for every device with float64, cuda/ kernels for some of
+// these, where libcohort_cuda.so was loaded. None of them records gradients. Legend as in fused.h.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
 #include <utility>
 
 #include "cohort/nmt/fused.h"
@@ -69,5 +70,15 @@ void check_range(const char* what, const at::Tensor& numbers, int64_t least, int
 /// For tests: takes those of aten/ on the CPU, too.
 /// Threads: while none is in a kernel.
 void use_aten_kernels(bool on);
+
+struct CudaLaunches;
+
+/// Returns what cuda/ launches on tensors of `device` (cuda/launches.h); null: others serve them.
+/// Errors: c10::Error if libcohort_cuda.so is of another version.
+const CudaLaunches* cuda_launches_for(c10::DeviceType device);
+
+/// For tests: cuda/ serves tensors of `device`, too, by these launches, until they are null.
+/// Threads: while none is in a kernel.
+void use_cuda_launches(const CudaLaunches* launches, c10::DeviceType device);
 
 }  // namespace cohort::nmt

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA kernels compute, in functions that the host's compiler takes, too, so that the
+// CPU's tests hold for them. A thread block is a class Lanes: a kernel's, or a loop over its
+// threads. Knows neither libtorch nor CUDA's headers. Legend as in fused.h.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "cohort/nmt/kernels/cpu/loops.h"
+#include "cohort/nmt/kernels/cuda/launches.h"
+
+#ifdef __CUDACC__
+#define COHORT_DEVICE __device__
+#else
+#define COHORT_DEVICE
+#endif
+
+namespace cohort::nmt {
+
+/// Threads of a block that computes a row. It decides the order of the row's sums.
+inline constexpr int kLanes = 256;
+
+COHORT_DEVICE inline float wide(float x) {
+  return x;
+}
+COHORT_DEVICE inline double wide(double x) {
+  return x;
+}
+COHORT_DEVICE inline float wide(BFloat16Bits x) {
+  return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
+}
+
+COHORT_DEVICE inline void store(float x, float& to) {
+  to = x;
+}
+COHORT_DEVICE inline void store(double x, double& to) {
+  to = x;
+}
+/// Rounds to nearest even. A NaN stays one: what the card's arithmetic makes, 0x7fffffff, must not
+/// be rounded, which would carry into the sign.
+COHORT_DEVICE inline void store(float x, BFloat16Bits& to) {
+  const auto bits = __builtin_bit_cast(uint32_t, x);
+  to.bits = static_cast<uint16_t>(x == x ? (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16 : 0x7fc0U);
+}
+
+COHORT_DEVICE inline float exponential(float x) {
+  return ::expf(x);
+}
+COHORT_DEVICE inline double exponential(double x) {
+  return ::exp(x);
+}
+
+/// The random numbers of loops.h's DropoutRule. Four neighbours share a hash: ask in order.
+class DropoutBits {
+ public:
+  COHORT_DEVICE explicit DropoutBits(uint64_t key) : key_(key) {}
+  /// Returns the 16 bits of element `number` >= 0.
+  COHORT_DEVICE uint32_t of(int64_t number) {
+    if (number / 4 != word_) {
+      word_ = number / 4;
+      uint64_t z = key_ + static_cast<uint64_t>(word_) * 0x9e3779b97f4a7c15ULL;
+      z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+      z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+      bits_ = z ^ (z >> 31);
+    }
+    return static_cast<uint32_t>(bits_ >> (number % 4 * 16)) & 0xffffU;
+  }
+
+ private:
+  uint64_t key_;
+  int64_t word_ = -1;
+  uint64_t bits_ = 0;
+};
+
+/// Computes elements [first, end) of a DropLaunch.
+template <class In, class Out>
+COHORT_DEVICE inline void drop_elements(const DropLaunch& launch, int64_t first, int64_t end) {
+  const In* in = static_cast<const In*>(launch.in);
+  Out* out = static_cast<Out*>(launch.out);
+  const bool whole = launch.part_size == launch.part_whole;
+  DropoutBits bits(launch.rule.key);
+  for (int64_t i = first; i < end; ++i) {
+    auto value = wide(in[i]);
+    if (launch.relu) value = value > 0 ? value : 0;
+    value *= launch.rule.scale;
+    const int64_t number =
+        launch.rule.first +
+        (whole ? i : i / launch.part_size * launch.part_whole + i % launch.part_size);
+    if (launch.rule.threshold != 0 && bits.of(number) < launch.rule.threshold) value = 0;
+    store(value, out[i]);
+  }
+}
+
+/// The greatest of some numbers and their sum.
+template <class Sum>
+struct TopAndTotal {
+  Sum top, total;
+};
+
+/// Computes row n of a CrossEntropyLaunch by `lanes`, which has
+///   reduce(part, join): join of part(lane) over the lanes, in a tree that is always the same;
+///   for_each(part):     part(lane) on every lane, once all have ended what stands before.
+template <class T, class Lanes>
+COHORT_DEVICE inline void cross_entropy_row(const Lanes& lanes, const CrossEntropyLaunch& launch,
+                                            int64_t n) {
+  using Sum = typename SumOf<T>::Type;
+  const int64_t columns = launch.columns, label = launch.labels_N[n];
+  T* row = static_cast<T*>(launch.logits_NV) + n * columns;
+  const TopAndTotal<Sum> all = lanes.reduce(
+      [=](int lane) {
+        TopAndTotal<Sum> part{wide(row[0]), 0};
+        for (int64_t c = lane; c < columns; c += kLanes) {
+          const Sum x = wide(row[c]);
+          part.top = x > part.top ? x : part.top;
+          part.total += x;
+        }
+        return part;
+      },
+      [](const TopAndTotal<Sum>& a, const TopAndTotal<Sum>& b) {
+        return TopAndTotal<Sum>{a.top > b.top ? a.top : b.top, a.total + b.total};
+      });
+  const Sum top = all.top;
+  const Sum sum = lanes.reduce(
+      [=](int lane) {
+        Sum part = 0;
+        for (int64_t c = lane; c < columns; c += kLanes) part += exponential(wide(row[c]) - top);
+        return part;
+      },
+      [](Sum a, Sum b) { return a + b; });
+  const double uniform = launch.smoothing / static_cast<double>(columns);
+  if (lanes.first()) {
+    const bool known = label >= 0 && label < columns;
+    const double log_norm = ::log(static_cast<double>(sum)) + static_cast<double>(top);
+    const double nll = known ? log_norm - static_cast<double>(wide(row[label])) : ::nan("");
+    launch.losses_N2[2 * n] = (1 - launch.smoothing) * nll + log_norm * launch.smoothing -
+                              uniform * static_cast<double>(all.total);
+    launch.losses_N2[2 * n + 1] = nll;
+  }
+  if (!launch.with_gradient) return;
+  const Sum inverse = 1 / sum, background = static_cast<Sum>(uniform);
+  const Sum of_label = static_cast<Sum>(1 - launch.smoothing);
+  lanes.for_each([=](int lane) {
+    for (int64_t c = lane; c < columns; c += kLanes) {
+      Sum slope = exponential(wide(row[c]) - top) * inverse - background;
+      if (c == label) slope -= of_label;
+      store(slope, row[c]);
+    }
+  });
+}
+
+}  // namespace cohort::nmt

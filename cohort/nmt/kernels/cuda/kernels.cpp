@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dropout and cross-entropy by libcohort_cuda.so, the rest by aten/ with that dropout: the same
+// elements fall, and results differ from aten/'s only where a sum has another order.
+#include "cohort/nmt/kernels/kernels.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <dlfcn.h>
+#include <torch/types.h>
+
+#include "cohort/nmt/kernels/cuda/launches.h"
+
+namespace cohort::nmt {
+
+extern const Kernels kAtenKernels;
+
+namespace {
+
+// Of the object that comm::init_cuda() has loaded, if it found one.
+const CudaLaunches* loaded_cuda_launches() {
+  void* entry = dlsym(RTLD_DEFAULT, kCudaLaunchesEntry);
+  if (entry == nullptr) return nullptr;
+  const auto* found = reinterpret_cast<const CudaLaunches* (*)()>(entry)();
+  TORCH_CHECK(found->version == kCudaLaunchesVersion, "libcohort_cuda.so has kernels of version ",
+              found->version, ": expected version ", kCudaLaunchesVersion,
+              ", that of this program; both come from one build");
+  return found;
+}
+
+struct CudaLaunchesInTest {
+  const CudaLaunches* launches = nullptr;
+  c10::DeviceType device = c10::DeviceType::CPU;
+};
+CudaLaunchesInTest cuda_launches_in_test;
+
+// Memory of x's device, and the stream there.
+struct CudaPlace {
+  explicit CudaPlace(const at::Tensor& x)
+      : guard(x.device()), launches(*cuda_launches_for(x.device().type())) {
+    if (x.is_cpu()) return;  // In a test: no stream.
+    const auto* impl = c10::impl::getDeviceGuardImpl(x.device().type());
+    stream = impl->getStream(x.device()).native_handle();
+  }
+  c10::DeviceGuard guard;
+  const CudaLaunches& launches;
+  void* stream = nullptr;
+};
+
+void check_launch(const char* error) {
+  TORCH_CHECK(error == nullptr, "a kernel of libcohort_cuda.so was not launched: ", error);
+}
+
+ElementType element_type(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return ElementType::kFloat32;
+    case at::kDouble:
+      return ElementType::kFloat64;
+    case at::kBFloat16:
+      return ElementType::kBFloat16;
+    default:
+      TORCH_CHECK_VALUE(false, "expected float32, float64 or bfloat16, got ", x.dtype());
+  }
+}
+
+at::Tensor cuda_drop(const at::Tensor& x, at::ScalarType type, const Dropping& dropping,
+                     bool relu = false) {
+  const CudaPlace place(x);
+  at::Tensor out = at::empty(x.sizes(), x.options().dtype(type));
+  DropLaunch launch{.in = x.const_data_ptr(),
+                    .out = out.mutable_data_ptr(),
+                    .in_type = element_type(x),
+                    .out_type = element_type(out),
+                    .count = x.numel(),
+                    .rule = dropping.rule,
+                    .relu = relu};
+  if (dropping.part.size != dropping.part.whole) {
+    launch.rule.first = dropping.part.first;
+    launch.part_size = dropping.part.size;
+    launch.part_whole = dropping.part.whole;
+  }
+  check_launch(place.launches.drop(launch, place.stream));
+  return out;
+}
+
+at::Tensor cuda_dropout(const at::Tensor& x, const Dropping& dropping) {
+  return cuda_drop(x, x.scalar_type(), dropping);
+}
+
+at::Tensor cuda_relu_dropout(const at::Tensor& x, const Dropping& dropping) {
+  return cuda_drop(x, x.scalar_type(), dropping, /*relu=*/true);
+}
+
+at::Tensor cuda_wide(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat);
+}
+
+// aten's of wide operands without a dropout, then the dropout with the one rounding.
+template <ActivationKernels Kernels::*kActivation>
+constexpr ActivationKernels cuda_activation = {
+    .forward =
+        [](const at::Tensor& x, const Dropping& dropping) {
+          const at::Tensor values = (kAtenKernels.*kActivation).forward(cuda_wide(x), {});
+          return cuda_drop(values, x.scalar_type(), dropping);
+        },
+    .backward =
+        [](const at::Tensor& x, const at::Tensor& grad, const Dropping& dropping) {
+          const at::Tensor slopes =
+              (kAtenKernels.*kActivation).backward(cuda_wide(x), cuda_wide(grad), {});
+          return cuda_drop(slopes, x.scalar_type(), dropping);
+        }};
+
+std::pair<at::Tensor, at::Tensor> cuda_softmax(const at::Tensor& scores, const SoftmaxMask& mask,
+                                               const Dropping& dropping) {
+  const at::Tensor probs = kAtenKernels.softmax(scores, mask, {}).first;
+  if (dropping.rule.threshold == 0) return {probs, at::Tensor()};
+  return {probs, cuda_dropout(probs, dropping)};
+}
+
+at::Tensor cuda_softmax_backward(const at::Tensor& probs, const at::Tensor& grad,
+                                 const SoftmaxMask& mask, const Dropping& dropping) {
+  const bool drops = dropping.rule.threshold != 0;
+  return kAtenKernels.softmax_backward(probs, drops ? cuda_dropout(grad, dropping) : grad, mask,
+                                       {});
+}
+
+void cuda_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
+                        bool with_gradient, const at::Tensor& sums) {
+  const CudaPlace place(logits);
+  const at::Tensor losses = at::empty({logits.size(0), 2}, sums.options());
+  check_launch(place.launches.cross_entropy({.logits_NV = logits.mutable_data_ptr(),
+                                             .labels_N = labels.const_data_ptr<int64_t>(),
+                                             .losses_N2 = losses.mutable_data_ptr<double>(),
+                                             .type = element_type(logits),
+                                             .rows = logits.size(0),
+                                             .columns = logits.size(1),
+                                             .smoothing = smoothing,
+                                             .with_gradient = with_gradient},
+                                            place.stream));
+  sums.add_(losses.sum(0));
+}
+
+}  // namespace
+
+const CudaLaunches* cuda_launches_for(c10::DeviceType device) {
+  const auto& [in_test, its_device] = cuda_launches_in_test;
+  if (in_test != nullptr && device == its_device) return in_test;
+  if (device != c10::DeviceType::CUDA) return nullptr;
+  static const CudaLaunches* const loaded = loaded_cuda_launches();
+  return loaded;
+}
+
+void use_cuda_launches(const CudaLaunches* launches, c10::DeviceType device) {
+  cuda_launches_in_test = {launches, device};
+}
+
+extern const Kernels kCudaKernels;
+const Kernels kCudaKernels = {.dropout = cuda_dropout,
+                              .relu_dropout = cuda_relu_dropout,
+                              .relu_dropout_backward =
+                                  [](const at::Tensor& out, const at::Tensor& grad, float scale) {
+                                    return kAtenKernels.relu_dropout_backward(out, grad, scale);
+                                  },
+                              .gelu = cuda_activation<&Kernels::gelu>,
+                              .swish = cuda_activation<&Kernels::swish>,
+                              .softmax = cuda_softmax,
+                              .softmax_backward = cuda_softmax_backward,
+                              .cross_entropy = cuda_cross_entropy};
+
+}  // namespace cohort::nmt
