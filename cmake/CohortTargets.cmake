@@ -101,7 +101,7 @@ if(COHORT_BUILD_TESTS)
     CMAKE_FLAGS -DINCLUDE_DIRECTORIES=${PROJECT_SOURCE_DIR} CXX_STANDARD 20)
 endif()
 
-# cohort_add_test(NAME SOURCES ... [DEPS ...] LABEL unit|distributed|fault|numerics|slow|peers [RANKS n]
+# cohort_add_test(NAME SOURCES ... [DEPS ...] LABEL unit|distributed|fault|numerics|slow|peers|gpu [RANKS n]
 #                 [TIMEOUT s] [TORCH] [SERIAL] [ENVIRONMENT ...])
 # One CTest entry for each GoogleTest case in SOURCES, of the test binary NAME. Several calls with one NAME add to one binary,
 # each with the properties of its own cases: a binary that links libtorch takes seconds to link, so a folder has one of them.

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels for CUDA on a card, beside the CPU's numbers.
+#include <gtest/gtest.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include "cohort/comm/accelerator.h"
+#include "cohort/nmt/kernels/kernels.h"
+#include "cohort/nmt/transformer.h"
+
+#include "tests/support/aten_kernels.h"
+#include "tests/support/host_launches.h"
+#include "tests/support/sentences.h"
+
+namespace cohort::nmt {
+namespace kernels_gpu_test {
+
+class GpuKernelsTest : public testing::Test {
+ protected:
+  void SetUp() override { comm::init_cuda(); }  // Before the first question to libtorch.
+};
+
+TEST_F(GpuKernelsTest, AreThoseOfTheObjectBesideTheProgram) {
+  EXPECT_NE(comm::cuda_kernels_file(), "");
+  EXPECT_NE(cuda_launches_for(c10::DeviceType::CUDA), nullptr);
+}
+
+TEST_F(GpuKernelsTest, DropoutHasTheBitsOfTheCpu) {
+  const Dropping whole{.rule = {.key = 77, .threshold = 20000, .scale = 1.5F}, .part = {}};
+  const Dropping part{.rule = {.key = 78, .threshold = 30000, .scale = 2},
+                      .part = {.size = 6, .whole = 15, .first = 5}};
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    for (const Dropping& dropping : {whole, part}) {
+      torch::manual_seed(4);
+      const at::Tensor x = at::randn({100, 1002}).to(type), on_card = x.to(at::kCUDA);
+      const Kernels &here = kernels_for(x), &there = kernels_for(on_card);
+      EXPECT_TRUE(at::equal(there.dropout(on_card, dropping).cpu(), here.dropout(x, dropping)));
+      EXPECT_TRUE(
+          at::equal(there.relu_dropout(on_card, dropping).cpu(), here.relu_dropout(x, dropping)));
+    }
+  }
+}
+
+TEST_F(GpuKernelsTest, CrossEntropyIsTheHostsButForExponentials) {
+  constexpr double kU = 0x1p-24;
+  constexpr int64_t kRows = 64;
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const int64_t columns : {1, 257, 1000, 32000}) {
+      SCOPED_TRACE(columns);
+      torch::manual_seed(5);
+      const at::Tensor logits = (3 * at::randn({kRows, columns})).to(type);
+      const at::Tensor labels = at::randint(columns, {kRows}, at::kLong);
+      const auto results = [&](const at::Tensor& of) {
+        const at::Tensor slopes = of.clone(),
+                         sums = at::zeros({2}, of.options().dtype(at::kDouble));
+        kernels_for(of).cross_entropy(slopes, labels.to(of.device()), 0.1, true, sums);
+        return std::pair{sums.cpu(), slopes.cpu().to(at::kDouble)};
+      };
+      const auto [sums, slopes] = results(logits.to(at::kCUDA));
+      const test::HostLaunches host;
+      const auto [host_sums, host_slopes] = results(logits);
+      // An exponential is off by 2 ulp on a card and 1 on the host, its sum by a rounding for each
+      // of a thread's terms and each level of the tree; the slope has three operations more, which
+      // a card may round once, and its storing.
+      const double sum_error = 2 * (6 + static_cast<double>(columns) / kLanes + 9) * kU;
+      EXPECT_LE((sums - host_sums).abs().max().item<double>(), kRows * sum_error);
+      const double unit = type == at::kFloat ? kU : 0x1p-8;
+      const at::Tensor bound = (sum_error + 20 * kU) + 2 * unit * host_slopes.abs();
+      EXPECT_TRUE(((slopes - host_slopes).abs() <= bound).all().item<bool>());
+    }
+  }
+}
+
+// Loss and gradients of one step, on the CPU.
+std::vector<at::Tensor> step_on(at::Device device) {
+  auto options = test::tiny_options();
+  options.dropout = 0.2;
+  Transformer model(options);
+  model->initialise(3);
+  model->to(device);
+  model->set_dropout_stream({.seed = 3});
+  const auto [loss, nll] =
+      model->forward(test::make_test_batch(test::make_sentences(6, 1)).to(device));
+  loss.backward();
+  std::vector<at::Tensor> results{loss.detach().cpu(), nll.cpu()};
+  for (const at::Tensor& parameter : model->parameters()) results.push_back(parameter.grad().cpu());
+  return results;
+}
+
+TEST_F(GpuKernelsTest, AStepOfTheTranslatorIsTheCpus) {
+  const auto got = step_on(at::kCUDA);
+  const test::AtenKernels guard;
+  const auto expected = step_on(at::kCPU);
+  ASSERT_EQ(got.size(), expected.size());
+  // float32's epsilon times a thousand terms: more than stand in a chain of sums from the loss to
+  // the first layer of this model.
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_LE((got[i] - expected[i]).norm().item<double>(),
+              1.2e-4 * expected[i].norm().item<double>() + 1e-7)
+        << i;
+  }
+}
+
+}  // namespace kernels_gpu_test
+}  // namespace cohort::nmt
