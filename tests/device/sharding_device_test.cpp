@@ -10,6 +10,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "cohort/parallel/activation_checkpoint.h"
 #include "cohort/parallel/sharding/fully_sharded_data_parallel.h"
 
 #include "tests/device/same_bits.h"
@@ -28,7 +29,16 @@ using test::Results;
 constexpr Shard kShards[] = {Shard::kOptimizer, Shard::kGradients, Shard::kParameters};
 
 struct BlockImpl : torch::nn::Module {
-  at::Tensor forward(const at::Tensor& x) { return x + down(at::gelu(up(x))); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (!recomputes) return x + down(at::gelu(up(x)));
+    return parallel::activation_checkpoint(
+        parallel::ActivationCheckpointOptions{},
+        [this](const at::Tensor& y) {
+          return y + down(at::dropout(at::gelu(up(y)), 0.5, /*train=*/true));
+        },
+        x);
+  }
+  bool recomputes = false;  // in backward, and draws random numbers
   torch::nn::Linear up = register_module("up", torch::nn::Linear(8, 20));
   torch::nn::Linear down = register_module("down", torch::nn::Linear(20, 8));
 };
@@ -59,6 +69,7 @@ struct Case {
   int delay = 1;     // batches a step, all but the last within no_sync
   int replicas = 1;  // along "dp_replicate"
   bool from_meta = false;
+  bool recomputes = false;
 };
 
 at::Tensor batch_of(int rank, int number) {
@@ -82,6 +93,7 @@ std::function<void(const std::string&, at::Tensor&)> to_meta(Net& net) {
 Results trained(const ProcessGroup& group, const Case& c) {
   torch::manual_seed(3);
   Net net;
+  for (auto& block : net->blocks) block->recomputes = c.recomputes;
   ShardingOptions options = c.options;
   if (c.from_meta) {
     options.fill = to_meta(net);
@@ -155,6 +167,7 @@ TEST(ShardingDeviceTest, TwoRanksTrainWithTheBitsOfTheCpu) {
     }
     expect_cpu_bits(group, cpu, {.options = {.reshard_after_forward = false, .prefetch = false}});
     expect_cpu_bits(group, cpu, {.options = {.cpu_offload = true}, .replicas = 2});
+    expect_cpu_bits(group, cpu, {.options = {}, .recomputes = true});
   });
 }
 
