@@ -3,9 +3,12 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/ScopeExit.h>
+#include <map>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
-#include <torch/types.h>
 #include <utility>
 #include <vector>
 
@@ -16,28 +19,22 @@
 namespace cohort::test {
 namespace {
 
-// The host's tensors that stand for the device's during one call. Those that share memory share a storage there, too: a backend
-// asks whether its output is a part of its input.
+// The tensors of one call: those that share memory do so there, too, for Gloo asks.
 class HostAliases {
  public:
   at::Tensor of(const at::Tensor& tensor) {
     if (!tensor.defined() || tensor.device() != second_device()) return tensor;
-    return at::empty({0}, tensor.options().device(at::kCPU))
-        .set_(whole(tensor).storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
+    const c10::Storage& storage = tensor.storage();
+    at::Tensor& whole = wholes_[{storage.unsafeGetStorageImpl(), tensor.scalar_type()}];
+    if (!whole.defined()) {
+      const auto numel = static_cast<int64_t>(storage.nbytes() / tensor.element_size());
+      whole = host_alias(at::empty({0}, tensor.options()).set_(storage, 0, {numel}, {1}));
+    }
+    return whole.as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   }
 
  private:
-  at::Tensor whole(const at::Tensor& tensor) {
-    for (const auto& [device, host] : known_)
-      if (device.is_alias_of(tensor)) return host;
-    const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
-    const at::Tensor all =
-        at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1});
-    known_.emplace_back(all, host_alias(all));
-    return known_.back().second;
-  }
-
-  std::vector<std::pair<at::Tensor, at::Tensor>> known_;
+  std::map<std::pair<c10::StorageImpl*, at::ScalarType>, at::Tensor> wholes_;
 };
 
 std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
@@ -50,8 +47,11 @@ void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t first = stack->size() - op.schema().arguments().size();
   const c10::IValue outputs = (*stack)[first];
   HostAliases aliases;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
   for (size_t i = first; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
+    if (op.schema().arguments()[i - first].name() == "process_group")
+      group = value.toCustomClass<c10d::ProcessGroup>();
     if (value.isTensor()) {
       value = aliases.of(value.toTensor());
     } else if (value.isTensorList()) {
@@ -60,7 +60,14 @@ void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = tensors;
     }
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  {
+    // c10d's code for the CPU takes the backend of the CPU. There a rank would meet others that came with tensors of the CPU.
+    using Type = c10d::ProcessGroup::BackendType;
+    group->setBackend(at::kCPU, group->getBackendType(), std::nullopt);
+    const auto restore =
+        c10::make_scope_exit([&] { group->setBackend(at::kCPU, Type::GLOO, std::nullopt); });
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
   for (size_t i = first; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
     if (value.isTensor() || value.isTensorList()) {
