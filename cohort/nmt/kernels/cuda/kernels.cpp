@@ -98,7 +98,7 @@ at::Tensor cuda_wide(const at::Tensor& x) {
 
 // aten's of wide operands without a dropout, then the dropout with the one rounding.
 template <ActivationKernels Kernels::*kActivation>
-constexpr ActivationKernels cuda_activation = {
+constexpr ActivationKernels kCudaActivation = {
     .forward =
         [](const at::Tensor& x, const Dropping& dropping) {
           const at::Tensor values = (kAtenKernels.*kActivation).forward(cuda_wide(x), {});
@@ -162,8 +162,8 @@ const Kernels kCudaKernels = {.dropout = cuda_dropout,
                                   [](const at::Tensor& out, const at::Tensor& grad, float scale) {
                                     return kAtenKernels.relu_dropout_backward(out, grad, scale);
                                   },
-                              .gelu = cuda_activation<&Kernels::gelu>,
-                              .swish = cuda_activation<&Kernels::swish>,
+                              .gelu = kCudaActivation<&Kernels::gelu>,
+                              .swish = kCudaActivation<&Kernels::swish>,
                               .softmax = cuda_softmax,
                               .softmax_backward = cuda_softmax_backward,
                               .cross_entropy = cuda_cross_entropy};
