@@ -38,6 +38,7 @@ int run(const Options& options) {
   using namespace cohort::nmt;
   at::set_num_threads(1);
   const Precision precision = parse_precision(options.precision);
+  check_precision(precision, /*on_cpu=*/true);
   Transformer model(preset("base"), precision);
   model->initialise(options.seed);
   at::Tensor source = at::randint(4, model->options().dim_vocab_source,

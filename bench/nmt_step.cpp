@@ -289,6 +289,7 @@ int run(const Options& options) {
   at::set_num_threads(1);
   cohort::comm::ProcessGroup group(cohort::comm::rank_info_from_environment());
   const auto precision = cohort::nmt::parse_precision(options.precision);
+  cohort::nmt::check_precision(precision, /*on_cpu=*/true);
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const double gemm = gemm_rate(group, type, options.mini_batch_words);
   cohort::translate::TensorMemory memory;

@@ -191,10 +191,9 @@ void print_versions(const Json& versions) {
 }
 
 void print_cuda(const Json& cuda) {
-  line("accelerator", cuda.contains("reason")
-                          ? cuda["reason"].get<std::string>()
-                          : std::to_string(cuda["devices"].get<int>()) +
-                                " devices; no program of Cohort computes on them yet");
+  line("accelerator", cuda.contains("reason") ? cuda["reason"].get<std::string>()
+                                              : std::to_string(cuda["devices"].get<int>()) +
+                                                    " devices (--device cuda)");
   line("CUDA kernels", cuda["kernels"].is_null()
                            ? "none beside the programs: libtorch's operations take their place"
                            : cuda["kernels"].get<std::string>());

@@ -51,8 +51,8 @@ int run(EvaluateFlags& flags) {
   auto options = flags.evaluation;
   const auto precision = flags.model.precision;
   const auto group = flags.group.connect();
+  flags.model.device = group.device().str();
   auto [model, tokenizers] = load_trained(flags.model);
-  model->to(group.device());
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   train::Progress progress;

@@ -74,7 +74,9 @@ int run(TrainFlags& flags) {
   if (flags.model.dim_vocabs.empty()) flags.model.dim_vocabs = translate::vocabulary_sizes(options);
   options.model = flags.model.resolve();
   options = translate::resolve(options);
-  check_offload(options.cpu_offload, flags.group.device);
+  check_offload(options.cpu_offload, flags.group.computes_on_cpu(),
+                translate::strategy_name(options));
+  nmt::check_precision(options.precision, flags.group.computes_on_cpu());
   if (!options.servers) {
     ps::refuse_servers(translate::strategy_name(options));
     refuse_security(flags.security, "--strategy ps-sync or ps-async");

@@ -71,6 +71,7 @@ inline TrainedModel load_trained(const std::string& model_dir,
 }
 inline TrainedModel load_trained(const ModelPlace& place) {
   const at::Device device = comm::init_accelerator(place.device, {});
+  nmt::check_precision(place.precision, device.is_cpu());
   TrainedModel trained = load_trained(place.model_dir, place.vocabs, place.precision);
   trained.model->to(device);
   return trained;

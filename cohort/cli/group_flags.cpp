@@ -96,11 +96,19 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
 
 void GroupFlags::choose_device(const comm::RankInfo& info) {
   if (!devices.empty()) {
+    if (info.local_world_size != std::ssize(devices) && !info.finds_host) {
+      throw ConfigError("--devices: expected one for each rank of this host, " +
+                        std::to_string(info.local_world_size) + ", got " +
+                        std::to_string(devices.size()));
+    }
     const int index = comm::device_index(info, static_cast<int>(devices.size()));
     device = "cuda:" + std::to_string(devices[static_cast<size_t>(index)]);
   }
   const bool chooses = backend == "auto";
-  if (!chooses) comm::find_backend(backend);  // Its file may bring the device's driver.
+  if (backend == "nccl" && computes_on_cpu())
+    throw ConfigError("--dist-backend nccl: expected --device cuda, for it serves CUDA tensors");
+  // A file of a backend may bring its device's driver; NCCL's needs CUDA, which is loaded then.
+  if (!chooses && backend != "nccl") comm::find_backend(backend);
   group.device = comm::init_accelerator(device, info);
   group.backend = !chooses ? backend : group.device->is_cuda() ? "nccl" : "gloo";
   check_backend(group.backend, *group.device);

@@ -19,13 +19,15 @@ struct GroupFlags {
   std::string device = "cpu";  ///< "cpu", "cuda", "cuda:N": comm::init_accelerator.
   /// CUDA devices, by local rank, instead of `device`, as Marian's --devices. Empty: not given.
   std::vector<int> devices;
-  bool allow_tf32 = false;  ///< As torch's allow_tf32 of CUDA's products.
+  bool allow_tf32 = false;       ///< As torch's allow_tf32 of CUDA's products.
   std::string backend = "auto";  ///< "auto": "nccl" for CUDA devices, else "gloo".
   double rendezvous_timeout_s = 300;
   double timeout_s = 600;
   int cpu_threads = 0;
 
   void add_to(CLI::App& app, Devices allowed = Devices::kCpu);
+  /// Whether neither --device nor --devices names another.
+  bool computes_on_cpu() const { return device == "cpu" && devices.empty(); }
   /// Finds the rank and its device, which the group's device() is then, sets the threads and joins
   /// the rendezvous. Collective; blocks.
   /// Errors: ConfigError that names the flag or variable; PeerError for ranks that did not come.

@@ -14,14 +14,17 @@ inline CLI::Option* add_offload_flag(CLI::App& app, bool& offloads) {
                       "GPU (--device)");
 }
 
-/// Errors: ConfigError if `offloads` and `device`, of --device, is the CPU: all is in host memory
-///         there.
-inline void check_offload(bool offloads, const std::string& device) {
-  if (offloads && device == "cpu") {
+/// Errors: ConfigError if `offloads` and the program computes on the CPU, where all is in host
+///         memory, or under a `strategy` that does not shard.
+inline void check_offload(bool offloads, bool on_cpu, const std::string& strategy) {
+  if (!offloads) return;
+  if (on_cpu) {
     throw ConfigError(
         "--cpu-offload: this run computes on the CPU, where there is nothing to offload: leave it "
         "out, or choose a --device");
   }
+  if (strategy == "ddp" || strategy.starts_with("ps-"))
+    throw ConfigError("--cpu-offload: expected a --strategy that shards, got " + strategy);
 }
 
 }  // namespace cohort::cli

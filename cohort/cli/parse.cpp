@@ -114,7 +114,7 @@ std::string unknown_of(const CLI::App& app) {
   const auto flag = std::ranges::find_if(unknown, [](const auto& u) { return u.starts_with("-"); });
   const std::string word = flag == unknown.end() ? unknown.front() : *flag;
   if (word == "--device" || word.starts_with("--device="))
-    return word + ": this program computes on the CPU and cannot use a GPU yet: leave it out";
+    return word + ": this command computes on the CPU: leave it out";
   return word + ": there is no such flag or command";
 }
 

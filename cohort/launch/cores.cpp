@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/launch/cores.h"
 
+#include <cstdlib>
 #include <sched.h>
 #include <sstream>
 
-#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/base/gpu_monitor.h"
 #include "cohort/launch/to_int.h"
@@ -42,10 +42,10 @@ std::vector<int> usable_cores() {
 }
 
 int count_gpus() {
-  const auto visible = env_string(kVisibleGpus);
-  if (!visible) return static_cast<int>(GpuMonitor().sample().size());
+  const char* visible = std::getenv(kVisibleGpus);  // Set to nothing, it hides all.
+  if (visible == nullptr) return static_cast<int>(GpuMonitor().sample().size());
   int count = 0;
-  std::istringstream entries(*visible);
+  std::istringstream entries(visible);
   // CUDA's rule: what stands behind a number below 0 is not seen.
   for (std::string entry; std::getline(entries, entry, ',') && !entry.starts_with('-'); ++count) {
   }
@@ -56,10 +56,10 @@ int parse_nproc_per_node(const std::string& text) {
   if (text == "cpu" || text == "auto") return static_cast<int>(usable_cores().size());
   if (text == "gpu") {
     if (const int gpus = count_gpus(); gpus > 0) return gpus;
-    const auto visible = env_string(kVisibleGpus);
+    const char* visible = std::getenv(kVisibleGpus);
     throw ConfigError("--nproc-per-node gpu: expected a GPU on this node, got none: " +
-                      (visible ? std::string(kVisibleGpus) + "=" + *visible
-                               : "the NVIDIA driver's libnvidia-ml.so.1 finds none"));
+                      (visible != nullptr ? std::string(kVisibleGpus) + "=" + visible
+                                          : "the NVIDIA driver's libnvidia-ml.so.1 finds none"));
   }
   if (const auto number = to_int(text)) return *number;
   throw ConfigError("--nproc-per-node: expected a number, auto, cpu or gpu, got " + text);

@@ -97,14 +97,13 @@ Precision best_precision() {
 Precision parse_precision(const std::string& text) {
   if (text == "auto") return best_precision();
   if (text == "float32") return Precision::kFloat32;
-  if (text == "bfloat16") {
-    if (best_precision() != Precision::kBFloat16) {
-      throw ConfigError(
-          "--precision bfloat16: this CPU does not multiply it; expected float32 here");
-    }
-    return Precision::kBFloat16;
-  }
+  if (text == "bfloat16") return Precision::kBFloat16;
   throw ConfigError("--precision " + text + ": expected auto, bfloat16 or float32");
+}
+
+void check_precision(Precision precision, bool on_cpu) {
+  if (on_cpu && precision == Precision::kBFloat16 && best_precision() != Precision::kBFloat16)
+    throw ConfigError("--precision bfloat16: this CPU does not multiply it; expected float32 here");
 }
 
 std::string to_string(Precision precision) {

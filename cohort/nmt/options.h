@@ -60,9 +60,11 @@ enum class Precision { kFloat32, kBFloat16 };
 
 /// Returns bfloat16 if this CPU multiplies it natively, else float32.
 Precision best_precision();
-/// Parses "float32", "bfloat16" or "auto".
-/// Errors: ConfigError, also for bfloat16 that this CPU cannot multiply.
+/// Parses "float32", "bfloat16" or "auto", which is best_precision().
+/// Errors: ConfigError for another text.
 Precision parse_precision(const std::string& text);
+/// Errors: ConfigError for bfloat16 on a CPU that does not multiply it.
+void check_precision(Precision precision, bool on_cpu);
 std::string to_string(Precision precision);
 
 }  // namespace cohort::nmt

@@ -45,6 +45,9 @@ TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData da
   if (options.mini_batch_fit && !group_.device().is_cpu())
     throw ConfigError("--mini-batch-fit measures memory of the CPU: expected --device cpu, or " +
                       std::string("--mini-batch-words"));
+  if (!options.optimizer_state_dir.empty() && !group_.device().is_cpu() && !options.cpu_offload)
+    throw ConfigError("--optimizer-state-dir keeps moments of parameters on the CPU: expected " +
+                      std::string("--device cpu, or --cpu-offload"));
   make_model();
   const bool sharded = parallel::shards_parameters(options.strategy);
   if (options.mini_batch_fit && !sharded) fit_batch_sizes();

@@ -96,11 +96,11 @@ void add_training_flags(CLI::App& app, Options& o) {
 }
 
 // Checks flags that are valid alone, but not together.
-void check_together(const Options& options, const std::string& device) {
+void check_together(const Options& options, bool on_cpu) {
   const bool servers = cohort::ps::server_training(options.strategy).has_value();
   if (options.ps_host_ranks > 1 && !servers)
     throw cohort::ConfigError("--ps-host-ranks: expected --strategy ps-sync or ps-async");
-  cohort::cli::check_offload(options.cpu_offload, device);
+  cohort::cli::check_offload(options.cpu_offload, on_cpu, options.strategy);
   if (servers) return;
   if (!options.evaluate) cohort::ps::refuse_servers(options.strategy);
   cohort::cli::refuse_security(options.security, "--strategy ps-sync or ps-async");
@@ -195,7 +195,7 @@ int run(int argc, char** argv) {
       ->group("Ranks");
   if (const auto ended = cohort::cli::parse(app, argc, argv, "imagenet --help lists the flags"))
     return *ended;
-  check_together(options, group_flags.device);
+  check_together(options, group_flags.computes_on_cpu());
   if (spawns && !is_local_rank()) return spawn_ranks(options, group_flags);
   if (spawns) check_ranks_of_node(group_flags.rank_info);
   return run_rank(options, group_flags);

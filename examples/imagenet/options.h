@@ -34,9 +34,9 @@ struct Options {
   int64_t image_size = 224;
   /// float32, float64, or bfloat16: parameters in float32, convolutions and products in bfloat16.
   std::string precision = "float32";
-  bool channels_last = false;  ///< Images, and what is computed of them, in memory as BHWC.
-  bool skip_damaged = false;          ///< Skip corrupt images, and count them.
-  cohort::ProfilerOptions profile;    ///< A trace of some training steps.
+  bool channels_last = false;       ///< Images, and what is computed of them, in memory as BHWC.
+  bool skip_damaged = false;        ///< Skip corrupt images, and count them.
+  cohort::ProfilerOptions profile;  ///< A trace of some training steps.
   /// Of the connections to servers.
   cohort::ps::SecurityOptions security;
 };

@@ -79,7 +79,8 @@ TEST(BackendFlagTest, ABackendOfAnotherDeviceIsRefused) {
   for (const auto& [flags, text] :
        {std::pair{" --device tpu", "device \"tpu\": expected cpu, cuda or cuda:N"},
         {" --allow-tf32", "--allow-tf32: expected a CUDA --device, got cpu"},
-        {" --dist-backend nccl", "expected a backend of cpu tensors, for this program computes on"},
+        {" --dist-backend nccl", "--dist-backend nccl: expected --device cuda"},
+        {" --devices 0 1", "--devices: expected one for each rank of this host, 1, got 2"},
         {" --device cuda:0 --devices 0 1", "--devices excludes --device"}}) {
     const Ended ended = shell(bin("cohort") + train + flags);
     EXPECT_EQ(ended.code, 2) << ended.output;

@@ -42,8 +42,8 @@ TEST_F(NmtFlagsTest, FlagsThatNeedAnotherAreNotIgnored) {
                  "--keep-interval-updates 3: expected --save-interval-updates");
   for (const char* strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}) {
     expect_refused(flags + "--cpu-offload --strategy " + strategy,
-                   "--cpu-offload: this program computes on the CPU, where there is nothing to "
-                   "offload: leave it out");
+                   "--cpu-offload: this run computes on the CPU, where there is nothing to "
+                   "offload: leave it out, or choose a --device");
   }
   EXPECT_FALSE(fs::exists(path("run")));
 }

@@ -247,7 +247,7 @@ TEST_F(ServerTrainingCommandTest, WhatServersCannotDoIsRefused) {
     expect_refused(train(servers + alone, "r", "--strategy ps-sync"),
                    "are for trainers of servers without a process group");
   expect_refused(train(servers, "r", "--strategy ps-sync --cpu-offload"),
-                 "--cpu-offload: this program computes");
+                 "--cpu-offload: this run computes");
   expect_refused(train(servers, "r", "--strategy ps-sync --tensor-parallel 2"),
                  "--tensor-parallel: expected none with --strategy ps-sync");
   expect_refused(train(servers, "r", "--strategy ps-async --exponential-smoothing 0.1"),

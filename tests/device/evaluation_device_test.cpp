@@ -76,7 +76,7 @@ void expect_equal_evaluations(const comm::ProcessGroup& group) {
   EXPECT_GT(expected.loss, 1);
   EXPECT_GT(expected.bleu.sys_len, 0);
 
-  // On each device, and all at the end.
+  // Losses stay on the device and are read once, at the end.
   nmt::Transformer model = model_on(test::second_device());
   auto loss_alone = options;
   loss_alone.translate = false;

@@ -159,7 +159,7 @@ TEST_F(ImagenetServersTest, WhatServersCannotDoIsRefused) {
   const std::string sync = "--strategy ps-sync ";
   expect_refused(sync + "--precision float64", "--precision float64: expected float32");
   expect_refused(sync + "--start-epoch 3", "--start-epoch: expected none");
-  expect_refused(sync + "--cpu-offload", "--cpu-offload: this program computes on the CPU");
+  expect_refused(sync + "--cpu-offload", "--cpu-offload: this run computes on the CPU");
   expect_refused(sync + "--ps-host-ranks 3",
                  "--ps-host-ranks 3: expected a divisor of the number of ranks, 2");
   expect_refused("--ps-host-ranks 2", "--ps-host-ranks: expected --strategy ps-sync or ps-async");

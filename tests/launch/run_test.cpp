@@ -155,6 +155,7 @@ TEST(RunTest, WorkersCanBeCountedByGpus) {
   };
   EXPECT_EQ(run_with("CUDA_VISIBLE_DEVICES=0,2,5").out, "3\n");
   EXPECT_EQ(run_with("CUDA_VISIBLE_DEVICES=1,-1,0").out, "1\n") << "CUDA's rule";
+  EXPECT_EQ(run_with("CUDA_VISIBLE_DEVICES=").out, "") << "none is visible";
   const Ended none = run_with("CUDA_VISIBLE_DEVICES=-1");
   EXPECT_EQ(none.out, "");
   EXPECT_EQ(none.err,
