@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
+#include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/cli/parse.h"
 #include "cohort/comm/accelerator.h"
@@ -96,7 +97,9 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
 
 void GroupFlags::choose_device(const comm::RankInfo& info) {
   if (!devices.empty()) {
-    if (info.local_world_size != std::ssize(devices) && !info.finds_host) {
+    if (info.finds_host)
+      throw ConfigError("--devices: expected LOCAL_RANK, which `cohort run` and torchrun set");
+    if (info.local_world_size != std::ssize(devices)) {
       throw ConfigError("--devices: expected one for each rank of this host, " +
                         std::to_string(info.local_world_size) + ", got " +
                         std::to_string(devices.size()));
@@ -119,9 +122,12 @@ void GroupFlags::choose_device(const comm::RankInfo& info) {
 }
 
 comm::ProcessGroup GroupFlags::stay_alone() {
-  const comm::RankInfo info;
-  choose_device(info);
-  return comm::ProcessGroup(info, group);
+  // One of several processes of this host may be alone in its group.
+  const comm::RankInfo place{
+      .local_rank = static_cast<int>(env_int("LOCAL_RANK").value_or(0)),
+      .local_world_size = static_cast<int>(env_int("LOCAL_WORLD_SIZE").value_or(1))};
+  choose_device(place);
+  return comm::ProcessGroup(comm::RankInfo{}, group);
 }
 
 comm::ProcessGroup GroupFlags::connect() {

@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <charconv>
 #include <dlfcn.h>
 #include <filesystem>
 #include <optional>
@@ -91,25 +92,32 @@ int init_cuda() {
 }
 
 at::Device init_accelerator(const std::string& name, const RankInfo& info) {
-  std::optional<at::Device> asked;
+  const std::string kind = name.substr(0, name.find(':'));
+  std::optional<int> index;
+  bool good = true;
+  if (kind != name) {
+    const char *begin = name.data() + kind.size() + 1, *end = name.data() + name.size();
+    const auto [read, error] = std::from_chars(begin, end, index.emplace());
+    good = error == std::errc() && read == end && *index >= 0;
+  }
+  std::optional<at::DeviceType> type;
   try {
-    asked = at::Device(name);
+    type = at::Device(kind).type();
   } catch (const c10::Error&) {  // Its text lists devices that this process cannot have.
   }
-  const bool is_cuda = asked && asked->is_cuda();
-  if (!asked || (!asked->is_cpu() && !is_cuda && !c10::impl::hasDeviceGuardImpl(asked->type())))
+  const bool is_cuda = type == at::kCUDA;
+  const bool is_there = type && type != at::kMeta && c10::impl::hasDeviceGuardImpl(*type);
+  if (!good || !(is_cuda || is_there || type == at::kCPU))
     throw ConfigError("device \"" + name + "\": expected cpu, cuda or cuda:N");
-  if (asked->is_cpu()) return at::kCPU;
-  const auto* driver = is_cuda ? nullptr : c10::impl::getDeviceGuardImpl(asked->type());
-  const int count = is_cuda ? init_cuda() : driver->deviceCount();
-  if (asked->has_index() && asked->index() >= count) {
+  if (type == at::kCPU) return at::kCPU;
+  const int count = is_cuda ? init_cuda() : c10::impl::getDeviceGuardImpl(*type)->deviceCount();
+  if (index && *index >= count) {
     throw ConfigError("device " + name + ": expected a number below " + std::to_string(count) +
-                      ", this process's " +
-                      c10::DeviceTypeName(asked->type(), /*lower_case=*/!is_cuda) + " devices");
+                      ", this process's " + c10::DeviceTypeName(*type, /*lower_case=*/!is_cuda) +
+                      " devices");
   }
   const at::Device device(
-      asked->type(), asked->has_index() ? asked->index()
-                                        : static_cast<c10::DeviceIndex>(device_index(info, count)));
+      *type, static_cast<c10::DeviceIndex>(index ? *index : device_index(info, count)));
   c10::impl::getDeviceGuardImpl(device.type())->setDevice(device);
   return device;
 }

@@ -372,10 +372,21 @@ void ProcessGroup::Impl::wait_for_all(const std::string& point) const {
   store->wait({point + "/all"}, std::min<milliseconds>(timeout, milliseconds(30'000)));
 }
 
+// Devices may still be in the last collective: a backend that is destroyed would cut it off.
+void ProcessGroup::Impl::end_devices() const {
+  for (const auto& device : c10d_group->getDeviceTypes()) {
+    if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) continue;
+    const auto* driver = c10::impl::getDeviceGuardImpl(device.type());
+    driver->synchronizeDevice(driver->getDevice().index());
+    c10d_group->getBackend(device.type())->shutdown();
+  }
+}
+
 void ProcessGroup::close(CallSite site) const {
   impl().check_open();
   if (size() == 1) {
     impl_->closed = true;
+    impl_->end_devices();
     return;
   }
   barrier("close", {}, site);  // a peer that is gone shows here, as in any collective
@@ -387,6 +398,7 @@ void ProcessGroup::close(CallSite site) const {
         impl_->wait_for_all("closing");
         if (impl_->is_world()) impl_->job->watch.reset();
         impl_->closed = true;
+        impl_->end_devices();
         impl_->c10d_group.reset();
         impl_->arrive("closed");
         if (rank() == 0) impl_->wait_for_all("closed");

@@ -43,6 +43,9 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   /// blocks, at most `limit`.
   void connect(c10::intrusive_ptr<c10d::Store> group_store, std::chrono::milliseconds limit);
 
+  /// Waits for the devices of the group's backends and ends these, before the group goes.
+  void end_devices() const;
+
   /// Runs or starts an operation, which autograd does not record. Ranks compare a matched one
   /// before its data move, as docs/comm.md says.
   void run(const Operation& operation);

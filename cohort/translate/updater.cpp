@@ -270,7 +270,9 @@ UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
       static_cast<double>(alone ? 1 : group_.size()) / static_cast<double>(report.num_tokens);
   comm::HostCopy nll_sum(accumulate_gradients(batches, weight));
   const auto all_gradients = Clock::now();
-  const double waiting = seconds_between(last_gradient_, all_gradients);
+  // On a device a hook says when the host had queued a gradient's work: the whole step counts.
+  const bool on_cpu = group_.device().is_cpu();
+  const double waiting = on_cpu ? seconds_between(last_gradient_, all_gradients) : 0;
   const double norm = parallel_.gradient_norm();
   report.nll_sum = nll_sum.wait().item<double>();  // It has come before the norm.
   report.gradient_norm = session_ && !alone ? root_mean_square(norm) : norm;

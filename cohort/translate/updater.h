@@ -66,9 +66,10 @@ struct UpdateReport {
   /// Global, before clipping; the same on all ranks. kSync servers: the root mean square over ranks
   /// of their own gradients' norms.
   double gradient_norm = 0;
-  bool skipped = false;        ///< A loss or the norm is not finite: nothing was updated, anywhere.
-  BadNumber bad;               ///< If skipped: where that came from; the same on all ranks.
-  double compute_seconds = 0;  ///< Of this rank's own work: without waiting for other ranks.
+  bool skipped = false;  ///< A loss or the norm is not finite: nothing was updated, anywhere.
+  BadNumber bad;         ///< If skipped: where that came from; the same on all ranks.
+  /// Of this rank's own work: without waiting for other ranks. On a device: of the whole update.
+  double compute_seconds = 0;
 };
 
 /// Updates a translator by Adam under the Noam schedule.

@@ -41,12 +41,14 @@ class Autocast {
       : type_(device.type()), on_(options.precision == "bfloat16") {
     if (!on_) return;
     at::autocast::increment_nesting();
+    dtype_ = at::autocast::get_autocast_dtype(type_);
     at::autocast::set_autocast_dtype(type_, at::kBFloat16);
     at::autocast::set_autocast_enabled(type_, true);
   }
   ~Autocast() {
     if (!on_) return;
     at::autocast::set_autocast_enabled(type_, false);
+    at::autocast::set_autocast_dtype(type_, dtype_);
     // Casts of parameters that the next step changes.
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
   }
@@ -56,6 +58,7 @@ class Autocast {
  private:
   const at::DeviceType type_;
   const bool on_;
+  at::ScalarType dtype_ = at::kBFloat16;  // Before.
 };
 
 ResNet make_model(const Options& options, int64_t num_classes,

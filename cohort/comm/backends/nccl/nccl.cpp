@@ -18,23 +18,14 @@ static_assert(NCCL_VERSION_CODE ==
 namespace cohort::comm {
 namespace {
 
-// NCCL and c10d have no other way to be told; what the user has set stays.
-void set_default(const char* variable, const char* value) {
-  setenv(variable, value, /*overwrite=*/0);
-}
-
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request) {
-  if (!request.interface.empty()) set_default("NCCL_SOCKET_IFNAME", request.interface.c_str());
-  // Work::wait returns when the operation has ended, and throws when it failed, was aborted or has
-  // taken longer than the timeout, as every backend must: the group then says which rank is lost.
-  // As c10d would have it, wait only puts the operation into the stream; its watchdog would end the
-  // process for a lost peer, and until then a step would compute with what never arrived.
-  set_default("TORCH_NCCL_BLOCKING_WAIT", "1");
-  // For users who set that to 0: the watchdog then aborts communicators (CleanUpOnly), and the next
-  // operation throws. c10d's default (SkipCleanUp) is std::terminate in a thread of its own.
-  set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2");
+  // NCCL has no other way to be told; what the user has set stays.
+  if (!request.interface.empty())
+    setenv("NCCL_SOCKET_IFNAME", request.interface.c_str(), /*overwrite=*/0);
+  // Waiting and errors are c10d's: wait() puts the operation into the stream, and the watchdog ends
+  // the process where one fails or takes longer than the timeout. With TORCH_NCCL_BLOCKING_WAIT there
+  // is no watchdog, and DistributedDataParallel, which waits for futures, would wait for ever.
   auto options = c10d::ProcessGroupNCCL::Options::create();
-  // Of every operation: wait counts from its begin.
   options->timeout = request.timeout;
   // The first operation blocks until NCCL has connected. c10d gave up the other mode as a default
   // because NCCL 2.26 hung in it.

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kLanes) cross_entropy_kernel(CrossEntropyLaunc
   cross_entropy_row<T>(BlockLanes(), launch, blockIdx.x);
 }
 
-// What the launch before has left: null, or what is wrong.
+// Null, or what is wrong: with the launch before, or with an earlier kernel of anybody's.
 const char* launch_error() {
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
