@@ -107,7 +107,7 @@ at::Device init_accelerator(const std::string& name, const RankInfo& info) {
   }
   const bool is_cuda = type == at::kCUDA;
   const bool is_there = type && type != at::kMeta && c10::impl::hasDeviceGuardImpl(*type);
-  if (!good || !(is_cuda || is_there || type == at::kCPU))
+  if (!good || !(is_cuda || is_there) || (type == at::kCPU && index))
     throw ConfigError("device \"" + name + "\": expected cpu, cuda or cuda:N");
   if (type == at::kCPU) return at::kCPU;
   const int count = is_cuda ? init_cuda() : c10::impl::getDeviceGuardImpl(*type)->deviceCount();
