@@ -237,7 +237,7 @@ class TransformerImpl : public torch::nn::Module {
   /// translations; advances `state`.
   ///
   /// Devices:  `last_N`, int64, is on the CPU, the scores on the model's device. To another device
-  ///           there is one copy a step, and the host does not wait for it.
+  ///           there is one copy a step.
   /// Numerics: on the CPU a translation's scores do not depend on the others; elsewhere they do as
   ///           far as the device's products round otherwise when they have other rows.
   /// Errors:   c10::ValueError for tokens elsewhere, or not one for each translation.

@@ -24,7 +24,8 @@ TEST(CudaObjectTest, LoadsWithoutADriverAndRefusesToLaunch) {
   ASSERT_NE(launches, nullptr) << file;
 
   use_cuda_launches(launches, at::kCPU);
-  const std::string expected = "a kernel of libcohort_cuda.so was not launched, or one before it has failed: ";
+  const std::string expected =
+      "a kernel of libcohort_cuda.so was not launched, or one before it has failed: ";
   DropoutStream stream;
   const std::string dropped =
       test::message_of<c10::Error>([&] { dropout(at::ones({4}), 0.5, stream); });
