@@ -219,8 +219,7 @@ Options optimization_options(TrainingOptions& o) {
        "number of ranks, of --transformer-heads and of --transformer-dim-ffn",
        rule(Limits{[](double n) { return n >= 1 && n <= 1 << 16; }, "1 to 65536"})},
       {"--cpu-offload", &o.cpu_offload,
-       "Keep each rank's shard and the optimizer in host memory, under a model on a GPU "
-       "(--device)"},
+       "Shards and optimizer in host memory, for a model on a GPU"},
       {"--optimizer-state-dir", &o.optimizer_state_dir,
        "Folder of a file with Adam's moments, which is mapped into memory: for moments that do not "
        "fit into memory",

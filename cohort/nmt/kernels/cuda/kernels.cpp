@@ -48,7 +48,9 @@ struct CudaPlace {
 };
 
 void check_launch(const char* error) {
-  TORCH_CHECK(error == nullptr, "a kernel of libcohort_cuda.so was not launched, or one before it has failed: ", error);
+  TORCH_CHECK(
+      error == nullptr,
+      "a kernel of libcohort_cuda.so was not launched, or one before it has failed: ", error);
 }
 
 ElementType element_type(const at::Tensor& x) {
