@@ -11,6 +11,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -26,11 +27,13 @@
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/cli/parse.h"
+#include "cohort/comm/accelerator.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/parallel/strategy.h"
 #include "cohort/train/metrics.h"
 #include "cohort/train/sharded_checkpoint.h"
+#include "cohort/translate/corpus.h"
 #include "cohort/translate/tensor_memory.h"
 #include "cohort/translate/tensor_parallel_context.h"
 #include "cohort/translate/updater.h"
@@ -49,6 +52,7 @@ struct Options {
   int64_t mini_batch_words = 4096;
   uint64_t seed = 1;
   std::string precision = "auto";
+  std::string device = "cpu";
   int64_t vocabulary = 32000;
   int64_t depth = 6;
   std::string strategy = "ddp";
@@ -145,17 +149,26 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Until the device has done all that it was given.
+void wait_for(at::Device device) {
+  if (!device.is_cpu())
+    c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
+}
+
 // FLOP/s of the model's largest common product shape, all ranks at once.
 double gemm_rate(const cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t rows) {
   const at::NoGradGuard no_grad;
-  const at::Tensor a = at::randn({rows, 512}, at::kFloat).to(type);
-  const at::Tensor b = at::randn({2048, 512}, at::kFloat).to(type);
+  const at::Device device = group.device();
+  const at::Tensor a = at::randn({rows, 512}, at::kFloat).to(device, type);
+  const at::Tensor b = at::randn({2048, 512}, at::kFloat).to(device, type);
   at::Tensor c = at::mm(a, b.t());
   std::vector<double> rates;
   for (int trial = 0; trial < 7; ++trial) {
+    wait_for(device);
     group.barrier("gemm");
     const auto start = Clock::now();
     for (int i = 0; i < 8; ++i) at::mm_out(c, a, b.t());
+    wait_for(device);
     rates.push_back(8 * 2.0 * static_cast<double>(rows) * 512 * 2048 / seconds_since(start));
   }
   at::Tensor sum = at::tensor({median_of(rates)}, at::kDouble);
@@ -275,7 +288,7 @@ int64_t bytes_after_backward(cohort::translate::Updater& updater, const std::vec
   {
     const auto batch = fill(rows, options.seed, options.vocabulary);
     auto& model = updater.model();
-    std::get<0>(model(batch)).backward();
+    std::get<0>(model(batch.to(at::Device(options.device)))).backward();
   }
   return memory.now();
 }
@@ -287,9 +300,12 @@ int run(const Options& options) {
                               std::to_string(options.steps));
   }
   at::set_num_threads(1);
-  cohort::comm::ProcessGroup group(cohort::comm::rank_info_from_environment());
+  const cohort::comm::RankInfo info = cohort::comm::rank_info_from_environment();
+  const at::Device device = cohort::comm::init_accelerator(options.device, info);
+  const cohort::comm::ProcessGroup group(
+      info, {.backend = device.is_cuda() ? "nccl" : "gloo", .device = device});
   const auto precision = cohort::nmt::parse_precision(options.precision);
-  cohort::nmt::check_precision(precision, /*on_cpu=*/true);
+  cohort::nmt::check_precision(precision, device.is_cpu());
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const double gemm = gemm_rate(group, type, options.mini_batch_words);
   cohort::translate::TensorMemory memory;
@@ -305,7 +321,8 @@ int run(const Options& options) {
   const auto tensor_parallel =
       mesh.has("tp") ? cohort::translate::make_tensor_parallel_context(mesh.group("tp"))
                      : std::make_shared<cohort::nmt::TensorParallelContext>();
-  cohort::nmt::Transformer model(sizes, precision, sharded ? at::kMeta : at::kCPU, tensor_parallel);
+  cohort::nmt::Transformer model(sizes, precision, sharded ? at::Device(at::kMeta) : device,
+                                 tensor_parallel);
   if (!sharded) model->initialise(options.seed);
   cohort::translate::Updater updater(
       model, group,
@@ -327,7 +344,9 @@ int run(const Options& options) {
     const int64_t turn = saves ? step % options.save_every : step;
     const auto index =
         static_cast<size_t>(turn * data_group.size() + data_group.rank()) % batches.size();
-    const auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
+    auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
+    if (!device.is_cpu()) batch = cohort::translate::pinned(batch);
+    wait_for(device);
     group.barrier("step");
     if (step == options.warmup) {
       memory.reset_peak();
@@ -343,6 +362,7 @@ int run(const Options& options) {
     const auto copies = static_cast<double>(options.tensor_parallel);  // of every batch
     loss_per_token = sums[0] / copies / tokens;
     if (saves) saves->after(step - options.warmup, sums[1] == 0);
+    wait_for(device);
     const double elapsed = seconds_since(start);
     if (step < options.warmup) continue;
     times.push_back(elapsed);
@@ -381,6 +401,7 @@ int run(const Options& options) {
         {"world_size", group.size()},
         {"params", cohort::nmt::count_parameters(*model)},
         {"precision", cohort::nmt::to_string(precision)},
+        {"device", device.str()},
         {"mini_batch_words", options.mini_batch_words},
         {"gradient_checkpointing", options.gradient_checkpointing},
         {"gemm_flop_per_s", gemm},
@@ -425,6 +446,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--precision", options.precision, "auto, bfloat16 or float32")
       ->capture_default_str();
+  app.add_option("--device", options.device, "cpu, cuda or cuda:N")->capture_default_str();
   auto* save_to =
       app.add_option("--save-to", options.save_to, "Folder of the checkpoints of --save-every");
   app.add_option("--save-every", options.save_every,

@@ -42,7 +42,7 @@ VOCABULARY, D_MODEL, HEADS, LAYERS, D_FF = 32_000, 512, 8, 6, 2048
 DROPOUT, SMOOTHING, CLIP, NOAM_WARMUP = 0.1, 0.1, 1.0, 4000
 PARAMETERS = 93_255_680
 SENTENCES, SHORTEST, LONGEST = 20_000, 4, 100
-LOSS_ROWS = 32  # Rows of logits whose float32 softmax stays in cache.
+LOSS_ROWS = 32  # Rows of logits whose float32 softmax stays in a CPU's cache; on a card all are taken at once.
 
 
 # ---------------------------------------------------------------- data, as the C++ bench makes it
@@ -175,12 +175,13 @@ class SmoothedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h_ND, w_VD, labels_N, scale):
         logits_NV = torch.mm(h_ND, w_VD.t())
-        loss = torch.zeros((), dtype=torch.float32)
-        for z, y in zip(logits_NV.split(LOSS_ROWS), labels_N.unsqueeze(1).split(LOSS_ROWS)):
+        loss = torch.zeros((), dtype=torch.float32, device=h_ND.device)
+        rows = LOSS_ROWS if h_ND.device.type == "cpu" else len(labels_N)
+        for z, y in zip(logits_NV.split(rows), labels_N.unsqueeze(1).split(rows)):
             log_p = torch.log_softmax(z, -1, dtype=torch.float32)
             loss -= (1 - SMOOTHING) * log_p.gather(1, y).sum() + SMOOTHING * log_p.mean(-1).sum()
             grad = log_p.exp_().sub_(SMOOTHING / VOCABULARY)
-            grad.scatter_add_(1, y, torch.full(y.shape, SMOOTHING - 1.0))
+            grad.scatter_add_(1, y, torch.full(y.shape, SMOOTHING - 1.0, device=y.device))
             z.copy_(grad)
         ctx.save_for_backward(h_ND, w_VD, logits_NV)
         ctx.scale = scale
@@ -189,7 +190,8 @@ class SmoothedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         h_ND, w_VD, grad_NV = ctx.saved_tensors
-        scale = grad_output.item() * ctx.scale
+        # Reading the number would wait for a card.
+        scale = ctx.scale * (grad_output.item() if grad_output.device.type == "cpu" else grad_output.to(h_ND.dtype))
         return torch.mm(grad_NV, w_VD) * scale, torch.mm(grad_NV.t(), h_ND * scale), None, None
 
 
@@ -223,12 +225,12 @@ class Translator(nn.Module):
         padded = source == PAD
         source_mask = None
         if padded.any():
-            source_mask = torch.zeros(padded.shape, dtype=self.dtype)
+            source_mask = torch.zeros(padded.shape, dtype=self.dtype, device=source.device)
             source_mask = source_mask.masked_fill_(padded, -math.inf)[:, None, None, :]
         causal_mask = None
         if self.kind == "bmm":
             size = inputs.shape[1]
-            causal_mask = torch.full((size, size), -math.inf, dtype=self.dtype).triu_(1)
+            causal_mask = torch.full((size, size), -math.inf, dtype=self.dtype, device=source.device).triu_(1)
         memory = self.embed(self.source_embedding, source)
         for layer in self.encoder:
             memory = layer(memory, source_mask, False)
@@ -255,6 +257,7 @@ def parse():
     parser.add_argument("--strategy", choices=("ddp", "zero1", "fsdp2"), default="ddp")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--attention", choices=("sdpa", "bmm", "auto"), default="auto")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the card of LOCAL_RANK")
     parser.add_argument("--seed", type=int, default=1, help="of the data and of the weights")
     options = parser.parse_args()
     if options.steps < 1 or options.warmup < 0 or options.mini_batch_words <= LONGEST:
@@ -265,12 +268,16 @@ def parse():
 def main():
     options = parse()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    on_card = options.device == "cuda"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_card else torch.device("cpu")
+    if on_card:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_card else "gloo", timeout=datetime.timedelta(seconds=300))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(options.seed)  # Same weights on all ranks; dropout differs below.
-    attention = "bmm" if options.attention == "auto" else options.attention
+    attention = ("sdpa" if on_card else "bmm") if options.attention == "auto" else options.attention
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    model = Translator(attention, dtype)
+    model = Translator(attention, dtype).to(device)
     parameters = list(model.parameters())
     assert sum(p.numel() for p in parameters) == PARAMETERS
     adam = {"lr": 0.0, "betas": (0.9, 0.98), "eps": 1e-9, "fused": True}
@@ -292,12 +299,13 @@ def main():
         batches = plan_batches(options.seed, options.mini_batch_words)
 
     def step(number, batch):
-        source, inputs, labels, tokens = batch
+        *tensors, tokens = batch
+        source, inputs, labels = (t.pin_memory().to(device, non_blocking=True) if on_card else t for t in tensors)
         total = torch.tensor(tokens)
         dist.all_reduce(total)
         optimizer.zero_grad(set_to_none=True)
         # DDP averages over the ranks: world / total makes it the sum over the global tokens.
-        with torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16"):
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bf16"):
             loss = sharded(source, inputs, labels, world / total.item())
         loss.backward()
         # The fused kernel divides by grad_scale as it reads: clipping costs no pass of its own.
@@ -310,17 +318,23 @@ def main():
         optimizer.step()
         return total.item(), loss.detach()
 
+    def meet():
+        if on_card:
+            torch.cuda.synchronize()
+        dist.all_reduce(torch.zeros(()))  # Over Gloo: a barrier of both backends would be NCCL's.
+
     seconds, speeds = [], []
     for number in range(options.warmup + options.steps):
         index = (number * world + rank) % len(batches)
         batch = make_batch(options.seed, index, batches[index])
-        dist.barrier()
+        meet()
         start = time.perf_counter()
         tokens, loss = step(number + 1, batch)
-        dist.barrier()
+        meet()
         if number >= options.warmup:
             seconds.append(time.perf_counter() - start)
             speeds.append(tokens / seconds[-1])
+    loss = loss.cpu()
     dist.all_reduce(loss)
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
@@ -334,6 +348,7 @@ def main():
             "world_size": world,
             "params": PARAMETERS,
             "precision": options.precision,
+            "device": options.device,
             "attention": attention,
             "mini_batch_words": options.mini_batch_words,
             "median_step_s": round(statistics.median(seconds), 4),
