@@ -134,6 +134,14 @@ TEST(TrainingDeviceTest, TwoRanksTrainAsOnTheCpu) {
   });
 }
 
+TEST(TrainingDeviceTest, ThreeRanksTrainAsOnTheCpu) {
+  const test::SharedFolder folder;
+  if (folder.is_parent()) write_text(folder);
+  on_the_device(3, [&](const comm::ProcessGroup& group) {
+    expect_run_of_the_cpu(group, folder, Strategy::kZero2);
+  });
+}
+
 TEST(TrainingDeviceTest, OneRankTrainsAsOnTheCpu) {
   const test::SharedFolder folder;
   if (folder.is_parent()) write_text(folder);

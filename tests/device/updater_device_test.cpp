@@ -28,12 +28,15 @@ struct Case {
   Strategy strategy = Strategy::kDdp;
   bool cpu_offload = false;
   bool gradient_checkpointing = false;
+  int tensor_parallel = 1;
 };
 
-nmt::Transformer model_of(at::Device device) {
+nmt::Transformer model_of(at::Device device,
+                          const std::shared_ptr<const nmt::TensorParallelContext>& context =
+                              std::make_shared<nmt::TensorParallelContext>()) {
   auto options = test::tiny_options();
   options.dropout = 0.2;
-  nmt::Transformer model(options, nmt::Precision::kFloat32, device);
+  nmt::Transformer model(options, nmt::Precision::kFloat32, device, context);
   model->initialise(7);
   return model;
 }
@@ -60,10 +63,16 @@ std::vector<nmt::Batch> batches_of(int update, const comm::ProcessGroup& group) 
 
 // All that a checkpoint holds, and what the updates said, on the CPU.
 std::vector<at::Tensor> results_on(const comm::ProcessGroup& group, const Case& c) {
-  Updater updater(model_of(group.device()), group, options_of(c));
+  UpdaterOptions options = options_of(c);
+  options.mesh = parallel::init_strategy_mesh(group, c.strategy, c.tensor_parallel);
+  const auto context = c.tensor_parallel > 1
+                           ? make_tensor_parallel_context(options.mesh.group("tp"))
+                           : std::make_shared<nmt::TensorParallelContext>();
+  const comm::ProcessGroup data_group = parallel::data_axes(options.mesh).group();
+  Updater updater(model_of(group.device(), context), group, options);
   std::vector<at::Tensor> results;
   for (int update = 0; update < kNumUpdates; ++update) {
-    const UpdateReport report = updater.update(batches_of(update, group));
+    const UpdateReport report = updater.update(batches_of(update, data_group));
     EXPECT_FALSE(report.skipped);
     results.push_back(at::tensor({report.nll_sum, report.gradient_norm}, at::kDouble));
   }
@@ -79,7 +88,8 @@ std::vector<at::Tensor> results_on(const comm::ProcessGroup& group, const Case& 
 
 void expect_bits_of_the_cpu(const comm::ProcessGroup& group, const Case& c) {
   SCOPED_TRACE(to_string(c.strategy) + (c.cpu_offload ? ", offload" : "") +
-               (c.gradient_checkpointing ? ", gradient checkpointing" : ""));
+               (c.gradient_checkpointing ? ", gradient checkpointing" : "") +
+               (c.tensor_parallel > 1 ? ", tensor parallel" : ""));
   const test::AtenKernels same_operations;
   std::vector<int> everyone(static_cast<size_t>(group.size()));
   std::iota(everyone.begin(), everyone.end(), 0);
@@ -111,6 +121,19 @@ TEST(UpdaterDeviceTest, TwoRanksOfEachStrategyUpdateAsOnTheCpu) {
     expect_bits_of_the_cpu(group, {.strategy = Strategy::kZero3, .gradient_checkpointing = true});
     for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero3})
       expect_bits_of_the_cpu(group, {.strategy = strategy, .cpu_offload = true});
+  });
+}
+
+TEST(UpdaterDeviceTest, TwoRanksOfOneModelUpdateAsOnTheCpu) {
+  on_the_device(2, [](const comm::ProcessGroup& group) {
+    expect_bits_of_the_cpu(group, {.tensor_parallel = 2});
+  });
+}
+
+TEST(UpdaterDeviceTest, TwoShardedModelsOfTwoRanksUpdateAsOnTheCpu) {
+  on_the_device(4, [](const comm::ProcessGroup& group) {
+    for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero3})
+      expect_bits_of_the_cpu(group, {.strategy = strategy, .tensor_parallel = 2});
   });
 }
 
