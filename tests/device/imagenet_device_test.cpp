@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Training and evaluation of a ResNet on a device whose memory the host may not touch: bit by bit
 // those of the CPU.
-#include <cstdlib>
 #include <filesystem>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <sstream>
 
 #include "examples/imagenet/trainer.h"
-#include "tests/device/second_backend.h"
+#include "tests/device/same_bits.h"
 #include "tests/device/second_device.h"
 #include "tests/image/drawn_images.h"
-#include "tests/support/ranks.h"
 #include "tests/support/shared_folder.h"
 
 namespace imagenet {
@@ -43,8 +40,6 @@ std::string scores_on(const ProcessGroup& group, Options options) {
 void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::SharedFolder& folder,
                             const std::string& strategy, bool sync_bn) {
   SCOPED_TRACE(strategy);
-  std::vector<int> everyone(static_cast<size_t>(group.size()));
-  std::iota(everyone.begin(), everyone.end(), 0);
   Options options{.data = folder / "data", .arch = "resnet18"};
   options.epochs = 2;
   options.image_size = 32;
@@ -54,7 +49,7 @@ void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::Share
   options.strategy = strategy;
   options.sync_bn = sync_bn;
   options.output = folder / ("cpu-" + strategy);
-  const auto expected = scores_on(group.subgroup(everyone, "cpu", {.backend = "gloo"}), options);
+  const auto expected = scores_on(cohort::test::on_cpu(group), options);
   options.output = folder / ("device-" + strategy);
   EXPECT_EQ(scores_on(group, options), expected);
   if (group.rank() != 0) return;
@@ -72,18 +67,13 @@ void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::Share
 }
 
 TEST(ImagenetDeviceTest, TrainsAsOnTheCpu) {
-  if (std::getenv("COHORT_TEST_RANK") != nullptr) cohort::test::register_second_backend();
   const cohort::test::SharedFolder folder;
   if (folder.is_parent()) cohort::test::draw_image_folders(folder / "data", 8, 5, 40, 48);
-  for (const auto& end :
-       cohort::test::run_ranks(2,
-                               [&](const ProcessGroup& group) {
-                                 EXPECT_EQ(group.device(), cohort::test::second_device());
-                                 expect_bits_of_the_cpu(group, folder, "ddp", /*sync_bn=*/true);
-                                 expect_bits_of_the_cpu(group, folder, "zero3", /*sync_bn=*/false);
-                               },
-                               {.backend = "second"}))
-    EXPECT_EQ(end.exit_code, 0) << end.output;
+  cohort::test::device_ranks(2, [&](const ProcessGroup& group) {
+    EXPECT_EQ(group.device(), cohort::test::second_device());
+    expect_bits_of_the_cpu(group, folder, "ddp", /*sync_bn=*/true);
+    expect_bits_of_the_cpu(group, folder, "zero3", /*sync_bn=*/false);
+  });
 }
 
 }  // namespace imagenet_device_test

@@ -3,21 +3,18 @@
 // validation with translation, checkpoints and resumption, bit by bit as on the CPU with the same
 // operations.
 #include <array>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
-#include <numeric>
 
 #include "cohort/base/error.h"
 #include "cohort/translate/training.h"
 #include "cohort/translate/training_options.h"
 
-#include "tests/device/second_backend.h"
+#include "tests/device/same_bits.h"
 #include "tests/device/second_device.h"
 #include "tests/support/aten_kernels.h"
 #include "tests/support/message_of.h"
-#include "tests/support/ranks.h"
 #include "tests/support/shared_folder.h"
 
 namespace cohort::translate {
@@ -98,9 +95,7 @@ void expect_run_of_the_cpu(const comm::ProcessGroup& group, const test::SharedFo
                            Strategy strategy) {
   SCOPED_TRACE(to_string(strategy));
   const test::AtenKernels same_operations;
-  std::vector<int> everyone(static_cast<size_t>(group.size()));
-  std::iota(everyone.begin(), everyone.end(), 0);
-  const comm::ProcessGroup cpu = group.subgroup(everyone, "cpu", {.backend = "gloo"});
+  const comm::ProcessGroup cpu = test::on_cpu(group);
   const std::string name = to_string(strategy) + std::to_string(group.size());
   const auto on_cpu = train(options_of(folder, "cpu-" + name, strategy), cpu);
   // The second half on the device resumes what the CPU began, so its checkpoints are read, too.
@@ -119,16 +114,10 @@ void expect_run_of_the_cpu(const comm::ProcessGroup& group, const test::SharedFo
   }
 }
 
-void on_the_device(int num_ranks, const std::function<void(const comm::ProcessGroup&)>& body) {
-  if (std::getenv("COHORT_TEST_RANK") != nullptr) test::register_second_backend();
-  for (const auto& end : test::run_ranks(num_ranks, body, {.backend = "second"}))
-    EXPECT_EQ(end.exit_code, 0) << end.output;
-}
-
 TEST(TrainingDeviceTest, TwoRanksTrainAsOnTheCpu) {
   const test::SharedFolder folder;
   if (folder.is_parent()) write_text(folder);
-  on_the_device(2, [&](const comm::ProcessGroup& group) {
+  test::device_ranks(2, [&](const comm::ProcessGroup& group) {
     for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero1, Strategy::kZero3})
       expect_run_of_the_cpu(group, folder, strategy);
   });
@@ -137,7 +126,7 @@ TEST(TrainingDeviceTest, TwoRanksTrainAsOnTheCpu) {
 TEST(TrainingDeviceTest, ThreeRanksTrainAsOnTheCpu) {
   const test::SharedFolder folder;
   if (folder.is_parent()) write_text(folder);
-  on_the_device(3, [&](const comm::ProcessGroup& group) {
+  test::device_ranks(3, [&](const comm::ProcessGroup& group) {
     expect_run_of_the_cpu(group, folder, Strategy::kZero2);
   });
 }
@@ -145,7 +134,7 @@ TEST(TrainingDeviceTest, ThreeRanksTrainAsOnTheCpu) {
 TEST(TrainingDeviceTest, OneRankTrainsAsOnTheCpu) {
   const test::SharedFolder folder;
   if (folder.is_parent()) write_text(folder);
-  on_the_device(1, [&](const comm::ProcessGroup& group) {
+  test::device_ranks(1, [&](const comm::ProcessGroup& group) {
     expect_run_of_the_cpu(group, folder, Strategy::kDdp);
     auto options = options_of(folder, "fit", Strategy::kDdp);
     options.mini_batch_fit = true;

@@ -2,19 +2,16 @@
 // Updates of a translator on a device whose memory the host may not touch: bit by bit those of the
 // CPU with the same operations.
 #include <algorithm>
-#include <cstdlib>
 #include <gtest/gtest.h>
-#include <numeric>
 #include <torch/types.h>
 
 #include "cohort/translate/corpus.h"
 #include "cohort/translate/updater.h"
 
-#include "tests/device/second_backend.h"
+#include "tests/device/same_bits.h"
 #include "tests/device/second_device.h"
 #include "tests/support/aten_kernels.h"
 #include "tests/support/message_of.h"
-#include "tests/support/ranks.h"
 #include "tests/support/sentences.h"
 
 namespace cohort::translate {
@@ -91,22 +88,12 @@ void expect_bits_of_the_cpu(const comm::ProcessGroup& group, const Case& c) {
                (c.gradient_checkpointing ? ", gradient checkpointing" : "") +
                (c.tensor_parallel > 1 ? ", tensor parallel" : ""));
   const test::AtenKernels same_operations;
-  std::vector<int> everyone(static_cast<size_t>(group.size()));
-  std::iota(everyone.begin(), everyone.end(), 0);
-  const auto expected = results_on(group.subgroup(everyone, "cpu", {.backend = "gloo"}), c);
-  const auto got = results_on(group, c);
-  ASSERT_EQ(got.size(), expected.size());
-  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
-}
-
-void on_the_device(int num_ranks, const std::function<void(const comm::ProcessGroup&)>& body) {
-  if (std::getenv("COHORT_TEST_RANK") != nullptr) test::register_second_backend();
-  for (const auto& end : test::run_ranks(num_ranks, body, {.backend = "second"}))
-    EXPECT_EQ(end.exit_code, 0) << end.output;
+  const auto expected = results_on(test::on_cpu(group), c);
+  test::expect_same_bits(results_on(group, c), expected);
 }
 
 TEST(UpdaterDeviceTest, OneRankUpdatesAsOnTheCpu) {
-  on_the_device(1, [](const comm::ProcessGroup& group) {
+  test::device_ranks(1, [](const comm::ProcessGroup& group) {
     EXPECT_EQ(group.device(), test::second_device());
     expect_bits_of_the_cpu(group, {});
     expect_bits_of_the_cpu(group, {.gradient_checkpointing = true});
@@ -114,7 +101,7 @@ TEST(UpdaterDeviceTest, OneRankUpdatesAsOnTheCpu) {
 }
 
 TEST(UpdaterDeviceTest, TwoRanksOfEachStrategyUpdateAsOnTheCpu) {
-  on_the_device(2, [](const comm::ProcessGroup& group) {
+  test::device_ranks(2, [](const comm::ProcessGroup& group) {
     for (const Strategy strategy :
          {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3})
       expect_bits_of_the_cpu(group, {.strategy = strategy});
@@ -125,20 +112,20 @@ TEST(UpdaterDeviceTest, TwoRanksOfEachStrategyUpdateAsOnTheCpu) {
 }
 
 TEST(UpdaterDeviceTest, TwoRanksOfOneModelUpdateAsOnTheCpu) {
-  on_the_device(2, [](const comm::ProcessGroup& group) {
+  test::device_ranks(2, [](const comm::ProcessGroup& group) {
     expect_bits_of_the_cpu(group, {.tensor_parallel = 2});
   });
 }
 
 TEST(UpdaterDeviceTest, TwoShardedModelsOfTwoRanksUpdateAsOnTheCpu) {
-  on_the_device(4, [](const comm::ProcessGroup& group) {
+  test::device_ranks(4, [](const comm::ProcessGroup& group) {
     for (const Strategy strategy : {Strategy::kZero1, Strategy::kZero3})
       expect_bits_of_the_cpu(group, {.strategy = strategy, .tensor_parallel = 2});
   });
 }
 
 TEST(UpdaterDeviceTest, ThreeRanksUpdateAsOnTheCpu) {
-  on_the_device(3, [](const comm::ProcessGroup& group) {
+  test::device_ranks(3, [](const comm::ProcessGroup& group) {
     for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero3})
       expect_bits_of_the_cpu(group, {.strategy = strategy});
   });
@@ -146,7 +133,7 @@ TEST(UpdaterDeviceTest, ThreeRanksUpdateAsOnTheCpu) {
 
 // What a step asks of the device. A batch is six tensors.
 TEST(UpdaterDeviceTest, AnUpdateWaitsForTheDeviceOnce) {
-  on_the_device(2, [](const comm::ProcessGroup& group) {
+  test::device_ranks(2, [](const comm::ProcessGroup& group) {
     for (const Strategy strategy :
          {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
       SCOPED_TRACE(to_string(strategy));
@@ -169,7 +156,7 @@ TEST(UpdaterDeviceTest, AnUpdateWaitsForTheDeviceOnce) {
 }
 
 TEST(UpdaterDeviceTest, ABadGradientSkipsTheUpdate) {
-  on_the_device(2, [](const comm::ProcessGroup& group) {
+  test::device_ranks(2, [](const comm::ProcessGroup& group) {
     const nmt::Transformer model = model_of(group.device());
     bool spoil = group.rank() == 1;
     model->named_parameters()["encoder.layers.1.linear1.weight"].register_hook(
@@ -186,7 +173,7 @@ TEST(UpdaterDeviceTest, ABadGradientSkipsTheUpdate) {
 }
 
 TEST(UpdaterDeviceTest, AModelElsewhereThanTheGroupIsRefused) {
-  on_the_device(1, [](const comm::ProcessGroup& group) {
+  test::device_ranks(1, [](const comm::ProcessGroup& group) {
     const std::string error = test::message_of<c10::ValueError>(
         [&] { Updater(model_of(at::kCPU), group, options_of({})); });
     EXPECT_NE(error.find("parameter source_embedding is on the CPU"), std::string::npos) << error;
