@@ -37,10 +37,10 @@ class EmbeddingImpl : public torch::nn::Module {
   void prefetch(const at::Tensor& ids);
 
   /// Rows of `ids` [N...], int64 on the CPU -> float32 [N..., width] on the options' device; with
-  /// pooling over the last dimension of ids -> [N..., width] without it. The copy to a device does
-  /// not wait for it, backward's copy of the gradient to the host does. Rows that were not prefetched for this step are
-  /// pulled now, which blocks; so are those of predictions. Among the ranks of a host
-  /// (SessionOptions::host) that is collective.
+  /// pooling over the last dimension of ids -> [N..., width] without it. The copy to a device
+  /// does not wait for it, backward's copy of the gradient to the host does. Rows that were not
+  /// prefetched for this step are pulled now, which blocks; so are those of predictions. Among
+  /// the ranks of a host (SessionOptions::host) that is collective.
   at::Tensor forward(const at::Tensor& ids);
 
   int64_t width() const { return width_; }
