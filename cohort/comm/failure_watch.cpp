@@ -19,6 +19,8 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kPollInterval{250};
 constexpr milliseconds kShortPollInterval{20};  // while ranks answer
 constexpr milliseconds kAnswerLimit{2000};
+// How often the declarer looks whether the process whose answer it waits for has ended.
+constexpr milliseconds kLookAtProcess{50};
 constexpr milliseconds kReportLimit{5000};
 // For the call of the store that is under way when the group closes.
 constexpr milliseconds kLastCallLimit{2000};
@@ -153,18 +155,42 @@ FailureReport FailureWatch::collect_records() {
   FailureReport report;
   FlightRecords records;
   const auto deadline = Clock::now() + kAnswerLimit;
+  bool all_ended = true;
   for (int peer = 0; peer < world_size_; ++peer) {
-    if (wait_for_key(key("alive", peer), until(deadline))) {
+    if (wait_for_record(peer, deadline)) {
       records[peer] = decode<FlightRecord>(store_->get(key("alive", peer)));
     } else {
       report.lost.push_back(peer);
+      all_ended = all_ended && has_ended(peer);
     }
   }
   report.mismatch = find_mismatch(records).value_or("");
-  report.others = report.lost.empty() ? describe_others(records)
-                                      : "gave no sign of life for " +
-                                            std::to_string(kAnswerLimit.count()) + " ms after that";
+  if (report.lost.empty()) {
+    report.others = describe_others(records);
+  } else if (all_ended) {
+    report.others =
+        report.lost.size() == 1 ? "its process has ended" : "their processes have ended";
+  } else {
+    report.others =
+        "gave no sign of life for " + std::to_string(kAnswerLimit.count()) + " ms after that";
+  }
   return report;
+}
+
+bool FailureWatch::has_ended(int peer) const {
+  return calls_.has_ended && calls_.has_ended(peer);
+}
+
+// What a process writes before it ends is there when it has ended.
+bool FailureWatch::wait_for_record(int peer, Clock::time_point deadline) {
+  bool ended = false;
+  while (!ended && Clock::now() < deadline) {
+    ended = has_ended(peer);
+    if (wait_for_key(key("alive", peer),
+                     ended ? milliseconds(1) : std::min(until(deadline), kLookAtProcess)))
+      return true;
+  }
+  return false;
 }
 
 void FailureWatch::check_liveness() {

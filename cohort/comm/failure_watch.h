@@ -29,6 +29,8 @@ struct FailureReport {
 struct FailureWatchCalls {
   std::function<FlightRecord()> flight_record;         ///< CollectiveLog::flight_record.
   std::function<std::optional<int64_t>()> waiting_ns;  ///< CollectiveLog::waiting_ns.
+  /// Whether a rank's process is known to have ended; empty: of none.
+  std::function<bool(int rank)> has_ended = {};
   std::function<void()> abort;  ///< Ends this rank's waiting: the group is dead.
 };
 
@@ -36,8 +38,8 @@ struct FailureWatchCalls {
 ///
 /// The first rank whose operation fails declares it in the store. Every rank's watching thread sees
 /// that, answers with its rank's flight record even while its main thread is stuck in an operation,
-/// and ends that operation. A rank that has not answered within two seconds, dead or not, is lost;
-/// the declarer writes the failure report, and every watcher keeps it, so that all survivors name
+/// and ends that operation. A rank whose process has ended is lost at once, one that has not
+/// answered within two seconds, dead or not, then; the declarer writes the failure report, and every watcher keeps it, so that all survivors name
 /// the same ranks. A store that is gone, or silent, means that rank 0, its host, is lost.
 ///
 /// A rank that waits for more than two seconds publishes its flight record; rank 0's watcher
@@ -70,6 +72,8 @@ class FailureWatch {
   FailureReport store_lost(const std::string& how) const;
   std::chrono::milliseconds until_next_look() const;
   bool wait_for_key(const std::string& key, std::chrono::milliseconds limit);
+  bool has_ended(int peer) const;
+  bool wait_for_record(int peer, std::chrono::steady_clock::time_point deadline);
   bool wait_or_wake(const std::string& key, std::chrono::milliseconds limit);
   void wake();
   void decide(FailureReport report);

@@ -85,6 +85,10 @@ void Job::start_watch() {
       std::move(rendezvous.watch), info.rank, info.world_size, rank_0_hosts,
       FailureWatchCalls{.flight_record = [this] { return log.flight_record(); },
                         .waiting_ns = [this] { return log.waiting_ns(); },
+                        .has_ended =
+                            [this](int rank) {
+                              return rendezvous.processes[static_cast<size_t>(rank)].has_ended();
+                            },
                         .abort = [this] { abort(); }});
 }
 

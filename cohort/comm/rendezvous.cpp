@@ -316,7 +316,12 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
     MemberList list = list_of(generation.number);
     list.register_rank(options.terms);
     const auto members = list.wait_for_all();
-    for (const Member& member : members) rendezvous.hosts.push_back(member.named_host());
+    for (const Member& member : members) {
+      rendezvous.hosts.push_back(member.named_host());
+      rendezvous.processes.push_back(member.host == list.self().host
+                                         ? PeerProcess(member.pid, member.started)
+                                         : PeerProcess());
+    }
     const bool several_hosts = std::ranges::any_of(
         members, [&](const Member& other) { return other.host != list.self().host; });
     if (several_hosts && asked.name.empty() && is_loopback(rendezvous.address))
