@@ -331,7 +331,7 @@ int run(const Options& options) {
   // As the other programs, whose allocator keeps what is freed.
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the most that it takes
   mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  const ProcessGroup group(cohort::comm::rank_info_from_environment());
+  const ProcessGroup group(cohort::comm::rank_info_from_environment(), {.backend = "gloo"});
   if (group.size() < 2)
     throw cohort::ConfigError("expected 2 ranks or more: cohort run --nproc-per-node 2 -- ...");
   const json result =

@@ -302,8 +302,7 @@ int run(const Options& options) {
   at::set_num_threads(1);
   const cohort::comm::RankInfo info = cohort::comm::rank_info_from_environment();
   const at::Device device = cohort::comm::init_accelerator(options.device, info);
-  const cohort::comm::ProcessGroup group(
-      info, {.backend = device.is_cuda() ? "nccl" : "gloo", .device = device});
+  const cohort::comm::ProcessGroup group(info, {.device = device});
   const auto precision = cohort::nmt::parse_precision(options.precision);
   cohort::nmt::check_precision(precision, device.is_cpu());
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;

@@ -326,7 +326,7 @@ double slowest(const ProcessGroup& group, const std::function<void()>& body) {
 
 int run(const Options& options) {
   at::set_num_threads(1);
-  ProcessGroup group(cohort::comm::rank_info_from_environment());
+  ProcessGroup group(cohort::comm::rank_info_from_environment(), {.backend = "gloo"});
   const std::vector<Bucket> buckets = buckets_of_base_model();
   std::map<std::string, Side> sides;
   sides["flat"] = Side::make<Flat>(buckets, group);

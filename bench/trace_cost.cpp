@@ -79,9 +79,9 @@ nlohmann::json all_reduce_us(const Options& options, const cohort::comm::Process
 }
 
 int run(const Options& options) {
-  const auto group = cohort::init_process_group();
-  const auto comparing =
-      cohort::init_process_group({.check_collectives = cohort::comm::CheckCollectives::kAlways});
+  const auto group = cohort::init_process_group({.backend = "gloo"});
+  const auto comparing = cohort::init_process_group(
+      {.backend = "gloo", .check_collectives = cohort::comm::CheckCollectives::kAlways});
   nlohmann::json result{{"bench", "trace_cost"}, {"ranks", group.size()}};
   const auto file =
       std::filesystem::temp_directory_path() / ("cohort-trace-cost-" + std::to_string(getpid()));

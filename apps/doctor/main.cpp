@@ -68,7 +68,8 @@ Json describe(const Machine& machine) {
 }
 
 Json versions() {
-  Json backends = {"gloo"};  // Inside libtorch, which does not say which Gloo it is.
+  Json backends = {"gloo",
+                   "shm"};  // Inside libtorch, which does not say which Gloo it is; and ours.
   try {
     cohort::comm::find_backend("mpi");
     backends.push_back("mpi");

@@ -75,7 +75,8 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
         ->group(section);
   }
   app.add_option("--dist-backend", backend,
-                 "Backend of the collectives (auto: nccl for cuda, else gloo)")
+                 "Backend of the collectives (auto: nccl for cuda, else shm among ranks of one "
+                 "host and gloo among those of several)")
       ->type_name("NAME")
       ->capture_default_str()
       ->group(section);
@@ -113,8 +114,8 @@ void GroupFlags::choose_device(const comm::RankInfo& info) {
   // A file of a backend may bring its device's driver; NCCL's needs CUDA, which is loaded then.
   if (!chooses && backend != "nccl") comm::find_backend(backend);
   group.device = comm::init_accelerator(device, info);
-  group.backend = !chooses ? backend : group.device->is_cuda() ? "nccl" : "gloo";
-  check_backend(group.backend, *group.device);
+  group.backend = backend;
+  check_backend(!chooses ? backend : group.device->is_cuda() ? "nccl" : "gloo", *group.device);
   if (allow_tf32 && !group.device->is_cuda())
     throw ConfigError("--allow-tf32: expected a CUDA --device, got " + group.device->str());
   if (allow_tf32) at::globalContext().setAllowTF32CuBLAS(true);

@@ -20,7 +20,7 @@ struct GroupFlags {
   /// CUDA devices, by local rank, instead of `device`, as Marian's --devices. Empty: not given.
   std::vector<int> devices;
   bool allow_tf32 = false;       ///< As torch's allow_tf32 of CUDA's products.
-  std::string backend = "auto";  ///< "auto": "nccl" for CUDA devices, else "gloo".
+  std::string backend = "auto";  ///< As ProcessGroupOptions::backend.
   double rendezvous_timeout_s = 300;
   double timeout_s = 600;
   int cpu_threads = 0;

@@ -13,6 +13,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/comm/backends/gloo/gloo.h"
+#include "cohort/comm/backends/shm/shm_backend.h"
 #include "cohort/comm/plugin_file.h"
 
 namespace cohort::comm {
@@ -32,7 +33,8 @@ struct Registry {
 
 Registry& registry() {
   static Registry instance{.mutex = {},
-                           .plugins = {{"gloo", {c10::DeviceType::CPU, make_gloo_backend}}}};
+                           .plugins = {{"gloo", {c10::DeviceType::CPU, make_gloo_backend}},
+                                       {"shm", {c10::DeviceType::CPU, make_shm_backend}}}};
   return instance;
 }
 

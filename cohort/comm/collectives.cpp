@@ -188,10 +188,12 @@ std::vector<std::string> ProcessGroup::gather_object(const std::string& object, 
 
 namespace {
 
-BackendWork begin_barrier(c10d::ProcessGroup& group, std::chrono::milliseconds timeout) {
+BackendWork begin_barrier(c10d::ProcessGroup& group, std::chrono::milliseconds timeout,
+                          bool async_op) {
   Tensors tensors{at::zeros({1}, at::kByte)};
   c10d::AllreduceOptions options;
   options.timeout = timeout;
+  options.asyncOp = async_op;
   return group.allreduce(tensors, options);
 }
 
@@ -205,16 +207,18 @@ void ProcessGroup::barrier(const std::string& name, std::optional<std::chrono::m
                            CallSite site) const {
   impl().run(
       {.call = {.operation = barrier_text(name), .site = site, .limit = limit, .moves_data = false},
-       .begin = [&] {
+       .begin = [&](bool async_op) {
          // The comparison of calls is itself a barrier.
          if (impl_->matcher.is_on() || size() == 1) return BackendWork();
-         return begin_barrier(c10d_group(), limit.value_or(impl_->timeout));
+         return begin_barrier(c10d_group(), limit.value_or(impl_->timeout), async_op);
        }});
 }
 
 Work ProcessGroup::barrier_async(const std::string& name, CallSite site) const {
-  return impl().start({.call = {.operation = barrier_text(name), .site = site},
-                       .begin = [&] { return begin_barrier(c10d_group(), impl_->timeout); }});
+  return impl().start(
+      {.call = {.operation = barrier_text(name), .site = site}, .begin = [&](bool async_op) {
+         return begin_barrier(c10d_group(), impl_->timeout, async_op);
+       }});
 }
 
 }  // namespace cohort::comm

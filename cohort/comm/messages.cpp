@@ -94,7 +94,7 @@ Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSit
                                 .tensor = tensor,
                                 .site = site,
                                 .compared = Compared::kNever},
-                       .begin = [&, read = readable(tensor)] {
+                       .begin = [&, read = readable(tensor)](bool) {
                          Tensors data{as_bytes(read)};
                          if (!impl_->matcher.is_on()) return c10d_group().send(data, to, tag);
                          Tensors form{form_of(tensor)};
@@ -120,7 +120,7 @@ Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallS
                                 .site = site,
                                 .compared = Compared::kNever},
                        .begin =
-                           [&] {
+                           [&](bool) {
                              written.bump_version();
                              if (impl_->matcher.is_on()) {
                                return BackendWork(c10::make_intrusive<MessageReceived>(

@@ -157,7 +157,8 @@ at::Tensor read_beside(const at::Tensor& read, const at::Tensor& written,
                        c10d::ProcessGroup& backend) {
   const bool overlaps = read.is_alias_of(written);
   const auto name = backend.getBackend(read.device().type())->getBackendName();
-  return overlaps && name != "nccl" && name != "gloo" ? read.clone() : read;
+  const bool may_overlap = name == "nccl" || name == "gloo" || name == "shm";
+  return overlaps && !may_overlap ? read.clone() : read;
 }
 
 // For an operation that reads it, too.
@@ -222,10 +223,11 @@ Operation all_reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, R
   const Written written = in_place(tensor);
   return {.call = {.operation = name_of("all_reduce", op), .tensor = tensor, .site = site},
           .begin =
-              [&backend, written, op] {
+              [&backend, written, op](bool async_op) {
                 written.bump_version();
                 Tensors tensors{written.memory};
                 c10d::AllreduceOptions options;
+                options.asyncOp = async_op;
                 options.reduceOp = backend_op(op);
                 return backend.allreduce(tensors, options);
               },
@@ -242,10 +244,11 @@ Operation reduce_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, int r
                    .tensor = tensor,
                    .site = site},
           .begin =
-              [&backend, written, root, op] {
+              [&backend, written, root, op](bool async_op) {
                 written.bump_version();
                 Tensors tensors{written.memory};
                 c10d::ReduceOptions options;
+                options.asyncOp = async_op;
                 options.reduceOp = backend_op(op);
                 options.rootRank = root;
                 return backend.reduce(tensors, options);
@@ -262,10 +265,11 @@ Operation broadcast_of(c10d::ProcessGroup& backend, const at::Tensor& tensor, in
                    .tensor = tensor,
                    .site = site},
           .begin =
-              [&backend, written, root] {
+              [&backend, written, root](bool async_op) {
                 if (backend.getRank() != root) written.bump_version();
                 Tensors tensors{as_bytes(written.memory)};
                 c10d::BroadcastOptions options;
+                options.asyncOp = async_op;
                 options.rootRank = root;
                 return backend.broadcast(tensors, options);
               },
@@ -280,11 +284,12 @@ Operation all_gather_of(c10d::ProcessGroup& backend, const at::Tensor& output,
   const Written written = filled(output);
   return {.call = {.operation = "all_gather", .tensor = input, .site = site},
           .begin =
-              [&backend, written, read = readable(input)] {
+              [&backend, written, read = readable(input)](bool async_op) {
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
                 at::Tensor input_bytes = as_bytes(read_beside(read, written.memory, backend));
-                return backend.COHORT_ALL_GATHER_SINGLE(output_bytes, input_bytes);
+                return backend.COHORT_ALL_GATHER_SINGLE(output_bytes, input_bytes,
+                                                        {.asyncOp = async_op});
               },
           .finish = [written] { written.finish(); }};
 }
@@ -315,7 +320,7 @@ Operation gather_of(c10d::ProcessGroup& backend, const Tensors& outputs, const a
   return {
       .call = {.operation = "gather to " + std::to_string(root), .tensor = tensor, .site = site},
       .begin =
-          [&backend, written, read = readable(tensor), root] {
+          [&backend, written, read = readable(tensor), root](bool async_op) {
             std::vector<Tensors> output_lists(backend.getRank() == root ? 1 : 0);
             for (const Written& output : written) {
               output.bump_version();
@@ -323,6 +328,7 @@ Operation gather_of(c10d::ProcessGroup& backend, const Tensors& outputs, const a
             }
             Tensors inputs{as_bytes(read)};
             c10d::GatherOptions options;
+            options.asyncOp = async_op;
             options.rootRank = root;
             return backend.gather(output_lists, inputs, options);
           },
@@ -342,12 +348,13 @@ Operation scatter_of(c10d::ProcessGroup& backend, const at::Tensor& output, cons
   return {
       .call = {.operation = "scatter from " + std::to_string(root), .tensor = output, .site = site},
       .begin =
-          [&backend, written, read, root] {
+          [&backend, written, read, root](bool async_op) {
             written.bump_version();
             std::vector<Tensors> input_lists(backend.getRank() == root ? 1 : 0);
             for (const at::Tensor& input : read) input_lists[0].push_back(as_bytes(input));
             Tensors outputs{as_bytes(written.memory)};
             c10d::ScatterOptions options;
+            options.asyncOp = async_op;
             options.rootRank = root;
             return backend.scatter(outputs, input_lists, options);
           },
@@ -363,11 +370,12 @@ Operation reduce_scatter_of(c10d::ProcessGroup& backend, const at::Tensor& outpu
   const Written written = filled(output);
   return {.call = {.operation = name_of("reduce_scatter", op), .tensor = input, .site = site},
           .begin =
-              [&backend, written, read = readable(input), op] {
+              [&backend, written, read = readable(input), op](bool async_op) {
                 written.bump_version();
                 at::Tensor part = written.memory;
                 at::Tensor whole = read_beside(read, part, backend);
                 c10d::ReduceScatterOptions options;
+                options.asyncOp = async_op;
                 options.reduceOp = backend_op(op);
                 return backend.COHORT_REDUCE_SCATTER_SINGLE(part, whole, options);
               },
@@ -409,12 +417,13 @@ Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
                    .tensor = equal ? input : at::Tensor(),
                    .site = site},
           .begin =
-              [&backend, written, read = readable(input), out_counts, in_counts]() mutable {
+              [&backend, written, read = readable(input), out_counts,
+               in_counts](bool async_op) mutable {
                 written.bump_version();
                 at::Tensor output_bytes = as_bytes(written.memory);
                 at::Tensor input_bytes = as_bytes(read);
                 return backend.COHORT_ALL_TO_ALL_SINGLE(output_bytes, input_bytes, out_counts,
-                                                        in_counts);
+                                                        in_counts, {.asyncOp = async_op});
               },
           .finish = [written] { written.finish(); }};
 }

@@ -9,7 +9,6 @@
 
 #include "cohort/base/error.h"
 #include "cohort/comm/backend.h"
-#include "cohort/comm/backends/gloo/gloo.h"
 #include "cohort/comm/process_group_impl.h"
 
 namespace cohort::comm {
@@ -17,7 +16,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
+// c10d keeps one backend of each type. The names that it does not know have one type in common,
+// which is then free for a plug-in.
 c10d::ProcessGroup::BackendType backend_type(const std::string& backend) {
+  if (backend == "shm") return c10d::ProcessGroup::BackendType::UCC;
   return c10d::ProcessGroup::strToBackendType(backend);
 }
 
@@ -53,6 +55,31 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPlugin& plugin,
   }
 }
 
+// The backend of CPU tensors for ranks on `hosts`.
+std::string backend_among(const std::vector<std::string>& hosts) {
+  const bool one_host = std::ranges::all_of(hosts, [&](auto& host) { return host == hosts[0]; });
+  return one_host ? "shm" : "gloo";
+}
+
+// The backend that `asked`, a name or "auto", means for ranks on `hosts`.
+std::string backend_of(const std::string& asked, const ProcessGroupOptions& options,
+                       const std::vector<std::string>& hosts) {
+  if (asked != "auto") return asked;
+  return options.device && options.device->is_cuda() ? "nccl" : backend_among(hosts);
+}
+
+void check_device(const ProcessGroupOptions& options) {
+  if (!options.device) return;
+  const bool chosen = options.backend == "auto" && options.device->is_cuda();
+  const c10::DeviceType served = chosen                      ? options.device->type()
+                                 : options.backend == "auto" ? c10::DeviceType::CPU
+                                                             : find_backend(options.backend).device;
+  if (options.device->type() == served) return;
+  throw ConfigError("backend " + options.backend + ": expected one of tensors on " +
+                    options.device->str() + ", got one of " +
+                    c10::DeviceTypeName(served, /*lower_case=*/true) + " tensors");
+}
+
 }  // namespace
 
 ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
@@ -63,12 +90,13 @@ ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::stri
       name(std::move(group_name)),
       ranks(std::move(global_ranks)),
       rank(own_rank),
-      backend_name(own_options.backend.value_or(job->options.backend)),
+      asked_backend(own_options.backend.value_or(job->options.backend)),
       timeout(own_options.timeout.value_or(job->options.timeout)),
       matcher(ranks.size() > 1 ? job->options.check_collectives : CheckCollectives::kOff) {}
 
 void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, milliseconds limit) {
   store = std::move(group_store);
+  backend_name = backend_of(asked_backend, job->options, hosts());
   users_store = c10::make_intrusive<c10d::PrefixStore>("user", store);
   c10d_group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size());
   const auto add = [&](const std::string& type, c10::DeviceType device,
@@ -83,25 +111,21 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
     auto made = make_backend(plugin, request);
     made->setTimeout(timeout);
     c10d_group->setBackend(device, backend_type(type), made);
+    if (device == c10::DeviceType::CPU) numbered = dynamic_cast<NumberedBackend*>(made.get());
   };
   const BackendPlugin& plugin = find_backend(backend_name);
-  const bool is_gloo = backend_name == "gloo";
   c10d_group->setDefaultBackend(backend_type(backend_name));
-  if (!is_gloo) add(backend_name, plugin.device, plugin);
+  add(backend_name, plugin.device, plugin);
   // Lengths, comparisons and barriers stay on the CPU.
-  if (is_gloo || plugin.device != c10::DeviceType::CPU)
-    add("gloo", c10::DeviceType::CPU, find_backend("gloo"));
+  if (plugin.device != c10::DeviceType::CPU)
+    add(backend_among(hosts()), c10::DeviceType::CPU, find_backend(backend_among(hosts())));
   c10d_group->setGroupName(is_world() ? "cohort" : "cohort/" + name);
   job->add(c10d_group);
 }
 
 ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& options) {
-  const c10::DeviceType served = find_backend(options.backend).device;
-  if (options.device && options.device->type() != served) {
-    throw ConfigError("backend " + options.backend + ": expected one of tensors on " +
-                      options.device->str() + ", got one of " +
-                      c10::DeviceTypeName(served, /*lower_case=*/true) + " tensors");
-  }
+  check_device(options);
+  if (options.backend != "auto") find_backend(options.backend);
   std::vector<int> ranks(static_cast<size_t>(info.world_size));
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto job = std::make_shared<Job>(info, options);
@@ -140,10 +164,7 @@ int ProcessGroup::global_rank(int rank) const {
   return impl().ranks[static_cast<size_t>(rank)];
 }
 std::vector<std::string> ProcessGroup::hosts() const {
-  std::vector<std::string> hosts;
-  for (const int member : impl().ranks)
-    hosts.push_back(impl_->job->rendezvous.hosts[static_cast<size_t>(member)]);
-  return hosts;
+  return impl().hosts();
 }
 const std::string& ProcessGroup::name() const {
   return impl().name;
@@ -174,7 +195,7 @@ c10d::Store& ProcessGroup::store() const {
 
 ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::string& name,
                                     const SubgroupOptions& options, CallSite site) const {
-  if (options.backend) find_backend(*options.backend);
+  if (options.backend && *options.backend != "auto") find_backend(*options.backend);
   TORCH_CHECK_VALUE(!options.timeout || options.timeout->count() > 0, "subgroup \"", name,
                     "\": expected a timeout above 0, got ", options.timeout->count(), " ms");
   std::vector<int> sorted = ranks;
@@ -193,13 +214,13 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   if (options.backend) operation += ", backend " + *options.backend;
   if (options.timeout) operation += ", timeout " + std::to_string(options.timeout->count()) + " ms";
   impl_->run({.call = {.operation = operation, .site = site, .moves_data = false},
-              .begin = [] { return BackendWork(); }});
+              .begin = [](bool) { return BackendWork(); }});
   const std::string unique = name + "#" + std::to_string(impl_->num_subgroups++);
   const auto own = std::find(members.begin(), members.end(), impl_->job->info.rank);
   if (own == members.end()) return {};
   const int own_rank = static_cast<int>(own - members.begin());
   const SubgroupOptions own_options{.timeout = options.timeout.value_or(impl_->timeout),
-                                    .backend = options.backend.value_or(impl_->backend_name)};
+                                    .backend = options.backend.value_or(impl_->asked_backend)};
   auto impl = std::make_shared<Impl>(impl_->job, impl_->id + "/" + unique, name, std::move(members),
                                      own_rank, own_options);
   auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->store);
@@ -248,6 +269,8 @@ void ProcessGroup::Impl::guarded(const Call& call, const std::function<void()>& 
   } catch (const PeerError&) {
     job->dead = true;
     throw;
+  } catch (const CallMismatch& error) {
+    fail(call.operation, start, one_line(error), true);
   } catch (const c10::DistError& error) {
     fail(call.operation, start, one_line(error), false);
   } catch (const std::bad_alloc&) {
@@ -286,27 +309,45 @@ TraceRecord ProcessGroup::Impl::record(const Call& call) const {
 // end the process from its own thread, where nothing can catch, if they are longer than expected.
 void ProcessGroup::Impl::match(const Call& call, bool blocking) {
   if (call.compared != Compared::kBeforeData || !matcher.is_on()) return;
-  const bool has_numbers = backend_name == "gloo";
-  if (matcher.must_compare(!call.moves_data || (blocking && !has_numbers))) compare(call);
-  number_next(matcher.data_number());
+  const bool is_numbered =
+      numbered != nullptr && find_backend(backend_name).device == c10::DeviceType::CPU;
+  const bool compares_itself = is_numbered && numbered->compares_numbers();
+  if (compares_itself) {
+    if (!call.moves_data) meet(call);
+  } else if (matcher.must_compare(!call.moves_data || (blocking && !is_numbered))) {
+    compare(call);
+  }
+  if (numbered != nullptr) numbered->number_next(matcher.data_number());
+}
+
+void ProcessGroup::Impl::meet(const Call& call) {
+  numbered->number_next(matcher.data_number());
+  c10d::BarrierOptions options;
+  options.timeout = call.limit.value_or(timeout);
+  options.asyncOp = false;
+  c10d_group->getBackend(c10::DeviceType::CPU)->barrier(options)->wait();
 }
 
 void ProcessGroup::Impl::compare(const Call& call) {
   const int64_t start = steady_now_ns();
-  number_next(matcher.next_comparison());
+  if (numbered != nullptr) numbered->number_next(matcher.next_comparison());
   const at::Tensor maxima = at::tensor(matcher.fingerprint());
   std::vector<at::Tensor> tensors{maxima};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   options.timeout = call.limit.value_or(timeout);
+  options.asyncOp = false;
   c10d_group->allreduce(tensors, options)->wait();
   const auto* values = maxima.const_data_ptr<int64_t>();
   if (!CallMatcher::agree({values[0], values[1]}))
     fail(call.operation, start, "their calls differ since more than 64 calls ago", true);
 }
 
-void ProcessGroup::Impl::number_next(uint32_t number) const {
-  number_next_collective(*c10d_group->getBackend(c10::DeviceType::CPU), number);
+std::vector<std::string> ProcessGroup::Impl::hosts() const {
+  std::vector<std::string> hosts;
+  for (const int member : ranks)
+    hosts.push_back(job->rendezvous.hosts[static_cast<size_t>(member)]);
+  return hosts;
 }
 
 void ProcessGroup::Impl::check_open() const {
@@ -317,7 +358,7 @@ void ProcessGroup::Impl::run(const Operation& operation) {
   const at::NoGradGuard no_grad;
   guarded(operation.call, [&] {
     match(operation.call, /*blocking=*/true);
-    if (const BackendWork work = operation.begin()) work->wait();
+    if (const BackendWork work = operation.begin(/*async_op=*/false)) work->wait();
     if (operation.finish) operation.finish();
   });
 }
@@ -330,7 +371,7 @@ Work ProcessGroup::Impl::start(const Operation& operation) {
                                                          .finish = operation.finish});
   guarded(operation.call, [&] {
     match(operation.call, /*blocking=*/false);
-    state->work = operation.begin();
+    state->work = operation.begin(/*async_op=*/true);
   });
   return Work(std::move(state));
 }

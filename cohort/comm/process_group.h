@@ -27,7 +27,9 @@ enum class CheckCollectives {
 };
 
 struct ProcessGroupOptions {
-  std::string backend = "gloo";                           ///< "gloo" or another of backend.h.
+  /// One of backend.h; "auto": "nccl" where `device` is a CUDA device, else "shm" for ranks of one
+  /// host and "gloo" for those of several. A sub-group is then asked for anew.
+  std::string backend = "auto";
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
   std::chrono::milliseconds timeout{600'000};             ///< Of every later operation.
   /// Network interface of the backend, "eth0"; empty: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, else
@@ -71,7 +73,7 @@ class [[nodiscard]] Work {
 /// What a sub-group has of its own; the rest it shares with its parent.
 struct SubgroupOptions {
   std::optional<std::chrono::milliseconds> timeout;  ///< Of every operation.
-  std::optional<std::string> backend;                ///< As ProcessGroupOptions::backend.
+  std::optional<std::string> backend;  ///< As ProcessGroupOptions::backend; empty: the same.
   /// Number the members as they are listed. false: in the order of their ranks, as
   /// torch.distributed does.
   bool keep_order = false;

@@ -8,6 +8,7 @@
 
 #include "cohort/comm/call_matcher.h"
 #include "cohort/comm/job.h"
+#include "cohort/comm/numbered_backend.h"
 #include "cohort/comm/process_group.h"
 
 namespace cohort::comm {
@@ -30,8 +31,10 @@ struct Call {
 /// One operation, ready to begin. `begin` uses the backend that it was made for.
 struct Operation {
   Call call;
-  std::function<BackendWork()> begin;  ///< Returns nothing if there is nothing to wait for.
-  std::function<void()> finish{};      ///< What is left to do locally; may be empty.
+  /// Returns nothing if there is nothing to wait for. `async_op`: c10d's asyncOp, false if the
+  /// caller waits at once.
+  std::function<BackendWork(bool async_op)> begin;
+  std::function<void()> finish{};  ///< What is left to do locally; may be empty.
 };
 
 /// A group: its ranks, and their connections in c10d's process group.
@@ -55,10 +58,11 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   void guarded(const Call& call, const std::function<void()>& body);
 
   void match(const Call& call, bool blocking);
+  void meet(const Call& call);
   void compare(const Call& call);
-  void number_next(uint32_t number) const;
   bool is_world() const { return id.empty(); }
   int size() const { return static_cast<int>(ranks.size()); }
+  std::vector<std::string> hosts() const;  // by rank of this group
   TraceRecord record(const Call& call) const;
   void check_open() const;  // c10::ValueError once `close` has run
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
@@ -72,10 +76,12 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   std::string name;        // for users; several groups may have one
   std::vector<int> ranks;  // global numbers, by this group's rank
   int rank;
-  std::string backend_name;
+  std::string asked_backend;          // "auto", or a name
+  std::string backend_name;           // what it means; known once connected
   std::chrono::milliseconds timeout;  // of every operation
   CallMatcher matcher;
-  c10::intrusive_ptr<c10d::Store> store;        // seen by this group only
+  NumberedBackend* numbered = nullptr;    // of CPU tensors, which c10d_group owns; none: it counts
+  c10::intrusive_ptr<c10d::Store> store;  // seen by this group only
   c10::intrusive_ptr<c10d::Store> users_store;  // the part of it that is the program's
   c10::intrusive_ptr<c10d::ProcessGroup> c10d_group;
   int64_t sequence = 0;  // operations begun here, but send and recv

@@ -42,6 +42,7 @@ TEST(DoctorCommandTest, TellsMachineVersionsAndSpeeds) {
   for (const char* name : {"cohort", "libtorch", "products", "kernels", "compiler"})
     EXPECT_FALSE(all["versions"][name].get<std::string>().empty()) << name;
   EXPECT_EQ(all["versions"]["backends"][0], "gloo");
+  EXPECT_EQ(all["versions"]["backends"][1], "shm");
   for (const char* type : {"float32", "bfloat16"}) {
     EXPECT_GT(all["products"][type]["one_thread_flop_per_s"], 1e6) << type;
     EXPECT_GT(all["products"][type]["all_threads_flop_per_s"], 1e6) << type;

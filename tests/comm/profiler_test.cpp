@@ -77,7 +77,7 @@ TEST(ProfilerTest, ATraceHasTheStepsAskedForAndCommunicationOnTracksOfItsOwn) {
     const auto tracks = tracks_of(trace);
     std::map<int64_t, int> bytes;
     std::multimap<int64_t, std::pair<double, double>> times;
-    const auto [begin, end] = ranges.equal_range("gloo:all_reduce");
+    const auto [begin, end] = ranges.equal_range("shm:all_reduce");
     for (auto it = begin; it != end; ++it) {
       const Json& event = it->second;
       ++bytes[event.at("args").at("bytes").get<int64_t>()];

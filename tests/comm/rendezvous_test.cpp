@@ -267,8 +267,8 @@ TEST(RendezvousTest, ANewProcessTakesTheOneThatEndedsPlace) {
 TEST(RendezvousTest, DifferentWorldSizesAreNamedOnEveryRank) {
   const int port = free_port();
   const auto results = join_all({info_of(0, 3, port), info_of(1, 4, port)});
-  expect_each_says(results, "world size 3, backend gloo");
-  expect_each_says(results, "world size 4, backend gloo");
+  expect_each_says(results, "world size 3, backend auto");
+  expect_each_says(results, "world size 4, backend auto");
 }
 
 TEST(RendezvousTest, AHostThatDoesNotResolveIsNamed) {

@@ -74,15 +74,15 @@ void expect_traffic_of_all_sizes(const ProcessGroup& group) {
 }
 
 TEST(TrafficTest, TwoRanksSendWhatIsPredicted) {
-  test::ranks(2, expect_traffic_of_all_sizes);
+  test::ranks(2, expect_traffic_of_all_sizes, {.backend = "gloo"});
 }
 
 TEST(TrafficTest, ThreeRanksSendWhatIsPredicted) {
-  test::ranks(3, expect_traffic_of_all_sizes);
+  test::ranks(3, expect_traffic_of_all_sizes, {.backend = "gloo"});
 }
 
 TEST(TrafficTest, FourRanksSendWhatIsPredicted) {
-  test::ranks(4, expect_traffic_of_all_sizes);
+  test::ranks(4, expect_traffic_of_all_sizes, {.backend = "gloo"});
 }
 
 // The formulas of the document, on ranks of which the number divides the elements.

@@ -286,11 +286,11 @@ void expect_sent(const comm::ProcessGroup& group) {
 }
 
 TEST(ShardingTest, TwoRanksSendWhatTheFormulasSay) {
-  test::ranks(2, expect_sent);
+  test::ranks(2, expect_sent, {.backend = "gloo"});
 }
 
 TEST(ShardingTest, ThreeRanksSendWhatTheFormulasSay) {
-  test::ranks(3, expect_sent);
+  test::ranks(3, expect_sent, {.backend = "gloo"});
 }
 
 // Its zero_grad detaches gradients in place.

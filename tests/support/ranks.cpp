@@ -24,7 +24,10 @@ struct Child {
 };
 
 [[noreturn]] void be_a_rank(const std::function<void(const comm::ProcessGroup&)>& body,
-                            const comm::ProcessGroupOptions& options) {
+                            comm::ProcessGroupOptions options) {
+  const char* backend = std::getenv("COHORT_TEST_BACKEND");
+  if (backend != nullptr && options.backend == comm::ProcessGroupOptions().backend)
+    options.backend = backend;
   const int code = run_program("test", [&] {
     comm::ProcessGroup group(comm::rank_info_from_environment(), options);
     body(group);
@@ -122,8 +125,9 @@ std::vector<RankEnd> run_ranks(int world_size,
   return ends;
 }
 
-void ranks(int world_size, const std::function<void(const comm::ProcessGroup&)>& body) {
-  const auto ends = run_ranks(world_size, body);
+void ranks(int world_size, const std::function<void(const comm::ProcessGroup&)>& body,
+           const comm::ProcessGroupOptions& options) {
+  const auto ends = run_ranks(world_size, body, options);
   for (size_t rank = 0; rank < ends.size(); ++rank) {
     EXPECT_EQ(ends[rank].exit_code, 0) << "rank " << rank << " wrote:\n" << ends[rank].output;
   }

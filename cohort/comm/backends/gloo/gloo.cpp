@@ -15,6 +15,7 @@
 #include "cohort/comm/backends/gloo/direct_exchange.h"
 #include "cohort/comm/connections.h"
 #include "cohort/comm/libtorch_version.h"
+#include "cohort/comm/numbered_backend.h"
 
 namespace cohort::comm {
 namespace {
@@ -22,10 +23,11 @@ namespace {
 using Gloo = c10d::ProcessGroupGloo;
 using Device = std::shared_ptr<::gloo::transport::Device>;
 
-class GlooBackend : public Gloo {
+class GlooBackend : public Gloo, public NumberedBackend {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
-  void number_next(uint32_t number) { collectiveCounter_ = number; }
+  void number_next(uint32_t number) override { collectiveCounter_ = number; }
+  bool compares_numbers() const override { return false; }
   // Before the backend is used.
   void set_connections(Connections connections) { connections_ = std::move(connections); }
   void set_one_host(bool one_host) { one_host_ = one_host; }
@@ -125,10 +127,6 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& reques
     return host_of(peer) == host_of(endpoint);
   }));
   return backend;
-}
-
-void number_next_collective(c10d::Backend& backend, uint32_t number) {
-  if (auto* gloo = dynamic_cast<GlooBackend*>(&backend)) gloo->number_next(number);
 }
 
 }  // namespace cohort::comm

@@ -2,7 +2,6 @@
 // libtorch's Gloo backend, behind one function: no other file sees Gloo's headers.
 #pragma once
 #include <chrono>
-#include <cstdint>
 #include <string>
 
 #include "cohort/comm/backend.h"
@@ -16,12 +15,5 @@ namespace cohort::comm {
 ///             then bounds every operation of the backend too.
 /// Errors:     what c10d and Gloo throw; the caller maps it.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendRequest& request);
-
-/// Gives the next collective of `backend` that number, and those after it the following ones.
-///
-/// Gloo only matches messages of one number and kind; others wait until the timeout. Without this
-/// it counts from 0. Nothing happens to a backend that make_gloo_backend has not made. Local.
-/// Threads: the one that calls the collectives.
-void number_next_collective(c10d::Backend& backend, uint32_t number);
 
 }  // namespace cohort::comm

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/comm/backends/shm/shared_memory.h"
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <poll.h>
+#include <string>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+#include <vector>
+
+#include "cohort/base/secret.h"
+
+namespace cohort::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+[[noreturn]] void fail_to_share(const std::string& what, int error = 0) {
+  C10_THROW_ERROR(DistBackendError,
+                  "shm: " + what + (error == 0 ? "" : std::string(": ") + std::strerror(error)));
+}
+
+milliseconds left_until(Clock::time_point deadline) {
+  return std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), milliseconds(0));
+}
+
+Fd make_memory(size_t bytes) {
+  Fd file(memfd_create("cohort-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file) fail_to_share("memfd_create", errno);
+  const auto size = static_cast<off_t>(bytes);
+  if (ftruncate(file.get(), size) != 0) fail_to_share("ftruncate", errno);
+  // Now, not by a signal at the first write.
+  if (const int error = posix_fallocate(file.get(), 0, size); error != 0)
+    fail_to_share(
+        "expected " + std::to_string(bytes >> 20U) + " MiB of memory for the ranks to share",
+        error);
+  if (fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    fail_to_share("F_ADD_SEALS", errno);
+  return file;
+}
+
+// Abstract: a name of the network namespace, in no file system.
+std::pair<sockaddr_un, socklen_t> address_of(const std::string& name) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, name.data(), name.size());
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+}
+
+Fd open_socket() {
+  Fd opened(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!opened) fail_to_share("socket", errno);
+  return opened;
+}
+
+bool wait_readable(const Fd& socket, Clock::time_point deadline) {
+  pollfd entry{.fd = socket.get(), .events = POLLIN, .revents = 0};
+  while (true) {
+    const int ready = poll(&entry, 1, static_cast<int>(left_until(deadline).count()));
+    if (ready > 0) return true;
+    if (ready == 0 || errno != EINTR) return false;
+  }
+}
+
+// One message, with the descriptor of `file` beside it.
+bool send_file(const Fd& connection, const Fd& file) {
+  char byte = 0;
+  iovec data{.iov_base = &byte, .iov_len = 1};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  const int fd = file.get();
+  std::memcpy(CMSG_DATA(header), &fd, sizeof fd);
+  return sendmsg(connection.get(), &message, MSG_NOSIGNAL) == 1;
+}
+
+Fd receive_file(const Fd& connection) {
+  char byte = 0;
+  iovec data{.iov_base = &byte, .iov_len = 1};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  if (recvmsg(connection.get(), &message, MSG_CMSG_CLOEXEC) != 1) return {};
+  const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return {};
+  int fd = -1;
+  std::memcpy(&fd, CMSG_DATA(header), sizeof fd);
+  return Fd(fd);
+}
+
+// The first message of a peer: who it is, and that it knows the store.
+struct Hello {
+  std::array<char, 32> secret{};
+  int32_t rank = -1;
+};
+
+Hello hello_of(const std::string& secret, int rank) {
+  Hello hello{.secret = {}, .rank = rank};
+  std::memcpy(hello.secret.data(), secret.data(), std::min(secret.size(), hello.secret.size()));
+  return hello;
+}
+
+// Who is not a rank of the group is not served, and keeps nobody waiting for long.
+void serve(const Fd& listener, const Fd& file, const std::string& secret, int world_size,
+           Clock::time_point deadline) {
+  constexpr milliseconds kHelloLimit{1000};
+  std::vector<bool> served(static_cast<size_t>(world_size), false);
+  for (int left = world_size - 1; left > 0;) {
+    if (!wait_readable(listener, deadline))
+      fail_to_share(std::to_string(left) + " of " + std::to_string(world_size - 1) +
+                    " ranks have not fetched the memory in time");
+    const Fd connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!connection || !is_peer_of_user(connection, geteuid())) continue;
+    Hello hello;
+    if (!wait_readable(connection, std::min(deadline, Clock::now() + kHelloLimit)) ||
+        recv(connection.get(), &hello, sizeof hello, MSG_DONTWAIT) != sizeof hello)
+      continue;
+    if (hello.secret != hello_of(secret, 0).secret || hello.rank <= 0 || hello.rank >= world_size)
+      continue;
+    const auto index = static_cast<size_t>(hello.rank);
+    if (served[index] || !send_file(connection, file)) continue;
+    served[index] = true;
+    --left;
+  }
+}
+
+Fd fetch(const std::string& name, const std::string& secret, int rank, size_t bytes,
+         Clock::time_point deadline) {
+  const Fd connection = open_socket();
+  const auto [address, length] = address_of(name);
+  if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    fail_to_share("expected rank 0 on this host, its socket cannot be reached", errno);
+  if (!is_peer_of_user(connection, geteuid())) fail_to_share("expected rank 0 to run as the same user");
+  const Hello hello = hello_of(secret, rank);
+  if (send(connection.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello)
+    fail_to_share("rank 0 does not hand over its memory", errno);
+  if (!wait_readable(connection, deadline))
+    fail_to_share("rank 0 has not handed over its memory in time");
+  Fd file = receive_file(connection);
+  struct stat status {};
+  if (!file || fstat(file.get(), &status) != 0) fail_to_share("rank 0 hands over no memory");
+  if (static_cast<size_t>(status.st_size) != bytes)
+    fail_to_share("expected " + std::to_string(bytes) + " bytes of rank 0, got " +
+                  std::to_string(status.st_size));
+  return file;
+}
+
+}  // namespace
+
+bool is_peer_of_user(const Fd& connection, uid_t user) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         peer.uid == user;
+}
+
+SharedMemory::SharedMemory(const Fd& file, size_t bytes) : bytes_(bytes) {
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (mapped == MAP_FAILED) fail_to_share("mmap of " + std::to_string(bytes) + " bytes", errno);
+  data_ = static_cast<std::byte*>(mapped);
+  // A child that only forks does not keep it.
+  madvise(mapped, bytes, MADV_DONTFORK);
+}
+
+SharedMemory::~SharedMemory() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+}
+
+SharedMemory SharedMemory::share(c10d::Store& store, int rank, int world_size, size_t bytes,
+                                 milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  if (rank != 0) {
+    store.setTimeout(timeout);
+    const std::string secret = store.get_to_str("secret");
+    return {fetch(store.get_to_str("socket"), secret, rank, bytes, deadline), bytes};
+  }
+  const Fd file = make_memory(bytes);
+  if (world_size > 1) {
+    const std::string secret = random_hex(16);
+    const std::string name = "cohort-" + random_hex(16);
+    const Fd listener = open_socket();
+    const auto [address, length] = address_of(name);
+    if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        listen(listener.get(), SOMAXCONN) != 0)
+      fail_to_share("bind", errno);
+    store.set("secret", secret);
+    store.set("socket", name);
+    serve(listener, file, secret, world_size, deadline);
+  }
+  return {file, bytes};
+}
+
+}  // namespace cohort::comm

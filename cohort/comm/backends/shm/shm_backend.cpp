@@ -1,0 +1,659 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/comm/backends/shm/shm_backend.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <pthread.h>
+#include <sstream>
+#include <unistd.h>
+#include <utility>
+
+#include "cohort/base/error.h"
+#include "cohort/base/process_stat.h"
+#include "cohort/comm/rendezvous.h"
+
+namespace cohort::comm {
+namespace {
+
+using c10d::OpType;
+using std::chrono::milliseconds;
+using Message = SharedExchange::Message;
+using Tensors = ShmBackend::Tensors;
+
+// A slot holds a piece for each rank, of whole cache lines.
+constexpr int kMostRanks = 512;
+
+// In a profiler's trace.
+const char* title_of(OpType type) {
+  switch (type) {
+    case OpType::BROADCAST:
+      return "shm:broadcast";
+    case OpType::ALLREDUCE:
+    case OpType::ALLREDUCE_COALESCED:
+      return "shm:all_reduce";
+    case OpType::REDUCE:
+      return "shm:reduce";
+    case OpType::ALLGATHER:
+      return "shm:all_gather";
+    case OpType::GATHER:
+      return "shm:gather";
+    case OpType::SCATTER:
+      return "shm:scatter";
+    case OpType::REDUCE_SCATTER:
+      return "shm:reduce_scatter";
+    case OpType::ALLTOALL:
+      return "shm:all_to_all";
+    case OpType::SEND:
+      return "shm:send";
+    case OpType::RECV:
+    case OpType::RECVANYSOURCE:
+      return "shm:recv";
+    default:
+      return "shm:barrier";
+  }
+}
+
+class ShmWork : public c10d::Work {
+ public:
+  ShmWork(int rank, OpType type, Tensors results)
+      : Work(rank, type, at::hasCallbacks() ? title_of(type) : nullptr, results),
+        results_(std::move(results)),
+        future_(c10::make_intrusive<c10::ivalue::Future>(
+            c10::ListType::create(c10::TensorType::get()))) {}
+
+  Tensors result() override { return results_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  int sourceRank() const override { return source_; }
+
+  void end(std::exception_ptr error, int source = -1) {
+    source_ = source;
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(c10::IValue(results_));
+    }
+    finish(std::move(error));
+  }
+
+ private:
+  Tensors results_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  int source_ = -1;
+};
+
+void check_dense(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided && tensor.device().is_cpu() && tensor.is_contiguous(), "shm ",
+      name, ": expected a dense contiguous CPU tensor, got ", tensor.toString(), " of shape ",
+      tensor.sizes());
+}
+
+const at::Tensor& only(const Tensors& tensors, const char* name) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "shm ", name, ": expected one tensor, got ",
+                    tensors.size());
+  return tensors[0];
+}
+
+const at::Tensor& only_dense(const Tensors& tensors, const char* name) {
+  check_dense(only(tensors, name), name);
+  return tensors[0];
+}
+
+// One tensor a rank, each like `like`.
+void check_alike(const Tensors& list, int world_size, const at::Tensor& like, const char* name) {
+  TORCH_CHECK_VALUE(list.size() == static_cast<size_t>(world_size), "shm ", name, ": expected ",
+                    world_size, " tensors, got ", list.size());
+  for (const auto& tensor : list) {
+    check_dense(tensor, name);
+    TORCH_CHECK_VALUE(tensor.numel() == like.numel() && tensor.scalar_type() == like.scalar_type(),
+                      "shm ", name, ": expected tensors of ", like.numel(), " x ",
+                      like.scalar_type(), ", got ", tensor.numel(), " x ", tensor.scalar_type());
+  }
+}
+
+std::byte* data_of(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
+
+Message message_of(const at::Tensor& tensor) {
+  return {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()};
+}
+
+// The piece at `offset` of a message that `tensor` takes.
+void take_piece(const at::Tensor& tensor, size_t offset, const std::byte* piece,
+                size_t piece_bytes) {
+  if (offset >= tensor.nbytes()) return;
+  std::byte* to = data_of(tensor) + offset;
+  if (to != piece) std::memcpy(to, piece, std::min(piece_bytes, tensor.nbytes() - offset));
+}
+
+// Views of `world_size` equal parts.
+Tensors parts_of(const at::Tensor& tensor, int world_size) {
+  return tensor.view({world_size, -1}).unbind(0);
+}
+
+Tensors equal_parts(const at::Tensor& whole, int world_size, const at::Tensor& like,
+                    const char* name) {
+  check_dense(whole, name);
+  TORCH_CHECK_VALUE(
+      whole.scalar_type() == like.scalar_type() && whole.numel() == like.numel() * world_size,
+      "shm ", name, ": expected ", world_size, " parts of ", like.numel(), " x ",
+      like.scalar_type(), ", got ", whole.numel(), " x ", whole.scalar_type());
+  return whole.numel() > 0 ? parts_of(whole, world_size)
+                           : Tensors(static_cast<size_t>(world_size), whole.view(-1));
+}
+
+// Rows of dimension 0, by split; equal shares if there is none.
+Tensors split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits, int world_size,
+                   const char* name) {
+  check_dense(tensor, name);
+  const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 0;
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(rows % world_size == 0, "shm ", name, ": expected rows in ", world_size,
+                      " equal shares, got ", rows);
+    return tensor.split(std::max<int64_t>(rows / world_size, 1), 0).size() ==
+                   static_cast<size_t>(world_size)
+               ? tensor.split(rows / world_size, 0)
+               : Tensors(static_cast<size_t>(world_size), tensor.narrow(0, 0, 0));
+  }
+  TORCH_CHECK_VALUE(splits.size() == static_cast<size_t>(world_size), "shm ", name, ": expected ",
+                    world_size, " splits, got ", splits.size());
+  return tensor.split_with_sizes(splits, 0);
+}
+
+milliseconds timeout_or(milliseconds asked, milliseconds otherwise) {
+  return asked.count() > 0 ? asked : otherwise;
+}
+
+// What a rank tells the others of itself.
+std::string describe_self() {
+  return own_host() + " " + std::to_string(getpid()) + " " + process_stat(getpid(), 22);
+}
+
+std::vector<PeerProcess> find_peers(const BackendRequest& request) {
+  const auto key = [](int rank) { return "process/" + std::to_string(rank); };
+  request.store->setTimeout(request.timeout);
+  request.store->set(key(request.rank), describe_self());
+  std::vector<PeerProcess> peers;
+  for (int peer = 0; peer < request.world_size; ++peer) {
+    std::istringstream text(request.store->get_to_str(key(peer)));
+    std::string host, started;
+    pid_t pid = -1;
+    text >> host >> pid >> started;
+    if (host != own_host()) {
+      throw ConfigError("backend shm: expected all ranks on one host, rank " +
+                        std::to_string(peer) + " is on " + host.substr(0, host.find('/')) +
+                        " or in other namespaces: use gloo");
+    }
+    peers.emplace_back(pid, started);
+    if (!peers.back().is_watched())
+      throw ConfigError("backend shm: expected Linux 5.3 or newer, for pidfd_open: use gloo");
+  }
+  return peers;
+}
+
+size_t exchange_bytes(int world_size) {
+  return SharedExchange::bytes_for(world_size);
+}
+
+}  // namespace
+
+class ShmBackend::Task : public ShmWork {
+ public:
+  Task(int rank, Call call) : ShmWork(rank, call.type, call.results), call_(std::move(call)) {}
+  const Call& call() const { return call_; }
+  const at::ThreadLocalState& state() const { return state_; }
+  /// Lets go of the tensors.
+  void release() { call_.run = nullptr; }
+
+ private:
+  Call call_;
+  at::ThreadLocalState state_;
+};
+
+ShmBackend::ShmBackend(const BackendRequest& request)
+    : Backend(request.rank, request.world_size),
+      timeout_(request.timeout),
+      peers_(find_peers(request)),
+      memory_(SharedMemory::share(
+          *request.store, request.rank, request.world_size,
+          exchange_bytes(request.world_size) + Mailbox::bytes_for(request.world_size),
+          request.timeout)),
+      exchange_(memory_.data(), request.rank, peers_),
+      mailbox_(memory_.data() + exchange_bytes(request.world_size), request.rank, peers_) {
+  init();
+}
+
+ShmBackend::~ShmBackend() {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+    // Nobody waits for these any more, and peers may have gone.
+    if (busy_ || !queue_.empty()) exchange_.abort();
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void ShmBackend::abort() {
+  exchange_.abort();
+  mailbox_.abort();
+}
+
+template <typename CallOptions>
+ShmBackend::Call ShmBackend::call_of(OpType type, const CallOptions& options,
+                                     const Tensors& results) const {
+  Call call{.type = type,
+            .shared = {.operation = static_cast<int32_t>(type)},
+            .timeout = timeout_or(options.timeout, timeout_),
+            .in_background = options.asyncOp,
+            .results = results,
+            .run = {}};
+  if constexpr (requires { options.reduceOp; })
+    call.shared.reduce_op = static_cast<int32_t>(options.reduceOp.op_);
+  if constexpr (requires { options.rootRank; })
+    call.shared.root = static_cast<int32_t>(options.rootRank);
+  return call;
+}
+
+ShmBackend::WorkPtr ShmBackend::launch(Call call) {
+  ++sequence_;
+  call.shared.number = number_++;
+  auto task = c10::make_intrusive<Task>(rank_, std::move(call));
+  std::unique_lock lock(mutex_);
+  const bool here = !task->call().in_background && !busy_ && queue_.empty();
+  if (here) {
+    busy_ = true;
+    lock.unlock();
+    run(*task);
+    lock.lock();
+    busy_ = false;
+    if (!queue_.empty()) changed_.notify_all();
+    return task;
+  }
+  queue_.push_back(task);
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { run_queue(); });
+    pthread_setname_np(thread_.native_handle(), "cohort-shm");
+  }
+  lock.unlock();
+  changed_.notify_all();
+  return task;
+}
+
+void ShmBackend::run_queue() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return (!queue_.empty() && !busy_) || (ending_ && queue_.empty()); });
+    if (queue_.empty()) return;
+    const auto task = std::move(queue_.front());
+    queue_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    {
+      const at::ThreadLocalStateGuard guard(task->state());
+      run(*task);
+    }
+    lock.lock();
+    busy_ = false;
+  }
+}
+
+void ShmBackend::run(Task& task) {
+  std::exception_ptr error;
+  try {
+    if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
+    exchange_.begin(task.call().shared, std::chrono::steady_clock::now() + task.call().timeout);
+    task.call().run();
+  } catch (const std::exception& cause) {
+    error = std::current_exception();
+    if (failure_.empty()) failure_ = one_line(cause);
+    abort();  // for the peers, which may be in the middle of it
+  }
+  task.release();
+  task.end(error);
+}
+
+int ShmBackend::checked_rank(int64_t rank, const char* name) const {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "shm ", name, ": expected a rank in [0, ", size_,
+                    "), got ", rank);
+  return static_cast<int>(rank);
+}
+
+ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  const at::Tensor tensor = only_dense(tensors, "broadcast");
+  const auto root = static_cast<size_t>(checked_rank(options.rootRank, "broadcast"));
+  Call call = call_of(OpType::BROADCAST, options, tensors);
+  call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
+  call.shared.numel = tensor.numel();
+  call.run = [this, tensor, root] {
+    const Message own = static_cast<int>(root) == rank_ ? message_of(tensor) : Message();
+    exchange_.show(own, tensor.nbytes(), [&](size_t offset, const auto& pieces) {
+      take_piece(tensor, offset, pieces[root], exchange_.piece_bytes());
+    });
+  };
+  return launch(std::move(call));
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const at::Tensor& tensor = only(tensors, "allreduce");
+  if (tensor.is_sparse()) {
+    TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM,
+                      "shm allreduce: expected a sum of sparse tensors");
+    Call call = call_of(OpType::ALLREDUCE, options, tensors);
+    call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
+    call.run = [this, tensor] { all_reduce_sparse(tensor); };
+    return launch(std::move(call));
+  }
+  check_dense(tensor, "allreduce");
+  const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), size_);
+  Call call = call_of(OpType::ALLREDUCE, options, tensors);
+  call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
+  call.shared.numel = tensor.numel();
+  call.run = [this, tensor, reduction] {
+    exchange_.all_reduce(reduction, data_of(tensor), tensor.numel(), tensor.element_size());
+  };
+  return launch(std::move(call));
+}
+
+ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
+    Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  std::vector<Reduction> reductions;
+  Call call = call_of(OpType::ALLREDUCE_COALESCED, options, tensors);
+  call.shared.numel = 0;
+  for (const auto& tensor : tensors) {
+    check_dense(tensor, "allreduce_coalesced");
+    reductions.push_back(reduction_of(options.reduceOp, tensor.scalar_type(), size_));
+    call.shared.numel += tensor.numel();
+  }
+  call.run = [this, list = tensors, reductions] {
+    for (size_t i = 0; i < list.size(); ++i)
+      exchange_.all_reduce(reductions[i], data_of(list[i]), list[i].numel(),
+                           list[i].element_size());
+  };
+  return launch(std::move(call));
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const at::Tensor tensor = only_dense(tensors, "reduce");
+  const bool is_root = checked_rank(options.rootRank, "reduce") == rank_;
+  const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), size_);
+  Call call = call_of(OpType::REDUCE, options, tensors);
+  call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
+  call.shared.numel = tensor.numel();
+  call.run = [this, tensor, is_root, reduction] {
+    exchange_.show(message_of(tensor), tensor.nbytes(), [&](size_t offset, const auto& pieces) {
+      if (!is_root) return;
+      const size_t bytes = std::min(exchange_.piece_bytes(), tensor.nbytes() - offset);
+      comm::reduce(reduction, data_of(tensor) + offset, pieces,
+                   static_cast<int64_t>(bytes) / tensor.element_size());
+    });
+  };
+  return launch(std::move(call));
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) {
+  const at::Tensor input = only_dense(inputs, "allgather");
+  TORCH_CHECK_VALUE(outputs.size() == 1, "shm allgather: expected one list of outputs, got ",
+                    outputs.size());
+  check_alike(outputs[0], size_, input, "allgather");
+  Call call = call_of(OpType::ALLGATHER, options, outputs[0]);
+  call.shared.dtype = static_cast<int32_t>(input.scalar_type());
+  call.shared.numel = input.numel();
+  call.run = [this, list = outputs[0], input] {
+    exchange_.show(message_of(input), input.nbytes(), [&](size_t offset, const auto& pieces) {
+      for (size_t peer = 0; peer < list.size(); ++peer)
+        take_piece(list[peer], offset, pieces[peer], exchange_.piece_bytes());
+    });
+  };
+  return launch(std::move(call));
+}
+
+ShmBackend::WorkPtr ShmBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::AllgatherOptions& options) {
+  check_dense(input, "_allgather_base");
+  std::vector<Tensors> outputs{equal_parts(output, size_, input, "_allgather_base")};
+  Tensors inputs{input};
+  return allgather(outputs, inputs, options);
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size() && !inputs.empty(),
+                    "shm allgather_into_tensor_coalesced: expected as many outputs as inputs");
+  WorkPtr last;
+  for (size_t i = 0; i < inputs.size(); ++i) last = _allgather_base(outputs[i], inputs[i], options);
+  return last;
+}
+
+ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                       const c10d::GatherOptions& options) {
+  const at::Tensor input = only_dense(inputs, "gather");
+  const bool is_root = checked_rank(options.rootRank, "gather") == rank_;
+  TORCH_CHECK_VALUE(outputs.size() == (is_root ? 1U : 0U),
+                    "shm gather: expected a list of outputs on the root alone");
+  if (is_root) check_alike(outputs[0], size_, input, "gather");
+  Call call = call_of(OpType::GATHER, options, is_root ? outputs[0] : Tensors());
+  call.shared.dtype = static_cast<int32_t>(input.scalar_type());
+  call.shared.numel = input.numel();
+  call.run = [this, list = call.results, input] {
+    exchange_.show(message_of(input), input.nbytes(), [&](size_t offset, const auto& pieces) {
+      for (size_t peer = 0; peer < list.size(); ++peer)
+        take_piece(list[peer], offset, pieces[peer], exchange_.piece_bytes());
+    });
+  };
+  return launch(std::move(call));
+}
+
+ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                        const c10d::ScatterOptions& options) {
+  const at::Tensor output = only_dense(outputs, "scatter");
+  const auto root = static_cast<size_t>(checked_rank(options.rootRank, "scatter"));
+  const bool is_root = static_cast<int>(root) == rank_;
+  TORCH_CHECK_VALUE(inputs.size() == (is_root ? 1U : 0U),
+                    "shm scatter: expected a list of inputs on the root alone");
+  if (is_root) check_alike(inputs[0], size_, output, "scatter");
+  Call call = call_of(OpType::SCATTER, options, outputs);
+  call.shared.dtype = static_cast<int32_t>(output.scalar_type());
+  call.shared.numel = output.numel();
+  call.run = [this, output, root, list = is_root ? inputs[0] : Tensors()] {
+    std::vector<Message> messages;
+    for (const at::Tensor& part : list) messages.push_back(message_of(part));
+    exchange_.pass(messages, output.nbytes(), [&](size_t offset, const auto& pieces) {
+      take_piece(output, offset, pieces[root], exchange_.passed_piece_bytes());
+    });
+  };
+  return launch(std::move(call));
+}
+
+// Every rank sums its part of all inputs.
+void ShmBackend::scatter_sums(const at::Tensor& output, const Tensors& inputs,
+                              const Reduction& reduction) {
+  std::vector<Message> messages;
+  for (const at::Tensor& part : inputs) messages.push_back(message_of(part));
+  exchange_.pass(messages, output.nbytes(), [&](size_t offset, const auto& pieces) {
+    const size_t bytes = std::min(exchange_.passed_piece_bytes(), output.nbytes() - offset);
+    comm::reduce(reduction, data_of(output) + offset, pieces,
+                 static_cast<int64_t>(bytes) / output.element_size());
+  });
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                               const c10d::ReduceScatterOptions& options) {
+  const at::Tensor output = only_dense(outputs, "reduce_scatter");
+  TORCH_CHECK_VALUE(inputs.size() == 1, "shm reduce_scatter: expected one list of inputs, got ",
+                    inputs.size());
+  check_alike(inputs[0], size_, output, "reduce_scatter");
+  const Reduction reduction = reduction_of(options.reduceOp, output.scalar_type(), size_);
+  Call call = call_of(OpType::REDUCE_SCATTER, options, outputs);
+  call.shared.dtype = static_cast<int32_t>(output.scalar_type());
+  call.shared.numel = output.numel();
+  call.run = [this, output, list = inputs[0], reduction] { scatter_sums(output, list, reduction); };
+  return launch(std::move(call));
+}
+
+ShmBackend::WorkPtr ShmBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::ReduceScatterOptions& options) {
+  check_dense(output, "_reduce_scatter_base");
+  std::vector<Tensors> inputs{equal_parts(input, size_, output, "_reduce_scatter_base")};
+  Tensors outputs{output};
+  return reduce_scatter(outputs, inputs, options);
+}
+
+ShmBackend::WorkPtr ShmBackend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size() && !inputs.empty(),
+                    "shm reduce_scatter_tensor_coalesced: expected as many outputs as inputs");
+  WorkPtr last;
+  for (size_t i = 0; i < inputs.size(); ++i)
+    last = _reduce_scatter_base(outputs[i], inputs[i], options);
+  return last;
+}
+
+// Tensors of any length to every rank. Lengths go ahead, for all must take as many steps.
+void ShmBackend::exchange(const Tensors& outputs, const Tensors& inputs) {
+  const auto ranks = static_cast<size_t>(size_);
+  std::vector<uint64_t> lengths;
+  std::vector<Message> messages;
+  for (const at::Tensor& input : inputs) {
+    lengths.push_back(input.nbytes());
+    messages.push_back(message_of(input));
+  }
+  size_t most = 0;
+  const Message own = std::as_bytes(std::span(lengths));
+  std::string wrong;
+  exchange_.show(own, own.size(), [&](size_t, const auto& pieces) {
+    std::vector<uint64_t> theirs(ranks);
+    for (size_t peer = 0; peer < ranks; ++peer) {
+      std::memcpy(theirs.data(), pieces[peer], own.size());
+      most = std::max(most, *std::ranges::max_element(theirs));
+      const uint64_t sent = theirs[static_cast<size_t>(rank_)];
+      if (sent != outputs[peer].nbytes())
+        wrong = "shm alltoall: expected " + std::to_string(outputs[peer].nbytes()) +
+                " bytes of rank " + std::to_string(peer) + ", it sends " + std::to_string(sent);
+    }
+  });
+  if (!wrong.empty()) C10_THROW_ERROR(DistBackendError, wrong);
+  exchange_.pass(messages, most, [&](size_t offset, const auto& pieces) {
+    for (size_t peer = 0; peer < ranks; ++peer)
+      take_piece(outputs[peer], offset, pieces[peer], exchange_.passed_piece_bytes());
+  });
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                              std::vector<int64_t>& output_splits,
+                                              std::vector<int64_t>& input_splits,
+                                              const c10d::AllToAllOptions& options) {
+  Tensors outputs = split_rows(output, output_splits, size_, "alltoall_base");
+  Tensors inputs = split_rows(input, input_splits, size_, "alltoall_base");
+  return alltoall(outputs, inputs, options);
+}
+
+ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                         const c10d::AllToAllOptions& options) {
+  TORCH_CHECK_VALUE(outputs.size() == static_cast<size_t>(size_) && inputs.size() == outputs.size(),
+                    "shm alltoall: expected ", size_, " outputs and inputs, got ", outputs.size(),
+                    " and ", inputs.size());
+  for (const Tensors* list : {&outputs, &inputs}) {
+    for (const at::Tensor& tensor : *list) check_dense(tensor, "alltoall");
+  }
+  Call call = call_of(OpType::ALLTOALL, options, outputs);
+  call.shared.dtype = static_cast<int32_t>(outputs[0].scalar_type());
+  call.run = [this, to = outputs, from = inputs] { exchange(to, from); };
+  return launch(std::move(call));
+}
+
+// Every rank adds all ranks' tensors, in their order. Their numbers of elements differ.
+void ShmBackend::all_reduce_sparse(at::Tensor tensor) {
+  const at::Tensor own = tensor.coalesce();
+  const at::Tensor indices = own.indices().contiguous();
+  const at::Tensor values = own.values().contiguous();
+  const auto ranks = static_cast<size_t>(size_);
+  std::vector<int64_t> num(ranks);
+  const std::array<int64_t, 1> mine{own._nnz()};
+  exchange_.show(std::as_bytes(std::span(mine)), sizeof mine, [&](size_t, const auto& pieces) {
+    for (size_t peer = 0; peer < ranks; ++peer)
+      std::memcpy(&num[peer], pieces[peer], sizeof(int64_t));
+  });
+  const int64_t most = *std::ranges::max_element(num);
+  Tensors all_indices, all_values;
+  std::vector<int64_t> shape = values.sizes().vec();
+  for (const int64_t count : num) {
+    shape[0] = count;
+    all_indices.push_back(at::empty({indices.size(0), count}, indices.options()));
+    all_values.push_back(at::empty(shape, values.options()));
+  }
+  const auto gather_all = [&](const at::Tensor& from, const Tensors& to, int64_t bytes_each) {
+    exchange_.show(message_of(from), static_cast<size_t>(most * bytes_each),
+                   [&](size_t offset, const auto& pieces) {
+                     for (size_t peer = 0; peer < ranks; ++peer)
+                       take_piece(to[peer], offset, pieces[peer], exchange_.piece_bytes());
+                   });
+  };
+  gather_all(indices, all_indices, indices.size(0) * indices.element_size());
+  gather_all(values, all_values,
+             values.element_size() * c10::multiply_integers(values.sizes().slice(1)));
+  at::Tensor sum;
+  for (size_t peer = 0; peer < ranks; ++peer) {
+    const at::Tensor term =
+        at::sparse_coo_tensor(all_indices[peer], all_values[peer], tensor.sizes())
+            ._coalesced_(true);
+    sum = sum.defined() ? sum.add(term) : term;
+  }
+  tensor.copy_(sum.coalesce());
+}
+
+ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag) {
+  const at::Tensor tensor = only_dense(tensors, "send");
+  const int to = checked_rank(destination, "send");
+  TORCH_CHECK_VALUE(to != rank_, "shm send: expected another rank, got this one");
+  auto work = c10::make_intrusive<ShmWork>(rank_, OpType::SEND, tensors);
+  mailbox_.send(message_of(tensor), to, tag, timeout_,
+                [work, tensor](int, std::exception_ptr error) { work->end(std::move(error)); });
+  return work;
+}
+
+ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {
+  const at::Tensor tensor = only_dense(tensors, "recv");
+  const int from = checked_rank(source, "recv");
+  TORCH_CHECK_VALUE(from != rank_, "shm recv: expected another rank, got this one");
+  auto work = c10::make_intrusive<ShmWork>(rank_, OpType::RECV, tensors);
+  mailbox_.receive(std::span(data_of(tensor), tensor.nbytes()), from, tag, timeout_,
+                   [work, tensor](int sender, std::exception_ptr error) {
+                     work->end(std::move(error), sender);
+                   });
+  return work;
+}
+
+ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
+  const at::Tensor tensor = only_dense(tensors, "recvAnysource");
+  auto work = c10::make_intrusive<ShmWork>(rank_, OpType::RECVANYSOURCE, tensors);
+  mailbox_.receive(std::span(data_of(tensor), tensor.nbytes()), Mailbox::kAnyRank, tag, timeout_,
+                   [work, tensor](int sender, std::exception_ptr error) {
+                     work->end(std::move(error), sender);
+                   });
+  return work;
+}
+
+ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
+  Call call = call_of(OpType::BARRIER, options, {});
+  call.run = [this] { exchange_.barrier(); };
+  return launch(std::move(call));
+}
+
+c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request) {
+  if (request.world_size > kMostRanks) {
+    throw ConfigError("backend shm: expected at most " + std::to_string(kMostRanks) +
+                      " ranks, got " + std::to_string(request.world_size));
+  }
+  return c10::make_intrusive<ShmBackend>(request);
+}
+
+}  // namespace cohort::comm

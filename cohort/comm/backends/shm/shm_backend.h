@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// c10d::Backend over memory that the ranks of one host share.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "cohort/comm/backend.h"
+#include "cohort/comm/backends/shm/mailbox.h"
+#include "cohort/comm/backends/shm/shared_exchange.h"
+#include "cohort/comm/backends/shm/shared_memory.h"
+#include "cohort/comm/numbered_backend.h"
+
+namespace cohort::comm {
+
+/// The ranks of one group, all on one host.
+///
+/// Operations run one after another in the order of the calls: on a thread of the backend, or,
+/// where the caller does not want to do anything else meanwhile (asyncOp is false) and none is
+/// under way, on the caller's. A future's callbacks run on that thread too: they may start
+/// operations and must not wait for one. Messages between two ranks have a thread of their own.
+/// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them; all_reduce also
+///           sparse ones.
+/// Numerics: the same bits on every rank and in every run: values are combined in the order of
+///           ranks; bfloat16 and float16 in float32, rounded once. AVG is the sum and one division.
+/// Threads:  one caller at a time; `abort` any.
+/// Errors:   c10::ValueError: bad tensors or an unsupported dtype, before anything moves.
+///           c10::DistBackendError (thrown by `wait`): a rank has ended, left, or calls something
+///           else; the time is up; `abort`. The group is dead after it, on all ranks.
+class ShmBackend : public c10d::Backend, public NumberedBackend {
+ public:
+  /// Collective over the request's ranks; blocks, at most its timeout.
+  explicit ShmBackend(const BackendRequest& request);
+  ~ShmBackend() override;
+
+  const std::string getBackendName() const override { return "shm"; }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void abort() override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void number_next(uint32_t number) override { number_ = number; }
+  bool compares_numbers() const override { return true; }
+
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  /// Splits count rows of the first dimension; both empty: equal shares.
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  /// `sourceRank()` of the Work is the sender.
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+
+ private:
+  class Task;
+  struct Call {
+    c10d::OpType type;
+    SharedCall shared;
+    std::chrono::milliseconds timeout;
+    bool in_background = true;
+    Tensors results;
+    std::function<void()> run;
+  };
+  template <typename CallOptions>
+  Call call_of(c10d::OpType type, const CallOptions& options, const Tensors& results) const;
+  WorkPtr launch(Call call);
+  void run_queue();
+  void run(Task& task);
+  void exchange(const Tensors& outputs, const Tensors& inputs);
+  void all_reduce_sparse(at::Tensor tensor);
+  void scatter_sums(const at::Tensor& output, const Tensors& inputs, const Reduction& reduction);
+  int checked_rank(int64_t rank, const char* name) const;
+
+  std::atomic<std::chrono::milliseconds> timeout_;
+  uint64_t sequence_ = 0;
+  uint32_t number_ = 0;
+  std::vector<PeerProcess> peers_;  // by rank
+  SharedMemory memory_;
+  SharedExchange exchange_;
+  Mailbox mailbox_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<Task>> queue_;
+  bool busy_ = false;  // an operation is under way
+  bool ending_ = false;
+  std::string failure_;  // of an earlier operation: the group is dead
+  std::thread thread_;   // begun by the first operation in the background
+};
+
+/// Connects the ranks of the request, as BackendPlugin::make.
+/// Errors: ConfigError if a rank is on another host.
+c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request);
+
+}  // namespace cohort::comm
