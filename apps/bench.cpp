@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
+// `cohort bench comm`: collectives, in bench_comm.h. `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
 //
 //   cohort run --nproc-per-node 2 -- cohort bench ddp --layers 8 --width 1024 --hook bf16
 //
@@ -24,6 +24,8 @@
 #include "cohort/parallel/comm_hooks/compress.h"
 #include "cohort/parallel/comm_hooks/power_sgd.h"
 #include "cohort/parallel/distributed_data_parallel.h"
+
+#include "apps/bench_comm.h"
 
 namespace {
 
@@ -129,12 +131,20 @@ int run(int argc, char** argv) {
   ddp.add_flag("--find-unused-parameters", options.ddp.find_unused_parameters,
                "Look for unused parameters in each step");
   ddp.add_flag("--static-graph", options.ddp.static_graph, "Assume that the graph never changes");
+  CLI::App& comm = *app.add_subcommand("comm", "Latency and bandwidth of collectives");
+  cohort::apps::BenchComm bench_comm;
+  bench_comm.add_to(comm);
   cohort::cli::GroupFlags flags;
-  flags.add_to(ddp);
+  for (CLI::App* command : {&ddp, &comm}) flags.add_to(*command);
   if (const auto ended =
           cohort::cli::parse(app, argc, argv, "cohort bench --help lists what there is"))
     return *ended;
   const auto group = flags.connect();
+  if (comm.parsed()) {
+    bench_comm.run(group);
+    group.close();
+    return cohort::kExitOk;
+  }
   const nlohmann::ordered_json result = bench_ddp(options, group);
   group.close();
   cohort::Console(group.rank()).print("%s\n", result.dump().c_str());

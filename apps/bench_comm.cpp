@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "apps/bench_comm.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "cohort/base/console.h"
+#include "cohort/cli/parse.h"
+
+namespace cohort::apps {
+namespace {
+
+using comm::ProcessGroup;
+
+struct Result {
+  std::string backend;
+  int64_t bytes = 0;
+  std::vector<double> seconds;  // of one operation, by round
+  double cpu_seconds = 0;       // of one operation, of all ranks together
+};
+
+// One operation on `bytes` of float32, and its bus bandwidth's factor as nccl-tests has it: what
+// crosses the slowest link, by the bytes of the larger of input and output.
+struct Operation {
+  std::function<void(const ProcessGroup&, const at::Tensor&, const at::Tensor&)> call;
+  std::function<double(double ranks)> bus_factor;
+};
+
+const std::map<std::string, Operation>& operations() {
+  const auto share = [](double ranks) { return (ranks - 1) / ranks; };
+  const auto part_of = [](const ProcessGroup& group, const at::Tensor& whole) {
+    return whole.narrow(0, 0, whole.numel() / group.size());
+  };
+  static const std::map<std::string, Operation> all{
+      {"all_reduce",
+       {[](auto& group, auto& x, auto&) { group.all_reduce(x); },
+        [share](double ranks) { return 2 * share(ranks); }}},
+      {"all_gather",
+       {[part_of](auto& group, auto& x, auto& y) { group.all_gather_into(y, part_of(group, x)); },
+        share}},
+      {"reduce_scatter",
+       {[part_of](auto& group, auto& x, auto& y) { group.reduce_scatter(part_of(group, y), x); },
+        share}},
+      {"all_to_all", {[](auto& group, auto& x, auto& y) { group.all_to_all(y, x); }, share}},
+      {"broadcast",
+       {[](auto& group, auto& x, auto&) { group.broadcast(x); }, [](double) { return 1.0; }}},
+  };
+  return all;
+}
+
+double wall_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double cpu_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// As many calls as move some 256 MiB, so that a round takes a while and a small size many calls.
+int calls_for(int64_t bytes) {
+  return static_cast<int>(std::clamp<int64_t>((int64_t{256} << 20) / bytes, 4, 2000));
+}
+
+void measure(const ProcessGroup& group, const Operation& operation, Result& result) {
+  const int64_t numel = result.bytes / 4 / group.size() * group.size();
+  const at::Tensor x = at::ones({numel}), y = at::empty({numel});
+  const int calls = calls_for(result.bytes);
+  for (int i = 0; i < std::max(calls / 10, 1); ++i) operation.call(group, x, y);
+  x.zero_();  // what is added up stays finite
+  group.barrier("round");
+  const double cpu = cpu_seconds();
+  const double wall = wall_seconds();
+  for (int i = 0; i < calls; ++i) operation.call(group, x, y);
+  result.seconds.push_back((wall_seconds() - wall) / calls);
+  const at::Tensor used = at::tensor({(cpu_seconds() - cpu) / calls}, at::kDouble);
+  result.cpu_seconds += group.all_reduce(used).item<double>();
+}
+
+void print(const Result& result, double bus_factor, bool json, Console& console) {
+  const double seconds = median(result.seconds);
+  const auto [least, most] = std::ranges::minmax_element(result.seconds);
+  const double rate = static_cast<double>(result.bytes) / seconds * 1e-9;
+  const double cpu_us = result.cpu_seconds / static_cast<double>(result.seconds.size()) * 1e6;
+  if (json) {
+    const nlohmann::ordered_json line{{"backend", result.backend},
+                                      {"bytes", result.bytes},
+                                      {"us", seconds * 1e6},
+                                      {"least_us", *least * 1e6},
+                                      {"most_us", *most * 1e6},
+                                      {"algbw_gb_per_s", rate},
+                                      {"busbw_gb_per_s", rate * bus_factor},
+                                      {"cpu_us", cpu_us}};
+    return console.print("%s\n", line.dump().c_str());
+  }
+  console.print("%-8s %12lld %12.1f %12.1f %12.1f %12.3f %12.3f %12.1f\n", result.backend.c_str(),
+                static_cast<long long>(result.bytes), seconds * 1e6, *least * 1e6, *most * 1e6,
+                rate, rate * bus_factor, cpu_us);
+}
+
+}  // namespace
+
+void BenchComm::add_to(CLI::App& app) {
+  std::vector<std::string> names;
+  for (const auto& [name, operation] : operations()) names.push_back(name);
+  app.add_option("--op", operation_, "Collective to measure, on float32")
+      ->capture_default_str()
+      ->check(CLI::IsMember(names));
+  app.add_option("--backends", backends_,
+                 "Backends to measure in turns (default: that of --dist-backend)")
+      ->type_name("NAME...");
+  app.add_option("--min-bytes", min_bytes_, "Smallest size")
+      ->capture_default_str()
+      ->check(cli::above_zero());
+  app.add_option("--max-bytes", max_bytes_, "Largest size")
+      ->capture_default_str()
+      ->check(cli::above_zero());
+  app.add_option("--step-factor", factor_, "Factor from one size to the next")
+      ->capture_default_str()
+      ->check(CLI::Range(2, 1024));
+  app.add_option("--rounds", rounds_, "Rounds, of which the median counts")
+      ->capture_default_str()
+      ->check(cli::above_zero());
+  app.add_flag("--json", json_, "Print a line of JSON for each backend and size");
+}
+
+void BenchComm::run(const ProcessGroup& group) const {
+  const Operation& operation = operations().at(operation_);
+  std::vector<int> ranks(static_cast<size_t>(group.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::vector<ProcessGroup> groups;
+  for (const std::string& backend : backends_)
+    groups.push_back(group.subgroup(ranks, backend, {.backend = backend}));
+  if (groups.empty()) groups.push_back(group);
+  Console console(group.rank());
+  if (!json_)
+    console.print("# %s of float32, %d ranks\n%-8s %12s %12s %12s %12s %12s %12s %12s\n",
+                  operation_.c_str(), group.size(), "backend", "bytes", "us", "least", "most",
+                  "algbw GB/s", "busbw GB/s", "CPU us, all");
+  for (int64_t bytes = std::max(min_bytes_, 4 * int64_t{group.size()}); bytes <= max_bytes_;
+       bytes *= factor_) {
+    std::vector<Result> results;
+    for (const ProcessGroup& one : groups)
+      results.push_back({.backend = one.backend(), .bytes = bytes, .seconds = {}});
+    for (int round = 0; round < rounds_; ++round) {
+      for (size_t i = 0; i < groups.size(); ++i) measure(groups[i], operation, results[i]);
+    }
+    for (const Result& result : results)
+      print(result, operation.bus_factor(group.size()), json_, console);
+  }
+}
+
+}  // namespace cohort::apps

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// `cohort bench comm`: latency and bandwidth of collectives, by backend and size.
+#pragma once
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cohort/comm/process_group.h"
+
+namespace cohort::apps {
+
+/// What `cohort bench comm` measures, by flag.
+class BenchComm {
+ public:
+  void add_to(CLI::App& app);
+  /// Measures, on all ranks of `group`, and prints a table on rank 0. Collective; blocks.
+  void run(const comm::ProcessGroup& group) const;
+
+ private:
+  std::vector<std::string> backends_;  // empty: the group's own
+  std::string operation_ = "all_reduce";
+  int64_t min_bytes_ = int64_t{1} << 10;
+  int64_t max_bytes_ = int64_t{64} << 20;
+  int64_t factor_ = 4;
+  int rounds_ = 5;
+  bool json_ = false;
+};
+
+}  // namespace cohort::apps
