@@ -28,7 +28,7 @@ enum class CheckCollectives {
 
 struct ProcessGroupOptions {
   /// One of backend.h; "auto": "nccl" where `device` is a CUDA device, else "shm" for ranks of one
-  /// host and "gloo" for those of several. A sub-group is then asked for anew.
+  /// host and "gloo" for those of several; each sub-group by its own ranks.
   std::string backend = "auto";
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
   std::chrono::milliseconds timeout{600'000};             ///< Of every later operation.

@@ -36,7 +36,7 @@ std::exception_ptr error_of(const std::string& text) {
 
 }  // namespace
 
-// Rung by who has put something in a ring of a rank, or taken something out.
+// A rank's: a peer that has put something in a ring of it, or taken something out, rings it.
 struct alignas(128) Mailbox::Bell {
   std::atomic<uint32_t> rung;
   std::atomic<uint32_t> sleepers;
@@ -264,7 +264,7 @@ bool Mailbox::read_header(int peer) {
 bool Mailbox::move_in(int peer, std::vector<Ended>& ended) {
   auto& messages = incoming_[static_cast<size_t>(peer)];
   bool moved = false;
-  // What has been kept goes to who wants it now, in the order in which it came.
+  // A kept message goes to the receive that wants it now, in the order in which it came.
   for (Incoming& message : messages) {
     if (message.wanted) continue;
     message.wanted = take_wanted(peer, message.tag);

@@ -66,7 +66,7 @@ class Mailbox {
     Clock::time_point deadline;
     Done done;
   };
-  // One that arrives: in the memory of who wants it, or kept until somebody does.
+  // One that arrives: in the memory of the receive that wants it, or kept until one does.
   struct Incoming {
     int tag = 0;
     size_t bytes = 0;

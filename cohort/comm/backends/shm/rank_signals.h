@@ -61,7 +61,8 @@ class RankSignals {
   /// The step that `arrive` takes next.
   uint32_t next_step() const { return step_ + 1; }
 
-  /// Ends what all ranks wait for, now and later. Threads: any.
+  /// Ends what all ranks wait for, now and later.
+  /// Threads: any.
   void abort();
 
  private:

@@ -117,7 +117,7 @@ Hello hello_of(const std::string& secret, int rank) {
   return hello;
 }
 
-// Who is not a rank of the group is not served, and keeps nobody waiting for long.
+// A process that is no rank of the group is not served, and delays the ranks for a second at most.
 void serve(const Fd& listener, const Fd& file, const std::string& secret, int world_size,
            Clock::time_point deadline) {
   constexpr milliseconds kHelloLimit{1000};
@@ -147,7 +147,8 @@ Fd fetch(const std::string& name, const std::string& secret, int rank, size_t by
   const auto [address, length] = address_of(name);
   if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
     fail_to_share("expected rank 0 on this host, its socket cannot be reached", errno);
-  if (!is_peer_of_user(connection, geteuid())) fail_to_share("expected rank 0 to run as the same user");
+  if (!is_peer_of_user(connection, geteuid()))
+    fail_to_share("expected rank 0 to run as the same user");
   const Hello hello = hello_of(secret, rank);
   if (send(connection.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello)
     fail_to_share("rank 0 does not hand over its memory", errno);

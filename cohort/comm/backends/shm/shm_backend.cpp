@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <pthread.h>
 #include <sstream>
 #include <unistd.h>
@@ -206,15 +207,18 @@ size_t exchange_bytes(int world_size) {
 
 class ShmBackend::Task : public ShmWork {
  public:
-  Task(int rank, Call call) : ShmWork(rank, call.type, call.results), call_(std::move(call)) {}
+  Task(int rank, Call call) : ShmWork(rank, call.type, call.results), call_(std::move(call)) {
+    if (call_.in_background) state_.emplace();
+  }
   const Call& call() const { return call_; }
-  const at::ThreadLocalState& state() const { return state_; }
+  /// The caller's, for the thread that runs the call in its place.
+  const std::optional<at::ThreadLocalState>& state() const { return state_; }
   /// Lets go of the tensors.
   void release() { call_.run = nullptr; }
 
  private:
   Call call_;
-  at::ThreadLocalState state_;
+  std::optional<at::ThreadLocalState> state_;
 };
 
 ShmBackend::ShmBackend(const BackendRequest& request)
@@ -297,7 +301,8 @@ void ShmBackend::run_queue() {
     busy_ = true;
     lock.unlock();
     {
-      const at::ThreadLocalStateGuard guard(task->state());
+      std::optional<at::ThreadLocalStateGuard> guard;
+      if (task->state()) guard.emplace(*task->state());
       run(*task);
     }
     lock.lock();
