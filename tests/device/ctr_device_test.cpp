@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The click model on a device whose memory the host may not touch.
+#include <cstdlib>
 #include <gtest/gtest.h>
+#include <optional>
 #include <torch/types.h>
 #include <torch/utils.h>
 
 #include "examples/ctr/click_generator.h"
 #include "examples/ctr/trainer.h"
 #include "tests/base/temporary_folder.h"
-#include "tests/device/second_backend.h"
+#include "tests/device/one_server.h"
+#include "tests/device/same_bits.h"
 #include "tests/device/second_device.h"
+#include "tests/support/shared_folder.h"
 
 namespace ctr {
 namespace ctr_device_test {
@@ -53,6 +57,45 @@ TEST(CtrDeviceTest, LearnsAsOnTheCpu) {
   EXPECT_EQ(got.count, expected.count);
   EXPECT_NEAR(got.log_loss, expected.log_loss, 1e-3);
   EXPECT_NEAR(got.auc, expected.auc, 1e-2);
+}
+
+// Every rank is a trainer; the server runs beside rank 0.
+std::optional<Metrics> trained_by(const cohort::comm::ProcessGroup& group,
+                                  const std::string& folder) {
+  std::optional<cohort::test::OneServer> server;
+  if (group.rank() == 0) server.emplace();
+  const std::string endpoint = group.broadcast_object(server ? server->endpoint() : "");
+  setenv("PADDLE_TRAINING_ROLE", "TRAINER", 1);
+  setenv("PADDLE_PSERVERS_IP_PORT_LIST", endpoint.c_str(), 1);
+  setenv("PADDLE_TRAINERS_NUM", std::to_string(group.size()).c_str(), 1);
+  setenv("PADDLE_TRAINER_ID", std::to_string(group.rank()).c_str(), 1);
+  Options options;
+  options.data = folder;
+  options.mode = "sync";
+  options.batch_size = 64;
+  Trainer trainer(options, group);
+  trainer.train();
+  const auto metrics = trainer.evaluate();
+  trainer.finish();
+  group.barrier("all have left the server");
+  return metrics;
+}
+
+// Bounds as above; there are 10 steps.
+TEST(CtrDeviceTest, ThreeTrainersOfAServerLearnAsOnTheCpu) {
+  const cohort::test::SharedFolder folder;
+  const std::string data = folder / "data";
+  if (folder.is_parent()) generate_clicks({.rows = 2000, .test_rows = 500, .seed = 3}, data);
+  cohort::test::device_ranks(3, [&](const cohort::comm::ProcessGroup& group) {
+    EXPECT_EQ(group.device(), cohort::test::second_device());
+    const auto expected = trained_by(cohort::test::on_cpu(group), data);
+    const auto got = trained_by(group, data);
+    ASSERT_EQ(got.has_value(), group.rank() == 0);
+    if (!got) return;
+    EXPECT_EQ(got->count, 500);
+    EXPECT_NEAR(got->log_loss, expected->log_loss, 1e-3);
+    EXPECT_NEAR(got->auc, expected->auc, 1e-2);
+  });
 }
 
 }  // namespace ctr_device_test

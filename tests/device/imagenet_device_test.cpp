@@ -39,7 +39,7 @@ std::string scores_on(const ProcessGroup& group, Options options) {
 
 void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::SharedFolder& folder,
                             const std::string& strategy, bool sync_bn) {
-  SCOPED_TRACE(strategy);
+  SCOPED_TRACE(strategy + ", ranks: " + std::to_string(group.size()));
   Options options{.data = folder / "data", .arch = "resnet18"};
   options.epochs = 2;
   options.image_size = 32;
@@ -66,14 +66,22 @@ void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::Share
   EXPECT_GE(files, 2) << "weights and momentum";
 }
 
-TEST(ImagenetDeviceTest, TrainsAsOnTheCpu) {
+void expect_bits_of_the_cpu_on(int ranks) {
   const cohort::test::SharedFolder folder;
   if (folder.is_parent()) cohort::test::draw_image_folders(folder / "data", 8, 5, 40, 48);
-  cohort::test::device_ranks(2, [&](const ProcessGroup& group) {
+  cohort::test::device_ranks(ranks, [&](const ProcessGroup& group) {
     EXPECT_EQ(group.device(), cohort::test::second_device());
     expect_bits_of_the_cpu(group, folder, "ddp", /*sync_bn=*/true);
     expect_bits_of_the_cpu(group, folder, "zero3", /*sync_bn=*/false);
   });
+}
+
+TEST(ImagenetDeviceTest, TwoRanksTrainAsOnTheCpu) {
+  expect_bits_of_the_cpu_on(2);
+}
+
+TEST(ImagenetDeviceTest, ThreeRanksTrainAsOnTheCpu) {
+  expect_bits_of_the_cpu_on(3);
 }
 
 }  // namespace imagenet_device_test

@@ -10,24 +10,13 @@
 
 #include "cohort/ps/module/device_block.h"
 #include "cohort/ps/module/session.h"
-#include "cohort/ps/rpc/rpc_server.h"
-#include "cohort/ps/server/server.h"
 
+#include "tests/device/one_server.h"
 #include "tests/device/second_device.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
 namespace session_device_test {
-
-// One server on loopback, without a log.
-struct OneServer {
-  Log log{LogOptions{.console = LogConsole::kNever}};
-  Server server{
-      ServerOptions{
-          .server = 0, .servers = 1, .durability = Durability::kApplied, .snapshot_log_bytes = 0},
-      log};
-  RpcServer rpc{server, RpcServerOptions{}};
-};
 
 struct Trained {
   std::vector<at::Tensor> values;  // On the CPU: losses, parameters, rows.
@@ -36,11 +25,10 @@ struct Trained {
 
 // A linear layer on `device` and rows on the host.
 Trained train_on(at::Device device, Training training, Pooling pooling) {
-  const OneServer server;
+  const test::OneServer server;
   SessionOptions options{.training = training,
                          .dense_rule = {.rule = Rule::kAdam, .learning_rate = 0.25f}};
-  if (training != Training::kLocal)
-    options.servers = {"127.0.0.1:" + std::to_string(server.rpc.port())};
+  if (training != Training::kLocal) options.servers = {server.endpoint()};
   Session session(options);
   Embedding rows = session.embedding({.name = "ids",
                                       .width = 4,

@@ -11,6 +11,7 @@
 #include "tests/device/same_bits.h"
 #include "tests/device/second_device.h"
 #include "tests/support/aten_kernels.h"
+#include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/sentences.h"
 
@@ -128,6 +129,17 @@ TEST(UpdaterDeviceTest, ThreeRanksUpdateAsOnTheCpu) {
   test::device_ranks(3, [](const comm::ProcessGroup& group) {
     for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero3})
       expect_bits_of_the_cpu(group, {.strategy = strategy});
+  });
+}
+
+TEST(UpdaterDeviceTest, TwoHostsOfTwoRanksUpdateAsOnTheCpu) {
+  test::device_ranks(4, [](const comm::ProcessGroup& group) {
+    const auto on_two_hosts = [](const comm::ProcessGroup& world) {
+      EXPECT_EQ(world.device(), test::second_device());
+      for (const bool cpu_offload : {false, true})
+        expect_bits_of_the_cpu(world, {.strategy = Strategy::kHybrid, .cpu_offload = cpu_offload});
+    };
+    test::on_hosts(group, {"a", "b", "b", "a"}, on_two_hosts, {.backend = "second"});
   });
 }
 
