@@ -44,6 +44,7 @@ std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
 
 // Calls what c10d does with tensors of the CPU. Its first argument is what it writes, and is returned, beside the work.
 void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const DeviceCode here;
   const size_t first = stack->size() - op.schema().arguments().size();
   const c10::IValue outputs = (*stack)[first];
   HostAliases aliases;

@@ -108,6 +108,7 @@ void Arena::release(void* block) {
 }
 
 thread_local bool in_kernel = false;
+thread_local bool in_driver = false;  // Or in a kernel.
 
 // The CPU's allocator, but for a kernel that works for the device: what it allocates can become the device's without a copy.
 // Pinned memory is of the arena, too.
@@ -353,6 +354,7 @@ void to_cpu(Aliases& aliases, c10::IValue& value, const c10::Argument& argument,
 // Runs the CPU's kernel of any operator.
 void run_on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView below;
+  const DeviceCode here;
   const auto name = std::string_view(op.schema().name()).substr(std::strlen("aten::"));
   if (std::ranges::find(kNeedsData, name) != kNeedsData.end())
     arena().count(&DeviceCounts::synchronisations);
@@ -380,6 +382,7 @@ void run_on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const DeviceCode here;
   if (from.is_cpu()) arena().count(&DeviceCounts::host_to_device);
   if (to.is_cpu()) {
     arena().count(&DeviceCounts::device_to_host);
@@ -421,6 +424,14 @@ DeviceCounts device_counts() {
 void reset_device_counts() {
   const DeviceCounts none;
   arena().exchange_counts(&none);
+}
+
+DeviceCode::DeviceCode() : before_(std::exchange(in_driver, true)) {}
+DeviceCode::~DeviceCode() {
+  in_driver = before_;
+}
+bool in_device_code() {
+  return in_driver;
 }
 
 at::Tensor host_alias(const at::Tensor& tensor) {

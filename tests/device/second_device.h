@@ -42,4 +42,19 @@ void reset_device_counts();
 /// stands in for a driver, such as a backend of collectives: counts nothing.
 at::Tensor host_alias(const at::Tensor& tensor);
 
+/// Marks what a thread does, while this lives, as done by what stands in for the device: its
+/// kernels, copies and collectives.
+class DeviceCode {
+ public:
+  DeviceCode();
+  ~DeviceCode();
+  DeviceCode(const DeviceCode&) = delete;
+  DeviceCode& operator=(const DeviceCode&) = delete;
+
+ private:
+  bool before_;
+};
+/// Whether this thread is in such code.
+bool in_device_code();
+
 }  // namespace cohort::test

@@ -3,6 +3,7 @@
 
 #include <csignal>
 #include <gtest/gtest.h>
+#include <thread>
 #include <torch/nn/functional.h>
 #include <torch/nn/init.h>
 #include <torch/nn/modules.h>
@@ -11,6 +12,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "tests/device/host_operators.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::test {
@@ -258,6 +260,28 @@ TEST(SecondDeviceTest, WhatWaitsForTheDeviceIsCounted) {
   const at::Tensor pinned = at::empty({4}, x.options().device(at::kCPU).pinned_memory(true));
   EXPECT_EQ(waits([&] { pinned.copy_(x, /*non_blocking=*/true); }), 0);
   EXPECT_TRUE(at::equal(pinned, at::arange(4)));
+}
+
+TEST(SecondDeviceTest, AnOperatorOnTheHostIsNoticed) {
+  const at::Tensor x = at::arange(8, at::TensorOptions(second_device()).dtype(at::kFloat));
+  const at::Tensor host = at::ones({8});
+  const auto noticed = [](const std::function<void()>& call) {
+    const HostOperators operators(/*most_elements=*/4);
+    call();
+    EXPECT_GT(operators.on_device(), 0);
+    return operators.found();
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(noticed([&] { (void)at::linear(x, x.view({1, 8}).relu()).softmax(0); }), Names());
+  EXPECT_EQ(noticed([&] { (void)(x.cpu(), host.to(second_device())); }), Names());
+  EXPECT_EQ(noticed([&] { (void)(x + 1).narrow(0, 0, 4).cpu().norm(); }), Names());
+  EXPECT_EQ(noticed([&] { (void)x.cpu().add_(1); }), Names{"aten::add_ of 8 elements"});
+  EXPECT_EQ(noticed([&] { (void)(at::empty({8}), x + 1); }), (Names{"aten::empty of 8 elements"}));
+  EXPECT_EQ(noticed([&] {
+              std::thread([&] { (void)host.neg(); }).join();
+              (void)x.neg();
+            }),
+            Names{"aten::neg of 8 elements"});
 }
 
 }  // namespace second_device_test

@@ -8,6 +8,7 @@
 #include "cohort/translate/corpus.h"
 #include "cohort/translate/updater.h"
 
+#include "tests/device/host_operators.h"
 #include "tests/device/same_bits.h"
 #include "tests/device/second_device.h"
 #include "tests/support/aten_kernels.h"
@@ -163,6 +164,39 @@ TEST(UpdaterDeviceTest, AnUpdateWaitsForTheDeviceOnce) {
       EXPECT_EQ(counts.device_to_host, 2) << "norms and loss";
       EXPECT_EQ(counts.host_to_device, 2 * 6) << "two batches";
       EXPECT_EQ(least_new_blocks, 0);
+    }
+  });
+}
+
+// But for what ranks tell each other: a number for each parameter at most. A batch has more tokens.
+TEST(UpdaterDeviceTest, NothingIsComputedOnTheHost) {
+  test::device_ranks(2, [](const comm::ProcessGroup& group) {
+    for (const Strategy strategy :
+         {Strategy::kDdp, Strategy::kZero1, Strategy::kZero2, Strategy::kZero3}) {
+      SCOPED_TRACE(to_string(strategy));
+      const nmt::Transformer model = model_of(group.device());
+      const auto num_parameters = std::ssize(model->parameters());
+      Updater updater(model, group, options_of({.strategy = strategy}));
+      int64_t num_gradients = 0;
+      for (const at::Tensor& parameter : model->parameters())
+        parameter.register_hook([&](const at::Tensor& gradient) {
+          EXPECT_EQ(gradient.device(), group.device());
+          ++num_gradients;
+        });
+      // The loader's work.
+      const std::vector batches{pinned(test::make_test_batch(test::make_sentences(40, 1))),
+                                pinned(test::make_test_batch(test::make_sentences(40, 2)))};
+      ASSERT_GT(batches[0].num_target_tokens, num_parameters);
+      updater.update(batches);  // Ranks compare, as text, what they call for the first time.
+      num_gradients = 0;
+      const test::HostOperators host(num_parameters);
+      EXPECT_FALSE(updater.update(batches).skipped);
+      EXPECT_EQ(host.found(), std::vector<std::string>());
+      EXPECT_GT(host.on_device(), 100) << "it sees operators";
+      EXPECT_EQ(num_gradients, 2 * num_parameters);
+      for (const auto& [part, shards] : updater.parts())
+        for (const auto& shard : shards)
+          EXPECT_EQ(shard.tensor.device(), group.device()) << part << ": " << shard.name;
     }
   });
 }
