@@ -265,7 +265,9 @@ class Aliases {
 
   static at::Tensor copy_of(const at::Tensor& tensor, c10::Storage storage,
                             c10::BackendComponent from, c10::BackendComponent to) {
-    const auto keys = tensor.key_set().remove_backend(from) | c10::DispatchKeySet(to);
+    const auto keys =
+        (tensor.key_set().remove_backend(from) - c10::getAutocastRelatedKeySetFromBackend(from)) |
+        c10::DispatchKeySet(to) | c10::getAutocastRelatedKeySetFromBackend(to);
     at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
         c10::TensorImpl::VIEW, std::move(storage), keys, tensor.dtype());
     result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),

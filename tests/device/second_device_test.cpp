@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/device/second_device.h"
 
+#include <ATen/autocast_mode.h>
 #include <csignal>
 #include <gtest/gtest.h>
 #include <thread>
@@ -260,6 +261,18 @@ TEST(SecondDeviceTest, WhatWaitsForTheDeviceIsCounted) {
   const at::Tensor pinned = at::empty({4}, x.options().device(at::kCPU).pinned_memory(true));
   EXPECT_EQ(waits([&] { pinned.copy_(x, /*non_blocking=*/true); }), 0);
   EXPECT_TRUE(at::equal(pinned, at::arange(4)));
+}
+
+// Of what `to` made and of what a kernel made.
+TEST(SecondDeviceTest, AutocastMultipliesInALowPrecision) {
+  const at::DeviceType type = second_device().type();
+  const at::Tensor x = at::ones({2, 2}).to(second_device());
+  at::autocast::set_autocast_dtype(type, at::kHalf);
+  at::autocast::set_autocast_enabled(type, true);
+  EXPECT_EQ(at::matmul(x, x).scalar_type(), at::kHalf);
+  EXPECT_EQ(at::matmul(x + 1, x + 1).scalar_type(), at::kHalf);
+  at::autocast::set_autocast_enabled(type, false);
+  at::autocast::clear_cache();
 }
 
 TEST(SecondDeviceTest, AnOperatorOnTheHostIsNoticed) {
