@@ -46,6 +46,10 @@ void save_run(const std::string& folder, Model& model,
                                    {"epochs_done", std::to_string(state.epochs_done)},
                                    {"best_top1", exact(state.best_top1)}};
   if (!state.servers.empty()) metadata["servers"] = state.servers;
+  if (state.loss_scale > 0) {
+    metadata["loss_scale"] = exact(state.loss_scale);
+    metadata["scale_age"] = std::to_string(state.scale_age);
+  }
   if (const auto job = cohort::env_string("COHORT_JOB_ID")) metadata["job"] = *job;
   cohort::train::ShardedCheckpointWriter writer(writers);
   writer.begin(folder, parts_of(cohort::train::shards_of(model.state_to_save()), momentum),
@@ -74,6 +78,10 @@ RunState read_run(const std::string& folder) {
   };
   read("epochs_done", state.epochs_done);
   read("best_top1", state.best_top1);
+  if (metadata.contains("loss_scale")) {
+    read("loss_scale", state.loss_scale);
+    read("scale_age", state.scale_age);
+  }
   if (const auto servers = metadata.find("servers"); servers != metadata.end())
     state.servers = servers->second;
   return state;

@@ -21,6 +21,8 @@ struct RunState {
   int64_t epochs_done = 0;
   double best_top1 = -1;  ///< Percent; below 0: not evaluated yet.
   std::string servers;    ///< Where servers saved parameters and momentum; empty: no servers.
+  double loss_scale = 0;  ///< Of float16; 0: another precision.
+  int64_t scale_age = 0;  ///< Steps since an overflow or since the scale grew.
 };
 
 /// Writes weights, momentum (if it is not empty) and state to `folder`, each rank what it holds;

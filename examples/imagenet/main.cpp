@@ -28,8 +28,12 @@ void add_model_flags(CLI::App& app, Options& o) {
       ->capture_default_str();
   app.add_flag("--sync-bn", o.sync_bn, "Normalise over the batches of all ranks");
   app.add_option("--precision", o.precision,
-                 "float32, float64, or bfloat16: convolutions and products in bfloat16, parameters "
-                 "in float32 (autocast)")
+                 "float32, float64, or bfloat16 or float16: convolutions and products in it, "
+                 "parameters in float32 (autocast)")
+      ->capture_default_str();
+  app.add_option("--init-scale", o.init_scale,
+                 "float16: first factor of the loss, which adapts to the gradients (GradScaler)")
+      ->check(cohort::cli::above_zero())
       ->capture_default_str();
   app.add_flag("--channels-last", o.channels_last,
                "Keep the channels of a pixel together in memory, as torch.channels_last");

@@ -32,8 +32,10 @@ struct Options {
   bool cpu_offload = false;      ///< What a rank holds stays in host memory while a GPU computes.
   bool sync_bn = false;          ///< Normalise over the batches of all ranks.
   int64_t image_size = 224;
-  /// float32, float64, or bfloat16: parameters in float32, convolutions and products in bfloat16.
+  /// float32, float64, or bfloat16 or float16: parameters in float32, convolutions and products in
+  /// the other.
   std::string precision = "float32";
+  double init_scale = 65536;        ///< float16: GradScalerOptions::init_scale.
   bool channels_last = false;       ///< Images, and what is computed of them, in memory as BHWC.
   bool skip_damaged = false;        ///< Skip corrupt images, and count them.
   cohort::ProfilerOptions profile;  ///< A trace of some training steps.

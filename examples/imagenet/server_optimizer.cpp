@@ -28,6 +28,9 @@ cohort::ps::TrainerInfo place_of(const cohort::comm::ProcessGroup& group, const 
   if (options.precision == "float64")
     throw ConfigError("--precision " + options.precision + ": expected float32" + with +
                       ": servers compute in it");
+  if (options.precision == "float16")
+    throw ConfigError("--precision float16: expected float32 or bfloat16" + with +
+                      ": the ranks would leave out steps whose gradients overflow");
   if (options.start_epoch)
     throw ConfigError("--start-epoch: expected none" + with +
                       ": the servers count the steps, from 0 or from what they loaded");

@@ -27,22 +27,29 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kBaseBatch = 256;  // What --lr is meant for.
 
-// Of parameters and inputs.
-at::ScalarType scalar_type(const Options& options) {
-  if (options.precision == "float32" || options.precision == "bfloat16") return at::kFloat;
-  if (options.precision == "float64") return at::kDouble;
-  throw ConfigError("--precision " + options.precision + ": expected float32, bfloat16 or float64");
+std::optional<at::ScalarType> autocast_type(const Options& options) {
+  if (options.precision == "bfloat16") return at::kBFloat16;
+  if (options.precision == "float16") return at::kHalf;
+  return std::nullopt;
 }
 
-// As torch.autocast: convolutions and products are computed in bfloat16 while this lives.
+// Of parameters and inputs.
+at::ScalarType scalar_type(const Options& options) {
+  if (options.precision == "float64") return at::kDouble;
+  if (options.precision == "float32" || autocast_type(options)) return at::kFloat;
+  throw ConfigError("--precision " + options.precision +
+                    ": expected float32, bfloat16, float16 or float64");
+}
+
+// As torch.autocast: convolutions and products are computed in a low precision while this lives.
 class Autocast {
  public:
   Autocast(const Options& options, at::Device device)
-      : type_(device.type()), on_(options.precision == "bfloat16") {
+      : type_(device.type()), on_(autocast_type(options).has_value()) {
     if (!on_) return;
     at::autocast::increment_nesting();
     dtype_ = at::autocast::get_autocast_dtype(type_);
-    at::autocast::set_autocast_dtype(type_, at::kBFloat16);
+    at::autocast::set_autocast_dtype(type_, *autocast_type(options));
     at::autocast::set_autocast_enabled(type_, true);
   }
   ~Autocast() {
@@ -106,6 +113,7 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
   learning_rate_ =
       cohort::train::scaled_learning_rate(options.lr, kBaseBatch, global_batch(), rule);
   make_optimizer();
+  make_scaler();
   if (!options.resume.empty()) resume();
   console_.print(
       "%s, %lld classes, %lld pictures; batch %lld on %d ranks; learning rate %s\n",
@@ -131,6 +139,15 @@ void Trainer::make_optimizer() {
                                    .steps_per_epoch = std::ssize(training_batches(0))};
   optimizer_ = servers ? make_server_optimizer(*parallel_, group_, options_, optimizer, state_)
                        : make_rank_optimizer(*parallel_, optimizer);
+}
+
+// Small gradients vanish in float16, large ones overflow. The scale continues as the checkpoint has it.
+void Trainer::make_scaler() {
+  if (options_.precision != "float16") return;
+  scaler_.emplace(group_, cohort::parallel::GradScalerOptions{.init_scale = options_.init_scale});
+  if (state_.loss_scale == 0) return;
+  for (auto& [name, value] : scaler_->state())
+    value.fill_(name == "scale" ? state_.loss_scale : static_cast<double>(state_.scale_age));
 }
 
 void Trainer::resume() {
@@ -214,6 +231,28 @@ std::vector<std::vector<int64_t>> Trainer::training_batches(int64_t epoch) const
   return cohort::data::cut_batches(sampler.indices(), local_batch_, cohort::data::LastBatch::kDrop);
 }
 
+// Returns whether the optimizer stepped: on no rank if a gradient of one overflowed.
+bool Trainer::step(const at::Tensor& loss) {
+  if (!scaler_) {
+    loss.backward();
+    optimizer_->step();
+    return true;
+  }
+  scaler_->scale(loss).backward();
+  const bool good = scaler_->unscale(parallel_->parameters());
+  if (good) {
+    optimizer_->step();
+  } else {
+    for (at::Tensor& parameter : parallel_->parameters()) parameter.mutable_grad().reset();
+  }
+  scaler_->update();
+  for (const auto& [name, value] : scaler_->state()) {
+    if (name == "scale") state_.loss_scale = value.item<double>();
+    if (name == "growth_tracker") state_.scale_age = value.item<int64_t>();
+  }
+  return good;
+}
+
 EpochReport Trainer::train_epoch(int64_t epoch) {
   auto batches = training_batches(epoch);
   const auto num_steps = std::ssize(batches);
@@ -240,8 +279,10 @@ EpochReport Trainer::train_epoch(int64_t epoch) {
     }();
     const at::Tensor losses_B = losses_of(scores_BC, labels_B);
     // Not the mean: a batch with pictures left out counts for what it has.
-    (losses_B.sum() / local_batch_).backward();
-    optimizer_->step();
+    if (!this->step(losses_B.sum() / local_batch_))
+      console_.print("epoch %lld, step %lld left out: a gradient overflowed; loss scale now %g\n",
+                     static_cast<long long>(epoch), static_cast<long long>(step),
+                     state_.loss_scale);
     sums.add(losses_B, scores_BC, labels_B);
     if (++step % options_.print_freq == 0) {
       print_step(epoch, step, num_steps, report(sums.scores()));

@@ -8,6 +8,7 @@
 #include "cohort/comm/process_group.h"
 #include "cohort/image/image_folder.h"
 #include "cohort/image/image_loader.h"
+#include "cohort/parallel/grad_scaler.h"
 
 #include "examples/imagenet/checkpoint.h"
 #include "examples/imagenet/optimizer.h"
@@ -51,6 +52,8 @@ class Trainer {
                                                    int64_t epoch) const;
   cohort::image::ImageBatch on_device(const cohort::image::ImageBatch& batch) const;
   void make_optimizer();
+  void make_scaler();
+  bool step(const at::Tensor& loss);
   void resume();
   int64_t global_batch() const { return local_batch_ * group_.size(); }
 
@@ -62,8 +65,9 @@ class Trainer {
   int64_t local_batch_;
   double learning_rate_;  // Of epoch 0.
   ResNet model_;
-  std::optional<Model> parallel_;         // None with --evaluate, ...
-  std::unique_ptr<Optimizer> optimizer_;  // ... this neither.
+  std::optional<Model> parallel_;                       // None with --evaluate, ...
+  std::unique_ptr<Optimizer> optimizer_;                // ... this neither.
+  std::optional<cohort::parallel::GradScaler> scaler_;  // Of float16.
   RunState state_;
   cohort::Profiler profiler_{options_.profile, group_.rank(), group_.size()};
 };

@@ -37,9 +37,8 @@ std::string scores_on(const ProcessGroup& group, Options options) {
   return scores + std::to_string(again.count) + " " + std::to_string(again.loss);
 }
 
-void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::SharedFolder& folder,
-                            const std::string& strategy, bool sync_bn) {
-  SCOPED_TRACE(strategy + ", ranks: " + std::to_string(group.size()));
+Options options_of(const cohort::test::SharedFolder& folder, const std::string& strategy,
+                   bool sync_bn) {
   Options options{.data = folder / "data", .arch = "resnet18"};
   options.epochs = 2;
   options.image_size = 32;
@@ -48,22 +47,31 @@ void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::Share
   options.lr = 0.005;
   options.strategy = strategy;
   options.sync_bn = sync_bn;
+  return options;
+}
+
+void expect_same_checkpoints(const std::string& expected, const std::string& got) {
+  int files = 0;
+  for (const auto& file : std::filesystem::directory_iterator(expected)) {
+    if (file.path().extension() != ".safetensors") continue;
+    ++files;
+    const std::string name = file.path().filename();
+    EXPECT_TRUE(cohort::read_file(file.path()) == cohort::read_file(got + "/" + name)) << name;
+  }
+  EXPECT_GE(files, 2) << "weights and momentum";
+}
+
+void expect_bits_of_the_cpu(const ProcessGroup& group, const cohort::test::SharedFolder& folder,
+                            const std::string& strategy, bool sync_bn) {
+  SCOPED_TRACE(strategy + ", ranks: " + std::to_string(group.size()));
+  Options options = options_of(folder, strategy, sync_bn);
   options.output = folder / ("cpu-" + strategy);
   const auto expected = scores_on(cohort::test::on_cpu(group), options);
   options.output = folder / ("device-" + strategy);
   EXPECT_EQ(scores_on(group, options), expected);
-  if (group.rank() != 0) return;
-  int files = 0;
-  for (const auto& file :
-       std::filesystem::directory_iterator(folder / ("cpu-" + strategy + "/checkpoint"))) {
-    if (file.path().extension() != ".safetensors") continue;
-    ++files;
-    const std::string name = file.path().filename();
-    EXPECT_TRUE(cohort::read_file(file.path()) ==
-                cohort::read_file(options.output + "/checkpoint/" + name))
-        << name;
-  }
-  EXPECT_GE(files, 2) << "weights and momentum";
+  if (group.rank() == 0)
+    expect_same_checkpoints(folder / ("cpu-" + strategy + "/checkpoint"),
+                            options.output + "/checkpoint");
 }
 
 void expect_bits_of_the_cpu_on(int ranks) {
@@ -82,6 +90,34 @@ TEST(ImagenetDeviceTest, TwoRanksTrainAsOnTheCpu) {
 
 TEST(ImagenetDeviceTest, ThreeRanksTrainAsOnTheCpu) {
   expect_bits_of_the_cpu_on(3);
+}
+
+// On the device a run that stopped after its first epoch, and resumes with the scale of its checkpoint.
+TEST(ImagenetDeviceTest, Float16LeavesOutStepsThatOverflow) {
+  const cohort::test::SharedFolder folder;
+  if (folder.is_parent()) cohort::test::draw_image_folders(folder / "data", 4, 1, 40, 48);
+  cohort::test::device_ranks(2, [&](const ProcessGroup& group) {
+    Options options = options_of(folder, "zero3", /*sync_bn=*/true);
+    options.precision = "float16";
+    options.init_scale = 0x1p14;
+    options.epochs = 2;  // Of a step each.
+    options.output = folder / "cpu";
+    Trainer(options, cohort::test::on_cpu(group)).train();
+    options.output = folder / "device";
+    options.epochs = 1;
+    Trainer(options, group).train();
+    options.epochs = 2;
+    options.resume = options.output + "/checkpoint";
+    group.barrier("saved");
+    Trainer(options, group).train();
+    if (group.rank() != 0) return;
+    expect_same_checkpoints(folder / "cpu/checkpoint", options.resume);
+    const RunState on_cpu = read_run(folder / "cpu/checkpoint"), got = read_run(options.resume);
+    EXPECT_EQ(got.loss_scale, on_cpu.loss_scale);
+    EXPECT_EQ(got.scale_age, on_cpu.scale_age);
+    EXPECT_LT(got.loss_scale, options.init_scale) << "a step was left out";
+    EXPECT_GE(got.scale_age, 1) << "a later one was not";
+  });
 }
 
 }  // namespace imagenet_device_test

@@ -158,6 +158,7 @@ TEST_F(ImagenetServersTest, KilledRanksGoOnWithTheSameBits) {
 TEST_F(ImagenetServersTest, WhatServersCannotDoIsRefused) {
   const std::string sync = "--strategy ps-sync ";
   expect_refused(sync + "--precision float64", "--precision float64: expected float32");
+  expect_refused(sync + "--precision float16", "--precision float16: expected float32 or bfloat16");
   expect_refused(sync + "--start-epoch 3", "--start-epoch: expected none");
   expect_refused(sync + "--cpu-offload", "--cpu-offload: this run computes on the CPU");
   expect_refused(sync + "--ps-host-ranks 3",
