@@ -33,6 +33,24 @@ void check_backend(const std::string& name, at::Device device) {
 
 }  // namespace
 
+// NCCL says so in the first collective, in its own words, and not of which ranks.
+void check_devices_differ(const comm::ProcessGroup& group) {
+  const std::string visible = env_string("CUDA_VISIBLE_DEVICES").value_or("");
+  const auto devices =
+      group.all_gather_object(group.device().str() + (visible.empty() ? "" : " of " + visible));
+  const auto hosts = group.hosts();
+  for (size_t rank = 1; rank < devices.size(); ++rank) {
+    for (size_t other = 0; other < rank; ++other) {
+      if (hosts[rank] != hosts[other] || devices[rank] != devices[other]) continue;
+      throw ConfigError("ranks " + std::to_string(other) + " and " + std::to_string(rank) +
+                        " compute on one card, " + devices[rank] + " of host " +
+                        hosts[rank].substr(0, hosts[rank].find('/')) +
+                        ", and NCCL takes one rank on each: expected fewer ranks, or " +
+                        "--dist-backend gloo, which is slow");
+    }
+  }
+}
+
 void GroupFlags::add_to(CLI::App& app, Devices allowed) {
   const std::string section = "Ranks";
   app.add_option("--rank", rank_info.rank,
@@ -76,7 +94,8 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
   }
   app.add_option("--dist-backend", backend,
                  "Backend of the collectives (auto: nccl for cuda, else shm among ranks of one "
-                 "host and gloo among those of several)")
+                 "host and gloo among those of several; gloo for cuda is slow, but takes several "
+                 "ranks on one card)")
       ->type_name("NAME")
       ->capture_default_str()
       ->group(section);
@@ -114,8 +133,11 @@ void GroupFlags::choose_device(const comm::RankInfo& info) {
   // A file of a backend may bring its device's driver; NCCL's needs CUDA, which is loaded then.
   if (!chooses && backend != "nccl") comm::find_backend(backend);
   group.device = comm::init_accelerator(device, info);
-  group.backend = backend;
-  check_backend(!chooses ? backend : group.device->is_cuda() ? "nccl" : "gloo", *group.device);
+  group.backend = backend == "gloo" && group.device->is_cuda() ? "gloo_cuda" : backend;
+  check_backend(!chooses                  ? group.backend
+                : group.device->is_cuda() ? "nccl"
+                                          : "gloo",
+                *group.device);
   if (allow_tf32 && !group.device->is_cuda())
     throw ConfigError("--allow-tf32: expected a CUDA --device, got " + group.device->str());
   if (allow_tf32) at::globalContext().setAllowTF32CuBLAS(true);
@@ -136,7 +158,9 @@ comm::ProcessGroup GroupFlags::connect() {
   group.timeout = milliseconds("--timeout", timeout_s);
   const comm::RankInfo info = comm::rank_info_from_environment(rank_info);
   choose_device(info);
-  return comm::ProcessGroup(info, group);
+  comm::ProcessGroup ranks(info, group);
+  if (ranks.backend() == "nccl") check_devices_differ(ranks);
+  return ranks;
 }
 
 }  // namespace cohort::cli

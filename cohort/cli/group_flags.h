@@ -40,4 +40,9 @@ struct GroupFlags {
   void choose_device(const comm::RankInfo& info);
 };
 
+/// Checks that each rank computes on a card of its own: CUDA_VISIBLE_DEVICES and device() tell.
+/// Collective; blocks.
+/// Errors: ConfigError on all ranks that names two on one card.
+void check_devices_differ(const comm::ProcessGroup& group);
+
 }  // namespace cohort::cli

@@ -13,6 +13,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/comm/backends/gloo/gloo.h"
+#include "cohort/comm/backends/gloo/host_staging.h"
 #include "cohort/comm/backends/shm/shm_backend.h"
 #include "cohort/comm/plugin_file.h"
 
@@ -34,6 +35,7 @@ struct Registry {
 Registry& registry() {
   static Registry instance{.mutex = {},
                            .plugins = {{"gloo", {c10::DeviceType::CPU, make_gloo_backend}},
+                                       {"gloo_cuda", gloo_through_host(c10::DeviceType::CUDA)},
                                        {"shm", {c10::DeviceType::CPU, make_shm_backend}}}};
   return instance;
 }

@@ -65,7 +65,7 @@ TEST_F(BackendTest, GlooIsBuiltInAndServesTheCpu) {
 TEST_F(BackendTest, AnUnknownNameListsWhatThereIsAndWhereItLooked) {
   const std::string error = error_of("nonesuch");
   EXPECT_TRUE(contains(error, "backend \"nonesuch\" is unknown: there is ")) << error;
-  EXPECT_TRUE(contains(error, "gloo, hccl, ")) << error;
+  EXPECT_TRUE(contains(error, "gloo, gloo_cuda, hccl, ")) << error;
   EXPECT_TRUE(contains(error, "libcohort_nonesuch.so is not in " + plugin_folder().string() + ", "))
       << error;
   EXPECT_TRUE(contains(error, "/lib, the dynamic loader's path")) << error;

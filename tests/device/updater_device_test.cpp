@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
+#include "cohort/comm/backends/gloo/host_staging.h"
 #include "cohort/translate/corpus.h"
 #include "cohort/translate/updater.h"
 
@@ -142,6 +143,19 @@ TEST(UpdaterDeviceTest, TwoHostsOfTwoRanksUpdateAsOnTheCpu) {
     };
     test::on_hosts(group, {"a", "b", "b", "a"}, on_two_hosts, {.backend = "second"});
   });
+}
+
+// What carries two ranks on one card.
+TEST(UpdaterDeviceTest, RanksOfGlooThroughTheHostUpdateAsOnTheCpu) {
+  if (std::getenv("COHORT_TEST_RANK") != nullptr)
+    comm::register_backend("gloo_second", comm::gloo_through_host(test::second_device().type()));
+  const auto body = [](const comm::ProcessGroup& group) {
+    EXPECT_EQ(group.device(), test::second_device());
+    for (const Strategy strategy : {Strategy::kDdp, Strategy::kZero3})
+      expect_bits_of_the_cpu(group, {.strategy = strategy});
+  };
+  for (const auto& end : test::run_ranks(2, body, {.backend = "gloo_second"}))
+    EXPECT_EQ(end.exit_code, 0) << end.output;
 }
 
 // What a step asks of the device. A batch is six tensors.
