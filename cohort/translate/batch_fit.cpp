@@ -16,15 +16,16 @@ namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-nmt::Batch full_batch(int64_t rows, int64_t width) {
+nmt::Batch full_batch(int64_t rows, int64_t width, at::Device device) {
   const at::Tensor ids = at::full({rows, width}, text::kEosId, at::kLong);
   const at::Tensor lengths = at::full({rows}, width, at::kLong);
-  return {.source_BS = ids,
-          .source_lengths_B = lengths,
-          .input_BT = ids,
-          .labels_BT = ids,
-          .target_lengths_B = lengths,
-          .num_target_tokens = rows * width};
+  const nmt::Batch batch{.source_BS = ids,
+                         .source_lengths_B = lengths,
+                         .input_BT = ids,
+                         .labels_BT = ids,
+                         .target_lengths_B = lengths,
+                         .num_target_tokens = rows * width};
+  return device.is_cpu() ? batch : batch.to(device);
 }
 
 // Gives what is trained gradients, as an update finds them, for as long as this lives.
@@ -50,12 +51,14 @@ class WithGradients {
 
 int64_t run_batch(nmt::Transformer& model, int64_t rows, int64_t width,
                   const BatchFitOptions& options) {
-  const nmt::Batch batch = full_batch(rows, width);
-  const int64_t bytes = peak_tensor_bytes([&] {
+  const at::Device device = model->parameters().front().device();
+  const nmt::Batch batch = full_batch(rows, width, device);
+  const auto step = [&] {
     const auto loss = options.sharded ? std::get<0>((*options.sharded)(batch))
                                       : std::get<0>(model->forward(batch));
     loss.backward();
-  });
+  };
+  const int64_t bytes = peak_tensor_bytes(step, device.type());
   if (!options.tensor_group) return bytes;
   at::Tensor most = at::tensor({bytes}, at::kLong);
   options.tensor_group.all_reduce(most, comm::ReduceOp::kMax);

@@ -46,7 +46,8 @@ struct BatchFit {
 ///
 /// Collective; blocks for the time of about three large updates. All ranks get the same `rows`: the
 /// least of what fits on any. `model` is in training mode and without gradients, before and after;
-/// its parameters stay. Not counted: what lies outside of libtorch's allocators (tensor_memory.h).
+/// its parameters stay. Where they lie is where memory is counted. Not counted: what lies outside of
+/// libtorch's allocators (tensor_memory.h), and on a card what they keep for later.
 /// Errors: ConfigError that names --workspace and what it must be, if one pair does not fit.
 BatchFit fit_batches(nmt::Transformer& model, const BatchFitOptions& options,
                      const comm::ProcessGroup& group);

@@ -42,9 +42,6 @@ TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData da
     state_ = checkpoints_.read_last(group_);
     early_stopping_ = train::EarlyStopping(stopping_options(options), state_.early_stopping);
   }
-  if (options.mini_batch_fit && !group_.device().is_cpu())
-    throw ConfigError("--mini-batch-fit measures memory of the CPU: expected --device cpu, or " +
-                      std::string("--mini-batch-words"));
   if (!options.optimizer_state_dir.empty() && !group_.device().is_cpu() && !options.cpu_offload)
     throw ConfigError("--optimizer-state-dir keeps moments of parameters on the CPU: expected " +
                       std::string("--device cpu, or --cpu-offload"));
@@ -185,7 +182,10 @@ void TrainingRun::fit_batch_sizes() {
       " gradient_checkpointing=" + std::to_string(options_.gradient_checkpointing) +
       (options_.tensor_parallel > 1 ? " tensor_parallel=" + std::to_string(options_.tensor_parallel)
                                     : "") +
-      (sharded ? " strategy=" + parallel::to_string(options_.strategy) : "");
+      (sharded ? " strategy=" + parallel::to_string(options_.strategy) : "") +
+      (group_.device().is_cpu()
+           ? ""
+           : " device=" + c10::DeviceTypeName(group_.device().type(), /*lower_case=*/true));
   if (state_.fitted_for == wanted) {
     log_.info("batch sizes fitted earlier are used again", {{"for", wanted}});
     return;

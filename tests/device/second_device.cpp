@@ -37,24 +37,12 @@ class Arena {
     ::close(file);
   }
 
-  at::DataPtr allocate(size_t bytes) {
-    const std::lock_guard lock(mutex_);
-    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  // What is the device's, and not pinned, is told to libtorch's profiler, as a card's allocator does.
+  at::DataPtr allocate(size_t bytes, bool pinned) {
     if (bytes == 0) return {nullptr, nullptr, &Arena::release, at::kCPU};
-    std::vector<char*>& spare = spare_[bytes];
-    char* block = nullptr;
-    if (!spare.empty()) {
-      block = spare.back();
-      spare.pop_back();
-      ++counts_.reused_blocks;
-    } else {
-      TORCH_CHECK(bytes <= kBytes - used_, "the second device is out of memory: ", used_, " of ",
-                  kBytes, " bytes are in use, and ", bytes, " more were asked for");
-      block = host_ + used_;
-      used_ += bytes;
-      ++counts_.new_blocks;
-    }
-    bytes_of_[block] = bytes;
+    const auto told = pinned ? 0 : static_cast<int64_t>(bytes);
+    char* const block = take((bytes + kAlignment - 1) / kAlignment * kAlignment, told);
+    if (told > 0) c10::reportMemoryUsageToProfiler(block, told, 0, 0, kSecondDevice);
     return {block, block, &Arena::release, at::kCPU};
   }
   static void release(void* block);
@@ -77,6 +65,29 @@ class Arena {
   }
 
  private:
+  struct Block {
+    size_t bytes = 0;
+    int64_t told = 0;  // To the profiler.
+  };
+  char* take(size_t bytes, int64_t told) {
+    const std::lock_guard lock(mutex_);
+    std::vector<char*>& spare = spare_[bytes];
+    char* block = nullptr;
+    if (!spare.empty()) {
+      block = spare.back();
+      spare.pop_back();
+      ++counts_.reused_blocks;
+    } else {
+      TORCH_CHECK(bytes <= kBytes - used_, "the second device is out of memory: ", used_, " of ",
+                  kBytes, " bytes are in use, and ", bytes, " more were asked for");
+      block = host_ + used_;
+      used_ += bytes;
+      ++counts_.new_blocks;
+    }
+    blocks_[block] = {bytes, told};
+    return block;
+  }
+
   static constexpr size_t kBytes = size_t{8} << 30;
   static constexpr size_t kAlignment = 64;  // As the CPU's allocator.
   static char* map(int file, int access) {
@@ -89,7 +100,7 @@ class Arena {
   char* device_ = nullptr;
   std::mutex mutex_;
   size_t used_ = 0;
-  std::map<char*, size_t> bytes_of_;
+  std::map<char*, Block> blocks_;
   std::map<size_t, std::vector<char*>> spare_;
   DeviceCounts counts_;
 };
@@ -102,9 +113,14 @@ Arena& arena() {
 
 void Arena::release(void* block) {
   Arena& self = arena();
-  const std::lock_guard lock(self.mutex_);
   auto* const place = static_cast<char*>(block);
-  self.spare_[self.bytes_of_.at(place)].push_back(place);
+  Block freed;
+  {
+    const std::lock_guard lock(self.mutex_);
+    freed = self.blocks_.at(place);
+    self.spare_[freed.bytes].push_back(place);
+  }
+  if (freed.told > 0) c10::reportMemoryUsageToProfiler(block, -freed.told, 0, 0, kSecondDevice);
 }
 
 thread_local bool in_kernel = false;
@@ -116,7 +132,7 @@ class HostAllocator final : public c10::Allocator {
  public:
   explicit HostAllocator(bool pinned) : pinned_(pinned), plain_(c10::GetCPUAllocator()) {}
   at::DataPtr allocate(size_t bytes) override {
-    return pinned_ || in_kernel ? arena().allocate(bytes) : plain_->allocate(bytes);
+    return pinned_ || in_kernel ? arena().allocate(bytes, pinned_) : plain_->allocate(bytes);
   }
   at::DeleterFnPtr raw_deleter() const override { return &HostAllocator::release; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -294,7 +310,7 @@ class Aliases {
     if (cpu._mutable_data_ptr_no_checks().get_deleter() == &Arena::release) {
       block = cpu.set_data_ptr({host, at::kCPU});
     } else {
-      block = arena().allocate(cpu.nbytes());
+      block = arena().allocate(cpu.nbytes(), /*pinned=*/false);
       if (cpu.nbytes() > 0) std::memcpy(block.get(), host, cpu.nbytes());
     }
     char* const device = arena().device(block.get());
