@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
+#include "cohort/base/endpoint_list.h"
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
 #include "cohort/cli/parse.h"
 #include "cohort/ps/client/server_link.h"
 #include "cohort/ps/client/timer_thread.h"
-#include "cohort/ps/endpoints.h"
 #include "cohort/ps/role.h"
 #include "cohort/ps/rpc/rpc_channel.h"
 
@@ -41,7 +41,7 @@ void add_ask_flags(CLI::App& app, AskFlags& flags) {
 }
 
 std::vector<std::string> endpoints_of(const AskFlags& flags) {
-  if (!flags.servers.empty()) return ps::parse_server_endpoints("--pservers", flags.servers);
+  if (!flags.servers.empty()) return parse_server_endpoints("--pservers", flags.servers);
   std::vector<std::string> servers = ps::servers_from_environment();
   if (servers.empty()) throw ConfigError("--pservers: expected the servers' endpoints");
   return servers;

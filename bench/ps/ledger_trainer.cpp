@@ -9,10 +9,10 @@
 #include <thread>
 #include <vector>
 
+#include "cohort/base/endpoint_list.h"
 #include "cohort/base/program.h"
 #include "cohort/cli/parse.h"
 #include "cohort/ps/client/client.h"
-#include "cohort/ps/endpoints.h"
 
 namespace {
 
@@ -114,7 +114,7 @@ int run(int argc, char** argv) {
   app.add_option("--pause", flags.pause_ms, "Milliseconds between pushes");
   app.add_flag("--read", flags.read, "Only prints the weights");
   if (const auto ended = cli::parse(app, argc, argv)) return *ended;
-  const auto servers = ps::parse_server_endpoints("--pservers", flags.servers);
+  const auto servers = parse_server_endpoints("--pservers", flags.servers);
   const auto count = static_cast<int>(servers.size());
   ps::Client client({.servers = servers, .trainer = flags.read ? ps::kNoTrainer : flags.trainer},
                     job_of(flags, count));

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "cohort/base/endpoint_list.h"
 #include "cohort/base/error.h"
 #include "cohort/launch/to_int.h"
 
@@ -69,6 +70,7 @@ void validate_streams(const RunOptions& options, const std::string& flag,
 }
 
 void validate_servers(const RunOptions& options) {
+  if (!options.pservers.empty()) parse_server_endpoints("--pservers", options.pservers);
   const ServerOptions& servers = options.servers;
   require(servers.count >= 0 && servers.count <= 4096, "--servers", "0 to 4096",
           std::to_string(servers.count));

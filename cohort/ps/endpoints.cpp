@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <cerrno>
-#include <charconv>
 #include <filesystem>
 #include <memory>
 #include <netdb.h>
@@ -14,6 +13,7 @@
 #include <system_error>
 #include <unistd.h>
 
+#include "cohort/base/endpoint_list.h"
 #include "cohort/base/error.h"
 #include "cohort/base/fd.h"
 #include "cohort/base/system_error.h"
@@ -22,45 +22,6 @@ namespace cohort::ps {
 namespace {
 
 constexpr std::string_view kUnix = "unix:";
-
-bool is_port(std::string_view text, int least = 1) {
-  int port = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, port);
-  return error == std::errc() && stop == end && port >= least && port <= 65535;
-}
-
-bool is_endpoint(std::string_view text, int least_port = 1) {
-  const size_t colon = text.rfind(':');
-  if (colon == std::string_view::npos || !is_port(text.substr(colon + 1), least_port)) return false;
-  const std::string_view host = text.substr(0, colon);
-  if (host.starts_with("[")) return host.size() > 2 && host.ends_with("]");
-  return !host.empty() && host.find_first_of(": \t") == std::string_view::npos;
-}
-
-bool is_server_endpoint(std::string_view text) {
-  return text.starts_with(kUnix) ? text.size() > kUnix.size() : is_endpoint(text);
-}
-
-template <class Accepts>
-std::vector<std::string> parse_list(const std::string& name, const std::string& text,
-                                    const std::string& expected, Accepts accepts) {
-  std::vector<std::string> endpoints;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    const std::string endpoint = text.substr(begin, end - begin);
-    if (!accepts(endpoint)) {
-      throw ConfigError(name + ": expected " + expected + ", got '" + endpoint + "'" +
-                        (endpoint == text ? "" : " in '" + text + "'"));
-    }
-    if (std::find(endpoints.begin(), endpoints.end(), endpoint) != endpoints.end()) {
-      throw ConfigError(name + ": expected each endpoint once, got " + endpoint + " twice");
-    }
-    endpoints.push_back(endpoint);
-    begin = end + 1;
-  }
-  return endpoints;
-}
 
 [[noreturn]] void cannot_listen(const std::string& flag, int error) {
   throw ConfigError(flag + ": cannot listen there: " +
@@ -97,15 +58,6 @@ int error_of_listening(const addrinfo& place) {
 }
 
 }  // namespace
-
-std::vector<std::string> parse_endpoints(const std::string& name, const std::string& text) {
-  return parse_list(name, text, "host:port,host:port",
-                    [](const std::string& endpoint) { return is_endpoint(endpoint); });
-}
-
-std::vector<std::string> parse_server_endpoints(const std::string& name, const std::string& text) {
-  return parse_list(name, text, "host:port,host:port (or unix:PATH)", is_server_endpoint);
-}
 
 std::optional<std::string> unix_path(const std::string& endpoint) {
   if (!endpoint.starts_with(kUnix)) return std::nullopt;

@@ -1,20 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists of "host:port" and "unix:PATH", as flags and environments spell them.
+// Where servers listen: "host:port" and "unix:PATH" (lists of them: cohort/base/endpoint_list.h).
 #pragma once
 #include <optional>
 #include <string>
 #include <vector>
 
 namespace cohort::ps {
-
-/// Reads "host:port,host:port" ("[ipv6]:port" likewise), keeping the order.
-///
-/// Errors: ConfigError that begins with `name` (a flag or variable): an entry of another form, a
-///         port out of 1 to 65535, an entry given twice, or none.
-std::vector<std::string> parse_endpoints(const std::string& name, const std::string& text);
-
-/// The same for servers, which may also be "unix:PATH" (a path without commas).
-std::vector<std::string> parse_server_endpoints(const std::string& name, const std::string& text);
 
 /// The path of "unix:PATH"; nothing of other endpoints.
 std::optional<std::string> unix_path(const std::string& endpoint);
@@ -37,7 +28,7 @@ bool is_loopback(const std::string& endpoint);
 int index_of_endpoint(const std::string& name, const std::string& endpoint,
                       const std::vector<std::string>& endpoints);
 
-/// Returns the endpoints with commas between, as parse_endpoints reads them.
+/// Returns the endpoints with commas between, as parse_server_endpoints reads them.
 std::string join_endpoints(const std::vector<std::string>& endpoints);
 
 }  // namespace cohort::ps

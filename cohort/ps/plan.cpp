@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "cohort/base/endpoint_list.h"
 #include "cohort/base/error.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/id_hash.h"

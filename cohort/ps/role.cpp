@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <utility>
 
+#include "cohort/base/endpoint_list.h"
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
 #include "cohort/ps/endpoints.h"

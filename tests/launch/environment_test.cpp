@@ -157,6 +157,24 @@ TEST(RunOptionsTest, EveryBadValueNamesItsFlag) {
       "--nnodes: expected one number with --pservers, whose number of trainers is fixed, got 1:2");
 }
 
+TEST(RunOptionsTest, ServersAreReadAsTheirTrainersDo) {
+  const auto refusal = [](const std::string& pservers) {
+    return test::message_of<ConfigError>([&] {
+      RunOptions options;
+      options.command = {"true"};
+      options.pservers = pservers;
+      validate(options);
+    });
+  };
+  EXPECT_EQ(refusal("host0:7000,[::1]:7001,unix:/run/socket"), "nothing was thrown");
+  EXPECT_EQ(refusal("host0:7000,host1"),
+            "--pservers: expected host:port,host:port (or unix:PATH), got 'host1' in "
+            "'host0:7000,host1'");
+  EXPECT_EQ(refusal("host0:70000"),
+            "--pservers: expected host:port,host:port (or unix:PATH), got 'host0:70000'");
+  EXPECT_EQ(refusal("a:1,a:1"), "--pservers: expected each endpoint once, got a:1 twice");
+}
+
 TEST(RunOptionsTest, TorchrunsChoiceOfStreamsIsRead) {
   const StreamChoice all = parse_stream_choice("--tee", "3");
   EXPECT_EQ(all.of(0), 3);

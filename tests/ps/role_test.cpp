@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <map>
 
+#include "cohort/base/endpoint_list.h"
 #include "cohort/base/error.h"
 #include "cohort/ps/endpoints.h"
 
