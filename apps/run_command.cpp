@@ -35,6 +35,7 @@ struct Words {
   std::string tee = "rank0";
   std::string redirects = "0";
   std::string bind_cores = "none";
+  std::string numa_binding;
   std::string rdzv_backend;
   std::string restart_policy = "group";
   int trainers = 1;
@@ -97,6 +98,11 @@ void add_job_flags(CLI::App& app, RunOptions& options, Words& words) {
                  "Bind each worker to cores of its own, with as many threads")
       ->capture_default_str()
       ->check(one_of({"none", "cores"}))
+      ->group(group);
+  app.add_option(both_spellings("--numa-binding"), words.numa_binding,
+                 "node: bind each worker to the cores of its GPU's NUMA node (default: not bound)")
+      ->check(one_of({"node"}))
+      ->excludes("--bind-cores")
       ->group(group);
 }
 
@@ -266,7 +272,9 @@ void read_words(const Words& words, RunOptions& options) {
   options.redirects = cohort::launch::parse_stream_choice("--redirects", words.redirects);
   options.restart_policy = words.restart_policy == "single" ? cohort::launch::RestartPolicy::kSingle
                                                             : cohort::launch::RestartPolicy::kGroup;
-  options.bind_cores = words.bind_cores == "cores" ? BindCores::kCores : BindCores::kNone;
+  options.bind_cores = !words.numa_binding.empty()   ? BindCores::kNode
+                       : words.bind_cores == "cores" ? BindCores::kCores
+                                                     : BindCores::kNone;
   options.grace = to_milliseconds("--grace", words.grace);
   options.rdzv_timeout = to_milliseconds("--rdzv-timeout", words.rdzv_timeout);
   if (words.rdzv_conf) {

@@ -37,10 +37,10 @@ int Agent::run() {
 }
 
 void Agent::announce_cores() {
-  if (options_.bind_cores == BindCores::kNone) return;
-  const auto shares = share_cores(usable_cores(), options_.nproc_per_node);
+  const auto shares = bound_cores(options_);
+  if (shares.empty()) return;
   const char* set = std::getenv("OMP_NUM_THREADS");
-  const std::string threads = set && *set ? set : std::to_string(shares.front().size());
+  const std::string threads = set && *set ? set : std::to_string(threads_each(shares));
   print_line(describe_cores(shares, threads));
 }
 

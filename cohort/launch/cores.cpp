@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/launch/cores.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <sched.h>
-#include <sstream>
 
 #include "cohort/base/error.h"
 #include "cohort/base/gpu_monitor.h"
+#include "cohort/launch/gpu_nodes.h"
 #include "cohort/launch/to_int.h"
 
 namespace cohort::launch {
@@ -42,14 +43,8 @@ std::vector<int> usable_cores() {
 }
 
 int count_gpus() {
-  const char* visible = std::getenv(kVisibleGpus);  // Set to nothing, it hides all.
-  if (visible == nullptr) return static_cast<int>(GpuMonitor().sample().size());
-  int count = 0;
-  std::istringstream entries(visible);
-  // CUDA's rule: what stands behind a number below 0 is not seen.
-  for (std::string entry; std::getline(entries, entry, ',') && !entry.starts_with('-'); ++count) {
-  }
-  return count;
+  const auto visible = visible_gpus();
+  return static_cast<int>(visible ? visible->size() : GpuMonitor().sample().size());
 }
 
 int parse_nproc_per_node(const std::string& text) {
@@ -77,6 +72,25 @@ std::vector<std::vector<int>> share_cores(const std::vector<int>& cores, int num
     shares.emplace_back(first, first + static_cast<std::ptrdiff_t>(share));
   }
   return shares;
+}
+
+std::vector<std::vector<int>> bound_cores(const RunOptions& options) {
+  switch (options.bind_cores) {
+    case BindCores::kCores:
+      return share_cores(usable_cores(), options.nproc_per_node);
+    case BindCores::kNode:
+      return cores_beside_gpus(usable_cores(), options.nproc_per_node, options.machine_root);
+    case BindCores::kNone:
+      break;
+  }
+  return {};
+}
+
+int threads_each(const std::vector<std::vector<int>>& shares) {
+  std::ptrdiff_t threads = CPU_SETSIZE;
+  for (const auto& share : shares)
+    threads = std::min(threads, std::ssize(share) / std::ranges::count(shares, share));
+  return static_cast<int>(std::max<std::ptrdiff_t>(threads, 1));
 }
 
 std::string describe_cores(const std::vector<std::vector<int>>& shares,

@@ -22,6 +22,7 @@ enum class Tee {
 enum class BindCores {
   kNone,   ///< Workers float over the cores that this process may use.
   kCores,  ///< Each worker is pinned to its share of them: contiguous, as many for each.
+  kNode,   ///< Each worker is pinned to those on the NUMA node of its GPU (gpu_nodes.h).
 };
 
 /// Streams of a local rank, as torchrun counts them.
@@ -127,6 +128,7 @@ struct RunOptions {
   StreamChoice redirects;    ///< Under Tee::kRank0: streams that go to their files only; likewise.
   std::chrono::milliseconds grace{5000};  ///< Time the others have to leave after a failure.
   BindCores bind_cores = BindCores::kNone;
+  std::string machine_root;  ///< What precedes /proc and /sys under BindCores::kNode, for tests.
   std::string interface;  ///< Network interface of the workers' collectives; empty: their choice.
   std::chrono::milliseconds watch_period{0};  ///< Time between two tables of ranks; 0: none.
   std::chrono::milliseconds stall_timeout{

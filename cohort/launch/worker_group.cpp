@@ -31,9 +31,9 @@ WorkerGroup::WorkerGroup(const RoundContext& context, const NodeInfo& node)
 WorkerGroup::WorkerGroup(const RoundContext& context, const NodeInfo& node, Fd store)
     : WorkerGroup(context, node) {
   const int num_workers = context_.options.nproc_per_node;
-  const std::vector<int> cores = usable_cores();
-  num_threads_ = std::max(1, static_cast<int>(cores.size()) / num_workers);
-  if (context_.options.bind_cores == BindCores::kCores) cores_ = share_cores(cores, num_workers);
+  cores_ = bound_cores(context_.options);
+  num_threads_ = cores_.empty() ? std::max(1, static_cast<int>(usable_cores().size()) / num_workers)
+                                : threads_each(cores_);
   for (int local_rank = 0; local_rank < num_workers; ++local_rank) {
     workers_.push_back({.rank = node_.base_rank + local_rank, .local_rank = local_rank});
     start(workers_.back(), workers_.back().rank == 0 ? store.get() : -1);

@@ -26,6 +26,7 @@
 #include "cohort/base/program.h"
 #include "cohort/base/stack_report.h"
 #include "cohort/base/trace_page.h"
+#include "cohort/launch/cores.h"
 #include "cohort/launch/environment.h"
 #include "cohort/launch/spawn.h"
 
@@ -100,6 +101,22 @@ int forking_program(const std::string& what) {
   });
 }
 
+// Two workers beside the GPUs of the machine that COHORT_TEST_MACHINE holds; each says where it runs.
+int bound_program() {
+  if (!is_spawned()) {
+    return run_program("spawner", [] {
+      return spawn({.nproc_per_node = 2,
+                    .tee = Tee::kAll,
+                    .bind_cores = BindCores::kNode,
+                    .machine_root = std::getenv("COHORT_TEST_MACHINE")});
+    });
+  }
+  std::printf("%s threads, cores", std::getenv("OMP_NUM_THREADS"));
+  for (const int core : usable_cores()) std::printf(" %d", core);
+  std::printf("\n");
+  return 0;
+}
+
 int threaded_spawner(bool forks) {
   std::jthread thread([](std::stop_token stop) {
     while (!stop.stop_requested()) std::this_thread::yield();
@@ -147,6 +164,7 @@ int run_worker(const std::string& name) {
   if (name == "store") return store_worker();
   if (name.starts_with("spawn-")) return spawning_program(name.substr(6));
   if (name.starts_with("fork-")) return forking_program(name.substr(5));
+  if (name == "bound") return bound_program();
   if (name == "threaded") return threaded_spawner(/*forks=*/false);
   if (name == "threaded-fork") return threaded_spawner(/*forks=*/true);
   if (name.starts_with("trace-")) return tracing_worker(name.substr(6));
