@@ -69,11 +69,9 @@ milliseconds seconds(double number) {
 }
 
 void check_device(const std::string& device) {
-  if (device == "host" || device == "cpu") return;
-  const bool is_gpu = device.starts_with("cuda");
-  throw ConfigError("--device " + device + ": " +
-                    (is_gpu ? "this program is built without CUDA: " : "") +
-                    "expected host or cpu");
+  if (device == "host" || device == "cpu" || device == "cuda" || device.starts_with("cuda:"))
+    return;
+  throw ConfigError("--device " + device + ": expected host, cpu, cuda or cuda:N");
 }
 
 // A server that is refused leaves the folder as it was.
@@ -184,7 +182,8 @@ void add_place_flags(CLI::App& server, ServerFlags& flags) {
   server
       .add_option(
           "--device", flags.device,
-          "Memory of dense parameters and their optimizer: host, or cpu (tensors of libtorch)")
+          "Memory of dense parameters and their optimizer: host, a GPU (cuda, cuda:N), or cpu "
+          "(tensors of libtorch)")
       ->capture_default_str()
       ->group(place);
   server

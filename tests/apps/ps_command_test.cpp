@@ -95,15 +95,23 @@ TEST_F(PsCommandTest, DenseParametersLiveOnADeviceThroughLibtorch) {
   const auto weights = nlohmann::json::parse(ended.output.substr(ended.output.find("{\"dense")));
   EXPECT_GT(pushes.at("pushes").get<int>(), 0);
   EXPECT_EQ(weights.at("dense").at(0).get<int>(), pushes.at("pushes").get<int>());
+}
+
+// This libtorch has no CUDA half.
+TEST_F(PsCommandTest, ADeviceThatIsNotThereIsRefused) {
   for (const auto& [device, text] :
-       {std::pair<std::string, std::string>{"quantum", ": expected host or cpu"},
-        {"cuda", ": this program is built without CUDA: expected host or cpu"},
-        {"cuda:1", ": this program is built without CUDA: expected host or cpu"}}) {
+       {std::pair<std::string, std::string>{"quantum",
+                                            "--device quantum: expected host, cpu, cuda or cuda:N"},
+        {"cuda", "CUDA cannot be used: "},
+        {"cuda:1", "CUDA cannot be used: "},
+        {"cuda:x", "device \"cuda:x\": expected cpu, cuda or cuda:N"}}) {
     const Ended refused =
         shell(bin("cohort") + " ps server --device " + device + " --folder " + folder_ / "other");
     EXPECT_EQ(refused.code, 2) << refused.output;
-    EXPECT_NE(refused.output.find("--device " + device + text), std::string::npos)
+    EXPECT_NE(refused.output.find("cohort ps: error: " + text), std::string::npos)
         << refused.output;
+    EXPECT_EQ(std::count(refused.output.begin(), refused.output.end(), '\n'), 1) << refused.output;
+    EXPECT_FALSE(std::filesystem::exists(folder_ / "other"));
   }
 }
 
