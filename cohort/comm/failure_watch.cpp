@@ -25,6 +25,8 @@ constexpr milliseconds kReportLimit{5000};
 // For the call of the store that is under way when the group closes.
 constexpr milliseconds kLastCallLimit{2000};
 constexpr milliseconds kStuck{2000};
+constexpr milliseconds kBeatInterval{2000};
+constexpr int kSilentLooks = 5;
 const char* const kDeclared = "declared";
 const char* const kReport = "report";
 const char* const kNumRecords = "num_records";
@@ -50,12 +52,13 @@ milliseconds until(Clock::time_point time) {
 }  // namespace
 
 FailureWatch::FailureWatch(StoreConnection connection, int rank, int world_size,
-                           bool host_dies_with_rank_0, FailureWatchCalls calls)
+                           bool host_dies_with_rank_0, FailureWatchCalls calls, bool follows_next)
     : connection_(std::move(connection)),
       rank_(rank),
       world_size_(world_size),
       host_dies_with_rank_0_(host_dies_with_rank_0),
-      calls_(std::move(calls)) {
+      calls_(std::move(calls)),
+      follows_next_(follows_next) {
   thread_ = std::jthread([this](const std::stop_token& stop) {
     run(stop);
     const std::lock_guard lock(mutex_);
@@ -117,7 +120,8 @@ void FailureWatch::watch_store(const std::stop_token& stop) {
       return declare_;
     }();
     if (!declared && !declare) publish_if_stuck();
-    if (declared || declare || published_records_differ()) return check_liveness();
+    if (declared || declare || published_records_differ() || next_rank_is_silent())
+      return check_liveness();
   }
 }
 
@@ -149,6 +153,20 @@ bool FailureWatch::published_records_differ() {
       records[peer] = decode<FlightRecord>(store_->get(key("record", peer)));
   }
   return find_mismatch(records).has_value();
+}
+
+// Looks are counted, not seconds: where a whole job is stopped and resumes, no rank has been silent.
+bool FailureWatch::next_rank_is_silent() {
+  if (!follows_next_) return false;
+  const int next = (rank_ + 1) % world_size_;
+  if (has_ended(next)) return true;
+  if (Clock::now() < beat_at_) return false;
+  beat_at_ = Clock::now() + kBeatInterval;
+  store_->add(key("beat", rank_), 1);
+  const int64_t beats = store_->add(key("beat", next), 0);
+  num_silent_looks_ = beats == beats_of_next_ ? num_silent_looks_ + 1 : 0;
+  beats_of_next_ = beats;
+  return num_silent_looks_ >= kSilentLooks;
 }
 
 FailureReport FailureWatch::collect_records() {

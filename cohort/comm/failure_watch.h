@@ -45,6 +45,10 @@ struct FailureWatchCalls {
 /// A rank that waits for more than two seconds publishes its flight record; rank 0's watcher
 /// compares them and declares a failure if two ranks called different collectives.
 ///
+/// Where `follows_next`, ranks beat in the store every two seconds, and each follows the next one: one
+/// that has not beaten for five such looks is taken for lost. That is for backends of devices, whose
+/// operations the host does not wait for: none fails when a rank is lost.
+///
 /// Cost: one wait for the declaration in the store every two seconds; on rank 0, and on every rank
 /// where the store can only be polled, one every quarter of a second.
 ///
@@ -55,7 +59,7 @@ class FailureWatch {
   /// The watch owns `connection`. `host_dies_with_rank_0`: rank 0 holds
   /// the store.
   FailureWatch(StoreConnection connection, int rank, int world_size, bool host_dies_with_rank_0,
-               FailureWatchCalls calls);
+               FailureWatchCalls calls, bool follows_next = false);
   /// Local: stops the watching thread, even where it waits for a silent store.
   ~FailureWatch();
 
@@ -67,6 +71,7 @@ class FailureWatch {
   void watch_store(const std::stop_token& stop);
   void publish_if_stuck();
   bool published_records_differ();
+  bool next_rank_is_silent();
   void check_liveness();
   FailureReport collect_records();
   FailureReport store_lost(const std::string& how) const;
@@ -84,8 +89,12 @@ class FailureWatch {
   const int world_size_;
   const bool host_dies_with_rank_0_;
   const FailureWatchCalls calls_;
-  std::vector<MatchedCall> published_;  // the watching thread's
-  int64_t num_published_ = 0;           // the watching thread's
+  const bool follows_next_;
+  std::vector<MatchedCall> published_;             // the watching thread's
+  int64_t num_published_ = 0;                      // the watching thread's
+  std::chrono::steady_clock::time_point beat_at_;  // the watching thread's
+  int64_t beats_of_next_ = 0;                      // the watching thread's
+  int num_silent_looks_ = 0;                       // the watching thread's
   std::mutex mutex_;
   std::condition_variable_any changed_;
   bool declare_ = false;                 // guarded by mutex_

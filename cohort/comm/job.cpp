@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/job.h"
 
+#include <algorithm>
 #include <csignal>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -46,11 +47,16 @@ void outlive_broken_pipes() {
   sigaction(SIGPIPE, &action, nullptr);
 }
 
-// The group is dead: of a backend that cannot be aborted the timeout remains.
+// The group is dead: of a backend that cannot be aborted the timeout remains. That of a device may
+// wait for the device: the host's goes first.
 void abort_backends(c10d::ProcessGroup& group) {
-  try {
-    group.abort();
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+  auto devices = group.getDeviceTypes();
+  std::ranges::stable_partition(devices, [](const at::Device& device) { return device.is_cpu(); });
+  for (const at::Device& device : devices) {
+    try {
+      group.getBackend(device.type())->abort();
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    }
   }
 }
 
@@ -78,7 +84,7 @@ void Job::join() {
   if (info.finds_host) find_host(info, rendezvous.hosts);
 }
 
-void Job::start_watch() {
+void Job::start_watch(bool follows_next) {
   if (info.world_size == 1) return;
   const bool rank_0_hosts = info.store_file.empty() && !info.agent_store;
   watch = std::make_unique<FailureWatch>(
@@ -89,7 +95,8 @@ void Job::start_watch() {
                             [this](int rank) {
                               return rendezvous.processes[static_cast<size_t>(rank)].has_ended();
                             },
-                        .abort = [this] { abort(); }});
+                        .abort = [this] { abort(); }},
+      follows_next);
 }
 
 void Job::add(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {

@@ -23,8 +23,9 @@ struct Job {
 
   /// Joins the rendezvous. Collective; blocks, at most `options.rendezvous_timeout`.
   void join();
-  /// Starts to watch the other ranks, after `join`. Nothing in a group of one.
-  void start_watch();
+  /// Starts to watch the other ranks, after `join`. Nothing in a group of one. `follows_next`:
+  /// FailureWatch's, for backends of devices.
+  void start_watch(bool follows_next);
   /// Ends all waiting in the backends of all groups.
   void abort();
   /// Makes `abort` know the backends of a group.

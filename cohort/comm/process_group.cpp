@@ -138,7 +138,7 @@ ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& opti
     job->join();
     impl_->connect(job->rendezvous.store, left_of(options.rendezvous_timeout, start));
   });
-  job->start_watch();
+  job->start_watch(find_backend(impl_->backend_name).device != c10::DeviceType::CPU);
 }
 
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
