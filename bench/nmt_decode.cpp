@@ -39,8 +39,11 @@ int run(const Options& options) {
   at::set_num_threads(1);
   const Precision precision = parse_precision(options.precision);
   check_precision(precision, /*on_cpu=*/true);
-  Transformer model(preset("base"), precision);
+  const bool int8 = precision == Precision::kInt8;
+  Transformer model(preset("base"), int8 ? Precision::kFloat32 : precision);
   model->initialise(options.seed);
+  const int64_t params = count_parameters(*model);
+  if (int8) model = quantize(model);
   at::Tensor source = at::randint(4, model->options().dim_vocab_source,
                                   {options.batch, options.source_tokens}, at::kLong);
   source.select(1, options.source_tokens - 1).fill_(3);  // the end mark
@@ -69,7 +72,7 @@ int run(const Options& options) {
                                        {"batch", options.batch},
                                        {"source_tokens", options.source_tokens},
                                        {"output_tokens", options.output_tokens},
-                                       {"params", count_parameters(*model)}};
+                                       {"params", params}};
   std::printf("%s\n", line.dump().c_str());
   return 0;
 }
@@ -79,7 +82,7 @@ int run(const Options& options) {
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("Speed of the search with the base translator");
-  app.add_option("--precision", options.precision, "auto, bfloat16 or float32")
+  app.add_option("--precision", options.precision, "auto, bfloat16, float32 or int8")
       ->capture_default_str();
   const auto add = [&](const char* name, int64_t& value, const char* help) {
     app.add_option(name, value, help)->capture_default_str()->check(CLI::Range(1, 10000));

@@ -2,7 +2,6 @@
 // `cohort nmt average`: one model whose weights are the mean of several checkpoints of a run.
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <filesystem>
 #include <memory>
 #include <torch/types.h>
 
@@ -12,11 +11,10 @@
 #include "cohort/translate/run_folder.h"
 
 #include "apps/nmt/commands.h"
+#include "apps/nmt/trained_model.h"
 
 namespace cohort::cli {
 namespace {
-
-namespace fs = std::filesystem;
 
 struct AverageFlags {
   std::string model_dir;
@@ -40,8 +38,7 @@ int run(const AverageFlags& flags) {
                       " (cohort nmt train --save-interval-updates keeps them)");
   }
   if (flags.last > 0) updates.erase(updates.begin(), updates.end() - flags.last);
-  if (fs::exists(fs::path(flags.output) / "best"))
-    throw ConfigError("--output " + flags.output + " already holds a model: name another folder");
+  expect_no_model(flags.output);
 
   const std::string newest = translate::kept_folder(flags.model_dir, updates.back());
   train::Metadata metadata = train::read_manifest(newest);
@@ -58,15 +55,7 @@ int run(const AverageFlags& flags) {
   for (size_t i = 0; i < sums.size(); ++i)
     read[i].second.copy_(sums[i].second.div_(static_cast<double>(updates.size())));
 
-  std::error_code error;
-  fs::create_directories(flags.output, error);
-  train::save_checkpoint(flags.output + "/best", *model, updates.back(), metadata);
-  for (const char* vocabulary : {"source.spm", "target.spm"}) {  // unless --vocabs named them
-    const fs::path from = fs::path(flags.model_dir) / vocabulary;
-    if (fs::exists(from))
-      fs::copy_file(from, fs::path(flags.output) / vocabulary,
-                    fs::copy_options::overwrite_existing);
-  }
+  save_model(flags.output, model, updates.back(), metadata, flags.model_dir);
   std::printf("the mean of %zu checkpoints, updates %s, is in %s/best\n", updates.size(),
               metadata["averaged"].c_str(), flags.output.c_str());
   return 0;

@@ -49,10 +49,10 @@ void print_samples(const text::ParallelText& pairs, const std::vector<std::strin
 
 int run(EvaluateFlags& flags) {
   auto options = flags.evaluation;
-  const auto precision = flags.model.precision;
   const auto group = flags.group.connect();
   flags.model.device = group.device().str();
   auto [model, tokenizers] = load_trained(flags.model);
+  const auto precision = model->precision();
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   train::Progress progress;

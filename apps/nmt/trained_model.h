@@ -3,9 +3,11 @@
 #pragma once
 #include <CLI/CLI.hpp>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "cohort/base/error.h"
 #include "cohort/cli/option_flags.h"
 #include "cohort/comm/accelerator.h"
 #include "cohort/nmt/transformer.h"
@@ -23,7 +25,7 @@ inline translate::EvaluationOptions full_search() {
 struct ModelPlace {
   std::string model_dir;
   std::vector<std::filesystem::path> vocabs;
-  nmt::Precision precision = nmt::best_precision();
+  std::optional<nmt::Precision> precision;  // none: the model's own, or the best for it
   std::string device = "cpu";  // comm::init_accelerator
 
   // For a command of one process; ranks have GroupFlags.
@@ -41,8 +43,16 @@ struct ModelPlace {
           "Source and target vocabulary, .spm (default: in --model-dir)",
           {.unit = kFile, .min_values = 2, .max_values = 2}},
          {"--precision",
-          words_for(precision, {"auto", "bfloat16", "float32"}, nmt::parse_precision),
-          "Precision of matrix products",
+          TextValue{{"auto", "bfloat16", "float32", "int8"},
+                    [this] {
+                      return std::vector<std::string>{precision ? nmt::to_string(*precision)
+                                                                : "auto"};
+                    },
+                    [this](const auto& given) {
+                      precision.reset();
+                      if (given.front() != "auto") precision = nmt::parse_precision(given.front());
+                    }},
+          "Precision of matrix products; int8 rounds the weights to 8 bits first, unless they are",
           {.shown_default = "auto"}}},
         "Model");
   }
@@ -54,27 +64,62 @@ struct TrainedModel {
 };
 
 /// Loads best/ of the run in `model_dir`.
-/// Errors: ConfigError that names the file, also for vocabularies of another model.
+/// Without a precision: int8 if its weights are 8-bit, else the best of this CPU.
+/// Errors: ConfigError that names the file, also for vocabularies of another model; for a precision that the model or the
+///         device does not have.
 inline TrainedModel load_trained(const std::string& model_dir,
                                  const std::vector<std::filesystem::path>& vocabs,
-                                 nmt::Precision precision) {
+                                 std::optional<nmt::Precision> asked, bool on_cpu = true) {
   const std::string folder = model_dir + "/best";
   const train::Metadata metadata = train::read_manifest(folder);
   const nmt::TransformerOptions sizes = translate::model_of(metadata);
   const auto files = translate::vocab_files(model_dir, vocabs);
   translate::check_vocabularies(metadata, files);
-  TrainedModel trained{nmt::Transformer(sizes, precision),
-                       translate::load_tokenizers(files, sizes)};
+  const bool stored_int8 = translate::has_int8_weights(metadata);
+  const auto precision =
+      asked.value_or(stored_int8 ? nmt::Precision::kInt8 : nmt::best_precision());
+  const bool int8 = precision == nmt::Precision::kInt8;
+  if (stored_int8 && !int8) {
+    throw ConfigError(folder + " holds 8-bit weights, which " + nmt::to_string(precision) +
+                      " cannot be computed with: expected int8");
+  }
+  nmt::check_precision(precision, on_cpu);
+  TrainedModel trained{
+      nmt::Transformer(sizes, int8 && !stored_int8 ? nmt::Precision::kFloat32 : precision),
+      translate::load_tokenizers(files, sizes)};
   train::load_checkpoint(folder, *trained.model);
+  if (stored_int8) nmt::check_scales(trained.model, folder);
+  if (int8 && !stored_int8) trained.model = nmt::quantize(trained.model);
   trained.model->eval();
   return trained;
 }
 inline TrainedModel load_trained(const ModelPlace& place) {
   const at::Device device = comm::init_accelerator(place.device, {});
-  nmt::check_precision(place.precision, device.is_cpu());
-  TrainedModel trained = load_trained(place.model_dir, place.vocabs, place.precision);
+  TrainedModel trained =
+      load_trained(place.model_dir, place.vocabs, place.precision, device.is_cpu());
   trained.model->to(device);
   return trained;
+}
+
+/// Errors: ConfigError if `output`, of the flag --output, holds a model.
+inline void expect_no_model(const std::string& output) {
+  if (std::filesystem::exists(std::filesystem::path(output) / "best"))
+    throw ConfigError("--output " + output + " already holds a model: name another folder");
+}
+
+/// Writes a model that was made of the run in `model_dir` as best/ in `output`, with the run's vocabularies,
+/// unless those lie elsewhere.
+inline void save_model(const std::string& output, const nmt::Transformer& model, int64_t update,
+                       const train::Metadata& metadata, const std::string& model_dir) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  fs::create_directories(output, error);
+  train::save_checkpoint(output + "/best", *model, update, metadata);
+  for (const char* vocabulary : {"source.spm", "target.spm"}) {
+    const fs::path from = fs::path(model_dir) / vocabulary;
+    if (fs::exists(from))
+      fs::copy_file(from, fs::path(output) / vocabulary, fs::copy_options::overwrite_existing);
+  }
 }
 
 }  // namespace cohort::cli

@@ -98,16 +98,27 @@ Precision parse_precision(const std::string& text) {
   if (text == "auto") return best_precision();
   if (text == "float32") return Precision::kFloat32;
   if (text == "bfloat16") return Precision::kBFloat16;
-  throw ConfigError("--precision " + text + ": expected auto, bfloat16 or float32");
+  if (text == "int8") return Precision::kInt8;
+  throw ConfigError("--precision " + text + ": expected auto, bfloat16, float32 or int8");
 }
 
 void check_precision(Precision precision, bool on_cpu) {
   if (on_cpu && precision == Precision::kBFloat16 && best_precision() != Precision::kBFloat16)
     throw ConfigError("--precision bfloat16: this CPU does not multiply it; expected float32 here");
+  if (!on_cpu && precision == Precision::kInt8)
+    throw ConfigError("--precision int8: expected --device cpu");
 }
 
 std::string to_string(Precision precision) {
-  return precision == Precision::kBFloat16 ? "bfloat16" : "float32";
+  switch (precision) {
+    case Precision::kFloat32:
+      return "float32";
+    case Precision::kBFloat16:
+      return "bfloat16";
+    case Precision::kInt8:
+      return "int8";
+  }
+  return {};
 }
 
 }  // namespace cohort::nmt

@@ -55,15 +55,16 @@ std::string to_string(Activation activation);
 void validate(const TransformerOptions& options);
 
 /// The type in which matrices are multiplied; parameters and their gradients are float32 always
-/// (float64 after module->to(kDouble), for tests).
-enum class Precision { kFloat32, kBFloat16 };
+/// (float64 after module->to(kDouble), for tests). kInt8 is for inference on the CPU alone: its
+/// models have 8-bit weights (quantize in transformer.h), and compute in float32 between products.
+enum class Precision { kFloat32, kBFloat16, kInt8 };
 
 /// Returns bfloat16 if this CPU multiplies it natively, else float32.
 Precision best_precision();
-/// Parses "float32", "bfloat16" or "auto", which is best_precision().
+/// Parses "float32", "bfloat16", "int8" or "auto", which is best_precision().
 /// Errors: ConfigError for another text.
 Precision parse_precision(const std::string& text);
-/// Errors: ConfigError for bfloat16 on a CPU that does not multiply it.
+/// Errors: ConfigError for bfloat16 on a CPU that does not multiply it, and for int8 elsewhere than on a CPU.
 void check_precision(Precision precision, bool on_cpu);
 std::string to_string(Precision precision);
 

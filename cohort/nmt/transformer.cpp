@@ -2,6 +2,7 @@
 #include "cohort/nmt/transformer.h"
 
 #include <algorithm>
+#include <c10/util/StringUtil.h>
 #include <c10/util/accumulate.h>
 #include <cmath>
 #include <torch/types.h>
@@ -13,6 +14,7 @@ namespace cohort::nmt {
 namespace {
 
 at::ScalarType compute_type(const at::Tensor& parameter, Precision precision) {
+  if (precision == Precision::kInt8) return at::kFloat;
   // A model turned to float64 computes in it, whatever the option says: tests rest on that.
   if (parameter.scalar_type() != at::kFloat) return parameter.scalar_type();
   return precision == Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
@@ -127,21 +129,31 @@ at::Tensor sinusoids(int64_t positions, int64_t width) {
 
 ProjectionImpl::ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<LayerContext> context)
     : row_parallel_(shape.row_parallel), context_(std::move(context)) {
-  weight = register_parameter("weight", at::zeros({shape.out, shape.in}, context_->device));
+  if (context_->precision == Precision::kInt8) {
+    weight = register_buffer("weight", at::zeros({shape.out, shape.in}, at::kChar));
+    weight_scale = register_buffer("weight_scale", at::zeros({shape.out}));
+  } else {
+    weight = register_parameter("weight", at::zeros({shape.out, shape.in}, context_->device));
+  }
   if (shape.bias) bias = register_parameter("bias", at::zeros({shape.out}, context_->device));
 }
 
-const Prepacked& ProjectionImpl::prepacked(int64_t first, int64_t count) {
+const ProjectionImpl::Part& ProjectionImpl::packed(int64_t first, int64_t count) {
   const auto same = [&](const Part& part) { return part.first == first && part.count == count; };
   const auto found = std::ranges::find_if(parts_, same);
   if (found != parts_.end() && found->data == weight.const_data_ptr() &&
       found->version == weight._version())
-    return found->rows;
+    return *found;
   std::erase_if(parts_, same);
-  const auto type = compute_type(weight, context_->precision);
-  parts_.push_back({first, count, weight.const_data_ptr(), weight._version(),
-                    Prepacked(weight.narrow(0, first, count).to(type))});
-  return parts_.back().rows;
+  Part part{first, count, weight.const_data_ptr(), weight._version(), {}, {}};
+  if (context_->precision == Precision::kInt8) {
+    part.whole = Int8Matrix({weight, weight_scale});
+  } else {
+    const auto type = compute_type(weight, context_->precision);
+    part.rows = Prepacked(weight.narrow(0, first, count).to(type));
+  }
+  parts_.push_back(std::move(part));
+  return parts_.back();
 }
 
 void ProjectionImpl::train(bool on) {
@@ -163,9 +175,14 @@ at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t coun
 
 at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t count,
                                    const at::Tensor& added) {
+  if (context_->precision == Precision::kInt8) {
+    TORCH_CHECK_VALUE(infers(*this, x),
+                      "an int8 model: expected inference on the CPU (evaluation mode, no gradients)");
+    return packed(0, weight.size(0)).whole.multiply(x, added, first, count);
+  }
   const auto type = compute_type(weight, context_->precision);
   const at::Tensor b = added.defined() ? added.to(type) : added;
-  if (infers(*this, x)) return prepacked(first, count).multiply(x.to(type), b);
+  if (infers(*this, x)) return packed(first, count).rows.multiply(x.to(type), b);
   return at::linear(x.to(type), weight.narrow(0, first, count).to(type),
                     b.defined() ? std::optional(b) : std::nullopt);
 }
@@ -388,6 +405,9 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
       context_(std::make_shared<LayerContext>()) {
   validate(options);
   check_shards(options, tensor_parallel->count());
+  const bool int8 = precision == Precision::kInt8;
+  if (int8 && (tensor_parallel->count() > 1 || !device.is_cpu()))
+    throw ConfigError("an int8 model: expected the whole of it on the CPU");
   context_->tensor_parallel = std::move(tensor_parallel);
   context_->precision = precision;
   context_->norm = options.norm;
@@ -422,12 +442,12 @@ TransformerImpl::TransformerImpl(const TransformerOptions& options, Precision pr
   stack("decoder", options.dec_depth, decoder_, decoder_norm_);
   generator_ = Projection(
       ProjectionShape{.in = options.dim_emb, .out = own_words(options.dim_vocab_target)}, context_);
-  if (options.tied_embeddings || options.tied_embeddings_all) {
+  if (!int8 && (options.tied_embeddings || options.tied_embeddings_all)) {
     generator_->weight = target_embedding_;  // Not registered: one parameter, used twice.
   } else {
     register_module("generator", generator_);
   }
-  if (!device.is_meta()) initialise(0);
+  if (!device.is_meta() && !int8) initialise(0);
 }
 
 void TransformerImpl::train(bool on) {
@@ -436,6 +456,8 @@ void TransformerImpl::train(bool on) {
 }
 
 void TransformerImpl::initialise(uint64_t seed) {
+  TORCH_CHECK_VALUE(context_->precision != Precision::kInt8,
+                    "an int8 model: expected values from a checkpoint or from quantize");
   Initialiser draw(options_, seed, context_->tensor_parallel);
   for (auto& item : named_parameters()) draw(item.key(), item.value());
 }
@@ -514,6 +536,10 @@ std::pair<at::Tensor, at::Tensor> TransformerImpl::labelled_states(const Batch& 
 }
 
 std::tuple<at::Tensor, at::Tensor> TransformerImpl::forward(const Batch& batch) {
+  if (context_->precision == Precision::kInt8) {  // It infers, so there is no smoothing.
+    const at::Tensor nll = -log_probabilities(batch).sum();
+    return {nll.to(at::kFloat), nll};
+  }
   const auto [hidden, labels] = labelled_states(batch);
   const LossSums sums = context_->tensor_parallel->cross_entropy(
       hidden, generator_->weight, labels, is_training() ? options_.label_smoothing : 0,
@@ -582,6 +608,42 @@ at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& 
     x = decoder_[i]->step(x, state, i);
   }
   return all_scores(decoder_output(x));
+}
+
+Transformer quantize(const Transformer& model) {
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(model->precision() != Precision::kInt8,
+                    "quantize: expected a float32 model, got an int8 one");
+  Transformer result(model->options(), Precision::kInt8);
+  const auto given = model->named_parameters();
+  for (auto& item : result->named_parameters()) item.value().copy_(given[item.key()]);
+  auto buffers = result->named_buffers();
+  for (auto& item : buffers) {
+    if (item.value().scalar_type() != at::kChar) continue;
+    const at::Tensor* weight = given.find(item.key());
+    if (weight == nullptr) {  // a tied generator's
+      const bool all = model->options().tied_embeddings_all;
+      weight = given.find(all ? "embedding" : "target_embedding");
+    }
+    const Int8Rows rows = quantize_rows(item.key(), *weight);
+    item.value().copy_(rows.values);
+    buffers[item.key() + "_scale"].copy_(rows.scales);
+  }
+  result->eval();
+  return result;
+}
+
+void check_scales(const Transformer& model, const std::string& where) {
+  for (const auto& item : model->named_buffers()) {
+    const at::Tensor& scales = item.value();
+    if (scales.scalar_type() != at::kFloat) continue;
+    const at::Tensor bad = at::nonzero(at::isfinite(scales).logical_and(scales.ge(0)).logical_not());
+    if (bad.size(0) == 0) continue;
+    const auto row = bad[0][0].item<int64_t>();
+    throw ConfigError(c10::str(where, ": ", item.key(), "[", row,
+                               "]: expected a finite scale that is not negative, got ",
+                               scales[row].item<float>()));
+  }
 }
 
 int64_t count_parameters(const torch::nn::Module& module) {

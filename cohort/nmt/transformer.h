@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cohort/nmt/fused.h"
+#include "cohort/nmt/int8_matrix.h"
 #include "cohort/nmt/options.h"
 #include "cohort/nmt/parameters.h"
 #include "cohort/nmt/prepacked.h"
@@ -65,6 +66,9 @@ struct ProjectionShape {
 
 /// y = x W^T (+ b) in the context's compute type; W and b stay in their own. Inference (evaluation
 /// mode without gradients) keeps W prepacked until it changes or the module is trained.
+///
+/// In an int8 model W is a buffer of 8-bit rows, "weight", with the buffer "weight_scale" (Int8Rows), and
+/// there is only inference: c10::ValueError from everything else.
 class ProjectionImpl : public torch::nn::Module {
  public:
   ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<LayerContext> context);
@@ -74,7 +78,8 @@ class ProjectionImpl : public torch::nn::Module {
   void train(bool on = true) override;
 
   at::Tensor weight;
-  at::Tensor bias;  ///< Undefined without bias.
+  at::Tensor weight_scale;  ///< Undefined but in an int8 model.
+  at::Tensor bias;          ///< Undefined without bias.
 
  private:
   // Rows of the weight as inference multiplies by them, and which weight they are of.
@@ -83,8 +88,9 @@ class ProjectionImpl : public torch::nn::Module {
     const void* data = nullptr;
     int64_t version = 0;
     Prepacked rows;
+    Int8Matrix whole;  // instead of them in an int8 model, whatever rows are asked for
   };
-  const Prepacked& prepacked(int64_t first, int64_t count);
+  const Part& packed(int64_t first, int64_t count);
   at::Tensor product(const at::Tensor& x, int64_t first, int64_t count, const at::Tensor& bias);
 
   bool row_parallel_;
@@ -204,7 +210,8 @@ TORCH_MODULE(DecoderLayer);
 ///
 /// Parameters carry the names of torch.nn.Transformer's where it has them. With tied embeddings
 /// there is no "generator.weight"; with tied_embeddings_all the one table is "embedding". A
-/// post-norm model has no "encoder.norm" and "decoder.norm".
+/// post-norm model has no "encoder.norm" and "decoder.norm". An int8 model has buffers in the place of its
+/// projections' weights, and always a "generator"; its embeddings are float32.
 /// Threads: one. Local.
 /// Devices: runs where parameters and batch are. Ids and lengths are checked on the CPU; elsewhere
 ///          they are not read back.
@@ -214,8 +221,9 @@ class TransformerImpl : public torch::nn::Module {
   /// On the meta device parameters have no memory and no values: see Initialiser.
   /// With a `tensor_parallel` context this is one shard of the model, whose results are the
   /// unsharded model's; `part_of` tells which elements of its parameters the shard has.
+  /// An int8 model's values are not drawn: fill them from a checkpoint, or by `quantize`.
   /// Errors: ConfigError if heads or dim_ffn are no multiples of the number of shards, or the
-  ///         vocabulary has fewer words.
+  ///         vocabulary has fewer words; and for an int8 model in shards or elsewhere than on the CPU.
   explicit TransformerImpl(const TransformerOptions& options,
                            Precision precision = Precision::kFloat32,
                            c10::Device device = c10::kCPU,
@@ -309,6 +317,14 @@ class InEvaluation {
   torch::nn::Module& model_;
   bool was_training_;
 };
+
+/// Returns the int8 model of a model in float32 or bfloat16 whose parameters are float32 on the CPU: each
+/// projection's weight by `quantize_rows`, everything else a copy.
+/// Errors: ConfigError that names the weight that is not finite.
+Transformer quantize(const Transformer& model);
+/// Errors: ConfigError that begins with `where` and names the scale that cannot be one, in an int8 model that was
+///         read from a file.
+void check_scales(const Transformer& model, const std::string& where);
 
 /// Returns the number of elements of all parameters.
 int64_t count_parameters(const torch::nn::Module& module);

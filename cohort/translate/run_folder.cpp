@@ -228,4 +228,9 @@ nmt::TransformerOptions model_of(const train::Metadata& metadata) {
   return model;
 }
 
+bool has_int8_weights(const train::Metadata& metadata) {
+  const auto found = metadata.find("precision");
+  return found != metadata.end() && found->second == nmt::to_string(nmt::Precision::kInt8);
+}
+
 }  // namespace cohort::translate

@@ -85,5 +85,7 @@ std::vector<int64_t> kept_updates(const std::string& model_dir);
 train::Metadata metadata_of(const nmt::TransformerOptions& model);
 /// Errors: ConfigError that names the metadata entry that is missing or cannot be.
 nmt::TransformerOptions model_of(const train::Metadata& metadata);
+/// Whether the model is an int8 one (`cohort nmt quantize`), which inference alone takes.
+bool has_int8_weights(const train::Metadata& metadata);
 
 }  // namespace cohort::translate

@@ -528,6 +528,111 @@ double log_sum_exp(const T* row, int64_t columns, typename Math<T>::Acc* tops) {
   return logarithm(static_cast<double>(sum)) + static_cast<double>(top);
 }
 
+float quantize(const float* x, int64_t n, uint8_t* out) {
+  uint32_t top = 0;  // The bits of magnitudes have their order, with NaN above infinity.
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x[i]) & 0x7fffffffU;
+    top = bits > top ? bits : top;
+  }
+  const float greatest = __builtin_bit_cast(float, top);
+  constexpr float kLeast = 1e-36F;  // 127 / this is finite
+  if (top >= 0x7f800000U || greatest < kLeast) {
+    for (int64_t i = 0; i < n; ++i) out[i] = 128;
+    return top >= 0x7f800000U ? __builtin_nanf("") : 0;
+  }
+  const float factor = 127 / greatest;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i)
+    out[i] = static_cast<uint8_t>(static_cast<int32_t>(__builtin_rintf(x[i] * factor)) + 128);
+  return greatest / 127;
+}
+
+#if defined(__AVX2__)
+using Int16x16 __attribute__((vector_size(32))) = int16_t;
+using Int32x8 __attribute__((vector_size(32))) = int32_t;
+using Uint32x8 __attribute__((vector_size(32))) = uint32_t;
+
+// Of four neighbours in depth the first and third, and the second and fourth, as 16-bit numbers:
+// their products with those of a row are added in pairs, which is exact.
+template <int kRows>
+inline void product_of_rows(const uint8_t* rows, int64_t depth, const int8_t* block,
+                            int32_t* sums) {
+  constexpr int64_t kLanes = 8;
+  for (int64_t first = 0; first < kInt8Columns; first += 2 * kLanes) {
+    Int32x8 totals[kRows][2] = {};
+    for (int64_t k = 0; k < depth; k += 4) {
+      Int16x16 even[2], odd[2];
+      for (int half = 0; half < 2; ++half) {
+        Int16x16 bytes;
+        __builtin_memcpy(&bytes, block + k * kInt8Columns + (first + half * kLanes) * 4,
+                         sizeof bytes);
+        even[half] = (bytes << 8) >> 8;
+        odd[half] = bytes >> 8;
+      }
+      for (int r = 0; r < kRows; ++r) {
+        uint32_t four;
+        __builtin_memcpy(&four, rows + r * depth + k, sizeof four);
+        const Uint32x8 evens = Uint32x8{} + (four & 0x00ff00ffU);
+        const Uint32x8 odds = Uint32x8{} + (four >> 8 & 0x00ff00ffU);
+        Int16x16 e, o;
+        __builtin_memcpy(&e, &evens, sizeof e);
+        __builtin_memcpy(&o, &odds, sizeof o);
+        for (int half = 0; half < 2; ++half) {
+          totals[r][half] += __builtin_ia32_pmaddwd256(e, even[half]);
+          totals[r][half] += __builtin_ia32_pmaddwd256(o, odd[half]);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r)
+      __builtin_memcpy(sums + r * kInt8Columns + first, totals[r], sizeof totals[r]);
+  }
+}
+#else
+template <int kRows>
+inline void product_of_rows(const uint8_t* rows, int64_t depth, const int8_t* block,
+                            int32_t* sums) {
+  for (int r = 0; r < kRows; ++r) {
+    int32_t totals[kInt8Columns] = {};
+    for (int64_t k = 0; k < depth; ++k) {
+      const int32_t x = rows[r * depth + k];
+      const int8_t* column = block + k / 4 * 4 * kInt8Columns + k % 4;
+      for (int64_t c = 0; c < kInt8Columns; ++c) totals[c] += x * column[4 * c];
+    }
+    __builtin_memcpy(sums + r * kInt8Columns, totals, sizeof totals);
+  }
+}
+#endif
+
+void product(const uint8_t* rows, int64_t num_rows, int64_t depth, const int8_t* block,
+             int32_t* sums) {
+  int64_t r = 0;
+  for (; r + 4 <= num_rows; r += 4)
+    product_of_rows<4>(rows + r * depth, depth, block, sums + r * kInt8Columns);
+  for (; r < num_rows; ++r)
+    product_of_rows<1>(rows + r * depth, depth, block, sums + r * kInt8Columns);
+}
+
+void scale(const Int8Tile& tile) {
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const int32_t* sums = tile.sums + r * kInt8Columns;
+    float* out = tile.out + r * tile.out_stride;
+    const float row_scale = tile.row_scales[r];
+    if (tile.bias == nullptr) {
+#pragma omp simd
+      for (int64_t c = 0; c < tile.columns; ++c)
+        out[c] = static_cast<float>(sums[c] - tile.offsets[c]) * (row_scale * tile.scales[c]);
+    } else {
+      // Fused, whether the instruction set has that or not: so all tables round alike.
+#pragma omp simd
+      for (int64_t c = 0; c < tile.columns; ++c) {
+        out[c] = __builtin_fmaf(static_cast<float>(sums[c] - tile.offsets[c]),
+                                row_scale * tile.scales[c], tile.bias[c]);
+      }
+    }
+  }
+}
+
 template <class T>
 constexpr LoopsOf<T> table() {
   return {dropout<T>,
@@ -548,6 +653,7 @@ constexpr LoopsOf<T> table() {
 #define COHORT_NAME(x) COHORT_STRING_OF(x)
 extern const Loops COHORT_LOOPS;
 const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS), table<float>(), table<double>(),
-                            table<BFloat16Bits>()};
+                            table<BFloat16Bits>(),
+                            {quantize, product, scale}};
 
 }  // namespace cohort::nmt

@@ -94,11 +94,40 @@ struct LoopsOf {
   double (*log_sum_exp)(const T* row, int64_t columns, Sum* tops);
 };
 
+/// Columns of a block of an 8-bit matrix. Of a block [depth, kInt8Columns] the elements of four neighbouring rows lie
+/// together: [depth / 4, kInt8Columns, 4].
+inline constexpr int64_t kInt8Columns = 64;
+
+/// Sums of 8-bit products, and what they stand for: out = (sums - offsets) * row's scale * scales + bias.
+struct Int8Tile {
+  const int32_t* sums = nullptr;  ///< [rows, kInt8Columns], of which `columns` are taken.
+  int64_t rows = 0, columns = 0;
+  const float* row_scales = nullptr;   ///< [rows]
+  const float* scales = nullptr;       ///< [columns], as what follows
+  const int32_t* offsets = nullptr;
+  const float* bias = nullptr;  ///< Null: none.
+  float* out = nullptr;         ///< Rows of `columns`, `out_stride` apart.
+  int64_t out_stride = 0;
+};
+
+/// Of 8-bit matrices. Every table gives the same bits.
+struct Int8Loops {
+  /// out[i] = 128 + x[i] / scale, rounded to nearest, ties to even; returns the scale: max |x| / 127, or 0 (and all 128)
+  /// if nothing is above 1e-36, or NaN (and all 128) if a number is not finite.
+  float (*quantize)(const float* x, int64_t n, uint8_t* out);
+  /// sums [R, kInt8Columns] = rows [R, depth] * block; depth is a multiple of 4.
+  void (*product)(const uint8_t* rows, int64_t num_rows, int64_t depth, const int8_t* block,
+                  int32_t* sums);
+  /// The product of the two scales is rounded, then the whole.
+  void (*scale)(const Int8Tile& tile);
+};
+
 struct Loops {
   const char* name;  ///< Instruction set: "avx512", "avx2" or "sse2".
   LoopsOf<float> f32;
   LoopsOf<double> f64;
   LoopsOf<BFloat16Bits> bf16;
+  Int8Loops int8;
 };
 
 /// Returns the tables of the instruction sets that this machine has, the best first, then null.

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/nmt/int8_matrix.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/native/CPUBlas.h>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string_view>
+#include <torch/types.h>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/nmt/kernels/cpu/loops.h"
+
+namespace cohort::nmt {
+namespace {
+
+constexpr int64_t kMaxDepth = 65'536;  // 255 * 127 * 65,536 < 2^31
+constexpr int64_t kDepthUnit = 64;     // of the kernels for AMX; others have 4
+// Kernels are generated for each number of rows up to kTileRows that kRowUnit divides.
+constexpr int64_t kTileRows = 64;
+constexpr int64_t kRowUnit = 4;
+
+int64_t rounded_up(int64_t n, int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+// sums [rows, kInt8Columns] of rows [rows, depth] and a block of the matrix.
+void product_by_brgemm(const uint8_t* rows, int64_t num_rows, int64_t depth, const int8_t* block,
+                       int32_t* sums) {
+  at::native::cpublas::brgemm(num_rows, kInt8Columns, depth, depth, kInt8Columns, kInt8Columns,
+                              /*add_C=*/false, rows, reinterpret_cast<const signed char*>(block),
+                              sums);
+}
+
+// libtorch does not say where it has these kernels, and oneDNN's for AVX-512 without VNNI overflow
+// (as do those for int8 x int8 without AMX, which therefore are not used): so one product of the
+// greatest numbers is tried.
+bool brgemm_is_exact() {
+  constexpr int64_t kRows = 3;
+  const std::vector<uint8_t> rows(kRows * kDepthUnit, 255);
+  std::vector<int8_t> block(kDepthUnit * kInt8Columns, 127);
+  std::fill_n(block.begin(), block.size() / 2, -128);
+  std::vector<int32_t> found(kRows * kInt8Columns), expected(found);
+  try {
+    product_by_brgemm(rows.data(), kRows, kDepthUnit, block.data(), found.data());
+    at::native::cpublas::brgemm_release();
+  } catch (const c10::Error&) {
+    return false;
+  }
+  loops().int8.product(rows.data(), kRows, kDepthUnit, block.data(), expected.data());
+  return found == expected;
+}
+
+}  // namespace
+
+bool Int8Matrix::uses_brgemm() {
+  static const bool exact = at::globalContext().userEnabledMkldnn() && brgemm_is_exact();
+  // Tests name the table of loops to see that other processors compute the same.
+  return exact && at::globalContext().userEnabledMkldnn() && &loops() == supported_loops()[0];
+}
+
+Int8Rows quantize_rows(const std::string& name, const at::Tensor& matrix) {
+  TORCH_CHECK_VALUE(matrix.is_cpu() && matrix.scalar_type() == at::kFloat && matrix.dim() == 2,
+                    name, ": expected a float32 matrix on the CPU, got ", matrix.toString(), " ",
+                    matrix.sizes());
+  const at::Tensor given = matrix.detach().contiguous();
+  const int64_t width = given.size(1);
+  Int8Rows rows{at::empty(given.sizes(), at::kChar), at::empty({given.size(0)}, at::kFloat)};
+  std::vector<uint8_t> moved(static_cast<size_t>(width));  // by 128
+  for (int64_t i = 0; i < given.size(0); ++i) {
+    const float scale =
+        loops().int8.quantize(given.const_data_ptr<float>() + i * width, width, moved.data());
+    if (std::isnan(scale)) {
+      throw ConfigError(name + ": expected finite numbers, got NaN or infinity in row " +
+                        std::to_string(i));
+    }
+    rows.scales.mutable_data_ptr<float>()[i] = scale;
+    std::ranges::transform(moved, rows.values.mutable_data_ptr<int8_t>() + i * width,
+                           [](uint8_t q) { return static_cast<int8_t>(q - 128); });
+  }
+  return rows;
+}
+
+Int8Matrix::Int8Matrix(const Int8Rows& rows) : scales_(rows.scales.contiguous()) {
+  const at::Tensor& values = rows.values;
+  TORCH_CHECK_VALUE(values.is_cpu() && values.scalar_type() == at::kChar && values.dim() == 2 &&
+                        scales_.is_cpu() && scales_.scalar_type() == at::kFloat &&
+                        scales_.sizes() == at::IntArrayRef({values.size(0)}),
+                    "an int8 matrix: expected int8 [out, in] and float32 [out] on the CPU, got ",
+                    values.toString(), " ", values.sizes(), " and ", scales_.toString(), " ",
+                    scales_.sizes());
+  in_ = values.size(1);
+  TORCH_CHECK_VALUE(in_ >= 1 && in_ <= kMaxDepth, "an int8 matrix: expected 1 to ", kMaxDepth,
+                    " columns, got ", in_);
+  depth_ = rounded_up(in_, kDepthUnit);
+  const int64_t outputs = rounded_up(values.size(0), kInt8Columns);
+  const at::Tensor padded = at::zeros({outputs, depth_}, at::kChar);
+  padded.narrow(0, 0, values.size(0)).narrow(1, 0, in_).copy_(values);
+  blocks_ = padded.view({outputs / kInt8Columns, kInt8Columns, depth_ / 4, 4})
+                .permute({0, 2, 1, 3})
+                .contiguous();
+  offsets_ = values.sum(1, /*keepdim=*/false, at::kLong).mul_(128).to(at::kInt);
+}
+
+at::Tensor Int8Matrix::multiply(const at::Tensor& x, const at::Tensor& bias, int64_t first,
+                                int64_t count) const {
+  TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.size(-1) == in_,
+                    "an int8 product: expected float32 rows of ", in_, " on the CPU, got ",
+                    x.toString(), " ", x.sizes());
+  TORCH_CHECK_VALUE(first >= 0 && count >= 0 && first + count <= scales_.size(0),
+                    "an int8 product: outputs from ", first, ", ", count, " of them: there are ",
+                    scales_.size(0));
+  const at::Tensor given = x.reshape({-1, in_}).contiguous();
+  const at::Tensor added = bias.defined() ? bias.contiguous() : bias;
+  TORCH_CHECK_VALUE(!bias.defined() || (added.is_cpu() && added.scalar_type() == at::kFloat &&
+                                        added.sizes() == at::IntArrayRef({count})),
+                    "an int8 product: expected a float32 bias of ", count, " on the CPU, got ",
+                    added.toString(), " ", added.sizes());
+  const int64_t num_rows = given.size(0);
+  const at::Tensor out = at::empty({num_rows, count}, at::kFloat);
+  auto shape = x.sizes().vec();
+  shape.back() = count;
+  if (out.numel() == 0) return out.view(shape);
+
+  const bool by_brgemm = uses_brgemm();
+  const Int8Loops& own = loops().int8;
+  const int64_t num_padded = by_brgemm ? rounded_up(num_rows, kRowUnit) : num_rows;
+  // What is behind `in_` meets zeros of the matrix.
+  const at::Tensor moved = at::zeros({num_padded, depth_}, at::kByte);
+  std::vector<float> row_scales(static_cast<size_t>(num_rows));
+  for (int64_t r = 0; r < num_rows; ++r) {
+    row_scales[static_cast<size_t>(r)] =
+        own.quantize(given.const_data_ptr<float>() + r * in_, in_,
+                     moved.mutable_data_ptr<uint8_t>() + r * depth_);
+  }
+  const auto product = by_brgemm ? product_by_brgemm : own.product;
+  const auto multiply_blocks = [&](int64_t begin, int64_t end) {
+    alignas(64) int32_t sums[kTileRows * kInt8Columns];
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t left = std::max(first, block * kInt8Columns);
+      const int64_t right = std::min(first + count, (block + 1) * kInt8Columns);
+      for (int64_t top = 0; top < num_rows; top += kTileRows) {
+        product(moved.const_data_ptr<uint8_t>() + top * depth_,
+                std::min(kTileRows, num_padded - top), depth_,
+                blocks_.const_data_ptr<int8_t>() + block * kInt8Columns * depth_, sums);
+        own.scale({.sums = sums + left - block * kInt8Columns,
+                   .rows = std::min(kTileRows, num_rows - top),
+                   .columns = right - left,
+                   .row_scales = row_scales.data() + top,
+                   .scales = scales_.const_data_ptr<float>() + left,
+                   .offsets = offsets_.const_data_ptr<int32_t>() + left,
+                   .bias = added.defined() ? added.const_data_ptr<float>() + left - first : nullptr,
+                   .out = out.mutable_data_ptr<float>() + top * count + left - first,
+                   .out_stride = count});
+      }
+    }
+    if (by_brgemm) at::native::cpublas::brgemm_release();
+  };
+  constexpr int64_t kProductsOfATask = int64_t{1} << 22;
+  at::parallel_for(first / kInt8Columns, (first + count - 1) / kInt8Columns + 1,
+                   1 + kProductsOfATask / (num_padded * depth_ * kInt8Columns), multiply_blocks);
+  return out.view(shape);
+}
+
+}  // namespace cohort::nmt
