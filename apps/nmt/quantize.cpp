@@ -24,8 +24,8 @@ int run(const QuantizeFlags& flags) {
   if (translate::has_int8_weights(metadata))
     throw ConfigError(best + " holds 8-bit weights already: expected a trained model");
   expect_no_model(flags.output);
-  const nmt::Transformer model(translate::model_of(metadata));
-  train::load_checkpoint(best, *nmt::Transformer(model));
+  nmt::Transformer model(translate::model_of(metadata));
+  train::load_checkpoint(best, *model);
   metadata["precision"] = nmt::to_string(nmt::Precision::kInt8);
   save_model(flags.output, nmt::quantize(model), train::read_update(best), metadata,
              flags.model_dir);

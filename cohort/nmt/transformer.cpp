@@ -139,12 +139,13 @@ ProjectionImpl::ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<Lay
 }
 
 const ProjectionImpl::Part& ProjectionImpl::packed(int64_t first, int64_t count) {
+  const std::lock_guard lock(mutex_);
   const auto same = [&](const Part& part) { return part.first == first && part.count == count; };
   const auto found = std::ranges::find_if(parts_, same);
   if (found != parts_.end() && found->data == weight.const_data_ptr() &&
       found->version == weight._version())
     return *found;
-  std::erase_if(parts_, same);
+  parts_.remove_if(same);
   Part part{first, count, weight.const_data_ptr(), weight._version(), {}, {}};
   if (context_->precision == Precision::kInt8) {
     part.whole = Int8Matrix({weight, weight_scale});
@@ -158,7 +159,9 @@ const ProjectionImpl::Part& ProjectionImpl::packed(int64_t first, int64_t count)
 
 void ProjectionImpl::train(bool on) {
   Module::train(on);
-  if (on) parts_.clear();
+  if (!on) return;
+  const std::lock_guard lock(mutex_);
+  parts_.clear();
 }
 
 at::Tensor ProjectionImpl::forward(const at::Tensor& x) {

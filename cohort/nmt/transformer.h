@@ -5,7 +5,9 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <functional>
+#include <list>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <torch/nn/module.h>
@@ -90,12 +92,14 @@ class ProjectionImpl : public torch::nn::Module {
     Prepacked rows;
     Int8Matrix whole;  // instead of them in an int8 model, whatever rows are asked for
   };
+  // Valid until the weight changes or the module is trained.
   const Part& packed(int64_t first, int64_t count);
   at::Tensor product(const at::Tensor& x, int64_t first, int64_t count, const at::Tensor& bias);
 
   bool row_parallel_;
   std::shared_ptr<LayerContext> context_;
-  std::vector<Part> parts_;
+  std::mutex mutex_;  // of parts_
+  std::list<Part> parts_;
 };
 TORCH_MODULE(Projection);
 
@@ -212,7 +216,7 @@ TORCH_MODULE(DecoderLayer);
 /// there is no "generator.weight"; with tied_embeddings_all the one table is "embedding". A
 /// post-norm model has no "encoder.norm" and "decoder.norm". An int8 model has buffers in the place of its
 /// projections' weights, and always a "generator"; its embeddings are float32.
-/// Threads: one. Local.
+/// Threads: one; on the CPU, in evaluation mode and without gradients, any number infer at a time. Local.
 /// Devices: runs where parameters and batch are. Ids and lengths are checked on the CPU; elsewhere
 ///          they are not read back.
 /// Errors:  c10::ValueError for ids or lengths out of range.
@@ -305,11 +309,14 @@ TORCH_MODULE(Transformer);
 /// A model is in evaluation mode as long as this lives, and then as it was.
 class InEvaluation {
  public:
+  // A model in evaluation mode is not written to: other threads may infer with it.
   explicit InEvaluation(torch::nn::Module& model)
       : model_(model), was_training_(model.is_training()) {
-    model_.eval();
+    if (was_training_) model_.eval();
   }
-  ~InEvaluation() { model_.train(was_training_); }
+  ~InEvaluation() {
+    if (was_training_) model_.train();
+  }
   InEvaluation(const InEvaluation&) = delete;
   InEvaluation& operator=(const InEvaluation&) = delete;
 

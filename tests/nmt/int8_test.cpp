@@ -1,14 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // 8-bit products against sums of 64-bit whole numbers, bit for bit; and models that compute with them.
 #include <ATen/Parallel.h>
+#include <algorithm>
 #include <cmath>
 #include <gtest/gtest.h>
 #include <limits>
+#include <memory>
+#include <string>
 #include <torch/types.h>
+#include <utility>
+#include <vector>
 
-#include "cohort/base/error.h"
 #include "cohort/nmt/int8_matrix.h"
 #include "cohort/nmt/kernels/cpu/loops.h"
+#include "cohort/nmt/search.h"
+#include "cohort/train/checkpoint.h"
+
+#include "tests/base/temporary_folder.h"
+#include "tests/support/message_of.h"
+#include "tests/support/sentences.h"
 
 namespace cohort::nmt {
 namespace int8_test {
@@ -130,19 +140,10 @@ TEST(Int8MatrixTest, RowsWithoutASizeAreNothingAndBadOnesAreNaN) {
   });
 }
 
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return one_line(error);
-  }
-  return "";
-}
-
 TEST(Int8MatrixTest, BadNumbersAndShapesAreRefused) {
   at::Tensor weight = at::ones({3, 4});
   weight[2][1] = std::nan("");
-  EXPECT_EQ(error_of([&] { quantize_rows("linear.weight", weight); }),
+  EXPECT_EQ(test::message_of<std::exception>([&] { quantize_rows("linear.weight", weight); }),
             "linear.weight: expected finite numbers, got NaN or infinity in row 2");
   const Int8Rows rows = quantize_rows("w", at::ones({3, 4}));
   EXPECT_THROW(Int8Matrix({rows.values, at::ones({4})}), c10::ValueError);
@@ -153,6 +154,140 @@ TEST(Int8MatrixTest, BadNumbersAndShapesAreRefused) {
   EXPECT_THROW(matrix.multiply(at::ones({1, 4}, at::kBFloat16), {}, 0, 3), c10::ValueError);
   EXPECT_THROW(matrix.multiply(at::ones({1, 4}), {}, 1, 3), c10::ValueError);
   EXPECT_THROW(matrix.multiply(at::ones({1, 4}), at::ones({2}), 0, 3), c10::ValueError);
+}
+
+Transformer made_model(bool tied_all = false, Precision precision = Precision::kFloat32) {
+  auto options = test::tiny_options();
+  options.tied_embeddings_all = options.tied_embeddings = tied_all;
+  options.dim_ffn = 37;
+  Transformer model(options, precision);
+  model->initialise(3);
+  model->eval();
+  return model;
+}
+
+TEST(Int8ModelTest, HasTheRowsOfEachWeightAndACopyOfEverythingElse) {
+  for (const bool tied : {false, true}) {
+    const Transformer model = made_model(tied), quantized = quantize(model);
+    const auto given = model->named_parameters();
+    const auto buffers = quantized->named_buffers();
+    size_t num_found = 0;
+    for (const auto& item : given) {
+      const std::string& name = item.key();
+      if (const at::Tensor* same = quantized->named_parameters().find(name)) {
+        EXPECT_TRUE(at::equal(*same, item.value())) << name;
+      } else {
+        const Int8Rows rows = quantize_rows(name, item.value());
+        EXPECT_TRUE(at::equal(buffers[name], rows.values)) << name;
+        EXPECT_TRUE(at::equal(buffers[name + "_scale"], rows.scales)) << name;
+      }
+      ++num_found;
+    }
+    // Two attentions and two products of the encoder's layers, and so on; two tensors for each.
+    EXPECT_EQ(buffers.size(), 2U * (2 * 4 + 2 * 6 + 1));
+    EXPECT_EQ(num_found, quantized->named_parameters().size() + buffers.size() / 2 - (tied ? 1 : 0));
+    if (tied) {
+      EXPECT_TRUE(at::equal(buffers["generator.weight"],
+                            quantize_rows("", given["embedding"]).values));
+    }
+  }
+}
+
+TEST(Int8ModelTest, AProjectionIsTheMatrixsProduct) {
+  const auto context = std::make_shared<LayerContext>();
+  context->precision = Precision::kInt8;
+  Projection projection(ProjectionShape{.in = 20, .out = 70, .bias = true}, context);
+  projection->eval();
+  const at::NoGradGuard no_grad;
+  const at::Tensor weight = at::randn({70, 20}), bias = at::randn({70});
+  const Int8Rows rows = quantize_rows("w", weight);
+  projection->weight.copy_(rows.values);
+  projection->weight_scale.copy_(rows.scales);
+  projection->bias.copy_(bias);
+  const at::Tensor x = at::randn({3, 2, 20});
+  const at::Tensor expected = plain_product(x.view({6, 20}), rows, bias).view({3, 2, 70});
+  EXPECT_TRUE(at::equal(projection->forward(x), expected));
+  EXPECT_TRUE(at::equal(projection->part(x, 40, 30), expected.narrow(2, 40, 30)));
+  // A weight that has changed is packed again.
+  projection->weight.copy_(rows.values.neg());
+  EXPECT_TRUE(at::equal(projection->forward(x),
+                        plain_product(x.view({6, 20}), {rows.values.neg(), rows.scales}, bias)
+                            .view({3, 2, 70})));
+}
+
+TEST(Int8ModelTest, ATranslationDoesNotDependOnItsBatch) {
+  Transformer model = quantize(made_model());
+  const auto sentences = test::make_sentences(21, 5);
+  const auto all = test::make_test_batch(sentences);
+  for (const int64_t beam_size : {1, 4}) {
+    const SearchOptions options{.beam_size = beam_size, .normalize = 1, .max_length = 12};
+    const auto together = search(model, all.source_BS, all.source_lengths_B, options);
+    for (size_t i = 0; i < sentences.size(); ++i) {
+      const auto one = test::make_test_batch({sentences[i]});
+      const auto alone = search(model, one.source_BS, one.source_lengths_B, options);
+      ASSERT_EQ(alone[0].size(), together[i].size());
+      for (size_t k = 0; k < alone[0].size(); ++k) {
+        EXPECT_EQ(alone[0][k].tokens, together[i][k].tokens);
+        EXPECT_EQ(alone[0][k].log_prob, together[i][k].log_prob);
+      }
+    }
+  }
+}
+
+TEST(Int8ModelTest, TheLossIsTheSumOfTheScores) {
+  Transformer model = quantize(made_model());
+  const auto batch = test::make_test_batch(test::make_sentences(7, 3));
+  const at::NoGradGuard no_grad;
+  const auto [loss, nll] = model->forward(batch);
+  EXPECT_EQ(nll.item<double>(), -model->log_probabilities(batch).sum().item<double>());
+  EXPECT_EQ(loss.item<double>(), static_cast<double>(nll.to(at::kFloat).item<float>()));
+}
+
+TEST(Int8ModelTest, WhatItCannotDoIsRefusedByName) {
+  Transformer model = quantize(made_model());
+  const auto batch = test::make_test_batch(test::make_sentences(2, 3));
+  const std::string inference = "an int8 model: expected inference on the CPU";
+  const at::NoGradGuard no_grad;
+  model->train();
+  EXPECT_NE(test::message_of<std::exception>([&] { model->forward(batch); }).find(inference), std::string::npos);
+  model->eval();
+  EXPECT_NE(test::message_of<std::exception>([&] { model->initialise(1); }).find("expected values from a checkpoint"),
+            std::string::npos);
+  EXPECT_NE(test::message_of<std::exception>([&] { quantize(model); }).find("expected a float32 model, got an int8 one"),
+            std::string::npos);
+  EXPECT_EQ(test::message_of<std::exception>([] { check_precision(Precision::kInt8, /*on_cpu=*/false); }),
+            "--precision int8: expected --device cpu");
+  EXPECT_EQ(test::message_of<std::exception>([] { Transformer(test::tiny_options(), Precision::kInt8, c10::kMeta); }),
+            "an int8 model: expected the whole of it on the CPU");
+
+  check_scales(model, "folder");
+  model->named_buffers()["decoder.layers.1.linear1.weight_scale"][36] = std::nan("");
+  EXPECT_EQ(test::message_of<std::exception>([&] { check_scales(model, "folder"); }),
+            "folder: decoder.layers.1.linear1.weight_scale[36]: expected a finite scale that is not "
+            "negative, got nan");
+  Transformer bad = made_model();
+  bad->named_parameters()["encoder.layers.0.self_attn.in_proj.weight"][5][1] = std::nan("");
+  EXPECT_EQ(test::message_of<std::exception>([&] { quantize(bad); }),
+            "encoder.layers.0.self_attn.in_proj.weight: expected finite numbers, got NaN or "
+            "infinity in row 5");
+}
+
+TEST(Int8ModelTest, IsReadFromItsCheckpointAndByNoOtherModel) {
+  const TemporaryFolder folder;
+  Transformer model = quantize(made_model(true));
+  train::save_checkpoint(folder.path().string(), *model, 7, {});
+  Transformer read(model->options(), Precision::kInt8);
+  train::load_checkpoint(folder.path().string(), *read);
+  for (const auto& item : train::state_of(*model)) {
+    const auto found = train::state_of(*read);
+    const auto same = std::ranges::find(found, item.first, &train::NamedTensors::value_type::first);
+    ASSERT_NE(same, found.end());
+    EXPECT_TRUE(at::equal(same->second, item.second)) << item.first;
+  }
+  Transformer other = made_model(true);
+  const std::string error = test::message_of<std::exception>([&] { train::load_checkpoint(folder.path().string(), *other); });
+  EXPECT_NE(error.find("weight is I8"), std::string::npos) << error;
+  EXPECT_NE(error.find("expected F32"), std::string::npos) << error;
 }
 
 }  // namespace int8_test
