@@ -737,6 +737,60 @@ void set_weight(const std::string& folder, const std::string& name, float value)
   commit_manifest(folder, manifest);
 }
 
+TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
+  const Ended trained =
+      shell(bin("cohort-nmt") + " " + train_flags("run") + "--after-epochs 4 --max-length 20");
+  ASSERT_EQ(trained.code, 0) << trained.output;
+  const std::string quantize = "quantize --model-dir " + path("run") + " --output ";
+  const Ended quantized = shell(bin("cohort-nmt") + " " + quantize + path("q"));
+  ASSERT_EQ(quantized.code, 0) << quantized.output;
+  const auto nmt = [&](const std::string& command, const std::string& flags) {
+    const Ended ended = shell(bin("cohort-nmt") + " " + command + " --model-dir " + flags);
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return ended.output;
+  };
+  const std::string valid = path("valid.en") + " " + path("valid.xx");
+  const std::string input = " < " + path("valid.en");
+  for (const char* flags : {" --beam-size 1", " --n-best"}) {
+    const std::string translated = nmt("translate", path("q") + flags + input);
+    EXPECT_GE(cohort::test::lines_of(translated).size(), 40U);
+    EXPECT_EQ(translated, nmt("translate", path("run") + " --precision int8" + flags + input));
+    EXPECT_EQ(translated,
+              nmt("translate", path("q") + " --mini-batch 1 --maxi-batch 1" + flags + input));
+  }
+  EXPECT_NE(nmt("translate", path("q") + " --n-best" + input),
+            nmt("translate", path("run") + " --precision float32 --n-best" + input));
+  for (const std::string& command :
+       {std::string("score --test-sets "), std::string("evaluate --json --test-sets ")}) {
+    EXPECT_EQ(nmt(command + valid, path("q")),
+              nmt(command + valid, path("run") + " --precision int8"));
+  }
+
+  expect_refused(quantize + path("q"), "q already holds a model");
+  expect_refused("quantize --model-dir " + path("q") + " --output " + path("new"),
+                 "q/best holds 8-bit weights already");
+  EXPECT_FALSE(fs::exists(path("new")));
+  expect_refused("translate --precision bfloat16 --model-dir " + path("q"),
+                 "q/best holds 8-bit weights");
+  expect_refused("export --to ctranslate2 --output-dir " + path("new") + " --model-dir " + path("q"),
+                 "q/best holds 8-bit weights, which float32 cannot be computed with: expected int8");
+  expect_refused(train_flags("q"), "q holds a run without last/");
+  expect_refused(train_flags("new") + "--precision int8",
+                 "--precision int8: expected auto, bfloat16 or float32");
+
+  const float nan = std::nanf("");
+  set_weight(path("q/best"), "encoder.layers.0.linear1.weight_scale", nan);
+  expect_refused("translate --model-dir " + path("q"),
+                 "q/best: encoder.layers.0.linear1.weight_scale[0]: expected a finite scale");
+  set_weight(path("run/best"), "encoder.layers.0.linear1.weight", nan);
+  for (const std::string& command : {"quantize --output " + path("new"),
+                                     std::string("translate --precision int8")}) {
+    expect_refused(command + " --model-dir " + path("run"),
+                   "encoder.layers.0.linear1.weight: expected finite numbers, got NaN or infinity "
+                   "in row 0");
+  }
+}
+
 TEST_F(NmtCommandTest, DivergenceEndsTheRunWithAGoodCheckpoint) {
   std::string flags = train_flags("v") + "--precision float32 ";
   flags.replace(flags.find("--mini-batch 16"), 15,
