@@ -62,6 +62,7 @@ class Stream {
     crop_ = flags.max_length_crop;
     // A sample does not depend on how many others are drawn: none is drawn that is not printed.
     if (options_.search.sampling.enabled && !n_best_) options_.search.beam_size = 1;
+    options_.search.scores = n_best_;
   }
 
   void run() {

@@ -284,6 +284,29 @@ LogProbs::LogProbs(const at::Tensor& scores_NV, const std::optional<Questions>& 
   } else {
     read_all(scores_NV);
   }
+  check_finite();
+}
+
+LogProbs::LogProbs(const Int8Scores& scores)
+    : scores_NV_(scores.blocks),
+      columns_(scores.columns),
+      top_columns_(kInt8Columns),
+      tops_(scores.tops) {
+  const int64_t blocks = tops_.size(1);
+  for (int64_t n = 0; n < tops_.size(0); ++n) {
+    const float* tops = tops_.const_data_ptr<float>() + n * blocks;
+    if (scores.sums.defined()) {
+      log_sums_.push_back(loops().int8.log_sum(
+          tops, scores.sums.const_data_ptr<float>() + n * blocks, blocks));
+    } else {
+      // A row of such a product is finite or has nothing that is.
+      log_sums_.push_back(std::isfinite(tops[0]) ? 0 : std::nan(""));
+    }
+  }
+  check_finite();
+}
+
+void LogProbs::check_finite() const {
   TORCH_CHECK(std::ranges::all_of(log_sums_, [](double sum) { return std::isfinite(sum); }),
               "the model's scores are not finite: it has diverged, or its parameters are damaged");
 }
@@ -293,6 +316,8 @@ void LogProbs::read_all(const at::Tensor& scores_NV) {
   const int64_t rows = scores_NV_.size(0);
   const int64_t columns = scores_NV_.size(1);
   const int64_t blocks = (columns + kTopColumns - 1) / kTopColumns;
+  columns_ = columns;
+  top_columns_ = kTopColumns;
   const bool wide = scores_NV_.scalar_type() == at::kDouble;
   tops_ = at::empty({rows, blocks}, wide ? at::kDouble : at::kFloat);
   log_sums_.resize(static_cast<size_t>(rows));
@@ -307,6 +332,7 @@ void LogProbs::read_all(const at::Tensor& scores_NV) {
 
 void LogProbs::read_answers(const at::Tensor& scores_NV, const Questions& questions) {
   scores_NV_ = scores_NV;
+  columns_ = scores_NV.size(1);
   column_ = questions.column;
   const int64_t columns = scores_NV.size(1);
   const int64_t count = std::min(questions.greatest, columns);
@@ -333,22 +359,31 @@ void LogProbs::read_answers(const at::Tensor& scores_NV, const Questions& questi
 
 namespace {
 
-// Calls body(scores of the row, their blocks' greatest, both as typed pointers).
-template <class Body>
-auto with_row(const at::Tensor& scores, const at::Tensor& tops, int64_t row, Body body) {
-  const int64_t columns = scores.size(1);
-  const int64_t blocks = tops.size(1);
-  if (scores.scalar_type() == at::kDouble) {
-    return body(scores.const_data_ptr<double>() + row * columns,
-                tops.const_data_ptr<double>() + row * blocks);
+// A row of Int8Scores::blocks.
+struct BlockedRow {
+  const float* first;
+  int64_t stride;
+  float operator[](int64_t column) const {
+    return first[column / kInt8Columns * stride + column % kInt8Columns];
   }
-  const float* top = tops.const_data_ptr<float>() + row * blocks;
-  if (scores.scalar_type() == at::kBFloat16)
-    return body(scores.const_data_ptr<at::BFloat16>() + row * columns, top);
-  return body(scores.const_data_ptr<float>() + row * columns, top);
-}
+};
 
 }  // namespace
+
+template <class Body>
+auto LogProbs::with_row(int64_t row, Body body) const {
+  const int64_t blocks = tops_.size(1);
+  if (scores_NV_.scalar_type() == at::kDouble) {
+    return body(scores_NV_.const_data_ptr<double>() + row * columns_,
+                tops_.const_data_ptr<double>() + row * blocks);
+  }
+  const float* top = tops_.const_data_ptr<float>() + row * blocks;
+  if (scores_NV_.scalar_type() == at::kBFloat16)
+    return body(scores_NV_.const_data_ptr<at::BFloat16>() + row * columns_, top);
+  const auto* scores = scores_NV_.const_data_ptr<float>();
+  if (scores_NV_.dim() == 2) return body(scores + row * columns_, top);
+  return body(BlockedRow{scores + row * kInt8Columns, tops_.size(0) * kInt8Columns}, top);
+}
 
 double LogProbs::at(int64_t row, int64_t column) const {
   if (answers_.defined()) {
@@ -356,7 +391,7 @@ double LogProbs::at(int64_t row, int64_t column) const {
     return answers_.const_data_ptr<double>()[row * answers_.size(1) + 1] -
            log_sums_[static_cast<size_t>(row)];
   }
-  return with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto*) {
+  return with_row(row, [&](const auto& scores, const auto*) {
     return static_cast<double>(scores[column]) - log_sums_[static_cast<size_t>(row)];
   });
 }
@@ -364,9 +399,9 @@ double LogProbs::at(int64_t row, int64_t column) const {
 std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banned) const {
   TORCH_INTERNAL_ASSERT(!answers_.defined());
   std::vector<Candidate> found;
-  found.reserve(static_cast<size_t>(scores_NV_.size(1)));
-  with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto*) {
-    for (int64_t c = 0; c < scores_NV_.size(1); ++c) {
+  found.reserve(static_cast<size_t>(columns_));
+  with_row(row, [&](const auto& scores, const auto*) {
+    for (int64_t c = 0; c < columns_; ++c) {
       if (std::ranges::find(banned, c) == banned.end())
         found.push_back({c, static_cast<double>(scores[c]) - log_sums_[static_cast<size_t>(row)]});
     }
@@ -376,7 +411,7 @@ std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banne
 
 std::vector<Candidate> LogProbs::likely(int64_t row, size_t wanted,
                                         std::span<const int64_t> banned) const {
-  const int64_t columns = scores_NV_.size(1);
+  const int64_t columns = columns_;
   std::vector<Candidate> found;
   if (answers_.defined()) {
     const int64_t read = (answers_.size(1) - 2) / 2;
@@ -388,7 +423,7 @@ std::vector<Candidate> LogProbs::likely(int64_t row, size_t wanted,
     }
     return found;
   }
-  with_row(scores_NV_, tops_, row, [&](const auto* scores, const auto* tops) {
+  with_row(row, [&](const auto& scores, const auto* tops) {
     // As many blocks as are wanted hold a value of at least `bound` each, so whatever is below it
     // is not among the greatest: few blocks are left to look into.
     using Top = std::decay_t<decltype(*tops)>;
@@ -401,8 +436,8 @@ std::vector<Candidate> LogProbs::likely(int64_t row, size_t wanted,
     }
     for (int64_t block = 0; block < tops_.size(1); ++block) {
       if (tops[block] < bound) continue;
-      const int64_t end = std::min(columns, (block + 1) * kTopColumns);
-      for (int64_t c = block * kTopColumns; c < end; ++c) {
+      const int64_t end = std::min(columns, (block + 1) * top_columns_);
+      for (int64_t c = block * top_columns_; c < end; ++c) {
         const auto score = static_cast<Top>(scores[c]);
         if (score >= bound && std::ranges::find(banned, c) == banned.end())
           found.push_back({c, static_cast<double>(score)});

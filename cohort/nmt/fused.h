@@ -11,6 +11,8 @@
 #include <span>
 #include <vector>
 
+#include "cohort/nmt/int8_matrix.h"
+
 namespace cohort::nmt {
 
 /// The finalizer of SplitMix64: a one-to-one hash of 64 bits.
@@ -125,6 +127,9 @@ class LogProbs {
   explicit LogProbs(const at::Tensor& scores_NV,
                     const std::optional<Questions>& questions = std::nullopt);
 
+  /// Scores of an 8-bit product. If these have no sums, `log_prob` is the score itself.
+  explicit LogProbs(const Int8Scores& scores);
+
   double at(int64_t row, int64_t column) const;
   /// The `count` columns with the greatest values, the greatest first and equal ones in order;
   /// fewer if there are not so many beside the `banned`, which are no candidates.
@@ -135,12 +140,18 @@ class LogProbs {
 
  private:
   void read_all(const at::Tensor& scores_NV);
+  void check_finite() const;
+  // Calls body(the row's scores by column, the greatest of its blocks).
+  template <class Body>
+  auto with_row(int64_t row, Body body) const;
   void read_answers(const at::Tensor& scores_NV, const Questions& questions);
   // At least the `wanted` greatest but for the `banned` among them, with their scores, in any order.
   std::vector<Candidate> likely(int64_t row, size_t wanted, std::span<const int64_t> banned) const;
 
-  at::Tensor scores_NV_;
-  at::Tensor tops_;  // [N, blocks of columns]: the greatest score of each block
+  at::Tensor scores_NV_;  // of an 8-bit product as Int8Scores::blocks
+  int64_t columns_ = 0;
+  int64_t top_columns_ = 0;  // of a block
+  at::Tensor tops_;          // [N, blocks of columns]: the greatest score of each block
   std::vector<double> log_sums_;
   // Of scores that stay on their device, else undefined; float64. A row: the logarithm of its sum,
   // the score in `column_`, the greatest scores, their columns.

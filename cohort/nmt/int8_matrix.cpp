@@ -105,64 +105,119 @@ Int8Matrix::Int8Matrix(const Int8Rows& rows) : scales_(rows.scales.contiguous())
   offsets_ = values.sum(1, /*keepdim=*/false, at::kLong).mul_(128).to(at::kInt);
 }
 
-at::Tensor Int8Matrix::multiply(const at::Tensor& x, const at::Tensor& bias, int64_t first,
-                                int64_t count) const {
+Int8Matrix::Rows Int8Matrix::quantized(const at::Tensor& x) const {
   TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.size(-1) == in_,
                     "an int8 product: expected float32 rows of ", in_, " on the CPU, got ",
                     x.toString(), " ", x.sizes());
+  const at::Tensor given = x.reshape({-1, in_}).contiguous();
+  const int64_t num_rows = given.size(0);
+  const bool by_brgemm = uses_brgemm();
+  // What is behind `in_` meets zeros of the matrix.
+  Rows rows{.moved = at::zeros({by_brgemm ? rounded_up(num_rows, kRowUnit) : num_rows, depth_},
+                               at::kByte),
+            .scales = std::vector<float>(static_cast<size_t>(num_rows)),
+            .by_brgemm = by_brgemm};
+  for (int64_t r = 0; r < num_rows; ++r) {
+    rows.scales[static_cast<size_t>(r)] =
+        loops().int8.quantize(given.const_data_ptr<float>() + r * in_, in_,
+                              rows.moved.mutable_data_ptr<uint8_t>() + r * depth_);
+  }
+  return rows;
+}
+
+template <class Put>
+void Int8Matrix::for_tiles(const Rows& rows, int64_t first, int64_t count, const Put& put) const {
+  const auto product = rows.by_brgemm ? product_by_brgemm : loops().int8.product;
+  const auto num_rows = static_cast<int64_t>(rows.scales.size());
+  const int64_t num_padded = rows.moved.size(0);
+  const auto* moved = rows.moved.const_data_ptr<uint8_t>();
+  const auto* blocks = blocks_.const_data_ptr<int8_t>();
+  const auto multiply_blocks = [&](int64_t begin, int64_t end) {
+    alignas(64) int32_t sums[kTileRows * kInt8Columns];
+    for (int64_t block = begin; block < end; ++block) {
+      for (int64_t top = 0; top < num_rows; top += kTileRows) {
+        product(moved + top * depth_, std::min(kTileRows, num_padded - top), depth_,
+                blocks + block * kInt8Columns * depth_, sums);
+        put(block, top, std::min(kTileRows, num_rows - top), sums);
+      }
+    }
+    if (rows.by_brgemm) at::native::cpublas::brgemm_release();
+  };
+  constexpr int64_t kProductsOfATask = int64_t{1} << 22;
+  at::parallel_for(first / kInt8Columns, (first + count - 1) / kInt8Columns + 1,
+                   1 + kProductsOfATask / (num_padded * depth_ * kInt8Columns), multiply_blocks);
+}
+
+at::Tensor Int8Matrix::multiply(const at::Tensor& x, const at::Tensor& bias, int64_t first,
+                                int64_t count) const {
   TORCH_CHECK_VALUE(first >= 0 && count >= 0 && first + count <= scales_.size(0),
                     "an int8 product: outputs from ", first, ", ", count, " of them: there are ",
                     scales_.size(0));
-  const at::Tensor given = x.reshape({-1, in_}).contiguous();
   const at::Tensor added = bias.defined() ? bias.contiguous() : bias;
   TORCH_CHECK_VALUE(!bias.defined() || (added.is_cpu() && added.scalar_type() == at::kFloat &&
                                         added.sizes() == at::IntArrayRef({count})),
                     "an int8 product: expected a float32 bias of ", count, " on the CPU, got ",
                     added.toString(), " ", added.sizes());
-  const int64_t num_rows = given.size(0);
-  const at::Tensor out = at::empty({num_rows, count}, at::kFloat);
+  const Rows rows = quantized(x);
+  const at::Tensor out = at::empty({std::ssize(rows.scales), count}, at::kFloat);
   auto shape = x.sizes().vec();
   shape.back() = count;
   if (out.numel() == 0) return out.view(shape);
-
-  const bool by_brgemm = uses_brgemm();
-  const Int8Loops& own = loops().int8;
-  const int64_t num_padded = by_brgemm ? rounded_up(num_rows, kRowUnit) : num_rows;
-  // What is behind `in_` meets zeros of the matrix.
-  const at::Tensor moved = at::zeros({num_padded, depth_}, at::kByte);
-  std::vector<float> row_scales(static_cast<size_t>(num_rows));
-  for (int64_t r = 0; r < num_rows; ++r) {
-    row_scales[static_cast<size_t>(r)] =
-        own.quantize(given.const_data_ptr<float>() + r * in_, in_,
-                     moved.mutable_data_ptr<uint8_t>() + r * depth_);
-  }
-  const auto product = by_brgemm ? product_by_brgemm : own.product;
-  const auto multiply_blocks = [&](int64_t begin, int64_t end) {
-    alignas(64) int32_t sums[kTileRows * kInt8Columns];
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t left = std::max(first, block * kInt8Columns);
-      const int64_t right = std::min(first + count, (block + 1) * kInt8Columns);
-      for (int64_t top = 0; top < num_rows; top += kTileRows) {
-        product(moved.const_data_ptr<uint8_t>() + top * depth_,
-                std::min(kTileRows, num_padded - top), depth_,
-                blocks_.const_data_ptr<int8_t>() + block * kInt8Columns * depth_, sums);
-        own.scale({.sums = sums + left - block * kInt8Columns,
-                   .rows = std::min(kTileRows, num_rows - top),
-                   .columns = right - left,
-                   .row_scales = row_scales.data() + top,
-                   .scales = scales_.const_data_ptr<float>() + left,
-                   .offsets = offsets_.const_data_ptr<int32_t>() + left,
-                   .bias = added.defined() ? added.const_data_ptr<float>() + left - first : nullptr,
-                   .out = out.mutable_data_ptr<float>() + top * count + left - first,
-                   .out_stride = count});
-      }
-    }
-    if (by_brgemm) at::native::cpublas::brgemm_release();
-  };
-  constexpr int64_t kProductsOfATask = int64_t{1} << 22;
-  at::parallel_for(first / kInt8Columns, (first + count - 1) / kInt8Columns + 1,
-                   1 + kProductsOfATask / (num_padded * depth_ * kInt8Columns), multiply_blocks);
+  const auto* scales = scales_.const_data_ptr<float>();
+  const auto* offsets = offsets_.const_data_ptr<int32_t>();
+  const float* added_data = added.defined() ? added.const_data_ptr<float>() : nullptr;
+  auto* out_data = out.mutable_data_ptr<float>();
+  for_tiles(rows, first, count,
+            [&](int64_t block, int64_t top, int64_t num_rows, const int32_t* sums) {
+              const int64_t left = std::max(first, block * kInt8Columns);
+              const int64_t right = std::min(first + count, (block + 1) * kInt8Columns);
+              loops().int8.scale({.sums = sums + left - block * kInt8Columns,
+                                  .rows = num_rows,
+                                  .columns = right - left,
+                                  .row_scales = rows.scales.data() + top,
+                                  .scales = scales + left,
+                                  .offsets = offsets + left,
+                                  .bias = added_data ? added_data + left - first : nullptr,
+                                  .out = out_data + top * count + left - first,
+                                  .out_stride = count});
+            });
   return out.view(shape);
+}
+
+Int8Scores Int8Matrix::scores(const at::Tensor& x, bool with_sums) const {
+  TORCH_CHECK_VALUE(x.dim() == 2, "8-bit scores: expected [rows, in], got ", x.sizes());
+  const Rows rows = quantized(x);
+  const int64_t count = std::ssize(rows.scales);
+  const int64_t num_blocks = blocks_.size(0);
+  const int64_t columns = scales_.size(0);
+  Int8Scores found{.blocks = at::empty({num_blocks, count, kInt8Columns}, at::kFloat),
+                   .tops = at::empty({count, num_blocks}, at::kFloat),
+                   .sums = {},
+                   .columns = columns};
+  if (with_sums) found.sums = at::empty_like(found.tops);
+  if (count == 0) return found;
+  const auto* scales = scales_.const_data_ptr<float>();
+  const auto* offsets = offsets_.const_data_ptr<int32_t>();
+  auto* out = found.blocks.mutable_data_ptr<float>();
+  auto* tops = found.tops.mutable_data_ptr<float>();
+  float* sums_of_exp = with_sums ? found.sums.mutable_data_ptr<float>() : nullptr;
+  for_tiles(rows, 0, columns,
+            [&](int64_t block, int64_t top, int64_t num_rows, const int32_t* sums) {
+              const int64_t left = block * kInt8Columns;
+              const int64_t at = top * num_blocks + block;
+              loops().int8.scale({.sums = sums,
+                                  .rows = num_rows,
+                                  .columns = std::min(kInt8Columns, columns - left),
+                                  .row_scales = rows.scales.data() + top,
+                                  .scales = scales + left,
+                                  .offsets = offsets + left,
+                                  .out = out + (block * count + top) * kInt8Columns,
+                                  .out_stride = kInt8Columns,
+                                  .tops = tops + at,
+                                  .sums_of_exp = sums_of_exp ? sums_of_exp + at : nullptr,
+                                  .tops_stride = num_blocks});
+            });
+  return found;
 }
 
 }  // namespace cohort::nmt

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace cohort::nmt {
 
@@ -17,6 +18,14 @@ struct Int8Rows {
 /// magnitude / 127, and its values are rounded to nearest, ties to even. A row of nothing above 1e-36 is 0.
 /// Errors: ConfigError that begins with `name` for numbers that are not finite.
 Int8Rows quantize_rows(const std::string& name, const at::Tensor& matrix);
+
+/// Rows of products with all of a matrix's rows, as Int8Matrix::scores leaves them.
+struct Int8Scores {
+  at::Tensor blocks;  ///< float32 [blocks of outputs, rows, kInt8Columns]; behind the last output undefined.
+  at::Tensor tops;    ///< float32 [rows, blocks]: the greatest of each block
+  at::Tensor sums;    ///< The same shape: sum of exp(x - greatest); undefined if it was not asked for.
+  int64_t columns = 0;  ///< Outputs.
+};
 
 /// W of y = x W^T (+ b) as whole numbers, rearranged once for products. For inference: no gradients.
 ///
@@ -36,12 +45,25 @@ class Int8Matrix {
   /// float32 [..., count].
   at::Tensor multiply(const at::Tensor& x, const at::Tensor& bias, int64_t first,
                       int64_t count) const;
+  /// The same numbers for all outputs without bias of x float32 [rows, in], in blocks as they are computed.
+  Int8Scores scores(const at::Tensor& x, bool with_sums) const;
 
   /// Whether products run in libtorch's generated kernels for 8-bit numbers, as they do on processors with
   /// AVX512-VNNI. On others the project's own loops compute the same bits.
   static bool uses_brgemm();
 
  private:
+  // Rows of x in 8 bits.
+  struct Rows {
+    at::Tensor moved;  // uint8 [rows, rounded up; depth], by 128
+    std::vector<float> scales;
+    bool by_brgemm = false;
+  };
+  Rows quantized(const at::Tensor& x) const;
+  // Calls put(block, first row, how many, sums) for the blocks of outputs [first, first + count).
+  template <class Put>
+  void for_tiles(const Rows& rows, int64_t first, int64_t count, const Put& put) const;
+
   at::Tensor blocks_;   // int8 [blocks of outputs, depth / 4, outputs of a block, 4]
   at::Tensor scales_;   // as given
   at::Tensor offsets_;  // int32, of every output: 128 * the sum of its values

@@ -93,7 +93,8 @@ class Search {
   void step() {
     const int64_t length = state_.position;  // of all beginnings
     const std::vector<int64_t> banned = banned_at(length);
-    const LogProbs log_probs(model_->decode_step(last_N_, state_), questions(banned));
+    const LogProbs log_probs =
+        model_->decode_log_probs(last_N_, state_, questions(banned), needs_log_sums());
     std::vector<Sentence> going;
     std::vector<int64_t> kept, last;
     int64_t first_row = 0;  // of the sentence's beam in log_probs
@@ -112,6 +113,11 @@ class Search {
     sentences_ = std::move(going);
     state_.keep(kept);
     last_N_ = at::tensor(last, at::kLong);
+  }
+
+  // The likeliest token is that with the greatest score, too.
+  bool needs_log_sums() const {
+    return options_.scores || options_.beam_size > 1 || options_.sampling.enabled;
   }
 
   // Sampling may ask for any column.

@@ -22,6 +22,9 @@ struct SearchOptions {
   double max_length_factor = 3;  ///< At most this times the source's tokens, plus 10 ...
   int64_t max_length = 256;      ///< ... and at most so many tokens, the end id not counted.
   int64_t min_length = 0;        ///< At least so many, as far as that allows.
+  /// false: nobody asks for the hypotheses' log_prob and score, which greedy search of an int8 model then leaves without
+  /// meaning. It is a little faster.
+  bool scores = true;
   SamplingOptions sampling;
 };
 

@@ -181,13 +181,19 @@ at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t c
   if (context_->precision == Precision::kInt8) {
     TORCH_CHECK_VALUE(infers(*this, x),
                       "an int8 model: expected inference on the CPU (evaluation mode, no gradients)");
-    return packed(0, weight.size(0)).whole.multiply(x, added, first, count);
+    return packed(0, weight.size(0)).whole.multiply(x.to(at::kFloat), added, first, count);
   }
   const auto type = compute_type(weight, context_->precision);
   const at::Tensor b = added.defined() ? added.to(type) : added;
   if (infers(*this, x)) return packed(first, count).rows.multiply(x.to(type), b);
   return at::linear(x.to(type), weight.narrow(0, first, count).to(type),
                     b.defined() ? std::optional(b) : std::nullopt);
+}
+
+Int8Scores ProjectionImpl::scores(const at::Tensor& x, bool with_sums) {
+  TORCH_INTERNAL_ASSERT(context_->precision == Precision::kInt8 && !bias.defined() &&
+                        infers(*this, x));
+  return packed(0, weight.size(0)).whole.scores(x, with_sums);
 }
 
 LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> context)
@@ -242,8 +248,13 @@ at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen
   return out_proj->forward(mixed.view(queries.sizes()));
 }
 
+at::Tensor AttentionImpl::project(const at::Tensor& x, int64_t first, int64_t count) {
+  const at::Tensor y = in_proj->part(x, first, count);
+  return context_->precision == Precision::kInt8 ? y.to(at::kBFloat16) : y;
+}
+
 at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& lengths_B, bool causal) {
-  const at::Tensor qkv = in_proj->forward(x_BTD);
+  const at::Tensor qkv = project(x_BTD, 0, 3 * width_);
   if (infers(*this, qkv)) {
     return attend(qkv.narrow(2, 0, width_), see_sentences(qkv.narrow(2, width_, 2 * width_),
                                                           lengths_B, x_BTD.size(1), causal));
@@ -253,19 +264,19 @@ at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& length
 }
 
 at::Tensor AttentionImpl::project_memory(const at::Tensor& memory_BSD) {
-  return in_proj->part(memory_BSD, width_, 2 * width_);
+  return project(memory_BSD, width_, 2 * width_);
 }
 
 at::Tensor AttentionImpl::cross(const at::Tensor& x_BTD, const at::Tensor& memory_BSE,
                                 const at::Tensor& lengths_B) {
-  const at::Tensor q = in_proj->part(x_BTD, 0, width_);
+  const at::Tensor q = project(x_BTD, 0, width_);
   if (infers(*this, q))
     return attend(q, see_sentences(memory_BSE, lengths_B, x_BTD.size(1), /*causal=*/false));
   return attend(q, memory_BSE, lengths_B);
 }
 
 at::Tensor AttentionImpl::self_step(const at::Tensor& x_ND, DecoderState& state, size_t layer) {
-  const at::Tensor qkv = in_proj->forward(x_ND);
+  const at::Tensor qkv = project(x_ND, 0, 3 * width_);
   const at::Tensor q_ND = qkv.narrow(1, 0, width_), kv_NE = qkv.narrow(1, width_, 2 * width_);
   std::vector<at::Tensor>& past = state.past[layer];
   if (!infers(*this, qkv)) {
@@ -299,7 +310,7 @@ at::Tensor AttentionImpl::cross_step(const at::Tensor& x_ND, const DecoderState&
   SeenRows seen{.rows = of_sentences.rows};
   for (const Path& path : state.paths)
     seen.of_query.push_back(of_sentences.of_query[static_cast<size_t>(path.sentence)]);
-  return attend(in_proj->part(x_ND, 0, width_), seen);
+  return attend(project(x_ND, 0, width_), seen);
 }
 
 namespace {
@@ -594,6 +605,19 @@ DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
 }
 
 at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state) {
+  return all_scores(next_states(last_N, state));
+}
+
+LogProbs TransformerImpl::decode_log_probs(const at::Tensor& last_N, DecoderState& state,
+                                           const std::optional<Questions>& questions,
+                                           bool with_sums) {
+  const at::Tensor states = next_states(last_N, state);
+  if (context_->precision == Precision::kInt8)
+    return LogProbs(generator_->scores(states, with_sums));
+  return LogProbs(all_scores(states), questions);
+}
+
+at::Tensor TransformerImpl::next_states(const at::Tensor& last_N, DecoderState& state) {
   TORCH_CHECK_VALUE(last_N.is_cpu(), "decode_step: expected tokens on the CPU, got some on ",
                     last_N.device());
   TORCH_INTERNAL_ASSERT(in_inference(*this));
@@ -610,7 +634,7 @@ at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& 
   for (size_t i = 0; i < decoder_.size(); ++i) {
     x = decoder_[i]->step(x, state, i);
   }
-  return all_scores(decoder_output(x));
+  return decoder_output(x);
 }
 
 Transformer quantize(const Transformer& model) {

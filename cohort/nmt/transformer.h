@@ -8,6 +8,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <torch/nn/module.h>
@@ -77,6 +78,8 @@ class ProjectionImpl : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x);
   /// The outputs [first, first + count) alone.
   at::Tensor part(const at::Tensor& x, int64_t first, int64_t count);
+  /// The outputs of an int8 model's inference in blocks.
+  Int8Scores scores(const at::Tensor& x, bool with_sums);
   void train(bool on = true) override;
 
   at::Tensor weight;
@@ -149,6 +152,8 @@ class AttentionImpl : public torch::nn::Module {
   Projection out_proj{nullptr};
 
  private:
+  // Some of in_proj's outputs. An int8 model attends in bfloat16.
+  at::Tensor project(const at::Tensor& x, int64_t first, int64_t count);
   at::Tensor attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD, const at::Tensor& v_BHSD,
                     const at::Tensor& lengths_B, bool causal);
   // The same for keys beside values, of which each query sees `lengths_B`.
@@ -254,6 +259,11 @@ class TransformerImpl : public torch::nn::Module {
   ///           far as the device's products round otherwise when they have other rows.
   /// Errors:   c10::ValueError for tokens elsewhere, or not one for each translation.
   at::Tensor decode_step(const at::Tensor& last_N, DecoderState& state);
+  /// The logarithms of the probabilities that those scores give. In an int8 model their sums may be left out:
+  /// then LogProbs has the scores themselves.
+  LogProbs decode_log_probs(const at::Tensor& last_N, DecoderState& state,
+                            const std::optional<Questions>& questions = std::nullopt,
+                            bool with_sums = true);
 
   void train(bool on = true) override;
 
@@ -290,6 +300,8 @@ class TransformerImpl : public torch::nn::Module {
   at::Tensor embed(Side side, const at::Tensor& ids, int64_t first_position);
   at::Tensor run_layer(const torch::nn::Module& layer, const std::vector<at::Tensor>& inputs,
                        const LayerBody& body);
+  // What the token after `last_N` of each translation is scored by; advances `state`.
+  at::Tensor next_states(const at::Tensor& last_N, DecoderState& state);
   at::Tensor decoder_output(const at::Tensor& x);
   at::Tensor all_scores(const at::Tensor& hidden);  // over the whole vocabulary
 

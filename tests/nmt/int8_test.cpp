@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cohort/nmt/fused.h"
 #include "cohort/nmt/int8_matrix.h"
 #include "cohort/nmt/kernels/cpu/loops.h"
 #include "cohort/nmt/search.h"
@@ -116,6 +117,44 @@ TEST(Int8MatrixTest, ARowDependsOnNothingElse) {
     }
   });
   at::set_num_threads(threads);
+}
+
+TEST(Int8MatrixTest, ScoresAreTheProductInBlocks) {
+  in_every_table([] {
+    for (const int64_t out : {1, 64, 100, 1000}) {
+      const Int8Matrix matrix(quantize_rows("w", at::randn({out, 70})));
+      const at::Tensor x = at::randn({67, 70});
+      const at::Tensor product = matrix.multiply(x, {}, 0, out);
+      const LogProbs expected(product), found(matrix.scores(x, /*with_sums=*/true)),
+          bare(matrix.scores(x, /*with_sums=*/false));
+      const std::vector<int64_t> banned{0, 2};
+      for (const int64_t row : {0, 1, 66}) {
+        const int64_t last = out - 1;
+        // Two sums of exponentials of differences up to 30, each of `out` terms.
+        const double bound = 2 * (3 * 30 + 4 + static_cast<double>(out)) * 0x1p-24;
+        EXPECT_NEAR(found.at(row, last), expected.at(row, last), bound);
+        EXPECT_EQ(bare.at(row, last), static_cast<double>(product[row][last].item<float>()));
+        for (const int64_t count : {1, 5, 2000}) {
+          const auto best = expected.greatest(row, count, banned);
+          const auto same = found.greatest(row, count, banned);
+          const auto scores = bare.greatest(row, count, banned);
+          ASSERT_EQ(same.size(), best.size());
+          ASSERT_EQ(scores.size(), best.size());
+          for (size_t i = 0; i < best.size(); ++i) {
+            EXPECT_EQ(same[i].column, best[i].column);
+            EXPECT_EQ(scores[i].column, best[i].column);
+            EXPECT_NEAR(same[i].log_prob, best[i].log_prob, bound);
+          }
+        }
+        EXPECT_EQ(found.all(row, banned).size(), expected.all(row, banned).size());
+      }
+    }
+    at::Tensor bad = at::randn({3, 70});
+    bad[1][0] = std::nan("");
+    const Int8Matrix matrix(quantize_rows("w", at::randn({5, 70})));
+    for (const bool with_sums : {true, false})
+      EXPECT_THROW(LogProbs{matrix.scores(bad, with_sums)}, c10::Error);
+  });
 }
 
 TEST(Int8MatrixTest, RunsInGeneratedKernelsWhereTheProcessorHasThem) {
@@ -231,6 +270,12 @@ TEST(Int8ModelTest, ATranslationDoesNotDependOnItsBatch) {
         EXPECT_EQ(alone[0][k].log_prob, together[i][k].log_prob);
       }
     }
+    if (beam_size > 1) continue;
+    SearchOptions unscored = options;
+    unscored.scores = false;
+    const auto bare = search(model, all.source_BS, all.source_lengths_B, unscored);
+    for (size_t i = 0; i < sentences.size(); ++i)
+      EXPECT_EQ(bare[i].front().tokens, together[i].front().tokens);
   }
 }
 

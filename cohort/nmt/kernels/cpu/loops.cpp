@@ -111,9 +111,9 @@ void dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
 template <class T>
 void relu_dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
   using M = Math<T>;
-  uint16_t random[kBlock];
+  uint16_t random[kBlock] = {};
   for (int64_t first = 0; first < n; first += kBlock) {
-    random_block(rule, first, random);
+    if (rule.threshold != 0) random_block(rule, first, random);
     const int64_t count = n - first < kBlock ? n - first : kBlock;
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
@@ -173,9 +173,9 @@ template <class T, class Function>
 void activate(const T* x, T* out, int64_t n, DropoutRule rule) {
   using M = Math<T>;
   typename M::Acc values[kBlock] = {};
-  uint16_t random[kBlock];
+  uint16_t random[kBlock] = {};
   for (int64_t first = 0; first < n; first += kBlock) {
-    random_block(rule, first, random);
+    if (rule.threshold != 0) random_block(rule, first, random);
     const int64_t count = n - first < kBlock ? n - first : kBlock;
     for (int64_t i = 0; i < count; ++i) values[i] = M::load(x[first + i]);
 #pragma omp simd
@@ -630,7 +630,27 @@ void scale(const Int8Tile& tile) {
                                 row_scale * tile.scales[c], tile.bias[c]);
       }
     }
+    if (tile.tops == nullptr) continue;
+    float top = out[0];
+#pragma omp simd reduction(max : top)
+    for (int64_t c = 0; c < tile.columns; ++c) top = out[c] > top ? out[c] : top;
+    tile.tops[r * tile.tops_stride] = top;
+    if (tile.sums_of_exp == nullptr) continue;
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t c = 0; c < tile.columns; ++c) sum += exponential(out[c] - top);
+    tile.sums_of_exp[r * tile.tops_stride] = sum;
   }
+}
+
+double log_sum(const float* tops, const float* sums, int64_t n) {
+  float top = tops[0];
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) top = tops[i] > top ? tops[i] : top;
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += sums[i] * exponential(tops[i] - top);
+  return logarithm(static_cast<double>(sum)) + static_cast<double>(top);
 }
 
 template <class T>
@@ -654,6 +674,6 @@ constexpr LoopsOf<T> table() {
 extern const Loops COHORT_LOOPS;
 const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS), table<float>(), table<double>(),
                             table<BFloat16Bits>(),
-                            {quantize, product, scale}};
+                            {quantize, product, scale, log_sum}};
 
 }  // namespace cohort::nmt

@@ -108,9 +108,12 @@ struct Int8Tile {
   const float* bias = nullptr;  ///< Null: none.
   float* out = nullptr;         ///< Rows of `columns`, `out_stride` apart.
   int64_t out_stride = 0;
+  float* tops = nullptr;  ///< Unless null: each row's greatest, `tops_stride` apart ...
+  float* sums_of_exp = nullptr;  ///< ... and, unless null, its sum of exp(x - greatest).
+  int64_t tops_stride = 0;
 };
 
-/// Of 8-bit matrices. Every table gives the same bits.
+/// Of 8-bit matrices. Every table gives the same bits, but for sums of exponentials.
 struct Int8Loops {
   /// out[i] = 128 + x[i] / scale, rounded to nearest, ties to even; returns the scale: max |x| / 127, or 0 (and all 128)
   /// if nothing is above 1e-36, or NaN (and all 128) if a number is not finite.
@@ -120,6 +123,8 @@ struct Int8Loops {
                   int32_t* sums);
   /// The product of the two scales is rounded, then the whole.
   void (*scale)(const Int8Tile& tile);
+  /// Returns log(sum of sums[i] * exp(tops[i])), not finite if any of them is not.
+  double (*log_sum)(const float* tops, const float* sums, int64_t n);
 };
 
 struct Loops {
