@@ -84,6 +84,19 @@ class RecordTest(unittest.TestCase):
         self.commit()
         self.assertEqual(record.digest("cohort/a", self.root), seen[-1])
 
+    def test_comments_and_indentation_of_cpp_do_not_count(self):
+        file, script = self.root / "cohort/a/a.cpp", self.root / "cohort/a/run"
+        file.write_text("// one\nint a;  // here\n")
+        script.write_text("# one\n")
+        before = record.digest("cohort/a", self.root)
+        file.write_text("// two\n\n    int a;  // here\n  // three\n")
+        self.assertEqual(record.digest("cohort/a", self.root), before)
+        file.write_text("// two\nint b;  // here\n")
+        self.assertNotEqual(record.digest("cohort/a", self.root), before)
+        file.write_text("// one\nint a;  // here\n")
+        script.write_text("# two\n")
+        self.assertNotEqual(record.digest("cohort/a", self.root), before)
+
     def test_changes_that_are_not_committed_are_named(self):
         (self.root / "cohort/a/a.cpp").write_text("2\n")
         (self.root / "cohort/a/new.cpp").write_text("2\n")
