@@ -21,7 +21,7 @@ std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// A backend of another device would carry nothing, and Gloo everything instead.
+// A backend of another device would carry nothing, and the group's of CPU tensors everything.
 void check_backend(const std::string& name, at::Device device) {
   const c10::DeviceType served = comm::find_backend(name).device;
   if (served == device.type()) return;

@@ -43,7 +43,8 @@ void register_backend(const std::string& name, BackendPlugin plugin);
 
 /// Returns the backend called `name`; the reference stays good until the process ends.
 ///
-/// Looks at backends that the program registered, at those built in ("gloo"), then for the file
+/// Looks at backends that the program registered, at those built in ("gloo", "gloo_cuda",
+/// "shm"), then for the file
 /// `libcohort_<name>.so` in the folders of COHORT_BACKEND_PATH (a colon between two), the program's
 /// folder, its ../lib, the folder of libcohort_base.so and cohort/lib in it, where an installation
 /// has its own, and where the dynamic loader looks. A file is loaded once and never

@@ -199,15 +199,15 @@ bool FailureWatch::has_ended(int peer) const {
   return calls_.has_ended && calls_.has_ended(peer);
 }
 
-// What a process writes before it ends is there when it has ended.
+// What a process writes before it ends is there when it has ended. Looks once in any case: the wait
+// for another rank may have taken all the time.
 bool FailureWatch::wait_for_record(int peer, Clock::time_point deadline) {
   bool ended = false;
-  while (!ended && Clock::now() < deadline) {
+  do {
     ended = has_ended(peer);
-    if (wait_for_key(key("alive", peer),
-                     ended ? milliseconds(1) : std::min(until(deadline), kLookAtProcess)))
-      return true;
-  }
+    const auto limit = ended ? milliseconds(1) : std::min(until(deadline), kLookAtProcess);
+    if (wait_for_key(key("alive", peer), limit)) return true;
+  } while (!ended && Clock::now() < deadline);
   return false;
 }
 

@@ -7,6 +7,7 @@
 
 #include "cohort/base/env.h"
 #include "cohort/base/error.h"
+#include "cohort/comm/backends/shm/shm_backend.h"
 
 namespace cohort::comm {
 namespace {
@@ -76,6 +77,7 @@ void Job::join() {
     rendezvous.store = c10::make_intrusive<c10d::HashStore>();
     rendezvous.address = "127.0.0.1";
     rendezvous.hosts = {own_host()};
+    rendezvous.memory_sharing = {memory_sharing()};
   } else {
     rendezvous = join_rendezvous(info, {.timeout = options.rendezvous_timeout,
                                         .interface = options.interface,

@@ -14,11 +14,12 @@ at::Tensor form_of(const at::Tensor& tensor) {
       .to(tensor.device());
 }
 
-// The tag of a message's data. Messages of different forms do not match: Gloo would write the bytes
-// of another dtype as they are, and end the process for too many.
-int data_tag(int tag, at::ScalarType type, int64_t numel) {
+// The tag of the data of the `number`-th message of a tag. Messages of different forms do not match:
+// Gloo would write the bytes of another dtype as they are, and end the process for too many. Nor do
+// those of different numbers: a receive that was refused takes no later message.
+int data_tag(int tag, at::ScalarType type, int64_t numel, int64_t number) {
   uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
-  for (const auto value : {static_cast<int64_t>(tag), static_cast<int64_t>(type), numel})
+  for (const auto value : {static_cast<int64_t>(tag), static_cast<int64_t>(type), numel, number})
     hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
   return static_cast<int>((hash ^ (hash >> 32)) & 0x7fffffff);
 }
@@ -41,16 +42,18 @@ class MessageSent : public c10d::Work {
 // waits for this one blocks no other.
 class MessageReceived : public c10d::Work {
  public:
-  MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag)
+  MessageReceived(c10d::ProcessGroup& backend, at::Tensor tensor, int from, int tag, int64_t number)
       : backend_(backend),
         tensor_(std::move(tensor)),
         form_(form_of(tensor_)),
         bytes_(as_bytes(tensor_)),
         from_(from),
-        tag_(tag) {
+        tag_(tag),
+        number_(number) {
     Tensors form{form_}, data{bytes_};
     form_work_ = backend.recv(form, from, tag);
-    data_work_ = backend.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel()));
+    data_work_ =
+        backend.recv(data, from, data_tag(tag, tensor_.scalar_type(), tensor_.numel(), number));
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
@@ -61,7 +64,7 @@ class MessageReceived : public c10d::Work {
     if (type == tensor_.scalar_type() && numel == tensor_.numel()) return data_work_->wait(timeout);
     // It is taken all the same: its sender waits for that.
     Tensors unwanted{as_bytes(at::empty({numel}, tensor_.options().dtype(type)))};
-    backend_.recv(unwanted, from_, data_tag(tag_, type, numel))->wait(timeout);
+    backend_.recv(unwanted, from_, data_tag(tag_, type, numel, number_))->wait(timeout);
     TORCH_CHECK_VALUE(false, "recv from ", from_, ": expected ", tensor_.numel(), " elements of ",
                       type_name(tensor_.scalar_type()), ", rank ", from_, " sends ", numel, " of ",
                       type_name(type));
@@ -71,6 +74,7 @@ class MessageReceived : public c10d::Work {
   c10d::ProcessGroup& backend_;
   const at::Tensor tensor_, form_, bytes_;
   const int from_, tag_;
+  const int64_t number_;
   BackendWork form_work_, data_work_;
 };
 
@@ -99,8 +103,10 @@ Work ProcessGroup::send_async(const at::Tensor& tensor, int to, int tag, CallSit
                          if (!impl_->matcher.is_on()) return c10d_group().send(data, to, tag);
                          Tensors form{form_of(tensor)};
                          BackendWork form_sent = c10d_group().send(form, to, tag);
-                         BackendWork sent = c10d_group().send(
-                             data, to, data_tag(tag, tensor.scalar_type(), tensor.numel()));
+                         BackendWork sent =
+                             c10d_group().send(data, to,
+                                               data_tag(tag, tensor.scalar_type(), tensor.numel(),
+                                                        impl_->num_sent[{to, tag}]++));
                          return BackendWork(c10::make_intrusive<MessageSent>(
                              Tensors{form[0], data[0]}, std::move(form_sent), std::move(sent)));
                        }});
@@ -115,21 +121,22 @@ Work ProcessGroup::recv_async(const at::Tensor& tensor, int from, int tag, CallS
   check_written(tensor, "recv", c10d_group());
   check_peer(from, tag, c10d_group(), "recv", "sender");
   const Written written = filled(tensor);
-  return impl().start({.call = {.operation = "recv from " + std::to_string(from),
-                                .tensor = tensor,
-                                .site = site,
-                                .compared = Compared::kNever},
-                       .begin =
-                           [&](bool) {
-                             written.bump_version();
-                             if (impl_->matcher.is_on()) {
-                               return BackendWork(c10::make_intrusive<MessageReceived>(
-                                   c10d_group(), written.memory, from, tag));
-                             }
-                             Tensors data{as_bytes(written.memory)};
-                             return c10d_group().recv(data, from, tag);
-                           },
-                       .finish = [written] { written.finish(); }});
+  return impl().start(
+      {.call = {.operation = "recv from " + std::to_string(from),
+                .tensor = tensor,
+                .site = site,
+                .compared = Compared::kNever},
+       .begin =
+           [&](bool) {
+             written.bump_version();
+             if (impl_->matcher.is_on()) {
+               return BackendWork(c10::make_intrusive<MessageReceived>(
+                   c10d_group(), written.memory, from, tag, impl_->num_received[{from, tag}]++));
+             }
+             Tensors data{as_bytes(written.memory)};
+             return c10d_group().recv(data, from, tag);
+           },
+       .finish = [written] { written.finish(); }});
 }
 
 }  // namespace cohort::comm

@@ -9,6 +9,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/comm/backend.h"
+#include "cohort/comm/backends/shm/shm_backend.h"
 #include "cohort/comm/process_group_impl.h"
 
 namespace cohort::comm {
@@ -55,19 +56,6 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const BackendPlugin& plugin,
   }
 }
 
-// The backend of CPU tensors for ranks on `hosts`.
-std::string backend_among(const std::vector<std::string>& hosts) {
-  const bool one_host = std::ranges::all_of(hosts, [&](auto& host) { return host == hosts[0]; });
-  return one_host ? "shm" : "gloo";
-}
-
-// The backend that `asked`, a name or "auto", means for ranks on `hosts`.
-std::string backend_of(const std::string& asked, const ProcessGroupOptions& options,
-                       const std::vector<std::string>& hosts) {
-  if (asked != "auto") return asked;
-  return options.device && options.device->is_cuda() ? "nccl" : backend_among(hosts);
-}
-
 void check_device(const ProcessGroupOptions& options) {
   if (!options.device) return;
   const bool chosen = options.backend == "auto" && options.device->is_cuda();
@@ -96,7 +84,11 @@ ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::stri
 
 void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, milliseconds limit) {
   store = std::move(group_store);
-  backend_name = backend_of(asked_backend, job->options, hosts());
+  backend_name = asked_backend;
+  if (asked_backend == "auto") {
+    const auto& device = job->options.device;
+    backend_name = device && device->is_cuda() ? "nccl" : cpu_backend();
+  }
   users_store = c10::make_intrusive<c10d::PrefixStore>("user", store);
   c10d_group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size());
   const auto add = [&](const std::string& type, c10::DeviceType device,
@@ -111,14 +103,14 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
     auto made = make_backend(plugin, request);
     made->setTimeout(timeout);
     c10d_group->setBackend(device, backend_type(type), made);
-    if (device == c10::DeviceType::CPU) numbered = dynamic_cast<NumberedBackend*>(made.get());
   };
   const BackendPlugin& plugin = find_backend(backend_name);
   c10d_group->setDefaultBackend(backend_type(backend_name));
   add(backend_name, plugin.device, plugin);
   // Lengths, comparisons and barriers stay on the CPU.
   if (plugin.device != c10::DeviceType::CPU)
-    add(backend_among(hosts()), c10::DeviceType::CPU, find_backend(backend_among(hosts())));
+    add(cpu_backend(), c10::DeviceType::CPU, find_backend(cpu_backend()));
+  numbered = dynamic_cast<NumberedBackend*>(c10d_group->getBackend(c10::DeviceType::CPU).get());
   c10d_group->setGroupName(is_world() ? "cohort" : "cohort/" + name);
   job->add(c10d_group);
 }
@@ -341,6 +333,18 @@ void ProcessGroup::Impl::compare(const Call& call) {
   const auto* values = maxima.const_data_ptr<int64_t>();
   if (!CallMatcher::agree({values[0], values[1]}))
     fail(call.operation, start, "their calls differ since more than 64 calls ago", true);
+}
+
+// "shm" where all ranks can share memory.
+std::string ProcessGroup::Impl::cpu_backend() const {
+  const auto first = static_cast<size_t>(ranks.front());
+  const Rendezvous& known = job->rendezvous;
+  const bool share = std::ranges::all_of(ranks, [&](int each) {
+    const auto member = static_cast<size_t>(each);
+    return known.hosts[member] == known.hosts[first] && !known.memory_sharing[member].empty() &&
+           known.memory_sharing[member] == known.memory_sharing[first];
+  });
+  return share && size() <= kMostShmRanks ? "shm" : "gloo";
 }
 
 std::vector<std::string> ProcessGroup::Impl::hosts() const {

@@ -128,7 +128,7 @@ class ProcessGroup {
   const std::string& backend() const;  ///< As ProcessGroupOptions::backend.
   const RankInfo& rank_info() const;   ///< Of this process in the whole job.
   /// Where this rank computes, as `net->to(group.device())`: the CPU if the backend serves that
-  /// (gloo, mpi), else ProcessGroupOptions::device, or without it the accelerator that
+  /// (shm, gloo, mpi), else ProcessGroupOptions::device, or without it the accelerator that
   /// device_index() chooses (rank_info.h).
   /// Errors: as device_index().
   at::Device device() const;
@@ -174,8 +174,8 @@ class ProcessGroup {
   /// Fills `output` with every rank's `input`, by rank.
   /// Shapes: `output` has W times `input`'s elements, same dtype; `input` may be this rank's part
   ///         of it, which saves a copy.
-  /// Cost:   W-1 times `input`'s bytes sent and received per rank, over Gloo on one host straight
-  ///         from rank to rank, in place.
+  /// Cost:   W-1 times `input`'s bytes received per rank; over shm read where the others put them,
+  ///         over Gloo on one host straight from rank to rank, in place.
   void all_gather_into(const at::Tensor& output, const at::Tensor& input,
                        CallSite site = CallSite::here()) const;
   /// `of`: what is gathered, which ranks then compare, too, and errors name.
@@ -197,7 +197,8 @@ class ProcessGroup {
   /// Reduces `input` over ranks and leaves the rank-th of its W equal parts in `output`.
   /// Shapes:   `input` has W times `output`'s elements, same dtype. `output` may be this rank's
   ///           part of `input`; otherwise `input` keeps its content.
-  /// Numerics: in the tensor's dtype; over Gloo in the order of ranks.
+  /// Numerics: in the tensor's dtype, over shm half types in float32; over shm and Gloo in the
+  ///           order of ranks.
   /// Cost:     (W-1)/W of the bytes sent per rank; over Gloo straight from rank to rank, then a
   ///           local sum (its own sends more, docs/comm.md), which needs memory for W-2 parts, and
   ///           for one more where `output` is `input`'s.

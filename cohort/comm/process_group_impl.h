@@ -4,7 +4,9 @@
 #pragma once
 #include <c10/util/intrusive_ptr.h>
 #include <functional>
+#include <map>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 
 #include "cohort/comm/call_matcher.h"
 #include "cohort/comm/job.h"
@@ -63,6 +65,7 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   bool is_world() const { return id.empty(); }
   int size() const { return static_cast<int>(ranks.size()); }
   std::vector<std::string> hosts() const;  // by rank of this group
+  std::string cpu_backend() const;         // that "auto" means for CPU tensors
   TraceRecord record(const Call& call) const;
   void check_open() const;  // c10::ValueError once `close` has run
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,
@@ -84,7 +87,9 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   c10::intrusive_ptr<c10d::Store> store;  // seen by this group only
   c10::intrusive_ptr<c10d::Store> users_store;  // the part of it that is the program's
   c10::intrusive_ptr<c10d::ProcessGroup> c10d_group;
-  int64_t sequence = 0;  // operations begun here, but send and recv
+  int64_t sequence = 0;                                 // operations begun here, but send and recv
+  std::map<std::pair<int, int>, int64_t> num_sent;      // messages by peer and tag
+  std::map<std::pair<int, int>, int64_t> num_received;  // the same
   bool closed = false;
   int num_subgroups = 0;
 };

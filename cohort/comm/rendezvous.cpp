@@ -17,6 +17,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/process_stat.h"
 #include "cohort/comm/agent_store.h"
+#include "cohort/comm/backends/shm/shm_backend.h"
 #include "cohort/comm/listen.h"
 
 namespace cohort::comm {
@@ -57,24 +58,29 @@ struct Member {
   std::string host;  // differs between machines, and between network and process namespaces of one
   pid_t pid = 0;
   std::string started;
-  std::string token;  // differs between two groups of one process
+  std::string token;    // differs between two groups of one process
+  std::string sharing;  // memory_sharing(), or "-"
 
   static Member self() {
     std::ifstream boot("/proc/sys/kernel/random/boot_id");
     std::string boot_id;
     std::getline(boot, boot_id);
     return {host_name_of_environment(),
-            boot_id + read_link("/proc/self/ns/net") + read_link("/proc/self/ns/pid"), getpid(),
-            start_time(getpid()), std::to_string(std::random_device()())};
+            boot_id + read_link("/proc/self/ns/net") + read_link("/proc/self/ns/pid"),
+            getpid(),
+            start_time(getpid()),
+            std::to_string(std::random_device()()),
+            memory_sharing().empty() ? "-" : memory_sharing()};
   }
   static Member parse(const std::string& line) {
     Member member;
     std::istringstream(line) >> member.host_name >> member.host >> member.pid >> member.started >>
-        member.token;
+        member.token >> member.sharing;
     return member;
   }
   std::string line() const {
-    return host_name + " " + host + " " + std::to_string(pid) + " " + started + " " + token;
+    return host_name + " " + host + " " + std::to_string(pid) + " " + started + " " + token + " " +
+           sharing;
   }
   std::string named_host() const { return host_name + "/" + host; }
   std::string describe() const { return "pid " + std::to_string(pid) + " on " + host_name; }
@@ -318,6 +324,7 @@ Rendezvous join_rendezvous(const RankInfo& info, const RendezvousOptions& option
     const auto members = list.wait_for_all();
     for (const Member& member : members) {
       rendezvous.hosts.push_back(member.named_host());
+      rendezvous.memory_sharing.push_back(member.sharing == "-" ? "" : member.sharing);
       rendezvous.processes.push_back(member.host == list.self().host
                                          ? PeerProcess(member.pid, member.started)
                                          : PeerProcess());

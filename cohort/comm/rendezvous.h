@@ -22,12 +22,13 @@ struct RendezvousOptions {
 
 /// The result of a rendezvous.
 struct Rendezvous {
-  StorePtr store;                      ///< For the caller's thread.
-  StoreConnection watch;               ///< A second connection, for the watching thread.
-  std::string address;                 ///< Of this host, reachable by the other ranks.
-  std::string interface;               ///< The interface asked for; empty: none.
-  std::vector<std::string> hosts;      ///< By rank, as own_host().
-  std::vector<PeerProcess> processes;  ///< By rank; those of other hosts are not watched.
+  StorePtr store;                           ///< For the caller's thread.
+  StoreConnection watch;                    ///< A second connection, for the watching thread.
+  std::string address;                      ///< Of this host, reachable by the other ranks.
+  std::string interface;                    ///< The interface asked for; empty: none.
+  std::vector<std::string> hosts;           ///< By rank, as own_host().
+  std::vector<std::string> memory_sharing;  ///< By rank, as memory_sharing().
+  std::vector<PeerProcess> processes;       ///< By rank; those of other hosts are not watched.
 };
 
 /// Joins the rendezvous of the job of `info`, whose world size is above 1. Collective; blocks at

@@ -46,8 +46,8 @@ std::string first_difference(const std::string& mine, const std::string& theirs)
   }
 }
 
-// Every group has Gloo for CPU tensors, whatever backend it was asked for: Gloo would carry the
-// model without an error.
+// Every group has a backend of CPU tensors, whatever it was asked for: that would carry the model
+// without an error.
 void verify_backend(const torch::nn::Module& model, const comm::ProcessGroup& group,
                     const std::vector<std::string>& ignored) {
   c10d::ProcessGroup& backend = group.c10d_group();
@@ -65,7 +65,7 @@ void verify_backend(const torch::nn::Module& model, const comm::ProcessGroup& gr
                       tensor.is_cpu() ? "the CPU" : tensor.device().str(),
                       ", which the group's backend ", named->getBackendName(),
                       " does not serve: move the model, or make the group with a backend of ",
-                      tensor.is_cpu() ? "CPU tensors (gloo)" : "such tensors");
+                      tensor.is_cpu() ? "CPU tensors (shm, gloo)" : "such tensors");
   }
 }
 

@@ -15,8 +15,8 @@
 //
 // Collective: every function below, and its backward: all ranks of `group` call them in the same
 //             order. They block.
-// Numerics:   sums run in the tensor's own type, on Gloo in an order that every rank gets the same
-//             bits of.
+// Numerics:   sums run in the tensor's own type, over shm half types in float32; all ranks get the
+//             same bits.
 // Errors:     PeerError; c10::ValueError for shapes that do not fit, before anything is sent.
 // Source:     Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 #pragma once

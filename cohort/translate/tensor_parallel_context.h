@@ -16,8 +16,8 @@ namespace cohort::translate {
 /// Cost:     an all_reduce of [sentences, tokens, width] in the compute type for each block of a
 ///           layer, in forward and again in backward; one for each embedding, one for the encoder's
 ///           output; and the loss's (parallel/tensor_parallel.h).
-/// Numerics: with more than two ranks Gloo's order of a sum depends on where in the tensor an
-///           element lies, so the last bits of a translation may depend on its batch. Errors of the
+/// Numerics: with more than two ranks over Gloo the order of a sum depends on where in the tensor
+///           an element lies, so there the last bits of a translation may depend on its batch. Errors of the
 ///           model: PeerError.
 std::shared_ptr<const nmt::TensorParallelContext> make_tensor_parallel_context(
     const comm::ProcessGroup& group);

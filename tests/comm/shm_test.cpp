@@ -121,6 +121,12 @@ TEST(ShmTest, EveryReductionOfC10d) {
                 reduced(r.clone(), c10d::ReduceOp::BXOR);
               }).find("expected integers or bool for a bitwise reduction"),
               std::string::npos);
+    for (const auto type : {at::kFloat8_e5m2, at::kUInt32}) {
+      EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                  reduced(at::empty({2}, type), c10d::ReduceOp::SUM);
+                }).find("cannot be reduced"),
+                std::string::npos);
+    }
     Tensors several{r.clone(), r.to(at::kLong), at::empty({0})};
     group.c10d_group().allreduce_coalesced(several)->wait();
     EXPECT_TRUE(at::equal(several[0], at::full({5}, 6.0)));
@@ -202,6 +208,38 @@ TEST(ShmTest, MessagesOfAnyLengthAndTagInAnyOrder) {
     for (Work& work : works) work.wait();
     for (size_t tag = 0; tag < lengths.size(); ++tag)
       EXPECT_TRUE(at::equal(arrived[tag], at::full({lengths[tag]}, from * 10.0))) << tag;
+  });
+}
+
+// A message of another form is taken, and the receive that it was not for leaves nothing behind.
+TEST(ShmTest, AfterARefusedMessageTheNextOfItsTagArrives) {
+  shm_ranks(2, [](const ProcessGroup& group) {
+    if (group.rank() == 1) {
+      group.send(at::full({3}, 3.0), 0);
+      group.send(at::full({5}, 5.0), 0);
+      group.send(at::full({5}, 6.0), 0);
+    } else {
+      const at::Tensor x = at::zeros({5});
+      EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                  group.recv(x, 1);
+                }).find("expected 5 elements of float32, rank 1 sends 3 of float32"),
+                std::string::npos);
+      for (const double value : {5.0, 6.0}) {
+        group.recv(x, 1);
+        EXPECT_TRUE(at::equal(x, at::full({5}, value)));
+      }
+    }
+    group.barrier("end");
+  });
+}
+
+// A rank may be done with a group while another has not seen yet that all have come.
+TEST(ShmTest, AGroupMayBeDroppedAfterItsLastCollective) {
+  shm_ranks(3, [](const ProcessGroup& world) {
+    for (int round = 0; round < 40; ++round) {
+      const ProcessGroup group = world.subgroup({0, 1, 2}, "s");
+      EXPECT_EQ(group.all_reduce_sum(1), 3);
+    }
   });
 }
 
@@ -299,6 +337,56 @@ TEST(ShmFaultTest, ARankThatDoesNotComeIsATimeout) {
   EXPECT_EQ(ends[1].exit_code, kExitLostPeer) << "it finds the group dead: " << ends[1].output;
 }
 
+// Stands still, and is killed when the others have long left.
+void stop_for_seconds(int seconds) {
+  const std::string killer = "(sleep " + std::to_string(seconds) + "; kill -KILL " +
+                             std::to_string(getpid()) + ") >/dev/null 2>&1 &";
+  ASSERT_EQ(std::system(killer.c_str()), 0);
+  kill(getpid(), SIGSTOP);
+}
+
+// Half of a message is in the memory, and the process of its sender lives.
+TEST(ShmFaultTest, AMessageWhoseSenderStopsIsATimeout) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto ends = test::run_ranks(2,
+                                    [](const ProcessGroup& group) {
+                                      const at::Tensor x = at::ones({1 << 20});
+                                      Work message = group.rank() == 1 ? group.send_async(x, 0)
+                                                                       : group.recv_async(x, 1);
+                                      std::this_thread::sleep_for(milliseconds(300));
+                                      message.wait();
+                                      group.barrier("one message has arrived");
+                                      if (group.rank() == 1) {
+                                        Work half = group.send_async(x, 0);
+                                        std::this_thread::sleep_for(milliseconds(300));
+                                        stop_for_seconds(12);
+                                      }
+                                      std::this_thread::sleep_for(milliseconds(600));
+                                      group.recv(x, 1);
+                                    },
+                                    {.backend = "shm", .timeout = milliseconds(1500)});
+  EXPECT_EQ(ends[0].exit_code, kExitLostPeer) << ends[0].output;
+  EXPECT_NE(ends[0].output.find("has not come to an end within 1500 ms"), std::string::npos)
+      << ends[0].output;
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(40));
+}
+
+// Its silence takes all the time that a rank has to answer; those after it have answered.
+TEST(ShmFaultTest, OneStoppedRankOfFourIsTheOnlyOneLost) {
+  const auto ends = test::run_ranks(4,
+                                    [](const ProcessGroup& group) {
+                                      EXPECT_EQ(group.all_reduce_sum(1), 4);
+                                      if (group.rank() == 1) stop_for_seconds(15);
+                                      group.all_reduce_sum(1);
+                                    },
+                                    {.backend = "shm", .timeout = milliseconds(1500)});
+  for (const size_t rank : {0U, 2U, 3U}) {
+    EXPECT_EQ(ends[rank].exit_code, kExitLostPeer) << ends[rank].output;
+    EXPECT_NE(ends[rank].output.find("lost rank 1 in all_reduce(sum)"), std::string::npos)
+        << ends[rank].output;
+  }
+}
+
 // Without comparing names: what ranks are about to do lies beside their data.
 TEST(ShmFaultTest, CallsThatDifferEndAtOnceWithoutComparing) {
   const auto ends = test::run_ranks(
@@ -322,6 +410,22 @@ TEST(ShmFaultTest, CallsThatDifferEndAtOnceWithoutComparing) {
     EXPECT_EQ(end.exit_code, kExitLostPeer) << end.output;
     EXPECT_NE(end.output.find("the ranks disagree in"), std::string::npos) << end.output;
     EXPECT_EQ(end.output.find("Failure"), std::string::npos) << end.output;
+  }
+}
+
+// As many elements, in other tensors.
+TEST(ShmFaultTest, ListsOfOtherTensorsAreSeen) {
+  const auto ends = test::run_ranks(
+      2,
+      [](const ProcessGroup& group) {
+        const int64_t first = group.rank() == 0 ? 5 : 3;
+        Tensors list{at::ones({first}), at::ones({8 - first})};
+        group.run_collective("both", [&] { group.c10d_group().allreduce_coalesced(list)->wait(); });
+      },
+      kShm);
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, kExitLostPeer) << end.output;
+    EXPECT_NE(end.output.find("the ranks' calls differ"), std::string::npos) << end.output;
   }
 }
 

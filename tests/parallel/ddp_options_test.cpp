@@ -54,7 +54,7 @@ TEST(DdpOptionsTest, AModelThatTheGroupsBackendDoesNotServeIsRefused) {
   test::expect_error<c10::ValueError>([&] { Ddp ddp(model, group); },
                                       "is on the CPU, which the group's backend meta_only does not "
                                       "serve: move the model, or make the group with a "
-                                      "backend of CPU tensors (gloo)");
+                                      "backend of CPU tensors (shm, gloo)");
   test::expect_error<c10::ValueError>(
       [&] { parallel::FullyShardedDataParallel<Branches> sharded(model, group); },
       "which the group's backend meta_only");

@@ -77,7 +77,7 @@ at::Tensor tensor_of(const TensorView& view) {
 
 template <class Holder>
 void train(Holder model, const SafetensorsFile& start, const std::string& result, double cap_mb) {
-  comm::ProcessGroup group(comm::rank_info_from_environment());
+  comm::ProcessGroup group(comm::rank_info_from_environment(), {.backend = "gloo"});
   {
     const at::NoGradGuard no_grad;
     for (auto& item : model->named_parameters())

@@ -16,7 +16,7 @@ namespace {
 // Of all rings of a group together, and of one.
 constexpr size_t kAllRings = size_t{8} << 20U;
 constexpr size_t kMostBytes = size_t{64} << 10U;
-constexpr size_t kLeastBytes = size_t{4} << 10U;
+constexpr size_t kLeastBytes = size_t{1} << 10U;
 
 struct Header {
   uint64_t bytes;
@@ -103,11 +103,13 @@ size_t Mailbox::bytes_for(int world_size) {
   return ranks * sizeof(Bell) + ranks * ranks * stride_of(ring_bytes_of(world_size));
 }
 
-Mailbox::Mailbox(std::byte* memory, int rank, const std::vector<PeerProcess>& peers)
+Mailbox::Mailbox(std::byte* memory, int rank, const std::vector<PeerProcess>& peers,
+                 std::function<void()> on_failure)
     : memory_(memory),
       rank_(rank),
       peers_(peers),
       ring_bytes_(ring_bytes_of(static_cast<int>(peers.size()))),
+      on_failure_(std::move(on_failure)),
       outgoing_(peers.size()),
       incoming_(peers.size()) {}
 
@@ -131,21 +133,20 @@ Mailbox::Ring& Mailbox::ring(int from, int to) const {
                                   index * stride_of(ring_bytes_));
 }
 
-void Mailbox::send(std::span<const std::byte> data, int to, int tag,
-                   std::chrono::milliseconds timeout, Done done) {
+void Mailbox::send(std::span<const std::byte> data, int to, int tag, Done done) {
   post([&] {
     outgoing_[static_cast<size_t>(to)].push_back(
-        {.data = data, .tag = tag, .deadline = Clock::now() + timeout, .done = std::move(done)});
+        {.data = data, .tag = tag, .done = std::move(done)});
   });
 }
 
-void Mailbox::receive(std::span<std::byte> data, int from, int tag,
-                      std::chrono::milliseconds timeout, Done done) {
+void Mailbox::receive(std::span<std::byte> data, int from, int tag, std::function<bool()> is_wanted,
+                      Done done) {
   post([&] {
     wanted_.push_back({.data = data,
                        .from = from,
                        .tag = tag,
-                       .deadline = Clock::now() + timeout,
+                       .is_wanted = std::move(is_wanted),
                        .done = std::move(done)});
   });
 }
@@ -162,35 +163,49 @@ void Mailbox::post(const std::function<void()>& add) {
   bell(rank_).ring();
 }
 
-void Mailbox::abort() {
+void Mailbox::fail(const std::string& why) {
   {
     const std::lock_guard lock(mutex_);
-    aborted_ = true;
+    if (failure_.empty()) failure_ = why;
   }
   bell(rank_).ring();
 }
 
+// After a failure nothing is read or written any more: messages that were cut off would be taken
+// for what follows them.
 void Mailbox::run() {
   Bell& own = bell(rank_);
+  bool has_failed = false;
   while (true) {
     const uint32_t seen = own.rung.load();
     std::vector<Ended> ended;
-    bool moved = false;
-    bool ends = false;
-    bool idle = false;
+    bool moved = false, ends = false, idle = false;
     {
       const std::lock_guard lock(mutex_);
-      moved = move(ended);
-      if (!moved) fail_lost(ended);
-      if (aborted_) fail_all("the message was aborted", ended);
-      if (ending_) fail_all("the group has ended", ended);
+      try {
+        moved = failure_.empty() && !ending_ && move(ended);
+        if (!moved && failure_.empty()) failure_ = lost_peer(ended);
+      } catch (const std::exception& error) {
+        failure_ = error.what();
+      }
+      if (ending_ && failure_.empty()) failure_ = "the group has ended";
+      if (!failure_.empty()) end_all(ended);
       ends = ending_;
       idle = is_idle();
     }
     for (const Ended& message : ended) message.done(message.sender, message.error);
     if (ends) return;
+    if (!has_failed && has_failure()) {
+      has_failed = true;
+      on_failure_();
+    }
     if (!moved) sleep_until_changed(own.rung, own.sleepers, seen, /*looks=*/!idle);
   }
+}
+
+bool Mailbox::has_failure() {
+  const std::lock_guard lock(mutex_);
+  return !failure_.empty();
 }
 
 bool Mailbox::is_idle() const {
@@ -202,6 +217,7 @@ bool Mailbox::is_idle() const {
 
 bool Mailbox::move(std::vector<Ended>& ended) {
   bool moved = false;
+  std::erase_if(wanted_, [](const Wanted& wanted) { return !wanted.is_wanted(); });
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
     const bool moves_out = move_out(peer, ended);
     const bool moves_in = move_in(peer, ended);
@@ -320,33 +336,31 @@ bool Mailbox::is_gone(int peer) const {
   return peers_[static_cast<size_t>(peer)].has_ended() || bell(peer).closed.load() != 0;
 }
 
-// What a peer has sent before it ended has been moved by now.
-void Mailbox::fail_lost(std::vector<Ended>& ended) {
-  const auto now = Clock::now();
-  const auto text = [&](int peer, const char* what) {
-    return "rank " + std::to_string(peer) + what;
-  };
-  bool late = false;
+// The peer without which a message cannot end: empty if there is none. What a peer had written
+// before it ended is moved first.
+std::string Mailbox::lost_peer(std::vector<Ended>& ended) {
+  int num_gone = 0;
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
-    const bool concerned =
-        !outgoing_[static_cast<size_t>(peer)].empty() || wants(peer) ||
-        std::ranges::any_of(incoming_[static_cast<size_t>(peer)],
-                            [](const Incoming& m) { return m.wanted.has_value(); });
-    if (!concerned) continue;
-    for (const Outgoing& message : outgoing_[static_cast<size_t>(peer)])
-      late = late || message.deadline < now;
-    if (!is_gone(peer)) continue;
-    // It may have put its last message down between the two looks.
-    if (ring(peer, rank_).num_readable() > 0 && wants(peer)) continue;
-    fail_all(text(peer, " has ended or left the group"), ended);
-    return;
+    if (peer == rank_ || !is_gone(peer)) continue;
+    ++num_gone;
+    const auto index = static_cast<size_t>(peer);
+    while (move_in(peer, ended)) continue;
+    const bool is_receiver = !outgoing_[index].empty();
+    const bool is_sender =
+        std::ranges::any_of(wanted_, [&](const Wanted& w) { return w.from == peer; }) ||
+        (!incoming_[index].empty() && !incoming_[index].back().is_whole());
+    if (is_receiver || is_sender)
+      return "rank " + std::to_string(peer) + " has ended or left the group";
   }
-  for (const Wanted& wanted : wanted_) late = late || wanted.deadline < now;
-  if (late) fail_all("a message has not arrived or was not taken in time", ended);
+  const bool all_gone = num_gone + 1 == static_cast<int>(peers_.size());
+  if (!wanted_.empty() && all_gone) return "all other ranks have ended or left the group";
+  return {};
 }
 
-void Mailbox::fail_all(const std::string& why, std::vector<Ended>& ended) {
-  const auto end = [&](Done& done) { ended.push_back({std::move(done), rank_, error_of(why)}); };
+void Mailbox::end_all(std::vector<Ended>& ended) {
+  const auto end = [&](Done& done) {
+    ended.push_back({std::move(done), rank_, error_of(failure_)});
+  };
   for (auto& queue : outgoing_) {
     for (Outgoing& message : queue) end(message.done);
     queue.clear();

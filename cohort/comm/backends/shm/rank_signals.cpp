@@ -39,6 +39,7 @@ std::string text_of_call(const SharedCall& call) {
   if (call.numel >= 0) text += " of " + std::to_string(call.numel);
   if (call.dtype >= 0)
     text += std::string(" x ") + c10::toString(static_cast<c10::ScalarType>(call.dtype));
+  if (call.shape != 0) text += ", shapes " + std::to_string(call.shape);
   if (call.root >= 0) text += ", root " + std::to_string(call.root);
   if (call.reduce_op >= 0) text += ", reduction " + std::to_string(call.reduce_op);
   return text + ", number " + std::to_string(call.number);
@@ -59,7 +60,7 @@ RankSignals::~RankSignals() {
 }
 
 void RankSignals::begin(const SharedCall& call, Deadline deadline) {
-  check_aborted();
+  if (const std::string aborted = aborted_text(); !aborted.empty()) fail_step(aborted);
   lines_[rank_].calls[num_calls_++ % 2] = call;
   deadline_ = deadline;
   begun_ = Clock::now();
@@ -96,32 +97,36 @@ void RankSignals::wait_for(int peer, uint32_t step) {
   while (true) {
     const uint32_t seen = line.step.load(std::memory_order_acquire);
     if (has_reached(seen, step)) return;
-    check_peers(peer);
+    const std::string problem = problem_of(peer);
+    // A peer that arrives, and then ends or leaves, has arrived.
+    if (!problem.empty() && !has_reached(line.step.load(std::memory_order_acquire), step))
+      fail_step(problem);
     sleep_until_changed(line.step, line.sleepers, seen);
   }
 }
 
-void RankSignals::check_peers(int waited_for) const {
+// Why there is nothing to wait for; empty: a rank may still come.
+std::string RankSignals::problem_of(int waited_for) const {
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
     if (peers_[static_cast<size_t>(peer)].has_ended())
-      fail_step("rank " + std::to_string(peer) + " has ended");
+      return "rank " + std::to_string(peer) + " has ended";
   }
-  check_aborted();
   if (lines_[waited_for].left.load() != 0)
-    fail_step("rank " + std::to_string(waited_for) + " has left the group");
-  if (Clock::now() > deadline_) {
-    const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begun_);
-    fail_step("rank " + std::to_string(waited_for) + " has not come within " +
-              std::to_string(waited.count()) + " ms");
-  }
+    return "rank " + std::to_string(waited_for) + " has left the group";
+  if (const std::string aborted = aborted_text(); !aborted.empty()) return aborted;
+  if (Clock::now() <= deadline_) return {};
+  const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begun_);
+  return "rank " + std::to_string(waited_for) + " has not come within " +
+         std::to_string(waited.count()) + " ms";
 }
 
-void RankSignals::check_aborted() const {
+std::string RankSignals::aborted_text() const {
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
     if (lines_[peer].aborted.load(std::memory_order_acquire) != 0)
-      fail_step("the operation was aborted" +
-                (peer == rank_ ? "" : " by rank " + std::to_string(peer)));
+      return "the operation was aborted" +
+             (peer == rank_ ? "" : " by rank " + std::to_string(peer));
   }
+  return {};
 }
 
 // Before this rank arrives at the call after the next, no peer has more than one call to be read.

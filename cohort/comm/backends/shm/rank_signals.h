@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "cohort/comm/peer_process.h"
@@ -17,8 +18,8 @@ struct SharedCall {
   int32_t dtype = -1;      ///< at::ScalarType; -1: may differ.
   int32_t reduce_op = -1;  ///< c10d::ReduceOp; -1: none.
   int32_t root = -1;       ///< -1: none.
-  int32_t padding = 0;
-  int64_t numel = -1;  ///< -1: may differ.
+  uint32_t shape = 0;      ///< A hash of what else must be equal; 0: nothing.
+  int64_t numel = -1;      ///< -1: may differ.
   bool operator==(const SharedCall&) const = default;
 };
 
@@ -67,8 +68,8 @@ class RankSignals {
 
  private:
   void wait_for(int peer, uint32_t step);
-  void check_peers(int waited_for) const;
-  void check_aborted() const;
+  std::string problem_of(int waited_for) const;
+  std::string aborted_text() const;
   void compare_with(int peer) const;
 
   RankLine* const lines_;

@@ -160,12 +160,23 @@ Op::RedOpType of_bool(Op::RedOpType op) {
   return op == Op::SUM ? Op::BOR : op == Op::PRODUCT ? Op::BAND : op;
 }
 
+bool is_known(c10::ScalarType type) {
+  constexpr std::array kKnown{
+      c10::ScalarType::Float, c10::ScalarType::Double,       c10::ScalarType::BFloat16,
+      c10::ScalarType::Half,  c10::ScalarType::Bool,         c10::ScalarType::Byte,
+      c10::ScalarType::Char,  c10::ScalarType::Short,        c10::ScalarType::Int,
+      c10::ScalarType::Long,  c10::ScalarType::ComplexFloat, c10::ScalarType::ComplexDouble};
+  return std::ranges::find(kKnown, type) != kKnown.end();
+}
+
 void check_type(Op::RedOpType op, c10::ScalarType type) {
   const bool bitwise = op == Op::BAND || op == Op::BOR || op == Op::BXOR;
   const bool scales = op == Op::AVG || op == Op::PREMUL_SUM;
   const bool orders = op == Op::MIN || op == Op::MAX;
   const bool floating = c10::isFloatingType(type);
   const bool complex = c10::isComplexType(type);
+  TORCH_CHECK_VALUE(is_known(type), "shm: ", type, " cannot be reduced");
+  TORCH_CHECK_VALUE(op < Op::UNUSED, "shm: expected a known reduction, got ", int{op});
   TORCH_CHECK_VALUE(!bitwise || !(floating || complex),
                     "shm: expected integers or bool for a bitwise reduction, got ", type);
   TORCH_CHECK_VALUE(!scales || floating || complex,

@@ -22,6 +22,10 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
+// Keys of the store. The secret comes last; an empty one says that rank 0 has failed.
+const char* const kSocket = "socket";
+const char* const kSecret = "secret";
+
 [[noreturn]] void fail_to_share(const std::string& what, int error = 0) {
   C10_THROW_ERROR(DistBackendError,
                   "shm: " + what + (error == 0 ? "" : std::string(": ") + std::strerror(error)));
@@ -37,7 +41,9 @@ Fd make_memory(size_t bytes) {
   const auto size = static_cast<off_t>(bytes);
   if (ftruncate(file.get(), size) != 0) fail_to_share("ftruncate", errno);
   // Now, not by a signal at the first write.
-  if (const int error = posix_fallocate(file.get(), 0, size); error != 0)
+  int error = EINTR;
+  while (error == EINTR) error = posix_fallocate(file.get(), 0, size);
+  if (error != 0)
     fail_to_share(
         "expected " + std::to_string(bytes >> 20U) + " MiB of memory for the ranks to share",
         error);
@@ -123,10 +129,11 @@ void serve(const Fd& listener, const Fd& file, const std::string& secret, int wo
   constexpr milliseconds kHelloLimit{1000};
   std::vector<bool> served(static_cast<size_t>(world_size), false);
   for (int left = world_size - 1; left > 0;) {
-    if (!wait_readable(listener, deadline))
+    if (Clock::now() > deadline || !wait_readable(listener, deadline))
       fail_to_share(std::to_string(left) + " of " + std::to_string(world_size - 1) +
                     " ranks have not fetched the memory in time");
     const Fd connection(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!connection && errno != EINTR && errno != ECONNABORTED) fail_to_share("accept", errno);
     if (!connection || !is_peer_of_user(connection, geteuid())) continue;
     Hello hello;
     if (!wait_readable(connection, std::min(deadline, Clock::now() + kHelloLimit)) ||
@@ -163,6 +170,19 @@ Fd fetch(const std::string& name, const std::string& secret, int rank, size_t by
   return file;
 }
 
+void hand_over(const Fd& file, c10d::Store& store, int world_size, Clock::time_point deadline) {
+  const std::string secret = random_hex(16);
+  const std::string name = "cohort-" + random_hex(16);
+  const Fd listener = open_socket();
+  const auto [address, length] = address_of(name);
+  if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      listen(listener.get(), SOMAXCONN) != 0)
+    fail_to_share("bind", errno);
+  store.set(kSocket, name);
+  store.set(kSecret, secret);
+  serve(listener, file, secret, world_size, deadline);
+}
+
 }  // namespace
 
 bool is_peer_of_user(const Fd& connection, uid_t user) {
@@ -188,24 +208,19 @@ SharedMemory SharedMemory::share(c10d::Store& store, int rank, int world_size, s
                                  milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   if (rank != 0) {
-    store.setTimeout(timeout);
-    const std::string secret = store.get_to_str("secret");
-    return {fetch(store.get_to_str("socket"), secret, rank, bytes, deadline), bytes};
+    store.wait({kSecret}, timeout);
+    const std::string secret = store.get_to_str(kSecret);
+    if (secret.empty()) fail_to_share("rank 0 has no memory to share");
+    return {fetch(store.get_to_str(kSocket), secret, rank, bytes, deadline), bytes};
   }
-  const Fd file = make_memory(bytes);
-  if (world_size > 1) {
-    const std::string secret = random_hex(16);
-    const std::string name = "cohort-" + random_hex(16);
-    const Fd listener = open_socket();
-    const auto [address, length] = address_of(name);
-    if (bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        listen(listener.get(), SOMAXCONN) != 0)
-      fail_to_share("bind", errno);
-    store.set("secret", secret);
-    store.set("socket", name);
-    serve(listener, file, secret, world_size, deadline);
+  try {
+    const Fd file = make_memory(bytes);
+    if (world_size > 1) hand_over(file, store, world_size, deadline);
+    return {file, bytes};
+  } catch (const std::exception&) {
+    if (!store.check({kSecret})) store.set(kSecret, std::string());
+    throw;
   }
-  return {file, bytes};
 }
 
 }  // namespace cohort::comm

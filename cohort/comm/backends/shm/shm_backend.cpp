@@ -8,10 +8,13 @@
 #include <ATen/record_function.h>
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <optional>
 #include <pthread.h>
 #include <sstream>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 #include <utility>
 
@@ -26,9 +29,6 @@ using c10d::OpType;
 using std::chrono::milliseconds;
 using Message = SharedExchange::Message;
 using Tensors = ShmBackend::Tensors;
-
-// A slot holds a piece for each rank, of whole cache lines.
-constexpr int kMostRanks = 512;
 
 // In a profiler's trace.
 const char* title_of(OpType type) {
@@ -72,6 +72,17 @@ class ShmWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   int sourceRank() const override { return source_; }
 
+  /// Of a message, for which nobody else keeps the time: `limit` from here on.
+  bool wait_at_most(milliseconds limit, const std::string& what) {
+    std::unique_lock lock(mutex_);
+    if (!cv_.wait_for(lock, limit, [&] { return completed_; })) {
+      C10_THROW_ERROR(DistBackendError, "shm: " + what + " has not come to an end within " +
+                                            std::to_string(limit.count()) + " ms");
+    }
+    if (exception_) std::rethrow_exception(exception_);
+    return true;
+  }
+
   void end(std::exception_ptr error, int source = -1) {
     source_ = source;
     if (error) {
@@ -86,6 +97,19 @@ class ShmWork : public c10d::Work {
   Tensors results_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   int source_ = -1;
+};
+
+class ShmMessage : public ShmWork {
+ public:
+  ShmMessage(int rank, OpType type, const Tensors& tensors, milliseconds timeout, std::string what)
+      : ShmWork(rank, type, tensors), timeout_(timeout), what_(std::move(what)) {}
+  bool wait(milliseconds timeout) override {
+    return wait_at_most(timeout.count() > 0 ? timeout : timeout_, what_);
+  }
+
+ private:
+  const milliseconds timeout_;
+  const std::string what_;
 };
 
 void check_dense(const at::Tensor& tensor, const char* name) {
@@ -134,6 +158,17 @@ void take_piece(const at::Tensor& tensor, size_t offset, const std::byte* piece,
   if (to != piece) std::memcpy(to, piece, std::min(piece_bytes, tensor.nbytes() - offset));
 }
 
+// Of the dtypes and shapes of several tensors, one after the other; never 0.
+uint32_t hash_of(uint32_t before, const at::Tensor& tensor) {
+  uint64_t hash = 0xcbf29ce484222325ULL ^ before;  // FNV-1a
+  const auto add = [&](int64_t value) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
+  };
+  add(static_cast<int64_t>(tensor.scalar_type()));
+  for (const int64_t length : tensor.sizes()) add(length);
+  return static_cast<uint32_t>(hash ^ (hash >> 32)) | 1U;
+}
+
 // Views of `world_size` equal parts.
 Tensors parts_of(const at::Tensor& tensor, int world_size) {
   return tensor.view({world_size, -1}).unbind(0);
@@ -179,22 +214,24 @@ std::string describe_self() {
 
 std::vector<PeerProcess> find_peers(const BackendRequest& request) {
   const auto key = [](int rank) { return "process/" + std::to_string(rank); };
-  request.store->setTimeout(request.timeout);
   request.store->set(key(request.rank), describe_self());
+  const std::string own = own_host();
   std::vector<PeerProcess> peers;
   for (int peer = 0; peer < request.world_size; ++peer) {
+    request.store->wait({key(peer)}, request.timeout);
     std::istringstream text(request.store->get_to_str(key(peer)));
     std::string host, started;
     pid_t pid = -1;
     text >> host >> pid >> started;
-    if (host != own_host()) {
+    if (host != own) {
       throw ConfigError("backend shm: expected all ranks on one host, rank " +
                         std::to_string(peer) + " is on " + host.substr(0, host.find('/')) +
                         " or in other namespaces: use gloo");
     }
     peers.emplace_back(pid, started);
     if (!peers.back().is_watched())
-      throw ConfigError("backend shm: expected Linux 5.3 or newer, for pidfd_open: use gloo");
+      throw ConfigError("backend shm: expected pidfd_open (Linux 5.3) to watch rank " +
+                        std::to_string(peer) + ": " + std::strerror(errno) + "; use gloo");
   }
   return peers;
 }
@@ -207,11 +244,11 @@ size_t exchange_bytes(int world_size) {
 
 class ShmBackend::Task : public ShmWork {
  public:
-  Task(int rank, Call call) : ShmWork(rank, call.type, call.results), call_(std::move(call)) {
-    if (call_.in_background) state_.emplace();
-  }
+  Task(int rank, Call call) : ShmWork(rank, call.type, call.results), call_(std::move(call)) {}
+  void set_number(uint32_t number) { call_.shared.number = number; }
+  /// Keeps the caller's state for the thread that runs the call in its place.
+  void keep_state() { state_.emplace(); }
   const Call& call() const { return call_; }
-  /// The caller's, for the thread that runs the call in its place.
   const std::optional<at::ThreadLocalState>& state() const { return state_; }
   /// Lets go of the tensors.
   void release() { call_.run = nullptr; }
@@ -230,7 +267,8 @@ ShmBackend::ShmBackend(const BackendRequest& request)
           exchange_bytes(request.world_size) + Mailbox::bytes_for(request.world_size),
           request.timeout)),
       exchange_(memory_.data(), request.rank, peers_),
-      mailbox_(memory_.data() + exchange_bytes(request.world_size), request.rank, peers_) {
+      mailbox_(memory_.data() + exchange_bytes(request.world_size), request.rank, peers_,
+               [this] { exchange_.abort(); }) {
   init();
 }
 
@@ -247,7 +285,7 @@ ShmBackend::~ShmBackend() {
 
 void ShmBackend::abort() {
   exchange_.abort();
-  mailbox_.abort();
+  mailbox_.fail("the message was aborted");
 }
 
 template <typename CallOptions>
@@ -267,10 +305,10 @@ ShmBackend::Call ShmBackend::call_of(OpType type, const CallOptions& options,
 }
 
 ShmBackend::WorkPtr ShmBackend::launch(Call call) {
-  ++sequence_;
-  call.shared.number = number_++;
   auto task = c10::make_intrusive<Task>(rank_, std::move(call));
   std::unique_lock lock(mutex_);
+  ++sequence_;
+  task->set_number(number_++);
   const bool here = !task->call().in_background && !busy_ && queue_.empty();
   if (here) {
     busy_ = true;
@@ -281,6 +319,7 @@ ShmBackend::WorkPtr ShmBackend::launch(Call call) {
     if (!queue_.empty()) changed_.notify_all();
     return task;
   }
+  task->keep_state();
   queue_.push_back(task);
   if (!thread_.joinable()) {
     thread_ = std::thread([this] { run_queue(); });
@@ -353,6 +392,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
                       "shm allreduce: expected a sum of sparse tensors");
     Call call = call_of(OpType::ALLREDUCE, options, tensors);
     call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
+    call.shared.shape = hash_of(static_cast<uint32_t>(tensor.sparse_dim()), tensor);
     call.run = [this, tensor] { all_reduce_sparse(tensor); };
     return launch(std::move(call));
   }
@@ -376,6 +416,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
     check_dense(tensor, "allreduce_coalesced");
     reductions.push_back(reduction_of(options.reduceOp, tensor.scalar_type(), size_));
     call.shared.numel += tensor.numel();
+    call.shared.shape = hash_of(call.shared.shape, tensor);
   }
   call.run = [this, list = tensors, reductions] {
     for (size_t i = 0; i < list.size(); ++i)
@@ -619,9 +660,25 @@ ShmBackend::WorkPtr ShmBackend::send(Tensors& tensors, int destination, int tag)
   const at::Tensor tensor = only_dense(tensors, "send");
   const int to = checked_rank(destination, "send");
   TORCH_CHECK_VALUE(to != rank_, "shm send: expected another rank, got this one");
-  auto work = c10::make_intrusive<ShmWork>(rank_, OpType::SEND, tensors);
-  mailbox_.send(message_of(tensor), to, tag, timeout_,
+  auto work = c10::make_intrusive<ShmMessage>(rank_, OpType::SEND, tensors, timeout_,
+                                              "a message to rank " + std::to_string(to));
+  mailbox_.send(message_of(tensor), to, tag,
                 [work, tensor](int, std::exception_ptr error) { work->end(std::move(error)); });
+  return work;
+}
+
+// A caller that lets go of the work before the message begins to arrive does not want it.
+ShmBackend::WorkPtr ShmBackend::receive(OpType type, const at::Tensor& tensor, int from, int tag) {
+  const std::string what =
+      "a message from " +
+      (from == Mailbox::kAnyRank ? std::string("any rank") : "rank " + std::to_string(from));
+  auto work = c10::make_intrusive<ShmMessage>(rank_, type, Tensors{tensor}, timeout_, what);
+  const c10::weak_intrusive_ptr<ShmMessage> weak(work);
+  mailbox_.receive(
+      std::span(data_of(tensor), tensor.nbytes()), from, tag, [weak] { return !weak.expired(); },
+      [weak, tensor](int sender, std::exception_ptr error) {
+        if (const auto wanted = weak.lock()) wanted->end(std::move(error), sender);
+      });
   return work;
 }
 
@@ -629,22 +686,12 @@ ShmBackend::WorkPtr ShmBackend::recv(Tensors& tensors, int source, int tag) {
   const at::Tensor tensor = only_dense(tensors, "recv");
   const int from = checked_rank(source, "recv");
   TORCH_CHECK_VALUE(from != rank_, "shm recv: expected another rank, got this one");
-  auto work = c10::make_intrusive<ShmWork>(rank_, OpType::RECV, tensors);
-  mailbox_.receive(std::span(data_of(tensor), tensor.nbytes()), from, tag, timeout_,
-                   [work, tensor](int sender, std::exception_ptr error) {
-                     work->end(std::move(error), sender);
-                   });
-  return work;
+  return receive(OpType::RECV, tensor, from, tag);
 }
 
 ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
-  const at::Tensor tensor = only_dense(tensors, "recvAnysource");
-  auto work = c10::make_intrusive<ShmWork>(rank_, OpType::RECVANYSOURCE, tensors);
-  mailbox_.receive(std::span(data_of(tensor), tensor.nbytes()), Mailbox::kAnyRank, tag, timeout_,
-                   [work, tensor](int sender, std::exception_ptr error) {
-                     work->end(std::move(error), sender);
-                   });
-  return work;
+  return receive(OpType::RECVANYSOURCE, only_dense(tensors, "recvAnysource"), Mailbox::kAnyRank,
+                 tag);
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
@@ -654,11 +701,17 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request) {
-  if (request.world_size > kMostRanks) {
-    throw ConfigError("backend shm: expected at most " + std::to_string(kMostRanks) +
+  if (request.world_size > kMostShmRanks) {
+    throw ConfigError("backend shm: expected at most " + std::to_string(kMostShmRanks) +
                       " ranks, got " + std::to_string(request.world_size));
   }
   return c10::make_intrusive<ShmBackend>(request);
+}
+
+std::string memory_sharing() {
+  const Fd process(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+  const Fd memory(memfd_create("cohort-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  return process && memory ? "uid" + std::to_string(geteuid()) : std::string();
 }
 
 }  // namespace cohort::comm

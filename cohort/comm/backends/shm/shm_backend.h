@@ -25,7 +25,8 @@ namespace cohort::comm {
 /// Operations run one after another in the order of the calls: on a thread of the backend, or,
 /// where the caller does not want to do anything else meanwhile (asyncOp is false) and none is
 /// under way, on the caller's. A future's callbacks run on that thread too: they may start
-/// operations and must not wait for one. Messages between two ranks have a thread of their own.
+/// operations, in the same order on all ranks, and must neither wait for one nor drop the last
+/// reference to the group. Messages between two ranks have a thread of their own.
 /// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them; all_reduce also
 ///           sparse ones.
 /// Numerics: the same bits on every rank and in every run: values are combined in the order of
@@ -44,8 +45,14 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
   void abort() override;
   void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  void number_next(uint32_t number) override { number_ = number; }
+  uint64_t getSequenceNumberForGroup() override {
+    const std::lock_guard lock(mutex_);
+    return sequence_;
+  }
+  void number_next(uint32_t number) override {
+    const std::lock_guard lock(mutex_);
+    number_ = number;
+  }
   bool compares_numbers() const override { return true; }
 
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -96,6 +103,7 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   template <typename CallOptions>
   Call call_of(c10d::OpType type, const CallOptions& options, const Tensors& results) const;
   WorkPtr launch(Call call);
+  WorkPtr receive(c10d::OpType type, const at::Tensor& tensor, int from, int tag);
   void run_queue();
   void run(Task& task);
   void exchange(const Tensors& outputs, const Tensors& inputs);
@@ -104,14 +112,14 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   int checked_rank(int64_t rank, const char* name) const;
 
   std::atomic<std::chrono::milliseconds> timeout_;
-  uint64_t sequence_ = 0;
-  uint32_t number_ = 0;
   std::vector<PeerProcess> peers_;  // by rank
   SharedMemory memory_;
   SharedExchange exchange_;
   Mailbox mailbox_;
 
   std::mutex mutex_;
+  uint64_t sequence_ = 0;
+  uint32_t number_ = 0;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<Task>> queue_;
   bool busy_ = false;  // an operation is under way
@@ -121,7 +129,15 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
 };
 
 /// Connects the ranks of the request, as BackendPlugin::make.
-/// Errors: ConfigError if a rank is on another host.
+/// Errors: ConfigError if a rank is on another host, or the system has not what it needs.
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request);
+
+/// Says with which ranks of its host this process can share memory: those for which this returns
+/// the same text. Empty: with none, for the system lacks memfd_create or pidfd_open (Linux 5.3), or
+/// forbids them.
+std::string memory_sharing();
+
+/// The most ranks that a group of this backend has.
+inline constexpr int kMostShmRanks = 128;
 
 }  // namespace cohort::comm
