@@ -26,7 +26,7 @@ struct ModelPlace {
   std::string model_dir;
   std::vector<std::filesystem::path> vocabs;
   std::optional<nmt::Precision> precision;  // none: the model's own, or the best for it
-  std::string device = "cpu";  // comm::init_accelerator
+  std::string device = "cpu";               // comm::init_accelerator
 
   // For a command of one process; ranks have GroupFlags.
   void add_device_to(CLI::App& app) {

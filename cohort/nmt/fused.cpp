@@ -296,8 +296,8 @@ LogProbs::LogProbs(const Int8Scores& scores)
   for (int64_t n = 0; n < tops_.size(0); ++n) {
     const float* tops = tops_.const_data_ptr<float>() + n * blocks;
     if (scores.sums.defined()) {
-      log_sums_.push_back(loops().int8.log_sum(
-          tops, scores.sums.const_data_ptr<float>() + n * blocks, blocks));
+      log_sums_.push_back(
+          loops().int8.log_sum(tops, scores.sums.const_data_ptr<float>() + n * blocks, blocks));
     } else {
       // A row of such a product is finite or has nothing that is.
       log_sums_.push_back(std::isfinite(tops[0]) ? 0 : std::nan(""));

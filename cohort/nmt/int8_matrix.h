@@ -21,9 +21,11 @@ Int8Rows quantize_rows(const std::string& name, const at::Tensor& matrix);
 
 /// Rows of products with all of a matrix's rows, as Int8Matrix::scores leaves them.
 struct Int8Scores {
-  at::Tensor blocks;  ///< float32 [blocks of outputs, rows, kInt8Columns]; behind the last output undefined.
-  at::Tensor tops;    ///< float32 [rows, blocks]: the greatest of each block
-  at::Tensor sums;    ///< The same shape: sum of exp(x - greatest); undefined if it was not asked for.
+  at::Tensor
+      blocks;  ///< float32 [blocks of outputs, rows, kInt8Columns]; behind the last output undefined.
+  at::Tensor tops;  ///< float32 [rows, blocks]: the greatest of each block
+  at::Tensor
+      sums;  ///< The same shape: sum of exp(x - greatest); undefined if it was not asked for.
   int64_t columns = 0;  ///< Outputs.
 };
 

@@ -179,8 +179,9 @@ at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t coun
 at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t count,
                                    const at::Tensor& added) {
   if (context_->precision == Precision::kInt8) {
-    TORCH_CHECK_VALUE(infers(*this, x),
-                      "an int8 model: expected inference on the CPU (evaluation mode, no gradients)");
+    TORCH_CHECK_VALUE(
+        infers(*this, x),
+        "an int8 model: expected inference on the CPU (evaluation mode, no gradients)");
     return packed(0, weight.size(0)).whole.multiply(x.to(at::kFloat), added, first, count);
   }
   const auto type = compute_type(weight, context_->precision);
@@ -664,7 +665,8 @@ void check_scales(const Transformer& model, const std::string& where) {
   for (const auto& item : model->named_buffers()) {
     const at::Tensor& scales = item.value();
     if (scales.scalar_type() != at::kFloat) continue;
-    const at::Tensor bad = at::nonzero(at::isfinite(scales).logical_and(scales.ge(0)).logical_not());
+    const at::Tensor bad =
+        at::nonzero(at::isfinite(scales).logical_and(scales.ge(0)).logical_not());
     if (bad.size(0) == 0) continue;
     const auto row = bad[0][0].item<int64_t>();
     throw ConfigError(c10::str(where, ": ", item.key(), "[", row,

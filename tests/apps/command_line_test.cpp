@@ -241,7 +241,8 @@ TEST_F(ConfigFileTest, ABadFileIsOneLineWithItsNameAndLine) {
   refused("- beam-size\n", ": expected lines such as mini-batch: 64");
   refused("a: [1\nb: 2\n", ": line 2: no YAML: ");
   refused("precision: auto\nbeam-size: many\n", ": line 2: --beam-size many: expected 1 to 1000");
-  refused("precision: float8\n", ": line 1: --precision float8: expected auto, bfloat16, float32 or int8");
+  refused("precision: float8\n",
+          ": line 1: --precision float8: expected auto, bfloat16, float32 or int8");
   expect_refused("translate --config " + path("none.yaml"), "none.yaml: cannot be read: No such");
   expect_refused("translate --config " + folder_.string(), "cannot be read: Is a directory");
   expect_refused("translate --config", "--config");

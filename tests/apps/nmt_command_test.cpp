@@ -772,8 +772,9 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
   EXPECT_FALSE(fs::exists(path("new")));
   expect_refused("translate --precision bfloat16 --model-dir " + path("q"),
                  "q/best holds 8-bit weights");
-  expect_refused("export --to ctranslate2 --output-dir " + path("new") + " --model-dir " + path("q"),
-                 "q/best holds 8-bit weights, which float32 cannot be computed with: expected int8");
+  expect_refused(
+      "export --to ctranslate2 --output-dir " + path("new") + " --model-dir " + path("q"),
+      "q/best holds 8-bit weights, which float32 cannot be computed with: expected int8");
   expect_refused(train_flags("q"), "q holds a run without last/");
   expect_refused(train_flags("new") + "--precision int8",
                  "--precision int8: expected auto, bfloat16 or float32");
@@ -783,8 +784,8 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
   expect_refused("translate --model-dir " + path("q"),
                  "q/best: encoder.layers.0.linear1.weight_scale[0]: expected a finite scale");
   set_weight(path("run/best"), "encoder.layers.0.linear1.weight", nan);
-  for (const std::string& command : {"quantize --output " + path("new"),
-                                     std::string("translate --precision int8")}) {
+  for (const std::string& command :
+       {"quantize --output " + path("new"), std::string("translate --precision int8")}) {
     expect_refused(command + " --model-dir " + path("run"),
                    "encoder.layers.0.linear1.weight: expected finite numbers, got NaN or infinity "
                    "in row 0");

@@ -109,8 +109,8 @@ TEST(Int8MatrixTest, ARowDependsOnNothingElse) {
                               all_flat.narrow(0, 150 - rows, rows)))
             << rows << " rows, " << used << " threads";
       }
-      for (const auto& [first, count] :
-           std::vector<std::pair<int64_t, int64_t>>{{0, 1}, {63, 2}, {64, 64}, {100, 333}, {776, 1}})
+      for (const auto& [first, count] : std::vector<std::pair<int64_t, int64_t>>{
+               {0, 1}, {63, 2}, {64, 64}, {100, 333}, {776, 1}})
         EXPECT_TRUE(at::equal(matrix.multiply(flat, bias.narrow(0, first, count), first, count),
                               all_flat.narrow(1, first, count)))
             << count << " from " << first;
@@ -224,10 +224,11 @@ TEST(Int8ModelTest, HasTheRowsOfEachWeightAndACopyOfEverythingElse) {
     }
     // Two attentions and two products of the encoder's layers, and so on; two tensors for each.
     EXPECT_EQ(buffers.size(), 2U * (2 * 4 + 2 * 6 + 1));
-    EXPECT_EQ(num_found, quantized->named_parameters().size() + buffers.size() / 2 - (tied ? 1 : 0));
+    EXPECT_EQ(num_found,
+              quantized->named_parameters().size() + buffers.size() / 2 - (tied ? 1 : 0));
     if (tied) {
-      EXPECT_TRUE(at::equal(buffers["generator.weight"],
-                            quantize_rows("", given["embedding"]).values));
+      EXPECT_TRUE(
+          at::equal(buffers["generator.weight"], quantize_rows("", given["embedding"]).values));
     }
   }
 }
@@ -249,9 +250,9 @@ TEST(Int8ModelTest, AProjectionIsTheMatrixsProduct) {
   EXPECT_TRUE(at::equal(projection->part(x, 40, 30), expected.narrow(2, 40, 30)));
   // A weight that has changed is packed again.
   projection->weight.copy_(rows.values.neg());
-  EXPECT_TRUE(at::equal(projection->forward(x),
-                        plain_product(x.view({6, 20}), {rows.values.neg(), rows.scales}, bias)
-                            .view({3, 2, 70})));
+  EXPECT_TRUE(at::equal(
+      projection->forward(x),
+      plain_product(x.view({6, 20}), {rows.values.neg(), rows.scales}, bias).view({3, 2, 70})));
 }
 
 TEST(Int8ModelTest, ATranslationDoesNotDependOnItsBatch) {
@@ -294,22 +295,30 @@ TEST(Int8ModelTest, WhatItCannotDoIsRefusedByName) {
   const std::string inference = "an int8 model: expected inference on the CPU";
   const at::NoGradGuard no_grad;
   model->train();
-  EXPECT_NE(test::message_of<std::exception>([&] { model->forward(batch); }).find(inference), std::string::npos);
+  EXPECT_NE(test::message_of<std::exception>([&] { model->forward(batch); }).find(inference),
+            std::string::npos);
   model->eval();
-  EXPECT_NE(test::message_of<std::exception>([&] { model->initialise(1); }).find("expected values from a checkpoint"),
+  EXPECT_NE(test::message_of<std::exception>([&] {
+              model->initialise(1);
+            }).find("expected values from a checkpoint"),
             std::string::npos);
-  EXPECT_NE(test::message_of<std::exception>([&] { quantize(model); }).find("expected a float32 model, got an int8 one"),
+  EXPECT_NE(test::message_of<std::exception>([&] {
+              quantize(model);
+            }).find("expected a float32 model, got an int8 one"),
             std::string::npos);
-  EXPECT_EQ(test::message_of<std::exception>([] { check_precision(Precision::kInt8, /*on_cpu=*/false); }),
-            "--precision int8: expected --device cpu");
-  EXPECT_EQ(test::message_of<std::exception>([] { Transformer(test::tiny_options(), Precision::kInt8, c10::kMeta); }),
+  EXPECT_EQ(
+      test::message_of<std::exception>([] { check_precision(Precision::kInt8, /*on_cpu=*/false); }),
+      "--precision int8: expected --device cpu");
+  EXPECT_EQ(test::message_of<std::exception>(
+                [] { Transformer(test::tiny_options(), Precision::kInt8, c10::kMeta); }),
             "an int8 model: expected the whole of it on the CPU");
 
   check_scales(model, "folder");
   model->named_buffers()["decoder.layers.1.linear1.weight_scale"][36] = std::nan("");
-  EXPECT_EQ(test::message_of<std::exception>([&] { check_scales(model, "folder"); }),
-            "folder: decoder.layers.1.linear1.weight_scale[36]: expected a finite scale that is not "
-            "negative, got nan");
+  EXPECT_EQ(
+      test::message_of<std::exception>([&] { check_scales(model, "folder"); }),
+      "folder: decoder.layers.1.linear1.weight_scale[36]: expected a finite scale that is not "
+      "negative, got nan");
   Transformer bad = made_model();
   bad->named_parameters()["encoder.layers.0.self_attn.in_proj.weight"][5][1] = std::nan("");
   EXPECT_EQ(test::message_of<std::exception>([&] { quantize(bad); }),
@@ -330,7 +339,8 @@ TEST(Int8ModelTest, IsReadFromItsCheckpointAndByNoOtherModel) {
     EXPECT_TRUE(at::equal(same->second, item.second)) << item.first;
   }
   Transformer other = made_model(true);
-  const std::string error = test::message_of<std::exception>([&] { train::load_checkpoint(folder.path().string(), *other); });
+  const std::string error = test::message_of<std::exception>(
+      [&] { train::load_checkpoint(folder.path().string(), *other); });
   EXPECT_NE(error.find("weight is I8"), std::string::npos) << error;
   EXPECT_NE(error.find("expected F32"), std::string::npos) << error;
 }

@@ -672,7 +672,9 @@ constexpr LoopsOf<T> table() {
 #define COHORT_STRING_OF(x) #x
 #define COHORT_NAME(x) COHORT_STRING_OF(x)
 extern const Loops COHORT_LOOPS;
-const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS), table<float>(), table<double>(),
+const Loops COHORT_LOOPS = {COHORT_NAME(COHORT_LOOPS),
+                            table<float>(),
+                            table<double>(),
                             table<BFloat16Bits>(),
                             {quantize, product, scale, log_sum}};
 

@@ -102,13 +102,13 @@ inline constexpr int64_t kInt8Columns = 64;
 struct Int8Tile {
   const int32_t* sums = nullptr;  ///< [rows, kInt8Columns], of which `columns` are taken.
   int64_t rows = 0, columns = 0;
-  const float* row_scales = nullptr;   ///< [rows]
-  const float* scales = nullptr;       ///< [columns], as what follows
+  const float* row_scales = nullptr;  ///< [rows]
+  const float* scales = nullptr;      ///< [columns], as what follows
   const int32_t* offsets = nullptr;
   const float* bias = nullptr;  ///< Null: none.
   float* out = nullptr;         ///< Rows of `columns`, `out_stride` apart.
   int64_t out_stride = 0;
-  float* tops = nullptr;  ///< Unless null: each row's greatest, `tops_stride` apart ...
+  float* tops = nullptr;         ///< Unless null: each row's greatest, `tops_stride` apart ...
   float* sums_of_exp = nullptr;  ///< ... and, unless null, its sum of exp(x - greatest).
   int64_t tops_stride = 0;
 };
