@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // `cohort nmt translate`: lines from stdin to stdout, in order.
+#include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 #include <memory>
@@ -24,6 +26,7 @@ struct TranslateFlags {
   ModelPlace model;
   int64_t mini_batch = 64;
   int64_t maxi_batch = 16;
+  int64_t cpu_threads = 0;
   bool max_length_crop = false;
   bool n_best = false;
   translate::EvaluationOptions evaluation = full_search();
@@ -54,6 +57,7 @@ class Stream {
   Stream(const TranslateFlags& flags, TrainedModel& trained)
       : trained_(trained), n_best_(flags.n_best), options_(flags.evaluation) {
     options_.mini_batch = flags.mini_batch;
+    options_.threads = std::max<int64_t>(flags.cpu_threads, 1);
     // On a terminal a line is translated before the next is typed. Elsewhere the window does not
     // depend on when lines come, so that equal input gives equal batches.
     window_ =
@@ -137,6 +141,13 @@ Options sampling_options(nmt::SamplingOptions& o) {
 
 int run(const TranslateFlags& flags) {
   TrainedModel trained = load_trained(flags.model);
+  if (flags.cpu_threads > 0) {
+    if (!trained.model->device().is_cpu()) {
+      throw ConfigError("--cpu-threads " + std::to_string(flags.cpu_threads) +
+                        ": expected --device cpu");
+    }
+    at::set_num_threads(1);
+  }
   Stream(flags, trained).run();
   return 0;
 }
@@ -159,6 +170,9 @@ void add_translate_command(CLI::App& app, Action& action) {
         "Read the lines of this many batches ahead and sort them by length; with "
         "--mini-batch 1 --maxi-batch 1, and on a terminal, each line is answered at once",
         rule(size)},
+       {"--cpu-threads", &flags->cpu_threads,
+        "Translate this many batches at a time, each on one thread (0: one, on all cores)",
+        rule({[](double n) { return n >= 0 && n <= 1024; }, "0 to 1024"})},
        {"--max-length-crop", &flags->max_length_crop,
         "Truncate lines with more tokens than the model has positions, instead of rejecting them"}},
       "Batches");

@@ -363,7 +363,7 @@ namespace {
 struct BlockedRow {
   const float* first;
   int64_t stride;
-  float operator[](int64_t column) const {
+  const float& operator[](int64_t column) const {
     return first[column / kInt8Columns * stride + column % kInt8Columns];
   }
 };
@@ -407,6 +407,59 @@ std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banne
     }
   });
   return found;
+}
+
+Candidate LogProbs::draw(int64_t row, double exponent, std::span<const int64_t> banned,
+                         double number) const {
+  TORCH_INTERNAL_ASSERT(!answers_.defined());
+  const auto likeliest = greatest(row, 1, banned);
+  TORCH_CHECK(!likeliest.empty(), "sampling: no token is left to draw from");
+  const double log_sum = log_sums_[static_cast<size_t>(row)];
+  const double top = likeliest.front().log_prob + log_sum;
+  const int64_t blocks = tops_.size(1);
+  return with_row(row, [&](const auto& scores, const auto*) {
+    const auto is_banned = [&](int64_t c) {
+      return std::ranges::find(banned, c) != banned.end();
+    };
+    const auto weight = [&](int64_t c) {
+      return std::exp((static_cast<double>(scores[c]) - top) * exponent);
+    };
+    const auto end_of = [&](int64_t block) {
+      return std::min(columns_, (block + 1) * top_columns_);
+    };
+    std::vector<double> sums(static_cast<size_t>(blocks));
+    double total = 0;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block * top_columns_, end = end_of(block);
+      double& sum = sums[static_cast<size_t>(block)];
+      if (std::ranges::any_of(banned, [&](int64_t c) { return c >= first && c < end; })) {
+        for (int64_t c = first; c < end; ++c)
+          if (!is_banned(c)) sum += weight(c);
+      } else {
+        for_type("LogProbs", scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
+          using Sum = typename LoopsOf<T>::Sum;
+          sum = static_cast<double>(table.sum_of_exp(reinterpret_cast<const T*>(&scores[first]),
+                                                     end - first, static_cast<Sum>(top),
+                                                     static_cast<Sum>(exponent)));
+        });
+      }
+      total += sum;
+    }
+    double left = number * total;
+    int64_t block = 0;
+    for (; block + 1 < blocks && left >= sums[static_cast<size_t>(block)]; ++block)
+      left -= sums[static_cast<size_t>(block)];
+    // Rounding may leave a last trace: then the last one is taken, of a block that has any.
+    while (block > 0 && sums[static_cast<size_t>(block)] == 0) --block;
+    int64_t drawn = likeliest.front().column;
+    for (int64_t c = block * top_columns_; c < end_of(block); ++c) {
+      if (is_banned(c)) continue;
+      drawn = c;
+      left -= weight(c);
+      if (left < 0) break;
+    }
+    return Candidate{drawn, static_cast<double>(scores[drawn]) - log_sum};
+  });
 }
 
 std::vector<Candidate> LogProbs::likely(int64_t row, size_t wanted,

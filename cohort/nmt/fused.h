@@ -135,6 +135,11 @@ class LogProbs {
   /// fewer if there are not so many beside the `banned`, which are no candidates.
   std::vector<Candidate> greatest(int64_t row, int64_t count,
                                   std::span<const int64_t> banned) const;
+  /// The column that `number`, in [0, 1), draws from all but the `banned`, in order, by weights p^exponent. Not where
+  /// `questions` have told what is asked.
+  /// Errors: c10::Error if all are banned.
+  Candidate draw(int64_t row, double exponent, std::span<const int64_t> banned,
+                 double number) const;
   /// All columns but the `banned`, in order. Not where `questions` have told what is asked.
   std::vector<Candidate> all(int64_t row, std::span<const int64_t> banned) const;
 

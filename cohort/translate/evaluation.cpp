@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/translate/parallel_for.h"
 
 namespace cohort::translate {
 namespace {
@@ -124,12 +126,23 @@ std::vector<std::vector<Translation>> translate_all(
       if (sources[i].empty()) translations[i] = {{}};
     }
   };
+  std::vector<std::span<const int32_t>> batches;
   for (const auto& indices : plan.batches) {
     const size_t most =
         options.mini_batch > 0 ? static_cast<size_t>(options.mini_batch) : indices.size();
     for (size_t first = 0; first < indices.size(); first += most)
-      translate(std::span(indices).subspan(first, std::min(most, indices.size() - first)));
+      batches.push_back(
+          std::span(indices).subspan(first, std::min(most, indices.size() - first)));
   }
+  // The longest are begun first: so the threads end at about the same time.
+  std::ranges::stable_sort(batches, std::greater{}, [&](std::span<const int32_t> indices) {
+    size_t tokens = 0;
+    for (const int32_t i : indices) tokens += sources[static_cast<size_t>(i)].size();
+    return tokens;
+  });
+  parallel_for(
+      batches.size(), [&](size_t begin, size_t) { translate(batches[begin]); },
+      {.threads = static_cast<size_t>(options.threads), .taken = 1, .name = "translate"});
   return translations;
 }
 

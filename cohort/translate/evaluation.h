@@ -18,6 +18,7 @@ namespace cohort::translate {
 struct EvaluationOptions {
   int64_t mini_batch = 0;           ///< translate_all: most sentences of a batch; 0: no limit.
   int64_t mini_batch_words = 2048;  ///< Tokens of a batch, padding included.
+  int64_t threads = 1;  ///< translate_all: how many batches at a time, each on a thread.
   nmt::SearchOptions search;
   int64_t first_number = 0;  ///< translate_all: number of the first source, for its random numbers.
   text::BleuOptions bleu;
@@ -56,7 +57,8 @@ struct Translation {
 };
 
 /// Translations of `sources` (ids without end mark), in order, each sentence's best first; an empty
-/// source has one, the empty line. Local.
+/// source has one, the empty line. Local. With several `threads` the model must be on the CPU and in evaluation
+/// mode; how many threads each of them uses besides is libtorch's setting.
 std::vector<std::vector<Translation>> translate_all(
     nmt::Transformer& model, const std::vector<std::vector<int32_t>>& sources,
     const text::Tokenizer& target, const EvaluationOptions& options);

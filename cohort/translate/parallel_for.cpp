@@ -11,15 +11,17 @@
 
 namespace cohort::translate {
 
-void parallel_for(size_t count, const std::function<void(size_t begin, size_t end)>& work) {
-  constexpr size_t kTaken = 64;
+void parallel_for(size_t count, const std::function<void(size_t begin, size_t end)>& work,
+                  const ParallelForOptions& options) {
+  const size_t num_threads =
+      options.threads > 0 ? options.threads : std::thread::hardware_concurrency();
   std::atomic<size_t> next = 0;
   std::once_flag once;
   std::exception_ptr error;
   const auto run = [&] {
     try {
-      for (size_t begin = 0; (begin = next.fetch_add(kTaken)) < count;)
-        work(begin, std::min(begin + kTaken, count));
+      for (size_t begin = 0; (begin = next.fetch_add(options.taken)) < count;)
+        work(begin, std::min(begin + options.taken, count));
     } catch (...) {
       std::call_once(once, [&] { error = std::current_exception(); });
       next = count;
@@ -27,9 +29,9 @@ void parallel_for(size_t count, const std::function<void(size_t begin, size_t en
   };
   {
     std::vector<std::jthread> threads;
-    for (unsigned i = 1; i < std::thread::hardware_concurrency(); ++i) {
+    for (size_t i = 1; i < num_threads && i * options.taken < count; ++i) {
       threads.emplace_back(run);
-      pthread_setname_np(threads.back().native_handle(), "tokenise");
+      pthread_setname_np(threads.back().native_handle(), options.name);
     }
     run();
   }

@@ -757,6 +757,8 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
     EXPECT_EQ(translated, nmt("translate", path("run") + " --precision int8" + flags + input));
     EXPECT_EQ(translated,
               nmt("translate", path("q") + " --mini-batch 1 --maxi-batch 1" + flags + input));
+    EXPECT_EQ(translated,
+              nmt("translate", path("q") + " --mini-batch 5 --cpu-threads 2" + flags + input));
   }
   EXPECT_NE(nmt("translate", path("q") + " --n-best" + input),
             nmt("translate", path("run") + " --precision float32 --n-best" + input));

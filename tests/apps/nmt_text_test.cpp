@@ -228,7 +228,7 @@ TEST_F(NmtTextTest, BatchesDoNotChangeTranslations) {
   const Ended whole = shell(nmt("translate < ") + path("valid.en"));
   EXPECT_EQ(lines_of(whole.output).size(), 40U);
   for (const char* flags : {"--mini-batch 1 --maxi-batch 1", "--mini-batch 3 --maxi-batch 2",
-                            "--mini-batch-words 20"}) {
+                            "--mini-batch-words 20", "--mini-batch 3 --cpu-threads 3"}) {
     EXPECT_EQ(shell(nmt(std::string("translate ") + flags + " < ") + path("valid.en")).output,
               whole.output)
         << flags;

@@ -6,6 +6,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/nmt/int8_matrix.h"
 
 #include "tests/support/message_of.h"
 #include "tests/support/sentences.h"
@@ -332,6 +333,36 @@ TEST(SamplingTest, ShareOfEachTokenIsItsProbability) {
     EXPECT_EQ(counted, draws) << "a token was drawn that is not allowed";
     // At most 7 degrees of freedom: beyond 29.9 in one of 10,000 seeds.
     EXPECT_LT(chi_square, 29.9);
+  }
+}
+
+// Of many columns, in all forms that scores have, beside the definition in float64.
+TEST(SamplingTest, ANumberDrawsTheColumnWhoseShareItFallsInto) {
+  torch::manual_seed(6);
+  const std::vector<int64_t> banned{0, 2, 700};
+  const Int8Matrix matrix(quantize_rows("w", at::randn({1000, 70})));
+  const at::Tensor scores = 3 * at::randn({2, 1000});
+  for (const LogProbs& log_probs :
+       {LogProbs(scores), LogProbs(scores.to(at::kBFloat16)), LogProbs(scores.to(at::kDouble)),
+        LogProbs(matrix.scores(at::randn({2, 70}) / 3, /*with_sums=*/true))}) {
+    for (const double temperature : {0.5, 1.0, 3.0}) {
+      const auto all = log_probs.all(1, banned);
+      std::vector<double> reached{0};
+      for (const Candidate& c : all)
+        reached.push_back(reached.back() + std::exp(c.log_prob / temperature));
+      for (int64_t i = 0; i < 2000; ++i) {
+        const double number = sampling_number(3, 0, 0, i);
+        const Candidate found = draw(log_probs, 1, {.temperature = temperature}, banned, number);
+        const auto at_column = std::ranges::find(all, found.column, &Candidate::column);
+        ASSERT_NE(at_column, all.end());
+        EXPECT_EQ(found.log_prob, at_column->log_prob);
+        const auto index = static_cast<size_t>(at_column - all.begin());
+        // The sums of blocks are float32's of at most 256 terms, with exponents to 30 / 0.5.
+        const double rounding = (3 * 60 + 4 + 256) * 0x1p-24;
+        EXPECT_GE(number, reached[index] / reached.back() - rounding);
+        EXPECT_LE(number, reached[index + 1] / reached.back() + rounding);
+      }
+    }
   }
 }
 

@@ -654,6 +654,15 @@ double log_sum(const float* tops, const float* sums, int64_t n) {
 }
 
 template <class T>
+typename Math<T>::Acc sum_of_exp(const T* x, int64_t n, typename Math<T>::Acc top,
+                                 typename Math<T>::Acc factor) {
+  typename Math<T>::Acc sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += exponential((Math<T>::load(x[i]) - top) * factor);
+  return sum;
+}
+
+template <class T>
 constexpr LoopsOf<T> table() {
   return {dropout<T>,
           relu_dropout<T>,
@@ -664,7 +673,8 @@ constexpr LoopsOf<T> table() {
           softmax_backward<T>,
           cross_entropy<T>,
           attend<T>,
-          log_sum_exp<T>};
+          log_sum_exp<T>,
+          sum_of_exp<T>};
 }
 
 }  // namespace

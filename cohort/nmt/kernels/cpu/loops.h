@@ -92,6 +92,8 @@ struct LoopsOf {
   /// Returns log(sum of exp(row)) over C columns, not finite if any is NaN or infinite upwards;
   /// tops[i] becomes the greatest of columns [i, i + 1) * kTopColumns.
   double (*log_sum_exp)(const T* row, int64_t columns, Sum* tops);
+  /// Returns the sum of exp(factor * (x[i] - top)); no x[i] is above `top`.
+  Sum (*sum_of_exp)(const T* x, int64_t n, Sum top, Sum factor);
 };
 
 /// Columns of a block of an 8-bit matrix. Of a block [depth, kInt8Columns] the elements of four neighbouring rows lie
