@@ -418,9 +418,7 @@ Candidate LogProbs::draw(int64_t row, double exponent, std::span<const int64_t> 
   const double top = likeliest.front().log_prob + log_sum;
   const int64_t blocks = tops_.size(1);
   return with_row(row, [&](const auto& scores, const auto*) {
-    const auto is_banned = [&](int64_t c) {
-      return std::ranges::find(banned, c) != banned.end();
-    };
+    const auto is_banned = [&](int64_t c) { return std::ranges::find(banned, c) != banned.end(); };
     const auto weight = [&](int64_t c) {
       return std::exp((static_cast<double>(scores[c]) - top) * exponent);
     };

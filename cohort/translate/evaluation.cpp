@@ -131,8 +131,7 @@ std::vector<std::vector<Translation>> translate_all(
     const size_t most =
         options.mini_batch > 0 ? static_cast<size_t>(options.mini_batch) : indices.size();
     for (size_t first = 0; first < indices.size(); first += most)
-      batches.push_back(
-          std::span(indices).subspan(first, std::min(most, indices.size() - first)));
+      batches.push_back(std::span(indices).subspan(first, std::min(most, indices.size() - first)));
   }
   // The longest are begun first: so the threads end at about the same time.
   std::ranges::stable_sort(batches, std::greater{}, [&](std::span<const int32_t> indices) {
@@ -140,9 +139,8 @@ std::vector<std::vector<Translation>> translate_all(
     for (const int32_t i : indices) tokens += sources[static_cast<size_t>(i)].size();
     return tokens;
   });
-  parallel_for(
-      batches.size(), [&](size_t begin, size_t) { translate(batches[begin]); },
-      {.threads = static_cast<size_t>(options.threads), .taken = 1, .name = "translate"});
+  parallel_for(batches.size(), [&](size_t begin, size_t) { translate(batches[begin]); },
+               {.threads = static_cast<size_t>(options.threads), .taken = 1, .name = "translate"});
   return translations;
 }
 

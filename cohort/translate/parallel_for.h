@@ -7,8 +7,8 @@
 namespace cohort::translate {
 
 struct ParallelForOptions {
-  size_t threads = 0;  ///< The caller's among them; 0: as many as there are cores.
-  size_t taken = 64;   ///< Longest range.
+  size_t threads = 0;             ///< The caller's among them; 0: as many as there are cores.
+  size_t taken = 64;              ///< Longest range.
   const char* name = "tokenise";  ///< Of the threads, at most 15 letters.
 };
 
