@@ -68,7 +68,8 @@ Updater::Updater(nmt::Transformer model, const comm::ProcessGroup& group,
       mesh_(options.mesh ? options.mesh : parallel::init_strategy_mesh(group, options.strategy)),
       group_(parallel::data_axes(mesh_).group()),
       model_(std::move(model)),
-      parallel_(model_, mesh_, strategy_options(options, *model_, mesh_), model_->layers()) {
+      parallel_(model_, mesh_, strategy_options(options, *model_, mesh_), model_->layers()),
+      upload_(group_.device()) {
   TORCH_CHECK_VALUE(model_->tensor_parallel()->count() == (mesh_.has("tp") ? mesh_.size("tp") : 1),
                     "updater: a model in ", model_->tensor_parallel()->count(),
                     " shards: expected a mesh with as many ranks to a model");
@@ -186,9 +187,12 @@ double Updater::learning_rate() const {
 // without smoothing, where the model is.
 at::Tensor Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches, double weight) {
   at::Tensor nll_sum = at::zeros({}, at::TensorOptions(group_.device()).dtype(at::kDouble));
-  const auto forward = [&](const nmt::Batch& batch) {
+  upload_.start(batches.front());
+  const auto forward = [&](size_t index) {
     const ProfileScope scope("forward");
-    return parallel_(batch.to(group_.device()));
+    const nmt::Batch batch = upload_.take();
+    if (index + 1 < batches.size()) upload_.start(batches[index + 1]);
+    return parallel_(batch);
   };
   const auto run = [&](size_t index) {
     batch_ = static_cast<int64_t>(index);
@@ -197,7 +201,7 @@ at::Tensor Updater::accumulate_gradients(const std::vector<nmt::Batch>& batches,
                         static_cast<uint64_t>(group_.rank());
     model_->set_dropout_stream({.seed = options_.seed * 1000003 + number,
                                 .call = static_cast<uint64_t>(num_updates()) << 20});
-    const auto [loss, nll] = forward(batches[index]);
+    const auto [loss, nll] = forward(index);
     const ProfileScope scope("backward");
     // 0 times a loss that is not finite is NaN: it makes the gradients so, and all ranks see it in
     // them, without an exchange of its own.

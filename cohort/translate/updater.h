@@ -20,6 +20,7 @@
 #include "cohort/parallel/tensor_parallel_layout.h"
 #include "cohort/ps/module/session.h"
 #include "cohort/train/checkpoint.h"
+#include "cohort/translate/batch_upload.h"
 #include "cohort/translate/tensor_parallel_context.h"
 
 namespace cohort::translate {
@@ -159,6 +160,7 @@ class Updater {
   comm::ProcessGroup group_;  // along the data axes: each rank has batches of its own
   nmt::Transformer model_;
   parallel::ParallelModel<nmt::Transformer> parallel_;
+  BatchUpload upload_;
   std::vector<at::Tensor> trained_;  // what is updated: parameters, or shards of them
   std::optional<optim::Adam> adam_;  // one of the two
   std::optional<ps::Session> session_;

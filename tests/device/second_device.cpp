@@ -26,6 +26,14 @@ namespace {
 
 const c10::Device kSecondDevice{c10::DeviceType::MTIA, 0};
 
+thread_local c10::StreamId current_stream = 0;  // The default one, or 1.
+
+// Where a stream was.
+struct Moment {
+  c10::StreamId stream = 0;
+  int64_t tick = 0;
+};
+
 // The device's memory and the counts. Blocks are known by their addresses in the mapping with access.
 class Arena {
  public:
@@ -55,6 +63,32 @@ class Arena {
     return host == nullptr ? nullptr : device_ + (static_cast<const char*>(host) - host_);
   }
 
+  // The current stream works on the block of a storage.
+  void use(const void* storage) {
+    const std::lock_guard lock(mutex_);
+    const auto found = blocks_.find(static_cast<char*>(const_cast<void*>(storage)));
+    if (found == blocks_.end()) return;
+    Block& block = found->second;
+    block.used_elsewhere = block.used_elsewhere || block.stream != current_stream;
+    if (current_stream != 0) block.other_used = ++tick_;
+    TORCH_CHECK(current_stream != 0 || block.other_used <= waited_for_,
+                "the default stream uses a tensor of another one, for which it has not waited");
+  }
+  void know_use(const void* storage) {
+    const std::lock_guard lock(mutex_);
+    const auto found = blocks_.find(static_cast<char*>(const_cast<void*>(storage)));
+    if (found != blocks_.end()) found->second.used_is_known = true;
+  }
+  Moment now(c10::StreamId stream) {
+    const std::lock_guard lock(mutex_);
+    return {stream, tick_};
+  }
+  // The default stream, or the host, waits for another stream.
+  void wait_for(const Moment& moment) {
+    const std::lock_guard lock(mutex_);
+    if (moment.stream != 0) waited_for_ = std::max(waited_for_, moment.tick);
+  }
+
   void count(int64_t DeviceCounts::*what) {
     const std::lock_guard lock(mutex_);
     ++(counts_.*what);
@@ -67,7 +101,11 @@ class Arena {
  private:
   struct Block {
     size_t bytes = 0;
-    int64_t told = 0;  // To the profiler.
+    int64_t told = 0;             // To the profiler.
+    c10::StreamId stream = 0;     // Of the allocation.
+    bool used_elsewhere = false;  // By another stream, ...
+    bool used_is_known = false;   // ... which the allocator knows.
+    int64_t other_used = 0;       // When the other stream used it last.
   };
   char* take(size_t bytes, int64_t told) {
     const std::lock_guard lock(mutex_);
@@ -84,7 +122,7 @@ class Arena {
       used_ += bytes;
       ++counts_.new_blocks;
     }
-    blocks_[block] = {bytes, told};
+    blocks_[block] = {.bytes = bytes, .told = told, .stream = current_stream};
     return block;
   }
 
@@ -103,6 +141,8 @@ class Arena {
   std::map<char*, Block> blocks_;
   std::map<size_t, std::vector<char*>> spare_;
   DeviceCounts counts_;
+  int64_t tick_ = 0;        // Grows as the other stream works.
+  int64_t waited_for_ = 0;  // What of it the default stream has seen.
 };
 
 // Lives for ever: tensors in static objects outlive what ends with the process.
@@ -119,6 +159,7 @@ void Arena::release(void* block) {
     const std::lock_guard lock(self.mutex_);
     freed = self.blocks_.at(place);
     self.spare_[freed.bytes].push_back(place);
+    if (freed.used_elsewhere && !freed.used_is_known) ++self.counts_.early_frees;
   }
   if (freed.told > 0) c10::reportMemoryUsageToProfiler(block, -freed.told, 0, 0, kSecondDevice);
 }
@@ -162,21 +203,41 @@ struct SecondDeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return kSecondDevice; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, kSecondDevice);
+  static c10::Stream stream(c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, kSecondDevice, id);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(1); }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    return stream(std::exchange(current_stream, next.id()));
+  }
   void* getStreamNativeHandle(c10::Stream) const override { return &arena(); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
+              c10::EventFlag) const override {
+    if (*event == nullptr) *event = std::make_unique<Moment>().release();
+    *static_cast<Moment*>(*event) = arena().now(stream.id());
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    const std::unique_ptr<Moment> destroyed(static_cast<Moment*>(event));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    arena().count(&DeviceCounts::stream_waits);
+    if (event != nullptr && stream.id() == 0) arena().wait_for(*static_cast<Moment*>(event));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream&) const override {
+    arena().know_use(arena().host(data.get()));
+  }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override { wait(); }
   void synchronizeEvent(void*) const override { wait(); }
   void synchronizeDevice(c10::DeviceIndex) const override { wait(); }
-  static void wait() { arena().count(&DeviceCounts::synchronisations); }
+  static void wait() {
+    arena().count(&DeviceCounts::synchronisations);
+    arena().wait_for(arena().now(1));
+  }
 };
 C10_REGISTER_GUARD_IMPL(MTIA, SecondDeviceGuard);
 
@@ -192,10 +253,10 @@ struct SecondDeviceHooks final : at::MTIAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   void setCurrentDevice(c10::DeviceIndex) const override {}
   c10::Stream getCurrentStream(c10::DeviceIndex) const override {
-    return c10::Stream(c10::Stream::DEFAULT, kSecondDevice);
+    return SecondDeviceGuard::stream(current_stream);
   }
-  c10::Stream getDefaultStream(c10::DeviceIndex index) const override {
-    return getCurrentStream(index);
+  c10::Stream getDefaultStream(c10::DeviceIndex) const override {
+    return SecondDeviceGuard::stream(0);
   }
   void deviceSynchronize(c10::DeviceIndex) const override { SecondDeviceGuard::wait(); }
   c10::Device getDeviceFromPtr(void*) const override { return kSecondDevice; }
@@ -223,6 +284,7 @@ class Aliases {
     for (const auto& pair : storages_)
       if (is_same(pair.device, device)) return pair.cpu;
     c10::StorageImpl& from = *device.unsafeGetStorageImpl();
+    arena().use(arena().host(address(from)));
     c10::Storage alias(c10::Storage::use_byte_size_t(), from.nbytes(),
                        {arena().host(address(from)), at::kCPU}, c10::GetCPUAllocator(),
                        /*resizable=*/true);
@@ -314,6 +376,7 @@ class Aliases {
       if (cpu.nbytes() > 0) std::memcpy(block.get(), host, cpu.nbytes());
     }
     char* const device = arena().device(block.get());
+    arena().use(block.get());
     return {device, block.release_context(), &Arena::release, kSecondDevice};
   }
 
@@ -402,6 +465,7 @@ void run_on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const DeviceCode here;
   if (from.is_cpu()) arena().count(&DeviceCounts::host_to_device);
+  if (from.is_cpu() && current_stream != 0) arena().count(&DeviceCounts::side_copies);
   if (to.is_cpu()) {
     arena().count(&DeviceCounts::device_to_host);
     if (!non_blocking || !to.is_pinned()) arena().count(&DeviceCounts::synchronisations);

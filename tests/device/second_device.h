@@ -15,8 +15,9 @@ namespace cohort::test {
 /// of the CPU; random numbers are those of the CPU's default generator. As on a real card, tensors
 /// of two devices in one operator are an error (but a CPU scalar of no dimension that is only read,
 /// and indices of `index` and `index_put_`), and so is a generator of the CPU.
-/// Limits: strided tensors; one stream, on which every call is finished when it returns; 8 GiB; no
-///         CUDA, XPU or other accelerator in the same process. Attention
+/// There are the default stream and another. Every call is finished when it returns; but what the
+/// default stream uses of the other's work before it has waited for it, or the host, is an error.
+/// Limits: strided tensors; 8 GiB; no CUDA, XPU or other accelerator in the same process. Attention
 ///         (scaled_dot_product_attention) takes the path of an unknown device, with other bits than
 ///         the CPU's fused one.
 /// Threads: any.
@@ -33,6 +34,11 @@ struct DeviceCounts {
   int64_t device_to_host = 0;  ///< Copies; `item` is none.
   int64_t new_blocks = 0;      ///< Blocks of memory that no freed one served, ...
   int64_t reused_blocks = 0;   ///< and those that one did. Kernels' scratch memory counts.
+  int64_t side_copies = 0;     ///< Of host_to_device, those on another stream than the default one.
+  int64_t stream_waits = 0;    ///< Streams told to wait for an event; the host does not.
+  /// Blocks that were given back although a stream other than that of their allocation had used
+  /// them, and the allocator had not been told: another tensor could have been written there.
+  int64_t early_frees = 0;
 };
 
 DeviceCounts device_counts();

@@ -2,6 +2,9 @@
 #include "tests/device/second_device.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <csignal>
 #include <gtest/gtest.h>
 #include <thread>
@@ -273,6 +276,38 @@ TEST(SecondDeviceTest, AutocastMultipliesInALowPrecision) {
   EXPECT_EQ(at::matmul(x + 1, x + 1).scalar_type(), at::kHalf);
   at::autocast::set_autocast_enabled(type, false);
   at::autocast::clear_cache();
+}
+
+TEST(SecondDeviceTest, AStreamWaitsForWhatAnotherOneWrites) {
+  const auto* device = c10::impl::getDeviceGuardImpl(second_device().type());
+  const c10::Stream other = device->getStreamFromGlobalPool(second_device());
+  const c10::Stream own = device->getStream(second_device());
+  EXPECT_NE(other, own);
+  at::Tensor x;
+  c10::Event written(second_device().type());
+  {
+    const c10::StreamGuard guard(other);
+    x = at::ones({3}).to(second_device());
+    written.record(other);
+  }
+  EXPECT_EQ(device->getStream(second_device()), own);
+  EXPECT_NE(message_of<c10::Error>([&] { (void)x.neg(); }).find("it has not waited"),
+            std::string::npos);
+  reset_device_counts();
+  written.block(own);
+  EXPECT_TRUE(at::equal(x.neg(), -at::ones({3}).to(second_device())));
+  EXPECT_EQ(device_counts().stream_waits, 1);
+  x.reset();
+  EXPECT_EQ(device_counts().early_frees, 1);
+  {
+    const c10::StreamGuard guard(other);
+    x = at::ones({3}).to(second_device());
+  }
+  device->synchronizeDevice(0);
+  x.neg();
+  device->recordDataPtrOnStream(x.storage().data_ptr(), own);
+  x.reset();
+  EXPECT_EQ(device_counts().early_frees, 1) << "the allocator knows of this one";
 }
 
 TEST(SecondDeviceTest, AnOperatorOnTheHostIsNoticed) {

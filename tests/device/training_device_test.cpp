@@ -144,5 +144,21 @@ TEST(TrainingDeviceTest, OneRankTrainsAsOnTheCpu) {
   });
 }
 
+TEST(TrainingDeviceTest, BatchesOfAShardedModelAreFittedToTheDevice) {
+  const test::SharedFolder folder;
+  if (folder.is_parent()) write_text(folder);
+  test::device_ranks(2, [&](const comm::ProcessGroup& group) {
+    for (const bool offload : {false, true}) {
+      auto options = options_of(folder, offload ? "offload" : "zero3", Strategy::kZero3);
+      options.cpu_offload = offload;
+      options.mini_batch = 0;
+      options.mini_batch_fit = true;
+      options.workspace_mib = 1;
+      options.after_batches = 1;
+      EXPECT_EQ(train(options, group).updates, 1);
+    }
+  });
+}
+
 }  // namespace training_device_test
 }  // namespace cohort::translate

@@ -182,6 +182,28 @@ TEST(UpdaterDeviceTest, AnUpdateWaitsForTheDeviceOnce) {
   });
 }
 
+TEST(UpdaterDeviceTest, ABatchIsCopiedWhileTheOneBeforeIsComputed) {
+  test::device_ranks(1, [](const comm::ProcessGroup& group) {
+    const nmt::Transformer model = model_of(group.device());
+    Updater updater(model, group, options_of({}));
+    std::vector<int64_t> copies;  // When a batch's last gradient is there.
+    model->named_parameters()["source_embedding"].register_hook(
+        [&](const at::Tensor&) { copies.push_back(test::device_counts().side_copies); });
+    auto batches = batches_of(0, group);
+    batches.push_back(batches.front());
+    for (int update = 0; update < 2; ++update) {
+      copies.clear();
+      test::reset_device_counts();
+      EXPECT_FALSE(updater.update(batches).skipped);
+      EXPECT_EQ(copies, (std::vector<int64_t>{2 * 6, 3 * 6, 3 * 6}));
+      const test::DeviceCounts counts = test::device_counts();
+      EXPECT_EQ(counts.side_copies, 3 * 6);
+      EXPECT_GE(counts.stream_waits, 3);
+      EXPECT_EQ(counts.early_frees, 0);
+    }
+  });
+}
+
 // But for what ranks tell each other: a number for each parameter at most. A batch has more tokens.
 TEST(UpdaterDeviceTest, NothingIsComputedOnTheHost) {
   test::device_ranks(2, [](const comm::ProcessGroup& group) {
