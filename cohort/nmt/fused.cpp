@@ -299,8 +299,9 @@ LogProbs::LogProbs(const Int8Scores& scores)
       log_sums_.push_back(
           loops().int8.log_sum(tops, scores.sums.const_data_ptr<float>() + n * blocks, blocks));
     } else {
-      // A row of such a product is finite or has nothing that is.
-      log_sums_.push_back(std::isfinite(tops[0]) ? 0 : std::nan(""));
+      const bool finite =
+          std::all_of(tops, tops + blocks, [](float top) { return std::isfinite(top); });
+      log_sums_.push_back(finite ? 0 : std::nan(""));
     }
   }
   check_finite();

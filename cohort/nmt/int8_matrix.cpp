@@ -69,16 +69,16 @@ Int8Rows quantize_rows(const std::string& name, const at::Tensor& matrix) {
   const at::Tensor given = matrix.detach().contiguous();
   const int64_t width = given.size(1);
   Int8Rows rows{at::empty(given.sizes(), at::kChar), at::empty({given.size(0)}, at::kFloat)};
-  std::vector<uint8_t> moved(static_cast<size_t>(width));  // by 128
+  std::vector<uint8_t> biased(static_cast<size_t>(width));  // 128 more than the values
   for (int64_t i = 0; i < given.size(0); ++i) {
     const float scale =
-        loops().int8.quantize(given.const_data_ptr<float>() + i * width, width, moved.data());
+        loops().int8.quantize(given.const_data_ptr<float>() + i * width, width, biased.data());
     if (std::isnan(scale)) {
       throw ConfigError(name + ": expected finite numbers, got NaN or infinity in row " +
                         std::to_string(i));
     }
     rows.scales.mutable_data_ptr<float>()[i] = scale;
-    std::ranges::transform(moved, rows.values.mutable_data_ptr<int8_t>() + i * width,
+    std::ranges::transform(biased, rows.values.mutable_data_ptr<int8_t>() + i * width,
                            [](uint8_t q) { return static_cast<int8_t>(q - 128); });
   }
   return rows;
@@ -113,14 +113,14 @@ Int8Matrix::Rows Int8Matrix::quantized(const at::Tensor& x) const {
   const int64_t num_rows = given.size(0);
   const bool by_brgemm = uses_brgemm();
   // What is behind `in_` meets zeros of the matrix.
-  Rows rows{.moved = at::zeros({by_brgemm ? rounded_up(num_rows, kRowUnit) : num_rows, depth_},
-                               at::kByte),
+  Rows rows{.biased = at::zeros({by_brgemm ? rounded_up(num_rows, kRowUnit) : num_rows, depth_},
+                                at::kByte),
             .scales = std::vector<float>(static_cast<size_t>(num_rows)),
             .by_brgemm = by_brgemm};
   for (int64_t r = 0; r < num_rows; ++r) {
     rows.scales[static_cast<size_t>(r)] =
         loops().int8.quantize(given.const_data_ptr<float>() + r * in_, in_,
-                              rows.moved.mutable_data_ptr<uint8_t>() + r * depth_);
+                              rows.biased.mutable_data_ptr<uint8_t>() + r * depth_);
   }
   return rows;
 }
@@ -129,14 +129,14 @@ template <class Put>
 void Int8Matrix::for_tiles(const Rows& rows, int64_t first, int64_t count, const Put& put) const {
   const auto product = rows.by_brgemm ? product_by_brgemm : loops().int8.product;
   const auto num_rows = static_cast<int64_t>(rows.scales.size());
-  const int64_t num_padded = rows.moved.size(0);
-  const auto* moved = rows.moved.const_data_ptr<uint8_t>();
+  const int64_t num_padded = rows.biased.size(0);
+  const auto* biased = rows.biased.const_data_ptr<uint8_t>();
   const auto* blocks = blocks_.const_data_ptr<int8_t>();
   const auto multiply_blocks = [&](int64_t begin, int64_t end) {
     alignas(64) int32_t sums[kTileRows * kInt8Columns];
     for (int64_t block = begin; block < end; ++block) {
       for (int64_t top = 0; top < num_rows; top += kTileRows) {
-        product(moved + top * depth_, std::min(kTileRows, num_padded - top), depth_,
+        product(biased + top * depth_, std::min(kTileRows, num_padded - top), depth_,
                 blocks + block * kInt8Columns * depth_, sums);
         put(block, top, std::min(kTileRows, num_rows - top), sums);
       }

@@ -15,7 +15,8 @@ struct Int8Rows {
 };
 
 /// Returns the rows of `matrix`, float32 [out, in] on the CPU, as whole numbers: a row's scale is its greatest
-/// magnitude / 127, and its values are rounded to nearest, ties to even. A row of nothing above 1e-36 is 0.
+/// magnitude / 127, its values rint(x * (127 / greatest magnitude)) in float32: to nearest, ties to even. A row of
+/// nothing above 1e-36 is 0.
 /// Errors: ConfigError that begins with `name` for numbers that are not finite.
 Int8Rows quantize_rows(const std::string& name, const at::Tensor& matrix);
 
@@ -23,7 +24,8 @@ Int8Rows quantize_rows(const std::string& name, const at::Tensor& matrix);
 struct Int8Scores {
   at::Tensor
       blocks;  ///< float32 [blocks of outputs, rows, kInt8Columns]; behind the last output undefined.
-  at::Tensor tops;  ///< float32 [rows, blocks]: the greatest of each block
+  /// float32 [rows, blocks]: the greatest of each block. Without sums NaN if one of the block is not finite.
+  at::Tensor tops;
   at::Tensor
       sums;  ///< The same shape: sum of exp(x - greatest); undefined if it was not asked for.
   int64_t columns = 0;  ///< Outputs.
@@ -57,7 +59,7 @@ class Int8Matrix {
  private:
   // Rows of x in 8 bits.
   struct Rows {
-    at::Tensor moved;  // uint8 [rows, rounded up; depth], by 128
+    at::Tensor biased;  // uint8 [rows, rounded up; depth]: 128 more than the values
     std::vector<float> scales;
     bool by_brgemm = false;
   };

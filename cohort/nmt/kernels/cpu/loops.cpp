@@ -634,8 +634,16 @@ void scale(const Int8Tile& tile) {
     float top = out[0];
 #pragma omp simd reduction(max : top)
     for (int64_t c = 0; c < tile.columns; ++c) top = out[c] > top ? out[c] : top;
+    if (tile.sums_of_exp == nullptr) {
+      // The maximum drops NaN and -infinity, which a product of scales that overflows can leave in a
+      // single column. Their product with 0 is NaN, that of every other number 0.
+      float zero = 0;
+#pragma omp simd reduction(+ : zero)
+      for (int64_t c = 0; c < tile.columns; ++c) zero += out[c] * 0;
+      tile.tops[r * tile.tops_stride] = top + zero;
+      continue;
+    }
     tile.tops[r * tile.tops_stride] = top;
-    if (tile.sums_of_exp == nullptr) continue;
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t c = 0; c < tile.columns; ++c) sum += exponential(out[c] - top);

@@ -111,13 +111,14 @@ struct Int8Tile {
   float* out = nullptr;         ///< Rows of `columns`, `out_stride` apart.
   int64_t out_stride = 0;
   float* tops = nullptr;         ///< Unless null: each row's greatest, `tops_stride` apart ...
-  float* sums_of_exp = nullptr;  ///< ... and, unless null, its sum of exp(x - greatest).
+  float* sums_of_exp = nullptr;  ///< ... and, unless null, its sum of exp(x - greatest). Null:
+                                 ///< tops are NaN of rows with a number that is not finite.
   int64_t tops_stride = 0;
 };
 
 /// Of 8-bit matrices. Every table gives the same bits, but for sums of exponentials.
 struct Int8Loops {
-  /// out[i] = 128 + x[i] / scale, rounded to nearest, ties to even; returns the scale: max |x| / 127, or 0 (and all 128)
+  /// out[i] = 128 + rint(x[i] * (127 / max |x|)), ties to even; returns the scale: max |x| / 127, or 0 (and all 128)
   /// if nothing is above 1e-36, or NaN (and all 128) if a number is not finite.
   float (*quantize)(const float* x, int64_t n, uint8_t* out);
   /// sums [R, kInt8Columns] = rows [R, depth] * block; depth is a multiple of 4.
