@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <fcntl.h>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <sstream>
 #include <string_view>
 #include <system_error>
+#include <unistd.h>
 
 #include "cohort/base/error.h"
 #include "cohort/launch/to_int.h"
@@ -27,18 +29,30 @@ struct InstalledGpu {
   throw ConfigError("--numa-binding node: expected " + expected + ", got " + got);
 }
 
-// The driver has a folder for each GPU that this process may use; names of one length sort by bus.
+// The text after `name` and spaces; nothing on another line.
+std::optional<std::string> value_of(const std::string& line, std::string_view name) {
+  if (!line.starts_with(name)) return std::nullopt;
+  return line.substr(std::min(line.find_first_not_of(" \t", name.size()), line.size()));
+}
+
+// The driver has a folder for each GPU of the machine. CUDA counts those whose device file a device
+// cgroup lets this process open. Names of one length sort by bus.
 std::vector<InstalledGpu> installed_gpus(const std::string& root) {
   std::vector<InstalledGpu> gpus;
   std::error_code error;
   for (const auto& folder : fs::directory_iterator(root + "/proc/driver/nvidia/gpus", error)) {
     InstalledGpu gpu{.address = folder.path().filename().string(), .uuid = {}};
     std::ifstream file(folder.path() / "information");
+    bool usable = true;
     for (std::string line; std::getline(file, line);) {
-      if (line.starts_with("GPU UUID:"))
-        gpu.uuid = line.substr(std::min(line.find("GPU-"), line.size()));
+      if (const auto uuid = value_of(line, "GPU UUID:")) gpu.uuid = *uuid;
+      if (const auto minor = value_of(line, "Device Minor:")) {
+        const std::string device = root + "/dev/nvidia" + *minor;
+        // The kernel asks the cgroup for this, too; to open the file would start the GPU.
+        usable = ::faccessat(AT_FDCWD, device.c_str(), R_OK | W_OK, AT_EACCESS) == 0;
+      }
     }
-    gpus.push_back(gpu);
+    if (usable) gpus.push_back(gpu);
   }
   std::ranges::sort(gpus, {}, &InstalledGpu::address);
   return gpus;

@@ -15,9 +15,10 @@ std::optional<std::vector<std::string>> visible_gpus();
 /// the worker's GPU.
 ///
 /// Worker i has the i-th GPU that a program of this environment sees: of CUDA_VISIBLE_DEVICES if
-/// that is set (numbers or UUIDs), else of all, in the order of their PCI addresses. A GPU whose
-/// node the machine does not tell is on node 0, as for torchrun. `root` is put before /proc and
-/// /sys.
+/// that is set (numbers or UUIDs), else of all, in the order of their PCI addresses. GPUs whose
+/// /dev/nvidia<Device Minor> this process may not read and write, such as those that a device
+/// cgroup keeps from it, do not count. A GPU whose node the machine does not tell is on node 0, as
+/// for torchrun. `root` is put before /dev, /proc and /sys.
 /// Local; reads files.
 /// Errors: ConfigError that names --numa-binding: fewer GPUs than workers, an entry of
 ///         CUDA_VISIBLE_DEVICES that is no GPU of this node, or a node without a core of `cores`.

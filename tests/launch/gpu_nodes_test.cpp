@@ -21,15 +21,21 @@ using Cores = std::vector<int>;
 // A machine's /proc and /sys, as far as they tell of GPUs and nodes.
 class Machine {
  public:
-  void add_gpu(const std::string& address, const std::string& uuid, const std::string& node) const {
+  void add_gpu(const std::string& address, const std::string& uuid, const std::string& node) {
+    const std::string minor = std::to_string(num_gpus_++);
     write("/proc/driver/nvidia/gpus/" + address + "/information",
-          "Model: \t\t NVIDIA Fake\nGPU UUID: \t " + uuid + "\nDevice Minor: \t 0\n");
+          "Model: \t\t NVIDIA Fake\nGPU UUID: \t " + uuid + "\nDevice Minor: \t " + minor + "\n");
+    write("/dev/nvidia" + minor, "");
     write("/sys/bus/pci/devices/" + address + "/numa_node", node + "\n");
   }
   void add_node(int number, const std::string& cores) const {
     write("/sys/devices/system/node/node" + std::to_string(number) + "/cpulist", cores + "\n");
   }
   const std::string& root() const { return folder_.path(); }
+  // A device cgroup keeps it from this process, or a container lacks it.
+  void hide_device(int minor) const {
+    std::filesystem::remove(root() + "/dev/nvidia" + std::to_string(minor));
+  }
 
  private:
   void write(const std::string& name, const std::string& text) const {
@@ -39,6 +45,7 @@ class Machine {
   }
 
   TemporaryFolder folder_;
+  int num_gpus_ = 0;
 };
 
 class GpuNodesTest : public testing::Test {
@@ -88,6 +95,16 @@ TEST_F(GpuNodesTest, TheVisibleOnesCount) {
   }
 }
 
+// As for a task of Slurm, whose cgroup has one of the node's GPUs, which is number 0 there.
+TEST_F(GpuNodesTest, OnlyThoseCountWhoseDeviceCanBeOpened) {
+  machine_.hide_device(2);  // 0000:0f:00.0
+  EXPECT_EQ(cores_of(1), (std::vector<Cores>{{0, 1, 4}}));
+  ::setenv("CUDA_VISIBLE_DEVICES", "0", 1);
+  EXPECT_EQ(cores_of(1), (std::vector<Cores>{{0, 1, 4}}));
+  ::setenv("CUDA_VISIBLE_DEVICES", "2", 1);
+  EXPECT_NE(refusal(1).find("to list numbers below 2"), std::string::npos) << refusal(1);
+}
+
 TEST_F(GpuNodesTest, ANodeWithoutACoreIsRefused) {
   EXPECT_EQ(refusal(1, {0, 1}),
             "--numa-binding node: expected a core that this process may use on NUMA node 1, where "
@@ -107,7 +124,7 @@ TEST_F(GpuNodesTest, ACoreHasOneThread) {
 TEST_F(GpuNodesTest, AWorkerRunsBesideItsGpu) {
   const int first = usable_cores().front(), last = usable_cores().back();
   ASSERT_NE(first, last) << "needs two cores";
-  const Machine machine;
+  Machine machine;
   machine.add_gpu("0000:0f:00.0", "GPU-1111", "1");
   machine.add_gpu("0000:10:00.0", "GPU-2222", "0");
   machine.add_node(0, std::to_string(first));
