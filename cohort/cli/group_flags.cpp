@@ -34,19 +34,18 @@ void check_backend(const std::string& name, at::Device device) {
 }  // namespace
 
 // NCCL says so in the first collective, in its own words, and not of which ranks.
-void check_devices_differ(const comm::ProcessGroup& group) {
-  const std::string visible = env_string("CUDA_VISIBLE_DEVICES").value_or("");
-  const auto devices =
-      group.all_gather_object(group.device().str() + (visible.empty() ? "" : " of " + visible));
+void check_cards_differ(const comm::ProcessGroup& group, const std::string& card) {
+  const auto cards = group.all_gather_object(card);
   const auto hosts = group.hosts();
-  for (size_t rank = 1; rank < devices.size(); ++rank) {
+  for (size_t rank = 1; rank < cards.size(); ++rank) {
     for (size_t other = 0; other < rank; ++other) {
-      if (hosts[rank] != hosts[other] || devices[rank] != devices[other]) continue;
+      if (cards[rank].empty() || cards[rank] != cards[other] || hosts[rank] != hosts[other])
+        continue;
       throw ConfigError("ranks " + std::to_string(other) + " and " + std::to_string(rank) +
-                        " compute on one card, " + devices[rank] + " of host " +
-                        hosts[rank].substr(0, hosts[rank].find('/')) +
-                        ", and NCCL takes one rank on each: expected fewer ranks, or " +
-                        "--dist-backend gloo, which is slow");
+                        " compute on one card of host " +
+                        hosts[rank].substr(0, hosts[rank].find('/')) + ", with the UUID " +
+                        cards[rank] + ", and NCCL takes one rank on each: expected fewer ranks, " +
+                        "or --dist-backend gloo, which is slow");
     }
   }
 }
@@ -159,7 +158,7 @@ comm::ProcessGroup GroupFlags::connect() {
   const comm::RankInfo info = comm::rank_info_from_environment(rank_info);
   choose_device(info);
   comm::ProcessGroup ranks(info, group);
-  if (ranks.backend() == "nccl") check_devices_differ(ranks);
+  if (ranks.backend() == "nccl") check_cards_differ(ranks, comm::card_uuid(ranks.device().index()));
   return ranks;
 }
 

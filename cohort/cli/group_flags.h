@@ -40,9 +40,10 @@ struct GroupFlags {
   void choose_device(const comm::RankInfo& info);
 };
 
-/// Checks that each rank computes on a card of its own: CUDA_VISIBLE_DEVICES and device() tell.
-/// Collective; blocks.
+/// Checks that each rank computes on a card of its own. `card` is what distinguishes this rank's
+/// from the others of its host, as comm::card_uuid(); empty: not known, which nothing is held
+/// against. Collective; blocks.
 /// Errors: ConfigError on all ranks that names two on one card.
-void check_devices_differ(const comm::ProcessGroup& group);
+void check_cards_differ(const comm::ProcessGroup& group, const std::string& card);
 
 }  // namespace cohort::cli

@@ -3,8 +3,10 @@
 
 #include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <array>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <charconv>
+#include <cstdint>
 #include <dlfcn.h>
 #include <filesystem>
 #include <optional>
@@ -89,6 +91,25 @@ int init_cuda() {
   } catch (const c10::Error& error) {  // Of libtorch's CUDA half.
     refuse(one_line(error));
   }
+}
+
+std::string card_uuid(int index) {
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (driver == nullptr) return {};
+  auto* get_device = reinterpret_cast<int (*)(int*, int)>(dlsym(driver, "cuDeviceGet"));
+  // Version 1 gives all parts of a card its own.
+  auto* get_uuid = reinterpret_cast<int (*)(uint8_t*, int)>(dlsym(driver, "cuDeviceGetUuid_v2"));
+  int device = 0;
+  std::array<uint8_t, 16> uuid{};
+  if (get_device == nullptr || get_uuid == nullptr || get_device(&device, index) != 0 ||
+      get_uuid(uuid.data(), device) != 0)
+    return {};
+  std::string text;
+  for (const uint8_t byte : uuid) {
+    text += "0123456789abcdef"[byte / 16];
+    text += "0123456789abcdef"[byte % 16];
+  }
+  return text;
 }
 
 at::Device init_accelerator(const std::string& name, const RankInfo& info) {

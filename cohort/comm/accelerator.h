@@ -33,4 +33,10 @@ std::string cuda_kernels_file();
 ///         device_index().
 at::Device init_accelerator(const std::string& name, const RankInfo& info);
 
+/// Returns which card CUDA device `index` of this process is, as the driver tells: the hexadecimal
+/// digits of its UUID (of a part of a card that is shared by MIG: the part's). It is the same in
+/// every process, whatever CUDA_VISIBLE_DEVICES says there. Empty if the driver does not tell.
+/// Local; after init_cuda().
+std::string card_uuid(int index);
+
 }  // namespace cohort::comm

@@ -46,5 +46,11 @@ TEST(AcceleratorTest, ALibtorchWithoutItsCudaHalfIsNamed) {
   }
 }
 
+TEST(AcceleratorTest, ACardIsKnownByTheDriversUuid) {
+  EXPECT_EQ(card_uuid(0), "e9eaebecedeeeff0f1f2f3f4f5f6f7f8");
+  EXPECT_EQ(card_uuid(1), "f9fafbfcfdfeff000102030405060708");
+  EXPECT_EQ(card_uuid(2), "") << "there is none";
+}
+
 }  // namespace accelerator_test
 }  // namespace cohort::comm

@@ -88,16 +88,19 @@ TEST(HostStagingTest, CollectivesOfADevicesTensors) {
 }
 
 TEST(HostStagingTest, TwoRanksOnOneCardAreNamed) {
-  device_ranks(2, [](const comm::ProcessGroup& group) {
-    setenv("CUDA_VISIBLE_DEVICES", "5", 1);
-    const std::string error = message_of<ConfigError>([&] { cli::check_devices_differ(group); });
-    EXPECT_TRUE(error.starts_with("ranks 0 and 1 compute on one card, mtia:0 of 5 of host "))
+  device_ranks(3, [](const comm::ProcessGroup& group) {
+    const std::string error = message_of<ConfigError>(
+        [&] { cli::check_cards_differ(group, group.rank() == 1 ? "8f" : "5e"); });
+    EXPECT_TRUE(error.starts_with("ranks 0 and 2 compute on one card of host ")) << error;
+    EXPECT_NE(error.find(", with the UUID 5e, and NCCL takes one rank on each: expected fewer "
+                         "ranks, or --dist-backend gloo"),
+              std::string::npos)
         << error;
-    EXPECT_NE(error.find("expected fewer ranks, or --dist-backend gloo"), std::string::npos)
-        << error;
-    // A launcher that shows each rank another card.
-    setenv("CUDA_VISIBLE_DEVICES", std::to_string(group.rank()).c_str(), 1);
-    cli::check_devices_differ(group);
+    // Each sees its own card as number 0, as in the cgroups of Slurm's tasks.
+    setenv("CUDA_VISIBLE_DEVICES", "0", 1);
+    cli::check_cards_differ(group, std::to_string(group.rank()));
+    // The driver does not tell.
+    cli::check_cards_differ(group, "");
   });
 }
 
