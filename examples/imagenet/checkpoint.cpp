@@ -3,6 +3,7 @@
 
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <filesystem>
 #include <torch/types.h>
 
@@ -69,18 +70,23 @@ bool is_of_this_job(const std::string& folder) {
 RunState read_run(const std::string& folder) {
   const auto metadata = cohort::train::read_manifest(folder);
   RunState state{.arch = entry(metadata, folder, "arch")};
+  const auto refuse = [&](const std::string& key, const std::string& expected) {
+    throw ConfigError(folder + "/manifest.json: " + key + ": expected " + expected + ", found " +
+                      entry(metadata, folder, key));
+  };
   const auto read = [&](const std::string& key, auto& number) {
     const std::string text = entry(metadata, folder, key);
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-    if (error != std::errc() || end != text.data() + text.size()) {
-      throw ConfigError(folder + "/manifest.json: " + key + ": expected a number, found " + text);
-    }
+    if (error != std::errc() || end != text.data() + text.size()) refuse(key, "a number");
   };
   read("epochs_done", state.epochs_done);
   read("best_top1", state.best_top1);
   if (metadata.contains("loss_scale")) {
     read("loss_scale", state.loss_scale);
+    if (!(state.loss_scale > 0 && std::isfinite(state.loss_scale)))
+      refuse("loss_scale", "a finite number above 0");
     read("scale_age", state.scale_age);
+    if (state.scale_age < 0) refuse("scale_age", "0 or more");
   }
   if (const auto servers = metadata.find("servers"); servers != metadata.end())
     state.servers = servers->second;

@@ -37,7 +37,7 @@ void save_run(const std::string& folder, Model& model,
 bool is_of_this_job(const std::string& folder);
 
 /// Reads the state alone.
-/// Errors: ConfigError if `folder` holds no checkpoint of this program.
+/// Errors: ConfigError if `folder` holds no checkpoint of this program, or one with a loss scale that no run has.
 RunState read_run(const std::string& folder);
 
 /// Fills what this rank holds, from a checkpoint of any strategy and number of ranks; every rank

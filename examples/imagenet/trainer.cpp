@@ -141,9 +141,14 @@ void Trainer::make_optimizer() {
                        : make_rank_optimizer(*parallel_, optimizer);
 }
 
-// Small gradients vanish in float16, large ones overflow. The scale continues as the checkpoint has it.
+// Small gradients vanish in float16, large ones overflow. The scale continues as the checkpoint has it;
+// checkpoints of other precisions have none.
 void Trainer::make_scaler() {
-  if (options_.precision != "float16") return;
+  if (options_.precision != "float16") {
+    state_.loss_scale = 0;
+    state_.scale_age = 0;
+    return;
+  }
   scaler_.emplace(group_, cohort::parallel::GradScalerOptions{.init_scale = options_.init_scale});
   if (state_.loss_scale == 0) return;
   for (auto& [name, value] : scaler_->state())
