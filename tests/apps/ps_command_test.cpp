@@ -97,7 +97,7 @@ TEST_F(PsCommandTest, DenseParametersLiveOnADeviceThroughLibtorch) {
   EXPECT_EQ(weights.at("dense").at(0).get<int>(), pushes.at("pushes").get<int>());
 }
 
-// This libtorch has no CUDA half.
+// Where there is a card CUDA_VISIBLE_DEVICES hides it; a server that took a device would serve until the time limit.
 TEST_F(PsCommandTest, ADeviceThatIsNotThereIsRefused) {
   for (const auto& [device, text] :
        {std::pair<std::string, std::string>{"quantum",
@@ -105,8 +105,8 @@ TEST_F(PsCommandTest, ADeviceThatIsNotThereIsRefused) {
         {"cuda", "CUDA cannot be used: "},
         {"cuda:1", "CUDA cannot be used: "},
         {"cuda:x", "device \"cuda:x\": expected cpu, cuda or cuda:N"}}) {
-    const Ended refused =
-        shell(bin("cohort") + " ps server --device " + device + " --folder " + folder_ / "other");
+    const Ended refused = shell("CUDA_VISIBLE_DEVICES= timeout 60 " + bin("cohort") +
+                                " ps server --device " + device + " --folder " + folder_ / "other");
     EXPECT_EQ(refused.code, 2) << refused.output;
     EXPECT_NE(refused.output.find("cohort ps: error: " + text), std::string::npos)
         << refused.output;
