@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "cohort/base/error.h"
@@ -103,23 +104,33 @@ inline TrainedModel load_trained(const ModelPlace& place) {
 
 /// Errors: ConfigError if `output`, of the flag --output, holds a model.
 inline void expect_no_model(const std::string& output) {
-  if (std::filesystem::exists(std::filesystem::path(output) / "best"))
+  std::error_code error;  // save_model() meets it again.
+  if (std::filesystem::exists(std::filesystem::path(output) / "best", error))
     throw ConfigError("--output " + output + " already holds a model: name another folder");
 }
 
 /// Writes a model that was made of the run in `model_dir` as best/ in `output`, with the run's vocabularies,
-/// unless those lie elsewhere.
+/// unless those lie elsewhere. best/ comes last.
+/// Errors: ConfigError that names the file or folder that cannot be written or read; c10::Error if writing fails.
 inline void save_model(const std::string& output, const nmt::Transformer& model, int64_t update,
                        const train::Metadata& metadata, const std::string& model_dir) {
   namespace fs = std::filesystem;
+  const auto check = [](const fs::path& path, const std::error_code& error) {
+    if (error) throw ConfigError(path.string() + ": " + error.message());
+  };
   std::error_code error;
   fs::create_directories(output, error);
-  train::save_checkpoint(output + "/best", *model, update, metadata);
+  check(output, error);
   for (const char* vocabulary : {"source.spm", "target.spm"}) {
-    const fs::path from = fs::path(model_dir) / vocabulary;
-    if (fs::exists(from))
-      fs::copy_file(from, fs::path(output) / vocabulary, fs::copy_options::overwrite_existing);
+    const fs::path from = fs::path(model_dir) / vocabulary, to = fs::path(output) / vocabulary;
+    const bool is_there = fs::exists(from, error);
+    check(from, error);
+    if (!is_there) continue;
+    fs::copy_file(from, to, fs::copy_options::overwrite_existing, error);
+    check(to, error);
   }
+  // A folder with best/ is a model.
+  train::save_checkpoint(output + "/best", *model, update, metadata);
 }
 
 }  // namespace cohort::cli

@@ -772,6 +772,11 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
   expect_refused("quantize --model-dir " + path("q") + " --output " + path("new"),
                  "q/best holds 8-bit weights already");
   EXPECT_FALSE(fs::exists(path("new")));
+  // A file is in the folder's place, a folder in the vocabulary's.
+  expect_refused(quantize + path("valid.en"), "valid.en: Not a directory");
+  fs::create_directories(path("taken/target.spm"));
+  expect_refused(quantize + path("taken"), "taken/target.spm: ");
+  EXPECT_FALSE(fs::exists(path("taken/best"))) << "it would be a model without vocabularies";
   expect_refused("translate --precision bfloat16 --model-dir " + path("q"),
                  "q/best holds 8-bit weights");
   expect_refused(
