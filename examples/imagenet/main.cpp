@@ -2,6 +2,7 @@
 // Trains a ResNet on images:  cohort run --nproc-per-node 2 -- imagenet --arch resnet18 DATA
 //
 // The flags are those of PyTorch's examples/imagenet; docs/imagenet.md lists the differences.
+#include <ATen/Context.h>
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <utility>
@@ -153,6 +154,8 @@ void check_ranks_of_node(const cohort::comm::RankInfoOptions& node) {
 
 int run_rank(Options options, cohort::cli::GroupFlags group_flags) {
   const auto group = group_flags.connect();
+  // Batches are alike in size: cuDNN may try which of its convolutions are the fastest for it.
+  if (group.device().is_cuda()) at::globalContext().setBenchmarkCuDNN(true);
   go_on_where_the_job_was(options);
   imagenet::Trainer trainer(options, group);
   if (options.evaluate) {
