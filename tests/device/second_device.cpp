@@ -45,12 +45,13 @@ class Arena {
     ::close(file);
   }
 
-  // What is the device's, and not pinned, is told to libtorch's profiler, as a card's allocator does.
+  // What is the device's, and not pinned, is reported to libtorch's profiler, as a card's allocator does.
   at::DataPtr allocate(size_t bytes, bool pinned) {
     if (bytes == 0) return {nullptr, nullptr, &Arena::release, at::kCPU};
-    const auto told = pinned ? 0 : static_cast<int64_t>(bytes);
-    char* const block = take((bytes + kAlignment - 1) / kAlignment * kAlignment, told);
-    if (told > 0) c10::reportMemoryUsageToProfiler(block, told, 0, 0, kSecondDevice);
+    const auto reported_bytes = pinned ? 0 : static_cast<int64_t>(bytes);
+    char* const block = take((bytes + kAlignment - 1) / kAlignment * kAlignment, reported_bytes);
+    if (reported_bytes > 0)
+      c10::reportMemoryUsageToProfiler(block, reported_bytes, 0, 0, kSecondDevice);
     return {block, block, &Arena::release, at::kCPU};
   }
   static void release(void* block);
@@ -101,13 +102,13 @@ class Arena {
  private:
   struct Block {
     size_t bytes = 0;
-    int64_t told = 0;             // To the profiler.
+    int64_t reported_bytes = 0;   // To the profiler.
     c10::StreamId stream = 0;     // Of the allocation.
     bool used_elsewhere = false;  // By another stream, ...
     bool used_is_known = false;   // ... which the allocator knows.
     int64_t other_used = 0;       // When the other stream used it last.
   };
-  char* take(size_t bytes, int64_t told) {
+  char* take(size_t bytes, int64_t reported_bytes) {
     const std::lock_guard lock(mutex_);
     std::vector<char*>& spare = spare_[bytes];
     char* block = nullptr;
@@ -122,7 +123,7 @@ class Arena {
       used_ += bytes;
       ++counts_.new_blocks;
     }
-    blocks_[block] = {.bytes = bytes, .told = told, .stream = current_stream};
+    blocks_[block] = {.bytes = bytes, .reported_bytes = reported_bytes, .stream = current_stream};
     return block;
   }
 
@@ -161,7 +162,8 @@ void Arena::release(void* block) {
     self.spare_[freed.bytes].push_back(place);
     if (freed.used_elsewhere && !freed.used_is_known) ++self.counts_.early_frees;
   }
-  if (freed.told > 0) c10::reportMemoryUsageToProfiler(block, -freed.told, 0, 0, kSecondDevice);
+  if (freed.reported_bytes > 0)
+    c10::reportMemoryUsageToProfiler(block, -freed.reported_bytes, 0, 0, kSecondDevice);
 }
 
 thread_local bool in_kernel = false;
