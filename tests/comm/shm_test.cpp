@@ -359,7 +359,7 @@ TEST(ShmFaultTest, AMessageWhoseSenderStopsIsATimeout) {
                                       if (group.rank() == 1) {
                                         Work half = group.send_async(x, 0);
                                         std::this_thread::sleep_for(milliseconds(300));
-                                        stop_for_seconds(12);
+                                        stop_for_seconds(7);
                                       }
                                       std::this_thread::sleep_for(milliseconds(600));
                                       group.recv(x, 1);
@@ -376,7 +376,7 @@ TEST(ShmFaultTest, OneStoppedRankOfFourIsTheOnlyOneLost) {
   const auto ends = test::run_ranks(4,
                                     [](const ProcessGroup& group) {
                                       EXPECT_EQ(group.all_reduce_sum(1), 4);
-                                      if (group.rank() == 1) stop_for_seconds(15);
+                                      if (group.rank() == 1) stop_for_seconds(9);
                                       group.all_reduce_sum(1);
                                     },
                                     {.backend = "shm", .timeout = milliseconds(1500)});
