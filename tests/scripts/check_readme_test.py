@@ -111,7 +111,7 @@ class CheckReadmeTest(unittest.TestCase):
         commit = self.commit()
         self.write_record(commit)
         self.check("--write")
-        self.append("cohort/base/error.h", "// changed\n")
+        self.append("cohort/base/error.h", "int changed;\n")
         self.expect_fault("README.md: its example or figures are not the present ones")
         self.commit()
         self.expect_fault("README.md: its example or figures are not the present ones")
