@@ -125,7 +125,7 @@ class CheckReadmeTest(unittest.TestCase):
         self.append("README.md", BLOCK)
         self.write_record(self.commit())
         self.check("--write")
-        self.append("cohort/image/decode.h", "// changed\n")
+        self.append("cohort/image/decode.h", "int changed;\n")
         self.expect_good()
 
     def test_a_record_is_fresh_in_another_history(self):
