@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory among ranks that are threads of one process, where the thread sanitizer sees both
+// sides of it (scripts/sanitize tsan): a slot that comes round too early is a race.
+#include <cstdlib>
+#include <cstring>
+#include <gtest/gtest.h>
+#include <memory>
+#include <thread>
+
+#include "cohort/comm/backends/shm/mailbox.h"
+#include "cohort/comm/backends/shm/shared_exchange.h"
+
+namespace cohort::comm {
+namespace shm_threads_test {
+
+using std::chrono::seconds;
+
+struct Free {
+  void operator()(std::byte* memory) const { std::free(memory); }
+};
+
+std::unique_ptr<std::byte, Free> zeros(size_t bytes) {
+  const size_t whole = (bytes + 4095) / 4096 * 4096;
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(4096, whole));
+  std::memset(memory, 0, whole);
+  return std::unique_ptr<std::byte, Free>(memory);
+}
+
+void on_threads(int world_size, const std::function<void(int rank)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world_size; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<float> filled(size_t numel, float value) {
+  return std::vector<float>(numel, value);
+}
+
+std::span<const std::byte> bytes_of(const std::vector<float>& values) {
+  return std::as_bytes(std::span(values));
+}
+
+// Every kind of operation, several pieces long and none, one right after the other.
+void exchange_all(SharedExchange& exchange, int rank, int world_size) {
+  uint32_t number = 0;
+  const auto begin = [&] {
+    exchange.begin({.number = number++}, std::chrono::steady_clock::now() + seconds(60));
+  };
+  const Reduction sum = reduction_of(c10d::ReduceOp::SUM, c10::ScalarType::Float, world_size);
+  const auto ranks = static_cast<size_t>(world_size);
+  for (const size_t numel : {0, 1, 5000, 70001, 200000}) {
+    const auto own = static_cast<float>(rank + 1);
+    std::vector<float> x = filled(numel, own);
+    begin();
+    exchange.all_reduce(sum, reinterpret_cast<std::byte*>(x.data()), std::ssize(x), 4);
+    EXPECT_EQ(x, filled(numel, static_cast<float>(world_size * (world_size + 1)) / 2));
+
+    x = filled(numel, own);
+    std::vector<std::vector<float>> all(ranks, filled(numel, 0));
+    const auto take = [&](size_t piece_bytes) {
+      return [&all, numel, piece_bytes](size_t offset, const auto& pieces) {
+        if (offset >= numel * 4) return;
+        for (size_t peer = 0; peer < all.size(); ++peer)
+          std::memcpy(reinterpret_cast<std::byte*>(all[peer].data()) + offset, pieces[peer],
+                      std::min(piece_bytes, numel * 4 - offset));
+      };
+    };
+    begin();
+    exchange.show(bytes_of(x), numel * 4, take(exchange.piece_bytes()));
+    for (size_t peer = 0; peer < ranks; ++peer)
+      EXPECT_EQ(all[peer], filled(numel, static_cast<float>(peer) + 1));
+
+    std::vector<std::vector<float>> messages;
+    for (size_t peer = 0; peer < ranks; ++peer)
+      messages.push_back(filled(numel, 10 * own + static_cast<float>(peer)));
+    std::vector<SharedExchange::Message> passed;
+    for (const auto& message : messages) passed.push_back(bytes_of(message));
+    begin();
+    exchange.pass(passed, numel * 4, take(exchange.passed_piece_bytes()));
+    for (size_t peer = 0; peer < ranks; ++peer)
+      EXPECT_EQ(all[peer],
+                filled(numel, static_cast<float>(10 * (peer + 1)) + static_cast<float>(rank)));
+    begin();
+    exchange.barrier();
+  }
+}
+
+TEST(ShmThreadsTest, OperationsFollowEachOtherWithoutARace) {
+  for (const int world_size : {1, 2, 3, 4}) {
+    const auto memory = zeros(SharedExchange::bytes_for(world_size));
+    const std::vector<PeerProcess> peers(static_cast<size_t>(world_size));
+    std::atomic<int> num_ready = 0;
+    on_threads(world_size, [&](int rank) {
+      SharedExchange exchange(memory.get(), rank, peers);
+      for (int round = 0; round < 3; ++round) exchange_all(exchange, rank, world_size);
+      // A rank that leaves is an error to those that wait for it.
+      for (++num_ready; num_ready < world_size;) std::this_thread::yield();
+    });
+  }
+}
+
+TEST(ShmThreadsTest, AnAbortEndsTheWaitOfAllRanks) {
+  const auto memory = zeros(SharedExchange::bytes_for(3));
+  const std::vector<PeerProcess> peers(3);
+  std::atomic<int> num_ended = 0;
+  on_threads(3, [&](int rank) {
+    SharedExchange exchange(memory.get(), rank, peers);
+    if (rank == 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      exchange.abort();
+    } else {
+      exchange.begin({}, std::chrono::steady_clock::now() + seconds(60));
+      EXPECT_THROW(exchange.barrier(), c10::DistBackendError);
+    }
+    for (++num_ended; num_ended < 3;) std::this_thread::yield();
+  });
+}
+
+TEST(ShmThreadsTest, MessagesCrossWithoutARace) {
+  constexpr int kRanks = 3;
+  constexpr int kMessages = 40;
+  const auto memory = zeros(Mailbox::bytes_for(kRanks));
+  const std::vector<PeerProcess> peers(kRanks);
+  std::atomic<int> num_ready = 0;
+  on_threads(kRanks, [&](int rank) {
+    Mailbox mailbox(memory.get(), rank, peers, [] {});
+    std::atomic<int> num_done = 0, num_failed = 0;
+    const auto done = [&](int, const std::exception_ptr& error) {
+      num_failed += error ? 1 : 0;
+      ++num_done;
+    };
+    const auto numel_of = [](int tag) { return static_cast<size_t>(tag * tag * tag); };
+    std::vector<std::vector<float>> sent, got(kRanks * kMessages);
+    for (int tag = 0; tag < kMessages; ++tag)
+      sent.push_back(filled(numel_of(tag), static_cast<float>(100 * rank + tag)));
+    for (int peer = 0; peer < kRanks; ++peer) {
+      if (peer == rank) continue;
+      for (int tag = 0; tag < kMessages; ++tag)
+        mailbox.send(bytes_of(sent[static_cast<size_t>(tag)]), peer, tag, done);
+      for (int tag = kMessages - 1; tag >= 0; --tag) {
+        auto& to = got[static_cast<size_t>(peer * kMessages + tag)];
+        to.resize(numel_of(tag));
+        mailbox.receive(
+            std::as_writable_bytes(std::span(to)), peer, tag, [] { return true; }, done);
+      }
+    }
+    while (num_done < (kRanks - 1) * kMessages * 2) std::this_thread::yield();
+    EXPECT_EQ(num_failed, 0);
+    for (int peer = 0; peer < kRanks; ++peer) {
+      for (int tag = 0; peer != rank && tag < kMessages; ++tag)
+        EXPECT_EQ(got[static_cast<size_t>(peer * kMessages + tag)],
+                  filled(numel_of(tag), static_cast<float>(100 * peer + tag)));
+    }
+    for (++num_ready; num_ready < kRanks;) std::this_thread::yield();
+  });
+}
+
+}  // namespace shm_threads_test
+}  // namespace cohort::comm
