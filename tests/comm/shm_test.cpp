@@ -469,8 +469,9 @@ class StrangerTest : public testing::Test {
  protected:
   static constexpr size_t kBytes = 1 << 16;
 
-  Fd connection() const {
-    const std::string name = store_->get_to_str("socket");
+  Fd connection() const { return connection_to(store_->get_to_str("socket")); }
+
+  static Fd connection_to(const std::string& name) {
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     std::copy(name.begin(), name.end(), address.sun_path + 1);
@@ -529,13 +530,14 @@ TEST_F(StrangerTest, AnotherUserGetsNothing) {
   // The whole way: only root can be another user.
   if (geteuid() != 0) return;
   share([&] {
-    store_->get_to_str("socket");  // rank 0 listens
+    const std::string name = store_->get_to_str("socket");
+    const std::string secret = store_->get_to_str("secret");
+    // After a fork with threads about, the child takes no lock of the store's.
     const pid_t child = fork();
     if (child == 0) {
       if (setuid(65534) != 0) _exit(2);
-      const Fd socket = connection();
+      const Fd socket = connection_to(name);
       std::array<char, 36> hello{};
-      const std::string secret = store_->get_to_str("secret");
       std::copy(secret.begin(), secret.end(), hello.begin());
       const int32_t rank = 1;
       std::memcpy(hello.data() + 32, &rank, sizeof rank);
