@@ -898,6 +898,9 @@ bool same_parameters(const Shuffled& a, const Shuffled& b) {
   return true;
 }
 
+// Over shm sums are in the order of ranks, however buckets are cut.
+const comm::ProcessGroupOptions kGloo{.backend = "gloo"};
+
 // Trains 4 steps at once, and 2 + 2 with a new DDP in between that is given `layout_kept`; are they
 // bit-equal?
 bool resumed_equals_uninterrupted(const ProcessGroup& group, bool rebuild, bool layout_kept) {
@@ -926,22 +929,31 @@ bool resumed_equals_uninterrupted(const ProcessGroup& group, bool rebuild, bool 
 }
 
 TEST(DdpOptionsTest, ResumedIsBitEqualWithTheFixedLayout) {
-  test::ranks(3, [](const ProcessGroup& group) {
-    EXPECT_TRUE(resumed_equals_uninterrupted(group, false, false));
-  });
+  test::ranks(
+      3,
+      [](const ProcessGroup& group) {
+        EXPECT_TRUE(resumed_equals_uninterrupted(group, false, false));
+      },
+      kGloo);
 }
 
 TEST(DdpOptionsTest, ResumedIsBitEqualWithTheSavedLayoutOfRebuiltBuckets) {
-  test::ranks(3, [](const ProcessGroup& group) {
-    EXPECT_TRUE(resumed_equals_uninterrupted(group, true, true));
-  });
+  test::ranks(
+      3,
+      [](const ProcessGroup& group) {
+        EXPECT_TRUE(resumed_equals_uninterrupted(group, true, true));
+      },
+      kGloo);
 }
 
 // Shows that the two tests above can fail.
 TEST(DdpOptionsTest, ResumedDiffersWhenRebuiltBucketsAreForgotten) {
-  test::ranks(3, [](const ProcessGroup& group) {
-    EXPECT_FALSE(resumed_equals_uninterrupted(group, true, false));
-  });
+  test::ranks(
+      3,
+      [](const ProcessGroup& group) {
+        EXPECT_FALSE(resumed_equals_uninterrupted(group, true, false));
+      },
+      kGloo);
 }
 
 TEST(DdpOptionsTest, RebuiltBucketsFollowTheOrderOfGradients) {

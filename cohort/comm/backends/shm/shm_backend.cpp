@@ -85,6 +85,8 @@ class ShmWork : public c10d::Work {
 
   void end(std::exception_ptr error, int source = -1) {
     source_ = source;
+    // Before anybody can see that it is over, and end the profiler.
+    if (recordFunctionEndCallback_) std::exchange(recordFunctionEndCallback_, nullptr)();
     if (error) {
       future_->setError(error);
     } else {
