@@ -193,7 +193,8 @@ bool is_peer_of_user(const Fd& connection, uid_t user) {
 }
 
 SharedMemory::SharedMemory(const Fd& file, size_t bytes) : bytes_(bytes) {
-  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  const int flags = MAP_SHARED | (file ? 0 : MAP_ANONYMOUS);
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file.get(), 0);
   if (mapped == MAP_FAILED) fail_to_share("mmap of " + std::to_string(bytes) + " bytes", errno);
   data_ = static_cast<std::byte*>(mapped);
   // A child that only forks does not keep it.
@@ -207,6 +208,7 @@ SharedMemory::~SharedMemory() {
 SharedMemory SharedMemory::share(c10d::Store& store, int rank, int world_size, size_t bytes,
                                  milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
+  if (world_size == 1) return {Fd(), bytes};
   if (rank != 0) {
     store.wait({kSecret}, timeout);
     const std::string secret = store.get_to_str(kSecret);
@@ -215,7 +217,7 @@ SharedMemory SharedMemory::share(c10d::Store& store, int rank, int world_size, s
   }
   try {
     const Fd file = make_memory(bytes);
-    if (world_size > 1) hand_over(file, store, world_size, deadline);
+    hand_over(file, store, world_size, deadline);
     return {file, bytes};
   } catch (const std::exception&) {
     if (!store.check({kSecret})) store.set(kSecret, std::string());

@@ -33,7 +33,7 @@ class SharedMemory {
   size_t size() const { return bytes_; }
 
  private:
-  SharedMemory(const Fd& file, size_t bytes);
+  SharedMemory(const Fd& file, size_t bytes);  // no file: this process's own memory
 
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;

@@ -14,6 +14,7 @@
 #include <pthread.h>
 #include <sstream>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <utility>
@@ -713,7 +714,10 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request
 std::string memory_sharing() {
   const Fd process(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
   const Fd memory(memfd_create("cohort-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  return process && memory ? "uid" + std::to_string(geteuid()) : std::string();
+  rlimit file_size{};
+  getrlimit(RLIMIT_FSIZE, &file_size);
+  const bool may_grow = file_size.rlim_cur >= exchange_bytes(kMostShmRanks);
+  return process && memory && may_grow ? "uid" + std::to_string(geteuid()) : std::string();
 }
 
 }  // namespace cohort::comm

@@ -133,8 +133,8 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request);
 
 /// Says with which ranks of its host this process can share memory: those for which this returns
-/// the same text. Empty: with none, for the system lacks memfd_create or pidfd_open (Linux 5.3), or
-/// forbids them.
+/// the same text. Empty: with none, for the system lacks memfd_create or pidfd_open (Linux 5.3),
+/// forbids them, or limits the size of files (`ulimit -f`).
 std::string memory_sharing();
 
 /// The most ranks that a group of this backend has.
