@@ -13,6 +13,11 @@
 namespace cohort::cli {
 namespace {
 
+const char* const kBackendText =
+    "Backend of the collectives (auto: nccl for cuda, else shm among ranks of one "
+    "host and gloo among those of several; gloo for cuda is slow, but takes several "
+    "ranks on one card)";
+
 std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
   if (!(seconds > 0 && seconds < 1e7)) {
     throw ConfigError(std::string(flag) + " " + std::to_string(seconds) +
@@ -91,10 +96,7 @@ void GroupFlags::add_to(CLI::App& app, Devices allowed) {
                  "CUDA: multiply float32 matrices with mantissas of 10 bits")
         ->group(section);
   }
-  app.add_option("--dist-backend", backend,
-                 "Backend of the collectives (auto: nccl for cuda, else shm among ranks of one "
-                 "host and gloo among those of several; gloo for cuda is slow, but takes several "
-                 "ranks on one card)")
+  app.add_option("--dist-backend", backend, kBackendText)
       ->type_name("NAME")
       ->capture_default_str()
       ->group(section);

@@ -64,11 +64,11 @@ void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   {
     // c10d's code for the CPU takes the backend of the CPU. There a rank would meet others that came with tensors of the CPU.
     using Type = c10d::ProcessGroup::BackendType;
-    const bool is_shm = group->getBackend(at::kCPU)->getBackendName() == "shm";
-    const Type own_type = is_shm ? Type::UCC : Type::GLOO;  // as process_group.cpp has them
-    group->setBackend(at::kCPU, group->getBackendType(), std::nullopt);
-    const auto restore =
-        c10::make_scope_exit([&] { group->setBackend(at::kCPU, own_type, std::nullopt); });
+    const auto own = group->getBackend(at::kCPU);
+    const Type own_type =
+        own->getBackendName() == "shm" ? Type::UCC : Type::GLOO;  // process_group.cpp's
+    group->setBackend(at::kCPU, group->getBackendType(), group->getDefaultBackend());
+    const auto restore = c10::make_scope_exit([&] { group->setBackend(at::kCPU, own_type, own); });
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
   for (size_t i = first; i < stack->size(); ++i) {

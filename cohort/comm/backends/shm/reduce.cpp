@@ -45,6 +45,7 @@ T scaled(Sum<T> sum, Scale scale) {
 template <class T>
 [[gnu::always_inline]] inline void sum_block(T* out, const std::byte* const* inputs, size_t count,
                                              int64_t begin, int64_t size, Scale scale) {
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-member-init): written before it is read
   std::array<Sum<T>, kBlock> sums;
   const T* first = reinterpret_cast<const T*>(inputs[0]) + begin;
   for (int64_t i = 0; i < size; ++i) sums[static_cast<size_t>(i)] = static_cast<Sum<T>>(first[i]);
