@@ -196,10 +196,8 @@ Tensors split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits,
   if (splits.empty()) {
     TORCH_CHECK_VALUE(rows % world_size == 0, "shm ", name, ": expected rows in ", world_size,
                       " equal shares, got ", rows);
-    return tensor.split(std::max<int64_t>(rows / world_size, 1), 0).size() ==
-                   static_cast<size_t>(world_size)
-               ? tensor.split(rows / world_size, 0)
-               : Tensors(static_cast<size_t>(world_size), tensor.narrow(0, 0, 0));
+    return rows > 0 ? tensor.split(rows / world_size, 0)
+                    : Tensors(static_cast<size_t>(world_size), tensor.narrow(0, 0, 0));
   }
   TORCH_CHECK_VALUE(splits.size() == static_cast<size_t>(world_size), "shm ", name, ": expected ",
                     world_size, " splits, got ", splits.size());
@@ -447,6 +445,14 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   return launch(std::move(call));
 }
 
+// Shows this rank's tensor, and takes every rank's into `list`; an empty one takes none.
+void ShmBackend::gather_into(const Tensors& list, const at::Tensor& input) {
+  exchange_.show(message_of(input), input.nbytes(), [&](size_t offset, const auto& pieces) {
+    for (size_t peer = 0; peer < list.size(); ++peer)
+      take_piece(list[peer], offset, pieces[peer], exchange_.piece_bytes());
+  });
+}
+
 ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
   const at::Tensor input = only_dense(inputs, "allgather");
@@ -456,12 +462,7 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
   Call call = call_of(OpType::ALLGATHER, options, outputs[0]);
   call.shared.dtype = static_cast<int32_t>(input.scalar_type());
   call.shared.numel = input.numel();
-  call.run = [this, list = outputs[0], input] {
-    exchange_.show(message_of(input), input.nbytes(), [&](size_t offset, const auto& pieces) {
-      for (size_t peer = 0; peer < list.size(); ++peer)
-        take_piece(list[peer], offset, pieces[peer], exchange_.piece_bytes());
-    });
-  };
+  call.run = [this, list = outputs[0], input] { gather_into(list, input); };
   return launch(std::move(call));
 }
 
@@ -492,12 +493,7 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
   Call call = call_of(OpType::GATHER, options, is_root ? outputs[0] : Tensors());
   call.shared.dtype = static_cast<int32_t>(input.scalar_type());
   call.shared.numel = input.numel();
-  call.run = [this, list = call.results, input] {
-    exchange_.show(message_of(input), input.nbytes(), [&](size_t offset, const auto& pieces) {
-      for (size_t peer = 0; peer < list.size(); ++peer)
-        take_piece(list[peer], offset, pieces[peer], exchange_.piece_bytes());
-    });
-  };
+  call.run = [this, list = call.results, input] { gather_into(list, input); };
   return launch(std::move(call));
 }
 

@@ -106,6 +106,7 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   WorkPtr receive(c10d::OpType type, const at::Tensor& tensor, int from, int tag);
   void run_queue();
   void run(Task& task);
+  void gather_into(const Tensors& list, const at::Tensor& input);
   void exchange(const Tensors& outputs, const Tensors& inputs);
   void all_reduce_sparse(at::Tensor tensor);
   void scatter_sums(const at::Tensor& output, const Tensors& inputs, const Reduction& reduction);
