@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/profiler.h"
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -150,8 +151,10 @@ void Profiler::start() {
   ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
   const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO,
                                                      /*report_input_shapes=*/true);
-  const std::set<torch::profiler::impl::ActivityType> activities{
+  std::set<torch::profiler::impl::ActivityType> activities{
       torch::profiler::impl::ActivityType::CPU};
+  if (at::detail::getCUDAHooks().hasCUDA())
+    activities.insert(torch::profiler::impl::ActivityType::CUDA);
   autograd_profiler::prepareProfiler(config, activities);
   autograd_profiler::enableProfiler(config, activities);
   state_ = State::kRecording;

@@ -37,8 +37,9 @@ struct ProfilerOptions {
 ///   profiler.finish();
 ///
 /// The trace has the operators and scopes of the calling thread, its CPU backward included, each
-/// step as "ProfilerStep#N", and what the backend of the process group did on tracks of its own,
-/// called "communication", with the bytes of this rank's tensors beside each operation.
+/// step as "ProfilerStep#N", the kernels and copies of CUDA devices, and what the backend of the
+/// process group did on tracks of its own, called "communication", with the bytes of this rank's
+/// tensors beside each operation.
 ///
 /// Local.
 /// Threads: one, the training loop's. One at a time in a process.
