@@ -173,7 +173,8 @@ at::Tensor ProjectionImpl::forward(const at::Tensor& x) {
 }
 
 at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t count) {
-  return product(x, first, count, bias.defined() ? bias.narrow(0, first, count) : bias);
+  const bool whole = !bias.defined() || count == bias.size(0);
+  return product(x, first, count, whole ? bias : bias.narrow(0, first, count));
 }
 
 at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t count,
@@ -187,8 +188,9 @@ at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t c
   const auto type = compute_type(weight, context_->precision);
   const at::Tensor b = added.defined() ? added.to(type) : added;
   if (infers(*this, x)) return packed(first, count).rows.multiply(x.to(type), b);
-  return at::linear(x.to(type), weight.narrow(0, first, count).to(type),
-                    b.defined() ? std::optional(b) : std::nullopt);
+  // A view of the whole would cost a copy of its gradient.
+  const at::Tensor w = count == weight.size(0) ? weight : weight.narrow(0, first, count);
+  return at::linear(x.to(type), w.to(type), b.defined() ? std::optional(b) : std::nullopt);
 }
 
 Int8Scores ProjectionImpl::scores(const at::Tensor& x, bool with_sums) {
