@@ -15,7 +15,11 @@ namespace cohort::test {
 class HostLaunches {
  public:
   explicit HostLaunches(c10::DeviceType device = c10::DeviceType::CPU, std::ptrdiff_t offset = 0) {
-    static constexpr nmt::CudaLaunches kLaunches{.drop = drop, .cross_entropy = cross_entropy};
+    static constexpr nmt::CudaLaunches kLaunches{.drop = drop,
+                                                 .relu_backward = relu_backward,
+                                                 .softmax = softmax,
+                                                 .softmax_backward = softmax_backward,
+                                                 .cross_entropy = cross_entropy};
     state() = {.offset = offset};
     nmt::use_cuda_launches(&kLaunches, device);
   }
@@ -41,14 +45,15 @@ class HostLaunches {
     return reinterpret_cast<T*>(reinterpret_cast<intptr_t>(device) + state().offset);
   }
 
-  // As kernels.cu's BlockLanes.
+  // As kernels.cu's BlockLanes and WarpLanes.
+  template <int kCount = nmt::kLanes>
   struct Lanes {
     bool first() const { return true; }
     template <class Part, class Join>
     auto reduce(const Part& part, const Join& join) const {
       std::vector<decltype(part(0))> parts;
-      for (int lane = 0; lane < nmt::kLanes; ++lane) parts.push_back(part(lane));
-      for (size_t half = nmt::kLanes / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < kCount; ++lane) parts.push_back(part(lane));
+      for (size_t half = kCount / 2; half > 0; half /= 2) {
         for (size_t lane = 0; lane < half; ++lane)
           parts[lane] = join(parts[lane], parts[lane + half]);
       }
@@ -56,7 +61,7 @@ class HostLaunches {
     }
     template <class Part>
     void for_each(const Part& part) const {
-      for (int lane = 0; lane < nmt::kLanes; ++lane) part(lane);
+      for (int lane = 0; lane < kCount; ++lane) part(lane);
     }
   };
 
@@ -82,22 +87,58 @@ class HostLaunches {
     }
     return nullptr;
   }
-  static const char* cross_entropy(const nmt::CrossEntropyLaunch& device, void* stream) {
+  // Of a launch's element type: body(value of its class).
+  template <class Body>
+  static const char* for_type(nmt::ElementType type, void* stream, const Body& body) {
     state() = {state().offset, state().calls + 1, stream};
+    if (type == nmt::ElementType::kFloat64) {
+      body(double());
+    } else if (type == nmt::ElementType::kBFloat16) {
+      body(nmt::BFloat16Bits());
+    } else {
+      body(float());
+    }
+    return nullptr;
+  }
+  static const char* relu_backward(const nmt::ReluBackwardLaunch& device, void* stream) {
+    nmt::ReluBackwardLaunch launch = device;
+    launch.out = host(launch.out);
+    launch.grad = host(launch.grad);
+    launch.to = host(launch.to);
+    return for_type(launch.type, stream, [&]<class T>(T) {
+      for (int64_t i = 0; i < launch.count; ++i) nmt::relu_backward_element<T>(launch, i);
+    });
+  }
+  static const char* softmax(const nmt::SoftmaxLaunch& device, void* stream) {
+    nmt::SoftmaxLaunch launch = device;
+    launch.scores = host(launch.scores);
+    launch.probs = host(launch.probs);
+    if (launch.dropped != nullptr) launch.dropped = host(launch.dropped);
+    launch.shape.key_lengths = host(launch.shape.key_lengths);
+    const int64_t rows = launch.shape.batch * launch.shape.heads * launch.shape.queries;
+    return for_type(launch.type, stream, [&]<class T>(T) {
+      for (int64_t row = 0; row < rows; ++row)
+        nmt::softmax_row<T>(Lanes<nmt::kSoftmaxLanes>(), launch, row);
+    });
+  }
+  static const char* softmax_backward(const nmt::SoftmaxBackwardLaunch& device, void* stream) {
+    nmt::SoftmaxBackwardLaunch launch = device;
+    launch.probs = host(launch.probs);
+    launch.grad = host(launch.grad);
+    launch.to = host(launch.to);
+    return for_type(launch.type, stream, [&]<class T>(T) {
+      for (int64_t row = 0; row < launch.rows; ++row)
+        nmt::softmax_backward_row<T>(Lanes<nmt::kSoftmaxLanes>(), launch, row);
+    });
+  }
+  static const char* cross_entropy(const nmt::CrossEntropyLaunch& device, void* stream) {
     nmt::CrossEntropyLaunch launch = device;
     launch.logits_NV = host(launch.logits_NV);
     launch.labels_N = host(launch.labels_N);
     launch.losses_N2 = host(launch.losses_N2);
-    for (int64_t n = 0; n < launch.rows; ++n) {
-      if (launch.type == nmt::ElementType::kFloat64) {
-        nmt::cross_entropy_row<double>(Lanes(), launch, n);
-      } else if (launch.type == nmt::ElementType::kBFloat16) {
-        nmt::cross_entropy_row<nmt::BFloat16Bits>(Lanes(), launch, n);
-      } else {
-        nmt::cross_entropy_row<float>(Lanes(), launch, n);
-      }
-    }
-    return nullptr;
+    return for_type(launch.type, stream, [&]<class T>(T) {
+      for (int64_t n = 0; n < launch.rows; ++n) nmt::cross_entropy_row<T>(Lanes<>(), launch, n);
+    });
   }
 };
 

@@ -17,8 +17,10 @@
 
 namespace cohort::nmt {
 
-/// Threads of a block that computes a row. It decides the order of the row's sums.
+/// Threads of a block that computes a row of cross-entropy, and of those that compute a row of
+/// softmax. They decide the order of the row's sums.
 inline constexpr int kLanes = 256;
+inline constexpr int kSoftmaxLanes = 32;
 
 COHORT_DEVICE inline float wide(float x) {
   return x;
@@ -72,23 +74,114 @@ class DropoutBits {
   uint64_t bits_ = 0;
 };
 
+/// A NumberedRule for elements that are asked for in order.
+class Dropper {
+ public:
+  COHORT_DEVICE explicit Dropper(const NumberedRule& numbered)
+      : numbered_(numbered),
+        whole_(numbered.part_size == numbered.part_whole),
+        bits_(numbered.rule.key) {}
+  /// Returns what the rule leaves of `value`, element i.
+  template <class Value>
+  COHORT_DEVICE Value operator()(Value value, int64_t i) {
+    const auto& [rule, size, all] = numbered_;
+    value *= rule.scale;
+    const int64_t number = rule.first + (whole_ ? i : i / size * all + i % size);
+    return rule.threshold != 0 && bits_.of(number) < rule.threshold ? 0 : value;
+  }
+
+ private:
+  const NumberedRule& numbered_;
+  const bool whole_;
+  DropoutBits bits_;
+};
+
 /// Computes elements [first, end) of a DropLaunch.
 template <class In, class Out>
 COHORT_DEVICE inline void drop_elements(const DropLaunch& launch, int64_t first, int64_t end) {
   const In* in = static_cast<const In*>(launch.in);
   Out* out = static_cast<Out*>(launch.out);
-  const bool whole = launch.part_size == launch.part_whole;
-  DropoutBits bits(launch.rule.key);
+  Dropper drop(launch.dropout);
   for (int64_t i = first; i < end; ++i) {
     auto value = wide(in[i]);
     if (launch.relu) value = value > 0 ? value : 0;
-    value *= launch.rule.scale;
-    const int64_t number =
-        launch.rule.first +
-        (whole ? i : i / launch.part_size * launch.part_whole + i % launch.part_size);
-    if (launch.rule.threshold != 0 && bits.of(number) < launch.rule.threshold) value = 0;
-    store(value, out[i]);
+    store(drop(value, i), out[i]);
   }
+}
+
+/// Computes element i of a ReluBackwardLaunch.
+template <class T>
+COHORT_DEVICE inline void relu_backward_element(const ReluBackwardLaunch& launch, int64_t i) {
+  auto slope = wide(static_cast<const T*>(launch.grad)[i]) * launch.scale;
+  if (!(wide(static_cast<const T*>(launch.out)[i]) > 0)) slope = 0;
+  store(slope, static_cast<T*>(launch.to)[i]);
+}
+
+/// Computes a row of a SoftmaxLaunch by `lanes`, as cross_entropy_row.
+template <class T, class Lanes>
+COHORT_DEVICE inline void softmax_row(const Lanes& lanes, const SoftmaxLaunch& launch,
+                                      int64_t row) {
+  using Sum = typename SumOf<T>::Type;
+  const SoftmaxShape& shape = launch.shape;
+  const int64_t keys = shape.keys, query = row % shape.queries;
+  const int64_t length = shape.key_lengths[row / shape.queries / shape.heads];
+  int64_t visible = length < keys ? length : keys;
+  if (shape.causal && query + 1 < visible) visible = query + 1;
+  const T* scores = static_cast<const T*>(launch.scores) + row * keys;
+  T* probs = static_cast<T*>(launch.probs) + row * keys;
+  T* dropped = launch.dropped == nullptr ? nullptr : static_cast<T*>(launch.dropped) + row * keys;
+  const Sum scale = shape.scale;
+  const Sum top = lanes.reduce(
+      [=](int lane) {
+        Sum part = -INFINITY;
+        for (int64_t k = lane; k < visible; k += kSoftmaxLanes) {
+          const Sum x = wide(scores[k]) * scale;
+          part = x > part || x != x ? x : part;
+        }
+        return part;
+      },
+      [](Sum a, Sum b) { return b > a || b != b ? b : a; });
+  const Sum sum = lanes.reduce(
+      [=](int lane) {
+        Sum part = 0;
+        for (int64_t k = lane; k < visible; k += kSoftmaxLanes)
+          part += exponential(wide(scores[k]) * scale - top);
+        return part;
+      },
+      [](Sum a, Sum b) { return a + b; });
+  lanes.for_each([=](int lane) {
+    Dropper drop(launch.dropout);
+    for (int64_t k = lane; k < keys; k += kSoftmaxLanes) {
+      const Sum shown = k < visible ? exponential(wide(scores[k]) * scale - top) : 0;
+      store(shown / sum, probs[k]);
+      if (dropped != nullptr) store(drop(wide(probs[k]), row * keys + k), dropped[k]);
+    }
+  });
+}
+
+/// Computes a row of a SoftmaxBackwardLaunch by `lanes`, as softmax_row.
+template <class T, class Lanes>
+COHORT_DEVICE inline void softmax_backward_row(const Lanes& lanes,
+                                               const SoftmaxBackwardLaunch& launch, int64_t row) {
+  using Sum = typename SumOf<T>::Type;
+  const int64_t keys = launch.keys, first = row * keys;
+  const T* probs = static_cast<const T*>(launch.probs) + first;
+  const T* grad = static_cast<const T*>(launch.grad) + first;
+  T* to = static_cast<T*>(launch.to) + first;
+  const Sum dot = lanes.reduce(
+      [=](int lane) {
+        Dropper drop(launch.dropout);
+        Sum part = 0;
+        for (int64_t k = lane; k < keys; k += kSoftmaxLanes)
+          part += wide(probs[k]) * drop(wide(grad[k]), first + k);
+        return part;
+      },
+      [](Sum a, Sum b) { return a + b; });
+  lanes.for_each([=](int lane) {
+    Dropper drop(launch.dropout);
+    for (int64_t k = lane; k < keys; k += kSoftmaxLanes)
+      store(wide(probs[k]) * (drop(wide(grad[k]), first + k) - dot) * launch.scale, to[k]);
+  });
 }
 
 /// The greatest of some numbers and their sum.

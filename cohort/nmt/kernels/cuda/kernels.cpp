@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout and cross-entropy by libcohort_cuda.so, the rest by aten/ with that dropout: the same
-// elements fall, and results differ from aten/'s only where a sum has another order.
+// Dropout, softmax and cross-entropy by libcohort_cuda.so, the rest by aten/ with that dropout: the
+// same elements fall, and results differ from aten/'s only where a sum has another order and in the
+// roundings of a softmax.
 #include "cohort/nmt/kernels/kernels.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -66,23 +67,28 @@ ElementType element_type(const at::Tensor& x) {
   }
 }
 
+NumberedRule numbered(const Dropping& dropping) {
+  NumberedRule result{.rule = dropping.rule};
+  if (dropping.part.size != dropping.part.whole) {
+    result.rule.first = dropping.part.first;
+    result.part_size = dropping.part.size;
+    result.part_whole = dropping.part.whole;
+  }
+  return result;
+}
+
 at::Tensor cuda_drop(const at::Tensor& x, at::ScalarType type, const Dropping& dropping,
                      bool relu = false) {
   const CudaPlace place(x);
   at::Tensor out = at::empty(x.sizes(), x.options().dtype(type));
-  DropLaunch launch{.in = x.const_data_ptr(),
-                    .out = out.mutable_data_ptr(),
-                    .in_type = element_type(x),
-                    .out_type = element_type(out),
-                    .count = x.numel(),
-                    .rule = dropping.rule,
-                    .relu = relu};
-  if (dropping.part.size != dropping.part.whole) {
-    launch.rule.first = dropping.part.first;
-    launch.part_size = dropping.part.size;
-    launch.part_whole = dropping.part.whole;
-  }
-  check_launch(place.launches.drop(launch, place.stream));
+  check_launch(place.launches.drop({.in = x.const_data_ptr(),
+                                    .out = out.mutable_data_ptr(),
+                                    .in_type = element_type(x),
+                                    .out_type = element_type(out),
+                                    .count = x.numel(),
+                                    .dropout = numbered(dropping),
+                                    .relu = relu},
+                                   place.stream));
   return out;
 }
 
@@ -113,18 +119,56 @@ constexpr ActivationKernels kCudaActivation = {
           return cuda_drop(slopes, x.scalar_type(), dropping);
         }};
 
+at::Tensor cuda_relu_dropout_backward(const at::Tensor& out, const at::Tensor& grad, float scale) {
+  const CudaPlace place(out);
+  at::Tensor to = at::empty_like(grad);
+  check_launch(place.launches.relu_backward({.out = out.const_data_ptr(),
+                                             .grad = grad.const_data_ptr(),
+                                             .to = to.mutable_data_ptr(),
+                                             .type = element_type(out),
+                                             .count = out.numel(),
+                                             .scale = scale},
+                                            place.stream));
+  return to;
+}
+
 std::pair<at::Tensor, at::Tensor> cuda_softmax(const at::Tensor& scores, const SoftmaxMask& mask,
                                                const Dropping& dropping) {
-  const at::Tensor probs = kAtenKernels.softmax(scores, mask, {}).first;
-  if (dropping.rule.threshold == 0) return {probs, at::Tensor()};
-  return {probs, cuda_dropout(probs, dropping)};
+  const CudaPlace place(scores);
+  const at::Tensor probs = at::empty_like(scores);
+  const at::Tensor dropped = dropping.rule.threshold == 0 ? at::Tensor() : at::empty_like(scores);
+  check_launch(
+      place.launches.softmax({.scores = scores.const_data_ptr(),
+                              .probs = probs.mutable_data_ptr(),
+                              .dropped = dropped.defined() ? dropped.mutable_data_ptr() : nullptr,
+                              .type = element_type(scores),
+                              .shape = {.batch = scores.size(0),
+                                        .heads = scores.size(1),
+                                        .queries = scores.size(2),
+                                        .keys = scores.size(3),
+                                        .key_lengths = mask.key_lengths_B.const_data_ptr<int64_t>(),
+                                        .causal = mask.causal,
+                                        .scale = mask.scale},
+                              .dropout = numbered(dropping)},
+                             place.stream));
+  return {probs, dropped};
 }
 
 at::Tensor cuda_softmax_backward(const at::Tensor& probs, const at::Tensor& grad,
                                  const SoftmaxMask& mask, const Dropping& dropping) {
-  const bool drops = dropping.rule.threshold != 0;
-  return kAtenKernels.softmax_backward(probs, drops ? cuda_dropout(grad, dropping) : grad, mask,
-                                       {});
+  const CudaPlace place(probs);
+  const at::Tensor to = at::empty_like(probs);
+  const int64_t keys = probs.size(-1);
+  check_launch(place.launches.softmax_backward({.probs = probs.const_data_ptr(),
+                                                .grad = grad.const_data_ptr(),
+                                                .to = to.mutable_data_ptr(),
+                                                .type = element_type(probs),
+                                                .rows = keys == 0 ? 0 : probs.numel() / keys,
+                                                .keys = keys,
+                                                .scale = mask.scale,
+                                                .dropout = numbered(dropping)},
+                                               place.stream));
+  return to;
 }
 
 void cuda_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
@@ -160,10 +204,7 @@ void use_cuda_launches(const CudaLaunches* launches, c10::DeviceType device) {
 extern const Kernels kCudaKernels;
 const Kernels kCudaKernels = {.dropout = cuda_dropout,
                               .relu_dropout = cuda_relu_dropout,
-                              .relu_dropout_backward =
-                                  [](const at::Tensor& out, const at::Tensor& grad, float scale) {
-                                    return kAtenKernels.relu_dropout_backward(out, grad, scale);
-                                  },
+                              .relu_dropout_backward = cuda_relu_dropout_backward,
                               .gelu = kCudaActivation<&Kernels::gelu>,
                               .swish = kCudaActivation<&Kernels::swish>,
                               .softmax = cuda_softmax,

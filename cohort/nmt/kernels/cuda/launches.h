@@ -11,18 +11,57 @@ namespace cohort::nmt {
 
 enum class ElementType : int32_t { kFloat32, kFloat64, kBFloat16 };
 
-/// out[i] = rule(in[i]), or rule(max(in[i], 0)), for `count` elements. Element i has the number
-/// rule.first + i / part_size * part_whole + i % part_size. Types: out's is in's, or bfloat16 where
-/// in's is float32.
+/// A rule for a tensor whose element i has the number
+/// rule.first + i / part_size * part_whole + i % part_size.
+struct NumberedRule {
+  DropoutRule rule;
+  int64_t part_size = 1, part_whole = 1;
+};
+
+/// out[i] = rule(in[i]), or rule(max(in[i], 0)), for `count` elements. Types: out's is in's, or
+/// bfloat16 where in's is float32.
 struct DropLaunch {
   const void* in = nullptr;
   void* out = nullptr;  ///< May be `in`, if the types are the same.
   ElementType in_type = ElementType::kFloat32;
   ElementType out_type = ElementType::kFloat32;
   int64_t count = 0;
-  DropoutRule rule;
-  int64_t part_size = 1, part_whole = 1;
+  NumberedRule dropout;
   bool relu = false;
+};
+
+/// to[i] = out[i] > 0 ? grad[i] * scale : 0, for `count` elements of one type; `out` is what a
+/// DropLaunch with `relu` made.
+struct ReluBackwardLaunch {
+  const void* out = nullptr;
+  const void* grad = nullptr;
+  void* to = nullptr;
+  ElementType type = ElementType::kFloat32;
+  int64_t count = 0;
+  float scale = 1;
+};
+
+/// Rows of scores [batch, heads, queries, keys]: probs = softmax(scale * scores) over the keys that
+/// a query sees (0 elsewhere), dropped = rule(probs), unless it is null. A query that sees none has
+/// NaN for each.
+struct SoftmaxLaunch {
+  const void* scores = nullptr;
+  void* probs = nullptr;
+  void* dropped = nullptr;
+  ElementType type = ElementType::kFloat32;  ///< Of all three.
+  SoftmaxShape shape;                        ///< key_lengths on the device.
+  NumberedRule dropout;
+};
+
+/// to = probs * (g - sum(probs * g)) * scale for each of `rows` rows of `keys`, g = rule(grad).
+struct SoftmaxBackwardLaunch {
+  const void* probs = nullptr;
+  const void* grad = nullptr;
+  void* to = nullptr;
+  ElementType type = ElementType::kFloat32;
+  int64_t rows = 0, keys = 0;
+  float scale = 1;
+  NumberedRule dropout;
 };
 
 /// For each row n of logits: losses_N2[n] becomes its smoothed loss and -log p[label], as in
@@ -40,7 +79,7 @@ struct CrossEntropyLaunch {
 };
 
 /// Of CudaLaunches and its arguments; an object of another version is refused.
-inline constexpr int kCudaLaunchesVersion = 1;
+inline constexpr int kCudaLaunchesVersion = 2;
 
 /// Launches on memory of the current device, behind what `stream`, a cudaStream_t, holds. They do
 /// not wait, and return null, or why nothing was launched: text that lives for ever.
@@ -48,6 +87,9 @@ inline constexpr int kCudaLaunchesVersion = 1;
 struct CudaLaunches {
   int version = kCudaLaunchesVersion;
   const char* (*drop)(const DropLaunch& launch, void* stream) = nullptr;
+  const char* (*relu_backward)(const ReluBackwardLaunch& launch, void* stream) = nullptr;
+  const char* (*softmax)(const SoftmaxLaunch& launch, void* stream) = nullptr;
+  const char* (*softmax_backward)(const SoftmaxBackwardLaunch& launch, void* stream) = nullptr;
   const char* (*cross_entropy)(const CrossEntropyLaunch& launch, void* stream) = nullptr;
 };
 
