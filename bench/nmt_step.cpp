@@ -307,7 +307,7 @@ int run(const Options& options) {
   cohort::nmt::check_precision(precision, device.is_cpu());
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const double gemm = gemm_rate(group, type, options.mini_batch_words);
-  cohort::translate::TensorMemory memory;
+  cohort::translate::TensorMemory memory(device.type());
   cohort::nmt::TransformerOptions sizes;
   sizes.dim_vocab_source = sizes.dim_vocab_target = options.vocabulary;
   sizes.enc_depth = sizes.dec_depth = options.depth;
