@@ -31,9 +31,7 @@ std::vector<double> gradient_norms_squared(const std::vector<at::Tensor>& parame
         type = wide;
     for (const at::Tensor& grad : grads)
       if (type && grad.scalar_type() == at::kDouble) type = at::kDouble;
-    std::vector<at::Tensor> norms = at::_foreach_norm(grads, 2, type);
-    for (at::Tensor& norm : norms) norm = norm.to(at::kDouble);
-    const at::Tensor here = at::stack(norms).cpu();
+    const at::Tensor here = at::stack(at::_foreach_norm(grads, 2, type)).to(at::kDouble).cpu();
     // Squaring in double keeps small tensors from being lost.
     for (size_t i = 0; i < indices.size(); ++i) {
       const double norm = here.const_data_ptr<double>()[i];
