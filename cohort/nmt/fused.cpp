@@ -19,14 +19,13 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What the next call on `stream` drops of `x`.
-Dropping next_dropping(const at::Tensor& x, double p, DropoutStream& stream,
-                       const DropoutPart& part) {
+// What the next call on `stream` drops of `count` elements.
+Dropping next_dropping(int64_t count, double p, DropoutStream& stream, const DropoutPart& part) {
   if (p == 0) return {};
   TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout: expected a probability in [0, 1), got ", p);
-  TORCH_CHECK_VALUE(part.size > 0 && x.numel() % part.size == 0 && part.first >= 0 &&
+  TORCH_CHECK_VALUE(part.size > 0 && count % part.size == 0 && part.first >= 0 &&
                         part.first + part.size <= part.whole,
-                    "dropout: ", x.numel(), " elements are no parts of ", part.size, " from ",
+                    "dropout: ", count, " elements are no parts of ", part.size, " from ",
                     part.first, " on of ", part.whole);
   DropoutRule rule;
   rule.threshold = static_cast<uint16_t>(std::min<long>(std::lround(p * 65536), 65535));
@@ -103,25 +102,111 @@ void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char
                     beside.device(), ", got one on ", tensor.device());
 }
 
+// Crosses to backward with its lengths in a list of saved tensors.
+void save(AutogradContext* context, const SoftmaxMask& mask) {
+  context->saved_data["causal"] = mask.causal;
+  context->saved_data["softmax_scale"] = static_cast<double>(mask.scale);
+}
+
+SoftmaxMask saved_mask(AutogradContext* context, const at::Tensor& key_lengths_B) {
+  return {.key_lengths_B = key_lengths_B,
+          .causal = context->saved_data["causal"].toBool(),
+          .scale = static_cast<float>(context->saved_data["softmax_scale"].toDouble())};
+}
+
 struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& scores,
                             const SoftmaxMask& mask, const Dropping& dropping) {
     const auto [probs, dropped] = kernels_for(scores).softmax(scores, mask, dropping);
     save(context, dropping);
-    context->saved_data["causal"] = mask.causal;
-    context->saved_data["softmax_scale"] = static_cast<double>(mask.scale);
+    save(context, mask);
     context->save_for_backward({probs, mask.key_lengths_B});
     return dropped.defined() ? dropped : probs;
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const variable_list saved = context->get_saved_variables();
-    const SoftmaxMask mask{
-        .key_lengths_B = saved[1],
-        .causal = context->saved_data["causal"].toBool(),
-        .scale = static_cast<float>(context->saved_data["softmax_scale"].toDouble())};
-    return {kernels_for(saved[0]).softmax_backward(saved[0], grads[0].contiguous(), mask,
+    return {kernels_for(saved[0]).softmax_backward(saved[0], grads[0].contiguous(),
+                                                   saved_mask(context, saved[1]),
                                                    saved_dropping(context)),
             at::Tensor(), at::Tensor()};
+  }
+};
+
+// Views of rows as a projection writes them: q, k and v side by side, or q alone and k and v.
+AttentionRows attention_rows(const at::Tensor& packed, const std::optional<at::Tensor>& kv,
+                             int64_t heads) {
+  const int64_t parts = kv ? 1 : 3, width = packed.size(2) / parts / heads;
+  const auto split = [&](const at::Tensor& x, int64_t count) {
+    return x.view({x.size(0), x.size(1), count, heads, width}).unbind(2);
+  };
+  std::vector<at::Tensor> rows = split(packed, parts);
+  if (kv)
+    for (const at::Tensor& part : split(*kv, 2)) rows.push_back(part);
+  return {.q = rows[0], .k = rows[1], .v = rows[2]};
+}
+
+struct Attention : torch::autograd::Function<Attention> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& packed,
+                            const std::optional<at::Tensor>& kv, int64_t heads,
+                            const SoftmaxMask& mask, const Dropping& dropping) {
+    const AttentionResult result =
+        kernels_for(packed).attention.forward(attention_rows(packed, kv, heads), mask, dropping);
+    save(context, mask);
+    save(context, dropping);
+    context->saved_data["heads"] = heads;
+    variable_list saved{packed, result.out_BQD, result.log_sums_BHQ, mask.key_lengths_B};
+    if (kv) saved.push_back(*kv);
+    context->save_for_backward(saved);
+    return result.out_BQD;
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor& packed = saved[0];
+    const auto kv = saved.size() > 4 ? std::optional(saved[4]) : std::nullopt;
+    const int64_t heads = context->saved_data["heads"].toInt();
+    const at::Tensor grad_packed = at::empty_like(packed);
+    const auto grad_kv = kv ? std::optional(at::empty_like(*kv)) : std::nullopt;
+    kernels_for(packed).attention.backward(attention_rows(packed, kv, heads), {saved[1], saved[2]},
+                                           grads[0].contiguous(), saved_mask(context, saved[3]),
+                                           saved_dropping(context),
+                                           attention_rows(grad_packed, grad_kv, heads));
+    return {grad_packed, grad_kv.value_or(at::Tensor()), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+struct Linear : torch::autograd::Function<Linear> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, at::ScalarType type) {
+    const at::Tensor rows = x.to(type).reshape({-1, x.size(-1)}), w = weight.to(type);
+    const at::Tensor y = bias ? at::addmm(bias->to(type), rows, w.t()) : at::mm(rows, w.t());
+    context->save_for_backward({rows, w});
+    context->saved_data["x"] = x.sizes();
+    context->saved_data["types"] = std::vector<int64_t>{static_cast<int64_t>(x.scalar_type()),
+                                                        static_cast<int64_t>(weight.scalar_type())};
+    if (bias) context->saved_data["bias"] = bias->scalar_type();
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = w.size(0);
+    return y.view(sizes);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &rows = saved[0], &w = saved[1];
+    const at::Tensor grad = grads[0].reshape({-1, w.size(0)});
+    const std::vector<int64_t> types = context->saved_data["types"].toIntVector();
+    variable_list results(4);
+    if (context->needs_input_grad(0)) {
+      results[0] = at::mm(grad, w)
+                       .view(context->saved_data["x"].toIntVector())
+                       .to(static_cast<at::ScalarType>(types[0]));
+    }
+    if (context->needs_input_grad(1)) {
+      results[1] =
+          kernels_for(grad).weight_gradient(grad, rows, static_cast<at::ScalarType>(types[1]));
+    }
+    const auto bias = context->saved_data.find("bias");
+    if (bias != context->saved_data.end() && context->needs_input_grad(2))
+      results[2] = grad.sum(0, /*keepdim=*/false, bias->second.toScalarType());
+    return results;
   }
 };
 
@@ -154,11 +239,11 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
       if (!with_gradient) continue;
       at::Tensor grad_h = grad_hidden.narrow(0, first, count);
       at::mm_out(grad_h, logits, w);
-      const at::Tensor part = at::mm(logits.t(), h);
+      const at::Tensor part = kernels_for(logits).weight_gradient(logits, h, wide);
       if (grad_weight.defined()) {
         grad_weight.add_(part);
       } else {
-        grad_weight = part.to(wide);
+        grad_weight = part;
       }
     }
     if (with_gradient) {
@@ -194,22 +279,22 @@ uint64_t splitmix64_finalizer(uint64_t bits) {
 
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
   if (p == 0) return x;
-  return Dropout::apply(x, next_dropping(x, p, stream, {}));
+  return Dropout::apply(x, next_dropping(x.numel(), p, stream, {}));
 }
 
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part) {
-  return ReluDropout::apply(x, next_dropping(x, p, stream, part));
+  return ReluDropout::apply(x, next_dropping(x.numel(), p, stream, part));
 }
 
 at::Tensor gelu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part) {
-  return ActivationDropout<&Kernels::gelu>::apply(x, next_dropping(x, p, stream, part));
+  return ActivationDropout<&Kernels::gelu>::apply(x, next_dropping(x.numel(), p, stream, part));
 }
 
 at::Tensor swish_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                          const DropoutPart& part) {
-  return ActivationDropout<&Kernels::swish>::apply(x, next_dropping(x, p, stream, part));
+  return ActivationDropout<&Kernels::swish>::apply(x, next_dropping(x.numel(), p, stream, part));
 }
 
 at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_lengths_B,
@@ -228,7 +313,48 @@ at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_l
       scores_BHQK,
       SoftmaxMask{
           .key_lengths_B = key_lengths_B, .causal = causal, .scale = static_cast<float>(scale)},
-      next_dropping(scores_BHQK, p, stream, part));
+      next_dropping(scores_BHQK.numel(), p, stream, part));
+}
+
+bool has_attention(const at::Tensor& packed, int64_t head_width) {
+  const AttentionKernels& attention = kernels_for(packed).attention;
+  return attention.takes != nullptr && attention.takes(packed.scalar_type(), head_width);
+}
+
+at::Tensor attention(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
+                     const at::Tensor& key_lengths_B, const AttentionOptions& options,
+                     DropoutStream& stream) {
+  const at::Tensor& keys = kv_BKE ? *kv_BKE : packed;
+  const int64_t batch = packed.size(0), width = packed.size(2) / (kv_BKE ? 1 : 3);
+  TORCH_CHECK_VALUE(packed.dim() == 3 && keys.dim() == 3 && packed.is_contiguous() &&
+                        keys.is_contiguous() && keys.size(0) == batch &&
+                        keys.size(2) == (kv_BKE ? 2 : 3) * width && width % options.heads == 0 &&
+                        key_lengths_B.dtype() == at::kLong && key_lengths_B.is_contiguous() &&
+                        key_lengths_B.sizes() == at::IntArrayRef{batch},
+                    "attention: expected contiguous [B, T, 3 D], or [B, Q, D] and [B, K, 2 D], of ",
+                    options.heads, " heads, and int64 lengths [B], got ", packed.sizes(), ", ",
+                    keys.sizes(), " and ", key_lengths_B.sizes());
+  check_device(keys, packed, "attention: keys");
+  check_device(key_lengths_B, packed, "attention: lengths");
+  check_range("attention: lengths", key_lengths_B, 1, keys.size(1));
+  const double head_width = static_cast<double>(width) / static_cast<double>(options.heads);
+  return Attention::apply(packed, kv_BKE, options.heads,
+                          SoftmaxMask{.key_lengths_B = key_lengths_B,
+                                      .causal = options.causal,
+                                      .scale = static_cast<float>(1 / std::sqrt(head_width))},
+                          next_dropping(batch * options.heads * packed.size(1) * keys.size(1),
+                                        options.dropout, stream, options.part));
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
+                  const std::optional<at::Tensor>& bias_M, at::ScalarType type) {
+  TORCH_CHECK_VALUE(weight_MK.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight_MK.size(1),
+                    "linear: expected x [..., K] and weight [M, K], got ", x.sizes(), " and ",
+                    weight_MK.sizes());
+  TORCH_CHECK_VALUE(!bias_M || bias_M->sizes() == weight_MK.sizes().slice(0, 1),
+                    "linear: expected bias [", weight_MK.size(0), "], got ", bias_M->sizes());
+  check_device(weight_MK, x, "linear: weight");
+  return Linear::apply(x, weight_MK, bias_M, type);
 }
 
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,

@@ -6,6 +6,7 @@
 // sentences, H heads, Q queries, K keys, N rows, D model width, V vocabulary.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -37,6 +38,15 @@ struct DropoutPart {
   int64_t first = 0;
 };
 
+/// Returns x W^T + b, computed in `type`.
+///
+/// Shapes:   x [..., K], weight_MK, bias_M or none. Result [..., M] of `type`.
+/// Numerics: gradients are of their tensors' types. Those of a weight and a bias wider than `type`
+///           are sums in float32; the weight's may be rounded to `type` before: on CUDA it is not.
+/// Errors:   c10::ValueError for other shapes.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
+                  const std::optional<at::Tensor>& bias_M, at::ScalarType type);
+
 /// Returns x with each element zeroed with probability `p` and the others divided by 1 - p.
 /// p is rounded to 1/65536. Types: float32, float64, bfloat16. p = 0 returns x itself.
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream);
@@ -63,6 +73,28 @@ at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_l
                           bool causal, double scale, double p, DropoutStream& stream,
                           const DropoutPart& part = {});
 
+struct AttentionOptions {
+  int64_t heads = 1;
+  bool causal = false;
+  double dropout = 0;     ///< Probability, of the weights.
+  DropoutPart part = {};  ///< As of masked_softmax.
+};
+
+/// Whether `attention` takes rows like `packed`, with heads of this width.
+bool has_attention(const at::Tensor& packed, int64_t head_width);
+
+/// Returns attention [B, Q, D] of queries, keys and values as projections write them, without a
+/// matrix of scores in memory: the values that a query sees, weighted by
+/// dropout(softmax(q . k / sqrt(D / H))) as in masked_softmax.
+///
+/// Shapes:   packed [B, T, 3 D] holds q, k and v of each row; or, with kv_BKE [B, K, 2 D], q alone.
+///           Contiguous; heads stand side by side. key_lengths_B int64 in [1, K].
+/// Numerics: float32 between operands and result.
+/// Errors:   c10::ValueError for others.
+at::Tensor attention(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
+                     const at::Tensor& key_lengths_B, const AttentionOptions& options,
+                     DropoutStream& stream);
+
 /// Sums of a batch's losses, both scalars: `loss` with label smoothing (differentiable), `nll`
 /// without.
 struct LossSums {
@@ -78,8 +110,8 @@ struct LossSums {
 /// Shapes:   hidden_ND in the compute type, weight_VD (any float type; cast to hidden's), labels_N
 ///           int64 in [0, V).
 /// Numerics: logits and their gradients in the compute type, losses summed in float32 or wider. So
-///           is the weight's gradient over the chunks, of 1,024 rows; a chunk's share of it is
-///           rounded to the compute type before.
+///           is the weight's gradient over the chunks, of 1,024 rows; a chunk's share of it may be
+///           rounded to the compute type before, as in linear().
 /// Errors:   c10::ValueError for other shapes and labels; c10::Error from a second backward.
 /// Source:   Szegedy et al. 2016, arXiv:1512.00567, section 7, with the uniform share over all V.
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,

@@ -186,11 +186,12 @@ at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t c
     return packed(0, weight.size(0)).whole.multiply(x.to(at::kFloat), added, first, count);
   }
   const auto type = compute_type(weight, context_->precision);
-  const at::Tensor b = added.defined() ? added.to(type) : added;
-  if (infers(*this, x)) return packed(first, count).rows.multiply(x.to(type), b);
+  if (infers(*this, x)) {
+    return packed(first, count).rows.multiply(x.to(type), added.defined() ? added.to(type) : added);
+  }
   // A view of the whole would cost a copy of its gradient.
   const at::Tensor w = count == weight.size(0) ? weight : weight.narrow(0, first, count);
-  return at::linear(x.to(type), w.to(type), b.defined() ? std::optional(b) : std::nullopt);
+  return linear(x, w, added.defined() ? std::optional(added) : std::nullopt, type);
 }
 
 Int8Scores ProjectionImpl::scores(const at::Tensor& x, bool with_sums) {
@@ -242,6 +243,8 @@ at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_B
 
 at::Tensor AttentionImpl::attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE,
                                  const at::Tensor& lengths_B) {
+  if (has_attention(q_BTD, width_ / heads_))
+    return fused(q_BTD.contiguous(), kv_BSE.contiguous(), lengths_B, /*causal=*/false);
   const auto kv = split_heads(kv_BSE, 2, heads_);
   return attend(split_heads(q_BTD, 1, heads_)[0], kv[0], kv[1], lengths_B, /*causal=*/false);
 }
@@ -262,8 +265,22 @@ at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& length
     return attend(qkv.narrow(2, 0, width_), see_sentences(qkv.narrow(2, width_, 2 * width_),
                                                           lengths_B, x_BTD.size(1), causal));
   }
+  if (has_attention(qkv, width_ / heads_)) return fused(qkv, std::nullopt, lengths_B, causal);
   const auto heads = split_heads(qkv, 3, heads_);
   return attend(heads[0], heads[1], heads[2], lengths_B, causal);
+}
+
+at::Tensor AttentionImpl::fused(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
+                                const at::Tensor& lengths_B, bool causal) {
+  const int64_t keys = kv_BKE ? kv_BKE->size(1) : packed.size(1);
+  const DropoutPart part =
+      context_->tensor_parallel->dropout_part(heads_ * packed.size(1) * keys);  // of a sentence
+  return out_proj->forward(attention(packed, kv_BKE, lengths_B,
+                                     {.heads = heads_,
+                                      .causal = causal,
+                                      .dropout = is_training() ? context_->dropout : 0,
+                                      .part = part},
+                                     context_->stream));
 }
 
 at::Tensor AttentionImpl::project_memory(const at::Tensor& memory_BSD) {

@@ -158,6 +158,9 @@ class AttentionImpl : public torch::nn::Module {
                     const at::Tensor& lengths_B, bool causal);
   // The same for keys beside values, of which each query sees `lengths_B`.
   at::Tensor attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE, const at::Tensor& lengths_B);
+  // By attention() of fused.h, and out_proj.
+  at::Tensor fused(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
+                   const at::Tensor& lengths_B, bool causal);
   // The same in inference, for queries [..., D].
   at::Tensor attend(const at::Tensor& queries, const SeenRows& seen);
   int64_t heads_;  // of this shard

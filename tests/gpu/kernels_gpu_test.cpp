@@ -71,6 +71,45 @@ TEST_F(GpuKernelsTest, CrossEntropyIsTheHostsButForExponentials) {
   }
 }
 
+// Output and gradients of an attention over three tiles of 32 rows, of sentences of 70, 33 and 1.
+std::vector<at::Tensor> attention_of(const at::Tensor& packed, const at::Tensor& kv, bool causal) {
+  std::vector<at::Tensor> leaves{packed.detach().requires_grad_(true)};
+  if (kv.defined()) leaves.push_back(kv.detach().requires_grad_(true));
+  DropoutStream stream{.seed = 5};
+  const at::Tensor lengths = at::tensor({70, 33, 1}, at::kLong).to(packed.device());
+  const at::Tensor out =
+      attention(leaves[0], kv.defined() ? std::optional(leaves[1]) : std::nullopt, lengths,
+                {.heads = 3, .causal = causal, .dropout = 0.2}, stream);
+  out.backward(at::cos(out.detach().to(at::kFloat)).to(out.scalar_type()));
+  std::vector<at::Tensor> results{out.detach()};
+  for (const at::Tensor& each : leaves) results.push_back(each.grad());
+  for (at::Tensor& result : results) result = result.cpu().to(at::kDouble);
+  return results;
+}
+
+TEST_F(GpuKernelsTest, AttentionIsTheHosts) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const bool self : {true, false}) {
+      torch::manual_seed(6);
+      const at::Tensor packed = at::randn({3, self ? 70 : 40, (self ? 3 : 1) * 192}).to(type);
+      const at::Tensor kv = self ? at::Tensor() : at::randn({3, 70, 2 * 192}).to(type);
+      const auto got = attention_of(packed.cuda(), self ? kv : kv.cuda(), self);
+      const test::HostLaunches host;
+      const auto expected = attention_of(packed, kv, self);
+      ASSERT_EQ(got.size(), expected.size());
+      // A card fuses products and sums and has other exponentials: of the up to 200 roundings that
+      // a number is made of. In bfloat16 some numbers are stored as their neighbours, and the
+      // gradient that `out` decides is one of them.
+      const double bound = 200 * 0x1p-24 + (type == at::kFloat ? 0 : 0x1p-8);
+      for (size_t i = 0; i < got.size(); ++i) {
+        EXPECT_LE((got[i] - expected[i]).norm().item<double>(),
+                  bound * expected[i].norm().item<double>())
+            << i;
+      }
+    }
+  }
+}
+
 // Loss and gradients of one step, on the CPU.
 std::vector<at::Tensor> step_on(at::Device device) {
   auto options = test::tiny_options();

@@ -157,6 +157,78 @@ void check_dropouts(int64_t size, at::ScalarType type) {
   }
 }
 
+double distance(const at::Tensor& values, const at::Tensor& expected) {
+  return ((values.to(at::kDouble) - expected).norm() / expected.norm()).item<double>();
+}
+
+struct AttentionCase {
+  int64_t queries, keys;
+  bool cross, causal;
+  double p;
+  std::vector<int64_t> lengths;
+};
+
+// Beside the same of matrices in float64.
+void check_attention(const AttentionCase& c, at::ScalarType type, int64_t heads, int64_t width) {
+  SCOPED_TRACE(c.queries);
+  SCOPED_TRACE(c.keys);
+  const auto batch = static_cast<int64_t>(c.lengths.size());
+  const at::Tensor lengths = at::tensor(c.lengths, at::kLong);
+  const at::Tensor packed = leaf({batch, c.queries, (c.cross ? 1 : 3) * heads * width}, type);
+  const at::Tensor kv = c.cross ? leaf({batch, c.keys, 2 * heads * width}, type) : at::Tensor();
+  DropoutStream stream{.seed = 7, .call = 2};
+  const at::Tensor mask = mask_of({batch, heads, c.queries, c.keys}, c.p, stream);
+  ASSERT_TRUE(has_attention(packed, width));
+  const at::Tensor out = attention(packed, c.cross ? std::optional(kv) : std::nullopt, lengths,
+                                   {.heads = heads, .causal = c.causal, .dropout = c.p}, stream);
+  const at::Tensor plain = exact_leaf(packed), plain_kv = c.cross ? exact_leaf(kv) : at::Tensor();
+  const auto rows_of = [&](const at::Tensor& x, int64_t parts) {
+    return x.view({batch, x.size(1), parts, heads, width}).permute({2, 0, 3, 1, 4}).unbind(0);
+  };
+  std::vector<at::Tensor> rows = rows_of(plain, c.cross ? 1 : 3);
+  if (c.cross) {
+    for (const at::Tensor& part : rows_of(plain_kv, 2)) rows.push_back(part);
+  }
+  const at::Tensor key = at::arange(c.keys);
+  at::Tensor hidden = key >= lengths.view({-1, 1, 1, 1});
+  if (c.causal) hidden = hidden.logical_or(key > at::arange(c.queries).view({-1, 1}));
+  const at::Tensor scores =
+      (at::matmul(rows[0], rows[1].transpose(2, 3)) / std::sqrt(static_cast<double>(width)))
+          .masked_fill(hidden, -INFINITY);
+  const at::Tensor expected =
+      at::matmul(at::softmax(scores, -1) * mask, rows[2]).transpose(1, 2).flatten(2);
+  // Each number is made of sums of `width` and `keys` or `queries` terms of alternating signs, one
+  // after the other, and of stored operands: the sums' roundings, and three of the type.
+  const double bound =
+      static_cast<double>(width + std::max(c.keys, c.queries) + 20) * kU + 3 * unit_of(type);
+  EXPECT_EQ(out.scalar_type(), type);
+  EXPECT_LE(distance(out, expected), bound);
+  const at::Tensor grad = at::randn(out.sizes()).to(type);
+  out.backward(grad);
+  expected.backward(grad.to(at::kDouble));
+  EXPECT_LE(distance(packed.grad(), plain.grad()), bound);
+  if (c.cross) {
+    EXPECT_LE(distance(kv.grad(), plain_kv.grad()), bound);
+  }
+}
+
+TEST(FusedTest, AttentionOfCudaIsThatOfMatrices) {
+  const test::HostLaunches cuda;
+  torch::manual_seed(8);
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    for (const double p : {0.0, 0.3}) {
+      for (const int64_t length : {1, 7, 31, 32, 33, 70})
+        check_attention({length, length, false, true, p, {length, (length + 1) / 2, 1}}, type, 2,
+                        64);
+      check_attention({40, 40, false, false, p, {40, 33}}, type, 3, 64);
+      check_attention({5, 67, true, false, p, {67, 1, 32}}, type, 2, 64);
+      check_attention({67, 5, true, false, p, {5, 2}}, type, 1, 64);
+    }
+  }
+  EXPECT_FALSE(has_attention(at::zeros({1, 1, 3}), 63));
+  EXPECT_FALSE(has_attention(at::zeros({1, 1, 3}, at::kDouble), 64));
+}
+
 TEST(FusedTest, DropoutsInEveryTableEqualAtensWithTheSameMask) {
   in_every_table([](at::ScalarType type) {
     for (const int64_t size : {1, 7, 31, 511, 513, 1100}) check_dropouts(size, type);

@@ -3,9 +3,11 @@
 #pragma once
 #include <algorithm>
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "cohort/nmt/kernels/cuda/arithmetic.h"
+#include "cohort/nmt/kernels/cuda/attention.h"
 #include "cohort/nmt/kernels/kernels.h"
 
 namespace cohort::test {
@@ -19,6 +21,8 @@ class HostLaunches {
                                                  .relu_backward = relu_backward,
                                                  .softmax = softmax,
                                                  .softmax_backward = softmax_backward,
+                                                 .attention = attention,
+                                                 .attention_backward = attention_backward,
                                                  .cross_entropy = cross_entropy};
     state() = {.offset = offset};
     nmt::use_cuda_launches(&kLaunches, device);
@@ -67,8 +71,11 @@ class HostLaunches {
 
   template <class In, class Out>
   static void drop_all(const nmt::DropLaunch& launch) {
-    for (int64_t first = 0; first < launch.count; first += 4)
-      nmt::drop_elements<In, Out>(launch, first, std::min(first + 4, launch.count));
+    for (int64_t first = 0; first < launch.count; first += nmt::kElements) {
+      nmt::drop_elements(launch, static_cast<const In*>(launch.in) + first,
+                         static_cast<Out*>(launch.out) + first, first,
+                         static_cast<int>(std::min<int64_t>(nmt::kElements, launch.count - first)));
+    }
   }
   static const char* drop(const nmt::DropLaunch& device, void* stream) {
     state() = {state().offset, state().calls + 1, stream};
@@ -106,7 +113,12 @@ class HostLaunches {
     launch.grad = host(launch.grad);
     launch.to = host(launch.to);
     return for_type(launch.type, stream, [&]<class T>(T) {
-      for (int64_t i = 0; i < launch.count; ++i) nmt::relu_backward_element<T>(launch, i);
+      for (int64_t first = 0; first < launch.count; first += nmt::kElements) {
+        nmt::relu_backward_elements(
+            launch, static_cast<const T*>(launch.out) + first,
+            static_cast<const T*>(launch.grad) + first, static_cast<T*>(launch.to) + first,
+            static_cast<int>(std::min<int64_t>(nmt::kElements, launch.count - first)));
+      }
     });
   }
   static const char* softmax(const nmt::SoftmaxLaunch& device, void* stream) {
@@ -129,6 +141,63 @@ class HostLaunches {
     return for_type(launch.type, stream, [&]<class T>(T) {
       for (int64_t row = 0; row < launch.rows; ++row)
         nmt::softmax_backward_row<T>(Lanes<nmt::kSoftmaxLanes>(), launch, row);
+    });
+  }
+  // As kernels.cu's AttentionThreads.
+  struct Threads {
+    nmt::AttentionShared memory;
+    nmt::AttentionThread threads[nmt::kAttentionWarps][nmt::kAttentionTile];
+    nmt::AttentionShared& shared() { return memory; }
+    template <class Body>
+    void all(const Body& body) {
+      for (int warp = 0; warp < nmt::kAttentionWarps; ++warp) {
+        for (int lane = 0; lane < nmt::kAttentionTile; ++lane)
+          body(warp, lane, threads[warp][lane]);
+      }
+    }
+    template <class Body>
+    void of_warps(const Body& body) {
+      all(body);
+    }
+  };
+  static nmt::HeadRows host(nmt::HeadRows rows) {
+    rows.data = host(rows.data);
+    return rows;
+  }
+  // body(block, its number) for as many as `rows` rows of each head take.
+  template <class Body>
+  static void for_blocks(const nmt::SoftmaxShape& shape, int64_t rows, const Body& body) {
+    const int64_t count = (rows + nmt::kAttentionRows - 1) / nmt::kAttentionRows;
+    const auto threads = std::make_unique<Threads>();
+    for (int64_t index = 0; index < shape.batch * shape.heads * count; ++index)
+      body(*threads, index);
+  }
+  static const char* attention(const nmt::AttentionLaunch& device, void* stream) {
+    nmt::AttentionLaunch launch = device;
+    for (auto* rows : {&launch.q, &launch.k, &launch.v, &launch.out}) *rows = host(*rows);
+    launch.log_sums_BHQ = host(launch.log_sums_BHQ);
+    launch.shape.key_lengths = host(launch.shape.key_lengths);
+    return for_type(launch.type, stream, [&]<class T>(T) {
+      for_blocks(launch.shape, launch.shape.queries, [&](Threads& block, int64_t index) {
+        nmt::attention_block<T>(block, launch, index);
+      });
+    });
+  }
+  static const char* attention_backward(const nmt::AttentionBackwardLaunch& device, void* stream) {
+    nmt::AttentionBackwardLaunch launch = device;
+    for (auto* rows : {&launch.q, &launch.k, &launch.v, &launch.out, &launch.grad_out,
+                       &launch.grad_q, &launch.grad_k, &launch.grad_v})
+      *rows = host(*rows);
+    launch.log_sums_BHQ = host(launch.log_sums_BHQ);
+    launch.dots_BHQ = host(launch.dots_BHQ);
+    launch.shape.key_lengths = host(launch.shape.key_lengths);
+    return for_type(launch.type, stream, [&]<class T>(T) {
+      for_blocks(launch.shape, launch.shape.queries, [&](Threads& block, int64_t index) {
+        nmt::attention_queries_backward_block<T>(block, launch, index);
+      });
+      for_blocks(launch.shape, launch.shape.keys, [&](Threads& block, int64_t index) {
+        nmt::attention_keys_backward_block<T>(block, launch, index);
+      });
     });
   }
   static const char* cross_entropy(const nmt::CrossEntropyLaunch& device, void* stream) {

@@ -5,6 +5,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
 #include <utility>
 
 #include "cohort/nmt/fused.h"
@@ -34,6 +35,29 @@ struct ActivationKernels {
                          const Dropping& dropping) = nullptr;
 };
 
+/// Queries, keys and values [B, rows, H, D / H], views whose heads stand side by side.
+struct AttentionRows {
+  at::Tensor q, k, v;
+};
+
+/// What backward needs of an attention beside its operands.
+struct AttentionResult {
+  at::Tensor out_BQD;
+  at::Tensor log_sums_BHQ;  ///< float32: the logarithm of each row's sum of exponentials.
+};
+
+/// Attention without a matrix of scores in memory. Numerics: float32 inside.
+struct AttentionKernels {
+  /// Whether there is one for this type and width of heads.
+  bool (*takes)(at::ScalarType type, int64_t head_width) = nullptr;
+  AttentionResult (*forward)(const AttentionRows& rows, const SoftmaxMask& mask,
+                             const Dropping& dropping) = nullptr;
+  /// Writes the gradients of `rows` into `grads`.
+  void (*backward)(const AttentionRows& rows, const AttentionResult& result,
+                   const at::Tensor& grad_out_BQD, const SoftmaxMask& mask,
+                   const Dropping& dropping, const AttentionRows& grads) = nullptr;
+};
+
 /// Operands are contiguous, of one device, and float32, float64 or bfloat16 unless it says another
 /// type. Results are of the operands' type; sums run in float32 (float64 for float64).
 struct Kernels {
@@ -53,6 +77,11 @@ struct Kernels {
   /// Returns the gradient of the scores from that of what `softmax` dropped.
   at::Tensor (*softmax_backward)(const at::Tensor& probs_BHQK, const at::Tensor& grad_BHQK,
                                  const SoftmaxMask& mask, const Dropping& dropping) = nullptr;
+  AttentionKernels attention;  ///< Null members where there is none.
+  /// Returns grad_NM^T x_NK in `type`, theirs or a wider one. Sums run in float32 (float64 for
+  /// float64), and may be rounded to the operands' type before the wider one.
+  at::Tensor (*weight_gradient)(const at::Tensor& grad_NM, const at::Tensor& x_NK,
+                                at::ScalarType type) = nullptr;
   /// Adds the rows' smoothed losses to sums[0] and -log p[label] to sums[1], both float64; then, if
   /// `with_gradient`, overwrites logits_NV by the losses' gradient. labels_N int64 in [0, V).
   void (*cross_entropy)(const at::Tensor& logits_NV, const at::Tensor& labels_N, double smoothing,

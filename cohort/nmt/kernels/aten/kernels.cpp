@@ -110,6 +110,10 @@ at::Tensor aten_softmax_backward(const at::Tensor& probs, const at::Tensor& grad
   return (p * (g - dot) * mask.scale).to(probs.scalar_type());
 }
 
+at::Tensor aten_weight_gradient(const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
+  return at::mm(grad.t(), x).to(type);
+}
+
 void aten_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
                         bool with_gradient, const at::Tensor& sums) {
   const at::Tensor scores = widened(logits);
@@ -136,6 +140,7 @@ const Kernels kAtenKernels = {.dropout = aten_dropout,
                               .swish = {aten_swish, aten_swish_backward},
                               .softmax = aten_softmax,
                               .softmax_backward = aten_softmax_backward,
+                              .weight_gradient = aten_weight_gradient,
                               .cross_entropy = aten_cross_entropy};
 
 }  // namespace cohort::nmt

@@ -129,6 +129,7 @@ constexpr ActivationKernels activation_by_loops() {
 
 }  // namespace
 
+extern const Kernels kAtenKernels;
 extern const Kernels kCpuKernels;
 const Kernels kCpuKernels = {
     .has_inference = true,
@@ -146,6 +147,10 @@ const Kernels kCpuKernels = {
     .swish = activation_by_loops<SwishLoops>(),
     .softmax = softmax_by_loops,
     .softmax_backward = softmax_backward_by_loops,
+    .weight_gradient =
+        [](const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
+          return kAtenKernels.weight_gradient(grad, x, type);
+        },
     .cross_entropy = cross_entropy_by_loops};
 
 }  // namespace cohort::nmt

@@ -96,25 +96,32 @@ class Dropper {
   DropoutBits bits_;
 };
 
-/// Computes elements [first, end) of a DropLaunch.
+/// Elements of a thread that works element by element: a hash serves four.
+inline constexpr int kElements = 4;
+
+/// Computes `count` <= kElements elements of a DropLaunch, from number `first` on.
 template <class In, class Out>
-COHORT_DEVICE inline void drop_elements(const DropLaunch& launch, int64_t first, int64_t end) {
-  const In* in = static_cast<const In*>(launch.in);
-  Out* out = static_cast<Out*>(launch.out);
+COHORT_DEVICE inline void drop_elements(const DropLaunch& launch, const In* in, Out* out,
+                                        int64_t first, int count) {
   Dropper drop(launch.dropout);
-  for (int64_t i = first; i < end; ++i) {
+  for (int i = 0; i < kElements; ++i) {
+    if (i >= count) break;
     auto value = wide(in[i]);
     if (launch.relu) value = value > 0 ? value : 0;
-    store(drop(value, i), out[i]);
+    store(drop(value, first + i), out[i]);
   }
 }
 
-/// Computes element i of a ReluBackwardLaunch.
+/// Computes `count` <= kElements elements of a ReluBackwardLaunch.
 template <class T>
-COHORT_DEVICE inline void relu_backward_element(const ReluBackwardLaunch& launch, int64_t i) {
-  auto slope = wide(static_cast<const T*>(launch.grad)[i]) * launch.scale;
-  if (!(wide(static_cast<const T*>(launch.out)[i]) > 0)) slope = 0;
-  store(slope, static_cast<T*>(launch.to)[i]);
+COHORT_DEVICE inline void relu_backward_elements(const ReluBackwardLaunch& launch, const T* out,
+                                                 const T* grad, T* to, int count) {
+  for (int i = 0; i < kElements; ++i) {
+    if (i >= count) break;
+    auto slope = wide(grad[i]) * launch.scale;
+    if (!(wide(out[i]) > 0)) slope = 0;
+    store(slope, to[i]);
+  }
 }
 
 /// Computes a row of a SoftmaxLaunch by `lanes`, as cross_entropy_row.

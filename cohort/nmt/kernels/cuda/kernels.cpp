@@ -171,6 +171,75 @@ at::Tensor cuda_softmax_backward(const at::Tensor& probs, const at::Tensor& grad
   return to;
 }
 
+bool cuda_takes_attention(at::ScalarType type, int64_t head_width) {
+  return head_width == kAttentionHeadWidth && (type == at::kFloat || type == at::kBFloat16);
+}
+
+// [B, rows, H, W]
+HeadRows head_rows(const at::Tensor& x) {
+  TORCH_INTERNAL_ASSERT(x.stride(3) == 1 && x.stride(2) == x.size(3) &&
+                        x.stride(0) == x.size(1) * x.stride(1));
+  return {.data = x.mutable_data_ptr(), .rows = x.size(1), .stride = x.stride(1)};
+}
+
+SoftmaxShape shape_of(const AttentionRows& rows, const SoftmaxMask& mask) {
+  return {.batch = rows.q.size(0),
+          .heads = rows.q.size(2),
+          .queries = rows.q.size(1),
+          .keys = rows.k.size(1),
+          .key_lengths = mask.key_lengths_B.const_data_ptr<int64_t>(),
+          .causal = mask.causal,
+          .scale = mask.scale};
+}
+
+AttentionResult cuda_attention(const AttentionRows& rows, const SoftmaxMask& mask,
+                               const Dropping& dropping) {
+  const CudaPlace place(rows.q);
+  const SoftmaxShape shape = shape_of(rows, mask);
+  const at::Tensor out = at::empty(rows.q.sizes(), rows.q.options());
+  const at::Tensor log_sums =
+      at::empty({shape.batch, shape.heads, shape.queries}, rows.q.options().dtype(at::kFloat));
+  check_launch(place.launches.attention({.q = head_rows(rows.q),
+                                         .k = head_rows(rows.k),
+                                         .v = head_rows(rows.v),
+                                         .out = head_rows(out),
+                                         .log_sums_BHQ = log_sums.mutable_data_ptr<float>(),
+                                         .type = element_type(rows.q),
+                                         .shape = shape,
+                                         .dropout = numbered(dropping)},
+                                        place.stream));
+  return {out.flatten(2), log_sums};
+}
+
+void cuda_attention_backward(const AttentionRows& rows, const AttentionResult& result,
+                             const at::Tensor& grad_out, const SoftmaxMask& mask,
+                             const Dropping& dropping, const AttentionRows& grads) {
+  const CudaPlace place(rows.q);
+  const at::Tensor dots = at::empty_like(result.log_sums_BHQ);
+  check_launch(place.launches.attention_backward(
+      {.q = head_rows(rows.q),
+       .k = head_rows(rows.k),
+       .v = head_rows(rows.v),
+       .out = head_rows(result.out_BQD.view(rows.q.sizes())),
+       .grad_out = head_rows(grad_out.view(rows.q.sizes())),
+       .log_sums_BHQ = result.log_sums_BHQ.const_data_ptr<float>(),
+       .dots_BHQ = dots.mutable_data_ptr<float>(),
+       .grad_q = head_rows(grads.q),
+       .grad_k = head_rows(grads.k),
+       .grad_v = head_rows(grads.v),
+       .type = element_type(rows.q),
+       .shape = shape_of(rows, mask),
+       .dropout = numbered(dropping)},
+      place.stream));
+}
+
+// Unrounded where cuBLAS gives it: float32 of half types.
+at::Tensor cuda_weight_gradient(const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
+  if (!grad.is_cuda() || type != at::kFloat || grad.scalar_type() == type)
+    return kAtenKernels.weight_gradient(grad, x, type);
+  return at::mm(grad.t(), x, type);
+}
+
 void cuda_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
                         bool with_gradient, const at::Tensor& sums) {
   const CudaPlace place(logits);
@@ -202,13 +271,16 @@ void use_cuda_launches(const CudaLaunches* launches, c10::DeviceType device) {
 }
 
 extern const Kernels kCudaKernels;
-const Kernels kCudaKernels = {.dropout = cuda_dropout,
-                              .relu_dropout = cuda_relu_dropout,
-                              .relu_dropout_backward = cuda_relu_dropout_backward,
-                              .gelu = kCudaActivation<&Kernels::gelu>,
-                              .swish = kCudaActivation<&Kernels::swish>,
-                              .softmax = cuda_softmax,
-                              .softmax_backward = cuda_softmax_backward,
-                              .cross_entropy = cuda_cross_entropy};
+const Kernels kCudaKernels = {
+    .dropout = cuda_dropout,
+    .relu_dropout = cuda_relu_dropout,
+    .relu_dropout_backward = cuda_relu_dropout_backward,
+    .gelu = kCudaActivation<&Kernels::gelu>,
+    .swish = kCudaActivation<&Kernels::swish>,
+    .softmax = cuda_softmax,
+    .softmax_backward = cuda_softmax_backward,
+    .attention = {cuda_takes_attention, cuda_attention, cuda_attention_backward},
+    .weight_gradient = cuda_weight_gradient,
+    .cross_entropy = cuda_cross_entropy};
 
 }  // namespace cohort::nmt

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "cohort/nmt/kernels/cuda/arithmetic.h"
+#include "cohort/nmt/kernels/cuda/attention.h"
 #include "cohort/nmt/kernels/cuda/launches.h"
 
 namespace cohort::nmt {
@@ -53,20 +54,69 @@ struct WarpLanes {
   }
 };
 
-constexpr int kDropThreads = 256;
-constexpr int64_t kDropElements = 4;  // Of a thread: a hash serves four.
+constexpr int kThreads = 256;
 
-template <class In, class Out>
-__global__ void __launch_bounds__(kDropThreads) drop_kernel(DropLaunch launch) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kDropThreads + threadIdx.x;
-  const int64_t first = thread * kDropElements, end = first + kDropElements;
-  drop_elements<In, Out>(launch, first, end < launch.count ? end : launch.count);
+// Some neighbouring elements. Memory is taken at its alignment where the launch allows it.
+template <class T>
+struct alignas(sizeof(T) * kElements) Pack {
+  T values[kElements];
+};
+
+template <class T>
+bool is_aligned(const T* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % alignof(Pack<T>) == 0;
 }
 
 template <class T>
-__global__ void __launch_bounds__(kDropThreads) relu_backward_kernel(ReluBackwardLaunch launch) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kDropThreads + threadIdx.x;
-  if (i < launch.count) relu_backward_element<T>(launch, i);
+__device__ Pack<T> load_pack(const T* from, bool whole, int count) {
+  if (whole) return *reinterpret_cast<const Pack<T>*>(from);
+  Pack<T> pack;
+  for (int i = 0; i < kElements; ++i)
+    if (i < count) pack.values[i] = from[i];
+  return pack;
+}
+
+template <class T>
+__device__ void store_pack(const Pack<T>& pack, T* to, bool whole, int count) {
+  if (whole) {
+    *reinterpret_cast<Pack<T>*>(to) = pack;
+  } else {
+    for (int i = 0; i < kElements; ++i)
+      if (i < count) to[i] = pack.values[i];
+  }
+}
+
+// body(first element of this thread, how many, whether they may be moved at once).
+template <class Body>
+__device__ void for_pack(int64_t count, bool aligned, const Body& body) {
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kElements;
+  if (first + kElements <= count) {
+    body(first, kElements, aligned);
+  } else if (first < count) {
+    body(first, static_cast<int>(count - first), false);
+  }
+}
+
+template <class In, class Out>
+__global__ void __launch_bounds__(kThreads) drop_kernel(DropLaunch launch, bool aligned) {
+  for_pack(launch.count, aligned, [&](int64_t first, int count, bool whole) {
+    const auto in = load_pack(static_cast<const In*>(launch.in) + first, whole, count);
+    Pack<Out> out;
+    drop_elements(launch, in.values, out.values, first, count);
+    store_pack(out, static_cast<Out*>(launch.out) + first, whole, count);
+  });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    relu_backward_kernel(ReluBackwardLaunch launch, bool aligned) {
+  for_pack(launch.count, aligned, [&](int64_t first, int count, bool whole) {
+    const auto out = load_pack(static_cast<const T*>(launch.out) + first, whole, count);
+    const auto grad = load_pack(static_cast<const T*>(launch.grad) + first, whole, count);
+    Pack<T> to;
+    relu_backward_elements(launch, out.values, grad.values, to.values, count);
+    store_pack(to, static_cast<T*>(launch.to) + first, whole, count);
+  });
 }
 
 constexpr int kSoftmaxRows = 8;  // Of a block: a warp each.
@@ -83,6 +133,49 @@ __global__ void __launch_bounds__(kSoftmaxLanes* kSoftmaxRows)
     softmax_backward_kernel(SoftmaxBackwardLaunch launch) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kSoftmaxRows + threadIdx.y;
   if (row < launch.rows) softmax_backward_row<T>(WarpLanes(), launch, row);
+}
+
+// A block of kAttentionWarps warps.
+struct AttentionThreads {
+  AttentionShared& memory;
+  AttentionThread thread;
+
+  __device__ AttentionShared& shared() { return memory; }
+  template <class Body>
+  __device__ void all(const Body& body) {
+    body(static_cast<int>(threadIdx.y), static_cast<int>(threadIdx.x), thread);
+    __syncthreads();
+  }
+  template <class Body>
+  __device__ void of_warps(const Body& body) {
+    body(static_cast<int>(threadIdx.y), static_cast<int>(threadIdx.x), thread);
+    __syncwarp();
+  }
+};
+
+constexpr int kAttentionThreads = 32 * kAttentionWarps;
+
+template <class T>
+__global__ void __launch_bounds__(kAttentionThreads) attention_kernel(AttentionLaunch launch) {
+  __shared__ AttentionShared memory;
+  AttentionThreads threads{memory, {}};
+  attention_block<T>(threads, launch, blockIdx.x);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kAttentionThreads)
+    queries_backward_kernel(AttentionBackwardLaunch launch) {
+  __shared__ AttentionShared memory;
+  AttentionThreads threads{memory, {}};
+  attention_queries_backward_block<T>(threads, launch, blockIdx.x);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kAttentionThreads)
+    keys_backward_kernel(AttentionBackwardLaunch launch) {
+  __shared__ AttentionShared memory;
+  AttentionThreads threads{memory, {}};
+  attention_keys_backward_block<T>(threads, launch, blockIdx.x);
 }
 
 template <class T>
@@ -102,8 +195,10 @@ const char* launch_error() {
 
 template <class In, class Out>
 const char* launch_drop(const DropLaunch& launch, cudaStream_t stream) {
-  const unsigned blocks = blocks_for(launch.count, kDropThreads * kDropElements);
-  drop_kernel<In, Out><<<blocks, kDropThreads, 0, stream>>>(launch);
+  const bool aligned =
+      is_aligned(static_cast<const In*>(launch.in)) && is_aligned(static_cast<Out*>(launch.out));
+  const unsigned blocks = blocks_for(launch.count, kThreads * kElements);
+  drop_kernel<In, Out><<<blocks, kThreads, 0, stream>>>(launch, aligned);
   return launch_error();
 }
 
@@ -131,8 +226,11 @@ const char* relu_backward(const ReluBackwardLaunch& launch, void* stream_handle)
   if (launch.count == 0) return nullptr;
   auto* const stream = static_cast<cudaStream_t>(stream_handle);
   return for_element_type(launch.type, [&]<class T>(T) {
-    relu_backward_kernel<T>
-        <<<blocks_for(launch.count, kDropThreads), kDropThreads, 0, stream>>>(launch);
+    const bool aligned = is_aligned(static_cast<const T*>(launch.out)) &&
+                         is_aligned(static_cast<const T*>(launch.grad)) &&
+                         is_aligned(static_cast<T*>(launch.to));
+    const unsigned blocks = blocks_for(launch.count, kThreads * kElements);
+    relu_backward_kernel<T><<<blocks, kThreads, 0, stream>>>(launch, aligned);
     return launch_error();
   });
 }
@@ -159,6 +257,39 @@ const char* softmax_backward(const SoftmaxBackwardLaunch& launch, void* stream_h
   });
 }
 
+unsigned attention_blocks(const SoftmaxShape& shape, int64_t rows) {
+  return static_cast<unsigned>(shape.batch * shape.heads) * blocks_for(rows, kAttentionRows);
+}
+
+const char* attention(const AttentionLaunch& launch, void* stream_handle) {
+  const unsigned blocks = attention_blocks(launch.shape, launch.shape.queries);
+  if (blocks == 0) return nullptr;
+  auto* const stream = static_cast<cudaStream_t>(stream_handle);
+  const dim3 block(32, kAttentionWarps);
+  if (launch.type == ElementType::kFloat32) {
+    attention_kernel<float><<<blocks, block, 0, stream>>>(launch);
+  } else {
+    attention_kernel<BFloat16Bits><<<blocks, block, 0, stream>>>(launch);
+  }
+  return launch_error();
+}
+
+const char* attention_backward(const AttentionBackwardLaunch& launch, void* stream_handle) {
+  const unsigned queries = attention_blocks(launch.shape, launch.shape.queries);
+  const unsigned keys = attention_blocks(launch.shape, launch.shape.keys);
+  if (queries == 0 || keys == 0) return nullptr;
+  auto* const stream = static_cast<cudaStream_t>(stream_handle);
+  const dim3 block(32, kAttentionWarps);
+  if (launch.type == ElementType::kFloat32) {
+    queries_backward_kernel<float><<<queries, block, 0, stream>>>(launch);
+    keys_backward_kernel<float><<<keys, block, 0, stream>>>(launch);
+  } else {
+    queries_backward_kernel<BFloat16Bits><<<queries, block, 0, stream>>>(launch);
+    keys_backward_kernel<BFloat16Bits><<<keys, block, 0, stream>>>(launch);
+  }
+  return launch_error();
+}
+
 const char* cross_entropy(const CrossEntropyLaunch& launch, void* stream_handle) {
   if (launch.rows == 0) return nullptr;
   auto* const stream = static_cast<cudaStream_t>(stream_handle);
@@ -173,10 +304,13 @@ const char* cross_entropy(const CrossEntropyLaunch& launch, void* stream_handle)
 
 extern "C" __attribute__((visibility("default"))) const cohort::nmt::CudaLaunches*
 cohort_cuda_launches() {
-  static const cohort::nmt::CudaLaunches launches{.drop = cohort::nmt::drop,
-                                                  .relu_backward = cohort::nmt::relu_backward,
-                                                  .softmax = cohort::nmt::softmax,
-                                                  .softmax_backward = cohort::nmt::softmax_backward,
-                                                  .cross_entropy = cohort::nmt::cross_entropy};
+  static const cohort::nmt::CudaLaunches launches{
+      .drop = cohort::nmt::drop,
+      .relu_backward = cohort::nmt::relu_backward,
+      .softmax = cohort::nmt::softmax,
+      .softmax_backward = cohort::nmt::softmax_backward,
+      .attention = cohort::nmt::attention,
+      .attention_backward = cohort::nmt::attention_backward,
+      .cross_entropy = cohort::nmt::cross_entropy};
   return &launches;
 }

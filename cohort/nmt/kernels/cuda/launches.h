@@ -64,6 +64,37 @@ struct SoftmaxBackwardLaunch {
   NumberedRule dropout;
 };
 
+inline constexpr int kAttentionHeadWidth = 64;
+
+/// Rows of sentences, `rows` of each, `stride` elements apart; in a row the heads of
+/// kAttentionHeadWidth elements stand side by side.
+struct HeadRows {
+  void* data = nullptr;
+  int64_t rows = 0, stride = 0;
+};
+
+/// out = rule(softmax(scale * q k^T)) v for each head, over the keys that a query sees; the logarithm
+/// of each row's sum of exponentials goes into log_sums_BHQ. A query that sees no key has NaN.
+struct AttentionLaunch {
+  HeadRows q, k, v, out;
+  float* log_sums_BHQ = nullptr;
+  ElementType type = ElementType::kFloat32;  ///< Or bfloat16.
+  SoftmaxShape shape;                        ///< key_lengths on the device.
+  NumberedRule dropout;
+};
+
+/// The gradients of an AttentionLaunch, whose results `out` and `log_sums_BHQ` are. dots_BHQ is
+/// overwritten.
+struct AttentionBackwardLaunch {
+  HeadRows q, k, v, out, grad_out;
+  const float* log_sums_BHQ = nullptr;
+  float* dots_BHQ = nullptr;
+  HeadRows grad_q, grad_k, grad_v;
+  ElementType type = ElementType::kFloat32;
+  SoftmaxShape shape;
+  NumberedRule dropout;
+};
+
 /// For each row n of logits: losses_N2[n] becomes its smoothed loss and -log p[label], as in
 /// Kernels::cross_entropy; then, if `with_gradient`, the row becomes the loss's gradient.
 /// Numerics: sums as in Kernels, in an order that columns alone decide. A label outside of
@@ -90,6 +121,8 @@ struct CudaLaunches {
   const char* (*relu_backward)(const ReluBackwardLaunch& launch, void* stream) = nullptr;
   const char* (*softmax)(const SoftmaxLaunch& launch, void* stream) = nullptr;
   const char* (*softmax_backward)(const SoftmaxBackwardLaunch& launch, void* stream) = nullptr;
+  const char* (*attention)(const AttentionLaunch& launch, void* stream) = nullptr;
+  const char* (*attention_backward)(const AttentionBackwardLaunch& launch, void* stream) = nullptr;
   const char* (*cross_entropy)(const CrossEntropyLaunch& launch, void* stream) = nullptr;
 };
 
