@@ -318,7 +318,7 @@ at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_l
 
 bool has_attention(const at::Tensor& packed, int64_t head_width) {
   const AttentionKernels& attention = kernels_for(packed).attention;
-  return attention.takes != nullptr && attention.takes(packed.scalar_type(), head_width);
+  return attention.takes != nullptr && attention.takes(packed, head_width);
 }
 
 at::Tensor attention(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,

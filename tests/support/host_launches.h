@@ -21,6 +21,7 @@ class HostLaunches {
                                                  .relu_backward = relu_backward,
                                                  .softmax = softmax,
                                                  .softmax_backward = softmax_backward,
+                                                 .has_attention = has_attention,
                                                  .attention = attention,
                                                  .attention_backward = attention_backward,
                                                  .cross_entropy = cross_entropy};
@@ -143,47 +144,77 @@ class HostLaunches {
         nmt::softmax_backward_row<T>(Lanes<nmt::kSoftmaxLanes>(), launch, row);
     });
   }
-  // As kernels.cu's AttentionThreads.
-  struct Threads {
-    nmt::AttentionShared memory;
-    nmt::AttentionThread threads[nmt::kAttentionWarps][nmt::kAttentionTile];
-    nmt::AttentionShared& shared() { return memory; }
+  // As kernels.cu's AttentionThread, all lanes of a warp.
+  struct Warp {
+    nmt::AttentionLane lanes[32];
+
     template <class Body>
-    void all(const Body& body) {
-      for (int warp = 0; warp < nmt::kAttentionWarps; ++warp) {
-        for (int lane = 0; lane < nmt::kAttentionTile; ++lane)
-          body(warp, lane, threads[warp][lane]);
+    void each(const Body& body) {
+      for (int lane = 0; lane < 32; ++lane) body(lane, lanes[lane]);
+    }
+
+    template <class Select>
+    void multiply(const Select& select) {
+      const auto half_of = [](nmt::BFloat16Pair pair, int half) {
+        return half == 0 ? nmt::low_of(pair) : nmt::high_of(pair);
+      };
+      float a[16][16], b[16][8];
+      for (int lane = 0; lane < 32; ++lane) {
+        const nmt::AttentionProduct of = select(lanes[lane]);
+        for (int i = 0; i < 4; ++i) {
+          for (int half = 0; half < 2; ++half)
+            a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] = half_of(of.a[i], half);
+        }
+        for (int i = 0; i < 2; ++i) {
+          for (int half = 0; half < 2; ++half)
+            b[lane % 4 * 2 + i * 8 + half][lane / 4] = half_of(of.b[i], half);
+        }
+      }
+      for (int lane = 0; lane < 32; ++lane) {
+        const nmt::AttentionProduct of = select(lanes[lane]);
+        for (int i = 0; i < 4; ++i) {
+          for (int k = 0; k < 16; ++k)
+            of.c[i] += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+        }
       }
     }
-    template <class Body>
-    void of_warps(const Body& body) {
-      all(body);
+
+    template <class Join>
+    void of_row(float (nmt::AttentionLane::*member)[2], const Join& join) {
+      for (int first = 0; first < 32; first += 4) {
+        for (int half = 0; half < 2; ++half) {
+          const auto value = [&](int lane) { return (lanes[first + lane].*member)[half]; };
+          const float all = join(join(value(0), value(1)), join(value(2), value(3)));
+          for (int lane = 0; lane < 4; ++lane) (lanes[first + lane].*member)[half] = all;
+        }
+      }
     }
   };
   static nmt::HeadRows host(nmt::HeadRows rows) {
     rows.data = host(rows.data);
     return rows;
   }
-  // body(block, its number) for as many as `rows` rows of each head take.
+  // body(warp, its number) for as many as `rows` rows of each head take.
   template <class Body>
-  static void for_blocks(const nmt::SoftmaxShape& shape, int64_t rows, const Body& body) {
+  static void for_warps(const nmt::SoftmaxShape& shape, int64_t rows, const Body& body) {
     const int64_t count = (rows + nmt::kAttentionRows - 1) / nmt::kAttentionRows;
-    const auto threads = std::make_unique<Threads>();
-    for (int64_t index = 0; index < shape.batch * shape.heads * count; ++index)
-      body(*threads, index);
+    const auto warp = std::make_unique<Warp>();
+    for (int64_t number = 0; number < shape.batch * shape.heads * count; ++number)
+      body(*warp, number);
   }
+  static bool has_attention() { return true; }
   static const char* attention(const nmt::AttentionLaunch& device, void* stream) {
+    state() = {state().offset, state().calls + 1, stream};
     nmt::AttentionLaunch launch = device;
     for (auto* rows : {&launch.q, &launch.k, &launch.v, &launch.out}) *rows = host(*rows);
     launch.log_sums_BHQ = host(launch.log_sums_BHQ);
     launch.shape.key_lengths = host(launch.shape.key_lengths);
-    return for_type(launch.type, stream, [&]<class T>(T) {
-      for_blocks(launch.shape, launch.shape.queries, [&](Threads& block, int64_t index) {
-        nmt::attention_block<T>(block, launch, index);
-      });
-    });
+    for_warps(launch.shape, launch.shape.queries,
+              [&](Warp& warp, int64_t number) { nmt::attention_warp(warp, launch, number); });
+    return nullptr;
   }
   static const char* attention_backward(const nmt::AttentionBackwardLaunch& device, void* stream) {
+    state() = {state().offset, state().calls + 1, stream};
     nmt::AttentionBackwardLaunch launch = device;
     for (auto* rows : {&launch.q, &launch.k, &launch.v, &launch.out, &launch.grad_out,
                        &launch.grad_q, &launch.grad_k, &launch.grad_v})
@@ -191,14 +222,13 @@ class HostLaunches {
     launch.log_sums_BHQ = host(launch.log_sums_BHQ);
     launch.dots_BHQ = host(launch.dots_BHQ);
     launch.shape.key_lengths = host(launch.shape.key_lengths);
-    return for_type(launch.type, stream, [&]<class T>(T) {
-      for_blocks(launch.shape, launch.shape.queries, [&](Threads& block, int64_t index) {
-        nmt::attention_queries_backward_block<T>(block, launch, index);
-      });
-      for_blocks(launch.shape, launch.shape.keys, [&](Threads& block, int64_t index) {
-        nmt::attention_keys_backward_block<T>(block, launch, index);
-      });
+    for_warps(launch.shape, launch.shape.queries, [&](Warp& warp, int64_t number) {
+      nmt::attention_queries_backward_warp(warp, launch, number);
     });
+    for_warps(launch.shape, launch.shape.keys, [&](Warp& warp, int64_t number) {
+      nmt::attention_keys_backward_warp(warp, launch, number);
+    });
+    return nullptr;
   }
   static const char* cross_entropy(const nmt::CrossEntropyLaunch& device, void* stream) {
     nmt::CrossEntropyLaunch launch = device;

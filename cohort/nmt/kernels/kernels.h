@@ -48,8 +48,8 @@ struct AttentionResult {
 
 /// Attention without a matrix of scores in memory. Numerics: float32 inside.
 struct AttentionKernels {
-  /// Whether there is one for this type and width of heads.
-  bool (*takes)(at::ScalarType type, int64_t head_width) = nullptr;
+  /// Whether there is one for such rows and heads of this width.
+  bool (*takes)(const at::Tensor& packed, int64_t head_width) = nullptr;
   AttentionResult (*forward)(const AttentionRows& rows, const SoftmaxMask& mask,
                              const Dropping& dropping) = nullptr;
   /// Writes the gradients of `rows` into `grads`.

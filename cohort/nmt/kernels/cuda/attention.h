@@ -1,149 +1,121 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of a training step, in functions that the host's compiler takes, too (arithmetic.h). No
-// matrix of scores is stored: backward computes them again from the logarithm of each row's sum.
-// A block of threads owns rows (queries or keys) of a head and passes over the others in tiles.
+// Attention of a training step in bfloat16, in functions that the host's compiler takes, too
+// (arithmetic.h). No matrix of scores is stored: backward computes them again from the logarithm of
+// each row's sum, as in Dao et al. 2022, arXiv:2205.14135.
 //
-// The scores of a warp's rows with a tile have a row of the tile on each lane, and the rows of what
-// they sum up to have two columns on each: registers hold both, shared memory carries the scores
-// from the one to the other.
+// A warp owns 16 rows of a head, of queries or of keys, and passes over the others in tiles of 32.
+// Its products are those of the instruction mma.m16n8k16: A [16, 16] times B [16, 8] is added to
+// C [16, 8]. Lane 4 g + t holds of A the columns 2 t, 2 t + 1 of rows g and g + 8 and the columns
+// 8 further of both; of B the rows 2 t, 2 t + 1 and those 8 further of column g; of C the columns 2 t,
+// 2 t + 1 of rows g and g + 8. So two neighbouring C of scores are an A of the product with values.
 #pragma once
 #include "cohort/nmt/kernels/cuda/arithmetic.h"
 
 namespace cohort::nmt {
 
-inline constexpr int kAttentionWarps = 4;
-inline constexpr int kAttentionOwn = 8;  ///< Rows of a warp.
-inline constexpr int kAttentionRows = kAttentionWarps * kAttentionOwn;
-inline constexpr int kAttentionTile = 32;  ///< Rows of a tile: a lane for each.
+inline constexpr int kAttentionRows = 16;  ///< Of a warp.
+inline constexpr int kAttentionTile = 32;
+
 inline constexpr int kHeadWidth = kAttentionHeadWidth;
-inline constexpr int kHeadColumns = kHeadWidth / kAttentionTile;  ///< Of a lane.
+inline constexpr int kHeadSteps = kHeadWidth / 16;   ///< Products that a row of a head takes.
+inline constexpr int kHeadColumns = kHeadWidth / 8;  ///< C fragments of rows of a head.
+inline constexpr int kTileSteps = kAttentionTile / 16;
+inline constexpr int kTileColumns = kAttentionTile / 8;
 
-/// Numbers of a warp's rows with a tile's, the rows of one lane's together.
-struct AttentionScores {
-  alignas(16) float of[kAttentionTile][kAttentionOwn];
+/// Two neighbouring elements.
+using BFloat16Pair = uint32_t;
+
+COHORT_DEVICE inline BFloat16Pair pair_of(BFloat16Bits low, BFloat16Bits high) {
+  return low.bits | static_cast<uint32_t>(high.bits) << 16;
+}
+COHORT_DEVICE inline BFloat16Pair pair_of(float low, float high) {
+#ifdef __CUDA_ARCH__
+#if __CUDA_ARCH__ >= 800
+  BFloat16Pair pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
+#endif
+  BFloat16Bits bits[2];
+  store(low, bits[0]);
+  store(high, bits[1]);
+  return pair_of(bits[0], bits[1]);
+}
+COHORT_DEVICE inline float low_of(BFloat16Pair pair) {
+  return __builtin_bit_cast(float, pair << 16);
+}
+COHORT_DEVICE inline float high_of(BFloat16Pair pair) {
+  return __builtin_bit_cast(float, pair & 0xffff0000U);
+}
+
+/// What a lane keeps: fragments, by the letters above. Members with two of a kind hold queries and
+/// the gradient of their outputs, or keys and values, or the like.
+struct AttentionLane {
+  BFloat16Pair own[2][kHeadSteps][4];      ///< A
+  BFloat16Pair other[2];                   ///< B
+  float scores[2][kTileColumns][4];        ///< C
+  BFloat16Pair weights[2][kTileSteps][4];  ///< A
+  float sums[2][kHeadColumns][4];          ///< C
+  float top[2], total[2];                  ///< Of rows g and g + 8.
 };
 
-/// What the threads of a block share.
-struct AttentionShared {
-  alignas(16) float tile[2][kAttentionTile]
-                        [kHeadWidth + 1];  // A column more: no two lanes in one bank.
-  struct Warp {
-    alignas(16) float rows[2][kHeadWidth][kAttentionOwn];  // Its own, by columns.
-    AttentionScores scores[2];
-    float top[kAttentionOwn], factor[kAttentionOwn], sum[kAttentionOwn];
-  } warps[kAttentionWarps];
+/// Operands of a product.
+struct AttentionProduct {
+  float (&c)[4];
+  const BFloat16Pair (&a)[4];
+  const BFloat16Pair (&b)[2];
 };
 
-/// What a thread keeps.
-struct AttentionThread {
-  float scores[kAttentionOwn];
-  float sums[2][kAttentionOwn][kHeadColumns];
-};
-
-/// Where a block stands: rows from `first` on of head `head` of sentence `sentence`.
+/// Where a warp stands: rows from `first` on of head `head` of sentence `sentence`.
 struct AttentionPlace {
   int64_t sentence, head, first;
 
-  COHORT_DEVICE AttentionPlace(int64_t block, int64_t heads, int64_t rows) {
-    const int64_t blocks = (rows + kAttentionRows - 1) / kAttentionRows;
-    first = block % blocks * kAttentionRows;
-    head = block / blocks % heads;
-    sentence = block / blocks / heads;
+  COHORT_DEVICE AttentionPlace(int64_t warp, int64_t heads, int64_t rows) {
+    const int64_t warps = (rows + kAttentionRows - 1) / kAttentionRows;
+    first = warp % warps * kAttentionRows;
+    head = warp / warps % heads;
+    sentence = warp / warps / heads;
   }
 };
 
-/// Row `row` of a head of a sentence.
-template <class T>
-COHORT_DEVICE inline T* row_of(const HeadRows& rows, const AttentionPlace& place, int64_t row) {
-  return static_cast<T*>(rows.data) +
-         ((place.sentence * rows.rows + row) * rows.stride + place.head * kHeadWidth);
+/// Row `row` of a head of a sentence, from column `column` on.
+COHORT_DEVICE inline BFloat16Bits* row_of(const HeadRows& rows, const AttentionPlace& place,
+                                          int64_t row, int column) {
+  return static_cast<BFloat16Bits*>(rows.data) +
+         ((place.sentence * rows.rows + row) * rows.stride + place.head * kHeadWidth + column);
 }
 
-/// How many keys query `query` sees.
-COHORT_DEVICE inline int64_t keys_seen(const SoftmaxShape& shape, int64_t sentence, int64_t query) {
-  int64_t seen = shape.key_lengths[sentence];
-  if (seen > shape.keys) seen = shape.keys;
-  if (shape.causal && query + 1 < seen) seen = query + 1;
-  return query < shape.queries ? seen : 0;
+/// Zeros beyond the sentence's rows.
+COHORT_DEVICE inline BFloat16Pair load_pair(const HeadRows& rows, const AttentionPlace& place,
+                                            int64_t row, int column) {
+  if (row >= rows.rows) return 0;
+  return *reinterpret_cast<const BFloat16Pair*>(row_of(rows, place, row, column));
 }
 
-/// A block has
-///   shared():        AttentionShared of the block;
-///   all(body):       body(warp, lane, AttentionThread&) on each thread; all have ended before
-///                    anything that follows begins;
-///   of_warps(body):  likewise, but what follows on a warp waits for that warp alone.
-template <class T, class Block>
-COHORT_DEVICE inline void load_tile(Block& block, int index, const HeadRows& rows,
-                                    const AttentionPlace& place, int64_t first) {
-  block.all([&](int warp, int lane, AttentionThread&) {
-    for (int row = warp; row < kAttentionTile; row += kAttentionWarps) {
-      const bool there = first + row < rows.rows;
-      const T* from = there ? row_of<const T>(rows, place, first + row) : nullptr;
-      for (int column = lane; column < kHeadWidth; column += kAttentionTile)
-        block.shared().tile[index][row][column] = there ? wide(from[column]) : 0;
-    }
-  });
+/// Element `column` of two neighbouring rows.
+COHORT_DEVICE inline BFloat16Pair load_column(const HeadRows& rows, const AttentionPlace& place,
+                                              int64_t row, int column) {
+  const BFloat16Bits zero{0};
+  return pair_of(row < rows.rows ? *row_of(rows, place, row, column) : zero,
+                 row + 1 < rows.rows ? *row_of(rows, place, row + 1, column) : zero);
 }
 
-/// The block's own rows, each warp's to itself.
-template <class T, class Block>
-COHORT_DEVICE inline void load_own(Block& block, int index, const HeadRows& rows,
-                                   const AttentionPlace& place) {
-  block.of_warps([&](int warp, int lane, AttentionThread&) {
-    for (int i = 0; i < kAttentionOwn; ++i) {
-      const int64_t row = place.first + warp * kAttentionOwn + i;
-      const bool there = row < rows.rows;
-      const T* from = there ? row_of<const T>(rows, place, row) : nullptr;
-      for (int column = lane; column < kHeadWidth; column += kAttentionTile)
-        block.shared().warps[warp].rows[index][column][i] = there ? wide(from[column]) : 0;
-    }
-  });
+/// How many keys query `query` sees of the `length` that its sentence has.
+COHORT_DEVICE inline int64_t keys_seen(const SoftmaxShape& shape, int64_t length, int64_t query) {
+  if (query >= shape.queries) return 0;
+  return shape.causal && query + 1 < length ? query + 1 : length;
 }
 
-/// Products of the warp's own rows with this lane's row of the tile.
-COHORT_DEVICE inline void multiply(const AttentionShared& shared, int index, int warp, int lane,
-                                   float (&products)[kAttentionOwn]) {
-  for (float& product : products) product = 0;
-  for (int column = 0; column < kHeadWidth; ++column) {
-    const float other = shared.tile[index][lane][column];
-    for (int i = 0; i < kAttentionOwn; ++i)
-      products[i] += shared.warps[warp].rows[index][column][i] * other;
-  }
+/// Keys of a place's sentence.
+COHORT_DEVICE inline int64_t length_of(const SoftmaxShape& shape, const AttentionPlace& place) {
+  const int64_t length = shape.key_lengths[place.sentence];
+  return length < shape.keys ? length : shape.keys;
 }
 
-/// sums += scores times the tile, in this lane's columns.
-COHORT_DEVICE inline void add_weighted(const AttentionShared& shared, int index, int lane,
-                                       const AttentionScores& scores,
-                                       float (&sums)[kAttentionOwn][kHeadColumns]) {
-  for (int row = 0; row < kAttentionTile; ++row) {
-    for (int c = 0; c < kHeadColumns; ++c) {
-      const float other = shared.tile[index][row][lane + c * kAttentionTile];
-      for (int i = 0; i < kAttentionOwn; ++i) sums[i][c] += scores.of[row][i] * other;
-    }
-  }
-}
-
-/// Stores sums[i] / divisors[i], or the sums, as the block's own rows.
-template <class T, class Block>
-COHORT_DEVICE inline void store_own(Block& block, int index, const HeadRows& rows,
-                                    const AttentionPlace& place, bool divide) {
-  block.of_warps([&](int warp, int lane, AttentionThread& thread) {
-    for (int i = 0; i < kAttentionOwn; ++i) {
-      const int64_t row = place.first + warp * kAttentionOwn + i;
-      if (row >= rows.rows) continue;
-      const float divisor = divide ? block.shared().warps[warp].sum[i] : 1;
-      for (int c = 0; c < kHeadColumns; ++c) {
-        store(thread.sums[index][i][c] / divisor,
-              row_of<T>(rows, place, row)[lane + c * kAttentionTile]);
-      }
-    }
-  });
-}
-
-COHORT_DEVICE inline void clear(AttentionThread& thread) {
-  for (auto& of_index : thread.sums)
-    for (auto& of_row : of_index)
-      for (float& sum : of_row) sum = 0;
+/// Keys that any query of a place sees.
+COHORT_DEVICE inline int64_t end_of_keys(const SoftmaxShape& shape, const AttentionPlace& place) {
+  const int64_t last = place.first + kAttentionRows - 1;
+  return keys_seen(shape, length_of(shape, place), last < shape.queries ? last : shape.queries - 1);
 }
 
 /// Number of row (sentence, head, query) among those of the matrices of scores.
@@ -152,186 +124,272 @@ COHORT_DEVICE inline int64_t score_row(const SoftmaxShape& shape, const Attentio
   return (place.sentence * shape.heads + place.head) * shape.queries + query;
 }
 
-/// Computes the outputs of block `index`: some queries of a head.
-template <class T, class Block>
-COHORT_DEVICE inline void attention_block(Block& block, const AttentionLaunch& launch,
-                                          int64_t index) {
-  const SoftmaxShape& shape = launch.shape;
-  const AttentionPlace place(index, shape.heads, shape.queries);
-  load_own<T>(block, 0, launch.q, place);
-  block.of_warps([&](int warp, int lane, AttentionThread& thread) {
-    clear(thread);
-    if (lane >= kAttentionOwn) return;
-    block.shared().warps[warp].top[lane] = -INFINITY;
-    block.shared().warps[warp].sum[lane] = 0;
-  });
-  const int64_t end =
-      keys_seen(shape, place.sentence,
-                place.first + kAttentionRows < shape.queries ? place.first + kAttentionRows - 1
-                                                             : shape.queries - 1);
-  for (int64_t first = 0; first < end; first += kAttentionTile) {
-    load_tile<T>(block, 0, launch.k, place, first);
-    load_tile<T>(block, 1, launch.v, place, first);
-    block.of_warps([&](int warp, int lane, AttentionThread& thread) {
-      multiply(block.shared(), 0, warp, lane, thread.scores);
-      for (int i = 0; i < kAttentionOwn; ++i) {
-        const int64_t query = place.first + warp * kAttentionOwn + i;
-        const bool seen = first + lane < keys_seen(shape, place.sentence, query);
-        thread.scores[i] = seen ? thread.scores[i] * shape.scale : -INFINITY;
-        block.shared().warps[warp].scores[0].of[lane][i] = thread.scores[i];
-      }
-    });
-    block.of_warps([&](int warp, int lane, AttentionThread&) {
-      if (lane >= kAttentionOwn) return;
-      auto& own = block.shared().warps[warp];
-      float top = own.top[lane];
-      for (const auto& row : own.scores[0].of)
-        top = row[lane] > top || row[lane] != row[lane] ? row[lane] : top;
-      const bool none = top == -INFINITY;
-      own.factor[lane] = none ? 1 : exponential(own.top[lane] - top);
-      own.top[lane] = top;
-    });
-    block.of_warps([&](int warp, int lane, AttentionThread& thread) {
-      auto& own = block.shared().warps[warp];
-      for (int i = 0; i < kAttentionOwn; ++i) {
-        const bool seen = thread.scores[i] != -INFINITY;
-        const float weight = seen ? exponential(thread.scores[i] - own.top[i]) : 0;
-        own.scores[0].of[lane][i] = weight;
-        Dropper drop(launch.dropout);
-        const int64_t row = score_row(shape, place, place.first + warp * kAttentionOwn + i);
-        own.scores[1].of[lane][i] = launch.dropout.rule.threshold == 0
-                                        ? weight
-                                        : drop(weight, row * shape.keys + first + lane);
-      }
-    });
-    block.all([&](int warp, int lane, AttentionThread& thread) {
-      auto& own = block.shared().warps[warp];
-      if (lane < kAttentionOwn) {
-        float sum = own.sum[lane] * own.factor[lane];
-        for (const auto& row : own.scores[0].of) sum += row[lane];
-        own.sum[lane] = sum;
-      }
-      for (int i = 0; i < kAttentionOwn; ++i)
-        for (float& sum : thread.sums[0][i]) sum *= own.factor[i];
-      add_weighted(block.shared(), 1, lane, own.scores[1], thread.sums[0]);
-    });
-  }
-  store_own<T>(block, 0, launch.out, place, /*divide=*/true);
-  block.of_warps([&](int warp, int lane, AttentionThread&) {
-    const int64_t query = place.first + warp * kAttentionOwn + lane;
-    if (lane >= kAttentionOwn || query >= shape.queries) return;
-    const auto& own = block.shared().warps[warp];
-    launch.log_sums_BHQ[score_row(shape, place, query)] = own.top[lane] + ::logf(own.sum[lane]);
-  });
-}
-
-/// Computes the gradients of the queries of block `index`, and their rows' share of the slopes of the
-/// keys' scores, into launch.dots_BHQ.
-template <class T, class Block>
-COHORT_DEVICE inline void attention_queries_backward_block(Block& block,
-                                                           const AttentionBackwardLaunch& launch,
-                                                           int64_t index) {
-  const SoftmaxShape& shape = launch.shape;
-  const AttentionPlace place(index, shape.heads, shape.queries);
-  load_own<T>(block, 0, launch.q, place);
-  load_own<T>(block, 1, launch.grad_out, place);
-  block.of_warps([&](int warp, int lane, AttentionThread& thread) {
-    clear(thread);
-    auto& own = block.shared().warps[warp];
-    for (int i = 0; i < kAttentionOwn; ++i) {
-      const int64_t query = place.first + warp * kAttentionOwn + i;
-      float dot = 0;
-      for (int column = lane; column < kHeadWidth && query < shape.queries;
-           column += kAttentionTile) {
-        dot += own.rows[1][column][i] * wide(row_of<const T>(launch.out, place, query)[column]);
-      }
-      own.scores[0].of[lane][i] = dot;
+/// A Warp has
+///   each(body):       body(lane, AttentionLane&) for each lane; all have ended before what follows;
+///   multiply(select): the product of what select(AttentionLane&) names;
+///   of_row(member, join): joins [2] numbers of the four lanes that share a row, on all of them.
+template <class Warp>
+COHORT_DEVICE inline void load_own(Warp& warp, int index, const HeadRows& rows,
+                                   const AttentionPlace& place) {
+  warp.each([&](int lane, AttentionLane& at) {
+    const int64_t row = place.first + lane / 4;
+    for (int step = 0; step < kHeadSteps; ++step) {
+      const int column = 16 * step + lane % 4 * 2;
+      at.own[index][step][0] = load_pair(rows, place, row, column);
+      at.own[index][step][1] = load_pair(rows, place, row + 8, column);
+      at.own[index][step][2] = load_pair(rows, place, row, column + 8);
+      at.own[index][step][3] = load_pair(rows, place, row + 8, column + 8);
     }
   });
-  block.of_warps([&](int warp, int lane, AttentionThread&) {
-    const int64_t query = place.first + warp * kAttentionOwn + lane;
-    if (lane >= kAttentionOwn) return;
-    auto& own = block.shared().warps[warp];
-    own.top[lane] = own.sum[lane] = 0;
-    if (query >= shape.queries) return;
-    for (const auto& row : own.scores[0].of) own.sum[lane] += row[lane];
-    own.top[lane] = launch.log_sums_BHQ[score_row(shape, place, query)];
-    launch.dots_BHQ[score_row(shape, place, query)] = own.sum[lane];
-  });
-  const int64_t end =
-      keys_seen(shape, place.sentence,
-                place.first + kAttentionRows < shape.queries ? place.first + kAttentionRows - 1
-                                                             : shape.queries - 1);
-  for (int64_t first = 0; first < end; first += kAttentionTile) {
-    load_tile<T>(block, 0, launch.k, place, first);
-    load_tile<T>(block, 1, launch.v, place, first);
-    block.of_warps([&](int warp, int lane, AttentionThread& thread) {
-      auto& own = block.shared().warps[warp];
-      float slopes[kAttentionOwn];
-      multiply(block.shared(), 0, warp, lane, thread.scores);
-      multiply(block.shared(), 1, warp, lane, slopes);
-      for (int i = 0; i < kAttentionOwn; ++i) {
-        const int64_t query = place.first + warp * kAttentionOwn + i;
-        const bool seen = first + lane < keys_seen(shape, place.sentence, query);
-        const float weight = seen ? exponential(thread.scores[i] * shape.scale - own.top[i]) : 0;
-        Dropper drop(launch.dropout);
-        const float slope =
-            launch.dropout.rule.threshold == 0
-                ? slopes[i]
-                : drop(slopes[i], score_row(shape, place, query) * shape.keys + first + lane);
-        own.scores[0].of[lane][i] = weight * (slope - own.sum[i]) * shape.scale;
-      }
-    });
-    block.all([&](int warp, int lane, AttentionThread& thread) {
-      add_weighted(block.shared(), 0, lane, block.shared().warps[warp].scores[0], thread.sums[0]);
-    });
-  }
-  store_own<T>(block, 0, launch.grad_q, place, /*divide=*/false);
 }
 
-/// Computes the gradients of the keys and values of block `index`, after all queries'.
-template <class T, class Block>
-COHORT_DEVICE inline void attention_keys_backward_block(Block& block,
-                                                        const AttentionBackwardLaunch& launch,
-                                                        int64_t index) {
-  const SoftmaxShape& shape = launch.shape;
-  const AttentionPlace place(index, shape.heads, shape.keys);
-  load_own<T>(block, 0, launch.k, place);
-  load_own<T>(block, 1, launch.v, place);
-  block.of_warps([&](int, int, AttentionThread& thread) { clear(thread); });
-  const bool seen_by_any = place.first < keys_seen(shape, place.sentence, shape.queries - 1);
-  const int64_t begin = shape.causal ? place.first / kAttentionTile * kAttentionTile : int64_t{0};
-  const int64_t end = seen_by_any ? shape.queries : 0;
-  for (int64_t first = begin; first < end; first += kAttentionTile) {
-    load_tile<T>(block, 0, launch.q, place, first);
-    load_tile<T>(block, 1, launch.grad_out, place, first);
-    block.of_warps([&](int warp, int lane, AttentionThread& thread) {
-      auto& own = block.shared().warps[warp];
-      float slopes[kAttentionOwn];
-      multiply(block.shared(), 0, warp, lane, thread.scores);
-      multiply(block.shared(), 1, warp, lane, slopes);
-      const int64_t query = first + lane;
-      const int64_t seen = keys_seen(shape, place.sentence, query);
-      const int64_t row = query < shape.queries ? score_row(shape, place, query) : 0;
-      const float log_sum = launch.log_sums_BHQ[row], dot = launch.dots_BHQ[row];
-      Dropper drop_weight(launch.dropout), drop_slope(launch.dropout);
-      for (int i = 0; i < kAttentionOwn; ++i) {
-        const int64_t key = place.first + warp * kAttentionOwn + i;
-        const float weight = key < seen ? exponential(thread.scores[i] * shape.scale - log_sum) : 0;
-        const bool drops = launch.dropout.rule.threshold != 0;
-        const float slope = drops ? drop_slope(slopes[i], row * shape.keys + key) : slopes[i];
-        own.scores[0].of[lane][i] = weight * (slope - dot) * shape.scale;
-        own.scores[1].of[lane][i] = drops ? drop_weight(weight, row * shape.keys + key) : weight;
-      }
+/// scores[index] = own[index] times the tile's rows, transposed.
+template <class Warp>
+COHORT_DEVICE inline void multiply_tile(Warp& warp, int index, const HeadRows& rows,
+                                        const AttentionPlace& place, int64_t first) {
+  for (int n = 0; n < kTileColumns; ++n) {
+    warp.each([&](int, AttentionLane& at) {
+      for (float& score : at.scores[index][n]) score = 0;
     });
-    block.all([&](int warp, int lane, AttentionThread& thread) {
-      const auto& own = block.shared().warps[warp];
-      add_weighted(block.shared(), 0, lane, own.scores[0], thread.sums[0]);
-      add_weighted(block.shared(), 1, lane, own.scores[1], thread.sums[1]);
-    });
+    for (int step = 0; step < kHeadSteps; ++step) {
+      warp.each([&](int lane, AttentionLane& at) {
+        const int64_t row = first + 8 * n + lane / 4;
+        const int column = 16 * step + lane % 4 * 2;
+        at.other[0] = load_pair(rows, place, row, column);
+        at.other[1] = load_pair(rows, place, row, column + 8);
+      });
+      warp.multiply([&](AttentionLane& at) {
+        return AttentionProduct{at.scores[index][n], at.own[index][step], at.other};
+      });
+    }
   }
-  store_own<T>(block, 0, launch.grad_k, place, /*divide=*/false);
-  store_own<T>(block, 1, launch.grad_v, place, /*divide=*/false);
+}
+
+/// sums[index] += weights[from] times the tile's rows.
+template <class Warp>
+COHORT_DEVICE inline void add_tile(Warp& warp, int index, int from, const HeadRows& rows,
+                                   const AttentionPlace& place, int64_t first) {
+  for (int step = 0; step < kTileSteps; ++step) {
+    for (int n = 0; n < kHeadColumns; ++n) {
+      warp.each([&](int lane, AttentionLane& at) {
+        const int64_t row = first + 16 * step + lane % 4 * 2;
+        const int column = 8 * n + lane / 4;
+        at.other[0] = load_column(rows, place, row, column);
+        at.other[1] = load_column(rows, place, row + 8, column);
+      });
+      warp.multiply([&](AttentionLane& at) {
+        return AttentionProduct{at.sums[index][n], at.weights[from][step], at.other};
+      });
+    }
+  }
+}
+
+/// body(row, column, score) for a lane's scores of a tile: row is 0 for g and 1 for g + 8.
+template <class Body>
+COHORT_DEVICE inline void for_scores(int lane, const Body& body) {
+  for (int n = 0; n < kTileColumns; ++n)
+    for (int i = 0; i < 4; ++i) body(n, i, i / 2, 8 * n + lane % 4 * 2 + i % 2);
+}
+
+/// A fragments of weights[index] from C fragments.
+COHORT_DEVICE inline void set_weights(AttentionLane& at, int index,
+                                      const float (&values)[kTileColumns][4]) {
+  for (int step = 0; step < kTileSteps; ++step) {
+    for (int i = 0; i < 4; ++i) {
+      const float(&of)[4] = values[2 * step + i / 2];
+      at.weights[index][step][i] = pair_of(of[i % 2 * 2], of[i % 2 * 2 + 1]);
+    }
+  }
+}
+
+COHORT_DEVICE inline void clear(float (&sums)[kHeadColumns][4]) {
+  for (auto& of : sums)
+    for (float& sum : of) sum = 0;
+}
+
+/// Stores sums[index] * factors(row) as the warp's own rows.
+template <class Warp, class Factors>
+COHORT_DEVICE inline void store_own(Warp& warp, int index, const HeadRows& rows,
+                                    const AttentionPlace& place, const Factors& factors) {
+  warp.each([&](int lane, AttentionLane& at) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = place.first + lane / 4 + 8 * half;
+      if (row >= rows.rows) continue;
+      const float factor = factors(at, half);
+      for (int n = 0; n < kHeadColumns; ++n) {
+        const float(&of)[4] = at.sums[index][n];
+        *reinterpret_cast<BFloat16Pair*>(row_of(rows, place, row, 8 * n + lane % 4 * 2)) =
+            pair_of(of[2 * half] * factor, of[2 * half + 1] * factor);
+      }
+    }
+  });
+}
+
+/// Computes the outputs of warp `number`: some queries of a head.
+template <class Warp>
+COHORT_DEVICE inline void attention_warp(Warp& warp, const AttentionLaunch& launch,
+                                         int64_t number) {
+  const SoftmaxShape& shape = launch.shape;
+  const AttentionPlace place(number, shape.heads, shape.queries);
+  const int64_t length = length_of(shape, place);
+  load_own(warp, 0, launch.q, place);
+  warp.each([&](int, AttentionLane& at) {
+    clear(at.sums[0]);
+    for (int half = 0; half < 2; ++half) {
+      at.top[half] = -INFINITY;
+      at.total[half] = 0;
+    }
+  });
+  const int64_t end = end_of_keys(shape, place);
+  for (int64_t first = 0; first < end; first += kAttentionTile) {
+    multiply_tile(warp, 0, launch.k, place, first);
+    warp.each([&](int lane, AttentionLane& at) {
+      const int64_t query = place.first + lane / 4;
+      const int64_t seen[2] = {keys_seen(shape, length, query) - first,
+                               keys_seen(shape, length, query + 8) - first};
+      at.scores[1][0][0] = at.top[0];  // Before this tile.
+      at.scores[1][0][1] = at.top[1];
+      for_scores(lane, [&](int n, int i, int half, int column) {
+        float& score = at.scores[0][n][i];
+        score = column < seen[half] ? score * shape.scale : -INFINITY;
+        at.top[half] = score > at.top[half] || score != score ? score : at.top[half];
+      });
+    });
+    warp.of_row(&AttentionLane::top, [](float a, float b) { return b > a || b != b ? b : a; });
+    warp.each([&](int lane, AttentionLane& at) {
+      float factors[2];
+      for (int half = 0; half < 2; ++half) {
+        const bool none = at.top[half] == -INFINITY;
+        factors[half] = none ? 1 : exponential(at.scores[1][0][half] - at.top[half]);
+        at.total[half] *= factors[half];
+      }
+      for (auto& of : at.sums[0])
+        for (int i = 0; i < 4; ++i) of[i] *= factors[i / 2];
+      const int64_t query = place.first + lane / 4;
+      const int64_t rows[2] = {score_row(shape, place, query) * shape.keys + first,
+                               score_row(shape, place, query + 8) * shape.keys + first};
+      Dropper drop(launch.dropout);
+      for_scores(lane, [&](int n, int i, int half, int column) {
+        float& score = at.scores[0][n][i];
+        const float weight = score == -INFINITY ? 0 : exponential(score - at.top[half]);
+        at.total[half] += weight;
+        score = launch.dropout.rule.threshold == 0 ? weight : drop(weight, rows[half] + column);
+      });
+      set_weights(at, 0, at.scores[0]);
+    });
+    add_tile(warp, 0, 0, launch.v, place, first);
+  }
+  warp.of_row(&AttentionLane::total, [](float a, float b) { return a + b; });
+  store_own(warp, 0, launch.out, place,
+            [](const AttentionLane& at, int half) { return 1 / at.total[half]; });
+  warp.each([&](int lane, AttentionLane& at) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t query = place.first + lane / 4 + 8 * half;
+      if (lane % 4 != 0 || query >= shape.queries) continue;
+      launch.log_sums_BHQ[score_row(shape, place, query)] = at.top[half] + ::logf(at.total[half]);
+    }
+  });
+}
+
+/// Computes the gradients of the queries of warp `number`, and into launch.dots_BHQ what the keys'
+/// need: the sums of grad_out times out of each row.
+template <class Warp>
+COHORT_DEVICE inline void attention_queries_backward_warp(Warp& warp,
+                                                          const AttentionBackwardLaunch& launch,
+                                                          int64_t number) {
+  const SoftmaxShape& shape = launch.shape;
+  const AttentionPlace place(number, shape.heads, shape.queries);
+  const int64_t length = length_of(shape, place);
+  load_own(warp, 0, launch.out, place);
+  load_own(warp, 1, launch.grad_out, place);
+  warp.each([&](int, AttentionLane& at) {
+    clear(at.sums[0]);
+    at.total[0] = at.total[1] = 0;
+    for (int step = 0; step < kHeadSteps; ++step) {
+      for (int i = 0; i < 4; ++i) {
+        const BFloat16Pair a = at.own[0][step][i], b = at.own[1][step][i];
+        at.total[i % 2] += low_of(a) * low_of(b) + high_of(a) * high_of(b);
+      }
+    }
+  });
+  warp.of_row(&AttentionLane::total, [](float a, float b) { return a + b; });
+  load_own(warp, 0, launch.q, place);
+  warp.each([&](int lane, AttentionLane& at) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t query = place.first + lane / 4 + 8 * half;
+      const bool there = query < shape.queries;
+      const int64_t row = score_row(shape, place, query);
+      at.top[half] = there ? launch.log_sums_BHQ[row] : 0;
+      if (there && lane % 4 == 0) launch.dots_BHQ[row] = at.total[half];
+    }
+  });
+  const int64_t end = end_of_keys(shape, place);
+  for (int64_t first = 0; first < end; first += kAttentionTile) {
+    multiply_tile(warp, 0, launch.k, place, first);
+    multiply_tile(warp, 1, launch.v, place, first);
+    warp.each([&](int lane, AttentionLane& at) {
+      const int64_t query = place.first + lane / 4;
+      const int64_t seen[2] = {keys_seen(shape, length, query) - first,
+                               keys_seen(shape, length, query + 8) - first};
+      const int64_t rows[2] = {score_row(shape, place, query) * shape.keys + first,
+                               score_row(shape, place, query + 8) * shape.keys + first};
+      Dropper drop(launch.dropout);
+      for_scores(lane, [&](int n, int i, int half, int column) {
+        const float weight =
+            column < seen[half] ? exponential(at.scores[0][n][i] * shape.scale - at.top[half]) : 0;
+        const float slope = launch.dropout.rule.threshold == 0
+                                ? at.scores[1][n][i]
+                                : drop(at.scores[1][n][i], rows[half] + column);
+        at.scores[0][n][i] = weight * (slope - at.total[half]);
+      });
+      set_weights(at, 0, at.scores[0]);
+    });
+    add_tile(warp, 0, 0, launch.k, place, first);
+  }
+  store_own(warp, 0, launch.grad_q, place, [&](const AttentionLane&, int) { return shape.scale; });
+}
+
+/// Computes the gradients of the keys and values of warp `number`, after all queries'.
+template <class Warp>
+COHORT_DEVICE inline void attention_keys_backward_warp(Warp& warp,
+                                                       const AttentionBackwardLaunch& launch,
+                                                       int64_t number) {
+  const SoftmaxShape& shape = launch.shape;
+  const AttentionPlace place(number, shape.heads, shape.keys);
+  const int64_t length = length_of(shape, place);
+  load_own(warp, 0, launch.k, place);
+  load_own(warp, 1, launch.v, place);
+  warp.each([&](int, AttentionLane& at) {
+    clear(at.sums[0]);
+    clear(at.sums[1]);
+  });
+  const int64_t begin = shape.causal ? place.first / kAttentionTile * kAttentionTile : 0;
+  const int64_t end = place.first < length ? shape.queries : 0;
+  for (int64_t first = begin; first < end; first += kAttentionTile) {
+    multiply_tile(warp, 0, launch.q, place, first);
+    multiply_tile(warp, 1, launch.grad_out, place, first);
+    warp.each([&](int lane, AttentionLane& at) {
+      const int64_t key = place.first + lane / 4;
+      const bool drops = launch.dropout.rule.threshold != 0;
+      for_scores(lane, [&](int n, int i, int half, int column) {
+        const int64_t query = first + column;
+        float &score = at.scores[0][n][i], &slope = at.scores[1][n][i];
+        const bool seen = key + 8 * half < keys_seen(shape, length, query);
+        const int64_t row = seen ? score_row(shape, place, query) : 0;
+        const float weight = seen ? exponential(score * shape.scale - launch.log_sums_BHQ[row]) : 0;
+        const float kept =
+            drops ? Dropper(launch.dropout)(1.0F, row * shape.keys + key + 8 * half) : 1;
+        score = weight * (slope * kept - launch.dots_BHQ[row]);
+        slope = weight * kept;
+      });
+      set_weights(at, 0, at.scores[0]);
+      set_weights(at, 1, at.scores[1]);
+    });
+    add_tile(warp, 0, 0, launch.q, place, first);
+    add_tile(warp, 1, 1, launch.grad_out, place, first);
+  }
+  store_own(warp, 0, launch.grad_k, place, [&](const AttentionLane&, int) { return shape.scale; });
+  store_own(warp, 1, launch.grad_v, place, [](const AttentionLane&, int) { return 1.0F; });
 }
 
 }  // namespace cohort::nmt

@@ -171,8 +171,9 @@ at::Tensor cuda_softmax_backward(const at::Tensor& probs, const at::Tensor& grad
   return to;
 }
 
-bool cuda_takes_attention(at::ScalarType type, int64_t head_width) {
-  return head_width == kAttentionHeadWidth && (type == at::kFloat || type == at::kBFloat16);
+bool cuda_takes_attention(const at::Tensor& packed, int64_t head_width) {
+  return head_width == kAttentionHeadWidth && packed.scalar_type() == at::kBFloat16 &&
+         CudaPlace(packed).launches.has_attention();
 }
 
 // [B, rows, H, W]
@@ -204,7 +205,6 @@ AttentionResult cuda_attention(const AttentionRows& rows, const SoftmaxMask& mas
                                          .v = head_rows(rows.v),
                                          .out = head_rows(out),
                                          .log_sums_BHQ = log_sums.mutable_data_ptr<float>(),
-                                         .type = element_type(rows.q),
                                          .shape = shape,
                                          .dropout = numbered(dropping)},
                                         place.stream));
@@ -227,7 +227,6 @@ void cuda_attention_backward(const AttentionRows& rows, const AttentionResult& r
        .grad_q = head_rows(grads.q),
        .grad_k = head_rows(grads.k),
        .grad_v = head_rows(grads.v),
-       .type = element_type(rows.q),
        .shape = shape_of(rows, mask),
        .dropout = numbered(dropping)},
       place.stream));

@@ -135,47 +135,58 @@ __global__ void __launch_bounds__(kSoftmaxLanes* kSoftmaxRows)
   if (row < launch.rows) softmax_backward_row<T>(WarpLanes(), launch, row);
 }
 
-// A block of kAttentionWarps warps.
-struct AttentionThreads {
-  AttentionShared& memory;
-  AttentionThread thread;
+struct AttentionThread {
+  AttentionLane at;
 
-  __device__ AttentionShared& shared() { return memory; }
   template <class Body>
-  __device__ void all(const Body& body) {
-    body(static_cast<int>(threadIdx.y), static_cast<int>(threadIdx.x), thread);
-    __syncthreads();
+  __device__ void each(const Body& body) {
+    body(static_cast<int>(threadIdx.x), at);
   }
-  template <class Body>
-  __device__ void of_warps(const Body& body) {
-    body(static_cast<int>(threadIdx.y), static_cast<int>(threadIdx.x), thread);
-    __syncwarp();
+
+  template <class Select>
+  __device__ void multiply(const Select& select) {
+#if __CUDA_ARCH__ >= 800
+    const AttentionProduct of = select(at);
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(of.c[0]), "+f"(of.c[1]), "+f"(of.c[2]), "+f"(of.c[3])
+        : "r"(of.a[0]), "r"(of.a[1]), "r"(of.a[2]), "r"(of.a[3]), "r"(of.b[0]), "r"(of.b[1]));
+#else
+    __trap();  // has_attention() is false there.
+#endif
+  }
+
+  template <class Join>
+  __device__ void of_row(float (AttentionLane::*member)[2], const Join& join) {
+    for (float& value : at.*member) {
+      value = join(value, __shfl_xor_sync(0xffffffffU, value, 1));
+      value = join(value, __shfl_xor_sync(0xffffffffU, value, 2));
+    }
   }
 };
 
-constexpr int kAttentionThreads = 32 * kAttentionWarps;
+constexpr int kAttentionWarps = 4;  // Of a block.
 
-template <class T>
-__global__ void __launch_bounds__(kAttentionThreads) attention_kernel(AttentionLaunch launch) {
-  __shared__ AttentionShared memory;
-  AttentionThreads threads{memory, {}};
-  attention_block<T>(threads, launch, blockIdx.x);
+__device__ int64_t warp_number() {
+  return static_cast<int64_t>(blockIdx.x) * kAttentionWarps + threadIdx.y;
 }
 
-template <class T>
-__global__ void __launch_bounds__(kAttentionThreads)
-    queries_backward_kernel(AttentionBackwardLaunch launch) {
-  __shared__ AttentionShared memory;
-  AttentionThreads threads{memory, {}};
-  attention_queries_backward_block<T>(threads, launch, blockIdx.x);
+__global__ void __launch_bounds__(32 * kAttentionWarps, 4)
+    attention_kernel(AttentionLaunch launch, int64_t warps) {
+  AttentionThread thread;
+  if (warp_number() < warps) attention_warp(thread, launch, warp_number());
 }
 
-template <class T>
-__global__ void __launch_bounds__(kAttentionThreads)
-    keys_backward_kernel(AttentionBackwardLaunch launch) {
-  __shared__ AttentionShared memory;
-  AttentionThreads threads{memory, {}};
-  attention_keys_backward_block<T>(threads, launch, blockIdx.x);
+__global__ void __launch_bounds__(32 * kAttentionWarps, 3)
+    queries_backward_kernel(AttentionBackwardLaunch launch, int64_t warps) {
+  AttentionThread thread;
+  if (warp_number() < warps) attention_queries_backward_warp(thread, launch, warp_number());
+}
+
+__global__ void __launch_bounds__(32 * kAttentionWarps, 3)
+    keys_backward_kernel(AttentionBackwardLaunch launch, int64_t warps) {
+  AttentionThread thread;
+  if (warp_number() < warps) attention_keys_backward_warp(thread, launch, warp_number());
 }
 
 template <class T>
@@ -257,36 +268,36 @@ const char* softmax_backward(const SoftmaxBackwardLaunch& launch, void* stream_h
   });
 }
 
-unsigned attention_blocks(const SoftmaxShape& shape, int64_t rows) {
-  return static_cast<unsigned>(shape.batch * shape.heads) * blocks_for(rows, kAttentionRows);
+bool has_attention() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= 8;
+}
+
+// Warps that own some of `rows` rows of each head.
+int64_t attention_warps(const SoftmaxShape& shape, int64_t rows) {
+  return shape.batch * shape.heads * blocks_for(rows, kAttentionRows);
 }
 
 const char* attention(const AttentionLaunch& launch, void* stream_handle) {
-  const unsigned blocks = attention_blocks(launch.shape, launch.shape.queries);
-  if (blocks == 0) return nullptr;
+  const int64_t warps = attention_warps(launch.shape, launch.shape.queries);
+  if (warps == 0) return nullptr;
   auto* const stream = static_cast<cudaStream_t>(stream_handle);
   const dim3 block(32, kAttentionWarps);
-  if (launch.type == ElementType::kFloat32) {
-    attention_kernel<float><<<blocks, block, 0, stream>>>(launch);
-  } else {
-    attention_kernel<BFloat16Bits><<<blocks, block, 0, stream>>>(launch);
-  }
+  attention_kernel<<<blocks_for(warps, kAttentionWarps), block, 0, stream>>>(launch, warps);
   return launch_error();
 }
 
 const char* attention_backward(const AttentionBackwardLaunch& launch, void* stream_handle) {
-  const unsigned queries = attention_blocks(launch.shape, launch.shape.queries);
-  const unsigned keys = attention_blocks(launch.shape, launch.shape.keys);
+  const int64_t queries = attention_warps(launch.shape, launch.shape.queries);
+  const int64_t keys = attention_warps(launch.shape, launch.shape.keys);
   if (queries == 0 || keys == 0) return nullptr;
   auto* const stream = static_cast<cudaStream_t>(stream_handle);
   const dim3 block(32, kAttentionWarps);
-  if (launch.type == ElementType::kFloat32) {
-    queries_backward_kernel<float><<<queries, block, 0, stream>>>(launch);
-    keys_backward_kernel<float><<<keys, block, 0, stream>>>(launch);
-  } else {
-    queries_backward_kernel<BFloat16Bits><<<queries, block, 0, stream>>>(launch);
-    keys_backward_kernel<BFloat16Bits><<<keys, block, 0, stream>>>(launch);
-  }
+  queries_backward_kernel<<<blocks_for(queries, kAttentionWarps), block, 0, stream>>>(launch,
+                                                                                      queries);
+  keys_backward_kernel<<<blocks_for(keys, kAttentionWarps), block, 0, stream>>>(launch, keys);
   return launch_error();
 }
 
@@ -309,6 +320,7 @@ cohort_cuda_launches() {
       .relu_backward = cohort::nmt::relu_backward,
       .softmax = cohort::nmt::softmax,
       .softmax_backward = cohort::nmt::softmax_backward,
+      .has_attention = cohort::nmt::has_attention,
       .attention = cohort::nmt::attention,
       .attention_backward = cohort::nmt::attention_backward,
       .cross_entropy = cohort::nmt::cross_entropy};

@@ -73,13 +73,12 @@ struct HeadRows {
   int64_t rows = 0, stride = 0;
 };
 
-/// out = rule(softmax(scale * q k^T)) v for each head, over the keys that a query sees; the logarithm
+/// out = rule(softmax(scale * q k^T)) v for each head, of bfloat16, over the keys that a query sees; the logarithm
 /// of each row's sum of exponentials goes into log_sums_BHQ. A query that sees no key has NaN.
 struct AttentionLaunch {
   HeadRows q, k, v, out;
   float* log_sums_BHQ = nullptr;
-  ElementType type = ElementType::kFloat32;  ///< Or bfloat16.
-  SoftmaxShape shape;                        ///< key_lengths on the device.
+  SoftmaxShape shape;  ///< key_lengths on the device.
   NumberedRule dropout;
 };
 
@@ -90,7 +89,6 @@ struct AttentionBackwardLaunch {
   const float* log_sums_BHQ = nullptr;
   float* dots_BHQ = nullptr;
   HeadRows grad_q, grad_k, grad_v;
-  ElementType type = ElementType::kFloat32;
   SoftmaxShape shape;
   NumberedRule dropout;
 };
@@ -121,6 +119,8 @@ struct CudaLaunches {
   const char* (*relu_backward)(const ReluBackwardLaunch& launch, void* stream) = nullptr;
   const char* (*softmax)(const SoftmaxLaunch& launch, void* stream) = nullptr;
   const char* (*softmax_backward)(const SoftmaxBackwardLaunch& launch, void* stream) = nullptr;
+  /// Whether the current device has what `attention` is made of: compute capability 8.0.
+  bool (*has_attention)() = nullptr;
   const char* (*attention)(const AttentionLaunch& launch, void* stream) = nullptr;
   const char* (*attention_backward)(const AttentionBackwardLaunch& launch, void* stream) = nullptr;
   const char* (*cross_entropy)(const CrossEntropyLaunch& launch, void* stream) = nullptr;
