@@ -52,6 +52,11 @@ Dropping saved_dropping(AutogradContext* context) {
           .part = {.size = part[0], .whole = part[1], .first = part[2]}};
 }
 
+void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char* name) {
+  TORCH_CHECK_VALUE(tensor.device() == beside.device(), name, ": expected a tensor on ",
+                    beside.device(), ", got one on ", tensor.device());
+}
+
 struct Dropout : torch::autograd::Function<Dropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
@@ -61,6 +66,22 @@ struct Dropout : torch::autograd::Function<Dropout> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const at::Tensor grad = grads[0].contiguous();
     return {kernels_for(grad).dropout(grad, saved_dropping(context)), at::Tensor()};
+  }
+};
+
+struct AddDropout : torch::autograd::Function<AddDropout> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& y,
+                            const Dropping& dropping) {
+    save(context, dropping);
+    context->saved_data["type"] = y.scalar_type();
+    return kernels_for(x).add_dropout(x.contiguous(), y.contiguous(), dropping);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const at::Tensor grad = grads[0].contiguous();
+    return {grad,
+            kernels_for(grad).add_dropout_backward(grad, context->saved_data["type"].toScalarType(),
+                                                   saved_dropping(context)),
+            at::Tensor()};
   }
 };
 
@@ -96,11 +117,6 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout<kActivati
         at::Tensor()};
   }
 };
-
-void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char* name) {
-  TORCH_CHECK_VALUE(tensor.device() == beside.device(), name, ": expected a tensor on ",
-                    beside.device(), ", got one on ", tensor.device());
-}
 
 // Crosses to backward with its lengths in a list of saved tensors.
 void save(AutogradContext* context, const SoftmaxMask& mask) {
@@ -280,6 +296,17 @@ uint64_t splitmix64_finalizer(uint64_t bits) {
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
   if (p == 0) return x;
   return Dropout::apply(x, next_dropping(x.numel(), p, stream, {}));
+}
+
+at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream) {
+  TORCH_CHECK_VALUE(x.sizes() == y.sizes() &&
+                        at::promote_types(x.scalar_type(), y.scalar_type()) == x.scalar_type(),
+                    "add_dropout: expected two tensors of a shape, the second of the first's type "
+                    "or a narrower one, got ",
+                    x.dtype(), " ", x.sizes(), " and ", y.dtype(), " ", y.sizes());
+  check_device(y, x, "add_dropout: y");
+  if (p == 0) return x + y;
+  return AddDropout::apply(x, y, next_dropping(y.numel(), p, stream, {}));
 }
 
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,

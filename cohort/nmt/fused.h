@@ -51,6 +51,10 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
 /// p is rounded to 1/65536. Types: float32, float64, bfloat16. p = 0 returns x itself.
 at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream);
 
+/// Returns x + dropout(y) in x's type, which is y's or a wider one, in one pass where the device has
+/// it. Shapes are the same.
+at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream);
+
 /// Returns dropout(relu(x)) in one pass.
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part = {});

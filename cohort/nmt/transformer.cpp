@@ -36,7 +36,8 @@ at::Tensor residual(const at::Tensor& x, LayerNorm& norm, LayerContext& context,
                     Block block) {
   const bool pre = context.norm == Norm::kPre;
   const at::Tensor input = context.tensor_parallel->copy_to_region(pre ? norm->forward(x) : x);
-  const at::Tensor sum = x + dropout(block(input), training ? context.dropout : 0, context.stream);
+  const at::Tensor sum =
+      add_dropout(x, block(input), training ? context.dropout : 0, context.stream);
   return pre ? sum : norm->keep_type(sum);
 }
 

@@ -35,7 +35,7 @@ constexpr Dropping kPart{.rule = {.key = 78, .threshold = 30000, .scale = 2},
 using Results = std::vector<at::Tensor>;
 
 // Of every operation that drops, in `type`, on the second device; those of softmax come last.
-constexpr size_t kElementwise = 7;
+constexpr size_t kElementwise = 9;
 Results all_that_drops(at::ScalarType type, const Dropping& dropping) {
   torch::manual_seed(4);
   const at::Tensor x = (3 * at::randn({2, 3, 5, 6})).to(type).to(test::second_device());
@@ -45,7 +45,12 @@ Results all_that_drops(at::ScalarType type, const Dropping& dropping) {
                          .scale = 0.5F};
   const Kernels& kernels = kernels_for(x);
   const auto [probs, dropped] = kernels.softmax(x, mask, dropping);
+  const at::Tensor wide = grad.to(type == at::kBFloat16 ? at::kFloat : type);
+  at::Tensor sum = kernels.add_dropout(wide, x, dropping);
+  EXPECT_EQ(sum.scalar_type(), wide.scalar_type());
   Results results{kernels.dropout(x, dropping),
+                  kernels.add_dropout(grad, x, dropping) + sum.to(type),
+                  kernels.add_dropout_backward(wide, type, dropping),
                   kernels.relu_dropout(x, dropping),
                   kernels.relu_dropout_backward(x, grad, 1.5F),
                   kernels.gelu.forward(x, dropping),

@@ -73,7 +73,9 @@ class HostLaunches {
   template <class In, class Out>
   static void drop_all(const nmt::DropLaunch& launch) {
     for (int64_t first = 0; first < launch.count; first += nmt::kElements) {
+      const auto* added = static_cast<const Out*>(launch.added);
       nmt::drop_elements(launch, static_cast<const In*>(launch.in) + first,
+                         added == nullptr ? nullptr : added + first,
                          static_cast<Out*>(launch.out) + first, first,
                          static_cast<int>(std::min<int64_t>(nmt::kElements, launch.count - first)));
     }
@@ -82,12 +84,14 @@ class HostLaunches {
     state() = {state().offset, state().calls + 1, stream};
     nmt::DropLaunch launch = device;
     launch.in = host(launch.in);
+    if (launch.added != nullptr) launch.added = host(launch.added);
     launch.out = host(launch.out);
     const bool same = launch.in_type == launch.out_type;
     if (launch.in_type == nmt::ElementType::kFloat64) {
       drop_all<double, double>(launch);
     } else if (launch.in_type == nmt::ElementType::kBFloat16) {
-      drop_all<nmt::BFloat16Bits, nmt::BFloat16Bits>(launch);
+      same ? drop_all<nmt::BFloat16Bits, nmt::BFloat16Bits>(launch)
+           : drop_all<nmt::BFloat16Bits, float>(launch);
     } else if (same) {
       drop_all<float, float>(launch);
     } else {

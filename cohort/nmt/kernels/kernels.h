@@ -63,6 +63,12 @@ struct AttentionKernels {
 struct Kernels {
   bool has_inference = false;  ///< Whether inference has operations of its own: fused.h's attend.
   at::Tensor (*dropout)(const at::Tensor& x, const Dropping& dropping) = nullptr;
+  /// Returns x + dropout(y) in x's type, which is y's or a wider one.
+  at::Tensor (*add_dropout)(const at::Tensor& x, const at::Tensor& y,
+                            const Dropping& dropping) = nullptr;
+  /// Returns dropout(grad) in `type`, grad's or a narrower one.
+  at::Tensor (*add_dropout_backward)(const at::Tensor& grad, at::ScalarType type,
+                                     const Dropping& dropping) = nullptr;
   at::Tensor (*relu_dropout)(const at::Tensor& x, const Dropping& dropping) = nullptr;
   /// Returns grad * scale where `out`, of relu_dropout, is above 0, and 0 elsewhere.
   at::Tensor (*relu_dropout_backward)(const at::Tensor& out, const at::Tensor& grad,

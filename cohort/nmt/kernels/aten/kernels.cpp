@@ -48,6 +48,15 @@ at::Tensor aten_dropout(const at::Tensor& x, const Dropping& dropping) {
   return drop(widened(x), x, dropping);
 }
 
+at::Tensor aten_add_dropout(const at::Tensor& x, const at::Tensor& y, const Dropping& dropping) {
+  return x + aten_dropout(y, dropping);
+}
+
+at::Tensor aten_add_dropout_backward(const at::Tensor& grad, at::ScalarType type,
+                                     const Dropping& dropping) {
+  return aten_dropout(widened(grad), dropping).to(type);
+}
+
 at::Tensor aten_relu_dropout(const at::Tensor& x, const Dropping& dropping) {
   const at::Tensor values = widened(x);
   return drop(at::where(values > 0, values, 0), x, dropping);
@@ -134,6 +143,8 @@ void aten_cross_entropy(const at::Tensor& logits, const at::Tensor& labels, doub
 
 extern const Kernels kAtenKernels;
 const Kernels kAtenKernels = {.dropout = aten_dropout,
+                              .add_dropout = aten_add_dropout,
+                              .add_dropout_backward = aten_add_dropout_backward,
                               .relu_dropout = aten_relu_dropout,
                               .relu_dropout_backward = aten_relu_dropout_backward,
                               .gelu = {aten_gelu, aten_gelu_backward},

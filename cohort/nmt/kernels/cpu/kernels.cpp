@@ -95,6 +95,10 @@ at::Tensor softmax_backward_by_loops(const at::Tensor& probs, const at::Tensor& 
   return grad_scores;
 }
 
+at::Tensor dropout_by_loops(const at::Tensor& x, const Dropping& dropping) {
+  return run_loop("dropout", x, dropping, [](const auto& table) { return table.dropout; });
+}
+
 void cross_entropy_by_loops(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
                             bool with_gradient, const at::Tensor& sums) {
   const int64_t columns = logits.size(1);
@@ -133,9 +137,12 @@ extern const Kernels kAtenKernels;
 extern const Kernels kCpuKernels;
 const Kernels kCpuKernels = {
     .has_inference = true,
-    .dropout =
-        [](const at::Tensor& x, const Dropping& dropping) {
-          return run_loop("dropout", x, dropping, [](const auto& table) { return table.dropout; });
+    .dropout = dropout_by_loops,
+    .add_dropout = [](const at::Tensor& x, const at::Tensor& y,
+                      const Dropping& dropping) { return x + dropout_by_loops(y, dropping); },
+    .add_dropout_backward =
+        [](const at::Tensor& grad, at::ScalarType type, const Dropping& dropping) {
+          return dropout_by_loops(grad.to(type), dropping);
         },
     .relu_dropout =
         [](const at::Tensor& x, const Dropping& dropping) {

@@ -101,14 +101,21 @@ inline constexpr int kElements = 4;
 
 /// Computes `count` <= kElements elements of a DropLaunch, from number `first` on.
 template <class In, class Out>
-COHORT_DEVICE inline void drop_elements(const DropLaunch& launch, const In* in, Out* out,
-                                        int64_t first, int count) {
+COHORT_DEVICE inline void drop_elements(const DropLaunch& launch, const In* in, const Out* added,
+                                        Out* out, int64_t first, int count) {
   Dropper drop(launch.dropout);
   for (int i = 0; i < kElements; ++i) {
     if (i >= count) break;
     auto value = wide(in[i]);
     if (launch.relu) value = value > 0 ? value : 0;
-    store(drop(value, first + i), out[i]);
+    const auto left = drop(value, first + i);
+    if (added == nullptr) {
+      store(left, out[i]);
+    } else {
+      In rounded;
+      store(left, rounded);
+      store(wide(added[i]) + wide(rounded), out[i]);
+    }
   }
 }
 

@@ -78,10 +78,11 @@ NumberedRule numbered(const Dropping& dropping) {
 }
 
 at::Tensor cuda_drop(const at::Tensor& x, at::ScalarType type, const Dropping& dropping,
-                     bool relu = false) {
+                     bool relu = false, const at::Tensor& added = {}) {
   const CudaPlace place(x);
   at::Tensor out = at::empty(x.sizes(), x.options().dtype(type));
   check_launch(place.launches.drop({.in = x.const_data_ptr(),
+                                    .added = added.defined() ? added.const_data_ptr() : nullptr,
                                     .out = out.mutable_data_ptr(),
                                     .in_type = element_type(x),
                                     .out_type = element_type(out),
@@ -94,6 +95,15 @@ at::Tensor cuda_drop(const at::Tensor& x, at::ScalarType type, const Dropping& d
 
 at::Tensor cuda_dropout(const at::Tensor& x, const Dropping& dropping) {
   return cuda_drop(x, x.scalar_type(), dropping);
+}
+
+at::Tensor cuda_add_dropout(const at::Tensor& x, const at::Tensor& y, const Dropping& dropping) {
+  return cuda_drop(y, x.scalar_type(), dropping, /*relu=*/false, x);
+}
+
+at::Tensor cuda_add_dropout_backward(const at::Tensor& grad, at::ScalarType type,
+                                     const Dropping& dropping) {
+  return cuda_drop(grad, type, dropping);
 }
 
 at::Tensor cuda_relu_dropout(const at::Tensor& x, const Dropping& dropping) {
@@ -272,6 +282,8 @@ void use_cuda_launches(const CudaLaunches* launches, c10::DeviceType device) {
 extern const Kernels kCudaKernels;
 const Kernels kCudaKernels = {
     .dropout = cuda_dropout,
+    .add_dropout = cuda_add_dropout,
+    .add_dropout_backward = cuda_add_dropout_backward,
     .relu_dropout = cuda_relu_dropout,
     .relu_dropout_backward = cuda_relu_dropout_backward,
     .gelu = kCudaActivation<&Kernels::gelu>,

@@ -101,8 +101,11 @@ template <class In, class Out>
 __global__ void __launch_bounds__(kThreads) drop_kernel(DropLaunch launch, bool aligned) {
   for_pack(launch.count, aligned, [&](int64_t first, int count, bool whole) {
     const auto in = load_pack(static_cast<const In*>(launch.in) + first, whole, count);
-    Pack<Out> out;
-    drop_elements(launch, in.values, out.values, first, count);
+    const Out* more = static_cast<const Out*>(launch.added);
+    Pack<Out> added, out;
+    if (more != nullptr) added = load_pack(more + first, whole, count);
+    drop_elements(launch, in.values, more == nullptr ? nullptr : added.values, out.values, first,
+                  count);
     store_pack(out, static_cast<Out*>(launch.out) + first, whole, count);
   });
 }
@@ -206,8 +209,9 @@ const char* launch_error() {
 
 template <class In, class Out>
 const char* launch_drop(const DropLaunch& launch, cudaStream_t stream) {
-  const bool aligned =
-      is_aligned(static_cast<const In*>(launch.in)) && is_aligned(static_cast<Out*>(launch.out));
+  const bool aligned = is_aligned(static_cast<const In*>(launch.in)) &&
+                       is_aligned(static_cast<const Out*>(launch.added)) &&
+                       is_aligned(static_cast<Out*>(launch.out));
   const unsigned blocks = blocks_for(launch.count, kThreads * kElements);
   drop_kernel<In, Out><<<blocks, kThreads, 0, stream>>>(launch, aligned);
   return launch_error();
@@ -221,9 +225,9 @@ const char* drop(const DropLaunch& launch, void* stream_handle) {
     return same ? launch_drop<float, float>(launch, stream)
                 : launch_drop<float, BFloat16Bits>(launch, stream);
   }
-  return launch.in_type == ElementType::kFloat64
-             ? launch_drop<double, double>(launch, stream)
-             : launch_drop<BFloat16Bits, BFloat16Bits>(launch, stream);
+  if (launch.in_type == ElementType::kFloat64) return launch_drop<double, double>(launch, stream);
+  return same ? launch_drop<BFloat16Bits, BFloat16Bits>(launch, stream)
+              : launch_drop<BFloat16Bits, float>(launch, stream);
 }
 
 // body(value of the type's class).

@@ -19,9 +19,11 @@ struct NumberedRule {
 };
 
 /// out[i] = rule(in[i]), or rule(max(in[i], 0)), for `count` elements. Types: out's is in's, or
-/// bfloat16 where in's is float32.
+/// bfloat16 where in's is float32. With `added`, of out's type: out[i] = added[i] + rule(in[i]), the
+/// latter rounded to in's type before; then out may be float32 where in is bfloat16, too.
 struct DropLaunch {
   const void* in = nullptr;
+  const void* added = nullptr;
   void* out = nullptr;  ///< May be `in`, if the types are the same.
   ElementType in_type = ElementType::kFloat32;
   ElementType out_type = ElementType::kFloat32;
