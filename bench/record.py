@@ -146,7 +146,7 @@ def why_stale(record, root=ROOT):
         return "it names no commit"
     if about["uncommitted"]:
         return f"{about['uncommitted'][0]} was not committed"
-    if not isinstance(about["measures"], dict):
+    if not isinstance(about["measures"], dict) or not (about["measures"] or about.get("dated")):
         return "it does not say: the digest of what it measures"
     changed = [name for name, then in about["measures"].items() if digest(name, root) != then]
     return f"{changed[0]} has changed since {about['commit'][:7]}" if changed else None

@@ -159,6 +159,21 @@ class CheckReadmeTest(unittest.TestCase):
             self.check("--write")
             self.assertNotIn("12.3 rows", self.text("README.md"), fields)
 
+    def test_a_dated_record_gives_its_figure_beside_its_date_and_commit(self):
+        dated = {"measures": {}, "dated": True, "date": "2026-01-02"}
+        self.append("README.md", BLOCK)
+        self.commit()
+        self.write_record("0123456789abcdef", dated)
+        self.expect_fault("README.md: invented.json never becomes stale: say {r.measured.date} and {r.measured.commit:.7}")
+        self.change("README.md", r"- Rate: \{r", "- Rate ({r.measured.date}, {r.measured.commit:.7}): {r")
+        self.commit()
+        self.check("--write")
+        self.assertIn("- Rate (2026-01-02, 0123456): 12.3 rows/s\n", self.text("README.md"))
+        self.append("cohort/base/error.h", "int changed;\n")
+        self.expect_good()
+        self.write_record("0123456789abcdef", dated | {"dated": False})
+        self.expect_fault("README.md: its example or figures are not the present ones")
+
     def test_a_template_that_does_not_fit_its_record_is_named(self):
         self.append("README.md", BLOCK.replace("r.rate:.1f", "r.speed"))
         self.write_record(self.commit())
