@@ -272,7 +272,7 @@ def main():
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_card else torch.device("cpu")
     if on_card:
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # It plans each new shape anew: 0.3 s a step where every batch has another.
+        torch.backends.cuda.enable_cudnn_sdp(False)  # It plans each new shape first: 0.3 s a step where every batch has another.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_card else "gloo", timeout=datetime.timedelta(seconds=300))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(options.seed)  # Same weights on all ranks; dropout differs below.

@@ -46,7 +46,7 @@ struct AttentionResult {
   at::Tensor log_sums_BHQ;  ///< float32: the logarithm of each row's sum of exponentials.
 };
 
-/// Attention without a matrix of scores in memory. Numerics: float32 inside.
+/// Attention without a matrix of scores in memory; float32 inside.
 struct AttentionKernels {
   /// Whether there is one for such rows and heads of this width.
   bool (*takes)(const at::Tensor& packed, int64_t head_width) = nullptr;
