@@ -565,5 +565,83 @@ TEST(FusedTest, SoftmaxWithDropoutPassesGradientsThroughTheSameMask) {
   EXPECT_LE(difference(scores.grad(), plain.grad()), 1e-7);  // the scale is a float
 }
 
+template <class Call>
+void expect_value_error(const std::string& beginning, const Call& call) {
+  EXPECT_EQ(test::message_of<c10::ValueError>(call).substr(0, beginning.size()), beginning);
+}
+
+void check_linear(at::ScalarType of_x, at::ScalarType type, bool bias) {
+  const at::Tensor x = leaf({2, 3, 5}, of_x), weight = leaf({4, 5}, at::kFloat);
+  const at::Tensor b = bias ? leaf({4}, at::kFloat) : at::Tensor();
+  const auto gradients = [&](const at::Tensor& y) {
+    y.backward(at::arange(24).view({2, 3, 4}).to(y.scalar_type()) / 7);
+    std::vector<at::Tensor> found{y.detach()};
+    for (const at::Tensor& each : {x, weight, b}) {
+      if (!each.defined()) continue;
+      found.push_back(each.grad());
+      each.mutable_grad().reset();
+    }
+    return found;
+  };
+  const auto got = gradients(linear(x, weight, bias ? std::optional(b) : std::nullopt, type));
+  const auto expected = gradients(
+      at::linear(x.to(type), weight.to(type), bias ? std::optional(b.to(type)) : std::nullopt));
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].scalar_type(), expected[i].scalar_type()) << i;
+    if (i < 3) {
+      EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
+    } else {  // A bias's gradient is a sum of six float32 numbers, libtorch's rounded to `type`.
+      expect_within(got[i], expected[i].to(at::kDouble),
+                    (unit_of(type) + 8 * kU) * expected[i].abs().to(at::kDouble));
+    }
+  }
+}
+
+TEST(FusedTest, LinearIsLibtorchs) {
+  for (const bool bias : {false, true}) {
+    check_linear(at::kFloat, at::kFloat, bias);
+    check_linear(at::kFloat, at::kBFloat16, bias);
+    check_linear(at::kBFloat16, at::kBFloat16, bias);
+  }
+  // Without gradients, and of some operands alone.
+  const at::Tensor x = leaf({3, 5}, at::kFloat), weight = at::ones({4, 5});
+  linear(x, weight, std::nullopt, at::kFloat).sum().backward();
+  EXPECT_TRUE(at::equal(x.grad(), at::full({3, 5}, 4.0F)));
+  EXPECT_FALSE(linear(x.detach(), weight, at::ones({4}), at::kFloat).requires_grad());
+  expect_value_error("linear: expected x [..., K] and weight [M, K], got [3, 5] and [4, 6]", [&] {
+    linear(x, at::ones({4, 6}), std::nullopt, at::kFloat);
+  });
+  expect_value_error("linear: expected bias [4], got [3]",
+                     [&] { linear(x, weight, at::ones({3}), at::kFloat); });
+}
+
+TEST(FusedTest, AddDropoutIsASumWithADropout) {
+  in_every_table([](at::ScalarType type) {
+    const auto wide = type == at::kBFloat16 ? at::kFloat : type;
+    const at::Tensor x = leaf({7, 9}, wide), y = leaf({7, 9}, type);
+    DropoutStream stream{.seed = 3, .call = 8};
+    const at::Tensor mask = mask_of({7, 9}, 0.4, stream);
+    const at::Tensor sum = add_dropout(x, y, 0.4, stream);
+    EXPECT_EQ(sum.scalar_type(), wide);
+    const at::Tensor dropped = y.detach().to(at::kDouble) * mask;
+    expect_within(sum, x.detach().to(at::kDouble) + dropped,
+                  (unit_of(type) + kU) * dropped.abs() + unit_of(wide) * sum.detach().abs());
+    const at::Tensor grad = at::randn({7, 9}).to(wide);
+    sum.backward(grad);
+    EXPECT_TRUE(at::equal(x.grad(), grad));
+    EXPECT_EQ(y.grad().scalar_type(), type);
+    const at::Tensor slope = grad.to(at::kDouble) * mask;
+    expect_within(y.grad(), slope, (2 * unit_of(type) + kU) * slope.abs());
+  });
+  DropoutStream stream;
+  EXPECT_TRUE(at::equal(add_dropout(at::ones({2}), at::ones({2}), 0, stream), at::full({2}, 2.0F)));
+  expect_value_error("add_dropout: expected two tensors of a shape",
+                     [&] { add_dropout(at::ones({2}), at::ones({3}), 0.5, stream); });
+  expect_value_error("add_dropout: expected two tensors of a shape", [&] {
+    add_dropout(at::ones({2}, at::kBFloat16), at::ones({2}), 0.5, stream);
+  });
+}
+
 }  // namespace fused_test
 }  // namespace cohort::nmt
