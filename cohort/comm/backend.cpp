@@ -65,7 +65,9 @@ BackendPlugin read_plugin(void* handle, const std::string& file) {
   }
   if (abi->make == nullptr)
     throw ConfigError(file + " is no backend of Cohort: its make function is missing");
-  return {abi->device, abi->make};
+  BackendPlugin plugin{.device = abi->device, .make = abi->make};
+  if (abi->progress != nullptr) plugin.progress = abi->progress;
+  return plugin;
 }
 
 std::optional<BackendPlugin> load_plugin(const std::string& name,

@@ -33,6 +33,10 @@ struct BackendPlugin {
   /// Errors: ConfigError or c10::ValueError for bad settings; what the backend throws for the
   ///         network's fault.
   std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)> make;
+  /// For a backend of a device whose works keep their tensors: returns one that says whether the
+  /// given one has ended, and keeps none. It is held until that has ended on the device, a tensor only
+  /// as long as its user needs it. Empty: the works themselves are held.
+  std::function<c10::intrusive_ptr<c10d::Work>(const c10d::Work&)> progress = {};
 };
 
 /// Makes `plugin` known as `name` in this process; it goes before a backend of that name in a file.
@@ -56,7 +60,7 @@ void register_backend(const std::string& name, BackendPlugin plugin);
 const BackendPlugin& find_backend(const std::string& name);
 
 /// Version of BackendRequest and BackendAbi; a plug-in of another one is refused.
-inline constexpr int kBackendAbiVersion = 1;
+inline constexpr int kBackendAbiVersion = 2;
 
 /// What a shared object says about its backend. The first two fields never move.
 ///
@@ -69,6 +73,8 @@ struct BackendAbi {
   const char* libtorch_version = TORCH_VERSION;
   c10::DeviceType device = c10::DeviceType::CPU;
   c10::intrusive_ptr<c10d::Backend> (*make)(const BackendRequest&) = nullptr;
+  c10::intrusive_ptr<c10d::Work> (*progress)(const c10d::Work&) =
+      nullptr;  ///< BackendPlugin's; may be missing.
 };
 
 }  // namespace cohort::comm

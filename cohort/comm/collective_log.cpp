@@ -16,6 +16,29 @@ std::string describe(int rank, const MatchedCall& call) {
          (call.site.empty() ? "an unknown location" : call.site);
 }
 
+std::string seconds_text(int64_t ms) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.1f s", static_cast<double>(ms) / 1000);
+  return text.data();
+}
+
+// "rank 1", "ranks 0, 2".
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::string place_of(const FlightRecord& record) {
+  return (record.waiting ? "in " + record.last + " since " : "outside of collectives since ") +
+         seconds_text(record.ms) + (record.waiting ? "" : ", last called " + record.last);
+}
+
+bool has_called(const FlightRecord& record, const MatchedCall& call) {
+  const auto found = record.num_matched.find(call.group);
+  return found != record.num_matched.end() && found->second >= call.number;
+}
+
 TraceRecord blank(int rank, int world_size) {
   TraceRecord record;
   record.pid = getpid();
@@ -36,7 +59,11 @@ CollectiveLog::~CollectiveLog() {
   trace_->forget(this);
 }
 
-void CollectiveLog::begin(TraceRecord record, std::optional<MatchedCall> matched) {
+int64_t DeviceWait::stuck_ms() const {
+  return std::min(std::max<int64_t>(2000, timeout_ms / 10), timeout_ms);
+}
+
+int64_t CollectiveLog::begin(TraceRecord record, std::optional<MatchedCall> matched) {
   record.pid = blank_.pid;
   record.rank = blank_.rank;
   record.world_size = blank_.world_size;
@@ -44,13 +71,21 @@ void CollectiveLog::begin(TraceRecord record, std::optional<MatchedCall> matched
   record.since_ns = steady_now_ns();
   trace_->show(this, record);
   const std::lock_guard lock(mutex_);
-  if (matched) {
-    if (matched_.size() == kKept) matched_.pop_front();
-    matched->number = ++num_matched_[matched->group];
-    matched_.push_back(std::move(*matched));
-  }
   underway_.push_back(record);
   last_ = record;
+  return matched ? add_locked(std::move(*matched)) : 0;
+}
+
+int64_t CollectiveLog::add(MatchedCall matched) {
+  const std::lock_guard lock(mutex_);
+  return add_locked(std::move(matched));
+}
+
+int64_t CollectiveLog::add_locked(MatchedCall matched) {
+  if (matched_.size() == kKept) matched_.pop_front();
+  matched.number = ++num_matched_[matched.group];
+  matched_.push_back(std::move(matched));
+  return matched_.back().number;
 }
 
 void CollectiveLog::end() {
@@ -77,7 +112,8 @@ FlightRecord CollectiveLog::flight_record() const {
   return {.waiting = !underway_.empty(),
           .ms = (steady_now_ns() - last_.since_ns) / 1'000'000,
           .last = describe(last_),
-          .matched = {matched_.begin(), matched_.end()}};
+          .matched = {matched_.begin(), matched_.end()},
+          .num_matched = num_matched_};
 }
 
 std::optional<std::string> find_mismatch(const FlightRecords& records) {
@@ -129,12 +165,56 @@ std::string describe_others(const FlightRecords& records) {
   for (const auto& [rank, record] : records) {
     const bool with_most = record.waiting && record.last == most->first;
     if (with_most && 2 * most->second > static_cast<int>(records.size())) continue;
-    std::array<char, 32> seconds{};
-    std::snprintf(seconds.data(), seconds.size(), "%.1f s", static_cast<double>(record.ms) / 1000);
     result += (result.empty() ? "" : "; ") + std::string("rank ") + std::to_string(rank) +
-              (record.waiting ? " waits in " + record.last + " since " + seconds.data()
-                              : " has not come: outside of collectives since " +
-                                    std::string(seconds.data()) + ", last called " + record.last);
+              (record.waiting ? " waits " : " has not come: ") + place_of(record);
+  }
+  return result;
+}
+
+std::string describe_device_waits(const FlightRecords& records) {
+  // Of each group the first call that a device waits in; a later one waits for it.
+  struct Stalled {
+    const DeviceWait* wait;
+    std::vector<int> waiting, missing;
+  };
+  std::map<std::string, Stalled> stalled;
+  for (const auto& [rank, record] : records) {
+    for (const DeviceWait& wait : record.device_waits) {
+      Stalled& group = stalled.try_emplace(wait.call.group, Stalled{&wait, {}, {}}).first->second;
+      if (wait.call.number < group.wait->call.number) group = {&wait, {}, {}};
+      if (wait.call.number == group.wait->call.number) group.waiting.push_back(rank);
+    }
+  }
+  // A rank that waits for its own device has not come because of that: another one is at fault.
+  bool one_is_free = false;
+  for (auto& [group, call] : stalled) {
+    for (const int rank : call.wait->ranks) {
+      const auto found = records.find(rank);
+      if (found == records.end() || has_called(found->second, call.wait->call)) continue;
+      call.missing.push_back(rank);
+      one_is_free = one_is_free || found->second.device_waits.empty();
+    }
+  }
+  std::string result;
+  const auto append = [&](const std::string& text) {
+    result += (result.empty() ? "" : "; ") + text;
+  };
+  for (const auto& [group, call] : stalled) {
+    const MatchedCall& what = call.wait->call;
+    const std::string which = what.what + (what.site.empty() ? "" : " at " + what.site) +
+                              ", call " + std::to_string(what.number) + " of group \"" +
+                              call.wait->name + "\"";
+    const std::string who = ranks_text(call.waiting), since = seconds_text(call.wait->ms);
+    for (const int rank : call.missing) {
+      const FlightRecord& record = records.at(rank);
+      if (one_is_free && !record.device_waits.empty()) continue;
+      append("rank " + std::to_string(rank) + " has not come to " + which +
+             ", for which the devices of " + who + " wait since " + since + ": " +
+             place_of(record));
+    }
+    if (call.missing.empty())
+      append("all ranks have called " + which + ", which has not ended on the devices of " + who +
+             " since " + since);
   }
   return result;
 }

@@ -25,12 +25,29 @@ struct MatchedCall {
   bool operator==(const MatchedCall&) const = default;
 };
 
+/// A collective that a rank has called and its device has not ended.
+struct DeviceWait {
+  MatchedCall call;
+  std::string name;        ///< The group's, for users.
+  std::vector<int> ranks;  ///< The group's, as numbers of the job.
+  int64_t ms = 0;          ///< Since the call.
+  int64_t timeout_ms = 0;  ///< The group's.
+
+  /// When ranks compare what they called: after a tenth of the timeout, but two seconds at least.
+  /// Where the host runs ahead of its device, as it should, calls wait there for seconds.
+  int64_t stuck_ms() const;
+  bool is_stuck() const { return ms >= stuck_ms(); }
+  bool is_overdue() const { return ms >= timeout_ms; }
+};
+
 /// What a rank does at one moment.
 struct FlightRecord {
-  bool waiting = false;              ///< Inside a collective, else outside of all.
-  int64_t ms = 0;                    ///< Since when.
-  std::string last;                  ///< The present collective, or the last one.
-  std::vector<MatchedCall> matched;  ///< The last 64 at most, the oldest first.
+  bool waiting = false;                             ///< Inside a collective, else outside of all.
+  int64_t ms = 0;                                   ///< Since when.
+  std::string last;                                 ///< The present collective, or the last one.
+  std::vector<MatchedCall> matched;                 ///< The last 64 at most, the oldest first.
+  std::map<std::string, int64_t> num_matched = {};  ///< How many there were, by group.
+  std::vector<DeviceWait> device_waits = {};  ///< Those that are stuck, the oldest of each group.
 };
 
 /// One rank's log, shared by the group of all ranks and its sub-groups.
@@ -44,8 +61,10 @@ class CollectiveLog {
   CollectiveLog& operator=(const CollectiveLog&) = delete;
 
   /// Notes that a collective begins; sets pid, rank, state and time. `matched`: what takes part in
-  /// comparisons, if it does.
-  void begin(TraceRecord record, std::optional<MatchedCall> matched);
+  /// comparisons, if it does. Returns its number, else 0.
+  int64_t begin(TraceRecord record, std::optional<MatchedCall> matched);
+  /// Notes a call that takes part in comparisons and is not waited for. Returns its number.
+  int64_t add(MatchedCall matched);
   /// Notes that the innermost collective begun is over.
   void end();
 
@@ -55,6 +74,8 @@ class CollectiveLog {
   FlightRecord flight_record() const;
 
  private:
+  int64_t add_locked(MatchedCall matched);
+
   const TraceRecord blank_;  // pid, rank, world size
   const std::shared_ptr<RankTrace> trace_;
   mutable std::mutex mutex_;
@@ -75,5 +96,11 @@ std::optional<std::string> find_mismatch(const FlightRecords& records);
 /// Says what each rank does whose present call is not the most frequent one: "rank 2 computes
 /// since 12.3 s, last called all_reduce(sum) of float32[8] at y.cpp:9". Empty if all do the same.
 std::string describe_others(const FlightRecords& records);
+
+/// Says which ranks have not called what the devices of others wait for: "rank 1 has not come to
+/// all_reduce(sum) of float32[8] at y.cpp:9, call 7 of group "world", for which the devices of ranks
+/// 0, 2 wait since 60.0 s: outside of collectives since 61.2 s, last called ..."; or that all have
+/// called it. Empty if no device waits.
+std::string describe_device_waits(const FlightRecords& records);
 
 }  // namespace cohort::comm

@@ -8,7 +8,9 @@
 
 namespace cohort::comm {
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MatchedCall, group, number, what, site)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FlightRecord, waiting, ms, last, matched)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceWait, call, name, ranks, ms, timeout_ms)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FlightRecord, waiting, ms, last, matched, num_matched,
+                                   device_waits)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(FailureReport, lost, mismatch, others)
 
 namespace {
@@ -52,13 +54,12 @@ milliseconds until(Clock::time_point time) {
 }  // namespace
 
 FailureWatch::FailureWatch(StoreConnection connection, int rank, int world_size,
-                           bool host_dies_with_rank_0, FailureWatchCalls calls, bool follows_next)
+                           bool host_dies_with_rank_0, FailureWatchCalls calls)
     : connection_(std::move(connection)),
       rank_(rank),
       world_size_(world_size),
       host_dies_with_rank_0_(host_dies_with_rank_0),
-      calls_(std::move(calls)),
-      follows_next_(follows_next) {
+      calls_(std::move(calls)) {
   thread_ = std::jthread([this](const std::stop_token& stop) {
     run(stop);
     const std::lock_guard lock(mutex_);
@@ -97,6 +98,11 @@ FailureReport FailureWatch::report() {
   return store_lost("does not answer");
 }
 
+void FailureWatch::follow(int peer) {
+  const std::lock_guard lock(mutex_);
+  to_follow_.push_back(peer);
+}
+
 void FailureWatch::run(const std::stop_token& stop) {
   try {
     watch_store(stop);
@@ -119,8 +125,10 @@ void FailureWatch::watch_store(const std::stop_token& stop) {
       const std::lock_guard lock(mutex_);
       return declare_;
     }();
-    if (!declared && !declare) publish_if_stuck();
-    if (declared || declare || published_records_differ() || next_rank_is_silent())
+    if (declared || declare) return check_liveness();
+    if (calls_.device_waits) device_waits_ = calls_.device_waits();
+    publish_if_stuck();
+    if (a_device_is_overdue() || published_records_differ() || followed_rank_is_silent())
       return check_liveness();
   }
 }
@@ -129,16 +137,27 @@ void FailureWatch::watch_store(const std::stop_token& stop) {
 milliseconds FailureWatch::until_next_look() const {
   if (rank_ == 0 || !connection_.interrupt) return kPollInterval;
   const std::chrono::nanoseconds waited(calls_.waiting_ns().value_or(0));
-  return waited < kStuck ? std::chrono::ceil<milliseconds>(kStuck - waited) : kStuck;
+  milliseconds next = waited < kStuck ? std::chrono::ceil<milliseconds>(kStuck - waited) : kStuck;
+  for (const DeviceWait& wait : device_waits_) {
+    const milliseconds left((wait.is_stuck() ? wait.timeout_ms : wait.stuck_ms()) - wait.ms);
+    next = std::min(next, std::max(left, milliseconds(1)));
+  }
+  return next;
 }
 
 void FailureWatch::publish_if_stuck() {
-  if (std::chrono::nanoseconds(calls_.waiting_ns().value_or(0)) < kStuck) return;
+  if (std::chrono::nanoseconds(calls_.waiting_ns().value_or(0)) < kStuck &&
+      std::ranges::none_of(device_waits_, &DeviceWait::is_stuck))
+    return;
   const FlightRecord record = calls_.flight_record();
   if (record.matched == published_) return;
   published_ = record.matched;
   store_->set(key("record", rank_), encode(record));
   store_->add(kNumRecords, 1);
+}
+
+bool FailureWatch::a_device_is_overdue() const {
+  return std::ranges::any_of(device_waits_, &DeviceWait::is_overdue);
 }
 
 // Rank 0 compares for all; each change of a record is read once.
@@ -156,17 +175,27 @@ bool FailureWatch::published_records_differ() {
 }
 
 // Looks are counted, not seconds: where a whole job is stopped and resumes, no rank has been silent.
-bool FailureWatch::next_rank_is_silent() {
-  if (!follows_next_) return false;
-  const int next = (rank_ + 1) % world_size_;
-  if (has_ended(next)) return true;
+bool FailureWatch::followed_rank_is_silent() {
+  {
+    const std::lock_guard lock(mutex_);
+    for (const int peer : to_follow_) followed_.try_emplace(peer);
+    to_follow_.clear();
+  }
+  if (followed_.empty()) return false;
+  for (const auto& [peer, beats] : followed_) {
+    if (has_ended(peer)) return true;
+  }
   if (Clock::now() < beat_at_) return false;
   beat_at_ = Clock::now() + kBeatInterval;
   store_->add(key("beat", rank_), 1);
-  const int64_t beats = store_->add(key("beat", next), 0);
-  num_silent_looks_ = beats == beats_of_next_ ? num_silent_looks_ + 1 : 0;
-  beats_of_next_ = beats;
-  return num_silent_looks_ >= kSilentLooks;
+  bool one_is_silent = false;
+  for (auto& [peer, beats] : followed_) {
+    const int64_t num_now = store_->add(key("beat", peer), 0);
+    beats.num_silent_looks = num_now == beats.num_seen ? beats.num_silent_looks + 1 : 0;
+    beats.num_seen = num_now;
+    one_is_silent = one_is_silent || beats.num_silent_looks >= kSilentLooks;
+  }
+  return one_is_silent;
 }
 
 FailureReport FailureWatch::collect_records() {
@@ -184,7 +213,8 @@ FailureReport FailureWatch::collect_records() {
   }
   report.mismatch = find_mismatch(records).value_or("");
   if (report.lost.empty()) {
-    report.others = describe_others(records);
+    report.others = describe_device_waits(records);
+    if (report.others.empty()) report.others = describe_others(records);
   } else if (all_ended) {
     report.others =
         report.lost.size() == 1 ? "its process has ended" : "their processes have ended";

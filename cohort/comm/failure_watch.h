@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -29,6 +30,8 @@ struct FailureReport {
 struct FailureWatchCalls {
   std::function<FlightRecord()> flight_record;         ///< CollectiveLog::flight_record.
   std::function<std::optional<int64_t>()> waiting_ns;  ///< CollectiveLog::waiting_ns.
+  /// What its devices wait in, the oldest call of each group; empty: it has none. It must not block.
+  std::function<std::vector<DeviceWait>()> device_waits = {};
   /// Whether a rank's process is known to have ended; empty: of none.
   std::function<bool(int rank)> has_ended = {};
   std::function<void()> abort;  ///< Ends this rank's waiting: the group is dead.
@@ -45,9 +48,10 @@ struct FailureWatchCalls {
 /// A rank that waits for more than two seconds publishes its flight record; rank 0's watcher
 /// compares them and declares a failure if two ranks called different collectives.
 ///
-/// Where `follows_next`, ranks beat in the store every two seconds, and each follows the next one: one
-/// that has not beaten for five such looks is taken for lost. That is for backends of devices, whose
-/// operations the host does not wait for: none fails when a rank is lost.
+/// The host does not wait for collectives of devices, so none of its operations fails when another
+/// rank does not come, or is lost. For these the watching thread asks the device. A rank whose device
+/// waits in a call publishes its record too (DeviceWait::stuck_ms), and declares a failure when the
+/// group's timeout is reached: two seconds later at most. Its group's ranks `follow` each other.
 ///
 /// Cost: one wait for the declaration in the store every two seconds; on rank 0, and on every rank
 /// where the store can only be polled, one every quarter of a second.
@@ -59,19 +63,24 @@ class FailureWatch {
   /// The watch owns `connection`. `host_dies_with_rank_0`: rank 0 holds
   /// the store.
   FailureWatch(StoreConnection connection, int rank, int world_size, bool host_dies_with_rank_0,
-               FailureWatchCalls calls, bool follows_next = false);
+               FailureWatchCalls calls);
   /// Local: stops the watching thread, even where it waits for a silent store.
   ~FailureWatch();
 
   /// Declares a failure, or joins the one declared, and returns its report.
   FailureReport report();
 
+  /// From now on this rank beats in the store every two seconds, and takes `peer`, which shall do the
+  /// same, for lost when its process has ended or it has not beaten for five looks. From any thread.
+  void follow(int peer);
+
  private:
   void run(const std::stop_token& stop);
   void watch_store(const std::stop_token& stop);
   void publish_if_stuck();
+  bool a_device_is_overdue() const;
   bool published_records_differ();
-  bool next_rank_is_silent();
+  bool followed_rank_is_silent();
   void check_liveness();
   FailureReport collect_records();
   FailureReport store_lost(const std::string& how) const;
@@ -89,14 +98,18 @@ class FailureWatch {
   const int world_size_;
   const bool host_dies_with_rank_0_;
   const FailureWatchCalls calls_;
-  const bool follows_next_;
+  struct Beats {
+    int64_t num_seen = 0;
+    int num_silent_looks = 0;
+  };
+  std::vector<DeviceWait> device_waits_;           // the watching thread's: at its last look
   std::vector<MatchedCall> published_;             // the watching thread's
   int64_t num_published_ = 0;                      // the watching thread's
   std::chrono::steady_clock::time_point beat_at_;  // the watching thread's
-  int64_t beats_of_next_ = 0;                      // the watching thread's
-  int num_silent_looks_ = 0;                       // the watching thread's
+  std::map<int, Beats> followed_;                  // the watching thread's; by rank
   std::mutex mutex_;
   std::condition_variable_any changed_;
+  std::vector<int> to_follow_;           // guarded by mutex_
   bool declare_ = false;                 // guarded by mutex_
   bool woken_ = false;                   // guarded by mutex_
   bool ended_ = false;                   // guarded by mutex_: the thread uses the store no more

@@ -66,7 +66,8 @@ void abort_backends(c10d::ProcessGroup& group) {
 Job::Job(const RankInfo& i, const ProcessGroupOptions& o)
     : info(i),
       options(with_environment(o)),
-      log(i.rank, i.world_size, RankTrace::open(env_string(kTraceFileVariable).value_or(""))) {
+      log(std::make_shared<CollectiveLog>(
+          i.rank, i.world_size, RankTrace::open(env_string(kTraceFileVariable).value_or("")))) {
   if (info.world_size == 1) return;
   check_job_has_groups();
   outlive_broken_pipes();
@@ -86,25 +87,51 @@ void Job::join() {
   if (info.finds_host) find_host(info, rendezvous.hosts);
 }
 
-void Job::start_watch(bool follows_next) {
+void Job::start_watch() {
   if (info.world_size == 1) return;
   const bool rank_0_hosts = info.store_file.empty() && !info.agent_store;
   watch = std::make_unique<FailureWatch>(
       std::move(rendezvous.watch), info.rank, info.world_size, rank_0_hosts,
-      FailureWatchCalls{.flight_record = [this] { return log.flight_record(); },
-                        .waiting_ns = [this] { return log.waiting_ns(); },
+      FailureWatchCalls{.flight_record = [this] { return flight_record(); },
+                        .waiting_ns = [this] { return log->waiting_ns(); },
+                        .device_waits = [this] { return device_waits(); },
                         .has_ended =
                             [this](int rank) {
                               return rendezvous.processes[static_cast<size_t>(rank)].has_ended();
                             },
-                        .abort = [this] { abort(); }},
-      follows_next);
+                        .abort = [this] { abort(); }});
 }
 
 void Job::add(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const std::lock_guard lock(mutex_);
   if (aborted_) abort_backends(*group);
   groups_.emplace_back(group);
+}
+
+void Job::add(const std::shared_ptr<DeviceCalls>& calls) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(device_calls_, [](const auto& each) { return each.expired(); });
+  device_calls_.emplace_back(calls);
+}
+
+std::vector<DeviceWait> Job::device_waits() {
+  const auto all = [this] {
+    const std::lock_guard lock(mutex_);
+    return device_calls_;
+  }();
+  std::vector<DeviceWait> waits;
+  for (const auto& each : all) {
+    const auto calls = each.lock();
+    if (auto wait = calls ? calls->oldest() : std::nullopt) waits.push_back(std::move(*wait));
+  }
+  return waits;
+}
+
+FlightRecord Job::flight_record() {
+  FlightRecord record = log->flight_record();
+  record.device_waits = device_waits();
+  std::erase_if(record.device_waits, [](const DeviceWait& wait) { return !wait.is_stuck(); });
+  return record;
 }
 
 void Job::abort() {

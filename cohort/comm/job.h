@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a process has once for a group of all ranks and its sub-groups. Not installed.
 #pragma once
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "cohort/comm/collective_log.h"
+#include "cohort/comm/device_calls.h"
 #include "cohort/comm/failure_watch.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/comm/rendezvous.h"
@@ -23,24 +25,31 @@ struct Job {
 
   /// Joins the rendezvous. Collective; blocks, at most `options.rendezvous_timeout`.
   void join();
-  /// Starts to watch the other ranks, after `join`. Nothing in a group of one. `follows_next`:
-  /// FailureWatch's, for backends of devices.
-  void start_watch(bool follows_next);
+  /// Starts to watch the other ranks, after `join`. Nothing in a job of one.
+  void start_watch();
   /// Ends all waiting in the backends of all groups.
   void abort();
   /// Makes `abort` know the backends of a group.
   void add(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  /// Makes the watch know what a group's devices do, as long as `calls` lives.
+  void add(const std::shared_ptr<DeviceCalls>& calls);
+  /// Whether the watch has ended all waiting: the groups are dead. From any thread.
+  bool is_aborted() const { return aborted_; }
 
   RankInfo info;  // complete after `join`
   const ProcessGroupOptions options;
   Rendezvous rendezvous;
-  CollectiveLog log;
+  const std::shared_ptr<CollectiveLog> log;
   bool dead = false;
 
  private:
+  std::vector<DeviceWait> device_waits();
+  FlightRecord flight_record();
+
   std::mutex mutex_;
   std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> groups_;  // guarded by mutex_
-  bool aborted_ = false;                                             // guarded by mutex_
+  std::vector<std::weak_ptr<DeviceCalls>> device_calls_;             // guarded by mutex_
+  std::atomic<bool> aborted_ = false;
 
  public:
   std::unique_ptr<FailureWatch> watch;  // last: its thread uses all the others

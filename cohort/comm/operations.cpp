@@ -415,7 +415,8 @@ Operation all_to_all_of(c10d::ProcessGroup& backend, const at::Tensor& output,
   return {.call = {.operation = "all_to_all of " +
                                 std::string(equal ? "equal parts" : type_name(input.scalar_type())),
                    .tensor = equal ? input : at::Tensor(),
-                   .site = site},
+                   .site = site,
+                   .device = input.device().type()},
           .begin =
               [&backend, written, read = readable(input), out_counts,
                in_counts](bool async_op) mutable {

@@ -24,16 +24,6 @@ c10d::ProcessGroup::BackendType backend_type(const std::string& backend) {
   return c10d::ProcessGroup::strToBackendType(backend);
 }
 
-// What must be equal on all ranks, in full: a trace record cuts it.
-std::string text_of(const Call& call) {
-  if (!call.tensor.defined()) return call.operation;
-  std::string text = call.operation + " of " + type_name(call.tensor.scalar_type()) + '[';
-  for (int64_t d = 0; d < call.tensor.dim(); ++d) {
-    text += (d == 0 ? "" : ", ") + std::to_string(call.tensor.size(d));
-  }
-  return text + ']';
-}
-
 milliseconds left_of(milliseconds limit, int64_t start_ns) {
   return std::max(limit - milliseconds((steady_now_ns() - start_ns) / 1'000'000), milliseconds(1));
 }
@@ -70,6 +60,17 @@ void check_device(const ProcessGroupOptions& options) {
 
 }  // namespace
 
+std::string call_text(const std::string& operation, const at::Tensor& tensor) {
+  if (!tensor.defined()) return operation;
+  std::string text = operation + " of " + type_name(tensor.scalar_type());
+  if (tensor.is_sparse()) return text;
+  text += '[';
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    text += (d == 0 ? "" : ", ") + std::to_string(tensor.size(d));
+  }
+  return text + ']';
+}
+
 ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::string group_name,
                          std::vector<int> global_ranks, int own_rank,
                          const SubgroupOptions& own_options)
@@ -82,6 +83,21 @@ ProcessGroup::Impl::Impl(std::shared_ptr<Job> j, std::string group_id, std::stri
       timeout(own_options.timeout.value_or(job->options.timeout)),
       matcher(ranks.size() > 1 ? job->options.check_collectives : CheckCollectives::kOff) {}
 
+c10::intrusive_ptr<c10d::ProcessGroup> ProcessGroup::Impl::make_group(const BackendPlugin& plugin) {
+  if (plugin.device == c10::DeviceType::CPU || size() == 1)
+    return c10::make_intrusive<c10d::ProcessGroup>(store, rank, size());
+  const auto calls = std::make_shared<DeviceCalls>(DeviceGroupInfo{.id = id,
+                                                                   .name = name,
+                                                                   .ranks = ranks,
+                                                                   .timeout = timeout,
+                                                                   .device = plugin.device,
+                                                                   .progress = plugin.progress});
+  job->add(calls);
+  auto group = c10::make_intrusive<DeviceGroup>(store, rank, job->log, calls);
+  device_group = group.get();
+  return group;
+}
+
 void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, milliseconds limit) {
   store = std::move(group_store);
   backend_name = asked_backend;
@@ -90,9 +106,9 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
     backend_name = device && device->is_cuda() ? "nccl" : cpu_backend();
   }
   users_store = c10::make_intrusive<c10d::PrefixStore>("user", store);
-  c10d_group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size());
-  const auto add = [&](const std::string& type, c10::DeviceType device,
-                       const BackendPlugin& plugin) {
+  const BackendPlugin& plugin = find_backend(backend_name);
+  c10d_group = make_group(plugin);
+  const auto add = [&](const std::string& type, c10::DeviceType device, const BackendPlugin& from) {
     BackendRequest request{
         .store = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(device, true), store),
         .rank = rank,
@@ -100,11 +116,10 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
         .timeout = limit,
         .address = job->rendezvous.address,
         .interface = job->rendezvous.interface};
-    auto made = make_backend(plugin, request);
+    auto made = make_backend(from, request);
     made->setTimeout(timeout);
     c10d_group->setBackend(device, backend_type(type), made);
   };
-  const BackendPlugin& plugin = find_backend(backend_name);
   c10d_group->setDefaultBackend(backend_type(backend_name));
   add(backend_name, plugin.device, plugin);
   // Lengths, comparisons and barriers stay on the CPU.
@@ -130,7 +145,8 @@ ProcessGroup::ProcessGroup(const RankInfo& info, const ProcessGroupOptions& opti
     job->join();
     impl_->connect(job->rendezvous.store, left_of(options.rendezvous_timeout, start));
   });
-  job->start_watch(find_backend(impl_->backend_name).device != c10::DeviceType::CPU);
+  job->start_watch();
+  impl_->follow_next();
 }
 
 ProcessGroup::ProcessGroup(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -218,6 +234,7 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   auto store = c10::make_intrusive<c10d::PrefixStore>("sub/" + unique, impl_->store);
   impl->guarded({.operation = operation, .site = site, .compared = Compared::kNever},
                 [&] { impl->connect(store, impl_->job->options.rendezvous_timeout); });
+  impl->follow_next();
   return ProcessGroup(std::move(impl));
 }
 
@@ -247,16 +264,22 @@ void ProcessGroup::Impl::guarded(const Call& call, const std::function<void()>& 
   if (call.compared == Compared::kBeforeData) ++sequence;
   const int64_t start = steady_now_ns();
   if (job->dead) fail(call.operation, start, "the group is dead since it lost a peer", false);
+  // A backend of the host says so itself.
+  if (device_group != nullptr && job->is_aborted())
+    fail(call.operation, start, "the watching thread has ended the group", false);
   const TraceRecord entry = record(call);
   std::optional<MatchedCall> matched;
   if (call.compared != Compared::kNever) {
-    matched = {.group = id, .what = text_of(call), .site = entry.call_site.data()};
+    matched = {.group = id,
+               .what = call_text(call.operation, call.tensor),
+               .site = entry.call_site.data()};
     if (call.compared == Compared::kBeforeData) matcher.add(matched->what);
   }
-  job->log.begin(entry, std::move(matched));
+  if (device_group != nullptr) present = matched.value_or(MatchedCall{});
+  present.number = job->log->begin(entry, std::move(matched));
   try {
     body();
-    job->log.end();
+    job->log->end();
     return;
   } catch (const PeerError&) {
     job->dead = true;
@@ -266,7 +289,7 @@ void ProcessGroup::Impl::guarded(const Call& call, const std::function<void()>& 
   } catch (const c10::DistError& error) {
     fail(call.operation, start, one_line(error), false);
   } catch (const std::bad_alloc&) {
-    job->log.end();
+    job->log->end();
     throw;
   } catch (const std::exception& error) {
     // Gloo's IoException is a std::runtime_error and its EnforceNotMet a std::exception; c10d
@@ -274,7 +297,7 @@ void ProcessGroup::Impl::guarded(const Call& call, const std::function<void()>& 
     // Those texts begin with the place in Gloo's sources.
     const std::string text = one_line(error);
     if (text.find("/third_party/gloo/gloo/") == std::string::npos) {
-      job->log.end();
+      job->log->end();
       throw;
     }
     fail(call.operation, start, text, false);
@@ -362,9 +385,22 @@ void ProcessGroup::Impl::run(const Operation& operation) {
   const at::NoGradGuard no_grad;
   guarded(operation.call, [&] {
     match(operation.call, /*blocking=*/true);
-    if (const BackendWork work = operation.begin(/*async_op=*/false)) work->wait();
+    if (const BackendWork work = begin(operation, /*async_op=*/false)) work->wait();
     if (operation.finish) operation.finish();
   });
+}
+
+// Messages have no number: they are between two ranks.
+BackendWork ProcessGroup::Impl::begin(const Operation& operation, bool async_op) {
+  const at::Tensor& tensor = operation.call.tensor;
+  const c10::DeviceType device = tensor.defined() ? tensor.device().type() : operation.call.device;
+  if (device_group == nullptr || device == c10::DeviceType::CPU || present.number == 0)
+    return operation.begin(async_op);
+  return device_group->begin(present, [&] { return operation.begin(async_op); });
+}
+
+void ProcessGroup::Impl::follow_next() const {
+  if (device_group != nullptr) job->watch->follow(ranks[static_cast<size_t>((rank + 1) % size())]);
 }
 
 Work ProcessGroup::Impl::start(const Operation& operation) {
@@ -375,7 +411,7 @@ Work ProcessGroup::Impl::start(const Operation& operation) {
                                                          .finish = operation.finish});
   guarded(operation.call, [&] {
     match(operation.call, /*blocking=*/false);
-    state->work = operation.begin(/*async_op=*/true);
+    state->work = begin(operation, /*async_op=*/true);
   });
   return Work(std::move(state));
 }
@@ -444,6 +480,7 @@ void ProcessGroup::close(CallSite site) const {
         if (impl_->is_world()) impl_->job->watch.reset();
         impl_->closed = true;
         impl_->end_devices();
+        impl_->device_group = nullptr;
         impl_->c10d_group.reset();
         impl_->arrive("closed");
         if (rank() == 0) impl_->wait_for_all("closed");

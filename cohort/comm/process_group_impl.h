@@ -8,14 +8,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
+#include "cohort/comm/backend.h"
 #include "cohort/comm/call_matcher.h"
 #include "cohort/comm/job.h"
 #include "cohort/comm/numbered_backend.h"
 #include "cohort/comm/process_group.h"
 
 namespace cohort::comm {
-
-using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
 /// When ranks compare what they call: before its data move, once they have waited for long, never.
 enum class Compared { kBeforeData, kWhenStuck, kNever };
@@ -28,6 +27,8 @@ struct Call {
   std::optional<std::chrono::milliseconds> limit{};  ///< Instead of the group's timeout.
   Compared compared = Compared::kBeforeData;
   bool moves_data = true;  ///< false: the comparison is all that ranks exchange.
+  /// Where the data are, if `tensor` is undefined.
+  c10::DeviceType device = c10::DeviceType::CPU;
 };
 
 /// One operation, ready to begin. `begin` uses the backend that it was made for.
@@ -48,6 +49,10 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   /// blocks, at most `limit`.
   void connect(c10::intrusive_ptr<c10d::Store> group_store, std::chrono::milliseconds limit);
 
+  /// The c10d group for the backend of `plugin`; of a device's, and of more than one rank, a
+  /// DeviceGroup, which the watch then looks at.
+  c10::intrusive_ptr<c10d::ProcessGroup> make_group(const BackendPlugin& plugin);
+
   /// Waits for the devices of the group's backends and ends these, before the group goes.
   void end_devices() const;
 
@@ -58,6 +63,11 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   /// Runs `body` while the log and the trace show `call`. What a backend throws for a lost peer
   /// becomes PeerError.
   void guarded(const Call& call, const std::function<void()>& body);
+
+  /// Begins the operation of the guarded call, and has the watch look at it if it is a device's.
+  BackendWork begin(const Operation& operation, bool async_op);
+  /// Signs of life for the ranks of a device's backend: each follows the next one.
+  void follow_next() const;
 
   void match(const Call& call, bool blocking);
   void meet(const Call& call);
@@ -87,7 +97,9 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   c10::intrusive_ptr<c10d::Store> store;  // seen by this group only
   c10::intrusive_ptr<c10d::Store> users_store;  // the part of it that is the program's
   c10::intrusive_ptr<c10d::ProcessGroup> c10d_group;
-  int64_t sequence = 0;                                 // operations begun here, but send and recv
+  DeviceGroup* device_group = nullptr;  // which c10d_group is where its backend is a device's
+  MatchedCall present;                  // the guarded call, with its number; 0: it has none
+  int64_t sequence = 0;                 // operations begun here, but send and recv
   std::map<std::pair<int, int>, int64_t> num_sent;      // messages by peer and tag
   std::map<std::pair<int, int>, int64_t> num_received;  // the same
   bool closed = false;
@@ -103,5 +115,9 @@ struct Work::State {
 
 /// "float32"; torch's Python names.
 std::string type_name(at::ScalarType type);
+
+/// "all_reduce(sum) of float32[2, 3]"; without the shape of a sparse tensor, which may differ. What
+/// must be equal on all ranks, in full: a trace record cuts it.
+std::string call_text(const std::string& operation, const at::Tensor& tensor);
 
 }  // namespace cohort::comm

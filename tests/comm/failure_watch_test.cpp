@@ -77,6 +77,68 @@ TEST(CollectiveLogTest, OfTwoRanksThatPartTheEarlierIsNamed) {
             std::nullopt);
 }
 
+DeviceWait wait_of(const std::string& group, int64_t number, int64_t ms) {
+  return {.call = {.group = group, .number = number, .what = "all_reduce", .site = "a.cpp:1"},
+          .name = group,
+          .ranks = {0, 1, 2},
+          .ms = ms,
+          .timeout_ms = 60'000};
+}
+
+// Of a rank that has called `num_of_a` collectives of the group "a", and so on.
+FlightRecord record_of(int64_t num_of_a, int64_t num_of_b, std::vector<DeviceWait> waits) {
+  return {.ms = 500,
+          .last = "x",
+          .num_matched = {{"a", num_of_a}, {"b", num_of_b}},
+          .device_waits = std::move(waits)};
+}
+
+TEST(DeviceWaitTest, RanksThatHaveNotCalledAreNamed) {
+  const FlightRecords records{{0, record_of(2, 5, {wait_of("a", 2, 9000)})},
+                              {1, record_of(1, 5, {})},
+                              {2, record_of(3, 5, {wait_of("a", 2, 9000)})}};
+  EXPECT_EQ(describe_device_waits(records),
+            "rank 1 has not come to all_reduce at a.cpp:1, call 2 of group \"a\", for which the "
+            "devices of ranks 0, 2 wait since 9.0 s: outside of collectives since 0.5 s, last "
+            "called x");
+  EXPECT_EQ(describe_device_waits({{0, record_of(2, 5, {})}, {1, record_of(1, 5, {})}}), "");
+}
+
+// Rank 0 has not come to "b": it waits in "a" for rank 1.
+TEST(DeviceWaitTest, ARankThatWaitsItselfIsNotToBlame) {
+  const FlightRecord behind = record_of(2, 5, {wait_of("a", 2, 9000)});
+  const FlightRecord ahead = record_of(2, 8, {wait_of("a", 2, 9000), wait_of("b", 6, 8000)});
+  const FlightRecord missing = record_of(1, 6, {});
+  const std::string one = describe_device_waits({{0, behind}, {1, missing}, {2, ahead}});
+  EXPECT_TRUE(one.starts_with("rank 1 has not come to all_reduce at a.cpp:1, call 2 of group"));
+  EXPECT_EQ(one.find("rank 0 has"), std::string::npos) << one;
+  // Here each waits for another.
+  const FlightRecord crossed = record_of(1, 6, {wait_of("b", 6, 8000)});
+  const std::string both = describe_device_waits({{0, behind}, {1, crossed}, {2, ahead}});
+  EXPECT_NE(both.find("rank 0 has not come to all_reduce at a.cpp:1, call 6 of group \"b\""),
+            std::string::npos)
+      << both;
+}
+
+TEST(DeviceWaitTest, WhereAllHaveCalledNoRankIsNamed) {
+  EXPECT_EQ(describe_device_waits({{0, record_of(2, 5, {wait_of("a", 2, 9000)})},
+                                   {1, record_of(2, 5, {})},
+                                   {2, record_of(2, 5, {})}}),
+            "all ranks have called all_reduce at a.cpp:1, call 2 of group \"a\", which has not "
+            "ended on the devices of rank 0 since 9.0 s");
+}
+
+TEST(DeviceWaitTest, ATenthOfTheTimeoutPassesBeforeRanksCompare) {
+  EXPECT_EQ(wait_of("a", 1, 0).stuck_ms(), 6000);
+  DeviceWait wait = wait_of("a", 1, 2500);
+  wait.timeout_ms = 5000;
+  EXPECT_TRUE(wait.is_stuck());
+  EXPECT_FALSE(wait.is_overdue());
+  wait.timeout_ms = 1000;
+  EXPECT_EQ(wait.stuck_ms(), 1000);
+  EXPECT_TRUE(wait.is_overdue());
+}
+
 // The last look may take up to two seconds. A machine that stands still for longer tries again.
 TEST(FailureWatchTest, ALookThatIsUnderWayIsNotCutOff) {
   bool was_open = false;
@@ -164,6 +226,41 @@ TEST(FailureWatchTest, AStuckRankPublishesItsRecordOnce) {
     std::this_thread::sleep_for(std::chrono::milliseconds(2500));
   }
   EXPECT_EQ(store->add("num_records", 0), 1);
+}
+
+// Of rank 1, whose device waits in a call since `age_ms`; its group's timeout is a minute.
+FailureWatchCalls calls_of_device(std::atomic<int64_t>& age_ms) {
+  return {.flight_record = [] { return record_of(1, {call_of("", 1, "all_reduce")}); },
+          .waiting_ns = [] { return std::nullopt; },
+          .device_waits = [&] { return std::vector{wait_of("a", 1, age_ms)}; },
+          .abort = [] {}};
+}
+
+TEST(FailureWatchTest, ARankWhoseDeviceWaitsPublishesThenFails) {
+  auto store = c10::make_intrusive<CountingStore>();
+  std::atomic<int64_t> age_ms = 5000;
+  const FailureWatch watch(StoreConnection{store, [] {}}, 1, 2, false, calls_of_device(age_ms));
+  std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+  EXPECT_FALSE(store->check({"record/1"})) << "a healthy device may be seconds behind its host";
+  age_ms = 6000;
+  store->wait({"record/1"}, std::chrono::seconds(20));
+  EXPECT_FALSE(store->check({"declared"}));
+  age_ms = 60'000;
+  store->wait({"declared"}, std::chrono::seconds(20));
+}
+
+TEST(FailureWatchTest, SignsOfLifeBeginWithTheFirstFollowedRank) {
+  auto store = c10::make_intrusive<CountingStore>();
+  FailureWatch watch(StoreConnection{store, [] {}}, 1, 2, false,
+                     FailureWatchCalls{.flight_record = [] { return FlightRecord(); },
+                                       .waiting_ns = [] { return std::nullopt; },
+                                       .abort = [] {}});
+  std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+  EXPECT_FALSE(store->check({"beat/1"}));
+  watch.follow(0);
+  for (int i = 0; i < 200 && !store->check({"beat/1"}); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_TRUE(store->check({"beat/1"}));
 }
 
 }  // namespace failure_watch_test

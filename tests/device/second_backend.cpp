@@ -42,7 +42,8 @@ std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
   return value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>();
 }
 
-// Calls what c10d does with tensors of the CPU. Its first argument is what it writes, and is returned, beside the work.
+// Calls what c10d does with tensors of the CPU. Its first argument is what it writes, and is returned, beside the work. Gloo's
+// has ended then; another backend's is the caller's to wait for, and takes the tensors as it got them.
 void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DeviceCode here;
   const size_t first = stack->size() - op.schema().arguments().size();
@@ -75,7 +76,7 @@ void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     c10::IValue& value = (*stack)[i];
     if (value.isTensor() || value.isTensorList()) {
       value = outputs;
-    } else {
+    } else if (group->getDefaultBackend()->getBackendName() == "gloo") {
       value.toCustomClass<c10d::Work>()->wait();
       auto future =
           c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));

@@ -18,20 +18,37 @@ static_assert(NCCL_VERSION_CODE ==
 namespace cohort::comm {
 namespace {
 
+// Stalls are told by Cohort's watch, at the group's timeout, and by name. c10d's watchdog, which ends
+// the process, is behind it, for ranks whose watch is blocked: this much later.
+constexpr std::chrono::milliseconds kBehindWatch{30'000};
+
+class WatchedNccl final : public c10d::ProcessGroupNCCL {
+ public:
+  using ProcessGroupNCCL::ProcessGroupNCCL;
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    ProcessGroupNCCL::setTimeout(timeout + kBehindWatch);
+  }
+};
+
+// c10d's own watchdog takes such copies. They lack the outputs.
+c10::intrusive_ptr<c10d::Work> nccl_progress(const c10d::Work& work) {
+  return c10::make_intrusive<c10d::ProcessGroupNCCL::WorkNCCL>(
+      dynamic_cast<const c10d::ProcessGroupNCCL::WorkNCCL&>(work));
+}
+
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request) {
   // NCCL has no other way to be told; what the user has set stays.
   if (!request.interface.empty())
     setenv("NCCL_SOCKET_IFNAME", request.interface.c_str(), /*overwrite=*/0);
   // Waiting and errors are c10d's: wait() puts the operation into the stream, and the watchdog ends
-  // the process where one fails or takes longer than the timeout. With TORCH_NCCL_BLOCKING_WAIT there
+  // the process where one fails or takes far longer than the timeout. With TORCH_NCCL_BLOCKING_WAIT there
   // is no watchdog, and DistributedDataParallel, which waits for futures, would wait for ever.
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = request.timeout;
   // The first operation blocks until NCCL has connected. c10d gave up the other mode as a default
   // because NCCL 2.26 hung in it.
   options->config.blocking = 1;
-  return c10::make_intrusive<c10d::ProcessGroupNCCL>(request.store, request.rank,
-                                                     request.world_size, options);
+  return c10::make_intrusive<WatchedNccl>(request.store, request.rank, request.world_size, options);
 }
 
 }  // namespace
@@ -39,6 +56,7 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& reques
 
 extern "C" const cohort::comm::BackendAbi* cohort_backend() {
   static const cohort::comm::BackendAbi abi{.device = c10::DeviceType::CUDA,
-                                            .make = cohort::comm::make_nccl_backend};
+                                            .make = cohort::comm::make_nccl_backend,
+                                            .progress = cohort::comm::nccl_progress};
   return &abi;
 }
