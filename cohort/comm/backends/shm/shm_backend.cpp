@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/comm/backends/shm/shm_backend.h"
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <optional>
-#include <pthread.h>
 #include <sstream>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -61,53 +57,22 @@ const char* title_of(OpType type) {
   }
 }
 
-class ShmWork : public c10d::Work {
+// Nobody else keeps the time of a message: its limit counts from `wait`.
+class ShmMessage : public QueuedWork {
  public:
-  ShmWork(int rank, OpType type, Tensors results)
-      : Work(rank, type, at::hasCallbacks() ? title_of(type) : nullptr, results),
-        results_(std::move(results)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(
-            c10::ListType::create(c10::TensorType::get()))) {}
-
-  Tensors result() override { return results_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  int sourceRank() const override { return source_; }
-
-  /// Of a message, for which nobody else keeps the time: `limit` from here on.
-  bool wait_at_most(milliseconds limit, const std::string& what) {
+  ShmMessage(int rank, OpType type, const Tensors& tensors, milliseconds timeout, std::string what)
+      : QueuedWork(rank, type, title_of(type), tensors),
+        timeout_(timeout),
+        what_(std::move(what)) {}
+  bool wait(milliseconds timeout) override {
+    const milliseconds limit = timeout.count() > 0 ? timeout : timeout_;
     std::unique_lock lock(mutex_);
     if (!cv_.wait_for(lock, limit, [&] { return completed_; })) {
-      C10_THROW_ERROR(DistBackendError, "shm: " + what + " has not come to an end within " +
+      C10_THROW_ERROR(DistBackendError, "shm: " + what_ + " has not come to an end within " +
                                             std::to_string(limit.count()) + " ms");
     }
     if (exception_) std::rethrow_exception(exception_);
     return true;
-  }
-
-  void end(std::exception_ptr error, int source = -1) {
-    source_ = source;
-    // Before anybody can see that it is over, and end the profiler.
-    if (recordFunctionEndCallback_) std::exchange(recordFunctionEndCallback_, nullptr)();
-    if (error) {
-      future_->setError(error);
-    } else {
-      future_->markCompleted(c10::IValue(results_));
-    }
-    finish(std::move(error));
-  }
-
- private:
-  Tensors results_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  int source_ = -1;
-};
-
-class ShmMessage : public ShmWork {
- public:
-  ShmMessage(int rank, OpType type, const Tensors& tensors, milliseconds timeout, std::string what)
-      : ShmWork(rank, type, tensors), timeout_(timeout), what_(std::move(what)) {}
-  bool wait(milliseconds timeout) override {
-    return wait_at_most(timeout.count() > 0 ? timeout : timeout_, what_);
   }
 
  private:
@@ -243,22 +208,6 @@ size_t exchange_bytes(int world_size) {
 
 }  // namespace
 
-class ShmBackend::Task : public ShmWork {
- public:
-  Task(int rank, Call call) : ShmWork(rank, call.type, call.results), call_(std::move(call)) {}
-  void set_number(uint32_t number) { call_.shared.number = number; }
-  /// Keeps the caller's state for the thread that runs the call in its place.
-  void keep_state() { state_.emplace(); }
-  const Call& call() const { return call_; }
-  const std::optional<at::ThreadLocalState>& state() const { return state_; }
-  /// Lets go of the tensors.
-  void release() { call_.run = nullptr; }
-
- private:
-  Call call_;
-  std::optional<at::ThreadLocalState> state_;
-};
-
 ShmBackend::ShmBackend(const BackendRequest& request)
     : Backend(request.rank, request.world_size),
       timeout_(request.timeout),
@@ -273,15 +222,9 @@ ShmBackend::ShmBackend(const BackendRequest& request)
   init();
 }
 
+// Nobody waits for what is under way any more, and peers may have gone.
 ShmBackend::~ShmBackend() {
-  {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
-    // Nobody waits for these any more, and peers may have gone.
-    if (busy_ || !queue_.empty()) exchange_.abort();
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  if (queue_.is_busy()) exchange_.abort();
 }
 
 void ShmBackend::abort() {
@@ -306,63 +249,27 @@ ShmBackend::Call ShmBackend::call_of(OpType type, const CallOptions& options,
 }
 
 ShmBackend::WorkPtr ShmBackend::launch(Call call) {
-  auto task = c10::make_intrusive<Task>(rank_, std::move(call));
-  std::unique_lock lock(mutex_);
-  ++sequence_;
-  task->set_number(number_++);
-  const bool here = !task->call().in_background && !busy_ && queue_.empty();
-  if (here) {
-    busy_ = true;
-    lock.unlock();
-    run(*task);
-    lock.lock();
-    busy_ = false;
-    if (!queue_.empty()) changed_.notify_all();
-    return task;
+  {
+    const std::lock_guard lock(mutex_);
+    ++sequence_;
+    call.shared.number = number_++;
   }
-  task->keep_state();
-  queue_.push_back(task);
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { run_queue(); });
-    pthread_setname_np(thread_.native_handle(), "cohort-shm");
-  }
-  lock.unlock();
-  changed_.notify_all();
-  return task;
+  auto work = c10::make_intrusive<QueuedWork>(rank_, call.type, title_of(call.type), call.results,
+                                              [this, call] { run(call); });
+  queue_.launch(work, call.in_background);
+  return work;
 }
 
-void ShmBackend::run_queue() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [&] { return (!queue_.empty() && !busy_) || (ending_ && queue_.empty()); });
-    if (queue_.empty()) return;
-    const auto task = std::move(queue_.front());
-    queue_.pop_front();
-    busy_ = true;
-    lock.unlock();
-    {
-      std::optional<at::ThreadLocalStateGuard> guard;
-      if (task->state()) guard.emplace(*task->state());
-      run(*task);
-    }
-    lock.lock();
-    busy_ = false;
-  }
-}
-
-void ShmBackend::run(Task& task) {
-  std::exception_ptr error;
+void ShmBackend::run(const Call& call) {
   try {
     if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
-    exchange_.begin(task.call().shared, std::chrono::steady_clock::now() + task.call().timeout);
-    task.call().run();
+    exchange_.begin(call.shared, std::chrono::steady_clock::now() + call.timeout);
+    call.run();
   } catch (const std::exception& cause) {
-    error = std::current_exception();
     if (failure_.empty()) failure_ = one_line(cause);
     abort();  // for the peers, which may be in the middle of it
+    throw;
   }
-  task.release();
-  task.end(error);
 }
 
 int ShmBackend::checked_rank(int64_t rank, const char* name) const {

@@ -3,12 +3,9 @@
 #pragma once
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
@@ -16,6 +13,7 @@
 #include "cohort/comm/backends/shm/mailbox.h"
 #include "cohort/comm/backends/shm/shared_exchange.h"
 #include "cohort/comm/backends/shm/shared_memory.h"
+#include "cohort/comm/backends/work_queue.h"
 #include "cohort/comm/numbered_backend.h"
 
 namespace cohort::comm {
@@ -91,7 +89,6 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
  private:
-  class Task;
   struct Call {
     c10d::OpType type;
     SharedCall shared;
@@ -104,8 +101,7 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   Call call_of(c10d::OpType type, const CallOptions& options, const Tensors& results) const;
   WorkPtr launch(Call call);
   WorkPtr receive(c10d::OpType type, const at::Tensor& tensor, int from, int tag);
-  void run_queue();
-  void run(Task& task);
+  void run(const Call& call);
   void gather_into(const Tensors& list, const at::Tensor& input);
   void exchange(const Tensors& outputs, const Tensors& inputs);
   void all_reduce_sparse(at::Tensor tensor);
@@ -121,12 +117,8 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   std::mutex mutex_;
   uint64_t sequence_ = 0;
   uint32_t number_ = 0;
-  std::condition_variable changed_;
-  std::deque<c10::intrusive_ptr<Task>> queue_;
-  bool busy_ = false;  // an operation is under way
-  bool ending_ = false;
   std::string failure_;  // of an earlier operation: the group is dead
-  std::thread thread_;   // begun by the first operation in the background
+  WorkQueue queue_{"cohort-shm"};
 };
 
 /// Connects the ranks of the request, as BackendPlugin::make.

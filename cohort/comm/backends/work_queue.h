@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operations of a backend that run one after another: on the caller's thread or on one of its own.
+#pragma once
+#include <ATen/ThreadLocalState.h>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+namespace cohort::comm {
+
+/// An operation, and what its caller waits for.
+class QueuedWork : public c10d::Work {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  /// `title`: in a profiler's trace. `run`: does it, and throws what `wait` then throws; empty:
+  /// something else calls `end`.
+  QueuedWork(int rank, c10d::OpType type, const char* title, Tensors results,
+             std::function<void()> run = {});
+
+  Tensors result() override { return results_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  int sourceRank() const override { return source_; }
+
+  /// It is over. `source`: the sender, of a message.
+  void end(std::exception_ptr error, int source = -1);
+
+ private:
+  friend class WorkQueue;
+  void keep_state() { state_.emplace(); }
+  void run();
+
+  Tensors results_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  int source_ = -1;
+  std::function<void()> run_;
+  std::optional<at::ThreadLocalState> state_;  // the caller's, for a thread that runs it instead
+};
+
+/// Runs operations in the order of `launch`. One that the caller waits for at once runs on the
+/// caller's thread if none is under way; others on a thread of the queue, where a future's
+/// callbacks run too.
+/// Threads: any.
+class WorkQueue {
+ public:
+  /// `thread_name`: of at most 15 characters.
+  explicit WorkQueue(std::string thread_name) : thread_name_(std::move(thread_name)) {}
+  /// Waits for what is under way.
+  ~WorkQueue();
+  WorkQueue(const WorkQueue&) = delete;
+  WorkQueue& operator=(const WorkQueue&) = delete;
+
+  void launch(const c10::intrusive_ptr<QueuedWork>& work, bool in_background);
+  /// Whether an operation has not ended.
+  bool is_busy();
+
+ private:
+  void run_all();
+
+  const std::string thread_name_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<QueuedWork>> queue_;
+  bool busy_ = false;  // an operation is under way
+  bool ending_ = false;
+  std::thread thread_;  // begun by the first operation in the background
+};
+
+}  // namespace cohort::comm
