@@ -14,6 +14,7 @@
 #include "cohort/base/error.h"
 #include "cohort/comm/backends/gloo/gloo.h"
 #include "cohort/comm/backends/gloo/host_staging.h"
+#include "cohort/comm/backends/hierarchical/hierarchical_backend.h"
 #include "cohort/comm/backends/shm/shm_backend.h"
 #include "cohort/comm/plugin_file.h"
 
@@ -33,10 +34,12 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry instance{.mutex = {},
-                           .plugins = {{"gloo", {c10::DeviceType::CPU, make_gloo_backend}},
-                                       {"gloo_cuda", gloo_through_host(c10::DeviceType::CUDA)},
-                                       {"shm", {c10::DeviceType::CPU, make_shm_backend}}}};
+  static Registry instance{
+      .mutex = {},
+      .plugins = {{"gloo", {c10::DeviceType::CPU, make_gloo_backend}},
+                  {"gloo_cuda", gloo_through_host(c10::DeviceType::CUDA)},
+                  {"hierarchical", {c10::DeviceType::CPU, make_hierarchical_backend}},
+                  {"shm", {c10::DeviceType::CPU, make_shm_backend}}}};
   return instance;
 }
 

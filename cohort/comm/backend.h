@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/headeronly/version.h>
+#include <vector>
 
 namespace cohort::comm {
 
@@ -23,6 +24,8 @@ struct BackendRequest {
       0};                 ///< Of connecting, and of every operation until setTimeout; > 0.
   std::string address;    ///< IP or host name of this machine to bind to; empty: any.
   std::string interface;  ///< Network interface to use instead, such as "eth0"; empty: none chosen.
+  std::vector<std::string>
+      memory;  ///< By rank: equal for ranks that can share memory; empty: none.
 };
 
 /// A backend: which tensors it serves, and how to connect one.
@@ -48,7 +51,7 @@ void register_backend(const std::string& name, BackendPlugin plugin);
 /// Returns the backend called `name`; the reference stays good until the process ends.
 ///
 /// Looks at backends that the program registered, at those built in ("gloo", "gloo_cuda",
-/// "shm"), then for the file
+/// "hierarchical", "shm"), then for the file
 /// `libcohort_<name>.so` in the folders of COHORT_BACKEND_PATH (a colon between two), the program's
 /// folder, its ../lib, the folder of libcohort_base.so and cohort/lib in it, where an installation
 /// has its own, and where the dynamic loader looks. A file is loaded once and never

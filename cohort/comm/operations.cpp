@@ -157,7 +157,8 @@ at::Tensor read_beside(const at::Tensor& read, const at::Tensor& written,
                        c10d::ProcessGroup& backend) {
   const bool overlaps = read.is_alias_of(written);
   const auto name = backend.getBackend(read.device().type())->getBackendName();
-  const bool may_overlap = name == "nccl" || name == "gloo" || name == "shm";
+  const bool may_overlap =
+      name == "nccl" || name == "gloo" || name == "shm" || name == "hierarchical";
   return overlaps && !may_overlap ? read.clone() : read;
 }
 

@@ -9,6 +9,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/comm/backend.h"
+#include "cohort/comm/backends/hierarchical/host_groups.h"
 #include "cohort/comm/backends/shm/shm_backend.h"
 #include "cohort/comm/process_group_impl.h"
 
@@ -20,7 +21,7 @@ using std::chrono::milliseconds;
 // c10d keeps one backend of each type. The names that it does not know have one type in common,
 // which is then free for a plug-in.
 c10d::ProcessGroup::BackendType backend_type(const std::string& backend) {
-  if (backend == "shm") return c10d::ProcessGroup::BackendType::UCC;
+  if (backend == "shm" || backend == "hierarchical") return c10d::ProcessGroup::BackendType::UCC;
   return c10d::ProcessGroup::strToBackendType(backend);
 }
 
@@ -115,7 +116,8 @@ void ProcessGroup::Impl::connect(c10::intrusive_ptr<c10d::Store> group_store, mi
         .world_size = size(),
         .timeout = limit,
         .address = job->rendezvous.address,
-        .interface = job->rendezvous.interface};
+        .interface = job->rendezvous.interface,
+        .memory = memory()};
     auto made = make_backend(from, request);
     made->setTimeout(timeout);
     c10d_group->setBackend(device, backend_type(type), made);
@@ -358,16 +360,23 @@ void ProcessGroup::Impl::compare(const Call& call) {
     fail(call.operation, start, "their calls differ since more than 64 calls ago", true);
 }
 
-// "shm" where all ranks can share memory.
+// "shm" where all ranks can share memory, "hierarchical" where some can on one of several hosts.
 std::string ProcessGroup::Impl::cpu_backend() const {
-  const auto first = static_cast<size_t>(ranks.front());
-  const Rendezvous& known = job->rendezvous;
-  const bool share = std::ranges::all_of(ranks, [&](int each) {
-    const auto member = static_cast<size_t>(each);
-    return known.hosts[member] == known.hosts[first] && !known.memory_sharing[member].empty() &&
-           known.memory_sharing[member] == known.memory_sharing[first];
-  });
-  return share && size() <= kMostShmRanks ? "shm" : "gloo";
+  const auto known = hosts();
+  const auto groups = host_groups(memory());
+  const bool one_host = std::ranges::count(known, known.front()) == std::ssize(known);
+  if (one_host) return groups.size() == 1 && !memory().front().empty() ? "shm" : "gloo";
+  return std::ssize(groups) < size() ? "hierarchical" : "gloo";
+}
+
+std::vector<std::string> ProcessGroup::Impl::memory() const {
+  std::vector<std::string> memory;
+  for (const int member : ranks) {
+    const auto each = static_cast<size_t>(member);
+    const std::string& sharing = job->rendezvous.memory_sharing[each];
+    memory.push_back(sharing.empty() ? "" : job->rendezvous.hosts[each] + " " + sharing);
+  }
+  return memory;
 }
 
 std::vector<std::string> ProcessGroup::Impl::hosts() const {

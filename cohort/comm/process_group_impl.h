@@ -74,8 +74,9 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   void compare(const Call& call);
   bool is_world() const { return id.empty(); }
   int size() const { return static_cast<int>(ranks.size()); }
-  std::vector<std::string> hosts() const;  // by rank of this group
-  std::string cpu_backend() const;         // that "auto" means for CPU tensors
+  std::vector<std::string> hosts() const;   // by rank of this group
+  std::vector<std::string> memory() const;  // BackendRequest's
+  std::string cpu_backend() const;          // that "auto" means for CPU tensors
   TraceRecord record(const Call& call) const;
   void check_open() const;  // c10::ValueError once `close` has run
   [[noreturn]] void fail(const std::string& operation, int64_t start_ns, const std::string& cause,

@@ -67,7 +67,7 @@ void run_collective(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     using Type = c10d::ProcessGroup::BackendType;
     const auto own = group->getBackend(at::kCPU);
     const Type own_type =
-        own->getBackendName() == "shm" ? Type::UCC : Type::GLOO;  // process_group.cpp's
+        own->getBackendName() == "gloo" ? Type::GLOO : Type::UCC;  // process_group.cpp's
     group->setBackend(at::kCPU, group->getBackendType(), group->getDefaultBackend());
     const auto restore = c10::make_scope_exit([&] { group->setBackend(at::kCPU, own_type, own); });
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);

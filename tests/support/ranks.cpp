@@ -28,6 +28,10 @@ struct Child {
   const char* backend = std::getenv("COHORT_TEST_BACKEND");
   if (backend != nullptr && options.backend == comm::ProcessGroupOptions().backend)
     options.backend = backend;
+  if (const char* hosts = std::getenv("COHORT_TEST_HOSTS")) {
+    const int host = std::atoi(std::getenv("RANK")) % std::atoi(hosts);
+    setenv("COHORT_HOST_NAME", ("host" + std::to_string(host)).c_str(), 1);
+  }
   const int code = run_program("test", [&] {
     comm::ProcessGroup group(comm::rank_info_from_environment(), options);
     body(group);

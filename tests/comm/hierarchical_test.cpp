@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the backend hierarchical promises beyond what every backend does. Ranks of one machine count as
+// ranks of several hosts; the tests of collectives and of failures run over it so, too
+// (COHORT_TEST_BACKEND, COHORT_TEST_HOSTS).
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <map>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "cohort/comm/process_group.h"
+
+#include "tests/support/hosts.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+
+namespace cohort::comm {
+namespace hierarchical_test {
+
+using Hosts = std::vector<std::string>;
+using Tensors = std::vector<at::Tensor>;
+
+// Gives `body` a group whose rank r is on host `hosts[r]`.
+void hierarchical_ranks(const Hosts& hosts, const std::function<void(const ProcessGroup&)>& body) {
+  test::ranks(static_cast<int>(hosts.size()), [&](const ProcessGroup& group) {
+    test::on_hosts(group, hosts, body, {.backend = "hierarchical"});
+  });
+}
+
+// Terms whose sum depends on their order.
+at::Tensor terms_of(int rank, int64_t numel, at::ScalarType type) {
+  at::manual_seed(static_cast<uint64_t>(rank) + 7);
+  return (at::randn({numel}) * at::pow(10.0, at::randint(-4, 5, {numel}))).to(type);
+}
+
+at::Tensor sum_of(const Tensors& terms) {
+  const at::ScalarType type = terms[0].scalar_type();
+  const bool half = type == at::kBFloat16 || type == at::kHalf;
+  at::Tensor sum = terms[0].to(half ? at::kFloat : type, /*non_blocking=*/false, /*copy=*/true);
+  for (size_t i = 1; i < terms.size(); ++i) sum += terms[i].to(sum.scalar_type());
+  return sum.to(type);
+}
+
+// In the order of ranks inside a host, then in the order of the hosts' first ranks; half types in
+// float32 and rounded once inside, once between.
+at::Tensor sum_in_order(const Hosts& hosts, int64_t numel, at::ScalarType type) {
+  std::vector<Tensors> terms;
+  std::map<std::string, size_t> index;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    const auto [place, is_new] = index.emplace(hosts[rank], terms.size());
+    if (is_new) terms.emplace_back();
+    terms[place->second].push_back(terms_of(static_cast<int>(rank), numel, type));
+  }
+  Tensors sums;
+  for (const Tensors& host : terms) sums.push_back(sum_of(host));
+  return sum_of(sums);
+}
+
+// Around the borders of small pieces of 16 KiB, and of pieces of 1 MiB of float.
+const std::vector<int64_t> kLengths{0, 1, 3, 4096, 4097, 40000, 262144, 262145, 800003};
+
+void check_sums(const Hosts& hosts) {
+  hierarchical_ranks(hosts, [&](const ProcessGroup& group) {
+    const int size = group.size(), rank = group.rank();
+    for (const at::ScalarType type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+      for (const int64_t numel : kLengths) {
+        SCOPED_TRACE(std::string(c10::toString(type)) + " of " + std::to_string(numel));
+        const at::Tensor expected = sum_in_order(hosts, numel, type);
+        at::Tensor x = terms_of(rank, numel, type), y = x.clone(), z = x.clone();
+        EXPECT_TRUE(at::equal(group.all_reduce(x), expected));
+        group.all_reduce_async(y).wait();
+        EXPECT_TRUE(at::equal(y, expected)) << "in the background";
+        const int root = static_cast<int>(numel) % size;
+        group.reduce(z, root);
+        EXPECT_TRUE(rank != root || at::equal(z, expected));
+      }
+      for (const int64_t part : {1, 1021, 200003}) {
+        SCOPED_TRACE(std::string(c10::toString(type)) + ", parts of " + std::to_string(part));
+        const at::Tensor expected =
+            sum_in_order(hosts, part * size, type).narrow(0, part * rank, part);
+        const at::Tensor all = terms_of(rank, part * size, type), kept = all.clone();
+        at::Tensor own = at::empty({part}, type);
+        group.reduce_scatter(own, all);
+        EXPECT_TRUE(at::equal(own, expected));
+        EXPECT_TRUE(at::equal(all, kept));
+        const at::Tensor inside = all.narrow(0, part * rank, part);
+        group.reduce_scatter(inside, all);
+        EXPECT_TRUE(at::equal(inside, expected)) << "in place";
+      }
+    }
+  });
+}
+
+TEST(HierarchicalTest, SumsOfTwoHostsOfTwo) {
+  check_sums({"a", "a", "b", "b"});
+}
+TEST(HierarchicalTest, SumsOfHostsWhoseRanksLieApart) {
+  check_sums({"b", "a", "a", "b"});
+}
+TEST(HierarchicalTest, SumsOfHostsOfOneTwoAndThree) {
+  check_sums({"c", "a", "c", "b", "a", "c"});
+}
+TEST(HierarchicalTest, SumsOfThreeHostsOfOne) {
+  check_sums({"a", "b", "c"});
+}
+TEST(HierarchicalTest, SumsOfOneHost) {
+  check_sums({"a", "a", "a"});
+}
+TEST(HierarchicalTest, SumsAlone) {
+  check_sums({"a"});
+}
+
+void check_moves(const Hosts& hosts) {
+  hierarchical_ranks(hosts, [](const ProcessGroup& group) {
+    const int size = group.size(), rank = group.rank();
+    for (const int64_t numel : {0, 1, 5000, 300007}) {
+      SCOPED_TRACE(numel);
+      for (int root = 0; root < size; ++root) {
+        at::Tensor x = terms_of(rank, numel, at::kFloat);
+        EXPECT_TRUE(at::equal(group.broadcast(x, root), terms_of(root, numel, at::kFloat)))
+            << "from " << root;
+      }
+      const at::Tensor all = at::full({size * numel}, -1.0);
+      group.all_gather_into(all, terms_of(rank, numel, at::kFloat));
+      const at::Tensor filled = at::full({size * numel}, -1.0);
+      const at::Tensor own = filled.narrow(0, rank * numel, numel);
+      own.copy_(terms_of(rank, numel, at::kFloat));
+      group.all_gather_into(filled, own);
+      for (int peer = 0; peer < size; ++peer) {
+        const at::Tensor theirs = terms_of(peer, numel, at::kFloat);
+        EXPECT_TRUE(at::equal(all.narrow(0, peer * numel, numel), theirs)) << "of " << peer;
+        EXPECT_TRUE(at::equal(filled.narrow(0, peer * numel, numel), theirs)) << "of " << peer;
+      }
+    }
+    std::vector<Tensors> lists{{}};
+    for (int peer = 0; peer < size; ++peer) lists[0].push_back(at::empty({3}));
+    Tensors inputs{at::full({3}, 1.0 * rank)}, outputs{at::empty({3})};
+    group.c10d_group().allgather(lists, inputs)->wait();
+    group.c10d_group().reduce_scatter(outputs, lists)->wait();
+    for (int peer = 0; peer < size; ++peer)
+      EXPECT_TRUE(at::equal(lists[0][static_cast<size_t>(peer)], at::full({3}, 1.0 * peer)));
+    EXPECT_TRUE(at::equal(outputs[0], at::full({3}, 1.0 * rank * size)));
+    group.barrier("end");
+  });
+}
+
+TEST(HierarchicalTest, DataOfTwoHostsOfTwo) {
+  check_moves({"a", "a", "b", "b"});
+}
+TEST(HierarchicalTest, DataOfHostsOfOneTwoAndThree) {
+  check_moves({"c", "a", "c", "b", "a", "c"});
+}
+TEST(HierarchicalTest, DataOfFiveHosts) {
+  check_moves({"a", "b", "c", "d", "e", "b"});
+}
+
+c10d::AllreduceOptions with_op(const c10d::ReduceOp& op) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  return options;
+}
+
+// What c10d can ask for and ProcessGroup does not.
+TEST(HierarchicalTest, EveryReductionOfC10d) {
+  hierarchical_ranks({"a", "b", "a"}, [](const ProcessGroup& group) {
+    const auto reduced = [&](at::Tensor x, const c10d::ReduceOp& op) {
+      Tensors tensors{std::move(x)};
+      group.c10d_group().allreduce(tensors, with_op(op))->wait();
+      return tensors[0];
+    };
+    const at::Tensor r = at::full({5}, group.rank() + 1.0);
+    EXPECT_TRUE(at::equal(reduced(r.clone(), c10d::ReduceOp::AVG), at::full({5}, 6.0F / 3)));
+    EXPECT_TRUE(at::equal(reduced(r.clone(), c10d::makeNCCLPreMulSum(0.5)), at::full({5}, 3.0)));
+    EXPECT_TRUE(at::equal(reduced(r.clone(), c10d::ReduceOp::MIN), at::full({5}, 1.0)));
+    EXPECT_TRUE(at::equal(reduced(r.clone(), c10d::ReduceOp::MAX), at::full({5}, 3.0)));
+    EXPECT_TRUE(at::equal(reduced(r.clone(), c10d::ReduceOp::PRODUCT), at::full({5}, 6.0)));
+    const at::Tensor bits = at::full({5}, 1 << group.rank(), at::kInt);
+    EXPECT_TRUE(at::equal(reduced(bits.clone(), c10d::ReduceOp::BOR), at::full({5}, 7, at::kInt)));
+    EXPECT_TRUE(at::equal(reduced(bits.clone(), c10d::ReduceOp::BXOR), at::full({5}, 7, at::kInt)));
+    EXPECT_TRUE(at::equal(reduced(bits.clone(), c10d::ReduceOp::BAND), at::zeros({5}, at::kInt)));
+    const at::Tensor is_second = at::full({5}, group.rank() == 1);
+    EXPECT_TRUE(at::equal(reduced(is_second.clone(), c10d::ReduceOp::SUM), at::full({5}, true)));
+    const at::Tensor complex = at::complex(r, -r);
+    EXPECT_TRUE(at::equal(reduced(complex.clone(), c10d::ReduceOp::SUM),
+                          at::complex(at::full({5}, 6.0), at::full({5}, -6.0))));
+    at::Tensor nan = at::full({2}, group.rank() == 1 ? NAN : 1.0);
+    EXPECT_TRUE(reduced(nan.clone(), c10d::ReduceOp::MAX).isnan().all().item<bool>());
+    EXPECT_NE(test::message_of<c10::ValueError>([&] {
+                reduced(r.clone(), c10d::ReduceOp::BXOR);
+              }).find("expected integers or bool for a bitwise reduction"),
+              std::string::npos);
+    Tensors several{r.clone(), r.to(at::kLong), at::empty({0})};
+    group.c10d_group().allreduce_coalesced(several)->wait();
+    EXPECT_TRUE(at::equal(several[0], at::full({5}, 6.0)));
+    EXPECT_TRUE(at::equal(several[1], at::full({5}, 6, at::kLong)));
+  });
+}
+
+TEST(HierarchicalTest, AutoTakesItWhereAHostOfSeveralHasTwoRanks) {
+  const auto ends =
+      test::run_ranks(3,
+                      [](const ProcessGroup& group) {
+                        test::on_hosts(group, {"a", "b", "a"}, [](const ProcessGroup& ranks) {
+                          EXPECT_EQ(ranks.backend(), "hierarchical");
+                          EXPECT_EQ(ranks.all_reduce_sum(1), 3);
+                          const ProcessGroup pair = ranks.subgroup({0, 1}, "one each");
+                          EXPECT_TRUE(!pair || pair.backend() == "gloo");
+                          const ProcessGroup host = ranks.subgroup({0, 2}, "host a");
+                          EXPECT_TRUE(!host || host.backend() == "shm");
+                          EXPECT_EQ(ranks.subgroup({2, 1, 0}, "all").backend(), "hierarchical");
+                        });
+                      },
+                      {.backend = "auto"});
+  for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+}  // namespace hierarchical_test
+}  // namespace cohort::comm
