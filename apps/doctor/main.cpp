@@ -68,8 +68,9 @@ Json describe(const Machine& machine) {
 }
 
 Json versions() {
-  Json backends = {"gloo",
-                   "shm"};  // Inside libtorch, which does not say which Gloo it is; and ours.
+  Json backends = {
+      "gloo", "shm",
+      "hierarchical"};  // Inside libtorch, which does not say which Gloo it is; and ours.
   try {
     cohort::comm::find_backend("mpi");
     backends.push_back("mpi");

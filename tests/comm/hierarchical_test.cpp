@@ -9,6 +9,8 @@
 
 #include "cohort/comm/process_group.h"
 
+#include "bench/collective_traffic.h"
+#include "bench/sent_bytes.h"
 #include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
@@ -206,11 +208,59 @@ TEST(HierarchicalTest, AutoTakesItWhereAHostOfSeveralHasTwoRanks) {
                           EXPECT_TRUE(!pair || pair.backend() == "gloo");
                           const ProcessGroup host = ranks.subgroup({0, 2}, "host a");
                           EXPECT_TRUE(!host || host.backend() == "shm");
-                          EXPECT_EQ(ranks.subgroup({2, 1, 0}, "all").backend(), "hierarchical");
+                          const ProcessGroup all = ranks.subgroup({2, 1, 0}, "all");
+                          EXPECT_EQ(all.backend(), "hierarchical");
+                          ranks.barrier("all are connected");
                         });
                       },
                       {.backend = "auto"});
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+// `traffic`: of this rank. `port`: of a store whose connections do not count.
+void expect_sent_once(const std::string& what, int port, const ProcessGroup& group,
+                      const bench::Traffic& traffic, const std::function<void()>& call) {
+  call();  // The first one is compared.
+  const int64_t before = bench::tcp_bytes_sent(port);
+  call();
+  EXPECT_EQ(bench::tcp_bytes_sent(port) - before, traffic.wire_bytes())
+      << what << " on rank " << group.rank();
+  group.barrier("counted");
+}
+
+// Two hosts of two: 2 (L-1)/L of a tensor is the tensor, and only ranks 0 and 2, the leaders, send.
+// Tensors of four pieces of 1 MiB and a small one.
+TEST(HierarchicalTest, BytesCrossTheNetworkOnceAHost) {
+  test::ranks(4, [](const ProcessGroup& all_ranks) {
+    const int port = all_ranks.rank_info().master_port;
+    const auto body = [port](const ProcessGroup& group) {
+      constexpr int64_t kNumel = (1 << 20) + 7, kBytes = 4 * kNumel;
+      constexpr int64_t kPart = 1 << 18, kPartBytes = 4 * kPart;
+      const int rank = group.rank();
+      const at::Tensor x = at::ones({kNumel}), one = at::ones({kPart}), all = at::ones({4, kPart});
+      const auto of = [&](const bench::Traffic& first, const bench::Traffic& second) {
+        return rank == 0 ? first : rank == 2 ? second : bench::Traffic();
+      };
+      const auto of_both = [&](const bench::Traffic& traffic) { return of(traffic, traffic); };
+      expect_sent_once("all_reduce", port, group,
+                       of_both({.bytes = kBytes, .sent = 9, .received = 9}),
+                       [&] { group.all_reduce(x, ReduceOp::kMax); });
+      const int64_t half = (kBytes - 28) / 2;
+      expect_sent_once("reduce", port, group,
+                       of({.bytes = half + 28, .sent = 5, .received = 9},
+                          {.bytes = kBytes, .sent = 9, .received = 5}),
+                       [&] { group.reduce(x, 1, ReduceOp::kMax); });
+      expect_sent_once("broadcast", port, group, of({.bytes = kBytes, .sent = 5}, {.received = 5}),
+                       [&] { group.broadcast(x, 1); });
+      expect_sent_once("all_gather", port, group,
+                       of_both({.bytes = 2 * kPartBytes, .sent = 2, .received = 2}),
+                       [&] { group.all_gather_into(all, one); });
+      expect_sent_once("reduce_scatter", port, group,
+                       of_both({.bytes = 2 * kPartBytes, .sent = 4, .received = 4}),
+                       [&] { group.reduce_scatter(one, all); });
+    };
+    test::on_hosts(all_ranks, {"a", "a", "b", "b"}, body, {.backend = "hierarchical"});
+  });
 }
 
 }  // namespace hierarchical_test

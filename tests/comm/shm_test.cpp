@@ -444,6 +444,7 @@ TEST(ShmTest, AutoTakesItForRanksOfOneHostAlone) {
                           EXPECT_EQ(pair.all_reduce_sum(1), 2);
                           const ProcessGroup across = ranks.subgroup({1, 2}, "across");
                           EXPECT_TRUE(!across || across.backend() == "gloo");
+                          ranks.barrier("all are connected");
                         });
                       },
                       {.backend = "auto"});

@@ -51,6 +51,76 @@ int place_before(int place, bool one_piece) {
   return one_piece ? place & (place - 1) : place - 1;
 }
 
+// The leaders' share of a reduce_scatter, in rounds: one takes a piece of every run of ranks. The
+// next may begin before the last one is reduced.
+class LeaderScatter {
+ public:
+  // `piece`: elements, a multiple of 64.
+  LeaderScatter(LeaderExchange& leaders, const std::vector<HostRun>& runs, int64_t piece,
+                const at::TensorOptions& options, std::vector<std::byte>& scratch)
+      : leaders_(leaders), runs_(runs), piece_(piece), options_(options), scratch_(scratch) {
+    num_slots_ = std::ssize(runs);
+    for (const HostRun& run : runs) {
+      first_received_.push_back(num_slots_);
+      if (run.host == leaders.rank()) num_slots_ += leaders.size();
+    }
+    scratch.resize(std::max(scratch.size(), 2 * num_slots_ * slot_bytes()));
+  }
+
+  // Copies this host's terms of a run, for the input keeps its content.
+  at::Tensor keep(int64_t round, size_t run, const at::Tensor& terms) const {
+    return slot(round, static_cast<int64_t>(run), terms.numel()).copy_(terms);
+  }
+  // Sends what `keep` returned to the leader of the run, or gets the other leaders' terms.
+  void exchange(int64_t round, size_t run, const at::Tensor& kept) {
+    auto& batch = messages_[static_cast<size_t>(round % 2)];
+    if (runs_[run].host != leaders_.rank())
+      return leaders_.send(batch, bytes_in(kept), runs_[run].host);
+    for (int peer = 0; peer < leaders_.size(); ++peer) {
+      if (peer != leaders_.rank())
+        leaders_.receive(batch, bytes_in(received(round, run, peer, kept.numel())), peer);
+    }
+  }
+  // `results`: `each` elements of every rank of this host.
+  void reduce(int64_t round, const Reduction& reduction, const at::Tensor& results, int64_t each) {
+    leaders_.wait(messages_[static_cast<size_t>(round % 2)]);
+    int64_t begin = 0;
+    for (size_t run = 0; run < runs_.size(); ++run) {
+      if (runs_[run].host != leaders_.rank()) continue;
+      const int64_t length = runs_[run].count * each;
+      const at::Tensor result = piece_of(results.narrow(0, begin, length), round, piece_);
+      begin += length;
+      std::vector<const std::byte*> terms;
+      for (int host = 0; host < leaders_.size(); ++host) {
+        const at::Tensor term = host == leaders_.rank()
+                                    ? slot(round, static_cast<int64_t>(run), result.numel())
+                                    : received(round, run, host, result.numel());
+        terms.push_back(bytes_in(term).data());
+      }
+      comm::reduce(reduction, bytes_in(result).data(), terms, result.numel());
+    }
+  }
+
+ private:
+  size_t slot_bytes() const { return static_cast<size_t>(piece_) * options_.dtype().itemsize(); }
+  at::Tensor slot(int64_t round, int64_t number, int64_t numel) const {
+    const auto place = static_cast<size_t>(round % 2 * num_slots_ + number);
+    return at::from_blob(scratch_.data() + place * slot_bytes(), {numel}, options_);
+  }
+  at::Tensor received(int64_t round, size_t run, int host, int64_t numel) const {
+    return slot(round, first_received_[run] + host, numel);
+  }
+
+  LeaderExchange& leaders_;
+  const std::vector<HostRun>& runs_;
+  const int64_t piece_;
+  const at::TensorOptions options_;
+  std::vector<std::byte>& scratch_;
+  int64_t num_slots_ = 0;                // of a round
+  std::vector<int64_t> first_received_;  // by run: slot of what leader 0 sends
+  std::array<LeaderExchange::Batch, 2> messages_;
+};
+
 }  // namespace
 
 milliseconds HierarchicalBackend::left() const {
@@ -177,82 +247,33 @@ void HierarchicalBackend::gather_all(const at::Tensor& output, const at::Tensor&
   if (leaders_) leaders_->wait(sent);
 }
 
-// In rounds, each of a piece of every run of ranks: two are under way at a time. The leader reduces
-// its host's terms in memory of its own, for the input keeps its content.
 void HierarchicalBackend::scatter_reduced(const at::Tensor& output, const at::Tensor& input,
                                           const Reduced& reduced) {
-  const int64_t each = output.numel(), bytes_each = output.element_size();
-  const auto num_runs = static_cast<int64_t>(runs_.size());
-  const int64_t piece = std::max<int64_t>(kPieceBytes / bytes_each / num_runs / 64, 1) * 64;
-  int64_t longest = 0, own_runs = 0;
-  for (const HostRun& run : runs_) {
-    longest = std::max(longest, run.count * each);
-    own_runs += run.host == host_ ? 1 : 0;
-  }
+  const int64_t each = output.numel();
+  const int64_t most = kPieceBytes / output.element_size() / std::ssize(runs_);
+  const int64_t piece = std::max<int64_t>(most / 64, 1) * 64;
+  int64_t longest = 0;
+  for (const HostRun& run : runs_) longest = std::max(longest, run.count * each);
   const int64_t rounds = count_pieces(longest, piece);
-  const int64_t num_hosts = std::ssize(groups_);
-  // Of a round: this host's terms of each run, then the other hosts' of this host's runs.
-  const int64_t slots = num_runs + own_runs * num_hosts;
-  if (leaders_)
-    scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(2 * slots * piece * bytes_each)));
-  const auto slot = [&](int64_t round, int64_t number, int64_t numel) {
-    return at::from_blob(scratch_.data() + (round % 2 * slots + number) * piece * bytes_each,
-                         {numel}, output.options());
-  };
-  const auto received = [&](int64_t round, int64_t own_run, int host, int64_t numel) {
-    return slot(round, num_runs + own_run * num_hosts + host, numel);
-  };
+  std::optional<LeaderScatter> between;
+  if (leaders_) between.emplace(*leaders_, runs_, piece, output.options(), scratch_);
   // By the index of the rank in its host. A rank that is alone needs no memory for others.
-  at::Tensor results = output;
-  if (leaders_ && inside_) results = at::empty({std::ssize(own_group()) * each}, output.options());
-  std::array<LeaderExchange::Batch, 2> messages;
-  const auto begin_round = [&](int64_t round) {
-    int64_t own_run = 0;
-    for (int64_t number = 0; number < num_runs; ++number) {
-      const HostRun& run = runs_[static_cast<size_t>(number)];
-      at::Tensor terms = piece_of(part_of_run(input, run, each), round, piece);
-      const int64_t numel = terms.numel();
-      if (leaders_) terms = slot(round, number, numel).copy_(terms);
-      reduce_inside(terms, reduced.inside);
-      if (!leaders_) continue;
-      auto& batch = messages[static_cast<size_t>(round % 2)];
-      if (run.host != host_) {
-        leaders_->send(batch, bytes_in(terms), run.host);
-        continue;
-      }
-      for (int peer = 0; peer < leaders_->size(); ++peer) {
-        if (peer != host_)
-          leaders_->receive(batch, bytes_in(received(round, own_run, peer, numel)), peer);
-      }
-      ++own_run;
-    }
-  };
-  const auto end_round = [&](int64_t round) {
-    leaders_->wait(messages[static_cast<size_t>(round % 2)]);
-    int64_t own_run = 0, begin = 0;
-    for (int64_t number = 0; number < num_runs; ++number) {
-      const HostRun& run = runs_[static_cast<size_t>(number)];
-      if (run.host != host_) continue;
-      const at::Tensor result = piece_of(results.narrow(0, begin, run.count * each), round, piece);
-      std::vector<const std::byte*> terms;
-      for (int host = 0; host < num_hosts; ++host) {
-        const at::Tensor term = host == host_ ? slot(round, number, result.numel())
-                                              : received(round, own_run, host, result.numel());
-        terms.push_back(bytes_in(term).data());
-      }
-      comm::reduce(reduced.between, bytes_in(result).data(), terms, result.numel());
-      begin += run.count * each;
-      ++own_run;
-    }
-  };
+  const int64_t num_inside = std::ssize(own_group());
+  const at::Tensor results =
+      leaders_ && inside_ ? at::empty({num_inside * each}, output.options()) : output;
   for (int64_t round = 0; round < rounds + 1; ++round) {
-    if (round < rounds) begin_round(round);
-    if (leaders_ && round > 0) end_round(round - 1);
+    for (size_t run = 0; round < rounds && run < runs_.size(); ++run) {
+      at::Tensor terms = piece_of(part_of_run(input, runs_[run], each), round, piece);
+      if (between) terms = between->keep(round, run, terms);
+      reduce_inside(terms, reduced.inside);
+      if (between) between->exchange(round, run, terms);
+    }
+    if (between && round > 0) between->reduce(round - 1, reduced.between, results, each);
   }
   if (!inside_) return;
   Tensors outputs{output};
   std::vector<Tensors> parts;
-  if (leaders_) parts.push_back(results.view({std::ssize(own_group()), each}).unbind(0));
+  if (leaders_) parts.push_back(results.view({num_inside, each}).unbind(0));
   c10d::ScatterOptions options;
   options.rootRank = 0;
   options.timeout = left();

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks that are lost, late or aborted over the backend hierarchical, and two hosts on a cable.
+#include <ATen/ATen.h>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <stdexcept>
+#include <thread>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unistd.h>
+
+#include "cohort/base/error.h"
+#include "cohort/base/program.h"
+#include "cohort/comm/process_group.h"
+
+#include "tests/support/namespaces.h"
+#include "tests/support/ranks.h"
+#include "tests/support/shell.h"
+
+namespace cohort::comm {
+namespace hierarchical_fault_test {
+
+// Ranks 0 and 2 are on one host, 1 and 3 on the other: `body` on each.
+std::vector<test::RankEnd> ends_on_two_hosts(const std::function<void(const ProcessGroup&)>& body) {
+  setenv("COHORT_TEST_HOSTS", "2", 1);
+  const auto ends =
+      test::run_ranks(4, body, {.backend = "hierarchical", .timeout = std::chrono::seconds(4)});
+  unsetenv("COHORT_TEST_HOSTS");
+  return ends;
+}
+
+void expect_all_name(const std::vector<test::RankEnd>& ends, int lost, const std::string& text) {
+  for (int rank = 0; rank < std::ssize(ends); ++rank) {
+    if (rank == lost) continue;
+    const auto& end = ends[static_cast<size_t>(rank)];
+    EXPECT_EQ(end.exit_code, kExitLostPeer) << end.output;
+    EXPECT_NE(end.output.find(text), std::string::npos) << end.output;
+  }
+}
+
+// In the middle of large tensors. The leader of the other host, then the rank that it leads.
+TEST(HierarchicalFaultTest, SurvivorsNameALostLeader) {
+  expect_all_name(ends_on_two_hosts([](const ProcessGroup& group) {
+                    const at::Tensor x = at::ones({1 << 21});
+                    for (int i = 0; i < 1000; ++i) {
+                      if (i == 3 && group.rank() == 1) kill(getpid(), SIGKILL);
+                      group.all_reduce(x, ReduceOp::kMax);
+                    }
+                  }),
+                  1, "lost rank 1");
+}
+TEST(HierarchicalFaultTest, SurvivorsNameALostFollower) {
+  expect_all_name(ends_on_two_hosts([](const ProcessGroup& group) {
+                    const at::Tensor x = at::ones({1 << 21});
+                    for (int i = 0; i < 1000; ++i) {
+                      if (i == 3 && group.rank() == 3) kill(getpid(), SIGKILL);
+                      group.all_reduce(x, ReduceOp::kMax);
+                    }
+                  }),
+                  3, "lost rank 3");
+}
+
+TEST(HierarchicalFaultTest, ARankThatDoesNotComeIsNamedAtTheTimeout) {
+  const auto start = std::chrono::steady_clock::now();
+  expect_all_name(ends_on_two_hosts([](const ProcessGroup& group) {
+                    group.all_reduce_sum(1);
+                    if (group.rank() == 3) std::this_thread::sleep_for(std::chrono::seconds(12));
+                    group.all_reduce_sum(1);
+                  }),
+                  3, "rank 3 has not come");
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(40));
+}
+
+TEST(HierarchicalFaultTest, AnAbortEndsWhatWaits) {
+  const auto ends = ends_on_two_hosts([](const ProcessGroup& group) {
+    const at::Tensor x = at::ones({1 << 20});
+    group.all_reduce_async(x).wait();
+    if (group.rank() == 0) throw std::runtime_error("the end of rank 0");
+    Work work = group.all_reduce_async(x);
+    group.c10d_group().getBackend(at::kCPU)->abort();
+    EXPECT_THROW(work.wait(), PeerError);
+    throw std::runtime_error("the end");
+  });
+  for (const auto& end : ends)
+    EXPECT_EQ(end.output.find("Failure"), std::string::npos) << end.output;
+}
+
+// Two hosts of two ranks each, in network namespaces: what crosses the cable, with all headers.
+TEST(HierarchicalFaultTest, TwoHostsOnACable) {
+  const auto sent_over_cable = [] {
+    std::ifstream devices("/proc/self/net/dev");
+    std::string word;
+    while (devices >> word && word != "eth0:") {
+    }
+    int64_t number = 0;
+    for (int column = 0; column < 9; ++column) devices >> number;
+    return number;
+  };
+  const auto body = [&](const ProcessGroup& group) {
+    EXPECT_EQ(group.backend(), "hierarchical");
+    const at::Tensor x = at::full({1 << 22}, group.rank() + 1.0);
+    group.barrier("begin");
+    const int64_t before = sent_over_cable();
+    group.barrier("measure");
+    group.all_reduce(x);
+    group.barrier("measured");
+    const auto sent = static_cast<double>(sent_over_cable() - before);
+    group.barrier("end");
+    EXPECT_TRUE(at::equal(x, at::full_like(x, 10)));
+    EXPECT_GE(sent, x.nbytes());
+    EXPECT_LT(sent,
+              1.1 * static_cast<double>(x.nbytes()));  // 66 bytes of headers a packet of 1,514
+  };
+  if (std::getenv("COHORT_TEST_RANK") != nullptr) test::ranks(4, body, {.backend = "auto"});
+  const test::Namespaces hosts(2);
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe");
+  std::string script;
+  for (int rank = 0; rank < 4; ++rank) {
+    const std::string number = std::to_string(rank);
+    for (const std::string& word :
+         hosts.on(rank / 2, {"env", "COHORT_TEST_RANK=" + number, "RANK=" + number, "WORLD_SIZE=4",
+                             "LOCAL_RANK=" + std::to_string(rank % 2), "LOCAL_WORLD_SIZE=2",
+                             "MASTER_ADDR=" + test::Namespaces::address(0), "MASTER_PORT=29500",
+                             "OMP_NUM_THREADS=1", program,
+                             "--gtest_filter=HierarchicalFaultTest.TwoHostsOnACable"}))
+      script += word + " ";
+    script += "& all=\"$all $!\"; ";
+  }
+  const test::Ended ended = test::shell(script + "for one in $all; do wait $one || exit 1; done");
+  EXPECT_EQ(ended.code, 0) << ended.output;
+}
+
+}  // namespace hierarchical_fault_test
+}  // namespace cohort::comm
