@@ -41,6 +41,7 @@ void expect_rank_1_lost(const std::vector<RankEnd>& ends, const std::string& ope
   EXPECT_EQ(ends[1].exit_code, 128 + SIGKILL);
   for (const size_t rank : {0, 2}) {
     EXPECT_EQ(ends[rank].exit_code, kExitLostPeer);
+    EXPECT_EQ(ends[rank].output.find(": Failure\n"), std::string::npos) << ends[rank].output;
     EXPECT_NE(ends[rank].output.find("lost rank 1 in " + operation), std::string::npos)
         << ends[rank].output;
   }
