@@ -400,7 +400,7 @@ void ProcessGroup::Impl::run(const Operation& operation) {
 }
 
 // Messages have no number: they are between two ranks.
-BackendWork ProcessGroup::Impl::begin(const Operation& operation, bool async_op) {
+BackendWork ProcessGroup::Impl::begin(const Operation& operation, bool async_op) const {
   const at::Tensor& tensor = operation.call.tensor;
   const c10::DeviceType device = tensor.defined() ? tensor.device().type() : operation.call.device;
   if (device_group == nullptr || device == c10::DeviceType::CPU || present.number == 0)

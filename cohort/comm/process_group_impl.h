@@ -65,7 +65,7 @@ struct ProcessGroup::Impl : std::enable_shared_from_this<ProcessGroup::Impl> {
   void guarded(const Call& call, const std::function<void()>& body);
 
   /// Begins the operation of the guarded call, and has the watch look at it if it is a device's.
-  BackendWork begin(const Operation& operation, bool async_op);
+  BackendWork begin(const Operation& operation, bool async_op) const;
   /// Signs of life for the ranks of a device's backend: each follows the next one.
   void follow_next() const;
 
