@@ -28,6 +28,7 @@ struct Child {
   const char* backend = std::getenv("COHORT_TEST_BACKEND");
   if (backend != nullptr && options.backend == comm::ProcessGroupOptions().backend)
     options.backend = backend;
+  // COHORT_TEST_HOSTS=N: ranks count as those of N hosts, in turns.
   if (const char* hosts = std::getenv("COHORT_TEST_HOSTS")) {
     const int host = std::atoi(std::getenv("RANK")) % std::atoi(hosts);
     setenv("COHORT_HOST_NAME", ("host" + std::to_string(host)).c_str(), 1);

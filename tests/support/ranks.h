@@ -20,7 +20,7 @@ struct RankEnd {
 /// The test binary is executed again per rank (never forked: libtorch has threads), with the rank's
 /// environment and the running case as its filter, so the same call is reached and runs `body`
 /// there; it does not return in a child. COHORT_TEST_BACKEND names a backend for those who ask for
-/// none; with COHORT_TEST_HOSTS=N ranks count as those of N hosts, in turns. A child ends with run_program's codes; failed expectations
+/// none. A child ends with run_program's codes; failed expectations
 /// give 1.
 std::vector<RankEnd> run_ranks(int world_size,
                                const std::function<void(const comm::ProcessGroup&)>& body,
