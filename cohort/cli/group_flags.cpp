@@ -16,8 +16,7 @@ namespace {
 const char* const kBackendText =
     "Backend of the collectives (auto: nccl for cuda, else shm among ranks of one host, "
     "hierarchical or gloo among those of several; gloo for cuda is slow, but takes several ranks "
-    "on "
-    "one card)";
+    "on one card)";
 
 std::chrono::milliseconds milliseconds(const char* flag, double seconds) {
   if (!(seconds > 0 && seconds < 1e7)) {

@@ -28,7 +28,7 @@ enum class CheckCollectives {
 
 struct ProcessGroupOptions {
   /// One of backend.h; "auto": "nccl" where `device` is a CUDA device, else "shm" for ranks of one
-  /// host and "gloo" for those of several; each sub-group by its own ranks.
+  /// host, "hierarchical" or "gloo" for those of several; each sub-group by its own ranks.
   std::string backend = "auto";
   std::chrono::milliseconds rendezvous_timeout{300'000};  ///< Until every rank has come.
   std::chrono::milliseconds timeout{600'000};             ///< Of every later operation.
@@ -128,7 +128,7 @@ class ProcessGroup {
   const std::string& backend() const;  ///< As ProcessGroupOptions::backend.
   const RankInfo& rank_info() const;   ///< Of this process in the whole job.
   /// Where this rank computes, as `net->to(group.device())`: the CPU if the backend serves that
-  /// (shm, gloo, mpi), else ProcessGroupOptions::device, or without it the accelerator that
+  /// (shm, hierarchical, gloo, mpi), else ProcessGroupOptions::device, or without it the accelerator that
   /// device_index() chooses (rank_info.h).
   /// Errors: as device_index().
   at::Device device() const;
