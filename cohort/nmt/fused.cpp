@@ -19,13 +19,13 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What the next call on `stream` drops of `count` elements.
-Dropping next_dropping(int64_t count, double p, DropoutStream& stream, const DropoutPart& part) {
-  if (p == 0) return {};
+// What the next call on `stream` drops of `numel` elements.
+Dropping next_dropping(int64_t numel, double p, DropoutStream& stream, const DropoutPart& part) {
+  if (p == 0 || numel == 0) return {};
   TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout: expected a probability in [0, 1), got ", p);
-  TORCH_CHECK_VALUE(part.size > 0 && count % part.size == 0 && part.first >= 0 &&
+  TORCH_CHECK_VALUE(part.size > 0 && numel % part.size == 0 && part.first >= 0 &&
                         part.first + part.size <= part.whole,
-                    "dropout: ", count, " elements are no parts of ", part.size, " from ",
+                    "dropout: ", numel, " elements are no parts of ", part.size, " from ",
                     part.first, " on of ", part.whole);
   DropoutRule rule;
   rule.threshold = static_cast<uint16_t>(std::min<long>(std::lround(p * 65536), 65535));
@@ -35,7 +35,7 @@ Dropping next_dropping(int64_t count, double p, DropoutStream& stream, const Dro
   return {rule, part};
 }
 
-// Crosses to backward as numbers.
+// Crosses to backward as numbers, as the mask does but for its lengths.
 void save(AutogradContext* context, const Dropping& dropping) {
   const auto& [rule, part] = dropping;
   context->saved_data["key"] = static_cast<int64_t>(rule.key);
@@ -57,6 +57,13 @@ void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char
                     beside.device(), ", got one on ", tensor.device());
 }
 
+// The gradients' own graph would lack what forward has computed.
+void refuse_second_derivative() {
+  TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
+                              "operations of cohort/nmt have no second derivative: expected "
+                              "backward without create_graph");
+}
+
 struct Dropout : torch::autograd::Function<Dropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
@@ -64,6 +71,7 @@ struct Dropout : torch::autograd::Function<Dropout> {
     return kernels_for(x).dropout(x.contiguous(), dropping);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const at::Tensor grad = grads[0].contiguous();
     return {kernels_for(grad).dropout(grad, saved_dropping(context)), at::Tensor()};
   }
@@ -77,6 +85,7 @@ struct AddDropout : torch::autograd::Function<AddDropout> {
     return kernels_for(x).add_dropout(x.contiguous(), y.contiguous(), dropping);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const at::Tensor grad = grads[0].contiguous();
     return {grad,
             kernels_for(grad).add_dropout_backward(grad, context->saved_data["type"].toScalarType(),
@@ -94,6 +103,7 @@ struct ReluDropout : torch::autograd::Function<ReluDropout> {
     return out;
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const at::Tensor out = context->get_saved_variables()[0];
     const float scale = saved_dropping(context).rule.scale;
     return {kernels_for(out).relu_dropout_backward(out, grads[0].contiguous(), scale),
@@ -111,6 +121,7 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout<kActivati
     return (kernels_for(in).*kActivation).forward(in, dropping);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const at::Tensor in = context->get_saved_variables()[0];
     return {
         (kernels_for(in).*kActivation).backward(in, grads[0].contiguous(), saved_dropping(context)),
@@ -118,7 +129,6 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout<kActivati
   }
 };
 
-// Crosses to backward with its lengths in a list of saved tensors.
 void save(AutogradContext* context, const SoftmaxMask& mask) {
   context->saved_data["causal"] = mask.causal;
   context->saved_data["softmax_scale"] = static_cast<double>(mask.scale);
@@ -140,53 +150,12 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
     return dropped.defined() ? dropped : probs;
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const variable_list saved = context->get_saved_variables();
     return {kernels_for(saved[0]).softmax_backward(saved[0], grads[0].contiguous(),
                                                    saved_mask(context, saved[1]),
                                                    saved_dropping(context)),
             at::Tensor(), at::Tensor()};
-  }
-};
-
-// Views of rows as a projection writes them: q, k and v side by side, or q alone and k and v.
-AttentionRows attention_rows(const at::Tensor& packed, const std::optional<at::Tensor>& kv,
-                             int64_t heads) {
-  const int64_t parts = kv ? 1 : 3, width = packed.size(2) / parts / heads;
-  const auto split = [&](const at::Tensor& x, int64_t count) {
-    return x.view({x.size(0), x.size(1), count, heads, width}).unbind(2);
-  };
-  std::vector<at::Tensor> rows = split(packed, parts);
-  if (kv)
-    for (const at::Tensor& part : split(*kv, 2)) rows.push_back(part);
-  return {.q = rows[0], .k = rows[1], .v = rows[2]};
-}
-
-struct Attention : torch::autograd::Function<Attention> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& packed,
-                            const std::optional<at::Tensor>& kv, int64_t heads,
-                            const SoftmaxMask& mask, const Dropping& dropping) {
-    const AttentionResult result =
-        kernels_for(packed).attention.forward(attention_rows(packed, kv, heads), mask, dropping);
-    save(context, mask);
-    save(context, dropping);
-    context->saved_data["heads"] = heads;
-    variable_list saved{packed, result.out_BQD, result.log_sums_BHQ, mask.key_lengths_B};
-    if (kv) saved.push_back(*kv);
-    context->save_for_backward(saved);
-    return result.out_BQD;
-  }
-  static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    const variable_list saved = context->get_saved_variables();
-    const at::Tensor& packed = saved[0];
-    const auto kv = saved.size() > 4 ? std::optional(saved[4]) : std::nullopt;
-    const int64_t heads = context->saved_data["heads"].toInt();
-    const at::Tensor grad_packed = at::empty_like(packed);
-    const auto grad_kv = kv ? std::optional(at::empty_like(*kv)) : std::nullopt;
-    kernels_for(packed).attention.backward(attention_rows(packed, kv, heads), {saved[1], saved[2]},
-                                           grads[0].contiguous(), saved_mask(context, saved[3]),
-                                           saved_dropping(context),
-                                           attention_rows(grad_packed, grad_kv, heads));
-    return {grad_packed, grad_kv.value_or(at::Tensor()), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -205,6 +174,7 @@ struct Linear : torch::autograd::Function<Linear> {
     return y.view(sizes);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &rows = saved[0], &w = saved[1];
     const at::Tensor grad = grads[0].reshape({-1, w.size(0)});
@@ -223,6 +193,45 @@ struct Linear : torch::autograd::Function<Linear> {
     if (bias != context->saved_data.end() && context->needs_input_grad(2))
       results[2] = grad.sum(0, /*keepdim=*/false, bias->second.toScalarType());
     return results;
+  }
+};
+
+// Operands where projections have left them, or gradients to be written there: without `kv`, x is queries, keys and values.
+AttentionOperands operands_of(const at::Tensor& x, const at::Tensor& kv, int64_t heads) {
+  const int64_t width = kv.defined() ? x.size(2) : x.size(2) / 3;
+  const at::Tensor& rows = kv.defined() ? kv : x;
+  const int64_t keys = rows.size(2) - 2 * width;
+  return {.q_BQD = x.narrow(2, 0, width),
+          .k_BKD = rows.narrow(2, keys, width),
+          .v_BKD = rows.narrow(2, keys + width, width),
+          .heads = heads};
+}
+
+// Of operands as `operands_of` takes them, contiguous.
+struct FusedAttention : torch::autograd::Function<FusedAttention> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const std::optional<at::Tensor>& of_keys, int64_t heads,
+                            const SoftmaxMask& mask, const Dropping& dropping) {
+    const at::Tensor kv = of_keys.value_or(at::Tensor());
+    const auto [out, stats] =
+        kernels_for(x).attention.forward(operands_of(x, kv, heads), mask, dropping);
+    save(context, dropping);
+    save(context, mask);
+    context->saved_data["heads"] = heads;
+    context->save_for_backward({x, kv, mask.key_lengths_B, out, stats});
+    return out;
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &x = saved[0], &kv = saved[1];
+    const int64_t heads = context->saved_data["heads"].toInt();
+    const at::Tensor grad_x = at::empty_like(x);
+    const at::Tensor grad_kv = kv.defined() ? at::empty_like(kv) : at::Tensor();
+    kernels_for(x).attention.backward(operands_of(x, kv, heads), saved[3], saved[4],
+                                      grads[0].contiguous(), saved_mask(context, saved[2]),
+                                      saved_dropping(context), operands_of(grad_x, grad_kv, heads));
+    return {grad_x, grad_kv, at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -273,6 +282,7 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
     return {loss, nll};
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
     // The gradients are scaled in place and given away.
     TORCH_CHECK(context->saved_data.count("grad_hidden") != 0,
                 "smoothed_cross_entropy: expected one backward, but its gradients were given away "
@@ -343,34 +353,73 @@ at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_l
       next_dropping(scores_BHQK.numel(), p, stream, part));
 }
 
-bool has_attention(const at::Tensor& packed, int64_t head_width) {
-  const AttentionKernels& attention = kernels_for(packed).attention;
-  return attention.takes != nullptr && attention.takes(packed, head_width);
+namespace {
+
+// [B, T, n*D] -> n views [B, H, T, D/H].
+std::vector<at::Tensor> split_heads(const at::Tensor& x, int64_t parts, int64_t heads) {
+  const int64_t width = x.size(2) / parts;
+  return x.view({x.size(0), x.size(1), parts, heads, width / heads})
+      .permute({2, 0, 3, 1, 4})
+      .unbind(0);
 }
 
-at::Tensor attention(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
+// As operands_of takes x and kv.
+at::Tensor attention_of(const at::Tensor& x, const at::Tensor& kv, const at::Tensor& key_lengths_B,
+                        const AttentionOptions& options, DropoutStream& stream) {
+  const int64_t batch = x.size(0), queries = x.size(1);
+  const int64_t keys = kv.defined() ? kv.size(1) : queries;
+  const int64_t width = kv.defined() ? x.size(2) : x.size(2) / 3;
+  TORCH_CHECK_VALUE(key_lengths_B.dtype() == at::kLong && key_lengths_B.is_contiguous() &&
+                        key_lengths_B.sizes() == at::IntArrayRef({batch}),
+                    "attention: expected int64 lengths of ", batch, " sentences, got ",
+                    key_lengths_B.toString(), " ", key_lengths_B.sizes());
+  check_device(key_lengths_B, x, "attention: lengths");
+  check_range("attention: lengths", key_lengths_B, 1, keys);
+  const double scale = 1 / std::sqrt(static_cast<double>(width / options.heads));
+  const AttentionKernels& fused = kernels_for(x).attention;
+  if (fused.forward != nullptr &&
+      (fused.takes == nullptr || fused.takes(operands_of(x, kv, options.heads)))) {
+    return FusedAttention::apply(
+        x.contiguous(), kv.defined() ? std::optional(kv.contiguous()) : std::nullopt, options.heads,
+        SoftmaxMask{.key_lengths_B = key_lengths_B,
+                    .causal = options.causal,
+                    .scale = static_cast<float>(scale)},
+        next_dropping(batch * options.heads * queries * keys, options.dropout, stream,
+                      options.part));
+  }
+  std::vector<at::Tensor> heads = split_heads(x, kv.defined() ? 1 : 3, options.heads);
+  if (kv.defined()) {
+    for (const at::Tensor& part : split_heads(kv, 2, options.heads)) heads.push_back(part);
+  }
+  const at::Tensor scores = at::matmul(heads[0], heads[1].transpose(2, 3));
+  const at::Tensor weights = masked_softmax(scores.contiguous(), key_lengths_B, options.causal,
+                                            scale, options.dropout, stream, options.part);
+  return at::matmul(weights, heads[2]).transpose(1, 2).reshape({batch, queries, width});
+}
+
+}  // namespace
+
+at::Tensor attention(const at::Tensor& q_BQD, const at::Tensor& kv_BKE,
                      const at::Tensor& key_lengths_B, const AttentionOptions& options,
                      DropoutStream& stream) {
-  const at::Tensor& keys = kv_BKE ? *kv_BKE : packed;
-  const int64_t batch = packed.size(0), width = packed.size(2) / (kv_BKE ? 1 : 3);
-  TORCH_CHECK_VALUE(packed.dim() == 3 && keys.dim() == 3 && packed.is_contiguous() &&
-                        keys.is_contiguous() && keys.size(0) == batch &&
-                        keys.size(2) == (kv_BKE ? 2 : 3) * width && width % options.heads == 0 &&
-                        key_lengths_B.dtype() == at::kLong && key_lengths_B.is_contiguous() &&
-                        key_lengths_B.sizes() == at::IntArrayRef{batch},
-                    "attention: expected contiguous [B, T, 3 D], or [B, Q, D] and [B, K, 2 D], of ",
-                    options.heads, " heads, and int64 lengths [B], got ", packed.sizes(), ", ",
-                    keys.sizes(), " and ", key_lengths_B.sizes());
-  check_device(keys, packed, "attention: keys");
-  check_device(key_lengths_B, packed, "attention: lengths");
-  check_range("attention: lengths", key_lengths_B, 1, keys.size(1));
-  const double head_width = static_cast<double>(width) / static_cast<double>(options.heads);
-  return Attention::apply(packed, kv_BKE, options.heads,
-                          SoftmaxMask{.key_lengths_B = key_lengths_B,
-                                      .causal = options.causal,
-                                      .scale = static_cast<float>(1 / std::sqrt(head_width))},
-                          next_dropping(batch * options.heads * packed.size(1) * keys.size(1),
-                                        options.dropout, stream, options.part));
+  TORCH_CHECK_VALUE(q_BQD.dim() == 3 && kv_BKE.dim() == 3 && kv_BKE.size(0) == q_BQD.size(0) &&
+                        kv_BKE.size(2) == 2 * q_BQD.size(2) && options.heads > 0 &&
+                        q_BQD.size(2) % options.heads == 0 && kv_BKE.dtype() == q_BQD.dtype(),
+                    "attention: expected queries [B, Q, D] with a multiple of ", options.heads,
+                    " columns, and keys with values [B, K, 2 D] of the same type, got ",
+                    q_BQD.toString(), " ", q_BQD.sizes(), " and ", kv_BKE.toString(), " ",
+                    kv_BKE.sizes());
+  check_device(kv_BKE, q_BQD, "attention: keys");
+  return attention_of(q_BQD, kv_BKE, key_lengths_B, options, stream);
+}
+
+at::Tensor self_attention(const at::Tensor& qkv_BTE, const at::Tensor& key_lengths_B,
+                          const AttentionOptions& options, DropoutStream& stream) {
+  TORCH_CHECK_VALUE(
+      qkv_BTE.dim() == 3 && options.heads > 0 && qkv_BTE.size(2) % (3 * options.heads) == 0,
+      "self_attention: expected queries, keys and values [B, T, 3 D] with D a multiple of ",
+      options.heads, ", got ", qkv_BTE.sizes());
+  return attention_of(qkv_BTE, {}, key_lengths_B, options, stream);
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
@@ -381,6 +430,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
   TORCH_CHECK_VALUE(!bias_M || bias_M->sizes() == weight_MK.sizes().slice(0, 1),
                     "linear: expected bias [", weight_MK.size(0), "], got ", bias_M->sizes());
   check_device(weight_MK, x, "linear: weight");
+  if (bias_M) check_device(*bias_M, x, "linear: bias");
   return Linear::apply(x, weight_MK, bias_M, type);
 }
 

@@ -2,7 +2,8 @@
 // Operations of the Transformer for which ATen has no fused form: differentiable ones, on every
 // device (kernels/kernels.h), then those of inference alone: `attend` on the CPU, LogProbs on every
 // device. Tensors of another device than these, or of two, are a c10::ValueError. Numbers that index
-// (lengths, labels) are checked on the CPU alone: elsewhere that would wait for the device. Legend: B
+// (lengths, labels) are checked on the CPU alone: elsewhere that would wait for the device. Second
+// derivatives (create_graph) are refused by a c10::NotImplementedError. Legend: B
 // sentences, H heads, Q queries, K keys, N rows, D model width, V vocabulary.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -42,7 +43,8 @@ struct DropoutPart {
 ///
 /// Shapes:   x [..., K], weight_MK, bias_M or none. Result [..., M] of `type`.
 /// Numerics: gradients are of their tensors' types. Those of a weight and a bias wider than `type`
-///           are sums in float32; the weight's may be rounded to `type` before: on CUDA it is not.
+///           are sums in float32; the weight's may be rounded to `type` before: with CUDA's
+///           kernels it is not.
 /// Errors:   c10::ValueError for other shapes.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
                   const std::optional<at::Tensor>& bias_M, at::ScalarType type);
@@ -77,27 +79,31 @@ at::Tensor masked_softmax(const at::Tensor& scores_BHQK, const at::Tensor& key_l
                           bool causal, double scale, double p, DropoutStream& stream,
                           const DropoutPart& part = {});
 
+/// What attention with gradients is told beside its operands.
 struct AttentionOptions {
-  int64_t heads = 1;
+  int64_t heads = 1;  ///< A divisor of D.
   bool causal = false;
-  double dropout = 0;     ///< Probability, of the weights.
-  DropoutPart part = {};  ///< As of masked_softmax.
+  double dropout = 0;  ///< Of the weights.
+  DropoutPart part;    ///< Of the weights, as masked_softmax's.
 };
 
-/// Whether `attention` takes rows like `packed`, with heads of this width.
-bool has_attention(const at::Tensor& packed, int64_t head_width);
-
-/// Returns attention [B, Q, D] of queries, keys and values as projections write them, without a
-/// matrix of scores in memory: the values that a query sees, weighted by
-/// dropout(softmax(q . k / sqrt(D / H))) as in masked_softmax.
+/// Attention by heads with dropout and gradients: each query's mean of the values, weighted by masked_softmax(queries . keys) with a
+/// scale of 1 / sqrt(D / H). Takes one number of `stream`, as masked_softmax does, and drops the same elements.
 ///
-/// Shapes:   packed [B, T, 3 D] holds q, k and v of each row; or, with kv_BKE [B, K, 2 D], q alone.
-///           Contiguous; heads stand side by side. key_lengths_B int64 in [1, K].
-/// Numerics: float32 between operands and result.
+/// Shapes:   q_BQD; kv_BKE with a row's key before its value, E = 2 D; key_lengths_B int64 in [1, K]; returns [B, Q, D].
+///           self_attention: qkv_BTE, E = 3 D, queries = keys.
+/// Numerics: on the CPU scores and weights are float32 and so are their products (float64 for float64);
+///           in CUDA's kernel, for bfloat16, heads of 64 elements and cards of compute capability 8.0,
+///           weights are bfloat16 where a product takes them; elsewhere both are stored in the
+///           operands' type.
+/// Memory:   on the CPU two numbers a query and head are kept for backward, in CUDA's kernel one beside the
+///           result; elsewhere weights are.
 /// Errors:   c10::ValueError for others.
-at::Tensor attention(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
+at::Tensor attention(const at::Tensor& q_BQD, const at::Tensor& kv_BKE,
                      const at::Tensor& key_lengths_B, const AttentionOptions& options,
                      DropoutStream& stream);
+at::Tensor self_attention(const at::Tensor& qkv_BTE, const at::Tensor& key_lengths_B,
+                          const AttentionOptions& options, DropoutStream& stream);
 
 /// Sums of a batch's losses, both scalars: `loss` with label smoothing (differentiable), `nll`
 /// without.

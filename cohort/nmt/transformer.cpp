@@ -20,14 +20,6 @@ at::ScalarType compute_type(const at::Tensor& parameter, Precision precision) {
   return precision == Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
 }
 
-// [B, T, n*D] -> n views [B, H, T, D/H].
-std::vector<at::Tensor> split_heads(const at::Tensor& x, int64_t parts, int64_t heads) {
-  const int64_t width = x.size(2) / parts;
-  return x.view({x.size(0), x.size(1), parts, heads, width / heads})
-      .permute({2, 0, 3, 1, 4})
-      .unbind(0);
-}
-
 // A block of a layer with dropout, the residual connection and its norm. A tensor-parallel region
 // begins before the block and ends in its last projection. The sum stays in x's type, which is
 // wider than what the block computes in.
@@ -226,28 +218,20 @@ AttentionImpl::AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<Layer
       Projection(ProjectionShape{.in = width_, .out = width, .row_parallel = true}, context_));
 }
 
-at::Tensor AttentionImpl::attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD,
-                                 const at::Tensor& v_BHSD, const at::Tensor& lengths_B,
-                                 bool causal) {
-  const int64_t batch = q_BHTD.size(0);
-  const int64_t queries = q_BHTD.size(2);
-  const int64_t width = q_BHTD.size(3);
-  const at::Tensor scores = at::matmul(q_BHTD, k_BHSD.transpose(2, 3));
-  const DropoutPart part =
-      context_->tensor_parallel->dropout_part(heads_ * queries * scores.size(3));  // of a sentence
-  const at::Tensor probs = masked_softmax(
-      scores.contiguous(), lengths_B, causal, 1 / std::sqrt(static_cast<double>(width)),
-      is_training() ? context_->dropout : 0, context_->stream, part);
-  const at::Tensor mixed = at::matmul(probs, v_BHSD);
-  return out_proj->forward(mixed.transpose(1, 2).reshape({batch, queries, width_}));
+AttentionOptions AttentionImpl::attention_options(int64_t queries, int64_t keys,
+                                                  bool causal) const {
+  return {
+      .heads = heads_,
+      .causal = causal,
+      .dropout = is_training() ? context_->dropout : 0,
+      .part = context_->tensor_parallel->dropout_part(heads_ * queries * keys)};  // of a sentence
 }
 
 at::Tensor AttentionImpl::attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE,
                                  const at::Tensor& lengths_B) {
-  if (has_attention(q_BTD, width_ / heads_))
-    return fused(q_BTD.contiguous(), kv_BSE.contiguous(), lengths_B, /*causal=*/false);
-  const auto kv = split_heads(kv_BSE, 2, heads_);
-  return attend(split_heads(q_BTD, 1, heads_)[0], kv[0], kv[1], lengths_B, /*causal=*/false);
+  return out_proj->forward(attention(
+      q_BTD, kv_BSE, lengths_B, attention_options(q_BTD.size(1), kv_BSE.size(1), /*causal=*/false),
+      context_->stream));
 }
 
 at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen) {
@@ -266,22 +250,8 @@ at::Tensor AttentionImpl::self(const at::Tensor& x_BTD, const at::Tensor& length
     return attend(qkv.narrow(2, 0, width_), see_sentences(qkv.narrow(2, width_, 2 * width_),
                                                           lengths_B, x_BTD.size(1), causal));
   }
-  if (has_attention(qkv, width_ / heads_)) return fused(qkv, std::nullopt, lengths_B, causal);
-  const auto heads = split_heads(qkv, 3, heads_);
-  return attend(heads[0], heads[1], heads[2], lengths_B, causal);
-}
-
-at::Tensor AttentionImpl::fused(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
-                                const at::Tensor& lengths_B, bool causal) {
-  const int64_t keys = kv_BKE ? kv_BKE->size(1) : packed.size(1);
-  const DropoutPart part =
-      context_->tensor_parallel->dropout_part(heads_ * packed.size(1) * keys);  // of a sentence
-  return out_proj->forward(attention(packed, kv_BKE, lengths_B,
-                                     {.heads = heads_,
-                                      .causal = causal,
-                                      .dropout = is_training() ? context_->dropout : 0,
-                                      .part = part},
-                                     context_->stream));
+  return out_proj->forward(self_attention(
+      qkv, lengths_B, attention_options(qkv.size(1), qkv.size(1), causal), context_->stream));
 }
 
 at::Tensor AttentionImpl::project_memory(const at::Tensor& memory_BSD) {

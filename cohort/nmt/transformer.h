@@ -154,13 +154,9 @@ class AttentionImpl : public torch::nn::Module {
  private:
   // Some of in_proj's outputs. An int8 model attends in bfloat16.
   at::Tensor project(const at::Tensor& x, int64_t first, int64_t count);
-  at::Tensor attend(const at::Tensor& q_BHTD, const at::Tensor& k_BHSD, const at::Tensor& v_BHSD,
-                    const at::Tensor& lengths_B, bool causal);
-  // The same for keys beside values, of which each query sees `lengths_B`.
+  AttentionOptions attention_options(int64_t queries, int64_t keys, bool causal) const;
+  // For keys beside values, of which each query sees `lengths_B`.
   at::Tensor attend(const at::Tensor& q_BTD, const at::Tensor& kv_BSE, const at::Tensor& lengths_B);
-  // By attention() of fused.h, and out_proj.
-  at::Tensor fused(const at::Tensor& packed, const std::optional<at::Tensor>& kv_BKE,
-                   const at::Tensor& lengths_B, bool causal);
   // The same in inference, for queries [..., D].
   at::Tensor attend(const at::Tensor& queries, const SeenRows& seen);
   int64_t heads_;  // of this shard

@@ -5,6 +5,7 @@
 #include <torch/utils.h>
 
 #include "cohort/comm/accelerator.h"
+#include "cohort/nmt/kernels/cuda/launches.h"
 #include "cohort/nmt/kernels/kernels.h"
 #include "cohort/nmt/transformer.h"
 
@@ -25,18 +26,68 @@ TEST_F(GpuKernelsTest, AreThoseOfTheObjectBesideTheProgram) {
   EXPECT_NE(cuda_launches_for(c10::DeviceType::CUDA), nullptr);
 }
 
-TEST_F(GpuKernelsTest, DropoutHasTheBitsOfTheCpu) {
+// Rows of four elements, more, and fewer; at an address of which four can be moved at once, and not.
+TEST_F(GpuKernelsTest, WhatDropsHasTheBitsOfTheHost) {
   const Dropping whole{.rule = {.key = 77, .threshold = 20000, .scale = 1.5F}, .part = {}};
   const Dropping part{.rule = {.key = 78, .threshold = 30000, .scale = 2},
                       .part = {.size = 6, .whole = 15, .first = 5}};
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    const auto wide = type == at::kBFloat16 ? at::kFloat : type;
     for (const Dropping& dropping : {whole, part}) {
-      torch::manual_seed(4);
-      const at::Tensor x = at::randn({100, 1002}).to(type), on_card = x.to(at::kCUDA);
-      const Kernels &here = kernels_for(x), &there = kernels_for(on_card);
-      EXPECT_TRUE(at::equal(there.dropout(on_card, dropping).cpu(), here.dropout(x, dropping)));
-      EXPECT_TRUE(
-          at::equal(there.relu_dropout(on_card, dropping).cpu(), here.relu_dropout(x, dropping)));
+      for (const int64_t count : {100200, 100203}) {
+        for (const int64_t first : {0, 1}) {
+          torch::manual_seed(4);
+          const auto on_card = [&](const at::Tensor& x) {
+            return at::cat({x.narrow(0, 0, first), x}).cuda().narrow(0, first, count);
+          };
+          const at::Tensor x = at::randn({count}).to(type), more = at::randn({count}).to(wide);
+          const at::Tensor there_x = on_card(x), there_more = on_card(more);
+          const Kernels& there = kernels_for(there_x);
+          const test::HostLaunches host;
+          const Kernels& here = kernels_for(x);
+          const auto same = [](const at::Tensor& got, const at::Tensor& expected) {
+            return at::equal(got.cpu(), expected);
+          };
+          EXPECT_TRUE(same(there.dropout(there_x, dropping), here.dropout(x, dropping)));
+          const at::Tensor positive = here.relu_dropout(x, dropping);
+          EXPECT_TRUE(same(there.relu_dropout(there_x, dropping), positive));
+          EXPECT_TRUE(same(there.relu_dropout_backward(on_card(positive), there_x, 1.5F),
+                           here.relu_dropout_backward(positive, x, 1.5F)));
+          EXPECT_TRUE(same(there.add_dropout(there_more, there_x, dropping),
+                           here.add_dropout(more, x, dropping)));
+          EXPECT_TRUE(same(there.add_dropout_backward(there_more, type, dropping),
+                           here.add_dropout_backward(more, type, dropping)));
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GpuKernelsTest, SoftmaxIsTheHostsButForExponentials) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    torch::manual_seed(7);
+    const at::Tensor scores = at::randn({3, 2, 37, 70}).to(type),
+                     grad = at::randn({3, 2, 37, 70}).to(type);
+    const at::Tensor lengths = at::tensor({70, 33, 1}, at::kLong);
+    const Dropping dropping{.rule = {.key = 79, .threshold = 20000, .scale = 1.5F}, .part = {}};
+    const auto results = [&](at::Device device) {
+      const SoftmaxMask mask{.key_lengths_B = lengths.to(device), .causal = true, .scale = 0.5F};
+      const at::Tensor x = scores.to(device);
+      const Kernels& kernels = kernels_for(x);
+      const auto [probs, dropped] = kernels.softmax(x, mask, dropping);
+      return std::vector<at::Tensor>{
+          probs.cpu(), dropped.cpu(),
+          kernels.softmax_backward(probs, grad.to(device), mask, dropping).cpu()};
+    };
+    const auto got = results(at::kCUDA);
+    const test::HostLaunches host;
+    const auto expected = results(at::kCPU);
+    // Exponentials 2 ulp apart, sums of 70 of them, a rounding of the stored type to the neighbour; a
+    // slope is below 1.5 * 4.
+    const double bound = (200 * 0x1p-24 + (type == at::kFloat ? 0 : 0x1p-7)) * 6;
+    for (size_t i = 0; i < got.size(); ++i) {
+      EXPECT_LE((got[i] - expected[i]).abs().max().item<double>(), bound) << i;
+      EXPECT_TRUE(at::equal(got[i] == 0, expected[i] == 0)) << i;
     }
   }
 }
@@ -77,9 +128,9 @@ std::vector<at::Tensor> attention_of(const at::Tensor& packed, const at::Tensor&
   if (kv.defined()) leaves.push_back(kv.detach().requires_grad_(true));
   DropoutStream stream{.seed = 5};
   const at::Tensor lengths = at::tensor({70, 33, 1}, at::kLong).to(packed.device());
-  const at::Tensor out =
-      attention(leaves[0], kv.defined() ? std::optional(leaves[1]) : std::nullopt, lengths,
-                {.heads = 3, .causal = causal, .dropout = 0.2}, stream);
+  const AttentionOptions options{.heads = 3, .causal = causal, .dropout = 0.2, .part = {}};
+  const at::Tensor out = kv.defined() ? attention(leaves[0], leaves[1], lengths, options, stream)
+                                      : self_attention(leaves[0], lengths, options, stream);
   out.backward(at::cos(out.detach().to(at::kFloat)).to(out.scalar_type()));
   std::vector<at::Tensor> results{out.detach()};
   for (const at::Tensor& each : leaves) results.push_back(each.grad());
@@ -93,6 +144,8 @@ TEST_F(GpuKernelsTest, AttentionIsTheHosts) {
     const at::Tensor packed =
         at::randn({3, self ? 70 : 40, (self ? 3 : 1) * 192}).to(at::kBFloat16);
     const at::Tensor kv = self ? at::Tensor() : at::randn({3, 70, 2 * 192}).to(at::kBFloat16);
+    ASSERT_TRUE(cuda_launches_for(c10::DeviceType::CUDA)->has_attention())
+        << "a card of compute capability below 8.0: others compute this there";
     const auto got = attention_of(packed.cuda(), self ? kv : kv.cuda(), self);
     const test::HostLaunches host;
     const auto expected = attention_of(packed, kv, self);

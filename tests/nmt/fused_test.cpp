@@ -4,8 +4,10 @@
 // set.
 #include "cohort/nmt/fused.h"
 
+#include <ATen/Parallel.h>
 #include <cmath>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/functional/activation.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/types.h>
@@ -91,7 +93,7 @@ TEST(FusedTest, SmoothedCrossEntropyInBfloat16StaysWithinItsRounding) {
 constexpr double kU = 0x1p-24;
 
 double unit_of(at::ScalarType type) {
-  return type == at::kFloat ? kU : 0x1p-8;
+  return type == at::kDouble ? 0x1p-53 : type == at::kFloat ? kU : 0x1p-8;
 }
 
 template <class Body>
@@ -161,7 +163,7 @@ double distance(const at::Tensor& values, const at::Tensor& expected) {
   return ((values.to(at::kDouble) - expected).norm() / expected.norm()).item<double>();
 }
 
-struct AttentionCase {
+struct CudaAttentionCase {
   int64_t queries, keys;
   bool cross, causal;
   double p;
@@ -169,7 +171,8 @@ struct AttentionCase {
 };
 
 // Beside the same of matrices in float64.
-void check_attention(const AttentionCase& c, at::ScalarType type, int64_t heads, int64_t width) {
+void check_cuda_attention(const CudaAttentionCase& c, at::ScalarType type, int64_t heads,
+                          int64_t width) {
   SCOPED_TRACE(c.queries);
   SCOPED_TRACE(c.keys);
   const auto batch = static_cast<int64_t>(c.lengths.size());
@@ -178,9 +181,11 @@ void check_attention(const AttentionCase& c, at::ScalarType type, int64_t heads,
   const at::Tensor kv = c.cross ? leaf({batch, c.keys, 2 * heads * width}, type) : at::Tensor();
   DropoutStream stream{.seed = 7, .call = 2};
   const at::Tensor mask = mask_of({batch, heads, c.queries, c.keys}, c.p, stream);
-  ASSERT_TRUE(has_attention(packed, width));
-  const at::Tensor out = attention(packed, c.cross ? std::optional(kv) : std::nullopt, lengths,
-                                   {.heads = heads, .causal = c.causal, .dropout = c.p}, stream);
+  const AttentionOptions options{.heads = heads, .causal = c.causal, .dropout = c.p, .part = {}};
+  const test::HostLaunches cuda;
+  const at::Tensor out = c.cross ? attention(packed, kv, lengths, options, stream)
+                                 : self_attention(packed, lengths, options, stream);
+  EXPECT_EQ(cuda.calls(), 1) << "computed by others";
   const at::Tensor plain = exact_leaf(packed), plain_kv = c.cross ? exact_leaf(kv) : at::Tensor();
   const auto rows_of = [&](const at::Tensor& x, int64_t parts) {
     return x.view({batch, x.size(1), parts, heads, width}).permute({2, 0, 3, 1, 4}).unbind(0);
@@ -211,20 +216,87 @@ void check_attention(const AttentionCase& c, at::ScalarType type, int64_t heads,
   }
 }
 
-TEST(FusedTest, AttentionOfCudaIsThatOfMatrices) {
+// Output and gradients of the attention on CUDA that `x` is queries, keys and values of.
+std::vector<at::Tensor> cuda_attention_of(const at::Tensor& x, const at::Tensor& lengths,
+                                          const at::Tensor& grad, const AttentionOptions& options) {
+  const at::Tensor leaf = x.detach().requires_grad_(true);
+  DropoutStream stream{.seed = 7};
   const test::HostLaunches cuda;
+  const at::Tensor out = self_attention(leaf, lengths, options, stream);
+  out.backward(grad);
+  return {out.detach(), leaf.grad()};
+}
+
+// Wherever the operands lie, and whatever stands in rows that no query sees.
+TEST(FusedTest, AttentionOfCudaIsThatOfItsOperandsAlone) {
+  torch::manual_seed(9);
+  const at::Tensor x = at::randn({2, 9, 3 * 128}).to(at::kBFloat16);
+  const at::Tensor lengths = at::tensor({9, 4}, at::kLong);
+  const at::Tensor grad = at::randn({2, 9, 128}).to(at::kBFloat16);
+  const AttentionOptions options{.heads = 2, .causal = false, .dropout = 0.2, .part = {}};
+  const auto expected = cuda_attention_of(x, lengths, grad, options);
+
+  // At an odd address the products answer, within the rounding of what they store.
+  const at::Tensor odd = at::empty({x.numel() + 1}, at::kBFloat16).narrow(0, 1, x.numel());
+  odd.copy_(x.flatten());
+  const auto unaligned = cuda_attention_of(odd.view(x.sizes()), lengths, grad, options);
+  EXPECT_LE(distance(unaligned[0], expected[0].to(at::kDouble)), 4 * unit_of(at::kBFloat16));
+  const at::Tensor odd_grad =
+      at::empty({grad.numel() + 1}, at::kBFloat16).narrow(0, 1, grad.numel());
+  odd_grad.copy_(grad.flatten());
+  EXPECT_TRUE(at::equal(cuda_attention_of(x, lengths, odd_grad.view(grad.sizes()), options)[1],
+                        expected[1]));
+
+  // One sentence, and one row, whose strides say nothing.
+  const at::Tensor one = x.narrow(0, 0, 1), of_one = lengths.narrow(0, 0, 1);
+  const auto expected_one = cuda_attention_of(one, of_one, grad.narrow(0, 0, 1), options);
+  const at::Tensor turned = one.transpose(0, 1).contiguous().transpose(0, 1);
+  EXPECT_TRUE(at::equal(cuda_attention_of(turned, of_one, grad.narrow(0, 0, 1), options)[1],
+                        expected_one[1]));
+
+  at::Tensor poisoned = x.clone();
+  poisoned.select(0, 1).narrow(0, 4, 5).narrow(1, 128, 256).fill_(std::nanf(""));
+  const auto kept = cuda_attention_of(poisoned, lengths, grad, options);
+  EXPECT_TRUE(at::equal(kept[0], expected[0]));
+  EXPECT_TRUE(at::equal(kept[1], expected[1]));
+
+  // What a gradient of one sentence brings reaches no other one.
+  at::Tensor bad_grad = grad.clone();
+  bad_grad.select(0, 0).select(0, 0).fill_(std::numeric_limits<float>::infinity());
+  const auto apart = cuda_attention_of(x, lengths, bad_grad, options);
+  EXPECT_TRUE(at::equal(apart[1][1], expected[1][1]));
+}
+
+TEST(FusedTest, AttentionOfCudaDropsThePartOfAShard) {
+  torch::manual_seed(10);
+  const at::Tensor x = at::randn({2, 5, 3 * 64}).to(at::kBFloat16);
+  const at::Tensor lengths = at::tensor({5, 3}, at::kLong),
+                   grad = at::ones({2, 5, 64}, at::kBFloat16);
+  // The second of two heads, each with 25 weights of a sentence.
+  const AttentionOptions options{
+      .heads = 1, .causal = true, .dropout = 0.4, .part = {.size = 25, .whole = 50, .first = 25}};
+  const auto got = cuda_attention_of(x, lengths, grad, options);
+  DropoutStream stream{.seed = 7};
+  const at::Tensor plain = x.detach().requires_grad_(true);
+  const at::Tensor out = self_attention(plain, lengths, options, stream);
+  out.backward(grad);
+  EXPECT_LE(distance(got[0], out.detach().to(at::kDouble)), 4 * unit_of(at::kBFloat16));
+  EXPECT_LE(distance(got[1], plain.grad().to(at::kDouble)), 4 * unit_of(at::kBFloat16));
+}
+
+TEST(FusedTest, AttentionOfCudaIsThatOfMatrices) {
   torch::manual_seed(8);
   for (const double p : {0.0, 0.3}) {
     for (const int64_t length : {1, 7, 16, 31, 32, 33, 70}) {
-      check_attention({length, length, false, true, p, {length, (length + 1) / 2, 1}},
-                      at::kBFloat16, 2, 64);
+      check_cuda_attention({length, length, false, true, p, {length, (length + 1) / 2, 1}},
+                           at::kBFloat16, 2, 64);
     }
-    check_attention({40, 40, false, false, p, {40, 33}}, at::kBFloat16, 3, 64);
-    check_attention({5, 67, true, false, p, {67, 1, 32}}, at::kBFloat16, 2, 64);
-    check_attention({67, 5, true, false, p, {5, 2}}, at::kBFloat16, 1, 64);
+    check_cuda_attention({32, 32, false, false, p, {32}}, at::kBFloat16, 2, 64);
+    check_cuda_attention({1, 1, false, true, p, {1}}, at::kBFloat16, 1, 64);
+    check_cuda_attention({40, 40, false, false, p, {40, 33}}, at::kBFloat16, 3, 64);
+    check_cuda_attention({5, 67, true, false, p, {67, 1, 32}}, at::kBFloat16, 2, 64);
+    check_cuda_attention({67, 5, true, false, p, {5, 2}}, at::kBFloat16, 1, 64);
   }
-  EXPECT_FALSE(has_attention(at::zeros({1, 1, 3}, at::kBFloat16), 63));
-  EXPECT_FALSE(has_attention(at::zeros({1, 1, 3}), 64));
 }
 
 TEST(FusedTest, DropoutsInEveryTableEqualAtensWithTheSameMask) {
@@ -370,6 +442,229 @@ TEST(FusedTest, MaskedSoftmaxInEveryTableEqualsAtens) {
       }
     }
   });
+}
+
+// Attention by heads, and its operands as projections leave them.
+struct AttentionCase {
+  std::vector<int64_t> lengths;
+  int64_t queries, keys;
+  bool causal;  // and the queries, keys and values of the same rows
+  double p;
+  int64_t heads = 2, width = 64;
+
+  int64_t batch() const { return static_cast<int64_t>(lengths.size()); }
+  at::Tensor lengths_B() const { return at::tensor(lengths, at::kLong); }
+  at::Tensor hidden() const {  // [B, 1, Q, K]
+    const at::Tensor behind =
+        at::arange(keys).view({1, 1, 1, -1}) >= lengths_B().view({-1, 1, 1, 1});
+    return (causal ? behind | at::ones({queries, keys}, at::kBool).triu(1) : behind)
+        .expand({batch(), 1, queries, keys});
+  }
+  std::vector<at::Tensor> operands(at::ScalarType type) const {
+    const auto rows = [&](int64_t count, int64_t parts) {
+      return (0.5 * at::randn({batch(), count, parts * heads * width})).to(type);
+    };
+    if (causal) return {rows(queries, 3)};
+    return {rows(queries, 1), rows(keys, 2)};
+  }
+  at::Tensor operator()(const std::vector<at::Tensor>& x, DropoutStream& stream) const {
+    const int64_t size = heads * queries * keys;
+    const AttentionOptions options{
+        .heads = heads, .causal = causal, .dropout = p, .part = {.size = size, .whole = size}};
+    return causal ? self_attention(x[0], lengths_B(), options, stream)
+                  : attention(x[0], x[1], lengths_B(), options, stream);
+  }
+  // [B, T, n D] -> n of [B, H, T, D / H].
+  std::vector<at::Tensor> split(const std::vector<at::Tensor>& x) const {
+    std::vector<at::Tensor> parts;
+    for (const at::Tensor& rows : x) {
+      for (const at::Tensor& part :
+           rows.unflatten(2, {-1, heads, width}).permute({2, 0, 3, 1, 4}).unbind(0))
+        parts.push_back(part);
+    }
+    return parts;
+  }
+};
+
+std::vector<at::Tensor> leaves(std::vector<at::Tensor> x) {
+  for (at::Tensor& operand : x) operand.requires_grad_(true);
+  return x;
+}
+
+void check_attention(const AttentionCase& c, at::ScalarType type) {
+  SCOPED_TRACE(c10::str(c10::toString(type), " queries ", c.queries, " keys ", c.keys, " causal ",
+                        c.causal, " first length ", c.lengths[0], " p ", c.p, " width ", c.width));
+  const std::vector<at::Tensor> x = leaves(c.operands(type));
+  std::vector<at::Tensor> plain;
+  for (const at::Tensor& operand : x) plain.push_back(exact_leaf(operand));
+  DropoutStream stream{.seed = 5};
+  const at::Tensor mask = mask_of({c.batch(), c.heads, c.queries, c.keys}, c.p, stream);
+  const at::Tensor y = c(x, stream);
+  EXPECT_EQ(stream.call, c.p > 0 ? 1U : 0U);
+  const at::Tensor grad = at::randn(y.sizes()).to(type);
+  y.backward(grad);
+
+  const auto parts = c.split(plain);
+  const at::Tensor &q = parts[0], &k = parts[1], &v = parts[2];
+  const double scale = 1 / std::sqrt(static_cast<double>(c.width));
+  const at::Tensor hidden = c.hidden();
+  const at::Tensor scores =
+      (at::matmul(q, k.transpose(2, 3)) * scale).masked_fill(hidden, -INFINITY);
+  const at::Tensor probs = at::softmax(scores, -1);
+  const auto joined = [&](const at::Tensor& heads) {
+    return heads.transpose(1, 2).reshape({c.batch(), -1, c.heads * c.width});
+  };
+  const at::Tensor expected = joined(at::matmul(probs * mask, v));
+  expected.backward(grad.to(at::kDouble));
+
+  // u: of sums. unit: of what a product takes or an operation stores, which all but the loops do with scores, too. The scale is a float.
+  const at::NoGradGuard no_grad;
+  const double unit = unit_of(type), u = type == at::kDouble ? unit : kU;
+  const auto keys = static_cast<double>(c.keys), queries = static_cast<double>(c.queries);
+  const auto width = static_cast<double>(c.width);
+  const at::Tensor score_error =
+      (scale * ((width + 2) * u + unit + kU) * at::matmul(q.abs(), k.abs().transpose(2, 3)))
+          .masked_fill(hidden, 0);
+  const at::Tensor a = (scores.amax(-1, true) - scores).masked_fill(hidden, 0);
+  // As of masked_softmax, and the errors of its own score and of the sum's; stored, dropped and stored.
+  const at::Tensor of_weight = score_error + score_error.amax(-1, true) +
+                               (3 * a + 3 * a.amax(-1, true) + 12 + keys) * u + 2 * unit;
+  const at::Tensor weights = probs * mask;
+  expect_within(
+      y, expected,
+      joined(at::matmul(weights * (of_weight + keys * u), v.abs())) + unit * expected.abs());
+
+  const at::Tensor g = grad.to(at::kDouble).unflatten(2, {c.heads, c.width}).transpose(1, 2);
+  // Gradients of the weights, at most; with their mean they are those of the scores, with what that loses.
+  const at::Tensor of_weights = mask * at::matmul(g.abs(), v.abs().transpose(2, 3));
+  const at::Tensor slopes = scale * probs * (of_weights + (probs * of_weights).sum(-1, true));
+  const at::Tensor of_slope =
+      of_weight + of_weight.amax(-1, true) + (width + keys + 12) * u + 3 * unit;
+  const at::Tensor bounds[] = {
+      at::matmul(slopes * (of_slope + keys * u), k.abs()),
+      at::matmul((slopes * (of_slope + queries * u)).transpose(2, 3), q.abs()),
+      at::matmul((weights * (of_weight + (queries + 1) * u)).transpose(2, 3), g.abs())};
+  std::vector<at::Tensor> found, wanted;
+  for (const at::Tensor& operand : x) found.push_back(operand.grad());
+  for (const at::Tensor& operand : plain) wanted.push_back(operand.grad());
+  found = c.split(found);
+  wanted = c.split(wanted);
+  for (size_t i = 0; i < 3; ++i) {
+    SCOPED_TRACE(c10::str("gradient of ", i == 0 ? "queries" : i == 1 ? "keys" : "values"));
+    expect_within(found[i], wanted[i], bounds[i] + unit * wanted[i].abs());
+  }
+}
+
+// More keys and queries than a block and a chunk of the loops; widths that fill no register and no pair of bfloat16.
+TEST(FusedTest, AttentionInEveryTableEqualsProductsAndSoftmax) {
+  in_every_table([](at::ScalarType type) {
+    const auto check = [&](const AttentionCase& c) {
+      check_attention(c, type);
+      if (type == at::kFloat) check_attention(c, at::kDouble);
+    };
+    for (const int64_t keys : {1, 2, 7, 16, 26, 33, 130}) {
+      for (const double p : {0.0, 0.3}) {
+        const std::vector<int64_t> lengths{keys, 1, (keys + 1) / 2};
+        check({lengths, keys, keys, /*causal=*/true, p});
+        check({lengths, 13, keys, /*causal=*/false, p});
+      }
+    }
+    for (const int64_t width : {1, 5, 12, 20}) {
+      check({{9, 4}, 9, 9, /*causal=*/true, 0.3, 3, width});
+      check({{3, 9}, 1, 9, /*causal=*/false, 0.3, 3, width});
+    }
+    check({{40, 17}, 227, 40, /*causal=*/false, 0.3, 1, 8});
+    check({{227}, 227, 227, /*causal=*/true, 0.3, 1, 8});
+  });
+}
+
+TEST(FusedTest, AttentionTouchesNoRowBehindALength) {
+  for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
+    use_loops(**table);
+    for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+      const AttentionCase c{{3, 9, 8}, 7, 9, /*causal=*/false, 0.3};
+      const at::Tensor behind = c.hidden().select(1, 0).select(1, 0).unsqueeze(2);  // [B, K, 1]
+      const std::vector<at::Tensor> operands = c.operands(type);
+      const auto run = [&](double value) {
+        const auto x = leaves({operands[0].clone(), operands[1].masked_fill(behind, value)});
+        DropoutStream stream;
+        const at::Tensor y = c(x, stream);
+        y.backward(at::ones_like(y));
+        return std::tuple{y.detach(), x[0].grad(), x[1].grad()};
+      };
+      const auto [y, of_queries, of_keys] = run(NAN);
+      const auto [zero_y, zero_of_queries, zero_of_keys] = run(0);
+      EXPECT_TRUE(at::equal(y, zero_y));
+      EXPECT_TRUE(at::equal(of_queries, zero_of_queries));
+      EXPECT_TRUE(at::equal(of_keys, zero_of_keys));
+      EXPECT_TRUE((of_keys == 0).logical_or(behind.logical_not()).all().item<bool>());
+    }
+  }
+  use_loops(*supported_loops()[0]);
+}
+
+// A second backward computes the same again, and so do several threads.
+TEST(FusedTest, AttentionsGradientsAreTheSameBitsAgain) {
+  torch::manual_seed(7);
+  const int threads = at::get_num_threads();
+  const AttentionCase c{std::vector<int64_t>(40, 40), 40, 40, /*causal=*/true, 0.3};
+  const std::vector<at::Tensor> x = leaves(c.operands(at::kBFloat16));
+  DropoutStream stream;
+  const at::Tensor y = c(x, stream);
+  const at::Tensor grad = at::randn_like(y);
+  y.backward(grad, /*retain_graph=*/true);
+  const at::Tensor once = x[0].grad().clone();
+  x[0].mutable_grad() = at::Tensor();
+  at::set_num_threads(3);
+  y.backward(grad);
+  EXPECT_TRUE(at::equal(x[0].grad(), once));
+  DropoutStream again;
+  EXPECT_TRUE(at::equal(c(x, again), y));
+  at::set_num_threads(threads);
+}
+
+TEST(FusedTest, AttentionOfNoSentencesAndOfNoQueriesIsEmpty) {
+  const AttentionCase none{{}, 3, 4, /*causal=*/false, 0};
+  const AttentionCase no_queries{{4, 2}, 0, 4, /*causal=*/false, 0.3};
+  for (const AttentionCase& c : {none, no_queries}) {
+    const std::vector<at::Tensor> x = leaves(c.operands(at::kFloat));
+    DropoutStream stream;
+    const at::Tensor y = c(x, stream);
+    EXPECT_EQ(y.sizes(), x[0].sizes());
+    y.sum().backward();
+    EXPECT_EQ(x[0].grad().sizes(), x[0].sizes());
+    EXPECT_TRUE(at::equal(x[1].grad(), at::zeros_like(x[1])));
+  }
+}
+
+TEST(FusedTest, AttentionsOperandsAreChecked) {
+  const at::Tensor q = at::ones({2, 3, 8}), kv = at::ones({2, 4, 16});
+  const at::Tensor lengths = at::tensor({4, 1}, at::kLong);
+  DropoutStream stream;
+  const auto message = [&](const at::Tensor& queries, const at::Tensor& keys,
+                           const at::Tensor& seen, int64_t heads) {
+    return test::message_of<c10::ValueError>(
+        [&] { attention(queries, keys, seen, {.heads = heads}, stream); });
+  };
+  EXPECT_EQ(
+      message(q, kv, lengths, 3),
+      "attention: expected queries [B, Q, D] with a multiple of 3 columns, and keys with values "
+      "[B, K, 2 D] of the same type, got CPUFloatType [2, 3, 8] and CPUFloatType [2, 4, 16]");
+  EXPECT_EQ(message(q, kv, lengths.to(at::kInt), 2),
+            "attention: expected int64 lengths of 2 sentences, got CPUIntType [2]");
+  EXPECT_EQ(message(q, kv, at::tensor({5, 1}, at::kLong), 2),
+            "attention: lengths: expected 1 to 4, got 5");
+  EXPECT_EQ(message(q, kv, lengths.to(at::kMeta), 2),
+            "attention: lengths: expected a tensor on cpu, got one on meta");
+  EXPECT_EQ(message(q, kv.to(at::kMeta), lengths, 2),
+            "attention: keys: expected a tensor on cpu, got one on meta");
+  EXPECT_EQ(message(q.to(at::kHalf), kv.to(at::kHalf), lengths, 2),
+            c10::str("attention: expected float32, float64 or bfloat16, got ",
+                     at::ones({}, at::kHalf).dtype()));
+  EXPECT_EQ(
+      test::message_of<c10::ValueError>([&] { self_attention(q, lengths, {.heads = 2}, stream); }),
+      "self_attention: expected queries, keys and values [B, T, 3 D] with D a multiple of 2, got "
+      "[2, 3, 8]");
 }
 
 void check_cross_entropy(int64_t vocabulary, at::ScalarType type) {
@@ -604,6 +899,13 @@ TEST(FusedTest, LinearIsLibtorchs) {
     check_linear(at::kFloat, at::kBFloat16, bias);
     check_linear(at::kBFloat16, at::kBFloat16, bias);
   }
+  // Operands of a wider type than the weight's, on CUDA, too.
+  const test::HostLaunches cuda;
+  check_linear(at::kFloat, at::kDouble, true);
+  const at::Tensor twice = leaf({3, 5}, at::kFloat), square = leaf({4, 5}, at::kFloat);
+  EXPECT_THROW(torch::autograd::grad({linear(twice, square, std::nullopt, at::kFloat).sum()},
+                                     {twice}, {}, std::nullopt, /*create_graph=*/true),
+               c10::NotImplementedError);
   // Without gradients, and of some operands alone.
   const at::Tensor x = leaf({3, 5}, at::kFloat), weight = at::ones({4, 5});
   linear(x, weight, std::nullopt, at::kFloat).sum().backward();
@@ -612,6 +914,8 @@ TEST(FusedTest, LinearIsLibtorchs) {
   expect_value_error("linear: expected x [..., K] and weight [M, K], got [3, 5] and [4, 6]", [&] {
     linear(x, at::ones({4, 6}), std::nullopt, at::kFloat);
   });
+  expect_value_error("linear: bias: expected a tensor on cpu, got one on meta",
+                     [&] { linear(x, weight, at::ones({4}, at::kMeta), at::kFloat); });
   expect_value_error("linear: expected bias [4], got [3]",
                      [&] { linear(x, weight, at::ones({3}), at::kFloat); });
 }
@@ -638,6 +942,18 @@ TEST(FusedTest, AddDropoutIsASumWithADropout) {
   EXPECT_TRUE(at::equal(add_dropout(at::ones({2}), at::ones({2}), 0, stream), at::full({2}, 2.0F)));
   expect_value_error("add_dropout: expected two tensors of a shape",
                      [&] { add_dropout(at::ones({2}), at::ones({3}), 0.5, stream); });
+  // Types for which CUDA has no kernel.
+  const test::HostLaunches cuda;
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor x = leaf({5}, at::kDouble), y = leaf({5}, type);
+    DropoutStream once{.seed = 3}, again{.seed = 3};
+    const at::Tensor sum = add_dropout(x, y, 0.4, once), mask = mask_of({5}, 0.4, again);
+    EXPECT_EQ(sum.scalar_type(), at::kDouble);
+    const at::Tensor dropped = y.detach().to(at::kDouble) * mask;
+    expect_within(sum, x.detach() + dropped, (unit_of(type) + kU) * dropped.abs());
+    sum.backward(at::ones({5}, at::kDouble));
+    expect_within(y.grad(), mask, (unit_of(type) + kU) * mask);
+  }
   expect_value_error("add_dropout: expected two tensors of a shape", [&] {
     add_dropout(at::ones({2}, at::kBFloat16), at::ones({2}), 0.5, stream);
   });

@@ -68,6 +68,18 @@ TEST(TensorParallelContextTest, AttentionsDropoutTakesTheElementsOfTheWhole) {
     expect_parts_of_whole(scores, 1, count, [&](const auto& own, auto& stream, const auto& part) {
       return masked_softmax(own, lengths, /*causal=*/false, 0.5, kDropout, stream, part);
     });
+    // By heads: [B, T, 3, H, width]. The result takes the queries' place.
+    const at::Tensor qkv = at::randn({3, 7, 3, 4, 5}, at::kDouble);
+    expect_parts_of_whole(qkv, 3, count, [&](const auto& own, auto& stream, const auto& part) {
+      const int64_t heads = own.size(3);
+      const DropoutPart of_weights{.size = heads * 7 * 7,
+                                   .whole = 4 * 7 * 7,
+                                   .first = part.first / part.size * heads * 7 * 7};
+      const at::Tensor mixed = self_attention(
+          own.flatten(2), lengths,
+          {.heads = heads, .causal = true, .dropout = kDropout, .part = of_weights}, stream);
+      return at::cat({mixed.unflatten(2, {1, heads, 5}), own.narrow(2, 1, 2)}, 2);
+    });
   }
 }
 

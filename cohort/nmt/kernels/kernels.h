@@ -35,30 +35,28 @@ struct ActivationKernels {
                          const Dropping& dropping) = nullptr;
 };
 
-/// Queries, keys and values [B, rows, H, D / H], views whose heads stand side by side.
-struct AttentionRows {
-  at::Tensor q, k, v;
+/// What attention by heads takes, or the gradients of that: rows of D elements, one head after the other, with gaps between
+/// rows or without. Those of keys and of values are equally far apart.
+struct AttentionOperands {
+  at::Tensor q_BQD, k_BKD, v_BKD;
+  int64_t heads = 1;
 };
 
-/// What backward needs of an attention beside its operands.
-struct AttentionResult {
-  at::Tensor out_BQD;
-  at::Tensor log_sums_BHQ;  ///< float32: the logarithm of each row's sum of exponentials.
-};
-
-/// Attention without a matrix of scores in memory; float32 inside.
+/// Attention with the softmax inside, which is not kept. Null: by products and `softmax`.
 struct AttentionKernels {
-  /// Whether there is one for such rows and heads of this width.
-  bool (*takes)(const at::Tensor& packed, int64_t head_width) = nullptr;
-  AttentionResult (*forward)(const AttentionRows& rows, const SoftmaxMask& mask,
-                             const Dropping& dropping) = nullptr;
-  /// Writes the gradients of `rows` into `grads`.
-  void (*backward)(const AttentionRows& rows, const AttentionResult& result,
-                   const at::Tensor& grad_out_BQD, const SoftmaxMask& mask,
-                   const Dropping& dropping, const AttentionRows& grads) = nullptr;
+  /// Whether there is one for operands like these; null: for all.
+  bool (*takes)(const AttentionOperands& operands) = nullptr;
+  /// Returns [B, Q, D], and what backward needs to compute the softmax again.
+  std::pair<at::Tensor, at::Tensor> (*forward)(const AttentionOperands& operands,
+                                               const SoftmaxMask& mask,
+                                               const Dropping& dropping) = nullptr;
+  /// From what forward returned. Writes all of `grads`, whose rows are as far apart as those of `operands`.
+  void (*backward)(const AttentionOperands& operands, const at::Tensor& out_BQD,
+                   const at::Tensor& stats, const at::Tensor& grad_BQD, const SoftmaxMask& mask,
+                   const Dropping& dropping, const AttentionOperands& grads) = nullptr;
 };
 
-/// Operands are contiguous, of one device, and float32, float64 or bfloat16 unless it says another
+/// Operands are contiguous unless it says otherwise, of one device, and float32, float64 or bfloat16 unless it says another
 /// type. Results are of the operands' type; sums run in float32 (float64 for float64).
 struct Kernels {
   bool has_inference = false;  ///< Whether inference has operations of its own: fused.h's attend.
@@ -83,9 +81,9 @@ struct Kernels {
   /// Returns the gradient of the scores from that of what `softmax` dropped.
   at::Tensor (*softmax_backward)(const at::Tensor& probs_BHQK, const at::Tensor& grad_BHQK,
                                  const SoftmaxMask& mask, const Dropping& dropping) = nullptr;
-  AttentionKernels attention;  ///< Null members where there is none.
-  /// Returns grad_NM^T x_NK in `type`, theirs or a wider one. Sums run in float32 (float64 for
-  /// float64), and may be rounded to the operands' type before the wider one.
+  AttentionKernels attention;
+  /// Returns grad_NM^T x_NK in `type`. Sums run in float32 (float64 for float64), and may be rounded
+  /// to the operands' type before a wider one.
   at::Tensor (*weight_gradient)(const at::Tensor& grad_NM, const at::Tensor& x_NK,
                                 at::ScalarType type) = nullptr;
   /// Adds the rows' smoothed losses to sums[0] and -log p[label] to sums[1], both float64; then, if

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/nmt/kernels/kernels.h"
 
+#include <ATen/Parallel.h>
 #include <torch/types.h>
 
 #include "cohort/nmt/kernels/cpu/for_type.h"
@@ -99,6 +100,91 @@ at::Tensor dropout_by_loops(const at::Tensor& x, const Dropping& dropping) {
   return run_loop("dropout", x, dropping, [](const auto& table) { return table.dropout; });
 }
 
+// Number in the whole of the first element of the scores of head `h` of sentence `b`.
+int64_t number_of(const Dropping& dropping, int64_t sentence, int64_t head, int64_t b, int64_t h) {
+  const auto& [rule, part] = dropping;
+  const int64_t here = b * sentence + h * head;
+  if (rule.threshold == 0 || part.size == part.whole) return here;
+  return here / part.size * part.whole + here % part.size + part.first;
+}
+
+// Calls body(table, the head's operands, what it drops, its scratch, b, h) for each head of each sentence.
+template <class Body>
+void for_heads(const AttentionOperands& operands, const SoftmaxMask& mask, const Dropping& dropping,
+               const Body& body) {
+  const at::Tensor &q = operands.q_BQD, &k = operands.k_BKD, &v = operands.v_BKD;
+  const int64_t heads = operands.heads;
+  const int64_t queries = q.size(1), keys = k.size(1), width = q.size(2) / heads;
+  const auto* lengths = mask.key_lengths_B.const_data_ptr<int64_t>();
+  for_type("attention", q, [&]<class T>(const LoopsOf<T>& table, T*) {
+    using Sum = typename LoopsOf<T>::Sum;
+    constexpr int64_t kProductsOfATask = int64_t{1} << 20;
+    at::parallel_for(0, q.size(0) * heads, 1 + kProductsOfATask / (1 + queries * keys * width),
+                     [&](int64_t begin, int64_t end) {
+                       at::Tensor scratch = at::empty(
+                           {table.attention.scratch(keys, width)},
+                           at::TensorOptions().dtype(c10::CppTypeToScalarType<Sum>::value));
+                       for (int64_t i = begin; i < end; ++i) {
+                         const int64_t b = i / heads, h = i % heads;
+                         DropoutRule rule = dropping.rule;
+                         rule.first =
+                             number_of(dropping, heads * queries * keys, queries * keys, b, h);
+                         body(table.attention,
+                              AttentionHead<T>{.queries = data<T>(q) + b * q.stride(0) + h * width,
+                                               .keys = data<T>(k) + b * k.stride(0) + h * width,
+                                               .values = data<T>(v) + b * v.stride(0) + h * width,
+                                               .query_stride = q.stride(1),
+                                               .key_stride = k.stride(1),
+                                               .num_queries = queries,
+                                               .num_keys = lengths[b],
+                                               .all_keys = keys,
+                                               .width = width,
+                                               .causal = mask.causal,
+                                               .scale = mask.scale},
+                              rule, data<Sum>(scratch), b, h);
+                       }
+                     });
+  });
+}
+
+std::pair<at::Tensor, at::Tensor> attention_by_loops(const AttentionOperands& operands,
+                                                     const SoftmaxMask& mask,
+                                                     const Dropping& dropping) {
+  const at::Tensor& q = operands.q_BQD;
+  const int64_t queries = q.size(1), width = q.size(2) / operands.heads;
+  at::Tensor out = at::empty(q.sizes(), q.options());
+  at::Tensor stats =
+      at::empty({q.size(0), operands.heads, queries, 2},
+                q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  for_heads(operands, mask, dropping,
+            [&]<class T, class Sum>(const AttentionLoops<T>& loops, const AttentionHead<T>& head,
+                                    const DropoutRule& rule, Sum* scratch, int64_t b, int64_t h) {
+              loops.forward(head, rule, scratch, data<T>(out) + b * out.stride(0) + h * width,
+                            out.stride(1),
+                            data<Sum>(stats) + (b * operands.heads + h) * queries * 2);
+            });
+  return {out, stats};
+}
+
+void attention_backward_by_loops(const AttentionOperands& operands, const at::Tensor& /*out*/,
+                                 const at::Tensor& stats, const at::Tensor& grad,
+                                 const SoftmaxMask& mask, const Dropping& dropping,
+                                 const AttentionOperands& grads) {
+  const int64_t queries = grad.size(1), width = grad.size(2) / operands.heads;
+  for_heads(operands, mask, dropping,
+            [&]<class T, class Sum>(const AttentionLoops<T>& loops, const AttentionHead<T>& head,
+                                    const DropoutRule& rule, Sum* scratch, int64_t b, int64_t h) {
+              const auto of_head = [&](const at::Tensor& x) {
+                return data<T>(x) + b * x.stride(0) + h * width;
+              };
+              loops.backward(head, rule, data<Sum>(stats) + (b * operands.heads + h) * queries * 2,
+                             of_head(grad), grad.stride(1), scratch,
+                             AttentionHeadGrads<T>{.queries = of_head(grads.q_BQD),
+                                                   .keys = of_head(grads.k_BKD),
+                                                   .values = of_head(grads.v_BKD)});
+            });
+}
+
 void cross_entropy_by_loops(const at::Tensor& logits, const at::Tensor& labels, double smoothing,
                             bool with_gradient, const at::Tensor& sums) {
   const int64_t columns = logits.size(1);
@@ -154,6 +240,7 @@ const Kernels kCpuKernels = {
     .swish = activation_by_loops<SwishLoops>(),
     .softmax = softmax_by_loops,
     .softmax_backward = softmax_backward_by_loops,
+    .attention = {.forward = attention_by_loops, .backward = attention_backward_by_loops},
     .weight_gradient =
         [](const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
           return kAtenKernels.weight_gradient(grad, x, type);

@@ -46,6 +46,44 @@ struct HeadShape {
   float scale = 1;               ///< Multiplies the scores.
 };
 
+/// One head of one sentence's attention with gradients. Rows have `width` elements; from one to the next are `query_stride`
+/// elements, or `key_stride` of keys and values.
+template <class T>
+struct AttentionHead {
+  const T* queries = nullptr;
+  const T* keys = nullptr;
+  const T* values = nullptr;
+  int64_t query_stride = 0, key_stride = 0;
+  int64_t num_queries = 0;
+  int64_t num_keys = 0;  ///< That a query may see, > 0; if `causal`, none after itself.
+  int64_t all_keys = 0;  ///< Rows. Element (query, key) has the number query * all_keys + key.
+  int64_t width = 0;
+  bool causal = false;
+  float scale = 1;  ///< Multiplies the scores.
+};
+
+/// Gradients as their operands lie.
+template <class T>
+struct AttentionHeadGrads {
+  T* queries = nullptr;
+  T* keys = nullptr;
+  T* values = nullptr;
+};
+
+/// out = rule(softmax(scale * queries keys^T)) values, and its gradients.
+template <class T>
+struct AttentionLoops {
+  using Sum = typename SumOf<T>::Type;
+  /// Returns the elements of `scratch`.
+  int64_t (*scratch)(int64_t keys, int64_t width);
+  /// stats [queries, 2]: each query's greatest score, and the reciprocal of its sum of exponentials.
+  void (*forward)(const AttentionHead<T>& head, DropoutRule rule, Sum* scratch, T* out,
+                  int64_t out_stride, Sum* stats);
+  /// Computes the softmax again, with the same bits.
+  void (*backward)(const AttentionHead<T>& head, DropoutRule rule, const Sum* stats, const T* grad,
+                   int64_t grad_stride, Sum* scratch, AttentionHeadGrads<T> out);
+};
+
 /// A multiple of every instruction set's registers.
 inline constexpr int64_t kScoresUnit = 16;
 
@@ -78,6 +116,7 @@ struct LoopsOf {
   /// grad_scores from the gradient of `dropped`, recomputing the rule.
   void (*softmax_backward)(const T* probs, const T* grad, T* grad_scores, SoftmaxShape shape,
                            DropoutRule rule);
+  AttentionLoops<T> attention;
   /// For each row of logits [R, C]: adds the loss -(1-e) log p[label] - e/C sum log p to sums[0]
   /// and -log p[label] to sums[1]; then, if `with_gradient`, overwrites the row by p - q. labels in
   /// [0, C).

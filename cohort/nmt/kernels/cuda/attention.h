@@ -56,7 +56,7 @@ struct AttentionLane {
   float scores[2][kTileColumns][4];        ///< C
   BFloat16Pair weights[2][kTileSteps][4];  ///< A
   float sums[2][kHeadColumns][4];          ///< C
-  float top[2], total[2];                  ///< Of rows g and g + 8.
+  float top[2], total[2], before[2];       ///< Of rows g and g + 8; before: top until this tile.
 };
 
 /// Operands of a product.
@@ -85,19 +85,19 @@ COHORT_DEVICE inline BFloat16Bits* row_of(const HeadRows& rows, const AttentionP
          ((place.sentence * rows.rows + row) * rows.stride + place.head * kHeadWidth + column);
 }
 
-/// Zeros beyond the sentence's rows.
+/// Zeros from row `end` on.
 COHORT_DEVICE inline BFloat16Pair load_pair(const HeadRows& rows, const AttentionPlace& place,
-                                            int64_t row, int column) {
-  if (row >= rows.rows) return 0;
+                                            int64_t end, int64_t row, int column) {
+  if (row >= end) return 0;
   return *reinterpret_cast<const BFloat16Pair*>(row_of(rows, place, row, column));
 }
 
-/// Element `column` of two neighbouring rows.
+/// Element `column` of two neighbouring rows; zeros from row `end` on.
 COHORT_DEVICE inline BFloat16Pair load_column(const HeadRows& rows, const AttentionPlace& place,
-                                              int64_t row, int column) {
+                                              int64_t end, int64_t row, int column) {
   const BFloat16Bits zero{0};
-  return pair_of(row < rows.rows ? *row_of(rows, place, row, column) : zero,
-                 row + 1 < rows.rows ? *row_of(rows, place, row + 1, column) : zero);
+  return pair_of(row < end ? *row_of(rows, place, row, column) : zero,
+                 row + 1 < end ? *row_of(rows, place, row + 1, column) : zero);
 }
 
 /// How many keys query `query` sees of the `length` that its sentence has.
@@ -125,7 +125,7 @@ COHORT_DEVICE inline int64_t score_row(const SoftmaxShape& shape, const Attentio
 }
 
 /// A Warp has
-///   each(body):       body(lane, AttentionLane&) for each lane; all have ended before what follows;
+///   each(body):       body(lane, AttentionLane&) for each lane; only the others exchange numbers;
 ///   multiply(select): the product of what select(AttentionLane&) names;
 ///   of_row(member, join): joins [2] numbers of the four lanes that share a row, on all of them.
 template <class Warp>
@@ -135,18 +135,18 @@ COHORT_DEVICE inline void load_own(Warp& warp, int index, const HeadRows& rows,
     const int64_t row = place.first + lane / 4;
     for (int step = 0; step < kHeadSteps; ++step) {
       const int column = 16 * step + lane % 4 * 2;
-      at.own[index][step][0] = load_pair(rows, place, row, column);
-      at.own[index][step][1] = load_pair(rows, place, row + 8, column);
-      at.own[index][step][2] = load_pair(rows, place, row, column + 8);
-      at.own[index][step][3] = load_pair(rows, place, row + 8, column + 8);
+      at.own[index][step][0] = load_pair(rows, place, rows.rows, row, column);
+      at.own[index][step][1] = load_pair(rows, place, rows.rows, row + 8, column);
+      at.own[index][step][2] = load_pair(rows, place, rows.rows, row, column + 8);
+      at.own[index][step][3] = load_pair(rows, place, rows.rows, row + 8, column + 8);
     }
   });
 }
 
-/// scores[index] = own[index] times the tile's rows, transposed.
+/// scores[index] = own[index] times the tile's rows before `end`, transposed.
 template <class Warp>
 COHORT_DEVICE inline void multiply_tile(Warp& warp, int index, const HeadRows& rows,
-                                        const AttentionPlace& place, int64_t first) {
+                                        const AttentionPlace& place, int64_t first, int64_t end) {
   for (int n = 0; n < kTileColumns; ++n) {
     warp.each([&](int, AttentionLane& at) {
       for (float& score : at.scores[index][n]) score = 0;
@@ -155,8 +155,8 @@ COHORT_DEVICE inline void multiply_tile(Warp& warp, int index, const HeadRows& r
       warp.each([&](int lane, AttentionLane& at) {
         const int64_t row = first + 8 * n + lane / 4;
         const int column = 16 * step + lane % 4 * 2;
-        at.other[0] = load_pair(rows, place, row, column);
-        at.other[1] = load_pair(rows, place, row, column + 8);
+        at.other[0] = load_pair(rows, place, end, row, column);
+        at.other[1] = load_pair(rows, place, end, row, column + 8);
       });
       warp.multiply([&](AttentionLane& at) {
         return AttentionProduct{at.scores[index][n], at.own[index][step], at.other};
@@ -165,17 +165,17 @@ COHORT_DEVICE inline void multiply_tile(Warp& warp, int index, const HeadRows& r
   }
 }
 
-/// sums[index] += weights[from] times the tile's rows.
+/// sums[index] += weights[from] times the tile's rows before `end`.
 template <class Warp>
 COHORT_DEVICE inline void add_tile(Warp& warp, int index, int from, const HeadRows& rows,
-                                   const AttentionPlace& place, int64_t first) {
+                                   const AttentionPlace& place, int64_t first, int64_t end) {
   for (int step = 0; step < kTileSteps; ++step) {
     for (int n = 0; n < kHeadColumns; ++n) {
       warp.each([&](int lane, AttentionLane& at) {
         const int64_t row = first + 16 * step + lane % 4 * 2;
         const int column = 8 * n + lane / 4;
-        at.other[0] = load_column(rows, place, row, column);
-        at.other[1] = load_column(rows, place, row + 8, column);
+        at.other[0] = load_column(rows, place, end, row, column);
+        at.other[1] = load_column(rows, place, end, row + 8, column);
       });
       warp.multiply([&](AttentionLane& at) {
         return AttentionProduct{at.sums[index][n], at.weights[from][step], at.other};
@@ -184,7 +184,8 @@ COHORT_DEVICE inline void add_tile(Warp& warp, int index, int from, const HeadRo
   }
 }
 
-/// body(row, column, score) for a lane's scores of a tile: row is 0 for g and 1 for g + 8.
+/// body(n, i, half, column) for a lane's scores of a tile: number i of C fragment n is of row
+/// g + 8 half of the warp's and of column `column` of the tile.
 template <class Body>
 COHORT_DEVICE inline void for_scores(int lane, const Body& body) {
   for (int n = 0; n < kTileColumns; ++n)
@@ -242,13 +243,13 @@ COHORT_DEVICE inline void attention_warp(Warp& warp, const AttentionLaunch& laun
   });
   const int64_t end = end_of_keys(shape, place);
   for (int64_t first = 0; first < end; first += kAttentionTile) {
-    multiply_tile(warp, 0, launch.k, place, first);
+    multiply_tile(warp, 0, launch.k, place, first, length);
     warp.each([&](int lane, AttentionLane& at) {
       const int64_t query = place.first + lane / 4;
       const int64_t seen[2] = {keys_seen(shape, length, query) - first,
                                keys_seen(shape, length, query + 8) - first};
-      at.scores[1][0][0] = at.top[0];  // Before this tile.
-      at.scores[1][0][1] = at.top[1];
+      at.before[0] = at.top[0];
+      at.before[1] = at.top[1];
       for_scores(lane, [&](int n, int i, int half, int column) {
         float& score = at.scores[0][n][i];
         score = column < seen[half] ? score * shape.scale : -INFINITY;
@@ -260,7 +261,7 @@ COHORT_DEVICE inline void attention_warp(Warp& warp, const AttentionLaunch& laun
       float factors[2];
       for (int half = 0; half < 2; ++half) {
         const bool none = at.top[half] == -INFINITY;
-        factors[half] = none ? 1 : exponential(at.scores[1][0][half] - at.top[half]);
+        factors[half] = none ? 1 : exponential(at.before[half] - at.top[half]);
         at.total[half] *= factors[half];
       }
       for (auto& of : at.sums[0])
@@ -268,7 +269,7 @@ COHORT_DEVICE inline void attention_warp(Warp& warp, const AttentionLaunch& laun
       const int64_t query = place.first + lane / 4;
       const int64_t rows[2] = {score_row(shape, place, query) * shape.keys + first,
                                score_row(shape, place, query + 8) * shape.keys + first};
-      Dropper drop(launch.dropout);
+      Dropper drop(launch.dropout);  // A hash serves the two neighbours in a row.
       for_scores(lane, [&](int n, int i, int half, int column) {
         float& score = at.scores[0][n][i];
         const float weight = score == -INFINITY ? 0 : exponential(score - at.top[half]);
@@ -277,7 +278,7 @@ COHORT_DEVICE inline void attention_warp(Warp& warp, const AttentionLaunch& laun
       });
       set_weights(at, 0, at.scores[0]);
     });
-    add_tile(warp, 0, 0, launch.v, place, first);
+    add_tile(warp, 0, 0, launch.v, place, first, length);
   }
   warp.of_row(&AttentionLane::total, [](float a, float b) { return a + b; });
   store_own(warp, 0, launch.out, place,
@@ -325,8 +326,8 @@ COHORT_DEVICE inline void attention_queries_backward_warp(Warp& warp,
   });
   const int64_t end = end_of_keys(shape, place);
   for (int64_t first = 0; first < end; first += kAttentionTile) {
-    multiply_tile(warp, 0, launch.k, place, first);
-    multiply_tile(warp, 1, launch.v, place, first);
+    multiply_tile(warp, 0, launch.k, place, first, length);
+    multiply_tile(warp, 1, launch.v, place, first, length);
     warp.each([&](int lane, AttentionLane& at) {
       const int64_t query = place.first + lane / 4;
       const int64_t seen[2] = {keys_seen(shape, length, query) - first,
@@ -340,11 +341,11 @@ COHORT_DEVICE inline void attention_queries_backward_warp(Warp& warp,
         const float slope = launch.dropout.rule.threshold == 0
                                 ? at.scores[1][n][i]
                                 : drop(at.scores[1][n][i], rows[half] + column);
-        at.scores[0][n][i] = weight * (slope - at.total[half]);
+        at.scores[0][n][i] = column < seen[half] ? weight * (slope - at.total[half]) : 0;
       });
       set_weights(at, 0, at.scores[0]);
     });
-    add_tile(warp, 0, 0, launch.k, place, first);
+    add_tile(warp, 0, 0, launch.k, place, first, length);
   }
   store_own(warp, 0, launch.grad_q, place, [&](const AttentionLane&, int) { return shape.scale; });
 }
@@ -366,17 +367,20 @@ COHORT_DEVICE inline void attention_keys_backward_warp(Warp& warp,
   const int64_t begin = shape.causal ? place.first / kAttentionTile * kAttentionTile : 0;
   const int64_t end = place.first < length ? shape.queries : 0;
   for (int64_t first = begin; first < end; first += kAttentionTile) {
-    multiply_tile(warp, 0, launch.q, place, first);
-    multiply_tile(warp, 1, launch.grad_out, place, first);
+    multiply_tile(warp, 0, launch.q, place, first, shape.queries);
+    multiply_tile(warp, 1, launch.grad_out, place, first, shape.queries);
     warp.each([&](int lane, AttentionLane& at) {
       const int64_t key = place.first + lane / 4;
       const bool drops = launch.dropout.rule.threshold != 0;
       for_scores(lane, [&](int n, int i, int half, int column) {
         const int64_t query = first + column;
         float &score = at.scores[0][n][i], &slope = at.scores[1][n][i];
-        const bool seen = key + 8 * half < keys_seen(shape, length, query);
-        const int64_t row = seen ? score_row(shape, place, query) : 0;
-        const float weight = seen ? exponential(score * shape.scale - launch.log_sums_BHQ[row]) : 0;
+        if (key + 8 * half >= keys_seen(shape, length, query)) {
+          score = slope = 0;
+          return;
+        }
+        const int64_t row = score_row(shape, place, query);
+        const float weight = exponential(score * shape.scale - launch.log_sums_BHQ[row]);
         const float kept =
             drops ? Dropper(launch.dropout)(1.0F, row * shape.keys + key + 8 * half) : 1;
         score = weight * (slope * kept - launch.dots_BHQ[row]);
@@ -385,8 +389,8 @@ COHORT_DEVICE inline void attention_keys_backward_warp(Warp& warp,
       set_weights(at, 0, at.scores[0]);
       set_weights(at, 1, at.scores[1]);
     });
-    add_tile(warp, 0, 0, launch.q, place, first);
-    add_tile(warp, 1, 1, launch.grad_out, place, first);
+    add_tile(warp, 0, 0, launch.q, place, first, shape.queries);
+    add_tile(warp, 1, 1, launch.grad_out, place, first, shape.queries);
   }
   store_own(warp, 0, launch.grad_k, place, [&](const AttentionLane&, int) { return shape.scale; });
   store_own(warp, 1, launch.grad_v, place, [](const AttentionLane&, int) { return 1.0F; });

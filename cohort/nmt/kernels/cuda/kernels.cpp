@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout, softmax and cross-entropy by libcohort_cuda.so, the rest by aten/ with that dropout: the
-// same elements fall, and results differ from aten/'s only where a sum has another order and in the
-// roundings of a softmax.
+// By libcohort_cuda.so what it has, the rest by aten/ with its dropout. The same elements fall;
+// results differ from aten/'s where a sum has another order, in the roundings of softmax and
+// attention, and where cuBLAS gives a weight's gradient unrounded.
 #include "cohort/nmt/kernels/kernels.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -77,8 +77,15 @@ NumberedRule numbered(const Dropping& dropping) {
   return result;
 }
 
+// Whether there is a kernel from the one type to the other; from bfloat16 to float32 it adds.
+bool has_drop(at::ScalarType from, at::ScalarType to) {
+  return from == to || (from == at::kFloat && to == at::kBFloat16) ||
+         (from == at::kBFloat16 && to == at::kFloat);
+}
+
 at::Tensor cuda_drop(const at::Tensor& x, at::ScalarType type, const Dropping& dropping,
                      bool relu = false, const at::Tensor& added = {}) {
+  TORCH_INTERNAL_ASSERT(has_drop(x.scalar_type(), type));
   const CudaPlace place(x);
   at::Tensor out = at::empty(x.sizes(), x.options().dtype(type));
   check_launch(place.launches.drop({.in = x.const_data_ptr(),
@@ -98,11 +105,13 @@ at::Tensor cuda_dropout(const at::Tensor& x, const Dropping& dropping) {
 }
 
 at::Tensor cuda_add_dropout(const at::Tensor& x, const at::Tensor& y, const Dropping& dropping) {
+  if (!has_drop(y.scalar_type(), x.scalar_type())) return x + cuda_dropout(y, dropping);
   return cuda_drop(y, x.scalar_type(), dropping, /*relu=*/false, x);
 }
 
 at::Tensor cuda_add_dropout_backward(const at::Tensor& grad, at::ScalarType type,
                                      const Dropping& dropping) {
+  if (!has_drop(grad.scalar_type(), type)) return cuda_dropout(grad, dropping).to(type);
   return cuda_drop(grad, type, dropping);
 }
 
@@ -181,70 +190,82 @@ at::Tensor cuda_softmax_backward(const at::Tensor& probs, const at::Tensor& grad
   return to;
 }
 
-bool cuda_takes_attention(const at::Tensor& packed, int64_t head_width) {
-  return head_width == kAttentionHeadWidth && packed.scalar_type() == at::kBFloat16 &&
-         CudaPlace(packed).launches.has_attention();
+// The kernels load two elements at once.
+bool is_pair_aligned(const at::Tensor& x) {
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % sizeof(BFloat16Bits[2]) == 0;
 }
 
-// [B, rows, H, W]
+bool cuda_takes_attention(const AttentionOperands& operands) {
+  const at::Tensor& q = operands.q_BQD;
+  return is_pair_aligned(q) && is_pair_aligned(operands.k_BKD) &&
+         q.size(2) == operands.heads * kAttentionHeadWidth && q.scalar_type() == at::kBFloat16 &&
+         CudaPlace(q).launches.has_attention();
+}
+
+// [B, rows, D]
 HeadRows head_rows(const at::Tensor& x) {
-  TORCH_INTERNAL_ASSERT(x.stride(3) == 1 && x.stride(2) == x.size(3) &&
-                        x.stride(0) == x.size(1) * x.stride(1));
-  return {.data = x.mutable_data_ptr(), .rows = x.size(1), .stride = x.stride(1)};
+  // The stride of a dimension of one is any number.
+  const int64_t stride = x.size(1) == 1 ? x.stride(0) : x.stride(1);
+  TORCH_INTERNAL_ASSERT(x.stride(2) == 1 &&
+                        (x.size(0) <= 1 || x.size(1) == 0 || x.stride(0) == x.size(1) * stride));
+  return {.data = x.mutable_data_ptr(), .rows = x.size(1), .stride = stride};
 }
 
-SoftmaxShape shape_of(const AttentionRows& rows, const SoftmaxMask& mask) {
-  return {.batch = rows.q.size(0),
-          .heads = rows.q.size(2),
-          .queries = rows.q.size(1),
-          .keys = rows.k.size(1),
+SoftmaxShape shape_of(const AttentionOperands& operands, const SoftmaxMask& mask) {
+  return {.batch = operands.q_BQD.size(0),
+          .heads = operands.heads,
+          .queries = operands.q_BQD.size(1),
+          .keys = operands.k_BKD.size(1),
           .key_lengths = mask.key_lengths_B.const_data_ptr<int64_t>(),
           .causal = mask.causal,
           .scale = mask.scale};
 }
 
-AttentionResult cuda_attention(const AttentionRows& rows, const SoftmaxMask& mask,
-                               const Dropping& dropping) {
-  const CudaPlace place(rows.q);
-  const SoftmaxShape shape = shape_of(rows, mask);
-  const at::Tensor out = at::empty(rows.q.sizes(), rows.q.options());
+std::pair<at::Tensor, at::Tensor> cuda_attention(const AttentionOperands& operands,
+                                                 const SoftmaxMask& mask,
+                                                 const Dropping& dropping) {
+  const at::Tensor& q = operands.q_BQD;
+  const CudaPlace place(q);
+  const SoftmaxShape shape = shape_of(operands, mask);
+  const at::Tensor out = at::empty(q.sizes(), q.options());
   const at::Tensor log_sums =
-      at::empty({shape.batch, shape.heads, shape.queries}, rows.q.options().dtype(at::kFloat));
-  check_launch(place.launches.attention({.q = head_rows(rows.q),
-                                         .k = head_rows(rows.k),
-                                         .v = head_rows(rows.v),
+      at::empty({shape.batch, shape.heads, shape.queries}, q.options().dtype(at::kFloat));
+  check_launch(place.launches.attention({.q = head_rows(q),
+                                         .k = head_rows(operands.k_BKD),
+                                         .v = head_rows(operands.v_BKD),
                                          .out = head_rows(out),
                                          .log_sums_BHQ = log_sums.mutable_data_ptr<float>(),
                                          .shape = shape,
                                          .dropout = numbered(dropping)},
                                         place.stream));
-  return {out.flatten(2), log_sums};
+  return {out, log_sums};
 }
 
-void cuda_attention_backward(const AttentionRows& rows, const AttentionResult& result,
-                             const at::Tensor& grad_out, const SoftmaxMask& mask,
-                             const Dropping& dropping, const AttentionRows& grads) {
-  const CudaPlace place(rows.q);
-  const at::Tensor dots = at::empty_like(result.log_sums_BHQ);
-  check_launch(place.launches.attention_backward(
-      {.q = head_rows(rows.q),
-       .k = head_rows(rows.k),
-       .v = head_rows(rows.v),
-       .out = head_rows(result.out_BQD.view(rows.q.sizes())),
-       .grad_out = head_rows(grad_out.view(rows.q.sizes())),
-       .log_sums_BHQ = result.log_sums_BHQ.const_data_ptr<float>(),
-       .dots_BHQ = dots.mutable_data_ptr<float>(),
-       .grad_q = head_rows(grads.q),
-       .grad_k = head_rows(grads.k),
-       .grad_v = head_rows(grads.v),
-       .shape = shape_of(rows, mask),
-       .dropout = numbered(dropping)},
-      place.stream));
+void cuda_attention_backward(const AttentionOperands& operands, const at::Tensor& out,
+                             const at::Tensor& log_sums, const at::Tensor& grad,
+                             const SoftmaxMask& mask, const Dropping& dropping,
+                             const AttentionOperands& grads) {
+  const CudaPlace place(out);
+  const at::Tensor dots = at::empty_like(log_sums);
+  const at::Tensor grad_out = is_pair_aligned(grad) ? grad : grad.clone();
+  check_launch(place.launches.attention_backward({.q = head_rows(operands.q_BQD),
+                                                  .k = head_rows(operands.k_BKD),
+                                                  .v = head_rows(operands.v_BKD),
+                                                  .out = head_rows(out),
+                                                  .grad_out = head_rows(grad_out),
+                                                  .log_sums_BHQ = log_sums.const_data_ptr<float>(),
+                                                  .dots_BHQ = dots.mutable_data_ptr<float>(),
+                                                  .grad_q = head_rows(grads.q_BQD),
+                                                  .grad_k = head_rows(grads.k_BKD),
+                                                  .grad_v = head_rows(grads.v_BKD),
+                                                  .shape = shape_of(operands, mask),
+                                                  .dropout = numbered(dropping)},
+                                                 place.stream));
 }
 
 // Unrounded where cuBLAS gives it: float32 of half types.
 at::Tensor cuda_weight_gradient(const at::Tensor& grad, const at::Tensor& x, at::ScalarType type) {
-  if (!grad.is_cuda() || type != at::kFloat || grad.scalar_type() == type)
+  if (!grad.is_cuda() || type != at::kFloat || grad.scalar_type() != at::kBFloat16)
     return kAtenKernels.weight_gradient(grad, x, type);
   return at::mm(grad.t(), x, type);
 }
@@ -280,18 +301,19 @@ void use_cuda_launches(const CudaLaunches* launches, c10::DeviceType device) {
 }
 
 extern const Kernels kCudaKernels;
-const Kernels kCudaKernels = {
-    .dropout = cuda_dropout,
-    .add_dropout = cuda_add_dropout,
-    .add_dropout_backward = cuda_add_dropout_backward,
-    .relu_dropout = cuda_relu_dropout,
-    .relu_dropout_backward = cuda_relu_dropout_backward,
-    .gelu = kCudaActivation<&Kernels::gelu>,
-    .swish = kCudaActivation<&Kernels::swish>,
-    .softmax = cuda_softmax,
-    .softmax_backward = cuda_softmax_backward,
-    .attention = {cuda_takes_attention, cuda_attention, cuda_attention_backward},
-    .weight_gradient = cuda_weight_gradient,
-    .cross_entropy = cuda_cross_entropy};
+const Kernels kCudaKernels = {.dropout = cuda_dropout,
+                              .add_dropout = cuda_add_dropout,
+                              .add_dropout_backward = cuda_add_dropout_backward,
+                              .relu_dropout = cuda_relu_dropout,
+                              .relu_dropout_backward = cuda_relu_dropout_backward,
+                              .gelu = kCudaActivation<&Kernels::gelu>,
+                              .swish = kCudaActivation<&Kernels::swish>,
+                              .softmax = cuda_softmax,
+                              .softmax_backward = cuda_softmax_backward,
+                              .attention = {.takes = cuda_takes_attention,
+                                            .forward = cuda_attention,
+                                            .backward = cuda_attention_backward},
+                              .weight_gradient = cuda_weight_gradient,
+                              .cross_entropy = cuda_cross_entropy};
 
 }  // namespace cohort::nmt
