@@ -17,21 +17,26 @@ QueuedWork::QueuedWork(int rank, c10d::OpType type, const char* title, Tensors r
 
 void QueuedWork::end(std::exception_ptr error, int source) {
   source_ = source;
-  // Before anybody can see that it is over, and end the profiler.
-  if (recordFunctionEndCallback_) std::exchange(recordFunctionEndCallback_, nullptr)();
-  if (error) {
-    future_->setError(error);
-  } else {
-    future_->markCompleted(c10::IValue(results_));
+  try {
+    // Before anybody can see that it is over, and end the profiler.
+    if (recordFunctionEndCallback_) std::exchange(recordFunctionEndCallback_, nullptr)();
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(c10::IValue(results_));
+    }
+  } catch (...) {  // of a callback
+    if (!error) error = std::current_exception();
   }
   finish(std::move(error));
 }
 
-void QueuedWork::run() {
+// Else the queue would count it as under way for ever.
+void QueuedWork::run() noexcept {
   std::exception_ptr error;
   try {
     run_();
-  } catch (const std::exception&) {
+  } catch (...) {
     error = std::current_exception();
   }
   run_ = nullptr;  // lets go of the tensors

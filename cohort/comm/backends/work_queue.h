@@ -27,13 +27,14 @@ class QueuedWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   int sourceRank() const override { return source_; }
 
-  /// It is over. `source`: the sender, of a message.
+  /// It is over. `source`: the sender, of a message. What a callback of the future throws, `wait`
+  /// throws if it has nothing else to throw.
   void end(std::exception_ptr error, int source = -1);
 
  private:
   friend class WorkQueue;
   void keep_state() { state_.emplace(); }
-  void run();
+  void run() noexcept;
 
   Tensors results_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
