@@ -26,6 +26,8 @@ std::unique_ptr<std::byte, Free> zeros(size_t bytes) {
   return std::unique_ptr<std::byte, Free>(memory);
 }
 
+const std::vector<int> kNames{0, 1, 2, 3};
+
 void on_threads(int world_size, const std::function<void(int rank)>& body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world_size; ++rank) threads.emplace_back(body, rank);
@@ -91,7 +93,7 @@ TEST(ShmThreadsTest, OperationsFollowEachOtherWithoutARace) {
     const std::vector<PeerProcess> peers(static_cast<size_t>(world_size));
     std::atomic<int> num_ready = 0;
     on_threads(world_size, [&](int rank) {
-      SharedExchange exchange(memory.get(), rank, peers);
+      SharedExchange exchange(memory.get(), rank, peers, kNames);
       for (int round = 0; round < 3; ++round) exchange_all(exchange, rank, world_size);
       // A rank that leaves is an error to those that wait for it.
       for (++num_ready; num_ready < world_size;) std::this_thread::yield();
@@ -104,7 +106,7 @@ TEST(ShmThreadsTest, AnAbortEndsTheWaitOfAllRanks) {
   const std::vector<PeerProcess> peers(3);
   std::atomic<int> num_ended = 0;
   on_threads(3, [&](int rank) {
-    SharedExchange exchange(memory.get(), rank, peers);
+    SharedExchange exchange(memory.get(), rank, peers, kNames);
     if (rank == 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       exchange.abort();

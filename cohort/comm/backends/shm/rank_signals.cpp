@@ -51,8 +51,13 @@ std::string text_of_call(const SharedCall& call) {
 
 }  // namespace
 
-RankSignals::RankSignals(RankLine* lines, int rank, const std::vector<PeerProcess>& peers)
-    : lines_(lines), rank_(rank), peers_(peers), spins_(std::ssize(peers_) <= usable_cores()) {}
+RankSignals::RankSignals(RankLine* lines, int rank, const std::vector<PeerProcess>& peers,
+                         const std::vector<int>& names)
+    : lines_(lines),
+      rank_(rank),
+      peers_(peers),
+      names_(names),
+      spins_(std::ssize(peers_) <= usable_cores()) {}
 
 RankSignals::~RankSignals() {
   lines_[rank_].left.store(1);
@@ -105,26 +110,26 @@ void RankSignals::wait_for(int peer, uint32_t step) {
   }
 }
 
+std::string RankSignals::name_of(int peer) const {
+  return "rank " + std::to_string(names_[static_cast<size_t>(peer)]);
+}
+
 // Why there is nothing to wait for; empty: a rank may still come.
 std::string RankSignals::problem_of(int waited_for) const {
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
-    if (peers_[static_cast<size_t>(peer)].has_ended())
-      return "rank " + std::to_string(peer) + " has ended";
+    if (peers_[static_cast<size_t>(peer)].has_ended()) return name_of(peer) + " has ended";
   }
-  if (lines_[waited_for].left.load() != 0)
-    return "rank " + std::to_string(waited_for) + " has left the group";
+  if (lines_[waited_for].left.load() != 0) return name_of(waited_for) + " has left the group";
   if (const std::string aborted = aborted_text(); !aborted.empty()) return aborted;
   if (Clock::now() <= deadline_) return {};
   const auto waited = std::chrono::duration_cast<milliseconds>(Clock::now() - begun_);
-  return "rank " + std::to_string(waited_for) + " has not come within " +
-         std::to_string(waited.count()) + " ms";
+  return name_of(waited_for) + " has not come within " + std::to_string(waited.count()) + " ms";
 }
 
 std::string RankSignals::aborted_text() const {
   for (int peer = 0; peer < std::ssize(peers_); ++peer) {
     if (lines_[peer].aborted.load(std::memory_order_acquire) != 0)
-      return "the operation was aborted" +
-             (peer == rank_ ? "" : " by rank " + std::to_string(peer));
+      return "the operation was aborted" + (peer == rank_ ? "" : " by " + name_of(peer));
   }
   return {};
 }
@@ -136,7 +141,7 @@ void RankSignals::compare_with(int peer) const {
   const SharedCall& other = lines_[peer].calls[parity];
   if (own == other) return;
   throw CallMismatch({__func__, __FILE__, __LINE__},
-                     "shm: the ranks' calls differ: rank " + std::to_string(peer) + " calls " +
+                     "shm: the ranks' calls differ: " + name_of(peer) + " calls " +
                          text_of_call(other) + ", this rank " + text_of_call(own));
 }
 

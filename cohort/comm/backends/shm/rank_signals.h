@@ -39,8 +39,10 @@ struct alignas(128) RankLine {
 /// Threads: one; `abort` any.
 class RankSignals {
  public:
-  /// `lines`: one for each rank, zeros at first. Both outlive this object.
-  RankSignals(RankLine* lines, int rank, const std::vector<PeerProcess>& peers);
+  /// `lines`: one for each rank, zeros at first. `names`: what errors call the ranks, by rank. All
+  /// three outlive this object.
+  RankSignals(RankLine* lines, int rank, const std::vector<PeerProcess>& peers,
+              const std::vector<int>& names);
   /// Peers that still wait for this rank end with an error.
   ~RankSignals();
   RankSignals(const RankSignals&) = delete;
@@ -68,6 +70,7 @@ class RankSignals {
 
  private:
   void wait_for(int peer, uint32_t step);
+  std::string name_of(int peer) const;
   std::string problem_of(int waited_for) const;
   std::string aborted_text() const;
   void compare_with(int peer) const;
@@ -75,6 +78,7 @@ class RankSignals {
   RankLine* const lines_;
   const int rank_;
   const std::vector<PeerProcess>& peers_;  // by rank
+  const std::vector<int>& names_;
   const bool spins_;
   uint32_t step_ = 0;
   uint32_t num_calls_ = 0;

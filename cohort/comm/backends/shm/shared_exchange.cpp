@@ -26,12 +26,13 @@ size_t SharedExchange::bytes_for(int world_size) {
   return lines_bytes(world_size) + static_cast<size_t>(world_size) * kSlots * kSlotBytes;
 }
 
-SharedExchange::SharedExchange(std::byte* memory, int rank, const std::vector<PeerProcess>& peers)
+SharedExchange::SharedExchange(std::byte* memory, int rank, const std::vector<PeerProcess>& peers,
+                               const std::vector<int>& names)
     : rank_(rank),
       slot_bytes_(kSlotBytes),
       passed_bytes_(kSlotBytes / peers.size() / kLine * kLine),
       slots_(memory + lines_bytes(static_cast<int>(peers.size()))),
-      signals_(reinterpret_cast<RankLine*>(memory), rank, peers),
+      signals_(reinterpret_cast<RankLine*>(memory), rank, peers, names),
       pieces_(signals_.size()) {}
 
 std::byte* SharedExchange::slot(int rank, uint32_t step) const {

@@ -29,8 +29,9 @@ class SharedExchange {
 
   /// Bytes of memory that `world_size` ranks need.
   static size_t bytes_for(int world_size);
-  /// `memory`: bytes_for() zeros. Both outlive this object.
-  SharedExchange(std::byte* memory, int rank, const std::vector<PeerProcess>& peers);
+  /// `memory`: bytes_for() zeros. `names`: RankSignals'. All three outlive this object.
+  SharedExchange(std::byte* memory, int rank, const std::vector<PeerProcess>& peers,
+                 const std::vector<int>& names);
 
   void begin(const SharedCall& call, RankSignals::Deadline deadline) {
     signals_.begin(call, deadline);

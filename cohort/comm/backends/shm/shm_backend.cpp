@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <numeric>
 #include <sstream>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -126,17 +127,6 @@ void take_piece(const at::Tensor& tensor, size_t offset, const std::byte* piece,
   if (to != piece) std::memcpy(to, piece, std::min(piece_bytes, tensor.nbytes() - offset));
 }
 
-// Of the dtypes and shapes of several tensors, one after the other; never 0.
-uint32_t hash_of(uint32_t before, const at::Tensor& tensor) {
-  uint64_t hash = 0xcbf29ce484222325ULL ^ before;  // FNV-1a
-  const auto add = [&](int64_t value) {
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
-  };
-  add(static_cast<int64_t>(tensor.scalar_type()));
-  for (const int64_t length : tensor.sizes()) add(length);
-  return static_cast<uint32_t>(hash ^ (hash >> 32)) | 1U;
-}
-
 // Views of `world_size` equal parts.
 Tensors parts_of(const at::Tensor& tensor, int world_size) {
   return tensor.view({world_size, -1}).unbind(0);
@@ -178,7 +168,15 @@ std::string describe_self() {
   return own_host() + " " + std::to_string(getpid()) + " " + process_stat(getpid(), 22);
 }
 
-std::vector<PeerProcess> find_peers(const BackendRequest& request) {
+std::vector<int> numbers_of(const BackendRequest& request, std::vector<int> names) {
+  if (names.empty()) {
+    names.resize(static_cast<size_t>(request.world_size));
+    std::iota(names.begin(), names.end(), 0);
+  }
+  return names;
+}
+
+std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::vector<int>& names) {
   const auto key = [](int rank) { return "process/" + std::to_string(rank); };
   request.store->set(key(request.rank), describe_self());
   const std::string own = own_host();
@@ -186,18 +184,18 @@ std::vector<PeerProcess> find_peers(const BackendRequest& request) {
   for (int peer = 0; peer < request.world_size; ++peer) {
     request.store->wait({key(peer)}, request.timeout);
     std::istringstream text(request.store->get_to_str(key(peer)));
+    const std::string name = std::to_string(names[static_cast<size_t>(peer)]);
     std::string host, started;
     pid_t pid = -1;
     text >> host >> pid >> started;
     if (host != own) {
-      throw ConfigError("backend shm: expected all ranks on one host, rank " +
-                        std::to_string(peer) + " is on " + host.substr(0, host.find('/')) +
-                        " or in other namespaces: use gloo");
+      throw ConfigError("backend shm: expected all ranks on one host, rank " + name + " is on " +
+                        host.substr(0, host.find('/')) + " or in other namespaces: use gloo");
     }
     peers.emplace_back(pid, started);
     if (!peers.back().is_watched())
-      throw ConfigError("backend shm: expected pidfd_open (Linux 5.3) to watch rank " +
-                        std::to_string(peer) + ": " + std::strerror(errno) + "; use gloo");
+      throw ConfigError("backend shm: expected pidfd_open (Linux 5.3) to watch rank " + name +
+                        ": " + std::strerror(errno) + "; use gloo");
   }
   return peers;
 }
@@ -208,15 +206,16 @@ size_t exchange_bytes(int world_size) {
 
 }  // namespace
 
-ShmBackend::ShmBackend(const BackendRequest& request)
+ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names)
     : Backend(request.rank, request.world_size),
       timeout_(request.timeout),
-      peers_(find_peers(request)),
+      names_(numbers_of(request, std::move(names))),
+      peers_(find_peers(request, names_)),
       memory_(SharedMemory::share(
           *request.store, request.rank, request.world_size,
           exchange_bytes(request.world_size) + Mailbox::bytes_for(request.world_size),
           request.timeout)),
-      exchange_(memory_.data(), request.rank, peers_),
+      exchange_(memory_.data(), request.rank, peers_, names_),
       mailbox_(memory_.data() + exchange_bytes(request.world_size), request.rank, peers_,
                [this] { exchange_.abort(); }) {
   init();
@@ -300,7 +299,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
                       "shm allreduce: expected a sum of sparse tensors");
     Call call = call_of(OpType::ALLREDUCE, options, tensors);
     call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
-    call.shared.shape = hash_of(static_cast<uint32_t>(tensor.sparse_dim()), tensor);
+    call.shared.shape = hash_of_shape(static_cast<uint32_t>(tensor.sparse_dim()), tensor);
     call.run = [this, tensor] { all_reduce_sparse(tensor); };
     return launch(std::move(call));
   }
@@ -324,7 +323,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
     check_dense(tensor, "allreduce_coalesced");
     reductions.push_back(reduction_of(options.reduceOp, tensor.scalar_type(), size_));
     call.shared.numel += tensor.numel();
-    call.shared.shape = hash_of(call.shared.shape, tensor);
+    call.shared.shape = hash_of_shape(call.shared.shape, tensor);
   }
   call.run = [this, list = tensors, reductions] {
     for (size_t i = 0; i < list.size(); ++i)
@@ -604,6 +603,16 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
   Call call = call_of(OpType::BARRIER, options, {});
   call.run = [this] { exchange_.barrier(); };
   return launch(std::move(call));
+}
+
+uint32_t hash_of_shape(uint32_t before, const at::Tensor& tensor) {
+  uint64_t hash = 0xcbf29ce484222325ULL ^ before;  // FNV-1a
+  const auto add = [&](int64_t value) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
+  };
+  add(static_cast<int64_t>(tensor.scalar_type()));
+  for (const int64_t length : tensor.sizes()) add(length);
+  return static_cast<uint32_t>(hash ^ (hash >> 32)) | 1U;
 }
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request) {

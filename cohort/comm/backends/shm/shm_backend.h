@@ -35,8 +35,9 @@ namespace cohort::comm {
 ///           else; the time is up; `abort`. The group is dead after it, on all ranks.
 class ShmBackend : public c10d::Backend, public NumberedBackend {
  public:
-  /// Collective over the request's ranks; blocks, at most its timeout.
-  explicit ShmBackend(const BackendRequest& request);
+  /// Collective over the request's ranks; blocks, at most its timeout. `names`: what errors of
+  /// collectives call the ranks; empty: by their numbers.
+  explicit ShmBackend(const BackendRequest& request, std::vector<int> names = {});
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "shm"; }
@@ -109,6 +110,7 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   int checked_rank(int64_t rank, const char* name) const;
 
   std::atomic<std::chrono::milliseconds> timeout_;
+  const std::vector<int> names_;    // by rank
   std::vector<PeerProcess> peers_;  // by rank
   SharedMemory memory_;
   SharedExchange exchange_;
@@ -124,6 +126,10 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
 /// Connects the ranks of the request, as BackendPlugin::make.
 /// Errors: ConfigError if a rank is on another host, or the system has not what it needs.
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request);
+
+/// For SharedCall::shape: of the dtype and shape of a tensor, and `before`, that of tensors before
+/// it. Never 0.
+uint32_t hash_of_shape(uint32_t before, const at::Tensor& tensor);
 
 /// Says with which ranks of its host this process can share memory: those for which this returns
 /// the same text. Empty: with none, for the system lacks memfd_create or pidfd_open (Linux 5.3),
