@@ -70,9 +70,13 @@ at::Tensor flat_of(const at::Tensor& tensor) {
   return tensor.detach().view({-1});
 }
 
+// Of some ranks, who must be connected by `deadline`.
 BackendRequest request_of(const BackendRequest& request, const std::string& name, int rank,
-                          size_t size) {
+                          size_t size, std::chrono::steady_clock::time_point deadline) {
   BackendRequest part = request;
+  part.timeout =
+      std::max(std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now()),
+               milliseconds(1));
   part.store = c10::make_intrusive<c10d::PrefixStore>(name, request.store);
   part.rank = rank;
   part.world_size = static_cast<int>(size);
@@ -118,16 +122,18 @@ HierarchicalBackend::HierarchicalBackend(const BackendRequest& request)
       timeout_(request.timeout),
       groups_(checked_groups(request)),
       runs_(host_runs(groups_)),
-      host_(group_with(groups_, request.rank)),
-      all_(make_gloo_backend(
-          request_of(request, "all", request.rank, static_cast<size_t>(request.world_size)))) {
+      host_(group_with(groups_, request.rank)) {
+  const auto deadline = std::chrono::steady_clock::now() + request.timeout;
   const HostGroup& own = own_group();
   const int index = index_in(own, rank_);
+  all_ = make_gloo_backend(
+      request_of(request, "all", request.rank, static_cast<size_t>(request.world_size), deadline));
   if (own.size() > 1)
     inside_ = c10::make_intrusive<ShmBackend>(
-        request_of(request, "host/" + std::to_string(host_), index, own.size()));
+        request_of(request, "host/" + std::to_string(host_), index, own.size(), deadline), own);
   if (index == 0)
-    leaders_.emplace(make_gloo_backend(request_of(request, "leaders", host_, groups_.size())));
+    leaders_.emplace(
+        make_gloo_backend(request_of(request, "leaders", host_, groups_.size(), deadline)));
   init();
 }
 
@@ -248,6 +254,7 @@ WorkPtr HierarchicalBackend::allreduce_coalesced(Tensors& tensors,
     check_contiguous(tensor, "allreduce_coalesced");
     parts.emplace_back(flat_of(tensor), reduced(options.reduceOp, tensor.scalar_type()));
     call.shared.numel += tensor.numel();
+    call.shared.shape = hash_of_shape(call.shared.shape, tensor);
   }
   call.run = [this, parts] {
     for (const auto& [flat, how] : parts) reduce_all(flat, how, -1);

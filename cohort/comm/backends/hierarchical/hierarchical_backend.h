@@ -28,19 +28,23 @@ namespace cohort::comm {
 /// all_to_all, gather, scatter, sums of sparse tensors and messages, goes over Gloo among all ranks.
 ///
 /// Operations run one after another in the order of the calls, as ShmBackend's; those over Gloo
-/// among all ranks as Gloo's.
+/// among all ranks as Gloo's. A future's callbacks must neither wait for an operation nor drop the
+/// last reference to the group, as there.
 /// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them.
 /// Cost:     sent by a leader, of N bytes on L hosts: all_reduce 2 (L-1)/L N; reduce (L-1)/L N, and
-///           N/L to the root's leader; reduce_scatter N less its own host's part; all_gather L-1
-///           times its own host's part; broadcast N, but by the last leader. Other ranks send
-///           nothing.
+///           N/L to the root's leader; both (L-1) N of at most 16 KiB; reduce_scatter N less its own
+///           host's part; all_gather L-1 times its own host's part; broadcast N along a chain, whose
+///           last leader sends nothing, of at most 1 MiB along a binomial tree, where the root's
+///           leader sends ceil(log2 L) N. Other ranks send nothing. Connections: Gloo's among all
+///           ranks and, once more, among leaders.
 /// Numerics: the same bits on every rank and in every run. Values are combined in the order of ranks
 ///           inside a host, and the hosts' results in the order of their leaders. What crosses the
 ///           network has the tensor's dtype: bfloat16 and float16 are combined in float32 and rounded
 ///           once inside, once between hosts. AVG and PREMUL_SUM are the sum and then one division
 ///           or multiplication, at the end.
 /// Memory:   reduce_scatter takes its host's part of the sum, and all operations some 4 MiB, on
-///           leaders.
+///           leaders; `allgather` and `reduce_scatter` of lists one tensor of all ranks' elements, on
+///           every rank.
 /// Threads:  one caller at a time; `abort` any.
 /// Errors:   as ShmBackend, and what Gloo throws. The group is dead after it, on all ranks.
 class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
@@ -55,7 +59,7 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   void number_next(uint32_t number) override;
-  /// Ranks of one host are told so, those of others wait.
+  /// Leaders whose numbers differ only wait for each other, so the group must compare calls itself.
   bool compares_numbers() const override { return false; }
 
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
