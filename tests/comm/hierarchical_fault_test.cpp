@@ -52,14 +52,36 @@ TEST(HierarchicalFaultTest, SurvivorsNameALostLeader) {
                   1, "lost rank 1");
 }
 TEST(HierarchicalFaultTest, SurvivorsNameALostFollower) {
-  expect_all_name(ends_on_two_hosts([](const ProcessGroup& group) {
-                    const at::Tensor x = at::ones({1 << 21});
-                    for (int i = 0; i < 1000; ++i) {
-                      if (i == 3 && group.rank() == 3) kill(getpid(), SIGKILL);
-                      group.all_reduce(x, ReduceOp::kMax);
-                    }
-                  }),
-                  3, "lost rank 3");
+  const auto ends = ends_on_two_hosts([](const ProcessGroup& group) {
+    const at::Tensor x = at::ones({1 << 21});
+    for (int i = 0; i < 1000; ++i) {
+      if (i == 3 && group.rank() == 3) kill(getpid(), SIGKILL);
+      group.all_reduce(x, ReduceOp::kMax);
+    }
+  });
+  expect_all_name(ends, 3, "lost rank 3");
+  for (const auto& end : ends) {
+    for (const std::string other : {"rank 0", "rank 1", "rank 2"})
+      EXPECT_EQ(end.output.find(other + " has ended"), std::string::npos) << end.output;
+  }
+  // Its leader shares memory with it.
+  EXPECT_NE(ends[1].output.find("rank 3 has ended"), std::string::npos) << ends[1].output;
+}
+
+// Ranks of one host are numbered as in the group, in everything that the memory's side says.
+TEST(HierarchicalFaultTest, RanksOfAHostAreNumberedAsInTheGroup) {
+  const auto ends = ends_on_two_hosts([](const ProcessGroup& group) {
+    group.barrier("begin");
+    if (group.rank() % 2 == 0) return;
+    std::vector<at::Tensor> tensors{at::ones({group.rank()})};
+    try {
+      group.c10d_group().allreduce(tensors)->wait();
+    } catch (const std::exception& error) {
+      throw std::runtime_error(one_line(error));
+    }
+  });
+  EXPECT_NE(ends[1].output.find("rank 3 calls REDUCE of 3"), std::string::npos) << ends[1].output;
+  EXPECT_NE(ends[3].output.find("rank 1 calls REDUCE of 1"), std::string::npos) << ends[3].output;
 }
 
 TEST(HierarchicalFaultTest, ARankThatDoesNotComeIsNamedAtTheTimeout) {
@@ -73,18 +95,63 @@ TEST(HierarchicalFaultTest, ARankThatDoesNotComeIsNamedAtTheTimeout) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(40));
 }
 
+// Rank 0 never calls, and lives until the others have ended: only the abort can end their wait.
 TEST(HierarchicalFaultTest, AnAbortEndsWhatWaits) {
   const auto ends = ends_on_two_hosts([](const ProcessGroup& group) {
+    using std::chrono::steady_clock;
     const at::Tensor x = at::ones({1 << 20});
     group.all_reduce_async(x).wait();
-    if (group.rank() == 0) throw std::runtime_error("the end of rank 0");
-    Work work = group.all_reduce_async(x);
-    group.c10d_group().getBackend(at::kCPU)->abort();
-    EXPECT_THROW(work.wait(), PeerError);
-    throw std::runtime_error("the end");
+    std::vector<at::Tensor> tensors{x};
+    steady_clock::duration waited{};
+    if (group.rank() == 0) {
+      std::this_thread::sleep_for(std::chrono::seconds(3));
+    } else {
+      const auto work = group.c10d_group().allreduce(tensors);
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      const auto begin = steady_clock::now();
+      group.c10d_group().getBackend(at::kCPU)->abort();
+      EXPECT_THROW(work->wait(), std::exception);
+      waited = steady_clock::now() - begin;
+    }
+    EXPECT_LT(waited, std::chrono::milliseconds(1500));
+    if (!testing::Test::HasFailure())
+      throw std::runtime_error("the end of rank " + std::to_string(group.rank()));
   });
-  for (const auto& end : ends)
-    EXPECT_EQ(end.output.find("Failure"), std::string::npos) << end.output;
+  for (size_t rank = 0; rank < ends.size(); ++rank) {
+    EXPECT_EQ(ends[rank].exit_code, kExitFailure) << ends[rank].output;
+    EXPECT_NE(ends[rank].output.find("the end of rank " + std::to_string(rank)), std::string::npos)
+        << ends[rank].output;
+  }
+}
+
+// As many elements, or bytes, in other tensors, on the ranks of one host and of the other. Nothing
+// compares them here, so they wait for each other.
+void call_list(const std::vector<at::Tensor>& own, const ProcessGroup& group) {
+  std::vector<at::Tensor> list;
+  for (const at::Tensor& tensor : own) list.push_back(tensor.clone());
+  group.run_collective("a list", [&] { group.c10d_group().allreduce_coalesced(list)->wait(); });
+}
+void expect_lists_time_out(
+    const std::function<std::vector<at::Tensor>(int host)>& tensors_of_host) {
+  const auto ends = ends_on_two_hosts([&](const ProcessGroup& group) {
+    group.barrier("begin");
+    call_list(tensors_of_host(group.rank() % 2), group);
+  });
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.exit_code, kExitLostPeer) << end.output;
+    EXPECT_NE(end.output.find("a list"), std::string::npos) << end.output;
+  }
+}
+TEST(HierarchicalFaultTest, ListsOfOtherLengthsOnAnotherHostAreNotSummed) {
+  expect_lists_time_out([](int host) {
+    const int64_t first = host == 0 ? 5 : 3;
+    return std::vector<at::Tensor>{at::ones({first}), at::ones({8 - first})};
+  });
+}
+TEST(HierarchicalFaultTest, ListsOfOtherDtypesOnAnotherHostAreNotSummed) {
+  expect_lists_time_out([](int host) {
+    return std::vector<at::Tensor>{at::ones({8}, host == 0 ? at::kFloat : at::kInt)};
+  });
 }
 
 // Two hosts of two ranks each, in network namespaces: what crosses the cable, with all headers.

@@ -197,6 +197,87 @@ TEST(HierarchicalTest, EveryReductionOfC10d) {
   });
 }
 
+// Products and minima of every small type, of more than a piece: 1 MiB of one byte each, and some.
+TEST(HierarchicalTest, ReductionsOfSmallTypesInPieces) {
+  hierarchical_ranks({"a", "b", "a"}, [](const ProcessGroup& group) {
+    constexpr int64_t kNumel = (1 << 20) + 4099;
+    for (const at::ScalarType type : {at::kChar, at::kShort, at::kBool}) {
+      SCOPED_TRACE(c10::toString(type));
+      const auto term_of = [&](int rank) {
+        at::manual_seed(static_cast<uint64_t>(rank) + 3);
+        return at::randint(type == at::kBool ? 0 : -5, type == at::kBool ? 2 : 6, {kNumel},
+                           at::TensorOptions(type));
+      };
+      at::Tensor product = term_of(0), least = term_of(0);
+      for (const int rank : {1, 2}) {
+        product = type == at::kBool ? product.logical_and(term_of(rank)) : product * term_of(rank);
+        least = at::minimum(least, term_of(rank));
+      }
+      Tensors x{term_of(group.rank())}, y{x[0].clone()};
+      group.c10d_group().allreduce(x, with_op(c10d::ReduceOp::PRODUCT))->wait();
+      EXPECT_TRUE(at::equal(x[0], product));
+      group.c10d_group().allreduce(y, with_op(c10d::ReduceOp::MIN))->wait();
+      EXPECT_TRUE(at::equal(y[0], least));
+    }
+  });
+}
+
+// Divided or multiplied once, by a host of two ranks and by one of one: 3 + 5 and 3 are exact, their
+// third and their tenth are not.
+TEST(HierarchicalTest, ScaledSumsOfHalfTypesInReduceAndReduceScatter) {
+  hierarchical_ranks({"a", "b", "a"}, [](const ProcessGroup& group) {
+    constexpr int64_t kPart = 300001;
+    const int rank = group.rank();
+    const at::Tensor sum = at::full({kPart}, 3.0F + 5 + 3);
+    for (const at::ScalarType type : {at::kBFloat16, at::kHalf}) {
+      SCOPED_TRACE(c10::toString(type));
+      const at::Tensor term = at::full({3 * kPart}, rank == 2 ? 5.0 : 3.0, type);
+      for (const bool is_mean : {true, false}) {
+        const c10d::ReduceOp op =
+            is_mean ? c10d::ReduceOp(c10d::ReduceOp::AVG) : c10d::makeNCCLPreMulSum(0.1);
+        const at::Tensor expected = (is_mean ? sum / 3 : sum * 0.1).to(type);
+        at::Tensor own = at::empty({kPart}, type), all = term.clone();
+        c10d::ReduceScatterOptions scatter;
+        scatter.reduceOp = op;
+        group.c10d_group()._reduce_scatter_base(own, all, scatter)->wait();
+        EXPECT_TRUE(at::equal(own, expected)) << is_mean;
+        for (int root = 0; root < 3; ++root) {
+          Tensors x{term.narrow(0, 0, kPart).clone()};
+          c10d::ReduceOptions reduce;
+          reduce.reduceOp = op;
+          reduce.rootRank = root;
+          group.c10d_group().reduce(x, reduce)->wait();
+          EXPECT_TRUE(rank != root || at::equal(x[0], expected)) << is_mean << ", to " << root;
+        }
+      }
+    }
+  });
+}
+
+TEST(HierarchicalTest, OperationsInFlightEndInOrderBeforeOneThatBlocks) {
+  const Hosts hosts{"c", "a", "c", "b", "a", "c"};
+  hierarchical_ranks(hosts, [&](const ProcessGroup& group) {
+    for (int round = 0; round < 5; ++round) {
+      const at::Tensor last = terms_of(group.rank(), 300007, at::kFloat);
+      Tensors tensors;
+      std::vector<Work> works;
+      for (const int64_t numel : {800003, 5, 40000, 0, 262145}) {
+        tensors.push_back(terms_of(group.rank(), numel, at::kFloat));
+        works.push_back(group.all_reduce_async(tensors.back()));
+      }
+      const at::Tensor all = at::empty({6, 70001});
+      works.push_back(group.all_gather_into_async(all, at::full({70001}, 1.0F * group.rank())));
+      group.all_reduce(last);
+      EXPECT_TRUE(at::equal(last, sum_in_order(hosts, 300007, at::kFloat)));
+      for (Work& work : works) work.wait();
+      for (const at::Tensor& x : tensors)
+        EXPECT_TRUE(at::equal(x, sum_in_order(hosts, x.numel(), at::kFloat))) << x.numel();
+      for (int rank = 0; rank < 6; ++rank)
+        EXPECT_TRUE(at::equal(all[rank], at::full({70001}, 1.0F * rank)));
+    }
+  });
+}
+
 TEST(HierarchicalTest, AutoTakesItWhereAHostOfSeveralHasTwoRanks) {
   const auto ends =
       test::run_ranks(3,
