@@ -180,28 +180,7 @@ HierarchicalBackend::Reduced HierarchicalBackend::reduced(const c10d::ReduceOp& 
           .inside = scales ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op};
 }
 
-template <typename CallOptions>
-HierarchicalBackend::Call HierarchicalBackend::call_of(OpType type, const CallOptions& options,
-                                                       const Tensors& results,
-                                                       const at::Tensor& like) const {
-  Call call{.type = type,
-            .shared = {.operation = static_cast<int32_t>(type)},
-            .timeout = options.timeout.count() > 0 ? options.timeout : timeout_.load(),
-            .in_background = options.asyncOp,
-            .results = results,
-            .run = {}};
-  if (like.defined()) {
-    call.shared.dtype = static_cast<int32_t>(like.scalar_type());
-    call.shared.numel = like.numel();
-  }
-  if constexpr (requires { options.reduceOp; })
-    call.shared.reduce_op = static_cast<int32_t>(options.reduceOp.op_);
-  if constexpr (requires { options.rootRank; })
-    call.shared.root = static_cast<int32_t>(options.rootRank);
-  return call;
-}
-
-WorkPtr HierarchicalBackend::launch(Call call) {
+WorkPtr HierarchicalBackend::launch(BackendCall call) {
   {
     const std::lock_guard lock(mutex_);
     ++sequence_;
@@ -213,7 +192,7 @@ WorkPtr HierarchicalBackend::launch(Call call) {
   return work;
 }
 
-void HierarchicalBackend::run(const Call& call) {
+void HierarchicalBackend::run(const BackendCall& call) {
   try {
     if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
     deadline_ = std::chrono::steady_clock::now() + call.timeout;
@@ -230,7 +209,7 @@ void HierarchicalBackend::run(const Call& call) {
 WorkPtr HierarchicalBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only_contiguous(tensors, "broadcast");
   const int root = checked_rank(options.rootRank, "broadcast");
-  Call call = call_of(OpType::BROADCAST, options, tensors, tensor);
+  BackendCall call = backend_call(OpType::BROADCAST, options, tensors, tensor, timeout_);
   call.run = [this, bytes = flat_of(tensor).view(at::kByte), root] { broadcast_all(bytes, root); };
   return launch(std::move(call));
 }
@@ -240,7 +219,7 @@ WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOp
     return gloo_collective().allreduce(tensors, options);
   const at::Tensor tensor = only_contiguous(tensors, "allreduce");
   const Reduced how = reduced(options.reduceOp, tensor.scalar_type());
-  Call call = call_of(OpType::ALLREDUCE, options, tensors, tensor);
+  BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, tensor, timeout_);
   call.run = [this, flat = flat_of(tensor), how] { reduce_all(flat, how, -1); };
   return launch(std::move(call));
 }
@@ -248,7 +227,7 @@ WorkPtr HierarchicalBackend::allreduce(Tensors& tensors, const c10d::AllreduceOp
 WorkPtr HierarchicalBackend::allreduce_coalesced(Tensors& tensors,
                                                  const c10d::AllreduceCoalescedOptions& options) {
   std::vector<std::pair<at::Tensor, Reduced>> parts;
-  Call call = call_of(OpType::ALLREDUCE_COALESCED, options, tensors, {});
+  BackendCall call = backend_call(OpType::ALLREDUCE_COALESCED, options, tensors, {}, timeout_);
   call.shared.numel = 0;
   for (const at::Tensor& tensor : tensors) {
     check_contiguous(tensor, "allreduce_coalesced");
@@ -266,7 +245,7 @@ WorkPtr HierarchicalBackend::reduce(Tensors& tensors, const c10d::ReduceOptions&
   const at::Tensor tensor = only_contiguous(tensors, "reduce");
   const int root = checked_rank(options.rootRank, "reduce");
   const Reduced how = reduced(options.reduceOp, tensor.scalar_type());
-  Call call = call_of(OpType::REDUCE, options, tensors, tensor);
+  BackendCall call = backend_call(OpType::REDUCE, options, tensors, tensor, timeout_);
   call.run = [this, flat = flat_of(tensor), how, root] { reduce_all(flat, how, root); };
   return launch(std::move(call));
 }
@@ -274,7 +253,7 @@ WorkPtr HierarchicalBackend::reduce(Tensors& tensors, const c10d::ReduceOptions&
 WorkPtr HierarchicalBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::AllgatherOptions& options) {
   check_whole(output, input, size_, "_allgather_base");
-  Call call = call_of(OpType::ALLGATHER, options, {output}, input);
+  BackendCall call = backend_call(OpType::ALLGATHER, options, {output}, input, timeout_);
   call.run = [this, to = flat_of(output).view(at::kByte), from = flat_of(input).view(at::kByte)] {
     gather_all(to, from);
   };
@@ -287,7 +266,7 @@ WorkPtr HierarchicalBackend::allgather(std::vector<Tensors>& outputs, Tensors& i
   TORCH_CHECK_VALUE(outputs.size() == 1, "hierarchical allgather: expected one list, got ",
                     outputs.size());
   check_same_list(outputs[0], size_, input, "allgather");
-  Call call = call_of(OpType::ALLGATHER, options, outputs[0], input);
+  BackendCall call = backend_call(OpType::ALLGATHER, options, outputs[0], input, timeout_);
   call.run = [this, list = outputs[0], input] {
     const at::Tensor all = at::empty({size_, input.numel()}, input.options());
     gather_all(flat_of(all).view(at::kByte), flat_of(input).view(at::kByte));
@@ -310,7 +289,7 @@ WorkPtr HierarchicalBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor
                                                   const c10d::ReduceScatterOptions& options) {
   check_whole(input, output, size_, "_reduce_scatter_base");
   const Reduced how = reduced(options.reduceOp, output.scalar_type());
-  Call call = call_of(OpType::REDUCE_SCATTER, options, {output}, output);
+  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, {output}, output, timeout_);
   call.run = [this, to = flat_of(output), from = flat_of(input), how] {
     scatter_reduced(to, from, how);
   };
@@ -324,7 +303,7 @@ WorkPtr HierarchicalBackend::reduce_scatter(Tensors& outputs, std::vector<Tensor
                     inputs.size());
   check_same_list(inputs[0], size_, output, "reduce_scatter");
   const Reduced how = reduced(options.reduceOp, output.scalar_type());
-  Call call = call_of(OpType::REDUCE_SCATTER, options, outputs, output);
+  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, outputs, output, timeout_);
   call.run = [this, to = flat_of(output), list = inputs[0], how] {
     const at::Tensor all = at::empty({size_, to.numel()}, to.options());
     for (int64_t rank = 0; rank < size_; ++rank)
@@ -345,7 +324,7 @@ WorkPtr HierarchicalBackend::reduce_scatter_tensor_coalesced(
 }
 
 WorkPtr HierarchicalBackend::barrier(const c10d::BarrierOptions& options) {
-  Call call = call_of(OpType::BARRIER, options, {}, {});
+  BackendCall call = backend_call(OpType::BARRIER, options, {}, {}, timeout_);
   call.run = [this, one = at::zeros({1}, at::kByte),
               how = reduced(c10d::ReduceOp(c10d::ReduceOp::MAX), at::kByte)] {
     reduce_all(one, how, -1);

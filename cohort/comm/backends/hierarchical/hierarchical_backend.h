@@ -3,7 +3,6 @@
 #pragma once
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "cohort/comm/backend.h"
+#include "cohort/comm/backends/backend_call.h"
 #include "cohort/comm/backends/hierarchical/host_groups.h"
 #include "cohort/comm/backends/hierarchical/leader_exchange.h"
 #include "cohort/comm/backends/shm/shm_backend.h"
@@ -96,24 +96,13 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
  private:
-  struct Call {
-    c10d::OpType type;
-    SharedCall shared;
-    std::chrono::milliseconds timeout;
-    bool in_background = true;
-    Tensors results;
-    std::function<void()> run;
-  };
   // A reduction in both halves.
   struct Reduced {
     Reduction between;      // what is left to do to the hosts' results
     c10d::ReduceOp inside;  // without the division or multiplication
   };
-  template <typename CallOptions>
-  Call call_of(c10d::OpType type, const CallOptions& options, const Tensors& results,
-               const at::Tensor& like) const;
-  WorkPtr launch(Call call);
-  void run(const Call& call);
+  WorkPtr launch(BackendCall call);
+  void run(const BackendCall& call);
   c10d::Backend& gloo_collective();  // among all ranks, for the next collective
 
   const HostGroup& own_group() const { return groups_[static_cast<size_t>(host_)]; }

@@ -159,10 +159,6 @@ Tensors split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits,
   return tensor.split_with_sizes(splits, 0);
 }
 
-milliseconds timeout_or(milliseconds asked, milliseconds otherwise) {
-  return asked.count() > 0 ? asked : otherwise;
-}
-
 // What a rank tells the others of itself.
 std::string describe_self() {
   return own_host() + " " + std::to_string(getpid()) + " " + process_stat(getpid(), 22);
@@ -231,23 +227,7 @@ void ShmBackend::abort() {
   mailbox_.fail("the message was aborted");
 }
 
-template <typename CallOptions>
-ShmBackend::Call ShmBackend::call_of(OpType type, const CallOptions& options,
-                                     const Tensors& results) const {
-  Call call{.type = type,
-            .shared = {.operation = static_cast<int32_t>(type)},
-            .timeout = timeout_or(options.timeout, timeout_),
-            .in_background = options.asyncOp,
-            .results = results,
-            .run = {}};
-  if constexpr (requires { options.reduceOp; })
-    call.shared.reduce_op = static_cast<int32_t>(options.reduceOp.op_);
-  if constexpr (requires { options.rootRank; })
-    call.shared.root = static_cast<int32_t>(options.rootRank);
-  return call;
-}
-
-ShmBackend::WorkPtr ShmBackend::launch(Call call) {
+ShmBackend::WorkPtr ShmBackend::launch(BackendCall call) {
   {
     const std::lock_guard lock(mutex_);
     ++sequence_;
@@ -259,7 +239,7 @@ ShmBackend::WorkPtr ShmBackend::launch(Call call) {
   return work;
 }
 
-void ShmBackend::run(const Call& call) {
+void ShmBackend::run(const BackendCall& call) {
   try {
     if (!failure_.empty()) C10_THROW_ERROR(DistBackendError, failure_);
     exchange_.begin(call.shared, std::chrono::steady_clock::now() + call.timeout);
@@ -280,9 +260,7 @@ int ShmBackend::checked_rank(int64_t rank, const char* name) const {
 ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   const at::Tensor tensor = only_dense(tensors, "broadcast");
   const auto root = static_cast<size_t>(checked_rank(options.rootRank, "broadcast"));
-  Call call = call_of(OpType::BROADCAST, options, tensors);
-  call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
-  call.shared.numel = tensor.numel();
+  BackendCall call = backend_call(OpType::BROADCAST, options, tensors, tensor, timeout_);
   call.run = [this, tensor, root] {
     const Message own = static_cast<int>(root) == rank_ ? message_of(tensor) : Message();
     exchange_.show(own, tensor.nbytes(), [&](size_t offset, const auto& pieces) {
@@ -297,7 +275,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
   if (tensor.is_sparse()) {
     TORCH_CHECK_VALUE(options.reduceOp == c10d::ReduceOp::SUM,
                       "shm allreduce: expected a sum of sparse tensors");
-    Call call = call_of(OpType::ALLREDUCE, options, tensors);
+    BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, {}, timeout_);
     call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
     call.shared.shape = hash_of_shape(static_cast<uint32_t>(tensor.sparse_dim()), tensor);
     call.run = [this, tensor] { all_reduce_sparse(tensor); };
@@ -305,9 +283,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
   }
   check_dense(tensor, "allreduce");
   const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), size_);
-  Call call = call_of(OpType::ALLREDUCE, options, tensors);
-  call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
-  call.shared.numel = tensor.numel();
+  BackendCall call = backend_call(OpType::ALLREDUCE, options, tensors, tensor, timeout_);
   call.run = [this, tensor, reduction] {
     exchange_.all_reduce(reduction, data_of(tensor), tensor.numel(), tensor.element_size());
   };
@@ -317,7 +293,7 @@ ShmBackend::WorkPtr ShmBackend::allreduce(Tensors& tensors, const c10d::Allreduc
 ShmBackend::WorkPtr ShmBackend::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   std::vector<Reduction> reductions;
-  Call call = call_of(OpType::ALLREDUCE_COALESCED, options, tensors);
+  BackendCall call = backend_call(OpType::ALLREDUCE_COALESCED, options, tensors, {}, timeout_);
   call.shared.numel = 0;
   for (const auto& tensor : tensors) {
     check_dense(tensor, "allreduce_coalesced");
@@ -337,9 +313,7 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   const at::Tensor tensor = only_dense(tensors, "reduce");
   const bool is_root = checked_rank(options.rootRank, "reduce") == rank_;
   const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), size_);
-  Call call = call_of(OpType::REDUCE, options, tensors);
-  call.shared.dtype = static_cast<int32_t>(tensor.scalar_type());
-  call.shared.numel = tensor.numel();
+  BackendCall call = backend_call(OpType::REDUCE, options, tensors, tensor, timeout_);
   call.run = [this, tensor, is_root, reduction] {
     exchange_.show(message_of(tensor), tensor.nbytes(), [&](size_t offset, const auto& pieces) {
       if (!is_root) return;
@@ -365,9 +339,7 @@ ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors
   TORCH_CHECK_VALUE(outputs.size() == 1, "shm allgather: expected one list of outputs, got ",
                     outputs.size());
   check_alike(outputs[0], size_, input, "allgather");
-  Call call = call_of(OpType::ALLGATHER, options, outputs[0]);
-  call.shared.dtype = static_cast<int32_t>(input.scalar_type());
-  call.shared.numel = input.numel();
+  BackendCall call = backend_call(OpType::ALLGATHER, options, outputs[0], input, timeout_);
   call.run = [this, list = outputs[0], input] { gather_into(list, input); };
   return launch(std::move(call));
 }
@@ -396,9 +368,8 @@ ShmBackend::WorkPtr ShmBackend::gather(std::vector<Tensors>& outputs, Tensors& i
   TORCH_CHECK_VALUE(outputs.size() == (is_root ? 1U : 0U),
                     "shm gather: expected a list of outputs on the root alone");
   if (is_root) check_alike(outputs[0], size_, input, "gather");
-  Call call = call_of(OpType::GATHER, options, is_root ? outputs[0] : Tensors());
-  call.shared.dtype = static_cast<int32_t>(input.scalar_type());
-  call.shared.numel = input.numel();
+  BackendCall call =
+      backend_call(OpType::GATHER, options, is_root ? outputs[0] : Tensors(), input, timeout_);
   call.run = [this, list = call.results, input] { gather_into(list, input); };
   return launch(std::move(call));
 }
@@ -411,9 +382,7 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
   TORCH_CHECK_VALUE(inputs.size() == (is_root ? 1U : 0U),
                     "shm scatter: expected a list of inputs on the root alone");
   if (is_root) check_alike(inputs[0], size_, output, "scatter");
-  Call call = call_of(OpType::SCATTER, options, outputs);
-  call.shared.dtype = static_cast<int32_t>(output.scalar_type());
-  call.shared.numel = output.numel();
+  BackendCall call = backend_call(OpType::SCATTER, options, outputs, output, timeout_);
   call.run = [this, output, root, list = is_root ? inputs[0] : Tensors()] {
     std::vector<Message> messages;
     for (const at::Tensor& part : list) messages.push_back(message_of(part));
@@ -443,9 +412,7 @@ ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Ten
                     inputs.size());
   check_alike(inputs[0], size_, output, "reduce_scatter");
   const Reduction reduction = reduction_of(options.reduceOp, output.scalar_type(), size_);
-  Call call = call_of(OpType::REDUCE_SCATTER, options, outputs);
-  call.shared.dtype = static_cast<int32_t>(output.scalar_type());
-  call.shared.numel = output.numel();
+  BackendCall call = backend_call(OpType::REDUCE_SCATTER, options, outputs, output, timeout_);
   call.run = [this, output, list = inputs[0], reduction] { scatter_sums(output, list, reduction); };
   return launch(std::move(call));
 }
@@ -515,7 +482,7 @@ ShmBackend::WorkPtr ShmBackend::alltoall(Tensors& outputs, Tensors& inputs,
   for (const Tensors* list : {&outputs, &inputs}) {
     for (const at::Tensor& tensor : *list) check_dense(tensor, "alltoall");
   }
-  Call call = call_of(OpType::ALLTOALL, options, outputs);
+  BackendCall call = backend_call(OpType::ALLTOALL, options, outputs, {}, timeout_);
   call.shared.dtype = static_cast<int32_t>(outputs[0].scalar_type());
   call.run = [this, to = outputs, from = inputs] { exchange(to, from); };
   return launch(std::move(call));
@@ -600,7 +567,7 @@ ShmBackend::WorkPtr ShmBackend::recvAnysource(Tensors& tensors, int tag) {
 }
 
 ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
-  Call call = call_of(OpType::BARRIER, options, {});
+  BackendCall call = backend_call(OpType::BARRIER, options, {}, {}, timeout_);
   call.run = [this] { exchange_.barrier(); };
   return launch(std::move(call));
 }

@@ -3,13 +3,13 @@
 #pragma once
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "cohort/comm/backend.h"
+#include "cohort/comm/backends/backend_call.h"
 #include "cohort/comm/backends/shm/mailbox.h"
 #include "cohort/comm/backends/shm/shared_exchange.h"
 #include "cohort/comm/backends/shm/shared_memory.h"
@@ -90,19 +90,9 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
 
  private:
-  struct Call {
-    c10d::OpType type;
-    SharedCall shared;
-    std::chrono::milliseconds timeout;
-    bool in_background = true;
-    Tensors results;
-    std::function<void()> run;
-  };
-  template <typename CallOptions>
-  Call call_of(c10d::OpType type, const CallOptions& options, const Tensors& results) const;
-  WorkPtr launch(Call call);
+  WorkPtr launch(BackendCall call);
   WorkPtr receive(c10d::OpType type, const at::Tensor& tensor, int from, int tag);
-  void run(const Call& call);
+  void run(const BackendCall& call);
   void gather_into(const Tensors& list, const at::Tensor& input);
   void exchange(const Tensors& outputs, const Tensors& inputs);
   void all_reduce_sparse(at::Tensor tensor);
