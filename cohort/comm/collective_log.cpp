@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <functional>
 #include <unistd.h>
 
 namespace cohort::comm {
@@ -37,6 +38,20 @@ std::string place_of(const FlightRecord& record) {
 bool has_called(const FlightRecord& record, const MatchedCall& call) {
   const auto found = record.num_matched.find(call.group);
   return found != record.num_matched.end() && found->second >= call.number;
+}
+
+// In the order of the calls: what a device waits in may be older than those that are kept.
+std::vector<const MatchedCall*> calls_of(const FlightRecord& record) {
+  std::vector<const DeviceWait*> older;
+  for (const DeviceWait& wait : record.device_waits) {
+    if (std::ranges::find(record.matched, wait.call) == record.matched.end())
+      older.push_back(&wait);
+  }
+  std::ranges::sort(older, std::ranges::greater(), &DeviceWait::ms);
+  std::vector<const MatchedCall*> calls;
+  for (const DeviceWait* wait : older) calls.push_back(&wait->call);
+  for (const MatchedCall& call : record.matched) calls.push_back(&call);
+  return calls;
 }
 
 TraceRecord blank(int rank, int world_size) {
@@ -127,10 +142,10 @@ std::optional<std::string> find_mismatch(const FlightRecords& records) {
   std::vector<std::pair<Entry, Entry>> differences;
   for (const auto& [rank, record] : records) {
     size_t position = 0;
-    for (const MatchedCall& call : record.matched) {
-      const Entry entry{rank, position++, &call};
-      const auto [known, is_new] = known_calls.try_emplace({call.group, call.number}, entry);
-      if (!is_new && known->second.call->what != call.what)
+    for (const MatchedCall* call : calls_of(record)) {
+      const Entry entry{rank, position++, call};
+      const auto [known, is_new] = known_calls.try_emplace({call->group, call->number}, entry);
+      if (!is_new && known->second.call->what != call->what)
         differences.emplace_back(entry, known->second);
     }
   }

@@ -150,8 +150,10 @@ void FailureWatch::publish_if_stuck() {
       std::ranges::none_of(device_waits_, &DeviceWait::is_stuck))
     return;
   const FlightRecord record = calls_.flight_record();
-  if (record.matched == published_) return;
-  published_ = record.matched;
+  std::vector<MatchedCall> calls = record.matched;
+  for (const DeviceWait& wait : record.device_waits) calls.push_back(wait.call);
+  if (calls == published_) return;
+  published_ = std::move(calls);
   store_->set(key("record", rank_), encode(record));
   store_->add(kNumRecords, 1);
 }
