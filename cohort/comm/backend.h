@@ -38,7 +38,8 @@ struct BackendPlugin {
   std::function<c10::intrusive_ptr<c10d::Backend>(const BackendRequest&)> make;
   /// For a backend of a device whose works keep their tensors: returns one that says whether the
   /// given one has ended, and keeps none. It is held until that has ended on the device, a tensor only
-  /// as long as its user needs it. Empty: the works themselves are held.
+  /// as long as its user needs it. May return nothing: that work is not watched. Empty: the works
+  /// themselves are held.
   std::function<c10::intrusive_ptr<c10d::Work>(const c10d::Work&)> progress = {};
 };
 

@@ -30,10 +30,12 @@ class WatchedNccl final : public c10d::ProcessGroupNCCL {
   }
 };
 
-// c10d's own watchdog takes such copies. They lack the outputs.
+// c10d's own watchdog takes such copies. They lack the outputs. Works of another type are not watched.
 c10::intrusive_ptr<c10d::Work> nccl_progress(const c10d::Work& work) {
-  return c10::make_intrusive<c10d::ProcessGroupNCCL::WorkNCCL>(
-      dynamic_cast<const c10d::ProcessGroupNCCL::WorkNCCL&>(work));
+  using NcclWork = c10d::ProcessGroupNCCL::WorkNCCL;
+  const auto* own = dynamic_cast<const NcclWork*>(&work);
+  if (own == nullptr) return {};
+  return c10::make_intrusive<NcclWork>(*own);
 }
 
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendRequest& request) {
