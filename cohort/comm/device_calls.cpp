@@ -19,16 +19,27 @@ bool work_has_ended(c10d::Work& work) {
 
 }  // namespace
 
-void DeviceCalls::add(MatchedCall call, const BackendWork& work) {
+BackendWork DeviceCalls::begin(MatchedCall call, const std::function<BackendWork()>& operation) {
   forget_ended();
-  BackendWork watched = info_.progress ? info_.progress(*work) : work;
-  const std::lock_guard lock(mutex_);
-  begun_.push_back(
-      {.call = std::move(call), .since_ns = steady_now_ns(), .work = std::move(watched)});
+  const auto entry = [&] {
+    const std::lock_guard lock(mutex_);
+    return begun_.insert(begun_.end(), Begun{std::move(call), steady_now_ns(), {}});
+  }();
+  BackendWork watched;
+  const auto over = c10::make_scope_exit([&] {
+    const std::lock_guard lock(mutex_);
+    if (watched) {
+      entry->work = std::move(watched);
+    } else {
+      begun_.erase(entry);
+    }
+  });
+  BackendWork work = operation();
+  if (work) watched = info_.progress ? info_.progress(*work) : work;
+  return work;
 }
 
-std::optional<DeviceWait> DeviceCalls::oldest() {
-  forget_ended();
+std::optional<DeviceWait> DeviceCalls::oldest() const {
   const std::lock_guard lock(mutex_);
   if (begun_.empty()) return std::nullopt;
   const Begun& first = begun_.front();
@@ -47,7 +58,7 @@ void DeviceCalls::forget_ended() {
       if (begun_.empty()) return;
       first = begun_.front().work;
     }
-    if (!work_has_ended(*first)) return;
+    if (!first || !work_has_ended(*first)) return;
     const std::lock_guard lock(mutex_);
     if (!begun_.empty() && begun_.front().work == first) begun_.pop_front();
   }
@@ -63,29 +74,28 @@ BackendWork DeviceGroup::begin(const MatchedCall& call,
                                const std::function<BackendWork()>& operation) {
   in_operation_ = true;
   const auto over = c10::make_scope_exit([this] { in_operation_ = false; });
-  BackendWork work = operation();
-  if (work) calls_->add(call, work);
-  return work;
+  return calls_->begin(call, operation);
 }
 
 BackendWork DeviceGroup::broadcast(std::vector<at::Tensor>& tensors,
                                    const c10d::BroadcastOptions& options) {
   return add("broadcast from " + std::to_string(options.rootRank), tensors,
-             c10d::ProcessGroup::broadcast(tensors, options));
+             [&] { return c10d::ProcessGroup::broadcast(tensors, options); });
 }
 
 BackendWork DeviceGroup::allreduce(std::vector<at::Tensor>& tensors,
                                    const c10d::AllreduceOptions& options) {
-  return add("all_reduce", tensors, c10d::ProcessGroup::allreduce(tensors, options));
+  return add("all_reduce", tensors,
+             [&] { return c10d::ProcessGroup::allreduce(tensors, options); });
 }
 
-// Numbers of their own: DistributedDataParallel's buckets come before its reduction where there is a
-// backward, and within it on a rank that has joined.
+// Numbered in a group of their own (" c10d"), because a rank that has joined calls the buckets in
+// another order relative to Cohort's operations.
 BackendWork DeviceGroup::add(const std::string& operation, const std::vector<at::Tensor>& tensors,
-                             BackendWork work) {
-  const bool is_watched = !in_operation_ && work && !tensors.empty() &&
+                             const std::function<BackendWork()>& begin) {
+  const bool is_watched = !in_operation_ && !tensors.empty() &&
                           tensors.front().device().type() == calls_->info().device;
-  if (!is_watched) return work;
+  if (!is_watched) return begin();
   TraceRecord where;
   const CallSite site = CallSiteScope::outermost_or({});
   if (site.line > 0) set_call_site(where, site);
@@ -93,8 +103,7 @@ BackendWork DeviceGroup::add(const std::string& operation, const std::vector<at:
                    .what = call_text("c10d's " + operation, tensors.front()),
                    .site = where.call_site.data()};
   call.number = log_->add(call);
-  calls_->add(std::move(call), work);
-  return work;
+  return calls_->begin(std::move(call), begin);
 }
 
 }  // namespace cohort::comm

@@ -4,8 +4,8 @@
 #pragma once
 #include <c10/util/intrusive_ptr.h>
 #include <chrono>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,28 +34,32 @@ struct DeviceGroupInfo {
 /// The collectives of one group that its device has not ended, the oldest first.
 ///
 /// A work whose query throws counts as ended: its backend tells that error.
-/// Threads: any. Works are asked outside of the lock, and by any of the callers.
+/// Threads: any. A query of a device may block, while another thread frees its memory, say: works are
+/// asked outside of the lock, by `begin` and `forget_ended` alone.
 class DeviceCalls {
  public:
   explicit DeviceCalls(DeviceGroupInfo info) : info_(std::move(info)) {}
 
   const DeviceGroupInfo& info() const { return info_; }
-  /// Adds a collective that has begun now, and forgets older ones that have ended.
-  void add(MatchedCall call, const BackendWork& work);
-  /// The oldest that has not ended.
-  std::optional<DeviceWait> oldest();
+  /// Forgets what has ended, and begins `call` by `operation`, whose work it returns. It counts from
+  /// before: the host may wait in there, as in a first one, which connects. One that throws, returns
+  /// no work, or one without progress, is not added.
+  BackendWork begin(MatchedCall call, const std::function<BackendWork()>& operation);
+  /// The oldest that had not ended when the device was last asked. Does not ask it.
+  std::optional<DeviceWait> oldest() const;
+  /// Asks the device. May block.
+  void forget_ended();
 
  private:
   struct Begun {
     MatchedCall call;
     int64_t since_ns;
-    BackendWork work;
+    BackendWork work;  // none: the host is still beginning it
   };
-  void forget_ended();
 
   const DeviceGroupInfo info_;
-  std::mutex mutex_;
-  std::deque<Begun> begun_;  // guarded by mutex_
+  mutable std::mutex mutex_;
+  std::list<Begun> begun_;  // guarded by mutex_
 };
 
 /// The c10d group of a group whose backend is a device's. It adds what others than Cohort's own
@@ -79,7 +83,7 @@ class DeviceGroup final : public c10d::ProcessGroup {
 
  private:
   BackendWork add(const std::string& operation, const std::vector<at::Tensor>& tensors,
-                  BackendWork work);
+                  const std::function<BackendWork()>& begin);
 
   const std::shared_ptr<CollectiveLog> log_;
   const std::shared_ptr<DeviceCalls> calls_;

@@ -30,7 +30,8 @@ struct FailureReport {
 struct FailureWatchCalls {
   std::function<FlightRecord()> flight_record;         ///< CollectiveLog::flight_record.
   std::function<std::optional<int64_t>()> waiting_ns;  ///< CollectiveLog::waiting_ns.
-  /// What its devices wait in, the oldest call of each group; empty: it has none. It must not block.
+  /// What its devices wait in, the oldest call of each group; empty: it has none. It must not block:
+  /// a rank whose watching thread does is lost.
   std::function<std::vector<DeviceWait>()> device_waits = {};
   /// Whether a rank's process is known to have ended; empty: of none.
   std::function<bool(int rank)> has_ended = {};
@@ -41,17 +42,19 @@ struct FailureWatchCalls {
 ///
 /// The first rank whose operation fails declares it in the store. Every rank's watching thread sees
 /// that, answers with its rank's flight record even while its main thread is stuck in an operation,
-/// and ends that operation. A rank whose process has ended is lost at once, one that has not
-/// answered within two seconds, dead or not, then; the declarer writes the failure report, and every watcher keeps it, so that all survivors name
-/// the same ranks. A store that is gone, or silent, means that rank 0, its host, is lost.
+/// and ends that operation. A rank is lost as soon as its process has ended, or when it has not
+/// answered within two seconds, dead or not. The declarer then writes the failure report, and every
+/// watcher keeps it, so that all survivors name the same ranks. A store that is gone, or silent, means
+/// that rank 0, its host, is lost.
 ///
 /// A rank that waits for more than two seconds publishes its flight record; rank 0's watcher
 /// compares them and declares a failure if two ranks called different collectives.
 ///
 /// The host does not wait for collectives of devices, so none of its operations fails when another
-/// rank does not come, or is lost. For these the watching thread asks the device. A rank whose device
-/// waits in a call publishes its record too (DeviceWait::stuck_ms), and declares a failure when the
-/// group's timeout is reached: two seconds later at most. Its group's ranks `follow` each other.
+/// rank does not come, or is lost. For these the watching thread looks at what the device was last
+/// known to wait in. A rank whose device waits in a call publishes its record too
+/// (DeviceWait::stuck_ms), and declares a failure when the group's timeout is reached: two seconds
+/// later at most. Its group's ranks `follow` each other.
 ///
 /// Cost: one wait for the declaration in the store every two seconds; on rank 0, and on every rank
 /// where the store can only be polled, one every quarter of a second.
@@ -102,9 +105,9 @@ class FailureWatch {
     int64_t num_seen = 0;
     int num_silent_looks = 0;
   };
-  std::vector<DeviceWait> device_waits_;           // the watching thread's: at its last look
-  std::vector<MatchedCall> published_;             // the watching thread's
-  int64_t num_published_ = 0;                      // the watching thread's
+  std::vector<DeviceWait> device_waits_;  // the watching thread's: at its last look
+  std::vector<MatchedCall> published_;    // the watching thread's: its calls, then its devices'
+  int64_t num_published_ = 0;             // the watching thread's
   std::chrono::steady_clock::time_point beat_at_;  // the watching thread's
   std::map<int, Beats> followed_;                  // the watching thread's; by rank
   std::mutex mutex_;

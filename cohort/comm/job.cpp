@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <pthread.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "cohort/base/env.h"
@@ -13,6 +14,9 @@ namespace cohort::comm {
 namespace {
 
 constexpr std::array<const char*, 3> kChecks{"off", "on", "always"};
+constexpr std::chrono::milliseconds kAskInterval{100};
+// Between two looks of the watch, which come every two seconds or more often.
+constexpr int64_t kLongestLookNs = 4'000'000'000;
 
 ProcessGroupOptions with_environment(ProcessGroupOptions options) {
   if (const auto check = env_int("COHORT_CHECK_COLLECTIVES", 0, 2))
@@ -102,28 +106,63 @@ void Job::start_watch() {
                         .abort = [this] { abort(); }});
 }
 
+void Job::stop_watch() {
+  watch.reset();
+  prober_ = {};
+}
+
+// What aborts a backend may take long, so nobody waits for it at the lock.
 void Job::add(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  const std::lock_guard lock(mutex_);
-  if (aborted_) abort_backends(*group);
-  groups_.emplace_back(group);
+  const bool is_dead = [&] {
+    const std::lock_guard lock(mutex_);
+    groups_.emplace_back(group);
+    return aborted_.load();
+  }();
+  if (is_dead) abort_backends(*group);
 }
 
 void Job::add(const std::shared_ptr<DeviceCalls>& calls) {
   const std::lock_guard lock(mutex_);
   std::erase_if(device_calls_, [](const auto& each) { return each.expired(); });
   device_calls_.emplace_back(calls);
+  if (prober_.joinable()) return;
+  prober_ = std::jthread([this](const std::stop_token& stop) { ask_devices(stop); });
+  pthread_setname_np(prober_.native_handle(), "cohort-device");
 }
 
-std::vector<DeviceWait> Job::device_waits() {
-  const auto all = [this] {
-    const std::lock_guard lock(mutex_);
-    return device_calls_;
-  }();
-  std::vector<DeviceWait> waits;
-  for (const auto& each : all) {
-    const auto calls = each.lock();
-    if (auto wait = calls ? calls->oldest() : std::nullopt) waits.push_back(std::move(*wait));
+std::vector<std::weak_ptr<DeviceCalls>> Job::device_calls() {
+  const std::lock_guard lock(mutex_);
+  return device_calls_;
+}
+
+// On a thread of its own: a query may block for as long as another thread holds the driver's lock. The
+// call that is asked about then only grows older.
+void Job::ask_devices(const std::stop_token& stop) {
+  while (!stop.stop_requested()) {
+    for (const auto& each : device_calls()) {
+      if (const auto calls = each.lock()) calls->forget_ended();
+    }
+    std::unique_lock lock(mutex_);
+    idle_.wait_for(lock, stop, kAskInterval, [] { return false; });
   }
+}
+
+// A job that was stopped, and resumes, has not waited meanwhile.
+std::vector<DeviceWait> Job::device_waits() {
+  const int64_t last = std::exchange(looked_ns_, steady_now_ns());
+  if (last != 0 && looked_ns_ - last > kLongestLookNs)
+    stopped_.emplace_back(last + kLongestLookNs, looked_ns_);
+  std::vector<DeviceWait> waits;
+  for (const auto& each : device_calls()) {
+    const auto calls = each.lock();
+    auto wait = calls ? calls->oldest() : std::nullopt;
+    if (!wait) continue;
+    const int64_t since_ns = steady_now_ns() - wait->ms * 1'000'000;
+    for (const auto& [from, to] : stopped_)
+      wait->ms -= std::max<int64_t>(to - std::max(from, since_ns), 0) / 1'000'000;
+    waits.push_back(std::move(*wait));
+  }
+  if (waits.empty()) stopped_.clear();
   return waits;
 }
 
@@ -135,9 +174,12 @@ FlightRecord Job::flight_record() {
 }
 
 void Job::abort() {
-  const std::lock_guard lock(mutex_);
-  aborted_ = true;
-  for (const auto& entry : groups_) {
+  const auto groups = [this] {
+    const std::lock_guard lock(mutex_);
+    aborted_ = true;
+    return groups_;
+  }();
+  for (const auto& entry : groups) {
     if (const auto group = entry.lock()) abort_backends(*group);
   }
 }

@@ -2,9 +2,13 @@
 // What a process has once for a group of all ranks and its sub-groups. Not installed.
 #pragma once
 #include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <stop_token>
+#include <thread>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
 
 #include "cohort/comm/collective_log.h"
@@ -27,11 +31,14 @@ struct Job {
   void join();
   /// Starts to watch the other ranks, after `join`. Nothing in a job of one.
   void start_watch();
+  /// Ends the threads of the watch; waits for a device that does not answer.
+  void stop_watch();
   /// Ends all waiting in the backends of all groups.
   void abort();
   /// Makes `abort` know the backends of a group.
   void add(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-  /// Makes the watch know what a group's devices do, as long as `calls` lives.
+  /// Makes the watch know what a group's devices do, as long as `calls` lives. Starts the thread that
+  /// asks them.
   void add(const std::shared_ptr<DeviceCalls>& calls);
   /// Whether the watch has ended all waiting: the groups are dead. From any thread.
   bool is_aborted() const { return aborted_; }
@@ -43,13 +50,19 @@ struct Job {
   bool dead = false;
 
  private:
+  std::vector<std::weak_ptr<DeviceCalls>> device_calls();
+  void ask_devices(const std::stop_token& stop);
   std::vector<DeviceWait> device_waits();
   FlightRecord flight_record();
 
   std::mutex mutex_;
+  std::condition_variable_any idle_;
   std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> groups_;  // guarded by mutex_
   std::vector<std::weak_ptr<DeviceCalls>> device_calls_;             // guarded by mutex_
   std::atomic<bool> aborted_ = false;
+  int64_t looked_ns_ = 0;                             // the watching thread's; 0: not yet
+  std::vector<std::pair<int64_t, int64_t>> stopped_;  // the watching thread's; from, to
+  std::jthread prober_;
 
  public:
   std::unique_ptr<FailureWatch> watch;  // last: its thread uses all the others

@@ -208,6 +208,9 @@ ProcessGroup ProcessGroup::subgroup(const std::vector<int>& ranks, const std::st
   if (options.backend && *options.backend != "auto") find_backend(*options.backend);
   TORCH_CHECK_VALUE(!options.timeout || options.timeout->count() > 0, "subgroup \"", name,
                     "\": expected a timeout above 0, got ", options.timeout->count(), " ms");
+  impl().check_open();
+  TORCH_CHECK_VALUE(impl_->job->watch || rank_info().world_size == 1, "subgroup \"", name,
+                    "\": expected an open group of all ranks, but it was closed");
   std::vector<int> sorted = ranks;
   std::sort(sorted.begin(), sorted.end());
   TORCH_CHECK_VALUE(!sorted.empty(), "subgroup \"", name, "\": expected at least one rank");
@@ -486,7 +489,7 @@ void ProcessGroup::close(CallSite site) const {
         // A rank that leaves right after its last collective may leave another waiting in it.
         impl_->arrive("closing");
         impl_->wait_for_all("closing");
-        if (impl_->is_world()) impl_->job->watch.reset();
+        if (impl_->is_world()) impl_->job->stop_watch();
         impl_->closed = true;
         impl_->end_devices();
         impl_->device_group = nullptr;
