@@ -2,13 +2,17 @@
 // What a watch does to its connections when it ends.
 #include "cohort/comm/failure_watch.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <future>
 #include <gtest/gtest.h>
+#include <stdexcept>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "cohort/comm/collective_log.h"
+#include "cohort/comm/device_calls.h"
 
 #include "tests/support/loopback.h"
 
@@ -75,6 +79,72 @@ TEST(CollectiveLogTest, OfTwoRanksThatPartTheEarlierIsNamed) {
   EXPECT_TRUE(find_mismatch(crossed).has_value());
   EXPECT_EQ(find_mismatch({{0, records.at(0)}, {2, record_of(2, {call_of("", 1, "a")})}}),
             std::nullopt);
+}
+
+// Of these ranks the log has kept later calls alone.
+TEST(CollectiveLogTest, WhatADeviceWaitsInIsComparedHoweverManyCallsFollow) {
+  const auto record = [](int rank, const std::string& what) {
+    CollectiveLog log(rank, 2, RankTrace::open(""));
+    const MatchedCall call = call_of("", log.add(call_of("", 0, what)), what);
+    for (int i = 0; i < 80; ++i) log.add(call_of("", 0, "all_reduce"));
+    FlightRecord result = log.flight_record();
+    const auto is_it = [&](const MatchedCall& each) { return each.number == call.number; };
+    EXPECT_TRUE(std::ranges::none_of(result.matched, is_it));
+    result.device_waits = {{.call = call, .name = "world", .ranks = {0, 1}, .ms = 9000}};
+    return result;
+  };
+  const FlightRecord mine = record(0, "all_reduce");
+  EXPECT_EQ(find_mismatch({{0, mine}, {1, record(1, "broadcast")}}).value_or("none"),
+            "rank 1 calls broadcast at a.cpp:1 where rank 0 calls all_reduce at a.cpp:1");
+  EXPECT_EQ(find_mismatch({{0, mine}, {1, record(1, "all_reduce")}}), std::nullopt);
+  // Of two groups the one whose call is older.
+  FlightRecord two = mine, others = record(1, "broadcast");
+  two.device_waits.push_back({.call = call_of("pair", 1, "x"), .ms = 9500});
+  others.device_waits.push_back({.call = call_of("pair", 1, "y"), .ms = 9500});
+  EXPECT_EQ(find_mismatch({{0, two}, {1, others}}).value_or("none"),
+            "rank 1 calls y at a.cpp:1 where rank 0 calls x at a.cpp:1");
+}
+
+// Ends when it is told to; counts how often it is asked.
+struct AskedWork : c10d::Work {
+  bool isCompleted() override {
+    ++num_asked;
+    return has_ended;
+  }
+  bool has_ended = false;
+  int num_asked = 0;
+};
+
+TEST(DeviceCallsTest, ACallCountsFromBeforeItBegins) {
+  DeviceCalls calls({.id = "a", .name = "world", .ranks = {0, 1}});
+  const auto work = c10::make_intrusive<AskedWork>();
+  const auto begin = [&] {
+    calls.forget_ended();
+    EXPECT_TRUE(calls.oldest().has_value()) << "the host is still in it";
+    return work;
+  };
+  EXPECT_EQ(calls.begin(call_of("a", 1, "all_reduce"), begin), work);
+  EXPECT_EQ(calls.oldest().value().call.what, "all_reduce");
+  EXPECT_EQ(work->num_asked, 0) << "looking does not ask the device";
+  calls.forget_ended();
+  EXPECT_EQ(work->num_asked, 1);
+  EXPECT_TRUE(calls.oldest().has_value());
+  work->has_ended = true;
+  calls.forget_ended();
+  EXPECT_FALSE(calls.oldest().has_value());
+}
+
+TEST(DeviceCallsTest, WhatDoesNotBeginIsNotAdded) {
+  DeviceCalls calls({.id = "a", .name = "world", .ranks = {0, 1}});
+  const auto fail = []() -> BackendWork { throw std::runtime_error("refused"); };
+  EXPECT_THROW(calls.begin(call_of("a", 1, "x"), fail), std::runtime_error);
+  EXPECT_FALSE(calls.oldest().has_value());
+  calls.begin(call_of("a", 2, "x"), [] { return BackendWork(); });
+  EXPECT_FALSE(calls.oldest().has_value());
+  DeviceCalls without_progress({.progress = [](const c10d::Work&) { return BackendWork(); }});
+  const auto work = c10::make_intrusive<AskedWork>();
+  EXPECT_EQ(without_progress.begin(call_of("a", 1, "x"), [&] { return work; }), work);
+  EXPECT_FALSE(without_progress.oldest().has_value());
 }
 
 DeviceWait wait_of(const std::string& group, int64_t number, int64_t ms) {
@@ -247,6 +317,25 @@ TEST(FailureWatchTest, ARankWhoseDeviceWaitsPublishesThenFails) {
   EXPECT_FALSE(store->check({"declared"}));
   age_ms = 60'000;
   store->wait({"declared"}, std::chrono::seconds(20));
+}
+
+// More calls than are kept follow the one that waits: `matched` changes no more when it is stuck.
+TEST(FailureWatchTest, ADeviceThatHasJustBecomeStuckIsPublishedToo) {
+  auto store = c10::make_intrusive<CountingStore>();
+  std::atomic<int64_t> age_ms = 5000;
+  FailureWatchCalls calls = calls_of_device(age_ms);
+  calls.waiting_ns = [] { return 3'000'000'000; };
+  calls.flight_record = [&] {
+    FlightRecord record = record_of(1, {call_of("", 1, "all_reduce")});
+    if (age_ms >= 6000) record.device_waits = {wait_of("a", 1, age_ms)};
+    return record;
+  };
+  const FailureWatch watch(StoreConnection{store, [] {}}, 1, 2, false, calls);
+  store->wait({"record/1"}, std::chrono::seconds(20));
+  age_ms = 6000;
+  for (int i = 0; i < 200 && store->add("num_records", 0) < 2; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(store->add("num_records", 0), 2);
 }
 
 TEST(FailureWatchTest, SignsOfLifeBeginWithTheFirstFollowedRank) {

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks whose devices wait for a call that another rank does not make: who is told, what, and when.
 #include <ATen/ops/ones.h>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <gtest/gtest.h>
 #include <mutex>
 #include <numeric>
+#include <regex>
+#include <sys/wait.h>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -17,6 +20,7 @@
 
 #include "tests/device/second_backend.h"
 #include "tests/device/second_device.h"
+#include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
 namespace cohort::test {
@@ -77,12 +81,18 @@ class Meetings {
   bool aborted_ = false;
 };
 
+// While it is set a query of the device blocks, as where another thread has the driver's lock.
+std::atomic<bool> driver_is_locked = false;
+
 // As NCCL's: `wait` orders what is queued on the device, and returns.
 class QueuedWork final : public c10d::Work {
  public:
   QueuedWork(std::shared_ptr<Meetings> device, int64_t number)
       : device_(std::move(device)), number_(number) {}
-  bool isCompleted() override { return device_->has_ended(number_); }
+  bool isCompleted() override {
+    while (driver_is_locked) std::this_thread::sleep_for(milliseconds(20));
+    return device_->has_ended(number_);
+  }
   bool wait(milliseconds) override { return true; }
 
  private:
@@ -209,8 +219,10 @@ TEST_P(DeviceStallTest, ARankThatNeverCallsIsNamedAtTheTimeout) {
       ends,
       {"lost a peer in barrier \"next\"",
        "rank 1 has not come to all_reduce(sum) of float32[4] at device_stall_test.cpp:",
-       ", call 4 of group \"world\", for which the devices of " + the_others() + " wait since 4.",
+       ", call 4 of group \"world\", for which the devices of " + the_others() + " wait since ",
        ": outside of collectives since ", ", last called broadcast from 0 of float32[4]"});
+  for (const RankEnd& end : ends)  // the timeout, and two seconds
+    EXPECT_TRUE(std::regex_search(end.output, std::regex("wait since [4-9]\\."))) << end.output;
 }
 
 // As c10d's Reducer calls it with gradients: no operation of Cohort's.
@@ -244,6 +256,105 @@ TEST_P(DeviceStallTest, ARankThatCallsAnotherOperationIsNamed) {
               {"the ranks disagree in barrier \"next\"",
                "rank 1 calls broadcast from 0 of float32[4] at device_stall_test.cpp:",
                " where rank 0 calls all_reduce(sum) of float32[4] at device_stall_test.cpp:"});
+}
+
+// No rank's log has that call any more when its device is stuck in it.
+TEST_P(DeviceStallTest, ADifferenceManyCallsAgoIsNamed) {
+  const auto ends = queued_ranks(
+      world_size(), seconds(20), [](const ProcessGroup& group, const at::Tensor& data) {
+        if (group.rank() == 1) {
+          group.broadcast_async(data).wait();
+        } else {
+          group.all_reduce_async(data.narrow(0, 0, 2)).wait();
+        }
+        for (int i = 0; i < 80; ++i) group.all_reduce_async(data).wait();
+        EXPECT_LT(waited_for(group), seconds(15)) << "ranks compare after two seconds";
+        group.barrier("next");
+      });
+  expect_told(ends,
+              {"the ranks disagree in barrier \"next\"",
+               "rank 1 calls broadcast from 0 of float32[4] at device_stall_test.cpp:",
+               " where rank 0 calls all_reduce(sum) of float32[2] at device_stall_test.cpp:"});
+}
+
+// For longer than five signs of life.
+TEST_P(DeviceStallTest, ARankWhoseDriverIsLockedIsNotLost) {
+  const auto ends = queued_ranks(world_size(), seconds(60),
+                                 [](const ProcessGroup& group, const at::Tensor& data) {
+                                   if (group.rank() == 1) {
+                                     group.all_reduce_async(data).wait();
+                                     driver_is_locked = true;
+                                   }
+                                   std::this_thread::sleep_for(seconds(16));
+                                   driver_is_locked = false;
+                                   if (group.rank() != 1) group.all_reduce_async(data).wait();
+                                   device_of(group).synchronize();
+                                   group.barrier("next");
+                                 });
+  for (const RankEnd& end : ends) {
+    EXPECT_EQ(end.exit_code, 0) << end.output;
+    EXPECT_EQ(end.output.find("rank 1"), std::string::npos) << end.output;
+  }
+}
+
+// It answers the liveness check, too.
+TEST_P(DeviceStallTest, ARankWhoseDriverIsLockedIsToldWhoIsMissing) {
+  const auto ends =
+      queued_ranks(world_size(), seconds(4), [](const ProcessGroup& group, const at::Tensor& data) {
+        if (group.rank() == 1) {
+          EXPECT_TRUE(device_of(group).is_aborted_soon());
+        } else {
+          group.all_reduce_async(data).wait();
+          driver_is_locked = true;
+          EXPECT_TRUE(device_of(group).is_aborted_soon());
+          driver_is_locked = false;
+        }
+        group.barrier("next");
+      });
+  expect_told(ends, {"rank 1 has not come to all_reduce(sum) of float32[4] at "});
+}
+
+// All of them at once, as a batch system does with a job, for longer than the timeout.
+TEST_P(DeviceStallTest, AJobThatWasStoppedGoesOn) {
+  const auto ends =
+      queued_ranks(world_size(), seconds(8), [](const ProcessGroup& group, const at::Tensor& data) {
+        if (group.rank() != 1) group.all_reduce_async(data).wait();
+        group.barrier("stop");
+        const pid_t child = ::fork();
+        if (child == 0) {
+          ::kill(::getppid(), SIGSTOP);
+          ::sleep(12);
+          ::kill(::getppid(), SIGCONT);
+          ::_exit(0);
+        }
+        ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+        std::this_thread::sleep_for(seconds(1));  // the watch looks
+        if (group.rank() == 1) group.all_reduce_async(data).wait();
+        device_of(group).synchronize();
+        group.barrier("next");
+      });
+  for (const RankEnd& end : ends) {
+    EXPECT_EQ(end.exit_code, 0) << end.output;
+    EXPECT_EQ(end.output.find("rank 1"), std::string::npos) << end.output;
+  }
+}
+
+TEST_P(DeviceStallTest, AClosedJobHasNoNewGroups) {
+  const auto ends = queued_ranks(
+      world_size(), seconds(20), [](const ProcessGroup& group, const at::Tensor& data) {
+        std::vector<int> ranks(static_cast<size_t>(group.size()));
+        std::iota(ranks.begin(), ranks.end(), 0);
+        const ProcessGroup rows = group.subgroup(ranks, "rows");
+        rows.all_reduce(data);
+        device_of(rows).synchronize();
+        group.close();
+        EXPECT_EQ(message_of<c10::ValueError>([&] { rows.subgroup(ranks, "late"); }),
+                  "subgroup \"late\": expected an open group of all ranks, but it was closed");
+      });
+  for (const RankEnd& end : ends) {  // which then closes the group again
+    EXPECT_EQ(end.output.find(": Failure\n"), std::string::npos) << end.output;
+    EXPECT_NE(end.output.find("\"world\" was closed"), std::string::npos) << end.output;
+  }
 }
 
 TEST_P(DeviceStallTest, ARankThatCallsWithAnotherShapeIsNamed) {
