@@ -94,6 +94,7 @@ void Job::join() {
 void Job::start_watch() {
   if (info.world_size == 1) return;
   const bool rank_0_hosts = info.store_file.empty() && !info.agent_store;
+  looked_ns_ = steady_now_ns();
   watch = std::make_unique<FailureWatch>(
       std::move(rendezvous.watch), info.rank, info.world_size, rank_0_hosts,
       FailureWatchCalls{.flight_record = [this] { return flight_record(); },
@@ -150,8 +151,7 @@ void Job::ask_devices(const std::stop_token& stop) {
 // A job that was stopped, and resumes, has not waited meanwhile.
 std::vector<DeviceWait> Job::device_waits() {
   const int64_t last = std::exchange(looked_ns_, steady_now_ns());
-  if (last != 0 && looked_ns_ - last > kLongestLookNs)
-    stopped_.emplace_back(last + kLongestLookNs, looked_ns_);
+  if (looked_ns_ - last > kLongestLookNs) stopped_.emplace_back(last + kLongestLookNs, looked_ns_);
   std::vector<DeviceWait> waits;
   for (const auto& each : device_calls()) {
     const auto calls = each.lock();

@@ -60,7 +60,7 @@ struct Job {
   std::vector<c10::weak_intrusive_ptr<c10d::ProcessGroup>> groups_;  // guarded by mutex_
   std::vector<std::weak_ptr<DeviceCalls>> device_calls_;             // guarded by mutex_
   std::atomic<bool> aborted_ = false;
-  int64_t looked_ns_ = 0;                             // the watching thread's; 0: not yet
+  int64_t looked_ns_ = 0;                             // the watching thread's
   std::vector<std::pair<int64_t, int64_t>> stopped_;  // the watching thread's; from, to
   std::jthread prober_;
 

@@ -318,8 +318,8 @@ TEST_P(DeviceStallTest, ARankWhoseDriverIsLockedIsToldWhoIsMissing) {
 TEST_P(DeviceStallTest, AJobThatWasStoppedGoesOn) {
   const auto ends =
       queued_ranks(world_size(), seconds(8), [](const ProcessGroup& group, const at::Tensor& data) {
-        if (group.rank() != 1) group.all_reduce_async(data).wait();
         group.barrier("stop");
+        if (group.rank() != 1) group.all_reduce_async(data).wait();
         const pid_t child = ::fork();
         if (child == 0) {
           ::kill(::getppid(), SIGSTOP);
