@@ -170,6 +170,8 @@ class CheckReadmeTest(unittest.TestCase):
         self.check("--write")
         self.assertIn("- Rate (2026-01-02, 0123456): 12.3 rows/s\n", self.text("README.md"))
         self.append("cohort/base/error.h", "int changed;\n")
+        self.check("--write")
+        self.assertIn("- Rate (2026-01-02, 0123456): 12.3 rows/s\n", self.text("README.md"))
         self.expect_good()
         self.write_record("0123456789abcdef", dated | {"dated": False})
         self.expect_fault("README.md: its example or figures are not the present ones")
