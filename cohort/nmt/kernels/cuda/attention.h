@@ -125,7 +125,7 @@ COHORT_DEVICE inline int64_t score_row(const SoftmaxShape& shape, const Attentio
 }
 
 /// A Warp has
-///   each(body):       body(lane, AttentionLane&) for each lane; only the others exchange numbers;
+///   each(body):       body(lane, AttentionLane&) for each lane; lanes exchange nothing in it;
 ///   multiply(select): the product of what select(AttentionLane&) names;
 ///   of_row(member, join): joins [2] numbers of the four lanes that share a row, on all of them.
 template <class Warp>
@@ -192,6 +192,21 @@ COHORT_DEVICE inline void for_scores(int lane, const Body& body) {
     for (int i = 0; i < 4; ++i) body(n, i, i / 2, 8 * n + lane % 4 * 2 + i % 2);
 }
 
+/// Of a lane's two rows of queries in the tile of keys from `first` on: how many keys each sees there,
+/// and the numbers of its first element among all scores.
+struct AttentionTileRows {
+  int64_t seen[2], element[2];
+
+  COHORT_DEVICE AttentionTileRows(const SoftmaxShape& shape, const AttentionPlace& place,
+                                  int64_t length, int lane, int64_t first) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t query = place.first + lane / 4 + 8 * half;
+      seen[half] = keys_seen(shape, length, query) - first;
+      element[half] = score_row(shape, place, query) * shape.keys + first;
+    }
+  }
+};
+
 /// A fragments of weights[index] from C fragments.
 COHORT_DEVICE inline void set_weights(AttentionLane& at, int index,
                                       const float (&values)[kTileColumns][4]) {
@@ -245,14 +260,12 @@ COHORT_DEVICE inline void attention_warp(Warp& warp, const AttentionLaunch& laun
   for (int64_t first = 0; first < end; first += kAttentionTile) {
     multiply_tile(warp, 0, launch.k, place, first, length);
     warp.each([&](int lane, AttentionLane& at) {
-      const int64_t query = place.first + lane / 4;
-      const int64_t seen[2] = {keys_seen(shape, length, query) - first,
-                               keys_seen(shape, length, query + 8) - first};
+      const AttentionTileRows rows(shape, place, length, lane, first);
       at.before[0] = at.top[0];
       at.before[1] = at.top[1];
       for_scores(lane, [&](int n, int i, int half, int column) {
         float& score = at.scores[0][n][i];
-        score = column < seen[half] ? score * shape.scale : -INFINITY;
+        score = column < rows.seen[half] ? score * shape.scale : -INFINITY;
         at.top[half] = score > at.top[half] || score != score ? score : at.top[half];
       });
     });
@@ -266,15 +279,14 @@ COHORT_DEVICE inline void attention_warp(Warp& warp, const AttentionLaunch& laun
       }
       for (auto& of : at.sums[0])
         for (int i = 0; i < 4; ++i) of[i] *= factors[i / 2];
-      const int64_t query = place.first + lane / 4;
-      const int64_t rows[2] = {score_row(shape, place, query) * shape.keys + first,
-                               score_row(shape, place, query + 8) * shape.keys + first};
+      const AttentionTileRows rows(shape, place, length, lane, first);
       Dropper drop(launch.dropout);  // A hash serves the two neighbours in a row.
       for_scores(lane, [&](int n, int i, int half, int column) {
         float& score = at.scores[0][n][i];
         const float weight = score == -INFINITY ? 0 : exponential(score - at.top[half]);
         at.total[half] += weight;
-        score = launch.dropout.rule.threshold == 0 ? weight : drop(weight, rows[half] + column);
+        score =
+            launch.dropout.rule.threshold == 0 ? weight : drop(weight, rows.element[half] + column);
       });
       set_weights(at, 0, at.scores[0]);
     });
@@ -329,19 +341,19 @@ COHORT_DEVICE inline void attention_queries_backward_warp(Warp& warp,
     multiply_tile(warp, 0, launch.k, place, first, length);
     multiply_tile(warp, 1, launch.v, place, first, length);
     warp.each([&](int lane, AttentionLane& at) {
-      const int64_t query = place.first + lane / 4;
-      const int64_t seen[2] = {keys_seen(shape, length, query) - first,
-                               keys_seen(shape, length, query + 8) - first};
-      const int64_t rows[2] = {score_row(shape, place, query) * shape.keys + first,
-                               score_row(shape, place, query + 8) * shape.keys + first};
+      const AttentionTileRows rows(shape, place, length, lane, first);
       Dropper drop(launch.dropout);
       for_scores(lane, [&](int n, int i, int half, int column) {
-        const float weight =
-            column < seen[half] ? exponential(at.scores[0][n][i] * shape.scale - at.top[half]) : 0;
+        float& score = at.scores[0][n][i];
+        if (column >= rows.seen[half]) {
+          score = 0;
+          return;
+        }
+        const float weight = exponential(score * shape.scale - at.top[half]);
         const float slope = launch.dropout.rule.threshold == 0
                                 ? at.scores[1][n][i]
-                                : drop(at.scores[1][n][i], rows[half] + column);
-        at.scores[0][n][i] = column < seen[half] ? weight * (slope - at.total[half]) : 0;
+                                : drop(at.scores[1][n][i], rows.element[half] + column);
+        score = weight * (slope - at.total[half]);
       });
       set_weights(at, 0, at.scores[0]);
     });
