@@ -20,6 +20,12 @@ at::ScalarType compute_type(const at::Tensor& parameter, Precision precision) {
   return precision == Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
 }
 
+// Rows [first, first + count) of x, which may be undefined. A view of all of them would cost a copy of
+// their gradient.
+at::Tensor rows_of(const at::Tensor& x, int64_t first, int64_t count) {
+  return !x.defined() || count == x.size(0) ? x : x.narrow(0, first, count);
+}
+
 // A block of a layer with dropout, the residual connection and its norm. A tensor-parallel region
 // begins before the block and ends in its last projection. The sum stays in x's type, which is
 // wider than what the block computes in.
@@ -166,8 +172,7 @@ at::Tensor ProjectionImpl::forward(const at::Tensor& x) {
 }
 
 at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t count) {
-  const bool whole = !bias.defined() || count == bias.size(0);
-  return product(x, first, count, whole ? bias : bias.narrow(0, first, count));
+  return product(x, first, count, rows_of(bias, first, count));
 }
 
 at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t count,
@@ -182,9 +187,8 @@ at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t c
   if (infers(*this, x)) {
     return packed(first, count).rows.multiply(x.to(type), added.defined() ? added.to(type) : added);
   }
-  // A view of the whole would cost a copy of its gradient.
-  const at::Tensor w = count == weight.size(0) ? weight : weight.narrow(0, first, count);
-  return linear(x, w, added.defined() ? std::optional(added) : std::nullopt, type);
+  return linear(x, rows_of(weight, first, count),
+                added.defined() ? std::optional(added) : std::nullopt, type);
 }
 
 Int8Scores ProjectionImpl::scores(const at::Tensor& x, bool with_sums) {
