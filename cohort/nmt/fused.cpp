@@ -375,10 +375,10 @@ at::Tensor attention_of(const at::Tensor& x, const at::Tensor& kv, const at::Ten
                     key_lengths_B.toString(), " ", key_lengths_B.sizes());
   check_device(key_lengths_B, x, "attention: lengths");
   check_range("attention: lengths", key_lengths_B, 1, keys);
-  const double scale = 1 / std::sqrt(static_cast<double>(width / options.heads));
+  const int64_t head_width = width / options.heads;
+  const double scale = 1 / std::sqrt(static_cast<double>(head_width));
   const AttentionKernels& fused = kernels_for(x).attention;
-  if (fused.forward != nullptr &&
-      (fused.takes == nullptr || fused.takes(operands_of(x, kv, options.heads)))) {
+  if (fused.forward != nullptr && (fused.takes == nullptr || fused.takes(x, kv, head_width))) {
     return FusedAttention::apply(
         x.contiguous(), kv.defined() ? std::optional(kv.contiguous()) : std::nullopt, options.heads,
         SoftmaxMask{.key_lengths_B = key_lengths_B,

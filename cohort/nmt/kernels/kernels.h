@@ -44,8 +44,9 @@ struct AttentionOperands {
 
 /// Attention with the softmax inside, which is not kept. Null: by products and `softmax`.
 struct AttentionKernels {
-  /// Whether there is one for operands like these; null: for all.
-  bool (*takes)(const AttentionOperands& operands) = nullptr;
+  /// Whether there is one for what a projection wrote: x is queries alone if `kv` is defined. Null: for
+  /// all.
+  bool (*takes)(const at::Tensor& x, const at::Tensor& kv, int64_t head_width) = nullptr;
   /// Returns [B, Q, D], and what backward needs to compute the softmax again.
   std::pair<at::Tensor, at::Tensor> (*forward)(const AttentionOperands& operands,
                                                const SoftmaxMask& mask,

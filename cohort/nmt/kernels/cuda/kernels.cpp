@@ -195,11 +195,10 @@ bool is_pair_aligned(const at::Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % sizeof(BFloat16Bits[2]) == 0;
 }
 
-bool cuda_takes_attention(const AttentionOperands& operands) {
-  const at::Tensor& q = operands.q_BQD;
-  return is_pair_aligned(q) && is_pair_aligned(operands.k_BKD) &&
-         q.size(2) == operands.heads * kAttentionHeadWidth && q.scalar_type() == at::kBFloat16 &&
-         CudaPlace(q).launches.has_attention();
+bool cuda_takes_attention(const at::Tensor& x, const at::Tensor& kv, int64_t head_width) {
+  return x.scalar_type() == at::kBFloat16 && head_width == kAttentionHeadWidth &&
+         is_pair_aligned(x) && (!kv.defined() || is_pair_aligned(kv)) &&
+         CudaPlace(x).launches.has_attention();
 }
 
 // [B, rows, D]
