@@ -178,6 +178,13 @@ void expect_lost_peer(const RankEnd& end) {
   EXPECT_EQ(end.output.find(": Failure\n"), std::string::npos) << end.output;
 }
 
+void expect_no_alarm(const std::vector<RankEnd>& ends) {
+  for (const RankEnd& end : ends) {
+    EXPECT_EQ(end.exit_code, 0) << end.output;
+    EXPECT_EQ(end.output.find("rank 1"), std::string::npos) << end.output;
+  }
+}
+
 // All ranks do that, and name `texts`.
 void expect_told(const std::vector<RankEnd>& ends, const std::vector<std::string>& texts) {
   for (const RankEnd& end : ends) {
@@ -291,10 +298,7 @@ TEST_P(DeviceStallTest, ARankWhoseDriverIsLockedIsNotLost) {
                                    device_of(group).synchronize();
                                    group.barrier("next");
                                  });
-  for (const RankEnd& end : ends) {
-    EXPECT_EQ(end.exit_code, 0) << end.output;
-    EXPECT_EQ(end.output.find("rank 1"), std::string::npos) << end.output;
-  }
+  expect_no_alarm(ends);
 }
 
 // It answers the liveness check, too.
@@ -333,10 +337,7 @@ TEST_P(DeviceStallTest, AJobThatWasStoppedGoesOn) {
         device_of(group).synchronize();
         group.barrier("next");
       });
-  for (const RankEnd& end : ends) {
-    EXPECT_EQ(end.exit_code, 0) << end.output;
-    EXPECT_EQ(end.output.find("rank 1"), std::string::npos) << end.output;
-  }
+  expect_no_alarm(ends);
 }
 
 TEST_P(DeviceStallTest, AClosedJobHasNoNewGroups) {
@@ -400,10 +401,7 @@ TEST_P(DeviceStallTest, ASlowRankIsWaitedFor) {
                                    device_of(group).synchronize();
                                    group.barrier("next");
                                  });
-  for (const RankEnd& end : ends) {
-    EXPECT_EQ(end.exit_code, 0) << end.output;
-    EXPECT_EQ(end.output.find("rank 1"), std::string::npos) << end.output;
-  }
+  expect_no_alarm(ends);
 }
 
 // The main group's collectives are the host's; those of a sub-group are a device's.
