@@ -278,10 +278,12 @@ TEST_P(DeviceStallTest, ADifferenceManyCallsAgoIsNamed) {
         EXPECT_LT(waited_for(group), seconds(15)) << "ranks compare after two seconds";
         group.barrier("next");
       });
-  expect_told(ends,
-              {"the ranks disagree in barrier \"next\"",
-               "rank 1 calls broadcast from 0 of float32[4] at device_stall_test.cpp:",
-               " where rank 0 calls all_reduce(sum) of float32[2] at device_stall_test.cpp:"});
+  expect_told(ends, {"the ranks disagree in barrier \"next\"",
+                     "rank 1 calls broadcast from 0 of float32[4] at device_stall_test.cpp:"});
+  // Any other rank may be the one that still knows its call, and either may be named first.
+  const std::regex other(
+      "rank [02] calls all_reduce\\(sum\\) of float32\\[2\\] at device_stall_test");
+  for (const RankEnd& end : ends) EXPECT_TRUE(std::regex_search(end.output, other)) << end.output;
 }
 
 // For longer than five signs of life.
