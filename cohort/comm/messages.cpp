@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
+#include "cohort/comm/number_hash.h"
 #include "cohort/comm/operations.h"
 
 namespace cohort::comm {
@@ -18,10 +19,7 @@ at::Tensor form_of(const at::Tensor& tensor) {
 // Gloo would write the bytes of another dtype as they are, and end the process for too many. Nor do
 // those of different numbers: a receive that was refused takes no later message.
 int data_tag(int tag, at::ScalarType type, int64_t numel, int64_t number) {
-  uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
-  for (const auto value : {static_cast<int64_t>(tag), static_cast<int64_t>(type), numel, number})
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
-  return static_cast<int>((hash ^ (hash >> 32)) & 0x7fffffff);
+  return NumberHash().add(tag).add(static_cast<int64_t>(type)).add(numel).add(number).tag();
 }
 
 // Two works as one: a message's form and its data.

@@ -10,6 +10,7 @@
 #include "cohort/base/error.h"
 #include "cohort/comm/backends/gloo/gloo.h"
 #include "cohort/comm/libtorch_version.h"
+#include "cohort/comm/number_hash.h"
 
 namespace cohort::comm {
 namespace {
@@ -104,15 +105,15 @@ int index_in(const HostGroup& group, int rank) {
 
 // Data of calls that differ never meet: neither their bytes nor their lengths are compared.
 int tag_of(const SharedCall& call) {
-  uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a
-  const auto add = [&](int64_t value) {
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
-  };
-  for (const int64_t value :
-       {int64_t{call.number}, int64_t{call.operation}, int64_t{call.dtype}, int64_t{call.reduce_op},
-        int64_t{call.root}, int64_t{call.shape}, call.numel})
-    add(value);
-  return static_cast<int>((hash ^ (hash >> 32U)) & 0x7fffffffU);
+  return NumberHash()
+      .add(call.number)
+      .add(call.operation)
+      .add(call.dtype)
+      .add(call.reduce_op)
+      .add(call.root)
+      .add(call.shape)
+      .add(call.numel)
+      .tag();
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/process_stat.h"
+#include "cohort/comm/number_hash.h"
 #include "cohort/comm/rendezvous.h"
 
 namespace cohort::comm {
@@ -573,13 +574,10 @@ ShmBackend::WorkPtr ShmBackend::barrier(const c10d::BarrierOptions& options) {
 }
 
 uint32_t hash_of_shape(uint32_t before, const at::Tensor& tensor) {
-  uint64_t hash = 0xcbf29ce484222325ULL ^ before;  // FNV-1a
-  const auto add = [&](int64_t value) {
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3ULL;
-  };
-  add(static_cast<int64_t>(tensor.scalar_type()));
-  for (const int64_t length : tensor.sizes()) add(length);
-  return static_cast<uint32_t>(hash ^ (hash >> 32)) | 1U;
+  NumberHash hash(before);
+  hash.add(static_cast<int64_t>(tensor.scalar_type()));
+  for (const int64_t length : tensor.sizes()) hash.add(length);
+  return hash.value() | 1U;
 }
 
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendRequest& request) {
