@@ -14,6 +14,7 @@
 
 #include "cohort/base/console.h"
 #include "cohort/cli/parse.h"
+#include "cohort/comm/shared_tensor.h"
 
 namespace cohort::apps {
 namespace {
@@ -22,6 +23,7 @@ using comm::ProcessGroup;
 
 struct Result {
   std::string backend;
+  bool registered = false;  // tensors in memory that the ranks share
   int64_t bytes = 0;
   std::vector<double> seconds;  // of one operation, by round
   double cpu_seconds = 0;       // of one operation, of all ranks together
@@ -78,7 +80,10 @@ int calls_for(int64_t bytes) {
 
 void measure(const ProcessGroup& group, const Operation& operation, Result& result) {
   const int64_t numel = result.bytes / 4 / group.size() * group.size();
-  const at::Tensor x = at::ones({numel}), y = at::empty({numel});
+  const auto make = [&] {
+    return result.registered ? comm::empty_shared(group, numel, at::kFloat) : at::empty({numel});
+  };
+  const at::Tensor x = make().fill_(1), y = make();
   const int calls = calls_for(result.bytes);
   // y's pages, too, are there before the time counts.
   y.copy_(x);
@@ -109,7 +114,7 @@ void print(const Result& result, double bus_factor, bool json, Console& console)
                                       {"cpu_us", cpu_us}};
     return console.print("%s\n", line.dump().c_str());
   }
-  console.print("%-8s %12lld %12.1f %12.1f %12.1f %12.3f %12.3f %12.1f\n", result.backend.c_str(),
+  console.print("%-14s %12lld %12.1f %12.1f %12.1f %12.3f %12.3f %12.1f\n", result.backend.c_str(),
                 static_cast<long long>(result.bytes), seconds * 1e6, *least * 1e6, *most * 1e6,
                 rate, rate * bus_factor, cpu_us);
 }
@@ -137,6 +142,9 @@ void BenchComm::add_to(CLI::App& app) {
   app.add_option("--rounds", rounds_, "Rounds, of which the median counts")
       ->capture_default_str()
       ->check(cli::above_zero());
+  app.add_flag("--registered", registered_,
+               "Also measure each backend that has such memory with tensors that lie in memory "
+               "which all ranks see, as gradient buckets do");
   app.add_flag("--copy", copy_, "Also measure a plain copy of each size, on all ranks at once");
   app.add_flag("--json", json_, "Print a line of JSON for each backend and size");
 }
@@ -153,17 +161,26 @@ void BenchComm::run(const ProcessGroup& group) const {
                        .bus_factor = [](double) { return 1.0; }};
   Console console(group.rank());
   if (!json_)
-    console.print("# %s of float32, %d ranks\n%-8s %12s %12s %12s %12s %12s %12s %12s\n",
+    console.print("# %s of float32, %d ranks\n%-14s %12s %12s %12s %12s %12s %12s %12s\n",
                   operation_.c_str(), group.size(), "backend", "bytes", "us", "least", "most",
                   "algbw GB/s", "busbw GB/s", "CPU us, all");
   for (int64_t bytes = std::max(min_bytes_, 4 * int64_t{group.size()}); bytes <= max_bytes_;
        bytes *= factor_) {
     std::vector<Result> results;
-    for (const ProcessGroup& one : groups)
+    std::vector<ProcessGroup> by_result;
+    for (const ProcessGroup& one : groups) {
       results.push_back({.backend = one.backend(), .bytes = bytes, .seconds = {}});
+      by_result.push_back(one);
+      if (!registered_ || !comm::shares_tensors(one)) continue;
+      results.push_back({.backend = one.backend() + "-registered",
+                         .registered = true,
+                         .bytes = bytes,
+                         .seconds = {}});
+      by_result.push_back(one);
+    }
     Result plain{.backend = "copy", .bytes = bytes, .seconds = {}};
     for (int round = 0; round < rounds_; ++round) {
-      for (size_t i = 0; i < groups.size(); ++i) measure(groups[i], operation, results[i]);
+      for (size_t i = 0; i < results.size(); ++i) measure(by_result[i], operation, results[i]);
       if (copy_) measure(group, copy, plain);
     }
     for (const Result& result : results)

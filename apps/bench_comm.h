@@ -24,6 +24,7 @@ class BenchComm {
   int64_t max_bytes_ = int64_t{64} << 20;
   int64_t factor_ = 4;
   int rounds_ = 5;
+  bool registered_ = false;
   bool copy_ = false;
   bool json_ = false;
 };

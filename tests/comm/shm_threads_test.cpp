@@ -59,16 +59,14 @@ void exchange_all(SharedExchange& exchange, int rank, int world_size) {
 
     x = filled(numel, own);
     std::vector<std::vector<float>> all(ranks, filled(numel, 0));
-    const auto take = [&](size_t piece_bytes) {
-      return [&all, numel, piece_bytes](size_t offset, const auto& pieces) {
-        if (offset >= numel * 4) return;
-        for (size_t peer = 0; peer < all.size(); ++peer)
-          std::memcpy(reinterpret_cast<std::byte*>(all[peer].data()) + offset, pieces[peer],
-                      std::min(piece_bytes, numel * 4 - offset));
-      };
+    const auto take = [&all, numel](size_t offset, size_t bytes, const auto& pieces) {
+      if (offset >= numel * 4) return;
+      for (size_t peer = 0; peer < all.size(); ++peer)
+        std::memcpy(reinterpret_cast<std::byte*>(all[peer].data()) + offset, pieces[peer],
+                    std::min(bytes, numel * 4 - offset));
     };
     begin();
-    exchange.show(bytes_of(x), numel * 4, take(exchange.piece_bytes()));
+    exchange.show(bytes_of(x), numel * 4, take);
     for (size_t peer = 0; peer < ranks; ++peer)
       EXPECT_EQ(all[peer], filled(numel, static_cast<float>(peer) + 1));
 
@@ -78,7 +76,7 @@ void exchange_all(SharedExchange& exchange, int rank, int world_size) {
     std::vector<SharedExchange::Message> passed;
     for (const auto& message : messages) passed.push_back(bytes_of(message));
     begin();
-    exchange.pass(passed, numel * 4, take(exchange.passed_piece_bytes()));
+    exchange.pass(passed, numel * 4, take);
     for (size_t peer = 0; peer < ranks; ++peer)
       EXPECT_EQ(all[peer],
                 filled(numel, static_cast<float>(10 * (peer + 1)) + static_cast<float>(rank)));
@@ -93,9 +91,73 @@ TEST(ShmThreadsTest, OperationsFollowEachOtherWithoutARace) {
     const std::vector<PeerProcess> peers(static_cast<size_t>(world_size));
     std::atomic<int> num_ready = 0;
     on_threads(world_size, [&](int rank) {
-      SharedExchange exchange(memory.get(), rank, peers, kNames);
+      SharedExchange exchange(memory.get(), rank, peers, kNames, {});
       for (int round = 0; round < 3; ++round) exchange_all(exchange, rank, world_size);
       // A rank that leaves is an error to those that wait for it.
+      for (++num_ready; num_ready < world_size;) std::this_thread::yield();
+    });
+  }
+}
+
+// A rank that writes what others still read, or reads what they have not written, is a race.
+void exchange_in_place(SharedExchange& exchange, int rank, int world_size, float* room) {
+  constexpr size_t kNumel = 50001;
+  const Reduction sum = reduction_of(c10d::ReduceOp::SUM, c10::ScalarType::Float, world_size);
+  const auto ranks = static_cast<size_t>(world_size);
+  const std::span own(room, kNumel), parts(room + kNumel, kNumel * ranks);
+  const auto value = static_cast<float>(rank + 1);
+  uint32_t number = 0;
+  const auto begin = [&] {
+    exchange.begin({.number = number++}, std::chrono::steady_clock::now() + seconds(60));
+  };
+  std::vector<std::vector<float>> all(ranks, filled(kNumel, 0));
+  int num_takes = 0;
+  const auto take = [&](size_t offset, size_t bytes, const auto& pieces) {
+    ++num_takes;
+    for (size_t peer = 0; peer < ranks; ++peer)
+      std::memcpy(reinterpret_cast<std::byte*>(all[peer].data()) + offset, pieces[peer],
+                  std::min(bytes, kNumel * 4 - offset));
+  };
+  for (int round = 0; round < 3; ++round) {
+    std::ranges::fill(own, value);
+    begin();
+    exchange.all_reduce(sum, reinterpret_cast<std::byte*>(own.data()), kNumel, 4);
+    const std::vector<float> sums(own.begin(), own.end());
+    EXPECT_EQ(sums, filled(kNumel, static_cast<float>(world_size * (world_size + 1)) / 2));
+
+    std::ranges::fill(own, value);
+    begin();
+    exchange.show(std::as_bytes(own), kNumel * 4, take);
+    for (size_t peer = 0; peer < ranks; ++peer)
+      EXPECT_EQ(all[peer], filled(kNumel, static_cast<float>(peer) + 1));
+
+    std::vector<SharedExchange::Message> messages;
+    for (size_t peer = 0; peer < ranks; ++peer) {
+      const std::span part = parts.subspan(peer * kNumel, kNumel);
+      std::ranges::fill(part, 10 * value + static_cast<float>(peer));
+      messages.push_back(std::as_bytes(part));
+    }
+    begin();
+    exchange.pass(messages, kNumel * 4, take);
+    for (size_t peer = 0; peer < ranks; ++peer)
+      EXPECT_EQ(all[peer],
+                filled(kNumel, static_cast<float>(10 * (peer + 1)) + static_cast<float>(rank)));
+  }
+  EXPECT_EQ(num_takes, 6) << "each takes its messages whole: they are where they were";
+}
+
+TEST(ShmThreadsTest, TensorsAreReadInPlaceWithoutARace) {
+  constexpr size_t kRoomBytes = 2 << 20;
+  for (const int world_size : {1, 2, 3, 4}) {
+    const auto memory = zeros(SharedExchange::bytes_for(world_size));
+    const auto rooms = zeros(kRoomBytes * static_cast<size_t>(world_size));
+    const std::vector<PeerProcess> peers(static_cast<size_t>(world_size));
+    std::atomic<int> num_ready = 0;
+    on_threads(world_size, [&](int rank) {
+      SharedExchange exchange(memory.get(), rank, peers, kNames,
+                              {.first = rooms.get(), .bytes_each = kRoomBytes});
+      auto* room = rooms.get() + kRoomBytes * static_cast<size_t>(rank);
+      exchange_in_place(exchange, rank, world_size, reinterpret_cast<float*>(room));
       for (++num_ready; num_ready < world_size;) std::this_thread::yield();
     });
   }
@@ -106,7 +168,7 @@ TEST(ShmThreadsTest, AnAbortEndsTheWaitOfAllRanks) {
   const std::vector<PeerProcess> peers(3);
   std::atomic<int> num_ended = 0;
   on_threads(3, [&](int rank) {
-    SharedExchange exchange(memory.get(), rank, peers, kNames);
+    SharedExchange exchange(memory.get(), rank, peers, kNames, {});
     if (rank == 2) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       exchange.abort();

@@ -30,6 +30,7 @@ struct alignas(128) RankLine {
   std::atomic<uint32_t> left;      ///< 1: this rank takes no more steps.
   std::atomic<uint32_t> aborted;   ///< 1: this rank has ended what all wait for.
   SharedCall calls[2];             ///< What this rank calls: calls n and n + 1.
+  uint64_t place;                  ///< Where its tensor lies (RankSignals::set_place).
 };
 
 /// Steps that all ranks take together: a rank `arrive`s at step n once what others read of it
@@ -59,6 +60,11 @@ class RankSignals {
   /// Errors: CallMismatch: a peer calls something else. c10::DistBackendError: it has ended or left;
   ///         the deadline; `abort`, of any rank.
   void wait(uint32_t step);
+  /// Says, before `arrive`, where this rank's tensor lies. It holds until all ranks have arrived at
+  /// the step after that one.
+  void set_place(uint64_t place) { lines_[rank_].place = place; }
+  /// What `peer` has said, after `wait`.
+  uint64_t place_of(int peer) const { return lines_[peer].place; }
   /// Number of ranks.
   size_t size() const { return peers_.size(); }
   /// The step that `arrive` takes next.

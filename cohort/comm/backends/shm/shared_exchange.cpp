@@ -11,6 +11,11 @@ constexpr size_t kSlotBytes = size_t{64} << 10U;
 // What each of more than two ranks reads whole: below, one step costs less than two.
 constexpr size_t kWholeBytes = size_t{16} << 10U;
 constexpr size_t kLine = 64;  // bytes of a cache line, and the alignment of every dtype
+// Of each rank's tensor, which a sum in place reads and writes while it is in the first cache.
+constexpr size_t kInPlaceBytes = size_t{8} << 10U;
+// Beside offsets in a rank's room.
+constexpr uint64_t kElsewhere = UINT64_MAX;
+constexpr uint64_t kNothing = UINT64_MAX - 1;
 
 size_t num_pieces(size_t bytes, size_t piece) {
   return std::max<size_t>((bytes + piece - 1) / piece, 1);
@@ -20,6 +25,17 @@ size_t lines_bytes(int world_size) {
   return static_cast<size_t>(world_size) * sizeof(RankLine);
 }
 
+// Where the messages begin if they lie end to end, all of `each` bytes; elsewhere if not, and null
+// if there are none.
+const std::byte* first_of(const std::vector<SharedExchange::Message>& messages, size_t each) {
+  static constexpr std::byte kApart{};  // in no room
+  for (size_t i = 0; i < messages.size(); ++i) {
+    if (messages[i].size() != each || messages[i].data() != messages[0].data() + i * each)
+      return &kApart;
+  }
+  return messages.empty() ? nullptr : messages[0].data();
+}
+
 }  // namespace
 
 size_t SharedExchange::bytes_for(int world_size) {
@@ -27,13 +43,15 @@ size_t SharedExchange::bytes_for(int world_size) {
 }
 
 SharedExchange::SharedExchange(std::byte* memory, int rank, const std::vector<PeerProcess>& peers,
-                               const std::vector<int>& names)
+                               const std::vector<int>& names, Rooms rooms)
     : rank_(rank),
       slot_bytes_(kSlotBytes),
       passed_bytes_(kSlotBytes / peers.size() / kLine * kLine),
       slots_(memory + lines_bytes(static_cast<int>(peers.size()))),
       signals_(reinterpret_cast<RankLine*>(memory), rank, peers, names),
-      pieces_(signals_.size()) {}
+      rooms_(rooms),
+      pieces_(signals_.size()),
+      places_(signals_.size()) {}
 
 std::byte* SharedExchange::slot(int rank, uint32_t step) const {
   return slots_ + (static_cast<size_t>(rank) * kSlots + step % kSlots) * slot_bytes_;
@@ -58,7 +76,35 @@ void SharedExchange::run_steps(size_t num_steps, const std::function<void(size_t
   }
 }
 
+bool SharedExchange::find_places(const std::byte* data) {
+  const auto room_of = [&](int rank) {
+    return rooms_.first + static_cast<size_t>(rank) * rooms_.bytes_each;
+  };
+  const bool inside = data >= room_of(rank_) && data < room_of(rank_ + 1);
+  signals_.set_place(data == nullptr ? kNothing
+                     : inside        ? static_cast<uint64_t>(data - room_of(rank_))
+                                     : kElsewhere);
+  signals_.wait(signals_.arrive());
+  bool all_seen = true;
+  for (int peer = 0; peer < size(); ++peer) {
+    const uint64_t place = signals_.place_of(peer);
+    all_seen = all_seen && place != kElsewhere;
+    places_[static_cast<size_t>(peer)] =
+        place >= kNothing ? nullptr : room_of(peer) + static_cast<size_t>(place);
+  }
+  return all_seen;
+}
+
 void SharedExchange::show(Message own, size_t most, const Take& take) {
+  if (most >= kLeastInPlace && rooms_.bytes_each > 0 && find_places(own.data())) {
+    std::copy(places_.begin(), places_.end(), pieces_.begin());
+    take(0, most, pieces_);
+    return barrier();
+  }
+  show_in_slots(own, most, take);
+}
+
+void SharedExchange::show_in_slots(Message own, size_t most, const Take& take) {
   run_steps(
       num_pieces(most, slot_bytes_),
       [&](size_t n, std::byte* slot) {
@@ -71,11 +117,20 @@ void SharedExchange::show(Message own, size_t most, const Take& take) {
         for (int peer = 0; peer < size(); ++peer)
           pieces_[static_cast<size_t>(peer)] = slot(peer, step);
         if (offset < own.size()) pieces_[static_cast<size_t>(rank_)] = own.data() + offset;
-        take(offset, pieces_);
+        take(offset, slot_bytes_, pieces_);
       });
 }
 
 void SharedExchange::pass(const std::vector<Message>& messages, size_t most, const Take& take) {
+  if (most * pieces_.size() >= kLeastInPlace && rooms_.bytes_each > 0 &&
+      find_places(first_of(messages, most))) {
+    for (size_t peer = 0; peer < pieces_.size(); ++peer) {
+      if (places_[peer] != nullptr)
+        pieces_[peer] = places_[peer] + static_cast<size_t>(rank_) * most;
+    }
+    take(0, most, pieces_);
+    return barrier();
+  }
   run_steps(
       num_pieces(most, passed_bytes_),
       [&](size_t n, std::byte* slot) {
@@ -94,7 +149,7 @@ void SharedExchange::pass(const std::vector<Message>& messages, size_t most, con
           pieces_[static_cast<size_t>(peer)] = slot(peer, step) + own * passed_bytes_;
         if (!messages.empty() && offset < messages[own].size())
           pieces_[own] = messages[own].data() + offset;
-        take(offset, pieces_);
+        take(offset, passed_bytes_, pieces_);
       });
 }
 
@@ -106,12 +161,33 @@ void SharedExchange::barrier() {
 void SharedExchange::all_reduce(const Reduction& reduction, std::byte* data, int64_t numel,
                                 int64_t bytes_each) {
   const auto bytes = static_cast<size_t>(numel * bytes_each);
+  if (bytes >= kLeastInPlace && rooms_.bytes_each > 0 && find_places(data))
+    return all_reduce_in_place(reduction, numel, bytes_each);
   if (size() > 2 && bytes > kWholeBytes)
     return all_reduce_by_parts(reduction, data, numel, bytes_each);
-  show({data, bytes}, bytes, [&](size_t offset, const auto& pieces) {
-    const size_t here = std::min(slot_bytes_, bytes - offset);
+  show_in_slots({data, bytes}, bytes, [&](size_t offset, size_t piece_bytes, const auto& pieces) {
+    const size_t here = std::min(piece_bytes, bytes - offset);
     reduce(reduction, data + offset, pieces, static_cast<int64_t>(here) / bytes_each);
   });
+}
+
+// Every rank reduces a part, and writes it into all ranks' tensors while it is in the cache: memory
+// is read and written once.
+void SharedExchange::all_reduce_in_place(const Reduction& reduction, int64_t numel,
+                                         int64_t bytes_each) {
+  const auto bytes = static_cast<size_t>(numel * bytes_each);
+  const auto ranks = static_cast<size_t>(size()), own = static_cast<size_t>(rank_);
+  const size_t share = (bytes / ranks + kLine) / kLine * kLine;
+  const size_t end = std::min((own + 1) * share, bytes);
+  for (size_t offset = std::min(own * share, bytes); offset < end; offset += kInPlaceBytes) {
+    const size_t here = std::min(kInPlaceBytes, end - offset);
+    for (size_t peer = 0; peer < ranks; ++peer) pieces_[peer] = places_[peer] + offset;
+    reduce(reduction, places_[own] + offset, pieces_, static_cast<int64_t>(here) / bytes_each);
+    for (size_t peer = 0; peer < ranks; ++peer) {
+      if (peer != own) std::memcpy(places_[peer] + offset, places_[own] + offset, here);
+    }
+  }
+  barrier();
 }
 
 // Of each piece every rank reduces a part, and shows its sums. Two kinds of steps follow each

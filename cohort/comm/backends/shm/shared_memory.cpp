@@ -35,15 +35,21 @@ milliseconds left_until(Clock::time_point deadline) {
   return std::max(std::chrono::ceil<milliseconds>(deadline - Clock::now()), milliseconds(0));
 }
 
-Fd make_memory(size_t bytes) {
+// 0, or why not.
+int allocate(const Fd& file, size_t begin, size_t bytes) {
+  int error = EINTR;
+  while (error == EINTR)
+    error = posix_fallocate(file.get(), static_cast<off_t>(begin), static_cast<off_t>(bytes));
+  return error;
+}
+
+Fd make_memory(size_t bytes, size_t room) {
   Fd file(memfd_create("cohort-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file) fail_to_share("memfd_create", errno);
-  const auto size = static_cast<off_t>(bytes);
-  if (ftruncate(file.get(), size) != 0) fail_to_share("ftruncate", errno);
+  if (ftruncate(file.get(), static_cast<off_t>(bytes + room)) != 0)
+    fail_to_share("ftruncate", errno);
   // Now, not by a signal at the first write.
-  int error = EINTR;
-  while (error == EINTR) error = posix_fallocate(file.get(), 0, size);
-  if (error != 0)
+  if (const int error = allocate(file, 0, bytes); error != 0)
     fail_to_share(
         "expected " + std::to_string(bytes >> 20U) + " MiB of memory for the ranks to share",
         error);
@@ -148,8 +154,9 @@ void serve(const Fd& listener, const Fd& file, const std::string& secret, int wo
   }
 }
 
-Fd fetch(const std::string& name, const std::string& secret, int rank, size_t bytes,
-         Clock::time_point deadline) {
+// With its size, which is at least `bytes`.
+std::pair<Fd, size_t> fetch(const std::string& name, const std::string& secret, int rank,
+                            size_t bytes, Clock::time_point deadline) {
   const Fd connection = open_socket();
   const auto [address, length] = address_of(name);
   if (connect(connection.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
@@ -164,10 +171,11 @@ Fd fetch(const std::string& name, const std::string& secret, int rank, size_t by
   Fd file = receive_file(connection);
   struct stat status {};
   if (!file || fstat(file.get(), &status) != 0) fail_to_share("rank 0 hands over no memory");
-  if (static_cast<size_t>(status.st_size) != bytes)
+  const auto size = static_cast<size_t>(status.st_size);
+  if (size < bytes)
     fail_to_share("expected " + std::to_string(bytes) + " bytes of rank 0, got " +
-                  std::to_string(status.st_size));
-  return file;
+                  std::to_string(size));
+  return {std::move(file), size};
 }
 
 void hand_over(const Fd& file, c10d::Store& store, int world_size, Clock::time_point deadline) {
@@ -192,13 +200,26 @@ bool is_peer_of_user(const Fd& connection, uid_t user) {
          peer.uid == user;
 }
 
-SharedMemory::SharedMemory(const Fd& file, size_t bytes) : bytes_(bytes) {
-  const int flags = MAP_SHARED | (file ? 0 : MAP_ANONYMOUS);
-  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file.get(), 0);
+SharedMemory::SharedMemory(Fd file, size_t bytes) : file_(std::move(file)), bytes_(bytes) {
+  const int flags = MAP_SHARED | (file_ ? 0 : MAP_ANONYMOUS);
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
   if (mapped == MAP_FAILED) fail_to_share("mmap of " + std::to_string(bytes) + " bytes", errno);
   data_ = static_cast<std::byte*>(mapped);
   // A child that only forks does not keep it.
   madvise(mapped, bytes, MADV_DONTFORK);
+  // Most of it is room, and what is not is no business of a core file that several ranks write.
+  madvise(mapped, bytes, MADV_DONTDUMP);
+}
+
+void SharedMemory::commit(size_t begin, size_t bytes) const {
+  const int error = allocate(file_, begin, bytes);
+  TORCH_CHECK_WITH(OutOfMemoryError, error == 0, "shm: expected ", bytes,
+                   " bytes of memory for a tensor that ranks share: ", std::strerror(error));
+}
+
+void SharedMemory::release(size_t begin, size_t bytes) const {
+  fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
+            static_cast<off_t>(bytes));
 }
 
 SharedMemory::~SharedMemory() {
@@ -206,19 +227,20 @@ SharedMemory::~SharedMemory() {
 }
 
 SharedMemory SharedMemory::share(c10d::Store& store, int rank, int world_size, size_t bytes,
-                                 milliseconds timeout) {
+                                 milliseconds timeout, size_t room) {
   const auto deadline = Clock::now() + timeout;
   if (world_size == 1) return {Fd(), bytes};
   if (rank != 0) {
     store.wait({kSecret}, timeout);
     const std::string secret = store.get_to_str(kSecret);
     if (secret.empty()) fail_to_share("rank 0 has no memory to share");
-    return {fetch(store.get_to_str(kSocket), secret, rank, bytes, deadline), bytes};
+    auto [file, size] = fetch(store.get_to_str(kSocket), secret, rank, bytes, deadline);
+    return {std::move(file), size};
   }
   try {
-    const Fd file = make_memory(bytes);
+    Fd file = make_memory(bytes, room);
     hand_over(file, store, world_size, deadline);
-    return {file, bytes};
+    return {std::move(file), bytes + room};
   } catch (const std::exception&) {
     if (!store.check({kSecret})) store.set(kSecret, std::string());
     throw;

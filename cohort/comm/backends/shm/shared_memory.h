@@ -19,22 +19,33 @@ class SharedMemory {
   /// hands it to the others over an abstract Unix socket. Both sides check that the other runs as
   /// the same user; only who knows a secret of the store is served. The size cannot change.
   ///
+  /// Behind them lies `room` for more, which has no memory yet (see commit); rank 0's counts.
+  ///
   /// Collective over the store's ranks; blocks, at most `timeout`.
   /// Errors: c10::DistError in one line: the memory is not there, the time is up, another user.
   static SharedMemory share(c10d::Store& store, int rank, int world_size, size_t bytes,
-                            std::chrono::milliseconds timeout);
+                            std::chrono::milliseconds timeout, size_t room = 0);
 
   SharedMemory(SharedMemory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+      : file_(std::move(other.file_)),
+        data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
   SharedMemory& operator=(SharedMemory&&) = delete;
   ~SharedMemory();
 
   std::byte* data() const { return data_; }
-  size_t size() const { return bytes_; }
+  size_t size() const { return bytes_; }  ///< With the room.
+
+  /// Gives the part [begin, begin + bytes) of the room memory. Zeros, unless it has some already.
+  /// Errors: c10::OutOfMemoryError in one line: there is not so much. Not by a signal later.
+  void commit(size_t begin, size_t bytes) const;
+  /// Gives the memory of that part back to the system.
+  void release(size_t begin, size_t bytes) const;
 
  private:
-  SharedMemory(const Fd& file, size_t bytes);  // no file: this process's own memory
+  SharedMemory(Fd file, size_t bytes);  // no file: this process's own memory
 
+  Fd file_;  // none where there is no room
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
 };

@@ -201,6 +201,46 @@ size_t exchange_bytes(int world_size) {
   return SharedExchange::bytes_for(world_size);
 }
 
+// Of what the backend itself uses; the ranks' rooms follow.
+size_t own_bytes(int world_size) {
+  const size_t bytes = exchange_bytes(world_size) + Mailbox::bytes_for(world_size);
+  return (bytes + Arena::kGrain - 1) / Arena::kGrain * Arena::kGrain;
+}
+
+bool is_limited(int resource) {
+  rlimit limit{};
+  return getrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0 ||
+         limit.rlim_cur != RLIM_INFINITY;
+}
+
+// Addresses for the tensors of all ranks: as much for each as the machine has memory.
+size_t room_for(int world_size) {
+  constexpr size_t kMostAddresses = size_t{4} << 40U;  // of 128 TiB that a process has
+  if (world_size == 1) return 0;
+  if (is_limited(RLIMIT_FSIZE) || is_limited(RLIMIT_AS)) {
+    TORCH_WARN_ONCE(
+        "shm: a limit of file sizes or addresses (ulimit -f, ulimit -v) leaves no room for tensors "
+        "that ranks share: collectives copy them");
+    return 0;
+  }
+  const size_t installed =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto ranks = static_cast<size_t>(world_size);
+  return std::min(installed, kMostAddresses / ranks) / Arena::kGrain * Arena::kGrain * ranks;
+}
+
+size_t room_of_each(const SharedMemory& memory, int world_size) {
+  return (memory.size() - own_bytes(world_size)) / static_cast<size_t>(world_size);
+}
+
+std::shared_ptr<Arena> make_arena(const std::shared_ptr<const SharedMemory>& memory, int rank,
+                                  int world_size) {
+  const size_t each = room_of_each(*memory, world_size);
+  if (each == 0) return nullptr;
+  return std::make_shared<Arena>(memory, own_bytes(world_size) + static_cast<size_t>(rank) * each,
+                                 each);
+}
+
 }  // namespace
 
 ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names)
@@ -208,12 +248,14 @@ ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names)
       timeout_(request.timeout),
       names_(numbers_of(request, std::move(names))),
       peers_(find_peers(request, names_)),
-      memory_(SharedMemory::share(
-          *request.store, request.rank, request.world_size,
-          exchange_bytes(request.world_size) + Mailbox::bytes_for(request.world_size),
-          request.timeout)),
-      exchange_(memory_.data(), request.rank, peers_, names_),
-      mailbox_(memory_.data() + exchange_bytes(request.world_size), request.rank, peers_,
+      memory_(std::make_shared<const SharedMemory>(SharedMemory::share(
+          *request.store, request.rank, request.world_size, own_bytes(request.world_size),
+          request.timeout, room_for(request.world_size)))),
+      arena_(make_arena(memory_, request.rank, request.world_size)),
+      exchange_(memory_->data(), request.rank, peers_, names_,
+                {.first = memory_->data() + own_bytes(request.world_size),
+                 .bytes_each = room_of_each(*memory_, request.world_size)}),
+      mailbox_(memory_->data() + exchange_bytes(request.world_size), request.rank, peers_,
                [this] { exchange_.abort(); }) {
   init();
 }
@@ -224,8 +266,15 @@ ShmBackend::~ShmBackend() {
 }
 
 void ShmBackend::abort() {
+  if (arena_) arena_->retire();
   exchange_.abort();
   mailbox_.fail("the message was aborted");
+}
+
+at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+  TORCH_CHECK_VALUE(arena_ && options.device().is_cpu(),
+                    "shm allocateTensor: expected ranks that share memory and a CPU tensor");
+  return arena_->empty(size, options);
 }
 
 ShmBackend::WorkPtr ShmBackend::launch(BackendCall call) {
@@ -264,8 +313,8 @@ ShmBackend::WorkPtr ShmBackend::broadcast(Tensors& tensors, const c10d::Broadcas
   BackendCall call = backend_call(OpType::BROADCAST, options, tensors, tensor, timeout_);
   call.run = [this, tensor, root] {
     const Message own = static_cast<int>(root) == rank_ ? message_of(tensor) : Message();
-    exchange_.show(own, tensor.nbytes(), [&](size_t offset, const auto& pieces) {
-      take_piece(tensor, offset, pieces[root], exchange_.piece_bytes());
+    exchange_.show(own, tensor.nbytes(), [&](size_t offset, size_t bytes, const auto& pieces) {
+      take_piece(tensor, offset, pieces[root], bytes);
     });
   };
   return launch(std::move(call));
@@ -316,11 +365,11 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), size_);
   BackendCall call = backend_call(OpType::REDUCE, options, tensors, tensor, timeout_);
   call.run = [this, tensor, is_root, reduction] {
-    exchange_.show(message_of(tensor), tensor.nbytes(), [&](size_t offset, const auto& pieces) {
+    const Message own = message_of(tensor);
+    exchange_.show(own, own.size(), [&](size_t offset, size_t bytes, const auto& pieces) {
       if (!is_root) return;
-      const size_t bytes = std::min(exchange_.piece_bytes(), tensor.nbytes() - offset);
-      comm::reduce(reduction, data_of(tensor) + offset, pieces,
-                   static_cast<int64_t>(bytes) / tensor.element_size());
+      const auto here = static_cast<int64_t>(std::min(bytes, own.size() - offset));
+      comm::reduce(reduction, data_of(tensor) + offset, pieces, here / tensor.element_size());
     });
   };
   return launch(std::move(call));
@@ -328,9 +377,10 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
 
 // Shows this rank's tensor, and takes every rank's into `list`; an empty one takes none.
 void ShmBackend::gather_into(const Tensors& list, const at::Tensor& input) {
-  exchange_.show(message_of(input), input.nbytes(), [&](size_t offset, const auto& pieces) {
+  const Message own = message_of(input);
+  exchange_.show(own, own.size(), [&](size_t offset, size_t bytes, const auto& pieces) {
     for (size_t peer = 0; peer < list.size(); ++peer)
-      take_piece(list[peer], offset, pieces[peer], exchange_.piece_bytes());
+      take_piece(list[peer], offset, pieces[peer], bytes);
   });
 }
 
@@ -387,8 +437,8 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
   call.run = [this, output, root, list = is_root ? inputs[0] : Tensors()] {
     std::vector<Message> messages;
     for (const at::Tensor& part : list) messages.push_back(message_of(part));
-    exchange_.pass(messages, output.nbytes(), [&](size_t offset, const auto& pieces) {
-      take_piece(output, offset, pieces[root], exchange_.passed_piece_bytes());
+    exchange_.pass(messages, output.nbytes(), [&](size_t offset, size_t bytes, const auto& pieces) {
+      take_piece(output, offset, pieces[root], bytes);
     });
   };
   return launch(std::move(call));
@@ -399,10 +449,9 @@ void ShmBackend::scatter_sums(const at::Tensor& output, const Tensors& inputs,
                               const Reduction& reduction) {
   std::vector<Message> messages;
   for (const at::Tensor& part : inputs) messages.push_back(message_of(part));
-  exchange_.pass(messages, output.nbytes(), [&](size_t offset, const auto& pieces) {
-    const size_t bytes = std::min(exchange_.passed_piece_bytes(), output.nbytes() - offset);
-    comm::reduce(reduction, data_of(output) + offset, pieces,
-                 static_cast<int64_t>(bytes) / output.element_size());
+  exchange_.pass(messages, output.nbytes(), [&](size_t offset, size_t bytes, const auto& pieces) {
+    const auto here = static_cast<int64_t>(std::min(bytes, output.nbytes() - offset));
+    comm::reduce(reduction, data_of(output) + offset, pieces, here / output.element_size());
   });
 }
 
@@ -448,7 +497,7 @@ void ShmBackend::exchange(const Tensors& outputs, const Tensors& inputs) {
   size_t most = 0;
   const Message own = std::as_bytes(std::span(lengths));
   std::string wrong;
-  exchange_.show(own, own.size(), [&](size_t, const auto& pieces) {
+  exchange_.show(own, own.size(), [&](size_t, size_t, const auto& pieces) {
     std::vector<uint64_t> theirs(ranks);
     for (size_t peer = 0; peer < ranks; ++peer) {
       std::memcpy(theirs.data(), pieces[peer], own.size());
@@ -460,9 +509,9 @@ void ShmBackend::exchange(const Tensors& outputs, const Tensors& inputs) {
     }
   });
   if (!wrong.empty()) C10_THROW_ERROR(DistBackendError, wrong);
-  exchange_.pass(messages, most, [&](size_t offset, const auto& pieces) {
+  exchange_.pass(messages, most, [&](size_t offset, size_t bytes, const auto& pieces) {
     for (size_t peer = 0; peer < ranks; ++peer)
-      take_piece(outputs[peer], offset, pieces[peer], exchange_.passed_piece_bytes());
+      take_piece(outputs[peer], offset, pieces[peer], bytes);
   });
 }
 
@@ -497,10 +546,11 @@ void ShmBackend::all_reduce_sparse(at::Tensor tensor) {
   const auto ranks = static_cast<size_t>(size_);
   std::vector<int64_t> num(ranks);
   const std::array<int64_t, 1> mine{own._nnz()};
-  exchange_.show(std::as_bytes(std::span(mine)), sizeof mine, [&](size_t, const auto& pieces) {
-    for (size_t peer = 0; peer < ranks; ++peer)
-      std::memcpy(&num[peer], pieces[peer], sizeof(int64_t));
-  });
+  exchange_.show(std::as_bytes(std::span(mine)), sizeof mine,
+                 [&](size_t, size_t, const auto& pieces) {
+                   for (size_t peer = 0; peer < ranks; ++peer)
+                     std::memcpy(&num[peer], pieces[peer], sizeof(int64_t));
+                 });
   const int64_t most = *std::ranges::max_element(num);
   Tensors all_indices, all_values;
   std::vector<int64_t> shape = values.sizes().vec();
@@ -511,9 +561,9 @@ void ShmBackend::all_reduce_sparse(at::Tensor tensor) {
   }
   const auto gather_all = [&](const at::Tensor& from, const Tensors& to, int64_t bytes_each) {
     exchange_.show(message_of(from), static_cast<size_t>(most * bytes_each),
-                   [&](size_t offset, const auto& pieces) {
+                   [&](size_t offset, size_t bytes, const auto& pieces) {
                      for (size_t peer = 0; peer < ranks; ++peer)
-                       take_piece(to[peer], offset, pieces[peer], exchange_.piece_bytes());
+                       take_piece(to[peer], offset, pieces[peer], bytes);
                    });
   };
   gather_all(indices, all_indices, indices.size(0) * indices.element_size());

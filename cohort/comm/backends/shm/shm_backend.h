@@ -10,6 +10,7 @@
 
 #include "cohort/comm/backend.h"
 #include "cohort/comm/backends/backend_call.h"
+#include "cohort/comm/backends/shm/arena.h"
 #include "cohort/comm/backends/shm/mailbox.h"
 #include "cohort/comm/backends/shm/shared_exchange.h"
 #include "cohort/comm/backends/shm/shared_memory.h"
@@ -27,6 +28,10 @@ namespace cohort::comm {
 /// reference to the group. Messages between two ranks have a thread of their own.
 /// Shapes:   contiguous CPU tensors; lists as c10d's ProcessGroup passes them; all_reduce also
 ///           sparse ones.
+/// Memory:   tensors of `allocateTensor` lie in memory that all ranks see. all_reduce, reduce,
+///           broadcast, all_gather, gather, reduce_scatter and equal all_to_all of some length, whose
+///           tensors that are read lie there on all ranks, at any offset, read them in place. The
+///           tensors may outlive the group, and are missing in a child that only forks.
 /// Numerics: the same bits on every rank and in every run: values are combined in the order of
 ///           ranks; bfloat16 and float16 in float32, rounded once. AVG is the sum and one division.
 /// Threads:  one caller at a time; `abort` any.
@@ -53,6 +58,13 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
     number_ = number;
   }
   bool compares_numbers() const override { return true; }
+
+  /// False where this rank is alone, or the system limits the size of files or of addresses: the
+  /// same on all ranks.
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return arena_ != nullptr; }
+  /// Arena::empty. Local: the ranks need not allocate alike.
+  /// Threads: any.
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -102,7 +114,8 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   std::atomic<std::chrono::milliseconds> timeout_;
   const std::vector<int> names_;    // by rank
   std::vector<PeerProcess> peers_;  // by rank
-  SharedMemory memory_;
+  const std::shared_ptr<const SharedMemory> memory_;
+  const std::shared_ptr<Arena> arena_;  // may be none
   SharedExchange exchange_;
   Mailbox mailbox_;
 
