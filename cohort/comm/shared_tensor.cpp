@@ -19,7 +19,8 @@ bool shares_tensors(const ProcessGroup& group) {
 
 at::Tensor empty_shared(const ProcessGroup& group, int64_t numel,
                         const at::TensorOptions& options) {
-  if (!options.device().is_cpu() || !shares_tensors(group)) return at::empty({numel}, options);
+  if (!options.device().is_cpu() || options.pinned_memory() || !shares_tensors(group))
+    return at::empty({numel}, options);
   return cpu_backend(group).allocateTensor(numel, options);
 }
 

@@ -9,8 +9,9 @@
 namespace cohort::comm {
 
 /// Returns `numel` elements of undefined content, of one dimension. CPU tensors of a group over shm
-/// lie in memory that all its ranks see, which its collectives then read in place (docs/comm.md);
-/// those of other groups and devices are at::empty's. All ranks should allocate alike: where one's
+/// lie in memory that all its ranks see (over hierarchical, those of its host), which its
+/// collectives then read in place (docs/comm.md); those of other groups, of other devices and
+/// pinned ones are at::empty's. All ranks should allocate alike: where one's
 /// tensor lies elsewhere, the call copies, with the same bits.
 ///
 /// Local. Owner: the tensor, which may outlive the group; its memory is then kept for the group's

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "cohort/comm/profiler.h"
+#include "cohort/comm/shared_tensor.h"
 
 namespace cohort::parallel {
 namespace {
@@ -76,6 +78,35 @@ BucketIndices Reducer::layout() const {
   BucketIndices result;
   for (const Bucket& bucket : buckets_) result.push_back(bucket.variable_indices);
   return result;
+}
+
+void Reducer::share_buckets(const comm::ProcessGroup& group) {
+  shared_by_ = group;
+  move_buckets();
+}
+
+bool Reducer::rebuild_buckets() {
+  const bool rebuilt = c10d::Reducer::rebuild_buckets();
+  if (rebuilt) move_buckets();
+  return rebuilt;
+}
+
+// libtorch would ask the backend itself, but for a variable of the environment.
+void Reducer::move_buckets() {
+  if (!comm::shares_tensors(shared_by_)) return;
+  for (Bucket& bucket : buckets_) {
+    if (!bucket.gradients.defined() || bucket.expect_sparse_gradient ||
+        !bucket.gradients.device().is_cpu())
+      continue;
+    c10::StorageImpl* storage = bucket.gradients.storage().unsafeGetStorageImpl();
+    const auto bytes = static_cast<int64_t>(storage->nbytes());
+    const at::Tensor shared = comm::empty_shared(shared_by_, bytes, at::kByte);
+    // Gradients of an earlier backward may lie there; the pages of the rest have never been written.
+    if (gradient_as_bucket_view_)
+      std::memcpy(shared.mutable_data_ptr(), storage->data(), storage->nbytes());
+    storage->set_data_ptr_noswap(shared.storage().unsafeGetStorageImpl()->set_data_ptr(
+        c10::DataPtr(nullptr, shared.device())));
+  }
 }
 
 class Reducer::HookAdapter : public c10d::CommHookInterface {
@@ -211,6 +242,7 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters
       limits.back(), options.find_unused_parameters, options.gradient_as_bucket_view, names,
       limits.front(), options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
       options.bucket_cap_mb_list.empty() ? std::vector<int64_t>{} : limits);
+  reducer->share_buckets(group);
   if (!options.rebuild_buckets || !options.bucket_layout.empty()) reducer->keep_layout();
   return reducer;
 }

@@ -22,6 +22,12 @@ class Reducer : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;
 
+  /// Moves the buckets, these and those of every rebuild, to memory that `group`'s backend reads in
+  /// place, if it has such (comm/shared_tensor.h). None is there twice but while it moves.
+  /// Errors: c10::OutOfMemoryError.
+  void share_buckets(const comm::ProcessGroup& group);
+  /// c10d's, and moves the new buckets.
+  bool rebuild_buckets();
   void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut again.
   BucketIndices layout() const;
   bool has_rebuilt() const { return has_rebuilt_bucket_; }
@@ -55,6 +61,8 @@ class Reducer : public c10d::Reducer {
 
  private:
   class HookAdapter;
+  void move_buckets();
+  comm::ProcessGroup shared_by_;
   int64_t end_of_compute_ = -1;
 };
 

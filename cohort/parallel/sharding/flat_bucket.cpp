@@ -11,6 +11,7 @@
 
 #include "cohort/comm/libtorch_version.h"
 #include "cohort/comm/profiler.h"
+#include "cohort/comm/shared_tensor.h"
 
 namespace cohort::parallel {
 namespace {
@@ -128,11 +129,11 @@ FlatBucket::FlatBucket(std::vector<NamedTensor> parameters, const comm::ProcessG
     computed = kept.dtype(*options_.mixed_precision.param_dtype);
   own_memory_ = sharded() || options_.cpu_offload || computed.dtype() != kept.dtype();
   full_ = sharded() ? without_memory({layout_.padded_numel()}, computed)
-                    : at::zeros({layout_.padded_numel()}, computed);
+                    : comm::empty_shared(group_, layout_.padded_numel(), computed).zero_();
   if (own_memory_) {
     const bool pinned = options_.cpu_offload && !kept.device().is_cpu();
     if (options_.cpu_offload) kept = kept.device(at::kCPU).pinned_memory(pinned);
-    shard_ = at::zeros({layout_.shard_numel()}, kept);
+    shard_ = comm::empty_shared(group_, layout_.shard_numel(), kept).zero_();
   } else {
     shard_ = own_part(full_);
   }
@@ -187,16 +188,23 @@ at::Tensor FlatBucket::on_device(const at::Tensor& shard) const {
   return shard.to(full_.device(), shard.scalar_type(), /*non_blocking=*/true);
 }
 
+// In the type of computing, where the other ranks of the host can read it.
+at::Tensor FlatBucket::shard_to_send() const {
+  const at::Tensor shard = on_device(shard_);
+  if (shard.scalar_type() == full_.scalar_type()) return shard;
+  return comm::empty_shared(group_, shard.numel(), full_.options()).copy_(shard);
+}
+
 void FlatBucket::begin_gather() {
   if (content_ != Content::kStale) return;
   const std::string label = "gather " + place_.name;
   const ProfileScope scope(label);
   const at::NoGradGuard no_grad;
   const bool among_neighbours = kept_.defined();
-  const at::Tensor sent = among_neighbours ? std::exchange(kept_, at::Tensor())
-                                           : on_device(shard_).to(full_.scalar_type());
+  const at::Tensor sent = among_neighbours ? std::exchange(kept_, at::Tensor()) : shard_to_send();
   // Of its own memory: nobody sees it before all of it is there.
-  at::Tensor arriving = sharded() ? at::empty(full_.sizes(), full_.options()) : full_;
+  at::Tensor arriving =
+      sharded() ? comm::empty_shared(group_, full_.numel(), full_.options()) : full_;
   const comm::ProcessGroup& group = among_neighbours ? place_.reshard_group : group_;
   comm::Work work = group.all_gather_into_async(arriving, sent, place_.name);
   gathering_.emplace(Gathering{sent, arriving, std::move(work)});
@@ -279,7 +287,8 @@ void FlatBucket::reshard() {
   const at::NoGradGuard no_grad;
   finish_gather();
   const int64_t part = layout_.padded_numel() / place_.reshard_group.size();
-  at::Tensor kept = full_.narrow(0, place_.reshard_group.rank() * part, part).clone();
+  at::Tensor kept = comm::empty_shared(place_.reshard_group, part, full_.options())
+                        .copy_(full_.narrow(0, place_.reshard_group.rank() * part, part));
   free();
   kept_ = std::move(kept);
 }
@@ -352,7 +361,9 @@ void FlatBucket::hold_gradients() {
     const at::Tensor gradient = dense_gradient(i);
     if (!gradient.defined()) continue;
     if (!held_.defined())
-      held_ = at::zeros({layout_.padded_numel()}, full_.options().dtype(travel_type()));
+      held_ =
+          comm::empty_shared(group_, layout_.padded_numel(), full_.options().dtype(travel_type()))
+              .zero_();
     view_of(held_, layout_.tensors()[i]).add_(gradient);
     had_.resize(parameters_.size());
     had_[i] = true;
@@ -370,7 +381,8 @@ at::Tensor FlatBucket::take_gradients(double factor) {
   }
   sent_.assign(parameters_.size(), false);
   const auto type = travel_type();
-  at::Tensor whole = at::empty({layout_.padded_numel()}, full_.options().dtype(type));
+  at::Tensor whole =
+      comm::empty_shared(group_, layout_.padded_numel(), full_.options().dtype(type));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     at::Tensor place = view_of(whole, layout_.tensors()[i]);
     const at::Tensor gradient = dense_gradient(i);
@@ -399,7 +411,10 @@ void FlatBucket::begin_reduce(double factor) {
   // Where gradients are whole, this rank's shard of the sum is written in place. Elsewhere the rest
   // is freed.
   at::Tensor part = own_part(whole);
-  if (options_.shard != Shard::kOptimizer) part = at::empty_like(part);
+  if (options_.shard != Shard::kOptimizer) {
+    const auto& next = options_.replicate_group ? options_.replicate_group : group_;
+    part = comm::empty_shared(next, part.numel(), part.options());
+  }
   comm::Work work = group_.reduce_scatter_async(part, whole, comm::ReduceOp::kSum, place_.name);
   reduction_.emplace(Reduction{whole, part, std::move(work)});
 }

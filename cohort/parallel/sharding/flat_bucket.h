@@ -128,6 +128,7 @@ class FlatBucket {
   at::Tensor take_gradients(double factor);
   at::Tensor own_part(const at::Tensor& flat) const;
   at::Tensor on_device(const at::Tensor& shard) const;
+  at::Tensor shard_to_send() const;
   void begin_copy(const at::Tensor& reduced);
   void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;

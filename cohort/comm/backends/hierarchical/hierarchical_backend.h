@@ -62,6 +62,14 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
   /// Leaders whose numbers differ only wait for each other, so the group must compare calls itself.
   bool compares_numbers() const override { return false; }
 
+  /// Of ShmBackend, inside the host. Hosts may differ: a rank alone on one has ordinary memory.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override {
+    return inside_ && inside_->supportsTensorAlloc(device);
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return inside_->allocateTensor(size, options);
+  }
+
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;

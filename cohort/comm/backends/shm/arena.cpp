@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <algorithm>
+#include <c10/core/CPUAllocator.h>
 #include <iterator>
 #include <unistd.h>
 #include <utility>
@@ -23,9 +24,14 @@ at::Tensor Arena::empty(int64_t numel, const at::TensorOptions& options) {
   const size_t needed = static_cast<size_t>(numel) * options.dtype().itemsize();
   const size_t bytes = (needed + kGrain - 1) / kGrain * kGrain;
   const size_t offset = take(bytes);
+  void* data = memory_->data() + begin_ + offset;
+  c10::profiledCPUMemoryReporter().New(data, needed);
   return at::from_blob(
-      memory_->data() + begin_ + offset, {numel},
-      [arena = shared_from_this(), offset, bytes](void*) { arena->give_back(offset, bytes); },
+      data, {numel},
+      [arena = shared_from_this(), offset, bytes](void* freed) {
+        c10::profiledCPUMemoryReporter().Delete(freed);
+        arena->give_back(offset, bytes);
+      },
       options);
 }
 
