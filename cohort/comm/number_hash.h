@@ -8,7 +8,7 @@ namespace cohort::comm {
 /// FNV-1a over numbers of 64 bits.
 class NumberHash {
  public:
-  /// `before`: a hash that this one goes on from.
+  /// `before`: a hash that this one continues.
   explicit NumberHash(uint32_t before = 0) : value_(0xcbf29ce484222325ULL ^ before) {}
 
   NumberHash& add(int64_t number) {

@@ -9,13 +9,14 @@
 namespace cohort::comm {
 
 /// Returns `numel` elements of undefined content, of one dimension. CPU tensors of a group over shm
-/// lie in memory that all its ranks see (over hierarchical, those of its host), which its
-/// collectives then read in place (docs/comm.md); those of other groups, of other devices and
-/// pinned ones are at::empty's. All ranks should allocate alike: where one's
-/// tensor lies elsewhere, the call copies, with the same bits.
+/// lie in memory that all its ranks see, over hierarchical that those of its host see, and
+/// collectives read them in place (docs/backends.md). Those of other groups and devices, and pinned
+/// ones, are at::empty's. Ranks need not allocate alike: where one's tensor lies elsewhere, a call
+/// copies, with the same bits.
 ///
-/// Local. Owner: the tensor, which may outlive the group; its memory is then kept for the group's
-/// next ones. Not there in a child that only forks.
+/// Local.
+/// Owner:  the tensor, which may outlive the group. A child that only forks does not have it.
+/// Memory: kept for the group's next tensors when this one goes.
 /// Errors: c10::OutOfMemoryError in one line if the system has not so much memory left.
 at::Tensor empty_shared(const ProcessGroup& group, int64_t numel, const at::TensorOptions& options);
 

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <csignal>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -230,13 +231,33 @@ TEST(ShmArenaTest, ATensorOutlivesItsGroup) {
           kept = shared_copy(group, at::ones({100000}));
           group.all_reduce(kept);
         }
-        world.barrier("the group is gone on all ranks");
+        world.barrier("no rank has the group any more");
         EXPECT_TRUE(at::equal(kept, at::full({100000}, 2.0)));
         kept.add_(world.rank());
         world.all_reduce(kept);
         EXPECT_TRUE(at::equal(kept, at::full({100000}, 5.0)));
       },
       kShm);
+}
+
+// As the first rank is limited: all take the slots, and it says so.
+TEST(ShmArenaTest, ALimitOfFileSizesLeavesNoRoom) {
+  const auto ends = test::run_ranks(
+      2,
+      [](const ProcessGroup& world) {
+        EXPECT_TRUE(shares_tensors(world));
+        const rlimit limit{.rlim_cur = 1 << 30, .rlim_max = 1 << 30};
+        if (world.rank() == 0) ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+        const ProcessGroup group = world.subgroup({0, 1}, "limited");
+        EXPECT_FALSE(shares_tensors(group));
+        const at::Tensor x = shared_copy(group, at::ones({100000}));
+        group.all_reduce(x);
+        EXPECT_TRUE(at::equal(x, at::full({100000}, 2.0)));
+      },
+      kShm);
+  for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
+  EXPECT_NE(ends[0].output.find("leaves no room for tensors that ranks share"), std::string::npos)
+      << ends[0].output;
 }
 
 TEST(ShmArenaFaultTest, ARankThatIsKilledWhileAllSumInPlaceIsNamedSoon) {
