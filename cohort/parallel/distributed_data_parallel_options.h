@@ -15,7 +15,8 @@ using BucketLayout = std::vector<std::vector<std::string>>;
 
 struct DistributedDataParallelOptions {
   double bucket_cap_mb =
-      25;  ///< Largest gradient bucket, MiB, > 0; a larger parameter has one of its own.
+      25;  ///< Gradient bucket, MiB, > 0: closed once it has as much; a parameter that has as much
+           ///< alone is alone in its bucket.
   double first_bucket_mb =
       1;  ///< The first bucket to be sent, MiB, > 0, at most bucket_cap_mb counts.
   /// Caps of the first, second ... bucket in MiB; the last one holds for all further ones. Replaces
@@ -33,9 +34,14 @@ struct DistributedDataParallelOptions {
   /// must leave out the same parameters.
   bool skip_all_reduce_unused_params = false;
   /// Cut the buckets again after the first step, in the order in which its gradients came, as
-  /// PyTorch does. Off: they are cut once, in reverse order of registration, and the order of
+  /// PyTorch does. Off: they are cut once, in reverse order of forward_order, and the order of
   /// summation never changes (bucket_layout).
   bool rebuild_buckets = false;
+  /// Names of all parameters in buckets, in the order in which forward first uses them: gradients
+  /// are expected in reverse, and sent so. Empty: the order of registration. No bucket is sent
+  /// before the one ahead of it, so a gradient that comes later than expected keeps back those
+  /// behind it.
+  std::vector<std::string> forward_order;
   BucketLayout bucket_layout;  ///< The layout to use, from DistributedDataParallel::bucket_layout;
                                ///< empty: cut one.
   /// Parameters and buffers that are left alone: not verified, copied, cast or averaged.

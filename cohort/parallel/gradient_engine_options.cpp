@@ -28,6 +28,8 @@ void check_options(const DistributedDataParallelOptions& options, const torch::n
        "expected no find_unused_parameters with it, which varies the order of gradients"},
       {!options.rebuild_buckets || options.bucket_layout.empty(), "rebuild_buckets",
        "expected no bucket_layout with it, which is kept as it is"},
+      {options.forward_order.empty() || (options.bucket_layout.empty() && !options.rebuild_buckets),
+       "forward_order", "expected neither bucket_layout nor rebuild_buckets, which replace it"},
       {delays == !options.param_to_hook_all_reduce.empty(),
        "delay_all_reduce_named_params and param_to_hook_all_reduce", "expected both or neither"},
       {!delays || (!unused && !is_static), "delay_all_reduce_named_params",

@@ -35,39 +35,54 @@ std::vector<int64_t> caps(const DistributedDataParallelOptions& options) {
   return result;
 }
 
-// Backward mostly makes gradients from the last registered parameter to the first.
+// `order`: of all parameters. c10d closes a bucket with the parameter that fills it; one that fills a
+// bucket alone would keep back the gradients before it.
 BucketIndices cut_in_reverse(const std::vector<NamedTensor>& parameters,
-                             const std::vector<size_t>& limits) {
+                             const std::vector<size_t>& order, const std::vector<size_t>& limits) {
   std::vector<at::Tensor> tensors;
   std::vector<int64_t> indices;
   std::vector<bool> sparse;
   for (const NamedTensor& parameter : parameters) sparse.push_back(parameter.sparse_gradient);
-  for (size_t i = parameters.size(); i-- > 0;) {
-    tensors.push_back(parameters[i].tensor);
-    indices.push_back(static_cast<int64_t>(i));
+  for (size_t i = order.size(); i-- > 0;) {
+    tensors.push_back(parameters[order[i]].tensor);
+    indices.push_back(static_cast<int64_t>(order[i]));
   }
-  return std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, limits, sparse, indices));
+  auto by_c10d =
+      std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, limits, sparse, indices));
+  BucketIndices buckets;
+  for (auto& bucket : by_c10d) {
+    const size_t last = bucket.back();
+    const bool fills_one = parameters[last].tensor.nbytes() >= limits.back();
+    if (bucket.size() > 1 && fills_one) {
+      bucket.pop_back();
+      buckets.push_back(std::move(bucket));
+      buckets.push_back({last});
+    } else {
+      buckets.push_back(std::move(bucket));
+    }
+  }
+  return buckets;
 }
 
-BucketIndices indices_of(const BucketLayout& layout, const std::vector<NamedTensor>& parameters) {
+BucketIndices indices_of(const char* option, const BucketLayout& layout,
+                         const std::vector<NamedTensor>& parameters) {
   std::map<std::string, size_t> left;
   for (size_t i = 0; i < parameters.size(); ++i) left[parameters[i].name] = i;
   BucketIndices buckets;
   for (const auto& names : layout) {
-    TORCH_CHECK_VALUE(!names.empty(), "bucket_layout: expected no empty bucket, bucket ",
-                      buckets.size(), " is");
+    TORCH_CHECK_VALUE(!names.empty(), option, ": expected no empty bucket, bucket ", buckets.size(),
+                      " is");
     buckets.emplace_back();
     for (const auto& name : names) {
       const auto found = left.find(name);
-      TORCH_CHECK_VALUE(found != left.end(),
-                        "bucket_layout: expected each parameter of the model once, got ", name,
+      TORCH_CHECK_VALUE(found != left.end(), option,
+                        ": expected each parameter of the model once, got ", name,
                         " twice or not of the model");
       buckets.back().push_back(found->second);
       left.erase(found);
     }
   }
-  TORCH_CHECK_VALUE(left.empty(),
-                    "bucket_layout: expected each parameter of the model once, it lacks ",
+  TORCH_CHECK_VALUE(left.empty(), option, ": expected each parameter of the model once, it lacks ",
                     left.begin()->first);
   return buckets;
 }
@@ -217,11 +232,16 @@ void Reducer::shadow_collectives() {
 
 BucketIndices initial_buckets(const std::vector<NamedTensor>& parameters,
                               const DistributedDataParallelOptions& options) {
-  if (!options.bucket_layout.empty()) return indices_of(options.bucket_layout, parameters);
+  if (!options.bucket_layout.empty())
+    return indices_of("bucket_layout", options.bucket_layout, parameters);
+  std::vector<size_t> order(parameters.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (!options.forward_order.empty())
+    order = indices_of("forward_order", {options.forward_order}, parameters).front();
   // Before the order of gradients is known one bucket is as good as any cut.
-  if (options.rebuild_buckets) return cut_in_reverse(parameters, {SIZE_MAX});
+  if (options.rebuild_buckets) return cut_in_reverse(parameters, order, {SIZE_MAX});
   const std::vector<int64_t> limits = caps(options);
-  return cut_in_reverse(parameters, std::vector<size_t>(limits.begin(), limits.end()));
+  return cut_in_reverse(parameters, order, std::vector<size_t>(limits.begin(), limits.end()));
 }
 
 std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters,

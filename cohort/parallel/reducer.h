@@ -67,8 +67,8 @@ class Reducer : public c10d::Reducer {
 };
 
 /// Returns the buckets that `options` ask for: its layout, or cuts by size.
-/// Errors: c10::ValueError naming the parameters that options.bucket_layout lacks, repeats or does
-/// not know.
+/// Errors: c10::ValueError naming the parameters that options.bucket_layout or forward_order lacks,
+/// repeats or does not know.
 BucketIndices initial_buckets(const std::vector<NamedTensor>& parameters,
                               const DistributedDataParallelOptions& options);
 

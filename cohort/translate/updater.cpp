@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/translate/updater.h"
 
+#include <algorithm>
 #include <cmath>
 #include <torch/types.h>
 
@@ -18,16 +19,30 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
 }
 
+// The model registers both tables of embeddings first, but uses the target's after the encoder.
+std::vector<std::string> forward_order(const nmt::TransformerImpl& model) {
+  const std::string target = "target_embedding";
+  std::vector<std::string> names;
+  for (const auto& item : model.named_parameters())
+    if (item.key() != target) names.push_back(item.key());
+  if (!model.named_parameters().contains(target)) return names;  // one table for both
+  const auto decoder =
+      std::ranges::find_if(names, [](const auto& name) { return name.starts_with("decoder."); });
+  names.insert(decoder, target);
+  return names;
+}
+
 parallel::StrategyOptions strategy_options(const UpdaterOptions& options,
                                            const nmt::TransformerImpl& model,
                                            const parallel::DeviceMesh& mesh) {
-  parallel::StrategyOptions strategy{
-      .strategy = options.strategy,
-      .ddp = {.broadcast_buffers = !options.servers, .gradient_as_bucket_view = true},
-      .sharding = {.cpu_offload = options.cpu_offload,
-                   .fill = options.fill,
-                   .fill_device = mesh.world().device()},
-      .tensor_parallel = {}};
+  parallel::StrategyOptions strategy{.strategy = options.strategy,
+                                     .ddp = {.broadcast_buffers = !options.servers,
+                                             .gradient_as_bucket_view = true,
+                                             .forward_order = forward_order(model)},
+                                     .sharding = {.cpu_offload = options.cpu_offload,
+                                                  .fill = options.fill,
+                                                  .fill_device = mesh.world().device()},
+                                     .tensor_parallel = {}};
   if (mesh.has("tp")) strategy.tensor_parallel = tensor_parallel_plan(model);
   return strategy;
 }

@@ -515,6 +515,25 @@ TEST(DdpOptionsTest, CapsCutBucketsInTheOrderOfSending) {
   });
 }
 
+TEST(DdpOptionsTest, BucketsFollowTheForwardOrderAndALargeParameterHasOneOfItsOwn) {
+  test::ranks(2, [](const ProcessGroup& group) {
+    constexpr double kByte = 1.0 / (1 << 20);
+    Branches model;
+    Ddp ddp(model, group,
+            {.bucket_cap_mb_list = {250 * kByte},
+             .forward_order = {"extra.weight", "first.weight", "first.bias", "last.weight",
+                               "last.bias", "extra.bias", "shared.weight", "shared.bias"}});
+    const BucketLayout expected{
+        {"shared.bias"},
+        {"shared.weight"},
+        {"extra.bias", "last.bias", "last.weight", "first.bias", "first.weight"},
+        {"extra.weight"}};
+    EXPECT_EQ(ddp.bucket_layout(), expected);
+    loss_of(ddp(batch_of(group.rank()))).backward();
+    test::expect_gradients(model, mean_gradients(2));
+  });
+}
+
 TEST(DdpOptionsTest, GradientsAreViewsOfBucketsOnlyOnRequest) {
   test::ranks(2, [](const ProcessGroup& group) {
     for (const bool views : {false, true}) {
@@ -752,6 +771,10 @@ TEST(DdpOptionsTest, ContradictingOptionsAreRefused) {
             "mixed_precision.buffer_dtype: expected a floating-point type, got Long");
     refused({.bucket_layout = {{"first.weight"}}}, "it lacks extra.bias");
     refused({.bucket_layout = {{"nobody"}}}, "got nobody twice or not of the model");
+    refused({.forward_order = {"first.weight"}},
+            "forward_order: expected each parameter of the model once, it lacks extra.bias");
+    refused({.rebuild_buckets = true, .forward_order = {"first.weight"}},
+            "forward_order: expected neither bucket_layout nor rebuild_buckets");
   });
 }
 

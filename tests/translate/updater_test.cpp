@@ -12,9 +12,12 @@
 #include <sstream>
 #include <thread>
 #include <torch/autograd.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/types.h>
 #include <unistd.h>
 
+#include "cohort/parallel/gradient_engine.h"
 #include "cohort/train/metrics.h"
 
 #include "tests/support/ranks.h"
@@ -286,6 +289,47 @@ TEST(UpdaterTest, RanksMayHaveDifferentNumbersOfBatches) {
                                     },
                                     {.timeout = std::chrono::seconds(30)});
   for (const auto& end : ends) EXPECT_EQ(end.exit_code, 0) << end.output;
+}
+
+// The parts of a model by first words of names, each where its last one stands.
+std::vector<std::string> parts_in_order(const std::vector<std::string>& names) {
+  std::vector<std::string> parts;
+  for (const std::string& name : names) {
+    const std::string part = name.substr(0, name.find('.'));
+    std::erase(parts, part);
+    parts.push_back(part);
+  }
+  return parts;
+}
+
+// A bucket waits for those before it: one order in which they wait for each other no longer than
+// gradients take.
+TEST(UpdaterTest, BucketsAreSentAsBackwardMakesTheirGradients) {
+  comm::ProcessGroup alone(comm::RankInfo{});
+  for (const bool tied : {false, true}) {
+    for (const bool tied_all : {false, true}) {
+      auto options = test::tiny_options();
+      options.tied_embeddings = tied;
+      options.tied_embeddings_all = tied_all;
+      nmt::Transformer model(options);
+      Updater updater(model, alone, {});
+      std::vector<std::string> sent, made;
+      const auto& engine = dynamic_cast<const parallel::GradientEngine&>(updater.model().engine());
+      for (const auto& bucket : engine.bucket_layout())
+        sent.insert(sent.end(), bucket.begin(), bucket.end());
+      for (const auto& item : model->named_parameters()) {
+        torch::autograd::impl::grad_accumulator(item.value())
+            ->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+                [&made, name = item.key()](const auto& outputs, const auto&) {
+                  made.push_back(name);
+                  return outputs;
+                }));
+      }
+      updater.update(batches_of(sentences_of(1), {1}, 0));
+      EXPECT_EQ(sent.size(), made.size());
+      EXPECT_EQ(parts_in_order(sent), parts_in_order(made)) << tied << tied_all;
+    }
+  }
 }
 
 TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
