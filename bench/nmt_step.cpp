@@ -5,8 +5,9 @@
 //
 // Rank 0 prints one JSON line: target tokens per second over all ranks (median of the steps), and
 // the rate of bfloat16 (or float32) matrix products that the same ranks reach together, as the
-// yardstick. With --save-every it prints instead what a checkpoint in the background costs: the
-// time by which steps with one are longer than the same steps without.
+// yardstick. With --exposed-communication it takes every step again without the exchange of
+// gradients, and adds what that saves. With --save-every it prints instead what a checkpoint in the
+// background costs: the time by which steps with one are longer than the same steps without.
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -60,6 +61,7 @@ struct Options {
   int64_t rows = 0;
   int64_t length = 12;
   bool gradient_checkpointing = false;
+  bool exposed_communication = false;
   int64_t save_every = 0;
   std::string save_to;
   std::string save_by = "all";
@@ -337,6 +339,7 @@ int run(const Options& options) {
   std::vector<double> times;
   std::vector<double> rates;
   std::vector<double> flops;
+  std::vector<double> alone;  // --exposed-communication: the same steps without communication
   double loss_per_token = 0;
   int64_t sent_before = 0;
   for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
@@ -363,6 +366,16 @@ int run(const Options& options) {
     if (saves) saves->after(step - options.warmup, sums[1] == 0);
     wait_for(device);
     const double elapsed = seconds_since(start);
+    if (options.exposed_communication) {
+      // Both times end when the slower rank has come.
+      group.barrier("alone");
+      const cohort::parallel::NoSync local(updater.model());
+      const auto start_alone = Clock::now();
+      updater.update({batch});
+      cohort::train::reduce_sums(group, std::array{0.});
+      wait_for(device);
+      if (step >= options.warmup) alone.push_back(seconds_since(start_alone));
+    }
     if (step < options.warmup) continue;
     times.push_back(elapsed);
     rates.push_back(tokens / elapsed);
@@ -389,31 +402,36 @@ int run(const Options& options) {
   } else if (group.rank() == 0) {
     std::vector<double> flop_rates;
     std::ranges::transform(flops, times, std::back_inserter(flop_rates), std::divides());
-    const nlohmann::ordered_json line = {
-        {"bench", "nmt_step"},
-        {"strategy", to_string(strategy)},
-        {"tensor_parallel", options.tensor_parallel},
-        {"tgt_tokens_per_s", median_of(rates)},
-        {"tgt_tokens_per_s_min", *std::ranges::min_element(rates)},
-        {"tgt_tokens_per_s_max", *std::ranges::max_element(rates)},
-        {"steps", options.steps},
-        {"world_size", group.size()},
-        {"params", cohort::nmt::count_parameters(*model)},
-        {"precision", cohort::nmt::to_string(precision)},
-        {"device", device.str()},
-        {"mini_batch_words", options.mini_batch_words},
-        {"gradient_checkpointing", options.gradient_checkpointing},
-        {"gemm_flop_per_s", gemm},
-        {"flop_per_step", median_of(flops)},
-        {"share_of_gemm_rate", median_of(flop_rates) / gemm},
-        {"median_step_s", median_of(times)},
-        {"step_s", times},
-        {"tensor_bytes_at_rest", largest[0]},
-        {"tensor_bytes_after_backward", largest[4]},
-        {"tensor_bytes_at_peak", largest[1]},
-        {"bytes_sent_per_step_and_rank", largest[3] / options.steps},
-        {"final_loss", loss_per_token},
-        {"peak_rss_bytes", largest[2]}};
+    nlohmann::ordered_json line = {{"bench", "nmt_step"},
+                                   {"strategy", to_string(strategy)},
+                                   {"tensor_parallel", options.tensor_parallel},
+                                   {"tgt_tokens_per_s", median_of(rates)},
+                                   {"tgt_tokens_per_s_min", *std::ranges::min_element(rates)},
+                                   {"tgt_tokens_per_s_max", *std::ranges::max_element(rates)},
+                                   {"steps", options.steps},
+                                   {"world_size", group.size()},
+                                   {"params", cohort::nmt::count_parameters(*model)},
+                                   {"precision", cohort::nmt::to_string(precision)},
+                                   {"device", device.str()},
+                                   {"mini_batch_words", options.mini_batch_words},
+                                   {"gradient_checkpointing", options.gradient_checkpointing},
+                                   {"gemm_flop_per_s", gemm},
+                                   {"flop_per_step", median_of(flops)},
+                                   {"share_of_gemm_rate", median_of(flop_rates) / gemm},
+                                   {"median_step_s", median_of(times)},
+                                   {"step_s", times},
+                                   {"tensor_bytes_at_rest", largest[0]},
+                                   {"tensor_bytes_after_backward", largest[4]},
+                                   {"tensor_bytes_at_peak", largest[1]},
+                                   {"bytes_sent_per_step_and_rank", largest[3] / options.steps},
+                                   {"final_loss", loss_per_token},
+                                   {"peak_rss_bytes", largest[2]}};
+    if (options.exposed_communication) {
+      std::vector<double> exposed;
+      std::ranges::transform(times, alone, std::back_inserter(exposed), std::minus());
+      line["step_without_communication_s"] = alone;
+      line["exposed_communication_s"] = median_of(exposed);
+    }
     std::printf("%s\n", line.dump().c_str());
   }
   group.close();
@@ -448,6 +466,8 @@ int main(int argc, char** argv) {
   app.add_option("--device", options.device, "cpu, cuda or cuda:N")->capture_default_str();
   auto* save_to =
       app.add_option("--save-to", options.save_to, "Folder of the checkpoints of --save-every");
+  app.add_flag("--exposed-communication", options.exposed_communication,
+               "Take every step again without the exchange of gradients (ddp)");
   app.add_option("--save-every", options.save_every,
                  "Save in every second block of this many steps, from the first on")
       ->check(CLI::Range(2, 1000))
