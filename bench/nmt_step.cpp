@@ -35,6 +35,7 @@
 #include "cohort/train/metrics.h"
 #include "cohort/train/sharded_checkpoint.h"
 #include "cohort/translate/corpus.h"
+#include "cohort/translate/precision.h"
 #include "cohort/translate/tensor_memory.h"
 #include "cohort/translate/tensor_parallel_context.h"
 #include "cohort/translate/updater.h"
@@ -305,7 +306,9 @@ int run(const Options& options) {
   const cohort::comm::RankInfo info = cohort::comm::rank_info_from_environment();
   const at::Device device = cohort::comm::init_accelerator(options.device, info);
   const cohort::comm::ProcessGroup group(info, {.device = device});
-  const auto precision = cohort::nmt::parse_precision(options.precision);
+  std::optional<cohort::nmt::Precision> asked;
+  if (options.precision != "auto") asked = cohort::nmt::parse_precision(options.precision);
+  const auto precision = cohort::translate::agreed_precision(asked, group);
   cohort::nmt::check_precision(precision, device.is_cpu());
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
   const double gemm = gemm_rate(group, type, options.mini_batch_words);

@@ -10,6 +10,7 @@
 #include "cohort/cli/group_flags.h"
 #include "cohort/cli/option_flags.h"
 #include "cohort/train/progress.h"
+#include "cohort/translate/precision.h"
 #include "cohort/translate/training_options.h"
 
 #include "apps/nmt/commands.h"
@@ -52,7 +53,7 @@ int run(EvaluateFlags& flags) {
   const auto group = flags.group.connect();
   flags.model.device = group.device().str();
   auto [model, tokenizers] = load_trained(flags.model);
-  const auto precision = model->precision();
+  const auto precision = translate::agreed_precision(model->precision(), group);
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   train::Progress progress;

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <memory>
 
+#include "cohort/nmt/options.h"
 #include "cohort/nmt/transformer.h"
 #include "cohort/translate/run_folder.h"
 
@@ -21,13 +22,26 @@ std::string with_commas(int64_t number) {
   return text;
 }
 
+void print_precision(const nmt::PrecisionChoice& choice) {
+  std::printf("%-24s %s\n", "precision (auto)", nmt::to_string(choice.precision).c_str());
+  if (choice.float32_flop_per_s == 0) {
+    std::printf("%-24s this processor has no products of bfloat16\n", "because");
+    return;
+  }
+  std::printf(
+      "%-24s one thread multiplies %.0f GFLOP/s in float32, %.0f in bfloat16 (chosen from %.1f "
+      "times float32 on)\n",
+      "because", choice.float32_flop_per_s / 1e9, choice.bfloat16_flop_per_s / 1e9,
+      nmt::kWorthwhileGain);
+}
+
 int run(const ModelFlags& flags) {
   const nmt::TransformerOptions options = flags.resolve();
   const nmt::Transformer model(options);
   for (const auto& [name, value] : translate::metadata_of(options)) {
     std::printf("%-24s %s\n", name.c_str(), value.c_str());
   }
-  std::printf("%-24s %s\n", "precision (auto)", nmt::to_string(nmt::best_precision()).c_str());
+  print_precision(nmt::precision_choice());
   std::printf("%-24s %s\n", "parameters", with_commas(nmt::count_parameters(*model)).c_str());
   return 0;
 }

@@ -45,7 +45,7 @@ void print_summary(const translate::TrainingOptions& options, const Console& con
 
 void add_flags(CLI::App& app, TrainFlags& flags) {
   auto& options = flags.options;
-  options.precision = nmt::best_precision();
+  options.precision.reset();
   add_options(app, translate::data_options(options), "Data");
   flags.model.add_to(app);
   add_options(app, translate::optimization_options(options), "Training");
@@ -76,7 +76,7 @@ int run(TrainFlags& flags) {
   options = translate::resolve(options);
   check_offload(options.cpu_offload, flags.group.computes_on_cpu(),
                 translate::strategy_name(options));
-  nmt::check_precision(options.precision, flags.group.computes_on_cpu());
+  if (options.precision) nmt::check_precision(*options.precision, flags.group.computes_on_cpu());
   if (!options.servers) {
     ps::refuse_servers(translate::strategy_name(options));
     refuse_security(flags.security, "--strategy ps-sync or ps-async");

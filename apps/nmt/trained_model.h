@@ -12,6 +12,7 @@
 #include "cohort/cli/option_flags.h"
 #include "cohort/comm/accelerator.h"
 #include "cohort/nmt/transformer.h"
+#include "cohort/translate/precision.h"
 #include "cohort/translate/run_folder.h"
 #include "cohort/translate/training_options.h"
 
@@ -44,15 +45,7 @@ struct ModelPlace {
           "Source and target vocabulary, .spm (default: in --model-dir)",
           {.unit = kFile, .min_values = 2, .max_values = 2}},
          {"--precision",
-          TextValue{{"auto", "bfloat16", "float32", "int8"},
-                    [this] {
-                      return std::vector<std::string>{precision ? nmt::to_string(*precision)
-                                                                : "auto"};
-                    },
-                    [this](const auto& given) {
-                      precision.reset();
-                      if (given.front() != "auto") precision = nmt::parse_precision(given.front());
-                    }},
+          translate::precision_value(precision, {"auto", "bfloat16", "float32", "int8"}),
           "Precision of matrix products; int8 rounds the weights to 8 bits first, unless they are",
           {.shown_default = "auto"}}},
         "Model");

@@ -90,8 +90,12 @@ std::string to_string(Activation activation) {
   return kActivationNames[static_cast<size_t>(activation)];
 }
 
+bool multiplies_bfloat16() {
+  return __builtin_cpu_supports("avx512bf16");
+}
+
 Precision best_precision() {
-  return __builtin_cpu_supports("avx512bf16") ? Precision::kBFloat16 : Precision::kFloat32;
+  return precision_choice().precision;
 }
 
 Precision parse_precision(const std::string& text) {
@@ -103,7 +107,7 @@ Precision parse_precision(const std::string& text) {
 }
 
 void check_precision(Precision precision, bool on_cpu) {
-  if (on_cpu && precision == Precision::kBFloat16 && best_precision() != Precision::kBFloat16)
+  if (on_cpu && precision == Precision::kBFloat16 && !multiplies_bfloat16())
     throw ConfigError("--precision bfloat16: this CPU does not multiply it; expected float32 here");
   if (!on_cpu && precision == Precision::kInt8)
     throw ConfigError("--precision int8: expected --device cpu");

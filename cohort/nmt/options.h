@@ -59,7 +59,24 @@ void validate(const TransformerOptions& options);
 /// models have 8-bit weights (quantize in transformer.h), and compute in float32 between products.
 enum class Precision { kFloat32, kBFloat16, kInt8 };
 
-/// Returns bfloat16 if this CPU multiplies it natively, else float32.
+/// The precision that suits this CPU, and why.
+struct PrecisionChoice {
+  Precision precision = Precision::kFloat32;
+  /// Of one thread, as measured: 0 where the processor has no products of bfloat16 to compare.
+  double float32_flop_per_s = 0, bfloat16_flop_per_s = 0;
+};
+
+/// Whether the processor has instructions for products of bfloat16.
+bool multiplies_bfloat16();
+/// bfloat16 where its products run kWorthwhileGain times as fast as float32's or more, else float32.
+///
+/// Measured once per process, by the first call, in some 10 ms of CPU time of the calling thread, in which libtorch's number of
+/// threads is 1. Draws no random numbers. Processes of one job may run on different processors: translate::agreed_precision.
+const PrecisionChoice& precision_choice();
+/// Far from what is found: 2 and more where bfloat16 is worth it, 0.6 where it is slower than float32. So noise does not change
+/// what is chosen.
+inline constexpr double kWorthwhileGain = 1.2;
+/// precision_choice().precision.
 Precision best_precision();
 /// Parses "float32", "bfloat16", "int8" or "auto", which is best_precision().
 /// Errors: ConfigError for another text.

@@ -140,7 +140,7 @@ std::string RunCheckpoints::valid_sets_sha256() const {
 
 train::Metadata RunCheckpoints::model_metadata(int64_t update) const {
   train::Metadata metadata = metadata_of(options_.model);
-  metadata["precision"] = nmt::to_string(options_.precision);
+  metadata["precision"] = nmt::to_string(*options_.precision);
   metadata["update"] = std::to_string(update);
   for (const auto& [name, value] : data_metadata()) {
     if (name.starts_with("vocabulary.")) metadata[name] = value;

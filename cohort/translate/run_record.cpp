@@ -161,7 +161,7 @@ void RunRecord::write_start(const RunStart& start) {
                    {"update", start.update},
                    {"time", utc_now()},
                    {"ranks", start.machines.size()},
-                   {"precision", nmt::to_string(options_.precision)},
+                   {"precision", nmt::to_string(*options_.precision)},
                    {"parameters", start.num_parameters},
                    {"libtorch", TORCH_VERSION},
                    {"train_pairs", start.train_pairs},

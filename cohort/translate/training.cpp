@@ -8,6 +8,7 @@
 #include "cohort/base/error.h"
 #include "cohort/base/free_memory.h"
 #include "cohort/data/prefetch.h"
+#include "cohort/translate/precision.h"
 #include "cohort/translate/run_on_ranks.h"
 #include "cohort/translate/training_run.h"
 
@@ -317,9 +318,10 @@ void TrainingRun::validate() {
 }
 
 TrainingResult train(const TrainingOptions& given, const comm::ProcessGroup& group) {
-  const TrainingOptions options = resolve(given);
+  TrainingOptions options = resolve(given);
   const parallel::DeviceMesh mesh = parallel::init_strategy_mesh(
       group, options.strategy, static_cast<int>(options.tensor_parallel));
+  options.precision = agreed_precision(options.precision, group);
   auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
   Fd held_folder;
   std::string decision;

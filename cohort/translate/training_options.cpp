@@ -10,6 +10,7 @@
 #include "cohort/base/error.h"
 #include "cohort/comm/profile_options.h"
 #include "cohort/ps/module/host_ranks.h"
+#include "cohort/translate/precision.h"
 #include "cohort/translate/updater.h"
 
 namespace cohort::translate {
@@ -226,7 +227,7 @@ Options optimization_options(TrainingOptions& o) {
        rule(kFolder)},
       {"--optimizer-params", &o.optimizer_params, "Adam's beta1, beta2 and epsilon", rule("X")},
       {"--precision",
-       words_for(o.precision, {"auto", "bfloat16", "float32"}, nmt::parse_precision),
+       precision_value(o.precision, {"auto", "bfloat16", "float32"}),
        "Precision of matrix products",
        {.shown_default = "auto"}},
       {"--mini-batch", &o.mini_batch, "Sentences per rank and batch (0: no limit)",

@@ -32,7 +32,8 @@ struct TrainingOptions {
   bool overwrite = false;
 
   nmt::TransformerOptions model;
-  nmt::Precision precision = nmt::Precision::kFloat32;
+  /// None: agreed_precision's. What runs has one.
+  std::optional<nmt::Precision> precision = nmt::Precision::kFloat32;
   parallel::Strategy strategy = parallel::Strategy::kDdp;
   /// Through parameter servers instead, strategy ps-sync or ps-async: UpdaterOptions::servers.
   std::optional<ps::SessionOptions> servers;

@@ -99,7 +99,7 @@ void TrainingRun::make_model() {
   const auto tensor_parallel = tensor_group_ ? make_tensor_parallel_context(tensor_group_)
                                              : std::make_shared<nmt::TensorParallelContext>();
   const bool sharded = parallel::shards_parameters(options_.strategy);
-  model_ = nmt::Transformer(options_.model, options_.precision,
+  model_ = nmt::Transformer(options_.model, *options_.precision,
                             sharded ? at::Device(at::kMeta) : group_.device(), tensor_parallel);
   if (!sharded) model_->initialise(options_.seed);
 }
@@ -178,7 +178,7 @@ void TrainingRun::fit_batch_sizes() {
   const std::string wanted =
       "workspace_mib=" + std::to_string(options_.workspace_mib) +
       " ranks=" + std::to_string(group_.size()) +
-      " precision=" + nmt::to_string(options_.precision) +
+      " precision=" + nmt::to_string(*options_.precision) +
       " gradient_checkpointing=" + std::to_string(options_.gradient_checkpointing) +
       (options_.tensor_parallel > 1 ? " tensor_parallel=" + std::to_string(options_.tensor_parallel)
                                     : "") +
@@ -221,7 +221,7 @@ void TrainingRun::report_start() const {
                       {"device", group_.device().str()},
                       {"backend", group_.backend()},
                       {"strategy", strategy_name(options_)},
-                      {"precision", nmt::to_string(options_.precision)},
+                      {"precision", nmt::to_string(*options_.precision)},
                       {"tensor_parallel", options_.tensor_parallel},
                       {"parameters", model_->num_parameters()}});
   const PairCounts& pairs = data_.train.counts;
