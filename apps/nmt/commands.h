@@ -18,6 +18,7 @@ void add_translate_command(CLI::App& app, Action& action);
 void add_score_command(CLI::App& app, Action& action);
 void add_average_command(CLI::App& app, Action& action);
 void add_quantize_command(CLI::App& app, Action& action);
+void add_shortlist_command(CLI::App& app, Action& action);
 void add_export_command(CLI::App& app, Action& action);
 void add_info_command(CLI::App& app, Action& action);
 void add_report_command(CLI::App& app, Action& action);

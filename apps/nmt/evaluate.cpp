@@ -15,6 +15,7 @@
 
 #include "apps/nmt/commands.h"
 #include "apps/nmt/model_flags.h"
+#include "apps/nmt/shortlist_flag.h"
 #include "apps/nmt/trained_model.h"
 
 namespace cohort::cli {
@@ -26,6 +27,7 @@ struct EvaluateFlags {
   std::string output;
   int64_t samples = 0;
   bool json = false;
+  ShortlistFlag shortlist;
   translate::EvaluationOptions evaluation = full_search();
   GroupFlags group;
 };
@@ -50,6 +52,7 @@ void print_samples(const text::ParallelText& pairs, const std::vector<std::strin
 
 int run(EvaluateFlags& flags) {
   auto options = flags.evaluation;
+  options.search.shortlist = flags.shortlist.read(flags.model);
   const auto group = flags.group.connect();
   flags.model.device = group.device().str();
   auto [model, tokenizers] = load_trained(flags.model);
@@ -125,6 +128,7 @@ void add_evaluate_command(CLI::App& app, Action& action) {
        {"--json", &flags->json, "Print one line of JSON instead", {.excludes = "--samples"}}},
       "Output");
   add_options(*command, translate::evaluation_options(flags->evaluation), "Search and score");
+  add_options(*command, {flags->shortlist.option()}, "Search and score");
   flags->group.add_to(*command, GroupFlags::Devices::kAny);
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }

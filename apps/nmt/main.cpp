@@ -27,6 +27,7 @@ int run(int argc, char** argv) {
   cohort::cli::add_bleu_command(app, action);
   cohort::cli::add_average_command(app, action);
   cohort::cli::add_quantize_command(app, action);
+  cohort::cli::add_shortlist_command(app, action);
   cohort::cli::add_export_command(app, action);
   cohort::cli::add_info_command(app, action);
   cohort::cli::add_report_command(app, action);

@@ -17,6 +17,7 @@
 #include "cohort/translate/evaluation.h"
 
 #include "apps/nmt/commands.h"
+#include "apps/nmt/shortlist_flag.h"
 #include "apps/nmt/trained_model.h"
 
 namespace cohort::cli {
@@ -29,6 +30,7 @@ struct TranslateFlags {
   int64_t cpu_threads = 0;
   bool max_length_crop = false;
   bool n_best = false;
+  ShortlistFlag shortlist;
   translate::EvaluationOptions evaluation = full_search();
 };
 
@@ -139,7 +141,8 @@ Options sampling_options(nmt::SamplingOptions& o) {
   };
 }
 
-int run(const TranslateFlags& flags) {
+int run(TranslateFlags& flags) {
+  flags.evaluation.search.shortlist = flags.shortlist.read(flags.model);
   TrainedModel trained = load_trained(flags.model);
   if (flags.cpu_threads > 0) {
     if (!trained.model->device().is_cpu()) {
@@ -183,6 +186,7 @@ void add_translate_command(CLI::App& app, Action& action) {
               "Output");
   nmt::SearchOptions& search = flags->evaluation.search;
   add_options(*command, translate::search_options(search), "Search");
+  add_options(*command, {flags->shortlist.option()}, "Search");
   add_options(*command, sampling_options(search.sampling), "Sampling");
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }

@@ -490,6 +490,34 @@ LogProbs::LogProbs(const at::Tensor& scores_NV, const std::optional<Questions>& 
   check_finite();
 }
 
+LogProbs::LogProbs(const at::Tensor& scores_NV, std::span<const std::span<const int32_t>> columns) {
+  TORCH_CHECK_VALUE(
+      scores_NV.is_cpu() && scores_NV.dim() == 2 && scores_NV.size(0) == std::ssize(columns),
+      "LogProbs: expected scores on the CPU with a row for each of ", columns.size(),
+      " lists of columns, got ", scores_NV.toString(), " ", scores_NV.sizes());
+  const at::Tensor given = scores_NV.contiguous();
+  size_t most = 0;
+  for (const auto& own : columns) {
+    most = std::max(most, own.size());
+    row_columns_.push_back(std::ssize(own));
+  }
+  // All rows begin alike in memory.
+  constexpr size_t kUnit = 64;
+  most = (most + kUnit - 1) / kUnit * kUnit;
+  const at::Tensor chosen = at::empty({given.size(0), static_cast<int64_t>(most)}, given.options());
+  for_type("LogProbs", given, [&]<class T>(const LoopsOf<T>&, T*) {
+    const T* from = data<T>(given);
+    T* to = data<T>(chosen);
+    for (const auto& own : columns) {
+      for (size_t i = 0; i < own.size(); ++i) to[i] = from[own[i]];
+      from += given.size(1);
+      to += most;
+    }
+  });
+  read_all(chosen);
+  check_finite();
+}
+
 LogProbs::LogProbs(const Int8Scores& scores)
     : scores_NV_(scores.blocks),
       columns_(scores.columns),
@@ -523,15 +551,21 @@ void LogProbs::read_all(const at::Tensor& scores_NV) {
   columns_ = columns;
   top_columns_ = kTopColumns;
   const bool wide = scores_NV_.scalar_type() == at::kDouble;
-  tops_ = at::empty({rows, blocks}, wide ? at::kDouble : at::kFloat);
+  // A row with fewer columns has blocks of none.
+  tops_ = at::full({rows, blocks}, -std::numeric_limits<double>::infinity(),
+                   wide ? at::kDouble : at::kFloat);
   log_sums_.resize(static_cast<size_t>(rows));
   for_type("LogProbs", scores_NV_, [&]<class T>(const LoopsOf<T>& table, T*) {
     using Sum = typename LoopsOf<T>::Sum;
     for (int64_t n = 0; n < rows; ++n) {
-      log_sums_[static_cast<size_t>(n)] = table.log_sum_exp(data<T>(scores_NV_) + n * columns,
-                                                            columns, data<Sum>(tops_) + n * blocks);
+      log_sums_[static_cast<size_t>(n)] = table.log_sum_exp(
+          data<T>(scores_NV_) + n * columns, columns_of(n), data<Sum>(tops_) + n * blocks);
     }
   });
+}
+
+int64_t LogProbs::columns_of(int64_t row) const {
+  return row_columns_.empty() ? columns_ : row_columns_[static_cast<size_t>(row)];
 }
 
 void LogProbs::read_answers(const at::Tensor& scores_NV, const Questions& questions) {
@@ -601,7 +635,7 @@ double LogProbs::at(int64_t row, int64_t column) const {
 }
 
 std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banned) const {
-  TORCH_INTERNAL_ASSERT(!answers_.defined());
+  TORCH_INTERNAL_ASSERT(!answers_.defined() && row_columns_.empty());
   std::vector<Candidate> found;
   found.reserve(static_cast<size_t>(columns_));
   with_row(row, [&](const auto& scores, const auto*) {
@@ -615,7 +649,7 @@ std::vector<Candidate> LogProbs::all(int64_t row, std::span<const int64_t> banne
 
 Candidate LogProbs::draw(int64_t row, double exponent, std::span<const int64_t> banned,
                          double number) const {
-  TORCH_INTERNAL_ASSERT(!answers_.defined());
+  TORCH_INTERNAL_ASSERT(!answers_.defined() && row_columns_.empty());
   const auto likeliest = greatest(row, 1, banned);
   TORCH_CHECK(!likeliest.empty(), "sampling: no token is left to draw from");
   const double log_sum = log_sums_[static_cast<size_t>(row)];
@@ -666,7 +700,7 @@ Candidate LogProbs::draw(int64_t row, double exponent, std::span<const int64_t> 
 
 std::vector<Candidate> LogProbs::likely(int64_t row, size_t wanted,
                                         std::span<const int64_t> banned) const {
-  const int64_t columns = columns_;
+  const int64_t columns = columns_of(row);
   std::vector<Candidate> found;
   if (answers_.defined()) {
     const int64_t read = (answers_.size(1) - 2) / 2;

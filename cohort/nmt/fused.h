@@ -172,21 +172,27 @@ class LogProbs {
   /// Scores of an 8-bit product. If these have no sums, `log_prob` is the score itself.
   explicit LogProbs(const Int8Scores& scores);
 
+  /// Row n of scores_NV has only the columns `columns[n]`, which here are 0, 1, ... in that order. For scores on the CPU. Its answers
+  /// depend on these scores alone.
+  /// Errors: as above.
+  LogProbs(const at::Tensor& scores_NV, std::span<const std::span<const int32_t>> columns);
+
   double at(int64_t row, int64_t column) const;
   /// The `count` columns with the greatest values, the greatest first and equal ones in order;
   /// fewer if there are not so many beside the `banned`, which are no candidates.
   std::vector<Candidate> greatest(int64_t row, int64_t count,
                                   std::span<const int64_t> banned) const;
   /// The column that `number`, in [0, 1), draws from all but the `banned`, in order, by weights p^exponent. Not where
-  /// `questions` have told what is asked.
+  /// `questions` have told what is asked, or rows have columns of their own.
   /// Errors: c10::Error if all are banned.
   Candidate draw(int64_t row, double exponent, std::span<const int64_t> banned,
                  double number) const;
-  /// All columns but the `banned`, in order. Not where `questions` have told what is asked.
+  /// All columns but the `banned`, in order. Not where `draw` is not.
   std::vector<Candidate> all(int64_t row, std::span<const int64_t> banned) const;
 
  private:
   void read_all(const at::Tensor& scores_NV);
+  int64_t columns_of(int64_t row) const;
   void check_finite() const;
   // Calls body(the row's scores by column, the greatest of its blocks).
   template <class Body>
@@ -197,8 +203,9 @@ class LogProbs {
 
   at::Tensor scores_NV_;  // of an 8-bit product as Int8Scores::blocks
   int64_t columns_ = 0;
-  int64_t top_columns_ = 0;  // of a block
-  at::Tensor tops_;          // [N, blocks of columns]: the greatest score of each block
+  std::vector<int64_t> row_columns_;  // by row, where they have different ones; else empty
+  int64_t top_columns_ = 0;           // of a block
+  at::Tensor tops_;                   // [N, blocks of columns]: the greatest score of each block
   std::vector<double> log_sums_;
   // Of scores that stay on their device, else undefined; float64. A row: the logarithm of its sum,
   // the score in `column_`, the greatest scores, their columns.

@@ -105,6 +105,32 @@ Int8Matrix::Int8Matrix(const Int8Rows& rows) : scales_(rows.scales.contiguous())
   offsets_ = values.sum(1, /*keepdim=*/false, at::kLong).mul_(128).to(at::kInt);
 }
 
+Int8Matrix Int8Matrix::chosen(std::span<const int32_t> rows) const {
+  Int8Matrix result;
+  result.in_ = in_;
+  result.depth_ = depth_;
+  const int64_t count = std::ssize(rows);
+  const at::Tensor index =
+      at::tensor(at::ArrayRef<int32_t>(rows.data(), rows.size())).to(at::kLong);
+  result.scales_ = scales_.index_select(0, index);
+  result.offsets_ = offsets_.index_select(0, index);
+  result.blocks_ = at::zeros(
+      {rounded_up(count, kInt8Columns) / kInt8Columns, depth_ / 4, kInt8Columns, 4}, at::kChar);
+  // Four numbers at a time stay side by side.
+  const int64_t fours = depth_ / 4;
+  const auto* from = static_cast<const int32_t*>(blocks_.const_data_ptr());
+  auto* to = static_cast<int32_t*>(result.blocks_.mutable_data_ptr());
+  const auto place = [&](int64_t row) {
+    return row / kInt8Columns * fours * kInt8Columns + row % kInt8Columns;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t* source = from + place(rows[static_cast<size_t>(i)]);
+    int32_t* target = to + place(i);
+    for (int64_t k = 0; k < fours; ++k) target[k * kInt8Columns] = source[k * kInt8Columns];
+  }
+  return result;
+}
+
 Int8Matrix::Rows Int8Matrix::quantized(const at::Tensor& x) const {
   TORCH_CHECK_VALUE(x.is_cpu() && x.scalar_type() == at::kFloat && x.size(-1) == in_,
                     "an int8 product: expected float32 rows of ", in_, " on the CPU, got ",

@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,10 @@ class Int8Matrix {
   /// Keeps `scales` and a copy of the values.
   /// Errors: c10::ValueError for other shapes and types, and for more than 65,536 columns, whose sums could overflow.
   explicit Int8Matrix(const Int8Rows& rows);
+
+  /// The matrix of some of the rows, in that order.
+  /// Precondition: 0 <= each < rows.
+  Int8Matrix chosen(std::span<const int32_t> rows) const;
 
   /// The outputs [first, first + count). x float32 [..., in] and, unless undefined, bias float32 [count]; returns
   /// float32 [..., count].

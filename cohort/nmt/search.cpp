@@ -25,10 +25,12 @@ struct Beginning {
 };
 
 struct Sentence {
-  size_t row = 0;               // in the source batch
-  int64_t number = 0;           // of which its random numbers are a function
-  int64_t limit = 0;            // most tokens before the end id
-  std::vector<Beginning> beam;  // at most `beam_size`
+  size_t row = 0;                // in the source batch
+  int64_t number = 0;            // of which its random numbers are a function
+  int64_t limit = 0;             // most tokens before the end id
+  std::vector<Beginning> beam;   // at most `beam_size`
+  std::vector<int32_t> pieces;   // its candidates, of a shortlist
+  std::vector<int32_t> columns;  // of these in the batch's product
 };
 
 struct Extension {
@@ -69,8 +71,15 @@ class Search {
         sentence.beam.push_back({.sample = sample});
         kept.push_back(index);
       }
+      if (options.shortlist) {
+        const at::Tensor source = source_BS[index].contiguous();
+        sentence.pieces =
+            options.shortlist->candidates({source.const_data_ptr<int64_t>(),
+                                           static_cast<size_t>(lengths_B[index].item<int64_t>())});
+      }
       sentences_.push_back(std::move(sentence));
     }
+    if (options.shortlist) choose_pieces();
     state_.keep(kept);
     last_N_ = at::full({std::ssize(kept)}, kBegin, at::kLong);
   }
@@ -90,11 +99,36 @@ class Search {
         {by_source, static_cast<double>(options_.max_length), static_cast<double>(positions)}));
   }
 
+  // What the batch's products are over: the candidates of all its sentences.
+  void choose_pieces() {
+    std::vector<int32_t> columns(static_cast<size_t>(options_.shortlist->target_pieces()), -1);
+    for (const Sentence& sentence : sentences_)
+      for (const int32_t piece : sentence.pieces) columns[static_cast<size_t>(piece)] = 0;
+    std::vector<int32_t> pieces;
+    for (size_t piece = 0; piece < columns.size(); ++piece) {
+      if (columns[piece] < 0) continue;
+      columns[piece] = static_cast<int32_t>(pieces.size());
+      pieces.push_back(static_cast<int32_t>(piece));
+    }
+    for (Sentence& sentence : sentences_)
+      for (const int32_t piece : sentence.pieces)
+        sentence.columns.push_back(columns[static_cast<size_t>(piece)]);
+    chosen_ = model_->choose_pieces(pieces);
+  }
+
+  LogProbs next_log_probs(std::span<const int64_t> banned) {
+    if (!chosen_)
+      return model_->decode_log_probs(last_N_, state_, questions(banned), needs_log_sums());
+    std::vector<std::span<const int32_t>> columns;
+    for (const Sentence& sentence : sentences_)
+      columns.insert(columns.end(), sentence.beam.size(), sentence.columns);
+    return {model_->decode_step(last_N_, state_, *chosen_), columns};
+  }
+
   void step() {
     const int64_t length = state_.position;  // of all beginnings
     const std::vector<int64_t> banned = banned_at(length);
-    const LogProbs log_probs =
-        model_->decode_log_probs(last_N_, state_, questions(banned), needs_log_sums());
+    const LogProbs log_probs = next_log_probs(banned);
     std::vector<Sentence> going;
     std::vector<int64_t> kept, last;
     int64_t first_row = 0;  // of the sentence's beam in log_probs
@@ -129,6 +163,7 @@ class Search {
   // Of a beginning. Twice the beam: if half of the best extensions end, enough are left to continue.
   int64_t num_extensions() const { return 2 * options_.beam_size; }
 
+  // Columns, too: the special pieces are a sentence's first candidates.
   std::vector<int64_t> banned_at(int64_t length) const {
     std::vector<int64_t> banned{kPad,
                                 kBegin};  // No label has these: training says nothing of them.
@@ -147,7 +182,9 @@ class Search {
       const int64_t row = first_row + static_cast<int64_t>(place);
       const Beginning& beginning = sentence.beam[place];
       const auto add = [&](const Candidate& next) {
-        result.push_back({place, next.column, beginning.log_prob + next.log_prob});
+        const int64_t token =
+            chosen_ ? sentence.pieces[static_cast<size_t>(next.column)] : next.column;
+        result.push_back({place, token, beginning.log_prob + next.log_prob});
       };
       if (sampling.enabled) {
         add(draw(log_probs, row, sampling, banned,
@@ -204,10 +241,28 @@ class Search {
   Transformer& model_;
   const SearchOptions& options_;
   DecoderState state_;
-  std::vector<Sentence> sentences_;  // those not done, in the batch's order
+  std::optional<ChosenRows> chosen_;  // of a shortlist
+  std::vector<Sentence> sentences_;   // those not done, in the batch's order
   std::vector<std::vector<Hypothesis>> results_;
   at::Tensor last_N_;  // the newest token of every beginning, sentence by sentence
 };
+
+void check_shortlist(const Shortlist& shortlist, const TransformerImpl& model) {
+  const auto& sizes = model.options();
+  if (shortlist.source_pieces() != sizes.dim_vocab_source ||
+      shortlist.target_pieces() != sizes.dim_vocab_target) {
+    throw ConfigError(c10::str("--shortlist: expected one for vocabularies of ",
+                               sizes.dim_vocab_source, " and ", sizes.dim_vocab_target,
+                               " pieces, got one for ", shortlist.source_pieces(), " and ",
+                               shortlist.target_pieces()));
+  }
+  if (!model.device().is_cpu())
+    throw ConfigError(c10::str("--shortlist: expected --device cpu, got ", model.device()));
+  if (model.tensor_parallel()->count() > 1) {
+    throw ConfigError(c10::str("--shortlist: expected a whole model, got one of ",
+                               model.tensor_parallel()->count(), " tensor-parallel shards"));
+  }
+}
 
 }  // namespace
 
@@ -224,6 +279,8 @@ void validate(const SearchOptions& options) {
         "a finite number");
   check(options.min_length >= 0, "--min-output-length", options.min_length, "at least 0");
   validate(options.sampling);
+  if (options.shortlist && options.sampling.enabled)
+    throw ConfigError("--shortlist: expected no --sampling");
 }
 
 std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor& source_BS,
@@ -237,6 +294,7 @@ std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor
   TORCH_CHECK_VALUE(numbers.empty() || std::ssize(numbers) == source_BS.size(0),
                     "search: ", numbers.size(), " sentence numbers for ", source_BS.size(0),
                     " sentences");
+  if (options.shortlist) check_shortlist(*options.shortlist, *model);
   const at::NoGradGuard no_grad;
   const InEvaluation evaluating(*model);
   return Search(model, source_BS, source_lengths_B, options, numbers).run();

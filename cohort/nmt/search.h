@@ -3,10 +3,12 @@
 // sampling, which draws them at random.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "cohort/nmt/sampling.h"
+#include "cohort/nmt/shortlist.h"
 #include "cohort/nmt/transformer.h"
 
 namespace cohort::nmt {
@@ -26,6 +28,9 @@ struct SearchOptions {
   /// meaning. It is a little faster.
   bool scores = true;
   SamplingOptions sampling;
+  /// Unless null, a translation has only its sentence's candidates, and their probabilities add up to 1. On the CPU, for a whole
+  /// model; not in sampling.
+  std::shared_ptr<const Shortlist> shortlist{};
 };
 
 /// Throws ConfigError that names the flag if a value is out of range.
@@ -50,7 +55,7 @@ struct Hypothesis {
 /// Local. Puts the model in evaluation mode and back. No gradients.
 /// Devices: the source tensors are on the CPU, the model anywhere. On another device a step copies
 ///          its tokens there and its candidates back, once each; in sampling, all scores.
-/// Errors:  ConfigError for bad options; c10::ValueError for source tensors elsewhere; c10::Error if
+/// Errors:  ConfigError for bad options, a shortlist of other vocabularies or one that the model cannot use among them; c10::ValueError for source tensors elsewhere; c10::Error if
 ///          the model's scores are not finite.
 /// Returns: by row of `source_BS`, `beam_size` hypotheses (fewer only if the vocabulary is
 ///          smaller), the greatest score first.

@@ -197,6 +197,34 @@ Int8Scores ProjectionImpl::scores(const at::Tensor& x, bool with_sums) {
   return packed(0, weight.size(0)).whole.scores(x, with_sums);
 }
 
+at::Tensor ChosenRows::multiply(const at::Tensor& x) const {
+  if (blocks_.empty()) return whole_.multiply(x.to(at::kFloat), {}, 0, count_);
+  std::vector<at::Tensor> products;
+  for (const Prepacked& block : blocks_) products.push_back(block.multiply(x, {}));
+  return at::cat(products, 1).narrow(1, 0, count_);
+}
+
+ChosenRows ProjectionImpl::choose(std::span<const int32_t> rows) {
+  TORCH_INTERNAL_ASSERT(!bias.defined() && !rows.empty() && infers(*this, weight));
+  ChosenRows chosen;
+  chosen.count_ = std::ssize(rows);
+  if (context_->precision == Precision::kInt8) {
+    chosen.whole_ = packed(0, weight.size(0)).whole.chosen(rows);
+    return chosen;
+  }
+  // Products of one shape are of one kernel, in which all columns are alike.
+  constexpr int64_t kBlockRows = 512;
+  const int64_t blocks = (chosen.count_ + kBlockRows - 1) / kBlockRows;
+  const at::Tensor index =
+      at::tensor(at::ArrayRef<int32_t>(rows.data(), rows.size())).to(at::kLong);
+  const auto type = compute_type(weight, context_->precision);
+  at::Tensor found = at::zeros({blocks * kBlockRows, weight.size(1)}, weight.options().dtype(type));
+  found.narrow(0, 0, chosen.count_).copy_(weight.index_select(0, index));
+  for (int64_t block = 0; block < blocks; ++block)
+    chosen.blocks_.emplace_back(found.narrow(0, block * kBlockRows, kBlockRows));
+  return chosen;
+}
+
 LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> context)
     : context_(std::move(context)) {
   weight = register_parameter("weight", at::ones({width}, context_->device));
@@ -601,6 +629,11 @@ DecoderState TransformerImpl::begin_decoding(const at::Tensor& memory_BSD,
 
 at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state) {
   return all_scores(next_states(last_N, state));
+}
+
+at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state,
+                                        const ChosenRows& pieces) {
+  return pieces.multiply(next_states(last_N, state));
 }
 
 LogProbs TransformerImpl::decode_log_probs(const at::Tensor& last_N, DecoderState& state,

@@ -67,6 +67,22 @@ struct ProjectionShape {
   bool row_parallel = false;  ///< `in` is one shard's inputs; outputs are summed over shards.
 };
 
+/// Some rows of a projection's W, for the products of a search.
+///
+/// Numerics: an element of a product is the same bits whatever other rows x has and whatever other rows of W were chosen.
+/// Threads:  any number may multiply.
+class ChosenRows {
+ public:
+  /// x [N, in]; returns [N, how many rows]; both in the compute type, which is float32 in an int8 model.
+  at::Tensor multiply(const at::Tensor& x) const;
+
+ private:
+  friend class ProjectionImpl;
+  int64_t count_ = 0;
+  std::vector<Prepacked> blocks_;  // each of as many rows, the last ones of 0
+  Int8Matrix whole_;               // instead of them in an int8 model
+};
+
 /// y = x W^T (+ b) in the context's compute type; W and b stay in their own. Inference (evaluation
 /// mode without gradients) keeps W prepacked until it changes or the module is trained.
 ///
@@ -80,6 +96,9 @@ class ProjectionImpl : public torch::nn::Module {
   at::Tensor part(const at::Tensor& x, int64_t first, int64_t count);
   /// The outputs of an int8 model's inference in blocks.
   Int8Scores scores(const at::Tensor& x, bool with_sums);
+  /// W's rows `rows`, in that order, for inference on the CPU. There is no bias.
+  /// Precondition: 0 <= each < out.
+  ChosenRows choose(std::span<const int32_t> rows);
   void train(bool on = true) override;
 
   at::Tensor weight;
@@ -263,6 +282,11 @@ class TransformerImpl : public torch::nn::Module {
   LogProbs decode_log_probs(const at::Tensor& last_N, DecoderState& state,
                             const std::optional<Questions>& questions = std::nullopt,
                             bool with_sums = true);
+
+  /// The output projection to some target pieces; and the scores [N, pieces] of these, as decode_step's. On the CPU, of a whole
+  /// model.
+  ChosenRows choose_pieces(std::span<const int32_t> pieces) { return generator_->choose(pieces); }
+  at::Tensor decode_step(const at::Tensor& last_N, DecoderState& state, const ChosenRows& pieces);
 
   void train(bool on = true) override;
 

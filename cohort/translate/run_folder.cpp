@@ -40,7 +40,7 @@ bool same_content(const fs::path& a, const fs::path& b) {
 
 // One list of fields, for both directions.
 template <class Options, class Visit>
-void visit_fields(Options& model, Visit visit) {
+void visit_sizes(Options& model, Visit visit) {
   visit("dim_vocab_source", model.dim_vocab_source);
   visit("dim_vocab_target", model.dim_vocab_target);
   visit("dim_emb", model.dim_emb);
@@ -203,7 +203,7 @@ std::vector<int64_t> kept_updates(const std::string& model_dir) {
 
 train::Metadata metadata_of(const nmt::TransformerOptions& model) {
   train::Metadata metadata;
-  visit_fields(model, [&](const char* name, auto value) {
+  visit_sizes(model, [&](const char* name, auto value) {
     using std::to_string;
     metadata[metadata_key(name)] = to_string(value);
   });
@@ -212,7 +212,7 @@ train::Metadata metadata_of(const nmt::TransformerOptions& model) {
 
 nmt::TransformerOptions model_of(const train::Metadata& metadata) {
   nmt::TransformerOptions model;
-  visit_fields(model, [&](const char* name, auto& value) {
+  visit_sizes(model, [&](const char* name, auto& value) {
     const auto found = metadata.find(metadata_key(name));
     if (found == metadata.end() && is_later_field(name)) return;
     if (found == metadata.end())

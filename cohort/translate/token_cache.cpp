@@ -20,6 +20,7 @@
 #include "cohort/text/parallel_text.h"
 #include "cohort/translate/parallel_for.h"
 #include "cohort/translate/run_on_ranks.h"
+#include "cohort/translate/summed_file.h"
 
 namespace cohort::translate {
 namespace {
@@ -27,25 +28,9 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kFormat = "cohort token cache 1";
-constexpr const char* kMetadataSum = "sha256.facts";
 constexpr std::array kTensors = {"ids", "lengths", "offsets"};
 // Tens of millions of pairs take an hour on one core.
 constexpr std::chrono::hours kBuildLimit{12};
-
-std::string sha256_of(std::span<const std::byte> bytes) {
-  Sha256 sum;
-  sum.update(bytes);
-  return sum.hex();
-}
-
-// Over all entries but itself.
-std::string sum_of_metadata(const TensorMetadata& metadata) {
-  Sha256 sum;
-  for (const auto& [name, value] : metadata) {
-    if (name != kMetadataSum) sum.update(name + "=" + value + "\n");
-  }
-  return sum.hex();
-}
 
 // What the system says of a file: equal text means an unchanged file (see the header).
 struct FileState {
@@ -86,28 +71,9 @@ TensorMetadata metadata_of(const TokenCacheInputs& inputs) {
   return metadata;
 }
 
-std::string entry_of(const TensorMetadata& metadata, const std::string& name) {
-  const auto found = metadata.find(name);
-  return found == metadata.end() ? "" : found->second;
-}
-
 std::string count_key(const char* name) {
   std::string key = "pairs.";
   return key += name;
-}
-
-// What of the file is damaged; nothing if it is whole.
-std::string damage_of(const SafetensorsFile& file) {
-  const TensorMetadata& metadata = file.metadata();
-  if (entry_of(metadata, "format") != kFormat)
-    return "its format is \"" + entry_of(metadata, "format") + "\", expected \"" + kFormat + "\"";
-  if (sum_of_metadata(metadata) != entry_of(metadata, kMetadataSum))
-    return "the checksum of its metadata is wrong";
-  for (const char* name : kTensors) {
-    if (sha256_of(file.at(name).bytes) != entry_of(metadata, std::string("sha256.") + name))
-      return std::string("the checksum of ") + name + " is wrong";
-  }
-  return "";
 }
 
 // Why a whole cache with this metadata is not of `inputs`; nothing if it is.
@@ -247,12 +213,10 @@ class Builder {
                    .dtype = DType::kI64,
                    .shape = {num_pairs_},
                    .bytes = offsets_.bytes()}};
-    for (const TensorView& tensor : tensors)
-      metadata["sha256." + tensor.name] = sha256_of(tensor.bytes);
     visit_counts(counts_, [&](const char* name, int64_t count) {
       metadata[count_key(name)] = std::to_string(count);
     });
-    metadata[kMetadataSum] = sum_of_metadata(metadata);
+    add_sums(metadata, tensors);
     write_safetensors(file.string(), tensors, metadata);
   }
 
@@ -341,7 +305,7 @@ OpenedCache open_token_cache(const fs::path& file, const TokenCacheInputs& input
   std::optional<TrainingText> text;
   try {
     auto opened = std::make_shared<const SafetensorsFile>(file.string());
-    if (const auto damage = damage_of(*opened); !damage.empty())
+    if (const auto damage = damage_of(*opened, kFormat, kTensors); !damage.empty())
       return {.text = {}, .why = "damaged: " + damage};
     metadata = opened->metadata();
     text = text_of(std::move(opened), "used");

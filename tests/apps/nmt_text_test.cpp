@@ -235,6 +235,52 @@ TEST_F(NmtTextTest, BatchesDoNotChangeTranslations) {
   }
 }
 
+TEST_F(NmtTextTest, AShortlistIsLearntAndUsed) {
+  const std::string file = path("run.shortlist");
+  const Ended made =
+      shell(bin("cohort-nmt") + " shortlist --model-dir " + path("run") + " --train-sets " +
+            path("train.en") + " " + path("train.xx") + " --output " + file);
+  ASSERT_EQ(made.code, 0) << made.output;
+  EXPECT_FALSE(std::filesystem::exists(file + ".tokens"));
+  const auto translated = [&](const std::string& flags) {
+    const Ended ended = shell(nmt("translate " + flags + " < ") + path("valid.en"));
+    EXPECT_EQ(ended.code, 0) << ended.output;
+    return ended.output;
+  };
+  const std::string all = translated("");
+  // 60 pieces and 100 first: all that occur.
+  EXPECT_EQ(translated("--shortlist " + file), all);
+  const std::string few = translated("--shortlist " + file + " 1 1");
+  EXPECT_EQ(lines_of(few).size(), 40U);
+  EXPECT_NE(few, all);
+  for (const char* flags : {"--mini-batch 1 --maxi-batch 1", "--mini-batch 3 --cpu-threads 3"})
+    EXPECT_EQ(translated("--shortlist " + file + " 1 1 0 " + flags), few) << flags;
+  // On any number of ranks.
+  const std::string evaluate = nmt("evaluate --test-sets " + valid() + " --shortlist " + file +
+                                   " 1 1 --output " + path("translated"));
+  for (const int ranks : {1, 2, 3}) {
+    const Ended ended =
+        shell(bin("cohort") + " run --nproc-per-node " + std::to_string(ranks) + " -- " + evaluate);
+    ASSERT_EQ(ended.code, 0) << ended.output;
+    EXPECT_EQ(contents(path("translated")), few) << ranks;
+  }
+  const std::string model = " --model-dir " + path("run");
+  expect_refused("translate" + model + " --shortlist " + path("valid.en") + " < /dev/null",
+                 "valid.en");
+  expect_refused("translate" + model + " --shortlist " + file + " 100 x < /dev/null",
+                 "--shortlist: x: expected a whole number");
+  expect_refused("translate" + model + " --shortlist " + file + " 9 9 2 < /dev/null",
+                 "--shortlist: 2: expected a probability");
+  expect_refused("translate" + model + " --shortlist " + file + " --sampling < " + path("valid.en"),
+                 "--shortlist: expected no --sampling");
+  expect_refused("translate" + model + " --vocabs " + path("run") + "/source.spm " + path("run") +
+                     "/source.spm --shortlist " + file + " < /dev/null",
+                 "expected a shortlist made for the vocabulary");
+  expect_refused("score" + model + " --shortlist " + file, "--shortlist");
+  expect_refused("shortlist" + model + " --output " + path("x"),
+                 "expected either --train-sets or --lexical-table");
+}
+
 TEST_F(NmtTextTest, SamplesDependOnTheSeedAndTheLineAlone) {
   const auto sampled = [&](const std::string& flags) {
     const Ended ended = shell(nmt("translate --sampling " + flags + " < ") + path("valid.en"));

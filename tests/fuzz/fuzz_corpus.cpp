@@ -216,6 +216,24 @@ void write_token_cache(const Corpus& corpus) {
   write_safetensors(corpus.path("two_pairs"), tensors, {{"pairs.read", "3"}, {"pairs.kept", "2"}});
 }
 
+// Six source pieces and six target pieces. Sums are left out, too.
+void write_shortlist(const Corpus& corpus) {
+  const std::vector<int64_t> offsets{0, 0, 0, 0, 1, 3, 3};
+  const std::vector<int32_t> targets{5, 4, 5};
+  const std::vector<float> probabilities{0.5F, 0.75F, 0.25F};
+  const std::vector<int32_t> frequent{5, 4};
+  const auto view = [](const char* name, DType type, const auto& values) {
+    return TensorView{.name = name,
+                      .dtype = type,
+                      .shape = {std::ssize(values)},
+                      .bytes = std::as_bytes(std::span(values))};
+  };
+  const std::vector<TensorView> tensors{
+      view("offsets", DType::kI64, offsets), view("targets", DType::kI32, targets),
+      view("probabilities", DType::kF32, probabilities), view("frequent", DType::kI32, frequent)};
+  write_safetensors(corpus.path("small"), tensors, {{"target_pieces", "6"}});
+}
+
 void write_images(const Corpus& corpus) {
   using namespace cohort::test;
   const auto picture = draw_shape(9, 7, 1, 1);
@@ -294,6 +312,7 @@ int main(int argc, char** argv) {
                  .dump());
   write_text({root, "parallel_text"});
   write_token_cache({root, "token_cache"});
+  write_shortlist({root, "shortlist"});
   write_images({root, "image"});
   write_lines({root, "launcher_line"});
   write_store_messages({root, "store_message"});

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// The flag --shortlist of commands that search.
+#pragma once
+#include <charconv>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/base/option.h"
+#include "cohort/nmt/shortlist.h"
+#include "cohort/translate/lexical_table.h"
+#include "cohort/translate/run_folder.h"
+
+#include "apps/nmt/trained_model.h"
+
+namespace cohort::cli {
+
+/// A file of `cohort nmt shortlist`, and what is taken of it.
+struct ShortlistFlag {
+  std::string file;  ///< Empty: none.
+  nmt::ShortlistOptions taken;
+
+  Option option() {
+    return {
+        "--shortlist",
+        TextValue{{},
+                  [this] { return file.empty() ? std::vector<std::string>{} : std::vector{file}; },
+                  [this](const auto& given) { set(given); }},
+        "Search only among the FIRST most frequent target pieces and the BEST of each source "
+        "piece that have at least the probability PRUNE: FILE FIRST BEST PRUNE, where FILE is "
+        "of cohort nmt shortlist, and the numbers are 100 100 0 unless given",
+        {.unit = kFile, .max_values = 4, .shown_default = "none"}};
+  }
+
+  /// Errors: ConfigError for a file that is no shortlist of the model's vocabularies.
+  std::shared_ptr<const nmt::Shortlist> read(const ModelPlace& model) const {
+    if (file.empty()) return nullptr;
+    const auto table =
+        translate::read_lexical_table(file, translate::vocab_files(model.model_dir, model.vocabs));
+    return std::make_shared<const nmt::Shortlist>(table, taken);
+  }
+
+ private:
+  void set(const std::vector<std::string>& given) {
+    file = given.at(0);
+    const auto number = [&](size_t at, auto& value, double most, const char* expected) {
+      if (at >= given.size()) return;
+      const std::string& text = given[at];
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+      if (error != std::errc() || end != text.data() + text.size() ||
+          !(value >= 0 && static_cast<double>(value) <= most))
+        throw ConfigError("--shortlist: " + text + ": expected " + expected);
+    };
+    number(1, taken.first, 1e9, "a whole number of most frequent pieces");
+    number(2, taken.best, 1e9, "a whole number of pieces for each source piece");
+    number(3, taken.prune, 1, "a probability");
+  }
+};
+
+}  // namespace cohort::cli
