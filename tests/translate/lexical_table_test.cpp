@@ -209,7 +209,7 @@ class LexicalTextTest : public testing::Test {
   LexicalTextTest() {
     text::train_tokenizer(std::vector<std::string>{"red cat red cat red cat"}, folder_ / "s.spm",
                           {.vocab_size = 13, .character_coverage = 1.0});
-    text::train_tokenizer(std::vector<std::string>{"rouge chat rouge chat"}, folder_ / "t.spm",
+    text::train_tokenizer(std::vector<std::string>{"grove chat grove chat"}, folder_ / "t.spm",
                           {.vocab_size = 15, .character_coverage = 1.0});
   }
   LexicalText read(const std::string& text) const {
