@@ -12,7 +12,9 @@
 #include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string>
 #include <sys/prctl.h>
@@ -82,6 +84,7 @@ double resident_bytes_of(pid_t process) {
 struct Child {
   pid_t process = -1;
   int number = 0;
+  std::string folder{};  // Of a parameter server.
 };
 
 Child start(const std::function<void(const std::function<void(int)>&)>& body) {
@@ -102,21 +105,31 @@ Child start(const std::function<void(const std::function<void(int)>&)>& body) {
   return child;
 }
 
+// As `cohort run` has it for servers of one host.
+std::string endpoint_of(const std::string& folder) {
+  return "unix:" + folder + ".socket";
+}
+
 // With a log a server writes to disk what it is pushed: for long no faster than the disk.
 enum class Logged { kNo, kYes };
 
-Child start_server(const std::string& folder, Logged logged, int64_t snapshot_log_bytes = 0) {
-  return start([&](const auto& ready) {
+// Snapshots by a server's default, unless `snapshot_log_bytes` is given.
+Child start_server(const std::string& folder, Logged logged,
+                   std::optional<int64_t> snapshot_log_bytes = std::nullopt) {
+  std::filesystem::create_directories(folder);
+  Child child = start([&](const auto& ready) {
     const Log log({.console = LogConsole::kNever});
-    ps::Server server(
-        {.folder = folder,
-         .durability = logged == Logged::kYes ? ps::Durability::kLogged : ps::Durability::kApplied,
-         .snapshot_log_bytes = snapshot_log_bytes},
-        log);
-    const ps::RpcServer rpc(server, {});
-    ready(rpc.port());
+    ps::ServerOptions options{
+        .folder = folder,
+        .durability = logged == Logged::kYes ? ps::Durability::kLogged : ps::Durability::kApplied};
+    if (snapshot_log_bytes) options.snapshot_log_bytes = *snapshot_log_bytes;
+    ps::Server server(options, log);
+    const ps::RpcServer rpc(server, {.endpoint = endpoint_of(folder)});
+    ready(0);
     server.wait();
   });
+  child.folder = folder;
+  return child;
 }
 
 ps::JobOptions job_of(int trainers) {
@@ -127,8 +140,7 @@ ps::JobOptions job_of(int trainers) {
 
 std::unique_ptr<ps::Client> connect(const Child& server, uint32_t trainer, int trainers) {
   return std::make_unique<ps::Client>(
-      ps::ClientOptions{.servers = {"127.0.0.1:" + std::to_string(server.number)},
-                        .trainer = trainer},
+      ps::ClientOptions{.servers = {endpoint_of(server.folder)}, .trainer = trainer},
       job_of(trainers));
 }
 
@@ -249,6 +261,29 @@ json summary(const Side& side) {
           {"rows_per_s_and_server_core", 1e9 / cost}};
 }
 
+bool ends_with_unfinished(const std::filesystem::directory_entry& entry) {
+  return entry.path().extension() == ".unfinished";
+}
+
+bool is_snapshot(const std::filesystem::directory_entry& entry) {
+  return entry.path().filename().string().starts_with("snapshot.") && !ends_with_unfinished(entry);
+}
+
+template <class Condition>
+bool has_entry(const std::string& folder, const Condition& condition) {
+  std::error_code ignored;
+  const std::filesystem::directory_iterator entries(folder, ignored);
+  return std::any_of(begin(entries), end(entries), condition);
+}
+
+// Adds the names of whole snapshots that a server has.
+void note_snapshots(const std::string& folder, std::set<std::string>& names) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored)) {
+    if (is_snapshot(entry)) names.insert(entry.path().filename().string());
+  }
+}
+
 json measure_rows(const Flags& flags, const std::string& folder) {
   struct Table {
     std::string name;
@@ -256,12 +291,17 @@ json measure_rows(const Flags& flags, const std::string& folder) {
     Child server;
     std::unique_ptr<ps::Client> client{};
     Batches batches{};
+    std::set<std::string> snapshots{};
   };
   std::vector<Table> tables;
-  tables.push_back({"small", flags.rows, start_server(folder + "/small", Logged::kNo)});
-  tables.push_back({"logged", flags.rows, start_server(folder + "/logged", Logged::kYes)});
-  if (flags.large_rows > 0)
-    tables.push_back({"large", flags.large_rows, start_server(folder + "/large", Logged::kNo)});
+  const auto add_table = [&](const std::string& name, int64_t rows, Logged logged) {
+    const bool is_asked = flags.only.empty() || flags.only.starts_with(name + "_");
+    if (rows > 0 && is_asked)
+      tables.push_back({name, rows, start_server(folder + "/" + name, logged)});
+  };
+  add_table("small", flags.rows, Logged::kNo);
+  add_table("logged", flags.rows, Logged::kYes);
+  add_table("large", flags.large_rows, Logged::kYes);
   const Child plain_server = start([](const auto& ready) {
     const bench::PlainServer server;
     ready(server.port());
@@ -293,7 +333,10 @@ json measure_rows(const Flags& flags, const std::string& folder) {
                              const ps::PushRows push{.ids = ids, .gradients = gradients};
                              table.client->push(std::span(&push, 1), {});
                            },
-                           [&] { table.client->flush(); });
+                           [&] {
+                             table.client->flush();
+                             note_snapshots(table.server.folder, table.snapshots);
+                           });
                      }});
   }
   const Batches batches = draw(flags.rows, flags.batch, 1);
@@ -338,7 +381,8 @@ json measure_rows(const Flags& flags, const std::string& folder) {
     const json status = json::parse(table.client->status().front()).at("tables").front();
     result[table.name + "_table"] = {{"rows", status.at("rows")},
                                      {"bytes_per_row", status.at("bytes_per_row")},
-                                     {"resident_bytes", resident_bytes_of(table.server.process)}};
+                                     {"resident_bytes", resident_bytes_of(table.server.process)},
+                                     {"snapshots", table.snapshots.size()}};
   }
   for (const Table& table : tables) ::kill(table.server.process, SIGKILL);
   ::kill(plain_server.process, SIGKILL);
@@ -375,21 +419,6 @@ Memory memory_of(pid_t process) {
     for (pid_t child = 0; children >> child;) memory.with_children_bytes += of_rollup(child, "Pss");
   }
   return memory;
-}
-
-bool ends_with_unfinished(const std::filesystem::directory_entry& entry) {
-  return entry.path().extension() == ".unfinished";
-}
-
-bool is_snapshot(const std::filesystem::directory_entry& entry) {
-  return entry.path().filename().string().starts_with("snapshot.") && !ends_with_unfinished(entry);
-}
-
-template <class Condition>
-bool has_entry(const std::string& folder, const Condition& condition) {
-  std::error_code ignored;
-  const std::filesystem::directory_iterator entries(folder, ignored);
-  return std::any_of(begin(entries), end(entries), condition);
 }
 
 // Pushes one after another, each until it is acknowledged: before a server's first snapshot, while
