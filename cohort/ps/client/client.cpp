@@ -336,9 +336,15 @@ PendingPull Client::pull(std::span<const PullRows> rows, std::vector<std::span<f
       for (size_t j = 0; j < ids.size(); ++j)
         ids[j] = rows[i].ids[state->spreads[i].position(begin + j)];
     }
+    std::vector<SectionShape> answer = shapes;
+    for (SectionShape& shape : answer) {
+      shape.has_ids = false;
+      shape.has_values = true;
+    }
     state->parts.push_back(
         {links_[at]->pull(std::move(message), is_prediction ? 0 : sequences_[at].load(),
-                          is_prediction ? 0 : step(), is_prediction ? kPrediction : 0),
+                          is_prediction ? 0 : step(), is_prediction ? kPrediction : 0,
+                          message_bytes(answer)),
          std::move(shapes)});
   }
   return PendingPull(std::move(state));

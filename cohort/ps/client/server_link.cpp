@@ -113,7 +113,7 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
   }
 
   Operation begin(Call call, MessageWriter message, uint64_t sequence, uint64_t step,
-                  uint32_t flags) {
+                  uint32_t flags, size_t answer_bytes = 0) {
     auto operation = std::make_shared<ReplyFuture::State>();
     {
       const std::lock_guard lock(mutex_);
@@ -129,7 +129,8 @@ class ServerLink::Worker : public std::enable_shared_from_this<Worker> {
     }
     auto sealed = std::make_shared<const Buffer>(message.finish(operation->header));
     operation->header.num_sections = parse_header(sealed->span()).num_sections;
-    operation->request = {.call = call, .trainer = options_.trainer, .message = sealed};
+    operation->request = {
+        .call = call, .trainer = options_.trainer, .message = sealed, .answer_bytes = answer_bytes};
     if (call == Call::kPush) {
       operation->push_bytes = static_cast<int64_t>(sealed->size());
       await_credit(operation->push_bytes);
@@ -547,8 +548,9 @@ ReplyFuture ServerLink::push(MessageWriter message, uint64_t sequence, uint64_t 
 }
 
 ReplyFuture ServerLink::pull(MessageWriter message, uint64_t sequence, uint64_t step,
-                             uint32_t flags) {
-  return ReplyFuture(worker_->begin(Call::kPull, std::move(message), sequence, step, flags));
+                             uint32_t flags, size_t answer_bytes) {
+  return ReplyFuture(
+      worker_->begin(Call::kPull, std::move(message), sequence, step, flags, answer_bytes));
 }
 
 void ServerLink::flush() {

@@ -84,8 +84,9 @@ class ServerLink {
   ReplyFuture push(MessageWriter message, uint64_t sequence, uint64_t confirmed = 0,
                    uint32_t flags = 0);
   /// Reads a state that has this trainer's pushes up to `sequence`; kSync: after `step`
-  /// steps, which it confirms.
-  ReplyFuture pull(MessageWriter message, uint64_t sequence, uint64_t step, uint32_t flags = 0);
+  /// steps, which it confirms. `answer_bytes`: Request's.
+  ReplyFuture pull(MessageWriter message, uint64_t sequence, uint64_t step, uint32_t flags = 0,
+                   size_t answer_bytes = 0);
 
   /// Waits until every push is acknowledged.
   /// Errors: as ReplyFuture::wait.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The answer to a push or pull as bytes: code u32, bytes of text u32, steps u64, progress u64, text
-// padded to 8, message.
+// The answer to a push or pull as bytes: code u32, bytes of text u32, steps u64, progress u64, bytes
+// of a message in shared memory u64 (shared_area.h; 0: none), text padded to 8, message.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,8 @@ struct HotReply {
   uint32_t text_bytes = 0;
   uint64_t steps = 0;
   uint64_t progress = 0;
+  uint64_t shared_bytes = 0;
 };
-static_assert(sizeof(HotReply) == 24);
+static_assert(sizeof(HotReply) == 32);
 
 }  // namespace cohort::ps

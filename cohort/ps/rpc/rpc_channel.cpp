@@ -14,9 +14,11 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/ps/endpoints.h"
 #include "cohort/ps/rpc/hot_reply.h"
 #include "cohort/ps/rpc/pem_files.h"
 #include "cohort/ps/rpc/quiet_grpc.h"
+#include "cohort/ps/rpc/shared_area.h"
 #include "cohort/ps/rpc/slices.h"
 
 #include "control.grpc.pb.h"
@@ -24,6 +26,12 @@
 namespace cohort::ps {
 
 namespace {
+
+// Of a channel to a server; only what is used takes memory. A message that finds no room goes
+// through the socket.
+constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
+constexpr size_t kLeastShared = size_t{16} << 10;
+constexpr int64_t kShareTimeoutMs = 10'000;
 
 std::shared_ptr<grpc::ChannelCredentials> channel_credentials(const SecurityOptions& security) {
   if (!security.tls()) return grpc::InsecureChannelCredentials();
@@ -77,7 +85,9 @@ Reply read_reply(const ControlReply& reply) {
           .progress = reply.progress()};
 }
 
-Reply read_reply(const grpc::ByteBuffer& bytes) {
+// `room`: where the server may have written the message.
+Reply read_reply(const grpc::ByteBuffer& bytes,
+                 const std::shared_ptr<const SharedParts::Part>& room) {
   Buffer all = buffer_of(bytes);
   HotReply head;
   if (all.size() < sizeof(head)) return {.code = Code::kLost, .text = "its answer is cut off"};
@@ -88,7 +98,11 @@ Reply read_reply(const grpc::ByteBuffer& bytes) {
     return {.code = Code::kLost, .text = "its answer is damaged"};
   Reply reply{.code = static_cast<Code>(head.code), .steps = head.steps, .progress = head.progress};
   reply.text.assign(reinterpret_cast<const char*>(all.data()) + sizeof(head), head.text_bytes);
-  if (begin < all.size()) {
+  if (head.shared_bytes > 0) {
+    if (!room || head.shared_bytes > room->bytes().size())
+      return {.code = Code::kLost, .text = "its answer is damaged"};
+    reply.message = Buffer(room->bytes().first(head.shared_bytes), room);
+  } else if (begin < all.size()) {
     reply.message = std::move(all);
     reply.message.remove_prefix(begin);
   }
@@ -98,7 +112,8 @@ Reply read_reply(const grpc::ByteBuffer& bytes) {
 class RpcChannel final : public Channel {
  public:
   explicit RpcChannel(const RpcChannelOptions& options)
-      : job_secret_(job_secret_of(options.security)) {
+      : job_secret_(job_secret_of(options.security)),
+        may_share_(unix_path(options.endpoint) && !options.security.tls()) {
     quiet_grpc();
     const auto credentials = channel_credentials(options.security);
     const auto arguments = arguments_of(options.security);
@@ -155,6 +170,57 @@ class RpcChannel final : public Channel {
                                });
   }
 
+  // Memory for messages, if the server has taken it; else offers some to it, for later calls.
+  std::shared_ptr<SharedParts> shared() {
+    if (!may_share_) return nullptr;
+    std::shared_ptr<SharedParts> offered;
+    {
+      const std::lock_guard lock(mutex_);
+      if (sharing_ == Sharing::kDone) return parts_;
+      if (sharing_ != Sharing::kNone) return nullptr;
+      sharing_ = Sharing::kOffered;
+      try {
+        offered = parts_ = std::make_shared<SharedParts>(kSharedBytes);
+        if (number_ == 0) number_ = parts_->area().name().number;
+      } catch (const c10::Error&) {
+        sharing_ = Sharing::kRefused;
+        return nullptr;
+      }
+    }
+    struct Running {
+      grpc::ClientContext context;
+      ShareRequest request;
+      ShareReply reply;
+    };
+    auto* const running = begin(std::make_unique<Running>(), kShareTimeoutMs);
+    const SharedAreaName& name = offered->area().name();
+    running->request.set_channel(number_);
+    running->request.set_process(name.process);
+    running->request.set_file(name.file);
+    running->request.set_number(name.number);
+    running->request.set_bytes(name.bytes);
+    control_->async()->Share(
+        &running->context, &running->request, &running->reply,
+        [this, running](const grpc::Status& status) {
+          {
+            const std::lock_guard lock(mutex_);
+            const bool is_taken = status.ok() && running->reply.refusal().empty();
+            sharing_ = is_taken ? Sharing::kDone : status.ok() ? Sharing::kRefused : Sharing::kNone;
+            if (!is_taken) parts_.reset();
+          }
+          end(running);
+        });
+    return nullptr;
+  }
+
+  // A server may still write the answer of a call that was given up: that memory is used no more.
+  void stop_sharing(const std::shared_ptr<const SharedParts>& parts) {
+    const std::lock_guard lock(mutex_);
+    if (!parts || parts_ != parts) return;
+    parts_.reset();
+    sharing_ = Sharing::kNone;
+  }
+
   void send_hot(const Request& request, int64_t timeout_ms, Done done) {
     static const std::string kPush = "/cohort.ps.ParameterServer/Push";
     static const std::string kPull = "/cohort.ps.ParameterServer/Pull";
@@ -162,19 +228,39 @@ class RpcChannel final : public Channel {
       grpc::ClientContext context;
       grpc::ByteBuffer request;
       grpc::ByteBuffer reply;
+      std::shared_ptr<SharedParts> parts;
+      std::shared_ptr<SharedParts::Part> message, room;  // In shared memory.
     };
     auto* const running = begin(std::make_unique<Running>(), timeout_ms);
-    const grpc::Slice slice = slice_of(request.message);
+    const auto message = request.message->span();
+    if (message.size() + request.answer_bytes >= kLeastShared) running->parts = shared();
+    if (running->parts) {
+      running->message = running->parts->take(message.size());
+      running->room = running->parts->take(request.answer_bytes);
+    }
+    grpc::Slice slice = slice_of(request.message);
+    if (running->message) {
+      std::memcpy(running->message->bytes().data(), message.data(), message.size());
+      SharedMessage shared{.area = running->parts->area().name().number,
+                           .offset = running->message->offset(),
+                           .bytes = message.size()};
+      if (running->room) {
+        shared.answer_offset = running->room->offset();
+        shared.answer_bytes = running->room->bytes().size();
+      }
+      slice = grpc::Slice(&shared, sizeof(shared));
+    }
     grpc::ByteBuffer bytes(&slice, 1);
     running->request.Swap(&bytes);
     auto& stub = *stubs_[next_++ % stubs_.size()];
-    stub.UnaryCall(&running->context, request.call == Call::kPush ? kPush : kPull, {},
-                   &running->request, &running->reply,
-                   [this, running, done = std::move(done)](const grpc::Status& status) {
-                     Reply reply = status.ok() ? read_reply(running->reply) : lost(status);
-                     end(running);
-                     done(std::move(reply));
-                   });
+    stub.UnaryCall(
+        &running->context, request.call == Call::kPush ? kPush : kPull, {}, &running->request,
+        &running->reply, [this, running, done = std::move(done)](const grpc::Status& status) {
+          if (!status.ok()) stop_sharing(running->parts);
+          Reply reply = status.ok() ? read_reply(running->reply, running->room) : lost(status);
+          end(running);
+          done(std::move(reply));
+        });
   }
 
   // A call's memory is its own until `end`.
@@ -199,7 +285,10 @@ class RpcChannel final : public Channel {
     if (--num_running_ == 0) none_running_.notify_all();
   }
 
+  enum class Sharing { kNone, kOffered, kDone, kRefused };
+
   const std::string job_secret_;
+  const bool may_share_;
   std::vector<std::shared_ptr<grpc::Channel>> channels_;
   std::vector<std::unique_ptr<grpc::GenericStub>> stubs_;
   std::unique_ptr<ParameterServer::Stub> control_;
@@ -208,6 +297,9 @@ class RpcChannel final : public Channel {
   std::condition_variable none_running_;
   std::set<grpc::ClientContext*> running_;
   int64_t num_running_ = 0;
+  Sharing sharing_ = Sharing::kNone;  // Guarded by mutex_, like what follows.
+  std::shared_ptr<SharedParts> parts_;
+  uint64_t number_ = 0;  // That of the first memory offered, which is random.
 };
 
 }  // namespace

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstring>
 #include <grpc/grpc.h>
 #include <grpcpp/grpcpp.h>
+#include <optional>
 #include <utility>
 
 #include "cohort/base/error.h"
@@ -14,6 +16,7 @@
 #include "cohort/ps/rpc/hot_reply.h"
 #include "cohort/ps/rpc/pem_files.h"
 #include "cohort/ps/rpc/quiet_grpc.h"
+#include "cohort/ps/rpc/shared_area.h"
 #include "cohort/ps/rpc/slices.h"
 
 #include "control.grpc.pb.h"
@@ -25,9 +28,9 @@ namespace {
 using grpc::ByteBuffer;
 using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
-using Base =
-    ParameterServer::WithCallbackMethod_Control<ParameterServer::WithRawCallbackMethod_Push<
-        ParameterServer::WithRawCallbackMethod_Pull<ParameterServer::Service>>>;
+using Base = ParameterServer::WithCallbackMethod_Control<
+    ParameterServer::WithCallbackMethod_Share<ParameterServer::WithRawCallbackMethod_Push<
+        ParameterServer::WithRawCallbackMethod_Pull<ParameterServer::Service>>>>;
 
 // More wait with their sender.
 constexpr int kMaxCallsOfConnection = 128;
@@ -50,21 +53,32 @@ std::shared_ptr<grpc::ServerCredentials> server_credentials(const SecurityOption
 
 void write_reply(Reply reply, ByteBuffer& out) {
   static constexpr std::array<char, 8> kZeros{};
+  const bool is_shared = !reply.message.empty() && !reply.message.is_owner();
   const HotReply head{.code = static_cast<uint32_t>(reply.code),
                       .text_bytes = static_cast<uint32_t>(reply.text.size()),
                       .steps = reply.steps,
-                      .progress = reply.progress};
+                      .progress = reply.progress,
+                      .shared_bytes = is_shared ? reply.message.size() : 0};
   std::vector<grpc::Slice> slices;
   slices.emplace_back(&head, sizeof(head));
   if (!reply.text.empty()) {
     slices.emplace_back(reply.text);
     slices.emplace_back(kZeros.data(), (8 - reply.text.size() % 8) % 8);
   }
-  if (!reply.message.empty())
+  if (!reply.message.empty() && !is_shared)
     slices.push_back(
         slice_of(std::make_shared<const Buffer>(std::move(reply.message)), std::move(reply.hold)));
   ByteBuffer bytes(slices.data(), slices.size());
   out.Swap(&bytes);
+}
+
+// What stands for a message, if it does: `bytes` are too few for one then.
+std::optional<SharedMessage> shared_message(const Buffer& bytes) {
+  SharedMessage shared;
+  if (bytes.size() != sizeof(shared)) return std::nullopt;
+  std::memcpy(&shared, bytes.span().data(), sizeof(shared));
+  if (shared.magic != SharedMessage::kMagic) return std::nullopt;
+  return shared;
 }
 
 }  // namespace
@@ -77,6 +91,7 @@ struct RpcServer::Service : Base {
   SecurityOptions security;
   std::string job_secret;
   std::unique_ptr<grpc::Server> grpc_server;
+  SharedAreas areas;
 
   // Returns OK, or why the caller is rejected.
   grpc::Status authorize(const CallbackServerContext& context) const {
@@ -143,6 +158,24 @@ struct RpcServer::Service : Base {
     return reactor;
   }
 
+  ServerUnaryReactor* Share(CallbackServerContext* context, const ShareRequest* asked,
+                            ShareReply* answer) override {
+    auto* const reactor = context->DefaultReactor();
+    const grpc::Status refusal = authorize(*context);
+    if (refusal.ok()) {
+      try {
+        areas.add(asked->channel(), {.process = asked->process(),
+                                     .file = asked->file(),
+                                     .number = asked->number(),
+                                     .bytes = asked->bytes()});
+      } catch (const std::exception& error) {
+        answer->set_refusal(one_line(error));
+      }
+    }
+    reactor->Finish(refusal);
+    return reactor;
+  }
+
   ServerUnaryReactor* hot(Call call, CallbackServerContext* context, const ByteBuffer* asked,
                           ByteBuffer* answer) {
     auto* const reactor = context->DefaultReactor();
@@ -150,7 +183,24 @@ struct RpcServer::Service : Base {
       reactor->Finish(refusal);
       return reactor;
     }
-    Request request{.call = call, .message = std::make_shared<const Buffer>(buffer_of(*asked))};
+    Request request{.call = call};
+    auto message = std::make_shared<Buffer>(buffer_of(*asked));
+    if (const auto shared = shared_message(*message)) {
+      const auto area = areas.find(shared->area);
+      const auto part = area ? area->part(shared->offset, shared->bytes) : std::nullopt;
+      if (!part) {
+        reactor->Finish({grpc::StatusCode::FAILED_PRECONDITION, "no such shared memory"});
+        return reactor;
+      }
+      // The other side may write to its memory at any time: what is checked and logged is a copy.
+      message = std::make_shared<Buffer>(part->size());
+      std::memcpy(message->data(), part->data(), part->size());
+      if (const auto room = area->part(shared->answer_offset, shared->answer_bytes))
+        request.answer_maker = [area, room = *room](size_t bytes) {
+          return bytes <= room.size() ? Buffer(room.first(bytes), area) : Buffer(bytes);
+        };
+    }
+    request.message = std::move(message);
     server.submit(std::move(request), [answer, reactor](Reply reply) {
       write_reply(std::move(reply), *answer);
       reactor->Finish(grpc::Status::OK);

@@ -101,11 +101,13 @@ void ParameterState::close_step(uint32_t time) {
   shard_.push_sum(messages, schedule_step(), time);
 }
 
-Buffer ParameterState::pull(const Message& request) const {
-  return shard_.pull(request, {.kind = MessageKind::kReply,
-                               .job = shard_.declared_job()->fingerprint(),
-                               .trainer = request.header.trainer,
-                               .step = steps_});
+Buffer ParameterState::pull(const Message& request, const BufferMaker& make) const {
+  return shard_.pull(request,
+                     {.kind = MessageKind::kReply,
+                      .job = shard_.declared_job()->fingerprint(),
+                      .trainer = request.header.trainer,
+                      .step = steps_},
+                     make);
 }
 
 void ParameterState::begin_save(const std::string& folder) const {

@@ -62,8 +62,8 @@ class ParameterState {
   void apply(const Record& record);
 
   /// The values that `request` (kPull), which was checked, asks for, as a message whose header says
-  /// `steps()`.
-  Buffer pull(const Message& request) const;
+  /// `steps()`, in memory of `make`.
+  Buffer pull(const Message& request, const BufferMaker& make = nullptr) const;
 
   /// Saving has two parts with the same `folder`, which is made. The first does what a forked child
   /// cannot: rows on disk, mostly hard links, and blocks on devices.

@@ -284,7 +284,7 @@ void RequestHandler::pull(Pending& pending) {
     return pending.done(reply(Code::kBusy, "answers of " + std::to_string(held) +
                                                " bytes have not been taken by trainers yet"));
   Reply answer = reply(Code::kOk);
-  answer.message = state.pull(pending.message);
+  answer.message = state.pull(pending.message, pending.request.answer_maker);
   *reply_bytes_ += bytes;
   answer.hold = {nullptr, [held_bytes = reply_bytes_, bytes](void*) { *held_bytes -= bytes; }};
   ++activity_.counts.pulls;

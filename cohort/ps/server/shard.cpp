@@ -184,11 +184,11 @@ void Shard::evict(uint32_t time) {
   for (auto& table : tables_) table->evict(time);
 }
 
-Buffer Shard::pull(const Message& request, const Header& header) const {
+Buffer Shard::pull(const Message& request, const Header& header, const BufferMaker& make) const {
   const std::vector<SectionShape> shapes = job_->answer_to(request);
   const auto unknown = (request.header.flags & kPrediction) ? RowTable::Unknown::kZeros
                                                             : RowTable::Unknown::kInitial;
-  MessageWriter reply(shapes);
+  MessageWriter reply(shapes, make);
   for (size_t i = 0; i < shapes.size(); ++i) {
     const Section& section = request.sections[i];
     if (section.kind == SectionKind::kBlock) {

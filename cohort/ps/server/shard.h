@@ -60,7 +60,8 @@ class Shard {
   void evict(uint32_t time);
 
   /// The values that `request`, which was checked, asks for, as a message with this header.
-  Buffer pull(const Message& request, const Header& header) const;
+  Buffer pull(const Message& request, const Header& header,
+              const BufferMaker& make = nullptr) const;
 
   /// Saving (saved_state.h); the first as ParameterState::begin_save.
   void begin_save(const std::string& folder) const;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "cohort/ps/crc32c.h"
 
@@ -37,6 +38,14 @@ bool has_ids(const SectionShape& shape) {
   return shape.kind == SectionKind::kRows && shape.has_ids;
 }
 
+size_t id_bytes(const SectionShape& shape) {
+  return has_ids(shape) ? shape.count * sizeof(uint64_t) : 0;
+}
+
+size_t num_values(const SectionShape& shape) {
+  return shape.has_values ? shape.count * shape.width : 0;
+}
+
 // Where all bits of an exponent are set, one more carries into the sign: three operations of whole
 // numbers, of which a compiler makes vectors.
 bool has_nonfinite(std::span<const float> values) {
@@ -49,20 +58,32 @@ bool has_nonfinite(std::span<const float> values) {
 }  // namespace
 
 Buffer::Buffer(size_t size)
-    : bytes_(std::make_unique_for_overwrite<std::byte[]>(size)), size_(size) {}
+    : bytes_(std::make_unique_for_overwrite<std::byte[]>(size)),
+      begin_(bytes_.get()),
+      size_(size) {}
 
-MessageWriter::MessageWriter(std::span<const SectionShape> shapes) {
+Buffer::Buffer(std::span<std::byte> bytes, std::shared_ptr<const void> owner)
+    : owner_(std::move(owner)), begin_(bytes.data()), size_(bytes.size()) {}
+
+size_t message_bytes(std::span<const SectionShape> shapes) {
+  size_t bytes = sizeof(Header);
+  for (const SectionShape& shape : shapes)
+    bytes += sizeof(SectionHeader) + id_bytes(shape) + padded(num_values(shape) * sizeof(float));
+  return bytes;
+}
+
+MessageWriter::MessageWriter(std::span<const SectionShape> shapes, const BufferMaker& make) {
   size_t end = sizeof(Header);
   for (const SectionShape& shape : shapes) {
     Offsets offsets{};
     offsets.ids = end + sizeof(SectionHeader);
-    offsets.num_ids = has_ids(shape) ? shape.count : 0;
-    offsets.values = offsets.ids + offsets.num_ids * sizeof(uint64_t);
-    offsets.num_values = shape.has_values ? shape.count * shape.width : 0;
+    offsets.num_ids = id_bytes(shape) / sizeof(uint64_t);
+    offsets.values = offsets.ids + id_bytes(shape);
+    offsets.num_values = num_values(shape);
     end = offsets.values + padded(offsets.num_values * sizeof(float));
     offsets_.push_back(offsets);
   }
-  buffer_ = Buffer(end);
+  buffer_ = make ? make(end) : Buffer(end);
   for (size_t i = 0; i < shapes.size(); ++i) {
     const SectionHeader section{
         .table = shapes[i].table,

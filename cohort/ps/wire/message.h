@@ -11,6 +11,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -18,16 +19,19 @@
 
 namespace cohort::ps {
 
-/// Bytes of a message, aligned to 8. Moved, never copied.
+/// Bytes of a message, aligned to 8: its own, or of memory that has another owner. Moved, never
+/// copied.
 class Buffer {
  public:
   Buffer() = default;
   /// Memory for `size` bytes, not set.
   explicit Buffer(size_t size);
+  /// `bytes`, which `owner` keeps.
+  Buffer(std::span<std::byte> bytes, std::shared_ptr<const void> owner);
 
-  std::byte* data() { return bytes_.get() + offset_; }
+  std::byte* data() { return begin_ + offset_; }
   std::span<std::byte> span() { return {data(), size_}; }
-  std::span<const std::byte> span() const { return {bytes_.get() + offset_, size_}; }
+  std::span<const std::byte> span() const { return {begin_ + offset_, size_}; }
   /// Forgets the first `bytes`, a multiple of 8, without moving the others.
   void remove_prefix(size_t bytes) {
     offset_ += bytes;
@@ -35,9 +39,12 @@ class Buffer {
   }
   size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
+  bool is_owner() const { return bytes_ != nullptr; }
 
  private:
   std::unique_ptr<std::byte[]> bytes_;
+  std::shared_ptr<const void> owner_;
+  std::byte* begin_ = nullptr;
   size_t offset_ = 0;
   size_t size_ = 0;
 };
@@ -88,10 +95,17 @@ struct SectionShape {
   bool has_values = true;
 };
 
+/// Of a message with these sections.
+size_t message_bytes(std::span<const SectionShape> shapes);
+
+/// Returns memory for a message of the given number of bytes.
+using BufferMaker = std::function<Buffer(size_t)>;
+
 /// A message being written: sections of known shapes, filled in place, so that nothing is copied.
 class MessageWriter {
  public:
-  explicit MessageWriter(std::span<const SectionShape> shapes);
+  /// `make`: where it is written; empty: to memory of its own.
+  explicit MessageWriter(std::span<const SectionShape> shapes, const BufferMaker& make = nullptr);
 
   std::span<uint64_t> ids(size_t section);
   std::span<float> values(size_t section);

@@ -53,6 +53,8 @@ struct Request {
   uint64_t nonce = 0;
   std::string text{};
   std::shared_ptr<const Buffer> message{};  ///< Of kPush and kPull.
+  size_t answer_bytes = 0;                  ///< kPull, at a client: of the answer's message.
+  BufferMaker answer_maker{};               ///< kPull, at a server: where its answer is written.
 };
 
 enum class Code {

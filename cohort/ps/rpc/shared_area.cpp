@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cohort/ps/rpc/shared_area.h"
+
+#include <algorithm>
+#include <c10/util/Exception.h>
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <poll.h>
+#include <random>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "cohort/base/system_error.h"
+
+namespace cohort::ps {
+
+namespace {
+
+// The area's first line holds its number alone. Parts begin at lines.
+constexpr uint64_t kLine = 64;
+constexpr size_t kMostAreas = 4096;
+
+uint64_t draw_number() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+}  // namespace
+
+SharedArea::SharedArea(uint64_t bytes) {
+  file_ = Fd(::memfd_create("cohort-ps", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  TORCH_CHECK(file_ && ::ftruncate(file_.get(), static_cast<off_t>(bytes)) == 0 &&
+                  ::fcntl(file_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0,
+              "shared memory: cannot make it: ", system_reason(errno));
+  name_ = {.process = ::getpid(), .file = file_.get(), .number = draw_number(), .bytes = bytes};
+  map();
+  std::memcpy(data_, &name_.number, sizeof(name_.number));
+}
+
+SharedArea::SharedArea(const SharedAreaName& name) : name_(name) {
+  TORCH_CHECK(name.bytes >= kLine && name.bytes <= kMostBytes, "shared memory: of ", name.bytes,
+              " bytes: expected at most ", kMostBytes);
+  process_ = Fd(static_cast<int>(::syscall(SYS_pidfd_open, name.process, 0)));
+  TORCH_CHECK(process_, "shared memory: process ", name.process, ": ", system_reason(errno));
+  const std::string path =
+      "/proc/" + std::to_string(name.process) + "/fd/" + std::to_string(name.file);
+  // O_NONBLOCK: whatever it is, opening it does not wait.
+  file_ = Fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  TORCH_CHECK(file_, "shared memory: ", path, ": ", system_reason(errno));
+  struct stat status {};
+  const int seals = ::fcntl(file_.get(), F_GET_SEALS);
+  TORCH_CHECK(seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ::fstat(file_.get(), &status) == 0 &&
+                  status.st_uid == ::geteuid() &&
+                  static_cast<uint64_t>(status.st_size) >= name.bytes,
+              "shared memory: ", path, ": it is not memory of this user that keeps its size");
+  map();
+  const bool is_meant = std::memcmp(data_, &name.number, sizeof(name.number)) == 0;
+  file_.reset();
+  if (!is_meant) ::munmap(data_, name_.bytes);
+  TORCH_CHECK(is_meant, "shared memory: ", path, ": it is another process's");
+}
+
+SharedArea::~SharedArea() {
+  ::munmap(data_, name_.bytes);
+}
+
+void SharedArea::map() {
+  void* const data =
+      ::mmap(nullptr, name_.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_.get(), 0);
+  TORCH_CHECK(data != MAP_FAILED, "shared memory: cannot map it: ", system_reason(errno));
+  data_ = static_cast<std::byte*>(data);
+}
+
+bool SharedArea::is_orphaned() const {
+  pollfd ended{.fd = process_.get(), .events = POLLIN, .revents = 0};
+  return ::poll(&ended, 1, 0) > 0;
+}
+
+std::optional<std::span<std::byte>> SharedArea::part(uint64_t offset, uint64_t bytes) const {
+  if (offset % 8 != 0 || bytes % 8 != 0 || offset < kLine || offset > name_.bytes ||
+      bytes > name_.bytes - offset)
+    return std::nullopt;
+  return std::span(data_ + offset, bytes);
+}
+
+SharedParts::SharedParts(uint64_t bytes) : area_(bytes) {}
+
+std::shared_ptr<SharedParts::Part> SharedParts::take(uint64_t bytes) {
+  const uint64_t rounded = (bytes + kLine - 1) / kLine * kLine;
+  if (bytes == 0 || bytes > area_.name().bytes) return nullptr;
+  const std::lock_guard lock(mutex_);
+  uint64_t begin = kLine;
+  for (const auto& [first, end] : taken_) {
+    if (first - begin >= rounded) break;
+    begin = end;
+  }
+  const auto found = area_.part(begin, rounded);
+  if (!found) return nullptr;
+  taken_[begin] = begin + rounded;
+  return std::make_shared<Part>(shared_from_this(), begin, *found);
+}
+
+void SharedParts::give_back(uint64_t offset) {
+  const std::lock_guard lock(mutex_);
+  taken_.erase(offset);
+}
+
+SharedParts::Part::~Part() {
+  parts_->give_back(offset_);
+}
+
+void SharedAreas::add(uint64_t channel, const SharedAreaName& name) {
+  auto area = std::make_shared<const SharedArea>(name);
+  const std::lock_guard lock(mutex_);
+  std::erase_if(areas_, [](const auto& entry) { return entry.second->is_orphaned(); });
+  TORCH_CHECK(areas_.size() < kMostAreas || areas_.contains(channel),
+              "shared memory: this server has ", kMostAreas, " areas already");
+  areas_[channel] = std::move(area);
+}
+
+std::shared_ptr<const SharedArea> SharedAreas::find(uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [channel, area] : areas_) {
+    if (area->name().number == number) return area;
+  }
+  return nullptr;
+}
+
+}  // namespace cohort::ps

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory that a client shares with a server of the same host, beside their unix socket: bytes of
+// pushes, pulls and their answers lie there, and calls carry where.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "cohort/base/fd.h"
+#include "cohort/ps/wire/message.h"
+
+namespace cohort::ps {
+
+/// Where a server finds a client's area: file descriptor `file` of process `process`, which begins
+/// with `number`.
+struct SharedAreaName {
+  int32_t process = 0;
+  int32_t file = -1;
+  uint64_t number = 0;  ///< Random.
+  uint64_t bytes = 0;
+};
+
+/// An area as both sides map it. It cannot be made smaller: an access never fails.
+/// Threads: any; what is in it is its users' matter.
+class SharedArea {
+ public:
+  static constexpr uint64_t kMostBytes = uint64_t{1} << 30;
+
+  /// A client's.
+  /// Errors: c10::Error with the system's reason.
+  explicit SharedArea(uint64_t bytes);
+  /// Maps a client's, at a server.
+  /// Errors: c10::Error that says why: the process is out of sight or another user's, or the file
+  ///         is no such area.
+  explicit SharedArea(const SharedAreaName& name);
+  ~SharedArea();
+  SharedArea(const SharedArea&) = delete;
+  SharedArea& operator=(const SharedArea&) = delete;
+
+  const SharedAreaName& name() const { return name_; }
+  /// Whether the process that made it has ended.
+  bool is_orphaned() const;
+  /// Bytes [offset, offset + bytes), a multiple of 8 each; nothing if the area does not have them.
+  std::optional<std::span<std::byte>> part(uint64_t offset, uint64_t bytes) const;
+
+ private:
+  void map();
+
+  SharedAreaName name_;
+  Fd file_;     // A client's.
+  Fd process_;  // Of the client, at a server.
+  std::byte* data_ = nullptr;
+};
+
+/// Gives out parts of a client's area, the first that is free: memory that was used last is in the
+/// CPU's caches.
+/// Threads: any. Local.
+class SharedParts : public std::enable_shared_from_this<SharedParts> {
+ public:
+  explicit SharedParts(uint64_t bytes);
+
+  const SharedArea& area() const { return area_; }
+
+  /// A part that is given back by its destructor.
+  class Part {
+   public:
+    Part(std::shared_ptr<SharedParts> parts, uint64_t offset, std::span<std::byte> bytes)
+        : parts_(std::move(parts)), offset_(offset), bytes_(bytes) {}
+    ~Part();
+    Part(const Part&) = delete;
+    Part& operator=(const Part&) = delete;
+
+    uint64_t offset() const { return offset_; }
+    std::span<std::byte> bytes() const { return bytes_; }
+
+   private:
+    std::shared_ptr<SharedParts> parts_;
+    uint64_t offset_;
+    std::span<std::byte> bytes_;
+  };
+  /// nullptr if there is no room. The part has `bytes` or a few more.
+  std::shared_ptr<Part> take(uint64_t bytes);
+
+ private:
+  void give_back(uint64_t offset);
+
+  const SharedArea area_;
+  std::mutex mutex_;
+  std::map<uint64_t, uint64_t> taken_;  // Begin and end, in the area's order.
+};
+
+/// What a call carries instead of its message.
+struct SharedMessage {
+  static constexpr uint32_t kMagic = 0x53535043;  // "CPSS"
+
+  uint32_t magic = kMagic;
+  uint32_t reserved = 0;
+  uint64_t area = 0;  ///< SharedAreaName::number.
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+  uint64_t answer_offset = 0;  ///< Where the answer may be written, if it fits.
+  uint64_t answer_bytes = 0;   ///< 0: nowhere.
+};
+static_assert(sizeof(SharedMessage) == 48);  // Less than a message has.
+
+/// A server's areas, by number.
+/// Threads: any.
+class SharedAreas {
+ public:
+  /// Adds one, in place of an older one of the same `channel`; drops those whose processes ended.
+  /// Errors: as SharedArea; there are too many.
+  void add(uint64_t channel, const SharedAreaName& name);
+  /// nullptr: there is none.
+  std::shared_ptr<const SharedArea> find(uint64_t number) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<uint64_t, std::shared_ptr<const SharedArea>> areas_;  // By channel.
+};
+
+}  // namespace cohort::ps

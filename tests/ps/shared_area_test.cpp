@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory that clients share with servers of their host.
+#include "cohort/ps/rpc/shared_area.h"
+
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstring>
+#include <fcntl.h>
+#include <fstream>
+#include <future>
+#include <gtest/gtest.h>
+#include <numeric>
+#include <sstream>
+#include <string>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
+
+#include "cohort/ps/rpc/rpc_channel.h"
+#include "cohort/ps/rpc/rpc_server.h"
+
+#include "tests/ps/cluster.h"
+#include "tests/support/message_of.h"
+
+namespace cohort::ps {
+namespace shared_area_test {
+
+using cohort::test::message_of;
+
+constexpr uint64_t kBytes = 1 << 16;
+constexpr size_t kRows = 5000;  // More bytes than go through a socket.
+
+// The inode of the file that is mapped at `address`; 0: none.
+uint64_t inode_at(const void* address) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream fields(line);
+    uint64_t begin = 0, end = 0, inode = 0;
+    char dash = 0;
+    std::string rights, offset, device;
+    fields >> std::hex >> begin >> dash >> end >> rights >> offset >> device >> std::dec >> inode;
+    const auto at = reinterpret_cast<uint64_t>(address);
+    if (begin <= at && at < end) return inode;
+  }
+  return 0;
+}
+
+size_t num_areas() {
+  size_t count = 0;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    count += line.find("memfd:cohort-ps") != std::string::npos;
+  return count;
+}
+
+Reply ask(Channel& channel, const Request& request, int64_t timeout_ms = 20'000) {
+  auto promise = std::make_shared<std::promise<Reply>>();
+  auto answer = promise->get_future();
+  channel.send(request, timeout_ms,
+               [promise](Reply reply) { promise->set_value(std::move(reply)); });
+  return answer.get();
+}
+
+// The answer once it comes in shared memory: the first calls offer it.
+Reply shared_answer(Channel& channel, const Request& request) {
+  Reply reply;
+  for (int attempt = 0; attempt < 200; ++attempt) {
+    reply = ask(channel, request);
+    if (reply.code == Code::kOk && !reply.message.is_owner()) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return reply;
+}
+
+std::vector<uint64_t> many_ids() {
+  std::vector<uint64_t> ids(kRows);
+  std::iota(ids.begin(), ids.end(), uint64_t{1});
+  return ids;
+}
+
+Request large_pull(const RawTrainer& trainer, uint64_t step = 0) {
+  Request request = trainer.pull(many_ids(), step);
+  request.answer_bytes = size_t{1} << 17;
+  return request;
+}
+
+TEST(SharedAreaTest, PartsDoNotOverlapAndAreUsedAgain) {
+  const auto parts = std::make_shared<SharedParts>(kBytes);
+  auto first = parts->take(1000);
+  auto second = parts->take(100);
+  const auto third = parts->take(8);
+  ASSERT_TRUE(first && second && third);
+  EXPECT_GE(first->bytes().size(), 1000U);
+  EXPECT_GE(second->offset(), first->offset() + first->bytes().size());
+  EXPECT_GE(third->offset(), second->offset() + second->bytes().size());
+  const uint64_t free = second->offset();
+  second.reset();
+  EXPECT_EQ(parts->take(100)->offset(), free);
+  EXPECT_NE(parts->take(1000)->offset(), free) << "it is too small";
+  EXPECT_EQ(parts->take(kBytes), nullptr);
+  EXPECT_EQ(parts->take(kBytes - 1000), nullptr);
+  EXPECT_EQ(parts->take(0), nullptr);
+  EXPECT_EQ(parts->take(UINT64_MAX), nullptr);
+  first.reset();
+  EXPECT_NE(parts->take(1000), nullptr);
+}
+
+TEST(SharedAreaTest, BothSidesSeeTheSameBytes) {
+  const SharedArea own(kBytes);
+  const SharedArea other(own.name());
+  const auto written = own.part(64, 8), read = other.part(64, 8);
+  ASSERT_TRUE(written && read);
+  ASSERT_NE(written->data(), read->data());
+  const uint64_t value = 0x1234'5678'9abc'def0;
+  std::memcpy(written->data(), &value, sizeof(value));
+  EXPECT_EQ(std::memcmp(read->data(), &value, sizeof(value)), 0);
+  EXPECT_FALSE(other.is_orphaned());
+}
+
+TEST(SharedAreaTest, BytesOutsideAreNobodys) {
+  const SharedArea area(kBytes);
+  EXPECT_TRUE(area.part(64, kBytes - 64));
+  EXPECT_TRUE(area.part(kBytes, 0));
+  EXPECT_FALSE(area.part(64, kBytes - 56));
+  EXPECT_FALSE(area.part(kBytes - 8, 16));
+  EXPECT_FALSE(area.part(kBytes + 8, 0));
+  EXPECT_FALSE(area.part(64, UINT64_MAX - 7));
+  EXPECT_FALSE(area.part(UINT64_MAX - 7, 64));
+  EXPECT_FALSE(area.part(0, 8)) << "its number is there";
+  EXPECT_FALSE(area.part(68, 8));
+  EXPECT_FALSE(area.part(64, 12));
+}
+
+TEST(SharedAreaTest, WhatIsNoAreaIsRefused) {
+  const SharedArea area(kBytes);
+  const auto refusal = [&](const auto& change) {
+    SharedAreaName name = area.name();
+    change(name);
+    return message_of<c10::Error>([&] { const SharedArea mapped(name); });
+  };
+  const auto says = [](const std::string& text, const char* what) {
+    return text.find(what) != std::string::npos;
+  };
+  EXPECT_TRUE(says(refusal([](auto& name) { ++name.number; }), "it is another process's"));
+  const char* const kNone = "it is not memory of this user that keeps its size";
+  EXPECT_TRUE(says(refusal([](auto& name) { name.bytes = 2 * kBytes; }), kNone));
+  EXPECT_TRUE(says(refusal([](auto& name) { name.bytes = 8; }), "expected at most"));
+  EXPECT_TRUE(
+      says(refusal([](auto& name) { name.bytes = uint64_t{1} << 40; }), "expected at most"));
+  EXPECT_TRUE(says(refusal([](auto& name) { name.file = 1'000'000; }), "No such file"));
+  EXPECT_TRUE(says(refusal([](auto& name) { name.process = -1; }), "process -1"));
+  const Fd growing(::memfd_create("growing", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(::ftruncate(growing.get(), kBytes), 0);
+  EXPECT_TRUE(says(refusal([&](auto& name) { name.file = growing.get(); }), kNone));
+  const ScratchFolder folder;
+  const Fd file(::open(folder.path("file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  ASSERT_EQ(::ftruncate(file.get(), kBytes), 0);
+  EXPECT_TRUE(says(refusal([&](auto& name) { name.file = file.get(); }), kNone));
+}
+
+TEST(SharedAreaTest, AreasOfEndedProcessesAreDropped) {
+  std::array<int, 2> ends{};
+  ASSERT_EQ(::pipe(ends.data()), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const SharedArea area(kBytes);
+    (void)!::write(ends[1], &area.name(), sizeof(SharedAreaName));
+    ::pause();
+    ::_exit(0);
+  }
+  SharedAreaName name;
+  ASSERT_EQ(::read(ends[0], &name, sizeof(name)), static_cast<ssize_t>(sizeof(name)));
+  SharedAreas areas;
+  areas.add(1, name);
+  const SharedArea first(kBytes), second(kBytes);
+  areas.add(2, first.name());
+  EXPECT_NE(areas.find(name.number), nullptr);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  areas.add(2, second.name());
+  EXPECT_EQ(areas.find(name.number), nullptr);
+  EXPECT_EQ(areas.find(first.name().number), nullptr) << "the channel has a later one";
+  EXPECT_NE(areas.find(second.name().number), nullptr);
+  for (const int end : ends) ::close(end);
+}
+
+// Pushes and pulls over `endpoint`, and what the rows are in the end.
+std::vector<float> train(const std::string& endpoint) {
+  const JobOptions job{.mode = Mode::kAsync, .tables = {{.name = "rows", .width = 16}}};
+  Client client({.servers = {endpoint}, .trainer = 0}, job);
+  const auto ids = many_ids();
+  std::vector<float> gradients(kRows * 16), rows(kRows * 16);
+  const PullRows asked{0, ids, rows};
+  for (int step = 0; step < 20; ++step) {
+    for (size_t i = 0; i < gradients.size(); ++i)
+      gradients[i] = static_cast<float>((i * 7 + static_cast<size_t>(step)) % 13) - 6;
+    const PushRows pushed{0, ids, gradients};
+    client.push(std::span(&pushed, 1), {});
+    client.pull(std::span(&asked, 1), {}).wait();
+  }
+  client.leave();
+  return rows;
+}
+
+TEST(SharedAreaTest, RowsAreThoseThatGoThroughASocket) {
+  const ScratchFolder folder;
+  const Log log({.console = LogConsole::kNever});
+  const size_t before = num_areas();
+  Server by_socket({.folder = folder.path("a")}, log), by_memory({.folder = folder.path("b")}, log);
+  const RpcServer tcp(by_socket, {});
+  const RpcServer local(by_memory, {.endpoint = "unix:" + folder.path("socket")});
+  const auto expected = train("127.0.0.1:" + std::to_string(tcp.port()));
+  EXPECT_EQ(num_areas(), before) << "over TCP nothing is shared";
+  EXPECT_EQ(train("unix:" + folder.path("socket")), expected);
+  EXPECT_GT(num_areas(), before) << "the server keeps it until another comes";
+}
+
+TEST(SharedAreaTest, MemoryOfACallThatWasGivenUpIsNotUsedAgain) {
+  Cluster cluster(1);
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  RawTrainer first(cluster, ledger_job(2, 1, Mode::kSync), 0);
+  RawTrainer second(cluster, ledger_job(2, 1, Mode::kSync), 1);
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  const Reply before = shared_answer(*channel, large_pull(first));
+  ASSERT_FALSE(before.message.empty());
+  ASSERT_FALSE(before.message.is_owner());
+  const std::vector<std::byte> bytes(before.message.span().begin(), before.message.span().end());
+  // Its step is open: the server answers later than the caller waits.
+  EXPECT_EQ(ask(*channel, large_pull(first, 1), 100).code, Code::kLost);
+  const Reply after = shared_answer(*channel, large_pull(first));
+  ASSERT_FALSE(after.message.empty());
+  ASSERT_FALSE(after.message.is_owner());
+  EXPECT_NE(inode_at(after.message.span().data()), inode_at(before.message.span().data()));
+  EXPECT_EQ(cluster.ask(0, first.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
+  EXPECT_EQ(ask(*channel, large_pull(first, 1)).code, Code::kOk);
+  for (const Reply* reply : {&before, &after}) {
+    EXPECT_TRUE(std::ranges::equal(reply->message.span(), bytes)) << "it was answered before";
+  }
+}
+
+TEST(SharedAreaTest, AServerThatStartedAgainIsOfferedMemoryAgain) {
+  Cluster cluster(1);
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  auto rpc =
+      std::make_unique<RpcServer>(*cluster.slot(0).get(), RpcServerOptions{.endpoint = endpoint});
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  EXPECT_FALSE(shared_answer(*channel, large_pull(trainer)).message.is_owner());
+  rpc.reset();
+  rpc = std::make_unique<RpcServer>(*cluster.slot(0).get(), RpcServerOptions{.endpoint = endpoint});
+  const Reply lost = ask(*channel, large_pull(trainer));
+  EXPECT_TRUE(lost.code == Code::kLost || lost.message.is_owner());
+  const Reply again = shared_answer(*channel, large_pull(trainer));
+  EXPECT_EQ(again.code, Code::kOk);
+  EXPECT_FALSE(again.message.is_owner());
+}
+
+}  // namespace shared_area_test
+}  // namespace cohort::ps
