@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `cohort bench comm`: collectives, in bench_comm.h. `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
+// `cohort bench comm`: collectives, in bench_comm.h. `cohort bench step`: a training step, in bench_step.h. `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
 //
 //   cohort run --nproc-per-node 2 -- cohort bench ddp --layers 8 --width 1024 --hook bf16
 //
@@ -26,6 +26,9 @@
 #include "cohort/parallel/distributed_data_parallel.h"
 
 #include "apps/bench_comm.h"
+#ifdef COHORT_HAS_NMT
+#include "apps/bench_step.h"
+#endif
 
 namespace {
 
@@ -134,11 +137,17 @@ int run(int argc, char** argv) {
   CLI::App& comm = *app.add_subcommand("comm", "Latency and bandwidth of collectives");
   cohort::apps::BenchComm bench_comm;
   bench_comm.add_to(comm);
+#ifdef COHORT_HAS_NMT
+  cohort::apps::BenchStep bench_step(app);
+#endif
   cohort::cli::GroupFlags flags;
   for (CLI::App* command : {&ddp, &comm}) flags.add_to(*command);
   if (const auto ended =
           cohort::cli::parse(app, argc, argv, "cohort bench --help lists what there is"))
     return *ended;
+#ifdef COHORT_HAS_NMT
+  if (bench_step.parsed()) return bench_step.run();
+#endif
   const auto group = flags.connect();
   if (comm.parsed()) {
     bench_comm.run(group);

@@ -25,6 +25,7 @@ class BenchComm {
   int64_t factor_ = 4;
   int rounds_ = 5;
   bool registered_ = false;
+  int calls_ = 0;  // 0: as many as move 256 MiB
   bool copy_ = false;
   bool json_ = false;
 };

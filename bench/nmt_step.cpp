@@ -12,14 +12,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <functional>
 #include <iterator>
 #include <nlohmann/json.hpp>
-#include <numbers>
 #include <numeric>
 #include <optional>
 #include <sys/resource.h>
@@ -40,11 +37,18 @@
 #include "cohort/translate/tensor_parallel_context.h"
 #include "cohort/translate/updater.h"
 
+#include "apps/step_batches.h"
 #include "bench/median.h"
 #include "bench/sent_bytes.h"
 
 namespace {
 
+using cohort::apps::BatchLengths;
+using cohort::apps::make_batch;
+using cohort::apps::plan_batches;
+using cohort::apps::product_rate;
+using cohort::apps::step_flop;
+using cohort::apps::wait_for_device;
 using cohort::bench::median_of;
 using Clock = std::chrono::steady_clock;
 
@@ -68,138 +72,8 @@ struct Options {
   std::string save_by = "all";
 };
 
-// The same stream as in bench/peers/nmt_ddp.py, so that both sides see the same sentences.
-struct SplitMix64 {
-  uint64_t state;
-  uint64_t next() {
-    uint64_t z = state += 0x9e3779b97f4a7c15ULL;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-    return z ^ (z >> 31);
-  }
-  double uniform() { return static_cast<double>(next() >> 11) * 0x1.0p-53; }
-};
-
-struct Lengths {
-  int64_t source, target;
-};
-
-std::vector<std::vector<Lengths>> plan(const Options& options) {
-  if (options.rows > 0) {
-    const Lengths alike{options.length, options.length};
-    return {std::vector<Lengths>(static_cast<size_t>(options.rows), alike)};
-  }
-  SplitMix64 random{options.seed};
-  std::vector<Lengths> sentences;
-  for (int i = 0; i < 20000; ++i) {
-    const double u1 = random.uniform();
-    const double u2 = random.uniform();
-    const double u3 = random.uniform();
-    const double z = std::sqrt(-2 * std::log(1 - u1)) * std::cos(2 * std::numbers::pi * u2);
-    const auto target = std::clamp<int64_t>(std::lround(std::exp(3.2 + 0.5 * z)), 4, 100);
-    const auto source =
-        std::clamp<int64_t>(std::lround(static_cast<double>(target) * (0.85 + 0.3 * u3)), 4, 100);
-    sentences.push_back({source, target});
-  }
-  std::stable_sort(sentences.begin(), sentences.end(), [](const Lengths& a, const Lengths& b) {
-    return std::pair(a.target, a.source) < std::pair(b.target, b.source);
-  });
-  std::vector<std::vector<Lengths>> batches(1);
-  for (const Lengths& s : sentences) {
-    const auto rows = static_cast<int64_t>(batches.back().size()) + 1;
-    if (rows > 1 && rows * (s.target + 1) > options.mini_batch_words) batches.emplace_back();
-    batches.back().push_back(s);
-  }
-  for (size_t i = batches.size() - 1; i >= 1; --i)
-    std::swap(batches[i], batches[random.next() % (i + 1)]);
-  return batches;
-}
-
-cohort::nmt::Batch fill(const std::vector<Lengths>& rows, uint64_t seed, int64_t vocabulary) {
-  SplitMix64 random{seed};
-  Lengths longest{0, 0};
-  for (const Lengths& r : rows) {
-    longest = {std::max(longest.source, r.source), std::max(longest.target, r.target)};
-  }
-  const auto n = static_cast<int64_t>(rows.size());
-  cohort::nmt::Batch batch;
-  batch.source_BS = at::zeros({n, longest.source + 1}, at::kLong);
-  batch.input_BT = at::zeros({n, longest.target + 1}, at::kLong);
-  batch.labels_BT = at::zeros({n, longest.target + 1}, at::kLong);
-  batch.source_lengths_B = at::zeros({n}, at::kLong);
-  batch.target_lengths_B = at::zeros({n}, at::kLong);
-  for (int64_t b = 0; b < n; ++b) {
-    const Lengths r = rows[static_cast<size_t>(b)];
-    int64_t* source = batch.source_BS.data_ptr<int64_t>() + b * (longest.source + 1);
-    int64_t* input = batch.input_BT.data_ptr<int64_t>() + b * (longest.target + 1);
-    int64_t* labels = batch.labels_BT.data_ptr<int64_t>() + b * (longest.target + 1);
-    const auto token = [&] {
-      return static_cast<int64_t>(4 + random.next() % static_cast<uint64_t>(vocabulary - 4));
-    };
-    for (int64_t i = 0; i < r.source; ++i) source[i] = token();
-    source[r.source] = 3;
-    input[0] = 2;
-    for (int64_t i = 0; i < r.target; ++i) input[i + 1] = labels[i] = token();
-    labels[r.target] = 3;
-    batch.source_lengths_B.data_ptr<int64_t>()[b] = r.source + 1;
-    batch.target_lengths_B.data_ptr<int64_t>()[b] = r.target + 1;
-    batch.num_target_tokens += r.target + 1;
-  }
-  return batch;
-}
-
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// Until the device has done all that it was given.
-void wait_for(at::Device device) {
-  if (!device.is_cpu())
-    c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(device.index());
-}
-
-// FLOP/s of the model's largest common product shape, all ranks at once.
-double gemm_rate(const cohort::comm::ProcessGroup& group, at::ScalarType type, int64_t rows) {
-  const at::NoGradGuard no_grad;
-  const at::Device device = group.device();
-  const at::Tensor a = at::randn({rows, 512}, at::kFloat).to(device, type);
-  const at::Tensor b = at::randn({2048, 512}, at::kFloat).to(device, type);
-  at::Tensor c = at::mm(a, b.t());
-  std::vector<double> rates;
-  for (int trial = 0; trial < 7; ++trial) {
-    wait_for(device);
-    group.barrier("gemm");
-    const auto start = Clock::now();
-    for (int i = 0; i < 8; ++i) at::mm_out(c, a, b.t());
-    wait_for(device);
-    rates.push_back(8 * 2.0 * static_cast<double>(rows) * 512 * 2048 / seconds_since(start));
-  }
-  at::Tensor sum = at::tensor({median_of(rates)}, at::kDouble);
-  group.all_reduce(sum);
-  return sum.item<double>();
-}
-
-// FLOP of the matrix products that a step needs for these sentences, forward and twice as many backward: without
-// padding, and no layer twice (--gradient-checkpointing).
-double flop_of(const std::vector<Lengths>& rows, const cohort::nmt::TransformerOptions& sizes) {
-  const auto width = static_cast<double>(sizes.dim_emb);
-  const double square = width * width;
-  const double ffn = 2 * width * static_cast<double>(sizes.dim_ffn);
-  const auto encoder_layers = static_cast<double>(sizes.enc_depth);
-  const auto decoder_layers = static_cast<double>(sizes.dec_depth);
-  // A decoder layer makes keys and values of the source, too.
-  const double of_source = encoder_layers * (4 * square + ffn) + decoder_layers * 2 * square;
-  const double of_target =
-      decoder_layers * (6 * square + ffn) + width * static_cast<double>(sizes.dim_vocab_target);
-  double flop = 0;
-  for (const Lengths& row : rows) {
-    const auto source = static_cast<double>(row.source + 1);  // with the end mark
-    const auto target = static_cast<double>(row.target + 1);
-    const double pairs =
-        encoder_layers * source * source + decoder_layers * (target * target + target * source);
-    flop += 6 * (source * of_source + target * of_target) + 12 * width * pairs;
-  }
-  return flop;
 }
 
 int64_t peak_rss_bytes() {
@@ -285,11 +159,11 @@ class Saves {
 };
 
 // Bytes of tensors when gradients are there and activations are gone: what a rank's state takes.
-int64_t bytes_after_backward(cohort::translate::Updater& updater, const std::vector<Lengths>& rows,
+int64_t bytes_after_backward(cohort::translate::Updater& updater, const BatchLengths& rows,
                              const Options& options,
                              const cohort::translate::TensorMemory& memory) {
   {
-    const auto batch = fill(rows, options.seed, options.vocabulary);
+    const auto batch = make_batch(rows, options.seed, options.vocabulary);
     auto& model = updater.model();
     std::get<0>(model(batch.to(at::Device(options.device)))).backward();
   }
@@ -311,7 +185,7 @@ int run(const Options& options) {
   const auto precision = cohort::translate::agreed_precision(asked, group);
   cohort::nmt::check_precision(precision, device.is_cpu());
   const auto type = precision == cohort::nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
-  const double gemm = gemm_rate(group, type, options.mini_batch_words);
+  const double gemm = product_rate(group, type, options.mini_batch_words);
   cohort::translate::TensorMemory memory(device.type());
   cohort::nmt::TransformerOptions sizes;
   sizes.dim_vocab_source = sizes.dim_vocab_target = options.vocabulary;
@@ -335,7 +209,10 @@ int run(const Options& options) {
        .fill = cohort::nmt::Initialiser(sizes, options.seed, tensor_parallel),
        .gradient_checkpointing = options.gradient_checkpointing,
        .seed = options.seed});
-  const auto batches = plan(options);
+  const auto batches = plan_batches({.words = options.mini_batch_words,
+                                     .seed = options.seed,
+                                     .rows = options.rows,
+                                     .length = options.length});
 
   std::optional<Saves> saves;
   if (options.save_every > 0) saves.emplace(options, group, updater);
@@ -349,9 +226,9 @@ int run(const Options& options) {
     const int64_t turn = saves ? step % options.save_every : step;
     const auto index =
         static_cast<size_t>(turn * data_group.size() + data_group.rank()) % batches.size();
-    auto batch = fill(batches[index], options.seed * 1000003 + index, options.vocabulary);
+    auto batch = make_batch(batches[index], options.seed * 1000003 + index, options.vocabulary);
     if (!device.is_cpu()) batch = cohort::translate::pinned(batch);
-    wait_for(device);
+    wait_for_device(device);
     group.barrier("step");
     if (step == options.warmup) {
       memory.reset_peak();
@@ -363,11 +240,11 @@ int run(const Options& options) {
     const auto tokens = static_cast<double>(report.num_tokens);
     const double writing = saves && saves->writing() ? 1 : 0;
     const auto sums = cohort::train::reduce_sums(
-        group, std::array{report.nll_sum, writing, flop_of(batches[index], sizes)});
+        group, std::array{report.nll_sum, writing, step_flop(batches[index], sizes)});
     const auto copies = static_cast<double>(options.tensor_parallel);  // of every batch
     loss_per_token = sums[0] / copies / tokens;
     if (saves) saves->after(step - options.warmup, sums[1] == 0);
-    wait_for(device);
+    wait_for_device(device);
     const double elapsed = seconds_since(start);
     if (options.exposed_communication) {
       // Both times end when the slower rank has come.

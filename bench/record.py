@@ -22,7 +22,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What the step of bench/nmt_step.cpp is made of.
 STEP = ("cohort/base", "cohort/comm", "cohort/data", "cohort/nmt", "cohort/optim", "cohort/parallel", "cohort/train",
-        "cohort/translate", "bench/median.h", "bench/nmt_step.cpp", "bench/sent_bytes.h", "CMakeLists.txt", "cmake")
+        "cohort/translate", "apps/step_batches.cpp", "bench/median.h", "bench/nmt_step.cpp", "bench/sent_bytes.h", "CMakeLists.txt", "cmake")
 # What `cohort nmt train` is made of.
 TRANSLATOR = ("cohort/base", "cohort/comm", "cohort/data", "cohort/launch", "cohort/nmt", "cohort/optim", "cohort/parallel",
               "cohort/ps", "cohort/text", "cohort/train", "cohort/translate", "apps/nmt", "CMakeLists.txt", "cmake")

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cohort/nmt/fused.h"
 
+#include <ATen/record_function.h>
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -159,6 +160,11 @@ struct MaskedSoftmax : torch::autograd::Function<MaskedSoftmax> {
   }
 };
 
+at::Tensor weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at::ScalarType type) {
+  RECORD_USER_SCOPE_WITH_INPUTS("weight_gradient", (std::vector<c10::IValue>{grad_NM, x_NK}));
+  return kernels_for(grad_NM).weight_gradient(grad_NM, x_NK, type);
+}
+
 struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, at::ScalarType type) {
@@ -186,8 +192,7 @@ struct Linear : torch::autograd::Function<Linear> {
                        .to(static_cast<at::ScalarType>(types[0]));
     }
     if (context->needs_input_grad(1)) {
-      results[1] =
-          kernels_for(grad).weight_gradient(grad, rows, static_cast<at::ScalarType>(types[1]));
+      results[1] = weight_gradient(grad, rows, static_cast<at::ScalarType>(types[1]));
     }
     const auto bias = context->saved_data.find("bias");
     if (bias != context->saved_data.end() && context->needs_input_grad(2))
@@ -212,6 +217,7 @@ struct FusedAttention : torch::autograd::Function<FusedAttention> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const std::optional<at::Tensor>& of_keys, int64_t heads,
                             const SoftmaxMask& mask, const Dropping& dropping) {
+    RECORD_USER_SCOPE("attention");
     const at::Tensor kv = of_keys.value_or(at::Tensor());
     const auto [out, stats] =
         kernels_for(x).attention.forward(operands_of(x, kv, heads), mask, dropping);
@@ -249,6 +255,7 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden,
                                const at::Tensor& weight, const at::Tensor& labels, double smoothing,
                                bool with_gradient) {
+    RECORD_USER_SCOPE("loss");
     const auto wide = hidden.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     const at::Tensor w = weight.to(hidden.scalar_type());
     const int64_t rows = hidden.size(0);
@@ -264,7 +271,7 @@ struct SmoothedCrossEntropy : torch::autograd::Function<SmoothedCrossEntropy> {
       if (!with_gradient) continue;
       at::Tensor grad_h = grad_hidden.narrow(0, first, count);
       at::mm_out(grad_h, logits, w);
-      const at::Tensor part = kernels_for(logits).weight_gradient(logits, h, wide);
+      const at::Tensor part = weight_gradient(logits, h, wide);
       if (grad_weight.defined()) {
         grad_weight.add_(part);
       } else {

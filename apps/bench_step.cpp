@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "apps/bench_step.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sys/resource.h>
+#include <torch/types.h>
+
+#include "cohort/base/console.h"
+#include "cohort/base/program.h"
+#include "cohort/cli/parse.h"
+#include "cohort/parallel/strategy.h"
+#include "cohort/translate/updater.h"
+
+#include "apps/step_batches.h"
+#include "apps/step_recorder.h"
+#include "bench/median.h"
+
+namespace cohort::apps {
+namespace {
+
+using BySection = std::array<double, kNumSections>;
+using StepClock = std::chrono::steady_clock;
+
+struct SectionNames {
+  const char* key;
+  const char* text;
+};
+constexpr std::array<SectionNames, kNumSections> kSectionNames{{
+    {"products_forward", "products, forward"},
+    {"products_dx", "products, dX"},
+    {"products_dw", "products, dW"},
+    {"products_vocabulary", "products, vocabulary"},
+    {"attention", "attention"},
+    {"loss", "loss"},
+    {"elementwise", "norms, dropout, casts, sums"},
+    {"optimizer", "optimizer"},
+    {"communication_exposed", "communication, exposed"},
+    {"other", "other"},
+}};
+constexpr bool is_product(size_t section) {
+  return section <= static_cast<size_t>(Section::kVocabulary);
+}
+
+double elapsed_since(StepClock::time_point start) {
+  return std::chrono::duration<double>(StepClock::now() - start).count();
+}
+
+// Operands of a product, with its layouts; what they hold does not matter.
+struct Operands {
+  at::Tensor a, b, bias, out;
+
+  explicit Operands(const Product& p) {
+    const auto matrix = [&](int64_t rows, int64_t columns, bool transposed) {
+      if (!transposed) return at::randn({rows, columns}).to(p.type);
+      return at::randn({columns, rows}).to(p.type).t();
+    };
+    a = matrix(p.m, p.k, p.a_transposed);
+    b = matrix(p.k, p.n, p.b_transposed);
+    if (p.has_bias) bias = at::zeros({p.n}, p.type);
+    out = at::zeros({p.m, p.n}, p.type);
+  }
+  void multiply() {
+    if (bias.defined()) {
+      at::addmm_out(out, bias, a, b);
+    } else {
+      at::mm_out(out, a, b);
+    }
+  }
+};
+
+// Seconds of the products of `steps` one after another with nothing between them, all ranks at
+// once, by section: of each the median of the rounds.
+BySection bare_products(const comm::ProcessGroup& group, const std::vector<RecordedStep>& steps,
+                        int rounds) {
+  const at::NoGradGuard no_grad;
+  std::map<Product, Operands> operands;
+  for (const RecordedStep& step : steps)
+    for (const Product& product : step.products) operands.try_emplace(product, product);
+  std::array<std::vector<double>, kNumSections> found;
+  for (int round = 0; round < rounds; ++round) {
+    BySection sums{};
+    group.barrier("bare products");
+    for (const RecordedStep& step : steps) {
+      for (const Product& product : step.products) {
+        Operands& of_product = operands.at(product);
+        const auto start = StepClock::now();
+        of_product.multiply();
+        sums[static_cast<size_t>(product.section)] += elapsed_since(start);
+      }
+    }
+    for (size_t i = 0; i < kNumSections; ++i) found[i].push_back(sums[i]);
+  }
+  BySection seconds{};
+  for (size_t i = 0; i < kNumSections; ++i) seconds[i] = bench::median_of(found[i]);
+  return seconds;
+}
+
+// Bytes a second of a plain copy, reads and writes counted, of each rank while all copy.
+double copied_bytes_per_second(const comm::ProcessGroup& group, int rounds) {
+  const at::Tensor from = at::ones({int64_t{32} << 20}), to = at::zeros_like(from);
+  std::vector<double> rates;
+  for (int round = 0; round < rounds; ++round) {
+    group.barrier("copy");
+    const auto start = StepClock::now();
+    to.copy_(from);
+    rates.push_back(2 * static_cast<double>(from.nbytes()) / elapsed_since(start));
+  }
+  return bench::median_of(rates);
+}
+
+// Seconds of the steps' all_reduces, one after another, while nobody computes.
+double bare_communication(const comm::ProcessGroup& group, const std::vector<RecordedStep>& steps,
+                          int rounds) {
+  std::vector<double> seconds;
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<at::Tensor> tensors;
+    for (const RecordedStep& step : steps)
+      for (const int64_t bytes : step.reduced_bytes)
+        tensors.push_back(at::zeros({std::max<int64_t>(bytes / 4, 1)}));
+    group.barrier("bare communication");
+    const auto start = StepClock::now();
+    for (at::Tensor& tensor : tensors) group.all_reduce(tensor);
+    seconds.push_back(elapsed_since(start));
+  }
+  return bench::median_of(seconds);
+}
+
+struct ProcessorUse {
+  double user = 0, system = 0;
+  double faults = 0, major_faults = 0;
+
+  static ProcessorUse now() {
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    const auto seconds = [](const timeval& time) {
+      return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
+    };
+    return {seconds(usage.ru_utime), seconds(usage.ru_stime),
+            static_cast<double>(usage.ru_minflt + usage.ru_majflt),
+            static_cast<double>(usage.ru_majflt)};
+  }
+};
+
+// What one rank knows, of a mean step; then of the mean over ranks.
+struct StepProfile {
+  BySection seconds{}, limit{}, flop{}, faults{};
+  double communication = 0, bare_communication = 0, reduced_bytes = 0;
+  double user = 0, system = 0, all_faults = 0, major_faults = 0;
+  double tokens = 0, copy_rate = 0, attention_rate = 0;
+
+  void average(const comm::ProcessGroup& group) {
+    std::vector<double*> places{&communication, &bare_communication, &reduced_bytes, &user,
+                                &system,        &all_faults,         &major_faults,  &tokens,
+                                &copy_rate,     &attention_rate};
+    for (BySection* each : {&seconds, &limit, &flop, &faults})
+      for (double& value : *each) places.push_back(&value);
+    at::Tensor values = at::empty({std::ssize(places)}, at::kDouble);
+    auto* data = values.data_ptr<double>();
+    for (size_t i = 0; i < places.size(); ++i) data[i] = *places[i];
+    group.all_reduce(values);
+    for (size_t i = 0; i < places.size(); ++i) *places[i] = data[i] / group.size();
+  }
+  double total() const {
+    double sum = 0;
+    for (const double each : seconds) sum += each;
+    return sum;
+  }
+};
+
+// Milliseconds, or none where there is no limit.
+nlohmann::ordered_json section_json(const StepProfile& profile, size_t i) {
+  nlohmann::ordered_json line{{"ms", profile.seconds[i] * 1e3},
+                              {"share", profile.seconds[i] / profile.total()},
+                              {"page_faults", std::round(profile.faults[i])}};
+  if (profile.limit[i] > 0) {
+    line["limit_ms"] = profile.limit[i] * 1e3;
+    line["share_of_limit"] =
+        profile.seconds[i] > 0 ? profile.limit[i] / profile.seconds[i] : 0;
+  }
+  if (profile.flop[i] > 0 && profile.seconds[i] > 0) {
+    line["gflop_per_s"] = profile.flop[i] / profile.seconds[i] * 1e-9;
+    line["limit_gflop_per_s"] = profile.flop[i] / profile.limit[i] * 1e-9;
+  }
+  return line;
+}
+
+nlohmann::ordered_json profile_json(const StepProfile& profile) {
+  nlohmann::ordered_json sections;
+  double products = 0, limit = 0, flop = 0;
+  for (size_t i = 0; i < kNumSections; ++i) {
+    sections[kSectionNames[i].key] = section_json(profile, i);
+    if (!is_product(i)) continue;
+    products += profile.seconds[i];
+    limit += profile.limit[i];
+    flop += profile.flop[i];
+  }
+  const double exposed = profile.seconds[static_cast<size_t>(Section::kCommunication)];
+  return {{"step_ms", profile.total() * 1e3},
+          {"tgt_tokens_per_s_and_rank", profile.tokens / profile.total()},
+          {"sections", sections},
+          {"products",
+           {{"ms", products * 1e3},
+            {"share", products / profile.total()},
+            {"limit_ms", limit * 1e3},
+            {"share_of_limit", limit / products},
+            {"gflop_per_s", flop / products * 1e-9},
+            {"limit_gflop_per_s", flop / limit * 1e-9}}},
+          {"communication",
+           {{"total_ms", profile.communication * 1e3},
+            {"hidden_ms", (profile.communication - exposed) * 1e3},
+            {"exposed_ms", exposed * 1e3},
+            {"bare_ms", profile.bare_communication * 1e3},
+            {"all_reduced_bytes", std::round(profile.reduced_bytes)}}},
+          {"processor",
+           {{"user_ms", profile.user * 1e3},
+            {"sys_ms", profile.system * 1e3},
+            {"page_faults", std::round(profile.all_faults)},
+            {"major_page_faults", std::round(profile.major_faults)}}},
+          {"copy_gb_per_s", profile.copy_rate * 1e-9},
+          {"attention_limit_gflop_per_s", profile.attention_rate * 1e-9}};
+}
+
+std::string number_or_dash(const nlohmann::ordered_json& line, const char* key, const char* form,
+                           double factor = 1) {
+  if (!line.contains(key)) return "-";
+  char text[32];
+  std::snprintf(text, sizeof text, form, line[key].get<double>() * factor);
+  return text;
+}
+
+void print_section(Console& console, const char* name, const nlohmann::ordered_json& line) {
+  console.print("%-28s %10.1f %7.1f %10s %10s %9s %9s %9s\n", name, line["ms"].get<double>(),
+                line["share"].get<double>() * 100,
+                number_or_dash(line, "limit_ms", "%.1f").c_str(),
+                number_or_dash(line, "share_of_limit", "%.0f", 100).c_str(),
+                number_or_dash(line, "gflop_per_s", "%.1f").c_str(),
+                number_or_dash(line, "limit_gflop_per_s", "%.1f").c_str(),
+                number_or_dash(line, "page_faults", "%.0f").c_str());
+}
+
+void print_table(Console& console, const nlohmann::ordered_json& result) {
+  console.print("# a training step: %lld parameters, %d ranks, %s, %lld words a rank, mean of %lld steps\n",
+                static_cast<long long>(result["params"].get<int64_t>()),
+                result["world_size"].get<int>(),
+                result["precision"].get<std::string>().c_str(),
+                static_cast<long long>(result["mini_batch_words"].get<int64_t>()),
+                static_cast<long long>(result["steps"].get<int64_t>()));
+  console.print("%-28s %10s %7s %10s %10s %9s %9s %9s\n", "section", "ms", "% step", "limit ms",
+                "% of limit", "GFLOP/s", "limit", "faults");
+  for (const SectionNames& names : kSectionNames)
+    print_section(console, names.text, result["sections"][names.key]);
+  console.print("%-28s %10.1f %7.1f\n", "step", result["step_ms"].get<double>(), 100.0);
+  print_section(console, "of which products", result["products"]);
+  const auto& communication = result["communication"];
+  const auto& processor = result["processor"];
+  console.print(
+      "communication: %.1f ms, of which hidden %.1f and exposed %.1f; %.1f alone, while nobody computes\n"
+      "processor: %.1f ms in programs, %.1f in the kernel (sys); page faults: %.0f\n",
+      communication["total_ms"].get<double>(), communication["hidden_ms"].get<double>(),
+      communication["exposed_ms"].get<double>(), communication["bare_ms"].get<double>(),
+      processor["user_ms"].get<double>(), processor["sys_ms"].get<double>(),
+      processor["page_faults"].get<double>());
+}
+
+}  // namespace
+
+BenchStep::BenchStep(CLI::App& bench)
+    : command_(*bench.add_subcommand(
+          "step", "Where the time of a training step of the translator goes, beside each limit")) {
+  const auto number = [&](const char* name, auto& value, const char* text) {
+    command_.add_option(name, value, text)->capture_default_str()->check(cli::above_zero());
+  };
+  command_.add_option("--preset", preset_, "Sizes of the model: tiny, small, base or big")
+      ->capture_default_str();
+  command_.add_option("--depth", depth_,
+                      "Layers of the encoder, and of the decoder (0: the preset's)")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  command_.add_option("--vocabulary", vocabulary_, "Pieces on each side")
+      ->capture_default_str()
+      ->check(CLI::Range(int64_t{5}, int64_t{1} << 24));
+  command_.add_option("--precision", precision_, "auto, bfloat16 or float32")
+      ->capture_default_str();
+  number("--words", words_, "Target tokens per rank and step, padded");
+  number("--steps", steps_, "Measured steps");
+  number("--warmup", warmup_, "Warm-up steps, which are not measured");
+  number("--rounds", rounds_, "Rounds of each limit, of which the median counts");
+  command_.add_option("--seed", seed_, "Of sentences, parameters and dropout")
+      ->capture_default_str();
+  command_.add_flag("--json", json_, "Print a line of JSON");
+  flags_.add_to(command_);
+}
+
+int BenchStep::run() {
+  nmt::TransformerOptions sizes = nmt::preset(preset_);
+  sizes.dim_vocab_source = sizes.dim_vocab_target = vocabulary_;
+  if (depth_ > 0) sizes.enc_depth = sizes.dec_depth = depth_;
+  const auto precision = nmt::parse_precision(precision_);
+  nmt::check_precision(precision, /*on_cpu=*/true);
+  const comm::ProcessGroup group = flags_.connect();
+  nmt::Transformer model(sizes, precision);
+  model->initialise(seed_);
+  translate::Updater updater(model, group, {.seed = seed_});
+  const auto batches = plan_batches({.words = words_, .seed = seed_});
+  const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
+
+  StepRecorder recorder;
+  StepProfile profile;
+  std::vector<RecordedStep> recorded;
+  const auto type = precision == nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
+  double logits_bytes = 0, attention = 0;
+  ProcessorUse used;
+  for (int64_t step = 0; step < warmup_ + steps_; ++step) {
+    const size_t index = (static_cast<size_t>(step) * size + rank) % batches.size();
+    const auto batch = make_batch(batches[index], seed_ * 1000003 + index, vocabulary_);
+    group.barrier("step");
+    const ProcessorUse before = ProcessorUse::now();
+    recorder.begin();
+    updater.update({batch});
+    RecordedStep found = recorder.end();
+    const ProcessorUse after = ProcessorUse::now();
+    if (step < warmup_) continue;
+    used.user += after.user - before.user;
+    used.system += after.system - before.system;
+    used.faults += after.faults - before.faults;
+    used.major_faults += after.major_faults - before.major_faults;
+    profile.tokens += static_cast<double>(batch.num_target_tokens);
+    logits_bytes += static_cast<double>(batch.num_target_tokens * vocabulary_) *
+                    static_cast<double>(c10::elementSize(type));
+    attention += attention_flop(batches[index], sizes);
+    recorded.push_back(std::move(found));
+  }
+  profile.limit = bare_products(group, recorded, rounds_);
+  profile.bare_communication = group.size() > 1 ? bare_communication(group, recorded, rounds_) : 0;
+  profile.copy_rate = copied_bytes_per_second(group, 2 * rounds_ + 1);
+  profile.attention_rate = product_rate(group, at::kFloat, words_) / group.size();
+  const auto at_copy_rate = [&](double bytes) { return bytes / profile.copy_rate; };
+  profile.limit[static_cast<size_t>(Section::kAttention)] = attention / profile.attention_rate;
+  profile.flop[static_cast<size_t>(Section::kAttention)] = attention;
+  // The logits are read once, and their gradient is written.
+  profile.limit[static_cast<size_t>(Section::kLoss)] = at_copy_rate(2 * logits_bytes);
+  // Parameters, gradients and two moments are read; all but the gradients are written.
+  profile.limit[static_cast<size_t>(Section::kOptimizer)] =
+      at_copy_rate(7 * 4 * static_cast<double>(nmt::count_parameters(*model) * steps_));
+  for (const RecordedStep& step : recorded) {
+    for (size_t i = 0; i < kNumSections; ++i) {
+      profile.seconds[i] += step.section_seconds[i];
+      profile.faults[i] += static_cast<double>(step.section_faults[i]);
+    }
+    for (const Product& product : step.products)
+      profile.flop[static_cast<size_t>(product.section)] += product.flop();
+    profile.communication += step.communication_seconds;
+    for (const int64_t bytes : step.reduced_bytes)
+      profile.reduced_bytes += static_cast<double>(bytes);
+  }
+  profile.user = used.user;
+  profile.system = used.system;
+  profile.all_faults = used.faults;
+  profile.major_faults = used.major_faults;
+  const auto steps = static_cast<double>(steps_);
+  for (BySection* each : {&profile.seconds, &profile.limit, &profile.flop, &profile.faults})
+    for (double& value : *each) value /= steps;
+  for (double* each : {&profile.communication, &profile.bare_communication, &profile.reduced_bytes,
+                       &profile.user, &profile.system, &profile.all_faults, &profile.major_faults,
+                       &profile.tokens})
+    *each /= steps;
+  profile.average(group);
+  nlohmann::ordered_json result{{"bench", "step"},
+                                {"preset", preset_},
+                                {"params", nmt::count_parameters(*model)},
+                                {"world_size", group.size()},
+                                {"backend", group.backend()},
+                                {"precision", nmt::to_string(precision)},
+                                {"mini_batch_words", words_},
+                                {"steps", steps_}};
+  result.update(profile_json(profile));
+  group.close();
+  Console console(group.rank());
+  if (json_) {
+    console.print("%s\n", result.dump().c_str());
+  } else {
+    print_table(console, result);
+  }
+  return kExitOk;
+}
+
+}  // namespace cohort::apps
