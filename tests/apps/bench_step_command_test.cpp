@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// `cohort bench step`: its sections are the whole step, and what it says of communication fits together.
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include "tests/support/shell.h"
+
+namespace cohort {
+namespace bench_step_command_test {
+
+using nlohmann::json;
+using test::bin;
+using test::Ended;
+using test::shell;
+
+const char* const kSmall =
+    " step --preset tiny --depth 2 --vocabulary 2000 --words 200 --steps 2 --rounds 1 "
+    "--precision float32 --json 2>/dev/null";
+
+json profile(const std::string& program) {
+  const Ended ended = shell(program + kSmall);
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  const json result = json::parse(ended.output, nullptr, /*allow_exceptions=*/false);
+  EXPECT_TRUE(result.is_object()) << ended.output;
+  return result;
+}
+
+json profile_of_ranks(const std::string& ranks) {
+  return profile(bin("cohort") + " run --nproc-per-node " + ranks + " -- " + bin("cohort-bench"));
+}
+
+TEST(BenchStepTest, SectionsAddUpToTheStep) {
+  const json result = profile_of_ranks("2");
+  double sum = 0;
+  for (const auto& section : result["sections"]) {
+    EXPECT_GE(section["ms"].get<double>(), 0);
+    sum += section["ms"].get<double>();
+  }
+  // The sum of the same ten numbers of double, in another order.
+  EXPECT_NEAR(sum, result["step_ms"].get<double>(), 1e-9 * sum);
+  EXPECT_EQ(result["sections"].size(), 10U);
+}
+
+TEST(BenchStepTest, EverySectionOfAStepIsSeen) {
+  const json result = profile_of_ranks("2");
+  for (const char* name :
+       {"products_forward", "products_dx", "products_dw", "products_vocabulary", "attention", "loss",
+        "optimizer"}) {
+    const json& section = result["sections"][name];
+    EXPECT_GT(section["ms"].get<double>(), 0) << name;
+    EXPECT_GT(section["limit_ms"].get<double>(), 0) << name;
+  }
+  // dW of layers multiplies as often as forward does; dX does so, too: no layer's input is without a gradient.
+  const auto flop = [&](const char* name) {
+    const json& section = result["sections"][name];
+    return section["gflop_per_s"].get<double>() * section["ms"].get<double>();
+  };
+  EXPECT_NEAR(flop("products_dw"), flop("products_forward"), 1e-9 * flop("products_forward"));
+  EXPECT_NEAR(flop("products_dx"), flop("products_forward"), 1e-9 * flop("products_forward"));
+}
+
+TEST(BenchStepTest, NoMoreCommunicationIsExposedThanThereIs) {
+  const json two = profile_of_ranks("2")["communication"];
+  EXPECT_GT(two["exposed_ms"].get<double>(), 0);
+  EXPECT_LE(two["exposed_ms"].get<double>(), two["total_ms"].get<double>() * (1 + 1e-9));
+  EXPECT_GE(two["hidden_ms"].get<double>(), -1e-9 * two["total_ms"].get<double>());
+  EXPECT_GT(two["bare_ms"].get<double>(), 0);
+  EXPECT_GT(two["all_reduced_bytes"].get<double>(), 0);
+}
+
+TEST(BenchStepTest, SizesThatCannotBeAreRefusedByName) {
+  const Ended preset = shell(bin("cohort-bench") + " step --preset huge");
+  EXPECT_EQ(preset.code, 2) << preset.output;
+  EXPECT_NE(preset.output.find("--preset huge: expected tiny, small, base or big"),
+            std::string::npos)
+      << preset.output;
+  EXPECT_EQ(shell(bin("cohort-bench") + " step --words 0").code, 2);
+}
+
+}  // namespace bench_step_command_test
+}  // namespace cohort
