@@ -73,19 +73,19 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// As many calls as move some 256 MiB, so that a round takes a while and a small size many calls.
-int calls_for(int64_t bytes) {
-  return static_cast<int>(std::clamp<int64_t>((int64_t{256} << 20) / bytes, 4, 2000));
+// So that a round takes a while and a small size many calls.
+int calls_for(int64_t bytes, int64_t round_bytes) {
+  return static_cast<int>(std::clamp<int64_t>(round_bytes / bytes, 4, 2000));
 }
 
-void measure(const ProcessGroup& group, const Operation& operation, int asked_calls,
+void measure(const ProcessGroup& group, const Operation& operation, int64_t round_bytes,
              Result& result) {
   const int64_t numel = result.bytes / 4 / group.size() * group.size();
   const auto make = [&] {
     return result.registered ? comm::empty_shared(group, numel, at::kFloat) : at::empty({numel});
   };
   const at::Tensor x = make().fill_(1), y = make();
-  const int calls = asked_calls > 0 ? asked_calls : calls_for(result.bytes);
+  const int calls = calls_for(result.bytes, round_bytes);
   // y's pages, too, are there before the time counts.
   y.copy_(x);
   for (int i = 0; i < std::max(calls / 10, 1); ++i) operation.call(group, x, y);
@@ -146,9 +146,10 @@ void BenchComm::add_to(CLI::App& app) {
   app.add_flag("--registered", registered_,
                "Also measure each backend that has such memory with tensors that lie in memory "
                "which all ranks see, as gradient buckets do");
-  app.add_option("--calls", calls_, "Calls of a round (0: as many as move 256 MiB)")
+  app.add_option("--round-bytes", round_bytes_,
+                 "Bytes of all calls of a round together; 4 to 2000 calls")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(cli::above_zero());
   app.add_flag("--copy", copy_, "Also measure a plain copy of each size, on all ranks at once");
   app.add_flag("--json", json_, "Print a line of JSON for each backend and size");
 }
@@ -185,8 +186,8 @@ void BenchComm::run(const ProcessGroup& group) const {
     Result plain{.backend = "copy", .bytes = bytes, .seconds = {}};
     for (int round = 0; round < rounds_; ++round) {
       for (size_t i = 0; i < results.size(); ++i)
-        measure(by_result[i], operation, calls_, results[i]);
-      if (copy_) measure(group, copy, calls_, plain);
+        measure(by_result[i], operation, round_bytes_, results[i]);
+      if (copy_) measure(group, copy, round_bytes_, plain);
     }
     for (const Result& result : results)
       print(result, operation.bus_factor(group.size()), json_, console);

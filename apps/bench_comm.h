@@ -25,7 +25,7 @@ class BenchComm {
   int64_t factor_ = 4;
   int rounds_ = 5;
   bool registered_ = false;
-  int calls_ = 0;  // 0: as many as move 256 MiB
+  int64_t round_bytes_ = int64_t{256} << 20;
   bool copy_ = false;
   bool json_ = false;
 };

@@ -179,8 +179,7 @@ nlohmann::ordered_json section_json(const StepProfile& profile, size_t i) {
                               {"page_faults", std::round(profile.faults[i])}};
   if (profile.limit[i] > 0) {
     line["limit_ms"] = profile.limit[i] * 1e3;
-    line["share_of_limit"] =
-        profile.seconds[i] > 0 ? profile.limit[i] / profile.seconds[i] : 0;
+    line["share_of_limit"] = profile.seconds[i] > 0 ? profile.limit[i] / profile.seconds[i] : 0;
   }
   if (profile.flop[i] > 0 && profile.seconds[i] > 0) {
     line["gflop_per_s"] = profile.flop[i] / profile.seconds[i] * 1e-9;
@@ -235,8 +234,7 @@ std::string number_or_dash(const nlohmann::ordered_json& line, const char* key, 
 
 void print_section(Console& console, const char* name, const nlohmann::ordered_json& line) {
   console.print("%-28s %10.1f %7.1f %10s %10s %9s %9s %9s\n", name, line["ms"].get<double>(),
-                line["share"].get<double>() * 100,
-                number_or_dash(line, "limit_ms", "%.1f").c_str(),
+                line["share"].get<double>() * 100, number_or_dash(line, "limit_ms", "%.1f").c_str(),
                 number_or_dash(line, "share_of_limit", "%.0f", 100).c_str(),
                 number_or_dash(line, "gflop_per_s", "%.1f").c_str(),
                 number_or_dash(line, "limit_gflop_per_s", "%.1f").c_str(),
@@ -244,12 +242,12 @@ void print_section(Console& console, const char* name, const nlohmann::ordered_j
 }
 
 void print_table(Console& console, const nlohmann::ordered_json& result) {
-  console.print("# a training step: %lld parameters, %d ranks, %s, %lld words a rank, mean of %lld steps\n",
-                static_cast<long long>(result["params"].get<int64_t>()),
-                result["world_size"].get<int>(),
-                result["precision"].get<std::string>().c_str(),
-                static_cast<long long>(result["mini_batch_words"].get<int64_t>()),
-                static_cast<long long>(result["steps"].get<int64_t>()));
+  console.print(
+      "# a training step: %lld parameters, %d ranks, %s, %lld words a rank, mean of %lld steps\n",
+      static_cast<long long>(result["params"].get<int64_t>()), result["world_size"].get<int>(),
+      result["precision"].get<std::string>().c_str(),
+      static_cast<long long>(result["mini_batch_words"].get<int64_t>()),
+      static_cast<long long>(result["steps"].get<int64_t>()));
   console.print("%-28s %10s %7s %10s %10s %9s %9s %9s\n", "section", "ms", "% step", "limit ms",
                 "% of limit", "GFLOP/s", "limit", "faults");
   for (const SectionNames& names : kSectionNames)
@@ -259,7 +257,8 @@ void print_table(Console& console, const nlohmann::ordered_json& result) {
   const auto& communication = result["communication"];
   const auto& processor = result["processor"];
   console.print(
-      "communication: %.1f ms, of which hidden %.1f and exposed %.1f; %.1f alone, while nobody computes\n"
+      "communication: %.1f ms, of which hidden %.1f and exposed %.1f; %.1f alone, while nobody "
+      "computes\n"
       "processor: %.1f ms in programs, %.1f in the kernel (sys); page faults: %.0f\n",
       communication["total_ms"].get<double>(), communication["hidden_ms"].get<double>(),
       communication["exposed_ms"].get<double>(), communication["bare_ms"].get<double>(),
@@ -277,8 +276,8 @@ BenchStep::BenchStep(CLI::App& bench)
   };
   command_.add_option("--preset", preset_, "Sizes of the model: tiny, small, base or big")
       ->capture_default_str();
-  command_.add_option("--depth", depth_,
-                      "Layers of the encoder, and of the decoder (0: the preset's)")
+  command_
+      .add_option("--depth", depth_, "Layers of the encoder, and of the decoder (0: the preset's)")
       ->capture_default_str()
       ->check(CLI::NonNegativeNumber);
   command_.add_option("--vocabulary", vocabulary_, "Pieces on each side")
@@ -365,9 +364,9 @@ int BenchStep::run() {
   const auto steps = static_cast<double>(steps_);
   for (BySection* each : {&profile.seconds, &profile.limit, &profile.flop, &profile.faults})
     for (double& value : *each) value /= steps;
-  for (double* each : {&profile.communication, &profile.bare_communication, &profile.reduced_bytes,
-                       &profile.user, &profile.system, &profile.all_faults, &profile.major_faults,
-                       &profile.tokens})
+  for (double* each :
+       {&profile.communication, &profile.bare_communication, &profile.reduced_bytes, &profile.user,
+        &profile.system, &profile.all_faults, &profile.major_faults, &profile.tokens})
     *each /= steps;
   profile.average(group);
   nlohmann::ordered_json result{{"bench", "step"},

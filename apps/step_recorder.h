@@ -46,7 +46,7 @@ struct RecordedStep {
   std::array<int64_t, kNumSections> section_faults{};  ///< Page faults of the training thread.
   /// In which at least one operation of a backend was under way; not below the section's time.
   double communication_seconds = 0;
-  std::vector<Product> products;      ///< In the order of the calls.
+  std::vector<Product> products;       ///< In the order of the calls.
   std::vector<int64_t> reduced_bytes;  ///< Of each all_reduce that the training thread started.
 };
 

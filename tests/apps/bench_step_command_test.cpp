@@ -43,9 +43,8 @@ TEST(BenchStepTest, SectionsAddUpToTheStep) {
 
 TEST(BenchStepTest, EverySectionOfAStepIsSeen) {
   const json result = profile_of_ranks("2");
-  for (const char* name :
-       {"products_forward", "products_dx", "products_dw", "products_vocabulary", "attention", "loss",
-        "optimizer"}) {
+  for (const char* name : {"products_forward", "products_dx", "products_dw", "products_vocabulary",
+                           "attention", "loss", "optimizer"}) {
     const json& section = result["sections"][name];
     EXPECT_GT(section["ms"].get<double>(), 0) << name;
     EXPECT_GT(section["limit_ms"].get<double>(), 0) << name;
