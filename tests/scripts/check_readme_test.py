@@ -106,6 +106,13 @@ class CheckReadmeTest(unittest.TestCase):
         self.change("README.md", r"-->\n- Rate: 12\.3", "-->\n- Rate: 99.9")
         self.expect_fault("README.md: its example or figures are not the present ones")
 
+    def test_a_chart_has_bars(self):
+        self.append("README.md", BLOCK.replace("- Rate:", "- Rate: {bar(r.rate / 123.4)}|"))
+        self.write_record(self.commit())
+        self.check("--write")
+        self.assertIn("-->\n- Rate: #####|", self.text("README.md"))
+        self.expect_good()
+
     def test_a_record_of_other_code_gives_none(self):
         self.append("README.md", BLOCK)
         commit = self.commit()
