@@ -253,7 +253,7 @@ int run(const Options& options) {
       const auto start_alone = Clock::now();
       updater.update({batch});
       cohort::train::reduce_sums(group, std::array{0.});
-      wait_for(device);
+      wait_for_device(device);
       if (step >= options.warmup) alone.push_back(seconds_since(start_alone));
     }
     if (step < options.warmup) continue;
