@@ -168,10 +168,14 @@ int64_t complete_last_group(std::vector<Range>& batches, size_t group) {
   return 0;
 }
 
-void count(Lengths lengths, const Order& order, const std::vector<Range>& batches,
+void count(Lengths lengths, const Order& order, const std::vector<Range>& batches, int world_size,
            BatchPlan& plan) {
   int64_t padded = 0;
-  for (const Range& batch : batches) {
+  const auto ranks = static_cast<size_t>(world_size);
+  plan.step_target_tokens.assign((batches.size() + ranks - 1) / ranks, 0);
+  for (size_t number = 0; number < batches.size(); ++number) {
+    const Range& batch = batches[number];
+    const int64_t tokens_before = plan.target_tokens;
     int64_t longest_source = 0;
     int64_t longest_target = 0;
     for (int64_t i = batch.first; i < batch.second; ++i) {
@@ -181,6 +185,7 @@ void count(Lengths lengths, const Order& order, const std::vector<Range>& batche
       longest_source = std::max<int64_t>(longest_source, source);
       longest_target = std::max<int64_t>(longest_target, target);
     }
+    plan.step_target_tokens[number / ranks] += plan.target_tokens - tokens_before;
     padded += size_of(batch) * (longest_source + longest_target);
     plan.num_sentences += size_of(batch);
   }
@@ -307,7 +312,7 @@ AllBatches plan_all(Lengths lengths, Order sentences, const BatchOptions& option
 BatchPlan of_rank(Lengths lengths, AllBatches all, int rank, int world_size) {
   BatchPlan plan;
   plan.num_dropped = all.num_dropped;
-  count(lengths, all.order, all.batches, plan);
+  count(lengths, all.order, all.batches, world_size, plan);
   std::vector<Range> own;
   own.reserve(all.batches.size() / static_cast<size_t>(world_size) + 1);
   for (size_t i = static_cast<size_t>(rank); i < all.batches.size();

@@ -81,11 +81,13 @@ class Batches {
 
 /// One rank's batches of one epoch. The counts are those of all ranks together.
 struct BatchPlan {
-  Batches batches{};           ///< Sentence numbers of this rank, step by step.
-  int64_t num_sentences = 0;   ///< Sentences in batches.
-  int64_t num_dropped = 0;     ///< Left out: too few remained for the batches of an update.
-  int64_t source_tokens = 0;   ///< Without padding.
-  int64_t target_tokens = 0;   ///< Without padding.
+  Batches batches{};          ///< Sentence numbers of this rank, step by step.
+  int64_t num_sentences = 0;  ///< Sentences in batches.
+  int64_t num_dropped = 0;    ///< Left out: too few remained for the batches of an update.
+  int64_t source_tokens = 0;  ///< Without padding.
+  int64_t target_tokens = 0;  ///< Without padding.
+  /// Of the batches that ranks take as number i of `batches`: target tokens without padding.
+  std::vector<int64_t> step_target_tokens{};
   double padding_share = 0.0;  ///< Padding / (padding + tokens), both sides; in [0, 1).
 };
 

@@ -173,6 +173,7 @@ bool TrainingRun::train_epoch() {
     Update update;
     for (int64_t i = 0; i < delay; ++i, ++next) {
       const auto& sentences = plan.batches[next];
+      update.num_tokens += plan.step_target_tokens[next];
       update.batches.push_back(make_batch(data_.train.corpus, sentences));
       if (!group_.device().is_cpu()) update.batches.back() = pinned(update.batches.back());
       update.sentences.insert(update.sentences.end(), sentences.begin(), sentences.end());

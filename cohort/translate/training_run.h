@@ -44,6 +44,7 @@ class TrainingRun {
   struct Update {
     std::vector<nmt::Batch> batches;
     std::vector<int64_t> sentences;  // of all batches, by number in data_.train
+    int64_t num_tokens = 0;          // target tokens of all ranks' batches
   };
 
   // Start.

@@ -11,7 +11,7 @@ void TrainingRun::update(const Update& update, int64_t step, int64_t num_steps) 
   const auto start = Clock::now();
   // Of the ranks that compute a model together, one counts.
   const bool is_counted = !tensor_group_ || tensor_group_.rank() == 0;
-  const UpdateReport own = updater_->update(update.batches);
+  const UpdateReport own = updater_->update(update.batches, update.num_tokens);
   state_.updates = updater_->num_updates();
   gpu_watch_.sample_if_due();
   if (is_counted && !(async_sum_ && own.skipped)) {

@@ -277,12 +277,14 @@ BadNumber Updater::find_bad_number(const std::vector<nmt::Batch>& batches, doubl
   return {.parameter = in_sum};
 }
 
-UpdateReport Updater::update(const std::vector<nmt::Batch>& batches) {
+UpdateReport Updater::update(const std::vector<nmt::Batch>& batches,
+                             std::optional<int64_t> num_tokens) {
   TORCH_CHECK_VALUE(!batches.empty(), "update: expected one batch or more");
   UpdateReport report;
   for (const auto& batch : batches) report.own_tokens += batch.num_target_tokens;
   const bool alone = is_async(options_.servers);
-  report.num_tokens = alone ? report.own_tokens : group_.all_reduce_sum(report.own_tokens);
+  if (alone) num_tokens = report.own_tokens;
+  report.num_tokens = num_tokens ? *num_tokens : group_.all_reduce_sum(report.own_tokens);
   const auto start = Clock::now();
   // DDP divides by the world size; this makes the sum over ranks a mean over the update's tokens.
   const double weight =

@@ -102,17 +102,19 @@ class Updater {
   Updater& operator=(const Updater&) = delete;
 
   /// Makes one update from this rank's `batches`: one or more; ranks may have different numbers.
+  /// `num_tokens`: all ranks' target tokens; without it, ranks exchange that number first.
   ///
   /// Collective; blocks until every rank has computed. Where one rank's loss or gradient is no
   /// finite number, no rank updates anything, `num_updates` stays, and all compute once more to
   /// find out whose it was.
-  /// Cost: one all-reduce of a number, one of the gradients, however many batches there are. The
+  /// Cost: one all-reduce of the gradients, however many batches there are. The
   /// host waits for the device once, for the norm; nothing but the batches is copied to it.
   ///
   /// kAsync: local; blocks for the servers alone. Where this rank's loss or gradient is no finite
   /// number, it pushes nothing; `num_updates` counts the update all the same, so that every rank
   /// comes to update N after as many calls.
-  UpdateReport update(const std::vector<nmt::Batch>& batches);
+  UpdateReport update(const std::vector<nmt::Batch>& batches,
+                      std::optional<int64_t> num_tokens = std::nullopt);
   /// Waits until all ranks hold the same parameters, until the next update. Collective; blocks
   /// until every rank has come, after as many updates as it likes with kAsync. Without servers
   /// there is nothing to do.

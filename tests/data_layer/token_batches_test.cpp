@@ -85,7 +85,14 @@ TEST(PlanBatchesTest, EverySentenceIsInOneBatchOfOneRankAndRanksTakeEqualSteps) 
         if (plans[0].num_dropped == 0) {
           ASSERT_EQ(sentences, range(n));
         }
+        std::vector<int64_t> tokens(plans[0].batches.size());
         for (const auto& plan : plans) {
+          for (size_t i = 0; i < plan.batches.size(); ++i)
+            for (const int32_t sentence : plan.batches[i])
+              tokens[i] += lengths[static_cast<size_t>(sentence)].target;
+        }
+        for (const auto& plan : plans) {
+          ASSERT_EQ(plan.step_target_tokens, tokens);
           ASSERT_EQ(plan.batches.size(), plans[0].batches.size());
           ASSERT_EQ(plan.num_sentences, static_cast<int64_t>(sentences.size()));
           for (const auto batch : plan.batches) {

@@ -17,11 +17,13 @@
 #include <torch/types.h>
 #include <unistd.h>
 
+#include "cohort/base/trace_page.h"
 #include "cohort/parallel/gradient_engine.h"
 #include "cohort/train/metrics.h"
 
 #include "tests/support/ranks.h"
 #include "tests/support/sentences.h"
+#include "tests/support/shared_folder.h"
 
 namespace cohort::translate {
 namespace updater_test {
@@ -330,6 +332,54 @@ TEST(UpdaterTest, BucketsAreSentAsBackwardMakesTheirGradients) {
       EXPECT_EQ(parts_in_order(sent), parts_in_order(made)) << tied << tied_all;
     }
   }
+}
+
+// Every rank plans the batches of all.
+TEST(UpdaterTest, ANumberOfTokensThatIsKnownChangesNothing) {
+  test::ranks(2, [](const comm::ProcessGroup& group) {
+    auto told = make_model(), asking = make_model();
+    Updater knows(told, group, kOptions), exchanges(asking, group, kOptions);
+    for (int update = 1; update <= 2; ++update) {
+      const auto sentences = sentences_of(update);
+      const auto batches = batches_of(sentences, {1, 1}, group.rank());
+      const int64_t num_tokens = test::make_test_batch(sentences).num_target_tokens;
+      EXPECT_EQ(knows.update(batches, num_tokens).num_tokens, num_tokens);
+      EXPECT_EQ(exchanges.update(batches).num_tokens, num_tokens);
+    }
+    EXPECT_EQ(difference(told->parameters(), asking->parameters()), 0);
+  });
+}
+
+// By the trace's numbers: all buckets of DDP are one, and its forward takes one that sends nothing.
+// ZeRO has a gather and a reduce_scatter for each bucket.
+TEST(UpdaterTest, AnUpdateTakesNoMoreCollectivesThanCounted) {
+  const test::SharedFolder folder;
+  if (const char* rank = std::getenv("RANK"))
+    setenv(kTraceFileVariable, (folder / "trace" + rank).c_str(), 1);
+  test::ranks(2, [](const comm::ProcessGroup& group) {
+    const auto num_collectives = [&](const comm::ProcessGroup& of) {
+      of.barrier("count");
+      return TracePage::read(std::getenv(kTraceFileVariable))->sequence;
+    };
+    for (const auto& [strategy, expected] : {std::pair<Strategy, int64_t>{Strategy::kDdp, 2},
+                                             {Strategy::kZero1, 13},
+                                             {Strategy::kZero2, 13},
+                                             {Strategy::kZero3, 15}}) {
+      Updater updater(make_model(), group, {.strategy = strategy});
+      const comm::ProcessGroup data = updater.model().ranks().all;
+      const auto batches = batches_of(sentences_of(1), {1, 1}, group.rank());
+      const int64_t num_tokens = test::make_test_batch(sentences_of(1)).num_target_tokens;
+      updater.update(batches, num_tokens);
+      const int64_t first = num_collectives(data);
+      const int64_t second = num_collectives(data);
+      updater.update(batches, num_tokens);
+      const int64_t third = num_collectives(data);
+      updater.update(batches);
+      const int64_t of_barrier = second - first, of_update = third - second;
+      EXPECT_EQ(of_update - of_barrier, expected) << to_string(strategy);
+      EXPECT_EQ(num_collectives(data) - third, of_update + 1) << "that of the number of tokens";
+    }
+  });
 }
 
 TEST(UpdaterTest, OneRanksBadGradientSkipsTheUpdateOnAll) {
