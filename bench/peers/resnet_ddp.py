@@ -4,7 +4,7 @@
 
     torchrun --nproc-per-node 2 bench/peers/resnet_ddp.py --steps 20 --batch-size-per-rank 128 --device cuda
 
-Same network (torchvision's, without torchvision), autocast to bfloat16, channels last, cuDNN's choice by trial, SGD with momentum and weight decay. The
+Same network (torchvision's, without torchvision), by default autocast to bfloat16 and channels last, cuDNN's choice by trial, SGD with momentum and weight decay. The
 pictures are random numbers in pinned memory, copied to the card in each step: nothing is decoded. Rank 0 prints one JSON line.
 """
 import argparse
@@ -58,6 +58,8 @@ def parse():
     parser.add_argument("--batch-size-per-rank", type=int, default=128)
     parser.add_argument("--image-size", type=int, default=224)
     parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16", help="bfloat16: by autocast")
+    parser.add_argument("--memory-format", choices=("contiguous", "channels_last"), default="channels_last")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the card of LOCAL_RANK")
     options = parser.parse_args()
     if options.steps < 1 or options.warmup < 0 or options.batch_size_per_rank < 1:
@@ -75,14 +77,15 @@ def main():
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_card else "gloo", timeout=datetime.timedelta(seconds=300))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    model = resnet50(options.classes).to(device, memory_format=torch.channels_last)
+    memory_format = torch.channels_last if options.memory_format == "channels_last" else torch.contiguous_format
+    model = resnet50(options.classes).to(device, memory_format=memory_format)
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters == PARAMETERS_BELOW_FC + 2049 * options.classes
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
     torch.manual_seed(rank)
     images = torch.randn(options.batch_size_per_rank, 3, options.image_size, options.image_size)
-    images = images.contiguous(memory_format=torch.channels_last)
+    images = images.contiguous(memory_format=memory_format)
     labels = torch.randint(options.classes, (options.batch_size_per_rank,))
     if on_card:
         images, labels = images.pin_memory(), labels.pin_memory()
@@ -90,7 +93,7 @@ def main():
     def step():
         x, y = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(options.device, torch.bfloat16):
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bfloat16"):
             scores = parallel(x)
         loss = F.cross_entropy(scores.float(), y)
         loss.backward()
@@ -121,7 +124,8 @@ def main():
             "batch_size_per_rank": options.batch_size_per_rank,
             "image_size": options.image_size,
             "params": parameters,
-            "precision": "bfloat16 by autocast, channels last",
+            "precision": options.precision + (" by autocast" if options.precision == "bfloat16" else "")
+                         + (", channels last" if options.memory_format == "channels_last" else ""),
             "device": options.device,
             "peak_device_memory_bytes": torch.cuda.max_memory_allocated() if on_card else None,
             "final_loss": round(loss.item(), 5),
