@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// `cohort bench comm`: collectives, in bench_comm.h. `cohort bench step`: a training step, in bench_step.h. `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
+// `cohort bench comm`: collectives, in bench_comm.h. `cohort bench step`: a training step, in bench_step.h. `cohort bench decode`: a search, in bench_decode.h. `cohort bench ddp`: how much of the gradients' way DistributedDataParallel hides behind backward.
 //
 //   cohort run --nproc-per-node 2 -- cohort bench ddp --layers 8 --width 1024 --hook bf16
 //
@@ -27,6 +27,7 @@
 
 #include "apps/bench_comm.h"
 #ifdef COHORT_HAS_NMT
+#include "apps/bench_decode.h"
 #include "apps/bench_step.h"
 #endif
 
@@ -139,6 +140,7 @@ int run(int argc, char** argv) {
   bench_comm.add_to(comm);
 #ifdef COHORT_HAS_NMT
   cohort::apps::BenchStep bench_step(app);
+  cohort::apps::BenchDecode bench_decode(app);
 #endif
   cohort::cli::GroupFlags flags;
   for (CLI::App* command : {&ddp, &comm}) flags.add_to(*command);
@@ -147,6 +149,7 @@ int run(int argc, char** argv) {
     return *ended;
 #ifdef COHORT_HAS_NMT
   if (bench_step.parsed()) return bench_step.run();
+  if (bench_decode.parsed()) return bench_decode.run();
 #endif
   const auto group = flags.connect();
   if (comm.parsed()) {

@@ -8,6 +8,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/nmt/decode_times.h"
 
 namespace cohort::nmt {
 namespace {
@@ -47,6 +48,7 @@ Hypothesis finish(Beginning beginning, double log_prob, const SearchOptions& opt
 
 DecoderState begin_search(Transformer& model, const at::Tensor& source_BS,
                           const at::Tensor& lengths_B) {
+  const DecodeScope timed(DecodeSection::kEncoder);
   const at::Tensor lengths = lengths_B.to(model->device());
   return model->begin_decoding(model->encode(source_BS.to(model->device()), lengths), lengths);
 }
@@ -113,6 +115,7 @@ class Search {
     for (Sentence& sentence : sentences_)
       for (const int32_t piece : sentence.pieces)
         sentence.columns.push_back(columns[static_cast<size_t>(piece)]);
+    const DecodeScope timed(DecodeSection::kVocabulary);
     chosen_ = model_->choose_pieces(pieces);
   }
 

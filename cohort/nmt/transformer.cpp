@@ -8,6 +8,7 @@
 #include <torch/types.h>
 
 #include "cohort/base/error.h"
+#include "cohort/nmt/decode_times.h"
 #include "cohort/nmt/kernels/kernels.h"
 
 namespace cohort::nmt {
@@ -177,6 +178,7 @@ at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t coun
 
 at::Tensor ProjectionImpl::product(const at::Tensor& x, int64_t first, int64_t count,
                                    const at::Tensor& added) {
+  const DecodeScope timed(DecodeSection::kProducts);
   if (context_->precision == Precision::kInt8) {
     TORCH_CHECK_VALUE(
         infers(*this, x),
@@ -267,7 +269,10 @@ at::Tensor AttentionImpl::attend(const at::Tensor& q_BTD, const at::Tensor& kv_B
 }
 
 at::Tensor AttentionImpl::attend(const at::Tensor& queries, const SeenRows& seen) {
-  const at::Tensor mixed = nmt::attend(queries.reshape({-1, queries.size(-1)}), seen, heads_);
+  const at::Tensor mixed = [&] {
+    const DecodeScope timed(DecodeSection::kAttention);
+    return nmt::attend(queries.reshape({-1, queries.size(-1)}), seen, heads_);
+  }();
   return out_proj->forward(mixed.view(queries.sizes()));
 }
 
@@ -609,6 +614,7 @@ at::Tensor TransformerImpl::decoder_output(const at::Tensor& x) {
 }
 
 at::Tensor TransformerImpl::all_scores(const at::Tensor& hidden) {
+  const DecodeScope timed(DecodeSection::kVocabulary);
   return context_->tensor_parallel->gather_from_region(generator_->forward(hidden),
                                                        options_.dim_vocab_target);
 }
@@ -633,15 +639,21 @@ at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& 
 
 at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state,
                                         const ChosenRows& pieces) {
-  return pieces.multiply(next_states(last_N, state));
+  const at::Tensor states = next_states(last_N, state);
+  const DecodeScope timed(DecodeSection::kVocabulary);
+  return pieces.multiply(states);
 }
 
 LogProbs TransformerImpl::decode_log_probs(const at::Tensor& last_N, DecoderState& state,
                                            const std::optional<Questions>& questions,
                                            bool with_sums) {
   const at::Tensor states = next_states(last_N, state);
-  if (context_->precision == Precision::kInt8)
-    return LogProbs(generator_->scores(states, with_sums));
+  if (context_->precision == Precision::kInt8) {
+    std::optional<DecodeScope> timed(DecodeSection::kVocabulary);
+    const Int8Scores scores = generator_->scores(states, with_sums);
+    timed.reset();
+    return LogProbs(scores);
+  }
   return LogProbs(all_scores(states), questions);
 }
 
@@ -649,6 +661,7 @@ at::Tensor TransformerImpl::next_states(const at::Tensor& last_N, DecoderState& 
   TORCH_CHECK_VALUE(last_N.is_cpu(), "decode_step: expected tokens on the CPU, got some on ",
                     last_N.device());
   TORCH_INTERNAL_ASSERT(in_inference(*this));
+  const DecodeScope timed(DecodeSection::kDecoder);
   TORCH_CHECK_VALUE(last_N.dim() == 1 && last_N.size(0) == std::ssize(state.paths),
                     "decode_step: expected a token for each of ", state.paths.size(),
                     " translations, got ", last_N.sizes());
