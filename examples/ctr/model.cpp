@@ -4,6 +4,8 @@
 #include <torch/nn/functional/activation.h>
 #include <torch/types.h>
 
+#include "examples/ctr/linear_relu.h"
+
 namespace ctr {
 
 DeepFmImpl::DeepFmImpl(const DeepFmOptions& options) {
@@ -20,7 +22,9 @@ DeepFmImpl::DeepFmImpl(const DeepFmOptions& options) {
 
 at::Tensor DeepFmImpl::forward(const at::Tensor& numbers_BN, const at::Tensor& rows_BSD) {
   auto [x, pairs_B] = factorize(numbers_BN, rows_BSD);
-  for (auto& layer : layers_) x = at::relu(layer->forward(x));
+  const bool fused = x.is_cpu() && prefers_linear_relu();
+  for (auto& layer : layers_)
+    x = fused ? linear_relu(x, layer->weight, layer->bias) : at::relu(layer->forward(x));
   return output_->forward(x).squeeze(1) + wide_->forward(numbers_BN).squeeze(1) + pairs_B;
 }
 

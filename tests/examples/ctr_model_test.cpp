@@ -3,6 +3,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "examples/ctr/linear_relu.h"
 #include "examples/ctr/model.h"
 
 namespace ctr {
@@ -60,6 +61,29 @@ TEST(DeepFmTest, GivesALogitForEachExampleAndGradientsToAll) {
     EXPECT_GT(parameter.value().grad().abs().sum().item<double>(), 0) << parameter.key();
   }
   EXPECT_GT(rows.grad().abs().min().item<double>(), 0);
+}
+
+// Of small whole numbers and halves, whose sums are exact in any order.
+TEST(LinearReluTest, EqualsLinearAndReluForwardAndBack) {
+  torch::manual_seed(2);
+  const auto draw = [](at::IntArrayRef sizes) { return at::randint(-3, 4, sizes, at::kFloat); };
+  const at::Tensor x = draw({70, 432}), weight = draw({400, 432}), bias = draw({400}) + 0.5,
+                   gradient = draw({70, 400});
+  const auto results = [&](const auto& layer) {
+    std::vector<at::Tensor> inputs;
+    for (const at::Tensor& input : {x, weight, bias})
+      inputs.push_back(input.clone().requires_grad_());
+    std::vector<at::Tensor> all = {layer(inputs[0], inputs[1], inputs[2])};
+    all[0].backward(gradient);
+    for (const at::Tensor& input : inputs) all.push_back(input.grad());
+    return all;
+  };
+  const auto found = results(linear_relu);
+  const auto expected = results([](const auto& x_BI, const auto& weight_OI, const auto& bias_O) {
+    return at::relu(at::linear(x_BI, weight_OI, bias_O));
+  });
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+  EXPECT_GT(expected[0].gt(0).sum().item<int64_t>(), 1000) << "relu lets some through";
 }
 
 }  // namespace ctr_model_test
