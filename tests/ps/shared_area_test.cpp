@@ -151,13 +151,20 @@ TEST(SharedAreaTest, WhatIsNoAreaIsRefused) {
       says(refusal([](auto& name) { name.bytes = uint64_t{1} << 40; }), "expected at most"));
   EXPECT_TRUE(says(refusal([](auto& name) { name.file = 1'000'000; }), "No such file"));
   EXPECT_TRUE(says(refusal([](auto& name) { name.process = -1; }), "process -1"));
-  const Fd growing(::memfd_create("growing", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const Fd growing(::memfd_create("cohort-ps", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(::ftruncate(growing.get(), kBytes), 0);
   EXPECT_TRUE(says(refusal([&](auto& name) { name.file = growing.get(); }), kNone));
+  EXPECT_TRUE(says(refusal([](auto& name) { name.number = 0; }), "expected its number, got 0"));
+  // Memory of this user that keeps its size and begins with the number, of another program.
+  const Fd other(::memfd_create("cohort-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(::ftruncate(other.get(), kBytes), 0);
+  ASSERT_EQ(::pwrite(other.get(), &area.name().number, sizeof(uint64_t), 0), 8);
+  ASSERT_EQ(::fcntl(other.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
+  EXPECT_TRUE(says(refusal([&](auto& name) { name.file = other.get(); }), "no trainer shares it"));
   const ScratchFolder folder;
   const Fd file(::open(folder.path("file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   ASSERT_EQ(::ftruncate(file.get(), kBytes), 0);
-  EXPECT_TRUE(says(refusal([&](auto& name) { name.file = file.get(); }), kNone));
+  EXPECT_TRUE(says(refusal([&](auto& name) { name.file = file.get(); }), "no trainer shares it"));
 }
 
 TEST(SharedAreaTest, AreasOfEndedProcessesAreDropped) {

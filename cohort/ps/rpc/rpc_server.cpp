@@ -158,11 +158,18 @@ struct RpcServer::Service : Base {
     return reactor;
   }
 
+  // Whether the caller is one that shares memory: of this host, by the socket's file.
+  bool may_share(const CallbackServerContext& context) const {
+    return !security.tls() && context.peer().starts_with("unix:");
+  }
+
   ServerUnaryReactor* Share(CallbackServerContext* context, const ShareRequest* asked,
                             ShareReply* answer) override {
     auto* const reactor = context->DefaultReactor();
     const grpc::Status refusal = authorize(*context);
-    if (refusal.ok()) {
+    if (refusal.ok() && !may_share(*context)) {
+      answer->set_refusal("memory is shared over a unix socket without TLS alone");
+    } else if (refusal.ok()) {
       try {
         areas.add(asked->channel(), {.process = asked->process(),
                                      .file = asked->file(),

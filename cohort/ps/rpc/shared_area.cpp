@@ -2,12 +2,14 @@
 #include "cohort/ps/rpc/shared_area.h"
 
 #include <algorithm>
+#include <array>
 #include <c10/util/Exception.h>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
 #include <poll.h>
 #include <random>
+#include <string_view>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -22,16 +24,30 @@ namespace {
 // The area's first line holds its number alone. Parts begin at lines.
 constexpr uint64_t kLine = 64;
 constexpr size_t kMostAreas = 4096;
+constexpr const char* kName = "cohort-ps";
 
+// Not 0, which is what other memory begins with.
 uint64_t draw_number() {
   std::random_device device;
-  return uint64_t{device()} << 32 | device();
+  return uint64_t{device()} << 32 | device() | 1;
+}
+
+std::string own_path(const Fd& file) {
+  return "/proc/self/fd/" + std::to_string(file.get());
+}
+
+// Whether it was made by SharedArea, by whichever process.
+bool has_its_name(const Fd& file) {
+  std::array<char, 64> name{};
+  const ssize_t length = ::readlink(own_path(file).c_str(), name.data(), name.size());
+  return length > 0 && std::string_view(name.data(), static_cast<size_t>(length)) ==
+                           "/memfd:" + std::string(kName) + " (deleted)";
 }
 
 }  // namespace
 
 SharedArea::SharedArea(uint64_t bytes) {
-  file_ = Fd(::memfd_create("cohort-ps", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  file_ = Fd(::memfd_create(kName, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   TORCH_CHECK(file_ && ::ftruncate(file_.get(), static_cast<off_t>(bytes)) == 0 &&
                   ::fcntl(file_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0,
               "shared memory: cannot make it: ", system_reason(errno));
@@ -43,12 +59,16 @@ SharedArea::SharedArea(uint64_t bytes) {
 SharedArea::SharedArea(const SharedAreaName& name) : name_(name) {
   TORCH_CHECK(name.bytes >= kLine && name.bytes <= kMostBytes, "shared memory: of ", name.bytes,
               " bytes: expected at most ", kMostBytes);
+  TORCH_CHECK(name.number != 0, "shared memory: expected its number, got 0");
   process_ = Fd(static_cast<int>(::syscall(SYS_pidfd_open, name.process, 0)));
   TORCH_CHECK(process_, "shared memory: process ", name.process, ": ", system_reason(errno));
   const std::string path =
       "/proc/" + std::to_string(name.process) + "/fd/" + std::to_string(name.file);
-  // O_NONBLOCK: whatever it is, opening it does not wait.
-  file_ = Fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  // The caller names any file of any process of this user: what it is is seen before it is opened.
+  const Fd found(::open(path.c_str(), O_PATH | O_CLOEXEC));
+  TORCH_CHECK(found, "shared memory: ", path, ": ", system_reason(errno));
+  TORCH_CHECK(has_its_name(found), "shared memory: ", path, ": no trainer shares it");
+  file_ = Fd(::open(own_path(found).c_str(), O_RDWR | O_CLOEXEC));
   TORCH_CHECK(file_, "shared memory: ", path, ": ", system_reason(errno));
   struct stat status {};
   const int seals = ::fcntl(file_.get(), F_GET_SEALS);

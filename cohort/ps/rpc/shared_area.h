@@ -21,7 +21,7 @@ namespace cohort::ps {
 struct SharedAreaName {
   int32_t process = 0;
   int32_t file = -1;
-  uint64_t number = 0;  ///< Random.
+  uint64_t number = 0;  ///< Random, not 0: who knows it has the memory.
   uint64_t bytes = 0;
 };
 
@@ -36,7 +36,7 @@ class SharedArea {
   explicit SharedArea(uint64_t bytes);
   /// Maps a client's, at a server.
   /// Errors: c10::Error that says why: the process is out of sight or another user's, or the file
-  ///         is no such area.
+  ///         is no such area (nothing else is opened).
   explicit SharedArea(const SharedAreaName& name);
   ~SharedArea();
   SharedArea(const SharedArea&) = delete;
