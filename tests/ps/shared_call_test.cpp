@@ -49,12 +49,13 @@ class SharedCallTest : public testing::Test {
     return {.area = area_.name().number, .offset = 64, .bytes = bytes.size()};
   }
   // What a pull is answered that says where its message is.
-  Reply pull(const SharedMessage& shared) {
+  static Reply pull(const SharedMessage& shared, Channel& channel) {
     Buffer bytes(sizeof(shared));
     std::memcpy(bytes.data(), &shared, sizeof(shared));
-    return ask(*channel_,
+    return ask(channel,
                {.call = Call::kPull, .message = std::make_shared<const Buffer>(std::move(bytes))});
   }
+  Reply pull(const SharedMessage& shared) { return pull(shared, *channel_); }
   // The trainer's rows, which a server has that continues.
   void expect_it_continues() {
     EXPECT_EQ(ask(*channel_, small_pull(trainer_)).code, Code::kOk) << "it continues";
@@ -82,6 +83,40 @@ TEST_F(SharedCallTest, WhoHasNotTheSecretSharesNothing) {
     EXPECT_EQ(offer(endpoint, kChannel, area_.name(), secret),
               "the caller does not have the job's secret (--job-secret-file, COHORT_JOB_SECRET)");
   EXPECT_EQ(offer(endpoint, kChannel, area_.name(), "one"), "");
+}
+
+TEST_F(SharedCallTest, AMessageThatIsTooLargeIsNotCopied) {
+  const std::string endpoint = "unix:" + cluster_.path("small");
+  const RpcServer rpc(*cluster_.slot(0).get(), {.endpoint = endpoint, .max_message_bytes = 1000});
+  ASSERT_EQ(offer(endpoint, kChannel, area_.name()), "");
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  const Reply reply = pull({.area = area_.name().number, .offset = 64, .bytes = 1008}, *channel);
+  EXPECT_EQ(reply.code, Code::kFailed);
+  EXPECT_EQ(reply.text, "message in shared memory larger than max (1008 vs. 1000)");
+}
+
+TEST_F(SharedCallTest, AMessageForAFullQueueIsNotCopied) {
+  Cluster cluster(1, {.max_queue_bytes = 20'000});
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  RawTrainer trainer(cluster, ledger_job(1, 1, Mode::kAsync), 0);
+  ASSERT_EQ(offer(endpoint, kChannel, area_.name()), "");
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  // One that holds the server's thread, and one that fills the queue.
+  std::promise<void> held, go_on;
+  cluster.slot(0).get()->submit({.call = Call::kStatus},
+                                [&held, wait = go_on.get_future().share()](const Reply&) {
+                                  held.set_value();
+                                  wait.wait();
+                                });
+  held.get_future().wait();
+  auto pushed = cluster.send(0, trainer.push(1, std::vector<uint64_t>(1'000, 1)));
+  // Zeros: who reads them says that they are no message.
+  const SharedMessage zeros{.area = area_.name().number, .offset = 64, .bytes = 8'000};
+  EXPECT_EQ(pull(zeros, *channel).code, Code::kBusy);
+  go_on.set_value();
+  EXPECT_EQ(pushed.get().code, Code::kOk);
+  EXPECT_EQ(pull(zeros, *channel).code, Code::kInvalid);
 }
 
 }  // namespace shared_call_test

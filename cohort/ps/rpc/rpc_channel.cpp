@@ -27,9 +27,7 @@ namespace cohort::ps {
 
 namespace {
 
-// Of a channel to a server; only what is used takes memory. A message that finds no room goes
-// through the socket.
-constexpr uint64_t kSharedBytes = uint64_t{64} << 20;
+// Of a message and its answer. One that finds no room goes through the socket, too.
 constexpr size_t kLeastShared = size_t{16} << 10;
 constexpr int64_t kShareTimeoutMs = 10'000;
 
@@ -180,7 +178,7 @@ class RpcChannel final : public Channel {
       if (sharing_ != Sharing::kNone) return nullptr;
       sharing_ = Sharing::kOffered;
       try {
-        offered = parts_ = std::make_shared<SharedParts>(kSharedBytes);
+        offered = parts_ = std::make_shared<SharedParts>(SharedArea::kMostBytes);
         if (number_ == 0) number_ = parts_->area().name().number;
       } catch (const c10::Error&) {
         sharing_ = Sharing::kRefused;

@@ -84,12 +84,16 @@ std::optional<SharedMessage> shared_message(const Buffer& bytes) {
 }  // namespace
 
 struct RpcServer::Service : Base {
-  Service(Server& its_server, const SecurityOptions& its_security)
-      : server(its_server), security(its_security), job_secret(job_secret_of(its_security)) {}
+  Service(Server& its_server, const RpcServerOptions& options)
+      : server(its_server),
+        security(options.security),
+        job_secret(job_secret_of(options.security)),
+        max_message_bytes(options.max_message_bytes) {}
 
   Server& server;
   SecurityOptions security;
   std::string job_secret;
+  int64_t max_message_bytes;
   std::unique_ptr<grpc::Server> grpc_server;
   SharedAreas areas;
 
@@ -199,6 +203,19 @@ struct RpcServer::Service : Base {
         reactor->Finish({grpc::StatusCode::FAILED_PRECONDITION, "no such shared memory"});
         return reactor;
       }
+      // Before it is copied: a call of a few bytes names as many as the area has.
+      const auto bytes = static_cast<int64_t>(part->size());
+      if (bytes > max_message_bytes) {
+        reactor->Finish({grpc::StatusCode::RESOURCE_EXHAUSTED,
+                         "message in shared memory larger than max (" + std::to_string(bytes) +
+                             " vs. " + std::to_string(max_message_bytes) + ")"});
+        return reactor;
+      }
+      if (!server.has_room(bytes)) {
+        write_reply({.code = Code::kBusy, .text = "the server's queue is full"}, *answer);
+        reactor->Finish(grpc::Status::OK);
+        return reactor;
+      }
       // The other side may write to its memory at any time: what is checked and logged is a copy.
       message = std::make_shared<Buffer>(part->size());
       std::memcpy(message->data(), part->data(), part->size());
@@ -248,7 +265,7 @@ void check_rpc_server(const RpcServerOptions& options) {
 }
 
 RpcServer::RpcServer(Server& server, const RpcServerOptions& options)
-    : service_(std::make_unique<Service>(server, options.security)) {
+    : service_(std::make_unique<Service>(server, options)) {
   quiet_grpc();
   keep_grpc();
   check_rpc_server(options);

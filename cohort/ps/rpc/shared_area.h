@@ -29,7 +29,7 @@ struct SharedAreaName {
 /// Threads: any; what is in it is its users' matter.
 class SharedArea {
  public:
-  static constexpr uint64_t kMostBytes = uint64_t{1} << 30;
+  static constexpr uint64_t kMostBytes = uint64_t{64} << 20;  ///< What a channel offers.
 
   /// A client's.
   /// Errors: c10::Error with the system's reason.

@@ -43,8 +43,7 @@ class Server::Owner {
     const int64_t bytes = bytes_of(pending);
     {
       const std::lock_guard lock(mutex_);
-      const bool full = bytes > 0 && queued_bytes_ > 0 && queued_bytes_ + bytes > max_queue_bytes_;
-      if (!stopping_ && !full) {
+      if (!stopping_ && has_room(bytes)) {
         queued_bytes_ += bytes;
         queue_.push_back(std::move(pending));
         if (queue_.size() == 1) wake_.notify_one();
@@ -54,6 +53,12 @@ class Server::Owner {
     Reply refused{.code = Code::kLost, .text = "the server is shutting down"};
     if (!is_stopping()) refused = {.code = Code::kBusy, .text = "the server's queue is full"};
     pending.done(std::move(refused));
+  }
+
+  // A single message is always taken, however large.
+  bool has_room(int64_t bytes) const {
+    const int64_t queued = queued_bytes_;
+    return bytes == 0 || queued == 0 || queued + bytes <= max_queue_bytes_;
   }
 
   void stop() {
@@ -155,6 +160,10 @@ void Server::submit(Request request, Done done) {
   }
   pending.done = std::move(done);
   owner_->submit(std::move(pending));
+}
+
+bool Server::has_room(int64_t bytes) const {
+  return owner_->has_room(bytes);
 }
 
 void Server::wait() {

@@ -59,6 +59,9 @@ class Server {
   /// Checks a request as far as the state does not matter, and queues it; `done` is called from the
   /// owner's thread, or at once if the message cannot be read or the queue is full.
   void submit(Request request, Done done);
+  /// Whether the queue has room for a message of this size now: what a transport asks before it
+  /// copies one. `submit` has the last word.
+  bool has_room(int64_t bytes) const;
 
   /// Blocks until a client requests a stop, or `stop` is called.
   /// Errors: the exception that ended the owner's thread (a log that cannot be written does not end
