@@ -107,6 +107,16 @@ TEST(SharedAreaTest, PartsDoNotOverlapAndAreUsedAgain) {
   EXPECT_NE(parts->take(1000), nullptr);
 }
 
+TEST(SharedAreaTest, LostPartsAreNotUsedAgain) {
+  const auto parts = std::make_shared<SharedParts>(kBytes);
+  auto part = parts->take(1000);
+  const uint64_t offset = part->offset(), bytes = part->bytes().size();
+  part->lose();
+  part.reset();
+  EXPECT_GE(parts->take(8)->offset(), offset + bytes);
+  EXPECT_EQ(parts->lost_bytes(), bytes);
+}
+
 TEST(SharedAreaTest, BothSidesSeeTheSameBytes) {
   const SharedArea own(kBytes);
   const SharedArea other(own.name());
@@ -231,22 +241,42 @@ TEST(SharedAreaTest, MemoryOfACallThatWasGivenUpIsNotUsedAgain) {
   RawTrainer first(cluster, ledger_job(2, 1, Mode::kSync), 0);
   RawTrainer second(cluster, ledger_job(2, 1, Mode::kSync), 1);
   const auto channel = make_rpc_channel({.endpoint = endpoint});
-  const Reply before = shared_answer(*channel, large_pull(first));
+  Reply before = shared_answer(*channel, large_pull(first));
   ASSERT_FALSE(before.message.empty());
   ASSERT_FALSE(before.message.is_owner());
   const std::vector<std::byte> bytes(before.message.span().begin(), before.message.span().end());
+  const std::byte* const place = before.message.span().data();
+  const uint64_t inode = inode_at(place);
+  before = {};
+  Reply repeated = ask(*channel, large_pull(first));
+  EXPECT_EQ(repeated.message.span().data(), place) << "the first that is free";
+  repeated = {};
   // Its step is open: the server answers later than the caller waits.
   EXPECT_EQ(ask(*channel, large_pull(first, 1), 100).code, Code::kLost);
-  const Reply after = shared_answer(*channel, large_pull(first));
-  ASSERT_FALSE(after.message.empty());
+  const Reply after = ask(*channel, large_pull(first));
   ASSERT_FALSE(after.message.is_owner());
-  EXPECT_NE(inode_at(after.message.span().data()), inode_at(before.message.span().data()));
+  EXPECT_NE(after.message.span().data(), place) << "the server may still write there";
+  EXPECT_EQ(inode_at(after.message.span().data()), inode) << "the rest is still used";
   EXPECT_EQ(cluster.ask(0, first.push(1, many_ids())).code, Code::kOk);
   EXPECT_EQ(cluster.ask(0, second.push(1, many_ids())).code, Code::kOk);
   EXPECT_EQ(ask(*channel, large_pull(first, 1)).code, Code::kOk);
-  for (const Reply* reply : {&before, &after}) {
-    EXPECT_TRUE(std::ranges::equal(reply->message.span(), bytes)) << "it was answered before";
-  }
+  EXPECT_TRUE(std::ranges::equal(after.message.span(), bytes)) << "it was answered before";
+}
+
+TEST(SharedAreaTest, MemoryOfWhichMuchIsLostIsReplaced) {
+  Cluster cluster(1);
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  RawTrainer trainer(cluster, ledger_job(2, 1, Mode::kSync), 0);
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  const uint64_t inode = inode_at(shared_answer(*channel, large_pull(trainer)).message.data());
+  ASSERT_NE(inode, 0U);
+  Request waiting = large_pull(trainer, 1);
+  waiting.answer_bytes = size_t{36} << 20;
+  EXPECT_EQ(ask(*channel, waiting, 100).code, Code::kLost);
+  const Reply after = shared_answer(*channel, large_pull(trainer));
+  ASSERT_FALSE(after.message.is_owner());
+  EXPECT_NE(inode_at(after.message.span().data()), inode);
 }
 
 TEST(SharedAreaTest, AServerThatStartedAgainIsOfferedMemoryAgain) {

@@ -211,10 +211,18 @@ class RpcChannel final : public Channel {
     return nullptr;
   }
 
-  // A server may still write the answer of a call that was given up: that memory is used no more.
-  void stop_sharing(const std::shared_ptr<const SharedParts>& parts) {
+  // A server may still read and write the memory of a call that was given up: it is lost. Where
+  // much is, and where the server does not have it, other memory is offered.
+  template <class Running>
+  void give_up(const Running& call, const grpc::Status& status) {
+    if (!call.parts) return;
+    for (const auto& part : {call.message, call.room}) {
+      if (part) part->lose();
+    }
+    const bool is_unknown = status.error_code() == grpc::StatusCode::FAILED_PRECONDITION;
+    if (!is_unknown && call.parts->lost_bytes() <= SharedArea::kMostBytes / 2) return;
     const std::lock_guard lock(mutex_);
-    if (!parts || parts_ != parts) return;
+    if (parts_ != call.parts) return;
     parts_.reset();
     sharing_ = Sharing::kNone;
   }
@@ -254,7 +262,7 @@ class RpcChannel final : public Channel {
     stub.UnaryCall(
         &running->context, request.call == Call::kPush ? kPush : kPull, {}, &running->request,
         &running->reply, [this, running, done = std::move(done)](const grpc::Status& status) {
-          if (!status.ok()) stop_sharing(running->parts);
+          if (!status.ok()) give_up(*running, status);
           Reply reply = status.ok() ? read_reply(running->reply, running->room) : lost(status);
           end(running);
           done(std::move(reply));

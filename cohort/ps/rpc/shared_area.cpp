@@ -128,8 +128,23 @@ void SharedParts::give_back(uint64_t offset) {
   taken_.erase(offset);
 }
 
+void SharedParts::lose(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  lost_bytes_ += bytes;
+}
+
+uint64_t SharedParts::lost_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return lost_bytes_;
+}
+
 SharedParts::Part::~Part() {
-  parts_->give_back(offset_);
+  if (!is_lost_) parts_->give_back(offset_);
+}
+
+void SharedParts::Part::lose() {
+  is_lost_ = true;
+  parts_->lose(bytes_.size());
 }
 
 void SharedAreas::add(uint64_t channel, const SharedAreaName& name) {

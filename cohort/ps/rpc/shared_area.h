@@ -65,8 +65,10 @@ class SharedParts : public std::enable_shared_from_this<SharedParts> {
   explicit SharedParts(uint64_t bytes);
 
   const SharedArea& area() const { return area_; }
+  /// Of parts that were lost.
+  uint64_t lost_bytes() const;
 
-  /// A part that is given back by its destructor.
+  /// A part that is given back by its destructor, unless it is lost.
   class Part {
    public:
     Part(std::shared_ptr<SharedParts> parts, uint64_t offset, std::span<std::byte> bytes)
@@ -77,21 +79,26 @@ class SharedParts : public std::enable_shared_from_this<SharedParts> {
 
     uint64_t offset() const { return offset_; }
     std::span<std::byte> bytes() const { return bytes_; }
+    /// The other side may still read or write it: it is not given out again. Called once.
+    void lose();
 
    private:
     std::shared_ptr<SharedParts> parts_;
     uint64_t offset_;
     std::span<std::byte> bytes_;
+    bool is_lost_ = false;
   };
   /// nullptr if there is no room. The part has `bytes` or a few more.
   std::shared_ptr<Part> take(uint64_t bytes);
 
  private:
   void give_back(uint64_t offset);
+  void lose(uint64_t bytes);
 
   const SharedArea area_;
-  std::mutex mutex_;
-  std::map<uint64_t, uint64_t> taken_;  // Begin and end, in the area's order.
+  mutable std::mutex mutex_;
+  std::map<uint64_t, uint64_t> taken_;  // Begin and end, in the area's order; lost ones, too.
+  uint64_t lost_bytes_ = 0;
 };
 
 /// What a call carries instead of its message.
