@@ -14,6 +14,7 @@
 #include <sstream>
 #include <string>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
@@ -117,6 +118,26 @@ TEST(SharedAreaTest, LostPartsAreNotUsedAgain) {
   EXPECT_EQ(parts->lost_bytes(), bytes);
 }
 
+// Bytes that have pages, of the memory that has the descriptor `file`.
+uint64_t allocated_bytes(int file) {
+  struct stat status {};
+  return ::fstat(file, &status) == 0 ? static_cast<uint64_t>(status.st_blocks) * 512 : 0;
+}
+
+TEST(SharedAreaTest, PartsHavePagesBeforeTheyAreWrittenTo) {
+  constexpr uint64_t kAll = uint64_t{8} << 20;
+  const auto parts = std::make_shared<SharedParts>(kAll);
+  const int file = parts->area().name().file;
+  const auto first = parts->take(1000);
+  EXPECT_GE(allocated_bytes(file), first->offset() + first->bytes().size());
+  const uint64_t step = allocated_bytes(file);
+  EXPECT_LT(step, kAll) << "the rest takes no memory";
+  const auto second = parts->take(3'000'000);
+  EXPECT_GE(allocated_bytes(file), second->offset() + second->bytes().size());
+  EXPECT_NE(parts->take(kAll - (uint64_t{4} << 20)), nullptr);
+  EXPECT_LE(allocated_bytes(file), kAll) << "up to the last byte";
+}
+
 TEST(SharedAreaTest, BothSidesSeeTheSameBytes) {
   const SharedArea own(kBytes);
   const SharedArea other(own.name());
@@ -171,6 +192,12 @@ TEST(SharedAreaTest, WhatIsNoAreaIsRefused) {
   ASSERT_EQ(::pwrite(other.get(), &area.name().number, sizeof(uint64_t), 0), 8);
   ASSERT_EQ(::fcntl(other.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
   EXPECT_TRUE(says(refusal([&](auto& name) { name.file = other.get(); }), "no trainer shares it"));
+  // Huge pages cannot be kept for it: its first write may end a process. Not every kernel has them.
+  const Fd huge(::memfd_create("cohort-ps", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB));
+  if (huge && ::ftruncate(huge.get(), 2 << 20) == 0) {
+    ASSERT_EQ(::fcntl(huge.get(), F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    EXPECT_TRUE(says(refusal([&](auto& name) { name.file = huge.get(); }), "of ordinary pages"));
+  }
   const ScratchFolder folder;
   const Fd file(::open(folder.path("file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   ASSERT_EQ(::ftruncate(file.get(), kBytes), 0);

@@ -7,11 +7,13 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <poll.h>
 #include <random>
 #include <string_view>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -23,6 +25,7 @@ namespace {
 
 // The area's first line holds its number alone. Parts begin at lines.
 constexpr uint64_t kLine = 64;
+constexpr uint64_t kStep = uint64_t{1} << 20;  // By which memory is allocated.
 constexpr size_t kMostAreas = 4096;
 constexpr const char* kName = "cohort-ps";
 
@@ -52,6 +55,7 @@ SharedArea::SharedArea(uint64_t bytes) {
                   ::fcntl(file_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0,
               "shared memory: cannot make it: ", system_reason(errno));
   name_ = {.process = ::getpid(), .file = file_.get(), .number = draw_number(), .bytes = bytes};
+  TORCH_CHECK(allocate(0, kLine), "shared memory: there is no memory for it");
   map();
   std::memcpy(data_, &name_.number, sizeof(name_.number));
 }
@@ -71,11 +75,14 @@ SharedArea::SharedArea(const SharedAreaName& name) : name_(name) {
   file_ = Fd(::open(own_path(found).c_str(), O_RDWR | O_CLOEXEC));
   TORCH_CHECK(file_, "shared memory: ", path, ": ", system_reason(errno));
   struct stat status {};
+  struct statfs file_system {};
   const int seals = ::fcntl(file_.get(), F_GET_SEALS);
   TORCH_CHECK(seals >= 0 && (seals & F_SEAL_SHRINK) != 0 && ::fstat(file_.get(), &status) == 0 &&
                   status.st_uid == ::geteuid() &&
                   static_cast<uint64_t>(status.st_size) >= name.bytes,
               "shared memory: ", path, ": it is not memory of this user that keeps its size");
+  TORCH_CHECK(::fstatfs(file_.get(), &file_system) == 0 && file_system.f_type == TMPFS_MAGIC,
+              "shared memory: ", path, ": it is not of ordinary pages");
   map();
   const bool is_meant = std::memcmp(data_, &name.number, sizeof(name.number)) == 0;
   file_.reset();
@@ -85,6 +92,14 @@ SharedArea::SharedArea(const SharedAreaName& name) : name_(name) {
 
 SharedArea::~SharedArea() {
   ::munmap(data_, name_.bytes);
+}
+
+bool SharedArea::allocate(uint64_t begin, uint64_t end) const {
+  int error = EINTR;
+  while (error == EINTR)
+    error =
+        ::posix_fallocate(file_.get(), static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+  return error == 0;
 }
 
 void SharedArea::map() {
@@ -119,6 +134,11 @@ std::shared_ptr<SharedParts::Part> SharedParts::take(uint64_t bytes) {
   }
   const auto found = area_.part(begin, rounded);
   if (!found) return nullptr;
+  if (const uint64_t end = begin + rounded; end > allocated_) {
+    const uint64_t more = std::min((end + kStep - 1) / kStep * kStep, area_.name().bytes);
+    if (!area_.allocate(allocated_, more)) return nullptr;
+    allocated_ = more;
+  }
   taken_[begin] = begin + rounded;
   return std::make_shared<Part>(shared_from_this(), begin, *found);
 }

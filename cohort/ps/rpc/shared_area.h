@@ -25,7 +25,8 @@ struct SharedAreaName {
   uint64_t bytes = 0;
 };
 
-/// An area as both sides map it. It cannot be made smaller: an access never fails.
+/// An area as both sides map it. It cannot be made smaller, and its client gives out parts that have
+/// pages: an access does not fail.
 /// Threads: any; what is in it is its users' matter.
 class SharedArea {
  public:
@@ -43,6 +44,9 @@ class SharedArea {
   SharedArea& operator=(const SharedArea&) = delete;
 
   const SharedAreaName& name() const { return name_; }
+  /// Gives bytes [begin, end) pages, at a client: else the first access would, by a signal where
+  /// there are none. Returns whether it could.
+  bool allocate(uint64_t begin, uint64_t end) const;
   /// Whether the process that made it has ended.
   bool is_orphaned() const;
   /// Bytes [offset, offset + bytes), a multiple of 8 each; nothing if the area does not have them.
@@ -88,7 +92,7 @@ class SharedParts : public std::enable_shared_from_this<SharedParts> {
     std::span<std::byte> bytes_;
     bool is_lost_ = false;
   };
-  /// nullptr if there is no room. The part has `bytes` or a few more.
+  /// nullptr if there is no room, or no memory for it. The part has `bytes` or a few more.
   std::shared_ptr<Part> take(uint64_t bytes);
 
  private:
@@ -98,6 +102,7 @@ class SharedParts : public std::enable_shared_from_this<SharedParts> {
   const SharedArea area_;
   mutable std::mutex mutex_;
   std::map<uint64_t, uint64_t> taken_;  // Begin and end, in the area's order; lost ones, too.
+  uint64_t allocated_ = 0;              // Bytes from the area's begin that have pages.
   uint64_t lost_bytes_ = 0;
 };
 
