@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <c10/util/Exception.h>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <fcntl.h>
@@ -16,6 +18,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 #include <vector>
 
@@ -23,6 +26,7 @@
 #include "cohort/ps/rpc/rpc_server.h"
 
 #include "tests/ps/cluster.h"
+#include "tests/ps/shared_calls.h"
 #include "tests/support/message_of.h"
 
 namespace cohort::ps {
@@ -55,6 +59,44 @@ size_t num_areas() {
     count += line.find("memfd:cohort-ps") != std::string::npos;
   return count;
 }
+
+// How many there are once there are no more than `expected`, or after 20 s.
+size_t areas_after(size_t expected) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (num_areas() > expected && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  return num_areas();
+}
+
+// Another process that has made an area.
+class Sharer {
+ public:
+  Sharer() {
+    std::array<int, 2> ends{};
+    TORCH_CHECK(::pipe(ends.data()) == 0);
+    process_ = ::fork();
+    if (process_ == 0) {
+      const SharedArea area(kBytes);
+      (void)!::write(ends[1], &area.name(), sizeof(SharedAreaName));
+      ::pause();
+      ::_exit(0);
+    }
+    TORCH_CHECK(::read(ends[0], &name_, sizeof(name_)) == static_cast<ssize_t>(sizeof(name_)));
+    for (const int end : ends) ::close(end);
+  }
+  ~Sharer() { kill(); }
+  const SharedAreaName& name() const { return name_; }
+  void kill() {
+    if (process_ == 0) return;
+    ::kill(process_, SIGKILL);
+    ::waitpid(process_, nullptr, 0);
+    process_ = 0;
+  }
+
+ private:
+  pid_t process_ = 0;
+  SharedAreaName name_;
+};
 
 Reply ask(Channel& channel, const Request& request, int64_t timeout_ms = 20'000) {
   auto promise = std::make_shared<std::promise<Reply>>();
@@ -205,29 +247,21 @@ TEST(SharedAreaTest, WhatIsNoAreaIsRefused) {
 }
 
 TEST(SharedAreaTest, AreasOfEndedProcessesAreDropped) {
-  std::array<int, 2> ends{};
-  ASSERT_EQ(::pipe(ends.data()), 0);
-  const pid_t child = ::fork();
-  if (child == 0) {
-    const SharedArea area(kBytes);
-    (void)!::write(ends[1], &area.name(), sizeof(SharedAreaName));
-    ::pause();
-    ::_exit(0);
-  }
-  SharedAreaName name;
-  ASSERT_EQ(::read(ends[0], &name, sizeof(name)), static_cast<ssize_t>(sizeof(name)));
+  Sharer sharer;
+  const SharedAreaName& name = sharer.name();
   SharedAreas areas;
   areas.add(1, name);
   const SharedArea first(kBytes), second(kBytes);
   areas.add(2, first.name());
   EXPECT_NE(areas.find(name.number), nullptr);
-  ::kill(child, SIGKILL);
-  ::waitpid(child, nullptr, 0);
+  sharer.kill();
+  areas.remove_orphans();
   areas.add(2, second.name());
   EXPECT_EQ(areas.find(name.number), nullptr);
   EXPECT_EQ(areas.find(first.name().number), nullptr) << "the channel has a later one";
   EXPECT_NE(areas.find(second.name().number), nullptr);
-  for (const int end : ends) ::close(end);
+  areas.remove(2);
+  EXPECT_EQ(areas.find(second.name().number), nullptr);
 }
 
 // Pushes and pulls over `endpoint`, and what the rows are in the end.
@@ -258,7 +292,40 @@ TEST(SharedAreaTest, RowsAreThoseThatGoThroughASocket) {
   const auto expected = train("127.0.0.1:" + std::to_string(tcp.port()));
   EXPECT_EQ(num_areas(), before) << "over TCP nothing is shared";
   EXPECT_EQ(train("unix:" + folder.path("socket")), expected);
-  EXPECT_GT(num_areas(), before) << "the server keeps it until another comes";
+  EXPECT_EQ(num_areas(), before) << "the server has dropped it";
+}
+
+// By trainers that leave and do not end.
+TEST(SharedAreaTest, WhoLeavesSharesNothingAnyMore) {
+  Cluster cluster(1);
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const size_t before = num_areas();
+  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  const JobOptions job = ledger_job(1, 1, Mode::kAsync);
+  RawTrainer trainer(cluster, job, 0);
+  const auto channel = make_rpc_channel({.endpoint = endpoint});
+  ASSERT_FALSE(shared_answer(*channel, large_pull(trainer)).message.is_owner());
+  EXPECT_EQ(num_areas(), before + 2) << "mapped by both sides";
+  EXPECT_EQ(ask(*channel, {.call = Call::kLeave,
+                           .trainer = 0,
+                           .job = job.fingerprint(),
+                           .incarnation = trainer.header.trainer_incarnation})
+                .code,
+            Code::kOk);
+  EXPECT_EQ(areas_after(before), before);
+}
+
+// By trainers that are killed.
+TEST(SharedAreaTest, AServerDropsTheMemoryOfAnEndedProcess) {
+  Cluster cluster(1);
+  const std::string endpoint = "unix:" + cluster.path("socket");
+  const RpcServer rpc(*cluster.slot(0).get(), {.endpoint = endpoint});
+  const size_t before = num_areas();
+  Sharer sharer;
+  ASSERT_EQ(offer(endpoint, 1, sharer.name()), "");
+  EXPECT_EQ(num_areas(), before + 1);
+  sharer.kill();
+  EXPECT_EQ(areas_after(before), before);
 }
 
 TEST(SharedAreaTest, MemoryOfACallThatWasGivenUpIsNotUsedAgain) {

@@ -30,6 +30,7 @@ namespace {
 // Of a message and its answer. One that finds no room goes through the socket, too.
 constexpr size_t kLeastShared = size_t{16} << 10;
 constexpr int64_t kShareTimeoutMs = 10'000;
+constexpr int64_t kUnshareTimeoutMs = 1'000;  // A server that is stuck does not hold up the end.
 
 std::shared_ptr<grpc::ChannelCredentials> channel_credentials(const SecurityOptions& security) {
   if (!security.tls()) return grpc::InsecureChannelCredentials();
@@ -125,8 +126,12 @@ class RpcChannel final : public Channel {
   // Calls under way end first. One that ended later would hold the last reference to its
   // connection, and destroy it, with gRPC's threads, in one of these threads.
   ~RpcChannel() override {
+    {
+      const std::lock_guard lock(mutex_);
+      for (grpc::ClientContext* const call : running_) call->TryCancel();
+    }
+    unshare();
     std::unique_lock lock(mutex_);
-    for (grpc::ClientContext* const call : running_) call->TryCancel();
     none_running_.wait(lock, [this] { return num_running_ == 0; });
   }
 
@@ -134,6 +139,7 @@ class RpcChannel final : public Channel {
     if (request.call == Call::kPush || request.call == Call::kPull) {
       send_hot(request, timeout_ms, std::move(done));
     } else {
+      if (request.call == Call::kLeave) unshare();
       send_control(request, timeout_ms, std::move(done));
     }
   }
@@ -185,30 +191,47 @@ class RpcChannel final : public Channel {
         return nullptr;
       }
     }
+    share(offered->area().name(), kShareTimeoutMs, [this](bool is_answered, bool is_taken) {
+      const std::lock_guard lock(mutex_);
+      if (sharing_ != Sharing::kOffered) return;
+      sharing_ = is_taken ? Sharing::kDone : is_answered ? Sharing::kRefused : Sharing::kNone;
+      if (!is_taken) parts_.reset();
+    });
+    return nullptr;
+  }
+
+  // Nothing is shared from now on. The server drops what it has.
+  void unshare() {
+    {
+      const std::lock_guard lock(mutex_);
+      parts_.reset();
+      const bool has_offered = number_ != 0 && sharing_ != Sharing::kRefused;
+      sharing_ = Sharing::kRefused;
+      if (!has_offered) return;
+    }
+    share({}, kUnshareTimeoutMs, [](bool, bool) {});
+  }
+
+  // Offers memory in place of what was offered before; `name` {}: none.
+  template <class Answered>
+  void share(const SharedAreaName& name, int64_t timeout_ms, Answered answered) {
     struct Running {
       grpc::ClientContext context;
       ShareRequest request;
       ShareReply reply;
     };
-    auto* const running = begin(std::make_unique<Running>(), kShareTimeoutMs);
-    const SharedAreaName& name = offered->area().name();
+    auto* const running = begin(std::make_unique<Running>(), timeout_ms);
     running->request.set_channel(number_);
     running->request.set_process(name.process);
     running->request.set_file(name.file);
     running->request.set_number(name.number);
     running->request.set_bytes(name.bytes);
-    control_->async()->Share(
-        &running->context, &running->request, &running->reply,
-        [this, running](const grpc::Status& status) {
-          {
-            const std::lock_guard lock(mutex_);
-            const bool is_taken = status.ok() && running->reply.refusal().empty();
-            sharing_ = is_taken ? Sharing::kDone : status.ok() ? Sharing::kRefused : Sharing::kNone;
-            if (!is_taken) parts_.reset();
-          }
-          end(running);
-        });
-    return nullptr;
+    control_->async()->Share(&running->context, &running->request, &running->reply,
+                             [this, running, answered](const grpc::Status& status) {
+                               answered(status.ok(),
+                                        status.ok() && running->reply.refusal().empty());
+                               end(running);
+                             });
   }
 
   // A server may still read and write the memory of a call that was given up: it is lost. Where
@@ -291,7 +314,7 @@ class RpcChannel final : public Channel {
     if (--num_running_ == 0) none_running_.notify_all();
   }
 
-  enum class Sharing { kNone, kOffered, kDone, kRefused };
+  enum class Sharing { kNone, kOffered, kDone, kRefused };  // kRefused: never again.
 
   const std::string job_secret_;
   const bool may_share_;
@@ -299,13 +322,13 @@ class RpcChannel final : public Channel {
   std::vector<std::unique_ptr<grpc::GenericStub>> stubs_;
   std::unique_ptr<ParameterServer::Stub> control_;
   std::atomic<size_t> next_ = 0;
+  std::atomic<uint64_t> number_ = 0;  // That of the first memory offered, which is random.
   std::mutex mutex_;
   std::condition_variable none_running_;
   std::set<grpc::ClientContext*> running_;
   int64_t num_running_ = 0;
   Sharing sharing_ = Sharing::kNone;  // Guarded by mutex_, like what follows.
   std::shared_ptr<SharedParts> parts_;
-  uint64_t number_ = 0;  // That of the first memory offered, which is random.
 };
 
 }  // namespace

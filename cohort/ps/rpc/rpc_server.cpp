@@ -12,6 +12,7 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/secret.h"
+#include "cohort/ps/client/timer_thread.h"
 #include "cohort/ps/endpoints.h"
 #include "cohort/ps/rpc/hot_reply.h"
 #include "cohort/ps/rpc/pem_files.h"
@@ -31,6 +32,8 @@ using grpc::ServerUnaryReactor;
 using Base = ParameterServer::WithCallbackMethod_Control<
     ParameterServer::WithCallbackMethod_Share<ParameterServer::WithRawCallbackMethod_Push<
         ParameterServer::WithRawCallbackMethod_Pull<ParameterServer::Service>>>>;
+
+constexpr std::chrono::seconds kOrphanPeriod{1};
 
 // More wait with their sender.
 constexpr int kMaxCallsOfConnection = 128;
@@ -88,7 +91,9 @@ struct RpcServer::Service : Base {
       : server(its_server),
         security(options.security),
         job_secret(job_secret_of(options.security)),
-        max_message_bytes(options.max_message_bytes) {}
+        max_message_bytes(options.max_message_bytes) {
+    remove_orphans();
+  }
 
   Server& server;
   SecurityOptions security;
@@ -96,6 +101,14 @@ struct RpcServer::Service : Base {
   int64_t max_message_bytes;
   std::unique_ptr<grpc::Server> grpc_server;
   SharedAreas areas;
+  TimerThread timer;
+
+  // The memory of trainers that were killed: nobody takes it back.
+  void remove_orphans() {
+    areas.remove_orphans();
+    timer.call_at(this, std::chrono::steady_clock::now() + kOrphanPeriod,
+                  [this] { remove_orphans(); });
+  }
 
   // Returns OK, or why the caller is rejected.
   grpc::Status authorize(const CallbackServerContext& context) const {
@@ -173,6 +186,8 @@ struct RpcServer::Service : Base {
     const grpc::Status refusal = authorize(*context);
     if (refusal.ok() && !may_share(*context)) {
       answer->set_refusal("memory is shared over a unix socket without TLS alone");
+    } else if (refusal.ok() && asked->bytes() == 0) {
+      areas.remove(asked->channel());
     } else if (refusal.ok()) {
       try {
         areas.add(asked->channel(), {.process = asked->process(),

@@ -170,10 +170,19 @@ void SharedParts::Part::lose() {
 void SharedAreas::add(uint64_t channel, const SharedAreaName& name) {
   auto area = std::make_shared<const SharedArea>(name);
   const std::lock_guard lock(mutex_);
-  std::erase_if(areas_, [](const auto& entry) { return entry.second->is_orphaned(); });
   TORCH_CHECK(areas_.size() < kMostAreas || areas_.contains(channel),
               "shared memory: this server has ", kMostAreas, " areas already");
   areas_[channel] = std::move(area);
+}
+
+void SharedAreas::remove(uint64_t channel) {
+  const std::lock_guard lock(mutex_);
+  areas_.erase(channel);
+}
+
+void SharedAreas::remove_orphans() {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(areas_, [](const auto& entry) { return entry.second->is_orphaned(); });
 }
 
 std::shared_ptr<const SharedArea> SharedAreas::find(uint64_t number) const {

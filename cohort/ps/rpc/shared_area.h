@@ -124,9 +124,13 @@ static_assert(sizeof(SharedMessage) == 48);  // Less than a message has.
 /// Threads: any.
 class SharedAreas {
  public:
-  /// Adds one, in place of an older one of the same `channel`; drops those whose processes ended.
+  /// Adds one, in place of an older one of the same `channel`.
   /// Errors: as SharedArea; there are too many.
   void add(uint64_t channel, const SharedAreaName& name);
+  /// Drops the channel's; answers that are written to it keep it until they are sent.
+  void remove(uint64_t channel);
+  /// Drops those whose processes have ended.
+  void remove_orphans();
   /// nullptr: there is none.
   std::shared_ptr<const SharedArea> find(uint64_t number) const;
 
