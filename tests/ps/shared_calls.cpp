@@ -5,6 +5,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include "cohort/ps/rpc/hot_reply.h"
+#include "cohort/ps/wire/request.h"
 
 #include "control.grpc.pb.h"
 
@@ -38,6 +39,17 @@ std::string offer(const std::string& endpoint, uint64_t channel, const SharedAre
   ShareReply reply;
   const grpc::Status status = stub_of(endpoint)->Share(&context, request, &reply);
   return status.ok() ? reply.refusal() : status.error_message();
+}
+
+std::string join_with_format(const std::string& endpoint, uint32_t format) {
+  grpc::ClientContext context;
+  wait_for_server(context);
+  ControlRequest request;
+  request.set_call(static_cast<uint32_t>(Call::kJoin));
+  request.set_format(format);
+  ControlReply reply;
+  const grpc::Status status = stub_of(endpoint)->Control(&context, request, &reply);
+  return status.ok() ? reply.text() : status.error_message();
 }
 
 struct FalseServer::Service

@@ -14,8 +14,11 @@ namespace cohort::ps {
 std::string offer(const std::string& endpoint, uint64_t channel, const SharedAreaName& name,
                   const std::string& secret = "");
 
-/// A server that takes all memory, says yes to all calls and answers each pull with
-/// the bytes of `answer`.
+/// What it says to a trainer that joins with messages of `format`.
+std::string join_with_format(const std::string& endpoint, uint32_t format);
+
+/// A server that takes all memory, says yes to all calls, without a format, and answers each pull
+/// with the bytes of `answer`.
 class FalseServer {
  public:
   FalseServer(const std::string& endpoint, const std::string& answer);

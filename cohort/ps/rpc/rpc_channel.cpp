@@ -69,7 +69,13 @@ Reply lost(const grpc::Status& status) {
   return {.code = final ? Code::kFailed : Code::kLost, .text = status.error_message()};
 }
 
-Reply read_reply(const ControlReply& reply) {
+Reply read_reply(const ControlReply& reply, Call call) {
+  if (call == Call::kJoin && reply.code() == static_cast<uint32_t>(Code::kOk) &&
+      reply.format() != kFormat)
+    return {.code = Code::kInvalid,
+            .text = "join: this trainer's messages are of format " + std::to_string(kFormat) +
+                    ", the server's of format " + std::to_string(reply.format()) +
+                    ": expected both of one version of Cohort"};
   const bool known = reply.code() <= static_cast<uint32_t>(kLastCode);
   return {.code = known ? static_cast<Code>(reply.code()) : Code::kLost,
           .text = reply.text(),
@@ -165,13 +171,14 @@ class RpcChannel final : public Channel {
     running->request.set_step(request.step);
     running->request.set_nonce(request.nonce);
     running->request.set_text(request.text);
-    control_->async()->Control(&running->context, &running->request, &running->reply,
-                               [this, running, done = std::move(done)](const grpc::Status& status) {
-                                 Reply reply =
-                                     status.ok() ? read_reply(running->reply) : lost(status);
-                                 end(running);
-                                 done(std::move(reply));
-                               });
+    running->request.set_format(kFormat);
+    control_->async()->Control(
+        &running->context, &running->request, &running->reply,
+        [this, running, call = request.call, done = std::move(done)](const grpc::Status& status) {
+          Reply reply = status.ok() ? read_reply(running->reply, call) : lost(status);
+          end(running);
+          done(std::move(reply));
+        });
   }
 
   // Memory for messages, if the server has taken it; else offers some to it, for later calls.

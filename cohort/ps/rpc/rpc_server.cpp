@@ -151,6 +151,15 @@ struct RpcServer::Service : Base {
       reactor->Finish(refusal);
       return reactor;
     }
+    answer->set_format(kFormat);
+    if (static_cast<Call>(asked->call()) == Call::kJoin && asked->format() != kFormat) {
+      answer->set_code(static_cast<uint32_t>(Code::kInvalid));
+      answer->set_text("join: this server's messages are of format " + std::to_string(kFormat) +
+                       ", the trainer's of format " + std::to_string(asked->format()) +
+                       ": expected both of one version of Cohort");
+      reactor->Finish(grpc::Status::OK);
+      return reactor;
+    }
     Request request{.call = static_cast<Call>(asked->call()),
                     .trainer = asked->trainer(),
                     .job = asked->job(),
