@@ -18,6 +18,7 @@
 #include "cohort/launch/rendezvous_server.h"
 #include "cohort/ps/id_hash.h"
 #include "cohort/ps/job.h"
+#include "cohort/ps/rpc/shared_area.h"
 #include "cohort/ps/wire/request.h"
 
 #include "tests/image/drawn_images.h"
@@ -108,6 +109,18 @@ void write_steps(const Corpus& corpus) {
                                  event(3, 1, some) + event(3, 0, some));
   corpus.write("all_anew", event(3, 0, some) + event(1, 0) + event(1, 1) + event(2, 1) +
                                event(3, 1, whole) + event(3, 0, whole));
+}
+
+void write_shared(const Corpus& corpus) {
+  const auto bytes_of = [](const SharedMessage& message) {
+    return std::string(reinterpret_cast<const char*>(&message), sizeof(message));
+  };
+  corpus.write("push", bytes_of({.area = 1, .offset = 64, .bytes = 1 << 12}));
+  corpus.write("pull", bytes_of({.area = 1,
+                                 .offset = 64,
+                                 .bytes = 128,
+                                 .answer_offset = 192,
+                                 .answer_bytes = (1 << 16) - 192}));
 }
 
 // A call of ps_control.cpp. Marks: 1 the right job, 2 the right incarnation, 4 a nonce, 8 later, 16
@@ -302,6 +315,7 @@ int main(int argc, char** argv) {
   write_replies({root, "ps_reply"});
   write_steps({root, "ps_sync"});
   write_calls({root, "ps_control"});
+  write_shared({root, "ps_shared"});
   write_checkpoint_files({root, "safetensors"}, {root, "manifest"});
   Corpus(root, "weight_map")
       .write("two_files",

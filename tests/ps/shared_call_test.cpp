@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls about shared memory by callers that mean harm, and answers of servers that do.
+#include <cstddef>
 #include <cstring>
-#include <fcntl.h>
 #include <future>
 #include <gtest/gtest.h>
 #include <memory>
-#include <span>
 #include <string>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cohort/ps/rpc/hot_reply.h"
@@ -135,6 +134,86 @@ TEST_F(SharedCallTest, TrainersAndServersOfOtherFormatsAreRefusedAtJoin) {
       "join: this trainer's messages are of format 1, the server's of format 0: expected both "
       "of one version of Cohort");
   EXPECT_EQ(ask(*channel, {.call = Call::kStatus}).code, Code::kOk) << "of any version";
+}
+
+TEST_F(SharedCallTest, AMessageOutsideItsAreaIsRefused) {
+  const Request request = small_pull(trainer_);
+  const SharedMessage right = write(request);
+  ASSERT_EQ(offer(unix_endpoint(), kChannel, area_.name()), "");
+  EXPECT_EQ(pull(right).code, Code::kOk);
+  const SharedArea foreign(kBytes);
+  const auto refusal = [&](const auto& change) {
+    SharedMessage wrong = right;
+    change(wrong);
+    const Reply reply = pull(wrong);
+    EXPECT_EQ(reply.code, Code::kLost);
+    return reply.text;
+  };
+  const char* const kNone = "no such shared memory";
+  EXPECT_EQ(refusal([&](auto& wrong) { wrong.area = foreign.name().number; }), kNone);
+  EXPECT_EQ(refusal([](auto& wrong) { wrong.area = 0; }), kNone);
+  EXPECT_EQ(refusal([](auto& wrong) { wrong.offset = 0; }), kNone);
+  EXPECT_EQ(refusal([](auto& wrong) { wrong.offset = 68; }), kNone);
+  EXPECT_EQ(refusal([](auto& wrong) { wrong.offset = kBytes; }), kNone);
+  EXPECT_EQ(refusal([](auto& wrong) { wrong.offset = UINT64_MAX - 7; }), kNone);
+  EXPECT_EQ(refusal([](auto& wrong) { wrong.bytes = kBytes; }), kNone);
+  EXPECT_EQ(refusal([](auto& wrong) { wrong.bytes = UINT64_MAX - 7; }), kNone);
+  expect_it_continues();
+}
+
+TEST_F(SharedCallTest, AnAnswerThatHasNoPlaceGoesThroughTheSocket) {
+  const Request request = small_pull(trainer_);
+  ASSERT_EQ(offer(unix_endpoint(), kChannel, area_.name()), "");
+  const auto bytes = pull(write(request)).message.size();
+  ASSERT_GT(bytes, 0U);
+  // Outside, over the area's number, too small: nothing is written there.
+  for (const auto& [offset, room] :
+       std::vector<std::pair<uint64_t, uint64_t>>{{kBytes, 4096}, {0, 4096}, {4096, 8}, {8, 0}}) {
+    SharedMessage shared = write(request);
+    shared.answer_offset = offset;
+    shared.answer_bytes = room;
+    const Reply reply = pull(shared);
+    EXPECT_EQ(reply.code, Code::kOk) << offset;
+    EXPECT_EQ(reply.message.size(), bytes) << offset;
+  }
+  EXPECT_EQ(std::memcmp(area_.part(4096, 8)->data(), "\0\0\0\0\0\0\0", 8), 0);
+  const SharedArea same(area_.name());  // Its number is still there.
+}
+
+TEST_F(SharedCallTest, ADamagedMessageInSharedMemoryIsRefused) {
+  const Request request = small_pull(trainer_);
+  ASSERT_EQ(offer(unix_endpoint(), kChannel, area_.name()), "");
+  const size_t bytes = request.message->size();
+  for (size_t at = 0; at < bytes; at += 5) {
+    const SharedMessage shared = write(request);
+    (*area_.part(64, bytes))[at] ^= std::byte{0x40};
+    const Reply reply = pull(shared);
+    EXPECT_EQ(reply.code, Code::kInvalid) << at;
+    EXPECT_EQ(reply.text.find("message: "), 0U) << reply.text;
+  }
+  SharedMessage cut = write(request);
+  cut.bytes -= 8;
+  EXPECT_EQ(pull(cut).code, Code::kInvalid);
+  cut.bytes = 0;
+  EXPECT_EQ(pull(cut).code, Code::kInvalid);
+  expect_it_continues();
+}
+
+// By what it says of bytes that it has written, which the trainer would read.
+TEST_F(SharedCallTest, AnAnswerThatIsNotInItsPlaceIsRefused) {
+  for (const uint64_t bytes : {(uint64_t{1} << 17) + 64, UINT64_MAX}) {
+    const std::string endpoint = "unix:" + cluster_.path("false-" + std::to_string(bytes));
+    const HotReply head{.shared_bytes = bytes};
+    const FalseServer server(endpoint, {reinterpret_cast<const char*>(&head), sizeof(head)});
+    const auto channel = make_rpc_channel({.endpoint = endpoint});
+    Request request = small_pull(trainer_);
+    for (int i = 0; i < 50; ++i) {
+      request.answer_bytes = i == 0 ? 0 : size_t{1} << 17;  // The first has no place at all.
+      const Reply reply = ask(*channel, request);
+      EXPECT_EQ(reply.code, Code::kLost);
+      EXPECT_EQ(reply.text, "its answer is damaged");
+    }
+  }
 }
 
 }  // namespace shared_call_test

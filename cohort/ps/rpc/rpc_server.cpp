@@ -7,7 +7,6 @@
 #include <cstring>
 #include <grpc/grpc.h>
 #include <grpcpp/grpcpp.h>
-#include <optional>
 #include <utility>
 
 #include "cohort/base/error.h"
@@ -73,15 +72,6 @@ void write_reply(Reply reply, ByteBuffer& out) {
         slice_of(std::make_shared<const Buffer>(std::move(reply.message)), std::move(reply.hold)));
   ByteBuffer bytes(slices.data(), slices.size());
   out.Swap(&bytes);
-}
-
-// What stands for a message, if it does: `bytes` are too few for one then.
-std::optional<SharedMessage> shared_message(const Buffer& bytes) {
-  SharedMessage shared;
-  if (bytes.size() != sizeof(shared)) return std::nullopt;
-  std::memcpy(&shared, bytes.span().data(), sizeof(shared));
-  if (shared.magic != SharedMessage::kMagic) return std::nullopt;
-  return shared;
 }
 
 }  // namespace
@@ -220,15 +210,14 @@ struct RpcServer::Service : Base {
     }
     Request request{.call = call};
     auto message = std::make_shared<Buffer>(buffer_of(*asked));
-    if (const auto shared = shared_message(*message)) {
-      const auto area = areas.find(shared->area);
-      const auto part = area ? area->part(shared->offset, shared->bytes) : std::nullopt;
-      if (!part) {
+    if (const auto shared = read_shared_message(message->span())) {
+      const auto places = areas.find(*shared);
+      if (!places) {
         reactor->Finish({grpc::StatusCode::FAILED_PRECONDITION, "no such shared memory"});
         return reactor;
       }
       // Before it is copied: a call of a few bytes names as many as the area has.
-      const auto bytes = static_cast<int64_t>(part->size());
+      const auto bytes = static_cast<int64_t>(places->message.size());
       if (bytes > max_message_bytes) {
         reactor->Finish({grpc::StatusCode::RESOURCE_EXHAUSTED,
                          "message in shared memory larger than max (" + std::to_string(bytes) +
@@ -241,11 +230,12 @@ struct RpcServer::Service : Base {
         return reactor;
       }
       // The other side may write to its memory at any time: what is checked and logged is a copy.
-      message = std::make_shared<Buffer>(part->size());
-      std::memcpy(message->data(), part->data(), part->size());
-      if (const auto room = area->part(shared->answer_offset, shared->answer_bytes))
-        request.answer_maker = [area, room = *room](size_t bytes) {
-          return bytes <= room.size() ? Buffer(room.first(bytes), area) : Buffer(bytes);
+      message = std::make_shared<Buffer>(places->message.size());
+      std::memcpy(message->data(), places->message.data(), places->message.size());
+      if (places->answer)
+        request.answer_maker = [area = places->area, room = *places->answer](size_t answer_bytes) {
+          return answer_bytes <= room.size() ? Buffer(room.first(answer_bytes), area)
+                                             : Buffer(answer_bytes);
         };
     }
     request.message = std::move(message);

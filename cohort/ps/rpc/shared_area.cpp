@@ -16,6 +16,7 @@
 #include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <utility>
 
 #include "cohort/base/system_error.h"
 
@@ -167,6 +168,14 @@ void SharedParts::Part::lose() {
   parts_->lose(bytes_.size());
 }
 
+std::optional<SharedMessage> read_shared_message(std::span<const std::byte> bytes) {
+  SharedMessage shared;
+  if (bytes.size() != sizeof(shared)) return std::nullopt;
+  std::memcpy(&shared, bytes.data(), sizeof(shared));
+  if (shared.magic != SharedMessage::kMagic) return std::nullopt;
+  return shared;
+}
+
 void SharedAreas::add(uint64_t channel, const SharedAreaName& name) {
   auto area = std::make_shared<const SharedArea>(name);
   const std::lock_guard lock(mutex_);
@@ -191,6 +200,14 @@ std::shared_ptr<const SharedArea> SharedAreas::find(uint64_t number) const {
     if (area->name().number == number) return area;
   }
   return nullptr;
+}
+
+std::optional<SharedPlaces> SharedAreas::find(const SharedMessage& message) const {
+  auto area = find(message.area);
+  const auto part = area ? area->part(message.offset, message.bytes) : std::nullopt;
+  if (!part) return std::nullopt;
+  const auto answer = area->part(message.answer_offset, message.answer_bytes);
+  return SharedPlaces{.area = std::move(area), .message = *part, .answer = answer};
 }
 
 }  // namespace cohort::ps

@@ -120,6 +120,16 @@ struct SharedMessage {
 };
 static_assert(sizeof(SharedMessage) == 48);  // Less than a message has.
 
+/// What stands for a message in the bytes of a call, of anyone's making; nothing: it is no such.
+std::optional<SharedMessage> read_shared_message(std::span<const std::byte> bytes);
+
+/// What a SharedMessage says, in the area that it names.
+struct SharedPlaces {
+  std::shared_ptr<const SharedArea> area;
+  std::span<std::byte> message;
+  std::optional<std::span<std::byte>> answer;  ///< Nothing: the answer goes through the socket.
+};
+
 /// A server's areas, by number.
 /// Threads: any.
 class SharedAreas {
@@ -133,6 +143,8 @@ class SharedAreas {
   void remove_orphans();
   /// nullptr: there is none.
   std::shared_ptr<const SharedArea> find(uint64_t number) const;
+  /// Nothing: there is no such area, or the message is not in it.
+  std::optional<SharedPlaces> find(const SharedMessage& message) const;
 
  private:
   mutable std::mutex mutex_;
