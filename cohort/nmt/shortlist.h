@@ -16,6 +16,7 @@ struct LexicalTable {
   std::vector<int32_t> frequent;     ///< Target pieces, the most frequent first.
   int64_t target_pieces = 0;         ///< Of the vocabulary.
   bool joined = false;               ///< One vocabulary serves both sides.
+  int64_t best = 0;                  ///< Of a source piece no more targets than this were kept.
 };
 
 struct ShortlistOptions {

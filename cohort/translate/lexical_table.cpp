@@ -7,7 +7,6 @@
 #include <cmath>
 #include <fstream>
 #include <limits>
-#include <numeric>
 #include <sstream>
 #include <unordered_map>
 #include <utility>
@@ -26,12 +25,12 @@ constexpr std::array kTableTensors = {"offsets", "targets", "probabilities", "fr
 
 struct Likelihood {
   int32_t target;
-  double probability;
+  float probability;
 };
 
 // Puts the `best` of each source piece in order.
 nmt::LexicalTable table_of(std::vector<std::vector<Likelihood>> by_source, int64_t best) {
-  nmt::LexicalTable table{.offsets = {0}};
+  nmt::LexicalTable table{.offsets = {0}, .best = best};
   for (auto& found : by_source) {
     std::ranges::sort(found, [](const Likelihood& a, const Likelihood& b) {
       return std::pair(-a.probability, a.target) < std::pair(-b.probability, b.target);
@@ -39,7 +38,7 @@ nmt::LexicalTable table_of(std::vector<std::vector<Likelihood>> by_source, int64
     const auto kept = std::min(found.size(), static_cast<size_t>(best));
     for (size_t i = 0; i < kept; ++i) {
       table.targets.push_back(found[i].target);
-      table.probabilities.push_back(static_cast<float>(found[i].probability));
+      table.probabilities.push_back(found[i].probability);
     }
     table.offsets.push_back(std::ssize(table.targets));
     std::vector<Likelihood>().swap(found);
@@ -53,10 +52,11 @@ class PieceCounts {
   explicit PieceCounts(int64_t workspace_mib)
       : most_slots_(std::min<size_t>(
             static_cast<size_t>(workspace_mib) * (size_t{1} << 20) / kSlotBytes, size_t{1} << 31)) {
-    resize(std::min<size_t>(most_slots_, size_t{1} << 12));
+    while (most_slots_ >> doublings_ >= 2 * kFewestSlots) ++doublings_;
+    resize(most_slots_ >> doublings_);
   }
 
-  // Makes the pair's entry, if need be; entries of other pairs may be given up for it.
+  // Makes the pair's entry, if need be; entries of other pairs may be given up for it. Before the first normalise().
   void add(int32_t source, int32_t target, double count) {
     if (used_ * 4 >= keys_.size() * 3) make_room();
     const size_t slot = slot_of(key_of(source, target));
@@ -73,6 +73,7 @@ class PieceCounts {
 
   // Probabilities of the counts, which begin again at 0.
   void normalise(int64_t source_pieces) {
+    probabilities_.resize(keys_.size());
     std::vector<double> totals(static_cast<size_t>(source_pieces));
     for (size_t slot = 0; slot < keys_.size(); ++slot)
       if (keys_[slot] != kNone) totals[keys_[slot] >> 32] += counts_[slot];
@@ -84,20 +85,30 @@ class PieceCounts {
     }
   }
 
-  std::vector<std::vector<Likelihood>> by_source(int64_t source_pieces) const {
-    std::vector<std::vector<Likelihood>> found(static_cast<size_t>(source_pieces));
-    for (size_t slot = 0; slot < keys_.size(); ++slot) {
-      if (keys_[slot] != kNone && probabilities_[slot] > 0) {
-        found[keys_[slot] >> 32].push_back(
-            {static_cast<int32_t>(keys_[slot] & 0xffffffffU), probabilities_[slot]});
-      }
-    }
+  // Of each source piece. The counts are gone then.
+  std::vector<std::vector<Likelihood>> by_source(int64_t source_pieces) && {
+    counts_ = std::vector<double>();
+    std::vector<size_t> sizes(static_cast<size_t>(source_pieces));
+    const auto for_likely = [&](const auto& body) {
+      for (size_t slot = 0; slot < keys_.size(); ++slot)
+        if (keys_[slot] != kNone && probabilities_[slot] > 0) body(keys_[slot] >> 32, slot);
+    };
+    for_likely([&](uint64_t source, size_t) { ++sizes[source]; });
+    std::vector<std::vector<Likelihood>> found(sizes.size());
+    for (size_t source = 0; source < sizes.size(); ++source) found[source].reserve(sizes[source]);
+    for_likely([&](uint64_t source, size_t slot) {
+      found[source].push_back(
+          {static_cast<int32_t>(keys_[slot] & 0xffffffffU), probabilities_[slot]});
+    });
     return found;
   }
 
  private:
   static constexpr uint64_t kNone = ~uint64_t{0};
-  static constexpr size_t kSlotBytes = sizeof(uint64_t) + sizeof(double) + sizeof(float);
+  static constexpr size_t kFewestSlots = 4096;
+  // A key, a count, and what make_room() keeps beside them: 3/8 of a pair of both, or 3/4 of a count. Later a probability takes
+  // less than that, and what by_source() makes less than the counts.
+  static constexpr size_t kSlotBytes = 16 + 6;
 
   static uint64_t key_of(int32_t source, int32_t target) {
     return static_cast<uint64_t>(source) << 32 | static_cast<uint32_t>(target);
@@ -131,28 +142,44 @@ class PieceCounts {
   }
 
   void resize(size_t slots) {
+    keys_ = std::vector<uint64_t>();  // Not beside the new ones.
+    counts_ = std::vector<double>();
     keys_.assign(slots, kNone);
     counts_.assign(slots, 0);
-    probabilities_.assign(slots, 0);
   }
 
+  // Leaves at most half of 3/4 of the places taken.
   void make_room() {
-    if (keys_.size() < most_slots_) {
-      rebuild(std::min(most_slots_, 2 * keys_.size()), [](uint64_t, double) { return true; });
+    if (doublings_ > 0) {
+      rebuild(most_slots_ >> --doublings_, [](uint64_t, double) { return true; });
       return;
     }
-    // About half of them; of equal counts some are kept by their number, or all might go.
-    std::vector<double> some;
-    for (size_t slot = 0; slot < keys_.size(); slot += 61)
-      if (keys_[slot] != kNone) some.push_back(counts_[slot]);
-    const auto middle = some.begin() + std::ssize(some) / 2;
-    std::ranges::nth_element(some, middle);
-    rebuild(keys_.size(), [median = *middle](uint64_t key, double count) {
-      return count > median || (count == median && hash_of(key) % 2 == 0);
+    double median = 0;
+    size_t equal = 0, kept_equal = used_ / 2;
+    {
+      std::vector<double> all;
+      all.reserve(used_);
+      for (size_t slot = 0; slot < keys_.size(); ++slot)
+        if (keys_[slot] != kNone) all.push_back(counts_[slot]);
+      const auto middle = all.begin() + std::ssize(all) / 2;
+      std::ranges::nth_element(all, middle);
+      median = *middle;
+      for (const double count : all) {
+        if (count == median) ++equal;
+        if (count > median) --kept_equal;
+      }
+    }
+    // Of those equal to the median as many as there is room for, from all parts of the table.
+    size_t seen = 0;
+    rebuild(keys_.size(), [&](uint64_t, double count) {
+      if (count != median) return count > median;
+      ++seen;
+      return seen * kept_equal / equal != (seen - 1) * kept_equal / equal;
     });
   }
 
   size_t most_slots_;
+  int doublings_ = 0;  // until there are so many
   size_t used_ = 0;
   std::vector<uint64_t> keys_;
   std::vector<double> counts_;
@@ -209,6 +236,7 @@ std::string flaw_of(const nmt::LexicalTable& table) {
   if (offsets.empty() || offsets.front() != 0 || offsets.back() != std::ssize(table.targets) ||
       !std::ranges::is_sorted(offsets))
     return "offsets do not fit targets";
+  if (table.best < 1) return "best is out of range";
   if (table.joined && std::ssize(offsets) - 1 != table.target_pieces)
     return "both sides have one vocabulary, but not as many pieces";
   if (table.probabilities.size() != table.targets.size()) return "probabilities do not fit targets";
@@ -226,7 +254,7 @@ nmt::LexicalTable learn_lexical_table(const Corpus& corpus, int64_t source_piece
                                       int64_t target_pieces, const LexicalOptions& options) {
   PieceCounts counts(options.workspace_mib);
   std::vector<int64_t> occurrences(static_cast<size_t>(target_pieces));
-  int64_t num_targets = 0;
+  int64_t num_targets = 0;  // of this round, those whose log p is known
   double log_probs = 0;
   // In the first round all targets of a piece are equally likely.
   for_pairs(corpus, [&](const auto& source, const auto& target) {
@@ -247,6 +275,7 @@ nmt::LexicalTable learn_lexical_table(const Corpus& corpus, int64_t source_piece
   std::vector<size_t> slots;
   for (int64_t round = 2; round <= options.rounds; ++round) {
     log_probs = 0;
+    num_targets = 0;
     for_pairs(corpus, [&](const auto& source, const auto& target) {
       slots.resize(source.size());
       for (const int32_t t : target) {
@@ -257,13 +286,14 @@ nmt::LexicalTable learn_lexical_table(const Corpus& corpus, int64_t source_piece
         }
         if (sum == 0) continue;  // all its pairs were given up
         log_probs += std::log(sum / static_cast<double>(source.size()));
+        ++num_targets;
         for (const size_t slot : slots)
           counts.add_at(slot, static_cast<double>(counts.probability(slot)) / sum);
       }
     });
     end_round(round);
   }
-  nmt::LexicalTable table = table_of(counts.by_source(source_pieces), options.best);
+  nmt::LexicalTable table = table_of(std::move(counts).by_source(source_pieces), options.best);
   table.target_pieces = target_pieces;
   for (int32_t piece = 0; piece < target_pieces; ++piece)
     if (occurrences[static_cast<size_t>(piece)] > 0) table.frequent.push_back(piece);
@@ -303,7 +333,8 @@ LexicalText read_lexical_text(const std::filesystem::path& path, const text::Tok
       continue;
     }
     ++num_known;
-    by_source[static_cast<size_t>(s->second)].push_back({t->second, probability});
+    by_source[static_cast<size_t>(s->second)].push_back(
+        {t->second, static_cast<float>(probability)});
   }
   if (num_known == 0) {
     throw ConfigError(path.string() + ": expected pieces of both vocabularies, got none in " +
@@ -311,8 +342,8 @@ LexicalText read_lexical_text(const std::filesystem::path& path, const text::Tok
   }
   result.table = table_of(std::move(by_source), best);
   result.table.target_pieces = target.num_pieces();
-  result.table.frequent.resize(static_cast<size_t>(target.num_pieces()));
-  std::iota(result.table.frequent.begin(), result.table.frequent.end(), 0);
+  for (int32_t piece = text::kEosId + 1; piece < target.num_pieces(); ++piece)
+    result.table.frequent.push_back(piece);
   return result;
 }
 
@@ -324,6 +355,7 @@ void write_lexical_table(const std::filesystem::path& path, const nmt::LexicalTa
                               view_of("frequent", DType::kI32, table.frequent)};
   TensorMetadata metadata = facts_of(vocabularies);
   metadata["target_pieces"] = std::to_string(table.target_pieces);
+  metadata["best"] = std::to_string(table.best);
   add_sums(metadata, tensors);
   write_safetensors(path.string(), tensors, metadata);
 }
@@ -353,8 +385,14 @@ nmt::LexicalTable read_lexical_table(const std::filesystem::path& path,
   } catch (const ConfigError& error) {
     refuse(one_line(error));
   }
-  const std::string pieces = entry_of(file.metadata(), "target_pieces");
-  std::from_chars(pieces.data(), pieces.data() + pieces.size(), table.target_pieces);
+  const auto number_of = [&](const char* name) {
+    const std::string text = entry_of(file.metadata(), name);
+    int64_t number = 0;
+    std::from_chars(text.data(), text.data() + text.size(), number);
+    return number;
+  };
+  table.target_pieces = number_of("target_pieces");
+  table.best = number_of("best");
   table.joined = facts.at("vocabulary.source_sha256") == facts.at("vocabulary.target_sha256");
   if (const auto flaw = flaw_of(table); !flaw.empty()) refuse(flaw);
   return table;

@@ -4,7 +4,8 @@
 // The file is safetensors: "offsets" int64 [source pieces + 1], "targets" int32 and "probabilities" float32, each source piece's
 // one after the other, the likeliest first; "frequent" int32, target pieces, the most frequent first. In the metadata "format" is
 // "cohort shortlist 1"; "vocabulary.source_sha256" and "vocabulary.target_sha256" are of the vocabularies' files;
-// "target_pieces" is how many there are; and summed_file.h tells the sums.
+// "target_pieces" is how many there are; "best" how many targets of a source piece were kept at most; and summed_file.h tells the
+// sums.
 #pragma once
 #include <cstdint>
 #include <filesystem>
@@ -21,15 +22,17 @@ namespace cohort::translate {
 struct LexicalOptions {
   int64_t rounds = 5;           ///< Of expectation maximisation, at least 1.
   int64_t best = 200;           ///< Targets kept of each source piece.
-  int64_t workspace_mib = 512;  ///< Memory for counts of pairs of pieces.
-  /// Called after each round with its number, from 1, and the mean of log p (natural) of a target piece before it.
+  int64_t workspace_mib = 512;  ///< Memory for counts of pairs of pieces, at least 1.
+  /// Called after each round with its number, from 1, and the mean of log p (natural) of a target piece before it, of those that
+  /// have pairs left.
   std::function<void(int64_t round, double log_prob)> on_round;
 };
 
 /// Learns p(target piece | source piece) from all pairs of `corpus`, by IBM model 1. The source's end id stands for the empty word.
 /// `frequent` are the target pieces that occur.
 ///
-/// Pairs of pieces that do not fit into the memory are given up in the first round: those with the smallest counts.
+/// Pairs of pieces that do not fit into the memory are given up in the first round: whenever it is full, the half of them with the
+/// smallest counts.
 /// The same corpus gives the same table. Local; one thread.
 /// Source: Brown et al. 1993, Computational Linguistics 19(2), section 4.1.
 nmt::LexicalTable learn_lexical_table(const Corpus& corpus, int64_t source_pieces,
@@ -41,8 +44,8 @@ struct LexicalText {
   int64_t num_unknown = 0;
 };
 
-/// Reads lines "target source probability", as fast_align's and Marian's extract-lex write them, pieces by their spelling; the source
-/// NULL is the empty word, lines with the target NULL are left out. `frequent` are all pieces in the vocabulary's order.
+/// Reads lines "target source probability", as Marian's extract-lex writes them, pieces by their spelling; the source NULL is the
+/// empty word, lines with the target NULL are left out. `frequent` are all pieces but the special ones, in the vocabulary's order.
 /// Errors: ConfigError that names file and line: cannot be read, not three fields, no probability in [0, 1]; no line has known
 ///         pieces.
 LexicalText read_lexical_text(const std::filesystem::path& path, const text::Tokenizer& source,

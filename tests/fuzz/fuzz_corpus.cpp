@@ -244,7 +244,7 @@ void write_shortlist(const Corpus& corpus) {
   const std::vector<TensorView> tensors{
       view("offsets", DType::kI64, offsets), view("targets", DType::kI32, targets),
       view("probabilities", DType::kF32, probabilities), view("frequent", DType::kI32, frequent)};
-  write_safetensors(corpus.path("small"), tensors, {{"target_pieces", "6"}});
+  write_safetensors(corpus.path("small"), tensors, {{"target_pieces", "6"}, {"best", "2"}});
 }
 
 void write_images(const Corpus& corpus) {

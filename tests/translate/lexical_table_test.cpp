@@ -112,7 +112,7 @@ TEST(LexicalTableTest, KeepsTheBestOfEachPiece) {
 }
 
 TEST(LexicalTableTest, PairsThatDoNotFitIntoMemoryAreTheRareOnes) {
-  // Some 90,000 pairs of pieces, where 1 MiB has places for 40,000.
+  // Some 90,000 pairs of pieces, where 1 MiB has places for 36,000.
   const Corpus corpus = made_corpus(30'000, 600);
   const auto whole = learn_lexical_table(corpus, 604, 614);
   const auto bounded = learn_lexical_table(corpus, 604, 614, {.workspace_mib = 1});
@@ -123,6 +123,39 @@ TEST(LexicalTableTest, PairsThatDoNotFitIntoMemoryAreTheRareOnes) {
     right +=
         bounded.targets[static_cast<size_t>(bounded.offsets[s])] == static_cast<int32_t>(s) + 10;
   EXPECT_GE(right, 590);
+}
+
+// Each pair once: all counts are equal, and whole target pieces lose their pairs.
+TEST(LexicalTableTest, PairsOfEqualCountsAreGivenUpUntilTheRestFits) {
+  constexpr int32_t kTargets = 120'000;
+  std::vector<Ids> sources, targets;
+  for (int32_t target = 4; target < kTargets; ++target) {
+    sources.push_back({4});
+    targets.push_back({target});
+  }
+  const Corpus corpus(sources, targets);
+  const auto after = [&](int64_t rounds, double& log_prob) {
+    return learn_lexical_table(corpus, 5, kTargets,
+                               {.rounds = rounds,
+                                .best = kTargets,
+                                .workspace_mib = 1,
+                                .on_round = [&](int64_t, double mean) { log_prob = mean; }});
+  };
+  double before = 0, log_prob = 0;
+  const auto table = after(1, before);
+  EXPECT_NEAR(before, -std::log(static_cast<double>(kTargets)), 1e-9);  // as below
+  // 22 bytes a place, of which 3/4 are taken at most; half of them are left when they are full.
+  constexpr size_t kMost = (1 << 20) / 22 * 3 / 4 + 1;
+  EXPECT_LE(table.targets.size(), kMost);
+  EXPECT_GE(table.targets.size(), kMost / 2 - 1);
+  std::map<int32_t, double> sums;
+  for (size_t i = 0; i < table.targets.size(); ++i)
+    sums[table.targets[i]] += static_cast<double>(table.probabilities[i]);
+  double expected = 0;
+  for (const auto& [target, sum] : sums)
+    expected += std::log(sum / 2) / static_cast<double>(sums.size());
+  after(2, log_prob);
+  EXPECT_NEAR(log_prob, expected, 1e-9);  // 40,000 sums of float64
 }
 
 class LexicalTableFileTest : public testing::Test {
@@ -149,6 +182,7 @@ TEST_F(LexicalTableFileTest, ComesBackWhole) {
   EXPECT_EQ(read.probabilities, table_.probabilities);
   EXPECT_EQ(read.frequent, table_.frequent);
   EXPECT_EQ(read.target_pieces, 26);
+  EXPECT_EQ(read.best, 200);
   EXPECT_FALSE(read.joined);
   // One vocabulary for both.
   vocabularies_[1] = vocabularies_[0];
@@ -202,6 +236,7 @@ TEST_F(LexicalTableFileTest, ATableThatCannotBeIsRefused) {
   EXPECT_EQ(written([](auto& t) { t.probabilities[0] = NAN; }),
             start + "a probability is not in [0, 1]");
   EXPECT_EQ(written([](auto& t) { t.target_pieces = 0; }), start + "target_pieces is out of range");
+  EXPECT_EQ(written([](auto& t) { t.best = 0; }), start + "best is out of range");
 }
 
 class LexicalTextTest : public testing::Test {
@@ -230,7 +265,10 @@ TEST_F(LexicalTextTest, LinesHaveTargetSourceProbability) {
   EXPECT_EQ(table.probabilities, (std::vector<float>{1e-3F, 0.5F, 0.25F}));
   EXPECT_EQ(table.offsets[4] - table.offsets[3], 1);
   EXPECT_EQ(table.offsets[6] - table.offsets[5], 2);
-  EXPECT_EQ(table.frequent.size(), static_cast<size_t>(target.num_pieces()));
+  EXPECT_EQ(table.best, 10);
+  Ids frequent;  // No place of the first is spent on the special pieces.
+  for (int32_t piece = 4; piece < target.num_pieces(); ++piece) frequent.push_back(piece);
+  EXPECT_EQ(table.frequent, frequent);
 }
 
 TEST_F(LexicalTextTest, BadLinesAreNamed) {
