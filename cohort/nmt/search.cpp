@@ -196,6 +196,8 @@ class Search {
       }
       for (const Candidate& next : log_probs.greatest(row, num_extensions(), banned)) add(next);
     }
+    // A shortlist may leave nothing but the end.
+    if (result.empty()) return endings(sentence, log_probs, first_row);
     std::ranges::stable_sort(result, std::greater{}, &Extension::log_prob);
     return result;
   }
@@ -298,6 +300,7 @@ std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor
                     "search: ", numbers.size(), " sentence numbers for ", source_BS.size(0),
                     " sentences");
   if (options.shortlist) check_shortlist(*options.shortlist, *model);
+  if (source_BS.size(0) == 0) return {};
   const at::NoGradGuard no_grad;
   const InEvaluation evaluating(*model);
   return Search(model, source_BS, source_lengths_B, options, numbers).run();

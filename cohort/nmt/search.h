@@ -23,7 +23,7 @@ struct SearchOptions {
   bool allow_unk = false;        ///< true: the id for unknown pieces may be chosen.
   double max_length_factor = 3;  ///< At most this times the source's tokens, plus 10 ...
   int64_t max_length = 256;      ///< ... and at most so many tokens, the end id not counted.
-  int64_t min_length = 0;        ///< At least so many, as far as that allows.
+  int64_t min_length = 0;        ///< At least so many, as far as that and the candidates allow.
   /// false: nobody asks for the hypotheses' log_prob and score, which greedy search of an int8 model then leaves without
   /// meaning. It is a little faster.
   bool scores = true;
@@ -57,8 +57,8 @@ struct Hypothesis {
 ///          its tokens there and its candidates back, once each; in sampling, all scores.
 /// Errors:  ConfigError for bad options, a shortlist of other vocabularies or one that the model cannot use among them; c10::ValueError for source tensors elsewhere; c10::Error if
 ///          the model's scores are not finite.
-/// Returns: by row of `source_BS`, `beam_size` hypotheses (fewer only if the vocabulary is
-///          smaller), the greatest score first.
+/// Returns: by row of `source_BS`, `beam_size` hypotheses, the greatest score first: fewer, but at least one, only if the
+///          vocabulary or the sentence's candidates are too few.
 std::vector<std::vector<Hypothesis>> search(Transformer& model, const at::Tensor& source_BS,
                                             const at::Tensor& source_lengths_B,
                                             const SearchOptions& options = {},

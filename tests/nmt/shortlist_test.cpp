@@ -228,6 +228,31 @@ TEST(ShortlistTest, FewerCandidatesThanPlacesOfTheBeamAreEnough) {
   }
 }
 
+TEST(ShortlistTest, WithoutAnyCandidateATranslationIsEmpty) {
+  Transformer model = wide_model(Precision::kFloat32);
+  const auto nothing = std::make_shared<const Shortlist>(
+      LexicalTable{.offsets = std::vector<int64_t>(kWords + 1), .target_pieces = kWords},
+      ShortlistOptions{});
+  const auto batch = test::make_test_batch(wide_sentences(3));
+  for (const int64_t beam_size : {1, 4}) {
+    const auto found =
+        search(model, batch.source_BS, batch.source_lengths_B,
+               {.beam_size = beam_size, .max_length = 4, .min_length = 1, .shortlist = nothing});
+    ASSERT_EQ(found.size(), 3U);
+    for (const auto& hypotheses : found) {
+      ASSERT_EQ(hypotheses.size(), 1U);
+      EXPECT_TRUE(hypotheses[0].tokens.empty());
+    }
+  }
+}
+
+TEST(ShortlistTest, NoSentencesHaveNoTranslations) {
+  Transformer model = wide_model(Precision::kFloat32);
+  const at::Tensor none = at::empty({0, 3}, at::kLong), lengths = at::empty({0}, at::kLong);
+  EXPECT_TRUE(search(model, none, lengths, {.shortlist = wide_shortlist()}).empty());
+  EXPECT_TRUE(search(model, none, lengths, {}).empty());
+}
+
 TEST(ShortlistTest, WhatCannotUseOneIsRefusedByName) {
   Transformer model = wide_model(Precision::kFloat32);
   const auto batch = test::make_test_batch(wide_sentences(2));
