@@ -35,7 +35,7 @@ constexpr std::array<std::pair<const char*, const char*>, nmt::kDecodeSections> 
 
 nmt::Transformer random_model(const std::string& preset, std::optional<nmt::Precision> asked,
                               uint64_t seed) {
-  const nmt::Precision precision = asked.value_or(nmt::best_precision());
+  const nmt::Precision precision = asked.value_or(nmt::best_precision(/*on_cpu=*/true));
   nmt::check_precision(precision, /*on_cpu=*/true);
   const bool int8 = precision == nmt::Precision::kInt8;
   nmt::Transformer model(nmt::preset(preset), int8 ? nmt::Precision::kFloat32 : precision);

@@ -21,6 +21,7 @@
 #include "cohort/comm/backend.h"
 #include "cohort/launch/cores.h"
 #include "cohort/launch/spawn.h"
+#include "cohort/nmt/product_rates.h"
 #include "cohort/parallel/strategy_advice.h"
 
 #include "apps/doctor/measure.h"
@@ -97,12 +98,14 @@ Json cuda() {
 
 Json products(int threads) {
   Json rates = {{"threads", threads}};
-  constexpr milliseconds kBudget{300};
-  for (const auto& [name, type] : {std::pair{"float32", at::kFloat}, {"bfloat16", at::kBFloat16}}) {
-    const double one = cohort::cli::measure_products(type, 1, kBudget);
-    const double all = threads == 1 ? one : cohort::cli::measure_products(type, threads, kBudget);
-    rates[name] = {{"one_thread_flop_per_s", one}, {"all_threads_flop_per_s", all}};
-  }
+  const auto measured = [](int count) {
+    return cohort::nmt::measure_products(count, /*columns=*/2048, milliseconds(600));
+  };
+  const auto one = measured(1), all = threads == 1 ? one : measured(threads);
+  rates["float32"] = {{"one_thread_flop_per_s", one.float32_flop_per_s},
+                      {"all_threads_flop_per_s", all.float32_flop_per_s}};
+  rates["bfloat16"] = {{"one_thread_flop_per_s", one.bfloat16_flop_per_s},
+                       {"all_threads_flop_per_s", all.bfloat16_flop_per_s}};
   return rates;
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "apps/doctor/measure.h"
 
-#include <ATen/Parallel.h>
 #include <algorithm>
+#include <chrono>
 #include <torch/types.h>
 #include <vector>
 
@@ -32,23 +32,6 @@ double seconds_of_sum(const comm::ProcessGroup& group, int64_t elements, int tim
 }
 
 }  // namespace
-
-double measure_products(at::ScalarType type, int threads, std::chrono::milliseconds budget) {
-  const at::NoGradGuard no_grad;
-  const int before = at::get_num_threads();
-  at::set_num_threads(threads);
-  const int64_t rows = 256 * int64_t{threads}, inner = 512, columns = 2048;
-  const at::Tensor a = at::randn({rows, inner}).to(type);
-  const at::Tensor b = at::randn({columns, inner}).to(type);
-  at::Tensor c = at::mm(a, b.t());
-  std::vector<double> seconds;
-  const auto end = Clock::now() + budget;
-  do {
-    seconds.push_back(seconds_of([&] { at::mm_out(c, a, b.t()); }));
-  } while (Clock::now() < end);
-  at::set_num_threads(before);
-  return 2.0 * static_cast<double>(rows * inner * columns) / median(seconds);
-}
 
 AllReduceRate measure_all_reduce(const comm::ProcessGroup& group) {
   constexpr int64_t kElements = 25 << 18;  // 25 MiB of float32

@@ -55,8 +55,10 @@ int run(EvaluateFlags& flags) {
   options.search.shortlist = flags.shortlist.read(flags.model);
   const auto group = flags.group.connect();
   flags.model.device = group.device().str();
+  auto& precision = flags.model.precision;
+  if (!precision && holds_int8(flags.model.model_dir)) precision = nmt::Precision::kInt8;
+  precision = translate::agreed_precision(precision, group);
   auto [model, tokenizers] = load_trained(flags.model);
-  const auto precision = translate::agreed_precision(model->precision(), group);
   const auto pairs = text::read_parallel_text(flags.test_sets);
   const auto corpus = translate::tokenize(pairs, tokenizers.source, tokenizers.target);
   train::Progress progress;
@@ -90,7 +92,7 @@ int run(EvaluateFlags& flags) {
                                          {"signature", signature},
                                          {"chrf", result.chrf.score},
                                          {"chrf_signature", chrf_signature},
-                                         {"precision", nmt::to_string(precision)}};
+                                         {"precision", nmt::to_string(*precision)}};
     std::printf("%s\n", line.dump().c_str());
     return 0;
   }
@@ -101,7 +103,7 @@ int run(EvaluateFlags& flags) {
   }
   std::printf("loss %.4f over %lld sentences, %d rank%s, %s\n", result.loss,
               static_cast<long long>(corpus.size()), group.size(), group.size() == 1 ? "" : "s",
-              nmt::to_string(precision).c_str());
+              nmt::to_string(*precision).c_str());
   std::printf("%s\n%s\n", text::format(result.bleu, signature).c_str(),
               text::format(result.chrf, chrf_signature).c_str());
   std::printf("copying the source would score %.2f\n", copied);

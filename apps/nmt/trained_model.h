@@ -52,13 +52,19 @@ struct ModelPlace {
   }
 };
 
+/// Whether best/ of the run in `model_dir` has 8-bit weights.
+/// Errors: ConfigError that names the file.
+inline bool holds_int8(const std::string& model_dir) {
+  return translate::has_int8_weights(train::read_manifest(model_dir + "/best"));
+}
+
 struct TrainedModel {
   nmt::Transformer model;
   translate::Tokenizers tokenizers;
 };
 
 /// Loads best/ of the run in `model_dir`.
-/// Without a precision: int8 if its weights are 8-bit, else the best of this CPU.
+/// Without a precision: int8 if its weights are 8-bit, else the best of this device.
 /// Errors: ConfigError that names the file, also for vocabularies of another model; for a precision that the model or the
 ///         device does not have.
 inline TrainedModel load_trained(const std::string& model_dir,
@@ -71,7 +77,7 @@ inline TrainedModel load_trained(const std::string& model_dir,
   translate::check_vocabularies(metadata, files);
   const bool stored_int8 = translate::has_int8_weights(metadata);
   const auto precision =
-      asked.value_or(stored_int8 ? nmt::Precision::kInt8 : nmt::best_precision());
+      asked.value_or(stored_int8 ? nmt::Precision::kInt8 : nmt::best_precision(on_cpu));
   const bool int8 = precision == nmt::Precision::kInt8;
   if (stored_int8 && !int8) {
     throw ConfigError(folder + " holds 8-bit weights, which " + nmt::to_string(precision) +

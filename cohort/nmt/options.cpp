@@ -94,12 +94,17 @@ bool multiplies_bfloat16() {
   return __builtin_cpu_supports("avx512bf16");
 }
 
-Precision best_precision() {
-  return precision_choice().precision;
+Precision faster_precision(double float32_flop_per_s, double bfloat16_flop_per_s) {
+  return bfloat16_flop_per_s >= kWorthwhileGain * float32_flop_per_s ? Precision::kBFloat16
+                                                                     : Precision::kFloat32;
+}
+
+Precision best_precision(bool on_cpu) {
+  return on_cpu ? precision_choice().precision : Precision::kBFloat16;
 }
 
 Precision parse_precision(const std::string& text) {
-  if (text == "auto") return best_precision();
+  if (text == "auto") return best_precision(/*on_cpu=*/true);
   if (text == "float32") return Precision::kFloat32;
   if (text == "bfloat16") return Precision::kBFloat16;
   if (text == "int8") return Precision::kInt8;

@@ -68,7 +68,9 @@ struct PrecisionChoice {
 
 /// Whether the processor has instructions for products of bfloat16.
 bool multiplies_bfloat16();
-/// bfloat16 where its products run kWorthwhileGain times as fast as float32's or more, else float32.
+/// bfloat16 where its products are kWorthwhileGain times as fast as float32's or more, else float32.
+Precision faster_precision(double float32_flop_per_s, double bfloat16_flop_per_s);
+/// faster_precision() of this CPU.
 ///
 /// Measured once per process, by the first call, in some 10 ms of CPU time of the calling thread, in which libtorch's number of
 /// threads is 1. Draws no random numbers. Processes of one job may run on different processors: translate::agreed_precision.
@@ -76,9 +78,9 @@ const PrecisionChoice& precision_choice();
 /// Far from what is found: 2 and more where bfloat16 is worth it, 0.6 where it is slower than float32. So noise does not change
 /// what is chosen.
 inline constexpr double kWorthwhileGain = 1.2;
-/// precision_choice().precision.
-Precision best_precision();
-/// Parses "float32", "bfloat16", "int8" or "auto", which is best_precision().
+/// precision_choice().precision, or elsewhere than on a CPU bfloat16: nothing is measured then.
+Precision best_precision(bool on_cpu);
+/// Parses "float32", "bfloat16", "int8" or "auto", which is best_precision() of the CPU.
 /// Errors: ConfigError for another text.
 Precision parse_precision(const std::string& text);
 /// Errors: ConfigError for bfloat16 on a CPU that does not multiply it, and for int8 elsewhere than on a CPU.

@@ -18,11 +18,18 @@ TEST(PrecisionTest, RanksThatDifferAreNamedOnAllOfThem) {
     };
     constexpr auto kBFloat16 = nmt::Precision::kBFloat16;
     EXPECT_EQ(agreed(kBFloat16, kBFloat16), kBFloat16);
-    EXPECT_EQ(agreed_precision(std::nullopt, group), nmt::best_precision());
+    EXPECT_EQ(agreed_precision(std::nullopt, group), nmt::best_precision(/*on_cpu=*/true));
     EXPECT_EQ(test::message_of<ConfigError>([&] { agreed(kBFloat16, nmt::Precision::kFloat32); }),
               "--precision: expected the same on all ranks, got bfloat16 on rank 0 and float32 on "
-              "rank 1: auto is what suits a rank's own processor, so name one");
+              "rank 1");
   });
+}
+
+TEST(PrecisionTest, ProcessorsThatSuitDifferentOnesComputeInFloat32) {
+  constexpr auto kFloat32 = nmt::Precision::kFloat32, kBFloat16 = nmt::Precision::kBFloat16;
+  EXPECT_EQ(common_precision({kBFloat16, kBFloat16}), kBFloat16);
+  EXPECT_EQ(common_precision({kBFloat16, kFloat32}), kFloat32);
+  EXPECT_EQ(common_precision({kFloat32, kBFloat16}), kFloat32);
 }
 
 }  // namespace precision_test
