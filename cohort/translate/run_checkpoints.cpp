@@ -110,6 +110,12 @@ Start find_start(const TrainingOptions& options) {
   return Start::kFresh;
 }
 
+std::string stored_precision(const std::string& model_dir) {
+  const train::Metadata metadata = train::read_manifest(model_dir + "/last");
+  const auto found = metadata.find("precision");
+  return found == metadata.end() ? "" : found->second;
+}
+
 void remove_earlier_run(const std::string& model_dir) {
   for (const char* made : kMadeByARun) fs::remove_all(fs::path(model_dir) / made);
 }

@@ -27,6 +27,9 @@ Fd hold_run_folder(const std::string& model_dir);
 /// Returns whether the run in the folder resumes. Local, for rank 0.
 /// Errors: ConfigError if it holds a run that can be neither continued nor replaced.
 Start find_start(const TrainingOptions& options);
+/// The precision of the run that resumes there; "" if it does not tell. Local, for rank 0.
+/// Errors: ConfigError if last/ is damaged.
+std::string stored_precision(const std::string& model_dir);
 /// Removes what an earlier run left there, but for its vocabularies and tokens.
 void remove_earlier_run(const std::string& model_dir);
 

@@ -322,17 +322,26 @@ TrainingResult train(const TrainingOptions& given, const comm::ProcessGroup& gro
   TrainingOptions options = resolve(given);
   const parallel::DeviceMesh mesh = parallel::init_strategy_mesh(
       group, options.strategy, static_cast<int>(options.tensor_parallel));
-  options.precision = agreed_precision(options.precision, group);
   auto valid_text = text::read_parallel_text(options.valid_sets);  // before anything is written
   Fd held_folder;
-  std::string decision;
+  std::string decision, precision_of_last;
   run_on_ranks(group, "the run's folder", group.rank() == 0, kFolderLimit, [&] {
     held_folder = hold_run_folder(options.model_dir);
     decision = find_start(options) == Start::kResume ? "resume" : "fresh";
+    if (decision == "resume") precision_of_last = stored_precision(options.model_dir);
   });
   const Start start = group.broadcast_object(decision) == "resume" ? Start::kResume : Start::kFresh;
+  // A choice that is measured may turn out otherwise the next time: it is the run's.
+  precision_of_last = group.broadcast_object(precision_of_last);
+  const bool keeps_precision = !options.precision && !precision_of_last.empty();
+  if (keeps_precision) {
+    options.precision = nmt::parse_precision(precision_of_last);
+    run_on_ranks(group, "the run's precision", true, kFolderLimit,
+                 [&] { nmt::check_precision(*options.precision, group.device().is_cpu()); });
+  }
+  options.precision = agreed_precision(options.precision, group);
   RunData data = prepare_data(options, std::move(valid_text), start, group);
-  return TrainingRun(options, start, std::move(data), mesh).loop();
+  return TrainingRun(options, start, std::move(data), mesh, keeps_precision).loop();
 }
 
 }  // namespace cohort::translate

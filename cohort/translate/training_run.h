@@ -35,9 +35,9 @@ inline constexpr std::chrono::minutes kFolderLimit{10};
 
 class TrainingRun {
  public:
-  // Collective.
+  // `keeps_precision`: that of `options` is of the run that resumes, for none was named. Collective.
   TrainingRun(const TrainingOptions& options, Start start, RunData data,
-              const parallel::DeviceMesh& mesh);
+              const parallel::DeviceMesh& mesh, bool keeps_precision);
   TrainingResult loop();
 
  private:

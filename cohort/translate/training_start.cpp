@@ -28,7 +28,7 @@ Log TrainingRun::make_log() const {
 }
 
 TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData data,
-                         const parallel::DeviceMesh& mesh)
+                         const parallel::DeviceMesh& mesh, bool keeps_precision)
     : options_(options),
       group_(mesh.world()),
       data_group_(parallel::data_axes(mesh).group()),
@@ -72,6 +72,10 @@ TrainingRun::TrainingRun(const TrainingOptions& options, Start start, RunData da
   if (start == Start::kResume) {
     load_last();
     log_.info("resumed", {{"epoch", state_.epoch + 1}, {"update", state_.updates}});
+    if (keeps_precision) {
+      log_.info("--precision auto: the run's precision is used again",
+                {{"precision", nmt::to_string(*options_.precision)}});
+    }
   }
   open_record();
   report_start();

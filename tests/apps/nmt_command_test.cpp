@@ -890,6 +890,24 @@ TEST_F(NmtCommandTest, FittedBatchesAreNotFittedAgain) {
   EXPECT_TRUE(has(other, "the rest of the epoch is planned again")) << other;
 }
 
+// One of both is not what is measured here, if the processor has both.
+TEST_F(NmtCommandTest, AutoIsThePrecisionOfTheRunThatResumes) {
+  for (const std::string precision : {"float32", "bfloat16"}) {
+    const std::string flags = bin("cohort-nmt") + " " + train_flags(precision);
+    const Ended first = shell(flags + "--after-batches 1 --precision " + precision);
+    if (first.output.find("this CPU does not multiply it") != std::string::npos) continue;
+    ASSERT_EQ(first.code, 0) << first.output;
+    const Ended resumed = shell(flags + "--after-batches 2 --precision auto");
+    EXPECT_NE(resumed.output.find("--precision auto: the run's precision is used again precision=" +
+                                  precision),
+              std::string::npos)
+        << resumed.output;
+    const auto manifest = nlohmann::json::parse(contents(path(precision + "/last/manifest.json")));
+    EXPECT_EQ(manifest["facts"]["precision"], precision);
+    EXPECT_EQ(manifest["facts"]["update"], "2");
+  }
+}
+
 // The other ranks say what rank 0 found, not that they lost it.
 TEST_F(NmtCommandTest, AllRanksHearWhyRankZeroCannotGoOn) {
   const auto expect_told = [&](const std::string& flags, const std::string& text) {
