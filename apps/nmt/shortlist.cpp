@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // `cohort nmt shortlist`: the file from which a search takes its candidates.
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <string>
 #include <system_error>
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/base/fd.h"
+#include "cohort/base/system_error.h"
 #include "cohort/cli/option_flags.h"
 #include "cohort/comm/process_group.h"
 #include "cohort/translate/lexical_table.h"
@@ -30,29 +35,33 @@ struct ShortlistFlags {
   translate::LexicalOptions options;
 };
 
-// The text as tokens, while this lives.
-class TemporaryTokens {
+// A file of its own beside `output`, while this lives.
+class TemporaryFile {
  public:
-  explicit TemporaryTokens(fs::path file) : file_(std::move(file)) {}
-  ~TemporaryTokens() {
+  explicit TemporaryFile(const std::string& output) : file_(output + ".XXXXXX") {
+    const Fd made(::mkstemp(file_.data()));
+    if (!made)
+      throw ConfigError("--output " + output + " cannot be written: " + system_reason(errno));
+  }
+  ~TemporaryFile() {
     std::error_code ignored;
     fs::remove(file_, ignored);
   }
-  TemporaryTokens(const TemporaryTokens&) = delete;
-  TemporaryTokens& operator=(const TemporaryTokens&) = delete;
-  const fs::path& file() const { return file_; }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+  const std::string& file() const { return file_; }
 
  private:
-  fs::path file_;
+  std::string file_;
 };
 
 nmt::LexicalTable learn(const ShortlistFlags& flags, const std::vector<fs::path>& vocabularies) {
   const text::Tokenizer source(vocabularies[0]), target(vocabularies[1]);
-  const TemporaryTokens tokens(flags.output + ".tokens");
+  const TemporaryFile tokens(flags.output);
   translate::build_token_cache(
       tokens.file(), {.text = flags.train_sets, .vocabularies = vocabularies, .lengths = {}},
       source, target);
-  const translate::Corpus corpus(std::make_shared<const SafetensorsFile>(tokens.file().string()));
+  const translate::Corpus corpus(std::make_shared<const SafetensorsFile>(tokens.file()));
   auto options = flags.options;
   options.on_round = [&](int64_t round, double log_prob) {
     std::printf("round %lld of %lld: log p of a target piece %.4f\n", static_cast<long long>(round),
@@ -92,9 +101,6 @@ void add_shortlist_command(CLI::App& app, Action& action) {
       "shortlist",
       "Learn which target pieces each source piece may become, for faster translation");
   auto flags = std::make_shared<ShortlistFlags>();
-  const auto limited = [](bool (*holds)(double), const char* expected) {
-    return rule(Limits{holds, expected});
-  };
   add_options(
       *command,
       {{"--model-dir", &flags->model_dir, "The run's folder", {.unit = kFolder, .required = true}},
@@ -112,14 +118,18 @@ void add_shortlist_command(CLI::App& app, Action& action) {
         {.unit = kFile, .excludes = "--train-sets"}},
        {"--output", &flags->output, "The shortlist's file", {.unit = kFile, .required = true}},
        {"--best", &flags->options.best, "Keep this many target pieces of each source piece",
-        limited([](double n) { return n >= 1 && n <= 1e6; }, "1 to 1000000")},
-       {"--rounds", &flags->options.rounds, "Rounds of expectation maximisation",
-        limited([](double n) { return n >= 1 && n <= 1000; }, "1 to 1000")},
+        rule({[](double n) { return n >= 1 && n <= 1e6; }, "1 to 1000000"})},
+       {"--rounds",
+        &flags->options.rounds,
+        "Rounds of expectation maximisation",
+        {.limits = {[](double n) { return n >= 1 && n <= 1000; }, "1 to 1000"},
+         .needs = "--train-sets"}},
        {"--workspace",
         &flags->options.workspace_mib,
         "Memory for counts of pairs of pieces; the rarest that do not fit are given up",
         {.unit = kMebibytes,
-         .limits = {[](double n) { return n >= 1 && n <= 40960; }, "1 to 40960"}}}});
+         .limits = {[](double n) { return n >= 1 && n <= 40960; }, "1 to 40960"},
+         .needs = "--train-sets"}}});
   command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
 }
 

@@ -33,11 +33,17 @@ struct ShortlistFlag {
         {.unit = kFile, .max_values = 4, .shown_default = "none"}};
   }
 
-  /// Errors: ConfigError for a file that is no shortlist of the model's vocabularies.
+  /// Errors: ConfigError for a file that is no shortlist of the model's vocabularies, or holds fewer pieces than BEST.
   std::shared_ptr<const nmt::Shortlist> read(const ModelPlace& model) const {
     if (file.empty()) return nullptr;
     const auto table =
         translate::read_lexical_table(file, translate::vocab_files(model.model_dir, model.vocabs));
+    if (taken.best > table.best) {
+      throw ConfigError(
+          "--shortlist " + file + ": expected BEST to be at most " + std::to_string(table.best) +
+          ", which were kept of each source piece (cohort nmt shortlist --best), got " +
+          std::to_string(taken.best));
+    }
     return std::make_shared<const nmt::Shortlist>(table, taken);
   }
 

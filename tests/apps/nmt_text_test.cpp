@@ -237,11 +237,16 @@ TEST_F(NmtTextTest, BatchesDoNotChangeTranslations) {
 
 TEST_F(NmtTextTest, AShortlistIsLearntAndUsed) {
   const std::string file = path("run.shortlist");
+  std::ofstream(file + ".tokens") << "a user's own\n";
   const Ended made =
       shell(bin("cohort-nmt") + " shortlist --model-dir " + path("run") + " --train-sets " +
             path("train.en") + " " + path("train.xx") + " --output " + file);
   ASSERT_EQ(made.code, 0) << made.output;
-  EXPECT_FALSE(std::filesystem::exists(file + ".tokens"));
+  EXPECT_EQ(contents(file + ".tokens"), "a user's own\n");
+  for (const auto& entry : std::filesystem::directory_iterator(path(""))) {
+    const std::string name = entry.path().filename().string();
+    EXPECT_TRUE(!name.starts_with("run.shortlist.") || name == "run.shortlist.tokens") << name;
+  }
   const auto translated = [&](const std::string& flags) {
     const Ended ended = shell(nmt("translate " + flags + " < ") + path("valid.en"));
     EXPECT_EQ(ended.code, 0) << ended.output;
@@ -276,7 +281,14 @@ TEST_F(NmtTextTest, AShortlistIsLearntAndUsed) {
   expect_refused("translate" + model + " --vocabs " + path("run") + "/source.spm " + path("run") +
                      "/source.spm --shortlist " + file + " < /dev/null",
                  "expected a shortlist made for the vocabulary");
+  expect_refused("translate" + model + " --shortlist " + file + " 9 201 < /dev/null",
+                 "run.shortlist: expected BEST to be at most 200, which were kept of each source "
+                 "piece (cohort nmt shortlist --best), got 201");
   expect_refused("score" + model + " --shortlist " + file, "--shortlist");
+  for (const std::string flag : {"--rounds", "--workspace"})
+    expect_refused("shortlist" + model + " --output " + path("x") + " --lexical-table " + file +
+                       " " + flag + " 3",
+                   flag + " requires --train-sets");
   expect_refused("shortlist" + model + " --output " + path("x"),
                  "expected either --train-sets or --lexical-table");
 }
