@@ -497,12 +497,17 @@ LogProbs::LogProbs(const at::Tensor& scores_NV, const std::optional<Questions>& 
   check_finite();
 }
 
-LogProbs::LogProbs(const at::Tensor& scores_NV, std::span<const std::span<const int32_t>> columns) {
-  TORCH_CHECK_VALUE(
-      scores_NV.is_cpu() && scores_NV.dim() == 2 && scores_NV.size(0) == std::ssize(columns),
-      "LogProbs: expected scores on the CPU with a row for each of ", columns.size(),
-      " lists of columns, got ", scores_NV.toString(), " ", scores_NV.sizes());
-  const at::Tensor given = scores_NV.contiguous();
+LogProbs::LogProbs(std::span<const at::Tensor> blocks,
+                   std::span<const std::span<const int32_t>> columns) {
+  std::vector<at::Tensor> given;
+  for (const at::Tensor& block : blocks) {
+    TORCH_CHECK_VALUE(block.is_cpu() && block.dim() == 2 && block.size(0) == std::ssize(columns) &&
+                          block.size(1) == blocks.front().size(1),
+                      "LogProbs: expected scores on the CPU with a row for each of ",
+                      columns.size(), " lists of columns, got ", block.toString(), " ",
+                      block.sizes());
+    given.push_back(block.contiguous());
+  }
   size_t most = 0;
   for (const auto& own : columns) {
     most = std::max(most, own.size());
@@ -511,13 +516,17 @@ LogProbs::LogProbs(const at::Tensor& scores_NV, std::span<const std::span<const 
   // All rows begin alike in memory.
   constexpr size_t kUnit = 64;
   most = (most + kUnit - 1) / kUnit * kUnit;
-  const at::Tensor chosen = at::empty({given.size(0), static_cast<int64_t>(most)}, given.options());
-  for_type("LogProbs", given, [&]<class T>(const LoopsOf<T>&, T*) {
-    const T* from = data<T>(given);
+  const at::Tensor& first = given.at(0);
+  const at::Tensor chosen = at::empty({first.size(0), static_cast<int64_t>(most)}, first.options());
+  for_type("LogProbs", first, [&]<class T>(const LoopsOf<T>&, T*) {
+    const auto width = static_cast<int32_t>(first.size(1));
+    std::vector<const T*> from;
+    for (const at::Tensor& block : given) from.push_back(data<T>(block));
     T* to = data<T>(chosen);
     for (const auto& own : columns) {
-      for (size_t i = 0; i < own.size(); ++i) to[i] = from[own[i]];
-      from += given.size(1);
+      for (size_t i = 0; i < own.size(); ++i)
+        to[i] = from[static_cast<size_t>(own[i] / width)][own[i] % width];
+      for (const T*& block : from) block += width;
       to += most;
     }
   });

@@ -172,10 +172,10 @@ class LogProbs {
   /// Scores of an 8-bit product. If these have no sums, `log_prob` is the score itself.
   explicit LogProbs(const Int8Scores& scores);
 
-  /// Row n of scores_NV has only the columns `columns[n]`, which here are 0, 1, ... in that order. For scores on the CPU. Its answers
-  /// depend on these scores alone.
+  /// Row n has only the columns `columns[n]`, which here are 0, 1, ... in that order, of scores in blocks of as many columns each.
+  /// For scores on the CPU. Its answers depend on these scores alone.
   /// Errors: as above.
-  LogProbs(const at::Tensor& scores_NV, std::span<const std::span<const int32_t>> columns);
+  LogProbs(std::span<const at::Tensor> blocks, std::span<const std::span<const int32_t>> columns);
 
   double at(int64_t row, int64_t column) const;
   /// The `count` columns with the greatest values, the greatest first and equal ones in order;

@@ -200,10 +200,14 @@ Int8Scores ProjectionImpl::scores(const at::Tensor& x, bool with_sums) {
 }
 
 at::Tensor ChosenRows::multiply(const at::Tensor& x) const {
-  if (blocks_.empty()) return whole_.multiply(x.to(at::kFloat), {}, 0, count_);
+  return at::cat(multiply_blocks(x), 1).narrow(1, 0, count_);
+}
+
+std::vector<at::Tensor> ChosenRows::multiply_blocks(const at::Tensor& x) const {
+  if (blocks_.empty()) return {whole_.multiply(x.to(at::kFloat), {}, 0, count_)};
   std::vector<at::Tensor> products;
   for (const Prepacked& block : blocks_) products.push_back(block.multiply(x, {}));
-  return at::cat(products, 1).narrow(1, 0, count_);
+  return products;
 }
 
 ChosenRows ProjectionImpl::choose(std::span<const int32_t> rows) {
@@ -637,11 +641,11 @@ at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& 
   return all_scores(next_states(last_N, state));
 }
 
-at::Tensor TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state,
-                                        const ChosenRows& pieces) {
+std::vector<at::Tensor> TransformerImpl::decode_step(const at::Tensor& last_N, DecoderState& state,
+                                                     const ChosenRows& pieces) {
   const at::Tensor states = next_states(last_N, state);
   const DecodeScope timed(DecodeSection::kVocabulary);
-  return pieces.multiply(states);
+  return pieces.multiply_blocks(states);
 }
 
 LogProbs TransformerImpl::decode_log_probs(const at::Tensor& last_N, DecoderState& state,

@@ -75,6 +75,8 @@ class ChosenRows {
  public:
   /// x [N, in]; returns [N, how many rows]; both in the compute type, which is float32 in an int8 model.
   at::Tensor multiply(const at::Tensor& x) const;
+  /// The same in blocks of columns, all of as many: the last may have some more, which mean nothing.
+  std::vector<at::Tensor> multiply_blocks(const at::Tensor& x) const;
 
  private:
   friend class ProjectionImpl;
@@ -283,10 +285,11 @@ class TransformerImpl : public torch::nn::Module {
                             const std::optional<Questions>& questions = std::nullopt,
                             bool with_sums = true);
 
-  /// The output projection to some target pieces; and the scores [N, pieces] of these, as decode_step's. On the CPU, of a whole
+  /// The output projection to some target pieces; and the scores [N, pieces] of these, as decode_step's, in multiply_blocks(). On the CPU, of a whole
   /// model.
   ChosenRows choose_pieces(std::span<const int32_t> pieces) { return generator_->choose(pieces); }
-  at::Tensor decode_step(const at::Tensor& last_N, DecoderState& state, const ChosenRows& pieces);
+  std::vector<at::Tensor> decode_step(const at::Tensor& last_N, DecoderState& state,
+                                      const ChosenRows& pieces);
 
   void train(bool on = true) override;
 
