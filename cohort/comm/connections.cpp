@@ -69,8 +69,11 @@ Connections Connections::where(
     const std::function<bool(const Endpoint& own, const Endpoint& peer)>& belongs) {
   Connections found;
   for_each_tcp_socket([&](int fd) {
-    if (!listens(fd) && belongs(endpoint_of(fd, ::getsockname), endpoint_of(fd, ::getpeername)))
-      found.sockets_[fd] = inode_of(fd);
+    // Another thread may close the descriptor meanwhile and open another socket with it.
+    const uint64_t inode = inode_of(fd);
+    if (!listens(fd) && belongs(endpoint_of(fd, ::getsockname), endpoint_of(fd, ::getpeername)) &&
+        inode_of(fd) == inode)
+      found.sockets_[fd] = inode;
   });
   return found;
 }
