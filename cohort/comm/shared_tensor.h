@@ -12,7 +12,8 @@ namespace cohort::comm {
 /// lie in memory that all its ranks see, over hierarchical that those of its host see, and
 /// collectives read them in place (docs/backends.md). Those of other groups and devices, and pinned
 /// ones, are at::empty's. Ranks need not allocate alike: where one's tensor lies elsewhere, a call
-/// copies, with the same bits.
+/// copies, with the same bits. The tensors of a call that has failed may still change: a rank that
+/// does not know yet reads and writes them.
 ///
 /// Local.
 /// Owner:  the tensor, which may outlive the group. A child that only forks does not have it.

@@ -163,6 +163,33 @@ TEST(ShmThreadsTest, TensorsAreReadInPlaceWithoutARace) {
   }
 }
 
+// A rank that ends its call at the closing step may change its tensor while another still reads it.
+TEST(ShmThreadsTest, WhatWasReadWhileACallEndedIsNotTakenForGood) {
+  constexpr size_t kRoomBytes = 1 << 20, kNumel = 50001;
+  const auto memory = zeros(SharedExchange::bytes_for(2));
+  const auto rooms = zeros(kRoomBytes * 2);
+  const std::vector<PeerProcess> peers(2);
+  std::vector<std::unique_ptr<SharedExchange>> exchanges;
+  for (int rank = 0; rank < 2; ++rank)
+    exchanges.push_back(std::make_unique<SharedExchange>(
+        memory.get(), rank, peers, kNames,
+        SharedExchange::Rooms{.first = rooms.get(), .bytes_each = kRoomBytes}));
+  std::atomic<bool> gone = false;
+  on_threads(2, [&](int rank) {
+    const auto index = static_cast<size_t>(rank);
+    SharedExchange& exchange = *exchanges[index];
+    const std::span own(rooms.get() + kRoomBytes * index, kNumel * 4);
+    const auto take = [&](size_t, size_t, const auto&) {
+      if (rank == 0) return;
+      exchanges[0]->abort();
+      while (!gone) std::this_thread::yield();
+    };
+    exchange.begin({}, std::chrono::steady_clock::now() + seconds(60));
+    EXPECT_THROW(exchange.show(own, own.size(), take), c10::DistBackendError);
+    if (rank == 0) gone = true;
+  });
+}
+
 TEST(ShmThreadsTest, AnAbortEndsTheWaitOfAllRanks) {
   const auto memory = zeros(SharedExchange::bytes_for(3));
   const std::vector<PeerProcess> peers(3);

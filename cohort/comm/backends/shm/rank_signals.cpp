@@ -65,7 +65,7 @@ RankSignals::~RankSignals() {
 }
 
 void RankSignals::begin(const SharedCall& call, Deadline deadline) {
-  if (const std::string aborted = aborted_text(); !aborted.empty()) fail_step(aborted);
+  check_aborted();
   lines_[rank_].calls[num_calls_++ % 2] = call;
   deadline_ = deadline;
   begun_ = Clock::now();
@@ -132,6 +132,12 @@ std::string RankSignals::aborted_text() const {
       return "the operation was aborted" + (peer == rank_ ? "" : " by " + name_of(peer));
   }
   return {};
+}
+
+// What was read before is not newer than what is looked at here.
+void RankSignals::check_aborted() const {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (const std::string aborted = aborted_text(); !aborted.empty()) fail_step(aborted);
 }
 
 // Before this rank arrives at the call after the next, no peer has more than one call to be read.

@@ -99,7 +99,7 @@ void SharedExchange::show(Message own, size_t most, const Take& take) {
   if (most >= kLeastInPlace && rooms_.bytes_each > 0 && find_places(own.data())) {
     std::copy(places_.begin(), places_.end(), pieces_.begin());
     take(0, most, pieces_);
-    return barrier();
+    return end_in_place();
   }
   show_in_slots(own, most, take);
 }
@@ -129,7 +129,7 @@ void SharedExchange::pass(const std::vector<Message>& messages, size_t most, con
         pieces_[peer] = places_[peer] + static_cast<size_t>(rank_) * most;
     }
     take(0, most, pieces_);
-    return barrier();
+    return end_in_place();
   }
   run_steps(
       num_pieces(most, passed_bytes_),
@@ -160,6 +160,11 @@ void SharedExchange::barrier() {
 
 void SharedExchange::all_reduce(const Reduction& reduction, std::byte* data, int64_t numel,
                                 int64_t bytes_each) {
+void SharedExchange::end_in_place() {
+  barrier();
+  signals_.check_aborted();
+}
+
   const auto bytes = static_cast<size_t>(numel * bytes_each);
   if (bytes >= kLeastInPlace && rooms_.bytes_each > 0 && find_places(data))
     return all_reduce_in_place(reduction, numel, bytes_each);
@@ -187,7 +192,7 @@ void SharedExchange::all_reduce_in_place(const Reduction& reduction, int64_t num
       if (peer != own) std::memcpy(places_[peer] + offset, places_[own] + offset, here);
     }
   }
-  barrier();
+  end_in_place();
 }
 
 // Of each piece every rank reduces a part, and shows its sums. Two kinds of steps follow each

@@ -21,7 +21,8 @@ namespace cohort::comm {
 ///
 /// Tensors of some length that lie in the room where each rank has memory which all ranks see are
 /// not put down: ranks read them in place, between two steps. The bits are the same. Ranks learn
-/// that by a step before; one whose tensor lies elsewhere leads all to the slots.
+/// that by a step before; one whose tensor lies elsewhere leads all to the slots. A rank whose call
+/// fails does not wait for those that still read and write its tensor.
 /// Collective: every function, in the same order on all ranks; blocks until `begin`'s deadline.
 /// Errors:     RankSignals'.
 /// Threads:    one; `abort` any.
@@ -78,6 +79,9 @@ class SharedExchange {
   void show_in_slots(Message own, size_t most, const Take& take);
   void all_reduce_in_place(const Reduction& reduction, int64_t numel, int64_t bytes_each);
   void all_reduce_by_parts(const Reduction& reduction, std::byte* data, int64_t numel,
+  /// Returns once no rank reads or writes in place any more.
+  /// Errors: also if a rank's call has failed: it may have changed its tensor while others read it.
+  void end_in_place();
                            int64_t bytes_each);
 
   const int rank_;
