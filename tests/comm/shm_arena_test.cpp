@@ -97,6 +97,32 @@ void check_parts(const ProcessGroup& group, at::ScalarType type, int64_t numel) 
 void check_roots(const ProcessGroup& group, at::ScalarType type, int64_t numel) {
   const int last = group.size() - 1;
   const at::Tensor terms = own_terms(group.rank(), numel, type);
+// What this rank writes to is read by others.
+void check_overlaps(const ProcessGroup& group) {
+  constexpr int64_t kNumel = 400003;
+  const int size = group.size();
+  const at::Tensor terms = own_terms(group.rank(), kNumel * size, at::kFloat);
+  for (int round = 0; round < 5; ++round) {
+    for (int part = 0; part < size; ++part) {
+      const at::Tensor whole = shared_copy(group, terms), expected = at::empty({kNumel});
+      group.reduce_scatter(expected, terms.clone());
+      group.reduce_scatter(whole.narrow(0, part * kNumel, kNumel), whole);
+      EXPECT_TRUE(at::equal(whole.narrow(0, part * kNumel, kNumel), expected)) << part;
+    }
+    const at::Tensor x = shared_copy(group, terms), expected = at::empty_like(terms);
+    group.all_to_all(expected, terms.clone());
+    group.all_to_all(x, x);
+    EXPECT_TRUE(at::equal(x, expected));
+  }
+}
+
+TEST(ShmArenaTest, AnOutputMayBeWhatAnotherOfTwoReads) {
+  test::ranks(2, check_overlaps, kShm);
+}
+TEST(ShmArenaTest, AnOutputMayBeWhatAnotherOfThreeReads) {
+  test::ranks(3, check_overlaps, kShm);
+}
+
   const at::Tensor sent = group.rank() == last ? shared_copy(group, terms) : at::empty_like(terms);
   group.broadcast(sent, last);
   EXPECT_TRUE(at::equal(sent, own_terms(last, numel, type))) << type << " of " << numel;

@@ -25,10 +25,11 @@ size_t lines_bytes(int world_size) {
   return static_cast<size_t>(world_size) * sizeof(RankLine);
 }
 
+constexpr std::byte kApart{};  // in no room
+
 // Where the messages begin if they lie end to end, all of `each` bytes; elsewhere if not, and null
 // if there are none.
 const std::byte* first_of(const std::vector<SharedExchange::Message>& messages, size_t each) {
-  static constexpr std::byte kApart{};  // in no room
   for (size_t i = 0; i < messages.size(); ++i) {
     if (messages[i].size() != each || messages[i].data() != messages[0].data() + i * each)
       return &kApart;
@@ -121,9 +122,10 @@ void SharedExchange::show_in_slots(Message own, size_t most, const Take& take) {
       });
 }
 
-void SharedExchange::pass(const std::vector<Message>& messages, size_t most, const Take& take) {
+void SharedExchange::pass(const std::vector<Message>& messages, size_t most, const Take& take,
+                          bool in_place) {
   if (most * pieces_.size() >= kLeastInPlace && rooms_.bytes_each > 0 &&
-      find_places(first_of(messages, most))) {
+      find_places(in_place ? first_of(messages, most) : &kApart)) {
     for (size_t peer = 0; peer < pieces_.size(); ++peer) {
       if (places_[peer] != nullptr)
         pieces_[peer] = places_[peer] + static_cast<size_t>(rank_) * most;
@@ -158,13 +160,13 @@ void SharedExchange::barrier() {
       1, [](size_t, std::byte*) {}, [](size_t, uint32_t) {});
 }
 
-void SharedExchange::all_reduce(const Reduction& reduction, std::byte* data, int64_t numel,
-                                int64_t bytes_each) {
 void SharedExchange::end_in_place() {
   barrier();
   signals_.check_aborted();
 }
 
+void SharedExchange::all_reduce(const Reduction& reduction, std::byte* data, int64_t numel,
+                                int64_t bytes_each) {
   const auto bytes = static_cast<size_t>(numel * bytes_each);
   if (bytes >= kLeastInPlace && rooms_.bytes_each > 0 && find_places(data))
     return all_reduce_in_place(reduction, numel, bytes_each);

@@ -55,8 +55,10 @@ class SharedExchange {
   void show(Message own, size_t most, const Take& take);
 
   /// Passes messages[r] to rank r; none: this rank passes nothing. `most`: bytes of the longest
-  /// that a rank passes to another. `take`: as of `show`.
-  void pass(const std::vector<Message>& messages, size_t most, const Take& take);
+  /// that a rank passes to another. `take`: as of `show`, but may write to this rank's messages,
+  /// behind what it has read: where it writes to one for another rank, `in_place` is false.
+  void pass(const std::vector<Message>& messages, size_t most, const Take& take,
+            bool in_place = true);
 
   /// Reduces `numel` elements of `bytes_each` at `data` over all ranks, in place.
   void all_reduce(const Reduction& reduction, std::byte* data, int64_t numel, int64_t bytes_each);
@@ -77,11 +79,11 @@ class SharedExchange {
   /// null if this rank has none.
   bool find_places(const std::byte* data);
   void show_in_slots(Message own, size_t most, const Take& take);
-  void all_reduce_in_place(const Reduction& reduction, int64_t numel, int64_t bytes_each);
-  void all_reduce_by_parts(const Reduction& reduction, std::byte* data, int64_t numel,
   /// Returns once no rank reads or writes in place any more.
   /// Errors: also if a rank's call has failed: it may have changed its tensor while others read it.
   void end_in_place();
+  void all_reduce_in_place(const Reduction& reduction, int64_t numel, int64_t bytes_each);
+  void all_reduce_by_parts(const Reduction& reduction, std::byte* data, int64_t numel,
                            int64_t bytes_each);
 
   const int rank_;

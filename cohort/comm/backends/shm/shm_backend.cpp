@@ -128,6 +128,11 @@ void take_piece(const at::Tensor& tensor, size_t offset, const std::byte* piece,
   if (to != piece) std::memcpy(to, piece, std::min(piece_bytes, tensor.nbytes() - offset));
 }
 
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const Message x = message_of(a), y = message_of(b);
+  return x.data() < y.data() + y.size() && y.data() < x.data() + x.size();
+}
+
 // Views of `world_size` equal parts.
 Tensors parts_of(const at::Tensor& tensor, int world_size) {
   return tensor.view({world_size, -1}).unbind(0);
@@ -385,6 +390,16 @@ void ShmBackend::gather_into(const Tensors& list, const at::Tensor& input) {
 }
 
 ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+// Whether an output lies where other ranks read what this one sends them.
+bool ShmBackend::writes_to_sent(const Tensors& outputs, const Tensors& inputs) const {
+  for (size_t peer = 0; peer < inputs.size(); ++peer) {
+    if (static_cast<int>(peer) == rank_) continue;
+    for (const at::Tensor& output : outputs)
+      if (overlap(output, inputs[peer])) return true;
+  }
+  return false;
+}
+
                                           const c10d::AllgatherOptions& options) {
   const at::Tensor input = only_dense(inputs, "allgather");
   TORCH_CHECK_VALUE(outputs.size() == 1, "shm allgather: expected one list of outputs, got ",
@@ -437,9 +452,12 @@ ShmBackend::WorkPtr ShmBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
   call.run = [this, output, root, list = is_root ? inputs[0] : Tensors()] {
     std::vector<Message> messages;
     for (const at::Tensor& part : list) messages.push_back(message_of(part));
-    exchange_.pass(messages, output.nbytes(), [&](size_t offset, size_t bytes, const auto& pieces) {
-      take_piece(output, offset, pieces[root], bytes);
-    });
+    exchange_.pass(
+        messages, output.nbytes(),
+        [&](size_t offset, size_t bytes, const auto& pieces) {
+          take_piece(output, offset, pieces[root], bytes);
+        },
+        !writes_to_sent({output}, list));
   };
   return launch(std::move(call));
 }
@@ -449,10 +467,13 @@ void ShmBackend::scatter_sums(const at::Tensor& output, const Tensors& inputs,
                               const Reduction& reduction) {
   std::vector<Message> messages;
   for (const at::Tensor& part : inputs) messages.push_back(message_of(part));
-  exchange_.pass(messages, output.nbytes(), [&](size_t offset, size_t bytes, const auto& pieces) {
-    const auto here = static_cast<int64_t>(std::min(bytes, output.nbytes() - offset));
-    comm::reduce(reduction, data_of(output) + offset, pieces, here / output.element_size());
-  });
+  exchange_.pass(
+      messages, output.nbytes(),
+      [&](size_t offset, size_t bytes, const auto& pieces) {
+        const auto here = static_cast<int64_t>(std::min(bytes, output.nbytes() - offset));
+        comm::reduce(reduction, data_of(output) + offset, pieces, here / output.element_size());
+      },
+      !writes_to_sent({output}, inputs));
 }
 
 ShmBackend::WorkPtr ShmBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -509,10 +530,13 @@ void ShmBackend::exchange(const Tensors& outputs, const Tensors& inputs) {
     }
   });
   if (!wrong.empty()) C10_THROW_ERROR(DistBackendError, wrong);
-  exchange_.pass(messages, most, [&](size_t offset, size_t bytes, const auto& pieces) {
-    for (size_t peer = 0; peer < ranks; ++peer)
-      take_piece(outputs[peer], offset, pieces[peer], bytes);
-  });
+  exchange_.pass(
+      messages, most,
+      [&](size_t offset, size_t bytes, const auto& pieces) {
+        for (size_t peer = 0; peer < ranks; ++peer)
+          take_piece(outputs[peer], offset, pieces[peer], bytes);
+      },
+      !writes_to_sent(outputs, inputs));
 }
 
 ShmBackend::WorkPtr ShmBackend::alltoall_base(at::Tensor& output, at::Tensor& input,

@@ -107,6 +107,7 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   void run(const BackendCall& call);
   void gather_into(const Tensors& list, const at::Tensor& input);
   void exchange(const Tensors& outputs, const Tensors& inputs);
+  bool writes_to_sent(const Tensors& outputs, const Tensors& inputs) const;
   void all_reduce_sparse(at::Tensor tensor);
   void scatter_sums(const at::Tensor& output, const Tensors& inputs, const Reduction& reduction);
   int checked_rank(int64_t rank, const char* name) const;
