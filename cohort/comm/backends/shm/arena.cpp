@@ -6,29 +6,29 @@
 #include <algorithm>
 #include <c10/core/CPUAllocator.h>
 #include <iterator>
-#include <unistd.h>
 #include <utility>
 
 namespace cohort::comm {
 
 Arena::Arena(std::shared_ptr<const SharedMemory> memory, size_t begin, size_t bytes)
-    : memory_(std::move(memory)), begin_(begin), bytes_(bytes), owner_(getpid()) {}
+    : memory_(std::move(memory)), begin_(begin), bytes_(bytes) {}
 
 // The other ranks may keep the file for long.
 Arena::~Arena() {
-  if (end_ > 0 && getpid() == owner_) memory_->release(begin_, end_);
+  if (end_ > 0) memory_->release(begin_, end_);
 }
 
 at::Tensor Arena::empty(int64_t numel, const at::TensorOptions& options) {
   if (numel == 0) return at::empty({0}, options);
   const size_t needed = static_cast<size_t>(numel) * options.dtype().itemsize();
   const size_t bytes = (needed + kGrain - 1) / kGrain * kGrain;
-  const size_t offset = take(bytes);
-  void* data = memory_->data() + begin_ + offset;
+  const std::optional<size_t> offset = take(bytes);
+  if (!offset) return at::empty({numel}, options);
+  void* data = memory_->data() + begin_ + *offset;
   c10::profiledCPUMemoryReporter().New(data, needed);
   return at::from_blob(
       data, {numel},
-      [arena = shared_from_this(), offset, bytes](void* freed) {
+      [arena = shared_from_this(), offset = *offset, bytes](void* freed) {
         c10::profiledCPUMemoryReporter().Delete(freed);
         arena->give_back(offset, bytes);
       },
@@ -41,7 +41,7 @@ void Arena::retire() {
 }
 
 // The shortest piece that is long enough: long ones stay whole.
-size_t Arena::take(size_t bytes) {
+std::optional<size_t> Arena::take(size_t bytes) {
   const std::lock_guard lock(mutex_);
   auto best = free_.end();
   for (auto piece = free_.begin(); piece != free_.end(); ++piece) {
@@ -57,9 +57,7 @@ size_t Arena::take(size_t bytes) {
   auto last = free_.empty() ? free_.end() : std::prev(free_.end());
   if (last != free_.end() && last->first + last->second != end_) last = free_.end();
   const size_t offset = last == free_.end() ? end_ : last->first;
-  TORCH_CHECK_WITH(OutOfMemoryError, bytes <= bytes_ - offset, "shm: expected ", bytes,
-                   " bytes for a tensor that ranks share, ", bytes_ - offset, " of ", bytes_,
-                   " are left");
+  if (bytes > bytes_ - offset) return std::nullopt;
   memory_->commit(begin_ + end_, offset + bytes - end_);
   if (last != free_.end()) free_.erase(last);
   end_ = offset + bytes;

@@ -6,7 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <sys/types.h>
+#include <optional>
 
 #include "cohort/comm/backends/shm/shared_memory.h"
 
@@ -23,14 +23,13 @@ class Arena : public std::enable_shared_from_this<Arena> {
  public:
   /// Of `memory`'s room the part [begin, begin + bytes).
   Arena(std::shared_ptr<const SharedMemory> memory, size_t begin, size_t bytes);
-  /// Not in a child that was only forked.
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  size_t bytes() const { return bytes_; }
-  /// Returns `numel` elements of undefined content, on a boundary of kGrain bytes.
-  /// Errors: c10::OutOfMemoryError in one line: the system has not so much memory left.
+  /// Returns `numel` elements of undefined content, on a boundary of kGrain bytes; an ordinary
+  /// tensor if they do not fit.
+  /// Errors: SharedMemory::commit's.
   at::Tensor empty(int64_t numel, const at::TensorOptions& options);
   /// From now on gives out no memory again: a rank that does not know yet that the group is dead
   /// may still write into what is freed.
@@ -39,13 +38,12 @@ class Arena : public std::enable_shared_from_this<Arena> {
   static constexpr size_t kGrain = 4096;
 
  private:
-  size_t take(size_t bytes);
+  std::optional<size_t> take(size_t bytes);
   void give_back(size_t offset, size_t bytes);
 
   const std::shared_ptr<const SharedMemory> memory_;
   const size_t begin_;
   const size_t bytes_;
-  const pid_t owner_;
   std::mutex mutex_;
   std::map<size_t, size_t> free_;  // bytes by offset; no two touch
   size_t end_ = 0;                 // up to here there is memory

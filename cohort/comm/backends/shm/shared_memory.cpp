@@ -200,7 +200,8 @@ bool is_peer_of_user(const Fd& connection, uid_t user) {
          peer.uid == user;
 }
 
-SharedMemory::SharedMemory(Fd file, size_t bytes) : file_(std::move(file)), bytes_(bytes) {
+SharedMemory::SharedMemory(Fd file, size_t bytes, bool has_room)
+    : owner_(getpid()), file_(std::move(file)), bytes_(bytes) {
   const int flags = MAP_SHARED | (file_ ? 0 : MAP_ANONYMOUS);
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, file_.get(), 0);
   if (mapped == MAP_FAILED) fail_to_share("mmap of " + std::to_string(bytes) + " bytes", errno);
@@ -209,6 +210,7 @@ SharedMemory::SharedMemory(Fd file, size_t bytes) : file_(std::move(file)), byte
   madvise(mapped, bytes, MADV_DONTFORK);
   // Most of it is room, and what is not is no business of a core file that several ranks write.
   madvise(mapped, bytes, MADV_DONTDUMP);
+  if (!has_room) file_.reset();
 }
 
 void SharedMemory::commit(size_t begin, size_t bytes) const {
@@ -218,29 +220,30 @@ void SharedMemory::commit(size_t begin, size_t bytes) const {
 }
 
 void SharedMemory::release(size_t begin, size_t bytes) const {
+  if (getpid() != owner_) return;
   fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
             static_cast<off_t>(bytes));
 }
 
 SharedMemory::~SharedMemory() {
-  if (data_ != nullptr) munmap(data_, bytes_);
+  if (data_ != nullptr && getpid() == owner_) munmap(data_, bytes_);
 }
 
 SharedMemory SharedMemory::share(c10d::Store& store, int rank, int world_size, size_t bytes,
                                  milliseconds timeout, size_t room) {
   const auto deadline = Clock::now() + timeout;
-  if (world_size == 1) return {Fd(), bytes};
+  if (world_size == 1) return {Fd(), bytes, false};
   if (rank != 0) {
     store.wait({kSecret}, timeout);
     const std::string secret = store.get_to_str(kSecret);
     if (secret.empty()) fail_to_share("rank 0 has no memory to share");
     auto [file, size] = fetch(store.get_to_str(kSocket), secret, rank, bytes, deadline);
-    return {std::move(file), size};
+    return {std::move(file), size, size > bytes};
   }
   try {
     Fd file = make_memory(bytes, room);
     hand_over(file, store, world_size, deadline);
-    return {std::move(file), bytes + room};
+    return {std::move(file), bytes + room, room > 0};
   } catch (const std::exception&) {
     if (!store.check({kSecret})) store.set(kSecret, std::string());
     throw;

@@ -12,7 +12,8 @@
 
 namespace cohort::comm {
 
-/// A mapping of it; move only. Zeros at first.
+/// A mapping of it; move only. Zeros at first. In a child that was only forked it is not there, and
+/// its destructor and `release` do nothing.
 class SharedMemory {
  public:
   /// Maps `bytes` of memory that all ranks of `store` share: rank 0 makes it (memfd_create) and
@@ -27,7 +28,8 @@ class SharedMemory {
                             std::chrono::milliseconds timeout, size_t room = 0);
 
   SharedMemory(SharedMemory&& other) noexcept
-      : file_(std::move(other.file_)),
+      : owner_(other.owner_),
+        file_(std::move(other.file_)),
         data_(std::exchange(other.data_, nullptr)),
         bytes_(std::exchange(other.bytes_, 0)) {}
   SharedMemory& operator=(SharedMemory&&) = delete;
@@ -37,14 +39,17 @@ class SharedMemory {
   size_t size() const { return bytes_; }  ///< With the room.
 
   /// Gives the part [begin, begin + bytes) of the room memory. Zeros, unless it has some already.
-  /// Errors: c10::OutOfMemoryError in one line: there is not so much. Not by a signal later.
+  /// Errors: c10::OutOfMemoryError in one line: the system refuses so much. One that overcommits
+  ///         refuses little: it ends a process when memory runs out, as with other memory.
   void commit(size_t begin, size_t bytes) const;
   /// Gives the memory of that part back to the system.
   void release(size_t begin, size_t bytes) const;
 
  private:
-  SharedMemory(Fd file, size_t bytes);  // no file: this process's own memory
+  // No file: this process's own memory.
+  SharedMemory(Fd file, size_t bytes, bool has_room);
 
+  pid_t owner_;
   Fd file_;  // none where there is no room
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;

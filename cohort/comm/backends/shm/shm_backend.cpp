@@ -166,8 +166,9 @@ Tensors split_rows(const at::Tensor& tensor, const std::vector<int64_t>& splits,
 }
 
 // What a rank tells the others of itself.
-std::string describe_self() {
-  return own_host() + " " + std::to_string(getpid()) + " " + process_stat(getpid(), 22);
+std::string describe_self(size_t room_each) {
+  return own_host() + " " + std::to_string(getpid()) + " " + process_stat(getpid(), 22) + " " +
+         std::to_string(room_each);
 }
 
 std::vector<int> numbers_of(const BackendRequest& request, std::vector<int> names) {
@@ -178,9 +179,11 @@ std::vector<int> numbers_of(const BackendRequest& request, std::vector<int> name
   return names;
 }
 
-std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::vector<int>& names) {
+// Makes `room_each` the least that a rank has.
+std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::vector<int>& names,
+                                    size_t& room_each) {
   const auto key = [](int rank) { return "process/" + std::to_string(rank); };
-  request.store->set(key(request.rank), describe_self());
+  request.store->set(key(request.rank), describe_self(room_each));
   const std::string own = own_host();
   std::vector<PeerProcess> peers;
   for (int peer = 0; peer < request.world_size; ++peer) {
@@ -189,7 +192,9 @@ std::vector<PeerProcess> find_peers(const BackendRequest& request, const std::ve
     const std::string name = std::to_string(names[static_cast<size_t>(peer)]);
     std::string host, started;
     pid_t pid = -1;
-    text >> host >> pid >> started;
+    size_t room = 0;
+    text >> host >> pid >> started >> room;
+    room_each = std::min(room_each, room);
     if (host != own) {
       throw ConfigError("backend shm: expected all ranks on one host, rank " + name + " is on " +
                         host.substr(0, host.find('/')) + " or in other namespaces: use gloo");
@@ -218,29 +223,33 @@ bool is_limited(int resource) {
          limit.rlim_cur != RLIM_INFINITY;
 }
 
-// Addresses for the tensors of all ranks: as much for each as the machine has memory.
-size_t room_for(int world_size) {
-  constexpr size_t kMostAddresses = size_t{4} << 40U;  // of 128 TiB that a process has
+// Addresses for the tensors of each rank that this process can have: twice its share of the machine's
+// memory, for ranks need not take alike. Many groups have room beside each other.
+size_t room_of_each(int world_size) {
+  constexpr size_t kMostAddresses = size_t{512} << 30U;  // of 128 TiB that a process has
   if (world_size == 1) return 0;
-  if (is_limited(RLIMIT_FSIZE) || is_limited(RLIMIT_AS)) {
+  const size_t installed =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto ranks = static_cast<size_t>(world_size);
+  const size_t each =
+      std::min(2 * installed, kMostAddresses) / ranks / Arena::kGrain * Arena::kGrain;
+  const size_t all = own_bytes(world_size) + each * ranks;
+  const bool limited = is_limited(RLIMIT_FSIZE) || is_limited(RLIMIT_AS);
+  void* tried =
+      limited ? MAP_FAILED
+              : mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (tried == MAP_FAILED) {
     TORCH_WARN_ONCE(
         "shm: a limit of file sizes or addresses (ulimit -f, ulimit -v) leaves no room for tensors "
         "that ranks share: collectives copy them");
     return 0;
   }
-  const size_t installed =
-      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const auto ranks = static_cast<size_t>(world_size);
-  return std::min(installed, kMostAddresses / ranks) / Arena::kGrain * Arena::kGrain * ranks;
-}
-
-size_t room_of_each(const SharedMemory& memory, int world_size) {
-  return (memory.size() - own_bytes(world_size)) / static_cast<size_t>(world_size);
+  munmap(tried, all);
+  return each;
 }
 
 std::shared_ptr<Arena> make_arena(const std::shared_ptr<const SharedMemory>& memory, int rank,
-                                  int world_size) {
-  const size_t each = room_of_each(*memory, world_size);
+                                  int world_size, size_t each) {
   if (each == 0) return nullptr;
   return std::make_shared<Arena>(memory, own_bytes(world_size) + static_cast<size_t>(rank) * each,
                                  each);
@@ -252,14 +261,15 @@ ShmBackend::ShmBackend(const BackendRequest& request, std::vector<int> names)
     : Backend(request.rank, request.world_size),
       timeout_(request.timeout),
       names_(numbers_of(request, std::move(names))),
-      peers_(find_peers(request, names_)),
+      room_each_(room_of_each(request.world_size)),
+      peers_(find_peers(request, names_, room_each_)),
       memory_(std::make_shared<const SharedMemory>(SharedMemory::share(
           *request.store, request.rank, request.world_size, own_bytes(request.world_size),
-          request.timeout, room_for(request.world_size)))),
-      arena_(make_arena(memory_, request.rank, request.world_size)),
-      exchange_(memory_->data(), request.rank, peers_, names_,
-                {.first = memory_->data() + own_bytes(request.world_size),
-                 .bytes_each = room_of_each(*memory_, request.world_size)}),
+          request.timeout, room_each_ * static_cast<size_t>(request.world_size)))),
+      arena_(make_arena(memory_, request.rank, request.world_size, room_each_)),
+      exchange_(
+          memory_->data(), request.rank, peers_, names_,
+          {.first = memory_->data() + own_bytes(request.world_size), .bytes_each = room_each_}),
       mailbox_(memory_->data() + exchange_bytes(request.world_size), request.rank, peers_,
                [this] { exchange_.abort(); }) {
   init();
@@ -380,16 +390,6 @@ ShmBackend::WorkPtr ShmBackend::reduce(Tensors& tensors, const c10d::ReduceOptio
   return launch(std::move(call));
 }
 
-// Shows this rank's tensor, and takes every rank's into `list`; an empty one takes none.
-void ShmBackend::gather_into(const Tensors& list, const at::Tensor& input) {
-  const Message own = message_of(input);
-  exchange_.show(own, own.size(), [&](size_t offset, size_t bytes, const auto& pieces) {
-    for (size_t peer = 0; peer < list.size(); ++peer)
-      take_piece(list[peer], offset, pieces[peer], bytes);
-  });
-}
-
-ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
 // Whether an output lies where other ranks read what this one sends them.
 bool ShmBackend::writes_to_sent(const Tensors& outputs, const Tensors& inputs) const {
   for (size_t peer = 0; peer < inputs.size(); ++peer) {
@@ -400,6 +400,16 @@ bool ShmBackend::writes_to_sent(const Tensors& outputs, const Tensors& inputs) c
   return false;
 }
 
+// Shows this rank's tensor, and takes every rank's into `list`; an empty one takes none.
+void ShmBackend::gather_into(const Tensors& list, const at::Tensor& input) {
+  const Message own = message_of(input);
+  exchange_.show(own, own.size(), [&](size_t offset, size_t bytes, const auto& pieces) {
+    for (size_t peer = 0; peer < list.size(); ++peer)
+      take_piece(list[peer], offset, pieces[peer], bytes);
+  });
+}
+
+ShmBackend::WorkPtr ShmBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) {
   const at::Tensor input = only_dense(inputs, "allgather");
   TORCH_CHECK_VALUE(outputs.size() == 1, "shm allgather: expected one list of outputs, got ",

@@ -59,8 +59,8 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
   }
   bool compares_numbers() const override { return true; }
 
-  /// False where this rank is alone, or the system limits the size of files or of addresses: the
-  /// same on all ranks.
+  /// False where this rank is alone, or the system limits the size of files or the addresses of one
+  /// of the ranks: the same on all.
   bool supportsTensorAlloc(c10::DeviceIndex) override { return arena_ != nullptr; }
   /// Arena::empty. Local: the ranks need not allocate alike.
   /// Threads: any.
@@ -114,6 +114,7 @@ class ShmBackend : public c10d::Backend, public NumberedBackend {
 
   std::atomic<std::chrono::milliseconds> timeout_;
   const std::vector<int> names_;    // by rank
+  size_t room_each_;                // bytes of addresses for the tensors of a rank, on all alike
   std::vector<PeerProcess> peers_;  // by rank
   const std::shared_ptr<const SharedMemory> memory_;
   const std::shared_ptr<Arena> arena_;  // may be none
