@@ -3,17 +3,20 @@
 // ranks of several hosts; the tests of collectives and of failures run over it so, too
 // (COHORT_TEST_BACKEND, COHORT_TEST_HOSTS).
 #include <ATen/ATen.h>
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <map>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "cohort/comm/process_group.h"
+#include "cohort/comm/shared_tensor.h"
 
 #include "bench/collective_traffic.h"
 #include "bench/sent_bytes.h"
 #include "tests/support/hosts.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
+#include "tests/support/shared_mapping.h"
 
 namespace cohort::comm {
 namespace hierarchical_test {
@@ -87,7 +90,18 @@ void check_sums(const Hosts& hosts) {
         const at::Tensor inside = all.narrow(0, part * rank, part);
         group.reduce_scatter(inside, all);
         EXPECT_TRUE(at::equal(inside, expected)) << "in place";
+        const at::Tensor shared = empty_shared(group, all.numel(), type).copy_(kept);
+        group.reduce_scatter(own, shared);
+        EXPECT_TRUE(at::equal(own, expected)) << "read where it is";
+        EXPECT_TRUE(at::equal(shared, kept));
       }
+      const at::Tensor expected = sum_in_order(hosts, 800003, type);
+      const at::Tensor shared =
+          empty_shared(group, 800003, type).copy_(terms_of(rank, 800003, type));
+      const bool shares = std::ranges::count(hosts, hosts[static_cast<size_t>(rank)]) > 1;
+      EXPECT_EQ(shares_tensors(group), shares);
+      EXPECT_EQ(test::shared_mapping_of(shared) != nullptr, shares);
+      EXPECT_TRUE(at::equal(group.all_reduce(shared), expected)) << "summed where it is";
     }
   });
 }

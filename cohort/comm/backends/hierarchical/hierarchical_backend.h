@@ -42,7 +42,7 @@ namespace cohort::comm {
 ///           network has the tensor's dtype: bfloat16 and float16 are combined in float32 and rounded
 ///           once inside, once between hosts. AVG and PREMUL_SUM are the sum and then one division
 ///           or multiplication, at the end.
-/// Memory:   reduce_scatter takes its host's part of the sum, and all operations some 4 MiB, on
+/// Memory:   reduce_scatter takes its host's part of the sum, and all operations some 6 MiB, on
 ///           leaders; `allgather` and `reduce_scatter` of lists one tensor of all ranks' elements, on
 ///           every rank.
 /// Threads:  one caller at a time; `abort` any.
@@ -134,6 +134,7 @@ class HierarchicalBackend : public c10d::Backend, public NumberedBackend {
   c10::intrusive_ptr<c10d::Backend> all_;
   c10::intrusive_ptr<ShmBackend> inside_;  // none where this rank is alone on its host
   std::vector<std::byte> scratch_;         // outlives the messages of leaders_
+  at::Tensor scatter_scratch_;             // so does it; the ranks of the host read it
   std::optional<LeaderExchange> leaders_;  // of leaders
 
   std::mutex mutex_;

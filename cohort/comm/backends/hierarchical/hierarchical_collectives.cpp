@@ -55,16 +55,20 @@ int place_before(int place, bool one_piece) {
 // next may begin before the last one is reduced.
 class LeaderScatter {
  public:
-  // `piece`: elements, a multiple of 64.
+  // `piece`: elements, a multiple of 64. `inside`: whose ranks read of `scratch`, which grows.
   LeaderScatter(LeaderExchange& leaders, const std::vector<HostRun>& runs, int64_t piece,
-                const at::TensorOptions& options, std::vector<std::byte>& scratch)
+                const at::TensorOptions& options, c10d::Backend* inside, at::Tensor& scratch)
       : leaders_(leaders), runs_(runs), piece_(piece), options_(options), scratch_(scratch) {
     num_slots_ = std::ssize(runs);
     for (const HostRun& run : runs) {
       first_received_.push_back(num_slots_);
       if (run.host == leaders.rank()) num_slots_ += leaders.size();
     }
-    scratch.resize(std::max(scratch.size(), 2 * num_slots_ * slot_bytes()));
+    const int64_t bytes = 2 * num_slots_ * slot_bytes();
+    if (scratch.defined() && scratch.numel() >= bytes) return;
+    const bool shares = inside != nullptr && inside->supportsTensorAlloc(-1);
+    scratch.reset();
+    scratch = shares ? inside->allocateTensor(bytes, at::kByte) : at::empty({bytes}, at::kByte);
   }
 
   // Copies this host's terms of a run, for the input keeps its content.
@@ -102,10 +106,11 @@ class LeaderScatter {
   }
 
  private:
-  size_t slot_bytes() const { return static_cast<size_t>(piece_) * options_.dtype().itemsize(); }
+  int64_t slot_bytes() const { return piece_ * static_cast<int64_t>(options_.dtype().itemsize()); }
   at::Tensor slot(int64_t round, int64_t number, int64_t numel) const {
-    const auto place = static_cast<size_t>(round % 2 * num_slots_ + number);
-    return at::from_blob(scratch_.data() + place * slot_bytes(), {numel}, options_);
+    const int64_t place = round % 2 * num_slots_ + number;
+    return at::from_blob(scratch_.mutable_data_ptr<uint8_t>() + place * slot_bytes(), {numel},
+                         options_);
   }
   at::Tensor received(int64_t round, size_t run, int host, int64_t numel) const {
     return slot(round, first_received_[run] + host, numel);
@@ -115,7 +120,7 @@ class LeaderScatter {
   const std::vector<HostRun>& runs_;
   const int64_t piece_;
   const at::TensorOptions options_;
-  std::vector<std::byte>& scratch_;
+  const at::Tensor& scratch_;
   int64_t num_slots_ = 0;                // of a round
   std::vector<int64_t> first_received_;  // by run: slot of what leader 0 sends
   std::array<LeaderExchange::Batch, 2> messages_;
@@ -256,7 +261,8 @@ void HierarchicalBackend::scatter_reduced(const at::Tensor& output, const at::Te
   for (const HostRun& run : runs_) longest = std::max(longest, run.count * each);
   const int64_t rounds = count_pieces(longest, piece);
   std::optional<LeaderScatter> between;
-  if (leaders_) between.emplace(*leaders_, runs_, piece, output.options(), scratch_);
+  if (leaders_)
+    between.emplace(*leaders_, runs_, piece, output.options(), inside_.get(), scatter_scratch_);
   // By the index of the rank in its host. A rank that is alone needs no memory for others.
   const int64_t num_inside = std::ssize(own_group());
   const at::Tensor results =
