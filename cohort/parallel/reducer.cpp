@@ -95,11 +95,6 @@ BucketIndices Reducer::layout() const {
   return result;
 }
 
-void Reducer::share_buckets(const comm::ProcessGroup& group) {
-  shared_by_ = group;
-  move_buckets();
-}
-
 bool Reducer::rebuild_buckets() {
   const bool rebuilt = c10d::Reducer::rebuild_buckets();
   if (rebuilt) move_buckets();
@@ -108,14 +103,14 @@ bool Reducer::rebuild_buckets() {
 
 // libtorch would ask the backend itself, but for a variable of the environment.
 void Reducer::move_buckets() {
-  if (!comm::shares_tensors(shared_by_)) return;
+  if (!comm::shares_tensors(group_)) return;
   for (Bucket& bucket : buckets_) {
     if (!bucket.gradients.defined() || bucket.expect_sparse_gradient ||
         !bucket.gradients.device().is_cpu())
       continue;
     c10::StorageImpl* storage = bucket.gradients.storage().unsafeGetStorageImpl();
     const auto bytes = static_cast<int64_t>(storage->nbytes());
-    const at::Tensor shared = comm::empty_shared(shared_by_, bytes, at::kByte);
+    const at::Tensor shared = comm::empty_shared(group_, bytes, at::kByte);
     // Gradients of an earlier backward may lie there; the pages of the rest have never been written.
     if (gradient_as_bucket_view_)
       std::memcpy(shared.mutable_data_ptr(), storage->data(), storage->nbytes());
@@ -257,12 +252,10 @@ std::shared_ptr<Reducer> make_reducer(const std::vector<NamedTensor>& parameters
   }
   const std::vector<int64_t> limits = caps(options);
   auto reducer = std::make_shared<Reducer>(
-      tensors, initial_buckets(parameters, options),
-      c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.c10d_group()), sparse,
-      limits.back(), options.find_unused_parameters, options.gradient_as_bucket_view, names,
-      limits.front(), options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
+      group, tensors, initial_buckets(parameters, options), sparse, limits.back(),
+      options.find_unused_parameters, options.gradient_as_bucket_view, names, limits.front(),
+      options.skip_all_reduce_unused_params, /*use_python_reducer=*/false,
       options.bucket_cap_mb_list.empty() ? std::vector<int64_t>{} : limits);
-  reducer->share_buckets(group);
   if (!options.rebuild_buckets || !options.bucket_layout.empty()) reducer->keep_layout();
   return reducer;
 }

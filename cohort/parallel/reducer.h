@@ -4,7 +4,9 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <utility>
 #include <vector>
 
 #include "cohort/parallel/comm_hook.h"
@@ -20,12 +22,19 @@ using BucketIndices = std::vector<std::vector<size_t>>;
 /// Threads: as c10d::Reducer: the one that runs backward.
 class Reducer : public c10d::Reducer {
  public:
-  using c10d::Reducer::Reducer;
-
-  /// Moves the buckets, these and those of every rebuild, to memory that `group`'s backend reads in
-  /// place, if it has such (comm/shared_tensor.h). None is there twice but while it moves.
+  /// c10d's arguments `args` without its process group, which is `group`'s. The buckets, these and
+  /// those of every rebuild, lie in memory that its backend reads in place, if it has such
+  /// (comm/shared_tensor.h). None is there twice but while it moves.
   /// Errors: c10::OutOfMemoryError.
-  void share_buckets(const comm::ProcessGroup& group);
+  template <class... Args>
+  Reducer(const comm::ProcessGroup& group, std::vector<at::Tensor> parameters,
+          BucketIndices buckets, Args&&... args)
+      : c10d::Reducer(std::move(parameters), std::move(buckets),
+                      c10::intrusive_ptr<c10d::ProcessGroup>::reclaim_copy(&group.c10d_group()),
+                      std::forward<Args>(args)...),
+        group_(group) {
+    move_buckets();
+  }
   /// c10d's, and moves the new buckets.
   bool rebuild_buckets();
   void keep_layout() { has_rebuilt_bucket_ = true; }  ///< The present buckets are never cut again.
@@ -62,7 +71,7 @@ class Reducer : public c10d::Reducer {
  private:
   class HookAdapter;
   void move_buckets();
-  comm::ProcessGroup shared_by_;
+  const comm::ProcessGroup group_;
   int64_t end_of_compute_ = -1;
 };
 
