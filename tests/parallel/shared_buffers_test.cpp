@@ -2,9 +2,8 @@
 // Buckets, shards and gathered units over shm: they lie in memory that the ranks share, once, and
 // their bits are those of ordinary memory.
 #include <filesystem>
-#include <fstream>
 #include <gtest/gtest.h>
-#include <sstream>
+#include <map>
 #include <sys/stat.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
@@ -17,6 +16,7 @@
 #include "cohort/parallel/sharding/unit.h"
 
 #include "tests/support/ranks.h"
+#include "tests/support/shared_mapping.h"
 
 namespace cohort::parallel {
 namespace shared_buffers_test {
@@ -28,29 +28,27 @@ constexpr int64_t kWidth = 512;  // a unit's shard of 4 ranks is above what goes
 
 // Whether all ranks of its group see it.
 bool is_shared(const at::Tensor& tensor) {
-  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    if (line.find("memfd:cohort-shm") == std::string::npos) continue;
-    uintptr_t begin = 0, end = 0;
-    char dash = 0;
-    std::istringstream(line) >> std::hex >> begin >> dash >> end;
-    if (address >= begin && address < end) return true;
-  }
-  return false;
+  return test::shared_mapping_of(tensor) != nullptr;
 }
 
-// Of all ranks and groups together.
-int64_t shared_bytes() {
-  int64_t bytes = 0;
+// By file: what all ranks of a group share.
+std::map<ino_t, int64_t> shared_files() {
+  std::map<ino_t, int64_t> bytes;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code error;
     const auto target = std::filesystem::read_symlink(entry.path(), error).string();
     struct stat status {};
     if (target.find("cohort-shm") == std::string::npos || stat(entry.path().c_str(), &status) != 0)
       continue;
-    bytes += status.st_blocks * 512;
+    bytes[status.st_ino] = status.st_blocks * 512;
   }
+  return bytes;
+}
+
+// Of all ranks and groups together.
+int64_t shared_bytes() {
+  int64_t bytes = 0;
+  for (const auto& [file, size] : shared_files()) bytes += size;
   return bytes;
 }
 
@@ -173,8 +171,54 @@ TEST(SharedBuffersTest, WhatNeighboursKeepIsShared) {
   test::ranks(
       4,
       [](const ProcessGroup& world) {
+        const auto before = shared_files();
+        world.barrier("looked");
+        Net net;
+        FullyShardedDataParallel<Net> model(net, world, {.reshard_ranks = 2});
+        // The groups of neighbours are the engine's; this rank sees its own.
+        const auto made = shared_files();
+        world.barrier("made");
+        const at::Tensor loss = model(batch_for(world.rank(), 0)).pow(2).mean();
+        world.barrier("forward");
+        int64_t kept = 0;
+        for (const auto& [file, bytes] : shared_files())
+          if (!before.contains(file)) kept += bytes - made.at(file);
+        world.barrier("kept");
+        EXPECT_GE(kept, kNetBytes) << "a half of each unit, on both";
+        EXPECT_LE(kept, kNetBytes + (64 << 10));
+        loss.backward();
+      },
+      kShm);
+}
+
+TEST(SharedBuffersTest, NeighboursTrainToTheSameBits) {
+  test::ranks(
+      4,
+      [](const ProcessGroup& world) {
         expect_equal(shards_after_training(world, {.reshard_ranks = 2}, true),
                      shards_after_training(world, {}, true));
+      },
+      kShm);
+}
+
+// The memory that ranks share stays for the group's life, the whole model is there for a moment.
+TEST(SharedBuffersTest, TheUnshardedModelIsNotShared) {
+  test::ranks(
+      2,
+      [](const ProcessGroup& world) {
+        Net net;
+        FullyShardedDataParallel<Net> model(net, world);
+        optim::Adam adam(model.named_parameters());
+        train(model, world, adam, 0);
+        world.barrier("trained");
+        const int64_t before = shared_bytes();
+        world.barrier("looked");
+        {
+          const auto whole = model.unsharded();
+          world.barrier("unsharded");
+          EXPECT_EQ(shared_bytes(), before);
+        }
+        world.barrier("end");
       },
       kShm);
 }

@@ -197,14 +197,16 @@ at::Tensor FlatBucket::shard_to_send() const {
 
 void FlatBucket::begin_gather() {
   if (content_ != Content::kStale) return;
+  // Of its own memory: nobody sees it before all of it is there.
+  start_gather(sharded() ? comm::empty_shared(group_, full_.numel(), full_.options()) : full_);
+}
+
+void FlatBucket::start_gather(const at::Tensor& arriving) {
   const std::string label = "gather " + place_.name;
   const ProfileScope scope(label);
   const at::NoGradGuard no_grad;
   const bool among_neighbours = kept_.defined();
   const at::Tensor sent = among_neighbours ? std::exchange(kept_, at::Tensor()) : shard_to_send();
-  // Of its own memory: nobody sees it before all of it is there.
-  at::Tensor arriving =
-      sharded() ? comm::empty_shared(group_, full_.numel(), full_.options()) : full_;
   const comm::ProcessGroup& group = among_neighbours ? place_.reshard_group : group_;
   comm::Work work = group.all_gather_into_async(arriving, sent, place_.name);
   gathering_.emplace(Gathering{sent, arriving, std::move(work)});
@@ -223,9 +225,13 @@ void FlatBucket::show(size_t index, const at::Tensor& value) {
   if (!gradient(index).defined()) parameters_[index].tensor.mutable_grad().reset();
 }
 
+// All units together, into memory that goes back afterwards: what ranks share stays.
 void FlatBucket::begin_unshard() {
-  if (full_.scalar_type() == kept_type()) return begin_gather();
   const at::NoGradGuard no_grad;
+  if (full_.scalar_type() == kept_type()) {
+    if (content_ == Content::kStale) start_gather(sharded() ? at::empty_like(full_) : full_);
+    return;
+  }
   const at::Tensor sent = on_device(shard_);
   at::Tensor arriving = at::empty(full_.sizes(), full_.options().dtype(kept_type()));
   comm::Work work = group_.all_gather_into_async(arriving, sent, place_.name);
@@ -412,8 +418,9 @@ void FlatBucket::begin_reduce(double factor) {
   // is freed.
   at::Tensor part = own_part(whole);
   if (options_.shard != Shard::kOptimizer) {
-    const auto& next = options_.replicate_group ? options_.replicate_group : group_;
-    part = comm::empty_shared(next, part.numel(), part.options());
+    part = options_.replicate_group
+               ? comm::empty_shared(options_.replicate_group, part.numel(), part.options())
+               : at::empty_like(part);
   }
   comm::Work work = group_.reduce_scatter_async(part, whole, comm::ReduceOp::kSum, place_.name);
   reduction_.emplace(Reduction{whole, part, std::move(work)});

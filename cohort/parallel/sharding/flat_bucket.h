@@ -132,6 +132,7 @@ class FlatBucket {
   void begin_copy(const at::Tensor& reduced);
   void keep_gradients(const at::Tensor& part);
   at::Tensor view_of(const at::Tensor& flat, const FlatTensor& place) const;
+  void start_gather(const at::Tensor& arriving);
   void finish_gather();
   void show(size_t index, const at::Tensor& value);
   bool sharded() const { return options_.shard == Shard::kParameters; }
