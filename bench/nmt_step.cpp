@@ -59,6 +59,7 @@ struct Options {
   uint64_t seed = 1;
   std::string precision = "auto";
   std::string device = "cpu";
+  std::string backend = "auto";
   int64_t vocabulary = 32000;
   int64_t depth = 6;
   std::string strategy = "ddp";
@@ -179,7 +180,7 @@ int run(const Options& options) {
   at::set_num_threads(1);
   const cohort::comm::RankInfo info = cohort::comm::rank_info_from_environment();
   const at::Device device = cohort::comm::init_accelerator(options.device, info);
-  const cohort::comm::ProcessGroup group(info, {.device = device});
+  const cohort::comm::ProcessGroup group(info, {.backend = options.backend, .device = device});
   std::optional<cohort::nmt::Precision> asked;
   if (options.precision != "auto") asked = cohort::nmt::parse_precision(options.precision);
   const auto precision = cohort::translate::agreed_precision(asked, group);
@@ -344,6 +345,8 @@ int main(int argc, char** argv) {
   app.add_option("--precision", options.precision, "auto, bfloat16 or float32")
       ->capture_default_str();
   app.add_option("--device", options.device, "cpu, cuda or cuda:N")->capture_default_str();
+  app.add_option("--dist-backend", options.backend, "As of cohort nmt train")
+      ->capture_default_str();
   auto* save_to =
       app.add_option("--save-to", options.save_to, "Folder of the checkpoints of --save-every");
   app.add_flag("--exposed-communication", options.exposed_communication,
