@@ -145,7 +145,7 @@ void BenchComm::add_to(CLI::App& app) {
       ->check(cli::above_zero());
   app.add_flag("--registered", registered_,
                "Also measure each backend that has such memory with tensors that lie in memory "
-               "which all ranks see, as gradient buckets do");
+               "which all ranks of a host see, as gradient buckets do");
   app.add_option("--round-bytes", round_bytes_,
                  "Bytes of all calls of a round together; 4 to 2000 calls")
       ->capture_default_str()
@@ -162,6 +162,10 @@ void BenchComm::run(const ProcessGroup& group) const {
   for (const std::string& backend : backends_)
     groups.push_back(group.subgroup(ranks, backend, {.backend = backend}));
   if (groups.empty()) groups.push_back(group);
+  // Agreed: of `hierarchical` some hosts may have such memory, and a rank alone on one does not.
+  std::vector<bool> shares;
+  for (const ProcessGroup& one : groups)
+    shares.push_back(registered_ && one.all_reduce_sum(comm::shares_tensors(one) ? 1 : 0) > 0);
   const Operation copy{.call = [](auto&, auto& x, auto& y) { at::Tensor(y).copy_(x); },
                        .bus_factor = [](double) { return 1.0; }};
   Console console(group.rank());
@@ -173,10 +177,11 @@ void BenchComm::run(const ProcessGroup& group) const {
        bytes *= factor_) {
     std::vector<Result> results;
     std::vector<ProcessGroup> by_result;
-    for (const ProcessGroup& one : groups) {
+    for (size_t i = 0; i < groups.size(); ++i) {
+      const ProcessGroup& one = groups[i];
       results.push_back({.backend = one.backend(), .bytes = bytes, .seconds = {}});
       by_result.push_back(one);
-      if (!registered_ || !comm::shares_tensors(one)) continue;
+      if (!shares[i]) continue;
       results.push_back({.backend = one.backend() + "-registered",
                          .registered = true,
                          .bytes = bytes,

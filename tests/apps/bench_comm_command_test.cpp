@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// `cohort bench comm`: all ranks measure the same, whatever memory their hosts have.
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tests/support/shell.h"
+
+namespace cohort {
+namespace bench_comm_command_test {
+
+using test::bin;
+using test::Ended;
+using test::shell;
+
+// Ranks 0 and 1 share memory on a host, rank 2 is alone on another.
+TEST(BenchCommTest, ARankAloneOnItsHostMeasuresRegisteredTensorsWithTheOthers) {
+  const Ended ended = shell(bin("cohort") +
+                            " run --nproc-per-node 3 -- sh -c 'COHORT_HOST_NAME=host$((RANK / 2)) "
+                            "exec " +
+                            bin("cohort-bench") +
+                            " comm --registered --backends hierarchical gloo --min-bytes 4096 "
+                            "--max-bytes 4096 --rounds 1 --round-bytes 4096 --timeout 30 --json' "
+                            "2>/dev/null");
+  EXPECT_EQ(ended.code, 0) << ended.output;
+  std::vector<std::string> backends;
+  std::istringstream lines(ended.output);
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with("{")) backends.push_back(nlohmann::json::parse(line)["backend"]);
+  EXPECT_EQ(backends, (std::vector<std::string>{"hierarchical", "hierarchical-registered", "gloo"}))
+      << ended.output;
+}
+
+}  // namespace bench_comm_command_test
+}  // namespace cohort
