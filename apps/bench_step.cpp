@@ -13,7 +13,9 @@
 #include "cohort/base/console.h"
 #include "cohort/base/program.h"
 #include "cohort/cli/parse.h"
+#include "cohort/comm/shared_tensor.h"
 #include "cohort/parallel/strategy.h"
+#include "cohort/translate/precision.h"
 #include "cohort/translate/updater.h"
 
 #include "apps/step_batches.h"
@@ -116,15 +118,24 @@ double copied_bytes_per_second(const comm::ProcessGroup& group, int rounds) {
 // Seconds of the steps' all_reduces, one after another, while nobody computes.
 double bare_communication(const comm::ProcessGroup& group, const std::vector<RecordedStep>& steps,
                           int rounds) {
+  // By place in the step and size: as buckets, the same in every step, and where backends read in
+  // place.
+  std::map<std::pair<size_t, int64_t>, at::Tensor> tensors;
+  for (const RecordedStep& step : steps) {
+    for (size_t i = 0; i < step.reduced_bytes.size(); ++i) {
+      at::Tensor& tensor = tensors[{i, step.reduced_bytes[i]}];
+      if (tensor.defined()) continue;
+      const int64_t numel = std::max<int64_t>(step.reduced_bytes[i] / 4, 1);
+      tensor = comm::empty_shared(group, numel, at::kFloat).zero_();
+    }
+  }
   std::vector<double> seconds;
   for (int round = 0; round < rounds; ++round) {
-    std::vector<at::Tensor> tensors;
-    for (const RecordedStep& step : steps)
-      for (const int64_t bytes : step.reduced_bytes)
-        tensors.push_back(at::zeros({std::max<int64_t>(bytes / 4, 1)}));
     group.barrier("bare communication");
     const auto start = StepClock::now();
-    for (at::Tensor& tensor : tensors) group.all_reduce(tensor);
+    for (const RecordedStep& step : steps)
+      for (size_t i = 0; i < step.reduced_bytes.size(); ++i)
+        group.all_reduce(tensors.at({i, step.reduced_bytes[i]}));
     seconds.push_back(elapsed_since(start));
   }
   return bench::median_of(seconds);
@@ -148,15 +159,16 @@ struct ProcessorUse {
 
 // What one rank knows, of a mean step; then of the mean over ranks.
 struct StepProfile {
+  double step = 0;  // by a clock around the update, not the sum of the sections
   BySection seconds{}, limit{}, flop{}, faults{};
   double communication = 0, bare_communication = 0, reduced_bytes = 0;
   double user = 0, system = 0, all_faults = 0, major_faults = 0;
   double tokens = 0, copy_rate = 0, attention_rate = 0;
 
   void average(const comm::ProcessGroup& group) {
-    std::vector<double*> places{&communication, &bare_communication, &reduced_bytes, &user,
-                                &system,        &all_faults,         &major_faults,  &tokens,
-                                &copy_rate,     &attention_rate};
+    std::vector<double*> places{&step,   &communication, &bare_communication, &reduced_bytes,
+                                &user,   &system,        &all_faults,         &major_faults,
+                                &tokens, &copy_rate,     &attention_rate};
     for (BySection* each : {&seconds, &limit, &flop, &faults})
       for (double& value : *each) places.push_back(&value);
     at::Tensor values = at::empty({std::ssize(places)}, at::kDouble);
@@ -165,17 +177,12 @@ struct StepProfile {
     group.all_reduce(values);
     for (size_t i = 0; i < places.size(); ++i) *places[i] = data[i] / group.size();
   }
-  double total() const {
-    double sum = 0;
-    for (const double each : seconds) sum += each;
-    return sum;
-  }
 };
 
 // Milliseconds, or none where there is no limit.
 nlohmann::ordered_json section_json(const StepProfile& profile, size_t i) {
   nlohmann::ordered_json line{{"ms", profile.seconds[i] * 1e3},
-                              {"share", profile.seconds[i] / profile.total()},
+                              {"share", profile.seconds[i] / profile.step},
                               {"page_faults", std::round(profile.faults[i])}};
   if (profile.limit[i] > 0) {
     line["limit_ms"] = profile.limit[i] * 1e3;
@@ -199,12 +206,12 @@ nlohmann::ordered_json profile_json(const StepProfile& profile) {
     flop += profile.flop[i];
   }
   const double exposed = profile.seconds[static_cast<size_t>(Section::kCommunication)];
-  return {{"step_ms", profile.total() * 1e3},
-          {"tgt_tokens_per_s_and_rank", profile.tokens / profile.total()},
+  return {{"step_ms", profile.step * 1e3},
+          {"tgt_tokens_per_s_and_rank", profile.tokens / profile.step},
           {"sections", sections},
           {"products",
            {{"ms", products * 1e3},
-            {"share", products / profile.total()},
+            {"share", products / profile.step},
             {"limit_ms", limit * 1e3},
             {"share_of_limit", limit / products},
             {"gflop_per_s", flop / products * 1e-9},
@@ -299,12 +306,18 @@ int BenchStep::run() {
   nmt::TransformerOptions sizes = nmt::preset(preset_);
   sizes.dim_vocab_source = sizes.dim_vocab_target = vocabulary_;
   if (depth_ > 0) sizes.enc_depth = sizes.dec_depth = depth_;
-  const auto precision = nmt::parse_precision(precision_);
-  nmt::check_precision(precision, /*on_cpu=*/true);
+  std::optional<nmt::Precision> asked;
+  if (precision_ != "auto") asked = nmt::parse_precision(precision_);
   const comm::ProcessGroup group = flags_.connect();
+  const auto precision = translate::agreed_precision(asked, group);
+  nmt::check_precision(precision, /*on_cpu=*/true);
   nmt::Transformer model(sizes, precision);
   model->initialise(seed_);
   translate::Updater updater(model, group, {.seed = seed_});
+  const std::vector<int64_t> bucket_bytes =
+      dynamic_cast<const parallel::GradientEngine&>(updater.model().engine())
+          .logging_data()
+          .bucket_sizes_bytes;
   const auto batches = plan_batches({.words = words_, .seed = seed_});
   const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
 
@@ -320,7 +333,9 @@ int BenchStep::run() {
     group.barrier("step");
     const ProcessorUse before = ProcessorUse::now();
     recorder.begin();
+    const auto start = StepClock::now();
     updater.update({batch});
+    const double elapsed = elapsed_since(start);
     RecordedStep found = recorder.end();
     const ProcessorUse after = ProcessorUse::now();
     if (step < warmup_) continue;
@@ -328,6 +343,7 @@ int BenchStep::run() {
     used.system += after.system - before.system;
     used.faults += after.faults - before.faults;
     used.major_faults += after.major_faults - before.major_faults;
+    profile.step += elapsed;
     profile.tokens += static_cast<double>(batch.num_target_tokens);
     logits_bytes += static_cast<double>(batch.num_target_tokens * vocabulary_) *
                     static_cast<double>(c10::elementSize(type));
@@ -364,9 +380,9 @@ int BenchStep::run() {
   const auto steps = static_cast<double>(steps_);
   for (BySection* each : {&profile.seconds, &profile.limit, &profile.flop, &profile.faults})
     for (double& value : *each) value /= steps;
-  for (double* each :
-       {&profile.communication, &profile.bare_communication, &profile.reduced_bytes, &profile.user,
-        &profile.system, &profile.all_faults, &profile.major_faults, &profile.tokens})
+  for (double* each : {&profile.step, &profile.communication, &profile.bare_communication,
+                       &profile.reduced_bytes, &profile.user, &profile.system, &profile.all_faults,
+                       &profile.major_faults, &profile.tokens})
     *each /= steps;
   profile.average(group);
   nlohmann::ordered_json result{{"bench", "step"},
@@ -376,7 +392,8 @@ int BenchStep::run() {
                                 {"backend", group.backend()},
                                 {"precision", nmt::to_string(precision)},
                                 {"mini_batch_words", words_},
-                                {"steps", steps_}};
+                                {"steps", steps_},
+                                {"bucket_bytes", bucket_bytes}};
   result.update(profile_json(profile));
   group.close();
   Console console(group.rank());

@@ -124,7 +124,6 @@ RecordedStep StepRecorder::end() {
   step_.section_seconds[static_cast<size_t>(Section::kCommunication)] += waited;
   under_way.insert(under_way.end(), waits_.begin(), waits_.end());
   step_.communication_seconds = length_of(common(merged(under_way), whole));
-  step_.seconds = std::accumulate(step_.section_seconds.begin(), step_.section_seconds.end(), 0.);
   return std::move(step_);
 }
 

@@ -36,8 +36,11 @@ TEST(BenchStepTest, SectionsAddUpToTheStep) {
     EXPECT_GE(section["ms"].get<double>(), 0);
     sum += section["ms"].get<double>();
   }
-  // The sum of the same ten numbers of double, in another order.
-  EXPECT_NEAR(sum, result["step_ms"].get<double>(), 1e-9 * sum);
+  // The step's own clock runs inside the recorder's: no section is lost, and what the recorder has
+  // beyond the step are a few of its own lines, 10 % with an interruption by other programs.
+  const double step = result["step_ms"].get<double>();
+  EXPECT_GE(sum, step * (1 - 1e-9));
+  EXPECT_LE(sum, step * 1.1);
   EXPECT_EQ(result["sections"].size(), 10U);
 }
 
