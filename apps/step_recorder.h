@@ -41,8 +41,8 @@ struct Product {
 };
 
 struct RecordedStep {
-  std::array<double, kNumSections>
-      section_seconds{};  ///< Add up to the time from begin() to end().
+  /// They add up to the time from begin() to end().
+  std::array<double, kNumSections> section_seconds{};
   std::array<int64_t, kNumSections> section_faults{};  ///< Page faults of the training thread.
   /// In which at least one operation of a backend was under way; not below the section's time.
   double communication_seconds = 0;

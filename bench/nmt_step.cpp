@@ -7,8 +7,8 @@
 // the rate of bfloat16 (or float32) matrix products that the same ranks reach together, as the
 // yardstick. With --exposed-communication it takes every step a second time without the exchange of
 // gradients, before it and after it in turns, and adds what that saves; the ranks' parameters go
-// apart, so it says nothing of losses then. With --save-every it prints instead what a checkpoint in the
-// background costs: the time by which steps with one are longer than the same steps without.
+// apart, so it says nothing of losses then. With --save-every it prints instead what a checkpoint
+// in the background costs: the time by which steps with one are longer than the same steps without.
 #include <ATen/Parallel.h>
 #include <CLI/CLI.hpp>
 #include <algorithm>
