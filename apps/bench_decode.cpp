@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <optional>
 #include <torch/types.h>
 #include <vector>
@@ -45,6 +46,45 @@ nmt::Transformer random_model(const std::string& preset, std::optional<nmt::Prec
   return model;
 }
 
+using Times = std::array<double, nmt::kDecodeSections>;
+
+double median_of(std::vector<double> values) {
+  std::ranges::sort(values);
+  return values[values.size() / 2];
+}
+
+struct DecodeProfile {
+  Times seconds{};  // of a batch, by section
+  double wall = 0;  // of all threads' batches together
+};
+
+// Each of `threads` searches the batch `rounds` times, after once to warm up.
+DecodeProfile measure(nmt::Transformer& model, const at::Tensor& source, const at::Tensor& lengths,
+                      const nmt::SearchOptions& search, size_t threads, size_t rounds) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<std::vector<Times>> found(threads, std::vector<Times>(rounds + 1));
+  std::vector<double> wall;
+  for (size_t round = 0; round <= rounds; ++round) {
+    const auto start = Clock::now();
+    translate::parallel_for(threads,
+                            [&](size_t begin, size_t) {
+                              nmt::DecodeTimes times;
+                              nmt::search(model, source, lengths, search);
+                              found[begin][round] = times.seconds();
+                            },
+                            {.threads = threads, .taken = 1, .name = "decode"});
+    if (round > 0) wall.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  DecodeProfile profile{.wall = median_of(wall)};
+  for (size_t section = 0; section < profile.seconds.size(); ++section) {
+    std::vector<double> all;
+    for (const auto& of_thread : found)
+      for (size_t round = 1; round <= rounds; ++round) all.push_back(of_thread[round][section]);
+    profile.seconds[section] = median_of(all);
+  }
+  return profile;
+}
+
 }  // namespace
 
 BenchDecode::BenchDecode(CLI::App& bench)
@@ -75,8 +115,6 @@ BenchDecode::BenchDecode(CLI::App& bench)
 }
 
 int BenchDecode::run() {
-  using Clock = std::chrono::steady_clock;
-  using Times = std::array<double, nmt::kDecodeSections>;
   at::set_num_threads(1);
   std::optional<nmt::Precision> asked;
   if (precision_ != "auto") asked = nmt::parse_precision(precision_);
@@ -105,64 +143,44 @@ int BenchDecode::run() {
         translate::read_lexical_table(shortlist_, translate::vocab_files(model_dir_, {})),
         nmt::ShortlistOptions{});
   }
-  // By thread and round; the first search warms up.
-  const auto threads = static_cast<size_t>(threads_), rounds = static_cast<size_t>(rounds_);
-  std::vector<std::vector<Times>> found(threads, std::vector<Times>(rounds + 1));
-  std::vector<double> wall;
-  for (size_t round = 0; round <= rounds; ++round) {
-    const auto start = Clock::now();
-    translate::parallel_for(threads,
-                            [&](size_t begin, size_t) {
-                              nmt::DecodeTimes times;
-                              nmt::search(model, source, lengths, search);
-                              found[begin][round] = times.seconds();
-                            },
-                            {.threads = threads, .taken = 1, .name = "decode"});
-    if (round > 0) wall.push_back(std::chrono::duration<double>(Clock::now() - start).count());
-  }
-  const auto median = [](std::vector<double> values) {
-    std::ranges::sort(values);
-    return values[values.size() / 2];
-  };
-  Times seconds{};
-  double total = 0;
-  for (size_t section = 0; section < seconds.size(); ++section) {
-    std::vector<double> all;
-    for (const auto& of_thread : found)
-      for (size_t round = 1; round <= rounds; ++round) all.push_back(of_thread[round][section]);
-    seconds[section] = median(all);
-    total += seconds[section];
-  }
-  const double tokens_per_s = static_cast<double>(threads_ * rows_ * output_tokens_) / median(wall);
+  const DecodeProfile profile = measure(
+      model, source, lengths, search, static_cast<size_t>(threads_), static_cast<size_t>(rounds_));
+  print(profile.seconds, static_cast<double>(threads_ * rows_ * output_tokens_) / profile.wall,
+        *model);
+  return kExitOk;
+}
+
+void BenchDecode::print(std::span<const double> seconds, double tokens_per_s,
+                        const nmt::TransformerImpl& model) const {
+  const double total = std::accumulate(seconds.begin(), seconds.end(), 0.0);
   Console console(0);
   if (json_) {
     nlohmann::ordered_json sections;
     for (size_t i = 0; i < seconds.size(); ++i)
       sections[kDecodeNames[i].first] = {{"ms", seconds[i] * 1e3}, {"share", seconds[i] / total}};
     const nlohmann::ordered_json line{{"bench", "decode"},
-                                      {"precision", nmt::to_string(model->precision())},
+                                      {"precision", nmt::to_string(model.precision())},
                                       {"beam_size", beam_size_},
                                       {"rows", rows_},
                                       {"source_tokens", source_tokens_},
                                       {"output_tokens", output_tokens_},
                                       {"cpu_threads", threads_},
-                                      {"params", nmt::count_parameters(*model)},
+                                      {"params", nmt::count_parameters(model)},
                                       {"tokens_per_s", tokens_per_s},
                                       {"batch_ms", total * 1e3},
                                       {"sections", sections}};
     console.print("%s\n", line.dump().c_str());
-    return kExitOk;
+    return;
   }
   console.print("# %lld sentences of %lld tokens, beam %lld, %s, %lld threads: %.0f tokens/s\n",
                 static_cast<long long>(rows_), static_cast<long long>(source_tokens_),
-                static_cast<long long>(beam_size_), nmt::to_string(model->precision()).c_str(),
+                static_cast<long long>(beam_size_), nmt::to_string(model.precision()).c_str(),
                 static_cast<long long>(threads_), tokens_per_s);
   console.print("%-28s %10s %7s\n", "section", "ms", "%");
   for (size_t i = 0; i < seconds.size(); ++i)
     console.print("%-28s %10.2f %7.1f\n", kDecodeNames[i].second, seconds[i] * 1e3,
                   seconds[i] / total * 100);
   console.print("%-28s %10.2f %7.1f\n", "batch", total * 1e3, 100.0);
-  return kExitOk;
 }
 
 }  // namespace cohort::apps

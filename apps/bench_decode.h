@@ -3,7 +3,12 @@
 #pragma once
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <span>
 #include <string>
+
+namespace cohort::nmt {
+class TransformerImpl;
+}
 
 namespace cohort::apps {
 
@@ -19,6 +24,10 @@ class BenchDecode {
   int run();
 
  private:
+  // `seconds`: of a batch, by section.
+  void print(std::span<const double> seconds, double tokens_per_s,
+             const nmt::TransformerImpl& model) const;
+
   CLI::App& command_;
   std::string model_dir_;  // empty: the preset with random weights
   std::string preset_ = "base";

@@ -273,6 +273,97 @@ void print_table(Console& console, const nlohmann::ordered_json& result) {
       processor["page_faults"].get<double>());
 }
 
+struct Measured {
+  std::vector<RecordedStep> steps;
+  StepProfile profile;  // of its sums: time, tokens and the processor
+  double logits_bytes = 0, attention_flop = 0;
+};
+
+struct Asked {
+  int64_t words, steps, warmup, vocabulary;
+  int rounds;
+  uint64_t seed;
+};
+
+// Makes the steps, all ranks together.
+Measured take_steps(translate::Updater& updater, const nmt::Transformer& model,
+                    const comm::ProcessGroup& group, const Asked& asked) {
+  const auto batches = plan_batches({.words = asked.words, .seed = asked.seed});
+  const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
+  const auto type = model->precision() == nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
+  StepRecorder recorder;
+  Measured found;
+  for (int64_t step = 0; step < asked.warmup + asked.steps; ++step) {
+    const size_t index = (static_cast<size_t>(step) * size + rank) % batches.size();
+    const auto batch = make_batch(batches[index], asked.seed * 1000003 + index, asked.vocabulary);
+    group.barrier("step");
+    const ProcessorUse before = ProcessorUse::now();
+    recorder.begin();
+    const auto start = StepClock::now();
+    updater.update({batch});
+    const double elapsed = elapsed_since(start);
+    RecordedStep recorded = recorder.end();
+    const ProcessorUse after = ProcessorUse::now();
+    if (step < asked.warmup) continue;
+    found.profile.user += after.user - before.user;
+    found.profile.system += after.system - before.system;
+    found.profile.all_faults += after.faults - before.faults;
+    found.profile.major_faults += after.major_faults - before.major_faults;
+    found.profile.step += elapsed;
+    found.profile.tokens += static_cast<double>(batch.num_target_tokens);
+    found.logits_bytes += static_cast<double>(batch.num_target_tokens * asked.vocabulary) *
+                          static_cast<double>(c10::elementSize(type));
+    found.attention_flop += attention_flop(batches[index], model->options());
+    found.steps.push_back(std::move(recorded));
+  }
+  return found;
+}
+
+// Measures the limits of the sums of the steps.
+void set_limits(Measured& found, const nmt::Transformer& model, const comm::ProcessGroup& group,
+                const Asked& asked) {
+  StepProfile& profile = found.profile;
+  profile.limit = bare_products(group, found.steps, asked.rounds);
+  profile.bare_communication =
+      group.size() > 1 ? bare_communication(group, found.steps, asked.rounds) : 0;
+  profile.copy_rate = copied_bytes_per_second(group, 2 * asked.rounds + 1);
+  profile.attention_rate = product_rate(group, at::kFloat, asked.words) / group.size();
+  const auto at_copy_rate = [&](double bytes) { return bytes / profile.copy_rate; };
+  const auto attention = static_cast<size_t>(Section::kAttention);
+  profile.limit[attention] = found.attention_flop / profile.attention_rate;
+  profile.flop[attention] = found.attention_flop;
+  // The logits are read once, and their gradient is written.
+  profile.limit[static_cast<size_t>(Section::kLoss)] = at_copy_rate(2 * found.logits_bytes);
+  // Parameters, gradients and two moments are read; all but the gradients are written.
+  profile.limit[static_cast<size_t>(Section::kOptimizer)] =
+      at_copy_rate(7 * 4 * static_cast<double>(nmt::count_parameters(*model) * asked.steps));
+}
+
+// Adds up the sections of the steps, and makes all sums those of a mean step and rank.
+StepProfile mean_step(Measured found, const comm::ProcessGroup& group) {
+  StepProfile& profile = found.profile;
+  for (const RecordedStep& step : found.steps) {
+    for (size_t i = 0; i < kNumSections; ++i) {
+      profile.seconds[i] += step.section_seconds[i];
+      profile.faults[i] += static_cast<double>(step.section_faults[i]);
+    }
+    for (const Product& product : step.products)
+      profile.flop[static_cast<size_t>(product.section)] += product.flop();
+    profile.communication += step.communication_seconds;
+    for (const int64_t bytes : step.reduced_bytes)
+      profile.reduced_bytes += static_cast<double>(bytes);
+  }
+  const auto steps = static_cast<double>(found.steps.size());
+  for (BySection* each : {&profile.seconds, &profile.limit, &profile.flop, &profile.faults})
+    for (double& value : *each) value /= steps;
+  for (double* each : {&profile.step, &profile.communication, &profile.bare_communication,
+                       &profile.reduced_bytes, &profile.user, &profile.system, &profile.all_faults,
+                       &profile.major_faults, &profile.tokens})
+    *each /= steps;
+  profile.average(group);
+  return profile;
+}
+
 }  // namespace
 
 BenchStep::BenchStep(CLI::App& bench)
@@ -318,73 +409,15 @@ int BenchStep::run() {
       dynamic_cast<const parallel::GradientEngine&>(updater.model().engine())
           .logging_data()
           .bucket_sizes_bytes;
-  const auto batches = plan_batches({.words = words_, .seed = seed_});
-  const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
-
-  StepRecorder recorder;
-  StepProfile profile;
-  std::vector<RecordedStep> recorded;
-  const auto type = precision == nmt::Precision::kBFloat16 ? at::kBFloat16 : at::kFloat;
-  double logits_bytes = 0, attention = 0;
-  ProcessorUse used;
-  for (int64_t step = 0; step < warmup_ + steps_; ++step) {
-    const size_t index = (static_cast<size_t>(step) * size + rank) % batches.size();
-    const auto batch = make_batch(batches[index], seed_ * 1000003 + index, vocabulary_);
-    group.barrier("step");
-    const ProcessorUse before = ProcessorUse::now();
-    recorder.begin();
-    const auto start = StepClock::now();
-    updater.update({batch});
-    const double elapsed = elapsed_since(start);
-    RecordedStep found = recorder.end();
-    const ProcessorUse after = ProcessorUse::now();
-    if (step < warmup_) continue;
-    used.user += after.user - before.user;
-    used.system += after.system - before.system;
-    used.faults += after.faults - before.faults;
-    used.major_faults += after.major_faults - before.major_faults;
-    profile.step += elapsed;
-    profile.tokens += static_cast<double>(batch.num_target_tokens);
-    logits_bytes += static_cast<double>(batch.num_target_tokens * vocabulary_) *
-                    static_cast<double>(c10::elementSize(type));
-    attention += attention_flop(batches[index], sizes);
-    recorded.push_back(std::move(found));
-  }
-  profile.limit = bare_products(group, recorded, rounds_);
-  profile.bare_communication = group.size() > 1 ? bare_communication(group, recorded, rounds_) : 0;
-  profile.copy_rate = copied_bytes_per_second(group, 2 * rounds_ + 1);
-  profile.attention_rate = product_rate(group, at::kFloat, words_) / group.size();
-  const auto at_copy_rate = [&](double bytes) { return bytes / profile.copy_rate; };
-  profile.limit[static_cast<size_t>(Section::kAttention)] = attention / profile.attention_rate;
-  profile.flop[static_cast<size_t>(Section::kAttention)] = attention;
-  // The logits are read once, and their gradient is written.
-  profile.limit[static_cast<size_t>(Section::kLoss)] = at_copy_rate(2 * logits_bytes);
-  // Parameters, gradients and two moments are read; all but the gradients are written.
-  profile.limit[static_cast<size_t>(Section::kOptimizer)] =
-      at_copy_rate(7 * 4 * static_cast<double>(nmt::count_parameters(*model) * steps_));
-  for (const RecordedStep& step : recorded) {
-    for (size_t i = 0; i < kNumSections; ++i) {
-      profile.seconds[i] += step.section_seconds[i];
-      profile.faults[i] += static_cast<double>(step.section_faults[i]);
-    }
-    for (const Product& product : step.products)
-      profile.flop[static_cast<size_t>(product.section)] += product.flop();
-    profile.communication += step.communication_seconds;
-    for (const int64_t bytes : step.reduced_bytes)
-      profile.reduced_bytes += static_cast<double>(bytes);
-  }
-  profile.user = used.user;
-  profile.system = used.system;
-  profile.all_faults = used.faults;
-  profile.major_faults = used.major_faults;
-  const auto steps = static_cast<double>(steps_);
-  for (BySection* each : {&profile.seconds, &profile.limit, &profile.flop, &profile.faults})
-    for (double& value : *each) value /= steps;
-  for (double* each : {&profile.step, &profile.communication, &profile.bare_communication,
-                       &profile.reduced_bytes, &profile.user, &profile.system, &profile.all_faults,
-                       &profile.major_faults, &profile.tokens})
-    *each /= steps;
-  profile.average(group);
+  const Asked steps{.words = words_,
+                    .steps = steps_,
+                    .warmup = warmup_,
+                    .vocabulary = vocabulary_,
+                    .rounds = rounds_,
+                    .seed = seed_};
+  Measured found = take_steps(updater, model, group, steps);
+  set_limits(found, model, group, steps);
+  const StepProfile profile = mean_step(std::move(found), group);
   nlohmann::ordered_json result{{"bench", "step"},
                                 {"preset", preset_},
                                 {"params", nmt::count_parameters(*model)},

@@ -58,7 +58,7 @@ std::string text_key(size_t number, const char* what) {
 }
 
 // All that decides about the content but the text itself.
-TensorMetadata metadata_of(const TokenCacheInputs& inputs) {
+TensorMetadata metadata_of_inputs(const TokenCacheInputs& inputs) {
   TensorMetadata metadata{{"format", kFormat},
                           {"text.count", std::to_string(inputs.text.size())},
                           {"max_length", std::to_string(inputs.lengths.max_length)},
@@ -78,7 +78,7 @@ std::string count_key(const char* name) {
 
 // Why a whole cache with this metadata is not of `inputs`; nothing if it is.
 std::string difference_of(const TensorMetadata& metadata, const TokenCacheInputs& inputs) {
-  for (const auto& [name, value] : metadata_of(inputs)) {
+  for (const auto& [name, value] : metadata_of_inputs(inputs)) {
     if (entry_of(metadata, name) == value) continue;
     return name + " was " + entry_of(metadata, name) + ", now it is " + value;
   }
@@ -292,7 +292,7 @@ class Builder {
 fs::path token_cache_file(const TokenCacheInputs& inputs, const std::string& cache_dir,
                           const std::string& model_dir) {
   if (cache_dir.empty()) return fs::path(model_dir) / "train-tokens.safetensors";
-  TensorMetadata metadata = metadata_of(inputs);
+  TensorMetadata metadata = metadata_of_inputs(inputs);
   for (size_t i = 0; i < inputs.text.size(); ++i)
     metadata[text_key(i, "path")] = fs::absolute(inputs.text[i]).lexically_normal().string();
   return fs::path(cache_dir) / (sum_of_metadata(metadata).substr(0, 16) + "-tokens.safetensors");
@@ -323,7 +323,7 @@ void build_token_cache(const fs::path& file, const TokenCacheInputs& inputs,
   constexpr int64_t kTrustedAge = 2'000'000'000;
   text::check_regular_files(inputs.text);
   make_folder_of(file);
-  TensorMetadata metadata = metadata_of(inputs);
+  TensorMetadata metadata = metadata_of_inputs(inputs);
   const int64_t now = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::system_clock::now().time_since_epoch())
                           .count();
