@@ -57,6 +57,15 @@ class ServerTrainingCommandTest : public cohort::test::NmtCommand {
     }
     return true;
   }
+  // Whether the run has saved what it can resume from, as it soon does.
+  bool saves(const std::string& name) const {
+    const auto deadline = Clock::now() + std::chrono::seconds(60);
+    while (!std::filesystem::exists(path(name) + "/last")) {
+      if (Clock::now() > deadline) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    return true;
+  }
   // The trainer of that rank; 0: there is none.
   pid_t trainer(const std::string& rank) const {
     for (const auto& [pid, found] : workers_of(path("logs"))) {
@@ -203,7 +212,7 @@ TEST_F(ServerTrainingCommandTest, KilledTrainersGoOnWithTheSameBits) {
         train("--servers 2 --trainers 2 --max-restarts 2 --log-dir " + path("logs"), "run", flags);
   });
   for (const auto& [rank, update] : {std::pair("1", 7), std::pair("0", 22)}) {
-    const pid_t killed = comes_to("run", update) ? trainer(rank) : 0;
+    const pid_t killed = comes_to("run", update) && saves("run") ? trainer(rank) : 0;
     EXPECT_NE(killed, 0) << rank;
     if (killed != 0) kill(killed, SIGKILL);
   }
