@@ -36,10 +36,9 @@ void add_model_flags(CLI::App& app, Options& o) {
                  "float16: first factor of the loss, which adapts to the gradients (GradScaler)")
       ->check(cohort::cli::above_zero())
       ->capture_default_str();
-  app.add_flag(
-      "--channels-last,!--no-channels-last", o.channels_last,
-      "Keep the channels of a pixel together in memory, as torch.channels_last (default: on "
-      "a CPU, but in float64)");
+  app.add_flag("--channels-last", o.channels_last,
+               "Keep the channels of a pixel together in memory, as torch.channels_last: faster on "
+               "a CPU");
   app.add_option("--strategy", o.strategy,
                  "What of the model each rank holds (docs/strategies.md), or parameter servers, "
                  "synchronous or asynchronous")

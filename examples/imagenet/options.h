@@ -35,10 +35,8 @@ struct Options {
   /// float32, float64, or bfloat16 or float16: parameters in float32, convolutions and products in
   /// the other.
   std::string precision = "float32";
-  double init_scale = 65536;  ///< float16: GradScalerOptions::init_scale.
-  /// Images, and what is computed of them, in memory as BHWC. None: on a CPU, but in float64, for
-  /// which oneDNN has no convolutions.
-  std::optional<bool> channels_last;
+  double init_scale = 65536;        ///< float16: GradScalerOptions::init_scale.
+  bool channels_last = false;       ///< Images, and what is computed of them, in memory as BHWC.
   bool skip_damaged = false;        ///< Skip corrupt images, and count them.
   cohort::ProfilerOptions profile;  ///< A trace of some training steps.
   /// Of the connections to servers.

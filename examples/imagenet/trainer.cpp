@@ -87,8 +87,6 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
     : options_(options),
       group_(group),
       validation_set_(options.data + "/val"),
-      channels_last_(options.channels_last.value_or(group.device().is_cpu() &&
-                                                    options.precision != "float64")),
       local_batch_(options.batch_size_per_rank.value_or(0)),
       learning_rate_(options.lr),
       model_(make_model(options, std::ssize(validation_set_.classes()), group)) {
@@ -123,7 +121,7 @@ Trainer::Trainer(const Options& options, const cohort::comm::ProcessGroup& group
       static_cast<long long>(training_set_->size()), static_cast<long long>(global_batch()),
       group.size(),
       cohort::train::describe_learning_rate(options.lr, kBaseBatch, global_batch(), rule).c_str(),
-      options.precision.c_str(), channels_last_ ? "channels last" : "contiguous");
+      options.precision.c_str(), options_.channels_last ? "channels last" : "contiguous");
 }
 
 void Trainer::make_optimizer() {
@@ -193,7 +191,7 @@ ImageBatch Trainer::on_device(const ImageBatch& batch) const {
   const at::Device device = group_.device();
   const bool non_blocking = !device.is_cpu();
   at::Tensor images_BCHW = batch.images_BCHW.to(device, scalar_type(options_), non_blocking);
-  if (channels_last_) images_BCHW = images_BCHW.contiguous(at::MemoryFormat::ChannelsLast);
+  if (options_.channels_last) images_BCHW = images_BCHW.contiguous(at::MemoryFormat::ChannelsLast);
   return {.images_BCHW = images_BCHW,
           .labels_B = batch.labels_B.to(device, at::kLong, non_blocking)};
 }

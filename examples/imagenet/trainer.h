@@ -62,7 +62,6 @@ class Trainer {
   cohort::Console console_{group_.rank()};
   std::optional<cohort::image::ImageFolder> training_set_;  // None with --evaluate.
   cohort::image::ImageFolder validation_set_;
-  const bool channels_last_;
   int64_t local_batch_;
   double learning_rate_;  // Of epoch 0.
   ResNet model_;

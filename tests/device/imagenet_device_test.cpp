@@ -54,7 +54,6 @@ Options options_of(const cohort::test::SharedFolder& folder, const std::string& 
   options.lr = 0.005;
   options.strategy = strategy;
   options.sync_bn = sync_bn;
-  options.channels_last = false;  // The default of the CPU alone.
   return options;
 }
 
