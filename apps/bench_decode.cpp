@@ -2,7 +2,6 @@
 #include "apps/bench_decode.h"
 
 #include <ATen/Parallel.h>
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <memory>
@@ -21,6 +20,7 @@
 #include "cohort/translate/parallel_for.h"
 
 #include "apps/nmt/trained_model.h"
+#include "bench/median.h"
 
 namespace cohort::apps {
 namespace {
@@ -48,11 +48,6 @@ nmt::Transformer random_model(const std::string& preset, std::optional<nmt::Prec
 
 using Times = std::array<double, nmt::kDecodeSections>;
 
-double median_of(std::vector<double> values) {
-  std::ranges::sort(values);
-  return values[values.size() / 2];
-}
-
 struct DecodeProfile {
   Times seconds{};  // of a batch, by section
   double wall = 0;  // of all threads' batches together
@@ -75,12 +70,12 @@ DecodeProfile measure(nmt::Transformer& model, const at::Tensor& source, const a
                             {.threads = threads, .taken = 1, .name = "decode"});
     if (round > 0) wall.push_back(std::chrono::duration<double>(Clock::now() - start).count());
   }
-  DecodeProfile profile{.wall = median_of(wall)};
+  DecodeProfile profile{.wall = bench::median_of(wall)};
   for (size_t section = 0; section < profile.seconds.size(); ++section) {
     std::vector<double> all;
     for (const auto& of_thread : found)
       for (size_t round = 1; round <= rounds; ++round) all.push_back(of_thread[round][section]);
-    profile.seconds[section] = median_of(all);
+    profile.seconds[section] = bench::median_of(all);
   }
   return profile;
 }
