@@ -85,10 +85,16 @@ class FakeRendezvousServer {
   std::string received_;
 };
 
+// A launcher of its job, which takes no pause of the server's for a broken connection.
+std::vector<std::string> node_of(const FakeRendezvousServer& server, const std::string& script) {
+  return cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address(), "--rdzv-conf",
+                        "keep_alive_interval=60"},
+                       script);
+}
+
 TEST(RendezvousTest, ARoundCalledOffAtOnceIsJoinedAgain) {
   FakeRendezvousServer server;
-  Launched run(
-      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()}, "echo started"));
+  Launched run(node_of(server, "echo started"));
   server.wait_for("join");
   server.send({FakeRendezvousServer::round(1), R"({"kind": "stop", "why": "a node joined"})"});
   server.wait_for("join", 2);
@@ -102,8 +108,7 @@ TEST(RendezvousTest, ARoundCalledOffAtOnceIsJoinedAgain) {
 
 TEST(RendezvousTest, MessagesOfAnotherHostCannotSteerTheTerminal) {
   FakeRendezvousServer server;
-  Launched run(
-      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()}, "echo started"));
+  Launched run(node_of(server, "echo started"));
   server.wait_for("join");
   server.send({R"({"kind": "end", "code": 1, "why": "\u001b[2Jgone\r\n\u009b31m \u00fc"})"});
   const Ended ended = run.wait();
@@ -112,8 +117,7 @@ TEST(RendezvousTest, MessagesOfAnotherHostCannotSteerTheTerminal) {
 
 TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
   FakeRendezvousServer server;
-  Launched run(cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()},
-                             "echo started; exec sleep 1000"));
+  Launched run(node_of(server, "echo started; exec sleep 1000"));
   server.wait_for("join");
   run.send(SIGSTOP);
   const std::string state = "/proc/" + std::to_string(run.pid()) + "/stat";
@@ -128,8 +132,7 @@ TEST(RendezvousTest, AStopThatComesWithTheRoundPreventsIt) {
 
 TEST(RendezvousTest, ANodeThatNoRoundAdmittedReportsThat) {
   FakeRendezvousServer server;
-  Launched run(
-      cohort_run_sh({"--nnodes", "1:2", "--rdzv-endpoint", server.address()}, "echo started"));
+  Launched run(node_of(server, "echo started"));
   server.wait_for("join");
   server.send({R"({"kind": "end", "code": 0, "why": ""})"});
   const Ended ended = run.wait();
@@ -202,6 +205,7 @@ TEST_F(ElasticTest, NodesJoinAndLeaveAndTrainingContinues) {
   const auto second = start(1, flags, script);
   wait_for_rounds(2);
   wait_for_step_after(steps() + 1);
+  EXPECT_EQ(wait_for_file(logs + "/rank1.stdout.log"), "up\n");
   second->send(SIGKILL);
   wait_for_rounds(3);
   wait_for_step_after(steps() + 1);
@@ -315,8 +319,8 @@ TEST_F(ElasticTest, TheRendezvousServersDeathEndsTheJob) {
       << ended.err;
 }
 
-// A node counts as gone after 2 s of silence.
-const Lines kSoon{"--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=60"};
+// A node counts as gone after 4 s of silence.
+const Lines kSoon{"--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=60"};
 
 Lines with(Lines flags, const Lines& more) {
   flags.insert(flags.end(), more.begin(), more.end());
@@ -357,7 +361,7 @@ TEST_F(ElasticTest, ASilentNodeIsRemovedAndRejoinsUnderItsOldRank) {
 
 TEST_F(ElasticTest, ARendezvousServerThatCannotBeReachedEndsTheJobInTime) {
   const Lines flags{"--nnodes", "1:2", "--rdzv-conf",
-                    "keep_alive_interval=1,keep_alive_max_attempt=2,join_timeout=3"};
+                    "keep_alive_interval=1,keep_alive_max_attempt=4,join_timeout=8"};
   const auto first = start(0, flags, counting());
   wait_for_rounds(1);
   const auto second = start(1, flags, counting());
@@ -399,7 +403,7 @@ TEST_F(ElasticTest, LaunchersSuspendedForAWhileEndNothing) {
   EXPECT_EQ(read_file(folder_.path() + "/rounds"), "2 0 0\n");
 }
 
-// The rendezvous server is suspended for many times the limit: the workers keep running.
+// The rendezvous server is suspended for three times the limit: the workers keep running.
 TEST_F(ElasticTest, ASuspendedRendezvousServerIsWaitedFor) {
   const Lines flags = with({"--nnodes", "2"}, kSoon);
   const auto first = start(0, flags, counting());

@@ -138,7 +138,7 @@ TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
       "echo the disk is full >&2; exit 7\n");
   Launched run(job.run(
       {"--servers", "2", "--trainers", "2", "--max-server-restarts", "1", "--max-restarts", "5"},
-      "sleep 30"));
+      "sleep 1000"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 7);
   EXPECT_NE(ended.err.find("exited with code 7; server restart 1 of 1"), std::string::npos);
@@ -158,7 +158,7 @@ TEST(ServerRunTest, AServerThatStaysDownEndsTheJobByName) {
 
 TEST(ServerRunTest, ABadFlagOfAServerIsNoReasonToStartItAgain) {
   const Job job(kExplained + "explained 2\n");
-  Launched run(job.run({"--servers", "1", "--max-server-restarts", "9"}, "sleep 30"));
+  Launched run(job.run({"--servers", "1", "--max-server-restarts", "9"}, "sleep 1000"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_EQ(ended.err.find("server restart"), std::string::npos) << ended.err;
@@ -166,7 +166,7 @@ TEST(ServerRunTest, ABadFlagOfAServerIsNoReasonToStartItAgain) {
 
 TEST(ServerRunTest, ACodeOfAnotherProgramIsAReasonToStartItAgain) {
   const Job job("exit 2\n");
-  Launched run(job.run({"--servers", "1", "--max-server-restarts", "1"}, "sleep 30"));
+  Launched run(job.run({"--servers", "1", "--max-server-restarts", "1"}, "sleep 1000"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 2);
   EXPECT_NE(ended.err.find("server restart 1 of 1"), std::string::npos) << ended.err;
@@ -174,7 +174,7 @@ TEST(ServerRunTest, ACodeOfAnotherProgramIsAReasonToStartItAgain) {
 
 TEST(ServerRunTest, AServerThatLeavesTooEarlyFailed) {
   const Job job("exit 0\n");
-  Launched run(job.run({"--servers", "1"}, "sleep 30"));
+  Launched run(job.run({"--servers", "1"}, "sleep 1000"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 1);
   EXPECT_NE(ended.err.find("exited with code 0 before the trainers were done"), std::string::npos)
@@ -252,7 +252,7 @@ TEST(ServerRunTest, SignalsReachServersOnlyAfterTheTrainers) {
 
 TEST(ServerRunTest, AKilledLauncherLeavesNoServer) {
   const Job job(std::string("echo $$ > \"$9/pid\"\n") + kServes);
-  Launched run(job.run({"--servers", "1"}, "sleep 30"));
+  Launched run(job.run({"--servers", "1"}, "sleep 1000"));
   const Watched server(std::atoi(wait_for_file(job.path("state/server.0/pid")).c_str()));
   run.send(SIGKILL);
   run.wait();
