@@ -10,6 +10,7 @@
 #include "cohort/base/error.h"
 #include "cohort/comm/process_group.h"
 
+#include "tests/support/named_in_time.h"
 #include "tests/support/ranks.h"
 
 namespace cohort::comm {
@@ -18,12 +19,12 @@ namespace mismatch_test {
 using std::chrono::seconds;
 
 // Every rank must end with a PeerError that holds all of `texts`, long before the group's timeout
-// of 60 s.
-void expect_named(int world_size, const std::vector<std::string>& texts,
-                  const std::function<void(const ProcessGroup&)>& body,
-                  CheckCollectives check = CheckCollectives::kOn) {
+// of 60 s. Returns how they ended.
+std::vector<test::RankEnd> expect_named(int world_size, const std::vector<std::string>& texts,
+                                        const std::function<void(const ProcessGroup&)>& body,
+                                        CheckCollectives check = CheckCollectives::kOn) {
   const auto start = std::chrono::steady_clock::now();
-  const auto ends =
+  auto ends =
       test::run_ranks(world_size, body, {.timeout = seconds(60), .check_collectives = check});
   EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(30));
   for (size_t rank = 0; rank < ends.size(); ++rank) {
@@ -33,6 +34,7 @@ void expect_named(int world_size, const std::vector<std::string>& texts,
           << "rank " << rank << " wrote: " << ends[rank].output << "expected: " << text;
     }
   }
+  return ends;
 }
 
 // Each case on two ranks, where rank 1 differs, and on three, where rank 2 does.
@@ -151,21 +153,19 @@ TEST_P(MismatchTest, KnownBarriersAndCallsAreToldApart) {
 
 // At once, not after the two seconds of the watching threads.
 TEST_P(MismatchTest, KnownCallsAreComparedOnRequest) {
-  expect_named(
-      world_size(), {odd_one() + "all_reduce(max) of float32[4] at"},
-      [](const ProcessGroup& group) {
-        at::Tensor x = at::ones({4});
-        group.all_reduce(x);
-        group.all_reduce(x, ReduceOp::kMax);
-        const auto start = std::chrono::steady_clock::now();
-        try {
-          group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
-        } catch (const PeerError&) {
-          EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(2));
-          throw;
-        }
-      },
-      CheckCollectives::kAlways);
+  test::expect_named_within(1900, [&] {
+    return expect_named(
+        world_size(), {odd_one() + "all_reduce(max) of float32[4] at"},
+        [](const ProcessGroup& group) {
+          at::Tensor x = at::ones({4});
+          group.all_reduce(x);
+          group.all_reduce(x, ReduceOp::kMax);
+          test::time_error_of([&] {
+            group.all_reduce_async(x, is_odd_one(group) ? ReduceOp::kMax : ReduceOp::kSum).wait();
+          });
+        },
+        CheckCollectives::kAlways);
+  });
 }
 
 // The second time round, the call is known and goes out unasked: the data never match, and after

@@ -17,10 +17,10 @@
 
 #include "cohort/base/error.h"
 #include "cohort/base/program.h"
-#include "cohort/base/trace_page.h"
 #include "cohort/comm/listen.h"
 
 #include "tests/support/loopback.h"
+#include "tests/support/named_in_time.h"
 #include "tests/support/ranks.h"
 #include "tests/support/shell.h"
 
@@ -228,32 +228,14 @@ TEST(ProcessGroupTest, AHostNameThatDoesNotResolveIsNamed) {
 // 20 ms. Four times the sum, for a busy machine; a rank that is silent has 2,000 ms.
 constexpr int kMostMsUntilNamed = 4 * (250 + 50 + 20);
 
-// Runs `call`. Rethrows its PeerError, after a line that says how long the call took.
-void time_error_of(const std::function<void()>& call) {
-  const int64_t start = steady_now_ns();
-  try {
-    call();
-  } catch (const PeerError&) {
-    std::printf("named after %d ms\n", static_cast<int>((steady_now_ns() - start) / 1'000'000));
-    throw;
-  }
-}
-
-void expect_named_in_time(const test::RankEnd& end) {
-  std::smatch match;
-  ASSERT_TRUE(std::regex_search(end.output, match, std::regex("named after (\\d+) ms")))
-      << end.output;
-  EXPECT_LE(std::stoi(match[1]), kMostMsUntilNamed) << end.output;
-}
-
 // One rank kills itself between collectives; the others must name it and leave, long before the
-// timeout of ten minutes.
-void expect_survivors_name(int victim) {
-  const auto ends = test::run_ranks(3, [victim](const ProcessGroup& group) {
+// timeout of ten minutes. Returns how these ended.
+std::vector<test::RankEnd> survivors_that_name(int victim) {
+  auto ends = test::run_ranks(3, [victim](const ProcessGroup& group) {
     at::Tensor x = at::ones({1 << 16});
     for (int i = 0; i < 1000000; ++i) {
       if (i == 20 && group.rank() == victim) kill(getpid(), SIGKILL);
-      time_error_of([&] { group.all_reduce(x); });
+      test::time_error_of([&] { group.all_reduce(x); });
       x.fill_(1);
     }
   });
@@ -264,33 +246,37 @@ void expect_survivors_name(int victim) {
     EXPECT_NE(end.output.find("lost rank " + std::to_string(victim) + " in all_reduce(sum) #"),
               std::string::npos)
         << "rank " << rank << " wrote: " << end.output;
-    expect_named_in_time(end);
     // By what it is known: a rank that stands still does not answer either.
     const std::string how = victim == 0 ? ": its store " : ": its process has ended (";
     EXPECT_NE(end.output.find(how), std::string::npos) << end.output;
   }
+  ends.erase(ends.begin() + victim);
+  return ends;
 }
 
 // The last collective has gone well, but one rank never says good-bye.
 TEST(ProcessGroupFaultTest, ClosingWithoutAPeerNamesIt) {
-  const auto ends = test::run_ranks(3, [](const ProcessGroup& group) {
-    group.all_reduce_sum(1);
-    if (group.rank() == 2) kill(getpid(), SIGKILL);
-    time_error_of([&] { group.close(); });
+  test::expect_named_within(kMostMsUntilNamed, [] {
+    auto ends = test::run_ranks(3, [](const ProcessGroup& group) {
+      group.all_reduce_sum(1);
+      if (group.rank() == 2) kill(getpid(), SIGKILL);
+      test::time_error_of([&] { group.close(); });
+    });
+    ends.pop_back();
+    for (const auto& end : ends) {
+      EXPECT_EQ(end.exit_code, 3) << end.output;
+      EXPECT_NE(end.output.find("lost rank 2 in barrier \"close\""), std::string::npos)
+          << end.output;
+    }
+    return ends;
   });
-  for (size_t rank = 0; rank < 2; ++rank) {
-    expect_named_in_time(ends[rank]);
-    EXPECT_EQ(ends[rank].exit_code, 3) << ends[rank].output;
-    EXPECT_NE(ends[rank].output.find("lost rank 2 in barrier \"close\""), std::string::npos)
-        << ends[rank].output;
-  }
 }
 
 TEST(ProcessGroupFaultTest, SurvivorsNameAKilledRank) {
-  expect_survivors_name(1);
+  test::expect_named_within(kMostMsUntilNamed, [] { return survivors_that_name(1); });
 }
 TEST(ProcessGroupFaultTest, SurvivorsNameAKilledStoreHost) {
-  expect_survivors_name(0);
+  test::expect_named_within(kMostMsUntilNamed, [] { return survivors_that_name(0); });
 }
 
 // gRPC's channels, for one, connect whenever they like.

@@ -219,7 +219,7 @@ TEST(RendezvousTest, RanksOfAnotherJobHurtNobody) {
   straggler.job = "job.1";
   std::vector<std::string> lonely;
   {
-    const std::jthread thread([&] { lonely = join_all({straggler}, seconds(3)); });
+    const std::jthread thread([&] { lonely = join_all({straggler}, seconds(8)); });
     std::this_thread::sleep_for(milliseconds(200));
     expect_each_says(join_all(infos), "joined");
   }

@@ -89,6 +89,16 @@ std::string hear(const Fd& fd, milliseconds limit) {
   return heard;
 }
 
+// So many bytes.
+std::string hear_exactly(const Fd& fd, size_t size) {
+  const timeval wait{.tv_sec = 30, .tv_usec = 0};
+  ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
+  std::string heard(size, '\0');
+  const ssize_t count = ::recv(fd.get(), heard.data(), heard.size(), MSG_WAITALL);
+  EXPECT_EQ(count, static_cast<ssize_t>(size));
+  return heard;
+}
+
 // What everything that a store can do comes to, in words.
 std::string try_everything(Store& store) {
   std::string log;
@@ -126,7 +136,7 @@ std::string try_everything(Store& store) {
   note("keys " + std::to_string(store.getNumKeys()));
   store.wait({"m1", "m2"});
   store.wait({});
-  store.wait({"m1"}, milliseconds(100));
+  store.wait({"m1"}, seconds(30));
   try {
     store.wait({"m1", "never"}, milliseconds(50));
     note("it came");
@@ -412,7 +422,8 @@ TEST(StoreSecretTest, AnImpostorIsNotBelieved) {
   const std::jthread impostor([&] {
     const Fd connection(::accept(listener.get(), nullptr, nullptr));
     say(connection, std::string(kStoreGreeting) + std::string(kStoreNonceSize, '7'));
-    const std::string heard = hear(connection, milliseconds(300));
+    const std::string heard =
+        hear_exactly(connection, kStoreGreeting.size() + kStoreNonceSize + kStoreProofSize);
     say(connection, heard.substr(heard.size() - kStoreProofSize));  // The client's own proof.
     hear(connection, seconds(5));
   });
@@ -440,14 +451,14 @@ TEST(StoreSecretTest, AStoreOfC10dsAndItsClientAreNoneOfOurs) {
 std::string hello(const Fd& fd, const std::string& secret) {
   const std::string nonce(kStoreNonceSize, 'n');
   say(fd, std::string(kStoreGreeting) + nonce);
-  std::string said(kStoreGreeting.size() + kStoreNonceSize, '\0');
-  EXPECT_EQ(::recv(fd.get(), said.data(), said.size(), MSG_WAITALL),
-            static_cast<ssize_t>(said.size()));
+  const std::string said = hear_exactly(fd, kStoreGreeting.size() + kStoreNonceSize);
   return store_proof(secret, "client", nonce, said.substr(kStoreGreeting.size()));
 }
 
 class StrangersTest : public testing::Test {
  protected:
+  explicit StrangersTest(milliseconds handshake_limit = milliseconds(500))
+      : served_({.secret = kSecret, .handshake_limit = handshake_limit}) {}
   void SetUp() override { store_->set("key-word", bytes("value-word")); }
   // A thousand connections are more than the usual limit of descriptors lets a process have twice.
   static void raise_limit() {
@@ -462,8 +473,14 @@ class StrangersTest : public testing::Test {
     EXPECT_EQ(text(served_.client()->get("key-word")), "value-word");
   }
 
-  const Served served_{{.secret = kSecret, .handshake_limit = milliseconds(500)}};
+  const Served served_;
   const StorePtr store_ = served_.client(kSecret, seconds(10));
+};
+
+// A member may take its time to prove that it has the secret.
+class MembersTest : public StrangersTest {
+ protected:
+  MembersTest() : StrangersTest(seconds(60)) {}
 };
 
 TEST_F(StrangersTest, ChangeNothingAndLearnNothing) {
@@ -496,14 +513,21 @@ TEST_F(StrangersTest, ChangeNothingAndLearnNothing) {
     EXPECT_EQ(heard.find("word"), std::string::npos);
     expect_unmoved();
   }
-  // Words that were good a moment ago.
+}
+
+// Words that were good a moment ago.
+TEST_F(MembersTest, SayNothingThatAStrangerCouldRepeat) {
+  const std::string request = frame_of(StoreWord::kGet, {"key-word"});
   const Fd member = served_.stranger();
   const std::string proof = hello(member, kSecret);
   say(member, proof + request);
-  EXPECT_NE(hear(member, milliseconds(300)).find("value-word"), std::string::npos);
+  std::string heard;
+  for (int i = 0; i < 600 && heard.find("value-word") == std::string::npos; ++i)
+    heard += hear(member, milliseconds(50));
+  EXPECT_NE(heard.find("value-word"), std::string::npos);
   const Fd replay = served_.stranger();
-  say(replay, greeting + proof + request);
-  EXPECT_EQ(hear(replay, seconds(5)).find("value-word"), std::string::npos);
+  say(replay, std::string(kStoreGreeting) + std::string(kStoreNonceSize, 'n') + proof + request);
+  EXPECT_EQ(hear(replay, seconds(20)).find("value-word"), std::string::npos);
 }
 
 TEST_F(StrangersTest, SilentOnesAreSentAway) {
@@ -527,7 +551,7 @@ TEST_F(StrangersTest, AThousandConnectionsKeepNobodyOut) {
 }
 
 // An authenticated client that sends an invalid request loses its connection, nothing else.
-TEST_F(StrangersTest, MembersThatBreakTheRulesAreSentAway) {
+TEST_F(MembersTest, ThatBreakTheRulesAreSentAway) {
   const auto length = [](uint32_t size) {
     return std::string(reinterpret_cast<const char*>(&size), sizeof size);
   };
@@ -560,7 +584,7 @@ TEST(StoreBoundsTest, AClientThatTakesNoAnswersIsSentAway) {
   const std::string proof = hello(fd, kSecret);
   say(fd, proof);
   for (int i = 0; i < 100; ++i) say(fd, frame_of(StoreWord::kGet, {"large"}));
-  std::this_thread::sleep_for(seconds(1));
+  std::this_thread::sleep_for(seconds(3));
   EXPECT_EQ(store->getNumKeys(), 1);
   EXPECT_LT(hear(fd, seconds(5)).size(), 20'000'000U);
 }
@@ -579,7 +603,7 @@ TEST(StoreBoundsTest, WithoutDescriptorsItWaitsForSome) {
   for (int i = 0; i < 2; ++i) {
     strangers.push_back(served.stranger());
     // It has been accepted: no descriptor that is freed below is for it.
-    EXPECT_NE(hear(strangers.back(), milliseconds(1000)), "");
+    hear_exactly(strangers.back(), kStoreGreeting.size() + kStoreNonceSize);
   }
   std::vector<Fd> taken;
   rlimit limit{};
@@ -599,7 +623,7 @@ TEST(StoreBoundsTest, WithoutDescriptorsItWaitsForSome) {
   EXPECT_EQ(store->add("a", 1), 1);
   taken.clear();
   ::setrlimit(RLIMIT_NOFILE, &limit);
-  EXPECT_EQ(hear(waits, milliseconds(500)).substr(0, kStoreGreeting.size()), kStoreGreeting);
+  EXPECT_EQ(hear_exactly(waits, kStoreGreeting.size()), kStoreGreeting);
 }
 
 TEST(StoreBoundsTest, ProgramsThatAreStartedInheritNoSocket) {

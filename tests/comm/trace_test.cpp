@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a launcher reads of a rank: the trace page and the stack.
 #include <ATen/ATen.h>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <gtest/gtest.h>
@@ -87,13 +88,16 @@ TEST(TracePageTest, AFileThatIsCutShortMeanwhileEndsNoReader) {
   const std::string path = folder / "trace";
   const TracePage page(path);
   const auto size = std::filesystem::file_size(path);
+  std::atomic<bool> is_cut = false;
   const std::jthread cutter([&](const std::stop_token& stop) {
     while (!stop.stop_requested()) {
       std::filesystem::resize_file(path, 0);
+      is_cut = true;
       std::filesystem::resize_file(path, size);
     }
   });
-  for (int i = 0; i < 50'000; ++i) EXPECT_FALSE(TracePage::read(path) && i > 10'000);
+  while (!is_cut) std::this_thread::yield();
+  for (int i = 0; i < 50'000; ++i) EXPECT_FALSE(TracePage::read(path));
 }
 
 // All fields of a record are the writer's one number: a torn record would show two. The writer

@@ -474,7 +474,7 @@ TEST(UpdaterTest, ALossThatIsNotFiniteIsNotTrainedOnThoughGradientsAre) {
 TEST(UpdaterTest, ARanksTimeIsItsOwnWithoutWaitingForOthers) {
   namespace fs = std::filesystem;
   test::ranks(2, [](const comm::ProcessGroup& group) {
-    constexpr std::chrono::milliseconds kDelay(200);
+    constexpr std::chrono::milliseconds kDelay(250);
     const fs::path rank_0_is_done = group.broadcast_object(
         (fs::temp_directory_path() / ("cohort-updater-" + std::to_string(getpid()))).string());
     auto model = make_model();

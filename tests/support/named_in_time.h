@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// How soon ranks name the peer that they lost.
+#pragma once
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <gtest/gtest.h>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "cohort/base/error.h"
+#include "cohort/base/trace_page.h"
+
+#include "tests/support/ranks.h"
+
+namespace cohort::test {
+
+/// Runs `call` on a rank. Rethrows its PeerError, after a line that says how long the call took.
+inline void time_error_of(const std::function<void()>& call) {
+  const int64_t start = steady_now_ns();
+  try {
+    call();
+  } catch (const PeerError&) {
+    std::printf("named after %d ms\n", static_cast<int>((steady_now_ns() - start) / 1'000'000));
+    std::fflush(stdout);
+    throw;
+  }
+}
+
+/// Expects that line of each rank that `run_once` returns, with at most `most_ms`. A machine that
+/// stands still for longer runs it again, twice at most.
+inline void expect_named_within(int most_ms,
+                                const std::function<std::vector<RankEnd>()>& run_once) {
+  int longest = 0;
+  for (int run = 0; run < 3; ++run) {
+    longest = 0;
+    for (const RankEnd& end : run_once()) {
+      std::smatch match;
+      ASSERT_TRUE(std::regex_search(end.output, match, std::regex("named after (\\d+) ms")))
+          << end.output;
+      longest = std::max(longest, std::stoi(match[1]));
+    }
+    if (longest <= most_ms) break;
+  }
+  EXPECT_LE(longest, most_ms);
+}
+
+}  // namespace cohort::test
