@@ -19,7 +19,7 @@ TEST(RestartCommandTest, TrainersStartAfreshWhenOneHadPushedTheStepAndTheOtherNo
     const TemporaryFolder folder;
     const Ended ended = shell(
         bin("cohort") + " run --max-restarts 1 --servers 2 --trainers 2 --grace 1 --log-dir " +
-        folder / "logs" + " --server-arg=--on-trainer-loss=fail --server-arg=--trainer-timeout=10" +
+        folder / "logs" + " --server-arg=--on-trainer-loss=fail --server-arg=--trainer-timeout=30" +
         " -- " + bin("ps_restart_trainer") + " " + folder.path().string() + " " + first);
     EXPECT_EQ(ended.code, 0) << ended.output;
     EXPECT_NE(ended.output.find("was killed by signal 9 (Killed); restart 1 of 1"),

@@ -267,7 +267,7 @@ TEST(RestartAbsentTest, StepsCloseWithoutATrainerThatNeverCame) {
   Cluster cluster(2, {.on_trainer_loss = OnTrainerLoss::kContinue,
                       .trainer_timeout = std::chrono::milliseconds(1'000)});
   const JobOptions job = ledger_job(2, 2, Mode::kSync);
-  const auto first = cluster.client(0, job, impatient_link());
+  const auto first = cluster.client(0, job);
   const std::vector<uint64_t> ids{1, 2, 3, 4};
   const std::vector<float> gradients(8, -1);
   const PushRows pushed{0, ids, gradients};
@@ -276,7 +276,7 @@ TEST(RestartAbsentTest, StepsCloseWithoutATrainerThatNeverCame) {
   first->push(std::span(&pushed, 1), {});
   EXPECT_EQ(first->pull(std::span(&asked, 1), {}).wait(), 1U);
   // It may still come: its first step is the next one.
-  const auto second = cluster.client(1, job, impatient_link());
+  const auto second = cluster.client(1, job);
   EXPECT_EQ(second->step(), 1U);
 }
 

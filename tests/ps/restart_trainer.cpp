@@ -46,7 +46,7 @@ class Trainer {
                                      .rule = {.rule = Rule::kSgd, .learning_rate = 1},
                                      .initializer = {.kind = Initializer::Kind::kZeros}}}};
     LinkOptions link;
-    link.trainer_timeout = std::chrono::milliseconds(10'000);  // Rather than for ever.
+    link.trainer_timeout = std::chrono::milliseconds(30'000);  // Rather than for ever.
     client_ = std::make_unique<Client>(
         ClientOptions{.servers = servers, .trainer = number_, .link = link}, job);
   }

@@ -327,7 +327,7 @@ TEST_F(RpcTest, ItEndsWhileAPullWaits) {
   Client client({.servers = {endpoint_of(*rpc)},
                  .trainer = 0,
                  .link = {.attempt_timeout = std::chrono::seconds(60),
-                          .server_timeout = std::chrono::milliseconds(500)}},
+                          .server_timeout = std::chrono::milliseconds(5'000)}},
                 job);
   const std::vector<uint64_t> ids{1};
   std::vector<float> row(1);

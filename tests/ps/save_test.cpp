@@ -197,7 +197,7 @@ LinkOptions impatient_link(std::chrono::milliseconds trainer_timeout) {
   return link;
 }
 
-// What a save does for two seconds, and twice: it writes, or it stands still.
+// What a save does for two seconds, and twice: it writes. Or it stands still until it is killed.
 void write_slowly() {
   const Fd file(::open("/dev/null", O_WRONLY | O_CLOEXEC));
   for (int i = 0; i < 20; ++i) {
@@ -207,7 +207,7 @@ void write_slowly() {
 }
 
 void stand_still() {
-  ::sleep(4);
+  ::sleep(300);
 }
 
 ServerOptions with_child(void (*in_child)()) {

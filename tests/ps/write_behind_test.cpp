@@ -54,7 +54,7 @@ class WriteBehindTest : public testing::Test {
 
 TEST_F(WriteBehindTest, WhatIsOnTheDiskLeavesTheCache) {
   for (int i = 0; i < 64; ++i) append_window();
-  EXPECT_EQ(cached_bytes(file_.get(), written_), written_) << "what the system does by itself";
+  EXPECT_GT(cached_bytes(file_.get(), written_), written_ / 2) << "what the system does by itself";
   WriteBehind write_behind(kWindow);
   write_behind.begin(path_, 0);
   const int64_t first = written_;
