@@ -585,7 +585,7 @@ TEST_F(NmtCommandTest, ADamagedBestIsRefusedAndLeftAsItIs) {
 }
 
 TEST_F(NmtCommandTest, TwoTrainingsDoNotShareAFolder) {
-  const std::string flags = train_flags("held") + "--after-epochs 100000";
+  const std::string flags = train_flags("held") + "--after-epochs 100000 --early-stopping 0";
   const Ended second =
       shell(bin("cohort-nmt") + " " + flags + " > " + path("log") +
             " 2>&1 & FIRST=$!; for i in $(seq 600); do [ -s " + path("held/history.jsonl") +

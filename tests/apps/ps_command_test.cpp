@@ -177,7 +177,7 @@ TEST_F(PsCommandTest, StopEndsAllThatAnswerAndNamesTheOthers) {
   const Ended ended = with_server(
       "--server-id 1 --servers 2",
       bin("cohort") +
-          " ps stop --pservers 127.0.0.1:1,127.0.0.1:$PORT,127.0.0.1:2 --timeout 1; echo code $?\n"
+          " ps stop --pservers 127.0.0.1:1,127.0.0.1:$PORT,127.0.0.1:2 --timeout 5; echo code $?\n"
           "for i in $(seq 100); do kill -0 $SERVER 2> /dev/null || break; sleep 0.1; done\n"
           "kill -0 $SERVER 2> /dev/null && echo runs; true");
   EXPECT_NE(ended.output.find("code 3\n"), std::string::npos) << ended.output;

@@ -188,7 +188,7 @@ TEST_F(CtrCommandTest, TrainersGoOnWithoutOneThatIsLost) {
     const std::string logs = folder_ / ("logs" + lost);
     const Ended ended =
         shell(bin("cohort") + " run --servers 2 --trainers 2 --on-trainer-loss continue " +
-              "--server-arg=--trainer-timeout=2 --log-dir " + logs + " -- sh -c '" +
+              "--server-arg=--trainer-timeout=5 --log-dir " + logs + " -- sh -c '" +
               "if [ $RANK = " + lost + " ]; then (until grep -q step " + logs +
               "/rank0.stdout.log; do sleep 0.01; done; kill -9 $$) & fi; exec " +
               train("--mode sync --epochs 2 -p 5") + "'");
