@@ -19,7 +19,10 @@ std::string describe(const torch::nn::Module& model, const std::vector<std::stri
   for (const auto& item : model.named_parameters()) {
     if (contains(ignored, item.key())) continue;
     out << "parameter " << item.key() << ' ' << item.value().sizes() << ' ' << item.value().dtype()
-        << (item.value().requires_grad() ? "" : " frozen") << '\n';
+        << (item.value().requires_grad() ? "" : " frozen");
+    // Buckets add up memory as it lies, in the order of each rank's own strides.
+    if (!item.value().is_contiguous()) out << " strides " << item.value().strides();
+    out << '\n';
   }
   for (const auto& item : model.named_buffers()) {
     if (contains(ignored, item.key())) continue;

@@ -21,8 +21,8 @@ void verify_same_text(const std::string& what, const std::string& text,
                       const comm::ProcessGroup& group, CallSite site = CallSite::here());
 
 /// Throws unless every rank's model has the same parameter and buffer names, shapes and dtypes in
-/// the same order, and lies where the group's backend serves tensors; names in `ignored` do not
-/// count.
+/// the same order, parameters with the same memory format, and lies where the group's backend
+/// serves tensors; names in `ignored` do not count.
 ///
 /// Collective; blocks.
 /// Errors: c10::ValueError on every rank, naming the first difference and the rank, or the backend.
