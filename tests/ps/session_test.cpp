@@ -7,6 +7,7 @@
 #include <optional>
 #include <thread>
 #include <torch/nn/functional/embedding.h>
+#include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
@@ -210,6 +211,44 @@ TEST(SessionTest, SyncTrainersOnSeveralServersAreOneProcessOnAllTheirBatches) {
   EXPECT_TRUE(at::allclose(together[0], model.linear->weight, 1e-5, 1e-6));
   EXPECT_TRUE(at::allclose(together[1], model.linear->bias, 1e-5, 1e-6));
   EXPECT_TRUE(at::allclose(together[2], model.rows->forward(at::arange(11)), 1e-5, 1e-6));
+}
+
+// Elements of a gradient are taken in the order of the weight's, however they lie in memory. Halves
+// and quarters are exact, so the bits are those of one subtraction.
+TEST(SessionTest, ChannelsLastImagesAndGradientsUpdateTheSameElements) {
+  for (const auto format : {at::MemoryFormat::Contiguous, at::MemoryFormat::ChannelsLast}) {
+    for (const int trainers : {1, 2}) {
+      SCOPED_TRACE(c10::str(format, ", trainers: ", trainers));
+      const Servers servers(2);
+      std::vector<at::Tensor> updated(static_cast<size_t>(trainers));
+      const at::Tensor begun = at::arange(8 * 5 * 3 * 3, at::kFloat).sin().view({8, 5, 3, 3});
+      std::vector<at::Tensor> gradients(updated);
+      std::vector<std::jthread> threads;
+      for (int trainer = 0; trainer < trainers; ++trainer) {
+        threads.emplace_back([&, trainer] {
+          Session session(server_options(servers, Training::kSync, trainer, trainers));
+          torch::nn::Conv2d conv(torch::nn::Conv2dOptions(5, 8, 3).bias(false));
+          conv->weight.set_data(begun.clone());
+          session.add("conv", *conv);
+          session.start();
+          const at::Tensor images = at::arange(2 * 5 * 6 * 6, at::kFloat).mul(1 + trainer).cos();
+          conv(images.view({2, 5, 6, 6}).contiguous(format)).square().mean().backward();
+          at::Tensor& gradient = conv->weight.mutable_grad();
+          gradients[static_cast<size_t>(trainer)] = gradient.clone();
+          gradient = gradient.contiguous(format);
+          session.push();
+          session.pull();
+          updated[static_cast<size_t>(trainer)] = conv->weight.detach().clone();
+          session.finish();
+        });
+      }
+      threads.clear();
+      at::Tensor mean = gradients[0];
+      if (trainers == 2) mean = (mean + gradients[1]) / 2;
+      for (const at::Tensor& each : updated) EXPECT_TRUE(at::equal(each, begun - 0.25 * mean));
+      EXPECT_FALSE(at::equal(updated[0], begun));
+    }
+  }
 }
 
 TEST(SessionTest, EveryTrainingOfOneTrainerIsLocalTraining) {
@@ -424,6 +463,12 @@ TEST(SessionTest, WhatDoesNotFitIsNamed) {
   torch::nn::Linear doubles(2, 2);
   doubles->to(at::kDouble);
   EXPECT_NE(message_of([&] { session.add("net", *doubles); }).find("net.weight"),
+            std::string::npos);
+  torch::nn::Conv2d turned(torch::nn::Conv2dOptions(3, 4, 2));
+  turned->weight.set_data(turned->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
+  EXPECT_NE(message_of([&] { session.add("net", *turned); })
+                .find("'net.weight': expected contiguous float32, got CPUFloatType of strides [12, "
+                      "1, 6, 3]"),
             std::string::npos);
   EXPECT_NE(message_of([&] { session.push(); }).find("start() comes first"), std::string::npos);
   Model model(session);
