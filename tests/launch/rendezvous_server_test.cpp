@@ -186,7 +186,7 @@ class RendezvousServerTest : public ::testing::Test {
       while (const auto directive = node.client.next()) node.directives.push_back(*directive);
     }
   }
-  // So long, and so often that what can happen does, also where the machine stands still meanwhile.
+  // For `time`, and so often that what can happen does, where the machine stands still, too.
   void run_for(milliseconds time) {
     const auto end = Clock::now() + time;
     for (int polls = 0; polls < 50 || Clock::now() < end; ++polls) poll();
