@@ -58,8 +58,9 @@ std::string joined(const std::vector<std::string>& words) {
 int execute_beside(const std::string& command, char** argv) {
   const auto known = known_commands();
   if (std::find(known.begin(), known.end(), command) == known.end()) {
-    throw cohort::ConfigError("unknown command '" + command + "': expected one of " +
-                              joined(known) + ", --help, --version");
+    throw cohort::ConfigError(
+        (command.empty() ? "no command" : "unknown command '" + command + "'") +
+        ": expected one of " + joined(known) + ", --help, --version");
   }
   const std::string path = (own_folder() / ("cohort-" + command)).string();
   ::execv(path.c_str(), argv);

@@ -781,7 +781,8 @@ TEST_F(NmtCommandTest, AQuantizedModelTranslatesAsOneQuantizedWhenLoaded) {
                  "q/best holds 8-bit weights");
   expect_refused(
       "export --to ctranslate2 --output-dir " + path("new") + " --model-dir " + path("q"),
-      "q/best holds 8-bit weights, which float32 cannot be computed with: expected int8");
+      "q/best holds 8-bit weights, which float32 cannot be computed with: expected int8, or the "
+      "model that they were made of");
   expect_refused(train_flags("q"), "q holds a run without last/");
   expect_refused(train_flags("new") + "--precision int8",
                  "--precision int8: expected auto, bfloat16 or float32");

@@ -266,6 +266,13 @@ TEST(DispatcherTest, AnUnknownCommandNamesTheKnownOnes) {
       << ended.err;
 }
 
+TEST(DispatcherTest, NoCommandNamesTheKnownOnes) {
+  Launched run({cohort_program()});
+  const Ended ended = run.wait();
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_EQ(ended.err.find("cohort: error: no command: expected one of run"), 0U) << ended.err;
+}
+
 TEST(DispatcherTest, HelpAndVersionSucceed) {
   for (const Lines& words : {Lines{"--help"}, Lines{"--version"}, Lines{"run", "--help"}}) {
     Lines command{cohort_program()};
