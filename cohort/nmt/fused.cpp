@@ -3,10 +3,13 @@
 
 #include <ATen/record_function.h>
 #include <algorithm>
+#include <c10/util/accumulate.h>
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <span>
+#include <string>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/types.h>
 #include <vector>
@@ -95,6 +98,51 @@ struct AddDropout : torch::autograd::Function<AddDropout> {
   }
 };
 
+// Returns {sum, normed}; without y the sum is x.
+struct AddDropoutNorm : torch::autograd::Function<AddDropoutNorm> {
+  static NormKernels::Result compute(const at::Tensor& x, const std::optional<at::Tensor>& y,
+                                     const NormParameters& norm, const Dropping& dropping) {
+    return kernels_for(x).norm.forward(
+        x.contiguous(), y ? y->contiguous() : at::Tensor(),
+        {norm.weight_D.contiguous(), norm.bias_D.contiguous(), norm.type}, dropping);
+  }
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const std::optional<at::Tensor>& y, const at::Tensor& weight,
+                               const at::Tensor& bias, at::ScalarType type,
+                               const Dropping& dropping) {
+    const auto result = compute(x, y, {weight, bias, type}, dropping);
+    save(context, dropping);
+    if (y) context->saved_data["type_of_y"] = y->scalar_type();
+    context->save_for_backward({result.sum, weight, result.stats});
+    context->set_materialize_grads(false);
+    return {y ? result.sum : x, result.normed};
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
+    const auto of_y = context->saved_data.find("type_of_y");
+    const auto type_of_y = of_y == context->saved_data.end()
+                               ? std::nullopt
+                               : std::optional(of_y->second.toScalarType());
+    if (!grads[1].defined()) {  // Of the sum alone.
+      variable_list results(6);
+      if (!grads[0].defined()) return results;
+      results[0] = grads[0];
+      if (type_of_y) {
+        const at::Tensor grad = grads[0].contiguous();
+        results[1] =
+            kernels_for(grad).add_dropout_backward(grad, *type_of_y, saved_dropping(context));
+      }
+      return results;
+    }
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &sum = saved[0], &weight = saved[1], &stats = saved[2];
+    const auto result = kernels_for(sum).norm.backward(
+        sum, stats, weight.contiguous(), grads[0].defined() ? grads[0].contiguous() : grads[0],
+        grads[1].contiguous(), type_of_y, saved_dropping(context));
+    return {result.x, result.y, result.weight, result.bias, at::Tensor(), at::Tensor()};
+  }
+};
+
 struct ReluDropout : torch::autograd::Function<ReluDropout> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const Dropping& dropping) {
@@ -165,38 +213,77 @@ at::Tensor weight_gradient(const at::Tensor& grad_NM, const at::Tensor& x_NK, at
   return kernels_for(grad_NM).weight_gradient(grad_NM, x_NK, type);
 }
 
+// What a product of linear() keeps for its gradients, and those.
+void save_operands(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
+  context->saved_data["x"] = x.sizes();
+  context->saved_data["types"] = std::vector<int64_t>{static_cast<int64_t>(x.scalar_type()),
+                                                      static_cast<int64_t>(weight.scalar_type())};
+}
+
+variable_list operand_gradients(AutogradContext* context, const at::Tensor& grad,
+                                const at::Tensor& rows, const at::Tensor& w) {
+  const std::vector<int64_t> types = context->saved_data["types"].toIntVector();
+  variable_list results(2);
+  if (context->needs_input_grad(0)) {
+    results[0] = at::mm(grad, w)
+                     .view(context->saved_data["x"].toIntVector())
+                     .to(static_cast<at::ScalarType>(types[0]));
+  }
+  if (context->needs_input_grad(1))
+    results[1] = weight_gradient(grad, rows, static_cast<at::ScalarType>(types[1]));
+  return results;
+}
+
+// Rows [N, M] for those of x [..., K].
+at::Tensor as_rows_of(const at::Tensor& y, const at::Tensor& x) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = y.size(1);
+  return y.view(sizes);
+}
+
 struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, at::ScalarType type) {
     const at::Tensor rows = x.to(type).reshape({-1, x.size(-1)}), w = weight.to(type);
     const at::Tensor y = bias ? at::addmm(bias->to(type), rows, w.t()) : at::mm(rows, w.t());
     context->save_for_backward({rows, w});
-    context->saved_data["x"] = x.sizes();
-    context->saved_data["types"] = std::vector<int64_t>{static_cast<int64_t>(x.scalar_type()),
-                                                        static_cast<int64_t>(weight.scalar_type())};
+    save_operands(context, x, weight);
     if (bias) context->saved_data["bias"] = bias->scalar_type();
-    std::vector<int64_t> sizes = x.sizes().vec();
-    sizes.back() = w.size(0);
-    return y.view(sizes);
+    return as_rows_of(y, x);
   }
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     refuse_second_derivative();
     const variable_list saved = context->get_saved_variables();
     const at::Tensor &rows = saved[0], &w = saved[1];
     const at::Tensor grad = grads[0].reshape({-1, w.size(0)});
-    const std::vector<int64_t> types = context->saved_data["types"].toIntVector();
-    variable_list results(4);
-    if (context->needs_input_grad(0)) {
-      results[0] = at::mm(grad, w)
-                       .view(context->saved_data["x"].toIntVector())
-                       .to(static_cast<at::ScalarType>(types[0]));
-    }
-    if (context->needs_input_grad(1)) {
-      results[1] = weight_gradient(grad, rows, static_cast<at::ScalarType>(types[1]));
-    }
+    variable_list results = operand_gradients(context, grad, rows, w);
+    results.resize(4);
     const auto bias = context->saved_data.find("bias");
     if (bias != context->saved_data.end() && context->needs_input_grad(2))
       results[2] = grad.sum(0, /*keepdim=*/false, bias->second.toScalarType());
+    return results;
+  }
+};
+
+struct LinearReluDropout : torch::autograd::Function<LinearReluDropout> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const at::Tensor& bias, at::ScalarType type, const Dropping& dropping) {
+    const at::Tensor rows = x.to(type).reshape({-1, x.size(-1)}), w = weight.to(type);
+    const at::Tensor out = at::mm(rows, w.t());
+    kernels_for(x).bias_relu_dropout.forward(out, bias.contiguous(), dropping);
+    context->save_for_backward({rows, w, out});
+    save_operands(context, x, weight);
+    save(context, dropping);
+    return as_rows_of(out, x);
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_second_derivative();
+    const variable_list saved = context->get_saved_variables();
+    const at::Tensor &rows = saved[0], &w = saved[1], &out = saved[2];
+    const auto [grad, grad_bias] = kernels_for(out).bias_relu_dropout.backward(
+        out, grads[0].reshape(out.sizes()).contiguous(), saved_dropping(context).rule.scale);
+    variable_list results = operand_gradients(context, grad, rows, w);
+    results.insert(results.end(), {grad_bias, at::Tensor(), at::Tensor()});
     return results;
   }
 };
@@ -315,15 +402,60 @@ at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream) {
   return Dropout::apply(x, next_dropping(x.numel(), p, stream, {}));
 }
 
-at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream) {
+namespace {
+
+void check_added(const char* name, const at::Tensor& x, const at::Tensor& y) {
   TORCH_CHECK_VALUE(x.sizes() == y.sizes() &&
                         at::promote_types(x.scalar_type(), y.scalar_type()) == x.scalar_type(),
-                    "add_dropout: expected two tensors of a shape, the second of the first's type "
-                    "or a narrower one, got ",
+                    name,
+                    ": expected two tensors of a shape, the second of the first's type or a "
+                    "narrower one, got ",
                     x.dtype(), " ", x.sizes(), " and ", y.dtype(), " ", y.sizes());
-  check_device(y, x, "add_dropout: y");
+  check_device(y, x, (std::string(name) + ": y").c_str());
+}
+
+// Of x, to which y is added, if it is defined.
+NormedSum norm_of(const char* name, const at::Tensor& x, const at::Tensor& y,
+                  const NormParameters& norm, double p, DropoutStream& stream) {
+  const auto& [weight, bias, type] = norm;
+  TORCH_CHECK_VALUE(x.dim() > 0 && weight.sizes() == x.sizes().slice(x.dim() - 1) &&
+                        bias.sizes() == weight.sizes(),
+                    name, ": expected [..., D] and a norm's weight and bias [D], got ", x.sizes(),
+                    ", ", weight.sizes(), " and ", bias.sizes());
+  check_device(weight, x, (std::string(name) + ": weight").c_str());
+  check_device(bias, x, (std::string(name) + ": bias").c_str());
+  const NormKernels& fused = kernels_for(x).norm;
+  if (fused.forward != nullptr && fused.takes(x, y, norm)) {
+    const Dropping dropping = y.defined() ? next_dropping(y.numel(), p, stream, {}) : Dropping();
+    const std::optional<at::Tensor> added = y.defined() ? std::optional(y) : std::nullopt;
+    if (!at::GradMode::is_enabled()) {  // What a graph costs shows in a step of decoding.
+      const auto result = AddDropoutNorm::compute(x, added, norm, dropping);
+      return {result.sum, result.normed};
+    }
+    const variable_list results = AddDropoutNorm::apply(x, added, weight, bias, type, dropping);
+    return {results[0], results[1]};
+  }
+  const at::Tensor sum = y.defined() ? add_dropout(x, y, p, stream) : x;
+  return {sum, at::layer_norm(sum, weight.sizes(), weight, bias, kNormEpsilon).to(type)};
+}
+
+}  // namespace
+
+at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream) {
+  check_added("add_dropout", x, y);
   if (p == 0) return x + y;
   return AddDropout::apply(x, y, next_dropping(y.numel(), p, stream, {}));
+}
+
+NormedSum add_dropout_norm(const at::Tensor& x, const at::Tensor& y, const NormParameters& norm,
+                           double p, DropoutStream& stream) {
+  check_added("add_dropout_norm", x, y);
+  return norm_of("add_dropout_norm", x, y, norm, p, stream);
+}
+
+NormedSum layer_norm(const at::Tensor& x, const NormParameters& norm) {
+  DropoutStream none;
+  return norm_of("layer_norm", x, {}, norm, 0, none);
 }
 
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
@@ -429,8 +561,10 @@ at::Tensor self_attention(const at::Tensor& qkv_BTE, const at::Tensor& key_lengt
   return attention_of(qkv_BTE, {}, key_lengths_B, options, stream);
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
-                  const std::optional<at::Tensor>& bias_M, at::ScalarType type) {
+namespace {
+
+void check_linear(const at::Tensor& x, const at::Tensor& weight_MK,
+                  const std::optional<at::Tensor>& bias_M) {
   TORCH_CHECK_VALUE(weight_MK.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight_MK.size(1),
                     "linear: expected x [..., K] and weight [M, K], got ", x.sizes(), " and ",
                     weight_MK.sizes());
@@ -438,7 +572,31 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
                     "linear: expected bias [", weight_MK.size(0), "], got ", bias_M->sizes());
   check_device(weight_MK, x, "linear: weight");
   if (bias_M) check_device(*bias_M, x, "linear: bias");
+}
+
+}  // namespace
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_MK,
+                  const std::optional<at::Tensor>& bias_M, at::ScalarType type) {
+  check_linear(x, weight_MK, bias_M);
   return Linear::apply(x, weight_MK, bias_M, type);
+}
+
+at::Tensor linear_relu_dropout(const at::Tensor& x, const at::Tensor& weight_MK,
+                               const at::Tensor& bias_M, const LinearReluDropoutOptions& options,
+                               DropoutStream& stream) {
+  const auto& [type, p, part] = options;
+  check_linear(x, weight_MK, bias_M);
+  const int64_t width = weight_MK.size(0);
+  TORCH_CHECK_VALUE(p == 0 || part.size == part.whole || (width > 0 && part.size % width == 0),
+                    "linear_relu_dropout: expected a part of whole rows of ", width,
+                    " elements, got ", part.size);
+  const BiasReluDropoutKernels& fused = kernels_for(x).bias_relu_dropout;
+  if (fused.forward == nullptr || !fused.takes(bias_M, type))
+    return relu_dropout(linear(x, weight_MK, bias_M, type), p, stream, part);
+  const int64_t rows = c10::multiply_integers(x.sizes().slice(0, x.dim() - 1));
+  return LinearReluDropout::apply(x, weight_MK, bias_M, type,
+                                  next_dropping(rows * width, p, stream, part));
 }
 
 LossSums smoothed_cross_entropy(const at::Tensor& hidden_ND, const at::Tensor& weight_VD,

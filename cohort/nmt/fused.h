@@ -57,9 +57,50 @@ at::Tensor dropout(const at::Tensor& x, double p, DropoutStream& stream);
 /// it. Shapes are the same.
 at::Tensor add_dropout(const at::Tensor& x, const at::Tensor& y, double p, DropoutStream& stream);
 
+/// What a norm over the last dimension multiplies by and adds, and the type of its result.
+struct NormParameters {
+  at::Tensor weight_D, bias_D;
+  at::ScalarType type = at::kFloat;
+};
+
+/// A residual connection and its norm.
+struct NormedSum {
+  at::Tensor sum;
+  at::Tensor normed;
+};
+
+/// Returns sum = add_dropout(x, y, p, stream), with the same bits, and normed = at::layer_norm(sum) in norm.type;
+/// forward and backward are one pass each where the device has it.
+///
+/// Shapes:   x, y [..., D].
+/// Numerics: on the CPU sums run in float32 (float64 for float64), forward and backward; a row's results depend on
+///           that row alone, and the gradients of the norm's parameters not on the number of threads.
+/// Errors:   c10::ValueError for other shapes, and for a y of a wider type than x's.
+NormedSum add_dropout_norm(const at::Tensor& x, const at::Tensor& y, const NormParameters& norm,
+                           double p, DropoutStream& stream);
+/// The same without y: `sum` is x. If later sums take it instead of x, both gradients of x are added in the same pass.
+NormedSum layer_norm(const at::Tensor& x, const NormParameters& norm);
+
 /// Returns dropout(relu(x)) in one pass.
 at::Tensor relu_dropout(const at::Tensor& x, double p, DropoutStream& stream,
                         const DropoutPart& part = {});
+
+struct LinearReluDropoutOptions {
+  at::ScalarType type = at::kFloat;  ///< What the product is computed in.
+  double dropout = 0;
+  DropoutPart part;  ///< Of whole rows of the result.
+};
+
+/// Returns relu_dropout(linear(x, weight, bias, type)), the same elements dropped; where the device has it
+/// the bias is added, and its gradient summed, in relu_dropout's passes.
+///
+/// Numerics: then the product is rounded to `type` before the bias is added, which is not rounded: linear() and
+///           inference round the bias, and the sum once.
+/// Errors:   as linear(); c10::ValueError for a part of other than whole rows.
+at::Tensor linear_relu_dropout(const at::Tensor& x, const at::Tensor& weight_MK,
+                               const at::Tensor& bias_M, const LinearReluDropoutOptions& options,
+                               DropoutStream& stream);
+
 /// Returns dropout(gelu(x)), the exact gelu, and dropout(x * logistic(x)) in one pass. An element's
 /// result is the same bits wherever it stands and whatever stands beside it.
 /// Numerics: float32 inside (float64 for float64); the error of gelu is below 1e-7 |x|, and what

@@ -27,31 +27,44 @@ at::Tensor rows_of(const at::Tensor& x, int64_t first, int64_t count) {
   return !x.defined() || count == x.size(0) ? x : x.narrow(0, first, count);
 }
 
-// A block of a layer with dropout, the residual connection and its norm. A tensor-parallel region
-// begins before the block and ends in its last projection. The sum stays in x's type, which is
-// wider than what the block computes in.
-template <class Block>
-at::Tensor residual(const at::Tensor& x, LayerNorm& norm, LayerContext& context, bool training,
-                    Block block) {
-  const bool pre = context.norm == Norm::kPre;
-  const at::Tensor input = context.tensor_parallel->copy_to_region(pre ? norm->forward(x) : x);
-  const at::Tensor sum =
-      add_dropout(x, block(input), training ? context.dropout : 0, context.stream);
-  return pre ? sum : norm->keep_type(sum);
+// A block of a layer, behind which are dropout, the residual connection and its norm.
+struct ResidualBlock {
+  LayerNorm& norm;
+  std::function<at::Tensor(const at::Tensor&)> compute;
+};
+
+// The blocks one after another. A tensor-parallel region begins before each and ends in its last
+// projection. Sums stay in x's type, which is wider than what the blocks compute in.
+at::Tensor residual(at::Tensor x, std::span<const ResidualBlock> blocks, LayerContext& context,
+                    bool training) {
+  const double p = training ? context.dropout : 0;
+  const auto run = [&](const ResidualBlock& block, const at::Tensor& input) {
+    return block.compute(context.tensor_parallel->copy_to_region(input));
+  };
+  if (context.norm == Norm::kPost) {
+    for (const ResidualBlock& block : blocks)
+      x = block.norm->add(x, run(block, x), p, x.scalar_type()).normed;
+    return x;
+  }
+  NormedSum before = blocks.front().norm->split(x);
+  for (size_t i = 0;; ++i) {
+    const at::Tensor y = run(blocks[i], before.normed);
+    if (i + 1 == blocks.size()) return add_dropout(before.sum, y, p, context.stream);
+    before = blocks[i + 1].norm->add(before.sum, y, p);
+  }
 }
 
 at::Tensor feed_forward(const at::Tensor& x, Projection& linear1, Projection& linear2,
                         LayerContext& context, bool training) {
   const double p = training ? context.dropout : 0;
-  const at::Tensor inner = linear1->forward(x);
-  const DropoutPart part = context.tensor_parallel->dropout_part(inner.size(-1));
+  const DropoutPart part = context.tensor_parallel->dropout_part(linear1->bias.size(0));
   switch (context.ffn_activation) {
     case Activation::kRelu:
-      return linear2->forward(relu_dropout(inner, p, context.stream, part));
+      return linear2->forward(linear1->forward_relu(x, p, part));
     case Activation::kGelu:
-      return linear2->forward(gelu_dropout(inner, p, context.stream, part));
+      return linear2->forward(gelu_dropout(linear1->forward(x), p, context.stream, part));
     case Activation::kSwish:
-      return linear2->forward(swish_dropout(inner, p, context.stream, part));
+      return linear2->forward(swish_dropout(linear1->forward(x), p, context.stream, part));
   }
   TORCH_INTERNAL_ASSERT(false);
 }
@@ -172,6 +185,17 @@ at::Tensor ProjectionImpl::forward(const at::Tensor& x) {
   return bias.defined() ? y + bias.to(y.scalar_type()) : y;
 }
 
+at::Tensor ProjectionImpl::forward_relu(const at::Tensor& x, double p, const DropoutPart& part) {
+  if (context_->precision == Precision::kInt8 || infers(*this, x))
+    return relu_dropout(forward(x), p, context_->stream, part);
+  TORCH_INTERNAL_ASSERT(!row_parallel_);
+  const DecodeScope timed(DecodeSection::kProducts);
+  return linear_relu_dropout(
+      x, weight, bias,
+      {.type = compute_type(weight, context_->precision), .dropout = p, .part = part},
+      context_->stream);
+}
+
 at::Tensor ProjectionImpl::part(const at::Tensor& x, int64_t first, int64_t count) {
   return product(x, first, count, rows_of(bias, first, count));
 }
@@ -237,12 +261,23 @@ LayerNormImpl::LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> contex
   bias = register_parameter("bias", at::zeros({width}, context_->device));
 }
 
-at::Tensor LayerNormImpl::keep_type(const at::Tensor& x) {
-  return at::layer_norm(x, {x.size(-1)}, weight, bias);
+NormParameters LayerNormImpl::parameters_to(at::ScalarType type) const {
+  return {.weight_D = weight, .bias_D = bias, .type = type};
+}
+
+NormedSum LayerNormImpl::split(const at::Tensor& x) {
+  return nmt::layer_norm(x, parameters_to(compute_type(weight, context_->precision)));
+}
+
+NormedSum LayerNormImpl::add(const at::Tensor& x, const at::Tensor& y, double p,
+                             std::optional<at::ScalarType> type) {
+  return add_dropout_norm(x, y,
+                          parameters_to(type.value_or(compute_type(weight, context_->precision))),
+                          p, context_->stream);
 }
 
 at::Tensor LayerNormImpl::forward(const at::Tensor& x) {
-  return keep_type(x).to(compute_type(weight, context_->precision));
+  return split(x).normed;
 }
 
 AttentionImpl::AttentionImpl(int64_t width, int64_t heads, std::shared_ptr<LayerContext> context)
@@ -386,12 +421,13 @@ EncoderLayerImpl::EncoderLayerImpl(const TransformerOptions& o,
 
 at::Tensor EncoderLayerImpl::forward(const at::Tensor& x_BSD, const at::Tensor& lengths_B) {
   const bool training = is_training();
-  const at::Tensor x = residual(x_BSD, norm1_, *context_, training, [&](const at::Tensor& y) {
-    return self_attn_->self(y, lengths_B, /*causal=*/false);
-  });
-  return residual(x, norm2_, *context_, training, [&](const at::Tensor& y) {
-    return feed_forward(y, linear1_, linear2_, *context_, training);
-  });
+  const ResidualBlock blocks[] = {
+      {norm1_,
+       [&](const at::Tensor& x) { return self_attn_->self(x, lengths_B, /*causal=*/false); }},
+      {norm2_, [&](const at::Tensor& x) {
+         return feed_forward(x, linear1_, linear2_, *context_, training);
+       }}};
+  return residual(x_BSD, blocks, *context_, training);
 }
 
 DecoderLayerImpl::DecoderLayerImpl(const TransformerOptions& o,
@@ -412,29 +448,27 @@ at::Tensor DecoderLayerImpl::project_memory(const at::Tensor& memory_BSD) {
 at::Tensor DecoderLayerImpl::forward(const at::Tensor& x_BTD, const at::Tensor& target_lengths_B,
                                      const at::Tensor& memory_BSE,
                                      const at::Tensor& source_lengths_B) {
-  const at::Tensor x = residual(x_BTD, norm1_, *context_, is_training(), [&](const at::Tensor& y) {
-    return self_attn_->self(y, target_lengths_B, /*causal=*/true);
-  });
-  return after_self(x, [&](const at::Tensor& y) {
-    return multihead_attn_->cross(y, memory_BSE, source_lengths_B);
-  });
+  return blocks(
+      x_BTD,
+      [&](const at::Tensor& x) { return self_attn_->self(x, target_lengths_B, /*causal=*/true); },
+      [&](const at::Tensor& x) { return multihead_attn_->cross(x, memory_BSE, source_lengths_B); });
 }
 
 at::Tensor DecoderLayerImpl::step(const at::Tensor& x_ND, DecoderState& state, size_t layer) {
-  const at::Tensor x = residual(x_ND, norm1_, *context_, is_training(), [&](const at::Tensor& y) {
-    return self_attn_->self_step(y, state, layer);
-  });
-  return after_self(
-      x, [&](const at::Tensor& y) { return multihead_attn_->cross_step(y, state, layer); });
+  return blocks(
+      x_ND, [&](const at::Tensor& x) { return self_attn_->self_step(x, state, layer); },
+      [&](const at::Tensor& x) { return multihead_attn_->cross_step(x, state, layer); });
 }
 
-template <class Cross>
-at::Tensor DecoderLayerImpl::after_self(const at::Tensor& x, Cross cross) {
+at::Tensor DecoderLayerImpl::blocks(const at::Tensor& x, const Attending& self,
+                                    const Attending& cross) {
   const bool training = is_training();
-  const at::Tensor crossed = residual(x, norm2_, *context_, training, cross);
-  return residual(crossed, norm3_, *context_, training, [&](const at::Tensor& y) {
-    return feed_forward(y, linear1_, linear2_, *context_, training);
-  });
+  const ResidualBlock in_order[] = {
+      {norm1_, self}, {norm2_, cross}, {norm3_, [&](const at::Tensor& y) {
+                                          return feed_forward(y, linear1_, linear2_, *context_,
+                                                              training);
+                                        }}};
+  return residual(x, in_order, *context_, training);
 }
 
 void DecoderState::keep(std::span<const int64_t> kept) {

@@ -94,6 +94,8 @@ class ProjectionImpl : public torch::nn::Module {
  public:
   ProjectionImpl(const ProjectionShape& shape, std::shared_ptr<LayerContext> context);
   at::Tensor forward(const at::Tensor& x);
+  /// dropout(relu(forward(x))), of the context's stream. Has a bias and is not row-parallel.
+  at::Tensor forward_relu(const at::Tensor& x, double p, const DropoutPart& part);
   /// The outputs [first, first + count) alone.
   at::Tensor part(const at::Tensor& x, int64_t first, int64_t count);
   /// The outputs of an int8 model's inference in blocks.
@@ -189,13 +191,18 @@ TORCH_MODULE(Attention);
 class LayerNormImpl : public torch::nn::Module {
  public:
   LayerNormImpl(int64_t width, std::shared_ptr<LayerContext> context);
-  at::Tensor forward(const at::Tensor& x);    ///< Result in the compute type.
-  at::Tensor keep_type(const at::Tensor& x);  ///< Result in x's type.
+  at::Tensor forward(const at::Tensor& x);  ///< Result in the compute type.
+  /// The same beside x, for what x is added to later (nmt::layer_norm).
+  NormedSum split(const at::Tensor& x);
+  /// Of x + dropout(y), of the context's stream; the norm in `type`, if given, else in the compute type.
+  NormedSum add(const at::Tensor& x, const at::Tensor& y, double p,
+                std::optional<at::ScalarType> type = std::nullopt);
 
   at::Tensor weight;
   at::Tensor bias;
 
  private:
+  NormParameters parameters_to(at::ScalarType type) const;
   std::shared_ptr<LayerContext> context_;
 };
 TORCH_MODULE(LayerNorm);
@@ -223,8 +230,9 @@ class DecoderLayerImpl : public torch::nn::Module {
   at::Tensor project_memory(const at::Tensor& memory_BSD);
 
  private:
-  template <class Cross>
-  at::Tensor after_self(const at::Tensor& x, Cross cross);
+  using Attending = std::function<at::Tensor(const at::Tensor&)>;
+  // With these attentions, of the layer's own position and of the source.
+  at::Tensor blocks(const at::Tensor& x, const Attending& self, const Attending& cross);
 
   std::shared_ptr<LayerContext> context_;
   LayerNorm norm1_{nullptr}, norm2_{nullptr}, norm3_{nullptr};

@@ -105,15 +105,19 @@ void in_both_types(const std::string& table, const Body& body) {
   }
 }
 
-// The loops of every instruction set, then the operations of ATen that other devices run, then the
-// kernels for CUDA with their arithmetic on the host.
 template <class Body>
-void in_every_table(const Body& body) {
+void in_all_loops(const Body& body) {
   for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
     use_loops(**table);
     in_both_types((*table)->name, body);
   }
   use_loops(*supported_loops()[0]);
+}
+// The loops of every instruction set, then the operations of ATen that other devices run, then the
+// kernels for CUDA with their arithmetic on the host.
+template <class Body>
+void in_every_table(const Body& body) {
+  in_all_loops(body);
   {
     const test::AtenKernels aten;
     in_both_types("aten", body);
@@ -765,6 +769,10 @@ TEST(FusedTest, EveryBFloat16NaNStaysOne) {
     const at::Tensor nans = at::tensor(bits, at::kShort).view(at::kBFloat16);
     DropoutStream stream;
     const at::Tensor kept = dropout(nans, 0.3, stream), gelu = gelu_dropout(nans, 0, stream);
+    const at::Tensor wide =
+        at::tensor({0x7fffffff, 0x7f800001, -1, -0x7fffff}, at::kInt).view(at::kFloat);
+    const NormParameters norm{.weight_D = at::ones({1}), .bias_D = at::ones({1}), .type = type};
+    EXPECT_TRUE(at::isnan(layer_norm(wide.view({4, 1}), norm).normed).all().item<bool>());
     EXPECT_TRUE((at::isnan(kept) | (kept == 0)).all().item<bool>()) << kept;
     EXPECT_GT(at::isnan(kept).sum().item<int64_t>(), nans.numel() / 2);
     EXPECT_TRUE(at::isnan(gelu).all().item<bool>()) << gelu;
@@ -957,6 +965,293 @@ TEST(FusedTest, AddDropoutIsASumWithADropout) {
   expect_value_error("add_dropout: expected two tensors of a shape", [&] {
     add_dropout(at::ones({2}, at::kBFloat16), at::ones({2}), 0.5, stream);
   });
+}
+
+struct NormCase {
+  int64_t rows, width;
+  at::ScalarType of_y;
+  bool wide = false;  // the norm is in x's type
+  double p = 0;
+  double offset = 0;  // of the last row
+};
+
+// Rows, of which the first is all zeros.
+at::Tensor rows_with_a_zero(const NormCase& c, at::ScalarType type) {
+  const at::Tensor x = at::randn({1, c.rows, c.width}, at::kDouble).to(type);
+  if (c.rows > 1) x.select(1, 0).zero_();
+  if (c.offset != 0) x.select(1, c.rows - 1).add_(c.offset);
+  return x.requires_grad_(true);
+}
+
+at::ScalarType sum_type_of(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Of a norm and what passes by it, from the sum as it was computed.
+void check_norm(const NormCase& c, bool adds) {
+  SCOPED_TRACE(c10::str(c10::toString(c.of_y), " ", c.rows, " x ", c.width, " p ", c.p,
+                        c.wide ? " wide" : "", adds ? "" : " of x alone"));
+  const auto wide = sum_type_of(c.of_y);
+  const NormParameters norm{.weight_D = leaf({c.width}, wide),
+                            .bias_D = leaf({c.width}, wide),
+                            .type = c.wide ? wide : c.of_y};
+  const at::Tensor x = rows_with_a_zero(c, wide), y = rows_with_a_zero(c, c.of_y);
+  DropoutStream stream{.seed = 3, .call = 8}, again = stream;
+  const at::Tensor mask = adds ? mask_of(x.sizes(), c.p, stream) : at::zeros_like(x);
+  const auto [sum, normed] =
+      adds ? add_dropout_norm(x, y, norm, c.p, stream) : nmt::layer_norm(x, norm);
+  EXPECT_EQ(sum.scalar_type(), wide);
+  EXPECT_EQ(normed.scalar_type(), norm.type);
+  EXPECT_TRUE(at::equal(sum, adds ? add_dropout(x, y, c.p, again) : x));
+  EXPECT_EQ(stream.call, again.call);
+
+  const at::Tensor s = exact_leaf(sum), w = exact_leaf(norm.weight_D), b = exact_leaf(norm.bias_D);
+  const at::Tensor expected = at::layer_norm(s, {c.width}, w, b);
+  const at::Tensor grad_sum = at::randn(x.sizes()).to(wide);
+  const at::Tensor grad = at::randn(x.sizes()).to(norm.type);
+  torch::autograd::backward({sum, normed}, {grad_sum, grad});
+  expected.backward(grad.to(at::kDouble));
+
+  // Sums of D terms, each off by D u of its magnitudes. The mean's error does not change the
+  // variance in first order; the root halves what that is off by.
+  const at::NoGradGuard no_grad;
+  const double u = wide == at::kDouble ? 0x1p-53 : kU;
+  const auto n = static_cast<double>(c.width), rows = static_cast<double>(c.rows);
+  const auto mean = [](const at::Tensor& values) { return values.mean({-1}, /*keepdim=*/true); };
+  const at::Tensor deviation = s - mean(s);
+  const at::Tensor inverse = 1 / at::sqrt(mean(deviation * deviation) + 1e-5);
+  const at::Tensor z = deviation * inverse;
+  const at::Tensor z_error = inverse * (n + 1) * u * mean(s.abs()) + (n / 2 + 8) * u * z.abs();
+  expect_within(
+      normed, expected,
+      w.abs() * z_error + 3 * u * ((w * z).abs() + b.abs()) + unit_of(norm.type) * expected.abs());
+  const at::Tensor g = grad.to(at::kDouble).abs(), slope = g * w.abs();
+  const at::Tensor dot = mean(slope * z.abs());
+  const at::Tensor terms = slope + mean(slope) + z.abs() * dot;
+  const at::Tensor of_sum = grad_sum.to(at::kDouble) + s.grad();
+  const at::Tensor error =
+      inverse * ((1.5 * n + 16) * u * terms + z_error * dot + z.abs() * mean(slope * z_error)) +
+      2 * u * (grad_sum.abs() + of_sum.abs());
+  expect_within(x.grad(), of_sum, error);
+  if (adds) {
+    EXPECT_EQ(y.grad().scalar_type(), c.of_y);
+    const at::Tensor of_y = of_sum * mask;
+    expect_within(y.grad(), of_y, error * mask + (unit_of(c.of_y) + kU) * of_y.abs());
+    EXPECT_TRUE(((y.grad() != 0) <= (mask != 0)).all().item<bool>());
+  }
+  const at::Tensor over_rows = (g * (z_error + (rows + 4) * u * z.abs())).flatten(0, 1).sum(0);
+  expect_within(norm.weight_D.grad(), w.grad(), over_rows);
+  expect_within(norm.bias_D.grad(), b.grad(), (rows + 2) * u * g.flatten(0, 1).sum(0));
+}
+
+void check_norms(const NormCase& c) {
+  check_norm(c, /*adds=*/false);
+  for (const double p : {0.0, 0.3}) {
+    check_norm({c.rows, c.width, c.of_y, c.wide, p, c.offset}, /*adds=*/true);
+  }
+}
+
+// Widths that fill no registers and more than a block of random numbers; more rows than are summed
+// at a time.
+TEST(FusedTest, NormsOfSumsInEveryTableAreAtens) {
+  const auto check = [](at::ScalarType type, int64_t rows, int64_t width) {
+    check_norms({rows, width, type});
+    if (type == at::kBFloat16) check_norms({rows, width, type, /*wide=*/true});
+    if (type == at::kFloat) check_norms({rows, width, at::kDouble});
+  };
+  in_every_table([&](at::ScalarType type) {
+    for (const int64_t width : {7, 16, 33, 515}) check(type, 5, width);
+    check(type, 1, 64);
+    check(type, 150, 96);
+  });
+  // ATen's gradient is a difference of large numbers where the variance is small, or the mean large.
+  in_all_loops([&](at::ScalarType type) {
+    for (const int64_t width : {1, 2, 3}) check(type, 67, width);
+    check_norms({.rows = 3, .width = 96, .of_y = type, .offset = 1000});
+  });
+}
+
+std::vector<at::Tensor> norm_and_gradients(const at::Tensor& x, const at::Tensor& y, double p) {
+  const at::Tensor weight = at::linspace(-1, 2, x.size(-1)).requires_grad_(true),
+                   bias = at::linspace(0, 1, x.size(-1)).requires_grad_(true);
+  const at::Tensor a = x.detach().requires_grad_(true), b = y.detach().requires_grad_(true);
+  DropoutStream stream{.seed = 4};
+  const auto [sum, normed] = add_dropout_norm(
+      a, b, {.weight_D = weight, .bias_D = bias, .type = y.scalar_type()}, p, stream);
+  torch::autograd::backward({sum, normed}, {at::cos(a.detach()), at::sin(y)});
+  return {sum.detach(), normed.detach(), a.grad(), b.grad(), weight.grad(), bias.grad()};
+}
+
+TEST(FusedTest, NormsAreTheSameBitsAgainOnAnyNumberOfThreads) {
+  const int threads = at::get_num_threads();
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    torch::manual_seed(7);
+    const at::Tensor x = at::randn({1501, 100}), y = at::randn({1501, 100}).to(type);
+    at::set_num_threads(1);
+    const auto expected = norm_and_gradients(x, y, 0.3);
+    for (const int used : {1, 2, 3}) {
+      at::set_num_threads(used);
+      const auto found = norm_and_gradients(x, y, 0.3);
+      for (size_t i = 0; i < found.size(); ++i)
+        EXPECT_TRUE(at::equal(found[i], expected[i])) << used << " threads, " << i;
+    }
+    // Nor does a row depend on the others, wherever it lies.
+    const auto whole = norm_and_gradients(x, y, 0);
+    for (const int64_t rows : {1, 2, 7, 65, 1500}) {
+      const auto part =
+          norm_and_gradients(x.narrow(0, 1501 - rows, rows), y.narrow(0, 1501 - rows, rows), 0);
+      for (size_t i = 0; i < 4; ++i)
+        EXPECT_TRUE(at::equal(part[i], whole[i].narrow(0, 1501 - rows, rows))) << rows << ", " << i;
+    }
+  }
+  at::set_num_threads(threads);
+}
+
+TEST(FusedTest, OfANormAndItsSumEitherMayBeUsedAlone) {
+  const NormParameters norm{
+      .weight_D = leaf({9}, at::kFloat), .bias_D = leaf({9}, at::kFloat), .type = at::kFloat};
+  const at::Tensor x = leaf({4, 9}, at::kFloat), y = leaf({4, 9}, at::kFloat);
+  const auto gradients = [&](const at::Tensor& of) {
+    of.backward(at::linspace(1, 2, of.numel()).view_as(of));
+    std::vector<at::Tensor> found;
+    for (const at::Tensor& each : {x, y, norm.weight_D, norm.bias_D}) {
+      found.push_back(each.grad().defined() ? each.grad() : at::zeros_like(each));
+      each.mutable_grad().reset();
+    }
+    return found;
+  };
+  for (const double p : {0.0, 0.4}) {
+    DropoutStream stream, again;
+    const auto of_sum = gradients(add_dropout_norm(x, y, norm, p, stream).sum);
+    const auto expected = gradients(add_dropout(x, y, p, again));
+    for (size_t i = 0; i < 4; ++i) EXPECT_TRUE(at::equal(of_sum[i], expected[i])) << i;
+    const auto of_normed = gradients(add_dropout_norm(x, y, norm, p, stream).normed);
+    EXPECT_LE(of_normed[0].sum(1).abs().max().item<double>(), 1e-4) << "a norm takes no constant";
+    EXPECT_GT(of_normed[2].abs().min().item<double>(), 0);
+  }
+  EXPECT_THROW(torch::autograd::grad({nmt::layer_norm(x, norm).normed.sum()}, {x}, {}, std::nullopt,
+                                     /*create_graph=*/true),
+               c10::NotImplementedError);
+  DropoutStream stream;
+  const auto none = norm_and_gradients(at::ones({0, 9}), at::ones({0, 9}), 0.3);
+  EXPECT_EQ(none[1].sizes(), at::IntArrayRef({0, 9}));
+  EXPECT_TRUE(at::equal(none[4], at::zeros({9})));
+  expect_value_error("add_dropout_norm: expected two tensors of a shape", [&] {
+    add_dropout_norm(x, at::ones({4, 8}), norm, 0.5, stream);
+  });
+  expect_value_error(
+      "layer_norm: expected [..., D] and a norm's weight and bias [D], got [4, 8], [9]", [&] {
+        nmt::layer_norm(at::ones({4, 8}), norm);
+      });
+}
+
+// From the rounded operands; of the result it takes what came through.
+void check_linear_relu_dropout(int64_t rows, int64_t width, double p, at::ScalarType type) {
+  SCOPED_TRACE(c10::str(c10::toString(type), " ", rows, " x ", width, " p ", p));
+  const auto wide = sum_type_of(type);
+  const auto operand = [&](at::IntArrayRef shape, at::ScalarType stored) {
+    return at::randn(shape, at::kDouble).to(type).to(stored).requires_grad_(true);
+  };
+  constexpr int64_t kDepth = 20;
+  const at::Tensor x = operand({rows, 1, kDepth}, type), weight = operand({width, kDepth}, wide),
+                   bias = operand({width}, wide);
+  DropoutStream stream{.seed = 3, .call = 8};
+  const at::Tensor mask = mask_of({rows, width}, p, stream);
+  const at::Tensor y =
+      linear_relu_dropout(x, weight, bias, {.type = type, .dropout = p, .part = {}}, stream);
+  EXPECT_EQ(stream.call, p > 0 ? 9U : 8U);
+  EXPECT_EQ(y.sizes(), at::IntArrayRef({rows, 1, width}));
+  const at::Tensor grad = at::randn(y.sizes(), at::kDouble).to(type);
+  y.backward(grad);
+
+  const at::NoGradGuard no_grad;
+  const double unit = unit_of(type), u = type == at::kDouble ? unit : kU;
+  const at::Tensor x_NK = x.view({rows, kDepth}).to(at::kDouble), w = weight.to(at::kDouble),
+                   b = bias.to(at::kDouble);
+  const at::Tensor product = at::mm(x_NK, w.t()), sum = product + b;
+  const at::Tensor error = (kDepth + 2) * u * at::mm(x_NK.abs(), w.abs().t()) +
+                           unit * product.abs() + (unit + u) * sum.abs();
+  const at::Tensor out = y.view({rows, width}), expected = at::relu(sum) * mask;
+  expect_within(out, expected, mask * error + (unit + kU) * expected);
+  EXPECT_TRUE(((out != 0) <= (mask != 0)).all().item<bool>());
+  const at::Tensor g = grad.view({rows, width}).to(at::kDouble) * mask * (out != 0);
+  const auto terms = [&](int64_t count) {
+    return (static_cast<double>(count) + 4) * u + 2 * unit + kU;
+  };
+  const at::Tensor of_x = at::mm(g, w), of_w = at::mm(g.t(), x_NK), of_b = g.sum(0);
+  expect_within(x.grad().view({rows, kDepth}), of_x,
+                terms(width) * at::mm(g.abs(), w.abs()) + unit * of_x.abs());
+  expect_within(weight.grad(), of_w,
+                terms(rows) * at::mm(g.abs().t(), x_NK.abs()) + unit * of_w.abs());
+  expect_within(bias.grad(), of_b, terms(rows) * g.abs().sum(0) + unit * of_b.abs());
+}
+
+TEST(FusedTest, LinearReluDropoutInEveryTableIsReluOfLinear) {
+  in_every_table([](at::ScalarType type) {
+    for (const double p : {0.0, 0.3}) {
+      for (const int64_t width : {1, 7, 32, 515}) {
+        check_linear_relu_dropout(5, width, p, type);
+        if (type == at::kFloat) check_linear_relu_dropout(5, width, p, at::kDouble);
+      }
+      check_linear_relu_dropout(1, 33, p, type);
+      check_linear_relu_dropout(150, 33, p, type);
+    }
+  });
+}
+
+TEST(FusedTest, LinearReluDropoutIsTheSameBitsAgainOnAnyNumberOfThreads) {
+  const int threads = at::get_num_threads();
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    torch::manual_seed(7);
+    // Products of 16 and 0: exact, so that theirs is no order of summation.
+    const at::Tensor x = (at::randn({1501, 100}) * 16).round() / 16, weight = at::eye(100),
+                     bias = at::randn({100});
+    const auto run = [&] {
+      const at::Tensor b = bias.clone().requires_grad_(true),
+                       a = x.to(type, /*non_blocking=*/false, /*copy=*/true).requires_grad_(true);
+      DropoutStream stream{.seed = 4};
+      const at::Tensor y =
+          linear_relu_dropout(a, weight, b, {.type = type, .dropout = 0.3, .part = {}}, stream);
+      y.backward(at::cos(x).to(type));
+      return std::vector{y.detach(), a.grad(), b.grad()};
+    };
+    at::set_num_threads(1);
+    const auto expected = run();
+    for (const int used : {1, 2, 3}) {
+      at::set_num_threads(used);
+      const auto found = run();
+      for (size_t i = 0; i < found.size(); ++i)
+        EXPECT_TRUE(at::equal(found[i], expected[i])) << used << " threads, " << i;
+    }
+    // The plain path's mask, and nothing else of it: float32's bias is added to the same product.
+    DropoutStream stream{.seed = 4}, plain{.seed = 4};
+    const at::Tensor all = at::full({100}, 1e4F);
+    const LinearReluDropoutOptions options{.type = type, .dropout = 0.3, .part = {}};
+    EXPECT_TRUE(at::equal(linear_relu_dropout(x.to(type), weight, all, options, stream) != 0,
+                          relu_dropout(linear(x.to(type), weight, all, type), 0.3, plain) != 0));
+  }
+  at::set_num_threads(threads);
+  DropoutStream stream;
+  const at::Tensor x = leaf({0, 5}, at::kFloat), bias = leaf({4}, at::kFloat);
+  linear_relu_dropout(x, at::ones({4, 5}), bias, {.dropout = 0.5, .part = {}}, stream)
+      .sum()
+      .backward();
+  EXPECT_TRUE(at::equal(bias.grad(), at::zeros({4})));
+  expect_value_error(
+      "linear_relu_dropout: expected a part of whole rows of 4 elements, got 2", [&] {
+        linear_relu_dropout(at::ones({3, 5}), at::ones({4, 5}), bias,
+                            {.dropout = 0.5, .part = {.size = 2, .whole = 4}}, stream);
+      });
+  expect_value_error("linear: expected bias [4], got [3]", [&] {
+    linear_relu_dropout(at::ones({3, 5}), at::ones({4, 5}), at::ones({3}),
+                        {.dropout = 0.5, .part = {}}, stream);
+  });
+  EXPECT_THROW(
+      torch::autograd::grad({linear_relu_dropout(leaf({3, 5}, at::kFloat), at::ones({4, 5}), bias,
+                                                 {.dropout = 0.5, .part = {}}, stream)
+                                 .sum()},
+                            {bias}, {}, std::nullopt, /*create_graph=*/true),
+      c10::NotImplementedError);
 }
 
 }  // namespace fused_test

@@ -60,6 +60,32 @@ TEST(TensorParallelContextTest, DropoutsOfPartsTakeTheElementsOfTheWhole) {
   }
 }
 
+// By a product that changes nothing, whatever its size.
+TEST(TensorParallelContextTest, LinearReluDropoutOfPartsIsThatOfTheWhole) {
+  torch::manual_seed(3);
+  for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
+    const auto wide = type == at::kDouble ? at::kDouble : at::kFloat;
+    const at::Tensor x = at::randn({150, 2, 27}).to(type), weight = at::eye(27, wide);
+    const at::Tensor bias = at::randn({27}, wide), grad = at::randn({150, 2, 27}).to(type);
+    const auto run = [&](int64_t begin, int64_t size, const DropoutPart& part) {
+      const at::Tensor own_bias = bias.narrow(0, begin, size).clone().requires_grad_(true);
+      DropoutStream stream = kStream;
+      const at::Tensor y =
+          linear_relu_dropout(x, weight.narrow(0, begin, size), own_bias,
+                              {.type = type, .dropout = kDropout, .part = part}, stream);
+      y.backward(grad.narrow(2, begin, size));
+      return std::pair(y.detach(), own_bias.grad());
+    };
+    const auto [expected, of_bias] = run(0, 27, {});
+    for (int64_t index = 0; index < 3; ++index) {
+      const TensorParallelContext tensor_parallel(index, 3);
+      const auto [y, of_own_bias] = run(9 * index, 9, tensor_parallel.dropout_part(9));
+      EXPECT_TRUE(at::equal(y, expected.narrow(2, 9 * index, 9)));
+      EXPECT_TRUE(at::equal(of_own_bias, of_bias.narrow(0, 9 * index, 9)));
+    }
+  }
+}
+
 TEST(TensorParallelContextTest, AttentionsDropoutTakesTheElementsOfTheWhole) {
   torch::manual_seed(4);
   const at::Tensor lengths = at::tensor({3, 7, 1}, at::kLong);

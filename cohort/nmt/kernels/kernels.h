@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <optional>
 #include <utility>
 
 #include "cohort/nmt/fused.h"
@@ -57,6 +58,35 @@ struct AttentionKernels {
                    const Dropping& dropping, const AttentionOperands& grads) = nullptr;
 };
 
+/// A residual connection and the norm behind it, over the last dimension. Null: by `add_dropout` and at::layer_norm.
+struct NormKernels {
+  /// Whether there is one for these types; y, which is added to x, is undefined if nothing is.
+  bool (*takes)(const at::Tensor& x, const at::Tensor& y, const NormParameters& norm) = nullptr;
+  struct Result {
+    at::Tensor sum, normed, stats;  ///< sum: x, if nothing is added.
+  };
+  Result (*forward)(const at::Tensor& x, const at::Tensor& y, const NormParameters& norm,
+                    const Dropping& dropping) = nullptr;
+  struct Grads {
+    at::Tensor x, y, weight, bias;
+  };
+  /// From what forward returned; grad_sum may be undefined. The gradient of y is in `type_of_y`; without, there is none.
+  Grads (*backward)(const at::Tensor& sum, const at::Tensor& stats, const at::Tensor& weight,
+                    const at::Tensor& grad_sum, const at::Tensor& grad_normed,
+                    std::optional<at::ScalarType> type_of_y, const Dropping& dropping) = nullptr;
+};
+
+/// What follows a product with a bias, in one pass. Null: by addition and `relu_dropout`.
+struct BiasReluDropoutKernels {
+  bool (*takes)(const at::Tensor& bias_M, at::ScalarType of_product) = nullptr;
+  /// product_NM = dropped(max(product_NM + bias_M, 0)). dropping.part is of whole rows.
+  void (*forward)(const at::Tensor& product_NM, const at::Tensor& bias_M,
+                  const Dropping& dropping) = nullptr;
+  /// Returns the gradients of the product, as relu_dropout_backward, and of the bias, from what forward has made.
+  std::pair<at::Tensor, at::Tensor> (*backward)(const at::Tensor& out_NM, const at::Tensor& grad_NM,
+                                                float scale) = nullptr;
+};
+
 /// Operands are contiguous unless it says otherwise, of one device, and float32, float64 or bfloat16 unless it says another
 /// type. Results are of the operands' type; sums run in float32 (float64 for float64).
 struct Kernels {
@@ -72,6 +102,8 @@ struct Kernels {
   /// Returns grad * scale where `out`, of relu_dropout, is above 0, and 0 elsewhere.
   at::Tensor (*relu_dropout_backward)(const at::Tensor& out, const at::Tensor& grad,
                                       float scale) = nullptr;
+  BiasReluDropoutKernels bias_relu_dropout;
+  NormKernels norm;
   ActivationKernels gelu;
   ActivationKernels swish;
   /// Returns the softmax of visible scores_BHQK, 0 elsewhere, and what dropout leaves of it

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What loops.cpp and attention.h compute with, once per instruction set: so all of it is unnamed, and nothing else
+// What loops.cpp, attention.h and residual.h compute with, once per instruction set: so all of it is unnamed, and nothing else
 // may include it.
 #pragma once
 #include "cohort/nmt/kernels/cpu/loops.h"
@@ -20,11 +20,11 @@ struct Math<BFloat16Bits> {
   static float load(BFloat16Bits x) {
     return __builtin_bit_cast(float, static_cast<uint32_t>(x.bits) << 16);
   }
-  // Round to nearest even. A NaN stays one: what was loaded has its payload in the upper half, what
-  // arithmetic makes is 0x7fc00000, so that nothing is carried into the sign.
+  // Round to nearest even. A NaN stays one, whatever its payload.
   static BFloat16Bits store(float x) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-    return {static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16)};
+    const uint32_t rounded = (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16;
+    return {static_cast<uint16_t>(x != x ? 0x7fc0U : rounded)};
   }
 };
 
@@ -72,6 +72,21 @@ struct Register {
 };
 template <class Element>
 using RegisterOf = typename Register<Element>::Type;
+
+// A register's elements in memory. By memcpy, the compiler would keep whole arrays of registers there.
+template <class Element>
+struct Anywhere {
+  using Type __attribute__((vector_size(kRegisterBytes), aligned(sizeof(Element)), may_alias)) =
+      Element;
+};
+template <class Element>
+inline typename Anywhere<Element>::Type& anywhere(Element* at) {
+  return *reinterpret_cast<typename Anywhere<Element>::Type*>(at);
+}
+template <class Element>
+inline const typename Anywhere<Element>::Type& anywhere(const Element* at) {
+  return *reinterpret_cast<const typename Anywhere<Element>::Type*>(at);
+}
 
 // A register's lanes combined: its halves, until one lane is left.
 template <class Acc, int64_t kBytes = kRegisterBytes, class Combine>

@@ -14,21 +14,6 @@ namespace {
 template <class T>
 using AccOf = typename Math<T>::Acc;
 
-// A register's elements in memory. By memcpy, the compiler would keep whole arrays of registers there.
-template <class Element>
-struct Anywhere {
-  using Type __attribute__((vector_size(kRegisterBytes), aligned(sizeof(Element)), may_alias)) =
-      Element;
-};
-template <class Element>
-inline typename Anywhere<Element>::Type& anywhere(Element* at) {
-  return *reinterpret_cast<typename Anywhere<Element>::Type*>(at);
-}
-template <class Element>
-inline const typename Anywhere<Element>::Type& anywhere(const Element* at) {
-  return *reinterpret_cast<const typename Anywhere<Element>::Type*>(at);
-}
-
 // Rows of a block of scores: with four registers of columns the sums fill most of 32 registers, with two most of 16.
 constexpr int64_t kBlockRows = 6;
 constexpr int64_t kBlockRegisters = kRegisterBytes == 64 ? 4 : 2;

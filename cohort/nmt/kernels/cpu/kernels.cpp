@@ -2,6 +2,8 @@
 #include "cohort/nmt/kernels/kernels.h"
 
 #include <ATen/Parallel.h>
+#include <algorithm>
+#include <array>
 #include <torch/types.h>
 
 #include "cohort/nmt/kernels/cpu/for_type.h"
@@ -18,6 +20,11 @@ void for_runs(int64_t num_elements, const Dropping& dropping, const Body& body) 
   rule.first = part.first;
   for (int64_t first = 0; first < num_elements; first += part.size, rule.first += part.whole)
     body(first, part.size, rule);
+}
+
+// What sums of numbers of `type` run in.
+at::ScalarType sum_type(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // loop_of(loops): which of them computes elements of the result from those of `in`.
@@ -100,12 +107,203 @@ at::Tensor dropout_by_loops(const at::Tensor& x, const Dropping& dropping) {
   return run_loop("dropout", x, dropping, [](const auto& table) { return table.dropout; });
 }
 
-// Number in the whole of the first element of the scores of head `h` of sentence `b`.
-int64_t number_of(const Dropping& dropping, int64_t sentence, int64_t head, int64_t b, int64_t h) {
+at::Tensor add_dropout_by_loops(const at::Tensor& x, const at::Tensor& y,
+                                const Dropping& dropping) {
+  if (x.scalar_type() != sum_type(y.scalar_type())) return x + dropout_by_loops(y, dropping);
+  at::Tensor out = at::empty_like(x);
+  for_type("add_dropout", y, [&]<class T>(const LoopsOf<T>& table, T*) {
+    using Sum = typename LoopsOf<T>::Sum;
+    for_runs(y.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+      table.add_dropout(data<Sum>(x) + first, data<T>(y) + first, data<Sum>(out) + first, count,
+                        rule);
+    });
+  });
+  return out;
+}
+
+at::Tensor add_dropout_backward_by_loops(const at::Tensor& grad, at::ScalarType type,
+                                         const Dropping& dropping) {
+  if (grad.scalar_type() != sum_type(type)) return dropout_by_loops(grad.to(type), dropping);
+  at::Tensor out = at::empty(grad.sizes(), grad.options().dtype(type));
+  for_type("add_dropout", out, [&]<class T>(const LoopsOf<T>& table, T*) {
+    using Sum = typename LoopsOf<T>::Sum;
+    for_runs(grad.numel(), dropping, [&](int64_t first, int64_t count, const DropoutRule& rule) {
+      table.narrow_dropout(data<Sum>(grad) + first, data<T>(out) + first, count, rule);
+    });
+  });
+  return out;
+}
+
+// Elements that a task should have at least.
+constexpr int64_t kElementsOfATask = 32768;
+
+// Calls body(row) for each row.
+template <class Body>
+void for_rows(int64_t rows, int64_t width, const Body& body) {
+  at::parallel_for(0, rows, 1 + kElementsOfATask / (1 + width), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
+}
+
+// Calls body(row, sums), which adds to each sum, for each row; `totals` become the sums over all. They are first added up over a
+// few rows, then over those in order: the result is the same on any number of threads.
+template <class Sum, size_t kSums, class Body>
+void sum_over_rows(int64_t rows, const std::array<at::Tensor, kSums>& totals, const Body& body) {
+  constexpr int64_t kRows = 64;
+  const int64_t width = totals[0].numel(), tasks = (rows + kRows - 1) / kRows;
+  const auto sums_of = [&](const at::Tensor& part, int64_t task) {
+    std::array<Sum*, kSums> sums{};
+    for (size_t i = 0; i < kSums; ++i)
+      sums[i] =
+          data<Sum>(part) + (task * static_cast<int64_t>(kSums) + static_cast<int64_t>(i)) * width;
+    return sums;
+  };
+  const at::Tensor parts =
+      at::zeros({tasks, static_cast<int64_t>(kSums), width}, totals[0].options());
+  at::parallel_for(
+      0, tasks, 1 + kElementsOfATask / (1 + kRows * width), [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task) {
+          const auto sums = sums_of(parts, task);
+          for (int64_t row = task * kRows; row < std::min(rows, (task + 1) * kRows); ++row)
+            body(row, sums);
+        }
+      });
+  for (size_t i = 0; i < kSums; ++i) {
+    Sum* total = data<Sum>(totals[i]);
+    std::fill_n(total, width, Sum{0});
+    for (int64_t task = 0; task < tasks; ++task) {
+      const Sum* part = sums_of(parts, task)[i];
+      for (int64_t c = 0; c < width; ++c) total[c] += part[c];
+    }
+  }
+}
+
+// Number in the whole of element `here` of this part.
+int64_t number_of(const Dropping& dropping, int64_t here) {
   const auto& [rule, part] = dropping;
-  const int64_t here = b * sentence + h * head;
   if (rule.threshold == 0 || part.size == part.whole) return here;
   return here / part.size * part.whole + here % part.size + part.first;
+}
+
+// The rule for neighbours from `first` on that are neighbours in the whole, too.
+DropoutRule rule_from(const Dropping& dropping, int64_t first) {
+  DropoutRule rule = dropping.rule;
+  rule.first = number_of(dropping, first);
+  return rule;
+}
+
+bool takes_bias_by_loops(const at::Tensor& bias, at::ScalarType of_product) {
+  return bias.scalar_type() == sum_type(of_product);
+}
+
+void bias_relu_dropout_by_loops(const at::Tensor& product, const at::Tensor& bias,
+                                const Dropping& dropping) {
+  const int64_t width = product.size(1);
+  TORCH_INTERNAL_ASSERT(dropping.rule.threshold == 0 || dropping.part.size == dropping.part.whole ||
+                        dropping.part.size % width == 0);
+  for_type("linear_relu_dropout", product, [&]<class T>(const LoopsOf<T>& table, T*) {
+    using Sum = typename LoopsOf<T>::Sum;
+    T* to = data<T>(product);
+    const Sum* added = data<Sum>(bias);
+    for_rows(product.size(0), width, [&](int64_t row) {
+      const int64_t first = row * width;
+      table.bias_relu_dropout(to + first, added, width, rule_from(dropping, first));
+    });
+  });
+}
+
+std::pair<at::Tensor, at::Tensor> bias_relu_dropout_backward_by_loops(const at::Tensor& out,
+                                                                      const at::Tensor& grad,
+                                                                      float scale) {
+  const int64_t width = out.size(1);
+  at::Tensor grad_x = at::empty_like(out);
+  at::Tensor grad_bias = at::empty({width}, out.options().dtype(sum_type(out.scalar_type())));
+  for_type("linear_relu_dropout", out, [&]<class T>(const LoopsOf<T>& table, T*) {
+    using Sum = typename LoopsOf<T>::Sum;
+    const T *from = data<T>(out), *slopes = data<T>(grad);
+    T* to = data<T>(grad_x);
+    sum_over_rows<Sum>(out.size(0), std::array{grad_bias},
+                       [&](int64_t row, const std::array<Sum*, 1>& sums) {
+                         const int64_t first = row * width;
+                         table.bias_relu_dropout_backward(from + first, slopes + first, to + first,
+                                                          sums[0], width, scale);
+                       });
+  });
+  return {grad_x, grad_bias};
+}
+
+// Calls body(loops) for those that add `of_y` and write `type`.
+template <class Body>
+void for_norm(at::ScalarType of_y, at::ScalarType type, const Body& body) {
+  if (of_y == at::kDouble) return body(loops().f64.norm);
+  if (of_y == at::kFloat) return body(loops().f32.norm);
+  TORCH_INTERNAL_ASSERT(of_y == at::kBFloat16);
+  type == at::kBFloat16 ? body(loops().bf16.norm) : body(loops().bf16.wide_norm);
+}
+
+bool takes_norm_by_loops(const at::Tensor& x, const at::Tensor& y, const NormParameters& norm) {
+  const auto wide = x.scalar_type();
+  const auto of_y = y.defined() ? y.scalar_type() : norm.type;
+  const bool known = of_y == at::kDouble || of_y == at::kFloat || of_y == at::kBFloat16;
+  return known && sum_type(of_y) == wide && (norm.type == of_y || norm.type == wide) &&
+         norm.weight_D.scalar_type() == wide && norm.bias_D.scalar_type() == wide;
+}
+
+NormKernels::Result norm_by_loops(const at::Tensor& x, const at::Tensor& y,
+                                  const NormParameters& norm, const Dropping& dropping) {
+  const int64_t width = x.size(-1), rows = width == 0 ? 0 : x.numel() / width;
+  const NormKernels::Result result{.sum = y.defined() ? at::empty_like(x) : x,
+                                   .normed = at::empty(x.sizes(), x.options().dtype(norm.type)),
+                                   .stats = at::empty({rows, 2}, x.options())};
+  for_norm(
+      y.defined() ? y.scalar_type() : norm.type, norm.type,
+      [&]<class Y, class Out>(const NormLoops<Y, Out>& table) {
+        using Sum = typename NormLoops<Y, Out>::Sum;
+        const NormWeights<Sum> weights{data<Sum>(norm.weight_D), data<Sum>(norm.bias_D), width};
+        const Sum* from = data<Sum>(x);
+        const Y* added = y.defined() ? data<Y>(y) : nullptr;
+        Sum *sum = data<Sum>(result.sum), *stats = data<Sum>(result.stats);
+        Out* normed = data<Out>(result.normed);
+        for_rows(rows, width, [&](int64_t row) {
+          const int64_t first = row * width;
+          table.forward(from + first, added == nullptr ? nullptr : added + first,
+                        rule_from(dropping, first), weights, sum + first, normed + first,
+                        stats + 2 * row);
+        });
+      });
+  return result;
+}
+
+NormKernels::Grads norm_backward_by_loops(const at::Tensor& sum, const at::Tensor& stats,
+                                          const at::Tensor& weight, const at::Tensor& grad_sum,
+                                          const at::Tensor& grad_normed,
+                                          std::optional<at::ScalarType> type_of_y,
+                                          const Dropping& dropping) {
+  const int64_t width = weight.numel();
+  const auto type = grad_normed.scalar_type();
+  const NormKernels::Grads grads{
+      .x = at::empty_like(sum),
+      .y = type_of_y ? at::empty(sum.sizes(), sum.options().dtype(*type_of_y)) : at::Tensor(),
+      .weight = at::empty_like(weight),
+      .bias = at::empty_like(weight)};
+  for_norm(type_of_y.value_or(type), type, [&]<class Y, class Out>(const NormLoops<Y, Out>& table) {
+    using Sum = typename NormLoops<Y, Out>::Sum;
+    const NormWeights<Sum> weights{data<Sum>(weight), nullptr, width};
+    const Sum *from = data<Sum>(sum), *of_rows = data<Sum>(stats);
+    const Sum* of_sum = grad_sum.defined() ? data<Sum>(grad_sum) : nullptr;
+    const Out* of_normed = data<Out>(grad_normed);
+    Sum* to_x = data<Sum>(grads.x);
+    Y* to_y = grads.y.defined() ? data<Y>(grads.y) : nullptr;
+    sum_over_rows<Sum>(stats.size(0), std::array{grads.weight, grads.bias},
+                       [&](int64_t row, const std::array<Sum*, 2>& sums) {
+                         const int64_t first = row * width;
+                         table.backward(from + first, of_rows + 2 * row, weights,
+                                        of_sum == nullptr ? nullptr : of_sum + first,
+                                        of_normed + first, rule_from(dropping, first), to_x + first,
+                                        to_y == nullptr ? nullptr : to_y + first, sums[0], sums[1]);
+                       });
+  });
+  return grads;
 }
 
 // Calls body(table, the head's operands, what it drops, its scratch, b, h) for each head of each sentence.
@@ -126,9 +324,8 @@ void for_heads(const AttentionOperands& operands, const SoftmaxMask& mask, const
                            at::TensorOptions().dtype(c10::CppTypeToScalarType<Sum>::value));
                        for (int64_t i = begin; i < end; ++i) {
                          const int64_t b = i / heads, h = i % heads;
-                         DropoutRule rule = dropping.rule;
-                         rule.first =
-                             number_of(dropping, heads * queries * keys, queries * keys, b, h);
+                         const DropoutRule rule =
+                             rule_from(dropping, (b * heads + h) * queries * keys);
                          body(table.attention,
                               AttentionHead<T>{.queries = data<T>(q) + b * q.stride(0) + h * width,
                                                .keys = data<T>(k) + b * k.stride(0) + h * width,
@@ -224,18 +421,20 @@ extern const Kernels kCpuKernels;
 const Kernels kCpuKernels = {
     .has_inference = true,
     .dropout = dropout_by_loops,
-    .add_dropout = [](const at::Tensor& x, const at::Tensor& y,
-                      const Dropping& dropping) { return x + dropout_by_loops(y, dropping); },
-    .add_dropout_backward =
-        [](const at::Tensor& grad, at::ScalarType type, const Dropping& dropping) {
-          return dropout_by_loops(grad.to(type), dropping);
-        },
+    .add_dropout = add_dropout_by_loops,
+    .add_dropout_backward = add_dropout_backward_by_loops,
     .relu_dropout =
         [](const at::Tensor& x, const Dropping& dropping) {
           return run_loop("relu_dropout", x, dropping,
                           [](const auto& table) { return table.relu_dropout; });
         },
     .relu_dropout_backward = relu_backward_by_loops,
+    .bias_relu_dropout = {.takes = takes_bias_by_loops,
+                          .forward = bias_relu_dropout_by_loops,
+                          .backward = bias_relu_dropout_backward_by_loops},
+    .norm = {.takes = takes_norm_by_loops,
+             .forward = norm_by_loops,
+             .backward = norm_backward_by_loops},
     .gelu = activation_by_loops<GeluLoops>(),
     .swish = activation_by_loops<SwishLoops>(),
     .softmax = softmax_by_loops,

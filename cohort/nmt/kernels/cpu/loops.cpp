@@ -6,6 +6,7 @@
 
 #include "cohort/nmt/kernels/cpu/arithmetic.h"
 #include "cohort/nmt/kernels/cpu/attention.h"
+#include "cohort/nmt/kernels/cpu/residual.h"
 
 namespace cohort::nmt {
 namespace {
@@ -32,44 +33,13 @@ inline double logarithm(double x) {
   return __builtin_log(x);
 }
 
-constexpr int64_t kBlock = 512;
-
-// Four 16-bit random numbers from each hashed counter (finalizer of splitmix64): those of the
-// elements from rule.first + first on.
-inline void random_block(const DropoutRule& rule, int64_t first, uint16_t* out) {
-  constexpr int64_t kWords = kBlock / 4;
-  const int64_t begin = rule.first + first;
-  const int64_t skipped = begin % 4;
-  uint64_t words[kWords + 1];
-#pragma omp simd
-  for (int64_t w = 0; w < kWords; ++w) words[w] = random_word(rule.key, begin / 4 + w);
-  if (skipped != 0) words[kWords] = random_word(rule.key, begin / 4 + kWords);
-  __builtin_memcpy(out, reinterpret_cast<const uint16_t*>(words) + skipped,
-                   kBlock * sizeof(uint16_t));
-}
-
-template <class T>
-void dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
-  using M = Math<T>;
-  uint16_t random[kBlock];
-  for (int64_t first = 0; first < n; first += kBlock) {
-    random_block(rule, first, random);
-    const int64_t count = n - first < kBlock ? n - first : kBlock;
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-      const typename M::Acc kept = M::load(x[first + i]) * rule.scale;
-      out[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
-    }
-  }
-}
-
 template <class T>
 void relu_dropout(const T* x, T* out, int64_t n, DropoutRule rule) {
   using M = Math<T>;
   uint16_t random[kBlock] = {};
   for (int64_t first = 0; first < n; first += kBlock) {
-    if (rule.threshold != 0) random_block(rule, first, random);
     const int64_t count = n - first < kBlock ? n - first : kBlock;
+    if (rule.threshold != 0) random_numbers(rule, first, count, random);
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       const typename M::Acc value = M::load(x[first + i]);
@@ -86,6 +56,35 @@ void relu_dropout_backward(const T* out, const T* grad, T* grad_x, int64_t n, fl
   for (int64_t i = 0; i < n; ++i) {
     const typename M::Acc passed = M::load(grad[i]) * scale;
     grad_x[i] = M::store(M::load(out[i]) > 0 ? passed : 0);
+  }
+}
+
+// Rows of a product, in place.
+template <class T>
+void bias_relu_dropout(T* row, const typename Math<T>::Acc* bias, int64_t n, DropoutRule rule) {
+  using M = Math<T>;
+  uint16_t random[kBlock] = {};
+  for (int64_t first = 0; first < n; first += kBlock) {
+    const int64_t count = n - first < kBlock ? n - first : kBlock;
+    if (rule.threshold != 0) random_numbers(rule, first, count, random);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      const typename M::Acc value = M::load(row[first + i]) + bias[first + i];
+      const typename M::Acc kept = value > 0 ? value * rule.scale : 0;
+      row[first + i] = M::store(random[i] < rule.threshold ? 0 : kept);
+    }
+  }
+}
+
+template <class T>
+void bias_relu_dropout_backward(const T* out, const T* grad, T* grad_x,
+                                typename Math<T>::Acc* grad_bias, int64_t n, float scale) {
+  using M = Math<T>;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const typename M::Acc passed = M::load(out[i]) > 0 ? M::load(grad[i]) * scale : 0;
+    grad_x[i] = M::store(passed);
+    grad_bias[i] += passed;
   }
 }
 
@@ -130,8 +129,8 @@ void activate(const T* x, T* out, int64_t n, DropoutRule rule) {
   typename M::Acc values[kBlock] = {};
   uint16_t random[kBlock] = {};
   for (int64_t first = 0; first < n; first += kBlock) {
-    if (rule.threshold != 0) random_block(rule, first, random);
     const int64_t count = n - first < kBlock ? n - first : kBlock;
+    if (rule.threshold != 0) random_numbers(rule, first, count, random);
     for (int64_t i = 0; i < count; ++i) values[i] = M::load(x[first + i]);
 #pragma omp simd
     for (int64_t i = 0; i < kBlock; ++i) values[i] = Function::value(values[i]);
@@ -149,8 +148,8 @@ void activate_backward(const T* x, const T* grad, T* grad_x, int64_t n, DropoutR
   typename M::Acc slopes[kBlock] = {};
   uint16_t random[kBlock];
   for (int64_t first = 0; first < n; first += kBlock) {
-    random_block(rule, first, random);
     const int64_t count = n - first < kBlock ? n - first : kBlock;
+    random_numbers(rule, first, count, random);
     for (int64_t i = 0; i < count; ++i) slopes[i] = M::load(x[first + i]);
 #pragma omp simd
     for (int64_t i = 0; i < kBlock; ++i) slopes[i] = Function::slope(slopes[i]);
@@ -589,9 +588,16 @@ typename Math<T>::Acc sum_of_exp(const T* x, int64_t n, typename Math<T>::Acc to
 
 template <class T>
 constexpr LoopsOf<T> table() {
-  return {dropout<T>,
+  using Sum = typename SumOf<T>::Type;
+  return {dropout<T, T>,
+          dropout<Sum, T>,
+          add_dropout<T>,
           relu_dropout<T>,
           relu_dropout_backward<T>,
+          bias_relu_dropout<T>,
+          bias_relu_dropout_backward<T>,
+          {norm<T, T>, norm_backward<T, T>},
+          {norm<T, Sum>, norm_backward<T, Sum>},
           {activate<T, Gelu>, activate_backward<T, Gelu>},
           {activate<T, Swish>, activate_backward<T, Swish>},
           softmax<T>,

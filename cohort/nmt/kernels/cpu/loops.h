@@ -84,6 +84,33 @@ struct AttentionLoops {
                    int64_t grad_stride, Sum* scratch, AttentionHeadGrads<T> out);
 };
 
+/// Added to a variance before its root is taken.
+inline constexpr double kNormEpsilon = 1e-5;
+
+/// Of a norm, [width] each.
+template <class Sum>
+struct NormWeights {
+  const Sum* weight = nullptr;
+  const Sum* bias = nullptr;
+  int64_t width = 0;
+};
+
+/// One row of a residual connection and of the norm behind it. Results are functions of the row alone.
+template <class Y, class Out>
+struct NormLoops {
+  using Sum = typename SumOf<Y>::Type;
+  /// sum = x + rule(y), rule(y) rounded to Y; out = (sum - mean) * inverse * weight + bias with
+  /// inverse = 1 / sqrt(variance + kNormEpsilon). stats [2]: mean and inverse. Without y (null) the
+  /// sum is x, and `sum` is not written.
+  void (*forward)(const Sum* x, const Y* y, DropoutRule rule, NormWeights<Sum> norm, Sum* sum,
+                  Out* out, Sum* stats);
+  /// grad_x from the gradients of `sum` (null: none) and of `out`, and grad_y (null: not asked for) =
+  /// rule(grad_x). The row's gradients of weight and bias are added to what is there.
+  void (*backward)(const Sum* sum, const Sum* stats, NormWeights<Sum> norm, const Sum* grad_sum,
+                   const Out* grad_out, DropoutRule rule, Sum* grad_x, Y* grad_y, Sum* grad_weight,
+                   Sum* grad_bias);
+};
+
 /// A multiple of every instruction set's registers.
 inline constexpr int64_t kScoresUnit = 16;
 
@@ -105,10 +132,20 @@ struct LoopsOf {
   using Sum = typename SumOf<T>::Type;
   /// out[i] = rule(x[i]).
   void (*dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
+  void (*narrow_dropout)(const Sum* x, T* out, int64_t n, DropoutRule rule);  ///< Rounds once.
+  /// out[i] = x[i] + rule(y[i]), the latter rounded to T.
+  void (*add_dropout)(const Sum* x, const T* y, Sum* out, int64_t n, DropoutRule rule);
   /// out[i] = rule(max(x[i], 0)).
   void (*relu_dropout)(const T* x, T* out, int64_t n, DropoutRule rule);
   /// grad_x[i] = out[i] > 0 ? grad[i] * scale : 0.
   void (*relu_dropout_backward)(const T* out, const T* grad, T* grad_x, int64_t n, float scale);
+  /// row[i] = rule(max(row[i] + bias[i], 0)).
+  void (*bias_relu_dropout)(T* row, const Sum* bias, int64_t n, DropoutRule rule);
+  /// As relu_dropout_backward; and grad_bias[i] += the same before it is rounded to T.
+  void (*bias_relu_dropout_backward)(const T* out, const T* grad, T* grad_x, Sum* grad_bias,
+                                     int64_t n, float scale);
+  NormLoops<T, T> norm;
+  NormLoops<T, Sum> wide_norm;
   ActivationOf<T> gelu;   ///< f(x) = x times the normal distribution's share below x.
   ActivationOf<T> swish;  ///< f(x) = x / (1 + exp(-x)).
   /// probs = softmax of visible scores (0 elsewhere); dropped = rule(probs), unless it is null.
