@@ -2,6 +2,7 @@
 #include "cohort/parallel/model_state.h"
 
 #include <algorithm>
+#include <map>
 #include <sstream>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -138,6 +139,30 @@ std::vector<NamedTensor> trainable_parameters(const torch::nn::Module& model,
   for (const auto& child : model.named_modules("", /*include_self=*/false))
     add(*child.value(), child.key());
   return found;
+}
+
+std::vector<std::vector<size_t>> indices_of(const char* option,
+                                            const std::vector<std::vector<std::string>>& lists,
+                                            const std::vector<NamedTensor>& parameters) {
+  std::map<std::string, size_t> left;
+  for (size_t i = 0; i < parameters.size(); ++i) left[parameters[i].name] = i;
+  std::vector<std::vector<size_t>> indices;
+  for (const auto& names : lists) {
+    TORCH_CHECK_VALUE(!names.empty(), option, ": expected no empty bucket, bucket ", indices.size(),
+                      " is");
+    indices.emplace_back();
+    for (const auto& name : names) {
+      const auto found = left.find(name);
+      TORCH_CHECK_VALUE(found != left.end(), option,
+                        ": expected each parameter of the model once, got ", name,
+                        " twice or not of the model");
+      indices.back().push_back(found->second);
+      left.erase(found);
+    }
+  }
+  TORCH_CHECK_VALUE(left.empty(), option, ": expected each parameter of the model once, it lacks ",
+                    left.begin()->first);
+  return indices;
 }
 
 std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,

@@ -53,6 +53,13 @@ struct NamedTensor {
 std::vector<NamedTensor> trainable_parameters(const torch::nn::Module& model,
                                               const std::vector<std::string>& ignored = {});
 
+/// Returns where in `parameters` the names are, list by list.
+/// Errors: c10::ValueError with `option`, naming one of `parameters` that is in no list, a name that
+///         comes twice or is of none of them, or an empty list.
+std::vector<std::vector<size_t>> indices_of(const char* option,
+                                            const std::vector<std::vector<std::string>>& lists,
+                                            const std::vector<NamedTensor>& parameters);
+
 /// Returns the model's buffers in registration order: the tensors themselves, which follow when
 /// their storage is replaced.
 std::vector<NamedTensor> model_buffers(const torch::nn::Module& model,

@@ -50,8 +50,8 @@ class ModelEngine : public std::enable_shared_from_this<ModelEngine> {
 class ModelWrapper;
 
 /// Gradients add up on this rank while this lives: a backward sends nothing, and the first one
-/// afterwards sends the sum. The forward must run while it lives, too. Movable, into a
-/// std::optional for instance. Local.
+/// afterwards sends the sum. The forward must run while it lives, too; of a sharded model, on every
+/// rank or on none. Movable, into a std::optional for instance. Local.
 class [[nodiscard]] NoSync {
  public:
   explicit NoSync(const ModelWrapper& model);

@@ -5,7 +5,6 @@
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/logger.hpp>
@@ -61,29 +60,6 @@ BucketIndices cut_in_reverse(const std::vector<NamedTensor>& parameters,
       buckets.push_back(std::move(bucket));
     }
   }
-  return buckets;
-}
-
-BucketIndices indices_of(const char* option, const BucketLayout& layout,
-                         const std::vector<NamedTensor>& parameters) {
-  std::map<std::string, size_t> left;
-  for (size_t i = 0; i < parameters.size(); ++i) left[parameters[i].name] = i;
-  BucketIndices buckets;
-  for (const auto& names : layout) {
-    TORCH_CHECK_VALUE(!names.empty(), option, ": expected no empty bucket, bucket ", buckets.size(),
-                      " is");
-    buckets.emplace_back();
-    for (const auto& name : names) {
-      const auto found = left.find(name);
-      TORCH_CHECK_VALUE(found != left.end(), option,
-                        ": expected each parameter of the model once, got ", name,
-                        " twice or not of the model");
-      buckets.back().push_back(found->second);
-      left.erase(found);
-    }
-  }
-  TORCH_CHECK_VALUE(left.empty(), option, ": expected each parameter of the model once, it lacks ",
-                    left.begin()->first);
   return buckets;
 }
 

@@ -35,11 +35,13 @@ std::vector<std::string> forward_order(const nmt::TransformerImpl& model) {
 parallel::StrategyOptions strategy_options(const UpdaterOptions& options,
                                            const nmt::TransformerImpl& model,
                                            const parallel::DeviceMesh& mesh) {
+  const std::vector<std::string> order = forward_order(model);
   parallel::StrategyOptions strategy{.strategy = options.strategy,
                                      .ddp = {.broadcast_buffers = !options.servers,
                                              .gradient_as_bucket_view = true,
-                                             .forward_order = forward_order(model)},
-                                     .sharding = {.cpu_offload = options.cpu_offload,
+                                             .forward_order = order},
+                                     .sharding = {.forward_order = order,
+                                                  .cpu_offload = options.cpu_offload,
                                                   .fill = options.fill,
                                                   .fill_device = mesh.world().device()},
                                      .tensor_parallel = {}};

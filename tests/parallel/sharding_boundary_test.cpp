@@ -340,6 +340,96 @@ TEST(ShardingBoundaryTest, AStepBesideGradientsThatWaitIsSeenByAllRanks) {
   });
 }
 
+struct MatrixImpl : torch::nn::Module {
+  explicit MatrixImpl(double phase) {
+    constexpr int64_t kWidth = 400;  // 1.2 MiB
+    const at::Tensor values = at::arange(kWidth * kWidth, at::kDouble).add(phase).sin() / 20;
+    weight = register_parameter("weight", values.view({kWidth, kWidth}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return at::tanh(x.matmul(weight)); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Matrix);
+
+// Matrices of which the even ones are in no unit.
+struct RootedImpl : torch::nn::Module {
+  RootedImpl() {
+    for (int i = 0; i < 5; ++i)
+      matrices.push_back(register_module("m" + std::to_string(i), Matrix(0.3 * i)));
+  }
+  at::Tensor forward(at::Tensor x, bool uses_last = true) {
+    x = matrices[0]->forward(x);
+    // Backward reads it after the last gradient of that matrix.
+    const at::Tensor first = x.matmul(matrices[4]->weight.detach());
+    x = test::sharding::unit(matrices[1], x);
+    x = matrices[2]->forward(x);
+    x = test::sharding::unit(matrices[3], x);
+    return first * x + (uses_last ? matrices[4]->forward(x) : x);
+  }
+  std::vector<torch::nn::Module*> units() { return {matrices[1].get(), matrices[3].get()}; }
+  std::vector<Matrix> matrices;
+};
+TORCH_MODULE(Rooted);
+
+at::Tensor rooted_batch(int rank, int step) {
+  return at::arange(800, at::kDouble).mul(1 + rank + 0.37 * step).cos().view({2, 400});
+}
+
+// What is in no unit may be used by some ranks only, in one bucket.
+TEST(ShardingBoundaryTest, RanksMayUseDifferentParametersOfNoUnit) {
+  for (const int ranks : {2, 3}) {
+    test::ranks(ranks, [](const ProcessGroup& group) {
+      Rooted plain;
+      for (int rank = 0; rank < group.size(); ++rank)
+        (loss_of(plain->forward(rooted_batch(rank, 0), rank == 0)) / group.size()).backward();
+      for (const Shard shard : kShards) {
+        Rooted model;
+        FullyShardedDataParallel<Rooted> sharded(model, group, {.shard = shard}, model->units());
+        loss_of(sharded(rooted_batch(group.rank(), 0), group.rank() == 0)).backward();
+        expect_gradients(sharded.local_shards(), *plain);
+      }
+    });
+  }
+}
+
+// Cut or in one bucket: the same sums.
+TEST(ShardingBoundaryTest, AForwardOrderChangesNoBit) {
+  for (const int ranks : {2, 3}) {
+    test::ranks(ranks, [](const ProcessGroup& group) {
+      for (const Shard shard : kShards) {
+        for (const auto& reduce_dtype : {std::optional<at::ScalarType>(), {at::kBFloat16}}) {
+          std::vector<std::vector<at::Tensor>> trained;
+          for (const bool ordered : {false, true}) {
+            Rooted model;
+            ShardingOptions options{.shard = shard,
+                                    .mixed_precision = {.reduce_dtype = reduce_dtype}};
+            for (const auto& item : model->named_parameters())
+              if (ordered) options.forward_order.push_back(item.key());
+            FullyShardedDataParallel<Rooted> sharded(model, group, options, model->units());
+            optim::Adam adam(sharded.named_parameters());
+            for (int step = 0; step < 3; ++step) {
+              {
+                const auto guard = sharded.no_sync();
+                loss_of(sharded(rooted_batch(group.rank(), 2 * step))).backward();
+              }
+              loss_of(sharded(rooted_batch(group.rank(), 2 * step + 1))).backward();
+              adam.step(1e-2);
+              adam.zero_grad();
+            }
+            const auto whole = sharded.unsharded();
+            trained.emplace_back();
+            for (const at::Tensor& each : model->parameters())
+              trained.back().push_back(each.detach().clone());
+          }
+          for (size_t i = 0; i < trained[0].size(); ++i)
+            EXPECT_TRUE(at::equal(trained[0][i], trained[1][i]))
+                << static_cast<int>(shard) << " matrix " << i;
+        }
+      }
+    });
+  }
+}
+
 // Frozen parameters are not gathered again and again, but when a checkpoint is loaded, say.
 TEST(ShardingBoundaryTest, AForwardSeesWhatWasWrittenIntoFrozenLocalShards) {
   test::ranks(3, [](const ProcessGroup& group) {

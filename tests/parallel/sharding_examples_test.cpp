@@ -348,6 +348,18 @@ TEST(ShardingExamplesTest, CheckpointsHaveBuffers) {
     train::load_shards(folder, {{"weights", train::shards_of(ddp.state_to_load())}}, group);
     expect_equal(replica, expected);
     EXPECT_EQ(replica->steps.item<float>(), 8);
+    // Buckets in another order.
+    std::vector<std::string> order;
+    for (const auto& item : net->named_parameters()) order.insert(order.begin(), item.key());
+    Net reordered;
+    parallel::ParallelModel sharded(reordered, group,
+                                    {.strategy = parallel::Strategy::kZero2,
+                                     .ddp = {},
+                                     .sharding = {.forward_order = order},
+                                     .tensor_parallel = {}});
+    train::load_shards(folder, {{"weights", train::shards_of(sharded.state_to_load())}}, group);
+    const auto whole = sharded.unsharded();
+    expect_equal(reordered, expected);
   });
 }
 

@@ -375,6 +375,23 @@ TEST(ShardingMisuseTest, AUnitThatWasPrefetchedAndLeftOutIsNamedInBackward) {
                       });
 }
 
+TEST(ShardingMisuseTest, AForwardWithinNoSyncOnOneRankOnlyIsNamed) {
+  expect_disagreement({"and each forward within no_sync on every rank or on none"}, "",
+                      [](const ProcessGroup& group) {
+                        Stack model;
+                        FullyShardedDataParallel<Stack> sharded(
+                            model, group, {.shard = Shard::kGradients}, model->units());
+                        const at::Tensor x = at::ones({2, 3}, at::kDouble);
+                        if (group.rank() == 0) {
+                          const auto guard = sharded.no_sync();
+                          loss_of(sharded(x)).backward();
+                        } else {
+                          sharded(x);
+                        }
+                        sharded(x);
+                      });
+}
+
 TEST(ShardingMisuseTest, AParameterThatOneRankLeavesOutIsNamed) {
   expect_disagreement({"where rank 0 calls reduce_scatter(sum) (unit block1"},
                       "rank 1 has no gradient of block1.scale", [](const ProcessGroup& group) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Mixed precision, two groups of ranks, offload and models that come into being in parts.
+#include <algorithm>
 #include <gtest/gtest.h>
 
 #include "cohort/nmt/transformer.h"
@@ -172,6 +173,25 @@ TEST(ShardingOptionsTest, InputsOutputsAndBuffersComeInTheTypesAskedFor) {
       "mixed_precision.output_dtype: expected a floating-point type, got Int");
 }
 
+std::vector<std::string> names_of(const torch::nn::Module& model) {
+  std::vector<std::string> names;
+  for (const auto& item : model.named_parameters()) names.push_back(item.key());
+  return names;
+}
+
+TEST(ShardingOptionsTest, AnyForwardOrderTrainsAsOneProcess) {
+  for (const int ranks : {2, 3}) {
+    test::ranks(ranks, [](const ProcessGroup& group) {
+      std::vector<std::string> order = names_of(*Tower());
+      std::ranges::reverse(order);
+      for (const Shard shard : kShards) {
+        expect_plain_training(
+            group, {.options = {.shard = shard, .forward_order = order}, .delay = 2, .clip = 0.5});
+      }
+    });
+  }
+}
+
 TEST(ShardingOptionsTest, RanksWhoseOptionsDifferAreNamed) {
   test::ranks(2, [](const ProcessGroup& group) {
     Tower model;
@@ -180,6 +200,11 @@ TEST(ShardingOptionsTest, RanksWhoseOptionsDifferAreNamed) {
     test::expect_error<c10::ValueError>(
         [&] { FullyShardedDataParallel<Tower>(model, group, options); },
         "rank 1 has shard 1 where");
+    options = {.forward_order = names_of(*model)};
+    if (group.rank() == 1) std::ranges::reverse(options.forward_order);
+    test::expect_error<c10::ValueError>(
+        [&] { FullyShardedDataParallel<Tower>(model, group, options); },
+        "rank 1 has forward_order frozen.second.bias where rank 0 has forward_order table");
   });
 }
 

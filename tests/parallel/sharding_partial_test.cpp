@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "cohort/parallel/sharding/graph_section.h"
+#include "cohort/parallel/sharding/unit_parameters.h"
 #include "cohort/translate/tensor_memory.h"
 
 #include "bench/sent_bytes.h"
@@ -290,6 +291,92 @@ struct RestingImpl : torch::nn::Module {
   at::Tensor always, at_first;
 };
 TORCH_MODULE(Resting);
+
+// One parameter of `mib` MiB, of a few bytes if that is 0.
+struct TableImpl : torch::nn::Module {
+  explicit TableImpl(int64_t mib) {
+    weight = register_parameter("weight", at::empty({(mib << 18) + 4}));
+  }
+  at::Tensor weight;
+};
+TORCH_MODULE(Table);
+
+// What is in no unit lies around two units.
+struct FrameImpl : torch::nn::Module {
+  FrameImpl() {
+    for (auto& [name, mib] : {std::pair{"source", 1}, {"target", 1}})
+      register_module(name, Table(mib));
+    units.push_back(register_module("encoder", Table(2)).get());
+    register_module("middle", Table(0));
+    units.push_back(register_module("decoder", Table(2)).get());
+    for (auto& [name, mib] : {std::pair{"norm", 0}, {"large", 26}, {"last", 1}})
+      register_module(name, Table(mib));
+  }
+  std::vector<torch::nn::Module*> units;
+};
+TORCH_MODULE(Frame);
+
+using Names = std::vector<std::vector<std::string>>;
+
+Names buckets_of(const parallel::UnitParameters& unit) {
+  Names names;
+  for (const auto& bucket : unit.buckets) {
+    names.emplace_back();
+    for (const auto& each : bucket) names.back().push_back(each.name);
+  }
+  return names;
+}
+
+TEST(UnitParametersTest, ABucketEndsWhereGradientsOfAnotherUnitComeBetween) {
+  Frame frame;
+  const auto registered = parallel::divide_into_units(*frame, frame->units, {});
+  EXPECT_EQ(
+      buckets_of(registered[0]),
+      (Names{{"source.weight", "target.weight", "middle.weight", "norm.weight", "last.weight"},
+             {"large.weight"}}))
+      << "what fills a bucket closes no other";
+  EXPECT_EQ(buckets_of(registered[1]), Names{{"encoder.weight"}});
+  const std::vector<std::string> order{"source.weight", "encoder.weight", "middle.weight",
+                                       "target.weight", "decoder.weight", "norm.weight",
+                                       "large.weight",  "last.weight"};
+  const auto ordered = parallel::divide_into_units(*frame, frame->units, {}, order);
+  EXPECT_EQ(buckets_of(ordered[0]), (Names{{"norm.weight", "last.weight"},
+                                           {"large.weight"},
+                                           {"middle.weight", "target.weight"},
+                                           {"source.weight"}}));
+}
+
+TEST(UnitParametersTest, AForwardOrderHasEveryParameterThatIsNotIgnoredOnce) {
+  Frame frame;
+  const auto text_of = [&](const std::vector<std::string>& order) {
+    return message_of<c10::ValueError>([&] {
+      parallel::divide_into_units(*frame, frame->units,
+                                  {"source.weight", "target.weight", "middle.weight", "norm.weight",
+                                   "large.weight", "last.weight"},
+                                  order);
+    });
+  };
+  EXPECT_EQ(text_of({"decoder.weight", "encoder.weight"}), "nothing was thrown");
+  EXPECT_EQ(text_of({"decoder.weight"}),
+            "forward_order: expected each parameter of the model once, it lacks encoder.weight");
+  const std::string other = "forward_order: expected each parameter of the model once, got ";
+  EXPECT_EQ(text_of({"decoder.weight", "encoder.weight", "decoder.weight"}),
+            other + "decoder.weight twice or not of the model");
+  EXPECT_EQ(text_of({"last.weight"}), other + "last.weight twice or not of the model");
+}
+
+TEST(UnitParametersTest, AForwardOrderNeedNotNameFrozenParameters) {
+  Frame frame;
+  frame->named_parameters()["source.weight"].set_requires_grad(false);
+  const std::vector<std::string> order{"encoder.weight", "middle.weight", "target.weight",
+                                       "decoder.weight", "norm.weight",   "large.weight",
+                                       "last.weight"};
+  const auto ordered = parallel::divide_into_units(*frame, frame->units, {}, order);
+  EXPECT_EQ(buckets_of(ordered[0]), (Names{{"source.weight"},
+                                           {"norm.weight", "last.weight"},
+                                           {"large.weight"},
+                                           {"middle.weight", "target.weight"}}));
+}
 
 // Zeros in place of no gradient would let its moments move it. Rank 0 uses it longest.
 TEST(ShardingPartialTest, AParameterThatNoRankUsesStaysWhereItIs) {

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Training with sharded state against one process that holds everything.
+#include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <gtest/gtest.h>
+#include <thread>
 #include <torch/optim/sgd.h>
 
 #include "cohort/parallel/distributed_data_parallel.h"
@@ -12,6 +16,7 @@
 #include "bench/sent_bytes.h"
 #include "tests/parallel/sharding_support.h"
 #include "tests/support/ranks.h"
+#include "tests/support/shared_folder.h"
 
 namespace cohort::parallel {
 namespace sharding_test {
@@ -180,6 +185,33 @@ TEST(ShardingTest, AfterABackwardThatThrewTheNextOneIsRight) {
   });
 }
 
+// Rank 1 takes part in no reduction before rank 0 computes the third bucket's gradients, of which
+// `reached` tells.
+void expect_two_travel(const comm::ProcessGroup& group, const ShardingOptions& options,
+                       const std::filesystem::path& reached) {
+  Odd model(31);
+  FullyShardedDataParallel<Odd> sharded(model, group, options, model->units());
+  if (group.rank() == 0)
+    model->layers[5]->weight.register_hook([&](const at::Tensor&) { std::ofstream{reached}; });
+  const at::Tensor loss = sharded(odd_batch(group.rank(), 0, 31)).pow(2).sum();
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (group.rank() == 1 && !std::filesystem::exists(reached)) {
+    ASSERT_LT(std::chrono::steady_clock::now(), limit) << reached;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  loss.backward();
+}
+
+TEST(ShardingTest, BackwardGoesOnWhileTwoBucketsTravel) {
+  const test::SharedFolder folder;
+  test::ranks(2, [&](const comm::ProcessGroup& group) {
+    expect_two_travel(group, {.shard = Shard::kOptimizer}, folder / "zero1");
+    expect_two_travel(group, {.shard = Shard::kGradients}, folder / "zero2");
+    // Units that stay are not gathered in backward.
+    expect_two_travel(group, {.reshard_after_forward = false}, folder / "zero3");
+  });
+}
+
 // As a checkpoint fills them: every rank its own shards.
 TEST(ShardingTest, FrozenParametersThatWereFilledReachAllRanks) {
   test::ranks(2, [](const comm::ProcessGroup& group) {
@@ -212,11 +244,14 @@ void expect_bytes(const comm::ProcessGroup& group) {
     Shard shard;
     double rest, peak;
   };
-  // Of the bucket whose gradients travel: themselves, autograd's and what the others send.
-  const double travelling = 2 * kUnit + kUnit * (ranks - 1) / ranks;
+  // Of the bucket whose gradients travel: themselves, autograd's and what the others send. Under
+  // the first two, of another one: themselves and what the others send.
+  const double another = kUnit + kUnit * (ranks - 1) / ranks;
+  const double travelling = kUnit + another;
   for (const auto& [shard, rest, peak] :
-       {Expected{Shard::kOptimizer, 4 + 8 / ranks, 8 + 8 / ranks + travelling - kUnit},
-        Expected{Shard::kGradients, 4 + 8 / ranks, 4 + 12 / ranks + travelling},
+       {Expected{Shard::kOptimizer, 4 + 8 / ranks,
+                 8 + 8 / ranks + travelling + another - 2 * kUnit},
+        Expected{Shard::kGradients, 4 + 8 / ranks, 4 + 12 / ranks + travelling + another},
         Expected{Shard::kParameters, 12 / ranks, 16 / ranks + 2 * kUnit + travelling}}) {
     SCOPED_TRACE("shard " + std::to_string(static_cast<int>(shard)));
     translate::TensorMemory memory;

@@ -113,6 +113,7 @@ TEST(SharedBuffersTest, GradientBucketsAreSharedAndThereOnce) {
             const int64_t expected = backend == "shm" ? 2 * kNetBytes : 0;
             EXPECT_LE(shared_bytes() - before, expected + (64 << 10)) << "after step " << step;
             EXPECT_GE(shared_bytes() - before, expected);
+            group.barrier("looked");
           }
           EXPECT_GT(num_buckets, 4);
           trained.push_back(net->parameters());

@@ -67,7 +67,8 @@ std::string ShardingEngine::Impl::left_out(size_t unit) const {
     if (each.place && !each.ran) text += rank + " has not run " + each.name;
   for (const auto& bucket : buckets) {
     const bool passed = unit == 0 || units[bucket->unit].place > units[unit].place;
-    if (!passed || bucket->unit == 0) continue;
+    // In no unit: without a forward_order ranks may use different ones.
+    if (!passed || (bucket->unit == 0 && options.forward_order.empty())) continue;
     for (const std::string& name : bucket->flat.absent_gradients())
       text += rank + " has no gradient of " + name;
   }
@@ -78,7 +79,7 @@ std::string ShardingEngine::Impl::left_out(size_t unit) const {
 void ShardingEngine::Impl::clean_up() {
   if (!in_backward || !alive.expired()) return;
   in_backward = false;
-  reduction = nullptr;
+  reductions.clear();
   for (const auto& bucket : buckets) bucket->flat.drop_gradients();
 }
 
@@ -121,15 +122,25 @@ void ShardingEngine::Impl::gradient_arrived(Bucket& bucket) {
   } else {
     bucket.flat.hold_gradients();
   }
-  if (sharded() || synchronized) bucket.flat.free();
+  // What is in no unit may be read until backward ends.
+  if (sharded() ? bucket.unit > 0 : synchronized) bucket.flat.free();
 }
 
-// One bucket's gradients travel while the next one's are computed; more would hold memory.
+// Gradients travel while the next ones are computed: of two buckets, so that a short one does not
+// wait for a long one; more would hold memory. Where backward gathers, what it needs next would
+// travel behind the second.
 void ShardingEngine::Impl::reduce(Bucket& bucket) {
-  if (reduction) reduction->flat.finish_reduce();
+  const size_t most = sharded() && options.reshard_after_forward ? 1 : 2;
+  if (reductions.size() == most) finish_first_reduction();
   bucket.flat.begin_reduce(1.0 / num_replicas());
-  reduction = &bucket;
+  reductions.push_back(&bucket);
   has_reduced = true;
+}
+
+void ShardingEngine::Impl::finish_first_reduction() {
+  Bucket& first = *reductions.front();
+  reductions.pop_front();
+  first.flat.finish_reduce();
 }
 
 int ShardingEngine::Impl::num_replicas() const {
@@ -141,12 +152,14 @@ void ShardingEngine::Impl::finish_backward(bool with_graph) {
   with_unit_context(0, [this] {
     for (const auto& bucket : buckets)
       if (synchronized && bucket->missing > 0 && bucket->flat.has_gradients()) reduce(*bucket);
-    if (reduction) reduction->flat.finish_reduce();
+    while (!reductions.empty()) finish_first_reduction();
   });
-  reduction = nullptr;
   for (const auto& bucket : buckets) bucket->flat.finish_replication();
   finish_copies();
-  if (has_reduced) with_unit_context(0, [this] { drop_unused(); });
+  if (has_reduced) {
+    with_unit_context(0, [this] { drop_unused(); });
+    may_accumulate = false;
+  }
   for (const auto& bucket : buckets) {
     if (!synchronized) bucket->flat.hold_gradients();
     // Whole parameters are gathered again once a step may have come.

@@ -57,8 +57,9 @@ void ShardingEngine::Impl::cast_buffers() {
 
 void ShardingEngine::Impl::make_units(const std::vector<torch::nn::Module*>& modules) {
   reshard_group = make_reshard_group(group, options);
-  for (UnitParameters& each : divide_into_units(model, modules, ignored)) {
-    Unit unit{.module = each.module, .name = "unit " + each.name, .buckets = {}, .place = {}};
+  for (UnitParameters& each : divide_into_units(model, modules, ignored, options.forward_order)) {
+    Unit unit{.name = "unit " + each.name, .buckets = {}, .place = {}};
+    unit_of.emplace(each.module, units.size());
     if (units.empty()) unit.name = "the parameters of no unit";
     unit.forward_label =
         units.empty() ? "FullyShardedDataParallel.forward" : "forward " + unit.name;

@@ -23,8 +23,9 @@ namespace cohort::parallel {
 
 /// What is sharded. Bytes a parameter in float32 under Adam, N ranks, after a backward;
 /// without those of the gradient once the optimizer has forgotten it. On the way a rank holds more
-/// for a moment: what the other ranks send of one bucket's gradients (a bucket is 25 MiB of
-/// parameters, or one larger parameter), and from kGradients on that bucket's gradients themselves.
+/// for a moment: what the other ranks send of the buckets that travel (a bucket is 25 MiB of
+/// parameters, or one larger parameter), and from kGradients on these buckets' gradients themselves.
+/// Two travel at a time; where backward gathers, one.
 ///
 /// Of a frozen parameter a rank holds 4 bytes, under kParameters 4/N and its unit while that runs.
 enum class Shard {
@@ -48,6 +49,13 @@ struct ShardingOptions {
   /// gathered, summed over ranks or counted in the gradient's norm. `backward` leaves each rank's
   /// own gradient in them, for an optimizer of the caller's.
   std::vector<std::string> ignored;
+  /// Names of all trained parameters that are not ignored, in the order in which forward first uses
+  /// them; frozen ones may be among them. Gradients are expected in reverse: a bucket of 1 MiB or
+  /// more ends where forward enters another unit, and need not wait for that unit's gradients. Every
+  /// rank then uses all trained parameters that are in no unit, or none does. Empty: the order of
+  /// registration, and no such ends. Checkpoints load under any order; the last bits of the
+  /// gradient's norm depend on it.
+  std::vector<std::string> forward_order;
   bool prefetch = true;  ///< The next unit's parameters travel while this one computes.
   /// Local shards and optimizer stay in the parameters' own type. Inputs are cast for the whole
   /// model and for every unit, outputs for the whole model.

@@ -2,9 +2,11 @@
 // The inside of ShardingEngine, shared by sharding_engine.cpp (construction, state),
 // sharding_forward.cpp and sharding_backward.cpp. Not installed.
 #pragma once
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -23,7 +25,6 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
     size_t missing = 0;  // gradients that this backward still owes
   };
   struct Unit {
-    const torch::nn::Module* module = nullptr;
     std::string name;
     std::string forward_label;  // for the profiler
     std::vector<Bucket*> buckets;
@@ -55,6 +56,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   void node_passed(Run& run);
   void gradient_arrived(Bucket& bucket);
   void reduce(Bucket& bucket);
+  void finish_first_reduction();
   void begin_backward();
   void finish_backward(bool with_graph);
   void finish_copies();
@@ -71,6 +73,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   };
   Agreement agree();
   bool gradients_wait() const;
+  bool may_stay() const;
   bool sharded() const { return options.shard == Shard::kParameters; }
   std::vector<LocalShard> unsharded_state() const;
   template <class Body>
@@ -84,6 +87,7 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   std::vector<std::string> ignored;  // full names
   comm::ProcessGroup reshard_group;
   std::vector<Unit> units;  // the first is the whole model's own
+  std::unordered_map<const torch::nn::Module*, size_t> unit_of;
   std::vector<std::unique_ptr<Bucket>> buckets;
   std::vector<std::pair<comm::NodePointer, uintptr_t>> hooks;  // to be taken off again
   std::vector<LocalShard> local_shards;
@@ -92,11 +96,12 @@ struct ShardingEngine::Impl : std::enable_shared_from_this<Impl> {
   bool order_known = false;   // a whole forward has run
   int unsharded = 0;          // guards, one within another
   bool synchronized = true;
-  bool in_backward = false;   // one has begun and not finished ...
-  std::weak_ptr<void> alive;  // ... and owns this until it ends, by an error, too
-  bool has_reduced = false;   // in this backward
+  bool in_backward = false;     // one has begun and not finished ...
+  std::weak_ptr<void> alive;    // ... and owns this until it ends, by an error, too
+  bool has_reduced = false;     // in this backward
+  bool may_accumulate = false;  // a forward was within no_sync, and no sum of gradients came since
   int64_t num_backwards = 0;
-  Bucket* reduction = nullptr;  // under way in this backward
+  std::deque<Bucket*> reductions;  // under way in this backward, the first one first
 };
 
 // Runs `body`, which communicates for `unit`. To the error of mismatched collectives it adds what
@@ -111,6 +116,7 @@ void ShardingEngine::Impl::with_unit_context(size_t unit, const Body& body) {
     facts.cause +=
         "; sharding: expected every rank to run the same units in the same order, and to use the "
         "same parameters of them" +
+        std::string(sharded() ? "" : ", and each forward within no_sync on every rank or on none") +
         left_out(unit);
     throw PeerError(std::move(facts));
   }

@@ -56,9 +56,16 @@ void ShardingEngine::Impl::refresh() {
     for (Bucket* bucket : units[order[i]].buckets) bucket->flat.begin_gather();
 }
 
+// Whether the next forward may find whole parameters as they were. All ranks know alike: their
+// forwards are within no_sync together, and the sums are all ranks'.
+bool ShardingEngine::Impl::may_stay() const {
+  const auto frozen = [](const auto& bucket) { return bucket->flat.frozen(); };
+  return !sharded() && (may_accumulate || std::ranges::any_of(buckets, frozen));
+}
+
 // Ranks may differ in both: one had no batch, or holds nothing of what a checkpoint changed.
 ShardingEngine::Impl::Agreement ShardingEngine::Impl::agree() {
-  if (sharded()) return {.accumulates = false, .frozen_changed = true};
+  if (!may_stay()) return {.accumulates = false, .frozen_changed = true};
   constexpr int64_t kFrozenVote = int64_t{1} << 32;
   const bool accumulates =
       gradients_wait() && std::ranges::none_of(local_shards, [](const LocalShard& shard) {
@@ -95,9 +102,8 @@ ShardingEngine::Forward::~Forward() {
 }
 
 std::optional<size_t> ShardingEngine::find_unit(const torch::nn::Module& block) const {
-  for (size_t i = 0; i < impl_->units.size(); ++i)
-    if (impl_->units[i].module == &block) return i;
-  return std::nullopt;
+  const auto found = impl_->unit_of.find(&block);
+  return found == impl_->unit_of.end() ? std::nullopt : std::optional(found->second);
 }
 
 const std::string& ShardingEngine::forward_label(size_t unit) const {
@@ -125,6 +131,7 @@ uint64_t ShardingEngine::before_forward(size_t unit) {
       }
       for (Impl::Unit& each : my.units) each.ran = each.awaits_backward = false;
       my.refresh();
+      if (!my.synchronized) my.may_accumulate = true;
     }
     my.units[unit].ran = true;
     my.gather(unit, +1);

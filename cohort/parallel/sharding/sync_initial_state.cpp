@@ -18,6 +18,7 @@ std::string describe(const ShardingEngineOptions& options) {
       << "\nprefetch " << options.prefetch << '\n'
       << describe(options.mixed_precision) << "cpu_offload " << options.cpu_offload << '\n';
   for (const std::string& name : options.ignored) out << "ignored " << name << '\n';
+  for (const std::string& name : options.forward_order) out << "forward_order " << name << '\n';
   return out.str();
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "cohort/parallel/sharding/unit.h"
 
@@ -14,6 +15,9 @@ namespace cohort::parallel {
 namespace {
 
 constexpr int64_t kBucketBytes = 25 << 20;
+// The most that waits for gradients of other units. DDP's first bucket is as large: below it a
+// message costs more than its bytes.
+constexpr int64_t kWaitingBytes = 1 << 20;
 
 using Tensors = std::set<const at::TensorImpl*>;
 
@@ -50,26 +54,66 @@ std::vector<const torch::nn::Module*> all_units(const torch::nn::Module& model,
   return units;
 }
 
-// Parameters that can lie in one bucket, last ones first, as backward reaches them.
-std::vector<std::vector<NamedTensor>> cut(std::vector<NamedTensor> parameters) {
+// A parameter, and by which stretch of its unit's parameters forward comes to it.
+struct PlacedTensor {
+  NamedTensor parameter;
+  size_t stretch = 0;
+};
+
+// Those to be sharded, as forward comes to them.
+std::vector<NamedTensor> in_order(const torch::nn::Module& model,
+                                  const std::vector<std::string>& ignored,
+                                  const std::vector<std::string>& forward_order) {
+  std::vector<NamedTensor> parameters = all_parameters(model);
+  std::erase_if(parameters, [&](const auto& each) { return contains(ignored, each.name); });
+  if (forward_order.empty()) return parameters;
+  std::vector<NamedTensor> frozen;
+  std::erase_if(parameters, [&](const NamedTensor& each) {
+    const bool listed = each.tensor.requires_grad() || contains(forward_order, each.name);
+    if (!listed) frozen.push_back(each);
+    return !listed;
+  });
+  const std::vector<size_t> order =
+      indices_of("forward_order", {forward_order}, parameters).front();
+  std::vector<NamedTensor> ordered;
+  for (const size_t index : order) ordered.push_back(parameters[index]);
+  ordered.insert(ordered.end(), frozen.begin(), frozen.end());
+  return ordered;
+}
+
+// Parameters that can lie in one bucket, last ones first, as backward reaches them. `at_units`: ends
+// buckets where other units' parameters lie between.
+std::vector<std::vector<NamedTensor>> cut(std::vector<PlacedTensor> parameters, bool at_units) {
   std::reverse(parameters.begin(), parameters.end());
   std::vector<std::vector<NamedTensor>> buckets;
   const auto kind = [](const NamedTensor& each) {
     return std::tuple(each.tensor.requires_grad(), each.tensor.scalar_type(),
                       each.tensor.device().str());
   };
-  std::map<decltype(kind(parameters.front())), std::pair<size_t, int64_t>> open;
-  for (NamedTensor& each : parameters) {
+  struct Open {
+    size_t bucket = 0;
+    int64_t filled = 0;
+    size_t stretch = 0;
+  };
+  std::map<decltype(kind(parameters.front().parameter)), Open> open;
+  for (auto& [each, stretch] : parameters) {
     const auto bytes = static_cast<int64_t>(each.tensor.nbytes());
-    auto [found, fresh] = open.try_emplace(kind(each), buckets.size(), 0);
-    auto& [bucket, filled] = found->second;
-    if (fresh || filled + bytes > kBucketBytes) {
-      bucket = buckets.size();
-      filled = 0;
+    // What is small stays together around it.
+    if (bytes >= kBucketBytes) {
+      buckets.emplace_back().push_back(std::move(each));
+      continue;
+    }
+    auto [found, fresh] = open.try_emplace(kind(each));
+    Open& last = found->second;
+    const bool others_between = at_units && each.tensor.requires_grad() &&
+                                stretch != last.stretch && last.filled >= kWaitingBytes;
+    if (fresh || others_between || last.filled + bytes > kBucketBytes) {
+      last = {.bucket = buckets.size()};
       buckets.emplace_back();
     }
-    filled += bytes;
-    buckets[bucket].push_back(std::move(each));
+    last.filled += bytes;
+    last.stretch = stretch;
+    buckets[last.bucket].push_back(std::move(each));
   }
   for (auto& bucket : buckets) std::reverse(bucket.begin(), bucket.end());
   return buckets;
@@ -111,7 +155,8 @@ std::vector<std::string> resolve_names(const torch::nn::Module& model,
 
 std::vector<UnitParameters> divide_into_units(const torch::nn::Module& model,
                                               const std::vector<torch::nn::Module*>& modules,
-                                              const std::vector<std::string>& ignored) {
+                                              const std::vector<std::string>& ignored,
+                                              const std::vector<std::string>& forward_order) {
   std::vector<UnitParameters> units(1);
   units.front().module = &model;
   std::vector<Tensors> inside{parameters_of(model)};
@@ -121,9 +166,9 @@ std::vector<UnitParameters> divide_into_units(const torch::nn::Module& model,
     units.push_back({.module = module, .name = *name, .buckets = {}});
     inside.push_back(parameters_of(*module));
   }
-  std::vector<std::vector<NamedTensor>> own(units.size());
-  for (NamedTensor& each : all_parameters(model)) {
-    if (contains(ignored, each.name)) continue;
+  std::vector<std::vector<PlacedTensor>> own(units.size());
+  size_t last_owner = 0, stretch = 0;
+  for (NamedTensor& each : in_order(model, ignored, forward_order)) {
     size_t owner = 0;
     for (size_t i = 1; i < units.size(); ++i) {
       if (!inside[i].contains(each.tensor.unsafeGetTensorImpl())) continue;
@@ -134,10 +179,11 @@ std::vector<UnitParameters> divide_into_units(const torch::nn::Module& model,
         break;
       }
     }
-    own[owner].push_back(std::move(each));
+    if (std::exchange(last_owner, owner) != owner) ++stretch;
+    own[owner].push_back({.parameter = std::move(each), .stretch = stretch});
   }
   for (size_t i = 0; i < units.size(); ++i)
-    if (!own[i].empty()) units[i].buckets = cut(std::move(own[i]));
+    if (!own[i].empty()) units[i].buckets = cut(std::move(own[i]), !forward_order.empty());
   return units;
 }
 
