@@ -91,10 +91,12 @@ struct AddDropout : torch::autograd::Function<AddDropout> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     refuse_second_derivative();
     const at::Tensor grad = grads[0].contiguous();
-    return {grad,
-            kernels_for(grad).add_dropout_backward(grad, context->saved_data["type"].toScalarType(),
-                                                   saved_dropping(context)),
-            at::Tensor()};
+    variable_list results{grad, at::Tensor(), at::Tensor()};
+    if (context->needs_input_grad(1)) {
+      results[1] = kernels_for(grad).add_dropout_backward(
+          grad, context->saved_data["type"].toScalarType(), saved_dropping(context));
+    }
+    return results;
   }
 };
 
@@ -120,7 +122,8 @@ struct AddDropoutNorm : torch::autograd::Function<AddDropoutNorm> {
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     refuse_second_derivative();
     const auto of_y = context->saved_data.find("type_of_y");
-    const auto type_of_y = of_y == context->saved_data.end()
+    // Of the gradient that y takes. Without y the weight's edge has this number.
+    const auto type_of_y = of_y == context->saved_data.end() || !context->needs_input_grad(1)
                                ? std::nullopt
                                : std::optional(of_y->second.toScalarType());
     if (!grads[1].defined()) {  // Of the sum alone.
