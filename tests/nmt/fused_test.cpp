@@ -7,11 +7,13 @@
 #include <ATen/Parallel.h>
 #include <cmath>
 #include <gtest/gtest.h>
+#include <optional>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/functional/activation.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/types.h>
 #include <torch/utils.h>
+#include <vector>
 
 #include "cohort/nmt/kernels/kernels.h"
 
@@ -757,6 +759,40 @@ TEST(FusedTest, DropoutsGradientFallsWhereTheValueFell) {
   EXPECT_TRUE(at::equal((relu != 0) & (z <= 0), at::zeros_like(z).to(at::kBool)));
 }
 
+// Of NaNs in float32, of which some would be rounded up to another exponent or sign.
+void check_wide_nans() {
+  const at::Tensor wide = at::tensor({0x7fffffff, 0x7fff8000, 0x7f800001, -1, -0x7fffff}, at::kInt)
+                              .view(at::kFloat)
+                              .view({5, 1})
+                              .repeat({1, 37});
+  const at::Tensor zeros = at::zeros(wide.sizes(), at::kBFloat16), ones = at::ones(wide.sizes());
+  const NormParameters norm{
+      .weight_D = at::ones({37}), .bias_D = at::ones({37}), .type = at::kBFloat16};
+  DropoutStream stream;
+  EXPECT_TRUE(at::isnan(nmt::layer_norm(wide, norm).normed).all().item<bool>());
+  for (const double p : {0.0, 0.3}) {
+    const at::Tensor normed = add_dropout_norm(wide, zeros, norm, p, stream).normed;
+    EXPECT_TRUE(at::isnan(normed).all().item<bool>()) << normed;
+    const auto expect_in_gradient = [&](const char* of, const auto& backward) {
+      const at::Tensor y = zeros.clone().requires_grad_(true);
+      const at::Tensor mask = mask_of(wide.sizes(), p, stream);
+      backward(y);
+      EXPECT_TRUE(at::equal(at::isnan(y.grad()), mask != 0)) << of << y.grad();
+      EXPECT_TRUE((at::isnan(y.grad()) | (y.grad() == 0)).all().item<bool>()) << of << y.grad();
+    };
+    expect_in_gradient("add_dropout", [&](const at::Tensor& y) {
+      add_dropout(ones, y, p, stream).backward(wide);
+    });
+    expect_in_gradient("a sum alone", [&](const at::Tensor& y) {
+      add_dropout_norm(ones, y, norm, p, stream).sum.backward(wide);
+    });
+    expect_in_gradient("a sum and its norm", [&](const at::Tensor& y) {
+      const auto both = add_dropout_norm(ones, y, norm, p, stream);
+      torch::autograd::backward({both.sum, both.normed}, {wide, zeros});
+    });
+  }
+}
+
 // In every table: a NaN of any payload and sign comes out as one.
 TEST(FusedTest, EveryBFloat16NaNStaysOne) {
   in_every_table([](at::ScalarType type) {
@@ -769,13 +805,10 @@ TEST(FusedTest, EveryBFloat16NaNStaysOne) {
     const at::Tensor nans = at::tensor(bits, at::kShort).view(at::kBFloat16);
     DropoutStream stream;
     const at::Tensor kept = dropout(nans, 0.3, stream), gelu = gelu_dropout(nans, 0, stream);
-    const at::Tensor wide =
-        at::tensor({0x7fffffff, 0x7f800001, -1, -0x7fffff}, at::kInt).view(at::kFloat);
-    const NormParameters norm{.weight_D = at::ones({1}), .bias_D = at::ones({1}), .type = type};
-    EXPECT_TRUE(at::isnan(layer_norm(wide.view({4, 1}), norm).normed).all().item<bool>());
     EXPECT_TRUE((at::isnan(kept) | (kept == 0)).all().item<bool>()) << kept;
     EXPECT_GT(at::isnan(kept).sum().item<int64_t>(), nans.numel() / 2);
     EXPECT_TRUE(at::isnan(gelu).all().item<bool>()) << gelu;
+    check_wide_nans();
   });
 }
 
@@ -796,6 +829,30 @@ TEST(FusedTest, TensorsOfTwoDevicesAreRefused) {
                  [&] { smoothed_cross_entropy(there, here, labels, 0.1); });
   expect_refused("smoothed_cross_entropy: labels: expected a tensor on cpu, got one on meta",
                  [&] { smoothed_cross_entropy(here, here, labels.to(at::kMeta), 0.1); });
+  const at::Tensor row = at::ones({3}), row_there = row.to(at::kMeta);
+  const auto expect_first_on_the_cpu = [&](const std::string& operand, const auto& call) {
+    expect_refused(operand + ": expected a tensor on cpu, got one on meta", call);
+  };
+  expect_first_on_the_cpu("add_dropout: y", [&] { add_dropout(here, there, 0.5, stream); });
+  expect_first_on_the_cpu("add_dropout_norm: y", [&] {
+    add_dropout_norm(here, there, {.weight_D = row, .bias_D = row}, 0.5, stream);
+  });
+  expect_first_on_the_cpu("add_dropout_norm: weight", [&] {
+    add_dropout_norm(here, here, {.weight_D = row_there, .bias_D = row}, 0.5, stream);
+  });
+  expect_first_on_the_cpu("add_dropout_norm: bias", [&] {
+    add_dropout_norm(here, here, {.weight_D = row, .bias_D = row_there}, 0.5, stream);
+  });
+  expect_first_on_the_cpu("layer_norm: weight",
+                          [&] { nmt::layer_norm(here, {.weight_D = row_there, .bias_D = row}); });
+  expect_first_on_the_cpu("layer_norm: bias",
+                          [&] { nmt::layer_norm(here, {.weight_D = row, .bias_D = row_there}); });
+  const LinearReluDropoutOptions options{.dropout = 0.5, .part = {}};
+  expect_first_on_the_cpu(
+      "linear: weight", [&] { linear_relu_dropout(here, there, at::ones({2}), options, stream); });
+  expect_first_on_the_cpu("linear: bias", [&] {
+    linear_relu_dropout(here, here, at::ones({2}, at::kMeta), options, stream);
+  });
 }
 
 TEST(FusedTest, InferenceElsewhereThanOnTheCpuIsRefused) {
@@ -1063,11 +1120,13 @@ TEST(FusedTest, NormsOfSumsInEveryTableAreAtens) {
     for (const int64_t width : {7, 16, 33, 515}) check(type, 5, width);
     check(type, 1, 64);
     check(type, 150, 96);
+    // A mean that a variance by the mean of squares would not survive.
+    for (const int64_t width : {16, 96})
+      check_norms({.rows = 3, .width = width, .of_y = type, .offset = 1000});
   });
-  // ATen's gradient is a difference of large numbers where the variance is small, or the mean large.
+  // ATen's gradient is a difference of large numbers where the variance is small.
   in_all_loops([&](at::ScalarType type) {
     for (const int64_t width : {1, 2, 3}) check(type, 67, width);
-    check_norms({.rows = 3, .width = 96, .of_y = type, .offset = 1000});
   });
 }
 
@@ -1084,8 +1143,7 @@ std::vector<at::Tensor> norm_and_gradients(const at::Tensor& x, const at::Tensor
 
 TEST(FusedTest, NormsAreTheSameBitsAgainOnAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
-  for (const auto type : {at::kFloat, at::kBFloat16}) {
-    torch::manual_seed(7);
+  in_all_loops([](at::ScalarType type) {
     const at::Tensor x = at::randn({1501, 100}), y = at::randn({1501, 100}).to(type);
     at::set_num_threads(1);
     const auto expected = norm_and_gradients(x, y, 0.3);
@@ -1103,7 +1161,7 @@ TEST(FusedTest, NormsAreTheSameBitsAgainOnAnyNumberOfThreads) {
       for (size_t i = 0; i < 4; ++i)
         EXPECT_TRUE(at::equal(part[i], whole[i].narrow(0, 1501 - rows, rows))) << rows << ", " << i;
     }
-  }
+  });
   at::set_num_threads(threads);
 }
 
@@ -1201,8 +1259,7 @@ TEST(FusedTest, LinearReluDropoutInEveryTableIsReluOfLinear) {
 
 TEST(FusedTest, LinearReluDropoutIsTheSameBitsAgainOnAnyNumberOfThreads) {
   const int threads = at::get_num_threads();
-  for (const auto type : {at::kFloat, at::kBFloat16}) {
-    torch::manual_seed(7);
+  in_all_loops([](at::ScalarType type) {
     // Products of 16 and 0: exact, so that theirs is no order of summation.
     const at::Tensor x = (at::randn({1501, 100}) * 16).round() / 16, weight = at::eye(100),
                      bias = at::randn({100});
@@ -1229,7 +1286,7 @@ TEST(FusedTest, LinearReluDropoutIsTheSameBitsAgainOnAnyNumberOfThreads) {
     const LinearReluDropoutOptions options{.type = type, .dropout = 0.3, .part = {}};
     EXPECT_TRUE(at::equal(linear_relu_dropout(x.to(type), weight, all, options, stream) != 0,
                           relu_dropout(linear(x.to(type), weight, all, type), 0.3, plain) != 0));
-  }
+  });
   at::set_num_threads(threads);
   DropoutStream stream;
   const at::Tensor x = leaf({0, 5}, at::kFloat), bias = leaf({4}, at::kFloat);
@@ -1252,6 +1309,191 @@ TEST(FusedTest, LinearReluDropoutIsTheSameBitsAgainOnAnyNumberOfThreads) {
                                  .sum()},
                             {bias}, {}, std::nullopt, /*create_graph=*/true),
       c10::NotImplementedError);
+}
+
+// bfloat16's neighbours of this bias are 1 and 1.0078125.
+TEST(FusedTest, LinearReluDropoutAddsTheBiasAsItIs) {
+  in_all_loops([](at::ScalarType type) {
+    const at::Tensor x = at::full({2, 1}, -1.0F).to(type), weight = at::ones({37, 1});
+    const at::Tensor bias = at::full({37}, 1.003F);
+    DropoutStream stream;
+    const at::Tensor y = linear_relu_dropout(x, weight, bias, {.type = type, .part = {}}, stream);
+    const at::Tensor exact = (bias.to(at::kDouble) - 1).expand({2, 37});
+    expect_within(y, exact, unit_of(type) * exact);
+    if (type == at::kBFloat16) {
+      EXPECT_TRUE(at::equal(linear(x, weight, bias, type), at::zeros({2, 37}, type)));
+    }
+  });
+}
+
+// Quarters: their products and sums are exact, in whatever order.
+at::Tensor quarters(const at::Tensor& x) {
+  return (x * 4).round() / 4;
+}
+
+using Tensors = std::vector<at::Tensor>;
+
+// An operation's results, then its operands' gradients: slope_of(a result) is the gradient of that. A second backward must give
+// the same bits. The operand of number `frozen` takes no gradient.
+template <class Operation, class Slope>
+Tensors with_gradients(const Tensors& operands, const Operation& operation, const Slope& slope_of,
+                       std::optional<size_t> frozen = std::nullopt) {
+  Tensors given;
+  for (const at::Tensor& operand : operands)
+    given.push_back(operand.detach().requires_grad_(given.size() != frozen));
+  Tensors found = operation(given);
+  const Tensors results = found;
+  Tensors slopes;
+  for (const at::Tensor& result : results) slopes.push_back(slope_of(result.detach()));
+  torch::autograd::backward(results, slopes, /*retain_graph=*/true);
+  for (const at::Tensor& operand : given) {
+    found.push_back(operand.grad());
+    operand.mutable_grad() = at::Tensor();
+  }
+  torch::autograd::backward(results, slopes);
+  for (size_t i = 0; i < given.size(); ++i) {
+    const at::Tensor &once = found[results.size() + i], &again = given[i].grad();
+    EXPECT_EQ(once.defined(), i != frozen) << i;
+    EXPECT_TRUE(once.defined() ? at::equal(once, again) : !again.defined()) << i;
+  }
+  return found;
+}
+at::Tensor slope_of_waves(const at::Tensor& result) {
+  return quarters(at::cos(result));
+}
+
+void expect_equal(const Tensors& found, const Tensors& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (!found[i].defined()) continue;  // frozen
+    EXPECT_EQ(found[i].scalar_type(), expected[i].scalar_type()) << i;
+    EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+  }
+}
+
+// In memory that is not contiguous.
+at::Tensor apart(const at::Tensor& x) {
+  return x.dim() == 2 ? x.t().contiguous().t() : at::stack({x, x}, 1).select(1, 0);
+}
+
+template <class Operation>
+void check_operands(const char* what, const Tensors& operands, const Operation& operation) {
+  SCOPED_TRACE(what);
+  const Tensors expected = with_gradients(operands, operation, slope_of_waves);
+  for (size_t frozen = 0; frozen < operands.size(); ++frozen) {
+    SCOPED_TRACE(c10::str("operand ", frozen, " takes no gradient"));
+    expect_equal(with_gradients(operands, operation, slope_of_waves, frozen), expected);
+  }
+  {
+    SCOPED_TRACE("operands that are not contiguous");
+    Tensors others;
+    for (const at::Tensor& operand : operands) others.push_back(apart(operand));
+    expect_equal(with_gradients(others, operation, slope_of_waves), expected);
+  }
+  SCOPED_TRACE("expanded gradients");
+  const auto expanded = [](const at::Tensor& result) {
+    return at::full({}, 0.75, result.options()).expand_as(result);
+  };
+  expect_equal(
+      with_gradients(operands, operation, expanded),
+      with_gradients(operands, operation, [&](const auto& x) { return expanded(x).contiguous(); }));
+}
+
+// Half of the elements are dropped: the scale is 2, which leaves all exact.
+auto norm_of_sum(at::ScalarType type) {
+  return [type](const Tensors& of) {
+    DropoutStream stream{.seed = 4};
+    const auto [sum, normed] = add_dropout_norm(
+        of[0], of[1], {.weight_D = of[2], .bias_D = of[3], .type = type}, 0.5, stream);
+    return Tensors{sum, normed};
+  };
+}
+auto relu_of_linear(at::ScalarType type) {
+  return [type](const Tensors& of) {
+    DropoutStream stream{.seed = 4};
+    return Tensors{linear_relu_dropout(of[0], of[1], of[2],
+                                       {.type = type, .dropout = 0.5, .part = {}}, stream)};
+  };
+}
+
+TEST(FusedTest, NormsAndReluOfLinearTakeEveryKindOfOperand) {
+  in_all_loops([](at::ScalarType type) {
+    const auto norm_of_x = [&](const Tensors& of) {
+      const auto [sum, normed] =
+          nmt::layer_norm(of[0], {.weight_D = of[1], .bias_D = of[2], .type = type});
+      return Tensors{sum, normed};
+    };
+    for (const int64_t width : {0, 37}) {
+      const auto rows = [&] { return quarters(at::randn({6, width})); };
+      const auto row = [&] { return quarters(at::randn({width})); };
+      check_operands("a sum's norm", {rows(), rows().to(type), row(), row()}, norm_of_sum(type));
+      check_operands("in float32", {rows(), rows().to(type), row(), row()},
+                     norm_of_sum(at::kFloat));
+      check_operands("a norm", {rows(), row(), row()}, norm_of_x);
+      check_operands(
+          "relu of linear",
+          {quarters(at::randn({6, 20})).to(type), quarters(at::randn({width, 20})), row()},
+          relu_of_linear(type));
+    }
+    const at::Tensor x = leaf({4, 9}, at::kFloat), grad = at::randn({4, 9});
+    const NormParameters norm{
+        .weight_D = leaf({9}, at::kFloat), .bias_D = at::ones({9}), .type = type};
+    const at::Tensor sum = nmt::layer_norm(x, norm).sum;
+    EXPECT_TRUE(at::equal(sum, x));
+    sum.backward(grad);
+    EXPECT_TRUE(at::equal(x.grad(), grad)) << "of a sum alone";
+    EXPECT_FALSE(norm.weight_D.grad().defined());
+  });
+}
+
+// Types that the loops have no norm for, or no bias.
+TEST(FusedTest, NormsAndReluOfLinearInOtherTypesAreThoseOfTheirParts) {
+  struct Types {
+    at::ScalarType x, y, parameters, result;
+  };
+  for (const Types& types : {Types{at::kDouble, at::kFloat, at::kDouble, at::kDouble},
+                             Types{at::kDouble, at::kFloat, at::kDouble, at::kFloat},
+                             Types{at::kDouble, at::kBFloat16, at::kDouble, at::kBFloat16},
+                             Types{at::kBFloat16, at::kBFloat16, at::kBFloat16, at::kBFloat16},
+                             Types{at::kBFloat16, at::kBFloat16, at::kFloat, at::kFloat}}) {
+    SCOPED_TRACE(c10::str(c10::toString(types.x), " and ", c10::toString(types.y)));
+    torch::manual_seed(7);
+    const Tensors operands{at::randn({6, 37}).to(types.x), at::randn({6, 37}).to(types.y),
+                           at::randn({37}).to(types.parameters),
+                           at::randn({37}).to(types.parameters)};
+    const auto parts = [&](const Tensors& of) {
+      DropoutStream stream{.seed = 4};
+      const at::Tensor sum = add_dropout(of[0], of[1], 0.5, stream);
+      return Tensors{sum, at::layer_norm(sum, {37}, of[2], of[3]).to(types.result)};
+    };
+    const Tensors found = with_gradients(operands, norm_of_sum(types.result), slope_of_waves);
+    EXPECT_EQ(found[0].scalar_type(), types.x);
+    EXPECT_EQ(found[1].scalar_type(), types.result);
+    expect_equal(found, with_gradients(operands, parts, slope_of_waves));
+  }
+  for (const auto& [type, of_bias] :
+       {std::pair{at::kBFloat16, at::kBFloat16}, std::pair{at::kFloat, at::kDouble}}) {
+    const Tensors operands{at::randn({6, 37}).to(type), at::randn({20, 37}),
+                           at::randn({20}).to(of_bias)};
+    const auto parts = [type = type](const Tensors& of) {
+      DropoutStream stream{.seed = 4};
+      return Tensors{relu_dropout(linear(of[0], of[1], of[2], type), 0.5, stream)};
+    };
+    expect_equal(with_gradients(operands, relu_of_linear(type), slope_of_waves),
+                 with_gradients(operands, parts, slope_of_waves));
+  }
+}
+
+TEST(FusedTest, AddDropoutComputesNoGradientOfAYThatTakesNone) {
+  const at::Tensor x = leaf({4, 9}, at::kFloat), y = at::randn({4, 9});
+  const test::HostLaunches cuda;
+  DropoutStream stream;
+  const at::Tensor sum = add_dropout(x, y, 0.5, stream);
+  const int calls = cuda.calls();
+  EXPECT_GT(calls, 0);
+  sum.backward(at::ones({4, 9}));
+  EXPECT_EQ(cuda.calls(), calls);
+  EXPECT_TRUE(at::equal(x.grad(), at::ones({4, 9})));
 }
 
 }  // namespace fused_test

@@ -7,6 +7,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include "cohort/nmt/kernels/cpu/loops.h"
 #include "cohort/nmt/transformer.h"
 
 namespace cohort::nmt {
@@ -61,7 +62,7 @@ TEST(TensorParallelContextTest, DropoutsOfPartsTakeTheElementsOfTheWhole) {
 }
 
 // By a product that changes nothing, whatever its size.
-TEST(TensorParallelContextTest, LinearReluDropoutOfPartsIsThatOfTheWhole) {
+void check_linear_relu_dropout_of_parts() {
   torch::manual_seed(3);
   for (const auto type : {at::kDouble, at::kFloat, at::kBFloat16}) {
     const auto wide = type == at::kDouble ? at::kDouble : at::kFloat;
@@ -84,6 +85,15 @@ TEST(TensorParallelContextTest, LinearReluDropoutOfPartsIsThatOfTheWhole) {
       EXPECT_TRUE(at::equal(of_own_bias, of_bias.narrow(0, 9 * index, 9)));
     }
   }
+}
+
+TEST(TensorParallelContextTest, LinearReluDropoutOfPartsIsThatOfTheWhole) {
+  for (const Loops* const* table = supported_loops(); *table != nullptr; ++table) {
+    SCOPED_TRACE((*table)->name);
+    use_loops(**table);
+    check_linear_relu_dropout_of_parts();
+  }
+  use_loops(*supported_loops()[0]);
 }
 
 TEST(TensorParallelContextTest, AttentionsDropoutTakesTheElementsOfTheWhole) {
