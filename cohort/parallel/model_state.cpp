@@ -155,7 +155,7 @@ std::vector<std::vector<size_t>> indices_of(const char* option,
       const auto found = left.find(name);
       TORCH_CHECK_VALUE(found != left.end(), option,
                         ": expected each parameter of the model once, got ", name,
-                        " twice or not of the model");
+                        " twice, not of the model, ignored, or the second name of a shared one");
       indices.back().push_back(found->second);
       left.erase(found);
     }

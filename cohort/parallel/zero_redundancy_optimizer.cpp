@@ -33,8 +33,11 @@ std::vector<std::vector<NamedTensor>> by_kind(const Named& parameters) {
 std::string describe(const std::vector<std::vector<NamedTensor>>& kinds) {
   std::ostringstream out;
   for (const auto& kind : kinds) {
-    for (const NamedTensor& each : kind)
-      out << each.name << ' ' << each.tensor.sizes() << ' ' << each.tensor.dtype() << '\n';
+    for (const NamedTensor& each : kind) {
+      out << each.name << ' ' << each.tensor.sizes() << ' ' << each.tensor.dtype();
+      if (!each.tensor.is_contiguous()) out << " strides " << each.tensor.strides();
+      out << '\n';
+    }
   }
   return out.str();
 }

@@ -267,11 +267,11 @@ struct CountingStore : c10d::HashStore {
 TEST(FailureWatchTest, AStoreThatCanWaitIsAskedEveryTwoSeconds) {
   auto store = c10::make_intrusive<CountingStore>();
   {
+    const auto start = std::chrono::steady_clock::now();
     const FailureWatch watch(StoreConnection{store, [] {}, [] {}}, 1, 2, false,
                              FailureWatchCalls{.flight_record = [] { return FlightRecord(); },
                                                .waiting_ns = [] { return std::nullopt; },
                                                .abort = [] {}});
-    const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < 600 && store->num_asked == 0; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
     EXPECT_GE(store->num_asked, 1);

@@ -104,12 +104,17 @@ TEST(HierarchicalFaultTest, AnAbortEndsWhatWaits) {
     group.all_reduce_async(x).wait();
     std::vector<at::Tensor> tensors{x};
     const auto begin = steady_clock::now();
-    if (group.rank() == 0) {
-      while (group.store().add("ended", 0) < 3)
+    const auto await_three = [&](const char* what) {
+      while (group.store().add(what, 0) < 3 &&
+             steady_clock::now() - begin < std::chrono::seconds(60))
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    };
+    if (group.rank() == 0) {
+      await_three("ended");
     } else {
       const auto work = group.c10d_group().allreduce(tensors);
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      group.store().add("waiting", 1);
+      await_three("waiting");
       group.c10d_group().getBackend(at::kCPU)->abort();
       EXPECT_THROW(work->wait(), std::exception);
       group.store().add("ended", 1);

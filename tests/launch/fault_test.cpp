@@ -74,9 +74,10 @@ TEST(RunFaultTest, ARankThatEndsWellWhileTheOthersNeedItIsNamed) {
 // A rank fails every three seconds. Rank 0 would end by itself 15 seconds after the first grace, and
 // before a grace that each failure began again.
 TEST(RunFaultTest, TheGraceBeginsWithTheFirstFailure) {
-  Launched run(cohort_run_sh({"--nproc-per-node", "9", "--grace", "5"},
-                             "if [ $RANK != 0 ]; then sleep $((3 * RANK - 3)); exit 7; fi;"
-                             "sleep 20; echo rank 0 was not stopped >&2"));
+  Launched run(
+      cohort_run_sh({"--nproc-per-node", "9", "--grace", "5"},
+                    "if [ $RANK != 0 ]; then sleep $((3 * RANK - 3)); exit $((RANK + 6)); fi;"
+                    "sleep 20; echo rank 0 was not stopped >&2"));
   const Ended ended = run.wait();
   EXPECT_EQ(ended.exit_code, 7) << ended.err;
   EXPECT_FALSE(holds(ended.err, "rank 0 was not stopped")) << ended.err;

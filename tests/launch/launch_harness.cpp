@@ -146,7 +146,10 @@ int tracing_worker(const std::string& what) {
   record.world_size = std::atoi(std::getenv("WORLD_SIZE"));
   // Rank 0 waits for a rank that has told where it is.
   const std::string other = path.substr(0, path.rfind("rank")) + "rank1.trace";
-  while (!second && TracePage::read(other).value_or(TraceRecord()).sequence == 0) ::usleep(1000);
+  for (int i = 0; i < 60'000 && !second; ++i) {
+    if (TracePage::read(other).value_or(TraceRecord()).sequence != 0) break;
+    ::usleep(1000);
+  }
   record.since_ns = steady_now_ns();
   const bool behind = second && what == "behind-stopped";
   if (behind) record.since_ns = 0;  // It waits longest.

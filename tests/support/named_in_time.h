@@ -42,6 +42,7 @@ inline void expect_named_within(int most_ms,
       longest = std::max(longest, std::stoi(match[1]));
     }
     if (longest <= most_ms) break;
+    std::printf("run %d: named after %d ms, expected %d at most\n", run, longest, most_ms);
   }
   EXPECT_LE(longest, most_ms);
 }

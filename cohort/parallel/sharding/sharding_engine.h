@@ -50,11 +50,11 @@ struct ShardingOptions {
   /// own gradient in them, for an optimizer of the caller's.
   std::vector<std::string> ignored;
   /// Names of all trained parameters that are not ignored, in the order in which forward first uses
-  /// them; frozen ones may be among them. Gradients are expected in reverse: a bucket of 1 MiB or
-  /// more ends where forward enters another unit, and need not wait for that unit's gradients. Every
-  /// rank then uses all trained parameters that are in no unit, or none does. Empty: the order of
-  /// registration, and no such ends. Checkpoints load under any order; the last bits of the
-  /// gradient's norm depend on it.
+  /// them, a shared one once, under its first name; frozen ones may be among them. Gradients are
+  /// expected in reverse: a bucket of 1 MiB or more ends where forward enters another unit, and need
+  /// not wait for that unit's gradients. Each trained parameter that is in no unit is then used by
+  /// every rank or by none. Empty: the order of registration, and no such ends. Checkpoints load
+  /// under any order; the last bits of the gradient's norm depend on it.
   std::vector<std::string> forward_order;
   bool prefetch = true;  ///< The next unit's parameters travel while this one computes.
   /// Local shards and optimizer stay in the parameters' own type. Inputs are cast for the whole
