@@ -150,8 +150,8 @@ TEST(RunFaultTest, GrandchildrenEndWithTheJob) {
 TEST(RunFaultTest, SignalsReachAllProcessGroupsOfAWorker) {
   Launched run(ready_workers(
       1, kExplained + "trap : TERM; timeout 1000 sh -c 'trap \"echo noted; exit\" TERM; echo ready;"
-                      "                                 while :; do sleep 0.02; done' & wait; "
-                      "wait; explained 4"));
+                      "                                 while :; do sleep 0.02; done' & "
+                      "while kill -0 $! 2> /dev/null; do wait; done; explained 4"));
   run.read_lines(1);
   run.send(SIGTERM);
   const Ended ended = run.wait();
