@@ -195,6 +195,18 @@ void expect_told(const std::vector<RankEnd>& ends, const std::vector<std::string
   }
 }
 
+// All ranks do, in the barrier "next", and name the calls of rank 1 and of another.
+void expect_difference(const std::vector<RankEnd>& ends, const std::string& odd,
+                       const std::string& usual) {
+  expect_told(ends, {"the ranks disagree in barrier \"next\""});
+  const std::string at = " at device_stall_test.cpp:";
+  for (const RankEnd& end : ends) {
+    EXPECT_TRUE(
+        names_difference(end.output, static_cast<int>(ends.size()), 1, odd + at, usual + at))
+        << end.output;
+  }
+}
+
 // From the call to the end of the wait for the device.
 milliseconds waited_for(const ProcessGroup& group) {
   const auto start = Clock::now();
@@ -261,12 +273,7 @@ TEST_P(DeviceStallTest, ARankThatCallsAnotherOperationIsNamed) {
         EXPECT_LT(waited_for(group), seconds(15)) << "ranks compare after two seconds";
         group.barrier("next");
       });
-  expect_told(ends, {"the ranks disagree in barrier \"next\""});
-  for (const RankEnd& end : ends)
-    EXPECT_TRUE(names_difference(end.output, world_size(), 1,
-                                 "broadcast from 0 of float32[4] at device_stall_test.cpp:",
-                                 "all_reduce(sum) of float32[4] at device_stall_test.cpp:"))
-        << end.output;
+  expect_difference(ends, "broadcast from 0 of float32[4]", "all_reduce(sum) of float32[4]");
 }
 
 // No rank's log has that call any more when its device is stuck in it.
@@ -371,12 +378,7 @@ TEST_P(DeviceStallTest, ARankThatCallsWithAnotherShapeIsNamed) {
         EXPECT_LT(waited_for(group), seconds(15)) << "ranks compare after two seconds";
         group.barrier("next");
       });
-  expect_told(ends, {"the ranks disagree in barrier \"next\""});
-  for (const RankEnd& end : ends)
-    EXPECT_TRUE(names_difference(end.output, world_size(), 1,
-                                 "all_reduce(sum) of float32[2] at device_stall_test.cpp:",
-                                 "all_reduce(sum) of float32[4] at device_stall_test.cpp:"))
-        << end.output;
+  expect_difference(ends, "all_reduce(sum) of float32[2]", "all_reduce(sum) of float32[4]");
 }
 
 TEST_P(DeviceStallTest, OfTwoGroupsTheOneThatStandsStillIsNamed) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cohort/base/error.h"
+#include "cohort/base/program.h"
 #include "cohort/base/trace_page.h"
 
 #include "tests/support/ranks.h"
@@ -26,6 +27,18 @@ inline void time_error_of(const std::function<void()>& call) {
     std::fflush(stdout);
     throw;
   }
+}
+
+/// Of `ends`, of which the last rank was killed, those of the others. Expects of each that it ended
+/// with kExitLostPeer and wrote `text`.
+inline std::vector<RankEnd> survivors_that_wrote(const std::string& text,
+                                                 std::vector<RankEnd> ends) {
+  ends.pop_back();
+  for (const RankEnd& end : ends) {
+    EXPECT_EQ(end.exit_code, kExitLostPeer) << end.output;
+    EXPECT_NE(end.output.find(text), std::string::npos) << end.output;
+  }
+  return ends;
 }
 
 /// Expects that line of each rank that `run_once` returns, with at most `most_ms`. A machine that
